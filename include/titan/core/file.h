@@ -1,0 +1,44 @@
+#pragma once
+
+// Files that are whole or not there: everything durable is written beside its place and renamed into it.
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace titan {
+
+/// The whole file as bytes. Throws Error with path and reason.
+std::string read_file(const std::filesystem::path& path);
+
+/// Writes `contents` to `path` by a temporary name in the same folder, fsync, rename, fsync of the folder.
+/// On any failure the temporary is removed, an older `path` stays as it was, and an Error names path, reason and bytes.
+void write_file_atomic(const std::filesystem::path& path, std::string_view contents);
+
+/// As write_file_atomic, with the contents produced piece by piece: `write` is handed a sink that appends.
+using AppendBytes = std::function<void(std::span<const std::byte>)>;
+void write_file_atomic(const std::filesystem::path& path, const std::function<void(const AppendBytes&)>& write);
+
+/// Makes the folder and its parents; an Error says which part could not be made and why.
+void make_folder(const std::filesystem::path& folder);
+
+/// A file mapped read-only for its life; `bytes()` stays valid as long as the object. Move-only.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::filesystem::path& path);
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&& other) noexcept;
+  ~MappedFile();
+  std::span<const std::byte> bytes() const { return {data_, size_}; }
+  std::string_view text() const { return {reinterpret_cast<const char*>(data_), size_}; }
+
+ private:
+  const std::byte* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace titan

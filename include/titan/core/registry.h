@@ -1,0 +1,66 @@
+#pragma once
+
+// A registry of named things (models, plans, sources, recipes): what a config names, a user's shared object may add.
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "titan/core/error.h"
+
+namespace titan {
+
+/// Names to values. Reading and adding are thread-safe; values are never removed, so references stay valid.
+template <class T>
+class Registry {
+ public:
+  /// `kind` is the noun for messages: "model", "data source".
+  explicit Registry(std::string kind) : kind_(std::move(kind)) {}
+
+  /// Throws Error when the name is taken.
+  void add(const std::string& name, T value) {
+    std::lock_guard lock(mutex_);
+    TITAN_CHECK(entries_.emplace(name, std::move(value)).second, kind_, " '", name, "' is registered twice");
+  }
+
+  bool contains(const std::string& name) const {
+    std::lock_guard lock(mutex_);
+    return entries_.count(name) != 0;
+  }
+
+  /// Throws ConfigError that lists the known names and the nearest.
+  const T& get(const std::string& name) const {
+    std::lock_guard lock(mutex_);
+    auto found = entries_.find(name);
+    if (found != entries_.end()) return found->second;
+    throw ConfigError(unknown(name));
+  }
+
+  std::vector<std::string> names() const {
+    std::lock_guard lock(mutex_);
+    return names_unlocked();
+  }
+
+ private:
+  std::vector<std::string> names_unlocked() const {
+    std::vector<std::string> names;
+    for (const auto& [name, value] : entries_) names.push_back(name);
+    return names;
+  }
+
+  std::string unknown(const std::string& name) const {
+    std::string message = str("unknown ", kind_, " '", name, "'; known: ");
+    for (const auto& known : names_unlocked()) message += known + " ";
+    auto near = nearest_names(name, names_unlocked(), 1);
+    if (!near.empty()) message += str("(did you mean '", near.front(), "'?)");
+    return message;
+  }
+
+  std::string kind_;
+  mutable std::mutex mutex_;
+  std::map<std::string, T> entries_;
+};
+
+}  // namespace titan

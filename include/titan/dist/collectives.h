@@ -1,0 +1,91 @@
+#pragma once
+
+// Collectives: launched here, finished by Work::wait(). Tensors must be contiguous and stay alive until then (the Work
+// holds references). Each call is recorded in the group's ring of calls with its label (dist/flight_record.h).
+// On CUDA, "finished" means ordered before later work of the current stream; wait() doesn't block the host.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+namespace c10d {
+class Backend;
+class Work;
+}  // namespace c10d
+
+namespace titan::dist {
+
+class FlightRecorder;
+
+/// Which module and phase issued a call. Both point to strings that outlive the group (interned or literals), so that
+/// recording costs no allocation.
+struct Label {
+  const char* phase = "";   ///< "fsdp::unshard", "metrics::loss", ...
+  const char* module = "";  ///< "layers.3", or ""
+};
+
+/// A launched collective. Move-only; destroying it without wait() waits too (and swallows errors), wait() throws Error that
+/// names group, label and peer where the backend tells.
+class [[nodiscard]] Work {
+ public:
+  Work() = default;
+  Work(Work&&) noexcept;
+  Work& operator=(Work&&) noexcept;
+  ~Work();
+  bool pending() const;
+  void wait();
+
+ private:
+  friend class Group;
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+enum class ReduceOp { Sum, Max, Min };
+
+/// Ranks that communicate with each other. All members issue the same calls in the same order.
+class Group {
+ public:
+  Group(std::string name, std::vector<int> ranks, int my_world_rank, c10::intrusive_ptr<c10d::Backend> backend,
+        std::shared_ptr<FlightRecorder> recorder);
+  ~Group();
+
+  const std::string& name() const { return name_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  /// Position of this process in the group, -1 when it isn't a member.
+  int rank() const { return rank_; }
+  bool contains_me() const { return rank_ >= 0; }
+  const std::vector<int>& ranks() const { return ranks_; }
+
+  /// out: [size * n], in: [n], same dtype; rank r's part comes to out[r*n .. (r+1)*n).
+  Work all_gather(const at::Tensor& out, const at::Tensor& in, Label label);
+  /// out: [n], in: [size * n]; out = sum over ranks of in[rank*n ..). Sums, never averages.
+  Work reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label);
+  /// In place.
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op, Label label);
+  Work broadcast(const at::Tensor& tensor, int root, Label label);
+  /// out, in: [size * n]; part j of in goes to rank j.
+  Work all_to_all(const at::Tensor& out, const at::Tensor& in, Label label);
+  Work send(const at::Tensor& tensor, int peer, Label label);
+  Work receive(const at::Tensor& tensor, int peer, Label label);
+  Work barrier(Label label);
+
+  /// Small host values, blocking; on groups of one rank free of cost.
+  double sum(double value, Label label);
+  double max(double value, Label label);
+  int64_t sum(int64_t value, Label label);
+  std::vector<std::string> all_gather_text(const std::string& text, Label label);
+
+ private:
+  std::string name_;
+  std::vector<int> ranks_;
+  int rank_ = -1;
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::shared_ptr<FlightRecorder> recorder_;
+};
+
+}  // namespace titan::dist

@@ -1,0 +1,50 @@
+#pragma once
+
+// The three products of a linear layer behind one interface, and the sink that takes the weight's gradient.
+// Float8, asynchronous tensor parallelism and fused epilogues are implementations outside nn.
+
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+namespace titan::ops {
+
+/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]; all of one dtype unless an implementation says otherwise.
+class Products {
+ public:
+  virtual ~Products() = default;
+  virtual at::Tensor forward(const at::Tensor& x_NI, const at::Tensor& weight_OI) const = 0;
+  virtual at::Tensor grad_input(const at::Tensor& grad_NO, const at::Tensor& weight_OI) const = 0;
+  virtual at::Tensor grad_weight(const at::Tensor& grad_NO, const at::Tensor& x_NI) const = 0;
+  /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
+  virtual void add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO, const at::Tensor& x_NI) const;
+};
+
+/// How fp32 products run on a CPU: LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
+/// A choice by timing would break bit-equal reruns, so it is made by processor vendor.
+enum class CpuMatmul { Auto, Mkl, OneDnn };
+
+/// The plain products of LibTorch under that policy; thread-safe, stateless.
+std::shared_ptr<const Products> default_products(CpuMatmul policy = CpuMatmul::Auto);
+
+/// A weight gradient that is ready to be computed: what a Linear's backward hands to its sink.
+struct WeightGrad {
+  std::shared_ptr<const Products> products;
+  at::Tensor grad_output_NO;
+  at::Tensor input_NI;
+  at::Tensor compute() const { return products->grad_weight(grad_output_NO, input_NI); }
+  void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
+};
+
+/// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an fp32 buffer that
+/// it owns), or keeps the WeightGrad for later (zero-bubble schedules). Without a sink the gradient goes the way of autograd.
+class GradSink {
+ public:
+  virtual ~GradSink() = default;
+  virtual void accept(WeightGrad grad) = 0;
+  /// A gradient that is computed already (the loss head's accumulated buffer): adds scale * grad.
+  virtual void accept(const at::Tensor& grad_OI, double scale) = 0;
+};
+
+}  // namespace titan::ops

@@ -1,0 +1,32 @@
+#pragma once
+
+// ParamStorage: the only code that replaces the memory behind a parameter. The TensorImpl (and so every handle and every
+// view that autograd saved) stays; its storage gets and loses its bytes.
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace titan {
+
+/// A tensor on `device` with these sizes and a storage of zero bytes: what deferred construction makes, and what a freed
+/// parameter looks like. It works through set_data, allocate and autograd; views of it may be made but not read.
+at::Tensor deferred_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+/// True when `tensor` has elements but no memory behind them.
+bool is_deferred(const at::Tensor& tensor);
+
+namespace param_storage {
+
+/// Gives `tensor` memory of its own (uninitialized). Its storage must be its own and empty.
+void allocate(const at::Tensor& tensor);
+/// Lets `tensor` use part of `owner`'s memory, starting `byte_offset` bytes behind owner's first element. `owner` is kept alive until free().
+void bind(const at::Tensor& tensor, const at::Tensor& owner, int64_t byte_offset);
+/// Gives the memory back; the tensor keeps sizes and dtype. On CUDA the bytes are reused only after the current stream's work so far.
+void free(const at::Tensor& tensor);
+/// Bytes now behind the tensor's storage.
+int64_t bytes(const at::Tensor& tensor);
+
+}  // namespace param_storage
+}  // namespace titan
