@@ -1,0 +1,69 @@
+#pragma once
+
+// What a kind of device adds to the library: groups over its interconnect, choosing the device, memory
+// figures. The CUDA one lives in the plugin libtitan_cuda.so, so that a machine without a GPU never loads a
+// CUDA library. Streams and events are in dist/stream.h.
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "titan/dist/stream.h"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
+
+namespace titan::dist {
+
+/// Bytes on one device, as its caching allocator counts them.
+struct DeviceMemory {
+  int64_t allocated_bytes = 0;       ///< in tensors now
+  int64_t peak_allocated_bytes = 0;  ///< since the last reset_peak_memory
+  int64_t reserved_bytes = 0;        ///< taken from the driver
+  int64_t peak_reserved_bytes = 0;
+  int64_t total_bytes = 0;         ///< the device's size
+  int64_t allocation_retries = 0;  ///< times the allocator had to flush its cache; above 0 means too full
+};
+
+/// What a group needs to be made.
+struct GroupSpec {
+  std::string name;
+  c10::intrusive_ptr<c10d::Store> store;  ///< with a prefix of the group's own
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds timeout{};
+};
+
+class DeviceBackend {
+ public:
+  virtual ~DeviceBackend() = default;
+  virtual c10::DeviceType device_type() const = 0;
+  virtual int num_devices() const = 0;
+  /// Makes device `index` this thread's current one.
+  virtual void set_device(int index) = 0;
+  /// "NVIDIA H100 80GB HBM3"; tables of peak FLOPS are keyed by it.
+  virtual std::string device_name(int index) const = 0;
+  /// A communicator (NCCL) of the current device.
+  virtual c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) = 0;
+  virtual DeviceMemory memory(int index) const = 0;
+  virtual void reset_peak_memory(int index) = 0;
+};
+
+/// Opens the CUDA plugin if a GPU is visible, once per process; null where there is no GPU or no plugin was
+/// built. Has to come before the first tensor, because LibTorch remembers "no CUDA" from its first look for
+/// the life of the process. Throws Error when it comes too late, or when the plugin doesn't load (with the
+/// loader's reason).
+DeviceBackend* open_cuda_plugin();
+
+/// The backend if open_cuda_plugin() has opened it, else null. Doesn't open it.
+DeviceBackend* device_backend();
+
+/// True where the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
+bool gpu_visible();
+
+}  // namespace titan::dist

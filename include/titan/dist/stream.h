@@ -1,0 +1,81 @@
+#pragma once
+
+// Streams and events of a device, as values. On the CPU (and meta) they are empty and every call is a no-op,
+// so that code that overlaps copies with computation is written once.
+
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+namespace titan::dist {
+
+class Event;
+
+enum class Priority { Normal, High };
+
+/// A queue of device work. Copies are handles on the same queue. Streams come from a pool: they cost nothing
+/// to drop.
+class Stream {
+ public:
+  Stream() = default;  ///< of the CPU: no queue, everything is done when the call returns
+
+  static Stream current(at::Device device);
+  /// Another queue of `device`; collectives that overlap the computation take Priority::High.
+  static Stream create(at::Device device, Priority priority = Priority::Normal);
+
+  bool on_device() const { return stream_.has_value(); }
+  /// Marks the work queued so far.
+  Event record() const;
+  /// Later work of this stream starts after `event`. Doesn't block the host.
+  void wait(const Event& event) const;
+  /// wait(other.record()).
+  void wait(const Stream& other) const;
+  /// Blocks the host until everything queued is done.
+  void synchronize() const;
+  /// Tells the allocator that `tensor`'s memory is in use by this stream: when it is freed, it isn't handed
+  /// out again before the work queued here until then is done.
+  void keep_alive(const at::Tensor& tensor) const;
+
+  friend bool operator==(const Stream& a, const Stream& b) { return a.stream_ == b.stream_; }
+
+ private:
+  friend class Event;
+  friend class StreamGuard;
+  explicit Stream(c10::Stream stream) : stream_(stream) {}
+  std::optional<c10::Stream> stream_;
+};
+
+/// A moment in a stream. Move-only; an empty event (default made, or of the CPU) is always done.
+class Event {
+ public:
+  Event() = default;
+  Event(Event&&) noexcept = default;
+  Event& operator=(Event&&) noexcept = default;
+
+  /// Moves the mark to what `stream` has queued by now; the device's event object is reused.
+  void record(const Stream& stream);
+  bool done() const;
+  /// Blocks the host.
+  void synchronize() const;
+
+ private:
+  friend class Stream;
+  std::optional<c10::Event> event_;
+};
+
+/// Makes a stream the current one of its device until the end of the scope.
+class StreamGuard {
+ public:
+  explicit StreamGuard(const Stream& stream);
+  ~StreamGuard();
+  StreamGuard(const StreamGuard&) = delete;
+  StreamGuard& operator=(const StreamGuard&) = delete;
+
+ private:
+  std::optional<c10::Stream> previous_;
+};
+
+}  // namespace titan::dist

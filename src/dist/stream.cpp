@@ -1,0 +1,66 @@
+#include "titan/dist/stream.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace titan::dist {
+namespace {
+
+bool has_streams(at::Device device) { return !device.is_cpu() && !device.is_meta(); }
+
+}  // namespace
+
+Stream Stream::current(at::Device device) {
+  if (!has_streams(device)) return {};
+  return Stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+Stream Stream::create(at::Device device, Priority priority) {
+  if (!has_streams(device)) return {};
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return Stream(guard.getStreamFromGlobalPool(device, priority == Priority::High));
+}
+
+Event Stream::record() const {
+  Event event;
+  event.record(*this);
+  return event;
+}
+
+void Stream::wait(const Event& event) const {
+  if (stream_ && event.event_) event.event_->block(*stream_);
+}
+
+void Stream::wait(const Stream& other) const {
+  if (stream_ && other.stream_ && stream_ != other.stream_) wait(other.record());
+}
+
+void Stream::synchronize() const {
+  if (stream_) stream_->synchronize();
+}
+
+void Stream::keep_alive(const at::Tensor& tensor) const {
+  if (stream_ && tensor.has_storage() && tensor.storage().nbytes() > 0) tensor.record_stream(*stream_);
+}
+
+void Event::record(const Stream& stream) {
+  if (!stream.stream_) return;
+  if (!event_) event_.emplace(stream.stream_->device_type());
+  event_->record(*stream.stream_);
+}
+
+bool Event::done() const { return !event_ || event_->query(); }
+
+void Event::synchronize() const {
+  if (event_) event_->synchronize();
+}
+
+StreamGuard::StreamGuard(const Stream& stream) {
+  if (!stream.stream_) return;
+  previous_ = c10::impl::VirtualGuardImpl(stream.stream_->device_type()).exchangeStream(*stream.stream_);
+}
+
+StreamGuard::~StreamGuard() {
+  if (previous_) c10::impl::VirtualGuardImpl(previous_->device_type()).exchangeStream(*previous_);
+}
+
+}  // namespace titan::dist
