@@ -1,6 +1,7 @@
 #pragma once
 
-// A registry of named things (models, plans, sources, recipes): what a config names, a user's shared object may add.
+// A registry of named things (models, plans, sources, recipes): what a config names, a user's shared object
+// may add.
 
 #include <map>
 #include <mutex>

@@ -1,0 +1,18 @@
+#pragma once
+
+// What the process says when it dies by a signal: which one, where, a note, and a backtrace; then the signal
+// takes its course (core dump, exit status) as if nobody had looked.
+
+namespace titan {
+
+/// Reports SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT on standard error. Called by main(), once; a second
+/// call does nothing. A signal that somebody else handles already (a sanitizer, the user) is left to them.
+/// The handler runs on a stack of its own on the calling thread, so that a stack overflow there is reported
+/// too.
+void install_crash_handler();
+
+/// A sentence that the report adds to a SIGSEGV or SIGBUS: what the likely cause is. Kept by pointer, so
+/// `static_text` must live as long as the process (a string literal); nullptr removes it. Thread-safe.
+void set_crash_note(const char* static_text);
+
+}  // namespace titan

@@ -1,0 +1,110 @@
+#include "titan/core/error.h"
+
+#include <execinfo.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+
+namespace titan {
+namespace {
+
+std::string join_lines(const std::vector<std::string>& lines) {
+  std::string text;
+  for (const auto& line : lines) text += (text.empty() ? "" : "\n") + line;
+  return text;
+}
+
+/// "src/parallel/fsdp.cpp" of a path that starts wherever the library was built.
+std::string_view path_in_project(std::string_view path) {
+  for (std::string_view root : {"/src/", "/include/", "/models/", "/tests/"}) {
+    size_t at = path.rfind(root);
+    if (at != std::string_view::npos) return path.substr(at + 1);
+  }
+  return path;
+}
+
+std::string backtrace_text() {
+  constexpr int kMaxFrames = 32;
+  constexpr int kOwnFrames = 2;  // this function and throw_internal
+  void* frames[kMaxFrames];
+  int count = backtrace(frames, kMaxFrames);
+  std::unique_ptr<char*, decltype(&std::free)> symbols(backtrace_symbols(frames, count), &std::free);
+  std::string text;
+  for (int i = kOwnFrames; symbols && i < count; ++i) text += str("\n    ", symbols.get()[i]);
+  return text;
+}
+
+// Names are compared as people mix them up: 'AdamW' and 'adamw', 'seq-len' and 'seq_len' are the same.
+std::string folded(std::string_view name) {
+  std::string result(name);
+  for (char& c : result) c = c == '-' ? '_' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return result;
+}
+
+/// Edits (insert, delete, replace, swap of neighbours) that turn `a` into `b`: optimal string alignment.
+size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<size_t> before_previous(b.size() + 1), previous(b.size() + 1), current(b.size() + 1);
+  std::iota(previous.begin(), previous.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    current[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      size_t replaced = previous[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1);
+      current[j] = std::min({previous[j] + 1, current[j - 1] + 1, replaced});
+      bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+      if (swapped) current[j] = std::min(current[j], before_previous[j - 2] + 1);
+    }
+    std::swap(before_previous, previous);
+    std::swap(previous, current);
+  }
+  return previous[b.size()];
+}
+
+bool contains_either_way(std::string_view a, std::string_view b) {
+  constexpr size_t kShortest = 3;  // "lr" is in too many names to say anything
+  if (std::min(a.size(), b.size()) < kShortest) return false;
+  return a.find(b) != std::string_view::npos || b.find(a) != std::string_view::npos;
+}
+
+}  // namespace
+
+ConfigError::ConfigError(std::vector<std::string> problems)
+    : Error(join_lines(problems)), problems_(std::move(problems)) {}
+
+namespace detail {
+
+void throw_error(const char* file, int line, const std::string& message) {
+  throw Error(str(message, " [", path_in_project(file), ":", line, "]"));
+}
+
+void throw_internal(const char* file, int line, const char* condition, const std::string& message) {
+  throw InternalError(str("a bug in LibTitan: '", condition, "' does not hold", message.empty() ? "" : ": ",
+                          message, " [", path_in_project(file), ":", line, "]", backtrace_text()));
+}
+
+}  // namespace detail
+
+std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
+                                       size_t limit) {
+  struct Candidate {
+    size_t distance;
+    const std::string* name;
+  };
+  std::vector<Candidate> near;
+  std::string wanted = folded(name);
+  for (const std::string& candidate : known) {
+    std::string other = folded(candidate);
+    size_t distance = edit_distance(wanted, other);
+    size_t tolerated = std::max<size_t>(1, std::max(wanted.size(), other.size()) / 3);
+    if (distance <= tolerated || contains_either_way(wanted, other)) near.push_back({distance, &candidate});
+  }
+  std::stable_sort(near.begin(), near.end(),
+                   [](const auto& a, const auto& b) { return a.distance < b.distance; });
+  std::vector<std::string> names;
+  for (size_t i = 0; i < std::min(limit, near.size()); ++i) names.push_back(*near[i].name);
+  return names;
+}
+
+}  // namespace titan
