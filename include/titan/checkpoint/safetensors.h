@@ -1,0 +1,86 @@
+#pragma once
+
+// safetensors files (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON header,
+// then the tensors' bytes, little-endian and row-major. The reader takes files from strangers: a file that
+// breaks a rule of the format is refused with an Error that names the file, the tensor and the rule, before
+// any memory of its claimed size is taken.
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/tensor/placement.h"
+
+namespace titan {
+
+class MappedFile;
+
+/// What the header says of one tensor. Dtypes: F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL.
+struct SafetensorsInfo {
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+  int64_t offset = 0;     ///< of the first byte, from the start of the file
+  int64_t num_bytes = 0;  ///< product(shape) * element size
+};
+
+using SafetensorsMetadata = std::map<std::string, std::string>;
+
+/// An open file, memory-mapped: opening reads the header, and data is read from disk when it is touched.
+/// A handle (cheap to copy); the map lives as long as a copy or a tensor viewing it.
+class SafetensorsFile {
+ public:
+  /// Throws Error when the file can't be read or isn't a well-formed safetensors file.
+  explicit SafetensorsFile(const std::filesystem::path& path);
+
+  const std::filesystem::path& path() const;
+  /// In the order of their bytes in the file.
+  const std::vector<std::string>& names() const;
+  bool contains(std::string_view name) const;
+  /// Throws Error, with the nearest names, when the file has no such tensor.
+  const SafetensorsInfo& info(std::string_view name) const;
+  const SafetensorsMetadata& metadata() const;
+
+  /// The whole tensor on the CPU. A view of the read-only map (writing to it is a fault; clone() first) where
+  /// the file aligns it to its element size, as all known writers do, otherwise a copy.
+  at::Tensor tensor(std::string_view name) const;
+  /// The part `box` as a contiguous tensor of its own; touches only the pages that hold it.
+  at::Tensor read_slice(std::string_view name, const Box& box) const;
+
+ private:
+  struct Contents;
+  std::shared_ptr<const Contents> contents_;
+};
+
+/// A tensor to be written, before its data is there.
+struct SafetensorsEntry {
+  std::string name;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+};
+
+/// The order in which tensors are written: element size downwards, so that each is aligned, then by name.
+void sort_for_file(std::vector<SafetensorsEntry>& entries);
+
+/// Gives the data of entries[index]: dtype and shape as announced, any device. Called once for each, in
+/// order.
+using ProduceTensor = std::function<at::Tensor(size_t index)>;
+
+/// Writes a file tensor by tensor, so that one is in memory at a time. `entries` in the order of
+/// sort_for_file. The file appears under its name complete (write_file_atomic) or not at all; throws Error.
+void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
+                       const SafetensorsMetadata& metadata, const ProduceTensor& produce);
+
+/// As write_safetensors, for tensors that are there; sorts them itself.
+void save_safetensors(const std::filesystem::path& path,
+                      const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+                      const SafetensorsMetadata& metadata = {});
+
+}  // namespace titan

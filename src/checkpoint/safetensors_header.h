@@ -1,0 +1,33 @@
+#pragma once
+
+// Reading and checking a safetensors header: the part of the format where a hostile file could do harm.
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "titan/checkpoint/safetensors.h"
+
+namespace titan::detail {
+
+struct SafetensorsHeader {
+  std::vector<std::string> names;  // by offset
+  std::map<std::string, SafetensorsInfo, std::less<>> tensors;
+  SafetensorsMetadata metadata;
+};
+
+/// The length of the JSON header, from the file's first 8 bytes. `file` is the whole file.
+size_t checked_header_length(std::string_view file, const std::string& path);
+
+/// Parses the JSON text and checks that the tensors tile the file's data part exactly, without holes or
+/// overlaps. `data_start` is the first byte behind the header. Throws Error naming `path`.
+SafetensorsHeader parse_safetensors_header(std::string_view json, size_t data_start, size_t file_size,
+                                           const std::string& path);
+
+/// The 8 length bytes and the JSON text, padded with spaces to a multiple of 8.
+std::string make_safetensors_header(const std::vector<SafetensorsEntry>& entries,
+                                    const SafetensorsMetadata& metadata);
+
+}  // namespace titan::detail

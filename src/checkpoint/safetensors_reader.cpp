@@ -1,0 +1,92 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include "safetensors_header.h"
+#include "titan/checkpoint/safetensors.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan {
+
+struct SafetensorsFile::Contents {
+  std::filesystem::path path;
+  MappedFile map;
+  detail::SafetensorsHeader header;
+};
+
+namespace {
+
+// LibTorch takes a mutable pointer; nobody writes through it.
+void* address_of(const MappedFile& map, int64_t offset) {
+  return const_cast<std::byte*>(map.bytes().data() + offset);
+}
+
+bool is_aligned(const void* address, size_t alignment) {
+  return reinterpret_cast<uintptr_t>(address) % alignment == 0;
+}
+
+void check_box(const Box& box, const SafetensorsInfo& info, std::string_view name, const std::string& path) {
+  bool fits = box.offset.size() == info.shape.size() && box.length.size() == info.shape.size();
+  for (size_t dim = 0; fits && dim < info.shape.size(); ++dim) {
+    fits = box.offset[dim] >= 0 && box.length[dim] >= 0 && box.offset[dim] <= info.shape[dim] &&
+           box.length[dim] <= info.shape[dim] - box.offset[dim];
+  }
+  TITAN_CHECK(fits, path, ": tensor '", name, "' of shape ", at::IntArrayRef(info.shape), " has no part at ",
+              at::IntArrayRef(box.offset), " of lengths ", at::IntArrayRef(box.length));
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) {
+  MappedFile map(path);
+  size_t data_start = sizeof(uint64_t) + detail::checked_header_length(map.text(), path.string());
+  auto header =
+      detail::parse_safetensors_header(map.text().substr(sizeof(uint64_t), data_start - sizeof(uint64_t)),
+                                       data_start, map.text().size(), path.string());
+  contents_ = std::make_shared<const Contents>(Contents{path, std::move(map), std::move(header)});
+}
+
+const std::filesystem::path& SafetensorsFile::path() const { return contents_->path; }
+const std::vector<std::string>& SafetensorsFile::names() const { return contents_->header.names; }
+const SafetensorsMetadata& SafetensorsFile::metadata() const { return contents_->header.metadata; }
+
+bool SafetensorsFile::contains(std::string_view name) const {
+  return contents_->header.tensors.find(name) != contents_->header.tensors.end();
+}
+
+const SafetensorsInfo& SafetensorsFile::info(std::string_view name) const {
+  auto found = contents_->header.tensors.find(name);
+  if (found != contents_->header.tensors.end()) return found->second;
+  std::string message = str(path().string(), ": no tensor '", name, "'");
+  for (const auto& near : nearest_names(name, names(), 3)) message += str("; there is '", near, "'");
+  throw Error(message);
+}
+
+at::Tensor SafetensorsFile::tensor(std::string_view name) const {
+  const SafetensorsInfo& about = info(name);
+  void* data = address_of(contents_->map, about.offset);
+  bool viewable = about.num_bytes > 0 && is_aligned(data, c10::elementSize(about.dtype));
+  if (!viewable) return read_slice(name, Box{std::vector<int64_t>(about.shape.size(), 0), about.shape});
+  auto keep_map = [contents = contents_](void*) {};
+  return at::from_blob(data, about.shape, keep_map, at::dtype(about.dtype));
+}
+
+at::Tensor SafetensorsFile::read_slice(std::string_view name, const Box& box) const {
+  const SafetensorsInfo& about = info(name);
+  check_box(box, about, name, path().string());
+  at::Tensor slice = at::empty(box.length, at::dtype(about.dtype));
+  if (slice.numel() == 0) return slice;
+  // As bytes, [..., element size], alignment doesn't matter.
+  auto element_size = static_cast<int64_t>(slice.element_size());
+  std::vector<int64_t> byte_shape = about.shape;
+  byte_shape.push_back(element_size);
+  at::Tensor bytes =
+      at::from_blob(address_of(contents_->map, about.offset), byte_shape, at::dtype(at::kByte));
+  for (size_t dim = 0; dim < box.length.size(); ++dim) {
+    bytes = bytes.narrow(static_cast<int64_t>(dim), box.offset[dim], box.length[dim]);
+  }
+  at::from_blob(slice.data_ptr(), bytes.sizes(), at::dtype(at::kByte)).copy_(bytes);
+  return slice;
+}
+
+}  // namespace titan
