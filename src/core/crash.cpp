@@ -61,7 +61,7 @@ void report(int signal, const siginfo_t* info) {
   bool memory_fault = signal == SIGSEGV || signal == SIGBUS;
   write_text("[titan] fatal signal ");
   write_text(signal_name(signal));
-  if (memory_fault) {
+  if (memory_fault && info->si_code > 0) {  // by the kernel; a signal sent by a process has no address
     write_text(" at address ");
     write_hex(reinterpret_cast<uintptr_t>(info->si_addr));
   }

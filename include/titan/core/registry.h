@@ -52,11 +52,11 @@ class Registry {
   }
 
   std::string unknown(const std::string& name) const {
-    std::string message = str("unknown ", kind_, " '", name, "'; known: ");
-    for (const auto& known : names_unlocked()) message += known + " ";
+    std::string known;
+    for (const auto& [each, value] : entries_) known += (known.empty() ? "" : ", ") + each;
+    std::string message = str("unknown ", kind_, " '", name, "'; known: ", known.empty() ? "none" : known);
     auto near = nearest_names(name, names_unlocked(), 1);
-    if (!near.empty()) message += str("(did you mean '", near.front(), "'?)");
-    return message;
+    return near.empty() ? message : str(message, "; did you mean '", near.front(), "'?");
   }
 
   std::string kind_;

@@ -1,0 +1,63 @@
+#include "titan/core/error.h"
+
+#include <gtest/gtest.h>
+
+namespace titan {
+namespace {
+
+using Names = std::vector<std::string>;
+
+TEST(Error, StrConcatenatesWhateverPrints) { EXPECT_EQ(str("got ", 3, " of ", 2.5, '!'), "got 3 of 2.5!"); }
+
+TEST(Error, ConfigErrorHoldsEveryProblem) {
+  ConfigError error(Names{"one", "two"});
+  EXPECT_STREQ(error.what(), "one\ntwo");
+  EXPECT_EQ(error.problems(), (Names{"one", "two"}));
+}
+
+TEST(Error, CheckNamesThePlace) {
+  try {
+    TITAN_CHECK(1 + 1 == 3, "expected ", 3, ", got ", 2);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()).rfind("expected 3, got 2 [tests/unit/core/error_test.cpp:", 0), 0u)
+        << error.what();
+  }
+}
+
+TEST(Error, InternalAssertSaysItIsOurBugAndShowsTheCallers) {
+  try {
+    TITAN_INTERNAL_ASSERT(2 < 1, "order of ", "shards");
+    FAIL();
+  } catch (const InternalError& error) {
+    std::string text = error.what();
+    EXPECT_EQ(text.rfind("a bug in LibTitan: '2 < 1' does not hold: order of shards [", 0), 0u) << text;
+    EXPECT_NE(text.find("\n    "), std::string::npos) << text;
+  }
+}
+
+TEST(Error, AssertNeedsNoMessage) { EXPECT_THROW(TITAN_INTERNAL_ASSERT(false), InternalError); }
+
+TEST(NearestNames, TyposSwapsAndCase) {
+  Names known{"seq_len", "steps", "dataset", "AdamW", "Adam"};
+  EXPECT_EQ(nearest_names("seq_lne", known), Names{"seq_len"});
+  EXPECT_EQ(nearest_names("seq-len", known), Names{"seq_len"});
+  EXPECT_EQ(nearest_names("adamw", known), (Names{"AdamW", "Adam"}));
+  EXPECT_EQ(nearest_names("datset", known), Names{"dataset"});
+}
+
+TEST(NearestNames, PartsOfANameAreNear) {
+  EXPECT_EQ(nearest_names("batch_size", {"local_batch_size", "lr"}), Names{"local_batch_size"});
+}
+
+TEST(NearestNames, NothingNear) {
+  EXPECT_TRUE(nearest_names("flavour_of_the_day", {"lr", "steps"}).empty());
+  EXPECT_TRUE(nearest_names("lr", {}).empty());
+}
+
+TEST(NearestNames, TheLimitCutsTheFarthest) {
+  EXPECT_EQ(nearest_names("abc", {"abd", "abc", "abe"}, 2), (Names{"abc", "abd"}));
+}
+
+}  // namespace
+}  // namespace titan
