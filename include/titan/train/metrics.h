@@ -1,0 +1,98 @@
+#pragma once
+
+// What a run tells: a line on the console, an object a logged step in
+// {dump_folder}/metrics.jsonl (of validation in validation.jsonl), TensorBoard events.
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "titan/config/table.h"
+
+namespace titan::train {
+
+class AppendFile;
+class EventFileWriter;
+
+/// [metrics]
+struct MetricsSettings {
+  int64_t log_freq = 10;  ///< steps from one logged step to the next; the first step is always logged
+  bool enable_tensorboard = false;
+  bool disable_color_printing = false;
+  std::string save_tb_folder = "tb";   ///< under dump_folder
+  bool save_for_all_ranks = false;     ///< each rank writes files, in a folder of its own under dump_folder
+  std::optional<double> peak_flops;    ///< of one device, in FLOP/s; unset: by the device's name, unknown for CPUs
+};
+
+void describe(config::Table<MetricsSettings>& table);
+
+/// One logged step. Times are means over the steps since the last logged one, in seconds.
+struct StepMetrics {
+  int64_t step = 0;
+  double loss = 0;       ///< of this step: sum over all valid tokens / their number
+  double max_loss = 0;   ///< the largest of the data-parallel ranks' own means
+  double grad_norm = 0;  ///< before clipping
+  double lr = 0;         ///< used by this step
+  double tps = 0;        ///< tokens a second and device
+  double tflops = 0;     ///< of one device
+  std::optional<double> mfu;  ///< percent of the peak; unset where the peak is unknown
+  double memory_gib = 0;      ///< most memory of this rank so far (CPU: resident set) in 1024^3 bytes
+  double memory_percent = 0;  ///< of the device's (CPU: the machine's) memory
+  double data_loading_s = 0;
+  double step_s = 0;
+  int64_t n_tokens_seen = 0;
+  std::optional<double> startup_s;  ///< from the start of the process to the start of the first step; first line only
+};
+
+struct ValidationMetrics {
+  int64_t step = 0;
+  double loss = 0;
+  double tps = 0;
+  double memory_gib = 0;
+  double memory_percent = 0;
+};
+
+/// The sinks of one rank. Throws Error that names the file when the folder can't be made or written (read-only, full).
+class MetricsLogger {
+ public:
+  struct Options {
+    MetricsSettings settings;
+    std::filesystem::path folder;  ///< of metrics.jsonl and validation.jsonl
+    int64_t total_steps = 0;       ///< for the progress shown on a terminal
+    bool writes = true;            ///< false: this rank keeps silent
+  };
+  explicit MetricsLogger(Options options);
+  ~MetricsLogger();
+
+  void log(const StepMetrics& metrics);
+  void log(const ValidationMetrics& metrics);
+  /// Everything logged is on disk afterwards; throws as log() does.
+  void flush();
+
+ private:
+  std::string remaining(int64_t step);
+
+  Options options_;
+  bool color_ = false;
+  bool terminal_ = false;
+  std::unique_ptr<AppendFile> step_lines_;
+  std::unique_ptr<AppendFile> validation_lines_;  // made by the first validation
+  std::unique_ptr<EventFileWriter> events_;
+  double started_s_ = 0;  // when the first step was logged, for the remaining time
+  int64_t first_step_ = -1;
+};
+
+/// TorchTitan's console line, for tests: two spaces between fields, ANSI colours when `color`.
+std::string console_line(const StepMetrics& metrics, bool color);
+std::string console_line(const ValidationMetrics& metrics, bool color);
+/// One object without line end; floats in the shortest form that reads back to the same double.
+std::string json_line(const StepMetrics& metrics);
+std::string json_line(const ValidationMetrics& metrics);
+
+/// Dense bf16 peak of a device by its name ("NVIDIA H100 PCIe"), in FLOP/s; nullopt for a name that isn't known.
+std::optional<double> peak_flops_of(const std::string& device_name);
+
+}  // namespace titan::train

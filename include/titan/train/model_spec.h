@@ -1,0 +1,98 @@
+#pragma once
+
+// What the trainer knows of a model family, and how one joins the program:
+//
+//   titan::train::register_model<TinyArgs>("tiny", {
+//       .flavours = {{"debug", {.dim = 64}}, {"large", {.dim = 1024}}},
+//       .sizes = [](const TinyArgs& args) { return ModelSizes{...}; },
+//       .build = [](const TinyArgs& args, const BuildOptions& options) { return std::make_unique<TinyModel>(args, options); },
+//       .parallelize = [](TrainableModel& model, const ParallelPlan& plan) { fully_shard(model.root(), plan.fsdp); },
+//   });
+//
+// Args is a settings struct with a `describe(config::Table<Args>&)` beside it: its fields are the keys of [model.args],
+// which override the sizes of the chosen flavour.
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/config/table.h"
+#include "titan/core/registry.h"
+#include "titan/nn/module.h"
+#include "titan/nn/ref.h"
+#include "titan/parallel/fsdp.h"
+
+namespace titan::train {
+
+struct Meshes;
+
+/// A model as the trainer runs it.
+class TrainableModel {
+ public:
+  virtual ~TrainableModel() = default;
+  virtual nn::AnyRef root() = 0;
+  /// The sum of the token losses of this micro-batch over `global_valid_tokens`, a scalar in at least float32, ready for
+  /// backward(). tokens_BS, labels_BS: int64 [batch, sequence] on the model's device; a label of -100 doesn't count.
+  virtual at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_valid_tokens) = 0;
+};
+
+/// What the checks between model, data and parallelism ask for.
+struct ModelSizes {
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;     ///< 0: the model has none, and nothing is checked
+  int64_t num_kv_heads = 0;
+  int64_t vocab_size = 0;
+  int64_t num_params = 0;
+};
+
+struct BuildOptions {
+  nn::Construct construct;
+  int64_t seq_len = 0;  ///< of the training data: tables by position are this long
+};
+
+/// How the built model is to be spread out.
+struct ParallelPlan {
+  const Meshes& meshes;
+  FsdpOptions fsdp;  ///< mesh, dtypes and policies are filled in from the settings
+};
+
+/// A model family whose argument struct is erased: `args` below points to the struct that make_args() returned.
+class ModelSpec {
+ public:
+  virtual ~ModelSpec() = default;
+  virtual std::vector<std::string> flavours() const = 0;
+  /// The arguments of a flavour, to be overridden through arg_fields(). Throws ConfigError for an unknown one.
+  virtual std::shared_ptr<void> make_args(const std::string& flavor) const = 0;
+  virtual std::vector<config::FieldInfo> arg_fields() const = 0;
+  virtual ModelSizes sizes(const void* args) const = 0;
+  virtual double flops_per_token(const void* args, int64_t seq_len) const = 0;
+  /// Adds what is wrong with the arguments to `problems`.
+  virtual void check(const void* args, std::vector<std::string>& problems) const = 0;
+  virtual std::unique_ptr<TrainableModel> build(const void* args, const BuildOptions& options) const = 0;
+  virtual void parallelize(TrainableModel& model, const ParallelPlan& plan) const = 0;
+};
+
+/// The parts of a family; `sizes`, `build` and `parallelize` are required.
+template <class Args>
+struct ModelFamily {
+  std::map<std::string, Args> flavours;
+  std::function<ModelSizes(const Args&)> sizes;
+  std::function<double(const Args&, int64_t seq_len)> flops_per_token = {};  ///< default: 6 x parameters
+  std::function<void(const Args&, std::vector<std::string>& problems)> check = {};
+  std::function<std::unique_ptr<TrainableModel>(const Args&, const BuildOptions&)> build;
+  std::function<void(TrainableModel&, const ParallelPlan&)> parallelize;
+};
+
+Registry<std::shared_ptr<const ModelSpec>>& model_specs();
+
+template <class Args>
+void register_model(const std::string& name, ModelFamily<Args> family);
+
+}  // namespace titan::train
+
+#include "titan/train/model_spec_impl.h"

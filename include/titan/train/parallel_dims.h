@@ -1,0 +1,65 @@
+#pragma once
+
+// [parallelism], and what follows from it: degrees checked against the world before any process group exists, then meshes.
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "titan/config/table.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/parallel/fsdp.h"
+
+namespace titan::train {
+
+struct ModelSizes;
+
+/// [parallelism]
+struct ParallelismSettings {
+  int64_t data_parallel_replicate_degree = 1;
+  int64_t data_parallel_shard_degree = -1;  ///< -1: what the other degrees leave of the world
+  std::string fsdp_reshard_after_forward = "default";  ///< "default", "always", "never", or a divisor of the shard degree
+  bool fsdp_reduce_every_micro_batch = true;  ///< false: whole gradients are kept until the last micro-batch of a step
+};
+
+void describe(config::Table<ParallelismSettings>& table);
+
+/// How many ranks each kind of parallelism takes. Resolved: every degree >= 1 and the product is the world's size.
+struct ParallelDims {
+  int dp_replicate = 1;
+  int dp_shard = 1;
+  int cp = 1;
+  int tp = 1;
+  int pp = 1;
+
+  /// Ranks that read different rows of a batch.
+  int batch_degree() const { return dp_replicate * dp_shard; }
+  int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
+};
+
+/// Fills in dp_shard = -1 and checks the degrees against the world; adds what is wrong to `problems`.
+ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
+                                   std::vector<std::string>& problems);
+
+/// What tensor, context and pipeline parallelism ask of sequence length and model; adds what is wrong to `problems`.
+void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
+                        std::vector<std::string>& problems);
+
+/// The grid pp, dp_replicate, dp_shard, cp, tp (row-major, tp fastest) and the sub-meshes that the trainer uses.
+struct Meshes {
+  DeviceMesh world;
+  DeviceMesh fsdp;  ///< axes (dp_replicate, dp_shard) with HSDP, else (dp_shard)
+  DeviceMesh loss;  ///< all ranks that hold different tokens, one axis
+
+  int dp_rank() const;  ///< which lanes of the batch are this rank's
+  int dp_degree() const;
+};
+
+/// Collective over the world.
+Meshes build_meshes(const dist::World& world, const ParallelDims& dims);
+
+/// Throws ConfigError unless it is "default", "always", "never" or an integer.
+ReshardAfterForward reshard_policy(const std::string& name);
+
+}  // namespace titan::train

@@ -1,0 +1,30 @@
+#pragma once
+
+// Tables of TorchTitan whose feature doesn't exist here (yet). Their keys are known, so that a TorchTitan config is read,
+// and refused where they ask for anything: a setting that can't be honoured is an error, never a warning.
+
+#include "titan/config/table.h"
+
+namespace titan::train {
+
+/// [profiling]
+struct ProfilingSettings {};
+/// [activation_checkpoint]
+struct ActivationCheckpointSettings {};
+/// [compile]
+struct CompileSettings {};
+/// [quantize]
+struct QuantizeSettings {};
+/// [memory_estimation]
+struct MemoryEstimationSettings {};
+/// [fault_tolerance]
+struct FaultToleranceSettings {};
+
+void describe(config::Table<ProfilingSettings>& table);
+void describe(config::Table<ActivationCheckpointSettings>& table);
+void describe(config::Table<CompileSettings>& table);
+void describe(config::Table<QuantizeSettings>& table);
+void describe(config::Table<MemoryEstimationSettings>& table);
+void describe(config::Table<FaultToleranceSettings>& table);
+
+}  // namespace titan::train

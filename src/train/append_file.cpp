@@ -1,0 +1,41 @@
+#include "append_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan::train {
+
+AppendFile::AppendFile(std::filesystem::path path, bool truncate) : path_(std::move(path)) {
+  make_folder(path_.parent_path());
+  file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (truncate ? O_TRUNC : 0), 0644);
+  if (file_ < 0) fail("open");
+}
+
+AppendFile::~AppendFile() {
+  if (file_ >= 0) ::close(file_);
+}
+
+void AppendFile::append(std::string_view bytes) {
+  while (!bytes.empty()) {
+    ssize_t written = ::write(file_, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail("write to");
+    bytes.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+void AppendFile::sync() {
+  if (::fsync(file_) != 0 && errno != EINVAL && errno != EROFS) fail("sync");
+}
+
+void AppendFile::fail(const char* operation) const {
+  throw Error(str("can't ", operation, " the log ", path_.string(), ": ", std::strerror(errno)));
+}
+
+}  // namespace titan::train

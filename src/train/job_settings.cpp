@@ -1,0 +1,31 @@
+#include "titan/train/job_settings.h"
+
+namespace titan::train {
+
+void describe(config::Table<JobSettings>& table) {
+  table.field("config_file", &JobSettings::config_file, "config file, the same as the argument of titan train");
+  table.field("dump_folder", &JobSettings::dump_folder, "folder for everything that the run writes");
+  table.field("description", &JobSettings::description, "free text, logged at the start");
+  table.field("print_config", &JobSettings::print_config, "log the resolved config at the start");
+  table.field("save_config_file", &JobSettings::save_config_file,
+              "also save the resolved config under this name in dump_folder (config.toml is always saved)");
+  table.refused("custom_config_module", std::string(),
+                "settings of your own come with your code: see docs/extending.md");
+}
+
+void describe(config::Table<DebugSettings>& table) {
+  table.field("seed", &DebugSettings::seed, "seed of weights and data order; unset: 0, so that equal configs give equal runs");
+  table.field("deterministic", &DebugSettings::deterministic,
+              "deterministic GPU kernels only (CPU runs are bit-equal anyway)");
+  table.field("deterministic_warn_only", &DebugSettings::deterministic_warn_only,
+              "with deterministic: warn, instead of stopping, where no deterministic kernel exists");
+  table.refused("moe_force_load_balance", false, "there are no mixture-of-experts models yet");
+}
+
+void describe(config::Table<ExperimentalSettings>& table) {
+  table.field("custom_import", &ExperimentalSettings::custom_import,
+              "shared object whose titan_register() adds models, data sources, ... by name; see docs/extending.md");
+  table.refused("custom_args_module", std::string(), "deprecated in TorchTitan; see docs/extending.md");
+}
+
+}  // namespace titan::train

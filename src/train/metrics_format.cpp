@@ -1,0 +1,112 @@
+// The forms in which metrics are told: a console line, a JSON object.
+
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <cstdint>
+#include <string>
+
+#include "titan/core/error.h"
+#include "titan/train/metrics.h"
+
+namespace titan::train {
+
+namespace {
+
+// TorchTitan's colours.
+struct Palette {
+  const char* red = "\033[31m";
+  const char* green = "\033[32m";
+  const char* yellow = "\033[33m";
+  const char* blue = "\033[34m";
+  const char* magenta = "\033[35m";
+  const char* cyan = "\033[36m";
+  const char* orange = "\033[38;2;180;60;0m";
+  const char* turquoise = "\033[38;2;54;234;195m";
+  const char* reset = "\033[39m";
+};
+constexpr Palette kColor;
+constexpr Palette kPlain{"", "", "", "", "", "", "", "", ""};
+
+template <class... Args>
+std::string print(const char* format, Args... args) {
+  char buffer[128];
+  int length = std::snprintf(buffer, sizeof buffer, format, args...);
+  return std::string(buffer, static_cast<size_t>(std::min<int>(length, sizeof buffer - 1)));
+}
+
+// 1234567.891 with 2 decimals -> "1,234,567.89"
+std::string with_commas(double value, int decimals) {
+  std::string text = print("%.*f", decimals, value);
+  size_t end = text.find('.');
+  if (end == std::string::npos) end = text.size();
+  size_t first_digit = text[0] == '-' ? 1 : 0;
+  for (size_t at = end; at > first_digit + 3; at -= 3) text.insert(at - 3, ",");
+  return text;
+}
+
+std::string memory_field(double gib, double percent) { return print("memory: %5.2fGiB(%.2f%%)", gib, percent); }
+
+std::string mfu_field(const std::optional<double>& mfu) { return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A"; }
+
+// Builds {"a": 1, "b": 2.5}. JSON has no NaN and no infinity: they are null.
+class JsonObject {
+ public:
+  JsonObject& add(const char* key, double value) {
+    char digits[32];
+    auto end = std::to_chars(digits, digits + sizeof digits, value).ptr;
+    return put(key, std::isfinite(value) ? std::string(digits, end) : "null");
+  }
+  JsonObject& add(const char* key, int64_t value) { return put(key, std::to_string(value)); }
+  JsonObject& add(const char* key, const std::optional<double>& value) {
+    return value ? add(key, *value) : put(key, "null");
+  }
+  std::string text() const { return text_ + "}"; }
+
+ private:
+  JsonObject& put(const char* key, const std::string& value) {
+    text_ += str(text_.size() > 1 ? ", " : "", '"', key, "\": ", value);
+    return *this;
+  }
+  std::string text_ = "{";
+};
+
+}  // namespace
+
+std::string console_line(const StepMetrics& m, bool color) {
+  const Palette& c = color ? kColor : kPlain;
+  return str(c.red, print("step: %2lld", static_cast<long long>(m.step)), "  ",           //
+             c.green, print("loss: %8.5f", m.loss), "  ",                                 //
+             c.orange, print("grad_norm: %7.4f", m.grad_norm), "  ",                      //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",             //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",                    //
+             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                          //
+             c.magenta, mfu_field(m.mfu), c.reset);
+}
+
+std::string console_line(const ValidationMetrics& m, bool color) {
+  const Palette& c = color ? kColor : kPlain;
+  return str(c.yellow, print("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, print("loss: %7.4f", m.loss), "  ",                                    //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), c.reset);
+}
+
+std::string json_line(const StepMetrics& m) {
+  JsonObject object;
+  object.add("step", m.step).add("loss", m.loss).add("max_loss", m.max_loss).add("grad_norm", m.grad_norm);
+  object.add("lr", m.lr).add("tps", m.tps).add("tflops", m.tflops).add("mfu", m.mfu);
+  object.add("memory_gib", m.memory_gib).add("data_loading_s", m.data_loading_s).add("step_s", m.step_s);
+  object.add("n_tokens_seen", m.n_tokens_seen);
+  if (m.startup_s) object.add("startup_s", m.startup_s);
+  return object.text();
+}
+
+std::string json_line(const ValidationMetrics& m) {
+  JsonObject object;
+  object.add("step", m.step).add("loss", m.loss).add("tps", m.tps);
+  object.add("memory_gib", m.memory_gib);
+  return object.text();
+}
+
+}  // namespace titan::train

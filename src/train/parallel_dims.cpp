@@ -1,0 +1,135 @@
+#include "titan/train/parallel_dims.h"
+
+#include "titan/core/error.h"
+#include "titan/train/model_spec.h"
+
+namespace titan::train {
+
+namespace {
+
+bool is_number(const std::string& text) {
+  return !text.empty() && text.size() < 9 && text.find_first_not_of("0123456789") == std::string::npos;
+}
+
+config::Constraint reshard_name() {
+  return {"\"default\", \"always\", \"never\" or an integer >= 1 in quotes", [](const config::Value& value) {
+            const auto& name = std::get<std::string>(value);
+            return name == "default" || name == "always" || name == "never" || (is_number(name) && std::stoi(name) > 0);
+          }};
+}
+
+void refuse_tensor_parallel(config::Table<ParallelismSettings>& table) {
+  const char* reason = "tensor parallelism comes later";
+  table.refused("tensor_parallel_degree", int64_t{1}, reason);
+  table.refused("disable_loss_parallel", false, reason);
+  table.refused("enable_async_tensor_parallel", false, reason);
+}
+
+void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
+  const char* reason = "pipeline parallelism comes later";
+  table.refused("pipeline_parallel_degree", int64_t{1}, reason);
+  table.refused("module_fqns_per_model_part", {}, reason);
+  table.refused("pipeline_parallel_first_stage_less_layers", int64_t{1}, reason);
+  table.refused("pipeline_parallel_last_stage_less_layers", int64_t{1}, reason);
+  table.refused("pipeline_parallel_layers_per_stage", {}, reason);
+  table.refused("pipeline_parallel_schedule", std::string("1F1B"), reason);
+  table.refused("pipeline_parallel_schedule_csv", std::string(), reason);
+  table.refused("pipeline_parallel_microbatch_size", int64_t{1}, reason);
+  table.refused("pipeline_parallel_expert_parallel_overlap", true, reason);
+}
+
+void refuse_context_and_expert_parallel(config::Table<ParallelismSettings>& table) {
+  const char* reason = "context parallelism comes later";
+  table.refused("context_parallel_degree", int64_t{1}, reason);
+  table.refused("context_parallel_load_balancer", std::string("headtail"), reason);
+  table.refused("context_parallel_rotate_method", std::string("allgather"), reason);
+  const char* experts = "there are no mixture-of-experts models yet";
+  table.refused("expert_parallel_degree", int64_t{1}, experts);
+  table.refused("expert_tensor_parallel_degree", int64_t{1}, experts);
+  table.refused("expert_parallel_comm_backend", std::string("standard"), experts);
+}
+
+std::string product_of(const ParallelDims& dims) {
+  return str("dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, " x cp ", dims.cp, " x tp ", dims.tp,
+             " x pp ", dims.pp);
+}
+
+void check_factor(int64_t value, int64_t divisor, const std::string& value_name, const std::string& divisor_name,
+                  std::vector<std::string>& problems) {
+  if (value % divisor != 0)
+    problems.push_back(str(value_name, " = ", value, " isn't a multiple of ", divisor_name, " = ", divisor));
+}
+
+}  // namespace
+
+void describe(config::Table<ParallelismSettings>& table) {
+  table.field("data_parallel_replicate_degree", &ParallelismSettings::data_parallel_replicate_degree,
+              "copies of the sharded model: HSDP with shards, DDP with data_parallel_shard_degree = 1",
+              config::at_least(1));
+  table.field("data_parallel_shard_degree", &ParallelismSettings::data_parallel_shard_degree,
+              "ranks that parameters are sharded over; -1: all that the other degrees leave",
+              config::positive_or_minus_one());
+  table.field("fsdp_reshard_after_forward", &ParallelismSettings::fsdp_reshard_after_forward,
+              "whether gathered parameters are freed between forward and backward; an integer keeps them sharded over "
+              "that many neighbours",
+              reshard_name());
+  table.field("fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
+              "false: gradients stay whole until a step's last micro-batch (more memory, less communication)");
+  refuse_tensor_parallel(table);
+  refuse_pipeline_parallel(table);
+  refuse_context_and_expert_parallel(table);
+}
+
+ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
+                                   std::vector<std::string>& problems) {
+  ParallelDims dims;
+  dims.dp_replicate = static_cast<int>(settings.data_parallel_replicate_degree);
+  dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
+  if (dims.dp_shard == -1) {
+    int others = dims.dp_replicate * dims.cp * dims.tp * dims.pp;
+    dims.dp_shard = std::max(1, world_size / others);
+  }
+  if (dims.world_size() != world_size)
+    problems.push_back(str("parallelism: ", product_of(dims), " = ", dims.world_size(), " ranks, but the job has ",
+                           world_size, "; change a degree (data_parallel_shard_degree = -1 takes what is left) or start ",
+                           dims.world_size(), " ranks"));
+  return dims;
+}
+
+void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
+                        std::vector<std::string>& problems) {
+  if (dims.cp > 1) check_factor(seq_len, 2 * dims.cp, "training.seq_len", "2 x context_parallel_degree", problems);
+  if (dims.tp > 1) {
+    check_factor(seq_len, dims.tp, "training.seq_len", "tensor_parallel_degree", problems);
+    check_factor(sizes.num_heads, dims.tp, "the model's number of heads", "tensor_parallel_degree", problems);
+    check_factor(sizes.num_kv_heads, dims.tp, "the model's number of kv heads", "tensor_parallel_degree", problems);
+  }
+  if (dims.pp > 1 && sizes.num_layers + 2 < dims.pp)
+    problems.push_back(str("pipeline_parallel_degree = ", dims.pp, " is more than the model's ", sizes.num_layers,
+                           " layers, embedding and head can fill"));
+}
+
+int Meshes::dp_rank() const { return fsdp.rank(); }
+int Meshes::dp_degree() const { return fsdp.size(); }
+
+Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
+  Meshes meshes;
+  meshes.world = DeviceMesh::create(world, {{"pp", dims.pp},
+                                            {"dp_replicate", dims.dp_replicate},
+                                            {"dp_shard", dims.dp_shard},
+                                            {"cp", dims.cp},
+                                            {"tp", dims.tp}});
+  meshes.fsdp = dims.dp_replicate > 1 ? meshes.world({"dp_replicate", "dp_shard"}) : meshes.world["dp_shard"];
+  meshes.loss = meshes.world.flatten({"dp_replicate", "dp_shard", "cp"}, "loss");
+  return meshes;
+}
+
+ReshardAfterForward reshard_policy(const std::string& name) {
+  if (name == "default") return {};
+  if (name == "always") return ReshardAfterForward::always();
+  if (name == "never") return ReshardAfterForward::never();
+  if (is_number(name)) return ReshardAfterForward::to_size(std::stoi(name));
+  throw ConfigError(str("fsdp_reshard_after_forward = \"", name, "\": expected default, always, never or an integer"));
+}
+
+}  // namespace titan::train

@@ -1,0 +1,32 @@
+#include <array>
+#include <string_view>
+
+#include "titan/train/metrics.h"
+
+namespace titan::train {
+
+namespace {
+
+struct Peak {
+  std::string_view part_of_name;
+  double flops;
+};
+
+// Dense bf16, from the vendors' data sheets. The first match counts, so a longer name stands before the one it contains.
+constexpr std::array kPeaks = {
+    Peak{"A100", 312e12},     Peak{"H100 NVL", 835e12}, Peak{"H100 PCIe", 756e12}, Peak{"H100", 989e12},
+    Peak{"H200", 989e12},     Peak{"H20", 148e12},      Peak{"GB300", 2.5e15},     Peak{"GB200", 2.5e15},
+    Peak{"B300", 2.25e15},    Peak{"B200", 2.25e15},    Peak{"MI355X", 2500e12},   Peak{"MI300X", 1300e12},
+    Peak{"MI325X", 1300e12},  Peak{"MI250X", 191.5e12}, Peak{"L40S", 362e12},      Peak{"l40s", 362e12},
+    Peak{"A6000", 154.85e12},
+};
+
+}  // namespace
+
+std::optional<double> peak_flops_of(const std::string& device_name) {
+  for (const Peak& peak : kPeaks)
+    if (device_name.find(peak.part_of_name) != std::string::npos) return peak.flops;
+  return std::nullopt;
+}
+
+}  // namespace titan::train
