@@ -1,38 +1,39 @@
 #pragma once
 
-// Collectives: launched here, finished by Work::wait(). Tensors must be contiguous and stay alive until then (the Work
-// holds references). Each call is recorded in the group's ring of calls with its label (dist/flight_record.h).
-// On CUDA, "finished" means ordered before later work of the current stream; wait() doesn't block the host.
+// Collectives: launched here, finished by Work::wait(). Tensors must be contiguous and stay alive until then
+// (the Work holds references). Each call is recorded in the group's ring of calls with its label
+// (dist/flight_record.h). On CUDA, "finished" means ordered before later work of the current stream; wait()
+// doesn't block the host.
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/intrusive_ptr.h>
-
-namespace c10d {
-class Backend;
-class Work;
-}  // namespace c10d
 
 namespace titan::dist {
 
+struct CallRecord;
 class FlightRecorder;
+struct GroupBackends;  // src/dist/group_backends.h
 
-/// Which module and phase issued a call. Both point to strings that outlive the group (interned or literals), so that
-/// recording costs no allocation.
+/// Which module and phase issued a call. Both point to strings that outlive the group (interned or literals),
+/// so that recording costs no allocation.
 struct Label {
   const char* phase = "";   ///< "fsdp::unshard", "metrics::loss", ...
   const char* module = "";  ///< "layers.3", or ""
 };
 
-/// A launched collective. Move-only; destroying it without wait() waits too (and swallows errors), wait() throws Error that
-/// names group, label and peer where the backend tells.
+/// A launched collective. Move-only; destroying it without wait() waits too (and swallows errors), except
+/// while an exception unwinds: then the peers may never answer. wait() throws Error that names group,
+/// operation, label and peer; a second wait() does nothing. The work of a group of one rank is done when the
+/// call returns.
 class [[nodiscard]] Work {
  public:
-  Work() = default;
+  Work() noexcept;
   Work(Work&&) noexcept;
   Work& operator=(Work&&) noexcept;
   ~Work();
@@ -47,12 +48,19 @@ class [[nodiscard]] Work {
 
 enum class ReduceOp { Sum, Max, Min };
 
-/// Ranks that communicate with each other. All members issue the same calls in the same order.
+/// Ranks that communicate with each other. All members issue the same calls in the same order. Made by
+/// World::group. CPU and device tensors are both accepted whatever the backend: gloo is handed copies of
+/// device tensors in host memory.
 class Group {
  public:
-  Group(std::string name, std::vector<int> ranks, int my_world_rank, c10::intrusive_ptr<c10d::Backend> backend,
+  /// `ranks`: world ranks in group order. `backends` may be null for a group of one rank, or of others.
+  Group(std::string name, std::vector<int> ranks, int my_world_rank, std::unique_ptr<GroupBackends> backends,
         std::shared_ptr<FlightRecorder> recorder);
+  /// The group of one rank: all calls are local and done at once.
+  static std::shared_ptr<Group> alone(std::string name, int my_world_rank);
   ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
 
   const std::string& name() const { return name_; }
   int size() const { return static_cast<int>(ranks_.size()); }
@@ -80,12 +88,20 @@ class Group {
   int64_t sum(int64_t value, Label label);
   std::vector<std::string> all_gather_text(const std::string& text, Label label);
 
+  /// For calls launched from now on.
+  void set_timeout(std::chrono::milliseconds timeout);
+
  private:
+  template <class Start>
+  Work launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start);
+  CallRecord record_of(int op, const at::Tensor& tensor, Label label, int peer) const;
   std::string name_;
   std::vector<int> ranks_;
   int rank_ = -1;
-  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::unique_ptr<GroupBackends> backends_;
   std::shared_ptr<FlightRecorder> recorder_;
+  const char* recorded_name_ = "";
+  std::atomic<uint64_t> num_calls_{0};
 };
 
 }  // namespace titan::dist

@@ -20,30 +20,34 @@ struct MeshAxis {
   int size = 1;  ///< -1 once per mesh: what the others leave of the world
 };
 
-/// A value handle (shared state); a sub-mesh refers to the axes it was asked for. Equality = same ranks, same axis names.
+/// A value handle (shared state); a sub-mesh refers to the axes it was asked for. Equality = same ranks, same
+/// axis names.
 class DeviceMesh {
  public:
   DeviceMesh() = default;  ///< a mesh of one rank without axes
   /// Throws ConfigError when the product doesn't come out at the world's size (naming sizes that would).
   static DeviceMesh create(const dist::World& world, std::vector<MeshAxis> axes);
 
-  /// The sub-mesh of one or several axes that this rank is in: mesh["dp_shard"], mesh({"dp_replicate", "dp_shard"}).
+  /// The sub-mesh of one or several axes that this rank is in: mesh["dp_shard"], mesh({"dp_replicate",
+  /// "dp_shard"}).
   DeviceMesh operator[](std::string_view axis) const;
   DeviceMesh operator()(std::initializer_list<std::string_view> axes) const;
-  /// One axis of that name from several adjacent ones: flatten({"dp_shard", "cp"}, "fsdp"). Existing axes stay usable.
+  /// One axis of that name from several adjacent ones: flatten({"dp_shard", "cp"}, "fsdp"). Existing axes
+  /// stay usable.
   DeviceMesh flatten(std::initializer_list<std::string_view> axes, std::string name) const;
 
   int num_axes() const;
-  int size() const;                              ///< ranks in this (sub-)mesh
+  int size() const;  ///< ranks in this (sub-)mesh
   int size(std::string_view axis) const;
   bool has(std::string_view axis) const;
-  int rank() const;                              ///< this rank's row-major position in the (sub-)mesh
-  int coordinate(std::string_view axis) const;   ///< this rank's position on the axis
+  int rank() const;                             ///< this rank's row-major position in the (sub-)mesh
+  int coordinate(std::string_view axis) const;  ///< this rank's position on the axis
   const std::vector<MeshAxis>& axes() const;
   /// World ranks of this (sub-)mesh in row-major order.
   const std::vector<int>& ranks() const;
 
-  /// The group over all ranks of this (sub-)mesh, made at the first call. Collective over the *world*: all ranks call it in the same order.
+  /// The group over all ranks of this (sub-)mesh, made at the first call. Collective over the *world*: all
+  /// ranks call it in the same order.
   std::shared_ptr<dist::Group> group() const;
   /// The group along one axis; the same as (*this)[axis].group().
   std::shared_ptr<dist::Group> group(std::string_view axis) const;

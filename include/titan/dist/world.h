@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 namespace c10d {
@@ -17,32 +18,44 @@ class Store;
 namespace titan::dist {
 
 struct InitOptions {
-  std::string backend = "auto";  ///< "auto" (nccl on GPUs, else gloo), "gloo", "nccl", "fake"
+  std::string backend = "auto";       ///< "auto" (nccl on GPUs, else gloo), "gloo", "nccl", "fake"
+  std::string device = "auto";        ///< "auto" (a GPU where one is visible), "cpu", "cuda"
   std::chrono::seconds timeout{300};  ///< for rendezvous and for every group's collectives until set_timeout
-  int fake_rank = 0;             ///< backend "fake" only: this process plays rank `fake_rank` of `fake_world_size`
+  int fake_rank = 0;  ///< backend "fake" only: this process plays rank `fake_rank` of `fake_world_size`
   int fake_world_size = 1;
 };
 
+class FlightRecorder;
 class Group;
 
-/// A handle (shared, cheap to copy) on this process's place in the job. Ends its groups when the last handle goes.
+/// A handle (shared, cheap to copy) on this process's place in the job. Ends its groups when the last handle
+/// goes.
 class World {
  public:
   int rank() const;
   int size() const;
-  int local_rank() const;        ///< position among the ranks of this host
+  int local_rank() const;  ///< position among the ranks of this host
   int local_size() const;
-  const std::string& backend() const;      ///< "gloo", "nccl" or "fake"
-  const std::string& launched_by() const;  ///< "torchrun", "slurm", "openmpi", "titan" or "none"
+  const std::string& backend() const;  ///< "gloo", "nccl" or "fake"
+  /// "torchrun", "titan" (titan launch), "env" (plain RANK and WORLD_SIZE), "openmpi", "slurm", "none" or
+  /// "fake"
+  const std::string& launched_by() const;
+  /// This rank's device: cuda:<local_rank modulo the number of GPUs> where the CUDA plugin is open, else cpu.
+  c10::Device device() const;
   std::chrono::seconds timeout() const;
+  /// For calls of all groups from now on (a first step may take longer than the later ones).
+  void set_timeout(std::chrono::seconds timeout) const;
 
-  /// The group of the given world ranks (ascending position = group rank). Every rank of the world has to make the same
-  /// groups in the same order, members or not; a non-member gets a group whose `contains_me()` is false. Made once per list.
+  /// The group of the given world ranks (ascending position = group rank). Every rank of the world has to
+  /// make the same groups in the same order, members or not; a non-member gets a group whose `contains_me()`
+  /// is false. Made once per list.
   std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::string& name) const;
   /// All ranks.
   std::shared_ptr<Group> everyone() const;
 
   c10d::Store& store() const;
+  /// The ring of this rank's calls.
+  const FlightRecorder& recorder() const;
 
   struct Impl;
   explicit World(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -51,8 +64,10 @@ class World {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Reads torchrun's, SLURM's, Open MPI's or no environment (one rank), rendezvous through a TCP store, and checks the
-/// groups by a known sum. Throws ConfigError where environments disagree, Error with the missing ranks after the time limit.
+/// Reads torchrun's, SLURM's, Open MPI's or no environment (one rank), rendezvous through a TCP store, and
+/// checks every group by a known sum when it is made. Opens the CUDA plugin where a GPU is visible, so it has
+/// to come before the first tensor there. Throws ConfigError where environments disagree, Error with the
+/// missing ranks after the time limit.
 World init(const InitOptions& options = {});
 
 }  // namespace titan::dist

@@ -1,0 +1,306 @@
+// Collectives over a c10d backend. A call goes: check the shapes, done at once in a group of one, else record
+// it in the ring, hand it to the backend, and return a Work that remembers enough to name the call if it
+// fails.
+
+#include "titan/dist/collectives.h"
+
+#include <exception>
+#include <numeric>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "group_backends.h"
+#include "titan/core/error.h"
+#include "titan/dist/flight_record.h"
+
+namespace titan::dist {
+namespace {
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::Max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::Min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Sum:
+      break;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+void copy_into(const at::Tensor& out, const at::Tensor& in) {
+  if (out.is_same(in) || (out.has_storage() && out.is_alias_of(in) && out.data_ptr() == in.data_ptr()))
+    return;
+  at::NoGradGuard no_grad;
+  at::Tensor target = out.detach();
+  target.view(-1).copy_(in.reshape(-1), /*non_blocking=*/true);
+}
+
+/// In, then `text` on the first line only: LibTorch's messages go on with a stack trace.
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+std::string reason_of(const std::exception& error) {
+  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+  return first_line(c10_error ? c10_error->what_without_backtrace() : error.what());
+}
+
+}  // namespace
+
+struct Work::State {
+  c10::intrusive_ptr<c10d::Work> work;
+  at::Tensor out, in;   // alive until the backend is done with them
+  at::Tensor host_out;  // gloo with a device tensor: what goes to `out` in the end
+  std::shared_ptr<FlightRecorder> recorder;
+  uint64_t number = 0;
+  CallRecord call;
+  int group_size = 0;
+  int group_rank = 0;
+
+  void wait() {
+    try {
+      work->wait();
+      if (host_out.defined()) copy_into(out, host_out);
+    } catch (const std::exception& error) {
+      recorder->finish(number, CallState::Failed);
+      throw Error(failure(reason_of(error)));
+    }
+    recorder->finish(number, CallState::Finished);
+  }
+
+  std::string failure(const std::string& reason) const;
+};
+
+namespace {
+
+std::string failure_of(const CallRecord& call, int rank, int size, const std::string& reason) {
+  std::string message = str(name_of(call.op), " in group '", call.group, "' failed on its rank ", rank,
+                            " of ", size, " (call ", call.group_number);
+  if (*call.phase) message += str(", ", call.phase);
+  if (*call.module) message += str(" ", call.module);
+  if (call.peer >= 0) message += str(", peer ", call.peer);
+  return message + str(", ", call.bytes, " bytes): ", reason);
+}
+
+}  // namespace
+
+std::string Work::State::failure(const std::string& reason) const {
+  return failure_of(call, group_rank, group_size, reason);
+}
+
+Work::Work() noexcept = default;
+Work::Work(Work&&) noexcept = default;
+
+Work& Work::operator=(Work&& other) noexcept {
+  if (this != &other) {
+    Work finished(std::move(*this));
+    state_ = std::move(other.state_);
+  }
+  return *this;
+}
+
+Work::~Work() {
+  // While an exception unwinds, the peers may never come to this call; the backend keeps the tensors it
+  // needs.
+  if (!state_ || std::uncaught_exceptions() > 0) return;
+  try {
+    state_->wait();
+  } catch (const std::exception&) {
+    // The ring holds the failure; the next call of the group meets it again.
+  }
+}
+
+bool Work::pending() const { return state_ && !state_->work->isCompleted(); }
+
+void Work::wait() {
+  if (auto state = std::move(state_)) state->wait();
+}
+
+Group::Group(std::string name, std::vector<int> ranks, int my_world_rank,
+             std::unique_ptr<GroupBackends> backends, std::shared_ptr<FlightRecorder> recorder)
+    : name_(std::move(name)),
+      ranks_(std::move(ranks)),
+      backends_(std::move(backends)),
+      recorder_(std::move(recorder)) {
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (ranks_[i] == my_world_rank) rank_ = static_cast<int>(i);
+  }
+  if (recorder_) recorded_name_ = recorder_->intern(name_);
+}
+
+std::shared_ptr<Group> Group::alone(std::string name, int my_world_rank) {
+  return std::make_shared<Group>(std::move(name), std::vector<int>{my_world_rank}, my_world_rank, nullptr,
+                                 nullptr);
+}
+
+Group::~Group() {
+  // Ending a gloo group joins its threads, which may be in a call whose peers never come. While an error is
+  // on its way to main(), which ends the process, leave the threads to that.
+  if (std::uncaught_exceptions() > 0) static_cast<void>(backends_.release());
+}
+
+CallRecord Group::record_of(int op, const at::Tensor& tensor, Label label, int peer) const {
+  CallRecord call;
+  call.op = static_cast<CollectiveOp>(op);
+  call.group = recorded_name_;
+  call.phase = label.phase;
+  call.module = label.module;
+  call.peer = peer;
+  if (tensor.defined()) {
+    call.bytes = static_cast<int64_t>(tensor.nbytes());
+    call.dtype = tensor.scalar_type();
+  }
+  return call;
+}
+
+namespace {
+
+bool needs_host_copy(const c10d::Backend& backend, const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cuda() && backend.getBackendName() == "gloo";
+}
+
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+}
+
+}  // namespace
+
+template <class Start>
+Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start) {
+  TITAN_CHECK(backends_, name_of(call.op), " in group '", name_, "', which was made without a backend");
+  c10d::Backend& backend = backends_->for_tensor(out);
+  auto state = std::make_unique<Work::State>();
+  state->out = out;
+  state->in = in;
+  at::Tensor sent = in, received = out;
+  if (needs_host_copy(backend, out)) {
+    sent = in.cpu();
+    received = in.is_same(out) ? sent : pinned_like(out);
+    state->host_out = received;
+  }
+  call.group_number = num_calls_.fetch_add(1, std::memory_order_relaxed);
+  state->call = call;
+  state->group_rank = rank_;
+  state->group_size = size();
+  state->recorder = recorder_;
+  state->number = recorder_->start(call);
+  try {
+    state->work = start(backend, received, sent);
+  } catch (const std::exception& error) {
+    recorder_->finish(state->number, CallState::Failed);
+    throw Error(state->failure(reason_of(error)));
+  }
+  Work work;
+  work.state_ = std::move(state);
+  return work;
+}
+
+namespace {
+
+void check_call(const Group& group, const char* op, const at::Tensor& out, const at::Tensor& in,
+                int64_t out_parts, int64_t in_parts) {
+  TITAN_CHECK(group.contains_me(), op, " in group '", group.name(), "', of which this rank isn't a member");
+  TITAN_CHECK(out.is_contiguous() && in.is_contiguous(), op, " in group '", group.name(),
+              "' needs contiguous tensors, got strides ", out.strides(), " (out) and ", in.strides(),
+              " (in)");
+  TITAN_CHECK(out.scalar_type() == in.scalar_type() && out.device() == in.device(), op, " in group '",
+              group.name(), "': out is ", out.scalar_type(), " on ", out.device(), ", in is ",
+              in.scalar_type(), " on ", in.device());
+  TITAN_CHECK(out.numel() * in_parts == in.numel() * out_parts, op, " in group '", group.name(), "' of ",
+              group.size(), " ranks: out has ", out.numel(), " elements, in ", in.numel());
+}
+
+}  // namespace
+
+Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label) {
+  check_call(*this, "all_gather", out, in, size(), 1);
+  if (size() == 1) return copy_into(out, in), Work();
+  return launch(
+      record_of(int(CollectiveOp::AllGather), out, label, -1), out, in,
+      [](auto& backend, auto& received, auto& sent) { return backend._allgather_base(received, sent); });
+}
+
+Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label) {
+  check_call(*this, "reduce_scatter", out, in, 1, size());
+  if (size() == 1) return copy_into(out, in), Work();
+  return launch(
+      record_of(int(CollectiveOp::ReduceScatter), in, label, -1), out, in,
+      [](auto& backend, auto& received, auto& sent) { return backend._reduce_scatter_base(received, sent); });
+}
+
+Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, Label label) {
+  check_call(*this, "all_reduce", tensor, tensor, 1, 1);
+  if (size() == 1) return {};
+  return launch(record_of(int(CollectiveOp::AllReduce), tensor, label, -1), tensor, tensor,
+                [op](auto& backend, auto& received, auto&) {
+                  std::vector<at::Tensor> tensors = {received};
+                  c10d::AllreduceOptions options;
+                  options.reduceOp = to_c10d(op);
+                  return backend.allreduce(tensors, options);
+                });
+}
+
+Work Group::broadcast(const at::Tensor& tensor, int root, Label label) {
+  check_call(*this, "broadcast", tensor, tensor, 1, 1);
+  TITAN_CHECK(root >= 0 && root < size(), "broadcast from rank ", root, " of group '", name_, "' of ",
+              size());
+  if (size() == 1) return {};
+  return launch(record_of(int(CollectiveOp::Broadcast), tensor, label, root), tensor, tensor,
+                [root](auto& backend, auto& received, auto&) {
+                  std::vector<at::Tensor> tensors = {received};
+                  c10d::BroadcastOptions options;
+                  options.rootRank = root;
+                  return backend.broadcast(tensors, options);
+                });
+}
+
+Work Group::all_to_all(const at::Tensor& out, const at::Tensor& in, Label label) {
+  check_call(*this, "all_to_all", out, in, 1, 1);
+  TITAN_CHECK(in.numel() % size() == 0, "all_to_all in group '", name_, "' of ", size(),
+              " ranks: ", in.numel(), " elements don't divide");
+  if (size() == 1) return copy_into(out, in), Work();
+  return launch(record_of(int(CollectiveOp::AllToAll), out, label, -1), out, in,
+                [](auto& backend, auto& received, auto& sent) {
+                  at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
+                  std::vector<int64_t> even;  // empty: equal parts
+                  return backend.alltoall_base(flat_out, flat_in, even, even);
+                });
+}
+
+Work Group::send(const at::Tensor& tensor, int peer, Label label) {
+  check_call(*this, "send", tensor, tensor, 1, 1);
+  TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, "send to rank ", peer, " of group '", name_,
+              "' of ", size(), " from rank ", rank_);
+  return launch(record_of(int(CollectiveOp::Send), tensor, label, peer), tensor, tensor,
+                [peer](auto& backend, auto&, auto& sent) {
+                  std::vector<at::Tensor> tensors = {sent};
+                  return backend.send(tensors, peer, /*tag=*/0);
+                });
+}
+
+Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
+  check_call(*this, "receive", tensor, tensor, 1, 1);
+  TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, "receive from rank ", peer, " of group '", name_,
+              "' of ", size(), " on rank ", rank_);
+  return launch(record_of(int(CollectiveOp::Receive), tensor, label, peer), tensor, tensor,
+                [peer](auto& backend, auto& received, auto&) {
+                  std::vector<at::Tensor> tensors = {received};
+                  return backend.recv(tensors, peer, /*tag=*/0);
+                });
+}
+
+Work Group::barrier(Label label) {
+  TITAN_CHECK(contains_me(), "barrier in group '", name_, "', of which this rank isn't a member");
+  if (size() == 1) return {};
+  return launch(record_of(int(CollectiveOp::Barrier), {}, label, -1), {}, {},
+                [](auto& backend, auto&, auto&) { return backend.barrier(); });
+}
+
+void Group::set_timeout(std::chrono::milliseconds timeout) {
+  if (!backends_) return;
+  backends_->main->setTimeout(timeout);
+  if (backends_->host) backends_->host->setTimeout(timeout);
+}
+
+}  // namespace titan::dist

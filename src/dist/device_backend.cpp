@@ -1,0 +1,79 @@
+// Opening the CUDA plugin. Whether there is a GPU is asked of the kernel, not of a CUDA library, so that a
+// machine without one doesn't pay for loading them.
+
+#include "titan/dist/device_backend.h"
+
+#include <dirent.h>
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <mutex>
+
+#include <ATen/detail/CUDAHooksInterface.h>
+
+#include "titan/core/error.h"
+
+namespace titan::dist {
+namespace {
+
+DeviceBackend* opened_backend = nullptr;  // set once, by open_cuda_plugin; the plugin is never closed
+
+/// Beside the library that this code is in.
+std::filesystem::path plugin_path() {
+  Dl_info info{};
+  dladdr(reinterpret_cast<void*>(&gpu_visible), &info);
+  return std::filesystem::path(info.dli_fname ? info.dli_fname : "").parent_path() / "libtitan_cuda.so";
+}
+
+bool has_entries(const char* folder) {
+  DIR* directory = opendir(folder);
+  if (!directory) return false;
+  int entries = 0;
+  while (const dirent* entry = readdir(directory)) entries += entry->d_name[0] != '.';
+  closedir(directory);
+  return entries > 0;
+}
+
+DeviceBackend* load(const std::filesystem::path& path) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  TITAN_CHECK(library, "a GPU is visible, but the CUDA plugin doesn't load: ", dlerror(),
+              " (CUDA_VISIBLE_DEVICES= runs on the CPU)");
+  // LibTorch asks for CUDA's hooks once and keeps the answer. If that happened before the plugin registered
+  // them, every later question gets "no CUDA".
+  TITAN_CHECK(
+      at::detail::getCUDAHooks().hasCUDART(),
+      "the CUDA plugin was opened too late: LibTorch had already looked for CUDA. Call dist::init() (or "
+      "dist::open_cuda_plugin()) before the first tensor is made");
+  using Entry = DeviceBackend* (*)();
+  auto entry = reinterpret_cast<Entry>(dlsym(library, "titan_cuda_plugin"));
+  TITAN_CHECK(entry, path.string(), " has no titan_cuda_plugin(): it is of another version");
+  return entry();
+}
+
+}  // namespace
+
+bool gpu_visible() {
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES"); visible && (!*visible || *visible == '-'))
+    return false;
+  // In some containers only one of the two is there.
+  return has_entries("/proc/driver/nvidia/gpus") || access("/dev/nvidia0", F_OK) == 0;
+}
+
+DeviceBackend* open_cuda_plugin() {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (opened_backend) return opened_backend;
+  const auto path = plugin_path();
+  if (!gpu_visible() || access(path.c_str(), F_OK) != 0) return nullptr;
+  DeviceBackend* backend = load(path);
+  // The driver may show a device that CUDA can't use (a restricted container): then this is a machine without
+  // GPU.
+  if (backend->num_devices() > 0) opened_backend = backend;
+  return opened_backend;
+}
+
+DeviceBackend* device_backend() { return opened_backend; }
+
+}  // namespace titan::dist

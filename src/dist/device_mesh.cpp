@@ -1,0 +1,296 @@
+// A mesh is a grid of world ranks: for each axis a size and, because ranks are laid out row-major, a stride.
+// A sub-mesh keeps some axes (with their strides) and fixes this rank's coordinate on the others; flattening
+// replaces adjacent axes by one whose coordinate counts them row-major. So every (sub-)mesh is "base rank +
+// sum of coordinate x stride".
+
+#include "titan/dist/device_mesh.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include "titan/core/error.h"
+
+namespace titan {
+namespace {
+
+/// An axis of the layout: one pair per original axis it was flattened from, slowest first.
+struct LayoutAxis {
+  std::string name;
+  std::vector<std::pair<int, int>> size_stride;
+
+  int size() const {
+    int product = 1;
+    for (auto [size, stride] : size_stride) product *= size;
+    return product;
+  }
+};
+
+int position(const LayoutAxis& axis, int rank) {
+  int coordinate = 0;
+  for (auto [size, stride] : axis.size_stride) coordinate = coordinate * size + rank / stride % size;
+  return coordinate;
+}
+
+}  // namespace
+
+struct DeviceMesh::Impl {
+  std::shared_ptr<const dist::World> world;  // null for the default mesh of one rank
+  std::shared_ptr<const Impl> root;          // null for a root: knows all axes, flattened ones included
+  std::vector<LayoutAxis> layout;
+  std::vector<MeshAxis> axes;  // names and sizes of `layout`
+  std::vector<int> ranks;
+  int rank = 0;  // position in `ranks`
+
+  mutable std::shared_ptr<dist::Group> group;  // made at the first call
+  mutable std::vector<LayoutAxis>
+      flattened;  // of a root: what flatten() added, so that mesh["fsdp"] finds it
+
+  const LayoutAxis* find(std::string_view name) const;
+  const Impl& top() const { return root ? *root : *this; }
+};
+
+namespace {
+
+std::string names_of(const std::vector<MeshAxis>& axes) {
+  std::string text;
+  for (const auto& axis : axes) text += str(text.empty() ? "" : ", ", axis.name, "=", axis.size);
+  return text.empty() ? "no axes" : text;
+}
+
+}  // namespace
+
+const LayoutAxis* DeviceMesh::Impl::find(std::string_view name) const {
+  for (const auto* list : {&layout, &std::as_const(flattened)}) {
+    for (const auto& axis : *list) {
+      if (axis.name == name) return &axis;
+    }
+  }
+  return nullptr;
+}
+
+namespace {
+
+/// Whether all parts of `axis` are among the mesh's.
+bool is_within(const LayoutAxis& axis, const DeviceMesh::Impl& mesh) {
+  return std::all_of(axis.size_stride.begin(), axis.size_stride.end(), [&](const auto& part) {
+    return std::any_of(mesh.layout.begin(), mesh.layout.end(), [&](const LayoutAxis& own) {
+      return std::find(own.size_stride.begin(), own.size_stride.end(), part) != own.size_stride.end();
+    });
+  });
+}
+
+/// An own axis, or one that was flattened from own axes (the root remembers those). Null if there is none.
+const LayoutAxis* find_axis_or_null(const DeviceMesh::Impl& mesh, std::string_view name) {
+  if (const auto* axis = mesh.find(name)) return axis;
+  const auto* axis = mesh.top().find(name);
+  return axis && is_within(*axis, mesh) ? axis : nullptr;
+}
+
+const LayoutAxis& find_axis(const DeviceMesh::Impl& mesh, std::string_view name) {
+  if (const auto* axis = find_axis_or_null(mesh, name)) return *axis;
+  throw Error(str("the mesh (", names_of(mesh.axes), ") has no axis '", name, "'"));
+}
+
+/// All ranks that differ from `rank` only along `layout`, row-major, and rank's position among them.
+void fill_ranks(DeviceMesh::Impl& mesh, int rank) {
+  int base = rank;
+  std::vector<std::pair<int, int>> parts;
+  for (const auto& axis : mesh.layout) {
+    for (auto [size, stride] : axis.size_stride) {
+      base -= rank / stride % size * stride;
+      parts.emplace_back(size, stride);
+    }
+  }
+  mesh.ranks = {base};
+  for (auto [size, stride] : parts) {
+    std::vector<int> next;
+    for (int first : mesh.ranks) {
+      for (int i = 0; i < size; ++i) next.push_back(first + i * stride);
+    }
+    mesh.ranks = std::move(next);
+  }
+  mesh.rank = static_cast<int>(std::find(mesh.ranks.begin(), mesh.ranks.end(), rank) - mesh.ranks.begin());
+}
+
+std::shared_ptr<DeviceMesh::Impl> make_mesh(std::shared_ptr<const dist::World> world,
+                                            std::shared_ptr<const DeviceMesh::Impl> root,
+                                            std::vector<LayoutAxis> layout) {
+  auto impl = std::make_shared<DeviceMesh::Impl>();
+  impl->world = std::move(world);
+  impl->root = std::move(root);
+  impl->layout = std::move(layout);
+  for (const auto& axis : impl->layout) impl->axes.push_back({axis.name, axis.size()});
+  fill_ranks(*impl, impl->world ? impl->world->rank() : 0);
+  return impl;
+}
+
+/// Group ranks ascend with world ranks; so must the positions in a sub-mesh.
+void check_order(const std::vector<LayoutAxis>& layout, const DeviceMesh::Impl& mesh) {
+  int last_stride = std::numeric_limits<int>::max();
+  for (const auto& axis : layout) {
+    for (auto [size, stride] : axis.size_stride) {
+      if (size == 1) continue;  // its stride is its neighbour's
+      TITAN_CHECK(stride < last_stride, "axes of a sub-mesh have to keep the order of the mesh (",
+                  names_of(mesh.axes), ") and not overlap; '", axis.name, "' comes too late or twice");
+      last_stride = stride;
+    }
+  }
+}
+
+std::string divisors(int number) {
+  std::string text;
+  for (int i = 1; i <= number; ++i) {
+    if (number % i == 0) text += str(text.empty() ? "" : ", ", i);
+  }
+  return text;
+}
+
+void check_axes(const std::vector<MeshAxis>& axes) {
+  std::vector<std::string> problems;
+  std::set<std::string> names;
+  int unknown = 0;
+  for (const auto& axis : axes) {
+    if (!names.insert(axis.name).second) problems.push_back(str("mesh axis '", axis.name, "' appears twice"));
+    if (axis.size < 1 && axis.size != -1) {
+      problems.push_back(
+          str("mesh axis '", axis.name, "' has size ", axis.size, "; allowed: 1 and above, or -1"));
+    }
+    unknown += axis.size == -1;
+  }
+  if (unknown > 1) problems.push_back(str("only one mesh axis can be -1: ", names_of(axes)));
+  if (!problems.empty()) throw ConfigError(problems);
+}
+
+void resolve_sizes(std::vector<MeshAxis>& axes, int world_size) {
+  check_axes(axes);
+  int64_t known = 1;
+  MeshAxis* unknown = nullptr;
+  for (auto& axis : axes) (axis.size == -1 ? (void)(unknown = &axis) : (void)(known *= axis.size));
+  if (unknown && world_size % known == 0) {
+    unknown->size = static_cast<int>(world_size / known);
+  } else if (unknown || known != world_size) {
+    throw ConfigError(str("the mesh (", names_of(axes), ") doesn't make ", world_size,
+                          " ranks: its sizes give ", known, ", which has to ", unknown ? "divide" : "be",
+                          " the world size (divisors: ", divisors(world_size), ")"));
+  }
+}
+
+const DeviceMesh::Impl& default_mesh() {
+  static const auto mesh = make_mesh(nullptr, nullptr, {});
+  return *mesh;
+}
+
+}  // namespace
+
+DeviceMesh DeviceMesh::create(const dist::World& world, std::vector<MeshAxis> axes) {
+  resolve_sizes(axes, world.size());
+  std::vector<LayoutAxis> layout(axes.size());
+  int stride = 1;
+  for (size_t i = axes.size(); i-- > 0; stride *= axes[i].size)
+    layout[i] = {axes[i].name, {{axes[i].size, stride}}};
+  return DeviceMesh(make_mesh(std::make_shared<dist::World>(world), nullptr, std::move(layout)));
+}
+
+DeviceMesh DeviceMesh::operator[](std::string_view axis) const { return (*this)({axis}); }
+
+DeviceMesh DeviceMesh::operator()(std::initializer_list<std::string_view> axes) const {
+  const Impl& own = impl_ ? *impl_ : default_mesh();
+  std::vector<LayoutAxis> layout;
+  for (auto name : axes) layout.push_back(find_axis(own, name));
+  check_order(layout, own);
+  auto root = own.root ? own.root : impl_;
+  return DeviceMesh(make_mesh(own.world, std::move(root), std::move(layout)));
+}
+
+DeviceMesh DeviceMesh::flatten(std::initializer_list<std::string_view> axes, std::string name) const {
+  const Impl& own = impl_ ? *impl_ : default_mesh();
+  LayoutAxis flat{std::move(name), {}};
+  for (auto axis : axes) {
+    const auto& parts = find_axis(own, axis).size_stride;
+    flat.size_stride.insert(flat.size_stride.end(), parts.begin(), parts.end());
+  }
+  const Impl& top = own.top();
+  if (const auto* known = top.find(flat.name)) {
+    TITAN_CHECK(known->size_stride == flat.size_stride, "the mesh (", names_of(top.axes), ") has an axis '",
+                flat.name, "' of other ranks");
+  } else {
+    top.flattened.push_back(flat);
+  }
+  return (*this)[flat.name];
+}
+
+int DeviceMesh::num_axes() const { return static_cast<int>(axes().size()); }
+int DeviceMesh::size() const { return static_cast<int>(ranks().size()); }
+int DeviceMesh::rank() const { return impl_ ? impl_->rank : 0; }
+
+int DeviceMesh::size(std::string_view axis) const {
+  return find_axis(impl_ ? *impl_ : default_mesh(), axis).size();
+}
+
+bool DeviceMesh::has(std::string_view axis) const {
+  return find_axis_or_null(impl_ ? *impl_ : default_mesh(), axis) != nullptr;
+}
+
+int DeviceMesh::coordinate(std::string_view axis) const {
+  const Impl& own = impl_ ? *impl_ : default_mesh();
+  return position(find_axis(own, axis), own.world ? own.world->rank() : 0);
+}
+
+const std::vector<MeshAxis>& DeviceMesh::axes() const { return (impl_ ? *impl_ : default_mesh()).axes; }
+const std::vector<int>& DeviceMesh::ranks() const { return (impl_ ? *impl_ : default_mesh()).ranks; }
+
+const dist::World& DeviceMesh::world() const {
+  TITAN_CHECK(impl_ && impl_->world, "a default-made DeviceMesh has no world; make it by DeviceMesh::create");
+  return *impl_->world;
+}
+
+namespace {
+
+/// "dp_shard", or "dp_replicate x dp_shard".
+std::string group_name(const DeviceMesh& mesh) {
+  std::string name;
+  for (const auto& axis : mesh.axes()) name += str(name.empty() ? "" : " x ", axis.name);
+  return name.empty() ? "self" : name;
+}
+
+/// The world is covered by equal sub-meshes beside ours. All ranks make all of them, in the order of their
+/// first rank, because every rank has to make the same groups.
+std::shared_ptr<dist::Group> make_groups(const DeviceMesh& mesh, const DeviceMesh::Impl& own) {
+  std::shared_ptr<dist::Group> mine;
+  std::vector<bool> covered(static_cast<size_t>(own.world->size()), false);
+  for (int rank = 0; rank < own.world->size(); ++rank) {
+    if (covered[rank]) continue;
+    DeviceMesh::Impl sibling;
+    sibling.layout = own.layout;
+    fill_ranks(sibling, rank);
+    for (int member : sibling.ranks) covered[member] = true;
+    auto group = own.world->group(sibling.ranks, group_name(mesh));
+    if (group->contains_me()) mine = std::move(group);
+  }
+  return mine;
+}
+
+}  // namespace
+
+std::shared_ptr<dist::Group> DeviceMesh::group() const {
+  const Impl& own = impl_ ? *impl_ : default_mesh();
+  if (!own.group) {
+    own.group = size() == 1 ? dist::Group::alone(group_name(*this), own.ranks[0]) : make_groups(*this, own);
+  }
+  return own.group;
+}
+
+std::shared_ptr<dist::Group> DeviceMesh::group(std::string_view axis) const { return (*this)[axis].group(); }
+
+bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
+  const auto& left = a.axes();
+  const auto& right = b.axes();
+  return a.ranks() == b.ranks() && std::equal(left.begin(), left.end(), right.begin(), right.end(),
+                                              [](const MeshAxis& x, const MeshAxis& y) {
+                                                return x.name == y.name && x.size == y.size;
+                                              });
+}
+
+}  // namespace titan

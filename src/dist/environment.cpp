@@ -1,0 +1,187 @@
+#include "environment.h"
+
+#include <charconv>
+#include <cstdlib>
+#include <vector>
+
+#include "node_list.h"
+#include "titan/core/error.h"
+
+namespace titan::dist {
+namespace {
+
+/// What one launcher says; `variables` in messages.
+struct Claim {
+  std::string by;
+  const char* rank_variable;
+  const char* size_variable;
+  int rank = 0;
+  int size = 0;
+};
+
+/// Reads numbers and gathers every problem for one message.
+class Reader {
+ public:
+  explicit Reader(const Environment& environment) : environment_(environment) {}
+
+  std::optional<std::string> text(const char* name) const { return environment_(name); }
+  bool has(const char* name) const { return environment_(name).has_value(); }
+
+  int number(const char* name, int fallback) {
+    const auto value = environment_(name);
+    if (!value) return fallback;
+    int number = 0;
+    const char* end = value->data() + value->size();
+    const auto result = std::from_chars(value->data(), end, number);
+    if (result.ec == std::errc() && result.ptr == end && number >= 0) return number;
+    problems.push_back(str(name, "=", *value, " isn't a non-negative number"));
+    return fallback;
+  }
+
+  std::optional<Claim> claim(std::string by, const char* rank_variable, const char* size_variable) {
+    if (!has(rank_variable) && !has(size_variable)) return {};
+    for (const char* name : {rank_variable, size_variable}) {
+      if (!has(name)) {
+        const char* other = name == rank_variable ? size_variable : rank_variable;
+        problems.push_back(str(other, "=", *text(other), " is set but ", name, " isn't: both or neither"));
+        return {};
+      }
+    }
+    Claim claim{std::move(by), rank_variable, size_variable};
+    claim.rank = number(rank_variable, 0);
+    claim.size = number(size_variable, 1);
+    if (claim.size < 1 || claim.rank >= claim.size) {
+      problems.push_back(
+          str(rank_variable, "=", claim.rank, " isn't a rank of ", size_variable, "=", claim.size));
+    }
+    return claim;
+  }
+
+  std::vector<std::string> problems;
+
+ private:
+  const Environment& environment_;
+};
+
+std::optional<Claim> slurm_claim(Reader& env) {
+  // An allocation without a task (salloc, or a shell in it) sets the size only: not a launched rank.
+  if (!env.has("SLURM_PROCID")) return {};
+  return env.claim("slurm", "SLURM_PROCID", env.has("SLURM_NTASKS") ? "SLURM_NTASKS" : "SLURM_NPROCS");
+}
+
+void check_agreement(Reader& env, const Claim& a, const Claim& b) {
+  if (a.size != b.size) {
+    env.problems.push_back(str(a.size_variable, "=", a.size, " (", a.by, ") but ", b.size_variable, "=",
+                               b.size, " (", b.by, "): unset the one that doesn't belong to this job"));
+  } else if (a.rank != b.rank &&
+             a.by != "openmpi") {  // mpirun hands its ranks the SLURM task of its own shell
+    env.problems.push_back(str(a.rank_variable, "=", a.rank, " (", a.by, ") but ", b.rank_variable, "=",
+                               b.rank, " (", b.by, "): unset the one that doesn't belong to this job"));
+  }
+}
+
+std::string slurm_node_list(const Reader& env) {
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
+    if (auto list = env.text(name)) return *list;
+  }
+  return "";
+}
+
+/// Outside the range that kernels hand out to clients; two jobs on one host get different ones.
+int slurm_port(Reader& env) {
+  constexpr int first = 12000, count = 20000;
+  const int job = env.number("SLURM_JOB_ID", env.number("SLURM_JOBID", 0));
+  const int step = env.number("SLURM_STEP_ID", env.number("SLURM_STEPID", 0));
+  return first + (job + 31 * (step % 1000)) % count;
+}
+
+void read_slurm(Reader& env, Launch& launch) {
+  const auto nodes = slurm_node_list(env);
+  if (launch.store_host.empty() && !nodes.empty()) launch.store_host = parse_node_list(nodes).front();
+  if (launch.store_port == 0) launch.store_port = slurm_port(env);
+  launch.local_rank = env.number("SLURM_LOCALID", -1);
+  auto counts = env.text("SLURM_STEP_TASKS_PER_NODE");
+  if (!counts) counts = env.text("SLURM_TASKS_PER_NODE");
+  if (!counts) return;
+  const auto per_node = parse_task_counts(*counts);
+  const size_t node = static_cast<size_t>(env.number("SLURM_NODEID", 0));
+  if (node < per_node.size() && launch.local_rank < per_node[node]) launch.local_size = per_node[node];
+}
+
+void read_open_mpi(Reader& env, Launch& launch) {
+  launch.local_rank = env.number("OMPI_COMM_WORLD_LOCAL_RANK", -1);
+  launch.local_size = env.number("OMPI_COMM_WORLD_LOCAL_SIZE", -1);
+  const bool one_host = launch.local_size == launch.size;
+  if (launch.store_host.empty() && one_host) launch.store_host = "127.0.0.1";
+  if (launch.store_port == 0 && one_host) {
+    // All ranks of one mpirun see the same job identifier, and it differs between jobs of a host.
+    const auto job = env.text("PMIX_NAMESPACE").value_or(env.text("OMPI_MCA_ess_base_jobid").value_or(""));
+    launch.store_port = 12000 + static_cast<int>(std::hash<std::string>()(job) % 20000);
+  }
+}
+
+void read_variables(Reader& env, Launch& launch) {
+  launch.local_rank = env.number("LOCAL_RANK", -1);
+  launch.local_size = env.number("LOCAL_WORLD_SIZE", -1);
+  launch.listen_fd = launch.rank == 0 ? env.number("TITAN_STORE_FD", -1) : -1;
+  if (env.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True") return;
+  launch.serves_store = false;
+  launch.store_prefix = str("attempt_", env.number("TORCHELASTIC_RESTART_COUNT", 0), "/");
+}
+
+void check_store(Reader& env, const Launch& launch) {
+  if (launch.size == 1) return;
+  for (auto [name, missing] : {std::pair("MASTER_ADDR", launch.store_host.empty()),
+                               std::pair("MASTER_PORT", launch.store_port == 0)}) {
+    if (missing) {
+      env.problems.push_back(str(name, " isn't set, and ", launch.by, " doesn't tell where rank 0 of ",
+                                 launch.size, " is: set it to the same value on all ranks"));
+    }
+  }
+}
+
+}  // namespace
+
+Environment process_environment() {
+  return [](const char* name) -> std::optional<std::string> {
+    const char* value = std::getenv(name);
+    if (!value || !*value) return {};
+    return std::string(value);
+  };
+}
+
+Launch read_launch(const Environment& environment) {
+  Reader env(environment);
+  const bool elastic = env.has("TORCHELASTIC_RUN_ID"), titan = env.has("TITAN_LAUNCH");
+  const auto variables = env.claim(elastic ? "torchrun" : titan ? "titan" : "env", "RANK", "WORLD_SIZE");
+  const auto open_mpi = env.claim("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+  const auto slurm = slurm_claim(env);
+  std::vector<Claim> claims;
+  for (const auto& claim : {variables, open_mpi, slurm}) {
+    if (claim) claims.push_back(*claim);
+  }
+
+  Launch launch;
+  launch.store_host = env.text("MASTER_ADDR").value_or("");
+  launch.store_port = env.number("MASTER_PORT", 0);
+  if (!claims.empty()) {
+    // torchrun and titan launch start their ranks themselves, inside whatever task SLURM or MPI gave them.
+    if (!elastic && !titan) {
+      for (size_t i = 1; i < claims.size(); ++i) check_agreement(env, claims[0], claims[i]);
+    }
+    launch.by = claims[0].by;
+    launch.rank = claims[0].rank;
+    launch.size = claims[0].size;
+    if (variables)
+      read_variables(env, launch);
+    else if (open_mpi)
+      read_open_mpi(env, launch);
+    else
+      read_slurm(env, launch);
+    check_store(env, launch);
+  }
+  if (!env.problems.empty()) throw ConfigError(env.problems);
+  return launch;
+}
+
+}  // namespace titan::dist

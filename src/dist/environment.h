@@ -1,0 +1,37 @@
+#pragma once
+
+// Who started this process, as the environment tells it. Reading is separate from connecting, so that every
+// combination can be tested without a process.
+
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace titan::dist {
+
+/// Value of a variable, nullopt when it isn't set (or empty).
+using Environment = std::function<std::optional<std::string>(const char* name)>;
+
+/// getenv.
+Environment process_environment();
+
+struct Launch {
+  std::string by =
+      "none";  ///< "torchrun", "titan", "env" (plain RANK, WORLD_SIZE), "openmpi", "slurm" or "none"
+  int rank = 0;
+  int size = 1;
+  int local_rank = -1;  ///< -1: not told, counted from the host names
+  int local_size = -1;
+  std::string store_host;  ///< where rank 0 (or torchrun's agent) serves the store
+  int store_port = 0;
+  int listen_fd = -1;        ///< rank 0 under titan launch: the bound socket to serve on
+  bool serves_store = true;  ///< false under torchrun's agent, which serves it itself
+  std::string store_prefix;  ///< keeps a restart's keys apart from those before it
+};
+
+/// Order: torchrun and titan launch (their own marks, so an allocation around them doesn't matter), plain
+/// RANK and WORLD_SIZE, Open MPI, SLURM, none. Throws ConfigError with all problems: half of a set, a rank
+/// outside the world, or two launchers that tell different ranks or sizes.
+Launch read_launch(const Environment& environment);
+
+}  // namespace titan::dist

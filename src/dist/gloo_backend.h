@@ -1,0 +1,23 @@
+#pragma once
+
+// Groups over TCP sockets on the CPU, by the gloo inside LibTorch.
+
+#include <string>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "titan/dist/device_backend.h"
+
+namespace titan::dist {
+
+/// Where gloo listens. Exactly one of the two is used: interfaces if any are named, else the address.
+struct GlooAddress {
+  std::vector<std::string> interfaces;  ///< "eth0"; several: traffic is spread over them
+  std::string address;  ///< host name or IP of this process that the others reach; "" = by host name
+};
+
+/// Connects to all members (blocks). Threads of the group end when the last reference goes.
+c10::intrusive_ptr<c10d::Backend> make_gloo_group(const GroupSpec& spec, const GlooAddress& address);
+
+}  // namespace titan::dist

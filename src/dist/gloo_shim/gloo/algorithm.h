@@ -1,0 +1,3 @@
+#pragma once
+
+// See README.md: nothing of this header is used.

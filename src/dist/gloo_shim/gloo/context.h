@@ -1,0 +1,14 @@
+#pragma once
+
+// See README.md.
+
+#include <chrono>
+
+namespace gloo {
+
+class Context {
+ public:
+  void setTimeout(std::chrono::milliseconds timeout);
+};
+
+}  // namespace gloo

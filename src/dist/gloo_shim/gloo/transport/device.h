@@ -1,0 +1,10 @@
+#pragma once
+
+// See README.md.
+
+namespace gloo::transport {
+
+class Device;
+class UnboundBuffer;
+
+}  // namespace gloo::transport

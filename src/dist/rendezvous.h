@@ -1,0 +1,42 @@
+#pragma once
+
+// Finding the others: the store, who has come, and whether they fit together.
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+
+#include "environment.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace titan::dist {
+
+/// What a rank tells the others about itself.
+struct Peer {
+  std::string host;  ///< host name and boot id: equal for two ranks exactly when they share a kernel
+  int size = 0;      ///< of the world, as it was told
+};
+
+struct Rendezvous {
+  c10::intrusive_ptr<c10d::Store> store;
+  std::vector<Peer> peers;  ///< by rank
+};
+
+/// Meets the other ranks. Throws Error that lists the ranks that haven't come within `timeout`, and
+/// ConfigError when two processes claim one rank or were told different world sizes. A world of one gets a
+/// store in memory: no socket.
+Rendezvous meet(const Launch& launch, std::chrono::milliseconds timeout);
+
+/// A store of this process alone.
+c10::intrusive_ptr<c10d::Store> make_private_store();
+
+/// Says that this rank needs the store no more; the rank that serves it returns when all have said so, or
+/// after a few seconds. Without this, a quick rank 0 would take the store from under the others.
+void leave(c10d::Store& store, const Launch& launch);
+
+}  // namespace titan::dist
