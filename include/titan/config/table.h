@@ -1,65 +1,90 @@
 #pragma once
 
-// How a settings struct describes itself, once. From this description come TOML and JSON reading, command-line
-// overrides, --help, --print-config and docs/config.md. The struct lives in its owner's header:
+// How a settings struct describes itself, once. From this description come TOML and JSON reading,
+// command-line overrides, --help, --print-config and docs/config.md. The struct lives in its owner's header:
 //
 //   struct OptimizerSettings { std::string name = "AdamW"; double lr = 8e-4; };
-//   void describe(config::Table<OptimizerSettings>& table);          // declared beside it, found by argument-dependent lookup
+//   void describe(config::Table<OptimizerSettings>& table);   // declared beside it, found by
+//   argument-dependent lookup
 //
 //   void describe(config::Table<OptimizerSettings>& table) {
 //     table.field("name", &OptimizerSettings::name, "optimizer", config::one_of({"Adam", "AdamW"}));
 //     table.field("lr", &OptimizerSettings::lr, "peak learning rate", config::at_least(0));
 //     table.refused("early_step_in_backward", false, "optimizer-in-backward makes clipping meaningless");
 //   }
+//
+// Wrong descriptions (a key twice, a default outside its own constraint) are InternalErrors when the Schema
+// is built.
 
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
-#include <variant>
 #include <vector>
+
+#include "titan/config/value.h"
 
 namespace titan::config {
 
-/// Every value that a config file can hold. An optional field that is unset is std::monostate.
-using StringList = std::vector<std::string>;
-using Value = std::variant<std::monostate, bool, int64_t, double, std::string, StringList, std::vector<StringList>>;
-
 /// What a value must satisfy beyond its type. `allowed` is shown in help and in errors; `accepts` decides.
+/// An unset optional isn't asked. The empty constraint accepts everything.
 struct Constraint {
   std::string allowed;
   std::function<bool(const Value&)> accepts;
+  std::vector<std::string> names;  ///< the allowed strings where they can be listed: for "did you mean"
 };
 
+/// One of these strings; in a list of strings, each of its entries.
 Constraint one_of(std::vector<std::string> names);
 Constraint at_least(double lowest);
+Constraint above(double bound);
 Constraint in_range(double lowest, double highest);
 /// A positive integer, or -1 for "the rest" / "all".
 Constraint positive_or_minus_one();
 
-/// Type-erased description of one key. `kind` is "bool", "int", "float", "string", "list of strings", "list of lists of strings".
+/// Type-erased description of one key.
 struct FieldInfo {
-  std::string key;
-  std::string kind;
+  /// What the key is to this program.
+  enum class Role {
+    Setting,        ///< a member of the struct
+    Refused,        ///< known, but only default_value is accepted; `reason` says why
+    WithoutEffect,  ///< accepted with any value of its kind, and read by nothing; `reason` says why that is
+                    ///< honest
+    Mapped,         ///< another name of the key `mapped_to`, which lies in the same table
+  };
+
+  std::string key;  ///< may hold dots, for a sub-table
+  Kind kind = Kind::String;
   bool optional = false;
   std::string meaning;
   Constraint constraint;
   Value default_value;
-  std::string refusal;  ///< not empty: only default_value is accepted; says why
+  Role role = Role::Setting;
+  std::string reason;
+  std::string mapped_to;
   std::function<Value(const void* settings)> get;
   std::function<void(void* settings, const Value&)> set;  ///< the value has the right alternative already
 };
 
-/// Collects the fields of one settings struct S (default-constructible: its member initializers are the defaults).
-/// Member types: bool, int64_t, double, std::string, StringList, std::vector<StringList>, std::optional of the first four.
+/// Collects the fields of one settings struct S (default-constructible: its member initializers are the
+/// defaults). Member types: bool, int64_t, double, std::string, StringList, std::vector<StringList>, and
+/// std::optional of these.
 template <class S>
 class Table {
  public:
   template <class T>
   void field(std::string key, T S::*member, std::string meaning, Constraint constraint = {});
 
-  /// A key of TorchTitan whose feature doesn't exist (yet): read, but refused at any value other than `only_value`.
+  /// A key of TorchTitan whose feature doesn't exist (yet): read, but refused at any value other than
+  /// `only_value`.
+  /// `{}` as only_value is "unset": any value is refused.
   void refused(std::string key, Value only_value, std::string reason);
+
+  /// A key of TorchTitan that can be anything because nothing here asks: the pipeline's schedule while there
+  /// can be no pipeline.
+  void without_effect(std::string key, Value default_value, std::string reason);
+
+  /// An older name of `to_key`.
+  void mapped(std::string key, std::string to_key, std::string reason);
 
   /// A sub-table (`[model.args]`, `[training.dataloader]`): fields get the keys "name.key".
   template <class Sub>

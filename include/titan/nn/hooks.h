@@ -30,6 +30,12 @@ using TensorList = std::vector<at::Tensor>;
 
 class HookHost;
 
+/// Whoever manages the parameters of a module (a group of fully_shard): found again by titan::parameters().
+class ParamOwner {
+ public:
+  virtual ~ParamOwner() = default;
+};
+
 /// Fsdp, Label, PrepareInput and PrepareOutput hooks. For PrepareOutput only post_forward runs, for PrepareInput only pre_forward.
 class CallHook {
  public:
@@ -58,6 +64,7 @@ class HookHost {
   std::shared_ptr<CheckpointHook> checkpoint_hook;
   std::shared_ptr<CallHook> prepare_input_hook;
   std::shared_ptr<CallHook> prepare_output_hook;
+  std::shared_ptr<ParamOwner> param_owner;  ///< of this module's own parameters; null: they are plain tensors
 
   /// The module itself (the other base of the same object).
   virtual torch::nn::Module& as_module() = 0;
@@ -72,6 +79,10 @@ class HookHost {
 
   /// Fills buffers that aren't parameters (rotary tables) on `device`; called by materialize().
   virtual void reset_buffers(const at::Device& device);
+
+  /// False when this module's backward needs its parameters' gradients only, not their values (embedding, loss head):
+  /// a sharded parameter is then not gathered again for it.
+  virtual bool backward_reads_parameters() const { return true; }
 
   /// Lets `sink` take the gradient of the parameter `name`; false when the module leaves it to autograd.
   virtual bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink);

@@ -14,6 +14,10 @@ namespace titan {
 /// parameter looks like. It works through set_data, allocate and autograd; views of it may be made but not read.
 at::Tensor deferred_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
+/// The elements [offset, offset + numel) of the one-dimensional `whole` as a tensor of `sizes`: shares storage and version
+/// counter with it, whether or not there is memory yet (a view could not be made of a deferred tensor). A leaf of its own.
+at::Tensor part_of(const at::Tensor& whole, int64_t offset, at::IntArrayRef sizes);
+
 /// True when `tensor` has elements but no memory behind them.
 bool is_deferred(const at::Tensor& tensor);
 

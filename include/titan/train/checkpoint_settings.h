@@ -16,6 +16,7 @@ struct CheckpointSettings {
   std::string folder = "checkpoint";             ///< under dump_folder
   int64_t interval = 500;                        ///< has to reach the last step, the only one that is saved
   std::optional<std::string> initial_load_path;  ///< a safetensors file with TorchTitan's parameter names
+  bool last_save_model_only = true;              ///< false is refused while checkpoints are enabled
   std::string export_dtype = "float32";          ///< of the file written after the last step
 };
 

@@ -31,8 +31,7 @@ struct TrainingSettings {
   std::string dtype = "float32";
   std::string mixed_precision_param = "bfloat16";
   std::string mixed_precision_reduce = "float32";
-  int64_t gc_freq = 50;         ///< of TorchTitan; there is no garbage collector to pace here, so it changes nothing
-  std::string device = "auto";  ///< "auto" (a GPU when there is one), "cpu", "cuda"
+  std::string device = "auto";     ///< "auto" (a GPU when there is one), "cpu", "cuda"
 };
 
 void describe(config::Table<ModelSettings>& table);

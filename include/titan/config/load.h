@@ -1,0 +1,84 @@
+#pragma once
+
+// Files and command line to settings. Precedence: command line, then the file, then what it includes, then
+// defaults.
+//
+// Files are TOML (*.toml) or JSON (*.json), the same tree. `include = ["base.toml"]` at the top reads other
+// files first, relative to the including one; of two that set a key, the later wins, and lists are replaced
+// whole. In JSON null unsets an optional field. Command line: `--section.key value` or `--section.key=value`,
+// '-' and '_' alike; booleans `--s.k`, `--s.k true|false`, `--s.no_k`; lists `a,b`, lists of lists `a,b;c`;
+// "none" unsets an optional field. An int is a float too, a float without fraction an int. The string "inf"
+// is a float in JSON, which has no other way to say it.
+//
+// Every problem is reported in one ConfigError, a line each:
+//   configs/a.toml:3:1: training.steps = 0: must be at least 1
+//   configs/a.toml:9:1: model.seq_len = 128: unknown key; did you mean 'training.seq_len'?
+//   --optimizer.name = Adamw: must be one of "Adam", "AdamW"; did you mean 'AdamW'?
+
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "titan/config/schema.h"
+#include "titan/core/error.h"
+
+namespace titan::config {
+
+/// Where each value came from; for cross-field checks, whose messages then point at the place. Empty for a
+/// job made in code.
+class Origins {
+ public:
+  /// "configs/a.toml:3:1", "command line" or "default".
+  std::string origin_of(std::string_view name) const;
+
+  /// "configs/a.toml:3:1: training.seq_len = 100: <what>", "--training.seq_len = 100: <what>", or
+  /// "training.seq_len = 2048 (default): <what>"; only "training.seq_len: <what>" for a job made in code.
+  std::string problem(std::string_view name, std::string_view what) const;
+
+  struct Origin {
+    std::string place;  ///< file:line:column; empty on the command line
+    std::string shown;  ///< the value as written
+  };
+  void set(const std::string& name, Origin origin) { given_.insert_or_assign(name, std::move(origin)); }
+  void set_default(const std::string& name, std::string shown) {
+    defaults_.insert_or_assign(name, std::move(shown));
+  }
+
+ private:
+  std::map<std::string, Origin, std::less<>> given_;
+  std::map<std::string, std::string, std::less<>> defaults_;
+};
+
+struct Sources {
+  std::filesystem::path file;          ///< empty: defaults and overrides only
+  std::vector<std::string> overrides;  ///< command-line words, from the first `--section.key` on
+};
+
+/// Fills `job` (default-constructed or not: unmentioned fields keep their value) or throws ConfigError and
+/// leaves it alone.
+template <class Job>
+Origins load(const Schema& schema, const Sources& sources, Job& job);
+
+/// The value that `--name value` or `--name=value` gives among `words`, the last one if several; before
+/// anything is loaded: how the command line learns job.config_file.
+std::optional<std::string> override_value(const std::vector<std::string>& words, std::string_view name);
+
+namespace detail {
+/// As load(), into a job that is thrown away when this throws.
+Origins load_into(const Schema& schema, const Sources& sources, void* scratch);
+}  // namespace detail
+
+template <class Job>
+Origins load(const Schema& schema, const Sources& sources, Job& job) {
+  TITAN_CHECK(schema.job_type() == typeid(Job), "this schema describes another struct than the one to fill");
+  Job scratch = job;
+  Origins origins = detail::load_into(schema, sources, &scratch);
+  job = std::move(scratch);
+  return origins;
+}
+
+}  // namespace titan::config

@@ -1,0 +1,106 @@
+#pragma once
+
+// All tables of a program, in order, over one aggregate struct:
+//
+//   struct JobConfig { TrainingSettings training; OptimizerSettings optimizer; DynamicTable model_args; };
+//   auto schema = Schema::of<JobConfig>();
+//   schema.add("training", &JobConfig::training, "what a step is made of");
+//
+// A key's full name is "section.key"; sections may hold dots (`quantize.linear.float8`).
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <typeinfo>
+#include <vector>
+
+#include "titan/config/table.h"
+
+namespace titan::config {
+
+/// Settings whose fields aren't known before others are read (`[model.args]`: the model decides). Copies
+/// share `settings`.
+struct DynamicTable {
+  std::vector<FieldInfo> fields;  ///< get and set take settings.get()
+  std::shared_ptr<void>
+      settings;  ///< holds the defaults before the file's values are set; nullptr: no such table
+};
+
+struct Section {
+  std::string name;
+  std::string meaning;
+  std::vector<FieldInfo> fields;  ///< get and set take the whole job; empty for a dynamic section
+
+  // Of a dynamic section only:
+  std::function<DynamicTable(const void* job)> resolve;
+  std::function<DynamicTable&(void* job)> table_of;
+  std::vector<std::string> depends_on;
+};
+
+class Schema {
+ public:
+  /// For a default-constructible Job, whose member initializers are the defaults.
+  template <class Job>
+  static Schema of();
+
+  /// A table and its struct, described by its `describe`.
+  template <class Job, class S>
+  void add(std::string section, S Job::*member, std::string meaning = {});
+
+  /// A table that exists once `depends_on` (names of tables) are read without a problem: then `resolve` says
+  /// what its fields are, from the job read so far; a ConfigError that it throws joins the other problems.
+  /// Help shows the table of a default job.
+  template <class Job>
+  void add_dynamic(std::string section, DynamicTable Job::*member,
+                   std::function<DynamicTable(const Job&)> resolve, std::vector<std::string> depends_on,
+                   std::string meaning = {});
+
+  const std::vector<Section>& sections() const { return sections_; }
+  /// The field of a full name, or nullptr; dynamic fields aren't found.
+  const FieldInfo* find(std::string_view full_name) const;
+  const std::type_info& job_type() const { return *job_type_; }
+  /// A default Job, for get().
+  const void* defaults() const { return defaults_.get(); }
+
+ private:
+  Schema(const std::type_info& job_type, std::shared_ptr<const void> defaults)
+      : job_type_(&job_type), defaults_(std::move(defaults)) {}
+  void check_job(const std::type_info& type) const;
+  void add_section(Section section);
+
+  const std::type_info* job_type_;
+  std::shared_ptr<const void> defaults_;
+  std::vector<Section> sections_;
+};
+
+template <class Job>
+Schema Schema::of() {
+  return Schema(typeid(Job), std::make_shared<const Job>());
+}
+
+template <class Job, class S>
+void Schema::add(std::string section, S Job::*member, std::string meaning) {
+  check_job(typeid(Job));
+  Table<S> table;
+  describe(table);
+  Section added{std::move(section), std::move(meaning), {}, {}, {}, {}};
+  for (const FieldInfo& field : table.fields()) added.fields.push_back(detail::rebased(field, member));
+  add_section(std::move(added));
+}
+
+template <class Job>
+void Schema::add_dynamic(std::string section, DynamicTable Job::*member,
+                         std::function<DynamicTable(const Job&)> resolve, std::vector<std::string> depends_on,
+                         std::string meaning) {
+  check_job(typeid(Job));
+  Section added{std::move(section), std::move(meaning), {}, {}, {}, {}};
+  added.resolve = [resolve = std::move(resolve)](const void* job) {
+    return resolve(*static_cast<const Job*>(job));
+  };
+  added.table_of = [member](void* job) -> DynamicTable& { return static_cast<Job*>(job)->*member; };
+  added.depends_on = std::move(depends_on);
+  add_section(std::move(added));
+}
+
+}  // namespace titan::config

@@ -1,0 +1,53 @@
+#pragma once
+
+// Adam and AdamW over the parameters that this rank owns. Elementwise, so a shard is stepped like a whole
+// tensor and nothing is communicated.
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "titan/optim/settings.h"
+#include "titan/parallel/parameters.h"
+#include "titan/tensor/dtensor.h"
+
+namespace titan::optim {
+
+/// What Adam remembers of one parameter. Shares memory with the optimizer.
+struct AdamState {
+  DTensor exp_avg;     ///< laid out as the parameter, of its dtype
+  DTensor exp_avg_sq;  ///< the same
+  DTensor step;        ///< fp32 scalar, replicated: how often the parameter was stepped
+};
+
+class Optimizer {
+ public:
+  /// Takes those of `parameters` that require gradients (the others are frozen), which must be materialized;
+  /// state is allocated and zeroed here. Throws ConfigError for groups that don't parse or match no
+  /// parameter, and Error for a compute parameter of fully_shard (its shard is what can be stepped).
+  Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings);
+  ~Optimizer();
+  Optimizer(Optimizer&&) noexcept;
+  Optimizer& operator=(Optimizer&&) noexcept;
+
+  /// One update from the gradients in `data.local.grad()`; parameters without one are left as they are. After
+  /// it, gathered copies are stale: parameters_changed(root).
+  void step();
+  /// Forgets the gradients, or fills them with zeros where the buffers are to be kept.
+  void zero_grad(bool set_to_none = true);
+
+  /// Multiplies every group's peak learning rate from now on: LrSchedule::factor.
+  void set_lr_factor(double factor);
+  /// The learning rate in use of the parameters that no group names.
+  double lr() const;
+
+  /// By parameter name.
+  std::map<std::string, AdamState> state();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace titan::optim

@@ -1,0 +1,87 @@
+#include "parallel/fsdp/autograd_nodes.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "parallel/fsdp/param_group.h"
+
+namespace titan::fsdp {
+
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Stands where a leaf has AccumulateGrad: runs before all else that is ready, so that a group has its gradients before its
+// module's backward is over.
+class GradientNode : public Node {
+ public:
+  GradientNode(std::weak_ptr<ParamGroup> group, size_t slot) : Node(/*sequence_nr=*/UINT64_MAX), group_(std::move(group)), slot_(slot) {}
+
+  variable_list apply(variable_list&& grads) override {
+    const auto group = group_.lock();
+    if (group && grads[0].defined()) group->take_grad(slot_, grads[0], 1.0);
+    return {};
+  }
+  std::string name() const override { return "FsdpGradient"; }
+
+ private:
+  std::weak_ptr<ParamGroup> group_;
+  size_t slot_;
+};
+
+class AfterBackward : public Node {
+ public:
+  explicit AfterBackward(std::function<void()> done) : done_(std::move(done)) {}
+
+  variable_list apply(variable_list&& grads) override {
+    done_();
+    return std::move(grads);
+  }
+  std::string name() const override { return "FsdpAfterBackward"; }
+
+ private:
+  std::function<void()> done_;
+};
+
+}  // namespace
+
+void attach_gradient_node(const at::Tensor& compute, std::weak_ptr<ParamGroup> group, size_t slot) {
+  auto node = std::make_shared<GradientNode>(std::move(group), slot);
+  const uint32_t input = node->add_input_metadata(compute);
+  at::Tensor(compute).set_requires_grad(false);
+  torch::autograd::impl::set_gradient_edge(compute, {std::move(node), input});
+}
+
+void GroupSink::accept(ops::WeightGrad grad) {
+  if (const auto group = group_.lock()) group->take_grad(slot_, grad.compute(), 1.0);
+}
+
+void GroupSink::accept(const at::Tensor& grad_OI, double scale) {
+  if (const auto group = group_.lock()) group->take_grad(slot_, grad_OI, scale);
+}
+
+bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done) {
+  std::vector<at::Tensor*> with_gradient;
+  for (at::Tensor* input : inputs)
+    if (input->requires_grad()) with_gradient.push_back(input);
+  if (with_gradient.empty()) return false;
+  auto node = std::make_shared<AfterBackward>(std::move(done));
+  torch::autograd::edge_list edges;
+  for (at::Tensor* input : with_gradient) edges.push_back(torch::autograd::impl::gradient_edge(*input));
+  node->set_next_edges(std::move(edges));
+  for (at::Tensor* input : with_gradient) {
+    at::Tensor passed = input->detach();
+    torch::autograd::set_history(passed, node);
+    *input = std::move(passed);
+  }
+  return true;
+}
+
+void call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed) {
+  for (at::Tensor* output : outputs)
+    if (output->requires_grad()) output->register_hook([needed](const at::Tensor&) { needed(); });
+}
+
+}  // namespace titan::fsdp

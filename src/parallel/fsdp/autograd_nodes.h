@@ -1,0 +1,38 @@
+#pragma once
+
+// Where FSDP hangs in the autograd graph: behind each compute parameter, and around each group's module.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "titan/nn/hooks.h"
+#include "titan/ops/products.h"
+
+namespace titan::fsdp {
+
+class ParamGroup;
+
+/// Makes gradients of `compute` arrive at group->take_grad(slot). `compute` becomes a non-leaf.
+void attach_gradient_node(const at::Tensor& compute, std::weak_ptr<ParamGroup> group, size_t slot);
+
+/// Takes the weight gradients of products around autograd.
+class GroupSink : public ops::GradSink {
+ public:
+  GroupSink(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
+  void accept(ops::WeightGrad grad) override;
+  void accept(const at::Tensor& grad_OI, double scale) override;
+
+ private:
+  std::weak_ptr<ParamGroup> group_;
+  size_t slot_;
+};
+
+/// Replaces the inputs that require gradients by themselves behind one identity node: `done` is called when the gradients of all
+/// of them are there, i.e. when the module's backward is over. False when no input requires a gradient.
+bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done);
+
+/// Calls `needed` when the gradient of one of the outputs arrives.
+void call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed);
+
+}  // namespace titan::fsdp

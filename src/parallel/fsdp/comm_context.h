@@ -1,0 +1,74 @@
+#pragma once
+
+// What the groups below one root share: streams, buffers, and the order in which collectives are issued.
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "parallel/fsdp/buffer_pool.h"
+#include "titan/dist/stream.h"
+
+namespace titan::fsdp {
+
+class ParamGroup;
+
+/// [Note: order of collectives]
+/// Every rank has to issue the same collectives in the same order, also where ranks use different parameters. A root forward
+/// records its visits to groups. Gathers of the next forward follow that list, gathers and reductions of the backward its
+/// reverse; a visit that a rank's backward never reaches is gathered and reduced all the same, when its turn comes. Gathers and
+/// reductions use process groups of their own, so their mutual order is free.
+class CommContext : public std::enable_shared_from_this<CommContext> {
+ public:
+  explicit CommContext(at::Device device);
+
+  /// Root's forward begins: forgets the last iteration, keeps its order for prefetching.
+  void begin_forward();
+  /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last time.
+  /// Returns the visit's number.
+  int64_t visit(const std::shared_ptr<ParamGroup>& group, bool with_backward);
+  /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters` is false).
+  void pre_backward(int64_t iteration, int64_t visit);
+  /// The gradient of visit's inputs is complete: frees the parameters and queues the reduction.
+  void post_backward(int64_t iteration, int64_t visit);
+
+  int64_t iteration() const { return iteration_; }
+  void set_last_micro_batch(bool last) { last_micro_batch_ = last; }
+
+  // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are empty, and what
+  // overlaps is the process group's own threads.
+  dist::Stream gather_stream;
+  dist::Stream reduce_stream;
+  BufferPool pool;
+
+  /// Groups with gathered storages now, and the most there were since reset.
+  int64_t num_gathered = 0;
+  int64_t max_gathered = 0;
+  void count_gathered(int64_t change);
+
+ private:
+  struct Visit {
+    std::shared_ptr<ParamGroup> group;
+    bool with_backward = false;
+    bool ready = false;  // its gradients are complete
+  };
+
+  void prefetch_forward(size_t next);
+  void start_backward();
+  void issue_gather(int64_t visit);
+  void issue_ready_reductions();
+  void advance_reductions(size_t num_young);
+  void finish_backward();
+
+  std::vector<Visit> visits_;
+  std::vector<std::shared_ptr<ParamGroup>> previous_order_;
+  std::deque<std::shared_ptr<ParamGroup>> reducing_;  // oldest first
+  int64_t iteration_ = 0;
+  int64_t next_gather_ = -1;  // backward: the visit whose gather is due next
+  int64_t next_reduce_ = -1;
+  bool in_backward_ = false;
+  bool last_micro_batch_ = true;
+};
+
+}  // namespace titan::fsdp

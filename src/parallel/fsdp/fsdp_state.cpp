@@ -1,0 +1,73 @@
+#include "parallel/fsdp/fsdp_state.h"
+
+#include <algorithm>
+
+#include <torch/nn/module.h>
+
+#include "parallel/fsdp/autograd_nodes.h"
+#include "titan/core/error.h"
+
+namespace titan::fsdp {
+
+std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root) {
+  std::vector<std::shared_ptr<FsdpState>> states;
+  const auto visit = [&](torch::nn::Module& module) {
+    const auto* host = dynamic_cast<nn::HookHost*>(&module);
+    auto state = host ? std::dynamic_pointer_cast<FsdpState>(host->fsdp_hook) : nullptr;
+    if (state && std::find(states.begin(), states.end(), state) == states.end()) states.push_back(std::move(state));
+  };
+  visit(root);
+  for (const auto& module : root.modules(/*include_self=*/false)) visit(*module);
+  return states;
+}
+
+void FsdpState::become_root(nn::HookHost& host) {
+  is_root_ = true;
+  if (host.fqn().empty()) nn::name_modules(host.as_module());
+  const at::Device device = [&] {
+    for (const auto& state : states_below(host.as_module()))
+      if (state->group_) return state->group_->param(0).compute.device();
+    return at::Device(at::kCPU);
+  }();
+  auto context = std::make_shared<CommContext>(device);
+  for (const auto& state : states_below(host.as_module())) {
+    TITAN_CHECK(!state->context_, "'", state->modules_[0]->fqn(),
+                "' has run a forward on its own before the forward of the sharded module around it; call the outermost one first");
+    state->context_ = context;
+    if (state->group_) state->group_->join(context, state->modules_[0]->fqn());
+  }
+}
+
+void FsdpState::cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const {
+  for (at::Tensor* tensor : tensors)
+    if (tensor->is_floating_point() && tensor->scalar_type() != dtype) *tensor = tensor->to(dtype);
+}
+
+void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
+  if (!context_) become_root(host);
+  if (is_root_) context_->begin_forward();
+  if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
+  if (!group_ || modules_entered_++ > 0) return;
+  const bool with_backward = at::GradMode::is_enabled();
+  visit_ = context_->visit(group_, with_backward);
+  if (!with_backward) return;
+  // The hooks live in the graph, which lives no longer than the context's owner, the model; a weak pointer all the same.
+  call_after_backward(inputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+    if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
+  });
+}
+
+void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
+  if (options_.output_dtype) cast(outputs, *options_.output_dtype);
+  if (!group_) return;
+  if (at::GradMode::is_enabled()) {
+    call_before_backward(outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+      if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
+    });
+  }
+  if (modules_entered_ < modules_.size()) return;
+  modules_entered_ = 0;
+  group_->after_forward();
+}
+
+}  // namespace titan::fsdp

@@ -1,0 +1,46 @@
+#pragma once
+
+// What one fully_shard call hangs into the FSDP slot of its modules.
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "parallel/fsdp/comm_context.h"
+#include "parallel/fsdp/param_group.h"
+#include "titan/nn/hooks.h"
+
+namespace titan::fsdp {
+
+/// Per forward of a group: pre_forward of its first module gathers, post_forward of its last reshards; the first output gradient
+/// gathers again, and when the gradients of the first module's inputs are complete, the group reshards and reduces.
+class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpState> {
+ public:
+  FsdpState(std::vector<nn::HookHost*> modules, std::shared_ptr<ParamGroup> group, FsdpOptions options)
+      : modules_(std::move(modules)), group_(std::move(group)), options_(std::move(options)) {}
+
+  void pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) override;
+  void post_forward(nn::HookHost& host, const nn::TensorRefs& outputs) override;
+
+  /// Null when everything below belongs to other groups.
+  const std::shared_ptr<ParamGroup>& group() const { return group_; }
+  const std::shared_ptr<CommContext>& context() const { return context_; }
+  /// Makes this state the root of all below `host`, once; called by the first forward.
+  void become_root(nn::HookHost& host);
+
+ private:
+  void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const;
+
+  std::vector<nn::HookHost*> modules_;  // in call order
+  std::shared_ptr<ParamGroup> group_;
+  FsdpOptions options_;
+  std::shared_ptr<CommContext> context_;
+  bool is_root_ = false;
+  size_t modules_entered_ = 0;
+  int64_t visit_ = -1;
+};
+
+/// The states of the hookable modules at and below `root`, each once, in registration order.
+std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root);
+
+}  // namespace titan::fsdp

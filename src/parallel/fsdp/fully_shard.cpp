@@ -1,0 +1,102 @@
+#include "titan/parallel/fsdp.h"
+
+#include <algorithm>
+
+#include <torch/nn/module.h>
+
+#include "parallel/fsdp/fsdp_state.h"
+#include "titan/core/error.h"
+
+namespace titan {
+
+namespace {
+
+using fsdp::FsdpState;
+using fsdp::ManagedParam;
+using fsdp::ParamGroup;
+
+// The parameters below a module that no earlier call took; the same tensor under several names is one parameter.
+class ParamCollector {
+ public:
+  void collect(torch::nn::Module& module, const std::string& prefix) {
+    auto* host = dynamic_cast<nn::HookHost*>(&module);
+    if (host && host->param_owner) return;
+    if (host) hosts_.push_back(host);
+    for (const auto& named : module.named_parameters(/*recurse=*/false)) add(host, named.key(), named.value(), prefix);
+    for (const auto& child : module.named_children()) {
+      const auto* child_host = dynamic_cast<nn::HookHost*>(child.value().get());
+      if (child_host && child_host->fsdp_hook) continue;
+      collect(*child.value(), prefix + child.key() + ".");
+    }
+  }
+  std::vector<ManagedParam>& params() { return params_; }
+  const std::vector<nn::HookHost*>& hosts() const { return hosts_; }
+
+ private:
+  void add(nn::HookHost* host, const std::string& name, const at::Tensor& tensor, const std::string& prefix) {
+    auto known = std::find_if(params_.begin(), params_.end(), [&](const ManagedParam& param) { return param.compute.is_same(tensor); });
+    if (known == params_.end()) known = params_.insert(known, {tensor, {}, prefix + name});
+    known->uses.push_back({host, name});
+  }
+
+  std::vector<ManagedParam> params_;
+  std::vector<nn::HookHost*> hosts_;
+};
+
+void check_options(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
+  TITAN_CHECK(!modules.empty(), "fully_shard: an empty list of modules");
+  TITAN_CHECK(!options.cpu_offload, "fully_shard: cpu_offload isn't available in this build");
+  for (const nn::AnyRef& module : modules)
+    TITAN_CHECK(!module.host().fsdp_hook, "fully_shard: '", module.module().name(), "' is wrapped already");
+}
+
+// The root's policy differs ("Default" keeps it gathered); a module that holds other groups is one, as in FSDP2.
+bool holds_groups(const std::vector<nn::AnyRef>& modules) {
+  return std::any_of(modules.begin(), modules.end(), [](const nn::AnyRef& module) { return !fsdp::states_below(module.module()).empty(); });
+}
+
+void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
+  check_options(modules, options);
+  ParamCollector collector;
+  for (const nn::AnyRef& module : modules) collector.collect(module.module(), "");
+  std::shared_ptr<ParamGroup> group;
+  if (!collector.params().empty()) group = ParamGroup::create(std::move(collector.params()), options, holds_groups(modules));
+  std::vector<nn::HookHost*> hosts;
+  for (const nn::AnyRef& module : modules) hosts.push_back(&module.host());
+  auto state = std::make_shared<FsdpState>(hosts, group, options);
+  for (nn::HookHost* host : hosts) host->fsdp_hook = state;
+  for (nn::HookHost* host : collector.hosts()) host->param_owner = group;
+}
+
+}  // namespace
+
+void fully_shard(const nn::AnyRef& module, const FsdpOptions& options) { shard_together({module}, options); }
+
+void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options) { shard_together(modules, options); }
+
+void set_last_micro_batch(const nn::AnyRef& root, bool last) {
+  for (const auto& state : fsdp::states_below(root.module())) {
+    if (!state->context()) continue;
+    state->context()->set_last_micro_batch(last);
+  }
+}
+
+FsdpStats fsdp_stats(const nn::AnyRef& root) {
+  FsdpStats stats;
+  std::vector<fsdp::CommContext*> contexts;
+  for (const auto& state : fsdp::states_below(root.module())) {
+    if (state->group()) {
+      ++stats.groups;
+      stats.sharded_bytes += state->group()->sharded_bytes();
+    }
+    fsdp::CommContext* context = state->context().get();
+    if (!context || std::find(contexts.begin(), contexts.end(), context) != contexts.end()) continue;
+    contexts.push_back(context);
+    stats.gathered_groups += context->num_gathered;
+    stats.max_gathered_groups += std::exchange(context->max_gathered, context->num_gathered);
+    stats.communication_buffer_allocations += context->pool.num_allocations();
+  }
+  return stats;
+}
+
+}  // namespace titan

@@ -1,0 +1,157 @@
+// The gathering side of ParamGroup: shards to compute parameters and back.
+
+#include <cstring>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/split_with_sizes_copy.h>
+
+#include "parallel/fsdp/param_group.h"
+#include "titan/core/error.h"
+#include "titan/tensor/param_storage.h"
+
+namespace titan::fsdp {
+
+// The shards' version counter rises with every write, whoever writes: optimizer, checkpoint or user.
+bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._version(); }
+
+void ParamGroup::start_unshard() {
+  if (state_ == State::Gathered && (!stale() || (holds_whole_parameters() && dtype_ == param_dtype_))) return;
+  if (state_ == State::Gathering) return;
+  TITAN_CHECK(!deferred(), "the parameters of '", name_, "' have no values yet: call titan::materialize(model, seed) before the first forward");
+  at::NoGradGuard no_grad;
+  if (state_ == State::Gathered && !holds_whole_parameters()) reshard();
+  gathered_version_ = flat_shard_._version();
+  if (holds_whole_parameters()) return alias_shards();
+  start_gather();
+}
+
+// One rank: the compute parameters are the shards, or a cast of them that stays until the shards change.
+void ParamGroup::alias_shards() {
+  if (dtype_ == param_dtype_) {
+    bind_compute_params(flat_shard_);
+  } else {
+    if (!full_.defined()) full_ = at::empty({layout_.shard_numel()}, at::TensorOptions().dtype(param_dtype_).device(device_));
+    full_.copy_(flat_shard_);
+    if (state_ != State::Gathered) bind_compute_params(full_);
+  }
+  state_ = State::Gathered;
+}
+
+void ParamGroup::start_gather() {
+  context_->gather_stream.wait(compute_stream());  // the optimizer may have written the shards there
+  dist::StreamGuard on_gather_stream(context_->gather_stream);
+  const bool small = kept_part_.defined();
+  dist::Group& group = small ? *small_gather_group_ : *gather_group_;
+  gathering_parts_ = group.size();
+  const int64_t numel = layout_.shard_numel() * layout_.num_ranks();
+  const int64_t part = numel / gathering_parts_;
+  packed_ = context_->pool.acquire(numel, param_dtype_, context_->gather_stream);
+  at::Tensor mine = small ? kept_part_ : flat_shard_;
+  if (mine.scalar_type() != param_dtype_) {
+    at::Tensor place = packed_.narrow(0, group.rank() * part, part);
+    place.copy_(mine);
+    mine = place;
+  }
+  gather_work_ = group.all_gather(packed_, mine, {"fsdp::all_gather", name_.c_str()});
+  state_ = State::Gathering;
+}
+
+void ParamGroup::finish_unshard() {
+  if (state_ != State::Gathering) return;
+  at::NoGradGuard no_grad;
+  {
+    dist::StreamGuard on_gather_stream(context_->gather_stream);
+    gather_work_.wait();
+  }
+  compute_stream().wait(context_->gather_stream);
+  full_ = context_->pool.acquire(packed_.numel(), param_dtype_, compute_stream());
+  unpack_gathered();
+  context_->pool.release(std::move(packed_), compute_stream());
+  if (kept_part_.defined()) context_->pool.release(std::move(kept_part_), compute_stream());
+  packed_.reset();
+  kept_part_.reset();
+  bind_compute_params(full_);
+  state_ = State::Gathered;
+  context_->count_gathered(1);
+}
+
+// From part-major (each rank's chunks of all parameters) to parameter-major (each parameter whole).
+void ParamGroup::unpack_gathered() {
+  const int64_t parts = gathering_parts_, chunks = layout_.num_ranks() / parts;
+  const int64_t part_numel = layout_.shard_numel() * chunks;
+  if (!device_.is_cpu()) {
+    std::vector<at::Tensor> targets;
+    std::vector<int64_t> sizes;
+    const auto take = [&](int64_t full_begin, int64_t numel) {
+      if (numel == 0) return;
+      sizes.push_back(numel * chunks);
+      targets.push_back(full_.narrow(0, full_begin, numel * layout_.num_ranks()).view({parts, -1}));
+    };
+    for (size_t i = 0; i < layout_.slots().size(); ++i) {
+      const Slot& slot = layout_.slots()[i];
+      const int64_t end = i + 1 < layout_.slots().size() ? layout_.slots()[i + 1].offset : layout_.shard_numel();
+      take(layout_.full_offset(i), slot.chunk_numel());
+      // The alignment behind a chunk comes along, to the end of the region, so that the parameter itself is contiguous.
+      take(layout_.full_offset(i) + slot.chunk_numel() * layout_.num_ranks(), end - slot.offset - slot.chunk_numel());
+    }
+    at::split_with_sizes_copy_out(targets, packed_.view({parts, part_numel}), sizes, 1);
+    return;
+  }
+  const auto element = static_cast<int64_t>(full_.element_size());
+  const char* from = static_cast<const char*>(packed_.const_data_ptr());
+  char* to = static_cast<char*>(full_.mutable_data_ptr());
+  const auto num_slots = static_cast<int64_t>(layout_.slots().size());
+  at::parallel_for(0, parts * num_slots, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t part = piece / num_slots;
+      const Slot& slot = layout_.slots()[static_cast<size_t>(piece % num_slots)];
+      const int64_t numel = slot.chunk_numel() * chunks;
+      // Regions of a slot in parts follow each other without the slot's alignment padding, so that a whole parameter is contiguous.
+      std::memcpy(to + (slot.offset * layout_.num_ranks() + part * numel) * element, from + (part * part_numel + slot.offset * chunks) * element,
+                  static_cast<size_t>(numel * element));
+    }
+  });
+}
+
+void ParamGroup::bind_compute_params(const at::Tensor& full) {
+  const auto element = static_cast<int64_t>(full.element_size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].compute.numel() == 0) continue;
+    if (param_storage::bytes(params_[i].compute) > 0) param_storage::free(params_[i].compute);
+    param_storage::bind(params_[i].compute, full, layout_.full_offset(i) * element);
+  }
+}
+
+void ParamGroup::reshard() {
+  if (holds_whole_parameters()) return;
+  if (state_ == State::Gathering) finish_unshard();
+  if (state_ != State::Gathered) return;
+  for (const ManagedParam& param : params_) param_storage::free(param.compute);
+  context_->pool.release(std::move(full_), compute_stream());
+  full_.reset();
+  state_ = State::Sharded;
+  context_->count_gathered(-1);
+}
+
+void ParamGroup::after_forward() {
+  using Kind = ReshardAfterForward::Kind;
+  const Kind kind = options_.reshard_after_forward.kind;
+  if (kind == Kind::Never || (kind == Kind::Default && is_root_)) return;
+  if (kind == Kind::ToSize && at::GradMode::is_enabled()) keep_part_of_gathered();
+  reshard();
+}
+
+void ParamGroup::keep_part_of_gathered() {
+  if (!small_gather_group_ || state_ != State::Gathered) return;
+  at::NoGradGuard no_grad;
+  const int64_t parts = small_gather_group_->size(), chunks = layout_.num_ranks() / parts;
+  const int64_t mine = small_gather_group_->rank();
+  kept_part_ = context_->pool.acquire(layout_.shard_numel() * chunks, param_dtype_, compute_stream());
+  for (const Slot& slot : layout_.slots()) {
+    const int64_t numel = slot.chunk_numel() * chunks;
+    kept_part_.narrow(0, slot.offset * chunks, numel).copy_(full_.narrow(0, slot.offset * layout_.num_ranks() + mine * numel, numel));
+  }
+}
+
+}  // namespace titan::fsdp

@@ -1,0 +1,201 @@
+#include "parallel/fsdp/gradient_collector.h"
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include "parallel/fsdp/comm_context.h"
+#include "titan/core/error.h"
+#include "titan/tensor/param_storage.h"
+
+namespace titan::fsdp {
+
+void GradientCollector::configure(Config config) { config_ = std::move(config); }
+
+void GradientCollector::join(CommContext& context, const char* module) {
+  context_ = &context;
+  module_ = module;
+}
+
+size_t GradientCollector::trainable_count() const {
+  return static_cast<size_t>(std::count_if(layout_.slots().begin(), layout_.slots().end(), [](const Slot& s) { return s.trainable; }));
+}
+
+void GradientCollector::make_flat_grad() {
+  if (flat_grad_.defined()) return;
+  at::NoGradGuard no_grad;
+  flat_grad_ = at::zeros({layout_.trainable_numel()}, at::TensorOptions().dtype(config_.grad_dtype).device(config_.device));
+  const size_t count = trainable_count();
+  written_.assign(count, false);
+  for (size_t i = 0; i < count; ++i)
+    grad_parts_.push_back(part_of(flat_grad_, layout_.slots()[i].offset, shards_[i].sizes()));
+}
+
+bool GradientCollector::no_grad_yet() const {
+  for (size_t i = 0; i < grad_parts_.size(); ++i)
+    if (shards_[i].grad().defined()) return false;
+  return true;
+}
+
+bool GradientCollector::all_grads_ours() const {
+  for (size_t i = 0; i < grad_parts_.size(); ++i)
+    if (!shards_[i].grad().is_same(grad_parts_[i])) return false;
+  return true;
+}
+
+void GradientCollector::set_grads() {
+  for (size_t i = 0; i < grad_parts_.size(); ++i) shards_[i].mutable_grad() = grad_parts_[i];
+}
+
+// Where nothing is scattered and no cast is needed, the first micro-batch is collected in the flat gradient itself.
+void GradientCollector::open_collected() {
+  if (collected_.defined()) return;
+  make_flat_grad();
+  std::fill(written_.begin(), written_.end(), false);
+  const bool same_dtype = config_.reduce_dtype == config_.grad_dtype;
+  if (!config_.shard_group && same_dtype && no_grad_yet()) {
+    collected_ = flat_grad_;
+    return;
+  }
+  const int64_t numel = layout_.trainable_numel() * layout_.num_ranks();
+  collected_ = context_->pool.acquire(numel, config_.reduce_dtype, dist::Stream::current(config_.device));
+  if (layout_.has_padding()) collected_.zero_();  // unused elements travel too; they must not be NaN or slow denormals
+}
+
+// `packed` is [N, S_trainable]; the parameter's rows lie chunk by chunk in N rows of it, the last chunk perhaps short.
+void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, double scale, bool first) const {
+  const int64_t stride = layout_.trainable_numel(), chunk = slot.chunk_numel();
+  const int64_t whole_chunks = slot.chunk_rows == 0 ? 0 : slot.rows() / slot.chunk_rows;
+  const at::Tensor source = grad.contiguous();
+  auto put = [&](at::IntArrayRef sizes, int64_t to, int64_t from) {
+    at::Tensor target = packed.as_strided(sizes, {stride, 1}, packed.storage_offset() + to);
+    const at::Tensor part = source.as_strided(sizes, {chunk, 1}, source.storage_offset() + from);
+    if (first) {
+      target.copy_(part);
+      if (scale != 1) target.mul_(scale);
+    } else {
+      target.add_(part, scale);
+    }
+  };
+  if (whole_chunks > 0) put({whole_chunks, chunk}, slot.offset, 0);
+  const int64_t rest = slot.rows() * slot.row_numel - whole_chunks * chunk;
+  if (rest > 0) put({1, rest}, whole_chunks * stride + slot.offset, whole_chunks * chunk);
+}
+
+void GradientCollector::add(size_t slot, const at::Tensor& grad, double scale) {
+  at::NoGradGuard no_grad;
+  if (local()) {
+    make_flat_grad();
+    const at::Tensor& shard = shards_[slot];
+    const bool ours = shard.grad().is_same(grad_parts_[slot]);
+    TITAN_CHECK(ours || !shard.grad().defined(), "the gradient of a sharded parameter was replaced by another tensor; zero it or set it to none");
+    write(flat_grad_, layout_.slots()[slot], grad, scale, !ours);
+    if (!ours) shard.mutable_grad() = grad_parts_[slot];
+    return;
+  }
+  open_collected();
+  write(collected_, layout_.slots()[slot], grad, scale, !written_[slot]);
+  written_[slot] = true;
+}
+
+// A parameter that this backward didn't use contributes zeros, so that ranks may differ in what they use.
+void GradientCollector::zero_missing() {
+  for (size_t i = 0; i < written_.size(); ++i) {
+    if (written_[i]) continue;
+    const Slot& slot = layout_.slots()[i];
+    collected_.as_strided({layout_.num_ranks(), slot.chunk_numel()}, {layout_.trainable_numel(), 1}, collected_.storage_offset() + slot.offset)
+        .zero_();
+    written_[i] = true;
+  }
+}
+
+bool GradientCollector::start_reduce(bool last_micro_batch) {
+  if (layout_.trainable_numel() == 0) return false;
+  at::NoGradGuard no_grad;
+  if (local()) {
+    make_flat_grad();
+    for (size_t i = 0; i < grad_parts_.size(); ++i) {
+      if (shards_[i].grad().defined()) continue;
+      grad_parts_[i].zero_();
+      shards_[i].mutable_grad() = grad_parts_[i];
+    }
+    return false;
+  }
+  while (!advance_reduce()) {  // the group runs twice in one forward, and its first reduction is still on the way
+  }
+  const bool scatter = config_.shard_group && (last_micro_batch || config_.reduce_every_micro_batch);
+  if (!last_micro_batch && !scatter) return false;  // the whole gradients stay collected
+  open_collected();
+  zero_missing();
+  last_micro_batch_ = last_micro_batch;
+  const dist::Stream current = dist::Stream::current(config_.device);
+  context_->reduce_stream.wait(current);
+  dist::StreamGuard on_reduce_stream(context_->reduce_stream);
+  if (!config_.shard_group) {
+    reduced_ = std::move(collected_);
+    collected_.reset();
+    after_scatter();
+    return true;
+  }
+  const bool straight = config_.reduce_dtype == config_.grad_dtype && !config_.replicate_group && no_grad_yet();
+  reduced_ = straight ? flat_grad_ : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype, context_->reduce_stream);
+  scattering_ = std::move(collected_);
+  collected_.reset();
+  work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, {"fsdp::reduce_scatter", module_});
+  phase_ = Phase::Scattering;
+  return true;
+}
+
+void GradientCollector::release(at::Tensor& buffer) {
+  if (buffer.defined() && !buffer.is_same(flat_grad_)) context_->pool.release(buffer, context_->reduce_stream);
+  buffer.reset();
+}
+
+// Runs on the reduce stream, with this rank's sums in reduced_.
+void GradientCollector::after_scatter() {
+  phase_ = Phase::Idle;
+  if (!config_.replicate_group) return accumulate(reduced_);
+  if (partial_.defined()) {
+    reduced_.add_(partial_);
+    release(partial_);
+  }
+  if (!last_micro_batch_) {
+    partial_ = std::move(reduced_);
+    reduced_.reset();
+    return;
+  }
+  work_ = config_.replicate_group->all_reduce(reduced_, dist::ReduceOp::Sum, {"fsdp::all_reduce", module_});
+  phase_ = Phase::AllReducing;
+}
+
+bool GradientCollector::advance_reduce() {
+  if (phase_ == Phase::Idle) return true;
+  at::NoGradGuard no_grad;
+  dist::StreamGuard on_reduce_stream(context_->reduce_stream);
+  work_.wait();
+  if (phase_ == Phase::Scattering) {
+    release(scattering_);
+    after_scatter();
+  } else {
+    phase_ = Phase::Idle;
+    accumulate(reduced_);
+  }
+  return phase_ == Phase::Idle;
+}
+
+void GradientCollector::accumulate(const at::Tensor& reduced) {
+  if (reduced.is_same(flat_grad_)) {
+    set_grads();
+  } else if (no_grad_yet()) {
+    flat_grad_.copy_(reduced);
+    set_grads();
+  } else {
+    TITAN_CHECK(all_grads_ours(), "the gradient of a sharded parameter was replaced by another tensor, or that of some parameters of a "
+                "group was set to none and that of others not; zero all or none");
+    flat_grad_.add_(reduced);
+  }
+  release(reduced_);
+}
+
+}  // namespace titan::fsdp

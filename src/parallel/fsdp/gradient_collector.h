@@ -1,0 +1,79 @@
+#pragma once
+
+// The gradient side of a group: collects whole gradients as they come, reduces them, and adds the result to the shards'.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "parallel/fsdp/buffer_pool.h"
+#include "parallel/fsdp/shard_layout.h"
+#include "titan/dist/collectives.h"
+#include "titan/dist/stream.h"
+
+namespace titan::fsdp {
+
+class CommContext;
+
+/// [Note: gradient path]
+/// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
+///   --all-reduce over the replicate axis, last micro-batch only-->  += flat gradient [S_trainable] (the shards' dtype)
+/// With one rank on the shard axis nothing is scattered; with one rank at all the gradients are collected in the flat gradient.
+class GradientCollector {
+ public:
+  struct Config {
+    at::ScalarType grad_dtype = at::kFloat;    ///< of the shards
+    at::ScalarType reduce_dtype = at::kFloat;  ///< on the wire
+    at::Device device = at::kCPU;
+    bool reduce_every_micro_batch = true;
+    std::shared_ptr<dist::Group> shard_group;      ///< null: one rank
+    std::shared_ptr<dist::Group> replicate_group;  ///< null: one rank
+  };
+
+  /// `layout` and `shards` outlive the collector.
+  GradientCollector(const ShardLayout& layout, const std::vector<at::Tensor>& shards) : layout_(layout), shards_(shards) {}
+  void configure(Config config);
+  void join(CommContext& context, const char* module);
+
+  void add(size_t slot, const at::Tensor& grad, double scale);
+  bool start_reduce(bool last_micro_batch);
+  bool advance_reduce();
+
+ private:
+  enum class Phase { Idle, Scattering, AllReducing };
+
+  bool local() const { return !config_.shard_group && !config_.replicate_group; }
+  size_t trainable_count() const;
+  void make_flat_grad();
+  bool no_grad_yet() const;
+  bool all_grads_ours() const;
+  void set_grads();
+  void open_collected();
+  void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, double scale, bool first) const;
+  void zero_missing();
+  void after_scatter();
+  void accumulate(const at::Tensor& reduced);
+  void release(at::Tensor& buffer);
+
+  const ShardLayout& layout_;
+  const std::vector<at::Tensor>& shards_;
+  Config config_;
+  CommContext* context_ = nullptr;
+  const char* module_ = "";
+
+  at::Tensor flat_grad_;                // [S_trainable], grad_dtype; made at the first backward, kept
+  std::vector<at::Tensor> grad_parts_;  // the shards' parts of it
+  at::Tensor collected_;                // [N * S_trainable], reduce_dtype; flat_grad_ itself where nothing is scattered or cast
+  std::vector<bool> written_;           // per slot: collected_ holds a gradient
+  at::Tensor scattering_;               // what was collected, while it is on the wire
+  at::Tensor reduced_;                  // [S_trainable], reduce_dtype
+  at::Tensor partial_;                  // sums of earlier micro-batches that the replicas haven't seen
+  Phase phase_ = Phase::Idle;
+  bool last_micro_batch_ = true;
+  dist::Work work_;
+};
+
+}  // namespace titan::fsdp

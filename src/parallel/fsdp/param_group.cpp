@@ -1,0 +1,163 @@
+#include "parallel/fsdp/param_group.h"
+
+#include <algorithm>
+
+#include <torch/csrc/autograd/variable.h>
+
+#include "parallel/fsdp/autograd_nodes.h"
+#include "parallel/fsdp/mesh_groups.h"
+#include "titan/core/error.h"
+#include "titan/tensor/param_storage.h"
+
+namespace titan::fsdp {
+
+namespace {
+
+std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& params) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (const ManagedParam& param : params) shapes.push_back(param.compute.sizes().vec());
+  return shapes;
+}
+
+size_t sort_trainable_first(std::vector<ManagedParam>& params) {
+  auto frozen = std::stable_partition(params.begin(), params.end(), [](const ManagedParam& p) { return p.compute.requires_grad(); });
+  return static_cast<size_t>(frozen - params.begin());
+}
+
+void check_uniform(const std::vector<ManagedParam>& params) {
+  for (const ManagedParam& param : params) {
+    TITAN_CHECK(param.compute.dim() > 0, "fully_shard: parameter '", param.fqn, "' is a scalar, which can't be cut along dim 0; give it the shape [1]");
+    TITAN_CHECK(param.compute.is_leaf(), "fully_shard: parameter '", param.fqn, "' is sharded already");
+    TITAN_CHECK(param.compute.scalar_type() == params[0].compute.scalar_type() && param.compute.device() == params[0].compute.device(),
+                "fully_shard: all parameters of a group need one dtype and device: '", params[0].fqn, "' is ", params[0].compute.scalar_type(),
+                " on ", params[0].compute.device(), ", '", param.fqn, "' is ", param.compute.scalar_type(), " on ", param.compute.device());
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<ParamGroup> ParamGroup::create(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root) {
+  check_uniform(params);
+  std::shared_ptr<ParamGroup> group(new ParamGroup(std::move(params), options, is_root));
+  group->make_shards();
+  group->connect_gradients();
+  return group;
+}
+
+ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root)
+    : options_(options),
+      dtype_(params[0].compute.scalar_type()),
+      param_dtype_(options.param_dtype.value_or(dtype_)),
+      device_(params[0].compute.device()),
+      is_root_(is_root),
+      params_(std::move(params)),
+      layout_({}, 0, 1),
+      gradients_(layout_, shards_) {
+  const size_t num_trainable = sort_trainable_first(params_);
+  const MeshGroups groups = mesh_groups(options.mesh, options.reshard_after_forward);
+  layout_ = ShardLayout(shapes_of(params_), num_trainable, groups.shard_size);
+  shard_rank_ = groups.shard_rank;
+  gather_group_ = groups.gather;
+  small_gather_group_ = groups.small_gather;
+  gradients_.configure({.grad_dtype = dtype_,
+                        .reduce_dtype = options.reduce_dtype.value_or(param_dtype_),
+                        .device = device_,
+                        .reduce_every_micro_batch = options.reduce_every_micro_batch,
+                        .shard_group = groups.reduce,
+                        .replicate_group = groups.replicate});
+  backward_reads_parameters_ = std::any_of(params_.begin(), params_.end(), [](const ManagedParam& param) {
+    return std::any_of(param.uses.begin(), param.uses.end(), [](const ManagedParam::Use& use) { return !use.host || use.host->backward_reads_parameters(); });
+  });
+}
+
+void ParamGroup::make_shards() {
+  at::NoGradGuard no_grad;
+  flat_shard_ = deferred_tensor({layout_.shard_numel()}, at::TensorOptions().dtype(dtype_).device(device_));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    std::vector<int64_t> sizes = layout_.slots()[i].shape;
+    sizes[0] = layout_.rows_of(i, shard_rank_).length;
+    shards_.push_back(part_of(flat_shard_, layout_.slots()[i].offset, sizes));
+    shards_.back().set_requires_grad(layout_.slots()[i].trainable);
+  }
+  take_initial_values();
+  empty_compute_params();
+}
+
+// Parameters with values keep them: each rank takes its rows of what it holds (equal on all ranks, as in FSDP2).
+void ParamGroup::take_initial_values() {
+  const auto has_values = [](const ManagedParam& param) { return !is_deferred(param.compute) && param.compute.numel() > 0; };
+  if (device_.is_meta() || std::none_of(params_.begin(), params_.end(), has_values)) return;
+  allocate_shards();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!has_values(params_[i])) continue;
+    const Chunk rows = layout_.rows_of(i, shard_rank_);
+    if (rows.length > 0) shards_[i].variable_data().copy_(params_[i].compute.detach().narrow(0, rows.offset, rows.length));
+  }
+}
+
+void ParamGroup::empty_compute_params() {
+  for (ManagedParam& param : params_) {
+    const auto options = at::TensorOptions().dtype(param_dtype_).device(device_);
+    param.compute.set_data(deferred_tensor(param.compute.sizes(), options));
+  }
+}
+
+// Gradients come through a node of the group's own. That makes the compute parameter a non-leaf, so that LibTorch itself refuses
+// an optimizer over it.
+void ParamGroup::connect_gradients() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!layout_.slots()[i].trainable) continue;
+    attach_gradient_node(params_[i].compute, weak_from_this(), i);
+    auto sink = std::make_shared<GroupSink>(weak_from_this(), i);
+    for (const ManagedParam::Use& use : params_[i].uses)
+      if (use.host) use.host->set_grad_sink(use.name, sink);
+  }
+}
+
+bool ParamGroup::allocate_shards() {
+  if (layout_.shard_numel() == 0 || param_storage::bytes(flat_shard_) > 0) return false;
+  at::NoGradGuard no_grad;
+  param_storage::allocate(flat_shard_);
+  if (!device_.is_meta()) flat_shard_.zero_();
+  return true;
+}
+
+bool ParamGroup::deferred() const { return is_deferred(flat_shard_); }
+
+void ParamGroup::join(const std::shared_ptr<CommContext>& context, const std::string& name) {
+  context_ = context;
+  name_ = name;
+  gradients_.join(*context, name_.c_str());
+}
+
+DTensor ParamGroup::shard(size_t slot) const {
+  const Slot& layout = layout_.slots()[slot];
+  DTensor result;
+  result.local = shards_[slot];
+  result.mesh = options_.mesh;
+  result.placements.assign(static_cast<size_t>(options_.mesh.num_axes()), Placement::replicate());
+  if (!result.placements.empty()) result.placements.back() = Placement::shard(0);
+  result.global_shape = layout.shape;
+  const Chunk rows = layout_.rows_of(slot, shard_rank_);
+  result.box.offset.assign(layout.shape.size(), 0);
+  result.box.offset[0] = rows.offset;
+  result.box.length = layout.shape;
+  result.box.length[0] = rows.length;
+  return result;
+}
+
+int64_t ParamGroup::find(const at::Tensor& compute) const {
+  for (size_t i = 0; i < params_.size(); ++i)
+    if (params_[i].compute.is_same(compute)) return static_cast<int64_t>(i);
+  return -1;
+}
+
+dist::Stream ParamGroup::compute_stream() const { return dist::Stream::current(device_); }
+
+int64_t ParamGroup::sharded_bytes() const { return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_)); }
+
+void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, double scale) { gradients_.add(slot, grad, scale); }
+bool ParamGroup::start_reduce(bool last_micro_batch) { return gradients_.start_reduce(last_micro_batch); }
+bool ParamGroup::advance_reduce() { return gradients_.advance_reduce(); }
+
+}  // namespace titan::fsdp

@@ -1,0 +1,120 @@
+#pragma once
+
+// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in shard_layout.h).
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "parallel/fsdp/buffer_pool.h"
+#include "parallel/fsdp/comm_context.h"
+#include "parallel/fsdp/gradient_collector.h"
+#include "parallel/fsdp/shard_layout.h"
+#include "titan/dist/collectives.h"
+#include "titan/nn/hooks.h"
+#include "titan/parallel/fsdp.h"
+#include "titan/tensor/dtensor.h"
+
+namespace titan::fsdp {
+
+/// A parameter on its way into a group: the module that owns it and its name there; tied ones have several.
+struct ManagedParam {
+  struct Use {
+    nn::HookHost* host = nullptr;  ///< null for a module of LibTorch inside a hookable one
+    std::string name;              ///< within its module
+  };
+  at::Tensor compute;
+  std::vector<Use> uses;
+  std::string fqn;  ///< below the wrapped module, for messages
+};
+
+class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<ParamGroup> {
+ public:
+  /// Replaces the parameters' memory by shards. `params`: all of one dtype and device.
+  static std::shared_ptr<ParamGroup> create(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root);
+
+  // ---- gathering
+  /// Starts the gather unless the parameters are gathered or on their way.
+  void start_unshard();
+  /// Waits for it and gives the compute parameters their memory.
+  void finish_unshard();
+  /// Frees the compute parameters' memory where it is a gathered copy.
+  void reshard();
+  /// What the policy asks for after a forward: reshard, keep, or keep a part on a smaller mesh.
+  void after_forward();
+
+  // ---- reducing
+  /// Adds scale * grad (the whole parameter's shape) to what this backward has collected for a slot.
+  void take_grad(size_t slot, const at::Tensor& grad, double scale);
+  /// Starts the reduction of what was collected; false when nothing is to wait for.
+  bool start_reduce(bool last_micro_batch);
+  /// Takes the next link of the reduction; true when the shards' gradients are complete.
+  bool advance_reduce();
+
+  // ---- what others see
+  void join(const std::shared_ptr<CommContext>& context, const std::string& name);
+  bool joined() const { return context_ != nullptr; }
+  /// Gives the shards memory (zeros) if they have none; true when it did.
+  bool allocate_shards();
+  bool deferred() const;
+  size_t num_params() const { return params_.size(); }
+  const ManagedParam& param(size_t slot) const { return params_[slot]; }
+  /// The leaf that the optimizer writes, with mesh, placements and box.
+  DTensor shard(size_t slot) const;
+  /// The slot of a compute parameter, or -1.
+  int64_t find(const at::Tensor& compute) const;
+  bool gathered() const { return state_ == State::Gathered; }
+  bool backward_reads_parameters() const { return backward_reads_parameters_; }
+  bool holds_whole_parameters() const { return layout_.num_ranks() == 1; }
+  dist::Stream compute_stream() const;
+  int64_t sharded_bytes() const;
+  const FsdpOptions& options() const { return options_; }
+  at::ScalarType param_dtype() const { return param_dtype_; }
+
+ private:
+  enum class State { Sharded, Gathering, Gathered };
+
+  ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root);
+  void make_shards();
+  void take_initial_values();
+  void empty_compute_params();
+  void connect_gradients();
+
+  bool stale() const;
+  void alias_shards();
+  void start_gather();
+  void unpack_gathered();
+  void bind_compute_params(const at::Tensor& full);
+  void keep_part_of_gathered();
+
+  FsdpOptions options_;
+  at::ScalarType dtype_;        // of the shards
+  at::ScalarType param_dtype_;  // of the compute parameters
+  at::Device device_;
+  bool is_root_;
+  bool backward_reads_parameters_ = true;
+  std::vector<ManagedParam> params_;
+  int shard_rank_ = 0;
+  ShardLayout layout_;
+  std::shared_ptr<dist::Group> gather_group_;       // null: one rank
+  std::shared_ptr<dist::Group> small_gather_group_;  // of ReshardAfterForward::to_size
+
+  at::Tensor flat_shard_;            // [S], dtype_
+  std::vector<at::Tensor> shards_;   // leaves: parts of flat_shard_
+  GradientCollector gradients_;
+
+  State state_ = State::Sharded;
+  uint32_t gathered_version_ = 0;    // flat_shard_'s version when it was gathered last
+  at::Tensor packed_;                // [parts, n]: on its way
+  at::Tensor full_;                  // gathered memory of all compute parameters
+  at::Tensor kept_part_;             // to_size: this rank's part between forward and backward
+  int gathering_parts_ = 1;
+  dist::Work gather_work_;
+  std::shared_ptr<CommContext> context_;
+  std::string name_;
+};
+
+}  // namespace titan::fsdp

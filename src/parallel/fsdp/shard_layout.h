@@ -1,0 +1,55 @@
+#pragma once
+
+// [Note: FSDP tensors]
+// A group of P parameters over N ranks has
+//   compute parameter   what the modules hold: full shape, param_dtype; memory only while gathered
+//   flat shard  [S]     this rank's chunks of all parameters, one behind the other; the optimizer's memory
+//   shard (leaf)        one parameter's part of the flat shard; what titan::parameters() hands out
+//   full buffer [N*S]   the gathered parameters: parameter p has the region [N*offset_p, N*(offset_p + chunk_p))
+//   packed      [N, S]  what goes over the wire: row r is rank r's flat shard (or gradient for it)
+// Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows; a chunk that is shorter is padded
+// in the flat shard, so that every rank's S is equal. Trainable parameters come first: gradients use the prefix S_trainable.
+
+#include <cstdint>
+#include <vector>
+
+#include "titan/tensor/placement.h"
+
+namespace titan::fsdp {
+
+/// Where one parameter lies. Offsets and counts in elements.
+struct Slot {
+  std::vector<int64_t> shape;  ///< of the whole parameter
+  int64_t row_numel = 1;       ///< elements of one row (product of the dims after the first)
+  int64_t chunk_rows = 0;      ///< rows of a whole chunk
+  int64_t offset = 0;          ///< of the chunk in the flat shard
+  bool trainable = true;
+
+  int64_t rows() const { return shape[0]; }
+  int64_t chunk_numel() const { return chunk_rows * row_numel; }
+};
+
+class ShardLayout {
+ public:
+  /// `shapes` in slot order, the `num_trainable` trainable ones first; all have at least one dim.
+  ShardLayout(const std::vector<std::vector<int64_t>>& shapes, size_t num_trainable, int num_ranks);
+
+  const std::vector<Slot>& slots() const { return slots_; }
+  int num_ranks() const { return num_ranks_; }
+  int64_t shard_numel() const { return shard_numel_; }          ///< S
+  int64_t trainable_numel() const { return trainable_numel_; }  ///< S_trainable
+  /// Some element of the packed form belongs to no parameter.
+  bool has_padding() const { return has_padding_; }
+  /// The rows of parameter `slot` that rank `rank` owns.
+  Chunk rows_of(size_t slot, int rank) const { return chunk_of(slots_[slot].rows(), num_ranks_, rank); }
+  int64_t full_offset(size_t slot) const { return slots_[slot].offset * num_ranks_; }
+
+ private:
+  std::vector<Slot> slots_;
+  int num_ranks_;
+  int64_t shard_numel_ = 0;
+  int64_t trainable_numel_ = 0;
+  bool has_padding_ = false;
+};
+
+}  // namespace titan::fsdp
