@@ -1,0 +1,106 @@
+#include "titan/optim/clip.h"
+
+#include <cmath>
+#include <limits>
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include "make_parameters.h"
+#include "titan/core/error.h"
+
+namespace titan::optim {
+namespace {
+
+using testing::make_parameter;
+using testing::set_grad;
+
+Parameter with_grad(const std::string& name, const at::Tensor& grad) {
+  Parameter parameter = make_parameter(name, at::zeros_like(grad));
+  set_grad(parameter, grad.clone());
+  return parameter;
+}
+
+double exact_norm(const std::vector<at::Tensor>& tensors) {
+  long double sum = 0;
+  for (const auto& tensor : tensors) {
+    at::Tensor flat = tensor.to(at::kDouble).contiguous();
+    const double* data = flat.const_data_ptr<double>();
+    for (int64_t i = 0; i < flat.numel(); ++i) sum += static_cast<long double>(data[i]) * data[i];
+  }
+  return static_cast<double>(std::sqrt(sum));
+}
+
+class ClipDtypes : public ::testing::TestWithParam<at::ScalarType> {};
+
+TEST_P(ClipDtypes, NormIsThatOfDoubles) {
+  at::manual_seed(1);
+  std::vector<at::Tensor> grads = {at::randn({1000, 257}).to(GetParam()), at::randn({3}).to(GetParam()),
+                                   at::randn({40, 30}).to(GetParam()).t(), at::empty({0, 4}, GetParam())};
+  std::vector<Parameter> parameters;
+  for (const auto& grad : grads) parameters.push_back(with_grad("p", grad));
+  parameters.push_back(make_parameter("unused", at::ones({4})));
+  double expected = exact_norm(grads);
+  GradNorm result = clip_grad_norm(parameters);
+  EXPECT_NEAR(result.norm / expected, 1, 1e-13);
+  EXPECT_EQ(result.factor, 1);
+  EXPECT_TRUE(result.finite());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ClipDtypes,
+                         ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf));
+
+TEST(Clip, ScalesDownToTheLimit) {
+  std::vector<Parameter> parameters = {with_grad("a", at::full({4}, 3.0)),
+                                       with_grad("b", at::full({4}, -4.0))};
+  GradNorm result = clip_grad_norm(parameters, 1.0);
+  EXPECT_DOUBLE_EQ(result.norm, 10);
+  EXPECT_DOUBLE_EQ(result.factor, 1 / (10 + 1e-6));
+  EXPECT_NEAR(clip_grad_norm(parameters).norm, 1, 1e-6);
+  EXPECT_NEAR(parameters[1].data.local.grad()[0].item<double>(), -0.4, 1e-6);
+}
+
+TEST(Clip, SmallGradientsStayBitForBit) {
+  at::Tensor grad = at::randn({100}) * 1e-3;
+  std::vector<Parameter> parameters = {with_grad("a", grad)};
+  clip_grad_norm(parameters, 1.0);
+  EXPECT_TRUE(at::equal(parameters[0].data.local.grad(), grad));
+}
+
+TEST(Clip, NothingToClip) {
+  EXPECT_EQ(clip_grad_norm({}, 1.0).norm, 0);
+  EXPECT_EQ(clip_grad_norm({make_parameter("a", at::ones({2}))}, 1.0).norm, 0);
+}
+
+TEST(Clip, DoesNotDependOnTheNumberOfThreads) {
+  std::vector<Parameter> parameters = {with_grad("a", at::randn({1 << 20})),
+                                       with_grad("b", at::randn({12345}))};
+  int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  double one = clip_grad_norm(parameters).norm;
+  for (int count : {2, 3, 7}) {
+    at::set_num_threads(count);
+    EXPECT_EQ(clip_grad_norm(parameters).norm, one) << count;
+  }
+  at::set_num_threads(threads);
+}
+
+TEST(Clip, NonFiniteGradientsAreLeftAndReported) {
+  for (double bad : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    at::Tensor grad = at::ones({5});
+    grad[3] = bad;
+    std::vector<Parameter> parameters = {with_grad("a", grad)};
+    GradNorm result = clip_grad_norm(parameters, 0.5);
+    EXPECT_FALSE(result.finite());
+    EXPECT_EQ(result.nonfinite_rank, 0);
+    EXPECT_EQ(parameters[0].data.local.grad()[0].item<float>(), 1);
+  }
+}
+
+TEST(Clip, LargeFloatsDoNotOverflow) {
+  std::vector<Parameter> parameters = {with_grad("a", at::full({100}, 1e30))};
+  EXPECT_NEAR(clip_grad_norm(parameters).norm / 1e31, 1, 1e-6);
+}
+
+}  // namespace
+}  // namespace titan::optim

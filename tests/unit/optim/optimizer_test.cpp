@@ -1,0 +1,176 @@
+#include "titan/optim/optimizer.h"
+
+#include <cmath>
+
+#include <gtest/gtest.h>
+
+#include "make_parameters.h"
+#include "titan/core/error.h"
+
+namespace titan::optim {
+namespace {
+
+using testing::make_parameter;
+using testing::set_grad;
+
+// The papers' formulas on one number, in double.
+struct ScalarAdam {
+  OptimizerSettings settings;
+  double value, exp_avg = 0, exp_avg_sq = 0;
+  int step = 0;
+
+  void update(double grad, double lr) {
+    ++step;
+    bool decoupled = settings.name == "AdamW";
+    if (decoupled) value -= lr * settings.weight_decay * value;
+    if (!decoupled) grad += settings.weight_decay * value;
+    exp_avg = settings.beta1 * exp_avg + (1 - settings.beta1) * grad;
+    exp_avg_sq = settings.beta2 * exp_avg_sq + (1 - settings.beta2) * grad * grad;
+    double mean = exp_avg / (1 - std::pow(settings.beta1, step));
+    double square = exp_avg_sq / (1 - std::pow(settings.beta2, step));
+    value -= lr * mean / (std::sqrt(square) + settings.eps);
+  }
+};
+
+class OptimizerKinds : public ::testing::TestWithParam<std::tuple<const char*, const char*, at::ScalarType>> {
+ protected:
+  OptimizerSettings settings() const {
+    return {.name = std::get<0>(GetParam()),
+            .lr = 1e-2,
+            .implementation = std::get<1>(GetParam()),
+            .param_groups = {}};
+  }
+  at::ScalarType dtype() const { return std::get<2>(GetParam()); }
+  double tolerance() const { return dtype() == at::kDouble ? 1e-12 : 3e-6; }
+};
+
+TEST_P(OptimizerKinds, FollowsTheFormula) {
+  at::manual_seed(1);
+  std::vector<Parameter> parameters = {make_parameter("a", at::randn({5, 3}, dtype())),
+                                       make_parameter("b", at::randn({7}, dtype())),
+                                       make_parameter("empty", at::empty({0, 3}, dtype()))};
+  std::vector<ScalarAdam> expected;
+  for (const auto& parameter : parameters) {
+    at::Tensor flat = parameter.data.local.detach().to(at::kDouble).reshape(-1);
+    for (int64_t i = 0; i < flat.numel(); ++i)
+      expected.push_back({.settings = settings(), .value = flat[i].item<double>()});
+  }
+  Optimizer optimizer(parameters, settings());
+  for (int step = 0; step < 10; ++step) {
+    double factor = 1.0 / (1 + step);
+    optimizer.set_lr_factor(factor);
+    size_t element = 0;
+    for (const auto& parameter : parameters) {
+      at::Tensor grad = at::randn(parameter.data.local.sizes(), dtype());
+      set_grad(parameter, grad);
+      at::Tensor flat = grad.to(at::kDouble).reshape(-1);
+      for (int64_t i = 0; i < flat.numel(); ++i)
+        expected[element++].update(flat[i].item<double>(), 1e-2 * factor);
+    }
+    optimizer.step();
+  }
+  size_t element = 0;
+  auto state = optimizer.state();
+  for (const auto& parameter : parameters) {
+    at::Tensor flat = parameter.data.local.detach().to(at::kDouble).reshape(-1);
+    at::Tensor exp_avg = state.at(parameter.name).exp_avg.local.to(at::kDouble).reshape(-1);
+    for (int64_t i = 0; i < flat.numel(); ++i, ++element) {
+      EXPECT_NEAR(flat[i].item<double>(), expected[element].value, tolerance());
+      EXPECT_NEAR(exp_avg[i].item<double>(), expected[element].exp_avg, tolerance());
+    }
+    EXPECT_EQ(state.at(parameter.name).step.local.item<float>(), 10);
+  }
+}
+
+TEST_P(OptimizerKinds, ParametersWithoutGradientStay) {
+  std::vector<Parameter> parameters = {make_parameter("used", at::ones({3}, dtype())),
+                                       make_parameter("unused", at::ones({3}, dtype()))};
+  Optimizer optimizer(parameters, settings());
+  set_grad(parameters[0], at::ones({3}, dtype()));
+  optimizer.step();
+  EXPECT_TRUE(at::equal(parameters[1].data.local.detach(), at::ones({3}, dtype())));
+  EXPECT_FALSE(at::equal(parameters[0].data.local.detach(), at::ones({3}, dtype())));
+  EXPECT_EQ(optimizer.state().at("unused").step.local.item<float>(), 0);
+  EXPECT_EQ(optimizer.state().at("used").step.local.item<float>(), 1);
+}
+
+TEST_P(OptimizerKinds, GradientsOfAnotherLayout) {
+  at::Tensor values = at::randn({4, 6}, dtype()), grad = at::randn({6, 4}, dtype()).t();
+  std::vector<Parameter> plain = {make_parameter("w", values)}, strided = {make_parameter("w", values)};
+  set_grad(plain[0], grad.contiguous());
+  set_grad(strided[0], grad);
+  Optimizer(plain, settings()).step();
+  Optimizer(strided, settings()).step();
+  EXPECT_TRUE(at::equal(plain[0].data.local, strided[0].data.local));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, OptimizerKinds,
+                         ::testing::Combine(::testing::Values("Adam", "AdamW"),
+                                            ::testing::Values("fused", "foreach", "for-loop"),
+                                            ::testing::Values(at::kFloat, at::kDouble)));
+
+TEST(Optimizer, Bfloat16ParametersAreStepped) {
+  for (const char* implementation : {"fused", "foreach", "for-loop"}) {
+    std::vector<Parameter> parameters = {make_parameter("w", at::ones({8}, at::kBFloat16))};
+    Optimizer optimizer(parameters, {.lr = 0.5, .implementation = implementation, .param_groups = {}});
+    set_grad(parameters[0], at::ones({8}, at::kBFloat16));
+    optimizer.step();
+    EXPECT_NEAR(parameters[0].data.local[0].item<double>(), 1 - 0.5 * 0.1 - 0.5, 4e-3) << implementation;
+  }
+}
+
+TEST(Optimizer, FrozenParametersHaveNoState) {
+  std::vector<Parameter> parameters = {make_parameter("w", at::ones({3})),
+                                       make_parameter("frozen", at::ones({3}))};
+  parameters[1].data.local.requires_grad_(false);
+  Optimizer optimizer(parameters, {});
+  EXPECT_EQ(optimizer.state().count("frozen"), 0u);
+  EXPECT_EQ(optimizer.state().count("w"), 1u);
+}
+
+TEST(Optimizer, ZeroGrad) {
+  std::vector<Parameter> parameters = {make_parameter("w", at::ones({3}))};
+  Optimizer optimizer(parameters, {});
+  at::Tensor buffer = at::ones({3});
+  set_grad(parameters[0], buffer);
+  optimizer.zero_grad(/*set_to_none=*/false);
+  EXPECT_TRUE(parameters[0].data.local.grad().is_same(buffer));
+  EXPECT_EQ(buffer.sum().item<float>(), 0);
+  optimizer.zero_grad();
+  EXPECT_FALSE(parameters[0].data.local.grad().defined());
+}
+
+TEST(Optimizer, GroupsByName) {
+  std::vector<Parameter> parameters = {make_parameter("layers.0.norm.weight", at::ones({2}, at::kDouble)),
+                                       make_parameter("layers.0.w1.weight", at::ones({2}, at::kDouble)),
+                                       make_parameter("output.weight", at::ones({2}, at::kDouble))};
+  Optimizer optimizer(parameters,
+                      {.lr = 0.1,
+                       .eps = 0,
+                       .weight_decay = 0.5,
+                       .param_groups = {"norm: weight_decay=0", "layers\\.0: lr=0.2, weight_decay=1"}});
+  for (const auto& parameter : parameters) set_grad(parameter, at::ones({2}, at::kDouble));
+  optimizer.step();
+  // The first step of Adam moves by lr in the gradient's direction.
+  EXPECT_NEAR(parameters[0].data.local[0].item<double>(), 1 - 0.1, 1e-12);
+  EXPECT_NEAR(parameters[1].data.local[0].item<double>(), 1 - 0.2 - 0.2, 1e-12);
+  EXPECT_NEAR(parameters[2].data.local[0].item<double>(), 1 - 0.05 - 0.1, 1e-12);
+  EXPECT_EQ(optimizer.lr(), 0.1);
+}
+
+TEST(Optimizer, BadGroupsAreAllNamed) {
+  std::vector<Parameter> parameters = {make_parameter("w", at::ones({2}))};
+  OptimizerSettings settings{
+      .param_groups = {"nrom: lr=1", "w: wd=1", "w: lr=-1", "w(: lr=1", "w", "w: beta1=2", "w: lr"}};
+  try {
+    Optimizer optimizer(parameters, settings);
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(error.problems().size(), 7u) << error.what();
+    EXPECT_NE(error.problems()[0].find("matches no parameter"), std::string::npos);
+    EXPECT_NE(error.problems()[1].find("unknown key 'wd'"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace titan::optim
