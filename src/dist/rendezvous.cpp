@@ -1,12 +1,15 @@
 #include "rendezvous.h"
 
 #include <fcntl.h>
+#include <netdb.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
 #include <thread>
 
+#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -17,6 +20,7 @@ namespace titan::dist {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 std::string host_identity() {
@@ -27,48 +31,115 @@ std::string host_identity() {
   return str(name, "/", boot);
 }
 
-double seconds(std::chrono::milliseconds time) { return static_cast<double>(time.count()) / 1000; }
+double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
 std::string reason_of(const c10::Error& error) {
   const std::string text = error.what_without_backtrace();
   return text.substr(0, text.find('\n'));
 }
 
-StorePtr open_store(const Launch& launch, std::chrono::milliseconds timeout) {
+/// c10d prints a stack trace for every time-out that we turn into a message of our own.
+class QuietC10d {
+ public:
+  QuietC10d() : before_(FLAGS_caffe2_log_level) { FLAGS_caffe2_log_level = c10::GLOG_FATAL; }
+  ~QuietC10d() { FLAGS_caffe2_log_level = before_; }
+  QuietC10d(const QuietC10d&) = delete;
+
+ private:
+  int before_;
+};
+
+Milliseconds time_left(Clock::time_point deadline) {
+  const auto left = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
+  return std::max(left, Milliseconds(1));
+}
+
+bool accepts_connection(const Launch& launch) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(launch.store_host.c_str(), std::to_string(launch.store_port).c_str(), &hints, &found) != 0)
+    return false;
+  bool accepted = false;
+  for (auto* address = found; address && !accepted; address = address->ai_next) {
+    const int fd = socket(address->ai_family, address->ai_socktype | SOCK_CLOEXEC, address->ai_protocol);
+    if (fd < 0) continue;
+    accepted = connect(fd, address->ai_addr, address->ai_addrlen) == 0;
+    close(fd);
+  }
+  freeaddrinfo(found);
+  return accepted;
+}
+
+/// c10d's client waits up to a second between its tries; ranks start within milliseconds of each other.
+bool wait_for_server(const Launch& launch, Clock::time_point deadline) {
+  auto pause = Milliseconds(2);
+  while (!accepts_connection(launch)) {
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::min(pause, time_left(deadline)));
+    pause = std::min(pause * 2, Milliseconds(100));
+  }
+  return true;
+}
+
+std::string where(const Launch& launch) { return str(launch.store_host, ":", launch.store_port); }
+
+std::string no_store(const Launch& launch, Milliseconds timeout) {
+  return str("rank ", launch.rank, " of ", launch.size, " found no store at ", where(launch), " within ",
+             seconds(timeout), " s, missing: 0 (rank 0 serves it; are MASTER_ADDR and MASTER_PORT its own?)");
+}
+
+StorePtr open_store(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(launch.store_port);
   options.isServer = launch.serves_store && launch.rank == 0;
   options.numWorkers = launch.size;
-  options.waitWorkers = false;  // whoever doesn't come is to be named: see wait_for_peers
+  options.waitWorkers = false;  // whoever doesn't come is to be named: see wait_until_ready
   options.timeout = timeout;
   if (options.isServer && launch.listen_fd >= 0) {
     fcntl(launch.listen_fd, F_SETFD, FD_CLOEXEC);
     options.masterListenFd = launch.listen_fd;
   }
-  const std::string where = str(launch.store_host, ":", launch.store_port);
+  if (!options.isServer && !wait_for_server(launch, deadline)) throw Error(no_store(launch, timeout));
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
     return c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix + "titan", std::move(store));
   } catch (const c10::Error& error) {
-    if (options.isServer) {
-      throw Error(str("rank 0 can't serve the store at ", where,
-                      " (is the port taken? set another MASTER_PORT on all ranks): ", reason_of(error)));
-    }
-    throw Error(str("rank ", launch.rank, " of ", launch.size, " found no store at ", where, " within ",
-                    seconds(timeout),
-                    " s: rank 0 is missing, or MASTER_ADDR and MASTER_PORT aren't its: ", reason_of(error)));
+    if (!options.isServer) throw Error(str(no_store(launch, timeout), ": ", reason_of(error)));
+    throw Error(str("rank 0 can't serve the store at ", where(launch),
+                    " (is the port taken? set another MASTER_PORT on all ranks): ", reason_of(error)));
   }
 }
 
 std::string key_of(int rank) { return str("rank/", rank); }
 
-void register_rank(c10d::Store& store, const Launch& launch) {
+// One key ends the waiting of all: the last rank to come sets it to "ok", and whoever finds that the job
+// can't come together sets it to the reason, so that every rank says the same.
+constexpr const char* kVerdict = "verdict";
+constexpr const char* kOk = "ok";
+
+void condemn(c10d::Store& store, const Launch& launch, const std::string& reason) {
+  store.set(kVerdict, reason);
+  // The server's process is about to end, and the store with it.
+  if (launch.rank == 0 && launch.serves_store) std::this_thread::sleep_for(Milliseconds(500));
+}
+
+/// What is wrong with this rank's coming, "" if nothing.
+std::string register_rank(c10d::Store& store, const Launch& launch) {
+  const std::string size = std::to_string(launch.size);
+  const std::string agreed = store.compareSet("world_size", "", str(size, " ", launch.rank));
+  if (std::stoi(agreed) != launch.size) {
+    return str("rank ", launch.rank, " was told a world of ", launch.size, ", rank ",
+               agreed.substr(agreed.find(' ') + 1), " one of ", std::stoi(agreed),
+               ": WORLD_SIZE has to be the same on all ranks");
+  }
   const auto claims = store.add(str("claims/", launch.rank), 1);
   if (claims > 1) {
-    throw ConfigError(str(claims, " processes claim to be rank ", launch.rank, " of ", launch.size,
-                          ": each needs a RANK of its own"));
+    return str(claims, " processes claim to be rank ", launch.rank, " of ", launch.size,
+               ": each needs a RANK of its own");
   }
-  store.set(key_of(launch.rank), str(launch.size, " ", host_identity()));
+  store.set(key_of(launch.rank), host_identity());
+  if (store.add("num_ranks", 1) == launch.size) store.set(kVerdict, kOk);
+  return "";
 }
 
 std::string list_ranks(const std::vector<int>& ranks) {
@@ -78,65 +149,59 @@ std::string list_ranks(const std::vector<int>& ranks) {
   return ranks.size() > most ? str(text, ", ... (", ranks.size(), " in all)") : text;
 }
 
-std::vector<int> missing_ranks(c10d::Store& store, int size) {
+std::string missing_peers(c10d::Store& store, const Launch& launch, Milliseconds timeout) {
   std::vector<int> missing;
-  for (int rank = 0; rank < size; ++rank) {
+  for (int rank = 0; rank < launch.size; ++rank) {
     if (!store.check({key_of(rank)})) missing.push_back(rank);
   }
-  return missing;
+  return str(missing.size(), " of ", launch.size, " ranks didn't come to ", where(launch), " within ",
+             seconds(timeout), " s, missing: ", list_ranks(missing));
 }
 
-/// As long as somebody's world is smaller or larger than ours, waiting for the rest is in vain.
-void check_size(const Launch& launch, int rank, const Peer& peer) {
-  if (peer.size == launch.size) return;
-  throw ConfigError(str("rank ", launch.rank, " was told a world of ", launch.size, ", rank ", rank,
-                        " one of ", peer.size, ": WORLD_SIZE has to be the same on all ranks"));
+void wait_until_ready(c10d::Store& store, const Launch& launch, Milliseconds timeout,
+                      Clock::time_point deadline) {
+  try {
+    store.wait({kVerdict}, time_left(deadline));
+  } catch (const c10::Error&) {
+    if (!store.check({kVerdict})) {
+      const std::string reason = missing_peers(store, launch, timeout);
+      condemn(store, launch, reason);
+      throw Error(reason);
+    }
+  }
+  const std::string verdict = store.get_to_str(kVerdict);
+  if (verdict != kOk) throw Error(verdict);
 }
 
-Peer read_peer(c10d::Store& store, int rank) {
-  const std::string text = store.get_to_str(key_of(rank));
-  const size_t space = text.find(' ');
-  return {text.substr(space + 1), std::stoi(text.substr(0, space))};
-}
-
-void wait_for_peers(c10d::Store& store, const Launch& launch, std::chrono::milliseconds timeout) {
+std::vector<Peer> read_peers(c10d::Store& store, const Launch& launch) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < launch.size; ++rank) keys.push_back(key_of(rank));
-  try {
-    store.wait(keys, timeout);
-  } catch (const c10::Error& error) {
-    std::vector<int> missing;
-    try {
-      missing = missing_ranks(store, launch.size);
-      if (missing.empty()) return;
-      for (int rank = 0; rank < launch.size; ++rank) {
-        if (store.check({key_of(rank)})) check_size(launch, rank, read_peer(store, rank));
-      }
-    } catch (const c10::Error& lost) {
-      throw Error(str("rank ", launch.rank, " lost the store of rank 0 at ", launch.store_host, ":",
-                      launch.store_port, " while waiting for the others: ", reason_of(lost)));
-    }
-    throw Error(str(missing.size(), " of ", launch.size, " ranks didn't come within ", seconds(timeout),
-                    " s, missing: ", list_ranks(missing), ". Rank ", launch.rank, " waited at ",
-                    launch.store_host, ":", launch.store_port, " (launched by ", launch.by, ")"));
-  }
+  std::vector<Peer> peers;
+  for (const auto& value : store.multiGet(keys)) peers.push_back({std::string(value.begin(), value.end())});
+  return peers;
 }
 
 }  // namespace
 
 StorePtr make_private_store() { return c10::make_intrusive<c10d::HashStore>(); }
 
-Rendezvous meet(const Launch& launch, std::chrono::milliseconds timeout) {
-  if (launch.size == 1) return {make_private_store(), {Peer{host_identity(), 1}}};
+Rendezvous meet(const Launch& launch, Milliseconds timeout) {
+  if (launch.size == 1) return {make_private_store(), {Peer{host_identity()}}};
+  const QuietC10d quiet;
   const auto deadline = Clock::now() + timeout;
   Rendezvous result;
-  result.store = open_store(launch, timeout);
-  register_rank(*result.store, launch);
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-  wait_for_peers(*result.store, launch, std::max(left, std::chrono::milliseconds(100)));
-  for (int rank = 0; rank < launch.size; ++rank) {
-    result.peers.push_back(read_peer(*result.store, rank));
-    check_size(launch, rank, result.peers.back());
+  result.store = open_store(launch, timeout, deadline);
+  try {
+    const std::string problem = register_rank(*result.store, launch);
+    if (!problem.empty()) {
+      condemn(*result.store, launch, problem);
+      throw ConfigError(problem);
+    }
+    wait_until_ready(*result.store, launch, timeout, deadline);
+    result.peers = read_peers(*result.store, launch);
+  } catch (const c10::Error& error) {
+    throw Error(str("rank ", launch.rank, " lost the store of rank 0 at ", where(launch),
+                    " while waiting for the others: ", reason_of(error)));
   }
   return result;
 }

@@ -19,7 +19,6 @@ namespace titan::dist {
 /// What a rank tells the others about itself.
 struct Peer {
   std::string host;  ///< host name and boot id: equal for two ranks exactly when they share a kernel
-  int size = 0;      ///< of the world, as it was told
 };
 
 struct Rendezvous {
