@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# train.sh CONFIG [--section.key value ...]: sets up, builds what is stale, and trains: one rank per GPU, or two CPU ranks.
+# NPROC=n chooses another number of ranks.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+[ $# -ge 1 ] || { echo "usage: scripts/train.sh CONFIG [--section.key value ...]" >&2; exit 2; }
+targets=(titan)
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+"$root/scripts/build.sh" "${targets[@]}"
+if [ "$gpus" -gt 0 ] && (cd "$root" && ninja -C build -t targets all | grep -q '^lib/libtitan_cuda.so'); then "$root/scripts/build.sh" titan_cuda; fi
+nproc_=${NPROC:-$gpus}
+[ "$nproc_" -gt 0 ] || nproc_=2
+exec "$root/build/bin/titan" train --nproc "$nproc_" "$@"
