@@ -41,8 +41,7 @@ struct World::Impl {
   std::shared_ptr<FlightRecorder> recorder = std::make_shared<FlightRecorder>();
 
   std::mutex mutex;
-  std::map<std::vector<int>, std::shared_ptr<Group>> groups;
-  int num_groups_made = 0;
+  std::map<std::pair<std::vector<int>, std::string>, std::shared_ptr<Group>> groups;  // by ranks and purpose
 
   ~Impl() {
     // While an error unwinds, its message matters more than an orderly goodbye: the others see the sockets
@@ -52,42 +51,44 @@ struct World::Impl {
     leave(*store, launch);
   }
 
-  GroupSpec spec_of(const std::string& name, const char* kind, int rank, int size) const {
-    const std::string prefix = str("group/", num_groups_made, "/", kind);
+  // `key` names the group in the store: its members alone have to agree on it.
+  GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank, int size) const {
+    const std::string prefix = str("group/", key, "/", kind);
     return {name, c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, size, timeout};
   }
-  std::unique_ptr<GroupBackends> make_backends(const std::string& name, int rank, int size);
-  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name);
+  std::unique_ptr<GroupBackends> make_backends(const std::string& name, const std::string& key, int rank, int size);
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose);
   void check_sum(Group& group) const;
 };
 
-std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::string& name, int rank, int size) {
+std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::string& name, const std::string& key, int rank, int size) {
   if (size == 1) return nullptr;
   auto backends = std::make_unique<GroupBackends>();
-  const GroupSpec host = spec_of(name, "gloo", rank, size);
+  const GroupSpec host = spec_of(name, key, "gloo", rank, size);
   if (backend == "fake") {
     backends->main = make_fake_group(rank, size);
   } else if (backend == "gloo") {
     backends->main = make_gloo_group(host, gloo);
   } else {
-    backends->main = devices->make_group(spec_of(name, "nccl", rank, size));
+    backends->main = devices->make_group(spec_of(name, key, "nccl", rank, size));
     backends->make_host = [host, address = gloo] { return make_gloo_group(host, address); };
   }
   return backends;
 }
 
-std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, const std::string& name) {
+std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose) {
   const auto me = std::find(ranks.begin(), ranks.end(), launch.rank);
+  std::string key = purpose;
+  for (const int rank : ranks) key += "." + std::to_string(rank);
   std::unique_ptr<GroupBackends> backends;
   if (me != ranks.end()) {
     try {
-      backends = make_backends(name, static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size()));
+      backends = make_backends(name, key, static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size()));
     } catch (const c10::Error& error) {
       throw Error(str("rank ", launch.rank, " couldn't join group '", name, "' of ", ranks.size(),
                       " ranks: ", error.what_without_backtrace()));
     }
   }
-  ++num_groups_made;  // by non-members too: the store's keys have to agree
   auto group = std::make_shared<Group>(name, ranks, launch.rank, std::move(backends), recorder);
   if (group->contains_me() && group->size() > 1 && backend != "fake") check_sum(*group);
   return group;
@@ -249,14 +250,14 @@ void World::set_timeout(std::chrono::seconds timeout) const {
   for (auto& [ranks, group] : impl_->groups) group->set_timeout(timeout);
 }
 
-std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::string& name) const {
+std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose) const {
   TITAN_CHECK(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) &&
                   ranks.front() >= 0 && ranks.back() < size(),
               "group '", name, "' wants ascending ranks of a world of ", size(), ", got ", ranks.size(),
               " others");
   std::lock_guard lock(impl_->mutex);
-  auto& group = impl_->groups[ranks];
-  if (!group) group = impl_->make_group(ranks, name);
+  auto& group = impl_->groups[{ranks, purpose}];
+  if (!group) group = impl_->make_group(ranks, name, purpose);
   return group;
 }
 

@@ -12,7 +12,7 @@ std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
   if (size == 1 || size == shard.size()) return nullptr;
   const int first = shard.rank() / size * size;
   const std::vector<int> neighbours(shard.ranks().begin() + first, shard.ranks().begin() + first + size);
-  return shard.world().group(neighbours, shard.axes()[0].name + ".gather" + std::to_string(size));
+  return shard.world().group(neighbours, shard.axes()[0].name + ".gather" + std::to_string(size), "gather");
 }
 
 }  // namespace
@@ -26,7 +26,7 @@ MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshar
   groups.shard_rank = shard.rank();
   if (shard.size() > 1) {
     groups.gather = shard.group();
-    groups.reduce = shard.world().group(shard.ranks(), shard.axes()[0].name + ".reduce");
+    groups.reduce = shard.world().group(shard.ranks(), shard.axes()[0].name + ".reduce", "reduce");
     if (reshard.kind == ReshardAfterForward::Kind::ToSize) groups.small_gather = small_group(shard, reshard.size);
   }
   if (mesh.num_axes() == 2) {
