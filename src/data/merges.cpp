@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 
 namespace titan::data {
 namespace {
 
 constexpr size_t kScanned = 48;  // where the queue becomes faster than scanning
 
-// The heap's top is its greatest: the lowest rank, then the leftmost.
-constexpr auto kLater = [](const auto& a, const auto& b) {
-  return a.rank != b.rank ? a.rank > b.rank : a.position > b.position;
-};
+constexpr uint64_t kNothing = ~uint64_t{0};  // no candidate: the pair doesn't merge
 
 }  // namespace
 
@@ -50,16 +48,20 @@ void WordMerger::merge_by_scanning(const MergeTable& table, std::vector<int32_t>
   }
 }
 
-void WordMerger::push(const MergeTable& table, int32_t left) {
-  if (left < 0 || symbols_[left].next < 0) return;
-  Merge merge = table.find(symbols_[left].id, symbols_[symbols_[left].next].id);
-  if (merge.rank == Merge::kNever) return;
-  queue_.push_back({merge.rank, left, merge.id});
-  std::push_heap(queue_.begin(), queue_.end(), kLater);
+WordMerger::Candidate WordMerger::candidate(const MergeTable& table, int32_t left) const {
+  if (left < 0 || symbols_[left].next < 0) return kNothing;
+  uint32_t rank = table.find(symbols_[left].id, symbols_[symbols_[left].next].id).rank;
+  return rank == Merge::kNever ? kNothing : uint64_t{rank} << 32 | static_cast<uint32_t>(left);
+}
+
+void WordMerger::push(Candidate candidate) {
+  if (candidate == kNothing) return;
+  queue_.push_back(candidate);
+  std::push_heap(queue_.begin(), queue_.end(), std::greater<>());
 }
 
 WordMerger::Candidate WordMerger::pop() {
-  std::pop_heap(queue_.begin(), queue_.end(), kLater);
+  std::pop_heap(queue_.begin(), queue_.end(), std::greater<>());
   Candidate top = queue_.back();
   queue_.pop_back();
   return top;
@@ -71,20 +73,23 @@ void WordMerger::merge_by_queue(const MergeTable& table, std::vector<int32_t>& i
   symbols_.clear();
   queue_.clear();
   for (int32_t i = 0; i < count; ++i) symbols_.push_back({ids[i], i - 1, i + 1 < count ? i + 1 : -1});
-  for (int32_t i = 0; i < count; ++i) push(table, i);
+  for (int32_t i = 0; i < count; ++i)
+    if (Candidate pair = candidate(table, i); pair != kNothing) queue_.push_back(pair);
+  std::make_heap(queue_.begin(), queue_.end(), std::greater<>());
   while (!queue_.empty()) {
     Candidate top = pop();
-    Symbol& left = symbols_[top.position];
+    auto position = static_cast<int32_t>(top & 0xFFFFFFFF);
+    Symbol& left = symbols_[position];
     if (left.id == kGone || left.next < 0) continue;
     Symbol& right = symbols_[left.next];
-    if (table.find(left.id, right.id).rank != top.rank)
-      continue;  // a neighbour has changed since it was queued
-    left.id = top.id;
+    Merge merge = table.find(left.id, right.id);
+    if (merge.rank != top >> 32) continue;
+    left.id = merge.id;
     right.id = kGone;
     left.next = right.next;
-    if (left.next >= 0) symbols_[left.next].previous = top.position;
-    push(table, left.previous);
-    push(table, top.position);
+    if (left.next >= 0) symbols_[left.next].previous = position;
+    push(candidate(table, left.previous));
+    push(candidate(table, position));
   }
   ids.clear();
   for (int32_t i = 0; i >= 0; i = symbols_[i].next) ids.push_back(symbols_[i].id);

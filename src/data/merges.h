@@ -67,12 +67,12 @@ class WordMerger {
     int32_t previous;
     int32_t next;
   };
-  struct Candidate {
-    uint32_t rank;
-    int32_t position;
-    int32_t id;
-  };
-  void push(const MergeTable& table, int32_t left);
+  // A pair to merge, by its left symbol: the rank in the upper half, so that numbers compare as merges are
+  // due (lowest rank first, leftmost of equals). What it merges into is looked up again when its turn comes,
+  // as a neighbour may have changed.
+  using Candidate = uint64_t;
+  Candidate candidate(const MergeTable& table, int32_t left) const;
+  void push(Candidate candidate);
   Candidate pop();
 
   std::vector<Merge> pairs_;

@@ -1,0 +1,150 @@
+#include "titan/data/loader.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "prefetcher.h"
+#include "titan/core/error.h"
+
+namespace titan::data {
+
+class DataLoader::Impl {
+ public:
+  Impl(std::shared_ptr<const Feed> feed, const LoaderOptions& options)
+      : feed_(std::move(feed)), options_(options) {
+    TITAN_CHECK(options.dp_size >= 1 && options.dp_rank >= 0 && options.dp_rank < options.dp_size,
+                "data-parallel rank ", options.dp_rank, " of ", options.dp_size);
+    if (options.local_batch_size < 1)
+      throw ConfigError(
+          str("the local batch size is ", options.local_batch_size, "; it has to be at least 1"));
+    if (options_.global_batch_size < 0)
+      options_.global_batch_size = options.local_batch_size * options.dp_size;
+    feed_->check_shape(num_lanes(), options.seq_len);
+    restart();
+  }
+
+  int64_t num_lanes() const { return options_.global_batch_size; }
+
+  // As many as the rank with the most lanes needs.
+  int64_t num_micro_batches() const {
+    int64_t most_lanes = (num_lanes() + options_.dp_size - 1) / options_.dp_size;
+    return (most_lanes + options_.local_batch_size - 1) / options_.local_batch_size;
+  }
+
+  std::optional<std::vector<Batch>> next_step() {
+    TITAN_CHECK(next_micro_batch_ == 0, "next_step() between the micro-batches of a step");
+    return make_step();
+  }
+
+  std::optional<Batch> next() {
+    if (next_micro_batch_ == 0) {
+      auto step = make_step();
+      if (!step) return std::nullopt;
+      current_ = std::move(*step);
+    }
+    Batch batch = std::move(current_[next_micro_batch_]);
+    next_micro_batch_ = (next_micro_batch_ + 1) % current_.size();
+    return batch;
+  }
+
+  LoaderState state() const {
+    TITAN_CHECK(next_micro_batch_ == 0, "a loader has a state between steps only; ",
+                current_.size() - next_micro_batch_, " micro-batches of step ", steps_, " are left");
+    return {
+        .steps = steps_, .num_lanes = num_lanes(), .feed_fingerprint = feed_->fingerprint(), .lanes = lanes_};
+  }
+
+  void load_state(const LoaderState& state) {
+    TITAN_CHECK(state.feed_fingerprint == feed_->fingerprint(),
+                "the data have changed since the state was saved: it is of '", state.feed_fingerprint,
+                "', the config gives '", feed_->fingerprint(),
+                "'; resume with the same data, or start the data anew");
+    const LoaderState whole = merge({state});
+    begin_at(whole.steps,
+             whole.num_lanes == num_lanes() ? whole.lanes : feed_->redeal(whole.lanes, num_lanes()));
+  }
+
+  void restart() {
+    std::vector<LaneState> all;
+    for (int64_t lane = 0; lane < num_lanes(); ++lane) all.push_back(feed_->start(lane, num_lanes()));
+    begin_at(0, all);
+  }
+
+ private:
+  // Forgets what was made ahead. The threads start again with the next step.
+  void begin_at(int64_t steps, const std::vector<LaneState>& all) {
+    prefetcher_.reset();
+    current_.clear();
+    next_micro_batch_ = 0;
+    steps_ = steps;
+    end_.reset();
+    lanes_.clear();
+    for (int64_t lane = options_.dp_rank; lane < num_lanes(); lane += options_.dp_size)
+      lanes_.push_back(all[lane]);
+  }
+
+  Prefetcher& prefetcher() {
+    if (prefetcher_) return *prefetcher_;
+    std::vector<std::unique_ptr<Lane>> lanes;
+    for (const auto& state : lanes_) lanes.push_back(feed_->open(state, num_lanes()));
+    PrefetchOptions options{.num_rows = num_micro_batches() * options_.local_batch_size,
+                            .seq_len = options_.seq_len,
+                            .num_workers = options_.settings.num_workers,
+                            .num_ahead = options_.settings.prefetch_factor.value_or(2),
+                            .pin_memory = options_.settings.pin_memory};
+    prefetcher_ = std::make_unique<Prefetcher>(std::move(lanes), options);
+    return *prefetcher_;
+  }
+
+  std::optional<std::vector<Batch>> make_step() {
+    if (end_ && steps_ >= *end_) return std::nullopt;
+    PreparedStep step = prefetcher().take();
+    if (is_end(step)) return std::nullopt;
+    lanes_ = step.states;
+    ++steps_;
+    return cut(step);
+  }
+
+  // Only a rank whose own lanes have run dry has to ask whether the others have, which may be costly.
+  bool is_end(const PreparedStep& step) {
+    if (std::accumulate(step.valid.begin(), step.valid.end(), int64_t{0}) > 0) return false;
+    if (!end_) end_ = feed_->num_steps(num_lanes(), options_.seq_len);
+    return end_ && steps_ >= *end_;
+  }
+
+  std::vector<Batch> cut(const PreparedStep& step) const {
+    std::vector<Batch> batches;
+    int64_t rows = options_.local_batch_size;
+    for (int64_t first = 0; first < step.input.size(0); first += rows) {
+      int64_t valid = 0;
+      for (int64_t row = first; row < std::min<int64_t>(first + rows, step.valid.size()); ++row)
+        valid += step.valid[row];
+      batches.push_back({step.input.narrow(0, first, rows), step.labels.narrow(0, first, rows), valid});
+    }
+    return batches;
+  }
+
+  std::shared_ptr<const Feed> feed_;
+  LoaderOptions options_;
+  int64_t steps_ = 0;
+  std::optional<int64_t> end_;    // steps of a finite feed, once it was asked for
+  std::vector<LaneState> lanes_;  // of this rank, after the last step given
+  std::vector<Batch> current_;    // of next(): the step whose micro-batches are being given
+  size_t next_micro_batch_ = 0;
+  std::unique_ptr<Prefetcher> prefetcher_;
+};
+
+DataLoader::DataLoader(std::shared_ptr<const Feed> feed, const LoaderOptions& options)
+    : impl_(std::make_unique<Impl>(std::move(feed), options)) {}
+DataLoader::~DataLoader() = default;
+DataLoader::DataLoader(DataLoader&&) noexcept = default;
+
+std::optional<std::vector<Batch>> DataLoader::next_step() { return impl_->next_step(); }
+std::optional<Batch> DataLoader::next() { return impl_->next(); }
+int64_t DataLoader::num_micro_batches() const { return impl_->num_micro_batches(); }
+int64_t DataLoader::num_lanes() const { return impl_->num_lanes(); }
+LoaderState DataLoader::state() const { return impl_->state(); }
+void DataLoader::load_state(const LoaderState& state) { impl_->load_state(state); }
+void DataLoader::restart() { impl_->restart(); }
+
+}  // namespace titan::data

@@ -1,0 +1,115 @@
+#include "titan/data/packed_feed.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+
+#include "packed_lane.h"
+#include "titan/core/error.h"
+#include "titan/data/permutation.h"
+
+namespace titan::data {
+
+PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
+                       const PackingOptions& options)
+    : pieces_(std::move(source), options.piece_bytes), tokenizer_(std::move(tokenizer)), options_(options) {}
+
+void PackedFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
+  if (num_lanes < 1)
+    throw ConfigError(str("the global batch size is ", num_lanes, "; it has to be at least 1"));
+  if (seq_len < 1) throw ConfigError(str("training.seq_len is ", seq_len, "; it has to be at least 1"));
+}
+
+LaneState PackedFeed::start(int64_t lane, int64_t) const {
+  return {.lane = lane, .epoch = lane / num_pieces(), .position = lane % num_pieces()};
+}
+
+std::unique_ptr<Lane> PackedFeed::open(const LaneState& state, int64_t num_lanes) const {
+  TITAN_CHECK(
+      state.epoch >= 0 && state.position >= 0 && state.position < num_pieces() && state.token_offset >= 0,
+      "lane ", state.lane, " has no such place: epoch ", state.epoch, ", position ", state.position, " of ",
+      num_pieces(), ", token ", state.token_offset);
+  auto self = std::static_pointer_cast<const PackedFeed>(shared_from_this());
+  return std::make_unique<PackedLane>(std::move(self), state, num_lanes);
+}
+
+std::vector<LaneState> PackedFeed::redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const {
+  int64_t next = 0;  // counted through all epochs: no old lane has begun this piece or one behind it
+  for (const auto& lane : lanes) {
+    int64_t begun = lane.token_offset > 0 ? static_cast<int64_t>(lanes.size()) : 0;
+    next = std::max(next, lane.epoch * num_pieces() + lane.position + begun);
+  }
+  std::vector<LaneState> dealt;
+  for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    int64_t piece = next + lane;
+    dealt.push_back({.lane = lane, .epoch = piece / num_pieces(), .position = piece % num_pieces()});
+  }
+  return dealt;
+}
+
+void PackedFeed::tokens_at(int64_t epoch, int64_t position, std::string& text,
+                           std::vector<int32_t>& tokens) const {
+  int64_t index = position;
+  if (options_.shuffle)
+    index = Permutation(num_pieces(), options_.seed, static_cast<uint64_t>(epoch))(position);
+  Piece piece = pieces_.at(index);
+  pieces_.read(piece, text);
+  tokens.clear();
+  if (auto bos = tokenizer_->bos_id()) tokens.push_back(*bos);
+  tokenizer_->encode_into(text, tokens);
+  if (auto eos = tokenizer_->eos_id(); eos && piece.is_last) tokens.push_back(*eos);
+}
+
+int64_t PackedFeed::rows_of_lane(int64_t lane, int64_t num_lanes, int64_t seq_len) const {
+  int64_t count = 0;
+  std::string text;
+  std::vector<int32_t> tokens;
+  for (int64_t position = lane; position < num_pieces(); position += num_lanes) {
+    tokens_at(0, position, text, tokens);
+    count += static_cast<int64_t>(tokens.size());
+  }
+  // A last row needs two tokens for one label.
+  return count / (seq_len + 1) + (count % (seq_len + 1) >= 2);
+}
+
+int64_t PackedFeed::count_steps(int64_t num_lanes, int64_t seq_len) const {
+  std::atomic<int64_t> next_lane = 0;
+  std::mutex mutex;
+  int64_t steps = 0;
+  std::exception_ptr error;
+  auto work = [&] {
+    try {
+      for (int64_t lane; (lane = next_lane++) < num_lanes;) {
+        int64_t rows = rows_of_lane(lane, num_lanes, seq_len);
+        std::lock_guard lock(mutex);
+        steps = std::max(steps, rows);
+      }
+    } catch (...) {
+      std::lock_guard lock(mutex);
+      error = std::current_exception();
+    }
+  };
+  {
+    std::vector<std::jthread> threads(std::max(1u, std::thread::hardware_concurrency()));
+    for (auto& thread : threads) thread = std::jthread(work);
+  }
+  if (error) std::rethrow_exception(error);
+  return steps;
+}
+
+std::optional<int64_t> PackedFeed::num_steps(int64_t num_lanes, int64_t seq_len) const {
+  if (options_.repeat) return std::nullopt;
+  std::lock_guard lock(counted_mutex_);
+  auto [entry, is_new] = counted_.try_emplace({num_lanes, seq_len}, -1);
+  if (entry->second < 0) entry->second = count_steps(num_lanes, seq_len);
+  return entry->second;
+}
+
+std::string PackedFeed::fingerprint() const {
+  return str(pieces_.source().fingerprint(), ", ", tokenizer_->fingerprint(), ", pieces of ",
+             options_.piece_bytes, " bytes, ",
+             options_.shuffle ? str("shuffled by ", options_.seed) : std::string("in order"));
+}
+
+}  // namespace titan::data
