@@ -26,7 +26,7 @@ std::string_view name_of(Kind kind);
 Kind kind_of(const Value& value);
 
 /// As TOML writes it, and JSON too but for infinities: strings quoted and escaped, floats in the shortest
-/// form that reads back to the same double and is still a float (`1.0`, `8e-04`); std::monostate is `unset`.
+/// form that reads back to the same double and is still a float (`1.0`, `8e-4`); std::monostate is `unset`.
 std::string to_text(const Value& value);
 
 /// A string with quotes and escapes that TOML and JSON share.

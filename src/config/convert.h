@@ -1,0 +1,28 @@
+#pragma once
+
+// From what stands in a file or on the command line to a value that a field takes.
+
+#include <string>
+#include <string_view>
+
+#include "document.h"
+#include "titan/config/table.h"
+
+namespace titan::config {
+
+struct Converted {
+  Value value;
+  std::string problem;  ///< empty: `value` is right for the field
+};
+
+/// Checks type, constraint and refusal.
+Converted convert(const FieldInfo& field, const Raw& raw);
+
+/// A command-line word as the field's kind reads it: "none" unsets, "a,b" is a list, "a,b;c" a list of lists.
+/// A word that doesn't fit the kind stays a string, which convert() then refuses.
+Raw raw_of_word(const FieldInfo& field, std::string_view word);
+
+/// "an int", "a list of strings".
+std::string with_article(Kind kind);
+
+}  // namespace titan::config

@@ -1,0 +1,189 @@
+#include "titan/config/load.h"
+
+#include <set>
+
+#include "assignments.h"
+#include "catalog.h"
+#include "convert.h"
+
+namespace titan::config {
+namespace {
+
+/// Long values are cut: a message is a line.
+std::string shortened(std::string text) {
+  constexpr size_t kLongest = 100;
+  return text.size() <= kLongest ? text : text.substr(0, kLongest) + "...";
+}
+
+std::string shown_value(const Assignment& assignment) {
+  if (const auto* raw = std::get_if<Raw>(&assignment.given)) return shortened(to_text(*raw));
+  const Word& word = std::get<Word>(assignment.given);
+  return word ? shortened(*word) : "";
+}
+
+/// Sorts what was given into settings, problems and what has to wait for its table.
+class Loader {
+ public:
+  Loader(const Schema& schema, const Sources& sources, void* job)
+      : schema_(schema), job_(job), catalog_(schema) {
+    if (!sources.file.empty())
+      for (const Document& document : read_documents(sources.file, problems_)) take(document);
+    for (Assignment& assignment : read_words(sources.overrides, problems_)) take(std::move(assignment));
+  }
+
+  Origins run() {
+    apply_static();
+    for (const Section& section : schema_.sections())
+      if (section.resolve) apply_dynamic(section);
+    if (!problems_.empty()) throw ConfigError(std::move(problems_));
+    note_defaults();
+    return std::move(origins_);
+  }
+
+ private:
+  void take(const Document& document) {
+    std::set<std::string, std::less<>> unknown;
+    for (const Heading& heading : document.headings) {
+      if (catalog_.is_table(heading.name) || catalog_.dynamic_section_of(heading.name)) continue;
+      bool reported = unknown.count(table_of(heading.name)) != 0;
+      unknown.insert(heading.name);
+      if (!reported) report_heading(heading);
+    }
+    for (const Leaf& leaf : document.leaves)
+      if (unknown.count(table_of(leaf.name)) == 0) take({leaf.name, to_text(leaf.place), leaf.value});
+  }
+
+  void take(Assignment assignment) { assignments_.push_back(std::move(assignment)); }
+
+  void report_heading(const Heading& heading) {
+    const FieldInfo* field = catalog_.described(heading.name);
+    std::string what = field != nullptr ? str("is ", with_article(field->kind), ", not a table")
+                                        : str("unknown table", catalog_.suggest_table(heading.name));
+    problem_tables_.emplace(table_of(heading.name));
+    problems_.push_back(str(to_text(heading.place), ": [", heading.name, "]: ", what));
+  }
+
+  void apply_static() {
+    std::vector<Assignment> waiting;
+    for (Assignment& assignment : assignments_) {
+      if (catalog_.dynamic_section_of(assignment.name)) {
+        waiting.push_back(std::move(assignment));
+      } else {
+        apply(assignment, job_);
+      }
+    }
+    assignments_ = std::move(waiting);
+  }
+
+  void apply_dynamic(const Section& section) {
+    // Whose model is in doubt, whose arguments can't be judged.
+    for (const std::string& table : section.depends_on)
+      if (problem_tables_.count(table) != 0) return;
+    DynamicTable& table = section.table_of(job_);
+    try {
+      table = section.resolve(job_);
+    } catch (const ConfigError& error) {
+      problems_.insert(problems_.end(), error.problems().begin(), error.problems().end());
+      return;
+    }
+    catalog_.add_fields(section.name, table.fields);
+    for (const Assignment& assignment : assignments_)
+      if (catalog_.dynamic_section_of(assignment.name) == &section) apply(assignment, table.settings.get());
+  }
+
+  void apply(const Assignment& given, void* settings) {
+    Assignment assignment = without_no(given);
+    auto [name, field] = catalog_.find(assignment.name);
+    if (field == nullptr) return report(assignment, unknown_problem(assignment.name));
+    Raw raw;
+    if (auto* from_file = std::get_if<Raw>(&assignment.given)) {
+      raw = *from_file;
+    } else if (const Word& word = std::get<Word>(assignment.given)) {
+      raw = raw_of_word(*field, *word);
+    } else if (field->kind == Kind::Bool) {
+      raw = {true};
+    } else {
+      return report(assignment, str("needs a value (", name_of(field->kind), ")"));
+    }
+    Converted converted = convert(*field, raw);
+    if (!converted.problem.empty()) return report(assignment, converted.problem);
+    field->set(settings, converted.value);
+    origins_.set(name, {assignment.place, shown_value(assignment)});
+  }
+
+  /// `--section.no_key` is `--section.key false`, where there is such a bool.
+  Assignment without_no(const Assignment& assignment) const {
+    constexpr std::string_view kNo = "no_";
+    const auto* word = std::get_if<Word>(&assignment.given);
+    if (word == nullptr || word->has_value() || catalog_.described(assignment.name)) return assignment;
+    std::string_view key = key_of(assignment.name);
+    if (!key.starts_with(kNo)) return assignment;
+    std::string positive = str(table_of(assignment.name), ".", key.substr(kNo.size()));
+    const FieldInfo* field = catalog_.find(positive).field;
+    if (field == nullptr || field->kind != Kind::Bool) return assignment;
+    return {positive, "", Word("false")};
+  }
+
+  std::string unknown_problem(const std::string& name) const {
+    if (catalog_.is_table(name)) return str("is a table of settings, not a value");
+    return "unknown key" + catalog_.suggest_key(name);
+  }
+
+  void report(const Assignment& assignment, const std::string& what) {
+    problem_tables_.emplace(table_of(assignment.name));
+    problems_.push_back(to_text(assignment) + ": " + what);
+  }
+
+  void note_defaults() {
+    for (const Section& section : schema_.sections()) {
+      for (const FieldInfo& field : section.fields)
+        origins_.set_default(section.name + "." + field.key, to_text(field.get(job_)));
+      if (!section.resolve) continue;
+      const DynamicTable& table = section.table_of(job_);
+      for (const FieldInfo& field : table.fields)
+        origins_.set_default(section.name + "." + field.key, to_text(field.get(table.settings.get())));
+    }
+  }
+
+  const Schema& schema_;
+  void* job_;
+  Catalog catalog_;
+  std::vector<Assignment> assignments_;
+  std::vector<std::string> problems_;
+  std::set<std::string, std::less<>> problem_tables_;
+  Origins origins_;
+};
+
+}  // namespace
+
+std::string to_text(const Assignment& assignment) {
+  std::string value = shown_value(assignment);
+  std::string setting = value.empty() ? assignment.name : assignment.name + " = " + value;
+  return assignment.place.empty() ? "--" + setting : assignment.place + ": " + setting;
+}
+
+std::string Origins::origin_of(std::string_view name) const {
+  auto found = given_.find(name);
+  if (found == given_.end()) return "default";
+  return found->second.place.empty() ? "command line" : found->second.place;
+}
+
+std::string Origins::problem(std::string_view name, std::string_view what) const {
+  if (auto given = given_.find(name); given != given_.end()) {
+    const auto& [place, shown] = given->second;
+    return str(place.empty() ? "--" : place + ": ", name, shown.empty() ? "" : " = ", shown, ": ", what);
+  }
+  auto found = defaults_.find(name);
+  if (found == defaults_.end()) return str(name, ": ", what);
+  return str(name, " = ", found->second, " (default): ", what);
+}
+
+namespace detail {
+
+Origins load_into(const Schema& schema, const Sources& sources, void* scratch) {
+  return Loader(schema, sources, scratch).run();
+}
+
+}  // namespace detail
+
+}  // namespace titan::config

@@ -1,0 +1,56 @@
+#include "titan/config/schema.h"
+
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+
+namespace titan::config {
+namespace {
+
+struct Twice {
+  int64_t a = 0;
+};
+void describe(Table<Twice>& table) {
+  table.field("a", &Twice::a, "once");
+  table.field("a", &Twice::a, "twice");
+}
+
+struct Outside {
+  int64_t a = 0;
+};
+void describe(Table<Outside>& table) { table.field("a", &Outside::a, "one", at_least(1)); }
+
+struct Lost {};
+void describe(Table<Lost>& table) { table.mapped("old", "new", "renamed"); }
+
+struct Job {
+  Twice twice;
+  Outside outside{.a = 1};
+  Outside wrong;
+  Lost lost;
+};
+
+TEST(Schema, WrongDescriptionsAreOurBugs) {
+  auto schema = Schema::of<Job>();
+  EXPECT_THROW(schema.add("twice", &Job::twice), InternalError);
+  EXPECT_THROW(schema.add("wrong", &Job::wrong), InternalError);
+  EXPECT_THROW(schema.add("lost", &Job::lost), InternalError);
+  EXPECT_NO_THROW(schema.add("outside", &Job::outside)) << "the job's default counts";
+  EXPECT_THROW(schema.add("outside", &Job::outside), InternalError);
+  struct Other {
+    Outside outside{.a = 1};
+  };
+  EXPECT_THROW(schema.add("other", &Other::outside), InternalError);
+}
+
+TEST(Schema, FindsFieldsByFullName) {
+  auto schema = Schema::of<Job>();
+  schema.add("some.outside", &Job::outside);
+  ASSERT_NE(schema.find("some.outside.a"), nullptr);
+  EXPECT_EQ(schema.find("some.outside.a")->default_value, Value(int64_t{1}));
+  for (const char* name : {"some.outside.b", "some.outside", "some.outsidea", "a", ""})
+    EXPECT_EQ(schema.find(name), nullptr);
+}
+
+}  // namespace
+}  // namespace titan::config
