@@ -1,0 +1,58 @@
+#include "data/merges.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+namespace titan::data {
+namespace {
+
+// Merges over the alphabet {0, 1, 2, 3}: random pairs of known tokens become new ones.
+MergeTable random_table(int num_merges, uint32_t seed) {
+  std::mt19937 random(seed);
+  MergeTable table(num_merges);
+  for (int i = 0; i < num_merges; ++i) {
+    int known = 4 + i;
+    table.add(random() % known, random() % known, {static_cast<uint32_t>(i), 4 + i});
+  }
+  return table;
+}
+
+// The definition: the leftmost pair of lowest rank, again and again.
+std::vector<int32_t> merge_plainly(const MergeTable& table, std::vector<int32_t> ids) {
+  for (;;) {
+    size_t best = ids.size();
+    uint32_t rank = Merge::kNever;
+    for (size_t i = 0; i + 1 < ids.size(); ++i)
+      if (uint32_t r = table.find(ids[i], ids[i + 1]).rank; r < rank) best = i, rank = r;
+    if (best == ids.size()) return ids;
+    ids[best] = table.find(ids[best], ids[best + 1]).id;
+    ids.erase(ids.begin() + best + 1);
+  }
+}
+
+TEST(Merges, ShortAndLongWordsFollowTheDefinition) {
+  WordMerger merger;
+  std::mt19937 random(7);
+  for (uint32_t seed = 0; seed < 30; ++seed) {
+    MergeTable table = random_table(60, seed);
+    for (size_t length : {0, 1, 2, 3, 17, 48, 49, 200, 1000}) {
+      std::vector<int32_t> word(length);
+      for (auto& id : word) id = random() % 4;
+      auto merged = word;
+      merger.merge(table, merged);
+      EXPECT_EQ(merged, merge_plainly(table, word)) << "seed " << seed << ", length " << length;
+    }
+  }
+}
+
+TEST(Merges, UnknownPairsNeverMerge) {
+  MergeTable table(1);
+  table.add(1, 2, {0, 5});
+  EXPECT_EQ(table.find(1, 2).id, 5);
+  EXPECT_EQ(table.find(2, 1).rank, Merge::kNever);
+  EXPECT_EQ(MergeTable().find(0, 0).rank, Merge::kNever);
+}
+
+}  // namespace
+}  // namespace titan::data

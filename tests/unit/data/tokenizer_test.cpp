@@ -1,0 +1,193 @@
+#include "titan/data/tokenizer.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "data/byte_alphabet.h"
+#include "data/utf8.h"
+#include "temporary_folder.h"
+#include "titan/core/error.h"
+#include "titan/data/bpe_tokenizer.h"
+#include "titan/data/byte_tokenizer.h"
+
+namespace titan::data {
+namespace {
+
+using Json = nlohmann::json;
+using Ids = std::vector<int32_t>;
+
+// All bytes, two merges, two added tokens: the least that counts as byte-level BPE. Ids of bytes are the bytes.
+Json small_tokenizer() {
+  Json vocabulary;
+  for (int byte = 0; byte < 256; ++byte) {
+    std::string token;
+    append_utf8(byte_alphabet()[byte], token);
+    vocabulary[token] = byte;
+  }
+  vocabulary["ab"] = 256;
+  vocabulary["abc"] = 257;
+  vocabulary["bc"] = 258;
+  Json tree = Json::parse(R"({
+    "model": {"type": "BPE", "merges": [["b", "c"], ["a", "b"], ["a", "bc"]]},
+    "added_tokens": [{"id": 300, "content": "<s>", "special": true, "normalized": false},
+                     {"id": 301, "content": "<s>>", "special": true, "normalized": false}],
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "use_regex": true},
+    "decoder": {"type": "ByteLevel"}})");
+  tree["model"]["vocab"] = vocabulary;
+  return tree;
+}
+
+class BpeTest : public testing::Test {
+ protected:
+  BpeTokenizer build(const Json& tree) { return BpeTokenizer(folder_.write("tokenizer.json", tree.dump())); }
+  std::string refusal(const Json& tree) {
+    return message_of<ConfigError>([&] { build(tree); });
+  }
+  TemporaryFolder folder_;
+};
+
+TEST_F(BpeTest, MergesByRank) {
+  auto tokenizer = build(small_tokenizer());
+  EXPECT_EQ(tokenizer.encode("abc"), (Ids{257}));  // bc first, then a + bc
+  EXPECT_EQ(tokenizer.encode("ab"), (Ids{256}));
+  EXPECT_EQ(tokenizer.encode("abab"), (Ids{256, 256}));
+  EXPECT_EQ(tokenizer.encode(""), Ids{});
+  EXPECT_EQ(tokenizer.vocab_size(), 302);
+}
+
+TEST_F(BpeTest, MergesOfOlderFilesAreStrings) {
+  Json tree = small_tokenizer();
+  tree["model"]["merges"] = Json::parse(R"(["b c", "a b", "a bc"])");
+  EXPECT_EQ(build(tree).encode("abc"), (Ids{257}));
+}
+
+TEST_F(BpeTest, IgnoreMergesTakesWholeWords) {
+  Json tree = small_tokenizer();
+  tree["model"]["merges"] = Json::parse(R"(["b c"])");
+  EXPECT_EQ(build(tree).encode("abc"), (Ids{'a', 258}));
+  tree["model"]["ignore_merges"] = true;
+  EXPECT_EQ(build(tree).encode("abc"), (Ids{257}));
+}
+
+TEST_F(BpeTest, AddedTokensAreCutOutLongestFirst) {
+  auto tokenizer = build(small_tokenizer());
+  EXPECT_EQ(tokenizer.encode("ab<s>bc<s>><s"), (Ids{256, 300, 258, 301, '<', 's'}));
+}
+
+TEST_F(BpeTest, PrefixSpaces) {
+  Json tree = small_tokenizer();
+  tree["pre_tokenizer"]["add_prefix_space"] = true;
+  EXPECT_EQ(build(tree).encode("ab<s> b"), (Ids{' ', 256, 300, ' ', 'b'}));
+}
+
+TEST_F(BpeTest, DamagedTextBecomesTheReplacementCharacter) {
+  auto tokenizer = build(small_tokenizer());
+  EXPECT_EQ(tokenizer.encode("a\xFF"), tokenizer.encode("a\uFFFD"));
+  EXPECT_EQ(tokenizer.decode(Ids{0xE2, 0x82}), "\uFFFD");
+  EXPECT_EQ(tokenizer.decode(Ids{0xE2, 0x82, 0xAC, 300}), "€<s>");
+  EXPECT_THROW(tokenizer.decode(Ids{302}), Error);
+  EXPECT_THROW(tokenizer.decode(Ids{-1}), Error);
+}
+
+TEST_F(BpeTest, SplitsBehaveAsNamed) {
+  auto words = [&](const char* behavior, bool invert) {
+    Json tree = small_tokenizer();
+    Json split = {{"type", "Split"}, {"pattern", {{"String", "c"}}}, {"behavior", behavior}, {"invert", invert}};
+    Json bytes = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
+    tree["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", Json::array({split, bytes})}};
+    return build(tree).encode("abcab");
+  };
+  EXPECT_EQ(words("Isolated", false), (Ids{256, 'c', 256}));
+  EXPECT_EQ(words("Removed", false), (Ids{256, 256}));
+  EXPECT_EQ(words("Removed", true), (Ids{'c'}));
+  EXPECT_EQ(words("MergedWithPrevious", false), (Ids{257, 256}));
+  EXPECT_EQ(words("MergedWithNext", false), (Ids{256, 'c', 256}));
+}
+
+TEST_F(BpeTest, BosAndEosFromTheTemplateOrTheConfig) {
+  Json tree = small_tokenizer();
+  tree["post_processor"] = Json::parse(R"({"type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}]})");
+  EXPECT_EQ(build(tree).bos_id(), 300);
+  EXPECT_EQ(build(tree).eos_id(), std::nullopt);
+  folder_.write("tokenizer_config.json", R"({"bos_token": null, "eos_token": {"content": "<s>>"}})");
+  EXPECT_EQ(build(tree).bos_id(), 300);
+  EXPECT_EQ(build(tree).eos_id(), 301);
+  folder_.write("tokenizer_config.json", R"({"bos_token": "<nowhere>"})");
+  EXPECT_NE(refusal(tree).find("<nowhere>"), std::string::npos);
+}
+
+TEST_F(BpeTest, WhatIsNotUnderstoodIsNamed) {
+  auto with = [](const char* pointer, Json value) {
+    Json tree = small_tokenizer();
+    tree[Json::json_pointer(pointer)] = std::move(value);
+    return tree;
+  };
+  EXPECT_NE(refusal(with("/model/type", "Unigram")).find("Unigram"), std::string::npos);
+  EXPECT_NE(refusal(with("/model/byte_fallback", true)).find("byte_fallback"), std::string::npos);
+  EXPECT_NE(refusal(with("/normalizer", {{"type", "NFC"}})).find("NFC"), std::string::npos);
+  EXPECT_NE(refusal(with("/pre_tokenizer", {{"type", "Metaspace"}})).find("Metaspace"), std::string::npos);
+  EXPECT_NE(refusal(with("/decoder", {{"type", "Fuse"}})).find("Fuse"), std::string::npos);
+  EXPECT_NE(refusal(with("/added_tokens/0/lstrip", true)).find("lstrip"), std::string::npos);
+  EXPECT_NE(refusal(with("/model/merges/0", "x y z")).find("x y z"), std::string::npos);
+  EXPECT_NE(refusal(with("/model/vocab/a", -3)).find("-3"), std::string::npos);
+  EXPECT_EQ(refusal(with("/normalizer", Json::parse(R"({"type": "Sequence", "normalizers": []})"))), "");
+  Json tree = small_tokenizer();
+  tree["model"]["vocab"].erase("z");
+  EXPECT_NE(refusal(tree).find("122"), std::string::npos);
+  EXPECT_NE(message_of<ConfigError>([&] { BpeTokenizer(folder_.write("bad.json", "{")); }).find("bad.json"), std::string::npos);
+}
+
+// The ids and texts in tokenizer_golden.json are the `tokenizers` package's (scripts/make_tokenizer_golden.py).
+TEST(RepositoryTokenizer, EqualsTheTokenizersPackage) {
+  std::ifstream file(TITAN_SOURCE_DIR "/tests/unit/data/tokenizer_golden.json");
+  auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
+  for (const Json& sample : Json::parse(file)) {
+    auto ids = sample.at("ids").get<Ids>();
+    EXPECT_EQ(tokenizer->encode(sample.at("text").get<std::string>()), ids) << sample.at("text");
+    EXPECT_EQ(tokenizer->decode(ids), sample.at("text").get<std::string>());
+  }
+  EXPECT_EQ(tokenizer->vocab_size(), 2048);
+  EXPECT_EQ(tokenizer->bos_id(), 2046);
+  EXPECT_EQ(tokenizer->eos_id(), 2047);
+}
+
+TEST(RepositoryTokenizer, ThreadsShareIt) {
+  auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
+  std::ifstream file(TITAN_SOURCE_DIR "/tests/unit/data/tokenizer_test.cpp");
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  Ids expected = tokenizer->encode(text);
+  std::vector<Ids> got(4);
+  {
+    std::vector<std::jthread> threads;
+    for (auto& ids : got)
+      threads.emplace_back([&] {
+        for (int i = 0; i < 20; ++i) ids = tokenizer->encode(text);
+      });
+  }
+  for (const auto& ids : got) EXPECT_EQ(ids, expected);
+  EXPECT_EQ(tokenizer->decode(expected), text);
+}
+
+TEST(ByteTokenizer, KeepsEveryByte) {
+  ByteTokenizer tokenizer;
+  std::string text("a\0\xFF\n", 4);
+  EXPECT_EQ(tokenizer.encode(text), (Ids{'a', 0, 255, '\n'}));
+  EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), text);
+  EXPECT_EQ(tokenizer.decode(Ids{ByteTokenizer::kBos, 'a', ByteTokenizer::kEos}), "a");
+  EXPECT_THROW(tokenizer.decode(Ids{258}), Error);
+}
+
+TEST(BuildTokenizer, FindsOrRefuses) {
+  EXPECT_EQ(build_tokenizer("bytes")->vocab_size(), 258);
+  EXPECT_THROW(build_tokenizer("/nowhere"), ConfigError);
+  EXPECT_NO_THROW(check_vocabulary(ByteTokenizer(), 258));
+  auto message = message_of<ConfigError>([] { check_vocabulary(ByteTokenizer(), 256); });
+  EXPECT_NE(message.find("258"), message.npos);
+  EXPECT_NE(message.find("256"), message.npos);
+}
+
+}  // namespace
+}  // namespace titan::data
