@@ -34,7 +34,8 @@ void copy_into(const at::Tensor& out, const at::Tensor& in) {
   if (out.is_same(in) || (out.has_storage() && out.is_alias_of(in) && out.data_ptr() == in.data_ptr()))
     return;
   at::NoGradGuard no_grad;
-  at::Tensor target = out.detach();
+  // Its own version counter: a backend writes into memory without telling autograd, so this does neither.
+  at::Tensor target = out.variable_data();
   target.view(-1).copy_(in.reshape(-1), /*non_blocking=*/true);
 }
 

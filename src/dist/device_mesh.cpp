@@ -255,29 +255,13 @@ std::string group_name(const DeviceMesh& mesh) {
   return name.empty() ? "self" : name;
 }
 
-/// The world is covered by equal sub-meshes beside ours. All ranks make all of them, in the order of their
-/// first rank, because every rank has to make the same groups.
-std::shared_ptr<dist::Group> make_groups(const DeviceMesh& mesh, const DeviceMesh::Impl& own) {
-  std::shared_ptr<dist::Group> mine;
-  std::vector<bool> covered(static_cast<size_t>(own.world->size()), false);
-  for (int rank = 0; rank < own.world->size(); ++rank) {
-    if (covered[rank]) continue;
-    DeviceMesh::Impl sibling;
-    sibling.layout = own.layout;
-    fill_ranks(sibling, rank);
-    for (int member : sibling.ranks) covered[member] = true;
-    auto group = own.world->group(sibling.ranks, group_name(mesh));
-    if (group->contains_me()) mine = std::move(group);
-  }
-  return mine;
-}
-
 }  // namespace
 
 std::shared_ptr<dist::Group> DeviceMesh::group() const {
   const Impl& own = impl_ ? *impl_ : default_mesh();
   if (!own.group) {
-    own.group = size() == 1 ? dist::Group::alone(group_name(*this), own.ranks[0]) : make_groups(*this, own);
+    own.group = size() == 1 ? dist::Group::alone(group_name(*this), own.ranks[0])
+                            : own.world->group(own.ranks, group_name(*this));
   }
   return own.group;
 }

@@ -52,16 +52,20 @@ struct World::Impl {
   }
 
   // `key` names the group in the store: its members alone have to agree on it.
-  GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank, int size) const {
+  GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank,
+                    int size) const {
     const std::string prefix = str("group/", key, "/", kind);
     return {name, c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, size, timeout};
   }
-  std::unique_ptr<GroupBackends> make_backends(const std::string& name, const std::string& key, int rank, int size);
-  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose);
+  std::unique_ptr<GroupBackends> make_backends(const std::string& name, const std::string& key, int rank,
+                                               int size);
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
+                                    const std::string& purpose);
   void check_sum(Group& group) const;
 };
 
-std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::string& name, const std::string& key, int rank, int size) {
+std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::string& name, const std::string& key,
+                                                          int rank, int size) {
   if (size == 1) return nullptr;
   auto backends = std::make_unique<GroupBackends>();
   const GroupSpec host = spec_of(name, key, "gloo", rank, size);
@@ -76,14 +80,26 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::string& nam
   return backends;
 }
 
-std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose) {
+namespace {
+
+/// Short whatever the number of ranks: first, last, count and a hash (FNV-1a).
+std::string fingerprint(const std::vector<int>& ranks) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (const int rank : ranks) hash = (hash ^ static_cast<uint64_t>(rank)) * 1099511628211ULL;
+  return str(ranks.front(), "-", ranks.back(), "x", ranks.size(), ".", hash);
+}
+
+}  // namespace
+
+std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, const std::string& name,
+                                               const std::string& purpose) {
   const auto me = std::find(ranks.begin(), ranks.end(), launch.rank);
-  std::string key = purpose;
-  for (const int rank : ranks) key += "." + std::to_string(rank);
+  const std::string key = str(purpose, ".", fingerprint(ranks));
   std::unique_ptr<GroupBackends> backends;
   if (me != ranks.end()) {
     try {
-      backends = make_backends(name, key, static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size()));
+      backends =
+          make_backends(name, key, static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size()));
     } catch (const c10::Error& error) {
       throw Error(str("rank ", launch.rank, " couldn't join group '", name, "' of ", ranks.size(),
                       " ranks: ", error.what_without_backtrace()));
@@ -250,7 +266,8 @@ void World::set_timeout(std::chrono::seconds timeout) const {
   for (auto& [ranks, group] : impl_->groups) group->set_timeout(timeout);
 }
 
-std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose) const {
+std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::string& name,
+                                    const std::string& purpose) const {
   TITAN_CHECK(!ranks.empty() && std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) &&
                   ranks.front() >= 0 && ranks.back() < size(),
               "group '", name, "' wants ascending ranks of a world of ", size(), ", got ", ranks.size(),

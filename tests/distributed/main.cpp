@@ -1,3 +1,11 @@
+// The main function of every distributed test: one process per rank, started by `titan launch`. Rank 0 prints
+// what gtest prints; the others speak only when they fail.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <optional>
 
 #include <gtest/gtest.h>
@@ -5,18 +13,58 @@
 #include "distributed/world.h"
 
 namespace {
+
 std::optional<titan::dist::World> this_world;
+
+/// Prints failures only, with the rank in front.
+class FailurePrinter : public testing::EmptyTestEventListener {
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (!result.failed()) return;
+    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    std::fprintf(stderr, "%s.%s failed on rank %d\n%s:%d\n%s\n", test ? test->test_suite_name() : "",
+                 test ? test->name() : "", this_world->rank(), result.file_name() ? result.file_name() : "",
+                 result.line_number(), result.summary());
+  }
+};
+
+/// A rank whose test failed may have left out calls that its peers wait for: it ends at once, and the
+/// launcher ends them.
+class EndAtFailure : public testing::EmptyTestEventListener {
+  void OnTestEnd(const testing::TestInfo& test) override {
+    if (!test.result()->Failed()) return;
+    std::fflush(nullptr);
+    _exit(1);
+  }
+};
+
+void choose_output(int rank) {
+  auto& listeners = testing::UnitTest::GetInstance()->listeners();
+  auto* printer = listeners.Release(listeners.default_result_printer());
+  if (rank != 0) {
+    delete printer;
+    printer = new FailurePrinter;
+  }
+  listeners.Append(new EndAtFailure);
+  listeners.Append(
+      printer);  // after the line above: gtest goes through its listeners backwards when a test ends
+}
+
 }  // namespace
 
 namespace titan::testing {
 const dist::World& world() { return *this_world; }
 }  // namespace titan::testing
 
-// A rank that fails or throws leaves its peers waiting: the short time limit and the launcher end them.
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  this_world = titan::dist::init({.timeout = std::chrono::seconds(60)});
-  int failures = RUN_ALL_TESTS();
+  try {
+    this_world = titan::dist::init({.device = "cpu", .timeout = std::chrono::seconds(60)});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  choose_output(this_world->rank());
+  const int failures = RUN_ALL_TESTS();
   this_world.reset();
   return failures;
 }

@@ -46,8 +46,8 @@ class DeviceMesh {
   /// World ranks of this (sub-)mesh in row-major order.
   const std::vector<int>& ranks() const;
 
-  /// The group over all ranks of this (sub-)mesh, made at the first call. Collective over the *world*: all
-  /// ranks call it in the same order.
+  /// The group over all ranks of this (sub-)mesh, made at the first call: all its ranks have to come to that
+  /// call, in the same order as to those for their other groups.
   std::shared_ptr<dist::Group> group() const;
   /// The group along one axis; the same as (*this)[axis].group().
   std::shared_ptr<dist::Group> group(std::string_view axis) const;

@@ -46,10 +46,12 @@ class World {
   /// For calls of all groups from now on (a first step may take longer than the later ones).
   void set_timeout(std::chrono::seconds timeout) const;
 
-  /// The group of the given world ranks (ascending position = group rank), made once per list and purpose. All its members
-  /// have to make their groups in one order; others needn't take part, and get a group whose `contains_me()` is false.
-  /// Groups of another purpose over the same ranks are independent: their collectives need no common order.
-  std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::string& name, const std::string& purpose = "") const;
+  /// The group of the given world ranks (ascending position = group rank), made once per list and purpose.
+  /// All its members have to make their groups in one order; others needn't take part, and get a group whose
+  /// `contains_me()` is false. Groups of another purpose over the same ranks are independent: their
+  /// collectives need no common order.
+  std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::string& name,
+                               const std::string& purpose = "") const;
   /// All ranks.
   std::shared_ptr<Group> everyone() const;
 

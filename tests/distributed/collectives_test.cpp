@@ -1,0 +1,184 @@
+// Every collective over the real backend, against what the definition says, and what happens when ranks
+// disagree.
+
+#include "titan/dist/collectives.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "distributed/world.h"
+#include "titan/core/error.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/dist/flight_record.h"
+
+namespace titan {
+namespace {
+
+using dist::ReduceOp;
+using testing::world;
+constexpr dist::Label kLabel = {"test::phase", "layers.0"};
+
+/// Part `part` of what `rank` contributes: small whole numbers, exact in bf16.
+at::Tensor contribution(int rank, int part, int64_t n, at::ScalarType dtype) {
+  return (at::arange(n, at::kLong).remainder(5) + rank + 2 * part).to(dtype);
+}
+
+/// [size * n], all parts of `rank`.
+at::Tensor contributions(int rank, int size, int64_t n, at::ScalarType dtype) {
+  std::vector<at::Tensor> parts;
+  for (int part = 0; part < size; ++part) parts.push_back(contribution(rank, part, n, dtype));
+  return at::cat(parts);
+}
+
+class Collectives : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  dist::Group& group = *world().everyone();
+  const int size = group.size(), rank = group.rank();
+  const at::ScalarType dtype = GetParam();
+};
+
+// Sizes around the thresholds at which backends change their algorithm, and odd ones.
+const std::vector<int64_t> kSizes = {1, 7, 1000, 70001};
+
+TEST_P(Collectives, AllGather) {
+  for (const int64_t n : kSizes) {
+    at::Tensor out = at::zeros({size * n}, dtype);
+    group.all_gather(out, contribution(rank, 0, n, dtype), kLabel).wait();
+    for (int r = 0; r < size; ++r) EXPECT_TRUE(out.narrow(0, r * n, n).equal(contribution(r, 0, n, dtype)));
+  }
+}
+
+TEST_P(Collectives, AllGatherFromItsOwnPlace) {
+  const int64_t n = 1000;
+  at::Tensor out = at::zeros({size * n}, dtype);
+  at::Tensor mine = out.narrow(0, rank * n, n);
+  mine.copy_(contribution(rank, 0, n, dtype));
+  group.all_gather(out, mine, kLabel).wait();
+  for (int r = 0; r < size; ++r) EXPECT_TRUE(out.narrow(0, r * n, n).equal(contribution(r, 0, n, dtype)));
+}
+
+TEST_P(Collectives, ReduceScatter) {
+  for (const int64_t n : kSizes) {
+    const at::Tensor in = contributions(rank, size, n, dtype), before = in.clone();
+    at::Tensor out = at::zeros({n}, dtype), expected = at::zeros({n}, dtype);
+    group.reduce_scatter(out, in, kLabel).wait();
+    for (int r = 0; r < size; ++r) expected += contribution(r, rank, n, dtype);
+    EXPECT_TRUE(out.equal(expected)) << n;
+    EXPECT_TRUE(in.equal(before)) << "the input is left alone";
+  }
+}
+
+TEST_P(Collectives, AllReduce) {
+  for (const int64_t n : kSizes) {
+    at::Tensor sum = contribution(rank, 0, n, dtype), max = sum.clone(), min = sum.clone();
+    group.all_reduce(sum, ReduceOp::Sum, kLabel).wait();
+    group.all_reduce(max, ReduceOp::Max, kLabel).wait();
+    group.all_reduce(min, ReduceOp::Min, kLabel).wait();
+    at::Tensor expected = at::zeros({n}, dtype);
+    for (int r = 0; r < size; ++r) expected += contribution(r, 0, n, dtype);
+    EXPECT_TRUE(sum.equal(expected));
+    EXPECT_TRUE(max.equal(contribution(size - 1, 0, n, dtype)));
+    EXPECT_TRUE(min.equal(contribution(0, 0, n, dtype)));
+  }
+}
+
+TEST_P(Collectives, Broadcast) {
+  for (int root = 0; root < size; ++root) {
+    at::Tensor tensor = contribution(rank, 0, 100, dtype);
+    group.broadcast(tensor, root, kLabel).wait();
+    EXPECT_TRUE(tensor.equal(contribution(root, 0, 100, dtype)));
+  }
+}
+
+TEST_P(Collectives, AllToAll) {
+  for (const int64_t n : kSizes) {
+    at::Tensor out = at::zeros({size * n}, dtype);
+    group.all_to_all(out, contributions(rank, size, n, dtype), kLabel).wait();
+    for (int r = 0; r < size; ++r)
+      EXPECT_TRUE(out.narrow(0, r * n, n).equal(contribution(r, rank, n, dtype)));
+  }
+}
+
+TEST_P(Collectives, SendAndReceiveAroundTheRing) {
+  if (size == 1) GTEST_SKIP() << "needs a peer";
+  const at::Tensor mine = contribution(rank, 0, 1000, dtype);
+  at::Tensor from_left = at::zeros_like(mine), from_right = at::zeros_like(mine);
+  const int left = (rank + size - 1) % size, right = (rank + 1) % size;
+  dist::Work to_right = group.send(mine, right, kLabel), to_left = group.send(mine + 1, left, kLabel);
+  group.receive(from_left, left, kLabel).wait();
+  group.receive(from_right, right, kLabel).wait();
+  to_right.wait();
+  to_left.wait();
+  EXPECT_TRUE(from_left.equal(contribution(left, 0, 1000, dtype)) || size == 2);
+  if (size > 2) EXPECT_TRUE(from_right.equal(contribution(right, 0, 1000, dtype) + 1));
+}
+
+INSTANTIATE_TEST_SUITE_P(Types, Collectives, ::testing::Values(at::kFloat, at::kBFloat16, at::kDouble),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+TEST(HostValues, SumsMaximaAndTexts) {
+  auto& group = *world().everyone();
+  const int size = group.size();
+  EXPECT_EQ(group.sum(0.5 * group.rank(), kLabel), 0.25 * size * (size - 1));
+  EXPECT_EQ(group.max(-1.0 - group.rank(), kLabel), -1.0);
+  EXPECT_EQ(group.sum((int64_t{1} << 53) + group.rank(), kLabel),
+            size * (int64_t{1} << 53) + size * (size - 1) / 2);
+  const auto texts = group.all_gather_text(std::string(static_cast<size_t>(group.rank()), 'x'), kLabel);
+  for (int r = 0; r < size; ++r) EXPECT_EQ(texts[r], std::string(static_cast<size_t>(r), 'x'));
+}
+
+TEST(Overlap, CallsInFlightKeepTheirResultsApart) {
+  auto& group = *world().everyone();
+  const int size = group.size();
+  std::vector<at::Tensor> outs;
+  std::vector<dist::Work> works;
+  for (int call = 0; call < 8; ++call) {
+    outs.push_back(at::zeros({size * 5000}));
+    works.push_back(group.all_gather(outs.back(), at::full({5000}, 100.0 * call + group.rank()), kLabel));
+  }
+  for (auto& work : works) work.wait();
+  for (int call = 0; call < 8; ++call) {
+    for (int r = 0; r < size; ++r) EXPECT_EQ(outs[call][r * 5000 + 4999].item<double>(), 100.0 * call + r);
+  }
+}
+
+TEST(Overlap, ADroppedWorkIsFinished) {
+  auto& group = *world().everyone();
+  at::Tensor tensor = at::ones({100000});
+  static_cast<void>(group.all_reduce(tensor, ReduceOp::Sum, kLabel));
+  EXPECT_EQ(tensor.sum().item<double>(), 100000.0 * group.size());
+}
+
+TEST(Meshes, GroupsAlongAxesOfTheRealWorld) {
+  if (world().size() != 4) GTEST_SKIP() << "made for 4 ranks";
+  const auto mesh = DeviceMesh::create(world(), {{"dp_replicate", 2}, {"dp_shard", -1}, {"tp", 1}});
+  const int rank = world().rank();
+  EXPECT_EQ(mesh.group("dp_shard")->sum(int64_t{rank}, kLabel), rank < 2 ? 1 : 5);
+  EXPECT_EQ(mesh.group("dp_replicate")->sum(int64_t{rank}, kLabel), rank % 2 ? 4 : 2);
+  EXPECT_EQ(mesh.group("tp")->sum(int64_t{rank}, kLabel), rank);
+  EXPECT_EQ(mesh.flatten({"dp_replicate", "dp_shard"}, "dp").group()->sum(int64_t{rank}, kLabel), 6);
+  EXPECT_EQ(mesh.group(), world().everyone());
+}
+
+// Rank 0 waits for a call that the others never make.
+TEST(Failures, ATimeOutNamesTheCall) {
+  if (world().size() == 1) GTEST_SKIP() << "needs a peer";
+  auto group = world().group(world().everyone()->ranks(), "lonely", "time-out test");
+  group->set_timeout(std::chrono::milliseconds(300));
+  if (world().rank() == 0) {
+    at::Tensor tensor = at::zeros({8});
+    try {
+      group->all_reduce(tensor, ReduceOp::Sum, {"fsdp::reduce", "layers.7"}).wait();
+      ADD_FAILURE() << "nobody else called";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("all_reduce in group 'lonely' failed on its rank 0 of"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("fsdp::reduce layers.7, 32 bytes"));
+    }
+    EXPECT_EQ(world().recorder().snapshot().back().state, dist::CallState::Failed);
+  }
+  world().everyone()->barrier(kLabel).wait();
+}
+
+}  // namespace
+}  // namespace titan

@@ -1,0 +1,163 @@
+#include "dist/environment.h"
+
+#include <map>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+
+namespace titan::dist {
+namespace {
+
+using ::testing::HasSubstr;
+
+Launch read(std::map<std::string, std::string> variables) {
+  return read_launch([variables](const char* name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    if (found == variables.end()) return {};
+    return found->second;
+  });
+}
+
+std::string problem_of(const std::map<std::string, std::string>& variables) {
+  try {
+    read(variables);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no problem";
+}
+
+TEST(Environment, NoneIsOneRank) {
+  const Launch launch = read({});
+  EXPECT_EQ(launch.by, "none");
+  EXPECT_EQ(launch.rank, 0);
+  EXPECT_EQ(launch.size, 1);
+}
+
+TEST(Environment, Torchrun) {
+  const Launch launch = read({{"RANK", "3"},
+                              {"WORLD_SIZE", "4"},
+                              {"LOCAL_RANK", "1"},
+                              {"LOCAL_WORLD_SIZE", "2"},
+                              {"MASTER_ADDR", "head"},
+                              {"MASTER_PORT", "29500"},
+                              {"TORCHELASTIC_RUN_ID", "x"},
+                              {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                              {"TORCHELASTIC_RESTART_COUNT", "2"}});
+  EXPECT_EQ(launch.by, "torchrun");
+  EXPECT_EQ(launch.rank, 3);
+  EXPECT_EQ(launch.size, 4);
+  EXPECT_EQ(launch.local_rank, 1);
+  EXPECT_EQ(launch.local_size, 2);
+  EXPECT_EQ(launch.store_host, "head");
+  EXPECT_EQ(launch.store_port, 29500);
+  EXPECT_FALSE(launch.serves_store);
+  EXPECT_EQ(launch.store_prefix, "attempt_2/");
+}
+
+TEST(Environment, TorchrunInsideATaskIgnoresTheTask) {
+  const Launch launch = read({{"RANK", "5"},
+                              {"WORLD_SIZE", "16"},
+                              {"MASTER_ADDR", "a"},
+                              {"MASTER_PORT", "1"},
+                              {"TORCHELASTIC_RUN_ID", "x"},
+                              {"SLURM_PROCID", "0"},
+                              {"SLURM_NTASKS", "2"}});
+  EXPECT_EQ(launch.rank, 5);
+  EXPECT_EQ(launch.size, 16);
+}
+
+TEST(Environment, Slurm) {
+  const Launch launch = read({{"SLURM_PROCID", "5"},
+                              {"SLURM_NTASKS", "7"},
+                              {"SLURM_LOCALID", "1"},
+                              {"SLURM_NODEID", "1"},
+                              {"SLURM_TASKS_PER_NODE", "4,3"},
+                              {"SLURM_JOB_ID", "123456"},
+                              {"SLURM_NODELIST", "gpu[07-08]"}});
+  EXPECT_EQ(launch.by, "slurm");
+  EXPECT_EQ(launch.rank, 5);
+  EXPECT_EQ(launch.size, 7);
+  EXPECT_EQ(launch.local_rank, 1);
+  EXPECT_EQ(launch.local_size, 3);
+  EXPECT_EQ(launch.store_host, "gpu07");
+  EXPECT_GE(launch.store_port, 12000);
+  EXPECT_LT(launch.store_port, 32000);
+}
+
+TEST(Environment, SlurmPortsDifferBetweenJobsAndSteps) {
+  const auto port = [](const char* job, const char* step) {
+    return read({{"SLURM_PROCID", "0"},
+                 {"SLURM_NTASKS", "2"},
+                 {"SLURM_JOB_ID", job},
+                 {"SLURM_STEP_ID", step},
+                 {"SLURM_NODELIST", "a"}})
+        .store_port;
+  };
+  EXPECT_NE(port("100", "0"), port("101", "0"));
+  EXPECT_NE(port("100", "0"), port("100", "1"));
+}
+
+TEST(Environment, AnAllocationWithoutATaskIsOneRank) {
+  EXPECT_EQ(read({{"SLURM_NTASKS", "8"}, {"SLURM_NODELIST", "a"}}).by, "none");
+}
+
+TEST(Environment, OpenMpi) {
+  const Launch launch = read({{"OMPI_COMM_WORLD_RANK", "1"},
+                              {"OMPI_COMM_WORLD_SIZE", "2"},
+                              {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                              {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+  EXPECT_EQ(launch.by, "openmpi");
+  EXPECT_EQ(launch.rank, 1);
+  EXPECT_EQ(launch.local_size, 2);
+  EXPECT_EQ(launch.store_host, "127.0.0.1");
+  EXPECT_GT(launch.store_port, 0);
+}
+
+TEST(Environment, OpenMpiOnSeveralHostsWantsAnAddress) {
+  EXPECT_THAT(problem_of({{"OMPI_COMM_WORLD_RANK", "0"},
+                          {"OMPI_COMM_WORLD_SIZE", "4"},
+                          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                          {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}}),
+              HasSubstr("MASTER_ADDR isn't set"));
+}
+
+TEST(Environment, DisagreementIsLoud) {
+  const std::map<std::string, std::string> common = {
+      {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}, {"RANK", "0"}};
+  auto sizes = common;
+  sizes.insert({{"WORLD_SIZE", "2"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}});
+  EXPECT_THAT(problem_of(sizes), HasSubstr("WORLD_SIZE=2 (env) but SLURM_NTASKS=4 (slurm)"));
+  auto ranks = common;
+  ranks.insert({{"WORLD_SIZE", "4"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "3"}});
+  EXPECT_THAT(problem_of(ranks), HasSubstr("RANK=0 (env) but SLURM_PROCID=3 (slurm)"));
+  auto mpi = common;
+  mpi.insert({{"WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_RANK", "0"}});
+  EXPECT_THAT(problem_of(mpi), HasSubstr("OMPI_COMM_WORLD_SIZE=8"));
+}
+
+TEST(Environment, MpirunInsideABatchScriptSeesTheScriptsTask) {
+  EXPECT_EQ(read({{"OMPI_COMM_WORLD_RANK", "3"},
+                  {"OMPI_COMM_WORLD_SIZE", "4"},
+                  {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
+                  {"OMPI_COMM_WORLD_LOCAL_RANK", "3"},
+                  {"SLURM_PROCID", "0"},
+                  {"SLURM_NTASKS", "4"}})
+                .rank,
+            3);
+}
+
+TEST(Environment, AllProblemsAtOnce) {
+  const std::string problem = problem_of({{"RANK", "two"}, {"WORLD_SIZE", "2"}});
+  EXPECT_THAT(problem, HasSubstr("RANK=two isn't a non-negative number"));
+  EXPECT_THAT(problem, HasSubstr("MASTER_ADDR"));
+  EXPECT_THAT(problem, HasSubstr("MASTER_PORT"));
+  EXPECT_THAT(problem_of({{"RANK", "0"}}), HasSubstr("WORLD_SIZE isn't"));
+  EXPECT_THAT(problem_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
+              HasSubstr("RANK=2 isn't a rank of WORLD_SIZE=2"));
+}
+
+}  // namespace
+}  // namespace titan::dist
