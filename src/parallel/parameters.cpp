@@ -23,28 +23,37 @@ DTensor whole(const at::Tensor& tensor) {
   return result;
 }
 
-// Walks the modules with the group that manages each one's own parameters; modules of LibTorch belong to the hookable one around them.
+// Walks the modules with the group that manages each one's own parameters; modules of LibTorch belong to the
+// hookable one around them.
 class ParameterList {
  public:
   void walk(torch::nn::Module& module, const std::string& prefix, ParamGroup* group) {
     const auto* host = dynamic_cast<const nn::HookHost*>(&module);
     if (host) group = dynamic_cast<ParamGroup*>(host->param_owner.get());
-    for (const auto& named : module.named_parameters(/*recurse=*/false)) add(prefix + named.key(), named.key(), named.value(), host, group);
+    for (const auto& named : module.named_parameters(/*recurse=*/false))
+      add(prefix + named.key(), named.key(), named.value(), host, group);
     for (const auto& child : module.named_children()) walk(*child.value(), prefix + child.key() + ".", group);
   }
   std::vector<Parameter> take() { return std::move(list_); }
 
  private:
-  void add(const std::string& full_name, const std::string& name, const at::Tensor& compute, const nn::HookHost* host, ParamGroup* group) {
-    auto known = std::find_if(list_.begin(), list_.end(), [&](const Parameter& p) { return p.compute.is_same(compute); });
+  void add(const std::string& full_name, const std::string& name, const at::Tensor& compute,
+           const nn::HookHost* host, ParamGroup* group) {
+    auto known = std::find_if(list_.begin(), list_.end(),
+                              [&](const Parameter& p) { return p.compute.is_same(compute); });
     if (known == list_.end()) {
       const int64_t slot = group ? group->find(compute) : -1;
-      known = list_.insert(known, {full_name, slot >= 0 ? group->shard(static_cast<size_t>(slot)) : whole(compute), compute, {}, false});
+      known = list_.insert(known, {full_name,
+                                   slot >= 0 ? group->shard(static_cast<size_t>(slot)) : whole(compute),
+                                   compute,
+                                   {},
+                                   false});
     }
     if (!host) return;
     for (const nn::ParamInit& declared : host->param_inits()) {
       if (declared.name != name) continue;
-      known->init = declared.init;  // of a tied parameter the last declaration counts: the output's, as TorchTitan's
+      known->init =
+          declared.init;  // of a tied parameter the last declaration counts: the output's, as TorchTitan's
       known->has_init = true;
     }
   }
@@ -81,15 +90,18 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
   const std::vector<bool> deferred = find_deferred(list);
   for (const auto& module : root.module().modules()) {
     auto* host = dynamic_cast<nn::HookHost*>(module.get());
-    if (auto* group = host ? dynamic_cast<ParamGroup*>(host->param_owner.get()) : nullptr) group->allocate_shards();
+    if (auto* group = host ? dynamic_cast<ParamGroup*>(host->param_owner.get()) : nullptr)
+      group->allocate_shards();
   }
   for (size_t i = 0; i < list.size(); ++i) {
     if (!deferred[i]) continue;
     const Parameter& parameter = list[i];
-    TITAN_CHECK(parameter.has_init, "materialize: parameter '", parameter.name, "' is deferred, but its module declares no distribution for it");
+    TITAN_CHECK(parameter.has_init, "materialize: parameter '", parameter.name,
+                "' is deferred, but its module declares no distribution for it");
     if (is_deferred(parameter.data.local)) param_storage::allocate(parameter.data.local);
     if (parameter.data.local.is_meta() || parameter.data.local.numel() == 0) continue;
-    nn::fill(parameter.data.local.variable_data(), parameter.init, seed, parameter.name, parameter.data.global_shape, parameter.data.box);
+    nn::fill(parameter.data.local.variable_data(), parameter.init, seed, parameter.name,
+             parameter.data.global_shape, parameter.data.box);
     torch::autograd::impl::bump_version(parameter.data.local);
   }
   const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].data.local.device();

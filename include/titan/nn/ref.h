@@ -24,14 +24,17 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
   /// Calls forward through the hook slots. Arguments are taken by value where a hook may replace them.
   template <class... Args>
   auto operator()(Args&&... args) const {
-    HookHost& host = **this;
+    HookHost& host = impl();
     DepthGuard entered(host);
-    if (!host.is_wrapped() && !host.label_hook) return this->get()->forward(std::forward<Args>(args)...);
+    if (!host.is_wrapped() && !host.label_hook) return impl().forward(std::forward<Args>(args)...);
     auto arguments = std::tuple<std::decay_t<Args>...>(std::forward<Args>(args)...);
     return call_hooked(host, arguments);
   }
 
  private:
+  // A handle's constness isn't its module's.
+  Impl& impl() const { return *this->ptr(); }
+
   struct DepthGuard {
     explicit DepthGuard(HookHost& host) : host(host) { ++host.depth_; }
     ~DepthGuard() { --host.depth_; }
@@ -53,19 +56,20 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
   template <class Arguments>
   auto call_inner(HookHost& host, Arguments& arguments) const {
     if (host.prepare_input_hook) host.prepare_input_hook->pre_forward(host, tensor_refs(arguments));
-    auto result = std::apply([this](auto&... values) { return this->get()->forward(values...); }, arguments);
+    auto result = std::apply([this](auto&... values) { return impl().forward(values...); }, arguments);
     if (host.prepare_output_hook) host.prepare_output_hook->post_forward(host, tensor_refs(result));
     return result;
   }
 
-  // The checkpoint hook sees a function from tensors to tensors; everything else of the arguments is captured by value.
+  // The checkpoint hook sees a function from tensors to tensors; everything else of the arguments is captured
+  // by value.
   template <class Arguments>
   auto call_checkpointed(HookHost& host, Arguments& arguments) const {
     using Result = decltype(call_inner(host, arguments));
     auto shape_of_result = std::make_shared<std::optional<Result>>();
     Ref self = *this;
     auto run = [self, arguments, shape_of_result](const TensorList& inputs) mutable {
-      HookHost& host = *self;
+      HookHost& host = self.impl();
       DepthGuard entered(host);
       Arguments values = arguments;
       replace_tensors(tensor_refs(values), inputs);
@@ -87,8 +91,9 @@ class AnyRef {
   template <class Impl>
   AnyRef(const Ref<Impl>& ref) : host_(ref.ptr().get()), module_(ref.ptr()) {}  // NOLINT: implicit by design
   template <class Impl>
-    requires std::derived_from<Impl, HookHost> && std::derived_from<Impl, torch::nn::Module>
-  AnyRef(std::shared_ptr<Impl> impl) : host_(impl.get()), module_(std::move(impl)) {}  // NOLINT
+  requires std::derived_from<Impl, HookHost> && std::derived_from<Impl, torch::nn::Module> AnyRef(
+      std::shared_ptr<Impl> impl)
+      : host_(impl.get()), module_(std::move(impl)) {}  // NOLINT
 
   HookHost& host() const { return *host_; }
   torch::nn::Module& module() const { return *module_; }
@@ -101,9 +106,10 @@ class AnyRef {
 
 }  // namespace titan::nn
 
-/// Declares `Name` as the handle of `Name##Impl`: a class of its own, so that it can be forward-declared and has short messages.
-#define TITAN_MODULE(Name)                               \
-  class Name : public ::titan::nn::Ref<Name##Impl> {     \
-   public:                                               \
-    using ::titan::nn::Ref<Name##Impl>::Ref;             \
+/// Declares `Name` as the handle of `Name##Impl`: a class of its own, so that it can be forward-declared and
+/// has short messages.
+#define TITAN_MODULE(Name)                           \
+  class Name : public ::titan::nn::Ref<Name##Impl> { \
+   public:                                           \
+    using ::titan::nn::Ref<Name##Impl>::Ref;         \
   }

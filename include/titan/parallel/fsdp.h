@@ -1,10 +1,11 @@
 #pragma once
 
-// fully_shard: per-parameter sharding as FSDP2's. Each call makes one group = one all-gather before use and one
-// reduce-scatter after; parameters are sharded on dim 0 over the mesh's last axis and replicated over the one before (HSDP).
-// DDP is (replicate N, shard 1), one rank is N = 1: the same engine.
+// fully_shard: per-parameter sharding as FSDP2's. Each call makes one group = one all-gather before use and
+// one reduce-scatter after; parameters are sharded on dim 0 over the mesh's last axis and replicated over the
+// one before (HSDP). DDP is (replicate N, shard 1), one rank is N = 1: the same engine.
 //
-// Apply bottom-up: layers first, the root last; a group owns the parameters below its modules that no earlier call took.
+// Apply bottom-up: layers first, the root last; a group owns the parameters below its modules that no earlier
+// call took.
 
 #include <cstdint>
 #include <initializer_list>
@@ -26,7 +27,8 @@ struct ReshardAfterForward {
     Default,  ///< Always, but for the root group Never (its backward comes first)
     Always,
     Never,
-    ToSize,   ///< keep them sharded over `size` neighbouring ranks (a divisor of the shard axis): a smaller, faster gather in the backward
+    ToSize,  ///< keep them sharded over `size` neighbouring ranks (a divisor of the shard axis): a smaller,
+             ///< faster gather in the backward
   };
   Kind kind = Kind::Default;
   int size = 0;
@@ -37,29 +39,33 @@ struct ReshardAfterForward {
 };
 
 struct FsdpOptions {
-  DeviceMesh mesh;                                   ///< one axis (shard) or two (replicate, shard)
-  std::optional<at::ScalarType> param_dtype;         ///< gather and compute; default: the parameter's own
-  std::optional<at::ScalarType> reduce_dtype;        ///< of gradients on the wire and in the sum; default: param_dtype
-  std::optional<at::ScalarType> output_dtype;        ///< floating outputs are cast to it
-  bool cast_forward_inputs = true;                   ///< floating inputs are cast to param_dtype
+  DeviceMesh mesh;                            ///< one axis (shard) or two (replicate, shard)
+  std::optional<at::ScalarType> param_dtype;  ///< gather and compute; default: the parameter's own
+  std::optional<at::ScalarType>
+      reduce_dtype;  ///< of gradients on the wire and in the sum; default: param_dtype
+  std::optional<at::ScalarType> output_dtype;  ///< floating outputs are cast to it
+  bool cast_forward_inputs = true;             ///< floating inputs are cast to param_dtype
   ReshardAfterForward reshard_after_forward;
-  bool reduce_every_micro_batch = true;              ///< false: keep whole gradients until the last micro-batch (memory is logged)
-  bool cpu_offload = false;                          ///< shards in pinned host memory; GPUs only
+  bool reduce_every_micro_batch =
+      true;                  ///< false: keep whole gradients until the last micro-batch (memory is logged)
+  bool cpu_offload = false;  ///< shards in pinned host memory; GPUs only
 };
 
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
-/// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default: true).
+/// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:
+/// true).
 void set_last_micro_batch(const nn::AnyRef& root, bool last);
-/// After the optimizer has written the shards: gathered copies are stale. Called by titan's optimizers' users once a step (the trainer does).
+/// After the optimizer has written the shards: gathered copies are stale. Called by titan's optimizers' users
+/// once a step (the trainer does).
 void parameters_changed(const nn::AnyRef& root);
 
 /// Numbers for tests and logs, summed over the groups below `root`.
 struct FsdpStats {
   int64_t groups = 0;
-  int64_t gathered_groups = 0;          ///< with gathered storages right now
-  int64_t max_gathered_groups = 0;      ///< high-water mark since the last call
+  int64_t gathered_groups = 0;                   ///< with gathered storages right now
+  int64_t max_gathered_groups = 0;               ///< high-water mark since the last call
   int64_t communication_buffer_allocations = 0;  ///< since construction; constant from the third step on
   int64_t sharded_bytes = 0;
 };

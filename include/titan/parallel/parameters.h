@@ -15,18 +15,18 @@ namespace titan {
 
 /// A parameter as this rank owns it.
 struct Parameter {
-  std::string name;      ///< dotted, as TorchTitan's; of a tied parameter the first in registration order
-  DTensor data;          ///< data.local is the leaf that the optimizer writes; its gradient is data.local.grad()
-  at::Tensor compute;    ///< what the modules use; the same tensor as data.local without fully_shard
-  nn::Init init;         ///< as declared by its module
+  std::string name;  ///< dotted, as TorchTitan's; of a tied parameter the first in registration order
+  DTensor data;      ///< data.local is the leaf that the optimizer writes; its gradient is data.local.grad()
+  at::Tensor compute;  ///< what the modules use; the same tensor as data.local without fully_shard
+  nn::Init init;       ///< as declared by its module
   bool has_init = false;
 };
 
 /// All parameters below `root` in registration order, tied ones once.
 std::vector<Parameter> parameters(const nn::AnyRef& root);
 
-/// Allocates and draws what this rank owns of every deferred parameter, and fills the buffers. Values depend on `seed`,
-/// the parameter's name and global index alone. Parameters that have values already keep them.
+/// Allocates and draws what this rank owns of every deferred parameter, and fills the buffers. Values depend
+/// on `seed`, the parameter's name and global index alone. Parameters that have values already keep them.
 void materialize(const nn::AnyRef& root, uint64_t seed);
 
 }  // namespace titan

@@ -13,11 +13,12 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Stands where a leaf has AccumulateGrad: runs before all else that is ready, so that a group has its gradients before its
-// module's backward is over.
+// Stands where a leaf has AccumulateGrad: runs before all else that is ready, so that a group has its
+// gradients before its module's backward is over.
 class GradientNode : public Node {
  public:
-  GradientNode(std::weak_ptr<ParamGroup> group, size_t slot) : Node(/*sequence_nr=*/UINT64_MAX), group_(std::move(group)), slot_(slot) {}
+  GradientNode(std::weak_ptr<ParamGroup> group, size_t slot)
+      : Node(/*sequence_nr=*/UINT64_MAX), group_(std::move(group)), slot_(slot) {}
 
   variable_list apply(variable_list&& grads) override {
     const auto group = group_.lock();

@@ -28,8 +28,9 @@ class GroupSink : public ops::GradSink {
   size_t slot_;
 };
 
-/// Replaces the inputs that require gradients by themselves behind one identity node: `done` is called when the gradients of all
-/// of them are there, i.e. when the module's backward is over. False when no input requires a gradient.
+/// Replaces the inputs that require gradients by themselves behind one identity node: `done` is called when
+/// the gradients of all of them are there, i.e. when the module's backward is over. False when no input
+/// requires a gradient.
 bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done);
 
 /// Calls `needed` when the gradient of one of the outputs arrives.

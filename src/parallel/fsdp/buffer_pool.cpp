@@ -32,20 +32,21 @@ at::Tensor BufferPool::acquire(int64_t numel, at::ScalarType dtype, const dist::
   const int64_t bytes = std::max<int64_t>(numel, 1) * static_cast<int64_t>(c10::elementSize(dtype));
   at::Tensor buffer = take_fitting(bytes, user);
   if (!buffer.defined()) {
-    // Made on the current stream; events order every later use, so the allocator never has to know of other streams.
+    // Made on the current stream; events order every later use, so the allocator never has to know of other
+    // streams.
     buffer = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
     ++num_allocations_;
   }
-  at::Tensor typed = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(buffer.storage()), buffer.key_set(),
-                                                              c10::scalarTypeToTypeMeta(dtype));
+  at::Tensor typed = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(dtype));
   typed.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
   return typed;
 }
 
 void BufferPool::release(at::Tensor buffer, const dist::Stream& last_user) {
   const auto bytes = static_cast<int64_t>(buffer.storage().nbytes());
-  at::Tensor whole = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(buffer.storage()), buffer.key_set(),
-                                                              c10::scalarTypeToTypeMeta(at::kByte));
+  at::Tensor whole = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(at::kByte));
   whole.unsafeGetTensorImpl()->set_sizes_contiguous({bytes});
   free_.push_back({std::move(whole), last_user.record()});
 }

@@ -11,12 +11,14 @@
 
 namespace titan::fsdp {
 
-/// Gives out one-dimensional tensors of bytes on one device. Not thread-safe: forward and backward of a model take turns.
+/// Gives out one-dimensional tensors of bytes on one device. Not thread-safe: forward and backward of a model
+/// take turns.
 class BufferPool {
  public:
   explicit BufferPool(at::Device device) : device_(device) {}
 
-  /// A buffer of `numel` elements of `dtype`; `user` may write it at once (it waits for the stream that used it last).
+  /// A buffer of `numel` elements of `dtype`; `user` may write it at once (it waits for the stream that used
+  /// it last).
   at::Tensor acquire(int64_t numel, at::ScalarType dtype, const dist::Stream& user);
   /// Takes a buffer back; its memory is handed out again after the work that `last_user` has queued by now.
   void release(at::Tensor buffer, const dist::Stream& last_user);

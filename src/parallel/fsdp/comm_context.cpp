@@ -37,7 +37,8 @@ int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group, bool with_b
   return static_cast<int64_t>(visits_.size()) - 1;
 }
 
-// Only where this forward has followed the last one so far: a model that takes another path gathers without prefetching.
+// Only where this forward has followed the last one so far: a model that takes another path gathers without
+// prefetching.
 void CommContext::prefetch_forward(size_t next) {
   if (next >= previous_order_.size() || visits_.back().group != previous_order_[next - 1]) return;
   previous_order_[next]->start_unshard();
@@ -46,8 +47,8 @@ void CommContext::prefetch_forward(size_t next) {
 void CommContext::start_backward() {
   in_backward_ = true;
   next_gather_ = next_reduce_ = static_cast<int64_t>(visits_.size()) - 1;
-  // The engine runs it when the backward that fired the first hook ends. Hooks lie outside of activation checkpoints, so that
-  // is the outermost one.
+  // The engine runs it when the backward that fired the first hook ends. Hooks lie outside of activation
+  // checkpoints, so that is the outermost one.
   auto self = shared_from_this();
   torch::autograd::Engine::get_default_engine().queue_callback([self] { self->finish_backward(); });
 }
@@ -58,8 +59,9 @@ void CommContext::issue_gather(int64_t visit) {
 }
 
 void CommContext::pre_backward(int64_t iteration, int64_t visit) {
-  TITAN_CHECK(iteration == iteration_, "backward through forward number ", iteration, " of a sharded model, but forward number ",
-              iteration_, " has run since: run each backward before the next forward");
+  TITAN_CHECK(iteration == iteration_, "backward through forward number ", iteration,
+              " of a sharded model, but forward number ", iteration_,
+              " has run since: run each backward before the next forward");
   if (!in_backward_) start_backward();
   while (next_gather_ >= visit) issue_gather(next_gather_--);
   ParamGroup& group = *visits_[visit].group;
@@ -88,8 +90,9 @@ void CommContext::issue_ready_reductions() {
   }
 }
 
-// A reduction is a chain: reduce-scatter, then perhaps an all-reduce, then the sum into the shard's gradient. Each older one takes
-// its next link when a younger one has been issued, so that something is always on the wire while the backward computes.
+// A reduction is a chain: reduce-scatter, then perhaps an all-reduce, then the sum into the shard's gradient.
+// Each older one takes its next link when a younger one has been issued, so that something is always on the
+// wire while the backward computes.
 void CommContext::advance_reductions(size_t num_young) {
   std::deque<std::shared_ptr<ParamGroup>> unfinished;
   for (size_t i = 0; i < reducing_.size(); ++i) {

@@ -15,20 +15,22 @@ namespace titan::fsdp {
 class ParamGroup;
 
 /// [Note: order of collectives]
-/// Every rank has to issue the same collectives in the same order, also where ranks use different parameters. A root forward
-/// records its visits to groups. Gathers of the next forward follow that list, gathers and reductions of the backward its
-/// reverse; a visit that a rank's backward never reaches is gathered and reduced all the same, when its turn comes. Gathers and
-/// reductions use process groups of their own, so their mutual order is free.
+/// Every rank has to issue the same collectives in the same order, also where ranks use different parameters.
+/// A root forward records its visits to groups. Gathers of the next forward follow that list, gathers and
+/// reductions of the backward its reverse; a visit that a rank's backward never reaches is gathered and
+/// reduced all the same, when its turn comes. Gathers and reductions use process groups of their own, so
+/// their mutual order is free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
   explicit CommContext(at::Device device);
 
   /// Root's forward begins: forgets the last iteration, keeps its order for prefetching.
   void begin_forward();
-  /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last time.
-  /// Returns the visit's number.
+  /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last
+  /// time. Returns the visit's number.
   int64_t visit(const std::shared_ptr<ParamGroup>& group, bool with_backward);
-  /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters` is false).
+  /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters`
+  /// is false).
   void pre_backward(int64_t iteration, int64_t visit);
   /// The gradient of visit's inputs is complete: frees the parameters and queues the reduction.
   void post_backward(int64_t iteration, int64_t visit);
@@ -36,8 +38,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   int64_t iteration() const { return iteration_; }
   void set_last_micro_batch(bool last) { last_micro_batch_ = last; }
 
-  // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are empty, and what
-  // overlaps is the process group's own threads.
+  // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are
+  // empty, and what overlaps is the process group's own threads.
   dist::Stream gather_stream;
   dist::Stream reduce_stream;
   BufferPool pool;

@@ -14,7 +14,8 @@ std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root) {
   const auto visit = [&](torch::nn::Module& module) {
     const auto* host = dynamic_cast<nn::HookHost*>(&module);
     auto state = host ? std::dynamic_pointer_cast<FsdpState>(host->fsdp_hook) : nullptr;
-    if (state && std::find(states.begin(), states.end(), state) == states.end()) states.push_back(std::move(state));
+    if (state && std::find(states.begin(), states.end(), state) == states.end())
+      states.push_back(std::move(state));
   };
   visit(root);
   for (const auto& module : root.modules(/*include_self=*/false)) visit(*module);
@@ -32,7 +33,8 @@ void FsdpState::become_root(nn::HookHost& host) {
   auto context = std::make_shared<CommContext>(device);
   for (const auto& state : states_below(host.as_module())) {
     TITAN_CHECK(!state->context_, "'", state->modules_[0]->fqn(),
-                "' has run a forward on its own before the forward of the sharded module around it; call the outermost one first");
+                "' has run a forward on its own before the forward of the sharded module around it; call the "
+                "outermost one first");
     state->context_ = context;
     if (state->group_) state->group_->join(context, state->modules_[0]->fqn());
   }
@@ -51,19 +53,22 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   const bool with_backward = at::GradMode::is_enabled();
   visit_ = context_->visit(group_, with_backward);
   if (!with_backward) return;
-  // The hooks live in the graph, which lives no longer than the context's owner, the model; a weak pointer all the same.
-  call_after_backward(inputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
-    if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
-  });
+  // The hooks live in the graph, which lives no longer than the context's owner, the model; a weak pointer
+  // all the same.
+  call_after_backward(inputs,
+                      [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+                        if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
+                      });
 }
 
 void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
   if (options_.output_dtype) cast(outputs, *options_.output_dtype);
   if (!group_) return;
   if (at::GradMode::is_enabled()) {
-    call_before_backward(outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
-      if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
-    });
+    call_before_backward(
+        outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+          if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
+        });
   }
   if (modules_entered_ < modules_.size()) return;
   modules_entered_ = 0;

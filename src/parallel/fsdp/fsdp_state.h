@@ -12,8 +12,9 @@
 
 namespace titan::fsdp {
 
-/// Per forward of a group: pre_forward of its first module gathers, post_forward of its last reshards; the first output gradient
-/// gathers again, and when the gradients of the first module's inputs are complete, the group reshards and reduces.
+/// Per forward of a group: pre_forward of its first module gathers, post_forward of its last reshards; the
+/// first output gradient gathers again, and when the gradients of the first module's inputs are complete, the
+/// group reshards and reduces.
 class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpState> {
  public:
   FsdpState(std::vector<nn::HookHost*> modules, std::shared_ptr<ParamGroup> group, FsdpOptions options)

@@ -15,14 +15,16 @@ using fsdp::FsdpState;
 using fsdp::ManagedParam;
 using fsdp::ParamGroup;
 
-// The parameters below a module that no earlier call took; the same tensor under several names is one parameter.
+// The parameters below a module that no earlier call took; the same tensor under several names is one
+// parameter.
 class ParamCollector {
  public:
   void collect(torch::nn::Module& module, const std::string& prefix) {
     auto* host = dynamic_cast<nn::HookHost*>(&module);
     if (host && host->param_owner) return;
     if (host) hosts_.push_back(host);
-    for (const auto& named : module.named_parameters(/*recurse=*/false)) add(host, named.key(), named.value(), prefix);
+    for (const auto& named : module.named_parameters(/*recurse=*/false))
+      add(host, named.key(), named.value(), prefix);
     for (const auto& child : module.named_children()) {
       const auto* child_host = dynamic_cast<nn::HookHost*>(child.value().get());
       if (child_host && child_host->fsdp_hook) continue;
@@ -34,7 +36,8 @@ class ParamCollector {
 
  private:
   void add(nn::HookHost* host, const std::string& name, const at::Tensor& tensor, const std::string& prefix) {
-    auto known = std::find_if(params_.begin(), params_.end(), [&](const ManagedParam& param) { return param.compute.is_same(tensor); });
+    auto known = std::find_if(params_.begin(), params_.end(),
+                              [&](const ManagedParam& param) { return param.compute.is_same(tensor); });
     if (known == params_.end()) known = params_.insert(known, {tensor, {}, prefix + name});
     known->uses.push_back({host, name});
   }
@@ -50,9 +53,11 @@ void check_options(const std::vector<nn::AnyRef>& modules, const FsdpOptions& op
     TITAN_CHECK(!module.host().fsdp_hook, "fully_shard: '", module.module().name(), "' is wrapped already");
 }
 
-// The root's policy differs ("Default" keeps it gathered); a module that holds other groups is one, as in FSDP2.
+// The root's policy differs ("Default" keeps it gathered); a module that holds other groups is one, as in
+// FSDP2.
 bool holds_groups(const std::vector<nn::AnyRef>& modules) {
-  return std::any_of(modules.begin(), modules.end(), [](const nn::AnyRef& module) { return !fsdp::states_below(module.module()).empty(); });
+  return std::any_of(modules.begin(), modules.end(),
+                     [](const nn::AnyRef& module) { return !fsdp::states_below(module.module()).empty(); });
 }
 
 void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
@@ -60,7 +65,8 @@ void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& o
   ParamCollector collector;
   for (const nn::AnyRef& module : modules) collector.collect(module.module(), "");
   std::shared_ptr<ParamGroup> group;
-  if (!collector.params().empty()) group = ParamGroup::create(std::move(collector.params()), options, holds_groups(modules));
+  if (!collector.params().empty())
+    group = ParamGroup::create(std::move(collector.params()), options, holds_groups(modules));
   std::vector<nn::HookHost*> hosts;
   for (const nn::AnyRef& module : modules) hosts.push_back(&module.host());
   auto state = std::make_shared<FsdpState>(hosts, group, options);
@@ -72,7 +78,9 @@ void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& o
 
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options) { shard_together({module}, options); }
 
-void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options) { shard_together(modules, options); }
+void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options) {
+  shard_together(modules, options);
+}
 
 void set_last_micro_batch(const nn::AnyRef& root, bool last) {
   for (const auto& state : fsdp::states_below(root.module())) {

@@ -18,7 +18,8 @@ bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._versio
 void ParamGroup::start_unshard() {
   if (state_ == State::Gathered && (!stale() || (holds_whole_parameters() && dtype_ == param_dtype_))) return;
   if (state_ == State::Gathering) return;
-  TITAN_CHECK(!deferred(), "the parameters of '", name_, "' have no values yet: call titan::materialize(model, seed) before the first forward");
+  TITAN_CHECK(!deferred(), "the parameters of '", name_,
+              "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
   if (state_ == State::Gathered && !holds_whole_parameters()) reshard();
   gathered_version_ = flat_shard_._version();
@@ -31,7 +32,8 @@ void ParamGroup::alias_shards() {
   if (dtype_ == param_dtype_) {
     bind_compute_params(flat_shard_);
   } else {
-    if (!full_.defined()) full_ = at::empty({layout_.shard_numel()}, at::TensorOptions().dtype(param_dtype_).device(device_));
+    if (!full_.defined())
+      full_ = at::empty({layout_.shard_numel()}, at::TensorOptions().dtype(param_dtype_).device(device_));
     full_.copy_(flat_shard_);
     if (state_ != State::Gathered) bind_compute_params(full_);
   }
@@ -90,10 +92,13 @@ void ParamGroup::unpack_gathered() {
     };
     for (size_t i = 0; i < layout_.slots().size(); ++i) {
       const Slot& slot = layout_.slots()[i];
-      const int64_t end = i + 1 < layout_.slots().size() ? layout_.slots()[i + 1].offset : layout_.shard_numel();
+      const int64_t end =
+          i + 1 < layout_.slots().size() ? layout_.slots()[i + 1].offset : layout_.shard_numel();
       take(layout_.full_offset(i), slot.chunk_numel());
-      // The alignment behind a chunk comes along, to the end of the region, so that the parameter itself is contiguous.
-      take(layout_.full_offset(i) + slot.chunk_numel() * layout_.num_ranks(), end - slot.offset - slot.chunk_numel());
+      // The alignment behind a chunk comes along, to the end of the region, so that the parameter itself is
+      // contiguous.
+      take(layout_.full_offset(i) + slot.chunk_numel() * layout_.num_ranks(),
+           end - slot.offset - slot.chunk_numel());
     }
     at::split_with_sizes_copy_out(targets, packed_.view({parts, part_numel}), sizes, 1);
     return;
@@ -107,8 +112,10 @@ void ParamGroup::unpack_gathered() {
       const int64_t part = piece / num_slots;
       const Slot& slot = layout_.slots()[static_cast<size_t>(piece % num_slots)];
       const int64_t numel = slot.chunk_numel() * chunks;
-      // Regions of a slot in parts follow each other without the slot's alignment padding, so that a whole parameter is contiguous.
-      std::memcpy(to + (slot.offset * layout_.num_ranks() + part * numel) * element, from + (part * part_numel + slot.offset * chunks) * element,
+      // Regions of a slot in parts follow each other without the slot's alignment padding, so that a whole
+      // parameter is contiguous.
+      std::memcpy(to + (slot.offset * layout_.num_ranks() + part * numel) * element,
+                  from + (part * part_numel + slot.offset * chunks) * element,
                   static_cast<size_t>(numel * element));
     }
   });
@@ -150,7 +157,8 @@ void ParamGroup::keep_part_of_gathered() {
   kept_part_ = context_->pool.acquire(layout_.shard_numel() * chunks, param_dtype_, compute_stream());
   for (const Slot& slot : layout_.slots()) {
     const int64_t numel = slot.chunk_numel() * chunks;
-    kept_part_.narrow(0, slot.offset * chunks, numel).copy_(full_.narrow(0, slot.offset * layout_.num_ranks() + mine * numel, numel));
+    kept_part_.narrow(0, slot.offset * chunks, numel)
+        .copy_(full_.narrow(0, slot.offset * layout_.num_ranks() + mine * numel, numel));
   }
 }
 

@@ -19,13 +19,15 @@ void GradientCollector::join(CommContext& context, const char* module) {
 }
 
 size_t GradientCollector::trainable_count() const {
-  return static_cast<size_t>(std::count_if(layout_.slots().begin(), layout_.slots().end(), [](const Slot& s) { return s.trainable; }));
+  return static_cast<size_t>(std::count_if(layout_.slots().begin(), layout_.slots().end(),
+                                           [](const Slot& s) { return s.trainable; }));
 }
 
 void GradientCollector::make_flat_grad() {
   if (flat_grad_.defined()) return;
   at::NoGradGuard no_grad;
-  flat_grad_ = at::zeros({layout_.trainable_numel()}, at::TensorOptions().dtype(config_.grad_dtype).device(config_.device));
+  flat_grad_ = at::zeros({layout_.trainable_numel()},
+                         at::TensorOptions().dtype(config_.grad_dtype).device(config_.device));
   const size_t count = trainable_count();
   written_.assign(count, false);
   for (size_t i = 0; i < count; ++i)
@@ -48,7 +50,8 @@ void GradientCollector::set_grads() {
   for (size_t i = 0; i < grad_parts_.size(); ++i) shards_[i].mutable_grad() = grad_parts_[i];
 }
 
-// Where nothing is scattered and no cast is needed, the first micro-batch is collected in the flat gradient itself.
+// Where nothing is scattered and no cast is needed, the first micro-batch is collected in the flat gradient
+// itself.
 void GradientCollector::open_collected() {
   if (collected_.defined()) return;
   make_flat_grad();
@@ -60,11 +63,14 @@ void GradientCollector::open_collected() {
   }
   const int64_t numel = layout_.trainable_numel() * layout_.num_ranks();
   collected_ = context_->pool.acquire(numel, config_.reduce_dtype, dist::Stream::current(config_.device));
-  if (layout_.has_padding()) collected_.zero_();  // unused elements travel too; they must not be NaN or slow denormals
+  if (layout_.has_padding())
+    collected_.zero_();  // unused elements travel too; they must not be NaN or slow denormals
 }
 
-// `packed` is [N, S_trainable]; the parameter's rows lie chunk by chunk in N rows of it, the last chunk perhaps short.
-void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, double scale, bool first) const {
+// `packed` is [N, S_trainable]; the parameter's rows lie chunk by chunk in N rows of it, the last chunk
+// perhaps short.
+void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad,
+                              double scale, bool first) const {
   const int64_t stride = layout_.trainable_numel(), chunk = slot.chunk_numel();
   const int64_t whole_chunks = slot.chunk_rows == 0 ? 0 : slot.rows() / slot.chunk_rows;
   const at::Tensor source = grad.contiguous();
@@ -89,7 +95,9 @@ void GradientCollector::add(size_t slot, const at::Tensor& grad, double scale) {
     make_flat_grad();
     const at::Tensor& shard = shards_[slot];
     const bool ours = shard.grad().is_same(grad_parts_[slot]);
-    TITAN_CHECK(ours || !shard.grad().defined(), "the gradient of a sharded parameter was replaced by another tensor; zero it or set it to none");
+    TITAN_CHECK(
+        ours || !shard.grad().defined(),
+        "the gradient of a sharded parameter was replaced by another tensor; zero it or set it to none");
     write(flat_grad_, layout_.slots()[slot], grad, scale, !ours);
     if (!ours) shard.mutable_grad() = grad_parts_[slot];
     return;
@@ -104,7 +112,9 @@ void GradientCollector::zero_missing() {
   for (size_t i = 0; i < written_.size(); ++i) {
     if (written_[i]) continue;
     const Slot& slot = layout_.slots()[i];
-    collected_.as_strided({layout_.num_ranks(), slot.chunk_numel()}, {layout_.trainable_numel(), 1}, collected_.storage_offset() + slot.offset)
+    collected_
+        .as_strided({layout_.num_ranks(), slot.chunk_numel()}, {layout_.trainable_numel(), 1},
+                    collected_.storage_offset() + slot.offset)
         .zero_();
     written_[i] = true;
   }
@@ -122,7 +132,8 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
     }
     return false;
   }
-  while (!advance_reduce()) {  // the group runs twice in one forward, and its first reduction is still on the way
+  while (!advance_reduce()) {  // the group runs twice in one forward, and its first reduction is still on the
+                               // way
   }
   const bool scatter = config_.shard_group && (last_micro_batch || config_.reduce_every_micro_batch);
   if (!last_micro_batch && !scatter) return false;  // the whole gradients stay collected
@@ -138,8 +149,11 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
     after_scatter();
     return true;
   }
-  const bool straight = config_.reduce_dtype == config_.grad_dtype && !config_.replicate_group && no_grad_yet();
-  reduced_ = straight ? flat_grad_ : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype, context_->reduce_stream);
+  const bool straight =
+      config_.reduce_dtype == config_.grad_dtype && !config_.replicate_group && no_grad_yet();
+  reduced_ = straight ? flat_grad_
+                      : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype,
+                                               context_->reduce_stream);
   scattering_ = std::move(collected_);
   collected_.reset();
   work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, {"fsdp::reduce_scatter", module_});
@@ -148,7 +162,8 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
 }
 
 void GradientCollector::release(at::Tensor& buffer) {
-  if (buffer.defined() && !buffer.is_same(flat_grad_)) context_->pool.release(buffer, context_->reduce_stream);
+  if (buffer.defined() && !buffer.is_same(flat_grad_))
+    context_->pool.release(buffer, context_->reduce_stream);
   buffer.reset();
 }
 
@@ -191,8 +206,10 @@ void GradientCollector::accumulate(const at::Tensor& reduced) {
     flat_grad_.copy_(reduced);
     set_grads();
   } else {
-    TITAN_CHECK(all_grads_ours(), "the gradient of a sharded parameter was replaced by another tensor, or that of some parameters of a "
-                "group was set to none and that of others not; zero all or none");
+    TITAN_CHECK(
+        all_grads_ours(),
+        "the gradient of a sharded parameter was replaced by another tensor, or that of some parameters of a "
+        "group was set to none and that of others not; zero all or none");
     flat_grad_.add_(reduced);
   }
   release(reduced_);

@@ -1,6 +1,7 @@
 #pragma once
 
-// The gradient side of a group: collects whole gradients as they come, reduces them, and adds the result to the shards'.
+// The gradient side of a group: collects whole gradients as they come, reduces them, and adds the result to
+// the shards'.
 
 #include <cstdint>
 #include <memory>
@@ -20,8 +21,10 @@ class CommContext;
 
 /// [Note: gradient path]
 /// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
-///   --all-reduce over the replicate axis, last micro-batch only-->  += flat gradient [S_trainable] (the shards' dtype)
-/// With one rank on the shard axis nothing is scattered; with one rank at all the gradients are collected in the flat gradient.
+///   --all-reduce over the replicate axis, last micro-batch only-->  += flat gradient [S_trainable] (the
+///   shards' dtype)
+/// With one rank on the shard axis nothing is scattered; with one rank at all the gradients are collected in
+/// the flat gradient.
 class GradientCollector {
  public:
   struct Config {
@@ -34,7 +37,8 @@ class GradientCollector {
   };
 
   /// `layout` and `shards` outlive the collector.
-  GradientCollector(const ShardLayout& layout, const std::vector<at::Tensor>& shards) : layout_(layout), shards_(shards) {}
+  GradientCollector(const ShardLayout& layout, const std::vector<at::Tensor>& shards)
+      : layout_(layout), shards_(shards) {}
   void configure(Config config);
   void join(CommContext& context, const char* module);
 
@@ -52,7 +56,8 @@ class GradientCollector {
   bool all_grads_ours() const;
   void set_grads();
   void open_collected();
-  void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, double scale, bool first) const;
+  void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, double scale,
+             bool first) const;
   void zero_missing();
   void after_scatter();
   void accumulate(const at::Tensor& reduced);
@@ -66,11 +71,12 @@ class GradientCollector {
 
   at::Tensor flat_grad_;                // [S_trainable], grad_dtype; made at the first backward, kept
   std::vector<at::Tensor> grad_parts_;  // the shards' parts of it
-  at::Tensor collected_;                // [N * S_trainable], reduce_dtype; flat_grad_ itself where nothing is scattered or cast
-  std::vector<bool> written_;           // per slot: collected_ holds a gradient
-  at::Tensor scattering_;               // what was collected, while it is on the wire
-  at::Tensor reduced_;                  // [S_trainable], reduce_dtype
-  at::Tensor partial_;                  // sums of earlier micro-batches that the replicas haven't seen
+  at::Tensor
+      collected_;  // [N * S_trainable], reduce_dtype; flat_grad_ itself where nothing is scattered or cast
+  std::vector<bool> written_;  // per slot: collected_ holds a gradient
+  at::Tensor scattering_;      // what was collected, while it is on the wire
+  at::Tensor reduced_;         // [S_trainable], reduce_dtype
+  at::Tensor partial_;         // sums of earlier micro-batches that the replicas haven't seen
   Phase phase_ = Phase::Idle;
   bool last_micro_batch_ = true;
   dist::Work work_;

@@ -7,8 +7,8 @@ namespace titan::fsdp {
 namespace {
 
 std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
-  TITAN_CHECK(size > 0 && shard.size() % size == 0, "fully_shard: reshard_after_forward to ", size, " ranks, but the shard axis has ",
-              shard.size(), "; allowed: its divisors");
+  TITAN_CHECK(size > 0 && shard.size() % size == 0, "fully_shard: reshard_after_forward to ", size,
+              " ranks, but the shard axis has ", shard.size(), "; allowed: its divisors");
   if (size == 1 || size == shard.size()) return nullptr;
   const int first = shard.rank() / size * size;
   const std::vector<int> neighbours(shard.ranks().begin() + first, shard.ranks().begin() + first + size);
@@ -18,7 +18,8 @@ std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
 }  // namespace
 
 MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshard) {
-  TITAN_CHECK(mesh.num_axes() <= 2, "fully_shard: the mesh has ", mesh.num_axes(), " axes; allowed: (shard) or (replicate, shard)");
+  TITAN_CHECK(mesh.num_axes() <= 2, "fully_shard: the mesh has ", mesh.num_axes(),
+              " axes; allowed: (shard) or (replicate, shard)");
   MeshGroups groups;
   if (mesh.num_axes() == 0) return groups;
   const DeviceMesh shard = mesh[mesh.axes().back().name];
@@ -27,7 +28,8 @@ MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshar
   if (shard.size() > 1) {
     groups.gather = shard.group();
     groups.reduce = shard.world().group(shard.ranks(), shard.axes()[0].name + ".reduce", "reduce");
-    if (reshard.kind == ReshardAfterForward::Kind::ToSize) groups.small_gather = small_group(shard, reshard.size);
+    if (reshard.kind == ReshardAfterForward::Kind::ToSize)
+      groups.small_gather = small_group(shard, reshard.size);
   }
   if (mesh.num_axes() == 2) {
     const DeviceMesh replicate = mesh[mesh.axes().front().name];

@@ -20,23 +20,28 @@ std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& par
 }
 
 size_t sort_trainable_first(std::vector<ManagedParam>& params) {
-  auto frozen = std::stable_partition(params.begin(), params.end(), [](const ManagedParam& p) { return p.compute.requires_grad(); });
+  auto frozen = std::stable_partition(params.begin(), params.end(),
+                                      [](const ManagedParam& p) { return p.compute.requires_grad(); });
   return static_cast<size_t>(frozen - params.begin());
 }
 
 void check_uniform(const std::vector<ManagedParam>& params) {
   for (const ManagedParam& param : params) {
-    TITAN_CHECK(param.compute.dim() > 0, "fully_shard: parameter '", param.fqn, "' is a scalar, which can't be cut along dim 0; give it the shape [1]");
+    TITAN_CHECK(param.compute.dim() > 0, "fully_shard: parameter '", param.fqn,
+                "' is a scalar, which can't be cut along dim 0; give it the shape [1]");
     TITAN_CHECK(param.compute.is_leaf(), "fully_shard: parameter '", param.fqn, "' is sharded already");
-    TITAN_CHECK(param.compute.scalar_type() == params[0].compute.scalar_type() && param.compute.device() == params[0].compute.device(),
-                "fully_shard: all parameters of a group need one dtype and device: '", params[0].fqn, "' is ", params[0].compute.scalar_type(),
-                " on ", params[0].compute.device(), ", '", param.fqn, "' is ", param.compute.scalar_type(), " on ", param.compute.device());
+    TITAN_CHECK(param.compute.scalar_type() == params[0].compute.scalar_type() &&
+                    param.compute.device() == params[0].compute.device(),
+                "fully_shard: all parameters of a group need one dtype and device: '", params[0].fqn, "' is ",
+                params[0].compute.scalar_type(), " on ", params[0].compute.device(), ", '", param.fqn,
+                "' is ", param.compute.scalar_type(), " on ", param.compute.device());
   }
 }
 
 }  // namespace
 
-std::shared_ptr<ParamGroup> ParamGroup::create(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root) {
+std::shared_ptr<ParamGroup> ParamGroup::create(std::vector<ManagedParam> params, const FsdpOptions& options,
+                                               bool is_root) {
   check_uniform(params);
   std::shared_ptr<ParamGroup> group(new ParamGroup(std::move(params), options, is_root));
   group->make_shards();
@@ -66,7 +71,9 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
                         .shard_group = groups.reduce,
                         .replicate_group = groups.replicate});
   backward_reads_parameters_ = std::any_of(params_.begin(), params_.end(), [](const ManagedParam& param) {
-    return std::any_of(param.uses.begin(), param.uses.end(), [](const ManagedParam::Use& use) { return !use.host || use.host->backward_reads_parameters(); });
+    return std::any_of(param.uses.begin(), param.uses.end(), [](const ManagedParam::Use& use) {
+      return !use.host || use.host->backward_reads_parameters();
+    });
   });
 }
 
@@ -83,15 +90,19 @@ void ParamGroup::make_shards() {
   empty_compute_params();
 }
 
-// Parameters with values keep them: each rank takes its rows of what it holds (equal on all ranks, as in FSDP2).
+// Parameters with values keep them: each rank takes its rows of what it holds (equal on all ranks, as in
+// FSDP2).
 void ParamGroup::take_initial_values() {
-  const auto has_values = [](const ManagedParam& param) { return !is_deferred(param.compute) && param.compute.numel() > 0; };
+  const auto has_values = [](const ManagedParam& param) {
+    return !is_deferred(param.compute) && param.compute.numel() > 0;
+  };
   if (device_.is_meta() || std::none_of(params_.begin(), params_.end(), has_values)) return;
   allocate_shards();
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!has_values(params_[i])) continue;
     const Chunk rows = layout_.rows_of(i, shard_rank_);
-    if (rows.length > 0) shards_[i].variable_data().copy_(params_[i].compute.detach().narrow(0, rows.offset, rows.length));
+    if (rows.length > 0)
+      shards_[i].variable_data().copy_(params_[i].compute.detach().narrow(0, rows.offset, rows.length));
   }
 }
 
@@ -102,8 +113,8 @@ void ParamGroup::empty_compute_params() {
   }
 }
 
-// Gradients come through a node of the group's own. That makes the compute parameter a non-leaf, so that LibTorch itself refuses
-// an optimizer over it.
+// Gradients come through a node of the group's own. That makes the compute parameter a non-leaf, so that
+// LibTorch itself refuses an optimizer over it.
 void ParamGroup::connect_gradients() {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!layout_.slots()[i].trainable) continue;
@@ -154,9 +165,13 @@ int64_t ParamGroup::find(const at::Tensor& compute) const {
 
 dist::Stream ParamGroup::compute_stream() const { return dist::Stream::current(device_); }
 
-int64_t ParamGroup::sharded_bytes() const { return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_)); }
+int64_t ParamGroup::sharded_bytes() const {
+  return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
+}
 
-void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, double scale) { gradients_.add(slot, grad, scale); }
+void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, double scale) {
+  gradients_.add(slot, grad, scale);
+}
 bool ParamGroup::start_reduce(bool last_micro_batch) { return gradients_.start_reduce(last_micro_batch); }
 bool ParamGroup::advance_reduce() { return gradients_.advance_reduce(); }
 

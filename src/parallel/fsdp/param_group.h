@@ -1,6 +1,7 @@
 #pragma once
 
-// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in shard_layout.h).
+// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
+// shard_layout.h).
 
 #include <cstdint>
 #include <memory>
@@ -34,7 +35,8 @@ struct ManagedParam {
 class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<ParamGroup> {
  public:
   /// Replaces the parameters' memory by shards. `params`: all of one dtype and device.
-  static std::shared_ptr<ParamGroup> create(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root);
+  static std::shared_ptr<ParamGroup> create(std::vector<ManagedParam> params, const FsdpOptions& options,
+                                            bool is_root);
 
   // ---- gathering
   /// Starts the gather unless the parameters are gathered or on their way.
@@ -99,18 +101,18 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   std::vector<ManagedParam> params_;
   int shard_rank_ = 0;
   ShardLayout layout_;
-  std::shared_ptr<dist::Group> gather_group_;       // null: one rank
+  std::shared_ptr<dist::Group> gather_group_;        // null: one rank
   std::shared_ptr<dist::Group> small_gather_group_;  // of ReshardAfterForward::to_size
 
-  at::Tensor flat_shard_;            // [S], dtype_
-  std::vector<at::Tensor> shards_;   // leaves: parts of flat_shard_
+  at::Tensor flat_shard_;           // [S], dtype_
+  std::vector<at::Tensor> shards_;  // leaves: parts of flat_shard_
   GradientCollector gradients_;
 
   State state_ = State::Sharded;
-  uint32_t gathered_version_ = 0;    // flat_shard_'s version when it was gathered last
-  at::Tensor packed_;                // [parts, n]: on its way
-  at::Tensor full_;                  // gathered memory of all compute parameters
-  at::Tensor kept_part_;             // to_size: this rank's part between forward and backward
+  uint32_t gathered_version_ = 0;  // flat_shard_'s version when it was gathered last
+  at::Tensor packed_;              // [parts, n]: on its way
+  at::Tensor full_;                // gathered memory of all compute parameters
+  at::Tensor kept_part_;           // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;
   dist::Work gather_work_;
   std::shared_ptr<CommContext> context_;

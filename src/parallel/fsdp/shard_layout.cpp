@@ -7,8 +7,9 @@ namespace titan::fsdp {
 
 namespace {
 
-// Slots start at multiples of 16 elements (32 bytes in bf16) so that vector loads and tensor cores see aligned rows; for the
-// sizes of real layers that adds nothing, and the gathered parts of a fused product stay adjacent.
+// Slots start at multiples of 16 elements (32 bytes in bf16) so that vector loads and tensor cores see
+// aligned rows; for the sizes of real layers that adds nothing, and the gathered parts of a fused product
+// stay adjacent.
 constexpr int64_t kAlignment = 16;
 
 int64_t aligned(int64_t numel) { return (numel + kAlignment - 1) / kAlignment * kAlignment; }
@@ -21,7 +22,8 @@ ShardLayout::ShardLayout(const std::vector<std::vector<int64_t>>& shapes, size_t
   for (size_t i = 0; i < shapes.size(); ++i) {
     Slot slot;
     slot.shape = shapes[i];
-    slot.row_numel = std::accumulate(slot.shape.begin() + 1, slot.shape.end(), int64_t{1}, std::multiplies<>());
+    slot.row_numel =
+        std::accumulate(slot.shape.begin() + 1, slot.shape.end(), int64_t{1}, std::multiplies<>());
     slot.chunk_rows = padded_chunk_length(slot.rows(), num_ranks);
     slot.offset = shard_numel_;
     slot.trainable = i < num_trainable;

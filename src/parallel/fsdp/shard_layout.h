@@ -5,10 +5,11 @@
 //   compute parameter   what the modules hold: full shape, param_dtype; memory only while gathered
 //   flat shard  [S]     this rank's chunks of all parameters, one behind the other; the optimizer's memory
 //   shard (leaf)        one parameter's part of the flat shard; what titan::parameters() hands out
-//   full buffer [N*S]   the gathered parameters: parameter p has the region [N*offset_p, N*(offset_p + chunk_p))
-//   packed      [N, S]  what goes over the wire: row r is rank r's flat shard (or gradient for it)
-// Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows; a chunk that is shorter is padded
-// in the flat shard, so that every rank's S is equal. Trainable parameters come first: gradients use the prefix S_trainable.
+//   full buffer [N*S]   the gathered parameters: parameter p has the region [N*offset_p, N*(offset_p +
+//   chunk_p)) packed      [N, S]  what goes over the wire: row r is rank r's flat shard (or gradient for it)
+// Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows; a chunk that is
+// shorter is padded in the flat shard, so that every rank's S is equal. Trainable parameters come first:
+// gradients use the prefix S_trainable.
 
 #include <cstdint>
 #include <vector>

@@ -1,0 +1,37 @@
+#include "titan/nn/module.h"
+
+#include "titan/tensor/param_storage.h"
+
+namespace titan::nn {
+
+void Module::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  refuse_if_wrapped("to");
+  torch::nn::Module::to(device, dtype, non_blocking);
+}
+void Module::to(torch::Dtype dtype, bool non_blocking) {
+  refuse_if_wrapped("to");
+  torch::nn::Module::to(dtype, non_blocking);
+}
+void Module::to(torch::Device device, bool non_blocking) {
+  refuse_if_wrapped("to");
+  torch::nn::Module::to(device, non_blocking);
+}
+std::shared_ptr<torch::nn::Module> Module::clone(const std::optional<torch::Device>& device) const {
+  refuse_if_wrapped("clone");
+  return torch::nn::Module::clone(device);
+}
+
+at::Tensor Module::register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init,
+                                           const Construct& construct) {
+  at::Tensor parameter =
+      deferred_tensor(sizes, at::TensorOptions().dtype(construct.dtype).device(construct.device));
+  if (!construct.deferred) {
+    param_storage::allocate(parameter);
+    const Box whole{std::vector<int64_t>(sizes.size(), 0), sizes.vec()};
+    if (!parameter.is_meta()) fill(parameter, init, /*seed=*/0, name, sizes, whole);
+  }
+  param_inits_.push_back({name, init});
+  return register_parameter(name, parameter);
+}
+
+}  // namespace titan::nn

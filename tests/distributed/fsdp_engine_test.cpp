@@ -1,0 +1,168 @@
+// fully_shard against the same network unsharded: values, every gradient, and what is gathered when.
+
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include "distributed/toy_model.h"
+#include "distributed/world.h"
+#include "titan/parallel/fsdp.h"
+#include "titan/parallel/parameters.h"
+
+namespace titan {
+namespace {
+
+using testing::Toy;
+using testing::ToyOptions;
+
+at::Tensor input_rows(int64_t rows, int64_t dim, at::ScalarType dtype) {
+  return testing::BlockImpl::values({rows, dim}, at::TensorOptions().dtype(dtype)) * 2;
+}
+
+/// Rows of the global batch that this rank computes: r, r + N, ...
+at::Tensor my_rows(const at::Tensor& batch, int rank, int size) {
+  return batch.slice(0, rank, batch.size(0), size).contiguous();
+}
+
+struct Layout {
+  int replicate = 1;
+  int shard = 1;
+};
+
+std::vector<Layout> layouts(int world_size) {
+  std::vector<Layout> all{{1, world_size}};
+  if (world_size > 1) all.push_back({world_size, 1});
+  if (world_size == 4) all.push_back({2, 2});
+  return all;
+}
+
+DeviceMesh mesh_of(const Layout& layout) {
+  return DeviceMesh::create(testing::world(),
+                            {{"dp_replicate", layout.replicate}, {"dp_shard", layout.shard}});
+}
+
+Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const FsdpOptions& fsdp) {
+  Toy model(options, dtype);
+  for (auto& block : model->blocks) fully_shard(block, fsdp);
+  fully_shard(model, fsdp);
+  materialize(model, 0);
+  return model;
+}
+
+/// The loss is a sum, so gradients of all ranks' rows add up to the whole batch's.
+at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
+
+double relative_error(const at::Tensor& got, const at::Tensor& expected) {
+  const double norm = expected.to(at::kDouble).norm().item<double>();
+  return (got.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>() / (norm == 0 ? 1 : norm);
+}
+
+void expect_equal_gradients(const Toy& sharded, const Toy& reference, double tolerance,
+                            const std::string& what) {
+  const auto expected = reference->named_parameters();
+  for (const Parameter& parameter : parameters(sharded)) {
+    const at::Tensor& expected_param = expected[parameter.name];
+    if (!expected_param.requires_grad()) {
+      EXPECT_FALSE(parameter.data.local.requires_grad()) << what << " " << parameter.name;
+      continue;
+    }
+    DTensor grad = parameter.data;
+    ASSERT_TRUE(grad.local.grad().defined()) << what << " " << parameter.name;
+    grad.local = grad.local.grad();
+    const at::Tensor whole = full_tensor(grad);
+    const at::Tensor wanted =
+        expected_param.grad().defined() ? expected_param.grad() : at::zeros_like(expected_param);
+    EXPECT_LE(relative_error(whole, wanted), tolerance) << what << " " << parameter.name;
+  }
+}
+
+class FsdpEngine : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  double tolerance() const { return GetParam() == at::kDouble ? 1e-12 : 1e-5; }
+};
+
+TEST_P(FsdpEngine, EqualsOneRankOverLayoutsPoliciesAndMicroBatches) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options{.freeze_first = true, .extra_unused = true};
+  const at::Tensor batch = input_rows(12, options.dim, GetParam());
+  Toy reference(options, GetParam());
+  loss_of(reference(batch)).backward();
+  for (const Layout& layout : layouts(size)) {
+    for (auto policy : {ReshardAfterForward{}, ReshardAfterForward::always(), ReshardAfterForward::never(),
+                        ReshardAfterForward::to_size(size == 4 && layout.shard == 4 ? 2 : 1)}) {
+      for (const bool reduce_every : {true, false}) {
+        for (const int micro_batches : {1, 3}) {
+          Toy model = sharded_toy(options, GetParam(),
+                                  {.mesh = mesh_of(layout),
+                                   .reshard_after_forward = policy,
+                                   .reduce_every_micro_batch = reduce_every});
+          const std::string what = str("replicate ", layout.replicate, " shard ", layout.shard, " policy ",
+                                       static_cast<int>(policy.kind), " reduce_every ", reduce_every,
+                                       " micro-batches ", micro_batches);
+          for (int step = 0; step < 3; ++step) {
+            for (const Parameter& parameter : parameters(model)) parameter.data.local.mutable_grad().reset();
+            double loss = 0;
+            for (int m = 0; m < micro_batches; ++m) {
+              set_last_micro_batch(model, m + 1 == micro_batches);
+              const at::Tensor part = my_rows(my_rows(batch, rank, size), m, micro_batches);
+              at::Tensor part_loss = loss_of(model(part));
+              part_loss.backward();
+              loss += part_loss.item<double>();
+            }
+            expect_equal_gradients(model, reference, tolerance(), what);
+          }
+          EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << what;
+        }
+      }
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Dtypes, FsdpEngine, ::testing::Values(at::kFloat, at::kDouble));
+
+TEST(FsdpEngineMemory, AtMostTwoGroupsAreGatheredAndBuffersAreMadeOnce) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  if (size == 1) GTEST_SKIP() << "one rank gathers nothing";
+  const ToyOptions options{.num_blocks = 6};
+  const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
+  Toy model = sharded_toy(options, at::kFloat, {.mesh = mesh_of({1, size})});
+  int64_t allocations = 0;
+  for (int step = 0; step < 6; ++step) {
+    loss_of(model(rows)).backward();
+    const FsdpStats stats = fsdp_stats(model);
+    EXPECT_EQ(stats.gathered_groups, 0);
+    EXPECT_LE(stats.max_gathered_groups, 3) << "two blocks and the root";
+    if (step >= 2) EXPECT_EQ(stats.communication_buffer_allocations, allocations) << "step " << step;
+    allocations = stats.communication_buffer_allocations;
+  }
+}
+
+TEST(FsdpEngineShards, AreOneNthAndStartFromTheGivenValues) {
+  const int size = testing::world().size();
+  const ToyOptions options{.dim = 16, .hidden = 7};
+  Toy reference(options, at::kFloat);
+  Toy model = sharded_toy(options, at::kFloat, {.mesh = mesh_of({1, size}), .param_dtype = at::kBFloat16});
+  const auto expected = reference->named_parameters();
+  for (const Parameter& parameter : parameters(model)) {
+    EXPECT_EQ(parameter.data.local.scalar_type(), at::kFloat);
+    EXPECT_EQ(parameter.compute.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(at::equal(full_tensor(parameter.data), expected[parameter.name])) << parameter.name;
+  }
+}
+
+TEST(FsdpEngineMisuse, IsNamed) {
+  const int size = testing::world().size();
+  Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});
+  model(input_rows(2, 6, at::kFloat));
+  try {
+    model->blocks[1]->forward(input_rows(2, 6, at::kFloat));
+    FAIL() << "forward by another road was accepted";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("'block1'"), std::string::npos) << error.what();
+  }
+  EXPECT_THROW(model->to(at::kDouble), Error);
+  EXPECT_THROW(fully_shard(model, {.mesh = mesh_of({1, size})}), Error);
+  EXPECT_FALSE(model->blocks[0]->up.is_leaf()) << "an optimizer of LibTorch refuses non-leaf parameters";
+}
+
+}  // namespace
+}  // namespace titan

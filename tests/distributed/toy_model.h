@@ -1,0 +1,68 @@
+#pragma once
+
+// A small network with what makes sharding hard: rows that no number of ranks divides, a parameter that isn't
+// used, a frozen one, a tied one, and residual connections.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/tanh.h>
+
+#include "titan/nn/module.h"
+#include "titan/nn/ref.h"
+
+namespace titan::testing {
+
+/// y = x + B tanh(A x), with A: [hidden, dim], B: [dim, hidden].
+class BlockImpl : public nn::Module {
+ public:
+  BlockImpl(int64_t dim, int64_t hidden, at::ScalarType dtype) {
+    const auto options = at::TensorOptions().dtype(dtype);
+    up = register_parameter("up", values({hidden, dim}, options));
+    down = register_parameter("down", values({dim, hidden}, options));
+    bias = register_parameter("bias", values({dim}, options));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    check_entered_through_ref();
+    return x + at::linear(at::tanh(at::linear(x, up)), down, bias);
+  }
+  /// Fixed values without a generator, so that all ranks and all layouts start equal.
+  static at::Tensor values(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    const int64_t numel = c10::multiply_integers(sizes);
+    const at::Tensor index = at::arange(numel, at::TensorOptions().dtype(at::kDouble));
+    return at::sin(index * 12.9898 + static_cast<double>(numel)).mul(0.5).view(sizes).to(options.dtype());
+  }
+  at::Tensor up, down, bias;
+};
+TITAN_MODULE(Block);
+
+struct ToyOptions {
+  int64_t dim = 6;
+  int64_t hidden = 7;
+  int64_t num_blocks = 3;
+  bool freeze_first = false;
+  bool extra_unused = false;
+};
+
+class ToyImpl : public nn::Module {
+ public:
+  ToyImpl(const ToyOptions& options, at::ScalarType dtype) {
+    for (int64_t i = 0; i < options.num_blocks; ++i) {
+      blocks.emplace_back(options.dim, options.hidden, dtype);
+      register_module("block" + std::to_string(i), blocks.back());
+    }
+    scale = register_parameter("scale", BlockImpl::values({options.dim}, at::TensorOptions().dtype(dtype)));
+    if (options.extra_unused)
+      unused = register_parameter("unused", BlockImpl::values({5, 3}, at::TensorOptions().dtype(dtype)));
+    if (options.freeze_first) blocks[0]->up.set_requires_grad(false);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    at::Tensor h = x;
+    for (Block& block : blocks) h = block(h);
+    return h * scale;
+  }
+  std::vector<Block> blocks;
+  at::Tensor scale, unused;
+};
+TITAN_MODULE(Toy);
+
+}  // namespace titan::testing
