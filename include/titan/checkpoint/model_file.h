@@ -16,7 +16,7 @@ namespace titan {
 /// Copies this rank's part of every parameter out of the file (not collective: each rank reads only its own
 /// boxes), converting to the parameter's dtype. The names must be the same on both sides. Throws ConfigError
 /// that lists all missing and unexpected names and shape mismatches at once; then no parameter was changed.
-/// Parameters must be materialized; after it gathered copies are stale: call parameters_changed(root).
+/// Parameters must be materialized.
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path);
 
 /// Writes all parameters, cast to `export_dtype` (default: each its own), as one file. Collective over the

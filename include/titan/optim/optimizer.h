@@ -31,8 +31,7 @@ class Optimizer {
   Optimizer(Optimizer&&) noexcept;
   Optimizer& operator=(Optimizer&&) noexcept;
 
-  /// One update from the gradients in `data.local.grad()`; parameters without one are left as they are. After
-  /// it, gathered copies are stale: parameters_changed(root).
+  /// One update from the gradients in `data.local.grad()`; parameters without one are left as they are.
   void step();
   /// Forgets the gradients, or fills them with zeros where the buffers are to be kept.
   void zero_grad(bool set_to_none = true);

@@ -51,16 +51,14 @@ struct FsdpOptions {
   bool cpu_offload = false;  ///< shards in pinned host memory; GPUs only
 };
 
+/// Gathered copies follow the shards by themselves: every write to a shard (optimizer, checkpoint, user) raises its version
+/// counter, and the next use gathers again.
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
 /// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:
 /// true).
 void set_last_micro_batch(const nn::AnyRef& root, bool last);
-/// After the optimizer has written the shards: gathered copies are stale. Called by titan's optimizers' users
-/// once a step (the trainer does).
-void parameters_changed(const nn::AnyRef& root);
-
 /// Numbers for tests and logs, summed over the groups below `root`.
 struct FsdpStats {
   int64_t groups = 0;
