@@ -91,12 +91,6 @@ std::string constraint_problem(const FieldInfo& field, const Value& value) {
   return text == nullptr ? problem : problem + did_you_mean(nearest_names(*text, field.constraint.names, 1));
 }
 
-std::string refusal(const FieldInfo& field) {
-  bool unset = std::holds_alternative<std::monostate>(field.default_value);
-  return str("not supported: ", field.reason,
-             unset ? "; it has to stay unset" : str("; only ", to_text(field.default_value), " is accepted"));
-}
-
 Converted convert_refused(const FieldInfo& field, const Raw& raw) {
   std::optional<Value> value = is_null(raw) ? Value() : as_kind(field.kind, raw);
   if (value == field.default_value) return {field.default_value, ""};
@@ -134,13 +128,19 @@ Raw raw_strings(std::string_view word) { return raw_list(word, ',', raw_string);
 
 }  // namespace
 
+std::string refusal(const FieldInfo& field) {
+  bool unset = std::holds_alternative<std::monostate>(field.default_value);
+  return str("not supported", field.only_where.empty() ? "" : " with " + field.only_where, ": ", field.reason,
+             unset ? "; it has to stay unset" : str("; only ", to_text(field.default_value), " is accepted"));
+}
+
 std::string with_article(Kind kind) { return str(kind == Kind::Int ? "an " : "a ", name_of(kind)); }
 
 Converted convert(const FieldInfo& field, const Raw& raw) {
-  if (field.role == FieldInfo::Role::Refused) return convert_refused(field, raw);
-  bool any_kind =
-      field.role == FieldInfo::Role::WithoutEffect && field.optional;  // its default has no type to go by
-  if (any_kind) return {};
+  bool is_refused = field.role == FieldInfo::Role::Refused;
+  if (is_refused && field.only_where.empty()) return convert_refused(field, raw);
+  bool any_kind = field.role != FieldInfo::Role::Setting && field.optional;  // an unset default has no type
+  if (any_kind) return {is_null(raw) ? Value() : Value(to_text(raw)), ""};
   if (is_null(raw))
     return field.optional ? Converted{} : Converted{{}, "must be " + with_article(field.kind) + ", not null"};
   auto value = as_kind(field.kind, raw);

@@ -1,6 +1,6 @@
 // The schema as text: the command's help, the page docs/config.md, the table of another program's keys.
 
-#include <algorithm>
+#include <sstream>
 
 #include "catalog.h"
 #include "titan/config/print.h"
@@ -15,7 +15,7 @@ using Role = FieldInfo::Role;
 std::vector<FieldInfo> fields_of(const Schema& schema, const Section& section) {
   if (!section.resolve) return section.fields;
   try {
-    DynamicTable table = section.resolve(schema.defaults());
+    DynamicTable table = section.resolve(schema.defaults(), Origins());
     for (FieldInfo& field : table.fields) field.default_value = field.get(table.settings.get());
     return table.fields;
   } catch (const ConfigError&) {
@@ -30,7 +30,8 @@ std::string type_text(const FieldInfo& field) {
 std::string sentence(const FieldInfo& field) {
   switch (field.role) {
     case Role::Refused:
-      return str("not supported: ", field.reason);
+      return str("not supported", field.only_where.empty() ? "" : " with " + field.only_where, ": ",
+                 field.reason);
     case Role::WithoutEffect:
       return str("accepted without effect: ", field.reason);
     case Role::Mapped:
@@ -58,19 +59,16 @@ std::string help_details(const FieldInfo& field) {
 
 /// Words in lines of at most `columns`, each indented.
 std::string wrapped(const std::string& text, size_t indent, size_t columns) {
-  std::string lines, line;
-  auto end_line = [&] {
-    if (!line.empty()) lines += std::string(indent, ' ') + line + "\n";
-    line.clear();
-  };
-  for (size_t start = 0; start < text.size();) {
-    size_t end = std::min(text.find(' ', start), text.size());
-    if (!line.empty() && indent + line.size() + 1 + (end - start) > columns) end_line();
-    line += (line.empty() ? "" : " ") + text.substr(start, end - start);
-    start = end + 1;
+  std::istringstream words(text);
+  std::string lines;
+  size_t used = columns;  // the first word begins a line
+  for (std::string word; words >> word;) {
+    bool fits = used + 1 + word.size() <= columns;
+    lines += fits ? " " : str(lines.empty() ? "" : "\n", std::string(indent, ' '));
+    lines += word;
+    used = (fits ? used + 1 : indent) + word.size();
   }
-  end_line();
-  return lines;
+  return lines + "\n";
 }
 
 std::string help_entry(const std::string& section, const FieldInfo& field, size_t columns) {
@@ -80,9 +78,14 @@ std::string help_entry(const std::string& section, const FieldInfo& field, size_
 
 // ---- Markdown
 
-std::string cell(std::string text) {
-  for (size_t at = 0; (at = text.find('|', at)) != std::string::npos; at += 2) text.insert(at, "\\");
-  return text;
+/// A '|' would end the cell.
+std::string cell(const std::string& text) {
+  std::string escaped;
+  for (char c : text) {
+    if (c == '|') escaped += '\\';
+    escaped += c;
+  }
+  return escaped;
 }
 
 std::string code(const std::string& text) { return text.empty() ? "" : "`" + text + "`"; }
@@ -91,6 +94,23 @@ std::string markdown_row(const FieldInfo& field) {
   std::string default_text = field.role == Role::Mapped ? "" : to_text(field.default_value);
   return str("| `", field.key, "` | ", type_text(field), " | ", cell(code(default_text)), " | ",
              cell(allowed_text(field)), " | ", cell(sentence(field)), " |\n");
+}
+
+std::string role_text(const FieldInfo& field) {
+  switch (field.role) {
+    case Role::Refused:
+      return field.only_where.empty() ? "refused" : "refused with `" + field.only_where + "`";
+    case Role::WithoutEffect:
+      return "without effect";
+    case Role::Mapped:
+      return "mapped to `" + field.mapped_to + "`";
+    default:
+      return "accepted";
+  }
+}
+
+const std::string& note(const FieldInfo& field) {
+  return field.role == Role::Setting ? field.meaning : field.reason;
 }
 
 }  // namespace
@@ -119,18 +139,14 @@ std::string markdown(const Schema& schema) {
   return text;
 }
 
-std::string key_table(const Schema& schema, const std::vector<std::string>& full_names) {
-  std::string text = "| key | here | default | note |\n| --- | --- | --- | --- |\n";
-  for (const std::string& name : full_names) {
-    const FieldInfo* field = schema.find(name);
-    TITAN_CHECK(field != nullptr, name, " isn't described in any table");
-    constexpr const char* kRoles[] = {"accepted", "refused", "without effect", "mapped"};
-    text += str("| `", name, "` | ", kRoles[static_cast<int>(field->role)], " | ",
-                cell(code(field->role == Role::Mapped ? "" : to_text(field->default_value))), " | ",
-                cell(field->role == Role::Mapped ? str("`", field->mapped_to, "`: ", field->reason)
-                     : field->reason.empty()     ? field->meaning
-                                                 : field->reason),
-                " |\n");
+std::string key_table(const Schema& schema, const std::vector<ForeignKey>& keys) {
+  std::string text = "| key | here | its default | default here | note |\n| --- | --- | --- | --- | --- |\n";
+  for (const ForeignKey& key : keys) {
+    const FieldInfo* field = schema.find(key.name);
+    TITAN_CHECK(field != nullptr, key.name, " isn't described in any table");
+    std::string ours = field->role == Role::Mapped ? "" : to_text(field->default_value);
+    text += str("| `", key.name, "` | ", role_text(*field), " | ", cell(code(key.default_text)), " | ",
+                ours == key.default_text ? "same" : cell(code(ours)), " | ", cell(note(*field)), " |\n");
   }
   return text;
 }

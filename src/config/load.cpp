@@ -1,6 +1,8 @@
 #include "titan/config/load.h"
 
 #include <set>
+#include <utility>
+#include <vector>
 
 #include "assignments.h"
 #include "catalog.h"
@@ -73,6 +75,7 @@ class Loader {
       }
     }
     assignments_ = std::move(waiting);
+    check_refused_where();
   }
 
   void apply_dynamic(const Section& section) {
@@ -81,7 +84,7 @@ class Loader {
       if (problem_tables_.count(table) != 0) return;
     DynamicTable& table = section.table_of(job_);
     try {
-      table = section.resolve(job_);
+      table = section.resolve(job_, origins_);
     } catch (const ConfigError& error) {
       problems_.insert(problems_.end(), error.problems().begin(), error.problems().end());
       return;
@@ -108,7 +111,23 @@ class Loader {
     Converted converted = convert(*field, raw);
     if (!converted.problem.empty()) return report(assignment, converted.problem);
     field->set(settings, converted.value);
+    if (!field->only_where.empty()) note_refused_where(assignment, *field, converted.value);
     origins_.set(name, {assignment.place, shown_value(assignment)});
+  }
+
+  /// Whether the refusal holds is known when the key that it hangs on has its last value.
+  void note_refused_where(const Assignment& assignment, const FieldInfo& field, const Value& value) {
+    std::erase_if(refused_where_, [&](const auto& earlier) { return earlier.second == &field; });
+    if (value != field.default_value) refused_where_.emplace_back(assignment, &field);
+  }
+
+  void check_refused_where() {
+    for (const auto& [assignment, field] : refused_where_) {
+      std::string table =
+          assignment.name.substr(0, assignment.name.size() - field->key.size());  // with its dot
+      const FieldInfo* where = schema_.find(table + field->only_where);
+      if (where->get(job_) == Value(true)) report(assignment, refusal(*field));
+    }
   }
 
   /// `--section.no_key` is `--section.key false`, where there is such a bool.
@@ -151,6 +170,7 @@ class Loader {
   std::vector<Assignment> assignments_;
   std::vector<std::string> problems_;
   std::set<std::string, std::less<>> problem_tables_;
+  std::vector<std::pair<Assignment, const FieldInfo*>> refused_where_;
   Origins origins_;
 };
 
@@ -160,22 +180,6 @@ std::string to_text(const Assignment& assignment) {
   std::string value = shown_value(assignment);
   std::string setting = value.empty() ? assignment.name : assignment.name + " = " + value;
   return assignment.place.empty() ? "--" + setting : assignment.place + ": " + setting;
-}
-
-std::string Origins::origin_of(std::string_view name) const {
-  auto found = given_.find(name);
-  if (found == given_.end()) return "default";
-  return found->second.place.empty() ? "command line" : found->second.place;
-}
-
-std::string Origins::problem(std::string_view name, std::string_view what) const {
-  if (auto given = given_.find(name); given != given_.end()) {
-    const auto& [place, shown] = given->second;
-    return str(place.empty() ? "--" : place + ": ", name, shown.empty() ? "" : " = ", shown, ": ", what);
-  }
-  auto found = defaults_.find(name);
-  if (found == defaults_.end()) return str(name, ": ", what);
-  return str(name, " = ", found->second, " (default): ", what);
 }
 
 namespace detail {

@@ -36,9 +36,9 @@ void check_fields(const Section& section) {
         "'s default ", to_text(field.default_value), " isn't ", field.constraint.allowed);
   }
   for (const FieldInfo& field : section.fields)
-    TITAN_INTERNAL_ASSERT(field.role != FieldInfo::Role::Mapped || keys.count(field.mapped_to) != 0,
-                          section.name, ".", field.key, " is mapped to ", field.mapped_to,
-                          ", which isn't there");
+    for (const std::string& sibling : {field.mapped_to, field.only_where})
+      TITAN_INTERNAL_ASSERT(sibling.empty() || keys.count(sibling) != 0, section.name, ".", field.key,
+                            " refers to ", sibling, ", which isn't there");
 }
 
 }  // namespace
@@ -50,7 +50,12 @@ void Schema::check_job(const std::type_info& type) const {
 void Schema::add_section(Section section) {
   for (const Section& other : sections_)
     TITAN_INTERNAL_ASSERT(other.name != section.name, "table [", section.name, "] is added twice");
-  for (FieldInfo& field : section.fields) field.default_value = field.get(defaults());
+  for (FieldInfo& field : section.fields) {
+    field.default_value = field.get(defaults());
+    std::string name = section.name + "." + field.key;
+    TITAN_INTERNAL_ASSERT(find(name) == nullptr, name, " is described twice, in [", section.name,
+                          "] and another table");
+  }
   check_fields(section);
   sections_.push_back(std::move(section));
 }

@@ -38,8 +38,14 @@ std::string help_text(const Schema& schema, size_t columns = 110);
 /// The same as Markdown, a section per table.
 std::string markdown(const Schema& schema);
 
-/// A Markdown table of what becomes of each of `full_names` (keys of another program): accepted, mapped,
-/// without effect, refused; a name that the schema doesn't know is an Error.
-std::string key_table(const Schema& schema, const std::vector<std::string>& full_names);
+/// A key of another program, with its default as that program's documents write it in TOML, or "unset".
+struct ForeignKey {
+  std::string name;
+  std::string default_text;
+};
+
+/// A Markdown table of what becomes of each key here: accepted, mapped, without effect, refused. A name that
+/// the schema doesn't know is an Error.
+std::string key_table(const Schema& schema, const std::vector<ForeignKey>& keys);
 
 }  // namespace titan::config

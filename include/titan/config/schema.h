@@ -12,9 +12,12 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
+#include "titan/config/origins.h"
 #include "titan/config/table.h"
 
 namespace titan::config {
@@ -33,7 +36,7 @@ struct Section {
   std::vector<FieldInfo> fields;  ///< get and set take the whole job; empty for a dynamic section
 
   // Of a dynamic section only:
-  std::function<DynamicTable(const void* job)> resolve;
+  std::function<DynamicTable(const void* job, const Origins&)> resolve;
   std::function<DynamicTable&(void* job)> table_of;
   std::vector<std::string> depends_on;
 };
@@ -49,12 +52,12 @@ class Schema {
   void add(std::string section, S Job::*member, std::string meaning = {});
 
   /// A table that exists once `depends_on` (names of tables) are read without a problem: then `resolve` says
-  /// what its fields are, from the job read so far; a ConfigError that it throws joins the other problems.
-  /// Help shows the table of a default job.
-  template <class Job>
-  void add_dynamic(std::string section, DynamicTable Job::*member,
-                   std::function<DynamicTable(const Job&)> resolve, std::vector<std::string> depends_on,
-                   std::string meaning = {});
+  /// what its fields are, from the job read so far and, if it takes it, an Origins to point at what it
+  /// doesn't like. A ConfigError that it throws joins the other problems. Help shows the table of a default
+  /// job.
+  template <class Job, class Resolve>
+  void add_dynamic(std::string section, DynamicTable Job::*member, Resolve resolve,
+                   std::vector<std::string> depends_on, std::string meaning = {});
 
   const std::vector<Section>& sections() const { return sections_; }
   /// The field of a full name, or nullptr; dynamic fields aren't found.
@@ -89,17 +92,21 @@ void Schema::add(std::string section, S Job::*member, std::string meaning) {
   add_section(std::move(added));
 }
 
-template <class Job>
-void Schema::add_dynamic(std::string section, DynamicTable Job::*member,
-                         std::function<DynamicTable(const Job&)> resolve, std::vector<std::string> depends_on,
-                         std::string meaning) {
+template <class Job, class Resolve>
+void Schema::add_dynamic(std::string section, DynamicTable Job::*member, Resolve resolve,
+                         std::vector<std::string> depends_on, std::string meaning) {
   check_job(typeid(Job));
-  Section added{std::move(section), std::move(meaning), {}, {}, {}, {}};
-  added.resolve = [resolve = std::move(resolve)](const void* job) {
-    return resolve(*static_cast<const Job*>(job));
+  Section added{std::move(section), std::move(meaning), {}, {}, {}, std::move(depends_on)};
+  added.resolve = [resolve = std::move(resolve)](const void* any_job,
+                                                 const Origins& origins) -> DynamicTable {
+    const Job& job = *static_cast<const Job*>(any_job);
+    if constexpr (std::is_invocable_v<const Resolve&, const Job&, const Origins&>) {
+      return resolve(job, origins);
+    } else {
+      return resolve(job);
+    }
   };
   added.table_of = [member](void* job) -> DynamicTable& { return static_cast<Job*>(job)->*member; };
-  added.depends_on = std::move(depends_on);
   add_section(std::move(added));
 }
 

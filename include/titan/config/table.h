@@ -60,6 +60,8 @@ struct FieldInfo {
   Value default_value;
   Role role = Role::Setting;
   std::string reason;
+  std::string
+      only_where;  ///< of a refused key: the bool of the same table that has to be true for it to matter
   std::string mapped_to;
   std::function<Value(const void* settings)> get;
   std::function<void(void* settings, const Value&)> set;  ///< the value has the right alternative already
@@ -76,8 +78,9 @@ class Table {
 
   /// A key of TorchTitan whose feature doesn't exist (yet): read, but refused at any value other than
   /// `only_value`.
-  /// `{}` as only_value is "unset": any value is refused.
-  void refused(std::string key, Value only_value, std::string reason);
+  /// `{}` as only_value is "unset": any value is refused. `only_where` names a bool of this table without
+  /// which nothing would read the key: while that is false, any value of its kind is accepted.
+  void refused(std::string key, Value only_value, std::string reason, std::string only_where = {});
 
   /// A key of TorchTitan that can be anything because nothing here asks: the pipeline's schedule while there
   /// can be no pipeline.

@@ -95,9 +95,10 @@ void Table<S>::field(std::string key, T S::*member, std::string meaning, Constra
 }
 
 template <class S>
-void Table<S>::refused(std::string key, Value only_value, std::string reason) {
+void Table<S>::refused(std::string key, Value only_value, std::string reason, std::string only_where) {
   fields_.push_back(
       detail::memberless(std::move(key), std::move(only_value), FieldInfo::Role::Refused, std::move(reason)));
+  fields_.back().only_where = std::move(only_where);
 }
 
 template <class S>
@@ -123,6 +124,7 @@ void Table<S>::table(std::string name, Sub S::*member) {
     field.default_value = field.get(&defaults);
     field.key = name + "." + inner.key;
     if (!field.mapped_to.empty()) field.mapped_to = name + "." + inner.mapped_to;
+    if (!field.only_where.empty()) field.only_where = name + "." + inner.only_where;
     fields_.push_back(std::move(field));
   }
 }

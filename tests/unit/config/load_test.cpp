@@ -182,6 +182,23 @@ TEST(Load, RefusedKeysTakeTheirOneValue) {
                       "stay unset"}));
 }
 
+TEST(Load, ARefusalMayHoldOnlyWhereItsFeatureIsOn) {
+  EXPECT_EQ(load_text("[validation]\nwhole_set = false\nsubset = 3\n").problems, Problems{});
+  EXPECT_EQ(load_text("[validation]\nwhole_set = 3\n").problems,
+            Problems{"a.toml:2:1: validation.whole_set = 3: must be a bool, not an int"});
+  std::string refused = "[validation]\nwhole_set = false\nsubset = 3\nenable = true\n";
+  EXPECT_EQ(
+      load_text(refused).problems,
+      (Problems{
+          "a.toml:2:1: validation.whole_set = false: not supported with enable: validation is by steps; "
+          "only true is accepted",
+          "a.toml:3:1: validation.subset = 3: not supported with enable: validation is by steps; "
+          "it has to stay unset"}));
+  EXPECT_EQ(load_text(refused, "a.toml", {"--validation.no_enable"}).problems, Problems{});
+  EXPECT_EQ(load_text(refused, "a.toml", {"--validation.whole_set", "--validation.subset", "none"}).problems,
+            Problems{});
+}
+
 TEST(Load, KeysWithoutEffectTakeAnyValueOfTheirKind) {
   EXPECT_EQ(load_text("[optimizer]\nschedule = \"Interleaved1F1B\"\n").problems, Problems{});
   EXPECT_EQ(load_text("[optimizer]\nschedule = 1\n").problems,
@@ -202,7 +219,7 @@ TEST(Load, ADynamicTableFollowsTheModel) {
             (Problems{"a.toml:2:1: model.args.width = 8: unknown key",
                       "a.toml:3:1: model.args.dim = 0: must be at least 1"}));
   EXPECT_EQ(load_text("[model]\nname = \"huge\"\n[model.args]\nanything = 8\n").problems,
-            Problems{"unknown model 'huge'"});
+            Problems{"a.toml:2:1: model.name = \"huge\": unknown model"});
 }
 
 TEST(Load, ADynamicTableIsNotJudgedWhileItsModelIsInDoubt) {

@@ -96,6 +96,7 @@ groups = ["norm", "bias"]
 stages = []
 
 [validation]
+enable = false
 steps = -1
 seq_len = 2048
 
@@ -171,18 +172,27 @@ TEST(Markdown, ATablePerTable) {
       text.find(
           "| `gc_debug` | bool | `false` | only false | not supported: there is no garbage collector |\n"),
       std::string::npos);
+  EXPECT_NE(text.find("| not supported with enable: validation is by steps |\n"), std::string::npos);
   EXPECT_NE(text.find("## [quantize.linear.float8]"), std::string::npos);
 }
 
 TEST(KeyTable, SaysWhatBecomesOfEachKey) {
-  EXPECT_EQ(key_table(schema(),
-                      {"optimizer.lr", "optimizer.learning_rate", "optimizer.schedule", "training.gc_debug"}),
-            "| key | here | default | note |\n| --- | --- | --- | --- |\n"
-            "| `optimizer.lr` | accepted | `8e-4` | peak learning rate |\n"
-            "| `optimizer.learning_rate` | mapped |  | `lr`: deprecated |\n"
-            "| `optimizer.schedule` | without effect | `\"1F1B\"` | there is one stage |\n"
-            "| `training.gc_debug` | refused | `false` | there is no garbage collector |\n");
-  EXPECT_THROW(key_table(schema(), {"optimizer.none"}), Error);
+  EXPECT_EQ(key_table(schema(), {{"optimizer.lr", "8e-4"},
+                                 {"optimizer.beta1", "0.8"},
+                                 {"optimizer.learning_rate", "unset"},
+                                 {"optimizer.schedule", "\"1F1B\""},
+                                 {"training.gc_debug", "false"},
+                                 {"validation.whole_set", "true"}}),
+            R"(| key | here | its default | default here | note |
+| --- | --- | --- | --- | --- |
+| `optimizer.lr` | accepted | `8e-4` | same | peak learning rate |
+| `optimizer.beta1` | accepted | `0.8` | `0.9` | decay \| mean |
+| `optimizer.learning_rate` | mapped to `lr` | `unset` |  | deprecated |
+| `optimizer.schedule` | without effect | `"1F1B"` | same | there is one stage |
+| `training.gc_debug` | refused | `false` | same | there is no garbage collector |
+| `validation.whole_set` | refused with `enable` | `true` | same | validation is by steps |
+)");
+  EXPECT_THROW(key_table(schema(), {{"optimizer.none", ""}}), Error);
 }
 
 }  // namespace

@@ -46,6 +46,7 @@ struct Optimizer {
 };
 
 struct Validation {
+  bool enable = false;
   int64_t steps = -1;
   int64_t seq_len = 2048;
   bool operator==(const Validation&) const = default;
@@ -111,6 +112,9 @@ inline void describe(Table<Optimizer>& table) {
 }
 
 inline void describe(Table<Validation>& table) {
+  table.field("enable", &Validation::enable, "validate");
+  table.refused("whole_set", true, "validation is by steps", "enable");
+  table.refused("subset", {}, "validation is by steps", "enable");
   table.field("steps", &Validation::steps, "steps", positive_or_minus_one());
   table.field("seq_len", &Validation::seq_len, "tokens per sequence", at_least(1));
 }
@@ -124,9 +128,9 @@ inline void describe(Table<Args>& table) {
   table.field("tie", &Args::tie, "one matrix for both ends");
 }
 
-inline DynamicTable args_of(const Job& job) {
+inline DynamicTable args_of(const Job& job, const Origins& origins) {
   if (job.model.name != "small" && job.model.name != "large")
-    throw ConfigError("unknown model '" + job.model.name + "'");
+    throw ConfigError(origins.problem("model.name", "unknown model"));
   Table<Args> table;
   describe(table);
   return {table.fields(), std::make_shared<Args>(Args{.dim = job.model.name == "small" ? 64 : 4096})};

@@ -23,7 +23,13 @@ void describe(Table<Outside>& table) { table.field("a", &Outside::a, "one", at_l
 struct Lost {};
 void describe(Table<Lost>& table) { table.mapped("old", "new", "renamed"); }
 
+struct Nested {
+  Outside outside{.a = 1};
+};
+void describe(Table<Nested>& table) { table.table("outside", &Nested::outside); }
+
 struct Job {
+  Nested nested;
   Twice twice;
   Outside outside{.a = 1};
   Outside wrong;
@@ -37,6 +43,8 @@ TEST(Schema, WrongDescriptionsAreOurBugs) {
   EXPECT_THROW(schema.add("lost", &Job::lost), InternalError);
   EXPECT_NO_THROW(schema.add("outside", &Job::outside)) << "the job's default counts";
   EXPECT_THROW(schema.add("outside", &Job::outside), InternalError);
+  EXPECT_NO_THROW(schema.add("nested", &Job::nested));
+  EXPECT_THROW(schema.add("nested.outside", &Job::outside), InternalError) << "the same key by another table";
   struct Other {
     Outside outside{.a = 1};
   };
