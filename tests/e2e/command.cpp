@@ -1,0 +1,102 @@
+#include "e2e/command.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace titan::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::filesystem::path make_folder() {
+  std::string path = (std::filesystem::temp_directory_path() / "titan_command_XXXXXX").string();
+  if (!mkdtemp(path.data())) throw std::runtime_error("mkdtemp: " + path);
+  return path;
+}
+
+std::string read(const std::filesystem::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+Command::Command(const std::vector<std::string>& words, const Variables& variables) : folder_(make_folder()) {
+  const std::string out = folder_ / "out", err = folder_ / "err";
+  std::vector<char*> arguments;
+  for (const auto& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  pid_ = fork();
+  if (pid_ != 0) return;
+  setpgid(0, 0);
+  for (const auto& [name, value] : variables) {
+    value.empty() ? unsetenv(name.c_str()) : setenv(name.c_str(), value.c_str(), 1);
+  }
+  dup2(open(out.c_str(), O_CREAT | O_WRONLY | O_APPEND, 0600), STDOUT_FILENO);
+  dup2(open(err.c_str(), O_CREAT | O_WRONLY | O_APPEND, 0600), STDERR_FILENO);
+  execvp(arguments[0], arguments.data());
+  perror(arguments[0]);
+  _exit(127);
+}
+
+Command::Command(Command&& other) noexcept
+    : pid_(std::exchange(other.pid_, -1)),
+      folder_(std::exchange(other.folder_, {})),
+      started_(other.started_) {}
+
+Command::~Command() {
+  if (pid_ > 0) {
+    kill(-pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  std::error_code ignored;
+  if (!folder_.empty()) std::filesystem::remove_all(folder_, ignored);
+}
+
+void Command::signal(int number) const { kill(pid_, number); }
+
+std::string Command::output() const { return read(folder_ / "out"); }
+
+bool Command::wait_for_output(const std::string& text, double limit_s) const {
+  const auto start = Clock::now();
+  while (output().find(text) == std::string::npos) {
+    if (seconds_since(start) > limit_s) return false;
+    pause();
+  }
+  return true;
+}
+
+CommandResult Command::wait(double limit_s) {
+  const auto start = Clock::now();
+  int status = 0;
+  while (waitpid(pid_, &status, WNOHANG) == 0) {
+    if (seconds_since(start) > limit_s) kill(-pid_, SIGKILL);
+    pause();
+  }
+  pid_ = -1;
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read(folder_ / "out"),
+          read(folder_ / "err"), seconds_since(started_)};
+}
+
+CommandResult run(const std::vector<std::string>& words, const Command::Variables& variables,
+                  double limit_s) {
+  return Command(words, variables).wait(limit_s);
+}
+
+}  // namespace titan::testing

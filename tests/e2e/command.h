@@ -1,0 +1,46 @@
+#pragma once
+
+// Runs programs from a test: several at once, with their own variables, output kept, time limited.
+
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace titan::testing {
+
+struct CommandResult {
+  int status = 0;        ///< exit code, or 128 + signal
+  std::string out, err;  ///< whole standard output and standard error
+  double elapsed_s = 0;
+};
+
+/// A started program. The destructor kills it (and its process group) if it is still running.
+class Command {
+ public:
+  using Variables = std::map<std::string, std::string>;
+  /// `variables` are added to this process's; an empty value removes one.
+  explicit Command(const std::vector<std::string>& words, const Variables& variables = {});
+  Command(Command&& other) noexcept;
+  ~Command();
+
+  int pid() const { return pid_; }
+  /// Sends a signal to the program alone.
+  void signal(int number) const;
+  std::string output() const;  ///< standard output so far
+  /// Waits until standard output contains `text`; false when it didn't within the limit.
+  bool wait_for_output(const std::string& text, double limit_s = 30) const;
+  /// Waits for the end; kills it after the limit (status 128 + 9).
+  CommandResult wait(double limit_s = 60);
+
+ private:
+  int pid_ = -1;
+  std::filesystem::path folder_;
+  std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+};
+
+CommandResult run(const std::vector<std::string>& words, const Command::Variables& variables = {},
+                  double limit_s = 60);
+
+}  // namespace titan::testing

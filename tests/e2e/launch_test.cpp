@@ -1,0 +1,275 @@
+// Starting ranks: the launcher's behaviour, and dist::init under torchrun, SLURM and Open MPI.
+
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <regex>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "e2e/command.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Words = std::vector<std::string>;
+
+const std::string kTitan = TITAN_BINARY_DIR "/bin/titan";
+const std::string kRankProgram = TITAN_BINARY_DIR "/bin/rank_program";
+
+Words launch(int ranks, const Words& command, const std::string& log_rank = "0") {
+  Words words = {kTitan, "launch", "-n", std::to_string(ranks), "--log-rank", log_rank, "--"};
+  words.insert(words.end(), command.begin(), command.end());
+  return words;
+}
+
+Words shell(const std::string& script) { return {"sh", "-c", script}; }
+
+bool alive(int pid) { return kill(pid, 0) == 0; }
+
+bool dies_within(int pid, double limit_s) {
+  for (double waited = 0; alive(pid); waited += 0.02) {
+    if (waited > limit_s) return false;
+    usleep(20000);
+  }
+  return true;
+}
+
+/// The pids that rank_program printed.
+std::vector<int> pids_in(const std::string& out) {
+  std::vector<int> pids;
+  const std::regex pattern("pid ([0-9]+)");
+  for (std::sregex_iterator match(out.begin(), out.end(), pattern), end; match != end; ++match) {
+    pids.push_back(std::stoi((*match)[1]));
+  }
+  return pids;
+}
+
+TEST(Launch, RanksMeet) {
+  const auto result = run(launch(3, {kRankProgram}, "all"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  for (const char* line : {"[rank 0] rank 0 of 3, local 0 of 3, by titan, sum 3", "[rank 1] rank 1 of 3",
+                           "[rank 2] rank 2 of 3"}) {
+    EXPECT_THAT(result.out, HasSubstr(line));
+  }
+}
+
+TEST(Launch, ShowsRankZeroUnlessAskedForOthers) {
+  const auto script = shell("echo out $RANK; echo err $RANK >&2");
+  auto result = run({kTitan, "launch", "-n", "3", script[0], script[1], script[2]});
+  EXPECT_EQ(result.out, "[rank 0] out 0\n");
+  EXPECT_EQ(result.err, "[rank 0] err 0\n");
+  result = run(launch(3, script, "1,2"));
+  EXPECT_THAT(result.out, HasSubstr("[rank 1] out 1\n"));
+  EXPECT_THAT(result.err, HasSubstr("[rank 2] err 2\n"));
+  EXPECT_THAT(result.out, Not(HasSubstr("out 0")));
+  EXPECT_EQ(run(launch(2, script, "none")).out, "");
+}
+
+TEST(Launch, KeepsLinesWhole) {
+  const auto script =
+      "i=0; while [ $i -lt 300 ]; do printf 'a'; printf '%s-%s\\n' $RANK $RANK; i=$((i+1)); done";
+  const auto result = run(launch(4, shell(script), "all"));
+  std::istringstream lines(result.out);
+  int count = 0;
+  const std::regex whole("\\[rank ([0-3])\\] a\\1-\\1");
+  for (std::string line; std::getline(lines, line); ++count)
+    EXPECT_TRUE(std::regex_match(line, whole)) << line;
+  EXPECT_EQ(count, 1200);
+}
+
+TEST(Launch, ShowsALastLineWithoutAnEnd) {
+  EXPECT_EQ(run(launch(1, shell("printf half"))).out, "[rank 0] half\n");
+}
+
+TEST(Launch, PassesTheEnvironment) {
+  const auto result = run(launch(2,
+                                 shell("echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR "
+                                       "omp=$OMP_NUM_THREADS"),
+                                 "1"),
+                          {{"OMP_NUM_THREADS", "7"}});
+  EXPECT_EQ(result.out, "[rank 1] 1/2 1/2 127.0.0.1 omp=7\n");
+}
+
+TEST(Launch, DividesTheCores) {
+  cpu_set_t cores;
+  sched_getaffinity(0, sizeof(cores), &cores);
+  const auto threads = [](int ranks) {
+    return run(launch(ranks, shell("echo $OMP_NUM_THREADS")), {{"OMP_NUM_THREADS", ""}}).out;
+  };
+  EXPECT_EQ(threads(1), "[rank 0] " + std::to_string(CPU_COUNT(&cores)) + "\n");
+  EXPECT_EQ(threads(2), "[rank 0] " + std::to_string(std::max(1, CPU_COUNT(&cores) / 2)) + "\n");
+}
+
+TEST(Launch, PassesTheFirstFailuresExitCodeOnAndShowsItLast) {
+  const auto script = "if [ $RANK = 1 ]; then echo the reason >&2; exit 7; fi; sleep 60";
+  const auto result = run(launch(3, shell(script)));
+  EXPECT_EQ(result.status, 7);
+  EXPECT_LT(result.elapsed_s, 5);
+  EXPECT_THAT(result.err, HasSubstr("rank 1 of 3 failed first: exit code 7"));
+  EXPECT_THAT(result.err.substr(result.err.find("failed first")), HasSubstr("  the reason\n"));
+}
+
+TEST(Launch, AnErrorThatReachesThePeersIsStillTheFirstRanks) {
+  const auto result = run(launch(3, {kRankProgram, "30", "throw", "2"}));
+  EXPECT_EQ(result.status, 3);
+  EXPECT_THAT(result.err, HasSubstr("rank 2 of 3 failed first: exit code 3"));
+  EXPECT_THAT(result.err, HasSubstr("rank 2 was told to throw"));
+}
+
+TEST(Launch, AKilledRankEndsTheJobWithItsName) {
+  Command job(launch(3, {kRankProgram, "60", "hang"}, "all"));
+  ASSERT_TRUE(job.wait_for_output("rank 0 of") && job.wait_for_output("rank 1 of") &&
+              job.wait_for_output("rank 2 of"));
+  const auto started = std::chrono::steady_clock::now();
+  const std::string out = job.output();
+  const auto pids = pids_in(out.substr(out.find("rank 1 of")));
+  ASSERT_FALSE(pids.empty());
+  kill(pids[0], SIGKILL);
+  const auto result = job.wait(20);
+  EXPECT_LT(std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count(), 10);
+  EXPECT_EQ(result.status, 128 + SIGKILL);
+  EXPECT_THAT(result.err, HasSubstr("rank 1 of 3 failed first: killed by signal 9"));
+}
+
+TEST(Launch, RanksThatIgnoreTheRequestAreKilled) {
+  const auto script = "trap '' TERM; if [ $RANK = 0 ]; then sleep 1; exit 4; fi; while :; do sleep 1; done";
+  const auto result = run(launch(2, shell(script)));
+  EXPECT_EQ(result.status, 4);
+  EXPECT_GT(result.elapsed_s, 5);
+  EXPECT_LT(result.elapsed_s, 10);
+}
+
+TEST(Launch, CtrlCEndsAllRanks) {
+  Command job(launch(2, {kRankProgram, "60", "hang"}, "all"));
+  ASSERT_TRUE(job.wait_for_output("rank 0 of") && job.wait_for_output("rank 1 of"));
+  job.signal(SIGINT);
+  const auto result = job.wait(10);
+  EXPECT_EQ(result.status, 128 + SIGINT);
+  const auto pids = pids_in(result.out);
+  EXPECT_EQ(pids.size(), 2U);
+  for (int pid : pids) EXPECT_TRUE(dies_within(pid, 1)) << pid;
+}
+
+TEST(Launch, RanksDieWithTheLauncher) {
+  Command job(launch(2, {kRankProgram, "60", "hang"}, "all"));
+  ASSERT_TRUE(job.wait_for_output("rank 0 of") && job.wait_for_output("rank 1 of"));
+  job.signal(SIGKILL);
+  const auto pids = pids_in(job.wait(10).out);
+  EXPECT_EQ(pids.size(), 2U);
+  for (int pid : pids) EXPECT_TRUE(dies_within(pid, 5)) << pid;
+}
+
+TEST(Launch, TwoJobsAtOnceTakeDifferentPorts) {
+  std::vector<Command> jobs;
+  for (int i = 0; i < 3; ++i) jobs.emplace_back(launch(2, {kRankProgram}));
+  for (auto& job : jobs) EXPECT_EQ(job.wait().status, 0);
+}
+
+TEST(Launch, WrongUse) {
+  EXPECT_EQ(run(launch(2, {"/no/such/program"})).status, 127);
+  EXPECT_THAT(run(launch(2, {"/no/such/program"})).err,
+              HasSubstr("can't start '/no/such/program': No such file"));
+  EXPECT_NE(run({kTitan, "launch", "-n", "0", "true"}).status, 0);
+  EXPECT_NE(run({kTitan, "launch", "-n", "2"}).status, 0);
+  EXPECT_THAT(run(launch(2, {"true"}, "2")).err, HasSubstr("'2' isn't a rank of 0..1"));
+}
+
+/// Two ranks, each with its own variables.
+std::vector<CommandResult> run_ranks(const std::vector<Command::Variables>& ranks,
+                                     const std::string& timeout_s = "30") {
+  std::vector<Command> commands;
+  for (const auto& variables : ranks) commands.emplace_back(Words{kRankProgram, timeout_s}, variables);
+  std::vector<CommandResult> results;
+  for (auto& command : commands) results.push_back(command.wait());
+  return results;
+}
+
+/// Of no other job on this host.
+std::string some_port() { return std::to_string(33000 + getpid() % 27000); }
+
+TEST(Init, UnderTorchrun) {
+  const std::string torchrun = TITAN_SOURCE_DIR "/.venv/bin/torchrun";
+  if (!std::filesystem::exists(torchrun)) GTEST_SKIP() << "no torchrun in .venv";
+  const auto result =
+      run({torchrun, "--no-python", "--standalone", "--nproc-per-node", "2", kRankProgram}, {}, 120);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("rank 0 of 2, local 0 of 2, by torchrun, sum 1"));
+  EXPECT_THAT(result.out, HasSubstr("rank 1 of 2, local 1 of 2, by torchrun, sum 1"));
+}
+
+TEST(Init, UnderSlurm) {
+  const auto variables = [](const char* rank) -> Command::Variables {
+    return {{"SLURM_PROCID", rank},
+            {"SLURM_NTASKS", "2"},
+            {"SLURM_LOCALID", rank},
+            {"SLURM_NODELIST", "127.0.0.[1-2]"},
+            {"SLURM_JOB_ID", std::to_string(getpid())}};
+  };
+  const auto results = run_ranks({variables("0"), variables("1")});
+  EXPECT_THAT(results[0].out, HasSubstr("rank 0 of 2, local 0 of 2, by slurm, sum 1")) << results[0].err;
+  EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by slurm, sum 1")) << results[1].err;
+}
+
+TEST(Init, UnderOpenMpi) {
+  const auto variables = [](const char* rank) -> Command::Variables {
+    return {{"OMPI_COMM_WORLD_RANK", rank},
+            {"OMPI_COMM_WORLD_SIZE", "2"},
+            {"OMPI_COMM_WORLD_LOCAL_RANK", rank},
+            {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+            {"PMIX_NAMESPACE", "prterun-" + std::to_string(getpid())}};
+  };
+  const auto results = run_ranks({variables("0"), variables("1")});
+  EXPECT_THAT(results[0].out, HasSubstr("rank 0 of 2, local 0 of 2, by openmpi, sum 1")) << results[0].err;
+  EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by openmpi, sum 1")) << results[1].err;
+}
+
+Command::Variables plain(const std::string& rank, const std::string& size, const std::string& port) {
+  return {{"RANK", rank}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}};
+}
+
+TEST(Init, CountsLocalRanksWhereNobodyTells) {
+  const auto results = run_ranks({plain("0", "2", some_port()), plain("1", "2", some_port())});
+  EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by env")) << results[1].err;
+}
+
+TEST(Init, NamesTheMissingRanks) {
+  const auto results = run_ranks({plain("0", "4", some_port()), plain("2", "4", some_port())}, "2");
+  for (const auto& result : results) {
+    EXPECT_EQ(result.status, 3);
+    EXPECT_THAT(result.err, HasSubstr("2 of 4 ranks didn't come"));
+    EXPECT_THAT(result.err, HasSubstr("missing: 1, 3"));
+    EXPECT_LT(result.elapsed_s, 10);
+  }
+}
+
+TEST(Init, NamesRankZeroWhenItIsMissing) {
+  const auto results = run_ranks({plain("1", "2", some_port())}, "1");
+  EXPECT_EQ(results[0].status, 3);
+  EXPECT_THAT(results[0].err, HasSubstr("missing: 0"));
+}
+
+TEST(Init, WrongWorldSizeIsToldOnAllRanks) {
+  for (const auto& result : run_ranks({plain("0", "2", some_port()), plain("1", "3", some_port())}, "10")) {
+    EXPECT_EQ(result.status, 3);
+    EXPECT_THAT(result.err, HasSubstr("WORLD_SIZE has to be the same on all ranks"));
+    EXPECT_LT(result.elapsed_s, 8);
+  }
+}
+
+TEST(Init, LaunchersThatDisagree) {
+  auto variables = plain("0", "2", some_port());
+  variables["SLURM_PROCID"] = "0";
+  variables["SLURM_NTASKS"] = "4";
+  const auto results = run_ranks({variables});
+  EXPECT_EQ(results[0].status, 3);
+  EXPECT_THAT(results[0].err, HasSubstr("WORLD_SIZE=2 (env) but SLURM_NTASKS=4 (slurm)"));
+}
+
+}  // namespace
+}  // namespace titan::testing
