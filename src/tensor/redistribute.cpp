@@ -67,7 +67,7 @@ void reduce_scatter_axis(DTensor& tensor, size_t axis, int64_t dim) {
   at::Tensor chunks = padded_chunks(tensor.local, dim, mesh_axis.size);
   at::Tensor mine = at::empty(chunks.sizes().slice(1), chunks.options());
   if (chunks.numel() > 0) {
-    tensor.mesh.group(mesh_axis.name)->reduce_scatter(mine, chunks, kReduceLabel).wait();
+    tensor.mesh.group(mesh_axis.name)->reduce_scatter(mine.view(-1), chunks.view(-1), kReduceLabel).wait();
   }
   Chunk chunk = chunk_of(tensor.local.size(dim), mesh_axis.size, tensor.mesh.coordinate(mesh_axis.name));
   tensor.local = mine.narrow(dim, 0, chunk.length).contiguous();

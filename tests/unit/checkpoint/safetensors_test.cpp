@@ -7,8 +7,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "temp_folder.h"
 #include "titan/core/error.h"
+#include "unit/checkpoint/temp_folder.h"
 
 namespace titan {
 namespace {

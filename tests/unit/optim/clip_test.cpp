@@ -6,8 +6,8 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include "make_parameters.h"
 #include "titan/core/error.h"
+#include "unit/optim/make_parameters.h"
 
 namespace titan::optim {
 namespace {

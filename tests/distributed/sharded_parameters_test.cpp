@@ -1,0 +1,175 @@
+// What works on the list of parameters (gradient norm, optimizer, model files), with parameters sharded and
+// replicated over meshes.
+
+#include <unistd.h>
+
+#include <cmath>
+#include <filesystem>
+#include <ios>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "distributed/world.h"
+#include "titan/checkpoint/model_file.h"
+#include "titan/checkpoint/safetensors.h"
+#include "titan/core/error.h"
+#include "titan/optim/clip.h"
+#include "titan/optim/optimizer.h"
+
+namespace titan {
+namespace {
+
+using testing::world;
+
+const Placement S0 = Placement::shard(0), S1 = Placement::shard(1), R = Placement::replicate();
+
+struct Whole {
+  std::string name;
+  at::Tensor values;
+  at::Tensor grad;
+  std::vector<Placement> placements;
+};
+
+Parameter place(const Whole& whole, const DeviceMesh& mesh) {
+  Parameter parameter;
+  parameter.name = whole.name;
+  parameter.data = distribute(whole.values, mesh, whole.placements);
+  parameter.data.local = parameter.data.local.clone().requires_grad_(true);
+  parameter.data.local.mutable_grad() = distribute(whole.grad, mesh, whole.placements).local.clone();
+  parameter.compute = parameter.data.local;
+  return parameter;
+}
+
+Whole make_whole(const std::string& name, at::IntArrayRef shape, std::vector<Placement> placements) {
+  return {name, at::randn(shape, at::kDouble), at::randn(shape, at::kDouble), std::move(placements)};
+}
+
+// The same on every rank. With 4 ranks two axes, else one.
+struct Job {
+  DeviceMesh mesh;
+  std::vector<Whole> wholes;
+  std::vector<Parameter> parameters;
+};
+
+Job make_job() {
+  at::manual_seed(7);
+  Job job;
+  if (world().size() == 4) {
+    job.mesh = DeviceMesh::create(world(), {{"dp", 2}, {"tp", 2}});
+    job.wholes = {make_whole("a", {7, 5}, {S0, S1}), make_whole("norm", {5}, {S0, R}),
+                  make_whole("b", {3, 6}, {R, S0}), make_whole("bias", {4}, {R, R}),
+                  make_whole("tiny", {1, 2}, {S0, S0})};
+  } else {
+    job.mesh = DeviceMesh::create(world(), {{"dp", world().size()}});
+    job.wholes = {make_whole("a", {7, 5}, {S0}), make_whole("norm", {5}, {R}),
+                  make_whole("tiny", {1, 2}, {S0})};
+  }
+  for (const auto& whole : job.wholes) job.parameters.push_back(place(whole, job.mesh));
+  return job;
+}
+
+double norm_of(const std::vector<Whole>& wholes) {
+  double squares = 0;
+  for (const auto& whole : wholes) squares += whole.grad.square().sum().item<double>();
+  return std::sqrt(squares);
+}
+
+TEST(ShardedParameters, GradNormCountsEachElementOnce) {
+  Job job = make_job();
+  double expected = norm_of(job.wholes);
+  auto result = optim::clip_grad_norm(job.parameters, 1.0);
+  EXPECT_NEAR(result.norm / expected, 1, 1e-13);
+  EXPECT_NEAR(optim::clip_grad_norm(job.parameters).norm, 1, 1e-6);
+  auto norms =
+      job.mesh.world().everyone()->all_gather_text(titan::str(std::hexfloat, result.norm), {.phase = "test"});
+  for (const auto& norm : norms) EXPECT_EQ(norm, norms.front());
+}
+
+TEST(ShardedParameters, ParametersOnSeveralMeshes) {
+  Job job = make_job();
+  Whole alone = make_whole("alone", {3}, {});
+  job.wholes.push_back(alone);
+  job.parameters.push_back(place(alone, DeviceMesh()));
+  EXPECT_NEAR(optim::clip_grad_norm(job.parameters).norm / norm_of(job.wholes), 1, 1e-13);
+}
+
+TEST(ShardedParameters, ARankWithoutGradientTakesPart) {
+  Job job = make_job();
+  for (auto& parameter : job.parameters) {
+    if (world().rank() == 0) parameter.data.local.mutable_grad().reset();
+  }
+  EXPECT_TRUE(optim::clip_grad_norm(job.parameters).finite());
+}
+
+TEST(ShardedParameters, NonFiniteGradientsNameTheirRank) {
+  Job job = make_job();
+  int culprit = world().size() - 1;
+  // Only a parameter that is sharded over everyone surely counts on the last rank.
+  if (world().rank() == culprit) job.parameters[0].data.local.mutable_grad().fill_(std::nan(""));
+  auto result = optim::clip_grad_norm(job.parameters, 1.0);
+  EXPECT_EQ(result.nonfinite_rank, culprit);
+  EXPECT_FALSE(result.finite());
+}
+
+TEST(ShardedParameters, OptimizerStepsShardsAsTheWhole) {
+  Job job = make_job();
+  std::vector<Parameter> wholes;
+  for (auto whole : job.wholes) {
+    whole.placements.clear();
+    wholes.push_back(place(whole, DeviceMesh()));
+  }
+  optim::Optimizer sharded(job.parameters, {.lr = 0.1, .param_groups = {}}),
+      single(wholes, {.lr = 0.1, .param_groups = {}});
+  for (int step = 0; step < 3; ++step) {
+    sharded.step();
+    single.step();
+  }
+  auto state = sharded.state(), expected = single.state();
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    const auto& name = wholes[i].name;
+    EXPECT_TRUE(at::equal(full_tensor(job.parameters[i].data), wholes[i].data.local.detach())) << name;
+    EXPECT_TRUE(at::equal(full_tensor(state.at(name).exp_avg_sq), expected.at(name).exp_avg_sq.local))
+        << name;
+    EXPECT_EQ(state.at(name).step.local.item<float>(), 3);
+  }
+}
+
+// A path that all ranks agree on.
+std::filesystem::path shared_file(const std::string& name) {
+  auto folder =
+      std::filesystem::temp_directory_path() / titan::str("titan_test_", world().rank(), "_", ::getpid());
+  return std::filesystem::path(
+             world().everyone()->all_gather_text(folder.string(), {.phase = "test"}).front()) /
+         name;
+}
+
+TEST(ShardedParameters, ModelFileHoldsTheWhole) {
+  Job job = make_job();
+  auto path = shared_file("model.safetensors");
+  if (world().rank() == 0) std::filesystem::create_directory(path.parent_path());
+  save_model(job.parameters, path);
+  SafetensorsFile file(path);
+  EXPECT_EQ(file.names().size(), job.wholes.size());
+  for (const auto& whole : job.wholes)
+    EXPECT_TRUE(at::equal(file.tensor(whole.name), whole.values)) << whole.name;
+
+  std::vector<at::Tensor> before;
+  for (auto& parameter : job.parameters) {
+    at::NoGradGuard no_grad;
+    before.push_back(parameter.data.local.clone());
+    parameter.data.local.zero_();
+  }
+  load_model(job.parameters, path);
+  for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(at::equal(job.parameters[i].data.local, before[i]));
+  world().everyone()->barrier({.phase = "test"}).wait();
+  if (world().rank() == 0) std::filesystem::remove_all(path.parent_path());
+}
+
+TEST(ShardedParameters, AFailedSaveIsAnErrorOnEveryRank) {
+  Job job = make_job();
+  EXPECT_THROW(save_model(job.parameters, "/nonexistent-folder/model.safetensors"), Error);
+}
+
+}  // namespace
+}  // namespace titan
