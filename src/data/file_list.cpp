@@ -42,7 +42,7 @@ class Listing {
     for (; !error && walk != fs::recursive_directory_iterator(); walk.increment(error)) {
       if (is_hidden(walk->path()))
         walk.disable_recursion_pending();
-      else if (has_extension(walk->path(), extensions_) && walk->is_regular_file())
+      else if (has_extension(walk->path(), extensions_) && !walk->is_directory())
         add_file(walk->path());
     }
     if (error) problems_.push_back(str("cannot list ", path.string(), ": ", error.message()));
@@ -58,7 +58,7 @@ class Listing {
  private:
   void add_file(const fs::path& path) {
     struct stat status {};
-    if (stat(path.c_str(), &status) != 0 || access(path.c_str(), R_OK) != 0) {
+    if (stat(path.c_str(), &status) != 0 || faccessat(AT_FDCWD, path.c_str(), R_OK, AT_EACCESS) != 0) {
       problems_.push_back(str("cannot read ", path.string(), ": ", std::strerror(errno)));
       return;
     }

@@ -49,8 +49,8 @@ TEST(Pattern, LiteralsAreNotPatterns) {
 }
 
 TEST(Pattern, WhatWouldMeanSomethingElseIsRefused) {
-  for (const char* pattern : {R"(\h)", R"(\bx)", R"([a[bc]])", R"([a-z&&[^b]])", R"([[:alpha:]])", R"([\S])", R"(\p{Nonsense})",
-                              R"(\pL)", "\\"})
+  for (const char* pattern : {R"(\h)", R"(\bx)", R"([a[bc]])", R"([a-z&&[^b]])", R"([[:alpha:]])", R"([\S])",
+                              R"(\p{Nonsense})", R"(\pL)", "\\"})
     EXPECT_THROW(Pattern(pattern, Pattern::Kind::Regex), ConfigError) << pattern;
 }
 

@@ -18,7 +18,8 @@ namespace {
 using Json = nlohmann::json;
 using Ids = std::vector<int32_t>;
 
-// All bytes, two merges, two added tokens: the least that counts as byte-level BPE. Ids of bytes are the bytes.
+// All bytes, two merges, two added tokens: the least that counts as byte-level BPE. Ids of bytes are the
+// bytes.
 Json small_tokenizer() {
   Json vocabulary;
   for (int byte = 0; byte < 256; ++byte) {
@@ -94,7 +95,8 @@ TEST_F(BpeTest, DamagedTextBecomesTheReplacementCharacter) {
 TEST_F(BpeTest, SplitsBehaveAsNamed) {
   auto words = [&](const char* behavior, bool invert) {
     Json tree = small_tokenizer();
-    Json split = {{"type", "Split"}, {"pattern", {{"String", "c"}}}, {"behavior", behavior}, {"invert", invert}};
+    Json split = {
+        {"type", "Split"}, {"pattern", {{"String", "c"}}}, {"behavior", behavior}, {"invert", invert}};
     Json bytes = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}};
     tree["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", Json::array({split, bytes})}};
     return build(tree).encode("abcab");
@@ -137,10 +139,12 @@ TEST_F(BpeTest, WhatIsNotUnderstoodIsNamed) {
   Json tree = small_tokenizer();
   tree["model"]["vocab"].erase("z");
   EXPECT_NE(refusal(tree).find("122"), std::string::npos);
-  EXPECT_NE(message_of<ConfigError>([&] { BpeTokenizer(folder_.write("bad.json", "{")); }).find("bad.json"), std::string::npos);
+  EXPECT_NE(message_of<ConfigError>([&] { BpeTokenizer(folder_.write("bad.json", "{")); }).find("bad.json"),
+            std::string::npos);
 }
 
-// The ids and texts in tokenizer_golden.json are the `tokenizers` package's (scripts/make_tokenizer_golden.py).
+// The ids and texts in tokenizer_golden.json are the `tokenizers` package's
+// (scripts/make_tokenizer_golden.py).
 TEST(RepositoryTokenizer, EqualsTheTokenizersPackage) {
   std::ifstream file(TITAN_SOURCE_DIR "/tests/unit/data/tokenizer_golden.json");
   auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");

@@ -14,7 +14,8 @@ TEST(Utf8, ValidTextIsKept) {
   EXPECT_EQ(replace_invalid_utf8(""), "");
 }
 
-// Python: bytes.decode("utf-8", errors="replace"). One U+FFFD for each maximal part of an ill-formed sequence.
+// Python: bytes.decode("utf-8", errors="replace"). One U+FFFD for each maximal part of an ill-formed
+// sequence.
 TEST(Utf8, DamageIsReplacedAsPythonDoes) {
   EXPECT_EQ(replace_invalid_utf8("a\xFFz"), "a" + kBad + "z");
   EXPECT_EQ(replace_invalid_utf8("\xC0\xAF"), kBad + kBad);                        // overlong

@@ -1,0 +1,198 @@
+#include "titan/data/packed_feed.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "fake_source.h"
+#include "titan/data/byte_tokenizer.h"
+
+namespace titan::data {
+namespace {
+
+using Tokens = std::vector<int64_t>;
+constexpr int64_t kBos = ByteTokenizer::kBos, kEos = ByteTokenizer::kEos;
+
+std::shared_ptr<PackedFeed> feed_of(std::vector<std::string> documents, PackingOptions options) {
+  return std::make_shared<PackedFeed>(std::make_shared<FakeSource>(std::move(documents)),
+                                      std::make_shared<ByteTokenizer>(), options);
+}
+
+struct Sample {
+  Tokens input, labels;
+  int64_t valid;
+};
+
+Sample next(Lane& lane, int64_t length) {
+  Sample sample{Tokens(length), Tokens(length), 0};
+  sample.valid = lane.fill({sample.input, sample.labels});
+  return sample;
+}
+
+Tokens documents_tokens(const std::vector<std::string>& documents) {
+  Tokens stream;
+  for (const auto& document : documents) {
+    stream.push_back(kBos);
+    for (unsigned char c : document) stream.push_back(c);
+    stream.push_back(kEos);
+  }
+  return stream;
+}
+
+// The tokens that went into a sample: the inputs and the last label.
+Tokens tokens_of(const Sample& sample) {
+  if (sample.valid == 0) return {};
+  Tokens tokens(sample.input.begin(), sample.input.begin() + sample.valid);
+  tokens.push_back(sample.labels[sample.valid - 1]);
+  return tokens;
+}
+
+TEST(PackedFeed, PacksDocumentsWithoutOverlap) {
+  auto documents = numbered_documents(9);
+  auto feed = feed_of(documents, {.shuffle = false});
+  auto lane = feed->open(feed->start(0, 1), 1);
+  Tokens expected = documents_tokens(documents), stream;
+  while (stream.size() < expected.size()) {
+    Sample sample = next(*lane, 7);
+    EXPECT_EQ(sample.valid, 7);
+    EXPECT_TRUE(std::equal(sample.input.begin() + 1, sample.input.end(), sample.labels.begin()));
+    Tokens tokens = tokens_of(sample);
+    stream.insert(stream.end(), tokens.begin(), tokens.end());
+  }
+  stream.resize(expected.size());
+  EXPECT_EQ(stream, expected);
+}
+
+TEST(PackedFeed, EveryEpochDealsEveryPieceOnceInAnOrderOfItsOwn) {
+  auto feed = feed_of(numbered_documents(40), {.seed = 5});
+  auto order_of = [&](int64_t epoch) {
+    std::vector<std::vector<int32_t>> pieces(40);
+    std::string text;
+    for (int64_t p = 0; p < 40; ++p) feed->tokens_at(epoch, p, text, pieces[p]);
+    return pieces;
+  };
+  auto first = order_of(0), second = order_of(1);
+  EXPECT_NE(first, second);
+  std::sort(first.begin(), first.end());
+  std::sort(second.begin(), second.end());
+  EXPECT_EQ(first, second);
+  EXPECT_EQ(std::unique(first.begin(), first.end()), first.end());
+}
+
+// One large file: its pieces, not the file, are dealt.
+TEST(PackedFeed, ASingleFileFeedsAllLanesEvenly) {
+  std::string text(1 << 20, 'x');
+  auto feed = feed_of({text}, {.piece_bytes = 4096, .repeat = false});
+  std::vector<int64_t> tokens;
+  for (int64_t l = 0; l < 16; ++l) {
+    auto lane = feed->open(feed->start(l, 16), 16);
+    int64_t count = 0;
+    while (int64_t valid = next(*lane, 255).valid) count += valid + 1;
+    tokens.push_back(count);
+  }
+  for (int64_t count : tokens) EXPECT_NEAR(count, (1 << 20) / 16, 300);
+}
+
+TEST(PackedFeed, OnlyTheLastPieceOfADocumentEndsIt) {
+  auto feed = feed_of({std::string(100, 'x')}, {.piece_bytes = 64, .shuffle = false});
+  std::string text;
+  std::vector<int32_t> first, second;
+  feed->tokens_at(0, 0, text, first);
+  feed->tokens_at(0, 1, text, second);
+  EXPECT_EQ(first.front(), kBos);
+  EXPECT_EQ(first.back(), 'x');
+  EXPECT_EQ(second.front(), kBos);
+  EXPECT_EQ(second.back(), kEos);
+}
+
+TEST(PackedFeed, StatesContinueExactly) {
+  auto feed = feed_of(numbered_documents(13), {.seed = 1});
+  for (int64_t lanes : {1, 4, 20}) {  // 20: more lanes than documents
+    auto lane = feed->open(feed->start(lanes - 1, lanes), lanes);
+    for (int i = 0; i < 60; ++i) {
+      auto resumed = feed->open(lane->state(), lanes);
+      for (int k = 0; k < 3; ++k) {
+        auto copy = feed->open(resumed->state(), lanes);
+        EXPECT_EQ(next(*resumed, 9).input, next(*copy, 9).input);
+      }
+      resumed = feed->open(lane->state(), lanes);
+      EXPECT_EQ(next(*lane, 9).labels, next(*resumed, 9).labels);
+    }
+  }
+}
+
+TEST(PackedFeed, FiniteOnesGiveEveryTokenOnceAndThenNothing) {
+  auto documents = numbered_documents(17);
+  auto feed = feed_of(documents, {.shuffle = false, .repeat = false});
+  for (int64_t lanes : {1, 3, 5, 30}) {
+    int64_t steps = feed->num_steps(lanes, 12).value(), longest = 0;
+    for (int64_t l = 0; l < lanes; ++l) {
+      std::vector<std::string> own;
+      for (int64_t i = l; i < 17; i += lanes) own.push_back(documents[i]);
+      Tokens expected = documents_tokens(own), stream;
+      auto lane = feed->open(feed->start(l, lanes), lanes);
+      int64_t rows = 0;
+      for (int64_t step = 0; step < steps + 2; ++step) {
+        Sample sample = next(*lane, 12);
+        Tokens tokens = tokens_of(sample);
+        stream.insert(stream.end(), tokens.begin(), tokens.end());
+        if (sample.valid > 0) rows = step + 1;
+        EXPECT_EQ(std::count(sample.labels.begin(), sample.labels.end(), kIgnoredLabel), 12 - sample.valid);
+      }
+      // A single token at the end has no label.
+      EXPECT_LE(expected.size() - stream.size(), 1u);
+      expected.resize(stream.size());
+      EXPECT_EQ(stream, expected);
+      longest = std::max(longest, rows);
+    }
+    EXPECT_EQ(longest, steps) << lanes << " lanes";
+  }
+}
+
+TEST(PackedFeed, EndlessOnesHaveNoEnd) { EXPECT_EQ(feed_of({"x"}, {})->num_steps(1, 4), std::nullopt); }
+
+TEST(PackedFeed, DealingAnewRepeatsNothing) {
+  constexpr int64_t kDocuments = 50;
+  auto feed = feed_of(numbered_documents(kDocuments), {.shuffle = false});
+  std::vector<LaneState> states;
+  std::vector<int64_t> begun;  // documents, in the order of the feed
+  for (int64_t l = 0; l < 4; ++l) {
+    auto lane = feed->open(feed->start(l, 4), 4);
+    for (int64_t i = 0; i < 3 + l; ++i) next(*lane, 30);
+    states.push_back(lane->state());
+    begun.push_back(states.back().position);
+  }
+  auto dealt = feed->redeal(states, 6);
+  ASSERT_EQ(dealt.size(), 6u);
+  int64_t next_document = *std::max_element(begun.begin(), begun.end());
+  for (int64_t l = 0; l < 6; ++l) {
+    EXPECT_EQ(dealt[l].lane, l);
+    EXPECT_EQ(dealt[l].token_offset, 0);
+    int64_t place = dealt[l].epoch * kDocuments + dealt[l].position;
+    EXPECT_GT(place, next_document);
+    EXPECT_EQ(place, dealt[0].position + l);
+  }
+}
+
+TEST(PackedFeed, DocumentsWithoutTokensAreAnError) {
+  class Silent : public ByteTokenizer {
+    std::optional<int32_t> bos_id() const override { return std::nullopt; }
+    std::optional<int32_t> eos_id() const override { return std::nullopt; }
+  };
+  auto feed = std::make_shared<PackedFeed>(std::make_shared<FakeSource>(std::vector<std::string>(5)),
+                                           std::make_shared<Silent>(), PackingOptions{});
+  auto lane = feed->open(feed->start(0, 2), 2);
+  EXPECT_THROW(next(*lane, 4), Error);
+}
+
+TEST(PackedFeed, FingerprintsNameEverythingThatMatters) {
+  auto print = [](PackingOptions options) { return feed_of({"x"}, options)->fingerprint(); };
+  EXPECT_EQ(print({}), print({}));
+  EXPECT_NE(print({}), print({.piece_bytes = 100}));
+  EXPECT_NE(print({}), print({.shuffle = false}));
+  EXPECT_NE(print({}), print({.seed = 1}));
+  EXPECT_NE(feed_of({"x", "y"}, {})->fingerprint(), print({}));
+}
+
+}  // namespace
+}  // namespace titan::data
