@@ -1,5 +1,7 @@
 #include "titan/data/loader.h"
 
+#include <ATen/Context.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -17,6 +19,9 @@ class DataLoader::Impl {
     if (options.local_batch_size < 1)
       throw ConfigError(
           str("the local batch size is ", options.local_batch_size, "; it has to be at least 1"));
+    if (options.settings.pin_memory && !at::globalContext().hasCUDA())
+      throw ConfigError(
+          "dataloader.pin_memory needs a CUDA GPU: only copies to one gain from page-locked memory");
     if (options_.global_batch_size < 0)
       options_.global_batch_size = options.local_batch_size * options.dp_size;
     feed_->check_shape(num_lanes(), options.seq_len);
