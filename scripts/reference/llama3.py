@@ -134,12 +134,15 @@ class Llama3(nn.Module):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.register_buffer("rope", rope_table(args), persistent=False)
 
+    def set_rope(self, dtype: torch.dtype = torch.float32) -> None:
+        """Computes the rotary table in `dtype`, whatever the buffer held."""
+        self.rope = rope_table(self.args, dtype)
+
     def set_precision(self, dtype: torch.dtype) -> None:
-        """Parameters in `dtype`, and a rotary table computed anew: in float64 for float64, else in fp32 (Module.to would round
-        the table through `dtype`)."""
+        """Parameters in `dtype`, and the rotary table in float64 for float64, else in fp32 (Module.to would round it)."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
-        self.rope = rope_table(self.args, torch.float64 if dtype == torch.float64 else torch.float32)
+        self.set_rope(torch.float64 if dtype == torch.float64 else torch.float32)
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Logits [B, S, V] in the parameters' dtype."""

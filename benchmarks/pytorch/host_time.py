@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Host time of a transformer block under PyTorch's FSDP2 on one rank, with shapes so small that the arithmetic hardly counts.
+
+    .venv/bin/python benchmarks/pytorch/host_time.py [--dtype bf16]
+
+Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8, at batch 1, sequence 8,
+width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. One thread: what is measured is overhead.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from fsdp_model import init_ranks, policy  # noqa: E402
+from llama3 import ModelArgs, TransformerBlock, rope_table  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+BLOCKS = 8
+ARGS = ModelArgs(dim=64, n_heads=4, multiple_of=64, max_seq_len=8)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(TransformerBlock(ARGS) for _ in range(BLOCKS))
+        self.register_buffer("rope", rope_table(ARGS))
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, self.rope)
+        return x_BSD
+
+
+def pass_s(model: Blocks, x_BSD: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    out_BSD = model(x_BSD)
+    out_BSD.backward(torch.ones_like(out_BSD))
+    end = time.perf_counter()
+    model.zero_grad()
+    return end - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--repetitions", type=int, default=200)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = init_ranks(0, 1, os.path.join(folder, "store"))
+        model = Blocks()
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy(options.dtype))
+        x_BSD = torch.randn(1, ARGS.max_seq_len, ARGS.dim, requires_grad=True)
+        times = [pass_s(model, x_BSD) for _ in range(options.repetitions + 20)][20:]
+        dist.destroy_process_group()
+    print(json.dumps({"us_per_block": statistics.median(times) / BLOCKS * 1e6}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Trains a Llama with PyTorch's FSDP2 over gloo on the CPU and prints one JSON object: the other side of `titan train`.
+
+    .venv/bin/python benchmarks/pytorch/train_bench.py --model debug --dtype bf16 --ranks 2 --steps 5 --warmup 2
+
+Keys: tokens_per_s (all ranks' tokens of a step over the median step time after the warm-up), step_s (each step after the warm-up, of
+the slowest rank), loss (of each step, warm-up too), startup_s (process start to the start of the first step, slowest rank),
+peak_rss_mib (largest rank). A process per rank; each gets cores / ranks threads unless OMP_NUM_THREADS says otherwise.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+MODELS = {
+    "debug": {"dim": 256, "n_layers": 6, "n_heads": 16, "vocab_size": 2048},
+    "134m": {"dim": 768, "n_layers": 12, "n_heads": 12, "vocab_size": 32000},
+}
+SHAPES = {"debug": (8, 2048), "134m": (4, 512)}  # sequences per rank, tokens per sequence
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="debug")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5, help="measured ones, after the warm-up")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--local-batch-size", type=int, help="sequences per rank; default: 8 (debug), 4 (134m)")
+    parser.add_argument("--seq-len", type=int, help="default: 2048 (debug), 512 (134m)")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    batch, length = SHAPES[options.model]
+    options.local_batch_size = options.local_batch_size or batch
+    options.seq_len = options.seq_len or length
+    return options
+
+
+def run_rank(options: argparse.Namespace) -> dict:
+    from fsdp_model import ModelArgs, Trainer, build_model, init_ranks, seconds_since_process_start
+
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    mesh = init_ranks(options.rank, options.ranks, os.path.join(options.folder, "store"))
+    model = build_model(ModelArgs(**MODELS[options.model], max_seq_len=options.seq_len), mesh, options.dtype)
+    trainer = Trainer(model)
+    generator = torch.Generator().manual_seed(options.rank)
+    shape = (options.local_batch_size, options.seq_len + 1)
+    startup_s = seconds_since_process_start()
+    step_s, losses = [], []
+    for _ in range(options.warmup + options.steps):
+        begin = time.perf_counter()
+        tokens = torch.randint(MODELS[options.model]["vocab_size"], shape, generator=generator)
+        loss, _ = trainer.step(tokens[:, :-1], tokens[:, 1:])
+        step_s.append(time.perf_counter() - begin)
+        losses.append(loss)
+    dist.destroy_process_group()
+    peak_rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"step_s": step_s[options.warmup :], "loss": losses, "startup_s": startup_s, "peak_rss_mib": peak_rss_mib}
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
+
+def spawn(options: argparse.Namespace) -> list[dict]:
+    """Runs this script once per rank; their results. Ends all when one fails."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    environment = {"OMP_NUM_THREADS": threads} | os.environ
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *sys.argv, "--folder", folder, "--rank"]
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=environment, preexec_fn=die_with_parent) for rank in range(options.ranks)
+        ]
+        while any(process.poll() is None for process in ranks) and not any(process.returncode for process in ranks):
+            time.sleep(0.05)
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+        if any(process.wait() for process in ranks):
+            sys.exit(f"ranks ended with {[process.returncode for process in ranks]}")
+        return [json.load(open(os.path.join(folder, f"{rank}.json"))) for rank in range(options.ranks)]
+
+
+def summary(options: argparse.Namespace, ranks: list[dict]) -> dict:
+    step_s = [max(times) for times in zip(*(rank["step_s"] for rank in ranks))]
+    tokens = options.ranks * options.local_batch_size * options.seq_len
+    return {
+        "tokens_per_s": tokens / statistics.median(step_s),
+        "step_s": step_s,
+        "loss": ranks[0]["loss"],
+        "startup_s": max(rank["startup_s"] for rank in ranks),
+        "peak_rss_mib": max(rank["peak_rss_mib"] for rank in ranks),
+    }
+
+
+def main() -> None:
+    options = parse_options()
+    if options.rank is None:
+        print(json.dumps(summary(options, spawn(options))))
+        return
+    result = run_rank(options)
+    with open(os.path.join(options.folder, f"{options.rank}.json"), "w") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()
