@@ -10,8 +10,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
 
 #include "group_backends.h"
+#include "staging_pool.h"
 #include "titan/core/error.h"
 #include "titan/dist/flight_record.h"
 
@@ -53,6 +55,8 @@ struct Work::State {
   c10::intrusive_ptr<c10d::Work> work;
   at::Tensor out, in;   // alive until the backend is done with them
   at::Tensor host_out;  // gloo with a device tensor: what goes to `out` in the end
+  at::Tensor summands;  // [size, n], gloo's reduce_scatter: what is summed into `out` in the end
+  std::shared_ptr<StagingPool> staging;
   std::shared_ptr<FlightRecorder> recorder;
   uint64_t number = 0;
   CallRecord call;
@@ -62,12 +66,21 @@ struct Work::State {
   void wait() {
     try {
       work->wait();
+      if (summands.defined()) sum_up();
       if (host_out.defined()) copy_into(out, host_out);
     } catch (const std::exception& error) {
       recorder->finish(number, CallState::Failed);
       throw Error(failure(reason_of(error)));
     }
     recorder->finish(number, CallState::Finished);
+  }
+
+  // In rank order whatever came first, so that every run has the same bits. 16-bit numbers are summed in fp32.
+  void sum_up() {
+    at::NoGradGuard no_grad;
+    at::Tensor target = (host_out.defined() ? host_out : out).variable_data().view(-1);
+    at::sum_out(target, summands.view({group_size, -1}), /*dim=*/0);
+    staging->release(std::move(summands));
   }
 
   std::string failure(const std::string& reason) const;
@@ -128,6 +141,8 @@ Group::Group(std::string name, std::vector<int> ranks, int my_world_rank,
     if (ranks_[i] == my_world_rank) rank_ = static_cast<int>(i);
   }
   if (recorder_) recorded_name_ = recorder_->intern(name_);
+  by_exchange_ = backends_ && backends_->main->getBackendName() == "gloo";
+  if (by_exchange_) staging_ = std::make_shared<StagingPool>();
 }
 
 std::shared_ptr<Group> Group::alone(std::string name, int my_world_rank) {
@@ -225,9 +240,21 @@ Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label)
 Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label) {
   check_call(*this, "reduce_scatter", out, in, 1, size());
   if (size() == 1) return copy_into(out, in), Work();
-  return launch(
-      record_of(int(CollectiveOp::ReduceScatter), in, label, -1), out, in,
-      [](auto& backend, auto& received, auto& sent) { return backend._reduce_scatter_base(received, sent); });
+  const CallRecord call = record_of(int(CollectiveOp::ReduceScatter), in, label, -1);
+  if (!by_exchange_) {
+    return launch(call, out, in, [](auto& backend, auto& received, auto& sent) {
+      return backend._reduce_scatter_base(received, sent);
+    });
+  }
+  at::Tensor summands = staging_->acquire(in.numel(), in.scalar_type());
+  Work work = launch(call, out, in, [&](auto& backend, auto&, auto& sent) {
+    at::Tensor flat_in = sent.view(-1);
+    std::vector<int64_t> even;  // empty: equal parts
+    return backend.alltoall_base(summands, flat_in, even, even);
+  });
+  work.state_->summands = std::move(summands);
+  work.state_->staging = staging_;
+  return work;
 }
 
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, Label label) {

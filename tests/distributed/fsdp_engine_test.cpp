@@ -149,6 +149,65 @@ TEST(FsdpEngineShards, AreOneNthAndStartFromTheGivenValues) {
   }
 }
 
+/// Two branches of which each rank takes one, and an embedding whose weight is the output's too.
+class BranchesImpl : public nn::Module {
+ public:
+  explicit BranchesImpl(at::ScalarType dtype) {
+    const auto options = at::TensorOptions().dtype(dtype);
+    table = register_parameter("table", testing::BlockImpl::values({10, 6}, options));
+    even = register_parameter("even", testing::BlockImpl::values({6, 6}, options));
+    odd = register_parameter("odd", testing::BlockImpl::values({6, 6}, options) * 0.7);
+  }
+  at::Tensor forward(const at::Tensor& tokens, int rank) {
+    const at::Tensor h = at::linear(at::embedding(table, tokens), rank % 2 == 0 ? even : odd);
+    return at::linear(h, table);  // tied
+  }
+  at::Tensor table, even, odd;
+};
+TITAN_MODULE(Branches);
+
+TEST(FsdpEngineUnused, MayDifferBetweenRanksAndTiedGradientsAreSummedOnce) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const auto tokens_of = [](int r) { return at::arange(4, at::kLong) * (r + 1) % 10; };
+  Branches reference(at::kDouble);
+  for (int r = 0; r < size; ++r) loss_of(reference(tokens_of(r), r)).backward();
+  for (const Layout& layout : layouts(size)) {
+    Branches model(at::kDouble);
+    fully_shard(model, {.mesh = mesh_of(layout)});
+    for (int step = 0; step < 2; ++step) {
+      for (const Parameter& parameter : parameters(model)) parameter.data.local.mutable_grad().reset();
+      loss_of(model(tokens_of(rank), rank)).backward();
+    }
+    for (const Parameter& parameter : parameters(model)) {
+      DTensor grad = parameter.data;
+      ASSERT_TRUE(grad.local.grad().defined()) << parameter.name;
+      grad.local = grad.local.grad();
+      const at::Tensor& wanted = reference->named_parameters()[parameter.name].grad();
+      EXPECT_LE(relative_error(full_tensor(grad), wanted.defined() ? wanted : at::zeros({6, 6}, at::kDouble)),
+                1e-12)
+          << parameter.name;
+    }
+  }
+}
+
+TEST(FsdpEngineStale, WritesToShardsAreSeenByTheNextForward) {
+  const int size = testing::world().size();
+  const at::Tensor x = input_rows(2, 6, at::kFloat);
+  for (const auto param_dtype : {at::kFloat, at::kBFloat16}) {
+    for (const Layout& layout : layouts(size)) {
+      Toy model = sharded_toy({}, at::kFloat,
+                              {.mesh = mesh_of(layout),
+                               .param_dtype = param_dtype,
+                               .reshard_after_forward = ReshardAfterForward::never()});
+      at::NoGradGuard no_grad;
+      EXPECT_GT(model(x).abs().sum().item<double>(), 0);
+      for (const Parameter& parameter : parameters(model)) parameter.data.local.zero_();
+      EXPECT_EQ(model(x).abs().sum().item<double>(), 0)
+          << "param dtype " << param_dtype << " shard " << layout.shard;
+    }
+  }
+}
+
 TEST(FsdpEngineMisuse, IsNamed) {
   const int size = testing::world().size();
   Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});

@@ -18,6 +18,7 @@ namespace titan::dist {
 
 struct CallRecord;
 class FlightRecorder;
+class StagingPool;          // src/dist/staging_pool.h
 struct GroupBackends;  // src/dist/group_backends.h
 
 /// Which module and phase issued a call. Both point to strings that outlive the group (interned or literals),
@@ -101,6 +102,9 @@ class Group {
   std::unique_ptr<GroupBackends> backends_;
   std::shared_ptr<FlightRecorder> recorder_;
   const char* recorded_name_ = "";
+  // gloo's reduce_scatter is an all-reduce of everything: parts are exchanged and summed here instead.
+  bool by_exchange_ = false;
+  std::shared_ptr<StagingPool> staging_;
   std::atomic<uint64_t> num_calls_{0};
 };
 

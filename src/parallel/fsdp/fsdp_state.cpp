@@ -31,6 +31,7 @@ void FsdpState::become_root(nn::HookHost& host) {
     return at::Device(at::kCPU);
   }();
   auto context = std::make_shared<CommContext>(device);
+  context->set_last_micro_batch(last_micro_batch_);
   for (const auto& state : states_below(host.as_module())) {
     TITAN_CHECK(!state->context_, "'", state->modules_[0]->fqn(),
                 "' has run a forward on its own before the forward of the sharded module around it; call the "
@@ -38,6 +39,11 @@ void FsdpState::become_root(nn::HookHost& host) {
     state->context_ = context;
     if (state->group_) state->group_->join(context, state->modules_[0]->fqn());
   }
+}
+
+void FsdpState::set_last_micro_batch(bool last) {
+  last_micro_batch_ = last;
+  if (context_) context_->set_last_micro_batch(last);
 }
 
 void FsdpState::cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const {

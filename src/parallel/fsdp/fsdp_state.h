@@ -28,6 +28,8 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   const std::shared_ptr<CommContext>& context() const { return context_; }
   /// Makes this state the root of all below `host`, once; called by the first forward.
   void become_root(nn::HookHost& host);
+  /// May come before the first forward.
+  void set_last_micro_batch(bool last);
 
  private:
   void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const;
@@ -37,6 +39,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   FsdpOptions options_;
   std::shared_ptr<CommContext> context_;
   bool is_root_ = false;
+  bool last_micro_batch_ = true;
   size_t modules_entered_ = 0;
   int64_t visit_ = -1;
 };

@@ -82,11 +82,11 @@ void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& o
   shard_together(modules, options);
 }
 
+// All below a sharded root share its context; without one, each sharded module below is a root of its own.
 void set_last_micro_batch(const nn::AnyRef& root, bool last) {
-  for (const auto& state : fsdp::states_below(root.module())) {
-    if (!state->context()) continue;
-    state->context()->set_last_micro_batch(last);
-  }
+  if (const auto state = std::dynamic_pointer_cast<FsdpState>(root.host().fsdp_hook))
+    return state->set_last_micro_batch(last);
+  for (const auto& state : fsdp::states_below(root.module())) state->set_last_micro_batch(last);
 }
 
 FsdpStats fsdp_stats(const nn::AnyRef& root) {

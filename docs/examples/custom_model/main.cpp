@@ -1,0 +1,8 @@
+// The program `titan` with a model of one's own linked in.
+#include "titan/cli/main.h"
+#include "ngram.h"
+
+int main(int argc, char** argv) {
+  register_ngram();
+  return titan::cli::main(argc, argv);
+}

@@ -1,0 +1,94 @@
+// A model of one's own in the program: it predicts a token from the few before it, with no attention at all.
+#include "ngram.h"
+
+#include <ATen/ATen.h>
+
+#include "titan/nn/module.h"
+#include "titan/train/model_spec.h"
+
+namespace {
+
+using titan::nn::Init;
+using namespace titan::train;
+
+// The sizes: a flavour's, overridden by [model.args].
+struct NgramArgs {
+  int64_t vocab_size = 2048;
+  int64_t context = 4;  ///< tokens that the next one is predicted from
+  int64_t dim = 64;
+  int64_t hidden = 256;
+
+  int64_t num_params() const { return vocab_size * dim + hidden * context * dim + vocab_size * hidden; }
+};
+
+void describe(titan::config::Table<NgramArgs>& table) {
+  table.field("vocab_size", &NgramArgs::vocab_size, "rows of the embedding", titan::config::at_least(1));
+  table.field("context", &NgramArgs::context, "tokens that the next one is predicted from",
+              titan::config::at_least(1));
+  table.field("dim", &NgramArgs::dim, "width of an embedding", titan::config::at_least(1));
+  table.field("hidden", &NgramArgs::hidden, "width of the hidden layer", titan::config::at_least(1));
+}
+
+// B batch, S sequence, D dim, C context, H hidden, V vocabulary.
+class NgramImpl : public titan::nn::Module {
+ public:
+  NgramImpl(const NgramArgs& args, const titan::nn::Construct& construct) : context_(args.context) {
+    const double std = 0.02;
+    embedding_VD_ =
+        register_init_parameter("embedding", {args.vocab_size, args.dim}, Init::normal(0, 1), construct);
+    up_ = register_init_parameter("up", {args.hidden, args.context * args.dim}, Init::normal(0, std),
+                                  construct);
+    down_ = register_init_parameter("down", {args.vocab_size, args.hidden}, Init::normal(0, std), construct);
+  }
+
+  at::Tensor forward(const at::Tensor& tokens_BS) {
+    const at::Tensor x_BSD = at::embedding(embedding_VD_, tokens_BS);
+    std::vector<at::Tensor> shifted;  // by 0, 1, ... positions; before the sequence there is nothing
+    for (int64_t by = 0; by < context_; ++by) shifted.push_back(at::constant_pad_nd(x_BSD, {0, 0, by, -by}));
+    return at::linear(at::gelu(at::linear(at::cat(shifted, 2), up_)), down_);
+  }
+
+ private:
+  int64_t context_;
+  at::Tensor embedding_VD_, up_, down_;
+};
+TITAN_MODULE(Ngram);
+
+// The trainer's view.
+class NgramModel : public TrainableModel {
+ public:
+  NgramModel(const NgramArgs& args, const titan::nn::Construct& construct) : model_(args, construct) {}
+
+  titan::nn::AnyRef root() override { return model_; }
+
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                  int64_t global_valid_tokens) override {
+    const at::Tensor logits_NV = model_(tokens_BS).flatten(0, 1).to(at::kFloat);
+    const at::Tensor sum =
+        at::cross_entropy_loss(logits_NV, labels_BS.flatten(), {}, at::Reduction::Sum, -100);
+    return sum / global_valid_tokens;
+  }
+
+ private:
+  Ngram model_;
+};
+
+}  // namespace
+
+void register_ngram() {
+  register_model<NgramArgs>(
+      "ngram",
+      {.flavours = {{"small", {}}, {"wide", {.dim = 256, .hidden = 1024}}},
+       .sizes = [](const NgramArgs& args) -> ModelSizes {
+         return {.vocab_size = args.vocab_size, .num_params = args.num_params()};
+       },
+       .build =
+           [](const NgramArgs& args, const BuildOptions& options) {
+             return std::make_unique<NgramModel>(args, options.construct);
+           },
+       .parallelize = [](TrainableModel& model,
+                         const ParallelPlan& plan) { titan::fully_shard(model.root(), plan.fsdp); }});
+}
+
+// What experimental.custom_import looks for.
+extern "C" void titan_register() { register_ngram(); }
