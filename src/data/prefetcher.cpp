@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 
 #include "titan/core/error.h"
 
@@ -18,7 +17,8 @@ constexpr size_t kSlotsInUse = 2;
 // from.
 bool is_ours_alone(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.use_count() > 1 || tensor.storage().use_count() > 1) return false;
-  std::atomic_thread_fence(std::memory_order_acquire);  // what the last holder read, it has read
+  // Reading the count orders nothing. Dropping a handle does: what the last holder read, it has read.
+  { [[maybe_unused]] c10::Storage handle = tensor.storage(); }
   return true;
 }
 
