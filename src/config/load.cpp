@@ -1,5 +1,7 @@
 #include "titan/config/load.h"
 
+#include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -11,16 +13,26 @@
 namespace titan::config {
 namespace {
 
-/// Long values are cut: a message is a line.
-std::string shortened(std::string text) {
+/// Long values are cut, between characters (UTF-8): a message is a line.
+std::string shortened(const std::string& text) {
   constexpr size_t kLongest = 100;
-  return text.size() <= kLongest ? text : text.substr(0, kLongest) + "...";
+  if (text.size() <= kLongest) return text;
+  size_t end = kLongest;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return text.substr(0, end) + "...";
 }
 
 std::string shown_value(const Assignment& assignment) {
   if (const auto* raw = std::get_if<Raw>(&assignment.given)) return shortened(to_text(*raw));
   const Word& word = std::get<Word>(assignment.given);
   return word ? shortened(*word) : "";
+}
+
+/// nullopt for a bare `--name` whose field isn't a bool.
+std::optional<Raw> raw_of(const Assignment& assignment, const FieldInfo& field) {
+  if (const auto* raw = std::get_if<Raw>(&assignment.given)) return *raw;
+  if (const Word& word = std::get<Word>(assignment.given)) return raw_of_word(field, *word);
+  return field.kind == Kind::Bool ? std::optional<Raw>(Raw{true}) : std::nullopt;
 }
 
 /// Sorts what was given into settings, problems and what has to wait for its table.
@@ -78,10 +90,14 @@ class Loader {
     check_refused_where();
   }
 
+  /// Whose model is in doubt, whose arguments can't be judged; a problem at the top ("") may hide any table.
+  bool is_in_doubt(const Section& section) const {
+    auto has_problem = [&](const std::string& table) { return problem_tables_.count(table) != 0; };
+    return has_problem("") || std::any_of(section.depends_on.begin(), section.depends_on.end(), has_problem);
+  }
+
   void apply_dynamic(const Section& section) {
-    // Whose model is in doubt, whose arguments can't be judged.
-    for (const std::string& table : section.depends_on)
-      if (problem_tables_.count(table) != 0) return;
+    if (is_in_doubt(section)) return;
     DynamicTable& table = section.table_of(job_);
     try {
       table = section.resolve(job_, origins_);
@@ -98,17 +114,9 @@ class Loader {
     Assignment assignment = without_no(given);
     auto [name, field] = catalog_.find(assignment.name);
     if (field == nullptr) return report(assignment, unknown_problem(assignment.name));
-    Raw raw;
-    if (auto* from_file = std::get_if<Raw>(&assignment.given)) {
-      raw = *from_file;
-    } else if (const Word& word = std::get<Word>(assignment.given)) {
-      raw = raw_of_word(*field, *word);
-    } else if (field->kind == Kind::Bool) {
-      raw = {true};
-    } else {
-      return report(assignment, str("needs a value (", name_of(field->kind), ")"));
-    }
-    Converted converted = convert(*field, raw);
+    std::optional<Raw> raw = raw_of(assignment, *field);
+    if (!raw) return report(assignment, str("needs a value (", name_of(field->kind), ")"));
+    Converted converted = convert(*field, *raw);
     if (!converted.problem.empty()) return report(assignment, converted.problem);
     field->set(settings, converted.value);
     if (!field->only_where.empty()) note_refused_where(assignment, *field, converted.value);

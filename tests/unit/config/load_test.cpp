@@ -225,6 +225,8 @@ TEST(Load, ADynamicTableFollowsTheModel) {
 TEST(Load, ADynamicTableIsNotJudgedWhileItsModelIsInDoubt) {
   EXPECT_EQ(load_text("[model]\nnam = \"large\"\n[model.args]\nanything = 8\n").problems,
             Problems{"a.toml:2:1: model.nam = \"large\": unknown key; did you mean 'model.name'?"});
+  EXPECT_EQ(load_text("[modle]\nname = \"large\"\n[model.args]\nanything = 8\n").problems,
+            Problems{"a.toml:1:2: [modle]: unknown table; did you mean [model]?"});
 }
 
 TEST(Load, DuplicateKeys) {
