@@ -10,7 +10,8 @@
 
 namespace titan::ops {
 
-/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]; all of one dtype unless an implementation says otherwise.
+/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]; all of one dtype unless an
+/// implementation says otherwise.
 class Products {
  public:
   virtual ~Products() = default;
@@ -18,7 +19,8 @@ class Products {
   virtual at::Tensor grad_input(const at::Tensor& grad_NO, const at::Tensor& weight_OI) const = 0;
   virtual at::Tensor grad_weight(const at::Tensor& grad_NO, const at::Tensor& x_NI) const = 0;
   /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
-  virtual void add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO, const at::Tensor& x_NI) const;
+  virtual void add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO,
+                               const at::Tensor& x_NI) const;
 };
 
 /// How fp32 products run on a CPU: LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
@@ -37,8 +39,9 @@ struct WeightGrad {
   void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
 };
 
-/// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an fp32 buffer that
-/// it owns), or keeps the WeightGrad for later (zero-bubble schedules). Without a sink the gradient goes the way of autograd.
+/// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an
+/// fp32 buffer that it owns), or keeps the WeightGrad for later (zero-bubble schedules). Without a sink the
+/// gradient goes the way of autograd.
 class GradSink {
  public:
   virtual ~GradSink() = default;

@@ -1,0 +1,77 @@
+// The operations that LibTorch's dispatcher knows us by (profiles show these names), their Meta kernels, and
+// what runs where nothing better is registered. CPU kernels register themselves in src/ops/cpu, CUDA ones in
+// the plugin. None is differentiable by itself: the functions of include/titan/ops are.
+
+#include <torch/library.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "ops/composite.h"
+
+namespace titan::ops {
+
+namespace {
+
+std::tuple<at::Tensor, at::Tensor> rms_norm_meta(const at::Tensor& x, const at::Tensor& /*weight*/,
+                                                 double /*eps*/) {
+  const auto rows = x.sizes().slice(0, static_cast<size_t>(x.dim() - 1));
+  return {at::empty_like(x), at::empty(rows, x.options().dtype(composite::accumulate_type(x)))};
+}
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward_meta(const at::Tensor& /*grad*/, const at::Tensor& x,
+                                                          const at::Tensor& weight,
+                                                          const at::Tensor& /*rstd*/) {
+  return {at::empty_like(x), at::empty(weight.sizes(), x.options().dtype(composite::accumulate_type(x)))};
+}
+at::Tensor rotary_meta(const at::Tensor& x, const at::Tensor& /*table*/,
+                       const std::optional<at::Tensor>& /*positions*/, bool /*inverse*/) {
+  return at::empty_like(x);
+}
+at::Tensor swiglu_meta(const at::Tensor& gate, const at::Tensor& /*up*/) { return at::empty_like(gate); }
+std::tuple<at::Tensor, at::Tensor> swiglu_backward_meta(const at::Tensor& /*grad*/, const at::Tensor& gate,
+                                                        const at::Tensor& up) {
+  return {at::empty_like(gate), at::empty_like(up)};
+}
+at::Tensor cross_entropy_meta(at::Tensor& logits, const at::Tensor& /*labels*/, bool /*with_grad*/) {
+  return at::empty({}, logits.options().dtype(at::kDouble));
+}
+at::Tensor embedding_backward_meta(const at::Tensor& grad, const at::Tensor& /*tokens*/,
+                                   int64_t num_embeddings) {
+  return at::empty({num_embeddings, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
+}
+
+TORCH_LIBRARY(titan, m) {
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd) -> (Tensor grad_x, Tensor "
+      "grad_weight)");
+  m.def("rotary(Tensor x, Tensor table, Tensor? positions, bool inverse) -> Tensor");
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
+  // Sum of the token losses (double). With with_grad, `logits` become its gradient.
+  m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
+  m.def("embedding_backward(Tensor grad, Tensor tokens, int num_embeddings) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
+  m.impl("rms_norm", composite::rms_norm);
+  m.impl("rms_norm_backward", composite::rms_norm_backward);
+  m.impl("rotary", composite::rotary);
+  m.impl("swiglu", composite::swiglu);
+  m.impl("swiglu_backward", composite::swiglu_backward);
+  m.impl("cross_entropy_", composite::cross_entropy_);
+  m.impl("embedding_backward", composite::embedding_backward);
+}
+
+TORCH_LIBRARY_IMPL(titan, Meta, m) {
+  m.impl("rms_norm", rms_norm_meta);
+  m.impl("rms_norm_backward", rms_norm_backward_meta);
+  m.impl("rotary", rotary_meta);
+  m.impl("swiglu", swiglu_meta);
+  m.impl("swiglu_backward", swiglu_backward_meta);
+  m.impl("cross_entropy_", cross_entropy_meta);
+  m.impl("embedding_backward", embedding_backward_meta);
+}
+
+}  // namespace
+}  // namespace titan::ops

@@ -1,0 +1,77 @@
+#include "titan/ops/linear.h"
+
+#include "ops/autograd_node.h"
+
+namespace titan::ops {
+
+namespace {
+
+at::Tensor as_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
+
+std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
+  std::vector<int64_t> result = sizes.vec();
+  result.back() = last;
+  return result;
+}
+
+struct LinearBackward final : BackwardNode {
+  enum Input : size_t { X, Weight, Bias };
+  SavedVariable x, weight;
+  std::vector<int64_t> x_sizes;
+  std::shared_ptr<const Products> products;
+  std::shared_ptr<GradSink> weight_sink;
+
+  variable_list backward(const at::Tensor& grad) override {
+    variable_list grads(3);
+    const at::Tensor grad_NO = as_rows(grad);
+    if (task_should_compute_output(X))
+      grads[X] = products->grad_input(grad_NO, weight.unpack()).view(x_sizes);
+    if (task_should_compute_output(Weight)) {
+      const at::Tensor x_NI = as_rows(x.unpack());
+      if (weight_sink) {
+        weight_sink->accept(WeightGrad{products, grad_NO, x_NI});
+      } else {
+        grads[Weight] = products->grad_weight(grad_NO, x_NI);
+      }
+    }
+    if (task_should_compute_output(Bias)) grads[Bias] = grad_NO.sum(0);
+    return grads;
+  }
+  void release_variables() override {
+    x.reset_data();
+    weight.reset_data();
+  }
+  std::string name() const override { return "titan::linear backward"; }
+};
+
+void check_shapes(const at::Tensor& x, const at::Tensor& weight) {
+  TITAN_CHECK(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), "linear: x ", x.sizes(),
+              " doesn't fit weight ", weight.sizes(), "; expected [..., in] and [out, in]");
+  TITAN_CHECK(x.scalar_type() == weight.scalar_type(), "linear: x is ", x.scalar_type(), ", the weight ",
+              weight.scalar_type());
+}
+
+}  // namespace
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                  const std::shared_ptr<const Products>& products,
+                  const std::shared_ptr<GradSink>& weight_sink) {
+  check_shapes(x, weight);
+  at::Tensor y;
+  {
+    BelowAutograd guard;
+    y = products->forward(as_rows(x), weight);
+    if (bias.defined()) y.add_(bias);
+    y = y.view(with_last(x.sizes(), weight.size(0)));
+  }
+  if (!compute_requires_grad(x, weight, bias)) return y;
+  const auto node = record<LinearBackward>(y, x, weight, bias);
+  if (weight.requires_grad()) node->x = save_input(x);
+  if (x.requires_grad()) node->weight = save_input(weight);
+  node->x_sizes = x.sizes().vec();
+  node->products = products;
+  node->weight_sink = weight_sink;
+  return y;
+}
+
+}  // namespace titan::ops

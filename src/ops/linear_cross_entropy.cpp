@@ -1,0 +1,122 @@
+#include "titan/ops/linear_cross_entropy.h"
+
+#include <algorithm>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "ops/autograd_node.h"
+#include "ops/composite.h"
+#include "ops/operators.h"
+
+namespace titan::ops {
+
+namespace {
+
+struct LinearCrossEntropyBackward final : BackwardNode {
+  enum Input : size_t { Hidden, Weight };
+  at::Tensor grad_hidden, grad_weight;  // of the sum of token losses
+  at::ScalarType weight_dtype = at::kFloat;
+  double scale = 0;  // one over the number of tokens
+  std::shared_ptr<GradSink> weight_sink;
+
+  variable_list backward(const at::Tensor& grad) override {
+    TITAN_CHECK(grad_hidden.defined() || grad_weight.defined(),
+                "linear_cross_entropy: a second backward through the same loss");
+    const double factor = grad.is_meta() ? scale : grad.item<double>() * scale;
+    variable_list grads(2);
+    if (task_should_compute_output(Hidden)) grads[Hidden] = take(grad_hidden).mul_(factor);
+    if (!task_should_compute_output(Weight)) return grads;
+    if (weight_sink) {
+      weight_sink->accept(take(grad_weight), factor);
+    } else {
+      grads[Weight] = take(grad_weight).mul_(factor).to(weight_dtype);
+    }
+    return grads;
+  }
+  // Scaled in place and handed on: a large buffer less. So the graph can be walked once.
+  static at::Tensor take(at::Tensor& tensor) { return std::exchange(tensor, at::Tensor()); }
+  void release_variables() override {
+    grad_hidden.reset();
+    grad_weight.reset();
+  }
+  std::string name() const override { return "titan::linear_cross_entropy backward"; }
+};
+
+// Runs the chunks; gradients are of the sum.
+struct ChunkLoop {
+  const Products& products;
+  at::Tensor hidden_ND, weight_VD, labels_N;
+  at::Tensor grad_hidden_ND, grad_weight_VD;  // undefined where they aren't wanted
+  at::Tensor loss_sum;                        // double
+
+  bool with_grad() const { return grad_hidden_ND.defined() || grad_weight_VD.defined(); }
+
+  void run(int64_t chunk_bytes) {
+    const int64_t row_bytes = weight_VD.size(0) * static_cast<int64_t>(hidden_ND.element_size());
+    const int64_t rows = std::max<int64_t>(1, chunk_bytes / std::max<int64_t>(row_bytes, 1));
+    const int64_t count = hidden_ND.size(0);
+    loss_sum = at::zeros({}, hidden_ND.options().dtype(at::kDouble));
+    for (int64_t first = 0; first < count; first += rows) run_chunk(first, std::min(rows, count - first));
+  }
+
+  void run_chunk(int64_t first, int64_t rows) {
+    using Signature = at::Tensor(at::Tensor&, const at::Tensor&, bool);
+    static const auto cross_entropy = find_operator<Signature>("titan::cross_entropy_");
+    const at::Tensor hidden = hidden_ND.narrow(0, first, rows);
+    at::Tensor logits = products.forward(hidden, weight_VD);
+    loss_sum.add_(cross_entropy.call(logits, labels_N.narrow(0, first, rows), with_grad()));
+    if (grad_hidden_ND.defined())
+      grad_hidden_ND.narrow(0, first, rows).copy_(products.grad_input(logits, weight_VD));
+    if (grad_weight_VD.defined()) products.add_grad_weight(grad_weight_VD, logits, hidden);
+  }
+};
+
+void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
+                     const LossOptions& options) {
+  TITAN_CHECK(weight.dim() == 2 && hidden.dim() >= 1 && hidden.size(-1) == weight.size(1),
+              "linear_cross_entropy: hidden states ", hidden.sizes(), " don't fit weight ", weight.sizes());
+  TITAN_CHECK(hidden.scalar_type() == weight.scalar_type(), "linear_cross_entropy: the hidden states are ",
+              hidden.scalar_type(), ", the weight ", weight.scalar_type());
+  TITAN_CHECK(labels.scalar_type() == at::kLong &&
+                  labels.sizes() == hidden.sizes().slice(0, static_cast<size_t>(hidden.dim()) - 1),
+              "linear_cross_entropy: expected an int64 label for each token, got ", labels.scalar_type(), " ",
+              labels.sizes(), " for ", hidden.sizes());
+  TITAN_CHECK(options.global_valid_tokens >= 0 && options.products,
+              "linear_cross_entropy: ", options.global_valid_tokens, " valid tokens; products are ",
+              options.products ? "set" : "missing");
+}
+
+}  // namespace
+
+at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight_VD,
+                                const at::Tensor& labels, const LossOptions& options) {
+  check_arguments(hidden, weight_VD, labels, options);
+  const bool recorded = compute_requires_grad(hidden, weight_VD);
+  const double scale =
+      options.global_valid_tokens > 0 ? 1.0 / static_cast<double>(options.global_valid_tokens) : 0.0;
+  const at::ScalarType wide = composite::accumulate_type(hidden);
+  ChunkLoop loop{*options.products, {}, weight_VD, {}, {}, {}, {}};
+  at::Tensor loss;
+  {
+    BelowAutograd guard;
+    loop.hidden_ND = hidden.reshape({-1, hidden.size(-1)});
+    loop.labels_N = labels.reshape({-1});
+    if (recorded && hidden.requires_grad())
+      loop.grad_hidden_ND = at::empty(loop.hidden_ND.sizes(), hidden.options());
+    if (recorded && weight_VD.requires_grad())
+      loop.grad_weight_VD = at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide));
+    loop.run(options.chunk_bytes);
+    loss = loop.loss_sum.mul(scale).to(wide);
+  }
+  if (!recorded) return loss;
+  const auto node = record<LinearCrossEntropyBackward>(loss, hidden, weight_VD);
+  if (loop.grad_hidden_ND.defined()) node->grad_hidden = loop.grad_hidden_ND.view(hidden.sizes());
+  node->grad_weight = std::move(loop.grad_weight_VD);
+  node->weight_dtype = weight_VD.scalar_type();
+  node->scale = scale;
+  node->weight_sink = options.weight_sink;
+  return loss;
+}
+
+}  // namespace titan::ops

@@ -1,0 +1,47 @@
+#include "titan/ops/swiglu.h"
+
+#include "ops/autograd_node.h"
+#include "ops/operators.h"
+
+namespace titan::ops {
+
+namespace {
+
+struct SwigluBackward final : BackwardNode {
+  SavedVariable gate, up;
+
+  variable_list backward(const at::Tensor& grad) override {
+    using Signature =
+        std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+    static const auto op = find_operator<Signature>("titan::swiglu_backward");
+    auto [grad_gate, grad_up] = op.call(grad, gate.unpack(), up.unpack());
+    return {std::move(grad_gate), std::move(grad_up)};
+  }
+  void release_variables() override {
+    gate.reset_data();
+    up.reset_data();
+  }
+  std::string name() const override { return "titan::swiglu backward"; }
+};
+
+}  // namespace
+
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  TITAN_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
+              "swiglu: expected two tensors of one shape and dtype, got ", gate.scalar_type(), " ",
+              gate.sizes(), " and ", up.scalar_type(), " ", up.sizes());
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
+  static const auto op = find_operator<Signature>("titan::swiglu");
+  at::Tensor out;
+  {
+    BelowAutograd guard;
+    out = op.call(gate, up);
+  }
+  if (!compute_requires_grad(gate, up)) return out;
+  const auto node = record<SwigluBackward>(out, gate, up);
+  node->gate = save_input(gate);
+  node->up = save_input(up);
+  return out;
+}
+
+}  // namespace titan::ops
