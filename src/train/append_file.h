@@ -5,8 +5,8 @@
 
 namespace titan::train {
 
-/// A file that only grows. Every append reaches the operating system before it returns, so that a log survives a killed
-/// process. Throws Error that names the file and the reason (read-only folder, full disk).
+/// A file that only grows. Every append reaches the operating system before it returns, so that a log
+/// survives a killed process. Throws Error that names the file and the reason (read-only folder, full disk).
 class AppendFile {
  public:
   /// Makes the file and the folders above it; `truncate` drops what an earlier run left there.

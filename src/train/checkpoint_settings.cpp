@@ -6,25 +6,33 @@ namespace titan::train {
 
 namespace {
 
-constexpr const char* kFullState = "saving and resuming the full state comes later; the last step writes the model alone";
+constexpr const char* kFullState =
+    "saving and resuming the full state comes later; the last step writes the model alone";
+
+// Asked for only where checkpoints are enabled.
+constexpr const char* kWhere = "enable";
 
 void refuse_full_state(config::Table<CheckpointSettings>& table) {
-  table.refused("last_save_model_only", true, kFullState);
-  table.refused("async_mode", std::string("disabled"), kFullState);
-  table.refused("keep_latest_k", int64_t{10}, kFullState);
-  table.refused("load_step", int64_t{-1}, kFullState);
-  table.refused("exclude_from_loading", config::StringList{}, kFullState);
-  table.refused("enable_first_step_checkpoint", false, kFullState);
-  table.refused("create_seed_checkpoint", false, "initial weights don't depend on the layout: debug.seed is enough");
-  table.refused("load_only", false, kFullState);
-  table.refused("enable_ft_dataloader_checkpoints", true, "there is no fault tolerance yet");
+  table.refused("last_save_model_only", true, kFullState, kWhere);
+  table.without_effect("async_mode", std::string("disabled"),
+                       "one file is written after the last step, and awaited");
+  table.without_effect("keep_latest_k", int64_t{10}, "one file is written");
+  table.refused("load_step", int64_t{-1}, kFullState, kWhere);
+  table.without_effect("exclude_from_loading", config::StringList{}, "the model alone is loaded");
+  table.refused("enable_first_step_checkpoint", false, kFullState, kWhere);
+  table.refused("create_seed_checkpoint", false,
+                "initial weights don't depend on the layout: debug.seed is enough", kWhere);
+  table.refused("load_only", false, kFullState, kWhere);
+  table.without_effect("enable_ft_dataloader_checkpoints", true,
+                       "read only where fault_tolerance.enable is true");
 }
 
 void refuse_hugging_face(config::Table<CheckpointSettings>& table) {
-  table.refused("initial_load_model_only", true, kFullState);
-  table.refused("initial_load_in_hf", false, "Hugging Face folders come later; one safetensors file is read");
-  table.refused("initial_load_in_hf_quantized", false, "Hugging Face folders come later");
-  table.refused("last_save_in_hf", false, "Hugging Face folders come later; one safetensors file is written");
+  const char* reason = "Hugging Face folders come later; one safetensors file is read and written";
+  table.refused("initial_load_model_only", true, kFullState, kWhere);
+  table.refused("initial_load_in_hf", false, reason, kWhere);
+  table.refused("initial_load_in_hf_quantized", false, reason, kWhere);
+  table.refused("last_save_in_hf", false, reason, kWhere);
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ namespace titan::train {
 
 namespace {
 
-// Protobuf's wire format, as far as an Event with scalars needs it: https://protobuf.dev/programming-guides/encoding/
+// Protobuf's wire format, as far as an Event with scalars needs it:
+// https://protobuf.dev/programming-guides/encoding/
 enum WireType : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 void put_varint(std::string& out, uint64_t value) {
@@ -67,7 +68,8 @@ uint32_t masked_crc(std::string_view bytes) {
 std::filesystem::path new_event_file(const std::filesystem::path& folder) {
   char host[256] = "localhost";
   ::gethostname(host, sizeof host - 1);
-  // The name that TensorBoard looks for: "tfevents", a time, a host; the process id keeps two runs of a second apart.
+  // The name that TensorBoard looks for: "tfevents", a time, a host; the process id keeps two runs of a
+  // second apart.
   return folder / str("events.out.tfevents.", static_cast<int64_t>(now_s()), ".", host, ".", ::getpid());
 }
 

@@ -3,7 +3,8 @@
 namespace titan::train {
 
 void describe(config::Table<JobSettings>& table) {
-  table.field("config_file", &JobSettings::config_file, "config file, the same as the argument of titan train");
+  table.field("config_file", &JobSettings::config_file,
+              "config file, the same as the argument of titan train");
   table.field("dump_folder", &JobSettings::dump_folder, "folder for everything that the run writes");
   table.field("description", &JobSettings::description, "free text, logged at the start");
   table.field("print_config", &JobSettings::print_config, "log the resolved config at the start");
@@ -14,7 +15,8 @@ void describe(config::Table<JobSettings>& table) {
 }
 
 void describe(config::Table<DebugSettings>& table) {
-  table.field("seed", &DebugSettings::seed, "seed of weights and data order; unset: 0, so that equal configs give equal runs");
+  table.field("seed", &DebugSettings::seed,
+              "seed of weights and data order; unset: 0, so that equal configs give equal runs");
   table.field("deterministic", &DebugSettings::deterministic,
               "deterministic GPU kernels only (CPU runs are bit-equal anyway)");
   table.field("deterministic_warn_only", &DebugSettings::deterministic_warn_only,
@@ -23,8 +25,9 @@ void describe(config::Table<DebugSettings>& table) {
 }
 
 void describe(config::Table<ExperimentalSettings>& table) {
-  table.field("custom_import", &ExperimentalSettings::custom_import,
-              "shared object whose titan_register() adds models, data sources, ... by name; see docs/extending.md");
+  table.field(
+      "custom_import", &ExperimentalSettings::custom_import,
+      "shared object whose titan_register() adds models, data sources, ... by name; see docs/extending.md");
   table.refused("custom_args_module", std::string(), "deprecated in TorchTitan; see docs/extending.md");
 }
 

@@ -32,24 +32,28 @@ std::string time_folder() {
 std::string progress(int64_t step, int64_t total, double seconds_left) {
   auto left = static_cast<long long>(seconds_left + 0.5);
   char text[64];
-  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left", static_cast<long long>(100 * step / total),
-                left / 3600, left / 60 % 60, left % 60);
+  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left",
+                static_cast<long long>(100 * step / total), left / 3600, left / 60 % 60, left % 60);
   return text;
 }
 
 }  // namespace
 
 void describe(config::Table<MetricsSettings>& table) {
-  table.field("log_freq", &MetricsSettings::log_freq, "steps from one logged step to the next; step 1 is always logged",
-              config::at_least(1));
+  table.field("log_freq", &MetricsSettings::log_freq,
+              "steps from one logged step to the next; step 1 is always logged", config::at_least(1));
   table.field("enable_tensorboard", &MetricsSettings::enable_tensorboard, "write TensorBoard event files");
-  table.refused("enable_wandb", false, "Weights & Biases needs its Python package; metrics.jsonl holds the same numbers");
-  table.field("disable_color_printing", &MetricsSettings::disable_color_printing, "no colours on the terminal");
-  table.field("save_tb_folder", &MetricsSettings::save_tb_folder, "of the event files, under job.dump_folder");
+  table.refused("enable_wandb", false,
+                "Weights & Biases needs its Python package; metrics.jsonl holds the same numbers");
+  table.field("disable_color_printing", &MetricsSettings::disable_color_printing,
+              "no colours on the terminal");
+  table.field("save_tb_folder", &MetricsSettings::save_tb_folder,
+              "of the event files, under job.dump_folder");
   table.field("save_for_all_ranks", &MetricsSettings::save_for_all_ranks,
               "every rank writes metrics, in a folder rank_<r>, instead of rank 0 alone");
   table.field("peak_flops", &MetricsSettings::peak_flops,
-              "FLOP/s of one device, for mfu; unset: by the GPU's name, unknown for CPUs", config::at_least(1));
+              "FLOP/s of one device, for mfu; unset: by the GPU's name, unknown for CPUs",
+              config::at_least(1));
 }
 
 MetricsLogger::MetricsLogger(Options options) : options_(std::move(options)) {
@@ -58,7 +62,8 @@ MetricsLogger::MetricsLogger(Options options) : options_(std::move(options)) {
   if (!options_.writes) return;
   step_lines_ = std::make_unique<AppendFile>(options_.folder / "metrics.jsonl", /*truncate=*/true);
   if (options_.settings.enable_tensorboard)
-    events_ = std::make_unique<EventFileWriter>(options_.folder / options_.settings.save_tb_folder / time_folder());
+    events_ =
+        std::make_unique<EventFileWriter>(options_.folder / options_.settings.save_tb_folder / time_folder());
 }
 
 MetricsLogger::~MetricsLogger() = default;
@@ -67,19 +72,20 @@ void MetricsLogger::log(const StepMetrics& m) {
   if (!options_.writes) return;
   step_lines_->append(json_line(m) + "\n");
   if (events_)
-    events_->write(m.step, {{"loss_metrics/global_avg_loss", m.loss},
-                            {"loss_metrics/global_max_loss", m.max_loss},
-                            {"grad_norm", m.grad_norm},
-                            {"throughput(tps)", m.tps},
-                            {"tflops", m.tflops},
-                            {"mfu(%)", m.mfu.value_or(0)},
-                            {"time_metrics/end_to_end(s)", m.step_s},
-                            {"time_metrics/data_loading(s)", m.data_loading_s},
-                            {"time_metrics/data_loading(%)", m.step_s > 0 ? 100 * m.data_loading_s / m.step_s : 0},
-                            {"memory/max_reserved(GiB)", m.memory_gib},
-                            {"memory/max_reserved(%)", m.memory_percent},
-                            {"n_tokens_seen", static_cast<double>(m.n_tokens_seen)},
-                            {"lr", m.lr}});
+    events_->write(m.step,
+                   {{"loss_metrics/global_avg_loss", m.loss},
+                    {"loss_metrics/global_max_loss", m.max_loss},
+                    {"grad_norm", m.grad_norm},
+                    {"throughput(tps)", m.tps},
+                    {"tflops", m.tflops},
+                    {"mfu(%)", m.mfu.value_or(0)},
+                    {"time_metrics/end_to_end(s)", m.step_s},
+                    {"time_metrics/data_loading(s)", m.data_loading_s},
+                    {"time_metrics/data_loading(%)", m.step_s > 0 ? 100 * m.data_loading_s / m.step_s : 0},
+                    {"memory/max_reserved(GiB)", m.memory_gib},
+                    {"memory/max_reserved(%)", m.memory_percent},
+                    {"n_tokens_seen", static_cast<double>(m.n_tokens_seen)},
+                    {"lr", m.lr}});
   log::info_rank0(console_line(m, color_) + remaining(m.step));
 }
 

@@ -2,8 +2,8 @@
 
 #include <charconv>
 #include <cmath>
-#include <cstdio>
 #include <cstdint>
+#include <cstdio>
 #include <string>
 
 #include "titan/core/error.h"
@@ -45,9 +45,13 @@ std::string with_commas(double value, int decimals) {
   return text;
 }
 
-std::string memory_field(double gib, double percent) { return print("memory: %5.2fGiB(%.2f%%)", gib, percent); }
+std::string memory_field(double gib, double percent) {
+  return print("memory: %5.2fGiB(%.2f%%)", gib, percent);
+}
 
-std::string mfu_field(const std::optional<double>& mfu) { return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A"; }
+std::string mfu_field(const std::optional<double>& mfu) {
+  return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A";
+}
 
 // Builds {"a": 1, "b": 2.5}. JSON has no NaN and no infinity: they are null.
 class JsonObject {
@@ -75,12 +79,12 @@ class JsonObject {
 
 std::string console_line(const StepMetrics& m, bool color) {
   const Palette& c = color ? kColor : kPlain;
-  return str(c.red, print("step: %2lld", static_cast<long long>(m.step)), "  ",           //
-             c.green, print("loss: %8.5f", m.loss), "  ",                                 //
-             c.orange, print("grad_norm: %7.4f", m.grad_norm), "  ",                      //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",             //
-             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",                    //
-             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                          //
+  return str(c.red, print("step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, print("loss: %8.5f", m.loss), "  ",                        //
+             c.orange, print("grad_norm: %7.4f", m.grad_norm), "  ",             //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",    //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",           //
+             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                 //
              c.magenta, mfu_field(m.mfu), c.reset);
 }
 

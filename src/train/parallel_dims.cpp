@@ -12,50 +12,55 @@ bool is_number(const std::string& text) {
 }
 
 config::Constraint reshard_name() {
-  return {"\"default\", \"always\", \"never\" or an integer >= 1 in quotes", [](const config::Value& value) {
+  return {"\"default\", \"always\", \"never\" or an integer >= 1 in quotes",
+          [](const config::Value& value) {
             const auto& name = std::get<std::string>(value);
-            return name == "default" || name == "always" || name == "never" || (is_number(name) && std::stoi(name) > 0);
-          }};
+            return name == "default" || name == "always" || name == "never" ||
+                   (is_number(name) && std::stoi(name) > 0);
+          },
+          {"default", "always", "never"}};
 }
 
+// Degrees are refused while their parallelism doesn't exist; what only refines it can be anything until then.
+
 void refuse_tensor_parallel(config::Table<ParallelismSettings>& table) {
-  const char* reason = "tensor parallelism comes later";
-  table.refused("tensor_parallel_degree", int64_t{1}, reason);
-  table.refused("disable_loss_parallel", false, reason);
-  table.refused("enable_async_tensor_parallel", false, reason);
+  const char* off = "read only where tensor_parallel_degree > 1";
+  table.refused("tensor_parallel_degree", int64_t{1}, "tensor parallelism comes later");
+  table.without_effect("disable_loss_parallel", false, off);
+  table.refused("enable_async_tensor_parallel", false, "tensor parallelism comes later");
 }
 
 void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
-  const char* reason = "pipeline parallelism comes later";
-  table.refused("pipeline_parallel_degree", int64_t{1}, reason);
-  table.refused("module_fqns_per_model_part", {}, reason);
-  table.refused("pipeline_parallel_first_stage_less_layers", int64_t{1}, reason);
-  table.refused("pipeline_parallel_last_stage_less_layers", int64_t{1}, reason);
-  table.refused("pipeline_parallel_layers_per_stage", {}, reason);
-  table.refused("pipeline_parallel_schedule", std::string("1F1B"), reason);
-  table.refused("pipeline_parallel_schedule_csv", std::string(), reason);
-  table.refused("pipeline_parallel_microbatch_size", int64_t{1}, reason);
-  table.refused("pipeline_parallel_expert_parallel_overlap", true, reason);
+  const char* off = "read only where pipeline_parallel_degree > 1";
+  table.refused("pipeline_parallel_degree", int64_t{1}, "pipeline parallelism comes later");
+  table.without_effect("pipeline_parallel_first_stage_less_layers", int64_t{1}, off);
+  table.without_effect("pipeline_parallel_last_stage_less_layers", int64_t{1}, off);
+  table.refused("pipeline_parallel_layers_per_stage", {}, "pipeline parallelism comes later");
+  table.refused("module_fqns_per_model_part", {}, "pipeline parallelism comes later");
+  table.without_effect("pipeline_parallel_schedule", std::string("1F1B"), off);
+  table.without_effect("pipeline_parallel_schedule_csv", std::string(), off);
+  table.without_effect("pipeline_parallel_microbatch_size", int64_t{1}, off);
+  table.without_effect("pipeline_parallel_expert_parallel_overlap", true, off);
 }
 
 void refuse_context_and_expert_parallel(config::Table<ParallelismSettings>& table) {
-  const char* reason = "context parallelism comes later";
-  table.refused("context_parallel_degree", int64_t{1}, reason);
-  table.refused("context_parallel_load_balancer", std::string("headtail"), reason);
-  table.refused("context_parallel_rotate_method", std::string("allgather"), reason);
+  const char* off = "read only where context_parallel_degree > 1";
+  table.refused("context_parallel_degree", int64_t{1}, "context parallelism comes later");
+  table.without_effect("context_parallel_load_balancer", std::string("headtail"), off);
+  table.without_effect("context_parallel_rotate_method", std::string("allgather"), off);
   const char* experts = "there are no mixture-of-experts models yet";
   table.refused("expert_parallel_degree", int64_t{1}, experts);
   table.refused("expert_tensor_parallel_degree", int64_t{1}, experts);
-  table.refused("expert_parallel_comm_backend", std::string("standard"), experts);
+  table.without_effect("expert_parallel_comm_backend", std::string("standard"), experts);
 }
 
 std::string product_of(const ParallelDims& dims) {
-  return str("dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, " x cp ", dims.cp, " x tp ", dims.tp,
-             " x pp ", dims.pp);
+  return str("dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, " x cp ", dims.cp, " x tp ",
+             dims.tp, " x pp ", dims.pp);
 }
 
-void check_factor(int64_t value, int64_t divisor, const std::string& value_name, const std::string& divisor_name,
-                  std::vector<std::string>& problems) {
+void check_factor(int64_t value, int64_t divisor, const std::string& value_name,
+                  const std::string& divisor_name, std::vector<std::string>& problems) {
   if (value % divisor != 0)
     problems.push_back(str(value_name, " = ", value, " isn't a multiple of ", divisor_name, " = ", divisor));
 }
@@ -70,11 +75,13 @@ void describe(config::Table<ParallelismSettings>& table) {
               "ranks that parameters are sharded over; -1: all that the other degrees leave",
               config::positive_or_minus_one());
   table.field("fsdp_reshard_after_forward", &ParallelismSettings::fsdp_reshard_after_forward,
-              "whether gathered parameters are freed between forward and backward; an integer keeps them sharded over "
+              "whether gathered parameters are freed between forward and backward; an integer keeps them "
+              "sharded over "
               "that many neighbours",
               reshard_name());
-  table.field("fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
-              "false: gradients stay whole until a step's last micro-batch (more memory, less communication)");
+  table.field(
+      "fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
+      "false: gradients stay whole until a step's last micro-batch (more memory, less communication)");
   refuse_tensor_parallel(table);
   refuse_pipeline_parallel(table);
   refuse_context_and_expert_parallel(table);
@@ -90,23 +97,26 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
     dims.dp_shard = std::max(1, world_size / others);
   }
   if (dims.world_size() != world_size)
-    problems.push_back(str("parallelism: ", product_of(dims), " = ", dims.world_size(), " ranks, but the job has ",
-                           world_size, "; change a degree (data_parallel_shard_degree = -1 takes what is left) or start ",
+    problems.push_back(str("parallelism: ", product_of(dims), " = ", dims.world_size(),
+                           " ranks, but the job has ", world_size,
+                           "; change a degree (data_parallel_shard_degree = -1 takes what is left) or start ",
                            dims.world_size(), " ranks"));
   return dims;
 }
 
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<std::string>& problems) {
-  if (dims.cp > 1) check_factor(seq_len, 2 * dims.cp, "training.seq_len", "2 x context_parallel_degree", problems);
+  if (dims.cp > 1)
+    check_factor(seq_len, 2 * dims.cp, "training.seq_len", "2 x context_parallel_degree", problems);
   if (dims.tp > 1) {
     check_factor(seq_len, dims.tp, "training.seq_len", "tensor_parallel_degree", problems);
     check_factor(sizes.num_heads, dims.tp, "the model's number of heads", "tensor_parallel_degree", problems);
-    check_factor(sizes.num_kv_heads, dims.tp, "the model's number of kv heads", "tensor_parallel_degree", problems);
+    check_factor(sizes.num_kv_heads, dims.tp, "the model's number of kv heads", "tensor_parallel_degree",
+                 problems);
   }
   if (dims.pp > 1 && sizes.num_layers + 2 < dims.pp)
-    problems.push_back(str("pipeline_parallel_degree = ", dims.pp, " is more than the model's ", sizes.num_layers,
-                           " layers, embedding and head can fill"));
+    problems.push_back(str("pipeline_parallel_degree = ", dims.pp, " is more than the model's ",
+                           sizes.num_layers, " layers, embedding and head can fill"));
 }
 
 int Meshes::dp_rank() const { return fsdp.rank(); }
@@ -129,7 +139,8 @@ ReshardAfterForward reshard_policy(const std::string& name) {
   if (name == "always") return ReshardAfterForward::always();
   if (name == "never") return ReshardAfterForward::never();
   if (is_number(name)) return ReshardAfterForward::to_size(std::stoi(name));
-  throw ConfigError(str("fsdp_reshard_after_forward = \"", name, "\": expected default, always, never or an integer"));
+  throw ConfigError(
+      str("fsdp_reshard_after_forward = \"", name, "\": expected default, always, never or an integer"));
 }
 
 }  // namespace titan::train

@@ -12,7 +12,8 @@ struct Peak {
   double flops;
 };
 
-// Dense bf16, from the vendors' data sheets. The first match counts, so a longer name stands before the one it contains.
+// Dense bf16, from the vendors' data sheets. The first match counts, so a longer name stands before the one
+// it contains.
 constexpr std::array kPeaks = {
     Peak{"A100", 312e12},     Peak{"H100 NVL", 835e12}, Peak{"H100 PCIe", 756e12}, Peak{"H100", 989e12},
     Peak{"H200", 989e12},     Peak{"H20", 148e12},      Peak{"GB300", 2.5e15},     Peak{"GB200", 2.5e15},

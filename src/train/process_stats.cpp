@@ -16,7 +16,8 @@ namespace {
 
 constexpr double kKibPerGib = 1024.0 * 1024.0;
 
-// Field 22 of /proc/self/stat; the command name before it (in parentheses) may hold anything, so count from its end.
+// Field 22 of /proc/self/stat; the command name before it (in parentheses) may hold anything, so count from
+// its end.
 double start_time_s() {
   std::ifstream file("/proc/self/stat");
   std::string line;

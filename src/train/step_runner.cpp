@@ -1,6 +1,5 @@
 #include "titan/train/step_runner.h"
 
-#include <ATen/ops/ne.h>
 #include <ATen/ops/zeros.h>
 
 #include "titan/core/error.h"
@@ -9,8 +8,6 @@
 namespace titan::train {
 
 namespace {
-
-constexpr int64_t kIgnoredLabel = -100;
 
 at::Tensor to_device(const at::Tensor& host, at::Device device) {
   return host.to(device, host.scalar_type(), /*non_blocking=*/true);
@@ -40,14 +37,14 @@ Schedule forward_schedule(int num_micro_batches) {
   return schedule;
 }
 
-TokenCounts count_valid_tokens(const std::vector<MicroBatch>& micro_batches, const DeviceMesh& loss_mesh) {
+TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& loss_mesh) {
   TokenCounts counts;
-  for (const MicroBatch& batch : micro_batches) counts.local += batch.labels_BS.ne(kIgnoredLabel).sum().item<int64_t>();
+  for (const data::Batch& batch : micro_batches) counts.local += batch.valid_tokens;
   counts.global = loss_mesh.group()->sum(counts.local, {"train::count_valid_tokens"});
   return counts;
 }
 
-at::Tensor StepRunner::run(const Schedule& schedule, const std::vector<MicroBatch>& micro_batches,
+at::Tensor StepRunner::run(const Schedule& schedule, const std::vector<data::Batch>& micro_batches,
                            int64_t global_valid_tokens) {
   TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
   at::Tensor total = at::zeros({}, at::TensorOptions(device_).dtype(at::kDouble));
@@ -65,8 +62,8 @@ at::Tensor StepRunner::run(const Schedule& schedule, const std::vector<MicroBatc
   return total;
 }
 
-at::Tensor StepRunner::forward(const MicroBatch& micro_batch, int64_t global_valid_tokens) {
-  return model_.loss(to_device(micro_batch.tokens_BS, device_), to_device(micro_batch.labels_BS, device_),
+at::Tensor StepRunner::forward(const data::Batch& micro_batch, int64_t global_valid_tokens) {
+  return model_.loss(to_device(micro_batch.input_BS, device_), to_device(micro_batch.labels_BS, device_),
                      global_valid_tokens);
 }
 

@@ -9,9 +9,9 @@ void describe(config::Table<ModelSettings>& table) {
   table.field("flavor", &ModelSettings::flavor, "sizes of the family; keys of [model.args] override them");
   table.field("hf_assets_path", &ModelSettings::hf_assets_path,
               "folder with the tokenizer's tokenizer.json, or \"bytes\" for a token per byte");
-  table.refused("tokenizer_path", {}, "deprecated in TorchTitan: use hf_assets_path");
+  table.mapped("tokenizer_path", "hf_assets_path", "deprecated in TorchTitan");
   table.refused("converters", config::StringList{}, "low-precision converters don't exist yet");
-  table.refused("print_after_conversion", false, "there are no converters yet");
+  table.without_effect("print_after_conversion", false, "there are no converters yet");
 }
 
 namespace {
@@ -22,20 +22,20 @@ void describe_batches(config::Table<TrainingSettings>& table) {
   table.field("local_batch_size", &TrainingSettings::local_batch_size,
               "sequences per data-parallel rank and micro-batch", config::at_least(1));
   table.field("global_batch_size", &TrainingSettings::global_batch_size,
-              "sequences per optimizer step, by accumulation where needed; -1: local_batch_size x data-parallel ranks",
+              "sequences per optimizer step, by accumulation where needed; -1: local_batch_size x "
+              "data-parallel ranks",
               config::positive_or_minus_one());
   table.field("seq_len", &TrainingSettings::seq_len, "tokens per sequence", config::at_least(1));
-  table.refused("dataloader.num_workers", int64_t{0}, "threads of [data] read ahead instead");
-  table.refused("dataloader.persistent_workers", false, "threads of [data] read ahead instead");
-  table.refused("dataloader.pin_memory", false, "batches for GPUs are always pinned");
-  table.refused("dataloader.prefetch_factor", {}, "threads of [data] read ahead instead");
+  table.table("dataloader", &TrainingSettings::dataloader);
 }
 
 void describe_precision(config::Table<TrainingSettings>& table) {
-  table.field("dtype", &TrainingSettings::dtype, "of the parameters that the optimizer owns, and of its states",
+  table.field("dtype", &TrainingSettings::dtype,
+              "of the parameters that the optimizer owns, and of its states",
               config::one_of({"float32", "bfloat16", "float64"}));
   table.field("mixed_precision_param", &TrainingSettings::mixed_precision_param,
-              "of the parameters in forward and backward", config::one_of({"bfloat16", "float32", "float64"}));
+              "of the parameters in forward and backward",
+              config::one_of({"bfloat16", "float32", "float64"}));
   table.field("mixed_precision_reduce", &TrainingSettings::mixed_precision_reduce,
               "in which gradients are summed over ranks", config::one_of({"float32", "float64"}));
 }
@@ -50,9 +50,8 @@ void describe(config::Table<TrainingSettings>& table) {
   table.field("steps", &TrainingSettings::steps, "optimizer steps", config::at_least(1));
   table.field("enable_cpu_offload", &TrainingSettings::enable_cpu_offload,
               "keep sharded parameters, gradients and optimizer states in pinned host memory; GPUs only");
-  table.field("gc_freq", &TrainingSettings::gc_freq,
-              "of TorchTitan: paces Python's garbage collector; accepted, and changes nothing here", config::at_least(1));
-  table.refused("gc_debug", false, "there is no garbage collector to debug");
+  table.without_effect("gc_freq", int64_t{50}, "paces Python's garbage collector, which isn't there");
+  table.without_effect("gc_debug", false, "there is no garbage collector");
   table.field("device", &TrainingSettings::device, "\"auto\" takes a GPU when there is one",
               config::one_of({"auto", "cpu", "cuda"}));
 }

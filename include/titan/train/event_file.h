@@ -1,7 +1,7 @@
 #pragma once
 
-// TensorBoard's event files: TFRecords (length and data, each with a masked CRC-32C) of `tensorflow.Event` messages.
-// https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto
+// TensorBoard's event files: TFRecords (length and data, each with a masked CRC-32C) of `tensorflow.Event`
+// messages. https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto
 
 #include <cstdint>
 #include <filesystem>

@@ -1,6 +1,7 @@
 #pragma once
 
-// The tables [job], [debug] and [experimental]: what the run is called, how it is seeded, whose code joins it.
+// The tables [job], [debug] and [experimental]: what the run is called, how it is seeded, whose code joins
+// it.
 
 #include <optional>
 #include <string>
@@ -11,16 +12,18 @@ namespace titan::train {
 
 /// [job]
 struct JobSettings {
-  std::optional<std::string> config_file;       ///< the same as the positional argument of `titan train`
-  std::string dump_folder = "./outputs";        ///< root of everything that a run writes
+  std::optional<std::string> config_file;  ///< the same as the positional argument of `titan train`
+  std::string dump_folder = "./outputs";   ///< root of everything that a run writes
   std::string description = "default job";
-  bool print_config = false;                    ///< log the resolved config at the start
-  std::optional<std::string> save_config_file;  ///< JSON, under dump_folder; config.toml is always written there
+  bool print_config = false;  ///< log the resolved config at the start
+  std::optional<std::string>
+      save_config_file;  ///< JSON, under dump_folder; config.toml is always written there
 };
 
 /// [debug]
 struct DebugSettings {
-  std::optional<int64_t> seed;  ///< of weights and data order; unset: 0, so that equal configs give equal runs
+  std::optional<int64_t>
+      seed;  ///< of weights and data order; unset: 0, so that equal configs give equal runs
   bool deterministic = false;
   bool deterministic_warn_only = false;
 

@@ -22,9 +22,10 @@ struct MetricsSettings {
   int64_t log_freq = 10;  ///< steps from one logged step to the next; the first step is always logged
   bool enable_tensorboard = false;
   bool disable_color_printing = false;
-  std::string save_tb_folder = "tb";   ///< under dump_folder
-  bool save_for_all_ranks = false;     ///< each rank writes files, in a folder of its own under dump_folder
-  std::optional<double> peak_flops;    ///< of one device, in FLOP/s; unset: by the device's name, unknown for CPUs
+  std::string save_tb_folder = "tb";  ///< under dump_folder
+  bool save_for_all_ranks = false;    ///< each rank writes files, in a folder of its own under dump_folder
+  std::optional<double>
+      peak_flops;  ///< of one device, in FLOP/s; unset: by the device's name, unknown for CPUs
 };
 
 void describe(config::Table<MetricsSettings>& table);
@@ -32,19 +33,20 @@ void describe(config::Table<MetricsSettings>& table);
 /// One logged step. Times are means over the steps since the last logged one, in seconds.
 struct StepMetrics {
   int64_t step = 0;
-  double loss = 0;       ///< of this step: sum over all valid tokens / their number
-  double max_loss = 0;   ///< the largest of the data-parallel ranks' own means
-  double grad_norm = 0;  ///< before clipping
-  double lr = 0;         ///< used by this step
-  double tps = 0;        ///< tokens a second and device
-  double tflops = 0;     ///< of one device
+  double loss = 0;            ///< of this step: sum over all valid tokens / their number
+  double max_loss = 0;        ///< the largest of the data-parallel ranks' own means
+  double grad_norm = 0;       ///< before clipping
+  double lr = 0;              ///< used by this step
+  double tps = 0;             ///< tokens a second and device
+  double tflops = 0;          ///< of one device
   std::optional<double> mfu;  ///< percent of the peak; unset where the peak is unknown
   double memory_gib = 0;      ///< most memory of this rank so far (CPU: resident set) in 1024^3 bytes
   double memory_percent = 0;  ///< of the device's (CPU: the machine's) memory
   double data_loading_s = 0;
   double step_s = 0;
   int64_t n_tokens_seen = 0;
-  std::optional<double> startup_s;  ///< from the start of the process to the start of the first step; first line only
+  std::optional<double>
+      startup_s;  ///< from the start of the process to the start of the first step; first line only
 };
 
 struct ValidationMetrics {
@@ -55,7 +57,8 @@ struct ValidationMetrics {
   double memory_percent = 0;
 };
 
-/// The sinks of one rank. Throws Error that names the file when the folder can't be made or written (read-only, full).
+/// The sinks of one rank. Throws Error that names the file when the folder can't be made or written
+/// (read-only, full).
 class MetricsLogger {
  public:
   struct Options {
@@ -92,7 +95,8 @@ std::string console_line(const ValidationMetrics& metrics, bool color);
 std::string json_line(const StepMetrics& metrics);
 std::string json_line(const ValidationMetrics& metrics);
 
-/// Dense bf16 peak of a device by its name ("NVIDIA H100 PCIe"), in FLOP/s; nullopt for a name that isn't known.
+/// Dense bf16 peak of a device by its name ("NVIDIA H100 PCIe"), in FLOP/s; nullopt for a name that isn't
+/// known.
 std::optional<double> peak_flops_of(const std::string& device_name);
 
 }  // namespace titan::train

@@ -5,12 +5,13 @@
 //   titan::train::register_model<TinyArgs>("tiny", {
 //       .flavours = {{"debug", {.dim = 64}}, {"large", {.dim = 1024}}},
 //       .sizes = [](const TinyArgs& args) { return ModelSizes{...}; },
-//       .build = [](const TinyArgs& args, const BuildOptions& options) { return std::make_unique<TinyModel>(args, options); },
-//       .parallelize = [](TrainableModel& model, const ParallelPlan& plan) { fully_shard(model.root(), plan.fsdp); },
+//       .build = [](const TinyArgs& args, const BuildOptions& options) { return
+//       std::make_unique<TinyModel>(args, options); }, .parallelize = [](TrainableModel& model, const
+//       ParallelPlan& plan) { fully_shard(model.root(), plan.fsdp); },
 //   });
 //
-// Args is a settings struct with a `describe(config::Table<Args>&)` beside it: its fields are the keys of [model.args],
-// which override the sizes of the chosen flavour.
+// Args is a settings struct with a `describe(config::Table<Args>&)` beside it: its fields are the keys of
+// [model.args], which override the sizes of the chosen flavour.
 
 #include <cstdint>
 #include <functional>
@@ -36,15 +37,17 @@ class TrainableModel {
  public:
   virtual ~TrainableModel() = default;
   virtual nn::AnyRef root() = 0;
-  /// The sum of the token losses of this micro-batch over `global_valid_tokens`, a scalar in at least float32, ready for
-  /// backward(). tokens_BS, labels_BS: int64 [batch, sequence] on the model's device; a label of -100 doesn't count.
-  virtual at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_valid_tokens) = 0;
+  /// The sum of the token losses of this micro-batch over `global_valid_tokens`, a scalar in at least
+  /// float32, ready for backward(). tokens_BS, labels_BS: int64 [batch, sequence] on the model's device; a
+  /// label of -100 doesn't count.
+  virtual at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                          int64_t global_valid_tokens) = 0;
 };
 
 /// What the checks between model, data and parallelism ask for.
 struct ModelSizes {
   int64_t num_layers = 0;
-  int64_t num_heads = 0;     ///< 0: the model has none, and nothing is checked
+  int64_t num_heads = 0;  ///< 0: the model has none, and nothing is checked
   int64_t num_kv_heads = 0;
   int64_t vocab_size = 0;
   int64_t num_params = 0;
@@ -61,12 +64,14 @@ struct ParallelPlan {
   FsdpOptions fsdp;  ///< mesh, dtypes and policies are filled in from the settings
 };
 
-/// A model family whose argument struct is erased: `args` below points to the struct that make_args() returned.
+/// A model family whose argument struct is erased: `args` below points to the struct that make_args()
+/// returned.
 class ModelSpec {
  public:
   virtual ~ModelSpec() = default;
   virtual std::vector<std::string> flavours() const = 0;
-  /// The arguments of a flavour, to be overridden through arg_fields(). Throws ConfigError for an unknown one.
+  /// The arguments of a flavour, to be overridden through arg_fields(). Throws ConfigError for an unknown
+  /// one.
   virtual std::shared_ptr<void> make_args(const std::string& flavor) const = 0;
   virtual std::vector<config::FieldInfo> arg_fields() const = 0;
   virtual ModelSizes sizes(const void* args) const = 0;

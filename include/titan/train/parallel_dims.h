@@ -1,6 +1,7 @@
 #pragma once
 
-// [parallelism], and what follows from it: degrees checked against the world before any process group exists, then meshes.
+// [parallelism], and what follows from it: degrees checked against the world before any process group exists,
+// then meshes.
 
 #include <cstdint>
 #include <optional>
@@ -19,13 +20,16 @@ struct ModelSizes;
 struct ParallelismSettings {
   int64_t data_parallel_replicate_degree = 1;
   int64_t data_parallel_shard_degree = -1;  ///< -1: what the other degrees leave of the world
-  std::string fsdp_reshard_after_forward = "default";  ///< "default", "always", "never", or a divisor of the shard degree
-  bool fsdp_reduce_every_micro_batch = true;  ///< false: whole gradients are kept until the last micro-batch of a step
+  std::string fsdp_reshard_after_forward =
+      "default";  ///< "default", "always", "never", or a divisor of the shard degree
+  bool fsdp_reduce_every_micro_batch =
+      true;  ///< false: whole gradients are kept until the last micro-batch of a step
 };
 
 void describe(config::Table<ParallelismSettings>& table);
 
-/// How many ranks each kind of parallelism takes. Resolved: every degree >= 1 and the product is the world's size.
+/// How many ranks each kind of parallelism takes. Resolved: every degree >= 1 and the product is the world's
+/// size.
 struct ParallelDims {
   int dp_replicate = 1;
   int dp_shard = 1;
@@ -42,11 +46,13 @@ struct ParallelDims {
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
                                    std::vector<std::string>& problems);
 
-/// What tensor, context and pipeline parallelism ask of sequence length and model; adds what is wrong to `problems`.
+/// What tensor, context and pipeline parallelism ask of sequence length and model; adds what is wrong to
+/// `problems`.
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<std::string>& problems);
 
-/// The grid pp, dp_replicate, dp_shard, cp, tp (row-major, tp fastest) and the sub-meshes that the trainer uses.
+/// The grid pp, dp_replicate, dp_shard, cp, tp (row-major, tp fastest) and the sub-meshes that the trainer
+/// uses.
 struct Meshes {
   DeviceMesh world;
   DeviceMesh fsdp;  ///< axes (dp_replicate, dp_shard) with HSDP, else (dp_shard)

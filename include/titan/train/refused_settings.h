@@ -1,7 +1,8 @@
 #pragma once
 
-// Tables of TorchTitan whose feature doesn't exist here (yet). Their keys are known, so that a TorchTitan config is read,
-// and the key that would turn the feature on is refused: a setting that can't be honoured is an error, never a warning.
+// Tables of TorchTitan whose feature doesn't exist here (yet). Their keys are known, so that a TorchTitan
+// config is read, and the key that would turn the feature on is refused: a setting that can't be honoured is
+// an error, never a warning.
 
 #include "titan/config/table.h"
 

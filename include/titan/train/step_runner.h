@@ -1,25 +1,21 @@
 #pragma once
 
 // [Note: one step runner]
-// A schedule is the list of what this rank does in one optimizer step: F (forward) and B (backward) of numbered
-// micro-batches. Without a pipeline it is one stage's: F0 B0 F1 B1 ...; a pipeline's are other lists for the same runner.
-// Accumulation, token counts and the moment at which gradients are reduced exist here once, and nowhere else.
+// A schedule is the list of what this rank does in one optimizer step: F (forward) and B (backward) of
+// numbered micro-batches. Without a pipeline it is one stage's: F0 B0 F1 B1 ...; a pipeline's are other lists
+// for the same runner. Accumulation, token counts and the moment at which gradients are reduced exist here
+// once, and nowhere else.
 
 #include <cstdint>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/data/loader.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/train/model_spec.h"
 
 namespace titan::train {
-
-/// One micro-batch of this rank, on the host as it comes from the loader or on the device.
-struct MicroBatch {
-  at::Tensor tokens_BS;  ///< int64
-  at::Tensor labels_BS;  ///< int64; -100 doesn't count
-};
 
 struct Action {
   enum class Kind { Forward, Backward };
@@ -40,20 +36,21 @@ struct TokenCounts {
   int64_t global = 0;  ///< of all ranks that hold different tokens
 };
 
-TokenCounts count_valid_tokens(const std::vector<MicroBatch>& micro_batches, const DeviceMesh& loss_mesh);
+TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& loss_mesh);
 
 /// Runs schedules on one model.
 class StepRunner {
  public:
   StepRunner(TrainableModel& model, at::Device device) : model_(model), device_(device) {}
 
-  /// Runs `schedule`. Returns this rank's share of the step's loss, sum over its valid tokens / global count, as a
-  /// float64 scalar on the model's device (reading it waits for a GPU). After the last Backward the gradients of the
-  /// whole step are reduced. `global_valid_tokens` must be positive.
-  at::Tensor run(const Schedule& schedule, const std::vector<MicroBatch>& micro_batches, int64_t global_valid_tokens);
+  /// Runs `schedule`. Returns this rank's share of the step's loss, sum over its valid tokens / global count,
+  /// as a float64 scalar on the model's device (reading it waits for a GPU). After the last Backward the
+  /// gradients of the whole step are reduced. `global_valid_tokens` must be positive.
+  at::Tensor run(const Schedule& schedule, const std::vector<data::Batch>& micro_batches,
+                 int64_t global_valid_tokens);
 
  private:
-  at::Tensor forward(const MicroBatch& micro_batch, int64_t global_valid_tokens);
+  at::Tensor forward(const data::Batch& micro_batch, int64_t global_valid_tokens);
   void backward(at::Tensor& loss, bool last);
 
   TrainableModel& model_;

@@ -8,6 +8,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "titan/config/table.h"
+#include "titan/data/settings.h"
 
 namespace titan::train {
 
@@ -22,16 +23,18 @@ struct ModelSettings {
 struct TrainingSettings {
   std::string dataset = "cpp_headers";
   std::optional<std::string> dataset_path;
-  int64_t local_batch_size = 8;    ///< sequences per data-parallel rank and micro-batch
-  int64_t global_batch_size = -1;  ///< sequences per optimizer step; -1: local_batch_size x data-parallel ranks
+  int64_t local_batch_size = 8;  ///< sequences per data-parallel rank and micro-batch
+  int64_t global_batch_size =
+      -1;  ///< sequences per optimizer step; -1: local_batch_size x data-parallel ranks
   int64_t seq_len = 2048;
   double max_norm = 1.0;
   int64_t steps = 10000;
+  data::DataloaderSettings dataloader;
   bool enable_cpu_offload = false;
   std::string dtype = "float32";
   std::string mixed_precision_param = "bfloat16";
   std::string mixed_precision_reduce = "float32";
-  std::string device = "auto";     ///< "auto" (a GPU when there is one), "cpu", "cuda"
+  std::string device = "auto";  ///< "auto" (a GPU when there is one), "cpu", "cuda"
 };
 
 void describe(config::Table<ModelSettings>& table);

@@ -1,13 +1,14 @@
 #pragma once
 
-// Validation: the same loss over other data, without gradients. The result is the total loss over the total count of
-// tokens, so that neither batch sizes nor padding weigh in.
+// Validation: the same loss over other data, without gradients. The result is the total loss over the total
+// count of tokens, so that neither batch sizes nor padding weigh in.
 
 #include <functional>
 #include <optional>
 #include <string>
 
 #include "titan/config/table.h"
+#include "titan/data/settings.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/train/step_runner.h"
 
@@ -20,25 +21,26 @@ struct ValidationSettings {
   std::optional<std::string> dataset_path;
   int64_t local_batch_size = 8;  ///< sequences per data-parallel rank and batch
   int64_t seq_len = 2048;
-  int64_t freq = 10;             ///< steps from one validation to the next; step 1 is always validated
-  int64_t steps = -1;            ///< batches; -1: the whole set once
+  int64_t freq = 10;   ///< steps from one validation to the next; step 1 is always validated
+  int64_t steps = -1;  ///< batches; -1: the whole set once
+  data::DataloaderSettings dataloader;
 };
 
 void describe(config::Table<ValidationSettings>& table);
 
 /// The next batch of this rank, or nullopt at the end; all data-parallel ranks end together.
-using NextBatch = std::function<std::optional<MicroBatch>()>;
+using NextBatch = std::function<std::optional<data::Batch>()>;
 
 struct ValidationResult {
-  double loss = 0;          ///< mean over all valid tokens of all ranks
-  int64_t tokens = 0;       ///< valid ones, of all ranks
-  int64_t local_tokens = 0; ///< positions that this rank computed
+  double loss = 0;           ///< mean over all valid tokens of all ranks
+  int64_t tokens = 0;        ///< valid ones, of all ranks
+  int64_t local_tokens = 0;  ///< positions that this rank computed
   double seconds = 0;
 };
 
-/// Runs at most `max_batches` (-1: all) batches forward in evaluation mode without gradients, then returns to training
-/// mode. Collective over the loss mesh. Throws ConfigError when the set holds no valid token.
-ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh, const NextBatch& next,
-                          int64_t max_batches);
+/// Runs at most `max_batches` (-1: all) batches forward in evaluation mode without gradients, then returns to
+/// training mode. Collective over the loss mesh. Throws ConfigError when the set holds no valid token.
+ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh,
+                          const NextBatch& next, int64_t max_batches);
 
 }  // namespace titan::train

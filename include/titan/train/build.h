@@ -1,0 +1,19 @@
+#pragma once
+
+// From settings to a trainer. With JobConfig's checks done (check_job) before, so that what fails here is the
+// environment: files, memory, peers.
+
+#include "titan/dist/world.h"
+#include "titan/train/job_config.h"
+#include "titan/train/trainer.h"
+
+namespace titan::train {
+
+/// Joins the job's other processes as [comm] and training.device say. Has to come before the first tensor.
+dist::World build_world(const JobConfig& config);
+
+/// The model, spread out, with its weights; data; optimizer; logs. Collective over the world. Writes the
+/// resolved config to {dump_folder}/config.toml (rank 0).
+Trainer build_trainer(const JobConfig& config, const dist::World& world);
+
+}  // namespace titan::train

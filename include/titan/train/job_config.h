@@ -1,0 +1,62 @@
+#pragma once
+
+// All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes
+// its own table.
+
+#include <string>
+
+#include "titan/config/load.h"
+#include "titan/config/schema.h"
+#include "titan/data/settings.h"
+#include "titan/optim/settings.h"
+#include "titan/train/checkpoint_settings.h"
+#include "titan/train/comm_settings.h"
+#include "titan/train/job_settings.h"
+#include "titan/train/metrics.h"
+#include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+#include "titan/train/refused_settings.h"
+#include "titan/train/training_settings.h"
+#include "titan/train/validation.h"
+
+namespace titan::train {
+
+struct JobConfig {
+  JobSettings job;
+  ProfilingSettings profiling;
+  MetricsSettings metrics;
+  ModelSettings model;
+  config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
+  optim::OptimizerSettings optimizer;
+  optim::LrSchedulerSettings lr_scheduler;
+  TrainingSettings training;
+  data::DataSettings data;
+  ParallelismSettings parallelism;
+  CheckpointSettings checkpoint;
+  ActivationCheckpointSettings activation_checkpoint;
+  CompileSettings compile;
+  QuantizeSettings quantize;
+  CommSettings comm;
+  MemoryEstimationSettings memory_estimation;
+  FaultToleranceSettings fault_tolerance;
+  ExperimentalSettings experimental;
+  ValidationSettings validation;
+  DebugSettings debug;
+
+  const ModelSpec& spec() const { return *model_specs().get(model.name); }
+  const void* args() const { return model_args.settings.get(); }
+};
+
+/// The tables of JobConfig under their names. [model.args] is resolved once [model] and [experimental] are
+/// read, after the shared object of experimental.custom_import was opened.
+const config::Schema& job_schema();
+
+/// The checks between tables, with all problems in one ConfigError whose messages point at where the values
+/// came from. Needs no process group: `world_size` comes from the launcher's environment or from --nproc.
+void check_job(const JobConfig& config, const config::Origins& origins, int world_size);
+
+/// Opens a shared object and calls its `extern "C" void titan_register()`, once per path; "" does nothing.
+/// Throws ConfigError when it can't be opened or has no such function.
+void import_custom_code(const std::string& path);
+
+}  // namespace titan::train

@@ -1,0 +1,85 @@
+#pragma once
+
+// The training loop, as verbs. Built by build_trainer (train/build.h).
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "titan/data/loader.h"
+#include "titan/dist/world.h"
+#include "titan/optim/clip.h"
+#include "titan/optim/lr_schedule.h"
+#include "titan/optim/optimizer.h"
+#include "titan/parallel/parameters.h"
+#include "titan/train/metrics.h"
+#include "titan/train/metrics_window.h"
+#include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+#include "titan/train/step_runner.h"
+#include "titan/train/validation.h"
+
+namespace titan::train {
+
+/// Validation and where its batches come from.
+struct Validator {
+  ValidationSettings settings;
+  data::DataLoader loader;
+};
+
+/// What a trainer works with, made by the build_* functions.
+struct TrainerParts {
+  dist::World world;
+  Meshes meshes;
+  at::Device device;
+  std::unique_ptr<TrainableModel> model;
+  std::vector<Parameter> parameters;
+  optim::Optimizer optimizer;
+  optim::LrSchedule schedule;
+  data::DataLoader loader;
+  std::unique_ptr<MetricsLogger> logger;
+  MetricsWindow window;
+  std::optional<Validator> validator;
+};
+
+struct TrainerOptions {
+  int64_t steps = 0;
+  int64_t log_freq = 10;
+  double max_norm = 1.0;
+  int64_t train_timeout_s = 100;      ///< of collectives behind the first step
+  std::filesystem::path final_model;  ///< empty: the model isn't written
+  std::optional<at::ScalarType> final_model_dtype;
+};
+
+class Trainer {
+ public:
+  Trainer(TrainerParts parts, TrainerOptions options);
+  ~Trainer();
+
+  /// All steps, or as many as the data gives. Collective over the world. Throws Error on every rank, before
+  /// the optimizer step, when a loss or the gradient norm isn't finite; the message names the rank.
+  void train();
+
+ private:
+  bool train_step();
+  std::optional<std::vector<data::Batch>> fetch();
+  at::Tensor forward_backward(const std::vector<data::Batch>& batches, const TokenCounts& tokens);
+  optim::GradNorm clip();
+  void check_finite(double local_loss, const optim::GradNorm& grad_norm);
+  void optimizer_step();
+  void schedule_step();
+  void log_step(double local_loss, const optim::GradNorm& grad_norm, const TokenCounts& tokens);
+  void validate_if_due();
+  void save_final_model();
+  bool is_due(int64_t freq) const { return step_ == 1 || step_ % freq == 0; }
+
+  TrainerParts parts_;
+  TrainerOptions options_;
+  StepRunner runner_;
+  Schedule step_schedule_;
+  int64_t step_ = 0;  // of the step in progress, from 1
+};
+
+}  // namespace titan::train

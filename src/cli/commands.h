@@ -1,0 +1,17 @@
+#pragma once
+
+// The commands of the program. `arguments` are the words behind the command's name. They return the exit code
+// and let errors pass.
+
+#include <string>
+#include <vector>
+
+namespace titan::cli {
+
+using Arguments = std::vector<std::string>;
+
+int train_command(const Arguments& arguments);
+int compare_command(const Arguments& arguments);
+int docs_command(const Arguments& arguments);
+
+}  // namespace titan::cli

@@ -1,0 +1,113 @@
+#include "cli/run_record.h"
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan::cli {
+
+namespace {
+
+// The file is print_toml's: a table's name in brackets, then a key and its value a line, comments for what is
+// unset. So runs of models that this program doesn't know can be read too.
+std::map<std::string, std::string> read_settings(const std::filesystem::path& path) {
+  std::map<std::string, std::string> settings;
+  std::istringstream lines(read_file(path));
+  std::string line, section;
+  while (std::getline(lines, line)) {
+    if (line.empty() || line[0] == '#') continue;
+    if (line[0] == '[') {
+      section = line.substr(1, line.find(']') - 1);
+    } else if (size_t equals = line.find(" = "); equals != std::string::npos) {
+      settings[section + "." + line.substr(0, equals)] = line.substr(equals + 3);
+    }
+  }
+  return settings;
+}
+
+std::map<int64_t, LoggedStep> read_steps(const std::filesystem::path& path) {
+  std::map<int64_t, LoggedStep> steps;
+  std::istringstream lines(read_file(path));
+  std::string line;
+  for (int64_t number = 1; std::getline(lines, line); ++number) {
+    auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    TITAN_CHECK(object.is_object() && object.contains("step"), path.string(), ":", number,
+                ": not a logged step");
+    auto value = [&](const char* key) {
+      return object.contains(key) && object[key].is_number() ? object[key].get<double>() : std::nan("");
+    };
+    steps[object["step"].get<int64_t>()] = {value("loss"), value("tps"), value("step_s")};
+  }
+  return steps;
+}
+
+template <class Field>
+double median(const RunRecord& run, Field field) {
+  std::vector<double> values;
+  for (const auto& [step, logged] : run.steps)
+    if (run.steps.size() == 1 || step != run.steps.begin()->first) values.push_back(logged.*field);
+  if (values.empty()) return std::nan("");
+  auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace
+
+std::string RunRecord::setting(const std::string& key) const {
+  auto found = settings.find(key);
+  return found == settings.end() ? "unset" : found->second;
+}
+
+double RunRecord::median_tps() const { return median(*this, &LoggedStep::tps); }
+double RunRecord::median_step_s() const { return median(*this, &LoggedStep::step_s); }
+
+RunRecord read_run(const std::filesystem::path& folder) {
+  for (const char* name : {"config.toml", "metrics.jsonl"})
+    if (!std::filesystem::exists(folder / name))
+      throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
+  return {folder, read_settings(folder / "config.toml"), read_steps(folder / "metrics.jsonl")};
+}
+
+std::set<std::string> keys_of(const std::vector<RunRecord>& runs) {
+  std::set<std::string> keys;
+  for (const RunRecord& run : runs)
+    for (const auto& [key, value] : run.settings) keys.insert(key);
+  keys.erase("job.dump_folder");
+  return keys;
+}
+
+bool same_setting(const std::vector<RunRecord>& runs, const std::string& key) {
+  return std::all_of(runs.begin(), runs.end(),
+                     [&](const RunRecord& run) { return run.setting(key) == runs.front().setting(key); });
+}
+
+std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs) {
+  std::vector<int64_t> steps;
+  for (const auto& [step, logged] : runs.front().steps)
+    if (std::all_of(runs.begin(), runs.end(),
+                    [&, step = step](const RunRecord& run) { return run.steps.count(step); }))
+      steps.push_back(step);
+  return steps;
+}
+
+Parting compare_losses(const RunRecord& a, const RunRecord& b, const std::vector<int64_t>& steps) {
+  Parting parting;
+  for (int64_t step : steps) {
+    double first = a.steps.at(step).loss, second = b.steps.at(step).loss;
+    if (first == second || (std::isnan(first) && std::isnan(second))) continue;
+    if (!parting.first_step) parting.first_step = step;
+    double difference = std::abs(first - second);
+    if (difference >= parting.largest_difference) {
+      parting.largest_difference = difference;
+      parting.largest_step = step;
+    }
+  }
+  return parting;
+}
+
+}  // namespace titan::cli

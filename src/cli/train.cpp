@@ -1,0 +1,112 @@
+// titan train: settings, then either ranks on this machine (--nproc) or this process's part of a job.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+
+#include "cli/commands.h"
+#include "cli/train_arguments.h"
+#include "dist/environment.h"
+#include "titan/cli/launch.h"
+#include "titan/config/print.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+#include "titan/train/build.h"
+#include "titan/train/job_config.h"
+
+namespace titan::cli {
+
+namespace {
+
+constexpr const char* kUsage =
+    "usage: titan train [CONFIG] [options] [--section.key value ...]\n"
+    "\n"
+    "  CONFIG             a TOML or JSON file; without one, defaults and the settings given\n"
+    "  --nproc N          start N ranks on this machine\n"
+    "  --log-rank RANKS   with --nproc: whose output is shown: 0 (default), a list such as 0,3, all, none\n"
+    "  --print-config     print the resolved config as TOML, and stop\n"
+    "  --help             this text\n"
+    "\n"
+    "Settings: command line, then CONFIG, then what it includes, then the defaults in brackets.\n"
+    "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n"
+    "\n";
+
+int print_help() {
+  std::fputs(kUsage, stdout);
+  std::fputs(config::help_text(train::job_schema()).c_str(), stdout);
+  return 0;
+}
+
+struct LoadedJob {
+  train::JobConfig config;
+  config::Origins origins;
+};
+
+LoadedJob load_job(const TrainArguments& arguments) {
+  if (arguments.config.empty() && arguments.overrides.empty())
+    throw ConfigError("titan train wants a config file or settings (see titan train --help)");
+  LoadedJob job;
+  job.origins = config::load(train::job_schema(), {arguments.config, arguments.overrides}, job.config);
+  // It has done its work; kept, it would point a printed config at another file.
+  job.config.job.config_file.reset();
+  return job;
+}
+
+std::vector<std::string> rank_command(const TrainArguments& arguments) {
+  std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string(), "train"};
+  if (!arguments.config.empty() && !config::override_value(arguments.overrides, "job.config_file"))
+    command.push_back(arguments.config.string());
+  command.insert(command.end(), arguments.overrides.begin(), arguments.overrides.end());
+  return command;
+}
+
+int launch_ranks(const TrainArguments& arguments, const std::string& launched_by) {
+  if (launched_by != "none")
+    throw ConfigError(
+        str("--nproc starts ranks, but this process is itself a rank started by ", launched_by));
+  LaunchOptions options;
+  options.num_ranks = arguments.num_ranks;
+  options.command = rank_command(arguments);
+  options.log_rank = arguments.log_rank;
+  return launch_local(options);
+}
+
+// cuBLAS reads it when its first handle is made.
+void set_determinism_environment(const train::DebugSettings& debug) {
+  if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+}
+
+void configure_log(const train::JobConfig& config, int rank, int world_size) {
+  log::Settings settings = log::settings();
+  settings.rank = rank;
+  settings.world_size = world_size;
+  settings.color = ::isatty(STDERR_FILENO) && !config.metrics.disable_color_printing;
+  log::configure(settings);
+}
+
+int run_rank(const train::JobConfig& config) {
+  set_determinism_environment(config.debug);
+  dist::World world = train::build_world(config);
+  train::build_trainer(config, world).train();
+  return 0;
+}
+
+}  // namespace
+
+int train_command(const Arguments& words) {
+  TrainArguments arguments = parse_train_arguments(words);
+  if (arguments.help) return print_help();
+  dist::Launch launch = dist::read_launch(dist::process_environment());
+  LoadedJob job = load_job(arguments);
+  if (arguments.print_config)
+    return std::fputs(config::print_toml(train::job_schema(), job.config).c_str(), stdout), 0;
+  const bool starts_ranks = arguments.num_ranks > 1;
+  // The parent checks too, so that a wrong setting is told once, and before any rank exists.
+  if (!starts_ranks) configure_log(job.config, launch.rank, launch.size);
+  train::check_job(job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size);
+  return starts_ranks ? launch_ranks(arguments, launch.by) : run_rank(job.config);
+}
+
+}  // namespace titan::cli

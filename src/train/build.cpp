@@ -1,0 +1,199 @@
+#include "titan/train/build.h"
+
+#include <ATen/Context.h>
+
+#include "titan/checkpoint/model_file.h"
+#include "titan/config/print.h"
+#include "titan/core/file.h"
+#include "titan/core/log.h"
+#include "titan/data/build.h"
+#include "titan/dist/device_backend.h"
+
+namespace titan::train {
+
+namespace {
+
+std::filesystem::path dump_folder(const JobConfig& config) { return config.job.dump_folder; }
+
+void set_determinism(const DebugSettings& debug) {
+  if (!debug.deterministic) return;
+  at::globalContext().setDeterministicAlgorithms(true, debug.deterministic_warn_only);
+  at::globalContext().setDeterministicCuDNN(true);
+  at::globalContext().setBenchmarkCuDNN(false);
+}
+
+void save_config(const JobConfig& config, const dist::World& world) {
+  if (world.rank() != 0) return;
+  std::string toml = config::print_toml(job_schema(), config);
+  make_folder(dump_folder(config));
+  write_file_atomic(dump_folder(config) / "config.toml", toml);
+  if (config.job.save_config_file)
+    write_file_atomic(dump_folder(config) / *config.job.save_config_file,
+                      config::print_json(job_schema(), config));
+  if (config.job.print_config) log::info("resolved config:\n" + toml);
+}
+
+Meshes build_job_meshes(const JobConfig& config, const dist::World& world) {
+  std::vector<std::string> problems;
+  ParallelDims dims = resolve_parallel_dims(config.parallelism, world.size(), problems);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  return build_meshes(world, dims);
+}
+
+FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
+  FsdpOptions options;
+  options.mesh = meshes.fsdp;
+  options.param_dtype = scalar_type(config.training.mixed_precision_param);
+  options.reduce_dtype = scalar_type(config.training.mixed_precision_reduce);
+  options.reshard_after_forward = reshard_policy(config.parallelism.fsdp_reshard_after_forward);
+  options.reduce_every_micro_batch = config.parallelism.fsdp_reduce_every_micro_batch;
+  options.cpu_offload = config.training.enable_cpu_offload;
+  return options;
+}
+
+// Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
+std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes,
+                                            at::Device device) {
+  const ModelSpec& spec = config.spec();
+  BuildOptions options{.construct = deferred(device, scalar_type(config.training.dtype)),
+                       .seq_len = config.training.seq_len};
+  auto model = spec.build(config.args(), options);
+  spec.parallelize(*model, {.meshes = meshes, .fsdp = build_fsdp_options(config, meshes)});
+  materialize(model->root(), config.debug.seed_or_default());
+  model->root().module().train();
+  return model;
+}
+
+void load_weights(const JobConfig& config, const std::vector<Parameter>& parameters) {
+  if (!config.checkpoint.enable || !config.checkpoint.initial_load_path) return;
+  load_model(parameters, *config.checkpoint.initial_load_path);
+  log::info_rank0(str("initial weights come from ", *config.checkpoint.initial_load_path));
+}
+
+// What training and validation ask of the loader.
+struct LoaderRequest {
+  std::string dataset;
+  std::optional<std::string> dataset_path;
+  bool repeat = true;
+  data::LoaderOptions options;
+};
+
+data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& request) {
+  data::FeedRequest feed;
+  feed.dataset = request.dataset;
+  feed.model_vocab_size = config.spec().sizes(config.args()).vocab_size;
+  feed.repeat = request.repeat;
+  feed.source = {request.dataset_path.value_or(""), config.data,
+                 config.data.cache_folder.empty() ? dump_folder(config) / "data_cache"
+                                                  : std::filesystem::path(config.data.cache_folder)};
+  if (request.dataset != "tokens") feed.tokenizer = data::build_tokenizer(config.model.hf_assets_path);
+  return data::DataLoader(data::build_feed(feed), request.options);
+}
+
+data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes) {
+  const TrainingSettings& training = config.training;
+  return build_loader(config, {.dataset = training.dataset,
+                               .dataset_path = training.dataset_path,
+                               .options = {.dp_rank = meshes.dp_rank(),
+                                           .dp_size = meshes.dp_degree(),
+                                           .global_batch_size = training.global_batch_size,
+                                           .local_batch_size = training.local_batch_size,
+                                           .seq_len = training.seq_len,
+                                           .settings = training.dataloader}});
+}
+
+std::optional<Validator> build_validator(const JobConfig& config, const Meshes& meshes) {
+  const ValidationSettings& validation = config.validation;
+  if (!validation.enable) return std::nullopt;
+  return Validator{validation,
+                   build_loader(config, {.dataset = validation.dataset,
+                                         .dataset_path = validation.dataset_path,
+                                         .repeat = false,
+                                         .options = {.dp_rank = meshes.dp_rank(),
+                                                     .dp_size = meshes.dp_degree(),
+                                                     .local_batch_size = validation.local_batch_size,
+                                                     .seq_len = validation.seq_len,
+                                                     .settings = validation.dataloader}})};
+}
+
+DeviceRate build_device_rate(const JobConfig& config, at::Device device) {
+  DeviceRate rate{.flops_per_token = config.spec().flops_per_token(config.args(), config.training.seq_len),
+                  .peak_flops = config.metrics.peak_flops};
+  auto* backend = dist::device_backend();
+  if (rate.peak_flops || !backend || device.is_cpu()) return rate;
+  rate.peak_flops = peak_flops_of(backend->device_name(device.index()));
+  if (!rate.peak_flops)
+    log::warning_rank0(
+        str("no peak FLOPS known of ", backend->device_name(device.index()), "; set metrics.peak_flops"));
+  return rate;
+}
+
+std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world) {
+  const bool all_ranks = config.metrics.save_for_all_ranks;
+  auto folder = dump_folder(config);
+  if (all_ranks) folder /= str("rank_", world.rank());
+  return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
+                                                                .folder = folder,
+                                                                .total_steps = config.training.steps,
+                                                                .writes = all_ranks || world.rank() == 0});
+}
+
+TrainerOptions build_options(const JobConfig& config) {
+  TrainerOptions options;
+  options.steps = config.training.steps;
+  options.log_freq = config.metrics.log_freq;
+  options.max_norm = config.training.max_norm;
+  options.train_timeout_s = config.comm.train_timeout_seconds;
+  if (config.checkpoint.enable) {
+    options.final_model = final_model_path(config.checkpoint, config.job.dump_folder, config.training.steps);
+    options.final_model_dtype = scalar_type(config.checkpoint.export_dtype);
+  }
+  return options;
+}
+
+void describe_job(const JobConfig& config, const dist::World& world, const Meshes& meshes) {
+  ModelSizes sizes = config.spec().sizes(config.args());
+  log::info_rank0(str(config.job.description, ": ", config.model.name, " ", config.model.flavor, ", ",
+                      sizes.num_params, " parameters, on ", world.size(), " rank(s) of ",
+                      world.device().str(), " over ", world.backend(), ", data parallel ",
+                      meshes.dp_degree()));
+}
+
+}  // namespace
+
+dist::World build_world(const JobConfig& config) {
+  return dist::init({.backend = config.comm.backend,
+                     .device = config.training.device,
+                     .timeout = std::chrono::seconds(config.comm.init_timeout_seconds)});
+}
+
+Trainer build_trainer(const JobConfig& config, const dist::World& world) {
+  save_config(config, world);
+  auto logger = build_logger(config, world);
+  set_determinism(config.debug);
+  const at::Device device = world.device();
+  Meshes meshes = build_job_meshes(config, world);
+  describe_job(config, world, meshes);
+  auto loader = build_training_loader(config, meshes);
+  auto validator = build_validator(config, meshes);
+  auto model = build_model(config, meshes, device);
+  auto parameters = titan::parameters(model->root());
+  load_weights(config, parameters);
+  optim::Optimizer optimizer(parameters, config.optimizer);
+  optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
+  MetricsWindow window(device, build_device_rate(config, device));
+  return Trainer({.world = world,
+                  .meshes = std::move(meshes),
+                  .device = device,
+                  .model = std::move(model),
+                  .parameters = std::move(parameters),
+                  .optimizer = std::move(optimizer),
+                  .schedule = schedule,
+                  .loader = std::move(loader),
+                  .logger = std::move(logger),
+                  .window = window,
+                  .validator = std::move(validator)},
+                 build_options(config));
+}
+
+}  // namespace titan::train

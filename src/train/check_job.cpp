@@ -1,0 +1,81 @@
+// Checks between tables, before anything is started.
+
+#include <algorithm>
+
+#include "titan/train/job_config.h"
+
+namespace titan::train {
+
+namespace {
+
+struct Check {
+  const JobConfig& config;
+  const config::Origins& origins;
+  std::vector<std::string> problems = {};
+
+  void require(bool holds, std::string_view key, const std::string& what) {
+    if (!holds) problems.push_back(origins.problem(key, what));
+  }
+};
+
+void check_parallelism(Check& check, int world_size) {
+  std::vector<std::string> problems;
+  ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, problems);
+  check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
+                     problems);
+  for (const std::string& problem : problems)
+    check.problems.push_back(check.origins.problem("parallelism.data_parallel_shard_degree", problem));
+
+  ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
+  check.require(policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard % policy.size == 0,
+                "parallelism.fsdp_reshard_after_forward",
+                str("isn't a divisor of the ", dims.dp_shard, " ranks that parameters are sharded over"));
+}
+
+void check_model(Check& check) {
+  std::vector<std::string> problems;
+  check.config.spec().check(check.config.args(), problems);
+  for (const std::string& problem : problems) check.problems.push_back(str("model.args: ", problem));
+}
+
+void check_precision(Check& check) {
+  const TrainingSettings& training = check.config.training;
+  bool doubles = training.dtype == "float64";
+  check.require((training.mixed_precision_param == "float64") == doubles, "training.mixed_precision_param",
+                "float64 training has float64 in training.dtype and training.mixed_precision_param");
+  check.require((training.mixed_precision_reduce == "float64") == doubles, "training.mixed_precision_reduce",
+                "float64 gradients go with training.dtype = \"float64\"");
+  check.require(!training.enable_cpu_offload || training.device != "cpu", "training.enable_cpu_offload",
+                "offloading to the CPU needs a GPU to offload from");
+}
+
+void check_checkpoint(Check& check) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  check.require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
+                "is read only with checkpoint.enable = true");
+  if (!checkpoint.enable) return;
+  check.require(checkpoint.interval >= check.config.training.steps, "checkpoint.interval",
+                str("saving between steps comes later; it has to be at least training.steps = ",
+                    check.config.training.steps, ", whose model is written"));
+}
+
+void check_validation(Check& check) {
+  const ValidationSettings& validation = check.config.validation;
+  if (!validation.enable) return;
+  check.require(validation.seq_len <= check.config.training.seq_len, "validation.seq_len",
+                str("is longer than training.seq_len = ", check.config.training.seq_len));
+}
+
+}  // namespace
+
+void check_job(const JobConfig& config, const config::Origins& origins, int world_size) {
+  Check check{config, origins};
+  check_model(check);
+  check_parallelism(check, world_size);
+  check_precision(check);
+  check_checkpoint(check);
+  check_validation(check);
+  if (!check.problems.empty()) throw ConfigError(std::move(check.problems));
+}
+
+}  // namespace titan::train

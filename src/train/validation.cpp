@@ -1,0 +1,73 @@
+#include "titan/train/validation.h"
+
+#include <chrono>
+
+#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
+
+#include "titan/core/error.h"
+
+namespace titan::train {
+
+void describe(config::Table<ValidationSettings>& table) {
+  table.field("enable", &ValidationSettings::enable, "validate at step 1 and every freq steps");
+  table.field("dataset", &ValidationSettings::dataset, "data source; see docs/data.md");
+  table.field("dataset_path", &ValidationSettings::dataset_path,
+              "file, folder or glob that the source reads");
+  table.field("local_batch_size", &ValidationSettings::local_batch_size,
+              "sequences per data-parallel rank and batch", config::at_least(1));
+  table.field("seq_len", &ValidationSettings::seq_len, "tokens per sequence, at most training.seq_len",
+              config::at_least(1));
+  table.field("freq", &ValidationSettings::freq, "steps from one validation to the next",
+              config::at_least(1));
+  table.field("steps", &ValidationSettings::steps, "batches of a validation; -1: the whole set once",
+              config::positive_or_minus_one());
+  table.table("dataloader", &ValidationSettings::dataloader);
+}
+
+namespace {
+
+/// Evaluation mode for a scope, on every exit.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& module) : module_(module) { module_.eval(); }
+  ~EvaluationMode() { module_.train(); }
+
+ private:
+  torch::nn::Module& module_;
+  c10::NoGradGuard no_grad_;
+};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh,
+                          const NextBatch& next, int64_t max_batches) {
+  EvaluationMode evaluation(model.root().module());
+  StepRunner runner(model, device);
+  const Schedule schedule = forward_schedule(1);
+  const auto start = std::chrono::steady_clock::now();
+  ValidationResult result;
+  double local_loss_sum = 0;
+  for (int64_t i = 0; i != max_batches; ++i) {
+    auto batch = next();
+    if (!batch) break;
+    TokenCounts counts = count_valid_tokens({*batch}, loss_mesh);
+    if (counts.global == 0) continue;
+    at::Tensor share = runner.run(schedule, {*batch}, counts.global);
+    local_loss_sum += share.item<double>() * static_cast<double>(counts.global);
+    result.tokens += counts.global;
+    result.local_tokens += batch->labels_BS.numel();
+  }
+  if (result.tokens == 0)
+    throw ConfigError("the validation set holds no token to predict; see validation.dataset");
+  double loss_sum = loss_mesh.group()->sum(local_loss_sum, {"train::validate"});
+  result.loss = loss_sum / static_cast<double>(result.tokens);
+  result.seconds = seconds_since(start);
+  return result;
+}
+
+}  // namespace titan::train

@@ -1,0 +1,58 @@
+#include "titan/train/parallel_dims.h"
+
+#include <gtest/gtest.h>
+
+#include "titan/train/model_spec.h"
+
+namespace titan::train {
+namespace {
+
+ParallelismSettings degrees(int64_t replicate, int64_t shard) {
+  ParallelismSettings settings;
+  settings.data_parallel_replicate_degree = replicate;
+  settings.data_parallel_shard_degree = shard;
+  return settings;
+}
+
+TEST(ParallelDims, ShardDegreeTakesWhatIsLeft) {
+  std::vector<std::string> problems;
+  EXPECT_EQ(resolve_parallel_dims(degrees(1, -1), 8, problems).dp_shard, 8);
+  EXPECT_EQ(resolve_parallel_dims(degrees(2, -1), 8, problems).dp_shard, 4);
+  EXPECT_EQ(resolve_parallel_dims(degrees(8, -1), 8, problems).dp_shard, 1);
+  EXPECT_TRUE(problems.empty());
+}
+
+TEST(ParallelDims, TheProductIsTheWorld) {
+  for (auto settings : {degrees(1, 3), degrees(3, -1), degrees(16, -1), degrees(2, 8)}) {
+    std::vector<std::string> problems;
+    resolve_parallel_dims(settings, 8, problems);
+    ASSERT_EQ(problems.size(), 1u);
+    EXPECT_NE(problems[0].find("the job has 8"), std::string::npos) << problems[0];
+  }
+}
+
+TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
+  std::vector<std::string> problems;
+  ParallelDims dims{.tp = 4, .pp = 1};
+  ModelSizes sizes{.num_layers = 2, .num_heads = 6, .num_kv_heads = 2};
+  check_divisibility(dims, sizes, 64, problems);
+  EXPECT_EQ(problems.size(), 2u);
+  problems.clear();
+  check_divisibility({.cp = 4}, sizes, 100, problems);
+  EXPECT_EQ(problems.size(), 1u);
+  problems.clear();
+  check_divisibility({.pp = 8}, sizes, 64, problems);
+  EXPECT_EQ(problems.size(), 1u);
+}
+
+TEST(ReshardPolicy, Names) {
+  using Kind = ReshardAfterForward::Kind;
+  EXPECT_EQ(reshard_policy("default").kind, Kind::Default);
+  EXPECT_EQ(reshard_policy("always").kind, Kind::Always);
+  EXPECT_EQ(reshard_policy("never").kind, Kind::Never);
+  EXPECT_EQ(reshard_policy("4").size, 4);
+  EXPECT_THROW(reshard_policy("sometimes"), ConfigError);
+}
+
+}  // namespace
+}  // namespace titan::train

@@ -1,0 +1,27 @@
+#include "titan/train/process_stats.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+namespace titan::train {
+namespace {
+
+TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
+  double before = seconds_since_process_start();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  double after = seconds_since_process_start();
+  EXPECT_GE(before, -0.02);  // the start is told in ticks of 10 ms
+  EXPECT_LT(before, 60);
+  EXPECT_NEAR(after - before, 0.02, 0.5);
+  EXPECT_GE(after - before, 0.02);
+}
+
+TEST(ProcessStats, ResidentMemoryIsPartOfTheMachines) {
+  EXPECT_GT(peak_resident_gib(), 0.001);
+  EXPECT_LT(peak_resident_gib(), machine_memory_gib());
+}
+
+}  // namespace
+}  // namespace titan::train

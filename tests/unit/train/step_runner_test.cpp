@@ -1,0 +1,112 @@
+#include "titan/train/step_runner.h"
+
+#include <gtest/gtest.h>
+
+#include "titan/train/validation.h"
+#include "unit/train/toy_model.h"
+
+namespace titan::train {
+namespace {
+
+data::Batch batch_of(at::Tensor tokens, at::Tensor labels) {
+  int64_t valid = labels.ne(-100).sum().item<int64_t>();
+  return {std::move(tokens), std::move(labels), valid};
+}
+
+std::vector<data::Batch> random_batches(int count, int64_t rows) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  std::vector<data::Batch> batches;
+  for (int i = 0; i < count; ++i) {
+    at::Tensor tokens = at::randint(16, {rows, 9}, generator, at::TensorOptions(at::kLong));
+    at::Tensor labels = tokens.slice(1, 1).contiguous();
+    labels[0].slice(0, 0, i + 1).fill_(-100);  // unequal padding, so that a mean of means would differ
+    batches.push_back(batch_of(tokens.slice(1, 0, 8).contiguous(), labels));
+  }
+  return batches;
+}
+
+data::Batch joined(const std::vector<data::Batch>& batches) {
+  std::vector<at::Tensor> tokens, labels;
+  for (const auto& batch : batches) {
+    tokens.push_back(batch.input_BS);
+    labels.push_back(batch.labels_BS);
+  }
+  return batch_of(at::cat(tokens), at::cat(labels));
+}
+
+TEST(Schedule, OneStage) {
+  using Kind = Action::Kind;
+  Schedule expected = {{Kind::Forward, 0}, {Kind::Backward, 0}, {Kind::Forward, 1}, {Kind::Backward, 1}};
+  EXPECT_EQ(one_stage_schedule(2), expected);
+  EXPECT_EQ(forward_schedule(1), (Schedule{{Kind::Forward, 0}}));
+}
+
+TEST(TokenCounts, AddUpOverMicroBatches) {
+  auto batches = random_batches(3, 2);
+  TokenCounts counts = count_valid_tokens(batches, DeviceMesh());
+  EXPECT_EQ(counts.local, 3 * 2 * 8 - (1 + 2 + 3));
+  EXPECT_EQ(counts.global, counts.local);
+}
+
+TEST(StepRunner, AccumulationEqualsOneLargeBatch) {
+  auto parts = random_batches(4, 2);
+  std::vector<data::Batch> whole = {joined(parts)};
+  BigramModel a(16, {.dtype = at::kDouble}), b(16, {.dtype = at::kDouble});
+  int64_t tokens = count_valid_tokens(parts, DeviceMesh()).global;
+
+  double loss_a = StepRunner(a, at::kCPU).run(one_stage_schedule(4), parts, tokens).item<double>();
+  double loss_b = StepRunner(b, at::kCPU).run(one_stage_schedule(1), whole, tokens).item<double>();
+  EXPECT_NEAR(loss_a, loss_b, 1e-14);
+  at::Tensor gradient_a = a.model->parameters()[0].grad(), gradient_b = b.model->parameters()[0].grad();
+  EXPECT_LT((gradient_a - gradient_b).norm().item<double>(), 1e-14 * 16);
+}
+
+TEST(StepRunner, ForwardScheduleLeavesNoGradient) {
+  auto batches = random_batches(1, 2);
+  BigramModel model(16);
+  at::NoGradGuard no_grad;
+  at::Tensor loss = StepRunner(model, at::kCPU).run(forward_schedule(1), batches, 10);
+  EXPECT_EQ(loss.scalar_type(), at::kDouble);
+  EXPECT_FALSE(model.model->parameters()[0].grad().defined());
+}
+
+TEST(StepRunner, RefusesAStepWithoutTokens) {
+  BigramModel model(16);
+  EXPECT_THROW(StepRunner(model, at::kCPU).run(one_stage_schedule(1), random_batches(1, 1), 0), Error);
+}
+
+TEST(Validate, IsTheMeanOverAllTokensAndReturnsToTraining) {
+  auto batches = random_batches(3, 2);
+  BigramModel model(16, {.dtype = at::kDouble});
+  size_t next = 0;
+  auto result = validate(
+      model, at::kCPU, DeviceMesh(),
+      [&]() -> std::optional<data::Batch> {
+        return next < batches.size() ? std::optional(batches[next++]) : std::nullopt;
+      },
+      -1);
+  data::Batch whole = joined(batches);
+  at::NoGradGuard no_grad;
+  EXPECT_NEAR(result.loss, model.loss(whole.input_BS, whole.labels_BS, whole.valid_tokens).item<double>(),
+              1e-13);
+  EXPECT_EQ(result.tokens, whole.valid_tokens);
+  EXPECT_TRUE(model.model->is_training());
+}
+
+TEST(Validate, StopsAfterMaxBatches) {
+  auto batches = random_batches(3, 2);
+  BigramModel model(16);
+  size_t next = 0;
+  validate(
+      model, at::kCPU, DeviceMesh(), [&] { return std::optional(batches.at(next++)); }, 2);
+  EXPECT_EQ(next, 2u);
+}
+
+TEST(Validate, RefusesAnEmptySet) {
+  BigramModel model(16);
+  auto none = [] { return std::optional<data::Batch>(); };
+  EXPECT_THROW(validate(model, at::kCPU, DeviceMesh(), none, -1), ConfigError);
+}
+
+}  // namespace
+}  // namespace titan::train
