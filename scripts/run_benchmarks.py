@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Runs our training beside the same model in PyTorch's FSDP2, interleaved, and writes a table.
+
+    scripts/run_benchmarks.py [--quick] [--name NAME] [--rows debug_fp32_1,134m_bf16_2,host_fp32]
+
+A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs) or host_DTYPE (host time per transformer block with tiny shapes). Prints a
+JSON object per row and, at the end, the table; with --name the table is written to benchmarks/results/NAME.md too. Every figure is
+the median over the runs; both sides run alternately, with cores / ranks threads per rank. Needs build/bin/titan,
+build/bin/host_time_bench and .venv; itself only Python's standard library.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+CONFIGS = REPOSITORY / "benchmarks/configs"
+PYTHON = REPOSITORY / ".venv/bin/python"
+TITAN = REPOSITORY / "build/bin/titan"
+HOST_TIME = REPOSITORY / "build/bin/host_time_bench"
+DTYPES = ("fp32", "bf16")
+ROWS = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)] + [f"host_{d}" for d in DTYPES]
+MIB_PER_KIB = 1 / 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How much is run. Sizes that are None come from the row's config."""
+
+    runs: int = 5
+    warmup: int = 2
+    steps: int = 5
+    local_batch_size: int | None = None
+    seq_len: int | None = None
+    repetitions: int = 200
+
+
+QUICK = Plan(runs=1, warmup=1, steps=2, local_batch_size=1, seq_len=128, repetitions=20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    text: str
+    peak_rss_mib: float  # of the largest process among the command and its descendants
+
+
+class CommandFailed(Exception):
+    pass
+
+
+def run(command: list, threads: int) -> Output:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen([str(part) for part in command], stdout=stdout, stderr=stderr, env=environment, cwd=REPOSITORY)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        stdout.seek(0)
+        stderr.seek(0)
+        if process.returncode != 0:
+            tail = (stdout.read() + stderr.read()).decode(errors="replace")[-2000:]
+            raise CommandFailed(f"{shlex.join(map(str, command))} ended with {process.returncode}:\n{tail}")
+        return Output(stdout.read().decode(), usage.ru_maxrss * MIB_PER_KIB)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def last_json(text: str) -> dict:
+    return json.loads(text.strip().splitlines()[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRow:
+    model: str
+    dtype: str
+    ranks: int
+    plan: Plan
+    local_batch_size: int
+    seq_len: int
+
+    @staticmethod
+    def parse(name: str, plan: Plan) -> "TrainingRow":
+        model, dtype, ranks = name.split("_")
+        training = tomllib.loads((CONFIGS / f"{model}.toml").read_text())["training"]
+        batch = plan.local_batch_size or training["local_batch_size"]
+        return TrainingRow(model, dtype, int(ranks), plan, batch, plan.seq_len or training["seq_len"])
+
+    @property
+    def threads(self) -> int:
+        return max(1, cores() // self.ranks)
+
+    def figures(self, step_s: list[float], startup_s: float, peak_rss_mib: float) -> dict[str, float]:
+        tokens = self.ranks * self.local_batch_size * self.seq_len
+        return {"tokens_per_s": tokens / statistics.median(step_s), "startup_s": startup_s, "peak_rss_mib": peak_rss_mib}
+
+    def ours(self) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [TITAN, "train", CONFIGS / f"{self.model}_{self.dtype}.toml", "--nproc", self.ranks]
+            command += ["--job.dump_folder", folder, "--training.steps", self.plan.warmup + self.plan.steps]
+            command += ["--training.local_batch_size", self.local_batch_size, "--training.seq_len", self.seq_len]
+            output = run(command, self.threads)
+            steps = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        step_s = [step["step_s"] for step in steps[self.plan.warmup :]]
+        return self.figures(step_s, steps[0]["startup_s"], output.peak_rss_mib)
+
+    def pytorch(self) -> dict[str, float]:
+        command = [PYTHON, "benchmarks/pytorch/train_bench.py", "--model", self.model, "--dtype", self.dtype, "--ranks", self.ranks]
+        command += ["--steps", self.plan.steps, "--warmup", self.plan.warmup]
+        command += ["--local-batch-size", self.local_batch_size, "--seq-len", self.seq_len]
+        output = run(command, self.threads)
+        result = last_json(output.text)
+        return self.figures(result["step_s"], result["startup_s"], output.peak_rss_mib)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTimeRow:
+    dtype: str
+    plan: Plan
+
+    def ours(self) -> dict[str, float]:
+        return last_json(run([HOST_TIME, "--dtype", self.dtype, "--repetitions", self.plan.repetitions], 1).text)
+
+    def pytorch(self) -> dict[str, float]:
+        script = "benchmarks/pytorch/host_time.py"
+        return last_json(run([PYTHON, script, "--dtype", self.dtype, "--repetitions", self.plan.repetitions], 1).text)
+
+
+def measure(name: str, plan: Plan) -> dict:
+    """Both sides' medians and, for each figure, ours / PyTorch's."""
+    row = HostTimeRow(name.split("_")[1], plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
+    runs: dict[str, list[dict[str, float]]] = {"ours": [], "pytorch": []}
+    for index in range(plan.runs):
+        for side in ("ours", "pytorch") if index % 2 == 0 else ("pytorch", "ours"):
+            runs[side].append(getattr(row, side)())
+    median = {
+        side: {figure: statistics.median(result[figure] for result in results) for figure in results[0]}
+        for side, results in runs.items()
+    }
+    ratio = {figure: value / median["pytorch"][figure] for figure, value in median["ours"].items()}
+    return {"row": name} | median | {"ratio": ratio, "runs": runs}
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return [" | ".join(["", *cells, ""]).strip() for cells in (header, ["---"] * len(header), *rows)]
+
+
+def spread(result: dict, side: str, figure: str) -> str:
+    values = [each[figure] for each in result["runs"][side]]
+    return f"{min(values):,.0f}–{max(values):,.0f}"
+
+
+def training_table(results: list[dict]) -> list[str]:
+    header = ["model", "dtype", "ranks", "tokens/s", "(min–max)", "PyTorch", "(min–max)", "ratio"]
+    header += ["start-up s", "PyTorch", "ratio", "peak RSS MiB", "PyTorch", "ratio"]
+    rows = []
+    for result in results:
+        cells = result["row"].split("_")
+        ours, pytorch, ratio = result["ours"], result["pytorch"], result["ratio"]
+        cells += [f"{ours['tokens_per_s']:,.0f}", spread(result, "ours", "tokens_per_s")]
+        cells += [f"{pytorch['tokens_per_s']:,.0f}", spread(result, "pytorch", "tokens_per_s"), f"{ratio['tokens_per_s']:.2f}"]
+        cells += [f"{ours['startup_s']:.2f}", f"{pytorch['startup_s']:.2f}", f"{ratio['startup_s']:.2f}"]
+        cells += [f"{ours['peak_rss_mib']:,.0f}", f"{pytorch['peak_rss_mib']:,.0f}", f"{ratio['peak_rss_mib']:.2f}"]
+        rows.append(cells)
+    return table(header, rows)
+
+
+def host_table(results: list[dict]) -> list[str]:
+    figure = "us_per_block"
+    rows = [
+        [result["row"].removeprefix("host_"), *(f"{result[side][figure]:,.0f}" for side in ("ours", "pytorch"))]
+        + [f"{result['ratio'][figure]:.2f}"]
+        for result in results
+    ]
+    return table(["dtype", "µs per block", "PyTorch", "ratio"], rows)
+
+
+def processor() -> str:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()]
+    model = f"{fields.get('model name', 'unknown')}, family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
+    return f"{model}, {cores()} cores ({', '.join(wide)})"
+
+
+def commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return git("rev-parse", "--short=12", "HEAD") + (" with uncommitted changes" if changed else "")
+
+
+def environment(plan: Plan) -> list[str]:
+    version = subprocess.run([PYTHON, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True).stdout.strip()
+    arguments = shlex.join(["scripts/run_benchmarks.py", *sys.argv[1:]])
+    return [
+        f"- commit {commit()}, `{arguments}`",
+        f"- {processor()}; load average at the start {os.getloadavg()[0]:.1f}; PyTorch {version}",
+        f"- medians of {plan.runs} interleaved runs; in each the median of {plan.steps} steps after {plan.warmup} of warm-up",
+    ]
+
+
+def report(name: str, facts: list[str], results: list[dict]) -> str:
+    lines = [f"# Benchmarks: {name}", "", *facts]
+    training = [result for result in results if not result["row"].startswith("host_")]
+    host = [result for result in results if result["row"].startswith("host_")]
+    if training:
+        lines += ["", "Training, ours and PyTorch's FSDP2. Start-up: process start to the start of the first step.", ""]
+        lines += training_table(training)
+    if host:
+        lines += ["", "Host time of a block's forward and backward under FSDP on one rank: batch 1, sequence 8, width 64.", ""]
+        lines += host_table(host)
+    return "\n".join(lines) + "\n"
+
+
+def parse_options() -> tuple[argparse.Namespace, Plan]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one run of few steps at small sizes: that all of it works")
+    parser.add_argument("--name", help="write benchmarks/results/NAME.md")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma list; default: all")
+    for field in dataclasses.fields(Plan):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
+    options = parser.parse_args()
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Plan) if getattr(options, f.name) is not None}
+    return options, dataclasses.replace(QUICK if options.quick else Plan(), **given)
+
+
+def main() -> int:
+    options, plan = parse_options()
+    names = options.rows.split(",")
+    if unknown := [name for name in names if name not in ROWS]:
+        sys.exit(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    facts = environment(plan)
+    results, failed = [], False
+    for name in names:
+        try:
+            results.append(measure(name, plan))
+            print(json.dumps(results[-1]), flush=True)
+        except CommandFailed as error:
+            failed = True
+            print(json.dumps({"row": name, "error": str(error)}), flush=True)
+    text = report(options.name or processor(), facts, results)
+    print(text)
+    if options.name:
+        (REPOSITORY / "benchmarks/results" / f"{options.name}.md").write_text(text)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
