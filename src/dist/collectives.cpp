@@ -75,7 +75,8 @@ struct Work::State {
     recorder->finish(number, CallState::Finished);
   }
 
-  // In rank order whatever came first, so that every run has the same bits. 16-bit numbers are summed in fp32.
+  // In rank order whatever came first, so that every run has the same bits. 16-bit numbers are summed in
+  // fp32.
   void sum_up() {
     at::NoGradGuard no_grad;
     at::Tensor target = (host_out.defined() ? host_out : out).variable_data().view(-1);
@@ -173,7 +174,9 @@ CallRecord Group::record_of(int op, const at::Tensor& tensor, Label label, int p
 namespace {
 
 bool needs_host_copy(const c10d::Backend& backend, const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cuda() && backend.getBackendName() == "gloo";
+  if (!tensor.defined() || !tensor.is_cuda()) return false;
+  const std::string name = backend.getBackendName();
+  return name == "gloo" || name == "host";
 }
 
 at::Tensor pinned_like(const at::Tensor& tensor) {
@@ -324,6 +327,8 @@ Work Group::barrier(Label label) {
   return launch(record_of(int(CollectiveOp::Barrier), {}, label, -1), {}, {},
                 [](auto& backend, auto&, auto&) { return backend.barrier(); });
 }
+
+std::string Group::backend_name() const { return backends_ ? backends_->main->getBackendName() : "none"; }
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (!backends_) return;

@@ -22,6 +22,7 @@
 #include "fake_backend.h"
 #include "gloo_backend.h"
 #include "group_backends.h"
+#include "host_backend.h"
 #include "rendezvous.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
@@ -38,6 +39,8 @@ struct World::Impl {
   DeviceBackend* devices = nullptr;
   c10::intrusive_ptr<c10d::Store> store;
   GlooAddress gloo;
+  std::vector<std::string> hosts;  // by rank
+  bool direct_memory = true;
   std::shared_ptr<FlightRecorder> recorder = std::make_shared<FlightRecorder>();
 
   std::mutex mutex;
@@ -57,27 +60,42 @@ struct World::Impl {
     const std::string prefix = str("group/", key, "/", kind);
     return {name, c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, size, timeout};
   }
-  std::unique_ptr<GroupBackends> make_backends(const std::string& name, const std::string& key, int rank,
-                                               int size);
+  std::unique_ptr<GroupBackends> make_backends(const std::vector<int>& ranks, const std::string& name,
+                                               const std::string& key, int rank);
+  bool on_one_host(const std::vector<int>& ranks) const;
   std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
                                     const std::string& purpose);
   void check_sum(Group& group) const;
 };
 
-std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::string& name, const std::string& key,
-                                                          int rank, int size) {
+std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>& ranks,
+                                                          const std::string& name, const std::string& key,
+                                                          int rank) {
+  const int size = static_cast<int>(ranks.size());
   if (size == 1) return nullptr;
   auto backends = std::make_unique<GroupBackends>();
-  const GroupSpec host = spec_of(name, key, "gloo", rank, size);
   if (backend == "fake") {
     backends->main = make_fake_group(rank, size);
-  } else if (backend == "gloo") {
-    backends->main = make_gloo_group(host, gloo);
+    return backends;
+  }
+  const GroupSpec sockets = spec_of(name, key, "gloo", rank, size),
+                  host = spec_of(name, key, "host", rank, size);
+  const auto make_host = [sockets, host, address = gloo, direct = direct_memory && on_one_host(ranks)] {
+    auto group = make_gloo_group(sockets, address);
+    auto faster = direct ? make_host_group(host, group) : nullptr;
+    return faster ? faster : group;
+  };
+  if (backend == "gloo") {
+    backends->main = make_host();
   } else {
     backends->main = devices->make_group(spec_of(name, key, "nccl", rank, size));
-    backends->make_host = [host, address = gloo] { return make_gloo_group(host, address); };
+    backends->make_host = make_host;
   }
   return backends;
+}
+
+bool World::Impl::on_one_host(const std::vector<int>& ranks) const {
+  return std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return hosts[rank] == hosts[ranks[0]]; });
 }
 
 namespace {
@@ -98,8 +116,7 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
   std::unique_ptr<GroupBackends> backends;
   if (me != ranks.end()) {
     try {
-      backends =
-          make_backends(name, key, static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size()));
+      backends = make_backends(ranks, name, key, static_cast<int>(me - ranks.begin()));
     } catch (const c10::Error& error) {
       throw Error(str("rank ", launch.rank, " couldn't join group '", name, "' of ", ranks.size(),
                       " ranks: ", error.what_without_backtrace()));
@@ -242,6 +259,8 @@ World init(const InitOptions& options) {
   Rendezvous rendezvous = meet(impl->launch, options.timeout);
   impl->store = std::move(rendezvous.store);
   count_local_ranks(impl->launch, rendezvous.peers);
+  for (const auto& peer : rendezvous.peers) impl->hosts.push_back(peer.host);
+  impl->direct_memory = options.direct_memory;
   impl->gloo = choose_gloo_address(environment, impl->launch, rendezvous.peers);
   choose_device(*impl);
   World world(std::move(impl));

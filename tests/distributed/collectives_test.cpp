@@ -111,7 +111,8 @@ TEST_P(Collectives, SendAndReceiveAroundTheRing) {
   to_right.wait();
   to_left.wait();
   EXPECT_TRUE(from_left.equal(contribution(left, 0, 1000, dtype)));
-  // With two ranks both come from the same peer, in the order they were sent: what went to its right, then to its left.
+  // With two ranks both come from the same peer, in the order they were sent: what went to its right, then to
+  // its left.
   EXPECT_TRUE(from_right.equal(contribution(right, 0, 1000, dtype) + 1));
 }
 
@@ -177,6 +178,27 @@ TEST(Failures, ATimeOutNamesTheCall) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr("fsdp::reduce layers.7, 32 bytes"));
     }
     EXPECT_EQ(world().recorder().snapshot().back().state, dist::CallState::Failed);
+  }
+  world().everyone()->barrier(kLabel).wait();
+}
+
+// Ranks that lost their common order are told what each calls. Sockets can't tell.
+TEST(Failures, DifferentCallsAreNamed) {
+  auto group = world().group(world().everyone()->ranks(), "mixed up", "mismatch test");
+  if (world().size() == 1 || group->backend_name() != "host") GTEST_SKIP() << "needs a peer on this host";
+  at::Tensor tensor = at::zeros({8});
+  try {
+    if (world().rank() == 0)
+      group->all_reduce(tensor, ReduceOp::Sum, kLabel).wait();
+    else
+      group->broadcast(tensor, 0, kLabel).wait();
+    ADD_FAILURE() << "the calls differ";
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    const bool named = what.find("calls all_reduce of 32 bytes") != std::string::npos ||
+                       what.find("calls broadcast of 32 bytes") != std::string::npos ||
+                       what.find("gave up") != std::string::npos;
+    EXPECT_TRUE(named) << what;
   }
   world().everyone()->barrier(kLabel).wait();
 }

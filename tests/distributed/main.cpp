@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <optional>
+#include <string_view>
 
 #include <gtest/gtest.h>
 
@@ -58,7 +59,10 @@ const dist::World& world() { return *this_world; }
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   try {
-    this_world = titan::dist::init({.device = "cpu", .timeout = std::chrono::seconds(60)});
+    // --sockets: as if the ranks were on several hosts.
+    const bool direct_memory = argc < 2 || std::string_view(argv[1]) != "--sockets";
+    this_world = titan::dist::init(
+        {.device = "cpu", .timeout = std::chrono::seconds(60), .direct_memory = direct_memory});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -18,7 +18,7 @@ namespace titan::dist {
 
 struct CallRecord;
 class FlightRecorder;
-class StagingPool;          // src/dist/staging_pool.h
+class StagingPool;     // src/dist/staging_pool.h
 struct GroupBackends;  // src/dist/group_backends.h
 
 /// Which module and phase issued a call. Both point to strings that outlive the group (interned or literals),
@@ -89,6 +89,9 @@ class Group {
   int64_t sum(int64_t value, Label label);
   std::vector<std::string> all_gather_text(const std::string& text, Label label);
 
+  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank or of
+  /// others.
+  std::string backend_name() const;
   /// For calls launched from now on.
   void set_timeout(std::chrono::milliseconds timeout);
 

@@ -21,6 +21,10 @@ struct InitOptions {
   std::string backend = "auto";       ///< "auto" (nccl on GPUs, else gloo), "gloo", "nccl", "fake"
   std::string device = "auto";        ///< "auto" (a GPU where one is visible), "cpu", "cuda"
   std::chrono::seconds timeout{300};  ///< for rendezvous and for every group's collectives until set_timeout
+  /// Ranks of one host copy from each other's memory (process_vm_readv), where the kernel allows it, instead
+  /// of through gloo's sockets. The results are the same but for the rounding of sums; false to measure or
+  /// doubt the difference.
+  bool direct_memory = true;
   int fake_rank = 0;  ///< backend "fake" only: this process plays rank `fake_rank` of `fake_world_size`
   int fake_world_size = 1;
 };
