@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Every parameter's gradient in the first step of a recorded run, by PyTorch in float64 (rotary table too), before clipping.
+"""Every parameter's gradient in one step of a replayed run, by PyTorch in float64 (rotary table too), before clipping.
 
     .venv/bin/python scripts/reference/gradients.py tests/data/parity/mini tests/data/golden/mini_grads.safetensors
 
-The folder holds titan.safetensors, input.npy, labels.npy and fixture.json (of which only `model` is read). The output has one F64
-tensor per parameter under the parameter's name, and the loss as the scalar `loss`.
+The folder holds input.npy and labels.npy, and unless they are named titan.safetensors and fixture.json (of which `model` is read: the
+sizes). The output has one F64 tensor per parameter under the parameter's name, and the loss as the scalar `loss`.
 """
 
 import argparse
@@ -19,10 +19,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=pathlib.Path)
     parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("--weights", type=pathlib.Path, help="safetensors file with TorchTitan's parameter names")
+    parser.add_argument("--model", type=pathlib.Path, help="JSON file whose `model` holds the sizes, as fixture.json")
+    parser.add_argument("--step", type=int, default=1, help="whose batch is used (the weights are the given ones)")
     options = parser.parse_args()
-    run = read_run(options.run)
+    run = read_run(options.run, options.weights, options.model)
     model = run.model(torch.float64)
-    loss = loss_of(model, run.input[0], run.labels[0])
+    loss = loss_of(model, run.input[options.step - 1], run.labels[options.step - 1])
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     save(options.output, {"loss": loss.detach()} | gradients)

@@ -27,15 +27,16 @@ class RecordedRun:
         return model
 
 
-def read_run(folder: pathlib.Path) -> RecordedRun:
-    record = json.loads((folder / "fixture.json").read_text())
+def read_run(folder: pathlib.Path, weights: pathlib.Path | None = None, record: pathlib.Path | None = None) -> RecordedRun:
+    """`weights` and `record` default to the folder's titan.safetensors and fixture.json."""
+    content = json.loads((record or folder / "fixture.json").read_text())
     return RecordedRun(
-        args=model_args(record["model"]),
-        training=record["training"],
-        weights=load(folder / "titan.safetensors"),
+        args=model_args(content["model"]),
+        training=content.get("training", {}),
+        weights=load(weights or folder / "titan.safetensors"),
         input=torch.from_numpy(numpy.load(folder / "input.npy")).long(),
         labels=torch.from_numpy(numpy.load(folder / "labels.npy")).long(),
-        record=record,
+        record=content,
     )
 
 
