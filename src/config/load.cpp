@@ -63,8 +63,15 @@ class Loader {
       unknown.insert(heading.name);
       if (!reported) report_heading(heading);
     }
-    for (const Leaf& leaf : document.leaves)
-      if (unknown.count(table_of(leaf.name)) == 0) take({leaf.name, to_text(leaf.place), leaf.value});
+    std::set<std::string> targets;
+    for (const Leaf& leaf : document.leaves) {
+      if (unknown.count(table_of(leaf.name)) != 0) continue;
+      Assignment assignment{leaf.name, to_text(leaf.place), leaf.value};
+      std::string target = catalog_.find(leaf.name).name;
+      if (!targets.insert(target).second)
+        report(assignment, "the same setting has another name, which is given too");
+      take(std::move(assignment));
+    }
   }
 
   void take(Assignment assignment) { assignments_.push_back(std::move(assignment)); }

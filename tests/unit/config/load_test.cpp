@@ -211,6 +211,9 @@ TEST(Load, MappedKeysSetTheirTarget) {
   EXPECT_EQ(result.origins.origin_of("optimizer.lr"), "a.toml:2:1");
   EXPECT_EQ(load_text("[optimizer]\nlearning_rate = -1\n").problems,
             Problems{"a.toml:2:1: optimizer.learning_rate = -1: must be at least 0"});
+  EXPECT_EQ(load_text("[optimizer]\nlr = 1.0\nlearning_rate = 2.0\n").problems,
+            Problems{"a.toml:3:1: optimizer.learning_rate = 2.0: the same setting has another name, which is "
+                     "given too"});
 }
 
 TEST(Load, ADynamicTableFollowsTheModel) {
