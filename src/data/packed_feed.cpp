@@ -8,8 +8,28 @@
 #include "packed_lane.h"
 #include "titan/core/error.h"
 #include "titan/data/permutation.h"
+#include "utf8.h"
 
 namespace titan::data {
+namespace {
+
+// Another value gives other tokens wherever no line ends near a block's end.
+constexpr size_t kBlockBytes = 16 << 10;
+
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+// The last place in the second half of a block where a line begins without a space; else the first
+// character's after the block.
+size_t end_of_block(std::string_view text, size_t begin) {
+  if (text.size() - begin <= kBlockBytes) return text.size();
+  for (size_t end = begin + kBlockBytes; end > begin + kBlockBytes / 2; --end)
+    if (text[end - 1] == '\n' && !is_space(text[end])) return end;
+  size_t end = begin + kBlockBytes;
+  while (end < text.size() && !starts_character(text[end])) ++end;
+  return end;
+}
+
+}  // namespace
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
                        const PackingOptions& options)
@@ -48,27 +68,35 @@ std::vector<LaneState> PackedFeed::redeal(const std::vector<LaneState>& lanes, i
   return dealt;
 }
 
-void PackedFeed::tokens_at(int64_t epoch, int64_t position, std::string& text,
-                           std::vector<int32_t>& tokens) const {
-  int64_t index = position;
-  if (options_.shuffle)
-    index = Permutation(num_pieces(), options_.seed, static_cast<uint64_t>(epoch))(position);
-  Piece piece = pieces_.at(index);
-  pieces_.read(piece, text);
-  tokens.clear();
-  if (auto bos = tokenizer_->bos_id()) tokens.push_back(*bos);
-  tokenizer_->encode_into(text, tokens);
-  if (auto eos = tokenizer_->eos_id(); eos && piece.is_last) tokens.push_back(*eos);
+Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {
+  if (!options_.shuffle) return pieces_.at(position);
+  return pieces_.at(Permutation(num_pieces(), options_.seed, static_cast<uint64_t>(epoch))(position));
+}
+
+size_t PackedFeed::encode_block(const Piece& piece, std::string_view text, size_t begin,
+                                std::vector<int32_t>& tokens) const {
+  size_t end = end_of_block(text, begin);
+  if (auto bos = tokenizer_->bos_id(); bos && begin == 0) tokens.push_back(*bos);
+  tokenizer_->encode_into(text.substr(begin, end - begin), tokens);
+  if (auto eos = tokenizer_->eos_id(); eos && piece.is_last && end == text.size()) tokens.push_back(*eos);
+  return end;
+}
+
+int64_t PackedFeed::count_tokens(int64_t position) const {
+  Piece piece = piece_at(0, position);
+  std::string text;
+  std::vector<int32_t> tokens;
+  read(piece, text);
+  size_t at = 0;
+  do at = encode_block(piece, text, at, tokens);
+  while (at < text.size());
+  return static_cast<int64_t>(tokens.size());
 }
 
 int64_t PackedFeed::rows_of_lane(int64_t lane, int64_t num_lanes, int64_t seq_len) const {
   int64_t count = 0;
-  std::string text;
-  std::vector<int32_t> tokens;
-  for (int64_t position = lane; position < num_pieces(); position += num_lanes) {
-    tokens_at(0, position, text, tokens);
-    count += static_cast<int64_t>(tokens.size());
-  }
+  for (int64_t position = lane; position < num_pieces(); position += num_lanes)
+    count += count_tokens(position);
   // A last row needs two tokens for one label.
   return count / (seq_len + 1) + (count % (seq_len + 1) >= 2);
 }

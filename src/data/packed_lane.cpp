@@ -19,35 +19,55 @@ int64_t PackedLane::fill(Row row) {
 
 void PackedLane::take(size_t count) {
   sample_.clear();
-  int64_t empty_pieces = 0;
   while (sample_.size() < count && !is_dry()) {
-    if (!loaded_) load();
-    auto left = piece_.begin() + state_.token_offset;
-    auto taken = std::min(count - sample_.size(), static_cast<size_t>(piece_.end() - left));
-    sample_.insert(sample_.end(), left, left + taken);
+    if (!is_open_) open_piece();
+    size_t taken = std::min(count - sample_.size(), block_.size() - next_);
+    sample_.insert(sample_.end(), block_.begin() + next_, block_.begin() + next_ + taken);
+    next_ += taken;
     state_.token_offset += static_cast<int64_t>(taken);
-    empty_pieces = taken > 0 ? 0 : empty_pieces + 1;
-    TITAN_CHECK(empty_pieces <= feed_->num_pieces() + 1,
-                "the data set holds no tokens: all its documents are empty");
-    if (sample_.size() < count) go_to_next_piece();
+    if (next_ < block_.size()) continue;
+    if (!is_encoded_)
+      encode_block();
+    else if (sample_.size() < count)
+      go_to_next_piece();
   }
 }
 
-void PackedLane::load() {
-  feed_->tokens_at(state_.epoch, state_.position, text_, piece_);
-  TITAN_CHECK(state_.token_offset <= static_cast<int64_t>(piece_.size()), "lane ", state_.lane,
-              " stands at token ", state_.token_offset, " of a piece that has ", piece_.size(),
-              ": its state is of other data");
-  loaded_ = true;
+void PackedLane::open_piece() {
+  piece_ = feed_->piece_at(state_.epoch, state_.position);
+  feed_->read(piece_, text_);
+  is_open_ = true;
+  is_encoded_ = false;
+  encoded_ = 0;
+  encode_block();
+  // A lane that goes on from a saved state makes the tokens up to there again.
+  int64_t used = state_.token_offset;
+  while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
+    used -= static_cast<int64_t>(block_.size());
+    encode_block();
+  }
+  TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " stands at token ",
+              state_.token_offset, " of a piece that has fewer: its state is of other data");
+  next_ = static_cast<size_t>(used);
+}
+
+void PackedLane::encode_block() {
+  block_.clear();
+  next_ = 0;
+  encoded_ = feed_->encode_block(piece_, text_, encoded_, block_);
+  is_encoded_ = encoded_ == text_.size();
 }
 
 void PackedLane::go_to_next_piece() {
+  empty_pieces_ = state_.token_offset > 0 ? 0 : empty_pieces_ + 1;
+  TITAN_CHECK(empty_pieces_ <= feed_->num_pieces(),
+              "the data set holds no tokens: all its documents are empty");
   state_.position += num_lanes_;
   // More lanes than pieces: a lane may pass over whole epochs.
   state_.epoch += state_.position / feed_->num_pieces();
   state_.position %= feed_->num_pieces();
   state_.token_offset = 0;
-  loaded_ = false;
+  is_open_ = false;
 }
 
 }  // namespace titan::data

@@ -41,12 +41,20 @@ class PackedFeed : public Feed {
   std::optional<int64_t> num_steps(int64_t num_lanes, int64_t seq_len) const override;
   std::string fingerprint() const override;
 
-  /// The tokens of the piece dealt at `position` of `epoch`, BOS and EOS included. `text` is a buffer.
-  void tokens_at(int64_t epoch, int64_t position, std::string& text, std::vector<int32_t>& tokens) const;
+  /// The piece dealt at `position` of `epoch`.
+  Piece piece_at(int64_t epoch, int64_t position) const;
+  /// Replaces `text` by the piece's.
+  void read(const Piece& piece, std::string& text) const { pieces_.read(piece, text); }
+  /// Appends the tokens of the block of the piece's text that begins at `begin`, BOS before the first and EOS
+  /// after the last where they belong. Returns where the next block begins: text.size() at the end.
+  size_t encode_block(const Piece& piece, std::string_view text, size_t begin,
+                      std::vector<int32_t>& tokens) const;
+
   int64_t num_pieces() const { return pieces_.size(); }
   const PackingOptions& options() const { return options_; }
 
  private:
+  int64_t count_tokens(int64_t position) const;
   int64_t rows_of_lane(int64_t lane, int64_t num_lanes, int64_t seq_len) const;
   int64_t count_steps(int64_t num_lanes, int64_t seq_len) const;
 

@@ -23,6 +23,18 @@ struct Sample {
   int64_t valid;
 };
 
+// All tokens of the piece dealt at a position.
+std::vector<int32_t> piece_tokens(const PackedFeed& feed, int64_t epoch, int64_t position) {
+  Piece piece = feed.piece_at(epoch, position);
+  std::string text;
+  std::vector<int32_t> tokens;
+  feed.read(piece, text);
+  size_t at = 0;
+  do at = feed.encode_block(piece, text, at, tokens);
+  while (at < text.size());
+  return tokens;
+}
+
 Sample next(Lane& lane, int64_t length) {
   Sample sample{Tokens(length), Tokens(length), 0};
   sample.valid = lane.fill({sample.input, sample.labels});
@@ -67,8 +79,7 @@ TEST(PackedFeed, EveryEpochDealsEveryPieceOnceInAnOrderOfItsOwn) {
   auto feed = feed_of(numbered_documents(40), {.seed = 5});
   auto order_of = [&](int64_t epoch) {
     std::vector<std::vector<int32_t>> pieces(40);
-    std::string text;
-    for (int64_t p = 0; p < 40; ++p) feed->tokens_at(epoch, p, text, pieces[p]);
+    for (int64_t p = 0; p < 40; ++p) pieces[p] = piece_tokens(*feed, epoch, p);
     return pieces;
   };
   auto first = order_of(0), second = order_of(1);
@@ -95,14 +106,47 @@ TEST(PackedFeed, ASingleFileFeedsAllLanesEvenly) {
 
 TEST(PackedFeed, OnlyTheLastPieceOfADocumentEndsIt) {
   auto feed = feed_of({std::string(100, 'x')}, {.piece_bytes = 64, .shuffle = false});
-  std::string text;
-  std::vector<int32_t> first, second;
-  feed->tokens_at(0, 0, text, first);
-  feed->tokens_at(0, 1, text, second);
+  auto first = piece_tokens(*feed, 0, 0), second = piece_tokens(*feed, 0, 1);
   EXPECT_EQ(first.front(), kBos);
   EXPECT_EQ(first.back(), 'x');
   EXPECT_EQ(second.front(), kBos);
   EXPECT_EQ(second.back(), kEos);
+}
+
+// A piece is tokenized block by block; the blocks' tokens are those of the whole.
+TEST(PackedFeed, BlocksDoNotShowInTheTokens) {
+  std::string lines, line = "int width = 0;\n  return width;\n\n";
+  while (lines.size() < 200'000) lines += line + std::to_string(lines.size());
+  auto tokenizer = build_tokenizer(TITAN_SOURCE_DIR "/assets/tokenizer");
+  PackedFeed feed(std::make_shared<FakeSource>(std::vector<std::string>{lines}), tokenizer, {});
+  auto tokens = piece_tokens(feed, 0, 0);
+  std::vector<int32_t> whole = {*tokenizer->bos_id()};
+  tokenizer->encode_into(lines, whole);
+  whole.push_back(*tokenizer->eos_id());
+  EXPECT_EQ(tokens, whole);
+
+  std::string text;
+  size_t first = feed.encode_block(feed.piece_at(0, 0), lines, 0, tokens);
+  EXPECT_LT(first, 20'000u);
+  // Without lines, blocks still end between characters.
+  for (int i = 0; i < 20'000; ++i) text += "字";
+  size_t end = feed.encode_block(feed.piece_at(0, 0), text, 0, tokens);
+  EXPECT_EQ(end % 3, 0u);
+  EXPECT_LT(end, text.size());
+}
+
+TEST(PackedFeed, StatesContinueWithinALongPiece) {
+  std::string text;
+  for (int i = 0; i < 20'000; ++i) text += std::to_string(i) + "\n";
+  auto feed = feed_of({text}, {});
+  auto lane = feed->open(feed->start(0, 1), 1);
+  for (int i = 0; i < 6; ++i) {
+    for (int k = 0; k < 9; ++k) next(*lane, 1999);
+    auto resumed = feed->open(lane->state(), 1);
+    EXPECT_EQ(next(*resumed, 500).labels, next(*feed->open(lane->state(), 1), 500).labels);
+    resumed = feed->open(lane->state(), 1);
+    EXPECT_EQ(next(*lane, 1999).labels, next(*resumed, 1999).labels);
+  }
 }
 
 TEST(PackedFeed, StatesContinueExactly) {

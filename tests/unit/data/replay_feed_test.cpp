@@ -82,6 +82,18 @@ TEST_F(ReplayTest, RowsAreLanes) {
             std::string::npos);
 }
 
+// A file that NumPy wrote.
+TEST_F(ReplayTest, ReadsARealRecording) {
+  auto replay = std::make_shared<ReplayFeed>(TITAN_SOURCE_DIR "/tests/data/parity/mini", 256, false);
+  replay->check_shape(4, 64);
+  std::vector<int64_t> input(64), labels(64);
+  int64_t valid = 0;
+  for (int64_t lane = 0; lane < 4; ++lane)
+    valid += replay->open(replay->start(lane, 4), 4)->fill({input, labels});
+  EXPECT_EQ(valid, 211);
+  EXPECT_NE(replay->fingerprint().find("[20, 4, 64]"), std::string::npos);
+}
+
 TEST_F(ReplayTest, FiniteRecordingsEnd) {
   auto replay = feed(input_, labels_, 100, true);
   EXPECT_EQ(replay->num_steps(3, 2), 2);
