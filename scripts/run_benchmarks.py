@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
@@ -29,6 +30,7 @@ HOST_TIME = REPOSITORY / "build/bin/host_time_bench"
 DTYPES = ("fp32", "bf16")
 ROWS = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)] + [f"host_{d}" for d in DTYPES]
 MIB_PER_KIB = 1 / 1024
+RUN_LIMIT_S = 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,10 @@ def run(command: list, threads: int) -> Output:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen([str(part) for part in command], stdout=stdout, stderr=stderr, env=environment, cwd=REPOSITORY)
-        _, status, usage = os.wait4(process.pid, 0)
+        limit = threading.Timer(RUN_LIMIT_S, process.kill)  # ranks die with the process that started them
+        limit.start()
+        _, status, usage = os.wait4(process.pid, 0)  # reaps it: only the caller of wait4 learns the peak memory
+        limit.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
         stdout.seek(0)
         stderr.seek(0)
