@@ -6,16 +6,10 @@
 
 #include <torch/nn/module.h>
 
+#include "titan/nn/construct.h"
 #include "titan/nn/hooks.h"
 
 namespace titan::nn {
-
-/// Where and how a module makes its parameters. Passed down by constructors.
-struct Construct {
-  at::Device device = at::kCPU;
-  at::ScalarType dtype = at::kFloat;
-  bool deferred = false;  ///< sizes only; materialize() allocates and initializes what this rank keeps
-};
 
 /// Base of hookable modules. A user's own Impl may inherit `torch::nn::Module, HookHost` instead and define as_module().
 class Module : public torch::nn::Module, public HookHost {
@@ -66,9 +60,3 @@ class Hooked : public Impl, public HookHost {
 };
 
 }  // namespace titan::nn
-
-namespace titan {
-using nn::Construct;
-/// Parameters with sizes only on `device`: nothing is allocated until materialize().
-inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) { return {device, dtype, true}; }
-}  // namespace titan

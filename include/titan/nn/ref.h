@@ -2,7 +2,6 @@
 
 // nn::Ref<Impl>: LibTorch's ModuleHolder whose call operator runs the module's hooks around forward.
 
-#include <concepts>
 #include <exception>
 #include <tuple>
 #include <type_traits>
@@ -10,6 +9,7 @@
 
 #include <torch/nn/pimpl.h>
 
+#include "titan/nn/any_ref.h"
 #include "titan/nn/hooks.h"
 #include "titan/nn/tensor_refs.h"
 
@@ -83,25 +83,6 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     replace_tensors(tensor_refs(result), outputs);
     return result;
   }
-};
-
-/// Any hookable module, whatever its Impl: what wrappers take. Keeps the module alive.
-class AnyRef {
- public:
-  template <class Impl>
-  AnyRef(const Ref<Impl>& ref) : host_(ref.ptr().get()), module_(ref.ptr()) {}  // NOLINT: implicit by design
-  template <class Impl>
-  requires std::derived_from<Impl, HookHost> && std::derived_from<Impl, torch::nn::Module> AnyRef(
-      std::shared_ptr<Impl> impl)
-      : host_(impl.get()), module_(std::move(impl)) {}  // NOLINT
-
-  HookHost& host() const { return *host_; }
-  torch::nn::Module& module() const { return *module_; }
-  const std::shared_ptr<torch::nn::Module>& ptr() const { return module_; }
-
- private:
-  HookHost* host_;
-  std::shared_ptr<torch::nn::Module> module_;
 };
 
 }  // namespace titan::nn

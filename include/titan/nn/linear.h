@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "titan/nn/module.h"
+#include "titan/nn/ref.h"
+#include "titan/ops/products.h"
+
+namespace titan::nn {
+
+struct LinearOptions {
+  bool bias = false;
+  std::optional<Init> init = std::nullopt;  ///< of the weight; default: uniform in +-1/sqrt(in), as the bias
+                                            ///< is drawn (torch.nn.Linear's)
+  Construct construct = {};
+};
+
+/// A module whose matrix products can be exchanged (Float8, fused communication).
+class ProductsUser {
+ public:
+  virtual ~ProductsUser() = default;
+  virtual void set_products(std::shared_ptr<const ops::Products> products) = 0;
+};
+
+/// Gives all modules at and below `root` that multiply by a weight these products.
+void set_products(torch::nn::Module& root, const std::shared_ptr<const ops::Products>& products);
+
+/// y = x W^T + b. x: [..., in]; weight: [out, in]; bias: [out], undefined without; y: [..., out].
+class LinearImpl : public Module, public ProductsUser {
+ public:
+  LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
+  at::Tensor forward(const at::Tensor& x);
+
+  void set_products(std::shared_ptr<const ops::Products> products) override {
+    products_ = std::move(products);
+  }
+  bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
+
+  at::Tensor weight, bias;
+
+ private:
+  std::shared_ptr<const ops::Products> products_;
+  std::shared_ptr<ops::GradSink> weight_sink_;
+};
+TITAN_MODULE(Linear);
+
+}  // namespace titan::nn

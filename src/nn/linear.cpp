@@ -1,0 +1,35 @@
+#include "titan/nn/linear.h"
+
+#include <cmath>
+
+#include "titan/ops/linear.h"
+
+namespace titan::nn {
+
+void set_products(torch::nn::Module& root, const std::shared_ptr<const ops::Products>& products) {
+  root.apply([&products](torch::nn::Module& module) {
+    if (auto* user = dynamic_cast<ProductsUser*>(&module)) user->set_products(products);
+  });
+}
+
+LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& options)
+    : products_(ops::default_products()) {
+  const double bound = in_features > 0 ? 1.0 / std::sqrt(static_cast<double>(in_features)) : 0.0;
+  const Init uniform = Init::uniform(-bound, bound);
+  weight = register_init_parameter("weight", {out_features, in_features}, options.init.value_or(uniform),
+                                   options.construct);
+  if (options.bias) bias = register_init_parameter("bias", {out_features}, uniform, options.construct);
+}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  check_entered_through_ref();
+  return ops::linear(x, weight, bias, products_, weight_sink_);
+}
+
+bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
+  if (name != "weight") return false;
+  weight_sink_ = std::move(sink);
+  return true;
+}
+
+}  // namespace titan::nn
