@@ -23,8 +23,7 @@ void encode_word(const Definition& definition, std::string_view word, Context& c
   if (context.cache.append(word, ids)) return;
   auto& tokens = context.word;
   tokens.clear();
-  auto whole = definition.whole_words.empty() ? definition.whole_words.end()
-                                              : definition.whole_words.find(std::string(word));
+  auto whole = definition.whole_words.find(word);
   if (whole != definition.whole_words.end()) {
     tokens.push_back(whole->second);
   } else {

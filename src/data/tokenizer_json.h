@@ -14,13 +14,20 @@
 
 namespace titan::data::bpe {
 
+/// Words to ids, asked with views.
+struct WordHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view word) const { return std::hash<std::string_view>()(word); }
+};
+using WordTable = std::unordered_map<std::string, int32_t, WordHash, std::equal_to<>>;
+
 struct Definition {
   /// Token of each byte; -1 for bytes that valid UTF-8 never has and the vocabulary lacks.
   int32_t byte_ids[256];
   MergeTable merges;
   /// Words that are tokens, by their bytes; only filled with `ignore_merges`, where such a word is not
   /// merged.
-  std::unordered_map<std::string, int32_t> whole_words;
+  WordTable whole_words;
   PreTokenizer pre_tokenizer;
   /// Text is first searched for those that a normalizer must not touch, the parts between for the others.
   AddedTokens special_tokens;

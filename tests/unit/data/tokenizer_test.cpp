@@ -136,6 +136,9 @@ TEST_F(BpeTest, WhatIsNotUnderstoodIsNamed) {
   EXPECT_NE(refusal(with("/model/merges/0", "x y z")).find("x y z"), std::string::npos);
   EXPECT_NE(refusal(with("/model/vocab/a", -3)).find("-3"), std::string::npos);
   EXPECT_EQ(refusal(with("/normalizer", Json::parse(R"({"type": "Sequence", "normalizers": []})"))), "");
+  EXPECT_NE(refusal(with("/decoder", Json::parse(R"({"type": "Sequence", "decoders": {"x": 1}})"))), "");
+  EXPECT_NE(refusal(with("/added_tokens", 7)), "");
+  EXPECT_NE(refusal(with("/pre_tokenizer", "ByteLevel")), "");
   Json tree = small_tokenizer();
   tree["model"]["vocab"].erase("z");
   EXPECT_NE(refusal(tree).find("122"), std::string::npos);
