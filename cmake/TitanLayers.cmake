@@ -1,9 +1,12 @@
-# titan_add_layer(<name> [SOURCE_DIR dir] [NO_TORCH]): the sources of one layer as an object library titan_<name>, collected in libtitan.
+# titan_add_layer(<name> [SOURCE_DIR dir] [NO_TORCH] [PCH target]): the sources of one layer as an object library titan_<name>, collected in libtitan.
 # The layers' order is checked by tests/style/check_layers.py.
 set(TITAN_LAYERS "" CACHE INTERNAL "")
 
 function(titan_add_layer name)
-  cmake_parse_arguments(ARG "NO_TORCH" "SOURCE_DIR" "" ${ARGN})
+  cmake_parse_arguments(ARG "NO_TORCH" "SOURCE_DIR;PCH" "" ${ARGN})
+  if(NOT ARG_PCH)
+    set(ARG_PCH titan_pch_tensor)
+  endif()
   if(NOT ARG_SOURCE_DIR)
     set(ARG_SOURCE_DIR src/${name})
   endif()
@@ -18,9 +21,22 @@ function(titan_add_layer name)
   if(NOT ARG_NO_TORCH)
     target_link_libraries(titan_${name} PUBLIC Titan::torch_cpu)
     if(TITAN_PCH)
-      target_precompile_headers(titan_${name} REUSE_FROM titan_pch)
+      target_precompile_headers(titan_${name} REUSE_FROM ${ARG_PCH})
     endif()
   endif()
   target_sources(libtitan PRIVATE $<TARGET_OBJECTS:titan_${name}>)
   set(TITAN_LAYERS ${TITAN_LAYERS} titan_${name} CACHE INTERNAL "")
+endfunction()
+
+# A precompiled header of cmake/, compiled with the layers' flags.
+function(titan_add_pch name header)
+  get_filename_component(stem ${header} NAME_WE)
+  if(NOT EXISTS ${PROJECT_SOURCE_DIR}/cmake/${stem}.cpp)
+    message(FATAL_ERROR "cmake/${stem}.cpp is missing")
+  endif()
+  add_library(${name} OBJECT cmake/${stem}.cpp)
+  target_link_libraries(${name} PUBLIC Titan::torch_cpu)
+  target_include_directories(${name} PUBLIC include PRIVATE src)
+  target_compile_options(${name} PRIVATE -Wall -Wextra $<$<BOOL:${TITAN_WERROR}>:-Werror>)
+  target_precompile_headers(${name} PRIVATE cmake/${header})
 endfunction()

@@ -1,6 +1,6 @@
 #pragma once
 
-// What nearly every source of the LibTorch layers includes; compiled once.
+// For the layers that define modules or autograd functions; the others use pch_tensor.h.
 
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,6 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

@@ -8,7 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "titan/nn/ref.h"
+#include "titan/nn/any_ref.h"
+#include "titan/nn/init.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan {

@@ -24,8 +24,8 @@
 
 #include "titan/config/table.h"
 #include "titan/core/registry.h"
-#include "titan/nn/module.h"
-#include "titan/nn/ref.h"
+#include "titan/nn/any_ref.h"
+#include "titan/nn/construct.h"
 #include "titan/parallel/fsdp.h"
 
 namespace titan::train {

@@ -1,0 +1,1 @@
+// Carries the precompiled header (pch_tensor.h) that the layers reuse.

@@ -1,0 +1,15 @@
+#pragma once
+
+// For the layers that handle tensors but no modules: an empty source costs 0.7 s with it, 3.3 s with pch.h.
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>

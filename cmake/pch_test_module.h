@@ -1,0 +1,8 @@
+#pragma once
+
+// For the tests that define modules.
+
+#include "pch_test.h"
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
