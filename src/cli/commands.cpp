@@ -1,5 +1,6 @@
 // titan::cli::main: finds the command, runs it, and is the one place that catches.
 
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -86,6 +87,8 @@ void print_problems(const ConfigError& error) {
 
 int main(int argc, char** argv) {
   install_crash_handler();
+  // A file-size limit then is an error of the write, with the file's name, and no death by signal.
+  std::signal(SIGXFSZ, SIG_IGN);
   try {
     register_builtin_models();
     return run(Arguments(argv + std::min(argc, 1), argv + argc));

@@ -33,6 +33,9 @@ constexpr const char* kUsage =
     "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n"
     "\n";
 
+/// Tells the ranks that --nproc starts whether somebody watches.
+constexpr const char* kOnTerminal = "TITAN_ON_TERMINAL";
+
 int print_help() {
   std::fputs(kUsage, stdout);
   std::fputs(config::help_text(train::job_schema()).c_str(), stdout);
@@ -62,10 +65,8 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
   return command;
 }
 
-int launch_ranks(const TrainArguments& arguments, const std::string& launched_by) {
-  if (launched_by != "none")
-    throw ConfigError(
-        str("--nproc starts ranks, but this process is itself a rank started by ", launched_by));
+int launch_ranks(const TrainArguments& arguments) {
+  if (::isatty(STDERR_FILENO)) ::setenv(kOnTerminal, "1", /*overwrite=*/1);
   LaunchOptions options;
   options.num_ranks = arguments.num_ranks;
   options.command = rank_command(arguments);
@@ -78,18 +79,24 @@ void set_determinism_environment(const train::DebugSettings& debug) {
   if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
 }
 
-void configure_log(const train::JobConfig& config, int rank, int world_size) {
+// A rank of --nproc writes into a pipe of its parent's, which may be the one on the terminal.
+bool on_terminal(const dist::Launch& launch) {
+  return ::isatty(STDERR_FILENO) || (launch.by == "titan" && ::getenv(kOnTerminal));
+}
+
+void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
   log::Settings settings = log::settings();
-  settings.rank = rank;
-  settings.world_size = world_size;
-  settings.color = ::isatty(STDERR_FILENO) && !config.metrics.disable_color_printing;
+  settings.rank = launch.rank;
+  settings.world_size =
+      launch.by == "titan" ? 1 : launch.size;  // titan launch tags every line with its rank itself
+  settings.color = on_terminal(launch) && !config.metrics.disable_color_printing;
   log::configure(settings);
 }
 
-int run_rank(const train::JobConfig& config) {
+int run_rank(const train::JobConfig& config, const dist::Launch& launch) {
   set_determinism_environment(config.debug);
   dist::World world = train::build_world(config);
-  train::build_trainer(config, world).train();
+  train::build_trainer(config, world, on_terminal(launch)).train();
   return 0;
 }
 
@@ -99,14 +106,16 @@ int train_command(const Arguments& words) {
   TrainArguments arguments = parse_train_arguments(words);
   if (arguments.help) return print_help();
   dist::Launch launch = dist::read_launch(dist::process_environment());
+  if (arguments.num_ranks > 0 && launch.by != "none")
+    throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   LoadedJob job = load_job(arguments);
   if (arguments.print_config)
     return std::fputs(config::print_toml(train::job_schema(), job.config).c_str(), stdout), 0;
   const bool starts_ranks = arguments.num_ranks > 1;
   // The parent checks too, so that a wrong setting is told once, and before any rank exists.
-  if (!starts_ranks) configure_log(job.config, launch.rank, launch.size);
+  if (!starts_ranks) configure_log(job.config, launch);
   train::check_job(job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size);
-  return starts_ranks ? launch_ranks(arguments, launch.by) : run_rank(job.config);
+  return starts_ranks ? launch_ranks(arguments) : run_rank(job.config, launch);
 }
 
 }  // namespace titan::cli

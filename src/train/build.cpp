@@ -1,6 +1,7 @@
 #include "titan/train/build.h"
 
 #include <ATen/Context.h>
+#include <torch/nn/module.h>
 
 #include "titan/checkpoint/model_file.h"
 #include "titan/config/print.h"
@@ -128,14 +129,16 @@ DeviceRate build_device_rate(const JobConfig& config, at::Device device) {
   return rate;
 }
 
-std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world) {
+std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
+                                            bool on_terminal) {
   const bool all_ranks = config.metrics.save_for_all_ranks;
   auto folder = dump_folder(config);
   if (all_ranks) folder /= str("rank_", world.rank());
   return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
                                                                 .folder = folder,
                                                                 .total_steps = config.training.steps,
-                                                                .writes = all_ranks || world.rank() == 0});
+                                                                .writes = all_ranks || world.rank() == 0,
+                                                                .on_terminal = on_terminal});
 }
 
 TrainerOptions build_options(const JobConfig& config) {
@@ -167,9 +170,9 @@ dist::World build_world(const JobConfig& config) {
                      .timeout = std::chrono::seconds(config.comm.init_timeout_seconds)});
 }
 
-Trainer build_trainer(const JobConfig& config, const dist::World& world) {
+Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal) {
   save_config(config, world);
-  auto logger = build_logger(config, world);
+  auto logger = build_logger(config, world, on_terminal);
   set_determinism(config.debug);
   const at::Device device = world.device();
   Meshes meshes = build_job_meshes(config, world);

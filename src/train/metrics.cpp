@@ -1,7 +1,5 @@
 #include "titan/train/metrics.h"
 
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdio>
 #include <ctime>
@@ -57,8 +55,7 @@ void describe(config::Table<MetricsSettings>& table) {
 }
 
 MetricsLogger::MetricsLogger(Options options) : options_(std::move(options)) {
-  terminal_ = ::isatty(STDERR_FILENO) != 0;
-  color_ = terminal_ && !options_.settings.disable_color_printing;
+  color_ = options_.on_terminal && !options_.settings.disable_color_printing;
   if (!options_.writes) return;
   step_lines_ = std::make_unique<AppendFile>(options_.folder / "metrics.jsonl", /*truncate=*/true);
   if (options_.settings.enable_tensorboard)
@@ -109,7 +106,7 @@ void MetricsLogger::flush() {
 
 // The first logged step pays for start-up, so the pace is taken from the steps after it.
 std::string MetricsLogger::remaining(int64_t step) {
-  if (!terminal_ || options_.total_steps <= 0) return "";
+  if (!options_.on_terminal || options_.total_steps <= 0) return "";
   if (first_step_ < 0) {
     first_step_ = step;
     started_s_ = steady_s();

@@ -13,7 +13,8 @@ namespace titan::train {
 dist::World build_world(const JobConfig& config);
 
 /// The model, spread out, with its weights; data; optimizer; logs. Collective over the world. Writes the
-/// resolved config to {dump_folder}/config.toml (rank 0).
-Trainer build_trainer(const JobConfig& config, const dist::World& world);
+/// resolved config to {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets
+/// colours and the remaining time.
+Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false);
 
 }  // namespace titan::train

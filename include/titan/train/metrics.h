@@ -66,6 +66,7 @@ class MetricsLogger {
     std::filesystem::path folder;  ///< of metrics.jsonl and validation.jsonl
     int64_t total_steps = 0;       ///< for the progress shown on a terminal
     bool writes = true;            ///< false: this rank keeps silent
+    bool on_terminal = false;      ///< colours and remaining time
   };
   explicit MetricsLogger(Options options);
   ~MetricsLogger();
@@ -80,7 +81,6 @@ class MetricsLogger {
 
   Options options_;
   bool color_ = false;
-  bool terminal_ = false;
   std::unique_ptr<AppendFile> step_lines_;
   std::unique_ptr<AppendFile> validation_lines_;  // made by the first validation
   std::unique_ptr<EventFileWriter> events_;
