@@ -1,0 +1,16 @@
+#pragma once
+
+// Llama 3 as the trainer knows it.
+
+#include "titan/models/llama3.h"
+#include "titan/train/model_spec.h"
+
+namespace titan::models {
+
+/// Adds "llama3" to the trainer's models; once per process.
+void register_llama3();
+
+/// The recipe: which modules form a sharding group, and which of them are freed between forward and backward.
+void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan);
+
+}  // namespace titan::models

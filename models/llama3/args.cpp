@@ -1,0 +1,105 @@
+#include "titan/models/llama3.h"
+
+namespace titan::models {
+
+void describe(config::Table<RopeScalingArgs>& table) {
+  using Args = RopeScalingArgs;
+  table.field("enabled", &Args::enabled, "stretch slow rotations as Llama 3.1 does");
+  table.field("scaling_factor", &Args::scaling_factor, "by how much the slowest are stretched",
+              config::above(0));
+  table.field("low_freq_factor", &Args::low_freq_factor,
+              "wavelengths above original length / this are stretched fully", config::above(0));
+  table.field("high_freq_factor", &Args::high_freq_factor, "wavelengths below original length / this stay",
+              config::above(0));
+  table.field("original_max_position_embeddings", &Args::original_max_position_embeddings,
+              "sequence length before stretching", config::at_least(1));
+}
+
+void describe(config::Table<Llama3Args>& table) {
+  using Args = Llama3Args;
+  table.field("dim", &Args::dim, "model size", config::at_least(1));
+  table.field("n_layers", &Args::n_layers, "transformer blocks", config::at_least(1));
+  table.field("n_heads", &Args::n_heads, "attention heads", config::at_least(1));
+  table.field("n_kv_heads", &Args::n_kv_heads, "key and value heads; unset: n_heads", config::at_least(1));
+  table.field("vocab_size", &Args::vocab_size, "rows of the embedding", config::at_least(1));
+  table.field("multiple_of", &Args::multiple_of,
+              "the feed-forward's hidden size is rounded up to a multiple of this", config::at_least(1));
+  table.field("ffn_dim_multiplier", &Args::ffn_dim_multiplier,
+              "factor on the feed-forward's hidden size, before rounding", config::above(0));
+  table.field("norm_eps", &Args::norm_eps, "added to the mean square in RMS norms", config::at_least(0));
+  table.field("rope_theta", &Args::rope_theta, "base of the rotary frequencies", config::above(0));
+  table.table("rope_scaling", &Args::rope_scaling);
+  table.field("max_seq_len", &Args::max_seq_len, "longest sequence; training.seq_len overrides it",
+              config::at_least(1));
+  table.field("depth_init", &Args::depth_init,
+              "output weights start smaller in deeper layers, not by the number of layers");
+  table.field("tie_embeddings", &Args::tie_embeddings, "one matrix for embedding and output");
+}
+
+const std::map<std::string, Llama3Args>& llama3_flavours() {
+  static const RopeScalingArgs llama_3_2{.scaling_factor = 32};
+  static const std::map<std::string, Llama3Args> flavours = {
+      {"debugmodel", {.dim = 256, .n_layers = 6, .n_heads = 16, .vocab_size = 2048, .rope_theta = 500000}},
+      {"1B",
+       {.dim = 2048,
+        .n_layers = 16,
+        .n_heads = 32,
+        .n_kv_heads = 8,
+        .multiple_of = 1024,
+        .ffn_dim_multiplier = 1.5,
+        .rope_theta = 500000,
+        .rope_scaling = llama_3_2,
+        .tie_embeddings = true}},
+      {"3B",
+       {.dim = 3072,
+        .n_layers = 28,
+        .n_heads = 24,
+        .n_kv_heads = 8,
+        .multiple_of = 1024,
+        .ffn_dim_multiplier = 1.0,
+        .rope_theta = 500000,
+        .rope_scaling = llama_3_2,
+        .tie_embeddings = true}},
+      {"8B",
+       {.dim = 4096,
+        .n_layers = 32,
+        .n_heads = 32,
+        .n_kv_heads = 8,
+        .multiple_of = 1024,
+        .ffn_dim_multiplier = 1.3,
+        .rope_theta = 500000}},
+      {"70B",
+       {.dim = 8192,
+        .n_layers = 80,
+        .n_heads = 64,
+        .n_kv_heads = 8,
+        .multiple_of = 4096,
+        .ffn_dim_multiplier = 1.3,
+        .rope_theta = 500000}},
+      {"405B",
+       {.dim = 16384,
+        .n_layers = 126,
+        .n_heads = 128,
+        .n_kv_heads = 8,
+        .multiple_of = 4096,
+        .ffn_dim_multiplier = 1.2,
+        .rope_theta = 500000}},
+  };
+  return flavours;
+}
+
+void check(const Llama3Args& args, std::vector<std::string>& problems) {
+  const auto expect = [&problems](bool holds, const auto&... message) {
+    if (!holds) problems.push_back(str(message...));
+  };
+  expect(args.dim % args.n_heads == 0, "model.args: dim ", args.dim, " isn't divisible by n_heads ",
+         args.n_heads);
+  expect(args.head_dim() % 2 == 0, "model.args: heads of an odd size ", args.head_dim(),
+         " can't be rotated; dim / n_heads has to be even");
+  expect(args.n_heads % args.num_kv_heads() == 0, "model.args: n_heads ", args.n_heads,
+         " isn't a multiple of n_kv_heads ", args.num_kv_heads());
+  expect(!args.rope_scaling.enabled || args.rope_scaling.low_freq_factor < args.rope_scaling.high_freq_factor,
+         "model.args.rope_scaling: low_freq_factor has to be below high_freq_factor");
+}
+
+}  // namespace titan::models

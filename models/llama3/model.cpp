@@ -1,0 +1,114 @@
+// Suffixes name dimensions: B batch, S sequence, D model, V vocabulary.
+
+#include <cmath>
+
+#include "titan/models/llama3.h"
+
+namespace titan::models {
+
+namespace {
+
+// TorchTitan's distributions. The bounds of +-2 are absolute, a hundred standard deviations away: as there,
+// kept for equality.
+nn::Init projection_init(double std) { return nn::Init::truncated_normal(std, -2, 2); }
+
+// What is added to the residual stream starts smaller the deeper (or the more) the layers.
+nn::Init residual_init(int64_t layer_id, const Llama3Args& args) {
+  const int64_t depth = args.depth_init ? layer_id + 1 : args.n_layers;
+  return projection_init(0.02 / std::sqrt(2.0 * static_cast<double>(depth)));
+}
+
+nn::Init head_init(const Llama3Args& args) {
+  const double std = 1.0 / std::sqrt(static_cast<double>(args.dim));
+  return nn::Init::truncated_normal(std, -3 * std, 3 * std);
+}
+
+nn::RotaryOptions rotary_options(const Llama3Args& args, const nn::Construct& construct) {
+  nn::RotaryOptions options{.head_dim = args.head_dim(),
+                            .max_positions = args.max_seq_len,
+                            .theta = args.rope_theta,
+                            .construct = construct};
+  const RopeScalingArgs& scaling = args.rope_scaling;
+  if (scaling.enabled)
+    options.scaling = nn::RotaryScaling{.factor = scaling.scaling_factor,
+                                        .low_freq_factor = scaling.low_freq_factor,
+                                        .high_freq_factor = scaling.high_freq_factor,
+                                        .original_length = scaling.original_max_position_embeddings};
+  return options;
+}
+
+nn::Attention make_attention(int64_t layer_id, const Llama3Args& args, const nn::RotaryEmbedding& rotary,
+                             const nn::Construct& construct) {
+  const nn::AttentionOptions options{.dim = args.dim,
+                                     .num_heads = args.n_heads,
+                                     .num_kv_heads = args.num_kv_heads(),
+                                     .input_init = projection_init(0.02),
+                                     .output_init = residual_init(layer_id, args),
+                                     .construct = construct};
+  return nn::Attention(options, rotary);
+}
+
+nn::FeedForward make_feed_forward(int64_t layer_id, const Llama3Args& args, const nn::Construct& construct) {
+  return nn::FeedForward(nn::FeedForwardOptions{.dim = args.dim,
+                                                .hidden_dim = args.ffn_hidden_dim(),
+                                                .gate_init = projection_init(0.02),
+                                                .output_init = residual_init(layer_id, args),
+                                                .construct = construct});
+}
+
+}  // namespace
+
+TransformerBlockImpl::TransformerBlockImpl(int64_t layer_id, const Llama3Args& args,
+                                           const nn::RotaryEmbedding& rotary, const nn::Construct& construct)
+    : attention(make_attention(layer_id, args, rotary, construct)),
+      feed_forward(make_feed_forward(layer_id, args, construct)),
+      attention_norm(args.dim, args.norm_eps, construct),
+      ffn_norm(args.dim, args.norm_eps, construct) {
+  register_module("attention", attention);
+  register_module("feed_forward", feed_forward);
+  register_module("attention_norm", attention_norm);
+  register_module("ffn_norm", ffn_norm);
+}
+
+at::Tensor TransformerBlockImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions) {
+  check_entered_through_ref();
+  const at::Tensor h_BSD = x_BSD + attention(attention_norm(x_BSD), positions);
+  return h_BSD + feed_forward(ffn_norm(h_BSD));
+}
+
+Llama3Impl::Llama3Impl(const Llama3Args& args, const nn::Construct& construct)
+    : args_(args),
+      tok_embeddings(args.vocab_size, args.dim, construct),
+      rotary(rotary_options(args, construct)),
+      norm(args.dim, args.norm_eps, construct),
+      output(args.dim, args.vocab_size,
+             nn::LossHeadOptions{.init = head_init(args),
+                                 .tied_weight = args.tie_embeddings ? tok_embeddings->weight : at::Tensor(),
+                                 .construct = construct}) {
+  register_module("tok_embeddings", tok_embeddings);
+  register_module("rotary", rotary);
+  for (int64_t layer_id = 0; layer_id < args.n_layers; ++layer_id)
+    layers.push_back(TransformerBlock(layer_id, args, rotary, construct));
+  register_module("layers", layers.ptr());
+  register_module("norm", norm);
+  register_module("output", output);
+}
+
+at::Tensor Llama3Impl::hidden_states(const at::Tensor& tokens_BS) {
+  at::Tensor h_BSD = tok_embeddings(tokens_BS);
+  for (const TransformerBlock& layer : layers) h_BSD = layer(h_BSD);
+  return norm(h_BSD);
+}
+
+at::Tensor Llama3Impl::forward(const at::Tensor& tokens_BS) {
+  check_entered_through_ref();
+  return output(hidden_states(tokens_BS));
+}
+
+at::Tensor Llama3Impl::forward(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+                               int64_t global_valid_tokens) {
+  check_entered_through_ref();
+  return output(hidden_states(tokens_BS), labels_BS, global_valid_tokens);
+}
+
+}  // namespace titan::models
