@@ -4,6 +4,12 @@
 
 namespace titan::cli {
 
-void register_builtin_models() { models::register_llama3(); }
+void register_builtin_models() {
+  static const bool once = [] {
+    models::register_llama3();
+    return true;
+  }();
+  (void)once;
+}
 
 }  // namespace titan::cli

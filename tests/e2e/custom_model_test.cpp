@@ -1,0 +1,66 @@
+// docs/examples/custom_model: a model of one's own in the program, by either road.
+
+#include <gmock/gmock.h>
+
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+Words config(const std::string& steps) {
+  return {source_file("docs/examples/custom_model/ngram.toml"), "--training.steps", steps,
+          "--metrics.log_freq", "1"};
+}
+
+Words by_import() {
+  return {"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libngram.so"};
+}
+
+TEST(CustomModel, TrainsBySharedObject) {
+  auto steps = train(fresh_folder("run"), config("20") + by_import());
+  ASSERT_EQ(steps.size(), 20u);
+  EXPECT_LT(steps.back().loss, steps.front().loss - 1.5);
+}
+
+TEST(CustomModel, TrainsByABinaryOfItsOwn) {
+  auto folder = fresh_folder("run");
+  CommandResult result = run(Words{built("ngram_titan"), "train"} + config("3") +
+                                 Words{"--nproc", "2", "--job.dump_folder", folder.string()},
+                             {{"OMP_NUM_THREADS", "1"}});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_EQ(read_metrics(folder).size(), 3u);
+}
+
+TEST(CustomModel, IsUnknownWithoutTheImport) {
+  CommandResult result = try_train(config("3"));
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("unknown model 'ngram'"));
+}
+
+TEST(CustomModel, AnObjectThatIsntThereIsNamed) {
+  CommandResult result = try_train(config("3") + Words{"--experimental.custom_import", "no_such.so"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("no_such.so"));
+  EXPECT_THAT(result.err, HasSubstr("custom_import"));
+}
+
+TEST(CustomModel, TheSameLossesOnAnyNumberOfRanks) {
+  Words words = config("8") + by_import() + Words{"--training.global_batch_size", "8"};
+  auto one = train(fresh_folder("one"), words);
+  for (const char* ranks : {"2", "3"}) {
+    auto many = train(fresh_folder(ranks), words + Words{"--nproc", ranks});
+    ASSERT_EQ(many.size(), one.size());
+    for (size_t i = 0; i < one.size(); ++i)
+      EXPECT_NEAR(many[i].loss, one[i].loss, 5e-6) << ranks << " ranks, step " << i + 1;
+  }
+}
+
+TEST(CustomModel, TwoRunsAreBitEqual) {
+  Words words = config("6") + by_import() + Words{"--nproc", "2"};
+  EXPECT_EQ(losses(train(fresh_folder("a"), words)), losses(train(fresh_folder("b"), words)));
+}
+
+}  // namespace
+}  // namespace titan::testing

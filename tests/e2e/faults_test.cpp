@@ -1,0 +1,104 @@
+// What goes wrong is told once, clearly, and by an exit code: 2 for settings, 1 for the world.
+
+#include <gmock/gmock.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <fstream>
+
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+Words model() {
+  return {source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
+          std::string(TITAN_BINARY_DIR) + "/lib/libngram.so", "--training.steps", "3"};
+}
+
+TEST(Faults, AllProblemsOfAConfigAtOnce) {
+  auto path = fresh_folder("config") / "bad.toml";
+  std::ofstream(path) << "[training]\nstepz = 5\nseq_len = 0\n[optimizer]\nlr = \"fast\"\n";
+  CommandResult result = try_train({path.string()});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr(path.string() + ":2:1"), HasSubstr("training.stepz"), HasSubstr("did you mean"),
+                    HasSubstr(path.string() + ":3:1"), HasSubstr(path.string() + ":5:1")));
+  EXPECT_THAT(result.err, Not(HasSubstr("#0")));  // no backtrace
+}
+
+TEST(Faults, UnknownFlavor) {
+  CommandResult result = try_train(model() + Words{"--model.flavor", "smal"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("smal"), HasSubstr("did you mean 'small'")));
+}
+
+TEST(Faults, WrongWorldSizeIsToldBeforeAnyRankStarts) {
+  CommandResult result =
+      try_train(model() + Words{"--nproc", "2", "--parallelism.data_parallel_shard_degree", "3"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("data_parallel_shard_degree"), HasSubstr("the job has 2")));
+  EXPECT_THAT(result.err, Not(HasSubstr("[rank")));
+}
+
+TEST(Faults, AFolderThatCantBeMade) {
+  CommandResult result = try_train(model() + Words{"--job.dump_folder", "/proc/titan"});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, HasSubstr("/proc/titan"));
+}
+
+TEST(Faults, AReadOnlyFolder) {
+  if (::geteuid() == 0) GTEST_SKIP() << "root may write anywhere";
+  auto folder = fresh_folder("read_only");
+  std::filesystem::permissions(folder,
+                               std::filesystem::perms::owner_read | std::filesystem::perms::owner_exec);
+  CommandResult result = try_train(model() + Words{"--job.dump_folder", (folder / "run").string()});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("read_only"), HasSubstr("Permission denied")));
+}
+
+// A file-size limit fails writes as a full disk does, for every user and without a disk to fill.
+TEST(Faults, AFullDiskForTheLogs) {
+  auto folder = fresh_folder("full");
+  Words words =
+      Words{titan_program(), "train"} + model() +
+      Words{"--training.steps", "60", "--metrics.log_freq", "1", "--job.dump_folder", folder.string()};
+  std::string command = "ulimit -f 8; exec";  // blocks of 1 KiB in bash: config.toml fits, the log doesn't
+  for (const std::string& word : words) command += " '" + word + "'";
+  CommandResult result = run({"/bin/bash", "-c", command});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, HasSubstr("metrics.jsonl"));
+}
+
+TEST(Faults, NonFiniteGradientsStopAllRanks) {
+  CommandResult result = try_train(
+      model() + Words{"--nproc", "2", "--optimizer.lr", "1e30", "--training.max_norm", "1e30",
+                      "--lr_scheduler.warmup_steps", "0", "--job.dump_folder", fresh_folder("run").string()});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("isn't finite"), HasSubstr("on rank"),
+                                HasSubstr("optimizer step was not taken")));
+}
+
+TEST(Faults, ARankOfALauncherDoesntStartRanks) {
+  Words words = Words{titan_program(), "train"} + model() + Words{"--nproc", "2"};
+  CommandResult result =
+      run(words, {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "1"}});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("--nproc"));
+}
+
+TEST(Faults, UnknownCommandsAndOptions) {
+  CommandResult command = run({titan_program(), "trian"});
+  EXPECT_EQ(command.status, 2);
+  EXPECT_THAT(command.err, HasSubstr("did you mean 'train'"));
+  CommandResult option = try_train({"--nprocs", "2"});
+  EXPECT_EQ(option.status, 2);
+  EXPECT_THAT(option.err, HasSubstr("--nprocs"));
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,127 @@
+// The command's other faces: help, the printed config, the logs, comparisons.
+
+#include <gmock/gmock.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+Words model(const std::string& steps) {
+  return {source_file("docs/examples/custom_model/ngram.toml"),
+          "--experimental.custom_import",
+          std::string(TITAN_BINARY_DIR) + "/lib/libngram.so",
+          "--training.steps",
+          steps,
+          "--metrics.log_freq",
+          "1"};
+}
+
+std::string text_of(const std::filesystem::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+TEST(TrainCommand, HelpListsEverySetting) {
+  CommandResult result = try_train({"--help"});
+  EXPECT_EQ(result.status, 0);
+  EXPECT_THAT(result.out, AllOf(HasSubstr("--training.seq_len int"), HasSubstr("--optimizer.lr float"),
+                                HasSubstr("--comm.backend"), HasSubstr("--model.args.")));
+}
+
+TEST(TrainCommand, PrintedConfigReadsBack) {
+  Words overrides = {"--optimizer.lr",       "1.25e-7", "--job.description", "a \"quoted\" word",
+                     "--model.args.context", "3"};
+  CommandResult first = try_train(model("7") + overrides + Words{"--print-config"});
+  ASSERT_EQ(first.status, 0) << first.err;
+  auto path = fresh_folder("config") / "printed.toml";
+  std::ofstream(path) << first.out;
+  CommandResult second = try_train({path.string(), "--print-config"});
+  EXPECT_EQ(second.status, 0) << second.err;
+  EXPECT_EQ(second.out, first.out);
+}
+
+TEST(TrainCommand, TheRunsOwnConfigRepeatsIt) {
+  auto folder = fresh_folder("run");
+  auto first = train(folder, model("3"));
+  auto again = train(fresh_folder("again"), {(folder / "config.toml").string()});
+  EXPECT_EQ(losses(again), losses(first));
+}
+
+TEST(TrainCommand, EveryLoggedStepHasAllNumbers) {
+  auto folder = fresh_folder("run");
+  train(folder, model("2"));
+  std::ifstream file(folder / "metrics.jsonl");
+  std::string line;
+  for (int step = 1; std::getline(file, line); ++step) {
+    auto object = nlohmann::json::parse(line);
+    for (const char* key : {"step", "loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_gib",
+                            "data_loading_s", "step_s", "n_tokens_seen"})
+      EXPECT_TRUE(object.contains(key)) << key;
+    EXPECT_EQ(object["n_tokens_seen"], step * 4 * 128);
+    EXPECT_EQ(object.contains("startup_s"), step == 1);
+  }
+}
+
+TEST(TrainCommand, ValidationGoesToItsOwnFile) {
+  auto folder = fresh_folder("run");
+  auto steps = train(folder, model("2") + Words{"--validation.enable", "--validation.seq_len", "64",
+                                                "--validation.steps", "2", "--validation.freq", "2"});
+  EXPECT_EQ(steps.size(), 2u);
+  std::istringstream lines(text_of(folder / "validation.jsonl"));
+  std::vector<double> found;
+  for (std::string line; std::getline(lines, line);) found.push_back(nlohmann::json::parse(line).at("loss"));
+  ASSERT_EQ(found.size(), 2u);
+  EXPECT_LT(found[1], found[0]);
+}
+
+TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
+  auto folder = fresh_folder("run");
+  train(folder, model("3") + Words{"--checkpoint.enable"});
+  auto file = folder / "checkpoint" / "step-3" / "model.safetensors";
+  ASSERT_TRUE(std::filesystem::exists(file));
+  auto first = train(fresh_folder("a"), model("2") + Words{"--checkpoint.enable",
+                                                           "--checkpoint.initial_load_path", file.string()});
+  auto second = train(fresh_folder("b"),
+                      model("2") + Words{"--checkpoint.enable", "--checkpoint.initial_load_path",
+                                         file.string(), "--nproc", "2", "--training.local_batch_size", "2"});
+  ASSERT_EQ(first.size(), 2u);
+  EXPECT_NEAR(first[0].loss, second[0].loss, 5e-6);
+}
+
+TEST(Compare, ShowsWhatDiffersAndWhereTheyPart) {
+  auto a = fresh_folder("a"), b = fresh_folder("b"), c = fresh_folder("c");
+  train(a, model("4"));
+  train(b, model("4") + Words{"--optimizer.lr", "1e-4"});
+  train(c, model("4"));
+  CommandResult result = run({titan_program(), "compare", a.string(), b.string(), c.string()});
+  EXPECT_EQ(result.status, 0) << result.err;
+  // The first step's loss doesn't see the learning rate.
+  EXPECT_THAT(result.out, AllOf(HasSubstr("optimizer.lr"), HasSubstr("the losses part at step 2"),
+                                HasSubstr("all 4 losses are equal, bit for bit")));
+}
+
+TEST(Compare, NamesAFolderWithoutARun) {
+  auto folder = fresh_folder("empty");
+  CommandResult result = run({titan_program(), "compare", folder.string(), folder.string()});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("empty"), HasSubstr("holds no run")));
+}
+
+TEST(GeneratedDocs, AreUpToDate) {
+  for (auto [page, file] :
+       {std::pair{"config", "docs/config.md"}, std::pair{"torchtitan-keys", "docs/torchtitan_keys.md"}})
+    EXPECT_EQ(run({titan_program(), "docs", page}).out, text_of(source_file(file)))
+        << "run scripts/update_docs.sh";
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,47 @@
+#include "e2e/training.h"
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+namespace titan::testing {
+
+std::vector<Logged> read_metrics(const std::filesystem::path& dump_folder) {
+  std::ifstream file(dump_folder / "metrics.jsonl");
+  std::vector<Logged> steps;
+  for (std::string line; std::getline(file, line);) {
+    auto object = nlohmann::json::parse(line);
+    steps.push_back({object.at("step"), object.at("loss"), object.at("grad_norm"), object.at("lr")});
+  }
+  return steps;
+}
+
+std::vector<double> losses(const std::vector<Logged>& steps) {
+  std::vector<double> values;
+  for (const Logged& step : steps) values.push_back(step.loss);
+  return values;
+}
+
+std::string built(const std::string& name) { return std::string(TITAN_BINARY_DIR) + "/bin/" + name; }
+std::string titan_program() { return built("titan"); }
+std::string source_file(const std::string& name) { return std::string(TITAN_SOURCE_DIR) + "/" + name; }
+
+std::filesystem::path fresh_folder(const std::string& name) {
+  const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+  auto folder = std::filesystem::path(::testing::TempDir()) / "titan_e2e" / test->test_suite_name() /
+                test->name() / name;
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  return folder;
+}
+
+CommandResult try_train(const Words& words, double limit_s) {
+  return run(Words{titan_program(), "train"} + words, {{"OMP_NUM_THREADS", "1"}}, limit_s);
+}
+
+std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s) {
+  CommandResult result = try_train(words + Words{"--job.dump_folder", folder.string()}, limit_s);
+  EXPECT_EQ(result.status, 0) << result.err << result.out;
+  return read_metrics(folder);
+}
+
+}  // namespace titan::testing

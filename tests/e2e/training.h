@@ -1,0 +1,53 @@
+#pragma once
+
+// Runs `titan train` from a test and reads what it left.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "e2e/command.h"
+#include "titan/core/error.h"
+
+namespace titan::testing {
+
+using Words = std::vector<std::string>;
+
+inline Words operator+(Words a, const Words& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+/// A line of metrics.jsonl.
+struct Logged {
+  int64_t step = 0;
+  double loss = 0;
+  double grad_norm = 0;
+  double lr = 0;
+};
+
+/// Throws when the file isn't there or a line has no such members.
+std::vector<Logged> read_metrics(const std::filesystem::path& dump_folder);
+
+std::vector<double> losses(const std::vector<Logged>& steps);
+
+/// The program under test.
+std::string titan_program();
+/// build/bin/<name>.
+std::string built(const std::string& name);
+std::string source_file(const std::string& name);
+
+/// A new empty folder below the test's temporary one, named after the running test.
+std::filesystem::path fresh_folder(const std::string& name);
+
+/// `titan train words... --job.dump_folder folder`, which has to succeed; one thread a rank, so that sums
+/// don't depend on the machine.
+std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s = 100);
+
+/// The same, without expecting success.
+CommandResult try_train(const Words& words, double limit_s = 60);
+
+}  // namespace titan::testing
