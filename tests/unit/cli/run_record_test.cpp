@@ -1,0 +1,55 @@
+#include "cli/run_record.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "titan/core/error.h"
+
+namespace titan::cli {
+namespace {
+
+std::filesystem::path run_folder(const std::string& name, const std::string& config,
+                                 const std::string& metrics) {
+  auto folder = std::filesystem::path(testing::TempDir()) / "run_record_test" / name;
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "config.toml") << config;
+  std::ofstream(folder / "metrics.jsonl") << metrics;
+  return folder;
+}
+
+TEST(RunRecord, ReadsSettingsAndSteps) {
+  RunRecord run =
+      read_run(run_folder("a", "# by hand\n[job]\ndump_folder = \"a\"\n\n[optimizer]\nlr = 0.001\n",
+                          "{\"step\": 1, \"loss\": 3.5, \"tps\": 10, \"step_s\": 1}\n"
+                          "{\"step\": 2, \"loss\": 3.25, \"tps\": 30, \"step_s\": 0.5}\n"));
+  EXPECT_EQ(run.setting("optimizer.lr"), "0.001");
+  EXPECT_EQ(run.setting("optimizer.eps"), "unset");
+  EXPECT_EQ(run.steps.at(2).loss, 3.25);
+  EXPECT_EQ(run.median_tps(), 30);
+  EXPECT_EQ(keys_of({run}), (std::set<std::string>{"optimizer.lr"}));
+}
+
+TEST(RunRecord, LossesPartAtTheFirstOtherDouble) {
+  RunRecord a{.folder = "a", .steps = {{1, {.loss = 1}}, {5, {.loss = 0.5}}, {9, {.loss = 0.25}}}};
+  RunRecord b{.folder = "b", .steps = {{1, {.loss = 1}}, {5, {.loss = 0.75}}, {10, {.loss = 0}}}};
+  auto steps = common_steps({a, b});
+  EXPECT_EQ(steps, (std::vector<int64_t>{1, 5}));
+  Parting parting = compare_losses(a, b, steps);
+  EXPECT_EQ(parting.first_step, 5);
+  EXPECT_EQ(parting.largest_difference, 0.25);
+  EXPECT_FALSE(compare_losses(a, a, steps).first_step);
+}
+
+TEST(RunRecord, NamesTheLineThatIsNoStep) {
+  auto folder = run_folder("broken", "", "{\"step\": 1}\nnonsense\n");
+  try {
+    read_run(folder);
+    FAIL() << "expected an Error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("metrics.jsonl:2"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace titan::cli
