@@ -64,8 +64,7 @@ Parts gather_parts(dist::Group& group, const Parts& mine) {
     numels.push_back(total_numel(&all.boxes[rank * parts_per_rank], parts_per_rank));
   }
   int64_t longest = *std::max_element(numels.begin(), numels.end());
-  all.flat =
-      at::empty({std::max<int64_t>(0, total_numel(all.boxes.data(), all.boxes.size()))}, mine.flat.options());
+  all.flat = at::empty({total_numel(all.boxes.data(), all.boxes.size())}, mine.flat.options());
   if (longest == 0) return all;
 
   at::Tensor send = at::empty({longest}, mine.flat.options());
@@ -80,12 +79,11 @@ Parts gather_parts(dist::Group& group, const Parts& mine) {
   return all;
 }
 
-// The smallest box that holds all of `boxes`.
+// The smallest box that holds all of `boxes`; empty ones lie at the end of what was split, so they count like
+// the others.
 Box cover(const std::vector<Box>& boxes) {
-  Box whole = *std::max_element(boxes.begin(), boxes.end(),
-                                [](const Box& a, const Box& b) { return a.numel() < b.numel(); });
+  Box whole = boxes.front();
   for (const Box& box : boxes) {
-    if (box.numel() == 0) continue;
     for (size_t dim = 0; dim < box.offset.size(); ++dim) {
       int64_t end = std::max(whole.offset[dim] + whole.length[dim], box.offset[dim] + box.length[dim]);
       whole.offset[dim] = std::min(whole.offset[dim], box.offset[dim]);

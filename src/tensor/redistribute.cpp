@@ -106,7 +106,7 @@ void cut(DTensor& tensor, const Placements& target) {
     tensor.box.length[dim] = box.length[dim];
   }
   // A part of its own, so that the whole can be freed.
-  if (local.numel() != tensor.local.numel()) tensor.local = local.clone(at::MemoryFormat::Contiguous);
+  if (local.sizes() != tensor.local.sizes()) tensor.local = local.clone(at::MemoryFormat::Contiguous);
   tensor.placements = target;
 }
 

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "titan/checkpoint/safetensors.h"
+#include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"

@@ -1,0 +1,176 @@
+#pragma once
+
+// Small Llamas, whole and spread out, that are fed the same batches: what the parity tests compare.
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "cli/builtin_models.h"
+#include "distributed/world.h"
+#include "titan/core/error.h"
+#include "titan/parallel/parameters.h"
+#include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+
+namespace titan::testing {
+
+/// Sizes of a Llama by the keys of [model.args], and of its batches.
+struct LlamaCase {
+  std::string name;
+  std::map<std::string, config::Value> args;
+  int64_t rows = 16;
+  int64_t seq_len = 16;
+};
+
+/// The model of tests/data/parity/mini.
+inline LlamaCase mini_llama() {
+  return {.name = "mini",
+          .args = {{"dim", int64_t{64}},
+                   {"n_layers", int64_t{2}},
+                   {"n_heads", int64_t{4}},
+                   {"n_kv_heads", int64_t{2}},
+                   {"vocab_size", int64_t{256}},
+                   {"multiple_of", int64_t{32}},
+                   {"rope_theta", 500000.0}},
+          .rows = 16,
+          .seq_len = 64};
+}
+
+/// Nothing that 2, 3 or 4 divide evenly: 42 features of 7 heads, 250 tokens, 5 layers.
+inline LlamaCase uneven_llama() {
+  return {.name = "uneven",
+          .args = {{"dim", int64_t{42}},
+                   {"n_layers", int64_t{5}},
+                   {"n_heads", int64_t{7}},
+                   {"n_kv_heads", int64_t{1}},
+                   {"vocab_size", int64_t{250}},
+                   {"multiple_of", int64_t{5}},
+                   {"rope_theta", 10000.0}},
+          .rows = 16,
+          .seq_len = 19};
+}
+
+/// Embedding and output are one matrix.
+inline LlamaCase tied_llama() {
+  LlamaCase llama = mini_llama();
+  llama.name = "tied";
+  llama.args["tie_embeddings"] = true;
+  llama.seq_len = 16;
+  return llama;
+}
+
+inline const train::ModelSpec& llama_spec() {
+  cli::register_builtin_models();
+  return *train::model_specs().get("llama3");
+}
+
+inline std::shared_ptr<void> make_args(const LlamaCase& llama) {
+  auto args = llama_spec().make_args("debugmodel");
+  auto fields = llama_spec().arg_fields();
+  for (const auto& [key, value] : llama.args) {
+    auto field = std::find_if(fields.begin(), fields.end(), [&](const auto& f) { return f.key == key; });
+    TITAN_CHECK(field != fields.end(), "llama3 has no argument '", key, "'");
+    field->set(args.get(), value);
+  }
+  return args;
+}
+
+/// Deferred; give it a plan, then values.
+inline std::unique_ptr<train::TrainableModel> build_llama(const LlamaCase& llama, at::ScalarType dtype) {
+  auto args = make_args(llama);
+  return llama_spec().build(args.get(), {.construct = deferred(at::kCPU, dtype), .seq_len = llama.seq_len});
+}
+
+struct Layout {
+  int replicate = 1;
+  int shard = 1;
+};
+
+/// Of all ranks: FSDP, DDP, and HSDP where there are 4.
+inline std::vector<Layout> layouts(int world_size) {
+  std::vector<Layout> all{{1, world_size}};
+  if (world_size > 1) all.push_back({world_size, 1});
+  if (world_size == 4) all.push_back({2, 2});
+  return all;
+}
+
+inline train::Meshes meshes_of(const Layout& layout) {
+  return train::build_meshes(world(), {.dp_replicate = layout.replicate, .dp_shard = layout.shard});
+}
+
+/// `fsdp.mesh` is filled in.
+inline std::unique_ptr<train::TrainableModel> build_sharded_llama(const LlamaCase& llama,
+                                                                  at::ScalarType dtype,
+                                                                  const train::Meshes& meshes,
+                                                                  FsdpOptions fsdp) {
+  auto model = build_llama(llama, dtype);
+  fsdp.mesh = meshes.fsdp;
+  llama_spec().parallelize(*model, {.meshes = meshes, .fsdp = fsdp});
+  return model;
+}
+
+/// int64 [rows, sequence]; a label of -100 doesn't count.
+struct Batch {
+  at::Tensor tokens;
+  at::Tensor labels;
+  int64_t num_valid() const { return labels.ne(-100).sum().item<int64_t>(); }
+  /// Rows first, first + step, ...
+  Batch rows(int64_t first, int64_t step) const {
+    return {tokens.slice(0, first, {}, step).contiguous(), labels.slice(0, first, {}, step).contiguous()};
+  }
+};
+
+/// The same on every rank. Labels are masked unevenly over the rows, one row wholly.
+inline Batch random_batch(const LlamaCase& llama, uint64_t seed) {
+  at::manual_seed(seed);
+  int64_t vocab_size = std::get<int64_t>(llama.args.at("vocab_size"));
+  Batch batch{at::randint(vocab_size, {llama.rows, llama.seq_len}, at::kLong),
+              at::randint(vocab_size, {llama.rows, llama.seq_len}, at::kLong)};
+  for (int64_t row = 0; row < llama.rows; ++row)
+    batch.labels[row].slice(0, 0, row * 5 % llama.seq_len).fill_(-100);
+  batch.labels[1].fill_(-100);
+  return batch;
+}
+
+/// Forward and backward over this rank's rows (rank, rank + degree, ...) in `micro_batches` parts; the loss
+/// over all ranks.
+inline double forward_backward(train::TrainableModel& model, const Batch& batch, int rank, int degree,
+                               int micro_batches) {
+  int64_t num_valid = batch.num_valid();
+  Batch mine = batch.rows(rank, degree);
+  double loss = 0;
+  for (int m = 0; m < micro_batches; ++m) {
+    set_last_micro_batch(model.root(), m + 1 == micro_batches);
+    Batch part = mine.rows(m, micro_batches);
+    at::Tensor part_loss = model.loss(part.tokens, part.labels, num_valid);
+    part_loss.backward();
+    loss += part_loss.item<double>();
+  }
+  return degree > 1 ? world().everyone()->sum(loss, {.phase = "test::loss"}) : loss;
+}
+
+inline void forget_gradients(train::TrainableModel& model) {
+  for (const Parameter& parameter : parameters(model.root()))
+    at::Tensor(parameter.data.local).mutable_grad().reset();
+}
+
+/// |got - expected| / |expected|, in double.
+inline double relative_error(const at::Tensor& got, const at::Tensor& expected) {
+  double norm = expected.to(at::kDouble).norm().item<double>();
+  return (got.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>() / (norm == 0 ? 1 : norm);
+}
+
+/// The whole gradient of a parameter, on every rank.
+inline at::Tensor full_gradient(const Parameter& parameter) {
+  TITAN_CHECK(parameter.data.local.grad().defined(), parameter.name, " has no gradient");
+  DTensor gradient = parameter.data;
+  gradient.local = gradient.local.grad();
+  return full_tensor(gradient);
+}
+
+}  // namespace titan::testing
