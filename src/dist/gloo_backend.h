@@ -2,6 +2,7 @@
 
 // Groups over TCP sockets on the CPU, by the gloo inside LibTorch.
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,11 @@ struct GlooAddress {
   std::vector<std::string> interfaces;  ///< "eth0"; several: traffic is spread over them
   std::string address;  ///< host name or IP of this process that the others reach; "" = by host name
 };
+
+/// `interfaces`: the value of GLOO_SOCKET_IFNAME. Without it, loopback when all ranks are on one host, else
+/// this host's address on the route to `store_host`: a host name often resolves to 127.0.1.1 on its own host.
+GlooAddress choose_gloo_address(const std::optional<std::string>& interfaces, bool one_host,
+                                const std::string& store_host);
 
 /// Connects to all members (blocks). Threads of the group end when the last reference goes.
 c10::intrusive_ptr<c10d::Backend> make_gloo_group(const GroupSpec& spec, const GlooAddress& address);

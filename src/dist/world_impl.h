@@ -1,0 +1,65 @@
+#pragma once
+
+// What a World holds. Filled in by init.cpp; world.cpp makes its groups.
+
+#include <chrono>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "environment.h"
+#include "gloo_backend.h"
+#include "group_backends.h"
+#include "rendezvous.h"
+#include "titan/core/error.h"
+#include "titan/dist/collectives.h"
+#include "titan/dist/device_backend.h"
+#include "titan/dist/flight_record.h"
+#include "titan/dist/world.h"
+
+namespace titan::dist {
+
+struct World::Impl {
+  Launch launch;
+  std::string backend;
+  std::chrono::seconds timeout{};
+  c10::Device device = c10::kCPU;
+  DeviceBackend* devices = nullptr;
+  c10::intrusive_ptr<c10d::Store> store;
+  GlooAddress gloo;
+  std::vector<std::string> hosts;  // by rank
+  bool direct_memory = true;
+  std::shared_ptr<FlightRecorder> recorder = std::make_shared<FlightRecorder>();
+
+  std::mutex mutex;
+  std::map<std::pair<std::vector<int>, std::string>, std::shared_ptr<Group>> groups;  // by ranks and purpose
+
+  ~Impl() {
+    // While an error unwinds, its message matters more than an orderly goodbye: the others see the sockets
+    // close.
+    if (std::uncaught_exceptions() > 0 || backend == "fake") return;
+    groups.clear();
+    leave(*store, launch);
+  }
+
+  // `key` names the group in the store: its members alone have to agree on it.
+  GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank,
+                    int size) const {
+    const std::string prefix = str("group/", key, "/", kind);
+    return {name, c10::make_intrusive<c10d::PrefixStore>(prefix, store), rank, size, timeout};
+  }
+  std::unique_ptr<GroupBackends> make_backends(const std::vector<int>& ranks, const std::string& name,
+                                               const std::string& key, int rank);
+  bool on_one_host(const std::vector<int>& ranks) const;
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
+                                    const std::string& purpose);
+  void check_sum(Group& group) const;
+};
+
+}  // namespace titan::dist
