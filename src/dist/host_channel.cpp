@@ -182,7 +182,7 @@ void HostChannel::wait_for(int peer, const std::atomic<uint64_t>& value, const c
   while (value.load() < call_) {
     const uint32_t seen = block_->bell.load();
     if (value.load() >= call_) return;
-    check_alive(peer);
+    check_alive(peer, value);
     if (Clock::now() > deadline) {
       fail(peer, str("didn't ", what, " the call within ", static_cast<double>(timeout_) / 1000, " s"));
     }
@@ -190,11 +190,14 @@ void HostChannel::wait_for(int peer, const std::atomic<uint64_t>& value, const c
   }
 }
 
-void HostChannel::check_alive(int peer) {
+void HostChannel::check_alive(int peer, const std::atomic<uint64_t>& value) {
   const Slot& theirs = slot(peer);
-  if (theirs.gave_up.load()) fail(peer, "gave up after an error of its own");
-  if (kill(theirs.pid, 0) != 0 && errno == ESRCH)
-    fail(peer, str("has ended (its pid was ", theirs.pid.load(), ")"));
+  const bool ended = kill(theirs.pid, 0) != 0 && errno == ESRCH;
+  const bool gave_up = theirs.gave_up.load();
+  // It may have done its part just before it left.
+  if ((!ended && !gave_up) || value.load() >= call_) return;
+  fail(peer,
+       ended ? str("has ended (its pid was ", theirs.pid.load(), ")") : "gave up after an error of its own");
 }
 
 void HostChannel::fail(int peer, const std::string& reason) {

@@ -60,7 +60,7 @@ class HostChannel {
   /// Waits until `value` of `peer` reaches this call's number.
   void wait_for(int peer, const std::atomic<uint64_t>& value, const char* what);
   [[noreturn]] void fail(int peer, const std::string& reason);
-  void check_alive(int peer);
+  void check_alive(int peer, const std::atomic<uint64_t>& value);
 
   const int rank_, size_;
   std::atomic<int64_t> timeout_;  // milliseconds
