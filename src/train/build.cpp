@@ -9,6 +9,7 @@
 #include "titan/core/log.h"
 #include "titan/data/build.h"
 #include "titan/dist/device_backend.h"
+#include "titan/nn/linear.h"
 
 namespace titan::train {
 
@@ -60,6 +61,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                        .seq_len = config.training.seq_len};
   auto model = spec.build(config.args(), options);
   spec.parallelize(*model, {.meshes = meshes, .fsdp = build_fsdp_options(config, meshes)});
+  nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
   materialize(model->root(), config.debug.seed_or_default());
   model->root().module().train();
   return model;

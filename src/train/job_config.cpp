@@ -44,6 +44,7 @@ void add_training_tables(config::Schema& schema) {
 
 void add_system_tables(config::Schema& schema) {
   schema.add("comm", &JobConfig::comm, "how ranks talk");
+  schema.add("ops", &JobConfig::ops, "which kernels compute");
   schema.add("memory_estimation", &JobConfig::memory_estimation);
   schema.add("fault_tolerance", &JobConfig::fault_tolerance);
   schema.add("experimental", &JobConfig::experimental, "code that joins the program");

@@ -8,6 +8,7 @@
 #include "titan/config/load.h"
 #include "titan/config/schema.h"
 #include "titan/data/settings.h"
+#include "titan/ops/settings.h"
 #include "titan/optim/settings.h"
 #include "titan/train/checkpoint_settings.h"
 #include "titan/train/comm_settings.h"
@@ -37,6 +38,7 @@ struct JobConfig {
   CompileSettings compile;
   QuantizeSettings quantize;
   CommSettings comm;
+  ops::OpsSettings ops;
   MemoryEstimationSettings memory_estimation;
   FaultToleranceSettings fault_tolerance;
   ExperimentalSettings experimental;
