@@ -1,16 +1,17 @@
 // A Llama under FSDP, DDP and HSDP against the same model on one rank: the loss, every parameter's gradient,
 // a whole training run, and memory.
 
+#include <algorithm>
 #include <cmath>
-#include <fstream>
-
 #include <nlohmann/json.hpp>
 
 #include <gtest/gtest.h>
 
 #include "distributed/llama_case.h"
 #include "titan/checkpoint/model_file.h"
+#include "titan/core/error.h"
 #include "titan/core/file.h"
+#include "titan/core/log.h"
 #include "titan/data/npy.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"
@@ -47,15 +48,23 @@ Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::Scalar
   return reference;
 }
 
+// The largest differences seen, for the log.
+struct Worst {
+  double loss = 0;
+  double gradient = 0;
+};
+
 void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
-                  const std::string& what) {
+                  const std::string& what, Worst& worst) {
   Tolerance tolerance = tolerance_of(dtype);
   EXPECT_NEAR(loss, reference.loss, tolerance.loss) << what;
+  worst.loss = std::max(worst.loss, std::abs(loss - reference.loss));
   auto list = parameters(model.root());
   EXPECT_EQ(list.size(), reference.gradients.size()) << what;
   for (const Parameter& parameter : list) {
     double error = relative_error(full_gradient(parameter), reference.gradients.at(parameter.name));
     EXPECT_LE(error, tolerance.gradient) << what << " " << parameter.name;
+    worst.gradient = std::max(worst.gradient, error);
   }
 }
 
@@ -77,6 +86,7 @@ TEST_P(FsdpParity, LossAndEveryGradientEqualOneRanks) {
   int size = world().size(), rank = world().rank();
   Batch batch = random_batch(llama, 1);
   Reference reference = run_on_one_rank(llama, batch, dtype);
+  Worst worst;
   for (const Layout& layout : layouts(size)) {
     train::Meshes meshes = meshes_of(layout);
     for (const auto& policy : policies(layout)) {
@@ -91,11 +101,13 @@ TEST_P(FsdpParity, LossAndEveryGradientEqualOneRanks) {
                                         reduce_every, " micro-batches ", micro_batches);
           forget_gradients(*model);
           double loss = forward_backward(*model, batch, rank, size, micro_batches);
-          expect_equal(*model, loss, reference, dtype, what);
+          expect_equal(*model, loss, reference, dtype, what, worst);
         }
       }
     }
   }
+  log::info_rank0(
+      titan::str("worst difference of the loss ", worst.loss, ", of a gradient ", worst.gradient));
 }
 
 INSTANTIATE_TEST_SUITE_P(
