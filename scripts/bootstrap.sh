@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-torch_version=2.11.0
+# For the program: torch. For the tests that compare with Python: the others.
+python_packages=(torch==2.11.0 numpy tokenizers tensorboard)
 packages=(g++ cmake ninja-build git pkg-config ccache mold python3 python3-venv
           libtomlplusplus-dev nlohmann-json3-dev libcli11-dev libspdlog-dev libfmt-dev libpcre2-dev
           libgtest-dev libgmock-dev libbenchmark-dev)
@@ -17,9 +18,9 @@ as_root() {
 }
 
 missing_packages() {
-  local installed
-  installed=$(dpkg-query -W -f='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | awk '$2 == "installed" {print $1}')
-  local package
+  local installed package
+  # dpkg-query fails when it doesn't know one of them, and still lists the others.
+  installed=$(dpkg-query -W -f='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | awk '$2 == "installed" {print $1}' || true)
   for package in "${packages[@]}"; do
     grep -qx "$package" <<<"$installed" || echo "$package"
   done
@@ -27,30 +28,31 @@ missing_packages() {
 
 install_packages() {
   local missing
-  missing=$(missing_packages)
-  [ -n "$missing" ] || return 0
+  mapfile -t missing < <(missing_packages)
+  [ ${#missing[@]} -gt 0 ] || return 0
   if ! command -v apt-get >/dev/null; then
-    say "these Debian packages are needed, and there is no apt-get to install them:" $missing
+    say "these Debian packages are needed, and there is no apt-get to install them: ${missing[*]}"
     exit 1
   fi
-  say "installing" $missing
+  say "installing ${missing[*]}"
   as_root apt-get update -q
-  # shellcheck disable=SC2086
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $missing
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
 }
 
-venv_torch_version() { cat .venv/lib/python3*/site-packages/torch/version.py 2>/dev/null | sed -n "s/^__version__ = '\([0-9.]*\).*/\1/p"; }
+have_venv_torch() { compgen -G '.venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so' >/dev/null; }
 
 install_torch() {
   if [ -n "${TITAN_TORCH_DIR:-}" ]; then
     [ -e "$TITAN_TORCH_DIR/lib/libtorch_cpu.so" ] || { say "TITAN_TORCH_DIR=$TITAN_TORCH_DIR has no lib/libtorch_cpu.so"; exit 1; }
     return 0
   fi
-  [ "$(venv_torch_version)" = "$torch_version" ] && [ -e .venv/.complete ] && return 0
-  say "installing torch $torch_version into .venv (some GB)"
+  # Written last, so that an interrupted installation is taken up again.
+  local stamp=.venv/.complete
+  [ "$(cat $stamp 2>/dev/null)" = "${python_packages[*]}" ] && have_venv_torch && return 0
+  say "installing ${python_packages[*]} into .venv (some GB)"
   [ -x .venv/bin/pip ] || /usr/bin/python3 -m venv .venv
-  .venv/bin/pip install --quiet --disable-pip-version-check "torch==$torch_version" numpy
-  touch .venv/.complete
+  .venv/bin/pip install --quiet --disable-pip-version-check "${python_packages[@]}"
+  echo "${python_packages[*]}" >$stamp
 }
 
 install_packages

@@ -3,10 +3,31 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh
+
+# One build at a time: two ninjas in one folder would spoil each other's files.
+mkdir -p build
+exec 9>build/.lock
+flock 9
+
+configured_torch() { sed -n 's/^TITAN_TORCH_DIR:PATH=//p' build/CMakeCache.txt 2>/dev/null; }
+
+configure() {
+  local log
+  log=$(mktemp)
+  # With another LibTorch nothing that was found before holds.
+  if ! cmake --preset release ${TITAN_TORCH_DIR:+--fresh "-DTITAN_TORCH_DIR=$TITAN_TORCH_DIR"} >"$log" 2>&1; then
+    cat "$log" >&2
+    rm -f "$log"
+    exit 1
+  fi
+  rm -f "$log"
+}
+
 if [ ! -e build/build.ninja ] || [ CMakePresets.json -nt build/build.ninja ]; then
-  cmake --preset release >build.log.tmp 2>&1 || { cat build.log.tmp >&2; rm -f build.log.tmp; exit 1; }
-  rm -f build.log.tmp
+  configure
+elif [ -n "${TITAN_TORCH_DIR:-}" ] && [ "$(realpath -s "$TITAN_TORCH_DIR")" != "$(configured_torch)" ]; then
+  configure
 fi
-# A dry run first, so that an up-to-date tree says nothing.
-if ninja -C build -n "$@" | grep -q 'no work to do'; then exit 0; fi
-cmake --build build --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target "$@" >&2
+# What ninja says when nothing is to do.
+quiet='^ninja: no work to do|Re-checking globbed directories'
+cmake --build build --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target "$@" 2>&1 | { grep --line-buffered -vE "$quiet" || true; } >&2
