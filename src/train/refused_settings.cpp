@@ -45,7 +45,7 @@ void describe(config::Table<QuantizeSettings>& table) {
   const char* off = "read only where model.converters names this recipe";
   table.without_effect("linear.float8.enable_fsdp_float8_all_gather", false, off);
   table.without_effect("linear.float8.precompute_float8_dynamic_scale_for_fsdp", false, off);
-  table.without_effect("linear.float8.recipe_name", string(), off);
+  table.without_effect("linear.float8.recipe_name", {}, off);
   table.without_effect("linear.float8.filter_fqns", StringList{}, off);
   table.without_effect("linear.float8.emulate", false, off);
   table.without_effect("linear.mx.mxfp8_dim1_cast_kernel_choice", string("triton"), off);

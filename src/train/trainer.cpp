@@ -5,6 +5,7 @@
 
 #include "titan/checkpoint/model_file.h"
 #include "titan/core/error.h"
+#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::train {
@@ -138,6 +139,7 @@ void Trainer::validate_if_due() {
 
 void Trainer::save_final_model() {
   if (options_.final_model.empty()) return;
+  if (parts_.world.rank() == 0) make_folder(options_.final_model.parent_path());
   save_model(parts_.parameters, options_.final_model, options_.final_model_dtype);
   log::info_rank0(str("the model is in ", options_.final_model.string()));
 }
