@@ -32,8 +32,9 @@ at::Tensor scaled(const at::Tensor& frequencies, const RotaryScaling& scaling) {
 
 }  // namespace
 
-at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling) {
-  const at::Tensor exponents = at::arange(0, head_dim, 2).to(at::kFloat) / head_dim;
+at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
+                              at::ScalarType dtype) {
+  const at::Tensor exponents = at::arange(0, head_dim, 2).to(dtype) / head_dim;
   const at::Tensor frequencies = 1.0 / at::pow(theta, exponents);
   return scaling ? scaled(frequencies, *scaling) : frequencies;
 }
@@ -46,14 +47,16 @@ RotaryEmbeddingImpl::RotaryEmbeddingImpl(const RotaryOptions& options) : options
 
 void RotaryEmbeddingImpl::reset_buffers(const at::Device& device) {
   at::NoGradGuard no_grad;
+  const at::ScalarType dtype = options_.construct.dtype == at::kDouble ? at::kDouble : at::kFloat;
   if (device.is_meta()) {
     table_ = at::empty({options_.max_positions, options_.head_dim},
-                       at::TensorOptions().dtype(at::kFloat).device(device));
+                       at::TensorOptions().dtype(dtype).device(device));
     return;
   }
-  const at::Tensor positions = at::arange(options_.max_positions).to(at::kFloat);
-  const at::Tensor angles =
-      at::outer(positions, rotary_frequencies(options_.head_dim, options_.theta, options_.scaling));
+  const at::Tensor positions = at::arange(options_.max_positions).to(dtype);
+  const at::Tensor frequencies =
+      rotary_frequencies(options_.head_dim, options_.theta, options_.scaling, dtype);
+  const at::Tensor angles = at::outer(positions, frequencies);
   table_ = at::stack({angles.cos(), angles.sin()}, -1).flatten(1).to(device);
 }
 

@@ -37,7 +37,7 @@ at::Tensor rotary(const at::Tensor& x, const at::Tensor& table, const std::optio
                   bool inverse) {
   const int64_t half = x.size(3) / 2;
   at::Tensor rows = positions ? at::embedding(table, *positions) : table.slice(0, 0, x.size(1));
-  rows = widened(x).scalar_type() == at::kDouble ? rows.to(at::kDouble) : rows;
+  rows = rows.to(accumulate_type(x));
   if (rows.dim() == 2) rows = rows.unsqueeze(0);
   const at::Tensor cos_sin = rows.unflatten(-1, {half, 2}).unsqueeze(2);  // [1 or B, S, 1, D/2, 2]
   const at::Tensor cos = cos_sin.select(-1, 0);

@@ -30,9 +30,10 @@ struct RotaryBackward final : BackwardNode {
 void check_shapes(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions) {
   TITAN_CHECK(x.dim() == 4 && x.size(3) % 2 == 0,
               "rotary: expected x of [batch, sequence, heads, an even size], got ", x.sizes());
-  TITAN_CHECK(table.dim() == 2 && table.size(1) == x.size(3) && table.scalar_type() == at::kFloat,
-              "rotary: expected a fp32 table of [positions, ", x.size(3), "], got ", table.scalar_type(), " ",
-              table.sizes());
+  TITAN_CHECK(table.dim() == 2 && table.size(1) == x.size(3) &&
+                  (table.scalar_type() == at::kFloat || table.scalar_type() == at::kDouble),
+              "rotary: expected a fp32 or float64 table of [positions, ", x.size(3), "], got ",
+              table.scalar_type(), " ", table.sizes());
   if (!positions.defined()) {
     TITAN_CHECK(x.size(1) <= table.size(0), "rotary: a sequence of ", x.size(1),
                 " tokens is longer than the table of ", table.size(0));

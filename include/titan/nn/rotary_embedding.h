@@ -26,9 +26,10 @@ struct RotaryOptions {
   Construct construct = {};
 };
 
-/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled: fp32, with PyTorch's own kernels and roundings so
-/// that positions turn by the same angles as in TorchTitan.
-at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling);
+/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. In fp32 with PyTorch's own kernels and roundings,
+/// so that positions turn by the same angles as in TorchTitan.
+at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
+                              at::ScalarType dtype = at::kFloat);
 
 /// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, not
 /// saved with the model, that deferred construction leaves empty until reset_buffers(). One module serves all
@@ -44,7 +45,8 @@ class RotaryEmbeddingImpl : public Module {
 
  private:
   RotaryOptions options_;
-  at::Tensor table_;  // fp32 [max_positions, head_dim]: cos, sin, cos, sin, ...
+  at::Tensor
+      table_;  // [max_positions, head_dim]: cos, sin, cos, sin, ...; fp32, or float64 in a float64 model
 };
 TITAN_MODULE(RotaryEmbedding);
 

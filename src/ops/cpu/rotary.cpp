@@ -37,7 +37,7 @@ template <class S>
 class PairFactors {
  public:
   explicit PairFactors(int64_t size) : cos_(static_cast<size_t>(size)), sin_(static_cast<size_t>(size)) {}
-  void set(const float* row, bool inverse) {
+  void set(const S* row, bool inverse) {
     for (size_t i = 0; i + 1 < cos_.size(); i += 2) {
       const S sine = inverse ? -row[i + 1] : row[i + 1];
       cos_[i] = cos_[i + 1] = row[i];
@@ -55,15 +55,15 @@ class PairFactors {
 at::Tensor rotary_cpu(const at::Tensor& x, const at::Tensor& table,
                       const std::optional<at::Tensor>& positions, bool inverse) {
   if (!cpu::have_kernel(x)) return composite::rotary(x, table, positions, inverse);
-  const at::Tensor in = x.contiguous(), rows = table.contiguous();
+  const at::Tensor in = x.contiguous(), rows = table.to(composite::accumulate_type(x)).contiguous();
   const at::Tensor at_positions =
       positions ? positions->expand({x.size(0), x.size(1)}).contiguous() : at::Tensor();
   const int64_t tokens = x.size(0) * x.size(1), seq_len = x.size(1), heads = x.size(2), size = x.size(3),
                 table_rows = table.size(0);
   const int64_t* position_of = positions ? at_positions.const_data_ptr<int64_t>() : nullptr;
-  const float* table_data = rows.const_data_ptr<float>();
   at::Tensor out = at::empty(x.sizes(), x.options());
   cpu::dispatch(x, [&]<class T>(T*) {
+    const auto* table_data = rows.const_data_ptr<simd::Scalar<T>>();
     at::parallel_for(0, tokens, 1 + 16384 / (heads * size + 1), [&](int64_t begin, int64_t end) {
       PairFactors<simd::Scalar<T>> factors(size);
       for (int64_t token = begin; token < end; ++token) {
