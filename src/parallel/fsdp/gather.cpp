@@ -22,6 +22,8 @@ void ParamGroup::start_unshard() {
               "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
   if (state_ == State::Gathered && !holds_whole_parameters()) reshard();
+  if (kept_part_.defined() && stale()) context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
+  // A part that no backward fetched (an embedding's doesn't ask for its weight) is of the step before.
   gathered_version_ = flat_shard_._version();
   if (holds_whole_parameters()) return alias_shards();
   start_gather();
@@ -150,7 +152,7 @@ void ParamGroup::after_forward() {
 }
 
 void ParamGroup::keep_part_of_gathered() {
-  if (!small_gather_group_ || state_ != State::Gathered) return;
+  if (!small_gather_group_ || state_ != State::Gathered || !backward_reads_parameters_) return;
   at::NoGradGuard no_grad;
   const int64_t parts = small_gather_group_->size(), chunks = layout_.num_ranks() / parts;
   const int64_t mine = small_gather_group_->rank();
