@@ -39,10 +39,16 @@ inline double tolerance_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? 1e-13 : dtype == at::kFloat ? 1e-6 : 6e-3;
 }
 
-#define EXPECT_CLOSE(actual, expected, tolerance)                                   \
-  do {                                                                              \
-    ASSERT_EQ((actual).sizes(), (expected).sizes());                                \
-    EXPECT_LE(::titan::testing::relative_error((actual), (expected)), (tolerance)); \
-  } while (0)
+inline ::testing::AssertionResult is_close(const at::Tensor& actual, const at::Tensor& expected,
+                                           double tolerance) {
+  if (actual.sizes() != expected.sizes())
+    return ::testing::AssertionFailure() << "shape " << actual.sizes() << ", expected " << expected.sizes();
+  const double error = relative_error(actual, expected);
+  if (error <= tolerance) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << "relative error " << error << ", allowed " << tolerance;
+}
+
+#define EXPECT_CLOSE(actual, expected, tolerance) \
+  EXPECT_TRUE(::titan::testing::is_close(actual, expected, tolerance))
 
 }  // namespace titan::testing

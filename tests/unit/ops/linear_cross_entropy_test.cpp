@@ -1,6 +1,7 @@
 #include "titan/ops/linear_cross_entropy.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
