@@ -42,6 +42,9 @@ void fused_adam_step(const AdamLists& lists, const AdamOptions& options, WeightD
        options.lr, options.beta1, options.beta2, options.weight_decay, options.eps, /*amsgrad=*/false,
        /*maximize=*/false,
        /*grad_scale=*/{}, /*found_inf=*/{});
+  // LibTorch's fused kernels write without raising version counters, by which sharding sees that its copies
+  // are stale.
+  for (const at::Tensor& param : lists.params) param.unsafeGetTensorImpl()->bump_version();
 }
 
 void foreach_adam_step(const AdamLists& lists, const AdamOptions& options, WeightDecay decay) {
