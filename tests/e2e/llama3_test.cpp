@@ -18,6 +18,17 @@ TEST(Llama3Debug, LossFallsOnTwoRanks) {
   EXPECT_LT(steps.back().loss, steps.front().loss - 1);
 }
 
+// One rank in bfloat16 keeps a cast of its weights: it has to follow the optimizer.
+TEST(Llama3Debug, LossFallsOnOneRank) {
+  for (const char* implementation : {"fused", "foreach"}) {
+    auto steps = train(fresh_folder(implementation),
+                       debug_config() + Words{"--training.steps", "8", "--training.seq_len", "64",
+                                              "--optimizer.implementation", implementation});
+    ASSERT_EQ(steps.size(), 8u);
+    EXPECT_LT(steps.back().loss, steps.front().loss - 0.5) << implementation;
+  }
+}
+
 TEST(Llama3Debug, PresetsAreAccepted) {
   for (const char* name : {"llama3_debug", "llama3_8b", "llama3_70b", "llama3_405b"}) {
     CommandResult result =
