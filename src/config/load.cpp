@@ -1,6 +1,7 @@
 #include "titan/config/load.h"
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <set>
 #include <utility>
@@ -85,16 +86,8 @@ class Loader {
   }
 
   void apply_static() {
-    std::vector<Assignment> waiting;
-    for (Assignment& assignment : assignments_) {
-      if (catalog_.dynamic_section_of(assignment.name)) {
-        waiting.push_back(std::move(assignment));
-      } else {
-        apply(assignment, job_);
-      }
-    }
-    assignments_ = std::move(waiting);
-    check_refused_where();
+    auto is_static = [&](const Assignment& given) { return !catalog_.dynamic_section_of(given.name); };
+    apply_if(is_static, job_);
   }
 
   /// Whose model is in doubt, whose arguments can't be judged; a problem at the top ("") may hide any table.
@@ -113,36 +106,53 @@ class Loader {
       return;
     }
     catalog_.add_fields(section.name, table.fields);
+    auto is_here = [&](const Assignment& given) {
+      return catalog_.dynamic_section_of(given.name) == &section;
+    };
+    apply_if(is_here, table.settings.get());
+  }
+
+  /// Unknown keys are reported wherever they stand; of several values of a key the last counts, and only that
+  /// one is judged: so a command line can mend a file.
+  template <class Predicate>
+  void apply_if(const Predicate& is_meant, void* settings) {
+    std::vector<Assignment> meant;
     for (const Assignment& assignment : assignments_)
-      if (catalog_.dynamic_section_of(assignment.name) == &section) apply(assignment, table.settings.get());
-  }
-
-  void apply(const Assignment& given, void* settings) {
-    Assignment assignment = without_no(given);
-    auto [name, field] = catalog_.find(assignment.name);
-    if (field == nullptr) return report(assignment, unknown_problem(assignment.name));
-    std::optional<Raw> raw = raw_of(assignment, *field);
-    if (!raw) return report(assignment, str("needs a value (", name_of(field->kind), ")"));
-    Converted converted = convert(*field, *raw);
-    if (!converted.problem.empty()) return report(assignment, converted.problem);
-    field->set(settings, converted.value);
-    if (!field->only_where.empty()) note_refused_where(assignment, *field, converted.value);
-    origins_.set(name, {assignment.place, shown_value(assignment)});
-  }
-
-  /// Whether the refusal holds is known when the key that it hangs on has its last value.
-  void note_refused_where(const Assignment& assignment, const FieldInfo& field, const Value& value) {
-    std::erase_if(refused_where_, [&](const auto& earlier) { return earlier.second == &field; });
-    if (value != field.default_value) refused_where_.emplace_back(assignment, &field);
-  }
-
-  void check_refused_where() {
-    for (const auto& [assignment, field] : refused_where_) {
-      std::string table =
-          assignment.name.substr(0, assignment.name.size() - field->key.size());  // with its dot
-      const FieldInfo* where = schema_.find(table + field->only_where);
-      if (where->get(job_) == Value(true)) report(assignment, refusal(*field));
+      if (is_meant(assignment)) meant.push_back(without_no(assignment));
+    std::map<const FieldInfo*, size_t> last;
+    for (size_t i = 0; i < meant.size(); ++i) last[catalog_.find(meant[i].name).field] = i;
+    for (size_t i = 0; i < meant.size(); ++i) {
+      Catalog::Entry entry = catalog_.find(meant[i].name);
+      if (entry.field == nullptr) {
+        report(meant[i], unknown_problem(meant[i].name));
+      } else if (last[entry.field] == i) {
+        apply(meant[i], entry, settings);
+      }
     }
+    check_refused_where(settings);
+  }
+
+  void apply(const Assignment& assignment, const Catalog::Entry& entry, void* settings) {
+    const FieldInfo& field = *entry.field;
+    std::optional<Raw> raw = raw_of(assignment, field);
+    if (!raw) return report(assignment, str("needs a value (", name_of(field.kind), ")"));
+    Converted converted = convert(field, *raw);
+    if (!converted.problem.empty()) return report(assignment, converted.problem);
+    field.set(settings, converted.value);
+    origins_.set(entry.name, {assignment.place, shown_value(assignment)});
+    // Whether this refusal holds is known when the key that it hangs on has its value.
+    bool is_refused = !field.only_where.empty() && converted.value != field.default_value;
+    if (is_refused) refused_where_.emplace_back(assignment, &field);
+  }
+
+  void check_refused_where(const void* settings) {
+    for (const auto& [assignment, field] : refused_where_) {
+      std::string_view table(assignment.name.data(),
+                             assignment.name.size() - field->key.size());  // with its dot
+      const FieldInfo* where = catalog_.described(str(table, field->only_where));
+      if (where->get(settings) == Value(true)) report(assignment, refusal(*field));
+    }
+    refused_where_.clear();
   }
 
   /// `--section.no_key` is `--section.key false`, where there is such a bool.

@@ -10,7 +10,7 @@
 // "none" unsets an optional field. An int is a float too, a float without fraction an int. The string "inf"
 // is a float in JSON, which has no other way to say it.
 //
-// Every problem is reported in one ConfigError, a line each:
+// Every problem is reported in one ConfigError, a line each; a value that a later one replaces isn't judged:
 //   configs/a.toml:3:1: training.steps = 0: must be at least 1
 //   configs/a.toml:9:1: model.seq_len = 128: unknown key; did you mean 'training.seq_len'?
 //   --optimizer.name = Adamw: must be one of "Adam", "AdamW"; did you mean 'AdamW'?

@@ -58,7 +58,7 @@ TEST(Include, DoublingIncludesEnd) {
 TEST(Include, ProblemsOfAllFilesTogether) {
   ConfigFolder folder;
   folder.write("bad.toml", "[training\n");
-  folder.write("base.toml", "[training]\nsteps = 0\n");
+  folder.write("base.toml", "[training]\nmax_norm = 0\nsteps = 0\n");
   folder.write("a.toml",
                "include = [\"none.toml\", \"bad.toml\", \"base.toml\"]\n[training]\nsteps = 5\nseq = 1\n");
   EXPECT_EQ(
@@ -66,7 +66,7 @@ TEST(Include, ProblemsOfAllFilesTogether) {
       (Problems{"a.toml:1:1: include = [\"none.toml\", \"bad.toml\", \"base.toml\"]: cannot read none.toml: "
                 "No such file or directory (ENOENT)",
                 "bad.toml:1:10: not TOML: Error while parsing table header: expected ']', saw '\\n'",
-                "base.toml:2:1: training.steps = 0: must be at least 1",
+                "base.toml:2:1: training.max_norm = 0: must be above 0",
                 "a.toml:4:1: training.seq = 1: unknown key; did you mean 'training.seq_len'?"}));
 }
 

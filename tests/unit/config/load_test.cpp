@@ -199,6 +199,14 @@ TEST(Load, ARefusalMayHoldOnlyWhereItsFeatureIsOn) {
             Problems{});
 }
 
+TEST(Load, OnlyTheValueThatCountsIsJudged) {
+  std::string file = "[training]\ngc_debug = true\nsteps = \"many\"\n";
+  Result result =
+      load_text(file, "a.toml", {"--training.no_gc_debug", "--training.steps=0", "--training.steps=3"});
+  EXPECT_EQ(result.problems, Problems{});
+  EXPECT_EQ(result.job.training.steps, 3);
+}
+
 TEST(Load, KeysWithoutEffectTakeAnyValueOfTheirKind) {
   EXPECT_EQ(load_text("[optimizer]\nschedule = \"Interleaved1F1B\"\n").problems, Problems{});
   EXPECT_EQ(load_text("[optimizer]\nschedule = 1\n").problems,
