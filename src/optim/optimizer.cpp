@@ -65,6 +65,9 @@ std::vector<Parameter> trainable(const std::vector<Parameter>& parameters) {
   std::vector<Parameter> result;
   for (const auto& parameter : parameters) {
     if (!parameter.data.local.requires_grad()) continue;
+    TITAN_CHECK(parameter.data.local.is_leaf(), "parameter '", parameter.name,
+                "' is computed from another tensor: its gradient never arrives (an optimizer takes "
+                "titan::parameters(model), whose shards are leaves)");
     TITAN_CHECK(!is_deferred(parameter.data.local), "parameter '", parameter.name,
                 "' has no memory yet: materialize() the model before making its optimizer");
     result.push_back(parameter);

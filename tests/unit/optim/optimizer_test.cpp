@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
+#include "titan/tensor/param_storage.h"
 #include "unit/optim/make_parameters.h"
 
 namespace titan::optim {
@@ -126,6 +127,15 @@ TEST(Optimizer, FrozenParametersHaveNoState) {
   Optimizer optimizer(parameters, {});
   EXPECT_EQ(optimizer.state().count("frozen"), 0u);
   EXPECT_EQ(optimizer.state().count("w"), 1u);
+}
+
+TEST(Optimizer, RefusesWhatCanNotBeStepped) {
+  std::vector<Parameter> parameters = {make_parameter("w", at::ones({3}))};
+  parameters[0].data.local = parameters[0].data.local * 2;
+  EXPECT_THROW(Optimizer(parameters, {}), Error);
+  parameters = {make_parameter("w", at::ones({3}))};
+  parameters[0].data.local = deferred_tensor({3}, at::dtype(at::kFloat)).requires_grad_(true);
+  EXPECT_THROW(Optimizer(parameters, {}), Error);
 }
 
 TEST(Optimizer, ZeroGrad) {
