@@ -32,6 +32,17 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward_meta(const at::Tensor& /*grad
                                                         const at::Tensor& up) {
   return {at::empty_like(gate), at::empty_like(up)};
 }
+std::tuple<at::Tensor, at::Tensor> causal_attention_meta(const at::Tensor& q, const at::Tensor& /*k*/,
+                                                         const at::Tensor& /*v*/) {
+  return {at::empty(q.sizes(), q.options()),
+          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(composite::accumulate_type(q)))};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_meta(
+    const at::Tensor& /*grad*/, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& /*out*/, const at::Tensor& /*log_sum_exp*/) {
+  return {at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
+          at::empty(v.sizes(), v.options())};
+}
 at::Tensor cross_entropy_meta(at::Tensor& logits, const at::Tensor& /*labels*/, bool /*with_grad*/) {
   return at::empty({}, logits.options().dtype(at::kDouble));
 }
@@ -48,6 +59,12 @@ TORCH_LIBRARY(titan, m) {
   m.def("rotary(Tensor x, Tensor table, Tensor? positions, bool inverse) -> Tensor");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
+  // Causal, without a fallback: devices without kernels of ours use LibTorch's scaled_dot_product_attention.
+  m.def("causal_attention(Tensor q, Tensor k, Tensor v) -> (Tensor out, Tensor log_sum_exp)");
+  m.def(
+      "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp) "
+      "-> (Tensor grad_q, Tensor grad_k, "
+      "Tensor grad_v)");
   // Sum of the token losses (double). With with_grad, `logits` become its gradient.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
   m.def("embedding_backward(Tensor grad, Tensor tokens, int num_embeddings) -> Tensor");
@@ -69,6 +86,8 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("rotary", rotary_meta);
   m.impl("swiglu", swiglu_meta);
   m.impl("swiglu_backward", swiglu_backward_meta);
+  m.impl("causal_attention", causal_attention_meta);
+  m.impl("causal_attention_backward", causal_attention_backward_meta);
   m.impl("cross_entropy_", cross_entropy_meta);
   m.impl("embedding_backward", embedding_backward_meta);
 }

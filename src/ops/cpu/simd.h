@@ -23,8 +23,6 @@
 #endif
 #define TITAN_INLINE __attribute__((always_inline)) inline
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors as arguments: of inlined functions only
-
 namespace titan::ops::simd {
 
 using Floats = float __attribute__((vector_size(32)));
@@ -96,7 +94,9 @@ TITAN_INLINE void store_up_to(T* to, Vector<T> v, int64_t count) {
 
 template <class V>
 TITAN_INLINE V broadcast(decltype(V{}[0] + 0) value) {
-  return V{} + value;
+  V v;
+  for (size_t i = 0; i < sizeof(V) / sizeof(value); ++i) v[i] = value;
+  return v;
 }
 template <class V>
 TITAN_INLINE auto sum(V v) {
