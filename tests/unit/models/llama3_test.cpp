@@ -1,0 +1,155 @@
+#include "titan/models/llama3.h"
+
+#include <chrono>
+#include <fstream>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+#include "titan/parallel/parameters.h"
+#include "titan/tensor/param_storage.h"
+#include "unit/golden.h"
+
+namespace titan::models {
+namespace {
+
+Llama3Args small(bool tied = false) {
+  return {.dim = 32,
+          .n_layers = 2,
+          .n_heads = 4,
+          .n_kv_heads = 2,
+          .vocab_size = 50,
+          .multiple_of = 8,
+          .max_seq_len = 16,
+          .tie_embeddings = tied};
+}
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t total = 0, resident = 0;
+  statm >> total >> resident;
+  return resident * 4096;
+}
+
+TEST(Llama3, NamesItsParametersAsTorchTitan) {
+  const Llama3 model(small(), deferred(at::kMeta));
+  const std::vector<std::string> in_block{
+      "attention.wq.weight",    "attention.wk.weight",    "attention.wv.weight",
+      "attention.wo.weight",    "feed_forward.w1.weight", "feed_forward.w2.weight",
+      "feed_forward.w3.weight", "attention_norm.weight",  "ffn_norm.weight"};
+  std::vector<std::string> expected{"tok_embeddings.weight"};
+  for (const char* layer : {"layers.0.", "layers.1."})
+    for (const std::string& name : in_block) expected.push_back(layer + name);
+  expected.push_back("norm.weight");
+  expected.push_back("output.weight");
+  std::vector<std::string> names;
+  for (const Parameter& parameter : parameters(model)) names.push_back(parameter.name);
+  EXPECT_EQ(names, expected);
+}
+
+TEST(Llama3, HasAsManyParametersAsItSays) {
+  for (const auto& [name, args] : llama3_flavours()) {
+    const Llama3 model(args, deferred(at::kMeta));
+    int64_t count = 0;
+    for (const Parameter& parameter : parameters(model)) count += parameter.compute.numel();
+    EXPECT_EQ(count, num_params(args)) << name;
+  }
+}
+
+class Deferred405B : public ::testing::TestWithParam<at::DeviceType> {};
+
+TEST_P(Deferred405B, IsMadeInASecondAnd200MB) {
+  const int64_t before = resident_bytes();
+  const auto start = std::chrono::steady_clock::now();
+  const Llama3 model(llama3_flavours().at("405B"), deferred(GetParam()));
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  EXPECT_LT(elapsed.count(), 1.0);
+  EXPECT_LT(resident_bytes() - before, 200'000'000);
+  EXPECT_EQ(model->layers.size(), 126u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, Deferred405B, ::testing::Values(at::kCPU, at::kMeta));
+
+TEST(Llama3, DrawsTheDeclaredDistributions) {
+  Llama3Args args = small();
+  args.dim = 256;
+  const Llama3 model(args, deferred(at::kCPU));
+  materialize(model, 1);
+  const auto std_of = [](const at::Tensor& weight) { return weight.to(at::kDouble).std().item<double>(); };
+  EXPECT_NEAR(std_of(model->tok_embeddings->weight), 1, 0.03);
+  EXPECT_NEAR(std_of(model->layers[1]->attention->wq->weight), 0.02, 5e-4);
+  EXPECT_NEAR(std_of(model->layers[1]->feed_forward->w1->weight), 0.02, 5e-4);
+  EXPECT_NEAR(std_of(model->layers[0]->attention->wo->weight), 0.02 / std::sqrt(2.0), 5e-4);
+  EXPECT_NEAR(std_of(model->layers[1]->feed_forward->w3->weight), 0.02 / 2, 3e-4);
+  EXPECT_NEAR(std_of(model->output->weight), 0.9866 / 16, 2e-3);
+  EXPECT_TRUE(model->norm->weight.eq(1).all().item<bool>());
+}
+
+TEST(Llama3, StartsFromTheSameBitsForTheSameSeed) {
+  const Llama3 first(small(), deferred(at::kCPU)), second(small(), deferred(at::kCPU)),
+      third(small(), deferred(at::kCPU));
+  materialize(first, 5);
+  materialize(second, 5);
+  materialize(third, 6);
+  const auto weight = [](const Llama3& model) { return model->layers[1]->attention->wk->weight; };
+  EXPECT_TRUE(weight(first).equal(weight(second)));
+  EXPECT_FALSE(weight(first).equal(weight(third)));
+}
+
+TEST(Llama3, GivesLogitsOrTheirLoss) {
+  const Llama3 model(small(), deferred(at::kCPU));
+  materialize(model, 1);
+  const at::Tensor tokens = at::randint(50, {3, 16}), labels = at::randint(50, {3, 16});
+  const at::Tensor logits = model(tokens);
+  EXPECT_EQ(logits.sizes(), at::IntArrayRef({3, 16, 50}));
+  EXPECT_CLOSE(model(tokens, labels, 48), at::cross_entropy_loss(logits.flatten(0, 1), labels.flatten()),
+               1e-6);
+}
+
+TEST(Llama3, ATiedModelHasOneMatrixWithBothGradients) {
+  const Llama3 model(small(/*tied=*/true), deferred(at::kCPU));
+  materialize(model, 1);
+  EXPECT_TRUE(model->output->weight.is_same(model->tok_embeddings->weight));
+  EXPECT_EQ(parameters(model).front().name, "tok_embeddings.weight");
+  EXPECT_EQ(parameters(model).back().name, "norm.weight");
+  EXPECT_NEAR(model->output->weight.std().item<double>(), 0.9866 / std::sqrt(32.0),
+              1e-2);  // the head's distribution
+  const at::Tensor tokens = at::randint(10, {2, 8}), labels = at::randint(10, 20, {2, 8});
+  model(tokens, labels, 16).backward();
+  const at::Tensor row_norms = model->output->weight.grad().norm(2, {1});
+  EXPECT_GT(row_norms.min().item<float>(), 0);
+}
+
+TEST(Llama3, DoesntLookAhead) {
+  const Llama3 model(small(), deferred(at::kCPU));
+  materialize(model, 1);
+  at::NoGradGuard no_grad;
+  const at::Tensor tokens = at::randint(50, {1, 16});
+  at::Tensor changed = tokens.clone();
+  changed[0][9] = (changed[0][9] + 1) % 50;
+  const at::Tensor before = model(tokens), after = model(changed);
+  EXPECT_CLOSE(after.narrow(1, 0, 9), before.narrow(1, 0, 9), 1e-6);
+  EXPECT_GT(testing::relative_error(after.narrow(1, 9, 1), before.narrow(1, 9, 1)), 1e-3);
+}
+
+TEST(Llama3, RefusesSequencesBeyondItsTable) {
+  const Llama3 model(small(), deferred(at::kCPU));
+  materialize(model, 1);
+  EXPECT_THROW(model(at::zeros({1, 17}, at::kLong)), Error);
+}
+
+// A dry run: sizes of everything, data of nothing.
+TEST(Llama3, RunsForwardAndBackwardOnMeta) {
+  const Llama3 model(llama3_flavours().at("debugmodel"), deferred(at::kMeta, at::kBFloat16));
+  materialize(model, 1);
+  const at::Tensor tokens = at::empty({2, 64}, at::TensorOptions().dtype(at::kLong).device(at::kMeta));
+  const at::Tensor loss = model(tokens, tokens, 128);
+  EXPECT_TRUE(loss.is_meta());
+  loss.backward();
+  for (const Parameter& parameter : parameters(model))
+    EXPECT_TRUE(parameter.compute.grad().defined()) << parameter.name;
+}
+
+}  // namespace
+}  // namespace titan::models

@@ -1,0 +1,164 @@
+#include "titan/nn/init.h"
+
+#include <cmath>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "nn/inverse_normal.h"
+#include "nn/philox.h"
+#include "titan/core/error.h"
+
+namespace titan::nn {
+namespace {
+
+Box whole_box(at::IntArrayRef shape) { return {std::vector<int64_t>(shape.size(), 0), shape.vec()}; }
+
+at::Tensor draw(const Init& init, at::IntArrayRef shape, const Box& box, at::ScalarType dtype = at::kFloat,
+                uint64_t seed = 7, const char* name = "layers.3.attention.wq.weight") {
+  at::Tensor local = at::empty(box.length, dtype);
+  fill(local, init, seed, name, shape, box);
+  return local;
+}
+
+at::Tensor part(at::Tensor whole, const Box& box) {
+  for (size_t dim = 0; dim < box.offset.size(); ++dim)
+    whole = whole.narrow(static_cast<int64_t>(dim), box.offset[dim], box.length[dim]);
+  return whole.contiguous();
+}
+
+// The known answers of Random123's kat_vectors.
+TEST(Philox, GivesTheKnownAnswers) {
+  EXPECT_EQ(philox4x32_10({0, 0, 0, 0}, {0, 0}),
+            (PhiloxBlock{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(philox4x32_10({~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}),
+            (PhiloxBlock{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(philox4x32_10({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+            (PhiloxBlock{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(InverseNormal, IsPreciseInCentreFlanksAndTails) {
+  EXPECT_EQ(inverse_normal(0.5), 0);
+  EXPECT_NEAR(inverse_normal(0.975), 1.959963984540054235, 1e-15);
+  EXPECT_NEAR(inverse_normal(0.25), -0.674489750196081743, 1e-15);
+  EXPECT_NEAR(inverse_normal(1e-10), -6.361340902404056, 1e-14);
+  EXPECT_NEAR(inverse_normal(1e-300), -37.0470962993612, 1e-13);
+  for (double p = 1e-14; p < 0.5; p *= 1.37) {
+    EXPECT_NEAR(0.5 * std::erfc(-inverse_normal(p) / std::sqrt(2.0)) / p, 1, 1e-13) << p;
+    // 1 - p is rounded by up to 2^-54, which moves the result by that over the density.
+    const double z = inverse_normal(p), density = std::exp(-z * z / 2) / std::sqrt(2 * M_PI);
+    EXPECT_NEAR(inverse_normal(1 - p), -z, 0x1p-53 / density + 1e-14) << p;
+  }
+}
+
+TEST(InverseNormal, HasALogarithmOfItsOwn) {
+  for (double x = 1e-300; x < 1e300; x *= 1.7)
+    EXPECT_NEAR(fixed_log(x), std::log(x), 2.3e-16 * std::abs(std::log(x))) << x;
+  EXPECT_EQ(fixed_log(1), 0);
+}
+
+TEST(InverseNormal, AgreesWithItsDistribution) {
+  EXPECT_EQ(normal_distribution(0), 0.5);
+  EXPECT_NEAR(normal_distribution(-3), 0.00134989803163009453, 1e-17);
+  EXPECT_NEAR(normal_distribution(1.5), 0.933192798731141934, 1e-15);
+  EXPECT_EQ(normal_distribution(-100), 0);
+  EXPECT_EQ(normal_distribution(100), 1);
+}
+
+class EveryInit : public ::testing::TestWithParam<std::tuple<Init, at::ScalarType>> {};
+
+TEST_P(EveryInit, GivesEachShardTheBitsOfTheWhole) {
+  const auto [init, dtype] = GetParam();
+  const std::vector<int64_t> shape{7, 5};
+  const at::Tensor whole = draw(init, shape, whole_box(shape), dtype);
+  const std::vector<Box> boxes{{{0, 0}, {2, 5}}, {{2, 0}, {5, 5}}, {{6, 0}, {1, 5}},
+                               {{0, 3}, {7, 2}}, {{1, 1}, {3, 3}}, {{7, 0}, {0, 5}}};
+  for (const Box& box : boxes) EXPECT_TRUE(draw(init, shape, box, dtype).equal(part(whole, box)));
+}
+
+TEST_P(EveryInit, WorksInAnyNumberOfDimensions) {
+  const auto [init, dtype] = GetParam();
+  const at::Tensor flat = draw(init, {60}, whole_box({60}), dtype);
+  EXPECT_TRUE(draw(init, {3, 4, 5}, whole_box({3, 4, 5}), dtype).flatten().equal(flat));
+  const Box inner{{1, 2, 0}, {2, 1, 4}};
+  EXPECT_TRUE(draw(init, {3, 4, 5}, inner, dtype).equal(part(flat.view({3, 4, 5}), inner)));
+  EXPECT_EQ(draw(init, {}, whole_box({}), dtype).numel(), 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds, EveryInit,
+    ::testing::Combine(::testing::Values(Init::constant(1), Init::normal(0.5, 2),
+                                         Init::truncated_normal(0.02, -2, 2), Init::uniform(-1, 3)),
+                       ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16, at::kHalf)));
+
+TEST(Fill, DependsOnSeedAndName) {
+  const Box box = whole_box({16});
+  const Init normal = Init::normal(0, 1);
+  EXPECT_FALSE(draw(normal, {16}, box, at::kFloat, 1).equal(draw(normal, {16}, box, at::kFloat, 2)));
+  EXPECT_FALSE(
+      draw(normal, {16}, box, at::kFloat, 1, "a").equal(draw(normal, {16}, box, at::kFloat, 1, "b")));
+}
+
+// Pinned: whoever changes one of these changes every run's initial weights. The values are those of Philox
+// and FNV-1a written out in Python, through its statistics.NormalDist().inv_cdf.
+TEST(Fill, GivesThePinnedFirstValues) {
+  const at::Tensor values =
+      draw(Init::normal(0, 1), {4}, whole_box({4}), at::kDouble, 42, "tok_embeddings.weight");
+  const std::vector<double> expected{-0.7327162271904368, -0.5543594945739281, 0.7763355561107016,
+                                     0.01759286779145623};
+  for (int64_t i = 0; i < 4; ++i) EXPECT_EQ(values[i].item<double>(), expected[static_cast<size_t>(i)]);
+}
+
+TEST(Fill, HasTheMomentsAndTailsOfANormal) {
+  const int64_t count = 1'000'000;
+  const at::Tensor x = draw(Init::normal(0, 1), {count}, whole_box({count}), at::kDouble);
+  EXPECT_NEAR(x.mean().item<double>(), 0, 4e-3);
+  EXPECT_NEAR(x.var().item<double>(), 1, 6e-3);
+  EXPECT_NEAR(x.pow(3).mean().item<double>(), 0, 2e-2);
+  EXPECT_NEAR(x.pow(4).mean().item<double>(), 3, 5e-2);
+  EXPECT_NEAR(x.abs().gt(3).to(at::kDouble).mean().item<double>(), 0.0026998, 2e-4);
+  EXPECT_GT(x.abs().max().item<double>(), 4.2);
+}
+
+TEST(Fill, CutsATruncatedNormalAtItsBounds) {
+  const int64_t count = 1'000'000;
+  const double std = 0.125;
+  const at::Tensor x =
+      draw(Init::truncated_normal(std, -3 * std, 3 * std), {count}, whole_box({count}), at::kDouble);
+  EXPECT_LE(x.abs().max().item<double>(), 3 * std);
+  EXPECT_GT(x.abs().max().item<double>(), 2.99 * std);
+  EXPECT_NEAR(x.var().item<double>() / (std * std), 0.97333,
+              6e-3);  // of a normal cut at three standard deviations
+}
+
+TEST(Fill, WithFarBoundsIsThePlainNormal) {
+  const Box box = whole_box({1000});
+  EXPECT_TRUE(
+      draw(Init::truncated_normal(0.02, -2, 2), {1000}, box).equal(draw(Init::normal(0, 0.02), {1000}, box)));
+}
+
+TEST(Fill, SpreadsAUniformOverItsRange) {
+  const int64_t count = 200'000;
+  const at::Tensor x = draw(Init::uniform(-1, 3), {count}, whole_box({count}), at::kDouble);
+  EXPECT_GE(x.min().item<double>(), -1);
+  EXPECT_LE(x.max().item<double>(), 3);
+  EXPECT_NEAR(x.mean().item<double>(), 1, 2e-2);
+  EXPECT_NEAR(x.var().item<double>(), 16.0 / 12, 2e-2);
+}
+
+TEST(Fill, RoundsOnceToTheTensorsType) {
+  const Box box = whole_box({20000});
+  const at::Tensor exact = draw(Init::normal(0, 1), {20000}, box, at::kDouble);
+  EXPECT_TRUE(draw(Init::normal(0, 1), {20000}, box, at::kFloat).equal(exact.to(at::kFloat)));
+  const at::Tensor bf16 = draw(Init::normal(0, 1), {20000}, box, at::kBFloat16).to(at::kDouble);
+  EXPECT_LE(((bf16 - exact) / exact).abs().max().item<double>(), 0x1p-8);
+}
+
+TEST(Fill, RefusesBoxesThatDontFit) {
+  EXPECT_THROW(draw(Init::normal(0, 1), {4, 4}, {{2, 0}, {3, 4}}), Error);
+  EXPECT_THROW(draw(Init::normal(0, 1), {4, 4}, {{0}, {4}}), Error);
+  EXPECT_THROW(draw(Init::truncated_normal(1, 2, -2), {4}, whole_box({4})), Error);
+}
+
+}  // namespace
+}  // namespace titan::nn
