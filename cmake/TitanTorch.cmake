@@ -21,6 +21,18 @@ get_filename_component(TITAN_TORCH_DIR "${TITAN_TORCH_DIR}" ABSOLUTE)
 set(TITAN_TORCH_DIR "${TITAN_TORCH_DIR}" CACHE PATH "LibTorch: a folder with lib/ and include/" FORCE)
 set(TITAN_TORCH_LIB_DIR "${TITAN_TORCH_DIR}/lib")
 
+# Debian's libraries have GCC's new string; an archive from before LibTorch 2.7 may have the old one, and wouldn't link.
+set(TITAN_TORCH_CXX11_ABI 1)
+if(EXISTS "${TITAN_TORCH_DIR}/share/cmake/Torch/TorchConfig.cmake")
+  file(STRINGS "${TITAN_TORCH_DIR}/share/cmake/Torch/TorchConfig.cmake" _titan_abi REGEX "_GLIBCXX_USE_CXX11_ABI=[01]")
+  if(_titan_abi MATCHES "_GLIBCXX_USE_CXX11_ABI=([01])")
+    set(TITAN_TORCH_CXX11_ABI ${CMAKE_MATCH_1})
+  endif()
+endif()
+if(NOT TITAN_TORCH_CXX11_ABI)
+  message(FATAL_ERROR "${TITAN_TORCH_DIR} was built with _GLIBCXX_USE_CXX11_ABI=0; take the cxx11-abi archive")
+endif()
+
 # One imported target per shared library of LibTorch.
 function(titan_import_torch name)
   if(TARGET Titan::${name})
@@ -29,7 +41,7 @@ function(titan_import_torch name)
   add_library(Titan::${name} SHARED IMPORTED GLOBAL)
   set_target_properties(Titan::${name} PROPERTIES IMPORTED_LOCATION "${TITAN_TORCH_LIB_DIR}/lib${name}.so" IMPORTED_NO_SONAME FALSE)
   target_include_directories(Titan::${name} SYSTEM INTERFACE "${TITAN_TORCH_DIR}/include" "${TITAN_TORCH_DIR}/include/torch/csrc/api/include")
-  target_compile_definitions(Titan::${name} INTERFACE _GLIBCXX_USE_CXX11_ABI=1)
+  target_compile_definitions(Titan::${name} INTERFACE _GLIBCXX_USE_CXX11_ABI=${TITAN_TORCH_CXX11_ABI})
 endfunction()
 
 titan_import_torch(c10)
@@ -37,9 +49,16 @@ titan_import_torch(torch_cpu)
 # As the wheel was built: c10d's headers hide what isn't defined here.
 target_compile_definitions(Titan::torch_cpu INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
 target_link_libraries(Titan::torch_cpu INTERFACE Titan::c10)
-# at::parallel_for is OpenMP in headers; the runtime is LibTorch's own libgomp, found first by the run path.
+# at::parallel_for is OpenMP in headers. The runtime is the one that LibTorch brings (libgomp.so.1 in a wheel, libgomp-<hash>.so.1 in an
+# archive): with a second one there would be two pools of threads.
 target_compile_options(Titan::torch_cpu INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
-target_link_options(Titan::torch_cpu INTERFACE -fopenmp)
+file(GLOB _titan_openmp "${TITAN_TORCH_LIB_DIR}/libgomp*.so*")
+if(_titan_openmp)
+  list(GET _titan_openmp 0 _titan_openmp)
+  target_link_libraries(Titan::torch_cpu INTERFACE "${_titan_openmp}")
+else()
+  target_link_options(Titan::torch_cpu INTERFACE -fopenmp)
+endif()
 
 set(TITAN_TORCH_HAS_CUDA OFF)
 if(EXISTS "${TITAN_TORCH_LIB_DIR}/libtorch_cuda.so")

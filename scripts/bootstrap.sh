@@ -8,8 +8,8 @@ cd "$(dirname "$0")/.."
 # For the program: torch. For the tests that compare with Python: the others.
 python_packages=(torch==2.11.0 numpy tokenizers tensorboard)
 packages=(g++ cmake ninja-build git pkg-config ccache mold python3 python3-venv
-          libtomlplusplus-dev nlohmann-json3-dev libcli11-dev libspdlog-dev libfmt-dev libpcre2-dev
-          libgtest-dev libgmock-dev libbenchmark-dev)
+          libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libpcre2-dev libxxhash-dev
+          libgtest-dev libgmock-dev)
 
 say() { printf 'bootstrap: %s\n' "$*" >&2; }
 
