@@ -1,10 +1,12 @@
 // What goes wrong is told once, clearly, and by an exit code: 2 for settings, 1 for the world.
 
 #include <gmock/gmock.h>
-#include <sys/resource.h>
+#include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <fstream>
+#include <thread>
 
 #include "e2e/training.h"
 
@@ -81,6 +83,33 @@ TEST(Faults, NonFiniteGradientsStopAllRanks) {
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, AllOf(HasSubstr("isn't finite"), HasSubstr("on rank"),
                                 HasSubstr("optimizer step was not taken")));
+}
+
+std::vector<int> children_of(int pid) {
+  std::vector<int> children;
+  std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
+  for (int child; file >> child;) children.push_back(child);
+  return children;
+}
+
+TEST(Faults, AKilledRankEndsTheJobWithItsName) {
+  auto folder = fresh_folder("run");
+  Words words =
+      Words{titan_program(), "train"} + model() +
+      Words{
+          "--nproc",      "3", "--training.steps", "1000000", "--training.seq_len", "16", "--job.dump_folder",
+          folder.string()};
+  Command job(words, {{"OMP_NUM_THREADS", "1"}});
+  for (int i = 0; i < 600 && read_metrics(folder).empty(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  std::vector<int> ranks = children_of(job.pid());
+  ASSERT_EQ(ranks.size(), 3u);
+  ASSERT_EQ(::kill(ranks[1], SIGKILL), 0);
+  const auto killed = std::chrono::steady_clock::now();
+  CommandResult result = job.wait(30);
+  EXPECT_LT(std::chrono::steady_clock::now() - killed, std::chrono::seconds(10));
+  EXPECT_EQ(result.status, 128 + SIGKILL);
+  EXPECT_THAT(result.err, HasSubstr("rank 1 of 3 failed first"));
 }
 
 TEST(Faults, ARankOfALauncherDoesntStartRanks) {
