@@ -1,0 +1,110 @@
+// Host time of a transformer block under fully_shard on one rank, with shapes so small that the arithmetic
+// hardly counts; beside benchmarks/pytorch/host_time.py.
+//
+//   host_time_bench [--dtype fp32|bf16] [--repetitions N]
+//
+// Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8,
+// at batch 1, sequence 8, width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. One
+// thread.
+
+#include <algorithm>
+#include <chrono>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include "titan/core/error.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/dist/world.h"
+#include "titan/models/llama3.h"
+#include "titan/parallel/fsdp.h"
+#include "titan/parallel/parameters.h"
+
+namespace {
+
+using namespace titan;
+
+constexpr int64_t kBlocks = 8, kDim = 64, kHeads = 4, kLength = 8;
+constexpr int kWarmup = 20;
+
+class BlocksImpl : public nn::Module {
+ public:
+  explicit BlocksImpl(const models::Llama3Args& args)
+      : rotary(register_module("rotary", nn::RotaryEmbedding(nn::RotaryOptions{.head_dim = args.head_dim(),
+                                                                               .max_positions = kLength}))) {
+    register_module("layers", layers);
+    for (int64_t i = 0; i < kBlocks; ++i)
+      layers->push_back(models::TransformerBlock(i, args, rotary, nn::Construct{}));
+  }
+  at::Tensor forward(at::Tensor x_BSD) {
+    for (auto& layer : layers) x_BSD = layer(x_BSD);
+    return x_BSD;
+  }
+  nn::RotaryEmbedding rotary;
+  nn::ModuleList<models::TransformerBlock> layers;
+};
+TITAN_MODULE(Blocks);
+
+struct Options {
+  std::string dtype = "fp32";
+  int repetitions = 200;
+};
+
+Options parse(const std::vector<std::string>& args) {
+  Options options;
+  for (size_t i = 0; i + 1 < args.size(); i += 2) {
+    if (args[i] == "--dtype") options.dtype = args[i + 1];
+    if (args[i] == "--repetitions") options.repetitions = std::stoi(args[i + 1]);
+  }
+  TITAN_CHECK(
+      args.size() % 2 == 0 && (options.dtype == "fp32" || options.dtype == "bf16") && options.repetitions > 0,
+      "usage: host_time_bench [--dtype fp32|bf16] [--repetitions N]");
+  return options;
+}
+
+double pass_us(Blocks& model, const std::vector<Parameter>& parameters, const at::Tensor& x_BSD) {
+  const auto begin = std::chrono::steady_clock::now();
+  const at::Tensor out_BSD = model(x_BSD);
+  out_BSD.backward(at::ones_like(out_BSD));
+  const auto end = std::chrono::steady_clock::now();
+  for (const Parameter& parameter : parameters) parameter.data.local.mutable_grad().reset();
+  return std::chrono::duration<double, std::micro>(end - begin).count();
+}
+
+int run(const std::vector<std::string>& args) {
+  const Options options = parse(args);
+  at::set_num_threads(1);
+  const dist::World world = dist::init();
+  const auto mesh = DeviceMesh::create(world, {{"dp_shard", 1}});
+  Blocks model(models::Llama3Args{.dim = kDim, .n_layers = kBlocks, .n_heads = kHeads, .multiple_of = 64});
+  FsdpOptions fsdp{.mesh = mesh["dp_shard"]};
+  if (options.dtype == "bf16") fsdp.param_dtype = at::kBFloat16;
+  fsdp.reduce_dtype = at::kFloat;
+  for (auto& layer : model->layers) fully_shard(layer, fsdp);
+  fully_shard(model, fsdp);
+  const auto list = parameters(model);
+
+  const at::Tensor x_BSD = at::randn({1, kLength, kDim}).requires_grad_(true);
+  std::vector<double> times;
+  for (int i = 0; i < kWarmup + options.repetitions; ++i) {
+    const double us = pass_us(model, list, x_BSD);
+    if (i >= kWarmup) times.push_back(us);
+  }
+  std::nth_element(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2), times.end());
+  std::cout << "{\"us_per_block\": " << times[times.size() / 2] / kBlocks << "}" << std::endl;
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run({argv + 1, argv + argc});
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    return 1;
+  }
+}
