@@ -1,6 +1,7 @@
 #include "titan/data/loader_state.h"
 
 #include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 
 #include "titan/core/error.h"
@@ -30,13 +31,13 @@ LoaderState merge(const std::vector<LoaderState>& parts) {
 }
 
 std::string to_json(const LoaderState& state) {
-  auto lanes = nlohmann::json::array();
+  nlohmann::json tree;
+  tree["steps"] = state.steps;
+  tree["num_lanes"] = state.num_lanes;
+  tree["feed"] = state.feed_fingerprint;
+  auto& lanes = tree["lanes"] = nlohmann::json::array();
   for (const auto& lane : state.lanes)
-    lanes.push_back({lane.lane, lane.epoch, lane.position, lane.token_offset});
-  nlohmann::json tree = {{"steps", state.steps},
-                         {"num_lanes", state.num_lanes},
-                         {"feed", state.feed_fingerprint},
-                         {"lanes", lanes}};  // [lane, epoch, position, token offset]
+    lanes.push_back(std::array{lane.lane, lane.epoch, lane.position, lane.token_offset});
   return tree.dump();
 }
 
@@ -47,8 +48,10 @@ LoaderState loader_state_from_json(std::string_view text) {
     tree.at("steps").get_to(state.steps);
     tree.at("num_lanes").get_to(state.num_lanes);
     tree.at("feed").get_to(state.feed_fingerprint);
-    for (const auto& row : tree.at("lanes"))
-      state.lanes.push_back({row.at(0), row.at(1), row.at(2), row.at(3)});
+    for (const auto& row : tree.at("lanes")) {
+      auto [lane, epoch, position, token_offset] = row.get<std::array<int64_t, 4>>();
+      state.lanes.push_back({lane, epoch, position, token_offset});
+    }
   } catch (const nlohmann::json::exception& error) {
     throw Error(str("not a loader's state: ", error.what()));
   }
