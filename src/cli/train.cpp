@@ -1,8 +1,10 @@
 // titan train: settings, then either ranks on this machine (--nproc) or this process's part of a job.
 
+#include <malloc.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <limits>
 #include <cstdlib>
 #include <filesystem>
 
@@ -79,6 +81,15 @@ void set_determinism_environment(const train::DebugSettings& debug) {
   if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
 }
 
+// Each step asks for the same large blocks again. By default glibc returns them to the kernel when they are
+// freed, which then hands out zeroed pages one fault at a time: 5 % of a step on a CPU.
+void keep_freed_memory() {
+#ifdef __GLIBC__
+  ::mallopt(M_MMAP_MAX, 0);
+  ::mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
+#endif
+}
+
 // A rank of --nproc writes into a pipe of its parent's, which may be the one on the terminal.
 bool on_terminal(const dist::Launch& launch) {
   return ::isatty(STDERR_FILENO) || (launch.by == "titan" && ::getenv(kOnTerminal));
@@ -94,6 +105,7 @@ void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
 }
 
 int run_rank(const train::JobConfig& config, const dist::Launch& launch) {
+  keep_freed_memory();
   set_determinism_environment(config.debug);
   dist::World world = train::build_world(config);
   train::build_trainer(config, world, on_terminal(launch)).train();

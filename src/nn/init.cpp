@@ -8,17 +8,12 @@
 #include <ATen/ops/empty.h>
 
 #include "nn/inverse_normal.h"
-#include "nn/philox.h"
+#include "nn/random_block.h"
 #include "titan/core/error.h"
 
 namespace titan::nn {
 
 namespace {
-
-// [Note: the stream]
-// Element i (row-major index in the whole tensor) of parameter `name` under `seed` comes from one
-// Philox4x32-10 block with key = seed and counter = (i, FNV-1a-64(name)). Its first 52 bits k give u = (k +
-// 1/2) / 2^52, strictly between 0 and 1, exact in a double and symmetric around 1/2.
 
 uint64_t fnv1a_64(std::string_view text) {
   uint64_t hash = 0xcbf29ce484222325ull;
@@ -26,34 +21,18 @@ uint64_t fnv1a_64(std::string_view text) {
   return hash;
 }
 
-struct Stream {
-  std::array<uint32_t, 2> key;
-  uint32_t name_low, name_high;
-
-  Stream(uint64_t seed, std::string_view name)
-      : key{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)} {
-    const uint64_t hash = fnv1a_64(name);
-    name_low = static_cast<uint32_t>(hash);
-    name_high = static_cast<uint32_t>(hash >> 32);
-  }
-  double uniform(uint64_t index) const {
-    const PhiloxBlock block = philox4x32_10(
-        {static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), name_low, name_high}, key);
-    const uint64_t bits = (static_cast<uint64_t>(block[0]) << 20) | (block[1] >> 12);
-    return (static_cast<double>(bits) + 0.5) * 0x1p-52;
-  }
-};
-
 // A draw as mean + std * z(p), with p = offset + scale * u; or low + (high - low) * u.
 struct Draw {
   bool normal;
   double offset, scale;  // of the probability, or of the value itself
   double mean, std, low, high;
 
-  double operator()(double u) const {
-    const double at = offset + scale * u;
-    if (!normal) return at;
-    return std::clamp(mean + std * inverse_normal(at), low, high);
+  /// Uniform numbers become values, in place.
+  void operator()(double* values, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) values[i] = offset + scale * values[i];
+    if (!normal) return;
+    inverse_normals(values, count);
+    for (int64_t i = 0; i < count; ++i) values[i] = std::clamp(mean + std * values[i], low, high);
   }
 };
 
@@ -99,41 +78,69 @@ T rounded(double value) {
   }
 }
 
-// Walks a box row by row (a row: the elements along the last dimension) and says where each row lies in the
-// whole.
+// Walks a box row by row and says where each row lies in the whole. A row is what is contiguous there: the
+// last dimension, and those before it as long as the box spans all of what follows.
 class BoxRows {
  public:
-  BoxRows(at::IntArrayRef global_shape, const Box& box) : shape_(global_shape), box_(box) {}
+  BoxRows(at::IntArrayRef global_shape, const Box& box) {
+    bool whole = true;  // does the box span all dimensions from here on?
+    uint64_t stride = 1;
+    for (size_t dim = global_shape.size(); dim-- > 0;) {
+      if (whole) {
+        first_ += stride * static_cast<uint64_t>(box.offset[dim]);
+        row_length_ *= box.length[dim];
+        whole = box.length[dim] == global_shape[dim];
+      } else {
+        outer_.push_back({stride, box.offset[dim], box.length[dim]});
+      }
+      stride *= static_cast<uint64_t>(global_shape[dim]);
+    }
+  }
 
-  int64_t row_length() const { return box_.length.empty() ? 1 : box_.length.back(); }
+  int64_t row_length() const { return row_length_; }
   uint64_t first_global_index(int64_t row) const {
-    if (shape_.empty()) return 0;
-    uint64_t index = static_cast<uint64_t>(box_.offset.back());
-    uint64_t stride = static_cast<uint64_t>(shape_.back());
-    for (size_t dim = shape_.size() - 1; dim-- > 0;) {
-      index += stride * static_cast<uint64_t>(box_.offset[dim] + row % box_.length[dim]);
-      row /= box_.length[dim];
-      stride *= static_cast<uint64_t>(shape_[dim]);
+    uint64_t index = first_;
+    for (const Dimension& dim : outer_) {
+      index += dim.stride * static_cast<uint64_t>(dim.offset + row % dim.length);
+      row /= dim.length;
     }
     return index;
   }
 
  private:
-  at::IntArrayRef shape_;
-  const Box& box_;
+  struct Dimension {
+    uint64_t stride;
+    int64_t offset, length;
+  };
+  std::vector<Dimension> outer_;  // innermost first
+  uint64_t first_ = 0;
+  int64_t row_length_ = 1;
 };
 
+// Elements begin..end of a box: in blocks, which may span several rows.
 template <class T>
-void draw_elements(T* out, int64_t numel, const Stream& stream, const Draw& draw, const BoxRows& rows) {
+void draw_range(T* out, int64_t begin, int64_t end, const RandomStream& stream, const Draw& draw,
+                const BoxRows& rows) {
+  constexpr int64_t kBlock = 1024;
+  double values[kBlock];
   const int64_t length = rows.row_length();
-  at::parallel_for(0, numel, /*grain_size=*/4096, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end;) {
-      const int64_t row = i / length;
-      const int64_t row_end = std::min(end, (row + 1) * length);
-      uint64_t index = rows.first_global_index(row) + static_cast<uint64_t>(i - row * length);
-      for (; i < row_end; ++i) out[i] = rounded<T>(draw(stream.uniform(index++)));
+  for (int64_t block = begin; block < end; block += kBlock) {
+    const int64_t block_end = std::min(end, block + kBlock);
+    for (int64_t i = block; i < block_end;) {
+      const int64_t row = i / length, row_end = std::min(block_end, (row + 1) * length);
+      stream.uniforms(values + (i - block), row_end - i,
+                      rows.first_global_index(row) + static_cast<uint64_t>(i - row * length));
+      i = row_end;
     }
-  });
+    draw(values, block_end - block);
+    for (int64_t i = block; i < block_end; ++i) out[i] = rounded<T>(values[i - block]);
+  }
+}
+
+template <class T>
+void draw_elements(T* out, int64_t numel, const RandomStream& stream, const Draw& draw, const BoxRows& rows) {
+  at::parallel_for(0, numel, /*grain_size=*/4096,
+                   [&](int64_t begin, int64_t end) { draw_range(out, begin, end, stream, draw, rows); });
 }
 
 void check_box(const at::Tensor& local, at::IntArrayRef global_shape, const Box& box) {
@@ -164,7 +171,7 @@ void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_
     local.copy_(host);
     return;
   }
-  const Stream stream(seed, name);
+  const RandomStream stream(seed, fnv1a_64(name));
   const Draw draw = make_draw(init);
   const BoxRows rows(global_shape, box);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, local.scalar_type(), "titan::nn::fill", [&] {

@@ -20,7 +20,7 @@ namespace {
 struct Batch {
   AdamOptions options;
   std::vector<Parameter> parameters;
-  AdamLists all;           // of every parameter, but for the gradients
+  AdamLists all;           // of every parameter, but for the gradients; state from its first use on
   at::Tensor step_counts;  // what all.steps are elements of
 
   // Those of `all` that have a gradient now.
@@ -97,7 +97,7 @@ struct Optimizer::Impl {
 
   void make_batches(const std::vector<Parameter>& parameters, const GroupAssignment& assignment);
   void allocate_state(Batch& batch) const;
-  void step(const Batch& batch) const;
+  void step(Batch& batch) const;
 };
 
 // One batch for each group, device and dtype, as the kernels take no mixtures.
@@ -110,27 +110,29 @@ void Optimizer::Impl::make_batches(const std::vector<Parameter>& parameters,
     Batch& batch = by_kind[{group, local.device().type(), local.device().index(), local.scalar_type()}];
     batch.options = assignment.groups[group];
     batch.parameters.push_back(parameters[i]);
+    batch.all.params.push_back(local);
   }
   for (auto& [kind, batch] : by_kind) {
-    allocate_state(batch);
     batches.push_back(std::move(batch));
   }
 }
 
+// At the first use, as zeroing twice the model's size would otherwise be a part of start-up.
 void Optimizer::Impl::allocate_state(Batch& batch) const {
+  if (batch.step_counts.defined()) return;
   const at::Device device = batch.parameters.front().data.local.device();
   auto count = static_cast<int64_t>(batch.parameters.size());
   batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(steps_on_device ? device : at::kCPU));
   for (int64_t i = 0; i < count; ++i) {
     const at::Tensor& local = batch.parameters[i].data.local;
-    batch.all.params.push_back(local);
     batch.all.exp_avgs.push_back(at::zeros_like(local));
     batch.all.exp_avg_sqs.push_back(at::zeros_like(local));
     batch.all.steps.push_back(batch.step_counts[i]);
   }
 }
 
-void Optimizer::Impl::step(const Batch& batch) const {
+void Optimizer::Impl::step(Batch& batch) const {
+  allocate_state(batch);
   AdamLists lists = batch.with_gradients();
   if (lists.params.empty()) return;
   if (lists.params.size() == batch.parameters.size()) {
@@ -162,7 +164,7 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
   at::NoGradGuard no_grad;
-  for (const auto& batch : impl_->batches) impl_->step(batch);
+  for (auto& batch : impl_->batches) impl_->step(batch);
 }
 
 void Optimizer::zero_grad(bool set_to_none) {
@@ -184,8 +186,10 @@ void Optimizer::set_lr_factor(double factor) { impl_->lr_factor = factor; }
 double Optimizer::lr() const { return impl_->default_lr * impl_->lr_factor; }
 
 std::map<std::string, AdamState> Optimizer::state() {
+  at::NoGradGuard no_grad;
   std::map<std::string, AdamState> result;
   for (auto& batch : impl_->batches) {
+    impl_->allocate_state(batch);
     for (size_t i = 0; i < batch.parameters.size(); ++i) {
       const DTensor& data = batch.parameters[i].data;
       result.emplace(batch.parameters[i].name,

@@ -24,7 +24,7 @@ struct AdamState {
 class Optimizer {
  public:
   /// Takes those of `parameters` that require gradients (the others are frozen), which must be materialized;
-  /// state is allocated and zeroed here. Throws ConfigError for groups that don't parse or match no
+  /// state is made at its first use. Throws ConfigError for groups that don't parse or match no
   /// parameter, and Error for a compute parameter of fully_shard (its shard is what can be stepped).
   Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings);
   ~Optimizer();

@@ -129,7 +129,7 @@ bool ParamGroup::allocate_shards() {
   if (layout_.shard_numel() == 0 || param_storage::bytes(flat_shard_) > 0) return false;
   at::NoGradGuard no_grad;
   param_storage::allocate(flat_shard_);
-  if (!device_.is_meta()) flat_shard_.zero_();
+  if (!device_.is_meta() && layout_.has_padding()) flat_shard_.zero_();
   return true;
 }
 

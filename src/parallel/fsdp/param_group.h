@@ -59,7 +59,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   // ---- what others see
   void join(const std::shared_ptr<CommContext>& context, const std::string& name);
   bool joined() const { return context_ != nullptr; }
-  /// Gives the shards memory (zeros) if they have none; true when it did.
+  /// Gives the shards memory if they have none, with zeros in the padding only; true when it did.
   bool allocate_shards();
   bool deferred() const;
   size_t num_params() const { return params_.size(); }

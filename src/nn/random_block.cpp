@@ -1,0 +1,178 @@
+#include "nn/random_block.h"
+
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "nn/inverse_normal.h"
+#include "nn/philox.h"
+
+namespace titan::nn {
+
+namespace {
+
+using Key = std::array<uint32_t, 2>;
+
+constexpr int64_t kLanes = 64;
+constexpr int64_t kLaneElements = 2 * kLanes;
+
+#if defined(__x86_64__)
+#define TITAN_AVX2 __attribute__((target("avx2")))
+
+// Four counters, in the low halves of 64-bit lanes; what the high halves hold doesn't matter.
+struct FourCounters {
+  __m256i c0, c1, c2, c3;
+};
+
+// c0 c1 of each lane, and c2 c3, as two doubles next to each other.
+TITAN_AVX2 inline __m256d uniforms_of_words(__m256i high, __m256i low) {
+  const __m256i bits = _mm256_or_si256(_mm256_srli_epi64(_mm256_slli_epi64(high, 32), 12),
+                                       _mm256_srli_epi64(_mm256_slli_epi64(low, 32), 44));
+  const __m256d exact =
+      _mm256_sub_pd(_mm256_castsi256_pd(_mm256_or_si256(bits, _mm256_set1_epi64x(0x4330000000000000))),
+                    _mm256_set1_pd(0x1p52));
+  return _mm256_mul_pd(_mm256_add_pd(exact, _mm256_set1_pd(0.5)), _mm256_set1_pd(0x1p-52));
+}
+TITAN_AVX2 inline void store_uniforms(double* to, const FourCounters& c) {
+  const __m256d first = uniforms_of_words(c.c0, c.c1), second = uniforms_of_words(c.c2, c.c3);
+  const __m256d even = _mm256_unpacklo_pd(first, second), odd = _mm256_unpackhi_pd(first, second);
+  _mm256_storeu_pd(to, _mm256_permute2f128_pd(even, odd, 0x20));
+  _mm256_storeu_pd(to + 4, _mm256_permute2f128_pd(even, odd, 0x31));
+}
+TITAN_AVX2 inline void philox_round(FourCounters& c, __m256i key0, __m256i key1) {
+  const __m256i product0 = _mm256_mul_epu32(c.c0, _mm256_set1_epi64x(kPhiloxMul0)),
+                product1 = _mm256_mul_epu32(c.c2, _mm256_set1_epi64x(kPhiloxMul1));
+  c.c0 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product1, 32), c.c1), key0);
+  c.c1 = product1;
+  c.c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product0, 32), c.c3), key1);
+  c.c3 = product0;
+}
+TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const Key& key, const Key& name) {
+  const __m256i name0 = _mm256_set1_epi64x(name[0]), name1 = _mm256_set1_epi64x(name[1]);
+  for (int64_t i = 0; i < kLanes; i += 8) {  // two times four, as each waits for its products
+    const __m256i low = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(first_counter) + i),
+                                         _mm256_set_epi64x(3, 2, 1, 0));
+    const __m256i high = _mm256_add_epi64(low, _mm256_set1_epi64x(4));
+    FourCounters a{low, _mm256_srli_epi64(low, 32), name0, name1},
+        b{high, _mm256_srli_epi64(high, 32), name0, name1};
+    uint32_t key0 = key[0], key1 = key[1];
+    for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
+      const __m256i keys0 = _mm256_set1_epi64x(key0), keys1 = _mm256_set1_epi64x(key1);
+      philox_round(a, keys0, keys1);
+      philox_round(b, keys0, keys1);
+    }
+    store_uniforms(to + 2 * i, a);
+    store_uniforms(to + 2 * i + 8, b);
+  }
+}
+#endif
+
+TITAN_INLINE double uniform_of(uint32_t high, uint32_t low) {
+  return (exact_double<double>((uint64_t{high} << 20) | (low >> 12)) + 0.5) * 0x1p-52;
+}
+
+// Philox for `kLanes` counters side by side, on any processor.
+void uniforms_by_loops(double* to, uint64_t first_counter, const Key& key, const Key& name) {
+  uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const uint64_t counter = first_counter + static_cast<uint64_t>(i);
+    c0[i] = static_cast<uint32_t>(counter);
+    c1[i] = static_cast<uint32_t>(counter >> 32);
+    c2[i] = name[0];
+    c3[i] = name[1];
+  }
+  uint32_t key0 = key[0], key1 = key[1];
+  for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const uint64_t product0 = uint64_t{kPhiloxMul0} * c0[i], product1 = uint64_t{kPhiloxMul1} * c2[i];
+      c0[i] = static_cast<uint32_t>(product1 >> 32) ^ c1[i] ^ key0;
+      c1[i] = static_cast<uint32_t>(product1);
+      c2[i] = static_cast<uint32_t>(product0 >> 32) ^ c3[i] ^ key1;
+      c3[i] = static_cast<uint32_t>(product0);
+    }
+  }
+  for (int64_t i = 0; i < kLanes; ++i) {
+    to[2 * i] = uniform_of(c0[i], c1[i]);
+    to[2 * i + 1] = uniform_of(c2[i], c3[i]);
+  }
+}
+
+using UniformsOfLanes = void (*)(double* to, uint64_t first_counter, const Key& key, const Key& name);
+
+UniformsOfLanes best_uniforms_of_lanes() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2")) return uniforms_by_avx2;
+#endif
+  return uniforms_by_loops;
+}
+
+// The few that lie outside the centre are put aside in the first pass.
+struct Outside {
+  static constexpr int64_t kCapacity = 256;
+  double p[kCapacity + 4];  // and room for a vector that isn't full
+  int32_t where[kCapacity];
+  int64_t count;
+};
+
+TITAN_INLINE void finish_outside(double* z, const Outside& outside) {
+  for (int64_t i = 0; i < outside.count; i += 4) {
+    const Doubles p = ops::simd::load(outside.p + i);
+    const Doubles below = -fixed_log<Doubles>(p < 0.5 ? p : 1.0 - p);
+    Doubles r;
+    for (int lane = 0; lane < 4; ++lane) r[lane] = __builtin_sqrt(below[lane]);
+    const Doubles magnitude = as241::flank(r);
+    for (int lane = 0; lane < std::min<int64_t>(4, outside.count - i); ++lane) {
+      const double value = r[lane] <= as241::kFlank ? magnitude[lane] : as241::tail(r[lane]);
+      z[outside.where[i + lane]] = p[lane] < 0.5 ? -value : value;
+    }
+  }
+}
+
+TITAN_CPU_CLONES void inverse_normals_of_block(double* z, int64_t count, Outside& outside) {
+  outside.count = 0;
+  for (int64_t i = 0; i < count; i += 4) {
+    const Doubles p = ops::simd::load_up_to(z + i, count - i, 0.5);
+    const Doubles q = p - 0.5;
+    for (int lane = 0; lane < 4; ++lane) {
+      outside.p[outside.count] = p[lane];
+      outside.where[outside.count] = static_cast<int32_t>(i + lane);
+      outside.count += !(q[lane] >= -as241::kCentre && q[lane] <= as241::kCentre);
+    }
+    ops::simd::store_up_to(z + i, as241::centre(q), count - i);
+  }
+  for (int lane = 0; lane < 4; ++lane) outside.p[outside.count + lane] = 0.25;
+  finish_outside(z, outside);
+}
+
+}  // namespace
+
+RandomStream::RandomStream(uint64_t seed, uint64_t name_hash)
+    : key_{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
+      name_{static_cast<uint32_t>(name_hash), static_cast<uint32_t>(name_hash >> 32)} {}
+
+void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index) const {
+  static const UniformsOfLanes uniforms_of_lanes = best_uniforms_of_lanes();
+  double edge[kLaneElements];  // where a block of lanes gives more than is wanted
+  while (count > 0) {
+    const int64_t skipped = static_cast<int64_t>(first_index % 2);
+    const int64_t taken = std::min(count, kLaneElements - skipped);
+    const bool whole = taken == kLaneElements;
+    uniforms_of_lanes(whole ? to : edge, first_index / 2, key_, name_);
+    if (!whole) std::copy_n(edge + skipped, taken, to);
+    to += taken;
+    count -= taken;
+    first_index += static_cast<uint64_t>(taken);
+  }
+}
+
+void inverse_normals(double* p, int64_t count) {
+  Outside outside;
+  constexpr int64_t kBlock = Outside::kCapacity - 4;
+  for (int64_t i = 0; i < count; i += kBlock)
+    inverse_normals_of_block(p + i, std::min(kBlock, count - i), outside);
+}
+
+}  // namespace titan::nn

@@ -1,0 +1,28 @@
+#pragma once
+
+// Random numbers in blocks, several at a time in vector registers.
+
+#include <array>
+#include <cstdint>
+
+namespace titan::nn {
+
+/// [Note: the stream]
+/// Elements 2i and 2i+1 (row-major index in the whole tensor) of the parameter with name hash h under `seed`
+/// share one Philox4x32-10 block with key = seed and counter = (i, h): words 0 and 1 for the first, 2 and 3
+/// for the second. The first 52 bits k of these give u = (k + 1/2) / 2^52, strictly between 0 and 1, exact in
+/// a double and symmetric around 1/2.
+class RandomStream {
+ public:
+  RandomStream(uint64_t seed, uint64_t name_hash);
+  /// Those of elements first_index, first_index + 1, ...
+  void uniforms(double* to, int64_t count, uint64_t first_index) const;
+
+ private:
+  std::array<uint32_t, 2> key_, name_;
+};
+
+/// p -> inverse_normal(p), to the bit, in place.
+void inverse_normals(double* p, int64_t count);
+
+}  // namespace titan::nn
