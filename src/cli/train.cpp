@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include <cstdio>
-#include <limits>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 
 #include "cli/commands.h"
 #include "cli/train_arguments.h"
@@ -90,6 +90,11 @@ void keep_freed_memory() {
 #endif
 }
 
+// A shell that srun started alone is no rank: its user may start some.
+bool is_rank_of_a_job(const dist::Launch& launch) {
+  return launch.by != "none" && !(launch.by == "slurm" && launch.size == 1);
+}
+
 // A rank of --nproc writes into a pipe of its parent's, which may be the one on the terminal.
 bool on_terminal(const dist::Launch& launch) {
   return ::isatty(STDERR_FILENO) || (launch.by == "titan" && ::getenv(kOnTerminal));
@@ -117,12 +122,12 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch) {
 int train_command(const Arguments& words) {
   TrainArguments arguments = parse_train_arguments(words);
   if (arguments.help) return print_help();
-  dist::Launch launch = dist::read_launch(dist::process_environment());
-  if (arguments.num_ranks > 0 && launch.by != "none")
-    throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   LoadedJob job = load_job(arguments);
   if (arguments.print_config)
     return std::fputs(config::print_toml(train::job_schema(), job.config).c_str(), stdout), 0;
+  dist::Launch launch = dist::read_launch(dist::process_environment());
+  if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
+    throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   const bool starts_ranks = arguments.num_ranks > 1;
   // The parent checks too, so that a wrong setting is told once, and before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);

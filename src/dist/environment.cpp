@@ -27,10 +27,11 @@ class Reader {
   std::optional<std::string> text(const char* name) const { return environment_(name); }
   bool has(const char* name) const { return environment_(name).has_value(); }
 
-  int number(const char* name, int fallback) {
+  template <class Int = int>
+  Int number(const char* name, Int fallback) {
     const auto value = environment_(name);
     if (!value) return fallback;
-    int number = 0;
+    Int number = 0;
     const char* end = value->data() + value->size();
     const auto result = std::from_chars(value->data(), end, number);
     if (result.ec == std::errc() && result.ptr == end && number >= 0) return number;
@@ -63,10 +64,24 @@ class Reader {
   const Environment& environment_;
 };
 
+// SLURM numbers the steps that srun starts from 0. Its own are up here: job scripts, interactive shells,
+// what it runs on a node beside the job.
+constexpr int64_t kFirstStepOfSlurmItself = 0xfffffff0;
+constexpr int64_t kNoStep = -1;
+
+/// The step of srun's that this process belongs to.
+int64_t slurm_step(Reader& env) {
+  const int64_t step = env.number("SLURM_STEP_ID", env.number("SLURM_STEPID", kNoStep));
+  return step < kFirstStepOfSlurmItself ? step : kNoStep;
+}
+
 std::optional<Claim> slurm_claim(Reader& env) {
-  // An allocation without a task (salloc, or a shell in it) sets the size only: not a launched rank.
-  if (!env.has("SLURM_PROCID")) return {};
-  return env.claim("slurm", "SLURM_PROCID", env.has("SLURM_NTASKS") ? "SLURM_NTASKS" : "SLURM_NPROCS");
+  // A job script or a shell in an allocation has SLURM_PROCID=0 and the allocation's size, too, but is alone.
+  if (!env.has("SLURM_PROCID") || slurm_step(env) == kNoStep) return {};
+  for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
+    if (env.has(size)) return env.claim("slurm", "SLURM_PROCID", size);
+  }
+  return env.claim("slurm", "SLURM_PROCID", "SLURM_NPROCS");
 }
 
 void check_agreement(Reader& env, const Claim& a, const Claim& b) {
@@ -90,9 +105,8 @@ std::string slurm_node_list(const Reader& env) {
 /// Outside the range that kernels hand out to clients; two jobs on one host get different ones.
 int slurm_port(Reader& env) {
   constexpr int first = 12000, count = 20000;
-  const int job = env.number("SLURM_JOB_ID", env.number("SLURM_JOBID", 0));
-  const int step = env.number("SLURM_STEP_ID", env.number("SLURM_STEPID", 0));
-  return first + (job + 31 * (step % 1000)) % count;
+  const int64_t job = env.number("SLURM_JOB_ID", env.number("SLURM_JOBID", int64_t{0}));
+  return first + static_cast<int>((job + 31 * (slurm_step(env) % 1000)) % count);
 }
 
 void read_slurm(Reader& env, Launch& launch) {
@@ -154,8 +168,13 @@ Launch read_launch(const Environment& environment) {
   Reader env(environment);
   const bool elastic = env.has("TORCHELASTIC_RUN_ID"), titan = env.has("TITAN_LAUNCH");
   const auto variables = env.claim(elastic ? "torchrun" : titan ? "titan" : "env", "RANK", "WORLD_SIZE");
-  const auto open_mpi = env.claim("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-  const auto slurm = slurm_claim(env);
+  // torchrun and titan launch start their ranks themselves, inside whatever task SLURM or MPI gave them.
+  const bool inside_a_task = elastic || titan;
+  std::optional<Claim> open_mpi, slurm;
+  if (!inside_a_task) {
+    open_mpi = env.claim("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+    slurm = slurm_claim(env);
+  }
   std::vector<Claim> claims;
   for (const auto& claim : {variables, open_mpi, slurm}) {
     if (claim) claims.push_back(*claim);
@@ -165,10 +184,7 @@ Launch read_launch(const Environment& environment) {
   launch.store_host = env.text("MASTER_ADDR").value_or("");
   launch.store_port = env.number("MASTER_PORT", 0);
   if (!claims.empty()) {
-    // torchrun and titan launch start their ranks themselves, inside whatever task SLURM or MPI gave them.
-    if (!elastic && !titan) {
-      for (size_t i = 1; i < claims.size(); ++i) check_agreement(env, claims[0], claims[i]);
-    }
+    for (size_t i = 1; i < claims.size(); ++i) check_agreement(env, claims[0], claims[i]);
     launch.by = claims[0].by;
     launch.rank = claims[0].rank;
     launch.size = claims[0].size;

@@ -30,7 +30,8 @@ struct Launch {
 };
 
 /// Order: torchrun and titan launch (their own marks, so an allocation around them doesn't matter), plain
-/// RANK and WORLD_SIZE, Open MPI, SLURM, none. Throws ConfigError with all problems: half of a set, a rank
+/// RANK and WORLD_SIZE, Open MPI, SLURM (as a task of srun; a job script or an interactive shell is one rank
+/// by itself), none. Throws ConfigError with all problems: half of a set, a rank
 /// outside the world, or two launchers that tell different ranks or sizes.
 Launch read_launch(const Environment& environment);
 

@@ -120,6 +120,29 @@ TEST(Faults, ARankOfALauncherDoesntStartRanks) {
   EXPECT_THAT(result.err, HasSubstr("--nproc"));
 }
 
+TEST(Faults, PrintedConfigsNeedNoLaunch) {
+  Words words = Words{titan_program(), "train"} + model() + Words{"--print-config"};
+  CommandResult result = run(words, {{"RANK", "7"}, {"OMPI_COMM_WORLD_SIZE", "2"}});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("[training]"));
+}
+
+// As in an sbatch script, and in the shell of `srun --pty`.
+TEST(Faults, AShellOfSlurmsMayStartRanks) {
+  const std::map<std::string, std::string> shared = {
+      {"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_JOB_ID", "1"}, {"OMP_NUM_THREADS", "1"}};
+  Command::Variables script = shared, shell = shared;
+  script.insert({{"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", ""}});
+  shell.insert({{"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_TASKS", "1"}, {"SLURM_STEP_ID", "0"}});
+  for (const auto& variables : {script, shell}) {
+    CommandResult result = run(Words{titan_program(), "train"} + model() +
+                                   Words{"--nproc", "2", "--job.dump_folder", fresh_folder("run").string()},
+                               variables);
+    EXPECT_EQ(result.status, 0) << result.err;
+    EXPECT_THAT(result.err, HasSubstr("2 rank(s)"));
+  }
+}
+
 TEST(Faults, UnknownCommandsAndOptions) {
   CommandResult command = run({titan_program(), "trian"});
   EXPECT_EQ(command.status, 2);

@@ -207,6 +207,7 @@ TEST(Init, UnderSlurm) {
   const auto variables = [](const char* rank) -> Command::Variables {
     return {{"SLURM_PROCID", rank},
             {"SLURM_NTASKS", "2"},
+            {"SLURM_STEP_ID", "0"},
             {"SLURM_LOCALID", rank},
             {"SLURM_NODELIST", "127.0.0.[1-2]"},
             {"SLURM_JOB_ID", std::to_string(getpid())}};
@@ -266,6 +267,7 @@ TEST(Init, LaunchersThatDisagree) {
   auto variables = plain("0", "2", some_port());
   variables["SLURM_PROCID"] = "0";
   variables["SLURM_NTASKS"] = "4";
+  variables["SLURM_STEP_ID"] = "0";
   const auto results = run_ranks({variables});
   EXPECT_EQ(results[0].status, 3);
   EXPECT_THAT(results[0].err, HasSubstr("WORLD_SIZE=2 (env) but SLURM_NTASKS=4 (slurm)"));

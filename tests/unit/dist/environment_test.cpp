@@ -64,6 +64,7 @@ TEST(Environment, TorchrunInsideATaskIgnoresTheTask) {
                               {"MASTER_PORT", "1"},
                               {"TORCHELASTIC_RUN_ID", "x"},
                               {"SLURM_PROCID", "0"},
+                              {"SLURM_STEP_ID", "0"},
                               {"SLURM_NTASKS", "2"}});
   EXPECT_EQ(launch.rank, 5);
   EXPECT_EQ(launch.size, 16);
@@ -72,6 +73,7 @@ TEST(Environment, TorchrunInsideATaskIgnoresTheTask) {
 TEST(Environment, Slurm) {
   const Launch launch = read({{"SLURM_PROCID", "5"},
                               {"SLURM_NTASKS", "7"},
+                              {"SLURM_STEP_ID", "0"},
                               {"SLURM_LOCALID", "1"},
                               {"SLURM_NODEID", "1"},
                               {"SLURM_TASKS_PER_NODE", "4,3"},
@@ -100,8 +102,41 @@ TEST(Environment, SlurmPortsDifferBetweenJobsAndSteps) {
   EXPECT_NE(port("100", "0"), port("100", "1"));
 }
 
+TEST(Environment, AStepMayBeSmallerThanItsAllocation) {
+  const Launch launch = read({{"SLURM_PROCID", "1"},
+                              {"SLURM_NTASKS", "8"},
+                              {"SLURM_STEP_NUM_TASKS", "2"},
+                              {"SLURM_STEP_ID", "3"},
+                              {"SLURM_NODELIST", "a"}});
+  EXPECT_EQ(launch.by, "slurm");
+  EXPECT_EQ(launch.size, 2);
+}
+
 TEST(Environment, AnAllocationWithoutATaskIsOneRank) {
   EXPECT_EQ(read({{"SLURM_NTASKS", "8"}, {"SLURM_NODELIST", "a"}}).by, "none");
+}
+
+TEST(Environment, AJobScriptIsOneRank) {
+  std::map<std::string, std::string> script = {
+      {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "1"}, {"SLURM_LOCALID", "0"}};
+  EXPECT_EQ(read(script).by, "none");
+  script["SLURM_STEP_ID"] = "4294967291";  // SLURM_BATCH_SCRIPT
+  EXPECT_EQ(read(script).by, "none");
+}
+
+TEST(Environment, AnInteractiveStepIsOneRank) {
+  const Launch launch = read({{"SLURM_PROCID", "0"},
+                              {"SLURM_NTASKS", "8"},
+                              {"SLURM_STEP_NUM_TASKS", "1"},
+                              {"SLURM_STEP_ID", "4294967290"},  // SLURM_INTERACTIVE_STEP
+                              {"SLURM_NODELIST", "a[1-2]"}});
+  EXPECT_EQ(launch.by, "none");
+  EXPECT_EQ(launch.size, 1);
+}
+
+TEST(Environment, AStepThatIsNoNumber) {
+  EXPECT_THAT(problem_of({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_ID", "one"}}),
+              HasSubstr("SLURM_STEP_ID=one isn't a non-negative number"));
 }
 
 TEST(Environment, OpenMpi) {
@@ -128,22 +163,23 @@ TEST(Environment, DisagreementIsLoud) {
   const std::map<std::string, std::string> common = {
       {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}, {"RANK", "0"}};
   auto sizes = common;
-  sizes.insert({{"WORLD_SIZE", "2"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}});
+  sizes.insert({{"WORLD_SIZE", "2"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}, {"SLURM_STEP_ID", "0"}});
   EXPECT_THAT(problem_of(sizes), HasSubstr("WORLD_SIZE=2 (env) but SLURM_NTASKS=4 (slurm)"));
   auto ranks = common;
-  ranks.insert({{"WORLD_SIZE", "4"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "3"}});
+  ranks.insert({{"WORLD_SIZE", "4"}, {"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "3"}, {"SLURM_STEP_ID", "0"}});
   EXPECT_THAT(problem_of(ranks), HasSubstr("RANK=0 (env) but SLURM_PROCID=3 (slurm)"));
   auto mpi = common;
   mpi.insert({{"WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_RANK", "0"}});
   EXPECT_THAT(problem_of(mpi), HasSubstr("OMPI_COMM_WORLD_SIZE=8"));
 }
 
-TEST(Environment, MpirunInsideABatchScriptSeesTheScriptsTask) {
+TEST(Environment, MpirunInsideATaskSeesThatTask) {
   EXPECT_EQ(read({{"OMPI_COMM_WORLD_RANK", "3"},
                   {"OMPI_COMM_WORLD_SIZE", "4"},
                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
                   {"OMPI_COMM_WORLD_LOCAL_RANK", "3"},
                   {"SLURM_PROCID", "0"},
+                  {"SLURM_STEP_ID", "0"},
                   {"SLURM_NTASKS", "4"}})
                 .rank,
             3);
