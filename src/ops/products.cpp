@@ -13,7 +13,10 @@ namespace {
 // LibTorch's at::mm goes to MKL in fp32. On AMD processors with AVX-512 oneDNN is up to twice as fast in all
 // three products; with AVX2 alone it is faster in two, and MKL in the weight's gradient, which it also adds
 // in place. 16-bit products have a vector kernel (oneDNN's) with AVX-512 only: elsewhere at::mm runs plain
-// loops, ten times slower than widening to fp32.
+// loops, ten times slower than widening to fp32. A call of oneDNN's costs 25 us before it multiplies, which
+// pays from a certain size on.
+
+constexpr int64_t kSmallProduct = int64_t{1} << 23;  // multiplications; 0.2 ms on a core with AVX2
 
 // mkldnn::_linear_pointwise: x W^T by oneDNN without prepacking; transposed views are fine.
 class OneDnnLinear {
@@ -62,7 +65,7 @@ class PlainProducts : public Products {
                        const at::Tensor& x_NI) const override {
     if (widens(grad_NO)) return add_grad_weight(out_OI, grad_NO.to(at::kFloat), x_NI.to(at::kFloat));
     const bool same_dtype = out_OI.scalar_type() == grad_NO.scalar_type();
-    if (same_dtype && !uses_onednn(grad_NO, x_NI, onednn_grad_weight_)) {
+    if (same_dtype && !uses_onednn(grad_NO.t(), x_NI.t(), onednn_grad_weight_)) {
       out_OI.addmm_(grad_NO.t(), x_NI);
     } else if (!same_dtype && grad_NO.is_cuda() && out_OI.scalar_type() == at::kFloat) {
       out_OI.add_(at::mm(grad_NO.t(), x_NI, at::kFloat));
@@ -75,10 +78,11 @@ class PlainProducts : public Products {
   static bool widens(const at::Tensor& a) {
     return a.is_cpu() && is_16bit(a) && !cpu_features().fast_16bit_products;
   }
-  static bool uses_onednn(const at::Tensor& a, const at::Tensor& b, bool wanted) {
-    return wanted && a.is_cpu() && a.scalar_type() == at::kFloat && a.numel() > 0 && b.numel() > 0;
+  static bool uses_onednn(const at::Tensor& a_NK, const at::Tensor& b_MK, bool wanted) {
+    return wanted && a_NK.is_cpu() && a_NK.scalar_type() == at::kFloat &&
+           a_NK.numel() * b_MK.size(0) >= kSmallProduct;
   }
-  // a b^T
+  // a [N, K] b^T [K, M]
   static at::Tensor multiply(const at::Tensor& a, const at::Tensor& b, bool onednn) {
     if (widens(a)) return multiply(a.to(at::kFloat), b.to(at::kFloat), onednn).to(a.scalar_type());
     return uses_onednn(a, b, onednn) ? OneDnnLinear::get()(a, b) : at::mm(a, b.t());
