@@ -97,9 +97,12 @@ void ParamGroup::take_initial_values() {
     return !is_deferred(param.compute) && param.compute.numel() > 0;
   };
   if (device_.is_meta() || std::none_of(params_.begin(), params_.end(), has_values)) return;
+  for (const ManagedParam& param : params_)
+    TITAN_CHECK(!is_deferred(param.compute),
+                "fully_shard: of the parameters of one group some have values and some (",
+                param.compute.sizes(), ") are deferred; construct all of them the same way");
   allocate_shards();
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (!has_values(params_[i])) continue;
     const Chunk rows = layout_.rows_of(i, shard_rank_);
     if (rows.length > 0)
       shards_[i].variable_data().copy_(params_[i].compute.detach().narrow(0, rows.offset, rows.length));
