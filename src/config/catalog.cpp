@@ -18,6 +18,10 @@ std::string did_you_mean(const std::vector<std::string>& names) {
   return "; did you mean " + listed + "?";
 }
 
+bool is_on(const FieldInfo& field, const Value& value) {
+  return field.kind == Kind::Bool ? value == Value(true) : value != field.default_value;
+}
+
 Catalog::Catalog(const Schema& schema) {
   for (const Section& section : schema.sections()) {
     add_fields(section.name, section.fields);
@@ -25,6 +29,8 @@ Catalog::Catalog(const Schema& schema) {
     dynamic_.push_back(&section);
     add_table(section.name);
   }
+  for (const auto& [name, field] : fields_)
+    if (!field->only_where.empty()) switch_of(name, *field);
 }
 
 void Catalog::add_fields(const std::string& section, const std::vector<FieldInfo>& fields) {
@@ -42,6 +48,14 @@ void Catalog::add_table(std::string name) {
 const FieldInfo* Catalog::described(std::string_view name) const {
   auto found = fields_.find(name);
   return found == fields_.end() ? nullptr : found->second;
+}
+
+const FieldInfo& Catalog::switch_of(std::string_view name, const FieldInfo& field) const {
+  std::string_view table = name.substr(0, name.size() - field.key.size());  // with its dot
+  const FieldInfo* found = described(str(table, field.only_where));
+  if (found == nullptr) found = described(field.only_where);
+  TITAN_INTERNAL_ASSERT(found != nullptr, name, " refers to ", field.only_where, ", which isn't there");
+  return *found;
 }
 
 Catalog::Entry Catalog::find(std::string_view name) const {

@@ -27,6 +27,8 @@ class Catalog {
   Entry find(std::string_view name) const;
   /// As find, without following a mapping.
   const FieldInfo* described(std::string_view name) const;
+  /// What the field of that full name hangs on (FieldInfo::only_where, of its own table or another).
+  const FieldInfo& switch_of(std::string_view name, const FieldInfo& field) const;
 
   /// Whether some field's name starts with "table.", or it is a dynamic section.
   bool is_table(std::string_view name) const;
@@ -45,6 +47,9 @@ class Catalog {
   std::set<std::string, std::less<>> tables_;
   std::vector<const Section*> dynamic_;
 };
+
+/// A key that others hang on, whose feature a value of it may ask for; see FieldInfo::only_where.
+bool is_on(const FieldInfo& field, const Value& value);
 
 /// "training" of "training.seq_len", and "seq_len"; the table of a name without dot is "".
 std::string_view table_of(std::string_view name);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "titan/config/table.h"
 #include "titan/core/error.h"
@@ -39,6 +40,11 @@ Constraint at_least(double lowest) {
   return numeric("at least " + number(lowest), [=](double value) { return value >= lowest; });
 }
 
+Constraint finite_at_least(double lowest) {
+  return numeric(str("finite and at least ", number(lowest)),
+                 [=](double value) { return std::isfinite(value) && value >= lowest; });
+}
+
 Constraint above(double bound) {
   return numeric("above " + number(bound), [=](double value) { return value > bound; });
 }
@@ -46,6 +52,11 @@ Constraint above(double bound) {
 Constraint in_range(double lowest, double highest) {
   return numeric(str("from ", number(lowest), " to ", number(highest)),
                  [=](double value) { return value >= lowest && value <= highest; });
+}
+
+Constraint in_range_below(double lowest, double bound) {
+  return numeric(str("from ", number(lowest), " to below ", number(bound)),
+                 [=](double value) { return value >= lowest && value < bound; });
 }
 
 Constraint positive_or_minus_one() {

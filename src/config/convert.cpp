@@ -140,7 +140,8 @@ Converted convert(const FieldInfo& field, const Raw& raw) {
   bool is_refused = field.role == FieldInfo::Role::Refused;
   if (is_refused && field.only_where.empty()) return convert_refused(field, raw);
   bool any_kind = field.role != FieldInfo::Role::Setting && field.optional;  // an unset default has no type
-  if (any_kind) return {is_null(raw) ? Value() : Value(to_text(raw)), ""};
+  if (any_kind && is_null(raw)) return {};
+  if (any_kind && !field.constraint.accepts) return {Value(to_text(raw)), ""};
   if (is_null(raw))
     return field.optional ? Converted{} : Converted{{}, "must be " + with_article(field.kind) + ", not null"};
   auto value = as_kind(field.kind, raw);

@@ -147,10 +147,8 @@ class Loader {
 
   void check_refused_where(const void* settings) {
     for (const auto& [assignment, field] : refused_where_) {
-      std::string_view table(assignment.name.data(),
-                             assignment.name.size() - field->key.size());  // with its dot
-      const FieldInfo* where = catalog_.described(str(table, field->only_where));
-      if (where->get(settings) == Value(true)) report(assignment, refusal(*field));
+      const FieldInfo& where = catalog_.switch_of(assignment.name, *field);
+      if (is_on(where, where.get(settings))) report(assignment, refusal(*field));
     }
     refused_where_.clear();
   }

@@ -36,9 +36,8 @@ void check_fields(const Section& section) {
         "'s default ", to_text(field.default_value), " isn't ", field.constraint.allowed);
   }
   for (const FieldInfo& field : section.fields)
-    for (const std::string& sibling : {field.mapped_to, field.only_where})
-      TITAN_INTERNAL_ASSERT(sibling.empty() || keys.count(sibling) != 0, section.name, ".", field.key,
-                            " refers to ", sibling, ", which isn't there");
+    TITAN_INTERNAL_ASSERT(field.mapped_to.empty() || keys.count(field.mapped_to) != 0, section.name, ".",
+                          field.key, " refers to ", field.mapped_to, ", which isn't there");
 }
 
 }  // namespace

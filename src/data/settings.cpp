@@ -27,7 +27,8 @@ void describe(config::Table<DataSettings>& table) {
 void describe(config::Table<DataloaderSettings>& table) {
   table.field("num_workers", &DataloaderSettings::num_workers, "threads that tokenize and pack ahead; 0: one",
               config::in_range(0, 256));
-  table.without_effect("persistent_workers", false, "the threads live as long as their loader");
+  table.without_effect("persistent_workers", false,
+                       "keeps Python's worker processes; threads live as long as their loader anyway");
   table.field("pin_memory", &DataloaderSettings::pin_memory,
               "page-locked batches, for asynchronous copies to a GPU");
   table.field("prefetch_factor", &DataloaderSettings::prefetch_factor, "steps made ahead; unset: 2",

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <map>
 #include <regex>
 #include <string_view>
@@ -44,9 +45,11 @@ void apply_assignment(std::string_view text, AdamOptions& options) {
   double number = 0;
   auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
   bool beta = key.starts_with("beta");
-  if (error != std::errc{} || end != value.data() + value.size() || !(number >= 0) || (beta && number > 1)) {
-    throw ConfigError(
-        titan::str(key, " must be a number ", beta ? "from 0 to 1" : "of at least 0", ", got '", value, "'"));
+  bool read = error == std::errc{} && end == value.data() + value.size();
+  if (!read || !std::isfinite(number) || number < 0 || (beta && number >= 1)) {
+    throw ConfigError(titan::str(key, " must be ",
+                                 beta ? "a number from 0 to below 1" : "a finite number of at least 0",
+                                 ", got '", value, "'"));
   }
   *option = number;
 }

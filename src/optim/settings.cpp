@@ -6,13 +6,14 @@ void describe(config::Table<OptimizerSettings>& table) {
   table.field("name", &OptimizerSettings::name,
               "Adam adds the weight decay to the gradient, AdamW to the update",
               config::one_of({"Adam", "AdamW"}));
-  table.field("lr", &OptimizerSettings::lr, "peak learning rate", config::at_least(0));
-  table.field("beta1", &OptimizerSettings::beta1, "decay of the gradient's average", config::in_range(0, 1));
+  table.field("lr", &OptimizerSettings::lr, "peak learning rate", config::finite_at_least(0));
+  table.field("beta1", &OptimizerSettings::beta1, "decay of the gradient's average",
+              config::in_range_below(0, 1));
   table.field("beta2", &OptimizerSettings::beta2, "decay of the squared gradient's average",
-              config::in_range(0, 1));
-  table.field("eps", &OptimizerSettings::eps, "added to the denominator", config::at_least(0));
+              config::in_range_below(0, 1));
+  table.field("eps", &OptimizerSettings::eps, "added to the denominator", config::finite_at_least(0));
   table.field("weight_decay", &OptimizerSettings::weight_decay,
-              "of every parameter that no group says otherwise for", config::at_least(0));
+              "of every parameter that no group says otherwise for", config::finite_at_least(0));
   table.field("implementation", &OptimizerSettings::implementation,
               "fused is one pass over memory, foreach one call per operation, for-loop the plain formula",
               config::one_of({"for-loop", "foreach", "fused"}));

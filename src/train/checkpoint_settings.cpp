@@ -12,19 +12,31 @@ constexpr const char* kFullState =
 // Asked for only where checkpoints are enabled.
 constexpr const char* kWhere = "enable";
 
+// Deleting all but the newest would leave nothing to fall back on while the next is being written.
+config::Constraint zero_or_at_least_two() {
+  return {"0 (all) or at least 2",
+          [](const config::Value& value) {
+            const int64_t count = std::get<int64_t>(value);
+            return count == 0 || count >= 2;
+          },
+          {}};
+}
+
 void refuse_full_state(config::Table<CheckpointSettings>& table) {
   table.refused("last_save_model_only", true, kFullState, kWhere);
-  table.without_effect("async_mode", std::string("disabled"),
-                       "one file is written after the last step, and awaited");
-  table.without_effect("keep_latest_k", int64_t{10}, "one file is written");
+  table.refused("async_mode", std::string("disabled"),
+                "the one file is written after the last step, and awaited", kWhere,
+                config::one_of({"disabled", "async", "async_with_pinned_mem"}));
+  table.refused("keep_latest_k", int64_t{10}, "one file is written, so there is none to delete", kWhere,
+                zero_or_at_least_two());
   table.refused("load_step", int64_t{-1}, kFullState, kWhere);
-  table.without_effect("exclude_from_loading", config::StringList{}, "the model alone is loaded");
+  table.refused("exclude_from_loading", config::StringList{}, "the model is all that is loaded", kWhere);
   table.refused("enable_first_step_checkpoint", false, kFullState, kWhere);
   table.refused("create_seed_checkpoint", false,
                 "initial weights don't depend on the layout: debug.seed is enough", kWhere);
   table.refused("load_only", false, kFullState, kWhere);
-  table.without_effect("enable_ft_dataloader_checkpoints", true,
-                       "read only where fault_tolerance.enable is true");
+  table.refused("enable_ft_dataloader_checkpoints", true, "replica groups that come and go come later",
+                "fault_tolerance.enable");
 }
 
 void refuse_hugging_face(config::Table<CheckpointSettings>& table) {

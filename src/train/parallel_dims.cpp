@@ -1,5 +1,9 @@
 #include "titan/train/parallel_dims.h"
 
+#include <strings.h>
+
+#include <algorithm>
+
 #include "titan/core/error.h"
 #include "titan/train/model_spec.h"
 
@@ -21,37 +25,56 @@ config::Constraint reshard_name() {
           {"default", "always", "never"}};
 }
 
-// Degrees are refused while their parallelism doesn't exist; what only refines it can be anything until then.
+// TorchTitan reads the name without regard to case.
+config::Constraint pipeline_schedule() {
+  config::Constraint names =
+      config::one_of({"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+                      "ZBVZeroBubble", "DualPipeV", "PipelineScheduleSingle", "PipelineScheduleMulti"});
+  names.accepts = [known = names.names](const config::Value& value) {
+    const auto& name = std::get<std::string>(value);
+    return std::any_of(known.begin(), known.end(), [&](const std::string& each) {
+      return ::strcasecmp(each.c_str(), name.c_str()) == 0;
+    });
+  };
+  return names;
+}
+
+// Degrees are refused while their parallelism doesn't exist, and with them what refines it.
 
 void refuse_tensor_parallel(config::Table<ParallelismSettings>& table) {
-  const char* off = "read only where tensor_parallel_degree > 1";
-  table.refused("tensor_parallel_degree", int64_t{1}, "tensor parallelism comes later");
-  table.without_effect("disable_loss_parallel", false, off);
-  table.refused("enable_async_tensor_parallel", false, "tensor parallelism comes later");
+  const char* later = "tensor parallelism comes later";
+  table.refused("tensor_parallel_degree", int64_t{1}, later);
+  table.refused("disable_loss_parallel", false, later, "tensor_parallel_degree");
+  table.refused("enable_async_tensor_parallel", false, later);
 }
 
 void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
-  const char* off = "read only where pipeline_parallel_degree > 1";
-  table.refused("pipeline_parallel_degree", int64_t{1}, "pipeline parallelism comes later");
-  table.without_effect("pipeline_parallel_first_stage_less_layers", int64_t{1}, off);
-  table.without_effect("pipeline_parallel_last_stage_less_layers", int64_t{1}, off);
-  table.refused("pipeline_parallel_layers_per_stage", {}, "pipeline parallelism comes later");
-  table.refused("module_fqns_per_model_part", {}, "pipeline parallelism comes later");
-  table.without_effect("pipeline_parallel_schedule", std::string("1F1B"), off);
-  table.without_effect("pipeline_parallel_schedule_csv", std::string(), off);
-  table.without_effect("pipeline_parallel_microbatch_size", int64_t{1}, off);
-  table.without_effect("pipeline_parallel_expert_parallel_overlap", true, off);
+  const char* later = "pipeline parallelism comes later";
+  const char* degree = "pipeline_parallel_degree";
+  table.refused(degree, int64_t{1}, later);
+  table.refused("pipeline_parallel_first_stage_less_layers", int64_t{1}, later, degree, config::at_least(0));
+  table.refused("pipeline_parallel_last_stage_less_layers", int64_t{1}, later, degree, config::at_least(0));
+  table.refused("pipeline_parallel_layers_per_stage", {}, later);
+  table.refused("module_fqns_per_model_part", {}, later);
+  table.refused("pipeline_parallel_schedule", std::string("1F1B"), later, degree, pipeline_schedule());
+  table.refused("pipeline_parallel_schedule_csv", std::string(), later, degree);
+  table.refused("pipeline_parallel_microbatch_size", int64_t{1}, later, degree, config::at_least(1));
+  table.refused("pipeline_parallel_expert_parallel_overlap", true, later, degree);
 }
 
 void refuse_context_and_expert_parallel(config::Table<ParallelismSettings>& table) {
-  const char* off = "read only where context_parallel_degree > 1";
-  table.refused("context_parallel_degree", int64_t{1}, "context parallelism comes later");
-  table.without_effect("context_parallel_load_balancer", std::string("headtail"), off);
-  table.without_effect("context_parallel_rotate_method", std::string("allgather"), off);
+  const char* later = "context parallelism comes later";
+  const char* degree = "context_parallel_degree";
+  table.refused(degree, int64_t{1}, later);
+  table.refused("context_parallel_load_balancer", std::string("headtail"), later, degree,
+                config::one_of({"headtail", "ptrr", "None"}));
+  table.refused("context_parallel_rotate_method", std::string("allgather"), later, degree,
+                config::one_of({"allgather", "alltoall"}));
   const char* experts = "there are no mixture-of-experts models yet";
   table.refused("expert_parallel_degree", int64_t{1}, experts);
   table.refused("expert_tensor_parallel_degree", int64_t{1}, experts);
-  table.without_effect("expert_parallel_comm_backend", std::string("standard"), experts);
+  table.refused("expert_parallel_comm_backend", std::string("standard"), experts, "expert_parallel_degree",
+                config::one_of({"standard", "deepep"}));
 }
 
 std::string product_of(const ParallelDims& dims) {

@@ -7,75 +7,93 @@ namespace {
 using config::StringList;
 using std::string;
 
+// TorchTitan: every so many layers, or "op".
+config::Constraint op_or_count() {
+  return {"\"op\" or an integer >= 1 in quotes",
+          [](const config::Value& value) {
+            const auto& text = std::get<string>(value);
+            bool digits = !text.empty() && text.find_first_not_of("0123456789") == string::npos;
+            return text == "op" || (digits && text.find_first_not_of('0') != string::npos);
+          },
+          {"op"}};
+}
+
 }  // namespace
 
 void describe(config::Table<ProfilingSettings>& table) {
   const char* later = "traces and memory snapshots come later";
-  const char* off = "read only where enable_profiling or enable_memory_snapshot is true";
-  table.refused("enable_profiling", false, later);
-  table.without_effect("save_traces_folder", string("profile_traces"), off);
-  table.without_effect("profile_freq", int64_t{10}, off);
-  table.without_effect("profiler_active", int64_t{1}, off);
-  table.without_effect("profiler_warmup", int64_t{3}, off);
+  const char* on = "enable_profiling";
+  table.refused(on, false, later);
+  table.refused("save_traces_folder", string("profile_traces"), later, on);
+  table.refused("profile_freq", int64_t{10}, later, on, config::at_least(1));
+  table.refused("profiler_active", int64_t{1}, later, on, config::at_least(1));
+  table.refused("profiler_warmup", int64_t{3}, later, on, config::at_least(0));
   table.refused("enable_memory_snapshot", false, later);
-  table.without_effect("save_memory_snapshot_folder", string("memory_snapshot"), off);
+  table.refused("save_memory_snapshot_folder", string("memory_snapshot"), later, "enable_memory_snapshot");
 }
 
 void describe(config::Table<ActivationCheckpointSettings>& table) {
   // TorchTitan's default is "selective"; ours is "none" until there is something to select.
-  const char* off = "read only where activation_checkpoint.mode isn't \"none\"";
-  table.refused("mode", string("none"), "activation checkpointing comes later: set it to \"none\"");
-  table.without_effect("selective_ac_option", string("2"), off);
-  table.without_effect("per_op_sac_force_recompute_mm_shapes_by_fqns", StringList{"moe.router.gate"}, off);
-  table.without_effect("early_stop", false, off);
-  table.without_effect("memory_budget", 0.5, off);
-  table.without_effect("visualize_memory_budget_pareto", false, off);
-  table.without_effect("preserve_rng_state", true, off);
-  table.without_effect("determinism_check", string("default"), off);
-  table.without_effect("debug", false, off);
+  const char* later = "activation checkpointing comes later";
+  const char* on = "mode";
+  table.refused(on, string("none"), "activation checkpointing comes later: set it to \"none\"");
+  table.refused("selective_ac_option", string("2"), later, on, op_or_count());
+  table.refused("per_op_sac_force_recompute_mm_shapes_by_fqns", StringList{"moe.router.gate"}, later, on);
+  table.refused("early_stop", false, later, on);
+  table.refused("memory_budget", 0.5, later, on, config::in_range(0, 1));
+  table.refused("visualize_memory_budget_pareto", false, later, on);
+  table.refused("preserve_rng_state", true, later, on);
+  table.refused("determinism_check", string("default"), later, on, config::one_of({"default", "none"}));
+  table.refused("debug", false, later, on);
 }
 
 void describe(config::Table<CompileSettings>& table) {
-  table.refused("enable", false, "there is no compiler: fused operations are written out");
-  table.without_effect("components", StringList{"model", "loss"}, "read only where compile.enable is true");
-  table.without_effect("backend", string("inductor"), "read only where compile.enable is true");
+  const char* none = "there is no compiler: fused operations are written out";
+  table.refused("enable", false, none);
+  table.refused("components", StringList{"model", "loss"}, none, "enable", config::one_of({"model", "loss"}));
+  table.refused("backend", string("inductor"), none, "enable");
 }
 
 void describe(config::Table<QuantizeSettings>& table) {
-  const char* off = "read only where model.converters names this recipe";
-  table.without_effect("linear.float8.enable_fsdp_float8_all_gather", false, off);
-  table.without_effect("linear.float8.precompute_float8_dynamic_scale_for_fsdp", false, off);
-  table.without_effect("linear.float8.recipe_name", {}, off);
-  table.without_effect("linear.float8.filter_fqns", StringList{}, off);
-  table.without_effect("linear.float8.emulate", false, off);
-  table.without_effect("linear.mx.mxfp8_dim1_cast_kernel_choice", string("triton"), off);
-  table.without_effect("linear.mx.recipe_name", string("mxfp8_cublas"), off);
-  table.without_effect("linear.mx.filter_fqns", StringList{"output"}, off);
-  table.without_effect("grouped_mm.float8.fqns", StringList{}, off);
-  table.without_effect("grouped_mm.mx.recipe_name", string("mxfp8"), off);
-  table.without_effect("grouped_mm.mx.fqns", StringList{}, off);
+  const char* later = "low-precision converters don't exist yet";
+  const char* on = "model.converters";
+  const auto mx_recipe = config::one_of({"mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil"});
+  table.refused("linear.float8.enable_fsdp_float8_all_gather", false, later, on);
+  table.refused("linear.float8.precompute_float8_dynamic_scale_for_fsdp", false, later, on);
+  table.refused("linear.float8.recipe_name", {}, later, on,
+                config::one_of({"tensorwise", "rowwise", "rowwise_with_gw_hp"}));
+  table.refused("linear.float8.filter_fqns", StringList{}, later, on);
+  table.refused("linear.float8.emulate", false, later, on);
+  table.refused("linear.mx.mxfp8_dim1_cast_kernel_choice", string("triton"), later, on,
+                config::one_of({"triton", "cuda", "torch"}));
+  table.refused("linear.mx.recipe_name", string("mxfp8_cublas"), later, on, mx_recipe);
+  table.refused("linear.mx.filter_fqns", StringList{"output"}, later, on);
+  table.refused("grouped_mm.float8.fqns", StringList{}, later, on);
+  table.refused("grouped_mm.mx.recipe_name", string("mxfp8"), later, on, mx_recipe);
+  table.refused("grouped_mm.mx.fqns", StringList{}, later, on);
 }
 
 void describe(config::Table<MemoryEstimationSettings>& table) {
   table.refused("enable", false, "dry runs come later");
-  table.without_effect("disable_fake_mode", false, "read only where memory_estimation.enable is true");
+  table.refused("disable_fake_mode", false, "dry runs come later", "enable");
 }
 
 void describe(config::Table<FaultToleranceSettings>& table) {
-  const char* off = "read only where fault_tolerance.enable is true";
-  table.refused("enable", false, "replica groups that come and go come later");
-  table.without_effect("process_group", string("gloo"), off);
-  table.without_effect("process_group_timeout_ms", int64_t{10000}, off);
-  table.without_effect("replica_id", int64_t{0}, off);
-  table.without_effect("group_size", int64_t{0}, off);
-  table.without_effect("min_replica_size", int64_t{1}, off);
-  table.refused("semi_sync_method", {}, "replica groups that come and go come later");
-  table.without_effect("sync_steps", int64_t{5}, off);
-  table.without_effect("should_quantize", false, off);
-  table.without_effect("fragment_sync_delay", int64_t{0}, off);
-  table.without_effect("fragment_update_alpha", 0.0, off);
-  table.without_effect("module_fqns_per_model_fragment", StringList{}, off);
-  table.without_effect("num_fragments", int64_t{1}, off);
+  const char* later = "replica groups that come and go come later";
+  const char* on = "enable";
+  table.refused(on, false, later);
+  table.refused("process_group", string("gloo"), later, on, config::one_of({"gloo", "nccl"}));
+  table.refused("process_group_timeout_ms", int64_t{10000}, later, on, config::at_least(1));
+  table.refused("replica_id", int64_t{0}, later, on, config::at_least(0));
+  table.refused("group_size", int64_t{0}, later, on, config::at_least(0));
+  table.refused("min_replica_size", int64_t{1}, later, on, config::at_least(1));
+  table.refused("semi_sync_method", {}, later);
+  table.refused("sync_steps", int64_t{5}, later, on, config::at_least(1));
+  table.refused("should_quantize", false, later, on);
+  table.refused("fragment_sync_delay", int64_t{0}, later, on, config::at_least(0));
+  table.refused("fragment_update_alpha", 0.0, later, on, config::in_range(0, 1));
+  table.refused("module_fqns_per_model_fragment", StringList{}, later, on);
+  table.refused("num_fragments", int64_t{1}, later, on, config::at_least(1));
 }
 
 }  // namespace titan::train

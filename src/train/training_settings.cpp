@@ -11,7 +11,7 @@ void describe(config::Table<ModelSettings>& table) {
               "folder with the tokenizer's tokenizer.json, or \"bytes\" for a token per byte");
   table.mapped("tokenizer_path", "hf_assets_path", "deprecated in TorchTitan");
   table.refused("converters", config::StringList{}, "low-precision converters don't exist yet");
-  table.without_effect("print_after_conversion", false, "there are no converters yet");
+  table.refused("print_after_conversion", false, "low-precision converters don't exist yet", "converters");
 }
 
 namespace {
@@ -50,8 +50,9 @@ void describe(config::Table<TrainingSettings>& table) {
   table.field("steps", &TrainingSettings::steps, "optimizer steps", config::at_least(1));
   table.field("enable_cpu_offload", &TrainingSettings::enable_cpu_offload,
               "keep sharded parameters, gradients and optimizer states in pinned host memory; GPUs only");
-  table.without_effect("gc_freq", int64_t{50}, "paces Python's garbage collector, which isn't there");
-  table.without_effect("gc_debug", false, "there is no garbage collector");
+  table.without_effect("gc_freq", int64_t{50}, "paces Python's garbage collector, which isn't there",
+                       config::at_least(1));
+  table.without_effect("gc_debug", false, "is about Python's garbage collector, which isn't there");
   table.field("device", &TrainingSettings::device, "\"auto\" takes a GPU when there is one",
               config::one_of({"auto", "cpu", "cuda"}));
 }

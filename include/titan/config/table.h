@@ -36,8 +36,12 @@ struct Constraint {
 /// One of these strings; in a list of strings, each of its entries.
 Constraint one_of(std::vector<std::string> names);
 Constraint at_least(double lowest);
+/// The same, and no infinity.
+Constraint finite_at_least(double lowest);
 Constraint above(double bound);
 Constraint in_range(double lowest, double highest);
+/// Without `bound` itself.
+Constraint in_range_below(double lowest, double bound);
 /// A positive integer, or -1 for "the rest" / "all".
 Constraint positive_or_minus_one();
 
@@ -47,8 +51,8 @@ struct FieldInfo {
   enum class Role {
     Setting,        ///< a member of the struct
     Refused,        ///< known, but only default_value is accepted; `reason` says why
-    WithoutEffect,  ///< accepted with any value of its kind, and read by nothing; `reason` says why that is
-                    ///< honest
+    WithoutEffect,  ///< accepted with any value that means something, and read by nothing; `reason` says
+                    ///< why that is honest
     Mapped,         ///< another name of the key `mapped_to`, which lies in the same table
   };
 
@@ -60,8 +64,7 @@ struct FieldInfo {
   Value default_value;
   Role role = Role::Setting;
   std::string reason;
-  std::string
-      only_where;  ///< of a refused key: the bool of the same table that has to be true for it to matter
+  std::string only_where;  ///< of a refused key: the key that has to be on for it to matter
   std::string mapped_to;
   std::function<Value(const void* settings)> get;
   std::function<void(void* settings, const Value&)> set;  ///< the value has the right alternative already
@@ -78,13 +81,15 @@ class Table {
 
   /// A key of TorchTitan whose feature doesn't exist (yet): read, but refused at any value other than
   /// `only_value`.
-  /// `{}` as only_value is "unset": any value is refused. `only_where` names a bool of this table without
-  /// which nothing would read the key: while that is false, any value of its kind is accepted.
-  void refused(std::string key, Value only_value, std::string reason, std::string only_where = {});
+  /// `{}` as only_value is "unset": any value is refused. `only_where` names the key without which nothing
+  /// would read this one, in this table ("enable") or another ("fault_tolerance.enable"): while that is off
+  /// (a bool: false, another kind: its default), any value that `constraint` takes is accepted.
+  void refused(std::string key, Value only_value, std::string reason, std::string only_where = {},
+               Constraint constraint = {});
 
-  /// A key of TorchTitan that can be anything because nothing here asks: the pipeline's schedule while there
-  /// can be no pipeline.
-  void without_effect(std::string key, Value default_value, std::string reason);
+  /// A key of TorchTitan about Python's workings, which have no counterpart here. A key of a feature that
+  /// doesn't exist is refused() instead.
+  void without_effect(std::string key, Value default_value, std::string reason, Constraint constraint = {});
 
   /// An older name of `to_key`.
   void mapped(std::string key, std::string to_key, std::string reason);

@@ -95,16 +95,20 @@ void Table<S>::field(std::string key, T S::*member, std::string meaning, Constra
 }
 
 template <class S>
-void Table<S>::refused(std::string key, Value only_value, std::string reason, std::string only_where) {
+void Table<S>::refused(std::string key, Value only_value, std::string reason, std::string only_where,
+                       Constraint constraint) {
   fields_.push_back(
       detail::memberless(std::move(key), std::move(only_value), FieldInfo::Role::Refused, std::move(reason)));
   fields_.back().only_where = std::move(only_where);
+  fields_.back().constraint = std::move(constraint);
 }
 
 template <class S>
-void Table<S>::without_effect(std::string key, Value default_value, std::string reason) {
+void Table<S>::without_effect(std::string key, Value default_value, std::string reason,
+                              Constraint constraint) {
   fields_.push_back(detail::memberless(std::move(key), std::move(default_value),
                                        FieldInfo::Role::WithoutEffect, std::move(reason)));
+  fields_.back().constraint = std::move(constraint);
 }
 
 template <class S>

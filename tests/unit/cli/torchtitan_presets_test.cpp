@@ -21,6 +21,13 @@ std::vector<std::string> problems_of(const std::string& preset, std::vector<std:
   }
 }
 
+using Words = std::vector<std::string>;
+
+Words operator+(Words a, const Words& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
 class Preset : public testing::TestWithParam<std::string> {};
 
 TEST_P(Preset, OnlyActivationCheckpointingIsRefused) {
@@ -34,6 +41,39 @@ TEST_P(Preset, OnlyActivationCheckpointingIsRefused) {
 TEST_P(Preset, IsReadWithoutIt) {
   std::vector<std::string> problems = problems_of(GetParam(), {"--activation_checkpoint.mode", "none"});
   EXPECT_TRUE(problems.empty()) << ConfigError(problems).what();
+}
+
+using Problems = std::vector<std::string>;
+
+// Of keys that TorchTitan doesn't read unless their feature is on.
+TEST_P(Preset, WhatMeansNothingIsRefused) {
+  const std::vector<std::pair<std::string, std::string>> nonsense = {
+      {"--checkpoint.async_mode", "nonsense"},
+      {"--checkpoint.keep_latest_k", "1"},
+      {"--parallelism.pipeline_parallel_schedule", "nonsense"},
+      {"--parallelism.context_parallel_load_balancer", "nonsense"},
+      {"--activation_checkpoint.selective_ac_option", "0"},
+      {"--compile.components", "modle"},
+      {"--quantize.linear.float8.recipe_name", "nonsense"},
+      {"--fault_tolerance.process_group", "nonsense"},
+      {"--profiling.profile_freq", "0"},
+      {"--optimizer.lr", "inf"},
+      {"--optimizer.beta1", "1"},
+      {"--optimizer.beta2", "1"}};
+  for (const auto& [key, value] : nonsense)
+    EXPECT_EQ(problems_of(GetParam(), {"--activation_checkpoint.mode", "none", key, value}).size(), 1u)
+        << key;
+}
+
+// Asked for and not there.
+TEST_P(Preset, WithCheckpointsTheirKeysAreRefused) {
+  const Words on = {"--activation_checkpoint.mode", "none", "--checkpoint.enable",
+                    "--checkpoint.last_save_model_only"};
+  EXPECT_EQ(problems_of(GetParam(), on), Problems{});
+  for (const Words& words :
+       {Words{"--checkpoint.async_mode", "async"}, Words{"--checkpoint.keep_latest_k", "2"},
+        Words{"--checkpoint.exclude_from_loading", "model"}})
+    EXPECT_EQ(problems_of(GetParam(), on + words).size(), 1u) << words[0];
 }
 
 INSTANTIATE_TEST_SUITE_P(Llama, Preset, testing::Values("debug.toml", "llama3_8b.toml"),

@@ -171,12 +171,12 @@ TEST(Optimizer, GroupsByName) {
 TEST(Optimizer, BadGroupsAreAllNamed) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({2}))};
   OptimizerSettings settings{
-      .param_groups = {"nrom: lr=1", "w: wd=1", "w: lr=-1", "w(: lr=1", "w", "w: beta1=2", "w: lr"}};
+      .param_groups = {"nrom: lr=1", "w: wd=1", "w: lr=-1", "w(: lr=1", "w", "w: beta1=1", "w: lr=inf", "w: lr"}};
   try {
     Optimizer optimizer(parameters, settings);
     FAIL();
   } catch (const ConfigError& error) {
-    EXPECT_EQ(error.problems().size(), 7u) << error.what();
+    EXPECT_EQ(error.problems().size(), 8u) << error.what();
     EXPECT_NE(error.problems()[0].find("matches no parameter"), std::string::npos);
     EXPECT_NE(error.problems()[1].find("unknown key 'wd'"), std::string::npos);
   }
