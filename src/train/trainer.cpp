@@ -88,17 +88,20 @@ at::Tensor Trainer::forward_backward(const std::vector<data::Batch>& batches, co
 
 optim::GradNorm Trainer::clip() { return optim::clip_grad_norm(parts_.parameters, options_.max_norm); }
 
-// All ranks come to the same verdict: the norm is the same everywhere, and the loss's is exchanged. A loss
-// can be infinite with finite gradients, and one rank's alone, so neither check covers the other.
+// All ranks come to the same verdict, as the norm is the same everywhere and the loss's flag is exchanged.
+// The losses are judged first: they know their rank. One rank's NaN is in every shard of the reduced
+// gradients, so the norm can only name where it was seen, and says so.
 void Trainer::check_finite(double local_loss, const optim::GradNorm& grad_norm) {
-  TITAN_CHECK(grad_norm.finite(), "step ", step_, ": the gradient norm isn't finite; first on rank ",
-              grad_norm.nonfinite_rank, ". The optimizer step was not taken.");
   const int world_size = parts_.world.size();
   const double flag = std::isfinite(local_loss) ? 0 : world_size - parts_.world.rank();
   const double worst = parts_.world.everyone()->max(flag, {"train::check_finite"});
   TITAN_CHECK(worst == 0, "step ", step_, ": the loss isn't finite on rank ",
               world_size - static_cast<int>(worst), worst == flag ? str(" (", local_loss, ")") : "",
               ". The optimizer step was not taken.");
+  TITAN_CHECK(grad_norm.finite(), "step ", step_,
+              ": the gradient norm isn't finite, though the losses of all ranks are; first seen in the shard "
+              "of rank ",
+              grad_norm.nonfinite_rank, ". The optimizer step was not taken.");
 }
 
 void Trainer::optimizer_step() { parts_.optimizer.step(); }

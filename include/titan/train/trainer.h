@@ -59,7 +59,9 @@ class Trainer {
   ~Trainer();
 
   /// All steps, or as many as the data gives. Collective over the world. Throws Error on every rank, before
-  /// the optimizer step, when a loss or the gradient norm isn't finite; the message names the rank.
+  /// the optimizer step, when a loss or the gradient norm isn't finite. The message names the lowest rank
+  /// whose loss it is; where all losses are finite, the rank in whose shard of the gradients it was first
+  /// seen.
   void train();
 
  private:
