@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "check_files.h"
 #include "titan/train/job_config.h"
 
 namespace titan::train {
@@ -18,7 +19,8 @@ struct Check {
   }
 };
 
-void check_parallelism(Check& check, int world_size) {
+/// Returns the data-parallel degree, where the degrees fit.
+std::optional<int> check_parallelism(Check& check, int world_size) {
   std::vector<std::string> problems;
   ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, problems);
   check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
@@ -30,6 +32,7 @@ void check_parallelism(Check& check, int world_size) {
   check.require(policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard % policy.size == 0,
                 "parallelism.fsdp_reshard_after_forward",
                 str("isn't a divisor of the ", dims.dp_shard, " ranks that parameters are sharded over"));
+  return dims.world_size() == world_size ? std::optional(dims.dp_replicate * dims.dp_shard) : std::nullopt;
 }
 
 void check_model(Check& check) {
@@ -68,13 +71,14 @@ void check_validation(Check& check) {
 
 }  // namespace
 
-void check_job(const JobConfig& config, const config::Origins& origins, int world_size) {
+void check_job(const JobConfig& config, const config::Origins& origins, int world_size, JobFiles files) {
   Check check{config, origins};
   check_model(check);
-  check_parallelism(check, world_size);
+  const std::optional<int> dp_degree = check_parallelism(check, world_size);
   check_precision(check);
   check_checkpoint(check);
   check_validation(check);
+  if (files == JobFiles::Check) check_files(config, origins, dp_degree, check.problems);
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));
 }
 

@@ -53,9 +53,15 @@ struct JobConfig {
 /// read, after the shared object of experimental.custom_import was opened.
 const config::Schema& job_schema();
 
-/// The checks between tables, with all problems in one ConfigError whose messages point at where the values
-/// came from. Needs no process group: `world_size` comes from the launcher's environment or from --nproc.
-void check_job(const JobConfig& config, const config::Origins& origins, int world_size);
+/// Whether check_job looks at what the job will read: data sets, recorded batches, tokenizer, initial
+/// weights.
+enum class JobFiles { Check, Ignore };
+
+/// The checks between tables and of files, with all problems in one ConfigError whose messages point at where
+/// the values came from. Needs no process group: `world_size` comes from the launcher's environment or from
+/// --nproc.
+void check_job(const JobConfig& config, const config::Origins& origins, int world_size,
+               JobFiles files = JobFiles::Check);
 
 /// Opens a shared object and calls its `extern "C" void titan_register()`, once per path; "" does nothing.
 /// Throws ConfigError when it can't be opened or has no such function.

@@ -30,18 +30,19 @@ class JobConfigTest : public testing::Test {
   }
 
   // `words` after the model's.
-  JobConfig load(std::vector<std::string> words, int world_size = 1) {
+  JobConfig load(std::vector<std::string> words, int world_size = 1, JobFiles files = JobFiles::Ignore) {
     std::vector<std::string> all = {"--model.name", "bigram", "--model.flavor", "small"};
     all.insert(all.end(), words.begin(), words.end());
     JobConfig config;
     auto origins = config::load(job_schema(), {"", all}, config);
-    check_job(config, origins, world_size);
+    check_job(config, origins, world_size, files);
     return config;
   }
 
-  std::vector<std::string> problems_of(std::vector<std::string> words, int world_size = 1) {
+  std::vector<std::string> problems_of(std::vector<std::string> words, int world_size = 1,
+                                       JobFiles files = JobFiles::Ignore) {
     try {
-      load(words, world_size);
+      load(words, world_size, files);
     } catch (const ConfigError& error) {
       return error.problems();
     }
@@ -89,6 +90,63 @@ TEST_F(JobConfigTest, Float64IsAllOrNothing) {
 TEST_F(JobConfigTest, ReshardSizeDividesTheShards) {
   EXPECT_EQ(problems_of({"--parallelism.fsdp_reshard_after_forward", "3"}, 4).size(), 1u);
   EXPECT_TRUE(problems_of({"--parallelism.fsdp_reshard_after_forward", "2"}, 4).empty());
+}
+
+TEST_F(JobConfigTest, FilesAreLookedAtTogetherWithTheRest) {
+  auto problems = problems_of(
+      {"--training.dataset", "c4", "--model.hf_assets_path", "no/such/folder", "--validation.enable",
+       "--validation.dataset", "text", "--validation.seq_len", "8", "--training.seq_len", "8",
+       "--checkpoint.enable", "--training.steps", "5", "--checkpoint.initial_load_path", "/no/weights",
+       "--parallelism.data_parallel_shard_degree", "3"},
+      4, JobFiles::Check);
+  const std::string all = ConfigError(problems).what();
+  EXPECT_EQ(problems.size(), 5u) << all;
+  const std::string folder = (std::filesystem::current_path() / "no/such/folder").string();
+  EXPECT_NE(all.find("--training.dataset = c4: unknown data set; known: cpp_headers, jsonl"),
+            std::string::npos)
+      << all;
+  EXPECT_NE(all.find("there is no " + folder + " (relative to the working directory"), std::string::npos)
+      << all;
+  EXPECT_NE(all.find("needs validation.dataset_path"), std::string::npos) << all;
+  EXPECT_NE(all.find("no safetensors file at /no/weights"), std::string::npos) << all;
+}
+
+TEST_F(JobConfigTest, DataPathsHaveToBeThere) {
+  const std::vector<std::string> text = {"--model.hf_assets_path", "bytes", "--model.args.vocab_size", "258",
+                                         "--training.dataset",     "text",  "--training.dataset_path"};
+  auto problem_of = [&](const std::string& path) {
+    auto words = text;
+    words.push_back(path);
+    return ConfigError(problems_of(words, 1, JobFiles::Check)).problems();
+  };
+  EXPECT_TRUE(problem_of(TITAN_SOURCE_DIR "/docs").empty());
+  EXPECT_TRUE(problem_of(TITAN_SOURCE_DIR "/docs/*.md").empty());
+  ASSERT_EQ(problem_of("/no/such/folder").size(), 1u);
+  EXPECT_NE(problem_of("/no/such/folder")[0].find("nothing at /no/such/folder"), std::string::npos);
+  ASSERT_EQ(problem_of(TITAN_SOURCE_DIR "/docs/*.nothing").size(), 1u);
+}
+
+TEST_F(JobConfigTest, TheTokenizerFitsTheModel) {
+  auto problems = problems_of({"--model.hf_assets_path", "bytes"}, 1, JobFiles::Check);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("--model.hf_assets_path = bytes: the tokenizer has 258 tokens"),
+            std::string::npos)
+      << problems[0];
+}
+
+// The recording: 20 steps of 4 sequences of 64 tokens; two ranks.
+TEST_F(JobConfigTest, RecordedBatchesFitTheJob) {
+  const std::string folder = TITAN_SOURCE_DIR "/tests/data/parity/mini";
+  auto check = [&](const char* steps, const char* batch, const char* seq_len, const std::string& path) {
+    return problems_of({"--training.dataset", "tokens", "--training.dataset_path", path, "--training.steps",
+                        steps, "--training.local_batch_size", batch, "--training.seq_len", seq_len},
+                       2, JobFiles::Check);
+  };
+  EXPECT_TRUE(check("20", "2", "64", folder).empty());
+  EXPECT_EQ(check("1000", "1000", "1000", folder).size(), 3u);
+  auto missing = check("20", "2", "64", "/no/recording");
+  ASSERT_EQ(missing.size(), 1u);
+  EXPECT_NE(missing[0].find("there is no /no/recording/input.npy"), std::string::npos) << missing[0];
 }
 
 TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
