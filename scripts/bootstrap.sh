@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 python_packages=(torch==2.11.0 numpy tokenizers tensorboard)
 packages=(g++ cmake ninja-build git pkg-config ccache mold python3 python3-venv
           libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libpcre2-dev libxxhash-dev
+          libcli11-dev
           libgtest-dev libgmock-dev)
 
 say() { printf 'bootstrap: %s\n' "$*" >&2; }

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/run_record.h"
 #include "titan/core/error.h"
@@ -10,13 +11,6 @@
 namespace titan::cli {
 
 namespace {
-
-constexpr const char* kUsage =
-    "usage: titan compare RUN RUN ...\n"
-    "\n"
-    "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps "
-    "side by side,\n"
-    "and the first step at which a loss isn't the first run's.\n";
 
 constexpr int kColumn = 24;
 
@@ -100,11 +94,11 @@ void print_parting(const std::vector<RunRecord>& runs, const std::vector<int64_t
 
 }  // namespace
 
-int compare_command(const Arguments& arguments) {
-  if (arguments == Arguments{"--help"} || arguments == Arguments{"-h"}) return std::fputs(kUsage, stdout), 0;
-  if (arguments.size() < 2) throw ConfigError(str("titan compare wants two runs or more\n", kUsage));
+int compare_command(const Arguments& words) {
+  const CompareArguments arguments = parse_compare_arguments(words);
+  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
   std::vector<RunRecord> runs;
-  for (const std::string& folder : arguments) runs.push_back(read_run(folder));
+  for (const std::string& folder : arguments.runs) runs.push_back(read_run(folder));
   std::vector<int64_t> steps = common_steps(runs);
   if (steps.empty()) throw ConfigError("these runs have no logged step in common");
   print_settings(runs);

@@ -3,9 +3,9 @@
 
 #include <cstdio>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
 #include "titan/config/print.h"
-#include "titan/core/error.h"
 #include "titan/train/job_config.h"
 #include "titan/train/torchtitan_keys.h"
 
@@ -39,16 +39,13 @@ checkpointing: a TorchTitan config that relies on its default runs here without 
 
 }  // namespace
 
-int docs_command(const Arguments& arguments) {
-  if (arguments == Arguments{"config"}) {
-    std::fputs((kConfigHead + config::markdown(train::job_schema())).c_str(), stdout);
-  } else if (arguments == Arguments{"torchtitan-keys"}) {
-    std::fputs((kKeysHead + config::key_table(train::job_schema(), train::torchtitan_keys())).c_str(),
-               stdout);
-  } else {
-    throw ConfigError("usage: titan docs config|torchtitan-keys");
-  }
-  return 0;
+int docs_command(const Arguments& words) {
+  const DocsArguments arguments = parse_docs_arguments(words);
+  std::string text = arguments.help;
+  if (arguments.page == "config") text = kConfigHead + config::markdown(train::job_schema());
+  if (arguments.page == "torchtitan-keys")
+    text = kKeysHead + config::key_table(train::job_schema(), train::torchtitan_keys());
+  return std::fputs(text.c_str(), stdout), 0;
 }
 
 }  // namespace titan::cli

@@ -3,13 +3,14 @@
 #include <malloc.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
 
+#include "cli/arguments.h"
 #include "cli/commands.h"
-#include "cli/train_arguments.h"
 #include "dist/environment.h"
 #include "titan/cli/launch.h"
 #include "titan/config/print.h"
@@ -22,24 +23,13 @@ namespace titan::cli {
 
 namespace {
 
-constexpr const char* kUsage =
-    "usage: titan train [CONFIG] [options] [--section.key value ...]\n"
-    "\n"
-    "  CONFIG             a TOML or JSON file; without one, defaults and the settings given\n"
-    "  --nproc N          start N ranks on this machine\n"
-    "  --log-rank RANKS   with --nproc: whose output is shown: 0 (default), a list such as 0,3, all, none\n"
-    "  --print-config     print the resolved config as TOML, and stop\n"
-    "  --help             this text\n"
-    "\n"
-    "Settings: command line, then CONFIG, then what it includes, then the defaults in brackets.\n"
-    "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n"
-    "\n";
-
 /// Tells the ranks that --nproc starts whether somebody watches.
 constexpr const char* kOnTerminal = "TITAN_ON_TERMINAL";
+/// And that the files of this config were looked at.
+constexpr const char* kFilesChecked = "TITAN_FILES_CHECKED";
 
-int print_help() {
-  std::fputs(kUsage, stdout);
+int print_help(const TrainArguments& arguments) {
+  std::fputs(arguments.help.c_str(), stdout);
   std::fputs(config::help_text(train::job_schema()).c_str(), stdout);
   return 0;
 }
@@ -49,7 +39,26 @@ struct LoadedJob {
   config::Origins origins;
 };
 
+bool is_switch(std::string word) {
+  if (!word.starts_with("--") || word.find('=') != std::string::npos) return false;
+  std::replace(word.begin(), word.end(), '-', '_');
+  const config::FieldInfo* field = train::job_schema().find(std::string_view(word).substr(2));
+  return field != nullptr && field->kind == config::Kind::Bool;
+}
+
+/// Behind a switch, a config file is read as the switch's value.
+void check_config_comes_first(const TrainArguments& arguments) {
+  const std::vector<std::string>& words = arguments.overrides;
+  for (size_t at = 1; arguments.config.empty() && at < words.size(); ++at) {
+    const bool names_config = words[at].ends_with(".toml") || words[at].ends_with(".json");
+    if (names_config && is_switch(words[at - 1]))
+      throw ConfigError(str("titan train: ", words[at], " stands behind ", words[at - 1],
+                            ", as its value; the config file comes before the first setting"));
+  }
+}
+
 LoadedJob load_job(const TrainArguments& arguments) {
+  check_config_comes_first(arguments);
   if (arguments.config.empty() && arguments.overrides.empty())
     throw ConfigError("titan train wants a config file or settings (see titan train --help)");
   LoadedJob job;
@@ -69,6 +78,7 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
 
 int launch_ranks(const TrainArguments& arguments) {
   if (::isatty(STDERR_FILENO)) ::setenv(kOnTerminal, "1", /*overwrite=*/1);
+  ::setenv(kFilesChecked, "1", /*overwrite=*/1);
   LaunchOptions options;
   options.num_ranks = arguments.num_ranks;
   options.command = rank_command(arguments);
@@ -100,6 +110,11 @@ bool on_terminal(const dist::Launch& launch) {
   return ::isatty(STDERR_FILENO) || (launch.by == "titan" && ::getenv(kOnTerminal));
 }
 
+train::JobFiles files_to_check(const dist::Launch& launch) {
+  const bool parent_did = launch.by == "titan" && ::getenv(kFilesChecked);
+  return parent_did ? train::JobFiles::Ignore : train::JobFiles::Check;
+}
+
 void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
   log::Settings settings = log::settings();
   settings.rank = launch.rank;
@@ -121,7 +136,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch) {
 
 int train_command(const Arguments& words) {
   TrainArguments arguments = parse_train_arguments(words);
-  if (arguments.help) return print_help();
+  if (!arguments.help.empty()) return print_help(arguments);
   LoadedJob job = load_job(arguments);
   if (arguments.print_config)
     return std::fputs(config::print_toml(train::job_schema(), job.config).c_str(), stdout), 0;
@@ -131,7 +146,8 @@ int train_command(const Arguments& words) {
   const bool starts_ranks = arguments.num_ranks > 1;
   // The parent checks too, so that a wrong setting is told once, and before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);
-  train::check_job(job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size);
+  train::check_job(job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size,
+                   files_to_check(launch));
   return starts_ranks ? launch_ranks(arguments) : run_rank(job.config, launch);
 }
 

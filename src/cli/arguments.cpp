@@ -1,0 +1,182 @@
+#include "cli/arguments.h"
+
+#include <CLI/CLI.hpp>
+
+#include "titan/config/load.h"
+#include "titan/core/error.h"
+
+namespace titan::cli {
+
+namespace {
+
+constexpr int kMostRanks = 65536;
+
+/// CLI11's help, with a usage line that says more than "[OPTIONS]".
+class Format : public CLI::Formatter {
+ public:
+  explicit Format(std::string usage) : usage_(std::move(usage)) { column_width(22); }
+  std::string make_usage(const CLI::App*, std::string) const override { return "usage: " + usage_ + "\n"; }
+
+ private:
+  std::string usage_;
+};
+
+/// One command's line.
+class Parser {
+ public:
+  /// `name`: "titan train". `usage`: without the word "usage".
+  Parser(std::string name, std::string usage, std::string explanation) : name_(std::move(name)) {
+    app.formatter(std::make_shared<Format>(std::move(usage)));
+    app.footer(std::move(explanation));
+    app.set_help_flag("-h,--help", "this text");
+    app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  }
+
+  /// Returns the help text if it was asked for.
+  std::string parse(const std::vector<std::string>& words) {
+    try {
+      app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them from the back
+    } catch (const CLI::CallForHelp&) {
+      return app.help();
+    } catch (const CLI::ParseError& error) {
+      refuse(error.what());
+    }
+    return "";
+  }
+
+  [[noreturn]] void refuse(const std::string& problem) const {
+    throw ConfigError(str(name_, ": ", problem, " (see ", name_, " --help)"));
+  }
+
+  [[noreturn]] void refuse_option(const std::string& word) const {
+    std::vector<std::string> known;
+    for (const CLI::Option* option : app.get_options())
+      for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
+    const auto near = nearest_names(word.substr(0, word.find('=')), known, 1);
+    refuse(
+        str("unknown option '", word, "'", near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
+  }
+
+  CLI::App app;
+
+ private:
+  std::string name_;
+};
+
+CLI::Option* add_ranks(CLI::App& app, int& num_ranks) {
+  return app.add_option("-n,--nproc", num_ranks, "start N ranks on this machine")
+      ->type_name("N")
+      ->check(CLI::Range(1, kMostRanks).description(""));
+}
+
+void add_log_rank(CLI::App& app, std::string& log_rank) {
+  app.add_option("--log-rank", log_rank,
+                 "whose output is shown of the ranks started: 0 (default), a list such as 0,3, all, none")
+      ->type_name("RANKS");
+}
+
+bool is_setting(const std::string& word) {
+  return word.starts_with("--") && word.substr(0, word.find('=')).find('.') != std::string::npos;
+}
+
+void take_config(const Parser& parser, TrainArguments& arguments, const std::string& word) {
+  if (!arguments.config.empty())
+    parser.refuse(str("there is one config file, not both ", arguments.config.string(), " and ", word));
+  arguments.config = word;
+}
+
+/// What stands before the first setting is the config file; behind it, settings and their values.
+void sort_words(const Parser& parser, TrainArguments& arguments, const std::vector<std::string>& words) {
+  for (const std::string& word : words) {
+    if (is_setting(word)) {
+      arguments.overrides.push_back(word);
+    } else if (word.starts_with("--") || (word.starts_with("-") && arguments.overrides.empty())) {
+      parser.refuse_option(word);
+    } else if (!arguments.overrides.empty()) {
+      arguments.overrides.push_back(word);
+    } else {
+      take_config(parser, arguments, word);
+    }
+  }
+}
+
+constexpr const char* kTrainNotes =
+    "CONFIG is a TOML or JSON file; without one, defaults and the settings given. It stands before the "
+    "first\n"
+    "setting, whose value it would be otherwise.\n"
+    "\n"
+    "Settings: command line, then CONFIG, then what it includes, then the defaults in brackets.\n"
+    "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n";
+
+constexpr const char* kLaunchNotes =
+    "Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().\n"
+    "When one fails, the others are ended, its last lines are printed at the end, and its exit code is this\n"
+    "command's.\n";
+
+constexpr const char* kCompareNotes =
+    "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
+    "side by side, and the first step at which a loss isn't the first run's.\n";
+
+}  // namespace
+
+TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
+  TrainArguments arguments;
+  Parser parser("titan train", "titan train [CONFIG] [options] [--section.key value ...]", kTrainNotes);
+  add_ranks(parser.app, arguments.num_ranks);
+  add_log_rank(parser.app, arguments.log_rank);
+  parser.app.add_flag("--print-config", arguments.print_config,
+                      "print the resolved config as TOML, and stop");
+  parser.app.allow_extras();
+  arguments.help = parser.parse(words);
+  if (!arguments.help.empty()) return arguments;
+  sort_words(parser, arguments, parser.app.remaining());
+  const auto named = config::override_value(arguments.overrides, "job.config_file");
+  if (named && *named != "none") take_config(parser, arguments, *named);
+  return arguments;
+}
+
+LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
+  LaunchArguments arguments;
+  LaunchOptions& options = arguments.options;
+  Parser parser("titan launch", "titan launch -n N [--log-rank RANKS] [--] program [arguments ...]",
+                kLaunchNotes);
+  add_ranks(parser.app, options.num_ranks)->required();
+  add_log_rank(parser.app, options.log_rank);
+  parser.app.prefix_command();
+  arguments.help = parser.parse(words);
+  if (!arguments.help.empty()) return arguments;
+  options.command = parser.app.remaining();
+  if (!options.command.empty() && options.command.front() == "--") {
+    options.command.erase(options.command.begin());
+  } else if (!options.command.empty() && options.command.front().starts_with("-")) {
+    parser.refuse_option(options.command.front());
+  }
+  if (options.command.empty()) parser.refuse("there is no program to start");
+  return arguments;
+}
+
+CompareArguments parse_compare_arguments(const std::vector<std::string>& words) {
+  CompareArguments arguments;
+  Parser parser("titan compare", "titan compare RUN RUN ...", kCompareNotes);
+  parser.app.allow_extras();
+  arguments.help = parser.parse(words);
+  if (!arguments.help.empty()) return arguments;
+  for (const std::string& word : parser.app.remaining())
+    if (word.starts_with("-")) parser.refuse_option(word);
+  arguments.runs = parser.app.remaining();
+  if (arguments.runs.size() < 2) parser.refuse("wants two runs or more");
+  return arguments;
+}
+
+DocsArguments parse_docs_arguments(const std::vector<std::string>& words) {
+  DocsArguments arguments;
+  Parser parser("titan docs", "titan docs config|torchtitan-keys",
+                "Prints a page of docs/, as scripts/update_docs.sh saves it.\n");
+  parser.app.add_option("PAGE", arguments.page, "which page")
+      ->required()
+      ->check(CLI::IsMember({"config", "torchtitan-keys"}));
+  arguments.help = parser.parse(words);
+  return arguments;
+}
+
+}  // namespace titan::cli

@@ -1,0 +1,51 @@
+#pragma once
+
+// The words of each command's line, read by CLI11. The settings of `titan train` (--section.key) are another
+// matter: config::load reads them by their description.
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "titan/cli/launch.h"
+
+namespace titan::cli {
+
+// Each parse function throws ConfigError for a word that it doesn't know or a value that it can't take.
+// `help` is the text to print where the words ask for it; nothing else is to be done then.
+
+/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--print-config] [--section.key value ...]`, in any
+/// order but for CONFIG, which stands before the first setting.
+struct TrainArguments {
+  std::string help;
+  std::filesystem::path config;
+  int num_ranks = 0;  ///< 0: --nproc wasn't given
+  std::string log_rank = "0";
+  bool print_config = false;
+  std::vector<std::string> overrides;  ///< the settings, for config::load
+};
+TrainArguments parse_train_arguments(const std::vector<std::string>& words);
+
+/// `titan launch -n N [--log-rank RANKS] [--] program [arguments ...]`: what follows the program's name is
+/// the program's.
+struct LaunchArguments {
+  std::string help;
+  LaunchOptions options;
+};
+LaunchArguments parse_launch_arguments(const std::vector<std::string>& words);
+
+/// `titan compare RUN RUN ...`
+struct CompareArguments {
+  std::string help;
+  std::vector<std::string> runs;
+};
+CompareArguments parse_compare_arguments(const std::vector<std::string>& words);
+
+/// `titan docs PAGE`
+struct DocsArguments {
+  std::string help;
+  std::string page;  ///< "config" or "torchtitan-keys"
+};
+DocsArguments parse_docs_arguments(const std::vector<std::string>& words);
+
+}  // namespace titan::cli

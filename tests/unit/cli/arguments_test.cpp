@@ -1,0 +1,132 @@
+#include "cli/arguments.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+
+namespace titan::cli {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Words = std::vector<std::string>;
+
+template <class Parse>
+std::string problem_of(const Parse& parse, const Words& words) {
+  try {
+    parse(words);
+  } catch (const ConfigError& error) {
+    return error.what();
+  }
+  return "no problem";
+}
+
+TEST(TrainArguments, ConfigOptionsAndSettings) {
+  auto arguments = parse_train_arguments({"--nproc", "2", "a.toml", "--training.steps", "5", "--log-rank=all",
+                                          "--training.global_batch_size", "-1", "--debug.deterministic"});
+  EXPECT_EQ(arguments.config, "a.toml");
+  EXPECT_EQ(arguments.num_ranks, 2);
+  EXPECT_EQ(arguments.log_rank, "all");
+  EXPECT_EQ(arguments.overrides,
+            (Words{"--training.steps", "5", "--training.global_batch_size", "-1", "--debug.deterministic"}));
+}
+
+TEST(TrainArguments, WithoutAConfigValuesStayWithTheirSettings) {
+  auto arguments = parse_train_arguments(
+      {"--training.steps", "5", "--optimizer.lr", "-1e-3", "--job.description=--x = [y]", "--log-rank", "0"});
+  EXPECT_EQ(arguments.config, "");
+  EXPECT_EQ(arguments.overrides,
+            (Words{"--training.steps", "5", "--optimizer.lr", "-1e-3", "--job.description=--x = [y]"}));
+}
+
+TEST(TrainArguments, FlagsMayComeLast) {
+  auto arguments = parse_train_arguments({"a.toml", "--training.steps=5", "--print-config", "--nproc=3"});
+  EXPECT_TRUE(arguments.print_config);
+  EXPECT_EQ(arguments.num_ranks, 3);
+  EXPECT_EQ(arguments.overrides, Words{"--training.steps=5"});
+}
+
+TEST(TrainArguments, OfSeveralTheLastCounts) {
+  EXPECT_EQ(parse_train_arguments({"a.toml", "-n", "2", "--nproc", "3", "-n4"}).num_ranks, 4);
+}
+
+TEST(TrainArguments, ConfigFileByItsTorchTitanName) {
+  EXPECT_EQ(parse_train_arguments({"--job.config_file", "a.toml"}).config, "a.toml");
+  EXPECT_THROW(parse_train_arguments({"a.toml", "--job.config_file=b.toml"}), ConfigError);
+}
+
+TEST(TrainArguments, WrongWords) {
+  EXPECT_THAT(problem_of(parse_train_arguments, {"a.toml", "b.toml"}),
+              AllOf(HasSubstr("a.toml"), HasSubstr("b.toml")));
+  EXPECT_THAT(problem_of(parse_train_arguments, {"--nprocs", "2"}),
+              AllOf(HasSubstr("titan train: unknown option '--nprocs'; did you mean '--nproc'?"),
+                    HasSubstr("titan train --help")));
+  EXPECT_THAT(problem_of(parse_train_arguments, {"a.toml", "--training.steps", "1", "--print-confg"}),
+              HasSubstr("did you mean '--print-config'?"));
+  for (const char* count : {"zero", "0", "-1", "2x", "1.5", "99999999999"})
+    EXPECT_THAT(problem_of(parse_train_arguments, {"--nproc", count}),
+                AllOf(HasSubstr("--nproc"), HasSubstr(count), HasSubstr("1 to 65536")));
+  EXPECT_THAT(problem_of(parse_train_arguments, {"a.toml", "--nproc"}),
+              HasSubstr("--nproc: 1 required N missing"));
+  EXPECT_THAT(problem_of(parse_train_arguments, {"-x", "a.toml"}), HasSubstr("unknown option '-x'"));
+}
+
+TEST(TrainArguments, HelpHasEveryOption) {
+  const std::string help = parse_train_arguments({"a.toml", "--training.steps", "1", "--help"}).help;
+  for (const char* word :
+       {"usage: titan train [CONFIG] [options] [--section.key value ...]", "-h,--help", "-n,--nproc N",
+        "--log-rank RANKS", "--print-config", "CONFIG is a TOML or JSON file"})
+    EXPECT_THAT(help, HasSubstr(word));
+  EXPECT_EQ(parse_train_arguments({"a.toml"}).help, "");
+}
+
+TEST(LaunchArguments, TheProgramsWordsAreItsOwn) {
+  const Words program = {"prog", "-n", "3", "--log-rank", "--", "--help", "-1", ""};
+  for (const Words& before : {Words{"-n", "2", "--log-rank", "all", "--"}, Words{"-n", "2", "--log-rank=all"},
+                              Words{"--nproc=2", "--log-rank", "all"}}) {
+    Words words = before;
+    words.insert(words.end(), program.begin(), program.end());
+    const LaunchArguments arguments = parse_launch_arguments(words);
+    EXPECT_EQ(arguments.help, "");
+    EXPECT_EQ(arguments.options.num_ranks, 2);
+    EXPECT_EQ(arguments.options.log_rank, "all");
+    EXPECT_EQ(arguments.options.command, program);
+  }
+  EXPECT_EQ(parse_launch_arguments({"-n", "1", "--", "--prog", "--"}).options.command,
+            (Words{"--prog", "--"}));
+}
+
+TEST(LaunchArguments, WrongWords) {
+  EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2"}), HasSubstr("there is no program to start"));
+  EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2", "--"}),
+              HasSubstr("there is no program to start"));
+  EXPECT_THAT(problem_of(parse_launch_arguments, {"prog"}), HasSubstr("--nproc is required"));
+  EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "two", "prog"}), HasSubstr("two"));
+  EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2", "--log-ranks", "all", "prog"}),
+              HasSubstr("unknown option '--log-ranks'; did you mean '--log-rank'?"));
+}
+
+TEST(LaunchArguments, Help) {
+  const std::string help = parse_launch_arguments({"-h"}).help;
+  for (const char* word : {"usage: titan launch -n N", "-n,--nproc N", "--log-rank RANKS", "exit code"})
+    EXPECT_THAT(help, HasSubstr(word));
+}
+
+TEST(CompareArguments, TwoRunsOrMore) {
+  EXPECT_EQ(parse_compare_arguments({"a", "b", "c"}).runs, (Words{"a", "b", "c"}));
+  EXPECT_THAT(problem_of(parse_compare_arguments, {"a"}), HasSubstr("two runs or more"));
+  EXPECT_THAT(problem_of(parse_compare_arguments, {"a", "--all", "b"}), HasSubstr("unknown option '--all'"));
+  EXPECT_THAT(parse_compare_arguments({"--help"}).help, HasSubstr("usage: titan compare RUN RUN ..."));
+}
+
+TEST(DocsArguments, OnePage) {
+  EXPECT_EQ(parse_docs_arguments({"config"}).page, "config");
+  EXPECT_THAT(problem_of(parse_docs_arguments, {"confg"}),
+              AllOf(HasSubstr("confg"), HasSubstr("torchtitan-keys")));
+  EXPECT_THAT(problem_of(parse_docs_arguments, {}), HasSubstr("PAGE is required"));
+  EXPECT_THAT(parse_docs_arguments({"-h"}).help, HasSubstr("usage: titan docs"));
+}
+
+}  // namespace
+}  // namespace titan::cli
