@@ -29,11 +29,13 @@ std::map<std::string, std::string> read_settings(const std::filesystem::path& pa
   return settings;
 }
 
+// A run that was killed may leave its last line unfinished.
 std::map<int64_t, LoggedStep> read_steps(const std::filesystem::path& path) {
   std::map<int64_t, LoggedStep> steps;
   std::istringstream lines(read_file(path));
   std::string line;
   for (int64_t number = 1; std::getline(lines, line); ++number) {
+    if (lines.eof()) break;  // no newline followed
     auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     TITAN_CHECK(object.is_object() && object.contains("step"), path.string(), ":", number,
                 ": not a logged step");

@@ -29,7 +29,8 @@ struct RunRecord {
   double median_step_s() const;
 };
 
-/// Throws ConfigError when the folder holds no run, Error for a line of metrics.jsonl that isn't one.
+/// Throws ConfigError when the folder holds no run, Error for a line of metrics.jsonl that isn't one. A last
+/// line without its newline is left out: the run was killed while it wrote it.
 RunRecord read_run(const std::filesystem::path& folder);
 
 /// `job.dump_folder` isn't among them: it always differs.

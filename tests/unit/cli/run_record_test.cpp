@@ -41,6 +41,15 @@ TEST(RunRecord, LossesPartAtTheFirstOtherDouble) {
   EXPECT_FALSE(compare_losses(a, a, steps).first_step);
 }
 
+TEST(RunRecord, ATornLastLineIsLeftOut) {
+  for (const char* torn : {"{\"step\": 2, \"lo", "{\"step\": 2, \"loss\": 1"}) {
+    const RunRecord run =
+        read_run(run_folder("torn", "", std::string("{\"step\": 1, \"loss\": 2}\n") + torn));
+    ASSERT_EQ(run.steps.size(), 1u);
+    EXPECT_EQ(run.steps.at(1).loss, 2);
+  }
+}
+
 TEST(RunRecord, NamesTheLineThatIsNoStep) {
   auto folder = run_folder("broken", "", "{\"step\": 1}\nnonsense\n");
   try {
