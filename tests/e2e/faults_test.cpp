@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <fstream>
+#include <sstream>
 #include <thread>
 
 #include "e2e/training.h"
@@ -47,6 +48,52 @@ TEST(Faults, WrongWorldSizeIsToldBeforeAnyRankStarts) {
   EXPECT_THAT(result.err, Not(HasSubstr("[rank")));
 }
 
+TEST(Faults, WhatTheJobReadsIsLookedAtBeforeAnyRankStarts) {
+  CommandResult result =
+      try_train(model() + Words{"--nproc", "2", "--training.dataset", "cpp_header", "--model.hf_assets_path",
+                                "no/assets", "--parallelism.data_parallel_shard_degree", "3"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("did you mean 'cpp_headers'"), HasSubstr("no/assets (relative to the working"),
+                    HasSubstr("the job has 2"), Not(HasSubstr("[rank"))));
+  result = try_train({source_file("tests/data/parity/mini/replay.toml"), "--nproc", "2", "--training.steps",
+                      "21", "--training.dataset_path", source_file("tests/data/parity/mini"),
+                      "--checkpoint.initial_load_path", "/no/weights.safetensors"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("--checkpoint.initial_load_path"),
+                                HasSubstr("the 20 steps recorded"), Not(HasSubstr("[rank"))));
+}
+
+TEST(Faults, AConfigBehindASwitch) {
+  CommandResult result = try_train({"--validation.enable", "config.toml"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("config.toml stands behind --validation.enable, as its value; the config "
+                                    "file comes before the first setting"));
+}
+
+std::string contents(const std::filesystem::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+// Weights that turn out to be none: found when everything else is in place.
+TEST(Faults, AStartThatFailsLeavesAnEarlierRunsRecordAlone) {
+  auto folder = fresh_folder("run");
+  Words words = model() + Words{"--job.dump_folder", folder.string()};
+  ASSERT_EQ(try_train(words).status, 0);
+  const std::string config = contents(folder / "config.toml"), metrics = contents(folder / "metrics.jsonl");
+  EXPECT_FALSE(metrics.empty());
+  auto weights = fresh_folder("weights") / "no.safetensors";
+  std::ofstream(weights) << "nonsense";
+  CommandResult result =
+      try_train(words + Words{"--checkpoint.enable", "--checkpoint.initial_load_path", weights.string()});
+  EXPECT_NE(result.status, 0);
+  EXPECT_THAT(result.err, HasSubstr("no.safetensors"));
+  EXPECT_EQ(contents(folder / "config.toml"), config);
+  EXPECT_EQ(contents(folder / "metrics.jsonl"), metrics);
+}
+
 TEST(Faults, AFolderThatCantBeMade) {
   CommandResult result = try_train(model() + Words{"--job.dump_folder", "/proc/titan"});
   EXPECT_EQ(result.status, 1);
@@ -76,12 +123,13 @@ TEST(Faults, AFullDiskForTheLogs) {
   EXPECT_THAT(result.err, HasSubstr("metrics.jsonl"));
 }
 
-TEST(Faults, NonFiniteGradientsStopAllRanks) {
+// Too large a step makes the next one's loss infinite, on every rank: the lowest is named, and all say so.
+TEST(Faults, NonFiniteNumbersStopAllRanks) {
   CommandResult result = try_train(
       model() + Words{"--nproc", "2", "--optimizer.lr", "1e30", "--training.max_norm", "1e30",
                       "--lr_scheduler.warmup_steps", "0", "--job.dump_folder", fresh_folder("run").string()});
   EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.err, AllOf(HasSubstr("isn't finite"), HasSubstr("on rank"),
+  EXPECT_THAT(result.err, AllOf(HasSubstr("isn't finite"), HasSubstr("rank 0"),
                                 HasSubstr("optimizer step was not taken")));
 }
 
