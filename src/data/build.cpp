@@ -14,7 +14,7 @@ std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {
   const DataSettings& settings = request.source.settings;
   PackingOptions packing{.piece_bytes = settings.piece_bytes,
                          .shuffle = settings.shuffle && request.repeat,
-                         .seed = static_cast<uint64_t>(settings.seed),
+                         .seed = seed_or_default(settings),
                          .repeat = request.repeat};
   return std::make_shared<PackedFeed>(build_source(request.dataset, request.source), request.tokenizer,
                                       packing);

@@ -6,9 +6,9 @@ namespace titan::data {
 constexpr double kSmallestPiece = 64;
 
 void describe(config::Table<DataSettings>& table) {
-  table.field(
-      "extensions", &DataSettings::extensions,
-      "file name endings taken from a folder, with the dot; empty: the data set's own (cpp_headers) or all");
+  table.field("extensions", &DataSettings::extensions,
+              "file name endings taken from a folder, with the dot; empty: the data set's own (cpp_headers, "
+              "jsonl) or all");
   table.field("text_field", &DataSettings::text_field, "jsonl: member that holds a document's text");
   table.field("on_bad_line", &DataSettings::on_bad_line, "jsonl: what a broken line does",
               config::one_of({"stop", "skip"}));
@@ -17,7 +17,8 @@ void describe(config::Table<DataSettings>& table) {
               config::at_least(kSmallestPiece));
   table.field("shuffle", &DataSettings::shuffle,
               "deal documents in a pseudo-random order, another one each epoch");
-  table.field("seed", &DataSettings::seed, "seed of that order and of synthetic text", config::at_least(0));
+  table.field("seed", &DataSettings::seed, "seed of that order and of synthetic text; unset: debug.seed",
+              config::at_least(0));
   table.field("synthetic_documents", &DataSettings::synthetic_documents,
               "documents of the data set 'synthetic'", config::at_least(1));
   table.field("cache_folder", &DataSettings::cache_folder,

@@ -38,8 +38,7 @@ std::shared_ptr<const Source> make_jsonl(const SourceRequest& request) {
 
 std::shared_ptr<const Source> make_synthetic(const SourceRequest& request) {
   const DataSettings& settings = request.settings;
-  return std::make_shared<SyntheticSource>(settings.synthetic_documents,
-                                           static_cast<uint64_t>(settings.seed));
+  return std::make_shared<SyntheticSource>(settings.synthetic_documents, seed_or_default(settings));
 }
 
 }  // namespace

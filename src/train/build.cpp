@@ -24,6 +24,11 @@ void set_determinism(const DebugSettings& debug) {
   at::globalContext().setBenchmarkCuDNN(false);
 }
 
+// Of what a model draws from LibTorch's own generators, as dropout does: other numbers for other tokens.
+void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
+  at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.dp_rank()));
+}
+
 void save_config(const JobConfig& config, const dist::World& world) {
   if (world.rank() != 0) return;
   std::string toml = config::print_toml(job_schema(), config);
@@ -81,12 +86,18 @@ struct LoaderRequest {
   data::LoaderOptions options;
 };
 
+data::DataSettings data_settings(const JobConfig& config) {
+  data::DataSettings settings = config.data;
+  if (!settings.seed) settings.seed = config.debug.seed;
+  return settings;
+}
+
 data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& request) {
   data::FeedRequest feed;
   feed.dataset = request.dataset;
   feed.model_vocab_size = config.spec().sizes(config.args()).vocab_size;
   feed.repeat = request.repeat;
-  feed.source = {request.dataset_path.value_or(""), config.data,
+  feed.source = {request.dataset_path.value_or(""), data_settings(config),
                  config.data.cache_folder.empty() ? dump_folder(config) / "data_cache"
                                                   : std::filesystem::path(config.data.cache_folder)};
   if (request.dataset != "tokens") feed.tokenizer = data::build_tokenizer(config.model.hf_assets_path);
@@ -173,12 +184,12 @@ dist::World build_world(const JobConfig& config) {
 }
 
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal) {
-  save_config(config, world);
-  auto logger = build_logger(config, world, on_terminal);
+  if (world.rank() == 0) make_folder(dump_folder(config));
   set_determinism(config.debug);
   const at::Device device = world.device();
   Meshes meshes = build_job_meshes(config, world);
   describe_job(config, world, meshes);
+  seed_generators(config.debug, meshes);
   auto loader = build_training_loader(config, meshes);
   auto validator = build_validator(config, meshes);
   auto model = build_model(config, meshes, device);
@@ -187,6 +198,9 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   optim::Optimizer optimizer(parameters, config.optimizer);
   optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
   MetricsWindow window(device, build_device_rate(config, device));
+  // Last, so that a start that fails leaves the record of an earlier run in this folder alone.
+  save_config(config, world);
+  auto logger = build_logger(config, world, on_terminal);
   return Trainer({.world = world,
                   .meshes = std::move(meshes),
                   .device = device,

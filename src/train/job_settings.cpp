@@ -15,8 +15,11 @@ void describe(config::Table<JobSettings>& table) {
 }
 
 void describe(config::Table<DebugSettings>& table) {
-  table.field("seed", &DebugSettings::seed,
-              "seed of weights and data order; unset: 0, so that equal configs give equal runs");
+  table.field(
+      "seed", &DebugSettings::seed,
+      "seed of weights, of the data's order (unless data.seed is set) and, plus the data-parallel rank, "
+      "of LibTorch's generators (dropout); unset: 0, so that equal configs give equal runs",
+      config::at_least(0));
   table.field("deterministic", &DebugSettings::deterministic,
               "deterministic GPU kernels only (CPU runs are bit-equal anyway)");
   table.field("deterministic_warn_only", &DebugSettings::deterministic_warn_only,

@@ -97,6 +97,38 @@ TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
   EXPECT_NEAR(first[0].loss, second[0].loss, 5e-6);
 }
 
+double first_loss(const Words& words) {
+  static int count = 0;
+  auto steps = train(fresh_folder("run" + std::to_string(count++)), model("1") + words);
+  return steps.empty() ? 0 : steps[0].loss;
+}
+
+TEST(Seeds, TheDatasOrderFollowsDebugSeedUnlessItHasItsOwn) {
+  const Words seed = {"--debug.seed", "7"};
+  const double loss = first_loss(seed);
+  EXPECT_EQ(first_loss(seed + Words{"--data.seed", "7"}), loss);
+  EXPECT_NE(first_loss(seed + Words{"--data.seed", "0"}), loss);  // the same weights, other tokens
+  EXPECT_NE(first_loss({"--data.seed", "7"}), loss);              // the same tokens, other weights
+  EXPECT_EQ(first_loss({}), first_loss({"--debug.seed", "0", "--data.seed", "0"}));
+}
+
+// The same weights and tokens each time: what is left are the numbers that the model draws itself.
+TEST(Seeds, DropoutRepeatsAndFollowsDebugSeed) {
+  auto folder = fresh_folder("weights");
+  train(folder, model("1") + Words{"--checkpoint.enable"});
+  const std::string weights = (folder / "checkpoint" / "step-1" / "model.safetensors").string();
+  auto loss = [&](const char* seed, const char* dropout, const char* ranks) {
+    return first_loss({"--checkpoint.enable", "--checkpoint.initial_load_path", weights, "--data.seed", "0",
+                       "--training.local_batch_size", "2", "--training.global_batch_size", "4", "--nproc",
+                       ranks, "--debug.seed", seed, "--model.args.dropout", dropout});
+  };
+  for (const char* ranks : {"1", "2"}) {
+    EXPECT_EQ(loss("3", "0.2", ranks), loss("3", "0.2", ranks)) << ranks << " ranks";
+    EXPECT_NE(loss("3", "0.2", ranks), loss("4", "0.2", ranks)) << ranks << " ranks";
+    EXPECT_EQ(loss("3", "0", ranks), loss("4", "0", ranks)) << ranks << " ranks";
+  }
+}
+
 TEST(Compare, ShowsWhatDiffersAndWhereTheyPart) {
   auto a = fresh_folder("a"), b = fresh_folder("b"), c = fresh_folder("c");
   train(a, model("4"));

@@ -18,6 +18,7 @@ struct NgramArgs {
   int64_t context = 4;  ///< tokens that the next one is predicted from
   int64_t dim = 64;
   int64_t hidden = 256;
+  double dropout = 0;  ///< share of the hidden layer that a training step leaves out
 
   int64_t num_params() const { return vocab_size * dim + hidden * context * dim + vocab_size * hidden; }
 };
@@ -28,12 +29,15 @@ void describe(titan::config::Table<NgramArgs>& table) {
               titan::config::at_least(1));
   table.field("dim", &NgramArgs::dim, "width of an embedding", titan::config::at_least(1));
   table.field("hidden", &NgramArgs::hidden, "width of the hidden layer", titan::config::at_least(1));
+  table.field("dropout", &NgramArgs::dropout, "share of the hidden layer that a training step leaves out",
+              titan::config::in_range(0, 1));
 }
 
 // B batch, S sequence, D dim, C context, H hidden, V vocabulary.
 class NgramImpl : public titan::nn::Module {
  public:
-  NgramImpl(const NgramArgs& args, const titan::nn::Construct& construct) : context_(args.context) {
+  NgramImpl(const NgramArgs& args, const titan::nn::Construct& construct)
+      : context_(args.context), dropout_(args.dropout) {
     const double std = 0.02;
     embedding_VD_ =
         register_init_parameter("embedding", {args.vocab_size, args.dim}, Init::normal(0, 1), construct);
@@ -46,11 +50,13 @@ class NgramImpl : public titan::nn::Module {
     const at::Tensor x_BSD = at::embedding(embedding_VD_, tokens_BS);
     std::vector<at::Tensor> shifted;  // by 0, 1, ... positions; before the sequence there is nothing
     for (int64_t by = 0; by < context_; ++by) shifted.push_back(at::constant_pad_nd(x_BSD, {0, 0, by, -by}));
-    return at::linear(at::gelu(at::linear(at::cat(shifted, 2), up_)), down_);
+    const at::Tensor hidden_BSH = at::gelu(at::linear(at::cat(shifted, 2), up_));
+    return at::linear(at::dropout(hidden_BSH, dropout_, is_training()), down_);
   }
 
  private:
   int64_t context_;
+  double dropout_;
   at::Tensor embedding_VD_, up_, down_;
 };
 TITAN_MODULE(Ngram);

@@ -18,9 +18,9 @@ struct DataSettings {
   std::string text_field = "text";   ///< JSON Lines: the member that holds a document's text
   std::string on_bad_line = "stop";  ///< JSON Lines: "stop" or "skip"
   int64_t piece_bytes =
-      256 << 10;        ///< longer documents are cut into pieces of this many bytes, dealt separately
-  bool shuffle = true;  ///< deal pieces in a pseudo-random order, another one each epoch
-  int64_t seed = 0;     ///< of that order, and of synthetic text
+      256 << 10;                ///< longer documents are cut into pieces of this many bytes, dealt separately
+  bool shuffle = true;          ///< deal pieces in a pseudo-random order, another one each epoch
+  std::optional<int64_t> seed;  ///< of that order, and of synthetic text; unset: the trainer takes debug.seed
   int64_t synthetic_documents = 4096;  ///< how many documents the synthetic data set has
   std::string cache_folder;            ///< for indexes; empty: {job.dump_folder}/data_cache
 };
@@ -31,6 +31,11 @@ struct DataloaderSettings {
   bool pin_memory = false;                 ///< page-locked batches, for asynchronous copies to a GPU
   std::optional<int64_t> prefetch_factor;  ///< steps made ahead; unset: 2
 };
+
+/// 0 where `seed` is unset, and nobody filled it in.
+inline uint64_t seed_or_default(const DataSettings& settings) {
+  return static_cast<uint64_t>(settings.seed.value_or(0));
+}
 
 void describe(config::Table<DataSettings>& table);
 void describe(config::Table<DataloaderSettings>& table);

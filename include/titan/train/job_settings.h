@@ -22,8 +22,9 @@ struct JobSettings {
 
 /// [debug]
 struct DebugSettings {
-  std::optional<int64_t>
-      seed;  ///< of weights and data order; unset: 0, so that equal configs give equal runs
+  /// Of weights, of the data's order where data.seed is unset, and, raised by the data-parallel rank, of
+  /// LibTorch's own generators (dropout). Unset: 0, so that equal configs give equal runs.
+  std::optional<int64_t> seed;
   bool deterministic = false;
   bool deterministic_warn_only = false;
 
