@@ -4,10 +4,14 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ $# -ge 1 ] || { echo "usage: scripts/train.sh CONFIG [--section.key value ...]" >&2; exit 2; }
-targets=(titan)
+"$root/scripts/build.sh" titan
+
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-"$root/scripts/build.sh" "${targets[@]}"
-if [ "$gpus" -gt 0 ] && (cd "$root" && ninja -C build -t targets all | grep -q '^lib/libtitan_cuda.so'); then "$root/scripts/build.sh" titan_cuda; fi
+has_plugin_target() { (cd "$root" && ninja -C build -t targets all | grep -q '^lib/libtitan_cuda.so'); }
+if [ "$gpus" -gt 0 ] && has_plugin_target; then "$root/scripts/build.sh" titan_cuda; fi
+# Without the plugin (no nvcc, a LibTorch without CUDA) ranks compute on the CPU, and a rank per GPU would mean nothing; titan warns.
+[ -e "$root/build/lib/libtitan_cuda.so" ] || gpus=0
+
 nproc_=${NPROC:-$gpus}
 [ "$nproc_" -gt 0 ] || nproc_=2
 exec "$root/build/bin/titan" train --nproc "$nproc_" "$@"

@@ -20,13 +20,6 @@ namespace {
 
 DeviceBackend* opened_backend = nullptr;  // set once, by open_cuda_plugin; the plugin is never closed
 
-/// Beside the library that this code is in.
-std::filesystem::path plugin_path() {
-  Dl_info info{};
-  dladdr(reinterpret_cast<void*>(&gpu_visible), &info);
-  return std::filesystem::path(info.dli_fname ? info.dli_fname : "").parent_path() / "libtitan_cuda.so";
-}
-
 bool has_entries(const char* folder) {
   DIR* directory = opendir(folder);
   if (!directory) return false;
@@ -54,6 +47,12 @@ DeviceBackend* load(const std::filesystem::path& path) {
 
 }  // namespace
 
+std::filesystem::path cuda_plugin_path() {
+  Dl_info info{};
+  dladdr(reinterpret_cast<void*>(&gpu_visible), &info);
+  return std::filesystem::path(info.dli_fname ? info.dli_fname : "").parent_path() / "libtitan_cuda.so";
+}
+
 bool gpu_visible() {
   if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES"); visible && (!*visible || *visible == '-'))
     return false;
@@ -65,7 +64,7 @@ DeviceBackend* open_cuda_plugin() {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
   if (opened_backend) return opened_backend;
-  const auto path = plugin_path();
+  const auto path = cuda_plugin_path();
   if (!gpu_visible() || access(path.c_str(), F_OK) != 0) return nullptr;
   DeviceBackend* backend = load(path);
   // The driver may show a device that CUDA can't use (a restricted container): then this is a machine without

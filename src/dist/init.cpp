@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "device_choice.h"
+#include "titan/core/log.h"
 #include "world_impl.h"
 
 namespace titan::dist {
@@ -20,7 +22,7 @@ void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
   if (launch.local_size < 1) launch.local_size = std::max(all, launch.local_rank + 1);
 }
 
-DeviceBackend* choose_devices(const InitOptions& options) {
+DeviceBackend* choose_devices(const InitOptions& options, int rank) {
   if (options.device != "auto" && options.device != "cpu" && options.device != "cuda") {
     throw ConfigError(str("device '", options.device, "' isn't one of auto, cpu, cuda"));
   }
@@ -28,6 +30,8 @@ DeviceBackend* choose_devices(const InitOptions& options) {
   if (options.device == "cuda" && !devices) {
     throw ConfigError("device 'cuda': no GPU is visible to this process, or libtitan_cuda wasn't built");
   }
+  const std::string warning = missing_plugin_warning({options.device, gpu_visible(), cuda_plugin_path()});
+  if (!warning.empty() && rank == 0) log::warning(warning);
   return devices;
 }
 
@@ -78,7 +82,7 @@ World init(const InitOptions& options) {
   const Environment environment = process_environment();
   auto impl = std::make_shared<World::Impl>();
   impl->launch = read_launch(environment);
-  impl->devices = choose_devices(options);
+  impl->devices = choose_devices(options, impl->launch.rank);
   impl->backend = choose_backend(options, impl->devices);
   impl->timeout = options.timeout;
   Rendezvous rendezvous = meet(impl->launch, options.timeout);

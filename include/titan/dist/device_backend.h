@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <string>
 
 #include <c10/core/Device.h>
@@ -59,6 +60,9 @@ class DeviceBackend {
 /// the life of the process. Throws Error when it comes too late, or when the plugin doesn't load (with the
 /// loader's reason).
 DeviceBackend* open_cuda_plugin();
+
+/// The file that open_cuda_plugin() opens, whether it was built or not: beside the library.
+std::filesystem::path cuda_plugin_path();
 
 /// The backend if open_cuda_plugin() has opened it, else null. Doesn't open it.
 DeviceBackend* device_backend();
