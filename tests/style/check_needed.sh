@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# check_needed.sh FILE...: fails if one of these libraries or programs needs a CUDA library to load.
+set -euo pipefail
+for file in "$@"; do
+  needed=$(readelf -d "$file" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p')
+  [ -n "$needed" ] || { echo "$file: no NEEDED entries read"; exit 1; }
+  if grep -iE 'cuda|cudart|nccl|cublas|cudnn|nvrtc|nvidia|^libtitan_cuda' <<<"$needed"; then
+    echo "$file needs the above: CUDA belongs to the plugin libtitan_cuda.so alone"
+    exit 1
+  fi
+done
