@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "prefetcher.h"
 #include "titan/core/error.h"
@@ -25,10 +24,12 @@ class DataLoader::Impl {
     if (options_.global_batch_size < 0)
       options_.global_batch_size = options.local_batch_size * options.dp_size;
     feed_->check_shape(num_lanes(), options.seq_len);
+    end_ = feed_->num_steps();
     restart();
   }
 
   int64_t num_lanes() const { return options_.global_batch_size; }
+  std::optional<int64_t> num_steps() const { return end_; }
 
   // As many as the rank with the most lanes needs.
   int64_t num_micro_batches() const {
@@ -82,7 +83,6 @@ class DataLoader::Impl {
     current_.clear();
     next_micro_batch_ = 0;
     steps_ = steps;
-    end_.reset();
     lanes_.clear();
     for (int64_t lane = options_.dp_rank; lane < num_lanes(); lane += options_.dp_size)
       lanes_.push_back(all[lane]);
@@ -104,17 +104,9 @@ class DataLoader::Impl {
   std::optional<std::vector<Batch>> make_step() {
     if (end_ && steps_ >= *end_) return std::nullopt;
     PreparedStep step = prefetcher().take();
-    if (is_end(step)) return std::nullopt;
     lanes_ = step.states;
     ++steps_;
     return cut(step);
-  }
-
-  // Only a rank whose own lanes have run dry has to ask whether the others have, which may be costly.
-  bool is_end(const PreparedStep& step) {
-    if (std::accumulate(step.valid.begin(), step.valid.end(), int64_t{0}) > 0) return false;
-    if (!end_) end_ = feed_->num_steps(num_lanes(), options_.seq_len);
-    return end_ && steps_ >= *end_;
   }
 
   std::vector<Batch> cut(const PreparedStep& step) const {
@@ -132,7 +124,7 @@ class DataLoader::Impl {
   std::shared_ptr<const Feed> feed_;
   LoaderOptions options_;
   int64_t steps_ = 0;
-  std::optional<int64_t> end_;    // steps of a finite feed, once it was asked for
+  std::optional<int64_t> end_;    // steps of the feed, where it knows them
   std::vector<LaneState> lanes_;  // of this rank, after the last step given
   std::vector<Batch> current_;    // of next(): the step whose micro-batches are being given
   size_t next_micro_batch_ = 0;
@@ -148,6 +140,7 @@ std::optional<std::vector<Batch>> DataLoader::next_step() { return impl_->next_s
 std::optional<Batch> DataLoader::next() { return impl_->next(); }
 int64_t DataLoader::num_micro_batches() const { return impl_->num_micro_batches(); }
 int64_t DataLoader::num_lanes() const { return impl_->num_lanes(); }
+std::optional<int64_t> DataLoader::num_steps() const { return impl_->num_steps(); }
 LoaderState DataLoader::state() const { return impl_->state(); }
 void DataLoader::load_state(const LoaderState& state) { impl_->load_state(state); }
 void DataLoader::restart() { impl_->restart(); }

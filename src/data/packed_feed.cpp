@@ -1,9 +1,6 @@
 #include "titan/data/packed_feed.h"
 
 #include <algorithm>
-#include <atomic>
-#include <exception>
-#include <thread>
 
 #include "packed_lane.h"
 #include "titan/core/error.h"
@@ -80,58 +77,6 @@ size_t PackedFeed::encode_block(const Piece& piece, std::string_view text, size_
   tokenizer_->encode_into(text.substr(begin, end - begin), tokens);
   if (auto eos = tokenizer_->eos_id(); eos && piece.is_last && end == text.size()) tokens.push_back(*eos);
   return end;
-}
-
-int64_t PackedFeed::count_tokens(int64_t position) const {
-  Piece piece = piece_at(0, position);
-  std::string text;
-  std::vector<int32_t> tokens;
-  read(piece, text);
-  size_t at = 0;
-  do at = encode_block(piece, text, at, tokens);
-  while (at < text.size());
-  return static_cast<int64_t>(tokens.size());
-}
-
-int64_t PackedFeed::rows_of_lane(int64_t lane, int64_t num_lanes, int64_t seq_len) const {
-  int64_t count = 0;
-  for (int64_t position = lane; position < num_pieces(); position += num_lanes)
-    count += count_tokens(position);
-  // A last row needs two tokens for one label.
-  return count / (seq_len + 1) + (count % (seq_len + 1) >= 2);
-}
-
-int64_t PackedFeed::count_steps(int64_t num_lanes, int64_t seq_len) const {
-  std::atomic<int64_t> next_lane = 0;
-  std::mutex mutex;
-  int64_t steps = 0;
-  std::exception_ptr error;
-  auto work = [&] {
-    try {
-      for (int64_t lane; (lane = next_lane++) < num_lanes;) {
-        int64_t rows = rows_of_lane(lane, num_lanes, seq_len);
-        std::lock_guard lock(mutex);
-        steps = std::max(steps, rows);
-      }
-    } catch (...) {
-      std::lock_guard lock(mutex);
-      error = std::current_exception();
-    }
-  };
-  {
-    std::vector<std::jthread> threads(std::max(1u, std::thread::hardware_concurrency()));
-    for (auto& thread : threads) thread = std::jthread(work);
-  }
-  if (error) std::rethrow_exception(error);
-  return steps;
-}
-
-std::optional<int64_t> PackedFeed::num_steps(int64_t num_lanes, int64_t seq_len) const {
-  if (options_.repeat) return std::nullopt;
-  std::lock_guard lock(counted_mutex_);
-  auto [entry, is_new] = counted_.try_emplace({num_lanes, seq_len}, -1);
-  if (entry->second < 0) entry->second = count_steps(num_lanes, seq_len);
-  return entry->second;
 }
 
 std::string PackedFeed::fingerprint() const {

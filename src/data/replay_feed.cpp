@@ -66,7 +66,7 @@ std::vector<LaneState> ReplayFeed::redeal(const std::vector<LaneState>& lanes, i
       str("recorded batches of ", lanes.size(), " rows can't be dealt as batches of ", num_lanes));
 }
 
-std::optional<int64_t> ReplayFeed::num_steps(int64_t, int64_t) const {
+std::optional<int64_t> ReplayFeed::num_steps() const {
   return finite_ ? std::optional(input_.shape()[0]) : std::nullopt;
 }
 

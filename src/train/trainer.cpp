@@ -130,9 +130,9 @@ void Trainer::validate_if_due() {
   const auto start = Clock::now();
   data::DataLoader& loader = parts_.validator->loader;
   loader.restart();
-  ValidationResult result = validate(
-      *parts_.model, parts_.device, parts_.meshes.loss, [&] { return loader.next(); },
-      parts_.validator->settings.steps);
+  ValidationResult result = validate(*parts_.model, parts_.device, parts_.meshes.loss,
+                                     {.next = [&] { return loader.next(); }, .run_dry = !loader.num_steps()},
+                                     parts_.validator->settings.steps);
   ValidationMetrics metrics{.step = step_, .loss = result.loss};
   metrics.tps = static_cast<double>(result.local_tokens) / result.seconds;
   parts_.window.fill_memory(metrics.memory_gib, metrics.memory_percent);

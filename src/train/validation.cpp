@@ -45,7 +45,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }  // namespace
 
 ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh,
-                          const NextBatch& next, int64_t max_batches) {
+                          const ValidationBatches& batches, int64_t max_batches) {
   EvaluationMode evaluation(model.root().module());
   StepRunner runner(model, device);
   const Schedule schedule = forward_schedule(1);
@@ -53,9 +53,10 @@ ValidationResult validate(TrainableModel& model, at::Device device, const Device
   ValidationResult result;
   double local_loss_sum = 0;
   for (int64_t i = 0; i != max_batches; ++i) {
-    auto batch = next();
+    auto batch = batches.next();
     if (!batch) break;
     TokenCounts counts = count_valid_tokens({*batch}, loss_mesh);
+    if (counts.global == 0 && batches.run_dry) break;
     if (counts.global == 0) continue;
     at::Tensor share = runner.run(schedule, {*batch}, counts.global);
     local_loss_sum += share.item<double>() * static_cast<double>(counts.global);

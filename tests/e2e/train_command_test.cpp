@@ -83,6 +83,24 @@ TEST(TrainCommand, ValidationGoesToItsOwnFile) {
   EXPECT_LT(found[1], found[0]);
 }
 
+// Three ranks share out ten documents, so some are through before others.
+TEST(TrainCommand, AWholeSetIsValidatedAlikeOnAnyNumberOfRanks) {
+  auto set = fresh_folder("set");
+  for (int i = 0; i < 10; ++i)
+    std::ofstream(set / (std::to_string(i) + ".txt")) << std::string(static_cast<size_t>(30 + 97 * i), 'x');
+  std::vector<double> found;
+  for (const char* ranks : {"1", "3"}) {
+    auto folder = fresh_folder(ranks);
+    train(folder, model("1") + Words{"--nproc", ranks, "--training.local_batch_size", "2",
+                                     "--training.global_batch_size", "4", "--validation.enable",
+                                     "--validation.dataset", "text", "--validation.dataset_path",
+                                     set.string(), "--validation.seq_len", "32",
+                                     "--validation.local_batch_size", "1", "--validation.steps", "-1"});
+    found.push_back(nlohmann::json::parse(text_of(folder / "validation.jsonl")).at("loss"));
+  }
+  EXPECT_NEAR(found[0], found[1], 0.02);  // packed into one lane and into three
+}
+
 TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
   auto folder = fresh_folder("run");
   train(folder, model("3") + Words{"--checkpoint.enable"});

@@ -64,9 +64,9 @@ class Feed : public std::enable_shared_from_this<Feed> {
   /// States for `num_lanes` lanes that continue where `lanes`, a complete set of another number, stand.
   virtual std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const = 0;
 
-  /// How many steps a finite feed has from its start until no lane has a label left; none for an endless one.
-  /// Equal on all ranks without communication, at the cost that packed_feed.h names.
-  virtual std::optional<int64_t> num_steps(int64_t num_lanes, int64_t seq_len) const = 0;
+  /// How many steps a feed has from its start, where that is known without reading it. None for an endless
+  /// one, and for one that runs dry: it ends with the first step in which no lane of any rank has a label.
+  virtual std::optional<int64_t> num_steps() const { return std::nullopt; }
 
   /// Differs between feeds whose lanes could differ.
   virtual std::string fingerprint() const = 0;

@@ -40,9 +40,10 @@ class DataLoader {
   ~DataLoader();
   DataLoader(DataLoader&&) noexcept;
 
-  /// All micro-batches of the next step. Nothing at the end of a finite feed, on all ranks at the same step.
-  /// What goes wrong while a step is made (an unreadable file) is thrown when that step is asked for, and
-  /// again at every further call.
+  /// All micro-batches of the next step; nothing behind the last one of a feed that knows its length
+  /// (num_steps). A finite feed that doesn't runs dry instead: its batches have no labels any more on a rank
+  /// that is through, and it is at its end when no rank's have. What goes wrong while a step is made (an
+  /// unreadable file) is thrown when that step is asked for, and again at every further call.
   std::optional<std::vector<Batch>> next_step();
 
   /// The next micro-batch; as next_step, one at a time.
@@ -50,6 +51,8 @@ class DataLoader {
 
   int64_t num_micro_batches() const;
   int64_t num_lanes() const;
+  /// Feed::num_steps
+  std::optional<int64_t> num_steps() const;
 
   /// This rank's lanes after the last step given, whatever has been made ahead. Throws Error between a step's
   /// micro-batches.

@@ -8,9 +8,6 @@
 // TorchTitan packs). Every piece begins with BOS, as its context does; EOS follows the last piece of a
 // document only. A tokenizer without BOS or EOS leaves it out.
 
-#include <map>
-#include <mutex>
-
 #include "titan/data/feed.h"
 #include "titan/data/pieces.h"
 #include "titan/data/tokenizer.h"
@@ -21,7 +18,7 @@ struct PackingOptions {
   int64_t piece_bytes = 256 << 10;
   bool shuffle = true;
   uint64_t seed = 0;
-  bool repeat = true;  ///< false: one epoch, then rows of label -100
+  bool repeat = true;  ///< false: one epoch, then each lane that is through gives rows of label -100
 };
 
 class PackedFeed : public Feed {
@@ -37,8 +34,6 @@ class PackedFeed : public Feed {
   /// the pieces before that place, the rest of the pieces in progress included, is passed over.
   std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const override;
 
-  /// Tokenizes the whole set, once for each shape, on all cores: who needs the end pays for it.
-  std::optional<int64_t> num_steps(int64_t num_lanes, int64_t seq_len) const override;
   std::string fingerprint() const override;
 
   /// The piece dealt at `position` of `epoch`.
@@ -54,15 +49,9 @@ class PackedFeed : public Feed {
   const PackingOptions& options() const { return options_; }
 
  private:
-  int64_t count_tokens(int64_t position) const;
-  int64_t rows_of_lane(int64_t lane, int64_t num_lanes, int64_t seq_len) const;
-  int64_t count_steps(int64_t num_lanes, int64_t seq_len) const;
-
   PieceTable pieces_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   PackingOptions options_;
-  mutable std::mutex counted_mutex_;
-  mutable std::map<std::pair<int64_t, int64_t>, int64_t> counted_;  // (lanes, length) -> steps
 };
 
 }  // namespace titan::data

@@ -21,7 +21,7 @@ class ReplayFeed : public Feed {
   /// Throws ConfigError: a recording has one batch size.
   std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const override;
   /// Known from the files.
-  std::optional<int64_t> num_steps(int64_t num_lanes, int64_t seq_len) const override;
+  std::optional<int64_t> num_steps() const override;
   std::string fingerprint() const override { return fingerprint_; }
 
   /// Row `lane` of `step` with labels that count; throws Error past the end of a recording that isn't finite.

@@ -28,8 +28,13 @@ struct ValidationSettings {
 
 void describe(config::Table<ValidationSettings>& table);
 
-/// The next batch of this rank, or nullopt at the end; all data-parallel ranks end together.
-using NextBatch = std::function<std::optional<data::Batch>()>;
+/// The batches of this rank.
+struct ValidationBatches {
+  std::function<std::optional<data::Batch>()> next;  ///< nullopt at the end, on all ranks together
+  /// The end is the first batch without labels on any rank, which no rank sees alone. Otherwise such a batch
+  /// is passed over.
+  bool run_dry = false;
+};
 
 struct ValidationResult {
   double loss = 0;           ///< mean over all valid tokens of all ranks
@@ -41,6 +46,6 @@ struct ValidationResult {
 /// Runs at most `max_batches` (-1: all) batches forward in evaluation mode without gradients, then returns to
 /// training mode. Collective over the loss mesh. Throws ConfigError when the set holds no valid token.
 ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh,
-                          const NextBatch& next, int64_t max_batches);
+                          const ValidationBatches& batches, int64_t max_batches);
 
 }  // namespace titan::train

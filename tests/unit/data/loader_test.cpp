@@ -192,26 +192,28 @@ TEST(Loader, MicroBatchesOneByOne) {
   EXPECT_THROW(single.next_step(), Error);
 }
 
-TEST(Loader, FiniteFeedsEndTogether) {
-  auto feed = make_feed({.piece_bytes = 64, .shuffle = false, .repeat = false});
+TEST(Loader, FiniteFeedsRunDryAndReadEachPieceOnce) {
   std::optional<Rows> all;
   for (auto [dp_size, local_batch] : kLayouts) {
+    auto source = std::make_shared<FakeSource>(numbered_documents(30));
+    auto feed = make_feed(source, {.piece_bytes = 64, .shuffle = false, .repeat = false});
     Ranks ranks(feed, 8, dp_size, local_batch);
     Rows rows;
-    int64_t steps = 0;
-    for (; auto step = ranks.next(); ++steps) rows.insert(step->begin(), step->end());
-    EXPECT_EQ(steps, feed->num_steps(8, kLength));
-    EXPECT_EQ(ranks.next(), std::nullopt);
+    for (Rows step = ranks.next().value(); !step.empty(); step = ranks.next().value())
+      rows.insert(step.begin(), step.end());
+    EXPECT_TRUE(ranks.next().value().empty());
     if (!all) all = rows;
     EXPECT_EQ(rows, *all);
+    auto reads = source->reads();
+    EXPECT_EQ(static_cast<int64_t>(reads.size()), feed->num_pieces());
+    EXPECT_EQ(std::set(reads.begin(), reads.end()).size(), reads.size());
   }
 }
 
 TEST(Loader, RestartsAtTheBeginning) {
   DataLoader loader(make_feed({.repeat = false}), shape(4));
   auto first = loader.next_step().value();
-  while (loader.next_step()) {
-  }
+  for (int step = 0; step < 200; ++step) loader.next_step();
   loader.restart();
   EXPECT_TRUE(loader.next_step().value()[0].input_BS.equal(first[0].input_BS));
   EXPECT_EQ(loader.state().steps, 1);

@@ -96,7 +96,7 @@ TEST_F(ReplayTest, ReadsARealRecording) {
 
 TEST_F(ReplayTest, FiniteRecordingsEnd) {
   auto replay = feed(input_, labels_, 100, true);
-  EXPECT_EQ(replay->num_steps(3, 2), 2);
+  EXPECT_EQ(replay->num_steps(), 2);
   std::vector<int64_t> input(2), labels(2);
   EXPECT_EQ(replay->open({.lane = 0, .position = 2}, 3)->fill({input, labels}), 0);
   EXPECT_EQ(labels, (std::vector<int64_t>{-100, -100}));

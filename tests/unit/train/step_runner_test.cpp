@@ -75,16 +75,19 @@ TEST(StepRunner, RefusesAStepWithoutTokens) {
   EXPECT_THROW(StepRunner(model, at::kCPU).run(one_stage_schedule(1), random_batches(1, 1), 0), Error);
 }
 
+// Gives `batches` one after the other, then nothing.
+ValidationBatches one_by_one(std::vector<data::Batch>& batches, size_t& next, bool run_dry = false) {
+  return {[&]() -> std::optional<data::Batch> {
+            return next < batches.size() ? std::optional(batches[next++]) : std::nullopt;
+          },
+          run_dry};
+}
+
 TEST(Validate, IsTheMeanOverAllTokensAndReturnsToTraining) {
   auto batches = random_batches(3, 2);
   BigramModel model(16, {.dtype = at::kDouble});
   size_t next = 0;
-  auto result = validate(
-      model, at::kCPU, DeviceMesh(),
-      [&]() -> std::optional<data::Batch> {
-        return next < batches.size() ? std::optional(batches[next++]) : std::nullopt;
-      },
-      -1);
+  auto result = validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next), -1);
   data::Batch whole = joined(batches);
   at::NoGradGuard no_grad;
   EXPECT_NEAR(result.loss, model.loss(whole.input_BS, whole.labels_BS, whole.valid_tokens).item<double>(),
@@ -97,14 +100,29 @@ TEST(Validate, StopsAfterMaxBatches) {
   auto batches = random_batches(3, 2);
   BigramModel model(16);
   size_t next = 0;
-  validate(
-      model, at::kCPU, DeviceMesh(), [&] { return std::optional(batches.at(next++)); }, 2);
+  validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next), 2);
   EXPECT_EQ(next, 2u);
+}
+
+// A recording may hold such a batch anywhere; a packed set has them at its end only, and without end.
+TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
+  auto batches = random_batches(3, 2);
+  at::Tensor none = at::full({2, 8}, -100, at::kLong);
+  batches[1] = batch_of(batches[1].input_BS, none);
+  BigramModel model(16);
+  size_t next = 0;
+  auto result = validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next, /*run_dry=*/true), -1);
+  EXPECT_EQ(next, 2u);
+  EXPECT_EQ(result.tokens, batches[0].valid_tokens);
+  next = 0;
+  result = validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next), -1);
+  EXPECT_EQ(next, 3u);
+  EXPECT_EQ(result.tokens, batches[0].valid_tokens + batches[2].valid_tokens);
 }
 
 TEST(Validate, RefusesAnEmptySet) {
   BigramModel model(16);
-  auto none = [] { return std::optional<data::Batch>(); };
+  ValidationBatches none{[] { return std::optional<data::Batch>(); }};
   EXPECT_THROW(validate(model, at::kCPU, DeviceMesh(), none, -1), ConfigError);
 }
 
