@@ -198,6 +198,8 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
     received = in.is_same(out) ? sent : pinned_like(out);
     state->host_out = received;
   }
+  // The backend writes behind autograd's back; whoever keeps a copy of `out` has to see that it changes.
+  if (out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   call.group_number = num_calls_.fetch_add(1, std::memory_order_relaxed);
   state->call = call;
   state->group_rank = rank_;

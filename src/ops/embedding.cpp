@@ -20,7 +20,7 @@ struct EmbeddingBackward final : BackwardNode {
     static const auto op = find_operator<Signature>("titan::embedding_backward");
     const at::Tensor grad_weight = op.call(grad, tokens, num_embeddings);
     if (!weight_sink) return {grad_weight.to(dtype)};
-    weight_sink->accept(grad_weight, 1.0);
+    weight_sink->accept(grad_weight, {});
     return {at::Tensor()};
   }
   void release_variables() override { tokens.reset(); }

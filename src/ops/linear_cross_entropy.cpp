@@ -23,16 +23,21 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   variable_list backward(const at::Tensor& grad) override {
     TITAN_CHECK(grad_hidden.defined() || grad_weight.defined(),
                 "linear_cross_entropy: a second backward through the same loss");
-    const double factor = grad.is_meta() ? scale : grad.item<double>() * scale;
+    const at::Tensor factor = grad * scale;  // not read by the host, which would wait for the device
     variable_list grads(2);
-    if (task_should_compute_output(Hidden)) grads[Hidden] = take(grad_hidden).mul_(factor);
+    if (task_should_compute_output(Hidden)) grads[Hidden] = scaled(take(grad_hidden), factor);
     if (!task_should_compute_output(Weight)) return grads;
     if (weight_sink) {
       weight_sink->accept(take(grad_weight), factor);
     } else {
-      grads[Weight] = take(grad_weight).mul_(factor).to(weight_dtype);
+      grads[Weight] = scaled(take(grad_weight), factor).to(weight_dtype);
     }
     return grads;
+  }
+  // A device would round a scalar tensor to the other operand's 16 bits; a CPU takes its value as it is.
+  static at::Tensor scaled(at::Tensor tensor, const at::Tensor& factor) {
+    if (tensor.element_size() > 2 || tensor.is_cpu()) return tensor.mul_(factor);
+    return tensor.to(factor.scalar_type()).mul_(factor).to(tensor.scalar_type());
   }
   // Scaled in place and handed on: a large buffer less. So the graph can be walked once.
   static at::Tensor take(at::Tensor& tensor) { return std::exchange(tensor, at::Tensor()); }

@@ -23,7 +23,7 @@ struct RmsNormBackward final : BackwardNode {
     if (task_should_compute_output(X)) grads[X] = std::move(grad_x);
     if (!task_should_compute_output(Weight)) return grads;
     if (weight_sink) {
-      weight_sink->accept(grad_weight, 1.0);
+      weight_sink->accept(grad_weight, {});
     } else {
       grads[Weight] = grad_weight.to(scales.scalar_type());
     }

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -52,6 +53,7 @@ void allocate(const at::Tensor& tensor) {
   TITAN_INTERNAL_ASSERT(storage->nbytes() == 0, "allocate: the storage holds ", storage->nbytes(), " bytes");
   TITAN_INTERNAL_ASSERT(tensor.storage_offset() == 0, "allocate: the tensor is a part of its storage");
   const auto bytes = static_cast<size_t>(bytes_needed(tensor));
+  const c10::OptionalDeviceGuard on_its_device(tensor.device());
   storage->set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(bytes));
   storage->set_nbytes(bytes);
 }

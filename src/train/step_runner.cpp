@@ -47,6 +47,7 @@ TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, co
 at::Tensor StepRunner::run(const Schedule& schedule, const std::vector<data::Batch>& micro_batches,
                            int64_t global_valid_tokens) {
   TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
+  discard_gradients(model_.root());  // of a step that an exception ended
   at::Tensor total = at::zeros({}, at::TensorOptions(device_).dtype(at::kDouble));
   std::vector<at::Tensor> losses(micro_batches.size());
   const size_t last = last_backward(schedule);

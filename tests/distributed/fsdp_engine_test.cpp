@@ -4,77 +4,14 @@
 
 #include <ATen/ATen.h>
 
-#include "distributed/toy_model.h"
-#include "distributed/world.h"
+#include "distributed/toy_case.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 
 namespace titan {
 namespace {
 
-using testing::Toy;
-using testing::ToyOptions;
-
-at::Tensor input_rows(int64_t rows, int64_t dim, at::ScalarType dtype) {
-  return testing::BlockImpl::values({rows, dim}, at::TensorOptions().dtype(dtype)) * 2;
-}
-
-/// Rows of the global batch that this rank computes: r, r + N, ...
-at::Tensor my_rows(const at::Tensor& batch, int rank, int size) {
-  return batch.slice(0, rank, batch.size(0), size).contiguous();
-}
-
-struct Layout {
-  int replicate = 1;
-  int shard = 1;
-};
-
-std::vector<Layout> layouts(int world_size) {
-  std::vector<Layout> all{{1, world_size}};
-  if (world_size > 1) all.push_back({world_size, 1});
-  if (world_size == 4) all.push_back({2, 2});
-  return all;
-}
-
-DeviceMesh mesh_of(const Layout& layout) {
-  return DeviceMesh::create(testing::world(),
-                            {{"dp_replicate", layout.replicate}, {"dp_shard", layout.shard}});
-}
-
-Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const FsdpOptions& fsdp) {
-  Toy model(options, dtype);
-  for (auto& block : model->blocks) fully_shard(block, fsdp);
-  fully_shard(model, fsdp);
-  materialize(model, 0);
-  return model;
-}
-
-/// The loss is a sum, so gradients of all ranks' rows add up to the whole batch's.
-at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
-
-double relative_error(const at::Tensor& got, const at::Tensor& expected) {
-  const double norm = expected.to(at::kDouble).norm().item<double>();
-  return (got.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>() / (norm == 0 ? 1 : norm);
-}
-
-void expect_equal_gradients(const Toy& sharded, const Toy& reference, double tolerance,
-                            const std::string& what) {
-  const auto expected = reference->named_parameters();
-  for (const Parameter& parameter : parameters(sharded)) {
-    const at::Tensor& expected_param = expected[parameter.name];
-    if (!expected_param.requires_grad()) {
-      EXPECT_FALSE(parameter.data.local.requires_grad()) << what << " " << parameter.name;
-      continue;
-    }
-    DTensor grad = parameter.data;
-    ASSERT_TRUE(grad.local.grad().defined()) << what << " " << parameter.name;
-    grad.local = grad.local.grad();
-    const at::Tensor whole = full_tensor(grad);
-    const at::Tensor wanted =
-        expected_param.grad().defined() ? expected_param.grad() : at::zeros_like(expected_param);
-    EXPECT_LE(relative_error(whole, wanted), tolerance) << what << " " << parameter.name;
-  }
-}
+using namespace testing;  // NOLINT: these are the test's own words
 
 class FsdpEngine : public ::testing::TestWithParam<at::ScalarType> {
  protected:

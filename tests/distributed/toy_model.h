@@ -7,6 +7,8 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/tanh.h>
 
+#include <stdexcept>
+
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
 
@@ -43,6 +45,14 @@ struct ToyOptions {
   bool extra_unused = false;
 };
 
+/// Which way a forward takes.
+struct ToyPath {
+  int64_t skipped = -1;           // block that isn't called
+  int64_t detached = -1;          // block whose output isn't used, but for its value
+  int64_t failing = -1;           // block before which the forward throws
+  int64_t failing_backward = -1;  // block behind which the backward throws
+};
+
 class ToyImpl : public nn::Module {
  public:
   ToyImpl(const ToyOptions& options, at::ScalarType dtype) {
@@ -57,9 +67,18 @@ class ToyImpl : public nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     at::Tensor h = x;
-    for (Block& block : blocks) h = block(h);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const auto index = static_cast<int64_t>(i);
+      if (index == path.failing) throw std::runtime_error("the toy fails");
+      if (index == path.skipped) continue;
+      const at::Tensor y = blocks[i](h);
+      if (index == path.failing_backward)
+        y.register_hook([](const at::Tensor&) { throw std::runtime_error("the toy's backward fails"); });
+      h = index == path.detached ? h + y.detach() - h.detach() : y;
+    }
     return h * scale;
   }
+  ToyPath path;
   std::vector<Block> blocks;
   at::Tensor scale, unused;
 };

@@ -46,8 +46,9 @@ class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void accept(WeightGrad grad) = 0;
-  /// A gradient that is computed already (the loss head's accumulated buffer): adds scale * grad.
-  virtual void accept(const at::Tensor& grad_OI, double scale) = 0;
+  /// A gradient that is computed already (the loss head's accumulated buffer): adds scale * grad. `scale` is
+  /// a scalar tensor on the gradient's device, so that the host needn't know it; undefined: 1.
+  virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
 };
 
 }  // namespace titan::ops

@@ -24,7 +24,7 @@ namespace titan {
 /// Whether the gathered parameters are freed between forward and backward.
 struct ReshardAfterForward {
   enum class Kind {
-    Default,  ///< Always, but for the root group Never (its backward comes first)
+    Default,  ///< Always, but Never for the outermost module's own group (its backward comes first)
     Always,
     Never,
     ToSize,  ///< keep them sharded over `size` neighbouring ranks (a divisor of the shard axis): a smaller,
@@ -51,14 +51,18 @@ struct FsdpOptions {
   bool cpu_offload = false;  ///< shards in pinned host memory; GPUs only
 };
 
-/// Gathered copies follow the shards by themselves: every write to a shard (optimizer, checkpoint, user) raises its version
-/// counter, and the next use gathers again.
+/// Gathered copies follow the shards by themselves: every write to a shard by an operation of LibTorch or a
+/// collective raises its version counter, and the next use gathers again. Writes through data_ptr() or a
+/// detached handle (.data(), variable_data()) aren't seen.
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
 /// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:
 /// true).
 void set_last_micro_batch(const nn::AnyRef& root, bool last);
+/// Drops gradients that were collected but not reduced yet, as of a step that was given up between two
+/// micro-batches; what the shards have as gradients is the optimizer's to zero. All ranks do the same.
+void discard_gradients(const nn::AnyRef& root);
 /// Numbers for tests and logs, summed over the groups below `root`.
 struct FsdpStats {
   int64_t groups = 0;

@@ -22,7 +22,7 @@ class GradientNode : public Node {
 
   variable_list apply(variable_list&& grads) override {
     const auto group = group_.lock();
-    if (group && grads[0].defined()) group->take_grad(slot_, grads[0], 1.0);
+    if (group && grads[0].defined()) group->take_grad(slot_, grads[0], {});
     return {};
   }
   std::string name() const override { return "FsdpGradient"; }
@@ -56,10 +56,10 @@ void attach_gradient_node(const at::Tensor& compute, std::weak_ptr<ParamGroup> g
 }
 
 void GroupSink::accept(ops::WeightGrad grad) {
-  if (const auto group = group_.lock()) group->take_grad(slot_, grad.compute(), 1.0);
+  if (const auto group = group_.lock()) group->take_grad(slot_, grad.compute(), {});
 }
 
-void GroupSink::accept(const at::Tensor& grad_OI, double scale) {
+void GroupSink::accept(const at::Tensor& grad_OI, const at::Tensor& scale) {
   if (const auto group = group_.lock()) group->take_grad(slot_, grad_OI, scale);
 }
 
@@ -80,9 +80,14 @@ bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> don
   return true;
 }
 
-void call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed) {
-  for (at::Tensor* output : outputs)
-    if (output->requires_grad()) output->register_hook([needed](const at::Tensor&) { needed(); });
+bool call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed) {
+  bool any = false;
+  for (at::Tensor* output : outputs) {
+    if (!output->requires_grad()) continue;
+    output->register_hook([needed](const at::Tensor&) { needed(); });
+    any = true;
+  }
+  return any;
 }
 
 }  // namespace titan::fsdp

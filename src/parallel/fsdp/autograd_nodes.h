@@ -21,7 +21,7 @@ class GroupSink : public ops::GradSink {
  public:
   GroupSink(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
   void accept(ops::WeightGrad grad) override;
-  void accept(const at::Tensor& grad_OI, double scale) override;
+  void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override;
 
  private:
   std::weak_ptr<ParamGroup> group_;
@@ -33,7 +33,7 @@ class GroupSink : public ops::GradSink {
 /// requires a gradient.
 bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done);
 
-/// Calls `needed` when the gradient of one of the outputs arrives.
-void call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed);
+/// Calls `needed` when the gradient of one of the outputs arrives. False when none requires one.
+bool call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed);
 
 }  // namespace titan::fsdp

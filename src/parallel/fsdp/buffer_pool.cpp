@@ -14,6 +14,10 @@ constexpr double kSmallestUse = 0.8;
 
 }  // namespace
 
+BufferPool::~BufferPool() {
+  for (const Free& free : free_) free.used.synchronize();
+}
+
 at::Tensor BufferPool::take_fitting(int64_t bytes, const dist::Stream& user) {
   auto best = free_.end();
   for (auto it = free_.begin(); it != free_.end(); ++it) {

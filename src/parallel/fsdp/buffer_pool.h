@@ -16,6 +16,8 @@ namespace titan::fsdp {
 class BufferPool {
  public:
   explicit BufferPool(at::Device device) : device_(device) {}
+  /// Blocks until the streams are past the buffers: the allocator knows of one stream only.
+  ~BufferPool();
 
   /// A buffer of `numel` elements of `dtype`; `user` may write it at once (it waits for the stream that used
   /// it last).

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "parallel/fsdp/param_group.h"
 #include "titan/core/error.h"
@@ -14,35 +16,62 @@ CommContext::CommContext(at::Device device)
       reduce_stream(dist::Stream::create(device, dist::Priority::High)),
       pool(device) {}
 
+CommContext::~CommContext() {
+  for (ParamGroup* group : groups_) group->leave();
+}
+
 void CommContext::count_gathered(int64_t change) {
   num_gathered += change;
   max_gathered = std::max(max_gathered, num_gathered);
 }
 
+void CommContext::remove_group(ParamGroup* group) { std::erase(groups_, group); }
+
 void CommContext::begin_forward() {
-  TITAN_CHECK(!in_backward_, "the root's forward was called inside its own backward");
-  if (!visits_.empty()) {
-    previous_order_.clear();
-    for (Visit& visit : visits_) previous_order_.push_back(std::move(visit.group));
-    visits_.clear();
+  if (in_backward_) {
+    TITAN_CHECK(torch::autograd::get_current_graph_task_id() < 0,
+                "the root's forward was called inside its own backward");
+    abandon_backward();
   }
+  cancel_prefetches();  // of a forward that an exception ended
+  previous_order_.swap(order_);
+  order_.clear();
+  ++num_forwards_;
+  if (!at::GradMode::is_enabled()) return;  // between a forward and its backward, too
+  visits_.clear();
   ++iteration_;
 }
 
-int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group, bool with_backward) {
-  visits_.push_back({group, with_backward, false});
+void CommContext::end_forward() { cancel_prefetches(); }
+
+void CommContext::cancel_prefetches() {
+  for (ParamGroup* group : groups_) group->cancel_unshard();
+}
+
+int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
+  TITAN_CHECK(!in_backward_, "the forward of '", group->name(),
+              "' was called inside a backward: wrap the module that is computed again (activation "
+              "checkpointing) in fully_shard, not modules inside of it");
+  order_.push_back(group.get());
   group->start_unshard();
   group->finish_unshard();
-  prefetch_forward(visits_.size());
+  prefetch_forward();
+  if (!at::GradMode::is_enabled()) return -1;
+  visits_.push_back({group});
   return static_cast<int64_t>(visits_.size()) - 1;
 }
 
 // Only where this forward has followed the last one so far: a model that takes another path gathers without
 // prefetching.
-void CommContext::prefetch_forward(size_t next) {
-  if (next >= previous_order_.size() || visits_.back().group != previous_order_[next - 1]) return;
-  previous_order_[next]->start_unshard();
+void CommContext::prefetch_forward() {
+  const size_t next = order_.size();
+  if (next < previous_order_.size() && order_.back() == previous_order_[next - 1])
+    previous_order_[next]->start_unshard();
 }
+
+void CommContext::expect_backward(int64_t visit) { visits_[static_cast<size_t>(visit)].with_backward = true; }
+
+void CommContext::reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
 
 void CommContext::start_backward() {
   in_backward_ = true;
@@ -53,9 +82,32 @@ void CommContext::start_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([self] { self->finish_backward(); });
 }
 
+// A backward that threw has no end: the engine runs no callbacks then.
+void CommContext::abandon_backward() {
+  in_backward_ = false;
+  reducing_.clear();
+  discard_gradients();
+  for (ParamGroup* group : groups_) {
+    group->cancel_unshard();
+    group->reshard();
+  }
+}
+
+void CommContext::discard_gradients() {
+  for (ParamGroup* group : groups_) group->discard_gradients();
+}
+
 void CommContext::issue_gather(int64_t visit) {
-  Visit& due = visits_[visit];
+  Visit& due = visits_[static_cast<size_t>(visit)];
   if (due.with_backward && due.group->backward_reads_parameters()) due.group->start_unshard();
+}
+
+// What this rank's backward never came to, others may have: they all wait for this rank's part.
+void CommContext::issue_remaining_gathers() {
+  for (; next_gather_ >= 0; --next_gather_) {
+    issue_gather(next_gather_);
+    visits_[static_cast<size_t>(next_gather_)].group->cancel_unshard();
+  }
 }
 
 void CommContext::pre_backward(int64_t iteration, int64_t visit) {
@@ -64,7 +116,7 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
               " has run since: run each backward before the next forward");
   if (!in_backward_) start_backward();
   while (next_gather_ >= visit) issue_gather(next_gather_--);
-  ParamGroup& group = *visits_[visit].group;
+  ParamGroup& group = *visits_[static_cast<size_t>(visit)].group;
   if (group.backward_reads_parameters()) {
     group.start_unshard();
     group.finish_unshard();
@@ -74,44 +126,64 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
 
 void CommContext::post_backward(int64_t iteration, int64_t visit) {
   if (iteration != iteration_ || !in_backward_) return;
-  visits_[visit].group->reshard();
-  visits_[visit].ready = true;
+  Visit& done = visits_[static_cast<size_t>(visit)];
+  done.group->reshard();
+  done.ready = true;
   issue_ready_reductions();
 }
 
 void CommContext::issue_ready_reductions() {
   for (; next_reduce_ >= 0; --next_reduce_) {
-    Visit& due = visits_[next_reduce_];
-    if (!due.with_backward) continue;
+    Visit& due = visits_[static_cast<size_t>(next_reduce_)];
+    if (!due.with_backward || due.at_end) continue;
     if (!due.ready) return;
-    if (!due.group->start_reduce(last_micro_batch_)) continue;
-    reducing_.push_back(due.group);
-    advance_reductions(1);
+    issue_reduction(*due.group);
   }
+}
+
+void CommContext::issue_reduction(ParamGroup& group) {
+  if (!group.start_reduce(last_micro_batch_)) return;
+  reducing_.push_back(&group);
+  advance_reductions(1);
+}
+
+// Those that had no place in the chain, and in the last micro-batch those that took part in an earlier one
+// only.
+void CommContext::issue_last_reductions() {
+  for (auto visit = visits_.rbegin(); visit != visits_.rend(); ++visit)
+    if (visit->with_backward && visit->at_end) issue_reduction(*visit->group);
+  if (!last_micro_batch_) return;
+  for (ParamGroup* group : groups_)
+    if (group->owes_reduction()) issue_reduction(*group);
 }
 
 // A reduction is a chain: reduce-scatter, then perhaps an all-reduce, then the sum into the shard's gradient.
 // Each older one takes its next link when a younger one has been issued, so that something is always on the
 // wire while the backward computes.
 void CommContext::advance_reductions(size_t num_young) {
-  std::deque<std::shared_ptr<ParamGroup>> unfinished;
+  std::deque<ParamGroup*> unfinished;
   for (size_t i = 0; i < reducing_.size(); ++i) {
     const bool young = i + num_young >= reducing_.size();
-    if (young || !reducing_[i]->advance_reduce()) unfinished.push_back(std::move(reducing_[i]));
+    if (young || !reducing_[i]->advance_reduce()) unfinished.push_back(reducing_[i]);
   }
   reducing_ = std::move(unfinished);
 }
 
 void CommContext::finish_backward() {
+  issue_remaining_gathers();
   for (Visit& visit : visits_) visit.ready = true;
   issue_ready_reductions();
+  issue_last_reductions();
   while (!reducing_.empty()) advance_reductions(0);
   for (Visit& visit : visits_) {
+    visit.group->cancel_unshard();
     visit.group->reshard();
-    visit.with_backward = false;
+    visit.ready = false;  // a graph that is kept may be walked again
   }
+  // The optimizer reads the gradients and writes the shards.
   const dist::Stream current = visits_.empty() ? dist::Stream() : visits_[0].group->compute_stream();
-  current.wait(reduce_stream);  // the optimizer reads the gradients
+  current.wait(reduce_stream);
+  current.wait(gather_stream);
   in_backward_ = false;
 }
 

@@ -18,24 +18,41 @@ class ParamGroup;
 /// Every rank has to issue the same collectives in the same order, also where ranks use different parameters.
 /// A root forward records its visits to groups. Gathers of the next forward follow that list, gathers and
 /// reductions of the backward its reverse; a visit that a rank's backward never reaches is gathered and
-/// reduced all the same, when its turn comes. Gathers and reductions use process groups of their own, so
-/// their mutual order is free.
+/// reduced all the same, when its turn comes. Which visits take part follows from the forward alone: those
+/// with an output that requires a gradient. Gathers and reductions use process groups of their own, so their
+/// mutual order is free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
   explicit CommContext(at::Device device);
+  ~CommContext();
 
-  /// Root's forward begins: forgets the last iteration, keeps its order for prefetching.
+  /// Root's forward begins: keeps the last one's order for prefetching and, where gradients are recorded,
+  /// forgets its visits. What an exception left of an earlier backward is dropped.
   void begin_forward();
+  /// Root's forward ends: what was prefetched and not used goes, before the optimizer may write the shards.
+  void end_forward();
   /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last
-  /// time. Returns the visit's number.
-  int64_t visit(const std::shared_ptr<ParamGroup>& group, bool with_backward);
+  /// time. Returns the visit's number, -1 where no gradients are recorded.
+  int64_t visit(const std::shared_ptr<ParamGroup>& group);
+  /// An output of the visit requires a gradient: it will have a backward.
+  void expect_backward(int64_t visit);
+  /// None of its inputs does: nothing tells when its backward is over, and it is reduced after all others.
+  void reduce_at_end(int64_t visit);
   /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters`
   /// is false).
   void pre_backward(int64_t iteration, int64_t visit);
   /// The gradient of visit's inputs is complete: frees the parameters and queues the reduction.
   void post_backward(int64_t iteration, int64_t visit);
 
+  /// Of the forwards that record gradients.
   int64_t iteration() const { return iteration_; }
+  /// Of all forwards.
+  int64_t num_forwards() const { return num_forwards_; }
+  /// All groups that share this context, in registration order; they live as long as it does.
+  void add_group(ParamGroup* group) { groups_.push_back(group); }
+  void remove_group(ParamGroup* group);
+  /// Drops gradients that were collected but never reduced: of a step that was given up.
+  void discard_gradients();
   void set_last_micro_batch(bool last) { last_micro_batch_ = last; }
 
   // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are
@@ -53,20 +70,28 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   struct Visit {
     std::shared_ptr<ParamGroup> group;
     bool with_backward = false;
+    bool at_end = false;
     bool ready = false;  // its gradients are complete
   };
 
-  void prefetch_forward(size_t next);
+  void prefetch_forward();
+  void cancel_prefetches();
   void start_backward();
+  void abandon_backward();
   void issue_gather(int64_t visit);
+  void issue_remaining_gathers();
   void issue_ready_reductions();
+  void issue_reduction(ParamGroup& group);
+  void issue_last_reductions();
   void advance_reductions(size_t num_young);
   void finish_backward();
 
+  std::vector<ParamGroup*> groups_;
   std::vector<Visit> visits_;
-  std::vector<std::shared_ptr<ParamGroup>> previous_order_;
-  std::deque<std::shared_ptr<ParamGroup>> reducing_;  // oldest first
+  std::vector<ParamGroup*> order_, previous_order_;  // of this forward and the one before it
+  std::deque<ParamGroup*> reducing_;                 // oldest first
   int64_t iteration_ = 0;
+  int64_t num_forwards_ = 0;
   int64_t next_gather_ = -1;  // backward: the visit whose gather is due next
   int64_t next_reduce_ = -1;
   bool in_backward_ = false;

@@ -37,8 +37,9 @@ void FsdpState::become_root(nn::HookHost& host) {
                 "' has run a forward on its own before the forward of the sharded module around it; call the "
                 "outermost one first");
     state->context_ = context;
-    if (state->group_) state->group_->join(context, state->modules_[0]->fqn());
+    if (state->group_) state->group_->join(*context, state->modules_[0]->fqn());
   }
+  if (group_) group_->make_root();
 }
 
 void FsdpState::set_last_micro_batch(bool last) {
@@ -55,30 +56,39 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (!context_) become_root(host);
   if (is_root_) context_->begin_forward();
   if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
+  // Modules of a list that an earlier forward left out, or never came to, don't count for this one.
+  if (std::exchange(forward_, context_->num_forwards()) != context_->num_forwards()) modules_entered_ = 0;
   if (!group_ || modules_entered_++ > 0) return;
-  const bool with_backward = at::GradMode::is_enabled();
-  visit_ = context_->visit(group_, with_backward);
-  if (!with_backward) return;
+  visit_ = context_->visit(group_);
+  if (visit_ < 0) return;
   // The hooks live in the graph, which lives no longer than the context's owner, the model; a weak pointer
   // all the same.
-  call_after_backward(inputs,
-                      [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
-                        if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
-                      });
+  const bool told = call_after_backward(
+      inputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+        if (const auto alive = context.lock()) alive->post_backward(iteration, visit);
+      });
+  if (!told) context_->reduce_at_end(visit_);
 }
 
 void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
   if (options_.output_dtype) cast(outputs, *options_.output_dtype);
-  if (!group_) return;
-  if (at::GradMode::is_enabled()) {
-    call_before_backward(
-        outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
-          if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
-        });
+  if (group_) {
+    expect_backward(outputs);
+    if (modules_entered_ == modules_.size()) {
+      modules_entered_ = 0;
+      group_->after_forward();
+    }
   }
-  if (modules_entered_ < modules_.size()) return;
-  modules_entered_ = 0;
-  group_->after_forward();
+  if (is_root_) context_->end_forward();
+}
+
+void FsdpState::expect_backward(const nn::TensorRefs& outputs) {
+  if (visit_ < 0) return;
+  const bool expected = call_before_backward(
+      outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
+        if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
+      });
+  if (expected) context_->expect_backward(visit_);
 }
 
 }  // namespace titan::fsdp

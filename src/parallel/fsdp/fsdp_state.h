@@ -32,6 +32,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   void set_last_micro_batch(bool last);
 
  private:
+  void expect_backward(const nn::TensorRefs& outputs);
   void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const;
 
   std::vector<nn::HookHost*> modules_;  // in call order
@@ -41,6 +42,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   bool is_root_ = false;
   bool last_micro_batch_ = true;
   size_t modules_entered_ = 0;
+  int64_t forward_ = -1;  // the context's forward that modules_entered_ counts in
   int64_t visit_ = -1;
 };
 

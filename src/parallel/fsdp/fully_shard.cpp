@@ -48,16 +48,19 @@ class ParamCollector {
 
 void check_options(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
   TITAN_CHECK(!modules.empty(), "fully_shard: an empty list of modules");
-  TITAN_CHECK(!options.cpu_offload, "fully_shard: cpu_offload isn't available in this build");
+  TITAN_CHECK(
+      !options.cpu_offload,
+      "fully_shard: cpu_offload keeps shards in pinned host memory beside a GPU, and isn't implemented yet");
   for (const nn::AnyRef& module : modules)
     TITAN_CHECK(!module.host().fsdp_hook, "fully_shard: '", module.module().name(), "' is wrapped already");
 }
 
-// The root's policy differs ("Default" keeps it gathered); a module that holds other groups is one, as in
-// FSDP2.
-bool holds_groups(const std::vector<nn::AnyRef>& modules) {
-  return std::any_of(modules.begin(), modules.end(),
-                     [](const nn::AnyRef& module) { return !fsdp::states_below(module.module()).empty(); });
+// A smaller mesh of one rank means to keep what was gathered.
+FsdpOptions normalized(FsdpOptions options) {
+  ReshardAfterForward& policy = options.reshard_after_forward;
+  if (policy.kind == ReshardAfterForward::Kind::ToSize && policy.size == 1)
+    policy = ReshardAfterForward::never();
+  return options;
 }
 
 void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
@@ -66,7 +69,7 @@ void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& o
   for (const nn::AnyRef& module : modules) collector.collect(module.module(), "");
   std::shared_ptr<ParamGroup> group;
   if (!collector.params().empty())
-    group = ParamGroup::create(std::move(collector.params()), options, holds_groups(modules));
+    group = ParamGroup::create(std::move(collector.params()), normalized(options));
   std::vector<nn::HookHost*> hosts;
   for (const nn::AnyRef& module : modules) hosts.push_back(&module.host());
   auto state = std::make_shared<FsdpState>(hosts, group, options);
@@ -87,6 +90,13 @@ void set_last_micro_batch(const nn::AnyRef& root, bool last) {
   if (const auto state = std::dynamic_pointer_cast<FsdpState>(root.host().fsdp_hook))
     return state->set_last_micro_batch(last);
   for (const auto& state : fsdp::states_below(root.module())) state->set_last_micro_batch(last);
+}
+
+void discard_gradients(const nn::AnyRef& root) {
+  const auto root_state = std::dynamic_pointer_cast<FsdpState>(root.host().fsdp_hook);
+  if (root_state && root_state->context()) return root_state->context()->discard_gradients();
+  for (const auto& state : fsdp::states_below(root.module()))
+    if (state->group()) state->group()->discard_gradients();
 }
 
 FsdpStats fsdp_stats(const nn::AnyRef& root) {

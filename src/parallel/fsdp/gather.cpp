@@ -17,12 +17,14 @@ bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._versio
 
 void ParamGroup::start_unshard() {
   if (state_ == State::Gathered && (!stale() || (holds_whole_parameters() && dtype_ == param_dtype_))) return;
-  if (state_ == State::Gathering) return;
+  if (state_ == State::Gathering && !stale()) return;
+  cancel_unshard();
   TITAN_CHECK(!deferred(), "the parameters of '", name_,
               "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
   if (state_ == State::Gathered && !holds_whole_parameters()) reshard();
-  if (kept_part_.defined() && stale()) context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
+  if (kept_part_.defined() && stale())
+    context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   // A part that no backward fetched (an embedding's doesn't ask for its weight) is of the step before.
   gathered_version_ = flat_shard_._version();
   if (holds_whole_parameters()) return alias_shards();
@@ -57,17 +59,26 @@ void ParamGroup::start_gather() {
     place.copy_(mine);
     mine = place;
   }
-  gather_work_ = group.all_gather(packed_, mine, {"fsdp::all_gather", name_.c_str()});
+  gather_work_ = group.all_gather(packed_, mine, {"fsdp::all_gather", name_});
   state_ = State::Gathering;
+}
+
+void ParamGroup::wait_for_gather() {
+  dist::StreamGuard on_gather_stream(context_->gather_stream);
+  gather_work_.wait();
+}
+
+void ParamGroup::cancel_unshard() {
+  if (state_ != State::Gathering) return;
+  wait_for_gather();
+  context_->pool.release(std::exchange(packed_, {}), context_->gather_stream);
+  state_ = State::Sharded;
 }
 
 void ParamGroup::finish_unshard() {
   if (state_ != State::Gathering) return;
   at::NoGradGuard no_grad;
-  {
-    dist::StreamGuard on_gather_stream(context_->gather_stream);
-    gather_work_.wait();
-  }
+  wait_for_gather();
   compute_stream().wait(context_->gather_stream);
   full_ = context_->pool.acquire(packed_.numel(), param_dtype_, compute_stream());
   unpack_gathered();
@@ -134,7 +145,7 @@ void ParamGroup::bind_compute_params(const at::Tensor& full) {
 
 void ParamGroup::reshard() {
   if (holds_whole_parameters()) return;
-  if (state_ == State::Gathering) finish_unshard();
+  cancel_unshard();
   if (state_ != State::Gathered) return;
   for (const ManagedParam& param : params_) param_storage::free(param.compute);
   context_->pool.release(std::move(full_), compute_stream());

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 
 #include "parallel/fsdp/comm_context.h"
@@ -63,25 +64,50 @@ void GradientCollector::open_collected() {
   }
   const int64_t numel = layout_.trainable_numel() * layout_.num_ranks();
   collected_ = context_->pool.acquire(numel, config_.reduce_dtype, dist::Stream::current(config_.device));
-  if (layout_.has_padding())
-    collected_.zero_();  // unused elements travel too; they must not be NaN or slow denormals
+  zero_padding();
+}
+
+// Elements of no parameter travel too; they must not be NaN or slow denormals.
+void GradientCollector::zero_padding() {
+  if (!layout_.has_padding()) return;
+  const int64_t stride = layout_.trainable_numel();
+  const auto zero = [&](int64_t first_row, int64_t rows, int64_t column, int64_t columns) {
+    if (rows <= 0 || columns <= 0) return;
+    collected_
+        .as_strided({rows, columns}, {stride, 1}, collected_.storage_offset() + first_row * stride + column)
+        .zero_();
+  };
+  const size_t count = written_.size();
+  for (size_t i = 0; i < count; ++i) {
+    const Slot& slot = layout_.slots()[i];
+    const int64_t chunk_end = slot.offset + slot.chunk_numel();
+    const int64_t next = i + 1 < count ? layout_.slots()[i + 1].offset : stride;
+    zero(0, layout_.num_ranks(), chunk_end, next - chunk_end);  // alignment
+    if (slot.chunk_rows == 0) continue;
+    const int64_t whole_chunks = slot.rows() / slot.chunk_rows;
+    const int64_t rest = slot.rows() * slot.row_numel - whole_chunks * slot.chunk_numel();
+    zero(whole_chunks, 1, slot.offset + rest,
+         whole_chunks < layout_.num_ranks() ? slot.chunk_numel() - rest : 0);
+    zero(whole_chunks + 1, layout_.num_ranks() - whole_chunks - 1, slot.offset, slot.chunk_numel());
+  }
 }
 
 // `packed` is [N, S_trainable]; the parameter's rows lie chunk by chunk in N rows of it, the last chunk
 // perhaps short.
 void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad,
-                              double scale, bool first) const {
+                              const at::Tensor& scale, bool first) const {
   const int64_t stride = layout_.trainable_numel(), chunk = slot.chunk_numel();
   const int64_t whole_chunks = slot.chunk_rows == 0 ? 0 : slot.rows() / slot.chunk_rows;
   const at::Tensor source = grad.contiguous();
   auto put = [&](at::IntArrayRef sizes, int64_t to, int64_t from) {
     at::Tensor target = packed.as_strided(sizes, {stride, 1}, packed.storage_offset() + to);
     const at::Tensor part = source.as_strided(sizes, {chunk, 1}, source.storage_offset() + from);
-    if (first) {
-      target.copy_(part);
-      if (scale != 1) target.mul_(scale);
+    if (!scale.defined()) {
+      first ? target.copy_(part) : target.add_(part);
+    } else if (first) {
+      at::mul_out(target, part, scale);  // before it is rounded to the target's type
     } else {
-      target.add_(part, scale);
+      target.addcmul_(part, scale);
     }
   };
   if (whole_chunks > 0) put({whole_chunks, chunk}, slot.offset, 0);
@@ -89,7 +115,7 @@ void GradientCollector::write(const at::Tensor& packed, const Slot& slot, const 
   if (rest > 0) put({1, rest}, whole_chunks * stride + slot.offset, whole_chunks * chunk);
 }
 
-void GradientCollector::add(size_t slot, const at::Tensor& grad, double scale) {
+void GradientCollector::add(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
   at::NoGradGuard no_grad;
   if (local()) {
     make_flat_grad();
@@ -136,6 +162,7 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
                                // way
   }
   const bool scatter = config_.shard_group && (last_micro_batch || config_.reduce_every_micro_batch);
+  owes_reduction_ = !last_micro_batch && (!scatter || config_.replicate_group);
   if (!last_micro_batch && !scatter) return false;  // the whole gradients stay collected
   open_collected();
   zero_missing();
@@ -165,6 +192,17 @@ void GradientCollector::release(at::Tensor& buffer) {
   if (buffer.defined() && !buffer.is_same(flat_grad_))
     context_->pool.release(buffer, context_->reduce_stream);
   buffer.reset();
+}
+
+void GradientCollector::discard() {
+  owes_reduction_ = false;
+  if (!context_) return;
+  if (phase_ != Phase::Idle) {
+    dist::StreamGuard on_reduce_stream(context_->reduce_stream);
+    work_.wait();
+    phase_ = Phase::Idle;
+  }
+  for (at::Tensor* buffer : {&scattering_, &reduced_, &partial_, &collected_}) release(*buffer);
 }
 
 // Runs on the reduce stream, with this rank's sums in reduced_.

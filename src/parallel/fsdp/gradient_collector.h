@@ -42,9 +42,13 @@ class GradientCollector {
   void configure(Config config);
   void join(CommContext& context, const char* module);
 
-  void add(size_t slot, const at::Tensor& grad, double scale);
+  /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
+  void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
   bool start_reduce(bool last_micro_batch);
   bool advance_reduce();
+  bool owes_reduction() const { return owes_reduction_; }
+  /// Drops what was collected and not reduced, and waits for what is on the wire.
+  void discard();
 
  private:
   enum class Phase { Idle, Scattering, AllReducing };
@@ -56,7 +60,8 @@ class GradientCollector {
   bool all_grads_ours() const;
   void set_grads();
   void open_collected();
-  void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, double scale,
+  void zero_padding();
+  void write(const at::Tensor& packed, const Slot& slot, const at::Tensor& grad, const at::Tensor& scale,
              bool first) const;
   void zero_missing();
   void after_scatter();
@@ -79,6 +84,7 @@ class GradientCollector {
   at::Tensor partial_;         // sums of earlier micro-batches that the replicas haven't seen
   Phase phase_ = Phase::Idle;
   bool last_micro_batch_ = true;
+  bool owes_reduction_ = false;
   dist::Work work_;
 };
 

@@ -1,6 +1,9 @@
 #include "parallel/fsdp/param_group.h"
 
 #include <algorithm>
+#include <mutex>
+#include <set>
+#include <unordered_set>
 
 #include <torch/csrc/autograd/variable.h>
 
@@ -25,11 +28,48 @@ size_t sort_trainable_first(std::vector<ManagedParam>& params) {
   return static_cast<size_t>(frozen - params.begin());
 }
 
+// Compute tensors of all groups. A frozen one looks like any other leaf.
+class ManagedTensors {
+ public:
+  static ManagedTensors& get() {
+    static ManagedTensors tensors;
+    return tensors;
+  }
+  bool contains(const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    return tensors_.contains(tensor.unsafeGetTensorImpl());
+  }
+  void add(const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    tensors_.insert(tensor.unsafeGetTensorImpl());
+  }
+  void remove(const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    tensors_.erase(tensor.unsafeGetTensorImpl());
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<const c10::TensorImpl*> tensors_;
+};
+
+// Records of collectives keep a module's name and may be read when the module is gone.
+const char* interned(const std::string& name) {
+  static std::mutex mutex;
+  static std::set<std::string> names;
+  const std::lock_guard lock(mutex);
+  return names.insert(name).first->c_str();
+}
+
 void check_uniform(const std::vector<ManagedParam>& params) {
   for (const ManagedParam& param : params) {
     TITAN_CHECK(param.compute.dim() > 0, "fully_shard: parameter '", param.fqn,
                 "' is a scalar, which can't be cut along dim 0; give it the shape [1]");
-    TITAN_CHECK(param.compute.is_leaf(), "fully_shard: parameter '", param.fqn, "' is sharded already");
+    TITAN_CHECK(
+        !ManagedTensors::get().contains(param.compute), "fully_shard: parameter '", param.fqn,
+        "' belongs to another group already; modules that share a parameter go into one fully_shard call");
+    TITAN_CHECK(param.compute.is_leaf(), "fully_shard: parameter '", param.fqn,
+                "' is computed from another tensor");
     TITAN_CHECK(param.compute.scalar_type() == params[0].compute.scalar_type() &&
                     param.compute.device() == params[0].compute.device(),
                 "fully_shard: all parameters of a group need one dtype and device: '", params[0].fqn, "' is ",
@@ -40,21 +80,25 @@ void check_uniform(const std::vector<ManagedParam>& params) {
 
 }  // namespace
 
-std::shared_ptr<ParamGroup> ParamGroup::create(std::vector<ManagedParam> params, const FsdpOptions& options,
-                                               bool is_root) {
+std::shared_ptr<ParamGroup> ParamGroup::create(std::vector<ManagedParam> params, const FsdpOptions& options) {
   check_uniform(params);
-  std::shared_ptr<ParamGroup> group(new ParamGroup(std::move(params), options, is_root));
+  std::shared_ptr<ParamGroup> group(new ParamGroup(std::move(params), options));
+  for (const ManagedParam& param : group->params_) ManagedTensors::get().add(param.compute);
   group->make_shards();
   group->connect_gradients();
   return group;
 }
 
-ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root)
+ParamGroup::~ParamGroup() {
+  for (const ManagedParam& param : params_) ManagedTensors::get().remove(param.compute);
+  if (context_) context_->remove_group(this);
+}
+
+ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options)
     : options_(options),
       dtype_(params[0].compute.scalar_type()),
       param_dtype_(options.param_dtype.value_or(dtype_)),
       device_(params[0].compute.device()),
-      is_root_(is_root),
       params_(std::move(params)),
       layout_({}, 0, 1),
       gradients_(layout_, shards_) {
@@ -138,10 +182,11 @@ bool ParamGroup::allocate_shards() {
 
 bool ParamGroup::deferred() const { return is_deferred(flat_shard_); }
 
-void ParamGroup::join(const std::shared_ptr<CommContext>& context, const std::string& name) {
-  context_ = context;
-  name_ = name;
-  gradients_.join(*context, name_.c_str());
+void ParamGroup::join(CommContext& context, const std::string& name) {
+  context_ = &context;
+  name_ = interned(name);
+  context.add_group(this);
+  gradients_.join(context, name_);
 }
 
 DTensor ParamGroup::shard(size_t slot) const {
@@ -172,7 +217,7 @@ int64_t ParamGroup::sharded_bytes() const {
   return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
 }
 
-void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, double scale) {
+void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
   gradients_.add(slot, grad, scale);
 }
 bool ParamGroup::start_reduce(bool last_micro_batch) { return gradients_.start_reduce(last_micro_batch); }

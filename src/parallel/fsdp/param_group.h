@@ -35,30 +35,41 @@ struct ManagedParam {
 class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<ParamGroup> {
  public:
   /// Replaces the parameters' memory by shards. `params`: all of one dtype and device.
-  static std::shared_ptr<ParamGroup> create(std::vector<ManagedParam> params, const FsdpOptions& options,
-                                            bool is_root);
+  static std::shared_ptr<ParamGroup> create(std::vector<ManagedParam> params, const FsdpOptions& options);
+  ~ParamGroup() override;
 
   // ---- gathering
   /// Starts the gather unless the parameters are gathered or on their way.
   void start_unshard();
   /// Waits for it and gives the compute parameters their memory.
   void finish_unshard();
+  /// Takes back a gather that nobody will use.
+  void cancel_unshard();
   /// Frees the compute parameters' memory where it is a gathered copy.
   void reshard();
   /// What the policy asks for after a forward: reshard, keep, or keep a part on a smaller mesh.
   void after_forward();
 
   // ---- reducing
-  /// Adds scale * grad (the whole parameter's shape) to what this backward has collected for a slot.
-  void take_grad(size_t slot, const at::Tensor& grad, double scale);
+  /// Adds scale * grad (the whole parameter's shape; `scale` a scalar tensor, undefined: 1) to what this
+  /// backward has collected for a slot.
+  void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
   /// Starts the reduction of what was collected; false when nothing is to wait for.
   bool start_reduce(bool last_micro_batch);
   /// Takes the next link of the reduction; true when the shards' gradients are complete.
   bool advance_reduce();
+  /// Earlier micro-batches left gradients that wait for the last one's reduction.
+  bool owes_reduction() const { return gradients_.owes_reduction(); }
+  void discard_gradients() { gradients_.discard(); }
 
   // ---- what others see
-  void join(const std::shared_ptr<CommContext>& context, const std::string& name);
-  bool joined() const { return context_ != nullptr; }
+  /// `context` is owned by the modules' states, which own this group too.
+  void join(CommContext& context, const std::string& name);
+  /// The context is gone.
+  void leave() { context_ = nullptr; }
+  const char* name() const { return name_; }
+  /// The state of the outermost module: its "Default" policy keeps the parameters gathered.
+  void make_root() { is_root_ = true; }
   /// Gives the shards memory if they have none, with zeros in the padding only; true when it did.
   bool allocate_shards();
   bool deferred() const;
@@ -79,7 +90,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
  private:
   enum class State { Sharded, Gathering, Gathered };
 
-  ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options, bool is_root);
+  ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& options);
   void make_shards();
   void take_initial_values();
   void empty_compute_params();
@@ -88,6 +99,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool stale() const;
   void alias_shards();
   void start_gather();
+  void wait_for_gather();
   void unpack_gathered();
   void bind_compute_params(const at::Tensor& full);
   void keep_part_of_gathered();
@@ -96,7 +108,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   at::ScalarType dtype_;        // of the shards
   at::ScalarType param_dtype_;  // of the compute parameters
   at::Device device_;
-  bool is_root_;
+  bool is_root_ = false;
   bool backward_reads_parameters_ = true;
   std::vector<ManagedParam> params_;
   int shard_rank_ = 0;
@@ -115,8 +127,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   at::Tensor kept_part_;           // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;
   dist::Work gather_work_;
-  std::shared_ptr<CommContext> context_;
-  std::string name_;
+  CommContext* context_ = nullptr;
+  const char* name_ = "";
 };
 
 }  // namespace titan::fsdp

@@ -25,7 +25,9 @@ TEST(Embedding, EqualsPyTorchs) {
 
 struct KeepingSink : GradSink {
   void accept(WeightGrad /*grad*/) override { FAIL() << "an embedding has no product"; }
-  void accept(const at::Tensor& grad_OI, double scale) override { kept = grad_OI * scale; }
+  void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
+    kept = scale.defined() ? grad_OI * scale : grad_OI;
+  }
   at::Tensor kept;
 };
 

@@ -104,7 +104,9 @@ TEST(LinearCrossEntropy, ComputesTheLossAloneWithoutGradients) {
 
 struct KeepingSink : GradSink {
   void accept(WeightGrad /*grad*/) override { FAIL() << "the head's gradient is computed already"; }
-  void accept(const at::Tensor& grad_OI, double scale) override { kept = grad_OI * scale; }
+  void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
+    kept = scale.defined() ? grad_OI * scale : grad_OI;
+  }
   at::Tensor kept;
 };
 

@@ -1,8 +1,8 @@
 #include "titan/ops/linear.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "titan/core/error.h"
 #include "titan/tensor/param_storage.h"
@@ -13,7 +13,9 @@ namespace {
 
 struct RecordingSink : GradSink {
   void accept(WeightGrad grad) override { sum = sum.defined() ? sum + grad.compute() : grad.compute(); }
-  void accept(const at::Tensor& grad_OI, double scale) override { sum = grad_OI * scale; }
+  void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
+    sum = scale.defined() ? grad_OI * scale : grad_OI;
+  }
   at::Tensor sum;
 };
 

@@ -1,0 +1,182 @@
+// fully_shard where a step doesn't go straight through: other paths, several backwards, exceptions.
+
+#include "distributed/toy_case.h"
+#include "parallel/fsdp/fsdp_state.h"
+
+namespace titan {
+namespace {
+
+using namespace testing;  // NOLINT: these are the test's own words
+
+constexpr double kTolerance = 1e-12;
+
+class FsdpPaths : public ::testing::Test {
+ protected:
+  static constexpr ToyOptions kOptions{.num_blocks = 4};
+  int size = world().size(), rank = world().rank();
+  at::Tensor batch = input_rows(12, kOptions.dim, at::kDouble);
+  at::Tensor mine = my_rows(batch, rank, size);
+
+  FsdpOptions fsdp(bool reduce_every = true) const {
+    return {.mesh = mesh_of(layouts(size).front()), .reduce_every_micro_batch = reduce_every};
+  }
+};
+
+// What is prefetched for a block that isn't called mustn't serve the step after.
+TEST_F(FsdpPaths, ASkippedBlocksGatherDoesntOutliveTheOptimizerStep) {
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  for (int step = 0; step < 4; ++step) {
+    reference->path.skipped = model->path.skipped = step == 1 ? 2 : -1;
+    reference->zero_grad();
+    forget_gradients(model);
+    loss_of(reference(batch)).backward();
+    loss_of(model(mine)).backward();
+    expect_equal_gradients(model, reference, kTolerance, str("step ", step));
+    EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << step;
+    at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : reference->parameters()) parameter.mul_(0.9);
+    for (const Parameter& parameter : parameters(model)) parameter.data.local.mul_(0.9);
+  }
+}
+
+TEST_F(FsdpPaths, OneForwardMayHaveTwoBackwards) {
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  for (int step = 0; step < 2; ++step) {
+    reference->zero_grad();
+    forget_gradients(model);
+    const auto two_losses = [](const at::Tensor& y) {
+      loss_of(y).backward({}, /*retain_graph=*/true);
+      y.sum().backward();
+    };
+    two_losses(reference(batch));
+    two_losses(model(mine));
+    expect_equal_gradients(model, reference, kTolerance, str("step ", step));
+  }
+}
+
+// The ranks' backwards differ: what one doesn't come to, it gathers and reduces for the others.
+TEST_F(FsdpPaths, RanksMayUseDifferentBlocks) {
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  model->path.detached = rank % 2 == 0 ? -1 : 1;
+  for (int step = 0; step < 3; ++step) {
+    reference->zero_grad();
+    forget_gradients(model);
+    for (int r = 0; r < size; ++r) {
+      reference->path.detached = r % 2 == 0 ? -1 : 1;
+      loss_of(reference(my_rows(batch, r, size))).backward();
+    }
+    loss_of(model(mine)).backward();
+    expect_equal_gradients(model, reference, kTolerance, str("step ", step));
+  }
+}
+
+// Its gradient was collected and waits for the last micro-batch's reduction, which it takes no part in.
+TEST_F(FsdpPaths, ABlockMayBeMissingFromTheLastMicroBatch) {
+  for (const Layout& layout : layouts(size)) {
+    for (const bool reduce_every : {true, false}) {
+      Toy reference(kOptions, at::kDouble);
+      Toy model = sharded_toy(kOptions, at::kDouble,
+                              {.mesh = mesh_of(layout), .reduce_every_micro_batch = reduce_every});
+      for (int step = 0; step < 2; ++step) {
+        reference->zero_grad();
+        forget_gradients(model);
+        for (int micro_batch = 0; micro_batch < 2; ++micro_batch) {
+          reference->path.skipped = model->path.skipped = micro_batch == 1 ? 1 : -1;
+          set_last_micro_batch(model, micro_batch == 1);
+          loss_of(reference(batch)).backward();
+          loss_of(model(mine)).backward();
+        }
+        expect_equal_gradients(model, reference, kTolerance,
+                               str("shard ", layout.shard, " reduce_every ", reduce_every, " step ", step));
+      }
+    }
+  }
+}
+
+TEST_F(FsdpPaths, AStepThatWasGivenUpLeavesNothing) {
+  for (const Layout& layout : layouts(size)) {
+    for (const bool reduce_every : {true, false}) {
+      Toy reference(kOptions, at::kDouble);
+      Toy model = sharded_toy(kOptions, at::kDouble,
+                              {.mesh = mesh_of(layout), .reduce_every_micro_batch = reduce_every});
+      set_last_micro_batch(model, false);
+      loss_of(model(mine)).backward();
+      discard_gradients(model);
+      forget_gradients(model);
+      set_last_micro_batch(model, true);
+      loss_of(reference(batch)).backward();
+      loss_of(model(mine)).backward();
+      expect_equal_gradients(model, reference, kTolerance,
+                             str("shard ", layout.shard, " reduce_every ", reduce_every));
+    }
+  }
+}
+
+TEST_F(FsdpPaths, AForwardThatThrowsIsForgotten) {
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  loss_of(reference(batch)).backward();
+  for (const int64_t failing : {int64_t{-1}, int64_t{0}, int64_t{2}}) {
+    model->path.failing = failing;
+    if (failing >= 0) EXPECT_THROW(model(mine), std::runtime_error);
+    model->path.failing = -1;
+    forget_gradients(model);
+    loss_of(model(mine)).backward();
+    expect_equal_gradients(model, reference, kTolerance, str("failing ", failing));
+    EXPECT_EQ(fsdp_stats(model).gathered_groups, 0);
+  }
+}
+
+TEST_F(FsdpPaths, ABackwardThatThrowsIsForgotten) {
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  loss_of(reference(batch)).backward();
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    model->path.failing_backward = 1;
+    EXPECT_THROW(loss_of(model(mine)).backward(), std::runtime_error);
+    model->path.failing_backward = -1;
+    forget_gradients(model);
+    discard_gradients(model);
+    loss_of(model(mine)).backward();
+    expect_equal_gradients(model, reference, kTolerance, str("attempt ", attempt));
+    EXPECT_EQ(fsdp_stats(model).gathered_groups, 0);
+  }
+}
+
+TEST_F(FsdpPaths, AForwardWithoutGradientsMayComeBetweenForwardAndBackward) {
+  for (const auto policy : {ReshardAfterForward{}, ReshardAfterForward::never()}) {
+    FsdpOptions options = fsdp();
+    options.reshard_after_forward = policy;
+    Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, options);
+    loss_of(reference(batch)).backward();
+    const at::Tensor loss = loss_of(model(mine));
+    {
+      at::NoGradGuard no_grad;
+      model(mine);
+    }
+    loss.backward();
+    expect_equal_gradients(model, reference, kTolerance, "");
+  }
+}
+
+TEST_F(FsdpPaths, TheModelsEndFreesItsGroups) {
+  std::vector<std::weak_ptr<fsdp::ParamGroup>> groups;
+  {
+    Toy model = sharded_toy(kOptions, at::kDouble, fsdp());
+    loss_of(model(mine)).backward();
+    for (const auto& state : fsdp::states_below(*model)) groups.push_back(state->group());
+    EXPECT_EQ(groups.size(), 5u);
+  }
+  for (const auto& group : groups) EXPECT_TRUE(group.expired());
+}
+
+TEST_F(FsdpPaths, AParameterOfTwoGroupsIsRefused) {
+  for (const bool frozen : {false, true}) {
+    Toy model(kOptions, at::kDouble);
+    if (frozen) model->blocks[0]->bias.set_requires_grad(false);
+    model->blocks[1]->register_parameter("shared", model->blocks[0]->bias, !frozen);
+    fully_shard(model->blocks[0], fsdp());
+    EXPECT_THROW(fully_shard(model->blocks[1], fsdp()), Error) << frozen;
+  }
+}
+
+}  // namespace
+}  // namespace titan

@@ -1,0 +1,84 @@
+#pragma once
+
+// The toy network sharded in every layout, beside the same network on one rank.
+
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "distributed/toy_model.h"
+#include "distributed/world.h"
+#include "titan/core/error.h"
+#include "titan/parallel/fsdp.h"
+#include "titan/parallel/parameters.h"
+
+namespace titan::testing {
+
+inline at::Tensor input_rows(int64_t rows, int64_t dim, at::ScalarType dtype) {
+  return BlockImpl::values({rows, dim}, at::TensorOptions().dtype(dtype)) * 2;
+}
+
+/// Rows of the global batch that this rank computes: r, r + N, ...
+inline at::Tensor my_rows(const at::Tensor& batch, int rank, int size) {
+  return batch.slice(0, rank, batch.size(0), size).contiguous();
+}
+
+struct Layout {
+  int replicate = 1;
+  int shard = 1;
+};
+
+inline std::vector<Layout> layouts(int world_size) {
+  std::vector<Layout> all{{1, world_size}};
+  if (world_size > 1) all.push_back({world_size, 1});
+  if (world_size == 4) all.push_back({2, 2});
+  return all;
+}
+
+inline DeviceMesh mesh_of(const Layout& layout) {
+  return DeviceMesh::create(world(), {{"dp_replicate", layout.replicate}, {"dp_shard", layout.shard}});
+}
+
+inline Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const FsdpOptions& fsdp) {
+  Toy model(options, dtype);
+  for (auto& block : model->blocks) fully_shard(block, fsdp);
+  fully_shard(model, fsdp);
+  materialize(model, 0);
+  return model;
+}
+
+/// The loss is a sum, so gradients of all ranks' rows add up to the whole batch's.
+inline at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
+
+inline double relative_error(const at::Tensor& got, const at::Tensor& expected) {
+  const double norm = expected.to(at::kDouble).norm().item<double>();
+  return (got.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>() / (norm == 0 ? 1 : norm);
+}
+
+inline void expect_equal_gradients(const Toy& sharded, const Toy& reference, double tolerance,
+                                   const std::string& what) {
+  const auto expected = reference->named_parameters();
+  for (const Parameter& parameter : parameters(sharded)) {
+    const at::Tensor& expected_param = expected[parameter.name];
+    if (!expected_param.requires_grad()) {
+      EXPECT_FALSE(parameter.data.local.requires_grad()) << what << " " << parameter.name;
+      continue;
+    }
+    DTensor grad = parameter.data;
+    // A group that took no part in the step has none, on all ranks.
+    const at::Tensor& local = parameter.data.local.grad();
+    grad.local = local.defined() ? local : at::zeros_like(parameter.data.local);
+    const at::Tensor whole = full_tensor(grad);
+    const at::Tensor wanted =
+        expected_param.grad().defined() ? expected_param.grad() : at::zeros_like(expected_param);
+    EXPECT_LE(relative_error(whole, wanted), tolerance) << what << " " << parameter.name;
+  }
+}
+
+inline void forget_gradients(const Toy& model) {
+  for (const Parameter& parameter : parameters(model)) parameter.data.local.mutable_grad().reset();
+}
+
+}  // namespace titan::testing
