@@ -117,6 +117,44 @@ INSTANTIATE_TEST_SUITE_P(
                       ParityCase{tied_llama(), at::kDouble}),
     [](const auto& info) { return info.param.llama.name + c10::toString(info.param.dtype); });
 
+// ---- initial weights
+
+struct InitCase {
+  LlamaCase llama;
+  at::ScalarType dtype;  // of the weights that the optimizer owns
+};
+
+class FsdpInit : public ::testing::TestWithParam<InitCase> {};
+
+// No rank ever holds a whole parameter here, and yet the parts make one rank's weights, bit for bit.
+TEST_P(FsdpInit, EveryLayoutStartsFromOneRanksBits) {
+  const auto& [llama, dtype] = GetParam();
+  auto single = build_llama(llama, dtype);
+  materialize(single->root(), kSeed);
+  const auto expected = parameters(single->root());
+  for (const Layout& layout : layouts(world().size())) {
+    for (at::ScalarType compute : {dtype, at::kBFloat16}) {
+      auto model = build_sharded_llama(llama, dtype, meshes_of(layout), {.mesh = {}, .param_dtype = compute});
+      materialize(model->root(), kSeed);
+      const auto list = parameters(model->root());
+      ASSERT_EQ(list.size(), expected.size());
+      for (size_t i = 0; i < list.size(); ++i) {
+        EXPECT_EQ(list[i].name, expected[i].name);
+        at::Tensor whole = full_tensor(list[i].data);
+        EXPECT_EQ(whole.scalar_type(), dtype) << list[i].name;
+        EXPECT_TRUE(at::equal(whole, expected[i].data.local))
+            << list[i].name << ", replicate " << layout.replicate << " shard " << layout.shard;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, FsdpInit,
+    ::testing::Values(InitCase{mini_llama(), at::kFloat}, InitCase{uneven_llama(), at::kFloat},
+                      InitCase{uneven_llama(), at::kBFloat16}, InitCase{tied_llama(), at::kFloat}),
+    [](const auto& info) { return info.param.llama.name + c10::toString(info.param.dtype); });
+
 // With bfloat16 parameters the sharded model computes what FSDP on one rank does; sums differ by their order.
 TEST(FsdpParityBf16, IsNearOneRank) {
   LlamaCase llama = uneven_llama();
