@@ -1,5 +1,10 @@
 // The README's first command, short: Llama 3 on real text over two ranks.
 
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
 #include "e2e/training.h"
 
 namespace titan::testing {
@@ -10,12 +15,60 @@ Words debug_config() {
           source_file("assets/tokenizer")};
 }
 
-TEST(Llama3Debug, LossFallsOnTwoRanks) {
-  auto steps = train(fresh_folder("run"), debug_config() + Words{"--nproc", "2", "--training.steps", "12",
-                                                                 "--training.seq_len", "128"});
+// The share of a step that waits for data: the median over the steps behind the first, which starts the
+// threads.
+double waiting_for_data(const std::filesystem::path& folder) {
+  std::ifstream file(folder / "metrics.jsonl");
+  std::vector<double> shares;
+  for (std::string line; std::getline(file, line);) {
+    auto object = nlohmann::json::parse(line);
+    if (object.at("step") > 1)
+      shares.push_back(object.at("data_loading_s").get<double>() / object.at("step_s").get<double>());
+  }
+  std::nth_element(shares.begin(), shares.begin() + shares.size() / 2, shares.end());
+  return shares.at(shares.size() / 2);
+}
+
+TEST(Llama3Debug, LossFallsOnTwoRanksThatDontWaitForData) {
+  auto folder = fresh_folder("run");
+  auto steps = train(folder, debug_config() + Words{"--nproc", "2", "--training.steps", "12"});
   ASSERT_EQ(steps.size(), 12u);
   EXPECT_NEAR(steps.front().loss, 7.8, 0.5);  // ln 2048 = 7.62, and a little from unequal initial logits
   EXPECT_LT(steps.back().loss, steps.front().loss - 1);
+  EXPECT_LT(waiting_for_data(folder), 0.01);
+}
+
+// What a run ends with: losses, norms and the model's file.
+struct Outcome {
+  std::vector<double> numbers;
+  std::string weights;
+  friend bool operator==(const Outcome&, const Outcome&) = default;
+};
+
+Outcome outcome_of(const std::string& name, const Words& words) {
+  auto folder = fresh_folder(name);
+  auto steps = train(folder,
+                     debug_config() + words +
+                         Words{"--nproc", "2", "--training.steps", "4", "--training.seq_len", "64",
+                               "--checkpoint.enable", "--training.mixed_precision_param", "bfloat16"},
+                     /*limit_s=*/100, /*threads=*/2);
+  Outcome outcome;
+  for (const Logged& step : steps) outcome.numbers.insert(outcome.numbers.end(), {step.loss, step.grad_norm});
+  std::ostringstream weights;
+  weights << std::ifstream(folder / "checkpoint/step-4/model.safetensors", std::ios::binary).rdbuf();
+  outcome.weights = weights.str();
+  return outcome;
+}
+
+// Two threads a rank: how work is cut between them must not show.
+TEST(Llama3Debug, TwoRunsAreBitEqual) {
+  const Outcome first = outcome_of("first", {});
+  EXPECT_EQ(first.numbers.size(), 8u);
+  EXPECT_GT(first.weights.size(), 1u << 20);
+  EXPECT_TRUE(outcome_of("second", {}) == first);
+  // On the CPU the kernels are deterministic without being told.
+  EXPECT_TRUE(outcome_of("deterministic", {"--debug.deterministic"}) == first);
+  EXPECT_TRUE(outcome_of("warn_only", {"--debug.deterministic", "--debug.deterministic_warn_only"}) == first);
 }
 
 // One rank in bfloat16 keeps a cast of its weights: it has to follow the optimizer.

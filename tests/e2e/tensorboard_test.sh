@@ -9,7 +9,7 @@ if ! PYTHONPATH="$packages" "$python" -c 'import tensorboard' 2>/dev/null; then
 fi
 run=$(mktemp -d)
 trap 'rm -rf "$run"' EXIT
-"$titan" train "$config" --experimental.custom_import "$import" --job.dump_folder "$run" --training.steps 4 \
+"$titan" train "$config" --experimental.custom_import "$import" --job.dump_folder "$run" --training.steps 4 --training.device cpu \
   --metrics.log_freq 1 --metrics.enable_tensorboard --validation.enable --validation.steps 1 --validation.seq_len 64
 PYTHONPATH="$packages" "$python" - "$run" <<'PY'
 import glob, json, struct, sys

@@ -1,7 +1,9 @@
 #include "e2e/training.h"
 
+#include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 namespace titan::testing {
 
@@ -34,12 +36,22 @@ std::filesystem::path fresh_folder(const std::string& name) {
   return folder;
 }
 
-CommandResult try_train(const Words& words, double limit_s) {
-  return run(Words{titan_program(), "train"} + words, {{"OMP_NUM_THREADS", "1"}}, limit_s);
+Words device_words() {
+  const char* device = std::getenv("TITAN_TEST_DEVICE");
+  if (device && std::string_view(device) == "cuda")
+    return {"--training.device", "cuda", "--comm.backend", "gloo"};
+  return {"--training.device", "cpu"};
 }
 
-std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s) {
-  CommandResult result = try_train(words + Words{"--job.dump_folder", folder.string()}, limit_s);
+Words train_words(const Words& words) { return Words{titan_program(), "train"} + words + device_words(); }
+
+CommandResult try_train(const Words& words, double limit_s, int threads) {
+  return run(train_words(words), {{"OMP_NUM_THREADS", std::to_string(threads)}}, limit_s);
+}
+
+std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s,
+                          int threads) {
+  CommandResult result = try_train(words + Words{"--job.dump_folder", folder.string()}, limit_s, threads);
   EXPECT_EQ(result.status, 0) << result.err << result.out;
   return read_metrics(folder);
 }

@@ -43,11 +43,18 @@ std::string source_file(const std::string& name);
 /// A new empty folder below the test's temporary one, named after the running test.
 std::filesystem::path fresh_folder(const std::string& name);
 
-/// `titan train words... --job.dump_folder folder`, which has to succeed; one thread a rank, so that sums
-/// don't depend on the machine.
-std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s = 100);
+/// The device that tests train on: the CPU, on every machine. With TITAN_TEST_DEVICE=cuda it is the GPU,
+/// which all ranks share (gloo lets them).
+Words device_words();
 
-/// The same, without expecting success.
-CommandResult try_train(const Words& words, double limit_s = 60);
+/// `titan train words...` on that device.
+Words train_words(const Words& words);
+
+/// Runs it with one thread a rank, so that sums don't depend on the machine, or with `threads`.
+CommandResult try_train(const Words& words, double limit_s = 60, int threads = 1);
+
+/// The same with `--job.dump_folder folder`, which has to succeed.
+std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s = 100,
+                          int threads = 1);
 
 }  // namespace titan::testing
