@@ -35,13 +35,18 @@ Corrections corrections(const at::Tensor& step, const AdamOptions& options) {
 }  // namespace
 
 void fused_adam_step(const AdamLists& lists, const AdamOptions& options, WeightDecay decay) {
+  fused_adam_step_unless({}, lists, options, decay);
+}
+
+void fused_adam_step_unless(const at::Tensor& skip, const AdamLists& lists, const AdamOptions& options,
+                            WeightDecay decay) {
   auto step = decay == WeightDecay::Decoupled
                   ? static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adamw_::call)
                   : static_cast<decltype(&at::_ops::_fused_adamw_::call)>(&at::_ops::_fused_adam_::call);
   step(lists.params, lists.grads, lists.exp_avgs, lists.exp_avg_sqs, /*max_exp_avg_sqs=*/{}, lists.steps,
        options.lr, options.beta1, options.beta2, options.weight_decay, options.eps, /*amsgrad=*/false,
        /*maximize=*/false,
-       /*grad_scale=*/{}, /*found_inf=*/{});
+       /*grad_scale=*/{}, /*found_inf=*/skip.defined() ? std::optional(skip) : std::nullopt);
   // LibTorch's fused kernels write without raising version counters, by which sharding sees that its copies
   // are stale.
   for (const at::Tensor& param : lists.params) param.unsafeGetTensorImpl()->bump_version();

@@ -30,6 +30,9 @@ enum class WeightDecay {
 /// not touch grads; nor do the others.
 using AdamStep = void (*)(const AdamLists& lists, const AdamOptions& options, WeightDecay decay);
 
+/// Does nothing where `skip` (an fp32 scalar on the device, or undefined) is 1.
+void fused_adam_step_unless(const at::Tensor& skip, const AdamLists& lists, const AdamOptions& options,
+                            WeightDecay decay);
 void fused_adam_step(const AdamLists& lists, const AdamOptions& options, WeightDecay decay);
 void foreach_adam_step(const AdamLists& lists, const AdamOptions& options, WeightDecay decay);
 void for_loop_adam_step(const AdamLists& lists, const AdamOptions& options, WeightDecay decay);

@@ -5,8 +5,12 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
 
 #include "sum_of_squares.h"
 #include "titan/core/error.h"
@@ -66,26 +70,65 @@ std::vector<at::Tensor> gradients_of(const std::vector<Parameter>& parameters) {
   return gradients;
 }
 
+// The norm from what each rank has, added in their order.
+GradNorm norm_of(const std::vector<int>& ranks, const double* squares) {
+  GradNorm result;
+  double sum = 0;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    sum += squares[i];
+    if (!std::isfinite(squares[i]) && result.finite()) result.nonfinite_rank = ranks[i];
+  }
+  result.norm = std::sqrt(sum);
+  return result;
+}
+
+// max_norm / (norm + epsilon), as torch.nn.utils.
+constexpr double kEpsilon = 1e-6;
+
+void check_max_norm(double max_norm) {
+  TITAN_CHECK(max_norm >= 0, "max_norm must be at least 0, got ", max_norm);
+}
+
 }  // namespace
 
 GradNorm clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm) {
-  TITAN_CHECK(max_norm >= 0, "max_norm must be at least 0, got ", max_norm);
+  check_max_norm(max_norm);
   at::NoGradGuard no_grad;
-  GradNorm result;
-  double squares = 0;
+  std::vector<int> ranks;
+  std::vector<double> squares;
   for (const auto& [mesh, counted] : by_mesh(parameters)) {
-    std::vector<double> of_ranks = value_of_each_rank(mesh, sum_of_squares(counted));
-    for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
-      squares += of_ranks[rank];
-      bool first = !std::isfinite(of_ranks[rank]) && result.finite();
-      if (first) result.nonfinite_rank = mesh.ranks()[rank];
-    }
+    const std::vector<double> of_ranks = value_of_each_rank(mesh, sum_of_squares(counted));
+    squares.insert(squares.end(), of_ranks.begin(), of_ranks.end());
+    ranks.insert(ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
   }
-  result.norm = std::sqrt(squares);
+  GradNorm result = norm_of(ranks, squares.data());
   if (!result.finite()) return result;
-  result.factor = std::min(1.0, max_norm / (result.norm + 1e-6));
+  result.factor = std::min(1.0, max_norm / (result.norm + kEpsilon));
   std::vector<at::Tensor> gradients = gradients_of(parameters);
   if (result.factor < 1 && !gradients.empty()) at::_foreach_mul_(gradients, result.factor);
+  return result;
+}
+
+GradNorm LaunchedGradNorm::read(const double* host_squares) const { return norm_of(ranks, host_squares); }
+
+LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
+                                       at::Device device) {
+  check_max_norm(max_norm);
+  at::NoGradGuard no_grad;
+  LaunchedGradNorm result;
+  std::vector<at::Tensor> squares;
+  for (const auto& [mesh, counted] : by_mesh(parameters)) {
+    const at::Tensor mine = sum_of_squares_on(device, counted).view({1});
+    squares.push_back(mesh.size() == 1 ? mine : at::empty({mesh.size()}, mine.options()));
+    if (mesh.size() > 1) mesh.group()->all_gather(squares.back(), mine, kLabel).wait();
+    result.ranks.insert(result.ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
+  }
+  result.squares = at::cat(squares);
+  result.norm = result.squares.sum().sqrt_();
+  const at::Tensor factor = result.norm.add(kEpsilon).reciprocal_().mul_(max_norm).clamp_max_(1.0);
+  std::vector<at::Tensor> gradients = gradients_of(parameters);
+  if (!gradients.empty() && std::isfinite(max_norm))
+    at::_foreach_mul_(gradients, at::where(result.norm.isfinite(), factor, at::ones_like(factor)));
   return result;
 }
 

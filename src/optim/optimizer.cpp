@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -97,7 +98,7 @@ struct Optimizer::Impl {
 
   void make_batches(const std::vector<Parameter>& parameters, const GroupAssignment& assignment);
   void allocate_state(Batch& batch) const;
-  void step(Batch& batch) const;
+  void step(Batch& batch, const at::Tensor& skip) const;
 };
 
 // One batch for each group, device and dtype, as the kernels take no mixtures.
@@ -131,18 +132,19 @@ void Optimizer::Impl::allocate_state(Batch& batch) const {
   }
 }
 
-void Optimizer::Impl::step(Batch& batch) const {
+void Optimizer::Impl::step(Batch& batch, const at::Tensor& skip) const {
   allocate_state(batch);
   AdamLists lists = batch.with_gradients();
   if (lists.params.empty()) return;
+  const at::Tensor counted = skip.defined() ? skip.neg().add_(1) : at::ones({}, batch.step_counts.options());
   if (lists.params.size() == batch.parameters.size()) {
-    at::Tensor(batch.step_counts).add_(1);
+    batch.step_counts.add_(counted);
   } else {
-    for (at::Tensor step : lists.steps) step.add_(1);
+    for (at::Tensor& step : lists.steps) step.add_(counted);
   }
   AdamOptions options = batch.options;
   options.lr *= lr_factor;
-  adam_step(lists, options, decay);
+  skip.defined() ? fused_adam_step_unless(skip, lists, options, decay) : adam_step(lists, options, decay);
 }
 
 Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings)
@@ -164,8 +166,16 @@ Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
   at::NoGradGuard no_grad;
-  for (auto& batch : impl_->batches) impl_->step(batch);
+  for (auto& batch : impl_->batches) impl_->step(batch, {});
 }
+
+void Optimizer::step_unless(const at::Tensor& skip) {
+  TITAN_CHECK(can_skip_on_device(), "only optimizer.implementation = 'fused' can skip a step on the device");
+  at::NoGradGuard no_grad;
+  for (auto& batch : impl_->batches) impl_->step(batch, skip);
+}
+
+bool Optimizer::can_skip_on_device() const { return impl_->adam_step == fused_adam_step; }
 
 void Optimizer::zero_grad(bool set_to_none) {
   at::NoGradGuard no_grad;

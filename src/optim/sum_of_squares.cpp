@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 namespace titan::optim {
 namespace {
@@ -68,21 +69,18 @@ double sum_on_cpu(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
-double sum_on_device(const std::vector<at::Tensor>& tensors) {
+at::Tensor sum_on_device(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> norms = at::_foreach_norm(tensors, 2, at::kDouble);
-  return at::stack(norms).square_().sum().item<double>();
+  return at::stack(norms).square_().sum();
 }
 
-double sum_of_kind(const std::vector<at::Tensor>& tensors) {
-  if (!tensors.front().device().is_cpu()) return sum_on_device(tensors);
+double sum_of_kind_on_cpu(const std::vector<at::Tensor>& tensors) {
   return AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, tensors.front().scalar_type(),
                                          "sum_of_squares", [&] { return sum_on_cpu<scalar_t>(tensors); });
 }
 
-}  // namespace
-
-double sum_of_squares(const std::vector<at::Tensor>& tensors) {
-  // Kinds in the order of their first tensor, so that the order of additions is fixed.
+// Kinds in the order of their first tensor, so that the order of additions is fixed.
+std::vector<std::vector<at::Tensor>> by_kind(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> kinds;
   for (const auto& tensor : tensors) {
     if (tensor.numel() == 0) continue;
@@ -93,8 +91,29 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
     if (found == kinds.end()) found = kinds.insert(kinds.end(), std::vector<at::Tensor>{});
     found->push_back(tensor.is_contiguous() ? tensor : tensor.contiguous());
   }
+  return kinds;
+}
+
+}  // namespace
+
+double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   double sum = 0;
-  for (const auto& kind : kinds) sum += sum_of_kind(kind);
+  for (const auto& kind : by_kind(tensors)) {
+    const bool on_cpu = kind.front().device().is_cpu();
+    sum += on_cpu ? sum_of_kind_on_cpu(kind) : sum_on_device(kind).item<double>();
+  }
+  return sum;
+}
+
+at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& tensors) {
+  at::Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
+  for (const auto& kind : by_kind(tensors)) {
+    if (kind.front().device().is_cpu()) {
+      sum.add_(sum_of_kind_on_cpu(kind));
+    } else {
+      sum.add_(sum_on_device(kind));
+    }
+  }
   return sum;
 }
 

@@ -11,4 +11,7 @@ namespace titan::optim {
 /// order of additions depends on the sizes alone, not on the number of threads.
 double sum_of_squares(const std::vector<at::Tensor>& tensors);
 
+/// The same as a scalar on `device`, where it is computed; the host doesn't wait.
+at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& tensors);
+
 }  // namespace titan::optim

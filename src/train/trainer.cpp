@@ -3,10 +3,15 @@
 #include <chrono>
 #include <cmath>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+
 #include "titan/checkpoint/model_file.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
+#include "train/late_values.h"
 
 namespace titan::train {
 
@@ -30,7 +35,10 @@ Trainer::Trainer(TrainerParts parts, TrainerOptions options)
     : parts_(std::move(parts)),
       options_(std::move(options)),
       runner_(*parts_.model, parts_.device),
-      step_schedule_(one_stage_schedule(static_cast<int>(parts_.loader.num_micro_batches()))) {}
+      step_schedule_(one_stage_schedule(static_cast<int>(parts_.loader.num_micro_batches()))) {
+  if (!options_.read_late)
+    options_.read_late = parts_.device.is_cuda() && parts_.optimizer.can_skip_on_device();
+}
 
 Trainer::~Trainer() = default;
 
@@ -48,6 +56,7 @@ void Trainer::train() {
     // Only the first step pays for lazy set-up; whoever is late after it is lost.
     if (step_ == 1) parts_.world.set_timeout(std::chrono::seconds(options_.train_timeout_s));
   }
+  if (launched_) read_launched();
   save_final_model();
   parts_.logger->flush();
   log::info_rank0("training completed");
@@ -58,20 +67,23 @@ bool Trainer::train_step() {
   if (!batches) return false;
   TokenCounts tokens = count_valid_tokens(*batches, parts_.meshes.loss);
   parts_.window.count_step(positions(*batches));
-  double local_loss = 0;
-  optim::GradNorm grad_norm;
+  StepValues values;
+  values.step = step_;
   schedule_step();
+  const bool logged = is_due(options_.log_freq);
   if (tokens.global > 0) {
     parts_.optimizer.zero_grad();
-    at::Tensor loss = forward_backward(*batches, tokens);
-    grad_norm = clip();
-    local_loss = loss.item<double>();
-    check_finite(local_loss, grad_norm);
-    optimizer_step();
+    const at::Tensor loss = forward_backward(*batches, tokens);
+    if (*options_.read_late) {
+      launch_update(loss);
+      if (logged) values = read_launched();
+    } else {
+      values = update(loss);
+    }
   } else {
     log::warning_rank0(str("step ", step_, ": no label of the global batch counts; the weights stay"));
   }
-  if (is_due(options_.log_freq)) log_step(local_loss, grad_norm, tokens);
+  if (logged) log_step(values, tokens);
   return true;
 }
 
@@ -86,30 +98,67 @@ at::Tensor Trainer::forward_backward(const std::vector<data::Batch>& batches, co
   return runner_.run(step_schedule_, batches, tokens.global);
 }
 
-optim::GradNorm Trainer::clip() { return optim::clip_grad_norm(parts_.parameters, options_.max_norm); }
+// What a rank says of its loss, so that the largest of all is of the lowest rank whose loss isn't finite.
+double Trainer::rank_if(bool not_finite) const {
+  return not_finite ? parts_.world.size() - parts_.world.rank() : 0;
+}
+
+int Trainer::rank_from(double largest) const {
+  return largest == 0 ? -1 : parts_.world.size() - static_cast<int>(largest);
+}
+
+StepValues Trainer::update(const at::Tensor& loss) {
+  StepValues values;
+  values.step = step_;
+  values.grad_norm = optim::clip_grad_norm(parts_.parameters, options_.max_norm);
+  values.local_loss = loss.item<double>();
+  values.loss_rank = rank_from(
+      parts_.world.everyone()->max(rank_if(!std::isfinite(values.local_loss)), {"train::check_finite"}));
+  check_finite(values);
+  parts_.optimizer.step();
+  return values;
+}
+
+// The last step is judged when this one's work is queued: the device doesn't run dry while the host waits.
+void Trainer::launch_update(const at::Tensor& loss) {
+  at::NoGradGuard no_grad;
+  const auto clipped = optim::launch_clip_grad_norm(parts_.parameters, options_.max_norm, parts_.device);
+  const at::Tensor flag = at::where(loss.isfinite(), rank_if(false), rank_if(true)).to(at::kDouble);
+  if (parts_.world.size() > 1)
+    parts_.world.everyone()->all_reduce(flag, dist::ReduceOp::Max, {"train::check_finite"}).wait();
+  const at::Tensor skip = flag.gt(0).logical_or_(clipped.norm.isfinite().logical_not_()).to(at::kFloat);
+  if (launched_) read_launched();
+  parts_.optimizer.step_unless(skip);
+  launched_ = std::make_unique<LateValues>(step_, loss, flag, clipped);
+}
+
+StepValues Trainer::read_launched() {
+  StepValues values = launched_->read();
+  values.loss_rank = rank_from(launched_->loss_flag());
+  launched_.reset();
+  check_finite(values);
+  return values;
+}
 
 // All ranks come to the same verdict, as the norm is the same everywhere and the loss's flag is exchanged.
 // The losses are judged first: they know their rank. One rank's NaN is in every shard of the reduced
 // gradients, so the norm can only name where it was seen, and says so.
-void Trainer::check_finite(double local_loss, const optim::GradNorm& grad_norm) {
-  const int world_size = parts_.world.size();
-  const double flag = std::isfinite(local_loss) ? 0 : world_size - parts_.world.rank();
-  const double worst = parts_.world.everyone()->max(flag, {"train::check_finite"});
-  TITAN_CHECK(worst == 0, "step ", step_, ": the loss isn't finite on rank ",
-              world_size - static_cast<int>(worst), worst == flag ? str(" (", local_loss, ")") : "",
+void Trainer::check_finite(const StepValues& values) const {
+  const bool mine = values.loss_rank == parts_.world.rank();
+  TITAN_CHECK(values.loss_rank < 0, "step ", values.step, ": the loss isn't finite on rank ",
+              values.loss_rank, mine ? str(" (", values.local_loss, ")") : "",
               ". The optimizer step was not taken.");
-  TITAN_CHECK(grad_norm.finite(), "step ", step_,
+  TITAN_CHECK(values.grad_norm.finite(), "step ", values.step,
               ": the gradient norm isn't finite, though the losses of all ranks are; first seen in the shard "
               "of rank ",
-              grad_norm.nonfinite_rank, ". The optimizer step was not taken.");
+              values.grad_norm.nonfinite_rank, ". The optimizer step was not taken.");
 }
-
-void Trainer::optimizer_step() { parts_.optimizer.step(); }
 
 // A pure function of the step, set before it is used: the learning rate of step k is factor(k - 1).
 void Trainer::schedule_step() { parts_.optimizer.set_lr_factor(parts_.schedule.factor(step_ - 1)); }
 
-void Trainer::log_step(double local_loss, const optim::GradNorm& grad_norm, const TokenCounts& tokens) {
+void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
+  const double local_loss = values.local_loss;
   auto group = parts_.meshes.loss.group();
   StepMetrics metrics;
   metrics.step = step_;
@@ -118,7 +167,7 @@ void Trainer::log_step(double local_loss, const optim::GradNorm& grad_norm, cons
       tokens.local > 0 ? local_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
                        : 0;
   metrics.max_loss = group->max(local_mean, {"metrics::max_loss"});
-  metrics.grad_norm = grad_norm.norm;
+  metrics.grad_norm = values.grad_norm.norm;
   metrics.lr = parts_.optimizer.lr();
   parts_.window.close(metrics);
   metrics.n_tokens_seen = group->sum(metrics.n_tokens_seen, {"metrics::tokens"});
@@ -127,6 +176,7 @@ void Trainer::log_step(double local_loss, const optim::GradNorm& grad_norm, cons
 
 void Trainer::validate_if_due() {
   if (!parts_.validator || !is_due(parts_.validator->settings.freq)) return;
+  if (launched_) read_launched();
   const auto start = Clock::now();
   data::DataLoader& loader = parts_.validator->loader;
   loader.restart();

@@ -26,4 +26,18 @@ struct GradNorm {
 GradNorm clip_grad_norm(const std::vector<Parameter>& parameters,
                         double max_norm = std::numeric_limits<double>::infinity());
 
+/// A norm that the host hasn't read.
+struct LaunchedGradNorm {
+  at::Tensor squares;      ///< double [n], on the gradients' device: each rank's own sum of squares
+  std::vector<int> ranks;  ///< n world ranks: whose
+  at::Tensor norm;         ///< double scalar on the device
+  /// What clip_grad_norm() returns, but for the factor: from `squares` as they came to the host.
+  GradNorm read(const double* host_squares) const;
+};
+
+/// clip_grad_norm() that only queues its work on `device`, so that the host can run ahead of a GPU. Gradients
+/// are multiplied on the device, by 1 where the norm isn't finite.
+LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
+                                       at::Device device);
+
 }  // namespace titan::optim

@@ -33,6 +33,11 @@ class Optimizer {
 
   /// One update from the gradients in `data.local.grad()`; parameters without one are left as they are.
   void step();
+  /// The same unless `skip` is 1: an fp32 scalar on the parameters' device, which the host doesn't read. Only
+  /// with the fused implementation.
+  void step_unless(const at::Tensor& skip);
+  /// Has the fused implementation.
+  bool can_skip_on_device() const;
   /// Forgets the gradients, or fills them with zeros where the buffers are to be kept.
   void zero_grad(bool set_to_none = true);
 

@@ -48,10 +48,24 @@ struct TrainerOptions {
   int64_t steps = 0;
   int64_t log_freq = 10;
   double max_norm = 1.0;
-  int64_t train_timeout_s = 100;      ///< of collectives behind the first step
+  int64_t train_timeout_s = 100;  ///< of collectives behind the first step
+  /// The host reads a step's loss and gradient norm one step later, or when they are logged, so that a GPU
+  /// never waits for it; a step that isn't finite is skipped on the device, and the error comes a step later.
+  /// Needs the fused optimizer; unset: on a GPU with it.
+  std::optional<bool> read_late;
   std::filesystem::path final_model;  ///< empty: the model isn't written
   std::optional<at::ScalarType> final_model_dtype;
 };
+
+/// What the host learns of a step.
+struct StepValues {
+  int64_t step = 0;
+  double local_loss = 0;
+  int loss_rank = -1;  ///< lowest rank whose loss isn't finite; -1: all are
+  optim::GradNorm grad_norm;
+};
+
+class LateValues;  // src/train/late_values.h
 
 class Trainer {
  public:
@@ -68,11 +82,15 @@ class Trainer {
   bool train_step();
   std::optional<std::vector<data::Batch>> fetch();
   at::Tensor forward_backward(const std::vector<data::Batch>& batches, const TokenCounts& tokens);
-  optim::GradNorm clip();
-  void check_finite(double local_loss, const optim::GradNorm& grad_norm);
-  void optimizer_step();
+  StepValues update(const at::Tensor& loss);
+  void launch_update(const at::Tensor& loss);
+  /// Values of the step that was launched last: waits for the device. Throws when they aren't finite.
+  StepValues read_launched();
+  void check_finite(const StepValues& values) const;
+  double rank_if(bool not_finite) const;
+  int rank_from(double largest) const;
   void schedule_step();
-  void log_step(double local_loss, const optim::GradNorm& grad_norm, const TokenCounts& tokens);
+  void log_step(const StepValues& values, const TokenCounts& tokens);
   void validate_if_due();
   void save_final_model();
   bool is_due(int64_t freq) const { return step_ == 1 || step_ % freq == 0; }
@@ -81,6 +99,7 @@ class Trainer {
   TrainerOptions options_;
   StepRunner runner_;
   Schedule step_schedule_;
+  std::unique_ptr<LateValues> launched_;
   int64_t step_ = 0;  // of the step in progress, from 1
 };
 

@@ -102,5 +102,30 @@ TEST(Clip, LargeFloatsDoNotOverflow) {
   EXPECT_NEAR(clip_grad_norm(parameters).norm / 1e31, 1, 1e-6);
 }
 
+// What a GPU's host doesn't wait for gives the same numbers.
+TEST(Clip, LaunchedGivesTheSame) {
+  at::manual_seed(2);
+  const auto make = [](double scale) {
+    at::manual_seed(2);
+    return std::vector<Parameter>{with_grad("a", at::randn({30, 7}) * scale),
+                                  with_grad("b", at::randn({5}) * scale)};
+  };
+  for (const double scale : {0.01, 3.0, std::numeric_limits<double>::infinity()}) {
+    std::vector<Parameter> now = make(scale), launched = make(scale);
+    const GradNorm expected = clip_grad_norm(now, 1.0);
+    const LaunchedGradNorm norm = launch_clip_grad_norm(launched, 1.0, at::kCPU);
+    const GradNorm result = norm.read(norm.squares.const_data_ptr<double>());
+    EXPECT_EQ(result.finite(), expected.finite()) << scale;
+    EXPECT_EQ(result.nonfinite_rank, expected.nonfinite_rank) << scale;
+    for (size_t i = 0; i < now.size(); ++i)
+      EXPECT_TRUE(
+          at::equal(launched[i].data.local.grad().nan_to_num(), now[i].data.local.grad().nan_to_num()))
+          << scale;
+    if (!expected.finite()) continue;
+    EXPECT_DOUBLE_EQ(result.norm, expected.norm);
+    EXPECT_DOUBLE_EQ(norm.norm.item<double>(), expected.norm);
+  }
+}
+
 }  // namespace
 }  // namespace titan::optim

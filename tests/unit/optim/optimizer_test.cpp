@@ -120,6 +120,23 @@ TEST(Optimizer, Bfloat16ParametersAreStepped) {
   }
 }
 
+TEST(Optimizer, AStepMayBeSkippedOnTheDevice) {
+  std::vector<Parameter> skipping = {make_parameter("a", at::ones({4}))};
+  std::vector<Parameter> plain = {make_parameter("a", at::ones({4}))};
+  Optimizer with_skips(skipping, {.lr = 0.1}), without(plain, {.lr = 0.1});
+  for (const bool skip : {false, true, false}) {
+    set_grad(skipping[0], at::full({4}, skip ? NAN : 2.0));
+    set_grad(plain[0], at::full({4}, 2.0));
+    with_skips.step_unless(at::full({}, skip ? 1.0 : 0.0, at::kFloat));
+    if (!skip) without.step();
+    EXPECT_TRUE(at::equal(skipping[0].data.local, plain[0].data.local));
+    EXPECT_TRUE(at::equal(with_skips.state().at("a").exp_avg.local, without.state().at("a").exp_avg.local));
+    EXPECT_TRUE(at::equal(with_skips.state().at("a").step.local, without.state().at("a").step.local));
+  }
+  Optimizer foreach (plain, {.implementation = "foreach"});
+  EXPECT_THROW(foreach.step_unless(at::zeros({})), Error);
+}
+
 TEST(Optimizer, FrozenParametersHaveNoState) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({3})),
                                        make_parameter("frozen", at::ones({3}))};
@@ -170,8 +187,8 @@ TEST(Optimizer, GroupsByName) {
 
 TEST(Optimizer, BadGroupsAreAllNamed) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({2}))};
-  OptimizerSettings settings{
-      .param_groups = {"nrom: lr=1", "w: wd=1", "w: lr=-1", "w(: lr=1", "w", "w: beta1=1", "w: lr=inf", "w: lr"}};
+  OptimizerSettings settings{.param_groups = {"nrom: lr=1", "w: wd=1", "w: lr=-1", "w(: lr=1", "w",
+                                              "w: beta1=1", "w: lr=inf", "w: lr"}};
   try {
     Optimizer optimizer(parameters, settings);
     FAIL();
