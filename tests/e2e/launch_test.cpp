@@ -10,14 +10,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "e2e/command.h"
+#include "e2e/training.h"
 
 namespace titan::testing {
 namespace {
 
 using ::testing::HasSubstr;
 using ::testing::Not;
-using Words = std::vector<std::string>;
 
 const std::string kTitan = TITAN_BINARY_DIR "/bin/titan";
 const std::string kRankProgram = TITAN_BINARY_DIR "/bin/rank_program";
@@ -201,6 +200,21 @@ TEST(Init, UnderTorchrun) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.out, HasSubstr("rank 0 of 2, local 0 of 2, by torchrun, sum 1"));
   EXPECT_THAT(result.out, HasSubstr("rank 1 of 2, local 1 of 2, by torchrun, sum 1"));
+}
+
+TEST(Init, TorchrunStartsTitanTrain) {
+  const std::string torchrun = TITAN_SOURCE_DIR "/.venv/bin/torchrun";
+  if (!std::filesystem::exists(torchrun)) GTEST_SKIP() << "no torchrun in .venv";
+  const auto folder = fresh_folder("run");
+  const auto result = run(
+      Words{torchrun, "--no-python", "--standalone", "--nproc-per-node", "2"} +
+          train_words({source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
+                       TITAN_BINARY_DIR "/lib/libngram.so", "--training.steps", "5", "--metrics.log_freq",
+                       "1", "--job.dump_folder", folder.string()}),
+      {{"OMP_NUM_THREADS", "1"}}, 120);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("on 2 rank(s)"));
+  EXPECT_EQ(read_metrics(folder).size(), 5U);
 }
 
 TEST(Init, UnderSlurm) {

@@ -9,12 +9,15 @@
 namespace titan::cli {
 namespace {
 
+constexpr int kWorldSize = 8;
+
 std::vector<std::string> problems_of(const std::string& preset, std::vector<std::string> overrides = {}) {
   register_builtin_models();
   train::JobConfig config;
   std::filesystem::path file = std::filesystem::path(TITAN_SOURCE_DIR) / "tests/data/torchtitan" / preset;
   try {
-    load(train::job_schema(), {file, std::move(overrides)}, config);
+    const auto origins = load(train::job_schema(), {file, std::move(overrides)}, config);
+    check_job(config, origins, kWorldSize, train::JobFiles::Ignore);  // their data and tokenizers aren't here
     return {};
   } catch (const ConfigError& error) {
     return error.problems();
@@ -67,8 +70,9 @@ TEST_P(Preset, WhatMeansNothingIsRefused) {
 
 // Asked for and not there.
 TEST_P(Preset, WithCheckpointsTheirKeysAreRefused) {
-  const Words on = {"--activation_checkpoint.mode", "none", "--checkpoint.enable",
-                    "--checkpoint.last_save_model_only"};
+  const Words on = {"--activation_checkpoint.mode", "none",
+                    "--checkpoint.enable",          "--checkpoint.last_save_model_only",
+                    "--checkpoint.interval",        "1000"};
   EXPECT_EQ(problems_of(GetParam(), on), Problems{});
   for (const Words& words :
        {Words{"--checkpoint.async_mode", "async"}, Words{"--checkpoint.keep_latest_k", "2"},
