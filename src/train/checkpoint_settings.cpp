@@ -56,8 +56,10 @@ void describe(config::Table<CheckpointSettings>& table) {
   table.field("interval", &CheckpointSettings::interval,
               "steps from one checkpoint to the next; for now none may fall before the last step",
               config::at_least(1));
-  table.field("initial_load_path", &CheckpointSettings::initial_load_path,
-              "safetensors file of model weights with TorchTitan's parameter names");
+  table.field(
+      "initial_load_path", &CheckpointSettings::initial_load_path,
+      "safetensors file of model weights with TorchTitan's parameter names, from the working directory if "
+      "it is relative");
   table.field("export_dtype", &CheckpointSettings::export_dtype, "of the weights written after the last step",
               config::one_of({"float16", "bfloat16", "float32"}));
   refuse_hugging_face(table);

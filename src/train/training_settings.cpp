@@ -8,7 +8,8 @@ void describe(config::Table<ModelSettings>& table) {
   table.field("name", &ModelSettings::name, "model family");
   table.field("flavor", &ModelSettings::flavor, "sizes of the family; keys of [model.args] override them");
   table.field("hf_assets_path", &ModelSettings::hf_assets_path,
-              "folder with the tokenizer's tokenizer.json, or \"bytes\" for a token per byte");
+              "folder with the tokenizer's tokenizer.json, from the working directory if it is relative, or "
+              "\"bytes\" for a token per byte");
   table.mapped("tokenizer_path", "hf_assets_path", "deprecated in TorchTitan");
   table.refused("converters", config::StringList{}, "low-precision converters don't exist yet");
   table.refused("print_after_conversion", false, "low-precision converters don't exist yet", "converters");
@@ -18,7 +19,8 @@ namespace {
 
 void describe_batches(config::Table<TrainingSettings>& table) {
   table.field("dataset", &TrainingSettings::dataset, "data source; see docs/data.md");
-  table.field("dataset_path", &TrainingSettings::dataset_path, "file, folder or glob that the source reads");
+  table.field("dataset_path", &TrainingSettings::dataset_path,
+              "file, folder or glob that the source reads, from the working directory if it is relative");
   table.field("local_batch_size", &TrainingSettings::local_batch_size,
               "sequences per data-parallel rank and micro-batch", config::at_least(1));
   table.field("global_batch_size", &TrainingSettings::global_batch_size,
