@@ -65,7 +65,8 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
   BuildOptions options{.construct = deferred(device, scalar_type(config.training.dtype)),
                        .seq_len = config.training.seq_len};
   auto model = spec.build(config.args(), options);
-  spec.parallelize(*model, {.meshes = meshes, .fsdp = build_fsdp_options(config, meshes)});
+  apply_parallel_plan(spec, config.parallelism.plan, *model,
+                      {.meshes = meshes, .fsdp = build_fsdp_options(config, meshes)});
   nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
   materialize(model->root(), config.debug.seed_or_default());
   model->root().module().train();
@@ -144,9 +145,10 @@ DeviceRate build_device_rate(const JobConfig& config, at::Device device) {
 
 std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
                                             bool on_terminal) {
+  // Rank 0's files stay where tools look for them.
   const bool all_ranks = config.metrics.save_for_all_ranks;
   auto folder = dump_folder(config);
-  if (all_ranks) folder /= str("rank_", world.rank());
+  if (world.rank() != 0) folder /= str("rank_", world.rank());
   return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
                                                                 .folder = folder,
                                                                 .total_steps = config.training.steps,
@@ -171,8 +173,8 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
   ModelSizes sizes = config.spec().sizes(config.args());
   log::info_rank0(str(config.job.description, ": ", config.model.name, " ", config.model.flavor, ", ",
                       sizes.num_params, " parameters, on ", world.size(), " rank(s) of ",
-                      world.device().str(), " over ", world.backend(), ", data parallel ",
-                      meshes.dp_degree()));
+                      world.device().str(), " over ", world.backend(), ", data parallel ", meshes.dp_degree(),
+                      config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
 }
 
 }  // namespace

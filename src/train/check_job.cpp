@@ -35,6 +35,15 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
   return dims.world_size() == world_size ? std::optional(dims.dp_replicate * dims.dp_shard) : std::nullopt;
 }
 
+void check_plan(Check& check) {
+  const std::string& plan = check.config.parallelism.plan;
+  try {
+    if (!plan.empty()) parallel_plans().get(plan);
+  } catch (const ConfigError& error) {
+    check.problems.push_back(check.origins.problem("parallelism.plan", error.problems().front()));
+  }
+}
+
 void check_model(Check& check) {
   std::vector<std::string> problems;
   check.config.spec().check(check.config.args(), problems);
@@ -75,6 +84,7 @@ void check_job(const JobConfig& config, const config::Origins& origins, int worl
   Check check{config, origins};
   check_model(check);
   const std::optional<int> dp_degree = check_parallelism(check, world_size);
+  check_plan(check);
   check_precision(check);
   check_checkpoint(check);
   check_validation(check);

@@ -1,7 +1,6 @@
 #include "titan/train/metrics.h"
 
 #include <chrono>
-#include <cstdio>
 #include <ctime>
 
 #include "append_file.h"
@@ -26,15 +25,6 @@ std::string time_folder() {
   return name;
 }
 
-// "  42% 0:01:15 left"
-std::string progress(int64_t step, int64_t total, double seconds_left) {
-  auto left = static_cast<long long>(seconds_left + 0.5);
-  char text[64];
-  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left",
-                static_cast<long long>(100 * step / total), left / 3600, left / 60 % 60, left % 60);
-  return text;
-}
-
 }  // namespace
 
 void describe(config::Table<MetricsSettings>& table) {
@@ -48,13 +38,14 @@ void describe(config::Table<MetricsSettings>& table) {
   table.field("save_tb_folder", &MetricsSettings::save_tb_folder,
               "of the event files, under job.dump_folder");
   table.field("save_for_all_ranks", &MetricsSettings::save_for_all_ranks,
-              "every rank writes metrics, in a folder rank_<r>, instead of rank 0 alone");
+              "ranks other than 0 write metrics too, each in a folder rank_<r> of job.dump_folder");
   table.field("peak_flops", &MetricsSettings::peak_flops,
               "FLOP/s of one device, for mfu; unset: by the GPU's name, unknown for CPUs",
               config::at_least(1));
 }
 
-MetricsLogger::MetricsLogger(Options options) : options_(std::move(options)) {
+MetricsLogger::MetricsLogger(Options options)
+    : options_(std::move(options)), remaining_(options_.total_steps) {
   color_ = options_.on_terminal && !options_.settings.disable_color_printing;
   if (!options_.writes) return;
   step_lines_ = std::make_unique<AppendFile>(options_.folder / "metrics.jsonl", /*truncate=*/true);
@@ -104,16 +95,10 @@ void MetricsLogger::flush() {
   if (events_) events_->sync();
 }
 
-// The first logged step pays for start-up, so the pace is taken from the steps after it.
 std::string MetricsLogger::remaining(int64_t step) {
   if (!options_.on_terminal || options_.total_steps <= 0) return "";
-  if (first_step_ < 0) {
-    first_step_ = step;
-    started_s_ = steady_s();
-    return "";
-  }
-  double step_s = (steady_s() - started_s_) / static_cast<double>(std::max<int64_t>(1, step - first_step_));
-  return progress(step, options_.total_steps, step_s * static_cast<double>(options_.total_steps - step));
+  auto left = remaining_.seconds_left(step, steady_s());
+  return left ? progress(step, options_.total_steps, *left) : "";
 }
 
 }  // namespace titan::train

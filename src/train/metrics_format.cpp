@@ -113,4 +113,22 @@ std::string json_line(const ValidationMetrics& m) {
   return object.text();
 }
 
+std::string progress(int64_t step, int64_t total_steps, double seconds_left) {
+  auto left = static_cast<long long>(seconds_left + 0.5);
+  char text[64];
+  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left",
+                static_cast<long long>(100 * step / total_steps), left / 3600, left / 60 % 60, left % 60);
+  return text;
+}
+
+std::optional<double> RemainingTime::seconds_left(int64_t step, double now_s) {
+  if (first_step_ < 0) {
+    first_step_ = step;
+    first_s_ = now_s;
+    return std::nullopt;
+  }
+  const double step_s = (now_s - first_s_) / static_cast<double>(std::max<int64_t>(1, step - first_step_));
+  return step_s * static_cast<double>(total_steps_ - step);
+}
+
 }  // namespace titan::train

@@ -7,4 +7,15 @@ Registry<std::shared_ptr<const ModelSpec>>& model_specs() {
   return registry;
 }
 
+Registry<ParallelPlanFunction>& parallel_plans() {
+  static Registry<ParallelPlanFunction> registry("parallelism plan");
+  return registry;
+}
+
+void apply_parallel_plan(const ModelSpec& spec, const std::string& name, TrainableModel& model,
+                         const ParallelPlan& plan) {
+  if (name.empty()) return spec.parallelize(model, plan);
+  parallel_plans().get(name)(model, plan);
+}
+
 }  // namespace titan::train

@@ -105,6 +105,9 @@ void describe(config::Table<ParallelismSettings>& table) {
   table.field(
       "fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
       "false: gradients stay whole until a step's last micro-batch (more memory, less communication)");
+  table.field(
+      "plan", &ParallelismSettings::plan,
+      "registered function that spreads the model out; empty: the model's own; see docs/extending.md");
   refuse_tensor_parallel(table);
   refuse_pipeline_parallel(table);
   refuse_context_and_expert_parallel(table);

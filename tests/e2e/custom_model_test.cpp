@@ -27,7 +27,7 @@ TEST(CustomModel, TrainsBySharedObject) {
 TEST(CustomModel, TrainsByABinaryOfItsOwn) {
   auto folder = fresh_folder("run");
   CommandResult result = run(Words{built("ngram_titan"), "train"} + config("3") +
-                                 Words{"--nproc", "2", "--job.dump_folder", folder.string()},
+                                 Words{"--nproc", "2", "--job.dump_folder", folder.string()} + device_words(),
                              {{"OMP_NUM_THREADS", "1"}});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(read_metrics(folder).size(), 3u);
@@ -55,6 +55,23 @@ TEST(CustomModel, TheSameLossesOnAnyNumberOfRanks) {
     for (size_t i = 0; i < one.size(); ++i)
       EXPECT_NEAR(many[i].loss, one[i].loss, 5e-6) << ranks << " ranks, step " << i + 1;
   }
+}
+
+TEST(CustomModel, APlanByNameTakesTheModelsOwnPlace) {
+  Words words = config("6") + by_import() + Words{"--nproc", "2"};
+  auto folder = fresh_folder("plan");
+  CommandResult result =
+      try_train(words + Words{"--parallelism.plan", "keep_gathered", "--job.dump_folder", folder.string()});
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("plan keep_gathered"));
+  EXPECT_EQ(losses(read_metrics(folder)), losses(train(fresh_folder("own"), words)));
+}
+
+TEST(CustomModel, AnUnknownPlanIsNamed) {
+  CommandResult result = try_train(config("3") + by_import() + Words{"--parallelism.plan", "keep_gatherd"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("parallelism.plan"));
+  EXPECT_THAT(result.err, HasSubstr("did you mean 'keep_gathered'"));
 }
 
 TEST(CustomModel, TwoRunsAreBitEqual) {

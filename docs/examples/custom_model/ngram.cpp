@@ -1,4 +1,5 @@
-// A model of one's own in the program: it predicts a token from the few before it, with no attention at all.
+// A model of one's own in the program, and a parallelism plan: it predicts a token from the few before it,
+// with no attention at all.
 #include "ngram.h"
 
 #include <ATen/ATen.h>
@@ -80,9 +81,18 @@ class NgramModel : public TrainableModel {
   Ngram model_;
 };
 
+// A plan for any model, in place of its own: one sharding group, whose parameters are gathered once a step
+// and stay so from forward to backward.
+void keep_gathered(TrainableModel& model, const ParallelPlan& plan) {
+  titan::FsdpOptions fsdp = plan.fsdp;
+  fsdp.reshard_after_forward = titan::ReshardAfterForward::never();
+  titan::fully_shard(model.root(), fsdp);
+}
+
 }  // namespace
 
 void register_ngram() {
+  parallel_plans().add("keep_gathered", keep_gathered);
   register_model<NgramArgs>(
       "ngram",
       {.flavours = {{"small", {}}, {"wide", {.dim = 256, .hidden = 1024}}},

@@ -23,7 +23,8 @@ struct MetricsSettings {
   bool enable_tensorboard = false;
   bool disable_color_printing = false;
   std::string save_tb_folder = "tb";  ///< under dump_folder
-  bool save_for_all_ranks = false;    ///< each rank writes files, in a folder of its own under dump_folder
+  bool save_for_all_ranks =
+      false;  ///< ranks other than 0 write files too, each in a folder rank_<r> under dump_folder
   std::optional<double>
       peak_flops;  ///< of one device, in FLOP/s; unset: by the device's name, unknown for CPUs
 };
@@ -57,6 +58,20 @@ struct ValidationMetrics {
   double memory_percent = 0;
 };
 
+/// The time that is left, from the pace of the steps behind the first one told, which pays for start-up.
+class RemainingTime {
+ public:
+  explicit RemainingTime(int64_t total_steps) : total_steps_(total_steps) {}
+
+  /// `step` has ended at `now_s` (of any clock). None at the first call.
+  std::optional<double> seconds_left(int64_t step, double now_s);
+
+ private:
+  int64_t total_steps_;
+  int64_t first_step_ = -1;
+  double first_s_ = 0;
+};
+
 /// The sinks of one rank. Throws Error that names the file when the folder can't be made or written
 /// (read-only, full).
 class MetricsLogger {
@@ -84,13 +99,14 @@ class MetricsLogger {
   std::unique_ptr<AppendFile> step_lines_;
   std::unique_ptr<AppendFile> validation_lines_;  // made by the first validation
   std::unique_ptr<EventFileWriter> events_;
-  double started_s_ = 0;  // when the first step was logged, for the remaining time
-  int64_t first_step_ = -1;
+  RemainingTime remaining_;
 };
 
 /// TorchTitan's console line, for tests: two spaces between fields, ANSI colours when `color`.
 std::string console_line(const StepMetrics& metrics, bool color);
 std::string console_line(const ValidationMetrics& metrics, bool color);
+/// "  42% 0:01:15 left"
+std::string progress(int64_t step, int64_t total_steps, double seconds_left);
 /// One object without line end; floats in the shortest form that reads back to the same double.
 std::string json_line(const StepMetrics& metrics);
 std::string json_line(const ValidationMetrics& metrics);

@@ -98,6 +98,22 @@ Registry<std::shared_ptr<const ModelSpec>>& model_specs();
 template <class Args>
 void register_model(const std::string& name, ModelFamily<Args> family);
 
+/// Spreads a built model out, as a family's `parallelize`, but without knowing the family: what it needs of
+/// the model it finds through root().
+using ParallelPlanFunction = std::function<void(TrainableModel&, const ParallelPlan&)>;
+
+/// Plans that parallelism.plan may name in place of the family's own:
+///
+///   titan::train::parallel_plans().add("one_group", [](TrainableModel& model, const ParallelPlan& plan) {
+///     titan::fully_shard(model.root(), plan.fsdp);
+///   });
+Registry<ParallelPlanFunction>& parallel_plans();
+
+/// By the plan registered as `name`, or, where that is "", by the family's own. Throws ConfigError with the
+/// known names.
+void apply_parallel_plan(const ModelSpec& spec, const std::string& name, TrainableModel& model,
+                         const ParallelPlan& plan);
+
 }  // namespace titan::train
 
 #include "titan/train/model_spec_impl.h"

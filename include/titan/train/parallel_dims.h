@@ -23,7 +23,8 @@ struct ParallelismSettings {
   std::string fsdp_reshard_after_forward =
       "default";  ///< "default", "always", "never", or a divisor of the shard degree
   bool fsdp_reduce_every_micro_batch =
-      true;  ///< false: whole gradients are kept until the last micro-batch of a step
+      true;          ///< false: whole gradients are kept until the last micro-batch of a step
+  std::string plan;  ///< of parallel_plans(); "": the model family's own
 };
 
 void describe(config::Table<ParallelismSettings>& table);

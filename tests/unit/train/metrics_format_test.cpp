@@ -74,5 +74,19 @@ TEST(PeakFlops, TellsTheH100sApart) {
   EXPECT_FALSE(peak_flops_of("GeForce 256"));
 }
 
+TEST(Progress, IsPercentAndTime) {
+  EXPECT_EQ(progress(42, 100, 75.4), "   42% 0:01:15 left");
+  EXPECT_EQ(progress(1, 300, 36061), "    0% 10:01:01 left");
+  EXPECT_EQ(progress(300, 300, 0), "  100% 0:00:00 left");
+}
+
+TEST(Progress, PaceIsThatOfTheStepsBehindTheFirst) {
+  RemainingTime remaining(20);
+  EXPECT_EQ(remaining.seconds_left(1, 100), std::nullopt);  // however long it took to come here
+  EXPECT_EQ(remaining.seconds_left(5, 108), 15 * 2.0);
+  EXPECT_EQ(remaining.seconds_left(10, 127), 10 * 3.0);
+  EXPECT_EQ(remaining.seconds_left(20, 200), 0);
+}
+
 }  // namespace
 }  // namespace titan::train
