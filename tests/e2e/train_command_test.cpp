@@ -66,6 +66,11 @@ TEST(TrainCommand, EveryLoggedStepHasAllNumbers) {
     for (const char* key : {"step", "loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_gib",
                             "data_loading_s", "step_s", "n_tokens_seen"})
       EXPECT_TRUE(object.contains(key)) << key;
+    for (const char* key : {"loss", "grad_norm", "lr", "tps", "tflops", "memory_gib", "step_s"})
+      EXPECT_GT(object[key].is_number() ? object[key].get<double>() : 0, 0) << key;
+    EXPECT_GE(object["data_loading_s"].get<double>(), 0);
+    EXPECT_LT(object["data_loading_s"].get<double>(), object["step_s"].get<double>() + 1);
+    EXPECT_TRUE(object["mfu"].is_null());  // nobody knows a CPU's peak
     EXPECT_EQ(object["n_tokens_seen"], step * 4 * 128);
     EXPECT_EQ(object.contains("startup_s"), step == 1);
   }
@@ -103,7 +108,7 @@ TEST(TrainCommand, AWholeSetIsValidatedAlikeOnAnyNumberOfRanks) {
 
 TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
   auto folder = fresh_folder("run");
-  train(folder, model("3") + Words{"--checkpoint.enable"});
+  auto written = train(folder, model("3") + Words{"--checkpoint.enable"});
   auto file = folder / "checkpoint" / "step-3" / "model.safetensors";
   ASSERT_TRUE(std::filesystem::exists(file));
   auto first = train(fresh_folder("a"), model("2") + Words{"--checkpoint.enable",
@@ -113,6 +118,15 @@ TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
                                          file.string(), "--nproc", "2", "--training.local_batch_size", "2"});
   ASSERT_EQ(first.size(), 2u);
   EXPECT_NEAR(first[0].loss, second[0].loss, 5e-6);
+  EXPECT_LT(first[0].loss, written[0].loss - 0.05);  // the same tokens, with what three steps have learnt
+}
+
+TEST(TrainCommand, OtherRanksMetricsLieBesideRankZeros) {
+  auto folder = fresh_folder("run");
+  auto zero = train(folder, model("2") + Words{"--nproc", "2", "--metrics.save_for_all_ranks"});
+  EXPECT_EQ(zero.size(), 2u);
+  EXPECT_EQ(losses(read_metrics(folder / "rank_1")), losses(zero));
+  EXPECT_FALSE(std::filesystem::exists(folder / "rank_0"));
 }
 
 double first_loss(const Words& words) {
