@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "fingerprint.h"
 #include "prefetcher.h"
 #include "titan/core/error.h"
 
@@ -62,9 +63,9 @@ class DataLoader::Impl {
 
   void load_state(const LoaderState& state) {
     TITAN_CHECK(state.feed_fingerprint == feed_->fingerprint(),
-                "the data have changed since the state was saved: it is of '", state.feed_fingerprint,
-                "', the config gives '", feed_->fingerprint(),
-                "'; resume with the same data, or start the data anew");
+                "the data have changed since the state was saved: ",
+                fingerprint_difference(state.feed_fingerprint, feed_->fingerprint()),
+                ". Resume with the same data, or start the data anew");
     const LoaderState whole = merge({state});
     begin_at(whole.steps,
              whole.num_lanes == num_lanes() ? whole.lanes : feed_->redeal(whole.lanes, num_lanes()));

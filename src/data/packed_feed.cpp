@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "fingerprint.h"
 #include "packed_lane.h"
 #include "titan/core/error.h"
 #include "titan/data/permutation.h"
@@ -80,9 +81,10 @@ size_t PackedFeed::encode_block(const Piece& piece, std::string_view text, size_
 }
 
 std::string PackedFeed::fingerprint() const {
-  return str(pieces_.source().fingerprint(), ", ", tokenizer_->fingerprint(), ", pieces of ",
-             options_.piece_bytes, " bytes, ",
-             options_.shuffle ? str("shuffled by ", options_.seed) : std::string("in order"));
+  return join_fingerprint({{"source", pieces_.source().fingerprint()},
+                           {"tokenizer", tokenizer_->fingerprint()},
+                           {"pieces", str(options_.piece_bytes, " bytes")},
+                           {"order", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is"}});
 }
 
 }  // namespace titan::data

@@ -252,12 +252,21 @@ TEST(Loader, StopsInTheMiddleOfThings) {
   }
 }
 
-TEST(Loader, OtherDataAreRefusedByName) {
-  DataLoader one(make_feed(), shape(4)), other(make_feed({.piece_bytes = 64, .seed = 4}), shape(4));
+TEST(Loader, OtherDataAreRefusedByThePartThatDiffers) {
+  DataLoader one(make_feed(), shape(4));
   one.next_step();
-  auto message = message_of<Error>([&] { other.load_state(one.state()); });
-  EXPECT_NE(message.find("shuffled by 3"), message.npos) << message;
-  EXPECT_NE(message.find("shuffled by 4"), message.npos) << message;
+  auto message_for = [&](const std::shared_ptr<PackedFeed>& feed) {
+    DataLoader other(feed, shape(4));
+    return message_of<Error>([&] { other.load_state(one.state()); });
+  };
+  auto order = message_for(make_feed({.piece_bytes = 64, .seed = 4}));
+  EXPECT_NE(order.find("order was 'shuffled by 3', is 'shuffled by 4'."), order.npos) << order;
+  EXPECT_EQ(order.find("source"), order.npos) << order;
+  auto documents = std::make_shared<FakeSource>(numbered_documents(31));
+  auto source = message_for(make_feed(documents, {.piece_bytes = 65, .seed = 3}));
+  EXPECT_NE(source.find("source was 'fake:30', is 'fake:31'; pieces was '64 bytes', is '65 bytes'."),
+            source.npos)
+      << source;
 }
 
 TEST(Loader, StatesThatDoNotFitAreRefused) {
