@@ -64,6 +64,15 @@ TEST(Faults, WhatTheJobReadsIsLookedAtBeforeAnyRankStarts) {
                                 HasSubstr("the 20 steps recorded"), Not(HasSubstr("[rank"))));
 }
 
+TEST(Faults, ASharedObjectThatIsntThere) {
+  CommandResult result = try_train({"--experimental.custom_import", "./no/such.so"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr((std::filesystem::current_path() / "no/such.so").string()));
+  result = try_train({"--experimental.custom_import", "libnosuch.so"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("LD_LIBRARY_PATH"));
+}
+
 TEST(Faults, AConfigBehindASwitch) {
   CommandResult result = try_train({"--validation.enable", "config.toml"});
   EXPECT_EQ(result.status, 2);
