@@ -180,21 +180,46 @@ TEST(Trainer, StepsChangeTheWeights) {
   EXPECT_FALSE(job.weights_are_unchanged());
 }
 
+// The verdict on the host at once, and on the device with the host a step behind.
+class NonFinite : public ::testing::TestWithParam<bool> {
+ protected:
+  static TrainerOptions options() { return {.steps = 3, .read_late = GetParam()}; }
+  // The one that is told, though a second step may have been launched by then.
+  static void expect_first_step(const std::string& message) {
+    EXPECT_TRUE(contains(message, "step 1: ")) << message;
+  }
+};
+
 // Its peers' gradients are infinite too, as soon as they are reduced: only the loss tells whose it is.
-TEST(Trainer, AnInfiniteLossIsToldByAllRanksWithItsRank) {
-  Started job = start({.fault = Fault::InfiniteLoss, .options = {.steps = 2}});
+TEST_P(NonFinite, ALossIsToldByAllRanksWithItsRank) {
+  Started job = start({.fault = Fault::InfiniteLoss, .options = options()});
   std::string message = message_of_training(job.trainer);
-  EXPECT_TRUE(contains(message, str("step 1: the loss isn't finite on rank ", bad_rank()))) << message;
+  expect_first_step(message);
+  EXPECT_TRUE(contains(message, str("the loss isn't finite on rank ", bad_rank()))) << message;
   EXPECT_EQ(contains(message, "(inf)"), world().rank() == bad_rank()) << message;
   EXPECT_TRUE(job.weights_are_unchanged());
 }
 
 // It is in every shard of the sum, so the name is the first shard's.
-TEST(Trainer, AnInfiniteGradientIsToldByAllRanksWithItsShard) {
-  Started job = start({.fault = Fault::InfiniteGradient, .options = {.steps = 2}});
+TEST_P(NonFinite, AGradientIsToldByAllRanksWithItsShard) {
+  Started job = start({.fault = Fault::InfiniteGradient, .options = options()});
   std::string message = message_of_training(job.trainer);
+  expect_first_step(message);
   EXPECT_TRUE(contains(message, "the losses of all ranks are; first seen in the shard of rank 0")) << message;
   EXPECT_TRUE(job.weights_are_unchanged());
+}
+
+INSTANTIATE_TEST_SUITE_P(Trainer, NonFinite, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "ReadLate" : "ReadAtOnce"; });
+
+TEST(Trainer, ReadingLateChangesNoWeight) {
+  std::vector<at::Tensor> weights;
+  for (bool late : {false, true}) {
+    Started job = start({.options = {.steps = 5, .read_late = late}});
+    job.trainer.train();
+    weights.push_back(job.parameters.at(0).data.local.detach().clone());
+  }
+  EXPECT_LE((weights[0] - weights[1]).abs().max().item<double>(), 1e-6);
 }
 
 std::vector<nlohmann::json> logged(const std::filesystem::path& folder) {
