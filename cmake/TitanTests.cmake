@@ -1,6 +1,6 @@
 # titan_unit_test(<layer>): tests/unit/<layer>/**/*_test.cpp as one program, label fast.
-# titan_distributed_test(<name> RANKS n... [TIMEOUT s] [LABELS l...]): tests/distributed/<name>.cpp as one program that each listed
-# number of local ranks runs; the time limit ends all of its processes.
+# titan_distributed_test(<name> RANKS n... [TIMEOUT s] [LABELS l...] [CUDA]): tests/distributed/<name>.cpp as one program that each listed
+# number of local ranks runs; the time limit ends all of its processes. CUDA: again with --cuda, skipped where no GPU is visible.
 include(GoogleTest)
 
 # Their precompiled headers: one for tests of tensors, one for those that define modules.
@@ -40,7 +40,7 @@ function(titan_unit_test layer)
 endfunction()
 
 function(titan_distributed_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "RANKS;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "CUDA" "TIMEOUT" "RANKS;LABELS" ${ARGN})
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
@@ -56,5 +56,10 @@ function(titan_distributed_test name)
   foreach(ranks IN LISTS ARG_RANKS)
     add_test(NAME distributed.${name}.${ranks}_ranks COMMAND titan launch -n ${ranks} -- $<TARGET_FILE:${name}>)
     set_tests_properties(distributed.${name}.${ranks}_ranks PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2)
+    if(ARG_CUDA)
+      set(cuda_test distributed.${name}.${ranks}_ranks.cuda)
+      add_test(NAME ${cuda_test} COMMAND ${PROJECT_SOURCE_DIR}/tests/distributed/on_gpu.sh $<TARGET_FILE:titan> launch -n ${ranks} -- $<TARGET_FILE:${name}> --cuda)
+      set_tests_properties(${cuda_test} PROPERTIES LABELS "${ARG_LABELS};cuda" TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 SKIP_RETURN_CODE 77)
+    endif()
   endforeach()
 endfunction()

@@ -90,7 +90,7 @@ TEST(FsdpEngineShards, AreOneNthAndStartFromTheGivenValues) {
 class BranchesImpl : public nn::Module {
  public:
   explicit BranchesImpl(at::ScalarType dtype) {
-    const auto options = at::TensorOptions().dtype(dtype);
+    const auto options = options_of(dtype);
     table = register_parameter("table", testing::BlockImpl::values({10, 6}, options));
     even = register_parameter("even", testing::BlockImpl::values({6, 6}, options));
     odd = register_parameter("odd", testing::BlockImpl::values({6, 6}, options) * 0.7);
@@ -105,7 +105,7 @@ TITAN_MODULE(Branches);
 
 TEST(FsdpEngineUnused, MayDifferBetweenRanksAndTiedGradientsAreSummedOnce) {
   const int size = testing::world().size(), rank = testing::world().rank();
-  const auto tokens_of = [](int r) { return at::arange(4, at::kLong) * (r + 1) % 10; };
+  const auto tokens_of = [](int r) { return at::arange(4, options_of(at::kLong)) * (r + 1) % 10; };
   Branches reference(at::kDouble);
   for (int r = 0; r < size; ++r) loss_of(reference(tokens_of(r), r)).backward();
   for (const Layout& layout : layouts(size)) {
@@ -120,7 +120,8 @@ TEST(FsdpEngineUnused, MayDifferBetweenRanksAndTiedGradientsAreSummedOnce) {
       ASSERT_TRUE(grad.local.grad().defined()) << parameter.name;
       grad.local = grad.local.grad();
       const at::Tensor& wanted = reference->named_parameters()[parameter.name].grad();
-      EXPECT_LE(relative_error(full_tensor(grad), wanted.defined() ? wanted : at::zeros({6, 6}, at::kDouble)),
+      EXPECT_LE(relative_error(full_tensor(grad),
+                               wanted.defined() ? wanted : at::zeros({6, 6}, options_of(at::kDouble))),
                 1e-12)
           << parameter.name;
     }

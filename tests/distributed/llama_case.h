@@ -83,7 +83,7 @@ inline std::shared_ptr<void> make_args(const LlamaCase& llama) {
 /// Deferred; give it a plan, then values.
 inline std::unique_ptr<train::TrainableModel> build_llama(const LlamaCase& llama, at::ScalarType dtype) {
   auto args = make_args(llama);
-  return llama_spec().build(args.get(), {.construct = deferred(at::kCPU, dtype), .seq_len = llama.seq_len});
+  return llama_spec().build(args.get(), {.construct = deferred(device(), dtype), .seq_len = llama.seq_len});
 }
 
 struct Layout {
@@ -147,7 +147,7 @@ inline double forward_backward(train::TrainableModel& model, const Batch& batch,
   for (int m = 0; m < micro_batches; ++m) {
     set_last_micro_batch(model.root(), m + 1 == micro_batches);
     Batch part = mine.rows(m, micro_batches);
-    at::Tensor part_loss = model.loss(part.tokens, part.labels, num_valid);
+    at::Tensor part_loss = model.loss(part.tokens.to(device()), part.labels.to(device()), num_valid);
     part_loss.backward();
     loss += part_loss.item<double>();
   }

@@ -7,7 +7,8 @@
 #include <cstdlib>
 #include <exception>
 #include <optional>
-#include <string_view>
+#include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -50,6 +51,15 @@ void choose_output(int rank) {
       printer);  // after the line above: gtest goes through its listeners backwards when a test ends
 }
 
+titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
+  titan::dist::InitOptions options{.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(60)};
+  for (const std::string& word : words) {
+    if (word == "--sockets") options.direct_memory = false;  // as if the ranks were on several hosts
+    if (word == "--cuda") options.device = "cuda";           // all ranks on what GPUs there are, hence gloo
+  }
+  return options;
+}
+
 }  // namespace
 
 namespace titan::testing {
@@ -59,10 +69,7 @@ const dist::World& world() { return *this_world; }
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   try {
-    // --sockets: as if the ranks were on several hosts.
-    const bool direct_memory = argc < 2 || std::string_view(argv[1]) != "--sockets";
-    this_world = titan::dist::init(
-        {.device = "cpu", .timeout = std::chrono::seconds(60), .direct_memory = direct_memory});
+    this_world = titan::dist::init(options_from({argv + 1, argv + argc}));
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

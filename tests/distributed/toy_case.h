@@ -17,7 +17,7 @@
 namespace titan::testing {
 
 inline at::Tensor input_rows(int64_t rows, int64_t dim, at::ScalarType dtype) {
-  return BlockImpl::values({rows, dim}, at::TensorOptions().dtype(dtype)) * 2;
+  return BlockImpl::values({rows, dim}, options_of(dtype)) * 2;
 }
 
 /// Rows of the global batch that this rank computes: r, r + N, ...

@@ -9,6 +9,7 @@
 
 #include <stdexcept>
 
+#include "distributed/world.h"
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
 
@@ -18,7 +19,7 @@ namespace titan::testing {
 class BlockImpl : public nn::Module {
  public:
   BlockImpl(int64_t dim, int64_t hidden, at::ScalarType dtype) {
-    const auto options = at::TensorOptions().dtype(dtype);
+    const auto options = options_of(dtype);
     up = register_parameter("up", values({hidden, dim}, options));
     down = register_parameter("down", values({dim, hidden}, options));
     bias = register_parameter("bias", values({dim}, options));
@@ -31,7 +32,10 @@ class BlockImpl : public nn::Module {
   static at::Tensor values(at::IntArrayRef sizes, const at::TensorOptions& options) {
     const int64_t numel = c10::multiply_integers(sizes);
     const at::Tensor index = at::arange(numel, at::TensorOptions().dtype(at::kDouble));
-    return at::sin(index * 12.9898 + static_cast<double>(numel)).mul(0.5).view(sizes).to(options.dtype());
+    return at::sin(index * 12.9898 + static_cast<double>(numel))
+        .mul(0.5)
+        .view(sizes)
+        .to(options.device(), c10::typeMetaToScalarType(options.dtype()));
   }
   at::Tensor up, down, bias;
 };
@@ -60,9 +64,9 @@ class ToyImpl : public nn::Module {
       blocks.emplace_back(options.dim, options.hidden, dtype);
       register_module("block" + std::to_string(i), blocks.back());
     }
-    scale = register_parameter("scale", BlockImpl::values({options.dim}, at::TensorOptions().dtype(dtype)));
+    scale = register_parameter("scale", BlockImpl::values({options.dim}, options_of(dtype)));
     if (options.extra_unused)
-      unused = register_parameter("unused", BlockImpl::values({5, 3}, at::TensorOptions().dtype(dtype)));
+      unused = register_parameter("unused", BlockImpl::values({5, 3}, options_of(dtype)));
     if (options.freeze_first) blocks[0]->up.set_requires_grad(false);
   }
   at::Tensor forward(const at::Tensor& x) {

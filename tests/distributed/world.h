@@ -3,11 +3,19 @@
 // The ranks that run a distributed test. `titan launch` starts the test program on each; every rank runs
 // every test, in one order.
 
+#include <c10/core/TensorOptions.h>
+
 #include "titan/dist/world.h"
 
 namespace titan::testing {
 
 /// Made by main(), ended by it.
 const dist::World& world();
+
+/// What the tests that ask for it compute on: cpu, or with --device cuda this rank's GPU.
+inline at::Device device() { return world().device(); }
+inline at::TensorOptions options_of(at::ScalarType dtype) {
+  return at::TensorOptions().dtype(dtype).device(device());
+}
 
 }  // namespace titan::testing
