@@ -41,7 +41,7 @@ std::string with_commas(double value, int decimals) {
   size_t end = text.find('.');
   if (end == std::string::npos) end = text.size();
   size_t first_digit = text[0] == '-' ? 1 : 0;
-  for (size_t at = end; at > first_digit + 3; at -= 3) text.insert(at - 3, ",");
+  for (size_t at = end; at > first_digit + 3; at -= 3) text.insert(at - 3, 1, ',');
   return text;
 }
 

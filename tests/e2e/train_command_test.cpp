@@ -70,7 +70,7 @@ TEST(TrainCommand, EveryLoggedStepHasAllNumbers) {
       EXPECT_GT(object[key].is_number() ? object[key].get<double>() : 0, 0) << key;
     EXPECT_GE(object["data_loading_s"].get<double>(), 0);
     EXPECT_LT(object["data_loading_s"].get<double>(), object["step_s"].get<double>() + 1);
-    EXPECT_TRUE(object["mfu"].is_null());  // nobody knows a CPU's peak
+    if (!tests_on_gpu()) EXPECT_TRUE(object["mfu"].is_null());  // nobody knows a CPU's peak
     EXPECT_EQ(object["n_tokens_seen"], step * 4 * 128);
     EXPECT_EQ(object.contains("startup_s"), step == 1);
   }

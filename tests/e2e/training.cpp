@@ -36,10 +36,13 @@ std::filesystem::path fresh_folder(const std::string& name) {
   return folder;
 }
 
-Words device_words() {
+bool tests_on_gpu() {
   const char* device = std::getenv("TITAN_TEST_DEVICE");
-  if (device && std::string_view(device) == "cuda")
-    return {"--training.device", "cuda", "--comm.backend", "gloo"};
+  return device && std::string_view(device) == "cuda";
+}
+
+Words device_words() {
+  if (tests_on_gpu()) return {"--training.device", "cuda", "--comm.backend", "gloo"};
   return {"--training.device", "cpu"};
 }
 

@@ -43,8 +43,9 @@ std::string source_file(const std::string& name);
 /// A new empty folder below the test's temporary one, named after the running test.
 std::filesystem::path fresh_folder(const std::string& name);
 
-/// The device that tests train on: the CPU, on every machine. With TITAN_TEST_DEVICE=cuda it is the GPU,
-/// which all ranks share (gloo lets them).
+/// Tests train on the CPU, on every machine. With TITAN_TEST_DEVICE=cuda they do on the GPU, which all ranks
+/// share (gloo lets them).
+bool tests_on_gpu();
 Words device_words();
 
 /// `titan train words...` on that device.
