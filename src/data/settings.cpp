@@ -30,8 +30,9 @@ void describe(config::Table<DataloaderSettings>& table) {
               config::in_range(0, 256));
   table.without_effect("persistent_workers", false,
                        "keeps Python's worker processes; threads live as long as their loader anyway");
-  table.field("pin_memory", &DataloaderSettings::pin_memory,
-              "page-locked batches, for asynchronous copies to a GPU");
+  table.field(
+      "pin_memory", &DataloaderSettings::pin_memory,
+      "page-locked batches, which copy to a GPU while the host goes on; training on a GPU always has them");
   table.field("prefetch_factor", &DataloaderSettings::prefetch_factor, "steps made ahead; unset: 2",
               config::in_range(1, 1024));
 }

@@ -105,7 +105,13 @@ data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& requ
   return data::DataLoader(data::build_feed(feed), request.options);
 }
 
-data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes) {
+// A copy from pageable memory would make the host wait for what the GPU has to do before it.
+data::DataloaderSettings settings_on(at::Device device, data::DataloaderSettings settings) {
+  settings.pin_memory = settings.pin_memory || device.is_cuda();
+  return settings;
+}
+
+data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes, at::Device device) {
   const TrainingSettings& training = config.training;
   return build_loader(config, {.dataset = training.dataset,
                                .dataset_path = training.dataset_path,
@@ -114,21 +120,22 @@ data::DataLoader build_training_loader(const JobConfig& config, const Meshes& me
                                            .global_batch_size = training.global_batch_size,
                                            .local_batch_size = training.local_batch_size,
                                            .seq_len = training.seq_len,
-                                           .settings = training.dataloader}});
+                                           .settings = settings_on(device, training.dataloader)}});
 }
 
-std::optional<Validator> build_validator(const JobConfig& config, const Meshes& meshes) {
+std::optional<Validator> build_validator(const JobConfig& config, const Meshes& meshes, at::Device device) {
   const ValidationSettings& validation = config.validation;
   if (!validation.enable) return std::nullopt;
-  return Validator{validation,
-                   build_loader(config, {.dataset = validation.dataset,
-                                         .dataset_path = validation.dataset_path,
-                                         .repeat = false,
-                                         .options = {.dp_rank = meshes.dp_rank(),
-                                                     .dp_size = meshes.dp_degree(),
-                                                     .local_batch_size = validation.local_batch_size,
-                                                     .seq_len = validation.seq_len,
-                                                     .settings = validation.dataloader}})};
+  return Validator{
+      validation,
+      build_loader(config, {.dataset = validation.dataset,
+                            .dataset_path = validation.dataset_path,
+                            .repeat = false,
+                            .options = {.dp_rank = meshes.dp_rank(),
+                                        .dp_size = meshes.dp_degree(),
+                                        .local_batch_size = validation.local_batch_size,
+                                        .seq_len = validation.seq_len,
+                                        .settings = settings_on(device, validation.dataloader)}})};
 }
 
 DeviceRate build_device_rate(const JobConfig& config, at::Device device) {
@@ -192,8 +199,8 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   Meshes meshes = build_job_meshes(config, world);
   describe_job(config, world, meshes);
   seed_generators(config.debug, meshes);
-  auto loader = build_training_loader(config, meshes);
-  auto validator = build_validator(config, meshes);
+  auto loader = build_training_loader(config, meshes, world.device());
+  auto validator = build_validator(config, meshes, world.device());
   auto model = build_model(config, meshes, device);
   auto parameters = titan::parameters(model->root());
   load_weights(config, parameters);

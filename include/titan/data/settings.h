@@ -28,7 +28,7 @@ struct DataSettings {
 /// [training.dataloader], [validation.dataloader]: when the batches are made, never what they hold.
 struct DataloaderSettings {
   int64_t num_workers = 0;                 ///< threads that tokenize and pack; 0: one
-  bool pin_memory = false;                 ///< page-locked batches, for asynchronous copies to a GPU
+  bool pin_memory = false;                 ///< page-locked batches; always so in training on a GPU
   std::optional<int64_t> prefetch_factor;  ///< steps made ahead; unset: 2
 };
 

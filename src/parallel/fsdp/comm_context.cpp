@@ -53,6 +53,7 @@ int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
               "' was called inside a backward: wrap the module that is computed again (activation "
               "checkpointing) in fully_shard, not modules inside of it");
   order_.push_back(group.get());
+  group->remember_stream();
   group->start_unshard();
   group->finish_unshard();
   prefetch_forward();

@@ -218,6 +218,10 @@ int64_t ParamGroup::sharded_bytes() const {
 }
 
 void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
+  // The engine runs a parameter's node on the stream that was current when the parameter was made.
+  const dist::Stream current = compute_stream();
+  if (!(current == forward_stream_)) forward_stream_.wait(current);
+  const dist::StreamGuard on_forward_stream(forward_stream_);
   gradients_.add(slot, grad, scale);
 }
 bool ParamGroup::start_reduce(bool last_micro_batch) { return gradients_.start_reduce(last_micro_batch); }

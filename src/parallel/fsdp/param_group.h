@@ -83,6 +83,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool backward_reads_parameters() const { return backward_reads_parameters_; }
   bool holds_whole_parameters() const { return layout_.num_ranks() == 1; }
   dist::Stream compute_stream() const;
+  /// The stream that this forward, and so its backward, computes on: gradients are collected there.
+  void remember_stream() { forward_stream_ = compute_stream(); }
   int64_t sharded_bytes() const;
   const FsdpOptions& options() const { return options_; }
   at::ScalarType param_dtype() const { return param_dtype_; }
@@ -127,6 +129,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   at::Tensor kept_part_;           // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;
   dist::Work gather_work_;
+  dist::Stream forward_stream_;
   CommContext* context_ = nullptr;
   const char* name_ = "";
 };
