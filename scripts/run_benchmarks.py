@@ -3,10 +3,11 @@
 
     scripts/run_benchmarks.py [--quick] [--name NAME] [--rows debug_fp32_1,134m_bf16_2,host_fp32]
 
-A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs) or host_DTYPE (host time per transformer block with tiny shapes). Prints a
-JSON object per row and, at the end, the table; with --name the table is written to benchmarks/results/NAME.md too. Every figure is
-the median over the runs; both sides run alternately, with cores / ranks threads per rank. Needs build/bin/titan,
-build/bin/host_time_bench and .venv; itself only Python's standard library.
+A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs), host_DTYPE (host time per transformer block with tiny shapes), or a part
+alone: tokenizer (beside the `tokenizers` package), loader, init, optim. Prints a JSON object per row and, at the end, the tables; with
+--name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
+cores / ranks threads per rank. Needs build/bin/titan, the *_bench programs (scripts/build.sh benchmarks) and .venv; itself only Python's
+standard library.
 """
 
 import argparse
@@ -28,7 +29,16 @@ PYTHON = REPOSITORY / ".venv/bin/python"
 TITAN = REPOSITORY / "build/bin/titan"
 HOST_TIME = REPOSITORY / "build/bin/host_time_bench"
 DTYPES = ("fp32", "bf16")
-ROWS = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)] + [f"host_{d}" for d in DTYPES]
+PROGRAMS = REPOSITORY / "build/bin"
+TOKENIZER = REPOSITORY / "assets/tokenizer"
+PARTS = {
+    "tokenizer": [PYTHON, "scripts/compare_tokenizers.py", "--bench", PROGRAMS / "tokenizer_bench", "--runs", "5"],
+    "loader": [PROGRAMS / "loader_bench", "synthetic", "", TOKENIZER],
+    "init": [PROGRAMS / "init_bench"],
+    "optim": [PROGRAMS / "optim_bench"],
+}
+TRAINING = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)]
+ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + list(PARTS)
 MIB_PER_KIB = 1 / 1024
 RUN_LIMIT_S = 3600
 
@@ -139,8 +149,28 @@ class HostTimeRow:
         return last_json(run([PYTHON, script, "--dtype", self.dtype, "--repetitions", self.plan.repetitions], 1).text)
 
 
+def flattened(value: dict, prefix: str = "") -> dict[str, str]:
+    """Nested objects and lists as one level: {"results": [{"ours": 3}]} becomes {"results 1 ours": "3"}."""
+    result = {}
+    for key, item in value.items():
+        if isinstance(item, list):
+            item = {str(index + 1): element for index, element in enumerate(item)}
+        if isinstance(item, dict):
+            result |= flattened(item, f"{prefix}{key} ")
+        else:
+            result[prefix + key] = f"{item:.4g}" if isinstance(item, float) else str(item)
+    return result
+
+
+def measure_part(name: str) -> dict:
+    text = run(PARTS[name], cores()).text
+    return {"row": name, "part": flattened(json.loads(text[text.index("{") :]))}
+
+
 def measure(name: str, plan: Plan) -> dict:
     """Both sides' medians and, for each figure, ours / PyTorch's."""
+    if name in PARTS:
+        return measure_part(name)
     row = HostTimeRow(name.split("_")[1], plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "pytorch": []}
     for index in range(plan.runs):
@@ -215,9 +245,14 @@ def environment(plan: Plan) -> list[str]:
     ]
 
 
+def parts_table(results: list[dict]) -> list[str]:
+    return table(["part", "figure", "value"], [[r["row"], key, value] for r in results for key, value in r["part"].items()])
+
+
 def report(name: str, facts: list[str], results: list[dict]) -> str:
     lines = [f"# Benchmarks: {name}", "", *facts]
-    training = [result for result in results if not result["row"].startswith("host_")]
+    training = [result for result in results if result["row"] in TRAINING]
+    parts = [result for result in results if result["row"] in PARTS]
     host = [result for result in results if result["row"].startswith("host_")]
     if training:
         lines += ["", "Training, ours and PyTorch's FSDP2. Start-up: process start to the start of the first step.", ""]
@@ -225,6 +260,9 @@ def report(name: str, facts: list[str], results: list[dict]) -> str:
     if host:
         lines += ["", "Host time of a block's forward and backward under FSDP on one rank: batch 1, sequence 8, width 64.", ""]
         lines += host_table(host)
+    if parts:
+        lines += ["", "Parts alone.", ""]
+        lines += parts_table(parts)
     return "\n".join(lines) + "\n"
 
 
