@@ -78,7 +78,9 @@ def main() -> None:
     text = "\n".join([f"# Where a step's time goes: {options.name or ''}", "", f"`scripts/profile_step.py {arguments}`", "", *lines, ""])
     print(text)
     if options.name:
-        (REPOSITORY / f"benchmarks/results/{options.name}.md").write_text(text)
+        results = REPOSITORY / "benchmarks/results"
+        results.mkdir(exist_ok=True)
+        (results / f"{options.name}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import tomllib
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "benchmarks/configs"
+RESULTS = REPOSITORY / "benchmarks/results"
 PYTHON = REPOSITORY / ".venv/bin/python"
 TITAN = REPOSITORY / "build/bin/titan"
 HOST_TIME = REPOSITORY / "build/bin/host_time_bench"
@@ -295,7 +296,8 @@ def main() -> int:
     text = report(options.name or processor(), facts, results)
     print(text)
     if options.name:
-        (REPOSITORY / "benchmarks/results" / f"{options.name}.md").write_text(text)
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{options.name}.md").write_text(text)
     return int(failed)
 
 

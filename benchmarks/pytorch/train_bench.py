@@ -113,6 +113,7 @@ def main() -> None:
     result = run_rank(options)
     with open(os.path.join(options.folder, f"{options.rank}.json"), "w") as file:
         json.dump(result, file)
+    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter takes itself apart
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 #include "fingerprint.h"
 
+#include <algorithm>
+
 #include "titan/core/error.h"
 
 namespace titan::data {

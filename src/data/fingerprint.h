@@ -8,7 +8,8 @@
 
 namespace titan::data {
 
-/// "source = ...; tokenizer = ...". Names hold no "=" or ";".
+/// "source = ...; tokenizer = ...". Names hold no "=" or ";"; where a value does, a difference is shown
+/// whole.
 std::string join_fingerprint(const std::vector<std::pair<std::string, std::string>>& parts);
 
 /// What differs between two such strings: "order was 'shuffled by 3', is 'shuffled by 4'; ...". Strings that

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
+#include <vector>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -21,29 +23,23 @@ uint64_t fnv1a_64(std::string_view text) {
   return hash;
 }
 
-// A draw as mean + std * z(p), with p = offset + scale * u; or low + (high - low) * u.
+// Uniform numbers become values, in place: normal ones, or low + (high - low) * u.
 struct Draw {
-  bool normal;
-  double offset, scale;  // of the probability, or of the value itself
-  double mean, std, low, high;
+  std::optional<NormalDraw> normal;
+  double low = 0, range = 1;
 
-  /// Uniform numbers become values, in place.
   void operator()(double* values, int64_t count) const {
-    for (int64_t i = 0; i < count; ++i) values[i] = offset + scale * values[i];
-    if (!normal) return;
-    inverse_normals(values, count);
-    for (int64_t i = 0; i < count; ++i) values[i] = std::clamp(mean + std * values[i], low, high);
+    if (normal) return draw_normals(values, count, *normal);
+    for (int64_t i = 0; i < count; ++i) values[i] = low + range * values[i];
   }
 };
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 Draw make_draw(const Init& init) {
   switch (init.kind) {
     case Init::Kind::Uniform:
-      return {false, init.low, init.high - init.low, 0, 0, 0, 0};
+      return {.normal = std::nullopt, .low = init.low, .range = init.high - init.low};
     case Init::Kind::Normal:
-      return {true, 0, 1, init.mean, init.std, -kInfinity, kInfinity};
+      return {.normal = NormalDraw{.mean = init.mean, .std = init.std}};
     case Init::Kind::TruncatedNormal: {
       TITAN_CHECK(init.std > 0 && init.low < init.high, "a truncated normal of std ", init.std, " between ",
                   init.low, " and ", init.high, ": expected std > 0 and low < high");
@@ -51,7 +47,7 @@ Draw make_draw(const Init& init) {
       const double to = normal_distribution((init.high - init.mean) / init.std);
       TITAN_CHECK(from < to, "no double lies between the probabilities of ", init.low, " and ", init.high,
                   " under a normal of mean ", init.mean, " and std ", init.std);
-      return {true, from, to - from, init.mean, init.std, init.low, init.high};
+      return {.normal = NormalDraw{from, to - from, init.mean, init.std, init.low, init.high}};
     }
     case Init::Kind::Constant:
       break;
@@ -70,11 +66,14 @@ float round_to_odd(double value) {
 }
 
 template <class T>
-T rounded(double value) {
-  if constexpr (sizeof(T) < sizeof(float)) {
-    return static_cast<T>(round_to_odd(value));
-  } else {
-    return static_cast<T>(value);
+void round_to(T* to, const double* from, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) return round_to_floats(to, from, count);
+  for (int64_t i = 0; i < count; ++i) {
+    if constexpr (sizeof(T) < sizeof(float)) {
+      to[i] = static_cast<T>(round_to_odd(from[i]));
+    } else {
+      to[i] = static_cast<T>(from[i]);
+    }
   }
 }
 
@@ -133,7 +132,7 @@ void draw_range(T* out, int64_t begin, int64_t end, const RandomStream& stream, 
       i = row_end;
     }
     draw(values, block_end - block);
-    for (int64_t i = block; i < block_end; ++i) out[i] = rounded<T>(values[i - block]);
+    round_to(out + block, values, block_end - block);
   }
 }
 

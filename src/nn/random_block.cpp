@@ -131,10 +131,10 @@ TITAN_INLINE void finish_outside(double* z, const Outside& outside) {
   }
 }
 
-TITAN_CPU_CLONES void inverse_normals_of_block(double* z, int64_t count, Outside& outside) {
+TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDraw& draw, Outside& outside) {
   outside.count = 0;
   for (int64_t i = 0; i < count; i += 4) {
-    const Doubles p = ops::simd::load_up_to(z + i, count - i, 0.5);
+    const Doubles p = draw.offset + draw.scale * ops::simd::load_up_to(z + i, count - i, 0.5);
     const Doubles q = p - 0.5;
     for (int lane = 0; lane < 4; ++lane) {
       outside.p[outside.count] = p[lane];
@@ -145,6 +145,10 @@ TITAN_CPU_CLONES void inverse_normals_of_block(double* z, int64_t count, Outside
   }
   for (int lane = 0; lane < 4; ++lane) outside.p[outside.count + lane] = 0.25;
   finish_outside(z, outside);
+  for (int64_t i = 0; i < count; ++i) {
+    const double value = draw.mean + draw.std * z[i];
+    z[i] = value < draw.low ? draw.low : draw.high < value ? draw.high : value;
+  }
 }
 
 }  // namespace
@@ -168,11 +172,15 @@ void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index) con
   }
 }
 
-void inverse_normals(double* p, int64_t count) {
+void draw_normals(double* values, int64_t count, const NormalDraw& draw) {
   Outside outside;
   constexpr int64_t kBlock = Outside::kCapacity - 4;
   for (int64_t i = 0; i < count; i += kBlock)
-    inverse_normals_of_block(p + i, std::min(kBlock, count - i), outside);
+    normals_of_block(values + i, std::min(kBlock, count - i), draw, outside);
+}
+
+TITAN_CPU_CLONES void round_to_floats(float* to, const double* from, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]);
 }
 
 }  // namespace titan::nn

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 
 namespace titan::nn {
 
@@ -22,7 +23,18 @@ class RandomStream {
   std::array<uint32_t, 2> key_, name_;
 };
 
-/// p -> inverse_normal(p), to the bit, in place.
-void inverse_normals(double* p, int64_t count);
+/// A normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), held within low and
+/// high.
+struct NormalDraw {
+  double offset = 0, scale = 1;  // of the probability
+  double mean = 0, std = 1;
+  double low = -std::numeric_limits<double>::infinity(), high = std::numeric_limits<double>::infinity();
+};
+
+/// In place, with the bits of inverse_normal().
+void draw_normals(double* values, int64_t count, const NormalDraw& draw);
+
+/// Rounded to nearest.
+void round_to_floats(float* to, const double* from, int64_t count);
 
 }  // namespace titan::nn

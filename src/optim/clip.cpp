@@ -127,8 +127,11 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
   result.norm = result.squares.sum().sqrt_();
   const at::Tensor factor = result.norm.add(kEpsilon).reciprocal_().mul_(max_norm).clamp_max_(1.0);
   std::vector<at::Tensor> gradients = gradients_of(parameters);
-  if (!gradients.empty() && std::isfinite(max_norm))
-    at::_foreach_mul_(gradients, at::where(result.norm.isfinite(), factor, at::ones_like(factor)));
+  if (gradients.empty() || !std::isfinite(max_norm)) return result;
+  at::Tensor applied = at::where(result.norm.isfinite(), factor, at::ones_like(factor));
+  // Of the gradients' type it is one launch for many; to 16 bits it mustn't be rounded.
+  if (gradients.front().scalar_type() == at::kFloat) applied = applied.to(at::kFloat);
+  at::_foreach_mul_(gradients, applied);
   return result;
 }
 

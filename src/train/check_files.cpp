@@ -159,7 +159,8 @@ void check_validation_data(FileCheck& check, std::optional<int> dp_degree) {
                         .path = validation.dataset_path.value_or(""),
                         .global_batch = batch,
                         .batch_key = "validation.local_batch_size",
-                        .seq_len = validation.seq_len});
+                        .seq_len = validation.seq_len,
+                        .steps = std::nullopt});
 }
 
 void check_tokenizer(FileCheck& check) {

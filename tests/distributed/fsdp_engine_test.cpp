@@ -73,6 +73,22 @@ TEST(FsdpEngineMemory, AtMostTwoGroupsAreGatheredAndBuffersAreMadeOnce) {
   }
 }
 
+TEST(FsdpEngineMemory, KeptGradientsAreCounted) {
+  const int size = testing::world().size();
+  for (const bool reduce_every : {true, false}) {
+    Toy model = sharded_toy({.dim = 64, .hidden = 64}, at::kFloat,
+                            {.mesh = mesh_of({1, size}), .reduce_every_micro_batch = reduce_every});
+    const double whole = (3 * (2 * 64 * 64 + 64) + 64) * 4;
+    const double kept = static_cast<double>(fsdp_stats(model).kept_gradient_bytes);
+    if (reduce_every || size == 1) {
+      EXPECT_EQ(kept, 0);
+    } else {
+      EXPECT_GE(kept, whole);
+      EXPECT_LE(kept, 1.1 * whole) << "padding";
+    }
+  }
+}
+
 TEST(FsdpEngineShards, AreOneNthAndStartFromTheGivenValues) {
   const int size = testing::world().size();
   const ToyOptions options{.dim = 16, .hidden = 7};

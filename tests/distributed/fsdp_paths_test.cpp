@@ -157,6 +157,23 @@ TEST_F(FsdpPaths, AForwardWithoutGradientsMayComeBetweenForwardAndBackward) {
   }
 }
 
+TEST_F(FsdpPaths, ABlockMayBeTakenOut) {
+  Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
+  for (int step = 0; step < 4; ++step) {
+    if (step == 2) {
+      for (Toy* toy : {&reference, &model}) {
+        (*toy)->unregister_module("block2");
+        (*toy)->blocks.erase((*toy)->blocks.begin() + 2);
+      }
+    }
+    reference->zero_grad();
+    forget_gradients(model);
+    loss_of(reference(batch)).backward();
+    loss_of(model(mine)).backward();
+    expect_equal_gradients(model, reference, kTolerance, str("step ", step));
+  }
+}
+
 TEST_F(FsdpPaths, TheModelsEndFreesItsGroups) {
   std::vector<std::weak_ptr<fsdp::ParamGroup>> groups;
   {

@@ -70,6 +70,7 @@ struct FsdpStats {
   int64_t max_gathered_groups = 0;               ///< high-water mark since the last call
   int64_t communication_buffer_allocations = 0;  ///< since construction; constant from the third step on
   int64_t sharded_bytes = 0;
+  int64_t kept_gradient_bytes = 0;  ///< of whole gradients between micro-batches; 0 where each is reduced
 };
 FsdpStats fsdp_stats(const nn::AnyRef& root);
 

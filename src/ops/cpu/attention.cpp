@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include <torch/library.h>
@@ -212,8 +213,7 @@ TITAN_CPU_CLONES void pack_queries(BackwardScratch& scratch, const Shape& shape,
   std::fill(scratch.grad_q.begin(), scratch.grad_q.end(), 0.0f);
 }
 
-// Scores -> probabilities, and their gradients -> those of the scores; `seen` keys of the block's first
-// query.
+// Scores -> probabilities, and their gradients -> those of the scores.
 TITAN_INLINE void probabilities_of_block(BackwardScratch& scratch, int64_t query, int64_t key) {
   for (int64_t i = 0; i < kQueries; ++i) {
     float *p = scratch.probabilities.data() + i * kKeysBackward,

@@ -25,7 +25,10 @@ void CommContext::count_gathered(int64_t change) {
   max_gathered = std::max(max_gathered, num_gathered);
 }
 
-void CommContext::remove_group(ParamGroup* group) { std::erase(groups_, group); }
+void CommContext::remove_group(ParamGroup* group) {
+  for (auto* list : {&groups_, &order_, &previous_order_}) std::erase(*list, group);
+  std::erase(reducing_, group);
+}
 
 void CommContext::begin_forward() {
   if (in_backward_) {

@@ -19,7 +19,8 @@ class ParamGroup;
 /// A root forward records its visits to groups. Gathers of the next forward follow that list, gathers and
 /// reductions of the backward its reverse; a visit that a rank's backward never reaches is gathered and
 /// reduced all the same, when its turn comes. Which visits take part follows from the forward alone: those
-/// with an output that requires a gradient. Gathers and reductions use process groups of their own, so their
+/// with an output that requires a gradient. (Of a group that runs several times in one forward, all ranks'
+/// backwards have to reach the same runs.) Gathers and reductions use process groups of their own, so their
 /// mutual order is free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:

@@ -6,8 +6,13 @@
 
 #include "parallel/fsdp/autograd_nodes.h"
 #include "titan/core/error.h"
+#include "titan/core/log.h"
 
 namespace titan::fsdp {
+
+namespace {
+constexpr double kMiB = 1024.0 * 1024.0;
+}
 
 std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root) {
   std::vector<std::shared_ptr<FsdpState>> states;
@@ -40,6 +45,16 @@ void FsdpState::become_root(nn::HookHost& host) {
     if (state->group_) state->group_->join(*context, state->modules_[0]->fqn());
   }
   if (group_) group_->make_root();
+  tell_kept_gradients(host);
+}
+
+void FsdpState::tell_kept_gradients(nn::HookHost& host) {
+  int64_t bytes = 0;
+  for (const auto& state : states_below(host.as_module()))
+    if (state->group_) bytes += state->group_->kept_gradient_bytes();
+  if (bytes > 0)
+    log::info_rank0(str("whole gradients stay between micro-batches: ", static_cast<double>(bytes) / kMiB,
+                        " MiB on each rank"));
 }
 
 void FsdpState::set_last_micro_batch(bool last) {

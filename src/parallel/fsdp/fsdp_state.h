@@ -32,6 +32,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   void set_last_micro_batch(bool last);
 
  private:
+  void tell_kept_gradients(nn::HookHost& host);
   void expect_backward(const nn::TensorRefs& outputs);
   void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const;
 

@@ -106,6 +106,7 @@ FsdpStats fsdp_stats(const nn::AnyRef& root) {
     if (state->group()) {
       ++stats.groups;
       stats.sharded_bytes += state->group()->sharded_bytes();
+      stats.kept_gradient_bytes += state->group()->kept_gradient_bytes();
     }
     fsdp::CommContext* context = state->context().get();
     if (!context || std::find(contexts.begin(), contexts.end(), context) != contexts.end()) continue;

@@ -23,9 +23,9 @@ void ParamGroup::start_unshard() {
               "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
   if (state_ == State::Gathered && !holds_whole_parameters()) reshard();
+  // A part that no backward fetched (an embedding's doesn't ask for its weight) is of the step before.
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
-  // A part that no backward fetched (an embedding's doesn't ask for its weight) is of the step before.
   gathered_version_ = flat_shard_._version();
   if (holds_whole_parameters()) return alias_shards();
   start_gather();

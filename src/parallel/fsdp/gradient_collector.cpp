@@ -19,6 +19,12 @@ void GradientCollector::join(CommContext& context, const char* module) {
   module_ = module;
 }
 
+int64_t GradientCollector::kept_bytes() const {
+  if (config_.reduce_every_micro_batch || !config_.shard_group) return 0;
+  return layout_.trainable_numel() * layout_.num_ranks() *
+         static_cast<int64_t>(c10::elementSize(config_.reduce_dtype));
+}
+
 size_t GradientCollector::trainable_count() const {
   return static_cast<size_t>(std::count_if(layout_.slots().begin(), layout_.slots().end(),
                                            [](const Slot& s) { return s.trainable; }));
@@ -62,6 +68,7 @@ void GradientCollector::open_collected() {
     collected_ = flat_grad_;
     return;
   }
+  TITAN_CHECK(context_, "a backward through a sharded module whose model is gone");
   const int64_t numel = layout_.trainable_numel() * layout_.num_ranks();
   collected_ = context_->pool.acquire(numel, config_.reduce_dtype, dist::Stream::current(config_.device));
   zero_padding();

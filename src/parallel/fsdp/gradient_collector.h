@@ -41,11 +41,13 @@ class GradientCollector {
       : layout_(layout), shards_(shards) {}
   void configure(Config config);
   void join(CommContext& context, const char* module);
+  void leave() { context_ = nullptr; }
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
   bool start_reduce(bool last_micro_batch);
   bool advance_reduce();
+  int64_t kept_bytes() const;
   bool owes_reduction() const { return owes_reduction_; }
   /// Drops what was collected and not reduced, and waits for what is on the wire.
   void discard();

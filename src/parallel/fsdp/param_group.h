@@ -66,7 +66,10 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// `context` is owned by the modules' states, which own this group too.
   void join(CommContext& context, const std::string& name);
   /// The context is gone.
-  void leave() { context_ = nullptr; }
+  void leave() {
+    context_ = nullptr;
+    gradients_.leave();
+  }
   const char* name() const { return name_; }
   /// The state of the outermost module: its "Default" policy keeps the parameters gathered.
   void make_root() { is_root_ = true; }
@@ -86,6 +89,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// The stream that this forward, and so its backward, computes on: gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }
   int64_t sharded_bytes() const;
+  /// Of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
+  int64_t kept_gradient_bytes() const { return gradients_.kept_bytes(); }
   const FsdpOptions& options() const { return options_; }
   at::ScalarType param_dtype() const { return param_dtype_; }
 

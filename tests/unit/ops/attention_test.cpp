@@ -1,6 +1,7 @@
 #include "titan/ops/attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
@@ -23,22 +24,27 @@ at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return at::matmul(at::softmax(scores, -1), values).transpose(1, 2);
 }
 
-class AttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, int64_t>> {};
+struct Sizes {
+  int64_t length, heads, kv_heads, size;
+};
 
-TEST_P(AttentionTest, EqualsItsDefinition) {
-  const auto [dtype, kv_heads] = GetParam();
-  const auto make = [dtype = dtype](int64_t heads) {
-    return at::randn({2, 37, heads, 16}).to(dtype).requires_grad_();
+void PrintTo(const Sizes& sizes, std::ostream* out) {
+  *out << sizes.length << " x " << sizes.heads << "/" << sizes.kv_heads << " x " << sizes.size;
+}
+
+// `spread` makes the scores larger, so that the running maximum moves from block to block.
+void expect_equal_to_definition(at::ScalarType dtype, const Sizes& sizes, double spread, double tolerance) {
+  const auto make = [&](int64_t heads, double scale) {
+    return (at::randn({2, sizes.length, heads, sizes.size}) * scale).to(dtype).requires_grad_();
   };
-  const at::Tensor q = make(4), k = make(kv_heads), v = make(kv_heads);
-  const at::Tensor grad = at::randn({2, 37, 4, 16}).to(dtype);
+  const at::Tensor q = make(sizes.heads, spread), k = make(sizes.kv_heads, 1), v = make(sizes.kv_heads, 1);
+  const at::Tensor grad = at::randn(q.sizes()).to(dtype);
   const at::Tensor out = causal_attention(q, k, v);
   out.backward(grad);
   std::vector<at::Tensor> wide;
   for (const at::Tensor& t : {q, k, v}) wide.push_back(t.detach().to(at::kDouble).requires_grad_());
   const at::Tensor expected = reference(wide[0], wide[1], wide[2]);
   expected.backward(grad.to(at::kDouble));
-  const double tolerance = 2 * tolerance_of(dtype);
   EXPECT_CLOSE(out, expected, tolerance);
   EXPECT_CLOSE(q.grad(), wide[0].grad(), tolerance);
   EXPECT_CLOSE(k.grad(), wide[1].grad(), tolerance);
@@ -46,9 +52,47 @@ TEST_P(AttentionTest, EqualsItsDefinition) {
   EXPECT_EQ(out.scalar_type(), dtype);
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, AttentionTest,
+class AttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, Sizes>> {
+ protected:
+  void SetUp() override { at::manual_seed(1); }
+  at::ScalarType dtype() const { return std::get<0>(GetParam()); }
+  const Sizes& sizes() const { return std::get<1>(GetParam()); }
+};
+
+TEST_P(AttentionTest, EqualsItsDefinition) {
+  expect_equal_to_definition(dtype(), sizes(), 1, 2 * tolerance_of(dtype()));
+}
+
+TEST_P(AttentionTest, EqualsItsDefinitionWithLargeScores) {
+  expect_equal_to_definition(dtype(), sizes(), 8, 8 * tolerance_of(dtype()));
+}
+
+// One query, less than a block, whole blocks, and several with a rest; heads that no vector and no panel
+// divides.
+INSTANTIATE_TEST_SUITE_P(All, AttentionTest,
                          ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
-                                            ::testing::Values(1, 2, 4)));
+                                            ::testing::Values(Sizes{1, 4, 2, 16}, Sizes{37, 4, 1, 16},
+                                                              Sizes{48, 4, 4, 6}, Sizes{96, 2, 1, 64},
+                                                              Sizes{97, 4, 2, 80}, Sizes{200, 3, 3, 6},
+                                                              Sizes{200, 2, 1, 128})));
+
+TEST(Attention, DoesntDependOnTheNumberOfThreads) {
+  at::manual_seed(2);
+  const int before = at::get_num_threads();
+  const at::Tensor q0 = at::randn({3, 130, 4, 16}), k0 = at::randn({3, 130, 2, 16}),
+                   v0 = at::randn({3, 130, 2, 16});
+  std::vector<at::Tensor> results;
+  for (const int threads : {1, 3}) {
+    at::set_num_threads(threads);
+    const at::Tensor q = q0.clone().requires_grad_(), k = k0.clone().requires_grad_(),
+                     v = v0.clone().requires_grad_();
+    const at::Tensor out = causal_attention(q, k, v);
+    out.sum().backward();
+    for (const at::Tensor& t : {out.detach(), q.grad(), k.grad(), v.grad()}) results.push_back(t);
+  }
+  at::set_num_threads(before);
+  for (size_t i = 0; i < 4; ++i) EXPECT_TRUE(at::equal(results[i], results[i + 4])) << i;
+}
 
 TEST(Attention, RefusesHeadsThatDontGroup) {
   const at::Tensor q = at::randn({1, 3, 4, 8}), k = at::randn({1, 3, 3, 8});
