@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include "ops/attention_parts.h"
 #include "ops/composite.h"
 
 namespace titan::ops {
@@ -43,6 +44,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_meta(
   return {at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
           at::empty(v.sizes(), v.options())};
 }
+void attend_meta(at::Tensor& /*out*/, at::Tensor& /*log_sum_exp*/, const at::Tensor& /*q*/,
+                 const at::Tensor& /*k*/, const at::Tensor& /*v*/, int64_t /*first_query*/) {}
+void attend_backward_meta(at::Tensor& /*grad_q*/, at::Tensor& /*grad_k*/, at::Tensor& /*grad_v*/,
+                          const at::Tensor& /*grad*/, const at::Tensor& /*q*/, const at::Tensor& /*k*/,
+                          const at::Tensor& /*v*/, const at::Tensor& /*out*/,
+                          const at::Tensor& /*log_sum_exp*/, int64_t /*first_query*/) {}
 at::Tensor cross_entropy_meta(at::Tensor& logits, const at::Tensor& /*labels*/, bool /*with_grad*/) {
   return at::empty({}, logits.options().dtype(at::kDouble));
 }
@@ -65,6 +72,14 @@ TORCH_LIBRARY(titan, m) {
       "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp) "
       "-> (Tensor grad_q, Tensor grad_k, "
       "Tensor grad_v)");
+  // Attention over part of the keys, added to what `out` and `log_sum_exp` hold of others; query i sees the
+  // keys 0 .. first_query + i. The backward adds to the gradients; it takes `out` and `log_sum_exp` of all
+  // keys.
+  m.def(
+      "attend_(Tensor(a!) out, Tensor(b!) log_sum_exp, Tensor q, Tensor k, Tensor v, int first_query) -> ()");
+  m.def(
+      "attend_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad, Tensor q, "
+      "Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, int first_query) -> ()");
   // Sum of the token losses (double). With with_grad, `logits` become its gradient.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
   m.def("embedding_backward(Tensor grad, Tensor tokens, int num_embeddings) -> Tensor");
@@ -76,6 +91,8 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("rotary", composite::rotary);
   m.impl("swiglu", composite::swiglu);
   m.impl("swiglu_backward", composite::swiglu_backward);
+  m.impl("attend_", attend_by_libtorch);
+  m.impl("attend_backward_", attend_backward_by_libtorch);
   m.impl("cross_entropy_", composite::cross_entropy_);
   m.impl("embedding_backward", composite::embedding_backward);
 }
@@ -88,6 +105,8 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("swiglu_backward", swiglu_backward_meta);
   m.impl("causal_attention", causal_attention_meta);
   m.impl("causal_attention_backward", causal_attention_backward_meta);
+  m.impl("attend_", attend_meta);
+  m.impl("attend_backward_", attend_backward_meta);
   m.impl("cross_entropy_", cross_entropy_meta);
   m.impl("embedding_backward", embedding_backward_meta);
 }

@@ -1,0 +1,177 @@
+// See [Note: flash attention] in attention_kernel.h.
+
+#include <limits>
+#include <utility>
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+
+#include "ops/cpu/attention_kernel.h"
+
+namespace titan::ops::cpu {
+
+namespace {
+
+using simd::Floats;
+using simd::kPanel;
+
+using Shape = AttentionShape;
+
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+
+// Turns a row of scores into exp(score - maximum), with zeros where the query doesn't look; returns how what
+// came before has to be scaled.
+TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
+  Floats best = simd::broadcast<Floats>(maximum);
+  for (int64_t j = 0; j < seen; j += 8) {
+    const Floats s = simd::load_up_to(scores + j, seen - j, kLowest);
+    best = s > best ? s : best;
+  }
+  const float top = simd::largest(best);
+  const float correction = maximum == kLowest ? 0.0f : std::exp(maximum - top);
+  Floats total{};
+  for (int64_t j = 0; j < seen; j += 8) {
+    Floats p = simd::exp(simd::load_up_to(scores + j, seen - j) - top);
+    if (seen - j < 8)
+      for (int64_t lane = seen - j; lane < 8; ++lane) p[lane] = 0;
+    total += p;
+    simd::store(scores + j, p);
+  }
+  for (int64_t j = simd::round_up(seen, 8); j < width; ++j) scores[j] = 0;
+  maximum = top;
+  sum = sum * correction + simd::sum(total);
+  return correction;
+}
+
+struct Scratch {
+  std::vector<float> keys, values;          // panels of K^T and V of one head
+  std::vector<float> queries, scores, out;  // of one block
+  std::vector<float> maximum, sum;
+
+  explicit Scratch(const Shape& shape)
+      : keys(shape.packed_keys()),
+        values(shape.packed_keys()),
+        queries(static_cast<size_t>(kQueries * shape.size)),
+        scores(static_cast<size_t>(kQueries * kKeysForward)),
+        out(static_cast<size_t>(kQueries * shape.padded_size())),
+        maximum(kQueries),
+        sum(kQueries) {}
+};
+
+template <class T>
+TITAN_CPU_CLONES void pack_keys_values(Scratch& scratch, const Shape& shape, simd::Rows<T> k,
+                                       simd::Rows<T> v) {
+  simd::pack_transposed_panels(scratch.keys.data(), k, shape.padded_keys());
+  simd::pack_panels(scratch.values.data(), v, shape.padded_keys(), 1.0f);
+}
+
+TITAN_INLINE void start_from_nothing(Scratch& scratch) {
+  std::fill(scratch.maximum.begin(), scratch.maximum.end(), kLowest);
+  std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0f);
+  std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
+}
+
+// A finished softmax is a running one whose maximum is its log-sum and whose sum is 1.
+TITAN_INLINE void start_from_partial(Scratch& scratch, const Shape& shape, const float* out,
+                                     int64_t out_stride, const float* log_sum_exp, int64_t sum_stride,
+                                     int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float log_sum = log_sum_exp[i * sum_stride];
+    if (log_sum < kLowest) continue;  // -inf: no key yet
+    scratch.maximum[static_cast<size_t>(i)] = log_sum;
+    scratch.sum[static_cast<size_t>(i)] = 1;
+    std::copy_n(out + i * out_stride, shape.size, scratch.out.data() + i * shape.padded_size());
+  }
+}
+
+// Where a block of queries comes from and goes to.
+template <class T, class Out>
+struct Block {
+  simd::Rows<T> queries;
+  int64_t first;  // query
+  Out* out;
+  int64_t out_stride;
+  float* log_sum_exp;
+  int64_t sum_stride;
+};
+
+template <class T, class Out>
+TITAN_CPU_CLONES void attend_block(const Block<T, Out>& block, Scratch& scratch, const Shape& shape,
+                                   AttentionStart start) {
+  const int64_t size = shape.size, wide = shape.padded_size(), count = block.queries.count;
+  simd::pack_rows(scratch.queries.data(), block.queries, kQueries, shape.scale());
+  start_from_nothing(scratch);
+  if constexpr (std::is_same_v<Out, float>) {
+    if (start == AttentionStart::Partial)
+      start_from_partial(scratch, shape, block.out, block.out_stride, block.log_sum_exp, block.sum_stride,
+                         count);
+  }
+  float* scores = scratch.scores.data();
+  const int64_t keys = shape.keys_before(block.first + count);
+  for (int64_t key = 0; key < keys; key += kKeysForward) {
+    const int64_t width = std::min(kKeysForward, simd::round_up(keys - key, kPanel));
+    simd::multiply_panels<false>(scores, kKeysForward, {scratch.queries.data(), size, 1},
+                                 scratch.keys.data() + key * size, size * kPanel, kQueries, size,
+                                 width / kPanel);
+    for (int64_t i = 0; i < kQueries; ++i) {
+      const int64_t seen = shape.seen(block.first + i, key, std::min(width, keys - key));
+      const auto row = static_cast<size_t>(i);
+      const float correction =
+          softmax_row(scores + i * kKeysForward, seen, width, scratch.maximum[row], scratch.sum[row]);
+      if (correction == 1.0f) continue;
+      for (int64_t d = 0; d < wide; ++d) scratch.out[static_cast<size_t>(i * wide + d)] *= correction;
+    }
+    simd::multiply_panels<true>(scratch.out.data(), wide, {scores, kKeysForward, 1},
+                                scratch.values.data() + key * kPanel, shape.padded_keys() * kPanel, kQueries,
+                                width, shape.size_panels());
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const auto row = static_cast<size_t>(i);
+    block.log_sum_exp[i * block.sum_stride] = scratch.maximum[row] + std::log(scratch.sum[row]);
+    simd::unpack_rows(block.out + i * block.out_stride, 0, scratch.out.data() + i * wide, 0, 1, size,
+                      1.0f / scratch.sum[row]);
+  }
+}
+
+}  // namespace
+
+template <class T, class Out>
+void attention_forward(const at::Tensor& out, const at::Tensor& log_sum_exp, const at::Tensor& q,
+                       const at::Tensor& k, const at::Tensor& v, int64_t first_query, AttentionStart start) {
+  const Shape shape(q, k, first_query);
+  const Heads<const T> queries(q), keys(k), values(v);
+  const Heads<Out> results(out);
+  const LogSums sums(log_sum_exp);
+  const int64_t blocks = (shape.queries + kQueries - 1) / kQueries;
+  at::parallel_for(0, shape.batch * shape.heads * blocks, 1, [&](int64_t begin, int64_t end) {
+    Scratch scratch(shape);
+    int64_t packed = -1;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item % blocks * kQueries, head = item / blocks % shape.heads,
+                    b = item / blocks / shape.heads, kv_head = head / shape.group();
+      const int64_t wanted = b * shape.kv_heads + kv_head;
+      if (std::exchange(packed, wanted) != wanted)
+        pack_keys_values<T>(scratch, shape, keys.rows(b, kv_head, 0, shape.keys, shape.size),
+                            values.rows(b, kv_head, 0, shape.keys, shape.size));
+      const int64_t count = std::min(kQueries, shape.queries - first);
+      attend_block<T, Out>({.queries = queries.rows(b, head, first, count, shape.size),
+                            .first = first,
+                            .out = results.at(b, head, first),
+                            .out_stride = results.row_stride,
+                            .log_sum_exp = sums.at(b, head) + first * sums.row_stride,
+                            .sum_stride = sums.row_stride},
+                           scratch, shape, start);
+    }
+  });
+}
+
+template void attention_forward<float, float>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                              const at::Tensor&, const at::Tensor&, int64_t, AttentionStart);
+template void attention_forward<c10::BFloat16, c10::BFloat16>(const at::Tensor&, const at::Tensor&,
+                                                              const at::Tensor&, const at::Tensor&,
+                                                              const at::Tensor&, int64_t, AttentionStart);
+template void attention_forward<c10::BFloat16, float>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                      const at::Tensor&, const at::Tensor&, int64_t,
+                                                      AttentionStart);
+
+}  // namespace titan::ops::cpu
