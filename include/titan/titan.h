@@ -12,4 +12,5 @@
 #include "titan/optim/optimizer.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
+#include "titan/parallel/tensor_parallel.h"
 #include "titan/tensor/dtensor.h"

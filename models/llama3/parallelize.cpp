@@ -1,8 +1,39 @@
 #include "titan/models/llama3_spec.h"
+#include "titan/train/parallel_dims.h"
 
 namespace titan::models {
 
+TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
+  using Layout = ActivationLayout;
+  // Between the products: parts of the sequence, or whole activations.
+  const Layout stream = options.sequence_parallel ? Layout::shard(1) : Layout::invariant();
+  const Layout logits = options.loss_parallel ? Layout::shard(-1) : Layout::invariant();
+  // One all-gather serves wq, wk and wv, and one w1 and w3.
+  const PrepareInput gathered{stream, Layout::replicate()};
+  const Colwise of_gathered{.input = Layout::replicate()};
+  const Rowwise to_stream{.output = stream};
+  TensorPlan plan = {
+      {"tok_embeddings", to_stream},
+      {"layers.*.attention", gathered},
+      {"layers.*.attention.wq", of_gathered},
+      {"layers.*.attention.wk", of_gathered},
+      {"layers.*.attention.wv", of_gathered},
+      {"layers.*.attention.wo", to_stream},
+      {"layers.*.feed_forward", gathered},
+      {"layers.*.feed_forward.w1", of_gathered},
+      {"layers.*.feed_forward.w3", of_gathered},
+      {"layers.*.feed_forward.w2", to_stream},
+      {"output", Colwise{.input = stream, .output = logits}},
+  };
+  if (options.sequence_parallel)
+    for (const char* norm : {"layers.*.attention_norm", "layers.*.ffn_norm", "norm"})
+      plan.push_back({norm, SequenceParallel{}});
+  return plan;
+}
+
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
+  parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor));
+
   const FsdpOptions& blocks = plan.fsdp;
 
   // The head's backward comes right after its forward: freeing it in between would gather it twice at once.

@@ -221,6 +221,17 @@ DeviceMesh DeviceMesh::flatten(std::initializer_list<std::string_view> axes, std
   return (*this)[flat.name];
 }
 
+DeviceMesh DeviceMesh::joined(const DeviceMesh& other) const {
+  if (!impl_ || impl_->axes.empty()) return other;
+  if (!other.impl_) return *this;
+  TITAN_CHECK(&impl_->top() == &other.impl_->top(), "meshes of different roots (", names_of(axes()), " and ",
+              names_of(other.axes()), ") can't be joined");
+  std::vector<LayoutAxis> layout = impl_->layout;
+  layout.insert(layout.end(), other.impl_->layout.begin(), other.impl_->layout.end());
+  check_order(layout, impl_->top());
+  return DeviceMesh(make_mesh(impl_->world, impl_->root ? impl_->root : impl_, std::move(layout)));
+}
+
 int DeviceMesh::num_axes() const { return static_cast<int>(axes().size()); }
 int DeviceMesh::size() const { return static_cast<int>(ranks().size()); }
 int DeviceMesh::rank() const { return impl_ ? impl_->rank : 0; }

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include <ATen/TensorOperators.h>
+
 #include "titan/ops/linear.h"
 
 namespace titan::nn {
@@ -23,7 +25,20 @@ LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOp
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
-  return ops::linear(x, weight, bias, products_, weight_sink_);
+  // Times zero rather than left out: its gradient has to exist on all ranks.
+  const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
+  return ops::linear(x, weight, added, products_, weight_sink_);
+}
+
+std::vector<ParamSplit> LinearImpl::param_splits(Split split) const {
+  const bool columns = split == Split::Columns;
+  std::vector<ParamSplit> splits{{"weight", columns ? 0 : 1}};
+  if (bias.defined()) splits.push_back({"bias", columns ? 0 : -1, /*gradient_is_summand=*/!columns});
+  return splits;
+}
+
+void LinearImpl::set_split(Split split, std::shared_ptr<const ops::RankParts> parts) {
+  adds_bias_ = split == Split::Columns || parts->index() == 0;
 }
 
 bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

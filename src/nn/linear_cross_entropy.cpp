@@ -3,12 +3,13 @@
 #include "titan/core/error.h"
 #include "titan/ops/linear.h"
 #include "titan/ops/linear_cross_entropy.h"
+#include "titan/tensor/placement.h"
 
 namespace titan::nn {
 
 LinearCrossEntropyImpl::LinearCrossEntropyImpl(int64_t dim, int64_t vocab_size,
                                                const LossHeadOptions& options)
-    : chunk_bytes_(options.chunk_bytes), products_(ops::default_products()) {
+    : vocab_size_(vocab_size), chunk_bytes_(options.chunk_bytes), products_(ops::default_products()) {
   if (!options.tied_weight.defined()) {
     weight = register_init_parameter("weight", {vocab_size, dim}, options.init, options.construct);
     return;
@@ -32,7 +33,19 @@ at::Tensor LinearCrossEntropyImpl::forward(const at::Tensor& hidden, const at::T
                                    {.global_valid_tokens = global_valid_tokens,
                                     .chunk_bytes = chunk_bytes_,
                                     .products = products_,
-                                    .weight_sink = weight_sink_});
+                                    .weight_sink = weight_sink_,
+                                    .part = part_});
+}
+
+std::vector<ParamSplit> LinearCrossEntropyImpl::param_splits(Split split) const {
+  TITAN_CHECK(split == Split::Columns, "the loss head '", fqn(),
+              "' can be split by columns (its vocabulary) only");
+  return {{"weight", 0}};
+}
+
+void LinearCrossEntropyImpl::set_split(Split /*split*/, std::shared_ptr<const ops::RankParts> parts) {
+  const Chunk rows = chunk_of(vocab_size_, parts->count(), parts->index());
+  part_ = {.first = rows.offset, .size = vocab_size_, .parts = std::move(parts)};
 }
 
 bool LinearCrossEntropyImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

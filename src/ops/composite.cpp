@@ -1,5 +1,7 @@
 #include "ops/composite.h"
 
+#include <limits>
+
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/logsumexp.h>
@@ -73,6 +75,29 @@ at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, bool wit
     logits.copy_(grad.scatter_add_(1, column, mask.neg()));
   }
   return total;
+}
+
+at::Tensor vocabulary_stats(const at::Tensor& logits, const at::Tensor& labels, int64_t first) {
+  const at::Tensor wide = logits.to(at::kDouble), column = labels - first;
+  const at::Tensor foreign = column.lt(0) | column.ge(logits.size(1));
+  if (logits.size(1) == 0) {
+    const at::Tensor nothing = at::zeros({2, logits.size(0)}, wide.options());
+    nothing.select(0, 0).fill_(-std::numeric_limits<double>::infinity());
+    return nothing;
+  }
+  const at::Tensor target = wide.gather(1, column.masked_fill(foreign, 0).unsqueeze(1)).squeeze(1);
+  return at::stack({at::logsumexp(wide, {1}), target.masked_fill(foreign, 0)});
+}
+
+void vocabulary_grad_(at::Tensor& logits, const at::Tensor& labels, int64_t first,
+                      const at::Tensor& log_sum) {
+  if (logits.size(1) == 0) return;
+  const at::Tensor column = labels - first;
+  const at::Tensor foreign = column.lt(0) | column.ge(logits.size(1));
+  const at::Tensor grad = (logits.to(at::kDouble) - log_sum.unsqueeze(1)).exp_();
+  grad.scatter_add_(1, column.masked_fill(foreign, 0).unsqueeze(1),
+                    foreign.to(at::kDouble).sub_(1).unsqueeze(1));
+  logits.copy_(grad.masked_fill_(labels.eq(kIgnoredLabel).unsqueeze(1), 0));
 }
 
 at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& tokens, int64_t num_embeddings) {

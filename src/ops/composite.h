@@ -20,6 +20,8 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
                                                    const at::Tensor& up);
 at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, bool with_grad);
+at::Tensor vocabulary_stats(const at::Tensor& logits, const at::Tensor& labels, int64_t first);
+void vocabulary_grad_(at::Tensor& logits, const at::Tensor& labels, int64_t first, const at::Tensor& log_sum);
 at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& tokens, int64_t num_embeddings);
 
 /// fp32, or float64 of float64.

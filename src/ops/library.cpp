@@ -53,6 +53,11 @@ void attend_backward_meta(at::Tensor& /*grad_q*/, at::Tensor& /*grad_k*/, at::Te
 at::Tensor cross_entropy_meta(at::Tensor& logits, const at::Tensor& /*labels*/, bool /*with_grad*/) {
   return at::empty({}, logits.options().dtype(at::kDouble));
 }
+at::Tensor vocabulary_stats_meta(const at::Tensor& logits, const at::Tensor& /*labels*/, int64_t /*first*/) {
+  return at::empty({2, logits.size(0)}, logits.options().dtype(at::kDouble));
+}
+void vocabulary_grad_meta(at::Tensor& /*logits*/, const at::Tensor& /*labels*/, int64_t /*first*/,
+                          const at::Tensor& /*log_sum*/) {}
 at::Tensor embedding_backward_meta(const at::Tensor& grad, const at::Tensor& /*tokens*/,
                                    int64_t num_embeddings) {
   return at::empty({num_embeddings, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
@@ -82,6 +87,11 @@ TORCH_LIBRARY(titan, m) {
       "Tensor k, Tensor v, Tensor out, Tensor log_sum_exp, int first_query) -> ()");
   // Sum of the token losses (double). With with_grad, `logits` become its gradient.
   m.def("cross_entropy_(Tensor(a!) logits, Tensor labels, bool with_grad) -> Tensor");
+  // Of logits [N, rows of a part]: each token's log-sum-exp and target logit (0 where the target is another
+  // part's): double [2, N].
+  m.def("vocabulary_stats(Tensor logits, Tensor labels, int first) -> Tensor");
+  // Turns them into their gradient; log_sum: double [N], over all parts.
+  m.def("vocabulary_grad_(Tensor(a!) logits, Tensor labels, int first, Tensor log_sum) -> ()");
   m.def("embedding_backward(Tensor grad, Tensor tokens, int num_embeddings) -> Tensor");
 }
 
@@ -94,6 +104,8 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("attend_", attend_by_libtorch);
   m.impl("attend_backward_", attend_backward_by_libtorch);
   m.impl("cross_entropy_", composite::cross_entropy_);
+  m.impl("vocabulary_stats", composite::vocabulary_stats);
+  m.impl("vocabulary_grad_", composite::vocabulary_grad_);
   m.impl("embedding_backward", composite::embedding_backward);
 }
 
@@ -108,6 +120,8 @@ TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("attend_", attend_meta);
   m.impl("attend_backward_", attend_backward_meta);
   m.impl("cross_entropy_", cross_entropy_meta);
+  m.impl("vocabulary_stats", vocabulary_stats_meta);
+  m.impl("vocabulary_grad_", vocabulary_grad_meta);
   m.impl("embedding_backward", embedding_backward_meta);
 }
 

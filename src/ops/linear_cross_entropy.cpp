@@ -2,12 +2,15 @@
 
 #include <algorithm>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "ops/autograd_node.h"
 #include "ops/composite.h"
 #include "ops/operators.h"
+#include "ops/vocabulary_loss.h"
+#include "titan/tensor/placement.h"
 
 namespace titan::ops {
 
@@ -51,14 +54,19 @@ struct LinearCrossEntropyBackward final : BackwardNode {
 // Runs the chunks; gradients are of the sum.
 struct ChunkLoop {
   const Products& products;
+  const VocabularyPart& part;
   at::Tensor hidden_ND, weight_VD, labels_N;
   at::Tensor grad_hidden_ND, grad_weight_VD;  // undefined where they aren't wanted
   at::Tensor loss_sum;                        // double
 
   bool with_grad() const { return grad_hidden_ND.defined() || grad_weight_VD.defined(); }
 
+  // All ranks of a spread vocabulary cut the same chunks.
   void run(int64_t chunk_bytes) {
-    const int64_t row_bytes = weight_VD.size(0) * static_cast<int64_t>(hidden_ND.element_size());
+    const int64_t columns = !part.parts          ? weight_VD.size(0)
+                            : part.gather_logits ? part.size
+                                                 : padded_chunk_length(part.size, part.parts->count());
+    const int64_t row_bytes = columns * static_cast<int64_t>(hidden_ND.element_size());
     const int64_t rows = std::max<int64_t>(1, chunk_bytes / std::max<int64_t>(row_bytes, 1));
     const int64_t count = hidden_ND.size(0);
     loss_sum = at::zeros({}, hidden_ND.options().dtype(at::kDouble));
@@ -66,16 +74,29 @@ struct ChunkLoop {
   }
 
   void run_chunk(int64_t first, int64_t rows) {
-    using Signature = at::Tensor(at::Tensor&, const at::Tensor&, bool);
-    static const auto cross_entropy = find_operator<Signature>("titan::cross_entropy_");
     const at::Tensor hidden = hidden_ND.narrow(0, first, rows);
     at::Tensor logits = products.forward(hidden, weight_VD);
-    loss_sum.add_(cross_entropy.call(logits, labels_N.narrow(0, first, rows), with_grad()));
+    loss_sum.add_(cross_entropy_(logits, labels_N.narrow(0, first, rows)));
     if (grad_hidden_ND.defined())
       grad_hidden_ND.narrow(0, first, rows).copy_(products.grad_input(logits, weight_VD));
     if (grad_weight_VD.defined()) products.add_grad_weight(grad_weight_VD, logits, hidden);
   }
+
+  at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels) const {
+    using Signature = at::Tensor(at::Tensor&, const at::Tensor&, bool);
+    static const auto whole = find_operator<Signature>("titan::cross_entropy_");
+    return part.parts ? vocabulary_cross_entropy_(logits, labels, part, with_grad())
+                      : whole.call(logits, labels, with_grad());
+  }
 };
+
+// Each rank sees its own part of the labels' vocabulary, so the kernels can't tell.
+void check_labels(const at::Tensor& labels, const VocabularyPart& part) {
+  if (!part.parts || !labels.is_cpu() || labels.numel() == 0) return;
+  const at::Tensor wrong = (labels.lt(0) | labels.ge(part.size)) & labels.ne(kIgnoredLabel);
+  TITAN_CHECK(!wrong.any().item<bool>(), "label ", labels.masked_select(wrong)[0].item<int64_t>(),
+              " isn't in a vocabulary of ", part.size, "; ", kIgnoredLabel, " marks tokens that don't count");
+}
 
 void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
                      const LossOptions& options) {
@@ -90,6 +111,7 @@ void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const a
   TITAN_CHECK(options.global_valid_tokens >= 0 && options.products,
               "linear_cross_entropy: ", options.global_valid_tokens, " valid tokens; products are ",
               options.products ? "set" : "missing");
+  check_labels(labels, options.part);
 }
 
 }  // namespace
@@ -101,7 +123,7 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   const double scale =
       options.global_valid_tokens > 0 ? 1.0 / static_cast<double>(options.global_valid_tokens) : 0.0;
   const at::ScalarType wide = composite::accumulate_type(hidden);
-  ChunkLoop loop{*options.products, {}, weight_VD, {}, {}, {}, {}};
+  ChunkLoop loop{*options.products, options.part, {}, weight_VD, {}, {}, {}, {}};
   at::Tensor loss;
   {
     BelowAutograd guard;

@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include "parallel/fsdp/param_group.h"
+#include "parallel/tensor/split_params.h"
 #include "titan/core/error.h"
 #include "titan/tensor/param_storage.h"
 
@@ -42,12 +43,7 @@ class ParameterList {
     auto known = std::find_if(list_.begin(), list_.end(),
                               [&](const Parameter& p) { return p.compute.is_same(compute); });
     if (known == list_.end()) {
-      const int64_t slot = group ? group->find(compute) : -1;
-      known = list_.insert(known, {full_name,
-                                   slot >= 0 ? group->shard(static_cast<size_t>(slot)) : whole(compute),
-                                   compute,
-                                   {},
-                                   false});
+      known = list_.insert(known, {full_name, owned(compute, name, host, group), compute, {}, false});
     }
     if (!host) return;
     for (const nn::ParamInit& declared : host->param_inits()) {
@@ -56,6 +52,16 @@ class ParameterList {
           declared.init;  // of a tied parameter the last declaration counts: the output's, as TorchTitan's
       known->has_init = true;
     }
+  }
+
+  static DTensor owned(const at::Tensor& compute, const std::string& name, const nn::HookHost* host,
+                       const ParamGroup* group) {
+    const int64_t slot = group ? group->find(compute) : -1;
+    DTensor data = slot >= 0 ? group->shard(static_cast<size_t>(slot)) : whole(compute);
+    const tp::SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    const tp::PartOfParam* part = split ? split->find(name) : nullptr;
+    if (part) return split->within_whole(std::move(data), *part);
+    return data;
   }
 
   std::vector<Parameter> list_;

@@ -58,6 +58,15 @@ FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
   return options;
 }
 
+// A family's or a user's plan may not know of an axis; then its ranks would all do the same.
+void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshes& meshes) {
+  if (meshes.tp.size() == 1 || !plan_rows(model.root()).empty()) return;
+  throw ConfigError(str("parallelism.tensor_parallel_degree = ", meshes.tp.size(),
+                        ": the parallelism plan of ",
+                        config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
+                        " has no tensor parallelism"));
+}
+
 // Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
 std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes,
                                             at::Device device) {
@@ -66,7 +75,11 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                        .seq_len = config.training.seq_len};
   auto model = spec.build(config.args(), options);
   apply_parallel_plan(spec, config.parallelism.plan, *model,
-                      {.meshes = meshes, .fsdp = build_fsdp_options(config, meshes)});
+                      {.meshes = meshes,
+                       .fsdp = build_fsdp_options(config, meshes),
+                       .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
+                                  .loss_parallel = !config.parallelism.disable_loss_parallel}});
+  check_plan_used(config, *model, meshes);
   nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
   materialize(model->root(), config.debug.seed_or_default());
   model->root().module().train();
@@ -181,6 +194,8 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
   log::info_rank0(str(config.job.description, ": ", config.model.name, " ", config.model.flavor, ", ",
                       sizes.num_params, " parameters, on ", world.size(), " rank(s) of ",
                       world.device().str(), " over ", world.backend(), ", data parallel ", meshes.dp_degree(),
+                      meshes.cp.size() > 1 ? str(", context parallel ", meshes.cp.size()) : "",
+                      meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
                       config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
 }
 

@@ -29,10 +29,11 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
     check.problems.push_back(check.origins.problem("parallelism.data_parallel_shard_degree", problem));
 
   ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
-  check.require(policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard % policy.size == 0,
-                "parallelism.fsdp_reshard_after_forward",
-                str("isn't a divisor of the ", dims.dp_shard, " ranks that parameters are sharded over"));
-  return dims.world_size() == world_size ? std::optional(dims.dp_replicate * dims.dp_shard) : std::nullopt;
+  check.require(
+      policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard * dims.cp % policy.size == 0,
+      "parallelism.fsdp_reshard_after_forward",
+      str("isn't a divisor of the ", dims.dp_shard * dims.cp, " ranks that parameters are sharded over"));
+  return dims.world_size() == world_size ? std::optional(dims.batch_degree()) : std::nullopt;
 }
 
 void check_plan(Check& check) {

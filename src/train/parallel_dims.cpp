@@ -41,11 +41,15 @@ config::Constraint pipeline_schedule() {
 
 // Degrees are refused while their parallelism doesn't exist, and with them what refines it.
 
-void refuse_tensor_parallel(config::Table<ParallelismSettings>& table) {
-  const char* later = "tensor parallelism comes later";
-  table.refused("tensor_parallel_degree", int64_t{1}, later);
-  table.refused("disable_loss_parallel", false, later, "tensor_parallel_degree");
-  table.refused("enable_async_tensor_parallel", false, later);
+void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
+  table.field("tensor_parallel_degree", &ParallelismSettings::tensor_parallel_degree,
+              "ranks that share each layer's products", config::at_least(1));
+  table.field("enable_sequence_parallel", &ParallelismSettings::enable_sequence_parallel,
+              "with tensor parallelism: between the products each rank keeps a part of the sequence");
+  table.field("disable_loss_parallel", &ParallelismSettings::disable_loss_parallel,
+              "with tensor parallelism: compute the loss from logits gathered chunk by chunk");
+  table.refused("enable_async_tensor_parallel", false,
+                "products that overlap their communication come later");
 }
 
 void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
@@ -62,14 +66,18 @@ void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
   table.refused("pipeline_parallel_expert_parallel_overlap", true, later, degree);
 }
 
-void refuse_context_and_expert_parallel(config::Table<ParallelismSettings>& table) {
-  const char* later = "context parallelism comes later";
-  const char* degree = "context_parallel_degree";
-  table.refused(degree, int64_t{1}, later);
-  table.refused("context_parallel_load_balancer", std::string("headtail"), later, degree,
-                config::one_of({"headtail", "ptrr", "None"}));
-  table.refused("context_parallel_rotate_method", std::string("allgather"), later, degree,
-                config::one_of({"allgather", "alltoall"}));
+void describe_context_parallel(config::Table<ParallelismSettings>& table) {
+  table.field("context_parallel_degree", &ParallelismSettings::context_parallel_degree,
+              "ranks that share each sequence", config::at_least(1));
+  table.field("context_parallel_load_balancer", &ParallelismSettings::context_parallel_load_balancer,
+              "how a sequence is dealt: an early with a late chunk to each rank, or contiguous parts",
+              config::one_of({"headtail", "None"}));
+  table.field("context_parallel_rotate_method", &ParallelismSettings::context_parallel_rotate_method,
+              "how keys and values come to the other ranks: gathered at once, or passed around the ring",
+              config::one_of({"allgather", "alltoall"}));
+}
+
+void refuse_expert_parallel(config::Table<ParallelismSettings>& table) {
   const char* experts = "there are no mixture-of-experts models yet";
   table.refused("expert_parallel_degree", int64_t{1}, experts);
   table.refused("expert_tensor_parallel_degree", int64_t{1}, experts);
@@ -86,6 +94,17 @@ void check_factor(int64_t value, int64_t divisor, const std::string& value_name,
                   const std::string& divisor_name, std::vector<std::string>& problems) {
   if (value % divisor != 0)
     problems.push_back(str(value_name, " = ", value, " isn't a multiple of ", divisor_name, " = ", divisor));
+}
+
+// Whole heads go to each rank, so the degree divides both counts.
+void check_heads(const ModelSizes& sizes, int tp, std::vector<std::string>& problems) {
+  if (sizes.num_heads % tp == 0 && sizes.num_kv_heads % tp == 0) return;
+  std::string degrees;
+  for (int64_t degree = 1; degree <= sizes.num_kv_heads; ++degree)
+    if (sizes.num_heads % degree == 0 && sizes.num_kv_heads % degree == 0)
+      degrees += str(degrees.empty() ? "" : ", ", degree);
+  problems.push_back(str("tensor_parallel_degree = ", tp, " doesn't divide the model's ", sizes.num_heads,
+                         " heads and ", sizes.num_kv_heads, " kv heads; degrees that do: ", degrees));
 }
 
 }  // namespace
@@ -108,9 +127,10 @@ void describe(config::Table<ParallelismSettings>& table) {
   table.field(
       "plan", &ParallelismSettings::plan,
       "registered function that spreads the model out; empty: the model's own; see docs/extending.md");
-  refuse_tensor_parallel(table);
+  describe_tensor_parallel(table);
+  describe_context_parallel(table);
   refuse_pipeline_parallel(table);
-  refuse_context_and_expert_parallel(table);
+  refuse_expert_parallel(table);
 }
 
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
@@ -118,6 +138,8 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
   ParallelDims dims;
   dims.dp_replicate = static_cast<int>(settings.data_parallel_replicate_degree);
   dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
+  dims.cp = static_cast<int>(settings.context_parallel_degree);
+  dims.tp = static_cast<int>(settings.tensor_parallel_degree);
   if (dims.dp_shard == -1) {
     int others = dims.dp_replicate * dims.cp * dims.tp * dims.pp;
     dims.dp_shard = std::max(1, world_size / others);
@@ -135,18 +157,17 @@ void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64
   if (dims.cp > 1)
     check_factor(seq_len, 2 * dims.cp, "training.seq_len", "2 x context_parallel_degree", problems);
   if (dims.tp > 1) {
-    check_factor(seq_len, dims.tp, "training.seq_len", "tensor_parallel_degree", problems);
-    check_factor(sizes.num_heads, dims.tp, "the model's number of heads", "tensor_parallel_degree", problems);
-    check_factor(sizes.num_kv_heads, dims.tp, "the model's number of kv heads", "tensor_parallel_degree",
-                 problems);
+    check_factor(seq_len, dims.tp * dims.cp, "training.seq_len",
+                 "tensor_parallel_degree x context_parallel_degree", problems);
+    check_heads(sizes, dims.tp, problems);
   }
   if (dims.pp > 1 && sizes.num_layers + 2 < dims.pp)
     problems.push_back(str("pipeline_parallel_degree = ", dims.pp, " is more than the model's ",
                            sizes.num_layers, " layers, embedding and head can fill"));
 }
 
-int Meshes::dp_rank() const { return fsdp.rank(); }
-int Meshes::dp_degree() const { return fsdp.size(); }
+int Meshes::dp_rank() const { return batch.rank(); }
+int Meshes::dp_degree() const { return batch.size(); }
 
 Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
   Meshes meshes;
@@ -155,7 +176,15 @@ Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
                                             {"dp_shard", dims.dp_shard},
                                             {"cp", dims.cp},
                                             {"tp", dims.tp}});
-  meshes.fsdp = dims.dp_replicate > 1 ? meshes.world({"dp_replicate", "dp_shard"}) : meshes.world["dp_shard"];
+  const char* shard = "dp_shard";
+  if (dims.cp > 1) {
+    shard = "fsdp";
+    meshes.world.flatten({"dp_shard", "cp"}, shard);
+  }
+  meshes.fsdp = dims.dp_replicate > 1 ? meshes.world({"dp_replicate", shard}) : meshes.world[shard];
+  meshes.batch = meshes.world.flatten({"dp_replicate", "dp_shard"}, "batch");
+  meshes.cp = meshes.world["cp"];
+  meshes.tp = meshes.world["tp"];
   meshes.loss = meshes.world.flatten({"dp_replicate", "dp_shard", "cp"}, "loss");
   return meshes;
 }

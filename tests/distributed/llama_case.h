@@ -133,7 +133,7 @@ inline Batch random_batch(const LlamaCase& llama, uint64_t seed) {
               at::randint(vocab_size, {llama.rows, llama.seq_len}, at::kLong)};
   for (int64_t row = 0; row < llama.rows; ++row)
     batch.labels[row].slice(0, 0, row * 5 % llama.seq_len).fill_(-100);
-  batch.labels[1].fill_(-100);
+  if (llama.rows > 1) batch.labels[1].fill_(-100);
   return batch;
 }
 

@@ -36,6 +36,10 @@ class DeviceMesh {
   /// stay usable.
   DeviceMesh flatten(std::initializer_list<std::string_view> axes, std::string name) const;
 
+  /// The sub-mesh with this one's axes and then `other`'s, of the same mesh. In which order they cut a tensor
+  /// is the placements' affair: a row-major position in it counts the axes as they stand.
+  DeviceMesh joined(const DeviceMesh& other) const;
+
   int num_axes() const;
   int size() const;  ///< ranks in this (sub-)mesh
   int size(std::string_view axis) const;

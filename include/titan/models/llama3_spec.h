@@ -10,6 +10,9 @@ namespace titan::models {
 /// Adds "llama3" to the trainer's models; once per process.
 void register_llama3();
 
+/// Which module is cut how over a tensor-parallel axis: TorchTitan's plan for Llama 3.
+TensorPlan llama3_tp_plan(const TensorParallelOptions& options = {});
+
 /// The recipe: which modules form a sharding group, and which of them are freed between forward and backward.
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan);
 

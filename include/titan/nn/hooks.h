@@ -36,6 +36,12 @@ class ParamOwner {
   virtual ~ParamOwner() = default;
 };
 
+/// What parallelize() noted of a module's parameters: which part of each this rank has.
+class ParamParts {
+ public:
+  virtual ~ParamParts() = default;
+};
+
 /// Fsdp, Label, PrepareInput and PrepareOutput hooks. For PrepareOutput only post_forward runs, for PrepareInput only pre_forward.
 class CallHook {
  public:
@@ -65,6 +71,7 @@ class HookHost {
   std::shared_ptr<CallHook> prepare_input_hook;
   std::shared_ptr<CallHook> prepare_output_hook;
   std::shared_ptr<ParamOwner> param_owner;  ///< of this module's own parameters; null: they are plain tensors
+  std::shared_ptr<ParamParts> param_parts;  ///< of this module's own parameters; null: they are whole
 
   /// The module itself (the other base of the same object).
   virtual torch::nn::Module& as_module() = 0;

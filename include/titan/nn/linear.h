@@ -6,6 +6,7 @@
 
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
+#include "titan/nn/splittable.h"
 #include "titan/ops/products.h"
 
 namespace titan::nn {
@@ -28,7 +29,7 @@ class ProductsUser {
 void set_products(torch::nn::Module& root, const std::shared_ptr<const ops::Products>& products);
 
 /// y = x W^T + b. x: [..., in]; weight: [out, in]; bias: [out], undefined without; y: [..., out].
-class LinearImpl : public Module, public ProductsUser {
+class LinearImpl : public Module, public ProductsUser, public Splittable {
  public:
   LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
   at::Tensor forward(const at::Tensor& x);
@@ -37,12 +38,16 @@ class LinearImpl : public Module, public ProductsUser {
     products_ = std::move(products);
   }
   bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
+  /// Columns cut weight and bias; rows cut the weight, and one rank adds the bias.
+  std::vector<ParamSplit> param_splits(Split split) const override;
+  void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
 
   at::Tensor weight, bias;
 
  private:
   std::shared_ptr<const ops::Products> products_;
   std::shared_ptr<ops::GradSink> weight_sink_;
+  bool adds_bias_ = true;  // of a sum over ranks, one adds it
 };
 TITAN_MODULE(Linear);
 

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "titan/nn/linear.h"
+#include "titan/nn/splittable.h"
 
 namespace titan::nn {
 
@@ -17,7 +18,7 @@ struct LossHeadOptions {
 
 /// The model's last layer and its loss in one call: hidden states become logits, or with labels the loss,
 /// whose logits never exist whole.
-class LinearCrossEntropyImpl : public Module, public ProductsUser {
+class LinearCrossEntropyImpl : public Module, public ProductsUser, public Splittable {
  public:
   LinearCrossEntropyImpl(int64_t dim, int64_t vocab_size, const LossHeadOptions& options);
 
@@ -33,10 +34,19 @@ class LinearCrossEntropyImpl : public Module, public ProductsUser {
   }
   bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
 
+  /// Columns only: a part of the vocabulary each. The loss is whole on every rank (loss parallel), the hidden
+  /// states' gradient a summand; the call without labels gives this rank's part of the logits.
+  std::vector<ParamSplit> param_splits(Split split) const override;
+  void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
+  /// Of a split vocabulary: the loss is computed from whole logits, gathered chunk by chunk.
+  void set_gather_logits(bool gather) { part_.gather_logits = gather; }
+
   at::Tensor weight;
 
  private:
+  int64_t vocab_size_;
   int64_t chunk_bytes_;
+  ops::VocabularyPart part_;
   std::shared_ptr<const ops::Products> products_;
   std::shared_ptr<ops::GradSink> weight_sink_;
 };

@@ -27,6 +27,7 @@
 #include "titan/nn/any_ref.h"
 #include "titan/nn/construct.h"
 #include "titan/parallel/fsdp.h"
+#include "titan/parallel/tensor_parallel.h"
 
 namespace titan::train {
 
@@ -62,6 +63,7 @@ struct BuildOptions {
 struct ParallelPlan {
   const Meshes& meshes;
   FsdpOptions fsdp;  ///< mesh, dtypes and policies are filled in from the settings
+  TensorParallelOptions tensor = {};  ///< for a plan over meshes.tp
 };
 
 /// A model family whose argument struct is erased: `args` below points to the struct that make_args()

@@ -25,6 +25,14 @@ struct ParallelismSettings {
   bool fsdp_reduce_every_micro_batch =
       true;          ///< false: whole gradients are kept until the last micro-batch of a step
   std::string plan;  ///< of parallel_plans(); "": the model family's own
+
+  int64_t tensor_parallel_degree = 1;
+  bool enable_sequence_parallel = true;  ///< with tensor parallelism, between its products
+  bool disable_loss_parallel = false;    ///< compute the loss from gathered logits
+
+  int64_t context_parallel_degree = 1;
+  std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
+  std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
 };
 
 void describe(config::Table<ParallelismSettings>& table);
@@ -56,8 +64,11 @@ void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64
 /// uses.
 struct Meshes {
   DeviceMesh world;
-  DeviceMesh fsdp;  ///< axes (dp_replicate, dp_shard) with HSDP, else (dp_shard)
-  DeviceMesh loss;  ///< all ranks that hold different tokens, one axis
+  DeviceMesh fsdp;   ///< what parameters are sharded over: (dp_replicate,) dp_shard x cp, the latter one axis
+  DeviceMesh batch;  ///< ranks that read different rows: dp_replicate x dp_shard, one axis
+  DeviceMesh loss;   ///< ranks that compute different tokens: dp_replicate x dp_shard x cp, one axis
+  DeviceMesh cp;     ///< context parallel, one axis
+  DeviceMesh tp;     ///< tensor parallel, one axis
 
   int dp_rank() const;  ///< which lanes of the batch are this rank's
   int dp_degree() const;

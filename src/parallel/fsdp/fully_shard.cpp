@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include "parallel/fsdp/fsdp_state.h"
+#include "parallel/tensor/split_params.h"
 #include "titan/core/error.h"
 
 namespace titan {
@@ -40,6 +41,9 @@ class ParamCollector {
                               [&](const ManagedParam& param) { return param.compute.is_same(tensor); });
     if (known == params_.end()) known = params_.insert(known, {tensor, {}, prefix + name});
     known->uses.push_back({host, name});
+    const tp::SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    const tp::PartOfParam* part = split ? split->find(name) : nullptr;
+    if (part && part->gradient_is_summand) known->summand_axis = split->axis();
   }
 
   std::vector<ManagedParam> params_;

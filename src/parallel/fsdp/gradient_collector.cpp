@@ -215,7 +215,7 @@ void GradientCollector::discard() {
 // Runs on the reduce stream, with this rank's sums in reduced_.
 void GradientCollector::after_scatter() {
   phase_ = Phase::Idle;
-  if (!config_.replicate_group) return accumulate(reduced_);
+  if (!config_.replicate_group) return sum_summands();
   if (partial_.defined()) {
     reduced_.add_(partial_);
     release(partial_);
@@ -229,6 +229,15 @@ void GradientCollector::after_scatter() {
   phase_ = Phase::AllReducing;
 }
 
+void GradientCollector::sum_summands() {
+  phase_ = Phase::Idle;
+  if (!config_.summand_group) return accumulate(reduced_);
+  const int64_t begin = layout_.slots()[config_.num_whole].offset;
+  const at::Tensor summands = reduced_.narrow(0, begin, layout_.trainable_numel() - begin);
+  work_ = config_.summand_group->all_reduce(summands, dist::ReduceOp::Sum, {"tp::gradient", module_});
+  phase_ = Phase::SummingSummands;
+}
+
 bool GradientCollector::advance_reduce() {
   if (phase_ == Phase::Idle) return true;
   at::NoGradGuard no_grad;
@@ -237,6 +246,8 @@ bool GradientCollector::advance_reduce() {
   if (phase_ == Phase::Scattering) {
     release(scattering_);
     after_scatter();
+  } else if (phase_ == Phase::AllReducing) {
+    sum_summands();
   } else {
     phase_ = Phase::Idle;
     accumulate(reduced_);

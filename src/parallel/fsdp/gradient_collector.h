@@ -21,8 +21,9 @@ class CommContext;
 
 /// [Note: gradient path]
 /// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
-///   --all-reduce over the replicate axis, last micro-batch only-->  += flat gradient [S_trainable] (the
-///   shards' dtype)
+///   --all-reduce over the replicate axis, last micro-batch only-->
+///   --all-reduce of what is a summand on each tensor-parallel rank (norms under sequence parallelism)-->
+///   += flat gradient [S_trainable] (the shards' dtype)
 /// With one rank on the shard axis nothing is scattered; with one rank at all the gradients are collected in
 /// the flat gradient.
 class GradientCollector {
@@ -34,6 +35,8 @@ class GradientCollector {
     bool reduce_every_micro_batch = true;
     std::shared_ptr<dist::Group> shard_group;      ///< null: one rank
     std::shared_ptr<dist::Group> replicate_group;  ///< null: one rank
+    std::shared_ptr<dist::Group> summand_group;    ///< null: no gradient is a summand
+    size_t num_whole = 0;  ///< trainable slots in front of those whose gradients are summands
   };
 
   /// `layout` and `shards` outlive the collector.
@@ -53,9 +56,9 @@ class GradientCollector {
   void discard();
 
  private:
-  enum class Phase { Idle, Scattering, AllReducing };
+  enum class Phase { Idle, Scattering, AllReducing, SummingSummands };
 
-  bool local() const { return !config_.shard_group && !config_.replicate_group; }
+  bool local() const { return !config_.shard_group && !config_.replicate_group && !config_.summand_group; }
   size_t trainable_count() const;
   void make_flat_grad();
   bool no_grad_yet() const;
@@ -67,6 +70,7 @@ class GradientCollector {
              bool first) const;
   void zero_missing();
   void after_scatter();
+  void sum_summands();
   void accumulate(const at::Tensor& reduced);
   void release(at::Tensor& buffer);
 

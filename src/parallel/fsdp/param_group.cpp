@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <mutex>
-#include <set>
 #include <unordered_set>
 
 #include <torch/csrc/autograd/variable.h>
 
 #include "parallel/fsdp/autograd_nodes.h"
 #include "parallel/fsdp/mesh_groups.h"
+#include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/tensor/param_storage.h"
 
@@ -22,10 +22,29 @@ std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& par
   return shapes;
 }
 
-size_t sort_trainable_first(std::vector<ManagedParam>& params) {
-  auto frozen = std::stable_partition(params.begin(), params.end(),
-                                      [](const ManagedParam& p) { return p.compute.requires_grad(); });
-  return static_cast<size_t>(frozen - params.begin());
+// Whole gradients, then those that are summands over a tensor-parallel axis, then none.
+struct SlotCounts {
+  size_t whole = 0;
+  size_t trainable = 0;
+};
+
+SlotCounts sort_slots(std::vector<ManagedParam>& params) {
+  const auto frozen = std::stable_partition(params.begin(), params.end(),
+                                            [](const ManagedParam& p) { return p.compute.requires_grad(); });
+  const auto summands =
+      std::stable_partition(params.begin(), frozen, [](const ManagedParam& p) { return !p.summand_axis; });
+  return {static_cast<size_t>(summands - params.begin()), static_cast<size_t>(frozen - params.begin())};
+}
+
+std::shared_ptr<dist::Group> summand_group(const std::vector<ManagedParam>& params,
+                                           const SlotCounts& counts) {
+  if (counts.whole == counts.trainable) return nullptr;
+  const ManagedParam& first = params[counts.whole];
+  for (size_t i = counts.whole; i < counts.trainable; ++i)
+    TITAN_CHECK(*params[i].summand_axis == *first.summand_axis, "fully_shard: parameters '", first.fqn,
+                "' and '", params[i].fqn, "' of one group were parallelized over different axes");
+  const DeviceMesh& axis = *first.summand_axis;
+  return axis.world().group(axis.ranks(), axis.axes()[0].name + ".gradient", "gradient");
 }
 
 // Compute tensors of all groups. A frozen one looks like any other leaf.
@@ -52,14 +71,6 @@ class ManagedTensors {
   std::mutex mutex_;
   std::unordered_set<const c10::TensorImpl*> tensors_;
 };
-
-// Records of collectives keep a module's name and may be read when the module is gone.
-const char* interned(const std::string& name) {
-  static std::mutex mutex;
-  static std::set<std::string> names;
-  const std::lock_guard lock(mutex);
-  return names.insert(name).first->c_str();
-}
 
 void check_uniform(const std::vector<ManagedParam>& params) {
   for (const ManagedParam& param : params) {
@@ -102,9 +113,9 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
       params_(std::move(params)),
       layout_({}, 0, 1),
       gradients_(layout_, shards_) {
-  const size_t num_trainable = sort_trainable_first(params_);
+  const SlotCounts counts = sort_slots(params_);
   const MeshGroups groups = mesh_groups(options.mesh, options.reshard_after_forward);
-  layout_ = ShardLayout(shapes_of(params_), num_trainable, groups.shard_size);
+  layout_ = ShardLayout(shapes_of(params_), counts.trainable, groups.shard_size);
   shard_rank_ = groups.shard_rank;
   gather_group_ = groups.gather;
   small_gather_group_ = groups.small_gather;
@@ -113,7 +124,9 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
                         .device = device_,
                         .reduce_every_micro_batch = options.reduce_every_micro_batch,
                         .shard_group = groups.reduce,
-                        .replicate_group = groups.replicate});
+                        .replicate_group = groups.replicate,
+                        .summand_group = summand_group(params_, counts),
+                        .num_whole = counts.whole});
   backward_reads_parameters_ = std::any_of(params_.begin(), params_.end(), [](const ManagedParam& param) {
     return std::any_of(param.uses.begin(), param.uses.end(), [](const ManagedParam::Use& use) {
       return !use.host || use.host->backward_reads_parameters();

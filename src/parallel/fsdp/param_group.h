@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,8 @@ struct ManagedParam {
   at::Tensor compute;
   std::vector<Use> uses;
   std::string fqn;  ///< below the wrapped module, for messages
+  std::optional<DeviceMesh> summand_axis =
+      std::nullopt;  ///< tensor-parallel axis over which gradients are summands
 };
 
 class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<ParamGroup> {

@@ -1,0 +1,118 @@
+#pragma once
+
+// Tensor, sequence and loss parallelism (Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing
+// activation recomputation in large transformer models", 2022) as a plan: which module is cut how.
+//
+//   titan::parallelize(model, mesh["tp"], {
+//       {"layers.*.mlp", PrepareInput{ActivationLayout::shard(1), ActivationLayout::replicate()}},
+//       {"layers.*.mlp.up", Colwise{.input = ActivationLayout::replicate()}},
+//       {"layers.*.mlp.down", Rowwise{.output = ActivationLayout::shard(1)}},
+//       {"layers.*.norm", SequenceParallel{}},
+//   });
+
+#include <cstddef>
+#include <cstdint>
+#include <iosfwd>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "titan/dist/device_mesh.h"
+#include "titan/nn/any_ref.h"
+
+namespace titan {
+
+/// How an activation lies over the ranks of the axis, and, which matters as much, how its gradient does:
+///
+///                value                      gradient
+///   Shard(dim)   equal parts along dim      parts
+///   Replicate    whole on every rank        a summand on each
+///   Invariant    whole on every rank        whole on every rank
+///   Partial      a summand on each          whole on every rank
+struct ActivationLayout {
+  enum class Kind { Shard, Replicate, Invariant, Partial };
+  Kind kind = Kind::Invariant;
+  int64_t dim = 0;  ///< of Shard; negative ones count from the end
+
+  static ActivationLayout shard(int64_t dim) { return {Kind::Shard, dim}; }
+  static ActivationLayout replicate() { return {Kind::Replicate, 0}; }
+  static ActivationLayout invariant() { return {Kind::Invariant, 0}; }
+  static ActivationLayout partial() { return {Kind::Partial, 0}; }
+  friend bool operator==(const ActivationLayout&, const ActivationLayout&) = default;
+};
+std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout);
+
+/// Each rank computes a part of the output features: weight cut by rows [out/N, in]. The input is made
+/// Replicate first. A loss head (nn::LinearCrossEntropy) is cut by vocabulary; its loss is whole on every
+/// rank. With an `output` other than Shard(-1) its logits are gathered, for the loss chunk by chunk.
+struct Colwise {
+  ActivationLayout input = ActivationLayout::invariant();
+  ActivationLayout output = ActivationLayout::shard(-1);
+};
+
+/// Each rank multiplies its part of the input features: weight [out, in/N], and the summands become `output`.
+/// An nn::Embedding is cut by vocabulary: tokens of other ranks give zeros.
+struct Rowwise {
+  ActivationLayout input = ActivationLayout::shard(-1);
+  ActivationLayout output = ActivationLayout::invariant();
+};
+
+/// The module keeps its parameters whole and sees a part of the tokens (Shard(1), or whatever makes its
+/// parameters' gradients summands, such as a Replicate input). The gradients of all parameters at and below
+/// it are summed over the axis in the backward, so before anything clips them.
+struct SequenceParallel {};
+
+/// Converts floating-point arguments of a call before forward. `tensors` counts them, from 0.
+struct PrepareInput {
+  ActivationLayout from;
+  ActivationLayout to = ActivationLayout::replicate();
+  std::vector<size_t> tensors = {0};
+};
+
+/// Converts floating-point results after forward.
+struct PrepareOutput {
+  ActivationLayout from;
+  ActivationLayout to;
+  std::vector<size_t> tensors = {0};
+};
+
+using ParallelStyle = std::variant<Colwise, Rowwise, SequenceParallel, PrepareInput, PrepareOutput>;
+
+struct PlanEntry {
+  std::string
+      modules;  ///< dotted name below the root; "*" and "?" match within one component; "" is the root
+  ParallelStyle style;
+};
+using TensorPlan = std::vector<PlanEntry>;
+
+/// Cuts the parameters of the plan's modules down to this rank's parts, for good, and hooks the conversions
+/// around their calls. `axis`: a mesh of one axis; of size 1 nothing changes. Before fully_shard, which then
+/// shards the parts; deferred parameters stay deferred. Parameters outside the plan stay whole on all ranks
+/// and must get whole gradients.
+///
+/// Throws ConfigError naming all entries that match no module, meet one that can't be called through nn::Ref,
+/// or need a slot that is taken, and conversions that don't exist (Replicate -> Invariant, Invariant ->
+/// Partial, ...).
+void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan);
+
+/// What a model's own plan is made from.
+struct TensorParallelOptions {
+  bool sequence_parallel = true;  ///< between the products each rank keeps a part of the sequence
+  bool loss_parallel = true;      ///< false: the loss is computed from gathered logits
+};
+
+/// One converted call of the plan as it ran: what `titan train --print-plan` shows.
+struct PlanRow {
+  std::string module;
+  std::string style;
+  std::string weight;       ///< placements of the module's parameters, "" where they are whole
+  std::string activation;   ///< "Shard(1) -> Replicate"
+  std::string collectives;  ///< forward / backward
+  int64_t calls = 0;
+  int64_t bytes = 0;  ///< that this rank received since the model was parallelized, forward and backward
+};
+/// Rows in module order; of modules that parallelize() hooked or cut below `root`.
+std::vector<PlanRow> plan_rows(const nn::AnyRef& root);
+
+}  // namespace titan

@@ -1,0 +1,259 @@
+#include "titan/parallel/tensor_parallel.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <map>
+#include <ostream>
+
+#include <torch/nn/module.h>
+
+#include "parallel/interned.h"
+#include "parallel/tensor/split_params.h"
+#include "parallel/tensor/tensor_hooks.h"
+#include "titan/core/error.h"
+#include "titan/nn/linear_cross_entropy.h"
+#include "titan/nn/splittable.h"
+#include "titan/tensor/param_storage.h"
+
+namespace titan {
+
+namespace {
+
+using tp::Conversion;
+using tp::ConversionHook;
+
+std::vector<std::string> components(const std::string& name) {
+  std::vector<std::string> parts;
+  size_t begin = 0;
+  while (begin <= name.size() && !name.empty()) {
+    const size_t end = std::min(name.find('.', begin), name.size());
+    parts.push_back(name.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
+
+bool matches(const std::string& pattern, const std::string& name) {
+  const auto wanted = components(pattern), given = components(name);
+  return std::equal(
+      wanted.begin(), wanted.end(), given.begin(), given.end(),
+      [](const std::string& p, const std::string& n) { return ::fnmatch(p.c_str(), n.c_str(), 0) == 0; });
+}
+
+struct NamedModule {
+  std::string name;
+  torch::nn::Module* module;
+};
+
+std::vector<NamedModule> modules_of(const nn::AnyRef& root) {
+  std::vector<NamedModule> modules{{"", &root.module()}};
+  for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
+    modules.push_back({named.key(), named.value().get()});
+  return modules;
+}
+
+// How torch.nn.Linear is cut.
+std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split split,
+                                           const std::string& name) {
+  std::vector<nn::ParamSplit> splits;
+  for (const auto& param : module.named_parameters(/*recurse=*/false)) {
+    const bool is_weight = param.key() == "weight" && param.value().dim() == 2;
+    const bool is_bias = param.key() == "bias" && param.value().dim() == 1;
+    TITAN_CHECK(is_weight || (is_bias && split == nn::Split::Columns),
+                "parallelize: don't know how to cut parameter '", param.key(), "' ", param.value().sizes(),
+                " of module '", name, "' by ", split == nn::Split::Columns ? "columns" : "rows",
+                "; the module has to say so (nn::Splittable)");
+    splits.push_back({param.key(), is_weight && split == nn::Split::Rows ? 1 : 0});
+  }
+  return splits;
+}
+
+// Applies one plan to one tree of modules.
+class Parallelizer {
+ public:
+  Parallelizer(const nn::AnyRef& root, const DeviceMesh& axis)
+      : axis_(axis), group_(std::make_shared<tp::TpGroup>(axis)), modules_(modules_of(root)) {}
+
+  void apply(const TensorPlan& plan) {
+    std::vector<std::string> problems;
+    for (const PlanEntry& entry : plan) {
+      try {
+        apply(entry);
+      } catch (const ConfigError& error) {
+        problems.insert(problems.end(), error.problems().begin(), error.problems().end());
+      }
+    }
+    if (!problems.empty()) throw ConfigError(std::move(problems));
+  }
+
+ private:
+  void apply(const PlanEntry& entry) {
+    bool matched = false;
+    for (const NamedModule& named : modules_) {
+      if (!matches(entry.modules, named.name)) continue;
+      matched = true;
+      auto* host = dynamic_cast<nn::HookHost*>(named.module);
+      if (!host)
+        throw ConfigError(str("parallelize: module '", named.name, "' of plan entry '", entry.modules,
+                              "' isn't called through nn::Ref (it doesn't inherit nn::HookHost)"));
+      if (host->param_owner)
+        throw ConfigError(str("parallelize: module '", named.name,
+                              "' is sharded already; call parallelize before fully_shard"));
+      name_ = named.name.empty() ? "(root)" : named.name;
+      std::visit([&](const auto& style) { this->apply(*host, style); }, entry.style);
+    }
+    if (!matched)
+      throw ConfigError(
+          str("parallelize: plan entry '", entry.modules, "' matches no module; there are ", some_names()));
+  }
+
+  void apply(nn::HookHost& host, const Colwise& style) {
+    const int64_t whole = split(host, nn::Split::Columns);
+    prepare_input(host, conversion(style.input, ActivationLayout::replicate()), {0});
+    prepare_output(host, conversion(ActivationLayout::shard(-1), style.output, whole), {0});
+    if (auto* head = dynamic_cast<nn::LinearCrossEntropyImpl*>(&host))
+      head->set_gather_logits(style.output.kind != ActivationLayout::Kind::Shard);
+  }
+  void apply(nn::HookHost& host, const Rowwise& style) {
+    const int64_t whole = split(host, nn::Split::Rows);
+    prepare_input(host, conversion(style.input, ActivationLayout::shard(-1), whole), {0});
+    prepare_output(host, conversion(ActivationLayout::partial(), style.output), {0});
+  }
+  void apply(nn::HookHost& host, const SequenceParallel& /*style*/) { keep_whole(host.as_module()); }
+  void apply(nn::HookHost& host, const PrepareInput& style) {
+    prepare_input(host, conversion(style.from, style.to), style.tensors);
+  }
+  void apply(nn::HookHost& host, const PrepareOutput& style) {
+    prepare_output(host, conversion(style.from, style.to), style.tensors);
+  }
+
+  Conversion conversion(ActivationLayout from, ActivationLayout to, int64_t whole = -1) const {
+    return Conversion(from, to, group_, interned(name_), whole);
+  }
+
+  void prepare_input(nn::HookHost& host, Conversion conversion, std::vector<size_t> tensors) {
+    if (!conversion.does_nothing())
+      put(host.prepare_input_hook, std::move(conversion), std::move(tensors), "inputs");
+  }
+  void prepare_output(nn::HookHost& host, Conversion conversion, std::vector<size_t> tensors) {
+    if (!conversion.does_nothing())
+      put(host.prepare_output_hook, std::move(conversion), std::move(tensors), "outputs");
+  }
+  void put(std::shared_ptr<nn::CallHook>& slot, Conversion conversion, std::vector<size_t> tensors,
+           const char* what) const {
+    if (slot)
+      throw ConfigError(
+          str("parallelize: something else prepares the ", what, " of module '", name_, "' already"));
+    slot = std::make_shared<ConversionHook>(std::move(conversion), std::move(tensors));
+  }
+
+  // Returns the whole size of the weight's cut dimension.
+  int64_t split(nn::HookHost& host, nn::Split split) {
+    if (host.param_parts)
+      throw ConfigError(str("parallelize: module '", name_, "' is cut by two entries of the plan"));
+    auto* splittable = dynamic_cast<nn::Splittable*>(&host);
+    auto& module = host.as_module();
+    auto parts = std::make_shared<tp::SplitParams>(axis_);
+    int64_t whole = -1;
+    for (const nn::ParamSplit& param :
+         splittable ? splittable->param_splits(split) : default_splits(module, split, name_)) {
+      const at::Tensor tensor = module.named_parameters(/*recurse=*/false)[param.name];
+      parts->add(cut(host, tensor, param));
+      if (whole < 0 && param.dim >= 0)
+        whole = parts->parts().back().global_shape[static_cast<size_t>(param.dim)];
+    }
+    host.param_parts = std::move(parts);
+    if (splittable) splittable->set_split(split, group_);
+    return whole;
+  }
+
+  // A tensor that two modules share is cut once.
+  tp::PartOfParam cut(nn::HookHost& host, const at::Tensor& tensor, const nn::ParamSplit& param) {
+    tp::PartOfParam part{param.name, param.dim < 0 ? Placement::replicate() : Placement::shard(param.dim),
+                         tensor.sizes().vec(), param.gradient_is_summand};
+    const auto [known, is_new] = cut_.try_emplace(tensor.unsafeGetTensorImpl(), part);
+    if (!is_new) {
+      TITAN_CHECK(known->second.placement == part.placement &&
+                      known->second.gradient_is_summand == part.gradient_is_summand,
+                  "parallelize: module '", name_, "' shares parameter '", param.name,
+                  "' with another module, which is cut differently: ", known->second.placement, " and ",
+                  part.placement);
+      part.global_shape = known->second.global_shape;
+      return part;
+    }
+    if (part.gradient_is_summand) tp::sum_gradient(host, tensor, group_, interned(name_));
+    if (part.placement.is_shard()) shrink(tensor, param.dim);
+    return part;
+  }
+
+  void shrink(const at::Tensor& tensor, int64_t dim) const {
+    at::NoGradGuard no_grad;
+    const Chunk mine = chunk_of(tensor.size(dim), axis_.size(), axis_.rank());
+    std::vector<int64_t> sizes = tensor.sizes().vec();
+    sizes[static_cast<size_t>(dim)] = mine.length;
+    at::Tensor part =
+        is_deferred(tensor)
+            ? deferred_tensor(sizes, tensor.options())
+            : tensor.detach().narrow(dim, mine.offset, mine.length).clone(at::MemoryFormat::Contiguous);
+    at::Tensor(tensor).set_data(part);
+  }
+
+  void keep_whole(torch::nn::Module& module) {
+    auto* host = dynamic_cast<nn::HookHost*>(&module);
+    const auto own = module.named_parameters(/*recurse=*/false);
+    if (host && !own.is_empty()) {
+      if (host->param_parts)
+        throw ConfigError(str("parallelize: module '", name_, "' is cut by two entries of the plan"));
+      auto parts = std::make_shared<tp::SplitParams>(axis_);
+      for (const auto& named : own) parts->add(cut(*host, named.value(), {named.key(), -1, true}));
+      host->param_parts = std::move(parts);
+    }
+    if (!host && !own.is_empty())
+      throw ConfigError(
+          str("parallelize: a module below '", name_, "' has parameters but doesn't inherit nn::HookHost"));
+    for (const auto& child : module.children()) keep_whole(*child);
+  }
+
+  std::string some_names() const {
+    std::string text;
+    size_t count = 0;
+    for (const NamedModule& named : modules_) {
+      if (named.name.empty()) continue;
+      if (++count > 12) return text + ", ...";
+      text += str(text.empty() ? "" : ", ", named.name);
+    }
+    return text.empty() ? "none below the root" : text;
+  }
+
+  DeviceMesh axis_;
+  std::shared_ptr<const tp::TpGroup> group_;
+  std::vector<NamedModule> modules_;
+  std::map<const c10::TensorImpl*, tp::PartOfParam> cut_;
+  std::string name_;  // of the module in hand
+};
+
+}  // namespace
+
+std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout) {
+  switch (layout.kind) {
+    case ActivationLayout::Kind::Shard:
+      return out << "Shard(" << layout.dim << ")";
+    case ActivationLayout::Kind::Replicate:
+      return out << "Replicate";
+    case ActivationLayout::Kind::Invariant:
+      return out << "Invariant";
+    case ActivationLayout::Kind::Partial:
+      return out << "Partial";
+  }
+  return out;
+}
+
+void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan) {
+  TITAN_CHECK(axis.num_axes() <= 1, "parallelize: expected a mesh of one axis, got ", axis.num_axes());
+  if (axis.size() == 1) return;
+  nn::name_modules(root.module());
+  Parallelizer(root, axis).apply(plan);
+}
+
+}  // namespace titan

@@ -1,0 +1,47 @@
+#pragma once
+
+// What parallelize() noted of a module's own parameters.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "parallel/tensor/tp_group.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/nn/hooks.h"
+#include "titan/tensor/dtensor.h"
+
+namespace titan::tp {
+
+struct PartOfParam {
+  std::string name;  ///< within the module
+  Placement placement;
+  std::vector<int64_t> global_shape;
+  bool gradient_is_summand = false;
+};
+
+class SplitParams final : public nn::ParamParts {
+ public:
+  explicit SplitParams(DeviceMesh axis) : axis_(std::move(axis)) {}
+
+  void add(PartOfParam part) { parts_.push_back(std::move(part)); }
+  /// Null for a parameter that the plan didn't speak of: whole, with whole gradients.
+  const PartOfParam* find(std::string_view name) const;
+  const std::vector<PartOfParam>& parts() const { return parts_; }
+  const DeviceMesh& axis() const { return axis_; }
+
+  /// `data` describes this rank's part of the parameter as if it were a tensor of its own: the same elements
+  /// as a part of the whole, on a mesh that has this axis too. The axis cuts first, the others cut its parts.
+  DTensor within_whole(DTensor data, const PartOfParam& part) const;
+
+ private:
+  DeviceMesh axis_;
+  std::vector<PartOfParam> parts_;
+};
+
+/// Null where the module was left alone.
+const SplitParams* split_params(const nn::HookHost& host);
+
+}  // namespace titan::tp

@@ -1,0 +1,314 @@
+// Every product of data, context and tensor parallelism against the same model on one rank: the loss, the
+// gradient norm, and every parameter's gradient. The largest deviations are printed as JSON lines, which
+// scripts/numerics.py collects.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <map>
+
+#include <gtest/gtest.h>
+
+#include "distributed/llama_case.h"
+#include "titan/core/error.h"
+#include "titan/optim/clip.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+constexpr uint64_t kSeed = 3;
+
+struct Precision {
+  const char* name;
+  at::ScalarType dtype;    // of the weights
+  at::ScalarType compute;  // of the products
+};
+constexpr Precision kFloat64{"float64", at::kDouble, at::kDouble};
+constexpr Precision kFloat32{"float32", at::kFloat, at::kFloat};
+constexpr Precision kBfloat16{"bfloat16", at::kFloat, at::kBFloat16};
+
+std::string name_of(const train::ParallelDims& dims) {
+  return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp, " tp ",
+             dims.tp);
+}
+
+std::vector<int> divisors(int number) {
+  std::vector<int> result;
+  for (int i = 1; i <= number; ++i)
+    if (number % i == 0) result.push_back(i);
+  return result;
+}
+
+std::vector<train::ParallelDims> all_dims(int size) {
+  std::vector<train::ParallelDims> all;
+  for (const int replicate : divisors(size))
+    for (const int shard : divisors(size / replicate))
+      for (const int cp : divisors(size / replicate / shard))
+        all.push_back(
+            {.dp_replicate = replicate, .dp_shard = shard, .cp = cp, .tp = size / replicate / shard / cp});
+  return all;
+}
+
+// What one forward and backward gave.
+struct Outcome {
+  double loss = 0;
+  double norm = 0;
+  std::map<std::string, at::Tensor> gradients;  // whole
+};
+
+FsdpOptions fsdp_options(const Precision& precision) {
+  return {.mesh = {}, .param_dtype = precision.compute, .reduce_dtype = precision.dtype};
+}
+
+Outcome outcome_of(train::TrainableModel& model, double loss) {
+  const auto list = parameters(model.root());
+  Outcome outcome{loss, optim::clip_grad_norm(list, 1e30).norm, {}};
+  for (const Parameter& parameter : list)
+    outcome.gradients[parameter.name] = full_gradient(parameter).clone();
+  return outcome;
+}
+
+Outcome run_on_one_rank(const LlamaCase& llama, const Batch& batch, const Precision& precision) {
+  auto model = build_llama(llama, precision.dtype);
+  fully_shard(model->root(), fsdp_options(precision));
+  materialize(model->root(), kSeed);
+  return outcome_of(*model, forward_backward(*model, batch, 0, 1, 1));
+}
+
+struct Variant {
+  train::ParallelDims dims;
+  TensorParallelOptions tensor;
+  int micro_batches = 1;
+};
+
+std::string name_of(const Variant& variant) {
+  return str(name_of(variant.dims), variant.tensor.sequence_parallel ? "" : " without sequence parallel",
+             variant.tensor.loss_parallel ? "" : " without loss parallel", " micro-batches ",
+             variant.micro_batches);
+}
+
+std::unique_ptr<train::TrainableModel> build(const LlamaCase& llama, const Precision& precision,
+                                             const Variant& variant, const train::Meshes& meshes) {
+  auto model = build_llama(llama, precision.dtype);
+  FsdpOptions fsdp = fsdp_options(precision);
+  fsdp.mesh = meshes.fsdp;
+  llama_spec().parallelize(*model, {.meshes = meshes, .fsdp = fsdp, .tensor = variant.tensor});
+  materialize(model->root(), kSeed);
+  return model;
+}
+
+Outcome run_spread(const LlamaCase& llama, const Batch& batch, const Precision& precision,
+                   const Variant& variant) {
+  const train::Meshes meshes = train::build_meshes(world(), variant.dims);
+  const auto model = build(llama, precision, variant, meshes);
+  const int64_t num_valid = batch.num_valid();
+  const Batch mine = batch.rows(meshes.dp_rank(), meshes.dp_degree());
+  double loss = 0;
+  for (int m = 0; m < variant.micro_batches; ++m) {
+    set_last_micro_batch(model->root(), m + 1 == variant.micro_batches);
+    const Batch part = mine.rows(m, variant.micro_batches);
+    const at::Tensor part_loss = model->loss(part.tokens.to(device()), part.labels.to(device()), num_valid);
+    part_loss.backward();
+    loss += part_loss.item<double>();
+  }
+  return outcome_of(*model, meshes.loss.group()->sum(loss, {.phase = "test::loss"}));
+}
+
+// The largest deviations of a test, for the log.
+struct Worst {
+  double loss = 0;
+  double norm = 0;
+  double gradient = 0;
+  std::string parameter;
+
+  void print(const std::string& model, const Precision& precision) const {
+    if (world().rank() != 0) return;
+    std::printf(
+        "{\"composition\": \"%s\", \"precision\": \"%s\", \"ranks\": %d, \"loss\": %.3g, \"norm\": %.3g, "
+        "\"gradient\": "
+        "%.3g, \"parameter\": \"%s\"}\n",
+        model.c_str(), precision.name, world().size(), loss, norm, gradient, parameter.c_str());
+  }
+};
+
+void expect_equal(const Outcome& got, const Outcome& expected, double tolerance, const std::string& what,
+                  Worst& worst) {
+  EXPECT_NEAR(got.loss, expected.loss, tolerance * std::max(1.0, std::abs(expected.loss))) << what;
+  EXPECT_NEAR(got.norm, expected.norm, tolerance * expected.norm) << what;
+  ASSERT_EQ(got.gradients.size(), expected.gradients.size()) << what;
+  worst.loss = std::max(worst.loss, std::abs(got.loss - expected.loss));
+  worst.norm =
+      std::max(worst.norm, std::abs(got.norm - expected.norm) / (expected.norm == 0 ? 1 : expected.norm));
+  for (const auto& [name, gradient] : got.gradients) {
+    const double error = relative_error(gradient, expected.gradients.at(name));
+    EXPECT_LE(error, tolerance) << what << " " << name;
+    if (error <= worst.gradient) continue;
+    worst.gradient = error;
+    worst.parameter = name;
+  }
+}
+
+// Rounding to 16 bits hits other summands in another layout: as far from fp32 as one rank's is allowed twice.
+void expect_as_close(const Outcome& got, const Outcome& one_rank, const Outcome& exact,
+                     const std::string& what, Worst& worst) {
+  EXPECT_LE(std::abs(got.loss - exact.loss), 2 * std::abs(one_rank.loss - exact.loss) + 1e-3) << what;
+  for (const auto& [name, gradient] : got.gradients) {
+    const at::Tensor& wanted = exact.gradients.at(name);
+    const double error = relative_error(gradient, wanted);
+    EXPECT_LE(error, 2 * relative_error(one_rank.gradients.at(name), wanted)) << what << " " << name;
+    if (error > worst.gradient) worst = {std::abs(got.loss - exact.loss), 0, error, name};
+  }
+}
+
+bool fits(const LlamaCase& llama, const Variant& variant) {
+  const auto sizes = llama_spec().sizes(make_args(llama).get());
+  std::vector<std::string> problems;
+  train::check_divisibility(variant.dims, sizes, llama.seq_len, problems);
+  const int rows = variant.dims.batch_degree() * variant.micro_batches;
+  return problems.empty() && llama.rows % rows == 0;
+}
+
+// Of tensor-parallel ones also without sequence and loss parallelism.
+std::vector<Variant> variants_of(const LlamaCase& llama) {
+  std::vector<Variant> all;
+  for (const train::ParallelDims& dims : all_dims(world().size())) {
+    std::vector<TensorParallelOptions> options{{}};
+    if (dims.tp > 1) options = {{}, {.sequence_parallel = false}, {.loss_parallel = false}};
+    for (const TensorParallelOptions& tensor : options)
+      for (const int micro_batches : {1, 2})
+        if (const Variant variant{dims, tensor, micro_batches}; dims.cp == 1 && fits(llama, variant))
+          all.push_back(variant);
+  }
+  return all;
+}
+
+// ---- models
+
+LlamaCase small(const std::string& name, std::map<std::string, config::Value> changes = {}, int64_t rows = 8,
+                int64_t seq_len = 16) {
+  LlamaCase llama = mini_llama();
+  llama.name = name;
+  llama.rows = rows;
+  llama.seq_len = seq_len;
+  for (auto& [key, value] : changes) llama.args[key] = value;
+  return llama;
+}
+
+// Neither the vocabulary nor the feed-forward divides by 2 or 4, and at 4 ranks each has one key head.
+LlamaCase odd_sizes() {
+  return small("odd_sizes", {{"vocab_size", int64_t{251}},
+                             {"multiple_of", int64_t{5}},
+                             {"n_heads", int64_t{8}},
+                             {"n_kv_heads", int64_t{4}}});
+}
+// Of 5 tokens over 4 ranks one rank has none.
+LlamaCase tiny_vocabulary() {
+  return small("tiny_vocabulary", {{"vocab_size", int64_t{5}}, {"n_kv_heads", int64_t{4}}});
+}
+LlamaCase tied() { return small("tied", {{"tie_embeddings", true}, {"n_kv_heads", int64_t{4}}}); }
+LlamaCase thirds() {
+  return small("thirds", {{"n_heads", int64_t{6}}, {"n_kv_heads", int64_t{3}}, {"dim", int64_t{48}}}, 6, 12);
+}
+LlamaCase one_row() { return small("one_row", {{"n_kv_heads", int64_t{4}}}, 1, 8); }
+
+struct CompositionCase {
+  LlamaCase llama;
+  Precision precision;
+};
+
+class Composition : public ::testing::TestWithParam<CompositionCase> {};
+
+TEST_P(Composition, EqualsOneRank) {
+  const auto& [llama, precision] = GetParam();
+  const Batch batch = random_batch(llama, 1);
+  const Outcome reference = run_on_one_rank(llama, batch, precision);
+  Worst worst;
+  for (const Variant& variant : variants_of(llama))
+    expect_equal(run_spread(llama, batch, precision, variant), reference,
+                 precision.dtype == at::kDouble ? 1e-10 : 1e-5, name_of(variant), worst);
+  worst.print(llama.name, precision);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, Composition,
+    ::testing::Values(CompositionCase{small("mini"), kFloat64}, CompositionCase{small("mini"), kFloat32},
+                      CompositionCase{odd_sizes(), kFloat64}, CompositionCase{odd_sizes(), kFloat32},
+                      CompositionCase{tiny_vocabulary(), kFloat64}, CompositionCase{tied(), kFloat64},
+                      CompositionCase{thirds(), kFloat64}, CompositionCase{one_row(), kFloat64}),
+    [](const auto& info) { return info.param.llama.name + "_" + info.param.precision.name; });
+
+TEST(CompositionIn16Bits, IsAsCloseToFp32AsOneRank) {
+  const LlamaCase llama = small("mini", {{"n_kv_heads", int64_t{4}}});
+  const Batch batch = random_batch(llama, 1);
+  const Outcome exact = run_on_one_rank(llama, batch, kFloat32),
+                one_rank = run_on_one_rank(llama, batch, kBfloat16);
+  Worst worst;
+  for (const Variant& variant : variants_of(llama))
+    expect_as_close(run_spread(llama, batch, kBfloat16, variant), one_rank, exact, name_of(variant), worst);
+  worst.print(llama.name, kBfloat16);
+}
+
+// ---- labels that don't count
+
+using Masking = void (*)(Batch&);
+
+// All of the rows that rank 0 of a data-parallel pair reads.
+void mask_one_rank(Batch& batch) { batch.labels.slice(0, 0, {}, 2).fill_(-100); }
+void keep_one_token(Batch& batch) {
+  const int64_t label = batch.labels.max().item<int64_t>();
+  batch.labels.fill_(-100);
+  batch.labels[3][5] = label;
+}
+
+class CompositionMasks : public ::testing::TestWithParam<std::pair<const char*, Masking>> {};
+
+TEST_P(CompositionMasks, EqualOneRank) {
+  const LlamaCase llama = small("masked", {{"n_kv_heads", int64_t{4}}});
+  Batch batch = random_batch(llama, 2);
+  GetParam().second(batch);
+  const Outcome reference = run_on_one_rank(llama, batch, kFloat64);
+  Worst worst;
+  for (const Variant& variant : variants_of(llama))
+    expect_equal(run_spread(llama, batch, kFloat64, variant), reference, 1e-10, name_of(variant), worst);
+}
+
+INSTANTIATE_TEST_SUITE_P(Labels, CompositionMasks,
+                         ::testing::Values(std::pair{"OfOneRank", &mask_one_rank},
+                                           std::pair{"AllButOne", &keep_one_token}),
+                         [](const auto& info) { return std::string(info.param.first); });
+
+// No token counts: the loss is 0 and so is every gradient, not NaN.
+TEST(CompositionWithoutTokens, GivesZeros) {
+  const LlamaCase llama = small("empty", {{"n_kv_heads", int64_t{4}}});
+  Batch batch = random_batch(llama, 2);
+  batch.labels.fill_(-100);
+  for (const Variant& variant : variants_of(llama)) {
+    const Outcome outcome = run_spread(llama, batch, kFloat32, variant);
+    EXPECT_EQ(outcome.loss, 0) << name_of(variant);
+    for (const auto& [name, gradient] : outcome.gradients)
+      EXPECT_TRUE(gradient.eq(0).all().item<bool>()) << name_of(variant) << " " << name;
+  }
+}
+
+// ---- initial weights
+
+TEST(CompositionInit, EveryLayoutStartsFromOneRanksBits) {
+  const LlamaCase llama = odd_sizes();
+  auto single = build_llama(llama, at::kFloat);
+  materialize(single->root(), kSeed);
+  const auto expected = parameters(single->root());
+  for (const Variant& variant : variants_of(llama)) {
+    const train::Meshes meshes = train::build_meshes(world(), variant.dims);
+    const auto model = build(llama, kFloat32, variant, meshes);
+    const auto list = parameters(model->root());
+    ASSERT_EQ(list.size(), expected.size());
+    for (size_t i = 0; i < list.size(); ++i)
+      EXPECT_TRUE(at::equal(full_tensor(list[i].data), expected[i].data.local))
+          << name_of(variant) << " " << list[i].name;
+  }
+}
+
+}  // namespace
+}  // namespace titan
