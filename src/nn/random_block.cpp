@@ -1,6 +1,8 @@
 #include "nn/random_block.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,6 +16,7 @@ namespace titan::nn {
 namespace {
 
 using Key = std::array<uint32_t, 2>;
+using Lanes32 = int32_t __attribute__((vector_size(16)));
 
 constexpr int64_t kLanes = 64;
 constexpr int64_t kLaneElements = 2 * kLanes;
@@ -51,17 +54,21 @@ TITAN_AVX2 inline void philox_round(FourCounters& c, __m256i key0, __m256i key1)
 }
 TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const Key& key, const Key& name) {
   const __m256i name0 = _mm256_set1_epi64x(name[0]), name1 = _mm256_set1_epi64x(name[1]);
+  __m256i keys0[kPhiloxRounds], keys1[kPhiloxRounds];
+  uint32_t key0 = key[0], key1 = key[1];
+  for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
+    keys0[round] = _mm256_set1_epi64x(key0);
+    keys1[round] = _mm256_set1_epi64x(key1);
+  }
   for (int64_t i = 0; i < kLanes; i += 8) {  // two times four, as each waits for its products
     const __m256i low = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(first_counter) + i),
                                          _mm256_set_epi64x(3, 2, 1, 0));
     const __m256i high = _mm256_add_epi64(low, _mm256_set1_epi64x(4));
     FourCounters a{low, _mm256_srli_epi64(low, 32), name0, name1},
         b{high, _mm256_srli_epi64(high, 32), name0, name1};
-    uint32_t key0 = key[0], key1 = key[1];
-    for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
-      const __m256i keys0 = _mm256_set1_epi64x(key0), keys1 = _mm256_set1_epi64x(key1);
-      philox_round(a, keys0, keys1);
-      philox_round(b, keys0, keys1);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      philox_round(a, keys0[round], keys1[round]);
+      philox_round(b, keys0[round], keys1[round]);
     }
     store_uniforms(to + 2 * i, a);
     store_uniforms(to + 2 * i + 8, b);
@@ -112,39 +119,85 @@ UniformsOfLanes best_uniforms_of_lanes() {
 // The few that lie outside the centre are put aside in the first pass.
 struct Outside {
   static constexpr int64_t kCapacity = 256;
-  double p[kCapacity + 4];  // and room for a vector that isn't full
-  int32_t where[kCapacity];
-  int64_t count;
+  double p[kCapacity + 4];  // probabilities, then values; and room for a vector that isn't full
+  double r[kCapacity + 4];  // what the formulas take
+  int32_t where[kCapacity + 4];
 };
 
-TITAN_INLINE void finish_outside(double* z, const Outside& outside) {
-  for (int64_t i = 0; i < outside.count; i += 4) {
+// For each set of lanes (a bit per lane): those lanes first, and how many they are.
+struct Compaction {
+  uint64_t order[16][4];
+  int32_t lanes[16][4];
+  int64_t count[16];
+};
+constexpr Compaction make_compaction() {
+  Compaction result{};
+  for (unsigned set = 0; set < 16; ++set) {
+    unsigned n = 0;
+    for (unsigned lane = 0; lane < 4; ++lane)
+      if (set & (1u << lane)) {
+        result.order[set][n] = lane;
+        result.lanes[set][n++] = static_cast<int32_t>(lane);
+      }
+    result.count[set] = n;
+  }
+  return result;
+}
+constexpr Compaction kCompaction = make_compaction();
+
+TITAN_INLINE Doubles reordered(Doubles v, const uint64_t (&order)[4]) {
+#if defined(__clang__)
+  return Doubles{v[order[0]], v[order[1]], v[order[2]], v[order[3]]};
+#else
+  Quads lanes;
+  std::memcpy(&lanes, order, sizeof lanes);
+  return __builtin_shuffle(v, lanes);
+#endif
+}
+
+// Without a branch: half of all vectors have a lane outside, in no order that a processor could foresee.
+TITAN_INLINE int64_t put_aside(Outside& outside, int64_t count, int32_t first, Doubles p, Doubles q) {
+  const auto inside = (q >= -as241::kCentre) & (q <= as241::kCentre);
+  const auto bits = ~inside & decltype(inside){1, 2, 4, 8};
+  const auto set = (bits[0] | bits[1]) | (bits[2] | bits[3]);
+  Lanes32 where;
+  std::memcpy(&where, kCompaction.lanes[set], sizeof where);
+  ops::simd::store(outside.p + count, reordered(p, kCompaction.order[set]));
+  where += first;
+  std::memcpy(outside.where + count, &where, sizeof where);
+  return count + kCompaction.count[set];
+}
+
+TITAN_INLINE void finish_outside(double* z, Outside& outside, int64_t count) {
+  for (int64_t i = 0; i < count; i += 4) {
     const Doubles p = ops::simd::load(outside.p + i);
-    const Doubles below = -fixed_log<Doubles>(p < 0.5 ? p : 1.0 - p);
-    Doubles r;
-    for (int lane = 0; lane < 4; ++lane) r[lane] = __builtin_sqrt(below[lane]);
+    ops::simd::store(outside.r + i, -fixed_log<Doubles>(p < 0.5 ? p : 1.0 - p));
+  }
+  const int64_t padded = (count + 3) / 4 * 4;
+  for (int64_t i = 0; i < padded; ++i) outside.r[i] = __builtin_sqrt(outside.r[i]);
+  for (int64_t i = 0; i < count; i += 4) {
+    const Doubles p = ops::simd::load(outside.p + i), r = ops::simd::load(outside.r + i);
     const Doubles magnitude = as241::flank(r);
-    for (int lane = 0; lane < std::min<int64_t>(4, outside.count - i); ++lane) {
-      const double value = r[lane] <= as241::kFlank ? magnitude[lane] : as241::tail(r[lane]);
-      z[outside.where[i + lane]] = p[lane] < 0.5 ? -value : value;
-    }
+    ops::simd::store(outside.p + i, p < 0.5 ? -magnitude : magnitude);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    double value = outside.p[i];
+    if (__builtin_expect(outside.r[i] > as241::kFlank, 0))
+      value = std::copysign(as241::tail(outside.r[i]), value);
+    z[outside.where[i]] = value;
   }
 }
 
 TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDraw& draw, Outside& outside) {
-  outside.count = 0;
+  int64_t aside = 0;
   for (int64_t i = 0; i < count; i += 4) {
     const Doubles p = draw.offset + draw.scale * ops::simd::load_up_to(z + i, count - i, 0.5);
     const Doubles q = p - 0.5;
-    for (int lane = 0; lane < 4; ++lane) {
-      outside.p[outside.count] = p[lane];
-      outside.where[outside.count] = static_cast<int32_t>(i + lane);
-      outside.count += !(q[lane] >= -as241::kCentre && q[lane] <= as241::kCentre);
-    }
+    aside = put_aside(outside, aside, static_cast<int32_t>(i), p, q);
     ops::simd::store_up_to(z + i, as241::centre(q), count - i);
   }
-  for (int lane = 0; lane < 4; ++lane) outside.p[outside.count + lane] = 0.25;
-  finish_outside(z, outside);
+  for (int lane = 0; lane < 4; ++lane) outside.p[aside + lane] = 0.25;
+  finish_outside(z, outside, aside);
   for (int64_t i = 0; i < count; ++i) {
     const double value = draw.mean + draw.std * z[i];
     z[i] = value < draw.low ? draw.low : draw.high < value ? draw.high : value;
