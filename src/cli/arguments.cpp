@@ -100,13 +100,25 @@ void sort_words(const Parser& parser, TrainArguments& arguments, const std::vect
   }
 }
 
+/// `--section.key -n5`: a value, or an option behind a switch? CLI11 would take it silently.
+void check_short_options(const Parser& parser, const std::vector<std::string>& words) {
+  for (size_t i = 1; i < words.size(); ++i) {
+    const std::string &setting = words[i - 1], &word = words[i];
+    const bool open = is_setting(setting) && setting.find('=') == std::string::npos;
+    if (open && (word.starts_with("-n") || (word.starts_with("-h") && word != "-h")))
+      parser.refuse(str("is '", word, "' the value of ", setting, " or an option? Write ", setting, "=", word,
+                        " for the value; options may stand before the first setting"));
+  }
+}
+
 constexpr const char* kTrainNotes =
     "CONFIG is a TOML or JSON file; without one, defaults and the settings given. It stands before the "
     "first\n"
     "setting, whose value it would be otherwise.\n"
     "\n"
     "Settings: command line, then CONFIG, then what it includes, then the defaults in brackets.\n"
-    "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n";
+    "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n"
+    "A value that looks like an option is written --section.key=value.\n";
 
 constexpr const char* kLaunchNotes =
     "Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().\n"
@@ -115,7 +127,7 @@ constexpr const char* kLaunchNotes =
 
 constexpr const char* kCompareNotes =
     "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
-    "side by side, and the first step at which a loss isn't the first run's.\n";
+    "and of the validations side by side, and the first step at which a loss isn't the first run's.\n";
 
 }  // namespace
 
@@ -127,6 +139,7 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
   parser.app.add_flag("--print-config", arguments.print_config,
                       "print the resolved config as TOML, and stop");
   parser.app.allow_extras();
+  check_short_options(parser, words);
   arguments.help = parser.parse(words);
   if (!arguments.help.empty()) return arguments;
   sort_words(parser, arguments, parser.app.remaining());

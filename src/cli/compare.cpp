@@ -54,13 +54,13 @@ std::vector<int64_t> shown_steps(const std::vector<int64_t>& steps) {
   return shown;
 }
 
-void print_losses(const std::vector<RunRecord>& runs, const std::vector<int64_t>& steps) {
-  std::printf("\nloss (tokens/s)\n");
+void print_losses(const std::vector<RunRecord>& runs, Series series, const char* title) {
+  std::printf("\n%s\n", title);
   print_heads(runs, "step");
-  for (int64_t step : shown_steps(steps)) {
+  for (int64_t step : shown_steps(common_steps(runs, series))) {
     std::string line = cell(std::to_string(step));
     for (const RunRecord& run : runs) {
-      const LoggedStep& logged = run.steps.at(step);
+      const LoggedStep& logged = (run.*series).at(step);
       line += cell(number("%.6f", logged.loss) + number(" (%.0f)", logged.tps));
     }
     std::printf("%s\n", line.c_str());
@@ -78,17 +78,18 @@ void print_speed(const std::vector<RunRecord>& runs) {
   std::printf("%s\n%s\n", tokens.c_str(), seconds.c_str());
 }
 
-void print_parting(const std::vector<RunRecord>& runs, const std::vector<int64_t>& steps) {
+void print_parting(const std::vector<RunRecord>& runs, Series series, const char* losses) {
+  const std::vector<int64_t> steps = common_steps(runs, series);
   std::printf("\n");
   for (size_t i = 1; i < runs.size(); ++i) {
-    Parting parting = compare_losses(runs.front(), runs[i], steps);
+    Parting parting = compare_losses(runs.front().*series, runs[i].*series, steps);
     std::string name = runs[i].folder.string();
     if (parting.first_step)
-      std::printf("%s: the losses part at step %lld; largest difference %.3g at step %lld\n", name.c_str(),
-                  static_cast<long long>(*parting.first_step), parting.largest_difference,
+      std::printf("%s: the %s part at step %lld; largest difference %.3g at step %lld\n", name.c_str(),
+                  losses, static_cast<long long>(*parting.first_step), parting.largest_difference,
                   static_cast<long long>(parting.largest_step));
     else
-      std::printf("%s: all %zu losses are equal, bit for bit\n", name.c_str(), steps.size());
+      std::printf("%s: all %zu %s are equal, bit for bit\n", name.c_str(), steps.size(), losses);
   }
 }
 
@@ -99,12 +100,15 @@ int compare_command(const Arguments& words) {
   if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
   std::vector<RunRecord> runs;
   for (const std::string& folder : arguments.runs) runs.push_back(read_run(folder));
-  std::vector<int64_t> steps = common_steps(runs);
-  if (steps.empty()) throw ConfigError("these runs have no logged step in common");
+  if (common_steps(runs, &RunRecord::steps).empty())
+    throw ConfigError("these runs have no logged step in common");
+  const bool validated = !common_steps(runs, &RunRecord::validations).empty();
   print_settings(runs);
-  print_losses(runs, steps);
+  print_losses(runs, &RunRecord::steps, "loss (tokens/s)");
+  if (validated) print_losses(runs, &RunRecord::validations, "validation loss (tokens/s)");
   print_speed(runs);
-  print_parting(runs, steps);
+  print_parting(runs, &RunRecord::steps, "losses");
+  if (validated) print_parting(runs, &RunRecord::validations, "validation losses");
   return 0;
 }
 

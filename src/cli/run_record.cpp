@@ -30,8 +30,8 @@ std::map<std::string, std::string> read_settings(const std::filesystem::path& pa
 }
 
 // A run that was killed may leave its last line unfinished.
-std::map<int64_t, LoggedStep> read_steps(const std::filesystem::path& path) {
-  std::map<int64_t, LoggedStep> steps;
+LoggedSteps read_steps(const std::filesystem::path& path) {
+  LoggedSteps steps;
   std::istringstream lines(read_file(path));
   std::string line;
   for (int64_t number = 1; std::getline(lines, line); ++number) {
@@ -72,7 +72,9 @@ RunRecord read_run(const std::filesystem::path& folder) {
   for (const char* name : {"config.toml", "metrics.jsonl"})
     if (!std::filesystem::exists(folder / name))
       throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
-  return {folder, read_settings(folder / "config.toml"), read_steps(folder / "metrics.jsonl")};
+  const auto validations = folder / "validation.jsonl";
+  return {folder, read_settings(folder / "config.toml"), read_steps(folder / "metrics.jsonl"),
+          std::filesystem::exists(validations) ? read_steps(validations) : LoggedSteps()};
 }
 
 std::set<std::string> keys_of(const std::vector<RunRecord>& runs) {
@@ -88,19 +90,19 @@ bool same_setting(const std::vector<RunRecord>& runs, const std::string& key) {
                      [&](const RunRecord& run) { return run.setting(key) == runs.front().setting(key); });
 }
 
-std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs) {
+std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs, Series series) {
   std::vector<int64_t> steps;
-  for (const auto& [step, logged] : runs.front().steps)
+  for (const auto& [step, logged] : runs.front().*series)
     if (std::all_of(runs.begin(), runs.end(),
-                    [&, step = step](const RunRecord& run) { return run.steps.count(step); }))
+                    [&, step = step](const RunRecord& run) { return (run.*series).contains(step); }))
       steps.push_back(step);
   return steps;
 }
 
-Parting compare_losses(const RunRecord& a, const RunRecord& b, const std::vector<int64_t>& steps) {
+Parting compare_losses(const LoggedSteps& a, const LoggedSteps& b, const std::vector<int64_t>& steps) {
   Parting parting;
   for (int64_t step : steps) {
-    double first = a.steps.at(step).loss, second = b.steps.at(step).loss;
+    double first = a.at(step).loss, second = b.at(step).loss;
     if (first == second || (std::isnan(first) && std::isnan(second))) continue;
     if (!parting.first_step) parting.first_step = step;
     double difference = std::abs(first - second);

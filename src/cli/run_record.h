@@ -1,6 +1,6 @@
 #pragma once
 
-// What a run left in its folder: config.toml and metrics.jsonl.
+// What a run left in its folder: config.toml, metrics.jsonl and, where it validated, validation.jsonl.
 
 #include <cstdint>
 #include <filesystem>
@@ -15,13 +15,15 @@ namespace titan::cli {
 struct LoggedStep {
   double loss = 0;
   double tps = 0;
-  double step_s = 0;
+  double step_s = 0;  ///< NaN of a validation
 };
+using LoggedSteps = std::map<int64_t, LoggedStep>;
 
 struct RunRecord {
   std::filesystem::path folder;
   std::map<std::string, std::string> settings;  ///< full name -> value as TOML
-  std::map<int64_t, LoggedStep> steps;
+  LoggedSteps steps;
+  LoggedSteps validations;  ///< by the training step they followed
 
   std::string setting(const std::string& key) const;  ///< "unset" where the run has none
   /// Over the logged steps behind the first, which pays for set-up.
@@ -29,20 +31,24 @@ struct RunRecord {
   double median_step_s() const;
 };
 
-/// Throws ConfigError when the folder holds no run, Error for a line of metrics.jsonl that isn't one. A last
-/// line without its newline is left out: the run was killed while it wrote it.
+/// Throws ConfigError when the folder holds no run, Error for a line that isn't a step's. A last line without
+/// its newline is left out: the run was killed while it wrote it.
 RunRecord read_run(const std::filesystem::path& folder);
 
 /// `job.dump_folder` isn't among them: it always differs.
 std::set<std::string> keys_of(const std::vector<RunRecord>& runs);
 bool same_setting(const std::vector<RunRecord>& runs, const std::string& key);
-std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs);
+
+/// Of the losses in question: &RunRecord::steps or &RunRecord::validations.
+using Series = LoggedSteps RunRecord::*;
+std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs, Series series);
 
 struct Parting {
   std::optional<int64_t> first_step;  ///< whose losses aren't the same double
   double largest_difference = 0;
   int64_t largest_step = 0;
 };
-Parting compare_losses(const RunRecord& a, const RunRecord& b, const std::vector<int64_t>& steps);
+/// Over the steps in common.
+Parting compare_losses(const LoggedSteps& a, const LoggedSteps& b, const std::vector<int64_t>& steps);
 
 }  // namespace titan::cli

@@ -72,6 +72,19 @@ TEST(TrainArguments, WrongWords) {
   EXPECT_THAT(problem_of(parse_train_arguments, {"-x", "a.toml"}), HasSubstr("unknown option '-x'"));
 }
 
+TEST(TrainArguments, AValueThatBeginsWithADash) {
+  EXPECT_EQ(parse_train_arguments({"a.toml", "--job.description", "-x"}).overrides,
+            (Words{"--job.description", "-x"}));
+  for (const char* value : {"-n", "-n5", "-hello"}) {
+    EXPECT_THAT(problem_of(parse_train_arguments, {"a.toml", "--job.description", value}),
+                HasSubstr(str("Write --job.description=", value)));
+    const std::string written = str("--job.description=", value);
+    EXPECT_EQ(parse_train_arguments({"a.toml", written}).overrides, Words{written});
+  }
+  EXPECT_NE(parse_train_arguments({"a.toml", "--debug.deterministic", "-h"}).help, "");
+  EXPECT_EQ(parse_train_arguments({"a.toml", "--debug.deterministic", "--nproc", "2"}).num_ranks, 2);
+}
+
 TEST(TrainArguments, HelpHasEveryOption) {
   const std::string help = parse_train_arguments({"a.toml", "--training.steps", "1", "--help"}).help;
   for (const char* word :

@@ -33,12 +33,28 @@ TEST(RunRecord, ReadsSettingsAndSteps) {
 TEST(RunRecord, LossesPartAtTheFirstOtherDouble) {
   RunRecord a{.folder = "a", .steps = {{1, {.loss = 1}}, {5, {.loss = 0.5}}, {9, {.loss = 0.25}}}};
   RunRecord b{.folder = "b", .steps = {{1, {.loss = 1}}, {5, {.loss = 0.75}}, {10, {.loss = 0}}}};
-  auto steps = common_steps({a, b});
+  auto steps = common_steps({a, b}, &RunRecord::steps);
   EXPECT_EQ(steps, (std::vector<int64_t>{1, 5}));
-  Parting parting = compare_losses(a, b, steps);
+  Parting parting = compare_losses(a.steps, b.steps, steps);
   EXPECT_EQ(parting.first_step, 5);
   EXPECT_EQ(parting.largest_difference, 0.25);
-  EXPECT_FALSE(compare_losses(a, a, steps).first_step);
+  EXPECT_FALSE(compare_losses(a.steps, a.steps, steps).first_step);
+}
+
+TEST(RunRecord, ValidationLossesAreASeriesOfTheirOwn) {
+  const std::string config, metrics = "{\"step\": 1, \"loss\": 3}\n{\"step\": 2, \"loss\": 2}\n";
+  const auto validated = run_folder("validated", config, metrics);
+  std::ofstream(validated / "validation.jsonl")
+      << "{\"step\": 1, \"loss\": 3.5, \"tps\": 7}\n{\"step\": 2, \"loss\": 2.5, \"tps\": 7}\n";
+  const auto other = run_folder("validated_once", config, metrics);
+  std::ofstream(other / "validation.jsonl") << "{\"step\": 2, \"loss\": 2.75, \"tps\": 7}\n";
+  const RunRecord a = read_run(validated), b = read_run(other);
+  const RunRecord none = read_run(run_folder("not_validated", config, metrics));
+  EXPECT_EQ(a.validations.at(1).loss, 3.5);
+  const auto steps = common_steps({a, b}, &RunRecord::validations);
+  EXPECT_EQ(steps, std::vector<int64_t>{2});
+  EXPECT_EQ(compare_losses(a.validations, b.validations, steps).largest_difference, 0.25);
+  EXPECT_TRUE(common_steps({a, none}, &RunRecord::validations).empty());
 }
 
 TEST(RunRecord, ATornLastLineIsLeftOut) {
