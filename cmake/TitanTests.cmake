@@ -1,4 +1,5 @@
-# titan_unit_test(<layer>): tests/unit/<layer>/**/*_test.cpp as one program, label fast.
+# titan_unit_test(<layer>): tests/unit/<layer>/**/*_test.cpp as one program, label fast. Its random numbers, and those of distributed
+# tests, are seeded before each test (tests/seed.cpp).
 # titan_distributed_test(<name> RANKS n... [TIMEOUT s] [LABELS l...] [CUDA]): tests/distributed/<name>.cpp as one program that each listed
 # number of local ranks runs; the time limit ends all of its processes. CUDA: again with --cuda, skipped where no GPU is visible.
 include(GoogleTest)
@@ -27,6 +28,9 @@ function(titan_unit_test layer)
     return()
   endif()
   set(name titan_${layer}_test)
+  if(NOT layer MATCHES "^(core|config)$")
+    list(APPEND sources ${PROJECT_SOURCE_DIR}/tests/seed.cpp)
+  endif()
   add_executable(${name} ${sources})
   target_link_libraries(${name} PRIVATE libtitan GTest::gtest GTest::gtest_main)
   target_include_directories(${name} PRIVATE src tests)
@@ -47,7 +51,8 @@ function(titan_distributed_test name)
   if(NOT ARG_LABELS)
     set(ARG_LABELS ci)
   endif()
-  add_executable(${name} ${PROJECT_SOURCE_DIR}/tests/distributed/${name}.cpp ${PROJECT_SOURCE_DIR}/tests/distributed/main.cpp)
+  add_executable(${name} ${PROJECT_SOURCE_DIR}/tests/distributed/${name}.cpp ${PROJECT_SOURCE_DIR}/tests/distributed/main.cpp
+                         ${PROJECT_SOURCE_DIR}/tests/seed.cpp)
   target_link_libraries(${name} PRIVATE libtitan GTest::gtest)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_compile_definitions(${name} PRIVATE TITAN_SOURCE_DIR="${PROJECT_SOURCE_DIR}" TITAN_BINARY_DIR="${PROJECT_BINARY_DIR}")

@@ -102,15 +102,15 @@ struct TensorParallelOptions {
   bool loss_parallel = true;      ///< false: the loss is computed from gathered logits
 };
 
-/// One converted call of the plan as it ran: what `titan train --print-plan` shows.
+/// One module of the plan as it ran: what `titan train --print-plan` shows.
 struct PlanRow {
   std::string module;
-  std::string style;
+  std::string style;        ///< "Rowwise"; of several entries for the module "SequenceParallel, PrepareInput"
   std::string weight;       ///< placements of the module's parameters, "" where they are whole
-  std::string activation;   ///< "Shard(1) -> Replicate"
-  std::string collectives;  ///< forward / backward
-  int64_t calls = 0;
-  int64_t bytes = 0;  ///< that this rank received since the model was parallelized, forward and backward
+  std::string activation;   ///< "in Shard(1) -> Replicate; out Partial -> Shard(1)"
+  std::string collectives;  ///< forward / backward: "all-gather / reduce-scatter"
+  int64_t calls = 0;        ///< moves of activations and statistics, with and without communication
+  int64_t bytes = 0;        ///< that this rank received in them since the model was parallelized, both ways
 };
 /// Rows in module order; of modules that parallelize() hooked or cut below `root`.
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root);

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "parallel/tensor/tp_group.h"
+#include "parallel/tensor/traffic.h"
 #include "titan/parallel/tensor_parallel.h"
 
 namespace titan::tp {
@@ -19,12 +20,6 @@ enum class Move { None, Gather, ReduceScatter, AllReduce, Slice, Unslice };
 
 /// "all-gather", "" for moves without communication.
 const char* collective_of(Move move);
-
-/// What a conversion did so far.
-struct Traffic {
-  int64_t calls = 0;
-  int64_t bytes = 0;  ///< received by this rank
-};
 
 /// [Note: moves]
 ///   Shard     -> Replicate   all-gather      | reduce-scatter

@@ -41,6 +41,13 @@ bool matches(const std::string& pattern, const std::string& name) {
       [](const std::string& p, const std::string& n) { return ::fnmatch(p.c_str(), n.c_str(), 0) == 0; });
 }
 
+const char* name_of(const ParallelStyle& style) {
+  constexpr const char* kNames[] = {"Colwise", "Rowwise", "SequenceParallel", "PrepareInput",
+                                    "PrepareOutput"};
+  static_assert(std::size(kNames) == std::variant_size_v<ParallelStyle>);
+  return kNames[style.index()];
+}
+
 struct NamedModule {
   std::string name;
   torch::nn::Module* module;
@@ -101,6 +108,7 @@ class Parallelizer {
         throw ConfigError(str("parallelize: module '", named.name,
                               "' is sharded already; call parallelize before fully_shard"));
       name_ = named.name.empty() ? "(root)" : named.name;
+      style_ = name_of(entry.style);
       std::visit([&](const auto& style) { this->apply(*host, style); }, entry.style);
     }
     if (!matched)
@@ -145,7 +153,7 @@ class Parallelizer {
     if (slot)
       throw ConfigError(
           str("parallelize: something else prepares the ", what, " of module '", name_, "' already"));
-    slot = std::make_shared<ConversionHook>(std::move(conversion), std::move(tensors));
+    slot = std::make_shared<ConversionHook>(std::move(conversion), std::move(tensors), style_);
   }
 
   // Returns the whole size of the weight's cut dimension.
@@ -154,7 +162,7 @@ class Parallelizer {
       throw ConfigError(str("parallelize: module '", name_, "' is cut by two entries of the plan"));
     auto* splittable = dynamic_cast<nn::Splittable*>(&host);
     auto& module = host.as_module();
-    auto parts = std::make_shared<tp::SplitParams>(axis_);
+    auto parts = std::make_shared<tp::SplitParams>(axis_, style_);
     int64_t whole = -1;
     for (const nn::ParamSplit& param :
          splittable ? splittable->param_splits(split) : default_splits(module, split, name_)) {
@@ -163,6 +171,8 @@ class Parallelizer {
       if (whole < 0 && param.dim >= 0)
         whole = parts->parts().back().global_shape[static_cast<size_t>(param.dim)];
     }
+    if (splittable)
+      splittable->set_split(split, std::make_shared<tp::CountedParts>(group_, parts->traffic()));
     host.param_parts = std::move(parts);
     if (splittable) splittable->set_split(split, group_);
     return whole;
@@ -205,7 +215,7 @@ class Parallelizer {
     if (host && !own.is_empty()) {
       if (host->param_parts)
         throw ConfigError(str("parallelize: module '", name_, "' is cut by two entries of the plan"));
-      auto parts = std::make_shared<tp::SplitParams>(axis_);
+      auto parts = std::make_shared<tp::SplitParams>(axis_, style_);
       for (const auto& named : own) parts->add(cut(*host, named.value(), {named.key(), -1, true}));
       host->param_parts = std::move(parts);
     }
@@ -230,7 +240,8 @@ class Parallelizer {
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
   std::map<const c10::TensorImpl*, tp::PartOfParam> cut_;
-  std::string name_;  // of the module in hand
+  std::string name_;        // of the module in hand
+  const char* style_ = "";  // and of what is done to it
 };
 
 }  // namespace

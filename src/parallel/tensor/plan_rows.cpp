@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include <torch/nn/module.h>
 
 #include "parallel/tensor/split_params.h"
@@ -20,25 +22,39 @@ std::string placements_of(const SplitParams* split) {
   return text;
 }
 
-void add_conversion(PlanRow& row, const nn::CallHook* slot, const char* where) {
-  const auto* hook = dynamic_cast<const ConversionHook*>(slot);
-  if (!hook) return;
-  const tp::Conversion& conversion = hook->conversion();
-  const char* separator = row.activation.empty() ? "" : "; ";
-  row.activation += str(separator, where, " ", conversion.layouts());
-  if (!conversion.collectives().empty())
-    row.collectives += str(row.collectives.empty() ? "" : "; ", conversion.collectives());
-  row.calls += conversion.traffic().calls;
-  row.bytes += conversion.traffic().bytes;
+bool sums_gradients(const SplitParams& split) {
+  return std::any_of(split.parts().begin(), split.parts().end(),
+                     [](const tp::PartOfParam& part) { return part.gradient_is_summand; });
 }
 
-std::string style_of(const SplitParams* split, bool input, bool output) {
-  if (!split)
-    return input && output ? "PrepareInput, PrepareOutput" : input ? "PrepareInput" : "PrepareOutput";
-  for (const tp::PartOfParam& part : split->parts())
-    if (part.placement.is_shard())
-      return part.placement.dim == 0 ? "cut along dim 0" : str("cut along dim ", part.placement.dim);
-  return "SequenceParallel";
+// `text` grows by `more`, unless it says so already.
+void join(std::string& text, const std::string& more, const char* separator) {
+  if (more.empty() || text.find(more) != std::string::npos) return;
+  text += text.empty() ? more : separator + more;
+}
+
+void count(PlanRow& row, const tp::Traffic& traffic) {
+  row.calls += traffic.calls;
+  row.bytes += traffic.bytes;
+}
+
+void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where) {
+  if (!hook) return;
+  const tp::Conversion& conversion = hook->conversion();
+  join(row.style, hook->style(), ", ");
+  join(row.activation, str(where, " ", conversion.layouts()), "; ");
+  join(row.collectives, conversion.collectives(), "; ");
+  count(row, conversion.traffic());
+}
+
+void add_parameters(PlanRow& row, const SplitParams* split) {
+  if (!split) return;
+  row.style = split->style();
+  row.weight = placements_of(split);
+  // A loss head's, while it computes the loss.
+  if (split->traffic()->calls > 0) row.collectives = "all-gather per chunk / -";
+  count(row, *split->traffic());
+  if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
 }  // namespace
@@ -52,7 +68,9 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
     const auto* input = dynamic_cast<const ConversionHook*>(host->prepare_input_hook.get());
     const auto* output = dynamic_cast<const ConversionHook*>(host->prepare_output_hook.get());
     if (!split && !input && !output) return;
-    PlanRow row{.module = name, .style = style_of(split, input, output), .weight = placements_of(split)};
+    PlanRow row;
+    row.module = name;
+    add_parameters(row, split);
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");
     rows.push_back(std::move(row));

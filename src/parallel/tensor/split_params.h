@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "parallel/tensor/tp_group.h"
+#include "parallel/tensor/traffic.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/hooks.h"
 #include "titan/tensor/dtensor.h"
@@ -24,13 +25,17 @@ struct PartOfParam {
 
 class SplitParams final : public nn::ParamParts {
  public:
-  explicit SplitParams(DeviceMesh axis) : axis_(std::move(axis)) {}
+  /// `style`: a literal, the name of the plan's style that cut the module.
+  SplitParams(DeviceMesh axis, const char* style) : axis_(std::move(axis)), style_(style) {}
 
   void add(PartOfParam part) { parts_.push_back(std::move(part)); }
   /// Null for a parameter that the plan didn't speak of: whole, with whole gradients.
   const PartOfParam* find(std::string_view name) const;
   const std::vector<PartOfParam>& parts() const { return parts_; }
   const DeviceMesh& axis() const { return axis_; }
+  const char* style() const { return style_; }
+  /// Of the module's own gathers, as a loss head's.
+  const std::shared_ptr<Traffic>& traffic() const { return traffic_; }
 
   /// `data` describes this rank's part of the parameter as if it were a tensor of its own: the same elements
   /// as a part of the whole, on a mesh that has this axis too. The axis cuts first, the others cut its parts.
@@ -38,7 +43,9 @@ class SplitParams final : public nn::ParamParts {
 
  private:
   DeviceMesh axis_;
+  const char* style_;
   std::vector<PartOfParam> parts_;
+  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 
 /// Null where the module was left alone.

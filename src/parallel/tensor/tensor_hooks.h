@@ -11,11 +11,11 @@
 namespace titan::tp {
 
 /// Converts the floating-point tensors of a call with these numbers. Results without dimensions (a loss) are
-/// left alone.
+/// left alone. `style`: a literal, the name of the plan's style that asked for it.
 class ConversionHook final : public nn::CallHook {
  public:
-  ConversionHook(Conversion conversion, std::vector<size_t> tensors)
-      : conversion_(std::move(conversion)), tensors_(std::move(tensors)) {}
+  ConversionHook(Conversion conversion, std::vector<size_t> tensors, const char* style)
+      : conversion_(std::move(conversion)), tensors_(std::move(tensors)), style_(style) {}
 
   void pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) override {
     convert(host, inputs, "argument");
@@ -25,12 +25,14 @@ class ConversionHook final : public nn::CallHook {
   }
 
   const Conversion& conversion() const { return conversion_; }
+  const char* style() const { return style_; }
 
  private:
   void convert(nn::HookHost& host, const nn::TensorRefs& tensors, const char* what) const;
 
   Conversion conversion_;
   std::vector<size_t> tensors_;
+  const char* style_;
 };
 
 /// Sums the gradient of `param` over the axis as autograd delivers it, unless a group of fully_shard (which

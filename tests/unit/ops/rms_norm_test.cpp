@@ -41,7 +41,7 @@ TEST_P(RmsNormSizes, KernelEqualsComposite) {
   const auto [grad_x, grad_weight] = composite::rms_norm_backward(wide(grad), wide(x), wide(weight), rstd);
   EXPECT_CLOSE(y, expected, tolerance_of(dtype));
   EXPECT_CLOSE(x.grad(), grad_x, 3 * tolerance_of(dtype));
-  EXPECT_CLOSE(weight.grad(), grad_weight, tolerance_of(dtype));
+  EXPECT_CLOSE(weight.grad(), grad_weight, 3 * tolerance_of(dtype));
   EXPECT_EQ(y.scalar_type(), dtype);
 }
 

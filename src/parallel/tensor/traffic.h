@@ -1,0 +1,38 @@
+#pragma once
+
+// What was moved among the ranks of the axis, counted for plan_rows().
+
+#include <cstdint>
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/ops/rank_parts.h"
+
+namespace titan::tp {
+
+struct Traffic {
+  int64_t calls = 0;
+  int64_t bytes = 0;  ///< received by this rank
+};
+
+/// `parts` for one module, whose gathers are counted.
+class CountedParts final : public ops::RankParts {
+ public:
+  CountedParts(std::shared_ptr<const ops::RankParts> parts, std::shared_ptr<Traffic> traffic)
+      : parts_(std::move(parts)), traffic_(std::move(traffic)) {}
+
+  int index() const override { return parts_->index(); }
+  int count() const override { return parts_->count(); }
+  void all_gather(const at::Tensor& out, const at::Tensor& in) const override {
+    traffic_->calls += 1;
+    traffic_->bytes += static_cast<int64_t>(in.nbytes()) * (count() - 1);
+    parts_->all_gather(out, in);
+  }
+
+ private:
+  std::shared_ptr<const ops::RankParts> parts_;
+  std::shared_ptr<Traffic> traffic_;
+};
+
+}  // namespace titan::tp
