@@ -174,7 +174,6 @@ class Parallelizer {
     if (splittable)
       splittable->set_split(split, std::make_shared<tp::CountedParts>(group_, parts->traffic()));
     host.param_parts = std::move(parts);
-    if (splittable) splittable->set_split(split, group_);
     return whole;
   }
 
