@@ -14,7 +14,8 @@ FeedForwardImpl::FeedForwardImpl(const FeedForwardOptions& options) : w1(nullptr
 
 at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
-  return w2(ops::swiglu(w1(x), w3(x)));
+  const std::vector<at::Tensor> gate_and_up = linears(x, {&w1, &w3});
+  return w2(ops::swiglu(gate_and_up[0], gate_and_up[1]));
 }
 
 }  // namespace titan::nn

@@ -6,30 +6,23 @@
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/zeros.h>
 
-#include "ops/autograd_node.h"
 #include "ops/composite.h"
 #include "ops/operators.h"
+#include "ops/recorded_attention.h"
 
 namespace titan::ops {
 
 namespace {
 
-struct CausalAttentionBackward final : BackwardNode {
-  SavedVariable q, k, v, out;
-  at::Tensor log_sum_exp;
-
+struct CausalAttentionBackward final : AttentionBackward {
   variable_list backward(const at::Tensor& grad) override {
     using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
                                                                      const at::Tensor&, const at::Tensor&,
                                                                      const at::Tensor&, const at::Tensor&);
     static const auto op = find_operator<Signature>("titan::causal_attention_backward");
     auto [grad_q, grad_k, grad_v] =
-        op.call(grad, q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()), log_sum_exp);
+        op.call(grad, q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()), log_sum_exp.unpack());
     return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
-  }
-  void release_variables() override {
-    for (SavedVariable* saved : {&q, &k, &v, &out}) saved->reset_data();
-    log_sum_exp.reset();
   }
   std::string name() const override { return "titan::causal_attention backward"; }
 };
@@ -45,22 +38,14 @@ void check_parts(const char* op, const at::Tensor& q, const at::Tensor& k, const
 }
 
 at::Tensor own_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  using Signature =
-      std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+  using Results = std::tuple<at::Tensor, at::Tensor>;
+  using Signature = Results(const at::Tensor&, const at::Tensor&, const at::Tensor&);
   static const auto op = find_operator<Signature>("titan::causal_attention");
-  at::Tensor out, log_sum_exp;
-  {
-    BelowAutograd guard;
-    std::tie(out, log_sum_exp) = op.call(q, k, v);
-  }
-  if (!compute_requires_grad(q, k, v)) return out;
-  const auto node = record<CausalAttentionBackward>(out, q, k, v);
-  node->q = save_input(q);
-  node->k = save_input(k);
-  node->v = save_input(v);
-  node->out = SavedVariable(out, /*is_output=*/true);
-  node->log_sum_exp = std::move(log_sum_exp);
-  return out;
+  return recorded_attention<CausalAttentionBackward>(q, k, v, [&]() -> Results { return op.call(q, k, v); });
+}
+
+bool is_16bit(const at::Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
 }
 
 at::Tensor libtorchs_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
@@ -81,6 +66,7 @@ at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, 
               "causal_attention: expected q [B, S, H, D] and k, v [B, S, K, D] with H a multiple of K, got ",
               q_BSHD.sizes(), ", ", k_BSKD.sizes(), ", ", v_BSKD.sizes());
   if (q_BSHD.is_cpu() || q_BSHD.is_meta()) return own_attention(q_BSHD, k_BSKD, v_BSKD);
+  if (SavedOutputs::current() && is_16bit(q_BSHD)) return kernel_attention(q_BSHD, k_BSKD, v_BSKD);
   return libtorchs_attention(q_BSHD, k_BSKD, v_BSKD);
 }
 

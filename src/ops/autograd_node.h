@@ -16,6 +16,7 @@ namespace titan::ops {
 
 using torch::autograd::compute_requires_grad;
 using torch::autograd::SavedVariable;
+using torch::autograd::set_history;
 using torch::autograd::variable_list;
 
 /// The backward of an operation with one output.
@@ -32,11 +33,19 @@ class BackwardNode : public torch::autograd::Node {
   virtual variable_list backward(const at::Tensor& grad) = 0;
 };
 
-/// Records `output` as computed from `inputs`; the node's gradients are theirs, in this order.
+/// The node of an operation on `inputs`, whose gradients are theirs, in this order. set_history(output, node)
+/// makes it the output's.
 template <class NodeType, class... Inputs>
-std::shared_ptr<NodeType> record(const at::Tensor& output, const Inputs&... inputs) {
+std::shared_ptr<NodeType> make_node(const Inputs&... inputs) {
   auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
+}
+
+/// Records `output` as computed from `inputs`.
+template <class NodeType, class... Inputs>
+std::shared_ptr<NodeType> record(const at::Tensor& output, const Inputs&... inputs) {
+  auto node = make_node<NodeType>(inputs...);
   torch::autograd::set_history(output, node);
   return node;
 }

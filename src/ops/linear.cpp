@@ -1,6 +1,7 @@
 #include "titan/ops/linear.h"
 
 #include "ops/autograd_node.h"
+#include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
 
@@ -57,20 +58,23 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                   const std::shared_ptr<const Products>& products,
                   const std::shared_ptr<GradSink>& weight_sink) {
   check_shapes(x, weight);
-  at::Tensor y;
-  {
-    BelowAutograd guard;
-    y = products->forward(as_rows(x), weight);
-    if (bias.defined()) y.add_(bias);
-    y = y.view(with_last(x.sizes(), weight.size(0)));
+  std::shared_ptr<LinearBackward> node;
+  if (compute_requires_grad(x, weight, bias)) {
+    // Before the product ([Note: kept outputs]).
+    node = make_node<LinearBackward>(x, weight, bias);
+    if (weight.requires_grad()) node->x = save_input(x);
+    if (x.requires_grad()) node->weight = save_input(weight);
+    node->x_sizes = x.sizes().vec();
+    node->products = products;
+    node->weight_sink = weight_sink;
   }
-  if (!compute_requires_grad(x, weight, bias)) return y;
-  const auto node = record<LinearBackward>(y, x, weight, bias);
-  if (weight.requires_grad()) node->x = save_input(x);
-  if (x.requires_grad()) node->weight = save_input(weight);
-  node->x_sizes = x.sizes().vec();
-  node->products = products;
-  node->weight_sink = weight_sink;
+  const at::Tensor y = kept(KeptKind::Product, weight, [&] {
+    BelowAutograd guard;
+    const at::Tensor rows = products->forward(as_rows(x), weight);
+    if (bias.defined()) rows.add_(bias);
+    return rows.view(with_last(x.sizes(), weight.size(0)));
+  });
+  if (node) set_history(y, node);
   return y;
 }
 

@@ -9,8 +9,7 @@ namespace {
 
 struct RmsNormBackward final : BackwardNode {
   enum Input : size_t { X, Weight };
-  SavedVariable x, weight;
-  at::Tensor rstd;
+  SavedVariable x, weight, rstd;
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
@@ -18,7 +17,7 @@ struct RmsNormBackward final : BackwardNode {
                                                          const at::Tensor&, const at::Tensor&);
     static const auto op = find_operator<Signature>("titan::rms_norm_backward");
     const at::Tensor scales = weight.unpack();
-    auto [grad_x, grad_weight] = op.call(grad, x.unpack(), scales, rstd);
+    auto [grad_x, grad_weight] = op.call(grad, x.unpack(), scales, rstd.unpack());
     variable_list grads(2);
     if (task_should_compute_output(X)) grads[X] = std::move(grad_x);
     if (!task_should_compute_output(Weight)) return grads;
@@ -32,7 +31,7 @@ struct RmsNormBackward final : BackwardNode {
   void release_variables() override {
     x.reset_data();
     weight.reset_data();
-    rstd.reset();
+    rstd.reset_data();
   }
   std::string name() const override { return "titan::rms_norm backward"; }
 };
@@ -54,7 +53,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
   const auto node = record<RmsNormBackward>(y, x, weight_D);
   node->x = save_input(x);
   node->weight = save_input(weight_D);
-  node->rstd = std::move(rstd);
+  node->rstd = save_input(rstd);
   node->weight_sink = weight_sink;
   return y;
 }

@@ -2,7 +2,8 @@
 
 // nn::Ref<Impl>: LibTorch's ModuleHolder whose call operator runs the module's hooks around forward.
 
-#include <exception>
+#include <memory>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -61,25 +62,35 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     return result;
   }
 
-  // The checkpoint hook sees a function from tensors to tensors; everything else of the arguments is captured
-  // by value.
+  template <class Arguments, class Result>
+  struct Call {
+    Ref self;
+    Arguments arguments;  // without their tensors, but while they are being copied
+    TensorRefs places;    // of these tensors
+    std::optional<Result> shape_of_result;
+  };
+
+  // The checkpoint hook sees a function from tensors to tensors. Everything else of the arguments is captured
+  // by value; how long the tensors live is the hook's to decide.
   template <class Arguments>
   auto call_checkpointed(HookHost& host, Arguments& arguments) const {
     using Result = decltype(call_inner(host, arguments));
-    auto shape_of_result = std::make_shared<std::optional<Result>>();
-    Ref self = *this;
-    auto run = [self, arguments, shape_of_result](const TensorList& inputs) mutable {
-      HookHost& host = self.impl();
+    auto call = std::make_shared<Call<Arguments, Result>>(Call<Arguments, Result>{*this, arguments, {}, {}});
+    call->places = tensor_refs(call->arguments);
+    for (at::Tensor* place : call->places) place->reset();
+    auto run = [call](const TensorList& inputs) {
+      HookHost& host = call->self.impl();
       DepthGuard entered(host);
-      Arguments values = arguments;
-      replace_tensors(tensor_refs(values), inputs);
-      Result result = self.call_inner(host, values);
+      replace_tensors(call->places, inputs);
+      Arguments values = call->arguments;
+      for (at::Tensor* place : call->places) place->reset();
+      Result result = call->self.call_inner(host, values);
       TensorList outputs = tensor_values(tensor_refs(result));
-      if (!*shape_of_result) *shape_of_result = std::move(result);
+      if (!call->shape_of_result) call->shape_of_result = std::move(result);
       return outputs;
     };
     TensorList outputs = host.checkpoint_hook->call(host, tensor_values(tensor_refs(arguments)), run);
-    Result result = std::move(**shape_of_result);
+    Result result = std::move(*call->shape_of_result);
     replace_tensors(tensor_refs(result), outputs);
     return result;
   }

@@ -1,0 +1,90 @@
+#pragma once
+
+// The seam between operations and activation checkpointing: which results of a layer's forward are kept, so
+// that the recompute before its backward is handed them instead of computing them again.
+//
+// [Note: kept outputs]
+// There is no dispatch mode in C++, so an operation joins by running its costly part inside kept():
+//
+//   at::Tensor y = kept(KeptKind::Product, weight, [&] { return products->forward(x, weight); });
+//
+// What is computed inside has to be below autograd: the operation records its node around it, with the inputs
+// of this run, so that a result that was handed back has the gradients of one that was computed. It saves its
+// inputs before the call: a recompute stops at the last tensor that is saved, so the last operation of a
+// layer isn't run at all. Collectives may be in flight inside the call, but not where a tensor is saved.
+
+#include <tuple>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+
+namespace titan::ops {
+
+/// What kind of operation asks; a policy decides by it.
+enum class KeptKind { Product, Attention, ReduceScatter };
+
+/// Says, call by call, what becomes of an operation's result. One per forward of a checkpointed module.
+class SavedOutputs {
+ public:
+  enum class Action {
+    Compute,   ///< as without checkpointing
+    Keep,      ///< compute, then keep() each result
+    HandBack,  ///< don't compute: hand_back() gives what was kept
+  };
+
+  virtual ~SavedOutputs() = default;
+  /// `weight`: the parameter of a Product, which tells one from another; else undefined.
+  virtual Action next(KeptKind kind, const at::Tensor& weight) = 0;
+  virtual void keep(const at::Tensor& output) = 0;
+  virtual at::Tensor hand_back() = 0;
+
+  /// Of this thread; null outside of modules that keep single results.
+  static SavedOutputs* current();
+};
+
+/// Makes `outputs` (or null: none) the current ones of this thread until the end of the scope.
+class ScopedSavedOutputs {
+ public:
+  explicit ScopedSavedOutputs(SavedOutputs* outputs);
+  ~ScopedSavedOutputs();
+  ScopedSavedOutputs(const ScopedSavedOutputs&) = delete;
+  ScopedSavedOutputs& operator=(const ScopedSavedOutputs&) = delete;
+
+ private:
+  SavedOutputs* previous_;
+};
+
+namespace detail {
+
+inline void keep_each(SavedOutputs& outputs, const at::Tensor& result) { outputs.keep(result); }
+template <class... Tensors>
+void keep_each(SavedOutputs& outputs, const std::tuple<Tensors...>& results) {
+  std::apply([&](const auto&... each) { (outputs.keep(each), ...); }, results);
+}
+
+inline void hand_back_each(SavedOutputs& outputs, at::Tensor& result) { result = outputs.hand_back(); }
+template <class... Tensors>
+void hand_back_each(SavedOutputs& outputs, std::tuple<Tensors...>& results) {
+  std::apply([&](auto&... each) { ((each = outputs.hand_back()), ...); }, results);
+}
+
+}  // namespace detail
+
+/// compute(), or what it returned in the forward. Result: at::Tensor or a std::tuple of them, none of which
+/// is recorded by autograd yet.
+template <class Compute>
+auto kept(KeptKind kind, const at::Tensor& weight, const Compute& compute) -> decltype(compute()) {
+  SavedOutputs* outputs = SavedOutputs::current();
+  if (!outputs) return compute();
+  const SavedOutputs::Action action = outputs->next(kind, weight);
+  decltype(compute()) result;
+  if (action == SavedOutputs::Action::HandBack) {
+    detail::hand_back_each(*outputs, result);
+    return result;
+  }
+  result = compute();
+  if (action == SavedOutputs::Action::Keep) detail::keep_each(*outputs, result);
+  return result;
+}
+
+}  // namespace titan::ops

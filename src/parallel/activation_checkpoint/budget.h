@@ -1,0 +1,107 @@
+#pragma once
+
+// MemoryBudget: measures layers while they run with FullRecompute, then gives each its level.
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_set>
+#include <vector>
+
+#include <c10/core/Storage.h>
+
+#include "parallel/activation_checkpoint/budget_choice.h"
+#include "parallel/activation_checkpoint/parameter_storages.h"
+#include "parallel/activation_checkpoint/recompute_frame.h"
+#include "titan/nn/hooks.h"
+
+namespace titan::activations {
+
+/// Bytes of different storages among the tensors that it is shown.
+class StorageBytes {
+ public:
+  void add(const at::Tensor& tensor);
+  bool has(const at::Tensor& tensor) const;
+  int64_t total() const { return total_; }
+
+ private:
+  std::unordered_set<const c10::StorageImpl*> seen_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_;  // so that none takes another's address
+  int64_t total_ = 0;
+};
+
+/// [Note: measuring a layer]
+/// One forward with FullRecompute tells all three levels: the storages that the graph would have saved are
+/// what keeping everything costs; the operations that SelectiveOp would keep are asked as they run, and
+/// timed; the recompute is timed as a whole, and that of SelectiveOp is the whole without those operations.
+class LayerProbe final : public FrameObserver, private ops::SavedOutputs {
+ public:
+  LayerProbe(std::shared_ptr<ProductChoice> products, std::shared_ptr<const ParameterStorages> parameters,
+             const nn::TensorList& inputs);
+
+  ops::SavedOutputs* outputs() override { return this; }
+  void saved(const at::Tensor& tensor) override;
+  void recomputing() override;
+  void recomputed() override;
+
+  /// Empty until the recompute has been timed.
+  std::optional<LayerCosts> costs() const;
+
+ private:
+  struct Kept {
+    double bytes, seconds;
+    size_t num_saved;
+  };
+  Action next(ops::KeptKind kind, const at::Tensor& weight) override;
+  void keep(const at::Tensor& output) override;
+  at::Tensor hand_back() override;
+  double seconds_since_start() const;
+
+  std::shared_ptr<ProductChoice> products_;
+  std::shared_ptr<const ParameterStorages> parameters_;
+  at::Device device_;
+  StorageBytes inputs_, saved_;
+  size_t num_saved_ = 0;
+  std::vector<Kept> kept_;
+  std::chrono::steady_clock::time_point start_;
+  std::optional<double> recompute_s_;
+};
+
+/// The layers' measurements, then their levels.
+class BudgetPlan {
+ public:
+  BudgetPlan(MemoryBudget budget, size_t num_layers) : budget_(std::move(budget)), probes_(num_layers) {}
+
+  /// A forward of a layer begins; empty: it is to be measured. The first layer's decides, once all are
+  /// measured.
+  std::optional<Level> level_of(size_t layer);
+  void measure(size_t layer, std::shared_ptr<LayerProbe> probe);
+
+ private:
+  void agree(std::vector<LayerCosts>& layers) const;
+  void decide();
+
+  MemoryBudget budget_;
+  std::vector<std::shared_ptr<LayerProbe>> probes_;  // of each layer's newest forward
+  std::vector<Level> levels_;                        // empty: not decided
+};
+
+class BudgetHook final : public nn::CheckpointHook {
+ public:
+  BudgetHook(std::shared_ptr<BudgetPlan> plan, size_t layer, const CheckpointOptions& options,
+             std::shared_ptr<ProductChoice> products)
+      : plan_(std::move(plan)), layer_(layer), options_(options), products_(std::move(products)) {}
+  nn::TensorList call(nn::HookHost& host, const nn::TensorList& inputs, Run run) override;
+
+ private:
+  nn::TensorList measure(nn::HookHost& host, const nn::TensorList& inputs, Run run);
+
+  std::shared_ptr<BudgetPlan> plan_;
+  size_t layer_;
+  CheckpointOptions options_;
+  std::shared_ptr<ProductChoice> products_;
+  std::shared_ptr<const ParameterStorages> parameters_;
+};
+
+}  // namespace titan::activations

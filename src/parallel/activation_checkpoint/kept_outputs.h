@@ -1,0 +1,66 @@
+#pragma once
+
+// SelectiveOp: which results of a layer's forward are kept, and where they wait for the recompute.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "titan/nn/any_ref.h"
+#include "titan/ops/saved_outputs.h"
+#include "titan/parallel/activation_checkpoint.h"
+
+namespace titan::activations {
+
+/// Every second product of one layer. [Note: every second product]
+/// TorchTitan counts the products of a layer as they run and keeps the 1st, 3rd, 5th and so on. Here the
+/// numbers belong to the modules: they are given in the order in which the layer's first forward came to
+/// them, and stay, so a forward that takes another path keeps what every other one keeps. A module is known
+/// by its weight, which is the same tensor object for life.
+class ProductChoice {
+ public:
+  /// Throws Error when a name of the policy matches a module without a product, or none at all.
+  ProductChoice(const nn::AnyRef& layer, const SelectiveOp& policy);
+  bool keeps(const at::Tensor& weight);
+
+ private:
+  struct Product {
+    const c10::TensorImpl* weight;
+    bool recomputed;  // by name: takes no number
+    int number = -1;  // none yet
+  };
+  std::vector<Product> products_;
+  int num_numbered_ = 0;
+};
+
+/// What one forward of a layer kept.
+class KeptOutputs final : public ops::SavedOutputs {
+ public:
+  /// `num_saved`: of tensors that autograd has saved in this forward so far; outlives this.
+  KeptOutputs(std::shared_ptr<ProductChoice> products, const size_t& num_saved)
+      : products_(std::move(products)), num_saved_(num_saved) {}
+
+  Action next(ops::KeptKind kind, const at::Tensor& weight) override;
+  void keep(const at::Tensor& output) override;
+  at::Tensor hand_back() override;
+
+  /// The forward is over, and the recompute will stop at its last saved tensor: what was kept behind that one
+  /// would never be asked for.
+  void drop_unreachable();
+  void start_handing_back();
+
+ private:
+  struct Kept {
+    at::Tensor output;
+    uint32_t version;
+    size_t num_saved;  // before it was computed
+  };
+  std::shared_ptr<ProductChoice> products_;
+  const size_t& num_saved_;
+  std::vector<Kept> kept_;
+  size_t next_ = 0;
+  bool handing_back_ = false;
+};
+
+}  // namespace titan::activations

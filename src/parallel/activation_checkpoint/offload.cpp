@@ -1,0 +1,159 @@
+#include "parallel/activation_checkpoint/offload.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+namespace titan::activations {
+
+namespace {
+
+at::Tensor all_bytes(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte));
+  return bytes.set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
+}
+
+// In a node of the graph, for a tensor that went to the host or stayed.
+class OffloadHooks final : public SavedVariableHooks {
+ public:
+  explicit OffloadHooks(std::shared_ptr<OffloadFrame> frame) : frame_(std::move(frame)) {}
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    storage_ = frame_->storage_of(tensor);
+    if (!storage_) {
+      stayed_ = without_graph(tensor);
+      return;
+    }
+    sizes_ = at::DimVector(tensor.sizes());
+    strides_ = at::DimVector(tensor.strides());
+    offset_ = tensor.storage_offset();
+    dtype_ = tensor.scalar_type();
+  }
+
+  at::Tensor call_unpack_hook() override {
+    frame_->begin_backward();
+    if (!storage_) return stayed_;
+    return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies());
+  }
+
+ private:
+  std::shared_ptr<OffloadFrame> frame_;
+  std::shared_ptr<OffloadedStorage> storage_;
+  at::Tensor stayed_;
+  at::DimVector sizes_, strides_;
+  int64_t offset_ = 0;
+  at::ScalarType dtype_ = at::kByte;
+};
+
+}  // namespace
+
+OffloadedStorage::OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, bool page_locked)
+    : device_(all_bytes(tensor)), where_(tensor.device()) {
+  host_ = at::empty(device_.sizes(), at::TensorOptions().dtype(at::kByte).pinned_memory(page_locked));
+  copies.wait(dist::Stream::current(where_));
+  const dist::StreamGuard on_copies(copies);
+  host_.copy_(device_, /*non_blocking=*/true);
+  copied_.record(copies);
+}
+
+void OffloadedStorage::release_device() {
+  if (!device_.defined()) return;
+  dist::Stream::current(where_).wait(copied_);
+  device_.reset();
+}
+
+bool OffloadedStorage::start_fetch(const dist::Stream& copies) {
+  if (device_.defined()) return false;
+  device_ = at::empty(host_.sizes(), at::TensorOptions().dtype(at::kByte).device(where_));
+  copies.wait(dist::Stream::current(where_));  // the memory may have been somebody else's until now
+  const dist::StreamGuard on_copies(copies);
+  device_.copy_(host_, /*non_blocking=*/true);
+  fetched_.record(copies);
+  return true;
+}
+
+at::Tensor OffloadedStorage::view_like(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset,
+                                       at::ScalarType dtype, const dist::Stream& copies) {
+  const at::NoGradGuard no_grad;
+  start_fetch(copies);
+  dist::Stream::current(where_).wait(fetched_);
+  at::Tensor view = at::empty({0}, device_.options().dtype(dtype));
+  return view.set_(device_.storage(), offset, sizes, strides);
+}
+
+Offloader::Offloader(const OffloadSettings& settings)
+    : settings_(settings), copies_(dist::Stream::create(settings.device)) {}
+
+void Offloader::finished(std::shared_ptr<OffloadFrame> frame) {
+  if (const auto previous = newest_.lock()) previous->release_device();
+  newest_ = frame;
+}
+
+OffloadFrame::OffloadFrame(std::shared_ptr<Offloader> offloader,
+                           std::shared_ptr<const ParameterStorages> parameters,
+                           std::weak_ptr<OffloadFrame> before, bool stays)
+    : offloader_(std::move(offloader)),
+      parameters_(std::move(parameters)),
+      before_(std::move(before)),
+      stays_(stays) {}
+
+std::unique_ptr<SavedVariableHooks> OffloadFrame::make() {
+  return std::make_unique<OffloadHooks>(shared_from_this());
+}
+
+std::shared_ptr<OffloadedStorage> OffloadFrame::storage_of(const at::Tensor& tensor) {
+  const OffloadSettings& settings = offloader_->settings();
+  if (stays_ || tensor.device() != settings.device || !tensor.has_storage() || parameters_->contains(tensor))
+    return nullptr;
+  const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  // A small part of a large buffer would take all of it along.
+  if (bytes < settings.min_bytes || bytes > 2 * static_cast<int64_t>(tensor.nbytes())) return nullptr;
+  auto& known = known_[tensor.storage().unsafeGetStorageImpl()];
+  if (known) return known;
+  const at::NoGradGuard no_grad;
+  known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies(), settings.page_locked);
+  storages_.push_back(known);
+  ++offloader_->stats.copies;
+  offloader_->stats.copied_bytes += known->bytes();
+  return known;
+}
+
+void OffloadFrame::end() { known_.clear(); }
+
+void OffloadFrame::release_device() {
+  if (fetching_) return;
+  for (const auto& weak : storages_)
+    if (const auto storage = weak.lock()) storage->release_device();
+}
+
+void OffloadFrame::begin_backward() {
+  if (std::exchange(in_backward_, true)) return;
+  offloader_->stats.late_fetches += start_fetches();
+  if (const auto before = before_.lock()) offloader_->stats.early_fetches += before->start_fetches();
+}
+
+// What was saved last is needed first.
+int64_t OffloadFrame::start_fetches() {
+  fetching_ = true;
+  int64_t num_started = 0;
+  for (auto weak = storages_.rbegin(); weak != storages_.rend(); ++weak)
+    if (const auto storage = weak->lock()) num_started += storage->start_fetch(offloader_->copies());
+  return num_started;
+}
+
+nn::TensorList OffloadHook::call(nn::HookHost& host, const nn::TensorList& inputs, Run run) {
+  if (!at::GradMode::is_enabled()) return run(inputs);
+  if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
+  const auto before = is_first_ ? std::weak_ptr<OffloadFrame>() : offloader_->newest();
+  const auto frame = std::make_shared<OffloadFrame>(offloader_, parameters_, before, stays_);
+  nn::TensorList outputs;
+  {
+    const HooksScope saving(frame.get());
+    outputs = run(inputs);
+  }
+  frame->end();
+  offloader_->finished(frame);
+  return outputs;
+}
+
+}  // namespace titan::activations

@@ -1,0 +1,53 @@
+#include "parallel/activation_checkpoint/saved_tensor_hooks.h"
+
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "titan/core/error.h"
+
+namespace titan::activations {
+
+namespace {
+
+using torch::autograd::Engine;
+
+thread_local SavedTensorHooks* current_hooks = nullptr;
+
+class HookedEngine final : public Engine {
+ public:
+  std::unique_ptr<SavedVariableHooks> get_default_saved_variable_hooks() override {
+    return current_hooks ? current_hooks->make() : nullptr;
+  }
+};
+
+Engine& hooked_engine() {
+  static HookedEngine engine;
+  return engine;
+}
+
+}  // namespace
+
+HooksScope::HooksScope(SavedTensorHooks* hooks) : previous_(std::exchange(current_hooks, hooks)) {}
+
+HooksScope::~HooksScope() { current_hooks = previous_; }
+
+void install_saved_tensor_hooks() {
+  static const bool installed = [] {
+    TITAN_CHECK(&Engine::get_default_engine() == &Engine::get_base_engine(),
+                "activation checkpointing extends LibTorch's own autograd engine, but another one (Python's, "
+                "after `import torch`?) runs the backwards of this process");
+    torch::autograd::set_default_engine_stub(&hooked_engine);
+    return true;
+  }();
+  (void)installed;
+}
+
+at::Tensor without_graph(const at::Tensor& tensor) {
+  at::Tensor bare = torch::autograd::make_variable(tensor, /*requires_grad=*/false);
+  torch::autograd::impl::set_version_counter(bare, torch::autograd::impl::version_counter(tensor));
+  return bare;
+}
+
+}  // namespace titan::activations

@@ -1,0 +1,46 @@
+#pragma once
+
+// What becomes of the tensors that autograd saves: the C++ side of PyTorch's saved-tensor hooks.
+
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+namespace titan::activations {
+
+using torch::autograd::SavedVariableHooks;
+
+/// [Note: saved tensors]
+/// LibTorch asks its autograd engine (Engine::get_default_saved_variable_hooks) for a pair of hooks each time
+/// it saves a tensor, by whatever operation. Python's engine answers with the hooks pushed in Python; the one
+/// of C++ with none. Ours is that engine with an answer: from install() on, what the innermost HooksScope of
+/// the thread says. So a checkpoint is PyTorch's non-reentrant one: the forward records its graph as ever,
+/// only without the tensors, and there is no backward inside the backward.
+class SavedTensorHooks {
+ public:
+  virtual ~SavedTensorHooks() = default;
+  /// For a tensor that is about to be saved. The engine may drop the hooks without using them.
+  virtual std::unique_ptr<SavedVariableHooks> make() = 0;
+};
+
+/// Makes `hooks` (null: tensors are saved as they are) this thread's until the end of the scope.
+class HooksScope {
+ public:
+  explicit HooksScope(SavedTensorHooks* hooks);
+  ~HooksScope();
+  HooksScope(const HooksScope&) = delete;
+  HooksScope& operator=(const HooksScope&) = delete;
+
+ private:
+  SavedTensorHooks* previous_;
+};
+
+/// Puts our engine in place, once per process. Throws Error where somebody else's runs backwards (Python's in
+/// a process that imported torch). No backward may be running.
+void install_saved_tensor_hooks();
+
+/// The same memory and version counter without the history.
+at::Tensor without_graph(const at::Tensor& tensor);
+
+}  // namespace titan::activations

@@ -1,0 +1,113 @@
+#pragma once
+
+// What the tests of activation checkpointing measure with, and a small Llama.
+
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include "titan/models/llama3.h"
+#include "titan/nn/any_ref.h"
+#include "titan/nn/linear.h"
+#include "titan/ops/products.h"
+#include "titan/parallel/activation_checkpoint.h"
+
+namespace titan::testing {
+
+/// Bytes of tensors that this thread holds more than at the start of the scope.
+class MemoryMeter {
+ public:
+  MemoryMeter() : guard_(c10::DebugInfoKind::PROFILER_STATE, state_) {}
+  int64_t bytes() const { return state_->bytes; }
+  int64_t peak() const { return state_->peak; }
+
+ private:
+  struct State : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void* /*ptr*/, int64_t size, size_t /*total*/, size_t /*reserved*/,
+                           c10::Device /*device*/) override {
+      bytes += size;
+      peak = std::max(peak, bytes);
+    }
+    bool memoryProfilingEnabled() const override { return true; }
+    int64_t bytes = 0, peak = 0;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+  c10::DebugInfoGuard guard_;
+};
+
+/// Plain products that note what they multiply.
+class CountingProducts : public ops::Products {
+ public:
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight) const override {
+    count(x, weight);
+    multiplied.push_back(weight.unsafeGetTensorImpl());
+    return plain_->forward(x, weight);
+  }
+  at::Tensor grad_input(const at::Tensor& grad, const at::Tensor& weight) const override {
+    count(grad, weight);
+    return plain_->grad_input(grad, weight);
+  }
+  at::Tensor grad_weight(const at::Tensor& grad, const at::Tensor& x) const override {
+    multiplications += grad.size(0) * grad.size(1) * x.size(1);
+    return plain_->grad_weight(grad, x);
+  }
+  void reset() const {
+    multiplications = 0;
+    multiplied.clear();
+  }
+  mutable int64_t multiplications = 0;
+  mutable std::vector<const c10::TensorImpl*> multiplied;  // weights of forward products
+
+ private:
+  void count(const at::Tensor& rows, const at::Tensor& weight) const {
+    multiplications += rows.size(0) * weight.numel();
+  }
+  std::shared_ptr<const ops::Products> plain_ = ops::default_products();
+};
+
+inline models::Llama3Args small_llama(int64_t num_layers = 2) {
+  return {.dim = 32,
+          .n_layers = num_layers,
+          .n_heads = 4,
+          .n_kv_heads = 2,
+          .vocab_size = 64,
+          .multiple_of = 16,
+          .max_seq_len = 16};
+}
+
+inline std::vector<nn::AnyRef> layers_of(const models::Llama3& model) {
+  return {model->layers.begin(), model->layers.end()};
+}
+
+struct StepResult {
+  at::Tensor loss;
+  std::vector<at::Tensor> gradients;
+};
+
+/// `steps` forwards and backwards over fixed tokens; what the last one gives.
+inline StepResult run_steps(const models::Llama3& model, int steps = 1) {
+  StepResult result;
+  const at::Tensor tokens = at::arange(48).remainder(61).view({3, 16});
+  for (int step = 0; step < steps; ++step) {
+    for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
+    result.loss = model(tokens, tokens.roll(-1), int64_t{48});
+    result.loss.backward();
+  }
+  for (const at::Tensor& parameter : model->parameters()) result.gradients.push_back(parameter.grad());
+  return result;
+}
+
+inline bool bit_equal(const StepResult& a, const StepResult& b) {
+  if (!a.loss.equal(b.loss) || a.gradients.size() != b.gradients.size()) return false;
+  for (size_t i = 0; i < a.gradients.size(); ++i)
+    if (!a.gradients[i].equal(b.gradients[i])) return false;
+  return true;
+}
+
+}  // namespace titan::testing

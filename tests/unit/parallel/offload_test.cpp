@@ -1,0 +1,130 @@
+// The logic of offloading, with both memories a CPU's: what travels, when its device memory goes, and when it
+// comes back. No GPU has run it.
+
+#include "parallel/activation_checkpoint/offload.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "unit/parallel/checkpoint_case.h"
+
+namespace titan::activations {
+namespace {
+
+using namespace testing;
+
+std::shared_ptr<Offloader> offload(const std::vector<nn::AnyRef>& layers, int64_t layers_kept,
+                                   int64_t min_bytes = 1024) {
+  install_saved_tensor_hooks();
+  auto offloader = std::make_shared<Offloader>(
+      OffloadSettings{.device = at::kCPU, .page_locked = false, .min_bytes = min_bytes});
+  const auto num_layers = static_cast<int64_t>(layers.size());
+  for (int64_t i = 0; i < num_layers; ++i)
+    layers[static_cast<size_t>(i)].host().checkpoint_hook =
+        std::make_shared<OffloadHook>(offloader, i == 0, i >= num_layers - layers_kept);
+  return offloader;
+}
+
+TEST(Offload, BitEqual) {
+  for (const int64_t layers_kept : {0, 1, 3}) {
+    const auto args = small_llama(3);
+    const StepResult expected = run_steps(models::Llama3(args));
+    const models::Llama3 model(args);
+    const auto offloader = offload(layers_of(model), layers_kept);
+    EXPECT_TRUE(bit_equal(run_steps(model), expected)) << layers_kept;
+    EXPECT_TRUE(bit_equal(run_steps(model, 2), expected)) << layers_kept;
+    EXPECT_EQ(offloader->stats.copies > 0, layers_kept < 3);
+  }
+}
+
+// y = exp(exp(x)): two storages are saved, the first by one node alone, and each exp's output.
+class TwiceImpl : public nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor inner = x.exp();
+    hidden = inner.storage().getWeakStorageImpl();
+    return inner.view({-1}).exp().view(x.sizes()) * inner;
+  }
+  c10::weak_intrusive_ptr<c10::StorageImpl> hidden{c10::intrusive_ptr<c10::StorageImpl>()};
+};
+TITAN_MODULE(Twice);
+
+struct Chain {
+  Twice layers[3];
+  std::shared_ptr<Offloader> offloader = offload({layers[0], layers[1], layers[2]}, 1);
+  at::Tensor x = at::linspace(-1, 0, 1024).view({32, 32}).requires_grad_();
+};
+
+TEST(Offload, AStorageTravelsOnceWhateverItsViews) {
+  Chain chain;
+  const at::Tensor y = chain.layers[0](chain.x);
+  // inner (as exp's output, as a view for the second exp's input, and for the product) and exp(inner).
+  EXPECT_EQ(chain.offloader->stats.copies, 2);
+  EXPECT_EQ(chain.offloader->stats.copied_bytes, 2 * 4096);
+}
+
+TEST(Offload, DeviceMemoryGoesOneLayerLater) {
+  Chain chain;
+  at::Tensor y = chain.layers[0](chain.x) * 0.01;
+  EXPECT_FALSE(chain.layers[0]->hidden.expired()) << "its copy may still be under way";
+  y = chain.layers[1](y) * 0.01;
+  EXPECT_TRUE(chain.layers[0]->hidden.expired());
+  EXPECT_FALSE(chain.layers[1]->hidden.expired());
+  y = chain.layers[2](y);
+  EXPECT_TRUE(chain.layers[1]->hidden.expired());
+  EXPECT_FALSE(chain.layers[2]->hidden.expired()) << "the last layer's stays";
+  EXPECT_EQ(chain.offloader->stats.copies, 4);
+}
+
+TEST(Offload, ComesBackOneLayerAhead) {
+  Chain chain;
+  at::Tensor y = chain.layers[0](chain.x) * 0.01;
+  y = chain.layers[1](y) * 0.01;
+  y = chain.layers[2](y);
+  const auto& stats = chain.offloader->stats;
+  EXPECT_EQ(stats.early_fetches, 0);
+  y.sum().backward();
+  EXPECT_EQ(stats.early_fetches, 4);
+  EXPECT_EQ(stats.late_fetches, 0);
+
+  Chain plain;
+  for (auto& layer : plain.layers) layer->checkpoint_hook.reset();
+  plain.layers[2](plain.layers[1](plain.layers[0](plain.x) * 0.01) * 0.01).sum().backward();
+  EXPECT_TRUE(chain.x.grad().equal(plain.x.grad()));
+}
+
+TEST(Offload, ALayerThatNobodyFetchedForFetchesItself) {
+  Chain chain;
+  const at::Tensor y = chain.layers[0](chain.x);
+  const at::Tensor other = chain.layers[1](at::ones({32, 32}).requires_grad_());  // no part of y's backward
+  y.sum().backward();
+  EXPECT_EQ(chain.offloader->stats.late_fetches, 2);
+  EXPECT_EQ(chain.offloader->stats.early_fetches, 0);
+  EXPECT_TRUE(chain.x.grad().defined());
+}
+
+TEST(Offload, AGraphMayBeWalkedTwice) {
+  Chain chain;
+  const at::Tensor y = chain.layers[1](chain.layers[0](chain.x) * 0.01).sum();
+  y.backward({}, /*retain_graph=*/true);
+  const at::Tensor once = chain.x.grad().clone();
+  y.backward();
+  EXPECT_TRUE(chain.x.grad().equal(once * 2));
+}
+
+TEST(Offload, SmallTensorsAndParametersStay) {
+  const models::Llama3 model(small_llama(3));
+  const auto offloader = offload(layers_of(model), 0, /*min_bytes=*/int64_t{1} << 30);
+  run_steps(model);
+  EXPECT_EQ(offloader->stats.copies, 0);
+
+  const models::Llama3 moving(small_llama(1));
+  const auto all = offload(layers_of(moving), 0, /*min_bytes=*/0);
+  run_steps(moving);
+  for (const at::Tensor& parameter : moving->layers[0]->parameters()) EXPECT_NE(parameter.nbytes(), 0u);
+  // Everything that none keeps of a layer of 48 tokens, without its 13 thousand parameters.
+  EXPECT_LT(all->stats.copied_bytes, 48 * 4 * (9 * 32 + 5 * 96 + 200));
+}
+
+}  // namespace
+}  // namespace titan::activations
