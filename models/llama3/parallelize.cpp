@@ -33,6 +33,7 @@ TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
 
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
   parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor));
+  context_parallel(model, plan.meshes.cp, plan.context);
 
   const FsdpOptions& blocks = plan.fsdp;
 

@@ -29,10 +29,13 @@ AttentionImpl::AttentionImpl(const AttentionOptions& options, RotaryEmbedding ro
 at::Tensor AttentionImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions) {
   check_entered_through_ref();
   const auto split_heads = [this](const at::Tensor& x) { return x.unflatten(-1, {-1, head_dim_}); };
-  const at::Tensor q_BSHE = rotary_(split_heads(wq(x_BSD)), positions);
-  const at::Tensor k_BSKE = rotary_(split_heads(wk(x_BSD)), positions);
-  const at::Tensor v_BSKE = split_heads(wv(x_BSD));
-  return wo(ops::causal_attention(q_BSHE, k_BSKE, v_BSKE).flatten(2));
+  const std::vector<at::Tensor> products = linears(x_BSD, {&wq, &wk, &wv});
+  const at::Tensor q_BSHE = rotary_(split_heads(products[0]), positions);
+  const at::Tensor k_BSKE = rotary_(split_heads(products[1]), positions);
+  const at::Tensor v_BSKE = split_heads(products[2]);
+  const at::Tensor out_BSHE =
+      core_ ? core_->attend(q_BSHE, k_BSKE, v_BSKE) : ops::causal_attention(q_BSHE, k_BSKE, v_BSKE);
+  return wo(out_BSHE.flatten(2));
 }
 
 }  // namespace titan::nn

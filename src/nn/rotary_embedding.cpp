@@ -64,7 +64,8 @@ at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x_BSHD, const at::Tens
   check_entered_through_ref();
   TITAN_CHECK(table_.defined(), "rotary embedding '", fqn(),
               "' has no table yet: call titan::materialize(model, seed) first");
-  return ops::rotary(x_BSHD, table_, positions);
+  if (positions.defined() || !token_positions_) return ops::rotary(x_BSHD, table_, positions);
+  return ops::rotary(x_BSHD, table_, token_positions_->of(x_BSHD.size(1), x_BSHD.device()));
 }
 
 }  // namespace titan::nn

@@ -26,7 +26,7 @@ void set_determinism(const DebugSettings& debug) {
 
 // Of what a model draws from LibTorch's own generators, as dropout does: other numbers for other tokens.
 void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
-  at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.dp_rank()));
+  at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.loss.rank()));
 }
 
 void save_config(const JobConfig& config, const dist::World& world) {
@@ -60,11 +60,15 @@ FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
 
 // A family's or a user's plan may not know of an axis; then its ranks would all do the same.
 void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshes& meshes) {
-  if (meshes.tp.size() == 1 || !plan_rows(model.root()).empty()) return;
-  throw ConfigError(str("parallelism.tensor_parallel_degree = ", meshes.tp.size(),
-                        ": the parallelism plan of ",
-                        config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
-                        " has no tensor parallelism"));
+  const auto check = [&](const char* kind, const DeviceMesh& mesh, bool used) {
+    if (mesh.size() == 1 || used) return;
+    throw ConfigError(str("parallelism.", kind, "_parallel_degree = ", mesh.size(),
+                          ": the parallelism plan of ",
+                          config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
+                          " has no ", kind, " parallelism"));
+  };
+  check("tensor", meshes.tp, !plan_rows(model.root()).empty());
+  check("context", meshes.cp, is_context_parallel(model.root()));
 }
 
 // Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
@@ -78,7 +82,8 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                       {.meshes = meshes,
                        .fsdp = build_fsdp_options(config, meshes),
                        .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
-                                  .loss_parallel = !config.parallelism.disable_loss_parallel}});
+                                  .loss_parallel = !config.parallelism.disable_loss_parallel},
+                       .context = context_parallel_options(config.parallelism)});
   check_plan_used(config, *model, meshes);
   nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
   materialize(model->root(), config.debug.seed_or_default());
@@ -151,9 +156,10 @@ std::optional<Validator> build_validator(const JobConfig& config, const Meshes& 
                                         .settings = settings_on(device, validation.dataloader)}})};
 }
 
-DeviceRate build_device_rate(const JobConfig& config, at::Device device) {
+DeviceRate build_device_rate(const JobConfig& config, const Meshes& meshes, at::Device device) {
   DeviceRate rate{.flops_per_token = config.spec().flops_per_token(config.args(), config.training.seq_len),
-                  .peak_flops = config.metrics.peak_flops};
+                  .peak_flops = config.metrics.peak_flops,
+                  .non_data_parallel_size = meshes.world.size() / meshes.dp_degree()};
   auto* backend = dist::device_backend();
   if (rate.peak_flops || !backend || device.is_cpu()) return rate;
   rate.peak_flops = peak_flops_of(backend->device_name(device.index()));
@@ -221,7 +227,7 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   load_weights(config, parameters);
   optim::Optimizer optimizer(parameters, config.optimizer);
   optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
-  MetricsWindow window(device, build_device_rate(config, device));
+  MetricsWindow window(device, build_device_rate(config, meshes, device));
   // Last, so that a start that fails leaves the record of an earlier run in this folder alone.
   save_config(config, world);
   auto logger = build_logger(config, world, on_terminal);

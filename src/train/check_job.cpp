@@ -28,6 +28,11 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
   for (const std::string& problem : problems)
     check.problems.push_back(check.origins.problem("parallelism.data_parallel_shard_degree", problem));
 
+  const ParallelismSettings& parallelism = check.config.parallelism;
+  check.require(!parallelism.enable_async_tensor_parallel ||
+                    (parallelism.tensor_parallel_degree > 1 && parallelism.enable_sequence_parallel),
+                "parallelism.enable_async_tensor_parallel",
+                "needs tensor_parallel_degree above 1 and enable_sequence_parallel");
   ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
   check.require(
       policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard * dims.cp % policy.size == 0,
@@ -72,11 +77,16 @@ void check_checkpoint(Check& check) {
                     check.config.training.steps, ", whose model is written"));
 }
 
-void check_validation(Check& check) {
+void check_validation(Check& check, int world_size) {
   const ValidationSettings& validation = check.config.validation;
   if (!validation.enable) return;
   check.require(validation.seq_len <= check.config.training.seq_len, "validation.seq_len",
                 str("is longer than training.seq_len = ", check.config.training.seq_len));
+  std::vector<std::string> told_already, problems;
+  const ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, told_already);
+  check_sequence_length(dims, "validation.seq_len", validation.seq_len, problems);
+  for (const std::string& problem : problems)
+    check.problems.push_back(check.origins.problem("validation.seq_len", problem));
 }
 
 }  // namespace
@@ -88,7 +98,7 @@ void check_job(const JobConfig& config, const config::Origins& origins, int worl
   check_plan(check);
   check_precision(check);
   check_checkpoint(check);
-  check_validation(check);
+  check_validation(check, world_size);
   if (files == JobFiles::Check) check_files(config, origins, dp_degree, check.problems);
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));
 }

@@ -25,7 +25,7 @@ void MetricsWindow::count_step(int64_t local_tokens) {
 void MetricsWindow::close(StepMetrics& metrics) {
   const double seconds = std::chrono::duration<double>(Clock::now() - start_).count() - left_out_s_;
   const double steps = static_cast<double>(steps_);
-  metrics.tps = static_cast<double>(local_tokens_) / seconds / rate_.non_data_parallel_size;
+  metrics.tps = rate_of(local_tokens_, seconds);
   metrics.tflops = rate_.flops_per_token * metrics.tps * 1e-12;
   if (rate_.peak_flops) metrics.mfu = 100 * rate_.flops_per_token * metrics.tps / *rate_.peak_flops;
   metrics.step_s = seconds / steps;
@@ -38,6 +38,10 @@ void MetricsWindow::close(StepMetrics& metrics) {
   startup_s_.reset();
   steps_ = local_tokens_ = 0;
   data_loading_s_ = left_out_s_ = 0;
+}
+
+double MetricsWindow::rate_of(int64_t local_tokens, double seconds) const {
+  return static_cast<double>(local_tokens) / seconds / rate_.non_data_parallel_size;
 }
 
 void MetricsWindow::fill_memory(double& gib, double& percent) const {

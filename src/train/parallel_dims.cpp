@@ -66,15 +66,25 @@ void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
   table.refused("pipeline_parallel_expert_parallel_overlap", true, later, degree);
 }
 
+config::Constraint load_balancer() {
+  config::Constraint names = config::one_of({"headtail", "None"});
+  names.allowed += " (\"ptrr\" balances the block masks of flex attention, which isn't here)";
+  return names;
+}
+
 void describe_context_parallel(config::Table<ParallelismSettings>& table) {
   table.field("context_parallel_degree", &ParallelismSettings::context_parallel_degree,
               "ranks that share each sequence", config::at_least(1));
   table.field("context_parallel_load_balancer", &ParallelismSettings::context_parallel_load_balancer,
               "how a sequence is dealt: an early with a late chunk to each rank, or contiguous parts",
-              config::one_of({"headtail", "None"}));
+              load_balancer());
   table.field("context_parallel_rotate_method", &ParallelismSettings::context_parallel_rotate_method,
               "how keys and values come to the other ranks: gathered at once, or passed around the ring",
               config::one_of({"allgather", "alltoall"}));
+  table.field("context_parallel_attention", &ParallelismSettings::context_parallel_attention,
+              "keys come block by block (\"ring\", which the rotate method is of), or all at once before any "
+              "attention: fewer collectives, for short sequences on fast links",
+              config::one_of({"ring", "allgather_kv"}));
 }
 
 void refuse_expert_parallel(config::Table<ParallelismSettings>& table) {
@@ -139,6 +149,7 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
   dims.dp_replicate = static_cast<int>(settings.data_parallel_replicate_degree);
   dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
   dims.cp = static_cast<int>(settings.context_parallel_degree);
+  dims.cp_chunks = settings.context_parallel_load_balancer == "headtail" ? 2 : 1;
   dims.tp = static_cast<int>(settings.tensor_parallel_degree);
   if (dims.dp_shard == -1) {
     int others = dims.dp_replicate * dims.cp * dims.tp * dims.pp;
@@ -152,15 +163,20 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
   return dims;
 }
 
+void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
+                           std::vector<std::string>& problems) {
+  if (dims.cp > 1)
+    check_factor(seq_len, dims.cp_chunks * dims.cp, key,
+                 str(dims.cp_chunks == 2 ? "2 x " : "", "context_parallel_degree"), problems);
+  if (dims.tp > 1)
+    check_factor(seq_len, dims.tp * dims.cp, key, "tensor_parallel_degree x context_parallel_degree",
+                 problems);
+}
+
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<std::string>& problems) {
-  if (dims.cp > 1)
-    check_factor(seq_len, 2 * dims.cp, "training.seq_len", "2 x context_parallel_degree", problems);
-  if (dims.tp > 1) {
-    check_factor(seq_len, dims.tp * dims.cp, "training.seq_len",
-                 "tensor_parallel_degree x context_parallel_degree", problems);
-    check_heads(sizes, dims.tp, problems);
-  }
+  check_sequence_length(dims, "training.seq_len", seq_len, problems);
+  if (dims.tp > 1) check_heads(sizes, dims.tp, problems);
   if (dims.pp > 1 && sizes.num_layers + 2 < dims.pp)
     problems.push_back(str("pipeline_parallel_degree = ", dims.pp, " is more than the model's ",
                            sizes.num_layers, " layers, embedding and head can fill"));
@@ -187,6 +203,16 @@ Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
   meshes.tp = meshes.world["tp"];
   meshes.loss = meshes.world.flatten({"dp_replicate", "dp_shard", "cp"}, "loss");
   return meshes;
+}
+
+ContextParallelOptions context_parallel_options(const ParallelismSettings& settings) {
+  return {
+      .load_balancer = settings.context_parallel_load_balancer == "headtail" ? ContextLoadBalancer::HeadTail
+                                                                             : ContextLoadBalancer::None,
+      .rotate_method = settings.context_parallel_rotate_method == "allgather" ? ContextRotateMethod::AllGather
+                                                                              : ContextRotateMethod::AllToAll,
+      .attention = settings.context_parallel_attention == "ring" ? ContextAttention::Ring
+                                                                 : ContextAttention::AllGatherKv};
 }
 
 ReshardAfterForward reshard_policy(const std::string& name) {

@@ -37,10 +37,10 @@ Schedule forward_schedule(int num_micro_batches) {
   return schedule;
 }
 
-TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& loss_mesh) {
+TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& batch_mesh) {
   TokenCounts counts;
   for (const data::Batch& batch : micro_batches) counts.local += batch.valid_tokens;
-  counts.global = loss_mesh.group()->sum(counts.local, {"train::count_valid_tokens"});
+  counts.global = batch_mesh.group()->sum(counts.local, {"train::count_valid_tokens"});
   return counts;
 }
 

@@ -65,7 +65,7 @@ void Trainer::train() {
 bool Trainer::train_step() {
   auto batches = fetch();
   if (!batches) return false;
-  TokenCounts tokens = count_valid_tokens(*batches, parts_.meshes.loss);
+  TokenCounts tokens = count_valid_tokens(*batches, parts_.meshes.batch);
   parts_.window.count_step(positions(*batches));
   StepValues values;
   values.step = step_;
@@ -158,19 +158,20 @@ void Trainer::check_finite(const StepValues& values) const {
 void Trainer::schedule_step() { parts_.optimizer.set_lr_factor(parts_.schedule.factor(step_ - 1)); }
 
 void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
-  const double local_loss = values.local_loss;
-  auto group = parts_.meshes.loss.group();
+  const auto group = parts_.meshes.loss.group();
   StepMetrics metrics;
   metrics.step = step_;
-  metrics.loss = group->sum(local_loss, {"metrics::loss"});
+  metrics.loss = group->sum(values.local_loss, {"metrics::loss"});
+  // Of the rows that this rank shares with its context-parallel peers, each of which has a part of the sum.
+  const double rows_loss = parts_.meshes.cp.group()->sum(values.local_loss, {"metrics::rows_loss"});
   const double local_mean =
-      tokens.local > 0 ? local_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
+      tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
                        : 0;
   metrics.max_loss = group->max(local_mean, {"metrics::max_loss"});
   metrics.grad_norm = values.grad_norm.norm;
   metrics.lr = parts_.optimizer.lr();
   parts_.window.close(metrics);
-  metrics.n_tokens_seen = group->sum(metrics.n_tokens_seen, {"metrics::tokens"});
+  metrics.n_tokens_seen = parts_.meshes.batch.group()->sum(metrics.n_tokens_seen, {"metrics::tokens"});
   parts_.logger->log(metrics);
 }
 
@@ -180,11 +181,11 @@ void Trainer::validate_if_due() {
   const auto start = Clock::now();
   data::DataLoader& loader = parts_.validator->loader;
   loader.restart();
-  ValidationResult result = validate(*parts_.model, parts_.device, parts_.meshes.loss,
+  ValidationResult result = validate(*parts_.model, parts_.device, parts_.meshes,
                                      {.next = [&] { return loader.next(); }, .run_dry = !loader.num_steps()},
                                      parts_.validator->settings.steps);
   ValidationMetrics metrics{.step = step_, .loss = result.loss};
-  metrics.tps = static_cast<double>(result.local_tokens) / result.seconds;
+  metrics.tps = parts_.window.rate_of(result.local_tokens, result.seconds);
   parts_.window.fill_memory(metrics.memory_gib, metrics.memory_percent);
   parts_.logger->log(metrics);
   parts_.window.leave_out(seconds_since(start));

@@ -44,7 +44,7 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh,
+ValidationResult validate(TrainableModel& model, at::Device device, const Meshes& meshes,
                           const ValidationBatches& batches, int64_t max_batches) {
   EvaluationMode evaluation(model.root().module());
   StepRunner runner(model, device);
@@ -55,7 +55,7 @@ ValidationResult validate(TrainableModel& model, at::Device device, const Device
   for (int64_t i = 0; i != max_batches; ++i) {
     auto batch = batches.next();
     if (!batch) break;
-    TokenCounts counts = count_valid_tokens({*batch}, loss_mesh);
+    TokenCounts counts = count_valid_tokens({*batch}, meshes.batch);
     if (counts.global == 0 && batches.run_dry) break;
     if (counts.global == 0) continue;
     at::Tensor share = runner.run(schedule, {*batch}, counts.global);
@@ -65,7 +65,7 @@ ValidationResult validate(TrainableModel& model, at::Device device, const Device
   }
   if (result.tokens == 0)
     throw ConfigError("the validation set holds no token to predict; see validation.dataset");
-  double loss_sum = loss_mesh.group()->sum(local_loss_sum, {"train::validate"});
+  double loss_sum = meshes.loss.group()->sum(local_loss_sum, {"train::validate"});
   result.loss = loss_sum / static_cast<double>(result.tokens);
   result.seconds = seconds_since(start);
   return result;

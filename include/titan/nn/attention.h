@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "titan/nn/attention_core.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/rotary_embedding.h"
 
@@ -21,17 +22,19 @@ struct AttentionOptions {
 ///
 /// The number of heads is read off the products' width, so a part of the heads (tensor parallelism) needs no
 /// other code.
-class AttentionImpl : public Module {
+class AttentionImpl : public Module, public AttentionUser {
  public:
   /// `rotary` is shared with the other layers; it belongs to the model.
   AttentionImpl(const AttentionOptions& options, RotaryEmbedding rotary);
   at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& positions = {});
+  void set_attention_core(std::shared_ptr<AttentionCore> core) override { core_ = std::move(core); }
 
   Linear wq, wk, wv, wo;
 
  private:
   int64_t head_dim_;
   RotaryEmbedding rotary_;
+  std::shared_ptr<AttentionCore> core_;  // null: ops::causal_attention
 };
 TITAN_MODULE(Attention);
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "titan/nn/attention_core.h"
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
 
@@ -34,17 +35,22 @@ at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optiona
 /// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, not
 /// saved with the model, that deferred construction leaves empty until reset_buffers(). One module serves all
 /// layers.
-class RotaryEmbeddingImpl : public Module {
+class RotaryEmbeddingImpl : public Module, public PositionUser {
  public:
   explicit RotaryEmbeddingImpl(const RotaryOptions& options);
-  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: 0..S-1.
+  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: those of the tokens that this rank
+  /// holds, which are 0..S-1 where no set_token_positions() says otherwise.
   at::Tensor forward(const at::Tensor& x_BSHD, const at::Tensor& positions = {});
 
   void reset_buffers(const at::Device& device) override;
+  void set_token_positions(std::shared_ptr<TokenPositions> positions) override {
+    token_positions_ = std::move(positions);
+  }
   const at::Tensor& table() const { return table_; }
 
  private:
   RotaryOptions options_;
+  std::shared_ptr<TokenPositions> token_positions_;  // null: 0..S-1
   at::Tensor
       table_;  // [max_positions, head_dim]: cos, sin, cos, sin, ...; fp32, or float64 in a float64 model
 };

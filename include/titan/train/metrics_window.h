@@ -32,6 +32,8 @@ class MetricsWindow {
   /// Fills in rates, times and memory, and starts the next window.
   void close(StepMetrics& metrics);
   void fill_memory(double& gib, double& percent) const;
+  /// A second and device, of tokens of this rank's rows, which cp x tp x pp ranks compute together.
+  double rate_of(int64_t local_tokens, double seconds) const;
 
  private:
   using Clock = std::chrono::steady_clock;

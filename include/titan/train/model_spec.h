@@ -26,6 +26,7 @@
 #include "titan/core/registry.h"
 #include "titan/nn/any_ref.h"
 #include "titan/nn/construct.h"
+#include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/tensor_parallel.h"
 
@@ -62,8 +63,9 @@ struct BuildOptions {
 /// How the built model is to be spread out.
 struct ParallelPlan {
   const Meshes& meshes;
-  FsdpOptions fsdp;  ///< mesh, dtypes and policies are filled in from the settings
-  TensorParallelOptions tensor = {};  ///< for a plan over meshes.tp
+  FsdpOptions fsdp;                     ///< mesh, dtypes and policies are filled in from the settings
+  TensorParallelOptions tensor = {};    ///< for a plan over meshes.tp
+  ContextParallelOptions context = {};  ///< for context_parallel over meshes.cp
 };
 
 /// A model family whose argument struct is erased: `args` below points to the struct that make_args()

@@ -10,6 +10,7 @@
 
 #include "titan/config/table.h"
 #include "titan/dist/device_mesh.h"
+#include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
 
 namespace titan::train {
@@ -33,6 +34,7 @@ struct ParallelismSettings {
   int64_t context_parallel_degree = 1;
   std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
   std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
+  std::string context_parallel_attention = "ring";           ///< or "allgather_kv"
 };
 
 void describe(config::Table<ParallelismSettings>& table);
@@ -43,6 +45,7 @@ struct ParallelDims {
   int dp_replicate = 1;
   int dp_shard = 1;
   int cp = 1;
+  int cp_chunks = 2;  ///< of a sequence, for each context-parallel rank
   int tp = 1;
   int pp = 1;
 
@@ -50,6 +53,11 @@ struct ParallelDims {
   int batch_degree() const { return dp_replicate * dp_shard; }
   int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
 };
+
+/// What parallelism over the tokens of a sequence asks of its length, the value of `key`; adds what is wrong
+/// to `problems`.
+void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
+                           std::vector<std::string>& problems);
 
 /// Fills in dp_shard = -1 and checks the degrees against the world; adds what is wrong to `problems`.
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
@@ -76,6 +84,8 @@ struct Meshes {
 
 /// Collective over the world.
 Meshes build_meshes(const dist::World& world, const ParallelDims& dims);
+
+ContextParallelOptions context_parallel_options(const ParallelismSettings& settings);
 
 /// Throws ConfigError unless it is "default", "always", "never" or an integer.
 ReshardAfterForward reshard_policy(const std::string& name);

@@ -32,11 +32,13 @@ Schedule forward_schedule(int num_micro_batches);
 
 /// What counts in a step: labels that aren't -100.
 struct TokenCounts {
-  int64_t local = 0;   ///< of this rank, over its micro-batches
-  int64_t global = 0;  ///< of all ranks that hold different tokens
+  int64_t local = 0;   ///< in this rank's rows, over its micro-batches
+  int64_t global = 0;  ///< in the rows of all ranks
 };
 
-TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& loss_mesh);
+/// Whole rows are counted, before context parallelism cuts them: `batch_mesh` is of the ranks that read
+/// different ones.
+TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& batch_mesh);
 
 /// Runs schedules on one model.
 class StepRunner {

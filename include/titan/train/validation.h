@@ -9,7 +9,7 @@
 
 #include "titan/config/table.h"
 #include "titan/data/settings.h"
-#include "titan/dist/device_mesh.h"
+#include "titan/train/parallel_dims.h"
 #include "titan/train/step_runner.h"
 
 namespace titan::train {
@@ -39,13 +39,14 @@ struct ValidationBatches {
 struct ValidationResult {
   double loss = 0;           ///< mean over all valid tokens of all ranks
   int64_t tokens = 0;        ///< valid ones, of all ranks
-  int64_t local_tokens = 0;  ///< positions that this rank computed
+  int64_t local_tokens = 0;  ///< positions in this rank's rows
   double seconds = 0;
 };
 
 /// Runs at most `max_batches` (-1: all) batches forward in evaluation mode without gradients, then returns to
-/// training mode. Collective over the loss mesh. Throws ConfigError when the set holds no valid token.
-ValidationResult validate(TrainableModel& model, at::Device device, const DeviceMesh& loss_mesh,
+/// training mode. Collective over meshes.batch and meshes.loss. Throws ConfigError when the set holds no
+/// valid token.
+ValidationResult validate(TrainableModel& model, at::Device device, const Meshes& meshes,
                           const ValidationBatches& batches, int64_t max_batches);
 
 }  // namespace titan::train

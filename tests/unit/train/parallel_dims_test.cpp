@@ -36,13 +36,36 @@ TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
   ParallelDims dims{.tp = 4, .pp = 1};
   ModelSizes sizes{.num_layers = 2, .num_heads = 6, .num_kv_heads = 2};
   check_divisibility(dims, sizes, 64, problems);
-  EXPECT_EQ(problems.size(), 2u);
+  EXPECT_EQ(problems.size(), 1u);
   problems.clear();
   check_divisibility({.cp = 4}, sizes, 100, problems);
-  EXPECT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems, std::vector<std::string>{
+                          "training.seq_len = 100 isn't a multiple of 2 x context_parallel_degree = 8"});
+  problems.clear();
+  check_divisibility({.cp = 4, .cp_chunks = 1}, sizes, 100, problems);
+  EXPECT_TRUE(problems.empty());
+  check_sequence_length({.cp = 4, .cp_chunks = 1}, "validation.seq_len", 102, problems);
+  EXPECT_EQ(problems, std::vector<std::string>{
+                          "validation.seq_len = 102 isn't a multiple of context_parallel_degree = 4"});
   problems.clear();
   check_divisibility({.pp = 8}, sizes, 64, problems);
   EXPECT_EQ(problems.size(), 1u);
+}
+
+TEST(ContextParallelSettings, BecomeOptions) {
+  ParallelismSettings settings{.context_parallel_degree = 2};
+  std::vector<std::string> problems;
+  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).cp_chunks, 2);
+  EXPECT_EQ(context_parallel_options(settings).load_balancer, ContextLoadBalancer::HeadTail);
+  EXPECT_EQ(context_parallel_options(settings).rotate_method, ContextRotateMethod::AllGather);
+  EXPECT_EQ(context_parallel_options(settings).attention, ContextAttention::Ring);
+  settings.context_parallel_load_balancer = "None";
+  settings.context_parallel_rotate_method = "alltoall";
+  settings.context_parallel_attention = "allgather_kv";
+  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).cp_chunks, 1);
+  EXPECT_EQ(context_parallel_options(settings).load_balancer, ContextLoadBalancer::None);
+  EXPECT_EQ(context_parallel_options(settings).rotate_method, ContextRotateMethod::AllToAll);
+  EXPECT_EQ(context_parallel_options(settings).attention, ContextAttention::AllGatherKv);
 }
 
 TEST(ReshardPolicy, Names) {

@@ -87,7 +87,7 @@ TEST(Validate, IsTheMeanOverAllTokensAndReturnsToTraining) {
   auto batches = random_batches(3, 2);
   BigramModel model(16, {.dtype = at::kDouble});
   size_t next = 0;
-  auto result = validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next), -1);
+  auto result = validate(model, at::kCPU, Meshes(), one_by_one(batches, next), -1);
   data::Batch whole = joined(batches);
   at::NoGradGuard no_grad;
   EXPECT_NEAR(result.loss, model.loss(whole.input_BS, whole.labels_BS, whole.valid_tokens).item<double>(),
@@ -100,7 +100,7 @@ TEST(Validate, StopsAfterMaxBatches) {
   auto batches = random_batches(3, 2);
   BigramModel model(16);
   size_t next = 0;
-  validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next), 2);
+  validate(model, at::kCPU, Meshes(), one_by_one(batches, next), 2);
   EXPECT_EQ(next, 2u);
 }
 
@@ -111,11 +111,11 @@ TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
   batches[1] = batch_of(batches[1].input_BS, none);
   BigramModel model(16);
   size_t next = 0;
-  auto result = validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next, /*run_dry=*/true), -1);
+  auto result = validate(model, at::kCPU, Meshes(), one_by_one(batches, next, /*run_dry=*/true), -1);
   EXPECT_EQ(next, 2u);
   EXPECT_EQ(result.tokens, batches[0].valid_tokens);
   next = 0;
-  result = validate(model, at::kCPU, DeviceMesh(), one_by_one(batches, next), -1);
+  result = validate(model, at::kCPU, Meshes(), one_by_one(batches, next), -1);
   EXPECT_EQ(next, 3u);
   EXPECT_EQ(result.tokens, batches[0].valid_tokens + batches[2].valid_tokens);
 }
@@ -123,7 +123,7 @@ TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
 TEST(Validate, RefusesAnEmptySet) {
   BigramModel model(16);
   ValidationBatches none{[] { return std::optional<data::Batch>(); }};
-  EXPECT_THROW(validate(model, at::kCPU, DeviceMesh(), none, -1), ConfigError);
+  EXPECT_THROW(validate(model, at::kCPU, Meshes(), none, -1), ConfigError);
 }
 
 }  // namespace

@@ -1,0 +1,61 @@
+#pragma once
+
+// Context parallelism: the tokens of a sequence are spread over the ranks of a mesh axis, so that activations
+// of a long sequence are divided by its size. All is local to a token but attention, in which the ranks'
+// queries meet the keys of all ranks: by a ring (Liu et al., "Ring Attention with Blockwise Transformers",
+// 2023), or by gathering the keys. docs/context_parallel.md shows how.
+
+#include <cstdint>
+
+#include "titan/dist/device_mesh.h"
+#include "titan/nn/any_ref.h"
+
+namespace titan {
+
+/// Which tokens a rank holds.
+enum class ContextLoadBalancer {
+  /// A chunk from the front and its counterpart from the back: with a causal mask every rank has the same
+  /// work. The sequence has to be a multiple of twice the ranks.
+  HeadTail,
+  None,  ///< one stretch; the last rank has most of the work, and the others wait for it
+};
+
+/// How keys and values come round in a ring's forward.
+enum class ContextRotateMethod {
+  AllGather,  ///< one all-gather, under the rank's own block; holds the keys of the whole sequence for a
+              ///< layer
+  AllToAll,   ///< hop by hop between neighbours, each under the block before it; holds those of two ranks
+};
+
+enum class ContextAttention {
+  Ring,         ///< block by block, merged by their log-sum-exp; gradients of keys go round hop by hop
+  AllGatherKv,  ///< keys and values of the whole sequence at once, in order: fewer, larger kernels and
+                ///< collectives. For short sequences on fast links
+};
+
+struct ContextParallelOptions {
+  ContextLoadBalancer load_balancer = ContextLoadBalancer::HeadTail;
+  ContextRotateMethod rotate_method = ContextRotateMethod::AllGather;
+  ContextAttention attention = ContextAttention::Ring;
+};
+
+/// Spreads the sequences that `root` is called with over `axis` (a mesh of one axis; of size 1 nothing
+/// changes). From now on
+/// - a call of `root` takes whole sequences, the same on all ranks of the axis: its int64 arguments [B, S]
+///   (tokens, labels, positions) are cut down to this rank's tokens. Throws Error when S doesn't divide;
+/// - modules below it see S / ranks tokens, and what `root` returns is of this rank's tokens: a loss is this
+///   rank's share of the sum, gradients of parameters are this rank's summands (fully_shard's mesh includes
+///   the axis, and sums them);
+/// - every nn::AttentionUser below it attends over all ranks' tokens, and every nn::PositionUser takes a
+///   token's position in the whole sequence where the caller gives none.
+///
+/// Sequences of different calls may differ in length. All ranks of the axis make the same calls, forward and
+/// backward. Goes with parallelize (the heads are then a rank's own), fully_shard and checkpoint_activations,
+/// in any order. Throws Error when nothing below `root` attends.
+void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis,
+                      const ContextParallelOptions& options = {});
+
+/// Whether context_parallel spreads the sequences of `root` or of a module below it.
+bool is_context_parallel(const nn::AnyRef& root);
+
+}  // namespace titan

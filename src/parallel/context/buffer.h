@@ -1,0 +1,17 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace titan::context {
+
+/// Memory that is used again by every layer and step; grows to the longest sequence.
+class Buffer {
+ public:
+  /// Contiguous; what is in it is anything. One at a time: the next call hands out the same memory.
+  at::Tensor get(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+ private:
+  at::Tensor memory_;  // flat
+};
+
+}  // namespace titan::context

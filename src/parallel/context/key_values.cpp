@@ -1,0 +1,106 @@
+#include "parallel/context/key_values.h"
+
+#include <utility>
+
+namespace titan::context {
+
+at::Tensor KeyValues::pack(Buffer& buffer) const {
+  at::Tensor packed = buffer.get({2, k.size(0), k.size(1), k.size(2), k.size(3)}, k.options());
+  packed.select(0, 0).copy_(k);
+  packed.select(0, 1).copy_(v);
+  return packed;
+}
+
+namespace {
+
+class GatherRotation final : public KeyValueRotation {
+ public:
+  explicit GatherRotation(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
+
+  void start(const KeyValues& own, dist::Label label) override {
+    const at::Tensor packed = own.pack(own_);
+    std::vector<int64_t> sizes = packed.sizes().vec();
+    sizes.insert(sizes.begin(), group_->size());
+    gathered_ = all_.get(sizes, packed.options());
+    gathering_ = group_->all_gather(gathered_, packed, label);
+  }
+  KeyValues hop(int i) override {
+    gathering_.wait();
+    return KeyValues::of_packed(gathered_.select(0, (group_->rank() - i + group_->size()) % group_->size()));
+  }
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  Buffer own_, all_;
+  at::Tensor gathered_;  // [N, 2, B, S, K, E]
+  dist::Work gathering_;
+};
+
+class NeighbourRotation final : public KeyValueRotation {
+ public:
+  explicit NeighbourRotation(std::shared_ptr<dist::Group> group)
+      : num_ranks_(group->size()), exchange_(std::move(group)) {}
+
+  void start(const KeyValues& own, dist::Label label) override {
+    label_ = label;
+    current_ = own.pack(buffers_[0]);
+    next_ = buffers_[1].get(current_.sizes(), current_.options());
+    exchange_.start(current_, next_, label_);
+  }
+  // What was computed with and sent on is done with: the transfer under the coming block goes there.
+  KeyValues hop(int i) override {
+    exchange_.wait();
+    std::swap(current_, next_);
+    if (i + 1 < num_ranks_) exchange_.start(current_, next_, label_);
+    return KeyValues::of_packed(current_);
+  }
+
+ private:
+  int num_ranks_;
+  RingExchange exchange_;
+  Buffer buffers_[2];
+  at::Tensor current_, next_;
+  dist::Label label_;
+};
+
+}  // namespace
+
+std::unique_ptr<KeyValueRotation> make_rotation(std::shared_ptr<dist::Group> group,
+                                                ContextRotateMethod method) {
+  if (method == ContextRotateMethod::AllGather) return std::make_unique<GatherRotation>(std::move(group));
+  return std::make_unique<NeighbourRotation>(std::move(group));
+}
+
+KeyValues GradientRing::start(const at::Tensor& k, at::ScalarType dtype, dist::Label label) {
+  label_ = label;
+  first_ = true;
+  const std::vector<int64_t> sizes = {2, k.size(0), k.size(1), k.size(2), k.size(3)};
+  const auto options = k.options().dtype(dtype);
+  contributions_ = buffers_[0].get(sizes, options);
+  sending_ = buffers_[1].get(sizes, options);
+  received_ = buffers_[2].get(sizes, options);
+  return KeyValues::of_packed(contributions_.zero_());
+}
+
+KeyValues GradientRing::next() { return KeyValues::of_packed(contributions_.zero_()); }
+
+void GradientRing::pass_on(bool contributed) {
+  if (!first_) {
+    exchange_.wait();
+    if (contributed) {
+      contributions_.add_(received_);
+    } else {
+      std::swap(contributions_, received_);
+    }
+  }
+  first_ = false;
+  std::swap(contributions_, sending_);
+  exchange_.start(sending_, received_, label_);
+}
+
+KeyValues GradientRing::finish() {
+  exchange_.wait();
+  return KeyValues::of_packed(received_);
+}
+
+}  // namespace titan::context

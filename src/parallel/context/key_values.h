@@ -1,0 +1,59 @@
+#pragma once
+
+// Keys and values on their way between ranks.
+
+#include <memory>
+
+#include "parallel/context/buffer.h"
+#include "parallel/context/ring_exchange.h"
+#include "titan/dist/collectives.h"
+#include "titan/parallel/context_parallel.h"
+
+namespace titan::context {
+
+/// k, v [B, S, K, E] of one rank (or, added up, their gradients).
+struct KeyValues {
+  at::Tensor k, v;
+  static KeyValues of_packed(const at::Tensor& packed) { return {packed.select(0, 0), packed.select(0, 1)}; }
+  /// Copies both into one tensor [2, B, S, K, E] from `buffer`: a message.
+  at::Tensor pack(Buffer& buffer) const;
+};
+
+/// Brings the keys and values of all ranks past this one. At hop i they are those of rank (r - i) mod N.
+class KeyValueRotation {
+ public:
+  virtual ~KeyValueRotation() = default;
+  virtual void start(const KeyValues& own, dist::Label label) = 0;
+  /// In order i = 1 .. N-1; waits for what is under way and starts what comes next. Valid until the next
+  /// call.
+  virtual KeyValues hop(int i) = 0;
+};
+
+std::unique_ptr<KeyValueRotation> make_rotation(std::shared_ptr<dist::Group> group,
+                                                ContextRotateMethod method);
+
+/// Adds up what all ranks contribute to the gradients of each rank's keys and values. The sums go round the
+/// ring, from a rank to the next, one hop behind the keys: what rank r adds at hop i belongs to rank (r - i)
+/// mod N, and so does what it gets from rank r - 1, which added to it at hop i - 1. Transfers run under the
+/// computation of the next hop. In fp32 (float64 of float64) all the way.
+class GradientRing {
+ public:
+  explicit GradientRing(std::shared_ptr<dist::Group> group) : exchange_(std::move(group)) {}
+
+  /// Zeros for the contributions of the first hop, to gradients of keys like `k`; and those of the next.
+  KeyValues start(const at::Tensor& k, at::ScalarType dtype, dist::Label label);
+  KeyValues next();
+  /// Passes on the sum so far, with this hop's contributions or (`contributed` false) without.
+  void pass_on(bool contributed);
+  /// Of this rank's own keys; after the last hop. Valid until the next start().
+  KeyValues finish();
+
+ private:
+  Buffer buffers_[3];
+  RingExchange exchange_;
+  dist::Label label_;
+  at::Tensor contributions_, received_, sending_;  // packed
+  bool first_ = true;
+};
+
+}  // namespace titan::context

@@ -1,0 +1,346 @@
+// Context parallelism against one rank: attention alone in all its forms, and a Llama's loss and every
+// gradient.
+
+#include "titan/parallel/context_parallel.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "distributed/llama_case.h"
+#include "parallel/context/distributed_attention.h"
+#include "parallel/context/gathered_attention.h"
+#include "parallel/context/ring_attention.h"
+#include "titan/core/log.h"
+#include "titan/nn/attention.h"
+#include "titan/nn/containers.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+constexpr uint64_t kSeed = 3;
+
+struct Form {
+  const char* name;
+  ContextParallelOptions options;
+};
+
+std::vector<Form> forms() {
+  using Balancer = ContextLoadBalancer;
+  using Rotate = ContextRotateMethod;
+  using Attention = ContextAttention;
+  return {{"head-tail, all-gather", {Balancer::HeadTail, Rotate::AllGather, Attention::Ring}},
+          {"head-tail, all-to-all", {Balancer::HeadTail, Rotate::AllToAll, Attention::Ring}},
+          {"head-tail, gathered keys", {Balancer::HeadTail, Rotate::AllGather, Attention::AllGatherKv}},
+          {"unbalanced, all-gather", {Balancer::None, Rotate::AllGather, Attention::Ring}},
+          {"unbalanced, all-to-all", {Balancer::None, Rotate::AllToAll, Attention::Ring}},
+          {"unbalanced, gathered keys", {Balancer::None, Rotate::AllGather, Attention::AllGatherKv}}};
+}
+
+double gradient_tolerance(at::ScalarType dtype) {
+  return dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-5 : 2e-2;
+}
+
+// ---- attention alone
+
+struct Heads {
+  int64_t batch, chunk, heads, kv_heads, size;  // `chunk`: tokens of a 2N-th of the sequence
+};
+
+void PrintTo(const Heads& h, std::ostream* out) {
+  *out << h.batch << " x " << h.chunk << " x " << h.heads << "/" << h.kv_heads << " x " << h.size;
+}
+
+std::shared_ptr<context::DistributedAttention> make_attention(const context::SequenceLayout& layout,
+                                                              const ContextParallelOptions& options) {
+  const auto group = world().everyone();
+  if (options.attention == ContextAttention::AllGatherKv)
+    return std::make_shared<context::GatheredAttention>(group, layout);
+  return std::make_shared<context::RingAttention>(group, layout, options.rotate_method);
+}
+
+class ContextAttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, Heads>> {};
+
+TEST_P(ContextAttentionTest, EqualsAttentionOverTheWholeSequence) {
+  const auto& [dtype, heads] = GetParam();
+  at::manual_seed(5);
+  const int64_t length = heads.chunk * 2 * world().size();
+  const auto make = [&, dtype = dtype, heads = heads](int64_t count) {
+    return at::randn({heads.batch, length, count, heads.size}).to(dtype);
+  };
+  const at::Tensor q = make(heads.heads), k = make(heads.kv_heads), v = make(heads.kv_heads),
+                   grad = make(heads.heads);
+  std::vector<at::Tensor> wide;
+  for (const at::Tensor& t : {q, k, v}) wide.push_back(t.clone().to(at::kDouble).requires_grad_());
+  const at::Tensor expected = ops::causal_attention(wide[0], wide[1], wide[2]);
+  expected.backward(grad.to(at::kDouble));
+
+  for (const Form& form : forms()) {
+    const context::SequenceLayout layout(world().size(), form.options.load_balancer);
+    context::ContextCore core(make_attention(layout, form.options), "test");
+    const auto mine = [&](const at::Tensor& x) { return layout.part(x, 1, world().rank()); };
+    // Twice: the second time over memory that the first has used.
+    for (int round = 0; round < 2; ++round) {
+      std::vector<at::Tensor> parts;
+      for (const at::Tensor& t : {q, k, v}) parts.push_back(mine(t).requires_grad_());
+      const at::Tensor out = core.attend(parts[0], parts[1], parts[2]);
+      EXPECT_EQ(out.scalar_type(), dtype);
+      EXPECT_LE(relative_error(out.detach(), mine(expected.detach())), gradient_tolerance(dtype))
+          << form.name;
+      out.backward(mine(grad));
+      for (size_t i = 0; i < 3; ++i)
+        EXPECT_LE(relative_error(parts[i].grad(), mine(wide[i].grad())), gradient_tolerance(dtype))
+            << form.name << ", gradient of "
+            << "qkv"[i];
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ContextAttentionTest,
+                         ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
+                                            ::testing::Values(Heads{1, 1, 4, 2, 16}, Heads{2, 37, 4, 1, 16},
+                                                              Heads{3, 50, 3, 3, 24})));
+
+// Passes a tensor on, and no gradient back.
+struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    return {at::Tensor()};
+  }
+};
+
+// Its queries count for nothing, but its keys and values do for the others.
+TEST(ContextAttentionGradient, ARankWithoutOneTakesPart) {
+  at::manual_seed(6);
+  const int size = world().size(), rank = world().rank();
+  const context::SequenceLayout layout(size, ContextLoadBalancer::HeadTail);
+  const at::Tensor whole = at::randn({1, 8 * size, 2, 8}, at::kDouble);
+  at::Tensor of_rank_0 = at::zeros(whole.sizes(), at::kDouble);
+  of_rank_0.index_fill_(1, layout.positions(0, 8, at::kCPU), 1);
+  at::Tensor expected = whole.clone().requires_grad_();
+  (ops::causal_attention(expected, expected, expected) * of_rank_0).sum().backward();
+
+  for (const Form& form : forms()) {
+    if (form.options.load_balancer == ContextLoadBalancer::None) continue;
+    context::ContextCore core(make_attention(layout, form.options), "test");
+    at::Tensor part = layout.part(whole, 1, rank).requires_grad_();
+    const at::Tensor out = core.attend(part, part, part);
+    (rank == 0 ? out : WithoutGradient::apply(out)).sum().backward();
+    EXPECT_LE(relative_error(part.grad(), layout.part(expected.grad(), 1, rank)), 1e-12) << form.name;
+  }
+}
+
+// ---- a Llama
+
+struct CpLayout {
+  int shard, cp;
+};
+
+std::vector<CpLayout> cp_layouts(int world_size) {
+  if (world_size == 4) return {{1, 4}, {2, 2}};
+  return {{1, world_size}};
+}
+
+struct Reference {
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients;
+};
+
+Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype) {
+  auto model = build_llama(llama, dtype);
+  materialize(model->root(), kSeed);
+  Reference reference{forward_backward(*model, batch, 0, 1, 1), {}};
+  for (const Parameter& parameter : parameters(model->root()))
+    reference.gradients[parameter.name] = parameter.data.local.grad();
+  return reference;
+}
+
+train::Meshes meshes_of(const CpLayout& layout) {
+  return train::build_meshes(world(), {.dp_shard = layout.shard, .cp = layout.cp});
+}
+
+std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama, at::ScalarType dtype,
+                                                          const train::Meshes& meshes,
+                                                          const ContextParallelOptions& options,
+                                                          FsdpOptions fsdp = {}) {
+  auto model = build_llama(llama, dtype);
+  fsdp.mesh = meshes.fsdp;
+  llama_spec().parallelize(*model, {.meshes = meshes, .fsdp = fsdp, .context = options});
+  materialize(model->root(), kSeed);
+  return model;
+}
+
+/// Each group of cp ranks takes its rows, whole; the loss over all ranks.
+double run_spread(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
+                  bool backward = true) {
+  const int64_t num_valid = batch.num_valid();
+  const Batch rows = batch.rows(meshes.dp_rank(), meshes.dp_degree());
+  at::Tensor loss = model.loss(rows.tokens.to(device()), rows.labels.to(device()), num_valid);
+  if (backward) loss.backward();
+  return world().everyone()->sum(loss.item<double>(), {.phase = "test::loss"});
+}
+
+void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
+                  const std::string& what, double& worst) {
+  EXPECT_NEAR(loss, reference.loss, dtype == at::kDouble ? 1e-12 : 5e-6) << what;
+  const auto list = parameters(model.root());
+  EXPECT_EQ(list.size(), reference.gradients.size()) << what;
+  for (const Parameter& parameter : list) {
+    const double error = relative_error(full_gradient(parameter), reference.gradients.at(parameter.name));
+    EXPECT_LE(error, gradient_tolerance(dtype)) << what << " " << parameter.name;
+    worst = std::max(worst, error);
+  }
+}
+
+/// As random_batch, for few rows too.
+Batch batch_of(const LlamaCase& llama, uint64_t seed) {
+  at::manual_seed(seed);
+  const int64_t vocab_size = std::get<int64_t>(llama.args.at("vocab_size"));
+  const auto draw = [&] { return at::randint(vocab_size, {llama.rows, llama.seq_len}, at::kLong); };
+  Batch batch{draw(), draw()};
+  for (int64_t row = 0; row < llama.rows; ++row)
+    batch.labels[row].slice(0, 0, row * 5 % llama.seq_len).fill_(-100);
+  return batch;
+}
+
+/// Sizes of mini, with fewer rows.
+LlamaCase few_rows(int64_t rows, int64_t seq_len) {
+  LlamaCase llama = mini_llama();
+  llama.rows = rows;
+  llama.seq_len = seq_len;
+  return llama;
+}
+
+void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype,
+                   const std::vector<Form>& all_forms) {
+  const Reference reference = run_on_one_rank(llama, batch, dtype);
+  double worst = 0;
+  for (const CpLayout& layout : cp_layouts(world().size())) {
+    const train::Meshes meshes = meshes_of(layout);
+    if (llama.rows % meshes.dp_degree() != 0) continue;
+    for (const Form& form : all_forms) {
+      auto model = build_spread_llama(llama, dtype, meshes, form.options);
+      const std::string what = titan::str("dp_shard ", layout.shard, " cp ", layout.cp, ", ", form.name);
+      expect_equal(*model, run_spread(*model, batch, meshes), reference, dtype, what, worst);
+    }
+  }
+  log::info_rank0(titan::str("worst difference of a gradient ", worst));
+}
+
+class ContextParallelParity : public ::testing::TestWithParam<at::ScalarType> {};
+
+TEST_P(ContextParallelParity, LossAndEveryGradientEqualOneRanks) {
+  const LlamaCase llama = few_rows(4, 96);
+  expect_parity(llama, batch_of(llama, 1), GetParam(), forms());
+}
+
+TEST_P(ContextParallelParity, OneRowOfOneTokenAChunk) {
+  const LlamaCase llama = few_rows(1, 2 * world().size());
+  expect_parity(llama, batch_of(llama, 2), GetParam(), forms());
+}
+
+// Without a load balancer the sequence needn't be a multiple of twice the ranks.
+TEST_P(ContextParallelParity, AnOddNumberOfTokensARank) {
+  const LlamaCase llama = few_rows(2, 5 * world().size());
+  expect_parity(llama, batch_of(llama, 7), GetParam(), {forms()[3], forms()[4], forms()[5]});
+}
+
+// Rank 0's tokens have no label that counts, and one row none at all.
+TEST_P(ContextParallelParity, ARankWithoutLabels) {
+  const LlamaCase llama = few_rows(2, 48);
+  const std::vector<Form> balanced = {forms()[0], forms()[1], forms()[2]};
+  Batch batch = batch_of(llama, 3);
+  const context::SequenceLayout layout(world().size(), ContextLoadBalancer::HeadTail);
+  batch.labels.index_fill_(1, layout.positions(0, llama.seq_len / world().size(), at::kCPU), -100);
+  batch.labels[1].fill_(-100);
+  expect_parity(llama, batch, GetParam(), balanced);
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelParity, ::testing::Values(at::kFloat, at::kDouble),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+// With bfloat16 parameters it is as far from one rank's fp32 as one rank's bfloat16.
+TEST(ContextParallelBf16, IsNearOneRank) {
+  const LlamaCase llama = few_rows(4, 96);
+  const Batch batch = batch_of(llama, 4);
+  const Reference reference = run_on_one_rank(llama, batch, at::kFloat);
+  const FsdpOptions bf16{.mesh = {}, .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+  auto single = build_llama(llama, at::kFloat);
+  const train::Meshes alone;
+  llama_spec().parallelize(*single, {.meshes = alone, .fsdp = bf16});
+  materialize(single->root(), kSeed);
+  forward_backward(*single, batch, 0, 1, 1);
+  std::map<std::string, double> distance;
+  for (const Parameter& parameter : parameters(single->root()))
+    distance[parameter.name] =
+        relative_error(parameter.data.local.grad(), reference.gradients.at(parameter.name));
+  const train::Meshes meshes = meshes_of({1, world().size()});
+  for (const Form& form : forms()) {
+    auto model = build_spread_llama(llama, at::kFloat, meshes, form.options, bf16);
+    EXPECT_NEAR(run_spread(*model, batch, meshes), reference.loss, 5e-3) << form.name;
+    for (const Parameter& parameter : parameters(model->root()))
+      EXPECT_LE(relative_error(full_gradient(parameter), reference.gradients.at(parameter.name)),
+                2 * distance.at(parameter.name))
+          << form.name << " " << parameter.name;
+  }
+}
+
+// Validation runs without gradients and over sequences of another length, in between training steps.
+TEST(ContextParallelLengths, MayDifferFromCallToCall) {
+  const LlamaCase llama = few_rows(2, 48);
+  const LlamaCase shorter = few_rows(2, 4 * world().size());
+  const Batch batch = batch_of(llama, 5), other = batch_of(shorter, 6);
+  const Reference reference = run_on_one_rank(llama, batch, at::kDouble);
+  auto single = build_llama(llama, at::kDouble);
+  materialize(single->root(), kSeed);
+  const train::Meshes meshes = meshes_of({1, world().size()});
+  double worst = 0;
+  for (const Form& form : forms()) {
+    auto model = build_spread_llama(llama, at::kDouble, meshes, form.options);
+    for (int round = 0; round < 2; ++round) {
+      forget_gradients(*model);
+      expect_equal(*model, run_spread(*model, batch, meshes), reference, at::kDouble, form.name, worst);
+      at::NoGradGuard no_grad;
+      const double expected =
+          single->loss(other.tokens.to(device()), other.labels.to(device()), other.num_valid())
+              .item<double>();
+      EXPECT_NEAR(run_spread(*model, other, meshes, /*backward=*/false), expected, 1e-12) << form.name;
+    }
+  }
+}
+
+// ---- what is refused
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(ContextParallelRefuses, SequencesThatDontDivide) {
+  const int size = world().size();
+  const LlamaCase llama = few_rows(2, 6 * size);
+  auto model = build_spread_llama(llama, at::kFloat, meshes_of({1, size}), {});
+  const int64_t length = 5 * size;  // an odd number of chunks
+  const at::Tensor tokens = at::zeros({2, length}, at::TensorOptions(at::kLong).device(device()));
+  const std::string message = message_of([&] { model->loss(tokens, tokens, 1); });
+  EXPECT_NE(message.find(titan::str("a sequence of ", length, " tokens can't be cut into ", 2 * size,
+                                    " chunks, 2 for each of ", size, " ranks; ", 4 * size, " or ", 6 * size,
+                                    " would do, as would this one without a load balancer")),
+            std::string::npos)
+      << message;
+}
+
+TEST(ContextParallelRefuses, ModulesThatDontAttend) {
+  const nn::Sequential model(nn::Linear(4, 4, nn::LinearOptions{}));
+  const std::string message = message_of([&] { context_parallel(model, meshes_of({1, world().size()}).cp); });
+  EXPECT_NE(message.find("attends through a core"), std::string::npos) << message;
+}
+
+}  // namespace
+}  // namespace titan

@@ -1,0 +1,156 @@
+// `titan train` with sequences spread over ranks: one rank's losses, and the same numbers in the logs.
+
+#include <gmock/gmock.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+using Lines = std::vector<nlohmann::json>;
+
+Lines read_lines(const std::filesystem::path& file) {
+  std::ifstream stream(file);
+  Lines lines;
+  for (std::string line; std::getline(stream, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+// A small Llama over the bytes of text, validated over shorter sequences than it trains on. What is validated
+// fills three of four rows, the last in part.
+constexpr const char* kConfig = R"(
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "bytes"
+[model.args]
+dim = 64
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+vocab_size = 258
+multiple_of = 32
+[training]
+dataset = "text"
+global_batch_size = 4
+seq_len = 48
+steps = 4
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+log_freq = 1
+[validation]
+enable = true
+dataset = "text"
+seq_len = 24
+freq = 2
+steps = -1
+)";
+
+Words small_run(const std::filesystem::path& folder) {
+  std::ofstream(folder / "config.toml") << kConfig;
+  std::ofstream(folder / "short.txt")
+      << "Seventy bytes of text, of which the model knows nothing when it reads.";
+  return {(folder / "config.toml").string(), "--training.dataset_path", source_file("docs/*.md"),
+          "--validation.dataset_path", (folder / "short.txt").string()};
+}
+
+struct Layout {
+  const char* name;
+  int batch_ranks;  // that read different rows
+  Words words;
+};
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+Words cp(const std::string& ranks, const std::string& degree, const Words& more = {}) {
+  return Words{"--nproc", ranks, "--parallelism.context_parallel_degree", degree} + more;
+}
+
+class ContextParallelRun : public ::testing::TestWithParam<Layout> {};
+
+// Other layouts with as many ranks that read rows give the same mean of every rank's rows.
+Words rows_of(const Layout& layout) {
+  const std::string rows = std::to_string(4 / layout.batch_ranks);
+  return {"--training.local_batch_size", rows, "--validation.local_batch_size", rows};
+}
+
+Words without_cp(const Layout& layout) { return {"--nproc", std::to_string(layout.batch_ranks)}; }
+
+TEST_P(ContextParallelRun, LogsWhatTheSameRowsGiveWithoutIt) {
+  const Layout& layout = GetParam();
+  const Words base = small_run(fresh_folder("config")) + rows_of(layout);
+  const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
+  train(plain, base + without_cp(layout));
+  train(folder, base + layout.words);
+
+  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
+  ASSERT_EQ(steps.size(), 4u);
+  ASSERT_EQ(expected.size(), 4u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
+    EXPECT_EQ(steps[i].at("n_tokens_seen"), static_cast<int64_t>(4 * 48 * (i + 1))) << i;
+  }
+  const Lines validated = read_lines(folder / "validation.jsonl"),
+              wanted = read_lines(plain / "validation.jsonl");
+  ASSERT_EQ(validated.size(), 3u);  // after the steps 1, 2 and 4
+  ASSERT_EQ(wanted.size(), 3u);
+  for (size_t i = 0; i < validated.size(); ++i)
+    EXPECT_NEAR(validated[i].at("loss"), wanted[i].at("loss"), 5e-6) << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, ContextParallelRun,
+    ::testing::Values(
+        Layout{"Cp2", 1, cp("2", "2")},
+        Layout{"Cp2AllToAll", 1, cp("2", "2", {"--parallelism.context_parallel_rotate_method", "alltoall"})},
+        Layout{"Cp2AllGatherKv", 1,
+               cp("2", "2", {"--parallelism.context_parallel_attention", "allgather_kv"})},
+        Layout{"Cp3Unbalanced", 1, cp("3", "3", {"--parallelism.context_parallel_load_balancer", "None"})},
+        Layout{"Cp2Fsdp2", 2, cp("4", "2")},
+        Layout{"Cp2Ddp2", 2,
+               cp("4", "2",
+                  {"--parallelism.data_parallel_replicate_degree", "2",
+                   "--parallelism.data_parallel_shard_degree", "1"})}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+// TorchTitan's weights and batches, for all 20 steps.
+TEST(ContextParallelReplay, GivesOneRanksLosses) {
+  const std::string folder = source_file("tests/data/parity/mini");
+  const Words replay = {folder + "/replay.toml", "--training.dataset_path", folder,
+                        "--checkpoint.initial_load_path", folder + "/titan.safetensors"};
+  const auto one = train(fresh_folder("one"), replay),
+             two = train(fresh_folder("two"), replay + cp("2", "2"));
+  ASSERT_EQ(one.size(), 20u);
+  ASSERT_EQ(two.size(), 20u);
+  for (size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(two[i].loss, one[i].loss, 5e-6) << i;
+}
+
+// Before any process computes.
+std::string refusal(const Words& words) {
+  const CommandResult result = try_train(
+      Words{source_file("tests/data/parity/mini/replay.toml"), "--training.dataset_path",
+            source_file("tests/data/parity/mini"), "--job.dump_folder", fresh_folder("refused").string()} +
+      words);
+  EXPECT_NE(result.status, 0);
+  return result.err;
+}
+
+TEST(ContextParallelRefusals, SayWhatWouldDo) {
+  EXPECT_THAT(refusal(cp("3", "3")),
+              HasSubstr("training.seq_len = 64 isn't a multiple of 2 x context_parallel_degree = 6"));
+  EXPECT_THAT(refusal(cp("2", "2", {"--validation.enable", "--validation.seq_len", "30"})),
+              HasSubstr("validation.seq_len = 30 isn't a multiple of 2 x context_parallel_degree = 4"));
+  EXPECT_THAT(refusal(cp("2", "2", {"--parallelism.context_parallel_load_balancer", "ptrr"})),
+              HasSubstr("flex attention"));
+}
+
+}  // namespace
+}  // namespace titan::testing
