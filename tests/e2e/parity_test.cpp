@@ -2,7 +2,10 @@
 // on every layout.
 
 #include <cmath>
+#include <cstring>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "e2e/training.h"
@@ -49,12 +52,16 @@ struct Layout {
   Words words;
 };
 
+const Words kTwoByTwo = {
+    "--nproc", "4", "--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"};
+
 class Layouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(Layouts, GiveOneRanksLosses) {
   auto one = train(fresh_folder("one"), replay("mini"));
   auto other = train(fresh_folder("other"), replay("mini") + GetParam().words);
   expect_near(other, one, 5e-6);
+  expect_near(other, recorded("mini"), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -80,8 +87,73 @@ INSTANTIATE_TEST_SUITE_P(
                       Layout{"Fsdp2Accumulation2", {"--nproc", "2", "--training.local_batch_size", "1"}},
                       Layout{"Fsdp2AccumulationReducedOnce",
                              {"--nproc", "2", "--training.local_batch_size", "1",
-                              "--parallelism.no_fsdp_reduce_every_micro_batch"}}),
+                              "--parallelism.no_fsdp_reduce_every_micro_batch"}},
+                      Layout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+                      Layout{"Tp2WithoutSequenceParallel",
+                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                              "--parallelism.no_enable_sequence_parallel"}},
+                      Layout{"Tp2WithoutLossParallel",
+                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                              "--parallelism.disable_loss_parallel"}},
+                      Layout{"Tp2Fsdp2", kTwoByTwo},
+                      Layout{"Tp2Fsdp2Accumulation2", kTwoByTwo + Words{"--training.local_batch_size", "1"}}),
     [](const auto& info) { return std::string(info.param.name); });
+
+// ---- the file of the last step
+
+// The fp32 tensors of a safetensors file.
+std::map<std::string, std::vector<float>> read_weights(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  uint64_t header_size = 0;
+  std::memcpy(&header_size, bytes.data(), sizeof header_size);
+  const char* data = bytes.data() + sizeof header_size + header_size;
+  std::map<std::string, std::vector<float>> tensors;
+  const auto header = nlohmann::json::parse(bytes.substr(sizeof header_size, header_size));
+  for (const auto& [name, info] : header.items()) {
+    if (name == "__metadata__") continue;
+    EXPECT_EQ(info.at("dtype"), "F32") << name;
+    const size_t begin = info.at("data_offsets")[0], end = info.at("data_offsets")[1];
+    tensors[name].resize((end - begin) / sizeof(float));
+    std::memcpy(tensors[name].data(), data + begin, end - begin);
+  }
+  return tensors;
+}
+
+double relative_error(const std::vector<float>& got, const std::vector<float>& expected) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    difference += std::pow(double{got[i]} - expected[i], 2);
+    norm += std::pow(double{expected[i]}, 2);
+  }
+  return std::sqrt(difference / norm);
+}
+
+TEST(ModelFile, OfTensorAndDataParallelRanksIsOneRanks) {
+  const auto one = fresh_folder("one"), spread = fresh_folder("spread");
+  const auto file = std::filesystem::path("checkpoint/step-20/model.safetensors");
+  train(one, replay("mini"));
+  train(spread, replay("mini") + kTwoByTwo);
+  const auto expected = read_weights(one / file), found = read_weights(spread / file);
+  ASSERT_EQ(found.size(), expected.size());
+  EXPECT_EQ(found.size(), 21u);
+  for (const auto& [name, values] : expected) {
+    ASSERT_TRUE(found.contains(name)) << name;
+    ASSERT_EQ(found.at(name).size(), values.size()) << name;
+    EXPECT_LE(relative_error(found.at(name), values), 1e-4) << name;
+  }
+
+  // And it is read by any layout.
+  const Words again = replay("mini") + Words{"--checkpoint.initial_load_path", (spread / file).string(),
+                                             "--training.steps", "2"};
+  const auto wanted = train(fresh_folder("again"), again);
+  for (const Layout& layout :
+       {Layout{"tp 2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+        Layout{"fsdp 2", {"--nproc", "2", "--training.local_batch_size", "2"}}, Layout{"both", kTwoByTwo}}) {
+    SCOPED_TRACE(layout.name);
+    expect_near(train(fresh_folder(layout.name), again + layout.words), wanted, 5e-6);
+  }
+}
 
 }  // namespace
 }  // namespace titan::testing
