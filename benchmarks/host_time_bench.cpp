@@ -1,11 +1,12 @@
 // Host time of a transformer block under fully_shard on one rank, with shapes so small that the arithmetic
 // hardly counts; beside benchmarks/pytorch/host_time.py.
 //
-//   host_time_bench [--dtype fp32|bf16] [--repetitions N]
+//   host_time_bench [--dtype fp32|bf16] [--repetitions N] [--tp N]
 //
-// Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8,
-// at batch 1, sequence 8, width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. One
-// thread.
+// With --tp it is the block of one of N tensor-parallel ranks (sequence parallel too) whose peers are fake: 4
+// gathers and 4 reduce-scatters that cost nothing but their host time. Prints one JSON object: us_per_block,
+// the median over repetitions of (forward + backward of 8 blocks) / 8, at batch 1, sequence 8, width 64, 4
+// heads, feed-forward 192; gradients are dropped between repetitions. One thread.
 
 #include <algorithm>
 #include <chrono>
@@ -20,8 +21,10 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/dist/world.h"
 #include "titan/models/llama3.h"
+#include "titan/models/llama3_spec.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
+#include "titan/parallel/tensor_parallel.h"
 
 namespace {
 
@@ -51,6 +54,7 @@ TITAN_MODULE(Blocks);
 struct Options {
   std::string dtype = "fp32";
   int repetitions = 200;
+  int tp = 1;
 };
 
 Options parse(const std::vector<std::string>& args) {
@@ -58,11 +62,19 @@ Options parse(const std::vector<std::string>& args) {
   for (size_t i = 0; i + 1 < args.size(); i += 2) {
     if (args[i] == "--dtype") options.dtype = args[i + 1];
     if (args[i] == "--repetitions") options.repetitions = std::stoi(args[i + 1]);
+    if (args[i] == "--tp") options.tp = std::stoi(args[i + 1]);
   }
-  TITAN_CHECK(
-      args.size() % 2 == 0 && (options.dtype == "fp32" || options.dtype == "bf16") && options.repetitions > 0,
-      "usage: host_time_bench [--dtype fp32|bf16] [--repetitions N]");
+  TITAN_CHECK(args.size() % 2 == 0 && (options.dtype == "fp32" || options.dtype == "bf16") &&
+                  options.repetitions > 0 && kHeads % options.tp == 0,
+              "usage: host_time_bench [--dtype fp32|bf16] [--repetitions N] [--tp 1|2|4]");
   return options;
+}
+
+// Llama's, of what is here.
+TensorPlan block_plan() {
+  TensorPlan plan = models::llama3_tp_plan();
+  std::erase_if(plan, [](const PlanEntry& entry) { return !entry.modules.starts_with("layers."); });
+  return plan;
 }
 
 double pass_us(Blocks& model, const std::vector<Parameter>& parameters, const at::Tensor& x_BSD) {
@@ -77,9 +89,11 @@ double pass_us(Blocks& model, const std::vector<Parameter>& parameters, const at
 int run(const std::vector<std::string>& args) {
   const Options options = parse(args);
   at::set_num_threads(1);
-  const dist::World world = dist::init();
-  const auto mesh = DeviceMesh::create(world, {{"dp_shard", 1}});
+  const dist::World world =
+      options.tp == 1 ? dist::init() : dist::init({.backend = "fake", .fake_world_size = options.tp});
+  const auto mesh = DeviceMesh::create(world, {{"dp_shard", 1}, {"tp", options.tp}});
   Blocks model(models::Llama3Args{.dim = kDim, .n_layers = kBlocks, .n_heads = kHeads, .multiple_of = 64});
+  parallelize(model, mesh["tp"], block_plan());
   FsdpOptions fsdp{.mesh = mesh["dp_shard"]};
   if (options.dtype == "bf16") fsdp.param_dtype = at::kBFloat16;
   fsdp.reduce_dtype = at::kFloat;
@@ -87,7 +101,7 @@ int run(const std::vector<std::string>& args) {
   fully_shard(model, fsdp);
   const auto list = parameters(model);
 
-  const at::Tensor x_BSD = at::randn({1, kLength, kDim}).requires_grad_(true);
+  const at::Tensor x_BSD = at::randn({1, kLength / options.tp, kDim}).requires_grad_(true);
   std::vector<double> times;
   for (int i = 0; i < kWarmup + options.repetitions; ++i) {
     const double us = pass_us(model, list, x_BSD);

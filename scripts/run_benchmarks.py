@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Runs our training beside the same model in PyTorch's FSDP2, interleaved, and writes a table.
+"""Runs our training beside the same model in PyTorch's FSDP2 and tensor parallelism, interleaved, and writes a table.
 
     scripts/run_benchmarks.py [--quick] [--name NAME] [--rows debug_fp32_1,134m_bf16_2,host_fp32]
 
-A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs), host_DTYPE (host time per transformer block with tiny shapes), or a part
+A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
+overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP), host_DTYPE (host time per transformer block with tiny shapes), or a part
 alone: tokenizer (beside the `tokenizers` package), loader, init, optim. Prints a JSON object per row and, at the end, the tables; with
 --name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
 cores / ranks threads per rank. Needs build/bin/titan, the *_bench programs (scripts/build.sh benchmarks) and .venv; itself only Python's
@@ -39,7 +40,8 @@ PARTS = {
     "optim": [PROGRAMS / "optim_bench"],
 }
 TRAINING = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)]
-ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + list(PARTS)
+TRAINING += [f"{m}_fp32_{kind}2" for m in ("debug", "134m") for kind in ("tp", "atp", "cp")]
+ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2"] + list(PARTS)
 MIB_PER_KIB = 1 / 1024
 RUN_LIMIT_S = 3600
 
@@ -98,6 +100,7 @@ def last_json(text: str) -> dict:
 class TrainingRow:
     model: str
     dtype: str
+    kind: str  # of parallelism: "" (FSDP), "tp", "atp", "cp"
     ranks: int
     plan: Plan
     local_batch_size: int
@@ -108,14 +111,15 @@ class TrainingRow:
         model, dtype, ranks = name.split("_")
         training = tomllib.loads((CONFIGS / f"{model}.toml").read_text())["training"]
         batch = plan.local_batch_size or training["local_batch_size"]
-        return TrainingRow(model, dtype, int(ranks), plan, batch, plan.seq_len or training["seq_len"])
+        kind = ranks.rstrip("0123456789")
+        return TrainingRow(model, dtype, kind, int(ranks.removeprefix(kind)), plan, batch, plan.seq_len or training["seq_len"])
 
     @property
     def threads(self) -> int:
         return max(1, cores() // self.ranks)
 
-    def figures(self, step_s: list[float], startup_s: float, peak_rss_mib: float) -> dict[str, float]:
-        tokens = self.ranks * self.local_batch_size * self.seq_len
+    def figures(self, step_s: list[float], startup_s: float, peak_rss_mib: float, batches: int) -> dict[str, float]:
+        tokens = batches * self.local_batch_size * self.seq_len
         return {"tokens_per_s": tokens / statistics.median(step_s), "startup_s": startup_s, "peak_rss_mib": peak_rss_mib}
 
     def ours(self) -> dict[str, float]:
@@ -123,31 +127,49 @@ class TrainingRow:
             command = [TITAN, "train", CONFIGS / f"{self.model}_{self.dtype}.toml", "--nproc", self.ranks]
             command += ["--job.dump_folder", folder, "--training.steps", self.plan.warmup + self.plan.steps]
             command += ["--training.local_batch_size", self.local_batch_size, "--training.seq_len", self.seq_len]
+            command += {
+                "": [],
+                "tp": ["--parallelism.tensor_parallel_degree", self.ranks],
+                "atp": ["--parallelism.tensor_parallel_degree", self.ranks, "--parallelism.enable_async_tensor_parallel"],
+                "cp": ["--parallelism.context_parallel_degree", self.ranks],
+            }[self.kind]
             output = run(command, self.threads)
             steps = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
         step_s = [step["step_s"] for step in steps[self.plan.warmup :]]
-        return self.figures(step_s, steps[0]["startup_s"], output.peak_rss_mib)
+        return self.figures(step_s, steps[0]["startup_s"], output.peak_rss_mib, 1 if self.kind else self.ranks)
 
     def pytorch(self) -> dict[str, float]:
         command = [PYTHON, "benchmarks/pytorch/train_bench.py", "--model", self.model, "--dtype", self.dtype, "--ranks", self.ranks]
         command += ["--steps", self.plan.steps, "--warmup", self.plan.warmup]
         command += ["--local-batch-size", self.local_batch_size, "--seq-len", self.seq_len]
+        tensor_parallel = self.kind in ("tp", "atp")
+        command += ["--tp"] if tensor_parallel else []
         output = run(command, self.threads)
         result = last_json(output.text)
-        return self.figures(result["step_s"], result["startup_s"], output.peak_rss_mib)
+        batches = 1 if tensor_parallel else self.ranks
+        return self.figures(result["step_s"], result["startup_s"], output.peak_rss_mib, batches)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostTimeRow:
     dtype: str
+    tp: int
     plan: Plan
 
+    @staticmethod
+    def parse(name: str, plan: Plan) -> "HostTimeRow":
+        _, dtype, *tp = name.split("_")
+        return HostTimeRow(dtype, int(tp[0].removeprefix("tp")) if tp else 1, plan)
+
+    @property
+    def arguments(self) -> list:
+        return ["--dtype", self.dtype, "--repetitions", self.plan.repetitions, "--tp", self.tp]
+
     def ours(self) -> dict[str, float]:
-        return last_json(run([HOST_TIME, "--dtype", self.dtype, "--repetitions", self.plan.repetitions], 1).text)
+        return last_json(run([HOST_TIME, *self.arguments], 1).text)
 
     def pytorch(self) -> dict[str, float]:
-        script = "benchmarks/pytorch/host_time.py"
-        return last_json(run([PYTHON, script, "--dtype", self.dtype, "--repetitions", self.plan.repetitions], 1).text)
+        return last_json(run([PYTHON, "benchmarks/pytorch/host_time.py", *self.arguments], 1).text)
 
 
 def flattened(value: dict, prefix: str = "") -> dict[str, str]:
@@ -172,7 +194,7 @@ def measure(name: str, plan: Plan) -> dict:
     """Both sides' medians and, for each figure, ours / PyTorch's."""
     if name in PARTS:
         return measure_part(name)
-    row = HostTimeRow(name.split("_")[1], plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
+    row = HostTimeRow.parse(name, plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "pytorch": []}
     for index in range(plan.runs):
         for side in ("ours", "pytorch") if index % 2 == 0 else ("pytorch", "ours"):
@@ -256,7 +278,7 @@ def report(name: str, facts: list[str], results: list[dict]) -> str:
     parts = [result for result in results if result["row"] in PARTS]
     host = [result for result in results if result["row"].startswith("host_")]
     if training:
-        lines += ["", "Training, ours and PyTorch's FSDP2. Start-up: process start to the start of the first step.", ""]
+        lines += ["", "Training, ours and PyTorch's FSDP2 (tp, atp: its tensor parallelism). Start-up: process start to the start of the first step.", ""]
         lines += training_table(training)
     if host:
         lines += ["", "Host time of a block's forward and backward under FSDP on one rank: batch 1, sequence 8, width 64.", ""]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Host time of a transformer block under PyTorch's FSDP2 on one rank, with shapes so small that the arithmetic hardly counts.
+"""Host time of a transformer block under PyTorch's FSDP2 on one rank, or with --tp N its tensor parallelism with fake peers, with shapes so small that the arithmetic hardly counts.
 
     .venv/bin/python benchmarks/pytorch/host_time.py [--dtype bf16]
 
@@ -38,6 +38,18 @@ class Blocks(torch.nn.Module):
         return x_BSD
 
 
+def cut(model: Blocks, ranks: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from tp_model import block_plan
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, block_plan())
+
+
 def pass_s(model: Blocks, x_BSD: torch.Tensor) -> float:
     begin = time.perf_counter()
     out_BSD = model(x_BSD)
@@ -51,13 +63,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--repetitions", type=int, default=200)
+    parser.add_argument("--tp", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mesh = init_ranks(0, 1, os.path.join(folder, "store"))
         model = Blocks()
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy(options.dtype))
-        x_BSD = torch.randn(1, ARGS.max_seq_len, ARGS.dim, requires_grad=True)
+        if options.tp > 1:
+            cut(model, options.tp)
+        else:
+            mesh = init_ranks(0, 1, os.path.join(folder, "store"))
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=mesh, mp_policy=policy(options.dtype))
+        x_BSD = torch.randn(1, ARGS.max_seq_len // options.tp, ARGS.dim, requires_grad=True)
         times = [pass_s(model, x_BSD) for _ in range(options.repetitions + 20)][20:]
         dist.destroy_process_group()
     print(json.dumps({"us_per_block": statistics.median(times) / BLOCKS * 1e6}))

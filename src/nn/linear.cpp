@@ -1,10 +1,13 @@
 #include "titan/nn/linear.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/TensorOperators.h>
 
+#include "titan/core/error.h"
 #include "titan/ops/linear.h"
+#include "titan/ops/overlapped_linear.h"
 
 namespace titan::nn {
 
@@ -25,6 +28,10 @@ LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOp
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
+  const ops::SinkedWeight sinked{weight, weight_sink_};
+  if (exchange_ && exchange_split_ == Split::Columns)
+    return ops::gathered_linears(x, {sinked}, products_, exchange_)[0];
+  if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_);
   // Times zero rather than left out: its gradient has to exist on all ranks.
   const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
   return ops::linear(x, weight, added, products_, weight_sink_);
@@ -39,6 +46,31 @@ std::vector<ParamSplit> LinearImpl::param_splits(Split split) const {
 
 void LinearImpl::set_split(Split split, std::shared_ptr<const ops::RankParts> parts) {
   adds_bias_ = split == Split::Columns || parts->index() == 0;
+}
+
+void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange) {
+  TITAN_CHECK(!bias.defined(), "linear layer '", fqn(),
+              "' has a bias: its communication can't be overlapped");
+  exchange_split_ = split;
+  exchange_ = std::move(exchange);
+}
+
+// A layer with hooks of its own has to be called.
+std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers) {
+  const LinearImpl& first = **(*layers.begin());
+  const bool joint = std::all_of(layers.begin(), layers.end(), [&](const Linear* layer) {
+    const LinearImpl& each = **layer;
+    return each.exchange_ && each.exchange_ == first.exchange_ && each.products_ == first.products_ &&
+           each.exchange_split_ == Split::Columns && !each.is_wrapped() && !each.label_hook;
+  });
+  std::vector<at::Tensor> results;
+  if (!joint) {
+    for (const Linear* layer : layers) results.push_back((*layer)(x));
+    return results;
+  }
+  std::vector<ops::SinkedWeight> weights;
+  for (const Linear* layer : layers) weights.push_back({(*layer)->weight, (*layer)->weight_sink_});
+  return ops::gathered_linears(x, weights, first.products_, first.exchange_);
 }
 
 bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

@@ -48,8 +48,8 @@ void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
               "with tensor parallelism: between the products each rank keeps a part of the sequence");
   table.field("disable_loss_parallel", &ParallelismSettings::disable_loss_parallel,
               "with tensor parallelism: compute the loss from logits gathered chunk by chunk");
-  table.refused("enable_async_tensor_parallel", false,
-                "products that overlap their communication come later");
+  table.field("enable_async_tensor_parallel", &ParallelismSettings::enable_async_tensor_parallel,
+              "with tensor and sequence parallelism: products run while parts of their sequence travel");
 }
 
 void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {

@@ -85,8 +85,8 @@ struct Variant {
 
 std::string name_of(const Variant& variant) {
   return str(name_of(variant.dims), variant.tensor.sequence_parallel ? "" : " without sequence parallel",
-             variant.tensor.loss_parallel ? "" : " without loss parallel", " micro-batches ",
-             variant.micro_batches);
+             variant.tensor.loss_parallel ? "" : " without loss parallel",
+             variant.tensor.overlap ? " overlapped" : "", " micro-batches ", variant.micro_batches);
 }
 
 std::unique_ptr<train::TrainableModel> build(const LlamaCase& llama, const Precision& precision,
@@ -175,7 +175,8 @@ std::vector<Variant> variants_of(const LlamaCase& llama) {
   std::vector<Variant> all;
   for (const train::ParallelDims& dims : all_dims(world().size())) {
     std::vector<TensorParallelOptions> options{{}};
-    if (dims.tp > 1) options = {{}, {.sequence_parallel = false}, {.loss_parallel = false}};
+    if (dims.tp > 1)
+      options = {{}, {.sequence_parallel = false}, {.loss_parallel = false}, {.overlap = true}};
     for (const TensorParallelOptions& tensor : options)
       for (const int micro_batches : {1, 2})
         if (const Variant variant{dims, tensor, micro_batches}; dims.cp == 1 && fits(llama, variant))

@@ -1,13 +1,16 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
 #include "titan/nn/splittable.h"
 #include "titan/ops/products.h"
+#include "titan/ops/sequence_exchange.h"
 
 namespace titan::nn {
 
@@ -28,6 +31,8 @@ class ProductsUser {
 /// Gives all modules at and below `root` that multiply by a weight these products.
 void set_products(torch::nn::Module& root, const std::shared_ptr<const ops::Products>& products);
 
+class Linear;
+
 /// y = x W^T + b. x: [..., in]; weight: [out, in]; bias: [out], undefined without; y: [..., out].
 class LinearImpl : public Module, public ProductsUser, public Splittable {
  public:
@@ -41,6 +46,9 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   /// Columns cut weight and bias; rows cut the weight, and one rank adds the bias.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
+  /// Of a split layer: its sequence is gathered (columns), or its result summed and scattered (rows), while it
+  /// multiplies. x: [B, S, in]. Not with a bias.
+  void set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange);
 
   at::Tensor weight, bias;
 
@@ -48,7 +56,14 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   std::shared_ptr<const ops::Products> products_;
   std::shared_ptr<ops::GradSink> weight_sink_;
   bool adds_bias_ = true;  // of a sum over ranks, one adds it
+  Split exchange_split_ = Split::Columns;
+  std::shared_ptr<const ops::SequenceExchange> exchange_;
+
+  friend std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers);
 };
 TITAN_MODULE(Linear);
+
+/// Several layers of one input, as if called one after the other; those that gather it do so once.
+std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers);
 
 }  // namespace titan::nn

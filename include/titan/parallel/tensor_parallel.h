@@ -49,6 +49,7 @@ std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout);
 struct Colwise {
   ActivationLayout input = ActivationLayout::invariant();
   ActivationLayout output = ActivationLayout::shard(-1);
+  bool overlap = false;  ///< input Shard(1): multiply the parts that are there while the others travel
 };
 
 /// Each rank multiplies its part of the input features: weight [out, in/N], and the summands become `output`.
@@ -56,12 +57,16 @@ struct Colwise {
 struct Rowwise {
   ActivationLayout input = ActivationLayout::shard(-1);
   ActivationLayout output = ActivationLayout::invariant();
+  bool overlap = false;  ///< output Shard(1): send each part of the sequence when it is computed
 };
 
 /// The module keeps its parameters whole and sees a part of the tokens (Shard(1), or whatever makes its
 /// parameters' gradients summands, such as a Replicate input). The gradients of all parameters at and below
 /// it are summed over the axis in the backward, so before anything clips them.
 struct SequenceParallel {};
+
+/// [Note: overlap] Layers with `overlap` are nn::Linear without bias, called with [batch, sequence, in].
+/// Columns of one input that nn::linears() calls together gather it once.
 
 /// Converts floating-point arguments of a call before forward. `tensors` counts them, from 0.
 struct PrepareInput {
@@ -100,6 +105,7 @@ void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPla
 struct TensorParallelOptions {
   bool sequence_parallel = true;  ///< between the products each rank keeps a part of the sequence
   bool loss_parallel = true;      ///< false: the loss is computed from gathered logits
+  bool overlap = false;  ///< asynchronous: products run while their parts travel; needs sequence_parallel
 };
 
 /// One module of the plan as it ran: what `titan train --print-plan` shows.

@@ -29,6 +29,7 @@ struct ParallelismSettings {
 
   int64_t tensor_parallel_degree = 1;
   bool enable_sequence_parallel = true;  ///< with tensor parallelism, between its products
+  bool enable_async_tensor_parallel = false;  ///< overlap its products with the exchange of their parts
   bool disable_loss_parallel = false;    ///< compute the loss from gathered logits
 
   int64_t context_parallel_degree = 1;

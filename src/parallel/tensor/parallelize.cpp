@@ -9,9 +9,11 @@
 #include <torch/nn/module.h>
 
 #include "parallel/interned.h"
+#include "parallel/tensor/send_receive_exchange.h"
 #include "parallel/tensor/split_params.h"
 #include "parallel/tensor/tensor_hooks.h"
 #include "titan/core/error.h"
+#include "titan/nn/linear.h"
 #include "titan/nn/linear_cross_entropy.h"
 #include "titan/nn/splittable.h"
 #include "titan/tensor/param_storage.h"
@@ -118,6 +120,8 @@ class Parallelizer {
 
   void apply(nn::HookHost& host, const Colwise& style) {
     const int64_t whole = split(host, nn::Split::Columns);
+    if (style.overlap)
+      return overlap(host, nn::Split::Columns, style.input, style.output == ActivationLayout::shard(-1));
     prepare_input(host, conversion(style.input, ActivationLayout::replicate()), {0});
     prepare_output(host, conversion(ActivationLayout::shard(-1), style.output, whole), {0});
     if (auto* head = dynamic_cast<nn::LinearCrossEntropyImpl*>(&host))
@@ -125,6 +129,8 @@ class Parallelizer {
   }
   void apply(nn::HookHost& host, const Rowwise& style) {
     const int64_t whole = split(host, nn::Split::Rows);
+    if (style.overlap)
+      return overlap(host, nn::Split::Rows, style.output, style.input == ActivationLayout::shard(-1));
     prepare_input(host, conversion(style.input, ActivationLayout::shard(-1), whole), {0});
     prepare_output(host, conversion(ActivationLayout::partial(), style.output), {0});
   }
@@ -134,6 +140,18 @@ class Parallelizer {
   }
   void apply(nn::HookHost& host, const PrepareOutput& style) {
     prepare_output(host, conversion(style.from, style.to), style.tensors);
+  }
+
+  // One exchange serves all: nn::linears() knows by it what may be gathered together.
+  void overlap(nn::HookHost& host, nn::Split split, ActivationLayout sequence, bool plain_features) {
+    auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
+    if (!linear || linear->bias.defined() || sequence != ActivationLayout::shard(1) || !plain_features)
+      throw ConfigError(
+          str("parallelize: module '", name_,
+              "' can't overlap its communication: that takes an nn::Linear without bias, columns with "
+              "input Shard(1) or rows with output Shard(1), and features in parts"));
+    if (!exchange_) exchange_ = std::make_shared<tp::SendReceiveExchange>(group_->group(), "");
+    linear->set_exchange(split, exchange_);
   }
 
   Conversion conversion(ActivationLayout from, ActivationLayout to, int64_t whole = -1) const {
@@ -238,6 +256,7 @@ class Parallelizer {
   DeviceMesh axis_;
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
+  std::shared_ptr<const tp::SendReceiveExchange> exchange_;
   std::map<const c10::TensorImpl*, tp::PartOfParam> cut_;
   std::string name_;        // of the module in hand
   const char* style_ = "";  // and of what is done to it

@@ -1,0 +1,129 @@
+#include "parallel/tensor/send_receive_exchange.h"
+
+#include <ATen/ops/empty.h>
+
+#include "titan/core/error.h"
+
+namespace titan::tp {
+
+namespace {
+
+int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+// Peers in the order in which they are met: the next rank first, so that all ranks talk to different ones.
+int peer_at(const dist::Group& group, int step) { return (group.rank() + step) % group.size(); }
+
+class ReceivedParts final : public ops::SequenceExchange::Gather {
+ public:
+  ReceivedParts(dist::Group& group, const at::Tensor& own, dist::Label label, Traffic& traffic)
+      : group_(group), own_(own) {
+    std::vector<int64_t> sizes = own.sizes().vec();
+    sizes.insert(sizes.begin(), group.size());
+    parts_ = at::empty(sizes, own.options());
+    received_.resize(static_cast<size_t>(group.size()));
+    for (int step = 1; step < group.size(); ++step) start(peer_at(group, group.size() - step), label);
+    traffic.calls += 1;
+    traffic.bytes += bytes_of(own) * (group.size() - 1);
+  }
+  ~ReceivedParts() override = default;
+
+  // In the order in which they were asked for: rank - 1 first.
+  int next() override {
+    if (step_ == group_.size()) {
+      for (dist::Work& send : sends_) send.wait();
+      sends_.clear();
+      return -1;
+    }
+    const int rank = peer_at(group_, (group_.size() - step_) % group_.size());
+    if (step_++ > 0) received_[static_cast<size_t>(rank)].wait();
+    return rank;
+  }
+  at::Tensor part(int rank) const override { return rank == group_.rank() ? own_ : parts_[rank]; }
+
+ private:
+  void start(int peer, dist::Label label) {
+    const auto receive = [&] {
+      received_[static_cast<size_t>(peer)] = group_.receive(parts_[peer].view(-1), peer, label);
+    };
+    if (peer < group_.rank()) receive();
+    sends_.push_back(group_.send(own_.view(-1), peer, label));
+    if (peer > group_.rank()) receive();
+  }
+
+  dist::Group& group_;
+  at::Tensor own_;
+  at::Tensor parts_;  // [N, ...]; this rank's stays empty
+  std::vector<dist::Work> received_, sends_;
+  int step_ = 0;
+};
+
+class SentSummands final : public ops::SequenceExchange::Scatter {
+ public:
+  SentSummands(dist::Group& group, dist::Label label, Traffic& traffic)
+      : group_(group), label_(label), traffic_(traffic), received_(static_cast<size_t>(group.size())) {}
+
+  int next() override { return step_ == group_.size() ? -1 : current(); }
+
+  void give(const at::Tensor& summand) override {
+    const int rank = current();
+    ++step_;
+    if (!parts_.defined()) {
+      std::vector<int64_t> sizes = summand.sizes().vec();
+      sizes.insert(sizes.begin(), group_.size());
+      parts_ = at::empty(sizes, summand.options());
+      for (int peer = 0; peer < group_.rank(); ++peer) receive(peer);
+    }
+    if (rank == group_.rank()) {
+      own_ = summand;
+      return;
+    }
+    sends_.push_back(group_.send(summand.contiguous().view(-1), rank, label_));
+    if (rank > group_.rank()) receive(rank);
+    traffic_.bytes += bytes_of(summand);
+  }
+
+  at::Tensor finish() override {
+    TITAN_INTERNAL_ASSERT(step_ == group_.size(), "a scatter that misses summands");
+    traffic_.calls += 1;
+    const bool rounds = own_.element_size() < 4;  // 16-bit summands are added in fp32
+    at::Tensor sum;
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      if (rank != group_.rank()) received_[static_cast<size_t>(rank)].wait();
+      const at::Tensor part = rank == group_.rank() ? own_ : parts_[rank];
+      if (rank == 0) {
+        sum = rounds ? part.to(at::kFloat) : part.clone();
+      } else {
+        sum.add_(part);
+      }
+    }
+    for (dist::Work& send : sends_) send.wait();
+    return rounds ? sum.to(own_.scalar_type()) : sum;
+  }
+
+ private:
+  int current() const { return peer_at(group_, (step_ + 1) % group_.size()); }
+  void receive(int peer) {
+    received_[static_cast<size_t>(peer)] = group_.receive(parts_[peer].view(-1), peer, label_);
+  }
+
+  dist::Group& group_;
+  dist::Label label_;
+  Traffic& traffic_;
+  at::Tensor own_, parts_;
+  std::vector<dist::Work> received_, sends_;
+  int step_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<ops::SequenceExchange::Gather> SendReceiveExchange::gather(const at::Tensor& part) const {
+  return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module_}, *traffic_);
+}
+
+std::unique_ptr<ops::SequenceExchange::Scatter> SendReceiveExchange::scatter() const {
+  return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module_}, *traffic_);
+}
+
+}  // namespace titan::tp
