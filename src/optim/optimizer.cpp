@@ -11,6 +11,7 @@
 
 #include "adam_step.h"
 #include "param_groups.h"
+#include "tensor/resident_memory.h"
 #include "titan/core/error.h"
 #include "titan/tensor/param_storage.h"
 
@@ -32,6 +33,10 @@ struct Batch {
 at::Tensor laid_out_as(const at::Tensor& param, const at::Tensor& grad) {
   if (grad.strides() == param.strides()) return grad;
   return at::empty_like(param).copy_(grad);
+}
+
+at::Tensor zero_state(const at::Tensor& param) {
+  return param.is_contiguous() ? resident_zeros(param.sizes(), param.options()) : at::zeros_like(param);
 }
 
 AdamLists Batch::with_gradients() const {
@@ -126,8 +131,8 @@ void Optimizer::Impl::allocate_state(Batch& batch) const {
   batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(steps_on_device ? device : at::kCPU));
   for (int64_t i = 0; i < count; ++i) {
     const at::Tensor& local = batch.parameters[i].data.local;
-    batch.all.exp_avgs.push_back(at::zeros_like(local));
-    batch.all.exp_avg_sqs.push_back(at::zeros_like(local));
+    batch.all.exp_avgs.push_back(zero_state(local));
+    batch.all.exp_avg_sqs.push_back(zero_state(local));
     batch.all.steps.push_back(batch.step_counts[i]);
   }
 }

@@ -110,7 +110,8 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
              parameter.data.global_shape, parameter.data.box);
     torch::autograd::impl::bump_version(parameter.data.local);
   }
-  const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].data.local.device();
+  // The compute parameter's: the shard may be in host memory beside it.
+  const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].compute.device();
   reset_buffers(root.module(), device);
 }
 

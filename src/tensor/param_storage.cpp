@@ -1,11 +1,10 @@
 #include "titan/tensor/param_storage.h"
 
 #include <ATen/ops/empty.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "tensor/resident_memory.h"
 #include "titan/core/error.h"
 
 namespace titan {
@@ -53,8 +52,7 @@ void allocate(const at::Tensor& tensor) {
   TITAN_INTERNAL_ASSERT(storage->nbytes() == 0, "allocate: the storage holds ", storage->nbytes(), " bytes");
   TITAN_INTERNAL_ASSERT(tensor.storage_offset() == 0, "allocate: the tensor is a part of its storage");
   const auto bytes = static_cast<size_t>(bytes_needed(tensor));
-  const c10::OptionalDeviceGuard on_its_device(tensor.device());
-  storage->set_data_ptr_noswap(c10::GetAllocator(tensor.device().type())->allocate(bytes));
+  storage->set_data_ptr_noswap(resident_memory(bytes, tensor.device()));
   storage->set_nbytes(bytes);
 }
 

@@ -52,9 +52,11 @@ inline Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const Fs
 /// The loss is a sum, so gradients of all ranks' rows add up to the whole batch's.
 inline at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
 
+/// Wherever the two lie.
 inline double relative_error(const at::Tensor& got, const at::Tensor& expected) {
-  const double norm = expected.to(at::kDouble).norm().item<double>();
-  return (got.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>() / (norm == 0 ? 1 : norm);
+  const at::Tensor wanted = expected.to(at::kCPU, at::kDouble);
+  const double norm = wanted.norm().item<double>();
+  return (got.to(at::kCPU, at::kDouble) - wanted).norm().item<double>() / (norm == 0 ? 1 : norm);
 }
 
 inline void expect_equal_gradients(const Toy& sharded, const Toy& reference, double tolerance,

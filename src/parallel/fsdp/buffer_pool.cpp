@@ -2,8 +2,9 @@
 
 #include <algorithm>
 
-#include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
+
+#include "tensor/resident_memory.h"
 
 namespace titan::fsdp {
 
@@ -38,7 +39,7 @@ at::Tensor BufferPool::acquire(int64_t numel, at::ScalarType dtype, const dist::
   if (!buffer.defined()) {
     // Made on the current stream; events order every later use, so the allocator never has to know of other
     // streams.
-    buffer = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+    buffer = resident_empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
     ++num_allocations_;
   }
   at::Tensor typed = at::detail::make_tensor<c10::TensorImpl>(

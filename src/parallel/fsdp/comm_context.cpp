@@ -45,7 +45,17 @@ void CommContext::begin_forward() {
   ++iteration_;
 }
 
-void CommContext::end_forward() { cancel_prefetches(); }
+void CommContext::end_forward() {
+  cancel_prefetches();
+  if (!at::GradMode::is_enabled()) wait_for_copies();
+}
+
+// What the host may write or read from now on is still being copied.
+void CommContext::wait_for_copies() const {
+  if (!host_shards_) return;
+  gather_stream.synchronize();
+  reduce_stream.synchronize();
+}
 
 void CommContext::cancel_prefetches() {
   for (ParamGroup* group : groups_) group->cancel_unshard();
@@ -188,6 +198,7 @@ void CommContext::finish_backward() {
   const dist::Stream current = visits_.empty() ? dist::Stream() : visits_[0].group->compute_stream();
   current.wait(reduce_stream);
   current.wait(gather_stream);
+  wait_for_copies();
   in_backward_ = false;
 }
 

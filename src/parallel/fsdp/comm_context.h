@@ -54,6 +54,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void remove_group(ParamGroup* group);
   /// Drops gradients that were collected but never reduced: of a step that was given up.
   void discard_gradients();
+  /// A group's shards are in host memory ([Note: host shards]).
+  void expect_host_shards() { host_shards_ = true; }
   void set_last_micro_batch(bool last) { last_micro_batch_ = last; }
 
   // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are
@@ -86,6 +88,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void issue_last_reductions();
   void advance_reductions(size_t num_young);
   void finish_backward();
+  void wait_for_copies() const;
 
   std::vector<ParamGroup*> groups_;
   std::vector<Visit> visits_;
@@ -96,6 +99,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   int64_t next_gather_ = -1;  // backward: the visit whose gather is due next
   int64_t next_reduce_ = -1;
   bool in_backward_ = false;
+  bool host_shards_ = false;
   bool last_micro_batch_ = true;
 };
 

@@ -5,6 +5,7 @@
 #include <torch/nn/module.h>
 
 #include "parallel/fsdp/fsdp_state.h"
+#include "parallel/fsdp/host_shards.h"
 #include "parallel/tensor/split_params.h"
 #include "titan/core/error.h"
 
@@ -50,13 +51,20 @@ class ParamCollector {
   std::vector<nn::HookHost*> hosts_;
 };
 
-void check_options(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
+void check_modules(const std::vector<nn::AnyRef>& modules) {
   TITAN_CHECK(!modules.empty(), "fully_shard: an empty list of modules");
-  TITAN_CHECK(
-      !options.cpu_offload,
-      "fully_shard: cpu_offload keeps shards in pinned host memory beside a GPU, and isn't implemented yet");
   for (const nn::AnyRef& module : modules)
     TITAN_CHECK(!module.host().fsdp_hook, "fully_shard: '", module.module().name(), "' is wrapped already");
+}
+
+// There is no other memory to keep the shards in.
+void check_offload(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
+  if (!options.cpu_offload) return;
+  for (const nn::AnyRef& module : modules)
+    for (const auto& named : module.module().named_parameters())
+      TITAN_CHECK(named.value().is_cuda(),
+                  "fully_shard: cpu_offload keeps shards in pinned host memory beside a GPU, but parameter '",
+                  named.key(), "' of '", module.module().name(), "' is on ", named.value().device());
 }
 
 // A smaller mesh of one rank means to keep what was gathered.
@@ -68,7 +76,7 @@ FsdpOptions normalized(FsdpOptions options) {
 }
 
 void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
-  check_options(modules, options);
+  check_modules(modules);
   ParamCollector collector;
   for (const nn::AnyRef& module : modules) collector.collect(module.module(), "");
   std::shared_ptr<ParamGroup> group;
@@ -83,9 +91,15 @@ void shard_together(const std::vector<nn::AnyRef>& modules, const FsdpOptions& o
 
 }  // namespace
 
-void fully_shard(const nn::AnyRef& module, const FsdpOptions& options) { shard_together({module}, options); }
+void fully_shard(const nn::AnyRef& module, const FsdpOptions& options) { fully_shard({module}, options); }
 
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options) {
+  check_offload(modules, options);
+  shard_together(modules, options);
+}
+
+void fsdp::fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules,
+                                         const FsdpOptions& options) {
   shard_together(modules, options);
 }
 

@@ -47,20 +47,27 @@ void ParamGroup::alias_shards() {
 void ParamGroup::start_gather() {
   context_->gather_stream.wait(compute_stream());  // the optimizer may have written the shards there
   dist::StreamGuard on_gather_stream(context_->gather_stream);
-  const bool small = kept_part_.defined();
-  dist::Group& group = small ? *small_gather_group_ : *gather_group_;
-  gathering_parts_ = group.size();
+  dist::Group* group = kept_part_.defined() ? small_gather_group_.get() : gather_group_.get();
+  gathering_parts_ = group ? group->size() : 1;
   const int64_t numel = layout_.shard_numel() * layout_.num_ranks();
   const int64_t part = numel / gathering_parts_;
   packed_ = context_->pool.acquire(numel, param_dtype_, context_->gather_stream);
-  at::Tensor mine = small ? kept_part_ : flat_shard_;
-  if (mine.scalar_type() != param_dtype_) {
-    at::Tensor place = packed_.narrow(0, group.rank() * part, part);
-    place.copy_(mine);
-    mine = place;
-  }
-  gather_work_ = group.all_gather(packed_, mine, {"fsdp::all_gather", name_});
+  const at::Tensor mine = part_for_gather(packed_.narrow(0, group ? group->rank() * part : 0, part));
+  gather_work_ = group ? group->all_gather(packed_, mine, {"fsdp::all_gather", name_}) : dist::Work();
   state_ = State::Gathering;
+}
+
+// This rank's part on the device and in the type that travels; `place` is where it goes among the others'.
+at::Tensor ParamGroup::part_for_gather(const at::Tensor& place) {
+  if (kept_part_.defined()) return kept_part_;
+  if (!options_.cpu_offload) return dtype_ == param_dtype_ ? flat_shard_ : place.copy_(flat_shard_);
+  if (dtype_ == param_dtype_) return place.copy_(flat_shard_, /*non_blocking=*/true);
+  // Cast on the device: a copy that casts would do so on the host, and wait.
+  at::Tensor arrived = context_->pool.acquire(place.numel(), dtype_, context_->gather_stream);
+  arrived.copy_(flat_shard_, /*non_blocking=*/true);
+  place.copy_(arrived);
+  context_->pool.release(std::move(arrived), context_->gather_stream);
+  return place;
 }
 
 void ParamGroup::wait_for_gather() {
@@ -80,9 +87,13 @@ void ParamGroup::finish_unshard() {
   at::NoGradGuard no_grad;
   wait_for_gather();
   compute_stream().wait(context_->gather_stream);
-  full_ = context_->pool.acquire(packed_.numel(), param_dtype_, compute_stream());
-  unpack_gathered();
-  context_->pool.release(std::move(packed_), compute_stream());
+  if (layout_.num_ranks() == 1) {  // the part is the whole
+    full_ = std::move(packed_);
+  } else {
+    full_ = context_->pool.acquire(packed_.numel(), param_dtype_, compute_stream());
+    unpack_gathered();
+    context_->pool.release(std::move(packed_), compute_stream());
+  }
   if (kept_part_.defined()) context_->pool.release(std::move(kept_part_), compute_stream());
   packed_.reset();
   kept_part_.reset();

@@ -4,9 +4,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/zeros.h>
 
 #include "parallel/fsdp/comm_context.h"
+#include "parallel/fsdp/host_shards.h"
+#include "tensor/resident_memory.h"
 #include "titan/core/error.h"
 #include "titan/tensor/param_storage.h"
 
@@ -20,7 +21,7 @@ void GradientCollector::join(CommContext& context, const char* module) {
 }
 
 int64_t GradientCollector::kept_bytes() const {
-  if (config_.reduce_every_micro_batch || !config_.shard_group) return 0;
+  if (config_.reduce_every_micro_batch || !(config_.shard_group || config_.to_host)) return 0;
   return layout_.trainable_numel() * layout_.num_ranks() *
          static_cast<int64_t>(c10::elementSize(config_.reduce_dtype));
 }
@@ -33,8 +34,10 @@ size_t GradientCollector::trainable_count() const {
 void GradientCollector::make_flat_grad() {
   if (flat_grad_.defined()) return;
   at::NoGradGuard no_grad;
-  flat_grad_ = at::zeros({layout_.trainable_numel()},
-                         at::TensorOptions().dtype(config_.grad_dtype).device(config_.device));
+  const int64_t numel = layout_.trainable_numel();
+  const auto options = at::TensorOptions().dtype(config_.grad_dtype).device(config_.device);
+  flat_grad_ = config_.to_host ? host_zeros(numel, config_.grad_dtype, config_.device)
+                               : resident_zeros({numel}, options);
   const size_t count = trainable_count();
   written_.assign(count, false);
   for (size_t i = 0; i < count; ++i)
@@ -45,6 +48,10 @@ bool GradientCollector::no_grad_yet() const {
   for (size_t i = 0; i < grad_parts_.size(); ++i)
     if (shards_[i].grad().defined()) return false;
   return true;
+}
+
+bool GradientCollector::flat_grad_serves() const {
+  return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
 }
 
 bool GradientCollector::all_grads_ours() const {
@@ -63,8 +70,7 @@ void GradientCollector::open_collected() {
   if (collected_.defined()) return;
   make_flat_grad();
   std::fill(written_.begin(), written_.end(), false);
-  const bool same_dtype = config_.reduce_dtype == config_.grad_dtype;
-  if (!config_.shard_group && same_dtype && no_grad_yet()) {
+  if (!config_.shard_group && flat_grad_serves()) {
     collected_ = flat_grad_;
     return;
   }
@@ -168,9 +174,10 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
   while (!advance_reduce()) {  // the group runs twice in one forward, and its first reduction is still on the
                                // way
   }
-  const bool scatter = config_.shard_group && (last_micro_batch || config_.reduce_every_micro_batch);
-  owes_reduction_ = !last_micro_batch && (!scatter || config_.replicate_group);
-  if (!last_micro_batch && !scatter) return false;  // the whole gradients stay collected
+  const bool leaves =
+      (config_.shard_group || config_.to_host) && (last_micro_batch || config_.reduce_every_micro_batch);
+  owes_reduction_ = !last_micro_batch && (!leaves || config_.replicate_group);
+  if (!last_micro_batch && !leaves) return false;  // the whole gradients stay collected
   open_collected();
   zero_missing();
   last_micro_batch_ = last_micro_batch;
@@ -183,11 +190,10 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
     after_scatter();
     return true;
   }
-  const bool straight =
-      config_.reduce_dtype == config_.grad_dtype && !config_.replicate_group && no_grad_yet();
-  reduced_ = straight ? flat_grad_
-                      : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype,
-                                               context_->reduce_stream);
+  reduced_ =
+      !config_.replicate_group && flat_grad_serves()
+          ? flat_grad_
+          : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype, context_->reduce_stream);
   scattering_ = std::move(collected_);
   collected_.reset();
   work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, {"fsdp::reduce_scatter", module_});
@@ -259,16 +265,21 @@ void GradientCollector::accumulate(const at::Tensor& reduced) {
   if (reduced.is_same(flat_grad_)) {
     set_grads();
   } else if (no_grad_yet()) {
-    flat_grad_.copy_(reduced);
+    flat_grad_.copy_(reduced, /*non_blocking=*/config_.to_host);
     set_grads();
   } else {
     TITAN_CHECK(
         all_grads_ours(),
         "the gradient of a sharded parameter was replaced by another tensor, or that of some parameters of a "
         "group was set to none and that of others not; zero all or none");
-    flat_grad_.add_(reduced);
+    flat_grad_.add_(config_.to_host ? arrived_on_host(reduced) : reduced);
   }
   release(reduced_);
+}
+
+at::Tensor GradientCollector::arrived_on_host(const at::Tensor& reduced) {
+  if (!arrived_.defined()) arrived_ = host_empty(reduced.numel(), config_.grad_dtype, config_.device);
+  return arrived_.copy_(reduced);  // waits: the host adds it at once
 }
 
 }  // namespace titan::fsdp

@@ -25,7 +25,8 @@ class CommContext;
 ///   --all-reduce of what is a summand on each tensor-parallel rank (norms under sequence parallelism)-->
 ///   += flat gradient [S_trainable] (the shards' dtype)
 /// With one rank on the shard axis nothing is scattered; with one rank at all the gradients are collected in
-/// the flat gradient.
+/// the flat gradient. Where that is in host memory ([Note: host shards]) the last step is a copy, or a copy
+/// and a sum on the host.
 class GradientCollector {
  public:
   struct Config {
@@ -33,6 +34,7 @@ class GradientCollector {
     at::ScalarType reduce_dtype = at::kFloat;  ///< on the wire
     at::Device device = at::kCPU;
     bool reduce_every_micro_batch = true;
+    bool to_host = false;                          ///< the shards and their gradients are in host memory
     std::shared_ptr<dist::Group> shard_group;      ///< null: one rank
     std::shared_ptr<dist::Group> replicate_group;  ///< null: one rank
     std::shared_ptr<dist::Group> summand_group;    ///< null: no gradient is a summand
@@ -58,7 +60,11 @@ class GradientCollector {
  private:
   enum class Phase { Idle, Scattering, AllReducing, SummingSummands };
 
-  bool local() const { return !config_.shard_group && !config_.replicate_group && !config_.summand_group; }
+  bool local() const {
+    return !config_.shard_group && !config_.replicate_group && !config_.summand_group && !config_.to_host;
+  }
+  /// May be written in place of a buffer, as it has the same memory and type.
+  bool flat_grad_serves() const;
   size_t trainable_count() const;
   void make_flat_grad();
   bool no_grad_yet() const;
@@ -72,6 +78,7 @@ class GradientCollector {
   void after_scatter();
   void sum_summands();
   void accumulate(const at::Tensor& reduced);
+  at::Tensor arrived_on_host(const at::Tensor& reduced);
   void release(at::Tensor& buffer);
 
   const ShardLayout& layout_;
@@ -87,6 +94,7 @@ class GradientCollector {
   std::vector<bool> written_;  // per slot: collected_ holds a gradient
   at::Tensor scattering_;      // what was collected, while it is on the wire
   at::Tensor reduced_;         // [S_trainable], reduce_dtype
+  at::Tensor arrived_;         // to_host: sums of another micro-batch, in host memory
   at::Tensor partial_;         // sums of earlier micro-batches that the replicas haven't seen
   Phase phase_ = Phase::Idle;
   bool last_micro_batch_ = true;

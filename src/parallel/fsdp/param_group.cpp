@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "parallel/fsdp/autograd_nodes.h"
+#include "parallel/fsdp/host_shards.h"
 #include "parallel/fsdp/mesh_groups.h"
 #include "parallel/interned.h"
 #include "titan/core/error.h"
@@ -123,6 +124,7 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
                         .reduce_dtype = options.reduce_dtype.value_or(param_dtype_),
                         .device = device_,
                         .reduce_every_micro_batch = options.reduce_every_micro_batch,
+                        .to_host = options.cpu_offload,
                         .shard_group = groups.reduce,
                         .replicate_group = groups.replicate,
                         .summand_group = summand_group(params_, counts),
@@ -136,7 +138,8 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
 
 void ParamGroup::make_shards() {
   at::NoGradGuard no_grad;
-  flat_shard_ = deferred_tensor({layout_.shard_numel()}, at::TensorOptions().dtype(dtype_).device(device_));
+  const at::Device home = options_.cpu_offload ? at::Device(at::kCPU) : device_;
+  flat_shard_ = deferred_tensor({layout_.shard_numel()}, at::TensorOptions().dtype(dtype_).device(home));
   for (size_t i = 0; i < params_.size(); ++i) {
     std::vector<int64_t> sizes = layout_.slots()[i].shape;
     sizes[0] = layout_.rows_of(i, shard_rank_).length;
@@ -188,7 +191,11 @@ void ParamGroup::connect_gradients() {
 bool ParamGroup::allocate_shards() {
   if (layout_.shard_numel() == 0 || param_storage::bytes(flat_shard_) > 0) return false;
   at::NoGradGuard no_grad;
-  param_storage::allocate(flat_shard_);
+  if (options_.cpu_offload) {
+    param_storage::bind(flat_shard_, host_empty(layout_.shard_numel(), dtype_, device_), 0);
+  } else {
+    param_storage::allocate(flat_shard_);
+  }
   if (!device_.is_meta() && layout_.has_padding()) flat_shard_.zero_();
   return true;
 }
@@ -199,6 +206,7 @@ void ParamGroup::join(CommContext& context, const std::string& name) {
   context_ = &context;
   name_ = interned(name);
   context.add_group(this);
+  if (options_.cpu_offload) context.expect_host_shards();
   gradients_.join(context, name_);
 }
 

@@ -87,7 +87,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   int64_t find(const at::Tensor& compute) const;
   bool gathered() const { return state_ == State::Gathered; }
   bool backward_reads_parameters() const { return backward_reads_parameters_; }
-  bool holds_whole_parameters() const { return layout_.num_ranks() == 1; }
+  /// One rank, and no host memory between shards and compute parameters.
+  bool holds_whole_parameters() const { return layout_.num_ranks() == 1 && !options_.cpu_offload; }
   dist::Stream compute_stream() const;
   /// The stream that this forward, and so its backward, computes on: gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }
@@ -109,6 +110,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool stale() const;
   void alias_shards();
   void start_gather();
+  at::Tensor part_for_gather(const at::Tensor& place);
   void wait_for_gather();
   void unpack_gathered();
   void bind_compute_params(const at::Tensor& full);
@@ -117,7 +119,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   FsdpOptions options_;
   at::ScalarType dtype_;        // of the shards
   at::ScalarType param_dtype_;  // of the compute parameters
-  at::Device device_;
+  at::Device device_;           // of the compute parameters; with cpu_offload the shards are in host memory
   bool is_root_ = false;
   bool backward_reads_parameters_ = true;
   std::vector<ManagedParam> params_;

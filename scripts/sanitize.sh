@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# sanitize.sh asan|tsan [TEST...]: builds tests with a sanitizer (in build-asan or build-tsan) and runs each as one process per rank.
+#   scripts/sanitize.sh asan                    unit tests of every layer, and the distributed ones at 2 ranks
+#   scripts/sanitize.sh tsan                    what has threads: data, processes, collectives, the launcher
+#   scripts/sanitize.sh asan titan_data_test    some of them
+set -euo pipefail
+cd "$(dirname "$0")/.."
+preset=${1:-}
+case $preset in
+  asan)
+    tests=(titan_{core,config,dist,tensor,ops,nn,parallel,optim,data,checkpoint,train,cli,models}_test
+           collectives_test dtensor_test fsdp_engine_test fsdp_paths_test fsdp_offload_test sharded_parameters_test)
+    export ASAN_OPTIONS="detect_odr_violation=0" UBSAN_OPTIONS="print_stacktrace=1"
+    export LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0" ;;
+  tsan)
+    tests=(titan_{core,dist,data}_test collectives_test)
+    export TSAN_OPTIONS="suppressions=$PWD/tests/tsan.supp:ignore_noninstrumented_modules=1" OMP_NUM_THREADS=1 ;;
+  *)
+    sed -n '2,5s/^# //p' "$0" >&2
+    exit 2 ;;
+esac
+shift
+if [ $# -gt 0 ]; then tests=("$@"); fi
+
+scripts/bootstrap.sh
+cmake --preset "$preset" >/dev/null
+cmake --build --preset "$preset" --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target titan "${tests[@]}"
+
+bin=build-$preset/bin
+# The crash handler's tests want a process that dies of its own signals.
+filter=--gtest_filter=-*CrashDeathTest*
+failed=()
+for test in "${tests[@]}"; do
+  echo "== $preset $test"
+  if [[ $test == titan_*_test ]]; then command=("$bin/$test" "$filter"); else command=("$bin/titan" launch -n 2 -- "$bin/$test"); fi
+  "${command[@]}" || failed+=("$test")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "$preset: failed: ${failed[*]}" >&2
+  exit 1
+fi

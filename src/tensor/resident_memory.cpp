@@ -1,0 +1,69 @@
+#include "tensor/resident_memory.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StorageImpl.h>
+
+#include "tensor/pages.h"
+
+namespace titan {
+
+namespace {
+
+// Below it the rest of a page and a system call weigh more than a hole in the heap.
+constexpr size_t kSmallest = size_t{1} << 20;
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kMapped = false;  // it watches the ends of malloc's blocks only
+#else
+constexpr bool kMapped = true;
+#endif
+
+void unmap(void* context) {
+  auto* pages = static_cast<Pages*>(context);
+  unmap_pages(*pages);
+  delete pages;
+}
+
+at::DataPtr mapped_memory(size_t bytes) {
+  const Pages pages = map_pages(bytes);
+  return {pages.begin, new Pages(pages), &unmap, at::kCPU};
+}
+
+bool is_mapped(size_t bytes, at::Device device) { return kMapped && device.is_cpu() && bytes >= kSmallest; }
+
+size_t bytes_of(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return static_cast<size_t>(c10::multiply_integers(sizes)) * options.dtype().itemsize();
+}
+
+at::Tensor mapped_tensor(at::IntArrayRef sizes, size_t bytes, const at::TensorOptions& options) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, mapped_memory(bytes), /*allocator=*/nullptr,
+                       /*resizable=*/false);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), options.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
+}  // namespace
+
+at::DataPtr resident_memory(size_t bytes, at::Device device) {
+  if (is_mapped(bytes, device)) return mapped_memory(bytes);
+  const c10::OptionalDeviceGuard on_device(device);
+  return c10::GetAllocator(device.type())->allocate(bytes);
+}
+
+at::Tensor resident_zeros(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const size_t bytes = bytes_of(sizes, options);
+  return is_mapped(bytes, options.device()) ? mapped_tensor(sizes, bytes, options)
+                                            : at::zeros(sizes, options);
+}
+
+at::Tensor resident_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const size_t bytes = bytes_of(sizes, options);
+  return is_mapped(bytes, options.device()) ? mapped_tensor(sizes, bytes, options)
+                                            : at::empty(sizes, options);
+}
+
+}  // namespace titan

@@ -1,0 +1,26 @@
+#pragma once
+
+// Memory of what lives as long as the model: shards, gradients, optimizer state, communication buffers.
+
+#include <cstddef>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+namespace titan {
+
+/// [Note: resident memory]
+/// Large blocks on a CPU come straight from the kernel. Among the activations of malloc's heap, which come
+/// and go, they would leave holes that nothing fits in: 300 MiB of a 134M Llama. The pages are zero and take
+/// room when they are first touched; where the kernel has huge ones they are asked for, which makes the first
+/// touch of a model's weights several times faster. Small blocks and other devices use LibTorch's allocator.
+
+/// At least `bytes`, uninitialized, on `device`.
+at::DataPtr resident_memory(size_t bytes, at::Device device);
+
+/// As at::zeros.
+at::Tensor resident_zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
+/// As at::empty.
+at::Tensor resident_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+}  // namespace titan

@@ -1,0 +1,205 @@
+// Shards in host memory beside the device ([Note: host shards]), against the plain engine and one rank.
+// Beside a CPU the "device" memory is other memory of the host, which shows everything but the streams.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include <ATen/ATen.h>
+
+#include "distributed/toy_case.h"
+#include "parallel/fsdp/host_shards.h"
+#include "titan/checkpoint/model_file.h"
+#include "titan/nn/linear.h"
+#include "titan/optim/clip.h"
+#include "titan/optim/optimizer.h"
+#include "titan/tensor/param_storage.h"
+
+namespace titan {
+namespace {
+
+using namespace testing;  // NOLINT: these are the test's own words
+
+Toy offloaded_toy(const ToyOptions& options, at::ScalarType dtype, FsdpOptions fsdp) {
+  fsdp.cpu_offload = true;
+  Toy model(options, dtype);
+  for (auto& block : model->blocks) fsdp::fully_shard_beside_any_device({block}, fsdp);
+  fsdp::fully_shard_beside_any_device({model}, fsdp);
+  materialize(model, 0);
+  return model;
+}
+
+// A GPU's sums are in another order than the CPU's.
+void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
+  if (testing::device().is_cpu()) {
+    EXPECT_TRUE(at::equal(got, expected)) << what;
+  } else {
+    EXPECT_LE(relative_error(got, expected), 1e-5) << what;
+  }
+}
+
+void run_micro_batches(Toy& model, const at::Tensor& rows, int count) {
+  for (int m = 0; m < count; ++m) {
+    set_last_micro_batch(model, m + 1 == count);
+    loss_of(model(my_rows(rows, m, count))).backward();
+  }
+}
+
+class FsdpOffload : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  double tolerance() const { return GetParam() == at::kDouble ? 1e-12 : 1e-5; }
+};
+
+TEST_P(FsdpOffload, EqualsOneRankOverLayoutsPoliciesAndMicroBatches) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options{.freeze_first = true, .extra_unused = true};
+  const at::Tensor batch = input_rows(12, options.dim, GetParam());
+  Toy reference(options, GetParam());
+  loss_of(reference(batch)).backward();
+  for (const Layout& layout : layouts(size)) {
+    for (auto policy : {ReshardAfterForward::always(), ReshardAfterForward::never(),
+                        ReshardAfterForward::to_size(size == 4 && layout.shard == 4 ? 2 : 1)}) {
+      for (const bool reduce_every : {true, false}) {
+        for (const int micro_batches : {1, 3}) {
+          Toy model = offloaded_toy(options, GetParam(),
+                                    {.mesh = mesh_of(layout),
+                                     .reshard_after_forward = policy,
+                                     .reduce_every_micro_batch = reduce_every});
+          const std::string what = str("replicate ", layout.replicate, " shard ", layout.shard, " policy ",
+                                       static_cast<int>(policy.kind), " reduce_every ", reduce_every,
+                                       " micro-batches ", micro_batches);
+          for (int step = 0; step < 3; ++step) {
+            forget_gradients(model);
+            run_micro_batches(model, my_rows(batch, rank, size), micro_batches);
+            expect_equal_gradients(model, reference, tolerance(), what);
+          }
+          EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << what;
+        }
+      }
+    }
+  }
+}
+
+// Gradients that weren't set to none are added to, on the host.
+TEST_P(FsdpOffload, GradientsAddUpOverSteps) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options;
+  const at::Tensor batch = input_rows(12, options.dim, GetParam());
+  Toy reference(options, GetParam());
+  Toy model = offloaded_toy(options, GetParam(), {.mesh = mesh_of({1, size})});
+  for (int step = 0; step < 3; ++step) {
+    loss_of(reference(batch)).backward();
+    loss_of(model(my_rows(batch, rank, size))).backward();
+    expect_equal_gradients(model, reference, tolerance(), str("step ", step));
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Dtypes, FsdpOffload, ::testing::Values(at::kFloat, at::kDouble));
+
+// The same bits as the plain engine's: the copies round nothing.
+TEST(FsdpOffloadMixed, TypesOfComputationAndReductionAreThePlainEngines) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options;
+  const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
+  for (const at::ScalarType reduce : {at::kFloat, at::kBFloat16}) {
+    const FsdpOptions fsdp{.mesh = mesh_of({1, size}), .param_dtype = at::kBFloat16, .reduce_dtype = reduce};
+    Toy plain = sharded_toy(options, at::kFloat, fsdp), offloaded = offloaded_toy(options, at::kFloat, fsdp);
+    for (int step = 0; step < 2; ++step) {
+      forget_gradients(plain);
+      forget_gradients(offloaded);
+      run_micro_batches(plain, rows, 2);
+      run_micro_batches(offloaded, rows, 2);
+      const auto expected = parameters(plain), got = parameters(offloaded);
+      for (size_t i = 0; i < got.size(); ++i) {
+        const at::Tensor &grad = got[i].data.local.grad(), &wanted = expected[i].data.local.grad();
+        const std::string what = titan::str(got[i].name, " reduced in ", reduce, ", step ", step);
+        // One rank alone has nothing to reduce, and keeps gradients in the shards' type.
+        if (reduce == at::kFloat) {
+          expect_same(grad, wanted, what);
+        } else {
+          EXPECT_LE(relative_error(grad, wanted), 1e-2) << what;
+        }
+      }
+    }
+  }
+}
+
+TEST(FsdpOffloadMemory, ComputeParametersAreCopiesThatComeAndGo) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options{.num_blocks = 6};
+  const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
+  Toy model = offloaded_toy(options, at::kFloat, {.mesh = mesh_of({1, size})});
+  int64_t allocations = 0;
+  for (int step = 0; step < 6; ++step) {
+    forget_gradients(model);
+    loss_of(model(rows)).backward();
+    const FsdpStats stats = fsdp_stats(model);
+    EXPECT_LE(stats.max_gathered_groups, 3) << "two blocks and the root, on one rank too";
+    if (step >= 2) EXPECT_EQ(stats.communication_buffer_allocations, allocations) << "step " << step;
+    allocations = stats.communication_buffer_allocations;
+    for (const Parameter& parameter : parameters(model)) {
+      EXPECT_TRUE(parameter.data.local.is_cpu());
+      EXPECT_TRUE(is_deferred(parameter.compute)) << parameter.name;
+    }
+  }
+}
+
+// Optimizer, clipping and the model's file see shards like any others.
+TEST(FsdpOffloadTraining, StepsClippingAndFilesAreThePlainEngines) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options;
+  const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
+  const FsdpOptions fsdp{.mesh = mesh_of({1, size})};
+  Toy plain = sharded_toy(options, at::kFloat, fsdp), offloaded = offloaded_toy(options, at::kFloat, fsdp);
+  std::vector<optim::Optimizer> optimizers;
+  for (const Toy* model : {&plain, &offloaded})
+    optimizers.emplace_back(parameters(*model), optim::OptimizerSettings{});
+  for (int step = 0; step < 3; ++step) {
+    double norms[2];
+    for (int i = 0; i < 2; ++i) {
+      Toy& model = i == 0 ? plain : offloaded;
+      optimizers[static_cast<size_t>(i)].zero_grad();
+      loss_of(model(rows)).backward();
+      norms[i] = optim::clip_grad_norm(parameters(model), 0.1).norm;
+      optimizers[static_cast<size_t>(i)].step();
+    }
+    EXPECT_NEAR(norms[0], norms[1], testing::device().is_cpu() ? 0 : 1e-5) << "step " << step;
+  }
+  const auto expected = parameters(plain), got = parameters(offloaded);
+  for (size_t i = 0; i < got.size(); ++i) expect_same(got[i].data.local, expected[i].data.local, got[i].name);
+
+  const auto file = std::filesystem::path(::testing::TempDir()) / str("offloaded_", size, ".safetensors");
+  save_model(got, file, at::kFloat);
+  Toy loaded = offloaded_toy(options, at::kFloat, fsdp);
+  load_model(parameters(loaded), file);
+  const auto read = parameters(loaded);
+  for (size_t i = 0; i < got.size(); ++i)
+    EXPECT_TRUE(at::equal(read[i].data.local, got[i].data.local)) << got[i].name;
+  EXPECT_TRUE(at::equal(loaded(rows), offloaded(rows))) << "the next gather takes what was loaded";
+}
+
+TEST(FsdpOffloadTraining, InitialWeightsHaveThePlainEnginesBits) {
+  const FsdpOptions fsdp{.mesh = mesh_of({1, testing::world().size()}), .cpu_offload = true};
+  const nn::LinearOptions deferred_linear{.init = nn::Init::normal(0, 1),
+                                          .construct = deferred(testing::device(), at::kFloat)};
+  nn::Linear plain(5, 7, deferred_linear), offloaded(5, 7, deferred_linear);
+  fully_shard(plain, {.mesh = fsdp.mesh});
+  fsdp::fully_shard_beside_any_device({offloaded}, fsdp);
+  EXPECT_TRUE(is_deferred(parameters(offloaded)[0].data.local));
+  for (nn::Linear* linear : {&plain, &offloaded}) materialize(*linear, 5);
+  EXPECT_TRUE(at::equal(parameters(offloaded)[0].data.local, parameters(plain)[0].data.local.cpu()));
+}
+
+TEST(FsdpOffloadOptions, IsRefusedOnACpu) {
+  if (!testing::device().is_cpu()) GTEST_SKIP() << "this rank has a GPU";
+  Toy model(ToyOptions{}, at::kFloat);
+  try {
+    fully_shard(model, {.mesh = mesh_of({1, testing::world().size()}), .cpu_offload = true});
+    FAIL() << "expected an Error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("beside a GPU, but parameter 'scale'"), std::string::npos)
+        << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace titan

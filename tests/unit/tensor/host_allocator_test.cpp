@@ -1,0 +1,82 @@
+#include "tensor/host_allocator.h"
+
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
+
+namespace titan {
+namespace {
+
+constexpr int64_t kMiB = 1 << 20;
+
+// Installed for the whole program: its other tests run over it too.
+class HostAllocator : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() { install_host_allocator(); }
+  static at::Tensor block(int64_t bytes) { return at::empty({bytes}, at::kByte); }
+};
+
+TEST_F(HostAllocator, AFreedBlockServesTheNextOfItsSize) {
+  const void* memory = block(3 * kMiB).data_ptr();
+  const size_t mappings = host_memory_stats().num_mappings;
+  const at::Tensor again = block(3 * kMiB), other = block(3 * kMiB);
+  EXPECT_EQ(again.data_ptr(), memory);
+  EXPECT_NE(other.data_ptr(), memory);
+  EXPECT_EQ(host_memory_stats().num_mappings, mappings + 1);
+  again.fill_(7);
+  EXPECT_EQ(other.fill_(1).sum().item<int64_t>(), 3 * kMiB);
+}
+
+TEST_F(HostAllocator, ALargeBlockIsNotSpentOnASmallOne) {
+  const void* memory = block(64 * kMiB).data_ptr();
+  EXPECT_NE(block(2 * kMiB).data_ptr(), memory);
+  EXPECT_EQ(block(60 * kMiB).data_ptr(), memory) << "nine tenths of it";
+}
+
+TEST_F(HostAllocator, StepsAfterTheFirstMapNothing) {
+  const auto step = [] {
+    std::vector<at::Tensor> kept;
+    for (int64_t layer = 0; layer < 8; ++layer) {
+      kept.push_back(block(6 * kMiB + layer));
+      const at::Tensor passing = block(17 * kMiB);
+      kept.push_back(block(2 * kMiB));
+    }
+    while (!kept.empty()) {
+      const at::Tensor gradient = block(6 * kMiB);
+      kept.pop_back();
+    }
+  };
+  step();
+  const size_t mappings = host_memory_stats().num_mappings;
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(host_memory_stats().num_mappings, mappings);
+}
+
+TEST_F(HostAllocator, WhatIsKeptIsBoundedByWhatWasInUse) {
+  for (int64_t size = 100; size < 1000; size += 20) block(size * kMiB);  // untouched: they take no room
+  const HostMemoryStats stats = host_memory_stats();
+  EXPECT_EQ(stats.in_use_bytes, 0u);
+  EXPECT_LE(stats.kept_bytes, stats.peak_in_use_bytes + stats.peak_in_use_bytes / 16 + 64 * kMiB);
+  EXPECT_GE(stats.kept_bytes, static_cast<size_t>(900 * kMiB)) << "the last one at least";
+}
+
+TEST_F(HostAllocator, BarePointersAreFreedWhereTheyCameFrom) {
+  for (const size_t bytes : {size_t{100}, static_cast<size_t>(3 * kMiB)}) {
+    auto* memory = static_cast<char*>(c10::GetCPUAllocator()->raw_allocate(bytes));
+    memory[0] = memory[bytes - 1] = 1;
+    c10::GetCPUAllocator()->raw_deallocate(memory);
+  }
+  EXPECT_EQ(host_memory_stats().in_use_bytes, 0u);
+}
+
+TEST_F(HostAllocator, SmallBlocksAreNotCounted) {
+  const HostMemoryStats before = host_memory_stats();
+  const at::Tensor small = block(kMiB - 1), none = block(0);
+  EXPECT_EQ(small.fill_(1).sum().item<int64_t>(), kMiB - 1);
+  EXPECT_EQ(host_memory_stats().in_use_bytes, before.in_use_bytes);
+}
+
+}  // namespace
+}  // namespace titan
