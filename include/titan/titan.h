@@ -10,6 +10,7 @@
 #include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"
 #include "titan/optim/optimizer.h"
+#include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"

@@ -34,6 +34,7 @@ TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
   parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor));
   context_parallel(model, plan.meshes.cp, plan.context);
+  apply_activation_checkpoint({model->layers.begin(), model->layers.end()}, plan.activations);
 
   const FsdpOptions& blocks = plan.fsdp;
 

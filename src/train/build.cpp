@@ -71,6 +71,17 @@ void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshe
   check("context", meshes.cp, is_context_parallel(model.root()));
 }
 
+// Nor of checkpointing; or there are fewer layers than are counted.
+void check_checkpointed(const JobConfig& config, TrainableModel& model) {
+  const ActivationCheckpointSettings& settings = config.activation_checkpoint;
+  if (settings.mode == "none" || checkpoints_activations(model.root())) return;
+  throw ConfigError(
+      str("activation_checkpoint.mode = \"", settings.mode, "\", selective_ac_option = \"",
+          settings.selective_ac_option, "\": the parallelism plan of ",
+          config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
+          " checkpoints no layer of this model; set the mode to \"none\""));
+}
+
 // Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
 std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes,
                                             at::Device device) {
@@ -83,8 +94,11 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                        .fsdp = build_fsdp_options(config, meshes),
                        .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
                                   .loss_parallel = !config.parallelism.disable_loss_parallel},
-                       .context = context_parallel_options(config.parallelism)});
+                       .context = context_parallel_options(config.parallelism),
+                       .activations = activation_checkpoint(config.activation_checkpoint,
+                                                            meshes.world.world().everyone())});
   check_plan_used(config, *model, meshes);
+  check_checkpointed(config, *model);
   nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
   materialize(model->root(), config.debug.seed_or_default());
   model->root().module().train();

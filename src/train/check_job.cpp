@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "check_files.h"
+#include "titan/dist/device_backend.h"
 #include "titan/train/job_config.h"
 
 namespace titan::train {
@@ -67,6 +68,14 @@ void check_precision(Check& check) {
                 "offloading to the CPU needs a GPU to offload from");
 }
 
+void check_activations(Check& check) {
+  const std::string& device = check.config.training.device;
+  const bool on_cpu = device == "cpu" || (device == "auto" && !dist::gpu_visible());
+  check.require(check.config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
+                "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
+                "\"selective\" or \"memory_budget\"");
+}
+
 void check_checkpoint(Check& check) {
   const CheckpointSettings& checkpoint = check.config.checkpoint;
   check.require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
@@ -97,6 +106,7 @@ void check_job(const JobConfig& config, const config::Origins& origins, int worl
   const std::optional<int> dp_degree = check_parallelism(check, world_size);
   check_plan(check);
   check_precision(check);
+  check_activations(check);
   check_checkpoint(check);
   check_validation(check, world_size);
   if (files == JobFiles::Check) check_files(config, origins, dp_degree, check.problems);

@@ -1,5 +1,7 @@
 #include "titan/train/model_spec.h"
 
+#include "titan/nn/hooks.h"
+
 namespace titan::train {
 
 Registry<std::shared_ptr<const ModelSpec>>& model_specs() {
@@ -14,6 +16,7 @@ Registry<ParallelPlanFunction>& parallel_plans() {
 
 void apply_parallel_plan(const ModelSpec& spec, const std::string& name, TrainableModel& model,
                          const ParallelPlan& plan) {
+  nn::name_modules(model.root().module());  // plans and policies name modules
   if (name.empty()) return spec.parallelize(model, plan);
   parallel_plans().get(name)(model, plan);
 }

@@ -7,17 +7,6 @@ namespace {
 using config::StringList;
 using std::string;
 
-// TorchTitan: every so many layers, or "op".
-config::Constraint op_or_count() {
-  return {"\"op\" or an integer >= 1 in quotes",
-          [](const config::Value& value) {
-            const auto& text = std::get<string>(value);
-            bool digits = !text.empty() && text.find_first_not_of("0123456789") == string::npos;
-            return text == "op" || (digits && text.find_first_not_of('0') != string::npos);
-          },
-          {"op"}};
-}
-
 }  // namespace
 
 void describe(config::Table<ProfilingSettings>& table) {
@@ -30,21 +19,6 @@ void describe(config::Table<ProfilingSettings>& table) {
   table.refused("profiler_warmup", int64_t{3}, later, on, config::at_least(0));
   table.refused("enable_memory_snapshot", false, later);
   table.refused("save_memory_snapshot_folder", string("memory_snapshot"), later, "enable_memory_snapshot");
-}
-
-void describe(config::Table<ActivationCheckpointSettings>& table) {
-  // TorchTitan's default is "selective"; ours is "none" until there is something to select.
-  const char* later = "activation checkpointing comes later";
-  const char* on = "mode";
-  table.refused(on, string("none"), "activation checkpointing comes later: set it to \"none\"");
-  table.refused("selective_ac_option", string("2"), later, on, op_or_count());
-  table.refused("per_op_sac_force_recompute_mm_shapes_by_fqns", StringList{"moe.router.gate"}, later, on);
-  table.refused("early_stop", false, later, on);
-  table.refused("memory_budget", 0.5, later, on, config::in_range(0, 1));
-  table.refused("visualize_memory_budget_pareto", false, later, on);
-  table.refused("preserve_rng_state", true, later, on);
-  table.refused("determinism_check", string("default"), later, on, config::one_of({"default", "none"}));
-  table.refused("debug", false, later, on);
 }
 
 void describe(config::Table<CompileSettings>& table) {

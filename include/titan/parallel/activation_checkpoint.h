@@ -79,4 +79,7 @@ void checkpoint_activations(const nn::AnyRef& module, const ModulePolicy& policy
 void checkpoint_activations(const std::vector<nn::AnyRef>& layers, const LayersPolicy& policy,
                             const CheckpointOptions& options = {}, int64_t first_number = 0);
 
+/// True when a module at or below `root` is checkpointed.
+bool checkpoints_activations(const nn::AnyRef& root);
+
 }  // namespace titan

@@ -10,6 +10,7 @@
 #include "titan/data/settings.h"
 #include "titan/ops/settings.h"
 #include "titan/optim/settings.h"
+#include "titan/train/activation_checkpoint_settings.h"
 #include "titan/train/checkpoint_settings.h"
 #include "titan/train/comm_settings.h"
 #include "titan/train/job_settings.h"

@@ -29,6 +29,7 @@
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/tensor_parallel.h"
+#include "titan/train/activation_checkpoint_settings.h"
 
 namespace titan::train {
 
@@ -66,6 +67,7 @@ struct ParallelPlan {
   FsdpOptions fsdp;                     ///< mesh, dtypes and policies are filled in from the settings
   TensorParallelOptions tensor = {};    ///< for a plan over meshes.tp
   ContextParallelOptions context = {};  ///< for context_parallel over meshes.cp
+  ActivationCheckpoint activations = {};  ///< for apply_activation_checkpoint
 };
 
 /// A model family whose argument struct is erased: `args` below points to the struct that make_args()

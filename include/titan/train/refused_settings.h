@@ -10,8 +10,6 @@ namespace titan::train {
 
 /// [profiling]
 struct ProfilingSettings {};
-/// [activation_checkpoint]
-struct ActivationCheckpointSettings {};
 /// [compile]
 struct CompileSettings {};
 /// [quantize]
@@ -22,7 +20,6 @@ struct MemoryEstimationSettings {};
 struct FaultToleranceSettings {};
 
 void describe(config::Table<ProfilingSettings>& table);
-void describe(config::Table<ActivationCheckpointSettings>& table);
 void describe(config::Table<CompileSettings>& table);
 void describe(config::Table<QuantizeSettings>& table);
 void describe(config::Table<MemoryEstimationSettings>& table);

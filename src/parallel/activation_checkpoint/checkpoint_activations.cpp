@@ -1,5 +1,7 @@
 #include "titan/parallel/activation_checkpoint.h"
 
+#include <algorithm>
+
 #include <torch/nn/module.h>
 
 #include "parallel/activation_checkpoint/budget.h"
@@ -98,6 +100,14 @@ void checkpoint_activations(const std::vector<nn::AnyRef>& layers, const LayersP
                             const CheckpointOptions& options, int64_t first_number) {
   if (layers.empty()) return;
   std::visit(ApplyToLayers{layers, options, first_number}, policy);
+}
+
+bool checkpoints_activations(const nn::AnyRef& root) {
+  const auto modules = root.module().modules();
+  return std::any_of(modules.begin(), modules.end(), [](const auto& module) {
+    const auto* host = dynamic_cast<const nn::HookHost*>(module.get());
+    return host && host->checkpoint_hook;
+  });
 }
 
 }  // namespace titan

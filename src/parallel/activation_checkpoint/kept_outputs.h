@@ -20,7 +20,7 @@ namespace titan::activations {
 /// by its weight, which is the same tensor object for life.
 class ProductChoice {
  public:
-  /// Throws Error when a name of the policy matches a module without a product, or none at all.
+  /// Throws Error when a name of the policy matches a module without a product.
   ProductChoice(const nn::AnyRef& layer, const SelectiveOp& policy);
   bool keeps(const at::Tensor& weight);
 

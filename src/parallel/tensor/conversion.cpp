@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "titan/core/error.h"
+#include "titan/ops/saved_outputs.h"
 
 namespace titan::tp {
 
@@ -142,7 +143,8 @@ at::Tensor Conversion::operator()(const at::Tensor& tensor) const {
   at::Tensor result;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    result = move(forward_, tensor, dim, whole_, {"tp::forward", module_});
+    const auto moved = [&] { return move(forward_, tensor, dim, whole_, {"tp::forward", module_}); };
+    result = forward_ == Move::ReduceScatter ? ops::kept(ops::KeptKind::ReduceScatter, {}, moved) : moved();
     if (result.is_same(tensor)) result = tensor.alias();
   }
   if (!torch::autograd::compute_requires_grad(tensor)) return result;

@@ -151,7 +151,7 @@ TEST_F(JobConfigTest, RecordedBatchesFitTheJob) {
 
 TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
   for (auto words : std::vector<std::vector<std::string>>{{"--parallelism.tensor_parallel_degree", "2"},
-                                                          {"--activation_checkpoint.mode", "full"},
+                                                          {"--activation_checkpoint.debug"},
                                                           {"--compile.enable"},
                                                           {"--model.converters", "quantize.linear.float8"},
                                                           {"--profiling.enable_profiling"},
