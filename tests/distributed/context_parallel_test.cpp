@@ -11,8 +11,9 @@
 #include "parallel/context/gathered_attention.h"
 #include "parallel/context/ring_attention.h"
 #include "titan/core/log.h"
-#include "titan/nn/attention.h"
+#include "titan/models/llama3.h"
 #include "titan/nn/containers.h"
+#include "titan/parallel/activation_checkpoint.h"
 
 namespace titan {
 namespace {
@@ -172,14 +173,20 @@ std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama
   return model;
 }
 
-/// Each group of cp ranks takes its rows, whole; the loss over all ranks.
-double run_spread(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
-                  bool backward = true) {
+/// Each group of cp ranks takes its rows, whole; this rank's share of the loss.
+double run_rows(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
+                bool backward = true) {
   const int64_t num_valid = batch.num_valid();
   const Batch rows = batch.rows(meshes.dp_rank(), meshes.dp_degree());
   at::Tensor loss = model.loss(rows.tokens.to(device()), rows.labels.to(device()), num_valid);
   if (backward) loss.backward();
-  return world().everyone()->sum(loss.item<double>(), {.phase = "test::loss"});
+  return loss.item<double>();
+}
+
+/// The loss over all ranks.
+double run_spread(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
+                  bool backward = true) {
+  return world().everyone()->sum(run_rows(model, batch, meshes, backward), {.phase = "test::loss"});
 }
 
 void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
@@ -311,6 +318,126 @@ TEST(ContextParallelLengths, MayDifferFromCallToCall) {
   }
 }
 
+// ---- with other parallelisms and checkpoints
+
+std::vector<train::ParallelDims> composed_dims(int world_size) {
+  if (world_size < 4) return {{.cp = world_size}};
+  return {{.cp = 2, .tp = 2}, {.dp_replicate = 2, .cp = 2}, {.dp_shard = 2, .cp = 2}};
+}
+
+struct Checkpoint {
+  const char* name;
+  std::optional<ModulePolicy> policy;
+};
+
+std::unique_ptr<train::TrainableModel> build_composed(const LlamaCase& llama, at::ScalarType dtype,
+                                                      const train::Meshes& meshes, const Form& form,
+                                                      const TensorParallelOptions& tensor,
+                                                      const Checkpoint& checkpoint) {
+  auto model = build_llama(llama, dtype);
+  for (const auto& module : model->root().module().modules())
+    if (auto layer = std::dynamic_pointer_cast<models::TransformerBlockImpl>(module);
+        layer && checkpoint.policy)
+      checkpoint_activations(layer, *checkpoint.policy);
+  llama_spec().parallelize(
+      *model, {.meshes = meshes, .fsdp = {.mesh = meshes.fsdp}, .tensor = tensor, .context = form.options});
+  materialize(model->root(), kSeed);
+  return model;
+}
+
+class ContextParallelComposed : public ::testing::TestWithParam<at::ScalarType> {};
+
+// A checkpoint changes no bit: the recompute goes round the ring as the forward did, or is handed what it
+// gave.
+TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
+  const at::ScalarType dtype = GetParam();
+  const LlamaCase llama = few_rows(4, 48);
+  const Batch batch = batch_of(llama, 8);
+  const Reference reference = run_on_one_rank(llama, batch, dtype);
+  double worst = 0;
+  for (const train::ParallelDims& dims : composed_dims(world().size())) {
+    const train::Meshes meshes = train::build_meshes(world(), dims);
+    std::vector<TensorParallelOptions> tensors{{}};
+    if (dims.tp > 1) tensors.push_back({.sequence_parallel = false});
+    for (const TensorParallelOptions& tensor : tensors)
+      for (const Form& form : {forms()[0], forms()[1], forms()[2]}) {
+        std::map<std::string, at::Tensor> plain;
+        for (const Checkpoint& checkpoint :
+             {Checkpoint{"no checkpoint", {}}, Checkpoint{"full", FullRecompute{}},
+              Checkpoint{"op", SelectiveOp{}}}) {
+          const std::string what =
+              titan::str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp,
+                         " tp ", dims.tp, tensor.sequence_parallel ? "" : " whole sequences", ", ", form.name,
+                         ", ", checkpoint.name);
+          auto model = build_composed(llama, dtype, meshes, form, tensor, checkpoint);
+          const double share = run_rows(*model, batch, meshes);
+          const double loss = meshes.loss.group()->sum(share, {.phase = "test::loss"});
+          expect_equal(*model, loss, reference, dtype, what, worst);
+          for (const Parameter& parameter : parameters(model->root())) {
+            const at::Tensor gradient = parameter.data.local.grad();
+            const auto [known, is_first] = plain.try_emplace(parameter.name, gradient);
+            if (!is_first) EXPECT_TRUE(at::equal(gradient, known->second)) << what << " " << parameter.name;
+          }
+        }
+      }
+  }
+  log::info_rank0(titan::str("worst difference of a gradient ", worst));
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelComposed, ::testing::Values(at::kFloat, at::kDouble),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+// ---- a module of one's own
+
+// Attends and knows positions by itself.
+class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn::PositionUser {
+ public:
+  OwnAttentionImpl() {
+    at::manual_seed(9);
+    tokens_ = register_parameter("tokens", at::randn({11, 12}, at::kDouble));
+    positions_ = register_parameter("positions", at::randn({64, 12}, at::kDouble));
+  }
+  at::Tensor forward(const at::Tensor& tokens_BS) {
+    const int64_t length = tokens_BS.size(1);
+    const at::Tensor where = where_ ? where_->of(length, at::kCPU) : at::arange(length);
+    const at::Tensor x_BSHE =
+        (at::embedding(tokens_, tokens_BS) + at::embedding(positions_, where)).unflatten(-1, {3, 4});
+    const at::Tensor out_BSHE =
+        core_ ? core_->attend(x_BSHE, x_BSHE, x_BSHE) : ops::causal_attention(x_BSHE, x_BSHE, x_BSHE);
+    return out_BSHE.pow(2).sum();
+  }
+  void set_attention_core(std::shared_ptr<nn::AttentionCore> core) override { core_ = std::move(core); }
+  void set_token_positions(std::shared_ptr<nn::TokenPositions> where) override { where_ = std::move(where); }
+
+ private:
+  at::Tensor tokens_, positions_;
+  std::shared_ptr<nn::AttentionCore> core_;
+  std::shared_ptr<nn::TokenPositions> where_;
+};
+TITAN_MODULE(OwnAttention);
+
+TEST(ContextParallelOwnModule, JoinsByTwoInterfaces) {
+  const int64_t length = 4 * world().size();
+  const at::Tensor tokens = at::randint(11, {2, length}, at::kLong);
+  const OwnAttention single;
+  const at::Tensor expected = single(tokens);
+  expected.backward();
+  for (const Form& form : forms()) {
+    const OwnAttention model;
+    context_parallel(model, meshes_of({1, world().size()}).cp, form.options);
+    EXPECT_TRUE(is_context_parallel(model));
+    const at::Tensor share = model(tokens);
+    share.backward();
+    EXPECT_NEAR(world().everyone()->sum(share.item<double>(), {.phase = "test::loss"}),
+                expected.item<double>(), 1e-9);
+    for (size_t i = 0; i < 2; ++i) {
+      const at::Tensor gradient = model->parameters()[i].grad();
+      world().everyone()->all_reduce(gradient, dist::ReduceOp::Sum, {.phase = "test::gradient"}).wait();
+      EXPECT_LE(relative_error(gradient, single->parameters()[i].grad()), 1e-12) << form.name;
+    }
+  }
+}
+
 // ---- what is refused
 
 std::string message_of(const std::function<void()>& call) {
@@ -334,6 +461,14 @@ TEST(ContextParallelRefuses, SequencesThatDontDivide) {
                                     " would do, as would this one without a load balancer")),
             std::string::npos)
       << message;
+}
+
+TEST(ContextParallelRefuses, CallsWithoutTokens) {
+  const int size = world().size();
+  const OwnAttention model;
+  context_parallel(model, meshes_of({1, size}).cp);
+  const std::string message = message_of([&] { model(at::zeros({2, 4 * size}, at::kDouble)); });
+  EXPECT_NE(message.find("without an int64 tensor of [batch, sequence]"), std::string::npos) << message;
 }
 
 TEST(ContextParallelRefuses, ModulesThatDontAttend) {

@@ -6,12 +6,10 @@
 namespace titan::context {
 
 at::Tensor Buffer::get(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const int64_t count = c10::multiply_integers(sizes);
-  const bool fits = memory_.defined() && memory_.numel() >= count &&
-                    memory_.scalar_type() == c10::typeMetaToScalarType(options.dtype()) &&
-                    memory_.device() == options.device();
-  if (!fits) memory_ = at::empty({count}, options);
-  return memory_.narrow(0, 0, count).view(sizes);
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  if (!memory_.defined() || memory_.numel() < bytes || memory_.device() != options.device())
+    memory_ = at::empty({bytes}, options.dtype(at::kByte));
+  return memory_.narrow(0, 0, bytes).view(c10::typeMetaToScalarType(options.dtype())).view(sizes);
 }
 
 }  // namespace titan::context

@@ -11,7 +11,7 @@ class Buffer {
   at::Tensor get(at::IntArrayRef sizes, const at::TensorOptions& options);
 
  private:
-  at::Tensor memory_;  // flat
+  at::Tensor memory_;  // bytes
 };
 
 }  // namespace titan::context

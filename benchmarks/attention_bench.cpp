@@ -1,0 +1,120 @@
+// Attention as a rank of context parallelism computes it, without communication: the blocks of a ring with
+// head-tail chunks, and the two calls over gathered keys, beside attention over the rank's tokens alone.
+//
+//   attention_bench [--dtype fp32|bf16|fp64] [--length TOKENS] [--ranks N] [--heads H] [--kv-heads K]
+//                   [--size E] [--repetitions R] [--device cpu|cuda]
+//
+// `length` is of the whole sequence, batch 1. Prints one JSON object a row: milliseconds (the median) of
+// forward and backward, and GFLOP/s by the products that the mask leaves (2 forward, 5 backward).
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <ATen/ATen.h>
+
+#include "titan/core/error.h"
+#include "titan/dist/stream.h"
+#include "titan/ops/attention.h"
+
+namespace {
+
+using namespace titan;
+
+struct Options {
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+  int64_t length = 4096, ranks = 2, heads = 12, kv_heads = 4, size = 64;
+  int repetitions = 5;
+};
+
+Options parse(const std::vector<std::string>& args) {
+  Options options;
+  const std::map<std::string, at::ScalarType> dtypes = {
+      {"fp32", at::kFloat}, {"bf16", at::kBFloat16}, {"fp64", at::kDouble}};
+  const std::map<std::string, int64_t*> numbers = {{"--length", &options.length},
+                                                   {"--ranks", &options.ranks},
+                                                   {"--heads", &options.heads},
+                                                   {"--kv-heads", &options.kv_heads},
+                                                   {"--size", &options.size}};
+  bool known = args.size() % 2 == 0;
+  for (size_t i = 0; i + 1 < args.size(); i += 2) {
+    if (args[i] == "--dtype" && dtypes.count(args[i + 1])) {
+      options.dtype = dtypes.at(args[i + 1]);
+    } else if (args[i] == "--device") {
+      options.device = at::Device(args[i + 1]);
+    } else if (args[i] == "--repetitions") {
+      options.repetitions = std::stoi(args[i + 1]);
+    } else if (numbers.count(args[i])) {
+      *numbers.at(args[i]) = std::stoll(args[i + 1]);
+    } else {
+      known = false;
+    }
+  }
+  TITAN_CHECK(known && options.repetitions > 0 && options.length % (2 * options.ranks) == 0,
+              "usage: attention_bench [--dtype fp32|bf16|fp64] [--length TOKENS, a multiple of 2 x ranks] "
+              "[--ranks N] [--heads H] [--kv-heads K] [--size E] [--repetitions R] [--device cpu|cuda]");
+  return options;
+}
+
+// Milliseconds, the median.
+double time_of(const Options& options, const std::function<void()>& run) {
+  std::vector<double> times;
+  for (int i = 0; i < options.repetitions + 1; ++i) {
+    const auto stream = dist::Stream::current(options.device);
+    stream.synchronize();
+    const auto start = std::chrono::steady_clock::now();
+    run();
+    stream.synchronize();
+    const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
+    if (i > 0) times.push_back(taken.count());
+  }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
+
+// `queries` tokens against `keys`, of which query i sees 0 .. first_query + i.
+void measure(const Options& options, const char* name, int64_t queries, int64_t keys, int64_t first_query) {
+  const auto make = [&](int64_t rows, int64_t heads) {
+    return at::randn({1, rows, heads, options.size},
+                     at::TensorOptions().dtype(options.dtype).device(options.device));
+  };
+  const at::Tensor q = make(queries, options.heads), k = make(keys, options.kv_heads),
+                   v = make(keys, options.kv_heads), grad = make(queries, options.heads);
+  const auto sum = ops::AttentionSum::of_no_keys(q);
+  const double forward_ms = time_of(options, [&] { ops::attend(sum, q, k, v, first_query); });
+  const at::Tensor out = sum.out_BSHD.to(options.dtype);
+  const auto grads = ops::AttentionGradients::zeros(q, k);
+  const double backward_ms = time_of(
+      options, [&] { ops::attend_backward(grads, grad, q, k, v, out, sum.log_sum_exp_BHS, first_query); });
+  double pairs = 0;
+  for (int64_t i = 0; i < queries; ++i) pairs += static_cast<double>(std::min(keys, first_query + i + 1));
+  const double flops = 2 * pairs * static_cast<double>(options.heads * options.size);  // of a product
+  std::printf(
+      "{\"block\": \"%s\", \"queries\": %ld, \"keys\": %ld, \"forward_ms\": %.3f, \"backward_ms\": %.3f, "
+      "\"forward_gflops\": %.1f, \"backward_gflops\": %.1f}\n",
+      name, static_cast<long>(queries), static_cast<long>(keys), forward_ms, backward_ms,
+      2 * flops / forward_ms * 1e-6, 5 * flops / backward_ms * 1e-6);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Options options = parse({argv + 1, argv + argc});
+    const int64_t mine = options.length / options.ranks, chunk = mine / 2;
+    measure(options, "ring: own keys", mine, mine, 0);
+    measure(options, "ring: keys of a rank before", mine, chunk, chunk);
+    measure(options, "ring: keys of a rank behind", chunk, mine, mine);
+    measure(options, "gathered: rank 0's first chunk", chunk, chunk, 0);
+    measure(options, "gathered: rank 0's last chunk", chunk, options.length, options.length - chunk);
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}
