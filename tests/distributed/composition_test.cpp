@@ -1,11 +1,16 @@
-// Every product of data, context and tensor parallelism against the same model on one rank: the loss, the
-// gradient norm, and every parameter's gradient. The largest deviations are printed as JSON lines, which
-// scripts/numerics.py collects.
+// Every product of data, context and tensor parallelism, with activation checkpointing and accumulation,
+// against the same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default
+// as many combinations as it takes for each pair of settings to meet; with --all all of them. The largest
+// deviations are printed as JSON lines, which scripts/numerics.py collects.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <map>
+#include <optional>
+#include <set>
+#include <tuple>
 
 #include <gtest/gtest.h>
 
@@ -77,16 +82,24 @@ Outcome run_on_one_rank(const LlamaCase& llama, const Batch& batch, const Precis
   return outcome_of(*model, forward_backward(*model, batch, 0, 1, 1));
 }
 
+struct Checkpointing {
+  const char* name;
+  std::optional<LayersPolicy> policy;
+};
+const Checkpointing kCheckpointing[] = {{"none", {}}, {"full", FullRecompute{}}, {"op", SelectiveOp{}}};
+
 struct Variant {
   train::ParallelDims dims;
   TensorParallelOptions tensor;
   int micro_batches = 1;
+  size_t checkpointing = 0;
 };
 
 std::string name_of(const Variant& variant) {
   return str(name_of(variant.dims), variant.tensor.sequence_parallel ? "" : " without sequence parallel",
              variant.tensor.loss_parallel ? "" : " without loss parallel",
-             variant.tensor.overlap ? " overlapped" : "", " micro-batches ", variant.micro_batches);
+             variant.tensor.overlap ? " overlapped" : "", " micro-batches ", variant.micro_batches,
+             " checkpointing ", kCheckpointing[variant.checkpointing].name);
 }
 
 std::unique_ptr<train::TrainableModel> build(const LlamaCase& llama, const Precision& precision,
@@ -94,7 +107,10 @@ std::unique_ptr<train::TrainableModel> build(const LlamaCase& llama, const Preci
   auto model = build_llama(llama, precision.dtype);
   FsdpOptions fsdp = fsdp_options(precision);
   fsdp.mesh = meshes.fsdp;
-  llama_spec().parallelize(*model, {.meshes = meshes, .fsdp = fsdp, .tensor = variant.tensor});
+  llama_spec().parallelize(*model, {.meshes = meshes,
+                                    .fsdp = fsdp,
+                                    .tensor = variant.tensor,
+                                    .activations = {kCheckpointing[variant.checkpointing].policy, {}}});
   materialize(model->root(), kSeed);
   return model;
 }
@@ -170,17 +186,54 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   return problems.empty() && llama.rows % rows == 0;
 }
 
-// Of tensor-parallel ones also without sequence and loss parallelism.
+// Of tensor-parallel ones also without sequence and loss parallelism, and overlapped.
+std::vector<TensorParallelOptions> tensor_options(const train::ParallelDims& dims) {
+  if (dims.tp == 1) return {{}};
+  return {{}, {.sequence_parallel = false}, {.loss_parallel = false}, {.overlap = true}};
+}
+
+// What a variant sets, as numbers.
+std::vector<int> settings_of(const Variant& variant, size_t number_of_dims) {
+  const TensorParallelOptions& tensor = variant.tensor;
+  const int tensor_option = !tensor.sequence_parallel ? 1
+                            : !tensor.loss_parallel   ? 2
+                            : tensor.overlap          ? 3
+                                                      : 0;
+  return {static_cast<int>(number_of_dims), tensor_option, variant.micro_batches,
+          static_cast<int>(variant.checkpointing)};
+}
+
+// Keeps a variant when a pair of its settings hasn't met before.
+class PairwiseCover {
+ public:
+  bool add(const std::vector<int>& settings) {
+    bool is_new = false;
+    for (size_t a = 0; a < settings.size(); ++a)
+      for (size_t b = a + 1; b < settings.size(); ++b)
+        is_new = met_.insert({a, b, settings[a], settings[b]}).second || is_new;
+    return is_new;
+  }
+
+ private:
+  std::set<std::tuple<size_t, size_t, int, int>> met_;
+};
+
+// The order mixes the settings, so that few variants cover the pairs.
 std::vector<Variant> variants_of(const LlamaCase& llama) {
   std::vector<Variant> all;
-  for (const train::ParallelDims& dims : all_dims(world().size())) {
-    std::vector<TensorParallelOptions> options{{}};
-    if (dims.tp > 1)
-      options = {{}, {.sequence_parallel = false}, {.loss_parallel = false}, {.overlap = true}};
-    for (const TensorParallelOptions& tensor : options)
-      for (const int micro_batches : {1, 2})
-        if (const Variant variant{dims, tensor, micro_batches}; dims.cp == 1 && fits(llama, variant))
+  PairwiseCover cover;
+  const auto dims = all_dims(world().size());
+  for (size_t shift = 0; shift < std::size(kCheckpointing) * 2; ++shift) {
+    for (size_t d = 0; d < dims.size(); ++d) {
+      const auto options = tensor_options(dims[d]);
+      for (size_t t = 0; t < options.size(); ++t) {
+        const size_t mixed = shift + d + t;
+        const Variant variant{dims[d], options[t], 1 + static_cast<int>(mixed % 2),
+                              mixed / 2 % std::size(kCheckpointing)};
+        if (fits(llama, variant) && (cover.add(settings_of(variant, d)) || all_cases()))
           all.push_back(variant);
+      }
+    }
   }
   return all;
 }

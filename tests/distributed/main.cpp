@@ -17,6 +17,7 @@
 namespace {
 
 std::optional<titan::dist::World> this_world;
+bool run_all_cases = false;
 
 /// Prints failures only, with the rank in front.
 class FailurePrinter : public testing::EmptyTestEventListener {
@@ -56,6 +57,7 @@ titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     if (word == "--sockets") options.direct_memory = false;  // as if the ranks were on several hosts
     if (word == "--cuda") options.device = "cuda";           // all ranks on what GPUs there are, hence gloo
+    if (word == "--all") run_all_cases = true;               // not only what covers the rest
   }
   return options;
 }
@@ -64,6 +66,7 @@ titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
 
 namespace titan::testing {
 const dist::World& world() { return *this_world; }
+bool all_cases() { return run_all_cases; }
 }  // namespace titan::testing
 
 int main(int argc, char** argv) {

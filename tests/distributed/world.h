@@ -12,6 +12,9 @@ namespace titan::testing {
 /// Made by main(), ended by it.
 const dist::World& world();
 
+/// Whether the test was started with --all: the nightly form of tests that otherwise run a selection.
+bool all_cases();
+
 /// What the tests that ask for it compute on: cpu, or with --device cuda this rank's GPU.
 inline at::Device device() { return world().device(); }
 inline at::TensorOptions options_of(at::ScalarType dtype) {
