@@ -1,6 +1,6 @@
 #include "titan/ops/linear.h"
 
-#include "ops/autograd_node.h"
+#include "ops/saved_input.h"
 #include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
@@ -17,7 +17,8 @@ std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
 
 struct LinearBackward final : BackwardNode {
   enum Input : size_t { X, Weight, Bias };
-  SavedVariable x, weight;
+  SavedInput x;
+  SavedVariable weight;
   std::vector<int64_t> x_sizes;
   std::shared_ptr<const Products> products;
   std::shared_ptr<GradSink> weight_sink;
@@ -62,7 +63,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   if (compute_requires_grad(x, weight, bias)) {
     // Before the product ([Note: kept outputs]).
     node = make_node<LinearBackward>(x, weight, bias);
-    if (weight.requires_grad()) node->x = save_input(x);
+    if (weight.requires_grad()) node->x = SavedInput(x);
     if (x.requires_grad()) node->weight = save_input(weight);
     node->x_sizes = x.sizes().vec();
     node->products = products;

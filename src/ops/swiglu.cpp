@@ -1,14 +1,23 @@
 #include "titan/ops/swiglu.h"
 
-#include "ops/autograd_node.h"
 #include "ops/operators.h"
+#include "ops/saved_input.h"
 
 namespace titan::ops {
 
 namespace {
 
-struct SwigluBackward final : BackwardNode {
+at::Tensor forward(const at::Tensor& gate, const at::Tensor& up) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
+  static const auto op = find_operator<Signature>("titan::swiglu");
+  BelowAutograd guard;
+  return op.call(gate, up);
+}
+
+struct SwigluBackward final : RemakingNode {
   SavedVariable gate, up;
+
+  at::Tensor remake() override { return forward(gate.unpack(), up.unpack()); }
 
   variable_list backward(const at::Tensor& grad) override {
     using Signature =
@@ -30,13 +39,7 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   TITAN_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
               "swiglu: expected two tensors of one shape and dtype, got ", gate.scalar_type(), " ",
               gate.sizes(), " and ", up.scalar_type(), " ", up.sizes());
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("titan::swiglu");
-  at::Tensor out;
-  {
-    BelowAutograd guard;
-    out = op.call(gate, up);
-  }
+  at::Tensor out = forward(gate, up);
   if (!compute_requires_grad(gate, up)) return out;
   const auto node = record<SwigluBackward>(out, gate, up);
   node->gate = save_input(gate);
