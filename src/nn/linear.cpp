@@ -55,14 +55,17 @@ void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceEx
   exchange_ = std::move(exchange);
 }
 
+bool LinearImpl::joins(const LinearImpl& other) const {
+  const bool same_way = exchange_ == other.exchange_ && exchange_split_ == other.exchange_split_;
+  return products_ == other.products_ && same_way && !bias.defined() && !is_wrapped() && !label_hook;
+}
+
 // A layer with hooks of its own has to be called.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers) {
   const LinearImpl& first = **(*layers.begin());
-  const bool joint = std::all_of(layers.begin(), layers.end(), [&](const Linear* layer) {
-    const LinearImpl& each = **layer;
-    return each.exchange_ && each.exchange_ == first.exchange_ && each.products_ == first.products_ &&
-           each.exchange_split_ == Split::Columns && !each.is_wrapped() && !each.label_hook;
-  });
+  const bool sums = first.exchange_ && first.exchange_split_ == Split::Rows;
+  const bool joint = !sums && std::all_of(layers.begin(), layers.end(),
+                                          [&](const Linear* layer) { return (*layer)->joins(first); });
   std::vector<at::Tensor> results;
   if (!joint) {
     for (const Linear* layer : layers) results.push_back((*layer)(x));
@@ -70,7 +73,8 @@ std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const
   }
   std::vector<ops::SinkedWeight> weights;
   for (const Linear* layer : layers) weights.push_back({(*layer)->weight, (*layer)->weight_sink_});
-  return ops::gathered_linears(x, weights, first.products_, first.exchange_);
+  return first.exchange_ ? ops::gathered_linears(x, weights, first.products_, first.exchange_)
+                         : ops::joint_linears(x, weights, first.products_);
 }
 
 bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

@@ -1,10 +1,9 @@
 #include "titan/ops/overlapped_linear.h"
 
-#include <algorithm>
-
 #include <ATen/ops/empty.h>
 
-#include "ops/autograd_node.h"
+#include "ops/joint_node.h"
+#include "ops/saved_input.h"
 #include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
@@ -12,8 +11,6 @@ namespace titan::ops {
 namespace {
 
 using Sizes = std::vector<int64_t>;
-
-at::Tensor as_rows(const at::Tensor& x) { return x.reshape({-1, x.size(-1)}); }
 
 // The part of [B, S, F] that is rank r's: not contiguous unless B is 1.
 at::Tensor part_of_sequence(const at::Tensor& whole, int rank, int count) {
@@ -93,16 +90,6 @@ at::Tensor multiply_and_scatter(const SequenceExchange& exchange, const Products
   return scatter->finish();
 }
 
-// Hands a weight's gradient to its sink, or returns it.
-at::Tensor weight_gradient(const std::shared_ptr<const Products>& products,
-                           const std::shared_ptr<GradSink>& sink, const at::Tensor& grad,
-                           const at::Tensor& x) {
-  const at::Tensor grad_NO = as_rows(grad), x_NI = as_rows(x);
-  if (!sink) return products->grad_weight(grad_NO, x_NI);
-  sink->accept(WeightGrad{products, grad_NO, x_NI});
-  return {};
-}
-
 void check_sequence(const at::Tensor& x, const at::Tensor& weight, const char* what) {
   TITAN_CHECK(x.dim() == 3 && weight.dim() == 2 && x.size(2) == weight.size(1), what, ": x ", x.sizes(),
               " doesn't fit weight ", weight.sizes(), "; expected [batch, sequence, in] and [out, in]");
@@ -110,43 +97,23 @@ void check_sequence(const at::Tensor& x, const at::Tensor& weight, const char* w
               weight.scalar_type());
 }
 
-// One node with several outputs: the engine waits for the gradients of all of them that have one.
-struct GatheredLinearsBackward final : torch::autograd::Node {
-  SavedVariable whole_x;  // [B, S, I]
-  std::vector<SavedVariable> weights;
-  std::vector<std::shared_ptr<GradSink>> sinks;
-  std::shared_ptr<const Products> products;
+struct GatheredLinearsBackward final : JointNode {
   std::shared_ptr<const SequenceExchange> exchange;
 
-  variable_list apply(variable_list&& grads) override {
-    TITAN_CHECK(!at::GradMode::is_enabled(), name(),
-                " has no second derivative: call backward with create_graph = false");
-    variable_list results(1 + weights.size());
-    const auto weight_gradients = [&] {
-      const at::Tensor x = whole_x.unpack();
-      for (size_t i = 0; i < weights.size(); ++i)
-        if (grads[i].defined() && task_should_compute_output(i + 1))
-          results[i + 1] = weight_gradient(products, sinks[i], grads[i], x);
-    };
-    const bool any = std::any_of(grads.begin(), grads.end(), [](const at::Tensor& g) { return g.defined(); });
-    if (!any) return results;
-    if (!task_should_compute_output(0)) return weight_gradients(), results;
+  void backward(const variable_list& grads, variable_list& results) override {
+    if (!task_should_compute_output(0)) return weight_gradients(grads, results);
     std::vector<at::Tensor> unpacked;
     for (const SavedVariable& weight : weights) unpacked.push_back(weight.unpack());
-    results[0] =
-        multiply_and_scatter(*exchange, *products, grads, unpacked, /*transposed=*/true, weight_gradients);
-    return results;
-  }
-  void release_variables() override {
-    whole_x.reset_data();
-    for (SavedVariable& weight : weights) weight.reset_data();
+    results[0] = multiply_and_scatter(*exchange, *products, grads, unpacked, /*transposed=*/true,
+                                      [&] { weight_gradients(grads, results); });
   }
   std::string name() const override { return "titan::gathered_linears backward"; }
 };
 
 struct ScatteredLinearBackward final : BackwardNode {
   enum Input : size_t { X, Weight };
-  SavedVariable x, weight;
+  SavedInput x;
+  SavedVariable weight;
   std::shared_ptr<GradSink> sink;
   std::shared_ptr<const Products> products;
   std::shared_ptr<const SequenceExchange> exchange;
@@ -172,26 +139,9 @@ struct ScatteredLinearBackward final : BackwardNode {
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::shared_ptr<const Products>& products,
                                          const std::shared_ptr<const SequenceExchange>& exchange) {
-  std::shared_ptr<GatheredLinearsBackward> node;
-  bool recorded = compute_requires_grad(x), any_weight = false;
-  for (const SinkedWeight& each : weights) {
-    check_sequence(x, each.weight, "gathered_linears");
-    any_weight = any_weight || compute_requires_grad(each.weight);
-  }
-  recorded = recorded || any_weight;
-  if (recorded) {
-    node =
-        std::shared_ptr<GatheredLinearsBackward>(new GatheredLinearsBackward(), torch::autograd::deleteNode);
-    torch::autograd::edge_list edges = torch::autograd::collect_next_edges(x);
-    for (const SinkedWeight& each : weights) {
-      edges.push_back(torch::autograd::collect_next_edges(each.weight)[0]);
-      node->weights.push_back(save_input(each.weight));
-      node->sinks.push_back(each.sink);
-    }
-    node->set_next_edges(std::move(edges));
-    node->products = products;
-    node->exchange = exchange;
-  }
+  for (const SinkedWeight& each : weights) check_sequence(x, each.weight, "gathered_linears");
+  const auto node = make_joint_node<GatheredLinearsBackward>(x, weights, products);
+  if (node) node->exchange = exchange;
   std::vector<at::Tensor> outputs;
   at::Tensor whole_x;
   {
@@ -202,8 +152,8 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
                              [&] { return gather.multiply(*products, each.weight, /*transposed=*/false); }));
     whole_x = gather.whole();  // also where nobody needs it: what the peers sent has to be received
   }
-  if (any_weight) node->whole_x = save_input(whole_x);
-  if (recorded)
+  if (node && any_requires_grad(weights)) node->x = save_input(whole_x);
+  if (node)
     for (at::Tensor& output : outputs) torch::autograd::set_history(output, node);
   return outputs;
 }
@@ -217,7 +167,7 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
   std::shared_ptr<ScatteredLinearBackward> node;
   if (compute_requires_grad(x, weight.weight)) {
     node = make_node<ScatteredLinearBackward>(x, weight.weight);
-    if (weight.weight.requires_grad()) node->x = save_input(x);
+    if (weight.weight.requires_grad()) node->x = SavedInput(x);
     if (x.requires_grad()) node->weight = save_input(weight.weight);
     node->sink = weight.sink;
     node->products = products;

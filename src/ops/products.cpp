@@ -23,13 +23,18 @@ class OneDnnLinear {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                                std::string_view, c10::List<std::optional<at::Scalar>>,
                                std::optional<std::string_view>);
+  using AddSignature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                  const std::optional<at::Tensor>&, std::string_view);
 
  public:
   static const OneDnnLinear& get() {
     static const OneDnnLinear linear;
     return linear;
   }
-  bool available() const { return handle_.has_value(); }
+  bool available() const { return handle_.has_value() && add_.has_value(); }
+  at::Tensor add(const at::Tensor& sum, const at::Tensor& x, const at::Tensor& weight) const {
+    return add_->call(x, sum, weight, std::nullopt, "add");
+  }
   at::Tensor operator()(const at::Tensor& x, const at::Tensor& weight) const {
     return handle_->call(x, weight, std::nullopt, "none", no_scalars_, "");
   }
@@ -38,8 +43,11 @@ class OneDnnLinear {
   OneDnnLinear() {
     const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
     if (schema) handle_ = schema->typed<Signature>();
+    const auto add = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", "binary"});
+    if (add) add_ = add->typed<AddSignature>();
   }
   std::optional<c10::TypedOperatorHandle<Signature>> handle_;
+  std::optional<c10::TypedOperatorHandle<AddSignature>> add_;
   c10::List<std::optional<at::Scalar>> no_scalars_;
 };
 
@@ -57,6 +65,13 @@ class PlainProducts : public Products {
   }
   at::Tensor grad_input(const at::Tensor& grad_NO, const at::Tensor& weight_OI) const override {
     return multiply(grad_NO, weight_OI.t(), onednn_);
+  }
+  at::Tensor add_grad_input(const at::Tensor& sum_NI, const at::Tensor& grad_NO,
+                            const at::Tensor& weight_OI) const override {
+    const at::Tensor weight_IO = weight_OI.t();
+    if (widens(grad_NO)) return Products::add_grad_input(sum_NI, grad_NO, weight_OI);
+    if (uses_onednn(grad_NO, weight_IO, onednn_)) return OneDnnLinear::get().add(sum_NI, grad_NO, weight_IO);
+    return sum_NI.addmm_(grad_NO, weight_OI);
   }
   at::Tensor grad_weight(const at::Tensor& grad_NO, const at::Tensor& x_NI) const override {
     return multiply(grad_NO.t(), x_NI.t(), onednn_grad_weight_);
@@ -96,6 +111,11 @@ class PlainProducts : public Products {
 void Products::add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO,
                                const at::Tensor& x_NI) const {
   out_OI.add_(grad_weight(grad_NO, x_NI));
+}
+
+at::Tensor Products::add_grad_input(const at::Tensor& sum_NI, const at::Tensor& grad_NO,
+                                    const at::Tensor& weight_OI) const {
+  return sum_NI.add_(grad_input(grad_NO, weight_OI));
 }
 
 std::shared_ptr<const Products> default_products(CpuMatmul policy) {

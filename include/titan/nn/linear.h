@@ -46,13 +46,16 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   /// Columns cut weight and bias; rows cut the weight, and one rank adds the bias.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
-  /// Of a split layer: its sequence is gathered (columns), or its result summed and scattered (rows), while it
-  /// multiplies. x: [B, S, in]. Not with a bias.
+  /// Of a split layer: its sequence is gathered (columns), or its result summed and scattered (rows), while
+  /// it multiplies. x: [B, S, in]. Not with a bias.
   void set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange);
 
   at::Tensor weight, bias;
 
  private:
+  /// Whether the two may be computed together: the same products, and nothing of its own around either.
+  bool joins(const LinearImpl& other) const;
+
   std::shared_ptr<const ops::Products> products_;
   std::shared_ptr<ops::GradSink> weight_sink_;
   bool adds_bias_ = true;  // of a sum over ranks, one adds it
@@ -63,7 +66,8 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
 };
 TITAN_MODULE(Linear);
 
-/// Several layers of one input, as if called one after the other; those that gather it do so once.
+/// Several layers of one input, as if called one after the other, but as one node where nothing is hooked
+/// around them: their gradients are added up by the products, and an input that is gathered is gathered once.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers);
 
 }  // namespace titan::nn

@@ -9,16 +9,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/ops/joint_linear.h"
 #include "titan/ops/products.h"
 #include "titan/ops/sequence_exchange.h"
 
 namespace titan::ops {
-
-/// A weight [O, I] and who takes its gradient (null: autograd).
-struct SinkedWeight {
-  at::Tensor weight;
-  std::shared_ptr<GradSink> sink;
-};
 
 /// Several products over one input that lies in parts along the sequence: x: [B, S/N, I] on each of N ranks;
 /// results: [B, S, O_i], from one gather. In the backward the gradients' products go part by part into one

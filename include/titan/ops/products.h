@@ -18,6 +18,9 @@ class Products {
   virtual at::Tensor forward(const at::Tensor& x_NI, const at::Tensor& weight_OI) const = 0;
   virtual at::Tensor grad_input(const at::Tensor& grad_NO, const at::Tensor& weight_OI) const = 0;
   virtual at::Tensor grad_weight(const at::Tensor& grad_NO, const at::Tensor& x_NI) const = 0;
+  /// sum + g W, perhaps in sum's memory. The default computes grad_input and adds.
+  virtual at::Tensor add_grad_input(const at::Tensor& sum_NI, const at::Tensor& grad_NO,
+                                    const at::Tensor& weight_OI) const;
   /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
   virtual void add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO,
                                const at::Tensor& x_NI) const;
