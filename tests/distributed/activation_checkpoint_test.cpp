@@ -1,0 +1,147 @@
+// Activation checkpointing inside FSDP, HSDP, tensor and context parallelism: the same bits as without, no
+// backward of FSDP that ends early, and one choice on all ranks. Against one rank: composition_test.cpp.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+#include "distributed/llama_case.h"
+#include "titan/core/error.h"
+#include "titan/nn/linear.h"
+#include "unit/parallel/checkpoint_case.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+constexpr uint64_t kSeed = 3;
+
+LlamaCase deep_llama() {
+  LlamaCase llama = mini_llama();
+  llama.args["n_layers"] = int64_t{4};
+  llama.seq_len = 32;
+  return llama;
+}
+
+std::vector<train::ParallelDims> all_dims() {
+  const int size = world().size();
+  std::vector<train::ParallelDims> all{{.dp_shard = size}};
+  if (size > 1) all.push_back({.dp_replicate = size});
+  if (size % 2 == 0) {
+    all.push_back({.dp_shard = size / 2, .tp = 2});
+    all.push_back({.dp_shard = size / 2, .cp = 2});
+  }
+  if (size == 4) all.push_back({.dp_replicate = 2, .dp_shard = 2});
+  return all;
+}
+
+std::string name_of(const train::ParallelDims& dims) {
+  return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp, " tp ",
+             dims.tp);
+}
+
+struct Case {
+  const char* name;
+  train::ActivationCheckpoint checkpoint;
+};
+
+std::vector<Case> all_cases() {
+  const CheckpointOptions to_the_end{.early_stop = false};
+  return {{"full", {FullRecompute{}, {}}},
+          {"full to the end", {FullRecompute{}, to_the_end}},
+          {"op", {SelectiveOp{}, {}}},
+          {"op to the end", {SelectiveOp{}, to_the_end}},
+          {"every second layer", {SelectiveLayers{2}, {}}},
+          {"budget", {MemoryBudget{.fraction = 0.5, .group = world().everyone()}, {}}}};
+}
+
+std::unique_ptr<train::TrainableModel> build(const train::Meshes& meshes,
+                                             const train::ActivationCheckpoint& checkpoint) {
+  auto model = build_llama(deep_llama(), at::kFloat);
+  llama_spec().parallelize(*model,
+                           {.meshes = meshes, .fsdp = {.mesh = meshes.fsdp}, .activations = checkpoint});
+  materialize(model->root(), kSeed);
+  return model;
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<at::Tensor> gradients;  // this rank's parts, of the last step
+  int64_t max_gathered = 0, gathered = 0;
+};
+
+// Three steps with the same weights: a memory budget measures in the first.
+Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro_batches) {
+  const Batch batch = random_batch(deep_llama(), 1);
+  const int64_t num_valid = batch.num_valid();
+  const Batch mine = batch.rows(meshes.dp_rank(), meshes.dp_degree());
+  Outcome outcome;
+  for (int step = 0; step < 3; ++step) {
+    forget_gradients(model);
+    for (int m = 0; m < micro_batches; ++m) {
+      set_last_micro_batch(model.root(), m + 1 == micro_batches);
+      const Batch part = mine.rows(m, micro_batches);
+      const at::Tensor loss = model.loss(part.tokens.to(device()), part.labels.to(device()), num_valid);
+      loss.backward();
+      outcome.losses.push_back(loss.item<double>());
+    }
+  }
+  for (const Parameter& parameter : parameters(model.root()))
+    outcome.gradients.push_back(parameter.data.local.grad().clone());
+  const FsdpStats stats = fsdp_stats(model.root());
+  outcome.max_gathered = stats.max_gathered_groups;
+  outcome.gathered = stats.gathered_groups;
+  return outcome;
+}
+
+TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) {
+  for (const train::ParallelDims& dims : all_dims()) {
+    const train::Meshes meshes = train::build_meshes(world(), dims);
+    for (const int micro_batches : {1, 2}) {
+      const auto plain = build(meshes, {});
+      const Outcome expected = run(*plain, meshes, micro_batches);
+      for (const Case& each : all_cases()) {
+        const std::string what = str(name_of(dims), " micro-batches ", micro_batches, " ", each.name);
+        const auto model = build(meshes, each.checkpoint);
+        ASSERT_TRUE(checkpoints_activations(model->root()));
+        const Outcome got = run(*model, meshes, micro_batches);
+        EXPECT_EQ(got.losses, expected.losses) << what;
+        ASSERT_EQ(got.gradients.size(), expected.gradients.size());
+        for (size_t i = 0; i < got.gradients.size(); ++i)
+          EXPECT_TRUE(got.gradients[i].equal(expected.gradients[i])) << what << ", parameter " << i;
+        EXPECT_EQ(got.gathered, expected.gathered) << what;
+        EXPECT_EQ(got.max_gathered, expected.max_gathered) << what << ": recomputes gather nothing";
+      }
+    }
+  }
+}
+
+// Slow on one rank: by its own times that rank would keep what the others recompute.
+class SlowProducts : public CountingProducts {
+ public:
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight) const override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    return CountingProducts::forward(x, weight);
+  }
+};
+
+TEST(ActivationCheckpoint, AMemoryBudgetIsSpentAlikeOnAllRanks) {
+  const train::Meshes meshes = train::build_meshes(world(), {.dp_shard = world().size()});
+  for (const double fraction : {0.2, 0.5, 0.8}) {
+    const auto model = build(meshes, {MemoryBudget{.fraction = fraction, .group = world().everyone()}, {}});
+    if (world().rank() == 0) nn::set_products(model->root().module(), std::make_shared<const SlowProducts>());
+    run(*model, meshes, 1);
+    const Batch batch = random_batch(deep_llama(), 1);
+    MemoryMeter meter;
+    const at::Tensor loss = model->loss(batch.tokens, batch.labels, batch.num_valid());
+    const auto bytes = static_cast<double>(meter.bytes());
+    EXPECT_EQ(world().everyone()->max(bytes, {"test::bytes"}), bytes) << fraction;
+    EXPECT_EQ(world().everyone()->max(-bytes, {"test::bytes"}), -bytes) << fraction;
+    loss.backward();
+  }
+}
+
+}  // namespace
+}  // namespace titan
