@@ -17,7 +17,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "titan/core/error.h"
+#include "ops/tiled_attention.h"
 
 namespace titan::ops {
 
@@ -26,20 +26,17 @@ namespace {
 using at::SDPBackend;
 using at::Tensor;
 
-// What scaled_dot_product_attention would take. Its last choice, which makes the whole matrix of scores, is
-// none of ours.
+// What scaled_dot_product_attention would take; instead of its last choice, the whole matrix of scores, tiles
+// of it (SDPBackend::math here).
 SDPBackend choose(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
   const bool grouped = q.size(1) != k.size(1);
   const auto choice = static_cast<SDPBackend>(
       at::_fused_sdp_choice(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0.0, causal, /*scale=*/{}, grouped));
   if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
-  // The efficient kernel knows no groups by itself; they come to it one by one.
-  const bool is_fp32 = q.scalar_type() == at::kFloat;
-  TITAN_CHECK(choice == SDPBackend::efficient_attention || is_fp32,
-              "attention in parts needs a kernel that gives the log-sum-exp: LibTorch has none on ",
-              q.device(), " for ", q.scalar_type(), " queries of ", q.sizes(), " and keys of ", k.sizes(),
-              " (flash and cuDNN take bfloat16 and float16, the efficient one float32)");
-  return SDPBackend::efficient_attention;
+  // The efficient kernel isn't chosen for groups, which it doesn't know; here they come to it one by one.
+  const bool takes_groups = grouped && q.scalar_type() == at::kFloat && q.size(3) % 4 == 0;
+  return choice == SDPBackend::efficient_attention || takes_groups ? SDPBackend::efficient_attention
+                                                                   : SDPBackend::math;
 }
 
 // Of dropout, which there is none of.
@@ -136,8 +133,10 @@ KernelResult run_attention_kernel(const Tensor& q, const Tensor& k, const Tensor
       return flash(q, k, v, causal);
     case SDPBackend::cudnn_attention:
       return cudnn(q, k, v, causal);
-    default:
+    case SDPBackend::efficient_attention:
       return efficient(q, k, v, causal);
+    default:
+      return tiled_attention(q, k, v, causal);
   }
 }
 
@@ -154,8 +153,10 @@ KernelGradients run_attention_kernel_backward(const Tensor& grad, const Tensor& 
       return flash_backward(grad, q, k, v, out, log_sum_exp, causal);
     case SDPBackend::cudnn_attention:
       return cudnn_backward(grad, q, k, v, out, log_sum_exp, causal);
-    default:
+    case SDPBackend::efficient_attention:
       return efficient_backward(grad, q, k, v, out, log_sum_exp, causal);
+    default:
+      return tiled_attention_backward(grad, q, k, v, out, log_sum_exp, causal);
   }
 }
 

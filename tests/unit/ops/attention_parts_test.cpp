@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "ops/tiled_attention.h"
 #include "titan/core/error.h"
 #include "titan/ops/attention.h"
 #include "unit/golden.h"
@@ -133,6 +134,28 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(Sizes{48, 48, 0, 4, 2, 16}, Sizes{37, 100, 63, 4, 1, 16},
                                          Sizes{1, 1, 0, 2, 2, 6}, Sizes{50, 250, 101, 6, 2, 24},
                                          Sizes{97, 300, 203, 3, 3, 6}, Sizes{130, 260, 130, 2, 1, 80})));
+
+// What a GPU takes where it has no kernel, over several tiles, and with the log-sum-exp of more keys.
+TEST(TiledAttention, EqualsTheKernels) {
+  at::manual_seed(4);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16})
+    for (const bool causal : {false, true}) {
+      const Inputs in = random_inputs({600, 600, 0, 4, 2, 10}, dtype, 1);
+      const auto heads_first = [](const at::Tensor& x) { return x.transpose(1, 2); };
+      const at::Tensor q = heads_first(in.q), k = heads_first(in.k), v = heads_first(in.v),
+                       grad = heads_first(in.grad);
+      const KernelResult result = tiled_attention(q, k, v, causal),
+                         expected = run_attention_kernel(q, k, v, causal);
+      EXPECT_CLOSE(result.out, expected.out, 4 * tolerance_of(dtype));
+      EXPECT_CLOSE(result.log_sum_exp, expected.log_sum_exp, 4 * tolerance_of(dtype));
+      const at::Tensor sums = expected.log_sum_exp + 1;
+      const KernelGradients grads = tiled_attention_backward(grad, q, k, v, expected.out, sums, causal),
+                            wanted = run_attention_kernel_backward(grad, q, k, v, expected.out, sums, causal);
+      EXPECT_CLOSE(grads.q, wanted.q, 4 * tolerance_of(dtype));
+      EXPECT_CLOSE(grads.k, wanted.k, 4 * tolerance_of(dtype));
+      EXPECT_CLOSE(grads.v, wanted.v, 4 * tolerance_of(dtype));
+    }
+}
 
 // One call with a mask that is neither a diagonal nor none, and queries that outrun the keys.
 TEST(AttentionPartsMask, CountsFromTheFirstQuery) {
