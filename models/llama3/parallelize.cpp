@@ -1,3 +1,4 @@
+#include "titan/core/error.h"
 #include "titan/models/llama3_spec.h"
 #include "titan/train/parallel_dims.h"
 
@@ -5,26 +6,29 @@ namespace titan::models {
 
 TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
   using Layout = ActivationLayout;
+  TITAN_CHECK(!options.overlap || options.sequence_parallel,
+              "llama3: products overlap the exchange of sequence parts, which are there with sequence "
+              "parallelism only");
   // Between the products: parts of the sequence, or whole activations.
   const Layout stream = options.sequence_parallel ? Layout::shard(1) : Layout::invariant();
   const Layout logits = options.loss_parallel ? Layout::shard(-1) : Layout::invariant();
   // One all-gather serves wq, wk and wv, and one w1 and w3.
   const PrepareInput gathered{stream, Layout::replicate()};
-  const Colwise of_gathered{.input = Layout::replicate()};
-  const Rowwise to_stream{.output = stream};
+  const Colwise columns{.input = options.overlap ? stream : Layout::replicate(), .overlap = options.overlap};
+  const Rowwise rows{.output = stream, .overlap = options.overlap};
   TensorPlan plan = {
-      {"tok_embeddings", to_stream},
-      {"layers.*.attention", gathered},
-      {"layers.*.attention.wq", of_gathered},
-      {"layers.*.attention.wk", of_gathered},
-      {"layers.*.attention.wv", of_gathered},
-      {"layers.*.attention.wo", to_stream},
-      {"layers.*.feed_forward", gathered},
-      {"layers.*.feed_forward.w1", of_gathered},
-      {"layers.*.feed_forward.w3", of_gathered},
-      {"layers.*.feed_forward.w2", to_stream},
+      {"tok_embeddings", Rowwise{.output = stream}},
+      {"layers.*.attention.wq", columns},
+      {"layers.*.attention.wk", columns},
+      {"layers.*.attention.wv", columns},
+      {"layers.*.attention.wo", rows},
+      {"layers.*.feed_forward.w1", columns},
+      {"layers.*.feed_forward.w3", columns},
+      {"layers.*.feed_forward.w2", rows},
       {"output", Colwise{.input = stream, .output = logits}},
   };
+  if (!options.overlap)
+    for (const char* user : {"layers.*.attention", "layers.*.feed_forward"}) plan.push_back({user, gathered});
   if (options.sequence_parallel)
     for (const char* norm : {"layers.*.attention_norm", "layers.*.ffn_norm", "norm"})
       plan.push_back({norm, SequenceParallel{}});
