@@ -138,6 +138,9 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
   add_log_rank(parser.app, arguments.log_rank);
   parser.app.add_flag("--print-config", arguments.print_config,
                       "print the resolved config as TOML, and stop");
+  parser.app.add_flag("--print-plan", arguments.print_plan,
+                      "print what tensor parallelism does to each module and the bytes it moves in a step, and "
+                      "stop; on N ranks, or as many as the degrees come to, none of which is started");
   parser.app.allow_extras();
   check_short_options(parser, words);
   arguments.help = parser.parse(words);

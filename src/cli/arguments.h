@@ -14,14 +14,15 @@ namespace titan::cli {
 // Each parse function throws ConfigError for a word that it doesn't know or a value that it can't take.
 // `help` is the text to print where the words ask for it; nothing else is to be done then.
 
-/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--print-config] [--section.key value ...]`, in any
-/// order but for CONFIG, which stands before the first setting.
+/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--print-config] [--print-plan] [--section.key value
+/// ...]`, in any order but for CONFIG, which stands before the first setting.
 struct TrainArguments {
   std::string help;
   std::filesystem::path config;
   int num_ranks = 0;  ///< 0: --nproc wasn't given
   std::string log_rank = "0";
   bool print_config = false;
+  bool print_plan = false;
   std::vector<std::string> overrides;  ///< the settings, for config::load
 };
 TrainArguments parse_train_arguments(const std::vector<std::string>& words);

@@ -17,6 +17,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/build.h"
+#include "titan/train/dry_run.h"
 #include "titan/train/job_config.h"
 
 namespace titan::cli {
@@ -124,6 +125,16 @@ void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
   log::configure(settings);
 }
 
+// Of --nproc's ranks, or the job's, or as many as the degrees come to.
+int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
+  const int num_ranks = arguments.num_ranks > 0    ? arguments.num_ranks
+                        : is_rank_of_a_job(launch) ? launch.size
+                                                   : train::smallest_world(job.config.parallelism);
+  train::check_job(job.config, job.origins, num_ranks, train::JobFiles::Ignore);
+  std::fputs(train::plan_table(job.config, num_ranks).c_str(), stdout);
+  return 0;
+}
+
 int run_rank(const train::JobConfig& config, const dist::Launch& launch) {
   keep_freed_memory();
   set_determinism_environment(config.debug);
@@ -141,6 +152,7 @@ int train_command(const Arguments& words) {
   if (arguments.print_config)
     return std::fputs(config::print_toml(train::job_schema(), job.config).c_str(), stdout), 0;
   dist::Launch launch = dist::read_launch(dist::process_environment());
+  if (arguments.print_plan) return print_plan(arguments, job, launch);
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   const bool starts_ranks = arguments.num_ranks > 1;

@@ -3,7 +3,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/logsumexp.h>
 
 #include "ops/operators.h"
 #include "titan/core/error.h"
@@ -36,6 +35,13 @@ at::Tensor from_whole_logits(at::Tensor& logits, const at::Tensor& labels, const
   return loss;
 }
 
+// Over the first dimension; LibTorch's own doesn't know meta tensors. Some part has a token, so there is a
+// largest number.
+at::Tensor log_sum_exp(const at::Tensor& x) {
+  const at::Tensor largest = x.amax(0);
+  return (x - largest).exp().sum(0).log() + largest;
+}
+
 at::Tensor from_parts(at::Tensor& logits, const at::Tensor& labels, const VocabularyPart& part,
                       bool with_grad) {
   using Stats = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
@@ -46,7 +52,7 @@ at::Tensor from_parts(at::Tensor& logits, const at::Tensor& labels, const Vocabu
   const at::Tensor all = at::empty({part.parts->count(), mine.numel()}, mine.options());
   part.parts->all_gather(all, mine.view(-1));
   const at::Tensor stats = all.view({part.parts->count(), 2, -1});
-  const at::Tensor log_sum = at::logsumexp(stats.select(1, 0), {0}), target = stats.select(1, 1).sum(0);
+  const at::Tensor log_sum = log_sum_exp(stats.select(1, 0)), target = stats.select(1, 1).sum(0);
   if (with_grad) grad_op.call(logits, labels, part.first, log_sum);
   return (log_sum - target).masked_fill_(labels.eq(kIgnoredLabel), 0).sum();
 }

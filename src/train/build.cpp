@@ -40,12 +40,16 @@ void save_config(const JobConfig& config, const dist::World& world) {
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 
+}  // namespace
+
 Meshes build_job_meshes(const JobConfig& config, const dist::World& world) {
   std::vector<std::string> problems;
   ParallelDims dims = resolve_parallel_dims(config.parallelism, world.size(), problems);
   if (!problems.empty()) throw ConfigError(std::move(problems));
   return build_meshes(world, dims);
 }
+
+namespace {
 
 FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
   FsdpOptions options;
@@ -82,6 +86,8 @@ void check_checkpointed(const JobConfig& config, TrainableModel& model) {
           " checkpoints no layer of this model; set the mode to \"none\""));
 }
 
+}  // namespace
+
 // Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
 std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes,
                                             at::Device device) {
@@ -93,7 +99,8 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                       {.meshes = meshes,
                        .fsdp = build_fsdp_options(config, meshes),
                        .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
-                                  .loss_parallel = !config.parallelism.disable_loss_parallel},
+                                  .loss_parallel = !config.parallelism.disable_loss_parallel,
+                                  .overlap = config.parallelism.enable_async_tensor_parallel},
                        .context = context_parallel_options(config.parallelism),
                        .activations = activation_checkpoint(config.activation_checkpoint,
                                                             meshes.world.world().everyone())});
@@ -104,6 +111,8 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
   model->root().module().train();
   return model;
 }
+
+namespace {
 
 void load_weights(const JobConfig& config, const std::vector<Parameter>& parameters) {
   if (!config.checkpoint.enable || !config.checkpoint.initial_load_path) return;

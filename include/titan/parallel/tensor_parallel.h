@@ -118,7 +118,8 @@ struct PlanRow {
   int64_t calls = 0;        ///< moves of activations and statistics, with and without communication
   int64_t bytes = 0;        ///< that this rank received in them since the model was parallelized, both ways
 };
-/// Rows in module order; of modules that parallelize() hooked or cut below `root`.
+/// Rows in module order; of modules that parallelize() hooked or cut below `root`. What modules with `overlap`
+/// exchange isn't told apart: it has a last row of its own.
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root);
 
 }  // namespace titan

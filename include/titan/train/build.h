@@ -3,6 +3,8 @@
 // From settings to a trainer. With JobConfig's checks done (check_job) before, so that what fails here is the
 // environment: files, memory, peers.
 
+#include <memory>
+
 #include "titan/dist/world.h"
 #include "titan/train/job_config.h"
 #include "titan/train/trainer.h"
@@ -11,6 +13,13 @@ namespace titan::train {
 
 /// Joins the job's other processes as [comm] and training.device say. Has to come before the first tensor.
 dist::World build_world(const JobConfig& config);
+
+/// The meshes of the job's degrees. Collective over the world.
+Meshes build_job_meshes(const JobConfig& config, const dist::World& world);
+
+/// The model on `device`, spread out, with its initial weights; on the meta device with their sizes alone.
+/// Collective over the meshes.
+std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device);
 
 /// The model, spread out, with its weights; data; optimizer; logs. Collective over the world. Writes the
 /// resolved config to {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets

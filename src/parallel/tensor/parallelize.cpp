@@ -7,12 +7,14 @@
 #include <ostream>
 
 #include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "parallel/interned.h"
 #include "parallel/tensor/send_receive_exchange.h"
 #include "parallel/tensor/split_params.h"
 #include "parallel/tensor/tensor_hooks.h"
 #include "titan/core/error.h"
+#include "titan/nn/embedding.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/linear_cross_entropy.h"
 #include "titan/nn/splittable.h"
@@ -65,6 +67,8 @@ std::vector<NamedModule> modules_of(const nn::AnyRef& root) {
 // How torch.nn.Linear is cut.
 std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split split,
                                            const std::string& name) {
+  TITAN_CHECK(!dynamic_cast<torch::nn::EmbeddingImpl*>(&module), "parallelize: module '", name,
+              "' is LibTorch's embedding, which looks up whole tokens only; use nn::Embedding");
   std::vector<nn::ParamSplit> splits;
   for (const auto& param : module.named_parameters(/*recurse=*/false)) {
     const bool is_weight = param.key() == "weight" && param.value().dim() == 2;
@@ -120,19 +124,25 @@ class Parallelizer {
 
   void apply(nn::HookHost& host, const Colwise& style) {
     const int64_t whole = split(host, nn::Split::Columns);
+    Conversion in = conversion(style.input, ActivationLayout::replicate()),
+               out = conversion(ActivationLayout::shard(-1), style.output, whole);
+    note_layouts(host, in, out);
     if (style.overlap)
       return overlap(host, nn::Split::Columns, style.input, style.output == ActivationLayout::shard(-1));
-    prepare_input(host, conversion(style.input, ActivationLayout::replicate()), {0});
-    prepare_output(host, conversion(ActivationLayout::shard(-1), style.output, whole), {0});
+    prepare_input(host, std::move(in), {0});
+    prepare_output(host, std::move(out), {0});
     if (auto* head = dynamic_cast<nn::LinearCrossEntropyImpl*>(&host))
       head->set_gather_logits(style.output.kind != ActivationLayout::Kind::Shard);
   }
   void apply(nn::HookHost& host, const Rowwise& style) {
     const int64_t whole = split(host, nn::Split::Rows);
+    Conversion in = conversion(style.input, ActivationLayout::shard(-1), whole),
+               out = conversion(ActivationLayout::partial(), style.output);
+    note_layouts(host, in, out);
     if (style.overlap)
       return overlap(host, nn::Split::Rows, style.output, style.input == ActivationLayout::shard(-1));
-    prepare_input(host, conversion(style.input, ActivationLayout::shard(-1), whole), {0});
-    prepare_output(host, conversion(ActivationLayout::partial(), style.output), {0});
+    prepare_input(host, std::move(in), {0});
+    prepare_output(host, std::move(out), {0});
   }
   void apply(nn::HookHost& host, const SequenceParallel& /*style*/) { keep_whole(host.as_module()); }
   void apply(nn::HookHost& host, const PrepareInput& style) {
@@ -152,6 +162,17 @@ class Parallelizer {
               "input Shard(1) or rows with output Shard(1), and features in parts"));
     if (!exchange_) exchange_ = std::make_shared<tp::SendReceiveExchange>(group_->group(), "");
     linear->set_exchange(split, exchange_);
+    parts_of(host).set_exchanged(exchange_->traffic());
+  }
+
+  // What split() noted of a module.
+  static tp::SplitParams& parts_of(nn::HookHost& host) {
+    return dynamic_cast<tp::SplitParams&>(*host.param_parts);
+  }
+  static void note_layouts(nn::HookHost& host, const Conversion& in, const Conversion& out) {
+    const bool takes_tokens = dynamic_cast<nn::EmbeddingImpl*>(&host);
+    const std::string input = takes_tokens ? "" : str("in ", in.layouts(), "; ");
+    parts_of(host).set_layouts(str(input, "out ", out.layouts()));
   }
 
   Conversion conversion(ActivationLayout from, ActivationLayout to, int64_t whole = -1) const {

@@ -51,16 +51,28 @@ void add_parameters(PlanRow& row, const SplitParams* split) {
   if (!split) return;
   row.style = split->style();
   row.weight = placements_of(split);
+  row.activation = split->layouts();
+  if (split->exchanged()) row.collectives = "overlapped";
   // A loss head's, while it computes the loss.
   if (split->traffic()->calls > 0) row.collectives = "all-gather per chunk / -";
   count(row, *split->traffic());
   if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
+// Products that overlap share one exchange, whose traffic isn't any one module's.
+PlanRow row_of(const tp::Traffic& exchange) {
+  PlanRow row;
+  row.module = "(overlapped)";
+  row.collectives = "parts of the sequence, sent and received";
+  count(row, exchange);
+  return row;
+}
+
 }  // namespace
 
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
   std::vector<PlanRow> rows;
+  std::vector<std::shared_ptr<const tp::Traffic>> exchanges;
   const auto add = [&](const std::string& name, torch::nn::Module& module) {
     const auto* host = dynamic_cast<const nn::HookHost*>(&module);
     if (!host) return;
@@ -74,10 +86,14 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");
     rows.push_back(std::move(row));
+    if (split && split->exchanged() &&
+        std::find(exchanges.begin(), exchanges.end(), split->exchanged()) == exchanges.end())
+      exchanges.push_back(split->exchanged());
   };
   add("", root.module());
   for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
     add(named.key(), *named.value());
+  for (const auto& exchange : exchanges) rows.push_back(row_of(*exchange));
   return rows;
 }
 

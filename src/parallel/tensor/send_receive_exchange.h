@@ -23,7 +23,7 @@ class SendReceiveExchange final : public ops::SequenceExchange {
   int count() const override { return group_->size(); }
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
   std::unique_ptr<Scatter> scatter() const override;
-  const Traffic& traffic() const { return *traffic_; }
+  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
 
  private:
   std::shared_ptr<dist::Group> group_;

@@ -34,6 +34,12 @@ class SplitParams final : public nn::ParamParts {
   const std::vector<PartOfParam>& parts() const { return parts_; }
   const DeviceMesh& axis() const { return axis_; }
   const char* style() const { return style_; }
+  /// Of the activations, for plan_rows(): "in Replicate; out Shard(-1)".
+  void set_layouts(std::string layouts) { layouts_ = std::move(layouts); }
+  const std::string& layouts() const { return layouts_; }
+  /// Of an exchange that runs under the module's product, and under those of others; null: none does.
+  void set_exchanged(std::shared_ptr<const Traffic> exchanged) { exchanged_ = std::move(exchanged); }
+  const std::shared_ptr<const Traffic>& exchanged() const { return exchanged_; }
   /// Of the module's own gathers, as a loss head's.
   const std::shared_ptr<Traffic>& traffic() const { return traffic_; }
 
@@ -46,6 +52,8 @@ class SplitParams final : public nn::ParamParts {
   const char* style_;
   std::vector<PartOfParam> parts_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
+  std::string layouts_;
+  std::shared_ptr<const Traffic> exchanged_;
 };
 
 /// Null where the module was left alone.

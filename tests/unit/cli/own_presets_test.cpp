@@ -2,20 +2,16 @@
 
 #include <gtest/gtest.h>
 
-#include "cli/builtin_models.h"
-#include "titan/train/job_config.h"
+#include "titan/core/error.h"
+#include "unit/cli/load_preset.h"
 
 namespace titan::cli {
 namespace {
 
 std::vector<std::string> problems_of(const std::string& preset, int world_size,
                                      std::vector<std::string> overrides = {}) {
-  register_builtin_models();
-  train::JobConfig config;
-  const auto file = std::filesystem::path(TITAN_SOURCE_DIR) / "configs" / (preset + ".toml");
   try {
-    config::Origins origins = load(train::job_schema(), {file, std::move(overrides)}, config);
-    train::check_job(config, origins, world_size, train::JobFiles::Ignore);
+    load_preset(preset, world_size, std::move(overrides));
     return {};
   } catch (const ConfigError& error) {
     return error.problems();
@@ -24,7 +20,10 @@ std::vector<std::string> problems_of(const std::string& preset, int world_size,
 
 TEST(OwnPresets, FitTheRanksTheyAreFor) {
   const std::vector<std::pair<std::string, std::vector<int>>> presets = {
-      {"llama3_debug", {1, 2, 3, 4}}, {"llama3_8b", {8, 16}}, {"llama3_70b", {64}}, {"llama3_405b", {512}}};
+      {"llama3_debug", {1, 2, 3, 4}}, {"llama3_8b", {8, 16}},   {"llama3_70b", {64}},
+      {"llama3_405b", {512}},         {"llama3_8b_2d", {8}},    {"llama3_8b_long", {8}},
+      {"llama3_70b_2d", {256}},       {"llama3_70b_3d", {256}}, {"llama3_405b_2d", {512}},
+      {"llama3_405b_3d", {512}}};
   for (const auto& [preset, sizes] : presets)
     for (int size : sizes) {
       auto problems = problems_of(preset, size);

@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
 #include "titan/core/error.h"
@@ -157,6 +158,13 @@ TEST(TensorPlan, RefusesSplitsThatAModuleDoesntKnow) {
   expect_error({{"layers.0.norm", Rowwise{}}}, "don't know how to cut parameter 'weight' [6] of module");
 }
 
+// Its weight has two dimensions as well, but lookups in a part of it would be of other tokens.
+TEST(TensorPlan, RefusesLibTorchsEmbedding) {
+  const nn::Ref<nn::Hooked<torch::nn::EmbeddingImpl>> embedding(torch::nn::EmbeddingOptions(10, 6));
+  for (const ParallelStyle& style : {ParallelStyle(Colwise{}), ParallelStyle(Rowwise{})})
+    EXPECT_THROW(parallelize(embedding, axis(), {{"", style}}), Error);
+}
+
 TEST(TensorPlan, WantsAMeshOfOneAxis) {
   const auto world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 4});
   EXPECT_THROW(parallelize(Net(), DeviceMesh::create(world, {{"a", 2}, {"b", 2}}), {}), Error);
@@ -235,12 +243,13 @@ TEST(PlanRows, NameStylesPlacementsAndCollectives) {
   const PlanRow up = row_of(table, "layers.0.up");
   EXPECT_EQ(up.style, "Colwise");
   EXPECT_EQ(up.weight, "weight Shard(0)");
+  EXPECT_EQ(up.activation, "in Replicate; out Shard(-1)");
   EXPECT_EQ(up.collectives, "");
   EXPECT_EQ(up.bytes, 0);
   const PlanRow down = row_of(table, "layers.0.down");
   EXPECT_EQ(down.style, "Rowwise");
   EXPECT_EQ(down.weight, "weight Shard(1), bias Replicate");
-  EXPECT_EQ(down.activation, "out Partial -> Shard(1)");
+  EXPECT_EQ(down.activation, "in Shard(-1); out Partial -> Shard(1)");
   EXPECT_EQ(down.bytes, 2 * half);
   const PlanRow head = row_of(table, "head");
   EXPECT_EQ(head.collectives, "all-gather per chunk / -; all-gather / reduce-scatter");

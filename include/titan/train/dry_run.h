@@ -1,0 +1,44 @@
+#pragma once
+
+// One rank of a job without the job: the model at its real size on meta tensors, its peers played by the
+// `fake` backend. Memory and time don't grow with the sizes of the model.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "titan/dist/world.h"
+#include "titan/train/job_config.h"
+#include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+
+namespace titan::train {
+
+class DryRun {
+ public:
+  /// What rank `rank` of `world_size` builds. The config has passed check_job for that size.
+  DryRun(const JobConfig& config, int world_size, int rank = 0);
+
+  const Meshes& meshes() const { return meshes_; }
+  TrainableModel& model() { return *model_; }
+  /// Micro-batches of an optimizer step, on this rank.
+  int64_t num_micro_batches() const;
+  /// Forward and backward of one of them.
+  void run_micro_batch();
+
+ private:
+  const JobConfig& config_;
+  dist::World world_;
+  Meshes meshes_;
+  std::unique_ptr<TrainableModel> model_;
+};
+
+/// The ranks that the degrees come to; data_parallel_shard_degree = -1 counts as 1.
+int smallest_world(const ParallelismSettings& settings);
+
+/// What tensor parallelism does to each module in one optimizer step, as a table: style, placement of the
+/// weights, layouts of the activations, collectives, and the bytes that rank 0 receives in them. Layers whose
+/// rows are equal share one.
+std::string plan_table(const JobConfig& config, int world_size);
+
+}  // namespace titan::train

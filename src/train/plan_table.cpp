@@ -1,0 +1,131 @@
+// The table of `titan train --print-plan`.
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "titan/core/error.h"
+#include "titan/parallel/parameters.h"
+#include "titan/train/dry_run.h"
+
+namespace titan::train {
+
+namespace {
+
+bool is_number(const std::string& text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+}
+
+// "layers.7.attention" is layer 7 of {"layers.", ".attention"}.
+struct LayerName {
+  std::string before, after;
+  int64_t layer = -1;  ///< -1: the name has no number
+};
+
+LayerName parse(const std::string& name) {
+  for (size_t begin = 0; begin < name.size();) {
+    const size_t end = std::min(name.find('.', begin), name.size());
+    const std::string component = name.substr(begin, end - begin);
+    if (is_number(component)) return {name.substr(0, begin), name.substr(end), std::stoll(component)};
+    begin = end + 1;
+  }
+  return {name.empty() ? "(root)" : name, "", -1};
+}
+
+// Layers with equal rows.
+struct Group {
+  LayerName name;
+  PlanRow row;
+  std::vector<int64_t> layers;
+};
+
+std::string numbers(const std::vector<int64_t>& layers) {
+  std::string text;
+  for (size_t begin = 0; begin < layers.size();) {
+    size_t end = begin + 1;
+    while (end < layers.size() && layers[end] == layers[end - 1] + 1) ++end;
+    text += str(begin == 0 ? "" : ",", layers[begin]);
+    if (end - begin > 1) text += str("..", layers[end - 1]);
+    begin = end;
+  }
+  return text;
+}
+
+std::vector<Group> grouped(const std::vector<PlanRow>& rows) {
+  using Key =
+      std::tuple<std::string, std::string, std::string, std::string, std::string, std::string, int64_t>;
+  std::vector<Group> groups;
+  std::map<Key, size_t> known;
+  for (const PlanRow& row : rows) {
+    const LayerName name = parse(row.module);
+    const Key key{name.before, name.after, row.style, row.weight, row.activation, row.collectives, row.bytes};
+    const auto [found, is_new] = known.try_emplace(key, groups.size());
+    if (is_new) groups.push_back({name, row, {}});
+    groups[found->second].layers.push_back(name.layer);
+  }
+  return groups;
+}
+
+using Cells = std::array<std::string, 6>;
+
+Cells cells_of(const Group& group, int64_t num_micro_batches) {
+  const auto count = static_cast<int64_t>(group.layers.size());
+  const std::string layers = group.name.layer < 0 ? "" : numbers(group.layers);
+  return {group.name.before + layers + group.name.after,
+          group.row.style,
+          group.row.weight,
+          group.row.activation,
+          group.row.collectives,
+          str(group.row.bytes * count * num_micro_batches)};
+}
+
+std::string lines_of(const std::vector<Cells>& table) {
+  std::array<size_t, std::tuple_size_v<Cells>> widths{};
+  for (const Cells& cells : table)
+    for (size_t i = 0; i < cells.size(); ++i) widths[i] = std::max(widths[i], cells[i].size());
+  std::string text;
+  for (const Cells& cells : table) {
+    for (size_t i = 0; i + 1 < cells.size(); ++i)
+      text += cells[i] + std::string(widths[i] - cells[i].size() + 2, ' ');
+    text += std::string(widths.back() - cells.back().size(), ' ') + cells.back() + "\n";
+  }
+  return text;
+}
+
+std::string heading(const JobConfig& config, DryRun& run, int world_size) {
+  const DeviceMesh& mesh = run.meshes().world;
+  std::string degrees;
+  for (const MeshAxis& axis : mesh.axes()) {
+    if (axis.size == 1) continue;
+    degrees += str(degrees.empty() ? ": " : ", ", axis.name, " ", axis.size);
+  }
+  int64_t mine = 0;
+  for (const Parameter& parameter : parameters(run.model().root())) mine += parameter.data.local.numel();
+  return str(config.model.name, " ", config.model.flavor, " on ", world_size, " rank(s)", degrees,
+             "\nrank 0 keeps ", mine, " of ", config.spec().sizes(config.args()).num_params,
+             " parameters; its part of a step: ", run.num_micro_batches(), " micro-batch(es) of ",
+             config.training.local_batch_size, " x ", config.training.seq_len, " tokens\n\n");
+}
+
+}  // namespace
+
+std::string plan_table(const JobConfig& config, int world_size) {
+  DryRun run(config, world_size);
+  std::string text = heading(config, run, world_size);
+  if (run.meshes().tp.size() == 1)
+    return text + "no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is whole\n";
+  run.run_micro_batch();
+  std::vector<Cells> table = {
+      {"module", "style", "weights", "input and output", "forward / backward", "bytes/step"}};
+  int64_t total = 0;
+  for (const Group& group : grouped(plan_rows(run.model().root()))) {
+    table.push_back(cells_of(group, run.num_micro_batches()));
+    total += std::stoll(table.back().back());
+  }
+  table.push_back({"all", "", "", "", "", str(total)});
+  return text + lines_of(table);
+}
+
+}  // namespace titan::train

@@ -1,0 +1,122 @@
+// `titan train --print-plan`: the table's text for the debug model, and its bytes by formula.
+
+#include <map>
+#include <sstream>
+
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+#include "titan/train/dry_run.h"
+#include "unit/cli/load_preset.h"
+
+namespace titan::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+
+std::string table_of(int world_size, const Words& words) {
+  return train::plan_table(load_preset("llama3_debug", world_size, words), world_size);
+}
+
+// The last word of each line, by its first.
+std::map<std::string, int64_t> bytes_in(const std::string& table) {
+  std::map<std::string, int64_t> bytes;
+  std::istringstream lines(table);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t first = line.find(' '), last = line.rfind(' ');
+    if (first == std::string::npos || line.find_first_not_of("0123456789", last + 1) != std::string::npos)
+      continue;
+    bytes[line.substr(0, first)] = std::stoll(line.substr(last + 1));
+  }
+  return bytes;
+}
+
+TEST(PlanTable, OfTheDebugModel) {
+  const std::string expected =
+      R"(llama3 debugmodel on 4 rank(s): dp_shard 2, tp 2
+rank 0 keeps 1541760 of 6163712 parameters; its part of a step: 1 micro-batch(es) of 4 x 256 tokens
+
+module                       style             weights           input and output                         forward / backward                                     bytes/step
+tok_embeddings               Rowwise           weight Shard(0)   out Partial -> Shard(1)                  reduce-scatter / all-gather                                524288
+layers.0..5.attention        PrepareInput                        in Shard(1) -> Replicate                 all-gather / reduce-scatter                               3145728
+layers.0..5.attention.wq     Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
+layers.0..5.attention.wk     Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
+layers.0..5.attention.wv     Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
+layers.0..5.attention.wo     Rowwise           weight Shard(1)   in Shard(-1); out Partial -> Shard(1)    reduce-scatter / all-gather                               3145728
+layers.0..5.feed_forward     PrepareInput                        in Shard(1) -> Replicate                 all-gather / reduce-scatter                               3145728
+layers.0..5.feed_forward.w1  Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
+layers.0..5.feed_forward.w2  Rowwise           weight Shard(1)   in Shard(-1); out Partial -> Shard(1)    reduce-scatter / all-gather                               3145728
+layers.0..5.feed_forward.w3  Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
+layers.0..5.attention_norm   SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                     0
+layers.0..5.ffn_norm         SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                     0
+norm                         SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                     0
+output                       Colwise           weight Shard(0)   in Shard(1) -> Replicate; out Shard(-1)  all-gather per chunk / -; all-gather / reduce-scatter      540672
+all                                                                                                                                                                13647872
+)";
+  EXPECT_EQ(table_of(4, {"--parallelism.tensor_parallel_degree", "2"}), expected);
+}
+
+constexpr int64_t kDim = 256, kLayers = 6, kTokens = 4 * 256;  // of the debug model, and of its micro-batch
+
+// With N ranks each receives N - 1 of N parts of an activation in bfloat16: for a block's two inputs and two
+// outputs, embedding and head, once forward and once backward.
+TEST(PlanTable, BytesGrowWithTheRanks) {
+  for (const int64_t ranks : {2, 4, 8}) {
+    const auto bytes = bytes_in(
+        table_of(static_cast<int>(ranks), {"--parallelism.tensor_parallel_degree", std::to_string(ranks)}));
+    const int64_t whole = kTokens * kDim * 2, both_ways = 2 * whole / ranks * (ranks - 1);
+    const int64_t statistics = 2 * kTokens * 8 * (ranks - 1);
+    EXPECT_EQ(bytes.at("layers.0..5.attention"), kLayers * both_ways);
+    EXPECT_EQ(bytes.at("layers.0..5.feed_forward.w2"), kLayers * both_ways);
+    EXPECT_EQ(bytes.at("output"), both_ways + statistics);
+    EXPECT_EQ(bytes.at("all"), (4 * kLayers + 2) * both_ways + statistics);
+  }
+}
+
+// Sequence parallelism turns an all-reduce into its two halves, and moves as much.
+TEST(PlanTable, AllReducesMoveAsMuch) {
+  const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
+  Words whole = tp;
+  whole.push_back("--parallelism.no_enable_sequence_parallel");
+  const std::string table = table_of(2, whole);
+  EXPECT_NE(table.find("all-reduce / -"), std::string::npos) << table;
+  EXPECT_EQ(table.find("reduce-scatter"), std::string::npos) << table;
+  EXPECT_EQ(bytes_in(table).at("all"), bytes_in(table_of(2, tp)).at("all"));
+}
+
+TEST(PlanTable, CountsEveryMicroBatchAndEveryRecomputation) {
+  const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
+  Words accumulated = tp, recomputed = tp;
+  accumulated.insert(accumulated.end(), {"--training.global_batch_size", "12"});
+  recomputed.insert(recomputed.end(), {"--activation_checkpoint.mode", "full"});
+  const int64_t once = bytes_in(table_of(2, tp)).at("all");
+  EXPECT_EQ(bytes_in(table_of(2, accumulated)).at("all"), 3 * once);
+  // The forward's half of a layer's bytes again, but for its last product's, which nothing needs.
+  const int64_t layer = kTokens * kDim * 2 / 2;
+  EXPECT_EQ(bytes_in(table_of(2, recomputed)).at("all"), once + kLayers * 3 * layer);
+}
+
+TEST(PlanTable, OverlappedProductsHaveOneRowAndMoveAsMuch) {
+  const Words overlapped = {"--parallelism.tensor_parallel_degree", "2",
+                            "--parallelism.enable_async_tensor_parallel"};
+  const std::string table = table_of(2, overlapped);
+  EXPECT_NE(table.find("(overlapped)"), std::string::npos) << table;
+  EXPECT_EQ(bytes_in(table).at("all"), bytes_in(table_of(2, {overlapped[0], overlapped[1]})).at("all"));
+}
+
+TEST(PlanTable, WithoutTensorParallelismSaysSo) {
+  EXPECT_NE(table_of(2, {}).find("no tensor parallelism (parallelism.tensor_parallel_degree = 1)"),
+            std::string::npos);
+}
+
+TEST(PlanTable, SmallestWorldIsTheProductOfTheDegrees) {
+  EXPECT_EQ(train::smallest_world({}), 1);
+  EXPECT_EQ(train::smallest_world({.data_parallel_replicate_degree = 2,
+                                   .data_parallel_shard_degree = 3,
+                                   .tensor_parallel_degree = 4,
+                                   .context_parallel_degree = 5}),
+            120);
+}
+
+}  // namespace
+}  // namespace titan::cli
