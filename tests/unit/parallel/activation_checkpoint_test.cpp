@@ -87,7 +87,7 @@ TEST(KeptBytes, OpKeepsAttentionAndEverySecondProduct) {
 
 TEST(KeptBytes, NoneKeepsWhatTheBackwardReads) {
   const int64_t norms = 2 * (kDim + 1), attention = kDim + 2 * kKvDim + kDim + kHeads;
-  const int64_t residual = kDim, feed_forward = 3 * kHidden;
+  const int64_t residual = kDim, feed_forward = 2 * kHidden;  // SwiGLU's output is made again
   EXPECT_EQ(bytes_kept([](const auto& /*block*/) {}),
             kTokens * kFloat * (norms + attention + residual + feed_forward));
 }
@@ -120,7 +120,7 @@ TEST(KeptBytes, PeakGrowsByTheInputsOfLayers) {
   const int64_t input = 48 * kDim * kFloat;
   const int64_t gradients = (2 * kDim * (kDim + kKvDim) + 3 * kDim * kHidden + 2 * kDim) * kFloat;
   EXPECT_LT(peak(8, true) - peak(4, true), 4 * (input + gradients));
-  EXPECT_GT(peak(8, false) - peak(4, false), 4 * 14 * input);
+  EXPECT_GT(peak(8, false) - peak(4, false), 4 * 13 * input);
 }
 
 // ---- products
