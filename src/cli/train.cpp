@@ -12,6 +12,7 @@
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "dist/environment.h"
+#include "tensor/host_allocator.h"
 #include "titan/cli/launch.h"
 #include "titan/config/print.h"
 #include "titan/core/error.h"
@@ -92,9 +93,10 @@ void set_determinism_environment(const train::DebugSettings& debug) {
   if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
 }
 
-// Each step asks for the same large blocks again. By default glibc returns them to the kernel when they are
-// freed, which then hands out zeroed pages one fault at a time: 5 % of a step on a CPU.
+// What tensors free is kept by the host allocator; this is about what libraries free, as matrix products
+// their packed operands.
 void keep_freed_memory() {
+  install_host_allocator();
 #ifdef __GLIBC__
   ::mallopt(M_MMAP_MAX, 0);
   ::mallopt(M_TRIM_THRESHOLD, std::numeric_limits<int>::max());
