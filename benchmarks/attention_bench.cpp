@@ -19,6 +19,7 @@
 
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
+#include "titan/dist/world.h"
 #include "titan/ops/attention.h"
 
 namespace {
@@ -106,6 +107,8 @@ void measure(const Options& options, const char* name, int64_t queries, int64_t 
 int main(int argc, char** argv) {
   try {
     const Options options = parse({argv + 1, argv + argc});
+    if (options.device.is_cuda())
+      dist::init({.device = "cuda"});  // opens the plugin, before the first tensor
     const int64_t mine = options.length / options.ranks, chunk = mine / 2;
     measure(options, "ring: own keys", mine, mine, 0);
     measure(options, "ring: keys of a rank before", mine, chunk, chunk);
