@@ -18,16 +18,21 @@ struct Check {
   void require(bool holds, std::string_view key, const std::string& what) {
     if (!holds) problems.push_back(origins.problem(key, what));
   }
+  void add(const std::vector<KeyedProblem>& found) {
+    for (const KeyedProblem& problem : found) problems.push_back(origins.problem(problem.key, problem.what));
+  }
 };
 
 /// Returns the data-parallel degree, where the degrees fit.
 std::optional<int> check_parallelism(Check& check, int world_size) {
   std::vector<std::string> problems;
   ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, problems);
-  check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
-                     problems);
   for (const std::string& problem : problems)
     check.problems.push_back(check.origins.problem("parallelism.data_parallel_shard_degree", problem));
+  std::vector<KeyedProblem> misfits;
+  check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
+                     misfits);
+  check.add(misfits);
 
   const ParallelismSettings& parallelism = check.config.parallelism;
   check.require(!parallelism.enable_async_tensor_parallel ||
@@ -71,9 +76,10 @@ void check_precision(Check& check) {
 void check_activations(Check& check) {
   const std::string& device = check.config.training.device;
   const bool on_cpu = device == "cpu" || (device == "auto" && !dist::gpu_visible());
-  check.require(check.config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
-                "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
-                "\"selective\" or \"memory_budget\"");
+  check.require(
+      check.config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
+      "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
+      "\"selective\" or \"memory_budget\"");
 }
 
 void check_checkpoint(Check& check) {
@@ -91,11 +97,11 @@ void check_validation(Check& check, int world_size) {
   if (!validation.enable) return;
   check.require(validation.seq_len <= check.config.training.seq_len, "validation.seq_len",
                 str("is longer than training.seq_len = ", check.config.training.seq_len));
-  std::vector<std::string> told_already, problems;
+  std::vector<std::string> told_already;
   const ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, told_already);
-  check_sequence_length(dims, "validation.seq_len", validation.seq_len, problems);
-  for (const std::string& problem : problems)
-    check.problems.push_back(check.origins.problem("validation.seq_len", problem));
+  std::vector<KeyedProblem> misfits;
+  check_sequence_length(dims, "validation.seq_len", validation.seq_len, misfits);
+  check.add(misfits);
 }
 
 }  // namespace

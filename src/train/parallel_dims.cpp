@@ -100,21 +100,22 @@ std::string product_of(const ParallelDims& dims) {
              dims.tp, " x pp ", dims.pp);
 }
 
-void check_factor(int64_t value, int64_t divisor, const std::string& value_name,
-                  const std::string& divisor_name, std::vector<std::string>& problems) {
+void check_factor(int64_t value, int64_t divisor, const std::string& key, const std::string& divisor_name,
+                  std::vector<KeyedProblem>& problems) {
   if (value % divisor != 0)
-    problems.push_back(str(value_name, " = ", value, " isn't a multiple of ", divisor_name, " = ", divisor));
+    problems.push_back({key, str("isn't a multiple of ", divisor_name, " = ", divisor)});
 }
 
 // Whole heads go to each rank, so the degree divides both counts.
-void check_heads(const ModelSizes& sizes, int tp, std::vector<std::string>& problems) {
+void check_heads(const ModelSizes& sizes, int tp, std::vector<KeyedProblem>& problems) {
   if (sizes.num_heads % tp == 0 && sizes.num_kv_heads % tp == 0) return;
   std::string degrees;
   for (int64_t degree = 1; degree <= sizes.num_kv_heads; ++degree)
     if (sizes.num_heads % degree == 0 && sizes.num_kv_heads % degree == 0)
       degrees += str(degrees.empty() ? "" : ", ", degree);
-  problems.push_back(str("tensor_parallel_degree = ", tp, " doesn't divide the model's ", sizes.num_heads,
-                         " heads and ", sizes.num_kv_heads, " kv heads; degrees that do: ", degrees));
+  problems.push_back({"parallelism.tensor_parallel_degree",
+                      str("doesn't divide the model's ", sizes.num_heads, " heads and ", sizes.num_kv_heads,
+                          " kv heads; degrees that do: ", degrees)});
 }
 
 }  // namespace
@@ -164,7 +165,7 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
 }
 
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
-                           std::vector<std::string>& problems) {
+                           std::vector<KeyedProblem>& problems) {
   if (dims.cp > 1)
     check_factor(seq_len, dims.cp_chunks * dims.cp, key,
                  str(dims.cp_chunks == 2 ? "2 x " : "", "context_parallel_degree"), problems);
@@ -174,12 +175,13 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
 }
 
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
-                        std::vector<std::string>& problems) {
+                        std::vector<KeyedProblem>& problems) {
   check_sequence_length(dims, "training.seq_len", seq_len, problems);
   if (dims.tp > 1) check_heads(sizes, dims.tp, problems);
   if (dims.pp > 1 && sizes.num_layers + 2 < dims.pp)
-    problems.push_back(str("pipeline_parallel_degree = ", dims.pp, " is more than the model's ",
-                           sizes.num_layers, " layers, embedding and head can fill"));
+    problems.push_back(
+        {"parallelism.pipeline_parallel_degree",
+         str("is more than the model's ", sizes.num_layers, " layers, embedding and head can fill")});
 }
 
 int Meshes::dp_rank() const { return batch.rank(); }

@@ -134,6 +134,7 @@ Outcome run_spread(const LlamaCase& llama, const Batch& batch, const Precision& 
 
 // The largest deviations of a test, for the log.
 struct Worst {
+  size_t layouts = 0;
   double loss = 0;
   double norm = 0;
   double gradient = 0;
@@ -142,10 +143,9 @@ struct Worst {
   void print(const std::string& model, const Precision& precision) const {
     if (world().rank() != 0) return;
     std::printf(
-        "{\"composition\": \"%s\", \"precision\": \"%s\", \"ranks\": %d, \"loss\": %.3g, \"norm\": %.3g, "
-        "\"gradient\": "
-        "%.3g, \"parameter\": \"%s\"}\n",
-        model.c_str(), precision.name, world().size(), loss, norm, gradient, parameter.c_str());
+        "{\"composition\": \"%s\", \"precision\": \"%s\", \"ranks\": %d, \"layouts\": %zu, \"loss\": %.3g, "
+        "\"norm\": %.3g, \"gradient\": %.3g, \"parameter\": \"%s\"}\n",
+        model.c_str(), precision.name, world().size(), layouts, loss, norm, gradient, parameter.c_str());
   }
 };
 
@@ -154,6 +154,7 @@ void expect_equal(const Outcome& got, const Outcome& expected, double tolerance,
   EXPECT_NEAR(got.loss, expected.loss, tolerance * std::max(1.0, std::abs(expected.loss))) << what;
   EXPECT_NEAR(got.norm, expected.norm, tolerance * expected.norm) << what;
   ASSERT_EQ(got.gradients.size(), expected.gradients.size()) << what;
+  ++worst.layouts;
   worst.loss = std::max(worst.loss, std::abs(got.loss - expected.loss));
   worst.norm =
       std::max(worst.norm, std::abs(got.norm - expected.norm) / (expected.norm == 0 ? 1 : expected.norm));
@@ -170,17 +171,21 @@ void expect_equal(const Outcome& got, const Outcome& expected, double tolerance,
 void expect_as_close(const Outcome& got, const Outcome& one_rank, const Outcome& exact,
                      const std::string& what, Worst& worst) {
   EXPECT_LE(std::abs(got.loss - exact.loss), 2 * std::abs(one_rank.loss - exact.loss) + 1e-3) << what;
+  ++worst.layouts;
+  worst.loss = std::max(worst.loss, std::abs(got.loss - exact.loss));
   for (const auto& [name, gradient] : got.gradients) {
     const at::Tensor& wanted = exact.gradients.at(name);
     const double error = relative_error(gradient, wanted);
     EXPECT_LE(error, 2 * relative_error(one_rank.gradients.at(name), wanted)) << what << " " << name;
-    if (error > worst.gradient) worst = {std::abs(got.loss - exact.loss), 0, error, name};
+    if (error <= worst.gradient) continue;
+    worst.gradient = error;
+    worst.parameter = name;
   }
 }
 
 bool fits(const LlamaCase& llama, const Variant& variant) {
   const auto sizes = llama_spec().sizes(make_args(llama).get());
-  std::vector<std::string> problems;
+  std::vector<train::KeyedProblem> problems;
   train::check_divisibility(variant.dims, sizes, llama.seq_len, problems);
   const int rows = variant.dims.batch_degree() * variant.micro_batches;
   return problems.empty() && llama.rows % rows == 0;

@@ -145,9 +145,9 @@ std::string refusal(const Words& words) {
 
 TEST(ContextParallelRefusals, SayWhatWouldDo) {
   EXPECT_THAT(refusal(cp("3", "3")),
-              HasSubstr("training.seq_len = 64 isn't a multiple of 2 x context_parallel_degree = 6"));
+              HasSubstr("training.seq_len = 64: isn't a multiple of 2 x context_parallel_degree = 6"));
   EXPECT_THAT(refusal(cp("2", "2", {"--validation.enable", "--validation.seq_len", "30"})),
-              HasSubstr("validation.seq_len = 30 isn't a multiple of 2 x context_parallel_degree = 4"));
+              HasSubstr("validation.seq_len = 30: isn't a multiple of 2 x context_parallel_degree = 4"));
   EXPECT_THAT(refusal(cp("2", "2", {"--parallelism.context_parallel_load_balancer", "ptrr"})),
               HasSubstr("flex attention"));
 }

@@ -28,9 +28,9 @@ struct ParallelismSettings {
   std::string plan;  ///< of parallel_plans(); "": the model family's own
 
   int64_t tensor_parallel_degree = 1;
-  bool enable_sequence_parallel = true;  ///< with tensor parallelism, between its products
+  bool enable_sequence_parallel = true;       ///< with tensor parallelism, between its products
   bool enable_async_tensor_parallel = false;  ///< overlap its products with the exchange of their parts
-  bool disable_loss_parallel = false;    ///< compute the loss from gathered logits
+  bool disable_loss_parallel = false;         ///< compute the loss from gathered logits
 
   int64_t context_parallel_degree = 1;
   std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
@@ -55,10 +55,16 @@ struct ParallelDims {
   int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
 };
 
+/// What is wrong with the value of a key.
+struct KeyedProblem {
+  std::string key;
+  std::string what;
+};
+
 /// What parallelism over the tokens of a sequence asks of its length, the value of `key`; adds what is wrong
 /// to `problems`.
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
-                           std::vector<std::string>& problems);
+                           std::vector<KeyedProblem>& problems);
 
 /// Fills in dp_shard = -1 and checks the degrees against the world; adds what is wrong to `problems`.
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
@@ -67,7 +73,7 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
 /// What tensor, context and pipeline parallelism ask of sequence length and model; adds what is wrong to
 /// `problems`.
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
-                        std::vector<std::string>& problems);
+                        std::vector<KeyedProblem>& problems);
 
 /// The grid pp, dp_replicate, dp_shard, cp, tp (row-major, tp fastest) and the sub-meshes that the trainer
 /// uses.

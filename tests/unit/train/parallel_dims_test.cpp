@@ -32,24 +32,27 @@ TEST(ParallelDims, TheProductIsTheWorld) {
 }
 
 TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
-  std::vector<std::string> problems;
+  std::vector<KeyedProblem> problems;
+  const auto expect_one = [&](const std::string& key, const std::string& what) {
+    ASSERT_EQ(problems.size(), 1u);
+    EXPECT_EQ(problems[0].key, key);
+    EXPECT_EQ(problems[0].what, what);
+    problems.clear();
+  };
   ParallelDims dims{.tp = 4, .pp = 1};
   ModelSizes sizes{.num_layers = 2, .num_heads = 6, .num_kv_heads = 2};
   check_divisibility(dims, sizes, 64, problems);
-  EXPECT_EQ(problems.size(), 1u);
-  problems.clear();
+  expect_one("parallelism.tensor_parallel_degree",
+             "doesn't divide the model's 6 heads and 2 kv heads; degrees that do: 1, 2");
   check_divisibility({.cp = 4}, sizes, 100, problems);
-  EXPECT_EQ(problems, std::vector<std::string>{
-                          "training.seq_len = 100 isn't a multiple of 2 x context_parallel_degree = 8"});
-  problems.clear();
+  expect_one("training.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8");
   check_divisibility({.cp = 4, .cp_chunks = 1}, sizes, 100, problems);
   EXPECT_TRUE(problems.empty());
   check_sequence_length({.cp = 4, .cp_chunks = 1}, "validation.seq_len", 102, problems);
-  EXPECT_EQ(problems, std::vector<std::string>{
-                          "validation.seq_len = 102 isn't a multiple of context_parallel_degree = 4"});
-  problems.clear();
+  expect_one("validation.seq_len", "isn't a multiple of context_parallel_degree = 4");
   check_divisibility({.pp = 8}, sizes, 64, problems);
-  EXPECT_EQ(problems.size(), 1u);
+  expect_one("parallelism.pipeline_parallel_degree",
+             "is more than the model's 2 layers, embedding and head can fill");
 }
 
 TEST(ContextParallelSettings, BecomeOptions) {
