@@ -1,5 +1,8 @@
 #include "titan/ops/swiglu.h"
 
+#include <optional>
+#include <utility>
+
 #include "ops/operators.h"
 #include "ops/saved_input.h"
 
@@ -17,20 +20,29 @@ at::Tensor forward(const at::Tensor& gate, const at::Tensor& up) {
 struct SwigluBackward final : RemakingNode {
   SavedVariable gate, up;
 
-  at::Tensor remake() override { return forward(gate.unpack(), up.unpack()); }
+  at::Tensor remake() override {
+    unpacked_ = {gate.unpack(), up.unpack()};
+    return forward(unpacked_->first, unpacked_->second);
+  }
 
   variable_list backward(const at::Tensor& grad) override {
     using Signature =
         std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
     static const auto op = find_operator<Signature>("titan::swiglu_backward");
-    auto [grad_gate, grad_up] = op.call(grad, gate.unpack(), up.unpack());
+    if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
+    const auto [of_gate, of_up] = *std::exchange(unpacked_, std::nullopt);
+    auto [grad_gate, grad_up] = op.call(grad, of_gate, of_up);
     return {std::move(grad_gate), std::move(grad_up)};
   }
   void release_variables() override {
+    unpacked_.reset();
     gate.reset_data();
     up.reset_data();
   }
   std::string name() const override { return "titan::swiglu backward"; }
+
+ private:
+  std::optional<std::pair<at::Tensor, at::Tensor>> unpacked_;
 };
 
 }  // namespace
