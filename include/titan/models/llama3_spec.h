@@ -3,12 +3,10 @@
 // Llama 3 as the trainer knows it.
 
 #include "titan/models/llama3.h"
+#include "titan/models/register_llama3.h"
 #include "titan/train/model_spec.h"
 
 namespace titan::models {
-
-/// Adds "llama3" to the trainer's models; once per process.
-void register_llama3();
 
 /// Which module is cut how over a tensor-parallel axis: TorchTitan's plan for Llama 3.
 TensorPlan llama3_tp_plan(const TensorParallelOptions& options = {});
