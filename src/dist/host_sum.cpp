@@ -10,8 +10,10 @@
 
 #include "titan/core/error.h"
 
-// The loops are plain; the compiler makes them as wide as the processor at hand.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// The loops are plain; the compiler makes them as wide as the processor at hand. Not under sanitizers, whose
+// run time isn't up when the loader asks which of the clones to take.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)
 #define TITAN_WIDE \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), optimize("O3")))
 #else
