@@ -6,6 +6,8 @@
 #include <tuple>
 #include <vector>
 
+#include <c10/util/Exception.h>
+
 #include "titan/core/error.h"
 #include "titan/parallel/parameters.h"
 #include "titan/train/dry_run.h"
@@ -109,6 +111,18 @@ std::string heading(const JobConfig& config, DryRun& run, int world_size) {
              config.training.local_batch_size, " x ", config.training.seq_len, " tokens\n\n");
 }
 
+// LibTorch knows some operations of a user's model, or their gradients, by their data only: then there are no
+// bytes to count. Returns what it says; "" where the step ran.
+std::string run_or_explain(DryRun& run) {
+  try {
+    run.run_micro_batch();
+    return "";
+  } catch (const c10::NotImplementedError& error) {
+    const std::string message = error.what_without_backtrace();
+    return message.substr(0, std::min(message.find(". "), message.find('\n')));
+  }
+}
+
 }  // namespace
 
 std::string plan_table(const JobConfig& config, int world_size) {
@@ -116,16 +130,18 @@ std::string plan_table(const JobConfig& config, int world_size) {
   std::string text = heading(config, run, world_size);
   if (run.meshes().tp.size() == 1)
     return text + "no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is whole\n";
-  run.run_micro_batch();
+  const std::string problem = run_or_explain(run);
   std::vector<Cells> table = {
       {"module", "style", "weights", "input and output", "forward / backward", "bytes/step"}};
   int64_t total = 0;
   for (const Group& group : grouped(plan_rows(run.model().root()))) {
     table.push_back(cells_of(group, run.num_micro_batches()));
-    total += std::stoll(table.back().back());
+    total += group.row.bytes * static_cast<int64_t>(group.layers.size()) * run.num_micro_batches();
+    if (!problem.empty()) table.back().back() = "?";
   }
-  table.push_back({"all", "", "", "", "", str(total)});
-  return text + lines_of(table);
+  table.push_back({"all", "", "", "", "", problem.empty() ? str(total) : "?"});
+  text += lines_of(table);
+  return problem.empty() ? text : str(text, "\nThe step can't be run without data: ", problem, "\n");
 }
 
 }  // namespace titan::train

@@ -21,13 +21,17 @@ bool run_all_cases = false;
 
 /// Prints failures only, with the rank in front.
 class FailurePrinter : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo& test) override {
+    test_ = std::string(test.test_suite_name()) + "." + test.name();
+  }
+  // gtest holds its lock here: asking it for the running test would wait forever.
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
-    std::fprintf(stderr, "%s.%s failed on rank %d\n%s:%d\n%s\n", test ? test->test_suite_name() : "",
-                 test ? test->name() : "", this_world->rank(), result.file_name() ? result.file_name() : "",
-                 result.line_number(), result.summary());
+    std::fprintf(stderr, "%s failed on rank %d\n%s:%d\n%s\n", test_.c_str(), this_world->rank(),
+                 result.file_name() ? result.file_name() : "", result.line_number(), result.summary());
   }
+
+  std::string test_;
 };
 
 /// A rank whose test failed may have left out calls that its peers wait for: it ends at once, and the

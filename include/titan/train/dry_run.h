@@ -37,8 +37,9 @@ class DryRun {
 int smallest_world(const ParallelismSettings& settings);
 
 /// What tensor parallelism does to each module in one optimizer step, as a table: style, placement of the
-/// weights, layouts of the activations, collectives, and the bytes that rank 0 receives in them. Layers whose
-/// rows are equal share one.
+/// weights, layouts of the activations, collectives, and the bytes that rank 0 receives in them ("?" where
+/// the model uses an operation that LibTorch can't run on meta tensors). Layers whose rows are equal share
+/// one.
 std::string plan_table(const JobConfig& config, int world_size);
 
 }  // namespace titan::train
