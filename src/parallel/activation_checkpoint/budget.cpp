@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "ops/saved_input.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/stream.h"
@@ -32,8 +31,6 @@ LayerProbe::LayerProbe(std::shared_ptr<ProductChoice> products,
 
 void LayerProbe::saved(const at::Tensor& tensor) {
   ++num_saved_;
-  // Keeping everything, a product has this made again instead ([Note: outputs made again]).
-  if (dynamic_cast<const ops::RemakingNode*>(tensor.grad_fn().get())) return;
   if (!parameters_->contains(tensor) && !inputs_.has(tensor)) saved_.add(tensor);
 }
 
