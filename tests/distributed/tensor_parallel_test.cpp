@@ -313,6 +313,27 @@ TEST(TensorParallelValues, OfModulesThatHadTheirsAreCutFromThem) {
   EXPECT_NE(net->mlp->gate->weight.storage().data(), weight.storage().data());
 }
 
+// One row over several ranks: all but one have none, nor anything to shard.
+TEST(TensorParallelValues, PartsWithoutElementsHaveGradientsWithoutElements) {
+  const int tp = world().size() == 4 ? 2 : world().size();
+  const auto mesh = DeviceMesh::create(world(), {{"dp", world().size() / tp}, {"tp", tp}});
+  const nn::Linear linear(kDim, 1, nn::LinearOptions{.bias = true, .construct = deferred_here()});
+  parallelize(linear, mesh["tp"], {{"", Colwise{.output = Layout::invariant()}}});
+  fully_shard(linear, {.mesh = mesh["dp"]});
+  materialize(linear, 1);
+  const at::Tensor x = at::randn({3, kDim}, at::kDouble).to(device());
+  linear(x).sum().backward();
+  const double dp = mesh["dp"].size();  // whose ranks all computed the same rows
+  for (const Parameter& parameter : parameters(linear)) {
+    const at::Tensor& gradient = parameter.data.local.grad();
+    ASSERT_TRUE(gradient.defined()) << parameter.name;
+    EXPECT_EQ(gradient.sizes(), parameter.data.local.sizes()) << parameter.name;
+    const at::Tensor wanted = parameter.name == "bias" ? at::full({1}, 3 * dp, x.options()) : x.sum(0) * dp;
+    if (gradient.numel() > 0)
+      EXPECT_TRUE(at::allclose(gradient.view(-1), wanted, 0, 1e-12)) << parameter.name;
+  }
+}
+
 // Without gathering the logits, each rank has those of its part of the vocabulary.
 TEST(TensorParallelValues, LogitsOfALossHeadStayParts) {
   const auto axis = DeviceMesh::create(world(), {{"tp", world().size()}});

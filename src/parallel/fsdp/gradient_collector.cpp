@@ -4,6 +4,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/host_shards.h"
@@ -58,6 +59,12 @@ bool GradientCollector::all_grads_ours() const {
   for (size_t i = 0; i < grad_parts_.size(); ++i)
     if (!shards_[i].grad().is_same(grad_parts_[i])) return false;
   return true;
+}
+
+// Tensor parallelism may leave a rank's part of a vocabulary without rows, and its group without elements.
+void GradientCollector::set_empty_grads() {
+  for (size_t i = 0; i < trainable_count(); ++i)
+    if (!shards_[i].grad().defined()) shards_[i].mutable_grad() = at::zeros_like(shards_[i]);
 }
 
 void GradientCollector::set_grads() {
@@ -160,8 +167,11 @@ void GradientCollector::zero_missing() {
 }
 
 bool GradientCollector::start_reduce(bool last_micro_batch) {
-  if (layout_.trainable_numel() == 0) return false;
   at::NoGradGuard no_grad;
+  if (layout_.trainable_numel() == 0) {
+    set_empty_grads();
+    return false;
+  }
   if (local()) {
     make_flat_grad();
     for (size_t i = 0; i < grad_parts_.size(); ++i) {

@@ -69,6 +69,7 @@ class GradientCollector {
   void make_flat_grad();
   bool no_grad_yet() const;
   bool all_grads_ours() const;
+  void set_empty_grads();
   void set_grads();
   void open_collected();
   void zero_padding();
