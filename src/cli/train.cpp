@@ -137,11 +137,11 @@ int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist
   return 0;
 }
 
-int run_rank(const train::JobConfig& config, const dist::Launch& launch) {
+int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked) {
   keep_freed_memory();
   set_determinism_environment(config.debug);
   dist::World world = train::build_world(config);
-  train::build_trainer(config, world, on_terminal(launch)).train();
+  train::build_trainer(config, world, on_terminal(launch), checked).train();
   return 0;
 }
 
@@ -160,9 +160,9 @@ int train_command(const Arguments& words) {
   const bool starts_ranks = arguments.num_ranks > 1;
   // The parent checks too, so that a wrong setting is told once, and before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);
-  train::check_job(job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size,
-                   files_to_check(launch));
-  return starts_ranks ? launch_ranks(arguments) : run_rank(job.config, launch);
+  const train::CheckedFiles checked = train::check_job(
+      job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size, files_to_check(launch));
+  return starts_ranks ? launch_ranks(arguments) : run_rank(job.config, launch, checked);
 }
 
 }  // namespace titan::cli

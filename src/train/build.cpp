@@ -79,11 +79,10 @@ void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshe
 void check_checkpointed(const JobConfig& config, TrainableModel& model) {
   const ActivationCheckpointSettings& settings = config.activation_checkpoint;
   if (settings.mode == "none" || checkpoints_activations(model.root())) return;
-  throw ConfigError(
-      str("activation_checkpoint.mode = \"", settings.mode, "\", selective_ac_option = \"",
-          settings.selective_ac_option, "\": the parallelism plan of ",
-          config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
-          " checkpoints no layer of this model; set the mode to \"none\""));
+  throw ConfigError(str("activation_checkpoint.mode = \"", settings.mode, "\", selective_ac_option = \"",
+                        settings.selective_ac_option, "\": the parallelism plan of ",
+                        config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
+                        " checkpoints no layer of this model; set the mode to \"none\""));
 }
 
 }  // namespace
@@ -95,15 +94,15 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
   BuildOptions options{.construct = deferred(device, scalar_type(config.training.dtype)),
                        .seq_len = config.training.seq_len};
   auto model = spec.build(config.args(), options);
-  apply_parallel_plan(spec, config.parallelism.plan, *model,
-                      {.meshes = meshes,
-                       .fsdp = build_fsdp_options(config, meshes),
-                       .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
-                                  .loss_parallel = !config.parallelism.disable_loss_parallel,
-                                  .overlap = config.parallelism.enable_async_tensor_parallel},
-                       .context = context_parallel_options(config.parallelism),
-                       .activations = activation_checkpoint(config.activation_checkpoint,
-                                                            meshes.world.world().everyone())});
+  apply_parallel_plan(
+      spec, config.parallelism.plan, *model,
+      {.meshes = meshes,
+       .fsdp = build_fsdp_options(config, meshes),
+       .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
+                  .loss_parallel = !config.parallelism.disable_loss_parallel,
+                  .overlap = config.parallelism.enable_async_tensor_parallel},
+       .context = context_parallel_options(config.parallelism),
+       .activations = activation_checkpoint(config.activation_checkpoint, meshes.world.world().everyone())});
   check_plan_used(config, *model, meshes);
   check_checkpointed(config, *model);
   nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
@@ -124,6 +123,7 @@ void load_weights(const JobConfig& config, const std::vector<Parameter>& paramet
 struct LoaderRequest {
   std::string dataset;
   std::optional<std::string> dataset_path;
+  std::shared_ptr<const data::Tokenizer> tokenizer;
   bool repeat = true;
   data::LoaderOptions options;
 };
@@ -134,6 +134,15 @@ data::DataSettings data_settings(const JobConfig& config) {
   return settings;
 }
 
+// One for training and validation; null where both replay recorded tokens.
+std::shared_ptr<const data::Tokenizer> build_job_tokenizer(const JobConfig& config,
+                                                           const CheckedFiles& checked) {
+  const bool training_reads_text = config.training.dataset != "tokens";
+  const bool validation_reads_text = config.validation.enable && config.validation.dataset != "tokens";
+  if (checked.tokenizer || !(training_reads_text || validation_reads_text)) return checked.tokenizer;
+  return data::build_tokenizer(config.model.hf_assets_path);
+}
+
 data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& request) {
   data::FeedRequest feed;
   feed.dataset = request.dataset;
@@ -142,7 +151,7 @@ data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& requ
   feed.source = {request.dataset_path.value_or(""), data_settings(config),
                  config.data.cache_folder.empty() ? dump_folder(config) / "data_cache"
                                                   : std::filesystem::path(config.data.cache_folder)};
-  if (request.dataset != "tokens") feed.tokenizer = data::build_tokenizer(config.model.hf_assets_path);
+  if (request.dataset != "tokens") feed.tokenizer = request.tokenizer;
   return data::DataLoader(data::build_feed(feed), request.options);
 }
 
@@ -152,10 +161,12 @@ data::DataloaderSettings settings_on(at::Device device, data::DataloaderSettings
   return settings;
 }
 
-data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes, at::Device device) {
+data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes, at::Device device,
+                                       const std::shared_ptr<const data::Tokenizer>& tokenizer) {
   const TrainingSettings& training = config.training;
   return build_loader(config, {.dataset = training.dataset,
                                .dataset_path = training.dataset_path,
+                               .tokenizer = tokenizer,
                                .options = {.dp_rank = meshes.dp_rank(),
                                            .dp_size = meshes.dp_degree(),
                                            .global_batch_size = training.global_batch_size,
@@ -164,13 +175,15 @@ data::DataLoader build_training_loader(const JobConfig& config, const Meshes& me
                                            .settings = settings_on(device, training.dataloader)}});
 }
 
-std::optional<Validator> build_validator(const JobConfig& config, const Meshes& meshes, at::Device device) {
+std::optional<Validator> build_validator(const JobConfig& config, const Meshes& meshes, at::Device device,
+                                         const std::shared_ptr<const data::Tokenizer>& tokenizer) {
   const ValidationSettings& validation = config.validation;
   if (!validation.enable) return std::nullopt;
   return Validator{
       validation,
       build_loader(config, {.dataset = validation.dataset,
                             .dataset_path = validation.dataset_path,
+                            .tokenizer = tokenizer,
                             .repeat = false,
                             .options = {.dp_rank = meshes.dp_rank(),
                                         .dp_size = meshes.dp_degree(),
@@ -211,6 +224,8 @@ TrainerOptions build_options(const JobConfig& config) {
   options.log_freq = config.metrics.log_freq;
   options.max_norm = config.training.max_norm;
   options.train_timeout_s = config.comm.train_timeout_seconds;
+  // With shards in host memory the optimizer is the host's: nothing of it can be skipped on the device.
+  if (config.training.enable_cpu_offload) options.read_late = false;
   if (config.checkpoint.enable) {
     options.final_model = final_model_path(config.checkpoint, config.job.dump_folder, config.training.steps);
     options.final_model_dtype = scalar_type(config.checkpoint.export_dtype);
@@ -236,15 +251,17 @@ dist::World build_world(const JobConfig& config) {
                      .timeout = std::chrono::seconds(config.comm.init_timeout_seconds)});
 }
 
-Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal) {
+Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
+                      const CheckedFiles& checked) {
   if (world.rank() == 0) make_folder(dump_folder(config));
   set_determinism(config.debug);
   const at::Device device = world.device();
   Meshes meshes = build_job_meshes(config, world);
   describe_job(config, world, meshes);
   seed_generators(config.debug, meshes);
-  auto loader = build_training_loader(config, meshes, world.device());
-  auto validator = build_validator(config, meshes, world.device());
+  const auto tokenizer = build_job_tokenizer(config, checked);
+  auto loader = build_training_loader(config, meshes, world.device(), tokenizer);
+  auto validator = build_validator(config, meshes, world.device(), tokenizer);
   auto model = build_model(config, meshes, device);
   auto parameters = titan::parameters(model->root());
   load_weights(config, parameters);

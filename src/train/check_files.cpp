@@ -163,19 +163,24 @@ void check_validation_data(FileCheck& check, std::optional<int> dp_degree) {
                         .steps = std::nullopt});
 }
 
-void check_tokenizer(FileCheck& check) {
+std::shared_ptr<const data::Tokenizer> check_tokenizer(FileCheck& check) {
   const JobConfig& config = check.config;
   const bool validation_reads_text = config.validation.enable && config.validation.dataset != kRecorded;
-  if (config.training.dataset == kRecorded && !validation_reads_text) return;
+  if (config.training.dataset == kRecorded && !validation_reads_text) return nullptr;
   constexpr const char* kKey = "model.hf_assets_path";
   const fs::path assets = config.model.hf_assets_path;
   const fs::path file = is_folder(assets) ? assets / "tokenizer.json" : assets;
-  if (assets != "bytes" && !is_there(file))
-    return check.report(
+  if (assets != "bytes" && !is_there(file)) {
+    check.report(
         kKey, str("there is no ", place_of(file), "; allowed: a folder with tokenizer.json, or \"bytes\""));
+    return nullptr;
+  }
+  std::shared_ptr<const data::Tokenizer> tokenizer;
   check.judge(kKey, [&] {
-    data::check_vocabulary(*data::build_tokenizer(assets), config.spec().sizes(config.args()).vocab_size);
+    tokenizer = data::build_tokenizer(assets);
+    data::check_vocabulary(*tokenizer, config.spec().sizes(config.args()).vocab_size);
   });
+  return tokenizer;
 }
 
 void check_initial_weights(FileCheck& check) {
@@ -189,13 +194,14 @@ void check_initial_weights(FileCheck& check) {
 
 }  // namespace
 
-void check_files(const JobConfig& config, const config::Origins& origins, std::optional<int> dp_degree,
-                 std::vector<std::string>& problems) {
+CheckedFiles check_files(const JobConfig& config, const config::Origins& origins,
+                         std::optional<int> dp_degree, std::vector<std::string>& problems) {
   FileCheck check{config, origins, problems};
-  check_tokenizer(check);
+  CheckedFiles files{.tokenizer = check_tokenizer(check)};
   check_training_data(check, dp_degree);
   check_validation_data(check, dp_degree);
   check_initial_weights(check);
+  return files;
 }
 
 }  // namespace titan::train

@@ -106,7 +106,8 @@ void check_validation(Check& check, int world_size) {
 
 }  // namespace
 
-void check_job(const JobConfig& config, const config::Origins& origins, int world_size, JobFiles files) {
+CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
+                       JobFiles files) {
   Check check{config, origins};
   check_model(check);
   const std::optional<int> dp_degree = check_parallelism(check, world_size);
@@ -115,8 +116,10 @@ void check_job(const JobConfig& config, const config::Origins& origins, int worl
   check_activations(check);
   check_checkpoint(check);
   check_validation(check, world_size);
-  if (files == JobFiles::Check) check_files(config, origins, dp_degree, check.problems);
+  CheckedFiles checked;
+  if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));
+  return checked;
 }
 
 }  // namespace titan::train

@@ -23,7 +23,8 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
 
 /// The model, spread out, with its weights; data; optimizer; logs. Collective over the world. Writes the
 /// resolved config to {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets
-/// colours and the remaining time.
-Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false);
+/// colours and the remaining time. `checked`: what check_job has read, so that it isn't read again.
+Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,
+                      const CheckedFiles& checked = {});
 
 }  // namespace titan::train

@@ -3,6 +3,7 @@
 // All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes
 // its own table.
 
+#include <memory>
 #include <string>
 
 #include "titan/config/load.h"
@@ -20,6 +21,10 @@
 #include "titan/train/refused_settings.h"
 #include "titan/train/training_settings.h"
 #include "titan/train/validation.h"
+
+namespace titan::data {
+class Tokenizer;
+}
 
 namespace titan::train {
 
@@ -58,11 +63,16 @@ const config::Schema& job_schema();
 /// weights.
 enum class JobFiles { Check, Ignore };
 
+/// What the check has read that a job needs too.
+struct CheckedFiles {
+  std::shared_ptr<const data::Tokenizer> tokenizer;  ///< null: none is needed, or files weren't looked at
+};
+
 /// The checks between tables and of files, with all problems in one ConfigError whose messages point at where
 /// the values came from. Needs no process group: `world_size` comes from the launcher's environment or from
 /// --nproc.
-void check_job(const JobConfig& config, const config::Origins& origins, int world_size,
-               JobFiles files = JobFiles::Check);
+CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
+                       JobFiles files = JobFiles::Check);
 
 /// Opens a shared object and calls its `extern "C" void titan_register()`, once per path; "" does nothing.
 /// Throws ConfigError when it can't be opened or has no such function.
