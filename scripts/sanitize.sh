@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# sanitize.sh asan|tsan [TEST...]: builds tests with a sanitizer (in build-asan or build-tsan) and runs each as one process per rank.
+# sanitize.sh asan|tsan [TEST...]: builds tests with a sanitizer (in build-asan or build-tsan) and runs each program whole.
 #   scripts/sanitize.sh asan                    unit tests of every layer, and the distributed ones at 2 ranks
-#   scripts/sanitize.sh tsan                    what has threads: data, processes, collectives, the launcher
+#   scripts/sanitize.sh tsan                    what has threads of its own: log, data, collectives
 #   scripts/sanitize.sh asan titan_data_test    some of them
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,8 +10,7 @@ case $preset in
   asan)
     tests=(titan_{core,config,dist,tensor,ops,nn,parallel,optim,data,checkpoint,train,cli,models}_test
            collectives_test dtensor_test fsdp_engine_test fsdp_paths_test fsdp_offload_test sharded_parameters_test)
-    export ASAN_OPTIONS="detect_odr_violation=0" UBSAN_OPTIONS="print_stacktrace=1"
-    export LSAN_OPTIONS="suppressions=$PWD/tests/lsan.supp:print_suppressions=0" ;;
+    export ASAN_OPTIONS="detect_odr_violation=0" UBSAN_OPTIONS="print_stacktrace=1" ;;
   tsan)
     tests=(titan_{core,dist,data}_test collectives_test)
     export TSAN_OPTIONS="suppressions=$PWD/tests/tsan.supp:ignore_noninstrumented_modules=1" OMP_NUM_THREADS=1 ;;

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include <ATen/ops/empty.h>
+#include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 #include <fstream>
 #include <string>
 
-#include <ATen/ops/ones.h>
+#include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 namespace titan {
