@@ -30,8 +30,8 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
   const ops::SinkedWeight sinked{weight, weight_sink_};
   if (exchange_ && exchange_split_ == Split::Columns)
-    return ops::gathered_linears(x, {sinked}, products_, exchange_)[0];
-  if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_);
+    return ops::gathered_linears(x, {sinked}, products_, exchange_, exchange_name_)[0];
+  if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_, exchange_name_);
   // Times zero rather than left out: its gradient has to exist on all ranks.
   const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
   return ops::linear(x, weight, added, products_, weight_sink_);
@@ -48,11 +48,13 @@ void LinearImpl::set_split(Split split, std::shared_ptr<const ops::RankParts> pa
   adds_bias_ = split == Split::Columns || parts->index() == 0;
 }
 
-void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange) {
+void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange,
+                              const char* name) {
   TITAN_CHECK(!bias.defined(), "linear layer '", fqn(),
               "' has a bias: its communication can't be overlapped");
   exchange_split_ = split;
   exchange_ = std::move(exchange);
+  exchange_name_ = name;
 }
 
 bool LinearImpl::joins(const LinearImpl& other) const {
@@ -73,8 +75,9 @@ std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const
   }
   std::vector<ops::SinkedWeight> weights;
   for (const Linear* layer : layers) weights.push_back({(*layer)->weight, (*layer)->weight_sink_});
-  return first.exchange_ ? ops::gathered_linears(x, weights, first.products_, first.exchange_)
-                         : ops::joint_linears(x, weights, first.products_);
+  return first.exchange_
+             ? ops::gathered_linears(x, weights, first.products_, first.exchange_, first.exchange_name_)
+             : ops::joint_linears(x, weights, first.products_);
 }
 
 bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

@@ -1,6 +1,7 @@
 #include "titan/ops/embedding.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/zeros.h>
 
@@ -44,8 +45,9 @@ struct Lookup {
 };
 
 Lookup local_lookup(const at::Tensor& tokens, const VocabularyPart& part, int64_t num_rows) {
+  const at::Tensor wrong = tokens.lt(0) | tokens.ge(part.size);
+  if (tokens.is_cuda()) at::_assert_async(wrong.any().logical_not());
   if (tokens.is_cpu() && tokens.numel() > 0) {
-    const at::Tensor wrong = tokens.lt(0) | tokens.ge(part.size);
     TITAN_CHECK(!wrong.any().item<bool>(), "embedding: token ",
                 tokens.masked_select(wrong)[0].item<int64_t>(), " isn't in a vocabulary of ", part.size);
   }

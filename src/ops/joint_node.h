@@ -11,7 +11,11 @@
 
 namespace titan::ops {
 
-inline at::Tensor as_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
+/// [..., F] as [N, F]; F may be 0.
+inline at::Tensor as_rows(const at::Tensor& x) {
+  if (x.dim() == 2) return x;
+  return x.reshape({c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1), x.size(-1)});
+}
 
 /// Hands a weight's gradient to its sink, or returns it.
 inline at::Tensor weight_gradient(const std::shared_ptr<const Products>& products,
@@ -49,13 +53,21 @@ class JointNode : public torch::autograd::Node {
 
   /// Into results[1...].
   void weight_gradients(const variable_list& grads, variable_list& results) {
-    at::Tensor unpacked;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (!grads[i].defined() || !task_should_compute_output(i + 1)) continue;
-      if (!unpacked.defined()) unpacked = x.unpack();
-      results[i + 1] = weight_gradient(products, sinks[i], grads[i], unpacked);
-    }
+    unpack_x(grads);
+    for (size_t i = 0; i < weights.size(); ++i)
+      if (wants_weight(i, grads)) results[i + 1] = weight_gradient(products, sinks[i], grads[i], unpacked_x_);
+    unpacked_x_.reset();
   }
+  void unpack_x(const variable_list& grads) {
+    for (size_t i = 0; i < weights.size() && !unpacked_x_.defined(); ++i)
+      if (wants_weight(i, grads)) unpacked_x_ = x.unpack();
+  }
+
+ private:
+  bool wants_weight(size_t i, const variable_list& grads) const {
+    return grads[i].defined() && task_should_compute_output(i + 1);
+  }
+  at::Tensor unpacked_x_;  // during a backward
 };
 
 /// Null when nothing requires a gradient.

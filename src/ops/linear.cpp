@@ -1,13 +1,12 @@
 #include "titan/ops/linear.h"
 
+#include "ops/joint_node.h"
 #include "ops/saved_input.h"
 #include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
 
 namespace {
-
-at::Tensor as_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
 
 std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
   std::vector<int64_t> result = sizes.vec();

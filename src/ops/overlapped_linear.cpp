@@ -29,8 +29,10 @@ at::Tensor product(const Products& products, const at::Tensor& x, const at::Tens
 // sequence whole.
 class PulledGather {
  public:
-  PulledGather(const SequenceExchange& exchange, const at::Tensor& part)
-      : gather_(exchange.gather(part.contiguous())), count_(exchange.count()), sizes_(part.sizes().vec()) {
+  PulledGather(const SequenceExchange& exchange, const at::Tensor& part, const char* module)
+      : gather_(exchange.gather(part.contiguous(), module)),
+        count_(exchange.count()),
+        sizes_(part.sizes().vec()) {
     sizes_[1] *= count_;
     whole_ = at::empty(sizes_, part.options());
   }
@@ -72,10 +74,11 @@ class PulledGather {
 
 // The sum over pairs of a product, scattered. `meanwhile` runs when all is on its way.
 template <class Meanwhile>
-at::Tensor multiply_and_scatter(const SequenceExchange& exchange, const Products& products,
-                                const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& weights,
-                                bool transposed, const Meanwhile& meanwhile) {
-  const auto scatter = exchange.scatter();
+at::Tensor multiply_and_scatter(const SequenceExchange& exchange, const char* module,
+                                const Products& products, const std::vector<at::Tensor>& inputs,
+                                const std::vector<at::Tensor>& weights, bool transposed,
+                                const Meanwhile& meanwhile) {
+  const auto scatter = exchange.scatter(module);
   for (int rank = scatter->next(); rank >= 0; rank = scatter->next()) {
     at::Tensor summand;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -99,12 +102,14 @@ void check_sequence(const at::Tensor& x, const at::Tensor& weight, const char* w
 
 struct GatheredLinearsBackward final : JointNode {
   std::shared_ptr<const SequenceExchange> exchange;
+  const char* module = "";
 
   void backward(const variable_list& grads, variable_list& results) override {
     if (!task_should_compute_output(0)) return weight_gradients(grads, results);
     std::vector<at::Tensor> unpacked;
     for (const SavedVariable& weight : weights) unpacked.push_back(weight.unpack());
-    results[0] = multiply_and_scatter(*exchange, *products, grads, unpacked, /*transposed=*/true,
+    unpack_x(grads);  // before anything is on its way: with checkpointing this may run the layer again
+    results[0] = multiply_and_scatter(*exchange, module, *products, grads, unpacked, /*transposed=*/true,
                                       [&] { weight_gradients(grads, results); });
   }
   std::string name() const override { return "titan::gathered_linears backward"; }
@@ -117,14 +122,18 @@ struct ScatteredLinearBackward final : BackwardNode {
   std::shared_ptr<GradSink> sink;
   std::shared_ptr<const Products> products;
   std::shared_ptr<const SequenceExchange> exchange;
+  const char* module = "";
 
   variable_list backward(const at::Tensor& grad) override {
     variable_list results(2);
-    PulledGather gradient(*exchange, grad);
-    if (task_should_compute_output(X))
-      results[X] = gradient.multiply(*products, weight.unpack(), /*transposed=*/true);
-    if (task_should_compute_output(Weight))
-      results[Weight] = weight_gradient(products, sink, gradient.whole(), x.unpack());
+    // First: with checkpointing this may run the layer again, whose exchanges have to be over before this
+    // one.
+    const at::Tensor weight_OI = task_should_compute_output(X) ? weight.unpack() : at::Tensor();
+    const at::Tensor x_BSI = task_should_compute_output(Weight) ? x.unpack() : at::Tensor();
+    PulledGather gradient(*exchange, grad, module);
+    if (weight_OI.defined()) results[X] = gradient.multiply(*products, weight_OI, /*transposed=*/true);
+    if (x_BSI.defined()) results[Weight] = weight_gradient(products, sink, gradient.whole(), x_BSI);
+    gradient.whole();  // what the peers sent has to be received
     return results;
   }
   void release_variables() override {
@@ -138,15 +147,19 @@ struct ScatteredLinearBackward final : BackwardNode {
 
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::shared_ptr<const Products>& products,
-                                         const std::shared_ptr<const SequenceExchange>& exchange) {
+                                         const std::shared_ptr<const SequenceExchange>& exchange,
+                                         const char* module) {
   for (const SinkedWeight& each : weights) check_sequence(x, each.weight, "gathered_linears");
   const auto node = make_joint_node<GatheredLinearsBackward>(x, weights, products);
-  if (node) node->exchange = exchange;
+  if (node) {
+    node->exchange = exchange;
+    node->module = module;
+  }
   std::vector<at::Tensor> outputs;
   at::Tensor whole_x;
   {
     BelowAutograd guard;
-    PulledGather gather(*exchange, x);
+    PulledGather gather(*exchange, x, module);
     for (const SinkedWeight& each : weights)
       outputs.push_back(kept(KeptKind::Product, each.weight,
                              [&] { return gather.multiply(*products, each.weight, /*transposed=*/false); }));
@@ -160,7 +173,7 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
 
 at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
                             const std::shared_ptr<const Products>& products,
-                            const std::shared_ptr<const SequenceExchange>& exchange) {
+                            const std::shared_ptr<const SequenceExchange>& exchange, const char* module) {
   check_sequence(x, weight.weight, "scattered_linear");
   TITAN_CHECK(x.size(1) % exchange->count() == 0, "scattered_linear: a sequence of ", x.size(1),
               " can't be cut into ", exchange->count(), " equal parts");
@@ -172,10 +185,12 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
     node->sink = weight.sink;
     node->products = products;
     node->exchange = exchange;
+    node->module = module;
   }
   const at::Tensor y = kept(KeptKind::ReduceScatter, weight.weight, [&] {
     BelowAutograd guard;
-    return multiply_and_scatter(*exchange, *products, {x}, {weight.weight}, /*transposed=*/false, [] {});
+    return multiply_and_scatter(*exchange, module, *products, {x}, {weight.weight}, /*transposed=*/false,
+                                [] {});
   });
   if (node) set_history(y, node);
   return y;

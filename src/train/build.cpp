@@ -243,6 +243,15 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
                       config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
 }
 
+// training.device = "auto" may have found no GPU, which check_job couldn't know.
+void check_offload(const JobConfig& config, at::Device device) {
+  if (config.training.enable_cpu_offload && device.is_cpu())
+    throw ConfigError(
+        str("training.enable_cpu_offload: offloading to the CPU needs a GPU to offload from, and "
+            "training.device = ",
+            config.training.device, " is the CPU here"));
+}
+
 }  // namespace
 
 dist::World build_world(const JobConfig& config) {
@@ -253,6 +262,7 @@ dist::World build_world(const JobConfig& config) {
 
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
                       const CheckedFiles& checked) {
+  check_offload(config, world.device());
   if (world.rank() == 0) make_folder(dump_folder(config));
   set_determinism(config.debug);
   const at::Device device = world.device();

@@ -152,6 +152,7 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
   dims.cp = static_cast<int>(settings.context_parallel_degree);
   dims.cp_chunks = settings.context_parallel_load_balancer == "headtail" ? 2 : 1;
   dims.tp = static_cast<int>(settings.tensor_parallel_degree);
+  dims.sequence_parallel = settings.enable_sequence_parallel;
   if (dims.dp_shard == -1) {
     int others = dims.dp_replicate * dims.cp * dims.tp * dims.pp;
     dims.dp_shard = std::max(1, world_size / others);
@@ -169,7 +170,7 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
   if (dims.cp > 1)
     check_factor(seq_len, dims.cp_chunks * dims.cp, key,
                  str(dims.cp_chunks == 2 ? "2 x " : "", "context_parallel_degree"), problems);
-  if (dims.tp > 1)
+  if (dims.tp > 1 && dims.sequence_parallel)
     check_factor(seq_len, dims.tp * dims.cp, key, "tensor_parallel_degree x context_parallel_degree",
                  problems);
 }

@@ -175,6 +175,7 @@ void expect_as_close(const Outcome& got, const Outcome& one_rank, const Outcome&
   EXPECT_LE(std::abs(got.loss - exact.loss), 2 * std::abs(one_rank.loss - exact.loss)) << what;
   ++worst.layouts;
   worst.loss = std::max(worst.loss, std::abs(got.loss - exact.loss));
+  worst.norm = std::max(worst.norm, std::abs(got.norm - exact.norm) / exact.norm);
   for (const auto& [name, gradient] : got.gradients) {
     const at::Tensor& wanted = exact.gradients.at(name);
     const double error = relative_error(gradient, wanted);

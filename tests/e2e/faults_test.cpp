@@ -103,6 +103,16 @@ TEST(Faults, AStartThatFailsLeavesAnEarlierRunsRecordAlone) {
   EXPECT_EQ(contents(folder / "metrics.jsonl"), metrics);
 }
 
+TEST(Faults, OffloadingWithoutAGpu) {
+  for (const char* device : {"cpu", "auto"}) {
+    CommandResult result =
+        try_train(model() + Words{"--training.enable_cpu_offload", "--training.device", device});
+    if (result.status == 0 && std::string(device) == "auto") GTEST_SKIP() << "there is a GPU to offload from";
+    EXPECT_EQ(result.status, 2) << device;
+    EXPECT_THAT(result.err, HasSubstr("offloading to the CPU needs a GPU to offload from")) << device;
+  }
+}
+
 TEST(Faults, AFolderThatCantBeMade) {
   CommandResult result = try_train(model() + Words{"--job.dump_folder", "/proc/titan"});
   EXPECT_EQ(result.status, 1);

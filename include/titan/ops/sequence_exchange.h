@@ -24,8 +24,8 @@ class SequenceExchange {
     /// What rank `rank` sent, contiguous; only after next() gave it.
     virtual at::Tensor part(int rank) const = 0;
   };
-  /// `part`: contiguous, of the same shape on all ranks.
-  virtual std::unique_ptr<Gather> gather(const at::Tensor& part) const = 0;
+  /// `part`: contiguous, of the same shape on all ranks. `module`: for whom, in records of calls; lives on.
+  virtual std::unique_ptr<Gather> gather(const at::Tensor& part, const char* module) const = 0;
 
   /// Sums over ranks, each for one of them.
   class Scatter {
@@ -38,7 +38,7 @@ class SequenceExchange {
     /// The sum of what all ranks gave for this one, in rank order.
     virtual at::Tensor finish() = 0;
   };
-  virtual std::unique_ptr<Scatter> scatter() const = 0;
+  virtual std::unique_ptr<Scatter> scatter(const char* module) const = 0;
 };
 
 }  // namespace titan::ops

@@ -46,7 +46,8 @@ struct ParallelDims {
   int dp_replicate = 1;
   int dp_shard = 1;
   int cp = 1;
-  int cp_chunks = 2;  ///< of a sequence, for each context-parallel rank
+  bool sequence_parallel = true;  ///< tp ranks have parts of the sequence
+  int cp_chunks = 2;              ///< of a sequence, for each context-parallel rank
   int tp = 1;
   int pp = 1;
 

@@ -67,8 +67,9 @@ struct ConversionBackward final : torch::autograd::Node {
   int64_t dim, whole;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    TITAN_CHECK(!at::GradMode::is_enabled(), name(),
+                " has no second derivative: call backward with create_graph = false");
     if (!grads[0].defined()) return {at::Tensor()};
-    at::NoGradGuard no_grad;
     return {
         conversion.move(conversion.backward_, grads[0], dim, whole, {"tp::backward", conversion.module_})};
   }

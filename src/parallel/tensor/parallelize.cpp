@@ -3,13 +3,14 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <map>
 #include <ostream>
+#include <set>
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
 #include "parallel/interned.h"
+#include "parallel/tensor/param_cutter.h"
 #include "parallel/tensor/send_receive_exchange.h"
 #include "parallel/tensor/split_params.h"
 #include "parallel/tensor/tensor_hooks.h"
@@ -26,6 +27,7 @@ namespace {
 
 using tp::Conversion;
 using tp::ConversionHook;
+using tp::NamedModule;
 
 std::vector<std::string> components(const std::string& name) {
   std::vector<std::string> parts;
@@ -52,11 +54,6 @@ const char* name_of(const ParallelStyle& style) {
   return kNames[style.index()];
 }
 
-struct NamedModule {
-  std::string name;
-  torch::nn::Module* module;
-};
-
 std::vector<NamedModule> modules_of(const nn::AnyRef& root) {
   std::vector<NamedModule> modules{{"", &root.module()}};
   for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
@@ -67,16 +64,18 @@ std::vector<NamedModule> modules_of(const nn::AnyRef& root) {
 // How torch.nn.Linear is cut.
 std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split split,
                                            const std::string& name) {
-  TITAN_CHECK(!dynamic_cast<torch::nn::EmbeddingImpl*>(&module), "parallelize: module '", name,
-              "' is LibTorch's embedding, which looks up whole tokens only; use nn::Embedding");
+  if (dynamic_cast<torch::nn::EmbeddingImpl*>(&module))
+    throw ConfigError(str("parallelize: module '", name,
+                          "' is LibTorch's embedding, which looks up whole tokens only; use nn::Embedding"));
   std::vector<nn::ParamSplit> splits;
   for (const auto& param : module.named_parameters(/*recurse=*/false)) {
     const bool is_weight = param.key() == "weight" && param.value().dim() == 2;
     const bool is_bias = param.key() == "bias" && param.value().dim() == 1;
-    TITAN_CHECK(is_weight || (is_bias && split == nn::Split::Columns),
-                "parallelize: don't know how to cut parameter '", param.key(), "' ", param.value().sizes(),
-                " of module '", name, "' by ", split == nn::Split::Columns ? "columns" : "rows",
-                "; the module has to say so (nn::Splittable)");
+    if (!is_weight && !(is_bias && split == nn::Split::Columns))
+      throw ConfigError(titan::str("parallelize: don't know how to cut parameter '", param.key(), "' ",
+                                   param.value().sizes(), " of module '", name, "' by ",
+                                   split == nn::Split::Columns ? "columns" : "rows",
+                                   "; the module has to say so (nn::Splittable)"));
     splits.push_back({param.key(), is_weight && split == nn::Split::Rows ? 1 : 0});
   }
   return splits;
@@ -86,7 +85,10 @@ std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split 
 class Parallelizer {
  public:
   Parallelizer(const nn::AnyRef& root, const DeviceMesh& axis)
-      : axis_(axis), group_(std::make_shared<tp::TpGroup>(axis)), modules_(modules_of(root)) {}
+      : axis_(axis),
+        group_(std::make_shared<tp::TpGroup>(axis)),
+        modules_(modules_of(root)),
+        cutter_(axis, group_, modules_) {}
 
   void apply(const TensorPlan& plan) {
     std::vector<std::string> problems;
@@ -97,15 +99,18 @@ class Parallelizer {
         problems.insert(problems.end(), error.problems().begin(), error.problems().end());
       }
     }
+    cutter_.check_users(modules_, problems);
     if (!problems.empty()) throw ConfigError(std::move(problems));
   }
 
  private:
   void apply(const PlanEntry& entry) {
     bool matched = false;
+    std::set<const torch::nn::Module*> done;  // one may be registered under two names
     for (const NamedModule& named : modules_) {
       if (!matches(entry.modules, named.name)) continue;
       matched = true;
+      if (!done.insert(named.module).second) continue;
       auto* host = dynamic_cast<nn::HookHost*>(named.module);
       if (!host)
         throw ConfigError(str("parallelize: module '", named.name, "' of plan entry '", entry.modules,
@@ -144,11 +149,16 @@ class Parallelizer {
     prepare_input(host, std::move(in), {0});
     prepare_output(host, std::move(out), {0});
   }
-  void apply(nn::HookHost& host, const SequenceParallel& /*style*/) { keep_whole(host.as_module()); }
+  void apply(nn::HookHost& host, const SequenceParallel& /*style*/) {
+    std::set<const torch::nn::Module*> done;
+    keep_whole(host.as_module(), name_, done);
+  }
   void apply(nn::HookHost& host, const PrepareInput& style) {
+    check_numbers(style.tensors, name_);
     prepare_input(host, conversion(style.from, style.to), style.tensors);
   }
   void apply(nn::HookHost& host, const PrepareOutput& style) {
+    check_numbers(style.tensors, name_);
     prepare_output(host, conversion(style.from, style.to), style.tensors);
   }
 
@@ -160,8 +170,8 @@ class Parallelizer {
           str("parallelize: module '", name_,
               "' can't overlap its communication: that takes an nn::Linear without bias, columns with "
               "input Shard(1) or rows with output Shard(1), and features in parts"));
-    if (!exchange_) exchange_ = std::make_shared<tp::SendReceiveExchange>(group_->group(), "");
-    linear->set_exchange(split, exchange_);
+    if (!exchange_) exchange_ = std::make_shared<tp::SendReceiveExchange>(group_->group());
+    linear->set_exchange(split, exchange_, interned(name_));
     parts_of(host).set_exchanged(exchange_->traffic());
   }
 
@@ -173,6 +183,13 @@ class Parallelizer {
     const bool takes_tokens = dynamic_cast<nn::EmbeddingImpl*>(&host);
     const std::string input = takes_tokens ? "" : str("in ", in.layouts(), "; ");
     parts_of(host).set_layouts(str(input, "out ", out.layouts()));
+  }
+
+  static void check_numbers(const std::vector<size_t>& tensors, const std::string& name) {
+    const std::set<size_t> numbers(tensors.begin(), tensors.end());
+    if (tensors.empty() || numbers.size() != tensors.size())
+      throw ConfigError(str("parallelize: the numbers of the tensors to convert at module '", name, "' are ",
+                            tensors.empty() ? "missing" : "not all different"));
   }
 
   Conversion conversion(ActivationLayout from, ActivationLayout to, int64_t whole = -1) const {
@@ -206,61 +223,35 @@ class Parallelizer {
     for (const nn::ParamSplit& param :
          splittable ? splittable->param_splits(split) : default_splits(module, split, name_)) {
       const at::Tensor tensor = module.named_parameters(/*recurse=*/false)[param.name];
-      parts->add(cut(host, tensor, param));
+      parts->add(cutter_.cut(host, name_, tensor, param));
       if (whole < 0 && param.dim >= 0)
         whole = parts->parts().back().global_shape[static_cast<size_t>(param.dim)];
     }
     if (splittable)
-      splittable->set_split(split, std::make_shared<tp::CountedParts>(group_, parts->traffic()));
+      splittable->set_split(split,
+                            std::make_shared<tp::CountedParts>(group_, parts->traffic(), interned(name_)));
     host.param_parts = std::move(parts);
     return whole;
   }
 
-  // A tensor that two modules share is cut once.
-  tp::PartOfParam cut(nn::HookHost& host, const at::Tensor& tensor, const nn::ParamSplit& param) {
-    tp::PartOfParam part{param.name, param.dim < 0 ? Placement::replicate() : Placement::shard(param.dim),
-                         tensor.sizes().vec(), param.gradient_is_summand};
-    const auto [known, is_new] = cut_.try_emplace(tensor.unsafeGetTensorImpl(), part);
-    if (!is_new) {
-      TITAN_CHECK(known->second.placement == part.placement &&
-                      known->second.gradient_is_summand == part.gradient_is_summand,
-                  "parallelize: module '", name_, "' shares parameter '", param.name,
-                  "' with another module, which is cut differently: ", known->second.placement, " and ",
-                  part.placement);
-      part.global_shape = known->second.global_shape;
-      return part;
-    }
-    if (part.gradient_is_summand) tp::sum_gradient(host, tensor, group_, interned(name_));
-    if (part.placement.is_shard()) shrink(tensor, param.dim);
-    return part;
-  }
-
-  void shrink(const at::Tensor& tensor, int64_t dim) const {
-    at::NoGradGuard no_grad;
-    const Chunk mine = chunk_of(tensor.size(dim), axis_.size(), axis_.rank());
-    std::vector<int64_t> sizes = tensor.sizes().vec();
-    sizes[static_cast<size_t>(dim)] = mine.length;
-    at::Tensor part =
-        is_deferred(tensor)
-            ? deferred_tensor(sizes, tensor.options())
-            : tensor.detach().narrow(dim, mine.offset, mine.length).clone(at::MemoryFormat::Contiguous);
-    at::Tensor(tensor).set_data(part);
-  }
-
-  void keep_whole(torch::nn::Module& module) {
+  void keep_whole(torch::nn::Module& module, const std::string& name,
+                  std::set<const torch::nn::Module*>& done) {
+    if (!done.insert(&module).second) return;
     auto* host = dynamic_cast<nn::HookHost*>(&module);
     const auto own = module.named_parameters(/*recurse=*/false);
     if (host && !own.is_empty()) {
       if (host->param_parts)
-        throw ConfigError(str("parallelize: module '", name_, "' is cut by two entries of the plan"));
+        throw ConfigError(str("parallelize: module '", name, "' is cut by two entries of the plan"));
       auto parts = std::make_shared<tp::SplitParams>(axis_, style_);
-      for (const auto& named : own) parts->add(cut(*host, named.value(), {named.key(), -1, true}));
+      for (const auto& named : own)
+        parts->add(cutter_.cut(*host, name, named.value(), {named.key(), -1, true}));
       host->param_parts = std::move(parts);
     }
     if (!host && !own.is_empty())
       throw ConfigError(
-          str("parallelize: a module below '", name_, "' has parameters but doesn't inherit nn::HookHost"));
-    for (const auto& child : module.children()) keep_whole(*child);
+          str("parallelize: module '", name, "' has parameters but doesn't inherit nn::HookHost"));
+    for (const auto& child : module.named_children())
+      keep_whole(*child.value(), str(name, ".", child.key()), done);
   }
 
   std::string some_names() const {
@@ -278,7 +269,7 @@ class Parallelizer {
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
   std::shared_ptr<const tp::SendReceiveExchange> exchange_;
-  std::map<const c10::TensorImpl*, tp::PartOfParam> cut_;
+  tp::ParamCutter cutter_;
   std::string name_;        // of the module in hand
   const char* style_ = "";  // and of what is done to it
 };

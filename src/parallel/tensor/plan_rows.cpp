@@ -27,10 +27,9 @@ bool sums_gradients(const SplitParams& split) {
                      [](const tp::PartOfParam& part) { return part.gradient_is_summand; });
 }
 
-// `text` grows by `more`, unless it says so already.
+// `text` grows by `more`, an entry.
 void join(std::string& text, const std::string& more, const char* separator) {
-  if (more.empty() || text.find(more) != std::string::npos) return;
-  text += text.empty() ? more : separator + more;
+  if (!more.empty()) text += text.empty() ? more : separator + more;
 }
 
 void count(PlanRow& row, const tp::Traffic& traffic) {
@@ -41,8 +40,10 @@ void count(PlanRow& row, const tp::Traffic& traffic) {
 void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where) {
   if (!hook) return;
   const tp::Conversion& conversion = hook->conversion();
-  join(row.style, hook->style(), ", ");
-  join(row.activation, str(where, " ", conversion.layouts()), "; ");
+  if (row.style != hook->style()) join(row.style, hook->style(), ", ");
+  const std::string layouts = str(where, " ", conversion.layouts());
+  if (row.activation.find(layouts) == std::string::npos)
+    join(row.activation, layouts, "; ");  // told of a cut one
   join(row.collectives, conversion.collectives(), "; ");
   count(row, conversion.traffic());
 }

@@ -12,33 +12,41 @@ int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Peers in the order in which they are met: the next rank first, so that all ranks talk to different ones.
-int peer_at(const dist::Group& group, int step) { return (group.rank() + step) % group.size(); }
+// The other ranks, in the order of the rounds.
+std::vector<int> peers_of(const dist::Group& group) {
+  std::vector<int> peers;
+  for (int round = 0; round < group.size(); ++round) {
+    const int peer = peer_in_round(group.rank(), group.size(), round);
+    if (peer != group.rank()) peers.push_back(peer);
+  }
+  return peers;
+}
 
 class ReceivedParts final : public ops::SequenceExchange::Gather {
  public:
   ReceivedParts(dist::Group& group, const at::Tensor& own, dist::Label label, Traffic& traffic)
-      : group_(group), own_(own) {
+      : group_(group), own_(own), peers_(peers_of(group)) {
     std::vector<int64_t> sizes = own.sizes().vec();
     sizes.insert(sizes.begin(), group.size());
     parts_ = at::empty(sizes, own.options());
     received_.resize(static_cast<size_t>(group.size()));
-    for (int step = 1; step < group.size(); ++step) start(peer_at(group, group.size() - step), label);
+    for (const int peer : peers_) start(peer, label);
     traffic.calls += 1;
     traffic.bytes += bytes_of(own) * (group.size() - 1);
   }
   ~ReceivedParts() override = default;
 
-  // In the order in which they were asked for: rank - 1 first.
+  // In the order in which they were asked for.
   int next() override {
-    if (step_ == group_.size()) {
-      for (dist::Work& send : sends_) send.wait();
-      sends_.clear();
-      return -1;
+    const size_t step = step_++;
+    if (step == 0) return group_.rank();
+    if (step <= peers_.size()) {
+      received_[static_cast<size_t>(peers_[step - 1])].wait();
+      return peers_[step - 1];
     }
-    const int rank = peer_at(group_, (group_.size() - step_) % group_.size());
-    if (step_++ > 0) received_[static_cast<size_t>(rank)].wait();
-    return rank;
+    for (dist::Work& send : sends_) send.wait();
+    sends_.clear();
+    return -1;
   }
   at::Tensor part(int rank) const override { return rank == group_.rank() ? own_ : parts_[rank]; }
 
@@ -55,37 +63,43 @@ class ReceivedParts final : public ops::SequenceExchange::Gather {
   dist::Group& group_;
   at::Tensor own_;
   at::Tensor parts_;  // [N, ...]; this rank's stays empty
+  std::vector<int> peers_;
   std::vector<dist::Work> received_, sends_;
-  int step_ = 0;
+  size_t step_ = 0;
 };
 
 class SentSummands final : public ops::SequenceExchange::Scatter {
  public:
   SentSummands(dist::Group& group, dist::Label label, Traffic& traffic)
-      : group_(group), label_(label), traffic_(traffic), received_(static_cast<size_t>(group.size())) {}
+      : group_(group),
+        label_(label),
+        traffic_(traffic),
+        ranks_(peers_of(group)),
+        received_(static_cast<size_t>(group.size())) {
+    ranks_.push_back(group.rank());
+  }
 
-  int next() override { return step_ == group_.size() ? -1 : current(); }
+  int next() override { return given_ == ranks_.size() ? -1 : ranks_[given_]; }
 
   void give(const at::Tensor& summand) override {
-    const int rank = current();
-    ++step_;
+    const int rank = ranks_[given_++];
     if (!parts_.defined()) {
       std::vector<int64_t> sizes = summand.sizes().vec();
       sizes.insert(sizes.begin(), group_.size());
       parts_ = at::empty(sizes, summand.options());
-      for (int peer = 0; peer < group_.rank(); ++peer) receive(peer);
     }
     if (rank == group_.rank()) {
       own_ = summand;
       return;
     }
+    if (rank < group_.rank()) receive(rank);
     sends_.push_back(group_.send(summand.contiguous().view(-1), rank, label_));
     if (rank > group_.rank()) receive(rank);
     traffic_.bytes += bytes_of(summand);
   }
 
   at::Tensor finish() override {
-    TITAN_INTERNAL_ASSERT(step_ == group_.size(), "a scatter that misses summands");
+    TITAN_INTERNAL_ASSERT(given_ == ranks_.size(), "a scatter that misses summands");
     traffic_.calls += 1;
     const bool rounds = own_.element_size() < 4;  // 16-bit summands are added in fp32
     at::Tensor sum;
@@ -103,7 +117,6 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   }
 
  private:
-  int current() const { return peer_at(group_, (step_ + 1) % group_.size()); }
   void receive(int peer) {
     received_[static_cast<size_t>(peer)] = group_.receive(parts_[peer].view(-1), peer, label_);
   }
@@ -112,18 +125,20 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   dist::Label label_;
   Traffic& traffic_;
   at::Tensor own_, parts_;
+  std::vector<int> ranks_;  // in the order in which they are served, this one last
   std::vector<dist::Work> received_, sends_;
-  int step_ = 0;
+  size_t given_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<ops::SequenceExchange::Gather> SendReceiveExchange::gather(const at::Tensor& part) const {
-  return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module_}, *traffic_);
+std::unique_ptr<ops::SequenceExchange::Gather> SendReceiveExchange::gather(const at::Tensor& part,
+                                                                           const char* module) const {
+  return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module}, *traffic_);
 }
 
-std::unique_ptr<ops::SequenceExchange::Scatter> SendReceiveExchange::scatter() const {
-  return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module_}, *traffic_);
+std::unique_ptr<ops::SequenceExchange::Scatter> SendReceiveExchange::scatter(const char* module) const {
+  return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module}, *traffic_);
 }
 
 }  // namespace titan::tp

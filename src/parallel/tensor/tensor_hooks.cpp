@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <torch/nn/module.h>
+
 #include "titan/core/error.h"
 
 namespace titan::tp {
@@ -22,13 +24,21 @@ void ConversionHook::convert(nn::HookHost& host, const nn::TensorRefs& tensors, 
 
 void sum_gradient(nn::HookHost& host, const at::Tensor& param, std::shared_ptr<const TpGroup> group,
                   const char* module) {
-  if (!param.requires_grad()) return;
-  // The parameter lives no longer than its module.
-  param.register_hook([&host, group = std::move(group), module](const at::Tensor& gradient) {
-    if (host.param_owner) return gradient;
-    at::NoGradGuard no_grad;
+  const std::weak_ptr<torch::nn::Module> owner = host.as_module().weak_from_this();
+  const auto sum = [owner, group = std::move(group), module](const at::Tensor& gradient) {
+    TITAN_CHECK(
+        !at::GradMode::is_enabled(), "the gradient of module '", module,
+        "' over tensor-parallel ranks has no second derivative: call backward with create_graph = false");
+    const auto alive = owner.lock();
+    const auto* host = dynamic_cast<const nn::HookHost*>(alive.get());
+    if (host && host->param_owner) return gradient;
     return group->all_reduce(gradient, {"tp::gradient", module});
-  });
+  };
+  // A frozen one may thaw later.
+  const bool trainable = param.requires_grad();
+  at::Tensor(param).set_requires_grad(true);
+  param.register_hook(sum);
+  at::Tensor(param).set_requires_grad(trainable);
 }
 
 }  // namespace titan::tp

@@ -34,10 +34,6 @@ at::Tensor padded(const at::Tensor& tensor, int64_t dim, int64_t size) {
 
 TpGroup::TpGroup(const DeviceMesh& axis) : group_(axis.group()) {}
 
-void TpGroup::all_gather(const at::Tensor& out, const at::Tensor& in) const {
-  group_->all_gather(out, in, {"tp::vocabulary"}).wait();
-}
-
 at::Tensor TpGroup::scratch(at::IntArrayRef sizes, const at::TensorOptions& options) const {
   const int64_t numel = c10::multiply_integers(sizes);
   const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());

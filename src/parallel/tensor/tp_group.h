@@ -9,17 +9,15 @@
 
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
-#include "titan/ops/rank_parts.h"
 
 namespace titan::tp {
 
-class TpGroup final : public ops::RankParts {
+class TpGroup {
  public:
   explicit TpGroup(const DeviceMesh& axis);
 
-  int index() const override { return group_->rank(); }
-  int count() const override { return group_->size(); }
-  void all_gather(const at::Tensor& out, const at::Tensor& in) const override;
+  int index() const { return group_->rank(); }
+  int count() const { return group_->size(); }
 
   /// The parts along `dim` put together; `whole` is the size that they come to (torch.chunk's parts), -1: all
   /// are as long as this rank's.

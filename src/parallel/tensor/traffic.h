@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "parallel/tensor/tp_group.h"
 #include "titan/ops/rank_parts.h"
 
 namespace titan::tp {
@@ -16,23 +17,25 @@ struct Traffic {
   int64_t bytes = 0;  ///< received by this rank
 };
 
-/// `parts` for one module, whose gathers are counted.
+/// The ranks of the axis for one module, whose gathers are counted.
 class CountedParts final : public ops::RankParts {
  public:
-  CountedParts(std::shared_ptr<const ops::RankParts> parts, std::shared_ptr<Traffic> traffic)
-      : parts_(std::move(parts)), traffic_(std::move(traffic)) {}
+  /// `module`: interned, for labels.
+  CountedParts(std::shared_ptr<const TpGroup> parts, std::shared_ptr<Traffic> traffic, const char* module)
+      : parts_(std::move(parts)), traffic_(std::move(traffic)), module_(module) {}
 
   int index() const override { return parts_->index(); }
   int count() const override { return parts_->count(); }
   void all_gather(const at::Tensor& out, const at::Tensor& in) const override {
     traffic_->calls += 1;
     traffic_->bytes += static_cast<int64_t>(in.nbytes()) * (count() - 1);
-    parts_->all_gather(out, in);
+    parts_->group()->all_gather(out, in, {"tp::vocabulary", module_}).wait();
   }
 
  private:
-  std::shared_ptr<const ops::RankParts> parts_;
+  std::shared_ptr<const TpGroup> parts_;
   std::shared_ptr<Traffic> traffic_;
+  const char* module_;
 };
 
 }  // namespace titan::tp

@@ -41,11 +41,13 @@ class TwinExchange final : public SequenceExchange {
    private:
     std::vector<at::Tensor> given_;
   };
-  std::unique_ptr<Gather> gather(const at::Tensor& part) const override {
+  std::unique_ptr<Gather> gather(const at::Tensor& part, const char* /*module*/) const override {
     ++gathers;
     return std::make_unique<TwinGather>(part);
   }
-  std::unique_ptr<Scatter> scatter() const override { return std::make_unique<TwinScatter>(); }
+  std::unique_ptr<Scatter> scatter(const char* /*module*/) const override {
+    return std::make_unique<TwinScatter>();
+  }
 
   mutable int gathers = 0;
 };

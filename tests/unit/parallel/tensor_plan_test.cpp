@@ -95,7 +95,7 @@ TEST(TensorPlan, RefusesModulesWithoutSlots) {
   expect_problem({{"layers.0.plain", Colwise{}}},
                  "module 'layers.0.plain' of plan entry 'layers.0.plain' isn't called through nn::Ref");
   expect_problem({{"layers.1", SequenceParallel{}}},
-                 "a module below 'layers.1' has parameters but doesn't inherit nn::HookHost");
+                 "module 'layers.1.plain' has parameters but doesn't inherit nn::HookHost");
 }
 
 TEST(TensorPlan, RefusesToCutTwice) {
@@ -149,8 +149,38 @@ void expect_error(const TensorPlan& plan, const std::string& expected) {
 }
 
 TEST(TensorPlan, RefusesTiedWeightsThatAreCutDifferently) {
-  expect_error({{"tokens", Colwise{}}, {"head", Colwise{}}},
-               "'head' shares parameter 'weight' with another module, which is cut differently");
+  expect_problem({{"tokens", Colwise{}}, {"head", Colwise{}}},
+                 "modules 'tokens' and 'head' share parameter 'weight' but are cut differently");
+}
+
+// The other would look rows up that are elsewhere.
+TEST(TensorPlan, RefusesTiedWeightsThatOnlyOneEntryCuts) {
+  expect_problem({{"head", Colwise{}}}, "module 'tokens' shares its parameter 'weight' with 'head'");
+  expect_problem({{"tokens", Rowwise{}}}, "module 'head' shares its parameter 'weight' with 'tokens'");
+}
+
+TEST(TensorPlan, KnowsWhatAnEarlierPlanCut) {
+  const Net net;
+  const DeviceMesh mesh = axis();
+  const TensorPlan both = {{"tokens", Rowwise{}}, {"head", Colwise{}}};
+  parallelize(net, mesh, both);
+  const auto sizes = net->tokens->weight.sizes().vec();
+  EXPECT_THROW(parallelize(net, mesh, both), ConfigError);
+  EXPECT_EQ(net->tokens->weight.sizes().vec(), sizes);
+}
+
+TEST(TensorPlan, TakesAModuleOfTwoNamesOnce) {
+  nn::Sequential twice;
+  const nn::RMSNorm norm(6);
+  twice->push_back(norm);
+  twice->push_back(norm);
+  parallelize(twice, axis(), {{"*", SequenceParallel{}}});
+  EXPECT_EQ(plan_rows(twice).size(), 1u);
+}
+
+TEST(TensorPlan, RefusesNumbersOfTensorsThatArentDifferent) {
+  const PrepareInput twice{Layout::invariant(), Layout::replicate(), {0, 0}};
+  expect_problem({{"layers.0", twice}}, "module 'layers.0' are not all different");
 }
 
 TEST(TensorPlan, RefusesSplitsThatAModuleDoesntKnow) {
