@@ -22,6 +22,7 @@ MODELS = {
     "mini": "Llama of 2 layers, 4 heads, 2 key heads, 256 tokens: TorchTitan's parity fixture",
     "odd_sizes": "a vocabulary of 251 and a feed-forward of 170, which 4 does not divide; 4 key heads, one per rank at 4 ranks",
     "tiny_vocabulary": "5 tokens: at 4 ranks one has none of them",
+    "tiny_feed_forward": "a feed-forward of 5 features: at 4 ranks one has none of them",
     "tied": "embedding and output are one matrix",
     "thirds": "sizes for 3 ranks",
     "one_row": "a batch of one sequence of 8 tokens",
@@ -53,7 +54,9 @@ def run(ranks, every):
 
 
 def order(result):
-    return PRECISIONS.index(result["precision"]), list(MODELS).index(result["composition"]), result["ranks"]
+    names = list(MODELS)
+    model = result["composition"]
+    return PRECISIONS.index(result["precision"]), names.index(model) if model in names else len(names), model, result["ranks"]
 
 
 def table(results):
