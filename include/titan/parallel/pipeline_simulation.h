@@ -1,0 +1,59 @@
+#pragma once
+
+// How long a schedule takes and what it holds, for given costs, without running it.
+//
+// [Note: the model]
+// A rank does its actions one behind the other; only F, B (= I + W), I and W take time. What a neighbour on
+// another rank works on travels for `communication` beside all computation, from when it was both sent and
+// its receive posted (a schedule without communication: from when it was made). Channels hold as much as is
+// sent. Gathering and reducing parameters costs nothing. Times are in the costs' unit.
+
+#include <vector>
+
+#include "titan/parallel/pipeline_schedule.h"
+
+namespace titan::pipeline {
+
+/// Each of the first three: one value per stage, or one for all.
+struct Costs {
+  std::vector<double> forward = {1};
+  std::vector<double> input = {1};   ///< I
+  std::vector<double> weight = {1};  ///< W
+  double communication = 0;          ///< of one message
+  double loss = 0;  ///< of the loss head with its backward, which runs with the last stage's F
+};
+
+struct Interval {
+  Action action;
+  double start = 0, end = 0;
+};
+
+struct RankFigures {
+  double busy = 0;
+  double first_start = 0, last_end = 0;
+  // The most of each at any time; a stage's micro-batch counts as 1. What is between F and I only
+  // `peak_before_input` counts, part of which I frees; what W needs is kept until then.
+  int peak_live = 0;          ///< from F to the end of B or W
+  int peak_before_input = 0;  ///< from F to the end of B or I
+  int peak_owed_weight = 0;   ///< from the end of I to the end of W
+};
+
+/// An entry of Simulation::timeline.
+struct PathEntry {
+  int rank = 0, index = 0;
+  friend bool operator==(const PathEntry&, const PathEntry&) = default;
+};
+
+struct Simulation {
+  double makespan = 0;         ///< from 0 to the end of the last action
+  double bubble_fraction = 0;  ///< what the ranks don't compute of num_ranks * makespan
+  std::vector<RankFigures> ranks;
+  std::vector<std::vector<Interval>> timeline;  ///< per rank: its F, B, I and W
+  std::vector<PathEntry> critical_path;  ///< from an action that starts at 0 to the last: none can be later
+};
+
+/// Throws ConfigError for a schedule that can't run (check_schedule()), for costs below 0 or not finite, and
+/// for lists of costs that are neither 1 nor num_stages long.
+Simulation simulate(const Schedule& schedule, const Costs& costs = {});
+
+}  // namespace titan::pipeline

@@ -1,0 +1,136 @@
+#include "titan/parallel/pipeline_completion.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "titan/core/error.h"
+#include "titan/parallel/pipeline_check.h"
+#include "titan/parallel/pipeline_csv.h"
+#include "unit/parallel/pipeline_cases.h"
+
+namespace titan::pipeline {
+namespace {
+
+using titan::testing::pipeline_cases;
+using Kind = Action::Kind;
+
+std::vector<Action> compute_of(std::vector<Action> actions) {
+  std::erase_if(actions, [](const Action& action) { return !is_compute(action.kind); });
+  return actions;
+}
+
+int count(const Schedule& schedule, Kind kind) {
+  int number = 0;
+  for (const auto& actions : schedule.ranks)
+    number += std::count_if(actions.begin(), actions.end(),
+                            [kind](const Action& action) { return action.kind == kind; });
+  return number;
+}
+
+/// How many compute actions stand between each receive and its use; those that could stand further ahead.
+std::vector<int> leads(const Schedule& schedule) {
+  std::vector<int> result;
+  for (const auto& actions : schedule.ranks)
+    for (size_t i = 0; i < actions.size(); ++i) {
+      const bool forward = actions[i].kind == Kind::ReceiveForward;
+      if (!forward && actions[i].kind != Kind::ReceiveBackward) continue;
+      int lead = 0;
+      for (size_t use = i + 1;; ++use) {
+        const Action& action = actions.at(use);
+        if (!is_compute(action.kind)) continue;
+        if (action.stage == actions[i].stage && action.micro_batch == actions[i].micro_batch &&
+            (action.kind == Kind::Forward) == forward)
+          break;
+        ++lead;
+      }
+      if (lead > 0 || !compute_of({actions.begin(), actions.begin() + i}).empty()) result.push_back(lead);
+    }
+  return result;
+}
+
+TEST(PipelineCompletion, RunsWhereASendLastsUntilItsReceiveIsPosted) {
+  for (const auto& one : pipeline_cases(5, 12)) {
+    const Schedule plain = one.make(), whole = with_communication(plain);
+    const auto problems = find_problems(whole, {.channel_capacity = 0});
+    EXPECT_TRUE(problems.empty()) << one.text() << ": " << to_string(problems.front(), whole);
+    for (int rank = 0; rank < plain.num_ranks(); ++rank)
+      EXPECT_EQ(compute_of(whole.ranks[rank]), plain.ranks[rank]) << one.text();
+  }
+}
+
+TEST(PipelineCompletion, ReceivesStandOneActionAheadOfTheirUse) {
+  for (const auto& one : pipeline_cases(5, 12))
+    for (int lead : leads(with_communication(one.make()))) EXPECT_GE(lead, 1) << one.text();
+  // And no further where nothing forces them: one buffer more than is in use.
+  for (const char* name : {"GPipe", "1F1B"})
+    for (int lead : leads(with_communication(make_schedule(name, 4, 4, 8)))) EXPECT_EQ(lead, 1) << name;
+}
+
+TEST(PipelineCompletion, StagesOfOneRankExchangeNoMessages) {
+  const Schedule whole = with_communication(make_schedule("ZBVZeroBubble", 2, 4, 4));
+  EXPECT_EQ(count(whole, Kind::SendForward), 2 * 4);  // 0 to 1 and 2 to 3; 1 to 2 stays
+  EXPECT_EQ(count(whole, Kind::ReceiveBackward), 2 * 4);
+  EXPECT_EQ(count(with_communication(make_schedule("LoopedBFS", 1, 3, 4)), Kind::SendForward), 0);
+}
+
+TEST(PipelineCompletion, A1F1BByHand) {
+  const Schedule whole = with_parameter_actions(with_communication(make_schedule("1F1B", 2, 2, 2)));
+  EXPECT_EQ(to_csv(whole),
+            "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1,0REDUCE_GRAD,0RESHARD\n"
+            "1RECV_F0,1UNSHARD,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1REDUCE_GRAD,1RESHARD\n");
+}
+
+TEST(PipelineCompletion, IsIdempotent) {
+  for (const auto& one : pipeline_cases(4, 6)) {
+    const Schedule sent = with_communication(one.make()), whole = with_parameter_actions(sent);
+    EXPECT_EQ(with_communication(sent), sent);
+    EXPECT_EQ(with_communication(whole), whole);
+    EXPECT_EQ(with_parameter_actions(whole), whole);
+  }
+}
+
+TEST(PipelineCompletion, EitherMayComeFirst) {
+  for (const auto& one : pipeline_cases(4, 6)) {
+    const Schedule whole = with_communication(with_parameter_actions(one.make()));
+    EXPECT_TRUE(find_problems(whole, {.channel_capacity = 0}).empty()) << one.text();
+  }
+}
+
+TEST(PipelineCompletion, ParametersAreGatheredForUseAndNoMoreThanAllowed) {
+  for (const auto& one : pipeline_cases(3, 8))
+    for (int most : {1, 2, 3}) {
+      const Schedule whole = with_parameter_actions(with_communication(one.make()), most);
+      EXPECT_TRUE(find_problems(whole).empty()) << one.text();
+      for (const auto& actions : whole.ranks) {
+        std::set<int> gathered;
+        for (const Action& action : actions) {
+          if (action.kind == Kind::Unshard) gathered.insert(action.stage);
+          if (action.kind == Kind::Reshard) gathered.erase(action.stage);
+          EXPECT_LE(gathered.size(), static_cast<size_t>(most)) << one.text();
+        }
+      }
+    }
+  EXPECT_THROW(with_parameter_actions(make_schedule("GPipe", 1, 1, 1), 0), Error);
+}
+
+TEST(PipelineCompletion, OneReductionAStageBehindItsLastBackward) {
+  for (const auto& one : pipeline_cases(4, 6)) {
+    const Schedule whole = with_parameter_actions(with_communication(one.make()));
+    EXPECT_EQ(count(whole, Kind::Reduce), one.num_stages) << one.text();
+  }
+  // What a file says already is left.
+  const Schedule file = parse_schedule_csv("0F0,0B0,0REDUCE_GRAD", "a.csv");
+  EXPECT_EQ(to_csv(with_parameter_actions(file)), "0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n");
+}
+
+TEST(PipelineCompletion, WhatCannotRunIsRefused) {
+  EXPECT_THROW(with_communication(parse_schedule_csv("0F0,0B0\n1F0\n", "a.csv")), ConfigError);
+  EXPECT_THROW(with_communication(parse_schedule_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "a.csv")),
+               ConfigError);
+}
+
+}  // namespace
+}  // namespace titan::pipeline
