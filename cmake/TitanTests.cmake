@@ -1,5 +1,6 @@
-# titan_unit_test(<layer>): tests/unit/<layer>/**/*_test.cpp as one program, label fast. Its random numbers, and those of distributed
-# tests, are seeded before each test (tests/seed.cpp).
+# titan_unit_test(<layer>): tests/unit/<layer>/**/*_test.cpp as one program and one test, unit.<layer>, label fast; one case of it:
+# build/bin/titan_<layer>_test --gtest_filter=Suite.Case. Random numbers, also of distributed tests, are seeded before each case
+# (tests/seed.cpp).
 # titan_distributed_test(<name> RANKS n... [TIMEOUT s] [LABELS l...] [CUDA]): tests/distributed/<name>.cpp as one program that each listed
 # number of local ranks runs; the time limit ends all of its processes. CUDA: again with --cuda, skipped where no GPU is visible.
 include(GoogleTest)
@@ -40,7 +41,9 @@ function(titan_unit_test layer)
   elseif(NOT layer MATCHES "^(core|config)$")
     titan_use_test_pch(${name} titan_pch_test)
   endif()
-  gtest_discover_tests(${name} TEST_PREFIX unit. DISCOVERY_MODE PRE_TEST PROPERTIES LABELS "fast;ci" TIMEOUT 120)
+  # One process for all: loading LibTorch takes longer than most of them.
+  add_test(NAME unit.${layer} COMMAND ${name} --gtest_brief=1)
+  set_tests_properties(unit.${layer} PROPERTIES LABELS "fast;ci" TIMEOUT 300)
 endfunction()
 
 function(titan_distributed_test name)

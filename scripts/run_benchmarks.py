@@ -4,7 +4,8 @@
     scripts/run_benchmarks.py [--quick] [--name NAME] [--rows debug_fp32_1,134m_bf16_2,host_fp32]
 
 A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
-overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP), host_DTYPE (host time per transformer block with tiny shapes), or a part
+overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
+parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
 alone: tokenizer (beside the `tokenizers` package), loader, init, optim. Prints a JSON object per row and, at the end, the tables; with
 --name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
 cores / ranks threads per rank. Needs build/bin/titan, the *_bench programs (scripts/build.sh benchmarks) and .venv; itself only Python's
@@ -41,6 +42,8 @@ PARTS = {
 }
 TRAINING = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)]
 TRAINING += [f"{m}_fp32_{kind}2" for m in ("debug", "134m") for kind in ("tp", "atp", "cp")]
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+TRAINING += [f"134m_fp32_{schedule}2" for schedule in SCHEDULES]
 ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2"] + list(PARTS)
 MIB_PER_KIB = 1 / 1024
 RUN_LIMIT_S = 3600
@@ -100,7 +103,7 @@ def last_json(text: str) -> dict:
 class TrainingRow:
     model: str
     dtype: str
-    kind: str  # of parallelism: "" (FSDP), "tp", "atp", "cp"
+    kind: str  # of parallelism: "" (FSDP), "tp", "atp", "cp", or a pipeline schedule
     ranks: int
     plan: Plan
     local_batch_size: int
@@ -111,7 +114,7 @@ class TrainingRow:
         model, dtype, ranks = name.split("_")
         training = tomllib.loads((CONFIGS / f"{model}.toml").read_text())["training"]
         batch = plan.local_batch_size or training["local_batch_size"]
-        kind = ranks.rstrip("0123456789")
+        kind = ranks[:-1]
         return TrainingRow(model, dtype, kind, int(ranks.removeprefix(kind)), plan, batch, plan.seq_len or training["seq_len"])
 
     @property
@@ -127,12 +130,13 @@ class TrainingRow:
             command = [TITAN, "train", CONFIGS / f"{self.model}_{self.dtype}.toml", "--nproc", self.ranks]
             command += ["--job.dump_folder", folder, "--training.steps", self.plan.warmup + self.plan.steps]
             command += ["--training.local_batch_size", self.local_batch_size, "--training.seq_len", self.seq_len]
+            pipeline = ["--parallelism.pipeline_parallel_degree", self.ranks, "--parallelism.pipeline_parallel_schedule", self.kind]
             command += {
                 "": [],
                 "tp": ["--parallelism.tensor_parallel_degree", self.ranks],
                 "atp": ["--parallelism.tensor_parallel_degree", self.ranks, "--parallelism.enable_async_tensor_parallel"],
                 "cp": ["--parallelism.context_parallel_degree", self.ranks],
-            }[self.kind]
+            }.get(self.kind, pipeline)
             output = run(command, self.threads)
             steps = [json.loads(line) for line in (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()]
         step_s = [step["step_s"] for step in steps[self.plan.warmup :]]
@@ -144,9 +148,11 @@ class TrainingRow:
         command += ["--local-batch-size", self.local_batch_size, "--seq-len", self.seq_len]
         tensor_parallel = self.kind in ("tp", "atp")
         command += ["--tp"] if tensor_parallel else []
+        pipeline_parallel = self.kind in SCHEDULES
+        command += ["--pp", self.kind, "--micro-batches", self.local_batch_size] if pipeline_parallel else []
         output = run(command, self.threads)
         result = last_json(output.text)
-        batches = 1 if tensor_parallel else self.ranks
+        batches = 1 if tensor_parallel or pipeline_parallel else self.ranks
         return self.figures(result["step_s"], result["startup_s"], output.peak_rss_mib, batches)
 
 
@@ -196,13 +202,23 @@ def measure(name: str, plan: Plan) -> dict:
         return measure_part(name)
     row = HostTimeRow.parse(name, plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "pytorch": []}
+    pytorch_error = None
     for index in range(plan.runs):
         for side in ("ours", "pytorch") if index % 2 == 0 else ("pytorch", "ours"):
-            runs[side].append(getattr(row, side)())
+            if side == "pytorch" and pytorch_error:
+                continue
+            try:
+                runs[side].append(getattr(row, side)())
+            except CommandFailed as error:
+                if side == "ours" or not isinstance(row, TrainingRow) or row.kind not in SCHEDULES:
+                    raise
+                pytorch_error = str(error)  # some of its schedules don't run over gloo
     median = {
-        side: {figure: statistics.median(result[figure] for result in results) for figure in results[0]}
+        side: {figure: statistics.median(result[figure] for result in results) for figure in results[0]} if results else None
         for side, results in runs.items()
     }
+    if pytorch_error:
+        return {"row": name} | median | {"pytorch_error": pytorch_error, "runs": runs}
     ratio = {figure: value / median["pytorch"][figure] for figure, value in median["ours"].items()}
     return {"row": name} | median | {"ratio": ratio, "runs": runs}
 
@@ -222,8 +238,12 @@ def training_table(results: list[dict]) -> list[str]:
     rows = []
     for result in results:
         cells = result["row"].split("_")
-        ours, pytorch, ratio = result["ours"], result["pytorch"], result["ratio"]
+        ours, pytorch, ratio = result["ours"], result["pytorch"], result.get("ratio")
         cells += [f"{ours['tokens_per_s']:,.0f}", spread(result, "ours", "tokens_per_s")]
+        if "pytorch_error" in result:
+            cells += ["fails", "", "", f"{ours['startup_s']:.2f}", "", "", f"{ours['peak_rss_mib']:,.0f}", "", ""]
+            rows.append(cells)
+            continue
         cells += [f"{pytorch['tokens_per_s']:,.0f}", spread(result, "pytorch", "tokens_per_s"), f"{ratio['tokens_per_s']:.2f}"]
         cells += [f"{ours['startup_s']:.2f}", f"{pytorch['startup_s']:.2f}", f"{ratio['startup_s']:.2f}"]
         cells += [f"{ours['peak_rss_mib']:,.0f}", f"{pytorch['peak_rss_mib']:,.0f}", f"{ratio['peak_rss_mib']:.2f}"]

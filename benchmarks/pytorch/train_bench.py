@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Trains a Llama with PyTorch's FSDP2, or with --tp its tensor parallelism, over gloo on the CPU and prints one JSON object: the other side of `titan train`.
+"""Trains a Llama with PyTorch's FSDP2, or with --tp its tensor or with --pp its pipeline parallelism, over gloo on the CPU and prints one
+JSON object: the other side of `titan train`.
 
     .venv/bin/python benchmarks/pytorch/train_bench.py --model debug --dtype bf16 --ranks 2 --steps 5 --warmup 2
 
@@ -37,11 +38,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--local-batch-size", type=int, help="sequences per rank; default: 8 (debug), 4 (134m)")
     parser.add_argument("--seq-len", type=int, help="default: 2048 (debug), 512 (134m)")
     parser.add_argument("--tp", action="store_true", help="tensor, sequence and loss parallel over all ranks, in fp32")
+    parser.add_argument("--pp", metavar="SCHEDULE", help="pipeline parallel over all ranks, in fp32, by a schedule of torch.distributed.pipelining")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step, with --pp; divides the sequences")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.tp and options.dtype != "fp32":
-        parser.error("--tp runs in fp32")
+    if (options.tp or options.pp) and options.dtype != "fp32":
+        parser.error("--tp and --pp run in fp32")
+    if options.tp and options.pp:
+        parser.error("--tp or --pp, not both")
     batch, length = SHAPES[options.model]
     options.local_batch_size = options.local_batch_size or batch
     options.seq_len = options.seq_len or length
@@ -61,9 +66,13 @@ def run_rank(options: argparse.Namespace) -> dict:
         import tp_model
 
         trainer = tp_model.TpTrainer(tp_model.build_model(args, mesh))
+    elif options.pp:
+        import pp_model
+
+        trainer = pp_model.PipelineTrainer(args, options.pp, options.rank, options.ranks, options.micro_batches)
     else:
         trainer = Trainer(build_model(args, mesh, options.dtype))
-    generator = torch.Generator().manual_seed(0 if options.tp else options.rank)
+    generator = torch.Generator().manual_seed(0 if options.tp or options.pp else options.rank)
     shape = (options.local_batch_size, options.seq_len + 1)
     startup_s = seconds_since_process_start()
     step_s, losses = [], []
@@ -103,7 +112,7 @@ def spawn(options: argparse.Namespace) -> list[dict]:
 
 def summary(options: argparse.Namespace, ranks: list[dict]) -> dict:
     step_s = [max(times) for times in zip(*(rank["step_s"] for rank in ranks))]
-    tokens = (1 if options.tp else options.ranks) * options.local_batch_size * options.seq_len
+    tokens = (1 if options.tp or options.pp else options.ranks) * options.local_batch_size * options.seq_len
     return {
         "tokens_per_s": tokens / statistics.median(step_s),
         "step_s": step_s,

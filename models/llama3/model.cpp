@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "titan/core/error.h"
 #include "titan/models/llama3.h"
 
 namespace titan::models {
@@ -92,23 +93,34 @@ Llama3Impl::Llama3Impl(const Llama3Args& args, const nn::Construct& construct)
   register_module("layers", layers.ptr());
   register_module("norm", norm);
   register_module("output", output);
+  call_in_order({part("tok_embeddings", tok_embeddings), part("layers", layers), part("norm", norm),
+                 part("output", output)});
 }
 
-at::Tensor Llama3Impl::hidden_states(const at::Tensor& tokens_BS) {
-  at::Tensor h_BSD = tok_embeddings(tokens_BS);
+// The rotary table is the layers'.
+void Llama3Impl::layers_dropped() {
+  if (!layers.empty()) return;
+  unregister_module("rotary");
+  rotary = nullptr;
+}
+
+at::Tensor Llama3Impl::hidden_states(const at::Tensor& input) {
+  at::Tensor h_BSD = tok_embeddings ? tok_embeddings(input) : input;
   for (const TransformerBlock& layer : layers) h_BSD = layer(h_BSD);
-  return norm(h_BSD);
+  return norm ? norm(h_BSD) : h_BSD;
 }
 
-at::Tensor Llama3Impl::forward(const at::Tensor& tokens_BS) {
+at::Tensor Llama3Impl::forward(const at::Tensor& input) {
   check_entered_through_ref();
-  return output(hidden_states(tokens_BS));
+  const at::Tensor h_BSD = hidden_states(input);
+  return output ? output(h_BSD) : h_BSD;
 }
 
-at::Tensor Llama3Impl::forward(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+at::Tensor Llama3Impl::forward(const at::Tensor& input, const at::Tensor& labels_BS,
                                int64_t global_valid_tokens) {
   check_entered_through_ref();
-  return output(hidden_states(tokens_BS), labels_BS, global_valid_tokens);
+  TITAN_CHECK(output, "llama3: the last pipeline stage alone has `output`, and computes the loss");
+  return output(hidden_states(input), labels_BS, global_valid_tokens);
 }
 
 }  // namespace titan::models

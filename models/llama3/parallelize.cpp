@@ -35,10 +35,27 @@ TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
   return plan;
 }
 
+namespace {
+
+// Norm and head come right after one another, so they form one group; a stage may have one of them.
+void shard_tail(const Llama3& model, const FsdpOptions& options) {
+  if (model->norm && model->output) {
+    fully_shard({model->norm, model->output}, options);
+  } else if (model->norm) {
+    fully_shard(model->norm, options);
+  } else if (model->output) {
+    fully_shard(model->output, options);
+  }
+}
+
+}  // namespace
+
+// Of a whole model, or of a pipeline stage, which has some of its modules.
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
   parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor));
   context_parallel(model, plan.meshes.cp, plan.context);
-  apply_activation_checkpoint({model->layers.begin(), model->layers.end()}, plan.activations);
+  apply_activation_checkpoint({model->layers.begin(), model->layers.end()}, plan.activations,
+                              model->layers.first_number());
 
   const FsdpOptions& blocks = plan.fsdp;
 
@@ -48,14 +65,14 @@ void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
     tail.reshard_after_forward = ReshardAfterForward::never();
 
   // A tied matrix is used at both ends, so its group spans the model; its gradient is summed before the one
-  // reduction.
-  const bool tied = model->args().tie_embeddings;
-  if (!tied) fully_shard(model->tok_embeddings, blocks);
+  // reduction. Stages that have one end each have a matrix each.
+  const bool tied = model->args().tie_embeddings && model->is_whole();
+  if (!tied && model->tok_embeddings) fully_shard(model->tok_embeddings, blocks);
   for (const TransformerBlock& layer : model->layers) fully_shard(layer, blocks);
   if (tied) {
     fully_shard({model->tok_embeddings, model->norm, model->output}, tail);
   } else {
-    fully_shard({model->norm, model->output}, tail);
+    shard_tail(model, tail);
   }
   fully_shard(model, plan.fsdp);
 }

@@ -1,3 +1,4 @@
+#include "titan/core/error.h"
 #include "titan/models/llama3_spec.h"
 
 namespace titan::models {
@@ -8,9 +9,13 @@ class TrainableLlama3 final : public train::TrainableModel {
  public:
   explicit TrainableLlama3(Llama3 model) : model_(std::move(model)) {}
   nn::AnyRef root() override { return model_; }
-  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+  at::Tensor hidden(const at::Tensor& input) override {
+    TITAN_CHECK(!model_->output, "llama3: a stage with `output` gives a loss, no hidden states");
+    return model_(input);
+  }
+  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
                   int64_t global_valid_tokens) override {
-    return model_(tokens_BS, labels_BS, global_valid_tokens);
+    return model_(input, labels_BS, global_valid_tokens);
   }
   const Llama3& model() const { return model_; }
 

@@ -10,6 +10,7 @@ namespace titan::cli {
 namespace {
 
 constexpr int kMostRanks = 65536;
+constexpr int kMostMicroBatches = 1 << 20;
 
 /// CLI11's help, with a usage line that says more than "[OPTIONS]".
 class Format : public CLI::Formatter {
@@ -129,6 +130,40 @@ constexpr const char* kCompareNotes =
     "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
     "and of the validations side by side, and the first step at which a loss isn't the first run's.\n";
 
+constexpr const char* kScheduleNotes =
+    "Prints what each pipeline rank does over time, how long the step takes, the bubble (the part of the\n"
+    "ranks' time in which they wait), the live activations of each rank (of one stage and micro-batch each;\n"
+    "from F to the end of B or W, from F to the end of B or I, from I to W) and the critical path.\n"
+    "\n"
+    "2F5 is stage 2's forward of micro-batch 5; B the backward, or I (input gradients) and W (weight\n"
+    "gradients). Costs are in any unit; B costs I + W. A list of costs has one for each stage. Schedules:\n"
+    "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.\n"
+    "CSV files are TorchTitan's: a row per rank, a cell per action.\n";
+
+void add_count(CLI::App& app, const std::string& name, int& count, int most, const std::string& text) {
+  app.add_option(name, count, text)->type_name("N")->check(CLI::Range(1, most).description(""));
+}
+
+void add_file(CLI::App& app, const std::string& name, std::filesystem::path& file, const std::string& text) {
+  app.add_option(name, file, text)->type_name("FILE");
+}
+
+void add_costs(CLI::App& app, pipeline::Costs& costs) {
+  const auto per_stage = [&app](const char* name, std::vector<double>& values, const char* text) {
+    app.add_option(name, values, text)
+        ->type_name("T[,T...]")
+        ->delimiter(',')
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+        ->allow_extra_args(false);
+  };
+  per_stage("--forward", costs.forward, "time of an F (default 1)");
+  per_stage("--input", costs.input, "time of an I (default 1)");
+  per_stage("--weight", costs.weight, "time of a W (default 1)");
+  app.add_option("--communication", costs.communication, "time of a message between ranks (default 0)")
+      ->type_name("T");
+  app.add_option("--loss", costs.loss, "time of the loss, added to the last stage's F (default 0)")->type_name("T");
+}
+
 }  // namespace
 
 TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
@@ -191,6 +226,30 @@ DocsArguments parse_docs_arguments(const std::vector<std::string>& words) {
   parser.app.add_option("PAGE", arguments.page, "which page")
       ->required()
       ->check(CLI::IsMember({"config", "torchtitan-keys"}));
+  arguments.help = parser.parse(words);
+  return arguments;
+}
+
+ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words) {
+  ScheduleArguments arguments;
+  Parser parser("titan schedule", "titan schedule [--schedule NAME] [--pp N] [--microbatches N] [options]",
+                kScheduleNotes);
+  CLI::App& app = parser.app;
+  app.add_option("--schedule", arguments.schedule, "which schedule, in any case (default 1F1B)")->type_name("NAME");
+  add_count(app, "--pp", arguments.num_ranks, kMostRanks, "pipeline ranks (default 4)");
+  add_count(app, "--microbatches", arguments.num_micro_batches, kMostMicroBatches, "micro-batches of a step (default 8)");
+  add_count(app, "--stages", arguments.num_stages, kMostRanks,
+            "stages in all (default: one a rank, or two where the schedule wants several)");
+  add_count(app, "--times", arguments.times, kMostMicroBatches, "the schedule so many times over, as in accumulation");
+  app.add_flag("--forward-only", arguments.forward_only, "an evaluation's forwards, on the schedule's stages");
+  app.add_flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
+  app.add_flag("--list", arguments.list, "a table of all schedules for --pp and --microbatches, and stop");
+  add_costs(app, arguments.costs);
+  add_file(app, "--from-csv", arguments.from_csv, "read the schedule from a file instead");
+  add_file(app, "--csv", arguments.csv, "write the schedule");
+  add_file(app, "--svg", arguments.svg, "write the timeline as a drawing");
+  for (const char* name : {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"})
+    app.get_option("--from-csv")->excludes(app.get_option(name));
   arguments.help = parser.parse(words);
   return arguments;
 }

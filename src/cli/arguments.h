@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "titan/cli/launch.h"
+#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::cli {
 
@@ -48,5 +49,21 @@ struct DocsArguments {
   std::string page;  ///< "config" or "torchtitan-keys"
 };
 DocsArguments parse_docs_arguments(const std::vector<std::string>& words);
+
+/// `titan schedule --pp N --microbatches N [--schedule NAME] ...` or `titan schedule --from-csv FILE ...`
+struct ScheduleArguments {
+  std::string help;
+  std::string schedule = "1F1B";
+  int num_ranks = 4;
+  int num_stages = 0;  ///< 0: as many as the schedule wants at least
+  int num_micro_batches = 8;
+  int times = 1;
+  bool list = false;
+  bool forward_only = false;
+  bool complete = false;
+  pipeline::Costs costs;
+  std::filesystem::path from_csv, csv, svg;  ///< empty: none
+};
+ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words);
 
 }  // namespace titan::cli

@@ -31,6 +31,7 @@ constexpr const char* kHelp =
     "  titan launch -n N [--log-rank RANKS] -- program [...]        start ranks of any program on this "
     "machine\n"
     "  titan compare RUN RUN ...                                    settings, losses and speed side by side\n"
+    "  titan schedule [--schedule NAME] [--pp N] [--microbatches N] what a pipeline schedule looks like and costs\n"
     "  titan docs config|torchtitan-keys                            the generated pages of docs/\n"
     "  titan help, titan --version\n"
     "\n"
@@ -46,6 +47,7 @@ const std::map<std::string, std::function<int(const Arguments&)>>& commands() {
       {"launch", launch_command},
       {"compare", compare_command},
       {"docs", docs_command},
+      {"schedule", schedule_command},
       {"help", help},
       {"--help", help},
       {"-h", help},

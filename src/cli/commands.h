@@ -13,5 +13,6 @@ using Arguments = std::vector<std::string>;
 int train_command(const Arguments& arguments);
 int compare_command(const Arguments& arguments);
 int docs_command(const Arguments& arguments);
+int schedule_command(const Arguments& arguments);
 
 }  // namespace titan::cli

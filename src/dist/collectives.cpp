@@ -62,6 +62,7 @@ struct Work::State {
   CallRecord call;
   int group_size = 0;
   int group_rank = 0;
+  int peer_in_world = -1;  // of the call's peer
 
   void wait() {
     try {
@@ -89,19 +90,20 @@ struct Work::State {
 
 namespace {
 
-std::string failure_of(const CallRecord& call, int rank, int size, const std::string& reason) {
+std::string failure_of(const CallRecord& call, int rank, int size, int peer_in_world,
+                       const std::string& reason) {
   std::string message = str(name_of(call.op), " in group '", call.group, "' failed on its rank ", rank,
                             " of ", size, " (call ", call.group_number);
   if (*call.phase) message += str(", ", call.phase);
   if (*call.module) message += str(" ", call.module);
-  if (call.peer >= 0) message += str(", peer ", call.peer);
+  if (call.peer >= 0) message += str(", peer ", call.peer, ", which is rank ", peer_in_world, " of the job");
   return message + str(", ", call.bytes, " bytes): ", reason);
 }
 
 }  // namespace
 
 std::string Work::State::failure(const std::string& reason) const {
-  return failure_of(call, group_rank, group_size, reason);
+  return failure_of(call, group_rank, group_size, peer_in_world, reason);
 }
 
 Work::Work() noexcept = default;
@@ -204,6 +206,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   state->call = call;
   state->group_rank = rank_;
   state->group_size = size();
+  if (call.peer >= 0) state->peer_in_world = ranks_[static_cast<size_t>(call.peer)];
   state->recorder = recorder_;
   state->number = recorder_->start(call);
   try {

@@ -32,6 +32,8 @@ SDPBackend choose(const Tensor& q, const Tensor& k, const Tensor& v, bool causal
   const bool grouped = q.size(1) != k.size(1);
   const auto choice = static_cast<SDPBackend>(
       at::_fused_sdp_choice(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0.0, causal, /*scale=*/{}, grouped));
+  // It pads heads for flash, which takes multiples of 8 features only.
+  if (choice == SDPBackend::flash_attention && q.size(3) % 8 != 0) return SDPBackend::math;
   if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
   // The efficient kernel isn't chosen for groups, which it doesn't know; here they come to it one by one.
   const bool takes_groups = grouped && q.scalar_type() == at::kFloat && q.size(3) % 4 == 0;
@@ -43,6 +45,26 @@ SDPBackend choose(const Tensor& q, const Tensor& k, const Tensor& v, bool causal
 Tensor no_seed(const Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
 // The same where a kernel wants it as one state.
 Tensor no_state(const Tensor& like) { return at::zeros({2}, like.options().dtype(at::kUInt64)); }
+
+// ---- the CPU's
+
+// It takes a head's features for adjacent, and doesn't look.
+Tensor with_adjacent_features(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+KernelResult flash_on_cpu(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  auto [out, log_sum_exp] =
+      at::_scaled_dot_product_flash_attention_for_cpu(with_adjacent_features(q), with_adjacent_features(k),
+                                                      with_adjacent_features(v), /*dropout_p=*/0.0, causal);
+  return {out, log_sum_exp};
+}
+
+KernelGradients flash_on_cpu_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const Tensor& out, const Tensor& log_sum_exp, bool causal) {
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      with_adjacent_features(grad), with_adjacent_features(q), with_adjacent_features(k),
+      with_adjacent_features(v), with_adjacent_features(out), log_sum_exp, /*dropout_p=*/0.0, causal);
+  return {grad_q, grad_k, grad_v};
+}
 
 // ---- flash
 
@@ -123,11 +145,7 @@ KernelGradients efficient_backward(const Tensor& grad, const Tensor& q, const Te
 }  // namespace
 
 KernelResult run_attention_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  if (q.is_cpu()) {
-    auto [out, log_sum_exp] =
-        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0.0, causal);
-    return {out, log_sum_exp};
-  }
+  if (q.is_cpu()) return flash_on_cpu(q, k, v, causal);
   switch (choose(q, k, v, causal)) {
     case SDPBackend::flash_attention:
       return flash(q, k, v, causal);
@@ -143,11 +161,7 @@ KernelResult run_attention_kernel(const Tensor& q, const Tensor& k, const Tensor
 KernelGradients run_attention_kernel_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                               const Tensor& v, const Tensor& out, const Tensor& log_sum_exp,
                                               bool causal) {
-  if (q.is_cpu()) {
-    auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, log_sum_exp, /*dropout_p=*/0.0, causal);
-    return {grad_q, grad_k, grad_v};
-  }
+  if (q.is_cpu()) return flash_on_cpu_backward(grad, q, k, v, out, log_sum_exp, causal);
   switch (choose(q, k, v, causal)) {
     case SDPBackend::flash_attention:
       return flash_backward(grad, q, k, v, out, log_sum_exp, causal);

@@ -13,6 +13,16 @@ namespace titan::ops {
 
 namespace {
 
+at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& tokens, const at::Tensor& foreign,
+                           int64_t num_embeddings) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
+  static const auto op = find_operator<Signature>("titan::embedding_backward");
+  if (num_embeddings == 0)
+    return at::zeros({0, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
+  const at::Tensor own = foreign.defined() ? grad.masked_fill(foreign.unsqueeze(-1), 0) : grad;
+  return op.call(own, tokens, num_embeddings);
+}
+
 struct EmbeddingBackward final : BackwardNode {
   at::Tensor tokens;
   at::Tensor foreign;  // tokens of other parts; undefined where the vocabulary is whole
@@ -21,15 +31,11 @@ struct EmbeddingBackward final : BackwardNode {
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
-    using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-    static const auto op = find_operator<Signature>("titan::embedding_backward");
-    const at::Tensor own = foreign.defined() ? grad.masked_fill(foreign.unsqueeze(-1), 0) : grad;
-    const at::Tensor grad_weight =
-        num_embeddings > 0
-            ? op.call(own, tokens, num_embeddings)
-            : at::zeros({0, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
-    if (!weight_sink) return {grad_weight.to(dtype)};
-    weight_sink->accept(grad_weight, {});
+    if (!weight_sink) return {weight_gradient(grad, tokens, foreign, num_embeddings).to(dtype)};
+    weight_sink->accept({.compute = [grad, tokens = tokens, foreign = foreign, rows = num_embeddings] {
+                           return weight_gradient(grad, tokens, foreign, rows);
+                         },
+                         .reads = {grad, tokens, foreign}});
     return {at::Tensor()};
   }
   void release_variables() override {

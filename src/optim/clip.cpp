@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -28,6 +29,7 @@ struct MeshGradients {
 
 // Each element is to be counted on one rank: of an axis over which it is replicated, on that axis's first.
 bool counts_here(const Parameter& parameter) {
+  if (parameter.duplicate) return false;
   const DTensor& data = parameter.data;
   for (size_t axis = 0; axis < data.placements.size(); ++axis) {
     TITAN_CHECK(!data.placements[axis].is_partial(), "parameter '", parameter.name, "' is Partial on axis '",
@@ -70,12 +72,13 @@ std::vector<at::Tensor> gradients_of(const std::vector<Parameter>& parameters) {
   return gradients;
 }
 
-// The norm from what each rank has, added in their order.
-GradNorm norm_of(const std::vector<int>& ranks, const double* squares) {
+// The norm from what each rank has, added in their order. Those before `first_summed` only say where a value
+// isn't finite: their sum is among the others.
+GradNorm norm_of(const std::vector<int>& ranks, const double* squares, size_t first_summed) {
   GradNorm result;
   double sum = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    sum += squares[i];
+    if (i >= first_summed) sum += squares[i];
     if (!std::isfinite(squares[i]) && result.finite()) result.nonfinite_rank = ranks[i];
   }
   result.norm = std::sqrt(sum);
@@ -91,7 +94,8 @@ void check_max_norm(double max_norm) {
 
 }  // namespace
 
-GradNorm clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm) {
+GradNorm clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
+                        const DeviceMesh& pipeline) {
   check_max_norm(max_norm);
   at::NoGradGuard no_grad;
   std::vector<int> ranks;
@@ -101,7 +105,15 @@ GradNorm clip_grad_norm(const std::vector<Parameter>& parameters, double max_nor
     squares.insert(squares.end(), of_ranks.begin(), of_ranks.end());
     ranks.insert(ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
   }
-  GradNorm result = norm_of(ranks, squares.data());
+  size_t first_summed = 0;
+  if (pipeline.size() > 1) {
+    first_summed = squares.size();
+    const std::vector<double> of_stages =
+        value_of_each_rank(pipeline, std::accumulate(squares.begin(), squares.end(), 0.0));
+    squares.insert(squares.end(), of_stages.begin(), of_stages.end());
+    ranks.insert(ranks.end(), pipeline.ranks().begin(), pipeline.ranks().end());
+  }
+  GradNorm result = norm_of(ranks, squares.data(), first_summed);
   if (!result.finite()) return result;
   result.factor = std::min(1.0, max_norm / (result.norm + kEpsilon));
   std::vector<at::Tensor> gradients = gradients_of(parameters);
@@ -109,10 +121,12 @@ GradNorm clip_grad_norm(const std::vector<Parameter>& parameters, double max_nor
   return result;
 }
 
-GradNorm LaunchedGradNorm::read(const double* host_squares) const { return norm_of(ranks, host_squares); }
+GradNorm LaunchedGradNorm::read(const double* host_squares) const {
+  return norm_of(ranks, host_squares, first_summed);
+}
 
 LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
-                                       at::Device device) {
+                                       at::Device device, const DeviceMesh& pipeline) {
   check_max_norm(max_norm);
   at::NoGradGuard no_grad;
   LaunchedGradNorm result;
@@ -123,8 +137,18 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
     if (mesh.size() > 1) mesh.group()->all_gather(squares.back(), mine, kLabel).wait();
     result.ranks.insert(result.ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
   }
+  if (squares.empty()) squares.push_back(sum_of_squares_on(device, {}).view({1}));
   result.squares = at::cat(squares);
-  result.norm = result.squares.sum().sqrt_();
+  at::Tensor sum = result.squares.sum();
+  if (pipeline.size() > 1) {
+    at::Tensor of_stages = at::empty({pipeline.size()}, sum.options());
+    pipeline.group()->all_gather(of_stages, sum.view({1}), kLabel).wait();
+    result.first_summed = result.ranks.size();
+    result.squares = at::cat({result.squares, of_stages});
+    result.ranks.insert(result.ranks.end(), pipeline.ranks().begin(), pipeline.ranks().end());
+    sum = of_stages.sum();
+  }
+  result.norm = sum.sqrt_();
   const at::Tensor factor = result.norm.add(kEpsilon).reciprocal_().mul_(max_norm).clamp_max_(1.0);
   std::vector<at::Tensor> gradients = gradients_of(parameters);
   if (gradients.empty() || !std::isfinite(max_norm)) return result;

@@ -152,7 +152,8 @@ void Optimizer::Impl::step(Batch& batch, const at::Tensor& skip) const {
   skip.defined() ? fused_adam_step_unless(skip, lists, options, decay) : adam_step(lists, options, decay);
 }
 
-Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings)
+Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
+                     const std::vector<std::string>& elsewhere)
     : impl_(new Impl{.adam_step = implementation_named(settings.implementation),
                      .decay = decay_of(settings.name),
                      .steps_on_device = settings.implementation == "fused",
@@ -162,7 +163,7 @@ Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSe
   std::vector<Parameter> stepped = trainable(parameters);
   std::vector<std::string> names;
   for (const auto& parameter : stepped) names.push_back(parameter.name);
-  impl_->make_batches(stepped, assign_groups(settings, names));
+  impl_->make_batches(stepped, assign_groups(settings, names, elsewhere));
 }
 
 Optimizer::~Optimizer() = default;

@@ -73,7 +73,8 @@ GroupRule parse_rule(const std::string& text, AdamOptions options) {
 
 }  // namespace
 
-GroupAssignment assign_groups(const OptimizerSettings& settings, const std::vector<std::string>& names) {
+GroupAssignment assign_groups(const OptimizerSettings& settings, const std::vector<std::string>& names,
+                              const std::vector<std::string>& elsewhere) {
   AdamOptions defaults{settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay};
   GroupAssignment result{{defaults}, std::vector<size_t>(names.size(), 0)};
   std::vector<std::string> problems;
@@ -81,7 +82,9 @@ GroupAssignment assign_groups(const OptimizerSettings& settings, const std::vect
     std::string where = titan::str("optimizer.param_groups: \"", text, "\": ");
     try {
       GroupRule rule = parse_rule(text, defaults);
-      bool matched = false;
+      bool matched = std::any_of(elsewhere.begin(), elsewhere.end(), [&](const std::string& name) {
+        return std::regex_search(name, rule.pattern);
+      });
       for (size_t i = 0; i < names.size(); ++i) {
         if (!std::regex_search(names[i], rule.pattern)) continue;
         matched = true;

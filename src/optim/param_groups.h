@@ -24,7 +24,8 @@ struct GroupAssignment {
   std::vector<size_t> group_of;  ///< one for each name
 };
 
-/// Throws ConfigError with every entry that doesn't parse or names no parameter.
-GroupAssignment assign_groups(const OptimizerSettings& settings, const std::vector<std::string>& names);
+/// Throws ConfigError with every entry that doesn't parse or names no parameter, be it of `elsewhere`.
+GroupAssignment assign_groups(const OptimizerSettings& settings, const std::vector<std::string>& names,
+                              const std::vector<std::string>& elsewhere = {});
 
 }  // namespace titan::optim

@@ -8,6 +8,7 @@
 #include "parallel/fsdp/param_group.h"
 #include "parallel/tensor/split_params.h"
 #include "titan/core/error.h"
+#include "titan/nn/layer_sequence.h"
 #include "titan/tensor/param_storage.h"
 
 namespace titan {
@@ -43,7 +44,7 @@ class ParameterList {
     auto known = std::find_if(list_.begin(), list_.end(),
                               [&](const Parameter& p) { return p.compute.is_same(compute); });
     if (known == list_.end()) {
-      known = list_.insert(known, {full_name, owned(compute, name, host, group), compute, {}, false});
+      known = list_.insert(known, {full_name, owned(compute, name, host, group), compute, {}, false, false});
     }
     if (!host) return;
     for (const nn::ParamInit& declared : host->param_inits()) {
@@ -67,6 +68,19 @@ class ParameterList {
   std::vector<Parameter> list_;
 };
 
+// What a pipeline stage shares with others is the whole model's: its name there, and so the numbers it is
+// drawn from.
+void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence) {
+  for (const nn::SharedParameter& shared : sequence.shared_parameters())
+    for (Parameter& parameter : list) {
+      if (!parameter.compute.is_same(shared.parameter)) continue;
+      parameter.name = shared.name;
+      parameter.init = shared.init.init;
+      parameter.has_init = !shared.init.name.empty();
+      parameter.on_other_stages = true;
+    }
+}
+
 void reset_buffers(torch::nn::Module& root, const at::Device& device) {
   const auto reset = [&](torch::nn::Module& module) {
     if (auto* host = dynamic_cast<nn::HookHost*>(&module)) host->reset_buffers(device);
@@ -87,7 +101,10 @@ std::vector<bool> find_deferred(const std::vector<Parameter>& list) {
 std::vector<Parameter> parameters(const nn::AnyRef& root) {
   ParameterList list;
   list.walk(root.module(), "", dynamic_cast<ParamGroup*>(root.host().param_owner.get()));
-  return list.take();
+  std::vector<Parameter> all = list.take();
+  const nn::LayerSequence* sequence = nn::layer_sequence(root);
+  if (sequence && !sequence->is_whole()) name_shared(all, *sequence);
+  return all;
 }
 
 void materialize(const nn::AnyRef& root, uint64_t seed) {

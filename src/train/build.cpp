@@ -9,7 +9,9 @@
 #include "titan/core/log.h"
 #include "titan/data/build.h"
 #include "titan/dist/device_backend.h"
+#include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear.h"
+#include "train/pipeline_job.h"
 
 namespace titan::train {
 
@@ -24,7 +26,8 @@ void set_determinism(const DebugSettings& debug) {
   at::globalContext().setBenchmarkCuDNN(false);
 }
 
-// Of what a model draws from LibTorch's own generators, as dropout does: other numbers for other tokens.
+// Of what a model draws from LibTorch's own generators, as dropout does: other numbers for other tokens and
+// stages.
 void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
   at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.loss.rank()));
 }
@@ -57,13 +60,22 @@ FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
   options.param_dtype = scalar_type(config.training.mixed_precision_param);
   options.reduce_dtype = scalar_type(config.training.mixed_precision_reduce);
   options.reshard_after_forward = reshard_policy(config.parallelism.fsdp_reshard_after_forward);
-  options.reduce_every_micro_batch = config.parallelism.fsdp_reduce_every_micro_batch;
+  // A schedule's stages keep whole gradients until its Reduce.
+  options.reduce_every_micro_batch =
+      config.parallelism.fsdp_reduce_every_micro_batch && meshes.pp.size() == 1;
   options.cpu_offload = config.training.enable_cpu_offload;
   return options;
 }
 
+// What plans do to layers can't be seen at it.
+bool is_stage_without_layers(TrainableModel& model) {
+  const nn::LayerSequence* sequence = nn::layer_sequence(model.root());
+  return sequence && !sequence->is_whole() && sequence->layer_names().layers.empty();
+}
+
 // A family's or a user's plan may not know of an axis; then its ranks would all do the same.
 void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshes& meshes) {
+  if (is_stage_without_layers(model)) return;
   const auto check = [&](const char* kind, const DeviceMesh& mesh, bool used) {
     if (mesh.size() == 1 || used) return;
     throw ConfigError(str("parallelism.", kind, "_parallel_degree = ", mesh.size(),
@@ -79,6 +91,10 @@ void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshe
 void check_checkpointed(const JobConfig& config, TrainableModel& model) {
   const ActivationCheckpointSettings& settings = config.activation_checkpoint;
   if (settings.mode == "none" || checkpoints_activations(model.root())) return;
+  // Every n-th layer may be on other stages.
+  const nn::LayerSequence* sequence = nn::layer_sequence(model.root());
+  const bool some_layers = settings.mode == "selective" && settings.selective_ac_option != "op";
+  if (is_stage_without_layers(model) || (some_layers && sequence && !sequence->is_whole())) return;
   throw ConfigError(str("activation_checkpoint.mode = \"", settings.mode, "\", selective_ac_option = \"",
                         settings.selective_ac_option, "\": the parallelism plan of ",
                         config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
@@ -88,11 +104,12 @@ void check_checkpointed(const JobConfig& config, TrainableModel& model) {
 }  // namespace
 
 // Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
-std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes,
-                                            at::Device device) {
+std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device,
+                                            const std::vector<std::string>& stage_modules) {
   const ModelSpec& spec = config.spec();
   BuildOptions options{.construct = deferred(device, scalar_type(config.training.dtype)),
-                       .seq_len = config.training.seq_len};
+                       .seq_len = config.training.seq_len,
+                       .stage_modules = stage_modules};
   auto model = spec.build(config.args(), options);
   apply_parallel_plan(
       spec, config.parallelism.plan, *model,
@@ -102,7 +119,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                   .loss_parallel = !config.parallelism.disable_loss_parallel,
                   .overlap = config.parallelism.enable_async_tensor_parallel},
        .context = context_parallel_options(config.parallelism),
-       .activations = activation_checkpoint(config.activation_checkpoint, meshes.world.world().everyone())});
+       .activations = activation_checkpoint(config.activation_checkpoint, meshes.stage.group())});
   check_plan_used(config, *model, meshes);
   check_checkpointed(config, *model);
   nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
@@ -113,9 +130,9 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
 
 namespace {
 
-void load_weights(const JobConfig& config, const std::vector<Parameter>& parameters) {
+void load_weights(const JobConfig& config, const std::vector<Parameter>& parameters, const DeviceMesh& pp) {
   if (!config.checkpoint.enable || !config.checkpoint.initial_load_path) return;
-  load_model(parameters, *config.checkpoint.initial_load_path);
+  load_model(parameters, *config.checkpoint.initial_load_path, pp);
   log::info_rank0(str("initial weights come from ", *config.checkpoint.initial_load_path));
 }
 
@@ -240,6 +257,7 @@ void describe_job(const JobConfig& config, const dist::World& world, const Meshe
                       world.device().str(), " over ", world.backend(), ", data parallel ", meshes.dp_degree(),
                       meshes.cp.size() > 1 ? str(", context parallel ", meshes.cp.size()) : "",
                       meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
+                      meshes.pp.size() > 1 ? str(", pipeline parallel ", meshes.pp.size()) : "",
                       config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
 }
 
@@ -272,10 +290,13 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   const auto tokenizer = build_job_tokenizer(config, checked);
   auto loader = build_training_loader(config, meshes, world.device(), tokenizer);
   auto validator = build_validator(config, meshes, world.device(), tokenizer);
-  auto model = build_model(config, meshes, device);
-  auto parameters = titan::parameters(model->root());
-  load_weights(config, parameters);
-  optim::Optimizer optimizer(parameters, config.optimizer);
+  StageParts stages = build_stage_parts(config, meshes, device, loader.num_micro_batches());
+  std::vector<Parameter> parameters;
+  for (const auto& model : stages.models)
+    for (Parameter& parameter : titan::parameters(model->root())) parameters.push_back(std::move(parameter));
+  TiedGradients tied(parameters, meshes.pp);
+  load_weights(config, parameters, meshes.pp);
+  optim::Optimizer optimizer(parameters, config.optimizer, names_elsewhere(parameters, meshes));
   optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
   MetricsWindow window(device, build_device_rate(config, meshes, device));
   // Last, so that a start that fails leaves the record of an earlier run in this folder alone.
@@ -284,8 +305,9 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   return Trainer({.world = world,
                   .meshes = std::move(meshes),
                   .device = device,
-                  .model = std::move(model),
+                  .stages = std::move(stages),
                   .parameters = std::move(parameters),
+                  .tied = std::move(tied),
                   .optimizer = std::move(optimizer),
                   .schedule = schedule,
                   .loader = std::move(loader),

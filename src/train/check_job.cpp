@@ -5,6 +5,7 @@
 #include "check_files.h"
 #include "titan/dist/device_backend.h"
 #include "titan/train/job_config.h"
+#include "titan/train/pipeline_stages.h"
 
 namespace titan::train {
 
@@ -32,6 +33,7 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
   std::vector<KeyedProblem> misfits;
   check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
                      misfits);
+  check_pipeline(check.config, dims, misfits);
   check.add(misfits);
 
   const ParallelismSettings& parallelism = check.config.parallelism;
@@ -39,6 +41,11 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
                     (parallelism.tensor_parallel_degree > 1 && parallelism.enable_sequence_parallel),
                 "parallelism.enable_async_tensor_parallel",
                 "needs tensor_parallel_degree above 1 and enable_sequence_parallel");
+  check.require(parallelism.context_parallel_attention == "ring" ||
+                    parallelism.context_parallel_rotate_method == "allgather",
+                "parallelism.context_parallel_rotate_method",
+                str("is of the ring; context_parallel_attention = \"", parallelism.context_parallel_attention,
+                    "\" knows \"allgather\" only"));
   ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
   check.require(
       policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard * dims.cp % policy.size == 0,
@@ -106,6 +113,17 @@ void check_validation(Check& check, int world_size) {
 
 }  // namespace
 
+namespace {
+
+// A dry run builds the stages; the trainer doesn't run them yet.
+void refuse_pipeline(Check& check) {
+  check.require(check.config.parallelism.pipeline_parallel_degree == 1,
+                "parallelism.pipeline_parallel_degree",
+                "pipelines can be looked at (--print-plan), and run later");
+}
+
+}  // namespace
+
 CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
                        JobFiles files) {
   Check check{config, origins};
@@ -116,6 +134,7 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check_activations(check);
   check_checkpoint(check);
   check_validation(check, world_size);
+  if (files == JobFiles::Check) refuse_pipeline(check);
   CheckedFiles checked;
   if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));

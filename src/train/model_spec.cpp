@@ -1,8 +1,23 @@
 #include "titan/train/model_spec.h"
 
-#include "titan/nn/hooks.h"
+#include "titan/nn/layer_sequence.h"
 
 namespace titan::train {
+
+at::Tensor TrainableModel::hidden(const at::Tensor& /*input*/) {
+  TITAN_CHECK(false,
+              "this model can't be a pipeline stage: it doesn't say what a stage gives to the next "
+              "(TrainableModel::hidden)");
+}
+
+void keep_stage_modules(TrainableModel& model, const std::vector<std::string>& names) {
+  nn::LayerSequence* sequence = nn::layer_sequence(model.root());
+  if (!sequence)
+    throw ConfigError(
+        "this model can't be cut into pipeline stages: its root module doesn't name the modules that it "
+        "calls in a row (nn::LayerSequence)");
+  sequence->keep_layers(names);
+}
 
 Registry<std::shared_ptr<const ModelSpec>>& model_specs() {
   static Registry<std::shared_ptr<const ModelSpec>> registry("model");

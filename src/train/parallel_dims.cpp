@@ -1,11 +1,10 @@
 #include "titan/train/parallel_dims.h"
 
-#include <strings.h>
-
 #include <algorithm>
 
 #include "titan/core/error.h"
 #include "titan/train/model_spec.h"
+#include "train/pipeline_settings.h"
 
 namespace titan::train {
 
@@ -25,22 +24,6 @@ config::Constraint reshard_name() {
           {"default", "always", "never"}};
 }
 
-// TorchTitan reads the name without regard to case.
-config::Constraint pipeline_schedule() {
-  config::Constraint names =
-      config::one_of({"1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
-                      "ZBVZeroBubble", "DualPipeV", "PipelineScheduleSingle", "PipelineScheduleMulti"});
-  names.accepts = [known = names.names](const config::Value& value) {
-    const auto& name = std::get<std::string>(value);
-    return std::any_of(known.begin(), known.end(), [&](const std::string& each) {
-      return ::strcasecmp(each.c_str(), name.c_str()) == 0;
-    });
-  };
-  return names;
-}
-
-// Degrees are refused while their parallelism doesn't exist, and with them what refines it.
-
 void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
   table.field("tensor_parallel_degree", &ParallelismSettings::tensor_parallel_degree,
               "ranks that share each layer's products", config::at_least(1));
@@ -50,20 +33,6 @@ void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
               "with tensor parallelism: compute the loss from logits gathered chunk by chunk");
   table.field("enable_async_tensor_parallel", &ParallelismSettings::enable_async_tensor_parallel,
               "with tensor and sequence parallelism: products run while parts of their sequence travel");
-}
-
-void refuse_pipeline_parallel(config::Table<ParallelismSettings>& table) {
-  const char* later = "pipeline parallelism comes later";
-  const char* degree = "pipeline_parallel_degree";
-  table.refused(degree, int64_t{1}, later);
-  table.refused("pipeline_parallel_first_stage_less_layers", int64_t{1}, later, degree, config::at_least(0));
-  table.refused("pipeline_parallel_last_stage_less_layers", int64_t{1}, later, degree, config::at_least(0));
-  table.refused("pipeline_parallel_layers_per_stage", {}, later);
-  table.refused("module_fqns_per_model_part", {}, later);
-  table.refused("pipeline_parallel_schedule", std::string("1F1B"), later, degree, pipeline_schedule());
-  table.refused("pipeline_parallel_schedule_csv", std::string(), later, degree);
-  table.refused("pipeline_parallel_microbatch_size", int64_t{1}, later, degree, config::at_least(1));
-  table.refused("pipeline_parallel_expert_parallel_overlap", true, later, degree);
 }
 
 config::Constraint load_balancer() {
@@ -102,8 +71,10 @@ std::string product_of(const ParallelDims& dims) {
 
 void check_factor(int64_t value, int64_t divisor, const std::string& key, const std::string& divisor_name,
                   std::vector<KeyedProblem>& problems) {
-  if (value % divisor != 0)
-    problems.push_back({key, str("isn't a multiple of ", divisor_name, " = ", divisor)});
+  if (value % divisor == 0) return;
+  const int64_t below = value / divisor * divisor;
+  problems.push_back({key, str("isn't a multiple of ", divisor_name, " = ", divisor, "; ",
+                               below > 0 ? str(below, " or ") : "", below + divisor, " would do")});
 }
 
 // Whole heads go to each rank, so the degree divides both counts.
@@ -140,7 +111,7 @@ void describe(config::Table<ParallelismSettings>& table) {
       "registered function that spreads the model out; empty: the model's own; see docs/extending.md");
   describe_tensor_parallel(table);
   describe_context_parallel(table);
-  refuse_pipeline_parallel(table);
+  describe_pipeline_parallel(table);
   refuse_expert_parallel(table);
 }
 
@@ -153,6 +124,7 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
   dims.cp_chunks = settings.context_parallel_load_balancer == "headtail" ? 2 : 1;
   dims.tp = static_cast<int>(settings.tensor_parallel_degree);
   dims.sequence_parallel = settings.enable_sequence_parallel;
+  dims.pp = static_cast<int>(settings.pipeline_parallel_degree);
   if (dims.dp_shard == -1) {
     int others = dims.dp_replicate * dims.cp * dims.tp * dims.pp;
     dims.dp_shard = std::max(1, world_size / others);
@@ -179,10 +151,6 @@ void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64
                         std::vector<KeyedProblem>& problems) {
   check_sequence_length(dims, "training.seq_len", seq_len, problems);
   if (dims.tp > 1) check_heads(sizes, dims.tp, problems);
-  if (dims.pp > 1 && sizes.num_layers + 2 < dims.pp)
-    problems.push_back(
-        {"parallelism.pipeline_parallel_degree",
-         str("is more than the model's ", sizes.num_layers, " layers, embedding and head can fill")});
 }
 
 int Meshes::dp_rank() const { return batch.rank(); }
@@ -195,6 +163,8 @@ Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
                                             {"dp_shard", dims.dp_shard},
                                             {"cp", dims.cp},
                                             {"tp", dims.tp}});
+  meshes.pp = meshes.world["pp"];
+  meshes.stage = meshes.world.flatten({"dp_replicate", "dp_shard", "cp", "tp"}, "stage");
   const char* shard = "dp_shard";
   if (dims.cp > 1) {
     shard = "fsdp";
@@ -204,7 +174,7 @@ Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
   meshes.batch = meshes.world.flatten({"dp_replicate", "dp_shard"}, "batch");
   meshes.cp = meshes.world["cp"];
   meshes.tp = meshes.world["tp"];
-  meshes.loss = meshes.world.flatten({"dp_replicate", "dp_shard", "cp"}, "loss");
+  meshes.loss = meshes.world.flatten({"pp", "dp_replicate", "dp_shard", "cp"}, "loss");
   return meshes;
 }
 

@@ -71,6 +71,7 @@ std::vector<Group> grouped(const std::vector<PlanRow>& rows) {
 }
 
 using Cells = std::array<std::string, 6>;
+using StageCells = std::array<std::string, 4>;
 
 Cells cells_of(const Group& group, int64_t num_micro_batches) {
   const auto count = static_cast<int64_t>(group.layers.size());
@@ -83,6 +84,8 @@ Cells cells_of(const Group& group, int64_t num_micro_batches) {
           str(group.row.bytes * count * num_micro_batches)};
 }
 
+// The last column, of numbers, to the right.
+template <class Cells>
 std::string lines_of(const std::vector<Cells>& table) {
   std::array<size_t, std::tuple_size_v<Cells>> widths{};
   for (const Cells& cells : table)
@@ -104,11 +107,38 @@ std::string heading(const JobConfig& config, DryRun& run, int world_size) {
     degrees += str(degrees.empty() ? ": " : ", ", axis.name, " ", axis.size);
   }
   int64_t mine = 0;
-  for (const Parameter& parameter : parameters(run.model().root())) mine += parameter.data.local.numel();
+  for (const auto& model : run.models())
+    for (const Parameter& parameter : parameters(model->root())) mine += parameter.data.local.numel();
   return str(config.model.name, " ", config.model.flavor, " on ", world_size, " rank(s)", degrees,
              "\nrank 0 keeps ", mine, " of ", config.spec().sizes(config.args()).num_params,
              " parameters; its part of a step: ", run.num_micro_batches(), " micro-batch(es) of ",
-             config.training.local_batch_size, " x ", config.training.seq_len, " tokens\n\n");
+             run.micro_batch_rows(), " x ", config.training.seq_len, " tokens\n\n");
+}
+
+// A stage's parameters, before anything shares them out.
+int64_t num_parameters(const JobConfig& config, const std::vector<std::string>& modules) {
+  const auto stage =
+      config.spec().build(config.args(), {.construct = deferred(at::kMeta), .stage_modules = modules});
+  int64_t count = 0;
+  for (const Parameter& parameter : parameters(stage->root())) count += parameter.compute.numel();
+  return count;
+}
+
+std::string stages_table(const JobConfig& config, const StagePlan& plan) {
+  if (plan.num_stages() == 1) return "";
+  std::vector<StageCells> table = {{"stage", "pp rank", "modules", "parameters"}};
+  for (int stage = 0; stage < plan.num_stages(); ++stage) {
+    const auto& modules = plan.modules[static_cast<size_t>(stage)];
+    table.push_back({str(stage), str(plan.rank_of_stage[static_cast<size_t>(stage)]),
+                     pipeline::short_list(modules), str(num_parameters(config, modules))});
+  }
+  std::string text = lines_of(table);
+  for (const StageSharedParameter& shared : plan.shared) {
+    std::string stages;
+    for (const int stage : shared.stages) stages += str(stages.empty() ? "" : ", ", stage);
+    text += str(shared.name, " is on the stages ", stages, "\n");
+  }
+  return text + "\n";
 }
 
 // LibTorch knows some operations of a user's model, or their gradients, by their data only: then there are no
@@ -123,18 +153,25 @@ std::string run_or_explain(DryRun& run) {
   }
 }
 
+std::vector<PlanRow> rows_of(const DryRun& run) {
+  std::vector<PlanRow> rows;
+  for (const auto& model : run.models())
+    for (PlanRow& row : plan_rows(model->root())) rows.push_back(std::move(row));
+  return rows;
+}
+
 }  // namespace
 
 std::string plan_table(const JobConfig& config, int world_size) {
   DryRun run(config, world_size);
-  std::string text = heading(config, run, world_size);
+  std::string text = heading(config, run, world_size) + stages_table(config, run.plan());
   if (run.meshes().tp.size() == 1)
     return text + "no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is whole\n";
   const std::string problem = run_or_explain(run);
   std::vector<Cells> table = {
       {"module", "style", "weights", "input and output", "forward / backward", "bytes/step"}};
   int64_t total = 0;
-  for (const Group& group : grouped(plan_rows(run.model().root()))) {
+  for (const Group& group : grouped(rows_of(run))) {
     table.push_back(cells_of(group, run.num_micro_batches()));
     total += group.row.bytes * static_cast<int64_t>(group.layers.size()) * run.num_micro_batches();
     if (!problem.empty()) table.back().back() = "?";

@@ -31,11 +31,22 @@ int64_t positions(const std::vector<data::Batch>& batches) {
 
 }  // namespace
 
+StageParts whole_model(std::unique_ptr<TrainableModel> model, int64_t num_batches, int64_t rows,
+                       bool validates) {
+  StageParts parts{.step = {one_stage_schedule(static_cast<int>(num_batches)), {}}, .micro_batch_rows = rows};
+  parts.stages = {{model.get(), 0}};
+  parts.models.push_back(std::move(model));
+  if (validates) parts.validation = ScheduleParts{one_stage_forward_schedule(1), {}};
+  return parts;
+}
+
 Trainer::Trainer(TrainerParts parts, TrainerOptions options)
     : parts_(std::move(parts)),
       options_(std::move(options)),
-      runner_(*parts_.model, parts_.device),
-      step_schedule_(one_stage_schedule(static_cast<int>(parts_.loader.num_micro_batches()))) {
+      runner_(parts_.stages.stages, parts_.meshes.pp, parts_.device),
+      step_plan_(runner_.plan(parts_.stages.step.schedule, parts_.stages.step.boundaries)) {
+  if (const auto& validation = parts_.stages.validation)
+    validation_plan_ = runner_.plan(validation->schedule, validation->boundaries);
   if (!options_.read_late)
     options_.read_late = parts_.device.is_cuda() && parts_.optimizer.can_skip_on_device();
 }
@@ -95,7 +106,10 @@ std::optional<std::vector<data::Batch>> Trainer::fetch() {
 }
 
 at::Tensor Trainer::forward_backward(const std::vector<data::Batch>& batches, const TokenCounts& tokens) {
-  return runner_.run(step_schedule_, batches, tokens.global);
+  const at::Tensor loss =
+      runner_.run(step_plan_, split_rows(batches, parts_.stages.micro_batch_rows), tokens.global);
+  parts_.tied.sum();
+  return loss;
 }
 
 // What a rank says of its loss, so that the largest of all is of the lowest rank whose loss isn't finite.
@@ -110,7 +124,7 @@ int Trainer::rank_from(double largest) const {
 StepValues Trainer::update(const at::Tensor& loss) {
   StepValues values;
   values.step = step_;
-  values.grad_norm = optim::clip_grad_norm(parts_.parameters, options_.max_norm);
+  values.grad_norm = optim::clip_grad_norm(parts_.parameters, options_.max_norm, parts_.meshes.pp);
   values.local_loss = loss.item<double>();
   values.loss_rank = rank_from(
       parts_.world.everyone()->max(rank_if(!std::isfinite(values.local_loss)), {"train::check_finite"}));
@@ -122,7 +136,8 @@ StepValues Trainer::update(const at::Tensor& loss) {
 // The last step is judged when this one's work is queued: the device doesn't run dry while the host waits.
 void Trainer::launch_update(const at::Tensor& loss) {
   at::NoGradGuard no_grad;
-  const auto clipped = optim::launch_clip_grad_norm(parts_.parameters, options_.max_norm, parts_.device);
+  const auto clipped =
+      optim::launch_clip_grad_norm(parts_.parameters, options_.max_norm, parts_.device, parts_.meshes.pp);
   const at::Tensor flag = at::where(loss.isfinite(), rank_if(false), rank_if(true)).to(at::kDouble);
   if (parts_.world.size() > 1)
     parts_.world.everyone()->all_reduce(flag, dist::ReduceOp::Max, {"train::check_finite"}).wait();
@@ -181,7 +196,7 @@ void Trainer::validate_if_due() {
   const auto start = Clock::now();
   data::DataLoader& loader = parts_.validator->loader;
   loader.restart();
-  ValidationResult result = validate(*parts_.model, parts_.device, parts_.meshes,
+  ValidationResult result = validate(runner_, *validation_plan_, parts_.meshes,
                                      {.next = [&] { return loader.next(); }, .run_dry = !loader.num_steps()},
                                      parts_.validator->settings.steps);
   ValidationMetrics metrics{.step = step_, .loss = result.loss};
@@ -194,7 +209,7 @@ void Trainer::validate_if_due() {
 void Trainer::save_final_model() {
   if (options_.final_model.empty()) return;
   if (parts_.world.rank() == 0) make_folder(options_.final_model.parent_path());
-  save_model(parts_.parameters, options_.final_model, options_.final_model_dtype);
+  save_model(parts_.parameters, options_.final_model, options_.final_model_dtype, parts_.meshes.pp);
   log::info_rank0(str("the model is in ", options_.final_model.string()));
 }
 

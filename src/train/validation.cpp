@@ -30,11 +30,14 @@ namespace {
 /// Evaluation mode for a scope, on every exit.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(torch::nn::Module& module) : module_(module) { module_.eval(); }
-  ~EvaluationMode() { module_.train(); }
+  explicit EvaluationMode(const std::vector<Stage>& stages) : stages_(stages) { set_training(false); }
+  ~EvaluationMode() { set_training(true); }
 
  private:
-  torch::nn::Module& module_;
+  void set_training(bool training) const {
+    for (const Stage& stage : stages_) stage.model->root().module().train(training);
+  }
+  const std::vector<Stage>& stages_;
   c10::NoGradGuard no_grad_;
 };
 
@@ -44,11 +47,9 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 }  // namespace
 
-ValidationResult validate(TrainableModel& model, at::Device device, const Meshes& meshes,
+ValidationResult validate(StepRunner& runner, const StepPlan& plan, const Meshes& meshes,
                           const ValidationBatches& batches, int64_t max_batches) {
-  EvaluationMode evaluation(model.root().module());
-  StepRunner runner(model, device);
-  const Schedule schedule = forward_schedule(1);
+  EvaluationMode evaluation(runner.stages());
   const auto start = std::chrono::steady_clock::now();
   ValidationResult result;
   double local_loss_sum = 0;
@@ -58,7 +59,8 @@ ValidationResult validate(TrainableModel& model, at::Device device, const Meshes
     TokenCounts counts = count_valid_tokens({*batch}, meshes.batch);
     if (counts.global == 0 && batches.run_dry) break;
     if (counts.global == 0) continue;
-    at::Tensor share = runner.run(schedule, {*batch}, counts.global);
+    const auto micro_batches = split_rows({*batch}, batch->input_BS.size(0) / plan.num_micro_batches());
+    at::Tensor share = runner.run(plan, micro_batches, counts.global);
     local_loss_sum += share.item<double>() * static_cast<double>(counts.global);
     result.tokens += counts.global;
     result.local_tokens += batch->labels_BS.numel();

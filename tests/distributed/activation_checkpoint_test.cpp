@@ -8,6 +8,7 @@
 
 #include "distributed/llama_case.h"
 #include "titan/core/error.h"
+#include "titan/dist/flight_record.h"
 #include "titan/nn/linear.h"
 #include "unit/parallel/checkpoint_case.h"
 
@@ -116,6 +117,30 @@ TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) {
       }
     }
   }
+}
+
+// A layer's recompute gathers, multiplies and reduce-scatters, and gathers for its second half; what comes
+// behind the last saved tensor isn't run.
+TEST(ActivationCheckpoint, KeptReduceScattersAndRingAttentionArentRepeated) {
+  if (world().size() == 1) GTEST_SKIP() << "one rank has nobody to exchange with";
+  const auto calls = [](const train::ParallelDims& dims, const train::ActivationCheckpoint& checkpoint) {
+    const train::Meshes meshes = train::build_meshes(world(), dims);
+    const auto model = build(meshes, checkpoint);
+    run(*model, meshes, 1);
+    const uint64_t before = world().recorder().num_calls();
+    run(*model, meshes, 1);
+    return static_cast<int64_t>(world().recorder().num_calls() - before);
+  };
+  constexpr int64_t kSteps = 3, kLayers = 4;
+  const train::ActivationCheckpoint none, full{FullRecompute{}, {}}, op{SelectiveOp{}, {}};
+
+  const train::ParallelDims tp{.dp_shard = world().size() / 2, .tp = 2};
+  EXPECT_EQ(calls(tp, full) - calls(tp, none), kSteps * kLayers * 3);
+  EXPECT_EQ(calls(tp, op) - calls(tp, none), kSteps * kLayers * 2);
+
+  const train::ParallelDims cp{.dp_shard = world().size() / 2, .cp = 2};
+  EXPECT_GT(calls(cp, full), calls(cp, none));
+  EXPECT_EQ(calls(cp, op), calls(cp, none));
 }
 
 // Slow on one rank: by its own times that rank would keep what the others recompute.

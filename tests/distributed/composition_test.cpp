@@ -3,36 +3,20 @@
 // as many combinations as it takes for each pair of settings to meet; with --all all of them. The largest
 // deviations are printed as JSON lines, which scripts/numerics.py collects.
 
-#include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <iterator>
 #include <map>
 #include <optional>
-#include <set>
-#include <tuple>
 
 #include <gtest/gtest.h>
 
-#include "distributed/llama_case.h"
+#include "distributed/outcome.h"
 #include "titan/core/error.h"
-#include "titan/optim/clip.h"
 
 namespace titan {
 namespace {
 
 using namespace titan::testing;  // NOLINT: these are the test's own words
-
-constexpr uint64_t kSeed = 3;
-
-struct Precision {
-  const char* name;
-  at::ScalarType dtype;    // of the weights
-  at::ScalarType compute;  // of the products
-};
-constexpr Precision kFloat64{"float64", at::kDouble, at::kDouble};
-constexpr Precision kFloat32{"float32", at::kFloat, at::kFloat};
-constexpr Precision kBfloat16{"bfloat16", at::kFloat, at::kBFloat16};
 
 std::string name_of(const train::ParallelDims& dims) {
   return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp, " tp ",
@@ -54,32 +38,6 @@ std::vector<train::ParallelDims> all_dims(int size) {
         all.push_back(
             {.dp_replicate = replicate, .dp_shard = shard, .cp = cp, .tp = size / replicate / shard / cp});
   return all;
-}
-
-// What one forward and backward gave.
-struct Outcome {
-  double loss = 0;
-  double norm = 0;
-  std::map<std::string, at::Tensor> gradients;  // whole
-};
-
-FsdpOptions fsdp_options(const Precision& precision) {
-  return {.mesh = {}, .param_dtype = precision.compute, .reduce_dtype = precision.dtype};
-}
-
-Outcome outcome_of(train::TrainableModel& model, double loss) {
-  const auto list = parameters(model.root());
-  Outcome outcome{loss, optim::clip_grad_norm(list, 1e30).norm, {}};
-  for (const Parameter& parameter : list)
-    outcome.gradients[parameter.name] = full_gradient(parameter).clone();
-  return outcome;
-}
-
-Outcome run_on_one_rank(const LlamaCase& llama, const Batch& batch, const Precision& precision) {
-  auto model = build_llama(llama, precision.dtype);
-  fully_shard(model->root(), fsdp_options(precision));
-  materialize(model->root(), kSeed);
-  return outcome_of(*model, forward_backward(*model, batch, 0, 1, 1));
 }
 
 struct Checkpointing {
@@ -134,41 +92,6 @@ Outcome run_spread(const LlamaCase& llama, const Batch& batch, const Precision& 
   return outcome_of(*model, meshes.loss.group()->sum(loss, {.phase = "test::loss"}));
 }
 
-// The largest deviations of a test, for the log.
-struct Worst {
-  size_t layouts = 0;
-  double loss = 0;
-  double norm = 0;
-  double gradient = 0;
-  std::string parameter;
-
-  void print(const std::string& model, const Precision& precision) const {
-    if (world().rank() != 0) return;
-    std::printf(
-        "{\"composition\": \"%s\", \"precision\": \"%s\", \"ranks\": %d, \"layouts\": %zu, \"loss\": %.3g, "
-        "\"norm\": %.3g, \"gradient\": %.3g, \"parameter\": \"%s\"}\n",
-        model.c_str(), precision.name, world().size(), layouts, loss, norm, gradient, parameter.c_str());
-  }
-};
-
-void expect_equal(const Outcome& got, const Outcome& expected, double tolerance, const std::string& what,
-                  Worst& worst) {
-  EXPECT_NEAR(got.loss, expected.loss, tolerance * std::max(1.0, std::abs(expected.loss))) << what;
-  EXPECT_NEAR(got.norm, expected.norm, tolerance * expected.norm) << what;
-  ASSERT_EQ(got.gradients.size(), expected.gradients.size()) << what;
-  ++worst.layouts;
-  worst.loss = std::max(worst.loss, std::abs(got.loss - expected.loss));
-  worst.norm =
-      std::max(worst.norm, std::abs(got.norm - expected.norm) / (expected.norm == 0 ? 1 : expected.norm));
-  for (const auto& [name, gradient] : got.gradients) {
-    const double error = relative_error(gradient, expected.gradients.at(name));
-    EXPECT_LE(error, tolerance) << what << " " << name;
-    if (error <= worst.gradient) continue;
-    worst.gradient = error;
-    worst.parameter = name;
-  }
-}
-
 // Rounding to 16 bits hits other summands in another layout: as far from fp32 as one rank's is allowed twice.
 void expect_as_close(const Outcome& got, const Outcome& one_rank, const Outcome& exact,
                      const std::string& what, Worst& worst) {
@@ -210,21 +133,6 @@ std::vector<int> settings_of(const Variant& variant, size_t number_of_dims) {
   return {static_cast<int>(number_of_dims), tensor_option, variant.micro_batches, variant.reduce_every,
           static_cast<int>(variant.checkpointing)};
 }
-
-// Keeps a variant when a pair of its settings hasn't met before.
-class PairwiseCover {
- public:
-  bool add(const std::vector<int>& settings) {
-    bool is_new = false;
-    for (size_t a = 0; a < settings.size(); ++a)
-      for (size_t b = a + 1; b < settings.size(); ++b)
-        is_new = met_.insert({a, b, settings[a], settings[b]}).second || is_new;
-    return is_new;
-  }
-
- private:
-  std::set<std::tuple<size_t, size_t, int, int>> met_;
-};
 
 // The order mixes the settings, so that few variants cover the pairs.
 std::vector<Variant> variants_of(const LlamaCase& llama) {
@@ -297,7 +205,7 @@ TEST_P(Composition, EqualsOneRank) {
   for (const Variant& variant : variants_of(llama))
     expect_equal(run_spread(llama, batch, precision, variant), reference,
                  precision.dtype == at::kDouble ? 1e-10 : 1e-5, name_of(variant), worst);
-  worst.print(llama.name, precision);
+  worst.print("composition", llama.name, precision);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -317,7 +225,7 @@ TEST(CompositionIn16Bits, IsAsCloseToFp32AsOneRank) {
   Worst worst;
   for (const Variant& variant : variants_of(llama))
     expect_as_close(run_spread(llama, batch, kBfloat16, variant), one_rank, exact, name_of(variant), worst);
-  worst.print(llama.name, kBfloat16);
+  worst.print("composition", llama.name, kBfloat16);
 }
 
 // ---- labels that don't count

@@ -68,7 +68,7 @@ TEST_P(ContextAttentionTest, EqualsAttentionOverTheWholeSequence) {
   at::manual_seed(5);
   const int64_t length = heads.chunk * 2 * world().size();
   const auto make = [&, dtype = dtype, heads = heads](int64_t count) {
-    return at::randn({heads.batch, length, count, heads.size}).to(dtype);
+    return at::randn({heads.batch, length, count, heads.size}).to(device(), dtype);
   };
   const at::Tensor q = make(heads.heads), k = make(heads.kv_heads), v = make(heads.kv_heads),
                    grad = make(heads.heads);
@@ -101,7 +101,33 @@ TEST_P(ContextAttentionTest, EqualsAttentionOverTheWholeSequence) {
 INSTANTIATE_TEST_SUITE_P(All, ContextAttentionTest,
                          ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
                                             ::testing::Values(Heads{1, 1, 4, 2, 16}, Heads{2, 37, 4, 1, 16},
-                                                              Heads{3, 50, 3, 3, 24})));
+                                                              Heads{3, 50, 3, 3, 24},
+                                                              Heads{1, 9, 2, 1, 20})));
+
+// A head's features needn't lie side by side, and the gradient of a sum is one number everywhere.
+TEST(ContextAttentionStrides, MayBeAny) {
+  const int64_t length = 10;
+  const auto make = [&](int64_t heads) { return at::randn({2, 16, heads, length}).transpose(1, 3); };
+  const at::Tensor q = make(4), k = make(2), v = make(2);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16})
+    for (const Form& form : forms()) {
+      const context::SequenceLayout layout(world().size(), form.options.load_balancer);
+      context::ContextCore core(make_attention(layout, form.options), "test");
+      std::vector<at::Tensor> strided, plain;
+      for (const at::Tensor& t : {q, k, v}) {
+        strided.push_back(t.to(device(), dtype).detach().requires_grad_());
+        plain.push_back(t.to(device(), dtype).contiguous().requires_grad_());
+        ASSERT_NE(strided.back().stride(3), 1);
+      }
+      core.attend(strided[0], strided[1], strided[2]).sum().backward();
+      const at::Tensor out = core.attend(plain[0], plain[1], plain[2]);
+      out.backward(at::ones(out.sizes(), out.options()));
+      for (size_t i = 0; i < 3; ++i)
+        EXPECT_LE(relative_error(strided[i].grad(), plain[i].grad()), gradient_tolerance(dtype))
+            << form.name << ", gradient of "
+            << "qkv"[i];
+    }
+}
 
 // Passes a tensor on, and no gradient back.
 struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
@@ -416,6 +442,31 @@ class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn:
 };
 TITAN_MODULE(OwnAttention);
 
+// As micro-batches in a pipeline, and models that take turns: calls share no more than the memory in which a
+// layer computes.
+TEST(ContextParallelOwnModule, BackwardsComeInAnyOrder) {
+  const int size = world().size();
+  const auto cp = meshes_of({1, size}).cp;
+  const at::Tensor tokens = at::randint(11, {2, 8 * size}, at::kLong),
+                   shorter = at::randint(11, {3, 2 * size}, at::kLong);
+  const OwnAttention single;
+  (single(tokens) + single(shorter)).backward();
+  for (const Form& form : forms()) {
+    const OwnAttention one, other;
+    context_parallel(one, cp, form.options);
+    context_parallel(other, cp, form.options);
+    const at::Tensor first = one(tokens), of_other = other(tokens), second = one(shorter),
+                     last = other(shorter);
+    for (const at::Tensor& loss : {first, last, second, of_other}) loss.backward();
+    for (const OwnAttention& model : {one, other})
+      for (size_t i = 0; i < 2; ++i) {
+        const at::Tensor gradient = model->parameters()[i].grad();
+        world().everyone()->all_reduce(gradient, dist::ReduceOp::Sum, {.phase = "test::gradient"}).wait();
+        EXPECT_LE(relative_error(gradient, single->parameters()[i].grad()), 1e-12) << form.name;
+      }
+  }
+}
+
 TEST(ContextParallelOwnModule, JoinsByTwoInterfaces) {
   const int64_t length = 4 * world().size();
   const at::Tensor tokens = at::randint(11, {2, length}, at::kLong);
@@ -461,6 +512,53 @@ TEST(ContextParallelRefuses, SequencesThatDontDivide) {
                                     " would do, as would this one without a load balancer")),
             std::string::npos)
       << message;
+}
+
+// The root was entered; what it gathered for the call must not be in the way of the next.
+TEST(ContextParallelRefuses, AndTakesTheNextCall) {
+  const int size = world().size();
+  const LlamaCase llama = few_rows(2, 6 * size);
+  const Batch batch = batch_of(llama, 10);
+  const Reference reference = run_on_one_rank(llama, batch, at::kDouble);
+  const train::Meshes meshes = meshes_of({1, size});
+  auto model = build_spread_llama(llama, at::kDouble, meshes, {});
+  const at::Tensor tokens = at::zeros({2, 5 * size}, at::TensorOptions(at::kLong).device(device()));
+  EXPECT_THROW(model->loss(tokens, tokens, 1), Error);
+  double worst = 0;
+  expect_equal(*model, run_spread(*model, batch, meshes), reference, at::kDouble, "after a refusal", worst);
+}
+
+TEST(ContextParallelRefuses, SequencesOfTwoLengths) {
+  const int size = world().size();
+  auto model = build_spread_llama(few_rows(2, 8 * size), at::kFloat, meshes_of({1, size}), {});
+  const at::TensorOptions options = at::TensorOptions(at::kLong).device(device());
+  const std::string message = message_of([&] {
+    model->loss(at::zeros({2, 4 * size}, options), at::zeros({2, 8 * size}, options), 1);
+  });
+  EXPECT_NE(message.find(titan::str("int64 tensors of [batch, ", 4 * size, "] and [batch, ", 8 * size, "]")),
+            std::string::npos)
+      << message;
+}
+
+TEST(ContextParallelRefuses, ToSpreadTwice) {
+  const DeviceMesh cp = meshes_of({1, world().size()}).cp;
+  const OwnAttention model;
+  context_parallel(model, cp);
+  const std::string message = message_of([&] { context_parallel(model, cp); });
+  EXPECT_NE(message.find("are spread over ranks already"), std::string::npos) << message;
+}
+
+// Blocks of the ring would leave tokens out.
+TEST(ContextParallelRefuses, ModulesThatChangeTheNumberOfTokens) {
+  const context::SequenceLayout layout(world().size(), ContextLoadBalancer::HeadTail);
+  context::ContextCore core(make_attention(layout, {}), "layers.0.attention");
+  const auto tokens = [](int64_t count) { return at::zeros({1, count, 2, 8}, options_of(at::kFloat)); };
+  const std::string odd = message_of([&] { core.attend(tokens(5), tokens(5), tokens(5)); });
+  EXPECT_NE(odd.find("module 'layers.0.attention' attends with 5 tokens of this rank, which holds 2 chunks"),
+            std::string::npos)
+      << odd;
+  const std::string two = message_of([&] { core.attend(tokens(4), tokens(6), tokens(6)); });
+  EXPECT_NE(two.find("got [1, 4, 2, 8], [1, 6, 2, 8], [1, 6, 2, 8]"), std::string::npos) << two;
 }
 
 TEST(ContextParallelRefuses, CallsWithoutTokens) {

@@ -13,46 +13,10 @@ namespace {
 
 using namespace testing;  // NOLINT: these are the test's own words
 
-class FsdpEngine : public ::testing::TestWithParam<at::ScalarType> {
- protected:
-  double tolerance() const { return GetParam() == at::kDouble ? 1e-12 : 1e-5; }
-};
+class FsdpEngine : public ::testing::TestWithParam<at::ScalarType> {};
 
 TEST_P(FsdpEngine, EqualsOneRankOverLayoutsPoliciesAndMicroBatches) {
-  const int size = testing::world().size(), rank = testing::world().rank();
-  const ToyOptions options{.freeze_first = true, .extra_unused = true};
-  const at::Tensor batch = input_rows(12, options.dim, GetParam());
-  Toy reference(options, GetParam());
-  loss_of(reference(batch)).backward();
-  for (const Layout& layout : layouts(size)) {
-    for (auto policy : {ReshardAfterForward{}, ReshardAfterForward::always(), ReshardAfterForward::never(),
-                        ReshardAfterForward::to_size(size == 4 && layout.shard == 4 ? 2 : 1)}) {
-      for (const bool reduce_every : {true, false}) {
-        for (const int micro_batches : {1, 3}) {
-          Toy model = sharded_toy(options, GetParam(),
-                                  {.mesh = mesh_of(layout),
-                                   .reshard_after_forward = policy,
-                                   .reduce_every_micro_batch = reduce_every});
-          const std::string what = str("replicate ", layout.replicate, " shard ", layout.shard, " policy ",
-                                       static_cast<int>(policy.kind), " reduce_every ", reduce_every,
-                                       " micro-batches ", micro_batches);
-          for (int step = 0; step < 3; ++step) {
-            for (const Parameter& parameter : parameters(model)) parameter.data.local.mutable_grad().reset();
-            double loss = 0;
-            for (int m = 0; m < micro_batches; ++m) {
-              set_last_micro_batch(model, m + 1 == micro_batches);
-              const at::Tensor part = my_rows(my_rows(batch, rank, size), m, micro_batches);
-              at::Tensor part_loss = loss_of(model(part));
-              part_loss.backward();
-              loss += part_loss.item<double>();
-            }
-            expect_equal_gradients(model, reference, tolerance(), what);
-          }
-          EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << what;
-        }
-      }
-    }
-  }
+  expect_one_ranks_gradients(sharded_toy, GetParam(), GetParam() == at::kDouble ? 1e-12 : 1e-5);
 }
 INSTANTIATE_TEST_SUITE_P(Dtypes, FsdpEngine, ::testing::Values(at::kFloat, at::kDouble));
 

@@ -38,46 +38,13 @@ void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::s
   }
 }
 
-void run_micro_batches(Toy& model, const at::Tensor& rows, int count) {
-  for (int m = 0; m < count; ++m) {
-    set_last_micro_batch(model, m + 1 == count);
-    loss_of(model(my_rows(rows, m, count))).backward();
-  }
-}
-
 class FsdpOffload : public ::testing::TestWithParam<at::ScalarType> {
  protected:
   double tolerance() const { return GetParam() == at::kDouble ? 1e-12 : 1e-5; }
 };
 
 TEST_P(FsdpOffload, EqualsOneRankOverLayoutsPoliciesAndMicroBatches) {
-  const int size = testing::world().size(), rank = testing::world().rank();
-  const ToyOptions options{.freeze_first = true, .extra_unused = true};
-  const at::Tensor batch = input_rows(12, options.dim, GetParam());
-  Toy reference(options, GetParam());
-  loss_of(reference(batch)).backward();
-  for (const Layout& layout : layouts(size)) {
-    for (auto policy : {ReshardAfterForward::always(), ReshardAfterForward::never(),
-                        ReshardAfterForward::to_size(size == 4 && layout.shard == 4 ? 2 : 1)}) {
-      for (const bool reduce_every : {true, false}) {
-        for (const int micro_batches : {1, 3}) {
-          Toy model = offloaded_toy(options, GetParam(),
-                                    {.mesh = mesh_of(layout),
-                                     .reshard_after_forward = policy,
-                                     .reduce_every_micro_batch = reduce_every});
-          const std::string what = str("replicate ", layout.replicate, " shard ", layout.shard, " policy ",
-                                       static_cast<int>(policy.kind), " reduce_every ", reduce_every,
-                                       " micro-batches ", micro_batches);
-          for (int step = 0; step < 3; ++step) {
-            forget_gradients(model);
-            run_micro_batches(model, my_rows(batch, rank, size), micro_batches);
-            expect_equal_gradients(model, reference, tolerance(), what);
-          }
-          EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << what;
-        }
-      }
-    }
-  }
+  expect_one_ranks_gradients(offloaded_toy, GetParam(), tolerance());
 }
 
 // Gradients that weren't set to none are added to, on the host.

@@ -83,4 +83,44 @@ inline void forget_gradients(const Toy& model) {
   for (const Parameter& parameter : parameters(model)) parameter.data.local.mutable_grad().reset();
 }
 
+inline void run_micro_batches(Toy& model, const at::Tensor& rows, int count) {
+  for (int m = 0; m < count; ++m) {
+    set_last_micro_batch(model, m + 1 == count);
+    loss_of(model(my_rows(rows, m, count))).backward();
+  }
+}
+
+/// Three steps of toys with a frozen and an unused parameter, in every layout, with every policy, way to
+/// reduce and number of micro-batches: each gradient against one rank's, and nothing is left gathered.
+/// `make(options, dtype, fsdp)` shards one.
+template <class Make>
+void expect_one_ranks_gradients(const Make& make, at::ScalarType dtype, double tolerance) {
+  using Policy = ReshardAfterForward;
+  const int size = world().size(), rank = world().rank();
+  const ToyOptions options{.freeze_first = true, .extra_unused = true};
+  const at::Tensor batch = input_rows(12, options.dim, dtype);
+  Toy reference(options, dtype);
+  loss_of(reference(batch)).backward();
+  const auto check = [&](const Layout& layout, const Policy& policy, bool reduce_every, int micro_batches) {
+    Toy model = make(options, dtype,
+                     FsdpOptions{.mesh = mesh_of(layout),
+                                 .reshard_after_forward = policy,
+                                 .reduce_every_micro_batch = reduce_every});
+    const std::string what =
+        str("replicate ", layout.replicate, " shard ", layout.shard, " policy ",
+            static_cast<int>(policy.kind), " reduce_every ", reduce_every, " micro-batches ", micro_batches);
+    for (int step = 0; step < 3; ++step) {
+      forget_gradients(model);
+      run_micro_batches(model, my_rows(batch, rank, size), micro_batches);
+      expect_equal_gradients(model, reference, tolerance, what);
+    }
+    EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << what;
+  };
+  for (const Layout& layout : layouts(size))
+    for (const Policy& policy : {Policy{}, Policy::always(), Policy::never(),
+                                 Policy::to_size(size == 4 && layout.shard == 4 ? 2 : 1)})
+      for (const bool reduce_every : {true, false})
+        for (const int micro_batches : {1, 3}) check(layout, policy, reduce_every, micro_batches);
+}
+
 }  // namespace titan::testing

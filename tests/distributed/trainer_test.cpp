@@ -146,21 +146,24 @@ Started start(const Job& job) {
   Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   auto model = build_model(meshes, job);
   auto list = titan::parameters(model->root());
+  auto loader = build_loader(job, meshes);
   std::map<std::string, at::Tensor> before;
   for (const Parameter& parameter : list) before[parameter.name] = parameter.data.local.detach().clone();
-  return {Trainer({.world = world(),
-                   .meshes = meshes,
-                   .device = at::kCPU,
-                   .model = std::move(model),
-                   .parameters = list,
-                   .optimizer = optim::Optimizer(list, {.lr = 0.1}),
-                   .schedule = optim::LrSchedule({.warmup_steps = 2}, job.options.steps),
-                   .loader = build_loader(job, meshes),
-                   .logger = build_logger(job),
-                   .window = MetricsWindow(at::kCPU, {}),
-                   .validator = {}},
-                  job.options),
-          list, std::move(before)};
+  return {
+      Trainer({.world = world(),
+               .meshes = meshes,
+               .device = at::kCPU,
+               .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size()),
+               .parameters = list,
+               .tied = {},
+               .optimizer = optim::Optimizer(list, {.lr = 0.1}),
+               .schedule = optim::LrSchedule({.warmup_steps = 2}, job.options.steps),
+               .loader = std::move(loader),
+               .logger = build_logger(job),
+               .window = MetricsWindow(at::kCPU, {}),
+               .validator = {}},
+              job.options),
+      list, std::move(before)};
 }
 
 std::string message_of_training(Trainer& trainer) {

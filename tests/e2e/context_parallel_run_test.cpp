@@ -64,6 +64,7 @@ Words small_run(const std::filesystem::path& folder) {
 struct Layout {
   const char* name;
   int batch_ranks;  // that read different rows
+  int ranks;
   Words words;
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
@@ -97,6 +98,10 @@ TEST_P(ContextParallelRun, LogsWhatTheSameRowsGiveWithoutIt) {
     EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
     EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
     EXPECT_EQ(steps[i].at("n_tokens_seen"), static_cast<int64_t>(4 * 48 * (i + 1))) << i;
+    const double tokens_of_a_rank = 4.0 * 48 / layout.ranks;
+    EXPECT_NEAR(steps[i].at("tps").get<double>() * steps[i].at("step_s").get<double>(), tokens_of_a_rank,
+                1e-3 * tokens_of_a_rank)
+        << i;
   }
   const Lines validated = read_lines(folder / "validation.jsonl"),
               wanted = read_lines(plain / "validation.jsonl");
@@ -108,17 +113,19 @@ TEST_P(ContextParallelRun, LogsWhatTheSameRowsGiveWithoutIt) {
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, ContextParallelRun,
-    ::testing::Values(
-        Layout{"Cp2", 1, cp("2", "2")},
-        Layout{"Cp2AllToAll", 1, cp("2", "2", {"--parallelism.context_parallel_rotate_method", "alltoall"})},
-        Layout{"Cp2AllGatherKv", 1,
-               cp("2", "2", {"--parallelism.context_parallel_attention", "allgather_kv"})},
-        Layout{"Cp3Unbalanced", 1, cp("3", "3", {"--parallelism.context_parallel_load_balancer", "None"})},
-        Layout{"Cp2Fsdp2", 2, cp("4", "2")},
-        Layout{"Cp2Ddp2", 2,
-               cp("4", "2",
-                  {"--parallelism.data_parallel_replicate_degree", "2",
-                   "--parallelism.data_parallel_shard_degree", "1"})}),
+    ::testing::Values(Layout{"Cp2", 1, 2, cp("2", "2")},
+                      Layout{"Cp2AllToAll", 1, 2,
+                             cp("2", "2", {"--parallelism.context_parallel_rotate_method", "alltoall"})},
+                      Layout{"Cp2Tp2", 1, 4, cp("4", "2", {"--parallelism.tensor_parallel_degree", "2"})},
+                      Layout{"Cp2AllGatherKv", 1, 2,
+                             cp("2", "2", {"--parallelism.context_parallel_attention", "allgather_kv"})},
+                      Layout{"Cp3Unbalanced", 1, 3,
+                             cp("3", "3", {"--parallelism.context_parallel_load_balancer", "None"})},
+                      Layout{"Cp2Fsdp2", 2, 4, cp("4", "2")},
+                      Layout{"Cp2Ddp2", 2, 4,
+                             cp("4", "2",
+                                {"--parallelism.data_parallel_replicate_degree", "2",
+                                 "--parallelism.data_parallel_shard_degree", "1"})}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // TorchTitan's weights and batches, for all 20 steps.
@@ -144,10 +151,16 @@ std::string refusal(const Words& words) {
 }
 
 TEST(ContextParallelRefusals, SayWhatWouldDo) {
-  EXPECT_THAT(refusal(cp("3", "3")),
-              HasSubstr("training.seq_len = 64: isn't a multiple of 2 x context_parallel_degree = 6"));
+  EXPECT_THAT(
+      refusal(cp("3", "3")),
+      HasSubstr(
+          "training.seq_len = 64: isn't a multiple of 2 x context_parallel_degree = 6; 60 or 66 would do"));
   EXPECT_THAT(refusal(cp("2", "2", {"--validation.enable", "--validation.seq_len", "30"})),
               HasSubstr("validation.seq_len = 30: isn't a multiple of 2 x context_parallel_degree = 4"));
+  EXPECT_THAT(refusal(cp("2", "2",
+                         {"--parallelism.context_parallel_rotate_method", "alltoall",
+                          "--parallelism.context_parallel_attention", "allgather_kv"})),
+              HasSubstr("is of the ring"));
   EXPECT_THAT(refusal(cp("2", "2", {"--parallelism.context_parallel_load_balancer", "ptrr"})),
               HasSubstr("flex attention"));
 }

@@ -50,18 +50,32 @@ INSTANTIATE_TEST_SUITE_P(Fixtures, Parity, ::testing::Values("mini", "mini8"),
 struct Layout {
   const char* name;
   Words words;
+  const char* fixture = "mini";
 };
+
+Words pipeline(const std::string& ranks, const std::string& schedule) {
+  return {"--nproc",
+          ranks,
+          "--parallelism.pipeline_parallel_degree",
+          ranks,
+          "--parallelism.pipeline_parallel_schedule",
+          schedule};
+}
 
 const Words kTwoByTwo = {
     "--nproc", "4", "--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "2"};
 
+const Words kPipelineAndData = {
+    "--nproc", "4", "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"};
+
 class Layouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(Layouts, GiveOneRanksLosses) {
-  auto one = train(fresh_folder("one"), replay("mini"));
-  auto other = train(fresh_folder("other"), replay("mini") + GetParam().words);
+  const std::string fixture = GetParam().fixture;
+  auto one = train(fresh_folder("one"), replay(fixture));
+  auto other = train(fresh_folder("other"), replay(fixture) + GetParam().words);
   expect_near(other, one, 5e-6);
-  expect_near(other, recorded("mini"), 1e-5);
+  expect_near(other, recorded(fixture), 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -96,7 +110,14 @@ INSTANTIATE_TEST_SUITE_P(
                              {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
                               "--parallelism.disable_loss_parallel"}},
                       Layout{"Tp2Fsdp2", kTwoByTwo},
-                      Layout{"Tp2Fsdp2Accumulation2", kTwoByTwo + Words{"--training.local_batch_size", "1"}}),
+                      Layout{"Tp2Fsdp2Accumulation2", kTwoByTwo + Words{"--training.local_batch_size", "1"}},
+                      Layout{"Pp2", pipeline("2", "1F1B")}, Layout{"Pp2Deep", pipeline("2", "1F1B"), "mini8"},
+                      Layout{"Pp2AccumulationOfGpipe",
+                             pipeline("2", "GPipe") + Words{"--training.local_batch_size", "2"}},
+                      Layout{"Pp4", pipeline("4", "1F1B"), "mini8"},
+                      Layout{"Pp4TwoStagesEach", pipeline("4", "Interleaved1F1B"), "mini8"},
+                      Layout{"Pp4ZeroBubble", pipeline("4", "ZBVZeroBubble"), "mini8"},
+                      Layout{"Pp2Fsdp2", kPipelineAndData}),
     [](const auto& info) { return std::string(info.param.name); });
 
 // ---- the file of the last step
@@ -129,11 +150,13 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
   return std::sqrt(difference / norm);
 }
 
-TEST(ModelFile, OfTensorAndDataParallelRanksIsOneRanks) {
+class ModelFile : public ::testing::TestWithParam<Layout> {};
+
+TEST_P(ModelFile, OfManyRanksIsOneRanks) {
   const auto one = fresh_folder("one"), spread = fresh_folder("spread");
   const auto file = std::filesystem::path("checkpoint/step-20/model.safetensors");
   train(one, replay("mini"));
-  train(spread, replay("mini") + kTwoByTwo);
+  train(spread, replay("mini") + GetParam().words);
   const auto expected = read_weights(one / file), found = read_weights(spread / file);
   ASSERT_EQ(found.size(), expected.size());
   EXPECT_EQ(found.size(), 21u);
@@ -147,13 +170,18 @@ TEST(ModelFile, OfTensorAndDataParallelRanksIsOneRanks) {
   const Words again = replay("mini") + Words{"--checkpoint.initial_load_path", (spread / file).string(),
                                              "--training.steps", "2"};
   const auto wanted = train(fresh_folder("again"), again);
-  for (const Layout& layout :
-       {Layout{"tp 2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
-        Layout{"fsdp 2", {"--nproc", "2", "--training.local_batch_size", "2"}}, Layout{"both", kTwoByTwo}}) {
+  for (const Layout& layout : {Layout{"tp 2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+                               Layout{"fsdp 2", {"--nproc", "2", "--training.local_batch_size", "2"}},
+                               Layout{"both", kTwoByTwo}, Layout{"pp 2", pipeline("2", "1F1B")}}) {
     SCOPED_TRACE(layout.name);
     expect_near(train(fresh_folder(layout.name), again + layout.words), wanted, 5e-6);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(All, ModelFile,
+                         ::testing::Values(Layout{"TensorAndData", kTwoByTwo},
+                                           Layout{"PipelineAndData", kPipelineAndData}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace titan::testing

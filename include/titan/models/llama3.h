@@ -14,6 +14,7 @@
 #include "titan/nn/containers.h"
 #include "titan/nn/embedding.h"
 #include "titan/nn/feed_forward.h"
+#include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear_cross_entropy.h"
 #include "titan/nn/rms_norm.h"
 #include "titan/nn/rotary_embedding.h"
@@ -76,20 +77,24 @@ class TransformerBlockImpl : public nn::Module {
 };
 TITAN_MODULE(TransformerBlock);
 
-class Llama3Impl : public nn::Module {
+/// A pipeline stage has a part of it (keep_layers): the modules that it hasn't are empty handles, its input
+/// is the hidden states [B, S, D] of the stage before where tok_embeddings isn't there, and its output where
+/// `output` isn't.
+class Llama3Impl : public nn::Module, public nn::LayerSequence {
  public:
   explicit Llama3Impl(const Llama3Args& args, const nn::Construct& construct = {});
 
   /// tokens: int64 [B, S]; logits: [B, S, V].
-  at::Tensor forward(const at::Tensor& tokens_BS);
+  at::Tensor forward(const at::Tensor& input);
   /// labels: int64 [B, S], -100 doesn't count. The sum of the token losses over `global_valid_tokens`: a
   /// scalar, at least fp32.
-  at::Tensor forward(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_valid_tokens);
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& labels_BS, int64_t global_valid_tokens);
 
   const Llama3Args& args() const { return args_; }
 
  private:
-  at::Tensor hidden_states(const at::Tensor& tokens_BS);
+  at::Tensor hidden_states(const at::Tensor& input);
+  void layers_dropped() override;
   Llama3Args args_;
 
  public:

@@ -2,6 +2,8 @@
 
 // Containers whose children are called through their holders, so that hooks run.
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <utility>
@@ -12,15 +14,44 @@
 
 namespace titan::nn {
 
-/// Modules of one type, in order; children are named "0", "1", ..., or as given (a pipeline stage keeps its
-/// layers' global numbers).
-template <class RefType>
-class ModuleListImpl : public Module {
+/// A container of layers whose elements can be taken out: a pipeline stage keeps some of them, under the
+/// names that they have in the whole model.
+class LayerList {
  public:
-  void push_back(RefType module) { insert(std::to_string(modules_.size()), std::move(module)); }
+  virtual ~LayerList() = default;
+  /// Of the elements, in call order.
+  const std::vector<std::string>& names() const { return names_; }
+  /// How many were erased in front of the first that is left.
+  int64_t first_number() const { return first_number_; }
+  virtual void erase(const std::string& name) = 0;
+
+ protected:
+  /// The name of the next element, where nobody gives one.
+  std::string next_name() const {
+    return std::to_string(first_number_ + static_cast<int64_t>(names_.size()));
+  }
+  void note_added(const std::string& name) { names_.push_back(name); }
+  /// Returns where the element stood. Throws Error when there is none.
+  ptrdiff_t note_erased(const std::string& name);
+
+ private:
+  std::vector<std::string> names_;
+  int64_t first_number_ = 0;
+};
+
+/// Modules of one type, in order; children are named "0", "1", ..., or as given.
+template <class RefType>
+class ModuleListImpl : public Module, public LayerList {
+ public:
+  void push_back(RefType module) { insert(next_name(), std::move(module)); }
   void insert(const std::string& name, RefType module) {
     register_module(name, module.ptr());
     modules_.push_back(std::move(module));
+    note_added(name);
+  }
+  void erase(const std::string& name) override {
+    modules_.erase(modules_.begin() + note_erased(name));
+    unregister_module(name);
   }
   std::vector<RefType>& modules() { return modules_; }
 
@@ -39,6 +70,8 @@ class ModuleList : public torch::nn::ModuleHolder<ModuleListImpl<RefType>> {
   void insert(const std::string& name, RefType module) const { this->ptr()->insert(name, std::move(module)); }
   size_t size() const { return all().size(); }
   bool empty() const { return all().empty(); }
+  /// Of a pipeline stage's part: the position of its first element in the whole model.
+  int64_t first_number() const { return this->ptr()->first_number(); }
   RefType& operator[](size_t i) const { return all().at(i); }
   auto begin() const { return all().begin(); }
   auto end() const { return all().end(); }
@@ -48,7 +81,7 @@ class ModuleList : public torch::nn::ModuleHolder<ModuleListImpl<RefType>> {
 };
 
 /// Modules from one tensor to one tensor, called one after the other; children are named "0", "1", ....
-class SequentialImpl : public Module {
+class SequentialImpl : public Module, public LayerList {
  public:
   template <class... Refs>
   explicit SequentialImpl(Refs... modules) {
@@ -56,9 +89,12 @@ class SequentialImpl : public Module {
   }
   template <class RefType>
   void push_back(RefType module) {
-    register_module(std::to_string(calls_.size()), module.ptr());
+    const std::string name = next_name();
+    register_module(name, module.ptr());
     calls_.push_back([module = std::move(module)](const at::Tensor& x) { return module(x); });
+    note_added(name);
   }
+  void erase(const std::string& name) override;
   at::Tensor forward(const at::Tensor& x);
 
  private:

@@ -3,8 +3,10 @@
 // The three products of a linear layer behind one interface, and the sink that takes the weight's gradient.
 // Float8, asynchronous tensor parallelism and fused epilogues are implementations outside nn.
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -42,6 +44,12 @@ struct WeightGrad {
   void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
 };
 
+/// A gradient that isn't a product and is costly all the same (an embedding's): computed when it is due.
+struct DueGradient {
+  std::function<at::Tensor()> compute;
+  std::vector<at::Tensor> reads;  ///< what `compute` holds, for who counts memory
+};
+
 /// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an
 /// fp32 buffer that it owns), or keeps the WeightGrad for later (zero-bubble schedules). Without a sink the
 /// gradient goes the way of autograd.
@@ -52,6 +60,8 @@ class GradSink {
   /// A gradient that is computed already (the loss head's accumulated buffer): adds scale * grad. `scale` is
   /// a scalar tensor on the gradient's device, so that the host needn't know it; undefined: 1.
   virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
+  /// The default computes it at once.
+  virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }
 };
 
 }  // namespace titan::ops

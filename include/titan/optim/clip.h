@@ -21,14 +21,18 @@ struct GradNorm {
 /// 1e-6)), as torch.nn.utils.clip_grad_norm_. Squares are summed in double, each element of a sharded
 /// gradient once and those of a replicated one once, with one small exchange for all parameters of a mesh.
 /// The result doesn't depend on the number of threads. Parameters without gradient count as zero. An infinite
-/// `max_norm` only measures; nor is anything changed when the norm isn't finite. Blocking; collective over
-/// the parameters' meshes. Throws Error for a Partial parameter.
+/// `max_norm` only measures; nor is anything changed when the norm isn't finite. `pipeline`: ranks that hold
+/// other stages' parameters, whose gradients count too. Blocking; collective over the parameters' meshes and
+/// `pipeline`. Throws Error for a Partial parameter.
 GradNorm clip_grad_norm(const std::vector<Parameter>& parameters,
-                        double max_norm = std::numeric_limits<double>::infinity());
+                        double max_norm = std::numeric_limits<double>::infinity(),
+                        const DeviceMesh& pipeline = {});
 
 /// A norm that the host hasn't read.
 struct LaunchedGradNorm {
-  at::Tensor squares;      ///< double [n], on the gradients' device: each rank's own sum of squares
+  at::Tensor squares;      ///< double [n], on the gradients' device: each rank's own sum of squares, and in
+                           ///< a pipeline then each stage's, those of `ranks` from first_summed on
+  size_t first_summed = 0;
   std::vector<int> ranks;  ///< n world ranks: whose
   at::Tensor norm;         ///< double scalar on the device
   /// What clip_grad_norm() returns, but for the factor: from `squares` as they came to the host.
@@ -38,6 +42,6 @@ struct LaunchedGradNorm {
 /// clip_grad_norm() that only queues its work on `device`, so that the host can run ahead of a GPU. Gradients
 /// are multiplied on the device, by 1 where the norm isn't finite.
 LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
-                                       at::Device device);
+                                       at::Device device, const DeviceMesh& pipeline = {});
 
 }  // namespace titan::optim

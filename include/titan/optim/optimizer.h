@@ -25,8 +25,10 @@ class Optimizer {
  public:
   /// Takes those of `parameters` that require gradients (the others are frozen), which must be materialized;
   /// state is made at its first use. Throws ConfigError for groups that don't parse or match no
-  /// parameter, and Error for a compute parameter of fully_shard (its shard is what can be stepped).
-  Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings);
+  /// parameter, neither here nor of `elsewhere` (names of other pipeline ranks' parameters), and Error for a
+  /// compute parameter of fully_shard (its shard is what can be stepped).
+  Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
+            const std::vector<std::string>& elsewhere = {});
   ~Optimizer();
   Optimizer(Optimizer&&) noexcept;
   Optimizer& operator=(Optimizer&&) noexcept;

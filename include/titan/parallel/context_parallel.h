@@ -42,7 +42,9 @@ struct ContextParallelOptions {
 /// Spreads the sequences that `root` is called with over `axis` (a mesh of one axis; of size 1 nothing
 /// changes). From now on
 /// - a call of `root` takes whole sequences, the same on all ranks of the axis: its int64 arguments [B, S]
-///   (tokens, labels, positions) are cut down to this rank's tokens. Throws Error when S doesn't divide;
+///   (tokens, labels; positions as [B, S] or [1, S]) are cut down to this rank's tokens, all others are left
+///   as they are. Throws Error when S doesn't divide, or differs from one argument to the next;
+/// - a pipeline stage's hidden states (nn/layer_sequence.h) are of this rank's tokens, and aren't cut;
 /// - modules below it see S / ranks tokens, and what `root` returns is of this rank's tokens: a loss is this
 ///   rank's share of the sum, gradients of parameters are this rank's summands (fully_shard's mesh includes
 ///   the axis, and sums them);
@@ -50,8 +52,9 @@ struct ContextParallelOptions {
 ///   token's position in the whole sequence where the caller gives none.
 ///
 /// Sequences of different calls may differ in length. All ranks of the axis make the same calls, forward and
-/// backward. Goes with parallelize (the heads are then a rank's own), fully_shard and checkpoint_activations,
-/// in any order. Throws Error when nothing below `root` attends.
+/// backward. Modules neither add tokens nor drop any before they attend. Goes with parallelize (the heads are
+/// then a rank's own; it comes first where its plan converts the inputs of `root` itself), fully_shard and
+/// checkpoint_activations. Throws Error when nothing below `root` attends, or for a second call.
 void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis,
                       const ContextParallelOptions& options = {});
 

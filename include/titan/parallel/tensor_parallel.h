@@ -96,6 +96,9 @@ using TensorPlan = std::vector<PlanEntry>;
 /// shards the parts; deferred parameters stay deferred. Parameters outside the plan stay whole on all ranks
 /// and must get whole gradients.
 ///
+/// The plan of a pipeline stage is that of the whole model (nn/layer_sequence.h): entries for modules of other
+/// stages do nothing.
+///
 /// Throws ConfigError naming all entries that match no module, meet one that can't be called through nn::Ref,
 /// or need a slot that is taken, and conversions that don't exist (Replicate -> Invariant, Invariant ->
 /// Partial, ...).

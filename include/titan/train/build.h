@@ -18,8 +18,10 @@ dist::World build_world(const JobConfig& config);
 Meshes build_job_meshes(const JobConfig& config, const dist::World& world);
 
 /// The model on `device`, spread out, with its initial weights; on the meta device with their sizes alone.
-/// Collective over the meshes.
-std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device);
+/// `stage_modules`: of a pipeline stage, which then is all that is built; empty: the whole model. Collective
+/// over the meshes, but for meshes.pp.
+std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device,
+                                            const std::vector<std::string>& stage_modules = {});
 
 /// The model, spread out, with its weights; data; optimizer; logs. Collective over the world. Writes the
 /// resolved config to {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "titan/dist/world.h"
 #include "titan/train/job_config.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
+#include "titan/train/pipeline_stages.h"
 
 namespace titan::train {
 
@@ -20,26 +22,36 @@ class DryRun {
   DryRun(const JobConfig& config, int world_size, int rank = 0);
 
   const Meshes& meshes() const { return meshes_; }
-  TrainableModel& model() { return *model_; }
+  const StagePlan& plan() const { return plan_; }
+  /// Which of the plan's stages this rank has; without a pipeline stage 0, the whole model.
+  const std::vector<int>& stages() const { return stages_; }
+  /// What was built for each of them.
+  const std::vector<std::unique_ptr<TrainableModel>>& models() const { return models_; }
   /// Micro-batches of an optimizer step, on this rank.
   int64_t num_micro_batches() const;
-  /// Forward and backward of one of them.
+  int64_t micro_batch_rows() const;
+  /// Forward and backward of one of them through each of the stages.
   void run_micro_batch();
 
  private:
+  void run_stage(size_t i, const at::Tensor& input);
+
   const JobConfig& config_;
   dist::World world_;
   Meshes meshes_;
-  std::unique_ptr<TrainableModel> model_;
+  StagePlan plan_;
+  std::vector<int> stages_;
+  std::vector<std::unique_ptr<TrainableModel>> models_;
+  std::vector<TensorType> boundaries_;  // what enters each stage
 };
 
 /// The ranks that the degrees come to; data_parallel_shard_degree = -1 counts as 1.
 int smallest_world(const ParallelismSettings& settings);
 
-/// What tensor parallelism does to each module in one optimizer step, as a table: style, placement of the
-/// weights, layouts of the activations, collectives, and the bytes that rank 0 receives in them ("?" where
-/// the model uses an operation that LibTorch can't run on meta tensors). Layers whose rows are equal share
-/// one.
+/// The stages of a pipeline: their ranks, modules and parameters; and what tensor parallelism does to each
+/// module of rank 0 in one optimizer step, as a table: style, placement of the weights, layouts of the
+/// activations, collectives, and the bytes that rank 0 receives in them ("?" where the model uses an
+/// operation that LibTorch can't run on meta tensors). Layers whose rows are equal share one.
 std::string plan_table(const JobConfig& config, int world_size);
 
 }  // namespace titan::train

@@ -35,16 +35,23 @@ namespace titan::train {
 
 struct Meshes;
 
-/// A model as the trainer runs it.
+/// A model as the trainer runs it, or a pipeline stage of one. A family whose root module is an
+/// nn::LayerSequence and whose model has hidden() can be cut into stages.
 class TrainableModel {
  public:
   virtual ~TrainableModel() = default;
   virtual nn::AnyRef root() = 0;
   /// The sum of the token losses of this micro-batch over `global_valid_tokens`, a scalar in at least
-  /// float32, ready for backward(). tokens_BS, labels_BS: int64 [batch, sequence] on the model's device; a
+  /// float32, ready for backward(). input: tokens, int64 [batch, sequence] on the model's device, or, at the
+  /// last of several stages, what hidden() of the one before gave; labels_BS: int64 [batch, sequence]; a
   /// label of -100 doesn't count.
-  virtual at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+  virtual at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
                           int64_t global_valid_tokens) = 0;
+  /// Of a pipeline stage that isn't the last: what the next one gets, of any shape and floating dtype, for
+  /// tokens at the first stage and else for what hidden() of the stage before gave. It is this rank's part of
+  /// it: of its tokens (context parallel), and with sequence parallelism of its part of these. Throws Error
+  /// where the model can't be a stage, as it does here.
+  virtual at::Tensor hidden(const at::Tensor& input);
 };
 
 /// What the checks between model, data and parallelism ask for.
@@ -59,14 +66,17 @@ struct ModelSizes {
 struct BuildOptions {
   nn::Construct construct;
   int64_t seq_len = 0;  ///< of the training data: tables by position are this long
+  /// What a pipeline stage keeps, under its names in the whole model, as nn::LayerSequence::keep_layers;
+  /// empty: all. ModelSpec::build sees to it: a family's own `build` makes the whole model, deferred.
+  std::vector<std::string> stage_modules = {};
 };
 
 /// How the built model is to be spread out.
 struct ParallelPlan {
   const Meshes& meshes;
-  FsdpOptions fsdp;                     ///< mesh, dtypes and policies are filled in from the settings
-  TensorParallelOptions tensor = {};    ///< for a plan over meshes.tp
-  ContextParallelOptions context = {};  ///< for context_parallel over meshes.cp
+  FsdpOptions fsdp;                       ///< mesh, dtypes and policies are filled in from the settings
+  TensorParallelOptions tensor = {};      ///< for a plan over meshes.tp
+  ContextParallelOptions context = {};    ///< for context_parallel over meshes.cp
   ActivationCheckpoint activations = {};  ///< for apply_activation_checkpoint
 };
 
@@ -84,6 +94,7 @@ class ModelSpec {
   virtual double flops_per_token(const void* args, int64_t seq_len) const = 0;
   /// Adds what is wrong with the arguments to `problems`.
   virtual void check(const void* args, std::vector<std::string>& problems) const = 0;
+  /// The model, or the stage of it that options.stage_modules names.
   virtual std::unique_ptr<TrainableModel> build(const void* args, const BuildOptions& options) const = 0;
   virtual void parallelize(TrainableModel& model, const ParallelPlan& plan) const = 0;
 };
@@ -103,6 +114,9 @@ Registry<std::shared_ptr<const ModelSpec>>& model_specs();
 
 template <class Args>
 void register_model(const std::string& name, ModelFamily<Args> family);
+
+/// Cuts a model down to its stage. Throws ConfigError where its root doesn't name its layers.
+void keep_stage_modules(TrainableModel& model, const std::vector<std::string>& names);
 
 /// Spreads a built model out, as a family's `parallelize`, but without knowing the family: what it needs of
 /// the model it finds through root().

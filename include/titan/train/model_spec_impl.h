@@ -40,7 +40,9 @@ class ModelFamilySpec final : public ModelSpec {
   }
 
   std::unique_ptr<TrainableModel> build(const void* args, const BuildOptions& options) const override {
-    return family_.build(cast(args), options);
+    auto model = family_.build(cast(args), options);
+    if (!options.stage_modules.empty()) keep_stage_modules(*model, options.stage_modules);
+    return model;
   }
 
   void parallelize(TrainableModel& model, const ParallelPlan& plan) const override {

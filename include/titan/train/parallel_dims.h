@@ -36,6 +36,17 @@ struct ParallelismSettings {
   std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
   std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
   std::string context_parallel_attention = "ring";           ///< or "allgather_kv"
+
+  int64_t pipeline_parallel_degree = 1;                ///< ranks, which may have several stages each
+  std::string pipeline_parallel_schedule = "1F1B";     ///< in any case; see pipeline_generators.h
+  std::string pipeline_parallel_schedule_csv;          ///< a file, in place of what the schedule's name makes
+  int64_t pipeline_parallel_microbatch_size = 1;       ///< sequences; a divisor of the local batch size
+  std::string pipeline_parallel_split = "torchtitan";  ///< or "balanced": by what each module costs
+  std::optional<int64_t> pipeline_parallel_layers_per_stage;  ///< unset: as few stages as the schedule takes
+  int64_t pipeline_parallel_first_stage_less_layers = 1;      ///< what the embedding counts for
+  int64_t pipeline_parallel_last_stage_less_layers = 1;       ///< and the head
+  std::optional<std::vector<config::StringList>>
+      module_fqns_per_model_part;  ///< of each stage; unset: by the split
 };
 
 void describe(config::Table<ParallelismSettings>& table);
@@ -71,7 +82,7 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
                                    std::vector<std::string>& problems);
 
-/// What tensor, context and pipeline parallelism ask of sequence length and model; adds what is wrong to
+/// What tensor and context parallelism ask of sequence length and model; adds what is wrong to
 /// `problems`.
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<KeyedProblem>& problems);
@@ -80,9 +91,11 @@ void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64
 /// uses.
 struct Meshes {
   DeviceMesh world;
+  DeviceMesh pp;     ///< pipeline parallel, one axis
+  DeviceMesh stage;  ///< ranks that have the same stages: all but pp, one axis
   DeviceMesh fsdp;   ///< what parameters are sharded over: (dp_replicate,) dp_shard x cp, the latter one axis
   DeviceMesh batch;  ///< ranks that read different rows: dp_replicate x dp_shard, one axis
-  DeviceMesh loss;   ///< ranks that compute different tokens: dp_replicate x dp_shard x cp, one axis
+  DeviceMesh loss;   ///< ranks whose losses add up: pp x dp_replicate x dp_shard x cp, one axis
   DeviceMesh cp;     ///< context parallel, one axis
   DeviceMesh tp;     ///< tensor parallel, one axis
 

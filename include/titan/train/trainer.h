@@ -19,6 +19,7 @@
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/step_runner.h"
+#include "titan/train/tied_gradients.h"
 #include "titan/train/validation.h"
 
 namespace titan::train {
@@ -29,13 +30,33 @@ struct Validator {
   data::DataLoader loader;
 };
 
+/// A schedule, and what enters each of its stages for one micro-batch (nothing where there is one stage).
+struct ScheduleParts {
+  pipeline::Schedule schedule;
+  std::vector<TensorType> boundaries;
+};
+
+/// What of the model this rank runs, and in which order.
+struct StageParts {
+  std::vector<std::unique_ptr<TrainableModel>> models;
+  std::vector<Stage> stages;  ///< the models with their places in the pipeline
+  ScheduleParts step;
+  int64_t micro_batch_rows = 0;             ///< of the loader's batches, cut for `step`
+  std::optional<ScheduleParts> validation;  ///< forward only
+};
+
+/// Without a pipeline: steps of `num_batches` batches of `rows` sequences.
+StageParts whole_model(std::unique_ptr<TrainableModel> model, int64_t num_batches, int64_t rows,
+                       bool validates = false);
+
 /// What a trainer works with, made by the build_* functions.
 struct TrainerParts {
   dist::World world;
   Meshes meshes;
   at::Device device;
-  std::unique_ptr<TrainableModel> model;
-  std::vector<Parameter> parameters;
+  StageParts stages;
+  std::vector<Parameter> parameters;  ///< of all stages here
+  TiedGradients tied;                 ///< what these share with other stages
   optim::Optimizer optimizer;
   optim::LrSchedule schedule;
   data::DataLoader loader;
@@ -98,7 +119,8 @@ class Trainer {
   TrainerParts parts_;
   TrainerOptions options_;
   StepRunner runner_;
-  Schedule step_schedule_;
+  StepPlan step_plan_;
+  std::optional<StepPlan> validation_plan_;
   std::unique_ptr<LateValues> launched_;
   int64_t step_ = 0;  // of the step in progress, from 1
 };

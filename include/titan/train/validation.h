@@ -44,9 +44,10 @@ struct ValidationResult {
 };
 
 /// Runs at most `max_batches` (-1: all) batches forward in evaluation mode without gradients, then returns to
-/// training mode. Collective over meshes.batch and meshes.loss. Throws ConfigError when the set holds no
-/// valid token.
-ValidationResult validate(TrainableModel& model, at::Device device, const Meshes& meshes,
+/// training mode. `plan`: of a forward schedule, whose number of micro-batches divides a batch's rows.
+/// Collective over the runner's pipeline, meshes.batch and meshes.loss. Throws ConfigError when the set holds
+/// no valid token.
+ValidationResult validate(StepRunner& runner, const StepPlan& plan, const Meshes& meshes,
                           const ValidationBatches& batches, int64_t max_batches);
 
 }  // namespace titan::train

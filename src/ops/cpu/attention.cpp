@@ -3,10 +3,9 @@
 
 #include <torch/library.h>
 
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 
+#include "ops/attention_kernels.h"
 #include "ops/attention_parts.h"
 #include "ops/cpu/attention_kernel.h"
 #include "ops/cpu_features.h"
@@ -28,7 +27,7 @@ void dispatch_own(const at::Tensor& q, Kernel&& kernel) {
   kernel(static_cast<c10::BFloat16*>(nullptr));
 }
 
-// LibTorch's kernels want the heads before the sequence, in any strides.
+// LibTorch's kernels want the heads before the sequence.
 at::Tensor heads_first(const at::Tensor& x_BSHD) { return x_BSHD.transpose(1, 2); }
 
 /// Itself where the features of a head are adjacent.
@@ -37,10 +36,9 @@ at::Tensor with_adjacent_features(const at::Tensor& x) { return x.stride(-1) == 
 std::tuple<at::Tensor, at::Tensor> causal_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                                                         const at::Tensor& v) {
   if (!have_own_kernel(q)) {
-    auto [out, log_sum_exp] =
-        at::_scaled_dot_product_flash_attention_for_cpu(heads_first(q), heads_first(k), heads_first(v),
-                                                        /*dropout_p=*/0.0, /*is_causal=*/true);
-    return {heads_first(out), log_sum_exp};
+    const KernelResult result =
+        run_attention_kernel(heads_first(q), heads_first(k), heads_first(v), /*causal=*/true);
+    return {heads_first(result.out), result.log_sum_exp};
   }
   const at::Tensor out = at::empty(q.sizes(), q.options());
   const at::Tensor log_sum_exp = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
@@ -55,11 +53,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_cpu(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& out, const at::Tensor& log_sum_exp) {
   if (!have_own_kernel(q)) {
-    auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        heads_first(grad), heads_first(q), heads_first(k), heads_first(v), heads_first(out), log_sum_exp,
-        /*dropout_p=*/0.0,
-        /*is_causal=*/true);
-    return {heads_first(grad_q), heads_first(grad_k), heads_first(grad_v)};
+    const KernelGradients grads =
+        run_attention_kernel_backward(heads_first(grad), heads_first(q), heads_first(k), heads_first(v),
+                                      heads_first(out), log_sum_exp, /*causal=*/true);
+    return {heads_first(grads.q), heads_first(grads.k), heads_first(grads.v)};
   }
   const cpu::AttentionGradTensors grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                         at::empty(v.sizes(), v.options())};

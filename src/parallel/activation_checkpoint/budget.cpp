@@ -23,9 +23,7 @@ bool StorageBytes::has(const at::Tensor& tensor) const {
 
 LayerProbe::LayerProbe(std::shared_ptr<ProductChoice> products,
                        std::shared_ptr<const ParameterStorages> parameters, const nn::TensorList& inputs)
-    : products_(std::move(products)),
-      parameters_(std::move(parameters)),
-      device_(inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {
+    : products_(std::move(products)), parameters_(std::move(parameters)), device_(compute_device(inputs)) {
   for (const at::Tensor& input : inputs) inputs_.add(input);
 }
 
@@ -85,10 +83,15 @@ void BudgetPlan::measure(size_t layer, std::shared_ptr<LayerProbe> probe) {
   probes_[layer] = std::move(probe);
 }
 
-void BudgetPlan::decide() {
-  const bool complete =
+// On all ranks, as they go on to agree: a backward may have left a layer out on one of them.
+bool BudgetPlan::all_measured() const {
+  const bool here =
       std::all_of(probes_.begin(), probes_.end(), [](const auto& probe) { return probe && probe->costs(); });
-  if (!complete) return;
+  return budget_.group ? budget_.group->max(here ? 0.0 : 1.0, {"activations::budget"}) == 0 : here;
+}
+
+void BudgetPlan::decide() {
+  if (!all_measured()) return;
   std::vector<LayerCosts> layers;
   for (const auto& probe : probes_) layers.push_back(*probe->costs());
   agree(layers);

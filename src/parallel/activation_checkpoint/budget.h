@@ -68,7 +68,9 @@ class LayerProbe final : public FrameObserver, private ops::SavedOutputs {
   std::optional<double> recompute_s_;
 };
 
-/// The layers' measurements, then their levels.
+/// The layers' measurements, then their levels. Several forwards may be under way before the first backward:
+/// a layer's newest counts, so the choice is made when the first layer's forward finds that one's backward
+/// over.
 class BudgetPlan {
  public:
   BudgetPlan(MemoryBudget budget, size_t num_layers) : budget_(std::move(budget)), probes_(num_layers) {}
@@ -79,6 +81,7 @@ class BudgetPlan {
   void measure(size_t layer, std::shared_ptr<LayerProbe> probe);
 
  private:
+  bool all_measured() const;
   void agree(std::vector<LayerCosts>& layers) const;
   void decide();
 

@@ -118,9 +118,11 @@ void equalize_times(std::vector<LayerCosts>& layers) {
 
 std::vector<Level> choose_levels(const std::vector<LayerCosts>& layers, double budget_bytes) {
   const double least = total_bytes(layers, Level::Full);
-  TITAN_CHECK(budget_bytes >= least, "a memory budget of ", budget_bytes / kMiB,
-              " MiB for activations is less than the ", least / kMiB,
-              " MiB that recomputing all layers in full keeps");
+  TITAN_CHECK(
+      budget_bytes >= least, "a memory budget of ", budget_bytes / kMiB,
+      " MiB for activations is less than the ", least / kMiB,
+      " MiB that the inputs of all layers take, which full recomputation keeps: give it more, or take "
+      "smaller micro-batches");
   if (total_bytes(layers, Level::None) <= budget_bytes) return std::vector<Level>(layers.size(), Level::None);
   std::vector<Level> levels = solve(layers, std::max(budget_bytes - least, 1.0));
   keep_in_last_layers(layers, levels);

@@ -49,20 +49,26 @@ bool ProductChoice::keeps(const at::Tensor& weight) {
 
 ops::SavedOutputs::Action KeptOutputs::next(ops::KeptKind kind, const at::Tensor& weight) {
   if (kind == ops::KeptKind::Product && !products_->keeps(weight)) return Action::Compute;
+  asking_ = {kind, weight.unsafeGetTensorImpl()};
   if (!handing_back_) return Action::Keep;
-  return next_ < kept_.size() ? Action::HandBack : Action::Compute;
+  if (next_ == kept_.size()) return Action::Compute;
+  TITAN_CHECK(kept_[next_].source == asking_, "recomputing '", module_,
+              "' came to its products and attentions in another order than the forward: a checkpointed "
+              "module has to take the same path twice");
+  return Action::HandBack;
 }
 
 void KeptOutputs::keep(const at::Tensor& output) {
-  kept_.push_back({without_graph(output), output._version(), num_saved_});
+  kept_.push_back({asking_, without_graph(output), output._version(), num_saved_});
 }
 
 at::Tensor KeptOutputs::hand_back() {
   TITAN_INTERNAL_ASSERT(next_ < kept_.size(), "kept output ", next_, " of ", kept_.size());
   const Kept& kept = kept_[next_++];
   TITAN_CHECK(kept.output._version() == kept.version,
-              "a result that selective checkpointing keeps for the backward, of shape ", kept.output.sizes(),
-              ", was written to after the operation returned it");
+              "a result that selective checkpointing keeps for the backward of '", module_, "', of shape ",
+              kept.output.sizes(),
+              ", was written to after the operation returned it: use an operation that isn't in place");
   return without_graph(kept.output);
 }
 

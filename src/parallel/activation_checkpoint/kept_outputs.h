@@ -37,9 +37,10 @@ class ProductChoice {
 /// What one forward of a layer kept.
 class KeptOutputs final : public ops::SavedOutputs {
  public:
-  /// `num_saved`: of tensors that autograd has saved in this forward so far; outlives this.
-  KeptOutputs(std::shared_ptr<ProductChoice> products, const size_t& num_saved)
-      : products_(std::move(products)), num_saved_(num_saved) {}
+  /// `module`: its name. `num_saved`: of tensors that autograd has saved in this forward so far. Both outlive
+  /// this.
+  KeptOutputs(std::shared_ptr<ProductChoice> products, const std::string& module, const size_t& num_saved)
+      : products_(std::move(products)), module_(module), num_saved_(num_saved) {}
 
   Action next(ops::KeptKind kind, const at::Tensor& weight) override;
   void keep(const at::Tensor& output) override;
@@ -48,17 +49,29 @@ class KeptOutputs final : public ops::SavedOutputs {
   /// The forward is over, and the recompute will stop at its last saved tensor: what was kept behind that one
   /// would never be asked for.
   void drop_unreachable();
+  /// Around a recompute. One may run in the middle of the forward, for a backward that the module holds:
+  /// after it, the forward's results are kept again.
   void start_handing_back();
+  void stop_handing_back() { handing_back_ = false; }
 
  private:
+  /// Which operation a result is of.
+  struct Source {
+    ops::KeptKind kind;
+    const c10::TensorImpl* weight;
+    friend bool operator==(const Source&, const Source&) = default;
+  };
   struct Kept {
+    Source source;
     at::Tensor output;
     uint32_t version;
     size_t num_saved;  // before it was computed
   };
   std::shared_ptr<ProductChoice> products_;
+  const std::string& module_;
   const size_t& num_saved_;
   std::vector<Kept> kept_;
+  Source asking_{};
   size_t next_ = 0;
   bool handing_back_ = false;
 };

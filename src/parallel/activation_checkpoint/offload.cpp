@@ -2,6 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "titan/core/error.h"
 
 namespace titan::activations {
 
@@ -19,6 +22,8 @@ class OffloadHooks final : public SavedVariableHooks {
   explicit OffloadHooks(std::shared_ptr<OffloadFrame> frame) : frame_(std::move(frame)) {}
 
   void call_pack_hook(const at::Tensor& tensor) override {
+    counter_ = torch::autograd::impl::version_counter(tensor);
+    version_ = counter_.current_version();
     storage_ = frame_->storage_of(tensor);
     if (!storage_) {
       stayed_ = without_graph(tensor);
@@ -31,6 +36,8 @@ class OffloadHooks final : public SavedVariableHooks {
   }
 
   at::Tensor call_unpack_hook() override {
+    TITAN_CHECK(counter_.current_version() == version_, "a tensor that '", frame_->module(),
+                "' saves for its backward was written to after that: use an operation that isn't in place");
     frame_->begin_backward();
     if (!storage_) return stayed_;
     return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies());
@@ -40,6 +47,9 @@ class OffloadHooks final : public SavedVariableHooks {
   std::shared_ptr<OffloadFrame> frame_;
   std::shared_ptr<OffloadedStorage> storage_;
   at::Tensor stayed_;
+  // Of the tensor, which may be gone. LibTorch leaves the check to the hooks.
+  c10::VariableVersion counter_;
+  uint32_t version_ = 0;
   at::DimVector sizes_, strides_;
   int64_t offset_ = 0;
   at::ScalarType dtype_ = at::kByte;
@@ -54,6 +64,16 @@ OffloadedStorage::OffloadedStorage(const at::Tensor& tensor, const dist::Stream&
   const dist::StreamGuard on_copies(copies);
   host_.copy_(device_, /*non_blocking=*/true);
   copied_.record(copies);
+}
+
+OffloadedStorage::~OffloadedStorage() {
+  if (!device_.defined()) return;
+  try {
+    const dist::Stream computing = dist::Stream::current(where_);
+    computing.wait(copied_);
+    computing.wait(fetched_);
+  } catch (const std::exception&) {  // of a device that has failed: the next call there says so
+  }
 }
 
 void OffloadedStorage::release_device() {
@@ -89,10 +109,11 @@ void Offloader::finished(std::shared_ptr<OffloadFrame> frame) {
   newest_ = frame;
 }
 
-OffloadFrame::OffloadFrame(std::shared_ptr<Offloader> offloader,
+OffloadFrame::OffloadFrame(std::shared_ptr<Offloader> offloader, std::string module,
                            std::shared_ptr<const ParameterStorages> parameters,
                            std::weak_ptr<OffloadFrame> before, bool stays)
     : offloader_(std::move(offloader)),
+      module_(std::move(module)),
       parameters_(std::move(parameters)),
       before_(std::move(before)),
       stays_(stays) {}
@@ -145,7 +166,7 @@ nn::TensorList OffloadHook::call(nn::HookHost& host, const nn::TensorList& input
   if (!at::GradMode::is_enabled()) return run(inputs);
   if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
   const auto before = is_first_ ? std::weak_ptr<OffloadFrame>() : offloader_->newest();
-  const auto frame = std::make_shared<OffloadFrame>(offloader_, parameters_, before, stays_);
+  const auto frame = std::make_shared<OffloadFrame>(offloader_, host.fqn(), parameters_, before, stays_);
   nn::TensorList outputs;
   {
     const HooksScope saving(frame.get());

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -27,6 +28,9 @@ namespace titan::activations {
 class OffloadedStorage {
  public:
   OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, bool page_locked);
+  OffloadedStorage(const OffloadedStorage&) = delete;
+  /// A copy that nobody waited for may be under way: the device memory isn't handed out again before its end.
+  ~OffloadedStorage();
   /// The copy to the host is over for later work of the computation's stream: the device memory goes.
   void release_device();
   /// False when the tensor is on the device, or on its way.
@@ -79,9 +83,11 @@ class Offloader {
 /// One forward of one layer.
 class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_from_this<OffloadFrame> {
  public:
-  /// `before`: the layer whose backward comes next. `stays`: all of this one's tensors stay on the device.
-  OffloadFrame(std::shared_ptr<Offloader> offloader, std::shared_ptr<const ParameterStorages> parameters,
-               std::weak_ptr<OffloadFrame> before, bool stays);
+  /// `module`: its name. `before`: the layer whose backward comes next. `stays`: all of this one's tensors
+  /// stay on the device.
+  OffloadFrame(std::shared_ptr<Offloader> offloader, std::string module,
+               std::shared_ptr<const ParameterStorages> parameters, std::weak_ptr<OffloadFrame> before,
+               bool stays);
   std::unique_ptr<SavedVariableHooks> make() override;
 
   /// Null for what stays on the device.
@@ -92,11 +98,13 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
   /// A node asks for its tensor: this layer's backward runs.
   void begin_backward();
   Offloader& offloader() { return *offloader_; }
+  const std::string& module() const { return module_; }
 
  private:
   int64_t start_fetches();
 
   std::shared_ptr<Offloader> offloader_;
+  std::string module_;
   std::shared_ptr<const ParameterStorages> parameters_;
   std::weak_ptr<OffloadFrame> before_;
   bool stays_;

@@ -27,26 +27,74 @@ class RecomputeFrame::SlotHooks final : public SavedVariableHooks {
   int64_t slot_ = -1;
 };
 
-// The same in the recompute's graph, which is dropped with the run. A module may hold a backward of its own,
-// so the tensor is there.
-class RecomputeFrame::RefillHooks final : public SavedVariableHooks {
+// What one recompute saves. A module may hold a backward of its own, so all of it is there while the run
+// lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
+class RecomputeFrame::Refill final : public SavedTensorHooks,
+                                     public std::enable_shared_from_this<RecomputeFrame::Refill> {
  public:
-  explicit RefillHooks(RecomputeFrame& frame) : frame_(frame) {}
-  void call_pack_hook(const at::Tensor& tensor) override { tensor_ = frame_.refill(tensor); }
-  at::Tensor call_unpack_hook() override { return tensor_; }
+  explicit Refill(RecomputeFrame& frame) : frame_(frame), module_(frame.host_.fqn()) {}
+  std::unique_ptr<SavedVariableHooks> make() override;
+  size_t add(const at::Tensor& tensor) {
+    tensors_.push_back(frame_.refill(tensor));
+    return tensors_.size() - 1;
+  }
+  const at::Tensor& tensor(size_t number) const {
+    TITAN_CHECK(number < tensors_.size(), "a backward through the recompute of '", module_,
+                "', which is over and has kept nothing: detach() what a checkpointed module keeps of its "
+                "forward beside its results");
+    return tensors_[number];
+  }
+  void drop(size_t number) {
+    if (number < tensors_.size()) tensors_[number].reset();
+  }
+  void end() { tensors_.clear(); }
 
  private:
-  RecomputeFrame& frame_;
-  at::Tensor tensor_;
+  RecomputeFrame& frame_;  // until the end
+  std::string module_;
+  TensorList tensors_;
 };
 
-class RecomputeFrame::Refill final : public SavedTensorHooks {
+class RecomputeFrame::RefillHooks final : public SavedVariableHooks {
  public:
-  explicit Refill(RecomputeFrame& frame) : frame_(frame) {}
-  std::unique_ptr<SavedVariableHooks> make() override { return std::make_unique<RefillHooks>(frame_); }
+  explicit RefillHooks(std::shared_ptr<Refill> run) : run_(std::move(run)) {}
+  ~RefillHooks() override {
+    if (number_ >= 0) run_->drop(static_cast<size_t>(number_));
+  }
+  void call_pack_hook(const at::Tensor& tensor) override {
+    number_ = static_cast<int64_t>(run_->add(tensor));
+  }
+  at::Tensor call_unpack_hook() override { return run_->tensor(static_cast<size_t>(number_)); }
+
+ private:
+  std::shared_ptr<Refill> run_;
+  int64_t number_ = -1;
+};
+
+std::unique_ptr<SavedVariableHooks> RecomputeFrame::Refill::make() {
+  return std::make_unique<RefillHooks>(shared_from_this());
+}
+
+// The state of the frame while the module runs again, whichever way that ends.
+class RecomputeFrame::Recomputing {
+ public:
+  explicit Recomputing(RecomputeFrame& frame) : frame_(frame), refill_(std::make_shared<Refill>(frame)) {
+    frame_.recomputing_ = true;
+    frame_.num_refilled_ = 0;
+    if (frame_.kept_) frame_.kept_->start_handing_back();
+  }
+  ~Recomputing() {
+    if (frame_.kept_) frame_.kept_->stop_handing_back();
+    refill_->end();
+    frame_.recomputing_ = false;
+  }
+  Recomputing(const Recomputing&) = delete;
+  Recomputing& operator=(const Recomputing&) = delete;
+  SavedTensorHooks* hooks() const { return refill_.get(); }
 
  private:
   RecomputeFrame& frame_;
+  std::shared_ptr<Refill> refill_;
 };
 
 RecomputeFrame::RecomputeFrame(nn::HookHost& host, const TensorList& inputs, nn::CheckpointHook::Run run,
@@ -55,11 +103,9 @@ RecomputeFrame::RecomputeFrame(nn::HookHost& host, const TensorList& inputs, nn:
       run_(std::move(run)),
       options_(options),
       observer_(parts.observer),
-      device_(inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {
-  // As any tensor that autograd saves: a checkpoint around this one may compute them again in its turn.
-  inputs_.reserve(inputs.size());
-  for (const at::Tensor& input : inputs) inputs_.emplace_back(input, /*is_output=*/false);
-  if (parts.products) kept_ = std::make_unique<KeptOutputs>(parts.products, num_slots_);
+      device_(compute_device(inputs)),
+      inputs_(inputs, host.fqn()) {
+  if (parts.products) kept_ = std::make_unique<KeptOutputs>(parts.products, host.fqn(), num_slots_);
   if (options_.preserve_rng_state) rng_state_ = std::make_unique<RngState>(device_);
 }
 
@@ -70,6 +116,8 @@ TensorList RecomputeFrame::forward(const TensorList& inputs) {
     const ops::ScopedSavedOutputs keeping(kept_ || !observer_ ? kept_.get() : observer_->outputs());
     outputs = run_(inputs);
   }
+  forward_ended_ = true;
+  inputs_.check_unwritten(inputs);
   if (rng_state_ && rng_state_->is_current()) rng_state_.reset();
   if (kept_ && options_.early_stop) kept_->drop_unreachable();
   return outputs;
@@ -94,18 +142,24 @@ void RecomputeFrame::abandon(size_t slot) {
 
 at::Tensor RecomputeFrame::take(size_t slot) {
   const std::lock_guard lock(mutex_);
+  TITAN_CHECK(!recomputing_, "while '", host_.fqn(),
+              "' was computed again, a backward came to its forward's graph: a checkpointed module can't "
+              "differentiate through what it kept of an earlier forward");
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward_ != backward)
     for (Slot& each : slots_) each.value.reset();  // of a backward that didn't ask for them
   backward_ = backward;
   if (!slots_[slot].value.defined()) recompute();
-  return std::move(slots_[slot].value);
+  at::Tensor value = std::move(slots_[slot].value);
+  TITAN_CHECK(value._version() == slots_[slot].version, "tensor ", slot, " of those that '", host_.fqn(),
+              "' saves for its backward, ", value.scalar_type(), " ", value.sizes(),
+              ", was written to after it was saved: use an operation that isn't in place");
+  return value;
 }
 
 void RecomputeFrame::recompute() {
   if (observer_) observer_->recomputing();
   find_last_needed();
-  num_refilled_ = 0;
   try {
     run_again();
   } catch (const EarlyStop& stop) {
@@ -115,8 +169,17 @@ void RecomputeFrame::recompute() {
     throw;
   }
   if (observer_) observer_->recomputed();
-  TITAN_CHECK(static_cast<int64_t>(num_refilled_) >= num_needed_, "recomputing '", host_.fqn(), "' saved ",
-              num_refilled_, " tensors for the backward where the forward saved ", slots_.size(),
+  check_complete();
+}
+
+// A run that stopped early has saved what is needed, and can't tell what else it would have. During the
+// forward, which may hold a backward, the later slots aren't there yet.
+void RecomputeFrame::check_complete() const {
+  const bool whole = !options_.early_stop && options_.check_recompute && forward_ended_;
+  const bool complete =
+      whole ? num_refilled_ == slots_.size() : static_cast<int64_t>(num_refilled_) >= num_needed_;
+  TITAN_CHECK(complete, "recomputing '", host_.fqn(), "' saved ", num_refilled_,
+              " tensors for the backward where the forward saved ", slots_.size(),
               ": a checkpointed module has to take the same path twice");
 }
 
@@ -124,11 +187,10 @@ void RecomputeFrame::run_again() {
   // A node may ask from below autograd, and a GPU's runs on a thread of its own.
   const c10::impl::ForceDispatchKeyGuard as_in_forward(forward_keys_);
   const at::AutoGradMode recording(true);
-  const TensorList inputs = detached_inputs();
+  const TensorList inputs = inputs_.detached();
   const ScopedRngState drawing(rng_state_.get(), device_);
-  Refill refill(*this);
-  const HooksScope saving(&refill);
-  if (kept_) kept_->start_handing_back();
+  const Recomputing refilling(*this);
+  const HooksScope saving(refilling.hooks());
   const ops::ScopedSavedOutputs handing_back(kept_.get());
   run_(inputs);
 }
@@ -141,10 +203,14 @@ void RecomputeFrame::find_last_needed() {
 at::Tensor RecomputeFrame::refill(const at::Tensor& tensor) {
   at::Tensor bare = without_graph(tensor);
   const size_t i = num_refilled_++;
-  if (i >= slots_.size()) return bare;
+  // Behind all that is needed: nothing, where the module caught the exception that would have ended it.
+  if (i >= (options_.early_stop ? static_cast<size_t>(num_needed_) : slots_.size())) return bare;
   if (options_.check_recompute) check_slot(i, tensor);
-  if (slots_[i].alive) slots_[i].value = bare;
-  if (options_.early_stop && static_cast<int64_t>(i) + 1 == num_needed_) throw EarlyStop{this};
+  if (slots_[i].alive) {
+    slots_[i].value = bare;
+    slots_[i].version = bare._version();
+  }
+  if (options_.early_stop && static_cast<int64_t>(i) + 1 == num_needed_) throw EarlyStop(this);
   return bare;
 }
 
@@ -154,17 +220,6 @@ void RecomputeFrame::check_slot(size_t slot, const at::Tensor& tensor) const {
               "recomputing '", host_.fqn(), "' saved a ", tensor.scalar_type(), " tensor ", tensor.sizes(),
               " as number ", slot, " where the forward saved ", expected.dtype, " ",
               at::IntArrayRef(expected.sizes), ": a checkpointed module has to compute the same twice");
-}
-
-TensorList RecomputeFrame::detached_inputs() const {
-  TensorList inputs;
-  inputs.reserve(inputs_.size());
-  for (const auto& saved : inputs_) {
-    const at::Tensor input = saved.unpack();
-    inputs.push_back(input.detach());
-    inputs.back().set_requires_grad(input.requires_grad());
-  }
-  return inputs;
 }
 
 }  // namespace titan::activations

@@ -3,15 +3,16 @@
 // One forward of a checkpointed module whose saved tensors are computed again.
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include "parallel/activation_checkpoint/kept_outputs.h"
+#include "parallel/activation_checkpoint/module_inputs.h"
 #include "parallel/activation_checkpoint/rng_state.h"
 #include "parallel/activation_checkpoint/saved_tensor_hooks.h"
 #include "titan/nn/hooks.h"
@@ -38,6 +39,10 @@ class FrameObserver {
 /// once; the next question, or another backward, recomputes anew. Slots whose node is gone aren't filled, and
 /// when the last one of a living node is, the run is ended by an exception (EarlyStop) thrown where the
 /// tensor would have been saved: everything between is C++ with destructors.
+///
+/// Hooks take the place of LibTorch's check that a saved tensor hasn't been written to since, so the frame
+/// checks it: the inputs when the forward ends and again when it is to be repeated, a slot when it is asked
+/// for.
 class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_from_this<RecomputeFrame> {
  public:
   struct Parts {
@@ -55,7 +60,13 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   class SlotHooks;
   class RefillHooks;
   class Refill;
-  struct EarlyStop {
+  class Recomputing;
+  /// A std::exception, as those are what LibTorch's engine carries out of a backward that the module holds.
+  struct EarlyStop final : std::exception {
+    explicit EarlyStop(const RecomputeFrame* frame) : frame(frame) {}
+    const char* what() const noexcept override {
+      return "the recompute of a checkpointed module has all that the backward needs, and ends here";
+    }
     const RecomputeFrame* frame;
   };
   struct Slot {
@@ -63,29 +74,33 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     at::ScalarType dtype;
     at::Tensor value;  // computed again and not asked for yet
     bool alive = true;
+    uint32_t version = 0;  // of the value when it was saved
   };
 
   size_t add_slot(const at::Tensor& tensor);
   at::Tensor take(size_t slot);
   void abandon(size_t slot);
   void recompute();
+  void check_complete() const;
   void run_again();
   at::Tensor refill(const at::Tensor& tensor);
   void check_slot(size_t slot, const at::Tensor& tensor) const;
   void find_last_needed();
-  nn::TensorList detached_inputs() const;
 
   nn::HookHost& host_;
   nn::CheckpointHook::Run run_;
   CheckpointOptions options_;
   std::shared_ptr<FrameObserver> observer_;
   at::Device device_;
-  std::vector<torch::autograd::SavedVariable> inputs_;
+  ModuleInputs inputs_;
   c10::impl::LocalDispatchKeySet forward_keys_ = c10::impl::tls_local_dispatch_key_set();
   std::unique_ptr<RngState> rng_state_;
   std::unique_ptr<KeptOutputs> kept_;
 
-  std::mutex mutex_;  // of the slots: nodes of two devices run on two threads
+  // Of the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of its
+  // forward lets go of it in the recompute, and with it of nodes that own slots.
+  std::recursive_mutex mutex_;
+  bool recomputing_ = false, forward_ended_ = false;
   std::vector<Slot> slots_;
   size_t num_slots_ = 0;
   int64_t num_needed_ = 0;  // slots up to the last one that is waited for

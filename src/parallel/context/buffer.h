@@ -12,6 +12,7 @@ class Buffer {
 
  private:
   at::Tensor memory_;  // bytes
+  at::Tensor last_;    // what was handed out: a model's layers ask for the same
 };
 
 }  // namespace titan::context

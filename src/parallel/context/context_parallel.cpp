@@ -1,5 +1,8 @@
 #include "titan/parallel/context_parallel.h"
 
+#include <array>
+#include <optional>
+
 #include <torch/nn/module.h>
 
 #include "parallel/context/gathered_attention.h"
@@ -7,6 +10,7 @@
 #include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/nn/hooks.h"
+#include "titan/nn/layer_sequence.h"
 
 namespace titan {
 
@@ -14,48 +18,62 @@ namespace {
 
 using context::SequenceLayout;
 
-// Cuts whole sequences down to this rank's tokens at the top of the root's call.
+bool is_of_sequences(const at::Tensor& input) { return input.scalar_type() == at::kLong && input.dim() == 2; }
+
+// Cuts whole sequences down to this rank's tokens at the top of the root's call. Hidden states that a
+// pipeline stage gets from the one before are of this rank's tokens already.
 class CutSequences final : public nn::CallHook {
  public:
-  CutSequences(SequenceLayout layout, int rank, std::shared_ptr<nn::CallHook> inner)
-      : layout_(layout), rank_(rank), inner_(std::move(inner)) {}
+  CutSequences(SequenceLayout layout, int rank, bool expects_tokens, std::shared_ptr<nn::CallHook> inner)
+      : layout_(layout), rank_(rank), expects_tokens_(expects_tokens), inner_(std::move(inner)) {}
 
   void pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) override {
-    bool any = false;
-    for (at::Tensor* input : inputs) {
-      if (input->scalar_type() != at::kLong || input->dim() != 2) continue;
-      layout_.check_length(input->size(1));
-      *input = layout_.part(*input, 1, rank_);
-      any = true;
-    }
-    TITAN_CHECK(any, "context_parallel: module '", host.fqn(),
+    const std::optional<int64_t> length = length_of(host, inputs);
+    if (length) layout_.check_length(*length);
+    for (at::Tensor* input : inputs)
+      if (is_of_sequences(*input)) *input = layout_.part(*input, 1, rank_);
+    TITAN_CHECK(length || !expects_tokens_, "context_parallel: module '", host.fqn(),
                 "' was called without an int64 tensor of [batch, sequence] whose tokens could be spread over "
                 "the ranks");
     if (inner_) inner_->pre_forward(host, inputs);
   }
 
  private:
+  static std::optional<int64_t> length_of(const nn::HookHost& host, const nn::TensorRefs& inputs) {
+    std::optional<int64_t> length;
+    for (const at::Tensor* input : inputs) {
+      if (!is_of_sequences(*input)) continue;
+      TITAN_CHECK(!length || *length == input->size(1), "context_parallel: module '", host.fqn(),
+                  "' was called with int64 tensors of [batch, ", *length, "] and [batch, ", input->size(1),
+                  "]; all of two dimensions are cut as sequences, which have to be of one length");
+      length = input->size(1);
+    }
+    return length;
+  }
+
   SequenceLayout layout_;
   int rank_;
+  bool expects_tokens_;
   std::shared_ptr<nn::CallHook> inner_;  // what was in the slot before
 };
 
-// Made once for each length: those of training and of validation.
+// Kept for the last lengths that came: those of training and of validation.
 class LocalPositions final : public nn::TokenPositions {
  public:
   LocalPositions(SequenceLayout layout, int rank) : layout_(layout), rank_(rank) {}
 
   const at::Tensor& of(int64_t num_tokens, at::Device device) override {
     for (const at::Tensor& known : known_)
-      if (known.size(0) == num_tokens && known.device() == device) return known;
-    known_.push_back(layout_.positions(rank_, num_tokens, device));
-    return known_.back();
+      if (known.defined() && known.size(0) == num_tokens && known.device() == device) return known;
+    at::Tensor& oldest = known_[next_++ % known_.size()];
+    return oldest = layout_.positions(rank_, num_tokens, device);
   }
 
  private:
   SequenceLayout layout_;
   int rank_;
-  std::vector<at::Tensor> known_;
+  std::array<at::Tensor, 8> known_;
+  size_t next_ = 0;
 };
 
 std::shared_ptr<context::DistributedAttention> make_attention(const std::shared_ptr<dist::Group>& group,
@@ -71,6 +89,8 @@ std::shared_ptr<context::DistributedAttention> make_attention(const std::shared_
 void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const ContextParallelOptions& options) {
   if (axis.size() == 1) return;
   TITAN_CHECK(axis.num_axes() == 1, "context_parallel: expected a mesh of one axis, got ", axis.num_axes());
+  TITAN_CHECK(!is_context_parallel(root), "context_parallel: the sequences of module '", root.host().fqn(),
+              "' or of one below it are spread over ranks already");
   const std::shared_ptr<dist::Group> group = axis.group();
   const SequenceLayout layout(group->size(), options.load_balancer);
   const auto attention = make_attention(group, layout, options);
@@ -85,10 +105,12 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
       ++num_users;
     }
   }
-  TITAN_CHECK(num_users > 0, "context_parallel: no module below '", root.host().fqn(),
+  const nn::LayerSequence* sequence = nn::layer_sequence(root);
+  const bool is_part = sequence && !sequence->is_whole();
+  TITAN_CHECK(num_users > 0 || is_part, "context_parallel: no module below '", root.host().fqn(),
               "' attends through a core (nn::Attention does; one's own implements nn::AttentionUser)");
   auto& slot = root.host().prepare_input_hook;
-  slot = std::make_shared<CutSequences>(layout, group->rank(), slot);
+  slot = std::make_shared<CutSequences>(layout, group->rank(), !is_part || sequence->is_first(), slot);
 }
 
 bool is_context_parallel(const nn::AnyRef& root) {

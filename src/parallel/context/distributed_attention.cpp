@@ -41,9 +41,26 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
 
 using Result = std::tuple<at::Tensor, at::Tensor>;
 
+// Blocks are computed from the number of a rank's tokens, so a module that adds or drops some would see wrong
+// ones.
+void check_inputs(const SequenceLayout& layout, const char* module, const at::Tensor& q, const at::Tensor& k,
+                  const at::Tensor& v) {
+  TITAN_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
+                  q.size(1) == k.size(1) && q.size(3) == k.size(3) && k.size(2) > 0 &&
+                  q.size(2) % k.size(2) == 0,
+              "context parallelism: module '", module,
+              "' has to attend with q [B, S, H, E] and k, v [B, S, K, E], H a multiple of K, got ", q.sizes(),
+              ", ", k.sizes(), ", ", v.sizes());
+  TITAN_CHECK(
+      q.size(1) > 0 && q.size(1) % layout.chunks_per_rank() == 0, "context parallelism: module '", module,
+      "' attends with ", q.size(1), " tokens of this rank, which holds ", layout.chunks_per_rank(),
+      " chunks of one length; a module must neither add tokens to those that it is given nor drop any");
+}
+
 }  // namespace
 
 at::Tensor ContextCore::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  check_inputs(attention_->layout(), module_, q, k, v);
   std::shared_ptr<DistributedAttentionBackward> node;
   if (ops::compute_requires_grad(q, k, v)) {
     // Before the attention ([Note: kept outputs]).

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "parallel/context/sequence_layout.h"
 #include "titan/dist/collectives.h"
 #include "titan/nn/attention_core.h"
 #include "titan/ops/attention.h"
@@ -14,15 +15,20 @@ namespace titan::context {
 /// time: its buffers are used again.
 class DistributedAttention {
  public:
+  explicit DistributedAttention(SequenceLayout layout) : layout_(layout) {}
   virtual ~DistributedAttention() = default;
+  const SequenceLayout& layout() const { return layout_; }
   /// Of this rank's queries over the keys of all ranks.
   virtual ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     dist::Label label) = 0;
   /// `grad` and `out` are of this rank's queries; the result is whole for this rank's queries, keys and
-  /// values, in at least fp32.
+  /// values. Summed in at least fp32; a gradient may come rounded to the dtype of what it is of.
   virtual ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
                                            const at::Tensor& v, const at::Tensor& out,
                                            const at::Tensor& log_sum_exp, dist::Label label) = 0;
+
+ private:
+  SequenceLayout layout_;
 };
 
 /// For one module, whose name is in the records of collectives. `module` outlives the process's groups.

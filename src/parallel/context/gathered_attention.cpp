@@ -1,5 +1,6 @@
 #include "parallel/context/gathered_attention.h"
 
+#include <ATen/core/DimVector.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -18,13 +19,13 @@ void for_each_chunk(const SequenceLayout& layout, const at::Tensor& by_rank, con
            in_order.narrow(2, layout.chunk(rank, i) * length, length));
 }
 
-std::vector<int64_t> sizes_by_rank(const at::Tensor& packed, int num_ranks) {
-  std::vector<int64_t> sizes = packed.sizes().vec();
+at::DimVector sizes_by_rank(const at::Tensor& packed, int num_ranks) {
+  at::DimVector sizes(packed.sizes());
   sizes.insert(sizes.begin(), num_ranks);
   return sizes;
 }
 
-std::vector<int64_t> sizes_in_order(const at::Tensor& k, int num_ranks) {
+at::DimVector sizes_in_order(const at::Tensor& k, int num_ranks) {
   return {2, k.size(0), k.size(1) * num_ranks, k.size(2), k.size(3)};
 }
 
@@ -35,18 +36,18 @@ KeyValues GatheredAttention::gather(const KeyValues& own, dist::Label label) {
   const at::Tensor by_rank = by_rank_.get(sizes_by_rank(packed, group_->size()), packed.options());
   group_->all_gather(by_rank, packed, label).wait();
   const at::Tensor in_order = in_order_.get(sizes_in_order(own.k, group_->size()), packed.options());
-  for_each_chunk(layout_, by_rank, in_order,
+  for_each_chunk(layout(), by_rank, in_order,
                  [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
   return KeyValues::of_packed(in_order);
 }
 
 KeyValues GatheredAttention::reduce(const at::Tensor& whole, dist::Label label) {
   const int num_ranks = group_->size();
-  std::vector<int64_t> sizes = whole.sizes().vec();
+  at::DimVector sizes(whole.sizes());
   sizes[2] /= num_ranks;
   const at::Tensor own = at::empty(sizes, whole.options());
   const at::Tensor by_rank = by_rank_.get(sizes_by_rank(own, num_ranks), whole.options());
-  for_each_chunk(layout_, by_rank, whole,
+  for_each_chunk(layout(), by_rank, whole,
                  [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
   group_->reduce_scatter(own, by_rank, label).wait();
   return KeyValues::of_packed(own);
@@ -56,8 +57,8 @@ ops::AttentionSum GatheredAttention::forward(const at::Tensor& q, const at::Tens
                                              dist::Label label) {
   const auto sum = ops::AttentionSum::of_no_keys(q);
   const KeyValues whole = gather({k, v}, label);
-  for (int i = 0; i < layout_.chunks_per_rank(); ++i) {
-    const Block block = layout_.block_of_whole(group_->rank(), i, q.size(1));
+  for (int i = 0; i < layout().chunks_per_rank(); ++i) {
+    const Block block = layout().block_of_whole(group_->rank(), i, q.size(1));
     ops::attend(sum.rows(block.first_row, block.num_rows), q.narrow(1, block.first_row, block.num_rows),
                 whole.k.narrow(1, 0, block.num_keys), whole.v.narrow(1, 0, block.num_keys),
                 block.first_query);
@@ -73,8 +74,8 @@ ops::AttentionGradients GatheredAttention::backward(const at::Tensor& grad, cons
   const auto options = q.options().dtype(log_sum_exp.scalar_type());
   const at::Tensor grad_q = at::zeros(q.sizes(), options);
   const at::Tensor grads = gradients_.get(sizes_in_order(k, group_->size()), options).zero_();
-  for (int i = 0; i < layout_.chunks_per_rank(); ++i) {
-    const Block block = layout_.block_of_whole(group_->rank(), i, q.size(1));
+  for (int i = 0; i < layout().chunks_per_rank(); ++i) {
+    const Block block = layout().block_of_whole(group_->rank(), i, q.size(1));
     const auto rows = [&](const at::Tensor& x) { return x.narrow(1, block.first_row, block.num_rows); };
     const auto keys = [&](const at::Tensor& x) { return x.narrow(1, 0, block.num_keys); };
     ops::attend_backward({rows(grad_q), keys(grads.select(0, 0)), keys(grads.select(0, 1))}, rows(grad),

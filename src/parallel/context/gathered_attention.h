@@ -12,7 +12,7 @@ namespace titan::context {
 class GatheredAttention final : public DistributedAttention {
  public:
   GatheredAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout)
-      : group_(std::move(group)), layout_(layout) {}
+      : DistributedAttention(layout), group_(std::move(group)) {}
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override;
@@ -25,7 +25,6 @@ class GatheredAttention final : public DistributedAttention {
   KeyValues reduce(const at::Tensor& whole, dist::Label label);
 
   std::shared_ptr<dist::Group> group_;
-  SequenceLayout layout_;
   Buffer own_, by_rank_, in_order_, gradients_;
 };
 

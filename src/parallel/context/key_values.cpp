@@ -1,6 +1,9 @@
 #include "parallel/context/key_values.h"
 
+#include <array>
 #include <utility>
+
+#include <ATen/core/DimVector.h>
 
 namespace titan::context {
 
@@ -19,7 +22,7 @@ class GatherRotation final : public KeyValueRotation {
 
   void start(const KeyValues& own, dist::Label label) override {
     const at::Tensor packed = own.pack(own_);
-    std::vector<int64_t> sizes = packed.sizes().vec();
+    at::DimVector sizes(packed.sizes());
     sizes.insert(sizes.begin(), group_->size());
     gathered_ = all_.get(sizes, packed.options());
     gathering_ = group_->all_gather(gathered_, packed, label);
@@ -74,7 +77,7 @@ std::unique_ptr<KeyValueRotation> make_rotation(std::shared_ptr<dist::Group> gro
 KeyValues GradientRing::start(const at::Tensor& k, at::ScalarType dtype, dist::Label label) {
   label_ = label;
   first_ = true;
-  const std::vector<int64_t> sizes = {2, k.size(0), k.size(1), k.size(2), k.size(3)};
+  const std::array<int64_t, 5> sizes = {2, k.size(0), k.size(1), k.size(2), k.size(3)};
   const auto options = k.options().dtype(dtype);
   contributions_ = buffers_[0].get(sizes, options);
   sending_ = buffers_[1].get(sizes, options);

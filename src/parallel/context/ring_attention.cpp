@@ -17,9 +17,9 @@ at::Tensor keys_of(const at::Tensor& x, const Block& block) {
 
 RingAttention::RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout,
                              ContextRotateMethod method)
-    : rank_(group->rank()),
+    : DistributedAttention(layout),
+      rank_(group->rank()),
       num_ranks_(group->size()),
-      layout_(layout),
       rotation_(make_rotation(group, method)),
       gradient_ring_(group) {}
 
@@ -30,7 +30,7 @@ ops::AttentionSum RingAttention::forward(const at::Tensor& q, const at::Tensor& 
   rotation_->start(held, label);
   for (int hop = 0; hop < num_ranks_; ++hop) {
     if (hop > 0) held = rotation_->hop(hop);
-    const auto block = layout_.block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
+    const auto block = layout().block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
     if (!block) continue;
     ops::attend(sum.rows(block->first_row, block->num_rows), queries_of(q, *block), keys_of(held.k, *block),
                 keys_of(held.v, *block), block->first_query);
@@ -52,7 +52,7 @@ ops::AttentionGradients RingAttention::backward(const at::Tensor& grad, const at
       held = rotation_->hop(hop);
       contributions = gradient_ring_.next();
     }
-    const auto block = layout_.block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
+    const auto block = layout().block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
     if (block)
       ops::attend_backward(
           {queries_of(grad_q, *block), keys_of(contributions.k, *block), keys_of(contributions.v, *block)},
@@ -62,8 +62,11 @@ ops::AttentionGradients RingAttention::backward(const at::Tensor& grad, const at
     gradient_ring_.pass_on(block.has_value());
   }
   const KeyValues own = gradient_ring_.finish();
-  // The ring's memory is the next layer's.
-  return {grad_q, own.k.clone(), own.v.clone()};
+  // The ring's memory is the next layer's; so these are copies, rounded on the way.
+  const auto copy = [&](const at::Tensor& x) {
+    return x.to(k.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  };
+  return {grad_q, copy(own.k), copy(own.v)};
 }
 
 }  // namespace titan::context

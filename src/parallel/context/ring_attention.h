@@ -23,7 +23,6 @@ class RingAttention final : public DistributedAttention {
 
  private:
   int rank_, num_ranks_;
-  SequenceLayout layout_;
   std::unique_ptr<KeyValueRotation> rotation_;
   GradientRing gradient_ring_;
 };

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "parallel/fsdp/delayed_queue.h"
 #include "parallel/fsdp/param_group.h"
 
 namespace titan::fsdp {
@@ -56,11 +57,21 @@ void attach_gradient_node(const at::Tensor& compute, std::weak_ptr<ParamGroup> g
 }
 
 void GroupSink::accept(ops::WeightGrad grad) {
-  if (const auto group = group_.lock()) group->take_grad(slot_, grad.compute(), {});
+  const auto group = group_.lock();
+  if (!group) return;
+  if (DelayedQueue* later = group->delayed()) return later->add(group, slot_, std::move(grad));
+  group->take_grad(slot_, grad.compute(), {});
 }
 
 void GroupSink::accept(const at::Tensor& grad_OI, const at::Tensor& scale) {
   if (const auto group = group_.lock()) group->take_grad(slot_, grad_OI, scale);
+}
+
+void GroupSink::accept(ops::DueGradient gradient) {
+  const auto group = group_.lock();
+  if (!group) return;
+  if (DelayedQueue* later = group->delayed()) return later->add(group, slot_, std::move(gradient));
+  group->take_grad(slot_, gradient.compute(), {});
 }
 
 bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done) {

@@ -22,6 +22,7 @@ class GroupSink : public ops::GradSink {
   GroupSink(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
   void accept(ops::WeightGrad grad) override;
   void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override;
+  void accept(ops::DueGradient gradient) override;
 
  private:
   std::weak_ptr<ParamGroup> group_;

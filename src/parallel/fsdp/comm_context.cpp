@@ -202,4 +202,41 @@ void CommContext::finish_backward() {
   in_backward_ = false;
 }
 
+void CommContext::become_scheduled() {
+  TITAN_CHECK(!in_backward_, "a schedule can't take over in the middle of a backward");
+  cancel_prefetches();
+  visits_.clear();
+  order_.clear();
+  previous_order_.clear();
+  scheduled_ = true;
+}
+
+void CommContext::unshard() {
+  for (ParamGroup* group : groups_) group->start_unshard();
+}
+
+void CommContext::wait_unsharded() {
+  for (ParamGroup* group : groups_) group->finish_unshard();
+}
+
+void CommContext::reshard() {
+  for (ParamGroup* group : groups_) group->reshard();
+}
+
+// Last groups first, as a backward would: in one order on all ranks.
+void CommContext::reduce() {
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group)
+    if ((*group)->start_reduce(/*last_micro_batch=*/true)) reducing_.push_back(*group);
+}
+
+void CommContext::finish_reduce() {
+  while (!reducing_.empty()) advance_reductions(0);
+  reshard();
+  if (groups_.empty()) return;
+  const dist::Stream current = groups_.front()->compute_stream();
+  current.wait(reduce_stream);
+  current.wait(gather_stream);
+  wait_for_copies();
+}
+
 }  // namespace titan::fsdp

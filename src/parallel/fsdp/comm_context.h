@@ -12,6 +12,7 @@
 
 namespace titan::fsdp {
 
+class DelayedQueue;
 class ParamGroup;
 
 /// [Note: order of collectives]
@@ -58,6 +59,19 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void expect_host_shards() { host_shards_ = true; }
   void set_last_micro_batch(bool last) { last_micro_batch_ = last; }
 
+  // ---- by a schedule's actions instead of by visits (ScheduledSharding)
+  void become_scheduled();
+  bool scheduled() const { return scheduled_; }
+  void unshard();
+  void wait_unsharded();
+  void reshard();
+  void reduce();
+  void finish_reduce();
+  /// Drops what an unfinished step has gathered and collected.
+  void abandon_step() { abandon_backward(); }
+  void set_delayed(DelayedQueue* queue) { delayed_ = queue; }
+  DelayedQueue* delayed() const { return delayed_; }
+
   // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are
   // empty, and what overlaps is the process group's own threads.
   dist::Stream gather_stream;
@@ -101,6 +115,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   bool in_backward_ = false;
   bool host_shards_ = false;
   bool last_micro_batch_ = true;
+  bool scheduled_ = false;
+  DelayedQueue* delayed_ = nullptr;
 };
 
 }  // namespace titan::fsdp

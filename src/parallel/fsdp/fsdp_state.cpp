@@ -69,6 +69,7 @@ void FsdpState::cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const 
 
 void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (!context_) become_root(host);
+  if (context_->scheduled()) return pre_scheduled_forward(inputs);
   if (is_root_) context_->begin_forward();
   if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
   // Modules of a list that an earlier forward left out, or never came to, don't count for this one.
@@ -85,8 +86,19 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (!told) context_->reduce_at_end(visit_);
 }
 
+// Nothing is hung into the graph: it may be walked whenever the schedule says.
+void FsdpState::pre_scheduled_forward(const nn::TensorRefs& inputs) {
+  if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
+  if (!group_) return;
+  group_->finish_unshard();
+  TITAN_CHECK(group_->gathered(), "'", group_->name(),
+              "' was called while its parameters are freed: its stage has to be unsharded first");
+  group_->remember_stream();
+}
+
 void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
   if (options_.output_dtype) cast(outputs, *options_.output_dtype);
+  if (context_->scheduled()) return;
   if (group_) {
     expect_backward(outputs);
     if (modules_entered_ == modules_.size()) {

@@ -23,6 +23,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   void pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) override;
   void post_forward(nn::HookHost& host, const nn::TensorRefs& outputs) override;
 
+  nn::HookHost& first_module() const { return *modules_.front(); }
   /// Null when everything below belongs to other groups.
   const std::shared_ptr<ParamGroup>& group() const { return group_; }
   const std::shared_ptr<CommContext>& context() const { return context_; }
@@ -32,6 +33,7 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
   void set_last_micro_batch(bool last);
 
  private:
+  void pre_scheduled_forward(const nn::TensorRefs& inputs);
   void tell_kept_gradients(nn::HookHost& host);
   void expect_backward(const nn::TensorRefs& outputs);
   void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const;

@@ -57,6 +57,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// Adds scale * grad (the whole parameter's shape; `scale` a scalar tensor, undefined: 1) to what this
   /// backward has collected for a slot.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// Where weight gradients go that are put off; null: they are computed at once.
+  DelayedQueue* delayed() const { return context_ ? context_->delayed() : nullptr; }
   /// Starts the reduction of what was collected; false when nothing is to wait for.
   bool start_reduce(bool last_micro_batch);
   /// Takes the next link of the reduction; true when the shards' gradients are complete.

@@ -16,6 +16,7 @@
 #include "parallel/tensor/tensor_hooks.h"
 #include "titan/core/error.h"
 #include "titan/nn/embedding.h"
+#include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/linear_cross_entropy.h"
 #include "titan/nn/splittable.h"
@@ -88,6 +89,7 @@ class Parallelizer {
       : axis_(axis),
         group_(std::make_shared<tp::TpGroup>(axis)),
         modules_(modules_of(root)),
+        sequence_(nn::layer_sequence(root)),
         cutter_(axis, group_, modules_) {}
 
   void apply(const TensorPlan& plan) {
@@ -122,7 +124,7 @@ class Parallelizer {
       style_ = name_of(entry.style);
       std::visit([&](const auto& style) { this->apply(*host, style); }, entry.style);
     }
-    if (!matched)
+    if (!matched && !is_of_another_stage(entry.modules))
       throw ConfigError(
           str("parallelize: plan entry '", entry.modules, "' matches no module; there are ", some_names()));
   }
@@ -254,6 +256,14 @@ class Parallelizer {
       keep_whole(*child.value(), str(name, ".", child.key()), done);
   }
 
+  // A plan is the whole model's, and a pipeline stage has a part of its modules.
+  bool is_of_another_stage(const std::string& pattern) const {
+    if (!sequence_) return false;
+    const auto& dropped = sequence_->dropped_modules();
+    return std::any_of(dropped.begin(), dropped.end(),
+                       [&](const std::string& name) { return matches(pattern, name); });
+  }
+
   std::string some_names() const {
     std::string text;
     size_t count = 0;
@@ -268,6 +278,7 @@ class Parallelizer {
   DeviceMesh axis_;
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
+  const nn::LayerSequence* sequence_;  // null: the root doesn't name its layers
   std::shared_ptr<const tp::SendReceiveExchange> exchange_;
   tp::ParamCutter cutter_;
   std::string name_;        // of the module in hand

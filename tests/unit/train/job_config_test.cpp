@@ -92,6 +92,19 @@ TEST_F(JobConfigTest, ReshardSizeDividesTheShards) {
   EXPECT_TRUE(problems_of({"--parallelism.fsdp_reshard_after_forward", "2"}, 4).empty());
 }
 
+TEST_F(JobConfigTest, RotationIsOfTheRing) {
+  const std::vector<std::string> words = {"--parallelism.context_parallel_degree", "2",
+                                          "--parallelism.context_parallel_rotate_method", "alltoall"};
+  EXPECT_TRUE(problems_of(words, 2).empty());
+  std::vector<std::string> gathered = words;
+  gathered.insert(gathered.end(), {"--parallelism.context_parallel_attention", "allgather_kv"});
+  const auto problems = problems_of(gathered, 2);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("is of the ring; context_parallel_attention = \"allgather_kv\" knows"),
+            std::string::npos)
+      << problems[0];
+}
+
 TEST_F(JobConfigTest, FilesAreLookedAtTogetherWithTheRest) {
   auto problems = problems_of(
       {"--training.dataset", "c4", "--model.hf_assets_path", "no/such/folder", "--validation.enable",

@@ -1,5 +1,7 @@
 #include "titan/train/parallel_dims.h"
 
+#include <set>
+
 #include <gtest/gtest.h>
 
 #include "titan/train/model_spec.h"
@@ -45,14 +47,43 @@ TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
   expect_one("parallelism.tensor_parallel_degree",
              "doesn't divide the model's 6 heads and 2 kv heads; degrees that do: 1, 2");
   check_divisibility({.cp = 4}, sizes, 100, problems);
-  expect_one("training.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8");
+  expect_one("training.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8; 96 or 104 would do");
   check_divisibility({.cp = 4, .cp_chunks = 1}, sizes, 100, problems);
   EXPECT_TRUE(problems.empty());
   check_sequence_length({.cp = 4, .cp_chunks = 1}, "validation.seq_len", 102, problems);
-  expect_one("validation.seq_len", "isn't a multiple of context_parallel_degree = 4");
-  check_divisibility({.pp = 8}, sizes, 64, problems);
-  expect_one("parallelism.pipeline_parallel_degree",
-             "is more than the model's 2 layers, embedding and head can fill");
+  expect_one("validation.seq_len", "isn't a multiple of context_parallel_degree = 4; 100 or 104 would do");
+  check_sequence_length({.cp = 4}, "validation.seq_len", 6, problems);
+  expect_one("validation.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8; 8 would do");
+}
+
+// Of 8 ranks, pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
+TEST(ParallelDims, LayOutTheRanks) {
+  using Ranks = std::vector<int>;
+  std::set<Ranks> pp, fsdp, tp, stage;
+  for (int rank = 0; rank < 8; ++rank) {
+    const Meshes meshes =
+        build_meshes(dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = 8}),
+                     {.dp_shard = 2, .tp = 2, .pp = 2});
+    pp.insert(meshes.pp.ranks());
+    fsdp.insert(meshes.fsdp.ranks());
+    tp.insert(meshes.tp.ranks());
+    stage.insert(meshes.stage.ranks());
+    EXPECT_EQ(meshes.pp.rank(), rank / 4);
+  }
+  EXPECT_EQ(pp, (std::set<Ranks>{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
+  EXPECT_EQ(fsdp, (std::set<Ranks>{{0, 2}, {1, 3}, {4, 6}, {5, 7}}));
+  EXPECT_EQ(tp, (std::set<Ranks>{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
+  EXPECT_EQ(stage, (std::set<Ranks>{{0, 1, 2, 3}, {4, 5, 6, 7}}));
+}
+
+TEST(ParallelDims, ThePipelineTakesItsShareOfTheWorld) {
+  ParallelismSettings settings = degrees(1, -1);
+  settings.pipeline_parallel_degree = 4;
+  std::vector<std::string> problems;
+  const ParallelDims dims = resolve_parallel_dims(settings, 8, problems);
+  EXPECT_TRUE(problems.empty());
+  EXPECT_EQ(dims.pp, 4);
+  EXPECT_EQ(dims.dp_shard, 2);
 }
 
 TEST(ContextParallelSettings, BecomeOptions) {

@@ -34,11 +34,36 @@ data::Batch joined(const std::vector<data::Batch>& batches) {
   return batch_of(at::cat(tokens), at::cat(labels));
 }
 
+at::Tensor run(TrainableModel& model, const pipeline::Schedule& schedule,
+               const std::vector<data::Batch>& batches, int64_t tokens) {
+  StepRunner runner(model, at::kCPU);
+  return runner.run(runner.plan(schedule), batches, tokens);
+}
+
+ValidationResult validate_whole(TrainableModel& model, const ValidationBatches& batches,
+                                int64_t max_batches) {
+  StepRunner runner(model, at::kCPU);
+  return validate(runner, runner.plan(one_stage_forward_schedule(1)), Meshes(), batches, max_batches);
+}
+
 TEST(Schedule, OneStage) {
-  using Kind = Action::Kind;
-  Schedule expected = {{Kind::Forward, 0}, {Kind::Backward, 0}, {Kind::Forward, 1}, {Kind::Backward, 1}};
-  EXPECT_EQ(one_stage_schedule(2), expected);
-  EXPECT_EQ(forward_schedule(1), (Schedule{{Kind::Forward, 0}}));
+  using Kind = pipeline::Action::Kind;
+  const std::vector<pipeline::Action> expected = {
+      {Kind::Forward, 0, 0}, {Kind::Backward, 0, 0}, {Kind::Forward, 0, 1}, {Kind::Backward, 0, 1}};
+  EXPECT_EQ(one_stage_schedule(2).ranks, (std::vector<std::vector<pipeline::Action>>{expected}));
+  EXPECT_EQ(one_stage_forward_schedule(1).ranks,
+            (std::vector<std::vector<pipeline::Action>>{{{Kind::Forward, 0, 0}}}));
+}
+
+TEST(SplitRows, KeepsOrderAndCountsLabels) {
+  const data::Batch whole = joined(random_batches(2, 2));
+  const auto parts = split_rows({whole}, 1);
+  ASSERT_EQ(parts.size(), 4u);
+  EXPECT_TRUE(at::equal(joined(parts).labels_BS, whole.labels_BS));
+  EXPECT_EQ(parts[0].valid_tokens, 7);
+  EXPECT_EQ(parts[1].valid_tokens, 8);
+  EXPECT_EQ(parts[2].valid_tokens, 6);
+  EXPECT_THROW(split_rows({whole}, 3), Error);
 }
 
 TEST(TokenCounts, AddUpOverMicroBatches) {
@@ -54,8 +79,8 @@ TEST(StepRunner, AccumulationEqualsOneLargeBatch) {
   BigramModel a(16, {.dtype = at::kDouble}), b(16, {.dtype = at::kDouble});
   int64_t tokens = count_valid_tokens(parts, DeviceMesh()).global;
 
-  double loss_a = StepRunner(a, at::kCPU).run(one_stage_schedule(4), parts, tokens).item<double>();
-  double loss_b = StepRunner(b, at::kCPU).run(one_stage_schedule(1), whole, tokens).item<double>();
+  double loss_a = run(a, one_stage_schedule(4), parts, tokens).item<double>();
+  double loss_b = run(b, one_stage_schedule(1), whole, tokens).item<double>();
   EXPECT_NEAR(loss_a, loss_b, 1e-14);
   at::Tensor gradient_a = a.model->parameters()[0].grad(), gradient_b = b.model->parameters()[0].grad();
   EXPECT_LT((gradient_a - gradient_b).norm().item<double>(), 1e-14 * 16);
@@ -65,14 +90,14 @@ TEST(StepRunner, ForwardScheduleLeavesNoGradient) {
   auto batches = random_batches(1, 2);
   BigramModel model(16);
   at::NoGradGuard no_grad;
-  at::Tensor loss = StepRunner(model, at::kCPU).run(forward_schedule(1), batches, 10);
+  at::Tensor loss = run(model, one_stage_forward_schedule(1), batches, 10);
   EXPECT_EQ(loss.scalar_type(), at::kDouble);
   EXPECT_FALSE(model.model->parameters()[0].grad().defined());
 }
 
 TEST(StepRunner, RefusesAStepWithoutTokens) {
   BigramModel model(16);
-  EXPECT_THROW(StepRunner(model, at::kCPU).run(one_stage_schedule(1), random_batches(1, 1), 0), Error);
+  EXPECT_THROW(run(model, one_stage_schedule(1), random_batches(1, 1), 0), Error);
 }
 
 // Gives `batches` one after the other, then nothing.
@@ -87,7 +112,7 @@ TEST(Validate, IsTheMeanOverAllTokensAndReturnsToTraining) {
   auto batches = random_batches(3, 2);
   BigramModel model(16, {.dtype = at::kDouble});
   size_t next = 0;
-  auto result = validate(model, at::kCPU, Meshes(), one_by_one(batches, next), -1);
+  auto result = validate_whole(model, one_by_one(batches, next), -1);
   data::Batch whole = joined(batches);
   at::NoGradGuard no_grad;
   EXPECT_NEAR(result.loss, model.loss(whole.input_BS, whole.labels_BS, whole.valid_tokens).item<double>(),
@@ -100,7 +125,7 @@ TEST(Validate, StopsAfterMaxBatches) {
   auto batches = random_batches(3, 2);
   BigramModel model(16);
   size_t next = 0;
-  validate(model, at::kCPU, Meshes(), one_by_one(batches, next), 2);
+  validate_whole(model, one_by_one(batches, next), 2);
   EXPECT_EQ(next, 2u);
 }
 
@@ -111,11 +136,11 @@ TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
   batches[1] = batch_of(batches[1].input_BS, none);
   BigramModel model(16);
   size_t next = 0;
-  auto result = validate(model, at::kCPU, Meshes(), one_by_one(batches, next, /*run_dry=*/true), -1);
+  auto result = validate_whole(model, one_by_one(batches, next, /*run_dry=*/true), -1);
   EXPECT_EQ(next, 2u);
   EXPECT_EQ(result.tokens, batches[0].valid_tokens);
   next = 0;
-  result = validate(model, at::kCPU, Meshes(), one_by_one(batches, next), -1);
+  result = validate_whole(model, one_by_one(batches, next), -1);
   EXPECT_EQ(next, 3u);
   EXPECT_EQ(result.tokens, batches[0].valid_tokens + batches[2].valid_tokens);
 }
@@ -123,7 +148,7 @@ TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
 TEST(Validate, RefusesAnEmptySet) {
   BigramModel model(16);
   ValidationBatches none{[] { return std::optional<data::Batch>(); }};
-  EXPECT_THROW(validate(model, at::kCPU, Meshes(), none, -1), ConfigError);
+  EXPECT_THROW(validate_whole(model, none, -1), ConfigError);
 }
 
 }  // namespace

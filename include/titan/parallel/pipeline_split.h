@@ -1,0 +1,50 @@
+#pragma once
+
+// Which modules each pipeline stage has. Plain data, no tensors.
+//
+// The split is TorchTitan's: layers are dealt evenly, the embedding and the head counting for some of them
+// (distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part); or it is given as lists, or found by
+// balanced_split (pipeline_balance.h).
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace titan::pipeline {
+
+/// A model's modules in the order of their calls.
+struct ModuleSequence {
+  std::vector<std::string> before;  ///< of the layers: "tok_embeddings"
+  std::vector<std::string> layers;  ///< "layers.0", "layers.1", ...
+  std::vector<std::string> after;   ///< "norm", "output"
+
+  std::vector<std::string> names() const;
+};
+
+/// The modules of each stage, in call order. A stage without layers is legal, one without modules isn't.
+using StageModules = std::vector<std::vector<std::string>>;
+
+/// What the modules before and after the layers count for, in layers.
+struct EndWeights {
+  int64_t first = 1;  ///< pipeline_parallel_first_stage_less_layers
+  int64_t last = 1;   ///< pipeline_parallel_last_stage_less_layers
+};
+
+/// The stages of a model with so many layers on each: ceil((layers + ends) / layers_per_stage). What schedule
+/// and ranks ask of their number is counts_problem()'s business (pipeline_generators.h).
+int count_stages(int64_t num_layers, EndWeights ends, int64_t layers_per_stage);
+
+/// TorchTitan's rule: of the layers and what the ends count for, every stage gets its whole share, the first
+/// stages one more where that doesn't come out even; the ends' weights are taken off the first and the last
+/// stage. One stage takes everything. Throws ConfigError for less than one stage, more stages than there is
+/// to share, or ends that weigh more than a share.
+StageModules split_evenly(const ModuleSequence& sequence, int num_stages, EndWeights ends = {});
+
+/// As `lists` say. Throws ConfigError with all that is wrong: unknown modules (and what may have been meant),
+/// modules twice, missing or out of order, stages without modules.
+StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& lists);
+
+/// "tok_embeddings, layers.0..7": names in call order, runs of layers short.
+std::string short_list(const std::vector<std::string>& modules);
+
+}  // namespace titan::pipeline

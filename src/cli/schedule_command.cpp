@@ -1,0 +1,176 @@
+#include "cli/schedule_command.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "cli/arguments.h"
+#include "cli/commands.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+#include "titan/parallel/pipeline_completion.h"
+#include "titan/parallel/pipeline_csv.h"
+#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_timeline.h"
+
+namespace titan::cli {
+
+namespace {
+
+using namespace pipeline;
+
+constexpr size_t kMostPathEntries = 24;
+
+template <class... Args>
+std::string format(const char* pattern, const Args&... args) {
+  char text[256];
+  std::snprintf(text, sizeof text, pattern, args...);
+  return text;
+}
+
+std::string percent(double fraction) { return format("%.1f %%", 100 * std::max(0.0, fraction)); }
+
+std::string plural(int count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }
+
+Schedule make(const ScheduleArguments& arguments) {
+  if (!arguments.from_csv.empty()) return read_schedule_csv(arguments.from_csv);
+  const ScheduleTraits& traits = schedule_traits(arguments.schedule);
+  const int num_stages =
+      arguments.num_stages > 0 ? arguments.num_stages : default_num_stages(traits, arguments.num_ranks);
+  if (arguments.forward_only) {
+    if (auto problem = stages_problem(traits, arguments.num_ranks, num_stages)) throw ConfigError(*problem);
+    return make_forward_only_schedule(stage_map(traits, arguments.num_ranks, num_stages),
+                                      arguments.num_micro_batches);
+  }
+  return make_schedule(arguments.schedule, arguments.num_ranks, num_stages, arguments.num_micro_batches);
+}
+
+std::string title_of(const Schedule& schedule) {
+  return str(schedule.name, ": ", plural(schedule.num_ranks(), "rank"), ", ",
+             plural(schedule.num_stages, "stage"), ", ", schedule.num_micro_batches,
+             schedule.num_micro_batches == 1 ? " micro-batch" : " micro-batches");
+}
+
+// For people at a terminal that shows colours; https://no-color.org.
+TableStyle table_style() {
+  if (!isatty(STDOUT_FILENO)) return {};
+  TableStyle style{.colours = std::getenv("NO_COLOR") == nullptr};
+  winsize size{};
+  if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) style.width = size.ws_col;
+  return style;
+}
+
+// The middle of a long one is left out.
+std::string path_text(const Simulation& simulation) {
+  const auto& path = simulation.critical_path;
+  std::string text;
+  for (size_t i = 0; i < path.size(); ++i) {
+    if (path.size() > kMostPathEntries && i == kMostPathEntries / 2) {
+      text += str(" ... (", path.size() - kMostPathEntries, " more)");
+      i += path.size() - kMostPathEntries;
+    }
+    text += " " + to_string(simulation.timeline[path[i].rank][path[i].index].action);
+  }
+  return text;
+}
+
+int most(const Simulation& simulation, int RankFigures::*figure) {
+  int value = 0;
+  for (const RankFigures& rank : simulation.ranks) value = std::max(value, rank.*figure);
+  return value;
+}
+
+const char* stages_text(StagesPerRank stages) {
+  switch (stages) {
+    case StagesPerRank::One:
+      return "1";
+    case StagesPerRank::Several:
+      return "2 or more, in a loop";
+    default:
+      return "2, in a V";
+  }
+}
+
+const char* rule_text(MicroBatchRule rule) {
+  switch (rule) {
+    case MicroBatchRule::Any:
+      return "any number";
+    case MicroBatchRule::AtLeastStages:
+      return "at least the stages";
+    default:
+      return "a multiple of max(1, micro-batches / ranks)";
+  }
+}
+
+std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_batches, const Costs& costs) {
+  const int num_stages = default_num_stages(traits, num_ranks);
+  std::string bubble = "-", live = "-";
+  if (!counts_problem(traits, num_ranks, num_stages, num_micro_batches)) {
+    const Simulation simulation =
+        simulate(make_schedule(traits.name, num_ranks, num_stages, num_micro_batches), costs);
+    bubble = percent(simulation.bubble_fraction);
+    // In micro-batches of all that a rank owns, so that one and several stages a rank compare.
+    live = format("%.3g", most(simulation, &RankFigures::peak_live) / (1.0 * num_stages / num_ranks));
+  }
+  return str("| ", traits.name, " | ", stages_text(traits.stages_per_rank), " | ",
+             rule_text(traits.micro_batch_rule), " | ", traits.splits_backward ? "yes" : "no", " | ",
+             traits.memory_grows ? "yes" : "no", " | ", bubble, " | ", live, " |\n");
+}
+
+void write_files(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
+  if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));
+  if (!arguments.svg.empty())
+    write_file_atomic(arguments.svg,
+                      to_svg(schedule, simulation,
+                             str(title_of(schedule), "; bubble ", percent(simulation.bubble_fraction))));
+}
+
+}  // namespace
+
+std::string schedule_figures(const Schedule& schedule, const Simulation& simulation) {
+  std::string text =
+      format("makespan %.6g, bubble ", simulation.makespan) + percent(simulation.bubble_fraction) + "\n\n";
+  text += "rank   stages            busy      idle    bubble   live   before I   owed W\n";
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    const RankFigures& figures = simulation.ranks[rank];
+    std::string stages;
+    for (int stage = 0; stage < schedule.num_stages; ++stage)
+      if (schedule.rank_of_stage[stage] == rank) stages += str(stages.empty() ? "" : " ", stage);
+    const double idle = simulation.makespan - figures.busy;
+    text += format("%4d   %-12s %9.6g %9.4g %9s %6d %10d %8d\n", rank, stages.c_str(), figures.busy, idle,
+                   percent(simulation.makespan > 0 ? idle / simulation.makespan : 0).c_str(),
+                   figures.peak_live, figures.peak_before_input, figures.peak_owed_weight);
+  }
+  return text + "\ncritical path:" + path_text(simulation) + "\n";
+}
+
+std::string schedule_list(int num_ranks, int num_micro_batches, const Costs& costs) {
+  std::string text = str(
+      "| Schedule | Stages a rank | Micro-batches | Splits the backward | Memory grows with them | Bubble | "
+      "Live activations |\n|---|---|---|---|---|---|---|\n");
+  for (const ScheduleTraits& traits : all_schedule_traits())
+    text += list_row(traits, num_ranks, num_micro_batches, costs);
+  return text;
+}
+
+int schedule_command(const Arguments& words) {
+  const ScheduleArguments arguments = parse_schedule_arguments(words);
+  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (arguments.list) {
+    const std::string list = schedule_list(arguments.num_ranks, arguments.num_micro_batches, arguments.costs);
+    return std::fputs(list.c_str(), stdout), 0;
+  }
+  Schedule schedule = make(arguments);
+  if (arguments.times > 1) schedule = repeat(schedule, arguments.times);
+  if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
+  const Simulation simulation = simulate(schedule, arguments.costs);
+  write_files(arguments, schedule, simulation);
+  const std::string text = title_of(schedule) + "\n\n" + to_table(simulation, table_style()) + "\n" +
+                           schedule_figures(schedule, simulation);
+  return std::fputs(text.c_str(), stdout), 0;
+}
+
+}  // namespace titan::cli

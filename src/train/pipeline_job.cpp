@@ -1,0 +1,83 @@
+#include "train/pipeline_job.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "titan/core/error.h"
+#include "titan/parallel/pipeline_check.h"
+#include "titan/parallel/pipeline_completion.h"
+#include "titan/parallel/pipeline_generators.h"
+#include "titan/train/pipeline_stages.h"
+
+namespace titan::train {
+
+namespace {
+
+using pipeline::Schedule;
+
+// Of schedules whose memory grows with the micro-batches one batch is run at a time, as without a pipeline.
+Schedule named_schedule(const std::string& name, const StagePlan& plan, int num_ranks, int64_t num_batches,
+                        int per_batch) {
+  const auto& traits = pipeline::schedule_traits(name);
+  const int at_once = traits.memory_grows ? per_batch : per_batch * static_cast<int>(num_batches);
+  const Schedule schedule = pipeline::make_schedule(name, num_ranks, plan.num_stages(), at_once);
+  return traits.memory_grows ? pipeline::repeat(schedule, static_cast<int>(num_batches)) : schedule;
+}
+
+Schedule training_schedule(const JobConfig& config, const StagePlan& plan, int num_ranks,
+                           int64_t num_batches) {
+  const ParallelismSettings& settings = config.parallelism;
+  const auto per_batch =
+      static_cast<int>(config.training.local_batch_size / settings.pipeline_parallel_microbatch_size);
+  const auto file = schedule_from_file(settings);
+  // A file's micro-batches are those of one batch (check_pipeline).
+  const Schedule schedule =
+      file ? pipeline::repeat(*file, static_cast<int>(num_batches))
+           : named_schedule(settings.pipeline_parallel_schedule, plan, num_ranks, num_batches, per_batch);
+  const Schedule complete = pipeline::with_parameter_actions(pipeline::with_communication(schedule));
+  pipeline::check_schedule(complete);
+  return complete;
+}
+
+Schedule validation_schedule(const StagePlan& plan, int num_micro_batches) {
+  return pipeline::with_parameter_actions(pipeline::with_communication(
+      pipeline::make_forward_only_schedule(plan.rank_of_stage, num_micro_batches)));
+}
+
+}  // namespace
+
+StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
+                             int64_t num_batches) {
+  const StagePlan plan = plan_stages(config);
+  auto models = build_stages(config, plan, meshes, device);
+  if (plan.num_stages() == 1)
+    return whole_model(std::move(models.front()), num_batches, config.training.local_batch_size,
+                       config.validation.enable);
+  StageParts parts{.models = std::move(models)};
+  const std::vector<int> indices = plan.stages_of(meshes.pp.rank());
+  for (size_t i = 0; i < indices.size(); ++i) parts.stages.push_back({parts.models[i].get(), indices[i]});
+  const auto& validation = config.validation;
+  const int64_t rows = parts.micro_batch_rows = config.parallelism.pipeline_parallel_microbatch_size;
+  const dist::World& world = meshes.world.world();
+  parts.step = {training_schedule(config, plan, meshes.pp.size(), num_batches),
+                stage_boundaries(config, plan, world, rows, config.training.seq_len)};
+  if (validation.enable)
+    parts.validation =
+        ScheduleParts{validation_schedule(plan, static_cast<int>(validation.local_batch_size / rows)),
+                      stage_boundaries(config, plan, world, rows, validation.seq_len)};
+  return parts;
+}
+
+std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes) {
+  if (meshes.pp.size() == 1) return {};
+  std::string own;
+  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
+  std::vector<std::string> names;
+  for (const std::string& text : meshes.pp.group()->all_gather_text(own, {"train::parameter_names"})) {
+    std::istringstream lines(text);
+    for (std::string name; std::getline(lines, name);) names.push_back(name);
+  }
+  return names;
+}
+
+}  // namespace titan::train

@@ -1,0 +1,18 @@
+#pragma once
+
+// What a rank runs of the model, and by which schedules, from the settings.
+
+#include "titan/train/job_config.h"
+#include "titan/train/trainer.h"
+
+namespace titan::train {
+
+/// The stages of this rank, built and spread out, with their weights, and the schedules of a step of
+/// `num_batches` batches and of validation. Collective over the world.
+StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
+                             int64_t num_batches);
+
+/// Names of the parameters on other pipeline ranks. Collective over meshes.pp.
+std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes);
+
+}  // namespace titan::train

@@ -1,0 +1,262 @@
+// Every schedule, with data, context and tensor parallelism and activation checkpointing around it, against
+// the same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default as many
+// combinations as it takes for each pair of settings to meet; with --all all of them. The largest deviations
+// are printed as JSON lines, which scripts/numerics.py collects.
+
+#include <iterator>
+#include <map>
+#include <optional>
+
+#include <gtest/gtest.h>
+
+#include "distributed/outcome.h"
+#include "titan/core/error.h"
+#include "titan/parallel/pipeline_completion.h"
+#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_split.h"
+#include "titan/train/step_runner.h"
+#include "titan/train/tied_gradients.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+struct Checkpointing {
+  const char* name;
+  std::optional<LayersPolicy> policy;
+};
+const Checkpointing kCheckpointing[] = {{"none", {}}, {"full", FullRecompute{}}, {"op", SelectiveOp{}}};
+
+struct Variant {
+  train::ParallelDims dims;
+  std::string schedule;
+  int stages = 1;  // of all ranks
+  int micro_batches = 1;
+  int repeats = 1;  // of the schedule, for accumulation
+  size_t checkpointing = 0;
+
+  int num_micro_batches() const { return micro_batches * repeats; }
+};
+
+std::string name_of(const Variant& variant) {
+  const train::ParallelDims& dims = variant.dims;
+  return str(variant.schedule, " pp ", dims.pp, " stages ", variant.stages, " micro-batches ",
+             variant.repeats, " x ", variant.micro_batches, " dp_replicate ", dims.dp_replicate, " dp_shard ",
+             dims.dp_shard, " cp ", dims.cp, " tp ", dims.tp, " checkpointing ",
+             kCheckpointing[variant.checkpointing].name);
+}
+
+pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
+  pipeline::ModuleSequence sequence{{"tok_embeddings"}, {}, {"norm", "output"}};
+  for (int64_t layer = 0; layer < std::get<int64_t>(llama.args.at("n_layers")); ++layer)
+    sequence.layers.push_back(str("layers.", layer));
+  return sequence;
+}
+
+// The stages of this rank.
+class Stages {
+ public:
+  Stages(const LlamaCase& llama, const Precision& precision, const Variant& variant,
+         const train::Meshes& meshes)
+      : schedule_(schedule_of(variant)) {
+    const auto modules = pipeline::split_evenly(sequence_of(llama), variant.stages);
+    const auto args = make_args(llama);
+    for (int stage = 0; stage < variant.stages; ++stage) {
+      if (schedule_.rank_of_stage[static_cast<size_t>(stage)] != meshes.pp.rank()) continue;
+      auto model = llama_spec().build(args.get(), {.construct = deferred(device(), precision.dtype),
+                                                   .seq_len = llama.seq_len,
+                                                   .stage_modules = modules[static_cast<size_t>(stage)]});
+      FsdpOptions fsdp = fsdp_options(precision);
+      fsdp.mesh = meshes.fsdp;
+      train::apply_parallel_plan(llama_spec(), "", *model,
+                                 {.meshes = meshes,
+                                  .fsdp = fsdp,
+                                  .activations = {kCheckpointing[variant.checkpointing].policy, {}}});
+      materialize(model->root(), kSeed);
+      for (const Parameter& parameter : titan::parameters(model->root())) parameters_.push_back(parameter);
+      stages_.push_back({model.get(), stage});
+      models_.push_back(std::move(model));
+    }
+  }
+
+  const pipeline::Schedule& schedule() const { return schedule_; }
+  const std::vector<train::Stage>& stages() const { return stages_; }
+  std::vector<Parameter>& parameters() { return parameters_; }
+
+ private:
+  static pipeline::Schedule schedule_of(const Variant& variant) {
+    const auto schedule = pipeline::repeat(
+        pipeline::make_schedule(variant.schedule, variant.dims.pp, variant.stages, variant.micro_batches),
+        variant.repeats);
+    return pipeline::with_parameter_actions(pipeline::with_communication(schedule));
+  }
+
+  pipeline::Schedule schedule_;
+  std::vector<std::unique_ptr<train::TrainableModel>> models_;
+  std::vector<train::Stage> stages_;
+  std::vector<Parameter> parameters_;
+};
+
+std::vector<data::Batch> micro_batches_of(const Batch& batch, int count) {
+  std::vector<data::Batch> result;
+  for (int m = 0; m < count; ++m) {
+    const Batch part = batch.rows(m, count);
+    result.push_back({part.tokens, part.labels, part.num_valid()});
+  }
+  return result;
+}
+
+std::vector<train::TensorType> boundaries_of(const LlamaCase& llama, const Precision& precision,
+                                             const Variant& variant, int64_t rows) {
+  const int64_t positions = llama.seq_len / variant.dims.cp / variant.dims.tp;
+  const train::TensorType hidden{{rows, positions, std::get<int64_t>(llama.args.at("dim"))},
+                                 precision.compute};
+  return std::vector<train::TensorType>(static_cast<size_t>(variant.stages), hidden);
+}
+
+// Each parameter counts on one stage.
+void expect_all_counted(const std::vector<Parameter>& parameters, const train::Meshes& meshes,
+                        const Outcome& reference, const std::string& what) {
+  int64_t counted = 0;
+  for (const Parameter& parameter : parameters) counted += parameter.duplicate ? 0 : 1;
+  if (meshes.pp.size() > 1) counted = meshes.pp.group()->sum(counted, {.phase = "test::parameters"});
+  EXPECT_EQ(counted, static_cast<int64_t>(reference.gradients.size())) << what;
+}
+
+// Two steps, so that what the first one leaves behind shows.
+Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision& precision,
+                     const Variant& variant, const Outcome& reference) {
+  const train::Meshes meshes = train::build_meshes(world(), variant.dims);
+  Stages stages(llama, precision, variant, meshes);
+  const train::TiedGradients tied(stages.parameters(), meshes.pp);
+  train::StepRunner runner(stages.stages(), meshes.pp, device());
+  const auto micro_batches =
+      micro_batches_of(batch.rows(meshes.dp_rank(), meshes.dp_degree()), variant.num_micro_batches());
+  const train::StepPlan plan = runner.plan(
+      stages.schedule(), boundaries_of(llama, precision, variant, micro_batches.front().input_BS.size(0)));
+  double loss = 0;
+  for (int step = 0; step < 2; ++step) {
+    for (const Parameter& parameter : stages.parameters())
+      at::Tensor(parameter.data.local).mutable_grad().reset();
+    loss = runner.run(plan, micro_batches, batch.num_valid()).item<double>();
+    tied.sum();
+  }
+  expect_all_counted(stages.parameters(), meshes, reference, name_of(variant));
+  loss = meshes.loss.group()->sum(loss, {.phase = "test::loss"});
+  Outcome outcome{loss, optim::clip_grad_norm(stages.parameters(), 1e30, meshes.pp).norm, {}};
+  for (const Parameter& parameter : stages.parameters())
+    outcome.gradients[parameter.name] = full_gradient(parameter).clone();
+  return outcome;
+}
+
+// ---- which
+
+// pp, and what the rest of the ranks does: at most two kinds of it at 8 ranks.
+std::vector<train::ParallelDims> all_dims(int size) {
+  std::vector<train::ParallelDims> all;
+  for (const int pp : {2, 4, 8}) {
+    if (size % pp != 0) continue;
+    const int rest = size / pp;
+    for (const int replicate : {1, 2, 4})
+      for (const int shard : {1, 2, 4})
+        for (const int cp : {1, 2, 4})
+          for (const int tp : {1, 2, 4})
+            if (replicate * shard * cp * tp == rest)
+              all.push_back({.dp_replicate = replicate, .dp_shard = shard, .cp = cp, .tp = tp, .pp = pp});
+  }
+  return all;
+}
+
+// What a schedule takes of pp, 2 pp, an odd count, and each of them as half of an accumulation.
+std::vector<Variant> variants_of_schedule(const pipeline::ScheduleTraits& traits,
+                                          const train::ParallelDims& dims) {
+  std::vector<Variant> variants;
+  const bool one = traits.stages_per_rank == pipeline::StagesPerRank::One;
+  const bool v = traits.stages_per_rank == pipeline::StagesPerRank::TwoInV;
+  for (const int per_rank : one ? std::vector{1} : v ? std::vector{2} : std::vector{2, 3})
+    for (const int micro_batches : {dims.pp, 2 * dims.pp, 2 * dims.pp + 1})
+      for (const int repeats : {1, 2})
+        if (!pipeline::counts_problem(traits, dims.pp, per_rank * dims.pp, micro_batches))
+          variants.push_back({dims, std::string(traits.name), per_rank * dims.pp, micro_batches, repeats});
+  return variants;
+}
+
+bool fits(const LlamaCase& llama, const Variant& variant) {
+  const auto sizes = llama_spec().sizes(make_args(llama).get());
+  std::vector<train::KeyedProblem> problems;
+  train::check_divisibility(variant.dims, sizes, llama.seq_len, problems);
+  return problems.empty() && variant.stages <= sizes.num_layers + 2;
+}
+
+std::vector<Variant> variants_of(const LlamaCase& llama) {
+  std::vector<Variant> all;
+  PairwiseCover cover;
+  const auto dims = all_dims(world().size());
+  size_t mixed = 0;
+  for (size_t d = 0; d < dims.size(); ++d) {
+    for (size_t s = 0; s < pipeline::all_schedule_traits().size(); ++s) {
+      for (Variant variant : variants_of_schedule(pipeline::all_schedule_traits()[s], dims[d])) {
+        variant.checkpointing = mixed++ % std::size(kCheckpointing);
+        if (!fits(llama, variant)) continue;
+        const std::vector<int> settings = {static_cast<int>(d),
+                                           static_cast<int>(s),
+                                           variant.stages / dims[d].pp,
+                                           variant.micro_batches - dims[d].pp,
+                                           variant.repeats,
+                                           static_cast<int>(variant.checkpointing)};
+        if (cover.add(settings) || all_cases()) all.push_back(variant);
+      }
+    }
+  }
+  return all;
+}
+
+// ---- models
+
+LlamaCase small(const std::string& name, std::map<std::string, config::Value> changes = {}) {
+  LlamaCase llama = mini_llama();
+  llama.name = name;
+  llama.seq_len = 16;
+  llama.args["n_layers"] = int64_t{7};
+  llama.args["dim"] = int64_t{32};
+  llama.args["n_kv_heads"] = int64_t{4};
+  for (auto& [key, value] : changes) llama.args[key] = value;
+  return llama;
+}
+// Two stages have no layer, the others one each, and the vocabulary doesn't divide.
+LlamaCase shallow() { return small("shallow", {{"n_layers", int64_t{2}}, {"vocab_size", int64_t{251}}}); }
+LlamaCase tied() { return small("tied", {{"tie_embeddings", true}}); }
+
+struct PipelineCase {
+  LlamaCase llama;
+  Precision precision;
+};
+
+class Pipeline : public ::testing::TestWithParam<PipelineCase> {};
+
+TEST_P(Pipeline, EqualsOneRank) {
+  auto [llama, precision] = GetParam();
+  std::map<int64_t, Outcome> references;  // by rows
+  Worst worst;
+  for (const Variant& variant : variants_of(llama)) {
+    llama.rows = variant.dims.batch_degree() * variant.num_micro_batches();
+    const Batch batch = random_batch(llama, 1);
+    if (!references.contains(llama.rows)) references[llama.rows] = run_on_one_rank(llama, batch, precision);
+    const Outcome& reference = references[llama.rows];
+    expect_close(run_pipeline(llama, batch, precision, variant, reference), reference,
+                 precision.dtype == at::kDouble ? 1e-10 : 1e-5, name_of(variant), worst);
+  }
+  worst.print("pipeline", llama.name, precision);
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, Pipeline,
+                         ::testing::Values(PipelineCase{small("pipelined"), kFloat64},
+                                           PipelineCase{small("pipelined"), kFloat32},
+                                           PipelineCase{shallow(), kFloat64}, PipelineCase{tied(), kFloat64}),
+                         [](const auto& info) {
+                           return info.param.llama.name + "_" + info.param.precision.name;
+                         });
+
+}  // namespace
+}  // namespace titan

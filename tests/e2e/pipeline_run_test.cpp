@@ -1,0 +1,127 @@
+// `titan train` with a pipeline: one rank's losses, the same numbers in the logs and in validation, and what
+// is told when a rank is lost.
+
+#include <gmock/gmock.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "e2e/small_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+struct Layout {
+  const char* name;
+  int batch_ranks;  // that read different rows
+  Words words;
+};
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+Words pp(const std::string& ranks, const std::string& degree, const std::string& schedule,
+         const Words& more = {}) {
+  return Words{"--nproc",
+               ranks,
+               "--parallelism.pipeline_parallel_degree",
+               degree,
+               "--parallelism.pipeline_parallel_schedule",
+               schedule} +
+         more;
+}
+
+Words rows_of(const Layout& layout) {
+  const std::string rows = std::to_string(4 / layout.batch_ranks);
+  return {"--training.local_batch_size", rows, "--validation.local_batch_size", rows};
+}
+
+class PipelineRun : public ::testing::TestWithParam<Layout> {};
+
+// Four layers, so that two stages a rank have something to do.
+TEST_P(PipelineRun, LogsWhatTheSameRowsGiveWithoutIt) {
+  const Layout& layout = GetParam();
+  const Words base =
+      small_run(fresh_folder("config")) + rows_of(layout) + Words{"--model.args.n_layers", "4"};
+  const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
+  train(plain, base + Words{"--nproc", std::to_string(layout.batch_ranks)});
+  train(folder, base + layout.words);
+
+  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
+  ASSERT_EQ(steps.size(), 4u);
+  ASSERT_EQ(expected.size(), 4u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
+    EXPECT_EQ(steps[i].at("n_tokens_seen"), expected[i].at("n_tokens_seen")) << i;
+  }
+  const Lines validated = read_lines(folder / "validation.jsonl"),
+              wanted = read_lines(plain / "validation.jsonl");
+  ASSERT_EQ(validated.size(), 3u);  // after the steps 1, 2 and 4
+  ASSERT_EQ(wanted.size(), 3u);
+  for (size_t i = 0; i < validated.size(); ++i)
+    EXPECT_NEAR(validated[i].at("loss"), wanted[i].at("loss"), 5e-6) << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, PipelineRun,
+    ::testing::Values(
+        Layout{"Pp2", 1, pp("2", "2", "1F1B")}, Layout{"Pp2Gpipe", 1, pp("2", "2", "gpipe")},
+        Layout{"Pp2Interleaved", 1, pp("2", "2", "Interleaved1F1B")},
+        Layout{"Pp2ZeroBubbleV", 1, pp("2", "2", "ZBVZeroBubble")},
+        Layout{"Pp2TwoRowsAtOnce", 1,
+               pp("2", "2", "1F1B", {"--parallelism.pipeline_parallel_microbatch_size", "2"})},
+        Layout{"Pp3", 1, pp("3", "3", "1F1B")},
+        Layout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B", {"--training.global_batch_size", "8"})},
+        Layout{"Pp2Tp2Checkpointed", 1,
+               pp("4", "2", "1F1B",
+                  {"--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"})},
+        Layout{"Pp2Cp2", 1, pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+// ---- a lost rank
+
+Command start_rank(int rank, int size, const std::string& port, const Words& words) {
+  return Command(train_words(words), {{"RANK", std::to_string(rank)},
+                                      {"WORLD_SIZE", std::to_string(size)},
+                                      {"MASTER_ADDR", "127.0.0.1"},
+                                      {"MASTER_PORT", port},
+                                      {"OMP_NUM_THREADS", "1"}});
+}
+
+bool has_steps(const std::filesystem::path& folder) {
+  return std::filesystem::exists(folder / "metrics.jsonl") && !read_metrics(folder).empty();
+}
+
+// Without a launcher that would end them: every rank finds out by itself, also the one whose neighbours live.
+TEST(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
+  const auto folder = fresh_folder("run");
+  const Words words = small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
+                                                                "4",
+                                                                "--training.steps",
+                                                                "1000000",
+                                                                "--validation.no_enable",
+                                                                "--training.local_batch_size",
+                                                                "4",
+                                                                "--parallelism.pipeline_parallel_degree",
+                                                                "4",
+                                                                "--job.dump_folder",
+                                                                folder.string()};
+  const std::string port = std::to_string(33000 + getpid() % 27000);
+  std::vector<Command> ranks;
+  for (int rank = 0; rank < 4; ++rank) ranks.push_back(start_rank(rank, 4, port, words));
+  for (int i = 0; i < 600 && !has_steps(folder); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  ranks[2].signal(SIGKILL);
+  for (const int rank : {0, 1, 3}) {
+    const CommandResult result = ranks[static_cast<size_t>(rank)].wait(20);
+    EXPECT_EQ(result.status, 1) << rank;
+    EXPECT_THAT(result.err, AllOf(HasSubstr("in action "), HasSubstr("which is rank 2 of the job"))) << rank;
+  }
+}
+
+}  // namespace
+}  // namespace titan::testing
