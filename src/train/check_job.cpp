@@ -113,17 +113,6 @@ void check_validation(Check& check, int world_size) {
 
 }  // namespace
 
-namespace {
-
-// A dry run builds the stages; the trainer doesn't run them yet.
-void refuse_pipeline(Check& check) {
-  check.require(check.config.parallelism.pipeline_parallel_degree == 1,
-                "parallelism.pipeline_parallel_degree",
-                "pipelines can be looked at (--print-plan), and run later");
-}
-
-}  // namespace
-
 CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
                        JobFiles files) {
   Check check{config, origins};
@@ -134,7 +123,6 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check_activations(check);
   check_checkpoint(check);
   check_validation(check, world_size);
-  if (files == JobFiles::Check) refuse_pipeline(check);
   CheckedFiles checked;
   if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));

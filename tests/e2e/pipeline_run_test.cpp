@@ -35,7 +35,9 @@ Words pp(const std::string& ranks, const std::string& degree, const std::string&
 
 Words rows_of(const Layout& layout) {
   const std::string rows = std::to_string(4 / layout.batch_ranks);
-  return {"--training.local_batch_size", rows, "--validation.local_batch_size", rows};
+  return {"--training.local_batch_size",   rows,
+          "--validation.local_batch_size", rows,
+          "--training.global_batch_size",  std::to_string(4 * layout.batch_ranks)};
 }
 
 class PipelineRun : public ::testing::TestWithParam<Layout> {};
@@ -74,8 +76,7 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"Pp2ZeroBubbleV", 1, pp("2", "2", "ZBVZeroBubble")},
         Layout{"Pp2TwoRowsAtOnce", 1,
                pp("2", "2", "1F1B", {"--parallelism.pipeline_parallel_microbatch_size", "2"})},
-        Layout{"Pp3", 1, pp("3", "3", "1F1B")},
-        Layout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B", {"--training.global_batch_size", "8"})},
+        Layout{"Pp3", 1, pp("3", "3", "1F1B")}, Layout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B")},
         Layout{"Pp2Tp2Checkpointed", 1,
                pp("4", "2", "1F1B",
                   {"--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"})},
