@@ -94,6 +94,27 @@ TEST(Attention, DoesntDependOnTheNumberOfThreads) {
   for (size_t i = 0; i < 4; ++i) EXPECT_TRUE(at::equal(results[i], results[i + 4])) << i;
 }
 
+// LibTorch's CPU kernel takes the features of a head for adjacent.
+TEST(Attention, TakesTensorsOfAnyStrides) {
+  at::manual_seed(3);
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    const auto make = [&](int64_t heads) { return at::randn({2, 16, heads, 37}).to(dtype).transpose(1, 3); };
+    std::vector<at::Tensor> strided, plain;
+    for (const int64_t heads : {4, 2, 2}) {
+      const at::Tensor values = make(heads);
+      strided.push_back(values.detach().requires_grad_());
+      plain.push_back(values.contiguous().requires_grad_());
+      ASSERT_NE(strided.back().stride(3), 1);
+    }
+    const at::Tensor out = causal_attention(strided[0], strided[1], strided[2]),
+                     expected = causal_attention(plain[0], plain[1], plain[2]);
+    EXPECT_CLOSE(out, expected, tolerance_of(dtype));
+    out.sum().backward();
+    expected.backward(at::ones(expected.sizes(), expected.options()));
+    for (size_t i = 0; i < 3; ++i) EXPECT_CLOSE(strided[i].grad(), plain[i].grad(), tolerance_of(dtype)) << i;
+  }
+}
+
 TEST(Attention, RefusesHeadsThatDontGroup) {
   const at::Tensor q = at::randn({1, 3, 4, 8}), k = at::randn({1, 3, 3, 8});
   EXPECT_THROW(causal_attention(q, k, k), Error);

@@ -2,6 +2,7 @@
 
 #include <functional>
 
+#include "ops/recorded_attention.h"
 #include "titan/dist/device_backend.h"
 #include "titan/ops/attention.h"
 #include "titan/ops/embedding.h"
@@ -49,6 +50,14 @@ const std::vector<DeviceCase>& cases() {
        {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
        {},
        [](const Tensors& x, const Tensors&) { return causal_attention(x[0], x[1], x[2]); }},
+      {"kernel_attention",
+       {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
+       {},
+       [](const Tensors& x, const Tensors&) { return kernel_attention(x[0], x[1], x[2]); }},
+      {"kernel_attention_of_odd_heads",
+       {{2, 33, 4, 20}, {2, 33, 2, 20}, {2, 33, 2, 20}},
+       {},
+       [](const Tensors& x, const Tensors&) { return kernel_attention(x[0], x[1], x[2]); }},
       {"embedding",
        {{7, 12}},
        {{3, 20}},

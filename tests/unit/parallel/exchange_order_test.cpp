@@ -1,20 +1,15 @@
 // Sends and receives of overlapped products on a backend that works off each rank's messages one after the
 // other, and starts none before its peer has come to it.
 
-#include <deque>
-#include <vector>
-
 #include <gtest/gtest.h>
 
 #include "parallel/tensor/send_receive_exchange.h"
+#include "unit/parallel/serial_queues.h"
 
 namespace titan::tp {
 namespace {
 
-struct Message {
-  int peer;
-  bool is_send;
-};
+using testing::Message;
 
 // As SendReceiveExchange issues them.
 std::deque<Message> messages_of(int rank, int size) {
@@ -35,20 +30,7 @@ TEST_P(ExchangeOrder, EndsWhereEachRankHasOneQueue) {
   const int size = GetParam();
   std::vector<std::deque<Message>> queues;
   for (int rank = 0; rank < size; ++rank) queues.push_back(messages_of(rank, size));
-  for (bool moved = true; moved;) {
-    moved = false;
-    for (int rank = 0; rank < size; ++rank) {
-      auto& mine = queues[static_cast<size_t>(rank)];
-      if (mine.empty()) continue;
-      auto& theirs = queues[static_cast<size_t>(mine.front().peer)];
-      if (theirs.empty() || theirs.front().peer != rank || theirs.front().is_send == mine.front().is_send)
-        continue;
-      mine.pop_front();
-      theirs.pop_front();
-      moved = true;
-    }
-  }
-  for (const auto& queue : queues) EXPECT_TRUE(queue.empty());
+  EXPECT_TRUE(testing::all_arrive(queues));
 }
 
 TEST_P(ExchangeOrder, MeetsEveryPeerOnce) {

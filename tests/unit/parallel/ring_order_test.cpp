@@ -1,0 +1,205 @@
+// When the messages of a ring are launched and waited for, in which order, and how many bytes they bring. One
+// process plays each rank in turn; its record of calls tells.
+
+#include <algorithm>
+#include <string_view>
+
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <gtest/gtest.h>
+
+#include "parallel/context/gathered_attention.h"
+#include "parallel/context/ring_attention.h"
+#include "titan/dist/flight_record.h"
+#include "titan/dist/world.h"
+#include "unit/parallel/serial_queues.h"
+
+namespace titan::context {
+namespace {
+
+using testing::Message;
+
+constexpr dist::Label kForward{.phase = "test::forward"}, kBackward{.phase = "test::backward"};
+
+/// A rank of `size` that attends; what it gets from others is made up.
+class PlayedRank {
+ public:
+  PlayedRank(int rank, int size, const ContextParallelOptions& options)
+      : world_(dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = size})) {
+    const SequenceLayout layout(size, options.load_balancer);
+    if (options.attention == ContextAttention::AllGatherKv) {
+      attention_ = std::make_unique<GatheredAttention>(world_.everyone(), layout);
+    } else {
+      attention_ = std::make_unique<RingAttention>(world_.everyone(), layout, options.rotate_method);
+    }
+  }
+
+  void forward() { sum_ = attention_->forward(q_, kv_, kv_, kForward); }
+  void backward() {
+    const at::Tensor out = sum_.out_BSHD.to(at::kBFloat16);
+    attention_->backward(out, q_, kv_, kv_, out, sum_.log_sum_exp_BHS, kBackward);
+  }
+
+  std::vector<dist::CallRecord> calls(std::string_view phase) const {
+    std::vector<dist::CallRecord> calls;
+    for (const dist::CallRecord& call : world_.recorder().snapshot())
+      if (call.phase == phase) calls.push_back(call);
+    return calls;
+  }
+  int64_t bytes_of_keys_and_values() const { return 2 * static_cast<int64_t>(kv_.nbytes()); }
+
+ private:
+  dist::World world_;
+  std::unique_ptr<DistributedAttention> attention_;
+  at::Tensor q_ = at::randn({1, 4, 2, 8}).to(at::kBFloat16), kv_ = at::randn({1, 4, 1, 8}).to(at::kBFloat16);
+  ops::AttentionSum sum_;
+};
+
+// ---- transfers under the kernels
+
+/// The calls when a kernel starts.
+struct Moment {
+  size_t launched, under_way;
+  bool operator==(const Moment&) const = default;
+};
+
+void PrintTo(const Moment& moment, std::ostream* out) {
+  *out << moment.launched << " launched, " << moment.under_way << " under way";
+}
+
+Moment moment_of(const std::vector<dist::CallRecord>& calls) {
+  const auto is_under_way = [](const auto& call) { return call.state == dist::CallState::Launched; };
+  return {calls.size(), static_cast<size_t>(std::count_if(calls.begin(), calls.end(), is_under_way))};
+}
+
+// What the observer of LibTorch's calls, a plain function, looks at and writes to.
+struct Watched {
+  const PlayedRank* rank;
+  const char* kernel;
+  std::string_view phase;
+  std::vector<Moment> moments;
+};
+Watched* watched = nullptr;
+
+std::unique_ptr<at::ObserverContext> note_kernel(const at::RecordFunction& function) {
+  if (std::string_view(function.name()) == watched->kernel)
+    watched->moments.push_back(moment_of(watched->rank->calls(watched->phase)));
+  return nullptr;
+}
+
+template <class Run>
+std::vector<Moment> moments_of(const PlayedRank& rank, const char* kernel, dist::Label label, Run run) {
+  Watched now{&rank, kernel, label.phase, {}};
+  watched = &now;
+  const auto observer =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(note_kernel).scopes({at::RecordScope::FUNCTION}));
+  run();
+  at::removeCallback(observer);
+  watched = nullptr;
+  EXPECT_EQ(moment_of(rank.calls(label.phase)).under_way, 0u) << "all are waited for";
+  return now.moments;
+}
+
+constexpr int kRanks = 4;
+constexpr ContextLoadBalancer kHeadTail = ContextLoadBalancer::HeadTail;
+
+class RingOverlap : public ::testing::TestWithParam<int> {};  // a rank of kRanks
+
+// A send and a receive under each block but the last; one gather under the first.
+TEST_P(RingOverlap, KeysComeUnderTheBlockBefore) {
+  PlayedRank hops(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
+  EXPECT_EQ(moments_of(hops, "titan::attend_", kForward, [&] { hops.forward(); }),
+            (std::vector<Moment>{{2, 2}, {4, 2}, {6, 2}, {6, 0}}));
+  PlayedRank gather(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllGather, ContextAttention::Ring});
+  EXPECT_EQ(moments_of(gather, "titan::attend_", kForward, [&] { gather.forward(); }),
+            (std::vector<Moment>{{1, 1}, {1, 0}, {1, 0}, {1, 0}}));
+}
+
+// And the gradients that they got so far under each but the first.
+TEST_P(RingOverlap, GradientsFollowUnderTheNextBlock) {
+  PlayedRank hops(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
+  hops.forward();
+  EXPECT_EQ(moments_of(hops, "titan::attend_backward_", kBackward, [&] { hops.backward(); }),
+            (std::vector<Moment>{{2, 2}, {6, 4}, {10, 4}, {12, 2}}));
+  PlayedRank gather(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllGather, ContextAttention::Ring});
+  gather.forward();
+  EXPECT_EQ(moments_of(gather, "titan::attend_backward_", kBackward, [&] { gather.backward(); }),
+            (std::vector<Moment>{{1, 1}, {3, 2}, {5, 2}, {7, 2}}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, RingOverlap, ::testing::Range(0, kRanks));
+
+// ---- one queue a rank
+
+class RingOrder : public ::testing::TestWithParam<std::tuple<int, ContextLoadBalancer, ContextRotateMethod>> {
+};
+
+TEST_P(RingOrder, EndsWhereEachRankHasOneQueue) {
+  const auto& [size, balancer, rotate] = GetParam();
+  std::vector<std::deque<Message>> queues(static_cast<size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    PlayedRank played(rank, size, {balancer, rotate, ContextAttention::Ring});
+    played.forward();
+    played.backward();
+    for (const dist::Label& label : {kForward, kBackward})
+      for (const dist::CallRecord& call : played.calls(label.phase))
+        if (call.peer >= 0)
+          queues[static_cast<size_t>(rank)].push_back({call.peer, call.op == dist::CollectiveOp::Send});
+  }
+  EXPECT_FALSE(queues[0].empty());
+  EXPECT_TRUE(testing::all_arrive(queues));
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, RingOrder,
+                         ::testing::Combine(::testing::Values(2, 3, 4, 5, 8),
+                                            ::testing::Values(kHeadTail, ContextLoadBalancer::None),
+                                            ::testing::Values(ContextRotateMethod::AllGather,
+                                                              ContextRotateMethod::AllToAll)));
+
+// A check of the check: if all ranks sent first, none would come to receive.
+TEST(SerialQueues, StandStillWhereAllSendFirst) {
+  std::vector<std::deque<Message>> queues;
+  for (int rank = 0; rank < 3; ++rank) queues.push_back({{(rank + 1) % 3, true}, {(rank + 2) % 3, false}});
+  EXPECT_FALSE(testing::all_arrive(queues));
+}
+
+// ---- how much comes
+
+/// In units of a rank's own keys and values.
+int64_t units_received(const PlayedRank& rank, dist::Label label) {
+  int64_t bytes = 0;
+  for (const dist::CallRecord& call : rank.calls(label.phase)) {
+    if (call.op == dist::CollectiveOp::Receive) bytes += call.bytes;
+    // The larger side is told, of which the rank's own part doesn't come.
+    if (call.op == dist::CollectiveOp::AllGather || call.op == dist::CollectiveOp::ReduceScatter)
+      bytes += call.bytes / kRanks * (kRanks - 1);
+  }
+  return bytes / rank.bytes_of_keys_and_values();
+}
+
+// The table of docs/context_parallel.md; numbers in fp32 are two of bfloat16.
+TEST(ContextTraffic, IsWhatTheDocsSay) {
+  constexpr int kOthers = kRanks - 1;
+  struct Row {
+    ContextParallelOptions options;
+    int forward, backward;
+  };
+  for (const Row& row : {Row{{kHeadTail, ContextRotateMethod::AllGather, ContextAttention::Ring},
+                             kOthers,
+                             kOthers + 2 * kRanks},
+                         Row{{kHeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring},
+                             kOthers,
+                             kOthers + 2 * kRanks},
+                         Row{{kHeadTail, ContextRotateMethod::AllGather, ContextAttention::AllGatherKv},
+                             kOthers,
+                             kOthers + 2 * kOthers}}) {
+    PlayedRank rank(1, kRanks, row.options);
+    rank.forward();
+    rank.backward();
+    EXPECT_EQ(units_received(rank, kForward), row.forward);
+    EXPECT_EQ(units_received(rank, kBackward), row.backward);
+  }
+}
+
+}  // namespace
+}  // namespace titan::context
