@@ -51,7 +51,8 @@ void FsdpState::become_root(nn::HookHost& host) {
 void FsdpState::tell_kept_gradients(nn::HookHost& host) {
   int64_t bytes = 0;
   for (const auto& state : states_below(host.as_module()))
-    if (state->group_) bytes += state->group_->kept_gradient_bytes();
+    if (state->group_ && !state->group_->param(0).compute.is_meta())  // a dry run keeps nothing
+      bytes += state->group_->kept_gradient_bytes();
   if (bytes > 0)
     log::info_rank0(str("whole gradients stay between micro-batches: ", static_cast<double>(bytes) / kMiB,
                         " MiB on each rank"));

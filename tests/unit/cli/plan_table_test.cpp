@@ -109,13 +109,46 @@ TEST(PlanTable, WithoutTensorParallelismSaysSo) {
             std::string::npos);
 }
 
+TEST(PlanTable, ListsTheStagesOfAPipeline) {
+  const std::string expected =
+      R"(llama3 debugmodel on 4 rank(s): pp 2, dp_shard 2
+rank 0 keeps 1376896 of 6163712 parameters; its part of a step: 4 micro-batch(es) of 1 x 256 tokens
+
+stage  pp rank  modules                   parameters
+0      0        tok_embeddings, layers.0     1376768
+1      1        layers.1..2                  1704960
+2      1        layers.3..4                  1704960
+3      0        layers.5, norm, output       1377024
+
+no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is whole
+)";
+  EXPECT_EQ(table_of(4, {"--parallelism.pipeline_parallel_degree", "2",
+                         "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"}),
+            expected);
+}
+
+TEST(PlanTable, TellsWhatStagesShare) {
+  const std::string table =
+      table_of(2, {"--parallelism.pipeline_parallel_degree", "2", "--model.args.tie_embeddings"});
+  EXPECT_NE(table.find("tok_embeddings.weight is on the stages 0, 1\n"), std::string::npos) << table;
+}
+
+// Each rank shows its own stages' modules.
+TEST(PlanTable, ShowsTensorParallelismOfTheRanksStages) {
+  const std::string table = table_of(
+      4, {"--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"});
+  EXPECT_NE(table.find("layers.0..2.attention.wq"), std::string::npos) << table;
+  EXPECT_EQ(table.find("\noutput "), std::string::npos) << table;
+}
+
 TEST(PlanTable, SmallestWorldIsTheProductOfTheDegrees) {
   EXPECT_EQ(train::smallest_world({}), 1);
   EXPECT_EQ(train::smallest_world({.data_parallel_replicate_degree = 2,
                                    .data_parallel_shard_degree = 3,
                                    .tensor_parallel_degree = 4,
-                                   .context_parallel_degree = 5}),
-            120);
+                                   .context_parallel_degree = 5,
+                                   .pipeline_parallel_degree = 2}),
+            240);
 }
 
 }  // namespace

@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
+#include <set>
 
 #include <gtest/gtest.h>
 
 #include "titan/parallel/parameters.h"
+#include "titan/train/build.h"
 #include "titan/train/dry_run.h"
 #include "unit/cli/load_preset.h"
 
@@ -42,10 +45,22 @@ std::vector<int64_t> expected_sizes(const DTensor& data, const train::Meshes& me
   return sizes;
 }
 
+std::vector<Parameter> all_parameters(const train::DryRun& run) {
+  std::vector<Parameter> all;
+  for (const auto& model : run.models())
+    for (const Parameter& parameter : parameters(model->root())) all.push_back(parameter);
+  return all;
+}
+
 double max_resident_gigabytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return static_cast<double>(usage.ru_maxrss) / (1024 * 1024);
+}
+
+void expect_own_part_only(const Parameter& parameter, const train::Meshes& meshes) {
+  EXPECT_TRUE(parameter.data.local.is_meta()) << parameter.name;
+  EXPECT_EQ(parameter.data.local.sizes(), expected_sizes(parameter.data, meshes)) << parameter.name;
 }
 
 TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
@@ -57,13 +72,11 @@ TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
     train::DryRun run(config, world_size, rank);
     run.run_micro_batch();
 
-    const auto list = parameters(run.model().root());
     int64_t mine = 0, rows = 0;
     double total = 0;
-    for (const Parameter& parameter : list) {
+    for (const Parameter& parameter : all_parameters(run)) {
       const at::Tensor& local = parameter.data.local;
-      EXPECT_TRUE(local.is_meta()) << parameter.name;
-      EXPECT_EQ(local.sizes(), expected_sizes(parameter.data, run.meshes())) << parameter.name;
+      expect_own_part_only(parameter, run.meshes());
       ASSERT_TRUE(local.grad().defined()) << parameter.name;
       EXPECT_EQ(local.grad().sizes(), local.sizes()) << parameter.name;
       mine += local.numel();
@@ -71,7 +84,9 @@ TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
       // The most that rounding up along a cut dimension and norms kept whole by tp may add.
       rows += parameter.data.global_numel() / parameter.data.global_shape[0];
     }
-    EXPECT_EQ(total, static_cast<double>(config.spec().sizes(config.args()).num_params));
+    if (run.meshes().pp.size() == 1) {
+      EXPECT_EQ(total, static_cast<double>(config.spec().sizes(config.args()).num_params));
+    }
     const double share =
         total / (run.meshes().tp.size() * run.meshes().fsdp.size(run.meshes().fsdp.axes().back().name));
     EXPECT_NEAR(static_cast<double>(mine), share, 0.01 * share + static_cast<double>(rows));
@@ -80,11 +95,72 @@ TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
   EXPECT_LT(max_resident_gigabytes(), 1.0);
 }
 
+const auto name_of_recipe = [](const auto& info) { return std::string(info.param.name); };
+
 INSTANTIATE_TEST_SUITE_P(All, Recipes,
                          ::testing::Values(Recipe{"llama3_8b_2d", 8}, Recipe{"llama3_8b_long", 8},
                                            Recipe{"llama3_70b_2d", 256}, Recipe{"llama3_70b_3d", 256},
-                                           Recipe{"llama3_405b_2d", 512}, Recipe{"llama3_405b_3d", 512}),
-                         [](const auto& info) { return std::string(info.param.name); });
+                                           Recipe{"llama3_405b_2d", 512}, Recipe{"llama3_405b_3d", 512},
+                                           Recipe{"llama3_405b_pp", 512},
+                                           Recipe{"llama3_405b_pp_interleaved", 512}),
+                         name_of_recipe);
+
+class PipelineRecipes : public ::testing::TestWithParam<Recipe> {};
+
+// One rank of each host: between them they have every parameter, once.
+TEST_P(PipelineRecipes, StagesTogetherAreTheModel) {
+  const auto [name, world_size] = GetParam();
+  const train::JobConfig config = load_preset(name, world_size);
+  double total = 0;
+  std::set<std::string> names;
+  for (int pp_rank = 0; pp_rank < 16; ++pp_rank) {
+    const train::DryRun run(config, world_size, world_size / 16 * pp_rank + pp_rank);
+    ASSERT_EQ(run.meshes().pp.rank(), pp_rank);
+    for (const Parameter& parameter : all_parameters(run)) {
+      expect_own_part_only(parameter, run.meshes());
+      EXPECT_TRUE(names.insert(parameter.name).second) << parameter.name;
+      total += static_cast<double>(parameter.data.global_numel());
+    }
+  }
+  EXPECT_EQ(total, static_cast<double>(config.spec().sizes(config.args()).num_params));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PipelineRecipes,
+                         ::testing::Values(Recipe{"llama3_405b_pp", 512},
+                                           Recipe{"llama3_405b_pp_interleaved", 512}),
+                         name_of_recipe);
+
+// Not on meta tensors: a rank of 70B with a stage of one layer, 3.4 GB, gets memory for its part of it and no
+// more.
+TEST(PipelineStageMemory, ARankAllocatesWhatItOwns) {
+  const int stages = 82, ranks_of_stage = 128, world_size = stages * ranks_of_stage;
+  const train::JobConfig config =
+      load_preset("llama3_70b_2d", world_size,
+                  {"--parallelism.pipeline_parallel_degree", std::to_string(stages),
+                   "--parallelism.pipeline_parallel_schedule", "GPipe",
+                   "--parallelism.data_parallel_shard_degree", "16"});
+  const train::StagePlan plan = train::plan_stages(config);
+  const auto start = std::chrono::steady_clock::now();
+  for (const int stage : {0, 40, stages - 1}) {
+    const dist::World world = dist::init(
+        {.backend = "fake", .fake_rank = stage * ranks_of_stage + stage, .fake_world_size = world_size});
+    const auto models = train::build_stages(config, plan, train::build_job_meshes(config, world), at::kCPU);
+    ASSERT_EQ(models.size(), 1u);
+    int64_t whole = 0;
+    std::map<const void*, size_t> memory;  // parameters may share some
+    for (const Parameter& parameter : parameters(models[0]->root())) {
+      const auto& storage = parameter.data.local.storage();
+      memory[storage.data()] = storage.nbytes();
+      whole += 4 * parameter.data.global_numel();
+    }
+    int64_t bytes = 0;
+    for (const auto& [address, size] : memory) bytes += static_cast<int64_t>(size);
+    EXPECT_GT(whole, int64_t{3} << 30);
+    EXPECT_LT(bytes, whole / ranks_of_stage + (int64_t{1} << 20)) << "stage " << stage;
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+  EXPECT_LT(max_resident_gigabytes(), 1.0);
+}
 
 }  // namespace
 }  // namespace titan::cli

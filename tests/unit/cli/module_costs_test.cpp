@@ -1,0 +1,111 @@
+#include "titan/train/module_costs.h"
+
+#include <algorithm>
+#include <limits>
+
+#include <gtest/gtest.h>
+
+#include "titan/parallel/pipeline_split.h"
+#include "titan/train/pipeline_stages.h"
+#include "unit/cli/load_preset.h"
+
+namespace titan::cli {
+namespace {
+
+using Words = std::vector<std::string>;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+// The debug model's layers and vocabulary; a micro-batch is one sequence.
+constexpr double kTokens = 256, kDim = 256, kVocab = 2048;
+constexpr double kLayerElements = 4 * kDim * kDim + 3 * kDim * 768;
+
+train::JobConfig debug_model(Words words) {
+  words.insert(words.begin(), {"--training.seq_len", "256", "--activation_checkpoint.mode", "none"});
+  return load_preset("llama3_debug", 1, words);
+}
+
+// The sequence: tok_embeddings, layers.0..5, norm, output.
+TEST(ModuleCosts, CountOperations) {
+  const auto costs = train::computed_costs(debug_model({}), {}, {.flops = 1, .bytes = kInfinity});
+  ASSERT_EQ(costs.size(), 9u);
+  const double layer = kTokens * (2 * kLayerElements + 2 * kTokens * kDim);
+  for (size_t i = 1; i <= 6; ++i) {
+    EXPECT_DOUBLE_EQ(costs[i].forward_s, layer);
+    EXPECT_DOUBLE_EQ(costs[i].backward_s, 2 * layer);
+  }
+  EXPECT_DOUBLE_EQ(costs[8].forward_s, kTokens * 2 * kDim * kVocab);
+  for (const size_t i : {0, 7}) EXPECT_EQ(costs[i].time_s(), 0);
+}
+
+// A lookup reads rows; its gradient is a whole matrix.
+TEST(ModuleCosts, CountBytes) {
+  const auto costs = train::computed_costs(debug_model({}), {}, {.flops = kInfinity, .bytes = 1});
+  EXPECT_GE(costs[0].forward_s, kTokens * kDim * 2);
+  EXPECT_LT(costs[0].forward_s, 2 * kTokens * kDim * 2);
+  EXPECT_DOUBLE_EQ(costs[0].backward_s, 2 * costs[0].forward_s + kVocab * kDim * 2);
+  EXPECT_GT(costs[8].forward_s, kVocab * kDim * 2);
+  EXPECT_GT(costs[1].forward_s, kLayerElements * 2);
+}
+
+TEST(ModuleCosts, CountMemoryOfARank) {
+  const train::JobConfig config = debug_model({});
+  const double elements = kLayerElements + 2 * kDim;
+  EXPECT_DOUBLE_EQ(train::computed_costs(config)[1].fixed_bytes, elements * (4 * 4 + 2));
+  const train::ParallelDims dims{.dp_shard = 4, .cp = 2, .tp = 2};
+  EXPECT_DOUBLE_EQ(train::computed_costs(config, dims)[1].fixed_bytes, elements / 2 * (4 * 4 / 8.0 + 2));
+  EXPECT_DOUBLE_EQ(train::computed_costs(config, dims)[1].activation_bytes,
+                   train::computed_costs(config)[1].activation_bytes / 4);
+}
+
+TEST(ModuleCosts, ChargeLayersForWhatTheyComputeAgain) {
+  const auto kept = train::computed_costs(debug_model({}));
+  const auto full = train::computed_costs(debug_model({"--activation_checkpoint.mode", "full"}));
+  const auto some = train::computed_costs(debug_model({"--activation_checkpoint.mode", "selective"}));
+  EXPECT_DOUBLE_EQ(full[1].backward_s, kept[1].backward_s + kept[1].forward_s);
+  EXPECT_DOUBLE_EQ(full[1].activation_bytes, kTokens * kDim * 2);
+  EXPECT_GT(kept[1].activation_bytes, 10 * kTokens * kDim * 2);
+  EXPECT_DOUBLE_EQ(some[1].backward_s, kept[1].backward_s);  // every second layer
+  EXPECT_DOUBLE_EQ(some[2].backward_s, full[2].backward_s);
+  for (const size_t i : {0, 7, 8}) EXPECT_DOUBLE_EQ(full[i].backward_s, kept[i].backward_s);
+}
+
+TEST(ModuleCosts, AreMeasuredOnADevice) {
+  const train::JobConfig config = debug_model({"--training.mixed_precision_param", "float32"});
+  const auto costs = train::measured_costs(config, at::kCPU, {}, /*repeats=*/1);
+  const auto computed = train::computed_costs(config);
+  ASSERT_EQ(costs.size(), computed.size());
+  for (size_t i = 0; i < costs.size(); ++i) {
+    EXPECT_GT(costs[i].forward_s, 0) << i;
+    EXPECT_GT(costs[i].backward_s, 0) << i;
+    EXPECT_DOUBLE_EQ(costs[i].activation_bytes, computed[i].activation_bytes) << i;
+  }
+  EXPECT_EQ(costs[1].forward_s, costs[6].forward_s);  // of one shape: measured once
+  EXPECT_GT(costs[1].time_s(), costs[7].time_s());
+}
+
+// A large vocabulary makes the head as slow as several layers, and the last stage is given fewer.
+TEST(ModuleCosts, BalanceAPipeline) {
+  const Words words = {"--parallelism.pipeline_parallel_degree",
+                       "2",
+                       "--parallelism.pipeline_parallel_split",
+                       "balanced",
+                       "--model.args.vocab_size",
+                       "16384",
+                       "--training.seq_len",
+                       "256"};
+  const train::JobConfig config = load_preset("llama3_debug", 2, words);
+  const auto plan = train::plan_stages(config);
+  const auto costs = train::computed_costs(config);
+  const auto slower_stage = [&](size_t cut) {
+    double times[2] = {0, 0};
+    for (size_t i = 0; i < costs.size(); ++i) times[i < cut ? 0 : 1] += costs[i].time_s();
+    return std::max(times[0], times[1]);
+  };
+  double best = kInfinity;
+  for (size_t cut = 1; cut < costs.size(); ++cut) best = std::min(best, slower_stage(cut));
+  EXPECT_DOUBLE_EQ(slower_stage(plan.modules[0].size()), best);
+  EXPECT_GT(plan.modules[0].size(), 4u);  // the embedding and more than half of the layers
+}
+
+}  // namespace
+}  // namespace titan::cli

@@ -1,0 +1,126 @@
+// Llama 3 cut into pipeline stages, against the whole.
+
+#include <map>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+#include "titan/models/llama3.h"
+#include "titan/parallel/activation_checkpoint.h"
+#include "titan/parallel/parameters.h"
+#include "titan/parallel/pipeline_split.h"
+
+namespace titan::models {
+namespace {
+
+Llama3Args small(bool tied = false) {
+  return {.dim = 32,
+          .n_layers = 6,
+          .n_heads = 4,
+          .n_kv_heads = 2,
+          .vocab_size = 50,
+          .multiple_of = 8,
+          .max_seq_len = 16,
+          .tie_embeddings = tied};
+}
+
+pipeline::ModuleSequence sequence_of(const Llama3& model) {
+  const auto names = model->layer_names();
+  return {names.before, names.layers, names.after};
+}
+
+struct Case {
+  bool tied = false;
+  int num_stages = 2;
+  bool checkpoint = false;
+};
+
+std::vector<Llama3> build_stages(const Case& wanted) {
+  const Construct doubles = deferred(at::kCPU, at::kDouble);
+  std::vector<Llama3> stages;
+  for (const auto& modules :
+       pipeline::split_evenly(sequence_of(Llama3(small(wanted.tied), doubles)), wanted.num_stages)) {
+    Llama3& stage = stages.emplace_back(small(wanted.tied), doubles);
+    stage->keep_layers(modules);
+    if (wanted.checkpoint)
+      for (const TransformerBlock& layer : stage->layers) checkpoint_activations(layer, FullRecompute{});
+    materialize(stage, 5);
+  }
+  return stages;
+}
+
+// Forward and backward through the stages, each with a graph of its own. Gradients by name, summed over
+// stages that share one.
+std::map<std::string, at::Tensor> run(const std::vector<Llama3>& stages, const at::Tensor& tokens,
+                                      const at::Tensor& labels, at::Tensor& loss) {
+  std::vector<at::Tensor> inputs = {tokens}, outputs;
+  for (size_t i = 0; i + 1 < stages.size(); ++i) {
+    outputs.push_back(stages[i](inputs.back()));
+    inputs.push_back(outputs.back().detach().requires_grad_());
+  }
+  loss = stages.back()(inputs.back(), labels, labels.numel());
+  loss.backward();
+  for (size_t i = outputs.size(); i-- > 0;) outputs[i].backward(inputs[i + 1].grad());
+  std::map<std::string, at::Tensor> gradients;
+  for (const Llama3& stage : stages)
+    for (const Parameter& parameter : parameters(stage)) {
+      at::Tensor& sum = gradients[parameter.name];
+      sum = sum.defined() ? sum + parameter.compute.grad() : parameter.compute.grad();
+    }
+  return gradients;
+}
+
+class Llama3Stages : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Llama3Stages, ComputeWhatTheWholeDoes) {
+  const Llama3 whole(small(GetParam().tied), deferred(at::kCPU, at::kDouble));
+  materialize(whole, 5);
+  const at::Tensor tokens = at::randint(50, {2, 16}), labels = at::randint(50, {2, 16});
+  at::Tensor expected_loss, loss;
+  const auto expected = run({whole}, tokens, labels, expected_loss);
+  const auto gradients = run(build_stages(GetParam()), tokens, labels, loss);
+  EXPECT_TRUE(loss.equal(expected_loss));
+  ASSERT_EQ(gradients.size(), expected.size());
+  for (const auto& [name, gradient] : expected)
+    EXPECT_LE((gradients.at(name) - gradient).norm().item<double>(), 1e-12 * gradient.norm().item<double>())
+        << name;
+}
+
+// 8 stages of 6 layers: the first and the last have none.
+INSTANTIATE_TEST_SUITE_P(All, Llama3Stages,
+                         ::testing::Values(Case{false, 2, false}, Case{false, 3, true}, Case{false, 8, false},
+                                           Case{true, 2, false}, Case{true, 8, true}),
+                         [](const auto& info) {
+                           return str(info.param.num_stages, "stages", info.param.tied ? "Tied" : "",
+                                      info.param.checkpoint ? "Checkpointed" : "");
+                         });
+
+TEST(Llama3Stage, HaveTheirOwnParametersOnly) {
+  std::vector<std::string> names;
+  for (const Llama3& stage : build_stages({.num_stages = 8}))
+    for (const Parameter& parameter : parameters(stage)) names.push_back(parameter.name);
+  std::vector<std::string> expected;
+  for (const Parameter& parameter : parameters(Llama3(small(), deferred(at::kMeta))))
+    expected.push_back(parameter.name);
+  EXPECT_EQ(names, expected);
+}
+
+TEST(Llama3Stage, RotateWhereThereAreLayers) {
+  const auto stages = build_stages({.num_stages = 8});
+  EXPECT_FALSE(stages.front()->rotary);
+  EXPECT_FALSE(stages.back()->rotary);
+  EXPECT_TRUE(stages[1]->rotary);
+}
+
+TEST(Llama3Stage, TheLastOneAloneHasALoss) {
+  const auto stages = build_stages({.num_stages = 2});
+  const at::Tensor tokens = at::zeros({1, 16}, at::kLong);
+  EXPECT_THROW(stages[0](tokens, tokens, 16), Error);
+  const at::Tensor hidden = stages[0](tokens);
+  EXPECT_EQ(hidden.sizes(), at::IntArrayRef({1, 16, 32}));
+  EXPECT_EQ(stages[1](hidden).sizes(), at::IntArrayRef({1, 16, 50}));
+}
+
+}  // namespace
+}  // namespace titan::models
