@@ -17,6 +17,11 @@ class Format : public CLI::Formatter {
  public:
   explicit Format(std::string usage) : usage_(std::move(usage)) { column_width(22); }
   std::string make_usage(const CLI::App*, std::string) const override { return "usage: " + usage_ + "\n"; }
+  /// The value's name and no more: the texts say what goes with what.
+  std::string make_option_opts(const CLI::Option* option) const override {
+    const std::string value = option->get_type_name();
+    return (value.empty() ? "" : " " + value) + (option->get_required() ? " REQUIRED" : "");
+  }
 
  private:
   std::string usage_;
@@ -245,7 +250,7 @@ ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words
   app.add_flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
   app.add_flag("--list", arguments.list, "a table of all schedules for --pp and --microbatches, and stop");
   add_costs(app, arguments.costs);
-  add_file(app, "--from-csv", arguments.from_csv, "read the schedule from a file instead");
+  add_file(app, "--from-csv", arguments.from_csv, "read the schedule from a file; its counts too");
   add_file(app, "--csv", arguments.csv, "write the schedule");
   add_file(app, "--svg", arguments.svg, "write the timeline as a drawing");
   for (const char* name : {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"})

@@ -23,12 +23,13 @@ constexpr int kShades = 4;
 struct Look {
   Kind kind;
   const char* name;
-  int hue, saturation;
+  const char* shades[kShades];  // of a rank's first stage, darker for each further one
 };
-constexpr Look kLooks[] = {{Kind::Forward, "F forward", 212, 70},
-                           {Kind::Backward, "B backward", 145, 42},
-                           {Kind::BackwardInput, "I input gradients", 178, 50},
-                           {Kind::BackwardWeight, "W weight gradients", 38, 85}};
+constexpr Look kLooks[] = {
+    {Kind::Forward, "F forward", {"#a0c4ee", "#639fe3", "#267ad9", "#1c589c"}},
+    {Kind::Backward, "B backward", {"#afdec3", "#7dca9d", "#4ab577", "#358255"}},
+    {Kind::BackwardInput, "I input gradients", {"#abe3e1", "#75d1ce", "#40bfbb", "#2e8a87"}},
+    {Kind::BackwardWeight, "W weight gradients", {"#f7d497", "#f1b855", "#ec9c13", "#aa710e"}}};
 
 const Look& look_of(Kind kind) {
   return *std::find_if(std::begin(kLooks), std::end(kLooks),
@@ -70,11 +71,8 @@ std::string rectangle(double x, double y, double width, double height, const std
              number(height), "\"", look, "/>");
 }
 
-// Light with dark letters for a rank's first stage, darker for each further one.
 std::string fill_of(Kind kind, int local_stage) {
-  const Look& look = look_of(kind);
-  return str(" fill=\"hsl(", look.hue, ",", look.saturation, "%,",
-             78 - 14 * std::min(local_stage, kShades - 1), "%)\"");
+  return str(" fill=\"", look_of(kind).shades[std::min(local_stage, kShades - 1)], "\"");
 }
 
 /// 1, 2 or 5 times a power of ten: about ten marks.

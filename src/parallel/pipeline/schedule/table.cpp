@@ -15,6 +15,7 @@ namespace {
 using Kind = Action::Kind;
 
 constexpr int kMostSlots = 400;
+constexpr int kMark = 5;  // slots between two times of the head line
 constexpr std::string_view kPlain = "\033[0m";
 
 // Black on blue, green, cyan and yellow.
@@ -104,6 +105,12 @@ std::string without_trailing_spaces(std::string line) {
   return line + "\n";
 }
 
+// Lines begin with a marked slot, if there is room for one.
+int slots_per_line(int room, int width) {
+  const int fit = std::max(1, room / width);
+  return fit < kMark ? fit : fit - fit % kMark;
+}
+
 }  // namespace
 
 std::string to_table(const Simulation& simulation, const TableStyle& style) {
@@ -111,15 +118,15 @@ std::string to_table(const Simulation& simulation, const TableStyle& style) {
   const size_t width = label_width(simulation);
   const std::string last_head = "rank " + std::to_string(simulation.timeline.size() - 1);
   const size_t head = std::max(last_head.size(), std::string_view("time").size()) + 2;
-  const int per_block = std::max(1, (style.width - static_cast<int>(head)) / (static_cast<int>(width) + 1));
+  const int per_block = slots_per_line(style.width - static_cast<int>(head), static_cast<int>(width) + 1);
   std::string text;
   for (int begin = 0; begin < slots.count(); begin += per_block) {
     const int end = std::min(begin + per_block, slots.count());
     std::string times = padded("time", head);
-    // Every fifth, and only what fits in front of the next.
-    for (int i = begin; i < end; i += 5)
+    // Every fifth.
+    for (int i = begin; i < end; i += kMark)
       times = padded(padded(times, head + (i - begin) * (width + 1)) + time_text(i * slots.slot()) + " ",
-                     head + (std::min(i + 5, end) - begin) * (width + 1));
+                     head + (std::min(i + kMark, end) - begin) * (width + 1));
     text += (begin == 0 ? "" : "\n") + without_trailing_spaces(times);
     for (size_t rank = 0; rank < slots.rows().size(); ++rank) {
       std::string line = padded("rank " + std::to_string(rank), head);
