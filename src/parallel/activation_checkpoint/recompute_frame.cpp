@@ -117,7 +117,12 @@ TensorList RecomputeFrame::forward(const TensorList& inputs) {
     outputs = run_(inputs);
   }
   forward_ended_ = true;
-  inputs_.check_unwritten(inputs);
+  try {
+    inputs_.check_unwritten(inputs);
+  } catch (...) {
+    run_ = nullptr;  // it has the results, and they have the graph that owns this
+    throw;
+  }
   if (rng_state_ && rng_state_->is_current()) rng_state_.reset();
   if (kept_ && options_.early_stop) kept_->drop_unreachable();
   return outputs;

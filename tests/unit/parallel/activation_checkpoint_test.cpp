@@ -3,14 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 
 #include "titan/core/error.h"
-#include "titan/nn/containers.h"
 #include "titan/nn/linear.h"
 #include "unit/parallel/checkpoint_case.h"
+#include "unit/parallel/lambda_module.h"
 
 namespace titan {
 namespace {
@@ -90,10 +89,6 @@ TEST(KeptBytes, NoneKeepsWhatTheBackwardReads) {
   const int64_t residual = kDim, feed_forward = 2 * kHidden;  // SwiGLU's output is made again
   EXPECT_EQ(bytes_kept([](const auto& /*block*/) {}),
             kTokens * kFloat * (norms + attention + residual + feed_forward));
-}
-
-void forget_gradients(const models::Llama3& model) {
-  for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
 }
 
 TEST(KeptBytes, ABackwardLeavesNothing) {
@@ -240,257 +235,9 @@ TEST(Layers, AreCountedByNumber) {
   EXPECT_EQ(wrapped(3, 4), (std::vector{1, 4}));  // layers 5 and 8 of the whole model
 }
 
-// ---- what modules may be like
+// ---- wrapping
 
-// Calls `body`, so that each test writes the forward that it is about.
-class LambdaImpl : public nn::Module {
- public:
-  using Body = std::function<at::Tensor(LambdaImpl&, const at::Tensor&)>;
-  explicit LambdaImpl(Body body) : body_(std::move(body)) {
-    weight = register_parameter("weight", at::linspace(-1, 1, 16).view({4, 4}));
-    frozen = register_parameter("frozen", at::linspace(1, 2, 4), /*requires_grad=*/false);
-  }
-  at::Tensor forward(const at::Tensor& x) { return body_(*this, x); }
-  at::Tensor weight, frozen;
-  int calls = 0;
-
- private:
-  Body body_;
-};
-TITAN_MODULE(Lambda);
-
-at::Tensor two_layers(LambdaImpl& self, const at::Tensor& x) {
-  ++self.calls;
-  return at::linear(at::tanh(at::linear(x, self.weight) * self.frozen), self.weight).exp();
-}
-
-struct Gradients {
-  at::Tensor x, weight;
-};
-
-Gradients gradients_of(const Lambda& module, bool x_needs_grad = true, int calls = 1) {
-  at::Tensor x = at::linspace(-1, 1, 12).view({3, 4}).set_requires_grad(x_needs_grad);
-  at::Tensor y = x;
-  for (int i = 0; i < calls; ++i) y = module(y);
-  y.sum().backward();
-  return {x.grad(), module->weight.grad()};
-}
-
-Lambda checkpointed(LambdaImpl::Body body, const CheckpointOptions& options = {}) {
-  Lambda module(std::move(body));
-  module->set_fqn("layers.7");
-  checkpoint_activations(module, FullRecompute{}, options);
-  return module;
-}
-
-TEST(Modules, OfLibTorchsOperations) {
-  const Gradients expected = gradients_of(Lambda(two_layers));
-  const Lambda module = checkpointed(two_layers);
-  const Gradients got = gradients_of(module);
-  EXPECT_TRUE(got.x.equal(expected.x));
-  EXPECT_TRUE(got.weight.equal(expected.weight));
-  EXPECT_EQ(module->calls, 2);
-}
-
-TEST(Modules, WithInputsThatNeedNoGradient) {
-  const Gradients expected = gradients_of(Lambda(two_layers), false);
-  const Gradients got = gradients_of(checkpointed(two_layers), false);
-  EXPECT_FALSE(got.x.defined());
-  EXPECT_TRUE(got.weight.equal(expected.weight));
-}
-
-TEST(Modules, CalledTwiceInOneForward) {
-  const Gradients expected = gradients_of(Lambda(two_layers), true, 2);
-  const Lambda module = checkpointed(two_layers);
-  const Gradients got = gradients_of(module, true, 2);
-  EXPECT_TRUE(got.x.equal(expected.x));
-  EXPECT_TRUE(got.weight.equal(expected.weight));
-  EXPECT_EQ(module->calls, 4);
-}
-
-TEST(Modules, WithoutGradientsRunOnceAndSaveNothing) {
-  const Lambda module = checkpointed(two_layers);
-  const at::NoGradGuard no_grad;
-  MemoryMeter meter;
-  const at::Tensor y = module(at::ones({3, 4}));
-  EXPECT_EQ(module->calls, 1);
-  EXPECT_FALSE(y.requires_grad());
-  EXPECT_EQ(meter.bytes(), static_cast<int64_t>(y.nbytes()));
-}
-
-TEST(Modules, WithAGraphThatIsWalkedTwice) {
-  const Lambda module = checkpointed(two_layers);
-  const at::Tensor x = at::ones({3, 4}).requires_grad_();
-  const at::Tensor y = module(x).sum();
-  y.backward({}, /*retain_graph=*/true);
-  const at::Tensor once = x.grad().clone();
-  y.backward();
-  EXPECT_TRUE(x.grad().equal(once * 2));
-  EXPECT_EQ(module->calls, 3);
-}
-
-TEST(Modules, WhoseBackwardWantsOnePartOnly) {
-  const Lambda module = checkpointed(two_layers);
-  const Gradients expected = gradients_of(Lambda(two_layers));
-  const at::Tensor x = at::linspace(-1, 1, 12).view({3, 4}).requires_grad_();
-  const at::Tensor y = module(x).sum();
-  EXPECT_TRUE(torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true)[0].equal(expected.x));
-  // The parameter has another value by now, and the tensors of the first backward aren't used again.
-  module->weight.data().mul_(0.5);
-  const Lambda halved(two_layers);
-  halved->weight.data().mul_(0.5);
-  const Gradients of_halved = gradients_of(halved);
-  const at::Tensor again = torch::autograd::grad({y}, {x})[0];
-  EXPECT_FALSE(again.equal(expected.x));
-  EXPECT_EQ(again.sizes(), of_halved.x.sizes());
-}
-
-TEST(Modules, WithABackwardOfTheirOwn) {
-  const auto body = [](LambdaImpl& self, const at::Tensor& x) {
-    const at::Tensor inner = x.detach().requires_grad_();
-    const at::Tensor slope = torch::autograd::grad({at::tanh(inner).sum()}, {inner})[0];
-    return at::linear(x * slope, self.weight).exp();
-  };
-  const Gradients expected = gradients_of(Lambda(body));
-  const Gradients got = gradients_of(checkpointed(body));
-  EXPECT_TRUE(got.x.equal(expected.x));
-  EXPECT_TRUE(got.weight.equal(expected.weight));
-}
-
-// Two tensors, one of them optional, and numbers; two results.
-class ManyImpl : public nn::Module {
- public:
-  ManyImpl() { weight = register_parameter("weight", at::linspace(-1, 1, 4)); }
-  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& a, const std::optional<at::Tensor>& b,
-                                             const at::Tensor& index, double factor) {
-    const at::Tensor sum = (b ? a * *b : a).exp() * weight * factor;
-    return {sum.tanh(), sum.index_select(0, index).exp()};
-  }
-  at::Tensor weight;
-};
-TITAN_MODULE(Many);
-
-TEST(Modules, WithSeveralInputsAndOutputs) {
-  const auto run = [](bool checkpoint, bool both) {
-    Many module;
-    if (checkpoint) checkpoint_activations(module, FullRecompute{});
-    const at::Tensor a = at::linspace(0, 1, 8).view({2, 4}).requires_grad_();
-    const at::Tensor b = at::linspace(1, 2, 8).view({2, 4}).requires_grad_();
-    const auto [first, second] =
-        module(a, both ? std::optional(b) : std::nullopt, at::tensor({1, 0, 1}), 0.25);
-    (first.sum() + second.pow(2).sum()).backward();
-    return std::vector{a.grad(), both ? b.grad() : a.grad(), module->weight.grad()};
-  };
-  for (const bool both : {true, false}) {
-    const auto expected = run(false, both), got = run(true, both);
-    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(got[i].equal(expected[i])) << both << i;
-  }
-}
-
-TEST(Modules, OneOfWhoseOutputsIsNotUsed) {
-  Many module;
-  checkpoint_activations(module, FullRecompute{});
-  const at::Tensor a = at::linspace(0, 1, 8).view({2, 4}).requires_grad_();
-  {
-    const auto [first, second] = module(a, std::nullopt, at::tensor({1, 0, 1}), 0.25);
-    first.sum().backward();  // the nodes of `second` die without asking
-  }
-  Many plain;
-  const at::Tensor b = at::linspace(0, 1, 8).view({2, 4}).requires_grad_();
-  std::get<0>(plain(b, std::nullopt, at::tensor({1, 0, 1}), 0.25)).sum().backward();
-  EXPECT_TRUE(a.grad().equal(b.grad()));
-}
-
-// ---- random numbers
-
-at::Tensor with_dropout(LambdaImpl& self, const at::Tensor& x) {
-  return at::dropout(at::linear(x, self.weight), 0.5, /*train=*/true).exp() * at::rand_like(x);
-}
-
-TEST(RandomNumbers, AreTheForwardsInTheRecompute) {
-  at::manual_seed(3);
-  const Gradients expected = gradients_of(Lambda(with_dropout));
-  const at::Tensor next = at::rand({4});
-  at::manual_seed(3);
-  const Gradients got = gradients_of(checkpointed(with_dropout));
-  EXPECT_TRUE(got.x.equal(expected.x));
-  EXPECT_TRUE(got.weight.equal(expected.weight));
-  EXPECT_TRUE(at::rand({4}).equal(next)) << "the recompute leaves the generator where it was";
-}
-
-TEST(RandomNumbers, AreOthersWithoutTheState) {
-  at::manual_seed(3);
-  const Gradients expected = gradients_of(Lambda(with_dropout));
-  at::manual_seed(3);
-  const Gradients got = gradients_of(checkpointed(with_dropout, {.preserve_rng_state = false}));
-  EXPECT_FALSE(got.x.equal(expected.x));
-}
-
-// ---- errors
-
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-TEST(Errors, OfARecomputeComeOutOfTheBackward) {
-  const Lambda module = checkpointed([](LambdaImpl& self, const at::Tensor& x) {
-    const at::Tensor noise = at::rand({1});
-    if (++self.calls == 2) throw std::runtime_error("the second run fails");
-    return at::linear(x, self.weight).exp() + noise;
-  });
-  const at::Tensor x = at::ones({3, 4}).requires_grad_();
-  const at::Tensor y = module(x).sum();
-  const at::Tensor before = at::rand({1});
-  at::manual_seed(5);
-  const at::Tensor expected = at::rand({1});
-  at::manual_seed(5);
-  EXPECT_NE(message_of([&] { y.backward({}, /*retain_graph=*/true); }).find("the second run fails"),
-            std::string::npos);
-  EXPECT_TRUE(at::rand({1}).equal(expected)) << "the generator is where it was";
-  EXPECT_TRUE(at::GradMode::is_enabled());
-  y.backward();  // the third run doesn't
-  EXPECT_TRUE(x.grad().defined());
-  // And nothing of the checkpoint is left on this thread.
-  MemoryMeter meter;
-  { const at::Tensor z = at::ones({4}).requires_grad_().exp(); }
-  EXPECT_EQ(meter.bytes(), 0);
-}
-
-TEST(Errors, NameTheModuleThatTakesAnotherPath) {
-  const auto shrinking = [](LambdaImpl& self, const at::Tensor& x) {
-    return at::linear(x.narrow(0, self.calls++ > 0 ? 1 : 0, 2), self.weight.narrow(0, 0, 4 - self.calls))
-        .exp();
-  };
-  const auto backward_of = [](const Lambda& module) {
-    return message_of([&] { module(at::ones({3, 4}).requires_grad_()).sum().backward(); });
-  };
-  EXPECT_NE(backward_of(checkpointed(shrinking)).find("recomputing 'layers.7' saved a Float tensor"),
-            std::string::npos);
-  const auto shorter = [](LambdaImpl& self, const at::Tensor& x) {
-    return self.calls++ > 0 ? at::linear(x, self.weight) : at::linear(x, self.weight).exp().exp();
-  };
-  EXPECT_NE(backward_of(checkpointed(shorter)).find("the same path twice"), std::string::npos);
-}
-
-TEST(Errors, AKeptResultIsNotWrittenTo) {
-  class WritingImpl : public nn::Module {
-   public:
-    WritingImpl() { linear = register_module("linear", nn::Linear(4, 4)); }
-    at::Tensor forward(const at::Tensor& x) { return linear(x).mul_(2).exp(); }
-    nn::Linear linear{nullptr};
-  };
-  nn::Ref<WritingImpl> module(std::make_shared<WritingImpl>());
-  checkpoint_activations(module, SelectiveOp{});
-  const at::Tensor y = module(at::ones({2, 4}).requires_grad_()).sum();
-  EXPECT_NE(message_of([&] { y.backward(); }).find("was written to"), std::string::npos);
-}
-
-TEST(Errors, OfWrapping) {
+TEST(Wrapping, IsRefusedWhereItCantBe) {
   const auto model = make_llama();
   checkpoint_activations(model->layers[0], FullRecompute{});
   EXPECT_NE(message_of([&] {

@@ -3,8 +3,10 @@
 // What the tests of activation checkpointing measure with, and a small Llama.
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -90,18 +92,57 @@ struct StepResult {
   std::vector<at::Tensor> gradients;
 };
 
-/// `steps` forwards and backwards over fixed tokens; what the last one gives.
-inline StepResult run_steps(const models::Llama3& model, int steps = 1) {
-  StepResult result;
-  const at::Tensor tokens = at::arange(48).remainder(61).view({3, 16});
-  for (int step = 0; step < steps; ++step) {
-    for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
-    result.loss = model(tokens, tokens.roll(-1), int64_t{48});
-    result.loss.backward();
-  }
+inline void forget_gradients(const models::Llama3& model) {
+  for (const at::Tensor& parameter : model->parameters()) parameter.mutable_grad().reset();
+}
+
+inline at::Tensor loss_of(const models::Llama3& model, int micro_batch = 0) {
+  const at::Tensor tokens = (at::arange(48) + 7 * micro_batch).remainder(61).view({3, 16});
+  return model(tokens, tokens.roll(-1), int64_t{48});
+}
+
+inline StepResult result_of(const models::Llama3& model, at::Tensor loss) {
+  StepResult result{std::move(loss), {}};
   for (const at::Tensor& parameter : model->parameters()) result.gradients.push_back(parameter.grad());
   return result;
 }
+
+/// `steps` forwards and backwards over fixed tokens; what the last one gives.
+inline StepResult run_steps(const models::Llama3& model, int steps = 1) {
+  at::Tensor loss;
+  for (int step = 0; step < steps; ++step) {
+    forget_gradients(model);
+    loss = loss_of(model);
+    loss.backward();
+  }
+  return result_of(model, loss);
+}
+
+/// The same with forwards and backwards of several micro-batches, as pipelines order them: "F0 F1 B0 B1".
+inline StepResult run_order(const models::Llama3& model, const std::string& order, int steps = 1) {
+  at::Tensor sum;
+  for (int step = 0; step < steps; ++step) {
+    forget_gradients(model);
+    sum = at::zeros({});
+    std::map<int, at::Tensor> losses;
+    std::istringstream actions(order);
+    for (std::string action; actions >> action;) {
+      const int micro_batch = std::stoi(action.substr(1));
+      if (action[0] == 'F') {
+        losses[micro_batch] = loss_of(model, micro_batch);
+      } else {
+        losses[micro_batch].backward();
+        sum += losses[micro_batch].detach();
+        losses.erase(micro_batch);
+      }
+    }
+  }
+  return result_of(model, sum);
+}
+
+/// One after the other; all at once, backwards in either order; 1F1B of two stages; a late first.
+inline const std::vector<std::string> kOrders{"F0 B0 F1 B1 F2 B2", "F0 F1 F2 B0 B1 B2", "F0 F1 F2 B2 B1 B0",
+                                              "F0 F1 B0 F2 B1 B2", "F0 F1 B1 F2 B2 B0"};
 
 inline bool bit_equal(const StepResult& a, const StepResult& b) {
   if (!a.loss.equal(b.loss) || a.gradients.size() != b.gradients.size()) return false;
