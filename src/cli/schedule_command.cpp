@@ -1,11 +1,13 @@
-#include "cli/schedule_command.h"
+// titan schedule: what a pipeline schedule looks like, how long it takes and what it holds, without a model.
 
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
@@ -23,6 +25,7 @@ namespace {
 using namespace pipeline;
 
 constexpr size_t kMostPathEntries = 24;
+constexpr int64_t kMostForwards = 1 << 22;  // a table of more says nothing, and may not fit in memory
 
 template <class... Args>
 std::string format(const char* pattern, const Args&... args) {
@@ -35,11 +38,18 @@ std::string percent(double fraction) { return format("%.1f %%", 100 * std::max(0
 
 std::string plural(int count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }
 
+void check_size(int64_t num_stages, int64_t num_micro_batches) {
+  if (num_stages * num_micro_batches > kMostForwards)
+    throw ConfigError(str("titan schedule: ", num_micro_batches, " micro-batches of ", num_stages,
+                          " stages are too many to look at; at most ", kMostForwards, " forwards are taken"));
+}
+
 Schedule make(const ScheduleArguments& arguments) {
   if (!arguments.from_csv.empty()) return read_schedule_csv(arguments.from_csv);
   const ScheduleTraits& traits = schedule_traits(arguments.schedule);
   const int num_stages =
       arguments.num_stages > 0 ? arguments.num_stages : default_num_stages(traits, arguments.num_ranks);
+  check_size(num_stages, arguments.num_micro_batches);
   if (arguments.forward_only) {
     if (auto problem = stages_problem(traits, arguments.num_ranks, num_stages)) throw ConfigError(*problem);
     return make_forward_only_schedule(stage_map(traits, arguments.num_ranks, num_stages),
@@ -120,6 +130,43 @@ std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_
              traits.memory_grows ? "yes" : "no", " | ", bubble, " | ", live, " |\n");
 }
 
+// "0 4", or "0 4 .. 60".
+std::string stages_of(const Schedule& schedule, int rank) {
+  std::vector<int> stages;
+  for (int stage = 0; stage < schedule.num_stages; ++stage)
+    if (schedule.rank_of_stage[stage] == rank) stages.push_back(stage);
+  const bool all = stages.size() <= 3;
+  std::string text;
+  for (size_t i = 0; i < (all ? stages.size() : 2); ++i) text += str(i == 0 ? "" : " ", stages[i]);
+  return all ? text : str(text, " .. ", stages.back());
+}
+
+// The figures of each rank, and the critical path.
+std::string figures(const Schedule& schedule, const Simulation& simulation) {
+  std::string text =
+      format("makespan %.6g, bubble ", simulation.makespan) + percent(simulation.bubble_fraction) + "\n\n";
+  text += "rank   stages            busy      idle    bubble   live   before I   owed W\n";
+  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
+    const RankFigures& figures = simulation.ranks[rank];
+    const double idle = simulation.makespan - figures.busy;
+    text +=
+        format("%4d   %-12s %9.6g %9.4g %9s %6d %10d %8d\n", rank, stages_of(schedule, rank).c_str(),
+               figures.busy, idle, percent(simulation.makespan > 0 ? idle / simulation.makespan : 0).c_str(),
+               figures.peak_live, figures.peak_before_input, figures.peak_owed_weight);
+  }
+  return text + "\ncritical path:" + path_text(simulation) + "\n";
+}
+
+// All named schedules, in Markdown. A dash stands where one can't be made for these counts.
+std::string list_of_schedules(int num_ranks, int num_micro_batches, const Costs& costs) {
+  std::string text = str(
+      "| Schedule | Stages a rank | Micro-batches | Splits the backward | Memory grows with them | Bubble | "
+      "Live activations |\n|---|---|---|---|---|---|---|\n");
+  for (const ScheduleTraits& traits : all_schedule_traits())
+    text += list_row(traits, num_ranks, num_micro_batches, costs);
+  return text;
+}
+
 void write_files(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
   if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));
   if (!arguments.svg.empty())
@@ -130,46 +177,23 @@ void write_files(const ScheduleArguments& arguments, const Schedule& schedule, c
 
 }  // namespace
 
-std::string schedule_figures(const Schedule& schedule, const Simulation& simulation) {
-  std::string text =
-      format("makespan %.6g, bubble ", simulation.makespan) + percent(simulation.bubble_fraction) + "\n\n";
-  text += "rank   stages            busy      idle    bubble   live   before I   owed W\n";
-  for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
-    const RankFigures& figures = simulation.ranks[rank];
-    std::string stages;
-    for (int stage = 0; stage < schedule.num_stages; ++stage)
-      if (schedule.rank_of_stage[stage] == rank) stages += str(stages.empty() ? "" : " ", stage);
-    const double idle = simulation.makespan - figures.busy;
-    text += format("%4d   %-12s %9.6g %9.4g %9s %6d %10d %8d\n", rank, stages.c_str(), figures.busy, idle,
-                   percent(simulation.makespan > 0 ? idle / simulation.makespan : 0).c_str(),
-                   figures.peak_live, figures.peak_before_input, figures.peak_owed_weight);
-  }
-  return text + "\ncritical path:" + path_text(simulation) + "\n";
-}
-
-std::string schedule_list(int num_ranks, int num_micro_batches, const Costs& costs) {
-  std::string text = str(
-      "| Schedule | Stages a rank | Micro-batches | Splits the backward | Memory grows with them | Bubble | "
-      "Live activations |\n|---|---|---|---|---|---|---|\n");
-  for (const ScheduleTraits& traits : all_schedule_traits())
-    text += list_row(traits, num_ranks, num_micro_batches, costs);
-  return text;
-}
-
 int schedule_command(const Arguments& words) {
   const ScheduleArguments arguments = parse_schedule_arguments(words);
   if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
   if (arguments.list) {
-    const std::string list = schedule_list(arguments.num_ranks, arguments.num_micro_batches, arguments.costs);
+    check_size(2 * arguments.num_ranks, arguments.num_micro_batches);
+    const std::string list =
+        list_of_schedules(arguments.num_ranks, arguments.num_micro_batches, arguments.costs);
     return std::fputs(list.c_str(), stdout), 0;
   }
   Schedule schedule = make(arguments);
+  check_size(schedule.num_stages, int64_t{schedule.num_micro_batches} * arguments.times);
   if (arguments.times > 1) schedule = repeat(schedule, arguments.times);
   if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
   const Simulation simulation = simulate(schedule, arguments.costs);
   write_files(arguments, schedule, simulation);
   const std::string text = title_of(schedule) + "\n\n" + to_table(simulation, table_style()) + "\n" +
-                           schedule_figures(schedule, simulation);
+                           figures(schedule, simulation);
   return std::fputs(text.c_str(), stdout), 0;
 }
 

@@ -90,6 +90,7 @@ TEST(ScheduleCommand, WhatIsWrongIsSaid) {
               AllOf(HasSubstr("unknown pipeline schedule '1f1'"), HasSubstr("'1F1B'")));
   EXPECT_THAT(wrong({"--pp", "4", "--microbatches", "3"}), HasSubstr("at least 4 micro-batches, not 3"));
   EXPECT_THAT(wrong({"--pp", "0"}), HasSubstr("--pp"));
+  EXPECT_THAT(wrong({"--microbatches", "8", "--times", "1000000"}), HasSubstr("at most 4194304 forwards"));
   EXPECT_THAT(wrong({"--forward", "-1"}), HasSubstr("'forward' is 0 or more"));
   EXPECT_THAT(wrong({"--nonsense"}), HasSubstr("titan schedule --help"));
   const auto path = fresh_folder("schedule") / "broken.csv";

@@ -3,7 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <random>
+
 #include "titan/core/error.h"
+#include "titan/parallel/pipeline_check.h"
 #include "titan/parallel/pipeline_completion.h"
 #include "unit/parallel/pipeline_cases.h"
 
@@ -89,6 +92,35 @@ TEST(PipelineCsv, ErrorsNameLineAndColumn) {
   EXPECT_THAT(problem_of("0F0,x,y"), ::testing::AllOf(HasSubstr("a.csv:1:5"), HasSubstr("a.csv:1:7")));
   for (const char* empty : {"", "\n\n", "  \r\n"})
     EXPECT_THAT(problem_of(empty), StartsWith("a.csv:1:1: no actions"));
+}
+
+// Texts with something wrong are read or refused, and what is read can be checked.
+TEST(PipelineCsv, DamagedTextsAreReadOrRefused) {
+  constexpr std::string_view kPieces = "0123456789FBIW,;()\r\n _SENDRCVUHAGOLP\"-x";
+  const std::string text =
+      to_csv(with_parameter_actions(with_communication(make_schedule("ZBVZeroBubble", 2, 4, 3))));
+  std::mt19937 random(11);
+  const auto below = [&](size_t end) { return std::uniform_int_distribution<size_t>(0, end - 1)(random); };
+  int num_read = 0, num_refused = 0;
+  for (int i = 0; i < 5000; ++i) {
+    std::string damaged = text;
+    for (size_t times = below(3) + 1; times > 0; --times) {
+      const size_t at = below(damaged.size());
+      if (below(3) == 0)
+        damaged.erase(at, 1 + below(8));
+      else
+        damaged.insert(at, 1, kPieces[below(kPieces.size())]);
+    }
+    try {
+      find_problems(parse_schedule_csv(damaged, "a.csv"));
+      ++num_read;
+    } catch (const ConfigError& error) {
+      EXPECT_THAT(error.what(), HasSubstr("a.csv:"));
+      ++num_refused;
+    }
+  }
+  EXPECT_GT(num_read, 50);
+  EXPECT_GT(num_refused, 1000);
 }
 
 TEST(PipelineCsv, AFileThatIsNotThere) { EXPECT_THROW(read_schedule_csv("/nowhere/a.csv"), Error); }

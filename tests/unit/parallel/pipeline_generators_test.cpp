@@ -188,6 +188,7 @@ TEST(PipelineGenerators, RepeatedSchedulesRunAndHoldNoMore) {
   }
   EXPECT_EQ(repeat(make_schedule("1F1B", 2, 2, 2), 1), make_schedule("1F1B", 2, 2, 2));
   EXPECT_THROW(repeat(Schedule{}, 0), Error);
+  EXPECT_THROW(repeat(make_schedule("1F1B", 2, 2, 4), 1 << 30), Error);
 }
 
 }  // namespace

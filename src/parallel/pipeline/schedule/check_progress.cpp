@@ -1,8 +1,6 @@
 // The checker: the ranks go through their actions without time, each as far as it can. What is left over then
 // waits in a circle.
 
-#include <algorithm>
-
 #include "parallel/pipeline/schedule/check.h"
 
 namespace titan::pipeline {

@@ -1,5 +1,6 @@
 // Schedules by name, their maps of stages to ranks, and passes one behind the other.
 
+#include <limits>
 #include <utility>
 
 #include "parallel/pipeline/schedule/generators.h"
@@ -74,6 +75,8 @@ std::vector<int> stage_map(const ScheduleTraits& traits, int num_ranks, int num_
 
 Schedule repeat(const Schedule& schedule, int times) {
   TITAN_CHECK(times >= 1, "repeat() wants a schedule 1 time or more, not ", times);
+  TITAN_CHECK(times <= std::numeric_limits<int>::max() / schedule.num_micro_batches, "a schedule of ",
+              schedule.num_micro_batches, " micro-batches can't be repeated ", times, " times");
   Schedule whole = schedule;
   whole.num_micro_batches = schedule.num_micro_batches * times;
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {

@@ -1,7 +1,6 @@
 // Unshard, Reshard and Reduce for a schedule.
 
 #include <algorithm>
-#include <limits>
 #include <map>
 
 #include "titan/core/error.h"
