@@ -87,6 +87,10 @@ void check_activations(Check& check) {
       check.config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
       "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
       "\"selective\" or \"memory_budget\"");
+  check.require(check.config.activation_checkpoint.mode == "memory_budget" ||
+                    !check.config.activation_checkpoint.memory_budget_bytes,
+                "activation_checkpoint.memory_budget_bytes",
+                "is read only with activation_checkpoint.mode = \"memory_budget\"");
 }
 
 void check_checkpoint(Check& check) {

@@ -77,6 +77,9 @@ TEST(ActivationCheckpointRun, WhatCantBeIsRefused) {
   EXPECT_NE(refusal(mode("selective") + Words{"--activation_checkpoint.selective_ac_option", "7"})
                 .find("checkpoints no layer"),
             std::string::npos);
+  EXPECT_NE(refusal(mode("full") + Words{"--activation_checkpoint.memory_budget_bytes", "1000000"})
+                .find("memory_budget_bytes = 1000000: is read only with activation_checkpoint.mode"),
+            std::string::npos);
 }
 
 }  // namespace
