@@ -39,6 +39,9 @@ void describe_pipeline_parallel(config::Table<ParallelismSettings>& table) {
   table.field("pipeline_parallel_split", &Settings::pipeline_parallel_split,
               "layers dealt evenly, or stages that take the same time by computed costs",
               config::one_of({"torchtitan", "balanced"}));
+  table.field("pipeline_parallel_split_memory_gib", &Settings::pipeline_parallel_split_memory_gib,
+              "with \"balanced\": what the stages of a rank may take together, by computed sizes",
+              config::above(0));
   table.field("pipeline_parallel_layers_per_stage", &Settings::pipeline_parallel_layers_per_stage,
               "gives the number of stages; unset: as few for each rank as the schedule takes",
               config::at_least(1));

@@ -42,6 +42,7 @@ struct ParallelismSettings {
   std::string pipeline_parallel_schedule_csv;          ///< a file, in place of what the schedule's name makes
   int64_t pipeline_parallel_microbatch_size = 1;       ///< sequences; a divisor of the local batch size
   std::string pipeline_parallel_split = "torchtitan";  ///< or "balanced": by what each module costs
+  std::optional<double> pipeline_parallel_split_memory_gib;   ///< of a rank, with "balanced"; unset: no limit
   std::optional<int64_t> pipeline_parallel_layers_per_stage;  ///< unset: as few stages as the schedule takes
   int64_t pipeline_parallel_first_stage_less_layers = 1;      ///< what the embedding counts for
   int64_t pipeline_parallel_last_stage_less_layers = 1;       ///< and the head

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include "titan/core/error.h"
 #include "titan/parallel/pipeline_split.h"
 #include "titan/train/pipeline_stages.h"
 #include "unit/cli/load_preset.h"
@@ -105,6 +106,53 @@ TEST(ModuleCosts, BalanceAPipeline) {
   for (size_t cut = 1; cut < costs.size(); ++cut) best = std::min(best, slower_stage(cut));
   EXPECT_DOUBLE_EQ(slower_stage(plan.modules[0].size()), best);
   EXPECT_GT(plan.modules[0].size(), 4u);  // the embedding and more than half of the layers
+}
+
+std::vector<std::string> problems_of(const Words& words) {
+  try {
+    load_preset("llama3_debug", 2, words);
+  } catch (const ConfigError& error) {
+    return error.problems();
+  }
+  return {};
+}
+
+// 1F1B's first stage holds a micro-batch more than the last: with little memory it has fewer layers.
+TEST(ModuleCosts, BalanceAPipelineWithinAMemory) {
+  Words words = {"--parallelism.pipeline_parallel_degree",
+                 "2",
+                 "--parallelism.pipeline_parallel_split",
+                 "balanced",
+                 "--parallelism.data_parallel_shard_degree",
+                 "1",
+                 "--training.seq_len",
+                 "2048"};
+  const auto first_stage = [&] {
+    return train::plan_stages(load_preset("llama3_debug", 2, words)).modules[0];
+  };
+  const size_t unlimited = first_stage().size();
+  const auto costs = train::computed_costs(load_preset("llama3_debug", 2, words));
+  double bytes = 0;  // of the first stage, which holds two micro-batches
+  for (size_t i = 0; i < unlimited; ++i) bytes += costs[i].fixed_bytes + 2 * costs[i].activation_bytes;
+  words.insert(words.end(), {"--parallelism.pipeline_parallel_split_memory_gib",
+                             std::to_string(0.99 * bytes / (1 << 30))});
+  EXPECT_LT(first_stage().size(), unlimited);
+
+  words.back() = "0.001";
+  ASSERT_EQ(problems_of(words).size(), 1u);
+  EXPECT_NE(problems_of(words)[0].find("keeps every rank within 0.001 GiB"), std::string::npos)
+      << problems_of(words)[0];
+}
+
+TEST(ModuleCosts, AMemoryLimitNeedsToKnowWhatFor) {
+  const Words limit = {"--parallelism.pipeline_parallel_degree", "2",
+                       "--parallelism.pipeline_parallel_split_memory_gib", "1"};
+  ASSERT_EQ(problems_of(limit).size(), 1u);
+  EXPECT_NE(problems_of(limit)[0].find("is for pipeline_parallel_split"), std::string::npos);
+  Words balanced = limit;
+  balanced.insert(balanced.end(), {"--parallelism.pipeline_parallel_split", "balanced"});
+  ASSERT_EQ(problems_of(balanced).size(), 1u);
+  EXPECT_NE(problems_of(balanced)[0].find("needs data_parallel_shard_degree"), std::string::npos);
 }
 
 }  // namespace

@@ -114,6 +114,9 @@ TEST_F(PipelineStages, FollowAScheduleInAFile) {
   EXPECT_NE(only_problem_of(words + Words{"--parallelism.pipeline_parallel_degree", "4"}, 4)
                 .find("is a schedule for 2 ranks, but pipeline_parallel_degree is 4"),
             std::string::npos);
+  EXPECT_NE(only_problem_of(words + Words{"--parallelism.pipeline_parallel_schedule_csv", "/nowhere.csv"}, 2)
+                .find("/nowhere.csv"),
+            std::string::npos);
   EXPECT_NE(only_problem_of(words + Words{"--training.local_batch_size", "8"}, 2)
                 .find("is a schedule for 2 micro-batches"),
             std::string::npos);
@@ -141,6 +144,9 @@ TEST_F(PipelineStages, RefuseWhatDoesntFit) {
   expect({"--training.local_batch_size", "1"}, "", "micro-batch");
   expect({"--parallelism.fsdp_reshard_after_forward", "always"}, "fsdp_reshard_after_forward",
          "the schedule gathers and frees");
+  expect({"--parallelism.module_fqns_per_model_part", ""}, "module_fqns_per_model_part", "0 stages");
+  expect({"--parallelism.pipeline_parallel_schedule", "pipelineschedulesingle"}, "pipeline_parallel_schedule",
+         "pipeline_parallel_schedule_csv is empty");
   expect({"--parallelism.pipeline_parallel_schedule", "PipelineScheduleMulti"}, "pipeline_parallel_schedule",
          "pipeline_parallel_schedule_csv is empty");
   expect({"--parallelism.module_fqns_per_model_part", "embedding;blocks.0,norm,head"},
