@@ -5,115 +5,16 @@
 
 #include <iterator>
 #include <map>
-#include <optional>
 
 #include <gtest/gtest.h>
 
-#include "distributed/outcome.h"
-#include "titan/core/error.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_generators.h"
-#include "titan/parallel/pipeline_split.h"
-#include "titan/train/step_runner.h"
+#include "distributed/pipeline_case.h"
 #include "titan/train/tied_gradients.h"
 
 namespace titan {
 namespace {
 
 using namespace titan::testing;  // NOLINT: these are the test's own words
-
-struct Checkpointing {
-  const char* name;
-  std::optional<LayersPolicy> policy;
-};
-const Checkpointing kCheckpointing[] = {{"none", {}}, {"full", FullRecompute{}}, {"op", SelectiveOp{}}};
-
-struct Variant {
-  train::ParallelDims dims;
-  std::string schedule;
-  int stages = 1;  // of all ranks
-  int micro_batches = 1;
-  int repeats = 1;  // of the schedule, for accumulation
-  size_t checkpointing = 0;
-
-  int num_micro_batches() const { return micro_batches * repeats; }
-};
-
-std::string name_of(const Variant& variant) {
-  const train::ParallelDims& dims = variant.dims;
-  return str(variant.schedule, " pp ", dims.pp, " stages ", variant.stages, " micro-batches ",
-             variant.repeats, " x ", variant.micro_batches, " dp_replicate ", dims.dp_replicate, " dp_shard ",
-             dims.dp_shard, " cp ", dims.cp, " tp ", dims.tp, " checkpointing ",
-             kCheckpointing[variant.checkpointing].name);
-}
-
-pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
-  pipeline::ModuleSequence sequence{{"tok_embeddings"}, {}, {"norm", "output"}};
-  for (int64_t layer = 0; layer < std::get<int64_t>(llama.args.at("n_layers")); ++layer)
-    sequence.layers.push_back(str("layers.", layer));
-  return sequence;
-}
-
-// The stages of this rank.
-class Stages {
- public:
-  Stages(const LlamaCase& llama, const Precision& precision, const Variant& variant,
-         const train::Meshes& meshes)
-      : schedule_(schedule_of(variant)) {
-    const auto modules = pipeline::split_evenly(sequence_of(llama), variant.stages);
-    const auto args = make_args(llama);
-    for (int stage = 0; stage < variant.stages; ++stage) {
-      if (schedule_.rank_of_stage[static_cast<size_t>(stage)] != meshes.pp.rank()) continue;
-      auto model = llama_spec().build(args.get(), {.construct = deferred(device(), precision.dtype),
-                                                   .seq_len = llama.seq_len,
-                                                   .stage_modules = modules[static_cast<size_t>(stage)]});
-      FsdpOptions fsdp = fsdp_options(precision);
-      fsdp.mesh = meshes.fsdp;
-      train::apply_parallel_plan(llama_spec(), "", *model,
-                                 {.meshes = meshes,
-                                  .fsdp = fsdp,
-                                  .activations = {kCheckpointing[variant.checkpointing].policy, {}}});
-      materialize(model->root(), kSeed);
-      for (const Parameter& parameter : titan::parameters(model->root())) parameters_.push_back(parameter);
-      stages_.push_back({model.get(), stage});
-      models_.push_back(std::move(model));
-    }
-  }
-
-  const pipeline::Schedule& schedule() const { return schedule_; }
-  const std::vector<train::Stage>& stages() const { return stages_; }
-  std::vector<Parameter>& parameters() { return parameters_; }
-
- private:
-  static pipeline::Schedule schedule_of(const Variant& variant) {
-    const auto schedule = pipeline::repeat(
-        pipeline::make_schedule(variant.schedule, variant.dims.pp, variant.stages, variant.micro_batches),
-        variant.repeats);
-    return pipeline::with_parameter_actions(pipeline::with_communication(schedule));
-  }
-
-  pipeline::Schedule schedule_;
-  std::vector<std::unique_ptr<train::TrainableModel>> models_;
-  std::vector<train::Stage> stages_;
-  std::vector<Parameter> parameters_;
-};
-
-std::vector<data::Batch> micro_batches_of(const Batch& batch, int count) {
-  std::vector<data::Batch> result;
-  for (int m = 0; m < count; ++m) {
-    const Batch part = batch.rows(m, count);
-    result.push_back({part.tokens, part.labels, part.num_valid()});
-  }
-  return result;
-}
-
-std::vector<train::TensorType> boundaries_of(const LlamaCase& llama, const Precision& precision,
-                                             const Variant& variant, int64_t rows) {
-  const int64_t positions = llama.seq_len / variant.dims.cp / variant.dims.tp;
-  const train::TensorType hidden{{rows, positions, std::get<int64_t>(llama.args.at("dim"))},
-                                 precision.compute};
-  return std::vector<train::TensorType>(static_cast<size_t>(variant.stages), hidden);
-}
 
 // Each parameter counts on one stage.
 void expect_all_counted(const std::vector<Parameter>& parameters, const train::Meshes& meshes,

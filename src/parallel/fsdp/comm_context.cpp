@@ -100,7 +100,7 @@ void CommContext::start_backward() {
 void CommContext::abandon_backward() {
   in_backward_ = false;
   reducing_.clear();
-  discard_gradients();
+  discard_gradients();  // waits for copies: nothing may land in a gradient that is zeroed next
   for (ParamGroup* group : groups_) {
     group->cancel_unshard();
     group->reshard();
@@ -109,6 +109,7 @@ void CommContext::abandon_backward() {
 
 void CommContext::discard_gradients() {
   for (ParamGroup* group : groups_) group->discard_gradients();
+  wait_for_copies();
 }
 
 void CommContext::issue_gather(int64_t visit) {

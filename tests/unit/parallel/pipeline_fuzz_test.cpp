@@ -62,12 +62,16 @@ class Trial {
   }
   bool exists(int stage) const { return stage >= 0 && stage < schedule_.num_stages; }
   int rank_of(int stage) const { return schedule_.rank_of_stage[stage]; }
+  bool evaluates() const { return options_.purpose == Purpose::Evaluation; }
   bool breaks() { return broken_ = true, false; }
 
   // False: not yet, or never (broken_).
   bool take(int rank, const Action& action) {
     const auto [kind, stage, micro_batch] = action;
     if (static_cast<int>(kind) > 10 || !exists(stage) || rank_of(stage) != rank) return breaks();
+    const bool backward =
+        kind == Kind::Reduce || (static_cast<int>(kind) >= 1 && static_cast<int>(kind) <= 3);
+    if (evaluates() && backward) return breaks();
     if (static_cast<int>(kind) >= 8) return parameters(kind, stage);
     if (micro_batch < 0 || micro_batch >= schedule_.num_micro_batches || done(kind, stage, micro_batch))
       return breaks();
@@ -92,7 +96,8 @@ class Trial {
     if (weight && !done(Kind::BackwardInput, stage, micro_batch)) return false;
     if ((kind == Kind::Backward || input) && !done(Kind::Forward, stage, micro_batch)) return false;
     if (!weight && !has_input(rank, kind == Kind::Forward, stage, micro_batch)) return false;
-    if (kind == Kind::Forward && ++live_[rank] > options_.max_live_activations) return breaks();
+    if (kind == Kind::Forward && !evaluates() && ++live_[rank] > options_.max_live_activations)
+      return breaks();
     if (kind == Kind::Backward || weight) --live_[rank];
     return true;
   }
@@ -139,6 +144,7 @@ class Trial {
     for (int stage = 0; stage < schedule_.num_stages; ++stage)
       for (int i = 0; i < schedule_.num_micro_batches; ++i) {
         if (!done(Kind::Forward, stage, i)) return false;
+        if (evaluates()) continue;
         if (!done(Kind::Backward, stage, i) && !done(Kind::BackwardWeight, stage, i)) return false;
       }
     for (const auto& [ends, channel] : channels_)
@@ -224,10 +230,15 @@ TEST(PipelineFuzz, TheCheckerAcceptsExactlyWhatRuns) {
   int num_accepted = 0, num_refused = 0;
   for (int i = 0; i < kSchedules; ++i) {
     const auto& one = cases[mutator.below(static_cast<int>(cases.size()))];
-    const Schedule original = form_of(one.make(), mutator.below(4));
+    CheckOptions options{.channel_capacity = mutator.below(3)};
+    Schedule plain = one.make();
+    if (mutator.below(8) == 0) {
+      options.purpose = Purpose::Evaluation;
+      plain = make_forward_only_schedule(plain.rank_of_stage, plain.num_micro_batches);
+    }
+    const Schedule original = form_of(plain, mutator.below(4));
     Schedule mutated = original;
     for (int times = mutator.below(3); times >= 0; --times) mutator.mutate(mutated);
-    CheckOptions options{.channel_capacity = mutator.below(3)};
     if (mutator.below(4) == 0) options.max_live_activations = 1 + mutator.below(6);
     const auto problems = find_problems(mutated, options);
     ASSERT_EQ(problems.empty(), Trial(mutated, options).runs())

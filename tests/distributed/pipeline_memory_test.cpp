@@ -1,0 +1,91 @@
+// What the stages of a schedule hold at most, and how much they compute: as the simulator and the papers say.
+
+#include <algorithm>
+#include <map>
+
+#include <gtest/gtest.h>
+
+#include "distributed/pipeline_case.h"
+#include "memory_meter.h"
+#include "titan/nn/linear.h"
+#include "titan/parallel/pipeline_simulation.h"
+#include "unit/parallel/checkpoint_case.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+constexpr int kMicroBatches = 8;
+
+// Wide enough that activations outweigh what the runner itself keeps, and without a vocabulary to speak of.
+// The ends weigh nothing, so that every stage has as many layers.
+LlamaCase model() {
+  LlamaCase llama = mini_llama();
+  llama.args["n_layers"] = int64_t{8};
+  llama.args["n_kv_heads"] = int64_t{4};
+  llama.args["vocab_size"] = int64_t{32};
+  llama.rows = kMicroBatches;
+  llama.seq_len = 256;
+  return llama;
+}
+
+struct Measured {
+  double peak_bytes = 0;  // beyond what is there before the step
+  int64_t multiplications = 0;
+  pipeline::RankFigures simulated;
+};
+
+Measured run(const std::string& schedule, int stages) {
+  const LlamaCase llama = model();
+  const Variant variant{{.pp = world().size()}, schedule, stages, kMicroBatches, 1, 0};
+  const train::Meshes meshes = train::build_meshes(world(), variant.dims);
+  Stages built(llama, kFloat32, variant, meshes, {.first = 0, .last = 0});
+  const auto products = std::make_shared<CountingProducts>();
+  for (const train::Stage& stage : built.stages()) nn::set_products(stage.model->root().module(), products);
+  train::StepRunner runner(built.stages(), meshes.pp, device());
+  const Batch batch = random_batch(llama, 1);
+  const auto micro_batches = micro_batches_of(batch, kMicroBatches);
+  const train::StepPlan plan = runner.plan(built.schedule(), boundaries_of(llama, kFloat32, variant, 1));
+  runner.run(plan, micro_batches, batch.num_valid());  // makes the gradients
+  products->multiplications = 0;
+  const MemoryMeter meter;
+  runner.run(plan, micro_batches, batch.num_valid());
+  return {static_cast<double>(meter.peak()), products->multiplications,
+          pipeline::simulate(built.schedule()).ranks[static_cast<size_t>(meshes.pp.rank())]};
+}
+
+// GPipe holds all micro-batches: what one takes on this rank.
+double bytes_of_micro_batch() { return run("GPipe", world().size()).peak_bytes / kMicroBatches; }
+
+TEST(PipelineMemory, IsWhatTheSimulatorSays) {
+  const double whole = bytes_of_micro_batch();
+  for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits()) {
+    const int stages = pipeline::default_num_stages(traits, world().size());
+    const Measured measured = run(std::string(traits.name), stages);
+    // Between I and W less than the whole is left; the simulator counts it as whole.
+    const double expected = whole * measured.simulated.peak_live * world().size() / stages;
+    EXPECT_LE(measured.peak_bytes, 1.15 * expected + 0.5 * whole) << traits.name;
+    EXPECT_GE(measured.peak_bytes, 0.5 * expected) << traits.name;
+    if (world().rank() == 0)
+      std::printf("{\"schedule\": \"%s\", \"peak\": %.2f, \"simulated\": %.2f}\n",
+                  std::string(traits.name).c_str(), measured.peak_bytes / whole, expected / whole);
+  }
+}
+
+// Qi et al. 2024: ZB-V needs no more than 1F1B's first rank.
+TEST(PipelineMemory, ZeroBubbleOnAVNeedsNoMoreThan1F1B) {
+  const auto largest = [](const Measured& measured) {
+    return world().everyone()->max(measured.peak_bytes, {.phase = "test::peak"});
+  };
+  EXPECT_LE(largest(run("ZBVZeroBubble", 2 * world().size())), 1.2 * largest(run("1F1B", world().size())));
+}
+
+TEST(PipelineWork, SplitBackwardsComputeNothingTwice) {
+  const int64_t whole = run("Interleaved1F1B", 2 * world().size()).multiplications;
+  EXPECT_GT(whole, 0);
+  EXPECT_EQ(run("InterleavedZeroBubble", 2 * world().size()).multiplications, whole);
+}
+
+}  // namespace
+}  // namespace titan
