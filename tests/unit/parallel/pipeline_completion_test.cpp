@@ -65,8 +65,10 @@ TEST(PipelineCompletion, ReceivesStandOneActionAheadOfTheirUse) {
   for (const auto& one : pipeline_cases(5, 12))
     for (int lead : leads(with_communication(one.make()))) EXPECT_GE(lead, 1) << one.text();
   // And no further where nothing forces them: one buffer more than is in use.
-  for (const char* name : {"GPipe", "1F1B"})
-    for (int lead : leads(with_communication(make_schedule(name, 4, 4, 8)))) EXPECT_EQ(lead, 1) << name;
+  for (const char* name : {"GPipe", "1F1B", "Interleaved1F1B"}) {
+    const int stages = default_num_stages(schedule_traits(name), 4);
+    for (int lead : leads(with_communication(make_schedule(name, 4, stages, 8)))) EXPECT_EQ(lead, 1) << name;
+  }
 }
 
 TEST(PipelineCompletion, StagesOfOneRankExchangeNoMessages) {
