@@ -153,10 +153,19 @@ std::string run_or_explain(DryRun& run) {
   }
 }
 
+// What several stages exchange under one name is one row.
 std::vector<PlanRow> rows_of(const DryRun& run) {
   std::vector<PlanRow> rows;
   for (const auto& model : run.models())
-    for (PlanRow& row : plan_rows(model->root())) rows.push_back(std::move(row));
+    for (PlanRow& row : plan_rows(model->root())) {
+      const auto known = std::find_if(rows.begin(), rows.end(),
+                                      [&](const PlanRow& each) { return each.module == row.module; });
+      if (known == rows.end()) {
+        rows.push_back(std::move(row));
+      } else {
+        known->bytes += row.bytes;
+      }
+    }
   return rows;
 }
 

@@ -141,6 +141,16 @@ TEST(PlanTable, ShowsTensorParallelismOfTheRanksStages) {
   EXPECT_EQ(table.find("\noutput "), std::string::npos) << table;
 }
 
+TEST(PlanTable, HasOneRowForWhatStagesOverlap) {
+  const std::string table =
+      table_of(4, {"--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule",
+                   "ZBVZeroBubble", "--parallelism.tensor_parallel_degree", "2",
+                   "--parallelism.enable_async_tensor_parallel"});
+  const size_t first = table.find("(overlapped)");
+  ASSERT_NE(first, std::string::npos) << table;
+  EXPECT_EQ(table.find("(overlapped)", first + 1), std::string::npos) << table;
+}
+
 TEST(PlanTable, SmallestWorldIsTheProductOfTheDegrees) {
   EXPECT_EQ(train::smallest_world({}), 1);
   EXPECT_EQ(train::smallest_world({.data_parallel_replicate_degree = 2,
