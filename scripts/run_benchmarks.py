@@ -6,7 +6,8 @@
 A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
 overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
 parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
-alone: tokenizer (beside the `tokenizers` package), loader, init, optim. Prints a JSON object per row and, at the end, the tables; with
+alone: tokenizer (beside the `tokenizers` package), loader, init, optim, pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
+(a pipeline's bubble beside the simulator's). Prints a JSON object per row and, at the end, the tables; with
 --name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
 cores / ranks threads per rank. Needs build/bin/titan, the *_bench programs (scripts/build.sh benchmarks) and .venv; itself only Python's
 standard library.
@@ -34,15 +35,18 @@ HOST_TIME = REPOSITORY / "build/bin/host_time_bench"
 DTYPES = ("fp32", "bf16")
 PROGRAMS = REPOSITORY / "build/bin"
 TOKENIZER = REPOSITORY / "assets/tokenizer"
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+PIPELINE = [TITAN, "launch", "-n", "2", "--", PROGRAMS / "pipeline_bench", "--schedule"]
 PARTS = {
     "tokenizer": [PYTHON, "scripts/compare_tokenizers.py", "--bench", PROGRAMS / "tokenizer_bench", "--runs", "5"],
     "loader": [PROGRAMS / "loader_bench", "synthetic", "", TOKENIZER],
     "init": [PROGRAMS / "init_bench"],
     "optim": [PROGRAMS / "optim_bench"],
+    "pipeline_host": [PROGRAMS / "pipeline_bench", "--host-time", "1"],
 }
+PARTS |= {f"bubble_{schedule}": [*PIPELINE, schedule] for schedule in SCHEDULES}
 TRAINING = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)]
 TRAINING += [f"{m}_fp32_{kind}2" for m in ("debug", "134m") for kind in ("tp", "atp", "cp")]
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 TRAINING += [f"134m_fp32_{schedule}2" for schedule in SCHEDULES]
 ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2"] + list(PARTS)
 MIB_PER_KIB = 1 / 1024
