@@ -124,7 +124,7 @@ int64_t num_parameters(const JobConfig& config, const std::vector<std::string>& 
   return count;
 }
 
-std::string stages_table(const JobConfig& config, const StagePlan& plan) {
+std::string stages_table(const JobConfig& config, const StagePlan& plan, int world_size) {
   if (plan.num_stages() == 1) return "";
   std::vector<StageCells> table = {{"stage", "pp rank", "modules", "parameters"}};
   for (int stage = 0; stage < plan.num_stages(); ++stage) {
@@ -138,7 +138,9 @@ std::string stages_table(const JobConfig& config, const StagePlan& plan) {
     for (const int stage : shared.stages) stages += str(stages.empty() ? "" : ", ", stage);
     text += str(shared.name, " is on the stages ", stages, "\n");
   }
-  return text + "\n";
+  std::vector<std::string> told_already;
+  const ParallelDims dims = resolve_parallel_dims(config.parallelism, world_size, told_already);
+  return text + str("the first rank with the loss is ", metrics_rank(dims, plan), "\n\n");
 }
 
 // LibTorch knows some operations of a user's model, or their gradients, by their data only: then there are no
@@ -173,7 +175,7 @@ std::vector<PlanRow> rows_of(const DryRun& run) {
 
 std::string plan_table(const JobConfig& config, int world_size) {
   DryRun run(config, world_size);
-  std::string text = heading(config, run, world_size) + stages_table(config, run.plan());
+  std::string text = heading(config, run, world_size) + stages_table(config, run.plan(), world_size);
   if (run.meshes().tp.size() == 1)
     return text + "no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is whole\n";
   const std::string problem = run_or_explain(run);

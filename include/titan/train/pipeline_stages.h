@@ -45,7 +45,7 @@ void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vect
 /// schedule goes by its name. Throws ConfigError.
 std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings);
 
-/// The world rank that has the loss and so writes the metrics: the first of those with the last stage.
+/// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
 int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
 
 /// The stages of this rank, spread out and with their weights, in ascending order; each is built by itself,

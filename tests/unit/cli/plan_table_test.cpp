@@ -119,6 +119,7 @@ stage  pp rank  modules                   parameters
 1      1        layers.1..2                  1704960
 2      1        layers.3..4                  1704960
 3      0        layers.5, norm, output       1377024
+the first rank with the loss is 0
 
 no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is whole
 )";
@@ -131,6 +132,7 @@ TEST(PlanTable, TellsWhatStagesShare) {
   const std::string table =
       table_of(2, {"--parallelism.pipeline_parallel_degree", "2", "--model.args.tie_embeddings"});
   EXPECT_NE(table.find("tok_embeddings.weight is on the stages 0, 1\n"), std::string::npos) << table;
+  EXPECT_NE(table.find("the first rank with the loss is 1\n"), std::string::npos) << table;
 }
 
 // Each rank shows its own stages' modules.
