@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How far every layout's loss and gradients are from one rank's: runs composition_test and writes docs/numerics.md.
+"""How far every layout's loss and gradients are from one rank's: runs composition_test and pipeline_test, and writes docs/numerics.md.
 
-    scripts/numerics.py [--ranks 1,2,3,4] [--eight] [--all] [--print]
+    scripts/numerics.py [--ranks 1,2,3,4] [--eight] [--all] [--read FILE]... [--print]
 
---eight adds 8 ranks, --all runs every combination instead of a cover of their pairs, --print writes to the terminal instead. Needs
-build/bin/titan and build/bin/composition_test, and only Python's standard library.
+--eight adds 8 ranks, --all runs every combination instead of a cover of their pairs, --read takes what the tests printed from files
+instead of running them, --print writes to the terminal. Needs build/bin/titan and the two tests, and only Python's standard library.
 """
 
 import argparse
@@ -27,6 +27,12 @@ MODELS = {
     "thirds": "sizes for 3 ranks",
     "one_row": "a batch of one sequence of 8 tokens",
 }
+PIPELINE_MODELS = {
+    "pipelined": "Llama of 7 layers, 4 heads and key heads, 32 features, 16 tokens",
+    "shallow": "the same of 2 layers with a vocabulary of 251: most stages have one layer or none",
+    "tied": "the same of 7 layers, where embedding and output, on the first and the last stage, are one matrix",
+}
+TESTS = {"composition": MODELS, "pipeline": PIPELINE_MODELS}
 TOLERANCES = {"float64": "1e-10", "float32": "1e-5", "bfloat16": "2 x one rank's bfloat16"}
 PRECISIONS = list(TOLERANCES)
 
@@ -44,36 +50,57 @@ rank's bfloat16 is. Its norm isn't compared.
 """
 
 
-def run(ranks, every):
-    command = [PROGRAMS / "titan", "launch", "-n", str(ranks), "--", PROGRAMS / "composition_test"] + (["--all"] if every else [])
-    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=3600)
-    if process.returncode != 0:
-        sys.exit(f"{ranks} ranks: composition_test failed\n{process.stdout[-4000:]}{process.stderr[-4000:]}")
-    lines = [line[line.find("{"):] for line in process.stdout.splitlines() if '{"composition"' in line]
+PIPELINE = """## Pipelines
+
+The same with a pipeline of 2, 4 or 8 ranks, and on the ranks that are left data, context or tensor parallelism: every schedule, with as many
+micro-batches as pipeline ranks, twice as many and, where it takes them, an odd number, in one go and twice, with each kind of activation checkpoints.
+[pipeline_test](../tests/distributed/pipeline_test.cpp) fails beyond the tolerances.
+
+"""
+
+
+def results_in(text):
+    lines = [line[line.find("{"):] for line in text.splitlines() if any(f'{{"{test}"' in line for test in TESTS)]
     return [json.loads(line) for line in lines]
 
 
-def order(result):
-    names = list(MODELS)
-    model = result["composition"]
+def run(test, ranks, every):
+    command = [PROGRAMS / "titan", "launch", "-n", str(ranks), "--", PROGRAMS / f"{test}_test"] + (["--all"] if every else [])
+    process = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=3600)
+    if process.returncode != 0:
+        sys.exit(f"{ranks} ranks: {test}_test failed\n{process.stdout[-4000:]}{process.stderr[-4000:]}")
+    return results_in(process.stdout)
+
+
+def run_all(ranks, every):
+    # A pipeline has 2, 4 or 8 ranks.
+    counts = {"composition": ranks, "pipeline": [count for count in ranks if count in (2, 4, 8)]}
+    return [result for test in TESTS for count in counts[test] for result in run(test, count, every)]
+
+
+def order(test, result):
+    names = list(TESTS[test])
+    model = result[test]
     return PRECISIONS.index(result["precision"]), names.index(model) if model in names else len(names), model, result["ranks"]
 
 
-def table(results):
+def table(test, results):
     lines = ["| precision | model | ranks | layouts | loss | gradient norm | worst gradient | of parameter | tolerance |",
              "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
-    for result in sorted(results, key=order):
+    mine = [result for result in results if test in result and result["layouts"] > 0]
+    for result in sorted(mine, key=lambda result: order(test, result)):
         norm_text = "-" if result["precision"] == "bfloat16" else f"{result['norm']:.1e}"
-        lines.append("| {precision} | {composition} | {ranks} | {layouts} | {loss:.1e} | {norm_text} | {gradient:.1e} | {parameter} | "
-                     "{tolerance} |".format(**result, norm_text=norm_text, tolerance=TOLERANCES[result["precision"]]))
-    return "\n".join(lines)
+        lines.append("| {precision} | {model} | {ranks} | {layouts} | {loss:.1e} | {norm_text} | {gradient:.1e} | {parameter} | "
+                     "{tolerance} |".format(**result, model=result[test], norm_text=norm_text,
+                                            tolerance=TOLERANCES[result["precision"]]))
+    models = "\n".join(f"- `{name}`: {what}" for name, what in TESTS[test].items())
+    return "\n".join(lines) + f"\n\nThe models:\n\n{models}\n"
 
 
 def page(results, every):
     head = HEAD.format(selection="every combination of these" if every else "as many combinations as it takes for\nevery two settings to meet; the nightly tests run all",
                        date=datetime.date.today().isoformat())
-    models = "\n".join(f"- `{name}`: {what}" for name, what in MODELS.items())
-    return f"{head}{table(results)}\n\nThe models:\n\n{models}\n"
+    return f"{head}{table('composition', results)}\n{PIPELINE}{table('pipeline', results)}"
 
 
 def main():
@@ -81,10 +108,15 @@ def main():
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--eight", action="store_true", help="8 ranks too")
     parser.add_argument("--all", action="store_true", help="every combination")
+    parser.add_argument("--read", action="append", type=pathlib.Path, metavar="FILE", help="what a test printed")
     parser.add_argument("--print", action="store_true", help="to the terminal")
     arguments = parser.parse_args()
     ranks = [int(word) for word in arguments.ranks.split(",")] + ([8] if arguments.eight else [])
-    text = page([result for count in ranks for result in run(count, arguments.all) if result["layouts"] > 0], arguments.all)
+    if arguments.read:
+        results = [result for file in arguments.read for result in results_in(file.read_text())]
+    else:
+        results = run_all(ranks, arguments.all)
+    text = page(results, arguments.all)
     if arguments.print:
         print(text)
     else:
