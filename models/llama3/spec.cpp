@@ -47,7 +47,8 @@ void register_llama3() {
                  .build = build,
                  .parallelize = [](train::TrainableModel& model, const train::ParallelPlan& plan) {
                    parallelize_llama3(dynamic_cast<TrainableLlama3&>(model).model(), plan);
-                 }});
+                 },
+                 .hugging_face = {.model = hugging_face_model, .args = args_of_hugging_face}});
 }
 
 }  // namespace titan::models

@@ -17,11 +17,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/config/table.h"
 #include "titan/core/registry.h"
 #include "titan/nn/any_ref.h"
@@ -97,6 +99,18 @@ class ModelSpec {
   /// The model, or the stage of it that options.stage_modules names.
   virtual std::unique_ptr<TrainableModel> build(const void* args, const BuildOptions& options) const = 0;
   virtual void parallelize(TrainableModel& model, const ParallelPlan& plan) const = 0;
+  /// Its form in Hugging Face's transformers; none: the family has no such.
+  virtual std::optional<HfModel> hugging_face(const void* args) const = 0;
+  /// The arguments that a config.json describes. Throws ConfigError where it isn't this family's.
+  virtual std::shared_ptr<void> args_of_hugging_face(const HfConfig& config) const = 0;
+};
+
+/// State-dict names, rows and config.json for Hugging Face: both or neither.
+template <class Args>
+struct HfForm {
+  std::function<HfModel(const Args&)> model;
+  /// Throws ConfigError with everything that keeps the config from being this family's.
+  std::function<Args(const HfConfig&)> args;
 };
 
 /// The parts of a family; `sizes`, `build` and `parallelize` are required.
@@ -108,6 +122,7 @@ struct ModelFamily {
   std::function<void(const Args&, std::vector<std::string>& problems)> check = {};
   std::function<std::unique_ptr<TrainableModel>(const Args&, const BuildOptions&)> build;
   std::function<void(TrainableModel&, const ParallelPlan&)> parallelize;
+  HfForm<Args> hugging_face = {};  ///< default: the family can't be read from or written to such folders
 };
 
 Registry<std::shared_ptr<const ModelSpec>>& model_specs();

@@ -49,6 +49,16 @@ class ModelFamilySpec final : public ModelSpec {
     family_.parallelize(model, plan);
   }
 
+  std::optional<HfModel> hugging_face(const void* args) const override {
+    if (!family_.hugging_face.model) return std::nullopt;
+    return family_.hugging_face.model(cast(args));
+  }
+
+  std::shared_ptr<void> args_of_hugging_face(const HfConfig& config) const override {
+    if (!family_.hugging_face.args) throw ConfigError("the family has no form in transformers");
+    return std::make_shared<Args>(family_.hugging_face.args(config));
+  }
+
  private:
   static const Args& cast(const void* args) { return *static_cast<const Args*>(args); }
 
