@@ -1,3 +1,5 @@
+#include <sys/mman.h>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
@@ -69,6 +71,12 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
   if (!viewable) return read_slice(name, Box{std::vector<int64_t>(about.shape.size(), 0), about.shape});
   auto keep_map = [contents = contents_](void*) {};
   return at::from_blob(data, about.shape, keep_map, at::dtype(about.dtype));
+}
+
+void SafetensorsFile::drop_pages() const {
+  const auto bytes = contents_->map.bytes();
+  // Only a hint: where it isn't taken the pages stay until memory is short.
+  if (!bytes.empty()) ::madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_DONTNEED);
 }
 
 at::Tensor SafetensorsFile::read_slice(std::string_view name, const Box& box) const {

@@ -1,5 +1,7 @@
 #include <algorithm>
 
+#include <c10/util/accumulate.h>
+
 #include "safetensors_dtype.h"
 #include "safetensors_header.h"
 #include "titan/checkpoint/safetensors.h"
@@ -40,6 +42,27 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<Safe
       at::Tensor tensor = produce(index);
       check_announced(tensor, entries[index]);
       append_tensor(append, tensor);
+    }
+  });
+}
+
+void write_safetensors_in_parts(const std::filesystem::path& path,
+                                const std::vector<SafetensorsEntry>& entries,
+                                const SafetensorsMetadata& metadata, const ProduceParts& produce) {
+  std::string header = detail::make_safetensors_header(entries, metadata);
+  write_file_atomic(path, [&](const AppendBytes& append) {
+    append(std::as_bytes(std::span(header)));
+    for (size_t index = 0; index < entries.size(); ++index) {
+      const SafetensorsEntry& entry = entries[index];
+      int64_t missing = c10::multiply_integers(entry.shape);
+      produce(index, [&](const at::Tensor& rows) {
+        TITAN_CHECK(rows.scalar_type() == entry.dtype && rows.numel() <= missing, "tensor '", entry.name,
+                    "': a part of ", rows.numel(), " elements of ", rows.scalar_type(), ", expected at most ",
+                    missing, " of ", entry.dtype);
+        missing -= rows.numel();
+        append_tensor(append, rows);
+      });
+      TITAN_CHECK(missing == 0, "tensor '", entry.name, "': its parts lack ", missing, " elements");
     }
   });
 }

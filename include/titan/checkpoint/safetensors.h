@@ -54,6 +54,10 @@ class SafetensorsFile {
   /// The part `box` as a contiguous tensor of its own; touches only the pages that hold it.
   at::Tensor read_slice(std::string_view name, const Box& box) const;
 
+  /// Gives back the memory that the pages read so far take in this process; they are read again when they
+  /// are touched. Keeps reading a large file through within little memory.
+  void drop_pages() const;
+
  private:
   struct Contents;
   std::shared_ptr<const Contents> contents_;
@@ -77,6 +81,16 @@ using ProduceTensor = std::function<at::Tensor(size_t index)>;
 /// sort_for_file. The file appears under its name complete (write_file_atomic) or not at all; throws Error.
 void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
                        const SafetensorsMetadata& metadata, const ProduceTensor& produce);
+
+/// Takes the next rows of a tensor, on any device, in its dtype.
+using AppendTensor = std::function<void(const at::Tensor& rows)>;
+/// Appends the data of entries[index], in as many pieces as it likes. Called once for each, in order.
+using ProduceParts = std::function<void(size_t index, const AppendTensor& append)>;
+
+/// As write_safetensors, for tensors that are too large to be whole in memory.
+void write_safetensors_in_parts(const std::filesystem::path& path,
+                                const std::vector<SafetensorsEntry>& entries,
+                                const SafetensorsMetadata& metadata, const ProduceParts& produce);
 
 /// As write_safetensors, for tensors that are there; sorts them itself.
 void save_safetensors(const std::filesystem::path& path,
