@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include "titan/nn/layer_sequence.h"
+#include "titan/parallel/pipeline_check.h"
 #include "titan/parallel/pipeline_csv.h"
 #include "titan/parallel/pipeline_generators.h"
 #include "titan/train/module_costs.h"
@@ -226,11 +227,12 @@ void check_micro_batches(const JobConfig& config, const StagePlan& plan, int bat
   const TrainingSettings& training = config.training;
   const int64_t in_batch = micro_batches_per_batch(config);
   if (is_in_file(settings)) {
-    const int in_file = read_file(settings).num_micro_batches;
-    if (in_file != in_batch)
+    const pipeline::Schedule schedule = read_file(settings);
+    if (schedule.num_micro_batches != in_batch)
       throw KeyedProblem{kFile,
-                         str("is a schedule for ", in_file, " micro-batches, but ",
+                         str("is a schedule for ", schedule.num_micro_batches, " micro-batches, but ",
                              "training.local_batch_size / pipeline_parallel_microbatch_size is ", in_batch)};
+    about(kFile, [&] { pipeline::check_schedule(schedule); });
     return;
   }
   const int64_t rows = training.local_batch_size * batch_degree;
@@ -239,7 +241,11 @@ void check_micro_batches(const JobConfig& config, const StagePlan& plan, int bat
   const auto problem =
       pipeline::counts_problem(traits, num_ranks(settings), plan.num_stages(),
                                static_cast<int>(traits.memory_grows ? in_batch : in_batch * batches));
-  if (problem) throw KeyedProblem{kMicroBatchSize, *problem};
+  if (problem)
+    throw KeyedProblem{
+        kMicroBatchSize,
+        str(*problem, "; a batch of training.local_batch_size = ", training.local_batch_size, " rows has ",
+            in_batch, traits.memory_grows ? "" : str(", and a step has ", batches, " such batch(es)"))};
 }
 
 }  // namespace

@@ -57,6 +57,23 @@ TEST(CustomModel, TheSameLossesOnAnyNumberOfRanks) {
   }
 }
 
+TEST(CustomModel, TheSameLossesFromPipelines) {
+  const Words words = config("8") + by_import();
+  const auto one = train(fresh_folder("one"), words);
+  const Words two = words + Words{"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"};
+  const Words three = words + Words{"--nproc",
+                                    "3",
+                                    "--parallelism.pipeline_parallel_degree",
+                                    "3",
+                                    "--parallelism.module_fqns_per_model_part",
+                                    "embedding;mix;head"};
+  for (const Words& layout : {two, three}) {
+    const auto many = train(fresh_folder("many"), layout);
+    ASSERT_EQ(many.size(), one.size());
+    for (size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(many[i].loss, one[i].loss, 5e-6) << "step " << i + 1;
+  }
+}
+
 TEST(CustomModel, APlanByNameTakesTheModelsOwnPlace) {
   Words words = config("6") + by_import() + Words{"--nproc", "2"};
   auto folder = fresh_folder("plan");

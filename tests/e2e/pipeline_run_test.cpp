@@ -76,6 +76,10 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"Pp2ZeroBubbleV", 1, pp("2", "2", "ZBVZeroBubble")},
         Layout{"Pp2TwoRowsAtOnce", 1,
                pp("2", "2", "1F1B", {"--parallelism.pipeline_parallel_microbatch_size", "2"})},
+        Layout{"Pp2FromAFile", 1,
+               pp("2", "2", "PipelineScheduleSingle",
+                  {"--parallelism.pipeline_parallel_schedule_csv",
+                   source_file("docs/examples/schedules/zero_bubble.csv")})},
         Layout{"Pp3", 1, pp("3", "3", "1F1B")}, Layout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B")},
         Layout{"Pp2Tp2Checkpointed", 1,
                pp("4", "2", "1F1B",
@@ -97,8 +101,12 @@ bool has_steps(const std::filesystem::path& folder) {
   return std::filesystem::exists(folder / "metrics.jsonl") && !read_metrics(folder).empty();
 }
 
-// Without a launcher that would end them: every rank finds out by itself, also the one whose neighbours live.
-TEST(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
+class PipelineFaults : public ::testing::TestWithParam<int> {};
+
+// Without a launcher that would end them: every rank finds out by itself, also those whose neighbours live,
+// and where the lost one kept the store through which ranks tell each other.
+TEST_P(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
+  const int lost = GetParam();
   const auto folder = fresh_folder("run");
   const Words words = small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
                                                                 "4",
@@ -116,13 +124,18 @@ TEST(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
   for (int rank = 0; rank < 4; ++rank) ranks.push_back(start_rank(rank, 4, port, words));
   for (int i = 0; i < 600 && !has_steps(folder); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  ranks[2].signal(SIGKILL);
-  for (const int rank : {0, 1, 3}) {
+  ranks[static_cast<size_t>(lost)].signal(SIGKILL);
+  const std::string name = "rank " + std::to_string(lost) + " of the job";
+  for (int rank = 0; rank < 4; ++rank) {
+    if (rank == lost) continue;
     const CommandResult result = ranks[static_cast<size_t>(rank)].wait(20);
     EXPECT_EQ(result.status, 1) << rank;
-    EXPECT_THAT(result.err, AllOf(HasSubstr("in action "), HasSubstr("which is rank 2 of the job"))) << rank;
+    EXPECT_THAT(result.err, AllOf(HasSubstr("in action "), HasSubstr(name))) << rank;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Lost, PipelineFaults, ::testing::Values(0, 1, 2, 3),
+                         [](const auto& info) { return "Rank" + std::to_string(info.param); });
 
 }  // namespace
 }  // namespace titan::testing

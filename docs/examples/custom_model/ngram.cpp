@@ -4,6 +4,9 @@
 
 #include <ATen/ATen.h>
 
+#include "titan/nn/embedding.h"
+#include "titan/nn/layer_sequence.h"
+#include "titan/nn/linear.h"
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
 #include "titan/train/model_spec.h"
@@ -12,6 +15,8 @@ namespace {
 
 using titan::nn::Init;
 using namespace titan::train;
+
+constexpr double kStd = 0.02;  // of the initial weights
 
 // The sizes: a flavour's, overridden by [model.args].
 struct NgramArgs {
@@ -35,30 +40,55 @@ void describe(titan::config::Table<NgramArgs>& table) {
 }
 
 // B batch, S sequence, D dim, C context, H hidden, V vocabulary.
-class NgramImpl : public titan::nn::Module {
+
+// A token's neighbourhood, in one hidden layer.
+class MixImpl : public titan::nn::Module {
  public:
-  NgramImpl(const NgramArgs& args, const titan::nn::Construct& construct)
-      : context_(args.context), dropout_(args.dropout) {
-    const double std = 0.02;
-    embedding_VD_ =
-        register_init_parameter("embedding", {args.vocab_size, args.dim}, Init::normal(0, 1), construct);
-    up_ = register_init_parameter("up", {args.hidden, args.context * args.dim}, Init::normal(0, std),
-                                  construct);
-    down_ = register_init_parameter("down", {args.vocab_size, args.hidden}, Init::normal(0, std), construct);
+  MixImpl(const NgramArgs& args, const titan::nn::Construct& construct)
+      : up(args.context * args.dim, args.hidden,
+           titan::nn::LinearOptions{.init = Init::normal(0, kStd), .construct = construct}),
+        context_(args.context),
+        dropout_(args.dropout) {
+    register_module("up", up);
   }
 
-  at::Tensor forward(const at::Tensor& tokens_BS) {
-    const at::Tensor x_BSD = at::embedding(embedding_VD_, tokens_BS);
+  at::Tensor forward(const at::Tensor& x_BSD) {
     std::vector<at::Tensor> shifted;  // by 0, 1, ... positions; before the sequence there is nothing
     for (int64_t by = 0; by < context_; ++by) shifted.push_back(at::constant_pad_nd(x_BSD, {0, 0, by, -by}));
-    const at::Tensor hidden_BSH = at::gelu(at::linear(at::cat(shifted, 2), up_));
-    return at::linear(at::dropout(hidden_BSH, dropout_, is_training()), down_);
+    return at::dropout(at::gelu(up(at::cat(shifted, 2))), dropout_, is_training());
   }
+
+  titan::nn::Linear up;
 
  private:
   int64_t context_;
   double dropout_;
-  at::Tensor embedding_VD_, up_, down_;
+};
+TITAN_MODULE(Mix);
+
+// A pipeline stage has some of the three; the handles of what it hasn't are empty.
+class NgramImpl : public titan::nn::Module, public titan::nn::LayerSequence {
+ public:
+  NgramImpl(const NgramArgs& args, const titan::nn::Construct& construct)
+      : embedding(args.vocab_size, args.dim, construct),
+        mix(args, construct),
+        head(args.hidden, args.vocab_size,
+             titan::nn::LinearOptions{.init = Init::normal(0, kStd), .construct = construct}) {
+    register_module("embedding", embedding);
+    register_module("mix", mix);
+    register_module("head", head);
+    call_in_order({part("embedding", embedding), part("mix", mix), part("head", head)});
+  }
+
+  at::Tensor forward(const at::Tensor& input) {
+    at::Tensor h = embedding ? embedding(input) : input;
+    if (mix) h = mix(h);
+    return head ? head(h) : h;
+  }
+
+  titan::nn::Embedding embedding;
+  Mix mix;
+  titan::nn::Linear head;
 };
 TITAN_MODULE(Ngram);
 
@@ -69,9 +99,12 @@ class NgramModel : public TrainableModel {
 
   titan::nn::AnyRef root() override { return model_; }
 
-  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS,
+  // What a pipeline stage gives to the next.
+  at::Tensor hidden(const at::Tensor& input) override { return model_(input); }
+
+  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
                   int64_t global_valid_tokens) override {
-    const at::Tensor logits_NV = model_(tokens_BS).flatten(0, 1).to(at::kFloat);
+    const at::Tensor logits_NV = model_(input).flatten(0, 1).to(at::kFloat);
     const at::Tensor sum =
         at::cross_entropy_loss(logits_NV, labels_BS.flatten(), {}, at::Reduction::Sum, -100);
     return sum / global_valid_tokens;

@@ -120,6 +120,8 @@ TEST_F(PipelineStages, FollowAScheduleInAFile) {
   EXPECT_NE(only_problem_of(words + Words{"--training.local_batch_size", "8"}, 2)
                 .find("is a schedule for 2 micro-batches"),
             std::string::npos);
+  std::ofstream(file) << "0F0,3F0,3B0,0B0,0F1,3F1,3B1,0B1\n1F0,2F0,2B0,1B0,1F1,2F1,2B1\n";
+  EXPECT_NE(only_problem_of(words, 2).find("rank 1: 1B1 (or 1I1 and 1W1) is missing"), std::string::npos);
 }
 
 TEST_F(PipelineStages, TellWhichParametersTheyShare) {
@@ -141,7 +143,9 @@ TEST_F(PipelineStages, RefuseWhatDoesntFit) {
          "8 stages are more than the 5 layers", 8);
   expect({"--parallelism.pipeline_parallel_microbatch_size", "3"}, "pipeline_parallel_microbatch_size",
          "doesn't divide training.local_batch_size = 4");
-  expect({"--training.local_batch_size", "1"}, "", "micro-batch");
+  expect({"--training.local_batch_size", "1"}, "pipeline_parallel_microbatch_size",
+         "needs at least 2 micro-batches, not 1; a batch of training.local_batch_size = 1 rows has 1, and a "
+         "step has 1 such batch(es)");
   expect({"--parallelism.fsdp_reshard_after_forward", "always"}, "fsdp_reshard_after_forward",
          "the schedule gathers and frees");
   expect({"--parallelism.module_fqns_per_model_part", ""}, "module_fqns_per_model_part", "0 stages");
