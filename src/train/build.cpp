@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <torch/nn/module.h>
 
+#include "titan/checkpoint/hf_model.h"
 #include "titan/checkpoint/model_file.h"
 #include "titan/config/print.h"
 #include "titan/core/file.h"
@@ -11,6 +12,7 @@
 #include "titan/dist/device_backend.h"
 #include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear.h"
+#include "train/hf_job.h"
 #include "train/pipeline_job.h"
 
 namespace titan::train {
@@ -131,7 +133,14 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
 namespace {
 
 void load_weights(const JobConfig& config, const std::vector<Parameter>& parameters, const DeviceMesh& pp) {
-  if (!config.checkpoint.enable || !config.checkpoint.initial_load_path) return;
+  if (!config.checkpoint.enable) return;
+  if (config.checkpoint.initial_load_in_hf) {
+    const auto folder = initial_hf_folder(config);
+    check_hf_config(config, folder);
+    load_hf_model(parameters, configured_hf_model(config), folder);
+    return log::info_rank0(str("initial weights come from ", folder.string(), ", in Hugging Face's form"));
+  }
+  if (!config.checkpoint.initial_load_path) return;
   load_model(parameters, *config.checkpoint.initial_load_path, pp);
   log::info_rank0(str("initial weights come from ", *config.checkpoint.initial_load_path));
 }
@@ -246,6 +255,11 @@ TrainerOptions build_options(const JobConfig& config) {
   if (config.checkpoint.enable) {
     options.final_model = final_model_path(config.checkpoint, config.job.dump_folder, config.training.steps);
     options.final_model_dtype = scalar_type(config.checkpoint.export_dtype);
+    if (config.checkpoint.last_save_in_hf) {
+      options.final_model = options.final_model.parent_path();
+      options.final_hf = configured_hf_model(config);
+      options.hf_assets = config.model.hf_assets_path;
+    }
   }
   return options;
 }

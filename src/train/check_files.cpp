@@ -10,6 +10,7 @@
 #include "titan/data/npy.h"
 #include "titan/data/source.h"
 #include "titan/data/tokenizer.h"
+#include "train/hf_job.h"
 
 namespace titan::train {
 
@@ -185,7 +186,11 @@ std::shared_ptr<const data::Tokenizer> check_tokenizer(FileCheck& check) {
 
 void check_initial_weights(FileCheck& check) {
   const CheckpointSettings& checkpoint = check.config.checkpoint;
-  if (!checkpoint.enable || !checkpoint.initial_load_path) return;
+  if (!checkpoint.enable) return;
+  if (checkpoint.initial_load_in_hf)
+    return check.judge(checkpoint.initial_load_path ? "checkpoint.initial_load_path" : "model.hf_assets_path",
+                       [&] { check_hf_config(check.config, initial_hf_folder(check.config)); });
+  if (!checkpoint.initial_load_path) return;
   std::error_code ignored;
   if (!fs::is_regular_file(*checkpoint.initial_load_path, ignored))
     check.report("checkpoint.initial_load_path",

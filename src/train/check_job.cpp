@@ -98,6 +98,11 @@ void check_checkpoint(Check& check) {
   check.require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
                 "is read only with checkpoint.enable = true");
   if (!checkpoint.enable) return;
+  const bool has_hf_form = check.config.spec().hugging_face(check.config.args()).has_value();
+  for (const auto& [key, asked] : {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
+                                   std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf)})
+    check.require(!asked || has_hf_form, key,
+                  str("model.name = ", check.config.model.name, " has no form in transformers"));
   check.require(checkpoint.interval >= check.config.training.steps, "checkpoint.interval",
                 str("saving between steps comes later; it has to be at least training.steps = ",
                     check.config.training.steps, ", whose model is written"));

@@ -39,12 +39,14 @@ void refuse_full_state(config::Table<CheckpointSettings>& table) {
                 "fault_tolerance.enable");
 }
 
-void refuse_hugging_face(config::Table<CheckpointSettings>& table) {
-  const char* reason = "Hugging Face folders come later; one safetensors file is read and written";
+void describe_hugging_face(config::Table<CheckpointSettings>& table) {
   table.refused("initial_load_model_only", true, kFullState, kWhere);
-  table.refused("initial_load_in_hf", false, reason, kWhere);
-  table.refused("initial_load_in_hf_quantized", false, reason, kWhere);
-  table.refused("last_save_in_hf", false, reason, kWhere);
+  table.field("initial_load_in_hf", &CheckpointSettings::initial_load_in_hf,
+              "initial_load_path is a Hugging Face folder (config.json, safetensors); unset, "
+              "model.hf_assets_path is");
+  table.refused("initial_load_in_hf_quantized", false, "quantized weights aren't read", kWhere);
+  table.field("last_save_in_hf", &CheckpointSettings::last_save_in_hf,
+              "after the last step write a Hugging Face folder, step-N/, in place of one file");
 }
 
 }  // namespace
@@ -58,11 +60,11 @@ void describe(config::Table<CheckpointSettings>& table) {
               config::at_least(1));
   table.field(
       "initial_load_path", &CheckpointSettings::initial_load_path,
-      "safetensors file of model weights with TorchTitan's parameter names, from the working directory if "
-      "it is relative");
+      "safetensors file of model weights with TorchTitan's parameter names (or see initial_load_in_hf), from "
+      "the working directory if it is relative");
   table.field("export_dtype", &CheckpointSettings::export_dtype, "of the weights written after the last step",
               config::one_of({"float16", "bfloat16", "float32"}));
-  refuse_hugging_face(table);
+  describe_hugging_face(table);
   refuse_full_state(table);
 }
 

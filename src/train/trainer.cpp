@@ -7,6 +7,7 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
+#include "titan/checkpoint/hf_model.h"
 #include "titan/checkpoint/model_file.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -209,7 +210,12 @@ void Trainer::validate_if_due() {
 void Trainer::save_final_model() {
   if (options_.final_model.empty()) return;
   if (parts_.world.rank() == 0) make_folder(options_.final_model.parent_path());
-  save_model(parts_.parameters, options_.final_model, options_.final_model_dtype, parts_.meshes.pp);
+  if (options_.final_hf) {
+    save_hf_model(parts_.parameters, *options_.final_hf, options_.final_model, {.assets = options_.hf_assets},
+                  options_.final_model_dtype, parts_.meshes.pp);
+  } else {
+    save_model(parts_.parameters, options_.final_model, options_.final_model_dtype, parts_.meshes.pp);
+  }
   log::info_rank0(str("the model is in ", options_.final_model.string()));
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/data/loader.h"
 #include "titan/dist/world.h"
 #include "titan/optim/clip.h"
@@ -76,6 +77,8 @@ struct TrainerOptions {
   std::optional<bool> read_late;
   std::filesystem::path final_model;  ///< empty: the model isn't written
   std::optional<at::ScalarType> final_model_dtype;
+  std::optional<HfModel> final_hf;  ///< set: final_model is a folder in Hugging Face's form
+  std::filesystem::path hf_assets;  ///< whose tokenizer files go along; empty: none
 };
 
 /// What the host learns of a step.

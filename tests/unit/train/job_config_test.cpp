@@ -80,6 +80,18 @@ TEST_F(JobConfigTest, InitialWeightsNeedCheckpoints) {
                   .empty());
 }
 
+TEST_F(JobConfigTest, HuggingFaceFoldersNeedAForm) {
+  for (const std::string key : {"initial_load_in_hf", "last_save_in_hf"}) {
+    const auto problems =
+        problems_of({"--checkpoint.enable", "--training.steps", "20", "--checkpoint." + key});
+    ASSERT_EQ(problems.size(), 1u) << key;
+    EXPECT_NE(problems[0].find("model.name = bigram has no form in transformers"), std::string::npos)
+        << problems[0];
+    // Not read while checkpoints are off.
+    EXPECT_TRUE(problems_of({"--checkpoint." + key}).empty());
+  }
+}
+
 TEST_F(JobConfigTest, Float64IsAllOrNothing) {
   EXPECT_FALSE(problems_of({"--training.dtype", "float64"}).empty());
   EXPECT_TRUE(problems_of({"--training.dtype", "float64", "--training.mixed_precision_param", "float64",
