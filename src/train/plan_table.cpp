@@ -56,13 +56,14 @@ std::string numbers(const std::vector<int64_t>& layers) {
 }
 
 std::vector<Group> grouped(const std::vector<PlanRow>& rows) {
-  using Key =
-      std::tuple<std::string, std::string, std::string, std::string, std::string, std::string, int64_t>;
+  using Key = std::tuple<std::string, std::string, std::string, std::string, std::string, std::string,
+                         int64_t, int64_t>;
   std::vector<Group> groups;
   std::map<Key, size_t> known;
   for (const PlanRow& row : rows) {
     const LayerName name = parse(row.module);
-    const Key key{name.before, name.after, row.style, row.weight, row.activation, row.collectives, row.bytes};
+    const Key key{name.before,    name.after,      row.style, row.weight,
+                  row.activation, row.collectives, row.bytes, row.gradient_bytes};
     const auto [found, is_new] = known.try_emplace(key, groups.size());
     if (is_new) groups.push_back({name, row, {}});
     groups[found->second].layers.push_back(name.layer);
@@ -73,15 +74,30 @@ std::vector<Group> grouped(const std::vector<PlanRow>& rows) {
 using Cells = std::array<std::string, 6>;
 using StageCells = std::array<std::string, 4>;
 
-Cells cells_of(const Group& group, int64_t num_micro_batches) {
+// How often activations and gradients travel in a step.
+struct Times {
+  int64_t micro_batches = 1;
+  int64_t reductions = 1;
+};
+
+Times times_of(const JobConfig& config, const DryRun& run) {
+  const bool each = config.parallelism.fsdp_reduce_every_micro_batch && run.meshes().pp.size() == 1;
+  return {run.num_micro_batches(), each ? run.num_micro_batches() : 1};
+}
+
+int64_t bytes_of(const Group& group, const Times& times) {
   const auto count = static_cast<int64_t>(group.layers.size());
+  return count * (group.row.bytes * times.micro_batches + group.row.gradient_bytes * times.reductions);
+}
+
+Cells cells_of(const Group& group, const Times& times) {
   const std::string layers = group.name.layer < 0 ? "" : numbers(group.layers);
   return {group.name.before + layers + group.name.after,
           group.row.style,
           group.row.weight,
           group.row.activation,
           group.row.collectives,
-          str(group.row.bytes * count * num_micro_batches)};
+          str(bytes_of(group, times))};
 }
 
 // The last column, of numbers, to the right.
@@ -182,9 +198,10 @@ std::string plan_table(const JobConfig& config, int world_size) {
   std::vector<Cells> table = {
       {"module", "style", "weights", "input and output", "forward / backward", "bytes/step"}};
   int64_t total = 0;
+  const Times times = times_of(config, run);
   for (const Group& group : grouped(rows_of(run))) {
-    table.push_back(cells_of(group, run.num_micro_batches()));
-    total += group.row.bytes * static_cast<int64_t>(group.layers.size()) * run.num_micro_batches();
+    table.push_back(cells_of(group, times));
+    total += bytes_of(group, times);
     if (!problem.empty()) table.back().back() = "?";
   }
   table.push_back({"all", "", "", "", "", problem.empty() ? str(total) : "?"});

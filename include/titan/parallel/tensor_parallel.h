@@ -96,8 +96,8 @@ using TensorPlan = std::vector<PlanEntry>;
 /// shards the parts; deferred parameters stay deferred. Parameters outside the plan stay whole on all ranks
 /// and must get whole gradients.
 ///
-/// The plan of a pipeline stage is that of the whole model (nn/layer_sequence.h): entries for modules of other
-/// stages do nothing.
+/// The plan of a pipeline stage is that of the whole model (nn/layer_sequence.h): entries for modules of
+/// other stages do nothing.
 ///
 /// Throws ConfigError naming all entries that match no module, meet one that can't be called through nn::Ref,
 /// or need a slot that is taken, and conversions that don't exist (Replicate -> Invariant, Invariant ->
@@ -120,9 +120,10 @@ struct PlanRow {
   std::string collectives;  ///< forward / backward: "all-gather / reduce-scatter"
   int64_t calls = 0;        ///< moves of activations and statistics, with and without communication
   int64_t bytes = 0;        ///< that this rank received in them since the model was parallelized, both ways
+  int64_t gradient_bytes = 0;  ///< that it receives each time gradients are summed over the axis (norms')
 };
-/// Rows in module order; of modules that parallelize() hooked or cut below `root`. What modules with `overlap`
-/// exchange isn't told apart: it has a last row of its own.
+/// Rows in module order; of modules that parallelize() hooked or cut below `root`. What modules with
+/// `overlap` exchange isn't told apart: it has a last row of its own.
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root);
 
 }  // namespace titan

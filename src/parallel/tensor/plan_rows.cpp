@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include "parallel/fsdp/param_group.h"
 #include "parallel/tensor/split_params.h"
 #include "parallel/tensor/tensor_hooks.h"
 #include "titan/core/error.h"
@@ -60,6 +61,24 @@ void add_parameters(PlanRow& row, const SplitParams* split) {
   if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
+// Of an all-reduce of what this rank has of the gradients that are summands, after fully_shard cut them.
+int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
+  const auto* group = dynamic_cast<const fsdp::ParamGroup*>(host.param_owner.get());
+  if (!group) return 0;
+  const int64_t ranks = split.axis().size();
+  const auto element =
+      static_cast<int64_t>(c10::elementSize(group->options().reduce_dtype.value_or(group->param_dtype())));
+  int64_t bytes = 0;
+  for (size_t slot = 0; slot < group->num_params(); ++slot) {
+    const fsdp::ManagedParam& param = group->param(slot);
+    const bool is_hosts =
+        std::any_of(param.uses.begin(), param.uses.end(), [&](const auto& use) { return use.host == &host; });
+    if (is_hosts && param.summand_axis)
+      bytes += 2 * group->shard(slot).local.numel() * element / ranks * (ranks - 1);
+  }
+  return bytes;
+}
+
 // Products that overlap share one exchange, whose traffic isn't any one module's.
 PlanRow row_of(const tp::Traffic& exchange) {
   PlanRow row;
@@ -84,6 +103,7 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
     PlanRow row;
     row.module = name;
     add_parameters(row, split);
+    if (split) row.gradient_bytes = gradient_bytes(*host, *split);
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");
     rows.push_back(std::move(row));

@@ -47,16 +47,19 @@ layers.0..5.feed_forward     PrepareInput                        in Shard(1) -> 
 layers.0..5.feed_forward.w1  Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
 layers.0..5.feed_forward.w2  Rowwise           weight Shard(1)   in Shard(-1); out Partial -> Shard(1)    reduce-scatter / all-gather                               3145728
 layers.0..5.feed_forward.w3  Colwise           weight Shard(0)   in Replicate; out Shard(-1)                                                                              0
-layers.0..5.attention_norm   SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                     0
-layers.0..5.ffn_norm         SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                     0
-norm                         SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                     0
+layers.0..5.attention_norm   SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                  3072
+layers.0..5.ffn_norm         SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                  3072
+norm                         SequenceParallel  weight Replicate                                           - / all-reduce of gradients                                   512
 output                       Colwise           weight Shard(0)   in Shard(1) -> Replicate; out Shard(-1)  all-gather per chunk / -; all-gather / reduce-scatter      540672
-all                                                                                                                                                                13647872
+all                                                                                                                                                                13654528
 )";
   EXPECT_EQ(table_of(4, {"--parallelism.tensor_parallel_degree", "2"}), expected);
 }
 
 constexpr int64_t kDim = 256, kLayers = 6, kTokens = 4 * 256;  // of the debug model, and of its micro-batch
+
+// Of an fp32 gradient of a norm, twice around.
+constexpr int64_t kNorms = 2 * kLayers + 1, kNormBytes = 2 * 4 * kDim;
 
 // With N ranks each receives N - 1 of N parts of an activation in bfloat16: for a block's two inputs and two
 // outputs, embedding and head, once forward and once backward.
@@ -69,11 +72,13 @@ TEST(PlanTable, BytesGrowWithTheRanks) {
     EXPECT_EQ(bytes.at("layers.0..5.attention"), kLayers * both_ways);
     EXPECT_EQ(bytes.at("layers.0..5.feed_forward.w2"), kLayers * both_ways);
     EXPECT_EQ(bytes.at("output"), both_ways + statistics);
-    EXPECT_EQ(bytes.at("all"), (4 * kLayers + 2) * both_ways + statistics);
+    EXPECT_EQ(bytes.at("layers.0..5.ffn_norm"), kLayers * kNormBytes / ranks * (ranks - 1));
+    EXPECT_EQ(bytes.at("all"),
+              (4 * kLayers + 2) * both_ways + statistics + kNorms * kNormBytes / ranks * (ranks - 1));
   }
 }
 
-// Sequence parallelism turns an all-reduce into its two halves, and moves as much.
+// Sequence parallelism turns an all-reduce into its two halves, and moves as much, norms' gradients aside.
 TEST(PlanTable, AllReducesMoveAsMuch) {
   const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
   Words whole = tp;
@@ -81,7 +86,7 @@ TEST(PlanTable, AllReducesMoveAsMuch) {
   const std::string table = table_of(2, whole);
   EXPECT_NE(table.find("all-reduce / -"), std::string::npos) << table;
   EXPECT_EQ(table.find("reduce-scatter"), std::string::npos) << table;
-  EXPECT_EQ(bytes_in(table).at("all"), bytes_in(table_of(2, tp)).at("all"));
+  EXPECT_EQ(bytes_in(table).at("all") + kNorms * kNormBytes / 2, bytes_in(table_of(2, tp)).at("all"));
 }
 
 TEST(PlanTable, CountsEveryMicroBatchAndEveryRecomputation) {
