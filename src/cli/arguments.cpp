@@ -135,6 +135,12 @@ constexpr const char* kCompareNotes =
     "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
     "and of the validations side by side, and the first step at which a loss isn't the first run's.\n";
 
+constexpr const char* kConvertNotes =
+    "FROM is a Hugging Face folder (config.json, model.safetensors or shards with an index), and TO becomes\n"
+    "one file for checkpoint.initial_load_path; or FROM is such a file, and TO becomes a folder, to which the\n"
+    "tokenizer's files of the config's model.hf_assets_path are copied. Reads and writes 32 MiB at a time,\n"
+    "whatever the model's size. TO must not be there yet, and appears when it is complete.\n";
+
 constexpr const char* kScheduleNotes =
     "Prints what each pipeline rank does over time, how long the step takes, the bubble (the part of the\n"
     "ranks' time in which they wait), the live activations of each rank (of one stage and micro-batch each;\n"
@@ -221,6 +227,33 @@ CompareArguments parse_compare_arguments(const std::vector<std::string>& words) 
     if (word.starts_with("-")) parser.refuse_option(word);
   arguments.runs = parser.app.remaining();
   if (arguments.runs.size() < 2) parser.refuse("wants two runs or more");
+  return arguments;
+}
+
+ConvertArguments parse_checkpoint_arguments(const std::vector<std::string>& words) {
+  ConvertArguments arguments;
+  Parser parser("titan checkpoint convert",
+                "titan checkpoint convert FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]",
+                kConvertNotes);
+  CLI::App& app = parser.app;
+  app.add_option("FROM", arguments.from, "a Hugging Face folder, or a safetensors file of ours")->required();
+  app.add_option("TO", arguments.to, "the other one")->required();
+  add_file(app, "--config", arguments.config,
+           "a run's config, whose [model] it is; needed to write a folder, checked against one that is read");
+  app.add_option("--dtype", arguments.dtype, "float32, bfloat16 or float16 (default: as they are)")
+      ->type_name("DTYPE")
+      ->check(CLI::IsMember({"float32", "bfloat16", "float16"}).description(""));
+  app.add_option("--shard-gb", arguments.shard_gb, "largest file of a folder, in 10^9 bytes (default 5)")
+      ->type_name("SIZE")
+      ->check(CLI::Range(1e-6, 1e6).description(""));
+  std::vector<std::string> rest = words;
+  const bool asks = !rest.empty() && (rest.front() == "--help" || rest.front() == "-h");
+  if (!asks && (rest.empty() || rest.front() != "convert"))
+    throw ConfigError(str("titan checkpoint: ",
+                          rest.empty() ? "what is to be done?" : str("unknown command '", rest.front(), "'"),
+                          " There is: convert (see titan checkpoint --help)"));
+  if (!asks) rest.erase(rest.begin());
+  arguments.help = parser.parse(rest);
   return arguments;
 }
 

@@ -43,6 +43,16 @@ struct CompareArguments {
 };
 CompareArguments parse_compare_arguments(const std::vector<std::string>& words);
 
+/// `titan checkpoint convert FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]`
+struct ConvertArguments {
+  std::string help;
+  std::filesystem::path from, to;
+  std::filesystem::path config;  ///< empty: none
+  std::string dtype;             ///< empty: each tensor's own
+  double shard_gb = 5;
+};
+ConvertArguments parse_checkpoint_arguments(const std::vector<std::string>& words);
+
 /// `titan docs PAGE`
 struct DocsArguments {
   std::string help;

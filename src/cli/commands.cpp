@@ -32,6 +32,8 @@ constexpr const char* kHelp =
     "machine\n"
     "  titan compare RUN RUN ...                                    settings, losses and speed side by side\n"
     "  titan schedule [--schedule NAME] [--pp N] [--microbatches N] what a pipeline schedule looks like and costs\n"
+    "  titan checkpoint convert FROM TO                             between a Hugging Face folder and one "
+    "file\n"
     "  titan docs config|torchtitan-keys                            the generated pages of docs/\n"
     "  titan help, titan --version\n"
     "\n"
@@ -46,6 +48,7 @@ const std::map<std::string, std::function<int(const Arguments&)>>& commands() {
       {"train", train_command},
       {"launch", launch_command},
       {"compare", compare_command},
+      {"checkpoint", checkpoint_command},
       {"docs", docs_command},
       {"schedule", schedule_command},
       {"help", help},

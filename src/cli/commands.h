@@ -11,6 +11,7 @@ namespace titan::cli {
 using Arguments = std::vector<std::string>;
 
 int train_command(const Arguments& arguments);
+int checkpoint_command(const Arguments& arguments);
 int compare_command(const Arguments& arguments);
 int docs_command(const Arguments& arguments);
 int schedule_command(const Arguments& arguments);

@@ -47,6 +47,26 @@ TEST(TrainArguments, FlagsMayComeLast) {
   EXPECT_EQ(arguments.overrides, Words{"--training.steps=5"});
 }
 
+TEST(ConvertArguments, WordsInAnyOrder) {
+  const auto arguments = parse_checkpoint_arguments(
+      {"convert", "--dtype", "bfloat16", "a", "--shard-gb=0.5", "b", "--config", "run.toml"});
+  EXPECT_EQ(arguments.from, "a");
+  EXPECT_EQ(arguments.to, "b");
+  EXPECT_EQ(arguments.config, "run.toml");
+  EXPECT_EQ(arguments.dtype, "bfloat16");
+  EXPECT_EQ(arguments.shard_gb, 0.5);
+}
+
+TEST(ConvertArguments, WrongWords) {
+  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {}), HasSubstr("There is: convert"));
+  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"verify", "a"}), HasSubstr("unknown command 'verify'"));
+  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"convert", "a"}), HasSubstr("TO is required"));
+  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"convert", "a", "b", "--dtype", "int8"}),
+              HasSubstr("int8"));
+  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"convert", "a", "b", "--shard-gb", "0"}),
+              HasSubstr("--shard-gb"));
+}
+
 TEST(TrainArguments, OfSeveralTheLastCounts) {
   EXPECT_EQ(parse_train_arguments({"a.toml", "-n", "2", "--nproc", "3", "-n4"}).num_ranks, 4);
 }

@@ -1,0 +1,131 @@
+// Hugging Face folders in and out of runs, on several layouts, and `titan checkpoint convert`.
+
+#include <gmock/gmock.h>
+
+#include <fstream>
+#include <iterator>
+
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+const std::string kMini = source_file("tests/data/parity/mini");
+const std::string kConfig = kMini + "/replay.toml";
+
+Words replay(const std::string& steps) {
+  return {kConfig, "--training.dataset_path",     kMini, "--training.steps",
+          steps,   "--lr_scheduler.warmup_steps", "1"};
+}
+
+CommandResult convert(const fs::path& from, const fs::path& to, const Words& words = {}) {
+  return run(Words{titan_program(), "checkpoint", "convert", from.string(), to.string()} + words);
+}
+
+void expect_converted(const fs::path& from, const fs::path& to, const Words& words = {}) {
+  const CommandResult result = convert(from, to, words);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_EQ(result.out, to.string() + "\n");
+  EXPECT_EQ(result.err, "");  // no terminal, no progress
+}
+
+std::string bytes_of(const fs::path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  EXPECT_TRUE(stream) << file;
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+// The recorded weights as a folder of several shards.
+fs::path recorded_folder(const fs::path& below) {
+  const fs::path folder = below / "hf";
+  expect_converted(kMini + "/titan.safetensors", folder, {"--config", kConfig, "--shard-gb", "0.0001"});
+  EXPECT_TRUE(fs::exists(folder / "model.safetensors.index.json"));
+  return folder;
+}
+
+struct Layout {
+  const char* name;
+  Words words;
+};
+
+class HuggingFaceLayouts : public ::testing::TestWithParam<Layout> {};
+
+TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
+  const fs::path folder = fresh_folder("runs"), weights = recorded_folder(folder);
+  const fs::path ours = folder / "ours", theirs = folder / "theirs", step = "checkpoint/step-2";
+  const Words in_file = {"--checkpoint.initial_load_path", kMini + "/titan.safetensors"};
+  const Words in_folder = {"--checkpoint.initial_load_path", weights.string(),
+                           "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"};
+  const auto expected = losses(train(ours, replay("2") + in_file + GetParam().words));
+  EXPECT_EQ(losses(train(theirs, replay("2") + in_folder + GetParam().words)), expected);
+  // The same last weights, whichever way they went.
+  expect_converted(theirs / step, folder / "theirs.safetensors");
+  expect_converted(ours / step / "model.safetensors", folder / "through", {"--config", kConfig});
+  expect_converted(folder / "through", folder / "ours.safetensors", {"--config", kConfig});
+  EXPECT_EQ(bytes_of(folder / "theirs.safetensors"), bytes_of(folder / "ours.safetensors"));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, HuggingFaceLayouts,
+    ::testing::Values(Layout{"One", {}},
+                      Layout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
+                      Layout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
+                      Layout{"Pp2", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+TEST(HuggingFace, TheTokenizerGoesAlong) {
+  const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder), assets = folder / "assets";
+  fs::copy(weights, assets);
+  std::ofstream(assets / "tokenizer.json") << "{}";
+  std::ofstream(assets / "notes.txt") << "not a tokenizer's";
+  // Without initial_load_path the folder of the assets is meant.
+  train(folder / "out",
+        replay("1") + Words{"--checkpoint.initial_load_path", "none", "--checkpoint.initial_load_in_hf",
+                            "--checkpoint.last_save_in_hf", "--model.hf_assets_path", assets.string(),
+                            "--checkpoint.export_dtype", "bfloat16"});
+  const fs::path step = folder / "out/checkpoint/step-1";
+  EXPECT_EQ(bytes_of(step / "tokenizer.json"), "{}");
+  EXPECT_FALSE(fs::exists(step / "notes.txt"));
+  EXPECT_THAT(bytes_of(step / "config.json"), HasSubstr("\"torch_dtype\": \"bfloat16\""));
+}
+
+TEST(HuggingFace, AllDifferencesBeforeTheStart) {
+  const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
+  const CommandResult result = try_train(
+      replay("1") + Words{"--checkpoint.initial_load_path", weights.string(),
+                          "--checkpoint.initial_load_in_hf", "--model.args.n_heads", "2",
+                          "--model.args.rope_scaling.scaling_factor", "32", "--model.args.tie_embeddings"});
+  EXPECT_EQ(result.status, 2);
+  for (const char* expected :
+       {"num_attention_heads is 4, the configured model's is 2",
+        "head_dim is 16, the configured model's is 32",
+        "rope_scaling.factor is 8.0, the configured model's is 32.0", "tie_word_embeddings is false"})
+    EXPECT_THAT(result.err, HasSubstr(expected));
+}
+
+TEST(Convert, WhatItCannotDo) {
+  const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
+  const std::string file = kMini + "/titan.safetensors";
+  const auto problem = [&](const CommandResult& result) {
+    EXPECT_EQ(result.status, 2) << result.err;
+    return result.err;
+  };
+  EXPECT_THAT(problem(convert(file, folder / "new")), HasSubstr("add --config"));
+  EXPECT_THAT(problem(convert(folder / "gone", folder / "new")), HasSubstr("there is nothing at"));
+  EXPECT_THAT(problem(convert(file, weights, {"--config", kConfig})), HasSubstr("is there already"));
+  EXPECT_THAT(problem(convert(file, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),
+              HasSubstr("'layers.31.attention.wq.weight' is missing"));
+  EXPECT_THAT(problem(convert(weights, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),
+              HasSubstr("hidden_size is 64, the configured model's is 4096"));
+  EXPECT_THAT(problem(run({titan_program(), "checkpoint", "verify"})), HasSubstr("There is: convert"));
+  EXPECT_FALSE(fs::exists(folder / "new"));
+  const CommandResult help = run({titan_program(), "checkpoint", "--help"});
+  EXPECT_EQ(help.status, 0);
+  EXPECT_THAT(help.out, HasSubstr("titan checkpoint convert FROM TO"));
+}
+
+}  // namespace
+}  // namespace titan::testing
