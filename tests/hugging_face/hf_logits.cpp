@@ -1,0 +1,41 @@
+// hf_logits FOLDER WEIGHTS OUTPUT: our logits, for transformers_test.py, of the model whose config.json is in
+// FOLDER, with the weights in the one file WEIGHTS. The tokens are [2, 64], (7919 b + 10473 s + 1) modulo the
+// vocabulary at row b, position s.
+
+#include <ATen/ATen.h>
+
+#include <cstdio>
+#include <exception>
+
+#include "titan/checkpoint/hf_folder.h"
+#include "titan/checkpoint/model_file.h"
+#include "titan/models/llama3_spec.h"
+
+namespace titan {
+namespace {
+
+void write_logits(const std::filesystem::path& folder, const std::filesystem::path& weights,
+                  const std::filesystem::path& output) {
+  at::NoGradGuard no_grad;
+  models::Llama3Args args = models::args_of_hugging_face(read_hf_config(folder));
+  args.max_seq_len = 64;
+  const models::Llama3 model(args, deferred(at::kCPU, at::kFloat));
+  materialize(model, 0);
+  load_model(parameters(model), weights);
+  const at::Tensor tokens_BS = (7919 * at::arange(2).unsqueeze(1) + 10473 * at::arange(64).unsqueeze(0) + 1)
+                                   .remainder(args.vocab_size);
+  save_safetensors(output, {{"logits", model(tokens_BS)}});
+}
+
+}  // namespace
+}  // namespace titan
+
+int main(int argc, char** argv) {
+  try {
+    if (argc != 4) return std::fputs("usage: hf_logits FOLDER WEIGHTS OUTPUT\n", stderr), 2;
+    titan::write_logits(argv[1], argv[2], argv[3]);
+    return 0;
+  } catch (const std::exception& error) {
+    return std::fprintf(stderr, "hf_logits: %s\n", error.what()), 1;
+  }
+}
