@@ -194,14 +194,16 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   auto state = std::make_unique<Work::State>();
   state->out = out;
   state->in = in;
+  const bool writes = call.op != CollectiveOp::Send;
   at::Tensor sent = in, received = out;
   if (needs_host_copy(backend, out)) {
     sent = in.cpu();
     received = in.is_same(out) ? sent : pinned_like(out);
-    state->host_out = received;
+    if (writes) state->host_out = received;
   }
-  // The backend writes behind autograd's back; whoever keeps a copy of `out` has to see that it changes.
-  if (out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+  // The backend writes behind autograd's back; whoever keeps a copy of `out` has to see that it changes. What
+  // is sent may be needed unchanged: a stage's output by its own backward.
+  if (writes && out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   call.group_number = num_calls_.fetch_add(1, std::memory_order_relaxed);
   state->call = call;
   state->group_rank = rank_;

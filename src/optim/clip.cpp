@@ -137,8 +137,8 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
     if (mesh.size() > 1) mesh.group()->all_gather(squares.back(), mine, kLabel).wait();
     result.ranks.insert(result.ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
   }
-  if (squares.empty()) squares.push_back(sum_of_squares_on(device, {}).view({1}));
-  result.squares = at::cat(squares);
+  // As long as the list of ranks, also where a pipeline stage has no parameters.
+  result.squares = squares.empty() ? at::empty({0}, at::dtype(at::kDouble).device(device)) : at::cat(squares);
   at::Tensor sum = result.squares.sum();
   if (pipeline.size() > 1) {
     at::Tensor of_stages = at::empty({pipeline.size()}, sum.options());

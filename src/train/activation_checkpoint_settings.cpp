@@ -64,8 +64,11 @@ void describe(config::Table<ActivationCheckpointSettings>& table) {
       "with mode \"memory_budget\": bytes that layers may keep, on the way from full recomputation (0) "
       "to none (1)",
       config::in_range(0, 1));
-  table.field("memory_budget_bytes", &Settings::memory_budget_bytes,
-              "the same in bytes of a rank, for one forward; overrides memory_budget", config::at_least(0));
+  table.field(
+      "memory_budget_bytes", &Settings::memory_budget_bytes,
+      "the same in bytes of a rank: for one forward, or for all that a pipeline's schedule has under way "
+      "at a time; overrides memory_budget",
+      config::at_least(0));
   table.refused("visualize_memory_budget_pareto", false,
                 "the choice that a memory budget leads to is printed as a table");
   table.refused(

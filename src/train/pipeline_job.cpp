@@ -7,6 +7,7 @@
 #include "titan/parallel/pipeline_check.h"
 #include "titan/parallel/pipeline_completion.h"
 #include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_simulation.h"
 #include "titan/train/pipeline_stages.h"
 
 namespace titan::train {
@@ -46,21 +47,30 @@ Schedule validation_schedule(const StagePlan& plan, int num_micro_batches) {
 
 }  // namespace
 
+// A layer's policy knows of one forward, whichever stage of the rank it is of.
+void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule& schedule, int pp_rank) {
+  auto& bytes = settings.memory_budget_bytes;
+  if (!bytes) return;
+  const int under_way = pipeline::simulate(schedule).ranks.at(static_cast<size_t>(pp_rank)).peak_live;
+  *bytes /= std::max(1, under_way);
+}
+
 StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
                              int64_t num_batches) {
   const StagePlan plan = plan_stages(config);
-  auto models = build_stages(config, plan, meshes, device);
   if (plan.num_stages() == 1)
-    return whole_model(std::move(models.front()), num_batches, config.training.local_batch_size,
-                       config.validation.enable);
-  StageParts parts{.models = std::move(models)};
+    return whole_model(std::move(build_stages(config, plan, meshes, device).front()), num_batches,
+                       config.training.local_batch_size, config.validation.enable);
+  const Schedule schedule = training_schedule(config, plan, meshes.pp.size(), num_batches);
+  JobConfig of_rank = config;
+  share_memory_budget(of_rank.activation_checkpoint, schedule, meshes.pp.rank());
+  StageParts parts{.models = build_stages(of_rank, plan, meshes, device)};
   const std::vector<int> indices = plan.stages_of(meshes.pp.rank());
   for (size_t i = 0; i < indices.size(); ++i) parts.stages.push_back({parts.models[i].get(), indices[i]});
   const auto& validation = config.validation;
   const int64_t rows = parts.micro_batch_rows = config.parallelism.pipeline_parallel_microbatch_size;
   const dist::World& world = meshes.world.world();
-  parts.step = {training_schedule(config, plan, meshes.pp.size(), num_batches),
-                stage_boundaries(config, plan, world, rows, config.training.seq_len)};
+  parts.step = {schedule, stage_boundaries(config, plan, world, rows, config.training.seq_len)};
   if (validation.enable)
     parts.validation =
         ScheduleParts{validation_schedule(plan, static_cast<int>(validation.local_batch_size / rows)),

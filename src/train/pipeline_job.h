@@ -12,6 +12,11 @@ namespace titan::train {
 StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
                              int64_t num_batches);
 
+/// A budget in bytes of a rank becomes that of one forward: its share among the most that are under way on
+/// this rank at a time.
+void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
+                         int pp_rank);
+
 /// Names of the parameters on other pipeline ranks. Collective over meshes.pp.
 std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes);
 

@@ -78,7 +78,7 @@ void RunningStep::await(dist::Work& arrives) {
 }
 
 at::Tensor RunningStep::finish() {
-  for (dist::Work& sent : sends_) sent.wait();
+  for (Sent& sent : sends_) sent.work.wait();
   for (ScheduledSharding& sharding : runner_.shardings_) sharding.finish();
   return loss_;
 }
@@ -107,6 +107,7 @@ void RunningStep::forward(const Planned& due) {
   Cell& cell = cells_[due.cell];
   TrainableModel& model = *runner_.stages_[due.stage].model;
   const at::Tensor input = input_of(due, cell);
+  if (!at::GradMode::is_enabled()) cell.input.reset();  // no backward will ask for it
   if (is_last(due)) {
     const at::Tensor loss = model.loss(input, on_device(batch_of(due).labels_BS), global_valid_tokens_);
     cell.root = GraphRoot(loss);
@@ -116,16 +117,12 @@ void RunningStep::forward(const Planned& due) {
   }
   at::Tensor output = model.hidden(input);
   cell.root = GraphRoot(output);
-  if (!at::GradMode::is_enabled()) cell.input.reset();
   at::Tensor passed = output.detach();
   (due.neighbour_cell >= 0 ? cells_[static_cast<size_t>(due.neighbour_cell)].input : cell.output) =
       std::move(passed);
 }
 
-void RunningStep::backward(const Planned& due) {
-  if (!sharding_of(due)) set_last_micro_batch(runner_.stages_[due.stage].model->root(), due.last_backward);
-  walk_graph(due, cells_[due.cell]);
-}
+void RunningStep::backward(const Planned& due) { walk_graph(due, cells_[due.cell]); }
 
 void RunningStep::backward_input(const Planned& due) {
   Cell& cell = cells_[due.cell];
@@ -140,7 +137,11 @@ void RunningStep::walk_graph(const Planned& due, Cell& cell) {
   await(cell.grad_arrives);
   const at::Tensor grad = std::exchange(cell.grad_output, {});
   TITAN_INTERNAL_ASSERT(grad.defined(), "a stage's backward without a gradient");
-  if (auto* sharding = sharding_of(due)) sharding->wait();
+  if (ScheduledSharding* sharding = sharding_of(due)) {
+    sharding->wait();
+  } else {
+    set_last_micro_batch(runner_.stages_[due.stage].model->root(), due.last_backward);
+  }
   if (!cell.root.empty()) cell.root.backward(grad);
   const at::Tensor input = std::exchange(cell.input, {});
   if (due.action.stage == 0) return;
@@ -157,15 +158,21 @@ void RunningStep::send(const Planned& due, at::Tensor tensor) {
       fits, to_string(due.action), ": the stage gave ",
       tensor.defined() ? titan::str(tensor.scalar_type(), " of ", tensor.sizes()) : titan::str("nothing"),
       ", but ", type.dtype, " of ", at::IntArrayRef(type.sizes), " is expected between these stages");
-  drop_sent();
-  sends_.push_back(due.link->send(tensor.contiguous().view(-1), due.label));
+  drop_sent(due.link);
+  sends_.push_back({due.link, due.link->send(tensor.contiguous().view(-1), due.label)});
 }
 
-// What has arrived needn't stay here.
-void RunningStep::drop_sent() {
-  std::erase_if(sends_, [](dist::Work& sent) {
-    if (sent.pending()) return false;
-    sent.wait();
+// What has arrived needn't stay here. Of a device a stream tells what has; gloo tells only whoever waits, so
+// on the host the oldest of several on one way is waited for: check_schedule() has seen that its receive
+// comes.
+void RunningStep::drop_sent(const pipeline::Link* way) {
+  constexpr int kUnderWay = 4;
+  int under_way = 0;
+  for (auto sent = sends_.rbegin(); sent != sends_.rend(); ++sent)
+    if (sent->way == way && ++under_way >= kUnderWay && runner_.device_.is_cpu()) sent->work.wait();
+  std::erase_if(sends_, [](Sent& sent) {
+    if (sent.work.pending()) return false;
+    sent.work.wait();
     return true;
   });
 }

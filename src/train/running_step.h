@@ -33,12 +33,18 @@ class RunningStep {
     DelayedGradients delayed;
   };
 
+  /// On the way to another rank.
+  struct Sent {
+    const pipeline::Link* way = nullptr;
+    dist::Work work;
+  };
+
   void forward(const StepPlan::Planned& due);
   void backward(const StepPlan::Planned& due);
   void backward_input(const StepPlan::Planned& due);
   void walk_graph(const StepPlan::Planned& due, Cell& cell);
   void send(const StepPlan::Planned& due, at::Tensor tensor);
-  void drop_sent();
+  void drop_sent(const pipeline::Link* way);
   at::Tensor receive(const StepPlan::Planned& due, dist::Work& arrives) const;
   at::Tensor input_of(const StepPlan::Planned& due, Cell& cell);
   void await(dist::Work& arrives);
@@ -52,7 +58,7 @@ class RunningStep {
   const std::vector<data::Batch>& micro_batches_;
   int64_t global_valid_tokens_;
   std::vector<Cell> cells_;
-  std::vector<dist::Work> sends_;
+  std::vector<Sent> sends_;
   double waited_s_ = 0;
   at::Tensor loss_;
 };

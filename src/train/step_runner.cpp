@@ -1,12 +1,16 @@
 #include "titan/train/step_runner.h"
 
 #include <algorithm>
+#include <exception>
 #include <set>
+
+#include <c10/util/Exception.h>
 
 #include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/dist/failure.h"
 #include "titan/parallel/fsdp.h"
+#include "titan/parallel/pipeline_check.h"
 #include "train/running_step.h"
 
 namespace titan::train {
@@ -36,6 +40,11 @@ std::string numbers(const std::vector<int>& values) {
   std::string text;
   for (const int value : values) text += str(text.empty() ? "" : ", ", value);
   return text.empty() ? "none" : text;
+}
+
+std::string reason_of(const std::exception& error) {
+  const auto* of_libtorch = dynamic_cast<const c10::Error*>(&error);
+  return of_libtorch ? of_libtorch->what_without_backtrace() : error.what();
 }
 
 void check_stages(const Schedule& schedule, int rank, const std::vector<Stage>& stages) {
@@ -123,6 +132,9 @@ StepPlan StepRunner::plan(const Schedule& schedule, std::vector<TensorType> boun
   const int rank = links_.mesh().rank();
   TITAN_CHECK(schedule.num_ranks() == links_.mesh().size(), "schedule ", schedule.name, " is for ",
               schedule.num_ranks(), " pipeline ranks, and there are ", links_.mesh().size());
+  if (schedule.num_stages > 1)
+    pipeline::check_schedule(schedule, {.purpose = has_backward(schedule) ? pipeline::Purpose::Training
+                                                                          : pipeline::Purpose::Evaluation});
   check_stages(schedule, rank, stages_);
   TITAN_CHECK(schedule.num_stages == 1 || boundaries.size() == static_cast<size_t>(schedule.num_stages),
               "a schedule of ", schedule.num_stages, " stages needs the type of what enters each, got ",
@@ -137,11 +149,10 @@ StepPlan StepRunner::plan(const Schedule& schedule, std::vector<TensorType> boun
   plan.num_micro_batches_ = schedule.num_micro_batches;
   for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
     plan.actions_.push_back(planned(action, schedule));
+  std::set<size_t> done;  // stages
   for (auto planned = plan.actions_.rbegin(); planned != plan.actions_.rend(); ++planned)
-    if (planned->action.kind == Kind::Backward) {
-      planned->last_backward = true;
-      break;
-    }
+    if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
+      planned->last_backward = done.insert(planned->stage).second;
   return plan;
 }
 
@@ -166,6 +177,9 @@ at::Tensor StepRunner::run(const StepPlan& plan, const std::vector<data::Batch>&
   TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
   TITAN_CHECK(micro_batches.size() == static_cast<size_t>(plan.num_micro_batches_), "a plan for ",
               plan.num_micro_batches_, " micro-batches got ", micro_batches.size());
+  TITAN_CHECK(!failed_,
+              "a step of this pipeline has failed, and what its stages sent may still be on the way: the "
+              "next one would take it for its own. Start the job anew");
   prepare_step();
   RunningStep step(*this, plan, micro_batches, global_valid_tokens);
   size_t action = 0;
@@ -173,9 +187,10 @@ at::Tensor StepRunner::run(const StepPlan& plan, const std::vector<data::Batch>&
     for (; action < plan.actions_.size(); ++action)
       times_ ? step.perform_timed(plan.actions_[action], *times_) : step.perform(plan.actions_[action]);
     return step.finish();
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     if (plan.num_stages_ == 1) throw;
-    throw Error(failure_of(plan, std::min(action, plan.actions_.size() - 1), error.what()));
+    failed_ = true;
+    throw Error(failure_of(plan, std::min(action, plan.actions_.size() - 1), reason_of(error)));
   }
 }
 

@@ -43,7 +43,9 @@ TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMes
       parameter.duplicate = !tied.copies.empty() || holders.front() != pp.rank();
       tied.copies.push_back(parameter.data.local);
     }
-    if (tied.copies.empty()) continue;
+    // A frozen one has no gradient to sum, a tensor-parallel part without rows no element of one.
+    if (tied.copies.empty() || !tied.copies.front().requires_grad() || tied.copies.front().numel() == 0)
+      continue;
     if (holders.size() > 1) {
       std::vector<int> ranks;
       for (const int holder : holders) ranks.push_back(pp.ranks()[static_cast<size_t>(holder)]);

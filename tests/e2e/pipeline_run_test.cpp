@@ -108,17 +108,20 @@ class PipelineFaults : public ::testing::TestWithParam<int> {};
 TEST_P(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
   const int lost = GetParam();
   const auto folder = fresh_folder("run");
-  const Words words = small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
-                                                                "4",
-                                                                "--training.steps",
-                                                                "1000000",
-                                                                "--validation.no_enable",
-                                                                "--training.local_batch_size",
-                                                                "4",
-                                                                "--parallelism.pipeline_parallel_degree",
-                                                                "4",
-                                                                "--job.dump_folder",
-                                                                folder.string()};
+  const Words words =
+      small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
+                                                "4",
+                                                "--training.steps",
+                                                "1000000",
+                                                "--validation.no_enable",
+                                                "--training.local_batch_size",
+                                                "64",  // so that a schedule is what a step's time goes to
+                                                "--training.global_batch_size",
+                                                "64",
+                                                "--parallelism.pipeline_parallel_degree",
+                                                "4",
+                                                "--job.dump_folder",
+                                                folder.string()};
   const std::string port = std::to_string(33000 + getpid() % 27000);
   std::vector<Command> ranks;
   for (int rank = 0; rank < 4; ++rank) ranks.push_back(start_rank(rank, 4, port, words));

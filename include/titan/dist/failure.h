@@ -10,8 +10,9 @@
 namespace titan::dist {
 
 /// Tells the other ranks, through the job's store, that this one fails with `message`. Returns what the first
-/// rank to do so said ("rank 2: ..."), "" where that is this rank, or where the store is gone with rank 0.
-/// Doesn't throw, and doesn't wait for any rank but the store's.
+/// rank to do so said ("rank 2: ..."), "" where that is this rank; where the store is gone, that rank 0
+/// probably is too. Doesn't throw. Rank 0, which may keep the store, waits two seconds at most for the others
+/// to tell.
 std::string tell_failure(const World& world, const std::string& message);
 
 }  // namespace titan::dist

@@ -22,8 +22,9 @@ struct ActivationCheckpointSettings {
   bool early_stop = true;
   bool preserve_rng_state = true;
   std::string determinism_check = "default";
-  double memory_budget = 0.5;                  ///< from full recomputation (0) to none (1)
-  std::optional<int64_t> memory_budget_bytes;  ///< the same in bytes of a rank
+  double memory_budget = 0.5;  ///< from full recomputation (0) to none (1)
+  std::optional<int64_t>
+      memory_budget_bytes;  ///< the same in bytes of a rank, for all forwards that are under way
 };
 
 void describe(config::Table<ActivationCheckpointSettings>& table);

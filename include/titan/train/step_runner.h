@@ -98,14 +98,17 @@ class StepRunner {
   StepRunner(std::vector<Stage> stages, const DeviceMesh& pp, at::Device device);
 
   /// Collective over the pipeline's ranks. boundaries[s]: what enters stage s (s >= 1) for one micro-batch.
-  /// Throws Error where the schedule's stages of this rank aren't the runner's. A schedule with Unshard
-  /// actions takes the stages' sharding over.
+  /// Throws ConfigError for a schedule of several stages that check_schedule() refuses, and Error where its
+  /// stages of this rank aren't the runner's. A schedule with Unshard actions takes the stages' sharding
+  /// over.
   StepPlan plan(const pipeline::Schedule& schedule, std::vector<TensorType> boundaries = {});
 
   /// Runs it. Returns this rank's share of the step's loss, sum over its valid tokens / global count, as a
   /// float64 scalar on the device (reading it waits for a GPU); 0 on ranks without the last stage. When it
-  /// returns the gradients of the whole step are reduced. `global_valid_tokens` must be positive. An error in
-  /// a pipeline names the action that it came in.
+  /// returns the gradients of the whole step are reduced. `global_valid_tokens` must be positive. An
+  /// exception in a pipeline becomes an Error that names the action it came in, and ends the pipeline:
+  /// messages of that step may be on the way, so further runs are refused. Without one the next run is as
+  /// good as any.
   at::Tensor run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
                  int64_t global_valid_tokens);
 
@@ -127,6 +130,7 @@ class StepRunner {
   at::Device device_;
   std::vector<ScheduledSharding> shardings_;  // of the stages; empty while the hooks gather
   std::vector<ActionTime>* times_ = nullptr;
+  bool failed_ = false;  // a step of a pipeline
 };
 
 }  // namespace titan::train

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
+#include "titan/dist/world.h"
 #include "unit/optim/make_parameters.h"
 
 namespace titan::optim {
@@ -125,6 +126,17 @@ TEST(Clip, LaunchedGivesTheSame) {
     EXPECT_DOUBLE_EQ(result.norm, expected.norm);
     EXPECT_DOUBLE_EQ(norm.norm.item<double>(), expected.norm);
   }
+}
+
+// A pipeline stage may have none; its rank judges the whole norm all the same.
+TEST(Clip, LaunchedWithoutParametersHasOneValueForEachRankOfThePipeline) {
+  const dist::World world = dist::init({.backend = "fake", .fake_rank = 1, .fake_world_size = 3});
+  const DeviceMesh pipeline = DeviceMesh::create(world, {{"pp", 3}});
+  const LaunchedGradNorm norm = launch_clip_grad_norm({}, 1.0, at::kCPU, pipeline);
+  EXPECT_EQ(norm.ranks, (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(norm.squares.numel(), 3);
+  const double squares[] = {9, 0, 16};
+  EXPECT_EQ(norm.read(squares).norm, 5);
 }
 
 }  // namespace

@@ -1,0 +1,196 @@
+// The step runner as one rank of a pipeline, with the others played by the `fake` backend: what it keeps,
+// refuses and says. Numbers are compared in tests/distributed/pipeline*_test.cpp.
+
+#include <functional>
+
+#include <gtest/gtest.h>
+
+#include "titan/core/error.h"
+#include "titan/nn/linear.h"
+#include "titan/parallel/fsdp.h"
+#include "titan/parallel/pipeline_completion.h"
+#include "titan/parallel/pipeline_generators.h"
+#include "titan/train/step_runner.h"
+#include "titan/train/tied_gradients.h"
+#include "train/pipeline_job.h"
+
+namespace titan::train {
+namespace {
+
+using Function = std::function<at::Tensor(const at::Tensor&)>;
+using Kind = pipeline::Action::Kind;
+
+constexpr int64_t kDim = 4;
+
+// A product, and what comes behind it.
+class ProductStage : public TrainableModel {
+ public:
+  explicit ProductStage(Function behind) : linear(kDim, kDim), behind_(std::move(behind)) {}
+  nn::AnyRef root() override { return linear; }
+  at::Tensor hidden(const at::Tensor& input) override { return behind_(linear(input.to(at::kFloat))); }
+  at::Tensor loss(const at::Tensor& input, const at::Tensor&, int64_t) override {
+    return hidden(input).sum();
+  }
+
+  nn::Linear linear;
+
+ private:
+  Function behind_;
+};
+
+at::Tensor unchanged(const at::Tensor& x) { return x; }
+
+std::vector<data::Batch> micro_batches(int count) {
+  const at::Tensor tokens = at::ones({1, kDim}, at::kLong);
+  return std::vector<data::Batch>(static_cast<size_t>(count), {tokens, tokens, kDim});
+}
+
+std::vector<TensorType> boundaries() { return std::vector<TensorType>(2, {{1, kDim}, at::kFloat}); }
+
+pipeline::Schedule complete(const pipeline::Schedule& schedule) {
+  return pipeline::with_parameter_actions(pipeline::with_communication(schedule));
+}
+
+pipeline::Schedule one_forward_one_backward(int count) {
+  return complete(pipeline::make_schedule("1F1B", 2, 2, count));
+}
+
+// Rank `rank` of two.
+StepRunner runner_of(ProductStage& stage, int rank) {
+  const dist::World world = dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = 2});
+  return StepRunner({{&stage, rank}}, DeviceMesh::create(world, {{"pp", 2}})["pp"], at::kCPU);
+}
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != text.npos; }
+
+// As tanh does: a send mustn't look like a write to it.
+TEST(PipelineRunner, AStagesBackwardMayReadWhatWasSent) {
+  ProductStage stage([](const at::Tensor& x) { return x.tanh(); });
+  StepRunner runner = runner_of(stage, 0);
+  runner.run(runner.plan(one_forward_one_backward(3), boundaries()), micro_batches(3), 1);
+  EXPECT_TRUE(stage.linear->weight.grad().defined());
+}
+
+TEST(PipelineRunner, AnExceptionOfLibTorchNamesTheActionAndEndsThePipeline) {
+  int calls = 0;
+  ProductStage stage([&](const at::Tensor& x) {
+    TORCH_CHECK(calls++ != 1, "no memory left");
+    return x;
+  });
+  StepRunner runner = runner_of(stage, 0);
+  const StepPlan plan = runner.plan(one_forward_one_backward(2), boundaries());
+  const auto run = [&] { runner.run(plan, micro_batches(2), 1); };
+  const std::string message = message_of(run);
+  EXPECT_TRUE(contains(message, "in action 0F1 (")) << message;
+  EXPECT_TRUE(contains(message, "of pipeline rank 0: no memory left")) << message;
+  const std::string next = message_of(run);
+  EXPECT_TRUE(contains(next, "a step of this pipeline has failed")) << next;
+}
+
+TEST(PipelineRunner, AScheduleThatCannotRunIsRefused) {
+  ProductStage stage(unchanged);
+  StepRunner runner = runner_of(stage, 0);
+  pipeline::Schedule schedule = one_forward_one_backward(2);
+  std::erase(schedule.ranks[0], pipeline::Action{Kind::Backward, 0, 1});
+  EXPECT_THROW(runner.plan(schedule, boundaries()), ConfigError);
+}
+
+TEST(PipelineRunner, AnEvaluationForgetsAStagesInputWithItsForward) {
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> inputs;
+  class Watched : public ProductStage {
+   public:
+    explicit Watched(std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& inputs)
+        : ProductStage(unchanged), inputs_(inputs) {}
+    at::Tensor loss(const at::Tensor& input, const at::Tensor& labels, int64_t count) override {
+      for (const auto& earlier : inputs_) EXPECT_TRUE(earlier.expired());
+      inputs_.push_back(input.storage().getWeakStorageImpl());
+      return ProductStage::loss(input, labels, count);
+    }
+
+   private:
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& inputs_;
+  } stage(inputs);
+  StepRunner runner = runner_of(stage, 1);
+  const StepPlan plan = runner.plan(complete(pipeline::make_forward_only_schedule({0, 1}, 4)), boundaries());
+  const at::NoGradGuard no_grad;
+  runner.run(plan, micro_batches(4), 1);
+  EXPECT_EQ(inputs.size(), 4u);
+}
+
+// Two stages on one rank, and two ranks that share the parameters: each stage's gradients are summed behind
+// its own last backward.
+TEST(PipelineRunner, WithoutActionsForParametersEachStageReducesOnce) {
+  const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 2});
+  const FsdpOptions fsdp{.mesh = DeviceMesh::create(world, {{"dp", 2}}), .reduce_every_micro_batch = false};
+  ProductStage first(unchanged), second(unchanged);
+  for (ProductStage* stage : {&first, &second}) fully_shard(stage->linear, fsdp);
+  pipeline::Schedule schedule{
+      .name = "in a row", .num_stages = 2, .num_micro_batches = 2, .rank_of_stage = {0, 0}, .ranks = {{}}};
+  for (const int m : {0, 1})
+    for (const pipeline::Action& action : {pipeline::Action{Kind::Forward, 0, m},
+                                           {Kind::Forward, 1, m},
+                                           {Kind::Backward, 1, m},
+                                           {Kind::Backward, 0, m}})
+      schedule.ranks[0].push_back(action);
+  StepRunner runner({{&first, 0}, {&second, 1}}, DeviceMesh(), at::kCPU);
+  runner.run(runner.plan(schedule, boundaries()), micro_batches(2), 1);
+  for (ProductStage* stage : {&first, &second})
+    EXPECT_TRUE(parameters(stage->root())[0].data.local.grad().defined());
+}
+
+// ---- tied weights
+
+std::vector<Parameter> two_copies(bool trainable) {
+  std::vector<Parameter> copies(2);
+  for (Parameter& copy : copies) {
+    copy.name = "weight";
+    copy.on_other_stages = true;
+    copy.data.local = at::zeros({3}).set_requires_grad(trainable);
+    if (trainable) copy.data.local.mutable_grad() = at::full({3}, &copy == copies.data() ? 1.0 : 2.0);
+  }
+  return copies;
+}
+
+TEST(TiedGradients, AreSummedInEachCopyAndCountedOnce) {
+  std::vector<Parameter> copies = two_copies(true);
+  TiedGradients(copies, DeviceMesh()).sum();
+  EXPECT_FALSE(copies[0].duplicate);
+  EXPECT_TRUE(copies[1].duplicate);
+  for (const Parameter& copy : copies)
+    EXPECT_TRUE(at::equal(copy.data.local.grad(), at::full({3}, 3.0))) << copy.data.local.grad();
+}
+
+TEST(TiedGradients, OfAFrozenParameterAreNone) {
+  std::vector<Parameter> copies = two_copies(false);
+  TiedGradients(copies, DeviceMesh()).sum();
+  EXPECT_TRUE(copies[1].duplicate);
+  EXPECT_FALSE(copies[0].data.local.grad().defined());
+}
+
+// ---- memory budget
+
+std::optional<int64_t> share(std::optional<int64_t> bytes, const std::string& schedule, int rank) {
+  ActivationCheckpointSettings settings;
+  settings.memory_budget_bytes = bytes;
+  share_memory_budget(settings, pipeline::make_schedule(schedule, 2, 2, 4), rank);
+  return settings.memory_budget_bytes;
+}
+
+TEST(MemoryBudget, IsSharedByTheForwardsThatAreUnderWay) {
+  EXPECT_EQ(share(4000, "GPipe", 0), 1000);
+  EXPECT_EQ(share(4000, "1F1B", 0), 2000);
+  EXPECT_EQ(share(4000, "1F1B", 1), 4000);
+  EXPECT_EQ(share({}, "GPipe", 0), std::nullopt);  // a fraction is the same for each
+}
+
+}  // namespace
+}  // namespace titan::train
