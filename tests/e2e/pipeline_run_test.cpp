@@ -87,6 +87,51 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"Pp2Cp2", 1, pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
     [](const auto& info) { return std::string(info.param.name); });
 
+// Stages at both ends have the matrix; the file has it once, and gives it to both again.
+TEST(PipelineModelFile, TiedWeightsAreWrittenOnceAndReadByBothStages) {
+  const Words base =
+      small_run(fresh_folder("config")) + Words{"--model.args.tie_embeddings", "--checkpoint.enable",
+                                                "--training.local_batch_size", "4", "--validation.no_enable"};
+  const auto plain = fresh_folder("plain"), folder = fresh_folder("spread");
+  const auto expected = train(plain, base), found = train(folder, base + pp("2", "2", "1F1B"));
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) EXPECT_NEAR(found[i].loss, expected[i].loss, 5e-6) << i;
+
+  const auto file = folder / "checkpoint/step-4/model.safetensors";
+  const Words again = base + Words{"--training.steps", "2", "--checkpoint.initial_load_path", file.string()};
+  const auto wanted = train(fresh_folder("again"), again);
+  const auto spread = train(fresh_folder("again_spread"), again + pp("2", "2", "ZBVZeroBubble"));
+  ASSERT_EQ(spread.size(), wanted.size());
+  for (size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(spread[i].loss, wanted[i].loss, 5e-6) << i;
+  EXPECT_LT(wanted[0].loss, expected[0].loss - 0.1);  // it was read
+}
+
+// The stages' products in bfloat16, and so what travels between them; sums and weights in float32.
+TEST(PipelinePrecision, InBfloat16FollowsOneRank) {
+  const Words base =
+      small_run(fresh_folder("config")) + Words{"--training.local_batch_size", "4", "--validation.no_enable",
+                                                "--training.mixed_precision_param", "bfloat16"};
+  const auto expected = train(fresh_folder("plain"), base);
+  const auto found = train(fresh_folder("spread"), base + pp("2", "2", "1F1B"));
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    EXPECT_NEAR(found[i].loss, expected[i].loss, 2e-3) << i;
+    EXPECT_NEAR(found[i].grad_norm, expected[i].grad_norm, 1e-2 * expected[i].grad_norm) << i;
+  }
+}
+
+// Of 4 MiB two forwards of the first stage get 2 MiB each, the last stage's one all of it.
+TEST(PipelineMemoryBudget, IsSharedByTheForwardsUnderWay) {
+  const CommandResult result = try_train(
+      small_run(fresh_folder("config")) +
+      pp("2", "2", "1F1B",
+         {"--training.local_batch_size", "4", "--validation.no_enable", "--activation_checkpoint.mode",
+          "memory_budget", "--activation_checkpoint.memory_budget_bytes", "4194304", "--job.dump_folder",
+          fresh_folder("run").string()}));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.out + result.err, HasSubstr("activations within 2.0 MiB for each forward"));
+}
+
 // ---- a lost rank
 
 Command start_rank(int rank, int size, const std::string& port, const Words& words) {
