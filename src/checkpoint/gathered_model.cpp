@@ -1,6 +1,7 @@
 #include "gathered_model.h"
 
 #include <algorithm>
+#include <exception>
 #include <sstream>
 
 #include <ATen/ops/empty.h>
@@ -135,7 +136,7 @@ void write_gathered(const std::vector<Parameter>& parameters, const std::filesys
   if (writes) {
     try {
       write(model);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {  // the peers are waiting, whatever it is
       failure = error.what();
     }
   }

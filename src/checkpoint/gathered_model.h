@@ -46,7 +46,7 @@ class GatheredModel {
 };
 
 /// Calls `write` on rank 0 of the largest mesh (in a pipeline, of the world); the other ranks take part in
-/// what it gathers. When it throws Error, every rank does.
+/// what it gathers. When it throws, every rank throws Error.
 void write_gathered(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                     std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline,
                     const std::function<void(GatheredModel&)>& write);

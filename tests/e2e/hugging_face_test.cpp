@@ -12,6 +12,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 const std::string kMini = source_file("tests/data/parity/mini");
 const std::string kConfig = kMini + "/replay.toml";
@@ -75,6 +76,22 @@ INSTANTIATE_TEST_SUITE_P(
                       Layout{"Tp2", {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"}},
                       Layout{"Pp2", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}}),
     [](const auto& info) { return std::string(info.param.name); });
+
+TEST(HuggingFace, ATiedMatrixOnTwoStages) {
+  const fs::path folder = fresh_folder("run");
+  const Words tied = replay("2") + Words{"--model.args.tie_embeddings", "--checkpoint.initial_load_path",
+                                         "none", "--checkpoint.last_save_in_hf"};
+  const Words stages = {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"};
+  train(folder / "first", tied + stages);
+  const fs::path weights = folder / "first/checkpoint/step-2";
+  EXPECT_THAT(bytes_of(weights / "config.json"), HasSubstr("\"tie_word_embeddings\": true"));
+  EXPECT_THAT(bytes_of(weights / "model.safetensors").substr(0, 8192), Not(HasSubstr("lm_head")));
+  const Words again =
+      tied + Words{"--checkpoint.initial_load_path", weights.string(), "--checkpoint.initial_load_in_hf"};
+  const auto one = losses(train(folder / "one", again)), two = losses(train(folder / "two", again + stages));
+  ASSERT_EQ(one.size(), 2u);
+  for (size_t step = 0; step < one.size(); ++step) EXPECT_NEAR(two[step], one[step], 5e-6);
+}
 
 TEST(HuggingFace, TheTokenizerGoesAlong) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder), assets = folder / "assets";
