@@ -1,7 +1,6 @@
 // Llama 3 as transformers' LlamaForCausalLM: sizes in config.json, names and rows of the state dict.
 
 #include <cmath>
-#include <limits>
 
 #include "titan/core/error.h"
 #include "titan/models/llama3_spec.h"

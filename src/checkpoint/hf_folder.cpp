@@ -1,6 +1,5 @@
 #include "titan/checkpoint/hf_folder.h"
 
-#include <algorithm>
 #include <set>
 
 #include "json_leaves.h"

@@ -1,7 +1,6 @@
 #include "titan/checkpoint/hf_model.h"
 
 #include <map>
-#include <string_view>
 
 #include <ATen/core/grad_mode.h>
 
