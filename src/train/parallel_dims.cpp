@@ -103,9 +103,10 @@ void describe(config::Table<ParallelismSettings>& table) {
               "sharded over "
               "that many neighbours",
               reshard_name());
-  table.field(
-      "fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
-      "false: gradients stay whole until a step's last micro-batch (more memory, less communication)");
+  table.field("fsdp_reduce_every_micro_batch", &ParallelismSettings::fsdp_reduce_every_micro_batch,
+              "false: gradients stay whole until a step's last micro-batch (more memory, less "
+              "communication), as they "
+              "always do in a pipeline");
   table.field(
       "plan", &ParallelismSettings::plan,
       "registered function that spreads the model out; empty: the model's own; see docs/extending.md");
