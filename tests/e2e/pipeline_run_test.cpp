@@ -132,6 +132,19 @@ TEST(PipelineMemoryBudget, IsSharedByTheForwardsUnderWay) {
   EXPECT_THAT(result.out + result.err, HasSubstr("activations within 2.0 MiB for each forward"));
 }
 
+// ---- a loss that isn't finite
+
+// The others have none; the gradients of all stages are its consequence.
+TEST(PipelineFaults, ALossThatIsNotFiniteIsToldWithTheLastStagesRank) {
+  const CommandResult result =
+      try_train(small_run(fresh_folder("config")) +
+                pp("2", "2", "1F1B",
+                   {"--training.local_batch_size", "4", "--validation.no_enable", "--optimizer.lr", "1e38",
+                    "--job.dump_folder", fresh_folder("run").string()}));
+  EXPECT_NE(result.status, 0);
+  EXPECT_THAT(result.err, HasSubstr("the loss isn't finite on rank 1"));
+}
+
 // ---- a lost rank
 
 Command start_rank(int rank, int size, const std::string& port, const Words& words) {
@@ -146,11 +159,11 @@ bool has_steps(const std::filesystem::path& folder) {
   return std::filesystem::exists(folder / "metrics.jsonl") && !read_metrics(folder).empty();
 }
 
-class PipelineFaults : public ::testing::TestWithParam<int> {};
+class LostRank : public ::testing::TestWithParam<int> {};
 
 // Without a launcher that would end them: every rank finds out by itself, also those whose neighbours live,
 // and where the lost one kept the store through which ranks tell each other.
-TEST_P(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
+TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
   const int lost = GetParam();
   const auto folder = fresh_folder("run");
   const Words words =
@@ -182,7 +195,7 @@ TEST_P(PipelineFaults, ALostRankIsNamedByAllWithTheActionTheyWereIn) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Lost, PipelineFaults, ::testing::Values(0, 1, 2, 3),
+INSTANTIATE_TEST_SUITE_P(PipelineFaults, LostRank, ::testing::Values(0, 1, 2, 3),
                          [](const auto& info) { return "Rank" + std::to_string(info.param); });
 
 }  // namespace
