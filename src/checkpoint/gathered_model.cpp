@@ -89,9 +89,10 @@ at::Tensor GatheredModel::gather(size_t index) {
     whole = full_tensor(parameter.data).to(entry.dtype).contiguous();
   }
   if (owner == 0 || !has_writer(pipeline_)) return whole;
-  if (owner == pipeline_.rank()) pipeline_.group()->send(whole.view(-1), 0, kLabel).wait();
+  // From host to host: the writer may have no parameter that tells its device, and no room there to spare.
+  if (owner == pipeline_.rank()) pipeline_.group()->send(whole.cpu().view(-1), 0, kLabel).wait();
   if (pipeline_.rank() != 0) return whole;
-  whole = at::empty(entry.shape, at::TensorOptions(device()).dtype(entry.dtype));
+  whole = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
   pipeline_.group()->receive(whole.view(-1), owner, kLabel).wait();
   return whole;
 }
@@ -106,10 +107,6 @@ void GatheredModel::collect_entries(const std::vector<SafetensorsEntry>& own) {
   for (size_t rank = 0; rank < texts.size(); ++rank)
     for (SafetensorsEntry& entry : parse_entries(texts[rank]))
       if (owners_.emplace(entry.name, static_cast<int>(rank)).second) entries_.push_back(std::move(entry));
-}
-
-at::Device GatheredModel::device() const {
-  return parameters_.empty() ? at::Device(at::kCPU) : parameters_.begin()->second->data.local.device();
 }
 
 std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters,

@@ -36,7 +36,6 @@ class GatheredModel {
 
  private:
   void collect_entries(const std::vector<SafetensorsEntry>& own);
-  at::Device device() const;
 
   const DeviceMesh& pipeline_;
   std::map<std::string, const Parameter*> parameters_;
