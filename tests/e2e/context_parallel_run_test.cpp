@@ -2,64 +2,12 @@
 
 #include <gmock/gmock.h>
 
-#include <fstream>
-#include <nlohmann/json.hpp>
-
-#include "e2e/training.h"
+#include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-using Lines = std::vector<nlohmann::json>;
-
-Lines read_lines(const std::filesystem::path& file) {
-  std::ifstream stream(file);
-  Lines lines;
-  for (std::string line; std::getline(stream, line);) lines.push_back(nlohmann::json::parse(line));
-  return lines;
-}
-
-// A small Llama over the bytes of text, validated over shorter sequences than it trains on. What is validated
-// fills three of four rows, the last in part.
-constexpr const char* kConfig = R"(
-[model]
-name = "llama3"
-flavor = "debugmodel"
-hf_assets_path = "bytes"
-[model.args]
-dim = 64
-n_layers = 2
-n_heads = 4
-n_kv_heads = 2
-vocab_size = 258
-multiple_of = 32
-[training]
-dataset = "text"
-global_batch_size = 4
-seq_len = 48
-steps = 4
-mixed_precision_param = "float32"
-[lr_scheduler]
-warmup_steps = 2
-[metrics]
-log_freq = 1
-[validation]
-enable = true
-dataset = "text"
-seq_len = 24
-freq = 2
-steps = -1
-)";
-
-Words small_run(const std::filesystem::path& folder) {
-  std::ofstream(folder / "config.toml") << kConfig;
-  std::ofstream(folder / "short.txt")
-      << "Seventy bytes of text, of which the model knows nothing when it reads.";
-  return {(folder / "config.toml").string(), "--training.dataset_path", source_file("docs/*.md"),
-          "--validation.dataset_path", (folder / "short.txt").string()};
-}
 
 struct Layout {
   const char* name;
