@@ -56,7 +56,7 @@ void describe(config::Table<CheckpointSettings>& table) {
               "load initial_load_path at the start, write the model whole after the last step");
   table.field("folder", &CheckpointSettings::folder, "under job.dump_folder");
   table.field("interval", &CheckpointSettings::interval,
-              "steps from one checkpoint to the next; for now none may fall before the last step",
+              "steps from one checkpoint to the next; none may fall before the last step, where the model is written",
               config::at_least(1));
   table.field(
       "initial_load_path", &CheckpointSettings::initial_load_path,

@@ -51,12 +51,7 @@ TEST_P(ContextParallelRun, LogsWhatTheSameRowsGiveWithoutIt) {
                 1e-3 * tokens_of_a_rank)
         << i;
   }
-  const Lines validated = read_lines(folder / "validation.jsonl"),
-              wanted = read_lines(plain / "validation.jsonl");
-  ASSERT_EQ(validated.size(), 3u);  // after the steps 1, 2 and 4
-  ASSERT_EQ(wanted.size(), 3u);
-  for (size_t i = 0; i < validated.size(); ++i)
-    EXPECT_NEAR(validated[i].at("loss"), wanted[i].at("loss"), 5e-6) << i;
+  expect_same_validation(folder, plain);
 }
 
 INSTANTIATE_TEST_SUITE_P(

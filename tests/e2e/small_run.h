@@ -60,4 +60,14 @@ inline Words small_run(const std::filesystem::path& folder) {
           "--validation.dataset_path", (folder / "short.txt").string()};
 }
 
+/// After the steps 1, 2 and 4 of two such runs.
+inline void expect_same_validation(const std::filesystem::path& folder, const std::filesystem::path& plain) {
+  const Lines validated = read_lines(folder / "validation.jsonl"),
+              wanted = read_lines(plain / "validation.jsonl");
+  ASSERT_EQ(validated.size(), 3u);  // after the steps 1, 2 and 4
+  ASSERT_EQ(wanted.size(), 3u);
+  for (size_t i = 0; i < validated.size(); ++i)
+    EXPECT_NEAR(validated[i].at("loss"), wanted[i].at("loss"), 5e-6) << i;
+}
+
 }  // namespace titan::testing

@@ -1,6 +1,6 @@
 #pragma once
 
-// [checkpoint]: for now the model's weights alone: in at the start, out after the last step, as one
+// [checkpoint]: the model's weights alone: in at the start, out after the last step, as one
 // safetensors file or as a Hugging Face folder.
 
 #include <filesystem>
