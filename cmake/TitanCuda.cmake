@@ -2,7 +2,7 @@
 if(TITAN_CUDA STREQUAL "OFF")
   return()
 endif()
-file(GLOB_RECURSE titan_cuda_sources CONFIGURE_DEPENDS src/cuda_plugin/*.cpp src/cuda_plugin/*.cu)
+file(GLOB_RECURSE titan_cuda_sources CONFIGURE_DEPENDS src/cuda_plugin/*.cpp)
 find_program(TITAN_NVCC nvcc HINTS /usr/local/cuda/bin)
 if(NOT TITAN_NVCC OR NOT TITAN_TORCH_HAS_CUDA)
   if(TITAN_CUDA STREQUAL "ON")
@@ -17,20 +17,39 @@ endif()
 
 get_filename_component(cuda_root "${TITAN_NVCC}" DIRECTORY)
 get_filename_component(cuda_root "${cuda_root}" DIRECTORY)
-if(NOT CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 90)
-endif()
-# Looking for a CUDA compiler takes seconds, and sources without device code don't need one.
-if(titan_cuda_sources MATCHES "\\.cu(;|$)")
-  set(CMAKE_CUDA_COMPILER "${TITAN_NVCC}")
-  enable_language(CUDA)
-  set(CMAKE_CUDA_STANDARD 20)
-endif()
+# Device code: kernels that know nothing of LibTorch, compiled by nvcc itself. (Making CUDA a language of the project takes seconds at
+# each configuration, and CMake 3.25 doesn't know the flags of nvcc 13.)
+set(TITAN_CUDA_ARCHITECTURES 89 90 100 CACHE STRING "Compute capabilities that kernels are compiled for")
+set(titan_cuda_objects)
+file(GLOB_RECURSE titan_cuda_kernels CONFIGURE_DEPENDS src/cuda_plugin/*.cu)
+set(titan_nvcc_targets)
+foreach(architecture IN LISTS TITAN_CUDA_ARCHITECTURES)
+  list(APPEND titan_nvcc_targets -gencode arch=compute_${architecture},code=sm_${architecture})
+endforeach()
+# For others the driver compiles at the first launch: from what is common to all that the kernels can run on (Float8 is emulated
+# below 8.9), and from the newest for devices that came later.
+list(SORT TITAN_CUDA_ARCHITECTURES COMPARE NATURAL)
+list(GET TITAN_CUDA_ARCHITECTURES -1 titan_newest_architecture)
+foreach(architecture IN ITEMS 80 ${titan_newest_architecture})
+  list(APPEND titan_nvcc_targets -gencode arch=compute_${architecture},code=compute_${architecture})
+endforeach()
+foreach(source IN LISTS titan_cuda_kernels)
+  get_filename_component(stem ${source} NAME_WE)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}.o)
+  add_custom_command(
+    OUTPUT ${object}
+    COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_CURRENT_BINARY_DIR}/cuda
+    COMMAND ${TITAN_NVCC} -std=c++20 -O3 ${titan_nvcc_targets} -I${CMAKE_CURRENT_SOURCE_DIR}/src -Xcompiler=-fPIC,-Wall -MD -MF ${object}.d -c ${source} -o ${object}
+    DEPENDS ${source} DEPFILE ${object}.d
+    COMMENT "Compiling ${source}" VERBATIM)
+  list(APPEND titan_cuda_objects ${object})
+endforeach()
 
 titan_import_torch(c10_cuda)
 titan_import_torch(torch_cuda)
 file(GLOB nvidia_includes "${TITAN_TORCH_DIR}/../nvidia/*/include")
-add_library(titan_cuda SHARED ${titan_cuda_sources})
+add_library(titan_cuda SHARED ${titan_cuda_sources} ${titan_cuda_objects})
+set_source_files_properties(${titan_cuda_objects} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
 target_include_directories(titan_cuda PRIVATE src)
 target_include_directories(titan_cuda SYSTEM PRIVATE "${cuda_root}/include" ${nvidia_includes})
 target_compile_definitions(titan_cuda PRIVATE USE_C10D_NCCL)

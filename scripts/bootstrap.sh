@@ -6,39 +6,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # For the program: torch. For the tests that compare with Python: the others.
-python_packages=(torch==2.11.0 numpy tokenizers tensorboard)
+python_packages=(torch==2.11.0 numpy tokenizers tensorboard torchao==0.17.0)
 packages=(g++ cmake ninja-build git pkg-config ccache mold python3 python3-venv
-          libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libpcre2-dev libxxhash-dev
+          libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libpcre2-dev libxxhash-dev zlib1g-dev
           libcli11-dev
           libgtest-dev libgmock-dev)
 
 say() { printf 'bootstrap: %s\n' "$*" >&2; }
-
-as_root() {
-  if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi
-}
-
-missing_packages() {
-  local installed package
-  # dpkg-query fails when it doesn't know one of them, and still lists the others.
-  installed=$(dpkg-query -W -f='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | awk '$2 == "installed" {print $1}' || true)
-  for package in "${packages[@]}"; do
-    grep -qx "$package" <<<"$installed" || echo "$package"
-  done
-}
-
-install_packages() {
-  local missing
-  mapfile -t missing < <(missing_packages)
-  [ ${#missing[@]} -gt 0 ] || return 0
-  if ! command -v apt-get >/dev/null; then
-    say "these Debian packages are needed, and there is no apt-get to install them: ${missing[*]}"
-    exit 1
-  fi
-  say "installing ${missing[*]}"
-  as_root apt-get update -q
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
-}
+source scripts/packages.sh
 
 have_venv_torch() { compgen -G '.venv/lib/python3*/site-packages/torch/lib/libtorch_cpu.so' >/dev/null; }
 
@@ -56,5 +31,5 @@ install_torch() {
   echo "${python_packages[*]}" >$stamp
 }
 
-install_packages
+install_packages "${packages[@]}"
 install_torch

@@ -120,7 +120,8 @@ def main():
     if arguments.print:
         print(text)
     else:
-        PAGE.write_text(text)
+        _, title, float8 = PAGE.read_text().partition("\n## Float8\n")  # scripts/float8_snr.py's
+        PAGE.write_text(text + title + float8)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@
 A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
 overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
 parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
-alone: tokenizer (beside the `tokenizers` package), loader, init, optim, pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
-(a pipeline's bubble beside the simulator's). Prints a JSON object per row and, at the end, the tables; with
+alone: tokenizer (beside the `tokenizers` package), loader, init, optim, float8 and float8_fp32 (casts, beside LibTorch's), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
+(a pipeline's bubble beside the simulator's), rank_file and rank_file_2 (a checkpoint's file beside the disk's own speed, by one process
+and by two); or checkpoint (beside torch.distributed.checkpoint). Prints a JSON object per row and, at the end, the tables; with
 --name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
 cores / ranks threads per rank. Needs build/bin/titan, the *_bench programs (scripts/build.sh benchmarks) and .venv; itself only Python's
 standard library.
@@ -37,18 +38,23 @@ PROGRAMS = REPOSITORY / "build/bin"
 TOKENIZER = REPOSITORY / "assets/tokenizer"
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 PIPELINE = [TITAN, "launch", "-n", "2", "--", PROGRAMS / "pipeline_bench", "--schedule"]
+CHECKPOINTS = "/var/tmp"  # on a disk, which /tmp needn't be
 PARTS = {
     "tokenizer": [PYTHON, "scripts/compare_tokenizers.py", "--bench", PROGRAMS / "tokenizer_bench", "--runs", "5"],
     "loader": [PROGRAMS / "loader_bench", "synthetic", "", TOKENIZER],
     "init": [PROGRAMS / "init_bench"],
     "optim": [PROGRAMS / "optim_bench"],
+    "float8": [PROGRAMS / "float8_bench"],
+    "float8_fp32": [PROGRAMS / "float8_bench", "--dtype", "float32"],
     "pipeline_host": [PROGRAMS / "pipeline_bench", "--host-time", "1"],
+    "rank_file": [PROGRAMS / "rank_file_bench", "--folder", CHECKPOINTS],
+    "rank_file_2": [PROGRAMS / "rank_file_bench", "--folder", CHECKPOINTS, "--processes", "2"],
 }
 PARTS |= {f"bubble_{schedule}": [*PIPELINE, schedule] for schedule in SCHEDULES}
 TRAINING = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in DTYPES for r in (1, 2)]
 TRAINING += [f"{m}_fp32_{kind}2" for m in ("debug", "134m") for kind in ("tp", "atp", "cp")]
 TRAINING += [f"134m_fp32_{schedule}2" for schedule in SCHEDULES]
-ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2"] + list(PARTS)
+ROWS = TRAINING + [f"host_{d}" for d in DTYPES] + ["host_fp32_tp2", "checkpoint"] + list(PARTS)
 MIB_PER_KIB = 1 / 1024
 RUN_LIMIT_S = 3600
 
@@ -182,6 +188,30 @@ class HostTimeRow:
         return last_json(run([PYTHON, "benchmarks/pytorch/host_time.py", *self.arguments], 1).text)
 
 
+@dataclasses.dataclass(frozen=True)
+class CheckpointRow:
+    plan: Plan
+
+    @property
+    def arguments(self) -> list:
+        return ["--runs", 1 if self.plan.runs == 1 else 3]
+
+    def ours(self) -> dict[str, float]:
+        command = [TITAN, "launch", "-n", "2", "--", PROGRAMS / "checkpoint_bench", "--folder", CHECKPOINTS]
+        text = run([*command, *self.arguments], 1).text
+        return json.loads(text[text.rindex("{") :])
+
+    def pytorch(self) -> dict[str, float]:
+        command = [PYTHON, "benchmarks/pytorch/dcp_bench.py", "--checkpoints", CHECKPOINTS]
+        return last_json(run([*command, *self.arguments], 1).text)
+
+
+def parse_row(name: str, plan: Plan) -> TrainingRow | HostTimeRow | CheckpointRow:
+    if name == "checkpoint":
+        return CheckpointRow(plan)
+    return HostTimeRow.parse(name, plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
+
+
 def flattened(value: dict, prefix: str = "") -> dict[str, str]:
     """Nested objects and lists as one level: {"results": [{"ours": 3}]} becomes {"results 1 ours": "3"}."""
     result = {}
@@ -204,7 +234,7 @@ def measure(name: str, plan: Plan) -> dict:
     """Both sides' medians and, for each figure, ours / PyTorch's."""
     if name in PARTS:
         return measure_part(name)
-    row = HostTimeRow.parse(name, plan) if name.startswith("host_") else TrainingRow.parse(name, plan)
+    row = parse_row(name, plan)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "pytorch": []}
     pytorch_error = None
     for index in range(plan.runs):
@@ -223,7 +253,8 @@ def measure(name: str, plan: Plan) -> dict:
     }
     if pytorch_error:
         return {"row": name} | median | {"pytorch_error": pytorch_error, "runs": runs}
-    ratio = {figure: value / median["pytorch"][figure] for figure, value in median["ours"].items()}
+    both = median["ours"].keys() & median["pytorch"].keys()
+    ratio = {figure: median["ours"][figure] / median["pytorch"][figure] for figure in median["ours"] if figure in both}
     return {"row": name} | median | {"ratio": ratio, "runs": runs}
 
 
@@ -263,6 +294,16 @@ def host_table(results: list[dict]) -> list[str]:
         for result in results
     ]
     return table(["dtype", "µs per block", "PyTorch", "ratio"], rows)
+
+
+def checkpoint_table(result: dict) -> list[str]:
+    def cell(side: str, figure: str) -> str:
+        return f"{result[side][figure]:.3g}" if figure in result[side] else ""
+
+    return table(
+        ["figure", "ours", "torch.distributed.checkpoint", "ratio"],
+        [[figure, *(cell(side, figure) for side in ("ours", "pytorch", "ratio"))] for figure in result["ours"]],
+    )
 
 
 def processor() -> str:
@@ -307,6 +348,9 @@ def report(name: str, facts: list[str], results: list[dict]) -> str:
     if host:
         lines += ["", "Host time of a block's forward and backward under FSDP on one rank: batch 1, sequence 8, width 64.", ""]
         lines += host_table(host)
+    for checkpoint in (result for result in results if result["row"] == "checkpoint"):
+        lines += ["", "A 134M Llama with AdamW's state, saved and loaded by 2 ranks: seconds, and MiB of memory above what a rank had.", ""]
+        lines += checkpoint_table(checkpoint)
     if parts:
         lines += ["", "Parts alone.", ""]
         lines += parts_table(parts)

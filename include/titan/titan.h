@@ -4,6 +4,7 @@
 
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
+#include "titan/dist/watchdog.h"
 #include "titan/dist/world.h"
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"

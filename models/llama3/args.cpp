@@ -1,4 +1,6 @@
-#include "titan/models/llama3.h"
+#include "titan/models/llama3_args.h"
+
+#include "titan/core/error.h"
 
 namespace titan::models {
 

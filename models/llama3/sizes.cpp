@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include "titan/models/llama3.h"
+#include "titan/models/llama3_args.h"
 
 namespace titan::models {
 

@@ -8,7 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

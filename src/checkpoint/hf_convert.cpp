@@ -10,22 +10,18 @@ namespace {
 
 constexpr int64_t kPieceBytes = 32 << 20;
 
-int64_t bytes_of(const HfEntry& entry) {
-  return c10::multiply_integers(entry.tensor->shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
-}
-
 /// Reads pieces of the sources in turn, and counts what was handed on.
 class Pieces {
  public:
   Pieces(const std::vector<HfEntry>& entries, RowOrder to, const ConvertOptions& options)
       : to_(to), options_(options) {
-    for (const HfEntry& entry : entries) total_ += bytes_of(entry);
+    for (const HfEntry& entry : entries) total_ += num_bytes(entry);
   }
 
   void hand_on(const SafetensorsFile& file, const std::string& name, const HfEntry& entry,
                const AppendTensor& append) {
     const std::vector<int64_t>& shape = entry.tensor->shape;
-    const int64_t row_bytes = std::max<int64_t>(1, bytes_of(entry) / std::max<int64_t>(1, shape[0]));
+    const int64_t row_bytes = std::max<int64_t>(1, num_bytes(entry) / std::max<int64_t>(1, shape[0]));
     const int64_t rows = std::max<int64_t>(1, kPieceBytes / row_bytes);
     for (int64_t row = 0; row < shape[0]; row += rows) {
       Box box{std::vector<int64_t>(shape.size(), 0), shape};

@@ -2,23 +2,17 @@
 
 #include <set>
 
-#include "json_leaves.h"
+#include "hf_json.h"
 #include "titan/core/error.h"
+#include "titan/core/file.h"
 
 namespace titan {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kMaxConfigBytes = 1 << 20;
-constexpr size_t kMaxIndexBytes = 100'000'000;
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
-
-// A name that stays in the folder by itself; symbolic links are another matter.
-bool is_plain_name(const std::string& name) {
-  return name.find('/') == std::string::npos && !name.starts_with('.') && name.ends_with(".safetensors");
-}
 
 // "" where `file` is a regular file in the folder.
 std::string problem_of_file(const fs::path& folder, const fs::path& file) {
@@ -32,37 +26,11 @@ std::string problem_of_file(const fs::path& folder, const fs::path& file) {
   return "";
 }
 
-// weight_map of the index: tensor to file.
-std::map<std::string, std::string> read_index(const fs::path& path) {
-  std::map<std::string, std::string> map;
-  std::vector<std::string> problems;
-  for (const auto& [keys, value] : detail::read_json_leaves(path, kMaxIndexBytes)) {
-    if (keys[0] != "weight_map") continue;
-    const auto* file = std::get_if<std::string>(&value);
-    if (keys.size() == 2 && file && is_plain_name(*file)) {
-      map.emplace(keys[1], *file);
-    } else {
-      problems.push_back(str(path.string(), ": weight_map: '", keys.size() > 1 ? keys[1] : "", "' is in ",
-                             to_text(value), "; allowed: the name of a .safetensors file in the folder"));
-    }
-  }
-  if (problems.empty() && map.empty())
-    problems.push_back(str(path.string(), ": weight_map names no tensors"));
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-  return map;
-}
-
 std::set<std::string> weight_files(const std::map<std::string, std::string>& index) {
   if (index.empty()) return {kSingle};
   std::set<std::string> files;
   for (const auto& [tensor, file] : index) files.insert(file);
   return files;
-}
-
-std::string dotted(const detail::JsonPath& keys) {
-  std::string text;
-  for (const std::string& key : keys) text += (text.empty() ? "" : ".") + key;
-  return text;
 }
 
 }  // namespace
@@ -72,13 +40,7 @@ HfConfig read_hf_config(const fs::path& folder) {
   if (!fs::exists(path)) throw ConfigError(str("there is no ", path.string()));
   const std::string problem = problem_of_file(folder, path);
   if (!problem.empty()) throw ConfigError(problem);
-  HfConfig config;
-  for (auto& [keys, value] : detail::read_json_leaves(path, kMaxConfigBytes)) {
-    // {"a.b": 1} and {"a": {"b": 1}} would be one.
-    if (!config.emplace(dotted(keys), value).second)
-      throw ConfigError(str(path.string(), ": '", dotted(keys), "' occurs twice"));
-  }
-  return config;
+  return detail::parse_hf_config(MappedFile(path).text(), path.string());
 }
 
 std::vector<std::string> config_differences(const HfModel& found, const HfModel& configured,
@@ -110,7 +72,7 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   if (indexed) {
     const std::string problem = problem_of_file(folder, folder / kIndex);
     if (!problem.empty()) throw ConfigError(problem);
-    index = read_index(folder / kIndex);
+    index = detail::parse_hf_index(MappedFile(folder / kIndex).text(), (folder / kIndex).string());
   }
   const std::set<std::string> names = weight_files(index);
   std::vector<std::string> problems;

@@ -18,10 +18,6 @@ constexpr const char* kTokenizerFiles[] = {"tokenizer.json",          "tokenizer
                                            "special_tokens_map.json", "added_tokens.json",
                                            "tokenizer.model",         "generation_config.json"};
 
-int64_t bytes_of(const HfEntry& entry) {
-  return c10::multiply_integers(entry.tensor->shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
-}
-
 /// entries[begin, end) go into one file.
 struct Shard {
   size_t begin = 0, end = 0;
@@ -31,7 +27,7 @@ struct Shard {
 std::vector<Shard> cut(const std::vector<HfEntry>& entries, int64_t shard_bytes) {
   std::vector<Shard> shards = {{}};
   for (size_t index = 0; index < entries.size(); ++index) {
-    const int64_t bytes = bytes_of(entries[index]);
+    const int64_t bytes = num_bytes(entries[index]);
     if (shards.back().bytes > 0 && shards.back().bytes + bytes > shard_bytes)
       shards.push_back({index, index});
     shards.back().end = index + 1;
@@ -112,18 +108,28 @@ void copy_tokenizer(const fs::path& from, const fs::path& to) {
     if (fs::is_regular_file(from / name)) write_file_atomic(to / name, read_file(from / name));
 }
 
+void write_files(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
+                 const HfWriteOptions& options, const ProduceRows& produce) {
+  const std::vector<Shard> shards = cut(entries, options.shard_bytes);
+  for (size_t i = 0; i < shards.size(); ++i)
+    write_shard(folder / shard_name(i, shards.size()), entries, shards[i], produce);
+  if (shards.size() > 1) write_index(folder / "model.safetensors.index.json", entries, shards);
+  write_file_atomic(folder / "config.json", config_text(model.config, entries.back().dtype));
+  copy_tokenizer(options.assets, folder);
+}
+
 }  // namespace
+
+int64_t num_bytes(const HfEntry& entry) {
+  return c10::multiply_integers(entry.tensor->shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
+}
 
 void write_hf_folder(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
                      const HfWriteOptions& options, const ProduceRows& produce) {
   TITAN_CHECK(!entries.empty(), folder.string(), ": a model without parameters can't be saved");
+  if (options.in_place) return write_files(folder, model, entries, options, produce);
   detail::NewFolder written(folder);
-  const std::vector<Shard> shards = cut(entries, options.shard_bytes);
-  for (size_t i = 0; i < shards.size(); ++i)
-    write_shard(written.path() / shard_name(i, shards.size()), entries, shards[i], produce);
-  if (shards.size() > 1) write_index(written.path() / "model.safetensors.index.json", entries, shards);
-  write_file_atomic(written.path() / "config.json", config_text(model.config, entries.back().dtype));
-  copy_tokenizer(options.assets, written.path());
+  write_files(written.path(), model, entries, options, produce);
   written.commit();
 }
 

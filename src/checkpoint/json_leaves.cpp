@@ -7,7 +7,6 @@
 #include <nlohmann/json.hpp>
 
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::detail {
 namespace {
@@ -15,6 +14,10 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kMaxDepth = 64;
+// The memory that leaves may take: so many times the text, and so much beside. A tensor's entry in an index
+// takes twice its text; what takes much more is a list of thousands of short numbers below a long key.
+constexpr size_t kMaxTimesText = 16;
+constexpr size_t kAlwaysAllowed = size_t{1} << 20;
 
 bool has_control_character(const std::string& text) {
   return std::any_of(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
@@ -22,6 +25,8 @@ bool has_control_character(const std::string& text) {
 
 class LeafEvents final : public nlohmann::json_sax<json> {
  public:
+  explicit LeafEvents(size_t max_memory) : memory_left_(max_memory) {}
+
   JsonLeaves leaves;
   std::string problem;
 
@@ -78,8 +83,17 @@ class LeafEvents final : public nlohmann::json_sax<json> {
   bool leaf(HfValue value) {
     if (levels_.empty()) return fail("not a JSON object");
     next_element();
+    const size_t memory = memory_of_leaf();
+    if (memory > memory_left_) return fail("too many values for a file of this size, or keys too long");
+    memory_left_ -= memory;
     leaves.emplace(path_, std::move(value));
     return true;
+  }
+
+  size_t memory_of_leaf() const {
+    size_t memory = sizeof(JsonLeaves::value_type);
+    for (const std::string& key : path_) memory += sizeof key + key.size();
+    return memory;
   }
 
   void next_element() {
@@ -91,22 +105,20 @@ class LeafEvents final : public nlohmann::json_sax<json> {
     return false;
   }
 
+  size_t memory_left_;
   std::vector<Level> levels_;
   JsonPath path_;
 };
 
 }  // namespace
 
-JsonLeaves read_json_leaves(const std::filesystem::path& path, size_t max_bytes) {
-  const MappedFile file(path);
-  const std::string_view text = file.text();
+JsonLeaves parse_json_leaves(std::string_view text, size_t max_bytes, const std::string& file) {
   if (text.size() > max_bytes)
-    throw ConfigError(str(path.string(), ": ", text.size(), " bytes; at most ", max_bytes, " are allowed"));
-  if (text.find('\0') != std::string_view::npos)
-    throw ConfigError(str(path.string(), ": contains a NUL byte"));
-  LeafEvents events;
+    throw ConfigError(str(file, ": ", text.size(), " bytes; at most ", max_bytes, " are allowed"));
+  if (text.find('\0') != std::string_view::npos) throw ConfigError(str(file, ": contains a NUL byte"));
+  LeafEvents events(kAlwaysAllowed + kMaxTimesText * text.size());
   if (!json::sax_parse(text.begin(), text.end(), &events, json::input_format_t::json, /*strict=*/true))
-    throw ConfigError(str(path.string(), ": ", events.problem));
+    throw ConfigError(str(file, ": ", events.problem));
   return std::move(events.leaves);
 }
 

@@ -2,9 +2,9 @@
 
 // A JSON file from strangers, as its leaves.
 
-#include <filesystem>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "titan/checkpoint/hugging_face.h"
@@ -15,9 +15,10 @@ namespace titan::detail {
 using JsonPath = std::vector<std::string>;
 using JsonLeaves = std::map<JsonPath, HfValue>;
 
-/// Reads a JSON object by events: no tree is built, nesting is limited to 64 and the file to `max_bytes`,
-/// checked before it is read. Throws ConfigError that names the file for what isn't valid, for a key given
-/// twice (readers would differ in which counts) and for control characters in a key.
-JsonLeaves read_json_leaves(const std::filesystem::path& path, size_t max_bytes);
+/// Reads a JSON object by events: no tree is built, nesting is limited to 64, the text to `max_bytes`, and
+/// the paths of all leaves together to some times the text (those of a list's elements repeat its key).
+/// Throws ConfigError that names `file` for what isn't valid, for a key given twice (readers would differ in
+/// which counts) and for control characters in a key.
+JsonLeaves parse_json_leaves(std::string_view text, size_t max_bytes, const std::string& file);
 
 }  // namespace titan::detail

@@ -1,11 +1,8 @@
 #include "new_folder.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
-#include <cerrno>
-#include <cstring>
-
+#include "folder_calls.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -24,22 +21,8 @@ fs::path free_name_beside(const fs::path& path) {
   for (int number = 1;; ++number) {
     fs::path name = path;
     name += number == 1 ? std::string(".old") : str(".old.", number);
-    if (!fs::exists(fs::symlink_status(name))) return name;
+    if (!is_there(name)) return name;
   }
-}
-
-void rename_folder(const fs::path& from, const fs::path& to) {
-  std::error_code error;
-  fs::rename(from, to, error);
-  TITAN_CHECK(!error, "cannot rename ", from.string(), " to ", to.string(), ": ", error.message());
-}
-
-void sync_folder(const fs::path& folder) {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  TITAN_CHECK(descriptor >= 0, "cannot open ", folder.string(), ": ", std::strerror(errno));
-  const int failed = ::fsync(descriptor) == 0 ? 0 : errno;
-  ::close(descriptor);
-  TITAN_CHECK(failed == 0, "cannot sync ", folder.string(), ": ", std::strerror(failed));
 }
 
 }  // namespace
@@ -59,7 +42,7 @@ NewFolder::~NewFolder() {
 
 void NewFolder::commit() {
   sync_folder(temporary_);
-  const bool replaces = fs::exists(fs::symlink_status(final_));
+  const bool replaces = is_there(final_);
   if (replaces) rename_folder(final_, free_name_beside(final_));
   rename_folder(temporary_, final_);
   committed_ = true;

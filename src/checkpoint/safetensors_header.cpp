@@ -213,15 +213,15 @@ std::string_view without_padding(std::string_view json) {
 
 }  // namespace
 
-size_t checked_header_length(std::string_view file, const std::string& path) {
-  TITAN_CHECK(file.size() >= sizeof(uint64_t), path, ": not a safetensors file: ", file.size(),
-              " bytes, at least 8 expected");
+size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path) {
+  TITAN_CHECK(file_size >= sizeof(uint64_t) && beginning.size() >= sizeof(uint64_t), path,
+              ": not a safetensors file: ", file_size, " bytes, at least 8 expected");
   uint64_t length = 0;
-  std::memcpy(&length, file.data(), sizeof length);
+  std::memcpy(&length, beginning.data(), sizeof length);
   TITAN_CHECK(length <= kMaxHeaderBytes, path, ": header of ", length, " bytes; at most ", kMaxHeaderBytes,
               " are allowed");
-  TITAN_CHECK(length <= file.size() - sizeof length, path, ": truncated: header of ", length,
-              " bytes in a file of ", file.size());
+  TITAN_CHECK(length <= file_size - sizeof length, path, ": truncated: header of ", length,
+              " bytes in a file of ", file_size);
   return length;
 }
 
@@ -252,17 +252,21 @@ std::string make_safetensors_header(const std::vector<SafetensorsEntry>& entries
                                     const SafetensorsMetadata& metadata) {
   nlohmann::ordered_json root = nlohmann::ordered_json::object();
   if (!metadata.empty()) root[kMetadataKey] = metadata;
+  // An ordered object is a list; looking up each name in it would take quadratic time.
+  auto& members = root.get_ref<nlohmann::ordered_json::object_t&>();
+  std::set<std::string_view> names;
   int64_t position = 0;
   for (const auto& entry : entries) {
     TITAN_CHECK(entry.name != kMetadataKey && !has_control_character(entry.name), "'", entry.name,
                 "' can't name a tensor");
-    TITAN_CHECK(!root.contains(entry.name), "tensor '", entry.name, "' is given twice");
+    TITAN_CHECK(names.insert(entry.name).second, "tensor '", entry.name, "' is given twice");
     auto num_bytes =
         checked_num_bytes({entry.shape.begin(), entry.shape.end()}, c10::elementSize(entry.dtype));
     TITAN_CHECK(num_bytes, "tensor '", entry.name, "': the shape's size overflows");
-    root[entry.name] = {{"dtype", safetensors_name_of(entry.dtype)},
-                        {"shape", entry.shape},
-                        {"data_offsets", {position, position + *num_bytes}}};
+    nlohmann::ordered_json value = {{"dtype", safetensors_name_of(entry.dtype)},
+                                    {"shape", entry.shape},
+                                    {"data_offsets", {position, position + *num_bytes}}};
+    members.push_back({entry.name, std::move(value)});
     position += *num_bytes;
   }
   std::string text = root.dump();

@@ -18,8 +18,8 @@ struct SafetensorsHeader {
   SafetensorsMetadata metadata;
 };
 
-/// The length of the JSON header, from the file's first 8 bytes. `file` is the whole file.
-size_t checked_header_length(std::string_view file, const std::string& path);
+/// The length of the JSON header, from a file's beginning: 8 bytes, or all of a shorter file.
+size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path);
 
 /// Parses the JSON text and checks that the tensors tile the file's data part exactly, without holes or
 /// overlaps. `data_start` is the first byte behind the header. Throws Error naming `path`.

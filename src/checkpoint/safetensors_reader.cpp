@@ -41,7 +41,8 @@ void check_box(const Box& box, const SafetensorsInfo& info, std::string_view nam
 
 SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) {
   MappedFile map(path);
-  size_t data_start = sizeof(uint64_t) + detail::checked_header_length(map.text(), path.string());
+  size_t data_start =
+      sizeof(uint64_t) + detail::checked_header_length(map.text(), map.text().size(), path.string());
   auto header =
       detail::parse_safetensors_header(map.text().substr(sizeof(uint64_t), data_start - sizeof(uint64_t)),
                                        data_start, map.text().size(), path.string());

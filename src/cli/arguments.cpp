@@ -1,7 +1,6 @@
 #include "cli/arguments.h"
 
-#include <CLI/CLI.hpp>
-
+#include "cli/parser.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 
@@ -11,63 +10,6 @@ namespace {
 
 constexpr int kMostRanks = 65536;
 constexpr int kMostMicroBatches = 1 << 20;
-
-/// CLI11's help, with a usage line that says more than "[OPTIONS]".
-class Format : public CLI::Formatter {
- public:
-  explicit Format(std::string usage) : usage_(std::move(usage)) { column_width(22); }
-  std::string make_usage(const CLI::App*, std::string) const override { return "usage: " + usage_ + "\n"; }
-  /// The value's name and no more: the texts say what goes with what.
-  std::string make_option_opts(const CLI::Option* option) const override {
-    const std::string value = option->get_type_name();
-    return (value.empty() ? "" : " " + value) + (option->get_required() ? " REQUIRED" : "");
-  }
-
- private:
-  std::string usage_;
-};
-
-/// One command's line.
-class Parser {
- public:
-  /// `name`: "titan train". `usage`: without the word "usage".
-  Parser(std::string name, std::string usage, std::string explanation) : name_(std::move(name)) {
-    app.formatter(std::make_shared<Format>(std::move(usage)));
-    app.footer(std::move(explanation));
-    app.set_help_flag("-h,--help", "this text");
-    app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  }
-
-  /// Returns the help text if it was asked for.
-  std::string parse(const std::vector<std::string>& words) {
-    try {
-      app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them from the back
-    } catch (const CLI::CallForHelp&) {
-      return app.help();
-    } catch (const CLI::ParseError& error) {
-      refuse(error.what());
-    }
-    return "";
-  }
-
-  [[noreturn]] void refuse(const std::string& problem) const {
-    throw ConfigError(str(name_, ": ", problem, " (see ", name_, " --help)"));
-  }
-
-  [[noreturn]] void refuse_option(const std::string& word) const {
-    std::vector<std::string> known;
-    for (const CLI::Option* option : app.get_options())
-      for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
-    const auto near = nearest_names(word.substr(0, word.find('=')), known, 1);
-    refuse(
-        str("unknown option '", word, "'", near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
-  }
-
-  CLI::App app;
-
- private:
-  std::string name_;
-};
 
 CLI::Option* add_ranks(CLI::App& app, int& num_ranks) {
   return app.add_option("-n,--nproc", num_ranks, "start N ranks on this machine")
@@ -129,17 +71,12 @@ constexpr const char* kTrainNotes =
 constexpr const char* kLaunchNotes =
     "Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().\n"
     "When one fails, the others are ended, its last lines are printed at the end, and its exit code is this\n"
-    "command's.\n";
+    "command's; with --max-restarts they are started again. SIGTERM, SIGINT and SIGUSR1 go to all ranks and\n"
+    "end the job; SIGUSR2 brings lost ranks back. See docs/elastic.md.\n";
 
 constexpr const char* kCompareNotes =
     "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
     "and of the validations side by side, and the first step at which a loss isn't the first run's.\n";
-
-constexpr const char* kConvertNotes =
-    "FROM is a Hugging Face folder (config.json, model.safetensors or shards with an index), and TO becomes\n"
-    "one file for checkpoint.initial_load_path; or FROM is such a file, and TO becomes a folder, to which the\n"
-    "tokenizer's files of the config's model.hf_assets_path are copied. Reads and writes 32 MiB at a time,\n"
-    "whatever the model's size. TO must not be there yet, and appears when it is complete.\n";
 
 constexpr const char* kScheduleNotes =
     "Prints what each pipeline rank does over time, how long the step takes, the bubble (the part of the\n"
@@ -182,6 +119,7 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
   Parser parser("titan train", "titan train [CONFIG] [options] [--section.key value ...]", kTrainNotes);
   add_ranks(parser.app, arguments.num_ranks);
   add_log_rank(parser.app, arguments.log_rank);
+  add_restart_options(parser.app, arguments.restarts, "what a step and a save may take");
   parser.app.add_flag("--print-config", arguments.print_config,
                       "print the resolved config as TOML, and stop");
   parser.app.add_flag("--print-plan", arguments.print_plan,
@@ -200,10 +138,14 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
 LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
   LaunchArguments arguments;
   LaunchOptions& options = arguments.options;
-  Parser parser("titan launch", "titan launch -n N [--log-rank RANKS] [--] program [arguments ...]",
-                kLaunchNotes);
+  RestartWords restarts;
+  int unit = 1;
+  Parser parser("titan launch", "titan launch -n N [options] [--] program [arguments ...]", kLaunchNotes);
   add_ranks(parser.app, options.num_ranks)->required();
   add_log_rank(parser.app, options.log_rank);
+  add_restart_options(parser.app, restarts, "30");
+  add_count(parser.app, "--multiple-of", unit, kMostRanks,
+            "groups of fewer ranks have a multiple of U: the product of a mesh's fixed degrees (default 1)");
   parser.app.prefix_command();
   arguments.help = parser.parse(words);
   if (!arguments.help.empty()) return arguments;
@@ -214,6 +156,9 @@ LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
     parser.refuse_option(options.command.front());
   }
   if (options.command.empty()) parser.refuse("there is no program to start");
+  if (restarts.max_restarts == 0) restarts.check_unused("titan launch");
+  restarts.apply(options);
+  options.restarts.fits = [unit](int size) { return size % unit == 0; };
   return arguments;
 }
 
@@ -227,33 +172,6 @@ CompareArguments parse_compare_arguments(const std::vector<std::string>& words) 
     if (word.starts_with("-")) parser.refuse_option(word);
   arguments.runs = parser.app.remaining();
   if (arguments.runs.size() < 2) parser.refuse("wants two runs or more");
-  return arguments;
-}
-
-ConvertArguments parse_checkpoint_arguments(const std::vector<std::string>& words) {
-  ConvertArguments arguments;
-  Parser parser("titan checkpoint convert",
-                "titan checkpoint convert FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]",
-                kConvertNotes);
-  CLI::App& app = parser.app;
-  app.add_option("FROM", arguments.from, "a Hugging Face folder, or a safetensors file of ours")->required();
-  app.add_option("TO", arguments.to, "the other one")->required();
-  add_file(app, "--config", arguments.config,
-           "a run's config, whose [model] it is; needed to write a folder, checked against one that is read");
-  app.add_option("--dtype", arguments.dtype, "float32, bfloat16 or float16 (default: as they are)")
-      ->type_name("DTYPE")
-      ->check(CLI::IsMember({"float32", "bfloat16", "float16"}).description(""));
-  app.add_option("--shard-gb", arguments.shard_gb, "largest file of a folder, in 10^9 bytes (default 5)")
-      ->type_name("SIZE")
-      ->check(CLI::Range(1e-6, 1e6).description(""));
-  std::vector<std::string> rest = words;
-  const bool asks = !rest.empty() && (rest.front() == "--help" || rest.front() == "-h");
-  if (!asks && (rest.empty() || rest.front() != "convert"))
-    throw ConfigError(str("titan checkpoint: ",
-                          rest.empty() ? "what is to be done?" : str("unknown command '", rest.front(), "'"),
-                          " There is: convert (see titan checkpoint --help)"));
-  if (!asks) rest.erase(rest.begin());
-  arguments.help = parser.parse(rest);
   return arguments;
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/launch_arguments.h"
 #include "titan/cli/launch.h"
 #include "titan/parallel/pipeline_simulation.h"
 
@@ -15,21 +16,22 @@ namespace titan::cli {
 // Each parse function throws ConfigError for a word that it doesn't know or a value that it can't take.
 // `help` is the text to print where the words ask for it; nothing else is to be done then.
 
-/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--print-config] [--print-plan] [--section.key value
-/// ...]`, in any order but for CONFIG, which stands before the first setting.
+/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config] [--print-plan]
+/// [--section.key value ...]`, in any order but for CONFIG, which stands before the first setting.
 struct TrainArguments {
   std::string help;
   std::filesystem::path config;
   int num_ranks = 0;  ///< 0: --nproc wasn't given
   std::string log_rank = "0";
+  RestartWords restarts;
   bool print_config = false;
   bool print_plan = false;
   std::vector<std::string> overrides;  ///< the settings, for config::load
 };
 TrainArguments parse_train_arguments(const std::vector<std::string>& words);
 
-/// `titan launch -n N [--log-rank RANKS] [--] program [arguments ...]`: what follows the program's name is
-/// the program's.
+/// `titan launch -n N [--log-rank RANKS] [--max-restarts K ...] [--] program [arguments ...]`: what follows
+/// the program's name is the program's.
 struct LaunchArguments {
   std::string help;
   LaunchOptions options;
@@ -42,16 +44,6 @@ struct CompareArguments {
   std::vector<std::string> runs;
 };
 CompareArguments parse_compare_arguments(const std::vector<std::string>& words);
-
-/// `titan checkpoint convert FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]`
-struct ConvertArguments {
-  std::string help;
-  std::filesystem::path from, to;
-  std::filesystem::path config;  ///< empty: none
-  std::string dtype;             ///< empty: each tensor's own
-  double shard_gb = 5;
-};
-ConvertArguments parse_checkpoint_arguments(const std::vector<std::string>& words);
 
 /// `titan docs PAGE`
 struct DocsArguments {

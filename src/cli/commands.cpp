@@ -16,6 +16,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
+#include "titan/train/unsound_run.h"
 
 namespace titan::cli {
 
@@ -31,9 +32,15 @@ constexpr const char* kHelp =
     "  titan launch -n N [--log-rank RANKS] -- program [...]        start ranks of any program on this "
     "machine\n"
     "  titan compare RUN RUN ...                                    settings, losses and speed side by side\n"
+    "  titan sweep FILE                                             runs that differ in some settings, one after "
+    "another\n"
+    "  titan top RUN                                                a run that is under way, on the terminal\n"
+    "  titan report RUN                                             a run as one HTML page\n"
     "  titan schedule [--schedule NAME] [--pp N] [--microbatches N] what a pipeline schedule looks like and costs\n"
-    "  titan checkpoint convert FROM TO                             between a Hugging Face folder and one "
-    "file\n"
+    "  titan checkpoint ls|info|verify|diff|prune|convert ...       look into checkpoints, check and convert "
+    "them\n"
+    "  titan debug flight|dump|events ...                           who is missing where a job hangs; what ranks "
+    "left behind, joined\n"
     "  titan docs config|torchtitan-keys                            the generated pages of docs/\n"
     "  titan help, titan --version\n"
     "\n"
@@ -49,8 +56,12 @@ const std::map<std::string, std::function<int(const Arguments&)>>& commands() {
       {"launch", launch_command},
       {"compare", compare_command},
       {"checkpoint", checkpoint_command},
+      {"debug", debug_command},
       {"docs", docs_command},
+      {"report", report_command},
       {"schedule", schedule_command},
+      {"sweep", sweep_command},
+      {"top", top_command},
       {"help", help},
       {"--help", help},
       {"-h", help},
@@ -100,6 +111,9 @@ int main(int argc, char** argv) {
   } catch (const ConfigError& error) {
     print_problems(error);
     return kUsage;
+  } catch (const train::UnsoundRun& error) {
+    print_error(str("error: ", error.what()));
+    return train::kUnsoundRunCode;
   } catch (const c10::Error& error) {
     // LibTorch's what() ends in a backtrace of addresses, which buries the message.
     print_error(str("error: ", error.what_without_backtrace()));

@@ -6,6 +6,7 @@
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/run_record.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -17,12 +18,6 @@ constexpr int kColumn = 24;
 std::string cell(const std::string& text) {
   std::string shown = text.size() > kColumn ? "..." + text.substr(text.size() - kColumn + 3) : text;
   return std::string(kColumn - std::min<size_t>(kColumn, shown.size()), ' ') + shown + "  ";
-}
-
-std::string number(const char* format, double value) {
-  char text[48];
-  std::snprintf(text, sizeof text, format, value);
-  return text;
 }
 
 void print_heads(const std::vector<RunRecord>& runs, const char* first) {

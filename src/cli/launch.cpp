@@ -1,265 +1,243 @@
-// The local launcher: one loop over the ranks' pipes and the signals of this process (a signalfd, so that a
-// child's end, a Ctrl-C and a line of output all come through one poll).
+// The local launcher: starts groups of ranks, one after another, until one is done or there is no point in
+// another. What happens within a group is launch_group.h's, which places a group may use launch_places.h's.
 
 #include "titan/cli/launch.h"
 
 #include <poll.h>
-#include <signal.h>
-#include <sys/signalfd.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
-#include <optional>
+#include <random>
 
-#include "launch_output.h"
-#include "launch_process.h"
+#include "launch_group.h"
+#include "launch_places.h"
+#include "titan/checkpoint/peer_folder.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
 
-/// Turns the signals that matter into reads of a descriptor for the life of the object.
-class SignalReader {
- public:
-  SignalReader() {
-    sigset_t wanted;
-    sigemptyset(&wanted);
-    for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) sigaddset(&wanted, signal);
-    pthread_sigmask(SIG_BLOCK, &wanted, &before_);
-    fd_ = signalfd(-1, &wanted, SFD_NONBLOCK | SFD_CLOEXEC);
-    pipe_action_ = signal(SIGPIPE, SIG_IGN);
-  }
-  ~SignalReader() {
-    close(fd_);
-    signal(SIGPIPE, pipe_action_);
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  SignalReader(const SignalReader&) = delete;
-  SignalReader& operator=(const SignalReader&) = delete;
+/// A group that lived this long had nothing wrong with its start.
+constexpr auto kLongRun = std::chrono::seconds(60);
 
-  int fd() const { return fd_; }
-  /// The next signal, 0 when there is none.
-  int next() const {
-    signalfd_siginfo info;
-    return read(fd_, &info, sizeof(info)) == sizeof(info) ? static_cast<int>(info.ssi_signo) : 0;
-  }
-
- private:
-  int fd_ = -1;
-  sigset_t before_{};
-  sighandler_t pipe_action_ = SIG_DFL;
-};
-
-struct Rank {
-  pid_t pid = -1;
-  bool running = false;
-  int status = 0;  // as waitpid tells it
-  Tail tail;
-};
-
-bool failed(int status) { return !WIFEXITED(status) || WEXITSTATUS(status) != 0; }
-
-int exit_code(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status); }
-
-std::string describe(int status) {
-  if (WIFEXITED(status)) return str("exit code ", WEXITSTATUS(status));
-  return str("killed by signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)), ")",
-             WCOREDUMP(status) ? ", core dumped" : "");
+int smallest_group(const LaunchOptions& options) {
+  return options.restarts.min_ranks > 0 ? options.restarts.min_ranks : options.num_ranks;
 }
 
-class Job {
+std::string list(const std::vector<int>& numbers) {
+  std::string text;
+  for (int number : numbers) text += str(text.empty() ? "" : ", ", number);
+  return text;
+}
+
+class Launcher {
  public:
-  explicit Job(const LaunchOptions& options)
-      : options_(options), shown_(options.log_rank, options.num_ranks), ranks_(options.num_ranks) {}
-  ~Job();
+  Launcher(const LaunchOptions& options, std::string job_id)
+      : options_(options),
+        job_id_(std::move(job_id)),
+        shown_(options.log_rank, options.num_ranks),
+        places_({.num_places = options.num_ranks,
+                 .min_ranks = smallest_group(options),
+                 .rejoin_after = options.restarts.rejoin_after,
+                 .fits = options.restarts.fits}) {}
 
   int run();
 
  private:
-  bool start(int rank, const ListeningSocket& store);
-  void poll_once();
-  void reap();
-  void handle(int signal);
-  void signal_all(int signal);
-  void end_others(int signal);
-  int num_running() const;
-  void end_leftovers() const;
-  void drain();
-  void report() const;
+  using End = RankGroup::End;
+
+  GroupOptions group_options();
+  Variables variables() const;
+  std::optional<int> after(const RankGroup& group, End end);
+  std::optional<int> after_failure(const RankGroup& group);
+  std::optional<int> after_no_start(const RankGroup& group);
+  std::optional<int> after_growth(const RankGroup& group);
+  bool may_restart() const { return num_restarts_ < options_.restarts.max_restarts; }
+  void lose_places(const RankGroup& group);
+  bool find_places();
+  bool wait_until(std::optional<Clock::time_point> time);
+  void handle_between_groups();
 
   const LaunchOptions& options_;
+  const std::string job_id_;
   ShownRanks shown_;
   SignalReader signals_;
-  std::vector<Rank> ranks_;
-  std::vector<OutputPipe> pipes_;
-  Clock::time_point started_ = Clock::now();
-  std::optional<Clock::time_point> kill_at_;  // set once the ranks were asked to end
-  int first_failed_ = -1;
-  std::chrono::duration<double> failed_after_{};
-  int told_to_end_ = 0;  // the signal
-  int exec_errno_ = 0;
+  RankPlaces places_;
+  std::vector<int> group_;  // places of its ranks
+  int num_starts_ = 0;
+  int num_restarts_ = 0;  // of those that count
+  int num_short_runs_ = 0;
+  int told_to_end_ = 0;
 };
 
-Job::~Job() {
-  // Only an exception leaves ranks running.
-  signal_all(SIGKILL);
-  for (auto& rank : ranks_) {
-    if (rank.running) waitpid(rank.pid, nullptr, 0);
-  }
-}
-
-Variables variables_of(int rank, int num_ranks, const ListeningSocket& store) {
-  Variables variables = {{"RANK", std::to_string(rank)},
-                         {"WORLD_SIZE", std::to_string(num_ranks)},
-                         {"LOCAL_RANK", std::to_string(rank)},
-                         {"LOCAL_WORLD_SIZE", std::to_string(num_ranks)},
-                         {"MASTER_ADDR", "127.0.0.1"},
-                         {"MASTER_PORT", std::to_string(store.port)},
-                         {"TITAN_LAUNCH", "1"}};
-  if (rank == 0) variables["TITAN_STORE_FD"] = std::to_string(store.fd);
-  if (!std::getenv("OMP_NUM_THREADS")) {
-    variables["OMP_NUM_THREADS"] = std::to_string(std::max(1, num_cores() / num_ranks));
-  }
-  // The ranks write to pipes; what they print still ends on a terminal.
-  if (isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR")) variables["FORCE_COLOR"] = "1";
+Variables Launcher::variables() const {
+  Variables variables = {{"TITAN_JOB_ID", job_id_},
+                         {"TITAN_RESTART_COUNT", std::to_string(num_starts_)},
+                         {"TITAN_MAX_RESTARTS", std::to_string(options_.restarts.max_restarts)}};
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  const auto devices =
+      devices_of_places(group_, options_.num_ranks,
+                        visible ? std::optional<std::string>(visible) : std::nullopt, num_gpus_of_host());
+  if (devices) variables["CUDA_VISIBLE_DEVICES"] = *devices;
   return variables;
 }
 
-bool Job::start(int rank, const ListeningSocket& store) {
-  const ChildSpec spec{.command = options_.command,
-                       .set = variables_of(rank, options_.num_ranks, store),
-                       .unset = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-                                 "TORCHELASTIC_RESTART_COUNT", "TITAN_STORE_FD"},
-                       .inherited_fd = rank == 0 ? store.fd : -1};
-  const Child child = start_child(spec);
-  ranks_[rank].pid = child.pid;
-  ranks_[rank].running = true;
-  const bool shown = shown_.contains(rank);
-  pipes_.emplace_back(child.stdout_fd, shown ? STDOUT_FILENO : -1, rank, ranks_[rank].tail);
-  pipes_.emplace_back(child.stderr_fd, shown ? STDERR_FILENO : -1, rank, ranks_[rank].tail);
-  exec_errno_ = child.exec_errno;
-  return exec_errno_ == 0;
+GroupOptions Launcher::group_options() {
+  return {.command = options_.command,
+          .shown = shown_,
+          .grace = options_.grace,
+          .stop_grace = options_.stop_grace,
+          .num_places = options_.num_ranks,
+          .variables = variables(),
+          .next_growth = [this] { return places_.next_growth(static_cast<int>(group_.size())); },
+          .on_rejoin = [this] { places_.bring_back(); }};
 }
 
-int Job::num_running() const {
-  return static_cast<int>(
-      std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.running; }));
-}
-
-void Job::signal_all(int signal) {
-  for (const auto& rank : ranks_) {
-    if (rank.running) kill(-rank.pid, signal);
+void Launcher::handle_between_groups() {
+  while (const int signal = signals_.next()) {
+    if (signal == SIGUSR2) places_.bring_back();
+    if (signal != SIGUSR2 && signal != SIGCHLD) told_to_end_ = signal;
   }
 }
 
-void Job::end_others(int signal) {
-  if (kill_at_) return;
-  kill_at_ = Clock::now() + options_.grace;
-  signal_all(signal);
+/// False: told to end. Returns at SIGUSR2 too.
+bool Launcher::wait_until(std::optional<Clock::time_point> time) {
+  milliseconds left(-1);
+  if (time) left = std::max(std::chrono::ceil<milliseconds>(*time - Clock::now()), milliseconds(0));
+  pollfd ready{signals_.fd(), POLLIN, 0};
+  poll(&ready, 1, static_cast<int>(std::min<int64_t>(left.count(), 3'600'000)));
+  handle_between_groups();
+  return told_to_end_ == 0;
 }
 
-void Job::handle(int signal) {
-  if (signal == SIGCHLD) return reap();
-  if (told_to_end_ != 0) return signal_all(SIGKILL);  // asked twice
-  told_to_end_ = signal;
-  end_others(signal);
-}
-
-void Job::reap() {
-  int failed_now = -1;
-  for (size_t i = 0; i < ranks_.size(); ++i) {
-    Rank& rank = ranks_[i];
-    if (!rank.running || waitpid(rank.pid, &rank.status, WNOHANG) != rank.pid) continue;
-    rank.running = false;
-    // Of several at once, one that a signal ended is the cause: an exit code may be a peer's complaint about
-    // it.
-    if (failed(rank.status) && (failed_now < 0 || WIFSIGNALED(rank.status))) failed_now = static_cast<int>(i);
+/// False: told to end before there were enough.
+bool Launcher::find_places() {
+  const auto earliest = Clock::now() + restart_delay(num_short_runs_, options_.restarts.longest_delay);
+  while (Clock::now() < earliest)
+    if (!wait_until(earliest)) return false;
+  for (bool told = false; (group_ = places_.available(Clock::now())).empty(); told = true) {
+    const auto next = places_.next_growth(0);
+    if (!told)
+      tell("too few ranks are left for --min-ranks ", smallest_group(options_), "; waiting ",
+           next ? "for one to return" : "for SIGUSR2, which brings all back");
+    if (!wait_until(next)) return false;
   }
-  if (failed_now < 0 || first_failed_ >= 0 || kill_at_) return;
-  first_failed_ = failed_now;
-  failed_after_ = Clock::now() - started_;
-  end_others(SIGTERM);
+  return true;
 }
 
-void Job::drain() {
-  for (auto& pipe : pipes_) pipe.drain();
-}
-
-void Job::poll_once() {
-  std::vector<pollfd> ready = {{signals_.fd(), POLLIN, 0}};
-  for (const auto& pipe : pipes_) ready.push_back({pipe.fd(), POLLIN, 0});  // negative ones are skipped
-  int wait_ms = -1;
-  if (kill_at_) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(*kill_at_ - Clock::now());
-    wait_ms = static_cast<int>(std::max<int64_t>(left.count() + 1, 0));
-  }
-  poll(ready.data(), ready.size(), wait_ms);
-  for (size_t i = 0; i < pipes_.size(); ++i) {
-    if (ready[i + 1].revents) pipes_[i].drain();
-  }
-  while (const int signal = signals_.next()) handle(signal);
-  if (kill_at_ && Clock::now() >= *kill_at_) {
-    signal_all(SIGKILL);
-    kill_at_ = Clock::now() + std::chrono::seconds(1);
+void Launcher::lose_places(const RankGroup& group) {
+  for (int rank : group.lost()) {
+    tell("rank ", rank, " is lost (", group.how_lost(rank), ")");
+    places_.lose(group_[rank], Clock::now());
   }
 }
 
-int Job::run() {
-  {
-    const ListeningSocket store;
-    bool all_started = true;
-    for (int rank = 0; rank < options_.num_ranks && all_started; ++rank) all_started = start(rank, store);
-    if (!all_started) signal_all(SIGKILL);
-  }  // from here on only rank 0 listens: the others notice at once if it goes
-  while (num_running() > 0) poll_once();
-  end_leftovers();
-  drain();
-  if (exec_errno_ != 0) {
-    write_all(STDERR_FILENO, str("titan launch: can't start '", options_.command[0],
-                                 "': ", std::strerror(exec_errno_), "\n"));
-    return 127;
+/// The exit code, or nullopt for another group.
+std::optional<int> Launcher::after_failure(const RankGroup& group) {
+  write_all(STDERR_FILENO, group.report());
+  const RestartOptions& restarts = options_.restarts;
+  if (restarts.max_restarts == 0) return group.exit_code();
+  if (restarts.final_codes.count(group.exit_code())) {
+    tell("no restart: exit code ", group.exit_code(), " would only come again");
+    return group.exit_code();
   }
-  if (told_to_end_ != 0) return 128 + told_to_end_;
-  if (first_failed_ < 0) return 0;
-  report();
-  return exit_code(ranks_[first_failed_].status);
+  if (!may_restart()) {
+    tell("giving up after ", num_restarts_, " restart(s), as --max-restarts says");
+    return group.exit_code();
+  }
+  ++num_restarts_;
+  num_short_runs_ = group.run_time() < kLongRun ? num_short_runs_ + 1 : 0;
+  lose_places(group);
+  return std::nullopt;
 }
 
-/// After a failure: processes that a rank had started and that outlived it.
-void Job::end_leftovers() const {
-  if (!kill_at_) return;
-  for (const auto& rank : ranks_) {
-    if (rank.pid > 0) kill(-rank.pid, SIGKILL);
-  }
+// Of a program that was there before (it is being replaced), or a host that has no process to give just now.
+std::optional<int> Launcher::after_no_start(const RankGroup& group) {
+  tell("can't start '", options_.command[0], "': ", group.start_error());
+  if (num_starts_ == 1 || !may_restart()) return 127;
+  ++num_restarts_;
+  num_short_runs_ = std::max(num_short_runs_, 1) + 1;
+  return std::nullopt;
 }
 
-void Job::report() const {
-  const std::string thick(78, '='), thin(78, '-');
-  const Rank& rank = ranks_[first_failed_];
-  std::string text =
-      str("\n", thick, "\nrank ", first_failed_, " of ", options_.num_ranks,
-          " failed first: ", describe(rank.status), ", after ",
-          static_cast<int>(failed_after_.count() * 10) / 10.0, " s (pid ", rank.pid, ")\n", thin, "\n");
-  if (rank.tail.lines().empty())
-    text += "It printed nothing.\n";
-  else
-    text += "Its last lines:\n";
-  for (const auto& line : rank.tail.lines()) text += "  " + line + "\n";
-  write_all(STDERR_FILENO, text + thick + "\n");
+// What it stopped at is what the larger group would go on from.
+std::optional<int> Launcher::after_growth(const RankGroup& group) {
+  if (group.run_time() >= kLongRun) num_short_runs_ = 0;
+  const std::string badly = group.ended_badly();
+  if (badly.empty()) return std::nullopt;
+  tell("asked to make room for more, not all ranks ended well: ", badly,
+       "; steps behind the newest checkpoint are made again");
+  const bool is_final = group.has_failed() && options_.restarts.final_codes.count(group.exit_code());
+  return is_final ? after_failure(group) : std::nullopt;
 }
+
+std::optional<int> Launcher::after(const RankGroup& group, End end) {
+  switch (end) {
+    case End::Done:
+      return 0;
+    case End::Told:
+      tell("told to end, not all ranks ended well: ", group.ended_badly());
+      return 128 + group.told_to_end();
+    case End::CantStart:
+      return after_no_start(group);
+    case End::Failed:
+      return after_failure(group);
+    case End::Outgrown:
+      return after_growth(group);
+  }
+  return std::nullopt;
+}
+
+int Launcher::run() {
+  while (find_places()) {
+    const int num_ranks = static_cast<int>(group_.size());
+    if (num_starts_ > 0)
+      tell("start ", num_starts_ + 1, " (restart ", num_restarts_, " of ", options_.restarts.max_restarts,
+           "): ", num_ranks, " of ", options_.num_ranks, " ranks, at places ", list(group_));
+    RankGroup group(num_ranks, group_options(), signals_);
+    ++num_starts_;
+    const End end = group.run();
+    if (const auto code = after(group, end)) return *code;
+  }
+  return 128 + told_to_end_;
+}
+
+void check(const LaunchOptions& options) {
+  const RestartOptions& restarts = options.restarts;
+  if (options.num_ranks < 1)
+    throw ConfigError(str("the number of ranks is ", options.num_ranks, "; allowed: 1 and above"));
+  if (options.command.empty()) throw ConfigError("no program to launch");
+  if (restarts.max_restarts < 0)
+    throw ConfigError(str("--max-restarts is ", restarts.max_restarts, "; allowed: 0 and above"));
+  if (restarts.min_ranks < 0 || restarts.min_ranks > options.num_ranks)
+    throw ConfigError(str("--min-ranks is ", restarts.min_ranks, "; allowed: 1 to the number of ranks, ",
+                          options.num_ranks));
+  if (restarts.fits && !restarts.fits(options.num_ranks))
+    throw ConfigError(str("the program can't run on ", options.num_ranks, " ranks"));
+}
+
+std::string new_job_id() {
+  std::random_device source;
+  return str("titan-", ::getpid(), "-", source(), "-", source());
+}
+
+/// Ranks that returned 0 have removed it; of those that were lost nobody else does.
+struct JobMemory {
+  ~JobMemory() { checkpoint::remove_peer_folders(folder, job_id); }
+  const std::filesystem::path& folder;
+  std::string job_id;
+};
 
 }  // namespace
 
 int launch_local(const LaunchOptions& options) {
-  if (options.num_ranks < 1)
-    throw ConfigError(str("the number of ranks is ", options.num_ranks, "; allowed: 1 and above"));
-  if (options.command.empty()) throw ConfigError("no program to launch");
-  return Job(options).run();
+  check(options);
+  const JobMemory memory{options.memory_folder, new_job_id()};
+  return Launcher(options, memory.job_id).run();
 }
 
 }  // namespace titan::cli

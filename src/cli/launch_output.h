@@ -2,10 +2,14 @@
 
 // What the ranks print: whole lines, tagged, and the last ones of each kept for the report of a failure.
 
+#include <unistd.h>
+
 #include <deque>
 #include <set>
 #include <string>
 #include <string_view>
+
+#include "titan/core/error.h"
 
 namespace titan::cli {
 
@@ -57,5 +61,11 @@ class OutputPipe {
 
 /// Writes all of it; gives up silently when the reader is gone.
 void write_all(int fd, std::string_view text);
+
+/// A line of the launcher's own, on standard error.
+template <class... Parts>
+void tell(const Parts&... parts) {
+  write_all(STDERR_FILENO, str("titan launch: ", parts..., "\n"));
+}
 
 }  // namespace titan::cli

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 
 #include "titan/core/error.h"
 
@@ -88,20 +89,42 @@ Child start_child(const ChildSpec& spec) {
   return child;
 }
 
-ListeningSocket::ListeningSocket() : fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+ListeningSocket::ListeningSocket() {
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  auto* generic = reinterpret_cast<sockaddr*>(&address);
-  const bool bound = fd >= 0 && bind(fd, generic, size) == 0 && listen(fd, SOMAXCONN) == 0 &&
-                     getsockname(fd, generic, &size) == 0;
-  TITAN_CHECK(bound, "can't listen on a port of 127.0.0.1: ", std::strerror(errno));
-  port = ntohs(address.sin_port);
+  sockaddr_in6 address6{};
+  address6.sin6_family = AF_INET6;
+  address6.sin6_addr = in6addr_loopback;
+  if (listen_at(&address)) {
+    host = "127.0.0.1";
+    port = ntohs(address.sin_port);
+  } else {
+    TITAN_CHECK(listen_at(&address6), "can't listen on a port of 127.0.0.1 or ::1: ", std::strerror(errno));
+    host = "::1";
+    port = ntohs(address6.sin6_port);
+  }
+}
+
+template <class Address>
+bool ListeningSocket::listen_at(Address* address) {
+  auto* generic = reinterpret_cast<sockaddr*>(address);
+  socklen_t size = sizeof(*address);
+  if (fd >= 0) close(fd);
+  fd = socket(generic->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  return fd >= 0 && bind(fd, generic, size) == 0 && listen(fd, SOMAXCONN) == 0 &&
+         getsockname(fd, generic, &size) == 0;
 }
 
 ListeningSocket::~ListeningSocket() {
   if (fd >= 0) close(fd);
+}
+
+std::string process_state(pid_t pid) {
+  std::ifstream status(str("/proc/", pid, "/status"));
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with("State:\t")) return line.substr(7);
+  return "unknown";
 }
 
 int num_cores() {

@@ -5,29 +5,15 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "config/document.h"
+#include "titan/config/differences.h"
+#include "titan/config/value.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
 namespace titan::cli {
 
 namespace {
-
-// The file is print_toml's: a table's name in brackets, then a key and its value a line, comments for what is
-// unset. So runs of models that this program doesn't know can be read too.
-std::map<std::string, std::string> read_settings(const std::filesystem::path& path) {
-  std::map<std::string, std::string> settings;
-  std::istringstream lines(read_file(path));
-  std::string line, section;
-  while (std::getline(lines, line)) {
-    if (line.empty() || line[0] == '#') continue;
-    if (line[0] == '[') {
-      section = line.substr(1, line.find(']') - 1);
-    } else if (size_t equals = line.find(" = "); equals != std::string::npos) {
-      settings[section + "." + line.substr(0, equals)] = line.substr(equals + 3);
-    }
-  }
-  return settings;
-}
 
 // A run that was killed may leave its last line unfinished.
 LoggedSteps read_steps(const std::filesystem::path& path) {
@@ -60,6 +46,17 @@ double median(const RunRecord& run, Field field) {
 
 }  // namespace
 
+std::map<std::string, std::string> settings_of(const std::string& toml) {
+  return config::printed_settings(toml);
+}
+
+std::string text_of_toml(const std::string& value) {
+  const config::Document document = config::read_toml("value = " + value, "");
+  if (!document.problems.empty() || document.leaves.size() != 1) return value;
+  const auto* text = std::get_if<std::string>(&document.leaves.front().value.value);
+  return text ? *text : value;
+}
+
 std::string RunRecord::setting(const std::string& key) const {
   auto found = settings.find(key);
   return found == settings.end() ? "unset" : found->second;
@@ -73,7 +70,7 @@ RunRecord read_run(const std::filesystem::path& folder) {
     if (!std::filesystem::exists(folder / name))
       throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
   const auto validations = folder / "validation.jsonl";
-  return {folder, read_settings(folder / "config.toml"), read_steps(folder / "metrics.jsonl"),
+  return {folder, settings_of(read_file(folder / "config.toml")), read_steps(folder / "metrics.jsonl"),
           std::filesystem::exists(validations) ? read_steps(validations) : LoggedSteps()};
 }
 

@@ -12,6 +12,12 @@
 
 namespace titan::cli {
 
+/// Full name -> value as TOML, of a resolved config as runs write it.
+std::map<std::string, std::string> settings_of(const std::string& toml);
+
+/// A string of TOML as it is, without quotes and escapes; other values as they are written.
+std::string text_of_toml(const std::string& value);
+
 struct LoggedStep {
   double loss = 0;
   double tps = 0;

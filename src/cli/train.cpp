@@ -11,15 +11,23 @@
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/launch_train.h"
+#include "cli/requeue.h"
 #include "dist/environment.h"
 #include "tensor/host_allocator.h"
 #include "titan/cli/launch.h"
 #include "titan/config/print.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
+#include "titan/dist/flight_dump.h"
 #include "titan/train/build.h"
 #include "titan/train/dry_run.h"
+#include "titan/train/flight_watch.h"
+#include "titan/train/interruption.h"
 #include "titan/train/job_config.h"
+#include "titan/train/memory_report.h"
+#include "titan/train/startup_watch.h"
+#include "train/checkpoint_job.h"
 
 namespace titan::cli {
 
@@ -78,19 +86,27 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
   return command;
 }
 
-int launch_ranks(const TrainArguments& arguments) {
+int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   if (::isatty(STDERR_FILENO)) ::setenv(kOnTerminal, "1", /*overwrite=*/1);
   ::setenv(kFilesChecked, "1", /*overwrite=*/1);
   LaunchOptions options;
   options.num_ranks = arguments.num_ranks;
   options.command = rank_command(arguments);
   options.log_rank = arguments.log_rank;
+  options.memory_folder = job.config.checkpoint.peer_folder;
+  set_train_restarts(arguments, job.config, job.origins, options);
   return launch_local(options);
 }
 
 // cuBLAS reads it when its first handle is made.
 void set_determinism_environment(const train::DebugSettings& debug) {
   if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+}
+
+// Kineto reads it when it starts, and without a GPU writes an error about that into the log: its level 5 is
+// silence.
+void set_profiler_environment(const train::ProfilingSettings& profiling) {
+  if (profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
 }
 
 // What tensors free is kept by the host allocator; this is about what libraries free, as matrix products
@@ -137,11 +153,48 @@ int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist
   return 0;
 }
 
+void check_requeue(const train::FaultToleranceSettings& settings) {
+  if (!settings.requeue_on.empty() && slurm_job(dist::process_environment()).empty())
+    throw ConfigError(
+        "fault_tolerance.requeue_on puts a SLURM job back into its queue, and SLURM hasn't started this one "
+        "(SLURM_JOB_ID isn't set)");
+}
+
+// Who has the memory is told here, where the settings are; what went wrong is main()'s to say.
+train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world, bool on_terminal,
+                          const train::CheckedFiles& checked, train::StartupWatch& startup) {
+  train::FlightWatch flights(config, world);
+  try {
+    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, flights.dump());
+    startup.end();
+    return trainer.train();
+  } catch (const ConfigError&) {
+    throw;  // told by all ranks alike: none is lost
+  } catch (const std::exception& error) {
+    if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
+    if (world.size() > 1) log::error("the job fails: " + flights.explain(error.what()));
+    throw;
+  }
+}
+
 int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked) {
   keep_freed_memory();
   set_determinism_environment(config.debug);
+  set_profiler_environment(config.profiling);
+  if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
+  const train::SignalWatch signals(launch.by == "titan" ? ::getppid() : 0);
+  train::StartupWatch startup;
   dist::World world = train::build_world(config);
-  train::build_trainer(config, world, on_terminal(launch), checked).train();
+  // With states in memory a stop waits until the newest is loaded, to save it.
+  if (config.checkpoint.peer_interval > 0) {
+    startup.end();
+  } else {
+    startup.join(world);
+  }
+  if (train::run_has_ended(config, world)) return 0;
+  const train::RunEnd end = run_trainer(config, world, on_terminal(launch), checked, startup);
+  if (requeues_on(config.fault_tolerance.requeue_on, end.stop.signal) && world.rank() == 0)
+    requeue(slurm_job(dist::process_environment()));
   return 0;
 }
 
@@ -157,12 +210,14 @@ int train_command(const Arguments& words) {
   if (arguments.print_plan) return print_plan(arguments, job, launch);
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
-  const bool starts_ranks = arguments.num_ranks > 1;
+  check_train_restarts(arguments, job.config, job.origins);
+  const bool starts_ranks = arguments.num_ranks > 1 || arguments.restarts.max_restarts > 0;
   // The parent checks too, so that a wrong setting is told once, and before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);
   const train::CheckedFiles checked = train::check_job(
       job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size, files_to_check(launch));
-  return starts_ranks ? launch_ranks(arguments) : run_rank(job.config, launch, checked);
+  check_requeue(job.config.fault_tolerance);
+  return starts_ranks ? launch_ranks(arguments, job) : run_rank(job.config, launch, checked);
 }
 
 }  // namespace titan::cli

@@ -23,7 +23,7 @@ Constraint numeric(std::string allowed, std::function<bool(double)> accepts) {
 
 Constraint one_of(std::vector<std::string> names) {
   std::string listed;
-  for (const auto& name : names) listed += (listed.empty() ? "" : ", ") + quoted(name);
+  for (const auto& name : names) listed += (listed.empty() ? "" : ", ") + config::quoted(name);
   auto known = [names](const std::string& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };

@@ -53,7 +53,7 @@ std::string type_of(const Raw& raw) {
 }
 
 std::string joined(const std::string& prefix, std::string_view key) {
-  std::string component = is_plain(key) ? std::string(key) : quoted(key);
+  std::string component = is_plain(key) ? std::string(key) : config::quoted(key);
   return prefix.empty() ? component : prefix + "." + component;
 }
 

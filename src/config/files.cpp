@@ -18,12 +18,11 @@ constexpr const char* kInclude = "include";
 Document read_document(const fs::path& path) {
   std::string name = path.string();
   bool json = path.extension() == ".json";
-  if (!json && path.extension() != ".toml")
-    throw ConfigError(str(name, ": a config file ends in .toml or .json"));
+  if (!json && path.extension() != ".toml") throw Error(str(name, ": a config file ends in .toml or .json"));
   std::error_code ignored;
   auto size = fs::file_size(path, ignored);
   if (!ignored && size > kMaxBytes)
-    throw ConfigError(str(name, ": ", size, " bytes are too many for a config (at most ", kMaxBytes, ")"));
+    throw Error(str(name, ": ", size, " bytes are too many for a config (at most ", kMaxBytes, ")"));
   std::string text = read_file(path);
   return json ? read_json(text, name) : read_toml(text, name);
 }

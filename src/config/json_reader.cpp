@@ -193,6 +193,12 @@ class Reader {
 }  // namespace
 
 Document read_json(std::string_view text, const std::string& file) {
+  // The parser takes a NUL for the end of its input.
+  if (size_t zero = text.find('\0'); zero != text.npos) {
+    Place place{file, 1, 1};
+    move(place, text.substr(0, zero));
+    throw ConfigError(str(to_text(place), ": not JSON: a NUL byte"));
+  }
   size_t consumed = 0;
   Reader reader(text, file, consumed);
   CountingIterator begin(text.data(), &consumed);

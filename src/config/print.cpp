@@ -28,7 +28,7 @@ std::string json_value(const Value& value) {
   if (is_unset(value)) return "null";
   const auto* real = std::get_if<double>(&value);
   bool has_no_literal = real != nullptr && !std::isfinite(*real);
-  return has_no_literal ? quoted(to_text(value)) : to_text(value);
+  return has_no_literal ? config::quoted(to_text(value)) : to_text(value);
 }
 
 void write_json(const Node& table, size_t depth, std::string& text) {
@@ -36,7 +36,7 @@ void write_json(const Node& table, size_t depth, std::string& text) {
   text += "{";
   for (size_t i = 0; i < table.children.size(); ++i) {
     const Node& node = table.children[i];
-    text += str(i == 0 ? "\n" : ",\n", indent, "  ", quoted(node.key), ": ");
+    text += str(i == 0 ? "\n" : ",\n", indent, "  ", config::quoted(node.key), ": ");
     if (node.field != nullptr) {
       text += json_value(node.value);
     } else {

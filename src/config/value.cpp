@@ -42,7 +42,7 @@ struct TextOf {
   std::string operator()(bool value) const { return value ? "true" : "false"; }
   std::string operator()(int64_t value) const { return std::to_string(value); }
   std::string operator()(double value) const { return float_text(value); }
-  std::string operator()(const std::string& value) const { return quoted(value); }
+  std::string operator()(const std::string& value) const { return config::quoted(value); }
   std::string operator()(const StringList& value) const { return list_text(value, *this); }
   std::string operator()(const std::vector<StringList>& value) const { return list_text(value, *this); }
 };

@@ -21,6 +21,7 @@ constexpr int kMaxFrames = 64;
 constexpr size_t kStackBytes = 64 * 1024;
 
 std::atomic<const char*> crash_note{nullptr};
+std::atomic<void (*)(const char*)> crash_hook{nullptr};
 std::atomic_flag reporting = ATOMIC_FLAG_INIT;
 alignas(16) char handler_stack[kStackBytes];
 
@@ -72,6 +73,8 @@ void report(int signal, const siginfo_t* info) {
     write_text(note);
     write_text("\n");
   }
+  // Ahead of the stack, which may be what is damaged.
+  if (auto* hook = crash_hook.load()) hook(signal_name(signal));
   void* frames[kMaxFrames];
   backtrace_symbols_fd(frames, backtrace(frames, kMaxFrames), STDERR_FILENO);
 }
@@ -121,5 +124,7 @@ void install_crash_handler() {
 }
 
 void set_crash_note(const char* static_text) { crash_note.store(static_text); }
+
+void set_crash_hook(void (*hook)(const char* signal_name)) { crash_hook.store(hook); }
 
 }  // namespace titan

@@ -4,10 +4,13 @@
 #include <cuda_runtime_api.h>
 
 #include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/cuda/memory_snapshot.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "cuda_plugin/symmetric_memory.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_backend.h"
 
@@ -17,6 +20,11 @@ namespace {
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+
+/// The event is protected in the class.
+struct EndEvent : c10d::ProcessGroupNCCL::WorkNCCL {
+  static std::shared_ptr<at::cuda::CUDAEvent> of(WorkNCCL& work) { return work.*(&EndEvent::ncclEndEvent_); }
+};
 
 /// The caching allocator exists from the first use of CUDA on.
 c10::DeviceAllocator& allocator() {
@@ -33,6 +41,10 @@ class CudaBackend final : public DeviceBackend {
   void set_device(int index) override { c10::cuda::set_device(static_cast<c10::DeviceIndex>(index)); }
 
   std::string device_name(int index) const override { return at::cuda::getDeviceProperties(index)->name; }
+  int compute_capability(int index) const override {
+    const auto* properties = at::cuda::getDeviceProperties(index);
+    return 10 * properties->major + properties->minor;
+  }
 
   c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) override {
     // A gather that the next layer waits for goes before the computation in the queue of the device.
@@ -47,6 +59,22 @@ class CudaBackend final : public DeviceBackend {
     return group;
   }
 
+  // The event that NCCL's work ends with, alone: the work itself would keep the call's tensors.
+  std::function<bool()> completion_of(c10d::Work& work) override {
+    auto* nccl = dynamic_cast<c10d::ProcessGroupNCCL::WorkNCCL*>(&work);
+    auto event = nccl ? EndEvent::of(*nccl) : nullptr;
+    if (!event) return {};
+    return [event] { return event->query(); };
+  }
+
+  std::string device_address() const override { return symmetric_memory_address(); }
+  std::string why_no_peer_memory(const std::string& address) const override {
+    return why_no_symmetric_memory(address);
+  }
+  std::unique_ptr<PeerMemory> make_peer_memory(const GroupSpec& spec) override {
+    return make_symmetric_memory(spec);
+  }
+
   DeviceMemory memory(int index) const override {
     const Stats stats = allocator().getDeviceStats(static_cast<c10::DeviceIndex>(index));
     DeviceMemory memory;
@@ -55,6 +83,7 @@ class CudaBackend final : public DeviceBackend {
     memory.reserved_bytes = stats.reserved_bytes[kAll].current;
     memory.peak_reserved_bytes = stats.reserved_bytes[kAll].peak;
     memory.total_bytes = static_cast<int64_t>(at::cuda::getDeviceProperties(index)->totalGlobalMem);
+    memory.num_out_of_memory = stats.num_ooms;
     memory.allocation_retries = stats.num_alloc_retries;
     return memory;
   }
@@ -62,6 +91,14 @@ class CudaBackend final : public DeviceBackend {
   void reset_peak_memory(int index) override {
     allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index));
   }
+
+  void record_memory_history(int64_t max_events) override {
+    const std::string all = "all";  // events, and their stacks, those of C++ among them
+    torch::cuda::_record_memory_history(std::optional(all), std::optional(all), all,
+                                        static_cast<size_t>(max_events));
+  }
+
+  std::string memory_snapshot() override { return torch::cuda::_memory_snapshot_pickled(); }
 };
 
 }  // namespace

@@ -13,11 +13,9 @@ class JsonFile {
  public:
   using Json = nlohmann::json;
 
-  /// Throws ConfigError when `text` isn't a JSON object.
-  JsonFile(std::filesystem::path path, const std::string& text)
-      : path_(std::move(path)), tree_(Json::parse(text, nullptr, /*allow_exceptions=*/false)) {
-    if (!tree_.is_object()) refuse("not a JSON object");
-  }
+  /// Throws ConfigError when `text` isn't a JSON object, or is nested deeper than 64: copying and printing a
+  /// part takes the stack.
+  JsonFile(std::filesystem::path path, const std::string& text);
 
   const std::filesystem::path& path() const { return path_; }
   const Json& tree() const { return tree_; }

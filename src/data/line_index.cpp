@@ -91,10 +91,15 @@ class Builder {
 
 std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
                                         std::string& problem) {
+  // The parser takes a NUL for the end of its input.
+  if (line.find('\0') != line.npos) {
+    problem = "broken JSON: a NUL byte";
+    return std::nullopt;
+  }
   nlohmann::json object;
   try {
     object = nlohmann::json::parse(line);
-  } catch (const nlohmann::json::parse_error& error) {
+  } catch (const nlohmann::json::exception& error) {  // a number may be too large without being ill-formed
     problem = str("broken JSON: ", error.what());
     return std::nullopt;
   }

@@ -3,6 +3,8 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <thread>
+#include <utility>
 
 #include "fingerprint.h"
 #include "prefetcher.h"
@@ -30,6 +32,7 @@ class DataLoader::Impl {
   }
 
   int64_t num_lanes() const { return options_.global_batch_size; }
+  int64_t num_rows() const { return static_cast<int64_t>(lanes_.size()); }
   std::optional<int64_t> num_steps() const { return end_; }
 
   // As many as the rank with the most lanes needs.
@@ -52,6 +55,24 @@ class DataLoader::Impl {
     Batch batch = std::move(current_[next_micro_batch_]);
     next_micro_batch_ = (next_micro_batch_ + 1) % current_.size();
     return batch;
+  }
+
+  bool wait(std::chrono::milliseconds longest) {
+    if (next_micro_batch_ != 0 || is_at_end()) return true;
+    return prefetcher().wait(longest);
+  }
+
+  void take_back_step() {
+    TITAN_CHECK(next_micro_batch_ == 0 && lanes_before_, "a loader takes back one step, and a whole one");
+    abandon_reading();
+    lanes_ = std::move(*lanes_before_);
+    lanes_before_.reset();
+    --steps_;
+  }
+
+  // What waits for the threads is a thread itself, which nobody waits for.
+  void abandon_reading() {
+    if (prefetcher_) std::thread([reading = std::move(prefetcher_)] {}).detach();
   }
 
   LoaderState state() const {
@@ -78,12 +99,15 @@ class DataLoader::Impl {
   }
 
  private:
+  bool is_at_end() const { return end_ && steps_ >= *end_; }
+
   // Forgets what was made ahead. The threads start again with the next step.
   void begin_at(int64_t steps, const std::vector<LaneState>& all) {
     prefetcher_.reset();
     current_.clear();
     next_micro_batch_ = 0;
     steps_ = steps;
+    lanes_before_.reset();
     lanes_.clear();
     for (int64_t lane = options_.dp_rank; lane < num_lanes(); lane += options_.dp_size)
       lanes_.push_back(all[lane]);
@@ -103,9 +127,9 @@ class DataLoader::Impl {
   }
 
   std::optional<std::vector<Batch>> make_step() {
-    if (end_ && steps_ >= *end_) return std::nullopt;
+    if (is_at_end()) return std::nullopt;
     PreparedStep step = prefetcher().take();
-    lanes_ = step.states;
+    lanes_before_ = std::exchange(lanes_, step.states);
     ++steps_;
     return cut(step);
   }
@@ -125,9 +149,10 @@ class DataLoader::Impl {
   std::shared_ptr<const Feed> feed_;
   LoaderOptions options_;
   int64_t steps_ = 0;
-  std::optional<int64_t> end_;    // steps of the feed, where it knows them
-  std::vector<LaneState> lanes_;  // of this rank, after the last step given
-  std::vector<Batch> current_;    // of next(): the step whose micro-batches are being given
+  std::optional<int64_t> end_;                          // steps of the feed, where it knows them
+  std::vector<LaneState> lanes_;                        // of this rank, after the last step given
+  std::optional<std::vector<LaneState>> lanes_before_;  // and before it
+  std::vector<Batch> current_;  // of next(): the step whose micro-batches are being given
   size_t next_micro_batch_ = 0;
   std::unique_ptr<Prefetcher> prefetcher_;
 };
@@ -139,8 +164,12 @@ DataLoader::DataLoader(DataLoader&&) noexcept = default;
 
 std::optional<std::vector<Batch>> DataLoader::next_step() { return impl_->next_step(); }
 std::optional<Batch> DataLoader::next() { return impl_->next(); }
+bool DataLoader::wait(std::chrono::milliseconds longest) { return impl_->wait(longest); }
+void DataLoader::take_back_step() { impl_->take_back_step(); }
+void DataLoader::abandon_reading() { impl_->abandon_reading(); }
 int64_t DataLoader::num_micro_batches() const { return impl_->num_micro_batches(); }
 int64_t DataLoader::num_lanes() const { return impl_->num_lanes(); }
+int64_t DataLoader::num_rows() const { return impl_->num_rows(); }
 std::optional<int64_t> DataLoader::num_steps() const { return impl_->num_steps(); }
 LoaderState DataLoader::state() const { return impl_->state(); }
 void DataLoader::load_state(const LoaderState& state) { impl_->load_state(state); }

@@ -40,8 +40,10 @@ PatternScratch::~PatternScratch() {
 Pattern::Pattern(const std::string& pattern, Kind kind) : pattern_(pattern) {
   bool literal = kind == Kind::Literal;
   std::string source = literal ? pattern : translate_oniguruma(pattern);
-  // ^ and $ are always those of a line in Oniguruma.
-  uint32_t options = PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE);
+  // ^ and $ are always those of a line in Oniguruma. \C would cut characters apart, and matching what is left
+  // read beyond it.
+  uint32_t options =
+      PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C);
   int code = 0;
   size_t offset = 0;
   auto* text = reinterpret_cast<PCRE2_SPTR>(source.data());

@@ -37,12 +37,20 @@ Prefetcher::~Prefetcher() {
   for (auto& worker : workers_) worker.request_stop();
 }
 
+bool Prefetcher::is_ready() const {
+  const Slot& slot = slots_[num_taken_ % slots_.size()];
+  return slot.error || (slot.prepared_for == num_taken_ && slot.num_done == options_.num_workers);
+}
+
+bool Prefetcher::wait(std::chrono::milliseconds longest) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, longest, [&] { return is_ready(); });
+}
+
 PreparedStep Prefetcher::take() {
   std::unique_lock lock(mutex_);
   Slot& slot = slots_[num_taken_ % slots_.size()];
-  changed_.wait(lock, [&] {
-    return slot.error || (slot.prepared_for == num_taken_ && slot.num_done == options_.num_workers);
-  });
+  changed_.wait(lock, [&] { return is_ready(); });
   if (slot.error) std::rethrow_exception(slot.error);
   PreparedStep step = slot.step;  // shares the tensors; whether they can be used again is decided when the
                                   // slot is next needed

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <memory>
@@ -43,6 +44,8 @@ class Prefetcher {
 
   /// The next step; waits for it. Rethrows what its making threw, and again at every further call.
   PreparedStep take();
+  /// Whether take() would return at once, after waiting for that as long.
+  bool wait(std::chrono::milliseconds longest);
 
  private:
   struct Slot {
@@ -52,6 +55,8 @@ class Prefetcher {
     std::exception_ptr error;
   };
 
+  // The slot that take() looks at is filled, or failed.
+  bool is_ready() const;
   void work(std::stop_token stop, int64_t worker);
   // The slot for `step`, ready to be written; null when stopped.
   Slot* wait_for_slot(int64_t step, std::stop_token stop);

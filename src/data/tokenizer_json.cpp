@@ -74,8 +74,7 @@ class Reader {
   }
 
   void name_id(const std::string& token, const Json& id) {
-    // Far above any vocabulary; bounds what a broken file makes us allocate.
-    constexpr int64_t kLargest = 1 << 28;
+    constexpr int64_t kLargest = 1 << 28;  // far above any vocabulary
     if (!id.is_number_integer() || id.get<int64_t>() < 0 || id.get<int64_t>() > kLargest)
       file_.refuse(str("token '", token, "' has the id ", id.dump()));
     ids_[token] = id.get<int32_t>();
@@ -142,7 +141,12 @@ class Reader {
   }
 
   void fill_decoding() {
+    // Ids may leave some out, but one must not make the table larger than the file can account for.
+    const size_t most = 4 * ids_.size() + 4096;
     for (const auto& [token, id] : ids_) {
+      if (static_cast<size_t>(id) >= most)
+        file_.refuse(str("token '", token, "' has the id ", id, "; at most ", most - 1,
+                         " is allowed in a vocabulary of ", ids_.size()));
       if (static_cast<size_t>(id) >= out_.bytes_of_id.size()) out_.bytes_of_id.resize(id + 1);
       out_.bytes_of_id[id] = bytes_from_alphabet(token).value_or(token);
     }

@@ -12,9 +12,12 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 
+#include "call_checker.h"
+#include "collective_range.h"
 #include "group_backends.h"
 #include "staging_pool.h"
 #include "titan/core/error.h"
+#include "titan/dist/device_backend.h"
 #include "titan/dist/flight_record.h"
 
 namespace titan::dist {
@@ -62,18 +65,38 @@ struct Work::State {
   CallRecord call;
   int group_size = 0;
   int group_rank = 0;
-  int peer_in_world = -1;  // of the call's peer
+  int peer_in_world = -1;          // of the call's peer
+  CallChecker* checker = nullptr;  // of the group, which outlives its calls
 
   void wait() {
+    const CollectiveRange traced(CollectiveRange::Part::Wait, call, group_size);
+    recorder->wait(number);
     try {
-      work->wait();
+      if (checker && call.op == CollectiveOp::Receive) checker->check_received(call);
+      wait_for_peers();
       if (summands.defined()) sum_up();
       if (host_out.defined()) copy_into(out, host_out);
     } catch (const std::exception& error) {
       recorder->finish(number, CallState::Failed);
       throw Error(failure(reason_of(error)));
     }
-    recorder->finish(number, CallState::Finished);
+    finish();
+  }
+
+  void finish() {
+    DeviceBackend* devices =
+        out.defined() && !out.is_cpu() && !host_out.defined() ? device_backend() : nullptr;
+    std::function<bool()> done = devices ? devices->completion_of(*work) : nullptr;
+    if (done)
+      recorder->finish_when(number, std::move(done));
+    else
+      recorder->finish(number, CallState::Finished);
+  }
+
+  void wait_for_peers() {
+    const auto start = std::chrono::steady_clock::now();
+    work->wait();
+    recorder->add_wait(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
   }
 
   // In rank order whatever came first, so that every run has the same bits. 16-bit numbers are summed in
@@ -92,12 +115,11 @@ namespace {
 
 std::string failure_of(const CallRecord& call, int rank, int size, int peer_in_world,
                        const std::string& reason) {
-  std::string message = str(name_of(call.op), " in group '", call.group, "' failed on its rank ", rank,
-                            " of ", size, " (call ", call.group_number);
-  if (*call.phase) message += str(", ", call.phase);
-  if (*call.module) message += str(" ", call.module);
-  if (call.peer >= 0) message += str(", peer ", call.peer, ", which is rank ", peer_in_world, " of the job");
-  return message + str(", ", call.bytes, " bytes): ", reason);
+  std::string message = str(name_of(call.op), " #", call.sequence, " in group '", call.group->name,
+                            "' failed on its rank ", rank, " of ", size, " (");
+  if (*call.phase) message += str(call.phase, *call.module ? " " : "", call.module, ", ");
+  if (call.peer >= 0) message += str("peer ", call.peer, ", which is rank ", peer_in_world, " of the job, ");
+  return message + str(call.bytes, " bytes): ", reason);
 }
 
 }  // namespace
@@ -134,23 +156,25 @@ void Work::wait() {
   if (auto state = std::move(state_)) state->wait();
 }
 
-Group::Group(std::string name, std::vector<int> ranks, int my_world_rank,
-             std::unique_ptr<GroupBackends> backends, std::shared_ptr<FlightRecorder> recorder)
-    : name_(std::move(name)),
-      ranks_(std::move(ranks)),
-      backends_(std::move(backends)),
-      recorder_(std::move(recorder)) {
+Group::Group(Parts parts)
+    : name_(std::move(parts.name)),
+      ranks_(std::move(parts.ranks)),
+      backends_(std::move(parts.backends)),
+      recorder_(std::move(parts.recorder)),
+      checker_(std::move(parts.checker)),
+      num_sent_(ranks_.size()),
+      num_received_(ranks_.size()) {
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    if (ranks_[i] == my_world_rank) rank_ = static_cast<int>(i);
+    if (ranks_[i] == parts.my_world_rank) rank_ = static_cast<int>(i);
   }
-  if (recorder_) recorded_name_ = recorder_->intern(name_);
+  if (recorder_ && contains_me()) record_ = recorder_->add_group(name_, parts.purpose, ranks_);
   by_exchange_ = backends_ && backends_->main->getBackendName() == "gloo";
   if (by_exchange_) staging_ = std::make_shared<StagingPool>();
 }
 
 std::shared_ptr<Group> Group::alone(std::string name, int my_world_rank) {
-  return std::make_shared<Group>(std::move(name), std::vector<int>{my_world_rank}, my_world_rank, nullptr,
-                                 nullptr);
+  return std::make_shared<Group>(
+      Parts{std::move(name), "", {my_world_rank}, my_world_rank, nullptr, nullptr, nullptr});
 }
 
 Group::~Group() {
@@ -159,18 +183,27 @@ Group::~Group() {
   if (std::uncaught_exceptions() > 0) static_cast<void>(backends_.release());
 }
 
-CallRecord Group::record_of(int op, const at::Tensor& tensor, Label label, int peer) const {
+CallRecord Group::record_of(int op, const at::Tensor& out, const at::Tensor& in, Label label,
+                            int peer) const {
   CallRecord call;
   call.op = static_cast<CollectiveOp>(op);
-  call.group = recorded_name_;
-  call.phase = label.phase;
-  call.module = label.module;
+  call.group = record_;
+  call.set_label(label.phase, label.module);
   call.peer = peer;
-  if (tensor.defined()) {
-    call.bytes = static_cast<int64_t>(tensor.nbytes());
-    call.dtype = tensor.scalar_type();
-  }
+  if (!out.defined()) return call;
+  call.bytes = static_cast<int64_t>(std::max(out.nbytes(), in.nbytes()));
+  call.dtype = out.scalar_type();
+  call.out.set(out.sizes());
+  call.in.set(in.sizes());
   return call;
+}
+
+uint64_t Group::next_sequence(const CallRecord& call) {
+  const auto peer = static_cast<size_t>(call.peer);
+  std::atomic<uint64_t>& next = call.op == CollectiveOp::Send      ? num_sent_[peer]
+                                : call.op == CollectiveOp::Receive ? num_received_[peer]
+                                                                   : num_collectives_;
+  return next.fetch_add(1, std::memory_order_relaxed);
 }
 
 namespace {
@@ -186,6 +219,13 @@ at::Tensor pinned_like(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+// On the host whatever the tensors are on; the members compare in the order of their calls.
+void Group::check(const CallRecord& call) {
+  if (call.op == CollectiveOp::Send) return checker_->announce_sent(call);
+  if (call.op == CollectiveOp::Receive) return;  // when it is waited for: the peer may send later
+  checker_->check(call, backends_->for_tensor(at::empty({0}, at::kByte)));
+}
 
 template <class Start>
 Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start) {
@@ -204,14 +244,17 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   // The backend writes behind autograd's back; whoever keeps a copy of `out` has to see that it changes. What
   // is sent may be needed unchanged: a stage's output by its own backward.
   if (writes && out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-  call.group_number = num_calls_.fetch_add(1, std::memory_order_relaxed);
+  call.sequence = next_sequence(call);
   state->call = call;
   state->group_rank = rank_;
   state->group_size = size();
   if (call.peer >= 0) state->peer_in_world = ranks_[static_cast<size_t>(call.peer)];
   state->recorder = recorder_;
+  state->checker = checker_.get();
   state->number = recorder_->start(call);
+  const CollectiveRange traced(CollectiveRange::Part::Launch, call, size());
   try {
+    if (checker_) check(call);
     state->work = start(backend, received, sent);
   } catch (const std::exception& error) {
     recorder_->finish(state->number, CallState::Failed);
@@ -243,14 +286,14 @@ Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label)
   check_call(*this, "all_gather", out, in, size(), 1);
   if (size() == 1) return copy_into(out, in), Work();
   return launch(
-      record_of(int(CollectiveOp::AllGather), out, label, -1), out, in,
+      record_of(int(CollectiveOp::AllGather), out, in, label), out, in,
       [](auto& backend, auto& received, auto& sent) { return backend._allgather_base(received, sent); });
 }
 
 Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label) {
   check_call(*this, "reduce_scatter", out, in, 1, size());
   if (size() == 1) return copy_into(out, in), Work();
-  const CallRecord call = record_of(int(CollectiveOp::ReduceScatter), in, label, -1);
+  const CallRecord call = record_of(int(CollectiveOp::ReduceScatter), out, in, label);
   if (!by_exchange_) {
     return launch(call, out, in, [](auto& backend, auto& received, auto& sent) {
       return backend._reduce_scatter_base(received, sent);
@@ -270,13 +313,14 @@ Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label la
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, Label label) {
   check_call(*this, "all_reduce", tensor, tensor, 1, 1);
   if (size() == 1) return {};
-  return launch(record_of(int(CollectiveOp::AllReduce), tensor, label, -1), tensor, tensor,
-                [op](auto& backend, auto& received, auto&) {
-                  std::vector<at::Tensor> tensors = {received};
-                  c10d::AllreduceOptions options;
-                  options.reduceOp = to_c10d(op);
-                  return backend.allreduce(tensors, options);
-                });
+  CallRecord call = record_of(int(CollectiveOp::AllReduce), tensor, tensor, label);
+  call.reduce = static_cast<int8_t>(op);
+  return launch(call, tensor, tensor, [op](auto& backend, auto& received, auto&) {
+    std::vector<at::Tensor> tensors = {received};
+    c10d::AllreduceOptions options;
+    options.reduceOp = to_c10d(op);
+    return backend.allreduce(tensors, options);
+  });
 }
 
 Work Group::broadcast(const at::Tensor& tensor, int root, Label label) {
@@ -284,7 +328,7 @@ Work Group::broadcast(const at::Tensor& tensor, int root, Label label) {
   TITAN_CHECK(root >= 0 && root < size(), "broadcast from rank ", root, " of group '", name_, "' of ",
               size());
   if (size() == 1) return {};
-  return launch(record_of(int(CollectiveOp::Broadcast), tensor, label, root), tensor, tensor,
+  return launch(record_of(int(CollectiveOp::Broadcast), tensor, tensor, label, root), tensor, tensor,
                 [root](auto& backend, auto& received, auto&) {
                   std::vector<at::Tensor> tensors = {received};
                   c10d::BroadcastOptions options;
@@ -298,7 +342,7 @@ Work Group::all_to_all(const at::Tensor& out, const at::Tensor& in, Label label)
   TITAN_CHECK(in.numel() % size() == 0, "all_to_all in group '", name_, "' of ", size(),
               " ranks: ", in.numel(), " elements don't divide");
   if (size() == 1) return copy_into(out, in), Work();
-  return launch(record_of(int(CollectiveOp::AllToAll), out, label, -1), out, in,
+  return launch(record_of(int(CollectiveOp::AllToAll), out, in, label), out, in,
                 [](auto& backend, auto& received, auto& sent) {
                   at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
                   std::vector<int64_t> even;  // empty: equal parts
@@ -310,7 +354,7 @@ Work Group::send(const at::Tensor& tensor, int peer, Label label) {
   check_call(*this, "send", tensor, tensor, 1, 1);
   TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, "send to rank ", peer, " of group '", name_,
               "' of ", size(), " from rank ", rank_);
-  return launch(record_of(int(CollectiveOp::Send), tensor, label, peer), tensor, tensor,
+  return launch(record_of(int(CollectiveOp::Send), tensor, tensor, label, peer), tensor, tensor,
                 [peer](auto& backend, auto&, auto& sent) {
                   std::vector<at::Tensor> tensors = {sent};
                   return backend.send(tensors, peer, /*tag=*/0);
@@ -321,7 +365,7 @@ Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
   check_call(*this, "receive", tensor, tensor, 1, 1);
   TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, "receive from rank ", peer, " of group '", name_,
               "' of ", size(), " on rank ", rank_);
-  return launch(record_of(int(CollectiveOp::Receive), tensor, label, peer), tensor, tensor,
+  return launch(record_of(int(CollectiveOp::Receive), tensor, tensor, label, peer), tensor, tensor,
                 [peer](auto& backend, auto& received, auto&) {
                   std::vector<at::Tensor> tensors = {received};
                   return backend.recv(tensors, peer, /*tag=*/0);
@@ -331,7 +375,7 @@ Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
 Work Group::barrier(Label label) {
   TITAN_CHECK(contains_me(), "barrier in group '", name_, "', of which this rank isn't a member");
   if (size() == 1) return {};
-  return launch(record_of(int(CollectiveOp::Barrier), {}, label, -1), {}, {},
+  return launch(record_of(int(CollectiveOp::Barrier), {}, {}, label), {}, {},
                 [](auto& backend, auto&, auto&) { return backend.barrier(); });
 }
 
@@ -339,6 +383,7 @@ std::string Group::backend_name() const { return backends_ ? backends_->main->ge
 
 void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (!backends_) return;
+  if (checker_) checker_->set_timeout(timeout);
   backends_->main->setTimeout(timeout);
   if (backends_->host) backends_->host->setTimeout(timeout);
 }

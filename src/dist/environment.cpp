@@ -138,9 +138,7 @@ void read_variables(Reader& env, Launch& launch) {
   launch.local_rank = env.number("LOCAL_RANK", -1);
   launch.local_size = env.number("LOCAL_WORLD_SIZE", -1);
   launch.listen_fd = launch.rank == 0 ? env.number("TITAN_STORE_FD", -1) : -1;
-  if (env.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True") return;
-  launch.serves_store = false;
-  launch.store_prefix = str("attempt_", env.number("TORCHELASTIC_RESTART_COUNT", 0), "/");
+  launch.serves_store = env.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True";
 }
 
 void check_store(Reader& env, const Launch& launch) {

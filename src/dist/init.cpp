@@ -72,6 +72,7 @@ World make_fake_world(const InitOptions& options) {
   impl->backend = "fake";
   impl->timeout = options.timeout;
   impl->store = make_private_store();
+  impl->recorder = std::make_shared<FlightRecorder>(options.flight_entries);
   return World(std::move(impl));
 }
 
@@ -85,6 +86,8 @@ World init(const InitOptions& options) {
   impl->devices = choose_devices(options, impl->launch.rank);
   impl->backend = choose_backend(options, impl->devices);
   impl->timeout = options.timeout;
+  impl->recorder = std::make_shared<FlightRecorder>(options.flight_entries);
+  impl->check_collectives = options.check_collectives;
   Rendezvous rendezvous = meet(impl->launch, options.timeout);
   impl->store = std::move(rendezvous.store);
   count_local_ranks(impl->launch, rendezvous.peers);
@@ -94,6 +97,7 @@ World init(const InitOptions& options) {
   const bool one_host = std::count(hosts.begin(), hosts.end(), hosts[0]) == impl->launch.size;
   impl->gloo = choose_gloo_address(environment("GLOO_SOCKET_IFNAME"), one_host, impl->launch.store_host);
   choose_device(*impl);
+  if (!impl->device.is_cpu()) impl->sweep = std::make_unique<DeviceSweep>(impl->recorder);
   World world(std::move(impl));
   world.everyone();
   return world;

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <fstream>
+#include <random>
+#include <sstream>
 #include <thread>
 
 #include <c10/util/Logging.h>
@@ -88,10 +90,80 @@ std::string no_store(const Launch& launch, Milliseconds timeout) {
              seconds(timeout), " s, missing: 0 (rank 0 serves it; are MASTER_ADDR and MASTER_PORT its own?)");
 }
 
+// [Note: torchrun's store]
+// The agent's store outlives the ranks that it restarts, and so do their keys; nor do the agents of several
+// hosts count restarts alike. So that store is a notice board: rank 0, which runs on the same host, serves
+// one of its own and writes up the port. A port that an earlier rank 0 wrote up is found closed, since agents
+// end all ranks before they start new ones; or taken by somebody else by now, which may be another job of
+// ours with the same keys. So there stands a number beside it that only the right store has, too.
+constexpr const char* kOwnPort = "titan/port";
+constexpr const char* kOwnNumber = "own_number";
+
+StorePtr open_agent_store(const Launch& launch, Milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(launch.store_port);
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  return c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
+}
+
+StorePtr serve_and_tell(const Launch& launch, Milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.numWorkers = launch.size;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  auto server = c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
+  const auto port = server->getPort();
+  auto store = c10::make_intrusive<c10d::PrefixStore>("titan", std::move(server));
+  std::random_device source;
+  const std::string number = str(source(), "-", source());
+  store->set(kOwnNumber, number);
+  open_agent_store(launch, timeout)->set(kOwnPort, str(port, " ", number));
+  return store;
+}
+
+/// Null: nobody listens there, or not the store that has this number.
+StorePtr open_numbered_store(const Launch& launch, const std::string& number, Clock::time_point deadline) {
+  if (!accepts_connection(launch)) return nullptr;
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(launch.store_port);
+  options.numWorkers = launch.size;
+  options.waitWorkers = false;
+  options.timeout = std::min(Milliseconds(5000), time_left(deadline));
+  try {
+    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(
+        "titan", c10::make_intrusive<c10d::TCPStore>(launch.store_host, options));
+    const bool is_it = store->check({kOwnNumber}) && store->get_to_str(kOwnNumber) == number;
+    return is_it ? store : nullptr;
+  } catch (const c10::Error&) {
+    return nullptr;  // no store at all
+  }
+}
+
+/// That of this start's rank 0, once it is there; what is written up may be another's until then.
+StorePtr open_written_up(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
+  const StorePtr board = open_agent_store(launch, timeout);
+  Launch found = launch;
+  while (true) {
+    if (board->check({kOwnPort})) {
+      std::string number;
+      std::istringstream(board->get_to_str(kOwnPort)) >> found.store_port >> number;
+      if (StorePtr store = open_numbered_store(found, number, deadline)) {
+        store->setTimeout(timeout);
+        return store;
+      }
+    }
+    if (Clock::now() >= deadline) throw Error(no_store(launch, timeout));
+    std::this_thread::sleep_for(std::min(Milliseconds(20), time_left(deadline)));
+  }
+}
+
 StorePtr open_store(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(launch.store_port);
-  options.isServer = launch.serves_store && launch.rank == 0;
+  options.isServer = launch.rank == 0;
   options.numWorkers = launch.size;
   options.waitWorkers = false;  // whoever doesn't come is to be named: see wait_until_ready
   options.timeout = timeout;
@@ -102,11 +174,20 @@ StorePtr open_store(const Launch& launch, Milliseconds timeout, Clock::time_poin
   if (!options.isServer && !wait_for_server(launch, deadline)) throw Error(no_store(launch, timeout));
   try {
     auto store = c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
-    return c10::make_intrusive<c10d::PrefixStore>(launch.store_prefix + "titan", std::move(store));
+    return c10::make_intrusive<c10d::PrefixStore>("titan", std::move(store));
   } catch (const c10::Error& error) {
     if (!options.isServer) throw Error(str(no_store(launch, timeout), ": ", reason_of(error)));
     throw Error(str("rank 0 can't serve the store at ", where(launch),
                     " (is the port taken? set another MASTER_PORT on all ranks): ", reason_of(error)));
+  }
+}
+
+StorePtr open_by_agent(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
+  try {
+    return launch.rank == 0 ? serve_and_tell(launch, timeout) : open_written_up(launch, timeout, deadline);
+  } catch (const c10::Error& error) {
+    throw Error(str("rank ", launch.rank, " of ", launch.size, " lost the store of torchrun's agent at ",
+                    where(launch), ": ", reason_of(error)));
   }
 }
 
@@ -120,7 +201,7 @@ constexpr const char* kOk = "ok";
 void condemn(c10d::Store& store, const Launch& launch, const std::string& reason) {
   store.set(kVerdict, reason);
   // The server's process is about to end, and the store with it.
-  if (launch.rank == 0 && launch.serves_store) std::this_thread::sleep_for(Milliseconds(500));
+  if (launch.rank == 0) std::this_thread::sleep_for(Milliseconds(500));
 }
 
 /// What is wrong with this rank's coming, "" if nothing.
@@ -190,7 +271,8 @@ Rendezvous meet(const Launch& launch, Milliseconds timeout) {
   const QuietC10d quiet;
   const auto deadline = Clock::now() + timeout;
   Rendezvous result;
-  result.store = open_store(launch, timeout, deadline);
+  result.store =
+      !launch.serves_store ? open_by_agent(launch, timeout, deadline) : open_store(launch, timeout, deadline);
   try {
     const std::string problem = register_rank(*result.store, launch);
     if (!problem.empty()) {
@@ -210,7 +292,7 @@ void leave(c10d::Store& store, const Launch& launch) {
   if (launch.size == 1) return;
   try {
     store.add("left", 1);
-    if (!launch.serves_store || launch.rank != 0) return;
+    if (launch.rank != 0) return;
     const auto deadline = Clock::now() + std::chrono::seconds(5);
     while (store.add("left", 0) < launch.size && Clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));

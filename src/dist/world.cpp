@@ -9,8 +9,10 @@
 
 #include <ATen/ops/full.h>
 
+#include "call_checker.h"
 #include "fake_backend.h"
 #include "host_backend.h"
+#include "own_timeout.h"
 #include "world_impl.h"
 
 namespace titan::dist {
@@ -69,7 +71,18 @@ std::shared_ptr<Group> World::Impl::make_group(const std::vector<int>& ranks, co
                       " ranks: ", error.what_without_backtrace()));
     }
   }
-  auto group = std::make_shared<Group>(name, ranks, launch.rank, std::move(backends), recorder);
+  std::unique_ptr<CallChecker> checker;
+  if (check_collectives && backends)
+    checker = std::make_unique<CallChecker>(
+        spec_of(name, key, "calls", static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size())),
+        ranks);
+  auto group = std::make_shared<Group>(Group::Parts{.name = name,
+                                                    .purpose = purpose,
+                                                    .ranks = ranks,
+                                                    .my_world_rank = launch.rank,
+                                                    .backends = std::move(backends),
+                                                    .recorder = recorder,
+                                                    .checker = std::move(checker)});
   if (group->contains_me() && group->size() > 1 && backend != "fake") check_sum(*group);
   return group;
 }
@@ -93,12 +106,14 @@ const std::string& World::launched_by() const { return impl_->launch.by; }
 c10::Device World::device() const { return impl_->device; }
 std::chrono::seconds World::timeout() const { return impl_->timeout; }
 c10d::Store& World::store() const { return *impl_->store; }
-const FlightRecorder& World::recorder() const { return *impl_->recorder; }
+FlightRecorder& World::recorder() const { return *impl_->recorder; }
+std::shared_ptr<FlightRecorder> World::shared_recorder() const { return impl_->recorder; }
 
 void World::set_timeout(std::chrono::seconds timeout) const {
   std::lock_guard lock(impl_->mutex);
   impl_->timeout = timeout;
-  for (auto& [ranks, group] : impl_->groups) group->set_timeout(timeout);
+  for (auto& [ranks_and_purpose, group] : impl_->groups)
+    if (!ranks_and_purpose.second.starts_with(kOwnTimeout)) group->set_timeout(timeout);
 }
 
 std::shared_ptr<Group> World::group(const std::vector<int>& ranks, const std::string& name,

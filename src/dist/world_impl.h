@@ -13,6 +13,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "device_sweep.h"
 #include "environment.h"
 #include "gloo_backend.h"
 #include "group_backends.h"
@@ -35,7 +36,9 @@ struct World::Impl {
   GlooAddress gloo;
   std::vector<std::string> hosts;  // by rank
   bool direct_memory = true;
-  std::shared_ptr<FlightRecorder> recorder = std::make_shared<FlightRecorder>();
+  std::shared_ptr<FlightRecorder> recorder;
+  std::unique_ptr<DeviceSweep> sweep;  // null: no device
+  bool check_collectives = false;
 
   std::mutex mutex;
   std::map<std::pair<std::vector<int>, std::string>, std::shared_ptr<Group>> groups;  // by ranks and purpose

@@ -5,6 +5,8 @@
 
 #include <ATen/TensorOperators.h>
 
+#include "dist/trace_range.h"
+#include "nn/trace_hook.h"
 #include "titan/core/error.h"
 #include "titan/ops/linear.h"
 #include "titan/ops/overlapped_linear.h"
@@ -28,13 +30,13 @@ LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOp
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
-  const ops::SinkedWeight sinked{weight, weight_sink_};
+  const ops::SinkedWeight sinked = sinked_weight();
   if (exchange_ && exchange_split_ == Split::Columns)
     return ops::gathered_linears(x, {sinked}, products_, exchange_, exchange_name_)[0];
   if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_, exchange_name_);
   // Times zero rather than left out: its gradient has to exist on all ranks.
   const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
-  return ops::linear(x, weight, added, products_, weight_sink_);
+  return ops::linear(x, weight, added, products_, weight_sink_, weight_source_);
 }
 
 std::vector<ParamSplit> LinearImpl::param_splits(Split split) const {
@@ -46,6 +48,13 @@ std::vector<ParamSplit> LinearImpl::param_splits(Split split) const {
 
 void LinearImpl::set_split(Split split, std::shared_ptr<const ops::RankParts> parts) {
   adds_bias_ = split == Split::Columns || parts->index() == 0;
+  (split == Split::Columns ? parts_.out : parts_.in) = std::move(parts);
+  set_products(products_);
+}
+
+void LinearImpl::set_products(std::shared_ptr<const ops::Products> products) {
+  auto own = parts_.in || parts_.out ? products->for_parts(parts_) : nullptr;
+  products_ = own ? std::move(own) : std::move(products);
 }
 
 void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange,
@@ -59,8 +68,24 @@ void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceEx
 
 bool LinearImpl::joins(const LinearImpl& other) const {
   const bool same_way = exchange_ == other.exchange_ && exchange_split_ == other.exchange_split_;
-  return products_ == other.products_ && same_way && !bias.defined() && !is_wrapped() && !label_hook;
+  // Of a gathered input each may take what it wants.
+  return (exchange_ || products_->joins(*other.products_)) && same_way && !bias.defined() && !is_wrapped() &&
+         (!label_hook || only_traces(label_hook));
 }
+
+namespace {
+
+// "layers.3.attention.wq+wk+wv"
+std::string joint_name(std::initializer_list<const Linear*> layers) {
+  std::string name;
+  for (const Linear* layer : layers) {
+    const std::string& fqn = (*layer)->fqn();
+    name += name.empty() ? fqn : "+" + fqn.substr(fqn.rfind('.') + 1);
+  }
+  return name;
+}
+
+}  // namespace
 
 // A layer with hooks of its own has to be called.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers) {
@@ -73,11 +98,13 @@ std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const
     for (const Linear* layer : layers) results.push_back((*layer)(x));
     return results;
   }
+  const dist::TraceRange traced([&] { return joint_name(layers); });
   std::vector<ops::SinkedWeight> weights;
-  for (const Linear* layer : layers) weights.push_back({(*layer)->weight, (*layer)->weight_sink_});
-  return first.exchange_
-             ? ops::gathered_linears(x, weights, first.products_, first.exchange_, first.exchange_name_)
-             : ops::joint_linears(x, weights, first.products_);
+  for (const Linear* layer : layers) weights.push_back((*layer)->sinked_weight());
+  if (!first.exchange_) return ops::joint_linears(x, weights, first.products_);
+  std::vector<std::shared_ptr<const ops::Products>> products;
+  for (const Linear* layer : layers) products.push_back((*layer)->products_);
+  return ops::gathered_linears(x, weights, products, first.exchange_, first.exchange_name_);
 }
 
 bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

@@ -62,7 +62,7 @@ Lookup local_lookup(const at::Tensor& tokens, const VocabularyPart& part, int64_
   return {rows.masked_fill(foreign, 0), foreign};
 }
 
-std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
+std::vector<int64_t> output_sizes(at::IntArrayRef sizes, int64_t last) {
   std::vector<int64_t> result = sizes.vec();
   result.push_back(last);
   return result;
@@ -83,7 +83,7 @@ at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
     if (part.parts) lookup = local_lookup(tokens, part, weight_VD.size(0));
     out = weight_VD.size(0) > 0
               ? at::embedding(weight_VD, lookup.rows)
-              : at::zeros(with_last(tokens.sizes(), weight_VD.size(1)), weight_VD.options());
+              : at::zeros(output_sizes(tokens.sizes(), weight_VD.size(1)), weight_VD.options());
     if (lookup.foreign.defined()) out.masked_fill_(lookup.foreign.unsqueeze(-1), 0);
   }
   if (!compute_requires_grad(weight_VD)) return out;

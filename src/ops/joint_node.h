@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "ops/autograd_node.h"
+#include "ops/saved_input.h"
 #include "titan/ops/joint_linear.h"
 
 namespace titan::ops {
@@ -17,14 +19,29 @@ inline at::Tensor as_rows(const at::Tensor& x) {
   return x.reshape({c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1), x.size(-1)});
 }
 
-/// Hands a weight's gradient to its sink, or returns it.
+/// The same of an operand's values.
+inline Operand as_rows(Operand operand) {
+  if (operand.values.defined()) operand.values = as_rows(operand.values);
+  return operand;
+}
+
+/// Hands a weight's gradient to its sink, or returns it. A sink may put it off, so it gets what the product
+/// reads and no more.
 inline at::Tensor weight_gradient(const std::shared_ptr<const Products>& products,
-                                  const std::shared_ptr<GradSink>& sink, const at::Tensor& grad,
-                                  const at::Tensor& x) {
-  const at::Tensor grad_NO = as_rows(grad), x_NI = as_rows(x);
+                                  const std::shared_ptr<GradSink>& sink, Operand grad_NO,
+                                  const Operand& x_NI) {
   if (!sink) return products->grad_weight(grad_NO, x_NI);
-  sink->accept(WeightGrad{products, grad_NO, x_NI});
+  if (grad_NO.down_columns.defined() || grad_NO.values.defined()) grad_NO.along_rows = {};
+  sink->accept(WeightGrad{products, std::move(grad_NO), products->kept(x_NI)});
   return {};
+}
+
+/// The weight of a backward's product: from its source, or what the forward saved.
+inline Operand unpacked(const SavedVariable& weight, const std::shared_ptr<const WeightSource>& source) {
+  return source ? source->weight() : Operand(weight.unpack());
+}
+inline Operand operand_of(const SinkedWeight& weight) {
+  return weight.source ? weight.source->weight() : Operand(weight.weight);
 }
 
 /// Inputs: x, then the weights. The engine waits for the gradients of all outputs that have one.
@@ -43,37 +60,70 @@ class JointNode : public torch::autograd::Node {
     for (SavedVariable& weight : weights) weight.reset_data();
   }
 
-  SavedVariable x;  // what the products multiplied
+  SavedInput x;  // what the products multiplied
   std::vector<SavedVariable> weights;
+  std::vector<std::shared_ptr<const WeightSource>> sources;
   std::vector<std::shared_ptr<GradSink>> sinks;
-  std::shared_ptr<const Products> products;
+  std::vector<std::shared_ptr<const Products>> products;
 
  protected:
   virtual void backward(const variable_list& grads, variable_list& results) = 0;
 
+  /// Of the outputs; without products where there is none.
+  std::vector<Operand> grad_operands(const variable_list& grads) {
+    std::vector<Operand> operands(weights.size());
+    for (size_t i = 0; i < weights.size(); ++i)
+      if (grads[i].defined()) operands[i] = grad_operand(grads, i);
+    return operands;
+  }
+  Operand grad_operand(const variable_list& grads, size_t i) {
+    return products[i]->grad(as_rows(grads[i]), task_should_compute_output(0),
+                             task_should_compute_output(i + 1));
+  }
+  Operand weight(size_t i) const { return unpacked(weights[i], sources[i]); }
+
+  /// Both products of one output after the other, so that one output's casts are there at a time. Returns
+  /// x's gradient [N, I] where it is wanted; the weights' go into results[1...].
+  at::Tensor both_gradients(const variable_list& grads, variable_list& results) {
+    unpack_x(grads);
+    at::Tensor sum;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!grads[i].defined()) continue;
+      const Operand operand = grad_operand(grads, i);
+      if (task_should_compute_output(0))
+        sum = sum.defined() ? products[i]->add_grad_input(sum, operand, weight(i))
+                            : products[i]->grad_input(operand, weight(i));
+      if (wants_weight(i, grads))
+        results[i + 1] = weight_gradient(products[i], sinks[i], operand, *unpacked_x_);
+    }
+    unpacked_x_.reset();
+    return sum;
+  }
   /// Into results[1...].
-  void weight_gradients(const variable_list& grads, variable_list& results) {
+  void weight_gradients(const variable_list& grads, const std::vector<Operand>& operands,
+                        variable_list& results) {
     unpack_x(grads);
     for (size_t i = 0; i < weights.size(); ++i)
-      if (wants_weight(i, grads)) results[i + 1] = weight_gradient(products, sinks[i], grads[i], unpacked_x_);
+      if (wants_weight(i, grads))
+        results[i + 1] = weight_gradient(products[i], sinks[i], operands[i], *unpacked_x_);
     unpacked_x_.reset();
   }
   void unpack_x(const variable_list& grads) {
-    for (size_t i = 0; i < weights.size() && !unpacked_x_.defined(); ++i)
-      if (wants_weight(i, grads)) unpacked_x_ = x.unpack();
+    for (size_t i = 0; i < weights.size() && !unpacked_x_; ++i)
+      if (wants_weight(i, grads)) unpacked_x_ = as_rows(x.unpack());
   }
 
  private:
   bool wants_weight(size_t i, const variable_list& grads) const {
     return grads[i].defined() && task_should_compute_output(i + 1);
   }
-  at::Tensor unpacked_x_;  // during a backward
+  std::optional<Operand> unpacked_x_;  // during a backward
 };
 
 /// Null when nothing requires a gradient.
 template <class NodeType>
 std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                          const std::shared_ptr<const Products>& products) {
+                                          std::vector<std::shared_ptr<const Products>> products) {
   const bool any = compute_requires_grad(x) ||
                    std::any_of(weights.begin(), weights.end(),
                                [](const SinkedWeight& each) { return compute_requires_grad(each.weight); });
@@ -82,11 +132,12 @@ std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector
   torch::autograd::edge_list edges = torch::autograd::collect_next_edges(x);
   for (const SinkedWeight& each : weights) {
     edges.push_back(torch::autograd::collect_next_edges(each.weight)[0]);
-    node->weights.push_back(x.requires_grad() ? save_input(each.weight) : SavedVariable());
+    node->weights.push_back(x.requires_grad() && !each.source ? save_input(each.weight) : SavedVariable());
+    node->sources.push_back(each.source);
     node->sinks.push_back(each.sink);
   }
   node->set_next_edges(std::move(edges));
-  node->products = products;
+  node->products = std::move(products);
   return node;
 }
 

@@ -1,7 +1,6 @@
 #include "titan/ops/linear.h"
 
 #include "ops/joint_node.h"
-#include "ops/saved_input.h"
 #include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
@@ -21,20 +20,15 @@ struct LinearBackward final : BackwardNode {
   std::vector<int64_t> x_sizes;
   std::shared_ptr<const Products> products;
   std::shared_ptr<GradSink> weight_sink;
+  std::shared_ptr<const WeightSource> weight_source;
 
   variable_list backward(const at::Tensor& grad) override {
     variable_list grads(3);
+    const bool wants_x = task_should_compute_output(X), wants_weight = task_should_compute_output(Weight);
     const at::Tensor grad_NO = as_rows(grad);
-    if (task_should_compute_output(X))
-      grads[X] = products->grad_input(grad_NO, weight.unpack()).view(x_sizes);
-    if (task_should_compute_output(Weight)) {
-      const at::Tensor x_NI = as_rows(x.unpack());
-      if (weight_sink) {
-        weight_sink->accept(WeightGrad{products, grad_NO, x_NI});
-      } else {
-        grads[Weight] = products->grad_weight(grad_NO, x_NI);
-      }
-    }
+    const Operand operand = products->grad(grad_NO, wants_x, wants_weight);
+    if (wants_x) grads[X] = products->grad_input(operand, unpacked(weight, weight_source)).view(x_sizes);
+    if (wants_weight) grads[Weight] = weight_gradient(products, weight_sink, operand, as_rows(x.unpack()));
     if (task_should_compute_output(Bias)) grads[Bias] = grad_NO.sum(0);
     return grads;
   }
@@ -56,21 +50,29 @@ void check_shapes(const at::Tensor& x, const at::Tensor& weight) {
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                   const std::shared_ptr<const Products>& products,
-                  const std::shared_ptr<GradSink>& weight_sink) {
+                  const std::shared_ptr<GradSink>& weight_sink,
+                  const std::shared_ptr<const WeightSource>& weight_source) {
   check_shapes(x, weight);
+  const bool keeps = compute_requires_grad(weight);
+  Operand input;
+  {
+    BelowAutograd guard;
+    input = products->input(as_rows(x), keeps);
+  }
   std::shared_ptr<LinearBackward> node;
   if (compute_requires_grad(x, weight, bias)) {
     // Before the product ([Note: kept outputs]).
     node = make_node<LinearBackward>(x, weight, bias);
-    if (weight.requires_grad()) node->x = SavedInput(x);
-    if (x.requires_grad()) node->weight = save_input(weight);
+    if (keeps) node->x = SavedInput(x, input, *products);
+    if (x.requires_grad() && !weight_source) node->weight = save_input(weight);
     node->x_sizes = x.sizes().vec();
     node->products = products;
     node->weight_sink = weight_sink;
+    node->weight_source = weight_source;
   }
   const at::Tensor y = kept(KeptKind::Product, weight, [&] {
     BelowAutograd guard;
-    const at::Tensor rows = products->forward(as_rows(x), weight);
+    const at::Tensor rows = products->forward(input, weight_source ? weight_source->weight() : weight);
     if (bias.defined()) rows.add_(bias);
     return rows.view(with_last(x.sizes(), weight.size(0)));
   });

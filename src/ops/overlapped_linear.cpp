@@ -1,8 +1,7 @@
 #include "titan/ops/overlapped_linear.h"
 
-#include <ATen/ops/empty.h>
-
 #include "ops/joint_node.h"
+#include "ops/pulled_gather.h"
 #include "ops/saved_input.h"
 #include "titan/ops/saved_outputs.h"
 
@@ -11,83 +10,37 @@ namespace titan::ops {
 namespace {
 
 using Sizes = std::vector<int64_t>;
+using ProductsOfEach = std::vector<std::shared_ptr<const Products>>;
 
-// The part of [B, S, F] that is rank r's: not contiguous unless B is 1.
-at::Tensor part_of_sequence(const at::Tensor& whole, int rank, int count) {
-  const int64_t length = whole.size(1) / count;
-  return whole.narrow(1, rank * length, length);
+Sizes with_features(at::IntArrayRef sizes, int64_t features) {
+  Sizes result = sizes.vec();
+  result.back() = features;
+  return result;
 }
 
-at::Tensor product(const Products& products, const at::Tensor& x, const at::Tensor& weight, bool transposed) {
-  const at::Tensor rows = as_rows(x);
-  Sizes sizes = x.sizes().vec();
-  sizes.back() = weight.size(transposed ? 1 : 0);
-  return (transposed ? products.grad_input(rows, weight) : products.forward(rows, weight)).view(sizes);
-}
-
-// A gather that products pull parts out of. The first product takes them as they come; later ones find the
-// sequence whole.
-class PulledGather {
- public:
-  PulledGather(const SequenceExchange& exchange, const at::Tensor& part, const char* module)
-      : gather_(exchange.gather(part.contiguous(), module)),
-        count_(exchange.count()),
-        sizes_(part.sizes().vec()) {
-    sizes_[1] *= count_;
-    whole_ = at::empty(sizes_, part.options());
-  }
-
-  // x W^T, or g W if `transposed`.
-  at::Tensor multiply(const Products& products, const at::Tensor& weight, bool transposed) {
-    if (complete_) return product(products, whole_, weight, transposed);
-    Sizes sizes = sizes_;
-    sizes.back() = weight.size(transposed ? 1 : 0);
-    at::Tensor result = at::empty(sizes, whole_.options());
-    take_parts([&](int rank, const at::Tensor& part) {
-      part_of_sequence(result, rank, count_).copy_(product(products, part, weight, transposed));
-    });
-    return result;
-  }
-  const at::Tensor& whole() {
-    if (!complete_) take_parts([](int, const at::Tensor&) {});
-    return whole_;
-  }
-
- private:
-  template <class Use>
-  void take_parts(const Use& use) {
-    for (int rank = gather_->next(); rank >= 0; rank = gather_->next()) {
-      const at::Tensor part = gather_->part(rank);
-      use(rank, part);
-      part_of_sequence(whole_, rank, count_).copy_(part);
-    }
-    complete_ = true;
-    gather_.reset();
-  }
-
-  std::unique_ptr<SequenceExchange::Gather> gather_;
-  int count_;
-  Sizes sizes_;
-  at::Tensor whole_;
-  bool complete_ = false;
+struct Summand {
+  const Products* products;
+  Operand rows;  // [B * S, F]
+  Operand weight;
 };
 
-// The sum over pairs of a product, scattered. `meanwhile` runs when all is on its way.
+// The sum over ranks of the sum of products, scattered. `meanwhile` runs when all is on its way.
 template <class Meanwhile>
-at::Tensor multiply_and_scatter(const SequenceExchange& exchange, const char* module,
-                                const Products& products, const std::vector<at::Tensor>& inputs,
-                                const std::vector<at::Tensor>& weights, bool transposed,
+at::Tensor multiply_and_scatter(const SequenceExchange& exchange, const char* module, Pass pass,
+                                std::vector<Summand> summands, const Sizes& sizes,
                                 const Meanwhile& meanwhile) {
+  for (Summand& each : summands) each.weight = each.products->weight(each.weight, pass);
+  Sizes part_sizes = sizes;
+  part_sizes[1] /= exchange.count();
   const auto scatter = exchange.scatter(module);
   for (int rank = scatter->next(); rank >= 0; rank = scatter->next()) {
-    at::Tensor summand;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!inputs[i].defined()) continue;
-      const at::Tensor one =
-          product(products, part_of_sequence(inputs[i], rank, exchange.count()), weights[i], transposed);
-      summand = summand.defined() ? summand.add_(one) : one;
+    at::Tensor sum;
+    for (const Summand& each : summands) {
+      const Operand part = part_of_sequence(each.rows, sizes[0], rank, exchange.count());
+      const at::Tensor one = product(*each.products, pass, part, each.weight);
+      sum = sum.defined() ? sum.add_(one) : one;
     }
-    scatter->give(summand);
+    scatter->give(sum.view(part_sizes));
   }
   meanwhile();
   return scatter->finish();
@@ -103,14 +56,22 @@ void check_sequence(const at::Tensor& x, const at::Tensor& weight, const char* w
 struct GatheredLinearsBackward final : JointNode {
   std::shared_ptr<const SequenceExchange> exchange;
   const char* module = "";
+  Sizes whole_sizes;  // of x
 
   void backward(const variable_list& grads, variable_list& results) override {
-    if (!task_should_compute_output(0)) return weight_gradients(grads, results);
-    std::vector<at::Tensor> unpacked;
-    for (const SavedVariable& weight : weights) unpacked.push_back(weight.unpack());
+    const bool wants_x = task_should_compute_output(0);
+    if (!wants_x || exchange->at_once()) {
+      const at::Tensor grad_x = both_gradients(grads, results);
+      if (wants_x) results[0] = exchange->scatter_whole(grad_x.view(whole_sizes), module);
+      return;
+    }
     unpack_x(grads);  // before anything is on its way: with checkpointing this may run the layer again
-    results[0] = multiply_and_scatter(*exchange, module, *products, grads, unpacked, /*transposed=*/true,
-                                      [&] { weight_gradients(grads, results); });
+    const std::vector<Operand> operands = grad_operands(grads);
+    std::vector<Summand> summands;
+    for (size_t i = 0; i < weights.size(); ++i)
+      if (grads[i].defined()) summands.push_back({products[i].get(), operands[i], weight(i)});
+    results[0] = multiply_and_scatter(*exchange, module, Pass::Backward, std::move(summands), whole_sizes,
+                                      [&] { weight_gradients(grads, operands, results); });
   }
   std::string name() const override { return "titan::gathered_linears backward"; }
 };
@@ -119,21 +80,30 @@ struct ScatteredLinearBackward final : BackwardNode {
   enum Input : size_t { X, Weight };
   SavedInput x;
   SavedVariable weight;
-  std::shared_ptr<GradSink> sink;
+  SinkedWeight sinked;  // without the weight
+  int64_t features = 0;
   std::shared_ptr<const Products> products;
   std::shared_ptr<const SequenceExchange> exchange;
   const char* module = "";
 
   variable_list backward(const at::Tensor& grad) override {
     variable_list results(2);
+    const bool wants_x = task_should_compute_output(X), wants_weight = task_should_compute_output(Weight);
     // First: with checkpointing this may run the layer again, whose exchanges have to be over before this
     // one.
-    const at::Tensor weight_OI = task_should_compute_output(X) ? weight.unpack() : at::Tensor();
-    const at::Tensor x_BSI = task_should_compute_output(Weight) ? x.unpack() : at::Tensor();
-    PulledGather gradient(*exchange, grad, module);
-    if (weight_OI.defined()) results[X] = gradient.multiply(*products, weight_OI, /*transposed=*/true);
-    if (x_BSI.defined()) results[Weight] = weight_gradient(products, sink, gradient.whole(), x_BSI);
-    gradient.whole();  // what the peers sent has to be received
+    const Operand weight_OI = wants_x ? unpacked(weight, sinked.source) : Operand();
+    const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
+    PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, wants_weight), grad, module);
+    const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward);
+    if (by_parts) results[X] = gather.multiply_parts(*products, Pass::Backward, weight_OI, features);
+    // In any case: what the peers sent has to be received.
+    const Operand whole = products->grad(gather.whole(), wants_x && !by_parts, wants_weight);
+    if (wants_x && !by_parts) {
+      Sizes sizes = with_features(grad.sizes(), features);
+      sizes[1] *= exchange->count();
+      results[X] = products->grad_input(whole, weight_OI).view(sizes);
+    }
+    if (wants_weight) results[Weight] = weight_gradient(products, sinked.sink, whole, x_NI);
     return results;
   }
   void release_variables() override {
@@ -143,32 +113,97 @@ struct ScatteredLinearBackward final : BackwardNode {
   std::string name() const override { return "titan::scattered_linear backward"; }
 };
 
+// The products of layers over one gathered input.
+class GatheredProducts {
+ public:
+  GatheredProducts(const at::Tensor& x, const ProductsOfEach& products, bool keeps,
+                   const SequenceExchange& exchange, const char* module)
+      : products_(products),
+        keeps_(keeps),
+        alike_(std::all_of(products.begin(), products.end(),
+                           [&](const auto& each) { return each->joins(*products[0]); })),
+        gather_(exchange, alike_ ? products[0]->part(as_rows(x), Pass::Forward, keeps) : Operand(as_rows(x)),
+                x, module),
+        ready_(products.size()) {}
+
+  at::Tensor output(size_t i, const SinkedWeight& weight, const Sizes& sizes) {
+    if (gather_.multiplies_parts(*products_[i], Pass::Forward))
+      return gather_.multiply_parts(*products_[i], Pass::Forward, operand_of(weight), sizes.back());
+    return products_[i]->forward(input(i), operand_of(weight)).view(sizes);
+  }
+  bool complete() const { return gather_.complete(); }
+  /// For the backward. Layers whose products want the input in different forms have its values.
+  Operand kept() {
+    if (!alike_) return gather_.whole();
+    const auto made = std::find(made_.begin(), made_.end(), true);
+    return products_[0]->kept(made == made_.end() ? gather_.whole()
+                                                  : ready_[static_cast<size_t>(made - made_.begin())]);
+  }
+  /// What the peers sent has to be received, whoever needs it.
+  void finish() { gather_.whole(); }
+
+ private:
+  // One cast for all that can share it.
+  const Operand& input(size_t i) {
+    for (size_t j = 0; j < ready_.size(); ++j)
+      if (made_[j] && products_[i]->joins(*products_[j])) return ready_[j];
+    ready_[i] = products_[i]->input(gather_.whole(), keeps_);
+    made_[i] = true;
+    return ready_[i];
+  }
+
+  const ProductsOfEach& products_;
+  bool keeps_, alike_;
+  PulledGather gather_;
+  std::vector<Operand> ready_;
+  std::vector<bool> made_ = std::vector<bool>(ready_.size());
+};
+
 }  // namespace
+
+std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
+                                         const ProductsOfEach& products,
+                                         const std::shared_ptr<const SequenceExchange>& exchange,
+                                         const char* module) {
+  for (const SinkedWeight& each : weights) check_sequence(x, each.weight, "gathered_linears");
+  const auto node = make_joint_node<GatheredLinearsBackward>(x, weights, products);
+  Sizes sizes = x.sizes().vec();
+  sizes[1] *= exchange->count();
+  if (node) {
+    node->exchange = exchange;
+    node->module = module;
+    node->whole_sizes = sizes;
+  }
+  const auto below_autograd = [](const auto& run) {
+    BelowAutograd guard;
+    return run();
+  };
+  const bool keeps = node && any_requires_grad(weights);
+  auto gathered = below_autograd([&] { return GatheredProducts(x, products, keeps, *exchange, module); });
+  const auto save = [&] {
+    if (keeps) node->x = SavedInput(below_autograd([&] { return gathered.kept(); }));
+  };
+  // Before the products ([Note: kept outputs]), unless it is still on its way.
+  const bool here = gathered.complete();
+  if (here) save();
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < weights.size(); ++i)
+    outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
+      BelowAutograd guard;
+      return gathered.output(i, weights[i], with_features(sizes, weights[i].weight.size(0)));
+    }));
+  below_autograd([&] { gathered.finish(); });
+  if (!here) save();
+  if (node)
+    for (at::Tensor& output : outputs) torch::autograd::set_history(output, node);
+  return outputs;
+}
 
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::shared_ptr<const Products>& products,
                                          const std::shared_ptr<const SequenceExchange>& exchange,
                                          const char* module) {
-  for (const SinkedWeight& each : weights) check_sequence(x, each.weight, "gathered_linears");
-  const auto node = make_joint_node<GatheredLinearsBackward>(x, weights, products);
-  if (node) {
-    node->exchange = exchange;
-    node->module = module;
-  }
-  std::vector<at::Tensor> outputs;
-  at::Tensor whole_x;
-  {
-    BelowAutograd guard;
-    PulledGather gather(*exchange, x, module);
-    for (const SinkedWeight& each : weights)
-      outputs.push_back(kept(KeptKind::Product, each.weight,
-                             [&] { return gather.multiply(*products, each.weight, /*transposed=*/false); }));
-    whole_x = gather.whole();  // also where nobody needs it: what the peers sent has to be received
-  }
-  if (node && any_requires_grad(weights)) node->x = save_input(whole_x);
-  if (node)
-    for (at::Tensor& output : outputs) torch::autograd::set_history(output, node);
-  return outputs;
+  return gathered_linears(x, weights, ProductsOfEach(weights.size(), products), exchange, module);
 }
 
 at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
@@ -177,20 +212,30 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
   check_sequence(x, weight.weight, "scattered_linear");
   TITAN_CHECK(x.size(1) % exchange->count() == 0, "scattered_linear: a sequence of ", x.size(1),
               " can't be cut into ", exchange->count(), " equal parts");
+  const bool keeps = compute_requires_grad(weight.weight);
+  Operand input;
+  {
+    BelowAutograd guard;
+    input = products->input(as_rows(x), keeps);
+  }
   std::shared_ptr<ScatteredLinearBackward> node;
   if (compute_requires_grad(x, weight.weight)) {
     node = make_node<ScatteredLinearBackward>(x, weight.weight);
-    if (weight.weight.requires_grad()) node->x = SavedInput(x);
-    if (x.requires_grad()) node->weight = save_input(weight.weight);
-    node->sink = weight.sink;
+    if (keeps) node->x = SavedInput(x, input, *products);
+    if (x.requires_grad() && !weight.source) node->weight = save_input(weight.weight);
+    node->sinked = {{}, weight.sink, weight.source};
+    node->features = weight.weight.size(1);
     node->products = products;
     node->exchange = exchange;
     node->module = module;
   }
+  const Sizes sizes = with_features(x.sizes(), weight.weight.size(0));
   const at::Tensor y = kept(KeptKind::ReduceScatter, weight.weight, [&] {
     BelowAutograd guard;
-    return multiply_and_scatter(*exchange, module, *products, {x}, {weight.weight}, /*transposed=*/false,
-                                [] {});
+    if (exchange->at_once())
+      return exchange->scatter_whole(products->forward(input, operand_of(weight)).view(sizes), module);
+    return multiply_and_scatter(*exchange, module, Pass::Forward,
+                                {{products.get(), input, operand_of(weight)}}, sizes, [] {});
   });
   if (node) set_history(y, node);
   return y;

@@ -60,24 +60,25 @@ class PlainProducts : public Products {
   PlainProducts(bool onednn, bool onednn_grad_weight)
       : onednn_(onednn), onednn_grad_weight_(onednn_grad_weight) {}
 
-  at::Tensor forward(const at::Tensor& x_NI, const at::Tensor& weight_OI) const override {
-    return multiply(x_NI, weight_OI, onednn_);
+  at::Tensor forward(const Operand& x_NI, const Operand& weight_OI) const override {
+    return multiply(x_NI.values, weight_OI.values, onednn_);
   }
-  at::Tensor grad_input(const at::Tensor& grad_NO, const at::Tensor& weight_OI) const override {
-    return multiply(grad_NO, weight_OI.t(), onednn_);
+  at::Tensor grad_input(const Operand& grad_NO, const Operand& weight_OI) const override {
+    return multiply(grad_NO.values, weight_OI.values.t(), onednn_);
   }
-  at::Tensor add_grad_input(const at::Tensor& sum_NI, const at::Tensor& grad_NO,
-                            const at::Tensor& weight_OI) const override {
+  at::Tensor add_grad_input(const at::Tensor& sum_NI, const Operand& grad,
+                            const Operand& weight) const override {
+    const at::Tensor &grad_NO = grad.values, &weight_OI = weight.values;
     const at::Tensor weight_IO = weight_OI.t();
-    if (widens(grad_NO)) return Products::add_grad_input(sum_NI, grad_NO, weight_OI);
+    if (widens(grad_NO)) return Products::add_grad_input(sum_NI, grad, weight);
     if (uses_onednn(grad_NO, weight_IO, onednn_)) return OneDnnLinear::get().add(sum_NI, grad_NO, weight_IO);
     return sum_NI.addmm_(grad_NO, weight_OI);
   }
-  at::Tensor grad_weight(const at::Tensor& grad_NO, const at::Tensor& x_NI) const override {
-    return multiply(grad_NO.t(), x_NI.t(), onednn_grad_weight_);
+  at::Tensor grad_weight(const Operand& grad_NO, const Operand& x_NI) const override {
+    return multiply(grad_NO.values.t(), x_NI.values.t(), onednn_grad_weight_);
   }
-  void add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO,
-                       const at::Tensor& x_NI) const override {
+  void add_grad_weight(const at::Tensor& out_OI, const Operand& grad, const Operand& x) const override {
+    const at::Tensor &grad_NO = grad.values, &x_NI = x.values;
     if (widens(grad_NO)) return add_grad_weight(out_OI, grad_NO.to(at::kFloat), x_NI.to(at::kFloat));
     const bool same_dtype = out_OI.scalar_type() == grad_NO.scalar_type();
     if (same_dtype && !uses_onednn(grad_NO.t(), x_NI.t(), onednn_grad_weight_)) {
@@ -108,15 +109,24 @@ class PlainProducts : public Products {
 
 }  // namespace
 
-void Products::add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO,
-                               const at::Tensor& x_NI) const {
+void Products::add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const {
   out_OI.add_(grad_weight(grad_NO, x_NI));
 }
 
-at::Tensor Products::add_grad_input(const at::Tensor& sum_NI, const at::Tensor& grad_NO,
-                                    const at::Tensor& weight_OI) const {
+at::Tensor Products::add_grad_input(const at::Tensor& sum_NI, const Operand& grad_NO,
+                                    const Operand& weight_OI) const {
   return sum_NI.add_(grad_input(grad_NO, weight_OI));
 }
+
+Operand Products::input(const Operand& x_NI, bool /*keeps*/) const { return x_NI; }
+Operand Products::kept(const Operand& x_NI) const { return x_NI; }
+Operand Products::grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
+  return grad_NO;
+}
+Operand Products::weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
+Operand Products::part(const at::Tensor& rows, Pass /*pass*/, bool /*keeps*/) const { return rows; }
+bool Products::multiplies_rows_apart(Pass /*pass*/) const { return true; }
+std::shared_ptr<const Products> Products::for_parts(const SpreadFeatures& /*parts*/) const { return nullptr; }
 
 std::shared_ptr<const Products> default_products(CpuMatmul policy) {
   static const auto mkl = std::make_shared<const PlainProducts>(false, false);

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "ops/autograd_node.h"
+#include "titan/ops/products.h"
 
 namespace titan::ops {
 
@@ -21,21 +22,78 @@ class RemakingNode : public BackwardNode {
   virtual at::Tensor remake() = 0;
 };
 
+/// An operand of a product between forward and backward.
 class SavedInput {
  public:
   SavedInput() = default;
-  explicit SavedInput(const at::Tensor& input) {
-    maker_ = std::dynamic_pointer_cast<RemakingNode>(input.grad_fn());
-    if (!maker_) saved_ = save_input(input);
+  /// Of an input that nothing makes again.
+  explicit SavedInput(const Operand& kept) : dtype_(kept.dtype) {
+    if (kept.values.defined()) values_ = save_input(kept.values);
+    along_rows_ = Scaled(kept.along_rows);
+    down_columns_ = Scaled(kept.down_columns);
   }
-  at::Tensor unpack() const { return maker_ ? maker_->remake() : saved_.unpack(); }
+  /// `operand`: of `input` for the forward; of it is saved what `products` keep. Of an input that is made
+  /// again nothing is but the scale, where the matrix has one.
+  SavedInput(const at::Tensor& input, const Operand& operand, const Products& products)
+      : dtype_(operand.dtype) {
+    maker_ = std::dynamic_pointer_cast<RemakingNode>(input.grad_fn());
+    if (!maker_) {
+      const Operand kept = kept_below_autograd(operand, products);
+      if (kept.values.defined()) values_ = save_input(input);
+      along_rows_ = Scaled(kept.along_rows);
+      down_columns_ = Scaled(kept.down_columns);
+    } else if (operand.along_rows.defined() && operand.along_rows.scale.dim() == 0) {
+      scale_ = save_input(operand.along_rows.scale);
+    }
+  }
+  /// With `values` in the input's shape.
+  Operand unpack() const {
+    Operand operand;
+    if (maker_) {
+      operand = maker_->remake();
+      operand.along_rows.scale = scale_.unpack();
+      return operand;
+    }
+    operand.values = values_.unpack();
+    operand.dtype = dtype_;
+    operand.along_rows = along_rows_.unpack();
+    operand.down_columns = down_columns_.unpack();
+    return operand;
+  }
   void reset_data() {
-    if (!maker_) saved_.reset_data();
+    scale_.reset_data();
+    if (maker_) return;
+    values_.reset_data();
+    along_rows_.reset_data();
+    down_columns_.reset_data();
   }
 
  private:
+  static Operand kept_below_autograd(const Operand& operand, const Products& products) {
+    BelowAutograd guard;
+    return products.kept(operand);
+  }
+  // Under activation checkpointing each tensor is asked for by itself.
+  struct Scaled {
+    Scaled() = default;
+    explicit Scaled(const ScaledMatrix& matrix) {
+      if (!matrix.defined()) return;
+      data = save_input(matrix.data);
+      scale = save_input(matrix.scale);
+    }
+    ScaledMatrix unpack() const { return {data.unpack(), scale.unpack()}; }
+    void reset_data() {
+      data.reset_data();
+      scale.reset_data();
+    }
+    SavedVariable data, scale;
+  };
+
   std::shared_ptr<RemakingNode> maker_;
-  SavedVariable saved_;
+  SavedVariable scale_;  // of what `maker_` makes
+  SavedVariable values_;
+  Scaled along_rows_, down_columns_;
+  at::ScalarType dtype_ = at::kFloat;
 };
 
 }  // namespace titan::ops

@@ -21,7 +21,7 @@ at::Tensor whole_logits(const at::Tensor& logits, const VocabularyPart& part) {
   const int64_t width = padded_part(part), tokens = logits.size(0);
   const at::Tensor mine = at::constant_pad_nd(logits, {0, width - logits.size(1)}).contiguous();
   const at::Tensor all = at::empty({part.parts->count(), tokens, width}, logits.options());
-  part.parts->all_gather(all.flatten(1), mine.flatten());
+  part.parts->all_gather(all.flatten(1), mine.flatten(), "tp::vocabulary");
   return all.transpose(0, 1).reshape({tokens, -1}).narrow(1, 0, part.size).contiguous();
 }
 
@@ -50,7 +50,7 @@ at::Tensor from_parts(at::Tensor& logits, const at::Tensor& labels, const Vocabu
   static const auto grad_op = find_operator<Grad>("titan::vocabulary_grad_");
   const at::Tensor mine = stats_op.call(logits, labels, part.first);
   const at::Tensor all = at::empty({part.parts->count(), mine.numel()}, mine.options());
-  part.parts->all_gather(all, mine.view(-1));
+  part.parts->all_gather(all, mine.view(-1), "tp::vocabulary");
   const at::Tensor stats = all.view({part.parts->count(), 2, -1});
   const at::Tensor log_sum = log_sum_exp(stats.select(1, 0)), target = stats.select(1, 1).sum(0);
   if (with_grad) grad_op.call(logits, labels, part.first, log_sum);

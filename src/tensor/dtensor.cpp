@@ -11,12 +11,15 @@ int64_t DTensor::global_numel() const {
 }
 
 Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh,
-              const std::vector<Placement>& placements) {
+              const std::vector<Placement>& placements, const std::vector<int>& cut_order) {
   const auto& axes = mesh.axes();
   TITAN_CHECK(placements.size() == axes.size(), "expected a placement for each of the mesh's ", axes.size(),
               " axes, got ", placements.size());
+  TITAN_CHECK(cut_order.empty() || cut_order.size() == axes.size(), "a cut order of ", cut_order.size(),
+              " axes for a mesh of ", axes.size());
   Box box{std::vector<int64_t>(global_shape.size(), 0), global_shape};
-  for (size_t axis = 0; axis < axes.size(); ++axis) {
+  for (size_t position = 0; position < axes.size(); ++position) {
+    const size_t axis = cut_order.empty() ? position : static_cast<size_t>(cut_order[position]);
     if (!placements[axis].is_shard()) continue;
     int64_t dim = placements[axis].dim;
     TITAN_CHECK(dim >= 0 && dim < static_cast<int64_t>(global_shape.size()), placements[axis], " on axis '",

@@ -8,6 +8,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include "tensor/memory_history.h"
 #include "tensor/pages.h"
 
 namespace titan {
@@ -42,18 +43,28 @@ class HostAllocator final : public c10::Allocator {
   char* take(size_t bytes) {
     const std::lock_guard lock(mutex_);
     Pages pages = take_kept(bytes);
-    stats_.in_use_bytes += pages.begin ? pages.bytes : bytes;
-    stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
     if (!pages.begin) pages = map(bytes);
+    stats_.in_use_bytes += pages.bytes;
+    stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
     in_use_.emplace(pages.begin, pages.bytes);
+    if (MemoryHistory* history = memory_history()) history->allocated(pages.begin, bytes);
     return pages.begin;
   }
 
   Pages map(size_t bytes) {
-    const size_t limit = stats_.peak_in_use_bytes + stats_.peak_in_use_bytes / 16 + kSlack;
-    while (!kept_.empty() && stats_.in_use_bytes + stats_.kept_bytes > limit) drop_oldest();
+    const size_t in_use = stats_.in_use_bytes + bytes, peak = std::max(stats_.peak_in_use_bytes, in_use);
+    while (!kept_.empty() && in_use + stats_.kept_bytes > peak + peak / 16 + kSlack) drop_oldest();
+    Pages pages;
+    try {
+      pages = map_pages(bytes);
+    } catch (const std::bad_alloc&) {
+      // Of a process whose memory is limited (ulimit -v, a cgroup) what is kept may be all that is missing.
+      if (kept_.empty()) throw;
+      while (!kept_.empty()) drop_oldest();
+      pages = map_pages(bytes);
+    }
     ++stats_.num_mappings;
-    return map_pages(bytes);
+    return pages;
   }
 
   // The smallest that is large enough, and of those the one freed last: its pages may be in a cache.
@@ -77,6 +88,7 @@ class HostAllocator final : public c10::Allocator {
     const std::lock_guard lock(mutex_);
     const auto block = in_use_.find(begin);
     if (block == in_use_.end()) return false;
+    if (MemoryHistory* history = memory_history()) history->freed(begin);
     kept_.push_front({static_cast<char*>(begin), block->second});
     in_use_.erase(block);
     stats_.in_use_bytes -= kept_.front().bytes;

@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <new>
+#include <string>
+
+#include "tensor/memory_history.h"
 
 namespace titan {
 
@@ -11,6 +14,16 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
+
+class OutOfMemory final : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(size_t bytes)
+      : message_("out of memory: the host hasn't " + std::to_string(bytes) + " bytes more") {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
 
 }  // namespace
 
@@ -22,7 +35,10 @@ Pages map_pages(size_t bytes) {
   const size_t slack = bytes >= kHugePage ? kHugePage : 0;
   void* mapped =
       ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, 0);
-  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  if (mapped == MAP_FAILED) {
+    if (MemoryHistory* history = memory_history()) history->out_of_memory(bytes);
+    throw OutOfMemory(bytes);
+  }
   char* begin = static_cast<char*>(mapped);
   if (slack > 0) {
     const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(begin) % kHugePage) % kHugePage;
@@ -31,9 +47,13 @@ Pages map_pages(size_t bytes) {
     if (slack > before) ::munmap(begin + bytes, slack - before);
     ::madvise(begin, bytes, MADV_HUGEPAGE);  // a kernel without them says no, and small ones do
   }
+  if (MemoryHistory* history = memory_history()) history->mapped(begin, bytes);
   return {begin, bytes};
 }
 
-void unmap_pages(const Pages& pages) { ::munmap(pages.begin, pages.bytes); }
+void unmap_pages(const Pages& pages) {
+  if (MemoryHistory* history = memory_history()) history->unmapped(pages.begin);
+  ::munmap(pages.begin, pages.bytes);
+}
 
 }  // namespace titan

@@ -13,7 +13,8 @@ struct Pages {
 
 size_t whole_pages(size_t bytes);
 /// At least `bytes`, zero, beginning at a huge page where it holds one; huge ones are asked for. Takes room
-/// when first touched. Throws std::bad_alloc.
+/// when first touched. Throws a std::bad_alloc
+/// that says how much it was.
 Pages map_pages(size_t bytes);
 void unmap_pages(const Pages& pages);
 

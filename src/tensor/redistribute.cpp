@@ -125,6 +125,8 @@ DTensor redistribute(const DTensor& tensor, std::vector<Placement> target) {
       axes.insert(axes.end(), before.begin(), before.end());
   }
   if (!axes.empty()) result = detail::gather_axes(result, axes);
+  // What is split anew follows local_box's rule.
+  if (tensor.placements != target) result.cut_order.clear();
   cut(result, target);
   return result;
 }

@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 
+#include "tensor/memory_history.h"
 #include "tensor/pages.h"
 
 namespace titan {
@@ -22,12 +23,14 @@ constexpr bool kMapped = true;
 
 void unmap(void* context) {
   auto* pages = static_cast<Pages*>(context);
+  if (MemoryHistory* history = memory_history()) history->freed(pages->begin);
   unmap_pages(*pages);
   delete pages;
 }
 
 at::DataPtr mapped_memory(size_t bytes) {
   const Pages pages = map_pages(bytes);
+  if (MemoryHistory* history = memory_history()) history->allocated(pages.begin, bytes);
   return {pages.begin, new Pages(pages), &unmap, at::kCPU};
 }
 

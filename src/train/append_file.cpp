@@ -5,6 +5,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -36,6 +38,19 @@ void AppendFile::sync() {
 
 void AppendFile::fail(const char* operation) const {
   throw Error(str("can't ", operation, " the log ", path_.string(), ": ", std::strerror(errno)));
+}
+
+void keep_rows_up_to(int64_t step, const std::filesystem::path& path) {
+  if (!std::filesystem::exists(path)) return;
+  std::istringstream lines(read_file(path));
+  std::string kept;
+  for (std::string line; std::getline(lines, line);) {
+    const bool is_whole = !lines.eof();  // a killed run may leave half a row
+    const auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const bool has_step = row.is_object() && row.contains("step") && row["step"].is_number_integer();
+    if (is_whole && has_step && row["step"].get<int64_t>() <= step) kept += line + "\n";
+  }
+  write_file_atomic(path, kept);
 }
 
 }  // namespace titan::train

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string_view>
 
@@ -25,5 +26,9 @@ class AppendFile {
   std::filesystem::path path_;
   int file_ = -1;
 };
+
+/// Takes the rows of later steps, and what isn't a row with a "step", out of a file with a JSON object a
+/// line. The file is replaced by one rename. One that isn't there stays so.
+void keep_rows_up_to(int64_t step, const std::filesystem::path& path);
 
 }  // namespace titan::train

@@ -3,8 +3,6 @@
 #include <ATen/Context.h>
 #include <torch/nn/module.h>
 
-#include "titan/checkpoint/hf_model.h"
-#include "titan/checkpoint/model_file.h"
 #include "titan/config/print.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
@@ -12,14 +10,32 @@
 #include "titan/dist/device_backend.h"
 #include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear.h"
-#include "train/hf_job.h"
+#include "titan/train/process_stats.h"
+#include "titan/train/flight_watch.h"
+#include "titan/train/stragglers.h"
+#include "titan/train/structured_log.h"
+#include "train/checkpoint_job.h"
+#include "train/debug_traces.h"
+#include "train/delayed_scales_job.h"
+#include "train/device_rate.h"
+#include "train/float8_job.h"
 #include "train/pipeline_job.h"
+#include "train/process_identity.h"
+#include "train/profiling_job.h"
+#include "train/run_watchdog.h"
+#include "train/step_profiler.h"
 
 namespace titan::train {
 
 namespace {
 
 std::filesystem::path dump_folder(const JobConfig& config) { return config.job.dump_folder; }
+
+// A run that saves nothing leaves the records of the one whose state it loads.
+std::filesystem::path record_folder(const JobConfig& config) {
+  const CheckpointSettings& checkpoint = config.checkpoint;
+  return checkpoint.enable && checkpoint.load_only ? dump_folder(config) / "load_only" : dump_folder(config);
+}
 
 void set_determinism(const DebugSettings& debug) {
   if (!debug.deterministic) return;
@@ -37,10 +53,11 @@ void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
 void save_config(const JobConfig& config, const dist::World& world) {
   if (world.rank() != 0) return;
   std::string toml = config::print_toml(job_schema(), config);
-  make_folder(dump_folder(config));
-  write_file_atomic(dump_folder(config) / "config.toml", toml);
+  const std::filesystem::path folder = record_folder(config);
+  make_folder(folder);
+  write_file_atomic(folder / "config.toml", toml);
   if (config.job.save_config_file)
-    write_file_atomic(dump_folder(config) / *config.job.save_config_file,
+    write_file_atomic(folder / *config.job.save_config_file,
                       config::print_json(job_schema(), config));
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
@@ -113,37 +130,30 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                        .seq_len = config.training.seq_len,
                        .stage_modules = stage_modules};
   auto model = spec.build(config.args(), options);
+  const auto products = ops::default_products(config.ops.cpu_matmul_policy());
+  nn::set_products(model->root().module(), products);
+  // Before the plan, which tells layers of parts so.
+  convert_to_float8(config, device, model->root().module(), products);
+  const bool asynchronous = config.parallelism.enable_async_tensor_parallel;
   apply_parallel_plan(
       spec, config.parallelism.plan, *model,
       {.meshes = meshes,
        .fsdp = build_fsdp_options(config, meshes),
        .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
                   .loss_parallel = !config.parallelism.disable_loss_parallel,
-                  .overlap = config.parallelism.enable_async_tensor_parallel},
+                  .overlap = asynchronous || gathers_activations_in_float8(config),
+                  .transport = asynchronous ? overlap_transport(config.parallelism) : OverlapTransport::AtOnce},
        .context = context_parallel_options(config.parallelism),
        .activations = activation_checkpoint(config.activation_checkpoint, meshes.stage.group())});
+  check_float8_parts(config, model->root().module());
   check_plan_used(config, *model, meshes);
   check_checkpointed(config, *model);
-  nn::set_products(model->root().module(), ops::default_products(config.ops.cpu_matmul_policy()));
   materialize(model->root(), config.debug.seed_or_default());
   model->root().module().train();
   return model;
 }
 
 namespace {
-
-void load_weights(const JobConfig& config, const std::vector<Parameter>& parameters, const DeviceMesh& pp) {
-  if (!config.checkpoint.enable) return;
-  if (config.checkpoint.initial_load_in_hf) {
-    const auto folder = initial_hf_folder(config);
-    check_hf_config(config, folder);
-    load_hf_model(parameters, configured_hf_model(config), folder);
-    return log::info_rank0(str("initial weights come from ", folder.string(), ", in Hugging Face's form"));
-  }
-  if (!config.checkpoint.initial_load_path) return;
-  load_model(parameters, *config.checkpoint.initial_load_path, pp);
-  log::info_rank0(str("initial weights come from ", *config.checkpoint.initial_load_path));
-}
 
 // What training and validation ask of the loader.
 struct LoaderRequest {
@@ -213,29 +223,17 @@ std::optional<Validator> build_validator(const JobConfig& config, const Meshes& 
                             .repeat = false,
                             .options = {.dp_rank = meshes.dp_rank(),
                                         .dp_size = meshes.dp_degree(),
+                                        .global_batch_size = validation.global_batch_size,
                                         .local_batch_size = validation.local_batch_size,
                                         .seq_len = validation.seq_len,
                                         .settings = settings_on(device, validation.dataloader)}})};
-}
-
-DeviceRate build_device_rate(const JobConfig& config, const Meshes& meshes, at::Device device) {
-  DeviceRate rate{.flops_per_token = config.spec().flops_per_token(config.args(), config.training.seq_len),
-                  .peak_flops = config.metrics.peak_flops,
-                  .non_data_parallel_size = meshes.world.size() / meshes.dp_degree()};
-  auto* backend = dist::device_backend();
-  if (rate.peak_flops || !backend || device.is_cpu()) return rate;
-  rate.peak_flops = peak_flops_of(backend->device_name(device.index()));
-  if (!rate.peak_flops)
-    log::warning_rank0(
-        str("no peak FLOPS known of ", backend->device_name(device.index()), "; set metrics.peak_flops"));
-  return rate;
 }
 
 std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
                                             bool on_terminal) {
   // Rank 0's files stay where tools look for them.
   const bool all_ranks = config.metrics.save_for_all_ranks;
-  auto folder = dump_folder(config);
+  auto folder = record_folder(config);
   if (world.rank() != 0) folder /= str("rank_", world.rank());
   return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
                                                                 .folder = folder,
@@ -244,23 +242,73 @@ std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist:
                                                                 .on_terminal = on_terminal});
 }
 
-TrainerOptions build_options(const JobConfig& config) {
+std::unique_ptr<StructuredLog> build_structured_log(const JobConfig& config, const dist::World& world) {
+  const StructuredLogSettings& settings = config.structured_logs;
+  if (!settings.enable) return nullptr;
+  auto log = std::make_unique<StructuredLog>(
+      StructuredLog::Options{.folder = dump_folder(config) / settings.folder,
+                             .rank = world.rank(),
+                             .local_rank = world.local_rank(),
+                             .max_bytes = settings.max_mib << 20,
+                             .kept_processes = static_cast<size_t>(settings.keep_latest_k),
+                             .environment = process_environment_json(world, world.device())});
+  log->startup(seconds_since_process_start());
+  return log;
+}
+
+std::vector<nn::AnyRef> roots(const StageParts& stages) {
+  std::vector<nn::AnyRef> models;
+  for (const auto& model : stages.models) models.push_back(model->root());
+  return models;
+}
+
+// Until the end of the first step the watchdog is to be faster than a collective's own limit, too.
+std::unique_ptr<RunObserver> build_watchdog(const JobConfig& config, const dist::World& world,
+                                            const StageParts& stages,
+                                            const std::shared_ptr<dist::FlightDump>& flight) {
+  const CommSettings& comm = config.comm;
+  if (!comm.watchdog) return nullptr;
+  world.set_timeout(std::chrono::seconds(collective_timeout_s(comm, config.checkpoint)));
+  return std::make_unique<RunWatchdog>(
+      world,
+      dist::WatchdogOptions{.limits = startup_limits(comm, config.checkpoint),
+                            .folder = dump_folder(config) / comm.save_traces_folder,
+                            .flight = flight,
+                            .computing_is_progress = world.device().is_cpu()},
+      training_limits(comm, config.checkpoint), roots(stages));
+}
+
+/// What `make` makes, in a span of the structured log.
+template <class Make>
+auto in_span(StructuredLog* log, const char* name, const Make& make) {
+  const StructuredSpan span(log, name, "titan::train::build_trainer");
+  return make();
+}
+
+RunObservers build_observers(const JobConfig& config, const dist::World& world, const Meshes& meshes,
+                             std::unique_ptr<StructuredLog> structured_log) {
+  RunObservers observers;
+  observers.push_back(std::make_unique<FlightPhases>(world.shared_recorder()));
+  StructuredLog* log = structured_log.get();
+  if (log) observers.push_back(std::move(structured_log));
+  if (config.stragglers.enable && world.size() > 1)
+    observers.push_back(
+        std::make_unique<StragglerWatch>(world, meshes.pp.rank(), config.stragglers, log));
+  return observers;
+}
+
+TrainerOptions build_options(const JobConfig& config, const dist::World& world) {
   TrainerOptions options;
   options.steps = config.training.steps;
   options.log_freq = config.metrics.log_freq;
   options.max_norm = config.training.max_norm;
-  options.train_timeout_s = config.comm.train_timeout_seconds;
+  options.train_timeout_s = collective_timeout_s(config.comm, config.checkpoint);
   // With shards in host memory the optimizer is the host's: nothing of it can be skipped on the device.
   if (config.training.enable_cpu_offload) options.read_late = false;
-  if (config.checkpoint.enable) {
-    options.final_model = final_model_path(config.checkpoint, config.job.dump_folder, config.training.steps);
-    options.final_model_dtype = scalar_type(config.checkpoint.export_dtype);
-    if (config.checkpoint.last_save_in_hf) {
-      options.final_model = options.final_model.parent_path();
-      options.final_hf = configured_hf_model(config);
-      options.hf_assets = config.model.hf_assets_path;
-    }
-  }
+  options.seed_checkpoint = config.checkpoint.enable && config.checkpoint.create_seed_checkpoint;
+  options.seed = config.debug.seed_or_default();
+  options.fault_tolerance = config.fault_tolerance;
+  options.on_start = [config, world] { save_config(config, world); };
   return options;
 }
 
@@ -289,33 +337,53 @@ void check_offload(const JobConfig& config, at::Device device) {
 dist::World build_world(const JobConfig& config) {
   return dist::init({.backend = config.comm.backend,
                      .device = config.training.device,
-                     .timeout = std::chrono::seconds(config.comm.init_timeout_seconds)});
+                     .timeout = std::chrono::seconds(config.comm.init_timeout_seconds),
+                     .flight_entries = static_cast<size_t>(config.comm.trace_buf_size),
+                     .check_collectives = config.debug.check_collectives});
 }
 
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
-                      const CheckedFiles& checked) {
+                      const CheckedFiles& checked, const std::shared_ptr<dist::FlightDump>& flight) {
   check_offload(config, world.device());
   if (world.rank() == 0) make_folder(dump_folder(config));
+  auto structured_log = build_structured_log(config, world);
   set_determinism(config.debug);
   const at::Device device = world.device();
+  start_memory_history(config, device);
   Meshes meshes = build_job_meshes(config, world);
   describe_job(config, world, meshes);
   seed_generators(config.debug, meshes);
   const auto tokenizer = build_job_tokenizer(config, checked);
-  auto loader = build_training_loader(config, meshes, world.device(), tokenizer);
-  auto validator = build_validator(config, meshes, world.device(), tokenizer);
-  StageParts stages = build_stage_parts(config, meshes, device, loader.num_micro_batches());
+  StructuredLog* const log = structured_log.get();
+  auto loader = in_span(log, "DataLoader.build",
+                        [&] { return build_training_loader(config, meshes, world.device(), tokenizer); });
+  auto validator = in_span(log, "Validator.build",
+                           [&] { return build_validator(config, meshes, world.device(), tokenizer); });
+  StageParts stages = in_span(log, "model_parallelism_init", [&] {
+    return build_stage_parts(config, meshes, device, loader.num_micro_batches());
+  });
   std::vector<Parameter> parameters;
   for (const auto& model : stages.models)
     for (Parameter& parameter : titan::parameters(model->root())) parameters.push_back(std::move(parameter));
   TiedGradients tied(parameters, meshes.pp);
-  load_weights(config, parameters, meshes.pp);
-  optim::Optimizer optimizer(parameters, config.optimizer, names_elsewhere(parameters, meshes));
+  auto optimizer = in_span(log, "Optimizer.build", [&] {
+    return optim::Optimizer(parameters, config.optimizer, names_elsewhere(parameters, meshes));
+  });
   optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
-  MetricsWindow window(device, build_device_rate(config, meshes, device));
-  // Last, so that a start that fails leaves the record of an earlier run in this folder alone.
-  save_config(config, world);
+  MetricsWindow window(device, device_rate(config, meshes, device));
+  auto checkpoints = in_span(log, "Checkpointer.build",
+                             [&] { return build_checkpoints(config, world, meshes, parameters); });
+  auto before_optimizer = build_delayed_scales(config, stages, meshes, device, checkpoints.get());
   auto logger = build_logger(config, world, on_terminal);
+  auto observers = build_observers(config, world, meshes, std::move(structured_log));
+  StepProfiler* const profiler = add_profilers(observers, config, world, stages, log);
+  if (config.debug.nan_trace || config.debug.detect_anomaly)
+    observers.push_back(
+        std::make_unique<DebugTraces>(config.debug, roots(stages), parameters, world.rank()));
+  if (auto watchdog = build_watchdog(config, world, stages, flight)) {
+    if (profiler) profiler->tell_of_writing(*watchdog);
+    observers.push_back(std::move(watchdog));
+  }
   return Trainer({.world = world,
                   .meshes = std::move(meshes),
                   .device = device,
@@ -327,8 +395,11 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
                   .loader = std::move(loader),
                   .logger = std::move(logger),
                   .window = window,
-                  .validator = std::move(validator)},
-                 build_options(config));
+                  .validator = std::move(validator),
+                  .checkpoints = std::move(checkpoints),
+                  .observers = std::move(observers),
+                  .before_optimizer = std::move(before_optimizer)},
+                 build_options(config, world));
 }
 
 }  // namespace titan::train

@@ -7,9 +7,11 @@
 #include <filesystem>
 
 #include "data/glob.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/data/npy.h"
 #include "titan/data/source.h"
 #include "titan/data/tokenizer.h"
+#include "train/checkpoint_job.h"
 #include "train/hf_job.h"
 
 namespace titan::train {
@@ -184,17 +186,33 @@ std::shared_ptr<const data::Tokenizer> check_tokenizer(FileCheck& check) {
   return tokenizer;
 }
 
-void check_initial_weights(FileCheck& check) {
+std::string steps_in(const fs::path& folder) {
+  std::string steps;
+  for (const checkpoint::StepEntry& entry : checkpoint::list_steps(folder))
+    steps += str(steps.empty() ? "" : ", ", entry.path.filename().string());
+  return steps.empty() ? "" : str("; it holds steps, of which one has to be named: ", steps);
+}
+
+void check_initial_state(FileCheck& check) {
   const CheckpointSettings& checkpoint = check.config.checkpoint;
   if (!checkpoint.enable) return;
-  if (checkpoint.initial_load_in_hf)
-    return check.judge(checkpoint.initial_load_path ? "checkpoint.initial_load_path" : "model.hf_assets_path",
-                       [&] { check_hf_config(check.config, initial_hf_folder(check.config)); });
-  if (!checkpoint.initial_load_path) return;
-  std::error_code ignored;
-  if (!fs::is_regular_file(*checkpoint.initial_load_path, ignored))
-    check.report("checkpoint.initial_load_path",
-                 str("there is no safetensors file at ", place_of(*checkpoint.initial_load_path)));
+  // A run that goes on from a step of its own doesn't need it any more.
+  std::vector<std::string> ignored;
+  if (checkpoint::newest_complete(fs::path(check.config.job.dump_folder) / checkpoint.folder, ignored))
+    return;
+  constexpr const char* kKey = "checkpoint.initial_load_path";
+  const InitialSource source = initial_source(check.config);
+  if (source.kind == InitialKind::HuggingFace)
+    return check.judge(checkpoint.initial_load_path ? kKey : "model.hf_assets_path",
+                       [&] { check_hf_config(check.config, source.path); });
+  if (source.kind == InitialKind::Nothing)
+    return check.report(kKey, str("there is no safetensors file at ", place_of(source.path),
+                                  ", nor a step's folder", steps_in(source.path)));
+  if (source.kind == InitialKind::ModelFile && !checkpoint.initial_load_model_only)
+    return check.report("checkpoint.initial_load_model_only",
+                        str(source.path.string(), " holds the model alone"));
+  if (source.kind == InitialKind::Step)
+    for (const std::string& problem : checkpoint::quick_problems(source.path)) check.report(kKey, problem);
 }
 
 }  // namespace
@@ -205,7 +223,7 @@ CheckedFiles check_files(const JobConfig& config, const config::Origins& origins
   CheckedFiles files{.tokenizer = check_tokenizer(check)};
   check_training_data(check, dp_degree);
   check_validation_data(check, dp_degree);
-  check_initial_weights(check);
+  check_initial_state(check);
   return files;
 }
 

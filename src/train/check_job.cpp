@@ -4,6 +4,7 @@
 
 #include "check_files.h"
 #include "titan/dist/device_backend.h"
+#include "titan/float8/convert.h"
 #include "titan/train/job_config.h"
 #include "titan/train/pipeline_stages.h"
 
@@ -41,6 +42,9 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
                     (parallelism.tensor_parallel_degree > 1 && parallelism.enable_sequence_parallel),
                 "parallelism.enable_async_tensor_parallel",
                 "needs tensor_parallel_degree above 1 and enable_sequence_parallel");
+  check.require(
+      parallelism.enable_async_tensor_parallel || parallelism.async_tensor_parallel_transport == "auto",
+      "parallelism.async_tensor_parallel_transport", "is read only with enable_async_tensor_parallel");
   check.require(parallelism.context_parallel_attention == "ring" ||
                     parallelism.context_parallel_rotate_method == "allgather",
                 "parallelism.context_parallel_rotate_method",
@@ -69,6 +73,11 @@ void check_model(Check& check) {
   for (const std::string& problem : problems) check.problems.push_back(str("model.args: ", problem));
 }
 
+bool runs_on_cpu(const JobConfig& config) {
+  const std::string& device = config.training.device;
+  return device == "cpu" || (device == "auto" && !dist::gpu_visible());
+}
+
 void check_precision(Check& check) {
   const TrainingSettings& training = check.config.training;
   bool doubles = training.dtype == "float64";
@@ -80,9 +89,81 @@ void check_precision(Check& check) {
                 "offloading to the CPU needs a GPU to offload from");
 }
 
+void check_float8_gather(Check& check) {
+  const float8::Float8Settings& settings = check.config.quantize.float8;
+  const std::string gather = "quantize.linear.float8.enable_fsdp_float8_all_gather";
+  if (settings.enable_fsdp_float8_all_gather && float8::recipes().contains(settings.recipe()))
+    check.require(float8::casts_weight_once(float8::recipes().get(settings.recipe())), gather,
+                  str("takes a recipe that casts a weight in one way, with one scale, as \"tensorwise\"; ",
+                      settings.recipe(), " doesn't"));
+  check.require(!settings.enable_fsdp_float8_all_gather || !check.config.training.enable_cpu_offload, gather,
+                "doesn't go with training.enable_cpu_offload");
+  check.require(settings.enable_fsdp_float8_all_gather || !settings.precompute_float8_dynamic_scale_for_fsdp,
+                "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+                "is read only with enable_fsdp_float8_all_gather");
+}
+
+void check_recipe(Check& check, const char* key, const float8::ConvertOptions& options, bool blocks) {
+  try {
+    float8::check_filters(options.recipe_name, options.filter_fqns);
+    const bool has_blocks = float8::scales_blocks(float8::recipe_of(options));
+    check.require(
+        has_blocks == blocks, key,
+        str(options.recipe_name, has_blocks ? " scales blocks: it is one of quantize.linear.mx"
+                                            : " scales no blocks: it is one of quantize.linear.float8"));
+  } catch (const ConfigError& error) {
+    check.problems.push_back(check.origins.problem(key, error.problems().front()));
+  }
+}
+
+void check_float8(Check& check) {
+  const float8::Float8Settings& settings = check.config.quantize.float8;
+  check_recipe(
+      check, "quantize.linear.float8.recipe_name",
+      {.recipe_name = settings.recipe(), .filter_fqns = settings.filter_fqns, .delayed = settings.delayed()},
+      /*blocks=*/false);
+  if (!check.config.model.converts(float8::kConverter)) return;
+  check_float8_gather(check);
+  check.require(
+      !settings.enable_fsdp_float8_all_gather || !settings.delayed().weight,
+      "quantize.linear.float8.scaling_type_weight",
+      "has to be \"dynamic\" with enable_fsdp_float8_all_gather, which finds the scales at the gather");
+  check.require(settings.emulate || !runs_on_cpu(check.config), "quantize.linear.float8.emulate",
+                "has to be true on a CPU, which has no Float8 units");
+}
+
+void check_mx(Check& check) {
+  const float8::MxSettings& settings = check.config.quantize.mx;
+  check_recipe(check, "quantize.linear.mx.recipe_name",
+               {.recipe_name = settings.recipe_name, .filter_fqns = settings.filter_fqns},
+               /*blocks=*/true);
+  if (!check.config.model.converts(float8::kMxConverter)) return;
+  check.require(settings.emulates() || !runs_on_cpu(check.config), "quantize.linear.mx.emulate",
+                "has to be true on a CPU, which has no units for MXFP8");
+}
+
+void check_converters(Check& check) {
+  const JobConfig& config = check.config;
+  const ModelSettings& model = config.model;
+  const auto names = [&](const char* part) {
+    return std::any_of(model.converters.begin(), model.converters.end(),
+                       [part](const std::string& name) { return name.find(part) != std::string::npos; });
+  };
+  check.require(!(names(".float8") && names(".mx")), "model.converters",
+                "Float8 and MX don't mix in one model");
+  for (const std::string& name : model.converters)
+    check.require(name == float8::kConverter || name == float8::kMxConverter, "model.converters",
+                  str("\"", name, "\" doesn't exist yet; there are \"", float8::kConverter, "\" and \"",
+                      float8::kMxConverter, "\""));
+  check_float8(check);
+  check_mx(check);
+  if (!model.converts(float8::kConverter) && !model.converts(float8::kMxConverter)) return;
+  check.require(config.training.mixed_precision_param != "float64", "model.converters",
+                "Float8 goes with training.mixed_precision_param of at most 32 bits");
+}
+
 void check_activations(Check& check) {
-  const std::string& device = check.config.training.device;
-  const bool on_cpu = device == "cpu" || (device == "auto" && !dist::gpu_visible());
+  const bool on_cpu = runs_on_cpu(check.config);
   check.require(
       check.config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
       "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
@@ -93,19 +174,69 @@ void check_activations(Check& check) {
                 "is read only with activation_checkpoint.mode = \"memory_budget\"");
 }
 
-void check_checkpoint(Check& check) {
+void check_profiling(Check& check) {
+  const ProfilingSettings& profiling = check.config.profiling;
+  const int64_t in_a_window = profiling.profiler_warmup + profiling.profiler_active;
+  check.require(
+      !profiling.enable_profiling || in_a_window <= profiling.profile_freq, "profiling.profile_freq",
+      str("is less than profiler_warmup + profiler_active = ", in_a_window, " steps, which one trace takes"));
+}
+
+void check_model_alone(Check& check) {
   const CheckpointSettings& checkpoint = check.config.checkpoint;
-  check.require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
-                "is read only with checkpoint.enable = true");
-  if (!checkpoint.enable) return;
   const bool has_hf_form = check.config.spec().hugging_face(check.config.args()).has_value();
   for (const auto& [key, asked] : {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
                                    std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf)})
     check.require(!asked || has_hf_form, key,
                   str("model.name = ", check.config.model.name, " has no form in transformers"));
-  check.require(checkpoint.interval >= check.config.training.steps, "checkpoint.interval",
-                str("saving between steps comes later; it has to be at least training.steps = ",
-                    check.config.training.steps, ", whose model is written"));
+  check.require(checkpoint.initial_load_model_only || !checkpoint.initial_load_in_hf,
+                "checkpoint.initial_load_model_only", "a Hugging Face folder holds the model alone");
+  check.require(checkpoint.last_save_model_only || !checkpoint.last_save_in_hf, "checkpoint.last_save_in_hf",
+                "needs last_save_model_only: transformers knows of models alone");
+  check.require(checkpoint.last_save_model_only || checkpoint.export_dtype == "float32",
+                "checkpoint.export_dtype",
+                "is of the model alone; with last_save_model_only = false the state is saved as it is");
+}
+
+void check_checkpoint(Check& check, int world_size) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  check.require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
+                "is read only with checkpoint.enable = true");
+  check.require(checkpoint.enable || checkpoint.load_step < 0, "checkpoint.load_step",
+                "is read only with checkpoint.enable = true");
+  // Trained otherwise than asked for, from random weights say, a run would be for nothing.
+  for (const auto& [key, asked] :
+       {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
+        std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf),
+        std::pair("checkpoint.create_seed_checkpoint", checkpoint.create_seed_checkpoint)})
+    check.require(checkpoint.enable || !asked, key, "takes checkpoint.enable = true");
+  check.require(checkpoint.peer_interval == 0 || (checkpoint.enable && !checkpoint.load_only),
+                "checkpoint.peer_interval",
+                "keeps states beside those on disk, which takes checkpoint.enable = true and no load_only");
+  if (!checkpoint.enable) return;
+  // Whoever starts again goes on from the newest state, whole.
+  const bool starts_again = checkpoint.peer_interval > 0 || !check.config.fault_tolerance.requeue_on.empty();
+  check.require(
+      !starts_again || checkpoint.load_step == -1, "checkpoint.load_step",
+      "has to be -1, the newest, beside checkpoint.peer_interval or fault_tolerance.requeue_on: each "
+      "start would go back to this step");
+  check.require(!starts_again || checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
+                "has to be empty beside checkpoint.peer_interval or fault_tolerance.requeue_on: each start "
+                "would leave these out again");
+  check_model_alone(check);
+  for (const std::string& problem : exclusion_problems(checkpoint.exclude_from_loading))
+    check.problems.push_back(check.origins.problem("checkpoint.exclude_from_loading", problem));
+  check.require(!checkpoint.create_seed_checkpoint || world_size == 1, "checkpoint.create_seed_checkpoint",
+                str("is done by one rank, and there are ", world_size));
+  check.require(!checkpoint.create_seed_checkpoint || !checkpoint.load_only,
+                "checkpoint.create_seed_checkpoint", "saves, which load_only forbids");
+}
+
+void check_fault_tolerance(Check& check) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  check.require(check.config.fault_tolerance.spike_sigma == 0 || (checkpoint.enable && !checkpoint.load_only),
+                "fault_tolerance.spike_sigma",
+                "goes back to checkpoints, which takes checkpoint.enable = true and no load_only");
 }
 
 void check_validation(Check& check, int world_size) {
@@ -129,8 +260,11 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   const std::optional<int> dp_degree = check_parallelism(check, world_size);
   check_plan(check);
   check_precision(check);
+  check_converters(check);
   check_activations(check);
-  check_checkpoint(check);
+  check_profiling(check);
+  check_checkpoint(check, world_size);
+  check_fault_tolerance(check);
   check_validation(check, world_size);
   CheckedFiles checked;
   if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);

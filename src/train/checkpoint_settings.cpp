@@ -1,16 +1,23 @@
 #include "titan/train/checkpoint_settings.h"
 
+#include <algorithm>
+
+#include "titan/checkpoint/checkpointer.h"
 #include "titan/core/error.h"
 
 namespace titan::train {
 
 namespace {
 
-constexpr const char* kFullState =
-    "saving and resuming the full state comes later; the last step writes the model alone";
-
-// Asked for only where checkpoints are enabled.
-constexpr const char* kWhere = "enable";
+// Longer ones don't count in nanoseconds.
+config::Constraint up_to_a_week() {
+  return {"1 to 604800",
+          [](const config::Value& value) {
+            const int64_t seconds = std::get<int64_t>(value);
+            return seconds >= 1 && seconds <= 604800;
+          },
+          {}};
+}
 
 // Deleting all but the newest would leave nothing to fall back on while the next is being written.
 config::Constraint zero_or_at_least_two() {
@@ -22,55 +29,130 @@ config::Constraint zero_or_at_least_two() {
           {}};
 }
 
-void refuse_full_state(config::Table<CheckpointSettings>& table) {
-  table.refused("last_save_model_only", true, kFullState, kWhere);
-  table.refused("async_mode", std::string("disabled"),
-                "the one file is written after the last step, and awaited", kWhere,
-                config::one_of({"disabled", "async", "async_with_pinned_mem"}));
-  table.refused("keep_latest_k", int64_t{10}, "one file is written, so there is none to delete", kWhere,
-                zero_or_at_least_two());
-  table.refused("load_step", int64_t{-1}, kFullState, kWhere);
-  table.refused("exclude_from_loading", config::StringList{}, "the model is all that is loaded", kWhere);
-  table.refused("enable_first_step_checkpoint", false, kFullState, kWhere);
-  table.refused("create_seed_checkpoint", false,
-                "initial weights don't depend on the layout: debug.seed is enough", kWhere);
-  table.refused("load_only", false, kFullState, kWhere);
+void describe_saving(config::Table<CheckpointSettings>& table) {
+  table.field("interval", &CheckpointSettings::interval, "steps from one saved state to the next",
+              config::at_least(1));
+  table.field("enable_first_step_checkpoint", &CheckpointSettings::enable_first_step_checkpoint,
+              "save after step 1 too, to find early what would fail later");
+  table.field("async_mode", &CheckpointSettings::async_mode,
+              "what training waits for: disabled, the file; async, a copy in host memory; "
+              "async_with_pinned_mem, that copy, but only before the next change of the weights",
+              config::one_of({"disabled", "async", "async_with_pinned_mem"}));
+  table.field("keep_latest_k", &CheckpointSettings::keep_latest_k,
+              "how many saved states are kept; of these the newest with finite numbers always is",
+              zero_or_at_least_two());
+  table.field("on_failure", &CheckpointSettings::on_failure,
+              "after a save that failed: stop the run, or log it and continue",
+              config::one_of({"stop", "continue"}));
+  table.field("when_busy", &CheckpointSettings::when_busy,
+              "a save that is due while another is under way waits for it, or is skipped and logged",
+              config::one_of({"wait", "skip"}));
+  table.field("timeout_seconds", &CheckpointSettings::timeout_seconds,
+              "that a rank waits for the others, or a save for the one before", up_to_a_week());
+}
+
+// Relative to what, on other hosts?
+config::Constraint absolute_path() {
+  return {"an absolute path",
+          [](const config::Value& value) { return std::get<std::string>(value).starts_with('/'); },
+          {}};
+}
+
+void describe_peers(config::Table<CheckpointSettings>& table) {
+  table.field("peer_interval", &CheckpointSettings::peer_interval,
+              "steps from one state that is kept in the hosts' memory to the next: what a lost rank costs; a "
+              "host's files are copied to another one; 0: nothing is kept there",
+              config::at_least(0));
+  table.field(
+      "peer_folder", &CheckpointSettings::peer_folder,
+      "where the hosts keep it, each in its own memory; the job's folder in it goes when the job ends",
+      absolute_path());
+}
+
+void describe_loading(config::Table<CheckpointSettings>& table) {
+  table.field("load_step", &CheckpointSettings::load_step,
+              "which step of folder the run goes on behind; -1: the newest complete one",
+              config::at_least(-1));
+  table.field(
+      "exclude_from_loading", &CheckpointSettings::exclude_from_loading,
+      "parts of a saved state that start anew: optimizer, lr_scheduler, dataloader, train_state, rng, "
+      "or a key of your own");
+  table.field("load_only", &CheckpointSettings::load_only, "load, and save nothing");
+  table.field("convert_dtypes", &CheckpointSettings::convert_dtypes,
+              "convert tensors that were saved in another dtype, in place of refusing them");
+  table.field("initial_load_path", &CheckpointSettings::initial_load_path,
+              "read where folder has no complete step: a safetensors file with TorchTitan's parameter names, "
+              "or a step-N folder (or see initial_load_in_hf), from the working directory if it is relative");
+  table.field("initial_load_model_only", &CheckpointSettings::initial_load_model_only,
+              "of a step-N folder at initial_load_path load the model alone, not the whole state");
+  table.field("initial_load_in_hf", &CheckpointSettings::initial_load_in_hf,
+              "initial_load_path is a Hugging Face folder (config.json, safetensors); unset, "
+              "model.hf_assets_path is");
+  table.refused("initial_load_in_hf_quantized", false, "quantized weights aren't read", "enable");
+}
+
+void describe_model_alone(config::Table<CheckpointSettings>& table) {
+  table.field("last_save_model_only", &CheckpointSettings::last_save_model_only,
+              "after the last step write the model alone, as step-N/model.safetensors, not the whole state");
+  table.field("last_save_in_hf", &CheckpointSettings::last_save_in_hf,
+              "after the last step write a Hugging Face folder, step-N/, in place of one file");
+  table.field("export_dtype", &CheckpointSettings::export_dtype, "of the model alone",
+              config::one_of({"float16", "bfloat16", "float32"}));
+  table.field("create_seed_checkpoint", &CheckpointSettings::create_seed_checkpoint,
+              "save the initial model as step 0, on one rank, and end");
   table.refused("enable_ft_dataloader_checkpoints", true, "replica groups that come and go come later",
                 "fault_tolerance.enable");
 }
 
-void describe_hugging_face(config::Table<CheckpointSettings>& table) {
-  table.refused("initial_load_model_only", true, kFullState, kWhere);
-  table.field("initial_load_in_hf", &CheckpointSettings::initial_load_in_hf,
-              "initial_load_path is a Hugging Face folder (config.json, safetensors); unset, "
-              "model.hf_assets_path is");
-  table.refused("initial_load_in_hf_quantized", false, "quantized weights aren't read", kWhere);
-  table.field("last_save_in_hf", &CheckpointSettings::last_save_in_hf,
-              "after the last step write a Hugging Face folder, step-N/, in place of one file");
+std::string joined(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
 }
 
 }  // namespace
 
 void describe(config::Table<CheckpointSettings>& table) {
   table.field("enable", &CheckpointSettings::enable,
-              "load initial_load_path at the start, write the model whole after the last step");
-  table.field("folder", &CheckpointSettings::folder, "under job.dump_folder");
-  table.field("interval", &CheckpointSettings::interval,
-              "steps from one checkpoint to the next; none may fall before the last step, where the model is written",
-              config::at_least(1));
-  table.field(
-      "initial_load_path", &CheckpointSettings::initial_load_path,
-      "safetensors file of model weights with TorchTitan's parameter names (or see initial_load_in_hf), from "
-      "the working directory if it is relative");
-  table.field("export_dtype", &CheckpointSettings::export_dtype, "of the weights written after the last step",
-              config::one_of({"float16", "bfloat16", "float32"}));
-  describe_hugging_face(table);
-  refuse_full_state(table);
+              "save the state every interval steps, and go on from it at the start");
+  table.field("folder", &CheckpointSettings::folder, "of the saved states, under job.dump_folder");
+  describe_saving(table);
+  describe_peers(table);
+  describe_loading(table);
+  describe_model_alone(table);
 }
 
-std::filesystem::path final_model_path(const CheckpointSettings& settings, const std::string& dump_folder,
-                                       int64_t step) {
-  return std::filesystem::path(dump_folder) / settings.folder / str("step-", step) / "model.safetensors";
+checkpoint::AsyncMode async_mode(const CheckpointSettings& settings) {
+  if (settings.async_mode == "async") return checkpoint::AsyncMode::Copied;
+  if (settings.async_mode == "async_with_pinned_mem") return checkpoint::AsyncMode::Staged;
+  return checkpoint::AsyncMode::Disabled;
+}
+
+std::vector<std::string> exclusion_problems(const config::StringList& excluded) {
+  std::vector<std::string> problems;
+  if (contains(excluded, "model"))
+    problems.push_back("the model is what a checkpoint is for: it can't be excluded");
+  // A schedule that goes on over moments that start anew would give them the full rate at once.
+  if (contains(excluded, "optimizer") && !contains(excluded, "lr_scheduler"))
+    problems.push_back(
+        "without its optimizer the schedule has to start anew too: exclude lr_scheduler as well");
+  return problems;
+}
+
+std::vector<std::string> unknown_exclusions(const config::StringList& excluded,
+                                            const std::vector<std::string>& known) {
+  std::vector<std::string> problems;
+  for (const std::string& key : excluded) {
+    if (contains(known, key)) continue;
+    auto near = nearest_names(key, known, 1);
+    problems.push_back(str("'", key, "' isn't saved; known: ", joined(known),
+                           near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
+  }
+  return problems;
 }
 
 }  // namespace titan::train

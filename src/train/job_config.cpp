@@ -36,7 +36,8 @@ void add_training_tables(config::Schema& schema) {
   schema.add("training", &JobConfig::training, "what a step is made of");
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
-  schema.add("checkpoint", &JobConfig::checkpoint, "weights in at the start, weights out at the end");
+  schema.add("checkpoint", &JobConfig::checkpoint,
+             "the whole state while training goes on; weights in at the start and out at the end");
   schema.add("activation_checkpoint", &JobConfig::activation_checkpoint, "recomputing activations");
   schema.add("compile", &JobConfig::compile);
   schema.add("quantize", &JobConfig::quantize);
@@ -46,7 +47,8 @@ void add_system_tables(config::Schema& schema) {
   schema.add("comm", &JobConfig::comm, "how ranks talk");
   schema.add("ops", &JobConfig::ops, "which kernels compute");
   schema.add("memory_estimation", &JobConfig::memory_estimation);
-  schema.add("fault_tolerance", &JobConfig::fault_tolerance);
+  schema.add("fault_tolerance", &JobConfig::fault_tolerance,
+             "signals, steps that go wrong, ranks that compute something else");
   schema.add("experimental", &JobConfig::experimental, "code that joins the program");
   schema.add("validation", &JobConfig::validation, "the loss on other data during training");
   schema.add("debug", &JobConfig::debug, "seeds and determinism");
@@ -55,8 +57,10 @@ void add_system_tables(config::Schema& schema) {
 config::Schema make_schema() {
   auto schema = config::Schema::of<JobConfig>();
   schema.add("job", &JobConfig::job, "the run as a whole");
-  schema.add("profiling", &JobConfig::profiling, "traces of a step");
+  schema.add("profiling", &JobConfig::profiling, "traces of steps, snapshots of memory");
   schema.add("metrics", &JobConfig::metrics, "what a run tells");
+  schema.add("metrics.structured_logs", &JobConfig::structured_logs, "what each rank does over time");
+  schema.add("metrics.stragglers", &JobConfig::stragglers, "which rank holds the others up");
   add_model_tables(schema);
   add_training_tables(schema);
   add_system_tables(schema);

@@ -100,8 +100,13 @@ std::string json_line(const StepMetrics& m) {
   JsonObject object;
   object.add("step", m.step).add("loss", m.loss).add("max_loss", m.max_loss).add("grad_norm", m.grad_norm);
   object.add("lr", m.lr).add("tps", m.tps).add("tflops", m.tflops).add("mfu", m.mfu);
-  object.add("memory_gib", m.memory_gib).add("data_loading_s", m.data_loading_s).add("step_s", m.step_s);
+  object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
+  if (m.active_gib) object.add("active_gib", m.active_gib).add("active_percent", m.active_percent);
+  if (m.alloc_retries) object.add("alloc_retries", *m.alloc_retries).add("num_ooms", m.num_ooms.value_or(0));
+  object.add("data_loading_s", m.data_loading_s).add("step_s", m.step_s);
   object.add("n_tokens_seen", m.n_tokens_seen);
+  if (m.skipped_steps) object.add("skipped_steps", *m.skipped_steps);
+  if (m.checkpoint_s) object.add("checkpoint_s", m.checkpoint_s);
   if (m.startup_s) object.add("startup_s", m.startup_s);
   return object.text();
 }
@@ -109,7 +114,7 @@ std::string json_line(const StepMetrics& m) {
 std::string json_line(const ValidationMetrics& m) {
   JsonObject object;
   object.add("step", m.step).add("loss", m.loss).add("tps", m.tps);
-  object.add("memory_gib", m.memory_gib);
+  object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
   return object.text();
 }
 

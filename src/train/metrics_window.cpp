@@ -1,13 +1,19 @@
 #include "titan/train/metrics_window.h"
 
+#include "titan/core/error.h"
+#include "titan/core/log.h"
 #include "titan/dist/device_backend.h"
 #include "titan/train/process_stats.h"
+#include "train/memory_table.h"
 
 namespace titan::train {
 
 namespace {
 
-constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
+dist::DeviceBackend* backend_of_device(at::Device device) {
+  auto* backend = dist::device_backend();
+  return backend && device.type() == backend->device_type() ? backend : nullptr;
+}
 
 }  // namespace
 
@@ -33,6 +39,7 @@ void MetricsWindow::close(StepMetrics& metrics) {
   metrics.n_tokens_seen = local_tokens_seen_;
   metrics.startup_s = startup_s_;
   fill_memory(metrics.memory_gib, metrics.memory_percent);
+  take_device_memory(metrics);
 
   start_ = Clock::now();
   startup_s_.reset();
@@ -47,12 +54,30 @@ double MetricsWindow::rate_of(int64_t local_tokens, double seconds) const {
 void MetricsWindow::fill_memory(double& gib, double& percent) const {
   double total = machine_memory_gib();
   gib = peak_resident_gib();
-  if (auto* backend = dist::device_backend(); backend && device_.type() == backend->device_type()) {
-    dist::DeviceMemory memory = backend->memory(device_.index());
+  if (const auto* backend = backend_of_device(device_)) {
+    const dist::DeviceMemory memory = backend->memory(device_.index());
     gib = static_cast<double>(memory.peak_reserved_bytes) / kGib;
     total = static_cast<double>(memory.total_bytes) / kGib;
   }
   percent = 100 * gib / total;
+}
+
+void MetricsWindow::take_device_memory(StepMetrics& metrics) {
+  auto* backend = backend_of_device(device_);
+  if (!backend) return;
+  const dist::DeviceMemory memory = backend->memory(device_.index());
+  metrics.active_gib = static_cast<double>(memory.peak_allocated_bytes) / kGib;
+  metrics.active_percent =
+      100 * static_cast<double>(memory.peak_allocated_bytes) / static_cast<double>(memory.total_bytes);
+  metrics.alloc_retries = memory.allocation_retries;
+  metrics.num_ooms = memory.num_out_of_memory;
+  if (const int64_t troubles = memory.allocation_retries + memory.num_out_of_memory; troubles > troubles_) {
+    troubles_ = troubles;
+    log::warning(str("step ", metrics.step, ": the allocator of ", device_.str(), " has flushed its cache ",
+                     memory.allocation_retries, " times to find room, and ", memory.num_out_of_memory,
+                     " requests failed: the device is too full, which costs speed"));
+  }
+  backend->reset_peak_memory(device_.index());
 }
 
 }  // namespace titan::train

@@ -33,6 +33,11 @@ void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
               "with tensor parallelism: compute the loss from logits gathered chunk by chunk");
   table.field("enable_async_tensor_parallel", &ParallelismSettings::enable_async_tensor_parallel,
               "with tensor and sequence parallelism: products run while parts of their sequence travel");
+  table.field(
+      "async_tensor_parallel_transport", &ParallelismSettings::async_tensor_parallel_transport,
+      "how these parts travel: through memory that the GPUs of an axis share over NVLink, by sends and "
+      "receives, or the former where it can be",
+      config::one_of({"auto", "symmetric_memory", "send_receive"}));
 }
 
 config::Constraint load_balancer() {
@@ -187,6 +192,12 @@ ContextParallelOptions context_parallel_options(const ParallelismSettings& setti
                                                                               : ContextRotateMethod::AllToAll,
       .attention = settings.context_parallel_attention == "ring" ? ContextAttention::Ring
                                                                  : ContextAttention::AllGatherKv};
+}
+
+OverlapTransport overlap_transport(const ParallelismSettings& settings) {
+  const std::string& name = settings.async_tensor_parallel_transport;
+  if (name == "symmetric_memory") return OverlapTransport::SymmetricMemory;
+  return name == "send_receive" ? OverlapTransport::SendReceive : OverlapTransport::Auto;
 }
 
 ReshardAfterForward reshard_policy(const std::string& name) {

@@ -45,14 +45,22 @@ Schedule validation_schedule(const StagePlan& plan, int num_micro_batches) {
       pipeline::make_forward_only_schedule(plan.rank_of_stage, num_micro_batches)));
 }
 
+int peak_live(const Schedule& schedule, int pp_rank) {
+  return std::max(1, pipeline::simulate(schedule).ranks.at(static_cast<size_t>(pp_rank)).peak_live);
+}
+
 }  // namespace
+
+int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank) {
+  if (plan.num_stages() == 1) return 1;
+  return peak_live(training_schedule(config, plan, num_ranks, /*num_batches=*/1), pp_rank);
+}
 
 // A layer's policy knows of one forward, whichever stage of the rank it is of.
 void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule& schedule, int pp_rank) {
   auto& bytes = settings.memory_budget_bytes;
   if (!bytes) return;
-  const int under_way = pipeline::simulate(schedule).ranks.at(static_cast<size_t>(pp_rank)).peak_live;
-  *bytes /= std::max(1, under_way);
+  *bytes /= peak_live(schedule, pp_rank);
 }
 
 StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
@@ -64,7 +72,7 @@ StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::
   const Schedule schedule = training_schedule(config, plan, meshes.pp.size(), num_batches);
   JobConfig of_rank = config;
   share_memory_budget(of_rank.activation_checkpoint, schedule, meshes.pp.rank());
-  StageParts parts{.models = build_stages(of_rank, plan, meshes, device)};
+  StageParts parts{.models = build_stages(of_rank, plan, meshes, device), .step = {}};
   const std::vector<int> indices = plan.stages_of(meshes.pp.rank());
   for (size_t i = 0; i < indices.size(); ++i) parts.stages.push_back({parts.models[i].get(), indices[i]});
   const auto& validation = config.validation;

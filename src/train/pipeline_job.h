@@ -3,6 +3,7 @@
 // What a rank runs of the model, and by which schedules, from the settings.
 
 #include "titan/train/job_config.h"
+#include "titan/train/pipeline_stages.h"
 #include "titan/train/trainer.h"
 
 namespace titan::train {
@@ -11,6 +12,9 @@ namespace titan::train {
 /// `num_batches` batches and of validation. Collective over the world.
 StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
                              int64_t num_batches);
+
+/// Forwards whose backward is to come, of all of pipeline rank `pp_rank`'s stages, at the most.
+int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
 
 /// A budget in bytes of a rank becomes that of one forward: its share among the most that are under way on
 /// this rank at a time.

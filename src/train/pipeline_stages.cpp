@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include "titan/train/build.h"
+#include "train/float8_job.h"
 
 namespace titan::train {
 
@@ -20,6 +21,7 @@ int metrics_rank(const ParallelDims& dims, const StagePlan& plan) {
 
 std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& config, const StagePlan& plan,
                                                           const Meshes& meshes, at::Device device) {
+  if (!device.is_meta() && meshes.world.rank() == 0) log_float8_layers(config);
   std::vector<std::unique_ptr<TrainableModel>> stages;
   for (const int stage : plan.stages_of(meshes.pp.rank()))
     stages.push_back(build_model(config, meshes, device, plan.modules[static_cast<size_t>(stage)]));

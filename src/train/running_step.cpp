@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "dist/trace_range.h"
 #include "titan/core/error.h"
 #include "titan/parallel/fsdp.h"
 
@@ -34,6 +35,7 @@ RunningStep::RunningStep(StepRunner& runner, const StepPlan& plan,
       loss_(at::zeros({}, at::TensorOptions(runner.device_).dtype(at::kDouble))) {}
 
 void RunningStep::perform(const Planned& due) {
+  const dist::TraceRange traced([&] { return "action " + to_string(due.action); });
   Cell* cell = due.action.micro_batch >= 0 ? &cells_[due.cell] : nullptr;
   switch (due.action.kind) {
     case Kind::Forward:

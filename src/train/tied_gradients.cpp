@@ -37,7 +37,8 @@ std::map<std::string, std::vector<int>> holders_of(const std::vector<Parameter>&
 // Which copy stands for all is the same to whoever counts: the first one of the first rank that has any.
 TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp) {
   for (const auto& [name, holders] : holders_of(parameters, pp)) {
-    Tied tied{.name = interned(name)};
+    Tied tied;
+    tied.name = interned(name);
     for (Parameter& parameter : parameters) {
       if (parameter.name != name) continue;
       parameter.duplicate = !tied.copies.empty() || holders.front() != pp.rank();

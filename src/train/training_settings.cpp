@@ -1,5 +1,7 @@
 #include "titan/train/training_settings.h"
 
+#include <algorithm>
+
 #include "titan/core/error.h"
 
 namespace titan::train {
@@ -11,8 +13,17 @@ void describe(config::Table<ModelSettings>& table) {
               "folder with the tokenizer's tokenizer.json, from the working directory if it is relative, or "
               "\"bytes\" for a token per byte");
   table.mapped("tokenizer_path", "hf_assets_path", "deprecated in TorchTitan");
-  table.refused("converters", config::StringList{}, "low-precision converters don't exist yet");
-  table.refused("print_after_conversion", false, "low-precision converters don't exist yet", "converters");
+  table.field("converters", &ModelSettings::converters,
+              "rewrites of the model before it is spread out; of TorchTitan's names there are "
+              "\"quantize.linear.float8\" and \"quantize.linear.mx\", one of them",
+              config::one_of({"quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8",
+                              "quantize.grouped_mm.mx"}));
+  table.field("print_after_conversion", &ModelSettings::print_after_conversion,
+              "log for each linear layer whether it was converted, or why not");
+}
+
+bool ModelSettings::converts(const std::string& name) const {
+  return std::find(converters.begin(), converters.end(), name) != converters.end();
 }
 
 namespace {

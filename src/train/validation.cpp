@@ -6,6 +6,8 @@
 #include <torch/nn/module.h>
 
 #include "titan/core/error.h"
+#include "titan/train/stop_agreement.h"
+#include "train/elapsed.h"
 
 namespace titan::train {
 
@@ -15,7 +17,12 @@ void describe(config::Table<ValidationSettings>& table) {
   table.field("dataset_path", &ValidationSettings::dataset_path,
               "file, folder or glob that the source reads");
   table.field("local_batch_size", &ValidationSettings::local_batch_size,
-              "sequences per data-parallel rank and batch", config::at_least(1));
+              "sequences per data-parallel rank and micro-batch", config::at_least(1));
+  table.field(
+      "global_batch_size", &ValidationSettings::global_batch_size,
+      "sequences of a batch of all ranks, whatever their number: with `steps`, what is validated then "
+      "doesn't depend on it; -1: local_batch_size x data-parallel ranks",
+      config::positive_or_minus_one());
   table.field("seq_len", &ValidationSettings::seq_len, "tokens per sequence, at most training.seq_len",
               config::at_least(1));
   table.field("freq", &ValidationSettings::freq, "steps from one validation to the next",
@@ -41,10 +48,6 @@ class EvaluationMode {
   c10::NoGradGuard no_grad_;
 };
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 }  // namespace
 
 ValidationResult validate(StepRunner& runner, const StepPlan& plan, const Meshes& meshes,
@@ -53,12 +56,21 @@ ValidationResult validate(StepRunner& runner, const StepPlan& plan, const Meshes
   const auto start = std::chrono::steady_clock::now();
   ValidationResult result;
   double local_loss_sum = 0;
+  int64_t num_empty = 0;
   for (int64_t i = 0; i != max_batches; ++i) {
+    if (i % batches.micro_batches == 0) num_empty = 0;
     auto batch = batches.next();
     if (!batch) break;
-    TokenCounts counts = count_valid_tokens({*batch}, meshes.batch);
-    if (counts.global == 0 && batches.run_dry) break;
-    if (counts.global == 0) continue;
+    TokenCounts counts =
+        batches.stop ? batches.stop->count({*batch}) : count_valid_tokens({*batch}, meshes.batch);
+    if (batches.stop && batches.stop->agreed()) {
+      result.stopped = true;
+      return result;
+    }
+    if (counts.global == 0) {
+      if (batches.run_dry && ++num_empty == batches.micro_batches) break;
+      continue;
+    }
     const auto micro_batches = split_rows({*batch}, batch->input_BS.size(0) / plan.num_micro_batches());
     at::Tensor share = runner.run(plan, micro_batches, counts.global);
     local_loss_sum += share.item<double>() * static_cast<double>(counts.global);

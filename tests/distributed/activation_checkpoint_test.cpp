@@ -146,7 +146,7 @@ TEST(ActivationCheckpoint, KeptReduceScattersAndRingAttentionArentRepeated) {
 // Slow on one rank: by its own times that rank would keep what the others recompute.
 class SlowProducts : public CountingProducts {
  public:
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight) const override {
+  at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {
     std::this_thread::sleep_for(std::chrono::milliseconds(3));
     return CountingProducts::forward(x, weight);
   }

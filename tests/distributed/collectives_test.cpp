@@ -174,7 +174,7 @@ TEST(Failures, ATimeOutNamesTheCall) {
       group->all_reduce(tensor, ReduceOp::Sum, {"fsdp::reduce", "layers.7"}).wait();
       ADD_FAILURE() << "nobody else called";
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("all_reduce in group 'lonely' failed on its rank 0 of"));
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("all_reduce #1 in group 'lonely' failed on its rank 0 of"));
       EXPECT_THAT(error.what(), ::testing::HasSubstr("fsdp::reduce layers.7, 32 bytes"));
     }
     EXPECT_EQ(world().recorder().snapshot().back().state, dist::CallState::Failed);

@@ -137,11 +137,11 @@ TEST(Convert, WhatItCannotDo) {
               HasSubstr("'layers.31.attention.wq.weight' is missing"));
   EXPECT_THAT(problem(convert(weights, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),
               HasSubstr("hidden_size is 64, the configured model's is 4096"));
-  EXPECT_THAT(problem(run({titan_program(), "checkpoint", "verify"})), HasSubstr("There is: convert"));
+  EXPECT_THAT(problem(run({titan_program(), "checkpoint", "transform"})), HasSubstr("convert"));
   EXPECT_FALSE(fs::exists(folder / "new"));
   const CommandResult help = run({titan_program(), "checkpoint", "--help"});
   EXPECT_EQ(help.status, 0);
-  EXPECT_THAT(help.out, HasSubstr("titan checkpoint convert FROM TO"));
+  EXPECT_THAT(help.out, HasSubstr("convert FROM TO"));
 }
 
 }  // namespace

@@ -1,10 +1,13 @@
 // Starting ranks: the launcher's behaviour, and dist::init under torchrun, SLURM and Open MPI.
 
+#include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <filesystem>
+#include <optional>
 #include <regex>
 
 #include <gmock/gmock.h>
@@ -192,6 +195,10 @@ std::vector<CommandResult> run_ranks(const std::vector<Command::Variables>& rank
 /// Of no other job on this host.
 std::string some_port() { return std::to_string(33000 + getpid() % 27000); }
 
+Command::Variables plain(const std::string& rank, const std::string& size, const std::string& port) {
+  return {{"RANK", rank}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}};
+}
+
 TEST(Init, UnderTorchrun) {
   const std::string torchrun = TITAN_SOURCE_DIR "/.venv/bin/torchrun";
   if (!std::filesystem::exists(torchrun)) GTEST_SKIP() << "no torchrun in .venv";
@@ -215,6 +222,60 @@ TEST(Init, TorchrunStartsTitanTrain) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("on 2 rank(s)"));
   EXPECT_EQ(read_metrics(folder).size(), 5U);
+}
+
+// A rank that fails on one host restarts the ranks of all, but counts as a restart there alone; the agent's
+// store stays the same.
+TEST(Init, TorchrunsAgentsMayCountRestartsDifferently) {
+  const std::string python = TITAN_SOURCE_DIR "/.venv/bin/python";
+  if (!std::filesystem::exists(python)) GTEST_SKIP() << "no .venv";
+  Command agent({python, "-c",
+                 "import time, torch.distributed as d\n"
+                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+                 "print('port', store.port, 'open', flush=True)\n"
+                 "time.sleep(100)"});
+  ASSERT_TRUE(agent.wait_for_output("open", 60));
+  std::smatch port;
+  const std::string out = agent.output();
+  ASSERT_TRUE(std::regex_search(out, port, std::regex("port ([0-9]+)")));
+  const auto variables = [&](const char* rank, const char* restarts) -> Command::Variables {
+    auto some = plain(rank, "2", port[1]);
+    some.merge(Command::Variables{{"TORCHELASTIC_RUN_ID", "x"},
+                                  {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                  {"TORCHELASTIC_RESTART_COUNT", restarts}});
+    return some;
+  };
+  for (const char* restarts : {"0", "1", "1"})
+    for (const auto& result : run_ranks({variables("0", restarts), variables("1", "0")}))
+      EXPECT_THAT(result.out, HasSubstr("by torchrun, sum 1")) << result.err;
+}
+
+// A port that an earlier rank 0 wrote up is another job's by now, whose store has the same keys.
+TEST(Init, AnotherJobsStoreAtAnOldPortIsNotTaken) {
+  const std::string python = TITAN_SOURCE_DIR "/.venv/bin/python";
+  if (!std::filesystem::exists(python)) GTEST_SKIP() << "no .venv";
+  Command agent({python, "-c",
+                 "import time, torch.distributed as d\n"
+                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+                 "other = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+                 "other.set('titan/own_number', '7-7')\n"
+                 "store.set('titan/port', f'{other.port} 8-8')\n"
+                 "print('port', store.port, 'open', flush=True)\n"
+                 "time.sleep(100)"});
+  ASSERT_TRUE(agent.wait_for_output("open", 60));
+  std::smatch port;
+  const std::string out = agent.output();
+  ASSERT_TRUE(std::regex_search(out, port, std::regex("port ([0-9]+)")));
+  const auto variables = [&](const char* rank) -> Command::Variables {
+    auto some = plain(rank, "2", port[1]);
+    some.merge(Command::Variables{{"TORCHELASTIC_RUN_ID", "x"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
+    return some;
+  };
+  Command early({kRankProgram, "30"}, variables("1"));
+  sleep(2);  // in which it finds the other store
+  Command late({kRankProgram, "30"}, variables("0"));
+  EXPECT_THAT(late.wait(40).out, HasSubstr("by torchrun, sum 1"));
+  EXPECT_THAT(early.wait(40).out, HasSubstr("by torchrun, sum 1"));
 }
 
 TEST(Init, UnderSlurm) {
@@ -244,10 +305,6 @@ TEST(Init, UnderOpenMpi) {
   EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by openmpi, sum 1")) << results[1].err;
 }
 
-Command::Variables plain(const std::string& rank, const std::string& size, const std::string& port) {
-  return {{"RANK", rank}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}};
-}
-
 TEST(Init, CountsLocalRanksWhereNobodyTells) {
   const auto results = run_ranks({plain("0", "2", some_port()), plain("1", "2", some_port())});
   EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by env")) << results[1].err;
@@ -275,6 +332,54 @@ TEST(Init, WrongWorldSizeIsToldOnAllRanks) {
     EXPECT_THAT(result.err, HasSubstr("WORLD_SIZE has to be the same on all ranks"));
     EXPECT_LT(result.elapsed_s, 8);
   }
+}
+
+TEST(Init, ATakenPortIsNamed) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  socklen_t size = sizeof(address);
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  ASSERT_TRUE(bind(fd, generic, size) == 0 && listen(fd, 1) == 0 && getsockname(fd, generic, &size) == 0);
+  const std::string port = std::to_string(ntohs(address.sin_port));
+  const auto results = run_ranks({plain("0", "2", port)}, "10");
+  close(fd);
+  EXPECT_EQ(results[0].status, 3);
+  EXPECT_THAT(results[0].err,
+              HasSubstr("rank 0 can't serve the store at 127.0.0.1:" + port + " (is the port taken?"));
+  EXPECT_LT(results[0].elapsed_s, 10);
+}
+
+// What Debian's /etc/hosts says of a host's own name.
+TEST(Init, AHostNameThatIsALoopbackAddress) {
+  std::vector<Command::Variables> ranks = {plain("0", "2", some_port()), plain("1", "2", some_port())};
+  for (auto& variables : ranks) variables["MASTER_ADDR"] = "127.0.1.1";
+  for (const auto& result : run_ranks(ranks)) EXPECT_THAT(result.out, HasSubstr("sum 1")) << result.err;
+}
+
+/// `command` in a network of its own that has no address but ::1; nullopt where that isn't allowed.
+std::optional<CommandResult> run_with_ipv6_alone(const std::string& command) {
+  const std::string script =
+      "ip link set lo up && ip -6 addr show dev lo | grep -q ::1 && ip addr del 127.0.0.1/8 dev lo || exit "
+      "77; ";
+  auto result = run({"unshare", "--user", "--map-root-user", "--net", "sh", "-c", script + command}, {}, 60);
+  if (result.status == 77 || result.status == 127 || result.err.find("unshare") != std::string::npos)
+    return {};
+  return result;
+}
+
+TEST(Init, ALoopbackOfIpv6Alone) {
+  const auto launched =
+      run_with_ipv6_alone(kTitan + " launch -n 2 --log-rank all -- " + kRankProgram + " 30");
+  if (!launched) GTEST_SKIP() << "no network namespaces here";
+  EXPECT_EQ(launched->status, 0) << launched->err;
+  EXPECT_THAT(launched->out, HasSubstr("rank 1 of 2, local 1 of 2, by titan, sum 1"));
+  const std::string plain_ranks = "export WORLD_SIZE=2 MASTER_ADDR=::1 MASTER_PORT=29500; RANK=1 " +
+                                  kRankProgram + " & RANK=0 " + kRankProgram + " && wait $!";
+  const auto plain = run_with_ipv6_alone(plain_ranks);
+  ASSERT_TRUE(plain);
+  EXPECT_EQ(plain->status, 0) << plain->err;
+  EXPECT_THAT(plain->out, HasSubstr("rank 1 of 2, local 1 of 2, by env, sum 1"));
 }
 
 TEST(Init, LaunchersThatDisagree) {

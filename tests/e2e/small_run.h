@@ -2,9 +2,12 @@
 
 // A small Llama that trains and validates in a second, on any layout, and what it logs.
 
+#include <chrono>
 #include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "e2e/training.h"
@@ -18,6 +21,22 @@ inline Lines read_lines(const std::filesystem::path& file) {
   Lines lines;
   for (std::string line; std::getline(stream, line);) lines.push_back(nlohmann::json::parse(line));
   return lines;
+}
+
+/// Of a run that may be under way: the rows of metrics.jsonl that are whole.
+inline Lines whole_rows(const std::filesystem::path& run) {
+  std::ifstream stream(run / "metrics.jsonl");
+  Lines lines;
+  for (std::string line; std::getline(stream, line) && !stream.eof();)
+    if (auto row = nlohmann::json::parse(line, nullptr, false); row.is_object())
+      lines.push_back(std::move(row));
+  return lines;
+}
+
+/// False where it hasn't come true within a minute.
+inline bool wait_until(const std::function<bool()>& holds) {
+  for (int i = 0; i < 2400 && !holds(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(25));
+  return holds();
 }
 
 // A small Llama over the bytes of text, validated over shorter sequences than it trains on. What is validated

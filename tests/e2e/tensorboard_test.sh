@@ -27,6 +27,7 @@ for tag, key in (("loss_metrics/global_avg_loss", "loss"), ("loss_metrics/global
     written = [(step["step"], as_float32(step[key])) for step in steps]
     assert read == written, (tag, read, written)
 assert len(steps) == 4
+assert "mfu(%)" not in events.Tags()["scalars"], "the peak of a CPU is unknown"
 assert [event.step for event in events.Scalars("validation_metrics/loss")] == [1]
 print("the tensorboard package reads", len(steps), "steps of", len(events.Tags()["scalars"]), "tags")
 PY

@@ -42,7 +42,8 @@ bool tests_on_gpu() {
 }
 
 Words device_words() {
-  if (tests_on_gpu()) return {"--training.device", "cuda", "--comm.backend", "gloo"};
+  const char* backend = std::getenv("TITAN_TEST_BACKEND");
+  if (tests_on_gpu()) return {"--training.device", "cuda", "--comm.backend", backend ? backend : "gloo"};
   return {"--training.device", "cpu"};
 }
 

@@ -44,7 +44,7 @@ std::string source_file(const std::string& name);
 std::filesystem::path fresh_folder(const std::string& name);
 
 /// Tests train on the CPU, on every machine. With TITAN_TEST_DEVICE=cuda they do on the GPU, which all ranks
-/// share (gloo lets them).
+/// share (gloo lets them), or on one each with TITAN_TEST_BACKEND=nccl.
 bool tests_on_gpu();
 Words device_words();
 

@@ -41,7 +41,7 @@ class Headers:
 
 
 def flags_of(layer: str, commands: list[dict]) -> list[str]:
-    entry = next(entry for entry in commands if f"/src/{layer}/" in entry["file"])
+    entry = next(entry for entry in commands if f"titan_{layer}.dir/" in entry["command"])
     words = shlex.split(entry["command"])
     for option in ("-o", "-c", "-MT", "-MF"):
         if option in words:

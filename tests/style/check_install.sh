@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
-# both give the same curve. check_install.sh BUILD_DIR SOURCE_DIR
+# both give the same curve. Three ranks then go on behind what two have saved. check_install.sh BUILD_DIR SOURCE_DIR
 set -euo pipefail
 build=$1
 source=$2
@@ -10,11 +10,13 @@ cmake --install "$build" --prefix "$folder/prefix" >"$folder/install.log"
 [ "$(wc -l <"$source/docs/examples/custom_trainer/main.cpp")" -le 80 ] || { echo "the example has grown over 80 lines" >&2; exit 1; }
 cmake -S "$source/docs/examples/custom_trainer" -B "$folder/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$folder/prefix" >"$folder/configure.log" || { cat "$folder/configure.log" >&2; exit 1; }
 cmake --build "$folder/build"
-"$folder/build/custom_trainer" | tee "$folder/one"
-"$folder/prefix/bin/titan" launch -n 2 -- "$folder/build/custom_trainer" | tee "$folder/two"
-python3 - "$folder/one" "$folder/two" <<'PY'
+"$folder/build/custom_trainer" "$folder/steps_of_one" | tee "$folder/one"
+"$folder/prefix/bin/titan" launch -n 2 -- "$folder/build/custom_trainer" "$folder/steps_of_two" | tee "$folder/two"
+"$folder/prefix/bin/titan" launch -n 3 -- "$folder/build/custom_trainer" "$folder/steps_of_two" | tee "$folder/three"
+python3 - "$folder/one" "$folder/two" "$folder/three" <<'PY'
 import re, sys
-one, two = ([float(x) for x in re.findall(r"loss ([0-9.]+)", open(path).read())] for path in sys.argv[1:])
+one, two, three = ([float(x) for x in re.findall(r"loss ([0-9.]+)", open(path).read())] for path in sys.argv[1:])
+assert len(three) == 1 and abs(three[0] - one[-1]) <= 1e-4 * one[-1], f"going on behind step 40: {one} {three}"
 assert len(one) == len(two) == 5, (one, two)
 assert one[-1] < 0.8 * one[0], f"the loss didn't fall: {one}"
 assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(one, two)), f"two ranks differ: {one} {two}"

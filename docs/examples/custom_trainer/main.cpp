@@ -1,9 +1,11 @@
-// A training loop of one's own around LibTitan's wrappers: an ordinary LibTorch module, data made here, FSDP, AdamW.
-// Any number of ranks gives the same losses:  titan launch -n 2 -- ./custom_trainer
+// A training loop of one's own around LibTitan's wrappers: an ordinary LibTorch module, data made here, FSDP, AdamW, checkpoints.
+// Any number of ranks gives the same losses, and any number goes on behind what is in FOLDER:  titan launch -n 2 -- ./custom_trainer FOLDER
 #include <cstdio>
 
 #include <ATen/ATen.h>
+#include <titan/checkpoint/step_folder.h>
 #include <titan/titan.h>
+#include <titan/train/checkpoint_state.h>
 #include <torch/nn/modules/linear.h>
 
 // LibTorch's own layers become hookable through Hooked; calls go through Ref.
@@ -20,7 +22,7 @@ class MlpImpl : public titan::nn::Module {
 };
 TITAN_MODULE(Mlp);
 
-int main() try {
+int main(int argc, char** argv) try {
   const titan::dist::World world = titan::dist::init();
   const auto mesh = titan::DeviceMesh::create(world, {{"dp_shard", -1}});
 
@@ -34,11 +36,24 @@ int main() try {
   titan::optim::OptimizerSettings settings;
   settings.lr = 1e-2;
   titan::optim::Optimizer optimizer(titan::parameters(model), settings);
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
   const auto group = mesh.group();
   const int64_t batch = 48;
 
-  for (int step = 1; step <= 50; ++step) {
+  int64_t step = 0;  // steps taken
+  titan::train::ModelState model_state(titan::parameters(model));
+  titan::train::OptimizerState optimizer_state(optimizer, titan::parameters(model));
+  titan::train::TextState progress([&] { return std::to_string(step); }, [&](const std::string& text) { step = std::stoll(text); });
+  const std::filesystem::path folder = argc > 1 ? argv[1] : "checkpoints";
+  titan::checkpoint::Checkpointer checkpoints(world, {}, {.folder = folder, .async = titan::checkpoint::AsyncMode::Staged});
+  checkpoints.add("model", model_state);
+  checkpoints.add("optimizer", optimizer_state);
+  checkpoints.add("progress", progress);
+  std::vector<std::string> problems;
+  const auto newest = titan::checkpoint::newest_complete(folder, problems);
+  if (newest) checkpoints.load(titan::checkpoint::step_path(folder, *newest));
+
+  while (step < 50) {
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // step k's data are the same in every run
     // The same global batch on every rank; this one computes its rows, and the loss is divided by the global count, so that
     // the sum over ranks is the mean over the batch.
     const at::Tensor x = at::randn({batch, 16}, generator);
@@ -49,11 +64,14 @@ int main() try {
     optimizer.zero_grad();
     loss.backward();
     const auto norm = titan::optim::clip_grad_norm(titan::parameters(model), 1.0);
+    checkpoints.wait_for_staging();
     optimizer.step();
+    if (step % 20 == 0) checkpoints.save(step);
 
     const double total = group->sum(loss.item<double>(), {"example::loss"});
-    if (world.rank() == 0 && step % 10 == 0) std::printf("step %d  loss %.6f  grad_norm %.4f\n", step, total, norm.norm);
+    if (world.rank() == 0 && step % 10 == 0) std::printf("step %d  loss %.6f  grad_norm %.4f\n", int(step), total, norm.norm);
   }
+  checkpoints.finish();
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", error.what());
   return 1;

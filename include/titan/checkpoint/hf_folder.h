@@ -55,6 +55,7 @@ std::vector<std::string> tensor_differences(const HfFolder& folder, const HfMode
 struct HfWriteOptions {
   int64_t shard_bytes = 5'000'000'000;  ///< a file is at most this large, or holds a single tensor
   std::filesystem::path assets;         ///< tokenizer files are copied from here; empty: none
+  bool in_place = false;                ///< the folder is there, and its maker's to rename or remove
 };
 
 /// A tensor of the folder to be written: one of HfModel::tensors, and its dtype there.
@@ -63,13 +64,15 @@ struct HfEntry {
   at::ScalarType dtype = at::kFloat;
 };
 
+int64_t num_bytes(const HfEntry& entry);
+
 /// Hands the rows of entries[index], in Hugging Face's order, to `append`, piece by piece or at once. Called
 /// once for each, in order.
 using ProduceRows = std::function<void(size_t index, const AppendTensor& append)>;
 
-/// Writes config.json, weights and tokenizer files. `entries`: element size downwards. The folder appears
-/// under its name complete, by one rename, or not at all. A folder that was there is kept as NAME.old (or
-/// NAME.old.2, ...). Throws Error.
+/// Writes config.json, weights and tokenizer files. `entries`: element size downwards. Unless it is written
+/// in place, the folder appears under its name complete, by one rename, or not at all, and one that was there
+/// is kept as NAME.old (or NAME.old.2, ...). Throws Error.
 void write_hf_folder(const std::filesystem::path& folder, const HfModel& model,
                      const std::vector<HfEntry>& entries, const HfWriteOptions& options,
                      const ProduceRows& produce);

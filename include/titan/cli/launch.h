@@ -1,34 +1,66 @@
 #pragma once
 
 // Starting the ranks of a job on this machine, without a tensor: `titan launch -n N -- program ...`, `titan
-// train --nproc N`.
+// train --nproc N`. docs/elastic.md says how groups are restarted.
 
 #include <chrono>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 namespace titan::cli {
 
+/// What happens when a rank is lost: it was killed, crashed, ended with an error, or hung.
+struct RestartOptions {
+  int max_restarts = 0;  ///< after which the next loss ends the job
+  /// A group may be this small. Below the job's number of ranks, a lost rank's place stays empty for
+  /// `rejoin_after`; 0: all places are taken at every start.
+  int min_ranks = 0;
+  std::optional<std::chrono::milliseconds> rejoin_after =
+      std::chrono::seconds(60);        ///< unset: by SIGUSR2 only
+  std::function<bool(int)> fits = {};  ///< whether the program can run on so many ranks; unset: on any number
+  std::set<int> final_codes = {};      ///< exit codes of a rank that a restart would only repeat
+  /// Of the waits before restarts of groups that soon fail, which become longer and longer.
+  std::chrono::milliseconds longest_delay = std::chrono::seconds(60);
+};
+
 struct LaunchOptions {
   int num_ranks = 1;
   std::vector<std::string> command;       ///< program (looked up in PATH) and its arguments
   std::string log_rank = "0";             ///< whose output is shown: "0", "0,3", "all", "none"
-  std::chrono::milliseconds grace{5000};  ///< between asking the ranks to end (SIGTERM) and killing them
+  std::chrono::milliseconds grace{5000};  ///< after a failure: between SIGTERM to the other ranks and SIGKILL
+  /// The same after a request to stop, as ranks may save; at most 30 s once one has ended with an error.
+  std::chrono::milliseconds stop_grace{30000};
+  RestartOptions restarts = {};
+  /// Where ranks keep what the next ones go on from (checkpoint.peer_folder): what is the job's there is
+  /// removed when it ends.
+  std::filesystem::path memory_folder = "/dev/shm";
 };
 
 /// Runs `command` once per rank and waits for all. Each rank gets RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS = cores / ranks unless it is set;
-/// dist::init() understands them. The port is a free one, already bound when the ranks start (rank 0 inherits
-/// the socket as TITAN_STORE_FD), so two jobs never race for one.
+/// LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TITAN_RESTART_COUNT (how often the ranks were started before),
+/// TITAN_MAX_RESTARTS, TITAN_JOB_ID (the same in all starts, and no other job's), and OMP_NUM_THREADS = cores
+/// / num_ranks, also where fewer are left, unless it is set; dist::init() understands them. The port is a
+/// free one, already bound when the ranks start (rank 0 inherits the socket as TITAN_STORE_FD), so two jobs
+/// never race for one.
 ///
 /// Output lines of the ranks in `log_rank` come out tagged "[rank 3] ", standard output on standard output,
 /// errors on errors. When a rank fails, the others are ended and the last lines of the one that failed first
-/// are printed in a box at the very end, whether it was shown or not. SIGINT, SIGTERM and SIGHUP are passed
-/// on to all ranks. Should this process die, the kernel kills the ranks.
+/// are printed in a box, whether it was shown or not; then the ranks are started again, while there are
+/// restarts left, as many as have a place. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (as SIGTERM) are passed on to
+/// all ranks and mean the end, one that comes a second later or more at once; those that this process was
+/// started to ignore stay ignored. SIGUSR2 brings all lost places back. A group that is
+/// smaller than it could be is asked to stop (SIGTERM) and started again, which is no restart that counts.
+/// With the SIGTERM to ranks that are ended because another failed goes train::kPeerHasFailed. Where a rank
+/// gave up on another (dist::kHungExitCode), those that don't end by themselves are the lost ones.
+/// Should this process die, the kernel kills the ranks.
 ///
-/// Returns 0 when all ranks did, else the first failing rank's exit code, 128 + signal when a signal ended it
-/// or this process was told to end, 127 when the program can't be started. Throws ConfigError for bad
-/// options.
+/// Returns 0 when all ranks did, asked to or not; else 128 + signal when this process was told to end, or the
+/// exit code of the rank that failed first (128 + signal when a signal ended it), 127 when the program can't
+/// be started, which at a restart counts as a failure. Throws ConfigError for bad options.
 int launch_local(const LaunchOptions& options);
 
 /// `titan launch`: `arguments` after the word "launch". Prints its usage for --help.

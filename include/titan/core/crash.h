@@ -15,4 +15,8 @@ void install_crash_handler();
 /// `static_text` must live as long as the process (a string literal); nullptr removes it. Thread-safe.
 void set_crash_note(const char* static_text);
 
+/// Called by the report, ahead of the backtrace, with the signal's name: for what else is worth keeping. Only
+/// async-signal-safe functions may be called in it. nullptr removes it. Thread-safe.
+void set_crash_hook(void (*hook)(const char* signal_name));
+
 }  // namespace titan

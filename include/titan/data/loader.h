@@ -7,6 +7,8 @@
 // number of micro-batches, and rows beyond a rank's lanes have input 0 and label -100. So the set of a step's
 // rows is the same for any N and any cut. Threads fill the coming steps while the current one is computed.
 
+#include <chrono>
+
 #include <ATen/core/Tensor.h>
 
 #include "titan/data/feed.h"
@@ -49,8 +51,21 @@ class DataLoader {
   /// The next micro-batch; as next_step, one at a time.
   std::optional<Batch> next();
 
+  /// Waits as long for the next step; whether next_step() and next() would return (or throw) at once.
+  bool wait(std::chrono::milliseconds longest);
+
+  /// The last step given counts as not given: state() is the one before it, and the next step is that one
+  /// again. Once a step.
+  void take_back_step();
+
+  /// Nobody waits for the threads any more, which may be at a read that never returns: not the destructor,
+  /// nor a later step, which starts others.
+  void abandon_reading();
+
   int64_t num_micro_batches() const;
   int64_t num_lanes() const;
+  /// Of this rank in a step, without those that fill up its micro-batches.
+  int64_t num_rows() const;
   /// Feed::num_steps
   std::optional<int64_t> num_steps() const;
 

@@ -16,13 +16,15 @@
 
 namespace titan::dist {
 
+class CallChecker;  // src/dist/call_checker.h
 struct CallRecord;
 class FlightRecorder;
+struct GroupRecord;
 class StagingPool;     // src/dist/staging_pool.h
 struct GroupBackends;  // src/dist/group_backends.h
 
-/// Which module and phase issued a call. Both point to strings that outlive the group (interned or literals),
-/// so that recording costs no allocation.
+/// Which module and phase issued a call. Both point to strings that live until the call is launched;
+/// recording copies them and allocates nothing.
 struct Label {
   const char* phase = "";   ///< "fsdp::unshard", "metrics::loss", ...
   const char* module = "";  ///< "layers.3", or ""
@@ -54,9 +56,16 @@ enum class ReduceOp { Sum, Max, Min };
 /// device tensors in host memory.
 class Group {
  public:
-  /// `ranks`: world ranks in group order. `backends` may be null for a group of one rank, or of others.
-  Group(std::string name, std::vector<int> ranks, int my_world_rank, std::unique_ptr<GroupBackends> backends,
-        std::shared_ptr<FlightRecorder> recorder);
+  struct Parts {
+    std::string name;
+    std::string purpose;     ///< groups of the same ranks for other purposes are told apart by it
+    std::vector<int> ranks;  ///< world ranks in group order
+    int my_world_rank = 0;
+    std::unique_ptr<GroupBackends> backends;  ///< may be null in a group of one rank, or of others
+    std::shared_ptr<FlightRecorder> recorder;
+    std::unique_ptr<CallChecker> checker;  ///< compares calls with the other members'; null: nobody does
+  };
+  explicit Group(Parts parts);
   /// The group of one rank: all calls are local and done at once.
   static std::shared_ptr<Group> alone(std::string name, int my_world_rank);
   ~Group();
@@ -98,17 +107,21 @@ class Group {
  private:
   template <class Start>
   Work launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start);
-  CallRecord record_of(int op, const at::Tensor& tensor, Label label, int peer) const;
+  CallRecord record_of(int op, const at::Tensor& out, const at::Tensor& in, Label label, int peer = -1) const;
+  uint64_t next_sequence(const CallRecord& call);
+  void check(const CallRecord& call);
   std::string name_;
   std::vector<int> ranks_;
   int rank_ = -1;
   std::unique_ptr<GroupBackends> backends_;
   std::shared_ptr<FlightRecorder> recorder_;
-  const char* recorded_name_ = "";
+  const GroupRecord* record_ = nullptr;
+  std::unique_ptr<CallChecker> checker_;
   // gloo's reduce_scatter is an all-reduce of everything: parts are exchanged and summed here instead.
   bool by_exchange_ = false;
   std::shared_ptr<StagingPool> staging_;
-  std::atomic<uint64_t> num_calls_{0};
+  std::atomic<uint64_t> num_collectives_{0};
+  std::vector<std::atomic<uint64_t>> num_sent_, num_received_;  // by peer
 };
 
 }  // namespace titan::dist

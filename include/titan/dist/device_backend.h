@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <memory>
 #include <string>
 
 #include <c10/core/Device.h>
@@ -17,9 +19,12 @@
 namespace c10d {
 class Backend;
 class Store;
+class Work;
 }  // namespace c10d
 
 namespace titan::dist {
+
+class PeerMemory;
 
 /// Bytes on one device, as its caching allocator counts them.
 struct DeviceMemory {
@@ -28,6 +33,7 @@ struct DeviceMemory {
   int64_t reserved_bytes = 0;        ///< taken from the driver
   int64_t peak_reserved_bytes = 0;
   int64_t total_bytes = 0;         ///< the device's size
+  int64_t num_out_of_memory = 0;   ///< requests that failed
   int64_t allocation_retries = 0;  ///< times the allocator had to flush its cache; above 0 means too full
 };
 
@@ -49,10 +55,25 @@ class DeviceBackend {
   virtual void set_device(int index) = 0;
   /// "NVIDIA H100 80GB HBM3"; tables of peak FLOPS are keyed by it.
   virtual std::string device_name(int index) const = 0;
+  /// 90 of compute capability 9.0.
+  virtual int compute_capability(int index) const = 0;
   /// A communicator (NCCL) of the current device.
   virtual c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) = 0;
+  /// Asks, without waiting and from any thread, whether the device is done with a call of a group that
+  /// make_group made. Doesn't keep the call's tensors. Empty where a finished wait() says so already.
+  virtual std::function<bool()> completion_of(c10d::Work& /*work*/) { return {}; }
+  /// The current device, in words that other processes of the job can hand to why_no_peer_memory().
+  virtual std::string device_address() const = 0;
+  /// Why the current device can't share memory with that one; empty: it can.
+  virtual std::string why_no_peer_memory(const std::string& address) const = 0;
+  /// Of the current device, for a group between all of whose devices nothing stands in the way.
+  virtual std::unique_ptr<PeerMemory> make_peer_memory(const GroupSpec& spec) = 0;
   virtual DeviceMemory memory(int index) const = 0;
   virtual void reset_peak_memory(int index) = 0;
+  /// From now on the allocator notes what it does, with call stacks; the last `max_events` are kept.
+  virtual void record_memory_history(int64_t max_events) = 0;
+  /// What it has noted, and what is in use now: a file that PyTorch's memory viewer loads.
+  virtual std::string memory_snapshot() = 0;
 };
 
 /// Opens the CUDA plugin if a GPU is visible, once per process; null where there is no GPU or no plugin was

@@ -25,6 +25,11 @@ struct InitOptions {
   /// of through gloo's sockets. The results are the same but for the rounding of sums; false to measure or
   /// doubt the difference.
   bool direct_memory = true;
+  size_t flight_entries = 2048;  ///< calls that the flight recorder keeps; 0 records none
+  /// Every collective is compared with the other members' before it starts (and a received tensor with the
+  /// sent one before it is waited for): operation, sizes, dtype, label. What differs is an Error on all of
+  /// them that names the calls. Costs a small gather on the host for each call.
+  bool check_collectives = false;
   int fake_rank = 0;  ///< backend "fake" only: this process plays rank `fake_rank` of `fake_world_size`
   int fake_world_size = 1;
 };
@@ -60,8 +65,9 @@ class World {
   std::shared_ptr<Group> everyone() const;
 
   c10d::Store& store() const;
-  /// The ring of this rank's calls.
-  const FlightRecorder& recorder() const;
+  /// The ring of this rank's calls; the shared one lives on as long as somebody has it.
+  FlightRecorder& recorder() const;
+  std::shared_ptr<FlightRecorder> shared_recorder() const;
 
   struct Impl;
   explicit World(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}

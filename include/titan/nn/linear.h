@@ -9,6 +9,7 @@
 #include "titan/nn/module.h"
 #include "titan/nn/ref.h"
 #include "titan/nn/splittable.h"
+#include "titan/ops/joint_linear.h"
 #include "titan/ops/products.h"
 #include "titan/ops/sequence_exchange.h"
 
@@ -39,8 +40,11 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
   at::Tensor forward(const at::Tensor& x);
 
-  void set_products(std::shared_ptr<const ops::Products> products) override {
-    products_ = std::move(products);
+  void set_products(std::shared_ptr<const ops::Products> products) override;
+  const std::shared_ptr<const ops::Products>& products() const { return products_; }
+  /// Who has the weight's values from now on, in place of the parameter; null: the parameter again.
+  void set_weight_source(std::shared_ptr<const ops::WeightSource> source) {
+    weight_source_ = std::move(source);
   }
   bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
   /// Columns cut weight and bias; rows cut the weight, and one rank adds the bias.
@@ -56,9 +60,12 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
  private:
   /// Whether the two may be computed together: the same products, and nothing of its own around either.
   bool joins(const LinearImpl& other) const;
+  ops::SinkedWeight sinked_weight() const { return {weight, weight_sink_, weight_source_}; }
 
-  std::shared_ptr<const ops::Products> products_;
+  std::shared_ptr<const ops::Products> products_;  // for `parts_`
+  ops::SpreadFeatures parts_;
   std::shared_ptr<ops::GradSink> weight_sink_;
+  std::shared_ptr<const ops::WeightSource> weight_source_;
   bool adds_bias_ = true;  // of a sum over ranks, one adds it
   Split exchange_split_ = Split::Columns;
   std::shared_ptr<const ops::SequenceExchange> exchange_;

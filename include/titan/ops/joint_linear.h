@@ -11,10 +11,11 @@
 
 namespace titan::ops {
 
-/// A weight [O, I] and who takes its gradient (null: autograd).
+/// A weight [O, I], who takes its gradient (null: autograd), and where its values are (null: in itself).
 struct SinkedWeight {
   at::Tensor weight;
-  std::shared_ptr<GradSink> sink;
+  std::shared_ptr<GradSink> sink = nullptr;
+  std::shared_ptr<const WeightSource> source = nullptr;
 };
 
 /// y_i = x W_i^T. x: [..., I]; y_i: [..., O_i]. In the backward the gradients of x are added up by the

@@ -1,8 +1,8 @@
 #pragma once
 
-// Linear layers whose input is gathered, or whose output is summed and scattered, while they multiply:
-// asynchronous tensor parallelism (Wang et al., "Overlap communication with dependent computation via
-// decomposition", 2023).
+// Linear layers that gather their input, or sum and scatter their output, themselves: while they multiply
+// (asynchronous tensor parallelism; Wang et al., "Overlap communication with dependent computation via
+// decomposition", 2023), or at once, so that what travels is what the products multiply (Float8).
 
 #include <memory>
 #include <vector>
@@ -20,8 +20,14 @@ namespace titan::ops {
 /// Several products over one input that lies in parts along the sequence: x: [B, S/N, I] on each of N ranks;
 /// results: [B, S, O_i], from one gather. In the backward the gradients' products go part by part into one
 /// scatter.
+/// Where products want a cast of x with one scale for the whole (Products::part), that is what travels.
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::shared_ptr<const Products>& products,
+                                         const std::shared_ptr<const SequenceExchange>& exchange,
+                                         const char* module = "");
+/// `products`: of each weight; x travels as a cast only where all join.
+std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
+                                         const std::vector<std::shared_ptr<const Products>>& products,
                                          const std::shared_ptr<const SequenceExchange>& exchange,
                                          const char* module = "");
 

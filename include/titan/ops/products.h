@@ -10,22 +10,53 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/ops/operand.h"
+#include "titan/ops/rank_parts.h"
+
 namespace titan::ops {
 
-/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]; all of one dtype unless an
-/// implementation says otherwise.
+/// Which features of a layer are spread over ranks (tensor parallelism); null: each rank has all.
+struct SpreadFeatures {
+  std::shared_ptr<const RankParts> in, out;
+};
+
+/// Of a layer: y = x W^T, or dx = g W.
+enum class Pass { Forward, Backward };
+
+/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]; results have the operands'
+/// dtype. Operands ([Note: operands]) come as the matrices themselves, or as input() and grad() made them.
 class Products {
  public:
   virtual ~Products() = default;
-  virtual at::Tensor forward(const at::Tensor& x_NI, const at::Tensor& weight_OI) const = 0;
-  virtual at::Tensor grad_input(const at::Tensor& grad_NO, const at::Tensor& weight_OI) const = 0;
-  virtual at::Tensor grad_weight(const at::Tensor& grad_NO, const at::Tensor& x_NI) const = 0;
+  virtual at::Tensor forward(const Operand& x_NI, const Operand& weight_OI) const = 0;
+  virtual at::Tensor grad_input(const Operand& grad_NO, const Operand& weight_OI) const = 0;
+  virtual at::Tensor grad_weight(const Operand& grad_NO, const Operand& x_NI) const = 0;
   /// sum + g W, perhaps in sum's memory. The default computes grad_input and adds.
-  virtual at::Tensor add_grad_input(const at::Tensor& sum_NI, const at::Tensor& grad_NO,
-                                    const at::Tensor& weight_OI) const;
+  virtual at::Tensor add_grad_input(const at::Tensor& sum_NI, const Operand& grad_NO,
+                                    const Operand& weight_OI) const;
   /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
-  virtual void add_grad_weight(const at::Tensor& out_OI, const at::Tensor& grad_NO,
-                               const at::Tensor& x_NI) const;
+  virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const;
+
+  /// x for a forward, which several weights may share. `keeps`: a backward will ask for kept() of it.
+  virtual Operand input(const Operand& x_NI, bool keeps) const;
+  /// What grad_weight needs of x (as it is, or input()'s result): this alone is kept until the backward.
+  virtual Operand kept(const Operand& x_NI) const;
+  /// g for those of the two products that will take it.
+  virtual Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const;
+  /// W for several products of one pass, of parts of x say.
+  virtual Operand weight(const Operand& weight_OI, Pass pass) const;
+
+  /// [Note: parts of rows] Of x (in a backward: g) each rank has some rows, and all are to be gathered. What
+  /// travels, of rows [n, F]: the values, or a cast with the scale of the whole. `keeps`: as input()'s.
+  virtual Operand part(const at::Tensor& rows, Pass pass, bool keeps) const;
+  /// Whether a product of some rows is those rows of the product; else values that travelled are multiplied
+  /// when all are there.
+  virtual bool multiplies_rows_apart(Pass pass) const;
+
+  /// These products for a layer of parts; null: they are the same for any.
+  virtual std::shared_ptr<const Products> for_parts(const SpreadFeatures& parts) const;
+  /// Whether input() of one serves the other, so that layers may be computed as one node.
+  virtual bool joins(const Products& other) const { return this == &other; }
 };
 
 /// How fp32 products run on a CPU: LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
@@ -38,8 +69,8 @@ std::shared_ptr<const Products> default_products(CpuMatmul policy = CpuMatmul::A
 /// A weight gradient that is ready to be computed: what a Linear's backward hands to its sink.
 struct WeightGrad {
   std::shared_ptr<const Products> products;
-  at::Tensor grad_output_NO;
-  at::Tensor input_NI;
+  Operand grad_output_NO;
+  Operand input_NI;
   at::Tensor compute() const { return products->grad_weight(grad_output_NO, input_NI); }
   void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
 };

@@ -16,8 +16,9 @@ class RankParts {
   virtual ~RankParts() = default;
   virtual int index() const = 0;  ///< this rank's
   virtual int count() const = 0;
-  /// out: [count, n], from every rank's in: [n]. Later work of the current stream sees the result.
-  virtual void all_gather(const at::Tensor& out, const at::Tensor& in) const = 0;
+  /// out: [count, n], from every rank's in: [n]. Later work of the current stream sees the result. `phase`: a
+  /// literal, what it is for, in records of calls.
+  virtual void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const = 0;
 };
 
 /// Rows [first, first + rows of the local weight) of a vocabulary of `size`: torch.chunk's parts.

@@ -39,6 +39,14 @@ class SequenceExchange {
     virtual at::Tensor finish() = 0;
   };
   virtual std::unique_ptr<Scatter> scatter(const char* module) const = 0;
+
+  /// Whether all parts come in one collective, and nothing can be multiplied meanwhile: then the two below
+  /// take the place of the two above.
+  virtual bool at_once() const { return false; }
+  /// part: [B, S/N, F], contiguous; result: [B, S, F].
+  virtual at::Tensor gather_whole(const at::Tensor& part, const char* module) const;
+  /// summand: [B, S, F]; result: this rank's part [B, S/N, F] of the sum.
+  virtual at::Tensor scatter_whole(const at::Tensor& summand, const char* module) const;
 };
 
 }  // namespace titan::ops

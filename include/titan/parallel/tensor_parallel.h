@@ -91,6 +91,15 @@ struct PlanEntry {
 };
 using TensorPlan = std::vector<PlanEntry>;
 
+/// How the parts of overlapped products travel.
+enum class OverlapTransport {
+  Auto,  ///< through symmetric memory where all ranks reach each other's, else by sends and receives
+  SymmetricMemory,  ///< or ConfigError that says why it can't be
+  SendReceive,
+  /// in one collective for all: nothing overlaps, but what travels is what the products multiply (Float8)
+  AtOnce,
+};
+
 /// Cuts the parameters of the plan's modules down to this rank's parts, for good, and hooks the conversions
 /// around their calls. `axis`: a mesh of one axis; of size 1 nothing changes. Before fully_shard, which then
 /// shards the parts; deferred parameters stay deferred. Parameters outside the plan stay whole on all ranks
@@ -102,13 +111,15 @@ using TensorPlan = std::vector<PlanEntry>;
 /// Throws ConfigError naming all entries that match no module, meet one that can't be called through nn::Ref,
 /// or need a slot that is taken, and conversions that don't exist (Replicate -> Invariant, Invariant ->
 /// Partial, ...).
-void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan);
+void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan,
+                 OverlapTransport transport = OverlapTransport::Auto);
 
 /// What a model's own plan is made from.
 struct TensorParallelOptions {
   bool sequence_parallel = true;  ///< between the products each rank keeps a part of the sequence
   bool loss_parallel = true;      ///< false: the loss is computed from gathered logits
   bool overlap = false;  ///< asynchronous: products run while their parts travel; needs sequence_parallel
+  OverlapTransport transport = OverlapTransport::Auto;  ///< of these parts
 };
 
 /// One module of the plan as it ran: what `titan train --print-plan` shows.

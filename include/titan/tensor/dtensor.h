@@ -17,6 +17,8 @@ struct DTensor {
   std::vector<Placement> placements;   ///< one per mesh axis
   std::vector<int64_t> global_shape;
   Box box;                             ///< where `local` lies in the global tensor; for a tensor sharded twice on one dim, the final part
+  /// Positions of the mesh's axes in the order in which they cut the tensor; empty: from left to right.
+  std::vector<int> cut_order = {};
 
   int64_t global_numel() const;
   bool is_replicated_on(size_t axis) const { return placements[axis].is_replicate(); }
@@ -28,7 +30,8 @@ at::Tensor full_tensor(const DTensor& tensor);
 DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, std::vector<Placement> placements);
 /// The same tensor under other placements (blocking, collective). Shard<->Replicate<->Shard, Partial->Replicate, Partial->Shard.
 DTensor redistribute(const DTensor& tensor, std::vector<Placement> placements);
-/// The box of `local` for these placements, shape and this rank's coordinates (axes from left to right split what is left).
-Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh, const std::vector<Placement>& placements);
+/// The box of `local` for these placements, shape and this rank's coordinates (axes split what is left in `cut_order`).
+Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh, const std::vector<Placement>& placements,
+              const std::vector<int>& cut_order = {});
 
 }  // namespace titan

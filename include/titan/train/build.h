@@ -9,6 +9,10 @@
 #include "titan/train/job_config.h"
 #include "titan/train/trainer.h"
 
+namespace titan::dist {
+class FlightDump;
+}
+
 namespace titan::train {
 
 /// Joins the job's other processes as [comm] and training.device say. Has to come before the first tensor.
@@ -23,10 +27,12 @@ Meshes build_job_meshes(const JobConfig& config, const dist::World& world);
 std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device,
                                             const std::vector<std::string>& stage_modules = {});
 
-/// The model, spread out, with its weights; data; optimizer; logs. Collective over the world. Writes the
-/// resolved config to {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets
-/// colours and the remaining time. `checked`: what check_job has read, so that it isn't read again.
+/// The model, spread out, with its first weights; data; optimizer; checkpoints; logs. Collective over the
+/// world. Its train() begins with what [checkpoint] says to load, and then writes the resolved config to
+/// {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets colours and the
+/// remaining time. `checked`: what check_job has read, so that it isn't read again. `flight`: written by the
+/// watchdog when the job hangs (FlightWatch::dump).
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,
-                      const CheckedFiles& checked = {});
+                      const CheckedFiles& checked = {}, const std::shared_ptr<dist::FlightDump>& flight = {});
 
 }  // namespace titan::train

@@ -9,16 +9,21 @@
 #include "titan/config/load.h"
 #include "titan/config/schema.h"
 #include "titan/data/settings.h"
+#include "titan/float8/settings.h"
 #include "titan/ops/settings.h"
 #include "titan/optim/settings.h"
 #include "titan/train/activation_checkpoint_settings.h"
 #include "titan/train/checkpoint_settings.h"
 #include "titan/train/comm_settings.h"
+#include "titan/train/fault_tolerance_settings.h"
 #include "titan/train/job_settings.h"
 #include "titan/train/metrics.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
+#include "titan/train/profiling_settings.h"
 #include "titan/train/refused_settings.h"
+#include "titan/train/stragglers.h"
+#include "titan/train/structured_log.h"
 #include "titan/train/training_settings.h"
 #include "titan/train/validation.h"
 
@@ -32,6 +37,8 @@ struct JobConfig {
   JobSettings job;
   ProfilingSettings profiling;
   MetricsSettings metrics;
+  StructuredLogSettings structured_logs;  ///< [metrics.structured_logs]
+  StragglerSettings stragglers;           ///< [metrics.stragglers]
   ModelSettings model;
   config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
   optim::OptimizerSettings optimizer;
@@ -42,7 +49,7 @@ struct JobConfig {
   CheckpointSettings checkpoint;
   ActivationCheckpointSettings activation_checkpoint;
   CompileSettings compile;
-  QuantizeSettings quantize;
+  float8::QuantizeSettings quantize;
   CommSettings comm;
   ops::OpsSettings ops;
   MemoryEstimationSettings memory_estimation;

@@ -34,18 +34,30 @@ void describe(config::Table<MetricsSettings>& table);
 /// One logged step. Times are means over the steps since the last logged one, in seconds.
 struct StepMetrics {
   int64_t step = 0;
-  double loss = 0;            ///< of this step: sum over all valid tokens / their number
+  double loss = 0;            ///< of this step: sum over all valid tokens / their number; NaN: there are none
   double max_loss = 0;        ///< the largest of the data-parallel ranks' own means
   double grad_norm = 0;       ///< before clipping
   double lr = 0;              ///< used by this step
   double tps = 0;             ///< tokens a second and device
   double tflops = 0;          ///< of one device
   std::optional<double> mfu;  ///< percent of the peak; unset where the peak is unknown
-  double memory_gib = 0;      ///< most memory of this rank so far (CPU: resident set) in 1024^3 bytes
+  /// Most memory that the allocator held since the last logged step, in 1024^3 bytes. On a CPU: most that was
+  /// resident since the process began, as the kernel counts it.
+  double memory_gib = 0;
   double memory_percent = 0;  ///< of the device's (CPU: the machine's) memory
+  /// Of a device: most memory in tensors since the last logged step.
+  std::optional<double> active_gib = {}, active_percent = {};
+  /// Of a device, since the process began: times that the allocator had to flush its cache to find room, and
+  /// requests that failed.
+  std::optional<int64_t> alloc_retries = {}, num_ooms = {};
   double data_loading_s = 0;
   double step_s = 0;
   int64_t n_tokens_seen = 0;
+  int64_t local_valid_tokens = 0;             ///< labels of this step that count, of this rank
+  int64_t global_valid_tokens = 0;            ///< and of all
+  std::optional<int64_t> skipped_steps = {};  ///< so far, as not finite; unset: none is skipped
+  /// How long saves held the steps since the last logged one up, in all; unset: nothing is saved.
+  std::optional<double> checkpoint_s;
   std::optional<double>
       startup_s;  ///< from the start of the process to the start of the first step; first line only
 };
@@ -86,6 +98,10 @@ class MetricsLogger {
   explicit MetricsLogger(Options options);
   ~MetricsLogger();
 
+  /// Opens the files. Of an earlier run the rows up to `step` stay, which this run goes on behind; 0: none.
+  /// The first log() does it with 0 where nobody has.
+  void begin_behind(int64_t step);
+
   void log(const StepMetrics& metrics);
   void log(const ValidationMetrics& metrics);
   /// Everything logged is on disk afterwards; throws as log() does.
@@ -97,7 +113,8 @@ class MetricsLogger {
   Options options_;
   bool color_ = false;
   std::unique_ptr<AppendFile> step_lines_;
-  std::unique_ptr<AppendFile> validation_lines_;  // made by the first validation
+  std::unique_ptr<AppendFile> validation_lines_;  // made by the first validation, or one of an earlier run
+  bool begun_ = false;
   std::unique_ptr<EventFileWriter> events_;
   RemainingTime remaining_;
 };

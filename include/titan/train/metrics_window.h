@@ -26,12 +26,18 @@ class MetricsWindow {
   void start();
   void count_step(int64_t local_tokens);
   void count_data_loading(double seconds) { data_loading_s_ += seconds; }
-  /// Time that isn't the steps' (validation).
+  /// Of this rank's rows, since it started.
+  int64_t local_tokens_seen() const { return local_tokens_seen_; }
+  /// They are counted from here: the state is a checkpoint's, which has its own count.
+  void forget_tokens_seen() { local_tokens_seen_ = 0; }
+  /// Time that isn't the steps' (validation, waiting for a checkpoint).
   void leave_out(double seconds) { left_out_s_ += seconds; }
 
   /// Fills in rates, times and memory, and starts the next window.
   void close(StepMetrics& metrics);
   void fill_memory(double& gib, double& percent) const;
+  /// What a device's allocator tells besides, and a warning when it tells of trouble; its peaks count anew.
+  void take_device_memory(StepMetrics& metrics);
   /// A second and device, of tokens of this rank's rows, which cp x tp x pp ranks compute together.
   double rate_of(int64_t local_tokens, double seconds) const;
 
@@ -46,6 +52,7 @@ class MetricsWindow {
   int64_t local_tokens_seen_ = 0;
   double data_loading_s_ = 0;
   double left_out_s_ = 0;
+  int64_t troubles_ = 0;  // of the allocator, that have been warned of
 };
 
 }  // namespace titan::train

@@ -12,6 +12,7 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
+#include "titan/parallel/tensor_parallel.h"
 
 namespace titan::train {
 
@@ -30,7 +31,8 @@ struct ParallelismSettings {
   int64_t tensor_parallel_degree = 1;
   bool enable_sequence_parallel = true;       ///< with tensor parallelism, between its products
   bool enable_async_tensor_parallel = false;  ///< overlap its products with the exchange of their parts
-  bool disable_loss_parallel = false;         ///< compute the loss from gathered logits
+  std::string async_tensor_parallel_transport = "auto";  ///< or "symmetric_memory", "send_receive"
+  bool disable_loss_parallel = false;                    ///< compute the loss from gathered logits
 
   int64_t context_parallel_degree = 1;
   std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
@@ -108,6 +110,8 @@ struct Meshes {
 Meshes build_meshes(const dist::World& world, const ParallelDims& dims);
 
 ContextParallelOptions context_parallel_options(const ParallelismSettings& settings);
+
+OverlapTransport overlap_transport(const ParallelismSettings& settings);
 
 /// Throws ConfigError unless it is "default", "always", "never" or an integer.
 ReshardAfterForward reshard_policy(const std::string& name);

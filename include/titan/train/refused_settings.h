@@ -8,21 +8,12 @@
 
 namespace titan::train {
 
-/// [profiling]
-struct ProfilingSettings {};
 /// [compile]
 struct CompileSettings {};
-/// [quantize]
-struct QuantizeSettings {};
 /// [memory_estimation]
 struct MemoryEstimationSettings {};
-/// [fault_tolerance]
-struct FaultToleranceSettings {};
 
-void describe(config::Table<ProfilingSettings>& table);
 void describe(config::Table<CompileSettings>& table);
-void describe(config::Table<QuantizeSettings>& table);
 void describe(config::Table<MemoryEstimationSettings>& table);
-void describe(config::Table<FaultToleranceSettings>& table);
 
 }  // namespace titan::train

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "titan/core/error.h"
+#include "titan/dist/named_streams.h"
 
 namespace titan::activations {
 
@@ -102,7 +103,9 @@ at::Tensor OffloadedStorage::view_like(at::IntArrayRef sizes, at::IntArrayRef st
 }
 
 Offloader::Offloader(const OffloadSettings& settings)
-    : settings_(settings), copies_(dist::Stream::create(settings.device)) {}
+    : settings_(settings), copies_(dist::Stream::create(settings.device)) {
+  dist::name_stream("activation offload", copies_);
+}
 
 void Offloader::finished(std::shared_ptr<OffloadFrame> frame) {
   if (const auto previous = newest_.lock()) previous->release_device();

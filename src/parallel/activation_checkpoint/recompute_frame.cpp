@@ -4,7 +4,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "dist/trace_range.h"
 #include "titan/core/error.h"
+#include "titan/nn/trace_labels.h"
 
 namespace titan::activations {
 
@@ -163,6 +165,8 @@ at::Tensor RecomputeFrame::take(size_t slot) {
 }
 
 void RecomputeFrame::recompute() {
+  const dist::TraceRange traced([&] { return "recompute " + host_.fqn(); });
+  const nn::TraceLabelScope labels;  // an early stop comes as an exception through the modules
   if (observer_) observer_->recomputing();
   find_last_needed();
   try {

@@ -8,13 +8,17 @@
 
 #include "parallel/fsdp/param_group.h"
 #include "titan/core/error.h"
+#include "titan/dist/named_streams.h"
 
 namespace titan::fsdp {
 
 CommContext::CommContext(at::Device device)
     : gather_stream(dist::Stream::create(device, dist::Priority::High)),
       reduce_stream(dist::Stream::create(device, dist::Priority::High)),
-      pool(device) {}
+      pool(device) {
+  dist::name_stream("fsdp gather", gather_stream);
+  dist::name_stream("fsdp reduce", reduce_stream);
+}
 
 CommContext::~CommContext() {
   for (ParamGroup* group : groups_) group->leave();

@@ -53,6 +53,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   /// All groups that share this context, in registration order; they live as long as it does.
   void add_group(ParamGroup* group) { groups_.push_back(group); }
   void remove_group(ParamGroup* group);
+  const std::vector<ParamGroup*>& groups() const { return groups_; }
   /// Drops gradients that were collected but never reduced: of a step that was given up.
   void discard_gradients();
   /// A group's shards are in host memory ([Note: host shards]).

@@ -32,7 +32,10 @@ int64_t DelayedQueue::bytes() const {
       total += static_cast<int64_t>(tensor.storage().nbytes());
   };
   for (const Entry& entry : entries_) {
-    for (const at::Tensor& tensor : {entry.product.grad_output_NO, entry.product.input_NI}) count(tensor);
+    for (const ops::Operand* operand : {&entry.product.grad_output_NO, &entry.product.input_NI})
+      for (const at::Tensor* tensor :
+           {&operand->values, &operand->along_rows.data, &operand->down_columns.data})
+        count(*tensor);
     for (const at::Tensor& tensor : entry.other.reads) count(tensor);
   }
   return total;

@@ -3,8 +3,10 @@
 #include <cstring>
 
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/split_with_sizes_copy.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "parallel/fsdp/param_group.h"
 #include "titan/core/error.h"
@@ -15,7 +17,22 @@ namespace titan::fsdp {
 // The shards' version counter rises with every write, whoever writes: optimizer, checkpoint or user.
 bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._version(); }
 
+// Who keeps what it made of a parameter's values, a scale say, goes by the parameter's version; a gather
+// writes them past LibTorch.
+void ParamGroup::tell_of_new_values() {
+  if (told_version_ == flat_shard_._version()) return;
+  told_version_ = flat_shard_._version();
+  for (const ManagedParam& param : params_) {
+    param.compute.unsafeGetTensorImpl()->bump_version();
+    // A parameter may have been made as a view. LibTorch would take the group's node for outdated, and make
+    // one of the view's.
+    auto* view = torch::autograd::impl::get_view_autograd_meta(param.compute);
+    if (view && view->has_bw_view()) view->set_attr_version(static_cast<uint32_t>(param.compute._version()));
+  }
+}
+
 void ParamGroup::start_unshard() {
+  tell_of_new_values();
   if (state_ == State::Gathered && (!stale() || (holds_whole_parameters() && dtype_ == param_dtype_))) return;
   if (state_ == State::Gathering && !stale()) return;
   cancel_unshard();
@@ -49,9 +66,10 @@ void ParamGroup::start_gather() {
   dist::StreamGuard on_gather_stream(context_->gather_stream);
   dist::Group* group = kept_part_.defined() ? small_gather_group_.get() : gather_group_.get();
   gathering_parts_ = group ? group->size() : 1;
-  const int64_t numel = layout_.shard_numel() * layout_.num_ranks();
+  const int64_t numel = wire_.part() * layout_.num_ranks();
   const int64_t part = numel / gathering_parts_;
-  packed_ = context_->pool.acquire(numel, param_dtype_, context_->gather_stream);
+  if (!kept_part_.defined()) refresh_float8_scales();
+  packed_ = context_->pool.acquire(numel, wire_.dtype(), context_->gather_stream);
   const at::Tensor mine = part_for_gather(packed_.narrow(0, group ? group->rank() * part : 0, part));
   gather_work_ = group ? group->all_gather(packed_, mine, {"fsdp::all_gather", name_}) : dist::Work();
   state_ = State::Gathering;
@@ -60,6 +78,7 @@ void ParamGroup::start_gather() {
 // This rank's part on the device and in the type that travels; `place` is where it goes among the others'.
 at::Tensor ParamGroup::part_for_gather(const at::Tensor& place) {
   if (kept_part_.defined()) return kept_part_;
+  if (!float8_.empty()) return encode_part(place);
   if (!options_.cpu_offload) return dtype_ == param_dtype_ ? flat_shard_ : place.copy_(flat_shard_);
   if (dtype_ == param_dtype_) return place.copy_(flat_shard_, /*non_blocking=*/true);
   // Cast on the device: a copy that casts would do so on the host, and wait.
@@ -90,7 +109,7 @@ void ParamGroup::finish_unshard() {
   if (layout_.num_ranks() == 1) {  // the part is the whole
     full_ = std::move(packed_);
   } else {
-    full_ = context_->pool.acquire(packed_.numel(), param_dtype_, compute_stream());
+    full_ = context_->pool.acquire(packed_.numel(), wire_.dtype(), compute_stream());
     unpack_gathered();
     context_->pool.release(std::move(packed_), compute_stream());
   }
@@ -105,7 +124,7 @@ void ParamGroup::finish_unshard() {
 // From part-major (each rank's chunks of all parameters) to parameter-major (each parameter whole).
 void ParamGroup::unpack_gathered() {
   const int64_t parts = gathering_parts_, chunks = layout_.num_ranks() / parts;
-  const int64_t part_numel = layout_.shard_numel() * chunks;
+  const int64_t part_numel = wire_.part() * chunks;
   if (!device_.is_cpu()) {
     std::vector<at::Tensor> targets;
     std::vector<int64_t> sizes;
@@ -115,14 +134,12 @@ void ParamGroup::unpack_gathered() {
       targets.push_back(full_.narrow(0, full_begin, numel * layout_.num_ranks()).view({parts, -1}));
     };
     for (size_t i = 0; i < layout_.slots().size(); ++i) {
-      const Slot& slot = layout_.slots()[i];
-      const int64_t end =
-          i + 1 < layout_.slots().size() ? layout_.slots()[i + 1].offset : layout_.shard_numel();
-      take(layout_.full_offset(i), slot.chunk_numel());
+      const int64_t full_offset = wire_.offset(i) * layout_.num_ranks();
+      take(full_offset, wire_.chunk(i));
       // The alignment behind a chunk comes along, to the end of the region, so that the parameter itself is
       // contiguous.
-      take(layout_.full_offset(i) + slot.chunk_numel() * layout_.num_ranks(),
-           end - slot.offset - slot.chunk_numel());
+      take(full_offset + wire_.chunk(i) * layout_.num_ranks(),
+           wire_.end(i) - wire_.offset(i) - wire_.chunk(i));
     }
     at::split_with_sizes_copy_out(targets, packed_.view({parts, part_numel}), sizes, 1);
     return;
@@ -134,12 +151,12 @@ void ParamGroup::unpack_gathered() {
   at::parallel_for(0, parts * num_slots, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t part = piece / num_slots;
-      const Slot& slot = layout_.slots()[static_cast<size_t>(piece % num_slots)];
-      const int64_t numel = slot.chunk_numel() * chunks;
+      const auto slot = static_cast<size_t>(piece % num_slots);
+      const int64_t numel = wire_.chunk(slot) * chunks, offset = wire_.offset(slot);
       // Regions of a slot in parts follow each other without the slot's alignment padding, so that a whole
       // parameter is contiguous.
-      std::memcpy(to + (slot.offset * layout_.num_ranks() + part * numel) * element,
-                  from + (part * part_numel + slot.offset * chunks) * element,
+      std::memcpy(to + (offset * layout_.num_ranks() + part * numel) * element,
+                  from + (part * part_numel + offset * chunks) * element,
                   static_cast<size_t>(numel * element));
     }
   });
@@ -148,9 +165,9 @@ void ParamGroup::unpack_gathered() {
 void ParamGroup::bind_compute_params(const at::Tensor& full) {
   const auto element = static_cast<int64_t>(full.element_size());
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i].compute.numel() == 0) continue;
+    if (params_[i].compute.numel() == 0 || float8_.find(i) >= 0) continue;
     if (param_storage::bytes(params_[i].compute) > 0) param_storage::free(params_[i].compute);
-    param_storage::bind(params_[i].compute, full, layout_.full_offset(i) * element);
+    param_storage::bind(params_[i].compute, full, wire_.offset(i) * layout_.num_ranks() * element);
   }
 }
 
@@ -178,11 +195,11 @@ void ParamGroup::keep_part_of_gathered() {
   at::NoGradGuard no_grad;
   const int64_t parts = small_gather_group_->size(), chunks = layout_.num_ranks() / parts;
   const int64_t mine = small_gather_group_->rank();
-  kept_part_ = context_->pool.acquire(layout_.shard_numel() * chunks, param_dtype_, compute_stream());
-  for (const Slot& slot : layout_.slots()) {
-    const int64_t numel = slot.chunk_numel() * chunks;
-    kept_part_.narrow(0, slot.offset * chunks, numel)
-        .copy_(full_.narrow(0, slot.offset * layout_.num_ranks() + mine * numel, numel));
+  kept_part_ = context_->pool.acquire(wire_.part() * chunks, wire_.dtype(), compute_stream());
+  for (size_t i = 0; i < layout_.slots().size(); ++i) {
+    const int64_t numel = wire_.chunk(i) * chunks;
+    kept_part_.narrow(0, wire_.offset(i) * chunks, numel)
+        .copy_(full_.narrow(0, wire_.offset(i) * layout_.num_ranks() + mine * numel, numel));
   }
 }
 

@@ -11,6 +11,7 @@
 #include "parallel/fsdp/mesh_groups.h"
 #include "parallel/interned.h"
 #include "titan/core/error.h"
+#include "titan/nn/linear.h"
 #include "titan/tensor/param_storage.h"
 
 namespace titan::fsdp {
@@ -118,6 +119,7 @@ ParamGroup::ParamGroup(std::vector<ManagedParam> params, const FsdpOptions& opti
   const MeshGroups groups = mesh_groups(options.mesh, options.reshard_after_forward);
   layout_ = ShardLayout(shapes_of(params_), counts.trainable, groups.shard_size);
   shard_rank_ = groups.shard_rank;
+  find_float8_weights();
   gather_group_ = groups.gather;
   small_gather_group_ = groups.small_gather;
   gradients_.configure({.grad_dtype = dtype_,
@@ -180,6 +182,10 @@ void ParamGroup::empty_compute_params() {
 // LibTorch itself refuses an optimizer over it.
 void ParamGroup::connect_gradients() {
   for (size_t i = 0; i < params_.size(); ++i) {
+    if (float8_.find(i) >= 0)
+      for (const ManagedParam::Use& use : params_[i].uses)
+        dynamic_cast<nn::LinearImpl&>(*use.host).set_weight_source(
+            std::make_shared<GatheredWeight>(weak_from_this(), i));
     if (!layout_.slots()[i].trainable) continue;
     attach_gradient_node(params_[i].compute, weak_from_this(), i);
     auto sink = std::make_shared<GroupSink>(weak_from_this(), i);

@@ -13,8 +13,10 @@
 
 #include "parallel/fsdp/buffer_pool.h"
 #include "parallel/fsdp/comm_context.h"
+#include "parallel/fsdp/float8_weights.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/fsdp/shard_layout.h"
+#include "parallel/fsdp/wire_layout.h"
 #include "titan/dist/collectives.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
@@ -95,6 +97,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// The stream that this forward, and so its backward, computes on: gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }
   int64_t sharded_bytes() const;
+  /// A weight that was gathered in Float8, while it is there.
+  ops::Operand float8_weight(size_t slot) const;
   /// Of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
   int64_t kept_gradient_bytes() const { return gradients_.kept_bytes(); }
   const FsdpOptions& options() const { return options_; }
@@ -110,9 +114,16 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void connect_gradients();
 
   bool stale() const;
+  void tell_of_new_values();
   void alias_shards();
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
+  at::Tensor encode_part(const at::Tensor& place) const;
+  void refresh_float8_scales();
+  bool lacks_float8_scales() const;
+  const ops::RankParts* ranks_of_parts() const;
+  std::vector<ParamGroup*> due_for_scales(const ops::RankParts* parts);
+  void find_float8_weights();
   void wait_for_gather();
   void unpack_gathered();
   void bind_compute_params(const at::Tensor& full);
@@ -127,15 +138,18 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   std::vector<ManagedParam> params_;
   int shard_rank_ = 0;
   ShardLayout layout_;
+  WireLayout wire_;
   std::shared_ptr<dist::Group> gather_group_;        // null: one rank
   std::shared_ptr<dist::Group> small_gather_group_;  // of ReshardAfterForward::to_size
 
   at::Tensor flat_shard_;           // [S], dtype_
   std::vector<at::Tensor> shards_;  // leaves: parts of flat_shard_
   GradientCollector gradients_;
+  Float8Weights float8_;  // none: all travel in param_dtype_
 
   State state_ = State::Sharded;
   uint32_t gathered_version_ = 0;  // flat_shard_'s version when it was gathered last
+  uint32_t told_version_ = 0;      // flat_shard_'s version that the compute parameters' versions stand for
   at::Tensor packed_;              // [parts, n]: on its way
   at::Tensor full_;                // gathered memory of all compute parameters
   at::Tensor kept_part_;           // to_size: this rank's part between forward and backward
@@ -144,6 +158,17 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   dist::Stream forward_stream_;
   CommContext* context_ = nullptr;
   const char* name_ = "";
+};
+
+/// Where a layer finds its weight.
+class GatheredWeight final : public ops::WeightSource {
+ public:
+  GatheredWeight(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
+  ops::Operand weight() const override;
+
+ private:
+  std::weak_ptr<ParamGroup> group_;
+  size_t slot_;
 };
 
 }  // namespace titan::fsdp

@@ -10,8 +10,8 @@
 #include <torch/nn/modules/embedding.h>
 
 #include "parallel/interned.h"
+#include "parallel/tensor/exchange_choice.h"
 #include "parallel/tensor/param_cutter.h"
-#include "parallel/tensor/send_receive_exchange.h"
 #include "parallel/tensor/split_params.h"
 #include "parallel/tensor/tensor_hooks.h"
 #include "titan/core/error.h"
@@ -85,8 +85,9 @@ std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split 
 // Applies one plan to one tree of modules.
 class Parallelizer {
  public:
-  Parallelizer(const nn::AnyRef& root, const DeviceMesh& axis)
+  Parallelizer(const nn::AnyRef& root, const DeviceMesh& axis, OverlapTransport transport)
       : axis_(axis),
+        transport_(transport),
         group_(std::make_shared<tp::TpGroup>(axis)),
         modules_(modules_of(root)),
         sequence_(nn::layer_sequence(root)),
@@ -134,7 +135,7 @@ class Parallelizer {
     Conversion in = conversion(style.input, ActivationLayout::replicate()),
                out = conversion(ActivationLayout::shard(-1), style.output, whole);
     note_layouts(host, in, out);
-    if (style.overlap)
+    if (style.overlap && !stays_apart(host))
       return overlap(host, nn::Split::Columns, style.input, style.output == ActivationLayout::shard(-1));
     prepare_input(host, std::move(in), {0});
     prepare_output(host, std::move(out), {0});
@@ -146,7 +147,7 @@ class Parallelizer {
     Conversion in = conversion(style.input, ActivationLayout::shard(-1), whole),
                out = conversion(ActivationLayout::partial(), style.output);
     note_layouts(host, in, out);
-    if (style.overlap)
+    if (style.overlap && !stays_apart(host))
       return overlap(host, nn::Split::Rows, style.output, style.input == ActivationLayout::shard(-1));
     prepare_input(host, std::move(in), {0});
     prepare_output(host, std::move(out), {0});
@@ -164,6 +165,12 @@ class Parallelizer {
     prepare_output(host, conversion(style.from, style.to), style.tensors);
   }
 
+  // Nobody asked for this layer's communication to overlap, and a bias is in the way of products that do it.
+  bool stays_apart(nn::HookHost& host) const {
+    const auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
+    return transport_ == OverlapTransport::AtOnce && (!linear || linear->bias.defined());
+  }
+
   // One exchange serves all: nn::linears() knows by it what may be gathered together.
   void overlap(nn::HookHost& host, nn::Split split, ActivationLayout sequence, bool plain_features) {
     auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
@@ -172,9 +179,11 @@ class Parallelizer {
           str("parallelize: module '", name_,
               "' can't overlap its communication: that takes an nn::Linear without bias, columns with "
               "input Shard(1) or rows with output Shard(1), and features in parts"));
-    if (!exchange_) exchange_ = std::make_shared<tp::SendReceiveExchange>(group_->group());
-    linear->set_exchange(split, exchange_, interned(name_));
-    parts_of(host).set_exchanged(exchange_->traffic());
+    if (!exchange_.exchange)
+      exchange_ = transport_ == OverlapTransport::AtOnce ? tp::collective_exchange(group_)
+                                                         : tp::choose_exchange(axis_, transport_);
+    linear->set_exchange(split, exchange_.exchange, interned(name_));
+    parts_of(host).set_exchanged(exchange_.traffic);
   }
 
   // What split() noted of a module.
@@ -276,10 +285,11 @@ class Parallelizer {
   }
 
   DeviceMesh axis_;
+  OverlapTransport transport_;
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
   const nn::LayerSequence* sequence_;  // null: the root doesn't name its layers
-  std::shared_ptr<const tp::SendReceiveExchange> exchange_;
+  tp::CountedExchange exchange_;       // from the first module that overlaps
   tp::ParamCutter cutter_;
   std::string name_;        // of the module in hand
   const char* style_ = "";  // and of what is done to it
@@ -301,11 +311,12 @@ std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout) {
   return out;
 }
 
-void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan) {
+void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan,
+                 OverlapTransport transport) {
   TITAN_CHECK(axis.num_axes() <= 1, "parallelize: expected a mesh of one axis, got ", axis.num_axes());
   if (axis.size() == 1) return;
   nn::name_modules(root.module());
-  Parallelizer(root, axis).apply(plan);
+  Parallelizer(root, axis, transport).apply(plan);
 }
 
 }  // namespace titan

@@ -54,7 +54,7 @@ void add_parameters(PlanRow& row, const SplitParams* split) {
   row.style = split->style();
   row.weight = placements_of(split);
   row.activation = split->layouts();
-  if (split->exchanged()) row.collectives = "overlapped";
+  if (split->exchanged()) row.collectives = split->exchanged()->kind;
   // A loss head's, while it computes the loss.
   if (split->traffic()->calls > 0) row.collectives = "all-gather per chunk / -";
   count(row, *split->traffic());
@@ -82,8 +82,8 @@ int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
 // Products that overlap share one exchange, whose traffic isn't any one module's.
 PlanRow row_of(const tp::Traffic& exchange) {
   PlanRow row;
-  row.module = "(overlapped)";
-  row.collectives = "parts of the sequence, sent and received";
+  row.module = str("(", exchange.kind, ")");
+  row.collectives = "parts of the sequence, " + exchange.way;
   count(row, exchange);
   return row;
 }

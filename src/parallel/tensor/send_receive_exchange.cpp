@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "parallel/tensor/rank_sum.h"
 #include "titan/core/error.h"
 
 namespace titan::tp {
@@ -101,19 +102,13 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   at::Tensor finish() override {
     TITAN_INTERNAL_ASSERT(given_ == ranks_.size(), "a scatter that misses summands");
     traffic_.calls += 1;
-    const bool rounds = own_.element_size() < 4;  // 16-bit summands are added in fp32
-    at::Tensor sum;
+    RankSum sum;
     for (int rank = 0; rank < group_.size(); ++rank) {
       if (rank != group_.rank()) received_[static_cast<size_t>(rank)].wait();
-      const at::Tensor part = rank == group_.rank() ? own_ : parts_[rank];
-      if (rank == 0) {
-        sum = rounds ? part.to(at::kFloat) : part.clone();
-      } else {
-        sum.add_(part);
-      }
+      sum.add(rank == group_.rank() ? own_ : parts_[rank]);
     }
     for (dist::Work& send : sends_) send.wait();
-    return rounds ? sum.to(own_.scalar_type()) : sum;
+    return sum.result();
   }
 
  private:

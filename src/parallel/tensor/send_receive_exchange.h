@@ -22,6 +22,10 @@ inline int peer_in_round(int rank, int size, int round) { return ((round - rank)
 class SendReceiveExchange final : public ops::SequenceExchange {
  public:
   explicit SendReceiveExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
+  /// `way`: Traffic::way, where more is known of it than that.
+  SendReceiveExchange(std::shared_ptr<dist::Group> group, std::string way) : group_(std::move(group)) {
+    traffic_->way = std::move(way);
+  }
 
   int count() const override { return group_->size(); }
   std::unique_ptr<Gather> gather(const at::Tensor& part, const char* module) const override;

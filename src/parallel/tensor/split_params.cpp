@@ -12,6 +12,9 @@ const PartOfParam* SplitParams::find(std::string_view name) const {
 
 DTensor SplitParams::within_whole(DTensor data, const PartOfParam& part) const {
   data.mesh = data.mesh.joined(axis_);
+  // Layers were split before their parts were sharded.
+  data.cut_order = {data.mesh.num_axes() - 1};
+  for (int axis = 0; axis + 1 < data.mesh.num_axes(); ++axis) data.cut_order.push_back(axis);
   data.placements.push_back(part.placement);
   data.global_shape = part.global_shape;
   if (!part.placement.is_shard()) return data;

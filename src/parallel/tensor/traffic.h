@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 
@@ -14,7 +15,9 @@ namespace titan::tp {
 
 struct Traffic {
   int64_t calls = 0;
-  int64_t bytes = 0;  ///< received by this rank
+  int64_t bytes = 0;                      ///< received by this rank
+  std::string way = "sent and received";  ///< of an exchange of parts, in words
+  std::string kind = "overlapped";        ///< and how it goes with the products
 };
 
 /// The ranks of the axis for one module, whose gathers are counted.
@@ -26,10 +29,10 @@ class CountedParts final : public ops::RankParts {
 
   int index() const override { return parts_->index(); }
   int count() const override { return parts_->count(); }
-  void all_gather(const at::Tensor& out, const at::Tensor& in) const override {
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const override {
     traffic_->calls += 1;
     traffic_->bytes += static_cast<int64_t>(in.nbytes()) * (count() - 1);
-    parts_->group()->all_gather(out, in, {"tp::vocabulary", module_}).wait();
+    parts_->group()->all_gather(out, in, {phase, module_}).wait();
   }
 
  private:

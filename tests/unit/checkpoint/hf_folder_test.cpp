@@ -107,10 +107,20 @@ TEST_F(Sharded, AFailureLeavesNothing) {
     EXPECT_TRUE(entry.path().filename() == "hf" || entry.path().filename() == "ours.safetensors") << entry;
 }
 
+TEST_F(Sharded, IsWrittenWhereItsMakerWantsIt) {
+  const HfTensor tensor = toy().tensors[1];
+  fs::create_directory(folder / "there");
+  const auto zeros = [&](size_t, const AppendTensor& append) { append(at::zeros(tensor.shape)); };
+  write_hf_folder(folder / "there", toy(), {{&tensor, at::kFloat}}, {.in_place = true}, zeros);
+  EXPECT_TRUE(fs::exists(folder / "there/config.json"));
+  EXPECT_TRUE(fs::exists(folder / "there/model.safetensors"));
+  EXPECT_FALSE(fs::exists(folder / "there.old"));
+}
+
 TEST_F(Sharded, NamesStayInTheFolder) {
   fs::copy_file(hf / second, folder / "out.safetensors");
-  for (const std::string name :
-       {"../out.safetensors", "/etc/passwd", "sub/x.safetensors", "..", ".hidden.safetensors"}) {
+  for (const std::string name : {"../out.safetensors", "/etc/passwd", "sub/x.safetensors", "..",
+                                 ".hidden.safetensors", "a\\u0000.safetensors"}) {
     set_index("\"x.q\": \"" + first + "\", \"x.b\": \"" + name + "\"");
     EXPECT_THAT(problems_of(hf), HasSubstr("allowed: the name of a .safetensors file in the folder")) << name;
   }
@@ -180,6 +190,11 @@ TEST_F(Sharded, DamagedConfigs) {
               HasSubstr("nested deeper than 64"));
   EXPECT_THAT(problem_of("{\"a\": \"" + std::string(2 << 20, 'x') + "\"}"), HasSubstr("at most 1048576"));
   EXPECT_THAT(problem_of(std::string("{}\0", 3)), HasSubstr("NUL"));
+  // Every element of a list is kept with its path.
+  std::string ones = "1";
+  for (int i = 0; i < 50'000; ++i) ones += ",1";
+  EXPECT_THAT(problem_of("{\"" + std::string(50'000, 'k') + "\": [" + ones + "]}"),
+              HasSubstr("too many values for a file of this size"));
   EXPECT_EQ(problem_of("{\"a\": {\"b\": [1, {\"c\": null}]}}"), "");
   fs::remove(hf / "config.json");
   EXPECT_THROW(read_hf_config(hf), ConfigError);

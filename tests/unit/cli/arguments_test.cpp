@@ -4,23 +4,13 @@
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
+#include "unit/cli/words.h"
 
 namespace titan::cli {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using Words = std::vector<std::string>;
-
-template <class Parse>
-std::string problem_of(const Parse& parse, const Words& words) {
-  try {
-    parse(words);
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  return "no problem";
-}
 
 TEST(TrainArguments, ConfigOptionsAndSettings) {
   auto arguments = parse_train_arguments({"--nproc", "2", "a.toml", "--training.steps", "5", "--log-rank=all",
@@ -45,26 +35,6 @@ TEST(TrainArguments, FlagsMayComeLast) {
   EXPECT_TRUE(arguments.print_config);
   EXPECT_EQ(arguments.num_ranks, 3);
   EXPECT_EQ(arguments.overrides, Words{"--training.steps=5"});
-}
-
-TEST(ConvertArguments, WordsInAnyOrder) {
-  const auto arguments = parse_checkpoint_arguments(
-      {"convert", "--dtype", "bfloat16", "a", "--shard-gb=0.5", "b", "--config", "run.toml"});
-  EXPECT_EQ(arguments.from, "a");
-  EXPECT_EQ(arguments.to, "b");
-  EXPECT_EQ(arguments.config, "run.toml");
-  EXPECT_EQ(arguments.dtype, "bfloat16");
-  EXPECT_EQ(arguments.shard_gb, 0.5);
-}
-
-TEST(ConvertArguments, WrongWords) {
-  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {}), HasSubstr("There is: convert"));
-  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"verify", "a"}), HasSubstr("unknown command 'verify'"));
-  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"convert", "a"}), HasSubstr("TO is required"));
-  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"convert", "a", "b", "--dtype", "int8"}),
-              HasSubstr("int8"));
-  EXPECT_THAT(problem_of(parse_checkpoint_arguments, {"convert", "a", "b", "--shard-gb", "0"}),
-              HasSubstr("--shard-gb"));
 }
 
 TEST(TrainArguments, OfSeveralTheLastCounts) {

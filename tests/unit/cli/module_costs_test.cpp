@@ -9,11 +9,10 @@
 #include "titan/parallel/pipeline_split.h"
 #include "titan/train/pipeline_stages.h"
 #include "unit/cli/load_preset.h"
+#include "unit/cli/words.h"
 
 namespace titan::cli {
 namespace {
-
-using Words = std::vector<std::string>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // The debug model's layers and vocabulary; a micro-batch is one sequence.

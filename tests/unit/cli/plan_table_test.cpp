@@ -8,11 +8,10 @@
 #include "titan/core/error.h"
 #include "titan/train/dry_run.h"
 #include "unit/cli/load_preset.h"
+#include "unit/cli/words.h"
 
 namespace titan::cli {
 namespace {
-
-using Words = std::vector<std::string>;
 
 std::string table_of(int world_size, const Words& words) {
   return train::plan_table(load_preset("llama3_debug", world_size, words), world_size);
@@ -56,10 +55,11 @@ all                                                                             
   EXPECT_EQ(table_of(4, {"--parallelism.tensor_parallel_degree", "2"}), expected);
 }
 
-constexpr int64_t kDim = 256, kLayers = 6, kTokens = 4 * 256;  // of the debug model, and of its micro-batch
+constexpr int64_t kModelDim = 256, kLayers = 6,
+                  kBatchTokens = 4 * 256;  // of the debug model, and of its micro-batch
 
 // Of an fp32 gradient of a norm, twice around.
-constexpr int64_t kNorms = 2 * kLayers + 1, kNormBytes = 2 * 4 * kDim;
+constexpr int64_t kNorms = 2 * kLayers + 1, kNormBytes = 2 * 4 * kModelDim;
 
 // With N ranks each receives N - 1 of N parts of an activation in bfloat16: for a block's two inputs and two
 // outputs, embedding and head, once forward and once backward.
@@ -67,8 +67,8 @@ TEST(PlanTable, BytesGrowWithTheRanks) {
   for (const int64_t ranks : {2, 4, 8}) {
     const auto bytes = bytes_in(
         table_of(static_cast<int>(ranks), {"--parallelism.tensor_parallel_degree", std::to_string(ranks)}));
-    const int64_t whole = kTokens * kDim * 2, both_ways = 2 * whole / ranks * (ranks - 1);
-    const int64_t statistics = 2 * kTokens * 8 * (ranks - 1);
+    const int64_t whole = kBatchTokens * kModelDim * 2, both_ways = 2 * whole / ranks * (ranks - 1);
+    const int64_t statistics = 2 * kBatchTokens * 8 * (ranks - 1);
     EXPECT_EQ(bytes.at("layers.0..5.attention"), kLayers * both_ways);
     EXPECT_EQ(bytes.at("layers.0..5.feed_forward.w2"), kLayers * both_ways);
     EXPECT_EQ(bytes.at("output"), both_ways + statistics);
@@ -97,7 +97,7 @@ TEST(PlanTable, CountsEveryMicroBatchAndEveryRecomputation) {
   const int64_t once = bytes_in(table_of(2, tp)).at("all");
   EXPECT_EQ(bytes_in(table_of(2, accumulated)).at("all"), 3 * once);
   // The forward's half of a layer's bytes again, but for its last product's, which nothing needs.
-  const int64_t layer = kTokens * kDim * 2 / 2;
+  const int64_t layer = kBatchTokens * kModelDim * 2 / 2;
   EXPECT_EQ(bytes_in(table_of(2, recomputed)).at("all"), once + kLayers * 3 * layer);
 }
 
@@ -107,6 +107,32 @@ TEST(PlanTable, OverlappedProductsHaveOneRowAndMoveAsMuch) {
   const std::string table = table_of(2, overlapped);
   EXPECT_NE(table.find("(overlapped)"), std::string::npos) << table;
   EXPECT_EQ(bytes_in(table).at("all"), bytes_in(table_of(2, {overlapped[0], overlapped[1]})).at("all"));
+}
+
+// Of the eight moves of a layer's activations the four that gather take half the bytes.
+TEST(PlanTable, InFloat8ActivationsAreGatheredInAByte) {
+  const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
+  Words words = tp;
+  words.insert(words.end(),
+               {"--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"});
+  const std::string table = table_of(2, words);
+  EXPECT_NE(table.find("(gathered by products)"), std::string::npos) << table;
+  EXPECT_NE(table.find("at once, in Float8 where the products take it"), std::string::npos) << table;
+  const auto high = static_cast<double>(bytes_in(table_of(2, tp)).at("all"));
+  EXPECT_LT(static_cast<double>(bytes_in(table).at("all")), 0.85 * high);
+}
+
+TEST(PlanTable, TellsHowOverlappedPartsTravel) {
+  const auto table_with = [](const std::string& transport) {
+    return table_of(
+        2, {"--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel",
+            "--parallelism.async_tensor_parallel_transport", transport});
+  };
+  const char* sent = "parts of the sequence, sent and received ";
+  const char* shared = "parts of the sequence, through symmetric memory ";
+  EXPECT_NE(table_with("send_receive").find(sent), std::string::npos);
+  EXPECT_NE(table_with("symmetric_memory").find(shared), std::string::npos);
+  EXPECT_NE(table_with("auto").find("sent and received, or through symmetric memory"), std::string::npos);
 }
 
 TEST(PlanTable, WithoutTensorParallelismSaysSo) {

@@ -4,12 +4,12 @@
 
 #include "titan/train/pipeline_stages.h"
 #include "unit/cli/load_preset.h"
+#include "unit/cli/words.h"
 
 namespace titan::cli {
 namespace {
 
 using train::TensorType;
-using Words = std::vector<std::string>;
 
 std::vector<TensorType> boundaries_of(int world_size, int rank, Words words, int64_t rows = 1,
                                       int64_t seq_len = 256) {
@@ -21,11 +21,6 @@ std::vector<TensorType> boundaries_of(int world_size, int rank, Words words, int
 
 const Words kTp = {"--parallelism.tensor_parallel_degree", "2"};
 const Words kCp = {"--parallelism.context_parallel_degree", "2"};
-
-Words operator+(Words words, const Words& more) {
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
 
 TEST(StageBoundaries, AreHiddenStatesInTheComputeDtype) {
   const auto boundaries = boundaries_of(2, 0, {}, 3);

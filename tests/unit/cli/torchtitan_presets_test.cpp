@@ -5,6 +5,7 @@
 
 #include "cli/builtin_models.h"
 #include "titan/train/job_config.h"
+#include "unit/cli/words.h"
 
 namespace titan::cli {
 namespace {
@@ -22,13 +23,6 @@ std::vector<std::string> problems_of(const std::string& preset, std::vector<std:
   } catch (const ConfigError& error) {
     return error.problems();
   }
-}
-
-using Words = std::vector<std::string>;
-
-Words operator+(Words a, const Words& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
 }
 
 class Preset : public testing::TestWithParam<std::string> {};
@@ -59,15 +53,13 @@ TEST_P(Preset, WhatMeansNothingIsRefused) {
     EXPECT_EQ(problems_of(GetParam(), {key, value}).size(), 1u) << key;
 }
 
-// Asked for and not there.
-TEST_P(Preset, WithCheckpointsTheirKeysAreRefused) {
-  const Words on = {"--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.interval",
-                    "1000"};
-  EXPECT_EQ(problems_of(GetParam(), on), Problems{});
+TEST_P(Preset, SavesAndResumesAsAsked) {
+  const Words on = {"--checkpoint.enable", "--checkpoint.interval", "1000"};
   for (const Words& words :
-       {Words{"--checkpoint.async_mode", "async"}, Words{"--checkpoint.keep_latest_k", "2"},
-        Words{"--checkpoint.exclude_from_loading", "model"}})
-    EXPECT_EQ(problems_of(GetParam(), on + words).size(), 1u) << words[0];
+       {Words{}, Words{"--checkpoint.async_mode", "async"}, Words{"--checkpoint.keep_latest_k", "2"},
+        Words{"--checkpoint.no_last_save_model_only"}})
+    EXPECT_EQ(problems_of(GetParam(), on + words), Problems{});
+  EXPECT_EQ(problems_of(GetParam(), on + Words{"--checkpoint.exclude_from_loading", "model"}).size(), 1u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Llama, Preset, testing::Values("debug.toml", "llama3_8b.toml"),

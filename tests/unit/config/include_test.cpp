@@ -34,6 +34,14 @@ TEST(Include, ACycleIsAnErrorThatPrintsTheChain) {
                      "a.toml -> sub/b.toml -> c.toml -> a.toml"});
 }
 
+TEST(Include, AFileOfAnotherKindNamesWhoAskedForIt) {
+  ConfigFolder folder;
+  folder.write("a.toml", "include = [\"base.yaml\"]\n");
+  EXPECT_EQ(
+      load_sample({"a.toml", {}}).problems,
+      Problems{"a.toml:1:1: include = [\"base.yaml\"]: base.yaml: a config file ends in .toml or .json"});
+}
+
 TEST(Include, TheSameFileTwiceIsNoCycle) {
   ConfigFolder folder;
   folder.write("base.toml", "[training]\nsteps = 3\n");

@@ -28,7 +28,7 @@ struct Nested {
 };
 void describe(Table<Nested>& table) { table.table("outside", &Nested::outside); }
 
-struct Job {
+struct SomeJob {
   Nested nested;
   Twice twice;
   Outside outside{.a = 1};
@@ -37,14 +37,15 @@ struct Job {
 };
 
 TEST(Schema, WrongDescriptionsAreOurBugs) {
-  auto schema = Schema::of<Job>();
-  EXPECT_THROW(schema.add("twice", &Job::twice), InternalError);
-  EXPECT_THROW(schema.add("wrong", &Job::wrong), InternalError);
-  EXPECT_THROW(schema.add("lost", &Job::lost), InternalError);
-  EXPECT_NO_THROW(schema.add("outside", &Job::outside)) << "the job's default counts";
-  EXPECT_THROW(schema.add("outside", &Job::outside), InternalError);
-  EXPECT_NO_THROW(schema.add("nested", &Job::nested));
-  EXPECT_THROW(schema.add("nested.outside", &Job::outside), InternalError) << "the same key by another table";
+  auto schema = Schema::of<SomeJob>();
+  EXPECT_THROW(schema.add("twice", &SomeJob::twice), InternalError);
+  EXPECT_THROW(schema.add("wrong", &SomeJob::wrong), InternalError);
+  EXPECT_THROW(schema.add("lost", &SomeJob::lost), InternalError);
+  EXPECT_NO_THROW(schema.add("outside", &SomeJob::outside)) << "the job's default counts";
+  EXPECT_THROW(schema.add("outside", &SomeJob::outside), InternalError);
+  EXPECT_NO_THROW(schema.add("nested", &SomeJob::nested));
+  EXPECT_THROW(schema.add("nested.outside", &SomeJob::outside), InternalError)
+      << "the same key by another table";
   struct Other {
     Outside outside{.a = 1};
   };
@@ -52,8 +53,8 @@ TEST(Schema, WrongDescriptionsAreOurBugs) {
 }
 
 TEST(Schema, FindsFieldsByFullName) {
-  auto schema = Schema::of<Job>();
-  schema.add("some.outside", &Job::outside);
+  auto schema = Schema::of<SomeJob>();
+  schema.add("some.outside", &SomeJob::outside);
   ASSERT_NE(schema.find("some.outside.a"), nullptr);
   EXPECT_EQ(schema.find("some.outside.a")->default_value, Value(int64_t{1}));
   for (const char* name : {"some.outside.b", "some.outside", "some.outsidea", "a", ""})

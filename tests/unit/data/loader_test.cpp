@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <set>
 #include <thread>
 
@@ -289,6 +291,73 @@ TEST(Loader, ImpossibleShapesAreRefused) {
   EXPECT_THROW(DataLoader(feed, shape(4, 0, 1, 0)), ConfigError);
   EXPECT_THROW(DataLoader(feed, shape(4, 2, 2)), Error);
   EXPECT_EQ(DataLoader(feed, shape(-1, 0, 3, 5)).num_lanes(), 15);
+}
+
+TEST(Loader, AStepThatIsTakenBackComesAgain) {
+  auto feed = make_feed();
+  DataLoader loader(feed, shape(4)), plain(feed, shape(4));
+  loader.next_step();
+  plain.next_step();
+  const LoaderState before = loader.state();
+  const Tokens first = row_of(loader.next_step()->at(0).input_BS, 0);
+  loader.take_back_step();
+  EXPECT_EQ(to_json(loader.state()), to_json(before));
+  EXPECT_THROW(loader.take_back_step(), Error);
+  for (int step = 0; step < 3; ++step) {
+    const auto again = loader.next_step(), expected = plain.next_step();
+    EXPECT_TRUE(at::equal(again->at(1).input_BS, expected->at(1).input_BS)) << step;
+    if (step == 0) EXPECT_EQ(row_of(again->at(0).input_BS, 0), first);
+  }
+}
+
+TEST(Loader, ARankWithoutLanesTakesItsEmptyStepBackToo) {
+  DataLoader loader(make_feed(), shape(2, 2, 3));
+  loader.next_step();
+  loader.take_back_step();
+  EXPECT_EQ(loader.state().steps, 0);
+}
+
+/// Reading never returns until it is let go.
+class HangingSource : public FakeSource {
+ public:
+  HangingSource() : FakeSource(numbered_documents(30)) {}
+  void read(int64_t i, int64_t begin, int64_t count, std::string& text) const override {
+    std::unique_lock lock(mutex_);
+    let_go_.wait(lock, [&] { return is_free_; });
+    lock.unlock();
+    FakeSource::read(i, begin, count, text);
+  }
+  void let_go() {
+    const std::lock_guard lock(mutex_);
+    is_free_ = true;
+    let_go_.notify_all();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable let_go_;
+  bool is_free_ = false;
+};
+
+TEST(Loader, TellsWhetherAStepIsThere) {
+  using std::chrono::milliseconds;
+  auto source = std::make_shared<HangingSource>();
+  DataLoader loader(make_feed(source), shape(4));
+  EXPECT_FALSE(loader.wait(milliseconds(20)));
+  source->let_go();
+  EXPECT_TRUE(loader.wait(milliseconds(5000)));
+  EXPECT_TRUE(loader.next_step());
+}
+
+// As a run does that is told to stop while its files don't answer.
+TEST(Loader, ReadingThatHangsCanBeAbandoned) {
+  auto source = std::make_shared<HangingSource>();
+  {
+    DataLoader loader(make_feed(source), shape(4));
+    EXPECT_FALSE(loader.wait(std::chrono::milliseconds(20)));
+    loader.abandon_reading();
+  }
+  source->let_go();
 }
 
 }  // namespace

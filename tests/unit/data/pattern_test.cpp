@@ -50,7 +50,7 @@ TEST(Pattern, LiteralsAreNotPatterns) {
 
 TEST(Pattern, WhatWouldMeanSomethingElseIsRefused) {
   for (const char* pattern : {R"(\h)", R"(\bx)", R"([a[bc]])", R"([a-z&&[^b]])", R"([[:alpha:]])", R"([\S])",
-                              R"(\p{Nonsense})", R"(\pL)", "\\"})
+                              R"(\p{Nonsense})", R"(\pL)", R"(\C)", R"(\c\\C)", "\\"})
     EXPECT_THROW(Pattern(pattern, Pattern::Kind::Regex), ConfigError) << pattern;
 }
 

@@ -136,6 +136,10 @@ TEST_F(SourceTest, BrokenLinesStopOrAreSkipped) {
       refusal("jsonl", folder_.write("b.jsonl", "\n{\"txt\": \"x\"}\n")).find("b.jsonl:2: no member 'text'"),
       std::string::npos);
   EXPECT_NE(refusal("jsonl", folder_.write("c.jsonl", "\n\n")).find("no documents"), std::string::npos);
+  auto large = folder_.write("e.jsonl", "{\"text\": \"x\", \"score\": 1e999}");
+  EXPECT_NE(refusal("jsonl", large).find("e.jsonl:1: broken JSON: "), std::string::npos);
+  auto hidden = folder_.write("d.jsonl", std::string("{\"text\": \"x\"}\0{", 15));
+  EXPECT_NE(refusal("jsonl", hidden).find("d.jsonl:1: broken JSON: a NUL byte"), std::string::npos);
 }
 
 TEST_F(SourceTest, JsonLinesThatChangeUnderTheIndexAreNoticed) {

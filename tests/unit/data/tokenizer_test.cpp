@@ -139,10 +139,15 @@ TEST_F(BpeTest, WhatIsNotUnderstoodIsNamed) {
   EXPECT_NE(refusal(with("/decoder", Json::parse(R"({"type": "Sequence", "decoders": {"x": 1}})"))), "");
   EXPECT_NE(refusal(with("/added_tokens", 7)), "");
   EXPECT_NE(refusal(with("/pre_tokenizer", "ByteLevel")), "");
+  EXPECT_NE(refusal(with("/added_tokens/0/id", 200'000'000)).find("200000000"), std::string::npos);
+  EXPECT_NE(refusal(with("/pre_tokenizer", Json::parse(std::string(65, '[') + std::string(65, ']')))), "");
   Json tree = small_tokenizer();
   tree["model"]["vocab"].erase("z");
   EXPECT_NE(refusal(tree).find("122"), std::string::npos);
   EXPECT_NE(message_of<ConfigError>([&] { BpeTokenizer(folder_.write("bad.json", "{")); }).find("bad.json"),
+            std::string::npos);
+  const std::string hidden = small_tokenizer().dump() + std::string(1, '\0') + "more";
+  EXPECT_NE(message_of<ConfigError>([&] { BpeTokenizer(folder_.write("nul.json", hidden)); }).find("NUL"),
             std::string::npos);
 }
 

@@ -54,7 +54,6 @@ TEST(Environment, Torchrun) {
   EXPECT_EQ(launch.store_host, "head");
   EXPECT_EQ(launch.store_port, 29500);
   EXPECT_FALSE(launch.serves_store);
-  EXPECT_EQ(launch.store_prefix, "attempt_2/");
 }
 
 TEST(Environment, TorchrunInsideATaskIgnoresTheTask) {

@@ -1,5 +1,11 @@
 #include "titan/dist/flight_record.h"
 
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
 #include <gtest/gtest.h>
 
 namespace titan::dist {
@@ -23,12 +29,157 @@ TEST(FlightRecorder, KeepsTheLastCalls) {
   EXPECT_EQ(recorder.num_calls(), 6U);
 }
 
-TEST(FlightRecorder, InternedNamesStay) {
+TEST(FlightRecorder, AGroupIsRecordedOnceAndStays) {
   FlightRecorder recorder(2);
-  const char* first = recorder.intern("dp_shard");
-  for (int i = 0; i < 100; ++i) recorder.intern(std::to_string(i));
-  EXPECT_EQ(first, recorder.intern("dp_shard"));
-  EXPECT_STREQ(first, "dp_shard");
+  const GroupRecord* first = recorder.add_group("dp_shard", "", {0, 1});
+  for (int i = 0; i < 100; ++i) recorder.add_group("dp_shard", std::to_string(i), {0, 1});
+  EXPECT_EQ(first, recorder.add_group("dp_shard", "", {0, 1}));
+  EXPECT_NE(first, recorder.add_group("dp_shard", "", {0, 2}));
+  EXPECT_EQ(first->name, "dp_shard");
+  int count = 0;
+  for (const GroupRecord* group = recorder.last_group(); group; group = group->previous) ++count;
+  EXPECT_EQ(count, 102);
+}
+
+TEST(FlightRecorder, NoEntriesRecordNothing) {
+  FlightRecorder recorder(0);
+  recorder.finish(recorder.start({}), CallState::Finished);
+  EXPECT_EQ(recorder.num_calls(), 1U);
+  EXPECT_TRUE(recorder.snapshot().empty());
+}
+
+TEST(FlightRecorder, StatesOfACall) {
+  FlightRecorder recorder(4);
+  const auto state = [&] { return recorder.snapshot().back().state; };
+  const uint64_t host = recorder.start({});
+  EXPECT_EQ(state(), CallState::Launched);
+  recorder.wait(host);
+  EXPECT_EQ(state(), CallState::Waiting);
+  recorder.finish(host, CallState::Finished);
+  EXPECT_EQ(state(), CallState::Finished);
+  EXPECT_GT(recorder.snapshot().back().end_ns, 0);
+}
+
+// What a device does is found out by asking, and never waited for.
+TEST(FlightRecorder, CallsOnADeviceFinishWhenTheyAreFoundDone) {
+  FlightRecorder recorder(4);
+  bool done = false;
+  const uint64_t call = recorder.start({});
+  recorder.wait(call);
+  recorder.finish_when(call, [&] { return done; });
+  recorder.sweep();
+  EXPECT_EQ(recorder.snapshot().back().state, CallState::Ordered);
+  EXPECT_EQ(recorder.snapshot().back().end_ns, 0);
+  done = true;
+  recorder.sweep();
+  EXPECT_EQ(recorder.snapshot().back().state, CallState::Finished);
+}
+
+TEST(FlightRecorder, LongTextsLoseTheirBeginning) {
+  CallRecord call;
+  call.set_label("phase", "a_very_long_name_of_a_module_in_a_deep_tree.layers.31.attention.wq");
+  EXPECT_STREQ(call.phase, "phase");
+  EXPECT_EQ(std::string(call.module).size(), sizeof(call.module) - 1);
+  EXPECT_TRUE(std::string(call.module).ends_with("layers.31.attention.wq"));
+}
+
+TEST(FlightRecorder, SizesOfManyDims) {
+  CallSizes sizes;
+  sizes.set({2, 3, 4, 5, 6, 7});
+  EXPECT_EQ(sizes.num_dims, 4);
+  EXPECT_EQ(sizes.dims, (std::array<int64_t, 4>{2 * 3 * 4, 5, 6, 7}));
+}
+
+// Whoever waits is asked by the watchdog, whatever the files are to have.
+TEST(FlightRecorder, TheCallThatIsWaitedForIsKnownWithoutEntries) {
+  FlightRecorder recorder(0);
+  EXPECT_FALSE(recorder.open_call(true));
+  CallRecord call;
+  call.bytes = 17;
+  const uint64_t waited_for = recorder.start(call);
+  recorder.wait(waited_for);
+  for (int i = 0; i < 100; ++i) recorder.start({});  // prefetched
+  ASSERT_TRUE(recorder.open_call(true));
+  EXPECT_EQ(recorder.open_call(true)->bytes, 17);
+  recorder.finish(waited_for, CallState::Finished);
+  EXPECT_FALSE(recorder.open_call(true));
+  EXPECT_TRUE(recorder.snapshot().empty());
+}
+
+TEST(FlightRecorder, CallsBesideTheTrainingAreToldApart) {
+  FlightRecorder recorder(16);
+  std::thread([&] {
+    const BackgroundCalls background;
+    recorder.wait(recorder.start({}));
+  }).join();
+  EXPECT_FALSE(recorder.open_call(/*with_background=*/false)) << "the training doesn't wait for it";
+  ASSERT_TRUE(recorder.open_call(/*with_background=*/true));
+  EXPECT_TRUE(recorder.open_call(true)->background);
+  recorder.wait(recorder.start({}));
+  ASSERT_TRUE(recorder.open_call(false));
+  EXPECT_EQ(recorder.open_call(false)->number, 1U);
+}
+
+TEST(FlightRecorder, TheCallsOfADeviceThatFailedHaveFailed) {
+  FlightRecorder recorder(4);
+  recorder.finish_when(recorder.start({}), []() -> bool { throw std::runtime_error("illegal access"); });
+  bool done = false;
+  recorder.finish_when(recorder.start({}), [&] { return done; });
+  recorder.sweep();
+  EXPECT_EQ(recorder.snapshot()[0].state, CallState::Failed);
+  EXPECT_EQ(recorder.snapshot()[1].state, CallState::Ordered) << "is asked again";
+  done = true;
+  recorder.sweep();
+  EXPECT_EQ(recorder.snapshot()[1].state, CallState::Finished);
+}
+
+// Without a thread that sweeps.
+TEST(FlightRecorder, NoneOfManyCallsOnADeviceIsForgotten) {
+  FlightRecorder recorder(8000);
+  for (int i = 0; i < 6000; ++i) recorder.finish_when(recorder.start({}), [] { return true; });
+  recorder.sweep();
+  for (const CallRecord& call : recorder.snapshot())
+    ASSERT_EQ(call.state, CallState::Finished) << call.number;
+  EXPECT_FALSE(recorder.open_call(true));
+}
+
+TEST(FlightRecorder, AnEndIsOfItsCall) {
+  FlightRecorder recorder(4, /*least_slots=*/4);
+  for (int i = 0; i < 9; ++i) recorder.start({});
+  recorder.finish(8, CallState::Finished);
+  recorder.finish(4, CallState::Failed);  // its slot has call 8 now
+  const CallRecord call = recorder.snapshot().back();
+  EXPECT_EQ(call.state, CallState::Finished);
+  EXPECT_GE(call.end_ns, call.start_ns);
+  EXPECT_LT(call.end_ns - call.start_ns, int64_t{600} * 1'000'000'000);
+}
+
+// Readers get a call whole or not at all while others write over it.
+TEST(FlightRecorder, ReadersSeeWholeCalls) {
+  FlightRecorder recorder(8, /*least_slots=*/8);
+  std::atomic<bool> ends{false};
+  std::vector<std::thread> writers;
+  for (int t = 0; t < 3; ++t) {
+    writers.emplace_back([&] {
+      while (!ends) {
+        CallRecord call;
+        call.bytes = static_cast<int64_t>(recorder.num_calls());
+        call.peer = static_cast<int>(call.bytes % 1000);
+        call.set_label("phase", std::to_string(call.bytes));
+        recorder.finish(recorder.start(call), CallState::Finished);
+      }
+    });
+  }
+  int64_t seen = 0;
+  while (seen < 2000) {
+    for (const CallRecord& call : recorder.snapshot()) {
+      ++seen;
+      ASSERT_EQ(std::to_string(call.bytes), call.module);
+      ASSERT_EQ(call.peer, call.bytes % 1000);
+    }
+  }
+  ends = true;
+  for (auto& writer : writers) writer.join();
 }
 
 }  // namespace

@@ -83,7 +83,9 @@ TEST(Group, CallsAreRecorded) {
   EXPECT_EQ(world.recorder().num_calls(), before + 1);
   EXPECT_EQ(call.state, CallState::Finished);
   EXPECT_EQ(call.op, CollectiveOp::Broadcast);
-  EXPECT_STREQ(call.group, "world");
+  EXPECT_EQ(call.group->name, "world");
+  EXPECT_EQ(call.out.num_dims, 1);
+  EXPECT_EQ(call.out.dims[0], 3);
   EXPECT_STREQ(call.phase, "fsdp::unshard");
   EXPECT_STREQ(call.module, "layers.3");
   EXPECT_EQ(call.bytes, 24);

@@ -10,20 +10,10 @@
 #include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/pipeline_split.h"
+#include "unit/models/small_llama.h"
 
 namespace titan::models {
 namespace {
-
-Llama3Args small(bool tied = false) {
-  return {.dim = 32,
-          .n_layers = 6,
-          .n_heads = 4,
-          .n_kv_heads = 2,
-          .vocab_size = 50,
-          .multiple_of = 8,
-          .max_seq_len = 16,
-          .tie_embeddings = tied};
-}
 
 pipeline::ModuleSequence sequence_of(const Llama3& model) {
   const auto names = model->layer_names();
@@ -40,8 +30,8 @@ std::vector<Llama3> build_stages(const Case& wanted) {
   const Construct doubles = deferred(at::kCPU, at::kDouble);
   std::vector<Llama3> stages;
   for (const auto& modules :
-       pipeline::split_evenly(sequence_of(Llama3(small(wanted.tied), doubles)), wanted.num_stages)) {
-    Llama3& stage = stages.emplace_back(small(wanted.tied), doubles);
+       pipeline::split_evenly(sequence_of(Llama3(small_llama(wanted.tied, 6), doubles)), wanted.num_stages)) {
+    Llama3& stage = stages.emplace_back(small_llama(wanted.tied, 6), doubles);
     stage->keep_layers(modules);
     if (wanted.checkpoint)
       for (const TransformerBlock& layer : stage->layers) checkpoint_activations(layer, FullRecompute{});
@@ -74,7 +64,7 @@ std::map<std::string, at::Tensor> run(const std::vector<Llama3>& stages, const a
 class Llama3Stages : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Llama3Stages, ComputeWhatTheWholeDoes) {
-  const Llama3 whole(small(GetParam().tied), deferred(at::kCPU, at::kDouble));
+  const Llama3 whole(small_llama(GetParam().tied, 6), deferred(at::kCPU, at::kDouble));
   materialize(whole, 5);
   const at::Tensor tokens = at::randint(50, {2, 16}), labels = at::randint(50, {2, 16});
   at::Tensor expected_loss, loss;
@@ -101,7 +91,7 @@ TEST(Llama3Stage, HaveTheirOwnParametersOnly) {
   for (const Llama3& stage : build_stages({.num_stages = 8}))
     for (const Parameter& parameter : parameters(stage)) names.push_back(parameter.name);
   std::vector<std::string> expected;
-  for (const Parameter& parameter : parameters(Llama3(small(), deferred(at::kMeta))))
+  for (const Parameter& parameter : parameters(Llama3(small_llama(false, 6), deferred(at::kMeta))))
     expected.push_back(parameter.name);
   EXPECT_EQ(names, expected);
 }

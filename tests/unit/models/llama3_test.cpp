@@ -10,20 +10,10 @@
 #include "titan/parallel/parameters.h"
 #include "titan/tensor/param_storage.h"
 #include "unit/golden.h"
+#include "unit/models/small_llama.h"
 
 namespace titan::models {
 namespace {
-
-Llama3Args small(bool tied = false) {
-  return {.dim = 32,
-          .n_layers = 2,
-          .n_heads = 4,
-          .n_kv_heads = 2,
-          .vocab_size = 50,
-          .multiple_of = 8,
-          .max_seq_len = 16,
-          .tie_embeddings = tied};
-}
 
 int64_t resident_bytes() {
   std::ifstream statm("/proc/self/statm");
@@ -33,7 +23,7 @@ int64_t resident_bytes() {
 }
 
 TEST(Llama3, NamesItsParametersAsTorchTitan) {
-  const Llama3 model(small(), deferred(at::kMeta));
+  const Llama3 model(small_llama(false, 2), deferred(at::kMeta));
   const std::vector<std::string> in_block{
       "attention.wq.weight",    "attention.wk.weight",    "attention.wv.weight",
       "attention.wo.weight",    "feed_forward.w1.weight", "feed_forward.w2.weight",
@@ -72,7 +62,7 @@ TEST_P(Deferred405B, IsMadeInASecondAnd200MB) {
 INSTANTIATE_TEST_SUITE_P(Devices, Deferred405B, ::testing::Values(at::kCPU, at::kMeta));
 
 TEST(Llama3, DrawsTheDeclaredDistributions) {
-  Llama3Args args = small();
+  Llama3Args args = small_llama(false, 2);
   args.dim = 256;
   const Llama3 model(args, deferred(at::kCPU));
   materialize(model, 1);
@@ -87,8 +77,8 @@ TEST(Llama3, DrawsTheDeclaredDistributions) {
 }
 
 TEST(Llama3, StartsFromTheSameBitsForTheSameSeed) {
-  const Llama3 first(small(), deferred(at::kCPU)), second(small(), deferred(at::kCPU)),
-      third(small(), deferred(at::kCPU));
+  const Llama3 first(small_llama(false, 2), deferred(at::kCPU)),
+      second(small_llama(false, 2), deferred(at::kCPU)), third(small_llama(false, 2), deferred(at::kCPU));
   materialize(first, 5);
   materialize(second, 5);
   materialize(third, 6);
@@ -98,7 +88,7 @@ TEST(Llama3, StartsFromTheSameBitsForTheSameSeed) {
 }
 
 TEST(Llama3, GivesLogitsOrTheirLoss) {
-  const Llama3 model(small(), deferred(at::kCPU));
+  const Llama3 model(small_llama(false, 2), deferred(at::kCPU));
   materialize(model, 1);
   const at::Tensor tokens = at::randint(50, {3, 16}), labels = at::randint(50, {3, 16});
   const at::Tensor logits = model(tokens);
@@ -108,7 +98,7 @@ TEST(Llama3, GivesLogitsOrTheirLoss) {
 }
 
 TEST(Llama3, ATiedModelHasOneMatrixWithBothGradients) {
-  const Llama3 model(small(/*tied=*/true), deferred(at::kCPU));
+  const Llama3 model(small_llama(/*tied=*/true, 2), deferred(at::kCPU));
   materialize(model, 1);
   EXPECT_TRUE(model->output->weight.is_same(model->tok_embeddings->weight));
   EXPECT_EQ(parameters(model).front().name, "tok_embeddings.weight");
@@ -122,7 +112,7 @@ TEST(Llama3, ATiedModelHasOneMatrixWithBothGradients) {
 }
 
 TEST(Llama3, DoesntLookAhead) {
-  const Llama3 model(small(), deferred(at::kCPU));
+  const Llama3 model(small_llama(false, 2), deferred(at::kCPU));
   materialize(model, 1);
   at::NoGradGuard no_grad;
   const at::Tensor tokens = at::randint(50, {1, 16});
@@ -134,7 +124,7 @@ TEST(Llama3, DoesntLookAhead) {
 }
 
 TEST(Llama3, RefusesSequencesBeyondItsTable) {
-  const Llama3 model(small(), deferred(at::kCPU));
+  const Llama3 model(small_llama(false, 2), deferred(at::kCPU));
   materialize(model, 1);
   EXPECT_THROW(model(at::zeros({1, 17}, at::kLong)), Error);
 }

@@ -110,14 +110,14 @@ TEST(Linear, IsDeferredUntilItIsMaterialized) {
 }
 
 struct ZeroProducts : ops::Products {
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& w) const override {
-    return at::zeros({x.size(0), w.size(0)});
+  at::Tensor forward(const ops::Operand& x, const ops::Operand& w) const override {
+    return at::zeros({x.values.size(0), w.values.size(0)});
   }
-  at::Tensor grad_input(const at::Tensor& g, const at::Tensor& w) const override {
-    return at::zeros({g.size(0), w.size(1)});
+  at::Tensor grad_input(const ops::Operand& g, const ops::Operand& w) const override {
+    return at::zeros({g.values.size(0), w.values.size(1)});
   }
-  at::Tensor grad_weight(const at::Tensor& g, const at::Tensor& x) const override {
-    return at::zeros({g.size(1), x.size(1)});
+  at::Tensor grad_weight(const ops::Operand& g, const ops::Operand& x) const override {
+    return at::zeros({g.values.size(1), x.values.size(1)});
   }
 };
 

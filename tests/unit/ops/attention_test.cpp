@@ -24,16 +24,17 @@ at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return at::matmul(at::softmax(scores, -1), values).transpose(1, 2);
 }
 
-struct Sizes {
+struct SquareSizes {
   int64_t length, heads, kv_heads, size;
 };
 
-void PrintTo(const Sizes& sizes, std::ostream* out) {
+void PrintTo(const SquareSizes& sizes, std::ostream* out) {
   *out << sizes.length << " x " << sizes.heads << "/" << sizes.kv_heads << " x " << sizes.size;
 }
 
 // `spread` makes the scores larger, so that the running maximum moves from block to block.
-void expect_equal_to_definition(at::ScalarType dtype, const Sizes& sizes, double spread, double tolerance) {
+void expect_equal_to_definition(at::ScalarType dtype, const SquareSizes& sizes, double spread,
+                                double tolerance) {
   const auto make = [&](int64_t heads, double scale) {
     return (at::randn({2, sizes.length, heads, sizes.size}) * scale).to(dtype).requires_grad_();
   };
@@ -52,11 +53,11 @@ void expect_equal_to_definition(at::ScalarType dtype, const Sizes& sizes, double
   EXPECT_EQ(out.scalar_type(), dtype);
 }
 
-class AttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, Sizes>> {
+class AttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, SquareSizes>> {
  protected:
   void SetUp() override { at::manual_seed(1); }
   at::ScalarType dtype() const { return std::get<0>(GetParam()); }
-  const Sizes& sizes() const { return std::get<1>(GetParam()); }
+  const SquareSizes& sizes() const { return std::get<1>(GetParam()); }
 };
 
 TEST_P(AttentionTest, EqualsItsDefinition) {
@@ -69,12 +70,13 @@ TEST_P(AttentionTest, EqualsItsDefinitionWithLargeScores) {
 
 // One query, less than a block, whole blocks, and several with a rest; heads that no vector and no panel
 // divides.
-INSTANTIATE_TEST_SUITE_P(All, AttentionTest,
-                         ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
-                                            ::testing::Values(Sizes{1, 4, 2, 16}, Sizes{37, 4, 1, 16},
-                                                              Sizes{48, 4, 4, 6}, Sizes{96, 2, 1, 64},
-                                                              Sizes{97, 4, 2, 80}, Sizes{200, 3, 3, 6},
-                                                              Sizes{200, 2, 1, 128})));
+INSTANTIATE_TEST_SUITE_P(
+    All, AttentionTest,
+    ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
+                       ::testing::Values(SquareSizes{1, 4, 2, 16}, SquareSizes{37, 4, 1, 16},
+                                         SquareSizes{48, 4, 4, 6}, SquareSizes{96, 2, 1, 64},
+                                         SquareSizes{97, 4, 2, 80}, SquareSizes{200, 3, 3, 6},
+                                         SquareSizes{200, 2, 1, 128})));
 
 TEST(Attention, DoesntDependOnTheNumberOfThreads) {
   at::manual_seed(2);

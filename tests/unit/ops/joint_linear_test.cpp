@@ -20,7 +20,17 @@ at::Tensor drawn(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble).r
 // own.
 class TwinExchange final : public SequenceExchange {
  public:
+  explicit TwinExchange(bool at_once = false) : at_once_(at_once) {}
   int count() const override { return 2; }
+  bool at_once() const override { return at_once_; }
+  at::Tensor gather_whole(const at::Tensor& part, const char* /*module*/) const override {
+    ++gathers;
+    return at::cat({part, part}, 1);
+  }
+  at::Tensor scatter_whole(const at::Tensor& summand, const char* /*module*/) const override {
+    const auto halves = summand.chunk(2, 1);
+    return halves[0] + halves[1];
+  }
 
   class TwinGather final : public Gather {
    public:
@@ -50,9 +60,12 @@ class TwinExchange final : public SequenceExchange {
   }
 
   mutable int gathers = 0;
+
+ private:
+  bool at_once_;
 };
 
-struct Case {
+struct JointCase {
   at::Tensor x = drawn({2, 3, 5});
   std::vector<at::Tensor> weights{drawn({4, 5}), drawn({7, 5}), drawn({2, 5})};
   std::shared_ptr<const Products> products = default_products();
@@ -100,7 +113,7 @@ void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tens
 class JointLinears : public ::testing::TestWithParam<size_t> {};
 
 TEST_P(JointLinears, EqualLayersApart) {
-  Case c;
+  JointCase c;
   const auto apart = c.apart(c.x);
   loss_of(apart, GetParam()).backward();
   const auto expected = c.take_gradients();
@@ -112,17 +125,19 @@ TEST_P(JointLinears, EqualLayersApart) {
 }
 
 TEST_P(JointLinears, GatherASequenceOnce) {
-  Case c;
-  const auto exchange = std::make_shared<const TwinExchange>();
+  JointCase c;
   const at::Tensor whole = at::cat({c.x, c.x}, 1);
   const auto apart = c.apart(whole);
   loss_of(apart, GetParam()).backward();
   const auto expected = c.take_gradients();
-  const auto gathered = gathered_linears(c.x, c.sinked(), c.products, exchange);
-  EXPECT_EQ(exchange->gathers, 1);
-  expect_equal(gathered, apart);
-  loss_of(gathered, GetParam()).backward();
-  expect_equal(c.take_gradients(), expected);
+  for (const bool at_once : {false, true}) {
+    const auto exchange = std::make_shared<const TwinExchange>(at_once);
+    const auto gathered = gathered_linears(c.x, c.sinked(), c.products, exchange);
+    EXPECT_EQ(exchange->gathers, 1);
+    expect_equal(gathered, apart);
+    loss_of(gathered, GetParam()).backward();
+    expect_equal(c.take_gradients(), expected);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(LeavingOut, JointLinears, ::testing::Values(0, 1, 2, 3));
@@ -131,15 +146,17 @@ INSTANTIATE_TEST_SUITE_P(LeavingOut, JointLinears, ::testing::Values(0, 1, 2, 3)
 // other.
 TEST(ScatteredLinear, SumsPartsOfTheSequence) {
   const at::Tensor x = drawn({2, 6, 5}), weight = drawn({4, 5});
-  const auto exchange = std::make_shared<const TwinExchange>();
   const at::Tensor whole = linear(x, weight, {}, default_products());
   const at::Tensor expected = whole.narrow(1, 0, 3) + whole.narrow(1, 3, 3);
   const auto expected_grads = torch::autograd::grad({expected.pow(2).sum()}, {x, weight});
-  const at::Tensor sum = scattered_linear(x, {weight, nullptr}, default_products(), exchange);
-  EXPECT_CLOSE(sum, expected, kTolerance);
-  const auto grads = torch::autograd::grad({sum.pow(2).sum()}, {x, weight});
-  EXPECT_CLOSE(grads[0], expected_grads[0], kTolerance);
-  EXPECT_CLOSE(grads[1], expected_grads[1], kTolerance);
+  for (const bool at_once : {false, true}) {
+    const auto exchange = std::make_shared<const TwinExchange>(at_once);
+    const at::Tensor sum = scattered_linear(x, {weight, nullptr}, default_products(), exchange);
+    EXPECT_CLOSE(sum, expected, kTolerance);
+    const auto grads = torch::autograd::grad({sum.pow(2).sum()}, {x, weight});
+    EXPECT_CLOSE(grads[0], expected_grads[0], kTolerance);
+    EXPECT_CLOSE(grads[1], expected_grads[1], kTolerance);
+  }
 }
 
 TEST(ScatteredLinear, RefusesAnUnevenSequence) {
@@ -149,14 +166,14 @@ TEST(ScatteredLinear, RefusesAnUnevenSequence) {
 }
 
 TEST(JointLinears, NothingIsRecordedWithoutGradients) {
-  Case c;
+  JointCase c;
   at::NoGradGuard no_grad;
   for (const at::Tensor& output : joint_linears(c.x, c.sinked(), c.products))
     EXPECT_FALSE(output.requires_grad());
 }
 
 TEST(JointLinears, FrozenWeightsHaveNoGradient) {
-  Case c;
+  JointCase c;
   c.weights[1].set_requires_grad(false);
   loss_of(joint_linears(c.x, c.sinked(), c.products), 3).backward();
   const auto gradients = c.take_gradients();

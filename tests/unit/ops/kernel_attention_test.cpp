@@ -25,7 +25,7 @@ class KeepAll : public SavedOutputs {
   size_t next_ = 0;
 };
 
-struct Inputs {
+struct KernelInputs {
   at::Tensor q = at::randn({2, 12, 4, 8}, at::kDouble).requires_grad_();
   at::Tensor k = at::randn({2, 12, 2, 8}, at::kDouble).requires_grad_();
   at::Tensor v = at::randn({2, 12, 2, 8}, at::kDouble).requires_grad_();
@@ -39,7 +39,7 @@ struct Inputs {
 
 TEST(KernelAttention, EqualsOurs) {
   at::manual_seed(1);
-  Inputs in;
+  KernelInputs in;
   const at::Tensor expected = causal_attention(in.q, in.k, in.v);
   const auto expected_grads = in.backward(expected);
   const at::Tensor out = kernel_attention(in.q, in.k, in.v);
@@ -50,7 +50,7 @@ TEST(KernelAttention, EqualsOurs) {
 
 TEST(KernelAttention, WhatWasKeptHasItsGradients) {
   at::manual_seed(2);
-  Inputs in;
+  KernelInputs in;
   KeepAll outputs;
   at::Tensor first, second;
   {

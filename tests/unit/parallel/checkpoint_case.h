@@ -24,17 +24,17 @@ namespace titan::testing {
 /// Plain products that note what they multiply.
 class CountingProducts : public ops::Products {
  public:
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight) const override {
-    count(x, weight);
-    multiplied.push_back(weight.unsafeGetTensorImpl());
+  at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {
+    count(x.values, weight.values);
+    multiplied.push_back(weight.values.unsafeGetTensorImpl());
     return plain_->forward(x, weight);
   }
-  at::Tensor grad_input(const at::Tensor& grad, const at::Tensor& weight) const override {
-    count(grad, weight);
+  at::Tensor grad_input(const ops::Operand& grad, const ops::Operand& weight) const override {
+    count(grad.values, weight.values);
     return plain_->grad_input(grad, weight);
   }
-  at::Tensor grad_weight(const at::Tensor& grad, const at::Tensor& x) const override {
-    multiplications += grad.size(0) * grad.size(1) * x.size(1);
+  at::Tensor grad_weight(const ops::Operand& grad, const ops::Operand& x) const override {
+    multiplications += grad.values.size(0) * grad.values.size(1) * x.values.size(1);
     return plain_->grad_weight(grad, x);
   }
   void reset() const {

@@ -17,12 +17,12 @@ namespace {
 
 using namespace testing;
 
-struct NamedPolicy {
+struct StepsPolicy {
   std::string name;
   LayersPolicy policy;
 };
 
-class CheckpointSteps : public ::testing::TestWithParam<NamedPolicy> {
+class CheckpointSteps : public ::testing::TestWithParam<StepsPolicy> {
  protected:
   models::Llama3 make(int64_t num_layers = 3) const {
     models::Llama3 model(small_llama(num_layers));
@@ -53,7 +53,7 @@ TEST_P(CheckpointSteps, AForwardWhoseBackwardNeverComesLeavesNothing) {
 /// Counts down to a forward product that throws.
 class FailingProducts : public CountingProducts {
  public:
-  at::Tensor forward(const at::Tensor& x, const at::Tensor& weight) const override {
+  at::Tensor forward(const ops::Operand& x, const ops::Operand& weight) const override {
     if (--until_failure == 0) throw std::runtime_error("a product fails");
     return CountingProducts::forward(x, weight);
   }
@@ -113,10 +113,10 @@ TEST_P(CheckpointSteps, ThreadsHaveModelsOfTheirOwn) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, CheckpointSteps,
-                         ::testing::Values(NamedPolicy{"Full", FullRecompute{}},
-                                           NamedPolicy{"Op", SelectiveOp{}},
-                                           NamedPolicy{"EverySecondLayer", SelectiveLayers{2}},
-                                           NamedPolicy{"Budget", MemoryBudget{.fraction = 0.5}}),
+                         ::testing::Values(StepsPolicy{"Full", FullRecompute{}},
+                                           StepsPolicy{"Op", SelectiveOp{}},
+                                           StepsPolicy{"EverySecondLayer", SelectiveLayers{2}},
+                                           StepsPolicy{"Budget", MemoryBudget{.fraction = 0.5}}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

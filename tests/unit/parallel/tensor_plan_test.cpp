@@ -45,9 +45,10 @@ class LayerImpl : public nn::Module {
 };
 TITAN_MODULE(Layer);
 
-class NetImpl : public nn::Module {
+class TokenNetImpl : public nn::Module {
  public:
-  NetImpl() : tokens(10, 6), head(6, 10, nn::LossHeadOptions{.init = {}, .tied_weight = tokens->weight}) {
+  TokenNetImpl()
+      : tokens(10, 6), head(6, 10, nn::LossHeadOptions{.init = {}, .tied_weight = tokens->weight}) {
     register_module("tokens", tokens);
     register_module("layers", layers.ptr());
     for (int i = 0; i < 2; ++i) layers.push_back(Layer());
@@ -62,11 +63,11 @@ class NetImpl : public nn::Module {
   nn::ModuleList<Layer> layers;
   nn::LinearCrossEntropy head;
 };
-TITAN_MODULE(Net);
+TITAN_MODULE(TokenNet);
 
 std::vector<std::string> problems_of(const TensorPlan& plan) {
   try {
-    parallelize(Net(), axis(), plan);
+    parallelize(TokenNet(), axis(), plan);
   } catch (const ConfigError& error) {
     return error.problems();
   }
@@ -126,7 +127,7 @@ TEST(TensorPlan, RefusesConversionsThatDontExist) {
 }
 
 TEST(TensorPlan, ComesBeforeFullyShard) {
-  const Net net;
+  const TokenNet net;
   const DeviceMesh mesh = axis();
   fully_shard(net, {.mesh = mesh});
   try {
@@ -141,7 +142,7 @@ TEST(TensorPlan, ComesBeforeFullyShard) {
 
 void expect_error(const TensorPlan& plan, const std::string& expected) {
   try {
-    parallelize(Net(), axis(), plan);
+    parallelize(TokenNet(), axis(), plan);
     ADD_FAILURE() << "the plan was taken";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
@@ -160,7 +161,7 @@ TEST(TensorPlan, RefusesTiedWeightsThatOnlyOneEntryCuts) {
 }
 
 TEST(TensorPlan, KnowsWhatAnEarlierPlanCut) {
-  const Net net;
+  const TokenNet net;
   const DeviceMesh mesh = axis();
   const TensorPlan both = {{"tokens", Rowwise{}}, {"head", Colwise{}}};
   parallelize(net, mesh, both);
@@ -197,11 +198,11 @@ TEST(TensorPlan, RefusesLibTorchsEmbedding) {
 
 TEST(TensorPlan, WantsAMeshOfOneAxis) {
   const auto world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 4});
-  EXPECT_THROW(parallelize(Net(), DeviceMesh::create(world, {{"a", 2}, {"b", 2}}), {}), Error);
+  EXPECT_THROW(parallelize(TokenNet(), DeviceMesh::create(world, {{"a", 2}, {"b", 2}}), {}), Error);
 }
 
 TEST(TensorPlan, OnOneRankChangesNothing) {
-  const Net net;
+  const TokenNet net;
   parallelize(net, DeviceMesh(), {{"layers.*.up", Colwise{}}, {"no such module", Rowwise{}}});
   EXPECT_EQ(net->layers[0]->up->weight.size(0), 8);
   EXPECT_TRUE(plan_rows(net).empty());
@@ -244,7 +245,7 @@ PlanRow row_of(const std::vector<PlanRow>& rows, const std::string& module) {
 }
 
 TEST(PlanRows, NameStylesPlacementsAndCollectives) {
-  const Net net;
+  const TokenNet net;
   const Layout stream = Layout::shard(1);
   parallelize(net, axis(),
               {{"tokens", Rowwise{.output = stream}},

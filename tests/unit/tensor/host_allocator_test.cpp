@@ -1,5 +1,9 @@
 #include "tensor/host_allocator.h"
 
+#include <sys/resource.h>
+
+#include <fstream>
+#include <new>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -60,6 +64,44 @@ TEST_F(HostAllocator, WhatIsKeptIsBoundedByWhatWasInUse) {
   EXPECT_EQ(stats.in_use_bytes, 0u);
   EXPECT_LE(stats.kept_bytes, stats.peak_in_use_bytes + stats.peak_in_use_bytes / 16 + 64 * kMiB);
   EXPECT_GE(stats.kept_bytes, static_cast<size_t>(900 * kMiB)) << "the last one at least";
+}
+
+int64_t mapped_bytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * 4096;
+}
+
+/// This process may map so many bytes more, as long as the object lives.
+class AddressLimit {
+ public:
+  explicit AddressLimit(int64_t more) {
+    ::getrlimit(RLIMIT_AS, &before_);
+    rlimit limit = before_;
+    limit.rlim_cur = static_cast<rlim_t>(mapped_bytes() + more);
+    ::setrlimit(RLIMIT_AS, &limit);
+  }
+  ~AddressLimit() { ::setrlimit(RLIMIT_AS, &before_); }
+  AddressLimit(const AddressLimit&) = delete;
+  AddressLimit& operator=(const AddressLimit&) = delete;
+
+ private:
+  rlimit before_{};
+};
+
+TEST_F(HostAllocator, WhatIsKeptGoesBeforeMemoryRunsOut) {
+  {
+    const at::Tensor one = block(1200 * kMiB), two = block(1200 * kMiB);  // untouched
+  }
+  ASSERT_GE(host_memory_stats().kept_bytes, static_cast<size_t>(1200 * kMiB));
+  const AddressLimit limit(64 * kMiB);
+  const at::Tensor more = block(120 * kMiB);  // nothing that is kept is of its size
+  EXPECT_EQ(host_memory_stats().in_use_bytes, static_cast<size_t>(120 * kMiB));
+  EXPECT_EQ(host_memory_stats().kept_bytes, 0u);
+  const HostMemoryStats before = host_memory_stats();
+  EXPECT_THROW(block(100'000 * kMiB), std::bad_alloc);
+  EXPECT_EQ(host_memory_stats().in_use_bytes, before.in_use_bytes);
+  EXPECT_EQ(host_memory_stats().peak_in_use_bytes, before.peak_in_use_bytes);
 }
 
 TEST_F(HostAllocator, BarePointersAreFreedWhereTheyCameFrom) {

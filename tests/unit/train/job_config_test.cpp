@@ -68,7 +68,7 @@ TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
 
 TEST_F(JobConfigTest, ChecksBetweenTablesComeTogether) {
   auto problems = problems_of({"--parallelism.data_parallel_shard_degree", "3", "--checkpoint.enable",
-                               "--checkpoint.interval", "5", "--model.args.vocab_size", "13"},
+                               "--checkpoint.create_seed_checkpoint", "--model.args.vocab_size", "13"},
                               4);
   EXPECT_EQ(problems.size(), 3u);
 }
@@ -87,9 +87,38 @@ TEST_F(JobConfigTest, HuggingFaceFoldersNeedAForm) {
     ASSERT_EQ(problems.size(), 1u) << key;
     EXPECT_NE(problems[0].find("model.name = bigram has no form in transformers"), std::string::npos)
         << problems[0];
-    // Not read while checkpoints are off.
-    EXPECT_TRUE(problems_of({"--checkpoint." + key}).empty());
+    const auto without_checkpoints = problems_of({"--checkpoint." + key});
+    ASSERT_EQ(without_checkpoints.size(), 1u) << key;
+    EXPECT_NE(without_checkpoints[0].find("takes checkpoint.enable = true"), std::string::npos)
+        << without_checkpoints[0];
   }
+}
+
+TEST_F(JobConfigTest, CheckpointSettingsThatDontGoTogether) {
+  const auto problem_of = [&](const std::vector<std::string>& words, int world_size = 1) {
+    std::vector<std::string> all = {"--checkpoint.enable"};
+    all.insert(all.end(), words.begin(), words.end());
+    const auto problems = problems_of(all, world_size);
+    return problems.empty() ? "none" : ConfigError(problems).what();
+  };
+  using std::string;
+  const std::vector<std::pair<std::vector<string>, string>> cases = {
+      {{"--checkpoint.keep_latest_k", "1"}, "0 (all) or at least 2"},
+      {{"--checkpoint.load_step", "-2"}, "at least -1"},
+      {{"--checkpoint.exclude_from_loading", "model"}, "can't be excluded"},
+      {{"--checkpoint.exclude_from_loading", "optimizer,rng"}, "exclude lr_scheduler as well"},
+      {{"--checkpoint.no_last_save_model_only", "--checkpoint.export_dtype", "bfloat16"},
+       "is of the model alone"},
+      {{"--checkpoint.create_seed_checkpoint", "--checkpoint.load_only"}, "which load_only forbids"},
+      {{"--checkpoint.async_mode", "pinned"}, "async_with_pinned_mem"},
+      {{"--checkpoint.on_failure", "ignore"}, "continue"},
+  };
+  for (const auto& [words, told] : cases)
+    EXPECT_NE(string(problem_of(words)).find(told), string::npos) << problem_of(words);
+  EXPECT_NE(string(problem_of({"--checkpoint.create_seed_checkpoint"}, 2)).find("by one rank"), string::npos);
+  EXPECT_EQ(string(problem_of({"--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,my_object"})),
+            "none");
+  EXPECT_EQ(problems_of({"--checkpoint.load_step", "3"}).size(), 1u);  // nothing is loaded
 }
 
 TEST_F(JobConfigTest, Float64IsAllOrNothing) {
@@ -178,10 +207,57 @@ TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
   for (auto words : std::vector<std::vector<std::string>>{{"--parallelism.tensor_parallel_degree", "2"},
                                                           {"--activation_checkpoint.debug"},
                                                           {"--compile.enable"},
-                                                          {"--model.converters", "quantize.linear.float8"},
-                                                          {"--profiling.enable_profiling"},
+                                                          {"--model.converters", "quantize.grouped_mm.mx"},
                                                           {"--metrics.enable_wandb"}})
     EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
+}
+
+TEST_F(JobConfigTest, Float8IsCheckedBeforeAnythingStarts) {
+  const std::vector<std::string> on = {"--training.device", "cpu", "--model.converters",
+                                       "quantize.linear.float8"};
+  const auto problems = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), on.begin(), on.end());
+    return problems_of(words);
+  };
+  const std::string emulate = "--quantize.linear.float8.emulate";
+  EXPECT_TRUE(problems({emulate}).empty());
+  EXPECT_EQ(problems({}).size(), 1u);  // a CPU has no Float8 units
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.recipe_name", "rowise"}).size(), 1u);
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.recipe_name", "rowwise_with_gw_hp",
+                      "--quantize.linear.float8.filter_fqns", "auto_filter_small_kn"})
+                .size(),
+            1u);
+  const std::string gather = "--quantize.linear.float8.enable_fsdp_float8_all_gather";
+  EXPECT_TRUE(problems({emulate, gather}).empty());
+  EXPECT_EQ(problems({emulate, gather, "--quantize.linear.float8.recipe_name", "rowwise"}).size(), 1u);
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"}).size(),
+            1u);
+  const std::string of_weights = "--quantize.linear.float8.scaling_type_weight";
+  EXPECT_TRUE(problems({emulate, of_weights, "delayed"}).empty());
+  EXPECT_EQ(problems({emulate, gather, of_weights, "delayed"}).size(), 1u);
+  EXPECT_EQ(
+      problems({emulate, of_weights, "delayed", "--quantize.linear.float8.recipe_name", "rowwise"}).size(),
+      1u);
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.recipe_name", "mxfp8_cublas"}).size(), 1u);
+  const auto mixed = problems_of({"--training.device", "cpu", emulate, "--model.converters",
+                                  "quantize.linear.float8,quantize.linear.mx"});
+  ASSERT_EQ(mixed.size(), 2u);
+  EXPECT_NE(mixed[0].find("Float8 and MX don't mix"), std::string::npos) << mixed[0];
+}
+
+TEST_F(JobConfigTest, Mxfp8IsCheckedBeforeAnythingStarts) {
+  const auto problems = [&](std::vector<std::string> words) {
+    const std::vector<std::string> on = {"--training.device", "cpu", "--model.converters",
+                                         "quantize.linear.mx"};
+    words.insert(words.begin(), on.begin(), on.end());
+    return problems_of(words);
+  };
+  const std::string recipe = "--quantize.linear.mx.recipe_name", emulate = "--quantize.linear.mx.emulate";
+  EXPECT_TRUE(problems({emulate}).empty());
+  EXPECT_TRUE(problems({recipe, "mxfp8_emulated"}).empty());
+  EXPECT_EQ(problems({recipe, "mxfp8_cublas_rceil"}).size(), 1u);  // a CPU has no such units
+  EXPECT_EQ(problems({emulate, recipe, "mxfp4"}).size(), 1u);
+  EXPECT_EQ(problems({emulate, recipe, "rowwise"}).size(), 1u);
 }
 
 TEST_F(JobConfigTest, PrintedConfigReadsBack) {

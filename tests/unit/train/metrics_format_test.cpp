@@ -1,8 +1,14 @@
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <limits>
 #include <nlohmann/json.hpp>
 
+#include "titan/core/file.h"
+#include "titan/float8/settings.h"
 #include "titan/train/metrics.h"
+#include "train/device_rate.h"
+#include "unit/data/temporary_folder.h"
 
 namespace titan::train {
 namespace {
@@ -54,6 +60,78 @@ TEST(JsonLine, KeepsEveryBit) {
     EXPECT_TRUE(object.contains(key)) << key;
   EXPECT_TRUE(object["mfu"].is_null());
   EXPECT_FALSE(object.contains("startup_s"));
+}
+
+TEST(JsonLine, HasWhatOnlyADeviceTells) {
+  StepMetrics metrics = sample();
+  EXPECT_EQ(nlohmann::json::parse(json_line(metrics))["memory_percent"], 2.25);
+  EXPECT_FALSE(nlohmann::json::parse(json_line(metrics)).contains("active_gib"));
+  metrics.active_gib = 1.25;
+  metrics.active_percent = 1.5;
+  metrics.alloc_retries = 3;
+  metrics.num_ooms = 1;
+  const auto object = nlohmann::json::parse(json_line(metrics));
+  EXPECT_EQ(object["active_gib"], 1.25);
+  EXPECT_EQ(object["active_percent"], 1.5);
+  EXPECT_EQ(object["alloc_retries"], 3);
+  EXPECT_EQ(object["num_ooms"], 1);
+  EXPECT_EQ(nlohmann::json::parse(json_line(ValidationMetrics{.memory_percent = 7}))["memory_percent"], 7);
+}
+
+TEST(JsonLine, AStepWithoutLabelsHasNoLoss) {
+  StepMetrics metrics = sample();
+  metrics.loss = metrics.grad_norm = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_TRUE(nlohmann::json::parse(json_line(metrics))["loss"].is_null());
+}
+
+// Tags of what a device has, and none in its place.
+TEST(TensorBoard, OnlyWhatIsKnownHasATag) {
+  data::TemporaryFolder folder;
+  const auto tags_of = [&](const char* run, const StepMetrics& metrics) {
+    MetricsSettings settings;
+    settings.enable_tensorboard = true;
+    {
+      MetricsLogger logger({.settings = settings, .folder = folder.path() / run});
+      logger.log(metrics);
+      logger.log(ValidationMetrics{.step = 1});
+      logger.flush();
+    }
+    std::string text;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path() / run / "tb"))
+      if (entry.is_regular_file()) text += read_file(entry.path());
+    return text;
+  };
+  StepMetrics metrics = sample();
+  const std::string plain = tags_of("plain", metrics);
+  for (const char* tag : {"memory/max_reserved(%)", "validation_metrics/memory/max_reserved(%)"})
+    EXPECT_NE(plain.find(tag), std::string::npos) << tag;
+  const auto known = {"mfu(%)", "memory/max_active(GiB)", "memory/max_active(%)", "memory/num_alloc_retries",
+                      "memory/num_ooms"};
+  for (const char* tag : known) EXPECT_EQ(plain.find(tag), std::string::npos) << tag;
+  metrics.mfu = 40;
+  metrics.active_gib = metrics.active_percent = 1;
+  metrics.alloc_retries = metrics.num_ooms = 0;
+  const std::string device = tags_of("device", metrics);
+  for (const char* tag : known) EXPECT_NE(device.find(tag), std::string::npos) << tag;
+}
+
+TEST(TensorBoard, EachStartHasAFolderOfItsOwn) {
+  data::TemporaryFolder folder;
+  MetricsSettings settings;
+  settings.enable_tensorboard = true;
+  for (int start = 0; start < 3; ++start)
+    MetricsLogger({.settings = settings, .folder = folder.path()}).log(sample());
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path() / "tb"), {}), 3);
+}
+
+// The tables hold peaks of bf16.
+TEST(PeakFlops, OfAJobInFloat8IsUnknown) {
+  JobConfig config;
+  EXPECT_EQ(job_peak_flops(config, "NVIDIA H200"), 989e12);
+  config.model.converters = {float8::kConverter};
+  EXPECT_FALSE(job_peak_flops(config, "NVIDIA H200"));
+  config.metrics.peak_flops = 1979e12;
+  EXPECT_EQ(job_peak_flops(config, "NVIDIA H200"), 1979e12);
 }
 
 TEST(JsonLine, HasStartupOnce) {

@@ -1,12 +1,10 @@
 // titan checkpoint convert: between a Hugging Face folder and our one file, without a job.
 
-#include <unistd.h>
-
-#include <chrono>
 #include <cstdio>
 
-#include "cli/arguments.h"
-#include "cli/commands.h"
+#include "cli/checkpoint/arguments.h"
+#include "cli/checkpoint/commands.h"
+#include "cli/progress.h"
 #include "titan/checkpoint/hf_model.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
@@ -18,32 +16,6 @@ namespace titan::cli {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
-
-/// One line on the terminal, written over itself; without a terminal nothing.
-class Progress {
- public:
-  Progress() : shows_(isatty(STDERR_FILENO) != 0) {}
-  ~Progress() {
-    if (shows_ && shown_) std::fputs("\n", stderr);
-  }
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
-
-  void show(int64_t bytes, int64_t total) {
-    const auto now = Clock::now();
-    if (!shows_ || (bytes < total && now - last_ < std::chrono::milliseconds(100))) return;
-    last_ = now;
-    shown_ = true;
-    const double seconds = std::chrono::duration<double>(now - start_).count();
-    std::fprintf(stderr, "\r%.2f of %.2f GB (%.0f %%), %.2f GB/s ", bytes / 1e9, total / 1e9,
-                 100.0 * static_cast<double>(bytes) / static_cast<double>(total), bytes / 1e9 / seconds);
-  }
-
- private:
-  bool shows_, shown_ = false;
-  Clock::time_point start_ = Clock::now(), last_;
-};
 
 train::JobConfig load_config(const fs::path& path) {
   train::JobConfig config;
@@ -105,8 +77,8 @@ void convert(const ConvertArguments& arguments) {
 
 }  // namespace
 
-int checkpoint_command(const Arguments& words) {
-  const ConvertArguments arguments = parse_checkpoint_arguments(words);
+int checkpoint_convert(const Arguments& words) {
+  const ConvertArguments arguments = parse_convert_arguments(words);
   if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
   convert(arguments);
   std::printf("%s\n", arguments.to.c_str());

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Saves and loads a Llama with AdamW's state under FSDP2 by torch.distributed.checkpoint, over gloo on the CPU, and prints one JSON
+object: the other side of checkpoint_bench.
+
+    .venv/bin/python benchmarks/pytorch/dcp_bench.py --model 134m --ranks 2 --checkpoints /var/tmp
+
+Keys, medians over the runs after one of warm-up, each of the slowest rank: save_s (dcp.save with its default writer, which syncs),
+async_blocked_s (how long dcp.async_save keeps its caller, with a stager that keeps its memory from save to save) and async_total_s
+(until it is written), load_s and load_warm_s (dcp.load into the tensors, with the files out of memory and in it); gigabytes (of all
+ranks' tensors); save_extra_mib and async_extra_mib (peak memory of a rank above what it had before).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import sys
+import time
+
+from train_bench import MODELS, spawn
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="134m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--checkpoints", default="/var/tmp", help="a folder on the disk to measure")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def memory_mib(key: str) -> float:
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) / 1024
+    raise KeyError(key)
+
+
+class ExtraMemory:
+    """The peak of the process's memory above what it has now."""
+
+    def __init__(self):
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        self.before = memory_mib("VmRSS")
+
+    def mib(self) -> float:
+        return memory_mib("VmHWM") - self.before
+
+
+def drop_from_memory(folder: pathlib.Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def trained_state(options: argparse.Namespace) -> dict:
+    """Sharded model and optimizer state as TorchTitan saves them, after a step on random gradients."""
+    from fsdp_model import ModelArgs, Trainer, build_model, init_ranks
+
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    mesh = init_ranks(options.rank, options.ranks, os.path.join(options.folder, "store"))
+    trainer = Trainer(build_model(ModelArgs(**MODELS[options.model], max_seq_len=512), mesh, "fp32"))
+    for parameter in trainer.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    model, optimizer = get_state_dict(
+        trainer.model, trainer.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    return {"model": model, "optimizer": optimizer}
+
+
+def num_bytes(state: dict) -> int:
+    tensors = [value for part in state.values() for value in part.values() if hasattr(value, "to_local")]
+    return sum(tensor.to_local().nbytes for tensor in tensors)
+
+
+def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed._state_dict_utils import _create_cpu_state_dict
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+    folder = pathlib.Path(options.checkpoints) / f"dcp_bench.{pathlib.Path(options.folder).name}"
+    background = dist.new_group(backend="gloo")
+    # DefaultStager gives its memory back after each save (and fails at the next, when it is used again). This one keeps it, but would
+    # pin it, which takes a GPU, unless it is there already.
+    stager = BlockingAsyncStager(cache_staged_state_dict=True)
+    figures: dict[str, list[float]] = {}
+
+    def timed(name: str, call):
+        dist.barrier()
+        begin = time.perf_counter()
+        result = call()
+        figures.setdefault(name, []).append(time.perf_counter() - begin)
+        return result
+
+    def clear():
+        dist.barrier()
+        if options.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.sync()
+        dist.barrier()
+
+    for _ in range(options.runs + 1):
+        clear()
+        memory = ExtraMemory()
+        timed("save_s", lambda: dcp.save(state, checkpoint_id=folder))
+        figures.setdefault("save_extra_mib", []).append(memory.mib())
+        timed("load_warm_s", lambda: dcp.load(state, checkpoint_id=folder))
+        drop_from_memory(folder)
+        timed("load_s", lambda: dcp.load(state, checkpoint_id=folder))
+        clear()
+        memory = ExtraMemory()
+        if stager.state_dict_cache is None:
+            stager.state_dict_cache = _create_cpu_state_dict(state)
+        begin = time.perf_counter()
+        future = timed(
+            "async_blocked_s",
+            lambda: dcp.async_save(state, checkpoint_id=folder, process_group=background, async_stager=stager),
+        )
+        getattr(future, "upload_completion", future).result()
+        figures.setdefault("async_total_s", []).append(time.perf_counter() - begin)
+        figures.setdefault("async_extra_mib", []).append(memory.mib())
+    # What a stager that keeps its memory takes once is of the first save: it counts there.
+    extra = max(figures.pop("async_extra_mib"))
+    clear()
+    return {name: values[1:] for name, values in figures.items()} | {"async_extra_mib": [extra] * options.runs}
+
+
+def run_rank(options: argparse.Namespace) -> dict:
+    state = trained_state(options)
+    return {"bytes": num_bytes(state), "figures": measure(options, state)}
+
+
+def summary(ranks: list[dict]) -> dict:
+    gigabytes = sum(rank["bytes"] for rank in ranks) * 1e-9
+    slowest = {
+        name: statistics.median(max(values) for values in zip(*(rank["figures"][name] for rank in ranks)))
+        for name in ranks[0]["figures"]
+    }
+    return {"gigabytes": gigabytes} | slowest
+
+
+def main() -> None:
+    options = parse_options()
+    if options.rank is None:
+        print(json.dumps(summary(spawn(options))))
+        return
+    result = run_rank(options)
+    with open(os.path.join(options.folder, f"{options.rank}.json"), "w") as file:
+        json.dump(result, file)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter takes itself apart
+
+
+if __name__ == "__main__":
+    main()

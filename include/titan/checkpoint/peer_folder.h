@@ -1,0 +1,87 @@
+#pragma once
+
+// [Note: peer checkpoints]
+// The state in memory of the hosts, for ranks that are started again: a rank that is lost then costs a few
+// steps and no read of a disk. It is made of the same files as a checkpoint on disk.
+//
+//   place        the ranks that see one folder in a host's memory: usually those of a host
+//   folder       PARENT/titan-peers-UID-...: of one job and one run, mode 0700
+//   generation   FOLDER/step-N with the manifest, the files of the place's own ranks, and copies
+//   copy         of a rank's file, at the next place: what a lost host had is there. With one place there are
+//                none: a lost process takes no file with it, and a lost host would take both
+//
+// The newest complete generation stays until the next one is complete at all places (peer_writer.h). When the
+// ranks start again, they look together which generation all files are found of, wherever they lie, and what
+// a place lacks of what its ranks read is brought there.
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/manifest.h"
+#include "titan/dist/world.h"
+
+namespace titan::checkpoint {
+
+/// The job's folder in this host's memory.
+class PeerFolder {
+ public:
+  struct Options {
+    std::filesystem::path parent = "/dev/shm";
+    std::string job;  ///< the same when its ranks are started again, and no other job's
+    std::string run;  ///< whose generations another run of the same job doesn't load
+  };
+
+  /// Makes the folder, or opens what the ranks before these left there; removes what earlier jobs of the same
+  /// run left. Collective over the world, as all calls but the getters are. Throws ConfigError on all ranks
+  /// where one can't have such a folder, or where two hosts share one.
+  PeerFolder(const dist::World& world, Options options);
+  ~PeerFolder();
+  PeerFolder(const PeerFolder&) = delete;
+  PeerFolder& operator=(const PeerFolder&) = delete;
+
+  const std::filesystem::path& path() const;
+  int num_places() const;
+  /// Where this rank's file is copied to; -1: nowhere.
+  int copy_target() const;
+  /// Whose files come to this rank.
+  std::vector<int> copy_sources() const;
+  /// This rank acts for its place.
+  bool is_leader() const;
+
+  /// The step of the newest generation that all files are found of. From then on each place has its manifest,
+  /// and no other generation.
+  std::optional<int64_t> choose_newest();
+  /// Of the chosen generation: for LoadOptions.
+  void bring_files(const Manifest& manifest, const std::set<int64_t>& ranks);
+  /// Removes all generations, at all places: the run goes on from something else.
+  void forget();
+  /// Removes the folder: the job has come to its end.
+  void remove();
+
+  /// What two generations with their copies, and the copy that training doesn't wait beyond, take at the
+  /// place that has most, and what it has for them.
+  struct Memory {
+    int64_t files_bytes = 0;   ///< of the folder
+    int64_t staged_bytes = 0;  ///< of the processes
+    int64_t free_bytes = 0;    ///< for files, what generations take that are there included
+    bool in_memory = true;     ///< else the folder is on a disk of the host
+  };
+  /// Throws ConfigError on all ranks where a place has too little.
+  Memory check_memory(const SaveSize& own);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Removes the folders of a job, whichever run they are of: for its launcher, when all ranks have ended.
+/// Doesn't throw.
+void remove_peer_folders(const std::filesystem::path& parent, const std::string& job);
+
+}  // namespace titan::checkpoint

@@ -1,0 +1,89 @@
+#pragma once
+
+// Objects for Checkpointer::add. A loop of one's own has them for its model, its optimizer and what it
+// counts:
+//
+//   titan::train::ModelState model_state(titan::parameters(model));
+//   titan::train::OptimizerState optimizer_state(optimizer, titan::parameters(model));
+//   titan::train::TextState loop([&] { return std::to_string(step); },
+//                                [&](const std::string& text) { step = std::stoll(text); });
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/checkpoint/checkpointer.h"
+#include "titan/optim/optimizer.h"
+#include "titan/parallel/parameters.h"
+#include "titan/train/parallel_dims.h"
+
+namespace titan::train {
+
+/// The parameters under their names. What modules compute from their settings (tables of positions) isn't
+/// saved; a module with other tensors that change has to be an object of its own.
+class ModelState : public checkpoint::Stateful {
+ public:
+  explicit ModelState(std::vector<Parameter> parameters);
+  checkpoint::ObjectState state() override;
+  void loaded(const std::string& text) override;
+
+ private:
+  std::vector<Parameter> parameters_;
+};
+
+/// Of each parameter that is stepped NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
+class OptimizerState : public checkpoint::Stateful {
+ public:
+  /// `parameters`: which the optimizer, which has to live as long, was made of.
+  OptimizerState(optim::Optimizer& optimizer, const std::vector<Parameter>& parameters);
+  checkpoint::ObjectState state() override;
+  void loaded(const std::string& text) override;
+
+ private:
+  optim::Optimizer& optimizer_;
+  std::vector<std::string> duplicates_;
+};
+
+/// What is no tensor. `save` is called on every rank, but rank 0's text is saved.
+class TextState : public checkpoint::Stateful {
+ public:
+  TextState(std::function<std::string()> save, std::function<void(const std::string&)> load);
+  checkpoint::ObjectState state() override;
+  void loaded(const std::string& text) override;
+
+ private:
+  std::function<std::string()> save_;
+  std::function<void(const std::string&)> load_;
+};
+
+/// LibTorch's default generators of every rank, which dropout draws from. They can go on only where every
+/// rank does what it did: place() is saved beside them for a comparison before they are loaded.
+class RngState : public checkpoint::Stateful {
+ public:
+  /// `seed`: of the whole run.
+  RngState(const Meshes& meshes, at::Device device, uint64_t seed);
+  checkpoint::ObjectState state() override;
+  void loaded(const std::string& text) override;
+
+  /// "pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2, cpu"
+  const std::string& place() const { return place_; }
+  /// Seeds them for going on behind `step` elsewhere: by the run's seed, the rank's position in meshes.loss
+  /// and the step, so that what was drawn before isn't drawn again.
+  void reseed(int64_t step);
+
+ private:
+  struct Generator {
+    std::string name;
+    at::Device device;
+    DTensor states;  // a row a rank of the stage
+  };
+  std::vector<Generator> generators_;
+  std::string place_;
+  uint64_t seed_;
+  int64_t position_;
+};
+
+}  // namespace titan::train

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Makes tests/data/golden/float8.safetensors: what torchao gives for small linear layers, for the unit tests of float8.
+
+    .venv/bin/python scripts/make_float8_golden.py
+
+tests/data/golden/README.md says what the file holds.
+"""
+
+import dataclasses
+import pathlib
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+
+warnings.filterwarnings("ignore")
+
+from torchao.float8 import Float8LinearConfig  # noqa: E402
+from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType  # noqa: E402
+from torchao.float8.float8_linear import Float8Linear  # noqa: E402
+from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic  # noqa: E402
+from torchao.float8.float8_training_tensor import LinearMMConfig  # noqa: E402
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "scripts/reference"))
+
+from safetensors_file import save  # noqa: E402
+
+TOKENS, IN, OUT = 24, 32, 16
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+Tensors = dict[str, Tensor]
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(dtype: torch.dtype, tokens: int = TOKENS) -> Tensors:
+    """x, weight and the output's gradient, of the magnitudes that they have in training."""
+    shapes = {"x": (draw(1, tokens, IN), 1.0), "weight": (draw(2, OUT, IN), 0.02), "grad": (draw(3, tokens, OUT), 1e-4)}
+    return {name: (tensor * factor).to(dtype) for name, (tensor, factor) in shapes.items()}
+
+
+def changed(tensors: Tensors, **changes) -> Tensors:
+    """A copy with single elements set: name = {(row, column): value}."""
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, elements in changes.items():
+        for place, value in elements.items():
+            result[name][place] = value
+    return result
+
+
+def cases() -> dict[str, Tensors]:
+    plain = inputs(torch.bfloat16)
+    infinity, nan = float("inf"), float("nan")
+    return {
+        "bf16": plain,
+        "fp32": inputs(torch.float32),
+        "padding": inputs(torch.bfloat16, tokens=19),  # not a multiple of 16
+        "zeros": plain | {"x": torch.zeros_like(plain["x"]), "grad": torch.zeros_like(plain["grad"])},
+        "infinity": changed(plain, x={(3, 5): infinity}, grad={(7, 2): -infinity}),
+        "nan": changed(plain, x={(3, 5): nan}, weight={(2, 1): nan}),
+        "denormal": {name: tensor * 1e-38 for name, tensor in inputs(torch.float32).items()},
+        "outlier": changed(plain, x={(0, 0): 3e4}, weight={(1, 1): -2e3}, grad={(2, 3): 1e3}),
+        "extreme": changed(inputs(torch.float32), x={(0, 0): 3.4e38, (1, 0): 1e-45}),
+    }
+
+
+def cast(tensor: Tensor, config: CastConfig, dim: int, power_of_two: bool):
+    return hp_tensor_to_float8_dynamic(
+        tensor,
+        config.target_dtype,
+        LinearMMConfig(),
+        scaling_granularity=config.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(dim, config.scaling_granularity),
+        round_scales_to_power_of_2=power_of_two,
+    )
+
+
+def casts(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
+    """The operands of the three products: values as bytes, and scales."""
+    # Row by row for the first operand of x W^T, W, and of g W; column by column where rows are summed over.
+    operands = {
+        "output.x": ("x", config.cast_config_input, -1),
+        "output.weight": ("weight", config.cast_config_weight, -1),
+        "grad_input.grad": ("grad", config.cast_config_grad_output, -1),
+        "grad_input.weight": ("weight", config.cast_config_weight_for_grad_input, 0),
+        "grad_weight.grad": ("grad", config.cast_config_grad_output_for_grad_weight, 0),
+        "grad_weight.x": ("x", config.cast_config_input_for_grad_weight, 0),
+    }
+    result = {}
+    for name, (source, cast_config, dim) in operands.items():
+        if cast_config.scaling_type is ScalingType.DISABLED:
+            continue
+        scaled = cast(tensors[source], cast_config, dim, config.round_scales_to_power_of_2)
+        result[f"{name}.data"] = scaled._data.view(torch.uint8)
+        result[f"{name}.scale"] = scaled._scale
+    return result
+
+
+def layer(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
+    """The output and the gradients by torchao's layer, emulated."""
+    linear = torch.nn.Linear(IN, OUT, bias=False)
+    linear.weight = torch.nn.Parameter(tensors["weight"].clone())
+    float8 = Float8Linear.from_float(linear, dataclasses.replace(config, emulate=True))
+    x = tensors["x"].clone().requires_grad_()
+    y = float8(x)
+    y.backward(tensors["grad"])
+    return {"output": y.detach(), "grad_x": x.grad, "grad_weight": float8.weight.grad}
+
+
+def main() -> None:
+    golden: Tensors = {}
+    for name, tensors in cases().items():
+        golden |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
+        for recipe in RECIPES:
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            found = casts(config, tensors) | layer(config, tensors)
+            golden |= {f"{name}.{recipe}.{key}": tensor for key, tensor in found.items()}
+    save(REPOSITORY / "tests/data/golden/float8.safetensors", golden)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+#pragma once
+
+// What a PeerFolder holds. Made and removed in peer_folder.cpp; its generations are found in
+// peer_loading.cpp.
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "peer_generations.h"
+#include "peer_places.h"
+#include "titan/checkpoint/peer_folder.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/dist/collectives.h"
+
+namespace titan::checkpoint {
+
+struct PeerFolder::Impl {
+  Impl(const dist::World& world, Options options);
+
+  /// Collective: what `own` throws on any rank all ranks throw, with the ranks, as Error ...
+  void on_all(const std::function<void()>& own) const;
+  /// ... and as ConfigError.
+  void require_on_all(const std::function<void()>& own) const;
+  /// Of the places' leaders; the others say nothing.
+  std::vector<std::string> gather(const std::string& own) const;
+  bool is_leader() const { return places.is_leader(world.rank()); }
+  void remove_generations(std::optional<int64_t> but) const;
+  void take_manifest();
+
+  dist::World world;
+  Options options;
+  std::shared_ptr<dist::Group> group;
+  std::filesystem::path path;
+  std::vector<std::string> hosts;
+  detail::PeerPlaces places;
+  std::optional<FolderLock> lock;  // the leader's
+  std::string run_id;              // of names that are being removed
+  std::optional<detail::ChosenGeneration> chosen;
+
+ private:
+  std::vector<std::string> problems_of_all(const std::function<void()>& own) const;
+  void open();
+  void check_place(const std::string& identity) const;
+};
+
+}  // namespace titan::checkpoint

@@ -1,0 +1,118 @@
+#include "peer_generations.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "folder_calls.h"
+#include "titan/checkpoint/manifest.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/core/error.h"
+#include "wire.h"
+
+namespace titan::checkpoint::detail {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest) {
+  std::vector<int64_t> ranks;
+  for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
+    const fs::path file = folder / file_name(static_cast<int64_t>(rank));
+    std::error_code error;
+    const bool is_whole =
+        titan::detail::is_own_file(file) &&
+        fs::file_size(file, error) == static_cast<uintmax_t>(manifest.files[rank].num_bytes) && !error;
+    if (is_whole) ranks.push_back(static_cast<int64_t>(rank));
+  }
+  return ranks;
+}
+
+// Without counting who sends how much.
+int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const PeerPlaces& places) {
+  const auto turn = static_cast<size_t>(file + to_place);
+  const std::vector<int>& ranks = places.ranks_of(holders[turn % holders.size()]);
+  return ranks[static_cast<size_t>(file) % ranks.size()];
+}
+
+}  // namespace
+
+std::string to_bytes(const std::vector<HeldGeneration>& held) {
+  WireWriter out;
+  for (const HeldGeneration& generation : held) {
+    out.number(generation.step);
+    out.text(generation.digest);
+    out.number(generation.num_files);
+    out.number(static_cast<int64_t>(generation.ranks.size()));
+    for (const int64_t rank : generation.ranks) out.number(rank);
+  }
+  return out.take();
+}
+
+std::vector<HeldGeneration> parse_held(const std::string& bytes) {
+  std::vector<HeldGeneration> held;
+  for (WireReader in(bytes); !in.done();) {
+    HeldGeneration& generation = held.emplace_back();
+    generation.step = in.number();
+    generation.digest = in.text();
+    generation.num_files = in.number();
+    for (int64_t left = in.number(); left > 0; --left) generation.ranks.push_back(in.number());
+  }
+  return held;
+}
+
+std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector<std::string>& problems) {
+  std::vector<HeldGeneration> held;
+  for (const StepEntry& entry : list_steps(folder)) {
+    try {
+      const Manifest manifest = read_manifest(entry.path);
+      TITAN_CHECK(manifest.step == entry.step, entry.path.string(), " is of step ", manifest.step);
+      held.push_back({entry.step, digest_of(to_text(manifest)), static_cast<int64_t>(manifest.files.size()),
+                      files_in(entry.path, manifest)});
+    } catch (const Error& error) {
+      problems.push_back(error.what());
+    }
+  }
+  return held;
+}
+
+std::optional<ChosenGeneration> newest_generation(const std::vector<std::vector<HeldGeneration>>& held) {
+  std::map<std::pair<int64_t, std::string>, ChosenGeneration> found;
+  for (size_t place = 0; place < held.size(); ++place) {
+    for (const HeldGeneration& part : held[place]) {
+      ChosenGeneration& whole = found[{part.step, part.digest}];
+      whole.step = part.step;
+      whole.digest = part.digest;
+      whole.holders.resize(static_cast<size_t>(part.num_files));
+      whole.has_manifest.resize(held.size());
+      whole.has_manifest[place] = true;
+      for (const int64_t rank : part.ranks)
+        whole.holders.at(static_cast<size_t>(rank)).push_back(static_cast<int>(place));
+    }
+  }
+  for (auto entry = found.rbegin(); entry != found.rend(); ++entry) {
+    const auto& holders = entry->second.holders;
+    const bool is_whole =
+        std::none_of(holders.begin(), holders.end(), [](const auto& places) { return places.empty(); });
+    if (is_whole) return entry->second;
+  }
+  return std::nullopt;
+}
+
+std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,
+                                const std::vector<std::vector<int>>& holders, const PeerPlaces& places) {
+  std::vector<FileMove> moves;
+  for (int place = 0; place < places.size(); ++place) {
+    std::set<int64_t> coming;
+    for (const int rank : places.ranks_of(place)) {
+      for (const int64_t file : wanted[static_cast<size_t>(rank)]) {
+        const std::vector<int>& at = holders.at(static_cast<size_t>(file));
+        if (std::find(at.begin(), at.end(), place) != at.end() || !coming.insert(file).second) continue;
+        moves.push_back({file, sender_of(file, place, at, places), rank});
+      }
+    }
+  }
+  return moves;
+}
+
+}  // namespace titan::checkpoint::detail

@@ -1,0 +1,117 @@
+#include "peer_transfer.h"
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "input_file.h"
+#include "output_file.h"
+#include "titan/core/error.h"
+
+namespace titan::checkpoint::detail {
+namespace {
+
+constexpr dist::Label kCopyLabel{.phase = "checkpoint::copy"};
+
+// One file on its way. Nothing but a lost peer makes it throw.
+class MovingFile {
+ public:
+  explicit MovingFile(const FileTransfer& transfer)
+      : transfer_(transfer), piece_(at::zeros({std::min(kTransferBytes, transfer.num_bytes)}, at::kByte)) {
+    attempt([&] {
+      if (!transfer.sends) {
+        output_ = std::make_unique<OutputFile>(transfer.path, transfer.num_bytes);
+        return;
+      }
+      input_ = std::make_unique<InputFile>(transfer.path);
+      TITAN_CHECK(input_->num_bytes() == transfer.num_bytes, transfer.path.string(), " has ",
+                  input_->num_bytes(), " bytes in place of ", transfer.num_bytes);
+    });
+  }
+
+  bool done() const { return offset_ == transfer_.num_bytes; }
+  const std::string& problem() const { return problem_; }
+
+  void start(dist::Group& group) {
+    const int64_t length = std::min(kTransferBytes, transfer_.num_bytes - offset_);
+    const at::Tensor part = piece_.narrow(0, 0, length);
+    if (transfer_.sends) {
+      attempt([&] { input_->read({bytes(), static_cast<size_t>(length)}, offset_); });
+      work_.emplace(group.send(part, transfer_.peer, kCopyLabel));
+    } else {
+      work_.emplace(group.receive(part, transfer_.peer, kCopyLabel));
+    }
+    length_ = length;
+  }
+
+  void wait() {
+    work_->wait();
+    work_.reset();
+    if (!transfer_.sends) {
+      attempt([&] {
+        iovec part = {bytes(), static_cast<size_t>(length_)};
+        output_->write({&part, 1}, offset_);
+      });
+    }
+    offset_ += length_;
+  }
+
+  void finish() {
+    if (output_) attempt([&] { output_->finish(); });
+  }
+
+ private:
+  // Behind the first problem nothing is tried.
+  template <class Part>
+  void attempt(Part part) {
+    if (!problem_.empty()) return;
+    try {
+      part();
+    } catch (const std::exception& error) {
+      problem_ = error.what();
+      output_.reset();
+    }
+  }
+
+  std::byte* bytes() { return static_cast<std::byte*>(piece_.mutable_data_ptr()); }
+
+  FileTransfer transfer_;
+  at::Tensor piece_;
+  std::unique_ptr<InputFile> input_;
+  std::unique_ptr<OutputFile> output_;
+  std::optional<dist::Work> work_;
+  int64_t offset_ = 0, length_ = 0;
+  std::string problem_;
+};
+
+}  // namespace
+
+std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& transfers,
+                           const std::function<void()>& progress) {
+  std::vector<std::unique_ptr<MovingFile>> files;
+  for (const FileTransfer& transfer : transfers) files.push_back(std::make_unique<MovingFile>(transfer));
+  while (true) {
+    std::vector<MovingFile*> moving;
+    for (const auto& file : files)
+      if (!file->done()) moving.push_back(file.get());
+    if (moving.empty()) break;
+    // A rank that sends to the next one and hears from the one before: all have to be under way before any is
+    // waited for.
+    for (MovingFile* file : moving) file->start(group);
+    for (MovingFile* file : moving) file->wait();
+    if (progress) progress();
+  }
+  std::string problem;
+  for (const auto& file : files) {
+    file->finish();
+    if (problem.empty()) problem = file->problem();
+  }
+  return problem;
+}
+
+}  // namespace titan::checkpoint::detail

@@ -1,0 +1,92 @@
+#pragma once
+
+// [Note: the tree]
+// What all ranks have to say goes to rank 0, and its answer back, over a binomial tree: rank r's parent is r
+// without its lowest set bit, so the ranks below r are r + 1 ... r + lowest bit - 1.
+//
+//            0
+//      1     2       4
+//            3     5   6
+//                      7
+//
+// A rank waits for each child until `timeout` has passed, and a little longer the higher it stands: a child
+// that waits in vain has time to say for whom. A child whose process ends is lost at once, as its connection
+// closes. What the ranks say of a lost one goes up like any other answer, and rank 0's verdict still comes to
+// all who are there. The time is kept here and not by gloo, which on a time-out closes every connection of
+// the group: then nobody could be told anything.
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arrivals.h"
+#include "titan/dist/collectives.h"
+#include "titan/dist/world.h"
+
+namespace titan::checkpoint::detail {
+
+struct Answer {
+  int rank = 0;
+  std::string text;   // of a lost rank: how it was lost
+  bool lost = false;  // the ranks are out of step: the tree is of no use any more
+};
+
+struct Verdict {
+  std::string text;
+  bool lost = false;
+};
+
+struct TreeOptions {
+  std::string name;                // of the group; nobody else uses it
+  std::string run_id;              // tells this tree's arrivals from an earlier one's
+  std::vector<std::string> hosts;  // by rank
+  std::chrono::milliseconds timeout{};
+};
+
+/// Used by one thread.
+class RankTree {
+ public:
+  RankTree(const dist::World& world, std::shared_ptr<dist::Group> group, const TreeOptions& options);
+
+  /// `own` and what the ranks below this one say; on rank 0 of all ranks, by rank. Every call is followed by
+  /// spread().
+  std::vector<Answer> gather(std::string own);
+  /// Rank 0's verdict on every rank; `verdict` is its own. Where it doesn't come it says why, and `lost`; so
+  /// do all later calls.
+  Verdict spread(Verdict verdict);
+
+  /// "rank 3 (host)"
+  std::string name_of(int rank) const;
+  int rank() const { return group_->rank(); }
+  int size() const { return group_->size(); }
+
+ private:
+  using Milliseconds = std::chrono::milliseconds;
+
+  std::vector<Answer> lost_below(int child, Milliseconds waited) const;
+  void send_up(const std::vector<Answer>& answers);
+  Verdict receive_verdict() const;
+  void send_down(const Verdict& verdict, std::string& problem);
+  Milliseconds longest_gather() const;
+
+  std::shared_ptr<dist::Group> group_;
+  TreeOptions options_;
+  Arrivals arrivals_;
+  std::vector<int> children_;
+  std::vector<bool> lost_;  // of children_: in this call
+  Milliseconds grace_{};
+  int64_t call_ = 0;
+  std::string cut_off_;      // why this rank can't reach its parent
+  std::string out_of_step_;  // since a rank was lost: no call makes sense any more
+};
+
+int parent_of(int rank);
+std::vector<int> children_of(int rank, int size);
+/// One behind the last rank of those below `rank`.
+int end_below(int rank, int size);
+/// Edges to the lowest rank below.
+int height_of(int rank, int size);
+
+}  // namespace titan::checkpoint::detail

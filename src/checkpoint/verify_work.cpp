@@ -1,0 +1,169 @@
+#include "verify_work.h"
+
+#include <algorithm>
+#include <span>
+#include <tuple>
+
+#include "block_checks.h"
+#include "input_file.h"
+#include "open_files.h"
+#include "titan/core/error.h"
+
+namespace titan::checkpoint::detail {
+
+namespace fs = std::filesystem;
+
+class FileUnderCheck {
+ public:
+  FileUnderCheck(RankFile header, int64_t rank)
+      : header_(std::move(header)), bytes_(header_.path()), rank_(rank) {}
+
+  const RankFile& header() const { return header_; }
+  int64_t rank() const { return rank_; }
+
+  /// Fills `buffer`. Why it couldn't; empty: it could. Of what was read no page stays in memory: a large
+  /// checkpoint doesn't drive everything else out of it.
+  std::string read(int64_t offset, std::span<std::byte> buffer) const {
+    try {
+      bytes_.read(buffer, offset);
+      bytes_.drop(offset, static_cast<int64_t>(buffer.size()));
+    } catch (const Error& error) {
+      return without_path(error.what(), header_.path());
+    }
+    return "";
+  }
+
+  void will_need(int64_t offset, int64_t num_bytes) const { bytes_.will_need(offset, num_bytes); }
+
+ private:
+  RankFile header_;
+  InputFile bytes_;
+  int64_t rank_;
+};
+
+namespace {
+
+constexpr int64_t kSpanBlocks = 8;
+constexpr size_t kMostNames = 5;
+
+// "; it has parts of 14 tensors: 'a', 'b', ...": what is lost with a file.
+std::string tensors_text(const StateTable& table, int64_t rank) {
+  const std::vector<Piece> pieces = table.pieces_of(rank);
+  std::string text =
+      titan::str("; it has parts of ", pieces.size(), pieces.size() == 1 ? " tensor" : " tensors");
+  for (size_t i = 0; i < std::min(pieces.size(), kMostNames); ++i)
+    text += titan::str(i == 0 ? ": '" : ", '", table.tensors()[pieces[i].tensor].name, "'");
+  return text + (pieces.size() > kMostNames ? ", ..." : "");
+}
+
+int64_t total_bytes(const StateTable& table) {
+  int64_t bytes = 0;
+  for (const StateTensor& tensor : table.tensors()) {
+    int64_t elements = 1;
+    for (int64_t length : tensor.shape) elements *= length;
+    bytes += elements * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  }
+  return bytes;
+}
+
+std::vector<BlockSpan> spans_of(const std::shared_ptr<const FileUnderCheck>& file) {
+  std::vector<BlockSpan> spans;
+  for (const std::string& name : file->header().names()) {
+    const RankFile::Entry& entry = file->header().entry(name);
+    const auto num_blocks = static_cast<int64_t>(entry.checksums.size());
+    for (int64_t block = 0; block < num_blocks; block += kSpanBlocks)
+      spans.push_back({file, name, &entry, block, std::min(kSpanBlocks, num_blocks - block)});
+  }
+  return spans;
+}
+
+// Neighbouring blocks of which the same is said.
+bool continues(const Damage& last, const Damage& next) {
+  return next.num_blocks > 0 && last.first_block + last.num_blocks == next.first_block &&
+         std::tie(last.file, last.tensor, last.what) == std::tie(next.file, next.tensor, next.what);
+}
+
+}  // namespace
+
+VerifyWork::VerifyWork(const fs::path& step_folder, const Manifest& manifest, const VerifyOptions& options)
+    : folder_(step_folder), manifest_(manifest), options_(options), total_(total_bytes(manifest.table)) {}
+
+void VerifyWork::run() {
+  std::vector<std::byte> buffer;
+  while (const auto span = next()) check(*span, buffer);
+}
+
+std::optional<BlockSpan> VerifyWork::next() {
+  const std::lock_guard lock(mutex_);
+  while (spans_.empty() && rank_ < manifest_.table.world_size()) open_next();
+  if (spans_.empty()) return std::nullopt;
+  BlockSpan span = std::move(spans_.front());
+  spans_.pop_front();
+  return span;
+}
+
+void VerifyWork::open_next() {
+  const int64_t rank = rank_++;
+  try {
+    auto file = std::make_shared<const FileUnderCheck>(open_rank_file(folder_, manifest_, rank), rank);
+    for (const auto& [name, what] : header_problems(file->header(), manifest_.table, rank))
+      found_.push_back({rank, 0, {file->header().path(), name, 0, 0, what}});
+    for (BlockSpan& span : spans_of(file)) spans_.push_back(std::move(span));
+  } catch (const Error& error) {
+    const fs::path path = folder_ / file_name(rank);
+    found_.push_back(
+        {rank, 0, {path, "", 0, 0, without_path(error.what(), path) + tensors_text(manifest_.table, rank)}});
+  }
+}
+
+void VerifyWork::check(const BlockSpan& span, std::vector<std::byte>& buffer) {
+  const RankFile::Entry& entry = *span.entry;
+  span.file->will_need(entry.offset + span.first_block * kBlockBytes, span.num_blocks * kBlockBytes);
+  for (int64_t block = span.first_block; block < span.first_block + span.num_blocks; ++block) {
+    const int64_t begin = block * kBlockBytes, length = std::min(kBlockBytes, entry.num_bytes - begin);
+    buffer.resize(static_cast<size_t>(length));
+    std::string what = span.file->read(entry.offset + begin, buffer);
+    if (what.empty() && checksum_of(buffer) != entry.checksums[static_cast<size_t>(block)])
+      what = "the checksum isn't that of what was written";
+    if (!what.empty())
+      add({span.file->rank(),
+           entry.offset + begin,
+           {span.file->header().path(), span.tensor, block, 1, std::move(what)}});
+    count(length);
+  }
+}
+
+void VerifyWork::add(Found found) {
+  const std::lock_guard lock(mutex_);
+  found_.push_back(std::move(found));
+}
+
+void VerifyWork::count(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  done_ += bytes;
+  if (options_.progress) options_.progress(done_, total_);
+}
+
+VerifyReport VerifyWork::report() {
+  std::stable_sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) {
+    return std::tie(a.rank, a.offset) < std::tie(b.rank, b.offset);
+  });
+  VerifyReport report{.damages = {},
+                      .num_files = manifest_.table.world_size(),
+                      .num_tensors = static_cast<int64_t>(manifest_.table.tensors().size()),
+                      .num_bytes = done_};
+  for (Found& found : found_) {
+    if (!report.damages.empty() && continues(report.damages.back(), found.damage))
+      ++report.damages.back().num_blocks;
+    else
+      report.damages.push_back(std::move(found.damage));
+  }
+  return report;
+}
+
+std::string without_path(std::string message, const fs::path& path) {
+  if (message.starts_with(path.string())) message.erase(0, path.string().size());
+  return message.substr(std::min(message.size(), message.find_first_not_of(": ")));
+}
+
+}  // namespace titan::checkpoint::detail

@@ -1,0 +1,130 @@
+// titan checkpoint diff: what differs between two checkpoints, whatever meshes they were saved on.
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+#include "cli/checkpoint/arguments.h"
+#include "cli/checkpoint/commands.h"
+#include "cli/checkpoint/describe.h"
+#include "cli/checkpoint/slabs.h"
+#include "cli/checkpoint/tensor_figures.h"
+#include "cli/checkpoint/text_difference.h"
+#include "cli/text.h"
+#include "titan/checkpoint/saved_state.h"
+#include "titan/core/error.h"
+
+namespace titan::cli {
+
+namespace {
+
+using namespace checkpoint;
+
+struct Pair {
+  const SavedState& a;
+  const SavedState& b;
+};
+
+const StateTensor* find(const SavedState& state, const std::string& name) {
+  const auto position = state.table().find(name);
+  return position ? &state.table().tensors()[*position] : nullptr;
+}
+
+// Whole tensors are never in memory: both are read in the slabs that suit the larger elements.
+TensorDifference compare(const Pair& states, const StateTensor& a, const StateTensor& b) {
+  TensorDifference difference;
+  const auto element_size =
+      static_cast<int64_t>(std::max(c10::elementSize(a.dtype), c10::elementSize(b.dtype)));
+  for (const Box& box : slabs_of(a.shape, element_size, kSlabBytes))
+    difference.add(read_slab(states.a, a.name, box), read_slab(states.b, b.name, box), box);
+  return difference;
+}
+
+std::string figures_text(const TensorDifference& difference) {
+  return str(difference.num_different, " of ", plural(difference.num_elements, "element"), ", first ",
+             shape_text(difference.first_index), "; max abs ", number("%.3g", difference.max_abs),
+             ", relative norm ", number("%.3g", difference.relative_norm()));
+}
+
+// Empty: they are equal.
+std::string tensor_text(const Pair& states, const std::string& name) {
+  const StateTensor *a = find(states.a, name), *b = find(states.b, name);
+  if (a == nullptr || b == nullptr) return a == nullptr ? "only in B" : "only in A";
+  if (a->shape != b->shape) return str("shape ", shape_text(a->shape), " | ", shape_text(b->shape));
+  const TensorDifference difference = compare(states, *a, *b);
+  const std::string figures = difference.num_different > 0 ? figures_text(difference) : "";
+  if (a->dtype == b->dtype) return figures;
+  return str(dtype_text(a->dtype), " | ", dtype_text(b->dtype), figures.empty() ? ", equal values" : "; ",
+             figures);
+}
+
+std::vector<std::string> names_of(const Pair& states, const std::string& pattern) {
+  const auto wanted = tensor_filter(pattern);
+  std::set<std::string> names;
+  for (const SavedState* state : {&states.a, &states.b})
+    for (const StateTensor& tensor : state->table().tensors())
+      if (wanted(tensor.name)) names.insert(tensor.name);
+  if (names.empty() && !pattern.empty())
+    throw ConfigError(str("titan checkpoint diff: no tensor's name matches '", pattern, "'"));
+  return {names.begin(), names.end()};
+}
+
+void print_head(const char* letter, const SavedState& state) {
+  const Manifest& manifest = state.manifest();
+  std::printf("%s  %s: step %lld of run %s, %s, %s\n", letter, state.folder().c_str(),
+              static_cast<long long>(manifest.step), manifest.run_id.c_str(),
+              plural(manifest.table.world_size(), "rank").c_str(), manifest.library.c_str());
+}
+
+// Returns how many differ, and prints each as soon as it is known.
+size_t print_tensors(const Pair& states, const std::vector<std::string>& names) {
+  size_t count = 0;
+  for (const std::string& name : names) {
+    const std::string text = tensor_text(states, name);
+    if (text.empty()) continue;
+    if (count++ == 0) std::printf("\ntensors that differ\n");
+    std::printf("  %s: %s\n", name.c_str(), text.c_str());
+    std::fflush(stdout);
+  }
+  return count;
+}
+
+size_t print_lines(const std::string& title, const std::vector<std::string>& lines) {
+  if (lines.empty()) return 0;
+  std::printf("\n%s\n", title.c_str());
+  for (const std::string& line : lines) std::printf("  %s\n", line.c_str());
+  return lines.size();
+}
+
+size_t print_texts(const Manifest& a, const Manifest& b) {
+  size_t count = print_lines("settings that differ", config_differences(a.config, b.config));
+  std::set<std::string> keys;
+  for (const auto* texts : {&a.texts, &b.texts})
+    for (const auto& [key, text] : *texts) keys.insert(key);
+  for (const std::string& key : keys) {
+    const auto in_a = a.texts.find(key), in_b = b.texts.find(key);
+    if (in_a == a.texts.end() || in_b == b.texts.end())
+      count += print_lines(key, {in_a == a.texts.end() ? "only in B" : "only in A"});
+    else
+      count += print_lines(key + ": what differs", text_differences(in_a->second, in_b->second));
+  }
+  return count;
+}
+
+}  // namespace
+
+int checkpoint_diff(const Arguments& words) {
+  const DiffArguments arguments = parse_diff_arguments(words);
+  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  const SavedState a(step_folder(arguments.a, "diff")), b(step_folder(arguments.b, "diff"));
+  const std::vector<std::string> names = names_of({a, b}, arguments.tensors);
+  print_head("A", a);
+  print_head("B", b);
+  const size_t tensors = print_tensors({a, b}, names);
+  const size_t texts = print_texts(a.manifest(), b.manifest());
+  std::printf("\n%zu of %s %s\n", tensors, plural(static_cast<int64_t>(names.size()), "tensor").c_str(),
+              tensors == 1 ? "differs" : "differ");
+  return tensors + texts == 0 ? 0 : 1;
+}
+
+}  // namespace titan::cli

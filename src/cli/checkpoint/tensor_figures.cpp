@@ -1,0 +1,91 @@
+#include "cli/checkpoint/tensor_figures.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/ATen.h>
+
+namespace titan::cli {
+
+namespace {
+
+double sum_of_squares(const at::Tensor& values) { return values.dot(values).item<double>(); }
+
+at::ScalarType bits_of(at::ScalarType dtype) {
+  switch (c10::elementSize(dtype)) {
+    case 1:
+      return at::kByte;
+    case 2:
+      return at::kShort;
+    case 4:
+      return at::kInt;
+    default:
+      return at::kLong;
+  }
+}
+
+at::Tensor differing(const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() == b.scalar_type()) {
+    const at::ScalarType bits = bits_of(a.scalar_type());
+    return a.view(bits).ne(b.view(bits)).flatten();
+  }
+  const at::Tensor x = a.to(at::kDouble), y = b.to(at::kDouble);
+  return x.ne(y).logical_and_(x.isnan().logical_and_(y.isnan()).logical_not_()).flatten();
+}
+
+std::vector<int64_t> index_in(const Box& box, int64_t position) {
+  std::vector<int64_t> index(box.length.size());
+  for (size_t dim = index.size(); dim-- > 0;) {
+    index[dim] = box.offset[dim] + position % box.length[dim];
+    position /= box.length[dim];
+  }
+  return index;
+}
+
+}  // namespace
+
+double TensorStats::std() const {
+  const int64_t count = num_elements - num_not_finite;
+  return count > 0 ? std::sqrt(squares_about_mean_ / static_cast<double>(count)) : mean;
+}
+
+void TensorStats::add(const at::Tensor& slab) {
+  at::Tensor values = slab.flatten().to(at::kDouble);
+  const at::Tensor finite = values.isfinite();
+  const int64_t count = finite.sum().item<int64_t>(), before = num_elements - num_not_finite;
+  num_elements += values.numel();
+  num_not_finite += values.numel() - count;
+  if (count == 0) return;
+  if (count < values.numel()) values = values.masked_select(finite);
+  // Chan, Golub, LeVeque: means and squares about them of two parts put together.
+  const double slab_mean = values.mean().item<double>(), all = static_cast<double>(before + count);
+  const double distance = before == 0 ? 0 : slab_mean - mean;
+  squares_about_mean_ += sum_of_squares(values - slab_mean) +
+                         distance * distance * static_cast<double>(before) * static_cast<double>(count) / all;
+  mean = before == 0 ? slab_mean : mean + distance * static_cast<double>(count) / all;
+  min = std::fmin(min, values.min().item<double>());
+  max = std::fmax(max, values.max().item<double>());
+  norm = std::hypot(norm, std::sqrt(sum_of_squares(values)));
+}
+
+double TensorDifference::relative_norm() const {
+  if (num_different == 0) return 0;
+  return std::sqrt(squares_of_difference_) / std::sqrt(squares_of_a_);
+}
+
+void TensorDifference::add(const at::Tensor& a, const at::Tensor& b, const Box& box) {
+  const at::Tensor x = a.flatten().to(at::kDouble);
+  squares_of_a_ += sum_of_squares(x);
+  num_elements += x.numel();
+  const at::Tensor differs = differing(a, b);
+  const int64_t count = differs.sum().item<int64_t>();
+  if (count == 0) return;
+  if (num_different == 0) first_index = index_in(box, differs.nonzero()[0].item<int64_t>());
+  num_different += count;
+  const at::Tensor difference = (x - b.flatten().to(at::kDouble)).masked_select(differs);
+  squares_of_difference_ += sum_of_squares(difference);
+  const double largest = difference.abs().max().item<double>();
+  max_abs = std::isfinite(largest) ? std::max(max_abs, largest) : std::numeric_limits<double>::infinity();
+}
+
+}  // namespace titan::cli

@@ -1,0 +1,129 @@
+// titan debug events: the ranks' structured logs as a table, or as one trace.
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <set>
+#include <span>
+
+#include "cli/debug/commands.h"
+#include "cli/debug/perfetto.h"
+#include "cli/parser.h"
+#include "cli/run/structured_events.h"
+#include "cli/text.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kEventsNotes =
+    "RUN is a run's job.dump_folder, or the folder of its structured logs. Prints where each rank's time "
+    "went, by\n"
+    "kind of span; with --perfetto, writes all spans and instants as one trace, which ui.perfetto.dev opens: "
+    "the\n"
+    "ranks below each other, on one clock. Works on a run that is under way.\n";
+
+struct EventsArguments {
+  std::string help;
+  fs::path run;
+  fs::path perfetto;
+  std::vector<int> ranks;  // empty: all
+  std::vector<int64_t> steps;
+};
+
+EventsArguments parse_events_arguments(const Arguments& words) {
+  EventsArguments arguments;
+  Parser parser("titan debug events",
+                "titan debug events RUN [--perfetto FILE] [--ranks R,R] [--steps FIRST,LAST]", kEventsNotes);
+  parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
+  parser.app.add_option("--perfetto", arguments.perfetto, "write one trace of all ranks")->type_name("FILE");
+  parser.app.add_option("--ranks", arguments.ranks, "these ranks only")
+      ->delimiter(',')
+      ->type_name("R[,R...]");
+  parser.app.add_option("--steps", arguments.steps, "events of these steps only")
+      ->delimiter(',')
+      ->expected(2)
+      ->type_name("FIRST,LAST");
+  arguments.help = parser.parse(words);
+  return arguments;
+}
+
+std::vector<ProcessFiles> wanted_logs(const EventsArguments& arguments) {
+  const fs::path folder = structured_folder(arguments.run);
+  if (folder.empty())
+    throw ConfigError(
+        str("titan debug events: ", arguments.run.string(),
+            " holds no structured logs (files train.global_rank_*.jsonl, which a run writes unless "
+            "metrics.structured_logs.enable is off)"));
+  std::vector<ProcessFiles> logs = list_structured_logs(folder);
+  const std::set<int> ranks(arguments.ranks.begin(), arguments.ranks.end());
+  std::erase_if(logs,
+                [&](const ProcessFiles& files) { return !ranks.empty() && !ranks.contains(files.rank); });
+  if (logs.empty())
+    throw ConfigError(str("titan debug events: no log of these ranks is in ", folder.string()));
+  return logs;
+}
+
+struct SpanSum {
+  int64_t count = 0;
+  double total_ms = 0, longest_ms = 0;
+};
+
+std::string where_time_went(const ProcessLog& log) {
+  std::map<std::string, SpanSum> sums;
+  for (const LoggedEvent& event : log.events) {
+    if (event.kind != LoggedEvent::Kind::End || !event.value) continue;
+    SpanSum& sum = sums[event.name];
+    ++sum.count;
+    sum.total_ms += *event.value;
+    sum.longest_ms = std::max(sum.longest_ms, *event.value);
+  }
+  TextTable table{.rows = {{"span", "count", "total s", "mean ms", "longest ms"}},
+                  .right = {false, true, true, true, true}};
+  for (const auto& [name, sum] : sums)
+    table.rows.push_back({name, std::to_string(sum.count), number("%.3f", sum.total_ms / 1e3),
+                          number("%.3f", sum.total_ms / static_cast<double>(sum.count)),
+                          number("%.3f", sum.longest_ms)});
+  return str("rank ", log.rank, " (", log.host, ", process ", log.pid, ")\n", to_string(table));
+}
+
+int print_times(const std::vector<ProcessFiles>& logs, const ReadOptions& options) {
+  for (size_t i = 0; i < logs.size(); ++i)
+    std::printf("%s%s", i == 0 ? "" : "\n", where_time_went(read_structured_log(logs[i], options)).c_str());
+  return 0;
+}
+
+int write_trace(const std::vector<ProcessFiles>& logs, const ReadOptions& options, const fs::path& path) {
+  size_t at = 0;
+  const auto next = [&]() -> std::optional<ProcessLog> {
+    if (at == logs.size()) return std::nullopt;
+    return read_structured_log(logs[at++], options);
+  };
+  write_file_atomic(path, [&](const AppendBytes& append) {
+    write_perfetto(next, [&](std::string_view text) { append(std::as_bytes(std::span(text))); });
+  });
+  std::printf("%s: %s; open it at ui.perfetto.dev\n", path.c_str(),
+              str(logs.size(), logs.size() == 1 ? " process" : " processes").c_str());
+  return 0;
+}
+
+}  // namespace
+
+int debug_events(const Arguments& words) {
+  const EventsArguments arguments = parse_events_arguments(words);
+  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  const std::vector<ProcessFiles> logs = wanted_logs(arguments);
+  ReadOptions options;
+  if (arguments.steps.size() == 2) {
+    options.first_step = arguments.steps[0];
+    options.last_step = arguments.steps[1];
+  }
+  if (arguments.perfetto.empty()) return print_times(logs, options);
+  return write_trace(logs, options, arguments.perfetto);
+}
+
+}  // namespace titan::cli

@@ -1,0 +1,26 @@
+#pragma once
+
+// `titan train --nproc N --max-restarts K`: what the job's settings say about restarts.
+
+#include "cli/arguments.h"
+#include "titan/config/origins.h"
+#include "titan/train/job_config.h"
+
+namespace titan::cli {
+
+/// Exit code of a rank that refuses its settings, as main() has it.
+constexpr int kRefusedSettings = 2;
+
+/// Throws ConfigError where a restart wouldn't go on where the ranks were.
+void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
+                          const config::Origins& origins);
+
+/// `arguments`' restarts, on numbers of ranks that the job's mesh, and whatever else depends on it, can do
+/// with, and what ranks have to be told so that fewer of them train the same run. Ranks that are told to end
+/// have as long as the job's limits give them. The job has to live as long as `options`. Throws ConfigError
+/// when none below --nproc is one, and
+/// --min-ranks asks for such.
+void set_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
+                        const config::Origins& origins, LaunchOptions& options);
+
+}  // namespace titan::cli

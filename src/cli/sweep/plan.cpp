@@ -1,0 +1,243 @@
+#include "cli/sweep/plan.h"
+
+#include <algorithm>
+#include <set>
+
+#include "config/document.h"
+#include "titan/config/value.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan::cli::sweep {
+
+namespace {
+
+namespace fs = std::filesystem;
+using config::Leaf;
+using config::Raw;
+
+constexpr size_t kMostRuns = 10'000;
+constexpr size_t kLongestName = 120;
+
+/// Of `run."a.b".optimizer.lr`: run, a.b, optimizer, lr.
+std::vector<std::string> components(const std::string& name) {
+  std::vector<std::string> parts(1);
+  bool quoted = false;
+  for (size_t i = 0; i < name.size(); ++i) {
+    if (quoted && name[i] == '\\' && i + 1 < name.size())
+      parts.back() += name[++i];
+    else if (name[i] == '"')
+      quoted = !quoted;
+    else if (name[i] == '.' && !quoted)
+      parts.emplace_back();
+    else
+      parts.back() += name[i];
+  }
+  return parts;
+}
+
+std::string key_behind(const std::vector<std::string>& parts, size_t skipped) {
+  std::string key;
+  for (size_t i = skipped; i < parts.size(); ++i) key += (i == skipped ? "" : ".") + parts[i];
+  return key;
+}
+
+/// As a word of the command line; lists as a,b.
+std::string word_of(const Raw& raw) {
+  if (const auto* text = std::get_if<std::string>(&raw.value)) return *text;
+  const auto* list = std::get_if<Raw::List>(&raw.value);
+  if (!list) return config::to_text(raw);
+  std::string words;
+  for (const Raw& item : *list) words += (words.empty() ? "" : ",") + word_of(item);
+  return words;
+}
+
+/// A setting of the grid, with its values.
+struct GridAxis {
+  std::string key;
+  std::vector<std::string> values;
+};
+
+struct PlanReader {
+  explicit PlanReader(fs::path given) : file(std::move(given)) {}
+
+  Plan read();
+  void take(const Leaf& leaf);
+  void take_top(const Leaf& leaf);
+  void take_axis(const Leaf& leaf, const std::string& key);
+  void take_headings(std::vector<config::Heading> headings);
+  Run& run_of(const std::string& name, const config::Place& place);
+  void problem(const Leaf& leaf, const std::string& what) {
+    problems.push_back(str(config::to_text(leaf.place), ": ", leaf.name, ": ", what));
+  }
+  bool is_our_own(const Leaf& leaf, const std::string& key);
+  std::vector<Run> all_runs() const;
+  std::vector<Run> at_all_points(const Run& start) const;
+
+  fs::path file;
+  Plan plan;
+  std::vector<Setting> for_all;
+  std::vector<GridAxis> grid;
+  std::vector<Run> named;
+  std::vector<std::string> problems;
+};
+
+// Which folder a run is in is the sweep's choice.
+bool PlanReader::is_our_own(const Leaf& leaf, const std::string& key) {
+  if (key != "job.dump_folder" && key != "job.config_file") return false;
+  problem(leaf, str(key, " is what a sweep sets itself, by base and folder"));
+  return true;
+}
+
+void PlanReader::take_top(const Leaf& leaf) {
+  const auto* text = std::get_if<std::string>(&leaf.value.value);
+  const auto* number = std::get_if<int64_t>(&leaf.value.value);
+  if (leaf.name == "base" && text) {
+    plan.base = (file.parent_path() / *text).lexically_normal();
+  } else if (leaf.name == "folder" && text && !text->empty()) {
+    plan.folder = *text;
+  } else if (leaf.name == "nproc" && number && *number >= 1 && *number <= 65536) {
+    plan.num_ranks = static_cast<int>(*number);
+  } else if (leaf.name == "base" || leaf.name == "folder") {
+    problem(leaf, "must be a path in quotes");
+  } else if (leaf.name == "nproc") {
+    problem(leaf, "must be a number of ranks, 1 or above");
+  } else {
+    const auto near = nearest_names(leaf.name, {"base", "folder", "nproc", "set", "grid", "run"}, 1);
+    problem(leaf, str("unknown; there are base, folder, nproc and the tables [set], [grid] and [run.NAME]",
+                      near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
+  }
+}
+
+void PlanReader::take_axis(const Leaf& leaf, const std::string& key) {
+  const auto* list = std::get_if<Raw::List>(&leaf.value.value);
+  if (!list || list->empty()) return problem(leaf, "must be a list of values, one at least");
+  GridAxis axis{key, {}};
+  for (const Raw& value : *list) axis.values.push_back(word_of(value));
+  if (std::set<std::string>(axis.values.begin(), axis.values.end()).size() != axis.values.size())
+    return problem(leaf, "lists a value twice");
+  grid.push_back(std::move(axis));
+}
+
+void PlanReader::take(const Leaf& leaf) {
+  const std::vector<std::string> parts = components(leaf.name);
+  if (parts.front() == "set" && parts.size() > 1) {
+    const std::string key = key_behind(parts, 1);
+    if (!is_our_own(leaf, key)) for_all.emplace_back(key, word_of(leaf.value));
+  } else if (parts.front() == "grid" && parts.size() > 1) {
+    const std::string key = key_behind(parts, 1);
+    if (!is_our_own(leaf, key)) take_axis(leaf, key);
+  } else if (parts.front() == "run" && parts.size() > 2) {
+    const std::string key = key_behind(parts, 2);
+    if (is_our_own(leaf, key)) return;
+    run_of(parts[1], leaf.place).settings.emplace_back(key, word_of(leaf.value));
+  } else if (parts.front() == "run") {
+    problem(leaf, "runs are tables with a name: [run.NAME]");
+  } else {
+    take_top(leaf);
+  }
+}
+
+// The name is a folder's, below the sweep's.
+Run& PlanReader::run_of(const std::string& name, const config::Place& place) {
+  const auto known =
+      std::find_if(named.begin(), named.end(), [&](const Run& run) { return run.name == name; });
+  if (known != named.end()) return *known;
+  if (name.empty() || name == "." || name == "..")
+    problems.push_back(str(config::to_text(place), ": [run.\"", name,
+                           "\"]: a run's name is that of its folder, which this one can't be"));
+  return named.emplace_back(Run{name, {}});
+}
+
+// In the order of the file: --only and job arrays count by it. A run may have no settings of its own.
+void PlanReader::take_headings(std::vector<config::Heading> headings) {
+  std::stable_sort(headings.begin(), headings.end(), [](const auto& a, const auto& b) {
+    return std::pair(a.place.line, a.place.column) < std::pair(b.place.line, b.place.column);
+  });
+  for (const config::Heading& heading : headings) {
+    const auto parts = components(heading.name);
+    if (parts.size() > 1 && parts.front() == "run") run_of(parts[1], heading.place);
+  }
+}
+
+// "lr=0.001": the key's last part, unless another of the grid ends like it.
+std::string axis_name(const std::vector<GridAxis>& grid, const GridAxis& axis) {
+  const auto last = [](const std::string& key) { return key.substr(key.rfind('.') + 1); };
+  const auto same = std::count_if(grid.begin(), grid.end(),
+                                  [&](const GridAxis& other) { return last(other.key) == last(axis.key); });
+  return same > 1 ? axis.key : last(axis.key);
+}
+
+std::string folder_name(std::string name) {
+  for (char& c : name)
+    if (c == '/' || c == '\0' || c == '\n') c = '_';
+  if (name.size() <= kLongestName) return name;
+  size_t end = kLongestName;
+  while (end > 0 && (static_cast<unsigned char>(name[end]) & 0xc0) == 0x80) --end;  // within a character
+  return name.substr(0, end);
+}
+
+std::vector<Run> PlanReader::at_all_points(const Run& start) const {
+  std::vector<Run> runs = {start};
+  for (const GridAxis& axis : grid) {
+    std::vector<Run> more;
+    for (const Run& run : runs)
+      for (const std::string& value : axis.values) {
+        Run next = run;
+        next.name += str(next.name.empty() ? "" : ",", axis_name(grid, axis), "=", value);
+        next.settings.emplace_back(axis.key, value);
+        more.push_back(std::move(next));
+      }
+    runs = std::move(more);
+  }
+  return runs;
+}
+
+std::vector<Run> PlanReader::all_runs() const {
+  std::vector<Run> runs;
+  for (const Run& start : named.empty() ? std::vector<Run>{Run{}} : named)
+    for (Run& run : at_all_points({start.name, {}})) {
+      // The last of two settings wins: those of all runs, the named run's, the grid's.
+      std::vector<Setting> settings = for_all;
+      settings.insert(settings.end(), start.settings.begin(), start.settings.end());
+      settings.insert(settings.end(), run.settings.begin(), run.settings.end());
+      runs.push_back({folder_name(run.name), std::move(settings)});
+    }
+  // Names may have become equal when they were cut.
+  std::set<std::string> seen;
+  for (Run& run : runs) {
+    const std::string name = run.name;
+    for (int number = 2; !seen.insert(run.name).second; ++number) run.name = str(name, "#", number);
+  }
+  return runs;
+}
+
+Plan PlanReader::read() {
+  plan.folder = fs::path("outputs") / file.stem();
+  const config::Document document = config::read_toml(read_file(file), file.string());
+  problems = document.problems;
+  take_headings(document.headings);
+  for (const Leaf& leaf : document.leaves) take(leaf);
+  size_t points = std::max<size_t>(1, named.size());
+  for (const GridAxis& axis : grid) points = std::min(kMostRuns + 1, points * axis.values.size());
+  if (points > kMostRuns) problems.push_back(str(file.string(), ": more than ", kMostRuns, " runs"));
+  if (problems.empty() && named.empty() && grid.empty())
+    problems.push_back(str(file.string(), ": there is neither a [grid] nor a [run.NAME]"));
+  if (!problems.empty()) throw ConfigError(problems);
+  plan.runs = all_runs();
+  return plan;
+}
+
+}  // namespace
+
+std::vector<std::string> Plan::train_words(const Run& run) const {
+  std::vector<std::string> words;
+  if (!base.empty()) words.push_back(base.string());
+  for (const auto& [key, value] : run.settings) words.push_back(str("--", key, "=", value));
+  words.push_back("--job.dump_folder=" + folder_of(run).string());
+  return words;
+}
+
+Plan read_plan(const fs::path& file) { return PlanReader(file).read(); }
+
+}  // namespace titan::cli::sweep

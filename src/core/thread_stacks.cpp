@@ -1,0 +1,248 @@
+#include "titan/core/thread_stacks.h"
+
+#include <cxxabi.h>
+#include <dirent.h>
+#include <dlfcn.h>
+#include <execinfo.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <thread>
+
+#include "titan/core/error.h"
+
+// [Note: asking a thread]
+// One request exists at a time. Its thread is sent a signal, finds its number in the request, and writes
+// where it is: backtrace() alone, which is safe in a handler once libgcc is loaded (with an old one it takes
+// the loader's lock). Names are looked up outside. A thread that answers when nobody waits any more finds the
+// request taken back; one that never comes back from writing keeps the request, and the next has one of its
+// own.
+
+namespace titan {
+namespace {
+
+constexpr int kMaxStackFrames = 64;
+
+enum RequestState { kIdle, kAsked, kWriting, kWritten };
+
+struct Request {
+  std::atomic<int> state{kIdle};
+  std::atomic<int> tid{0};
+  void* frames[kMaxStackFrames];
+  int num_frames = 0;
+};
+Request first_request;
+std::atomic<Request*> request{&first_request};
+
+int stack_signal() { return SIGRTMIN + 3; }
+
+int current_tid() { return static_cast<int>(syscall(SYS_gettid)); }
+
+void answer(int /*signal*/) {
+  const int error = errno;
+  int asked = kAsked;
+  Request& mine = *request.load();
+  if (mine.tid.load() == current_tid() && mine.state.compare_exchange_strong(asked, kWriting)) {
+    mine.num_frames = backtrace(mine.frames, kMaxStackFrames);
+    mine.state.store(kWritten);
+  }
+  errno = error;
+}
+
+using Addresses = std::vector<void*>;
+
+Addresses taken(const Request& answered, int num_skipped) {
+  return Addresses(answered.frames + std::min(num_skipped, answered.num_frames),
+                   answered.frames + answered.num_frames);
+}
+
+// Once more as long for one that writes right now, which takes microseconds.
+bool wait_for_answer(Request& asked, std::chrono::milliseconds limit) {
+  const auto start = std::chrono::steady_clock::now();
+  while (asked.state.load() != kWritten) {
+    const auto waited = std::chrono::steady_clock::now() - start;
+    int expected = kAsked;
+    if (waited >= limit && asked.state.compare_exchange_strong(expected, kIdle)) return false;
+    if (waited >= 2 * limit) {
+      request.store(new Request);
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+Addresses ask(int tid, std::chrono::milliseconds limit) {
+  Request& asked = *request.load();
+  asked.tid.store(tid);
+  asked.state.store(kAsked);
+  if (syscall(SYS_tgkill, getpid(), tid, stack_signal()) != 0) {
+    asked.state.store(kIdle);
+    return {};  // it has ended
+  }
+  if (!wait_for_answer(asked, limit)) return {};
+  asked.state.store(kIdle);
+  return taken(asked, /*num_skipped=*/2);  // the handler and the kernel's way into it
+}
+
+// --- what /proc tells
+
+std::string first_line(const std::string& path) {
+  std::string line;
+  std::getline(std::ifstream(path) >> std::ws, line);
+  return line;
+}
+
+/// Of /proc/.../status: "State", "SigBlk", ...
+std::string status_field(const std::string& path, const std::string& field) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with(field + ":")) {
+      const size_t value = line.find_first_not_of(" \t", field.size() + 1);
+      return value == std::string::npos ? "" : line.substr(value);
+    }
+  return "";
+}
+
+std::string task_file(int tid, const char* name) { return str("/proc/self/task/", tid, "/", name); }
+
+bool blocks_signal(int tid) {
+  const std::string mask = status_field(task_file(tid, "status"), "SigBlk");
+  if (mask.empty()) return false;
+  return (std::strtoull(mask.c_str(), nullptr, 16) >> (stack_signal() - 1) & 1) != 0;
+}
+
+std::string state_of(int tid) {
+  const std::string state = status_field(task_file(tid, "status"), "State");
+  if (state.starts_with("R")) return "running";
+  const std::string place = first_line(task_file(tid, "wchan"));
+  const std::string where = place.empty() || place == "0" ? "" : " in " + place;
+  if (state.starts_with("D")) return "in an uninterruptible wait" + where;
+  return state.starts_with("S") ? "sleeping" + where : state;
+}
+
+std::vector<int> tids() {
+  std::vector<int> all;
+  DIR* folder = opendir("/proc/self/task");
+  if (!folder) return all;
+  while (const dirent* entry = readdir(folder))
+    if (const int tid = std::atoi(entry->d_name)) all.push_back(tid);
+  closedir(folder);
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+// --- names
+
+std::string demangled(const char* symbol) {
+  int status = 0;
+  const std::unique_ptr<char, decltype(&std::free)> name(
+      abi::__cxa_demangle(symbol, nullptr, nullptr, &status), &std::free);
+  std::string text = name ? name.get() : symbol;
+  constexpr size_t kMost = 200;  // templates of LibTorch fill screens
+  if (text.size() > kMost) text = text.substr(0, kMost - 3) + "...";
+  return text;
+}
+
+// With the offset in its file, as addr2line wants it, where there is no name.
+std::string describe(void* address) {
+  Dl_info info{};
+  if (dladdr(address, &info) == 0 || !info.dli_fname) return str(address);
+  const char* slash = std::strrchr(info.dli_fname, '/');
+  const std::string file = slash ? slash + 1 : info.dli_fname;
+  const auto* base = static_cast<const char*>(info.dli_sname ? info.dli_saddr : info.dli_fbase);
+  std::ostringstream text;
+  if (info.dli_sname) text << demangled(info.dli_sname) << " in ";
+  text << file << " +0x" << std::hex << static_cast<const char*>(address) - base;
+  return text.str();
+}
+
+/// A name takes glibc a walk through a library's symbols, of which LibTorch's have hundreds of thousands; and
+/// most threads are a pool's, which all wait in one place.
+class FrameNames {
+ public:
+  std::vector<std::string> of(const Addresses& addresses) {
+    std::vector<std::string> frames;
+    for (void* address : addresses) {
+      const auto [known, is_new] = names_.try_emplace(address);
+      if (is_new) known->second = describe(address);
+      frames.push_back(known->second);
+    }
+    return frames;
+  }
+
+ private:
+  std::map<void*, std::string> names_;
+};
+
+Addresses own_stack() {
+  Addresses frames(kMaxStackFrames);
+  frames.resize(static_cast<size_t>(backtrace(frames.data(), kMaxStackFrames)));
+  return frames;
+}
+
+}  // namespace
+
+void prepare_thread_stacks() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    own_stack();
+    struct sigaction action = {};
+    action.sa_handler = answer;
+    action.sa_flags = SA_RESTART;
+    sigaction(stack_signal(), &action, nullptr);
+  });
+}
+
+std::vector<ThreadStack> thread_stacks(std::chrono::milliseconds limit) {
+  prepare_thread_stacks();
+  const int self = current_tid();
+  std::vector<ThreadStack> stacks;
+  FrameNames names;
+  for (const int tid : tids()) {
+    ThreadStack stack{tid, first_line(task_file(tid, "comm")), state_of(tid), {}};
+    if (tid == self)
+      stack.frames = names.of(own_stack());
+    else if (!blocks_signal(tid))
+      stack.frames = names.of(ask(tid, limit));
+    stacks.push_back(std::move(stack));
+  }
+  return stacks;
+}
+
+std::string to_text(const std::vector<ThreadStack>& stacks) {
+  std::vector<std::pair<std::string, std::vector<const ThreadStack*>>> groups;  // in order of appearance
+  std::map<std::string, size_t> places;
+  for (const ThreadStack& stack : stacks) {
+    std::string frames;
+    for (size_t i = 0; i < stack.frames.size(); ++i) frames += str("  #", i, " ", stack.frames[i], "\n");
+    if (frames.empty()) frames = "  (it took no signal, so it can't tell)\n";
+    const auto [place, is_new] = places.emplace(frames, groups.size());
+    if (is_new) groups.push_back({frames, {}});
+    groups[place->second].second.push_back(&stack);
+  }
+  std::string text;
+  for (const auto& [frames, threads] : groups) {
+    std::string names;
+    for (const ThreadStack* thread : threads)
+      names += str(names.empty() ? "" : ", ", thread->tid, " (", thread->name, ")");
+    text += str(
+        threads.size() > 1 ? str(threads.size(), " threads, each ") : "thread ",
+        threads.size() > 1 ? threads.front()->state + ": " + names : names + ", " + threads.front()->state,
+        "\n", frames);
+  }
+  return text;
+}
+
+}  // namespace titan

@@ -1,0 +1,129 @@
+#include "titan/float8/recipe.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace titan::float8 {
+
+namespace {
+
+constexpr Cast kMatrix{};
+constexpr Cast kVectors{.granularity = Granularity::Vector};
+constexpr Cast kWideMatrix{.dtype = at::kFloat8_e5m2};
+constexpr Cast kBlocks{.granularity = Granularity::Block};
+
+void add_torchao_recipes(Registry<Recipe>& registry) {
+  registry.add("tensorwise", {.output = ProductCasts{kMatrix, kMatrix, /*fast_accumulation=*/true},
+                              .grad_input = ProductCasts{kWideMatrix, kMatrix},
+                              .grad_weight = ProductCasts{kWideMatrix, kMatrix}});
+  // Gradients need no wider range with a scale for each of their vectors.
+  registry.add("rowwise", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
+                           .grad_input = ProductCasts{kVectors, kVectors},
+                           .grad_weight = ProductCasts{kVectors, kVectors},
+                           .power_of_two_scales = true});
+  // The weight's gradient in high precision: x and g are then cast along their rows only.
+  registry.add("rowwise_with_gw_hp", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
+                                      .grad_input = ProductCasts{kVectors, kMatrix},
+                                      .grad_weight = std::nullopt,
+                                      .power_of_two_scales = true});
+}
+
+// A block's 32 elements are alike enough for one dtype everywhere.
+void add_mx_recipes(Registry<Recipe>& registry) {
+  Recipe recipe{.output = ProductCasts{kBlocks, kBlocks},
+                .grad_input = ProductCasts{kBlocks, kBlocks},
+                .grad_weight = ProductCasts{kBlocks, kBlocks}};
+  registry.add("mxfp8_cublas", recipe);
+  registry.add("mxfp8_emulated", recipe);
+  recipe.blocks.rounding = BlockRounding::Up;
+  registry.add("mxfp8_cublas_rceil", recipe);
+}
+
+bool is_float8(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
+
+}  // namespace
+
+Registry<Recipe>& recipes() {
+  static Registry<Recipe>& registry = *[] {
+    auto* made = new Registry<Recipe>("Float8 recipe");
+    add_torchao_recipes(*made);
+    add_mx_recipes(*made);
+    return made;
+  }();
+  return registry;
+}
+
+namespace {
+
+bool is_one_cast(const Cast& a, const Cast& b) { return a == b && a.granularity == Granularity::Matrix; }
+
+}  // namespace
+
+bool casts_weight_once(const Recipe& recipe) {
+  return recipe.output && recipe.grad_input && is_one_cast(recipe.output->right, recipe.grad_input->right);
+}
+bool casts_input_once(const Recipe& recipe) {
+  return recipe.output && recipe.grad_weight && is_one_cast(recipe.output->left, recipe.grad_weight->right);
+}
+bool casts_grad_once(const Recipe& recipe) {
+  return recipe.grad_input && recipe.grad_weight &&
+         is_one_cast(recipe.grad_input->left, recipe.grad_weight->left);
+}
+
+namespace {
+
+std::vector<Cast> casts_of(const Recipe& recipe) {
+  std::vector<Cast> casts;
+  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight})
+    if (*product) casts.insert(casts.end(), {(*product)->left, (*product)->right});
+  return casts;
+}
+
+// The hardware multiplies blocks by blocks.
+void check_blocks(const std::string& name, const Recipe& recipe) {
+  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight}) {
+    if (!*product) continue;
+    const auto in_blocks = [](const Cast& cast) { return cast.granularity == Granularity::Block; };
+    if (in_blocks((*product)->left) != in_blocks((*product)->right))
+      throw ConfigError(
+          titan::str("Float8 recipe '", name,
+                     "' has scales for blocks on one side of a product, and other scales on the "
+                     "other; both sides need blocks, or none"));
+  }
+}
+
+void check_delayed(const std::string& name, const Recipe& recipe) {
+  if (!recipe.delayed.any()) return;
+  for (const Cast& cast : casts_of(recipe))
+    if (cast.granularity != Granularity::Matrix)
+      throw ConfigError(titan::str("Float8 recipe '", name,
+                                   "' has scales for parts of a matrix, and delayed scales are one a matrix; "
+                                   "take scaling_type_* = \"dynamic\", or \"tensorwise\""));
+}
+
+}  // namespace
+
+bool scales_blocks(const Recipe& recipe) {
+  const std::vector<Cast> casts = casts_of(recipe);
+  return std::any_of(casts.begin(), casts.end(),
+                     [](const Cast& cast) { return cast.granularity == Granularity::Block; });
+}
+
+void check(const std::string& name, const Recipe& recipe) {
+  check_blocks(name, recipe);
+  check_delayed(name, recipe);
+  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight}) {
+    if (!*product) continue;
+    for (const Cast& cast : {(*product)->left, (*product)->right})
+      if (!is_float8(cast.dtype))
+        throw ConfigError(titan::str("Float8 recipe '", name, "' casts to ", cast.dtype,
+                                     "; allowed: Float8_e4m3fn, Float8_e5m2"));
+    if ((*product)->left.dtype == at::kFloat8_e5m2 && (*product)->right.dtype == at::kFloat8_e5m2)
+      throw ConfigError(
+          titan::str("Float8 recipe '", name,
+                     "' multiplies Float8_e5m2 by Float8_e5m2, which no hardware does; one side has to "
+                     "be Float8_e4m3fn"));
+  }
+}
+
+}  // namespace titan::float8

@@ -1,0 +1,22 @@
+#pragma once
+
+#include "titan/float8/products.h"
+
+namespace titan::float8 {
+
+struct ScaledProductOptions {
+  at::ScalarType out_dtype = at::kFloat;
+  bool fast_accumulation = false;
+  bool power_of_two_scales = false;
+};
+
+/// a b^T, a: [N, K], b: [M, K], summed in fp32. By at::_scaled_mm; where K is no multiple of 16, with zeros
+/// behind.
+at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
+                            const ScaledProductOptions& options);
+
+/// The same from the values in fp32: only the roundings within fp32 differ from the hardware's.
+at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
+                            const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
+
+}  // namespace titan::float8

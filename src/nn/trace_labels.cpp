@@ -1,0 +1,147 @@
+// [Note: ranges of a trace]
+// A range begins in a module's pre_forward and ends in its post_forward, so it is kept between the two: in a
+// stack of the thread. A forward that an exception ends leaves its range there; the module around it, or a
+// TraceLabelScope, ends it with its own.
+//
+// A layer's backward begins when the gradient of its output is there and ends with that of its input, both
+// seen by hooks on the tensors. Layers follow one another, so one range at a time is open.
+
+#include "titan/nn/trace_labels.h"
+
+#include <algorithm>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <torch/nn/module.h>
+
+#include "nn/trace_hook.h"
+#include "titan/nn/hooks.h"
+#include "titan/nn/layer_sequence.h"
+
+namespace titan::nn {
+
+namespace {
+
+struct OpenRange {
+  const HookHost* host = nullptr;
+  bool with_backward = false;
+  at::RecordFunction record{at::RecordScope::USER_SCOPE};
+};
+
+thread_local std::vector<std::unique_ptr<OpenRange>> open_ranges;
+
+OpenRange& open_range(const HookHost& host) {
+  auto range = std::make_unique<OpenRange>();
+  range->host = &host;
+  range->record.before(std::string_view(host.fqn().empty() ? "model" : host.fqn()));
+  open_ranges.push_back(std::move(range));
+  return *open_ranges.back();
+}
+
+void close_ranges_down_to(size_t count) {
+  while (open_ranges.size() > count) open_ranges.pop_back();
+}
+
+// The first that gradients flow through.
+at::Tensor* differentiable(const TensorRefs& tensors) {
+  const auto found =
+      std::find_if(tensors.begin(), tensors.end(), [](at::Tensor* each) { return each->requires_grad(); });
+  return found == tensors.end() ? nullptr : *found;
+}
+
+}  // namespace
+
+/// The backward of one layer after the other, of one model.
+class BackwardRanges {
+ public:
+  void begin(const std::string& module) {
+    record_ = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    module_ = module;
+    record_->before(std::string_view(module + " backward"));
+  }
+  void end(const std::string& module) {
+    if (module == module_) close();
+  }
+  void close() {
+    record_.reset();
+    module_.clear();
+  }
+
+ private:
+  std::unique_ptr<at::RecordFunction> record_;
+  std::string module_;
+};
+
+TraceHook::TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward)
+    : inner_(std::move(inner)), backward_(std::move(backward)) {}
+
+void TraceHook::pre_forward(HookHost& host, const TensorRefs& inputs) {
+  OpenRange& range = open_range(host);
+  if (inner_) inner_->pre_forward(host, inputs);
+  at::Tensor* input = backward_ && at::GradMode::is_enabled() ? differentiable(inputs) : nullptr;
+  if (!input) return;
+  range.with_backward = true;
+  input->register_hook(
+      [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->end(module); });
+}
+
+void TraceHook::post_forward(HookHost& host, const TensorRefs& outputs) {
+  if (inner_) inner_->post_forward(host, outputs);
+  const auto range = std::find_if(open_ranges.rbegin(), open_ranges.rend(),
+                                  [&](const auto& each) { return each->host == &host; });
+  if (range == open_ranges.rend()) return;
+  at::Tensor* output = (*range)->with_backward ? differentiable(outputs) : nullptr;
+  if (output)
+    output->register_hook(
+        [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->begin(module); });
+  close_ranges_down_to(static_cast<size_t>(open_ranges.rend() - range - 1));
+}
+
+bool only_traces(const std::shared_ptr<CallHook>& label_hook) {
+  const auto* tracing = dynamic_cast<const TraceHook*>(label_hook.get());
+  return tracing && !tracing->inner();
+}
+
+struct TraceLabels::Impl {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;  // keeps them alive
+  std::shared_ptr<BackwardRanges> backward = std::make_shared<BackwardRanges>();
+
+  static HookHost* host_of(const std::shared_ptr<torch::nn::Module>& module) {
+    return dynamic_cast<HookHost*>(module.get());
+  }
+
+  void label(const std::shared_ptr<torch::nn::Module>& module, const std::vector<std::string>& layers) {
+    HookHost* host = host_of(module);
+    if (!host) return;
+    const bool is_layer = std::find(layers.begin(), layers.end(), host->fqn()) != layers.end();
+    host->label_hook = std::make_shared<TraceHook>(host->label_hook, is_layer ? backward : nullptr);
+    modules.push_back(module);
+  }
+};
+
+TraceLabels::TraceLabels(const AnyRef& root) : impl_(std::make_unique<Impl>()) {
+  std::vector<std::string> layers;
+  if (const LayerSequence* sequence = layer_sequence(root)) layers = sequence->layer_names().all();
+  impl_->label(root.ptr(), layers);
+  for (const auto& module : root.module().modules(/*include_self=*/false)) impl_->label(module, layers);
+}
+
+TraceLabels::TraceLabels(TraceLabels&&) noexcept = default;
+
+// Who labelled a module after this one did stays: it has this hook inside.
+TraceLabels::~TraceLabels() {
+  if (!impl_) return;
+  impl_->backward->close();
+  for (const auto& module : impl_->modules) {
+    HookHost* host = Impl::host_of(module);
+    if (const auto* tracing = dynamic_cast<const TraceHook*>(host->label_hook.get())) {
+      std::shared_ptr<CallHook> inner = tracing->inner();
+      host->label_hook = std::move(inner);
+    }
+  }
+}
+
+TraceLabelScope::TraceLabelScope() : num_open_(open_ranges.size()) {}
+TraceLabelScope::~TraceLabelScope() { close_ranges_down_to(num_open_); }
+
+}  // namespace titan::nn

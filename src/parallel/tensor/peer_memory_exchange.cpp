@@ -1,0 +1,190 @@
+// [Note: what keeps peers' memory right]
+//
+// *Piece*: a rank's memory that its peers read and write. *Queue*: where a rank's copies and barriers run,
+// one after the other (dist/peer_memory.h). *Computation*: what the current stream does. *Exchange*: one
+// gather or one scatter; all ranks make the same ones in the same order, one at a time. In each rank's queue:
+//
+//   gather   write own part to own piece | barrier A | read every peer's part           | barrier B
+//   scatter  write each summand to the   | barrier A | (the computation sums up its own | barrier B
+//            piece of its rank           |           |  piece, having waited for A)     |
+//
+// 1. Nothing is read before it is written. A write stands before its rank's A, a read after the reader's A,
+//    and no queue passes A before all have come to it.
+// 2. Nothing is overwritten before it is read. The queue reads before its rank's B. The computation's sum was
+//    given to it before B was asked for, and the queue does nothing before what the computation had by then.
+//    The next exchange writes after the writer's B, which no queue passes before all have come to it. So one
+//    piece serves all exchanges, of whatever kind and size.
+// 3. The computation sees what arrived: it waits for a moment behind the read, or behind A. The queue sees
+//    what the computation made, a part or a summand, by the rule of 2; and neither the tensors it reads nor
+//    those it fills go before the computation has waited for a moment behind them, so the allocator hands
+//    their memory to nobody who would run before.
+// 4. Nobody waits for ever. The queue waits for computation that was there before, and the computation for
+//    moments that are in the queue already: in the order in which a rank asks for things, none waits for a
+//    later one. Barriers come in the same order on all ranks. So even a device that does strictly one thing
+//    after the other (CUDA with one connection) comes to the end.
+//
+// The unit tests hold 1 to 3 by logical clocks, and 4 by ranks that do each thing when it is asked for.
+//
+// Pieces are read in gathers, written in scatters: a gather's part is there before its readers come, and a
+// summand is wanted by one rank only. Rank r meets r+1, r+2, ...: at each step all meet different ones.
+
+#include "parallel/tensor/peer_memory_exchange.h"
+
+#include <exception>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+
+#include "parallel/tensor/rank_sum.h"
+#include "titan/core/error.h"
+
+namespace titan::tp {
+
+namespace {
+
+using Moment = dist::PeerMemory::Moment;
+
+int64_t buffer_bytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+// The rank that `memory`'s meets at a step, itself at step 0 and at step N.
+int peer_at(const dist::PeerMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
+
+// Holds the pieces for one exchange.
+class Turn {
+ public:
+  explicit Turn(bool& taken) : taken_(taken) {
+    TITAN_INTERNAL_ASSERT(!taken, "an exchange of sequence parts begins before the last one's end");
+    taken_ = true;
+  }
+  ~Turn() { taken_ = false; }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  bool& taken_;
+};
+
+// Where an error ends an exchange early, its tensors still may not go before the queue is through with them.
+void wait_quietly(dist::PeerMemory& memory) {
+  try {
+    memory.wait(memory.now());
+  } catch (const std::exception&) {
+    // The device has failed; the error that is on its way says so.
+  }
+}
+
+class ReadParts final : public ops::SequenceExchange::Gather {
+ public:
+  ReadParts(dist::PeerMemory& memory, bool& taken, const at::Tensor& own, Traffic& traffic)
+      : turn_(taken), memory_(memory), own_(own) {
+    std::vector<int64_t> sizes = own.sizes().vec();
+    sizes.insert(sizes.begin(), memory.size());
+    parts_ = at::empty(sizes, own.options());
+    memory.reserve(buffer_bytes(own));
+    memory.write(memory.rank(), 0, own);
+    memory.barrier();  // A
+    for (int step = 1; step < memory.size(); ++step) {
+      const int peer = peer_at(memory, step);
+      memory.read(parts_[peer], peer, 0);
+      arrived_.push_back(memory.now());
+    }
+    memory.barrier();  // B
+    traffic.calls += 1;
+    traffic.bytes += buffer_bytes(own) * (memory.size() - 1);
+  }
+  ~ReadParts() override {
+    if (step_ < memory_.size()) wait_quietly(memory_);
+  }
+
+  int next() override {
+    if (step_ == memory_.size()) return -1;
+    const int step = step_++;
+    if (step > 0) memory_.wait(arrived_[static_cast<size_t>(step - 1)]);
+    return peer_at(memory_, step);
+  }
+  at::Tensor part(int rank) const override { return rank == memory_.rank() ? own_ : parts_[rank]; }
+
+ private:
+  Turn turn_;
+  dist::PeerMemory& memory_;
+  at::Tensor own_;
+  at::Tensor parts_;             // [N, ...]; this rank's stays empty
+  std::vector<Moment> arrived_;  // by step, from 1 on
+  int step_ = 0;
+};
+
+class WrittenSummands final : public ops::SequenceExchange::Scatter {
+ public:
+  WrittenSummands(dist::PeerMemory& memory, bool& taken, Traffic& traffic)
+      : turn_(taken), memory_(memory), traffic_(traffic) {}
+  ~WrittenSummands() override {
+    if (!summands_.empty()) wait_quietly(memory_);
+  }
+
+  int next() override { return given_ == memory_.size() ? -1 : peer_at(memory_, given_ + 1); }
+
+  void give(const at::Tensor& summand) override {
+    const int rank = next();
+    if (given_++ == 0) make_room(summand);
+    if (rank == memory_.rank()) {
+      own_ = summand;
+      return;
+    }
+    summands_.push_back(summand.contiguous());
+    memory_.write(rank, memory_.rank() * stride_, summands_.back());
+    traffic_.bytes += buffer_bytes(summand);
+    if (given_ + 1 < memory_.size()) return;
+    // Here, not in finish(): the queue needn't wait for what is computed meanwhile.
+    memory_.barrier();  // A
+    arrived_ = memory_.now();
+  }
+
+  at::Tensor finish() override {
+    TITAN_INTERNAL_ASSERT(given_ == memory_.size(), "a scatter that misses summands");
+    memory_.wait(arrived_);
+    RankSum sum;
+    for (int rank = 0; rank < memory_.size(); ++rank)
+      sum.add(rank == memory_.rank() ? own_ : memory_.mine(rank * stride_, own_.sizes(), own_.scalar_type()));
+    memory_.barrier();  // B
+    summands_.clear();
+    traffic_.calls += 1;
+    return sum.result();
+  }
+
+ private:
+  // A place for every rank's summand in each piece.
+  void make_room(const at::Tensor& summand) {
+    constexpr int64_t alignment = dist::PeerMemory::kAlignment;
+    stride_ = (buffer_bytes(summand) + alignment - 1) / alignment * alignment;
+    memory_.reserve(stride_ * memory_.size());
+  }
+
+  Turn turn_;
+  dist::PeerMemory& memory_;
+  Traffic& traffic_;
+  int64_t stride_ = 0;
+  at::Tensor own_;
+  std::vector<at::Tensor> summands_;  // on their way
+  Moment arrived_ = 0;
+  int given_ = 0;
+};
+
+}  // namespace
+
+PeerMemoryExchange::PeerMemoryExchange(std::unique_ptr<dist::PeerMemory> memory)
+    : memory_(std::move(memory)) {
+  TITAN_CHECK(memory_->size() > 1, "an exchange by peers' memory needs peers; the group has one rank");
+  traffic_->way = "through symmetric memory";
+}
+
+// `module` is for records of calls, and these aren't calls of a group.
+std::unique_ptr<ops::SequenceExchange::Gather> PeerMemoryExchange::gather(const at::Tensor& part,
+                                                                          const char* /*module*/) const {
+  return std::make_unique<ReadParts>(*memory_, taken_, part, *traffic_);
+}
+
+std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter(const char* /*module*/) const {
+  return std::make_unique<WrittenSummands>(*memory_, taken_, *traffic_);
+}
+
+}  // namespace titan::tp

@@ -1,0 +1,109 @@
+#include "train/float8_job.h"
+
+#include <optional>
+
+#include "titan/core/log.h"
+#include "titan/dist/device_backend.h"
+#include "titan/float8/convert.h"
+
+namespace titan::train {
+
+namespace {
+
+struct Units {
+  const char* converter;
+  const char* emulate;
+  int first;         // compute capability
+  const char* name;  // of it
+};
+constexpr Units kFloat8Units{float8::kConverter, "quantize.linear.float8.emulate", 89, "8.9"};
+constexpr Units kMxUnits{float8::kMxConverter, "quantize.linear.mx.emulate", 100, "10.0"};
+
+// On the meta device nothing is multiplied.
+float8::Arithmetic arithmetic_on(at::Device device, const Units& units, bool emulate) {
+  if (emulate || device.is_meta()) return float8::Arithmetic::Emulated;
+  auto* backend = dist::device_backend();
+  const bool have_units = backend && backend->compute_capability(device.index()) >= units.first;
+  if (!have_units)
+    throw ConfigError(str("model.converters: \"", units.converter, "\" needs a GPU of compute capability ",
+                          units.name, " or above, which ",
+                          backend ? backend->device_name(device.index()) : "a CPU", " isn't; ", units.emulate,
+                          " = true gives the same numbers, slowly"));
+  return float8::Arithmetic::Hardware;
+}
+
+float8::ConvertOptions float8_options(const float8::Float8Settings& settings, at::Device device) {
+  return {.recipe_name = settings.recipe(),
+          .filter_fqns = settings.filter_fqns,
+          .arithmetic = arithmetic_on(device, kFloat8Units, settings.emulate),
+          .delayed = settings.delayed(),
+          .gather = {.in_float8 = settings.enable_fsdp_float8_all_gather,
+                     .scales_at_once = settings.precompute_float8_dynamic_scale_for_fsdp}};
+}
+
+float8::ConvertOptions mx_options(const float8::MxSettings& settings, at::Device device) {
+  return {.recipe_name = settings.recipe_name,
+          .filter_fqns = settings.filter_fqns,
+          .arithmetic = arithmetic_on(device, kMxUnits, settings.emulates()),
+          .composed_block_columns = settings.mxfp8_dim1_cast_kernel_choice == "torch"};
+}
+
+std::optional<float8::ConvertOptions> convert_options(const JobConfig& config, at::Device device) {
+  if (config.model.converts(float8::kConverter)) return float8_options(config.quantize.float8, device);
+  if (config.model.converts(float8::kMxConverter)) return mx_options(config.quantize.mx, device);
+  return std::nullopt;
+}
+
+}  // namespace
+
+void convert_to_float8(const JobConfig& config, at::Device device, torch::nn::Module& model,
+                       const std::shared_ptr<const ops::Products>& plain) {
+  auto options = convert_options(config, device);
+  if (!options) return;
+  options->plain = plain;
+  float8::convert(model, *options);
+}
+
+void check_float8_parts(const JobConfig& config, torch::nn::Module& model) {
+  const auto lines = float8::unfit_parts(model);
+  if (lines.empty()) return;
+  std::string text;
+  for (const std::string& line : lines) text += str(text.empty() ? "" : "; ", line);
+  throw ConfigError(str(
+      "parallelism.tensor_parallel_degree = ", config.parallelism.tensor_parallel_degree,
+      " leaves parts of linear layers that can't be multiplied: Float8 takes multiples of 16, MXFP8 of 32: ",
+      text, "; name them in filter_fqns, or take a smaller degree"));
+}
+
+void log_float8_layers(const JobConfig& config) {
+  auto options = convert_options(config, at::kMeta);
+  if (!options) return;
+  options->plain = ops::default_products();
+  const auto model = config.spec().build(
+      config.args(), {.construct = deferred(at::kMeta, scalar_type(config.training.dtype)),
+                      .seq_len = config.training.seq_len});
+  const auto choices = float8::convert(model->root().module(), *options);
+  for (const std::string& part : float8::idle_filters(choices, options->filter_fqns))
+    log::warning(str("filter_fqns: no linear layer's name contains \"", part, "\""));
+  log::info(float8::summary(options->recipe_name, choices));
+  if (!config.model.print_after_conversion) return;
+  const char* low = config.model.converts(float8::kConverter) ? "Float8" : "MXFP8";
+  for (const float8::LayerChoice& choice : choices)
+    log::info(str("  ", choice.fqn, ": ", choice.reason.empty() ? low : choice.reason));
+}
+
+bool gathers_activations_in_float8(const JobConfig& config) {
+  const ParallelismSettings& parallelism = config.parallelism;
+  if (parallelism.tensor_parallel_degree <= 1 || !parallelism.enable_sequence_parallel) return false;
+  const auto options = convert_options(config, at::kMeta);
+  if (!options) return false;
+  const float8::Recipe recipe = float8::recipe_of(*options);
+  return float8::casts_input_once(recipe) || float8::casts_grad_once(recipe);
+}
+
+float8::DelayedScaling delayed_scaling(const JobConfig& config) {
+  const auto options = convert_options(config, at::kMeta);
+  return options ? float8::recipe_of(*options).delayed : float8::DelayedScaling{};
+}
+
+}  // namespace titan::train

@@ -1,0 +1,72 @@
+#include "titan/train/loss_spikes.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "titan/train/unsound_run.h"
+
+namespace titan::train {
+
+double LossSpikes::mean() const {
+  return std::accumulate(window_.begin(), window_.end(), 0.0) / static_cast<double>(window_.size());
+}
+
+// Summed anew each time, so that it is the same behind a checkpoint; a window is short beside a step.
+double LossSpikes::deviation() const {
+  const double center = mean();
+  double squares = 0;
+  for (const double loss : window_) squares += (loss - center) * (loss - center);
+  return std::sqrt(squares / static_cast<double>(window_.size()));
+}
+
+bool LossSpikes::add(double loss) {
+  const auto size = static_cast<size_t>(settings_.spike_window);
+  last_ = loss;
+  if (window_.size() >= size && loss > mean() + settings_.spike_sigma * deviation()) return true;
+  window_.push_back(loss);
+  while (window_.size() > size) window_.pop_front();
+  return false;
+}
+
+void LossSpikes::check_rewinds_left(const std::string& spike) const {
+  if (num_rewinds_ >= settings_.max_rewinds)
+    throw UnsoundRun(str(spike, ", and the run has gone back ", num_rewinds_,
+                         " times already, as often as fault_tolerance.max_rewinds allows. A lower learning "
+                         "rate or other data may help"));
+}
+
+int64_t LossSpikes::rewind_distance(int64_t step) const {
+  const bool comes_again = num_rewinds_ > 0 && step <= last_spike_ + settings_.spike_window;
+  return comes_again ? 2 * last_distance_ : settings_.spike_rewind_steps;
+}
+
+void LossSpikes::count_rewind(int64_t step) {
+  last_distance_ = rewind_distance(step);
+  last_spike_ = step;
+  ++num_rewinds_;
+}
+
+std::string LossSpikes::state() const {
+  return nlohmann::json{{"window", std::vector<double>(window_.begin(), window_.end())},
+                        {"num_rewinds", num_rewinds_},
+                        {"last_spike", last_spike_},
+                        {"last_distance", last_distance_}}
+      .dump();
+}
+
+void LossSpikes::load(const std::string& state) {
+  const auto tree = nlohmann::json::parse(state);
+  const std::vector<double> window = tree.at("window");
+  window_.assign(window.begin(), window.end());
+  const int64_t num_rewinds = tree.at("num_rewinds");
+  if (num_rewinds <= num_rewinds_) return;
+  num_rewinds_ = num_rewinds;
+  last_spike_ = tree.value("last_spike", int64_t{0});
+  last_distance_ = tree.value("last_distance", settings_.spike_rewind_steps);
+}
+
+}  // namespace titan::train

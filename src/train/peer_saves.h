@@ -1,0 +1,50 @@
+#pragma once
+
+// The state in memory of the hosts, beside that on disk: when it is kept, and what a start finds of it.
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/peer_folder.h"
+#include "titan/train/run_checkpoints.h"
+
+namespace titan::train {
+
+class PeerSaves {
+ public:
+  /// `disk`: how the run saves there, in the folder that this run's generations belong to; rank 0 leaves a
+  /// mark in it. Collective over the world, as are all calls but add, is_due and the getters.
+  PeerSaves(const dist::World& world, const DeviceMesh& pipeline, const PeerSettings& settings,
+            const checkpoint::SaveOptions& disk);
+
+  void add(const std::string& key, checkpoint::Stateful& object) { saver_.add(key, object); }
+  bool is_due(int64_t step) const { return step % settings_.interval == 0; }
+  checkpoint::Checkpointer& saver() { return saver_; }
+
+  /// The newest generation's step.
+  std::optional<int64_t> choose_newest() { return folder_->choose_newest(); }
+  std::filesystem::path step_path(int64_t step) const;
+  /// Whether it is a generation's, and not a step's on disk.
+  bool holds(const std::filesystem::path& step_folder) const;
+  /// For loading the chosen generation.
+  void add_bringer(checkpoint::LoadOptions& options) const;
+  /// There is nothing to go on from any more.
+  void forget() { folder_->forget(); }
+  /// Says in the log what is kept where, and what it takes. Throws ConfigError where a host has too little
+  /// memory.
+  void announce();
+  /// The run's state is on disk.
+  void remove();
+
+ private:
+  PeerSettings settings_;
+  std::shared_ptr<checkpoint::PeerFolder> folder_;
+  checkpoint::Checkpointer saver_;
+  bool removed_ = false;
+};
+
+}  // namespace titan::train

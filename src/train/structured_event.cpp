@@ -1,0 +1,131 @@
+#include "train/structured_event.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <ctime>
+
+#include <nlohmann/json.hpp>
+
+#include "titan/core/error.h"
+#include "train/process_identity.h"
+
+namespace titan::train {
+
+namespace {
+
+template <class Number>
+void append_number(std::string& text, Number value) {
+  std::array<char, 32> digits{};
+  text.append(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr);
+}
+
+// Microseconds are what a trace shows.
+void append_milliseconds(std::string& text, double value) {
+  std::array<char, 48> digits{};
+  const auto end =
+      std::to_chars(digits.data(), digits.data() + digits.size(), value, std::chars_format::fixed, 3);
+  text.append(digits.data(), end.ptr);
+}
+
+// 2026-11-21T23:40:00.123456Z
+void append_utc(std::string& text, int64_t wall_us) {
+  const std::time_t seconds = wall_us / 1'000'000;
+  std::tm parts = {};
+  ::gmtime_r(&seconds, &parts);
+  std::array<char, 48> digits{};
+  const int length = std::snprintf(digits.data(), digits.size(), "%04d-%02d-%02dT%02d:%02d:%02d.%06dZ",
+                                   parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday, parts.tm_hour,
+                                   parts.tm_min, parts.tm_sec, static_cast<int>(wall_us % 1'000'000));
+  text.append(digits.data(), static_cast<size_t>(length));
+}
+
+std::string_view suffix_of(EventKind kind) {
+  static constexpr std::array<std::string_view, 4> suffixes = {"_start", "_end", "_error", ""};
+  return suffixes[static_cast<size_t>(kind)];
+}
+
+void append_tags(std::string& text, uint8_t tags) {
+  text += ", \"step_tags\": [";
+  if (tags & kSavesTag) text += "\"checkpoint_save\"";
+  if (tags & kValidatesTag) text += tags & kSavesTag ? ", \"eval\"" : "\"eval\"";
+  text += ']';
+}
+
+}  // namespace
+
+int64_t steady_now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+EventLines::EventLines(int rank, int local_rank)
+    : process_start_ns_(steady_now_ns()), previous_ns_(process_start_ns_) {
+  identity_ = str(", \"rank\": ", rank, ", \"local_rank\": ", local_rank,
+                  ", \"host_name\": ", nlohmann::json(host_name()).dump(), ", \"pid\": ", ::getpid(),
+                  ", \"task_name\": \"train\"");
+  set_clock();
+}
+
+void EventLines::set_clock() {
+  const auto wall = std::chrono::system_clock::now().time_since_epoch();
+  offset_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(wall).count() - steady_now_ns();
+}
+
+void EventLines::append_head(std::string& text, int64_t steady_ns, const char* type) {
+  const int64_t wall_us = (steady_ns + offset_ns_) / 1000;
+  text += "{\"seq_id\": ";
+  append_number(text, sequence_++);
+  text += ", \"time\": \"";
+  append_utc(text, wall_us);
+  text += "\", \"time_ms\": ";
+  append_number(text, wall_us / 1000);
+  text += ", \"time_us\": ";
+  append_number(text, wall_us);
+  text += ", \"log_type\": \"";
+  text += type;
+  text += '"';
+}
+
+std::string EventLines::process_line(const std::string& environment) {
+  std::string text;
+  append_head(text, process_start_ns_, "instant");
+  return text + R"(, "log_type_name": "process", "value": null, "step": 0, "relative_step": 0)" + identity_ +
+         ", \"environment\": " + environment + "}\n";
+}
+
+void EventLines::append(std::string& text, const StructuredEvent& event) {
+  append_head(text, event.steady_ns, event.kind == EventKind::Instant ? "instant" : "event");
+  text += ", \"log_type_name\": \"";
+  text += event.name;
+  text += suffix_of(event.kind);
+  text += "\", \"value\": ";
+  if (!std::isfinite(event.value))
+    text += "null";
+  else if (event.kind == EventKind::Instant)
+    append_number(text, event.value);
+  else
+    append_milliseconds(text, event.value);
+  text += ", \"delta_ms\": ";
+  append_milliseconds(text, std::max(0.0, static_cast<double>(event.steady_ns - previous_ns_) * 1e-6));
+  previous_ns_ = event.steady_ns;
+  text += ", \"step\": ";
+  append_number(text, event.step);
+  text += ", \"relative_step\": ";
+  append_number(text, event.relative_step);
+  append_tags(text, event.step_tags);
+  text += identity_;
+  text += ", \"tid\": ";
+  append_number(text, static_cast<int64_t>(event.thread));
+  text += ", \"caller\": \"";
+  text += event.caller;
+  text += "\"}\n";
+}
+
+}  // namespace titan::train

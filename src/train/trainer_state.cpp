@@ -1,0 +1,146 @@
+#include "train/trainer_state.h"
+
+#include <torch/nn/module.h>
+#include <nlohmann/json.hpp>
+
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+#include "titan/data/loader_state.h"
+#include "titan/train/run_checkpoints.h"
+
+namespace titan::train {
+
+namespace {
+
+// Of the ranks that share their rows one speaks.
+bool speaks_for_its_rows(const Meshes& meshes) {
+  return meshes.pp.rank() == 0 && meshes.cp.rank() == 0 && meshes.tp.rank() == 0;
+}
+
+/// A table of all ranks' lanes.
+class DataState : public checkpoint::Stateful {
+ public:
+  DataState(data::DataLoader& loader, bool speaks) : loader_(loader), speaks_(speaks) {}
+
+  checkpoint::ObjectState state() override {
+    return {.tensors = {}, .text = speaks_ ? data::to_json(loader_.state()) : "", .merge = merge_tables};
+  }
+
+  void loaded(const std::string& text) override {
+    try {
+      loader_.load_state(data::loader_state_from_json(text));
+    } catch (const Error& error) {
+      throw ConfigError(str("the checkpoint's dataloader: ", error.what(),
+                            " (checkpoint.exclude_from_loading = [\"dataloader\"])"));
+    }
+  }
+
+ private:
+  static std::string merge_tables(const std::vector<std::string>& texts) {
+    std::vector<data::LoaderState> parts;
+    for (const std::string& text : texts)
+      if (!text.empty()) parts.push_back(data::loader_state_from_json(text));
+    return data::to_json(data::merge(parts));
+  }
+
+  data::DataLoader& loader_;
+  bool speaks_;
+};
+
+/// The step, the tokens that all ranks have seen, and what the steps' numbers were like.
+class ProgressState : public checkpoint::Stateful {
+ public:
+  ProgressState(Progress& progress, const MetricsWindow& window, bool speaks)
+      : progress_(progress), window_(window), speaks_(speaks) {}
+
+  checkpoint::ObjectState state() override {
+    const int64_t own = speaks_ ? window_.local_tokens_seen() : 0;
+    nlohmann::json tree{{"step", progress_.step},
+                        {"tokens", progress_.tokens_before},
+                        {"nonfinite", nlohmann::json::parse(progress_.nonfinite.state())}};
+    if (progress_.spikes.on()) tree["spikes"] = nlohmann::json::parse(progress_.spikes.state());
+    return {.tensors = {}, .text = std::to_string(own), .merge = [tree](const auto& texts) {
+              nlohmann::json merged = tree;
+              int64_t tokens = tree["tokens"];
+              for (const std::string& text : texts) tokens += std::stoll(text);
+              merged["tokens"] = tokens;
+              return merged.dump();
+            }};
+  }
+
+  void loaded(const std::string& text) override {
+    const auto tree = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    const auto is_count = [&](const char* key) {
+      return tree.is_object() && tree.contains(key) && tree[key].is_number_unsigned();
+    };
+    TITAN_CHECK(is_count("step") && is_count("tokens"),
+                "the checkpoint's train_state isn't a trainer's: ", text);
+    progress_.step = tree["step"];
+    progress_.tokens_before = tree["tokens"];
+    try {
+      // Of a run that didn't keep them, they begin here.
+      if (tree.contains("nonfinite")) progress_.nonfinite.load(tree["nonfinite"].dump());
+      if (tree.contains("spikes")) progress_.spikes.load(tree["spikes"].dump());
+    } catch (const nlohmann::json::exception& error) {
+      throw Error(str("the checkpoint's train_state isn't a trainer's: ", error.what()));
+    }
+  }
+
+ private:
+  Progress& progress_;
+  const MetricsWindow& window_;
+  bool speaks_;
+};
+
+std::unique_ptr<checkpoint::Stateful> schedule_state(Progress& progress) {
+  return std::make_unique<TextState>(
+      [&] { return std::to_string(progress.schedule_steps); },
+      [&](const std::string& text) {
+        TITAN_CHECK(!text.empty() && text.size() < 19 && text.find_first_not_of("0123456789") == text.npos,
+                    "the checkpoint's lr_scheduler isn't a number of steps: ", text);
+        progress.schedule_steps = std::stoll(text);
+      });
+}
+
+// A registered buffer says that it is state; ours compute theirs from settings and register none.
+void tell_unsaved_buffers(const StageParts& stages) {
+  std::string names;
+  for (const auto& model : stages.models)
+    for (const auto& buffer : model->root().module().named_buffers())
+      names += (names.empty() ? "" : ", ") + buffer.key();
+  if (!names.empty())
+    log::warning_rank0("checkpoints don't hold the model's buffers: " + names +
+                       ". Those that change while it trains have to be a saved object (docs/extending.md)");
+}
+
+}  // namespace
+
+StatefulObjects add_trainer_state(TrainerParts& parts, Progress& progress, const TrainerOptions& options) {
+  StatefulObjects objects;
+  RunCheckpoints& checkpoints = *parts.checkpoints;
+  const auto add = [&](const std::string& key, std::unique_ptr<checkpoint::Stateful> object) {
+    checkpoints.add(key, *object);
+    objects.push_back(std::move(object));
+  };
+  add("model", std::make_unique<ModelState>(parts.parameters));
+  tell_unsaved_buffers(parts.stages);
+  if (options.seed_checkpoint) return objects;
+  const bool speaks = speaks_for_its_rows(parts.meshes);
+  add("optimizer", std::make_unique<OptimizerState>(parts.optimizer, parts.parameters));
+  add("lr_scheduler", schedule_state(progress));
+  add("dataloader", std::make_unique<DataState>(parts.loader, speaks));
+  add("train_state", std::make_unique<ProgressState>(progress, parts.window, speaks));
+  auto rng = std::make_unique<RngState>(parts.meshes, parts.device, options.seed);
+  checkpoints.add_rng(*rng);
+  objects.push_back(std::move(rng));
+  for (const std::string& key : saved_objects().names())
+    if (auto object = saved_objects().get(key)(parts)) add(key, std::move(object));
+  return objects;
+}
+
+Registry<MakeSavedObject>& saved_objects() {
+  static Registry<MakeSavedObject> registry("saved object");
+  return registry;
+}
+
+}  // namespace titan::train

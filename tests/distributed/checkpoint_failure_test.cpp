@@ -1,0 +1,220 @@
+// What one rank can't do when a step is saved is the failure of all; and the tree over which they hear of it.
+
+#include <sys/resource.h>
+
+#include <chrono>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "checkpoint/agreement.h"
+#include "dist/own_timeout.h"
+#include "distributed/checkpoint_saver.h"
+
+namespace titan::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+using namespace titan::testing;
+
+/// Throws once at a phase on one rank.
+struct Fault {
+  SavePhase phase{};
+  int rank = -1;
+  std::function<void(SavePhase)> hook() {
+    return [this](SavePhase now) {
+      if (now == phase && rank == world().rank()) throw Error("told to fail");
+    };
+  }
+};
+
+bool happens_on(SavePhase phase, int rank) {
+  return rank == 0 ||
+         (phase != SavePhase::WriteManifest && phase != SavePhase::Commit && phase != SavePhase::Prune);
+}
+
+TEST(Failure, AtAnyPhaseTrainingGoesOnWhereAsked) {
+  const SharedFolder folder;
+  Fault fault;
+  Saver saver({.folder = folder, .keep_latest = 100, .stop_on_failure = false, .on_phase = fault.hook()});
+  int64_t step = 1;
+  saver.fill_and_save(step);
+  for (int phase = 0; phase <= static_cast<int>(SavePhase::Prune); ++phase) {
+    for (const int rank : {0, world().size() - 1}) {
+      fault = {static_cast<SavePhase>(phase), rank};
+      saver.fill_and_save(++step);
+      saver.checkpointer.finish();
+      fault.rank = -1;
+      const auto steps = steps_in(folder);
+      const bool complete = fault.phase == SavePhase::Verdict || fault.phase == SavePhase::Prune ||
+                            !happens_on(fault.phase, rank);
+      EXPECT_EQ(std::count(steps.begin(), steps.end(), step), complete) << to_string(fault.phase);
+      EXPECT_THAT(leftovers(folder), ::testing::IsEmpty()) << to_string(fault.phase);
+      check_saved(step_path(folder, steps.back()), steps.back());
+    }
+  }
+  saver.fill_and_save(++step);
+  check_saved(step_path(folder, step), step);
+}
+
+TEST(Failure, StopsAllRanksWithItsCause) {
+  const SharedFolder folder;
+  for (const AsyncMode mode : {AsyncMode::Disabled, AsyncMode::Copied, AsyncMode::Staged}) {
+    Fault fault{SavePhase::WriteChunk, -1};
+    const fs::path here = folder / std::to_string(static_cast<int>(mode));
+    Saver saver({.folder = here, .async = mode, .on_phase = fault.hook()});
+    saver.fill_and_save(1);
+    saver.checkpointer.finish();
+    saver.checkpointer.check();
+    fault.rank = world().size() - 1;
+    const auto save = [&] {
+      saver.fill_and_save(2);
+      saver.checkpointer.finish();
+    };
+    const std::string error = error_of(save);
+    EXPECT_THAT(error, HasSubstr("checkpoint of step 2: "));
+    EXPECT_THAT(error, HasSubstr(last_rank()));
+    EXPECT_THAT(error, HasSubstr("told to fail"));
+    EXPECT_EQ(error_of([&] { saver.checkpointer.check(); }), error);
+    EXPECT_EQ(error_of([&] { saver.checkpointer.save(3); }), error);
+    EXPECT_EQ(steps_in(here), std::vector<int64_t>{1});
+    check_saved(step_path(here, 1), 1);
+  }
+}
+
+// It is through with its own part then, and waits for the others as long as they may take.
+TEST(Failure, ARankThatFailedWaitsForTheOthers) {
+  if (world().size() == 1) GTEST_SKIP() << "needs a peer";
+  const SharedFolder folder;
+  bool armed = false;
+  Saver saver({.folder = folder,
+               .stop_on_failure = false,
+               .timeout = std::chrono::seconds(1),
+               .on_phase = [&](SavePhase phase) {
+                 if (!armed) return;
+                 if (is_last() && phase == SavePhase::WriteFile) throw Error("told to fail");
+                 if (world().rank() == 0 && phase == SavePhase::Gather)
+                   std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+               }});
+  saver.fill_and_save(1);
+  armed = true;
+  EXPECT_EQ(error_of([&] { saver.fill_and_save(2); }), "");
+  EXPECT_THAT(saver.checkpointer.last_failure(), HasSubstr("told to fail"));
+  armed = false;
+  saver.fill_and_save(3);
+  EXPECT_EQ(saver.checkpointer.last_failure(), "");
+  EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{1, 3}));
+}
+
+// As on a full disk: one rank's file can't grow.
+TEST(Failure, AFileThatCannotBeWritten) {
+  const SharedFolder folder;
+  Saver saver({.folder = folder, .stop_on_failure = false});
+  saver.fill_and_save(1);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{.rlim_cur = 64, .rlim_max = before.rlim_max};
+  if (is_last()) setrlimit(RLIMIT_FSIZE, &small);
+  saver.fill_and_save(2);
+  setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_EQ(steps_in(folder), std::vector<int64_t>{1});
+  EXPECT_THAT(leftovers(folder), ::testing::IsEmpty());
+  saver.fill_and_save(3);
+  EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{1, 3}));
+  check_saved(step_path(folder, 3), 3);
+}
+
+/// Whose state can't be had.
+struct Faulty : Stateful {
+  ObjectState state() override {
+    if (fails) throw Error("no state today");
+    return {};
+  }
+  void loaded(const std::string&) override {}
+  bool fails = false;
+};
+
+TEST(Failure, AStateThatCannotBeHad) {
+  const SharedFolder folder;
+  Faulty faulty;
+  Checkpointer checkpointer(world(), {}, {.folder = folder, .async = AsyncMode::Copied});
+  checkpointer.add("faulty", faulty);
+  for (int64_t step = 1; step <= 4; ++step) {
+    faulty.fails = is_last() && step % 2 == 1;
+    const std::string error = error_of([&] { checkpointer.save(step); });
+    if (step % 2 == 1) {
+      EXPECT_THAT(error, HasSubstr("no state today"));
+    } else {
+      EXPECT_EQ(error, "");
+    }
+  }
+  checkpointer.finish();
+  EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{2, 4}));
+}
+
+// --- the tree
+
+TEST(RankTree, ItsShape) {
+  using detail::children_of;
+  EXPECT_EQ(children_of(0, 8), (std::vector<int>{1, 2, 4}));
+  EXPECT_EQ(children_of(4, 8), (std::vector<int>{5, 6}));
+  EXPECT_EQ(children_of(4, 6), (std::vector<int>{5}));
+  for (const int size : {1, 2, 3, 5, 8, 4096}) {
+    std::vector<int> parents(static_cast<size_t>(size), -1);
+    for (int rank = 0; rank < size; ++rank) {
+      for (const int child : children_of(rank, size)) {
+        EXPECT_EQ(detail::parent_of(child), rank);
+        EXPECT_LE(detail::end_below(child, size), detail::end_below(rank, size));
+        parents[static_cast<size_t>(child)] = rank;
+      }
+    }
+    EXPECT_EQ(std::count(parents.begin(), parents.end(), -1), 1) << "rank 0's alone";
+  }
+  EXPECT_EQ(detail::height_of(0, 4096), 12);
+}
+
+TEST(RankTree, EveryAnswerGoesUpAndTheVerdictDown) {
+  const auto group = world().group(world().everyone()->ranks(), "tree", "tree test");
+  const std::vector<std::string> hosts(static_cast<size_t>(world().size()), "here");
+  detail::RankTree tree(
+      world(), group,
+      {.name = "tree", .run_id = "test", .hosts = hosts, .timeout = std::chrono::seconds(20)});
+  for (int call = 0; call < 20; ++call) {
+    const std::string own(static_cast<size_t>(1000 * world().rank()), static_cast<char>('a' + call));
+    const auto answers = tree.gather(own);
+    if (world().rank() == 0) {
+      ASSERT_EQ(answers.size(), static_cast<size_t>(world().size()));
+      for (int rank = 0; rank < world().size(); ++rank) {
+        EXPECT_EQ(answers[rank].rank, rank);
+        EXPECT_EQ(answers[rank].text,
+                  std::string(static_cast<size_t>(1000 * rank), static_cast<char>('a' + call)));
+      }
+    }
+    EXPECT_EQ(tree.spread({world().rank() == 0 ? titan::str("verdict ", call) : "mine"}).text,
+              titan::str("verdict ", call));
+  }
+  EXPECT_EQ(detail::agree(tree, "").text, "");
+  EXPECT_EQ(detail::agree(tree, "the same").text, "the same");
+  EXPECT_EQ(detail::agree(tree, is_last() ? "mine" : "").text,
+            world().size() == 1 ? "mine" : last_rank() + "here): mine");
+  EXPECT_EQ(detail::any_rank(tree, false), false);
+  EXPECT_EQ(detail::any_rank(tree, is_last()), true);
+}
+
+// Its calls are made by other threads than training's, whose limit gets shorter behind the first step.
+TEST(RankTree, KeepsItsTimeLimit) {
+  if (world().size() == 1) GTEST_SKIP() << "needs a peer";
+  const auto before = world().timeout();
+  const auto group =
+      world().group(world().everyone()->ranks(), "own", titan::str(dist::kOwnTimeout, "tree test"));
+  group->set_timeout(std::chrono::seconds(60));
+  world().set_timeout(std::chrono::seconds(1));
+  if (world().rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  EXPECT_EQ(error_of([&] { group->sum(int64_t{1}, kLabel); }), "");
+  world().set_timeout(before);
+}
+
+}  // namespace
+}  // namespace titan::checkpoint

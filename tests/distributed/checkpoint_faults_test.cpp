@@ -1,0 +1,214 @@
+// Whole jobs, started and killed: what is left behind loads, and is what was saved.
+
+#include <signal.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "distributed/checkpoint_case.h"
+#include "e2e/command.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/verify.h"
+
+namespace titan::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using checkpoint::SavePhase;
+using ::testing::HasSubstr;
+
+constexpr int kRanks = 4;
+
+/// Gone behind the test.
+struct TempFolder {
+  TempFolder() {
+    std::string name = (fs::temp_directory_path() / "titan_faults_XXXXXX").string();
+    if (!mkdtemp(name.data())) throw Error("mkdtemp: " + name);
+    path = name;
+  }
+  ~TempFolder() {
+    std::error_code ignored;
+    fs::remove_all(path, ignored);
+  }
+  fs::path path;
+};
+
+std::vector<std::string> launch_words(int num_ranks, const std::vector<std::string>& words) {
+  const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
+  std::vector<std::string> all = {bin + "titan", "launch", "-n", std::to_string(num_ranks),
+                                  "--log-rank",  "all",    "--", bin + "checkpoint_program"};
+  all.insert(all.end(), words.begin(), words.end());
+  return all;
+}
+
+const Command::Variables kOneThread = {{"OMP_NUM_THREADS", "1"}};
+
+/// This process's own world: of one rank.
+const dist::World& alone() {
+  static const dist::World world = dist::init({.backend = "gloo", .device = "cpu"});
+  return world;
+}
+
+std::vector<std::string> names_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.push_back(entry.path().filename().string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// Every step that is listed is whole and what it should be. Returns the newest.
+int64_t check_steps(const fs::path& folder) {
+  std::vector<std::string> problems;
+  const auto newest = checkpoint::newest_complete(folder, problems);
+  EXPECT_THAT(problems, ::testing::IsEmpty());
+  int64_t last = 0;
+  for (const auto& step : checkpoint::list_steps(folder)) {
+    for (const auto& damage : checkpoint::verify_step(step.path).damages) ADD_FAILURE() << to_string(damage);
+    EXPECT_NO_THROW(check_saved(step.path, step.step)) << step.path;
+    last = step.step;
+  }
+  EXPECT_EQ(newest.value_or(0), last);
+  return last;
+}
+
+/// The next run: on one rank, loads the newest step, and leaves nothing of the run before.
+void check_next_run(const fs::path& folder, int64_t newest) {
+  ToyJob job(alone());
+  checkpoint::Checkpointer checkpointer(alone(), {}, {.folder = folder});
+  job.add_to(checkpointer);
+  checkpointer.load(checkpoint::step_path(folder, newest));
+  EXPECT_NO_THROW(job.check(newest));
+  for (const std::string& name : names_in(folder))
+    EXPECT_TRUE(name == ".lock" || name.starts_with("step-")) << name;
+}
+
+// --- every layout to every other
+
+TEST(Reshard, EveryLayoutIsLoadedByEveryOther) {
+  const TempFolder folder;
+  size_t num_layouts = 0;
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    const auto saved = run(launch_words(ranks, {"save", folder.path}), kOneThread, 100);
+    ASSERT_EQ(saved.status, 0) << saved.err;
+    for (const Layout& layout : layouts_of(ranks)) {
+      check_saved(checkpoint::step_path(folder.path / layout.name(), 3), 3);
+      ++num_layouts;
+    }
+  }
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    const auto loaded = run(launch_words(ranks, {"load", folder.path}), kOneThread, 100);
+    EXPECT_EQ(loaded.status, 0) << loaded.err;
+    EXPECT_THAT(loaded.out, HasSubstr(titan::str("loads: ", layouts_of(ranks).size() * num_layouts, "\n")));
+  }
+}
+
+// --- a rank that ends or hangs at any point
+
+struct FaultCase {
+  SavePhase phase;
+  std::string how;
+  int rank;
+  std::string mode;
+};
+
+std::vector<FaultCase> fault_cases(const std::vector<std::string>& ways) {
+  std::vector<FaultCase> cases;
+  for (int i = 0; i <= static_cast<int>(SavePhase::Prune); ++i) {
+    const auto phase = static_cast<SavePhase>(i);
+    const bool of_root =
+        phase == SavePhase::WriteManifest || phase == SavePhase::Commit || phase == SavePhase::Prune;
+    for (const std::string& how : ways)
+      for (const int rank : {0, kRanks - 1})
+        if (rank == 0 || !of_root) cases.push_back({phase, how, rank, i % 2 == 0 ? "copied" : "disabled"});
+  }
+  return cases;
+}
+
+void check_fault(const FaultCase& fault) {
+  const std::string name =
+      titan::str(to_string(fault.phase), " ", fault.how, " ", fault.rank, " ", fault.mode);
+  SCOPED_TRACE(name);
+  const TempFolder folder;
+  const auto result = run(launch_words(kRanks, {"fail", folder.path, to_string(fault.phase), fault.how,
+                                                std::to_string(fault.rank), fault.mode}),
+                          kOneThread, 60);
+  const bool pruning_failed = fault.phase == SavePhase::Prune && fault.how == "throw";
+  // The step is complete; that an older one stays is logged.
+  EXPECT_EQ(result.status == 0, pruning_failed) << result.err;
+  EXPECT_NE(result.status, 128 + SIGKILL) << "it didn't end by itself: " << result.err;
+  if (fault.how == "hang" || (fault.how == "throw" && !pruning_failed))
+    EXPECT_THAT(result.err, HasSubstr(titan::str("rank ", fault.rank, " ("))) << "the culprit is named";
+  const bool complete = fault.phase == SavePhase::Verdict || fault.phase == SavePhase::Prune;
+  const int64_t newest = check_steps(folder.path);
+  EXPECT_EQ(newest, pruning_failed ? 3 : complete ? 2 : 1) << result.err;
+  check_next_run(folder.path, newest);
+}
+
+void check_faults(const std::vector<FaultCase>& cases, int at_once) {
+  std::atomic<size_t> next{0};
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < at_once; ++i)
+    threads.emplace_back([&] {
+      for (size_t at = next++; at < cases.size(); at = next++) EXPECT_NO_THROW(check_fault(cases[at]));
+    });
+}
+
+TEST(Faults, TheStepBeforeLoadsWhateverHappens) {
+  alone();
+  check_faults(fault_cases({"throw", "exit"}), 2);
+}
+
+TEST(Faults, NorDoesARankThatHangsStopTheOthersFromEnding) {
+  alone();
+  check_faults(fault_cases({"hang"}), 5);  // which wait most of the time
+}
+
+// --- killed at any moment
+
+int num_kills() {
+  const char* wanted = std::getenv("TITAN_KILLS");
+  return wanted ? std::stoi(wanted) : 20;
+}
+
+void kill_rank(const fs::path& folder, int rank) {
+  pid_t pid = 0;
+  std::ifstream(folder / titan::str("pid_", rank)) >> pid;
+  if (pid > 0) kill(pid, SIGKILL);
+}
+
+TEST(Kills, TheNewestCompleteStepIsWhatWasSaved) {
+  const TempFolder folder;
+  const fs::path steps = folder.path / "steps";
+  // Another seed each time, told to whoever wants to see the same again.
+  const uint64_t seed = std::random_device()();
+  std::mt19937_64 random(seed);
+  SCOPED_TRACE(titan::str("seed ", seed));
+  int64_t newest = 0;
+  for (int trial = 0; trial < num_kills(); ++trial) {
+    const int victim = static_cast<int>(random() % (kRanks + 2));  // two in six: all
+    Command job(launch_words(kRanks, {"forever", folder.path}), kOneThread);
+    ASSERT_TRUE(job.wait_for_output("begun", 60)) << job.wait(0).err;
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 300'000));
+    for (int rank = 0; rank < kRanks; ++rank)
+      if (victim >= kRanks || victim == rank) kill_rank(folder.path, rank);
+    const auto result = job.wait(60);
+    EXPECT_NE(result.status, 0);
+    EXPECT_THAT(result.out, HasSubstr(titan::str("from ", newest, "\n"))) << result.err;
+    const int64_t now = check_steps(steps);
+    EXPECT_GE(now, newest) << "a step was lost";
+    newest = now;
+    if (HasFailure()) return;
+  }
+  ASSERT_GT(newest, 0) << "nothing was ever saved";
+  check_next_run(steps, newest);
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,153 @@
+// What the tests of checkpoints start as a rank:
+//   checkpoint_program save FOLDER                       under every layout of so many ranks, FOLDER/LAYOUT
+//   checkpoint_program load FOLDER                       each of these under every layout of so many ranks
+//   checkpoint_program fail FOLDER PHASE HOW RANK MODE   step 1 is saved; step 2 fails: at PHASE of the save
+//   RANK
+//                                                        does HOW: throw, exit or hang. MODE: disabled,
+//                                                        copied
+//   checkpoint_program forever FOLDER                    loads the newest step, checks it, saves those that
+//   follow
+// A failure ends a rank with 3.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "distributed/checkpoint_case.h"
+#include "titan/checkpoint/step_folder.h"
+
+namespace titan::testing {
+namespace {
+
+using checkpoint::AsyncMode;
+using checkpoint::Checkpointer;
+using checkpoint::SaveOptions;
+using checkpoint::SavePhase;
+using Words = std::vector<std::string>;
+
+constexpr int64_t kStep = 3;
+
+void save_all(const dist::World& world, const std::filesystem::path& folder) {
+  for (const Layout& layout : layouts_of(world.size())) {
+    ToyJob job(world, layout);
+    Checkpointer checkpointer(world, job.mesh["pp"], {.folder = folder / layout.name()});
+    job.add_to(checkpointer);
+    job.fill(kStep);
+    checkpointer.save(kStep);
+  }
+}
+
+void load_all(const dist::World& world, const std::filesystem::path& folder) {
+  int num_loads = 0;
+  for (const Layout& layout : layouts_of(world.size())) {
+    Checkpointer checkpointer(world, ToyJob(world, layout).mesh["pp"], {.folder = folder / "loader"});
+    ToyJob job(world, layout);
+    job.add_to(checkpointer);
+    for (int saved_ranks = 1; saved_ranks <= 4; ++saved_ranks) {
+      for (const Layout& saved : layouts_of(saved_ranks)) {
+        job.fill(0);
+        checkpointer.load(checkpoint::step_path(folder / saved.name(), kStep));
+        job.check(kStep);
+        ++num_loads;
+      }
+    }
+  }
+  if (world.rank() == 0) std::cout << "loads: " << num_loads << std::endl;
+}
+
+SavePhase phase_of(const std::string& name) {
+  for (int phase = 0; phase <= static_cast<int>(SavePhase::Prune); ++phase)
+    if (name == to_string(static_cast<SavePhase>(phase))) return static_cast<SavePhase>(phase);
+  throw Error("no phase " + name);
+}
+
+void fail_as(const std::string& how) {
+  if (how == "exit") _exit(9);
+  while (how == "hang") pause();
+  throw Error("told to throw");
+}
+
+void save_and_fail(const dist::World& world, const Words& words) {
+  const SavePhase phase = phase_of(words.at(2));
+  const bool chosen = world.rank() == std::stoi(words.at(4));
+  bool armed = false;
+  SaveOptions options{.folder = words.at(1), .keep_latest = 5, .timeout = std::chrono::seconds(4)};
+  options.async = words.at(5) == "copied" ? AsyncMode::Copied : AsyncMode::Disabled;
+  options.on_phase = [&](SavePhase at) {
+    if (!armed || !chosen || at != phase) return;
+    // A rank may come to the verdict before rank 0 has renamed, which its end would take along.
+    if (at == SavePhase::Verdict)
+      while (!std::filesystem::exists(checkpoint::step_path(options.folder, 2))) usleep(1000);
+    fail_as(words.at(3));
+  };
+  ToyJob job(world);
+  Checkpointer checkpointer(world, {}, options);
+  job.add_to(checkpointer);
+  for (int64_t step = 1; step <= 3; ++step) {
+    job.fill(step);
+    checkpointer.save(step);
+    checkpointer.finish();
+    armed = true;
+  }
+}
+
+void write_pid(const std::filesystem::path& folder, int rank) {
+  std::ofstream(folder / titan::str("pid_", rank)) << getpid() << std::endl;
+}
+
+void save_forever(const dist::World& world, const std::filesystem::path& folder) {
+  write_pid(folder, world.rank());
+  SaveOptions options{.folder = folder / "steps", .keep_latest = 3, .timeout = std::chrono::seconds(20)};
+  options.async = AsyncMode::Staged;
+  ToyJob job(world);
+  Checkpointer checkpointer(world, {}, options);
+  job.add_to(checkpointer);
+  std::vector<std::string> problems;
+  const auto newest = checkpoint::newest_complete(options.folder, problems);
+  // Every rank has looked before the first goes on and changes the folder.
+  world.everyone()->barrier({"checkpoint_program::start"}).wait();
+  if (newest) {
+    checkpointer.load(checkpoint::step_path(options.folder, *newest));
+    job.check(*newest);
+  }
+  if (world.rank() == 0) std::cout << "from " << newest.value_or(0) << std::endl;
+  for (int64_t step = newest.value_or(0) + 1;; ++step) {
+    job.fill(step);
+    checkpointer.save(step);
+    checkpointer.wait_for_staging();
+    if (world.rank() == 0) std::cout << "begun " << step << std::endl;
+  }
+}
+
+void act(const dist::World& world, const Words& words) {
+  const std::string& what = words.at(0);
+  if (what == "save") return save_all(world, words.at(1));
+  if (what == "load") return load_all(world, words.at(1));
+  if (what == "fail") return save_and_fail(world, words);
+  if (what == "forever") return save_forever(world, words.at(1));
+  throw Error("unknown word " + what);
+}
+
+}  // namespace
+}  // namespace titan::testing
+
+int main(int argc, char** argv) {
+  try {
+    const auto world =
+        titan::dist::init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(30)});
+    titan::testing::act(world, {argv + 1, argv + argc});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    std::fflush(nullptr);
+    _exit(3);
+  }
+  std::fflush(nullptr);
+  _exit(0);
+}

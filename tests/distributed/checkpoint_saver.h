@@ -1,0 +1,95 @@
+#pragma once
+
+// For the tests of checkpoints that all ranks run: a folder for all, a job that saves there, and what is
+// found in the folder.
+
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "distributed/checkpoint_case.h"
+#include "distributed/world.h"
+#include "titan/checkpoint/step_folder.h"
+
+namespace titan::testing {
+
+namespace fs = std::filesystem;
+using checkpoint::Checkpointer;
+using checkpoint::SaveOptions;
+
+inline constexpr dist::Label kLabel{.phase = "checkpoint test"};
+
+inline void meet() { world().everyone()->barrier(kLabel).wait(); }
+
+/// The same on all ranks; gone behind the test.
+class SharedFolder {
+ public:
+  SharedFolder() {
+    std::string name = (fs::temp_directory_path() / "titan_checkpointer_XXXXXX").string();
+    if (world().rank() == 0 && !mkdtemp(name.data())) throw Error("mkdtemp: " + name);
+    path_ = world().everyone()->all_gather_text(name, kLabel)[0];
+  }
+  ~SharedFolder() {
+    // Only a test that passed comes here on all ranks.
+    if (::testing::Test::HasFailure()) return;
+    meet();
+    std::error_code ignored;
+    if (world().rank() == 0) fs::remove_all(path_, ignored);
+  }
+  operator const fs::path&() const { return path_; }
+  fs::path operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  fs::path path_;
+};
+
+/// "rank 3 (", which a message about the last rank has; alone, a rank isn't told its number.
+inline std::string last_rank() {
+  return world().size() == 1 ? "" : titan::str("rank ", world().size() - 1, " (");
+}
+
+inline bool is_last() { return world().rank() == world().size() - 1; }
+
+inline std::vector<int64_t> steps_in(const fs::path& folder) {
+  meet();  // rank 0 may still prune
+  std::vector<int64_t> steps;
+  for (const checkpoint::StepEntry& entry : checkpoint::list_steps(folder)) steps.push_back(entry.step);
+  return steps;
+}
+
+/// Names in the folder other than complete steps and the lock.
+inline std::vector<std::string> leftovers(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name != ".lock" && !name.starts_with("step-")) names.push_back(name);
+  }
+  return names;
+}
+
+template <class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+struct Saver {
+  explicit Saver(const SaveOptions& options) : job(world()), checkpointer(world(), {}, options) {
+    job.add_to(checkpointer);
+  }
+  void fill_and_save(int64_t step) {
+    job.fill(step);
+    checkpointer.save(step);
+  }
+  ToyJob job;
+  Checkpointer checkpointer;
+};
+
+}  // namespace titan::testing

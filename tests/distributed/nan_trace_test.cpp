@@ -1,0 +1,205 @@
+// A NaN that one module of a sharded network makes, in its forward or in its backward alone, with and without
+// activation checkpoints: found in that module. On all ranks at once, so that none waits for another; one
+// rank alone is tests/e2e/nan_run_test.cpp's.
+
+#include <gmock/gmock.h>
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <limits>
+
+#include "distributed/toy_case.h"
+#include "titan/parallel/activation_checkpoint.h"
+#include "titan/train/nan_trace.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using train::AnomalyTrace;
+using train::NanTrace;
+
+const double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+at::Tensor own_rows() { return my_rows(input_rows(8, 6, at::kFloat), world().rank(), world().size()); }
+
+enum class Where { Nowhere, Forward, Backward };
+
+/// Spoils one number of a module's output, or of the gradient that its backward gives.
+class Spoiler : public nn::CallHook {
+ public:
+  explicit Spoiler(Where where) : where_(where) {}
+  void pre_forward(nn::HookHost& /*host*/, const nn::TensorRefs& inputs) override {
+    if (where_ != Where::Backward || !at::GradMode::is_enabled()) return;
+    *inputs[0] = *inputs[0] * 1.0;
+    inputs[0]->register_hook([](const at::Tensor& gradient) { return spoiled(gradient); });
+  }
+  void post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) override {
+    if (where_ == Where::Forward) *outputs[0] = spoiled(*outputs[0]);
+  }
+
+ private:
+  static at::Tensor spoiled(const at::Tensor& tensor) {
+    at::Tensor mask = at::zeros_like(tensor);
+    mask.view(-1)[1].fill_(kNaN);
+    return tensor + mask;
+  }
+  Where where_;
+};
+
+Toy make_toy(Where where, bool checkpoints) {
+  const Layout layout{1, world().size()};
+  Toy model(ToyOptions{}, at::kFloat);
+  nn::name_modules(*model);
+  model->blocks[1]->label_hook = std::make_shared<Spoiler>(where);
+  if (checkpoints)
+    for (auto& block : model->blocks) checkpoint_activations(block, FullRecompute{});
+  for (auto& block : model->blocks) fully_shard(block, {.mesh = mesh_of(layout)});
+  fully_shard(model, {.mesh = mesh_of(layout)});
+  materialize(model, 0);
+  return model;
+}
+
+/// What one step of a toy throws on this rank; "": nothing.
+template <class Trace>
+std::string failure_of_step(Where where, bool checkpoints) {
+  Toy model = make_toy(where, checkpoints);
+  Trace trace({model}, world().rank());
+  trace.set_step(7);
+  try {
+    loss_of(model(own_rows())).backward();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+std::string place() { return str("step 7, rank ", world().rank(), ": "); }
+
+TEST(NanTrace, SaysNothingOfFiniteNumbersAndChangesNone) {
+  EXPECT_EQ(failure_of_step<NanTrace>(Where::Nowhere, true), "");
+  Toy plain = make_toy(Where::Nowhere, false), traced = make_toy(Where::Nowhere, false);
+  loss_of(plain(own_rows())).backward();
+  NanTrace trace({traced}, world().rank());
+  loss_of(traced(own_rows())).backward();
+  const auto expected = parameters(plain);
+  const auto found = parameters(traced);
+  for (size_t i = 0; i < expected.size(); ++i)
+    EXPECT_TRUE(at::equal(expected[i].data.local.grad(), found[i].data.local.grad())) << expected[i].name;
+}
+
+TEST(NanTrace, HooksGoWithIt) {
+  Toy model = make_toy(Where::Nowhere, false);
+  const auto before = model->blocks[1]->label_hook;
+  {
+    const NanTrace trace({model}, 0);
+    EXPECT_NE(model->blocks[1]->label_hook, before);
+  }
+  EXPECT_EQ(model->blocks[1]->label_hook, before);
+  EXPECT_FALSE(model->label_hook);
+}
+
+TEST(NanTrace, HooksGoFromUnderOthersToo) {
+  Toy model = make_toy(Where::Nowhere, false);
+  const auto before = model->blocks[1]->label_hook;
+  auto inner = std::make_unique<AnomalyTrace>(std::vector<nn::AnyRef>{model}, 0);
+  const auto outer = std::make_unique<NanTrace>(std::vector<nn::AnyRef>{model}, 0);
+  const auto both = model->blocks[1]->label_hook;
+  inner.reset();
+  EXPECT_EQ(model->blocks[1]->label_hook, both) << "the outer one stays";
+  loss_of(model(own_rows())).backward();
+  auto gone = std::make_unique<NanTrace>(std::vector<nn::AnyRef>{model}, 0);
+  gone.reset();
+  EXPECT_EQ(model->blocks[1]->label_hook, both);
+}
+
+TEST(TensorNumbers, AreOfWhatIsFinite) {
+  const at::Tensor tensor = at::tensor({1.0, 2.0, kNaN, 6.0, -1.0 / 0.0}, at::kFloat);
+  EXPECT_EQ(train::describe_numbers(tensor), "Float [5]: min 1, max 6, mean 3, 1 NaN, 1 Inf");
+  EXPECT_FALSE(train::is_finite(tensor));
+  EXPECT_TRUE(train::is_finite(tensor.slice(0, 0, 2)));
+  EXPECT_TRUE(train::is_finite(at::tensor({1, 2}, at::kLong)));
+  EXPECT_EQ(train::describe_numbers({}), "none");
+  const at::Tensor angles = at::complex(at::tensor({1.0, 2.0}), at::tensor({kNaN, 4.0}));
+  EXPECT_FALSE(train::is_finite(angles));
+  EXPECT_TRUE(train::is_finite(angles.slice(0, 1, 2)));
+  EXPECT_THAT(train::describe_numbers(angles), HasSubstr("min 1, max 4"));
+  EXPECT_THAT(train::describe_numbers(angles), HasSubstr("1 NaN, 0 Inf"));
+}
+
+class NanFound : public ::testing::TestWithParam<bool> {};
+
+TEST_P(NanFound, InTheForward) {
+  const std::string failure = failure_of_step<NanTrace>(Where::Forward, GetParam());
+  EXPECT_THAT(failure,
+              AllOf(HasSubstr(place() + "the output of module 'block1' is the first that isn't "
+                                        "finite, though its inputs are"),
+                    HasSubstr("output 0: Float ["), HasSubstr("1 NaN, 0 Inf"), HasSubstr("input 0: Float ["),
+                    HasSubstr("mean"), HasSubstr("up: Float [7, 6]")));
+}
+
+TEST_P(NanFound, InTheBackwardAlone) {
+  const std::string failure = failure_of_step<NanTrace>(Where::Backward, GetParam());
+  EXPECT_THAT(failure, AllOf(HasSubstr(place() + "the backward of module 'block1' is the first to give a "
+                                                 "gradient that isn't finite"),
+                             HasSubstr("gradient of input 0: Float ["), HasSubstr("1 NaN, 0 Inf"),
+                             HasSubstr("it was given: gradient 0: Float ["), HasSubstr("0 NaN, 0 Inf"),
+                             HasSubstr("its forward's input 0: Float ["), HasSubstr("up: Float [7, 6]")));
+}
+
+INSTANTIATE_TEST_SUITE_P(Checkpoints, NanFound, ::testing::Bool());
+
+/// y = x and a backward that divides by zero.
+struct BadNode : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return {gradients[0] / 0.0};
+  }
+  std::string name() const override { return "BadBackward"; }
+};
+
+class BadHook : public nn::CallHook {
+ public:
+  void post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) override {
+    auto node = std::make_shared<BadNode>();
+    node->set_next_edges({torch::autograd::impl::gradient_edge(*outputs[0])});
+    at::Tensor result = outputs[0]->detach();
+    torch::autograd::set_history(result, node);
+    *outputs[0] = result;
+  }
+};
+
+TEST(AnomalyTrace, NamesTheOperationAndTheModuleThatRecordedIt) {
+  Toy model = make_toy(Where::Nowhere, false);
+  model->blocks[1]->label_hook = std::make_shared<BadHook>();
+  std::string failure;
+  ::testing::internal::CaptureStderr();
+  {
+    AnomalyTrace trace({model}, world().rank());
+    trace.set_step(7);
+    try {
+      loss_of(model(own_rows())).backward();
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+  }
+  const std::string printed = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(failure, HasSubstr(place() + "in the backward of BadBackward, which the forward of module "
+                                           "'block1' recorded, a gradient isn't finite that was made of "
+                                           "finite ones"));
+  EXPECT_THAT(printed, AllOf(HasSubstr("Error detected in BadBackward"),
+                             HasSubstr("titan::train::ModuleProbe::post_forward")))
+      << "the forward's stack";
+  EXPECT_FALSE(torch::autograd::AnomalyMode::is_enabled());
+}
+
+TEST(AnomalyTrace, SaysNothingOfFiniteGradients) {
+  EXPECT_EQ(failure_of_step<AnomalyTrace>(Where::Nowhere, true), "");
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,187 @@
+// Jobs whose hosts are folders: what is left of them when ranks and hosts are lost is found, and is what was
+// saved.
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "e2e/command.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+
+namespace titan::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using Words = std::vector<std::string>;
+
+/// Gone behind the test.
+class Hosts {
+ public:
+  Hosts() {
+    std::string name = (fs::temp_directory_path() / "titan_peers_XXXXXX").string();
+    if (!mkdtemp(name.data())) throw Error("mkdtemp: " + name);
+    path_ = name;
+  }
+  ~Hosts() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  Hosts(const Hosts&) = delete;
+  Hosts& operator=(const Hosts&) = delete;
+
+  CommandResult start(const std::string& hosts, const Words& what, double limit_s = 60) const {
+    const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
+    Words words = {bin + "titan", "launch", "-n", std::to_string(hosts.size()),
+                   "--log-rank",  "all",    "--", bin + "peer_program",
+                   path_,         hosts};
+    words.insert(words.end(), what.begin(), what.end());
+    return run(words, {{"OMP_NUM_THREADS", "1"}}, limit_s);
+  }
+  void save(const std::string& hosts, int first, int last) const {
+    const auto result = start(hosts, {"save", std::to_string(first), std::to_string(last)});
+    ASSERT_EQ(result.status, 0) << result.err;
+  }
+  /// "newest 2": which was found, loaded and what was saved; else what went wrong.
+  std::string load(const std::string& hosts) const {
+    const auto result = start(hosts, {"load"});
+    const auto at = result.out.find("newest ");
+    if (result.status != 0 || at == std::string::npos) return result.out + result.err;
+    return result.out.substr(at, result.out.find('\n', at) - at);
+  }
+  void lose(char host) const { fs::remove_all(path_ / titan::str("host_", host)); }
+  void copy_to(const Hosts& other) const {
+    fs::copy(path_, other.path_, fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+  }
+  /// Of a host's generations: "step-2/rank_00000.safetensors".
+  Words files_of(char host) const {
+    Words files;
+    for (const auto& entry : fs::recursive_directory_iterator(path_ / titan::str("host_", host)))
+      if (entry.path().extension() == ".safetensors")
+        files.push_back((entry.path().parent_path().filename() / entry.path().filename()).string());
+    std::sort(files.begin(), files.end());
+    return files;
+  }
+  /// Each file of the host's, its last byte.
+  void flip_bytes(char host) const {
+    for (const auto& entry : fs::recursive_directory_iterator(path_ / titan::str("host_", host))) {
+      if (entry.path().extension() != ".safetensors") continue;
+      std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+      file.seekg(-1, std::ios::end);
+      const char last = static_cast<char>(file.get());
+      file.seekp(-1, std::ios::end);
+      file.put(static_cast<char>(last ^ 1));
+    }
+  }
+  bool empty(char host) const { return fs::is_empty(path_ / titan::str("host_", host)); }
+
+ private:
+  fs::path path_;
+};
+
+TEST(PeerCheckpoints, EachHostHasItsFilesAndThoseOfTheHostBefore) {
+  const Hosts hosts;
+  hosts.save("aabc", 1, 3);
+  EXPECT_THAT(hosts.files_of('a'),
+              ElementsAre("step-3/rank_00000.safetensors", "step-3/rank_00001.safetensors",
+                          "step-3/rank_00003.safetensors"));
+  EXPECT_THAT(hosts.files_of('b'),
+              ElementsAre("step-3/rank_00000.safetensors", "step-3/rank_00001.safetensors",
+                          "step-3/rank_00002.safetensors"));
+  EXPECT_THAT(hosts.files_of('c'),
+              ElementsAre("step-3/rank_00002.safetensors", "step-3/rank_00003.safetensors"));
+  EXPECT_EQ(hosts.load("aabc"), "newest 3");
+  EXPECT_EQ(hosts.start("aabc", {"end"}).status, 0);
+  EXPECT_TRUE(hosts.empty('a') && hosts.empty('b') && hosts.empty('c'));
+}
+
+TEST(PeerCheckpoints, OneHostKeepsOneOfEachAndServesAnyNumberOfRanks) {
+  const Hosts hosts;
+  hosts.save("aaa", 1, 2);
+  EXPECT_THAT(hosts.files_of('a'),
+              ElementsAre("step-2/rank_00000.safetensors", "step-2/rank_00001.safetensors",
+                          "step-2/rank_00002.safetensors"));
+  EXPECT_EQ(hosts.load("aa"), "newest 2");  // and saves the next one
+  EXPECT_EQ(hosts.load("aaaa"), "newest 3");
+  EXPECT_EQ(hosts.load("a"), "newest 4");
+}
+
+// Each with what the others left: a lost host's files are found as copies, wherever the ranks are.
+TEST(PeerCheckpoints, ALostHostsFilesAreFoundAsCopies) {
+  const Hosts saved;
+  saved.save("aabb", 1, 2);
+  for (const auto& [lost, next] :
+       {std::pair('b', "aa"), {'b', "aabb"}, {'a', "bb"}, {'a', "bbc"}, {'x', "abc"}}) {
+    SCOPED_TRACE(titan::str(lost, " is lost, then ", next));
+    const Hosts hosts;
+    saved.copy_to(hosts);
+    hosts.lose(lost);
+    EXPECT_EQ(hosts.load(next), "newest 2");
+  }
+}
+
+TEST(PeerCheckpoints, WithBothCopiesTheGenerationIsLost) {
+  const Hosts hosts;
+  hosts.save("abc", 1, 2);
+  const Hosts one_lost;
+  hosts.copy_to(one_lost);
+  one_lost.lose('b');
+  EXPECT_EQ(one_lost.load("ac"), "newest 2");
+  hosts.lose('b');
+  hosts.lose('c');
+  EXPECT_EQ(hosts.load("a"), "newest none");
+  EXPECT_THAT(hosts.files_of('a'), IsEmpty()) << "what is of no use is removed";
+}
+
+TEST(PeerCheckpoints, DamageIsFoundBeforeItIsUsed) {
+  const Hosts hosts;
+  hosts.save("ab", 1, 2);
+  hosts.flip_bytes('a');
+  EXPECT_THAT(hosts.load("ab"), AllOf(HasSubstr("newest 2"), HasSubstr("host_a"), HasSubstr("checksum")));
+}
+
+// Whoever ends in whatever phase of the second generation: of the first or the second everything is there,
+// also when a host is lost with it. From the manifest on the other host may have the second one.
+TEST(PeerCheckpoints, AnInterruptedGenerationLeavesTheOneBefore) {
+  int number = 0;
+  for (const std::string phase : {"MakeFolder", "WriteFile", "WriteChunk", "SyncFile", "Gather", "CopyPiece",
+                                  "WriteManifest", "Commit", "Prune"}) {
+    const bool by_root = ++number % 2 == 0;
+    SCOPED_TRACE(titan::str(phase, " on rank ", by_root ? 0 : 2));
+    const Hosts hosts;
+    const auto failed = hosts.start("aabb", {"fail", phase, "exit", by_root ? "0" : "2"});
+    EXPECT_NE(failed.status, 0);
+    EXPECT_NE(failed.status, 128 + SIGKILL) << "it didn't end by itself: " << failed.err;
+    if (!by_root) hosts.lose('b');
+    const std::string found = hosts.load(by_root ? "aabb" : "aa");
+    if (phase == "Prune")
+      EXPECT_EQ(found, "newest 2");
+    else if (phase == "WriteManifest" || phase == "Commit")
+      EXPECT_THAT(found, AnyOf("newest 1", "newest 2"));
+    else
+      EXPECT_EQ(found, "newest 1");
+  }
+}
+
+TEST(PeerCheckpoints, ARankThatHangsOrFailsIsNamed) {
+  const Hosts hosts;
+  EXPECT_THAT(
+      hosts.start("ab", {"fail", "WriteFile", "throw", "1"}).err,
+      AllOf(HasSubstr("peer checkpoint of step 2"), HasSubstr("rank 1 ("), HasSubstr("told to throw")));
+  EXPECT_EQ(hosts.load("ab"), "newest 1");
+  const auto hung = hosts.start("ab", {"fail", "CopyPiece", "hang", "1"});
+  EXPECT_THAT(hung.err, HasSubstr("the copies weren't made within 4 s"));
+  EXPECT_EQ(hosts.load("ab"), "newest 1");
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,102 @@
+// Which ranks share memory: all agree. And on GPUs, overlapped products through it against the plain ones.
+
+#include <cstdlib>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "distributed/world.h"
+#include "parallel/tensor/exchange_choice.h"
+#include "parallel/tensor/peer_memory_exchange.h"
+#include "titan/core/error.h"
+#include "titan/dist/peer_memory.h"
+#include "unit/golden.h"
+#include "unit/parallel/overlapped_mlp.h"
+
+namespace titan::tp {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+// Devices of which one pair is apart, as the higher rank of them sees it.
+class DevicesApart final : public dist::DeviceBackend {
+ public:
+  DevicesApart(int rank, int lower, int higher) : rank_(rank), lower_(lower), higher_(higher) {}
+  std::string device_address() const override { return str("host ", rank_); }
+  std::string why_no_peer_memory(const std::string& address) const override {
+    return rank_ == higher_ && address == str("host ", lower_) ? "nothing joins them" : "";
+  }
+  std::unique_ptr<dist::PeerMemory> make_peer_memory(const dist::GroupSpec&) override { return nullptr; }
+  c10::DeviceType device_type() const override { return at::kCUDA; }
+  int num_devices() const override { return 1; }
+  void set_device(int) override {}
+  std::string device_name(int) const override { return ""; }
+  int compute_capability(int) const override { return 0; }
+  c10::intrusive_ptr<c10d::Backend> make_group(const dist::GroupSpec&) override { return {}; }
+  dist::DeviceMemory memory(int) const override { return {}; }
+  void reset_peak_memory(int) override {}
+  void record_memory_history(int64_t) override {}
+  std::string memory_snapshot() override { return ""; }
+
+ private:
+  int rank_, lower_, higher_;
+};
+
+TEST(PeerMemoryChoice, AllRanksHearOfAPairThatIsApart) {
+  const auto group = world().everyone();
+  const int last = group->size() - 1;
+  EXPECT_EQ(why_no_peer_memory(*group, DevicesApart(group->rank(), 0, last)),
+            str("rank ", last, " can't share memory with rank 0: nothing joins them"));
+  EXPECT_EQ(why_no_peer_memory(*group, DevicesApart(group->rank(), -1, -1)), "");
+}
+
+TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {
+  const DeviceMesh mesh = DeviceMesh::create(world(), {{"tp", world().size()}});
+  const CountedExchange chosen = choose_exchange(mesh["tp"]);
+  EXPECT_EQ(dynamic_cast<const PeerMemoryExchange*>(chosen.exchange.get()), nullptr);
+  EXPECT_EQ(chosen.exchange->count(), world().size());
+  EXPECT_EQ(chosen.traffic->calls, 0);
+}
+
+TEST(PeerMemoryChoice, TheSettingsMayChoose) {
+  const DeviceMesh mesh = DeviceMesh::create(world(), {{"tp", world().size()}});
+  const CountedExchange sent = choose_exchange(mesh["tp"], OverlapTransport::SendReceive);
+  EXPECT_EQ(dynamic_cast<const PeerMemoryExchange*>(sent.exchange.get()), nullptr);
+  EXPECT_EQ(sent.traffic->way, "sent and received");
+  if (mesh["tp"].group()->backend_name() == "nccl") GTEST_SKIP() << "symmetric memory may be there";
+  std::string problem;
+  try {
+    choose_exchange(mesh["tp"], OverlapTransport::SymmetricMemory);
+  } catch (const ConfigError& error) {
+    problem = error.what();
+  }
+  EXPECT_NE(problem.find("\"symmetric_memory\": the backend is"), std::string::npos) << problem;
+}
+
+// Written, never run: no GPU was there.
+TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
+  if (!device().is_cuda()) GTEST_SKIP() << "on GPUs only";
+  setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", 1);  // ranks share one where there are too few
+  const auto group = world().everyone();
+  const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
+  const auto exchange = std::make_shared<const PeerMemoryExchange>(dist::device_backend()->make_peer_memory(
+      {"peer_memory_test", c10::make_intrusive<c10d::PrefixStore>("peer_memory_test", store), group->rank(),
+       group->size(), std::chrono::seconds(30)}));
+  for (const int64_t sequence : {12, 24, 12, 24}) {
+    const MlpTensors whole = whole_mlp(sequence, options_of(at::kDouble));
+    const at::Tensor expected = plain_output(whole);
+    backward(whole, expected);
+    const MlpTensors mlp = part_of(whole, group->rank(), group->size());
+    const at::Tensor output = overlapped_output(mlp, exchange);
+    backward(mlp, output);
+    for (size_t which = 0; which < 5; ++which)
+      EXPECT_CLOSE(which == 0 ? output : mlp.leaves()[which - 1].grad(),
+                   expected_part(whole, expected, which, group->rank(), group->size()), 1e-10)
+          << "sequence " << sequence << ", result " << which;
+  }
+}
+
+}  // namespace
+}  // namespace titan::tp

@@ -1,0 +1,109 @@
+// A rank that is slow on purpose: own times, waits, and who is named when.
+
+#include <chrono>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "distributed/world.h"
+#include "titan/dist/collectives.h"
+#include "titan/dist/flight_record.h"
+#include "titan/train/metrics.h"
+#include "titan/train/stragglers.h"
+
+namespace titan::train {
+namespace {
+
+using titan::testing::world;
+
+constexpr int kSteps = 2;  // of an interval
+constexpr double kShort_s = 0.02, kLong_s = 0.12;
+
+void work_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+/// An interval of a training loop whose rank `slow` takes longer (-1: none), for its data or for its forward.
+void run_interval(StragglerWatch& watch, int slow, int64_t& step, Phase where = Phase::ForwardBackward) {
+  const double mine = world().rank() == slow ? kLong_s : kShort_s;
+  for (int i = 0; i < kSteps; ++i) {
+    watch.begin(Phase::Step, ++step);
+    watch.begin(Phase::Data, step);
+    if (where == Phase::Data) work_for(mine);
+    watch.end(Phase::Data, step, false);
+    if (where == Phase::Data) world().everyone()->sum(1.0, {"test::tokens"});
+    watch.begin(Phase::ForwardBackward, step);
+    if (where == Phase::ForwardBackward) {
+      work_for(mine);
+      world().everyone()->sum(1.0, {"test::gradients"});
+    }
+    watch.end(Phase::ForwardBackward, step, false);
+    watch.end(Phase::Step, step, false);
+  }
+  StepMetrics metrics;
+  metrics.step = step;
+  watch.logged(metrics);
+}
+
+int named(const StragglerWatch& watch) { return watch.straggler() ? watch.straggler()->rank : -1; }
+
+TEST(Stragglers, ASlowRankIsNamedUntilItIsFastAgain) {
+  StragglerWatch watch(world(), /*stage=*/0, {.ratio = 2, .intervals = 2}, nullptr);
+  const int slow = world().size() - 1;
+  int64_t step = 0;
+  run_interval(watch, slow, step);  // the first pays for set-up
+  EXPECT_TRUE(watch.paces().empty());
+  run_interval(watch, slow, step);
+  EXPECT_EQ(named(watch), -1);  // once isn't enough
+  run_interval(watch, slow, step);
+  EXPECT_EQ(named(watch), slow);
+
+  ASSERT_EQ(watch.paces().size(), static_cast<size_t>(world().size()));
+  const RankPace &fast = watch.paces()[0], &last = watch.paces()[static_cast<size_t>(slow)];
+  EXPECT_GE(last.own_s, kLong_s);
+  EXPECT_GE(fast.own_s, kShort_s);
+  EXPECT_LT(fast.own_s, last.own_s / 2);
+  // What the others don't have to do, they wait.
+  EXPECT_GT(fast.wait_s, (kLong_s - kShort_s) / 2);
+  EXPECT_LT(last.wait_s, fast.wait_s);
+
+  for (int i = 0; i < 10 && named(watch) == slow; ++i) run_interval(watch, -1, step);
+  EXPECT_NE(named(watch), slow);
+}
+
+// The others wait where the ranks' tokens are counted.
+TEST(Stragglers, WhoseDataComeLateIsSeenInTheWaitsToo) {
+  StragglerWatch watch(world(), 0, {.ratio = 2, .intervals = 1}, nullptr);
+  const int slow = world().size() - 1;
+  int64_t step = 0;
+  for (int i = 0; i < 2; ++i) run_interval(watch, slow, step, Phase::Data);
+  EXPECT_EQ(named(watch), slow);
+  const RankPace &fast = watch.paces()[0], &last = watch.paces()[static_cast<size_t>(slow)];
+  EXPECT_GE(last.own_s, kLong_s);
+  EXPECT_GT(fast.wait_s, (kLong_s - kShort_s) / 2);
+  EXPECT_LT(last.wait_s, fast.wait_s);
+  EXPECT_GE(fast.step_s, kLong_s / 2);
+}
+
+// Each interval another one: none of them holds the others up.
+TEST(Stragglers, WhereRanksTakeTurnsTheFirstDoesntStayNamed) {
+  const int last = world().size() - 1;
+  if (last < 2) GTEST_SKIP() << "of two ranks one is always the slower";
+  StragglerWatch watch(world(), 0, {.ratio = 2, .intervals = 2}, nullptr);
+  int64_t step = 0;
+  for (int i = 0; i < 3; ++i) run_interval(watch, last, step);
+  ASSERT_EQ(named(watch), last);
+  run_interval(watch, 0, step);
+  run_interval(watch, 1, step);
+  EXPECT_EQ(named(watch), -1);
+}
+
+TEST(Stragglers, ComparingIsOneCallAnInterval) {
+  StragglerWatch watch(world(), 0, {}, nullptr);
+  int64_t step = 0;
+  run_interval(watch, -1, step);
+  const uint64_t before = world().recorder().num_calls();
+  run_interval(watch, -1, step);
+  EXPECT_EQ(world().recorder().num_calls() - before, kSteps + 1u);
+}
+
+}  // namespace
+}  // namespace titan::train

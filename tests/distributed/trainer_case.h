@@ -1,0 +1,243 @@
+#pragma once
+
+// A trainer with a model small enough to be followed, on all ranks of the test, and ways to make it go wrong.
+
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <map>
+#include <numeric>
+
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include "distributed/world.h"
+#include "titan/core/error.h"
+#include "titan/data/byte_tokenizer.h"
+#include "titan/data/packed_feed.h"
+#include "titan/train/trainer.h"
+#include "unit/data/fake_source.h"
+#include "unit/data/temporary_folder.h"
+#include "unit/train/toy_model.h"
+
+namespace titan::train {
+
+using titan::testing::world;
+
+inline constexpr int64_t kVocabSize = 258;
+inline constexpr int64_t kRows = 6;
+inline constexpr int64_t kSeqLen = 8;
+
+// The rank whose numbers go wrong: one in the middle, where there are three.
+inline int bad_rank() { return world().size() / 2; }
+
+// What is wrong, at every step.
+enum class Fault { None, InfiniteLoss, InfiniteGradient };
+
+// Recorded steps in memory: the tokens count up, and `empty_step` has no label.
+class CountedFeed : public data::Feed {
+ public:
+  explicit CountedFeed(int64_t num_steps, int64_t empty_step = -1)
+      : num_steps_(num_steps), empty_step_(empty_step) {}
+
+  void check_shape(int64_t, int64_t) const override {}
+  data::LaneState start(int64_t lane, int64_t) const override { return {.lane = lane}; }
+  std::unique_ptr<data::Lane> open(const data::LaneState& state, int64_t) const override {
+    return std::make_unique<CountedLane>(state, empty_step_);
+  }
+  std::vector<data::LaneState> redeal(const std::vector<data::LaneState>& lanes, int64_t) const override {
+    return lanes;
+  }
+  std::optional<int64_t> num_steps() const override { return num_steps_; }
+  std::string fingerprint() const override { return "counted"; }
+
+ private:
+  class CountedLane : public data::Lane {
+   public:
+    CountedLane(const data::LaneState& state, int64_t empty_step) : state_(state), empty_step_(empty_step) {}
+    int64_t fill(data::Row row) override {
+      const bool is_empty = ++state_.position == empty_step_;
+      std::iota(row.input.begin(), row.input.end(), state_.lane + state_.position);
+      std::iota(row.labels.begin(), row.labels.end(), state_.lane + state_.position + 1);
+      if (is_empty) std::fill(row.labels.begin(), row.labels.end(), data::kIgnoredLabel);
+      return is_empty ? 0 : static_cast<int64_t>(row.labels.size());
+    }
+    data::LaneState state() const override { return state_; }
+
+   private:
+    data::LaneState state_;
+    int64_t empty_step_;
+  };
+
+  int64_t num_steps_;
+  int64_t empty_step_;
+};
+
+class FaultyModel : public BigramModel {
+ public:
+  FaultyModel(const nn::Construct& construct, Fault fault, std::function<void()> at_forward)
+      : BigramModel(kVocabSize, construct), fault_(fault), at_forward_(std::move(at_forward)) {}
+
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_count) override {
+    if (at_forward_) at_forward_();
+    at::Tensor loss = BigramModel::loss(tokens_BS, labels_BS, global_count);
+    if (world().rank() != bad_rank()) return loss;
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    if (fault_ == Fault::InfiniteLoss) return loss * kInfinity;
+    if (fault_ == Fault::InfiniteGradient)
+      loss.register_hook([](at::Tensor grad) { return grad * kInfinity; });
+    return loss;
+  }
+
+ private:
+  Fault fault_;
+  std::function<void()> at_forward_;
+};
+
+struct Job {
+  Fault fault = Fault::None;
+  std::shared_ptr<const data::Feed> feed = {};  // unset: documents without end
+  TrainerOptions options = {};
+  std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
+  std::function<void()> at_forward = {};
+  std::filesystem::path checkpoints = {};  // empty: none
+  bool saves_whole = false;                // after each step; else the model after the last
+  int64_t schedule_steps = 0;              // 0: options.steps
+  int64_t keep_latest = 10;                // checkpoints
+  int64_t save_interval = 1;               // of the whole state
+  int replicate = 1;                       // data-parallel ranks with a copy each
+  // At the beginning of each phase.
+  std::function<void(Phase, int64_t step, const std::vector<Parameter>&)> at_phase = {};
+};
+
+class CallingObserver : public RunObserver {
+ public:
+  CallingObserver(const Job& job, std::vector<Parameter> parameters)
+      : at_phase_(job.at_phase), parameters_(std::move(parameters)) {}
+  void begin(Phase phase, int64_t step) override { at_phase_(phase, step, parameters_); }
+
+ private:
+  std::function<void(Phase, int64_t, const std::vector<Parameter>&)> at_phase_;
+  std::vector<Parameter> parameters_;
+};
+
+inline RunObservers observers_of(const Job& job, const std::vector<Parameter>& parameters) {
+  RunObservers observers;
+  if (job.at_phase) observers.push_back(std::make_unique<CallingObserver>(job, parameters));
+  return observers;
+}
+
+/// Rank 0's, which all ranks see.
+struct SharedFolder {
+  data::TemporaryFolder own;
+  std::filesystem::path path = world().everyone()->all_gather_text(own.path().string(), {"test::folder"})[0];
+
+  bool has(const std::filesystem::path& name) const { return std::filesystem::exists(path / name); }
+};
+
+inline std::unique_ptr<RunCheckpoints> build_checkpoints(const Job& job, const Meshes& meshes,
+                                                         const std::vector<Parameter>& parameters) {
+  if (job.checkpoints.empty()) return nullptr;
+  RunCheckpoints::Options options;
+  options.folder = job.checkpoints;
+  if (job.saves_whole) {
+    options.settings.interval = job.save_interval;
+    options.settings.keep_latest_k = job.keep_latest;
+  } else {
+    options.model_export = ModelExport{};
+  }
+  return std::make_unique<RunCheckpoints>(world(), meshes, parameters, options);
+}
+
+inline std::shared_ptr<const data::Feed> documents() {
+  return std::make_shared<data::PackedFeed>(std::make_shared<data::FakeSource>(data::numbered_documents(20)),
+                                            std::make_shared<data::ByteTokenizer>(), data::PackingOptions{});
+}
+
+// A trainer, and the weights it began with.
+struct Started {
+  Trainer trainer;
+  std::vector<Parameter> parameters;
+  std::map<std::string, at::Tensor> before;
+  std::map<std::string, optim::AdamState> moments;  // the optimizer's own
+
+  bool weights_are_unchanged() const {
+    for (const Parameter& parameter : parameters)
+      if (!at::equal(parameter.data.local.detach(), before.at(parameter.name))) return false;
+    return true;
+  }
+};
+
+inline std::unique_ptr<TrainableModel> build_model(const Meshes& meshes, const Job& job) {
+  auto model = std::make_unique<FaultyModel>(deferred(at::kCPU, at::kFloat), job.fault, job.at_forward);
+  fully_shard(model->model, {.mesh = meshes.fsdp});
+  materialize(model->root(), 1);
+  return model;
+}
+
+inline data::DataLoader build_loader(const Job& job, const Meshes& meshes) {
+  return {job.feed ? job.feed : documents(),
+          {.dp_rank = meshes.dp_rank(),
+           .dp_size = meshes.dp_degree(),
+           .global_batch_size = kRows,
+           .local_batch_size = kRows / world().size(),
+           .seq_len = kSeqLen}};
+}
+
+inline std::unique_ptr<MetricsLogger> build_logger(const Job& job) {
+  const bool writes = world().rank() == 0 && !job.folder.empty();
+  return std::make_unique<MetricsLogger>(
+      MetricsLogger::Options{.settings = {}, .folder = job.folder, .writes = writes});
+}
+
+inline Started start(const Job& job) {
+  Meshes meshes =
+      build_meshes(world(), {.dp_replicate = job.replicate, .dp_shard = world().size() / job.replicate});
+  auto model = build_model(meshes, job);
+  auto list = titan::parameters(model->root());
+  auto loader = build_loader(job, meshes);
+  optim::Optimizer optimizer(list, {.lr = 0.1});
+  auto moments = optimizer.state();
+  std::map<std::string, at::Tensor> before;
+  for (const Parameter& parameter : list) before[parameter.name] = parameter.data.local.detach().clone();
+  return {
+      Trainer({.world = world(),
+               .meshes = meshes,
+               .device = at::kCPU,
+               .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size()),
+               .parameters = list,
+               .tied = {},
+               .optimizer = std::move(optimizer),
+               .schedule = optim::LrSchedule({.warmup_steps = 2},
+                                             job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
+               .loader = std::move(loader),
+               .logger = build_logger(job),
+               .window = MetricsWindow(at::kCPU, {}),
+               .validator = {},
+               .checkpoints = build_checkpoints(job, meshes, list),
+               .observers = observers_of(job, list)},
+              job.options),
+      list, std::move(before), std::move(moments)};
+}
+
+inline std::string message_of_training(Trainer& trainer) {
+  try {
+    trainer.train();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != text.npos;
+}
+
+inline std::vector<nlohmann::json> logged(const std::filesystem::path& folder) {
+  std::ifstream file(folder / "metrics.jsonl");
+  std::vector<nlohmann::json> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+}  // namespace titan::train

@@ -1,0 +1,147 @@
+// What the trainer owes to a save that goes on beside it, and what the log tells of its cost. Beside the
+// toy's weights stands a parameter so large that copying and writing it takes longer than the steps do.
+
+#include <gmock/gmock.h>
+#include <sys/resource.h>
+
+#include "distributed/trainer_case.h"
+#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
+
+namespace titan::train {
+namespace {
+
+constexpr int64_t kLargeBytes = int64_t{48} << 20;
+
+// Before the others by name, so that theirs are copied last.
+Parameter large_parameter(const DeviceMesh& mesh, int64_t bytes) {
+  DTensor data{.local = at::zeros({bytes / 4}),
+               .mesh = mesh,
+               .placements = std::vector<Placement>(static_cast<size_t>(mesh.num_axes())),
+               .global_shape = {bytes / 4},
+               .box = {{0}, {bytes / 4}}};
+  return {.name = "a_large", .data = data, .compute = data.local, .init = {}};
+}
+
+Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::filesystem::path& folder,
+                           const CheckpointSettings& given = {}, decltype(Job::at_phase) at_phase = {},
+                           const char* buffer = nullptr, int64_t large_bytes = kLargeBytes) {
+  Job job{.options = {.steps = 3, .log_freq = 1, .read_late = late}, .folder = folder};
+  job.at_phase = std::move(at_phase);
+  Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
+  auto model = build_model(meshes, job);
+  if (buffer) model->root().module().register_buffer(buffer, at::zeros({1}));
+  auto list = titan::parameters(model->root());
+  auto loader = build_loader(job, meshes);
+  optim::Optimizer optimizer(list, {.lr = 0.1});
+  list.push_back(large_parameter(meshes.fsdp, large_bytes));
+  RunCheckpoints::Options options{.settings = given, .folder = folder / "checkpoint"};
+  options.settings.interval = 1;
+  options.settings.async_mode = async_mode;
+  return Trainer({.world = world(),
+                  .meshes = meshes,
+                  .device = at::kCPU,
+                  .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size(),
+                                        /*validates=*/true),
+                  .parameters = list,
+                  .tied = {},
+                  .optimizer = std::move(optimizer),
+                  .schedule = optim::LrSchedule({.warmup_steps = 2}, job.options.steps),
+                  .loader = std::move(loader),
+                  .logger = build_logger(job),
+                  .window = MetricsWindow(at::kCPU, {}),
+                  .validator = Validator{{.freq = 1, .steps = 1}, build_loader(job, meshes)},
+                  .checkpoints = std::make_unique<RunCheckpoints>(world(), meshes, list, options),
+                  .observers = observers_of(job, list)},
+                 job.options);
+}
+
+at::Tensor saved_table(const std::filesystem::path& folder, int64_t step) {
+  return checkpoint::SavedState(checkpoint::step_path(folder / "checkpoint", step)).read("model.table");
+}
+
+TEST(TrainerCheckpoints, TheWeightsChangeWhenTheyAreCopied) {
+  for (const bool late : {false, true}) {
+    const SharedFolder folder;
+    trainer_that_saves("disabled", late, folder.path / "plain").train();
+    trainer_that_saves("async_with_pinned_mem", late, folder.path / "beside").train();
+    for (const int64_t step : {1, 2, 3})
+      EXPECT_TRUE(
+          at::equal(saved_table(folder.path / "plain", step), saved_table(folder.path / "beside", step)))
+          << "step " << step << (late ? ", read late" : "");
+    EXPECT_FALSE(at::equal(saved_table(folder.path / "plain", 1), saved_table(folder.path / "plain", 2)));
+    world().everyone()->barrier({"test::saved"}).wait();  // before the folder goes
+  }
+}
+
+TEST(TrainerCheckpoints, TheTimeOfASaveIsntThatOfASteps) {
+  const SharedFolder folder;
+  // Far longer than a step takes, also where other programs run.
+  trainer_that_saves("disabled", false, folder.path, {}, {}, nullptr, 6 * kLargeBytes).train();
+  if (world().rank() == 0) {
+    const auto lines = logged(folder.path);
+    ASSERT_EQ(lines.size(), 3u);
+    for (const size_t behind_a_save : {1u, 2u}) {
+      const double saving = lines[behind_a_save].at("checkpoint_s"), step = lines[behind_a_save].at("step_s");
+      EXPECT_GT(saving, 0.01);
+      EXPECT_LT(step, saving) << "step_s holds checkpoint_s";
+    }
+  }
+  world().everyone()->barrier({"test::saved"}).wait();
+}
+
+// Whoever goes on behind a step doesn't validate it again.
+TEST(TrainerCheckpoints, AStepIsValidatedBeforeItIsSaved) {
+  const SharedFolder folder;
+  std::vector<Phase> phases;
+  const auto at_phase = [&](Phase phase, int64_t, const std::vector<Parameter>&) {
+    if (phase == Phase::Save || phase == Phase::Validate) phases.push_back(phase);
+  };
+  trainer_that_saves("disabled", false, folder.path, {}, at_phase).train();
+  EXPECT_THAT(phases, ::testing::ElementsAre(Phase::Validate, Phase::Save, Phase::Validate, Phase::Save,
+                                             Phase::Validate, Phase::Save));
+  world().everyone()->barrier({"test::saved"}).wait();
+}
+
+TEST(TrainerCheckpoints, BuffersThatArentSavedAreTold) {
+  const SharedFolder folder;
+  const auto log_of = [&](const char* buffer) {
+    ::testing::internal::CaptureStderr();
+    trainer_that_saves("disabled", false, folder.path, {}, {}, buffer);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const std::string told = log_of("running_mean"), plain = log_of(nullptr);
+  if (world().rank() == 0)
+    EXPECT_THAT(told, ::testing::HasSubstr("checkpoints don't hold the model's buffers: running_mean"));
+  EXPECT_THAT(plain, ::testing::Not(::testing::HasSubstr("buffers")));
+  world().everyone()->barrier({"test::told"}).wait();
+}
+
+// As on a full disk: no file may grow beyond a MiB.
+void limit_files(bool limited) {
+  static const rlimit before = [] {
+    rlimit now{};
+    getrlimit(RLIMIT_FSIZE, &now);
+    return now;
+  }();
+  const rlimit small{.rlim_cur = 1 << 20, .rlim_max = before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, limited ? &small : &before);
+}
+
+// A save that fails is only logged; but the last one is the run's result.
+TEST(TrainerCheckpoints, TheLastStateHasToBeSaved) {
+  const SharedFolder folder;
+  const auto at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>&) {
+    if (phase == Phase::Save) limit_files(step != 2);
+  };
+  Trainer trainer = trainer_that_saves("disabled", false, folder.path, {.on_failure = "continue"}, at_phase);
+  const std::string message = message_of_training(trainer);
+  limit_files(false);
+  EXPECT_THAT(message, ::testing::HasSubstr("checkpoint of step 3: "));
+  EXPECT_TRUE(folder.has("checkpoint/step-2"));
+  EXPECT_FALSE(folder.has("checkpoint/step-1"));
+  world().everyone()->barrier({"test::saved"}).wait();
+}
+
+}  // namespace
+}  // namespace titan::train

@@ -1,0 +1,317 @@
+// Steps that go wrong, and ranks that compute something else: what a trainer skips, what it stops at, and
+// that all ranks do the same.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <ATen/ops/equal.h>
+
+#include "distributed/trainer_case.h"
+#include "titan/train/interruption.h"
+#include "titan/train/replica_check.h"
+#include "titan/train/unsound_run.h"
+
+namespace titan::train {
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+/// Weights and moments as they are.
+struct Snapshot {
+  std::map<std::string, at::Tensor> tensors;
+
+  static std::map<std::string, at::Tensor> of(const Started& job) {
+    std::map<std::string, at::Tensor> tensors;
+    for (const Parameter& parameter : job.parameters) tensors[parameter.name] = parameter.data.local.detach();
+    for (const auto& [name, state] : job.moments) {
+      tensors[name + ".exp_avg"] = state.exp_avg.local;
+      tensors[name + ".exp_avg_sq"] = state.exp_avg_sq.local;
+      tensors[name + ".step"] = state.step.local;
+    }
+    return tensors;
+  }
+  void take(const Started& job) {
+    for (const auto& [name, tensor] : of(job)) tensors[name] = tensor.clone();
+  }
+  bool equals(const Started& job) const {
+    for (const auto& [name, tensor] : of(job))
+      if (!at::equal(tensor, tensors.at(name))) return false;
+    return true;
+  }
+};
+
+void spoil_gradient(const std::vector<Parameter>& parameters, double value) {
+  if (world().rank() != bad_rank()) return;
+  at::NoGradGuard no_grad;
+  parameters.front().data.local.grad().view(-1)[0].fill_(value);
+}
+
+struct SkipCase {
+  const char* name;
+  double value;
+  bool late;
+};
+
+class Skip : public ::testing::TestWithParam<SkipCase> {
+ protected:
+  static TrainerOptions options(int64_t steps, FaultToleranceSettings settings = {}) {
+    settings.on_nonfinite = "skip";
+    return {.steps = steps, .log_freq = 1, .read_late = GetParam().late, .fault_tolerance = settings};
+  }
+};
+
+// One rank's gradient shard: the peers hear of it by the norm alone.
+TEST_P(Skip, LeavesWeightsAndMomentsBitEqual) {
+  constexpr int64_t kBad = 3;
+  data::TemporaryFolder folder;
+  Snapshot before;
+  const Started* started = nullptr;
+  int compared = 0;
+  Started job = start({.options = options(5),
+                       .folder = folder.path(),
+                       .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Optimizer && step == kBad) {
+                           before.take(*started);
+                           spoil_gradient(parameters, GetParam().value);
+                         }
+                         if (phase == Phase::Data && step == kBad + 1) {
+                           EXPECT_TRUE(before.equals(*started));
+                           ++compared;
+                         }
+                       }});
+  started = &job;
+  EXPECT_EQ(message_of_training(job.trainer), "no error");
+  EXPECT_EQ(compared, 1);
+  EXPECT_FALSE(before.equals(job)) << "nothing was trained behind the step that was skipped";
+  if (world().rank() != 0) return;
+  std::vector<int64_t> skipped;
+  for (const auto& line : logged(folder.path())) skipped.push_back(line.at("skipped_steps"));
+  EXPECT_EQ(skipped, (std::vector<int64_t>{0, 0, 1, 1, 1}));
+}
+
+TEST_P(Skip, IsLimitedInARow) {
+  Started job = start({.options = options(9, {.max_nonfinite_in_a_row = 2}),
+                       .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Optimizer && step >= 2)
+                           spoil_gradient(parameters, GetParam().value);
+                       }});
+  const std::string message = message_of_training(job.trainer);
+  EXPECT_TRUE(contains(message, "step 4: the gradient norm isn't finite")) << message;
+  EXPECT_TRUE(contains(message, "number 3 in a row")) << message;
+}
+
+TEST_P(Skip, IsLimitedInAll) {
+  Started job = start({.options = options(20, {.max_nonfinite_steps = 3}),
+                       .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Optimizer && step % 2 == 0)
+                           spoil_gradient(parameters, GetParam().value);
+                       }});
+  const std::string message = message_of_training(job.trainer);
+  EXPECT_TRUE(contains(message, "step 8: ") && contains(message, "number 4 of this run")) << message;
+}
+
+// Nor is its folder given up for later ones, however many would have come.
+TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
+  const SharedFolder folder;
+  Started job = start({.options = options(16, {.max_nonfinite_in_a_row = 50}),
+                       .checkpoints = folder.path,
+                       .saves_whole = true,
+                       .keep_latest = 2,
+                       .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Optimizer && step > 4)
+                           spoil_gradient(parameters, GetParam().value);
+                         if (phase == Phase::Data && step == 16 && world().rank() == 0) {
+                           EXPECT_TRUE(folder.has("step-4"));
+                           EXPECT_FALSE(folder.has("step-15"));
+                         }
+                       }});
+  EXPECT_EQ(message_of_training(job.trainer), "no error");
+  if (world().rank() != 0) return;
+  EXPECT_TRUE(folder.has("step-4"));
+  EXPECT_TRUE(folder.has("step-16"));  // the last one is the run's result
+}
+
+// Not an interval later.
+TEST_P(Skip, PutsASaveOff) {
+  const SharedFolder folder;
+  Started job = start({.options = options(12),
+                       .checkpoints = folder.path,
+                       .saves_whole = true,
+                       .save_interval = 5,
+                       .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Optimizer && (step == 5 || step == 6))
+                           spoil_gradient(parameters, GetParam().value);
+                       }});
+  EXPECT_EQ(message_of_training(job.trainer), "no error");
+  if (world().rank() != 0) return;
+  EXPECT_FALSE(folder.has("step-5"));
+  EXPECT_FALSE(folder.has("step-6"));
+  EXPECT_TRUE(folder.has("step-7"));
+  EXPECT_FALSE(folder.has("step-8"));
+  EXPECT_TRUE(folder.has("step-10"));
+}
+
+// A stop has no later step to wait for: what can be had of the run is saved.
+TEST_P(Skip, SavesNeverthelessWhenItIsStopped) {
+  const SharedFolder folder;
+  const SignalWatch watch;
+  Started job = start({.options = options(16, {.max_nonfinite_in_a_row = 50}),
+                       .checkpoints = folder.path,
+                       .saves_whole = true,
+                       .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Optimizer && step > 4)
+                           spoil_gradient(parameters, GetParam().value);
+                         if (phase == Phase::Optimizer && step == 6 && world().rank() == bad_rank())
+                           ::kill(::getpid(), SIGTERM);
+                       }});
+  EXPECT_EQ(message_of_training(job.trainer), "no error");
+  if (world().rank() != 0) return;
+  EXPECT_FALSE(folder.has("step-5"));
+  EXPECT_TRUE(folder.has("step-6") || folder.has("step-7"));
+  EXPECT_FALSE(folder.has("step-16"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Trainer, Skip,
+                         ::testing::Values(SkipCase{"NanReadAtOnce", kNan, false},
+                                           SkipCase{"NanReadLate", kNan, true},
+                                           SkipCase{"InfReadAtOnce", kInf, false},
+                                           SkipCase{"InfReadLate", kInf, true}),
+                         [](const auto& info) { return info.param.name; });
+
+// A count goes on where it was.
+TEST(Trainer, SkippedStepsAreCountedOverRestarts) {
+  const SharedFolder folder;
+  FaultToleranceSettings settings{.on_nonfinite = "skip", .max_nonfinite_steps = 3};
+  std::string message;
+  for (const int64_t steps : {6, 12}) {
+    Started job = start({.options = {.steps = steps, .fault_tolerance = settings},
+                         .checkpoints = folder.path,
+                         .saves_whole = true,
+                         .schedule_steps = 12,
+                         .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                           if (phase == Phase::Optimizer && step % 2 == 1) spoil_gradient(parameters, kNan);
+                         }});
+    message = message_of_training(job.trainer);
+  }
+  EXPECT_TRUE(contains(message, "step 7: ") && contains(message, "number 4 of this run")) << message;
+}
+
+// A run that goes back has skipped what it has skipped.
+TEST(NonFiniteSteps, AStateThatIsGoneBackToTakesNoneBack) {
+  NonFiniteSteps steps({.on_nonfinite = "skip", .max_nonfinite_steps = 3});
+  const std::string before = steps.state();
+  steps.add("step 1");
+  steps.add("step 2");
+  steps.load(before);
+  EXPECT_EQ(steps.total(), 2);
+  EXPECT_EQ(steps.in_a_row(), 0);
+}
+
+// Storage that doesn't answer may do so at the next start: what the settings ask for isn't refused.
+TEST(Trainer, AFolderThatCantBeListedIsNoWrongSetting) {
+  const SharedFolder folder;
+  const std::filesystem::path checkpoints = folder.path / "checkpoint";
+  Started job = start({.options = {.steps = 2}, .checkpoints = checkpoints, .saves_whole = true});
+  world().everyone()->barrier({"test::folder"}).wait();
+  if (world().rank() == 0) {
+    std::filesystem::remove_all(checkpoints);
+    std::filesystem::create_symlink(checkpoints, checkpoints);  // to itself
+  }
+  world().everyone()->barrier({"test::folder"}).wait();
+  try {
+    job.trainer.train();
+    FAIL() << "it was listed";
+  } catch (const ConfigError& error) {
+    FAIL() << "a wrong setting: " << error.what();
+  } catch (const Error& error) {
+    EXPECT_TRUE(contains(error.what(), "checkpoint")) << error.what();
+  }
+}
+
+TEST(BitSum, SeesEveryBit) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const at::Tensor tensor = at::randn({3, 5}, at::dtype(dtype));
+    const auto sum = bit_sum(tensor).item<int64_t>();
+    const size_t num_bits = tensor.nbytes() * 8;
+    auto* bytes = static_cast<uint8_t*>(tensor.mutable_data_ptr());
+    for (size_t bit = 0; bit < num_bits; ++bit) {
+      bytes[bit / 8] ^= static_cast<uint8_t>(1U << (bit % 8));
+      EXPECT_NE(bit_sum(tensor).item<int64_t>(), sum) << dtype << " bit " << bit;
+      bytes[bit / 8] ^= static_cast<uint8_t>(1U << (bit % 8));
+    }
+    EXPECT_EQ(bit_sum(tensor).item<int64_t>(), sum);
+  }
+  EXPECT_EQ(bit_sum(at::empty({0})).item<int64_t>(), 0);
+}
+
+TEST(Differing, NamesWhoIsNotLikeMost) {
+  using Ranks = std::vector<size_t>;
+  EXPECT_EQ(differing({7}), Ranks());
+  EXPECT_EQ(differing({7, 7, 7}), Ranks());
+  EXPECT_EQ(differing({7, 8, 7}), Ranks{1});
+  EXPECT_EQ(differing({7, 8}), (Ranks{0, 1}));
+  EXPECT_EQ(differing({7, 7, 8, 8}), (Ranks{0, 1, 2, 3}));
+  EXPECT_EQ(differing({7, 7, 7, 8, 9}), (Ranks{3, 4}));
+}
+
+void flip_a_bit(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  *static_cast<uint8_t*>(tensor.detach().mutable_data_ptr()) ^= 1;
+}
+
+// Compared every other step, so that a flip in the third is found behind the fourth.
+TEST(Replicas, OneThatDiffersIsNamedByAllRanks) {
+  const int size = world().size();
+  Started job = start({.options = {.steps = 9, .fault_tolerance = {.check_replicas_freq = 2}},
+                       .replicate = size,
+                       .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Data && step == 3 && world().rank() == bad_rank())
+                           flip_a_bit(parameters.front().data.local);
+                       }});
+  const std::string message = message_of_training(job.trainer);
+  const std::string who =
+      size == 1 ? "no error"
+      : size == 2
+          ? "behind step 4 replicas of parameters aren't equal: ranks 0, 1 differ from each other of table"
+          : "rank 1 differs from the other 2 that have a copy of table";
+  EXPECT_TRUE(contains(message, who)) << message;
+}
+
+// One copy is what is saved, and what all load: they are compared before, whenever that is.
+TEST(Replicas, ThatDifferArentSaved) {
+  if (world().size() == 1) return;
+  const SharedFolder folder;
+  Started job = start({.options = {.steps = 9, .fault_tolerance = {.check_replicas_freq = 100}},
+                       .checkpoints = folder.path,
+                       .saves_whole = true,
+                       .save_interval = 4,
+                       .replicate = world().size(),
+                       .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                         if (phase == Phase::Data && step == 6 && world().rank() == bad_rank())
+                           flip_a_bit(parameters.front().data.local);
+                       }});
+  EXPECT_THROW(
+      try { job.trainer.train(); } catch (const UnsoundRun& error) {
+        EXPECT_TRUE(contains(error.what(), "behind step 8 replicas")) << error.what();
+        throw;
+      },
+      UnsoundRun);
+  if (world().rank() != 0) return;
+  EXPECT_TRUE(folder.has("step-4"));
+  EXPECT_FALSE(folder.has("step-8"));
+}
+
+TEST(Replicas, ThoseOfASoundRunStayEqual) {
+  int compared = 0;
+  Started job = start({.options = {.steps = 4, .fault_tolerance = {.check_replicas_freq = 1}},
+                       .replicate = world().size(),
+                       .at_phase = [&](Phase phase, int64_t, const std::vector<Parameter>&) {
+                         compared += phase == Phase::CheckReplicas;
+                       }});
+  EXPECT_EQ(message_of_training(job.trainer), "no error");
+  EXPECT_EQ(compared, 4);
+}
+
+}  // namespace
+}  // namespace titan::train

@@ -1,0 +1,98 @@
+// What ranks tell each other through the store: all of them learn of the one that hangs. Whole jobs are
+// tests/e2e/hang_test.cpp's.
+
+#include "titan/dist/watchdog.h"
+
+#include <gmock/gmock.h>
+
+#include <future>
+#include <thread>
+
+#include "distributed/world.h"
+#include "titan/core/error.h"
+#include "titan/dist/collectives.h"
+
+namespace titan::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using dist::ProgressKind;
+using dist::Watchdog;
+using dist::WatchdogOptions;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+WatchdogOptions options_within(std::chrono::milliseconds time, std::promise<std::string>& verdict) {
+  return {
+      .limits = {.data = {time, "data.limit"}, .compute = {time}, .checkpoint = {time}, .validation = {time}},
+      .on_hang = [&verdict](const std::string& text) { verdict.set_value(text); }};
+}
+
+/// Goes on until there is a verdict or `limit` is over.
+std::string go_on(Watchdog& watchdog, std::future<std::string>& verdict, std::chrono::milliseconds limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (std::chrono::steady_clock::now() < end) {
+    watchdog.progress(ProgressKind::Compute, "step", 3);
+    if (verdict.wait_for(10ms) == std::future_status::ready) return verdict.get();
+  }
+  return "";
+}
+
+// Whichever rank it is: also the one that comes to the verdicts.
+TEST(Watchdog, AllRanksLearnOfTheOneThatHangs) {
+  for (int culprit = 0; culprit < world().size(); ++culprit) {
+    std::promise<std::string> promise;
+    auto verdict = promise.get_future();
+    std::string text;
+    {
+      WatchdogOptions options = options_within(1s, promise);
+      options.limits.compute.time =
+          60s;  // silence's too: a rank that gets no processor for a while isn't lost
+      Watchdog watchdog(world(), options);
+      if (world().rank() == culprit) {
+        watchdog.progress(ProgressKind::Data, "batch", 3);
+        if (verdict.wait_for(60s) == std::future_status::ready) text = verdict.get();
+      } else {
+        text = go_on(watchdog, verdict, 60s);
+      }
+    }
+    EXPECT_THAT(text, AllOf(HasSubstr(str("rank ", culprit, " of ", world().size(), " (")),
+                            HasSubstr("hangs in batch of step 3, without progress for "),
+                            HasSubstr("limit 1 s, data.limit")));
+    for (const std::string& other : world().everyone()->all_gather_text(text, {"test"}))
+      EXPECT_EQ(other, text);
+  }
+}
+
+TEST(Watchdog, OneThatIsThroughIsntMissed) {
+  std::promise<std::string> promise;
+  auto verdict = promise.get_future();
+  {
+    Watchdog watchdog(world(), options_within(2s, promise));
+    EXPECT_EQ(go_on(watchdog, verdict, world().rank() == 0 ? 300ms : 5s), "");
+  }
+  world().everyone()->barrier({"test"}).wait();
+}
+
+TEST(Watchdog, ARankIsExcusedWhileAnotherOneSaves) {
+  std::promise<std::string> promise;
+  auto verdict = promise.get_future();
+  WatchdogOptions options = options_within(2s, promise);
+  options.limits.checkpoint.time = 60s;
+  {
+    Watchdog watchdog(world(), options);
+    const bool saves = world().rank() == world().size() - 1;
+    watchdog.progress(saves ? ProgressKind::Checkpoint : ProgressKind::Compute, saves ? "save" : "step", 3);
+    if (saves) std::this_thread::sleep_for(5s);
+    // It computes again before it comes, while what the others told last is of before.
+    if (saves) watchdog.progress(ProgressKind::Compute, "step", 3);
+    if (saves) std::this_thread::sleep_for(300ms);
+    world().everyone()->barrier({"test::others_wait"}).wait();
+    EXPECT_NE(verdict.wait_for(0s), std::future_status::ready) << verdict.get();
+    watchdog.progress(ProgressKind::Idle, "end");
+  }
+  world().everyone()->barrier({"test"}).wait();
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,284 @@
+// titan checkpoint ls, info, verify, diff and prune as a user runs them. What they look at was saved by the
+// library, one process in the place of all ranks.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint_files.h"
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::MatchesRegex;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+CommandResult titan_checkpoint(const Words& words) {
+  return run(Words{titan_program(), "checkpoint"} + words);
+}
+
+std::string succeeds(const Words& words) {
+  const CommandResult result = titan_checkpoint(words);
+  EXPECT_EQ(result.status, 0) << result.out << result.err;
+  EXPECT_EQ(result.err, "");  // no terminal, no progress
+  return result.out;
+}
+
+std::string fails(int status, const Words& words) {
+  const CommandResult result = titan_checkpoint(words);
+  EXPECT_EQ(result.status, status) << result.out << result.err;
+  return status == 2 ? result.err : result.out;
+}
+
+// A run's folder with steps 10 and 20, a model alone as step 30, a damaged step 40, and what a kill left.
+struct SavedRun {
+  explicit SavedRun(const std::string& name) : folder(fresh_folder(name)), steps(folder / "checkpoint") {
+    for (int64_t step : {10, 20, 40}) save_checkpoint(steps, small_checkpoint(step));
+    fs::create_directory(steps / "step-30");
+    std::ofstream(steps / "step-30/model.safetensors") << "weights";
+    fs::remove(steps / "step-40" / checkpoint::file_name(2));
+    fs::remove(steps / "step-40" / checkpoint::file_name(3));
+    fs::create_directory(steps / ".step-50.abc.tmp");
+    std::ofstream(folder / "config.toml") << "";
+  }
+  fs::path folder, steps;
+};
+
+std::string line_with(const std::string& text, const std::string& begin) {
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);)
+    if (line.find(begin) < line.find_first_not_of(' ') + 1) return line;
+  return "";
+}
+
+TEST(CheckpointCommands, LsOfARunsFolderAndOfItsCheckpoints) {
+  const SavedRun saved("ls");
+  const std::string text = succeeds({"ls", saved.folder.string()});
+  EXPECT_EQ(succeeds({"ls", saved.steps.string()}), text);
+  EXPECT_EQ(succeeds({"ls", saved.steps.string() + "/"}), text);
+  EXPECT_THAT(text, StartsWith(saved.steps.string() + "\nstep"));
+  EXPECT_THAT(
+      line_with(text, "10 "),
+      MatchesRegex(" *10 +1\\.2[0-9]* MB +5 +6  20[0-9-]+ [0-9:]+  titan test, torch test  complete"));
+  EXPECT_THAT(line_with(text, "30 "), MatchesRegex(" *30 +7 bytes +1 +-  20[0-9-]+ [0-9:]+  - +model only"));
+  EXPECT_THAT(line_with(text, "40 "),
+              HasSubstr("damaged: " + (saved.steps / "step-40/rank_00002.safetensors").string() +
+                        " is missing (and 1 more)"));
+  EXPECT_THAT(text, HasSubstr("\n.step-50.abc.tmp: being written, or left by a run that was killed\n"));
+}
+
+TEST(CheckpointCommands, LsForPrograms) {
+  const SavedRun saved("ls_json");
+  const json all = json::parse(succeeds({"ls", "--json", saved.folder.string()}));
+  EXPECT_EQ(all["folder"], saved.steps.string());
+  ASSERT_EQ(all["steps"].size(), 4u);
+  EXPECT_EQ(all["steps"][0]["step"], 10);
+  EXPECT_EQ(all["steps"][0]["state"], "complete");
+  EXPECT_EQ(all["steps"][0]["tensors"], 6);
+  EXPECT_EQ(all["steps"][2]["state"], "model only");
+  EXPECT_EQ(all["steps"][3]["state"], "damaged");
+  EXPECT_EQ(all["steps"][3]["problems"].size(), 2u);
+  EXPECT_EQ(all["leftovers"], json::array({(saved.steps / ".step-50.abc.tmp").string()}));
+}
+
+TEST(CheckpointCommands, InfoSaysWhatACheckpointHolds) {
+  const SavedRun saved("info");
+  const std::string text = succeeds({"info", (saved.steps / "step-20").string()});
+  EXPECT_THAT(line_with(text, "run"), HasSubstr("0123456789abcdef0123456789abcdef"));
+  EXPECT_THAT(line_with(text, "step"), HasSubstr("20"));
+  EXPECT_THAT(line_with(text, "tokens seen"), HasSubstr("81920"));
+  EXPECT_THAT(line_with(text, "library"), HasSubstr("titan test, torch test"));
+  EXPECT_THAT(line_with(text, "ranks"), HasSubstr("4 of 1 thread"));
+  EXPECT_THAT(line_with(text, "mesh"), HasSubstr("dp_shard 2, tp 2"));
+  EXPECT_THAT(line_with(text, "texts"),
+              AllOf(HasSubstr("train_state ("), HasSubstr("dataloader ("), HasSubstr("config (")));
+  EXPECT_THAT(line_with(text, "model.embedding"),
+              MatchesRegex("model.embedding +float32 +\\[300, 1000\\] +dim 0 by dp_shard 2, dim 1 by tp 2"));
+  EXPECT_THAT(line_with(text, "model.norm"),
+              MatchesRegex("model.norm +float32 +\\[7\\] +dim 0 by dp_shard 2; 2 copies"));
+  EXPECT_THAT(line_with(text, "model.scale"), MatchesRegex("model.scale +float32 +\\[\\] +whole; 4 copies"));
+  EXPECT_THAT(line_with(text, "optimizer.step"), MatchesRegex("optimizer.step +int64 .*"));
+}
+
+TEST(CheckpointCommands, InfoWithFigures) {
+  const fs::path folder = fresh_folder("stats");
+  const float inf = std::numeric_limits<float>::infinity();
+  CheckpointToSave save{
+      .world_size = 2,
+      .tensors = {{"a", at::tensor({1.f, 2.f, 3.f, 6.f, inf, -inf}).reshape({2, 3}), {{cut("tp", 2, 1, 1)}}},
+                  {"large", at::arange(5'000'000, at::kFloat).remainder(7), {{cut("tp", 2, 1, 0)}}},
+                  {"none", at::empty({0}), {}},
+                  {"stage", at::full({2}, -3, at::kBFloat16), {{only_on("pp", 2, 1, 1)}}}}};
+  const std::string step = save_checkpoint(folder, save);
+  const std::string text = succeeds({"info", "--stats", step});
+  EXPECT_THAT(line_with(text, "tensor "),
+              MatchesRegex("tensor +dtype +shape +mean +std +min +max +norm +not finite +layout"));
+  EXPECT_THAT(line_with(text, "a "),
+              MatchesRegex("a +float32 +\\[2, 3\\] +3 +1.87083 +1 +6 +7.07107 +2 +dim 1 by tp 2"));
+  // 0 ... 6 over and over: mean 3, variance 4, but for the 714286th turn that is cut short.
+  EXPECT_THAT(line_with(text, "large"), MatchesRegex("large .* +3 +2 +0 +6 +8062.26 +0 +dim 0 by tp 2"));
+  EXPECT_THAT(line_with(text, "none"),
+              MatchesRegex("none +float32 +\\[0\\] +-?nan +-?nan +-?nan +-?nan +0 +0 +whole; 2 copies"));
+  EXPECT_THAT(line_with(text, "stage"),
+              MatchesRegex("stage +bfloat16 +\\[2\\] +-3 +0 +-3 +-3 +4.24264 +0 +whole; on pp 1 alone"));
+  EXPECT_THAT(line_with(text, "finite"), HasSubstr("not all"));
+  const json all = json::parse(succeeds({"info", "--stats", "--json", "--tensors", "^a$|stage", step}));
+  ASSERT_EQ(all["tensors"].size(), 2u);
+  EXPECT_EQ(all["tensors"][0]["stats"]["mean"], 3);
+  EXPECT_EQ(all["tensors"][0]["stats"]["not_finite"], 2);
+  EXPECT_EQ(all["tensors"][1]["shape"], json::array({2}));
+  EXPECT_THAT(fails(2, {"info", step, "--tensors", "nothing"}),
+              HasSubstr("no tensor's name matches 'nothing'"));
+  EXPECT_THAT(fails(2, {"info", step, "--tensors", "("}), HasSubstr("is no regular expression"));
+}
+
+TEST(CheckpointCommands, VerifyNamesAllDamage) {
+  const SavedRun saved("verify");
+  const fs::path step = saved.steps / "step-20";
+  EXPECT_THAT(succeeds({"verify", step.string()}),
+              AllOf(StartsWith(step.string() + " is whole: 6 tensors in 4 files, 1.2 MB read in "),
+                    HasSubstr("GB/s")));
+  const fs::path file = step / checkpoint::file_name(1);
+  std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
+  bytes.seekp(-1, std::ios::end);
+  bytes.put('\x7f');
+  bytes.close();
+  fs::resize_file(step / checkpoint::file_name(3), 100);
+  const std::string text = fails(1, {"verify", step.string(), "--threads", "2"});
+  EXPECT_THAT(text,
+              MatchesRegex(file.string() + ": tensor '[a-z.]+', block 0: the checksum .*\n" +
+                           (step / checkpoint::file_name(3)).string() + ": .*parts of .* tensors: .*\n" +
+                           step.string() + " is damaged in 2 places: .*\n"));
+  EXPECT_THAT(fails(1, {"verify", (saved.steps / "step-40").string()}),
+              AllOf(HasSubstr("rank_00002.safetensors: is missing"),
+                    HasSubstr("rank_00003.safetensors: is missing")));
+}
+
+TEST(CheckpointCommands, DiffOfDifferentMeshes) {
+  const fs::path folder = fresh_folder("diff");
+  const CheckpointToSave a = small_checkpoint(5);
+  CheckpointToSave b = a;
+  b.run_id = "fedcba9876543210fedcba9876543210";
+  b.world_size = 3;
+  for (WholeTensor& tensor : b.tensors) {
+    tensor.data = tensor.data.clone();
+    tensor.layout =
+        tensor.data.dim() > 0 ? checkpoint::TensorLayout{{cut("fsdp", 3, 1, 0)}} : checkpoint::TensorLayout{};
+  }
+  b.config = "[training]\nsteps = 20\n\n[job]\ndump_folder = \"elsewhere\"\n";
+  const std::string in_a = save_checkpoint(folder / "a", a), same = save_checkpoint(folder / "same", b);
+  EXPECT_THAT(succeeds({"diff", in_a, same}), HasSubstr("\n0 of 6 tensors differ\n"));
+
+  const auto change = [&](const std::string& name) -> WholeTensor& {
+    return *std::find_if(b.tensors.begin(), b.tensors.end(), [&](const auto& t) { return t.name == name; });
+  };
+  change("model.embedding").data[200][999] += 0.5;
+  change("model.norm").data = change("model.norm").data.to(at::kDouble);
+  change("model.output").data = at::zeros({5, 7}).to(at::kBFloat16);
+  change("model.unused").name = "model.used";
+  b.config = "[training]\nsteps = 40\nseed = 1\n";
+  b.texts["train_state"] = R"({"step": 5, "tokens": 1})";
+  b.texts.erase("dataloader");
+  const std::string other = save_checkpoint(folder / "other", b);
+  const std::string text = fails(1, {"diff", in_a, other});
+  EXPECT_THAT(text, StartsWith("A  " + in_a +
+                               ": step 5 of run 0123456789abcdef0123456789abcdef, 4 ranks, titan test"));
+  EXPECT_THAT(line_with(text, "model.embedding"),
+              MatchesRegex("  model.embedding: 1 of 300000 elements, first \\[200, 999\\]; max abs 0.5, "
+                           "relative norm 0.0009[0-9]+"));
+  EXPECT_EQ(line_with(text, "model.norm"), "  model.norm: float32 | float64, equal values");
+  EXPECT_EQ(line_with(text, "model.output"), "  model.output: shape [5, 6] | [5, 7]");
+  EXPECT_EQ(line_with(text, "model.unused"), "  model.unused: only in A");
+  EXPECT_EQ(line_with(text, "model.used"), "  model.used: only in B");
+  EXPECT_THAT(text, Not(HasSubstr("model.scale")));
+  EXPECT_THAT(text,
+              HasSubstr("settings that differ\n  training.seed: unset | 1\n  training.steps: 20 | 40\n"));
+  EXPECT_THAT(text, HasSubstr("dataloader\n  only in A\n"));
+  EXPECT_THAT(text, HasSubstr("train_state: what differs\n  /tokens: 20480 | 1\n"));
+  EXPECT_THAT(text, HasSubstr("\n5 of 7 tensors differ\n"));
+  EXPECT_THAT(fails(1, {"diff", in_a, other, "--tensors", "scale"}), HasSubstr("0 of 1 tensor differ"));
+  EXPECT_THAT(fails(2, {"diff", in_a, other, "--tensors", "scales"}), HasSubstr("no tensor's name matches"));
+}
+
+TEST(CheckpointCommands, PruneKeepsWhatItShould) {
+  const SavedRun saved("prune");
+  const auto left = [&] {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(saved.steps))
+      names.push_back(entry.path().filename().string());
+    std::sort(names.begin(), names.end());
+    return names;
+  };
+  const std::vector<std::string> before = left();
+  const std::string dry = succeeds({"prune", saved.folder.string(), "--keep", "1", "--dry-run"});
+  EXPECT_EQ(dry, str("would remove ", (saved.steps / ".step-50.abc.tmp").string(),
+                     ", if no run writes here\nwould remove ", (saved.steps / "step-10").string(),
+                     "\n3 steps of 4 would stay\n"));
+  EXPECT_EQ(left(), before);
+  {
+    const checkpoint::FolderLock lock(saved.steps);
+    const CommandResult refused = titan_checkpoint({"prune", saved.folder.string(), "--keep", "1"});
+    EXPECT_EQ(refused.status, 1);
+    EXPECT_THAT(refused.err,
+                HasSubstr(str(saved.steps.string(), " is being written to by process ", getpid())));
+  }
+  const CommandResult pruned = titan_checkpoint({"prune", saved.folder.string(), "--keep", "1"});
+  EXPECT_EQ(pruned.out, str("removed ", (saved.steps / "step-10").string(), "\n3 steps of 4 stay\n"));
+  // The damaged step is the newest, the good one is kept for it, and the model is nobody's to remove.
+  EXPECT_THAT(left(), ::testing::ElementsAre(".lock", "step-20", "step-30", "step-40"));
+}
+
+TEST(CheckpointCommands, AWrongFolderIsExplained) {
+  const SavedRun saved("wrong");
+  const std::string steps = saved.steps.string(), newest = steps + "/step-40";
+  for (const char* command : {"info", "verify"}) {
+    EXPECT_THAT(fails(2, {command, saved.folder.string()}),
+                HasSubstr(saved.folder.string() +
+                          " is no step's folder but a run's; the newest step in it is " + newest));
+    EXPECT_THAT(fails(2, {command, steps + "/step-50"}),
+                HasSubstr("there is no folder " + steps + "/step-50 in " + steps +
+                          "; the newest step in it is " + newest));
+    EXPECT_THAT(fails(2, {command, steps + "/step-30"}), HasSubstr("holds a model alone"));
+    EXPECT_THAT(fails(2, {command, steps + "/step-20/manifest.json"}),
+                HasSubstr("is a file; a folder is wanted"));
+  }
+  EXPECT_THAT(fails(2, {"ls", steps + "/step-20"}),
+              HasSubstr("is one step; what is wanted is the folder that holds it: " + steps));
+  const fs::path empty = fresh_folder("empty");
+  EXPECT_THAT(fails(2, {"ls", empty.string()}), HasSubstr("there are no checkpoints in " + empty.string()));
+  EXPECT_THAT(fails(2, {"verify", empty.string()}), HasSubstr("is no checkpoint: it has no manifest.json"));
+  EXPECT_THAT(fails(2, {"prune", empty.string() + "/none", "--keep", "1"}), HasSubstr("there is no folder"));
+  EXPECT_THAT(fails(2, {"show"}), HasSubstr("unknown command 'show'"));
+  std::ofstream(empty / ".lock") << "";
+  EXPECT_EQ(succeeds({"ls", empty.string()}), "no steps in " + empty.string() + "\n");
+}
+
+TEST(CheckpointCommands, HelpNamesEveryOption) {
+  EXPECT_THAT(succeeds({"--help"}),
+              AllOf(HasSubstr("verify STEP_FOLDER [--threads N]"), HasSubstr("convert FROM TO")));
+  const std::map<std::string, Words> options = {
+      {"ls", {"FOLDER", "--json"}},
+      {"info", {"STEP_FOLDER", "--stats", "--tensors REGEX", "--json"}},
+      {"verify", {"STEP_FOLDER", "--threads N"}},
+      {"diff", {"A B", "--tensors REGEX"}},
+      {"prune", {"FOLDER", "--keep K", "--dry-run", "--force"}},
+      {"convert", {"FROM TO", "--config FILE", "--dtype DTYPE"}}};
+  for (const auto& [command, words] : options) {
+    const std::string help = succeeds({command, "--help"});
+    EXPECT_THAT(help, StartsWith("usage: titan checkpoint " + command));
+    for (const std::string& word : words) EXPECT_THAT(help, HasSubstr(word));
+  }
+}
+
+}  // namespace
+}  // namespace titan::testing

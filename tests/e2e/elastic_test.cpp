@@ -1,0 +1,216 @@
+// A run whose ranks are killed and come back is the run that nobody disturbed: 4, 3, 2 and again 4 ranks
+// share the same rows of each step. TITAN_TEST_KILLS: how many disturbances; 3 without, many under the
+// nightly label.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <random>
+
+#include "e2e/live_run.h"
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+namespace fs = std::filesystem;
+
+constexpr int kStepsBetween = 15;  // two disturbances
+
+int num_disturbances() {
+  const char* number = std::getenv("TITAN_TEST_KILLS");
+  return number ? std::atoi(number) : 3;
+}
+
+Words elastic_words(const Words& words, const fs::path& run) {
+  return words + Words{"--job.dump_folder", run.string(), "--max-restarts",  "1000", "--min-ranks", "2",
+                       "--rejoin-after",    "never",      "--longest-delay", "0"};
+}
+
+// Four ranks lose one at a time; of two, the other two are called back.
+void disturb(const Command& job, const fs::path& run, int number, std::mt19937& random) {
+  int num_ranks = 4;
+  for (int i = 1; i <= number; ++i) {
+    std::vector<int> ranks;
+    ASSERT_TRUE(wait_until([&] {
+      ranks = ranks_of(job);
+      return static_cast<int>(ranks.size()) == num_ranks && last_logged_step(run) >= i * kStepsBetween;
+    })) << "disturbance "
+        << i << ": " << ranks.size() << " ranks, step " << last_logged_step(run);
+    usleep(static_cast<useconds_t>(random() % 50'000));
+    if (num_ranks == 2) {
+      job.signal(SIGUSR2);
+      num_ranks = 4;
+    } else {
+      ::kill(ranks[random() % ranks.size()], SIGKILL);
+      --num_ranks;
+    }
+    // What comes next are other processes.
+    ASSERT_TRUE(wait_until([&] {
+      const std::vector<int> now = ranks_of(job);
+      return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
+    }));
+  }
+}
+
+TEST(Elastic, RanksThatAreKilledAndComeBackDontChangeTheRun) {
+  const int number = num_disturbances(), steps = (number + 2) * kStepsBetween;
+  Words words = resumable(fresh_folder("config")) + Words{"--nproc",
+                                                          "4",
+                                                          "--training.steps",
+                                                          std::to_string(steps),
+                                                          "--lr_scheduler.total_steps",
+                                                          std::to_string(steps),
+                                                          "--checkpoint.interval",
+                                                          "2",
+                                                          "--checkpoint.keep_latest_k",
+                                                          "3"};
+  // Over many steps rounding grows: in double precision it stays below what is compared.
+  if (number > 3)
+    for (const char* key : {"dtype", "mixed_precision_param", "mixed_precision_reduce"})
+      words = words + Words{std::string("--training.") + key, "float64"};
+  const auto straight = fresh_folder("straight"), run = fresh_folder("run");
+  train_log(straight, words);
+
+  std::mt19937 random = random_generator();
+  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
+  disturb(job, run, number, random);
+  const CommandResult result = job.wait(100);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("3 of 4 ranks"), HasSubstr("2 of 4 ranks")));
+  if (number >= 3) EXPECT_THAT(result.err, HasSubstr("4 of 4 ranks"));
+
+  const Curve expected = curve_of(straight), found = curve_of(run);
+  ASSERT_EQ(found.size(), static_cast<size_t>(steps));
+  for (const auto& [step, numbers] : expected) {
+    EXPECT_NEAR(found.at(step)[0], numbers[0], 1e-5) << "loss of step " << step;
+    EXPECT_NEAR(found.at(step)[1], numbers[1], 1e-4) << "gradient norm of step " << step;
+    EXPECT_EQ(found.at(step)[2], numbers[2]) << "learning rate of step " << step;
+    EXPECT_EQ(found.at(step)[3], numbers[3]) << "tokens seen behind step " << step;
+  }
+}
+
+// The others' watchdogs give up on it, and the launcher sees that it was stopped.
+TEST(Elastic, AHungRankIsLeftOut) {
+  const auto run = fresh_folder("run");
+  const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
+                                                                "3",
+                                                                "--training.steps",
+                                                                "40",
+                                                                "--checkpoint.interval",
+                                                                "10",
+                                                                "--comm.init_timeout_seconds",
+                                                                "60",
+                                                                "--comm.train_timeout_seconds",
+                                                                "4"};
+  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 3 && last_logged_step(run) >= 12; }));
+  ::kill(ranks_of(job)[1], SIGSTOP);
+  const CommandResult result = job.wait(90);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("rank 1 is lost (hung"), HasSubstr("2 of 3 ranks, at places 0, 2")));
+  EXPECT_EQ(curve_of(run).size(), 40u);
+}
+
+// What the smaller group has done since its start is on disk only because it was asked to stop. Over pairs of
+// tensor-parallel ranks, which share their rows.
+TEST(Elastic, TheLargerGroupLosesNoStep) {
+  const auto run = fresh_folder("run");
+  const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
+                                                                "4",
+                                                                "--parallelism.tensor_parallel_degree",
+                                                                "2",
+                                                                "--training.steps",
+                                                                "60",
+                                                                "--lr_scheduler.total_steps",
+                                                                "60",
+                                                                "--checkpoint.interval",
+                                                                "1000"};
+  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 4 && last_logged_step(run) >= 2; }));
+  ::kill(ranks_of(job)[3], SIGKILL);
+  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 2 && last_logged_step(run) >= 6; }));
+  job.signal(SIGUSR2);
+  const CommandResult result = job.wait(90);
+  ASSERT_EQ(result.status, 0) << result.err;
+  const int64_t stopped = number_behind(result.err, "stops the run behind step ");
+  EXPECT_GE(stopped, 6) << result.err;
+  EXPECT_EQ(number_behind(result.err, "the run goes on behind step "), stopped) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the state behind step " + std::to_string(stopped) + " is saved"));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
+  EXPECT_EQ(curve_of(run).size(), 60u);
+}
+
+// As many rows a batch as the whole job's ranks have, whatever is left of them.
+TEST(Elastic, ValidationStaysTheSame) {
+  const auto config = fresh_folder("config"), straight = fresh_folder("straight"), run = fresh_folder("run");
+  const Words words = resumable(config) + Words{"--nproc",
+                                                "3",
+                                                "--validation.enable",
+                                                "--validation.dataset_path",
+                                                write_text(config),
+                                                "--validation.local_batch_size",
+                                                "2",
+                                                "--validation.freq",
+                                                "4",
+                                                "--validation.steps",
+                                                "2"};
+  train_log(straight, words);
+  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 3 && last_logged_step(run) >= 2; }));
+  ::kill(ranks_of(job)[2], SIGKILL);
+  const CommandResult result = job.wait(90);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("2 of 3 ranks"));
+  const Lines expected = read_lines(straight / "validation.jsonl"),
+              found = read_lines(run / "validation.jsonl");
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    EXPECT_EQ(found[i].at("step"), expected[i].at("step"));
+    EXPECT_NEAR(found[i].at("loss"), expected[i].at("loss"), 1e-5) << found[i];
+  }
+}
+
+// A state that is wrong in itself isn't gone on from by itself.
+TEST(Elastic, ARunThatIsUnsoundIsntStartedAgain) {
+  const auto run = fresh_folder("run");
+  const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
+                                                                "2",
+                                                                "--optimizer.lr",
+                                                                "1e30",
+                                                                "--training.max_norm",
+                                                                "1e30",
+                                                                "--lr_scheduler.warmup_steps",
+                                                                "0"};
+  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
+  const CommandResult result = job.wait(60);
+  EXPECT_EQ(result.status, 3) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("isn't finite"), HasSubstr("no restart: exit code 3"),
+                                ::testing::Not(HasSubstr("is lost"))));
+}
+
+TEST(Elastic, WhatARestartCantGoOnFromIsRefused) {
+  const Words words = resumable(fresh_folder("config")) + Words{"--max-restarts", "1"};
+  const auto refused = [&](const Words& more) {
+    const CommandResult result = try_train(words + more);
+    EXPECT_EQ(result.status, 2);
+    return result.err;
+  };
+  EXPECT_THAT(refused({}), HasSubstr("there is no --nproc"));
+  EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.no_enable"}),
+              HasSubstr("with --max-restarts has to be true"));
+  EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.load_step", "5"}),
+              HasSubstr("with --max-restarts has to be -1"));
+  EXPECT_THAT(refused({"--nproc", "2", "--min-ranks", "1", "--training.global_batch_size", "-1"}),
+              HasSubstr("with --max-restarts and --min-ranks has to be a number"));
+  EXPECT_THAT(refused({"--nproc", "4", "--min-ranks", "2", "--parallelism.data_parallel_shard_degree", "4"}),
+              HasSubstr("--min-ranks 2: the job fits no number of ranks from 2 to 3"));
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,226 @@
+// A rank is lost, a job hangs or crashes: who it was is told in one line, and what the ranks did can be read
+// afterwards.
+
+#include <gmock/gmock.h>
+#include <signal.h>
+
+#include <chrono>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+double seconds_after(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::vector<int> children_of(int pid) {
+  std::vector<int> children;
+  std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
+  for (int child; file >> child;) children.push_back(child);
+  return children;
+}
+
+std::string contents(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+/// A run of three ranks, one of which makes a call of its own in its seventh step.
+class OddRank : public ::testing::Test {
+ protected:
+  CommandResult run_odd(const Words& words) const {
+    const Words all =
+        train_words(resumable(fresh_folder("config")) +
+                    Words{"--experimental.custom_import",
+                          std::string(TITAN_BINARY_DIR) + "/lib/libodd_rank.so", "--job.dump_folder",
+                          folder_.string(),  "--log-rank", "all"} +
+                    words + ranks(3));
+    return run(all, {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_ODD_RANK", "1"}}, 100);
+  }
+  fs::path folder_ = fresh_folder("run");
+};
+
+TEST_F(OddRank, IsNamedBeforeTheCallByTheCheck) {
+  const CommandResult result = run_odd({"--debug.check_collectives", "--comm.train_timeout_seconds", "300"});
+  EXPECT_EQ(result.status, 1) << result.err;
+  EXPECT_THAT(result.err,
+              ContainsRegex("the job fails: .*the ranks of the group don't make the same call: ranks "
+                            "0, 2 call [a-z_]+ #[0-9]+[^\n]*; rank 1 calls broadcast #[0-9]+ from its "
+                            "rank 0 of Float \\[7\\] in odd::one of more"));
+  EXPECT_LT(result.elapsed_s, 100) << "no time limit is waited for";
+}
+
+TEST_F(OddRank, IsNamedByTheRecordsWithoutIt) {
+  const CommandResult result = run_odd({"--comm.train_timeout_seconds", "5"});
+  EXPECT_NE(result.status, 0);
+  const CommandResult told = run({titan_program(), "debug", "flight", folder_.string()});
+  EXPECT_EQ(told.status, 0) << told.err << result.err;
+  EXPECT_THAT(told.out, AllOf(HasSubstr("the ranks fell out of step, in the operation of a call"),
+                              HasSubstr("rank 1 calls broadcast #"), HasSubstr("(odd::one more)")));
+}
+
+/// A run of three ranks that goes on until it is stopped, in its steps by now.
+class Flight : public ::testing::Test {
+ protected:
+  Command start(const Words& more = {}) {
+    const Words words = train_words(
+        {source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
+         std::string(TITAN_BINARY_DIR) + "/lib/libngram.so", "--nproc", "3", "--log-rank", "all",
+         "--training.steps", "1000000", "--training.seq_len", "16", "--job.dump_folder", folder_.string()});
+    Command job(words + more, {{"OMP_NUM_THREADS", "1"}});
+    for (int i = 0; i < 600 && read_logged() == 0; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    // Past the first heartbeats.
+    std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+    return job;
+  }
+  size_t read_logged() const {
+    return fs::exists(folder_ / "metrics.jsonl") ? contents(folder_ / "metrics.jsonl").size() : 0;
+  }
+  fs::path record(int rank) const {
+    return folder_ / "comm_traces" / ("rank_" + std::to_string(rank) + ".json");
+  }
+  bool comes(const fs::path& path, double limit_s = 10) const {
+    const auto start = Clock::now();
+    while (!fs::exists(path) && seconds_after(start) < limit_s)
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return fs::exists(path);
+  }
+  CommandResult flight() const { return run({titan_program(), "debug", "flight", folder_.string()}); }
+
+  fs::path folder_ = fresh_folder("run");
+};
+
+TEST_F(Flight, AKilledRankIsNamedWithItsHostAndItsLastCall) {
+  Command job = start();
+  const auto ranks = children_of(job.pid());
+  ASSERT_EQ(ranks.size(), 3U);
+  const auto killed = Clock::now();
+  ASSERT_EQ(::kill(ranks[1], SIGKILL), 0);
+  const CommandResult result = job.wait(30);
+  EXPECT_LT(seconds_after(killed), 10);
+  EXPECT_EQ(result.status, 128 + SIGKILL);
+  const std::string line =
+      str("the job fails: lost: rank 1 \\(host [^ ]+, pid ", ranks[1],
+          "\\), last heard of at [0-9:.]+ at [a-z_]+ of step [0-9]+, its last call being "
+          "[a-z_]+ #[0-9]+ of group '[a-z_.]+' \\([^)]*\\), [a-z]+; first to fail was rank [02]: ");
+  EXPECT_THAT(result.err, ContainsRegex(line));
+  EXPECT_FALSE(fs::exists(record(1)));
+  ASSERT_TRUE(fs::exists(record(0)) && fs::exists(record(2)));
+  const CommandResult told = flight();
+  EXPECT_EQ(told.status, 0) << told.err;
+  EXPECT_THAT(told.out, AllOf(HasSubstr("rank 1 is missing from "), HasSubstr("left no record: killed"),
+                              HasSubstr("no record")));
+}
+
+// Its store goes with it: the others know what it said last.
+TEST_F(Flight, TheFirstRankIsNamedToo) {
+  Command job = start();
+  const auto ranks = children_of(job.pid());
+  ASSERT_EQ(ranks.size(), 3U);
+  const auto killed = Clock::now();
+  ASSERT_EQ(::kill(ranks[0], SIGKILL), 0);
+  const CommandResult result = job.wait(30);
+  EXPECT_LT(seconds_after(killed), 10);
+  EXPECT_EQ(result.status, 128 + SIGKILL);
+  EXPECT_THAT(result.err, ContainsRegex(str("the job's store is gone.*: rank 0 \\(host [^ ]+, pid ", ranks[0],
+                                            "\\), last heard of at .* its last call being [a-z_]+ #[0-9]+")));
+}
+
+TEST_F(Flight, RecordsOnRequestWhileTheJobGoesOn) {
+  Command job = start();
+  const CommandResult dump = run({titan_program(), "debug", "dump", folder_.string()});
+  EXPECT_EQ(dump.status, 0) << dump.err;
+  EXPECT_THAT(dump.out, AllOf(HasSubstr("3 ranks wrote their records"), HasSubstr("all_reduce")));
+  const auto ranks = children_of(job.pid());
+  ASSERT_EQ(ranks.size(), 3U);
+  fs::remove(record(2));
+  ASSERT_EQ(::kill(ranks[2], SIGQUIT), 0);
+  ASSERT_TRUE(comes(record(2)));
+  EXPECT_THAT(contents(record(2)), HasSubstr("\"reason\": \"SIGQUIT\""));
+  const size_t logged = read_logged();
+  for (int i = 0; i < 200 && read_logged() == logged; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_GT(read_logged(), logged);
+  job.signal(SIGINT);
+  job.wait(30);
+}
+
+TEST_F(Flight, ACrashLeavesItsRecord) {
+  Command job = start();
+  const auto ranks = children_of(job.pid());
+  ASSERT_EQ(ranks.size(), 3U);
+  ASSERT_EQ(::kill(ranks[2], SIGSEGV), 0);
+  const CommandResult result = job.wait(30);
+  EXPECT_EQ(result.status, 128 + SIGSEGV);
+  EXPECT_THAT(contents(record(2)), HasSubstr("\"reason\": \"SIGSEGV"));
+  EXPECT_THAT(result.err, HasSubstr("fatal signal SIGSEGV"));
+  EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: rank 2 \\(host [^ ]+, pid ", ranks[2])));
+  EXPECT_EQ(flight().status, 0);
+}
+
+TEST_F(Flight, NothingIsKeptWithoutEntries) {
+  Command job = start({"--comm.trace_buf_size", "0"});
+  const CommandResult dump = run({titan_program(), "debug", "dump", folder_.string(), "--seconds", "1"});
+  EXPECT_NE(dump.status, 0);
+  ASSERT_EQ(children_of(job.pid()).size(), 3U) << "the job goes on";
+  ASSERT_EQ(::kill(children_of(job.pid())[1], SIGTERM), 0);
+  const CommandResult result = job.wait(60);
+  EXPECT_EQ(result.status, 0) << result.err;
+  for (int rank = 0; rank < 3; ++rank) EXPECT_FALSE(fs::exists(record(rank)));
+}
+
+// Another folder than the default's is found by the run's configuration.
+TEST_F(Flight, RecordsInAFolderOfAnotherName) {
+  Command job = start({"--comm.save_traces_folder", "calls"});
+  const CommandResult dump = run({titan_program(), "debug", "dump", folder_.string()});
+  EXPECT_EQ(dump.status, 0) << dump.err;
+  EXPECT_THAT(dump.out, HasSubstr("3 ranks wrote their records to " + (folder_ / "calls").string()));
+  EXPECT_EQ(flight().status, 0);
+  job.signal(SIGINT);
+  job.wait(30);
+}
+
+TEST(FlightCommand, BadFoldersAndFiles) {
+  CommandResult result = run({titan_program(), "debug", "flight", "/no/such"});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, HasSubstr("/no/such: isn't a folder"));
+  const fs::path folder = fresh_folder("bad");
+  std::ofstream(folder / "rank_0.json") << "{\"version\": \"2.10\", \"entries\": 3}";
+  result = run({titan_program(), "debug", "flight", folder.string()});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, HasSubstr("rank_0.json: entries isn't a list"));
+  result = run({titan_program(), "debug", "flight", "--help"});
+  EXPECT_EQ(result.status, 0);
+  EXPECT_THAT(result.out, HasSubstr("--last"));
+}
+
+// Comparing calls changes no number.
+TEST_F(Flight, ComparedCallsTrainAsOthersDo) {
+  const Words words = {source_file("docs/examples/custom_model/ngram.toml"),
+                       "--experimental.custom_import",
+                       std::string(TITAN_BINARY_DIR) + "/lib/libngram.so",
+                       "--nproc",
+                       "2",
+                       "--training.steps",
+                       "5"};
+  const auto plain = train(fresh_folder("plain"), words);
+  const auto checked = train(fresh_folder("checked"), words + Words{"--debug.check_collectives"});
+  EXPECT_EQ(losses(plain), losses(checked));
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,34 @@
+// An object in the checkpoints whose state one rank never gives: a save that hangs. As
+// `--experimental.custom_import`; TITAN_TEST_HANGING_RANK says which rank.
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "titan/train/trainer.h"
+
+namespace {
+
+class HangingState : public titan::checkpoint::Stateful {
+ public:
+  explicit HangingState(int rank) : rank_(rank) {}
+  titan::checkpoint::ObjectState state() override {
+    const char* hangs = std::getenv("TITAN_TEST_HANGING_RANK");
+    while (hangs && std::atoi(hangs) == rank_) ::pause();
+    return {.tensors = {}, .text = "state"};
+  }
+  void loaded(const std::string& /*text*/) override {}
+
+ private:
+  int rank_;
+};
+
+}  // namespace
+
+extern "C" void titan_register() {
+  titan::train::saved_objects().add("hanging", [](titan::train::TrainerParts& parts) {
+    return std::make_unique<HangingState>(parts.world.rank());
+  });
+}

@@ -1,0 +1,166 @@
+// SIGKILL at any time, of one rank or of all: the newest complete step loads, and the run goes on as if
+// nothing had been. TITAN_TEST_KILLS: how often in each mode; 12 without, 100 under the nightly label.
+
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <optional>
+#include <random>
+#include <thread>
+
+#include "e2e/live_run.h"
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+namespace fs = std::filesystem;
+
+constexpr int kSteps = 60;
+
+int num_kills() {
+  const char* kills = std::getenv("TITAN_TEST_KILLS");
+  return kills ? std::atoi(kills) : 12;
+}
+
+// Only their names, as whoever looks for a checkpoint sees them.
+std::optional<int> newest_listed(const fs::path& run) {
+  std::optional<int> newest;
+  if (!fs::exists(run / "checkpoint")) return newest;
+  for (const std::string& name : names_in(run / "checkpoint"))
+    if (name.starts_with("step-")) newest = std::max(newest.value_or(0), std::stoi(name.substr(5)));
+  return newest;
+}
+
+void expect_only_complete_steps(const fs::path& run) {
+  for (const std::string& name : names_in(run / "checkpoint")) {
+    if (!name.starts_with("step-")) continue;
+    const auto files = names_in(run / "checkpoint" / name);
+    EXPECT_EQ(files,
+              (std::vector<std::string>{"manifest.json", "rank_00000.safetensors", "rank_00001.safetensors"}))
+        << name;
+  }
+}
+
+void expect_part_of(const Curve& expected, const Curve& found) {
+  int64_t next = 1;
+  for (const auto& [step, numbers] : found) {
+    EXPECT_EQ(step, next++);
+    EXPECT_EQ(numbers, expected.at(step)) << "step " << step;
+  }
+}
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+// Written anew when a run has loaded what it goes on from.
+std::optional<ino_t> record_of(const fs::path& run) {
+  struct stat status {};
+  return ::stat((run / "config.toml").c_str(), &status) == 0 ? std::optional(status.st_ino) : std::nullopt;
+}
+
+void wait_for_training(const fs::path& run, std::optional<ino_t> before) {
+  for (int i = 0; i < 6000 && record_of(run) == before; ++i) sleep_s(0.005);
+}
+
+class Killed : public ::testing::TestWithParam<const char*> {
+ protected:
+  void measure(const Words& words, const fs::path& run) {
+    auto start = Clock::now();
+    Command job(train_words(words + Words{"--job.dump_folder", run.string()}), {{"OMP_NUM_THREADS", "1"}});
+    wait_for_training(run, std::nullopt);
+    startup_s_ = seconds_since(start);
+    start = Clock::now();
+    const CommandResult result = job.wait(100);
+    ASSERT_EQ(result.status, 0) << result.err;
+    training_s_ = seconds_since(start);
+  }
+
+  // In one of the modes; the other may be killed while it saves more often.
+  static bool validates() { return std::string(GetParam()) == "disabled"; }
+
+  // Steps and losses.
+  static std::vector<std::pair<int64_t, double>> validated(const fs::path& run) {
+    std::vector<std::pair<int64_t, double>> rows;
+    for (const auto& row : read_lines(run / "validation.jsonl"))
+      rows.emplace_back(row.at("step").get<int64_t>(), row.at("loss").get<double>());
+    return rows;
+  }
+
+  double random_up_to(double seconds) { return std::uniform_real_distribution<>(0, seconds)(random_); }
+
+  // Now and then while it starts, else while it trains or ends.
+  void run_and_kill(const Words& words) {
+    const std::optional<int> newest = newest_listed(folder_);
+    const std::optional<ino_t> record = record_of(folder_);
+    Command job(train_words(words), {{"OMP_NUM_THREADS", "1"}});
+    const bool at_start = random_() % 5 == 0;
+    if (!at_start) wait_for_training(folder_, record);
+    sleep_s(random_up_to(at_start ? startup_s_ : training_s_));
+    const std::vector<int> ranks = children_of(job.pid());
+    if (!ranks.empty() && random_() % 2 == 0) {
+      ::kill(ranks[random_() % ranks.size()], SIGKILL);
+    } else {
+      job.signal(SIGKILL);
+      for (const int rank : ranks) ::kill(rank, SIGKILL);
+    }
+    const CommandResult result = job.wait(60);
+    if (result.err.find("the run goes on behind step") != std::string::npos)
+      EXPECT_THAT(result.err, HasSubstr("behind step " + std::to_string(newest.value_or(-1)) + ","));
+  }
+
+  fs::path folder_ = fresh_folder("run");
+  std::mt19937 random_{std::random_device()()};
+  double startup_s_ = 0, training_s_ = 0;
+};
+
+TEST_P(Killed, AtAnyTimeARunGoesOnAsIfNothingHadBeen) {
+  const Words words = resumable(fresh_folder("config")) +
+                      Words{"--nproc",
+                            "2",
+                            "--training.steps",
+                            std::to_string(kSteps),
+                            "--checkpoint.interval",
+                            "2",
+                            "--checkpoint.no_last_save_model_only",
+                            "--checkpoint.keep_latest_k",
+                            "3",
+                            "--checkpoint.async_mode",
+                            GetParam()} +
+                      (validates() ? Words{"--validation.enable", "--validation.freq", "4"} : Words{});
+  const auto straight = fresh_folder("straight");
+  measure(words, straight);
+  const Curve expected = curve_of(straight);
+  ASSERT_EQ(expected.size(), static_cast<size_t>(kSteps));
+
+  const Words again = words + Words{"--job.dump_folder", folder_.string()};
+  int resumed = 0;
+  for (int kill = 0; kill < num_kills(); ++kill) {
+    resumed += newest_listed(folder_).has_value();
+    run_and_kill(again);
+    if (fs::exists(folder_ / "checkpoint")) expect_only_complete_steps(folder_);
+    expect_part_of(expected, curve_of(folder_));
+    if (HasFailure()) return;
+    if (newest_listed(folder_).value_or(0) >= kSteps) fs::remove_all(folder_);
+  }
+  EXPECT_GT(resumed, num_kills() / 4);
+  train_log(folder_, words);
+  EXPECT_EQ(curve_of(folder_), expected);
+  const std::vector<std::string> last = {".lock", "step-56", "step-58", "step-60"};
+  EXPECT_EQ(names_in(folder_ / "checkpoint"), last);
+  if (validates()) EXPECT_EQ(validated(folder_), validated(straight));
+}
+
+INSTANTIATE_TEST_SUITE_P(Resume, Killed, ::testing::Values("disabled", "async_with_pinned_mem"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,371 @@
+// Lost ranks and what the launcher makes of them, with shell scripts as ranks: each appends a line to a file
+// of the test's when it starts, and then does as its script says.
+
+#include <signal.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include <fstream>
+#include <sstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "e2e/training.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::UnorderedElementsAre;
+
+/// Ranks that tell what they are, then run `rest`; `$start` is how often the ranks were started before, and
+/// `together` waits until all have told.
+Words job(const std::filesystem::path& folder, const Words& options, const std::string& rest) {
+  const std::string file = (folder / "starts").string();
+  const std::string script = "start=$TITAN_RESTART_COUNT; echo \"$start: $RANK/$WORLD_SIZE\" >> " + file +
+                             "; together() { until [ $(grep -c \"^$start:\" " + file +
+                             ") = $WORLD_SIZE ]; do sleep 0.02; done; }; " + rest;
+  return Words{titan_program(), "launch"} + options + Words{"--", "sh", "-c", script};
+}
+
+std::vector<std::string> starts(const std::filesystem::path& folder) {
+  std::vector<std::string> lines;
+  std::ifstream file(folder / "starts");
+  for (std::string line; std::getline(file, line);) lines.push_back(line);
+  return lines;
+}
+
+bool wait_for_starts(const std::filesystem::path& folder, size_t count, double limit_s = 20) {
+  for (double waited = 0; starts(folder).size() < count; waited += 0.01) {
+    if (waited > limit_s) return false;
+    usleep(10000);
+  }
+  return true;
+}
+
+TEST(LaunchRestart, ALostRankIsStartedAgainWithAllOthers) {
+  const auto folder = fresh_folder("run");
+  const auto result = run(job(folder, {"-n", "3", "--max-restarts", "2"},
+                              "together; if [ $start = 0 ]; then [ $RANK = 1 ] && kill -9 $$; sleep 60; fi"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_LT(result.elapsed_s, 10);
+  EXPECT_THAT(starts(folder),
+              UnorderedElementsAre("0: 0/3", "0: 1/3", "0: 2/3", "1: 0/3", "1: 1/3", "1: 2/3"));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("rank 1 of 3 failed first: killed by signal 9"),
+                                HasSubstr("rank 1 is lost (killed by signal 9"),
+                                HasSubstr("start 2 (restart 1 of 2): 3 of 3 ranks, at places 0, 1, 2")));
+}
+
+TEST(LaunchRestart, GivesUpAfterSoManyWithTheLastExitCode) {
+  const auto folder = fresh_folder("run");
+  const auto result = run(job(folder, {"-n", "1", "--max-restarts", "2"}, "exit $((10 + start))"));
+  EXPECT_EQ(result.status, 12);
+  EXPECT_THAT(starts(folder), ElementsAre("0: 0/1", "1: 0/1", "2: 0/1"));
+  EXPECT_THAT(result.err, HasSubstr("giving up after 2 restart(s), as --max-restarts says"));
+}
+
+TEST(LaunchRestart, NoneUnlessAskedFor) {
+  const auto folder = fresh_folder("run");
+  EXPECT_EQ(run(job(folder, {"-n", "1"}, "exit 5")).status, 5);
+  EXPECT_EQ(starts(folder).size(), 1u);
+}
+
+TEST(LaunchRestart, GoesOnWithoutLostRanksAsLongAsEnoughAreLeft) {
+  const auto folder = fresh_folder("run");
+  const auto result =
+      run(job(folder, {"-n", "4", "--max-restarts", "5", "--min-ranks", "2", "--rejoin-after", "never"},
+              "together; [ $start -lt 2 ] && { [ $RANK = 1 ] && kill -9 $$; sleep 60; }; exit 0"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(starts(folder), UnorderedElementsAre("0: 0/4", "0: 1/4", "0: 2/4", "0: 3/4", "1: 0/3", "1: 1/3",
+                                                   "1: 2/3", "2: 0/2", "2: 1/2"));
+  // The second to be lost was rank 1 of the places 0, 2, 3.
+  EXPECT_THAT(result.err, HasSubstr("2 of 4 ranks, at places 0, 3"));
+}
+
+TEST(LaunchRestart, GroupsHaveAMultipleOfTheUnit) {
+  const auto folder = fresh_folder("run");
+  const auto result = run(job(
+      folder,
+      {"-n", "4", "--max-restarts", "1", "--min-ranks", "1", "--multiple-of", "2", "--rejoin-after", "never"},
+      "together; [ $start = 0 ] && { [ $RANK = 3 ] && exit 9; sleep 60; }; exit 0"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(starts(folder),
+              UnorderedElementsAre("0: 0/4", "0: 1/4", "0: 2/4", "0: 3/4", "1: 0/2", "1: 1/2"));
+}
+
+TEST(LaunchRestart, APlaceComesBackAfterATimeAndTheGroupGrows) {
+  const auto folder = fresh_folder("run");
+  const std::string script =
+      "trap 'exit 0' TERM; together; if [ $start = 0 ] && [ $RANK = 2 ]; then kill -9 $$; fi;"
+      "[ $start = 2 ] && exit 0; while :; do sleep 0.05; done";
+  const auto result = run(
+      job(folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "0.8"}, script));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(starts(folder), UnorderedElementsAre("0: 0/3", "0: 1/3", "0: 2/3", "1: 0/2", "1: 1/2", "2: 0/3",
+                                                   "2: 1/3", "2: 2/3"));
+  EXPECT_THAT(result.err, HasSubstr("start 3 (restart 1 of 1): 3 of 3 ranks"));  // growing isn't counted
+}
+
+TEST(LaunchRestart, ASignalBringsLostPlacesBack) {
+  const auto folder = fresh_folder("run");
+  Command launcher(job(folder,
+                       {"-n", "2", "--max-restarts", "1", "--min-ranks", "1", "--rejoin-after", "never"},
+                       "trap 'exit 0' TERM; together; [ $start = 0 ] && [ $RANK = 1 ] && kill -9 $$;"
+                       "[ $start = 2 ] && exit 0; while :; do sleep 0.05; done"));
+  ASSERT_TRUE(wait_for_starts(folder, 3));
+  launcher.signal(SIGUSR2);
+  const auto result = launcher.wait(20);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(starts(folder), UnorderedElementsAre("0: 0/2", "0: 1/2", "1: 0/1", "2: 0/2", "2: 1/2"));
+}
+
+TEST(LaunchRestart, WaitsWhereTooFewAreLeft) {
+  const auto folder = fresh_folder("run");
+  Command launcher(job(folder,
+                       {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
+                       "[ $RANK != 0 ] && trap '' TERM; together; [ $start = 1 ] && exit 0; [ $RANK != 0 ] "
+                       "&& kill -9 $$; sleep 60"));
+  ASSERT_TRUE(wait_for_starts(folder, 3));
+  usleep(500000);
+  EXPECT_EQ(starts(folder).size(), 3u);
+  launcher.signal(SIGUSR2);
+  const auto result = launcher.wait(20);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("too few ranks are left for --min-ranks 2; waiting for SIGUSR2"));
+}
+
+TEST(LaunchRestart, AStoppedRankIsTheLostOneNotWhoGaveUpOnIt) {
+  const auto folder = fresh_folder("run");
+  const std::string pid = (folder / "pid").string();
+  const auto result =
+      run(job(folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
+              "together; [ $start = 1 ] && exit 0; [ $RANK = 1 ] && { echo $$ > " + pid +
+                  "; kill -STOP $$; };"
+                  "until [ -s " +
+                  pid + " ] && grep -q '^State:.T' /proc/$(cat " + pid +
+                  ")/status; do sleep 0.05;"
+                  "done; [ $RANK = 0 ] && exit 6; sleep 60"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_LT(result.elapsed_s, 30);  // a stopped process hears no SIGTERM: its grace isn't waited for
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("rank 0 of 3 failed first: exit code 6"), HasSubstr("rank 1 is lost (hung"),
+                    HasSubstr("2 of 3 ranks, at places 0, 2")));
+}
+
+TEST(LaunchRestart, RanksThatReturn0WhenToldToEndHaveEndedWell) {
+  ::signal(SIGHUP, SIG_DFL);  // under nohup it is ignored, and would be so by the launcher
+  for (const int signal : {SIGTERM, SIGINT, SIGUSR1, SIGHUP}) {
+    const auto folder = fresh_folder("run");
+    Command launcher(job(folder, {"-n", "2", "--max-restarts", "3"},
+                         "trap 'exit 0' TERM INT USR1; echo ready; while :; do sleep 0.05; done"));
+    ASSERT_TRUE(launcher.wait_for_output("ready"));
+    ASSERT_TRUE(wait_for_starts(folder, 2));
+    usleep(100000);
+    launcher.signal(signal);
+    const auto result = launcher.wait(20);
+    EXPECT_EQ(result.status, 0) << signal;
+    EXPECT_EQ(starts(folder).size(), 2u) << "no restart";
+    EXPECT_THAT(result.err, Not(HasSubstr("failed first")));
+  }
+}
+
+TEST(LaunchRestart, RanksHaveTheGraceToSaveAndASecondSignalEndsIt) {
+  const auto folder = fresh_folder("run");
+  const std::string slow = "trap 'sleep 1; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
+  Command patient(job(folder, {"-n", "1", "--grace", "20"}, slow));
+  ASSERT_TRUE(patient.wait_for_output("ready"));
+  patient.signal(SIGTERM);
+  EXPECT_EQ(patient.wait(20).status, 0);
+
+  Command hasty(job(folder, {"-n", "1", "--grace", "0.2"}, slow));
+  ASSERT_TRUE(hasty.wait_for_output("ready"));
+  hasty.signal(SIGTERM);
+  EXPECT_EQ(hasty.wait(20).status, 128 + SIGTERM);
+
+  Command twice(
+      job(folder, {"-n", "1", "--grace", "20"}, "trap '' TERM; echo ready; while :; do sleep 1; done"));
+  ASSERT_TRUE(twice.wait_for_output("ready"));
+  twice.signal(SIGTERM);
+  usleep(1'300'000);
+  twice.signal(SIGTERM);
+  const auto result = twice.wait(15);  // before the grace is over
+  EXPECT_EQ(result.status, 128 + SIGTERM);
+}
+
+// A terminal that closes, `timeout` and systemd send two for one.
+TEST(LaunchRestart, TwoSignalsAtOnceAreOne) {
+  const auto folder = fresh_folder("run");
+  Command launcher(job(folder, {"-n", "2", "--grace", "20"},
+                       "trap 'sleep 1.5; exit 0' TERM; echo ready; while :; do sleep 0.05; done"));
+  ASSERT_TRUE(launcher.wait_for_output("ready"));
+  ASSERT_TRUE(wait_for_starts(folder, 2));
+  usleep(200000);
+  launcher.signal(SIGTERM);
+  usleep(50000);
+  launcher.signal(SIGINT);
+  EXPECT_EQ(launcher.wait(20).status, 0);
+}
+
+// As nohup has SIGHUP, and a shell SIGINT for what runs in its background.
+TEST(LaunchRestart, IgnoredSignalsStayIgnored) {
+  const auto folder = fresh_folder("run");
+  const std::string done = (folder / "done").string();
+  Words words = {"sh", "-c", "trap '' HUP INT; exec \"$0\" \"$@\""};
+  Command launcher(words +
+                   job(folder, {"-n", "1"}, "echo ready; until [ -e " + done + " ]; do sleep 0.05; done"));
+  ASSERT_TRUE(launcher.wait_for_output("ready"));
+  launcher.signal(SIGHUP);
+  launcher.signal(SIGINT);
+  usleep(500000);
+  EXPECT_EQ(::kill(launcher.pid(), 0), 0);
+  std::ofstream(done) << "done\n";
+  const auto result = launcher.wait(20);
+  EXPECT_EQ(result.status, 0) << result.err;
+}
+
+// As some daemons have it: children would vanish, and nobody hear how they ended.
+TEST(LaunchRestart, AParentThatIgnoresItsChildrensEnds) {
+  const auto folder = fresh_folder("run");
+  const auto result = run(Words{"env", "--ignore-signal=CHLD"} +
+                              job(folder, {"-n", "2"}, "together; [ $RANK = 1 ] && exit 7; sleep 30"),
+                          {}, 20);
+  EXPECT_EQ(result.status, 7) << result.err;
+}
+
+// A rank that gave up on its peers (exit code 124) names nobody: who then doesn't end is the one that hung.
+TEST(LaunchRestart, WhoDoesntEndBehindAGivenUpJobIsTheLostOne) {
+  const auto folder = fresh_folder("run");
+  const auto result =
+      run(job(folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
+              "[ $RANK = 2 ] && trap '' TERM; together; [ $start = 1 ] && exit 0; [ $RANK = 0 ] && exit 124;"
+              "while :; do sleep 0.1; done"),
+          {}, 60);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("rank 0 of 3 failed first: exit code 124"),
+                                HasSubstr("rank 2 is lost (hung: it didn't end when another gave up"),
+                                HasSubstr("2 of 3 ranks, at places 0, 1")));
+}
+
+// Told by whoever can't be ended: here a debugger keeps what is left of the process.
+TEST(LaunchRestart, AProcessThatDoesntEndIsTold) {
+  const auto folder = fresh_folder("run");
+  const std::string file = (folder / "pid").string();
+  Command launcher(job(folder, {"-n", "1", "--grace", "0.2"},
+                       "trap '' TERM; echo $$ > " + file + "; echo ready; while :; do sleep 0.1; done"));
+  ASSERT_TRUE(launcher.wait_for_output("ready"));
+  int pid = 0;
+  std::ifstream(file) >> pid;
+  if (::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) != 0) GTEST_SKIP() << "ptrace: " << std::strerror(errno);
+  launcher.signal(SIGTERM);
+  // Each signal stops it for its debugger, which lets it go on; its end is kept for longer.
+  siginfo_t seen{};
+  while (::waitid(P_PID, static_cast<id_t>(pid), &seen, WSTOPPED | WEXITED | WNOWAIT | __WALL) == 0 &&
+         seen.si_code == CLD_TRAPPED) {
+    int status = 0;
+    ::waitpid(pid, &status, __WALL);
+    ::ptrace(PTRACE_CONT, pid, nullptr, WSTOPSIG(status));
+  }
+  usleep(7'000'000);
+  ::waitpid(pid, nullptr, __WALL);
+  const auto result = launcher.wait(20);
+  EXPECT_EQ(result.status, 128 + SIGTERM);
+  EXPECT_THAT(result.err, HasSubstr("rank 0 (pid " + std::to_string(pid) + ", state "));
+}
+
+// The smaller group didn't stop as it was asked to: its steps are lost, and nobody says that they aren't.
+TEST(LaunchRestart, RanksThatDontEndWellForALargerGroupAreTold) {
+  const auto folder = fresh_folder("run");
+  const auto result = run(
+      job(folder,
+          {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "0.3", "--grace", "0.5"},
+          "[ $start = 1 ] && [ $RANK = 1 ] && trap '' TERM; [ $start = 1 ] && [ $RANK = 0 ] && trap 'exit 0' "
+          "TERM;"
+          "together; [ $start = 2 ] && exit 0; [ $start = 0 ] && [ $RANK = 2 ] && kill -9 $$;"
+          "while :; do sleep 0.05; done"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err,
+              HasSubstr("not all ranks ended well: rank 1 (it hadn't ended in time, and was killed)"));
+}
+
+// The threads of a rank are its part of the host's cores, however many ranks are left.
+TEST(LaunchRestart, FewerRanksHaveNoMoreThreads) {
+  const auto folder = fresh_folder("run");
+  const std::string threads = (folder / "threads").string();
+  const auto result =
+      run(job(folder, {"-n", "2", "--max-restarts", "1", "--min-ranks", "1", "--rejoin-after", "never"},
+              "[ $RANK = 0 ] && echo $OMP_NUM_THREADS >> " + threads + "; [ $start = 1 ] && exit 0;" +
+                  "[ $RANK = 1 ] && { until [ -s " + threads +
+                  " ]; do sleep 0.02; done; kill -9 $$; }; sleep 60"),
+          {{"OMP_NUM_THREADS", ""}});
+  EXPECT_EQ(result.status, 0) << result.err;
+  std::ifstream file(threads);
+  int before = 0, behind = -1;
+  file >> before >> behind;
+  EXPECT_EQ(behind, before);
+}
+
+// It is being replaced, and back a moment later.
+TEST(LaunchRestart, AProgramThatIsGoneIsTriedAgain) {
+  const auto folder = fresh_folder("run");
+  const std::string program = (folder / "program").string();
+  std::ofstream(program) << "#!/bin/sh\n[ $TITAN_RESTART_COUNT -gt 0 ] && exit 0\nmv " << program << " "
+                         << program << ".new\nsetsid sh -c 'echo > " << program << ".away; sleep 0.7; mv "
+                         << program << ".new " << program << "' > /dev/null 2>&1 &\nuntil [ -e " << program
+                         << ".away ]; do sleep 0.02; done\nexit 1\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  const auto result =
+      run({titan_program(), "launch", "-n", "1", "--max-restarts", "9", "--", program}, {}, 60);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("can't start '" + program + "': No such file or directory"));
+  EXPECT_EQ(run({titan_program(), "launch", "-n", "1", "--max-restarts", "9", "--", program + ".new"}).status,
+            127)
+      << "that never was there";
+}
+
+TEST(LaunchRestart, EachStartHasAStoreOfItsOwn) {
+  const auto result =
+      run({titan_program(), "launch", "-n", "2", "--max-restarts", "2", "--log-rank", "all", "--", "sh", "-c",
+           built("rank_program") + " 30 && [ $TITAN_RESTART_COUNT = 2 ] || exit 1"},
+          {}, 100);
+  EXPECT_EQ(result.status, 0) << result.err;
+  size_t met = 0;
+  for (size_t at = 0; (at = result.out.find("by titan, sum 1", at)) != std::string::npos; ++at) ++met;
+  EXPECT_EQ(met, 6u) << result.out;
+}
+
+TEST(LaunchRestart, TheGpusOfLostPlacesAreLeftOut) {
+  const auto folder = fresh_folder("run");
+  const auto result =
+      run(job(folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
+              "together; [ $start = 1 ] && { echo gpus=$CUDA_VISIBLE_DEVICES; exit 0; };"
+              "[ $RANK = 1 ] && kill -9 $$; sleep 60"),
+          {{"CUDA_VISIBLE_DEVICES", "2,5,7"}});
+  EXPECT_THAT(result.out, HasSubstr("gpus=2,7")) << result.err;
+}
+
+TEST(LaunchRestart, WrongUse) {
+  const auto error_of = [](const Words& options) {
+    const auto result = run(Words{titan_program(), "launch"} + options + Words{"--", "true"});
+    EXPECT_EQ(result.status, 2);
+    return result.err;
+  };
+  EXPECT_THAT(error_of({"-n", "2", "--max-restarts", "1", "--min-ranks", "3"}),
+              HasSubstr("--min-ranks is 3; allowed: 1 to the number of ranks, 2"));
+  EXPECT_THAT(error_of({"-n", "2", "--min-ranks", "1"}), HasSubstr("without --max-restarts"));
+  EXPECT_THAT(error_of({"-n", "2", "--max-restarts", "-1"}), HasSubstr("--max-restarts"));
+  EXPECT_THAT(error_of({"-n", "2", "--max-restarts", "1", "--rejoin-after", "soon"}),
+              HasSubstr("'soon' isn't a number of seconds or 'never'"));
+  EXPECT_THAT(error_of({"-n", "3", "--max-restarts", "1", "--multiple-of", "2"}),
+              HasSubstr("can't run on 3 ranks"));
+}
+
+}  // namespace
+}  // namespace titan::testing

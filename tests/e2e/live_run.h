@@ -1,0 +1,71 @@
+#pragma once
+
+// A run that a test looks at, and disturbs, while it goes on.
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "e2e/command.h"
+
+namespace titan::testing {
+
+inline std::vector<int> children_of(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
+  std::vector<int> children;
+  for (int child; file >> child;) children.push_back(child);
+  return children;
+}
+
+/// The processes of its ranks.
+inline std::vector<int> ranks_of(const Command& job) { return children_of(job.pid()); }
+
+/// Not ended, whoever may still have to hear of its end.
+inline bool is_running(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(')');
+  return name_end != std::string::npos && line.compare(name_end, 3, ") Z") != 0;
+}
+
+inline int64_t last_logged_step(const std::filesystem::path& run) {
+  std::ifstream file(run / "metrics.jsonl");
+  int64_t step = 0;
+  for (std::string line; std::getline(file, line) && !file.eof();)
+    step = nlohmann::json::parse(line).at("step").get<int64_t>();
+  return step;
+}
+
+template <class Condition>
+bool wait_until(const Condition& holds, double limit_s = 60) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    usleep(3000);
+  }
+  return true;
+}
+
+/// Seeded anew each time, which a failure tells; TITAN_TEST_SEED repeats it.
+inline std::mt19937 random_generator() {
+  const char* given = std::getenv("TITAN_TEST_SEED");
+  const auto seed = given ? static_cast<uint32_t>(std::strtoul(given, nullptr, 10)) : std::random_device()();
+  std::printf("TITAN_TEST_SEED=%u\n", seed);
+  return std::mt19937(seed);
+}
+
+/// What stands behind the last `mark` in a text, as a number; -1: it isn't there.
+inline int64_t number_behind(const std::string& text, const std::string& mark) {
+  const size_t at = text.rfind(mark);
+  return at == std::string::npos ? -1 : std::strtoll(text.c_str() + at + mark.size(), nullptr, 10);
+}
+
+}  // namespace titan::testing

@@ -1,0 +1,213 @@
+// A batch that the loss jumps at: the run goes back to a checkpoint and on behind that batch, as if it had
+// never been among the data.
+
+#include <random>
+
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+namespace fs = std::filesystem;
+
+constexpr int kRows = 4, kSeqLen = 48;
+
+void write_npy(const fs::path& path, const std::vector<std::vector<int32_t>>& steps) {
+  std::string header = "{'descr': '<i4', 'fortran_order': False, 'shape': (" + std::to_string(steps.size()) +
+                       ", " + std::to_string(kRows) + ", " + std::to_string(kSeqLen) + "), }";
+  header.resize(128 - 10 - 1, ' ');
+  header += '\n';
+  std::ofstream file(path, std::ios::binary);
+  const auto length = static_cast<uint16_t>(header.size());
+  file << "\x93NUMPY" << '\x01' << '\x00' << static_cast<char>(length & 0xff)
+       << static_cast<char>(length >> 8) << header;
+  for (const auto& step : steps)
+    file.write(reinterpret_cast<const char*>(step.data()),
+               static_cast<std::streamsize>(step.size() * sizeof(int32_t)));
+}
+
+/// Tokens that count up and are soon learned; in `strange` batches (from 1) they are any others.
+fs::path write_recording(const std::string& name, int num_batches, const std::vector<int>& strange,
+                         const std::vector<int>& left_out = {}) {
+  std::vector<std::vector<int32_t>> inputs, labels;
+  std::mt19937 random(1);
+  for (int batch = 1; batch <= num_batches; ++batch) {
+    if (std::count(left_out.begin(), left_out.end(), batch)) continue;
+    const bool is_strange = std::count(strange.begin(), strange.end(), batch) > 0;
+    auto& input = inputs.emplace_back();
+    auto& label = labels.emplace_back();
+    for (int i = 0; i < kRows * kSeqLen; ++i) {
+      const int start = (i / kSeqLen + batch) % 8;
+      const auto token = [&](int at) {
+        return is_strange ? static_cast<int>(random() % 100) + 100 : (start + at) % 8;
+      };
+      input.push_back(token(i % kSeqLen));
+      label.push_back(token(i % kSeqLen + 1));
+    }
+  }
+  const fs::path folder = fresh_folder(name);
+  write_npy(folder / "input.npy", inputs);
+  write_npy(folder / "labels.npy", labels);
+  return folder;
+}
+
+Words recorded_run(const fs::path& config, const fs::path& recording, int steps) {
+  return resumable(config) + Words{"--training.dataset",
+                                   "tokens",
+                                   "--training.dataset_path",
+                                   recording.string(),
+                                   "--training.steps",
+                                   std::to_string(steps),
+                                   "--lr_scheduler.total_steps",
+                                   "35",
+                                   "--checkpoint.no_last_save_model_only"};
+}
+
+const Words kRule = {"--fault_tolerance.spike_sigma",        "6", "--fault_tolerance.spike_window", "5",
+                     "--fault_tolerance.spike_rewind_steps", "1"};
+
+struct SpikeCase {
+  const char* name;
+  Words words;
+};
+
+class LossSpike : public ::testing::TestWithParam<SpikeCase> {
+ protected:
+  Words layout() const { return GetParam().words; }
+  fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"), straight_ = fresh_folder("straight");
+};
+
+// Behind step 20 come the batches 26, 27, ...: those that a run without 21 to 25 sees there.
+TEST_P(LossSpike, ARunGoesBackAndOnBehindItsBatch) {
+  const fs::path data = write_recording("data", 40, {25}),
+                 without = write_recording("without", 40, {}, {21, 22, 23, 24, 25});
+  train_log(straight_, recorded_run(config_, without, 35) + layout());
+  const std::string log = train_log(run_, recorded_run(config_, data, 35) + kRule + layout());
+  EXPECT_THAT(log,
+              AllOf(HasSubstr("step 25: the loss of"),
+                    HasSubstr("goes back to step 20 and on behind the batch of step 25: rewind 1 of 3")));
+  EXPECT_EQ(curve_of(run_).size(), 35u);
+  EXPECT_EQ(curve_of(run_), curve_of(straight_));
+}
+
+// The losses that the rule compares with are in the checkpoint.
+TEST_P(LossSpike, IsTheSameBehindARestart) {
+  const fs::path data = write_recording("data", 40, {25});
+  train_log(straight_, recorded_run(config_, data, 35) + kRule + layout());
+  train_log(run_, recorded_run(config_, data, 23) + kRule + layout());
+  const std::string log = train_log(run_, recorded_run(config_, data, 35) + kRule + layout());
+  EXPECT_THAT(log, HasSubstr("goes back to step 23 and on"));
+  const Curve curve = curve_of(run_), expected = curve_of(straight_);
+  for (int step = 1; step <= 20; ++step) EXPECT_EQ(curve.at(step), expected.at(step)) << step;
+  EXPECT_EQ(curve.size(), 35u);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, LossSpike,
+    ::testing::Values(SpikeCase{"OneRank", ranks(1)},
+                      SpikeCase{"TwoRanksSavedBeside",
+                                ranks(2, {"--checkpoint.async_mode", "async_with_pinned_mem"})},
+                      SpikeCase{"TensorParallel", ranks(2, {"--parallelism.tensor_parallel_degree", "2"})},
+                      SpikeCase{"Pipeline", ranks(2, {"--parallelism.pipeline_parallel_degree", "2",
+                                                      "--training.local_batch_size", "4"})}),
+    [](const auto& info) { return info.param.name; });
+
+// As far as asked, or as far as there are checkpoints; a spike soon behind it takes it twice as far. What the
+// run has learned is saved behind its next step.
+TEST(LossSpikes, AreGoneBackFromAsFarAsAsked) {
+  const fs::path config = fresh_folder("config"), run = fresh_folder("run");
+  const Words words =
+      recorded_run(config, write_recording("data", 80, {28, 45}), 50) + kRule + ranks(2) +
+      Words{"--fault_tolerance.spike_rewind_steps", "6", "--fault_tolerance.spike_window", "12",
+            "--fault_tolerance.spike_sigma",        "3", "--checkpoint.keep_latest_k",     "0"};
+  const std::string log = train_log(run, words);
+  // 28 - 6 = 22; behind step 20 come the batches 29 ..., so that 45 is the batch of step 37: 37 - 12 = 25.
+  EXPECT_THAT(log, AllOf(HasSubstr("step 28: the loss of"), HasSubstr("goes back to step 20 and on behind")));
+  EXPECT_THAT(log, AllOf(HasSubstr("step 37: the loss of"), HasSubstr("goes back to step 25 and on behind")));
+  EXPECT_TRUE(fs::exists(step_folder(run, 21))) << "behind the first step of the rewound run";
+  EXPECT_EQ(curve_of(run).size(), 50u);
+}
+
+// The number of rewinds is in what is saved right behind one.
+TEST(LossSpikes, AreCountedOverARestart) {
+  const fs::path config = fresh_folder("config"), run = fresh_folder("run");
+  const Words words = recorded_run(config, write_recording("data", 80, {25, 45}), 22) + kRule + ranks(2) +
+                      Words{"--fault_tolerance.max_rewinds", "1"};
+  EXPECT_THAT(train_log(run, words + Words{"--training.steps", "26"}), HasSubstr("rewind 1 of 1"));
+  EXPECT_THAT(train_log(run, words + Words{"--training.steps", "60"}, 3),
+              HasSubstr("has gone back 1 times already"));
+}
+
+// Three ranks' random numbers aren't two ranks': the state is that of more ranks than go back to it.
+TEST(LossSpikes, AfterALossAreGoneBackFromOnFewerRanks) {
+  const fs::path config = fresh_folder("config"), run = fresh_folder("run");
+  const Words words = recorded_run(config, write_recording("data", 60, {24}), 20) + kRule;
+  train_log(run, words + ranks(3));
+  const std::string log = train_log(run, words + ranks(2) + Words{"--training.steps", "30"});
+  EXPECT_THAT(log, AllOf(HasSubstr("goes back to step 20"), HasSubstr("random numbers are seeded anew")));
+  EXPECT_EQ(curve_of(run).size(), 30u);
+}
+
+// Another run's steps lie in the folder, behind the one that this run went on from.
+TEST(LossSpikes, AreNotGoneBackFromToAnotherRun) {
+  const fs::path config = fresh_folder("config"), run = fresh_folder("run");
+  const Words words = recorded_run(config, write_recording("data", 80, {24}), 22) + kRule;
+  train_log(run, words);
+  const std::string log = train_log(run, words + Words{"--checkpoint.load_step", "15", "--training.steps",
+                                                       "30", "--checkpoint.interval", "100"});
+  EXPECT_THAT(log, HasSubstr("goes back to step 15"));
+}
+
+// Of the steps before, the newest is damaged. A byte of the tensors' is another one.
+TEST(LossSpikes, AreGoneBackFromPastDamage) {
+  const fs::path config = fresh_folder("config"), run = fresh_folder("run");
+  const Words words = recorded_run(config, write_recording("data", 60, {24}), 22) + kRule;
+  train_log(run, words);
+  const fs::path file = step_folder(run, 20) / "rank_00000.safetensors";
+  std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
+  bytes.seekp(-5, std::ios::end);
+  bytes.put('\x55');
+  bytes.close();
+  const std::string log =
+      train_log(run, words + Words{"--training.steps", "30", "--fault_tolerance.spike_rewind_steps", "4"});
+  EXPECT_THAT(log, AllOf(HasSubstr("passed over"), HasSubstr("goes back to step 15")));
+}
+
+TEST(LossSpikes, StopARunThatHasGoneBackOftenEnough) {
+  const fs::path config = fresh_folder("config"), run = fresh_folder("run");
+  const Words words = recorded_run(config, write_recording("data", 60, {25, 36}), 35) + kRule + ranks(2);
+  const std::string log = train_log(run, words + Words{"--fault_tolerance.max_rewinds", "1"}, 3);
+  EXPECT_THAT(log, AllOf(HasSubstr("rewind 1 of 1"), HasSubstr("has gone back 1 times already")));
+  EXPECT_TRUE(fs::exists(step_folder(run, 30)));
+  EXPECT_FALSE(fs::exists(step_folder(run, 35)));
+}
+
+// Nothing to go back to.
+TEST(LossSpikes, BeforeTheFirstCheckpointAreTold) {
+  const fs::path config = fresh_folder("config");
+  const Words words = recorded_run(config, write_recording("data", 40, {25}), 30) + kRule +
+                      Words{"--checkpoint.interval", "100"};
+  EXPECT_THAT(train_log(fresh_folder("run"), words),
+              HasSubstr("there is no complete checkpoint to go back to"));
+}
+
+TEST(LossSpikes, WithoutTheRuleAreLeftAlone) {
+  const fs::path config = fresh_folder("config");
+  const std::string log =
+      train_log(fresh_folder("run"), recorded_run(config, write_recording("data", 40, {25}), 30));
+  EXPECT_THAT(log, Not(HasSubstr("spike")));
+}
+
+TEST(LossSpikes, NeedCheckpoints) {
+  const fs::path config = fresh_folder("config");
+  const CommandResult result = try_train(recorded_run(config, write_recording("data", 40, {}), 30) + kRule +
+                                         Words{"--checkpoint.no_enable"});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("fault_tolerance.spike_sigma"));
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,82 @@
+// debug.nan_trace and debug.detect_anomaly in runs: a NaN on one rank stops the job with the module's name.
+
+#include <gmock/gmock.h>
+
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+
+struct Layout {
+  const char* name;
+  int ranks;
+  int spoiled_rank;
+  Words words;
+};
+
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+class NanRun : public ::testing::TestWithParam<Layout> {
+ protected:
+  CommandResult run_spoiled(const std::string& module_and_place, const Words& debug) {
+    const Layout& layout = GetParam();
+    const Words words = train_words(
+        resumable(fresh_folder("config")) +
+        Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libspoiler.so",
+              "--job.dump_folder", fresh_folder("run").string(), "--log-rank", "all"} +
+        debug + layout.words + (layout.ranks > 1 ? ranks(layout.ranks) : Words{}));
+    return run(words, {{"OMP_NUM_THREADS", "1"},
+                       {"TITAN_TEST_SPOILED", std::to_string(layout.spoiled_rank) + " " + module_and_place}});
+  }
+  std::string rank() const { return "rank " + std::to_string(GetParam().spoiled_rank) + ": "; }
+};
+
+TEST_P(NanRun, AForwardsModuleIsNamed) {
+  const CommandResult result = run_spoiled("layers.1.feed_forward.w2 forward", {"--debug.nan_trace"});
+  EXPECT_EQ(result.status, 1) << result.err;
+  EXPECT_THAT(result.err, AllOf(ContainsRegex("step [1-4], " + rank() +
+                                              "the output of module 'layers.1.feed_forward.w2' is "
+                                              "the first that isn't finite, though its inputs are"),
+                                HasSubstr("1 NaN, 0 Inf"), HasSubstr("input 0: "), HasSubstr("weight: ")));
+}
+
+TEST_P(NanRun, ABackwardsModuleIsNamed) {
+  const CommandResult result = run_spoiled("layers.1.feed_forward.w2 backward", {"--debug.nan_trace"});
+  EXPECT_EQ(result.status, 1) << result.err;
+  EXPECT_THAT(
+      result.err,
+      ContainsRegex("step [1-4], " + rank() +
+                    "the backward of module 'layers.1.feed_forward.w2' is the first to give a gradient "
+                    "that isn't finite"));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, NanRun,
+    ::testing::Values(Layout{"OneRank", 1, 0, {}},
+                      Layout{"FsdpWithCheckpoints", 2, 1, {"--activation_checkpoint.mode", "full"}},
+                      Layout{"Tensor", 2, 1, {"--parallelism.tensor_parallel_degree", "2"}},
+                      Layout{"Pipeline",
+                             2,
+                             1,
+                             {"--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size",
+                              "4"}}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(NanRunTraces, DontChangeARunsNumbers) {
+  const auto config = fresh_folder("config");
+  const auto plain = train(fresh_folder("plain"), small_run(config));
+  const auto traced =
+      train(fresh_folder("traced"), small_run(config) + Words{"--debug.nan_trace", "--debug.detect_anomaly"});
+  ASSERT_EQ(plain.size(), traced.size());
+  for (size_t i = 0; i < plain.size(); ++i) {
+    EXPECT_NEAR(plain[i].loss, traced[i].loss, 1e-5) << i;
+    EXPECT_NEAR(plain[i].grad_norm, traced[i].grad_norm, 1e-4) << i;
+  }
+}
+
+}  // namespace
+}  // namespace titan::testing

@@ -1,0 +1,46 @@
+// A rank that makes a call which no other one makes, before its seventh step: ranks that fell out of step. As
+// `--experimental.custom_import`, in a run that saves checkpoints; TITAN_TEST_ODD_RANK says which rank.
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include <ATen/ATen.h>
+
+#include "titan/dist/collectives.h"
+#include "titan/train/run_observer.h"
+#include "titan/train/trainer.h"
+
+namespace {
+
+using titan::train::Phase;
+
+class OddRank : public titan::train::RunObserver {
+ public:
+  explicit OddRank(const titan::dist::World& world) : world_(world) {}
+  void begin(Phase phase, int64_t step) override {
+    const char* odd = std::getenv("TITAN_TEST_ODD_RANK");
+    if (phase != Phase::Step || step != 7 || !odd || std::atoi(odd) != world_.rank()) return;
+    at::Tensor seven = at::ones({7});
+    world_.everyone()->broadcast(seven, 0, {"odd::one", "more"}).wait();
+  }
+
+ private:
+  titan::dist::World world_;
+};
+
+class NoState : public titan::checkpoint::Stateful {
+ public:
+  titan::checkpoint::ObjectState state() override { return {.tensors = {}, .text = "state"}; }
+  void loaded(const std::string& /*text*/) override {}
+};
+
+}  // namespace
+
+// What is saved is the one thing that is given a trainer's parts.
+extern "C" void titan_register() {
+  titan::train::saved_objects().add("odd", [](titan::train::TrainerParts& parts) {
+    parts.observers.push_back(std::make_unique<OddRank>(parts.world));
+    return std::make_unique<NoState>();
+  });
+}

@@ -1,0 +1,94 @@
+#pragma once
+
+// Runs that stop and go on: the small model with its state saved.
+
+#include <gmock/gmock.h>
+
+#include <map>
+
+#include "e2e/small_run.h"
+
+namespace titan::testing {
+
+/// Text of its own, as a run goes on only over the data that it began with.
+inline std::string write_text(const std::filesystem::path& folder) {
+  const std::vector<std::string> words = {"a",   "run",  "that", "goes", "on",  "is",
+                                          "the", "same", "step", "by",   "step"};
+  std::ofstream file(folder / "text.txt");
+  uint32_t state = 1;
+  for (int i = 1; i <= 20'000; ++i) {
+    state = state * 1664525 + 1013904223;
+    file << words[(state >> 16) % words.size()] << (i % 12 == 0 ? ".\n" : " ");
+  }
+  return (folder / "text.txt").string();
+}
+
+/// 20 steps of the small run, whatever the number of ranks: each of them is four rows that the ranks share.
+/// Saves in folder/checkpoint.
+inline Words resumable(const std::filesystem::path& config_folder) {
+  return small_run(config_folder) + Words{"--training.dataset_path",
+                                          write_text(config_folder),
+                                          "--validation.no_enable",
+                                          "--checkpoint.enable",
+                                          "--checkpoint.interval",
+                                          "5",
+                                          "--training.steps",
+                                          "20",
+                                          "--training.local_batch_size",
+                                          "1",
+                                          "--lr_scheduler.total_steps",
+                                          "20"};
+}
+
+/// The same up to `steps`, where the whole state is saved.
+inline Words part_of_run(const Words& words, int steps) {
+  return words + Words{"--training.steps", std::to_string(steps), "--checkpoint.no_last_save_model_only"};
+}
+
+inline Words ranks(int number, const Words& layout = {}) {
+  return Words{"--nproc", std::to_string(number)} + layout;
+}
+
+inline std::filesystem::path step_folder(const std::filesystem::path& run, int step) {
+  return run / "checkpoint" / ("step-" + std::to_string(step));
+}
+
+inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    names.push_back(entry.path().filename().string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+inline std::string bytes_of(const std::filesystem::path& path) {
+  std::ostringstream bytes;
+  bytes << std::ifstream(path, std::ios::binary).rdbuf();
+  return bytes.str();
+}
+
+/// What can be compared of the logged steps to the last bit, by step; a last row that a kill cut is left out.
+using Curve = std::map<int64_t, std::vector<double>>;
+inline Curve curve_of(const std::filesystem::path& run) {
+  std::ifstream file(run / "metrics.jsonl");
+  Curve curve;
+  for (std::string line; std::getline(file, line) && !file.eof();) {
+    const auto row = nlohmann::json::parse(line);
+    const bool is_new =
+        curve
+            .emplace(row.at("step"), std::vector<double>{row.at("loss"), row.at("grad_norm"), row.at("lr"),
+                                                         row.at("n_tokens_seen")})
+            .second;
+    EXPECT_TRUE(is_new) << "step " << row.at("step") << " is logged twice in " << run;
+  }
+  return curve;
+}
+
+/// `train`, which tells what the log said.
+inline std::string train_log(const std::filesystem::path& run, const Words& words, int expected_status = 0) {
+  const CommandResult result = try_train(words + Words{"--job.dump_folder", run.string()}, 100);
+  EXPECT_EQ(result.status, expected_status) << result.err << result.out;
+  return result.err + result.out;
+}
+
+}  // namespace titan::testing

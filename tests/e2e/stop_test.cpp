@@ -1,0 +1,402 @@
+// A signal to one rank, in every phase of a run: all ranks stop behind the same step, save once and end with
+// 0. TITAN_TEST_SIGNALS: how often in each phase; 2 without, 20 under the nightly label.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "e2e/live_run.h"
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+namespace fs = std::filesystem;
+
+constexpr int kNumRanks = 2;
+constexpr std::array kSignals = {SIGTERM, SIGUSR1, SIGINT};
+constexpr double kGraceS = 30;
+
+int num_trials() {
+  const char* trials = std::getenv("TITAN_TEST_SIGNALS");
+  return trials ? std::atoi(trials) : 2;
+}
+
+void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+// Until it does, a signal does what it does to any program.
+bool notes_signals(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/status");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("SigCgt:")) return std::stoull(line.substr(7), nullptr, 16) >> (SIGTERM - 1) & 1;
+  return false;
+}
+
+std::vector<int> saved_steps(const fs::path& run) {
+  std::vector<int> steps;
+  if (!fs::exists(run / "checkpoint")) return steps;
+  for (const std::string& name : names_in(run / "checkpoint"))
+    if (name.starts_with("step-")) steps.push_back(std::stoi(name.substr(5)));
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+bool has_pending_step(const fs::path& run) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(run / "checkpoint", ignored))
+    if (entry.is_directory(ignored) && !entry.path().filename().string().starts_with("step-")) return true;
+  return false;
+}
+
+/// Two ranks of which one is sent a signal.
+class Stop : public ::testing::Test {
+ protected:
+  // So many steps that none of these runs is through before the signal.
+  Words endless() const {
+    return resumable(config_) + Words{"--training.steps", "100000", "--checkpoint.interval", "100000"};
+  }
+
+  void start(const Words& words) {
+    fs::remove_all(run_);
+    start_again(words);
+  }
+
+  void start_again(const Words& words) {
+    job_.emplace(train_words(words + ranks(kNumRanks) + Words{"--job.dump_folder", run_.string()}),
+                 Command::Variables{{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_SAVES", saves_.string()}});
+    ASSERT_TRUE(wait_until([&] { return ranks_of(*job_).size() == kNumRanks; }));
+    ranks_ = ranks_of(*job_);
+    for (const int pid : ranks_) ASSERT_TRUE(wait_until([&] { return notes_signals(pid); }));
+  }
+
+  // `meanwhile`: what is done when the rank has noted the signal.
+  void expect_stop(int rank, int signal, const std::function<void()>& meanwhile = {}) {
+    ASSERT_EQ(::kill(ranks_[static_cast<size_t>(rank)], signal), 0);
+    if (meanwhile) meanwhile();
+    result_ = job_->wait(kGraceS);
+    EXPECT_EQ(result_.status, 0) << result_.err;
+    const std::string who = "SIG" + std::string(::sigabbrev_np(signal)) + " on rank " + std::to_string(rank);
+    EXPECT_THAT(result_.err, AllOf(HasSubstr(who + " stops the run"), HasSubstr("training stopped")));
+  }
+
+  // Once, with the state behind the last step that was logged.
+  void expect_saved_once() {
+    EXPECT_EQ(saved_steps(run_), (std::vector<int>{last_logged()})) << result_.err;
+    EXPECT_FALSE(has_pending_step(run_));
+  }
+
+  int last_logged() const { return static_cast<int>(last_logged_step(run_)); }
+
+  // `at` waits for the phase. Ranks and signals take turns.
+  void try_often(const Words& words, const std::function<void()>& at, const std::function<void()>& expect) {
+    for (int trial = 0; trial < num_trials() && !HasFailure(); ++trial) {
+      start(words);
+      if (HasFailure()) return;
+      at();
+      expect_stop((trial + 1) % kNumRanks, kSignals[static_cast<size_t>(trial) % kSignals.size()]);
+      expect();
+    }
+  }
+
+  /// Endless, with an object in its checkpoints that waits or fails as files in saves_ say.
+  Words held(const Words& words) const {
+    return endless() +
+           Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libwaiting_state.so"} +
+           words;
+  }
+  void set(const char* file) const { std::ofstream(saves_ / file) << "\n"; }
+  void unset(const char* file) const { fs::remove(saves_ / file); }
+  bool is_set(const std::string& file) const { return fs::exists(saves_ / file); }
+
+  void expect_newest_is_last_logged() {
+    const std::vector<int> saved = saved_steps(run_);
+    ASSERT_FALSE(saved.empty()) << result_.err;
+    EXPECT_EQ(saved.back(), last_logged()) << result_.err;
+    EXPECT_FALSE(has_pending_step(run_));
+  }
+
+  double random_up_to(double seconds) { return std::uniform_real_distribution<>(0, seconds)(random_); }
+
+  fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"), saves_ = fresh_folder("saves");
+  std::optional<Command> job_;
+  std::vector<int> ranks_;
+  CommandResult result_;
+  std::mt19937 random_ = random_generator();
+};
+
+TEST_F(Stop, WithinAStep) {
+  try_often(
+      endless(),
+      [&] {
+        ASSERT_TRUE(wait_until([&] { return last_logged() >= 3; }));
+        sleep_s(random_up_to(0.1));
+      },
+      [&] { expect_saved_once(); });
+}
+
+// Of a set that takes a minute.
+TEST_F(Stop, WithinAValidation) {
+  try_often(
+      endless() + Words{"--validation.enable", "--validation.freq", "1", "--validation.local_batch_size", "1",
+                        "--validation.dataset_path", source_file("docs/*.md")},
+      [&] {
+        ASSERT_TRUE(wait_until([&] { return last_logged() >= 1; }));
+        sleep_s(0.05 + random_up_to(0.3));
+      },
+      [&] {
+        EXPECT_EQ(last_logged(), 1);
+        EXPECT_FALSE(fs::exists(run_ / "validation.jsonl"));
+        expect_saved_once();
+      });
+}
+
+// To the rank that waits for data, and to the one that waits for that rank.
+TEST_F(Stop, WhileDataIsAwaited) {
+  const fs::path stalled = config_ / "stalled";
+  const Words words =
+      endless() +
+      Words{"--training.dataset",           "stalling",
+            "--training.dataset_path",      "0 40 " + stalled.string(),
+            "--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libstalling_source.so"};
+  try_often(
+      words,
+      [&] {
+        ASSERT_TRUE(wait_until([&] { return fs::exists(stalled); }));
+        int before = 0;
+        // All that was read before is used up.
+        do {
+          before = last_logged();
+          sleep_s(0.5);
+        } while (before != last_logged());
+        fs::remove(stalled);
+      },
+      [&] { expect_saved_once(); });
+}
+
+// The one that is being saved, or the one behind it: on the thread that trains, or beside it.
+TEST_F(Stop, WhileACheckpointIsSaved) {
+  const char* holds[] = {"hold_saving", "hold_writing"};
+  const char* waits[] = {"saving.0", "writing.0"};
+  for (const size_t beside : {0, 1}) {
+    set(holds[beside]);
+    start(held({"--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "0", "--checkpoint.async_mode",
+                beside ? "async_with_pinned_mem" : "disabled"}));
+    ASSERT_TRUE(wait_until([&] { return is_set(waits[beside]); }));
+    expect_stop(static_cast<int>(beside), kSignals[beside], [&] {
+      sleep_s(0.3);
+      unset(holds[beside]);
+    });
+    expect_newest_is_last_logged();
+    EXPECT_EQ(saved_steps(run_).front(), 2);
+  }
+}
+
+// Every step's save is skipped for that of the first, so that the one it stops behind isn't saved by then.
+TEST_F(Stop, BehindASaveThatWasSkipped) {
+  set("hold_writing");
+  start(held({"--checkpoint.interval", "1", "--checkpoint.when_busy", "skip", "--checkpoint.async_mode",
+              "async_with_pinned_mem"}));
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 4; }));
+  expect_stop(0, SIGTERM, [&] {
+    sleep_s(0.5);
+    unset("hold_writing");
+  });
+  EXPECT_THAT(result_.err,
+              AllOf(HasSubstr("skipped, as that of step 1"), HasSubstr("its state is being saved")));
+  expect_newest_is_last_logged();
+}
+
+// Every other save fails, the stop's own then succeeds.
+TEST_F(Stop, BehindASaveThatFailed) {
+  set("fail_every_other");
+  for (const int at_least : {3, 4}) {
+    start(held({"--checkpoint.interval", "1", "--checkpoint.on_failure", "continue"}));
+    ASSERT_TRUE(wait_until([&] { return last_logged() >= at_least; }));
+    expect_stop(0, SIGTERM);
+    EXPECT_THAT(result_.err, HasSubstr("the test wants this save to fail"));
+    expect_newest_is_last_logged();
+  }
+}
+
+// Nobody is told that it is saved, and the job doesn't end well.
+TEST_F(Stop, WhoseOwnSaveFailsIsAnError) {
+  set("fail_saves");
+  start(held({"--checkpoint.on_failure", "continue"}));
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
+  ASSERT_EQ(::kill(ranks_[0], SIGTERM), 0);
+  result_ = job_->wait(kGraceS);
+  EXPECT_EQ(result_.status, 1);
+  EXPECT_THAT(result_.err, AllOf(HasSubstr("its state is being saved"),
+                                 HasSubstr("the test wants this save to fail"), Not(HasSubstr("is saved"))));
+  EXPECT_TRUE(saved_steps(run_).empty());
+}
+
+// To all ranks by the launcher, twice as a terminal that closes does. Over a tensor-parallel pair.
+TEST_F(Stop, ByTheLauncher) {
+  start(endless() + Words{"--parallelism.tensor_parallel_degree", "2"});
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 3; }));
+  job_->signal(SIGTERM);
+  job_->signal(SIGINT);
+  result_ = job_->wait(kGraceS);
+  EXPECT_EQ(result_.status, 0) << result_.err;
+  expect_saved_once();
+}
+
+// Anywhere from the rendezvous to the first steps.
+TEST_F(Stop, AtTheStart) {
+  try_often(
+      endless(), [&] { sleep_s(random_up_to(0.6)); },
+      [&] {
+        if (last_logged() > 0) return expect_saved_once();
+        EXPECT_TRUE(saved_steps(run_).empty());
+        EXPECT_THAT(result_.err, HasSubstr("nothing was trained"));
+      });
+}
+
+// Longer than a signal is left to wait: what is being built isn't waited for, on any rank.
+TEST_F(Stop, WithinAStartThatTakesLong) {
+  set("hold_building");
+  start(held({}));
+  ASSERT_TRUE(wait_until([&] { return is_set("building.0") && is_set("building.1"); }));
+  ASSERT_EQ(::kill(ranks_[1], SIGTERM), 0);
+  result_ = job_->wait(kGraceS);
+  EXPECT_EQ(result_.status, 0) << result_.err;
+  EXPECT_THAT(result_.err, HasSubstr("stops the run before it began: nothing was trained"));
+  EXPECT_TRUE(saved_steps(run_).empty());
+}
+
+// What was loaded isn't saved again.
+TEST_F(Stop, WhileACheckpointIsLoaded) {
+  const Words words = held({});
+  start(words);
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 3; }));
+  expect_stop(0, SIGTERM);
+  expect_saved_once();
+  const int step = last_logged();
+  set("hold_loading");
+  start_again(words);
+  ASSERT_TRUE(wait_until([&] { return is_set("loading.0") && is_set("loading.1"); }));
+  expect_stop(1, SIGINT, [&] {
+    sleep_s(0.3);
+    unset("hold_loading");
+  });
+  EXPECT_THAT(result_.err, HasSubstr("which it began with: nothing was trained"));
+  EXPECT_EQ(last_logged(), step);
+  EXPECT_EQ(saved_steps(run_), (std::vector<int>{step}));
+}
+
+TEST_F(Stop, ARunGoesOnAsIfItHadNotBeenStopped) {
+  const Words words = resumable(config_) + Words{"--training.steps", "40"};
+  const fs::path straight = fresh_folder("straight");
+  train_log(straight, words + ranks(kNumRanks));
+  start(words);
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 6; }));
+  expect_stop(1, SIGTERM);
+  const int stopped_at = last_logged();
+  EXPECT_LT(stopped_at, 40) << "the run was through before the signal came";
+  train_log(run_, words + ranks(kNumRanks));
+  EXPECT_EQ(curve_of(run_), curve_of(straight));
+}
+
+// A rank whose peer hangs can't stop with it; a second signal ends it whatever it waits for.
+TEST_F(Stop, ASecondSignalEndsARankAtOnce) {
+  for (int trial = 0; trial < num_trials() && !HasFailure(); ++trial) {
+    start(endless());
+    ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
+    ASSERT_EQ(::kill(ranks_[0], SIGSTOP), 0);
+    const int signal = kSignals[static_cast<size_t>(trial) % kSignals.size()];
+    ASSERT_EQ(::kill(ranks_[1], signal), 0);
+    sleep_s(0.5);
+    EXPECT_EQ(ranks_of(*job_).size(), 2u) << "the first signal ended the rank";
+    ASSERT_EQ(::kill(ranks_[1], signal), 0);
+    EXPECT_TRUE(wait_until([&] { return ranks_of(*job_).size() < 2; }, 2));
+    result_ = job_->wait(kGraceS);
+    EXPECT_EQ(result_.status, 128 + signal) << result_.err;
+  }
+}
+
+TEST_F(Stop, WithoutALauncherAndWithoutCheckpoints) {
+  const Words words = small_run(config_) + Words{"--training.steps", "100000"};
+  Command job(train_words(words + Words{"--job.dump_folder", run_.string()}), {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
+  job.signal(SIGINT);
+  const CommandResult result = job.wait(kGraceS);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, AllOf(HasSubstr("SIGINT on rank 0 stops the run"), HasSubstr("nothing is saved")));
+}
+
+/// A scontrol that writes down its words, in front of the real one's place.
+fs::path fake_scontrol(const fs::path& folder, int code) {
+  const fs::path program = folder / "scontrol";
+  std::ofstream(program) << "#!/bin/sh\necho \"$@\" >> " << (folder / "told").string() << "\nexit " << code
+                         << "\n";
+  fs::permissions(program, fs::perms::owner_all);
+  return folder / "told";
+}
+
+struct Requeued {
+  const char* name;
+  int signal;
+  int code;  // of scontrol
+  Command::Variables slurm;
+  std::string told;
+  int status;
+};
+
+class Requeue : public ::testing::TestWithParam<Requeued> {};
+
+TEST_P(Requeue, BehindTheSave) {
+  const Requeued& how = GetParam();
+  const fs::path bin = fresh_folder("bin"), run = fresh_folder("run");
+  const fs::path told = fake_scontrol(bin, how.code);
+  Command::Variables variables = how.slurm;
+  variables["OMP_NUM_THREADS"] = "1";
+  variables["PATH"] = bin.string() + ":" + std::getenv("PATH");
+  Command job(train_words(resumable(fresh_folder("config")) + Words{"--training.steps", "100000",
+                                                                    "--fault_tolerance.requeue_on", "SIGUSR1",
+                                                                    "--job.dump_folder", run.string()}),
+              variables);
+  ASSERT_TRUE(wait_until([&] { return last_logged_step(run) >= 2; }));
+  job.signal(how.signal);
+  const CommandResult result = job.wait(kGraceS);
+  EXPECT_EQ(result.status, how.status) << result.err;
+  EXPECT_FALSE(saved_steps(run).empty());
+  std::ifstream file(told);
+  std::string line;
+  std::getline(file, line);
+  EXPECT_EQ(line, how.told);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Stop, Requeue,
+    ::testing::Values(
+        Requeued{"Job", SIGUSR1, 0, {{"SLURM_JOB_ID", "123"}}, "requeue 123", 0},
+        Requeued{"TaskOfAnArray",
+                 SIGUSR1,
+                 0,
+                 {{"SLURM_JOB_ID", "123"}, {"SLURM_ARRAY_JOB_ID", "120"}, {"SLURM_ARRAY_TASK_ID", "3"}},
+                 "requeue 120_3",
+                 0},
+        Requeued{"OtherSignal", SIGTERM, 0, {{"SLURM_JOB_ID", "123"}}, "", 0},
+        Requeued{"ThatFails", SIGUSR1, 1, {{"SLURM_JOB_ID", "123"}}, "requeue 123", 1}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(RequeueSettings, NeedASlurmJob) {
+  const CommandResult result =
+      run(train_words(resumable(fresh_folder("config")) + Words{"--fault_tolerance.requeue_on", "SIGUSR1"}),
+          {{"SLURM_JOB_ID", ""}});
+  EXPECT_EQ(result.status, 2);
+  EXPECT_THAT(result.err, HasSubstr("SLURM_JOB_ID isn't set"));
+}
+
+}  // namespace
+}  // namespace titan::testing

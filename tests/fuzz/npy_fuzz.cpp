@@ -1,0 +1,24 @@
+// The header of a .npy file.
+
+#include "data/npy_header.h"
+
+#include "fuzz.h"
+
+namespace titan::fuzz {
+namespace {
+
+constexpr const char* kFile = "strange.npy";
+
+}  // namespace
+
+void fuzz_input(std::string_view file) {
+  data::NpyHeader header;
+  if (!accepted(kFile, [&] { header = data::parse_npy_header(file, kFile); })) return;
+  require(header.data_start <= file.size(), "the elements begin in the file");
+  int64_t bytes = sizeof(int32_t);
+  for (int64_t size : header.shape)
+    require(size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes), "the sizes' product is a number");
+  require(header.data_start + static_cast<size_t>(bytes) == file.size(), "the elements end with the file");
+}
+
+}  // namespace titan::fuzz

@@ -1,0 +1,472 @@
+// Steps appear, are replaced and go, with a kill before every system call of each.
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <fstream>
+#include <set>
+
+#include "checkpoint_files.h"
+#include "temp_folder.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/core/error.h"
+#include "unit/checkpoint/in_child.h"
+
+namespace {
+
+constexpr int kKilled = 99;
+constexpr int kNever = -1;
+
+int calls_until_kill = kNever;
+bool can_exchange = true;
+int renames_until_failure = kNever;
+int failing_renames = 1;
+std::vector<std::string>* record = nullptr;  // what was done, as "sync /a"
+
+void note(const std::string& what, const std::string& path) {
+  if (record) record->push_back(what + " " + path);
+}
+
+std::string path_of(int descriptor) {
+  return std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(descriptor)).string();
+}
+
+// In place of each call that changes a folder. The process is gone before the call.
+void before_call() {
+  if (calls_until_kill == 0) _exit(kKilled);
+  if (calls_until_kill > 0) --calls_until_kill;
+}
+
+template <class... Arguments>
+int call(long number, Arguments... arguments) {
+  before_call();
+  return static_cast<int>(syscall(number, arguments...));
+}
+
+}  // namespace
+
+// In place of the C library's, also for the library under test.
+#define TITAN_INTERPOSED extern "C" __attribute__((visibility("default")))
+TITAN_INTERPOSED int fsync(int descriptor) {
+  if (record) note("sync", path_of(descriptor));
+  return call(SYS_fsync, descriptor);
+}
+TITAN_INTERPOSED int rename(const char* from, const char* to) noexcept {
+  if (renames_until_failure > 0) {
+    --renames_until_failure;
+  } else if (renames_until_failure == 0) {
+    if (--failing_renames == 0) renames_until_failure = kNever, failing_renames = 1;
+    return errno = EIO, -1;
+  }
+  note("rename", from);
+  return call(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0u);
+}
+TITAN_INTERPOSED int renameat2(int from_folder, const char* from, int to_folder, const char* to,
+                               unsigned flags) noexcept {
+  if (can_exchange) note("exchange", from);
+  if (can_exchange) return call(SYS_renameat2, from_folder, from, to_folder, to, flags);
+  before_call();
+  errno = EINVAL;
+  return -1;
+}
+TITAN_INTERPOSED int unlinkat(int folder, const char* name, int flags) noexcept {
+  if (record) note("remove", folder == AT_FDCWD ? name : path_of(folder));
+  return call(SYS_unlinkat, folder, name, flags);
+}
+TITAN_INTERPOSED int unlink(const char* name) noexcept { return call(SYS_unlinkat, AT_FDCWD, name, 0); }
+TITAN_INTERPOSED int rmdir(const char* name) noexcept {
+  return call(SYS_unlinkat, AT_FDCWD, name, AT_REMOVEDIR);
+}
+
+namespace titan::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using titan::testing::as_nobody;
+using titan::testing::CheckpointToSave;
+using titan::testing::in_child;
+using titan::testing::save_checkpoint;
+using titan::testing::TempFolder;
+using titan::testing::write_checkpoint_files;
+
+constexpr const char* kOld = "00000000000000000000000000000001";
+constexpr const char* kNew = "00000000000000000000000000000002";
+
+CheckpointToSave of(const std::string& run_id, int64_t step = 7) {
+  return {.run_id = run_id, .step = step, .world_size = 2, .tensors = {{"w", at::arange(8.0), {}}}};
+}
+
+void write_pending(const fs::path& folder, const CheckpointToSave& save) {
+  write_checkpoint_files(pending_path(folder, save.step, save.run_id), save);
+}
+
+std::vector<int64_t> numbers(const std::vector<StepEntry>& steps) {
+  std::vector<int64_t> numbers;
+  for (const StepEntry& step : steps) numbers.push_back(step.step);
+  return numbers;
+}
+
+// Whose step it is, if it is whole.
+std::string owner_of(const fs::path& step) {
+  return quick_problems(step).empty() ? read_manifest(step).run_id : "none: " + quick_problems(step).front();
+}
+
+void clean(const fs::path& folder) { clean_leftovers(folder, FolderLock(folder)); }
+
+class ExchangeOrNot : public ::testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override { can_exchange = GetParam(); }
+  void TearDown() override { can_exchange = true; }
+};
+
+TEST_P(ExchangeOrNot, AStepAppearsAndIsReplaced) {
+  const TempFolder folder;
+  write_pending(folder.path(), of(kOld));
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre());
+  commit_step(folder.path(), 7, kOld);
+  EXPECT_EQ(owner_of(folder / "step-7"), kOld);
+  write_pending(folder.path(), of(kNew));
+  commit_step(folder.path(), 7, kNew);
+  EXPECT_EQ(owner_of(folder / "step-7"), kNew);
+  EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+}
+
+TEST_P(ExchangeOrNot, ALeftoverOfTheSameNamesIsInNobodysWay) {
+  const TempFolder folder;
+  save_checkpoint(folder.path(), of(kOld));
+  fs::create_directories(folder / str(".step-7.", kNew, ".old") / "half");
+  write_pending(folder.path(), of(kNew));
+  commit_step(folder.path(), 7, kNew);
+  EXPECT_EQ(owner_of(folder / "step-7"), kNew);
+}
+
+// The old or the new step is there at every moment, or comes back.
+TEST_P(ExchangeOrNot, KilledWhileReplacing) {
+  int kills = 0, steps_not_there = 0;
+  std::set<std::string> owners;
+  for (bool killed = true; killed; ++kills) {
+    const TempFolder folder;
+    save_checkpoint(folder.path(), of(kOld));
+    write_pending(folder.path(), of(kNew));
+    const int status = in_child([&] {
+                         calls_until_kill = kills;
+                         commit_step(folder.path(), 7, kNew);
+                         return std::string();
+                       }).status;
+    killed = status == kKilled;
+    ASSERT_TRUE(killed || status == 0) << status;
+    steps_not_there += list_steps(folder.path()).empty();
+    clean(folder.path());
+    EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+    EXPECT_THAT(numbers(list_steps(folder.path())), ElementsAre(7));
+    owners.insert(owner_of(folder / "step-7"));
+  }
+  EXPECT_GE(kills, 7);  // or the calls weren't counted
+  EXPECT_EQ(steps_not_there, GetParam() ? 0 : 1);
+  EXPECT_THAT(owners, ElementsAre(kOld, kNew));
+}
+
+TEST_P(ExchangeOrNot, KilledWhileANewStepAppears) {
+  std::set<size_t> counts;
+  bool killed = true;
+  for (int kills = 0; killed; ++kills) {
+    const TempFolder folder;
+    write_pending(folder.path(), of(kNew));
+    killed = in_child([&] {
+               calls_until_kill = kills;
+               commit_step(folder.path(), 7, kNew);
+               return std::string();
+             }).status == kKilled;
+    for (const StepEntry& step : list_steps(folder.path())) EXPECT_EQ(owner_of(step.path), kNew);
+    counts.insert(list_steps(folder.path()).size());
+    clean(folder.path());
+    EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+  }
+  EXPECT_THAT(counts, ElementsAre(0, 1));
+}
+
+// What a kill left, cleaned by runs that are killed too.
+TEST_P(ExchangeOrNot, KilledWhileCleaning) {
+  int kills = 0;
+  for (bool killed = true; killed; ++kills) {
+    const TempFolder folder;
+    save_checkpoint(folder.path(), of(kOld));
+    // The moment between the two renames.
+    write_pending(folder.path(), of(kNew));
+    fs::rename(folder / "step-7", folder / str(".step-7.", kNew, ".replaced"));
+    write_pending(folder.path(), of(kNew, 8));
+    killed = in_child([&] {
+               calls_until_kill = kills;
+               clean(folder.path());
+               return std::string();
+             }).status == kKilled;
+    clean(folder.path());
+    EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+    ASSERT_THAT(numbers(list_steps(folder.path())), ElementsAre(7));
+    EXPECT_EQ(owner_of(folder / "step-7"), kOld);
+  }
+  EXPECT_GE(kills, 8);
+}
+
+// What a power loss leaves is what was synced: a kill doesn't lose the page cache.
+TEST_P(ExchangeOrNot, WhatHasToLastIsSyncedBeforeAnythingGoes) {
+  const TempFolder folder;
+  save_checkpoint(folder.path(), of(kOld));
+  write_pending(folder.path(), of(kNew));
+  std::vector<std::string> calls;
+  record = &calls;
+  commit_step(folder.path(), 7, kNew);
+  record = nullptr;
+  const std::string here = folder.path().string(), pending = pending_path(here, 7, kNew).string(),
+                    replaced = str(here, "/.step-7.", kNew, ".replaced");
+  const auto sync_pending = str("sync ", pending), sync_folder = str("sync ", here);
+  const std::vector<std::string> exchange = {sync_pending, str("exchange ", pending), sync_folder},
+                                 renames = {
+                                     sync_pending, str("rename ", here, "/step-7"), str("rename ", pending),
+                                     sync_folder,  str("rename ", replaced),        sync_folder};
+  const auto& expected = GetParam() ? exchange : renames;
+  ASSERT_GT(calls.size(), expected.size());
+  EXPECT_EQ(std::vector<std::string>(calls.begin(), calls.begin() + static_cast<ptrdiff_t>(expected.size())),
+            expected);
+  for (size_t i = expected.size(); i < calls.size(); ++i)
+    EXPECT_THAT(calls[i], ::testing::StartsWith("remove"));
+}
+
+INSTANTIATE_TEST_SUITE_P(StepCommit, ExchangeOrNot, ::testing::Bool(),
+                         [](const auto& param) { return param.param ? "Exchange" : "TwoRenames"; });
+
+TEST(StepCommit, AFailedRenamePutsTheOldStepBack) {
+  const TempFolder folder;
+  save_checkpoint(folder.path(), of(kOld));
+  write_pending(folder.path(), of(kNew));
+  can_exchange = false;
+  renames_until_failure = 1;
+  EXPECT_THROW(commit_step(folder.path(), 7, kNew), Error);
+  can_exchange = true;
+  EXPECT_EQ(renames_until_failure, kNever);  // it was reached
+  EXPECT_EQ(owner_of(folder / "step-7"), kOld);
+  commit_step(folder.path(), 7, kNew);
+  EXPECT_EQ(owner_of(folder / "step-7"), kNew);
+}
+
+// Not even a server that is away for seconds loses the old step, nor does what was pending then.
+TEST(StepCommit, WhereItCantBePutBackTheNextRunDoesIt) {
+  const TempFolder folder;
+  save_checkpoint(folder.path(), of(kOld));
+  write_pending(folder.path(), of(kNew));
+  can_exchange = false;
+  renames_until_failure = 1;
+  failing_renames = 2;
+  EXPECT_THROW(commit_step(folder.path(), 7, kNew), Error);
+  can_exchange = true;
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre());
+  fs::remove_all(pending_path(folder.path(), 7, kNew));  // as whoever failed to commit does
+  clean(folder.path());
+  EXPECT_EQ(owner_of(folder / "step-7"), kOld);
+  EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+}
+
+// The mirror of it: a step that was pruned half doesn't come back because another is pending.
+TEST(StepCommit, WhatIsHalfRemovedNeverComesBack) {
+  const TempFolder folder;
+  fs::rename(save_checkpoint(folder.path(), of(kOld)), folder / str(".step-7.", kNew, ".old"));
+  write_pending(folder.path(), of(kNew));
+  clean(folder.path());
+  EXPECT_THAT(list_steps(folder.path()), ElementsAre());
+  EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+}
+
+void write_model_alone(const fs::path& step) {
+  fs::create_directories(step);
+  std::ofstream(step / "model.safetensors") << "a model";
+}
+
+// A model that was exported is somebody's result; a state is what a run goes on from.
+TEST_P(ExchangeOrNot, WhatIsOfAnotherKindIsKept) {
+  const TempFolder folder;
+  write_model_alone(folder / "step-7");
+  write_pending(folder.path(), of(kNew));
+  commit_step(folder.path(), 7, kNew);
+  EXPECT_EQ(owner_of(folder / "step-7"), kNew);
+  EXPECT_TRUE(fs::exists(folder / "step-7.model/model.safetensors"));
+  for (int export_number = 0; export_number < 2; ++export_number) {
+    write_model_alone(pending_path(folder.path(), 7, kOld));
+    commit_step(folder.path(), 7, kOld);
+    EXPECT_TRUE(fs::exists(folder / "step-7/model.safetensors"));
+  }
+  EXPECT_EQ(owner_of(folder / "step-7.state"), kNew);
+  write_pending(folder.path(), of(kNew));
+  commit_step(folder.path(), 7, kNew);
+  EXPECT_EQ(
+      list_put_aside(folder.path()),
+      (std::vector<fs::path>{folder / "step-7.model", folder / "step-7.model.2", folder / "step-7.state"}));
+  EXPECT_THAT(numbers(list_steps(folder.path())), ElementsAre(7));
+  EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+}
+
+TEST_P(ExchangeOrNot, NorIsItLostByAKill) {
+  int kills = 0;
+  for (bool killed = true; killed; ++kills) {
+    const TempFolder folder;
+    write_model_alone(folder / "step-7");
+    write_pending(folder.path(), of(kNew));
+    killed = in_child([&] {
+               calls_until_kill = kills;
+               commit_step(folder.path(), 7, kNew);
+               return std::string();
+             }).status == kKilled;
+    clean(folder.path());
+    const bool has_model = fs::exists(folder / "step-7/model.safetensors"),
+               kept_model = fs::exists(folder / "step-7.model/model.safetensors");
+    EXPECT_TRUE(has_model != kept_model) << kills;
+    EXPECT_EQ(kept_model, fs::exists(folder / "step-7/manifest.json")) << kills;
+    EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+  }
+  EXPECT_GE(kills, 5);
+}
+
+TEST(StepCommit, WithoutAPendingFolderNothingChanges) {
+  const TempFolder folder;
+  save_checkpoint(folder.path(), of(kOld));
+  EXPECT_THROW(commit_step(folder.path(), 7, kNew), Error);
+  EXPECT_EQ(owner_of(folder / "step-7"), kOld);
+}
+
+TEST(StepCommit, KilledWhileRemoving) {
+  int kills = 0;
+  for (bool killed = true; killed; ++kills) {
+    const TempFolder folder;
+    save_checkpoint(folder.path(), of(kOld, 6));
+    save_checkpoint(folder.path(), of(kOld));
+    const auto steps = list_steps(folder.path());
+    killed = in_child([&] {
+               calls_until_kill = kills;
+               remove_step(steps.front(), kNew);
+               return std::string();
+             }).status == kKilled;
+    for (const StepEntry& step : list_steps(folder.path())) EXPECT_EQ(owner_of(step.path), kOld);
+    clean(folder.path());
+    // Gone, or still whole; what is half empty never comes back.
+    for (const StepEntry& step : list_steps(folder.path())) EXPECT_EQ(owner_of(step.path), kOld);
+    EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+  }
+  EXPECT_GE(kills, 6);
+}
+
+TEST(StepCommit, WithoutTheLockNothingIsCleaned) {
+  const TempFolder folder;
+  write_pending(folder.path(), of(kNew));
+  FolderLock lock(folder.path());
+  const FolderLock other = std::move(lock);
+  ASSERT_FALSE(lock.held());
+  fs::rename(save_checkpoint(folder.path(), of(kOld)), folder / str(".step-7.", kOld, ".replaced"));
+  ::testing::internal::CaptureStderr();
+  clean_leftovers(folder.path(), lock);
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr(pending_path(folder.path(), 7, kNew).string() + " is a run's"),
+                    HasSubstr("it is a whole step: rename it to " + (folder / "step-7").string())));
+  EXPECT_EQ(list_leftovers(folder.path()).size(), 2u);
+  clean_leftovers(folder.path(), other);
+  EXPECT_EQ(owner_of(folder / "step-7"), kOld);
+  EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
+}
+
+// A step is of no use in a folder whose own name was lost.
+TEST(StepCommit, TheFoldersAboveAreSyncedToo) {
+  const TempFolder folder;
+  std::vector<std::string> calls;
+  record = &calls;
+  { const FolderLock lock(folder / "outputs/checkpoint"); }
+  record = nullptr;
+  EXPECT_THAT(calls,
+              ElementsAre(str("sync ", (folder / "outputs").string()), str("sync ", folder.path().string())));
+}
+
+TEST(StepCommit, CleaningTouchesNothingElse) {
+  const TempFolder folder, elsewhere;
+  std::ofstream(elsewhere / "kept") << "kept";
+  fs::create_directory_symlink(elsewhere.path(), folder / ".step-3.ab.tmp");
+  for (const char* name : {".snapshot", "notes", "step-5", ".step-x.a.tmp"})
+    fs::create_directory(folder / name);
+  clean(folder.path());
+  EXPECT_TRUE(fs::exists(elsewhere / "kept"));
+  EXPECT_FALSE(fs::exists(fs::symlink_status(folder / ".step-3.ab.tmp")));
+  for (const char* name : {".snapshot", "notes", "step-5", ".step-x.a.tmp"})
+    EXPECT_TRUE(fs::exists(folder / name));
+}
+
+TEST(StepCommit, SaysWhatIsReadOnly) {
+  const TempFolder folder;
+  const fs::path step = save_checkpoint(folder.path(), of(kOld));
+  write_pending(folder.path(), of(kNew));
+  fs::permissions(folder.path(), fs::perms(0555));
+  const auto commit = as_nobody([&]() -> std::string { return commit_step(folder.path(), 7, kNew), ""; });
+  const auto removal = as_nobody([&]() -> std::string { return remove_step({7, step, true}, kNew), ""; });
+  fs::permissions(folder.path(), fs::perms(0755));
+  EXPECT_EQ(commit.status, 1);
+  EXPECT_EQ(commit.message, str("cannot exchange ", pending_path(folder.path(), 7, kNew).string(), " and ",
+                                step.string(), ": Permission denied (EACCES)"));
+  EXPECT_EQ(removal.status, 1);
+  EXPECT_EQ(removal.message,
+            str("cannot rename ", step.string(), " to ", (folder / str(".step-7.", kNew, ".old")).string(),
+                ": Permission denied (EACCES)"));
+  EXPECT_EQ(owner_of(step), kOld);
+}
+
+CheckpointToSave not_finite(int64_t step) {
+  CheckpointToSave save = of(kOld, step);
+  save.tensors[0].data = at::full({8}, std::numeric_limits<double>::infinity());
+  return save;
+}
+
+TEST(Prune, TakesTheOldest) {
+  const TempFolder folder;
+  for (int64_t step : {1, 2, 3, 10}) save_checkpoint(folder.path(), of(kOld, step));
+  const auto steps = list_steps(folder.path());
+  EXPECT_THAT(numbers(steps_to_prune(steps, 2)), ElementsAre(1, 2));
+  EXPECT_THAT(numbers(steps_to_prune(steps, 1)), ElementsAre(1, 2, 3));
+  EXPECT_THAT(steps_to_prune(steps, 4), ElementsAre());
+  EXPECT_THAT(steps_to_prune(steps, 0), ElementsAre());
+  EXPECT_THAT(steps_to_prune({}, 1), ElementsAre());
+}
+
+TEST(Prune, KeepsTheNewestFiniteStepThroughAnyNumberOfOthers) {
+  const TempFolder folder;
+  save_checkpoint(folder.path(), of(kOld, 1));
+  save_checkpoint(folder.path(), of(kOld, 2));
+  for (int64_t step = 3; step <= 13; ++step) {
+    save_checkpoint(folder.path(), not_finite(step));
+    for (const StepEntry& pruned : steps_to_prune(list_steps(folder.path()), 2)) remove_step(pruned, kNew);
+  }
+  EXPECT_THAT(numbers(list_steps(folder.path())), ElementsAre(2, 12, 13));
+}
+
+TEST(Prune, ADamagedStepIsNotTheGoodOne) {
+  const TempFolder folder;
+  for (int64_t step : {1, 2, 3, 4}) save_checkpoint(folder.path(), of(kOld, step));
+  std::ofstream(folder / "step-4/manifest.json") << "damaged";
+  fs::remove(folder / "step-3/rank_00001.safetensors");
+  EXPECT_THAT(numbers(steps_to_prune(list_steps(folder.path()), 1)), ElementsAre(1, 3));
+}
+
+TEST(Prune, NeitherModelsNorPendingStepsAreTaken) {
+  const TempFolder folder;
+  for (int64_t step : {1, 5, 6}) save_checkpoint(folder.path(), of(kOld, step));
+  for (const char* name : {"step-2", "step-9"}) {
+    fs::create_directory(folder / name);
+    std::ofstream(folder / name / "model.safetensors") << "a model";
+  }
+  write_pending(folder.path(), of(kNew, 3));
+  EXPECT_THAT(numbers(steps_to_prune(list_steps(folder.path()), 1)), ElementsAre(1, 5));
+}
+
+}  // namespace
+}  // namespace titan::checkpoint

@@ -1,0 +1,134 @@
+// Pieces of titan report: scales, curves, words, sections.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cli/report/chart.h"
+#include "cli/report/page.h"
+#include "cli/report/scale.h"
+#include "cli/text.h"
+#include "unit/cli/logged_run.h"
+
+namespace titan::cli::report {
+namespace {
+
+TEST(ReportScale, MarksAreRoundAndCoverTheValues) {
+  const Scale scale(0.37, 4.2, false, true);
+  EXPECT_EQ(scale.marks(), (std::vector<double>{0, 1, 2, 3, 4, 5}));
+  EXPECT_DOUBLE_EQ(scale.place(0), 0);
+  EXPECT_DOUBLE_EQ(scale.place(5), 1);
+}
+
+TEST(ReportScale, WithoutWideningTheEndsStay) {
+  const Scale scale(1, 97, false, false);
+  EXPECT_DOUBLE_EQ(scale.place(1), 0);
+  EXPECT_DOUBLE_EQ(scale.place(97), 1);
+  EXPECT_EQ(scale.marks(), (std::vector<double>{20, 40, 60, 80}));
+}
+
+TEST(ReportScale, DecadesAndSingleValues) {
+  const Scale decades(0.02, 300, true, true);
+  EXPECT_EQ(decades.marks().size(), 6u);
+  EXPECT_DOUBLE_EQ(decades.place(0.01), 0);
+  EXPECT_NEAR(decades.place(1), 0.4, 1e-12);
+  for (double value : {0.0, 5.0, -3.0}) {
+    const double place = Scale(value, value, false, true).place(value);
+    EXPECT_GT(place, 0);
+    EXPECT_LT(place, 1);
+  }
+}
+
+// A loss at a rate of 0 whose sum is rounded in another order: no marks fit between, and none are looked for.
+TEST(ReportScale, ValuesThatDifferByTheirRoundingAreOne) {
+  for (const bool log : {false, true})
+    for (const double value : {2.5, -2.5, 1e-300, 3e8}) {
+      double high = value;
+      for (int ulps = 0; ulps < 4; ++ulps) {
+        high = std::nextafter(high, 1e300);
+        const Scale scale(value, high, log, true);
+        EXPECT_LE(scale.marks().size(), 20u);
+        EXPECT_GT(scale.place(value), 0);
+        EXPECT_LT(scale.place(high), 1);
+      }
+    }
+}
+
+TEST(ReportScale, MarksAreShort) {
+  EXPECT_EQ(mark_text(0.25, 0.05), "0.25");
+  EXPECT_EQ(mark_text(3, 1), "3");
+  EXPECT_EQ(mark_text(2'500'000, 500'000), "2.5M");
+  EXPECT_EQ(mark_text(20'000, 10'000), "20k");
+  EXPECT_EQ(mark_text(0, 10'000), "0");
+  EXPECT_EQ(mark_text(1e-6, 1e-6), "1e-06");
+}
+
+TEST(ReportChart, ThinningKeepsPeaksAndOrder) {
+  Curve curve;
+  for (int i = 0; i < 10'000; ++i) curve.emplace_back(i, i == 7777 ? 100.0 : i == 3333 ? -100.0 : 1.0);
+  const Curve thin = thinned(curve, 100);
+  EXPECT_LE(thin.size(), 100u);
+  EXPECT_TRUE(std::is_sorted(thin.begin(), thin.end()));
+  EXPECT_EQ(std::count(thin.begin(), thin.end(), std::pair(7777.0, 100.0)), 1);
+  EXPECT_EQ(std::count(thin.begin(), thin.end(), std::pair(3333.0, -100.0)), 1);
+  EXPECT_EQ(thinned(curve, 20'000), curve);
+}
+
+TEST(ReportChart, APeakIsAtThePlotsTop) {
+  const std::string html = to_html(Chart{.title = "a < b", .series = {{"x", {{1, 0}, {2, 10}, {3, 0}}}}});
+  EXPECT_NE(html.find("d=\"M58.0 216.0L298.0 10.0L538.0 216.0\""), std::string::npos) << html;
+  EXPECT_NE(html.find("a &lt; b"), std::string::npos);
+  EXPECT_EQ(to_html(Chart{.title = "none", .series = {{"x", {}}}}), "");
+}
+
+TEST(ReportWords, NumbersAndDurations) {
+  EXPECT_EQ(short_number(1234567), "1,234,567");
+  EXPECT_EQ(short_number(-1000), "-1,000");
+  EXPECT_EQ(short_number(2.718281828), "2.7183");
+  EXPECT_EQ(short_number(11821.4), "11,821");
+  EXPECT_EQ(duration(0.0012), "1.2 ms");
+  EXPECT_EQ(duration(0.045), "45 ms");
+  EXPECT_EQ(duration(12.34), "12.3 s");
+  EXPECT_EQ(duration(245), "4 min 5 s");
+  EXPECT_EQ(duration(12000), "3 h 20 min");
+  EXPECT_EQ(duration(200000), "2 d 7 h");
+}
+
+PageInput page_input(const LoggedRun& run) {
+  PageInput input;
+  input.run = read_history(run.folder);
+  input.now_us = input.run.processes.empty() ? 0 : input.run.processes.back().last_us();
+  return input;
+}
+
+// A save behind the last step, and what a killed process left of a step, are no part of one.
+TEST(ReportTime, PartsAddUpToTheSteps) {
+  const LoggedRun run("time_split");
+  run.log(0, "20260101-000000-000000", 1,
+          {"step 1 step_start", "step 1 fwd_bwd_end 600", "step 1 step_end 1000", "step 1 teardown_start",
+           "step 1 checkpoint_save_end 5000", "step 1 teardown_end 5000"});
+  const std::string html = time_section(page_input(run));
+  EXPECT_NE(html.find("<td>forward and backward</td><td class=\"n\">600 ms</td><td class=\"n\">10.0 %</td>"),
+            std::string::npos)
+      << html;
+  EXPECT_NE(html.find("<td>rest of the steps</td><td class=\"n\">400 ms</td>"), std::string::npos) << html;
+  EXPECT_EQ(html.find("<td>saving</td>"), std::string::npos) << html;
+}
+
+TEST(ReportValidation, ARowHasItsOwnFigures) {
+  const LoggedRun run("validations");
+  std::ofstream(run.folder / "validation.jsonl")
+      << "{\"step\": 1, \"loss\": null, \"tps\": 11}\n{\"step\": 2, \"loss\": 2.5, \"tps\": 22}\n";
+  const std::string html = validation_section(page_input(run));
+  EXPECT_NE(html.find("<td class=\"n\">1</td><td class=\"n\">not finite</td><td class=\"n\">11</td>"),
+            std::string::npos)
+      << html;
+  EXPECT_NE(html.find("<tr class=\"changed\"><td class=\"n\">2</td><td class=\"n\">2.50000</td>"
+                      "<td class=\"n\">22</td>"),
+            std::string::npos)
+      << html;
+}
+
+}  // namespace
+}  // namespace titan::cli::report

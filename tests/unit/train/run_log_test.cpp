@@ -1,0 +1,80 @@
+// What a run that goes on makes of the rows that are there.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "titan/train/metrics.h"
+#include "train/append_file.h"
+#include "unit/data/temporary_folder.h"
+
+namespace titan::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string text_of(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+TEST(RunLog, RowsUpToAStepStay) {
+  data::TemporaryFolder folder;
+  const fs::path path = folder.path() / "rows.jsonl";
+  const std::string first = "{\"step\": 1, \"loss\": 2.5}\n", tenth = "{\"step\": 10, \"loss\": null}\n";
+  std::ofstream(path) << first << tenth << "{\"step\": 11, \"loss\": 1}\n";
+  keep_rows_up_to(10, path);
+  EXPECT_EQ(text_of(path), first + tenth);
+  keep_rows_up_to(9, path);
+  EXPECT_EQ(text_of(path), first);
+}
+
+TEST(RunLog, WhatIsNoRowGoes) {
+  data::TemporaryFolder folder;
+  const fs::path path = folder.path() / "rows.jsonl";
+  const std::string row = "{\"step\": 1, \"loss\": 2.5}\n";
+  // Half a row of a killed run, a row cut to where it still reads, and lines of somebody else's.
+  for (const std::string& rest :
+       {"{\"step\": 2, \"lo", "{\"step\": 2}", "\n", "[2]\n", "{\"stop\": 2}\n", "{\"step\": \"2\"}\n"}) {
+    std::ofstream(path) << row << rest;
+    keep_rows_up_to(5, path);
+    EXPECT_EQ(text_of(path), row) << rest;
+  }
+  keep_rows_up_to(5, folder.path() / "none.jsonl");
+  EXPECT_FALSE(fs::exists(folder.path() / "none.jsonl"));
+}
+
+StepMetrics metrics_of(int64_t step) {
+  StepMetrics metrics;
+  metrics.step = step;
+  return metrics;
+}
+
+TEST(RunLog, ALoggerBeginsAnewOrGoesOn) {
+  data::TemporaryFolder folder;
+  const auto log = [&](std::optional<int64_t> behind, int64_t step) {
+    MetricsLogger logger({.settings = {}, .folder = folder.path()});
+    if (behind) logger.begin_behind(*behind);
+    logger.log(metrics_of(step));
+    logger.log(ValidationMetrics{.step = step});
+  };
+  const fs::path rows = folder.path() / "metrics.jsonl", validation = folder.path() / "validation.jsonl";
+  const std::string one = json_line(metrics_of(1)) + "\n", two = json_line(metrics_of(2)) + "\n",
+                    three = json_line(metrics_of(3)) + "\n";
+  log({}, 1);
+  log(1, 2);
+  EXPECT_EQ(text_of(rows), one + two);
+  log(1, 3);
+  EXPECT_EQ(text_of(rows), one + three);
+  EXPECT_EQ(text_of(validation),
+            json_line(ValidationMetrics{.step = 1}) + "\n" + json_line(ValidationMetrics{.step = 3}) + "\n");
+  log({}, 2);
+  EXPECT_EQ(text_of(rows), two);
+  EXPECT_EQ(text_of(validation), json_line(ValidationMetrics{.step = 2}) + "\n");
+}
+
+}  // namespace
+}  // namespace titan::train
