@@ -5,10 +5,14 @@
 //
 // The 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all ranks. Prints a
 // JSON object of medians over the runs (default 5, after one of warm-up), each of the slowest rank: save_s;
-// async_blocked_s and staged_blocked_s (how long an asynchronous save keeps its caller, with the copy in the
-// call, and with the copy beside T ms of computing, default 300, and the wait for it), async_total_s (until
-// it is on disk), load_s and load_warm_s (with the files out of memory and in it); gigabytes (of all ranks'
-// tensors); save_extra_mib and async_extra_mib (peak memory of a rank above what it had before).
+// async_blocked_s and staged_blocked_s (how long an asynchronous save keeps its caller: with the copy in the
+// call, and with the copy beside T ms of computing, default 300), async_total_s (until it is on disk), load_s
+// and load_warm_s (with the files out of memory and in it); gigabytes (of all ranks' tensors); save_extra_mib
+// and async_extra_mib (peak memory of a rank above what it had before).
+//
+// What computes beside a copy computes slower: staged_blocked_s is the time in the call, the wait for the
+// copy behind the T ms, and staged_lost_s, which is as long as the products that weren't done in the T ms
+// would have taken, by the number of those done in T ms just before, with nothing under way.
 //
 // Then the same in memory (--memory DIR, default /dev/shm): memory_blocked_s, memory_total_s (until the
 // generation is complete) and memory_load_s with all ranks on one host, which makes no copies;
@@ -218,15 +222,19 @@ class Bench {
     Checkpointer checkpointer = this->checkpointer(mode);
     for (int run = -1; run < runs_; ++run) {
       clear();
+      // All ranks at once, as they share the cores beside the copy too.
+      const int64_t products_alone = mode == AsyncMode::Staged ? products() : 0;
+      barrier();
       const ExtraMemory memory;
       const auto start = Clock::now();
       checkpointer.save(1);
       double blocked = seconds_since(start);
       if (mode == AsyncMode::Staged) {
-        compute();
+        const double lost = lost_seconds(products_alone, products());
         const auto waiting = Clock::now();
         checkpointer.wait_for_staging();
-        blocked += seconds_since(waiting);
+        blocked += lost + seconds_since(waiting);
+        add(name + "_lost_s", lost, run);
       }
       add(name + "_blocked_s", blocked, run);
       checkpointer.finish();
@@ -272,11 +280,17 @@ class Bench {
     });
   }
 
-  // As a training step's: a thread of products.
-  void compute() {
+  // As a training step's: a thread of them, as many as are done in the given time.
+  int64_t products() const {
     const at::Tensor factor = at::ones({256, 256});
     const auto start = Clock::now();
-    while (Clock::now() - start < compute_) at::mm(factor, factor);
+    int64_t count = 0;
+    for (; Clock::now() - start < compute_; ++count) at::mm(factor, factor);
+    return count;
+  }
+  double lost_seconds(int64_t alone, int64_t beside) const {
+    const double share = static_cast<double>(beside) / static_cast<double>(std::max<int64_t>(1, alone));
+    return std::chrono::duration<double>(compute_).count() * std::max(0.0, 1 - share);
   }
 
   void drop_from_memory(const std::filesystem::path& step) {

@@ -1,26 +1,37 @@
 #!/usr/bin/env python3
-"""What all that watches a run by default costs a step: structured logs, stragglers, watchdog, ring of collectives.
+"""What all that watches a run by default costs a step: structured logs, stragglers, watchdog, ring of collectives, signs of life.
 
     benchmarks/defaults_overhead.py [--pairs 10] [--steps 60] [--ranks 2] [--config FILE] [--only NAME] [--output FILE]
 
-The debug run, once as it is by default and once with these off, alternately, so that what else the machine does meets both; which
-of a pair comes first alternates too. Of each run the median step behind the first ten counts, of each pair the ratio of the two, and of all pairs
-the median ratio, with the quartiles beside it: where they are far apart the machine wasn't quiet, which the load that is printed says
-too. Beside it stands the same of the processor time of whole runs, which other work on the machine moves less. --only leaves all on but one (structured_logs, stragglers, watchdog, flight_record), to see what that one costs. Prints a JSON
-object; --output writes it to a file. Needs build/bin/titan and the file's data; itself only Python's standard library.
+What has a switch: the debug run, once as it is by default and once with these off, alternately, so that what else the machine does
+meets both; which of a pair comes first alternates too. Of each run the median step behind the first ten counts, of each pair the ratio
+of the two, and of all pairs the median ratio, with the quartiles beside it: where they are far apart the machine wasn't quiet, which
+the load that is printed says too. Beside it stands the same of the processor time of whole runs, which other work on the machine moves
+less. --only leaves all on but one (structured_logs, stragglers, watchdog, flight_record), to see what that one costs.
+
+What has none: with --comm.trace_buf_size=0 no file is kept, but the last 1,024 calls are still recorded (the watchdog asks which one a
+rank waits in), and the ranks' signs of life go on. Their cost is added: calls a step, as a run's own record counts them, times what
+flight_record_bench has for one; and the processor time of the threads that give signs of life, of all processes of a run, as if all of
+it came off the step. "overhead_percent" is the sum.
+
+Prints a JSON object; --output writes it to a file. Needs build/bin/titan, build/bin/flight_record_bench and the config's data; itself
+only Python's standard library.
 """
 import argparse
 import json
 import os
 import pathlib
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 TITAN = REPOSITORY / "build/bin/titan"
+CALL_BENCH = REPOSITORY / "build/bin/flight_record_bench"
 OFF = {
     "structured_logs": "--metrics.structured_logs.no_enable",
     "stragglers": "--metrics.stragglers.no_enable",
@@ -29,6 +40,7 @@ OFF = {
 }
 WARM_UP = 10
 RUN_LIMIT_S = 1800
+SIGNS_S = 15  # so long their threads are looked at
 
 
 def processor_seconds():
@@ -37,19 +49,71 @@ def processor_seconds():
     return used.ru_utime + used.ru_stime
 
 
+def command_of(arguments, folder, steps, switches):
+    words = [TITAN, "train", arguments.config, "--nproc", arguments.ranks, f"--training.steps={steps}", "--training.device=cpu",
+             "--metrics.log_freq=1", f"--job.dump_folder={folder}", *switches]
+    return [str(word) for word in words]
+
+
+def environment_of(arguments):
+    return {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks))}
+
+
 def run(arguments, switches):
     """The median step of a run, and its processor time, in seconds."""
     before = processor_seconds()
     with tempfile.TemporaryDirectory(prefix="titan_overhead_") as folder:
-        command = [TITAN, "train", arguments.config, "--nproc", arguments.ranks, f"--training.steps={arguments.steps}",
-                   "--training.device=cpu", "--metrics.log_freq=1", f"--job.dump_folder={folder}", *switches]
-        cores = max(1, (os.cpu_count() or 1) // arguments.ranks)
-        done = subprocess.run([str(word) for word in command], cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_LIMIT_S,
-                              env={**os.environ, "OMP_NUM_THREADS": str(cores)})
+        command = command_of(arguments, folder, arguments.steps, switches)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment_of(arguments))
         if done.returncode != 0:
-            sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+            sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
         rows = [json.loads(line) for line in open(pathlib.Path(folder) / "metrics.jsonl", encoding="utf-8")]
     return {"step_s": statistics.median(row["step_s"] for row in rows[WARM_UP:]), "processor_s": processor_seconds() - before}
+
+
+def sign_seconds(pids):
+    """Processor time, so far, of these processes' threads that give signs of life, or serve the store that takes them."""
+    total = 0
+    for task in (task for pid in pids for task in pathlib.Path(f"/proc/{pid}/task").iterdir()):
+        try:
+            name = (task / "comm").read_text().strip()
+            if name == "titan-signs" or name.startswith("pt_tcpstore"):
+                total += int((task / "schedstat").read_text().split()[0])
+        except FileNotFoundError:
+            pass  # a thread of something else, which has ended
+    return total * 1e-9
+
+
+def wait_for(condition, process):
+    end = time.monotonic() + RUN_LIMIT_S
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            sys.exit(f"a run of {TITAN} that was to go on ended, or didn't begin")
+        time.sleep(0.2)
+
+
+def without_switch(arguments):
+    """What can't be switched off: calls a step on rank 0, nanoseconds a call, and seconds of signs of life a second."""
+    bench = json.loads(subprocess.run([CALL_BENCH], capture_output=True, text=True, check=True).stdout)
+    with tempfile.TemporaryDirectory(prefix="titan_overhead_") as folder:
+        metrics, record = pathlib.Path(folder) / "metrics.jsonl", pathlib.Path(folder) / "comm_traces/rank_0.json"
+        process = subprocess.Popen(command_of(arguments, folder, 1_000_000, []), cwd=REPOSITORY, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL, env=environment_of(arguments))
+        try:
+            wait_for(lambda: metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") > 3, process)
+            ranks = [int(pid) for pid in pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+            everyone = [process.pid, *ranks]
+            before, start = sign_seconds(everyone), time.monotonic()
+            time.sleep(SIGNS_S)
+            signs = (sign_seconds(everyone) - before) / (time.monotonic() - start)
+            os.kill(ranks[0] if ranks else process.pid, signal.SIGQUIT)
+            wait_for(record.exists, process)
+            told = json.loads(record.read_text(encoding="utf-8"))["titan"]
+        finally:
+            process.terminate()
+            process.wait()
+    # The calls of the start are among them: a little too many.
+    return {"calls_per_step": told["num_calls"] / max(1, told["step"]), "call_ns": bench["call_ns"], "signs_s_per_s": signs}
 
 
 def overhead(pair, figure):
@@ -80,9 +144,13 @@ def main():
     if arguments.pairs < 2 or arguments.steps <= 2 * WARM_UP or arguments.ranks < 1:
         parser.error(f"there have to be two pairs, more than {2 * WARM_UP} steps and one rank, at least")
     load_before = os.getloadavg()[0]
+    always = without_switch(arguments)
     switches, pairs = measure(arguments)
     low, middle, high = statistics.quantiles((overhead(pair, "step_s") for pair in pairs), n=4)
     processor_low, processor, processor_high = statistics.quantiles((overhead(pair, "processor_s") for pair in pairs), n=4)
+    on_s = statistics.median(pair["on"]["step_s"] for pair in pairs)
+    record = 100 * always["calls_per_step"] * always["call_ns"] * 1e-9 / on_s
+    signs = 100 * always["signs_s_per_s"]
     result = {
         "benchmark": "defaults_overhead",
         "config": arguments.config.name,
@@ -90,10 +158,14 @@ def main():
         "steps": arguments.steps,
         "off": switches,
         "pairs": pairs,
-        "on_ms": 1e3 * statistics.median(pair["on"]["step_s"] for pair in pairs),
+        "on_ms": 1e3 * on_s,
         "off_ms": 1e3 * statistics.median(pair["off"]["step_s"] for pair in pairs),
-        "overhead_percent": middle,
-        "overhead_percent_quartiles": [low, high],
+        "overhead_percent": middle + record + signs,
+        "switched_percent": middle,
+        "switched_percent_quartiles": [low, high],
+        "always_on": always,
+        "records_percent": record,
+        "signs_of_life_percent": signs,
         "processor_overhead_percent": processor,
         "processor_overhead_percent_quartiles": [processor_low, processor_high],
         "load_before": load_before,

@@ -15,10 +15,9 @@ import sys
 import torch
 from torch import Tensor
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "scripts/reference"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "reference"))
 
-from safetensors_file import save  # noqa: E402
+from float8_cases import Tensors, draw, save_golden  # noqa: E402
 
 STEPS, MICRO_BATCHES, HISTORY_LEN, ROWS, COLUMNS = 9, 2, 4, 4, 8
 EPSILON = 1e-12
@@ -33,7 +32,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
-def run(x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def run(x: Tensor, dtype: torch.dtype) -> Tensors:
     """x: [steps, micro-batches, rows, columns]."""
     history = torch.zeros(HISTORY_LEN)
     scales, histories, data = [], [], []
@@ -57,7 +56,7 @@ def run(x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    x = torch.randn(STEPS, MICRO_BATCHES, ROWS, COLUMNS, generator=torch.Generator().manual_seed(1))
+    x = draw(1, STEPS, MICRO_BATCHES, ROWS, COLUMNS)
     x *= torch.pow(2.0, torch.tensor([0.0, 1, 3, 2, -4, -4, -5, -6, 2])).view(-1, 1, 1, 1)  # outgrows its history; shrinks
     x[4, 1, 2, 3] = float("inf")
     x[5, 0, 1, 1] = float("nan")
@@ -65,7 +64,7 @@ def main() -> None:
     for dtype, name in ((torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
         golden |= {f"{name}.{key}": tensor for key, tensor in run(x, dtype).items()}
     golden |= {f"zeros.{key}": tensor for key, tensor in run(torch.zeros_like(x), torch.float8_e4m3fn).items()}
-    save(REPOSITORY / "tests/data/golden/delayed_scaling.safetensors", golden)
+    save_golden("delayed_scaling.safetensors", golden)
 
 
 if __name__ == "__main__":

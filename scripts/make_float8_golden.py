@@ -9,62 +9,21 @@ tests/data/golden/README.md says what the file holds.
 import dataclasses
 import pathlib
 import sys
-import warnings
 
 import torch
 from torch import Tensor
 
-warnings.filterwarnings("ignore")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "reference"))
 
+from float8_cases import Sizes, Tensors, cases, save_golden  # noqa: E402: first, as it turns off torchao's warnings
 from torchao.float8 import Float8LinearConfig  # noqa: E402
-from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType  # noqa: E402
+from torchao.float8.config import CastConfig, ScalingType  # noqa: E402
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic  # noqa: E402
 from torchao.float8.float8_training_tensor import LinearMMConfig  # noqa: E402
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "scripts/reference"))
-
-from safetensors_file import save  # noqa: E402
-
-TOKENS, IN, OUT = 24, 32, 16
+SIZES = Sizes(tokens=24, features_in=32, features_out=16, padded_tokens=19)
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-Tensors = dict[str, Tensor]
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def inputs(dtype: torch.dtype, tokens: int = TOKENS) -> Tensors:
-    """x, weight and the output's gradient, of the magnitudes that they have in training."""
-    shapes = {"x": (draw(1, tokens, IN), 1.0), "weight": (draw(2, OUT, IN), 0.02), "grad": (draw(3, tokens, OUT), 1e-4)}
-    return {name: (tensor * factor).to(dtype) for name, (tensor, factor) in shapes.items()}
-
-
-def changed(tensors: Tensors, **changes) -> Tensors:
-    """A copy with single elements set: name = {(row, column): value}."""
-    result = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, elements in changes.items():
-        for place, value in elements.items():
-            result[name][place] = value
-    return result
-
-
-def cases() -> dict[str, Tensors]:
-    plain = inputs(torch.bfloat16)
-    infinity, nan = float("inf"), float("nan")
-    return {
-        "bf16": plain,
-        "fp32": inputs(torch.float32),
-        "padding": inputs(torch.bfloat16, tokens=19),  # not a multiple of 16
-        "zeros": plain | {"x": torch.zeros_like(plain["x"]), "grad": torch.zeros_like(plain["grad"])},
-        "infinity": changed(plain, x={(3, 5): infinity}, grad={(7, 2): -infinity}),
-        "nan": changed(plain, x={(3, 5): nan}, weight={(2, 1): nan}),
-        "denormal": {name: tensor * 1e-38 for name, tensor in inputs(torch.float32).items()},
-        "outlier": changed(plain, x={(0, 0): 3e4}, weight={(1, 1): -2e3}, grad={(2, 3): 1e3}),
-        "extreme": changed(inputs(torch.float32), x={(0, 0): 3.4e38, (1, 0): 1e-45}),
-    }
 
 
 def cast(tensor: Tensor, config: CastConfig, dim: int, power_of_two: bool):
@@ -101,7 +60,7 @@ def casts(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
 
 def layer(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
     """The output and the gradients by torchao's layer, emulated."""
-    linear = torch.nn.Linear(IN, OUT, bias=False)
+    linear = torch.nn.Linear(SIZES.features_in, SIZES.features_out, bias=False)
     linear.weight = torch.nn.Parameter(tensors["weight"].clone())
     float8 = Float8Linear.from_float(linear, dataclasses.replace(config, emulate=True))
     x = tensors["x"].clone().requires_grad_()
@@ -112,13 +71,13 @@ def layer(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
 
 def main() -> None:
     golden: Tensors = {}
-    for name, tensors in cases().items():
+    for name, tensors in cases(SIZES).items():
         golden |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
         for recipe in RECIPES:
             config = Float8LinearConfig.from_recipe_name(recipe)
             found = casts(config, tensors) | layer(config, tensors)
             golden |= {f"{name}.{recipe}.{key}": tensor for key, tensor in found.items()}
-    save(REPOSITORY / "tests/data/golden/float8.safetensors", golden)
+    save_golden("float8.safetensors", golden)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ tests/data/golden/README.md says what the file holds.
 
 import pathlib
 import sys
-import warnings
 
 import torch
 from torch import Tensor
 
-warnings.filterwarnings("ignore")
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "reference"))
 
+from float8_cases import Sizes, Tensors, cases, save_golden  # noqa: E402: first, as it turns off torchao's warnings
 from torchao.prototype.mx_formats.config import (  # noqa: E402
     MXFP8Dim0CastKernelChoice,
     MXFP8Dim1CastKernelChoice,
@@ -25,52 +25,17 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx  # noqa: E402
 from torchao.prototype.mx_formats.utils import to_blocked  # noqa: E402
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference  # noqa: E402
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "scripts/reference"))
-
-from safetensors_file import save  # noqa: E402
-
-TOKENS, IN, OUT, BLOCK = 64, 64, 32, 32
+BLOCK = 32
+SIZES = Sizes(tokens=64, features_in=64, features_out=32, padded_tokens=50)
 MODES = {"mxfp8_cublas": ScaleCalculationMode.FLOOR, "mxfp8_cublas_rceil": ScaleCalculationMode.RCEIL}
-Tensors = dict[str, Tensor]
 
 
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def inputs(dtype: torch.dtype, tokens: int = TOKENS) -> Tensors:
-    """x, weight and the output's gradient, of the magnitudes that they have in training."""
-    shapes = {"x": (draw(1, tokens, IN), 1.0), "weight": (draw(2, OUT, IN), 0.02), "grad": (draw(3, tokens, OUT), 1e-4)}
-    return {name: (tensor * factor).to(dtype) for name, (tensor, factor) in shapes.items()}
-
-
-def changed(tensors: Tensors, **changes) -> Tensors:
-    """A copy with single elements set: name = {(row, column): value}."""
-    result = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, elements in changes.items():
-        for place, value in elements.items():
-            result[name][place] = value
-    return result
-
-
-def cases() -> dict[str, Tensors]:
-    plain = inputs(torch.bfloat16)
-    infinity, nan = float("inf"), float("nan")
-    powers = torch.pow(2.0, torch.arange(TOKENS) % 20 - 10.0).unsqueeze(1)
-    return {
-        "bf16": plain,
-        "fp32": inputs(torch.float32),
-        "padding": inputs(torch.bfloat16, tokens=50),  # no whole blocks of tokens
-        "zeros": plain | {"x": torch.zeros_like(plain["x"]), "grad": torch.zeros_like(plain["grad"])},
-        "infinity": changed(plain, x={(3, 5): infinity}, grad={(7, 2): -infinity}),
-        "nan": changed(plain, x={(3, 5): nan}, weight={(2, 1): nan}),
-        "denormal": {name: tensor * 1e-38 for name, tensor in inputs(torch.float32).items()},
-        "outlier": changed(plain, x={(0, 0): 3e4}, weight={(1, 1): -2e3}, grad={(2, 3): 1e3}),
-        "extreme": changed(inputs(torch.float32), x={(0, 0): 3.4e38, (1, 0): 1e-45}),
-        # Largest magnitudes at and just above the end of the format's range.
-        "edges": plain | {"x": (powers * torch.tensor([448.0, 450.0]).repeat_interleave(BLOCK)).to(torch.bfloat16)},
-    }
+def block_cases() -> dict[str, Tensors]:
+    """With largest magnitudes at and just above the end of the format's range."""
+    shared = cases(SIZES)
+    powers = torch.pow(2.0, torch.arange(SIZES.tokens) % 20 - 10.0).unsqueeze(1)
+    edges = (powers * torch.tensor([448.0, 450.0]).repeat_interleave(BLOCK)).to(torch.bfloat16)
+    return shared | {"edges": shared["bf16"] | {"x": edges}}
 
 
 def whole_blocks(tensor: Tensor) -> Tensor:
@@ -127,12 +92,12 @@ def layouts() -> Tensors:
 
 def main() -> None:
     golden: Tensors = layouts()
-    for name, tensors in cases().items():
+    for name, tensors in block_cases().items():
         golden |= {f"{name}.{key}": tensor for key, tensor in tensors.items()}
         for recipe, mode in MODES.items():
             found = casts(mode, tensors) | layer(mode, tensors)
             golden |= {f"{name}.{recipe}.{key}": tensor for key, tensor in found.items()}
-    save(REPOSITORY / "tests/data/golden/mxfp8.safetensors", golden)
+    save_golden("mxfp8.safetensors", golden)
 
 
 if __name__ == "__main__":

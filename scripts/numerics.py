@@ -21,17 +21,17 @@ PROGRAMS = REPOSITORY / "build/bin"
 MODELS = {
     "mini": "Llama of 2 layers, 4 heads, 2 key heads, 256 tokens: TorchTitan's parity fixture",
     "odd_sizes": "a vocabulary of 251 and a feed-forward of 170, which 4 does not divide; 4 key heads, one per rank at 4 ranks",
-    "tiny_vocabulary": "5 tokens: at 4 ranks one has none of them",
-    "tiny_feed_forward": "a feed-forward of 5 features: at 4 ranks one has none of them",
+    "tiny_vocabulary": "5 tokens: at 4 ranks one has none of them; 4 for 3 ranks",
+    "tiny_feed_forward": "a feed-forward of 5 features: at 4 ranks one has none of them; 4 for 3 ranks",
     "tied": "embedding and output are one matrix",
-    "thirds": "sizes for 3 ranks",
-    "one_row": "a batch of one sequence of 8 tokens",
+    "one_row": "a batch of one sequence of 8 tokens, of 6 for 3 ranks",
 }
 PIPELINE_MODELS = {
     "pipelined": "Llama of 7 layers, 4 heads and key heads, 32 features, 16 tokens",
     "shallow": "the same of 2 layers with a vocabulary of 251: most stages have one layer or none",
     "tied": "the same of 7 layers, where embedding and output, on the first and the last stage, are one matrix",
 }
+SIZES = {"composition": ", which for 3 ranks have 6 heads, 3 key heads, width 48, and batches of 6 sequences of 12 tokens"}
 TESTS = {"composition": MODELS, "pipeline": PIPELINE_MODELS}
 TOLERANCES = {"float64": "1e-10", "float32": "1e-5", "bfloat16": "2 x one rank's bfloat16"}
 PRECISIONS = list(TOLERANCES)
@@ -45,15 +45,18 @@ sequence and loss parallelism, overlapped), all with and without activation chec
 page on {date}, on a CPU (fp32 and bfloat16 differ a little from machine to machine).
 
 In bfloat16 the reference is one rank's fp32: rounding alone is close to a percent there, and a layout may be twice as far away as one
-rank's bfloat16 is. Its norm isn't compared.
+rank's bfloat16 is. One rank's norm may be right by chance, so a layout's norm may be off by twice the length of the difference of one rank's
+gradients, bfloat16's from fp32's: all of them, as one vector.
 
 """
 
 
 PIPELINE = """## Pipelines
 
-The same with a pipeline of 2, 4 or 8 ranks, and on the ranks that are left data, context or tensor parallelism: every schedule, with as many
-micro-batches as pipeline ranks, twice as many and, where it takes them, an odd number, in one go and twice, with each kind of activation checkpoints.
+The same with a pipeline of 2, 4 or 8 ranks, and on the ranks that are left data, context or tensor parallelism, the last in all its forms: every
+schedule, with as many micro-batches as pipeline ranks and twice as many, where it takes them, and with an odd number (one more than twice as many, or,
+where it takes whole rounds only, one more than ranks), in one go and twice, with each kind of activation checkpoints. Every schedule meets each of its
+counts at each number of pipeline ranks.
 [pipeline_test](../tests/distributed/pipeline_test.cpp) fails beyond the tolerances.
 
 """
@@ -89,12 +92,10 @@ def table(test, results):
              "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
     mine = [result for result in results if test in result and result["layouts"] > 0]
     for result in sorted(mine, key=lambda result: order(test, result)):
-        norm_text = "-" if result["precision"] == "bfloat16" else f"{result['norm']:.1e}"
-        lines.append("| {precision} | {model} | {ranks} | {layouts} | {loss:.1e} | {norm_text} | {gradient:.1e} | {parameter} | "
-                     "{tolerance} |".format(**result, model=result[test], norm_text=norm_text,
-                                            tolerance=TOLERANCES[result["precision"]]))
+        lines.append("| {precision} | {model} | {ranks} | {layouts} | {loss:.1e} | {norm:.1e} | {gradient:.1e} | {parameter} | "
+                     "{tolerance} |".format(**result, model=result[test], tolerance=TOLERANCES[result["precision"]]))
     models = "\n".join(f"- `{name}`: {what}" for name, what in TESTS[test].items())
-    return "\n".join(lines) + f"\n\nThe models:\n\n{models}\n"
+    return "\n".join(lines) + f"\n\nThe models{SIZES.get(test, '')}:\n\n{models}\n"
 
 
 def page(results, every):

@@ -6,7 +6,8 @@
 A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
 overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
 parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
-alone: tokenizer (beside the `tokenizers` package), loader, init, optim, float8 and float8_fp32 (casts, beside LibTorch's), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
+alone: tokenizer (beside the `tokenizers` package), loader, init, optim, float8 and float8_fp32 (casts, beside LibTorch's), overlap (products of a tensor-parallel
+rank part by part, beside at once, and joined ones, beside one a layer; overlap_whole: of a rank alone), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
 (a pipeline's bubble beside the simulator's), rank_file and rank_file_2 (a checkpoint's file beside the disk's own speed, by one process
 and by two); or checkpoint (beside torch.distributed.checkpoint). Prints a JSON object per row and, at the end, the tables; with
 --name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
@@ -46,6 +47,8 @@ PARTS = {
     "optim": [PROGRAMS / "optim_bench"],
     "float8": [PROGRAMS / "float8_bench"],
     "float8_fp32": [PROGRAMS / "float8_bench", "--dtype", "float32"],
+    "overlap": [PROGRAMS / "overlap_bench"],
+    "overlap_whole": [PROGRAMS / "overlap_bench", "--tp", "1"],
     "pipeline_host": [PROGRAMS / "pipeline_bench", "--host-time", "1"],
     "rank_file": [PROGRAMS / "rank_file_bench", "--folder", CHECKPOINTS],
     "rank_file_2": [PROGRAMS / "rank_file_bench", "--folder", CHECKPOINTS, "--processes", "2"],

@@ -2,6 +2,7 @@
 
 // Everything that a training loop of one's own needs. The program's parts (config, trainer, command line) have headers of their own.
 
+#include "titan/core/crash.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/dist/watchdog.h"

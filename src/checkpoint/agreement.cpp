@@ -49,15 +49,15 @@ Verdict agree(RankTree& tree, const std::string& problem) {
   return tree.spread(tree.rank() == 0 ? merged_problems(tree, answers) : Verdict{});
 }
 
-bool any_rank(RankTree& tree, bool value) {
+std::string any_text(RankTree& tree, const std::string& text) {
   Verdict verdict;
-  for (const Answer& answer : tree.gather(value ? "yes" : "")) {
+  for (const Answer& answer : tree.gather(text)) {
     if (answer.lost) verdict = {titan::str(tree.name_of(answer.rank), " ", answer.text), true};
     if (verdict.text.empty()) verdict.text = answer.text;
   }
   verdict = tree.spread(verdict);
   TITAN_CHECK(!verdict.lost, verdict.text);
-  return !verdict.text.empty();
+  return verdict.text;
 }
 
 }  // namespace titan::checkpoint::detail

@@ -15,6 +15,7 @@ Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers
 Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const std::string& what);
 /// What any rank has against going on, the same on all: empty for nothing.
 Verdict agree(RankTree& tree, const std::string& problem);
-bool any_rank(RankTree& tree, bool value);
+/// What the lowest rank says that says anything; empty: none does. Throws Error where a rank is lost.
+std::string any_text(RankTree& tree, const std::string& text);
 
 }  // namespace titan::checkpoint::detail

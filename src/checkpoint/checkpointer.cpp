@@ -36,7 +36,10 @@ int64_t number_of_next(const dist::World& world) {
 
 SaveOptions checked(SaveOptions options) {
   std::vector<std::string> problems;
-  if (options.peers) options.folder = options.peers->path();
+  if (options.peers) {
+    options.folder = options.peers->path();
+    options.skip_when_busy = true;
+  }
   if (options.folder.empty()) problems.push_back("checkpoint: no folder is given");
   if (options.keep_latest < 0)
     problems.push_back(titan::str("checkpoint: ", options.keep_latest,
@@ -89,12 +92,16 @@ Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, Sav
   };
   control_group_ = group_for("checkpoint.control");
   save_group_ = group_for("checkpoint");
-  for (const auto& group : {control_group_, save_group_}) {
+  const bool copies = options.peers && options.peers->num_places() > 1;
+  const auto copy_group = copies ? group_for("checkpoint.copies") : nullptr;
+  for (const auto& group : {control_group_, save_group_, copy_group}) {
+    if (!group) continue;
     group->set_timeout(options.timeout);
     // Beside NCCL, the group for host memory is made at its first collective, to which all ranks have to
     // come.
     static_cast<void>(group->sum(int64_t{1}, {.phase = "checkpoint::connect"}));
   }
+  if (copies) copy_group->set_timeout(detail::kNoLimit);
   // A PeerFolder was opened before.
   folder_ = options.read_only || options.peers
                 ? detail::open_to_read(*control_group_)
@@ -108,7 +115,7 @@ Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, Sav
   };
   control_.emplace(tree(control_group_));
   if (options.peers)
-    writer_ = std::make_shared<detail::PeerWriter>(options, folder_.run_id, tree(save_group_), save_group_);
+    writer_ = std::make_shared<detail::PeerWriter>(options, folder_.run_id, tree(save_group_), copy_group);
   else
     writer_ = std::make_shared<detail::StepWriter>(options, folder_.run_id, tree(save_group_));
   background_.emplace();
@@ -169,6 +176,7 @@ void Checkpointer::finish() {
 }
 
 std::string Checkpointer::last_failure() const { return impl_->last_failure(); }
+SaveCounts Checkpointer::counts() const { return impl_->counts(); }
 
 Loaded Checkpointer::load(const std::filesystem::path& step_folder, const LoadOptions& options) {
   impl_->used = true;

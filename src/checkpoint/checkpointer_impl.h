@@ -34,6 +34,7 @@ struct Progress {
   bool staged = true;
   bool ended = true;    // but for the pruning
   SaveOutcome outcome;  // of the last save that ended; a failure that stops stays
+  SaveCounts counts;
   bool told = false;    // the failure was thrown
 };
 
@@ -53,6 +54,7 @@ struct Checkpointer::Impl {
   std::string failure();
   /// Whether or not it stops the run.
   std::string last_failure() const;
+  SaveCounts counts() const;
   /// Waits for the save under way; says what is wrong with it.
   std::string wait_for_last();
   /// The same, but not for the pruning behind it, which may take longer than the other ranks' next
@@ -74,6 +76,7 @@ struct Checkpointer::Impl {
   /// Of a wait since `start`: this rank's own part of the save takes too long.
   bool takes_too_long(std::chrono::steady_clock::time_point start) const;
   std::string late_text() const;
+  std::string why_skipped() const;
   bool skips(int64_t step);
   /// Collective: runs `part` where there is no `problem` yet; what any rank has against it all ranks throw.
   void attempt(int64_t step, std::string& problem, const std::function<void()>& part);
@@ -104,6 +107,7 @@ struct Checkpointer::Impl {
   std::optional<detail::SavePlan> plan_;
   std::shared_ptr<detail::Staging> staging_;  // of the last save
   std::optional<detail::Background> background_;
+  std::string told_reason_;  // of the last skipped save that was warned of
 };
 
 }  // namespace titan::checkpoint

@@ -2,6 +2,8 @@
 
 #include <chrono>
 #include <exception>
+#include <string_view>
+#include <utility>
 
 #include <ATen/Parallel.h>
 
@@ -29,6 +31,15 @@ double seconds_from(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Ends the reason why a save is skipped that others may follow without anybody's concern.
+constexpr std::string_view kBusy = " is still being written";
+
+// On disk there is no going on with ranks that are out of step. What is in memory of the hosts is an extra:
+// who is lost to training too is found there.
+bool stops_run(const SaveOptions& options, const SaveOutcome& outcome) {
+  return options.stop_on_failure || (outcome.lost && !options.peers);
+}
+
 std::string of_step(int64_t step) { return titan::str("checkpoint of step ", step, ": "); }
 
 // In these a rank waits for others, for a time that is limited there.
@@ -40,6 +51,18 @@ void set_staged(Progress& progress) {
   std::lock_guard lock(progress.mutex);
   progress.staged = true;
   progress.changed.notify_all();
+}
+
+// The number of failed ones.
+int64_t count_ended(Progress& progress, const SaveOutcome& outcome) {
+  std::lock_guard lock(progress.mutex);
+  ++(outcome.failure.empty() ? progress.counts.complete : progress.counts.failed);
+  return progress.counts.failed;
+}
+
+bool last_failed(Progress& progress) {
+  std::lock_guard lock(progress.mutex);
+  return !progress.outcome.failure.empty();
 }
 
 void set_ended(Progress& progress, SaveOutcome outcome) {
@@ -75,7 +98,7 @@ std::vector<KeyedState> Checkpointer::Impl::states() const {
 std::string Checkpointer::Impl::failure() {
   std::lock_guard lock(progress_->mutex);
   const SaveOutcome& outcome = progress_->outcome;
-  if (outcome.failure.empty() || (!options.stop_on_failure && !outcome.lost)) return "";
+  if (outcome.failure.empty() || !stops_run(options, outcome)) return "";
   progress_->told = true;
   return outcome.failure;
 }
@@ -83,6 +106,11 @@ std::string Checkpointer::Impl::failure() {
 std::string Checkpointer::Impl::last_failure() const {
   std::lock_guard lock(progress_->mutex);
   return progress_->outcome.failure;
+}
+
+SaveCounts Checkpointer::Impl::counts() const {
+  std::lock_guard lock(progress_->mutex);
+  return progress_->counts;
 }
 
 bool Checkpointer::Impl::takes_too_long(Clock::time_point start) const {
@@ -111,13 +139,30 @@ std::string Checkpointer::Impl::wait_for_verdict() {
   return failure();
 }
 
-bool Checkpointer::Impl::skips(int64_t step) {
-  if (!options.skip_when_busy || !detail::any_rank(*control_, background_->busy())) return false;
+// This rank's reason; empty: none.
+std::string Checkpointer::Impl::why_skipped() const {
   std::lock_guard lock(progress_->mutex);
-  const std::string text =
-      titan::str(of_step(step), "skipped, as that of step ", progress_->step, " is still being written");
-  // In memory as many are kept as can be.
-  options.peers ? log::debug("peer " + text) : log::warning_rank0(text);
+  if (background_->busy()) return titan::str("that of step ", progress_->step, kBusy);
+  if (options.peers && progress_->outcome.lost)
+    return titan::str("the ranks fell out of step in that of step ", progress_->step);
+  return writer_->why_not();
+}
+
+bool Checkpointer::Impl::skips(int64_t step) {
+  if (!options.skip_when_busy) return false;
+  const std::string reason = detail::any_text(*control_, why_skipped());
+  if (reason.empty()) return false;
+  const bool is_busy = reason.ends_with(kBusy);
+  const std::string text = titan::str(of_step(step), "skipped, as ", reason);
+  std::lock_guard lock(progress_->mutex);
+  ++progress_->counts.skipped;
+  // In memory as many are kept as can be. What may last is told once.
+  if (!options.peers)
+    log::warning_rank0(text);
+  else if (is_busy || std::exchange(told_reason_, reason) == reason)
+    log::debug("peer " + text);
+  else
+    log::warning_rank0("peer " + text);
   return true;
 }
 
@@ -242,16 +287,20 @@ void Checkpointer::Impl::start(SaveJob job) {
   }
   // The thread may outlive this object: it has what it uses.
   const auto shared_job = std::make_shared<SaveJob>(std::move(job));
-  background_->start([=, progress = progress_, writer = writer_, buffer = buffer_,
-                      stops = options.stop_on_failure, is_root = world.rank() == 0] {
+  background_->start([=, progress = progress_, writer = writer_, buffer = buffer_, options = options,
+                      is_root = world.rank() == 0] {
     if (later) {
       copy_or_note(*shared_job, num_threads);
       set_staged(*progress);
     }
     SaveOutcome outcome = writer->write(*shared_job);
-    if (!outcome.failure.empty() && !outcome.lost && !stops && is_root)
-      log::error(outcome.failure + "; training goes on without it");
+    const int64_t num_failed = count_ended(*progress, outcome);
+    if (!outcome.failure.empty() && is_root && !stops_run(options, outcome))
+      log::error(titan::str(outcome.failure, "; training goes on without it",
+                            num_failed > 1 ? titan::str(" (number ", num_failed, " that failed)") : ""));
     const bool complete = outcome.failure.empty();
+    if (complete && is_root && options.peers && last_failed(*progress))
+      log::info(titan::str("peer ", of_step(shared_job->step), "states are kept in memory again"));
     set_ended(*progress, std::move(outcome));
     if (complete) writer->prune(shared_job->step);
   });

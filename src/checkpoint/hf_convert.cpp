@@ -1,64 +1,80 @@
 #include <algorithm>
+#include <set>
 
 #include <c10/util/accumulate.h>
 
+#include "slabs.h"
 #include "titan/checkpoint/hf_model.h"
 #include "titan/core/error.h"
+#include "weight_source.h"
 
 namespace titan {
 namespace {
 
-constexpr int64_t kPieceBytes = 32 << 20;
+using detail::WeightSource;
+
+constexpr int64_t kPieceBytes = 16 << 20;
+
+// Rows are woven within a head: pieces are whole heads.
+std::vector<Box> pieces_of(const SafetensorsEntry& source, int64_t rotary_head_dim) {
+  const auto element_size = static_cast<int64_t>(c10::elementSize(source.dtype));
+  if (rotary_head_dim == 0) return checkpoint::slabs_of(source.shape, element_size, kPieceBytes);
+  const int64_t rows = source.shape.at(0), num_heads = rows / rotary_head_dim;
+  TITAN_CHECK(rows % rotary_head_dim == 0, "tensor '", source.name, "': its ", rows, " rows aren't heads of ",
+              rotary_head_dim);
+  const int64_t num_bytes = c10::multiply_integers(source.shape) * element_size;
+  std::vector<Box> pieces;
+  for (const Box& heads :
+       checkpoint::slabs_of({num_heads}, num_bytes / std::max<int64_t>(1, num_heads), kPieceBytes)) {
+    Box piece{std::vector<int64_t>(source.shape.size(), 0), source.shape};
+    piece.offset[0] = heads.offset[0] * rotary_head_dim;
+    piece.length[0] = heads.length[0] * rotary_head_dim;
+    pieces.push_back(std::move(piece));
+  }
+  return pieces;
+}
 
 /// Reads pieces of the sources in turn, and counts what was handed on.
 class Pieces {
  public:
-  Pieces(const std::vector<HfEntry>& entries, RowOrder to, const ConvertOptions& options)
-      : to_(to), options_(options) {
-    for (const HfEntry& entry : entries) total_ += num_bytes(entry);
-  }
+  /// `total_bytes`: of all that is written.
+  Pieces(const WeightSource& source, int64_t total_bytes, RowOrder to, const ConvertOptions& options)
+      : source_(source), to_(to), options_(options), total_(total_bytes) {}
 
-  void hand_on(const SafetensorsFile& file, const std::string& name, const HfEntry& entry,
+  /// The source's tensor `name`, in the order and dtype in which it is written.
+  void hand_on(const std::string& name, at::ScalarType dtype, int64_t rotary_head_dim,
                const AppendTensor& append) {
-    const std::vector<int64_t>& shape = entry.tensor->shape;
-    const int64_t row_bytes = std::max<int64_t>(1, num_bytes(entry) / std::max<int64_t>(1, shape[0]));
-    const int64_t rows = std::max<int64_t>(1, kPieceBytes / row_bytes);
-    for (int64_t row = 0; row < shape[0]; row += rows) {
-      Box box{std::vector<int64_t>(shape.size(), 0), shape};
-      box.offset[0] = row;
-      box.length[0] = std::min(rows, shape[0] - row);
-      const at::Tensor piece =
-          read_reordered(file, name, box, entry.tensor->rotary_head_dim, to_).to(entry.dtype);
+    for (const Box& box : pieces_of(source_.find(name).value(), rotary_head_dim)) {
+      const at::Tensor piece = reorder_rows(source_.read(name, box), rotary_head_dim, to_).to(dtype);
       append(piece);
-      file.drop_pages();
       done_ += static_cast<int64_t>(piece.nbytes());
       options_.progress(done_, total_);
     }
   }
 
  private:
+  const WeightSource& source_;
   RowOrder to_;
   const ConvertOptions& options_;
   int64_t done_ = 0, total_ = 0;
 };
 
-std::vector<std::string> differences(const SafetensorsFile& file, const HfModel& model) {
+std::vector<std::string> differences(const WeightSource& source, const HfModel& model) {
   std::vector<std::string> problems;
-  const std::string path = file.path().string();
-  std::vector<std::string> expected;
+  const std::string path = source.path();
+  std::set<std::string> expected;
   for (const HfTensor& tensor : model.tensors) {
-    expected.push_back(tensor.name);
-    if (!file.contains(tensor.name)) {
+    expected.insert(tensor.name);
+    const auto found = source.find(tensor.name);
+    if (!found) {
       problems.push_back(titan::str(path, ": '", tensor.name, "' is missing"));
-    } else if (file.info(tensor.name).shape != tensor.shape) {
-      problems.push_back(titan::str(path, ": '", tensor.name, "' has shape ",
-                                    at::IntArrayRef(file.info(tensor.name).shape), ", the model's has ",
-                                    at::IntArrayRef(tensor.shape)));
+    } else if (found->shape != tensor.shape) {
+      problems.push_back(titan::str(path, ": '", tensor.name, "' has shape ", at::IntArrayRef(found->shape),
+                                    ", the model's has ", at::IntArrayRef(tensor.shape)));
     }
   }
-  std::sort(expected.begin(), expected.end());
-  for (const std::string& name : file.names())
-    if (!std::binary_search(expected.begin(), expected.end(), name))
+  for (const std::string& name : source.names())
+    if (!expected.count(name))
       problems.push_back(titan::str(path, ": '", name, "' is not a parameter of the model"));
   return problems;
 }
@@ -75,38 +91,84 @@ std::vector<HfEntry> plan(const HfModel& model, const ConvertOptions& options, c
   return entries;
 }
 
+int64_t total_bytes(const std::vector<HfEntry>& entries) {
+  int64_t total = 0;
+  for (const HfEntry& entry : entries) total += num_bytes(entry);
+  return total;
+}
+
+int64_t total_bytes(const std::vector<SafetensorsEntry>& entries) {
+  int64_t total = 0;
+  for (const SafetensorsEntry& entry : entries)
+    total += c10::multiply_integers(entry.shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
+  return total;
+}
+
+// From our names.
+void write_as_hf(const WeightSource& source, const std::filesystem::path& folder, const HfModel& model,
+                 const ConvertOptions& options) {
+  auto problems = differences(source, model);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  const std::vector<HfEntry> entries =
+      plan(model, options, [&](const HfTensor& tensor) { return source.find(tensor.name)->dtype; });
+  Pieces pieces(source, total_bytes(entries), RowOrder::HuggingFace, options);
+  write_hf_folder(folder, model, entries, options.folder, [&](size_t index, const AppendTensor& append) {
+    const HfTensor& tensor = *entries[index].tensor;
+    pieces.hand_on(tensor.name, entries[index].dtype, tensor.rotary_head_dim, append);
+  });
+}
+
 }  // namespace
 
 void convert_from_hf(const std::filesystem::path& folder, const std::filesystem::path& file,
                      const HfModel& model, const ConvertOptions& options) {
-  const HfFolder source(folder);
-  auto problems = tensor_differences(source, model);
+  const HfFolder files(folder);
+  auto problems = tensor_differences(files, model);
   if (!problems.empty()) throw ConfigError(std::move(problems));
-  const auto dtype_of = [&](const HfTensor& tensor) {
-    return source.file_of(tensor.hf_name).info(tensor.hf_name).dtype;
-  };
-  const std::vector<HfEntry> entries = plan(model, options, dtype_of);
+  const detail::FolderWeights source(files);
+  std::vector<HfEntry> entries =
+      plan(model, options, [&](const HfTensor& tensor) { return source.find(tensor.hf_name)->dtype; });
+  // As sort_for_file: the file is the one that a run writes of these weights.
+  std::sort(entries.begin(), entries.end(), [](const HfEntry& a, const HfEntry& b) {
+    const auto sizes = std::pair(c10::elementSize(a.dtype), c10::elementSize(b.dtype));
+    return sizes.first != sizes.second ? sizes.first > sizes.second : a.tensor->name < b.tensor->name;
+  });
   std::vector<SafetensorsEntry> in_file;
   for (const HfEntry& entry : entries)
     in_file.push_back({entry.tensor->name, entry.dtype, entry.tensor->shape});
-  Pieces pieces(entries, RowOrder::Ours, options);
+  Pieces pieces(source, total_bytes(entries), RowOrder::Ours, options);
   write_safetensors_in_parts(file, in_file, {}, [&](size_t index, const AppendTensor& append) {
-    const std::string& name = entries[index].tensor->hf_name;
-    pieces.hand_on(source.file_of(name), name, entries[index], append);
+    const HfTensor& tensor = *entries[index].tensor;
+    pieces.hand_on(tensor.hf_name, entries[index].dtype, tensor.rotary_head_dim, append);
   });
 }
 
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options) {
-  const SafetensorsFile source(file);
-  auto problems = differences(source, model);
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-  const std::vector<HfEntry> entries =
-      plan(model, options, [&](const HfTensor& tensor) { return source.info(tensor.name).dtype; });
-  Pieces pieces(entries, RowOrder::HuggingFace, options);
-  write_hf_folder(folder, model, entries, options.folder, [&](size_t index, const AppendTensor& append) {
-    pieces.hand_on(source, entries[index].tensor->name, entries[index], append);
+  write_as_hf(detail::FileWeights(file), folder, model, options);
+}
+
+void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,
+                   const ConvertOptions& options) {
+  const detail::StateWeights source(state);
+  std::vector<SafetensorsEntry> entries;
+  for (const std::string& name : source.names()) {
+    entries.push_back(source.find(name).value());
+    if (options.dtype) entries.back().dtype = *options.dtype;
+  }
+  if (entries.empty())
+    throw ConfigError(
+        titan::str(source.path(), ": has no model in it, whose tensors are called 'model.'..."));
+  sort_for_file(entries);
+  Pieces pieces(source, total_bytes(entries), RowOrder::Ours, options);
+  write_safetensors_in_parts(file, entries, {}, [&](size_t index, const AppendTensor& append) {
+    pieces.hand_on(entries[index].name, entries[index].dtype, /*rotary_head_dim=*/0, append);
   });
+}
+
+void convert_state_to_hf(const checkpoint::SavedState& state, const std::filesystem::path& folder,
+                         const HfModel& model, const ConvertOptions& options) {
+  write_as_hf(detail::StateWeights(state), folder, model, options);
 }
 
 }  // namespace titan

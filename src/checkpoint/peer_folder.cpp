@@ -9,6 +9,7 @@
 #include "errno_text.h"
 #include "folder_calls.h"
 #include "peer_folder_impl.h"
+#include "peer_rescue.h"
 #include "shared_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -22,6 +23,7 @@ using titan::detail::errno_text;
 
 constexpr dist::Label kFolderLabel{.phase = "checkpoint::peer_folder"};
 constexpr const char* kPlaceName = ".place";
+constexpr const char* kOwnerName = ".owner";
 
 std::string short_digest(const std::string& text) { return digest_of(text).substr(0, 16); }
 
@@ -53,15 +55,31 @@ std::vector<fs::path> peer_folders(const fs::path& parent) {
   return folders;
 }
 
-// Of a launcher that was killed. The run's folder on disk is locked by this job, so no other one uses them.
-void remove_earlier_jobs(const fs::path& parent, const fs::path& own, const std::string& run) {
-  for (const fs::path& folder : peer_folders(parent)) {
-    if (folder == own || !folder.filename().string().ends_with("-" + short_digest(run))) continue;
+bool is_of(const std::string& owner, const fs::path& folder) {
+  std::error_code ignored;
+  return !fs::exists(folder / kOwnerName, ignored) || read_file(folder / kOwnerName) == owner;
+}
+
+// Under its lock: who has that is at work there.
+void remove_unless_used(const fs::path& folder) {
+  const FolderLock lock(folder);
+  titan::detail::remove_folder(folder);
+  log::info(titan::str("removed ", folder.string(), ", which an earlier job of this run left"));
+}
+
+// Of a launcher that was killed: nobody else removes them. A run's mark may have come with a copy of its
+// folder (train/run_mark.h), so the mark alone doesn't tell.
+void remove_earlier_jobs(const fs::path& own, const PeerFolder::Options& options) {
+  for (const fs::path& folder : peer_folders(options.parent)) {
+    if (folder == own || !folder.filename().string().ends_with("-" + short_digest(options.run))) continue;
     try {
-      titan::detail::remove_folder(folder);
-      log::info(titan::str("removed ", folder.string(), ", which an earlier job of this run left"));
+      if (is_of(options.owner, folder))
+        remove_unless_used(folder);
+      else
+        log::warning(titan::str(folder.string(), " has this run's mark, but is of a run that saves in ",
+                                read_file(folder / kOwnerName), ": remove it if that one is over"));
     } catch (const Error& error) {
-      log::warning(error.what());
+      log::warning(titan::str(folder.string(), " is left as it is: ", error.what()));
     }
   }
 }
@@ -126,14 +144,18 @@ void PeerFolder::Impl::open() {
   });
   places = detail::PeerPlaces(group->all_gather_text(identity, kFolderLabel));
   require_on_all([&] {
-    if (is_leader()) write_file_atomic(path / kPlaceName, identity);
+    if (!is_leader()) return;
+    write_file_atomic(path / kPlaceName, identity);
+    if (!options.disk.empty())
+      write_file_atomic(path / detail::kDiskName, fs::absolute(options.disk).string());
   });
   require_on_all([&] { check_place(identity); });
   require_on_all([&] {
     if (!is_leader()) return;
     lock.emplace(path);
+    write_file_atomic(path / kOwnerName, options.owner);
     clean_leftovers(path, *lock);
-    remove_earlier_jobs(options.parent, path, options.run);
+    remove_earlier_jobs(path, options);
   });
   run_id = group->all_gather_text(detail::random_id(), kFolderLabel).front();
 }
@@ -163,8 +185,7 @@ bool PeerFolder::is_leader() const { return impl_->is_leader(); }
 
 void PeerFolder::forget() {
   impl_->chosen.reset();
-  impl_->remove_generations(std::nullopt);
-  impl_->on_all([] {});
+  impl_->on_all([&] { impl_->remove_generations(std::nullopt); });
 }
 
 void PeerFolder::remove() {
@@ -176,16 +197,21 @@ void PeerFolder::remove() {
   });
 }
 
-void remove_peer_folders(const fs::path& parent, const std::string& job) {
+std::vector<LeftState> end_peer_folders(const fs::path& parent, const std::string& job,
+                                        const std::function<bool()>& gives_up) {
   const std::string prefix = titan::str(name_prefix(), short_digest(job), "-");
+  std::vector<LeftState> states;
   for (const fs::path& folder : peer_folders(parent)) {
     if (!folder.filename().string().starts_with(prefix)) continue;
     try {
-      titan::detail::remove_folder(folder);
+      const auto state = detail::save_newest_generation(folder, gives_up);
+      if (state) states.push_back(*state);
+      if (!state || state->problem.empty()) titan::detail::remove_folder(folder);
     } catch (const std::exception& error) {
       log::warning(error.what());
     }
   }
+  return states;
 }
 
 }  // namespace titan::checkpoint

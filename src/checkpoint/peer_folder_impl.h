@@ -4,6 +4,7 @@
 // peer_loading.cpp.
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,6 +30,8 @@ struct PeerFolder::Impl {
   bool is_leader() const { return places.is_leader(world.rank()); }
   void remove_generations(std::optional<int64_t> but) const;
   void take_manifest();
+  /// What is wrong with the files of this rank's part of its place's, by number; those are removed.
+  std::map<int64_t, std::string> remove_own_damaged() const;
 
   dist::World world;
   Options options;

@@ -15,15 +15,22 @@ namespace {
 
 namespace fs = std::filesystem;
 
-std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest) {
+// Most files of a generation are at other places.
+std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest,
+                              std::vector<std::string>& problems) {
   std::vector<int64_t> ranks;
   for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
     const fs::path file = folder / file_name(static_cast<int64_t>(rank));
+    if (!titan::detail::is_own_file(file)) continue;
     std::error_code error;
-    const bool is_whole =
-        titan::detail::is_own_file(file) &&
-        fs::file_size(file, error) == static_cast<uintmax_t>(manifest.files[rank].num_bytes) && !error;
-    if (is_whole) ranks.push_back(static_cast<int64_t>(rank));
+    const auto size = fs::file_size(file, error);
+    const auto expected = static_cast<uintmax_t>(manifest.files[rank].num_bytes);
+    if (!error && size == expected)
+      ranks.push_back(static_cast<int64_t>(rank));
+    else
+      problems.push_back(
+          titan::str(file.string(), error ? ": " + error.message()
+                                          : titan::str(" has ", size, " bytes in place of ", expected)));
   }
   return ranks;
 }
@@ -68,7 +75,7 @@ std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector
       const Manifest manifest = read_manifest(entry.path);
       TITAN_CHECK(manifest.step == entry.step, entry.path.string(), " is of step ", manifest.step);
       held.push_back({entry.step, digest_of(to_text(manifest)), static_cast<int64_t>(manifest.files.size()),
-                      files_in(entry.path, manifest)});
+                      files_in(entry.path, manifest, problems)});
     } catch (const Error& error) {
       problems.push_back(error.what());
     }

@@ -26,7 +26,8 @@ std::string to_bytes(const std::vector<HeldGeneration>& held);
 /// Throws Error.
 std::vector<HeldGeneration> parse_held(const std::string& bytes);
 
-/// Those of a folder whose manifest is whole; of others a line in `problems`.
+/// Those of a folder whose manifest is whole, with their files of the right size; of others a line in
+/// `problems`.
 std::vector<HeldGeneration> held_generations(const std::filesystem::path& folder,
                                              std::vector<std::string>& problems);
 

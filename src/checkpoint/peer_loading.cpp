@@ -1,8 +1,10 @@
 // PeerFolder: which generation the ranks go on from, and how its files come to where they are read.
 
 #include <algorithm>
+#include <map>
 #include <set>
 
+#include "open_files.h"
 #include "peer_folder_impl.h"
 #include "peer_transfer.h"
 #include "titan/core/error.h"
@@ -27,6 +29,27 @@ std::set<int64_t> decode_files(const std::string& bytes) {
   return files;
 }
 
+std::string encode_damage(const std::map<int64_t, std::string>& damage) {
+  detail::WireWriter out;
+  for (const auto& [file, what] : damage) {
+    out.number(file);
+    out.text(what);
+  }
+  return out.take();
+}
+
+// Removed, it isn't counted on by a later start either.
+std::string remove_if_damaged(const std::filesystem::path& folder, const Manifest& manifest, int64_t file) {
+  try {
+    detail::open_rank_file(folder, manifest, file).verify();
+    return "";
+  } catch (const Error& error) {
+    std::error_code ignored;
+    std::filesystem::remove(folder / file_name(file), ignored);
+    return error.what();
+  }
+}
+
 bool is_at(const std::vector<int>& places, int place) {
   return std::find(places.begin(), places.end(), place) != places.end();
 }
@@ -46,8 +69,8 @@ std::optional<int64_t> PeerFolder::choose_newest() {
   const auto place = static_cast<size_t>(impl_->places.place_of(impl_->world.rank()));
   // Of the same step there may be another generation here, of a host that was away.
   const bool has_it = impl_->chosen && impl_->chosen->has_manifest[place];
-  impl_->remove_generations(has_it ? std::optional(impl_->chosen->step) : std::nullopt);
-  impl_->on_all([] {});
+  impl_->on_all(
+      [&] { impl_->remove_generations(has_it ? std::optional(impl_->chosen->step) : std::nullopt); });
   if (!impl_->chosen) return std::nullopt;
   impl_->take_manifest();
   return impl_->chosen->step;
@@ -108,6 +131,42 @@ void PeerFolder::bring_files(const Manifest& manifest, const std::set<int64_t>& 
   if (!moves.empty())
     log::info_rank0(titan::str("peer checkpoints: ", moves.size(), " file(s) of step ", manifest.step, ", ",
                                static_cast<double>(num_bytes) * 1e-9, " GB, came from other hosts' memory"));
+}
+
+// The ranks of a place share its files.
+std::map<int64_t, std::string> PeerFolder::Impl::remove_own_damaged() const {
+  const std::filesystem::path folder = step_path(path, chosen->step);
+  const Manifest manifest = read_manifest(folder);
+  const int place = places.place_of(world.rank());
+  const std::vector<int>& ranks = places.ranks_of(place);
+  std::map<int64_t, std::string> damage;
+  size_t turn = 0;
+  for (size_t file = 0; file < chosen->holders.size(); ++file) {
+    if (!is_at(chosen->holders[file], place) || ranks[turn++ % ranks.size()] != world.rank()) continue;
+    const auto number = static_cast<int64_t>(file);
+    const std::string what = remove_if_damaged(folder, manifest, number);
+    if (!what.empty()) damage[number] = what;
+  }
+  return damage;
+}
+
+PeerFolder::Damage PeerFolder::remove_damaged() {
+  TITAN_CHECK(impl_->chosen, "peer checkpoints: files are checked, but no generation was chosen");
+  std::map<int64_t, std::string> own;
+  impl_->on_all([&] { own = impl_->remove_own_damaged(); });
+  const auto all = impl_->group->all_gather_text(encode_damage(own), kPeerLoadLabel);
+  Damage damage;
+  auto& holders = impl_->chosen->holders;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    for (detail::WireReader in(all[rank]); !in.done();) {
+      const auto file = static_cast<size_t>(in.number());
+      std::erase(holders.at(file), impl_->places.place_of(static_cast<int>(rank)));
+      damage.found.push_back(titan::str("rank ", rank, " (", impl_->hosts[rank], "): ", in.text()));
+    }
+  }
+  damage.is_whole =
+      std::none_of(holders.begin(), holders.end(), [](const auto& places) { return places.empty(); });
+  return damage;
 }
 
 }  // namespace titan::checkpoint

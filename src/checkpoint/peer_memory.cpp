@@ -4,11 +4,12 @@
 #include <sys/statfs.h>
 #include <sys/statvfs.h>
 
+#include <algorithm>
 #include <cerrno>
-#include <fstream>
-#include <limits>
+#include <optional>
 
 #include "errno_text.h"
+#include "free_memory.h"
 #include "peer_folder_impl.h"
 #include "titan/core/error.h"
 #include "wire.h"
@@ -35,13 +36,6 @@ bool is_memory(const fs::path& folder) {
          (status.f_type == TMPFS_MAGIC || status.f_type == RAMFS_MAGIC);
 }
 
-int64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  for (std::string line; std::getline(file, line);)
-    if (line.starts_with("MemAvailable:")) return std::stoll(line.substr(13)) * 1024;
-  return std::numeric_limits<int64_t>::max();
-}
-
 int64_t free_space(const fs::path& folder) {
   struct statvfs status = {};
   if (::statvfs(folder.c_str(), &status) != 0)
@@ -53,60 +47,110 @@ std::string in_gigabytes(int64_t bytes) {
   return titan::str(static_cast<double>(bytes / 1'000'000) / 1e3, " GB");
 }
 
-// Of all ranks.
-std::vector<SaveSize> gathered(dist::Group& group, const SaveSize& own) {
+// What a rank takes, and what there is for it.
+struct RankMemory {
+  SaveSize size;
+  std::vector<detail::MemoryLimit> limits;
+};
+
+std::string encode_memory(const RankMemory& memory) {
   detail::WireWriter out;
-  out.number(own.file_bytes);
-  out.number(own.staged_bytes);
-  std::vector<SaveSize> sizes;
-  for (const std::string& text : group.all_gather_text(out.take(), kMemoryLabel)) {
-    detail::WireReader in(text);
-    const int64_t file_bytes = in.number();
-    sizes.push_back({file_bytes, in.number()});
+  out.number(memory.size.file_bytes);
+  out.number(memory.size.staged_bytes);
+  for (const detail::MemoryLimit& limit : memory.limits) {
+    out.text(limit.id);
+    out.text(limit.name);
+    out.number(limit.free_bytes);
   }
-  return sizes;
+  return out.take();
 }
 
-PeerFolder::Memory need_of(int place, const detail::PeerPlaces& places, const std::vector<SaveSize>& sizes) {
+RankMemory decode_memory(const std::string& bytes) {
+  detail::WireReader in(bytes);
+  RankMemory memory;
+  memory.size.file_bytes = in.number();
+  memory.size.staged_bytes = in.number();
+  while (!in.done()) {
+    detail::MemoryLimit& limit = memory.limits.emplace_back();
+    limit.id = in.text();
+    limit.name = in.text();
+    limit.free_bytes = in.number();
+  }
+  return memory;
+}
+
+// By rank.
+std::vector<RankMemory> gathered(dist::Group& group, const RankMemory& own) {
+  std::vector<RankMemory> all;
+  for (const std::string& text : group.all_gather_text(encode_memory(own), kMemoryLabel))
+    all.push_back(decode_memory(text));
+  return all;
+}
+
+// Of the files that a rank writes, those that it receives included.
+int64_t file_bytes_of(int rank, const detail::PeerPlaces& places, const std::vector<RankMemory>& ranks) {
+  int64_t bytes = ranks[static_cast<size_t>(rank)].size.file_bytes;
+  for (const int source : places.copy_sources(rank))
+    bytes += ranks[static_cast<size_t>(source)].size.file_bytes;
+  return 2 * bytes;
+}
+
+PeerFolder::Memory need_of(int place, const detail::PeerPlaces& places,
+                           const std::vector<RankMemory>& ranks) {
   PeerFolder::Memory need;
-  const auto add_files = [&](int rank) {
-    need.files_bytes += 2 * sizes[static_cast<size_t>(rank)].file_bytes;
-  };
   for (const int rank : places.ranks_of(place)) {
-    need.staged_bytes += sizes[static_cast<size_t>(rank)].staged_bytes;
-    add_files(rank);
-    for (const int source : places.copy_sources(rank)) add_files(source);
+    need.staged_bytes += ranks[static_cast<size_t>(rank)].size.staged_bytes;
+    need.files_bytes += file_bytes_of(rank, places, ranks);
   }
   return need;
 }
 
-void check_enough(const PeerFolder::Memory& need, const fs::path& path, int64_t available) {
-  if (need.files_bytes > need.free_bytes)
-    throw Error(titan::str("two generations take ", in_gigabytes(need.files_bytes), " in ", path.string(),
-                           ", which has ", in_gigabytes(need.free_bytes),
-                           " for them: take another checkpoint.peer_folder, or give that one more"));
-  if (need.in_memory && need.files_bytes + need.staged_bytes > available)
-    throw Error(titan::str("two generations take ", in_gigabytes(need.files_bytes),
-                           ", and the copies that are being made ", in_gigabytes(need.staged_bytes),
-                           " of host memory, of which ", in_gigabytes(available),
-                           " are free: free some, or set checkpoint.peer_interval = 0"));
+// Ranks of a host may be in one control group or in several.
+std::optional<detail::MemoryUse> tightest_of(int place, const detail::PeerPlaces& places,
+                                             const std::vector<RankMemory>& ranks) {
+  std::vector<detail::MemoryNeed> needs;
+  for (const int rank : places.ranks_of(place)) {
+    const RankMemory& own = ranks[static_cast<size_t>(rank)];
+    needs.push_back({file_bytes_of(rank, places, ranks) + own.size.staged_bytes, own.limits});
+  }
+  return detail::tightest(needs);
+}
+
+void check_folder(const PeerFolder::Memory& need, const fs::path& path) {
+  if (need.files_bytes <= need.free_bytes) return;
+  throw Error(titan::str("two generations take ", in_gigabytes(need.files_bytes), " in ", path.string(),
+                         ", which has ", in_gigabytes(need.free_bytes),
+                         " for them: take another checkpoint.peer_folder, or give that one more"));
+}
+
+void check_limit(const detail::MemoryUse& use) {
+  if (use.wanted_bytes <= use.limit.free_bytes) return;
+  throw Error(titan::str("two generations and the copies that are being made take ",
+                         in_gigabytes(use.wanted_bytes), " of memory, of which ", use.limit.name, " has ",
+                         in_gigabytes(use.limit.free_bytes),
+                         " left: give it more, or set checkpoint.peer_interval = 0"));
 }
 
 }  // namespace
 
 PeerFolder::Memory PeerFolder::check_memory(const SaveSize& own) {
-  const auto sizes = gathered(*impl_->group, own);
+  const int64_t held = bytes_in(path());
+  const auto ranks = gathered(*impl_->group, {own, detail::memory_limits(held)});
   Memory most;
   for (int place = 0; place < num_places(); ++place) {
-    const Memory need = need_of(place, impl_->places, sizes);
+    const Memory need = need_of(place, impl_->places, ranks);
     if (need.files_bytes > most.files_bytes) most = need;
   }
   impl_->require_on_all([&] {
-    Memory here = need_of(impl_->places.place_of(impl_->world.rank()), impl_->places, sizes);
-    const int64_t held = bytes_in(path());
-    here.in_memory = most.in_memory = is_memory(path());
+    const int place = impl_->places.place_of(impl_->world.rank());
+    Memory here = need_of(place, impl_->places, ranks);
     here.free_bytes = most.free_bytes = free_space(path()) + held;
-    if (is_leader()) check_enough(here, path(), available_memory() + held);
+    most.in_memory = is_memory(path());
+    if (is_leader()) check_folder(here, path());
+    const auto use = most.in_memory ? tightest_of(place, impl_->places, ranks) : std::nullopt;
+    if (!use) return;
+    if (is_leader()) check_limit(*use);
+    most.free_bytes = std::min(most.free_bytes, use->limit.free_bytes);
   });
   return most;
 }

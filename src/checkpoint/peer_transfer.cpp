@@ -18,11 +18,16 @@ namespace {
 
 constexpr dist::Label kCopyLabel{.phase = "checkpoint::copy"};
 
+// Behind the bytes of each piece.
+constexpr std::byte kGoesOn{0}, kEndsHere{1};
+
 // One file on its way. Nothing but a lost peer makes it throw.
 class MovingFile {
  public:
-  explicit MovingFile(const FileTransfer& transfer)
-      : transfer_(transfer), piece_(at::zeros({std::min(kTransferBytes, transfer.num_bytes)}, at::kByte)) {
+  MovingFile(const FileTransfer& transfer, const std::atomic<bool>* ends_early)
+      : transfer_(transfer),
+        ends_early_(ends_early),
+        piece_(at::zeros({std::min(kTransferBytes, transfer.num_bytes) + 1}, at::kByte)) {
     attempt([&] {
       if (!transfer.sends) {
         output_ = std::make_unique<OutputFile>(transfer.path, transfer.num_bytes);
@@ -34,25 +39,28 @@ class MovingFile {
     });
   }
 
-  bool done() const { return offset_ == transfer_.num_bytes; }
+  bool done() const { return ended_ || offset_ == transfer_.num_bytes; }
   const std::string& problem() const { return problem_; }
 
   void start(dist::Group& group) {
-    const int64_t length = std::min(kTransferBytes, transfer_.num_bytes - offset_);
-    const at::Tensor part = piece_.narrow(0, 0, length);
+    length_ = std::min(kTransferBytes, transfer_.num_bytes - offset_);
+    const at::Tensor part = piece_.narrow(0, 0, length_ + 1);
     if (transfer_.sends) {
-      attempt([&] { input_->read({bytes(), static_cast<size_t>(length)}, offset_); });
+      if (ends_early_ && *ends_early_) fail(titan::str("wasn't sent behind byte ", offset_));
+      attempt([&] { input_->read({bytes(), static_cast<size_t>(length_)}, offset_); });
+      bytes()[length_] = problem_.empty() ? kGoesOn : kEndsHere;
       work_.emplace(group.send(part, transfer_.peer, kCopyLabel));
     } else {
       work_.emplace(group.receive(part, transfer_.peer, kCopyLabel));
     }
-    length_ = length;
   }
 
   void wait() {
     work_->wait();
     work_.reset();
+    ended_ = bytes()[length_] == kEndsHere;
     if (!transfer_.sends) {
+      if (ended_) fail(titan::str("wasn't sent by rank ", transfer_.peer, " behind byte ", offset_));
       attempt([&] {
         iovec part = {bytes(), static_cast<size_t>(length_)};
         output_->write({&part, 1}, offset_);
@@ -77,24 +85,32 @@ class MovingFile {
       output_.reset();
     }
   }
+  void fail(const std::string& what) {
+    attempt([&] {
+      throw Error(titan::str(transfer_.path.string(), " (", transfer_.num_bytes, " bytes) ", what));
+    });
+  }
 
   std::byte* bytes() { return static_cast<std::byte*>(piece_.mutable_data_ptr()); }
 
   FileTransfer transfer_;
+  const std::atomic<bool>* ends_early_;
   at::Tensor piece_;
   std::unique_ptr<InputFile> input_;
   std::unique_ptr<OutputFile> output_;
   std::optional<dist::Work> work_;
   int64_t offset_ = 0, length_ = 0;
+  bool ended_ = false;  // by its sender, before all was sent
   std::string problem_;
 };
 
 }  // namespace
 
 std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& transfers,
-                           const std::function<void()>& progress) {
+                           const TransferOptions& options) {
   std::vector<std::unique_ptr<MovingFile>> files;
-  for (const FileTransfer& transfer : transfers) files.push_back(std::make_unique<MovingFile>(transfer));
+  for (const FileTransfer& transfer : transfers)
+    files.push_back(std::make_unique<MovingFile>(transfer, options.ends_early.get()));
   while (true) {
     std::vector<MovingFile*> moving;
     for (const auto& file : files)
@@ -104,7 +120,7 @@ std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& 
     // waited for.
     for (MovingFile* file : moving) file->start(group);
     for (MovingFile* file : moving) file->wait();
-    if (progress) progress();
+    if (options.progress) options.progress();
   }
   std::string problem;
   for (const auto& file : files) {

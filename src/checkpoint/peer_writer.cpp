@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
-#include <memory>
 #include <utility>
 
 #include "agreement.h"
-#include "peer_transfer.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "within.h"
 
 namespace titan::checkpoint::detail {
 namespace {
@@ -36,16 +33,17 @@ std::string failure_in(const Verdict& verdict) {
   return end == text.npos ? text : text.substr(std::min(text.size(), end + 3));
 }
 
-// The group has messages under way that nobody waits for: no call makes sense any more.
-struct OutOfStep : Error {
-  using Error::Error;
-};
-
 }  // namespace
 
 PeerWriter::PeerWriter(SaveOptions options, std::string run_id, RankTree tree,
-                       std::shared_ptr<dist::Group> group)
-    : SaveWriter(std::move(options), std::move(run_id), std::move(tree)), group_(std::move(group)) {}
+                       std::shared_ptr<dist::Group> copies)
+    : SaveWriter(std::move(options), std::move(run_id), std::move(tree)),
+      copies_(copies ? std::make_unique<PeerCopies>(std::move(copies)) : nullptr) {}
+
+std::string PeerWriter::why_not() const {
+  const std::string problem = copies_ ? copies_->why_not() : "";
+  return problem.empty() ? "" : titan::str(tree_.name_of(tree_.rank()), ": ", problem);
+}
 
 SaveOutcome PeerWriter::write(const SaveJob& job) {
   const auto start = Clock::now();
@@ -55,7 +53,7 @@ SaveOutcome PeerWriter::write(const SaveJob& job) {
   if (text.empty()) return give_up(job.step, {failure_in(verdict), verdict.lost});
   try {
     const Manifest manifest = parse_manifest(text, kManifestName);
-    if (options_.peers->num_places() > 1)
+    if (copies_)
       if (verdict = on_all([&] { copy_files(manifest); }); !verdict.text.empty())
         return give_up(job.step, verdict);
     if (verdict = on_all([&] { commit(manifest); }); !verdict.text.empty()) return give_up(job.step, verdict);
@@ -91,8 +89,6 @@ Verdict PeerWriter::on_all(const std::function<void()>& part) {
   std::string problem;
   try {
     part();
-  } catch (const OutOfStep&) {
-    throw;
   } catch (const std::exception& error) {
     problem = error.what();
   }
@@ -112,19 +108,9 @@ void PeerWriter::copy_files(const Manifest& manifest) {
   if (const int target = options_.peers->copy_target(); target >= 0) add(tree_.rank(), target, true);
   for (const int source : options_.peers->copy_sources()) add(source, source, false);
   enter(SavePhase::CopyPiece);
-  const auto problem = std::make_shared<std::string>();
-  const auto copy = [group = group_, transfers, problem, on_phase = options_.on_phase] {
-    *problem = transfer_files(*group, transfers, [on_phase] {
-      if (on_phase) on_phase(SavePhase::CopyPiece);
-    });
-  };
-  try {
-    if (!within(options_.timeout, copy))
-      throw OutOfStep(titan::str("the copies weren't made within ", options_.timeout.count(), " s"));
-  } catch (const std::exception& error) {
-    throw OutOfStep(error.what());
-  }
-  TITAN_CHECK(problem->empty(), *problem);
+  copies_->make(manifest.step, transfers, options_.timeout, [on_phase = options_.on_phase] {
+    if (on_phase) on_phase(SavePhase::CopyPiece);
+  });
 }
 
 void PeerWriter::commit(const Manifest& manifest) {

@@ -13,7 +13,10 @@
 // A place's generation gets its name when every file is at all places where it should be, and the one before
 // goes when all places have given the name: whatever is lost in between, of one of the two all files are
 // found that one lost place leaves.
+//
+// Copies that take too long end the generation and nothing else (peer_copies.h).
 
+#include "peer_copies.h"
 #include "save_writer.h"
 #include "titan/checkpoint/peer_folder.h"
 
@@ -21,11 +24,12 @@ namespace titan::checkpoint::detail {
 
 class PeerWriter : public SaveWriter {
  public:
-  /// `group`: the tree's.
-  PeerWriter(SaveOptions options, std::string run_id, RankTree tree, std::shared_ptr<dist::Group> group);
+  /// `copies`: a group for them alone; null where there is one place.
+  PeerWriter(SaveOptions options, std::string run_id, RankTree tree, std::shared_ptr<dist::Group> copies);
 
   SaveOutcome write(const SaveJob& job) override;
   void prune(int64_t step) override;
+  std::string why_not() const override;
 
  private:
   Verdict manifest_or_failure(const SaveJob& job, const std::vector<Answer>& answers);
@@ -35,7 +39,7 @@ class PeerWriter : public SaveWriter {
   void commit(const Manifest& manifest);
   SaveOutcome give_up(int64_t step, const Verdict& verdict) const;
 
-  std::shared_ptr<dist::Group> group_;
+  std::unique_ptr<PeerCopies> copies_;  // null: there is one place
 };
 
 }  // namespace titan::checkpoint::detail

@@ -22,8 +22,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr dist::Label kUp{.phase = "checkpoint::gather"};
 constexpr dist::Label kDown{.phase = "checkpoint::verdict"};
-// gloo's own limit, never reached: see the note.
-constexpr Milliseconds kNoLimit = std::chrono::hours(24 * 7);
 
 // A whole text, with the number of its bytes in front.
 void send_text(dist::Group& group, int peer, const std::string& text, dist::Label label) {

@@ -27,6 +27,9 @@
 
 namespace titan::checkpoint::detail {
 
+/// gloo's own limit, never reached, of a group whose time is kept here.
+constexpr std::chrono::milliseconds kNoLimit = std::chrono::hours(24 * 7);
+
 struct Answer {
   int rank = 0;
   std::string text;   // of a lost rank: how it was lost

@@ -48,6 +48,8 @@ class SaveWriter {
   virtual SaveOutcome write(const SaveJob& job) = 0;
   /// Removes what is too old behind a complete save. Doesn't throw.
   virtual void prune(int64_t step) = 0;
+  /// Why this rank can't begin a save just now; empty: it can. By any thread.
+  virtual std::string why_not() const { return ""; }
   /// Where write() is now; for other threads.
   SavePhase phase() const { return phase_.load(); }
 

@@ -72,7 +72,8 @@ constexpr const char* kLaunchNotes =
     "Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().\n"
     "When one fails, the others are ended, its last lines are printed at the end, and its exit code is this\n"
     "command's; with --max-restarts they are started again. SIGTERM, SIGINT and SIGUSR1 go to all ranks and\n"
-    "end the job; SIGUSR2 brings lost ranks back. See docs/elastic.md.\n";
+    "end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks, and the job goes on. See\n"
+    "docs/elastic.md.\n";
 
 constexpr const char* kCompareNotes =
     "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"

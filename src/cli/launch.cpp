@@ -50,6 +50,8 @@ class Launcher {
  private:
   using End = RankGroup::End;
 
+  int run_groups();
+  void save_memory();
   GroupOptions group_options();
   Variables variables() const;
   std::optional<int> after(const RankGroup& group, End end);
@@ -71,7 +73,8 @@ class Launcher {
   int num_starts_ = 0;
   int num_restarts_ = 0;  // of those that count
   int num_short_runs_ = 0;
-  int told_to_end_ = 0;
+  int told_to_end_ = 0;      // while no rank ran: the signal
+  bool is_hurried_ = false;  // told to end at once
 };
 
 Variables Launcher::variables() const {
@@ -100,7 +103,7 @@ GroupOptions Launcher::group_options() {
 void Launcher::handle_between_groups() {
   while (const int signal = signals_.next()) {
     if (signal == SIGUSR2) places_.bring_back();
-    if (signal != SIGUSR2 && signal != SIGCHLD) told_to_end_ = signal;
+    if (asks_for_end(signal)) told_to_end_ = signal;
   }
 }
 
@@ -192,7 +195,42 @@ std::optional<int> Launcher::after(const RankGroup& group, End end) {
   return std::nullopt;
 }
 
+// Ranks that returned 0 have removed what they kept; of those that were lost, or couldn't save, nobody else
+// does anything with it.
+void Launcher::save_memory() {
+  const auto start = Clock::now();
+  const auto gives_up = [&] {
+    while (const int signal = signals_.next())
+      is_hurried_ = is_hurried_ || (asks_for_end(signal) && Clock::now() - start >= kSameSignal);
+    return is_hurried_;
+  };
+  for (const checkpoint::LeftState& state :
+       checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
+    if (state.problem.empty())
+      tell("the state behind step ", state.step,
+           ", which was in memory alone, is saved: ", state.disk.string());
+    else
+      tell("the state behind step ", state.step, " stays in ", state.memory.string(),
+           " and isn't on disk: ", state.problem, ". To go on from it, copy that folder ",
+           state.disk.empty() ? "to the run's other steps" : str("to ", state.disk.string()),
+           " before the run is started again, which removes it from memory");
+  }
+}
+
 int Launcher::run() {
+  int code = 0;
+  try {
+    code = run_groups();
+  } catch (...) {
+    save_memory();
+    throw;
+  }
+  save_memory();
+  if (told_to_end_ != 0 && options_.on_end_without_ranks) options_.on_end_without_ranks(told_to_end_);
+  return code;
+}
+
+int Launcher::run_groups() {
   while (find_places()) {
     const int num_ranks = static_cast<int>(group_.size());
     if (num_starts_ > 0)
@@ -201,6 +239,7 @@ int Launcher::run() {
     RankGroup group(num_ranks, group_options(), signals_);
     ++num_starts_;
     const End end = group.run();
+    is_hurried_ = group.told_twice();
     if (const auto code = after(group, end)) return *code;
   }
   return 128 + told_to_end_;
@@ -225,19 +264,11 @@ std::string new_job_id() {
   return str("titan-", ::getpid(), "-", source(), "-", source());
 }
 
-/// Ranks that returned 0 have removed it; of those that were lost nobody else does.
-struct JobMemory {
-  ~JobMemory() { checkpoint::remove_peer_folders(folder, job_id); }
-  const std::filesystem::path& folder;
-  std::string job_id;
-};
-
 }  // namespace
 
 int launch_local(const LaunchOptions& options) {
   check(options);
-  const JobMemory memory{options.memory_folder, new_job_id()};
-  return Launcher(options, memory.job_id).run();
+  return Launcher(options, new_job_id()).run();
 }
 
 }  // namespace titan::cli

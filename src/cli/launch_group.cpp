@@ -20,6 +20,7 @@
 #include <cstring>
 
 #include "titan/core/error.h"
+#include "titan/dist/end_limits.h"
 #include "titan/dist/watchdog.h"
 #include "titan/train/interruption.h"
 
@@ -29,12 +30,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// Two signals within it are one request: a terminal that closes sends two, so does `timeout`, and systemd.
-constexpr auto kSameSignal = seconds(1);
 /// What is left to the others of a group that is told to end when one of them fails.
 constexpr auto kStopBehindFailure = seconds(30);
-/// In which ranks that have given up on a peer end, each by its own watchdog.
-constexpr auto kWatchdogsEnd = seconds(10);
+/// In which ranks that have given up on a peer end, each by its own watchdog: the last one to hear of the
+/// verdict does so a second behind the first, and tells what it knows before.
+constexpr auto kWatchdogsEnd = dist::kHangEndsWithin + seconds(2);
 /// A process that SIGKILL hasn't ended by then is told.
 constexpr auto kDying = seconds(5);
 
@@ -139,17 +139,21 @@ void RankGroup::tell_ranks(int signal) {
 
 void RankGroup::handle(int signal) {
   if (signal == SIGCHLD) return reap();
-  if (signal == SIGUSR2) {
-    options_.on_rejoin();
-    grow_at_ = options_.next_growth();
-    return;
-  }
+  if (asks_for_end(signal)) return ask_for_end(signal);
+  if (signal == SIGQUIT) return signal_all(signal);  // what they are at; nothing ends
+  options_.on_rejoin();
+  grow_at_ = options_.next_growth();
+}
+
+void RankGroup::ask_for_end(int signal) {
   if (told_to_end_ == 0) {
     told_to_end_ = signal;
     told_at_ = Clock::now();
     return tell_ranks(signal);
   }
-  if (Clock::now() - told_at_ >= kSameSignal) signal_all(SIGKILL);  // asked twice
+  if (Clock::now() - told_at_ < kSameSignal) return;
+  told_twice_ = true;
+  signal_all(SIGKILL);
 }
 
 // A signal that isn't ours takes a rank's memory before its process is put away: peers that saw it go may be

@@ -47,6 +47,7 @@ class RankGroup {
   End run();
 
   int told_to_end() const { return told_to_end_; }  ///< 0: nobody has
+  bool told_twice() const { return told_twice_; }   ///< to end at once
   const std::string& start_error() const { return start_error_; }
   /// Of ranks that were told to end: which of them didn't return 0, and what they did; empty: all did.
   std::string ended_badly() const;
@@ -83,6 +84,7 @@ class RankGroup {
   bool is_cause_of_first(const Rank& rank) const;
   void handle(int signal);
   void signal_all(int signal);
+  void ask_for_end(int signal);
   void end_ranks(std::chrono::milliseconds grace);
   void tell_ranks(int signal);
   void end_stopped();
@@ -107,6 +109,7 @@ class RankGroup {
   bool outgrown_ = false;
   int told_to_end_ = 0;          // the signal
   Clock::time_point told_at_{};  // when it came
+  bool told_twice_ = false;
   bool told_undying_ = false;
   std::string start_error_;
 };

@@ -7,16 +7,12 @@
 
 namespace titan::cli {
 
-namespace {
-
-// Blocked, it would be kept to be read nevertheless. nohup and a shell for what runs in its background have
-// it so, and the ranks inherit it.
 bool is_ignored(int signal) {
   struct sigaction action {};
   return sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
 }
 
-}  // namespace
+bool asks_for_end(int signal) { return signal != SIGCHLD && signal != SIGUSR2 && signal != SIGQUIT; }
 
 SignalReader::SignalReader() {
   // Children of a process that ignores their ends vanish, and nobody hears how they ended.
@@ -26,6 +22,7 @@ SignalReader::SignalReader() {
   sigaddset(&wanted, SIGCHLD);
   for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2})
     if (!is_ignored(signal)) sigaddset(&wanted, signal);
+  sigaddset(&wanted, SIGQUIT);
   pthread_sigmask(SIG_BLOCK, &wanted, &before_);
   fd_ = signalfd(-1, &wanted, SFD_NONBLOCK | SFD_CLOEXEC);
   pipe_action_ = signal(SIGPIPE, SIG_IGN);

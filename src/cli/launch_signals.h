@@ -5,10 +5,22 @@
 
 #include <signal.h>
 
+#include <chrono>
+
 namespace titan::cli {
 
-/// As long as it lives, the signals that matter to a launcher do nothing but wait to be read; those that this
-/// process was started to ignore do nothing at all. One at a time.
+/// Two signals within it are one request: a terminal that closes sends two, so does `timeout`, and systemd.
+inline constexpr std::chrono::seconds kSameSignal{1};
+
+/// As nohup, and a shell for what runs in its background, have it. Blocked, such a signal would nevertheless
+/// be kept to be read.
+bool is_ignored(int signal);
+/// Of those that a SignalReader reads: the job is to end.
+bool asks_for_end(int signal);
+
+/// As long as it lives, the signals that matter to a launcher do nothing but wait to be read. Those that this
+/// process was started to ignore do nothing at all; but SIGQUIT, which ends nothing, and which shells ignore
+/// for all that runs in their background. One at a time.
 class SignalReader {
  public:
   SignalReader();

@@ -40,6 +40,37 @@ void keep_validation(const TrainArguments& arguments, const train::JobConfig& co
   command.push_back(std::to_string(validation.local_batch_size * dims.batch_degree()));
 }
 
+/// What of the settings keeps ranks that are started again from going on where they were.
+class RestartProblems {
+ public:
+  RestartProblems(const train::JobConfig& config, const config::Origins& origins)
+      : config_(config), origins_(origins) {}
+
+  void require(bool holds, const char* key, const char* what) {
+    if (!holds) problems_.push_back(origins_.problem(key, str("with --max-restarts ", what)));
+  }
+  void find_without_saves() {
+    require(config_.checkpoint.enable, "checkpoint.enable",
+            "has to be true: ranks that are started again go on from a checkpoint");
+    require(!config_.checkpoint.load_only, "checkpoint.load_only",
+            "has to be false: nothing would be saved to go on from");
+  }
+  void find_same_start() {
+    require(config_.checkpoint.load_step == -1, "checkpoint.load_step",
+            "has to be -1, the newest: each restart would go back to this step");
+    require(config_.checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
+            "has to be empty: each restart would leave these out again");
+  }
+  void throw_if_any() const {
+    if (!problems_.empty()) throw ConfigError(problems_);
+  }
+
+ private:
+  const train::JobConfig& config_;
+  const config::Origins& origins_;
+  std::vector<std::string> problems_;
+};
+
 }  // namespace
 
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
@@ -48,24 +79,25 @@ void check_train_restarts(const TrainArguments& arguments, const train::JobConfi
   if (arguments.num_ranks == 0)
     throw ConfigError(
         "titan train: --max-restarts restarts the ranks that --nproc starts, and there is no --nproc");
-  std::vector<std::string> problems;
-  const auto require = [&](bool holds, const char* key, const char* what) {
-    if (!holds) problems.push_back(origins.problem(key, str("with --max-restarts ", what)));
-  };
-  require(config.checkpoint.enable, "checkpoint.enable",
-          "has to be true: ranks that are started again go on from a checkpoint");
-  require(!config.checkpoint.load_only, "checkpoint.load_only",
-          "has to be false: nothing would be saved to go on from");
-  require(config.checkpoint.load_step == -1, "checkpoint.load_step",
-          "has to be -1, the newest: each restart would go back to this step");
-  require(config.checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
-          "has to be empty: each restart would leave these out again");
+  RestartProblems problems(config, origins);
+  problems.find_without_saves();
+  problems.find_same_start();
   const bool may_shrink =
       arguments.restarts.min_ranks > 0 && arguments.restarts.min_ranks < arguments.num_ranks;
-  require(!may_shrink || config.training.global_batch_size != -1, "training.global_batch_size",
-          "and --min-ranks has to be a number: -1 is as many as the ranks have, so fewer ranks would train "
-          "another run");
-  if (!problems.empty()) throw ConfigError(problems);
+  problems.require(
+      !may_shrink || config.training.global_batch_size != -1, "training.global_batch_size",
+      "and --min-ranks has to be a number: -1 is as many as the ranks have, so fewer ranks would "
+      "train another run");
+  problems.throw_if_any();
+}
+
+void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
+                             const config::Origins& origins) {
+  if (launch.max_restarts == 0) return;
+  RestartProblems problems(config, origins);
+  if (launch.by == "titan") problems.find_without_saves();
+  problems.find_same_start();
+  problems.throw_if_any();
 }
 
 void set_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,

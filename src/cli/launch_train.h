@@ -3,6 +3,7 @@
 // `titan train --nproc N --max-restarts K`: what the job's settings say about restarts.
 
 #include "cli/arguments.h"
+#include "dist/environment.h"
 #include "titan/config/origins.h"
 #include "titan/train/job_config.h"
 
@@ -14,6 +15,11 @@ constexpr int kRefusedSettings = 2;
 /// Throws ConfigError where a restart wouldn't go on where the ranks were.
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                           const config::Origins& origins);
+
+/// The same of a rank whose launcher has such restarts: `titan launch --max-restarts K -- titan train ...`,
+/// and torchrun's, where it is no more than a default, and checkpoints that are off are left to be.
+void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
+                             const config::Origins& origins);
 
 /// `arguments`' restarts, on numbers of ranks that the job's mesh, and whatever else depends on it, can do
 /// with, and what ranks have to be told so that fewer of them train the same run. Ranks that are told to end

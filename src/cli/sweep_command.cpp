@@ -140,8 +140,8 @@ int Sweep::do_run(size_t index, const HeldSignals& signals) {
   const ChildEnd end = run_child(command(index), signals);
   state.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   state.exit_code = end.exit_code;
-  // A run that was told to stop, by whomever, ends well and isn't through.
-  state.finished = end.exit_code == 0 && end.told_to_end == 0 && went_through(folder(index));
+  // A run that was told to stop, by whomever, ends well too.
+  state.finished = end.exit_code == 0 && went_through(folder(index), end.told_to_end != 0);
   write_run_state(folder(index), state);
   if (end.exit_code != 0) log::warning(str(place, " ended with exit code ", end.exit_code));
   if (end.exit_code == 0 && !state.finished) log::warning(str(place, " was told to stop before its end"));

@@ -86,6 +86,11 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
   return command;
 }
 
+// Behind a stop, which a signal asked for; 0: none.
+void requeue_if_wanted(const train::JobConfig& config, int signal) {
+  if (requeues_on(config.fault_tolerance.requeue_on, signal)) requeue(slurm_job(dist::process_environment()));
+}
+
 int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   if (::isatty(STDERR_FILENO)) ::setenv(kOnTerminal, "1", /*overwrite=*/1);
   ::setenv(kFilesChecked, "1", /*overwrite=*/1);
@@ -95,6 +100,7 @@ int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   options.log_rank = arguments.log_rank;
   options.memory_folder = job.config.checkpoint.peer_folder;
   set_train_restarts(arguments, job.config, job.origins, options);
+  options.on_end_without_ranks = [&](int signal) { requeue_if_wanted(job.config, signal); };
   return launch_local(options);
 }
 
@@ -183,7 +189,9 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   set_profiler_environment(config.profiling);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
   const train::SignalWatch signals(launch.by == "titan" ? ::getppid() : 0);
-  train::StartupWatch startup;
+  train::StartupWatch startup([&config, rank = launch.rank](int signal) {
+    if (rank == 0) requeue_if_wanted(config, signal);
+  });
   dist::World world = train::build_world(config);
   // With states in memory a stop waits until the newest is loaded, to save it.
   if (config.checkpoint.peer_interval > 0) {
@@ -193,8 +201,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   }
   if (train::run_has_ended(config, world)) return 0;
   const train::RunEnd end = run_trainer(config, world, on_terminal(launch), checked, startup);
-  if (requeues_on(config.fault_tolerance.requeue_on, end.stop.signal) && world.rank() == 0)
-    requeue(slurm_job(dist::process_environment()));
+  if (world.rank() == 0) requeue_if_wanted(config, end.stop.signal);
   return 0;
 }
 
@@ -212,6 +219,7 @@ int train_command(const Arguments& words) {
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
   check_train_restarts(arguments, job.config, job.origins);
   const bool starts_ranks = arguments.num_ranks > 1 || arguments.restarts.max_restarts > 0;
+  if (!starts_ranks) check_launched_restarts(launch, job.config, job.origins);
   // The parent checks too, so that a wrong setting is told once, and before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);
   const train::CheckedFiles checked = train::check_job(

@@ -41,7 +41,9 @@ class Loader {
  public:
   Loader(const Schema& schema, const Sources& sources, void* job)
       : schema_(schema), job_(job), catalog_(schema) {
-    if (!sources.file.empty())
+    if (!sources.toml.empty())
+      take_text(sources.toml, sources.file.string());
+    else if (!sources.file.empty())
       for (const Document& document : read_documents(sources.file, problems_)) take(document);
     for (Assignment& assignment : read_words(sources.overrides, problems_)) take(std::move(assignment));
   }
@@ -56,6 +58,16 @@ class Loader {
   }
 
  private:
+  void take_text(const std::string& toml, const std::string& name) {
+    try {
+      const Document document = read_toml(toml, name);
+      problems_.insert(problems_.end(), document.problems.begin(), document.problems.end());
+      take(document);
+    } catch (const ConfigError& error) {
+      problems_.push_back(error.what());
+    }
+  }
+
   void take(const Document& document) {
     std::set<std::string, std::less<>> unknown;
     for (const Heading& heading : document.headings) {

@@ -19,9 +19,12 @@ namespace {
 constexpr std::array kSignals = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 constexpr int kMaxFrames = 64;
 constexpr size_t kStackBytes = 64 * 1024;
+// Of the addresses that belong to a null pointer and the largest array behind it.
+constexpr uintptr_t kNullPointersEnd = uintptr_t{1} << 40;
 
 std::atomic<const char*> crash_note{nullptr};
 std::atomic<void (*)(const char*)> crash_hook{nullptr};
+std::atomic<bool> declined{false};
 std::atomic_flag reporting = ATOMIC_FLAG_INIT;
 alignas(16) char handler_stack[kStackBytes];
 
@@ -58,6 +61,12 @@ const char* signal_name(int signal) {
   }
 }
 
+// A pointer that is no address at all faults with another code, and with 0 for its address.
+bool is_null_pointer(int signal, const siginfo_t* info) {
+  return signal == SIGSEGV && info->si_code == SEGV_MAPERR &&
+         reinterpret_cast<uintptr_t>(info->si_addr) < kNullPointersEnd;
+}
+
 void report(int signal, const siginfo_t* info) {
   bool memory_fault = signal == SIGSEGV || signal == SIGBUS;
   write_text("[titan] fatal signal ");
@@ -68,7 +77,7 @@ void report(int signal, const siginfo_t* info) {
   }
   write_text("\n");
   const char* note = crash_note.load();
-  if (memory_fault && note != nullptr) {
+  if (note != nullptr && is_null_pointer(signal, info)) {
     write_text("[titan] ");
     write_text(note);
     write_text("\n");
@@ -107,7 +116,10 @@ bool is_default(int signal) {
 
 }  // namespace
 
+void decline_crash_handler() { declined.store(true); }
+
 void install_crash_handler() {
+  if (declined.load()) return;
   void* frame = nullptr;
   backtrace(&frame, 1);  // loads libgcc now: dlopen isn't safe in a handler
 

@@ -285,9 +285,12 @@ void check_call(const Group& group, const char* op, const at::Tensor& out, const
 Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label) {
   check_call(*this, "all_gather", out, in, size(), 1);
   if (size() == 1) return copy_into(out, in), Work();
-  return launch(
-      record_of(int(CollectiveOp::AllGather), out, in, label), out, in,
-      [](auto& backend, auto& received, auto& sent) { return backend._allgather_base(received, sent); });
+  return launch(record_of(int(CollectiveOp::AllGather), out, in, label), out, in,
+                [](auto& backend, auto& received, auto& sent) {
+                  // Gloo wants the parts along the first dimension; a caller may have one more for the ranks.
+                  at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
+                  return backend._allgather_base(flat_out, flat_in);
+                });
 }
 
 Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label) {

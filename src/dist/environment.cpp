@@ -139,6 +139,8 @@ void read_variables(Reader& env, Launch& launch) {
   launch.local_size = env.number("LOCAL_WORLD_SIZE", -1);
   launch.listen_fd = launch.rank == 0 ? env.number("TITAN_STORE_FD", -1) : -1;
   launch.serves_store = env.text("TORCHELASTIC_USE_AGENT_STORE").value_or("") != "True";
+  if (launch.by == "titan") launch.max_restarts = env.number("TITAN_MAX_RESTARTS", 0);
+  if (launch.by == "torchrun") launch.max_restarts = env.number("TORCHELASTIC_MAX_RESTARTS", 0);
 }
 
 void check_store(Reader& env, const Launch& launch) {

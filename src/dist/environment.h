@@ -26,7 +26,7 @@ struct Launch {
   int store_port = 0;
   int listen_fd = -1;        ///< rank 0 under titan launch: the bound socket to serve on
   bool serves_store = true;  ///< false under torchrun's agent, which serves it itself
-  std::string store_prefix;  ///< keeps a restart's keys apart from those before it
+  int max_restarts = 0;      ///< how often the launcher may start the ranks again, as far as it tells
 };
 
 /// Order: torchrun and titan launch (their own marks, so an allocation around them doesn't matter), plain

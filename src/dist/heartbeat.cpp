@@ -1,5 +1,6 @@
 #include "titan/dist/heartbeat.h"
 
+#include <pthread.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include "dump_thread.h"
 #include "store_link.h"
 #include "titan/core/error.h"
+#include "titan/dist/end_limits.h"
 #include "titan/dist/flight_record.h"
 #include "titan/dist/flight_report.h"
 
@@ -32,14 +34,13 @@ constexpr const char* kVerdictsReadKey = "heartbeat/verdicts_read";
 constexpr const char* kEnded = "ended";
 const std::string kFailureOf = "failure of ";
 
-// In all a lost rank has to be told within 10 s.
-constexpr auto kExplainLimit = std::chrono::seconds(8);
 constexpr auto kEndLimit = std::chrono::seconds(2);
 constexpr auto kVerdictLimit = std::chrono::seconds(6);
 constexpr auto kWriteLimit = std::chrono::seconds(1);
 // For what follows when the records are read: it is done in half the time of that.
 constexpr auto kJoinLimit = std::chrono::seconds(1);
 constexpr auto kReadLimit = std::chrono::seconds(1);
+static_assert(kWriteLimit + kVerdictLimit + kReadLimit <= kExplainsWithin);
 
 /// A store of thousands of ranks is asked half as often; no seldomer, as a lost rank has to be told in time.
 milliseconds period_of(int num_ranks) { return milliseconds(std::clamp(num_ranks, 500, 1000)); }
@@ -158,7 +159,7 @@ std::string Heartbeat::explain(const std::string& failure) noexcept {
     std::thread([impl = impl_, failure, promise = std::move(promise)]() mutable {
       promise.set_value(impl->explain(failure));
     }).detach();
-    if (text.wait_for(kExplainLimit) == std::future_status::ready) return text.get();
+    if (text.wait_for(kExplainsWithin) == std::future_status::ready) return text.get();
     return impl_->explain_without_store(failure,
                                         "no rank is known to be lost: within 8 s neither the job's store, "
                                         "which rank 0 or its launcher keeps, "
@@ -170,6 +171,7 @@ std::string Heartbeat::explain(const std::string& failure) noexcept {
 
 // A connection that breaks isn't a rank that is lost: another one is made, for as long as the store is there.
 void Heartbeat::Impl::run() {
+  pthread_setname_np(pthread_self(), "titan-signs");
   bool is_connected = true;
   std::unique_lock lock(mutex_);
   while (!ends_) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "device_choice.h"
+#include "titan/core/crash.h"
 #include "titan/core/log.h"
 #include "world_impl.h"
 
@@ -79,6 +80,7 @@ World make_fake_world(const InitOptions& options) {
 }  // namespace
 
 World init(const InitOptions& options) {
+  install_crash_handler();
   if (options.backend == "fake") return make_fake_world(options);
   const Environment environment = process_environment();
   auto impl = std::make_shared<World::Impl>();

@@ -6,8 +6,8 @@ namespace titan::dist {
 
 namespace {
 
-JobIdentity of_titan(const Environment& environment) {
-  if (environment("TITAN_MAX_RESTARTS").value_or("0") == "0")
+JobIdentity of_titan(const Launch& launch, const Environment& environment) {
+  if (launch.max_restarts == 0)
     return {.id = "", .problem = "the launcher starts no ranks again: give it --max-restarts"};
   const auto id = environment("TITAN_JOB_ID");
   return id ? JobIdentity{*id, ""}
@@ -30,7 +30,7 @@ JobIdentity of_slurm(const Environment& environment) {
 
 JobIdentity read_job_identity(const Environment& environment) {
   const Launch launch = read_launch(environment);
-  if (launch.by == "titan") return of_titan(environment);
+  if (launch.by == "titan") return of_titan(launch, environment);
   if (launch.by == "torchrun") return of_torchrun(environment);
   if (launch.by == "slurm") return of_slurm(environment);
   return {.id = "",

@@ -17,6 +17,7 @@
 #include "store_link.h"
 #include "titan/core/log.h"
 #include "titan/core/thread_stacks.h"
+#include "titan/dist/end_limits.h"
 #include "titan/dist/flight_dump.h"
 #include "titan/dist/flight_record.h"
 #include "watchdog_mail.h"
@@ -30,8 +31,6 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// From the verdict on; a process that hasn't ended by itself then is ended by the kernel.
-constexpr auto kEndsWithin = std::chrono::seconds(8);
 // For this rank's files, and then for all ranks to come so far: the first to end may take the others with it.
 constexpr auto kFilesWithin = 2s;
 constexpr auto kWritesWithin = 3s;
@@ -392,7 +391,7 @@ std::optional<Verdict> Watchdog::Impl::verdict() {
 
 void Watchdog::Impl::end(const Verdict& verdict) {
   if (options_.on_hang) return options_.on_hang(verdict.text);
-  end_process_after(kEndsWithin);
+  end_process_after(kHangEndsWithin);  // whatever of the following stands still
   log::error("the job hangs: " + verdict.text);
   const std::string report = hang_report(world_.rank(), mine_, world_.recorder());
   log::error("the job hangs: " + report);

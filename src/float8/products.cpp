@@ -48,12 +48,6 @@ at::Tensor dynamic_scale(const at::Tensor& matrix, Vectors vectors, const Cast& 
   return scale_of(largest, how.dtype, power_of_two);
 }
 
-ScaledMatrix cast_along(const at::Tensor& matrix, Vectors vectors, const Cast& how, bool power_of_two,
-                        const Spread& spread) {
-  const at::Tensor scale = dynamic_scale(matrix, vectors, how, power_of_two, spread);
-  return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
-}
-
 // What a layer remembers of a matrix; without `scale` its scales are dynamic.
 struct History {
   const DelayedScale* scale = nullptr;
@@ -62,12 +56,11 @@ struct History {
 };
 
 // [Note: delayed scales]
-ScaledMatrix cast_delayed(const at::Tensor& matrix, Vectors vectors, const Cast& how, bool power_of_two,
-                          const Spread& spread, const History& history) {
+at::Tensor remembered_scale(const at::Tensor& matrix, const Cast& how, bool power_of_two,
+                            const Spread& spread, const History& history) {
   at::Tensor largest = amax(matrix, Over::Matrix);
   if (spread.parts && !history.ready) largest = over_ranks(*spread.parts, largest);
-  const at::Tensor scale = delayed_scale(largest, *history.scale, how.dtype, power_of_two, history.records);
-  return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
+  return delayed_scale(largest, *history.scale, how.dtype, power_of_two, history.records);
 }
 
 // Blocks are cut where vectors lie across ranks; a rank's part has to be whole blocks.
@@ -115,9 +108,19 @@ class Float8Products final : public Products {
     out.add_(multiply(*recipe_->grad_weight, out.scalar_type(), grad_columns(grad), x_columns(x)));
   }
 
-  Operand input(const Operand& x_NI, bool keeps) const override {
+  Operand scaled(const Operand& x_NI, bool trains) const override {
     Operand x = x_NI;
-    if (recipe_->output) x.along_rows = x_rows(x, /*records=*/keeps);
+    if (!recipe_->output || x.along_rows.scale.defined()) return x;
+    const Cast& how = recipe_->output->left;
+    if (how.granularity != Granularity::Matrix) return x;
+    x.values = x.values.contiguous();
+    x.along_rows.scale =
+        scale_of(x.values, Vectors::Rows, how, {parts_.in.get(), Vectors::Rows}, input_history(trains));
+    return x;
+  }
+  Operand input(const Operand& x_NI, bool trains) const override {
+    Operand x = scaled(x_NI, trains);
+    if (recipe_->output) x.along_rows = x_rows(x);
     return x;
   }
   Operand kept(const Operand& x) const override {
@@ -137,16 +140,16 @@ class Float8Products final : public Products {
     return weight;
   }
   // A layer that is cut by columns gathers its input, one that is cut by rows its output's gradient.
-  Operand part(const at::Tensor& rows, ops::Pass pass, bool keeps) const override {
+  Operand part(const at::Tensor& rows, ops::Pass pass, bool trains) const override {
     const bool forward = pass == ops::Pass::Forward;
     const RankParts* ranks = (forward ? parts_.out : parts_.in).get();
     if (!ranks || !(forward ? casts_input_once(*recipe_) : casts_grad_once(*recipe_))) return rows;
     // Of what no step remembers each rank would make a scale of its own.
-    if ((forward ? input_history(keeps) : grad_history()).scale) return rows;
+    if ((forward ? input_history(trains) : grad_history()).scale) return rows;
     Operand part;
     part.dtype = rows.scalar_type();
-    part.along_rows = cast(rows, Vectors::Rows, (forward ? recipe_->output : recipe_->grad_input)->left,
-                           {ranks, Vectors::Rows}, {});
+    part.along_rows = cast_of(rows, Vectors::Rows, (forward ? recipe_->output : recipe_->grad_input)->left,
+                              {ranks, Vectors::Rows}, {});
     return part;
   }
   bool multiplies_rows_apart(ops::Pass pass) const override {
@@ -185,27 +188,32 @@ class Float8Products final : public Products {
   Arithmetic arithmetic() const { return arithmetic_; }
 
  private:
-  ScaledMatrix x_rows(const Operand& x, bool records = false) const {
+  ScaledMatrix x_rows(const Operand& x) const {
     if (x.along_rows.defined()) return x.along_rows;
-    return cast(x, Vectors::Rows, recipe_->output->left, {parts_.in.get(), Vectors::Rows},
-                input_history(records));
+    const Cast& how = recipe_->output->left;
+    if (!x.along_rows.scale.defined())
+      return cast_of(x, Vectors::Rows, how, {parts_.in.get(), Vectors::Rows}, input_history(false));
+    const at::Tensor& scale = x.along_rows.scale;
+    return {cast(x.values.contiguous(), scale, how.dtype, /*transposed=*/false), scale};
   }
   ScaledMatrix x_columns(const Operand& x) const {
     if (x.down_columns.defined()) return x.down_columns;
     const Cast& how = recipe_->grad_weight->right;
     if (recipe_->output && shares(how, recipe_->output->left, x)) return turned(x, how);
-    return cast(x, Vectors::Columns, how, {parts_.in.get(), Vectors::Rows}, input_history(/*records=*/true));
+    // Of a meta tensor nobody reads the values ([Note: dropped tensors]): ranks needn't agree on them.
+    const RankParts* ranks = x.values.is_meta() ? nullptr : parts_.in.get();
+    return cast_of(x, Vectors::Columns, how, {ranks, Vectors::Rows}, input_history(/*records=*/true));
   }
   ScaledMatrix grad_rows(const Operand& grad) const {
     if (grad.along_rows.defined()) return grad.along_rows;
-    return cast(grad, Vectors::Rows, recipe_->grad_input->left, {parts_.out.get(), Vectors::Rows},
-                grad_history());
+    return cast_of(grad, Vectors::Rows, recipe_->grad_input->left, {parts_.out.get(), Vectors::Rows},
+                   grad_history());
   }
   ScaledMatrix grad_columns(const Operand& grad) const {
     if (grad.down_columns.defined()) return grad.down_columns;
     const Cast& how = recipe_->grad_weight->left;
     if (recipe_->grad_input && shares(how, recipe_->grad_input->left, grad)) return turned(grad, how);
-    return cast(grad, Vectors::Columns, how, {parts_.out.get(), Vectors::Rows}, grad_history());
+    return cast_of(grad, Vectors::Columns, how, {parts_.out.get(), Vectors::Rows}, grad_history());
   }
   ScaledMatrix weight_rows(const Operand& weight) const {
     if (weight.along_rows.defined()) return weight.along_rows;
@@ -220,13 +228,13 @@ class Float8Products final : public Products {
   ScaledMatrix cast_weight(const Operand& weight, Vectors vectors, const Cast& how) const {
     const History delayed = weight_history();
     if (delayed.scale || how.granularity == Granularity::Block)
-      return cast(weight, vectors, how, weight_spread(), delayed);
+      return cast_of(weight, vectors, how, weight_spread(), delayed);
     const auto kind = static_cast<int64_t>(how.dtype) * 4 + static_cast<int64_t>(scaled_over(vectors, how));
     const at::Tensor matrix = weight.values.contiguous();
     const at::Tensor scale = weight_scales_.of(weight.values, kind, [&] {
       return dynamic_scale(matrix, vectors, how, recipe_->power_of_two_scales, weight_spread());
     });
-    return {float8::cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
+    return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
   }
   // A split by columns cuts the weight's rows apart from each other, and so its columns across.
   Spread weight_spread() const {
@@ -258,18 +266,22 @@ class Float8Products final : public Products {
     const ScaledMatrix& rows = operand.along_rows;
     const bool view = arithmetic_ == Arithmetic::Emulated || !operand.values.defined();
     if (view && rows.defined()) return {rows.data.t(), rows.scale};
-    return {float8::cast(operand.values.contiguous(), rows.scale, how.dtype, /*transposed=*/true),
-            rows.scale};
+    return {cast(operand.values.contiguous(), rows.scale, how.dtype, /*transposed=*/true), rows.scale};
   }
 
-  ScaledMatrix cast(const Operand& operand, Vectors vectors, const Cast& how, const Spread& spread,
-                    const History& history) const {
-    const at::Tensor matrix = operand.values.contiguous();
+  at::Tensor scale_of(const at::Tensor& matrix, Vectors vectors, const Cast& how, const Spread& spread,
+                      const History& history) const {
     const bool power_of_two = recipe_->power_of_two_scales;
+    return history.scale ? remembered_scale(matrix, how, power_of_two, spread, history)
+                         : dynamic_scale(matrix, vectors, how, power_of_two, spread);
+  }
+  ScaledMatrix cast_of(const Operand& operand, Vectors vectors, const Cast& how, const Spread& spread,
+                       const History& history) const {
+    const at::Tensor matrix = operand.values.contiguous();
     if (how.granularity == Granularity::Block)
       return cast_in_blocks(matrix, vectors, how, recipe_->blocks, spread);
-    if (history.scale) return cast_delayed(matrix, vectors, how, power_of_two, spread, history);
-    return cast_along(matrix, vectors, how, power_of_two, spread);
+    const at::Tensor scale = scale_of(matrix, vectors, how, spread, history);
+    return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
   }
   at::Tensor multiply(const ProductCasts& casts, at::ScalarType out_dtype, const ScaledMatrix& a_NK,
                       const ScaledMatrix& b_MK) const {

@@ -68,9 +68,7 @@ void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceEx
 
 bool LinearImpl::joins(const LinearImpl& other) const {
   const bool same_way = exchange_ == other.exchange_ && exchange_split_ == other.exchange_split_;
-  // Of a gathered input each may take what it wants.
-  return (exchange_ || products_->joins(*other.products_)) && same_way && !bias.defined() && !is_wrapped() &&
-         (!label_hook || only_traces(label_hook));
+  return same_way && !bias.defined() && !is_wrapped() && (!label_hook || only_traces(label_hook));
 }
 
 namespace {
@@ -101,9 +99,9 @@ std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const
   const dist::TraceRange traced([&] { return joint_name(layers); });
   std::vector<ops::SinkedWeight> weights;
   for (const Linear* layer : layers) weights.push_back((*layer)->sinked_weight());
-  if (!first.exchange_) return ops::joint_linears(x, weights, first.products_);
   std::vector<std::shared_ptr<const ops::Products>> products;
   for (const Linear* layer : layers) products.push_back((*layer)->products_);
+  if (!first.exchange_) return ops::joint_linears(x, weights, products);
   return ops::gathered_linears(x, weights, products, first.exchange_, first.exchange_name_);
 }
 

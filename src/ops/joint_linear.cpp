@@ -27,30 +27,36 @@ void check_joint_shapes(const at::Tensor& x, const at::Tensor& weight) {
 }  // namespace
 
 std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                      const std::shared_ptr<const Products>& products) {
+                                      const ProductsOfEach& products) {
   for (const SinkedWeight& each : weights) check_joint_shapes(x, each.weight);
-  const std::vector<std::shared_ptr<const Products>> of_each(weights.size(), products);
-  const auto node = make_joint_node<JointLinearsBackward>(x, weights, of_each);
-  const bool keeps = node && any_requires_grad(weights);
-  Operand input;
+  const auto node = make_joint_node<JointLinearsBackward>(x, weights, products);
+  const std::vector<bool> keeps = keeps_of(node, weights);
+  JointInput input(products, keeps);
+  Operand rows;
   {
     BelowAutograd guard;
-    input = products->input(as_rows(x), keeps);
+    rows = as_rows(x);
   }
-  if (keeps) node->x = SavedInput(x, input, *products);  // before the products ([Note: kept outputs])
+  for (size_t i = 0; i < weights.size(); ++i) input.scaled(i, rows);
+  if (keeps_any(keeps)) node->x.save(x, rows, input);  // before the products ([Note: kept outputs])
   if (node) node->x_sizes = x.sizes().vec();
   std::vector<at::Tensor> outputs;
-  for (const SinkedWeight& each : weights) {
-    outputs.push_back(kept(KeptKind::Product, each.weight, [&] {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
       BelowAutograd guard;
       std::vector<int64_t> sizes = x.sizes().vec();
-      sizes.back() = each.weight.size(0);
-      return products->forward(input, operand_of(each)).view(sizes);
+      sizes.back() = weights[i].weight.size(0);
+      return products[i]->forward(input.cast(i, rows), operand_of(weights[i])).view(sizes);
     }));
   }
   if (node)
     for (at::Tensor& output : outputs) torch::autograd::set_history(output, node);
   return outputs;
+}
+
+std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
+                                      const std::shared_ptr<const Products>& products) {
+  return joint_linears(x, weights, ProductsOfEach(weights.size(), products));
 }
 
 }  // namespace titan::ops

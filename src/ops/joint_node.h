@@ -8,22 +8,10 @@
 #include <vector>
 
 #include "ops/autograd_node.h"
-#include "ops/saved_input.h"
+#include "ops/joint_input.h"
 #include "titan/ops/joint_linear.h"
 
 namespace titan::ops {
-
-/// [..., F] as [N, F]; F may be 0.
-inline at::Tensor as_rows(const at::Tensor& x) {
-  if (x.dim() == 2) return x;
-  return x.reshape({c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1), x.size(-1)});
-}
-
-/// The same of an operand's values.
-inline Operand as_rows(Operand operand) {
-  if (operand.values.defined()) operand.values = as_rows(operand.values);
-  return operand;
-}
 
 /// Hands a weight's gradient to its sink, or returns it. A sink may put it off, so it gets what the product
 /// reads and no more.
@@ -60,11 +48,11 @@ class JointNode : public torch::autograd::Node {
     for (SavedVariable& weight : weights) weight.reset_data();
   }
 
-  SavedInput x;  // what the products multiplied
+  KeptJointInput x;  // what the products multiplied
   std::vector<SavedVariable> weights;
   std::vector<std::shared_ptr<const WeightSource>> sources;
   std::vector<std::shared_ptr<GradSink>> sinks;
-  std::vector<std::shared_ptr<const Products>> products;
+  ProductsOfEach products;
 
  protected:
   virtual void backward(const variable_list& grads, variable_list& results) = 0;
@@ -94,9 +82,9 @@ class JointNode : public torch::autograd::Node {
         sum = sum.defined() ? products[i]->add_grad_input(sum, operand, weight(i))
                             : products[i]->grad_input(operand, weight(i));
       if (wants_weight(i, grads))
-        results[i + 1] = weight_gradient(products[i], sinks[i], operand, *unpacked_x_);
+        results[i + 1] = weight_gradient(products[i], sinks[i], operand, x.of(i, products));
     }
-    unpacked_x_.reset();
+    x.forget_unpacked();
     return sum;
   }
   /// Into results[1...].
@@ -105,25 +93,24 @@ class JointNode : public torch::autograd::Node {
     unpack_x(grads);
     for (size_t i = 0; i < weights.size(); ++i)
       if (wants_weight(i, grads))
-        results[i + 1] = weight_gradient(products[i], sinks[i], operands[i], *unpacked_x_);
-    unpacked_x_.reset();
+        results[i + 1] = weight_gradient(products[i], sinks[i], operands[i], x.of(i, products));
+    x.forget_unpacked();
   }
   void unpack_x(const variable_list& grads) {
-    for (size_t i = 0; i < weights.size() && !unpacked_x_; ++i)
-      if (wants_weight(i, grads)) unpacked_x_ = as_rows(x.unpack());
+    for (size_t i = 0; i < weights.size(); ++i)
+      if (wants_weight(i, grads)) x.unpack();
   }
 
  private:
   bool wants_weight(size_t i, const variable_list& grads) const {
     return grads[i].defined() && task_should_compute_output(i + 1);
   }
-  std::optional<Operand> unpacked_x_;  // during a backward
 };
 
 /// Null when nothing requires a gradient.
 template <class NodeType>
 std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                          std::vector<std::shared_ptr<const Products>> products) {
+                                          ProductsOfEach products) {
   const bool any = compute_requires_grad(x) ||
                    std::any_of(weights.begin(), weights.end(),
                                [](const SinkedWeight& each) { return compute_requires_grad(each.weight); });
@@ -141,9 +128,15 @@ std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector
   return node;
 }
 
-inline bool any_requires_grad(const std::vector<SinkedWeight>& weights) {
-  return std::any_of(weights.begin(), weights.end(),
-                     [](const SinkedWeight& each) { return compute_requires_grad(each.weight); });
+/// Of each weight whether a backward through `node` (null: there is none) will want its gradient.
+inline std::vector<bool> keeps_of(const std::shared_ptr<JointNode>& node,
+                                  const std::vector<SinkedWeight>& weights) {
+  std::vector<bool> keeps;
+  for (const SinkedWeight& each : weights) keeps.push_back(node && compute_requires_grad(each.weight));
+  return keeps;
+}
+inline bool keeps_any(const std::vector<bool>& keeps) {
+  return std::find(keeps.begin(), keeps.end(), true) != keeps.end();
 }
 
 }  // namespace titan::ops

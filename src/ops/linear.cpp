@@ -1,5 +1,7 @@
 #include "titan/ops/linear.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "ops/joint_node.h"
 #include "titan/ops/saved_outputs.h"
 
@@ -57,7 +59,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   Operand input;
   {
     BelowAutograd guard;
-    input = products->input(as_rows(x), keeps);
+    input = products->scaled(as_rows(x), at::GradMode::is_enabled());
   }
   std::shared_ptr<LinearBackward> node;
   if (compute_requires_grad(x, weight, bias)) {

@@ -1,8 +1,9 @@
 #include "titan/ops/overlapped_linear.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "ops/joint_node.h"
 #include "ops/pulled_gather.h"
-#include "ops/saved_input.h"
 #include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
@@ -10,7 +11,6 @@ namespace titan::ops {
 namespace {
 
 using Sizes = std::vector<int64_t>;
-using ProductsOfEach = std::vector<std::shared_ptr<const Products>>;
 
 Sizes with_features(at::IntArrayRef sizes, int64_t features) {
   Sizes result = sizes.vec();
@@ -93,7 +93,8 @@ struct ScatteredLinearBackward final : BackwardNode {
     // one.
     const Operand weight_OI = wants_x ? unpacked(weight, sinked.source) : Operand();
     const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
-    PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, wants_weight), grad, module);
+    PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad,
+                        module);
     const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward);
     if (by_parts) results[X] = gather.multiply_parts(*products, Pass::Backward, weight_OI, features);
     // In any case: what the peers sent has to be received.
@@ -116,47 +117,30 @@ struct ScatteredLinearBackward final : BackwardNode {
 // The products of layers over one gathered input.
 class GatheredProducts {
  public:
-  GatheredProducts(const at::Tensor& x, const ProductsOfEach& products, bool keeps,
+  GatheredProducts(const at::Tensor& x, const ProductsOfEach& products, const std::vector<bool>& keeps,
                    const SequenceExchange& exchange, const char* module)
       : products_(products),
-        keeps_(keeps),
-        alike_(std::all_of(products.begin(), products.end(),
-                           [&](const auto& each) { return each->joins(*products[0]); })),
-        gather_(exchange, alike_ ? products[0]->part(as_rows(x), Pass::Forward, keeps) : Operand(as_rows(x)),
-                x, module),
-        ready_(products.size()) {}
+        input_(products, keeps),
+        gather_(exchange,
+                input_.alike() ? products[0]->part(as_rows(x), Pass::Forward, at::GradMode::is_enabled())
+                               : Operand(as_rows(x)),
+                x, module) {}
 
   at::Tensor output(size_t i, const SinkedWeight& weight, const Sizes& sizes) {
     if (gather_.multiplies_parts(*products_[i], Pass::Forward))
       return gather_.multiply_parts(*products_[i], Pass::Forward, operand_of(weight), sizes.back());
-    return products_[i]->forward(input(i), operand_of(weight)).view(sizes);
+    return products_[i]->forward(input_.cast(i, gather_.whole()), operand_of(weight)).view(sizes);
   }
   bool complete() const { return gather_.complete(); }
-  /// For the backward. Layers whose products want the input in different forms have its values.
-  Operand kept() {
-    if (!alike_) return gather_.whole();
-    const auto made = std::find(made_.begin(), made_.end(), true);
-    return products_[0]->kept(made == made_.end() ? gather_.whole()
-                                                  : ready_[static_cast<size_t>(made - made_.begin())]);
-  }
+  /// For the backward.
+  void save(KeptJointInput& x) { x.save({}, gather_.whole(), input_); }
   /// What the peers sent has to be received, whoever needs it.
   void finish() { gather_.whole(); }
 
  private:
-  // One cast for all that can share it.
-  const Operand& input(size_t i) {
-    for (size_t j = 0; j < ready_.size(); ++j)
-      if (made_[j] && products_[i]->joins(*products_[j])) return ready_[j];
-    ready_[i] = products_[i]->input(gather_.whole(), keeps_);
-    made_[i] = true;
-    return ready_[i];
-  }
-
   const ProductsOfEach& products_;
-  bool keeps_, alike_;
+  JointInput input_;
   PulledGather gather_;
-  std::vector<Operand> ready_;
-  std::vector<bool> made_ = std::vector<bool>(ready_.size());
 };
 
 }  // namespace
@@ -178,10 +162,10 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
     BelowAutograd guard;
     return run();
   };
-  const bool keeps = node && any_requires_grad(weights);
+  const std::vector<bool> keeps = keeps_of(node, weights);
   auto gathered = below_autograd([&] { return GatheredProducts(x, products, keeps, *exchange, module); });
   const auto save = [&] {
-    if (keeps) node->x = SavedInput(below_autograd([&] { return gathered.kept(); }));
+    if (keeps_any(keeps)) gathered.save(node->x);
   };
   // Before the products ([Note: kept outputs]), unless it is still on its way.
   const bool here = gathered.complete();
@@ -212,11 +196,11 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
   check_sequence(x, weight.weight, "scattered_linear");
   TITAN_CHECK(x.size(1) % exchange->count() == 0, "scattered_linear: a sequence of ", x.size(1),
               " can't be cut into ", exchange->count(), " equal parts");
-  const bool keeps = compute_requires_grad(weight.weight);
+  const bool trains = at::GradMode::is_enabled(), keeps = compute_requires_grad(weight.weight);
   Operand input;
   {
     BelowAutograd guard;
-    input = products->input(as_rows(x), keeps);
+    input = products->scaled(as_rows(x), trains);
   }
   std::shared_ptr<ScatteredLinearBackward> node;
   if (compute_requires_grad(x, weight.weight)) {
@@ -232,10 +216,11 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
   const Sizes sizes = with_features(x.sizes(), weight.weight.size(0));
   const at::Tensor y = kept(KeptKind::ReduceScatter, weight.weight, [&] {
     BelowAutograd guard;
+    const Operand cast = products->input(input, trains);
     if (exchange->at_once())
-      return exchange->scatter_whole(products->forward(input, operand_of(weight)).view(sizes), module);
+      return exchange->scatter_whole(products->forward(cast, operand_of(weight)).view(sizes), module);
     return multiply_and_scatter(*exchange, module, Pass::Forward,
-                                {{products.get(), input, operand_of(weight)}}, sizes, [] {});
+                                {{products.get(), cast, operand_of(weight)}}, sizes, [] {});
   });
   if (node) set_history(y, node);
   return y;

@@ -118,13 +118,14 @@ at::Tensor Products::add_grad_input(const at::Tensor& sum_NI, const Operand& gra
   return sum_NI.add_(grad_input(grad_NO, weight_OI));
 }
 
-Operand Products::input(const Operand& x_NI, bool /*keeps*/) const { return x_NI; }
+Operand Products::scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
+Operand Products::input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
 Operand Products::kept(const Operand& x_NI) const { return x_NI; }
 Operand Products::grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
   return grad_NO;
 }
 Operand Products::weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
-Operand Products::part(const at::Tensor& rows, Pass /*pass*/, bool /*keeps*/) const { return rows; }
+Operand Products::part(const at::Tensor& rows, Pass /*pass*/, bool /*trains*/) const { return rows; }
 bool Products::multiplies_rows_apart(Pass /*pass*/) const { return true; }
 std::shared_ptr<const Products> Products::for_parts(const SpreadFeatures& /*parts*/) const { return nullptr; }
 

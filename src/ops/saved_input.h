@@ -4,10 +4,46 @@
 
 #include <memory>
 
+#include <ATen/ops/empty_like.h>
+
 #include "ops/autograd_node.h"
 #include "titan/ops/products.h"
+#include "titan/ops/saved_outputs.h"
 
 namespace titan::ops {
+
+/// [..., F] as [N, F]; F may be 0.
+inline at::Tensor as_rows(const at::Tensor& x) {
+  if (x.dim() == 2) return x;
+  return x.reshape({c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1), x.size(-1)});
+}
+
+/// The same of an operand's values.
+inline Operand as_rows(Operand operand) {
+  if (operand.values.defined()) operand.values = as_rows(operand.values);
+  return operand;
+}
+
+/// What `products` keep of an input. Where saved tensors are dropped, the forms that they would cast are on
+/// the meta device ([Note: dropped tensors]).
+inline Operand kept_of(const Operand& input, const Products& products) {
+  BelowAutograd guard;
+  if (!saved_tensors_are_dropped()) return products.kept(input);
+  const auto shape_of = [](const at::Tensor& tensor) {
+    return tensor.defined() ? at::empty_like(tensor, tensor.options().device(at::kMeta)) : tensor;
+  };
+  const auto shapes_of = [&](const ScaledMatrix& matrix) {
+    return ScaledMatrix{shape_of(matrix.data), shape_of(matrix.scale)};
+  };
+  Operand shapes;
+  shapes.dtype = input.dtype;
+  shapes.values = shape_of(input.values);
+  shapes.along_rows = shapes_of(input.along_rows);
+  shapes.down_columns = shapes_of(input.down_columns);
+  Operand kept = products.kept(shapes);
+  if (kept.values.defined()) kept.values = input.values;
+  return kept;
+}
 
 /// [Note: outputs made again]
 /// A product's weight gradient needs its input, and an elementwise operation before it needs its own inputs:
@@ -26,6 +62,11 @@ class RemakingNode : public BackwardNode {
 class SavedInput {
  public:
   SavedInput() = default;
+  /// The values.
+  explicit SavedInput(const at::Tensor& input)
+      : maker_(std::dynamic_pointer_cast<RemakingNode>(input.grad_fn())), dtype_(input.scalar_type()) {
+    if (!maker_) values_ = save_input(input);
+  }
   /// Of an input that nothing makes again.
   explicit SavedInput(const Operand& kept) : dtype_(kept.dtype) {
     if (kept.values.defined()) values_ = save_input(kept.values);
@@ -38,11 +79,11 @@ class SavedInput {
       : dtype_(operand.dtype) {
     maker_ = std::dynamic_pointer_cast<RemakingNode>(input.grad_fn());
     if (!maker_) {
-      const Operand kept = kept_below_autograd(operand, products);
+      const Operand kept = kept_of(operand, products);
       if (kept.values.defined()) values_ = save_input(input);
       along_rows_ = Scaled(kept.along_rows);
       down_columns_ = Scaled(kept.down_columns);
-    } else if (operand.along_rows.defined() && operand.along_rows.scale.dim() == 0) {
+    } else if (operand.along_rows.scale.defined() && operand.along_rows.scale.dim() == 0) {
       scale_ = save_input(operand.along_rows.scale);
     }
   }
@@ -69,10 +110,6 @@ class SavedInput {
   }
 
  private:
-  static Operand kept_below_autograd(const Operand& operand, const Products& products) {
-    BelowAutograd guard;
-    return products.kept(operand);
-  }
   // Under activation checkpointing each tensor is asked for by itself.
   struct Scaled {
     Scaled() = default;

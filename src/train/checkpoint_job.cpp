@@ -53,14 +53,9 @@ fs::path steps_folder(const JobConfig& config) {
   return fs::path(config.job.dump_folder) / config.checkpoint.folder;
 }
 
-std::optional<int64_t> ended_at(const fs::path& folder, int64_t steps) {
-  try {
-    const auto last = last_step_in(folder);
-    return last && *last >= steps ? last : std::nullopt;
-  } catch (const Error& error) {
-    log::debug(error.what());  // whoever loads says what is wrong
-    return std::nullopt;
-  }
+// Of those that begin at a step of their own choice, the folder tells nothing.
+bool leaves_its_end(const CheckpointSettings& settings) {
+  return settings.enable && !settings.load_only && !settings.create_seed_checkpoint && settings.load_step < 0;
 }
 
 std::optional<ModelExport> model_export(const JobConfig& config) {
@@ -98,20 +93,28 @@ InitialSource initial_source(const JobConfig& config) {
   return {InitialKind::Nothing, path};
 }
 
+std::optional<int64_t> end_of_run(const JobConfig& config) {
+  if (!leaves_its_end(config.checkpoint)) return std::nullopt;
+  try {
+    const auto last = last_step_in(steps_folder(config));
+    return last && *last >= config.training.steps ? last : std::nullopt;
+  } catch (const Error& error) {
+    log::debug(error.what());  // whoever loads says what is wrong
+    return std::nullopt;
+  }
+}
+
 bool run_has_ended(const JobConfig& config, const dist::World& world) {
-  const CheckpointSettings& settings = config.checkpoint;
-  if (!settings.enable || settings.load_only || settings.create_seed_checkpoint || settings.load_step >= 0)
-    return false;
-  const fs::path folder = steps_folder(config);
+  if (!leaves_its_end(config.checkpoint)) return false;
   StepChoice last;
-  if (world.rank() == 0) last.step = ended_at(folder, config.training.steps);
+  if (world.rank() == 0) last.step = end_of_run(config);
   last = share(last, world);
   if (last.step)
-    log::info_rank0(
-        str("this run has come to its end: ", checkpoint::step_path(folder, *last.step).string(),
-            " is there, and training.steps = ", config.training.steps,
-            "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
-            "take another job.dump_folder"));
+    log::info_rank0(str(
+        "this run has come to its end: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
+        " is there, and training.steps = ", config.training.steps,
+        "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
+        "take another job.dump_folder"));
   return last.step.has_value();
 }
 

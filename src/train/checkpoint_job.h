@@ -2,7 +2,9 @@
 
 // What a job's settings make of checkpoints.
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "titan/dist/world.h"
@@ -20,8 +22,10 @@ struct InitialSource {
 /// Looks at the files; Nothing: there is none of what it may be.
 InitialSource initial_source(const JobConfig& config);
 
-/// Whether the run's folder holds its last step: then it has come to its end, which is logged, unless the
-/// settings ask for a step before. Collective over the world.
+/// The step that the run has come to its end with, where its folder holds that and the settings don't ask for
+/// one before. Of this process alone.
+std::optional<int64_t> end_of_run(const JobConfig& config);
+/// Whether there is one, as rank 0 sees it; it is logged then. Collective over the world.
 bool run_has_ended(const JobConfig& config, const dist::World& world);
 
 /// Null where checkpoints are off. Collective over the world.

@@ -1,5 +1,6 @@
 // [Note: who has the memory]
-// What is there all the time: this rank's parts of parameters, gradients and the optimizer's state. What
+// What is there all the time: this rank's parts of parameters, gradients and the optimizer's state, and the
+// buffers of its modules, whole. What
 // comes and goes with the layers: parameters gathered for use and whole gradients on their way to their
 // shards, of two layers at a time, or of all of a rank's where a schedule or reshard_after_forward = "never"
 // keeps them. What grows with the batch: activations, of as many micro-batches as are under way.
@@ -16,6 +17,7 @@
 
 #include "titan/core/error.h"
 #include "titan/nn/layer_sequence.h"
+#include "titan/nn/rotary_embedding.h"
 #include "titan/train/dry_run.h"
 #include "titan/train/module_costs.h"
 #include "train/memory_table.h"
@@ -40,6 +42,17 @@ std::vector<std::string> sequence_names(const JobConfig& config) {
   return sequence->layer_names().all();
 }
 
+// Registered ones, and the tables of rotations, which aren't.
+std::vector<NamedBytes> buffers_of(const torch::nn::Module& root) {
+  std::vector<NamedBytes> bytes;
+  for (const auto& buffer : root.named_buffers())
+    bytes.push_back({buffer.key(), static_cast<double>(buffer.value().nbytes())});
+  for (const auto& module : root.named_modules())
+    if (const auto* rotary = dynamic_cast<const nn::RotaryEmbeddingImpl*>(module.value().get()))
+      bytes.push_back({module.key(), static_cast<double>(rotary->table().nbytes())});
+  return bytes;
+}
+
 class Estimate {
  public:
   Estimate(const JobConfig& config, int world_size, int rank)
@@ -48,8 +61,11 @@ class Estimate {
       const auto& modules = run_.plan().modules[static_cast<size_t>(stage)];
       modules_.insert(modules.begin(), modules.end());
     }
-    for (const auto& model : run_.models())
+    for (const auto& model : run_.models()) {
       for (const Parameter& parameter : parameters(model->root())) count(parameter);
+      const std::vector<NamedBytes> buffers = buffers_of(model->root().module());
+      buffers_.insert(buffers_.end(), buffers.begin(), buffers.end());
+    }
     num_under_way_ = most_under_way(config, run_.plan(), dims_.pp, run_.meshes().pp.rank());
   }
 
@@ -68,6 +84,7 @@ class Estimate {
     return elements_in_use(!kept || run_.num_micro_batches() == 1) *
            element_size(config_.training.mixed_precision_reduce);
   }
+  const std::vector<NamedBytes>& buffers() const { return buffers_; }
   int num_under_way() const { return num_under_way_; }
   bool reshards() const {
     return dims_.pp == 1 && reshard_policy(config_.parallelism.fsdp_reshard_after_forward).kind !=
@@ -118,6 +135,7 @@ class Estimate {
   std::set<std::string> modules_;  // of this rank's stages; empty: all
   double shard_elements_ = 0, all_elements_ = 0, largest_group_ = 0;
   std::map<std::string, double> group_elements_;
+  std::vector<NamedBytes> buffers_;
   int num_under_way_ = 1;
 };
 
@@ -139,6 +157,7 @@ std::vector<MemoryOwner> owners_of(const JobConfig& config, const Estimate& esti
       {"optimizer state", 2 * estimate.shard_bytes(), "two moments each of " + shards},
       {"parameters", estimate.shard_bytes(), shards},
       {"gradients", estimate.shard_bytes(), shards},
+      {"buffers", sum_of(estimate.buffers()), list_of(estimate.buffers())},
       {"gathered parameters", estimate.gathered_bytes(), str(layers, ", ", training.mixed_precision_param)},
       {"whole gradients before their reduction", estimate.unreduced_bytes(),
        training.mixed_precision_reduce}};

@@ -23,11 +23,26 @@ void RunCheckpoints::announce_peers(bool goes_on) {
   }
 }
 
-void RunCheckpoints::save_in_memory(int64_t step) { peers_->saver().save(step); }
+void RunCheckpoints::save_in_memory(int64_t step) { peers_->save(step); }
 
 void RunCheckpoints::end() {
   finish();
-  if (peers_ && loaded_step_ >= 0) peers_->remove();
+  if (!peers_) return;
+  peers_->tell_failures();
+  if (loaded_step_ >= 0) peers_->remove();
+}
+
+// What was read of damaged files is overwritten by a load that ends well, and only by one.
+checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& folder) {
+  while (true) {
+    try {
+      return load_whole(folder, options_.settings.exclude_from_loading);
+    } catch (const ConfigError&) {
+      throw;  // the run isn't the generation's: no damage
+    } catch (const Error&) {
+      if (!peers_->remove_damaged()) throw;
+    }
+  }
 }
 
 // The newer one counts; of equals the one that no disk is read for.
@@ -46,11 +61,11 @@ bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
                       on_disk ? str("step ", *on_disk) : "none"));
   try {
     const auto folder = peers_->step_path(*step);
-    tell_loaded(load_whole(folder, options_.settings.exclude_from_loading), folder);
+    tell_loaded(load_generation(folder), folder);
     loaded_step_ = *step;
     from_memory_ = true;
   } catch (const ConfigError&) {
-    throw;  // the run isn't the generation's: no damage
+    throw;
   } catch (const Error& error) {
     log::warning_rank0(str("passed over: step ", *step, " in memory: ", error.what()));
     peers_->forget();

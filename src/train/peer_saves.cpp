@@ -2,12 +2,11 @@
 
 #include <cstdio>
 #include <exception>
-#include <random>
 
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
+#include "train/run_mark.h"
 
 namespace titan::train {
 
@@ -16,38 +15,32 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr dist::Label kPeerLabel{"train::peer_saves"};
-constexpr const char* kRunMark = ".peer_run";
-
-std::string random_mark() {
-  std::random_device source;
-  return checkpoint::digest_of(str(source(), " ", source(), " ", source(), " ", source()));
-}
-
-// A folder that was removed and made anew is another run's: what is in memory isn't loaded into that.
-std::string mark_of(const fs::path& folder) {
-  const fs::path path = folder / kRunMark;
-  std::error_code ignored;
-  if (!fs::exists(path, ignored)) write_file_atomic(path, random_mark());
-  return read_file(path);
-}
-
-std::string shared_mark(const dist::World& world, const fs::path& folder) {
-  std::string mark, problem;
+// Rank 0's.
+RunMark shared_mark(const dist::World& world, const fs::path& folder) {
+  RunMark mark;
+  std::string problem;
   try {
-    if (world.rank() == 0) mark = mark_of(folder);
-  } catch (const Error& error) {
+    if (world.rank() == 0) mark = run_mark(folder);
+  } catch (const std::exception& error) {
     problem = error.what();
   }
-  problem = world.everyone()->all_gather_text(problem, kPeerLabel).front();
-  TITAN_CHECK(problem.empty(), problem);
-  return world.everyone()->all_gather_text(mark, kPeerLabel).front();
+  const auto of_rank_0 = [&](const std::string& text) {
+    return world.everyone()->all_gather_text(text, kPeerLabel).front();
+  };
+  problem = of_rank_0(problem);
+  if (!problem.empty()) throw Error(problem);
+  return {.run = of_rank_0(mark.run), .folder = of_rank_0(mark.folder)};
 }
 
 std::shared_ptr<checkpoint::PeerFolder> open_folder(const dist::World& world, const PeerSettings& settings,
                                                     const fs::path& disk) {
-  return std::make_shared<checkpoint::PeerFolder>(
-      world, checkpoint::PeerFolder::Options{
-                 .parent = settings.folder, .job = settings.job, .run = shared_mark(world, disk)});
+  const RunMark mark = shared_mark(world, disk);
+  return std::make_shared<checkpoint::PeerFolder>(world,
+                                                  checkpoint::PeerFolder::Options{.parent = settings.folder,
+                                                                                  .job = settings.job,
+                                                                                  .run = mark.run,
+                                                                                  .owner = mark.folder,
+                                                                                  .disk = disk});
 }
 
 // The step waits for no file, and none that fails ends the run: the disk's are what counts.
@@ -99,9 +92,46 @@ void PeerSaves::announce() {
                       peer_gigabytes(memory.free_bytes), " are free"));
 }
 
+bool PeerSaves::remove_damaged() {
+  const auto [found, is_whole] = folder_->remove_damaged();
+  for (const std::string& damage : found)
+    log::warning_rank0("peer checkpoints: damaged, and removed: " + damage);
+  if (found.empty() || !is_whole) return false;
+  log::warning_rank0(
+      "peer checkpoints: of what was damaged another host has sound copies, which are loaded now");
+  return true;
+}
+
+void PeerSaves::save(int64_t step) {
+  try {
+    saver_.save(step);
+  } catch (const Error& error) {
+    log::warning_rank0(str("peer checkpoints: the state of step ", step, " isn't kept: ", error.what()));
+  }
+}
+
+void PeerSaves::finish() {
+  try {
+    saver_.finish();
+  } catch (const Error& error) {
+    log::warning(str("the state isn't kept in memory: ", error.what()));
+  }
+}
+
+void PeerSaves::tell_failures() const {
+  const checkpoint::SaveCounts counts = saver_.counts();
+  if (counts.failed == 0) return;
+  log::warning_rank0(str("peer checkpoints: ", counts.complete, " states were kept, ", counts.failed,
+                         " couldn't be, and ", counts.skipped, " were skipped for others on their way"));
+}
+
 void PeerSaves::remove() {
   if (std::exchange(removed_, true)) return;
-  folder_->remove();
+  try {
+    folder_->remove();
+  } catch (const Error& error) {
+    log::warning_rank0(str("peer checkpoints: ", error.what()));
+  }
 }
 
 }  // namespace titan::train

@@ -23,7 +23,15 @@ class PeerSaves {
 
   void add(const std::string& key, checkpoint::Stateful& object) { saver_.add(key, object); }
   bool is_due(int64_t step) const { return step % settings_.interval == 0; }
-  checkpoint::Checkpointer& saver() { return saver_; }
+  /// Begins to keep the state. What goes wrong is logged: what is in memory is an extra, without which a run
+  /// goes on.
+  void save(int64_t step);
+  void wait_for_staging() { saver_.wait_for_staging(); }
+  /// Nothing is under way afterwards; logs as save() does.
+  void finish();
+  double take_blocked_seconds() { return saver_.take_blocked_seconds(); }
+  /// How many states weren't kept, where any failed.
+  void tell_failures() const;
 
   /// The newest generation's step.
   std::optional<int64_t> choose_newest() { return folder_->choose_newest(); }
@@ -32,12 +40,15 @@ class PeerSaves {
   bool holds(const std::filesystem::path& step_folder) const;
   /// For loading the chosen generation.
   void add_bringer(checkpoint::LoadOptions& options) const;
+  /// Behind a load of the chosen generation that failed: looks for damage, says what it found, and removes
+  /// it. True: there was some, and sound copies of it, so that another load may go well.
+  bool remove_damaged();
   /// There is nothing to go on from any more.
   void forget() { folder_->forget(); }
   /// Says in the log what is kept where, and what it takes. Throws ConfigError where a host has too little
   /// memory.
   void announce();
-  /// The run's state is on disk.
+  /// The run's state is on disk. Logs what goes wrong.
   void remove();
 
  private:

@@ -14,6 +14,7 @@
 #include "titan/core/log.h"
 #include "titan/train/run_checkpoints.h"
 #include "train/peer_saves.h"
+#include "train/step_choice.h"
 
 namespace titan::train {
 
@@ -45,27 +46,18 @@ bool RunCheckpoints::is_due(int64_t step, bool is_last) const {
 
 void RunCheckpoints::wait_for_staging() {
   checkpointer_.wait_for_staging();
-  if (peers_) peers_->saver().wait_for_staging();
+  if (peers_) peers_->wait_for_staging();
 }
 
-void RunCheckpoints::check() {
-  checkpointer_.check();
-  if (peers_) peers_->saver().check();
-}
+void RunCheckpoints::check() { checkpointer_.check(); }
 
 void RunCheckpoints::finish() {
   checkpointer_.finish();
-  if (!peers_) return;
-  try {
-    peers_->saver().finish();
-  } catch (const Error& error) {
-    // The disk's saves come after this, and don't depend on it.
-    log::warning(str("the state isn't kept in memory: ", error.what()));
-  }
+  if (peers_) peers_->finish();
 }
 
 double RunCheckpoints::take_blocked_seconds() {
-  return checkpointer_.take_blocked_seconds() + (peers_ ? peers_->saver().take_blocked_seconds() : 0);
+  return checkpointer_.take_blocked_seconds() + (peers_ ? peers_->take_blocked_seconds() : 0);
 }
 
 // The last save is the run's result: it isn't skipped, and it is awaited.
@@ -92,7 +84,21 @@ void RunCheckpoints::save_whole(int64_t step) {
 }
 
 bool RunCheckpoints::is_saved(int64_t step) const {
-  return step == last_saved_ && checkpointer_.last_failure().empty();
+  return step == exported_step_ || (step == last_saved_ && checkpointer_.last_failure().empty());
+}
+
+bool RunCheckpoints::has_model_alone(int64_t step) const {
+  if (options_.settings.load_only || options_.settings.load_step >= 0) return false;
+  StepChoice alone;
+  if (world_.rank() == 0) {
+    try {
+      const fs::path manifest = checkpoint::step_path(options_.folder, step) / checkpoint::kManifestName;
+      if (last_step_in(options_.folder) == step && !fs::exists(manifest)) alone.step = step;
+    } catch (const std::exception& error) {
+      alone.failure = error.what();
+    }
+  }
+  return share(alone, world_).step.has_value();
 }
 
 void RunCheckpoints::save_seed() {
@@ -116,6 +122,7 @@ void RunCheckpoints::export_model(int64_t step) {
     throw;
   }
   on_rank_0(world_, [&] { checkpoint::commit_step(options_.folder, step, id); });
+  exported_step_ = step;
   const fs::path folder = checkpoint::step_path(options_.folder, step);
   log::info_rank0(
       str("the model is in ", (options_.model_export->hf ? folder : folder / kModelFile).string()));

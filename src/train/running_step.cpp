@@ -3,7 +3,6 @@
 #include <chrono>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -31,6 +30,7 @@ RunningStep::RunningStep(StepRunner& runner, const StepPlan& plan,
       plan_(plan),
       micro_batches_(micro_batches),
       global_valid_tokens_(global_valid_tokens),
+      buffers_(runner.device_),
       cells_(runner.stages_.size() * static_cast<size_t>(plan.num_micro_batches_)),
       loss_(at::zeros({}, at::TensorOptions(runner.device_).dtype(at::kDouble))) {}
 
@@ -179,9 +179,8 @@ void RunningStep::drop_sent(const pipeline::Link* way) {
   });
 }
 
-at::Tensor RunningStep::receive(const Planned& due, dist::Work& arrives) const {
-  const TensorType& type = plan_.boundaries_[due.boundary];
-  at::Tensor buffer = at::empty(type.sizes, at::TensorOptions(runner_.device_).dtype(type.dtype));
+at::Tensor RunningStep::receive(const Planned& due, dist::Work& arrives) {
+  at::Tensor buffer = buffers_.take(plan_.boundaries_[due.boundary]);
   arrives = due.link->receive(buffer.view(-1), due.label);
   return buffer;
 }

@@ -10,6 +10,7 @@
 #include "titan/dist/collectives.h"
 #include "titan/train/step_runner.h"
 #include "train/graph_root.h"
+#include "train/receive_buffers.h"
 
 namespace titan::train {
 
@@ -45,7 +46,7 @@ class RunningStep {
   void walk_graph(const StepPlan::Planned& due, Cell& cell);
   void send(const StepPlan::Planned& due, at::Tensor tensor);
   void drop_sent(const pipeline::Link* way);
-  at::Tensor receive(const StepPlan::Planned& due, dist::Work& arrives) const;
+  at::Tensor receive(const StepPlan::Planned& due, dist::Work& arrives);
   at::Tensor input_of(const StepPlan::Planned& due, Cell& cell);
   void await(dist::Work& arrives);
   const data::Batch& batch_of(const StepPlan::Planned& due) const;
@@ -57,6 +58,7 @@ class RunningStep {
   const StepPlan& plan_;
   const std::vector<data::Batch>& micro_batches_;
   int64_t global_valid_tokens_;
+  ReceiveBuffers buffers_;
   std::vector<Cell> cells_;
   std::vector<Sent> sends_;
   double waited_s_ = 0;

@@ -1,5 +1,5 @@
 // [Note: ending a start together]
-//   wish   a key of the store: some rank was told to end, a while ago
+//   wish   a key of the store: some rank was told to end, a while ago, by the signal that is its value
 //   end    a key that only a rank sets which isn't ready, i.e. hasn't come to end(): the barrier there then
 //          never completes, so that those who wait in it may leave as well
 //   left   who has heard of it; all wait until it is everybody, and end
@@ -17,7 +17,10 @@
 #include <mutex>
 #include <optional>
 #include <stop_token>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -46,6 +49,8 @@ struct StartupWatch::Impl {
   void look();
   bool is_told_long_ago();
   void leave();
+  int signal_of_all() const;
+  void wait_for_others() const;
 
   std::mutex mutex;
   std::condition_variable_any changed;
@@ -54,6 +59,7 @@ struct StartupWatch::Impl {
   std::optional<dist::World> world;
   bool ready = false;
   std::optional<Clock::time_point> told_at;
+  std::function<void(int)> on_end;
   std::jthread thread;
 };
 
@@ -70,7 +76,10 @@ void StartupWatch::Impl::look() {
     if (wishes && !ready) leave();
     return;
   }
-  if (wishes) store->set(kWish, "");
+  if (wishes) {
+    const std::string signal = std::to_string(noted_signal());
+    store->compareSet(kWish, std::vector<uint8_t>{}, {signal.begin(), signal.end()});  // the first one counts
+  }
   if (!ready && store->check({kWish})) store->set(kEnd, "");
   if (store->check({kEnd})) leave();
 }
@@ -88,26 +97,43 @@ void StartupWatch::Impl::watch(const std::stop_token& stop) {
   }
 }
 
+int StartupWatch::Impl::signal_of_all() const {
+  if (!store) return noted_signal();
+  const std::vector<uint8_t> text = store->get(kWish);
+  return std::stoi(std::string(text.begin(), text.end()));
+}
+
+void StartupWatch::Impl::wait_for_others() const {
+  const auto deadline = Clock::now() + kLeaving;
+  store->add(kLeft, 1);
+  while (store->add(kLeft, 0) < world->size() && Clock::now() < deadline) std::this_thread::sleep_for(kLook);
+  // Its process keeps the store.
+  if (world->rank() == 0) std::this_thread::sleep_for(2 * kLook);
+}
+
 // Without destructors: threads and peers may be anywhere.
 void StartupWatch::Impl::leave() {
-  const int signal = noted_signal();
+  int signal = noted_signal(), code = 0;
   log::info(str(signal == 0 ? std::string("a signal to another rank") : signal_name(signal),
                 " stops the run before it began: nothing was trained"));
   try {
-    const auto deadline = Clock::now() + kLeaving;
-    if (store) store->add(kLeft, 1);
-    while (store && store->add(kLeft, 0) < world->size() && Clock::now() < deadline)
-      std::this_thread::sleep_for(kLook);
-    // Its process keeps the store.
-    if (store && world->rank() == 0) std::this_thread::sleep_for(2 * kLook);
+    signal = signal_of_all();
+    if (store) wait_for_others();
   } catch (const std::exception&) {
-    // Its process has left.
+    // Rank 0's process has left.
+  }
+  try {
+    if (on_end && !peer_has_failed()) on_end(signal);
+  } catch (const std::exception& error) {
+    log::error(error.what());
+    code = 1;
   }
   std::fflush(nullptr);
-  std::_Exit(0);
+  std::_Exit(code);
 }
 
-StartupWatch::StartupWatch() : impl_(std::make_unique<Impl>()) {
+StartupWatch::StartupWatch(std::function<void(int)> on_end) : impl_(std::make_unique<Impl>()) {
+  impl_->on_end = std::move(on_end);
   impl_->thread = std::jthread([impl = impl_.get()](const std::stop_token& stop) { impl->watch(stop); });
 }
 

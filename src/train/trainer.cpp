@@ -112,6 +112,7 @@ bool Trainer::start() {
   // What is in memory alone a stop has yet to save.
   started_at_ = goes_on && parts_.checkpoints->went_on_from_memory() ? -1 : progress_.step;
   if (stop_.agree()) return false;
+  if (has_ended()) return false;
   if (options_.on_start) options_.on_start();
   parts_.logger->begin_behind(goes_on ? progress_.step : 0);
   if (progress_.step == 0) {
@@ -136,6 +137,17 @@ int64_t Trainer::last_step() const {
   const auto end = parts_.loader.num_steps();
   if (!end) return options_.steps;
   return std::min(options_.steps, progress_.step + std::max<int64_t>(0, *end - parts_.loader.state().steps));
+}
+
+// Whose data ended before the last step that was asked for. What it left, the model alone, isn't written
+// twice, nor are the steps to it trained again.
+bool Trainer::has_ended() const {
+  const int64_t last = last_step();
+  if (!parts_.checkpoints || last == options_.steps || last <= progress_.step) return false;
+  if (!parts_.checkpoints->has_model_alone(last)) return false;
+  log::info_rank0(str("this run has come to its end: the data end after step ", last, " of ", options_.steps,
+                      ", and the model of that step is there"));
+  return true;
 }
 
 bool Trainer::train_step() {

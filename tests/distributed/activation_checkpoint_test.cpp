@@ -8,6 +8,7 @@
 
 #include "distributed/llama_case.h"
 #include "titan/core/error.h"
+#include "titan/dist/device_backend.h"
 #include "titan/dist/flight_record.h"
 #include "titan/nn/linear.h"
 #include "unit/parallel/checkpoint_case.h"
@@ -97,13 +98,16 @@ Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro
   return outcome;
 }
 
-TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) {
+// On every layout.
+void expect_bit_equal_to_none(const std::vector<Case>& cases) {
+  // Otherwise some of a GPU's kernels add up in any order.
+  if (device().is_cuda()) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   for (const train::ParallelDims& dims : all_dims()) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
     for (const int micro_batches : {1, 2}) {
       const auto plain = build(meshes, {});
       const Outcome expected = run(*plain, meshes, micro_batches);
-      for (const Case& each : all_cases()) {
+      for (const Case& each : cases) {
         const std::string what = str(name_of(dims), " micro-batches ", micro_batches, " ", each.name);
         const auto model = build(meshes, each.checkpoint);
         ASSERT_TRUE(checkpoints_activations(model->root()));
@@ -116,6 +120,33 @@ TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) {
         EXPECT_EQ(got.max_gathered, expected.max_gathered) << what << ": recomputes gather nothing";
       }
     }
+  }
+}
+
+TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(all_cases()); }
+
+// Bytes of the GPU's that a forward leaves for its backward.
+int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationCheckpoint& checkpoint) {
+  const auto allocated = [] { return dist::device_backend()->memory(device().index()).allocated_bytes; };
+  const auto model = build(meshes, checkpoint);
+  run(*model, meshes, 1);  // what every later step holds as well
+  forget_gradients(*model);
+  const Batch batch = random_batch(deep_llama(), 1), mine = batch.rows(meshes.dp_rank(), meshes.dp_degree());
+  const int64_t before = allocated();
+  const at::Tensor loss = model->loss(mine.tokens.to(device()), mine.labels.to(device()), batch.num_valid());
+  const int64_t held = allocated() - before;
+  loss.backward();
+  return held;
+}
+
+// Written, never run: no GPU was there. offload_test.cpp has its logic, with both memories a CPU's.
+TEST(ActivationCheckpoint, OffloadedActivationsLeaveTheGpuAndComeBackTheSame) {
+  if (!device().is_cuda()) GTEST_SKIP() << "activations are offloaded from GPUs only";
+  const train::ActivationCheckpoint offload{OffloadActivations{.min_bytes = 1024}, {}};
+  expect_bit_equal_to_none({{"offload", offload}});
+  for (const train::ParallelDims& dims : all_dims()) {
+    const train::Meshes meshes = train::build_meshes(world(), dims);
+    EXPECT_LT(held_on_the_gpu(meshes, offload), held_on_the_gpu(meshes, {})) << name_of(dims);
   }
 }
 
@@ -160,7 +191,8 @@ TEST(ActivationCheckpoint, AMemoryBudgetIsSpentAlikeOnAllRanks) {
     run(*model, meshes, 1);
     const Batch batch = random_batch(deep_llama(), 1);
     MemoryMeter meter;
-    const at::Tensor loss = model->loss(batch.tokens, batch.labels, batch.num_valid());
+    const at::Tensor loss =
+        model->loss(batch.tokens.to(device()), batch.labels.to(device()), batch.num_valid());
     const auto bytes = static_cast<double>(meter.bytes());
     EXPECT_EQ(world().everyone()->max(bytes, {"test::bytes"}), bytes) << fraction;
     EXPECT_EQ(world().everyone()->max(-bytes, {"test::bytes"}), -bytes) << fraction;

@@ -199,8 +199,8 @@ TEST(RankTree, EveryAnswerGoesUpAndTheVerdictDown) {
   EXPECT_EQ(detail::agree(tree, "the same").text, "the same");
   EXPECT_EQ(detail::agree(tree, is_last() ? "mine" : "").text,
             world().size() == 1 ? "mine" : last_rank() + "here): mine");
-  EXPECT_EQ(detail::any_rank(tree, false), false);
-  EXPECT_EQ(detail::any_rank(tree, is_last()), true);
+  EXPECT_EQ(detail::any_text(tree, ""), "");
+  EXPECT_EQ(detail::any_text(tree, is_last() ? "mine" : ""), "mine");
 }
 
 // Its calls are made by other threads than training's, whose limit gets shorter behind the first step.

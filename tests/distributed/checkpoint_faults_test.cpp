@@ -118,15 +118,21 @@ struct FaultCase {
   std::string mode;
 };
 
+// Of the two cases of a phase and a way one is of the mode that shipped configs have, staged, by turns on the
+// first rank and on the last.
 std::vector<FaultCase> fault_cases(const std::vector<std::string>& ways) {
   std::vector<FaultCase> cases;
+  int turn = 0;
   for (int i = 0; i <= static_cast<int>(SavePhase::Prune); ++i) {
     const auto phase = static_cast<SavePhase>(i);
     const bool of_root =
         phase == SavePhase::WriteManifest || phase == SavePhase::Commit || phase == SavePhase::Prune;
-    for (const std::string& how : ways)
-      for (const int rank : {0, kRanks - 1})
-        if (rank == 0 || !of_root) cases.push_back({phase, how, rank, i % 2 == 0 ? "copied" : "disabled"});
+    for (const std::string& how : ways) {
+      const int staged = turn++ % 2;
+      const std::string other = i % 2 == 0 ? "copied" : "disabled";
+      for (const int at : {0, 1})
+        cases.push_back({phase, how, of_root || at == 0 ? 0 : kRanks - 1, at == staged ? "staged" : other});
+    }
   }
   return cases;
 }

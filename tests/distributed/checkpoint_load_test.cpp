@@ -1,12 +1,16 @@
 // Loading by all ranks of a job, folders that they can't use, and what they are told.
 
+#include <algorithm>
 #include <fstream>
+#include <set>
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "checkpoint_files.h"
 #include "distributed/checkpoint_saver.h"
+#include "titan/checkpoint/rank_file.h"
 
 namespace titan::checkpoint {
 namespace {
@@ -125,6 +129,101 @@ TEST(Load, DamageIsNamedOnAllRanks) {
   const std::string error = error_of([&] { test.checkpointer.load(test.path); });
   EXPECT_THAT(error, HasSubstr(file_name(0)));
   EXPECT_THAT(error, HasSubstr("half-way"));
+}
+
+// --- how many bytes
+
+int64_t bytes_of(const StateTensor& tensor, const Box& box) {
+  return box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+}
+
+// Of what is read of a piece: the runs of bytes that lie together there, each with at most a block more at
+// either end, and no block twice.
+int64_t most_bytes(const StateTensor& tensor, const Box& piece, const Box& wanted) {
+  Box both = piece;
+  bool takes_whole_rows = true;
+  for (size_t dim = 0; dim < piece.length.size(); ++dim) {
+    const int64_t end =
+        std::min(piece.offset[dim] + piece.length[dim], wanted.offset[dim] + wanted.length[dim]);
+    both.offset[dim] = std::max(piece.offset[dim], wanted.offset[dim]);
+    both.length[dim] = end - both.offset[dim];
+    takes_whole_rows = takes_whole_rows && (dim == 0 || both.length[dim] == piece.length[dim]);
+  }
+  const int64_t num_runs = takes_whole_rows ? 1 : both.length[0];
+  return std::min(bytes_of(tensor, piece), bytes_of(tensor, both) + num_runs * 2 * kBlockBytes);
+}
+
+int64_t header_bytes(const Manifest& manifest, int64_t rank) {
+  int64_t bytes = manifest.files[static_cast<size_t>(rank)].num_bytes;
+  for (const Piece& piece : manifest.table.pieces_of(rank))
+    bytes -= bytes_of(manifest.table.tensors()[piece.tensor], piece.box);
+  return bytes;
+}
+
+struct Amount {
+  int64_t own = 0;    // of this rank's parts
+  int64_t whole = 0;  // of the pieces that have some of them
+  int64_t most = 0;
+};
+
+Amount amount_of(const Manifest& manifest, ToyState& state) {
+  Amount amount;
+  std::set<int64_t> ranks;
+  for (const ObjectTensor& tensor : state.state().tensors) {
+    const size_t position = manifest.table.find("model." + tensor.name).value();
+    const StateTensor& saved = manifest.table.tensors()[position];
+    amount.own += bytes_of(saved, tensor.data.box);
+    if (tensor.data.box.numel() == 0) continue;
+    for (const Source& source : manifest.table.sources_of(position, tensor.data.box)) {
+      amount.most += most_bytes(saved, source.box, tensor.data.box);
+      amount.whole += bytes_of(saved, source.box);
+      ranks.insert(source.rank);
+    }
+  }
+  for (const int64_t rank : ranks) {
+    amount.most += header_bytes(manifest, rank);
+    amount.whole += header_bytes(manifest, rank);
+  }
+  return amount;
+}
+
+// Four ranks along dp saved it; all of this world's along dp load it, and all along tp, where rows are cut.
+TEST(Load, ReadsTheBlocksOfItsOwnPartsAlone) {
+  const SharedFolder folder;
+  const std::vector<TensorCase> cases = {{"short_rows", {12'000, 300}, at::kFloat, 0, 1},
+                                         {"long_rows", {4, 1'200'000}, at::kFloat, 0, 1},
+                                         {"norm", {4000}, at::kFloat, 0, -1}};
+  const fs::path saved = step_path(folder, 1);
+  if (world().rank() == 0) {
+    CheckpointToSave save{.world_size = 4, .tensors = {}, .texts = {{"model", "model at 1"}}};
+    for (const TensorCase& each : cases)
+      save.tensors.push_back({"model." + each.name,
+                              values_of("model." + each.name, each.shape, each.dtype, 1),
+                              {{cut("dp", 4, 1, 0)}}});
+    write_checkpoint_files(saved, save);
+  }
+  meet();
+  const int size = world().size();
+  for (const Layout& layout : {Layout{1, size, 1}, Layout{1, 1, size}}) {
+    SCOPED_TRACE(layout.name());
+    ToyState model("model", DeviceMesh::create(world(), {{"pp", 1}, {"dp", layout.dp}, {"tp", layout.tp}}),
+                   cases);
+    Checkpointer checkpointer(world(), {}, {.folder = folder / layout.name()});
+    checkpointer.add("model", model);
+    const Loaded loaded = checkpointer.load(saved);
+    EXPECT_THAT(model.wrong(1), ::testing::IsEmpty());
+    const Amount amount = amount_of(loaded.manifest, model);
+    EXPECT_GE(loaded.num_bytes_read, amount.own);
+    EXPECT_LE(loaded.num_bytes_read, amount.most);
+    // Files of two ranks, or of one, are read whole, and each once.
+    if (layout.dp == size && 4 % size == 0) EXPECT_EQ(loaded.num_bytes_read, amount.whole);
+    // Of rows that are longer than a few blocks a part is read, of shorter ones all.
+    if (layout.tp > 1) {
+      const int64_t short_rows = int64_t{12'000} * 300 * 4, long_rows = int64_t{4} * 1'200'000 * 4;
+      EXPECT_GE(loaded.num_bytes_read, short_rows);
+      EXPECT_LE(loaded.num_bytes_read, amount.whole - long_rows / 2 + 4 * 2 * kBlockBytes);
+    }
+  }
 }
 
 TEST(Load, AFolderThatIsNotThere) {

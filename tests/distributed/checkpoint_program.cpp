@@ -2,9 +2,8 @@
 //   checkpoint_program save FOLDER                       under every layout of so many ranks, FOLDER/LAYOUT
 //   checkpoint_program load FOLDER                       each of these under every layout of so many ranks
 //   checkpoint_program fail FOLDER PHASE HOW RANK MODE   step 1 is saved; step 2 fails: at PHASE of the save
-//   RANK
-//                                                        does HOW: throw, exit or hang. MODE: disabled,
-//                                                        copied
+//                                                        RANK does HOW: throw, exit or hang. MODE: disabled,
+//                                                        copied, staged
 //   checkpoint_program forever FOLDER                    loads the newest step, checks it, saves those that
 //   follow
 // A failure ends a rank with 3.
@@ -68,6 +67,13 @@ SavePhase phase_of(const std::string& name) {
   throw Error("no phase " + name);
 }
 
+AsyncMode mode_of(const std::string& name) {
+  if (name == "disabled") return AsyncMode::Disabled;
+  if (name == "copied") return AsyncMode::Copied;
+  if (name == "staged") return AsyncMode::Staged;
+  throw Error("no mode " + name);
+}
+
 void fail_as(const std::string& how) {
   if (how == "exit") _exit(9);
   while (how == "hang") pause();
@@ -78,8 +84,11 @@ void save_and_fail(const dist::World& world, const Words& words) {
   const SavePhase phase = phase_of(words.at(2));
   const bool chosen = world.rank() == std::stoi(words.at(4));
   bool armed = false;
-  SaveOptions options{.folder = words.at(1), .keep_latest = 5, .timeout = std::chrono::seconds(4)};
-  options.async = words.at(5) == "copied" ? AsyncMode::Copied : AsyncMode::Disabled;
+  // A rank that hangs is waited for in vain. One that throws or ends isn't, and on a busy machine a phase may
+  // take longer than such a wait should.
+  const std::chrono::seconds timeout(words.at(3) == "hang" ? 4 : 30);
+  SaveOptions options{.folder = words.at(1), .keep_latest = 5, .timeout = timeout};
+  options.async = mode_of(words.at(5));
   options.on_phase = [&](SavePhase at) {
     if (!armed || !chosen || at != phase) return;
     // A rank may come to the verdict before rank 0 has renamed, which its end would take along.
@@ -93,6 +102,7 @@ void save_and_fail(const dist::World& world, const Words& words) {
   for (int64_t step = 1; step <= 3; ++step) {
     job.fill(step);
     checkpointer.save(step);
+    checkpointer.wait_for_staging();
     checkpointer.finish();
     armed = true;
   }

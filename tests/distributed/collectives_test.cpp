@@ -49,6 +49,15 @@ TEST_P(Collectives, AllGather) {
   }
 }
 
+// A dimension for the ranks, in front of those of a part.
+TEST_P(Collectives, AllGatherOfPartsWithMoreDimensions) {
+  const at::Tensor mine = contribution(rank, 0, 12, dtype).view({2, 3, 2});
+  const at::Tensor out = at::zeros({size, 2, 3, 2}, dtype);
+  group.all_gather(out, mine, kLabel).wait();
+  for (int r = 0; r < size; ++r)
+    EXPECT_TRUE(out[r].equal(contribution(r, 0, 12, dtype).view({2, 3, 2}))) << r;
+}
+
 TEST_P(Collectives, AllGatherFromItsOwnPlace) {
   const int64_t n = 1000;
   at::Tensor out = at::zeros({size * n}, dtype);
@@ -174,7 +183,8 @@ TEST(Failures, ATimeOutNamesTheCall) {
       group->all_reduce(tensor, ReduceOp::Sum, {"fsdp::reduce", "layers.7"}).wait();
       ADD_FAILURE() << "nobody else called";
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("all_reduce #1 in group 'lonely' failed on its rank 0 of"));
+      EXPECT_THAT(error.what(),
+                  ::testing::HasSubstr("all_reduce #1 in group 'lonely' failed on its rank 0 of"));
       EXPECT_THAT(error.what(), ::testing::HasSubstr("fsdp::reduce layers.7, 32 bytes"));
     }
     EXPECT_EQ(world().recorder().snapshot().back().state, dist::CallState::Failed);

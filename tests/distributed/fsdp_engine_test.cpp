@@ -1,8 +1,11 @@
 // fully_shard against the same network unsharded: values, every gradient, and what is gathered when.
 
+#include <optional>
+
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <torch/optim/adamw.h>
 
 #include "distributed/toy_case.h"
 #include "titan/parallel/fsdp.h"
@@ -25,15 +28,24 @@ TEST(FsdpEngineMemory, AtMostTwoGroupsAreGatheredAndBuffersAreMadeOnce) {
   if (size == 1) GTEST_SKIP() << "one rank gathers nothing";
   const ToyOptions options{.num_blocks = 6};
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
-  Toy model = sharded_toy(options, at::kFloat, {.mesh = mesh_of({1, size})});
-  int64_t allocations = 0;
-  for (int step = 0; step < 6; ++step) {
-    loss_of(model(rows)).backward();
-    const FsdpStats stats = fsdp_stats(model);
-    EXPECT_EQ(stats.gathered_groups, 0);
-    EXPECT_LE(stats.max_gathered_groups, 3) << "two blocks and the root";
-    if (step >= 2) EXPECT_EQ(stats.communication_buffer_allocations, allocations) << "step " << step;
-    allocations = stats.communication_buffer_allocations;
+  for (const Layout& layout : layouts(size)) {
+    for (const bool mixed : {false, true}) {
+      FsdpOptions fsdp{.mesh = mesh_of(layout)};
+      if (mixed) fsdp.param_dtype = at::kBFloat16, fsdp.reduce_dtype = at::kFloat;
+      Toy model = sharded_toy(options, at::kFloat, fsdp);
+      int64_t allocations = 0;
+      for (int step = 0; step < 6; ++step) {
+        run_micro_batches(model, rows, 2);
+        const FsdpStats stats = fsdp_stats(model);
+        EXPECT_EQ(stats.gathered_groups, 0);
+        EXPECT_LE(stats.max_gathered_groups, 3) << "two blocks and the root";
+        if (step >= 2)
+          EXPECT_EQ(stats.communication_buffer_allocations, allocations)
+              << "replicate " << layout.replicate << " shard " << layout.shard << " mixed " << mixed
+              << " step " << step;
+        allocations = stats.communication_buffer_allocations;
+      }
+    }
   }
 }
 
@@ -126,6 +138,45 @@ TEST(FsdpEngineStale, WritesToShardsAreSeenByTheNextForward) {
   }
 }
 
+// What the outermost group computes in bf16 leaves it in another type, exactly; gradients come back through
+// the cast.
+TEST(FsdpEngineOutput, HasTheDtypeAskedFor) {
+  const int size = testing::world().size(), rank = testing::world().rank();
+  const ToyOptions options{.num_blocks = 1};
+  const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
+  const auto sharded = [&](std::optional<at::ScalarType> output_dtype) {
+    Toy model(options, at::kFloat);
+    FsdpOptions fsdp{.mesh = mesh_of({1, size}), .param_dtype = at::kBFloat16};
+    fully_shard(model->blocks[0], fsdp);
+    fsdp.output_dtype = output_dtype;
+    fully_shard(model, fsdp);
+    materialize(model, 0);
+    return model;
+  };
+  Toy as_computed = sharded({}), cast = sharded(at::kFloat);
+  const at::Tensor narrow = as_computed(rows), wide = cast(rows);
+  EXPECT_EQ(narrow.scalar_type(), at::kBFloat16);
+  ASSERT_EQ(wide.scalar_type(), at::kFloat);
+  EXPECT_TRUE(at::equal(wide, narrow.to(at::kFloat)));
+  loss_of(narrow.to(at::kFloat)).backward();
+  loss_of(wide).backward();
+  const std::vector<Parameter> expected = parameters(as_computed), got = parameters(cast);
+  for (size_t i = 0; i < got.size(); ++i)
+    EXPECT_TRUE(at::equal(got[i].data.local.grad(), expected[i].data.local.grad())) << got[i].name;
+}
+
+TEST(FsdpEngineMisuse, AnOptimizerOverComputeParametersIsAnError) {
+  const int size = testing::world().size();
+  Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});
+  try {
+    torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+    FAIL() << "LibTorch's optimizer took them";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("can't optimize a non-leaf Tensor"), std::string::npos)
+        << error.what();
+  }
+}
+
 TEST(FsdpEngineMisuse, IsNamed) {
   const int size = testing::world().size();
   Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});
@@ -138,7 +189,6 @@ TEST(FsdpEngineMisuse, IsNamed) {
   }
   EXPECT_THROW(model->to(at::kDouble), Error);
   EXPECT_THROW(fully_shard(model, {.mesh = mesh_of({1, size})}), Error);
-  EXPECT_FALSE(model->blocks[0]->up.is_leaf()) << "an optimizer of LibTorch refuses non-leaf parameters";
 }
 
 }  // namespace

@@ -10,8 +10,9 @@
 #include <gtest/gtest.h>
 
 #include "e2e/command.h"
+#include "titan/checkpoint/manifest.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/log.h"
 
 namespace titan::testing {
 namespace {
@@ -19,9 +20,13 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::AnyOf;
+using ::testing::Contains;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
 using Words = std::vector<std::string>;
 
 /// Gone behind the test.
@@ -39,13 +44,14 @@ class Hosts {
   Hosts(const Hosts&) = delete;
   Hosts& operator=(const Hosts&) = delete;
 
-  CommandResult start(const std::string& hosts, const Words& what, double limit_s = 60) const {
+  CommandResult start(const std::string& hosts, const Words& what, Command::Variables variables = {}) const {
     const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
     Words words = {bin + "titan", "launch", "-n", std::to_string(hosts.size()),
                    "--log-rank",  "all",    "--", bin + "peer_program",
                    path_,         hosts};
     words.insert(words.end(), what.begin(), what.end());
-    return run(words, {{"OMP_NUM_THREADS", "1"}}, limit_s);
+    variables["OMP_NUM_THREADS"] = "1";
+    return run(words, variables, /*limit_s=*/120);
   }
   void save(const std::string& hosts, int first, int last) const {
     const auto result = start(hosts, {"save", std::to_string(first), std::to_string(last)});
@@ -71,10 +77,11 @@ class Hosts {
     std::sort(files.begin(), files.end());
     return files;
   }
-  /// Each file of the host's, its last byte.
-  void flip_bytes(char host) const {
+  /// The last byte of each of the host's files, or of the one of `rank`.
+  void flip_bytes(char host, int rank = -1) const {
     for (const auto& entry : fs::recursive_directory_iterator(path_ / titan::str("host_", host))) {
       if (entry.path().extension() != ".safetensors") continue;
+      if (rank >= 0 && entry.path().filename() != checkpoint::file_name(rank)) continue;
       std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
       file.seekg(-1, std::ios::end);
       const char last = static_cast<char>(file.get());
@@ -83,6 +90,14 @@ class Hosts {
     }
   }
   bool empty(char host) const { return fs::is_empty(path_ / titan::str("host_", host)); }
+  /// Of jobs and runs, ascending.
+  std::vector<fs::path> folders_of(char host) const {
+    std::vector<fs::path> folders;
+    for (const auto& entry : fs::directory_iterator(path_ / titan::str("host_", host)))
+      folders.push_back(entry.path());
+    std::sort(folders.begin(), folders.end());
+    return folders;
+  }
 
  private:
   fs::path path_;
@@ -142,11 +157,98 @@ TEST(PeerCheckpoints, WithBothCopiesTheGenerationIsLost) {
   EXPECT_THAT(hosts.files_of('a'), IsEmpty()) << "what is of no use is removed";
 }
 
-TEST(PeerCheckpoints, DamageIsFoundBeforeItIsUsed) {
+// What is damaged at one host lies at another: that is loaded, and what was damaged is said. `ab` has both
+// files twice, and each of them damaged once.
+TEST(PeerCheckpoints, DamageGivesWayToTheSoundCopy) {
+  const Hosts hosts;
+  hosts.save("ab", 1, 2);
+  hosts.flip_bytes('a', 0);
+  hosts.flip_bytes('b', 1);
+  const auto loaded = hosts.start("ab", {"load"});
+  EXPECT_EQ(loaded.status, 0) << loaded.err;
+  EXPECT_THAT(loaded.out,
+              AllOf(HasSubstr("newest 2"),
+                    ContainsRegex("damaged: rank 0 [^\n]*/host_a/[^\n]*/rank_00000[^\n]*checksum"),
+                    ContainsRegex("damaged: rank 1 [^\n]*/host_b/[^\n]*/rank_00001[^\n]*checksum"),
+                    Not(ContainsRegex("(damaged: rank .*){3}"))));
+  EXPECT_EQ(hosts.load("ab"), "newest 3");
+
+  // Also where what is damaged may be brought to a host that has nothing.
+  const Hosts three;
+  three.save("abc", 1, 2);
+  three.flip_bytes('a');
+  EXPECT_EQ(three.load("dabc"), "newest 2");
+}
+
+TEST(PeerCheckpoints, DamageOfBothCopiesIsFoundBeforeItIsUsed) {
   const Hosts hosts;
   hosts.save("ab", 1, 2);
   hosts.flip_bytes('a');
-  EXPECT_THAT(hosts.load("ab"), AllOf(HasSubstr("newest 2"), HasSubstr("host_a"), HasSubstr("checksum")));
+  hosts.flip_bytes('b', 0);
+  EXPECT_THAT(hosts.load("ab"),
+              AllOf(HasSubstr("newest 2"), HasSubstr("host_a"), HasSubstr("host_b"), HasSubstr("checksum")));
+}
+
+TEST(PeerCheckpoints, AFileOfTheWrongSizeGivesWayToItsCopy) {
+  const Hosts hosts;
+  hosts.save("ab", 1, 2);
+  fs::resize_file(hosts.folders_of('a').front() / "step-2" / checkpoint::file_name(0), 100);
+  const auto loaded = hosts.start("ab", {"load"});
+  EXPECT_EQ(loaded.status, 0) << loaded.err;
+  EXPECT_THAT(loaded.err, AllOf(HasSubstr("passed over"), HasSubstr("has 100 bytes in place of")));
+}
+
+// The copies of the second generation stand still at one rank: it is given up, none is begun while they are
+// on their way, and behind that states are kept as before.
+TEST(PeerCheckpoints, CopiesThatTakeTooLongCostTheirGenerationAlone) {
+  const Hosts hosts;
+  const auto result = hosts.start("ab", {"stall"});
+  ASSERT_EQ(result.status, 0) << result.out << result.err;
+  EXPECT_THAT(result.out,
+              AllOf(ContainsRegex("step 2: peer checkpoint of step 2: .*the copies weren't made within 5 s"),
+                    HasSubstr("step 3: skipped"), HasSubstr("step 4: ; 2 complete, 1 failed"),
+                    HasSubstr("pieces: 3")));
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("training goes on without it"),
+                    ContainsRegex("skipped, as rank [^\n]*: the copies of step 2 are still on their way"),
+                    HasSubstr("states are kept in memory again")));
+  EXPECT_THAT(hosts.files_of('a'),
+              ElementsAre("step-4/rank_00000.safetensors", "step-4/rank_00001.safetensors"));
+}
+
+// The thread that trains comes to all calls, so training's ranks are all there.
+TEST(PeerCheckpoints, ARankThatIsLostToTheSavesAloneEndsNothing) {
+  const Hosts hosts;
+  const auto result = hosts.start("ab", {"lose"});
+  ASSERT_EQ(result.status, 0) << result.out << result.err;
+  EXPECT_THAT(result.out, HasSubstr("step 3: skipped"));
+  EXPECT_THAT(result.err, AllOf(ContainsRegex("peer checkpoint of step 2: .*rank 1 .*didn't answer within .*"
+                                              "training goes on without it"),
+                                HasSubstr("the ranks fell out of step in that of step 2")));
+  EXPECT_EQ(hosts.load("ab"), "newest 1");
+}
+
+// The same mark and another job: what an earlier one left is removed where it saved in the same folder, and
+// nobody is at work there.
+TEST(PeerCheckpoints, AnEarlierJobsFolderIsRemovedIfItIsTheRuns) {
+  const Hosts hosts;
+  const auto save_as = [&](const std::string& job, const std::string& owner) {
+    return hosts.start("a", {"save", "1", "1"}, {{"TITAN_TEST_JOB", job}, {"TITAN_TEST_OWNER", owner}});
+  };
+  ASSERT_EQ(save_as("first", "/runs/one").status, 0);
+  const auto first = hosts.folders_of('a');
+  ASSERT_THAT(first, SizeIs(1));
+  const auto copied = save_as("second", "/runs/copy");
+  EXPECT_THAT(copied.err, HasSubstr("is of a run that saves in /runs/one"));
+  EXPECT_THAT(hosts.folders_of('a'), AllOf(SizeIs(2), Contains(first.front())));
+  {
+    const checkpoint::FolderLock at_work(first.front());
+    EXPECT_THAT(save_as("third", "/runs/one").err, HasSubstr("is being written to by"));
+    EXPECT_THAT(hosts.folders_of('a'), AllOf(SizeIs(3), Contains(first.front())));
+  }
+  EXPECT_THAT(save_as("fourth", "/runs/one").err, HasSubstr("which an earlier job of this run left"));
+  EXPECT_THAT(hosts.folders_of('a'), AllOf(SizeIs(2), Not(Contains(first.front()))))
+      << "the copy's and its own";
 }
 
 // Whoever ends in whatever phase of the second generation: of the first or the second everything is there,
@@ -179,7 +281,7 @@ TEST(PeerCheckpoints, ARankThatHangsOrFailsIsNamed) {
       AllOf(HasSubstr("peer checkpoint of step 2"), HasSubstr("rank 1 ("), HasSubstr("told to throw")));
   EXPECT_EQ(hosts.load("ab"), "newest 1");
   const auto hung = hosts.start("ab", {"fail", "CopyPiece", "hang", "1"});
-  EXPECT_THAT(hung.err, HasSubstr("the copies weren't made within 4 s"));
+  EXPECT_THAT(hung.err, HasSubstr("the copies weren't made within 5 s"));
   EXPECT_EQ(hosts.load("ab"), "newest 1");
 }
 

@@ -3,16 +3,27 @@
 //   peer_program FOLDER HOSTS save FIRST LAST          these steps, each to its end
 //   peer_program FOLDER HOSTS fail PHASE HOW RANK      step 1 is saved; in the save of step 2, RANK at PHASE
 //                                                      does HOW: throw, exit or hang
-//   peer_program FOLDER HOSTS load                     prints "newest N" (or "none"), loads it and checks it
+//   peer_program FOLDER HOSTS stall                    step 1 is saved; in the save of step 2 rank 1's copies
+//                                                      stand still until that of step 3 was skipped for them;
+//                                                      then step 4 is saved. Prints how each went
+//   peer_program FOLDER HOSTS lose                     step 1 is saved; in the save of step 2 rank 1 writes
+//   for
+//                                                      ever. Prints how the next one went
+//   peer_program FOLDER HOSTS load                     prints "newest N" (or "none") and what is damaged,
+//                                                      loads it and checks it
 //   peer_program FOLDER HOSTS end                      the job has come to its end
-// A failure ends a rank with 3.
+// A failure ends a rank with 3. TITAN_TEST_JOB, TITAN_TEST_RUN and TITAN_TEST_OWNER: whose folder it is.
 
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <iostream>
 #include <memory>
+#include <thread>
 
 #include "distributed/checkpoint_case.h"
 #include "titan/checkpoint/peer_folder.h"
@@ -27,18 +38,31 @@ using checkpoint::SaveOptions;
 using checkpoint::SavePhase;
 using Words = std::vector<std::string>;
 
+// Of saves that go well: only a machine that stands still takes so long.
+constexpr std::chrono::seconds kAmple(40);
+// Of those in which somebody is waited for in vain.
+constexpr std::chrono::seconds kShort(5);
+
+std::string variable(const char* name, const std::string& otherwise) {
+  const char* value = std::getenv(name);
+  return value ? value : otherwise;
+}
+
 std::shared_ptr<PeerFolder> open(const dist::World& world, const Words& words) {
   const char host = words.at(1).at(static_cast<size_t>(world.rank()));
   const auto parent = std::filesystem::path(words.at(0)) / titan::str("host_", host);
   std::error_code exists;
   std::filesystem::create_directory(parent, exists);
   return std::make_shared<PeerFolder>(world,
-                                      PeerFolder::Options{.parent = parent, .job = "job", .run = "run"});
+                                      PeerFolder::Options{.parent = parent,
+                                                          .job = variable("TITAN_TEST_JOB", "job"),
+                                                          .run = variable("TITAN_TEST_RUN", "run"),
+                                                          .owner = variable("TITAN_TEST_OWNER", "here")});
 }
 
 /// The state as ranks cut it that are all along dp.
 struct PeerJob {
-  PeerJob(const dist::World& world, const Words& words, SaveOptions options = {})
+  PeerJob(const dist::World& world, const Words& words, SaveOptions options = {.timeout = kAmple})
       : folder(open(world, words)), job(world), checkpointer(world, {}, with_peers(std::move(options))) {
     job.add_to(checkpointer);
   }
@@ -46,7 +70,6 @@ struct PeerJob {
   SaveOptions with_peers(SaveOptions options) const {
     options.peers = folder;
     options.async = checkpoint::AsyncMode::Copied;
-    options.timeout = std::chrono::seconds(4);
     return options;
   }
 
@@ -70,6 +93,7 @@ void save_and_fail_at(const dist::World& world, const Words& words) {
   const bool chosen = world.rank() == std::stoi(words.at(5));
   bool armed = false;
   SaveOptions options;
+  options.timeout = words.at(4) == "hang" ? kShort : kAmple;
   options.on_phase = [&](SavePhase at) {
     if (!armed || !chosen || to_string(at) != words.at(3)) return;
     if (words.at(4) == "exit") _exit(9);
@@ -84,6 +108,65 @@ void save_and_fail_at(const dist::World& world, const Words& words) {
   peer.save(3);
 }
 
+// Six pieces on each rank: room for saying early that the rest doesn't come.
+std::vector<TensorCase> large_tensors(int num_ranks) {
+  return {{"large", {num_ranks, 2'650'000}, at::kLong, 0, -1, 0, -1}};
+}
+
+void stall_copies(const dist::World& world, const Words& words) {
+  bool armed = false;
+  std::atomic<bool> stands_still = true;
+  std::atomic<int> num_pieces = 0;
+  SaveOptions options;
+  options.timeout = kShort;
+  options.stop_on_failure = false;
+  options.on_phase = [&](SavePhase at) {
+    if (!armed || world.rank() != 1 || at != SavePhase::CopyPiece) return;
+    // The first time is in front of the first piece.
+    if (++num_pieces == 2)
+      while (stands_still) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  };
+  const auto tell = [&](const std::string& text) {
+    if (world.rank() == 0) std::cout << text << std::endl;
+  };
+  PeerJob peer(world, words, options);
+  ToyState large("large", peer.job.mesh, large_tensors(world.size()));
+  peer.checkpointer.add("large", large);
+  peer.save(1);
+  armed = true;
+  peer.save(2);
+  tell("step 2: " + peer.checkpointer.last_failure());
+  tell(titan::str("step 3: ", peer.checkpointer.save(3) ? "begun" : "skipped"));
+  stands_still = false;
+  // What is still on its way has to come first.
+  while (!peer.checkpointer.save(4)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  if (world.rank() == 1) std::cout << "pieces: " << num_pieces - 1 << std::endl;
+  peer.checkpointer.finish();
+  const checkpoint::SaveCounts counts = peer.checkpointer.counts();
+  tell(titan::str("step 4: ", peer.checkpointer.last_failure(), "; ", counts.complete, " complete, ",
+                  counts.failed, " failed"));
+}
+
+void lose_rank(const dist::World& world, const Words& words) {
+  bool armed = false;
+  SaveOptions options;
+  options.timeout = kShort;
+  options.stop_on_failure = false;
+  options.on_phase = [&](SavePhase at) {
+    while (armed && world.rank() == 1 && at == SavePhase::WriteFile) pause();
+  };
+  PeerJob peer(world, words, options);
+  peer.save(1);
+  armed = true;
+  try {
+    peer.save(2);
+  } catch (const Error& error) {
+    TITAN_CHECK(world.rank() == 1, "who waited for rank 1 doesn't go on: ", error.what());
+  }
+  const bool begun = peer.checkpointer.save(3);
+  if (world.rank() == 0) std::cout << "step 3: " << (begun ? "begun" : "skipped") << std::endl;
+}
+
 void load_newest(const dist::World& world, const Words& words) {
   PeerJob peer(world, words);
   const auto newest = peer.folder->choose_newest();
@@ -93,7 +176,17 @@ void load_newest(const dist::World& world, const Words& words) {
   load.bring_files = [&](const checkpoint::Manifest& manifest, const std::set<int64_t>& ranks) {
     peer.folder->bring_files(manifest, ranks);
   };
-  peer.checkpointer.load(checkpoint::step_path(peer.folder->path(), *newest), load);
+  for (bool loaded = false; !loaded;) {
+    try {
+      peer.checkpointer.load(checkpoint::step_path(peer.folder->path(), *newest), load);
+      loaded = true;
+    } catch (const Error&) {
+      const PeerFolder::Damage damage = peer.folder->remove_damaged();
+      for (const std::string& found : damage.found)
+        if (world.rank() == 0) std::cout << "damaged: " << found << std::endl;
+      if (damage.found.empty() || !damage.is_whole) throw;
+    }
+  }
   peer.job.check(*newest);
   // Going on is possible from there.
   peer.save(*newest + 1);
@@ -103,6 +196,8 @@ void act(const dist::World& world, const Words& words) {
   const std::string& what = words.at(2);
   if (what == "save") return save_steps(world, words);
   if (what == "fail") return save_and_fail_at(world, words);
+  if (what == "stall") return stall_copies(world, words);
+  if (what == "lose") return lose_rank(world, words);
   if (what == "load") return load_newest(world, words);
   if (what == "end") return PeerJob(world, words).folder->remove();
   throw Error("unknown word " + what);
@@ -114,7 +209,7 @@ void act(const dist::World& world, const Words& words) {
 int main(int argc, char** argv) {
   try {
     const auto world =
-        titan::dist::init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(30)});
+        titan::dist::init({.backend = "gloo", .device = "cpu", .timeout = titan::testing::kAmple});
     titan::testing::act(world, {argv + 1, argv + argc});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());

@@ -2,6 +2,7 @@
 
 // A small Llama cut into the stages of a schedule.
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,23 +23,34 @@ struct Checkpointing {
 inline const Checkpointing kCheckpointing[] = {
     {"none", {}}, {"full", FullRecompute{}}, {"op", SelectiveOp{}}};
 
+struct TensorForm {
+  const char* name;
+  TensorParallelOptions options;
+};
+inline const TensorForm kTensorForms[] = {{"", {}},
+                                          {" without sequence parallel", {.sequence_parallel = false}},
+                                          {" without loss parallel", {.loss_parallel = false}},
+                                          {" overlapped", {.overlap = true}}};
+
 struct Variant {
   train::ParallelDims dims;
   std::string schedule;
   int stages = 1;  // of all ranks
   int micro_batches = 1;
-  int repeats = 1;  // of the schedule, for accumulation
-  size_t checkpointing = 0;
+  int repeats = 1;           // of the schedule, for accumulation
+  size_t checkpointing = 0;  // of kCheckpointing
+  size_t tensor = 0;         // of kTensorForms
 
   int num_micro_batches() const { return micro_batches * repeats; }
+  const TensorParallelOptions& tensor_options() const { return kTensorForms[tensor].options; }
 };
 
 inline std::string name_of(const Variant& variant) {
   const train::ParallelDims& dims = variant.dims;
   return str(variant.schedule, " pp ", dims.pp, " stages ", variant.stages, " micro-batches ",
              variant.repeats, " x ", variant.micro_batches, " dp_replicate ", dims.dp_replicate, " dp_shard ",
-             dims.dp_shard, " cp ", dims.cp, " tp ", dims.tp, " checkpointing ",
-             kCheckpointing[variant.checkpointing].name);
+             dims.dp_shard, " cp ", dims.cp, " tp ", dims.tp, kTensorForms[variant.tensor].name,
+             " checkpointing ", kCheckpointing[variant.checkpointing].name);
 }
 
 inline pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
@@ -48,24 +60,32 @@ inline pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
   return sequence;
 }
 
+struct StageOptions {
+  pipeline::EndWeights ends = {};
+  TensorParallelOptions tensor = {};
+  std::function<void(torch::nn::Module&)> convert = {};  ///< of each stage, before it is spread out
+};
+
 // The stages of this rank.
 class Stages {
  public:
   Stages(const LlamaCase& llama, const Precision& precision, const Variant& variant,
-         const train::Meshes& meshes, pipeline::EndWeights ends = {})
+         const train::Meshes& meshes, const StageOptions& options = {})
       : schedule_(schedule_of(variant)) {
-    const auto modules = pipeline::split_evenly(sequence_of(llama), variant.stages, ends);
+    const auto modules = pipeline::split_evenly(sequence_of(llama), variant.stages, options.ends);
     const auto args = make_args(llama);
     for (int stage = 0; stage < variant.stages; ++stage) {
       if (schedule_.rank_of_stage[static_cast<size_t>(stage)] != meshes.pp.rank()) continue;
       auto model = llama_spec().build(args.get(), {.construct = deferred(device(), precision.dtype),
                                                    .seq_len = llama.seq_len,
                                                    .stage_modules = modules[static_cast<size_t>(stage)]});
+      if (options.convert) options.convert(model->root().module());
       FsdpOptions fsdp = fsdp_options(precision);
       fsdp.mesh = meshes.fsdp;
       train::apply_parallel_plan(llama_spec(), "", *model,
                                  {.meshes = meshes,
                                   .fsdp = fsdp,
+                                  .tensor = options.tensor,
                                   .activations = {kCheckpointing[variant.checkpointing].policy, {}}});
       materialize(model->root(), kSeed);
       for (const Parameter& parameter : titan::parameters(model->root())) parameters_.push_back(parameter);
@@ -76,6 +96,11 @@ class Stages {
 
   const pipeline::Schedule& schedule() const { return schedule_; }
   const std::vector<train::Stage>& stages() const { return stages_; }
+  std::vector<torch::nn::Module*> roots() const {
+    std::vector<torch::nn::Module*> roots;
+    for (const auto& model : models_) roots.push_back(&model->root().module());
+    return roots;
+  }
   std::vector<Parameter>& parameters() { return parameters_; }
 
  private:
@@ -103,7 +128,8 @@ inline std::vector<data::Batch> micro_batches_of(const Batch& batch, int count) 
 
 inline std::vector<train::TensorType> boundaries_of(const LlamaCase& llama, const Precision& precision,
                                                     const Variant& variant, int64_t rows) {
-  const int64_t positions = llama.seq_len / variant.dims.cp / variant.dims.tp;
+  const int64_t cuts = variant.tensor_options().sequence_parallel ? variant.dims.tp : 1;
+  const int64_t positions = llama.seq_len / variant.dims.cp / cuts;
   const train::TensorType hidden{{rows, positions, std::get<int64_t>(llama.args.at("dim"))},
                                  precision.compute};
   return std::vector<train::TensorType>(static_cast<size_t>(variant.stages), hidden);

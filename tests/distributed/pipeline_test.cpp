@@ -29,7 +29,7 @@ void expect_all_counted(const std::vector<Parameter>& parameters, const train::M
 Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision& precision,
                      const Variant& variant, const Outcome& reference) {
   const train::Meshes meshes = train::build_meshes(world(), variant.dims);
-  Stages stages(llama, precision, variant, meshes);
+  Stages stages(llama, precision, variant, meshes, {.tensor = variant.tensor_options()});
   const train::TiedGradients tied(stages.parameters(), meshes.pp);
   train::StepRunner runner(stages.stages(), meshes.pp, device());
   const auto micro_batches =
@@ -69,17 +69,24 @@ std::vector<train::ParallelDims> all_dims(int size) {
   return all;
 }
 
-// What a schedule takes of pp, 2 pp, an odd count, and each of them as half of an accumulation.
+// More than two rounds of micro-batches where the schedule takes that many, else one and a micro-batch.
+int odd_count(const pipeline::ScheduleTraits& traits, int pp, int stages) {
+  return pipeline::counts_problem(traits, pp, stages, 2 * pp + 1) ? pp + 1 : 2 * pp + 1;
+}
+
+// What a schedule takes of pp, 2 pp and an odd count, and each of them as half of an accumulation.
 std::vector<Variant> variants_of_schedule(const pipeline::ScheduleTraits& traits,
                                           const train::ParallelDims& dims) {
   std::vector<Variant> variants;
   const bool one = traits.stages_per_rank == pipeline::StagesPerRank::One;
   const bool v = traits.stages_per_rank == pipeline::StagesPerRank::TwoInV;
-  for (const int per_rank : one ? std::vector{1} : v ? std::vector{2} : std::vector{2, 3})
-    for (const int micro_batches : {dims.pp, 2 * dims.pp, 2 * dims.pp + 1})
+  for (const int per_rank : one ? std::vector{1} : v ? std::vector{2} : std::vector{2, 3}) {
+    const int stages = per_rank * dims.pp;
+    for (const int micro_batches : {dims.pp, 2 * dims.pp, odd_count(traits, dims.pp, stages)})
       for (const int repeats : {1, 2})
-        if (!pipeline::counts_problem(traits, dims.pp, per_rank * dims.pp, micro_batches))
-          variants.push_back({dims, std::string(traits.name), per_rank * dims.pp, micro_batches, repeats});
+        if (!pipeline::counts_problem(traits, dims.pp, stages, micro_batches))
+          variants.push_back({dims, std::string(traits.name), stages, micro_batches, repeats});
+  }
   return variants;
 }
 
@@ -90,26 +97,48 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   return problems.empty() && variant.stages <= sizes.num_layers + 2;
 }
 
+// All but checkpointing and the form of tensor parallelism.
+std::vector<Variant> layouts_of(const LlamaCase& llama) {
+  std::vector<Variant> layouts;
+  for (const train::ParallelDims& dims : all_dims(world().size()))
+    for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits())
+      for (const Variant& variant : variants_of_schedule(traits, dims))
+        if (fits(llama, variant)) layouts.push_back(variant);
+  return layouts;
+}
+
+// As numbers. Counts of micro-batches are told apart by pp, so that every schedule meets all of them at each.
+std::vector<int> settings_of(const Variant& variant) {
+  const auto& [dims, schedule, stages, micro_batches, repeats, checkpointing, tensor] = variant;
+  const auto* traits = &pipeline::schedule_traits(schedule);
+  return {dims.dp_replicate + 10 * (dims.dp_shard + 10 * (dims.cp + 10 * (dims.tp + 10 * dims.pp))),
+          static_cast<int>(traits - pipeline::all_schedule_traits().data()),
+          stages / dims.pp,
+          100 * dims.pp + micro_batches,
+          repeats,
+          static_cast<int>(checkpointing),
+          static_cast<int>(tensor)};
+}
+
+// Each layout with each kind of checkpointing and, where it is tensor-parallel, in each of these forms. The
+// order mixes them, so that few variants cover the pairs. With --all these are all, but on 8 ranks, which would
+// have 17,000: there every layout has one kind and one form in turn, beside what covers the pairs.
 std::vector<Variant> variants_of(const LlamaCase& llama) {
+  constexpr size_t kKinds = std::size(kCheckpointing), kForms = std::size(kTensorForms);
   std::vector<Variant> all;
   PairwiseCover cover;
-  const auto dims = all_dims(world().size());
-  size_t mixed = 0;
-  for (size_t d = 0; d < dims.size(); ++d) {
-    for (size_t s = 0; s < pipeline::all_schedule_traits().size(); ++s) {
-      for (Variant variant : variants_of_schedule(pipeline::all_schedule_traits()[s], dims[d])) {
-        variant.checkpointing = mixed++ % std::size(kCheckpointing);
-        if (!fits(llama, variant)) continue;
-        const std::vector<int> settings = {static_cast<int>(d),
-                                           static_cast<int>(s),
-                                           variant.stages / dims[d].pp,
-                                           variant.micro_batches - dims[d].pp,
-                                           variant.repeats,
-                                           static_cast<int>(variant.checkpointing)};
-        if (cover.add(settings) || all_cases()) all.push_back(variant);
-      }
+  const std::vector<Variant> layouts = layouts_of(llama);
+  for (size_t shift = 0; shift < kKinds * kForms; ++shift) {
+    for (size_t i = 0; i < layouts.size(); ++i) {
+      Variant variant = layouts[i];
+      if (variant.dims.tp == 1 && shift >= kKinds) continue;
+      variant.checkpointing = (i + shift) % kKinds;
+      if (variant.dims.tp > 1) variant.tensor = (i + shift / kKinds) % kForms;
+      const bool all_kinds = all_cases() && (shift == 0 || world().size() <= 4);
+      if (cover.add(settings_of(variant)) || all_kinds) all.push_back(variant);
     }
   }
+  TITAN_CHECK(!all.empty(), "'", llama.name, "' fits no pipeline of ", world().size(), " ranks");
   return all;
 }
 

@@ -102,6 +102,7 @@ struct Job {
   std::function<void()> at_forward = {};
   std::filesystem::path checkpoints = {};  // empty: none
   bool saves_whole = false;                // after each step; else the model after the last
+  bool exports_model = false;              // after the last also where states are saved
   int64_t schedule_steps = 0;              // 0: options.steps
   int64_t keep_latest = 10;                // checkpoints
   int64_t save_interval = 1;               // of the whole state
@@ -143,9 +144,8 @@ inline std::unique_ptr<RunCheckpoints> build_checkpoints(const Job& job, const M
   if (job.saves_whole) {
     options.settings.interval = job.save_interval;
     options.settings.keep_latest_k = job.keep_latest;
-  } else {
-    options.model_export = ModelExport{};
   }
+  if (!job.saves_whole || job.exports_model) options.model_export = ModelExport{};
   return std::make_unique<RunCheckpoints>(world(), meshes, parameters, options);
 }
 

@@ -143,5 +143,37 @@ TEST(TrainerCheckpoints, TheLastStateHasToBeSaved) {
   world().everyone()->barrier({"test::saved"}).wait();
 }
 
+// As one whose last step's model is there: nothing is trained, logged or written a second time.
+TEST(TrainerCheckpoints, ARunWhoseDataHaveEndedHasEnded) {
+  const SharedFolder folder;
+  const auto train_and_count = [&](int64_t num_steps) {
+    int64_t steps = 0;
+    Job job{.feed = std::make_shared<CountedFeed>(num_steps),
+            .options = {.steps = 20, .log_freq = 1},
+            .folder = folder.path,
+            .checkpoints = folder.path / "checkpoint",
+            .saves_whole = true,
+            .exports_model = true,
+            .save_interval = 2};
+    job.at_phase = [&](Phase phase, int64_t, const std::vector<Parameter>&) {
+      steps += phase == Phase::Step;
+    };
+    start(job).trainer.train();
+    world().everyone()->barrier({"test::trained"}).wait();
+    return steps;
+  };
+  EXPECT_EQ(train_and_count(5), 5);
+  const auto model = folder.path / "checkpoint/step-5/model.safetensors";
+  ASSERT_TRUE(std::filesystem::exists(model));
+  const auto written = std::filesystem::last_write_time(model);
+  EXPECT_EQ(train_and_count(5), 0);
+  EXPECT_EQ(std::filesystem::last_write_time(model), written);
+  if (world().rank() == 0) EXPECT_EQ(logged(folder.path).size(), 5u);
+  // More of the data: behind the last whole state, which is of step 4.
+  EXPECT_EQ(train_and_count(7), 3);
+  EXPECT_TRUE(folder.has("checkpoint/step-7/model.safetensors"));
+  world().everyone()->barrier({"test::saved"}).wait();
+}
+
 }  // namespace
 }  // namespace titan::train

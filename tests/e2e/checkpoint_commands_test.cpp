@@ -10,6 +10,7 @@
 
 #include "checkpoint_files.h"
 #include "e2e/training.h"
+#include "titan/checkpoint/safetensors.h"
 
 namespace titan::testing {
 namespace {
@@ -210,6 +211,42 @@ TEST(CheckpointCommands, DiffOfDifferentMeshes) {
   EXPECT_THAT(fails(2, {"diff", in_a, other, "--tensors", "scales"}), HasSubstr("no tensor's name matches"));
 }
 
+// Of all kinds of tensors, and of the model alone.
+TEST(CheckpointCommands, ConvertTakesTheModelOutOfAState) {
+  const SavedRun saved("convert");
+  const fs::path step = saved.steps / "step-20", to = saved.folder / "model.safetensors";
+  EXPECT_EQ(succeeds({"convert", step.string(), to.string()}), to.string() + "\n");
+  const CheckpointToSave expected = small_checkpoint(20);
+  const SafetensorsFile model(to);
+  EXPECT_THAT(model.names(),
+              ::testing::UnorderedElementsAre("embedding", "norm", "output", "scale", "unused"));
+  for (const std::string& name : model.names()) {
+    const at::Tensor& data = data_of(expected, "model." + name);
+    EXPECT_EQ(model.info(name).dtype, data.scalar_type()) << name;
+    EXPECT_TRUE(at::equal(model.tensor(name), data)) << name;
+  }
+  const fs::path in_bf16 = saved.folder / "bf16.safetensors";
+  succeeds({"convert", step.string(), in_bf16.string(), "--dtype", "bfloat16"});
+  EXPECT_TRUE(at::equal(SafetensorsFile(in_bf16).tensor("embedding"),
+                        data_of(expected, "model.embedding").to(at::kBFloat16)));
+
+  const std::string new_folder = (saved.folder / "hf").string(), new_file = new_folder + ".safetensors";
+  EXPECT_THAT(fails(2, {"convert", step.string(), new_folder}),
+              HasSubstr("manifest.json doesn't tell which model it is; add --config"));
+  EXPECT_THAT(fails(2, {"convert", saved.steps.string(), new_folder}),
+              HasSubstr("is no step's folder but a run's; the newest step in it is "));
+  // Flipped in the half of rank 1, which is read behind rank 0's.
+  const fs::path file = step / checkpoint::file_name(1);
+  std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
+  bytes.seekp(-20'000, std::ios::end);
+  bytes.put('\x7f');
+  bytes.close();
+  const CommandResult damaged = titan_checkpoint({"convert", step.string(), new_file});
+  EXPECT_EQ(damaged.status, 1);
+  EXPECT_THAT(damaged.err, AllOf(HasSubstr(file.string()), HasSubstr("'model.embedding' is damaged")));
+  EXPECT_FALSE(fs::exists(new_file));
+}
+
 TEST(CheckpointCommands, PruneKeepsWhatItShould) {
   const SavedRun saved("prune");
   const auto left = [&] {
@@ -264,8 +301,8 @@ TEST(CheckpointCommands, AWrongFolderIsExplained) {
 }
 
 TEST(CheckpointCommands, HelpNamesEveryOption) {
-  EXPECT_THAT(succeeds({"--help"}),
-              AllOf(HasSubstr("verify STEP_FOLDER [--threads N]"), HasSubstr("convert FROM TO")));
+  EXPECT_THAT(succeeds({"--help"}), AllOf(HasSubstr("verify STEP_FOLDER [--threads N]"),
+                                          HasSubstr("convert FROM TO"), HasSubstr("a step's model")));
   const std::map<std::string, Words> options = {
       {"ls", {"FOLDER", "--json"}},
       {"info", {"STEP_FOLDER", "--stats", "--tensors REGEX", "--json"}},

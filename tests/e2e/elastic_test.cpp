@@ -206,10 +206,30 @@ TEST(Elastic, WhatARestartCantGoOnFromIsRefused) {
               HasSubstr("with --max-restarts has to be true"));
   EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.load_step", "5"}),
               HasSubstr("with --max-restarts has to be -1"));
+  EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.exclude_from_loading", "optimizer"}),
+              HasSubstr("with --max-restarts has to be empty"));
   EXPECT_THAT(refused({"--nproc", "2", "--min-ranks", "1", "--training.global_batch_size", "-1"}),
               HasSubstr("with --max-restarts and --min-ranks has to be a number"));
   EXPECT_THAT(refused({"--nproc", "4", "--min-ranks", "2", "--parallelism.data_parallel_shard_degree", "4"}),
               HasSubstr("--min-ranks 2: the job fits no number of ranks from 2 to 3"));
+}
+
+// The same of ranks that titan launch, or torchrun, starts again.
+TEST(Elastic, LaunchedRanksRefuseWhatARestartCantGoOnFrom) {
+  const Words words = resumable(fresh_folder("config")) +
+                      Words{"--job.dump_folder", fresh_folder("run").string(), "--training.steps", "5"};
+  const auto launched = [&](const Words& launcher, const Words& more) {
+    return run(
+        Words{titan_program(), "launch", "-n", "1"} + launcher + Words{"--"} + train_words(words + more),
+        {{"OMP_NUM_THREADS", "1"}});
+  };
+  const CommandResult refused = launched({"--max-restarts", "1"}, {"--checkpoint.load_step", "5"});
+  EXPECT_EQ(refused.status, 2) << refused.err;
+  EXPECT_THAT(refused.err,
+              HasSubstr("--checkpoint.load_step = 5: with --max-restarts has to be -1, the newest: "
+                        "each restart would go back to this step"));
+  EXPECT_THAT(launched({}, {"--checkpoint.load_step", "5"}).err,
+              ::testing::Not(HasSubstr("with --max-restarts")));
 }
 
 }  // namespace

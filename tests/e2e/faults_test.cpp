@@ -49,6 +49,21 @@ TEST(Faults, WrongWorldSizeIsToldBeforeAnyRankStarts) {
   EXPECT_THAT(result.err, Not(HasSubstr("[rank")));
 }
 
+TEST(Faults, APeerThatDoesntComeIsNamedAfterTheInitTimeout) {
+  const CommandResult result =
+      run(train_words(model() + Words{"--comm.init_timeout_seconds", "2", "--job.dump_folder",
+                                      fresh_folder("run").string()}),
+          {{"RANK", "0"},
+           {"WORLD_SIZE", "2"},
+           {"MASTER_ADDR", "127.0.0.1"},
+           {"MASTER_PORT", std::to_string(33000 + getpid() % 27000)},  // of no other job on this host
+           {"OMP_NUM_THREADS", "1"}});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, AllOf(HasSubstr("1 of 2 ranks didn't come"), HasSubstr("within 2 s, missing: 1")));
+  EXPECT_GE(result.elapsed_s, 2);
+  EXPECT_LT(result.elapsed_s, 12);
+}
+
 TEST(Faults, WhatTheJobReadsIsLookedAtBeforeAnyRankStarts) {
   CommandResult result =
       try_train(model() + Words{"--nproc", "2", "--training.dataset", "cpp_header", "--model.hf_assets_path",

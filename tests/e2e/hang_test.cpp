@@ -60,13 +60,14 @@ class Hang : public ::testing::Test {
   void start(const Words& words, const Command::Variables& variables = {}) {
     Command::Variables all = {{"OMP_NUM_THREADS", "1"}};
     all.insert(variables.begin(), variables.end());
+    const int before = read_metrics_rows();
     job_.emplace(train_words(resumable(config_) +
                              Words{"--checkpoint.no_enable", "--training.steps", "1000000",
                                    "--training.seq_len", "16", "--job.dump_folder", run_.string()} +
                              words + ranks(kRanks)),
                  all);
-    for (int i = 0; i < 3000 && read_metrics_rows() < 2; ++i) sleep_s(0.02);
-    ASSERT_GE(read_metrics_rows(), 2) << "no step within a minute\n" << job_->wait(0).err;
+    for (int i = 0; i < 3000 && read_metrics_rows() < before + 2; ++i) sleep_s(0.02);
+    ASSERT_GE(read_metrics_rows(), before + 2) << "no step within a minute\n" << job_->wait(0).err;
     pids_ = ranks_of(job_->pid());
     ASSERT_EQ(pids_.size(), size_t{kRanks}) << job_->wait(0).err;
   }
@@ -148,6 +149,20 @@ TEST_F(Hang, AStoppedRankZeroIsNamedToo) {
   expect_dumps({1, 2});
   EXPECT_THAT(result_.err, HasSubstr("rank 0 of 3"));
   EXPECT_THAT(result_.err, HasSubstr("has given no sign of life"));
+}
+
+// Its first step ends the long limit of a start, though it isn't the run's.
+TEST_F(Hang, ARunThatGoesOnHasTheLimitOfTraining) {
+  train(run_, part_of_run(resumable(config_) + Words{"--training.seq_len", "16"}, 3) + ranks(kRanks));
+  ASSERT_NO_FATAL_FAILURE(
+      start(limits(5) + Words{"--checkpoint.enable", "--checkpoint.interval", "1000000"}));
+  sleep_s(1.5);
+  const auto stopped = Clock::now();
+  ASSERT_EQ(::kill(pids_[1], SIGSTOP), 0);
+  expect_end(stopped, 5);
+  EXPECT_EQ(whole_rows(run_).at(3).at("step"), 4) << "it didn't go on from step 3";
+  EXPECT_THAT(result_.err, ContainsRegex("rank 1 of 3 \\([^)]*\\) has given no sign of life for [0-9.]* s "
+                                         "\\(limit 5 s, comm.train_timeout_seconds\\)"));
 }
 
 // The others wait for it, in a call whose own limit is longer than the one for data.

@@ -123,6 +123,39 @@ TEST(HuggingFace, AllDifferencesBeforeTheStart) {
     EXPECT_THAT(result.err, HasSubstr(expected));
 }
 
+// What a run writes of its model after the last step, made of the whole state of that step.
+void expect_state_converts(const std::string& name, const Words& layout, const std::string& dtype) {
+  SCOPED_TRACE(name);
+  const fs::path folder = fresh_folder(name);
+  const Words words =
+      replay("2") + layout + Words{"--checkpoint.initial_load_path", kMini + "/titan.safetensors"};
+  train(folder / "alone", words + Words{"--checkpoint.export_dtype", dtype});
+  train(folder / "whole", words + Words{"--checkpoint.no_last_save_model_only"});
+  const fs::path step = folder / "whole/checkpoint/step-2";
+  ASSERT_TRUE(fs::exists(step / "manifest.json"));
+  const Words in_dtype = {"--dtype", dtype};
+  expect_converted(step, folder / "model.safetensors", in_dtype);
+  const std::string expected = bytes_of(folder / "alone/checkpoint/step-2/model.safetensors");
+  ASSERT_GT(expected.size(), 100'000u);
+  EXPECT_TRUE(bytes_of(folder / "model.safetensors") == expected);
+  // The saved config tells the model: no --config.
+  expect_converted(step, folder / "hf", in_dtype);
+  expect_converted(folder / "hf", folder / "back.safetensors", {"--config", kConfig});
+  EXPECT_TRUE(bytes_of(folder / "back.safetensors") == expected);
+  // And the model that a run left alone, by the name of its folder.
+  expect_converted(folder / "alone/checkpoint/step-2", folder / "hf_of_alone", {"--config", kConfig});
+  EXPECT_TRUE(bytes_of(folder / "hf_of_alone/model.safetensors") ==
+              bytes_of(folder / "hf/model.safetensors"));
+}
+
+TEST(Convert, ASavedStateOfAnyMeshToTheModelAlone) {
+  expect_state_converts(
+      "fsdp_tp",
+      {"--nproc", "4", "--training.local_batch_size", "2", "--parallelism.tensor_parallel_degree", "2"},
+      "float32");
+  expect_state_converts("pp", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}, "bfloat16");
+}
+
 TEST(Convert, WhatItCannotDo) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
   const std::string file = kMini + "/titan.safetensors";
@@ -131,6 +164,7 @@ TEST(Convert, WhatItCannotDo) {
     return result.err;
   };
   EXPECT_THAT(problem(convert(file, folder / "new")), HasSubstr("add --config"));
+  EXPECT_THAT(problem(convert(file, folder / "new.safetensors")), HasSubstr("is one file already"));
   EXPECT_THAT(problem(convert(folder / "gone", folder / "new")), HasSubstr("there is nothing at"));
   EXPECT_THAT(problem(convert(file, weights, {"--config", kConfig})), HasSubstr("is there already"));
   EXPECT_THAT(problem(convert(file, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),

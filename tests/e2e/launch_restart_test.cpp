@@ -214,6 +214,63 @@ TEST(LaunchRestart, TwoSignalsAtOnceAreOne) {
   EXPECT_EQ(launcher.wait(20).status, 0);
 }
 
+// Also where a shell has started the launcher in its background, and so had it ignored.
+TEST(LaunchRestart, SigquitGoesToTheRanksAndEndsNothing) {
+  for (const Words& shell : {Words{}, Words{"sh", "-c", "trap '' QUIT; exec \"$0\" \"$@\""}}) {
+    const auto folder = fresh_folder("run");
+    Command launcher(shell + job(folder, {"-n", "2", "--log-rank", "all"},
+                                 "trap 'echo asked' QUIT; trap 'exit 0' TERM; together; echo ready;"
+                                 "while :; do sleep 0.05; done"));
+    ASSERT_TRUE(launcher.wait_for_output("[rank 0] ready"));
+    ASSERT_TRUE(launcher.wait_for_output("[rank 1] ready"));
+    launcher.signal(SIGQUIT);
+    if (shell.empty()) {  // a shell can't set a trap for what it was started to ignore; titan train can
+      EXPECT_TRUE(launcher.wait_for_output("[rank 0] asked"));
+      EXPECT_TRUE(launcher.wait_for_output("[rank 1] asked"));
+    }
+    launcher.signal(SIGTERM);
+    const auto result = launcher.wait(20);
+    EXPECT_EQ(result.status, 0) << result.err;
+  }
+}
+
+TEST(LaunchRestart, SigquitBetweenTwoGroupsEndsNothing) {
+  const auto folder = fresh_folder("run");
+  Command launcher(job(folder,
+                       {"-n", "2", "--max-restarts", "1", "--min-ranks", "1", "--rejoin-after", "1.5"},
+                       "trap '' TERM; together; [ $start = 1 ] && exit 0; kill -9 $$"));
+  ASSERT_TRUE(wait_for_starts(folder, 2));
+  usleep(500000);
+  launcher.signal(SIGQUIT);
+  const auto result = launcher.wait(20);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("too few ranks are left"));
+}
+
+// Who explains a failure needs seconds to hear that another rank is silent (dist::kExplainsWithin).
+TEST(LaunchRestart, RanksHaveTheTimeToTellWhatAFailureComesFrom) {
+  const auto folder = fresh_folder("run");
+  const auto result =
+      run(job(folder, {"-n", "3", "--log-rank", "all"},
+              "trap 'sleep 7.5; echo explained; exit 1' TERM; together; [ $RANK = 1 ] && kill "
+              "-9 $$; while :; do sleep 0.05; done"));
+  EXPECT_EQ(result.status, 128 + SIGKILL);
+  EXPECT_LT(result.elapsed_s, 10);
+  EXPECT_THAT(result.out, AllOf(HasSubstr("[rank 0] explained"), HasSubstr("[rank 2] explained")));
+}
+
+// All the same a rank that doesn't end is gone when the job has to be over.
+TEST(LaunchRestart, ALostRankEndsTheJobWithinTenSeconds) {
+  const auto folder = fresh_folder("run");
+  Command launcher(job(folder, {"-n", "2"},
+                       "trap '' TERM; together; [ $RANK = 1 ] && kill -9 $$; while :; do sleep 0.05; done"));
+  ASSERT_TRUE(wait_for_starts(folder, 2));
+  const auto lost = std::chrono::steady_clock::now();
+  const auto result = launcher.wait(20);
+  EXPECT_LT(std::chrono::steady_clock::now() - lost, std::chrono::seconds(10));
+  EXPECT_EQ(result.status, 128 + SIGKILL);
+}
+
 // As nohup has SIGHUP, and a shell SIGINT for what runs in its background.
 TEST(LaunchRestart, IgnoredSignalsStayIgnored) {
   const auto folder = fresh_folder("run");

@@ -2,8 +2,10 @@
 
 // A run that a test looks at, and disturbs, while it goes on.
 
+#include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -36,14 +38,6 @@ inline bool is_running(int pid) {
   return name_end != std::string::npos && line.compare(name_end, 3, ") Z") != 0;
 }
 
-inline int64_t last_logged_step(const std::filesystem::path& run) {
-  std::ifstream file(run / "metrics.jsonl");
-  int64_t step = 0;
-  for (std::string line; std::getline(file, line) && !file.eof();)
-    step = nlohmann::json::parse(line).at("step").get<int64_t>();
-  return step;
-}
-
 template <class Condition>
 bool wait_until(const Condition& holds, double limit_s = 60) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
@@ -52,6 +46,25 @@ bool wait_until(const Condition& holds, double limit_s = 60) {
     usleep(3000);
   }
   return true;
+}
+
+/// With SIGKILL, all of them before the launcher can see one go, and end the others for it. True: they are
+/// gone, and it has noticed.
+inline bool kill_all_ranks(const Command& job) {
+  const std::vector<int> ranks = ranks_of(job);
+  job.signal(SIGSTOP);
+  for (const int rank : ranks) ::kill(rank, SIGKILL);
+  const bool are_gone = wait_until([&] { return std::none_of(ranks.begin(), ranks.end(), is_running); });
+  job.signal(SIGCONT);
+  return are_gone && wait_until([&] { return ranks_of(job).empty(); });
+}
+
+inline int64_t last_logged_step(const std::filesystem::path& run) {
+  std::ifstream file(run / "metrics.jsonl");
+  int64_t step = 0;
+  for (std::string line; std::getline(file, line) && !file.eof();)
+    step = nlohmann::json::parse(line).at("step").get<int64_t>();
+  return step;
 }
 
 /// Seeded anew each time, which a failure tells; TITAN_TEST_SEED repeats it.

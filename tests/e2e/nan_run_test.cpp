@@ -1,4 +1,5 @@
-// debug.nan_trace and debug.detect_anomaly in runs: a NaN on one rank stops the job with the module's name.
+// A NaN on one rank: debug.nan_trace and debug.detect_anomaly stop the job with the module's name; with
+// fault_tolerance.on_nonfinite = "skip" the step is passed over on all ranks.
 
 #include <gmock/gmock.h>
 
@@ -65,6 +66,65 @@ INSTANTIATE_TEST_SUITE_P(
                              {"--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size",
                               "4"}}),
     [](const auto& info) { return info.param.name; });
+
+/// Two ranks, of which the second one's numbers are spoiled from the second step on: a step calls each module
+/// twice (spoiler.cpp).
+struct SkipLayout {
+  const char* name;
+  const char* where;
+  Words words;
+};
+
+void PrintTo(const SkipLayout& layout, std::ostream* out) { *out << layout.name; }
+
+class SkippedSteps : public ::testing::TestWithParam<SkipLayout> {
+ protected:
+  /// Ends behind `steps` of them, and saves the model there.
+  CommandResult run_steps(int steps, const std::filesystem::path& folder) {
+    const Words words = resumable(fresh_folder("config")) + GetParam().words + ranks(2) +
+                        Words{"--experimental.custom_import",
+                              std::string(TITAN_BINARY_DIR) + "/lib/libspoiler.so",
+                              "--fault_tolerance.on_nonfinite",
+                              "skip",
+                              "--training.steps",
+                              std::to_string(steps),
+                              "--job.dump_folder",
+                              folder.string()};
+    return run(train_words(words),
+               {{"OMP_NUM_THREADS", "1"},
+                {"TITAN_TEST_SPOILED", std::string("1 layers.1.feed_forward.w2 ") + GetParam().where}},
+               100);
+  }
+};
+
+TEST_P(SkippedSteps, LeaveTheWeightsAsTheyWereAndAreCounted) {
+  const auto sound = fresh_folder("sound"), spoiled = fresh_folder("spoiled");
+  CommandResult result = run_steps(1, sound);
+  ASSERT_EQ(result.status, 0) << result.err;
+  result = run_steps(3, spoiled);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("The optimizer step is skipped, the 2. in a row, the 2. of this run"));
+  std::vector<int64_t> skipped;
+  for (const auto& row : whole_rows(spoiled)) skipped.push_back(row.at("skipped_steps"));
+  EXPECT_EQ(skipped, (std::vector<int64_t>{0, 1, 2}));
+  const std::string weights = bytes_of(step_folder(spoiled, 3) / "model.safetensors");
+  EXPECT_FALSE(weights.empty());
+  EXPECT_TRUE(weights == bytes_of(step_folder(sound, 1) / "model.safetensors"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, SkippedSteps,
+                         ::testing::Values(SkipLayout{"Fsdp", "backward", {}},
+                                           SkipLayout{"Tensor",
+                                                      "forward",
+                                                      {"--parallelism.tensor_parallel_degree", "2",
+                                                       "--training.local_batch_size", "2"}},
+                                           SkipLayout{
+                                               "Pipeline",
+                                               "forward",
+                                               {"--parallelism.pipeline_parallel_degree", "2",
+                                                "--training.local_batch_size", "4",
+                                                "--parallelism.pipeline_parallel_microbatch_size", "2"}}),
+                         [](const auto& info) { return info.param.name; });
 
 TEST(NanRunTraces, DontChangeARunsNumbers) {
   const auto config = fresh_folder("config");

@@ -174,12 +174,26 @@ TEST(Observability, TopOfARunUnderWayAndOfAnEndedOne) {
   EXPECT_THAT(ended.out, HasSubstr("completed"));
   EXPECT_THAT(ended.out, HasSubstr("step 4 of 4"));
   EXPECT_THAT(ended.out, HasSubstr("validation loss"));
+  // Its rank's step, phase, own time and waits, then its memory.
+  EXPECT_THAT(ended.out, ContainsRegex("rank +host +step +at +own ms +waits ms +memory GiB +said"));
+  EXPECT_THAT(ended.out, ContainsRegex("\n +0 +[^ ]+ +4 .* 0\\.[0-9]+ \\([0-9.]+ %\\) "));
   EXPECT_EQ(titan({"top", (folder / "none").string()}).status, 2);
 }
 
 Words checkpointing(int steps) {
   return {"--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.no_last_save_model_only",
           "--training.steps=" + std::to_string(steps), "--lr_scheduler.total_steps=8"};
+}
+
+TEST(Observability, TopKnowsTheLastCheckpoint) {
+  const auto folder = fresh_folder("run");
+  train(folder / "out", small_run(folder) + checkpointing(3));
+  CommandResult top = titan({"top", (folder / "out").string()});
+  EXPECT_THAT(top.out,
+              ContainsRegex("\nlast checkpoint: step 3, 20[0-9-]+ [0-9:]+, [0-9.]+ [kM]B, complete"));
+  fs::remove_all(folder / "out" / "checkpoint");
+  top = titan({"top", (folder / "out").string()});
+  EXPECT_THAT(top.out, HasSubstr("\nno checkpoint yet\n"));
 }
 
 TEST(Observability, AReportIsOnePageWithEverythingInIt) {

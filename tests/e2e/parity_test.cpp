@@ -109,6 +109,20 @@ INSTANTIATE_TEST_SUITE_P(
                       Layout{"Tp2WithoutLossParallel",
                              {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
                               "--parallelism.disable_loss_parallel"}},
+                      Layout{"Tp2Async",
+                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                              "--parallelism.enable_async_tensor_parallel"}},
+                      Layout{"Tp2Recomputed",
+                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                              "--activation_checkpoint.mode", "full"},
+                             "mini8"},
+                      Layout{"Tp2AsyncRecomputedByOp",
+                             {"--nproc", "2", "--parallelism.tensor_parallel_degree", "2",
+                              "--parallelism.enable_async_tensor_parallel", "--activation_checkpoint.mode",
+                              "selective", "--activation_checkpoint.selective_ac_option", "op"}},
+                      Layout{"Cp2Tp2",
+                             {"--nproc", "4", "--parallelism.context_parallel_degree", "2",
+                              "--parallelism.tensor_parallel_degree", "2"}},
                       Layout{"Tp2Fsdp2", kTwoByTwo},
                       Layout{"Tp2Fsdp2Accumulation2", kTwoByTwo + Words{"--training.local_batch_size", "1"}},
                       Layout{"Pp2", pipeline("2", "1F1B")}, Layout{"Pp2Deep", pipeline("2", "1F1B"), "mini8"},
@@ -119,6 +133,26 @@ INSTANTIATE_TEST_SUITE_P(
                       Layout{"Pp4ZeroBubble", pipeline("4", "ZBVZeroBubble"), "mini8"},
                       Layout{"Pp2Fsdp2", kPipelineAndData}),
     [](const auto& info) { return std::string(info.param.name); });
+
+// ---- heads that can't be spread
+
+// Of 4 heads and 2 key heads; before a rank starts, so nobody writes anything.
+TEST(TensorParallelRefusal, NamesTheDegreesThatWork) {
+  for (const char* degree : {"3", "4"}) {
+    const auto folder = fresh_folder("refused");
+    const CommandResult result =
+        try_train(replay("mini") + Words{"--nproc", degree, "--parallelism.tensor_parallel_degree", degree,
+                                         "--parallelism.no_enable_sequence_parallel", "--job.dump_folder",
+                                         folder.string()});
+    EXPECT_NE(result.status, 0) << degree;
+    EXPECT_NE(
+        result.err.find(str("parallelism.tensor_parallel_degree = ", degree,
+                            ": doesn't divide the model's 4 heads and 2 kv heads; degrees that do: 1, 2")),
+        std::string::npos)
+        << result.err;
+    EXPECT_TRUE(std::filesystem::is_empty(folder)) << degree;
+  }
+}
 
 // ---- the file of the last step
 

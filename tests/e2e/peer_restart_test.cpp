@@ -16,8 +16,6 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 namespace fs = std::filesystem;
 
-const Command::Variables kOneThread = {{"OMP_NUM_THREADS", "1"}};
-
 class PeerRestart : public ::testing::Test {
  protected:
   /// 40 steps; on disk nothing but the model after the last, unless `more` says so.
@@ -39,33 +37,59 @@ class PeerRestart : public ::testing::Test {
            more;
   }
 
-  /// Complete ones.
-  std::vector<fs::path> generations() const {
-    std::vector<fs::path> found;
-    std::error_code changing;
-    for (const auto& folder : fs::directory_iterator(memory_, changing))
-      for (const auto& entry : fs::directory_iterator(folder.path(), changing))
-        if (entry.path().filename().string().starts_with("step-")) found.push_back(entry.path());
-    return found;
+  /// One that waits in front of the steps that hold() names, so that what a test does there it does in time.
+  Command start(const Words& train) const {
+    const Words held = {"--experimental.custom_import",
+                        std::string(TITAN_BINARY_DIR) + "/lib/libheld_step.so"};
+    return Command(train_words(train + held),
+                   {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_STEPS", steps_.string()}});
   }
-  bool is_kept(const std::string& step) const {
-    const auto all = generations();
-    return std::any_of(all.begin(), all.end(), [&](const fs::path& path) { return path.filename() == step; });
+  void hold(int64_t step) const { std::ofstream(steps_ / ("hold." + std::to_string(step))) << "\n"; }
+  void let_go(int64_t step) const { fs::remove(steps_ / ("hold." + std::to_string(step))); }
+  bool is_held(int pid, int64_t step) const {
+    return fs::exists(steps_ / ("held." + std::to_string(step) + "." + std::to_string(pid)));
   }
 
-  /// One of its ranks, once `step` was logged and something is kept; returns when others are there.
-  void kill_rank(const Command& job, size_t rank, int64_t step, size_t num_ranks = 3) const {
+  /// Complete ones. What goes while it looks isn't there.
+  std::vector<fs::path> generations() const {
+    std::vector<fs::path> found;
+    for (const fs::path& folder : entries_of(memory_))
+      for (const fs::path& entry : entries_of(folder))
+        if (entry.filename().string().starts_with("step-")) found.push_back(entry);
+    return found;
+  }
+  /// -1: none is.
+  int64_t newest_kept() const {
+    int64_t newest = -1;
+    for (const fs::path& path : generations())
+      newest = std::max<int64_t>(newest, std::stoll(path.filename().string().substr(5)));
+    return newest;
+  }
+
+  /// Returns its ranks, which wait in front of `step`, when the state behind `kept` is in memory, by default
+  /// any (of states that come fast some are skipped).
+  std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks = 3, int64_t kept = -1) const {
     std::vector<int> ranks;
-    ASSERT_TRUE(wait_until([&] {
+    const bool came = wait_until([&] {
       ranks = ranks_of(job);
-      return ranks.size() == num_ranks && last_logged_step(run_) >= step && !generations().empty();
-    })) << "step "
-        << last_logged_step(run_);
-    ::kill(ranks[rank], SIGKILL);
+      return ranks.size() == num_ranks &&
+             std::all_of(ranks.begin(), ranks.end(), [&](int pid) { return is_held(pid, step); }) &&
+             (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
+    });
+    EXPECT_TRUE(came) << ranks.size() << " ranks, step " << last_logged_step(run_);
+    return came ? ranks : std::vector<int>();
+  }
+  /// One of its ranks, in front of `step`. Returns when others are there, which come past it.
+  void kill_rank(const Command& job, size_t rank, int64_t step, size_t num_ranks = 3,
+                 int64_t kept = -1) const {
+    const std::vector<int> ranks = wait_for(job, step, num_ranks, kept);
+    ASSERT_FALSE(ranks.empty());
+    ::kill(ranks.at(rank), SIGKILL);
     ASSERT_TRUE(wait_until([&] {
       const std::vector<int> now = ranks_of(job);
       return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
     }));
+    let_go(step);
   }
 
   void expect_same_curve(const Words& undisturbed, double tolerance) const {
@@ -80,13 +104,25 @@ class PeerRestart : public ::testing::Test {
   }
 
   const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"),
-                 memory_ = fresh_folder("memory");
+                 memory_ = fresh_folder("memory"), steps_ = fresh_folder("steps");
+
+ private:
+  static std::vector<fs::path> entries_of(const fs::path& folder) {
+    std::vector<fs::path> entries;
+    std::error_code gone;
+    for (fs::directory_iterator entry(folder, gone); !gone && entry != fs::directory_iterator();
+         entry.increment(gone))
+      entries.push_back(entry->path());
+    return entries;
+  }
 };
 
 TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
-  Command job(train_words(with_peers("1")), kOneThread);
-  kill_rank(job, 1, 10);
-  kill_rank(job, 0, 22);
+  hold(11);
+  hold(23);
+  Command job = start(with_peers("1"));
+  kill_rank(job, 1, 11);
+  kill_rank(job, 0, 23);
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err,
@@ -99,8 +135,9 @@ TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
 
 TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
   const Words elastic = {"--min-ranks", "2", "--rejoin-after", "never"};
-  Command job(train_words(with_peers("1", elastic)), kOneThread);
-  kill_rank(job, 2, 10);
+  hold(11);
+  Command job = start(with_peers("1", elastic));
+  kill_rank(job, 2, 11);
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 3 ranks"), HasSubstr("loaded from " + memory_.string())));
@@ -110,15 +147,16 @@ TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
 TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
   const Words on_disk = {"--checkpoint.interval",      "41", "--training.steps", "80",
                          "--lr_scheduler.total_steps", "80"};
-  Command job(train_words(with_peers("42", on_disk)), kOneThread);
-  ASSERT_TRUE(wait_until([&] { return is_kept("step-42"); }));
+  hold(44);
+  Command job = start(with_peers("42", on_disk));
+  ASSERT_FALSE(wait_for(job, 44, 3, /*kept=*/42).empty());
   for (const auto& file : fs::directory_iterator(generations().front())) {
     if (file.path().extension() != ".safetensors") continue;
     std::fstream stream(file.path(), std::ios::in | std::ios::out | std::ios::binary);
     stream.seekp(-4, std::ios::end);
     stream.write("\x55\x55\x55\x55", 4);
   }
-  kill_rank(job, 1, 42);
+  kill_rank(job, 1, 44, 3, /*kept=*/42);
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, AllOf(HasSubstr("passed over: step 42 in memory"), HasSubstr("checksum"),
@@ -129,9 +167,10 @@ TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
 // Its launcher is killed, so that nobody tidies up; the next one is another job in the same folder.
 TEST_F(PeerRestart, AnotherJobStartsAnew) {
   {
-    Command job(train_words(with_peers("1")), kOneThread);
-    ASSERT_TRUE(wait_until([&] { return last_logged_step(run_) >= 5 && !generations().empty(); }));
-    const std::vector<int> ranks = ranks_of(job);
+    hold(6);
+    Command job = start(with_peers("1"));
+    const std::vector<int> ranks = wait_for(job, 6);
+    ASSERT_FALSE(ranks.empty());
     job.signal(SIGKILL);
     job.wait(20);
     ASSERT_TRUE(wait_until([&] { return std::none_of(ranks.begin(), ranks.end(), is_running); }));
@@ -145,13 +184,81 @@ TEST_F(PeerRestart, AnotherJobStartsAnew) {
   expect_same_curve(words(), 0);
 }
 
-TEST_F(PeerRestart, AJobThatGivesUpLeavesNothing) {
-  Command job(train_words(with_peers("1", {}, "1")), kOneThread);
-  kill_rank(job, 1, 3);
-  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 3 && last_logged_step(run_) >= 6; }));
-  ::kill(ranks_of(job).at(0), SIGKILL);
-  EXPECT_EQ(job.wait(60).status, 128 + SIGKILL);
+// The copy has the first one's mark, and is another run: what is in memory stays the first one's.
+TEST_F(PeerRestart, ACopiedRunLeavesTheFirstOnesMemoryAlone) {
+  hold(8);
+  Command job = start(with_peers("1"));
+  ASSERT_FALSE(wait_for(job, 8).empty());
+  const fs::path copy = fresh_folder("copy");
+  ASSERT_EQ(run({"cp", "-a", (run_ / ".").string(), copy.string()}).status, 0);
+  const CommandResult copied = try_train(with_peers("1", {"--job.dump_folder", copy.string()}), 100);
+  ASSERT_EQ(copied.status, 0) << copied.err;
+  EXPECT_THAT(copied.err, AllOf(HasSubstr("there is no saved state"), Not(HasSubstr("loaded from")),
+                                Not(HasSubstr("which an earlier job"))));
+  EXPECT_FALSE(generations().empty());
+  kill_rank(job, 1, 8);
+  const CommandResult result = job.wait(100);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("loaded from " + memory_.string()));
+  expect_same_curve(words(), 0);
+}
+
+// What its ranks would have gone on from is on disk then.
+TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
+  hold(4);
+  hold(8);
+  Command job = start(with_peers("1", {}, "1"));
+  kill_rank(job, 1, 4);
+  const std::vector<int> ranks = wait_for(job, 8);
+  ASSERT_FALSE(ranks.empty());
+  ::kill(ranks.front(), SIGKILL);
+  const CommandResult result = job.wait(60);
+  EXPECT_EQ(result.status, 128 + SIGKILL);
   EXPECT_TRUE(fs::is_empty(memory_));
+  const int64_t step = number_behind(result.err, "the state behind step ");
+  EXPECT_GE(step, 1);
+  EXPECT_TRUE(fs::exists(step_folder(run_, static_cast<int>(step)))) << result.err;
+}
+
+// Told to end while no rank runs: nobody is there to save, and on disk there is nothing.
+TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
+  const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
+  hold(11);
+  Command job = start(with_peers("1", elastic));
+  ASSERT_FALSE(wait_for(job, 11).empty());
+  ASSERT_TRUE(kill_all_ranks(job));
+  usleep(300'000);
+  const int64_t kept = newest_kept();
+  ASSERT_GT(kept, 0);
+  job.signal(SIGTERM);
+  const CommandResult told = job.wait(60);
+  EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
+  const int64_t step = number_behind(told.err, "the state behind step ");
+  EXPECT_EQ(step, kept) << told.err;
+  EXPECT_THAT(told.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
+  EXPECT_TRUE(fs::is_empty(memory_));
+
+  const CommandResult result = try_train(with_peers("1"), 100);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the run goes on behind step " + std::to_string(step) + ", loaded from " +
+                                    run_.string()));
+  expect_same_curve(words(), 0);
+}
+
+// The run's storage is away.
+TEST_F(PeerRestart, WhatCantBeSavedStaysInMemory) {
+  const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
+  hold(4);
+  Command job = start(with_peers("1", elastic));
+  ASSERT_FALSE(wait_for(job, 4).empty());
+  ASSERT_TRUE(kill_all_ranks(job));
+  fs::rename(run_ / "checkpoint", run_ / "away");
+  job.signal(SIGTERM);
+  const CommandResult told = job.wait(60);
+  EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
+  ASSERT_FALSE(generations().empty());
+  EXPECT_THAT(told.err, AllOf(HasSubstr("stays in " + generations().front().string()),
+                              HasSubstr("isn't there"), HasSubstr("To go on from it, copy that folder to")));
 }
 
 TEST_F(PeerRestart, WhereNobodyStartsRanksAgainItIsRefused) {

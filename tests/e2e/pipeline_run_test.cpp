@@ -5,6 +5,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <future>
 #include <thread>
 
 #include "e2e/small_run.h"
@@ -13,6 +15,7 @@ namespace titan::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
 struct Layout {
@@ -40,6 +43,18 @@ Words rows_of(const Layout& layout) {
           "--training.global_batch_size",  std::to_string(4 * layout.batch_ranks)};
 }
 
+void expect_same_metrics(const std::filesystem::path& folder, const std::filesystem::path& plain) {
+  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
+  ASSERT_EQ(steps.size(), 4u);
+  ASSERT_EQ(expected.size(), 4u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
+    EXPECT_EQ(steps[i].at("n_tokens_seen"), expected[i].at("n_tokens_seen")) << i;
+  }
+}
+
 class PipelineRun : public ::testing::TestWithParam<Layout> {};
 
 // Four layers, so that two stages a rank have something to do.
@@ -50,16 +65,7 @@ TEST_P(PipelineRun, LogsWhatTheSameRowsGiveWithoutIt) {
   const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
   train(plain, base + Words{"--nproc", std::to_string(layout.batch_ranks)});
   train(folder, base + layout.words);
-
-  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
-  ASSERT_EQ(steps.size(), 4u);
-  ASSERT_EQ(expected.size(), 4u);
-  for (size_t i = 0; i < steps.size(); ++i) {
-    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
-    EXPECT_EQ(steps[i].at("n_tokens_seen"), expected[i].at("n_tokens_seen")) << i;
-  }
+  expect_same_metrics(folder, plain);
   expect_same_validation(folder, plain);
 }
 
@@ -76,11 +82,35 @@ INSTANTIATE_TEST_SUITE_P(
                   {"--parallelism.pipeline_parallel_schedule_csv",
                    source_file("docs/examples/schedules/zero_bubble.csv")})},
         Layout{"Pp3", 1, pp("3", "3", "1F1B")}, Layout{"Pp2Fsdp2", 2, pp("4", "2", "1F1B")},
+        Layout{"Pp2Replicate2", 2,
+               pp("4", "2", "1F1B",
+                  {"--parallelism.data_parallel_replicate_degree", "2",
+                   "--parallelism.data_parallel_shard_degree", "1"})},
         Layout{"Pp2Tp2Checkpointed", 1,
                pp("4", "2", "1F1B",
                   {"--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "full"})},
         Layout{"Pp2Cp2", 1, pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
     [](const auto& info) { return std::string(info.param.name); });
+
+// What the layouts above leave out, beside one run without a pipeline. By the time they take, four layers
+// are cut otherwise than by default, which leaves the last stage none.
+TEST(PipelineSchedulesRun, LogWhatTheSameRowsGiveWithoutThem) {
+  const Words base =
+      small_run(fresh_folder("config")) + rows_of({"", 1, {}}) + Words{"--model.args.n_layers", "4"};
+  const auto plain = fresh_folder("plain");
+  train(plain, base);
+  const std::pair<const char*, Words> layouts[] = {
+      {"LoopedBFS", {"--parallelism.pipeline_parallel_split", "balanced"}},
+      {"InterleavedZeroBubble", {}},
+      {"DualPipeV", {}}};
+  for (const auto& [schedule, more] : layouts) {
+    SCOPED_TRACE(schedule);
+    const auto folder = fresh_folder(schedule);
+    train(folder, base + pp("2", "2", schedule, more));
+    expect_same_metrics(folder, plain);
+    expect_same_validation(folder, plain);
+  }
+}
 
 // Stages at both ends have the matrix; the file has it once, and gives it to both again.
 TEST(PipelineModelFile, TiedWeightsAreWrittenOnceAndReadByBothStages) {
@@ -150,16 +180,30 @@ Command start_rank(int rank, int size, const std::string& port, const Words& wor
                                       {"OMP_NUM_THREADS", "1"}});
 }
 
-bool has_steps(const std::filesystem::path& folder) {
-  return std::filesystem::exists(folder / "metrics.jsonl") && !read_metrics(folder).empty();
+// Ends in the middle of a step, when all ranks are at their actions: half a step's time behind one.
+void wait_for_middle_of_step(const std::filesystem::path& folder) {
+  using Clock = std::chrono::steady_clock;
+  const auto has_steps = [&](size_t count) { return whole_rows(folder).size() >= count; };
+  ASSERT_TRUE(wait_until([&] { return has_steps(2); }));
+  const auto second = Clock::now();
+  ASSERT_TRUE(wait_until([&] { return has_steps(3); }));
+  std::this_thread::sleep_for((Clock::now() - second) / 2);
 }
 
-class LostRank : public ::testing::TestWithParam<int> {};
+struct Killed {
+  int pp;  // of 4 ranks; with 2, two ranks share a stage's parameters
+  int rank;
+};
+void PrintTo(const Killed& killed, std::ostream* out) {
+  *out << "rank " << killed.rank << ", pp " << killed.pp;
+}
+
+class LostRank : public ::testing::TestWithParam<Killed> {};
 
 // Without a launcher that would end them: every rank finds out by itself, also those whose neighbours live,
 // and where the lost one kept the store through which ranks tell each other.
 TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
-  const int lost = GetParam();
+  const int lost = GetParam().rank;
   const auto folder = fresh_folder("run");
   const Words words =
       small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
@@ -170,28 +214,39 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
                                                 "--training.local_batch_size",
                                                 "64",  // so that a schedule is what a step's time goes to
                                                 "--training.global_batch_size",
-                                                "64",
+                                                std::to_string(64 * 4 / GetParam().pp),
                                                 "--parallelism.pipeline_parallel_degree",
-                                                "4",
+                                                std::to_string(GetParam().pp),
                                                 "--job.dump_folder",
                                                 folder.string()};
   const std::string port = std::to_string(33000 + getpid() % 27000);
   std::vector<Command> ranks;
   for (int rank = 0; rank < 4; ++rank) ranks.push_back(start_rank(rank, 4, port, words));
-  for (int i = 0; i < 6000 && !has_steps(folder); ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  wait_for_middle_of_step(folder);
   ranks[static_cast<size_t>(lost)].signal(SIGKILL);
-  const std::string name = "rank " + std::to_string(lost) + " of the job";
+  // At once, as a launcher does: of a process that has ended, others on its host hear when it is waited for.
+  std::vector<std::future<CommandResult>> ends;
+  for (Command& rank : ranks)
+    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(20); }));
+  // By the neighbours that exchange messages with it, and by what all ranks say of themselves in the store.
+  const std::string number = std::to_string(lost);
+  const auto named =
+      AnyOf(HasSubstr("rank " + number + " of the job"), HasSubstr("lost: rank " + number + " ("));
   for (int rank = 0; rank < 4; ++rank) {
+    const CommandResult result = ends[static_cast<size_t>(rank)].get();
     if (rank == lost) continue;
-    const CommandResult result = ranks[static_cast<size_t>(rank)].wait(20);
     EXPECT_EQ(result.status, 1) << rank;
-    EXPECT_THAT(result.err, AllOf(HasSubstr("in action "), HasSubstr(name))) << rank;
+    EXPECT_THAT(result.err, AllOf(HasSubstr("in action "), named)) << rank;
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(PipelineFaults, LostRank, ::testing::Values(0, 1, 2, 3),
-                         [](const auto& info) { return "Rank" + std::to_string(info.param); });
+INSTANTIATE_TEST_SUITE_P(PipelineFaults, LostRank,
+                         ::testing::Values(Killed{4, 0}, Killed{4, 1}, Killed{4, 2}, Killed{4, 3},
+                                           Killed{2, 1}),
+                         [](const auto& info) {
+                           return "Rank" + std::to_string(info.param.rank) +
+                                  (info.param.pp == 4 ? "" : "OfPp" + std::to_string(info.param.pp));
+                         });
 
 }  // namespace
 }  // namespace titan::testing

@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <csignal>
 #include <functional>
 
 #include "e2e/resume_run.h"
@@ -70,23 +72,94 @@ INSTANTIATE_TEST_SUITE_P(
                "rank_00001.safetensors"}),
     [](const auto& info) { return std::string(info.param.name); });
 
-TEST(ReadOnlyFolder, IsToldAtTheStart) {
-  using std::filesystem::perms;
-  // Root may write anywhere.
+using std::filesystem::perms;
+
+constexpr perms kReadOnly = perms::owner_read | perms::owner_exec | perms::others_read | perms::others_exec;
+
+// The words in front of a command that make it a user whom a folder's mode stops: root may write anywhere.
+Words as_user() {
   const Words nobody = {"setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"};
-  const Words as_user = ::geteuid() == 0 ? nobody : Words{};
-  if (run(as_user + Words{"test", "-x", titan_program()}).status != 0)
-    GTEST_SKIP() << "a user without rights can't run " << titan_program();
-  const auto config = fresh_folder("config"), dump = fresh_folder("run");
-  std::filesystem::permissions(dump, perms::all);
+  return ::geteuid() == 0 ? nobody : Words{};
+}
+
+bool user_can_train() { return run(as_user() + Words{"test", "-x", titan_program()}).status == 0; }
+
+// A run's folder for that user, with a folder for its steps.
+std::filesystem::path folder_of_user(const std::string& name) {
+  const auto dump = fresh_folder(name);
   std::filesystem::create_directory(dump / "checkpoint");
-  std::filesystem::permissions(
-      dump / "checkpoint", perms::owner_read | perms::owner_exec | perms::others_read | perms::others_exec);
+  for (const auto& folder : {dump, dump / "checkpoint"}) std::filesystem::permissions(folder, perms::all);
+  return dump;
+}
+
+TEST(ReadOnlyFolder, IsToldAtTheStart) {
+  if (!user_can_train()) GTEST_SKIP() << "a user without rights can't run " << titan_program();
+  const auto config = fresh_folder("config"), dump = folder_of_user("run");
+  std::filesystem::permissions(dump / "checkpoint", kReadOnly);
   const CommandResult result =
-      run(as_user + train_words(resumable(config)) + Words{"--job.dump_folder", dump.string()});
+      run(as_user() + train_words(resumable(config)) + Words{"--job.dump_folder", dump.string()});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, AllOf(HasSubstr((dump / "checkpoint").string()), HasSubstr("Permission denied"),
                                 Not(HasSubstr("step:  1"))));
+}
+
+int64_t newest_step(const std::filesystem::path& run) {
+  int64_t newest = 0;
+  for (const std::string& name : names_in(run / "checkpoint"))
+    if (name.starts_with("step-")) newest = std::max<int64_t>(newest, std::stoll(name.substr(5)));
+  return newest;
+}
+
+void expect_whole(const std::filesystem::path& step) {
+  const CommandResult verified = run({titan_program(), "checkpoint", "verify", step.string()});
+  EXPECT_EQ(verified.status, 0) << verified.out << verified.err;
+}
+
+Words endless(const std::string& name, const std::filesystem::path& dump, const std::string& on_failure) {
+  return as_user() + train_words(resumable(fresh_folder(name + "_config")) +
+                                 Words{"--job.dump_folder", dump.string(), "--training.steps", "1000000",
+                                       "--checkpoint.async_mode", "async_with_pinned_mem",
+                                       "--checkpoint.on_failure", on_failure});
+}
+
+TEST(ReadOnlyFolder, OneThatBecomesSoStopsTheRun) {
+  if (!user_can_train()) GTEST_SKIP() << "a user without rights can't run " << titan_program();
+  const auto dump = folder_of_user("run");
+  Command job(endless("run", dump, "stop"), {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(wait_until([&] { return newest_step(dump) > 0; })) << job.wait(0).err;
+  std::filesystem::permissions(dump / "checkpoint", kReadOnly);
+  const CommandResult result = job.wait(60);
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err, AllOf(HasSubstr((dump / "checkpoint").string()), HasSubstr("Permission denied")));
+  expect_whole(step_folder(dump, static_cast<int>(newest_step(dump))));
+}
+
+TEST(ReadOnlyFolder, OneThatIsSoForAWhileIsWrittenToAgain) {
+  if (!user_can_train()) GTEST_SKIP() << "a user without rights can't run " << titan_program();
+  const auto dump = folder_of_user("run");
+  Command job(endless("run", dump, "continue"), {{"OMP_NUM_THREADS", "1"}});
+  ASSERT_TRUE(wait_until([&] { return newest_step(dump) > 0; })) << job.wait(0).err;
+  std::filesystem::permissions(dump / "checkpoint", kReadOnly);
+  const auto wait_for_steps = [&](int64_t number) {
+    const auto last_row = [&] {
+      const Lines rows = whole_rows(dump);
+      return rows.empty() ? 0 : rows.back().at("step").get<int64_t>();
+    };
+    const int64_t first = last_row();
+    return wait_until([&] { return last_row() >= first + number; });
+  };
+  // The save that was under way has ended, and then two more are due.
+  ASSERT_TRUE(wait_for_steps(6)) << job.wait(0).err;
+  const int64_t before = newest_step(dump);
+  ASSERT_TRUE(wait_for_steps(12)) << job.wait(0).err;
+  EXPECT_EQ(newest_step(dump), before);
+  expect_whole(step_folder(dump, static_cast<int>(before)));
+  std::filesystem::permissions(dump / "checkpoint", perms::all);
+  ASSERT_TRUE(wait_until([&] { return newest_step(dump) > before; })) << job.wait(0).err;
+  job.signal(SIGTERM);
+  const CommandResult result = job.wait(60);
+  EXPECT_THAT(result.err, HasSubstr("Permission denied"));
+  expect_whole(step_folder(dump, static_cast<int>(newest_step(dump))));
 }
 
 // A file-size limit fails writes as a full disk does, for every user and without a disk to fill.
@@ -133,18 +206,57 @@ class SmallDisk {
   bool mounted_ = false;
 };
 
-TEST(FullDisk, LeavesTheStepBeforeAndSaysHowMuchIsMissing) {
-  const auto folder = fresh_folder("run");
-  std::filesystem::create_directory(folder / "checkpoint");
-  const SmallDisk disk(folder / "checkpoint", "2600k");
-  if (!disk.mounted()) GTEST_SKIP() << "no file system can be mounted here";
-  const Words words =
-      part_of_run(resumable(fresh_folder("config")), 20) + Words{"--checkpoint.keep_latest_k", "0"};
-  EXPECT_THAT(train_log(folder, words, 1), AllOf(HasSubstr("bytes"), HasSubstr("free")));
-  EXPECT_EQ(names_in(folder / "checkpoint"), (std::vector<std::string>{".lock", "step-5"}));
-  EXPECT_THAT(train_log(folder, words + Words{"--checkpoint.load_only"}),
-              HasSubstr("the run goes on behind step 5"));
+// What a file takes there.
+int64_t on_disk(const std::filesystem::path& folder) {
+  constexpr int64_t page = 4096;
+  int64_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    if (entry.is_regular_file()) bytes += (static_cast<int64_t>(entry.file_size()) + page - 1) / page * page;
+  return bytes;
 }
+
+/// Of a step's rank file so much is free when the disk holds the step before.
+struct Full {
+  int percent;
+  const char* mode;
+};
+void PrintTo(const Full& full, std::ostream* out) { *out << full.percent << " %"; }
+
+class DiskOfAStepAndAPart : public ::testing::TestWithParam<Full> {};
+
+TEST_P(DiskOfAStepAndAPart, LeavesTheStepBeforeAndSaysHowMuchIsMissing) {
+  const auto measured = fresh_folder("measured");
+  const Words words = resumable(fresh_folder("config")) +
+                      Words{"--training.steps", "12", "--checkpoint.async_mode", GetParam().mode};
+  train(measured, part_of_run(words, 10));
+  const auto file_bytes =
+      static_cast<int64_t>(std::filesystem::file_size(step_folder(measured, 10) / "rank_00000.safetensors"));
+  const int64_t disk_bytes = on_disk(step_folder(measured, 5)) + on_disk(measured / "checkpoint") +
+                             file_bytes * GetParam().percent / 100;
+  for (const std::string on_failure : {"stop", "continue"}) {
+    SCOPED_TRACE(on_failure);
+    const auto folder = fresh_folder(on_failure);
+    std::filesystem::create_directory(folder / "checkpoint");
+    const SmallDisk disk(folder / "checkpoint", std::to_string(disk_bytes));
+    if (!disk.mounted()) GTEST_SKIP() << "no file system can be mounted here";
+    // The model alone, of a third of the state, has room where a half is free.
+    const bool goes_on = on_failure == "continue", has_room_at_the_end = GetParam().percent >= 50;
+    EXPECT_THAT(train_log(folder, words + Words{"--checkpoint.on_failure", on_failure},
+                          goes_on && has_room_at_the_end ? 0 : 1),
+                AllOf(HasSubstr("checkpoint of step 10: "), HasSubstr("rank_00000.safetensors"),
+                      HasSubstr(str(" ", file_bytes, " bytes are needed, ")), HasSubstr(" bytes are free")));
+    EXPECT_EQ(curve_of(folder).size() == 12, goes_on);
+    std::vector<std::string> left = {".lock", "step-5"};
+    if (goes_on && has_room_at_the_end) left.insert(left.begin() + 1, "step-12");
+    EXPECT_EQ(names_in(folder / "checkpoint"), left);
+    expect_whole(step_folder(folder, 5));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(FullDisk, DiskOfAStepAndAPart,
+                         ::testing::Values(Full{10, "disabled"}, Full{50, "async"},
+                                           Full{99, "async_with_pinned_mem"}),
+                         [](const auto& info) { return str("Free", info.param.percent); });
 
 // Two runs that write to one folder would take each other's steps for their own.
 TEST(TwoRuns, DontShareAFolder) {

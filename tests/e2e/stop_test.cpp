@@ -72,7 +72,7 @@ class Stop : public ::testing::Test {
 
   void start_again(const Words& words) {
     job_.emplace(train_words(words + ranks(kNumRanks) + Words{"--job.dump_folder", run_.string()}),
-                 Command::Variables{{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_SAVES", saves_.string()}});
+                 variables_);
     ASSERT_TRUE(wait_until([&] { return ranks_of(*job_).size() == kNumRanks; }));
     ranks_ = ranks_of(*job_);
     for (const int pid : ranks_) ASSERT_TRUE(wait_until([&] { return notes_signals(pid); }));
@@ -117,6 +117,16 @@ class Stop : public ::testing::Test {
   void unset(const char* file) const { fs::remove(saves_ / file); }
   bool is_set(const std::string& file) const { return fs::exists(saves_ / file); }
 
+  // Each once, as is what the run stopped behind.
+  void expect_every_second_saved_once() {
+    std::vector<int> wanted;
+    for (int step = 2; step < last_logged(); step += 2) wanted.push_back(step);
+    wanted.push_back(last_logged());
+    EXPECT_EQ(saved_steps(run_), wanted) << result_.err;
+    EXPECT_EQ(bytes_of(saves_ / "saves"), std::string(wanted.size(), '.')) << result_.err;
+    EXPECT_FALSE(has_pending_step(run_));
+  }
+
   void expect_newest_is_last_logged() {
     const std::vector<int> saved = saved_steps(run_);
     ASSERT_FALSE(saved.empty()) << result_.err;
@@ -127,6 +137,7 @@ class Stop : public ::testing::Test {
   double random_up_to(double seconds) { return std::uniform_real_distribution<>(0, seconds)(random_); }
 
   fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"), saves_ = fresh_folder("saves");
+  Command::Variables variables_ = {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_SAVES", saves_.string()}};
   std::optional<Command> job_;
   std::vector<int> ranks_;
   CommandResult result_;
@@ -159,6 +170,26 @@ TEST_F(Stop, WithinAValidation) {
       });
 }
 
+// The run has come to its end: what that leaves is saved, once, and nothing else.
+TEST_F(Stop, WithinTheLastValidation) {
+  const Words words = endless() + Words{"--training.steps",
+                                        "1",
+                                        "--validation.enable",
+                                        "--validation.local_batch_size",
+                                        "1",
+                                        "--validation.dataset_path",
+                                        source_file("docs/*.md")};
+  start(words);
+  ASSERT_TRUE(wait_until([&] { return last_logged() >= 1; }));
+  sleep_s(0.1);
+  expect_stop(1, SIGTERM);
+  EXPECT_FALSE(fs::exists(run_ / "validation.jsonl"));
+  EXPECT_THAT(result_.err, HasSubstr("behind step 1, whose state is saved"));
+  expect_saved_once();
+  EXPECT_TRUE(fs::exists(step_folder(run_, 1) / "model.safetensors"));
+  EXPECT_THAT(train_log(run_, words + ranks(kNumRanks)), HasSubstr("this run has come to its end"));
+}
+
 // To the rank that waits for data, and to the one that waits for that rank.
 TEST_F(Stop, WhileDataIsAwaited) {
   const fs::path stalled = config_ / "stalled";
@@ -186,17 +217,19 @@ TEST_F(Stop, WhileDataIsAwaited) {
 TEST_F(Stop, WhileACheckpointIsSaved) {
   const char* holds[] = {"hold_saving", "hold_writing"};
   const char* waits[] = {"saving.0", "writing.0"};
-  for (const size_t beside : {0, 1}) {
+  const auto trials = static_cast<size_t>(std::max(num_trials(), 3));
+  for (size_t trial = 0; trial < trials && !HasFailure(); ++trial) {
+    const size_t beside = trial % 2;
+    for (const char* left : {"saves", waits[beside]}) unset(left);
     set(holds[beside]);
     start(held({"--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "0", "--checkpoint.async_mode",
                 beside ? "async_with_pinned_mem" : "disabled"}));
     ASSERT_TRUE(wait_until([&] { return is_set(waits[beside]); }));
-    expect_stop(static_cast<int>(beside), kSignals[beside], [&] {
+    expect_stop(static_cast<int>(trial + trial / 6) % kNumRanks, kSignals[trial % kSignals.size()], [&] {
       sleep_s(0.3);
       unset(holds[beside]);
     });
-    expect_newest_is_last_logged();
-    EXPECT_EQ(saved_steps(run_).front(), 2);
+    expect_every_second_saved_once();
   }
 }
 
@@ -374,6 +407,65 @@ TEST_P(Requeue, BehindTheSave) {
   std::string line;
   std::getline(file, line);
   EXPECT_EQ(line, how.told);
+}
+
+// Not to the rank that runs scontrol: that one has to hear of the signal.
+class RequeueAtTheStart : public Stop {
+ protected:
+  void start_and_stop(int code_of_scontrol, int signal) {
+    const fs::path bin = fresh_folder("bin");
+    told_ = fake_scontrol(bin, code_of_scontrol);
+    variables_["PATH"] = bin.string() + ":" + std::getenv("PATH");
+    variables_["SLURM_JOB_ID"] = "123";
+    set("hold_building");
+    start(held({"--fault_tolerance.requeue_on", "SIGUSR1", "--log-rank", "all"}));
+    ASSERT_TRUE(wait_until([&] { return is_set("building.0") && is_set("building.1"); }));
+    ASSERT_EQ(::kill(ranks_[1], signal), 0);
+    result_ = job_->wait(kGraceS);
+    EXPECT_THAT(result_.err, HasSubstr("stops the run before it began"));
+  }
+  std::string told() const {
+    std::string all;
+    std::ifstream file(told_);
+    for (std::string line; std::getline(file, line);) all += line + ";";
+    return all;
+  }
+
+ private:
+  fs::path told_;
+};
+
+TEST_F(RequeueAtTheStart, BehindALongOne) {
+  ASSERT_NO_FATAL_FAILURE(start_and_stop(0, SIGUSR1));
+  EXPECT_EQ(result_.status, 0) << result_.err;
+  EXPECT_EQ(told(), "requeue 123;");
+}
+
+TEST_F(RequeueAtTheStart, ByOtherSignalsThereIsNone) {
+  ASSERT_NO_FATAL_FAILURE(start_and_stop(0, SIGTERM));
+  EXPECT_EQ(result_.status, 0) << result_.err;
+  EXPECT_EQ(told(), "");
+}
+
+TEST_F(RequeueAtTheStart, OneThatFailsIsAnError) {
+  ASSERT_NO_FATAL_FAILURE(start_and_stop(1, SIGUSR1));
+  EXPECT_EQ(result_.status, 1) << result_.err;
+  EXPECT_THAT(result_.err, HasSubstr("scontrol requeue 123 failed"));
+}
+
+// Told while no rank runs that could do it: the launcher does.
+TEST_F(Stop, BetweenTwoStartsTheLauncherRequeues) {
+  const fs::path bin = fresh_folder("bin"), told = fake_scontrol(bin, 0);
+  variables_["PATH"] = bin.string() + ":" + std::getenv("PATH");
+  variables_["SLURM_JOB_ID"] = "123";
+  start(endless() + Words{"--fault_tolerance.requeue_on", "SIGUSR1", "--max-restarts", "1", "--min-ranks",
+                          "1", "--rejoin-after", "never"});
+  ASSERT_TRUE(kill_all_ranks(*job_));
+  sleep_s(0.3);  // until it waits for a rank
+  job_->signal(SIGUSR1);
+  result_ = job_->wait(kGraceS);
+  EXPECT_EQ(result_.status, 128 + SIGUSR1) << result_.err;
+  EXPECT_EQ(bytes_of(told), "requeue 123\n");
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -166,6 +166,61 @@ TEST(Sweep, ASignalEndsTheRunAndTheSweep) {
   }
 }
 
+// All steps are made and the model is saved: the same run again would have nothing to do.
+TEST(Sweep, ARunThatWasStoppedWithinItsLastValidationHasFinished) {
+  const SweepCase sweep(
+      "checkpoint.enable = true\nlr_scheduler.total_steps = 20\n[run.one]\ntraining.steps = "
+      "1\nvalidation.enable = true\n"
+      "validation.local_batch_size = 1\nvalidation.dataset_path = \"" +
+      source_file("docs/*.md") + "\"\n");
+  const fs::path run = sweep.runs / "one";
+  Command command(sweep.words(), {{"OMP_NUM_THREADS", "1"}, {"SLURM_ARRAY_TASK_ID", ""}});
+  ASSERT_TRUE(wait_until([&] { return num_rows(run) > 0; }));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  command.signal(SIGTERM);
+  const CommandResult result = command.wait();
+  EXPECT_EQ(result.status, 128 + SIGTERM) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("SIGTERM on rank 0 stops the run behind step 1"));
+  EXPECT_FALSE(fs::exists(run / "validation.jsonl")) << "the validation was through";
+  EXPECT_THAT(sweep.run({"--list"}).out, ContainsRegex("[^t] finished"));
+  const CommandResult again = sweep.run();
+  EXPECT_EQ(again.status, 0) << again.err;
+  EXPECT_THAT(again.err, HasSubstr("run 0 of 1 (one) finished earlier"));
+}
+
+// Under nohup, whose user has left.
+TEST(Sweep, AnIgnoredSignalEndsNothing) {
+  const SweepCase sweep("[run.one]\ntraining.steps = 100000\n");
+  const fs::path run = sweep.runs / "one";
+  Command command(Words{"env", "--ignore-signal=HUP"} + sweep.words(),
+                  {{"OMP_NUM_THREADS", "1"}, {"SLURM_ARRAY_TASK_ID", ""}});
+  ASSERT_TRUE(wait_until([&] { return num_rows(run) > 0; }));
+  command.signal(SIGHUP);
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const int64_t rows = num_rows(run);
+  EXPECT_TRUE(wait_until([&] { return num_rows(run) > rows; })) << "the run goes on";
+  command.signal(SIGTERM);
+  EXPECT_EQ(command.wait().status, 128 + SIGTERM);
+}
+
+// To know what a run is at. Its launcher passes it on to the ranks.
+TEST(Sweep, SigquitGoesToTheRanksAndEndsNothing) {
+  const SweepCase sweep("[run.one]\ntraining.steps = 100000\n");
+  std::stringstream text;
+  text << "nproc = 2\n" << std::ifstream(sweep.file).rdbuf();
+  std::ofstream(sweep.file) << text.str();
+  const fs::path run = sweep.runs / "one";
+  Command command(sweep.words(), {{"OMP_NUM_THREADS", "1"}, {"SLURM_ARRAY_TASK_ID", ""}});
+  ASSERT_TRUE(wait_until([&] { return num_rows(run) > 0; }));
+  command.signal(SIGQUIT);
+  for (const char* record : {"rank_0.json", "rank_1.json"})
+    ASSERT_TRUE(wait_until([&] { return fs::exists(run / "comm_traces" / record); })) << record;
+  const int64_t rows = num_rows(run);
+  EXPECT_TRUE(wait_until([&] { return num_rows(run) > rows; })) << "the run goes on";
+  command.signal(SIGTERM);
+  EXPECT_EQ(command.wait().status, 128 + SIGTERM);
+}
+
 // A signal to the run itself, as of a node's agent: it ends well, and is gone on with later.
 TEST(Sweep, ARunThatWasToldToStopIsNotFinished) {
   const SweepCase sweep("[run.one]\ntraining.steps = 100000\n");

@@ -1,9 +1,17 @@
 // The command's other faces: help, the printed config, the logs, comparisons.
 
 #include <gmock/gmock.h>
+#include <poll.h>
+#include <pty.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <array>
+#include <chrono>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <sstream>
 
 #include "e2e/training.h"
@@ -13,6 +21,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 Words model(const std::string& steps) {
   return {source_file("docs/examples/custom_model/ngram.toml"),
@@ -127,6 +136,80 @@ TEST(TrainCommand, OtherRanksMetricsLieBesideRankZeros) {
   EXPECT_EQ(zero.size(), 2u);
   EXPECT_EQ(losses(read_metrics(folder / "rank_1")), losses(zero));
   EXPECT_FALSE(std::filesystem::exists(folder / "rank_0"));
+}
+
+TEST(TrainCommand, WhatKeptGradientsTakeIsToldOnce) {
+  const Words accumulation = {
+      "--nproc", "2", "--training.local_batch_size", "1", "--training.global_batch_size", "4"};
+  const auto log_of = [&](const Words& words) {
+    return try_train(model("2") + accumulation + words +
+                     Words{"--job.dump_folder", fresh_folder("run").string()})
+        .err;
+  };
+  const std::string told = "whole gradients stay between micro-batches: ";
+  EXPECT_THAT(log_of({}), AllOf(HasSubstr("step:  2"), Not(HasSubstr(told))));
+
+  const std::string log = log_of({"--parallelism.no_fsdp_reduce_every_micro_batch"});
+  EXPECT_THAT(log, HasSubstr("step:  2"));
+  std::smatch parameters, kept;
+  ASSERT_TRUE(std::regex_search(log, parameters, std::regex("([0-9]+) parameters, on 2 rank"))) << log;
+  ASSERT_TRUE(std::regex_search(log, kept, std::regex(told + "([0-9.]+) MiB on each rank"))) << log;
+  EXPECT_EQ(log.find(told), log.rfind(told));
+  // fp32, and a little for parts of equal size.
+  const double whole = 4 * std::stod(parameters[1]);
+  EXPECT_GE(std::stod(kept[1]) * 1024 * 1024, 0.999 * whole);
+  EXPECT_LE(std::stod(kept[1]) * 1024 * 1024, 1.05 * whole);
+}
+
+/// What `titan train words...` writes onto a terminal of its own.
+std::string train_on_terminal(const Words& words) {
+  const Words command = train_words(words);
+  std::vector<char*> arguments;
+  for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  int terminal = -1;
+  const pid_t pid = forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (pid == 0) {
+    setenv("OMP_NUM_THREADS", "1", 1);
+    execv(arguments[0], arguments.data());
+    _exit(127);
+  }
+  EXPECT_GT(pid, 0) << "forkpty";
+  std::string shown;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  std::array<char, 4096> bytes;
+  pollfd readable{terminal, POLLIN, 0};
+  while (std::chrono::steady_clock::now() < end) {
+    if (poll(&readable, 1, 1000) == 0) continue;
+    const ssize_t count = read(terminal, bytes.data(), bytes.size());
+    if (count <= 0) break;  // EIO: nobody has it open any more
+    shown.append(bytes.data(), static_cast<size_t>(count));
+  }
+  if (std::chrono::steady_clock::now() >= end) kill(pid, SIGKILL);
+  int status = 0;
+  waitpid(pid, &status, 0);
+  close(terminal);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << shown;
+  return shown;
+}
+
+// By the ranks of --nproc, whose own output is a pipe to their parent.
+TEST(TrainCommand, ColoursAndRemainingTimeAreForTerminals) {
+  const auto words = [](const char* ranks) {
+    return model("3") + Words{"--nproc",
+                              ranks,
+                              "--training.local_batch_size",
+                              "2",
+                              "--job.dump_folder",
+                              fresh_folder("run").string()};
+  };
+  const std::string last_steps_progress = "100% 0:00:00 left";
+  EXPECT_THAT(train_on_terminal(words("2")),
+              AllOf(HasSubstr("\033[31mstep:  3"), HasSubstr(last_steps_progress)));
+  EXPECT_THAT(train_on_terminal(words("1") + Words{"--metrics.disable_color_printing"}),
+              AllOf(HasSubstr(" step:  3"), Not(HasSubstr("\033")), HasSubstr(last_steps_progress)));
+  EXPECT_THAT(try_train(words("2")).err,
+              AllOf(HasSubstr(" step:  3"), Not(HasSubstr("\033")), Not(HasSubstr(" left"))));
 }
 
 double first_loss(const Words& words) {

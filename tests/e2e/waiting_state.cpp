@@ -5,7 +5,8 @@
 //   hold_loading    so does loaded()
 //   hold_building   so does the rank that makes the object, while the run starts
 //   fail_saves      saves fail; fail_every_other: the first, the third ...
-// Who waits leaves a file: saving.RANK, writing.RANK, loading.RANK, building.RANK.
+// Who waits leaves a file: saving.RANK, writing.RANK, loading.RANK, building.RANK. Each save leaves a dot in
+// the file saves.
 
 #include <atomic>
 #include <chrono>
@@ -34,6 +35,7 @@ class WaitingState : public titan::checkpoint::Stateful {
     wait_while("hold_saving", "saving");
     return {.tensors = {}, .text = "state", .merge = [this](const std::vector<std::string>& /*texts*/) {
               wait_while("hold_writing", "writing");
+              if (!folder_.empty()) std::ofstream(folder_ / "saves", std::ios::app) << '.';
               const bool is_odd = num_saves_++ % 2 == 0;
               if (fs::exists(folder_ / "fail_saves") || (is_odd && fs::exists(folder_ / "fail_every_other")))
                 throw titan::Error("the test wants this save to fail");

@@ -21,7 +21,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 LIMIT = 1e-5
-MINI = pathlib.Path(__file__).resolve().parent.parent / "data/parity/mini"
+SOURCE = pathlib.Path(__file__).resolve().parent.parent.parent
+MINI = SOURCE / "tests/data/parity/mini"
+DEBUG = SOURCE / "configs/llama3_debug.toml"
+DEBUG_SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 2048, "num_attention_heads": 16}
 LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -64,6 +67,17 @@ def written_here(titan: Titan, shard_gb: str) -> bool:
     return difference(f"written here, files of {shard_gb} GB", titan.logits(folder, weights), theirs(model))
 
 
+def debug_model(titan: Titan) -> bool:
+    """The debug config's, as a run of it leaves it in the end."""
+    words = ["--job.dump_folder", titan.folder / "run", "--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size", "1",
+             "--training.device", "cpu", "--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]  # fmt: skip
+    subprocess.run([titan.options.titan, "train", DEBUG, *words], check=True, cwd=SOURCE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    folder = titan.folder / "run/checkpoint/step-1"
+    weights = titan.convert(folder, titan.folder / "debug.safetensors")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return difference("written here, by a run of the debug config", titan.logits(folder, weights), theirs(model))
+
+
 def written_there(titan: Titan, name: str, **settings) -> bool:
     torch.manual_seed(1)
     sizes = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 3, "vocab_size": 300, "num_attention_heads": 6}
@@ -86,7 +100,9 @@ def main() -> int:
         failed = [
             written_here(titan, "5"),
             written_here(titan, "0.0001"),
+            debug_model(titan),
             written_there(titan, "plain", rms_norm_eps=1e-5),
+            written_there(titan, "debug model", **DEBUG_SIZES, initializer_range=0.03),
             written_there(titan, "grouped and tied", num_key_value_heads=2, tie_word_embeddings=True),
             written_there(titan, "stretched", num_key_value_heads=3, rope_parameters={**LLAMA_3_1, "rope_theta": 500000.0}),
         ]

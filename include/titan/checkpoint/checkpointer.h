@@ -86,8 +86,9 @@ struct SaveOptions {
   int num_threads = 2;                 ///< that write
   std::string config = {};             ///< Manifest::config
   std::function<void(SavePhase)> on_phase = {};
-  /// Set: generations are saved there, in memory of the hosts ([Note: peer checkpoints] in peer_folder.h),
-  /// and `folder` and `keep_latest` aren't used.
+  /// Set: generations are saved there, in memory of the hosts ([Note: peer checkpoints] in peer_folder.h).
+  /// `folder` and `keep_latest` aren't used, a save that can't begin is always skipped, and with
+  /// stop_on_failure = false training goes on whatever fails, ranks that are lost included.
   std::shared_ptr<PeerFolder> peers = {};
 };
 
@@ -105,6 +106,11 @@ struct LoadOptions {
 struct SaveSize {
   int64_t file_bytes = 0;    ///< about: the header's length depends on names
   int64_t staged_bytes = 0;  ///< of host memory, for the copy that training doesn't wait beyond
+};
+
+/// Of a Checkpointer's saves, those that ended.
+struct SaveCounts {
+  int64_t complete = 0, failed = 0, skipped = 0;
 };
 
 /// What was loaded.
@@ -140,6 +146,7 @@ class Checkpointer {
   void finish();
   /// Why the last save that ended isn't complete, also where failures are only logged; empty: it is.
   std::string last_failure() const;
+  SaveCounts counts() const;
 
   /// From a step's folder, complete or throwing Error (with all that is missing, additional, or of another
   /// shape or dtype, before any tensor was changed). Collective over the world.

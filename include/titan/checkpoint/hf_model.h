@@ -1,7 +1,7 @@
 #pragma once
 
 // A model's weights in and out of Hugging Face's form: into the shards of any mesh, out of them, and from
-// file to file without a model.
+// file to file, or from a saved state, without a model.
 
 #include <filesystem>
 #include <functional>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "titan/checkpoint/hf_folder.h"
+#include "titan/checkpoint/saved_state.h"
 #include "titan/parallel/parameters.h"
 
 namespace titan {
@@ -33,7 +34,7 @@ struct ConvertOptions {
   std::function<void(int64_t bytes, int64_t total)> progress = [](int64_t, int64_t) {};  ///< written so far
 };
 
-// Both read and write 32 MiB at a time, so that memory doesn't depend on the model's size, and throw
+// They read and write 16 MiB at a time, so that memory doesn't depend on the model's size, and throw
 // ConfigError where the source isn't `model`'s weights.
 
 /// A folder's weights as one file with our names.
@@ -42,5 +43,12 @@ void convert_from_hf(const std::filesystem::path& folder, const std::filesystem:
 /// The one file as a folder.
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options = {});
+/// The model of a saved state, whatever ranks saved it (its tensors "model.NAME", each under NAME), as one
+/// file: the bytes that save_model writes of it.
+void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,
+                   const ConvertOptions& options = {});
+/// The same as a folder.
+void convert_state_to_hf(const checkpoint::SavedState& state, const std::filesystem::path& folder,
+                         const HfModel& model, const ConvertOptions& options = {});
 
 }  // namespace titan

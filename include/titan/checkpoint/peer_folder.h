@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -35,6 +36,11 @@ class PeerFolder {
     std::filesystem::path parent = "/dev/shm";
     std::string job;  ///< the same when its ranks are started again, and no other job's
     std::string run;  ///< whose generations another run of the same job doesn't load
+    /// Which folder on disk the run saves in: what earlier jobs of the run left is removed where they saved
+    /// in the same one.
+    std::string owner = {};
+    /// Where the run saves: end_peer_folders() saves a generation there. Empty: it can't.
+    std::filesystem::path disk = {};
   };
 
   /// Makes the folder, or opens what the ranks before these left there; removes what earlier jobs of the same
@@ -59,6 +65,15 @@ class PeerFolder {
   std::optional<int64_t> choose_newest();
   /// Of the chosen generation: for LoadOptions.
   void bring_files(const Manifest& manifest, const std::set<int64_t>& ranks);
+
+  struct Damage {
+    std::vector<std::string> found;  ///< a line for each file, with rank, host and path
+    bool is_whole = true;            ///< of every file a sound one is left at some place
+  };
+  /// Of the chosen generation: compares every byte of its files, at all places, with its checksums, and
+  /// removes those that are damaged. Where it is whole behind that, bring_files brings what sound copies
+  /// there are. Throws Error on all ranks where they can't be read at all.
+  Damage remove_damaged();
   /// Removes all generations, at all places: the run goes on from something else.
   void forget();
   /// Removes the folder: the job has come to its end.
@@ -80,8 +95,19 @@ class PeerFolder {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Removes the folders of a job, whichever run they are of: for its launcher, when all ranks have ended.
-/// Doesn't throw.
-void remove_peer_folders(const std::filesystem::path& parent, const std::string& job);
+/// A state that was in memory alone when its job ended.
+struct LeftState {
+  int64_t step = 0;
+  std::filesystem::path memory;     ///< the generation's folder
+  std::filesystem::path disk = {};  ///< the step's folder that is made of it
+  std::string problem = {};         ///< why it couldn't be, and stays in memory; empty: it is on disk
+};
+
+/// For the launcher of a job that ends, when none of its ranks runs: removes the folders of the job that
+/// `parent` has, whichever run they are of. What is newer in them than all complete steps on the run's disk
+/// is saved there before, as far as this host has all files of it. `gives_up` is asked behind each few MiB,
+/// and returns true to have no more saved. Doesn't throw.
+std::vector<LeftState> end_peer_folders(const std::filesystem::path& parent, const std::string& job,
+                                        const std::function<bool()>& gives_up = {});
 
 }  // namespace titan::checkpoint

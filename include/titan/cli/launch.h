@@ -11,7 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "titan/dist/end_limits.h"
+
 namespace titan::cli {
+
+/// Between SIGTERM to the ranks that a failure left and their SIGKILL: each can tell what it has seen before.
+inline constexpr std::chrono::seconds kFailureGrace = dist::kExplainsWithin + std::chrono::seconds(1);
+static_assert(kFailureGrace < dist::kJobEndsWithin);
 
 /// What happens when a rank is lost: it was killed, crashed, ended with an error, or hung.
 struct RestartOptions {
@@ -29,15 +35,18 @@ struct RestartOptions {
 
 struct LaunchOptions {
   int num_ranks = 1;
-  std::vector<std::string> command;       ///< program (looked up in PATH) and its arguments
-  std::string log_rank = "0";             ///< whose output is shown: "0", "0,3", "all", "none"
-  std::chrono::milliseconds grace{5000};  ///< after a failure: between SIGTERM to the other ranks and SIGKILL
+  std::vector<std::string> command;  ///< program (looked up in PATH) and its arguments
+  std::string log_rank = "0";        ///< whose output is shown: "0", "0,3", "all", "none"
+  std::chrono::milliseconds grace = kFailureGrace;
   /// The same after a request to stop, as ranks may save; at most 30 s once one has ended with an error.
   std::chrono::milliseconds stop_grace{30000};
   RestartOptions restarts = {};
-  /// Where ranks keep what the next ones go on from (checkpoint.peer_folder): what is the job's there is
-  /// removed when it ends.
+  /// Where ranks keep what the next ones go on from (checkpoint.peer_folder). When the job ends, what of it
+  /// is newer than the run's disk is saved there, and the job's folders are removed.
   std::filesystem::path memory_folder = "/dev/shm";
+  /// Called when the job was told to end, by this signal, while no rank ran that could hear of it; behind the
+  /// above. What it throws passes through.
+  std::function<void(int signal)> on_end_without_ranks = {};
 };
 
 /// Runs `command` once per rank and waits for all. Each rank gets RANK, WORLD_SIZE, LOCAL_RANK,
@@ -54,6 +63,7 @@ struct LaunchOptions {
 /// all ranks and mean the end, one that comes a second later or more at once; those that this process was
 /// started to ignore stay ignored. SIGUSR2 brings all lost places back. A group that is
 /// smaller than it could be is asked to stop (SIGTERM) and started again, which is no restart that counts.
+/// SIGQUIT goes to all ranks, which tell what they are at, and means nothing else.
 /// With the SIGTERM to ranks that are ended because another failed goes train::kPeerHasFailed. Where a rank
 /// gave up on another (dist::kHungExitCode), those that don't end by themselves are the lost ones.
 /// Should this process die, the kernel kills the ranks.

@@ -30,6 +30,8 @@ namespace titan::config {
 struct Sources {
   std::filesystem::path file;          ///< empty: defaults and overrides only
   std::vector<std::string> overrides;  ///< command-line words, from the first `--section.key` on
+  /// TOML that is taken in place of the file's, whose name is for messages then; it includes nothing.
+  std::string toml = {};
 };
 
 /// Fills `job` (default-constructed or not: unmentioned fields keep their value) or throws ConfigError and

@@ -5,14 +5,18 @@
 
 namespace titan {
 
-/// Reports SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT on standard error. Called by main(), once; a second
-/// call does nothing. A signal that somebody else handles already (a sanitizer, the user) is left to them.
-/// The handler runs on a stack of its own on the calling thread, so that a stack overflow there is reported
-/// too.
+/// Reports SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT on standard error. Called by cli::main() and by
+/// dist::init(); a second call does nothing. A signal that somebody else handles already (a sanitizer, the
+/// user) is left to them. The handler runs on a stack of its own on the calling thread, so that a stack
+/// overflow there is reported too.
 void install_crash_handler();
 
-/// A sentence that the report adds to a SIGSEGV or SIGBUS: what the likely cause is. Kept by pointer, so
-/// `static_text` must live as long as the process (a string literal); nullptr removes it. Thread-safe.
+/// Before the first of these calls: they leave all signals as they are.
+void decline_crash_handler();
+
+/// A sentence that the report adds to a SIGSEGV at a null pointer, or in an array behind one (below 1 TiB,
+/// where a process has no data): what the likely cause is. Kept by pointer, so `static_text` must live as
+/// long as the process (a string literal); nullptr removes it. Thread-safe.
 void set_crash_note(const char* static_text);
 
 /// Called by the report, ahead of the backtrace, with the signal's name: for what else is worth keeping. Only

@@ -30,8 +30,8 @@ class Heartbeat {
   /// What this rank's failure comes from, as one line that is the same on all ranks that fail: which rank is
   /// lost, its host and its last call; else what the flight records say; and what the first rank to fail
   /// said. Takes some seconds, as silence takes time to notice, and writes all ranks' records on the way.
-  /// Doesn't throw, and gives up after 8 s where the store hangs. To be called once, where the process is
-  /// about to end.
+  /// Doesn't throw, and gives up after kExplainsWithin (end_limits.h) where the store hangs. To be called
+  /// once, where the process is about to end.
   std::string explain(const std::string& failure) noexcept;
 
  private:

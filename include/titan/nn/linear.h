@@ -58,7 +58,7 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   at::Tensor weight, bias;
 
  private:
-  /// Whether the two may be computed together: the same products, and nothing of its own around either.
+  /// Whether the two may be computed together: nothing of its own is around either.
   bool joins(const LinearImpl& other) const;
   ops::SinkedWeight sinked_weight() const { return {weight, weight_sink_, weight_source_}; }
 

@@ -20,8 +20,11 @@ struct SinkedWeight {
 
 /// y_i = x W_i^T. x: [..., I]; y_i: [..., O_i]. In the backward the gradients of x are added up by the
 /// products themselves (Products::add_grad_input), where layers apart would leave autograd a sum of [..., I]
-/// tensors.
+/// tensors. x is cast once, and kept once ([Note: an input of several layers]).
 std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                       const std::shared_ptr<const Products>& products);
+/// `products`: of each weight; those that join share x's casts.
+std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
+                                      const std::vector<std::shared_ptr<const Products>>& products);
 
 }  // namespace titan::ops

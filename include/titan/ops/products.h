@@ -37,9 +37,13 @@ class Products {
   /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
   virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const;
 
-  /// x for a forward, which several weights may share. `keeps`: a backward will ask for kept() of it.
-  virtual Operand input(const Operand& x_NI, bool keeps) const;
-  /// What grad_weight needs of x (as it is, or input()'s result): this alone is kept until the backward.
+  /// x with the scale that its casts share, if they do: what has to be known before anything is multiplied.
+  /// `trains`: in a training step, whether the layer itself learns or not; false in a validation.
+  virtual Operand scaled(const Operand& x_NI, bool trains) const;
+  /// x (as it is, or scaled()'s result) for a forward, cast once for several weights.
+  virtual Operand input(const Operand& x_NI, bool trains) const;
+  /// What grad_weight needs of x (as it is, or the results of the two): this alone is kept until the
+  /// backward.
   virtual Operand kept(const Operand& x_NI) const;
   /// g for those of the two products that will take it.
   virtual Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const;
@@ -47,8 +51,8 @@ class Products {
   virtual Operand weight(const Operand& weight_OI, Pass pass) const;
 
   /// [Note: parts of rows] Of x (in a backward: g) each rank has some rows, and all are to be gathered. What
-  /// travels, of rows [n, F]: the values, or a cast with the scale of the whole. `keeps`: as input()'s.
-  virtual Operand part(const at::Tensor& rows, Pass pass, bool keeps) const;
+  /// travels, of rows [n, F]: the values, or a cast with the scale of the whole. `trains`: as scaled()'s.
+  virtual Operand part(const at::Tensor& rows, Pass pass, bool trains) const;
   /// Whether a product of some rows is those rows of the product; else values that travelled are multiplied
   /// when all are there.
   virtual bool multiplies_rows_apart(Pass pass) const;

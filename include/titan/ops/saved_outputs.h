@@ -54,6 +54,24 @@ class ScopedSavedOutputs {
   SavedOutputs* previous_;
 };
 
+/// [Note: dropped tensors]
+/// Of what a checkpointed module's forward saves only shapes and dtypes are noted: the recompute saves it
+/// again. An operation that would compute something for its backward alone may then save a meta tensor of the
+/// same shape and dtype in its place.
+bool saved_tensors_are_dropped();
+
+/// Whether they are, on this thread until the end of the scope.
+class ScopedDroppedTensors {
+ public:
+  explicit ScopedDroppedTensors(bool dropped);
+  ~ScopedDroppedTensors();
+  ScopedDroppedTensors(const ScopedDroppedTensors&) = delete;
+  ScopedDroppedTensors& operator=(const ScopedDroppedTensors&) = delete;
+
+ private:
+  bool previous_;
+};
+
 namespace detail {
 
 inline void keep_each(SavedOutputs& outputs, const at::Tensor& result) { outputs.keep(result); }

@@ -88,8 +88,12 @@ class RunCheckpoints {
   void save(int64_t step, bool is_last);
   /// The whole state, complete or throwing whatever fails. What is under way is awaited first.
   void save_whole(int64_t step);
-  /// Whether the last save was of `step` and is complete. Nothing may be under way.
+  /// Whether the last save was of `step`, the whole state or what the run leaves at its end, and is complete.
+  /// Nothing may be under way.
   bool is_saved(int64_t step) const;
+  /// Whether the newest step in the folder is `step`, as the model alone, which a run leaves at its end.
+  /// Never of runs that only load, or began at a step of their choice.
+  bool has_model_alone(int64_t step) const;
   /// The model, as step 0.
   void save_seed();
 
@@ -119,6 +123,7 @@ class RunCheckpoints {
   void load_or_fall_back(int64_t step);
   void load_step(int64_t step);
   bool load_from_memory(std::optional<int64_t> on_disk);
+  checkpoint::Loaded load_generation(const std::filesystem::path& folder);
   void announce_peers(bool goes_on);
   void load_initial();
   checkpoint::Loaded load_whole(const std::filesystem::path& step_folder, std::vector<std::string> exclude);
@@ -144,6 +149,7 @@ class RunCheckpoints {
   int64_t loaded_step_ = -1;       // what the run went on from, or is back before; -1: it hasn't begun
   std::set<int64_t> saved_steps_;  // that began to be saved, and weren't gone back beyond
   int64_t last_saved_ = -1;        // of these, the one of last_failure()
+  int64_t exported_step_ = -1;     // whose model is the run's result
 };
 
 }  // namespace titan::train

@@ -3,6 +3,7 @@
 // Requests to stop while a run starts: in the rendezvous, while an index is built, a model is made. Nothing
 // is trained by then, so all ranks end where they are.
 
+#include <functional>
 #include <memory>
 
 #include "titan/dist/world.h"
@@ -15,7 +16,10 @@ namespace titan::train {
 /// other, so that none takes another's end for a failure.
 class StartupWatch {
  public:
-  StartupWatch();
+  /// `on_end`: called before the process ends, when all ranks that have met have heard of it, with the signal
+  /// that it ends for, the same on all of them; not where the launcher ends ranks because a peer has failed.
+  /// Where it throws, the error is logged and the exit code 1.
+  explicit StartupWatch(std::function<void(int signal)> on_end = {});
   ~StartupWatch();
   StartupWatch(const StartupWatch&) = delete;
   StartupWatch& operator=(const StartupWatch&) = delete;

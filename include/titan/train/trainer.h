@@ -153,6 +153,7 @@ class Trainer {
   StopCause stop();
   void save_at_stop(const std::string& who_stops);
   int64_t last_step() const;
+  bool has_ended() const;
   /// False: there is no step to make, as the data ends or all ranks stop.
   bool train_step();
   std::optional<std::vector<data::Batch>> fetch();

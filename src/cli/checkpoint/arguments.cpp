@@ -11,11 +11,17 @@ namespace {
 constexpr int kMostThreads = 1024;
 
 constexpr const char* kConvertNotes =
-    "FROM is a Hugging Face folder (config.json, model.safetensors or shards with an index), and TO becomes\n"
-    "one file for checkpoint.initial_load_path; or FROM is such a file, and TO becomes a folder, to which "
-    "the\n"
-    "tokenizer's files of the config's model.hf_assets_path are copied. Reads and writes 32 MiB at a time,\n"
-    "whatever the model's size. TO must not be there yet, and appears when it is complete.\n";
+    "FROM is a step's folder of a run, and TO becomes one file with its model, for\n"
+    "checkpoint.initial_load_path, where its name ends in .safetensors, and else a Hugging Face folder\n"
+    "(config.json, model.safetensors or shards with an index); or FROM is a Hugging Face folder, and TO "
+    "becomes\n"
+    "one file; or FROM is such a file, and TO becomes a folder. To a folder the tokenizer's files of the "
+    "config's\n"
+    "model.hf_assets_path are copied. Of a step's folder every block that is read is compared with its "
+    "checksum.\n"
+    "Reads and writes 16 MiB at a time, whatever the model's size. TO must not be there yet, and appears "
+    "when it\n"
+    "is complete.\n";
 
 constexpr const char* kLsNotes =
     "A step is complete when its manifest reads well and its files have the sizes that it says; checksums "
@@ -60,11 +66,13 @@ ConvertArguments parse_convert_arguments(const std::vector<std::string>& words) 
                 "titan checkpoint convert FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]",
                 kConvertNotes);
   CLI::App& app = parser.app;
-  add_path(app, "FROM", arguments.from, "a Hugging Face folder, or a safetensors file of ours");
-  add_path(app, "TO", arguments.to, "the other one");
+  add_path(app, "FROM", arguments.from,
+           "a step's folder, a Hugging Face folder, or a safetensors file of ours");
+  add_path(app, "TO", arguments.to, "a file NAME.safetensors, or a Hugging Face folder");
   app.add_option(
          "--config", arguments.config,
-         "a run's config, whose [model] it is; needed to write a folder, checked against one that is read")
+         "a run's config, whose [model] it is; needed to write a folder where FROM doesn't have it (a "
+         "step's has), checked against a Hugging Face folder that is read")
       ->type_name("FILE");
   app.add_option("--dtype", arguments.dtype, "float32, bfloat16 or float16 (default: as they are)")
       ->type_name("DTYPE")

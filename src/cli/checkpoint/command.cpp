@@ -18,7 +18,8 @@ constexpr const char* kHelp =
     "  verify STEP_FOLDER [--threads N]               every byte against its checksum\n"
     "  diff A B [--tensors REGEX]                     what differs between two checkpoints\n"
     "  prune FOLDER --keep K [--dry-run]              remove all but the newest steps\n"
-    "  convert FROM TO                                between a Hugging Face folder and one file\n"
+    "  convert FROM TO                                a step's model, a Hugging Face folder, one file: to "
+    "another\n"
     "\n"
     "titan checkpoint COMMAND --help says more. None of them starts a job.\n";
 

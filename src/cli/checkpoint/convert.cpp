@@ -1,4 +1,5 @@
-// titan checkpoint convert: between a Hugging Face folder and our one file, without a job.
+// titan checkpoint convert: from a saved state, a Hugging Face folder or our one file to one of the latter
+// two, without a job.
 
 #include <cstdio>
 
@@ -6,10 +7,13 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/progress.h"
 #include "titan/checkpoint/hf_model.h"
+#include "titan/checkpoint/saved_state.h"
+#include "titan/config/differences.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/train/hf_form.h"
 #include "titan/train/job_config.h"
+#include "titan/train/run_checkpoints.h"
 
 namespace titan::cli {
 
@@ -17,10 +21,36 @@ namespace {
 
 namespace fs = std::filesystem;
 
-train::JobConfig load_config(const fs::path& path) {
+[[noreturn]] void refuse_to_convert(const std::string& problem) {
+  throw ConfigError(str("titan checkpoint convert: ", problem));
+}
+
+train::JobConfig load_config(const config::Sources& sources) {
   train::JobConfig config;
-  config::load(train::job_schema(), {path, {}}, config);
+  config::load(train::job_schema(), sources, config);
   return config;
+}
+
+// What tells a run's model, and of that nothing else: the rest may be of another version. Empty: nothing
+// does.
+std::string model_settings(const checkpoint::Manifest& manifest) {
+  std::string toml;
+  bool is_named = false;
+  for (const auto& [key, value] : config::printed_settings(manifest.config)) {
+    is_named = is_named || key == "model.name";
+    if (key.starts_with("model.") || key == "experimental.custom_import")
+      toml += str(key, " = ", value, "\n");
+  }
+  return is_named ? toml : "";
+}
+
+train::JobConfig config_of(const checkpoint::SavedState& state, const fs::path& given) {
+  if (!given.empty()) return load_config({given, {}});
+  const fs::path manifest = state.folder() / checkpoint::kManifestName;
+  const std::string settings = model_settings(state.manifest());
+  if (settings.empty())
+    refuse_to_convert(str(manifest.string(), " doesn't tell which model it is; add --config"));
+  return load_config({.file = str(manifest.string(), ", config"), .overrides = {}, .toml = settings});
 }
 
 HfModel configured_model(const train::JobConfig& config) {
@@ -28,9 +58,7 @@ HfModel configured_model(const train::JobConfig& config) {
   config.spec().check(config.args(), problems);
   if (!problems.empty()) throw ConfigError(std::move(problems));
   auto model = config.spec().hugging_face(config.args());
-  if (!model)
-    throw ConfigError(
-        str("titan checkpoint convert: model.name = ", config.model.name, " has no form in transformers"));
+  if (!model) refuse_to_convert(str("model.name = ", config.model.name, " has no form in transformers"));
   return *std::move(model);
 }
 
@@ -42,10 +70,12 @@ ConvertOptions options_of(const ConvertArguments& arguments, Progress& progress)
   return options;
 }
 
+bool is_named_as_file(const fs::path& path) { return path.extension() == ".safetensors"; }
+
 void from_hugging_face(const ConvertArguments& arguments, const ConvertOptions& options) {
   train::JobConfig config;
   const bool configured = !arguments.config.empty();
-  if (configured) config = load_config(arguments.config);
+  if (configured) config = load_config({arguments.config, {}});
   const HfModel model = train::hf_model_of_folder(config.spec(), arguments.from);
   if (configured) {
     auto problems = config_differences(model, configured_model(config), arguments.from);
@@ -54,25 +84,47 @@ void from_hugging_face(const ConvertArguments& arguments, const ConvertOptions& 
   convert_from_hf(arguments.from, arguments.to, model, options);
 }
 
-void to_hugging_face(const ConvertArguments& arguments, ConvertOptions options) {
+void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertOptions options) {
+  if (is_named_as_file(arguments.to))
+    refuse_to_convert(str(file.string(),
+                          " is one file already; a Hugging Face folder, which it can become, "
+                          "has a name without .safetensors"));
   if (arguments.config.empty())
-    throw ConfigError(str("titan checkpoint convert: ", arguments.from.string(),
-                          " doesn't say how many heads its model has; add --config, the run's config.toml"));
-  const train::JobConfig config = load_config(arguments.config);
+    refuse_to_convert(
+        str(file.string(), " doesn't say how many heads its model has; add --config, the run's config.toml"));
+  const train::JobConfig config = load_config({arguments.config, {}});
   options.folder.assets = config.model.hf_assets_path;
-  convert_to_hf(arguments.from, arguments.to, configured_model(config), options);
+  convert_to_hf(file, arguments.to, configured_model(config), options);
+}
+
+void from_state(const ConvertArguments& arguments, ConvertOptions options) {
+  const checkpoint::SavedState state(arguments.from);
+  if (is_named_as_file(arguments.to)) return convert_state(state, arguments.to, options);
+  const train::JobConfig config = config_of(state, arguments.config);
+  options.folder.assets = config.model.hf_assets_path;
+  convert_state_to_hf(state, arguments.to, configured_model(config), options);
+}
+
+void convert_folder(const ConvertArguments& arguments, const ConvertOptions& options) {
+  const auto has = [&](const char* name) { return fs::exists(arguments.from / name); };
+  if (has(checkpoint::kManifestName)) return from_state(arguments, options);
+  if (has("config.json") || has("model.safetensors.index.json")) return from_hugging_face(arguments, options);
+  // As a run leaves it behind its last step.
+  if (has(train::kModelFile)) return from_file(arguments.from / train::kModelFile, arguments, options);
+  step_folder(arguments.from, "convert");  // says which one may have been meant
+  refuse_to_convert(str(arguments.from.string(),
+                        " holds no manifest.json (a saved state), no config.json (Hugging Face) and no ",
+                        train::kModelFile));
 }
 
 void convert(const ConvertArguments& arguments) {
-  if (!fs::exists(arguments.from))
-    throw ConfigError(str("titan checkpoint convert: there is nothing at ", arguments.from.string()));
+  if (!fs::exists(arguments.from)) refuse_to_convert(str("there is nothing at ", arguments.from.string()));
   if (fs::exists(fs::symlink_status(arguments.to)))
-    throw ConfigError(str("titan checkpoint convert: ", arguments.to.string(),
-                          " is there already; remove it or take another name"));
+    refuse_to_convert(str(arguments.to.string(), " is there already; remove it or take another name"));
   Progress progress;
   const ConvertOptions options = options_of(arguments, progress);
-  fs::is_directory(arguments.from) ? from_hugging_face(arguments, options)
-                                   : to_hugging_face(arguments, options);
+  fs::is_directory(arguments.from) ? convert_folder(arguments, options)
+                                   : from_file(arguments.from, arguments, options);
 }
 
 }  // namespace

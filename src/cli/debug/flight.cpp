@@ -33,7 +33,9 @@ constexpr const char* kFlightNotes =
 constexpr const char* kDumpNotes =
     "RUN is the job.dump_folder of a job that runs. All its ranks write their flight records within "
     "seconds,\n"
-    "and go on; then titan debug flight says what they hold. kill -QUIT does the same for one rank.\n";
+    "and go on; then titan debug flight says what they hold. kill -QUIT does the same for one rank, "
+    "and\n"
+    "for all of a host where titan launch or titan train --nproc gets it.\n";
 
 // A run's records are where its comm.save_traces_folder says.
 fs::path record_folder(const fs::path& folder) {
@@ -62,29 +64,41 @@ std::map<fs::path, fs::file_time_type> written_at(const fs::path& folder) {
   return times;
 }
 
-/// How many ranks the job has, by a record that is new.
-size_t wanted_records(const std::map<fs::path, fs::file_time_type>& before,
-                      const std::map<fs::path, fs::file_time_type>& now, size_t& num_new) {
-  size_t wanted = 1;
-  num_new = 0;
-  for (const auto& [path, time] : now) {
-    const auto old = before.find(path);
-    if (old != before.end() && old->second == time) continue;
-    if (num_new++ == 0) wanted = static_cast<size_t>(std::max(1, dist::read_flight_file(path).world_size));
-  }
-  return wanted;
-}
+/// The records that come to a folder from now on.
+class NewRecords {
+ public:
+  explicit NewRecords(fs::path folder) : folder_(std::move(folder)), before_(written_at(folder_)) {}
 
-/// Returns how many records came.
-size_t wait_for_records(const fs::path& folder, const std::map<fs::path, fs::file_time_type>& before,
-                        double limit_s) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
-  size_t num_new = 0;
-  while (std::chrono::steady_clock::now() < end) {
-    if (num_new >= wanted_records(before, written_at(folder), num_new) && num_new > 0) break;
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  /// Looks again.
+  bool have_all_come() {
+    num_ = 0;
+    for (const auto& [path, time] : written_at(folder_)) {
+      const auto old = before_.find(path);
+      if (old != before_.end() && old->second == time) continue;
+      ++num_;
+      // Of one record, and once: to read a full one takes a second.
+      if (num_ranks_ == 0)
+        num_ranks_ = static_cast<size_t>(std::max(1, dist::read_flight_file(path).world_size));
+    }
+    return num_ > 0 && num_ >= num_ranks_;
   }
-  return num_new;
+  size_t num() const { return num_; }
+  /// Of the job, as a record that has come tells.
+  size_t num_ranks() const { return num_ranks_; }
+
+ private:
+  fs::path folder_;
+  std::map<fs::path, fs::file_time_type> before_;
+  size_t num_ = 0, num_ranks_ = 0;
+};
+
+// Looks once more when the time is over: on a busy machine a single look may take all of it.
+void wait_for(NewRecords& records, double limit_s) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  for (bool is_over = false; !records.have_all_come() && !is_over;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    is_over = std::chrono::steady_clock::now() >= end;
+  }
 }
 
 }  // namespace
@@ -119,16 +133,20 @@ int debug_dump(const Arguments& words) {
   if (!help.empty()) return std::fputs(help.c_str(), stdout), 0;
   const fs::path folder = record_folder(run);
   if (!fs::is_directory(folder)) throw Error(str(folder.string(), ": isn't a folder"));
-  const auto before = written_at(folder);
+  NewRecords records(folder);
   const fs::path request = folder / dist::kFlightRequest;
   write_file_atomic(request, "");
-  const size_t num_new = wait_for_records(folder, before, limit_s);
+  wait_for(records, limit_s);
   std::error_code none;
   fs::remove(request, none);  // nobody took it
-  if (num_new == 0)
+  if (records.num() == 0)
     throw Error(str("no rank wrote a record to ", folder.string(), " within ", limit_s,
                     " s: does the job run, with comm.trace_buf_size above 0?"));
-  std::printf("%zu ranks wrote their records to %s\n", num_new, folder.c_str());
+  if (records.num() < records.num_ranks())
+    std::printf("%zu of %zu ranks wrote their records to %s within %g s; what the others left is older\n",
+                records.num(), records.num_ranks(), folder.c_str(), limit_s);
+  else
+    std::printf("%zu ranks wrote their records to %s\n", records.num(), folder.c_str());
   print_flight(folder, {});
   return 0;
 }

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "cli/launch_signals.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::sweep {
@@ -29,7 +30,9 @@ namespace {
 
 HeldSignals::HeldSignals() {
   sigemptyset(&set_);
-  for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGQUIT}) sigaddset(&set_, signal);
+  for (int signal : {SIGCHLD, SIGQUIT}) sigaddset(&set_, signal);
+  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2})
+    if (!is_ignored(signal)) sigaddset(&set_, signal);
   pthread_sigmask(SIG_BLOCK, &set_, &before_);
 }
 

@@ -9,8 +9,8 @@
 namespace titan::cli::sweep {
 
 /// What ends a sweep, or is passed on to its run, waits in place of being delivered as long as the object
-/// lives: SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (SLURM's --signal), SIGQUIT (which asks ranks for what
-/// they are at).
+/// lives: SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (SLURM's --signal), unless this process was started to
+/// ignore them; SIGQUIT (which asks ranks for what they are at).
 class HeldSignals {
  public:
   HeldSignals();

@@ -4,14 +4,34 @@
 
 #include "cli/run/run_history.h"
 #include "titan/config/differences.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
+#include "titan/train/job_config.h"
+#include "train/checkpoint_job.h"
 
 namespace titan::cli::sweep {
 
 namespace {
 
+constexpr int64_t kEndOfLog = 1 << 20;
+
 std::filesystem::path state_file(const std::filesystem::path& folder) { return folder / "sweep_run.json"; }
+
+// By the rule of `titan train`, wherever the folder is seen from.
+bool holds_last_step(const std::filesystem::path& folder) {
+  train::JobConfig job;
+  config::load(train::job_schema(), {folder / "config.toml", {}}, job);
+  job.job.dump_folder = folder.string();
+  return train::end_of_run(job).has_value();
+}
+
+// Without a log: what isn't logged any more is less than log_freq steps.
+bool made_its_steps(const std::filesystem::path& folder) {
+  const RunHistory run = read_history(folder);
+  const std::string freq = run.setting("metrics.log_freq");
+  return run.steps.last_step() + (freq.empty() ? 1 : std::stoll(freq)) > run.total_steps();
+}
 
 }  // namespace
 
@@ -40,13 +60,13 @@ void write_run_state(const std::filesystem::path& folder, const RunState& state)
   write_file_atomic(state_file(folder), object.dump(2) + "\n");
 }
 
-bool went_through(const std::filesystem::path& folder) {
-  const std::vector<ProcessLog> logs = newest_of_ranks(folder, 1, {.spans = false});
-  if (!logs.empty()) return logs.front().last("stopped") == nullptr;
-  // Without the log: what isn't logged any more is less than log_freq steps.
-  const RunHistory run = read_history(folder);
-  const std::string freq = run.setting("metrics.log_freq");
-  return run.steps.last_step() + (freq.empty() ? 1 : std::stoll(freq)) > run.total_steps();
+bool went_through(const std::filesystem::path& folder, bool told_to_end) {
+  if (!std::filesystem::exists(folder / "config.toml")) return false;  // stopped before it began
+  if (holds_last_step(folder)) return true;
+  const std::vector<ProcessLog> logs = newest_of_ranks(folder, 1, {.tail_bytes = kEndOfLog});
+  // The newest process may have been stopped before it had a log: the one before it wasn't through either.
+  if (!logs.empty()) return end_of(logs.front(), now_us()).kind == ProcessEnd::Kind::Completed;
+  return !told_to_end && made_its_steps(folder);
 }
 
 std::vector<std::string> differences_to_folder(const std::filesystem::path& folder,

@@ -21,9 +21,10 @@ struct RunState {
 std::optional<RunState> read_run_state(const std::filesystem::path& folder);
 void write_run_state(const std::filesystem::path& folder, const RunState& state);
 
-/// Of a run that ended with exit code 0: it did all its steps, or all that its data gave, and wasn't told to
-/// stop before.
-bool went_through(const std::filesystem::path& folder);
+/// Of a run that ended with exit code 0: it came to its end, by its own log, or its checkpoints hold its last
+/// step, behind which `titan train` does nothing more, whenever it was told to stop. `told_to_end`: this
+/// process has passed a signal on to it, which a run that keeps neither says nothing about.
+bool went_through(const std::filesystem::path& folder, bool told_to_end);
 
 /// Settings of this run that the one in its folder doesn't share, "training.seq_len: 16 | 24" each; none
 /// where the folder holds no run.

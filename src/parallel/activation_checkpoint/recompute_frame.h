@@ -55,6 +55,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
                  const CheckpointOptions& options, const Parts& parts);
   nn::TensorList forward(const nn::TensorList& inputs);
   std::unique_ptr<SavedVariableHooks> make() override;
+  bool drop_tensors() const override { return true; }
 
  private:
   class SlotHooks;

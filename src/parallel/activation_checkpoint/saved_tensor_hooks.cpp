@@ -29,7 +29,8 @@ Engine& hooked_engine() {
 
 }  // namespace
 
-HooksScope::HooksScope(SavedTensorHooks* hooks) : previous_(std::exchange(current_hooks, hooks)) {}
+HooksScope::HooksScope(SavedTensorHooks* hooks)
+    : previous_(std::exchange(current_hooks, hooks)), dropping_(hooks && hooks->drop_tensors()) {}
 
 HooksScope::~HooksScope() { current_hooks = previous_; }
 

@@ -7,6 +7,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include "titan/ops/saved_outputs.h"
+
 namespace titan::activations {
 
 using torch::autograd::SavedVariableHooks;
@@ -22,6 +24,8 @@ class SavedTensorHooks {
   virtual ~SavedTensorHooks() = default;
   /// For a tensor that is about to be saved. The engine may drop the hooks without using them.
   virtual std::unique_ptr<SavedVariableHooks> make() = 0;
+  /// Whether these note shapes and dtypes alone ([Note: dropped tensors] in titan/ops/saved_outputs.h).
+  virtual bool drop_tensors() const { return false; }
 };
 
 /// Makes `hooks` (null: tensors are saved as they are) this thread's until the end of the scope.
@@ -34,6 +38,7 @@ class HooksScope {
 
  private:
   SavedTensorHooks* previous_;
+  ops::ScopedDroppedTensors dropping_;
 };
 
 /// Puts our engine in place, once per process. Throws Error where somebody else's runs backwards (Python's in

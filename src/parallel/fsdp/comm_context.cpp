@@ -1,6 +1,7 @@
 #include "parallel/fsdp/comm_context.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -46,6 +47,7 @@ void CommContext::begin_forward() {
   ++num_forwards_;
   if (!at::GradMode::is_enabled()) return;  // between a forward and its backward, too
   visits_.clear();
+  ends_.clear();
   ++iteration_;
 }
 
@@ -87,13 +89,20 @@ void CommContext::prefetch_forward() {
     previous_order_[next]->start_unshard();
 }
 
-void CommContext::expect_backward(int64_t visit) { visits_[static_cast<size_t>(visit)].with_backward = true; }
+void CommContext::expect_backward(int64_t visit) {
+  Visit& ending = visits_[static_cast<size_t>(visit)];
+  if (std::exchange(ending.with_backward, true)) std::erase(ends_, visit);  // the last module's end counts
+  ends_.push_back(visit);
+}
 
 void CommContext::reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
 
 void CommContext::start_backward() {
   in_backward_ = true;
-  next_gather_ = next_reduce_ = static_cast<int64_t>(visits_.size()) - 1;
+  next_gather_ = static_cast<int64_t>(ends_.size()) - 1;
+  next_reduce_ = static_cast<int64_t>(visits_.size()) - 1;
+  for (size_t end = 0; end < ends_.size(); ++end)
+    visits_[static_cast<size_t>(ends_[end])].end = static_cast<int64_t>(end);
   // The engine runs it when the backward that fired the first hook ends. Hooks lie outside of activation
   // checkpoints, so that is the outermost one.
   auto self = shared_from_this();
@@ -116,16 +125,17 @@ void CommContext::discard_gradients() {
   wait_for_copies();
 }
 
-void CommContext::issue_gather(int64_t visit) {
-  Visit& due = visits_[static_cast<size_t>(visit)];
-  if (due.with_backward && due.group->backward_reads_parameters()) due.group->start_unshard();
+void CommContext::issue_gather() {
+  ParamGroup& group = *visits_[static_cast<size_t>(ends_[static_cast<size_t>(next_gather_--)])].group;
+  if (group.backward_reads_parameters()) group.start_unshard();
 }
 
 // What this rank's backward never came to, others may have: they all wait for this rank's part.
 void CommContext::issue_remaining_gathers() {
-  for (; next_gather_ >= 0; --next_gather_) {
-    issue_gather(next_gather_);
-    visits_[static_cast<size_t>(next_gather_)].group->cancel_unshard();
+  while (next_gather_ >= 0) {
+    const int64_t visit = ends_[static_cast<size_t>(next_gather_)];
+    issue_gather();
+    visits_[static_cast<size_t>(visit)].group->cancel_unshard();
   }
 }
 
@@ -134,13 +144,14 @@ void CommContext::pre_backward(int64_t iteration, int64_t visit) {
               " of a sharded model, but forward number ", iteration_,
               " has run since: run each backward before the next forward");
   if (!in_backward_) start_backward();
-  while (next_gather_ >= visit) issue_gather(next_gather_--);
+  const int64_t turn = visits_[static_cast<size_t>(visit)].end;
+  while (next_gather_ >= turn) issue_gather();
   ParamGroup& group = *visits_[static_cast<size_t>(visit)].group;
   if (group.backward_reads_parameters()) {
     group.start_unshard();
     group.finish_unshard();
   }
-  if (next_gather_ == visit - 1 && next_gather_ >= 0) issue_gather(next_gather_--);
+  if (next_gather_ == turn - 1 && next_gather_ >= 0) issue_gather();
 }
 
 void CommContext::post_backward(int64_t iteration, int64_t visit) {
@@ -211,6 +222,7 @@ void CommContext::become_scheduled() {
   TITAN_CHECK(!in_backward_, "a schedule can't take over in the middle of a backward");
   cancel_prefetches();
   visits_.clear();
+  ends_.clear();
   order_.clear();
   previous_order_.clear();
   scheduled_ = true;

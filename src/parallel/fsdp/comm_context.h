@@ -17,12 +17,14 @@ class ParamGroup;
 
 /// [Note: order of collectives]
 /// Every rank has to issue the same collectives in the same order, also where ranks use different parameters.
-/// A root forward records its visits to groups. Gathers of the next forward follow that list, gathers and
-/// reductions of the backward its reverse; a visit that a rank's backward never reaches is gathered and
-/// reduced all the same, when its turn comes. Which visits take part follows from the forward alone: those
-/// with an output that requires a gradient. (Of a group that runs several times in one forward, all ranks'
-/// backwards have to reach the same runs.) Gathers and reductions use process groups of their own, so their
-/// mutual order is free.
+/// A root forward records its visits to groups. Gathers of the next forward follow that list, and reductions
+/// of the backward its reverse. A backward comes to the groups in the reverse of the order in which their
+/// forwards ended, which is another one where a group lies around others (the outermost module's own, an
+/// embedding and the output that is tied to it): that is the order of its gathers. A visit that a rank's
+/// backward never reaches is gathered and reduced all the same, when its turn comes. Which visits take part
+/// follows from the forward alone: those with an output that requires a gradient. (Of a group that runs
+/// several times in one forward, all ranks' backwards have to reach the same runs.) Gathers and reductions
+/// use process groups of their own, so their mutual order is free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
   explicit CommContext(at::Device device);
@@ -36,7 +38,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last
   /// time. Returns the visit's number, -1 where no gradients are recorded.
   int64_t visit(const std::shared_ptr<ParamGroup>& group);
-  /// An output of the visit requires a gradient: it will have a backward.
+  /// The forward of the visit's group, or of one module of it, ends with an output that requires a gradient:
+  /// it will have a backward.
   void expect_backward(int64_t visit);
   /// None of its inputs does: nothing tells when its backward is over, and it is reduced after all others.
   void reduce_at_end(int64_t visit);
@@ -90,13 +93,14 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
     bool with_backward = false;
     bool at_end = false;
     bool ready = false;  // its gradients are complete
+    int64_t end = 0;     // its place in ends_
   };
 
   void prefetch_forward();
   void cancel_prefetches();
   void start_backward();
   void abandon_backward();
-  void issue_gather(int64_t visit);
+  void issue_gather();
   void issue_remaining_gathers();
   void issue_ready_reductions();
   void issue_reduction(ParamGroup& group);
@@ -107,12 +111,13 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
 
   std::vector<ParamGroup*> groups_;
   std::vector<Visit> visits_;
+  std::vector<int64_t> ends_;                        // visits with a backward, as their forwards ended
   std::vector<ParamGroup*> order_, previous_order_;  // of this forward and the one before it
   std::deque<ParamGroup*> reducing_;                 // oldest first
   int64_t iteration_ = 0;
   int64_t num_forwards_ = 0;
-  int64_t next_gather_ = -1;  // backward: the visit whose gather is due next
-  int64_t next_reduce_ = -1;
+  int64_t next_gather_ = -1;  // backward: the place in ends_ whose gather is due next
+  int64_t next_reduce_ = -1;  // and the visit whose reduction is
   bool in_backward_ = false;
   bool host_shards_ = false;
   bool last_micro_batch_ = true;

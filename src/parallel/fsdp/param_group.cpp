@@ -10,6 +10,7 @@
 #include "parallel/fsdp/host_shards.h"
 #include "parallel/fsdp/mesh_groups.h"
 #include "parallel/interned.h"
+#include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"
 #include "titan/tensor/param_storage.h"
@@ -17,6 +18,11 @@
 namespace titan::fsdp {
 
 namespace {
+
+// LibTorch reads a freed parameter through its null pointer.
+constexpr const char* kCrashNote =
+    "likely a sharded parameter used outside its module: what fully_shard has wrapped holds memory only "
+    "while its module runs; titan::parameters() has the shards";
 
 std::vector<std::vector<int64_t>> shapes_of(const std::vector<ManagedParam>& params) {
   std::vector<std::vector<int64_t>> shapes;
@@ -172,6 +178,7 @@ void ParamGroup::take_initial_values() {
 }
 
 void ParamGroup::empty_compute_params() {
+  set_crash_note(kCrashNote);
   for (ManagedParam& param : params_) {
     const auto options = at::TensorOptions().dtype(param_dtype_).device(device_);
     param.compute.set_data(deferred_tensor(param.compute.sizes(), options));

@@ -20,10 +20,19 @@ std::vector<std::string> problems_of(const std::string& preset, int world_size,
 
 TEST(OwnPresets, FitTheRanksTheyAreFor) {
   const std::vector<std::pair<std::string, std::vector<int>>> presets = {
-      {"llama3_debug", {1, 2, 3, 4}}, {"llama3_8b", {8, 16}},    {"llama3_70b", {64}},
-      {"llama3_405b", {512}},         {"llama3_8b_2d", {8}},     {"llama3_8b_long", {8}},
-      {"llama3_70b_2d", {256}},       {"llama3_70b_3d", {256}},  {"llama3_405b_2d", {512}},
-      {"llama3_405b_3d", {512}},      {"llama3_405b_pp", {512}}, {"llama3_405b_pp_interleaved", {512}}};
+      {"llama3_debug", {1, 2, 3, 4}},
+      {"llama3_8b", {8, 16}},
+      {"llama3_70b", {64}},
+      {"llama3_405b", {512}},
+      {"llama3_8b_2d", {8}},
+      {"llama3_8b_3d", {8}},
+      {"llama3_8b_long", {8}},
+      {"llama3_70b_2d", {256}},
+      {"llama3_70b_3d", {256}},
+      {"llama3_405b_2d", {512}},
+      {"llama3_405b_3d", {512}},
+      {"llama3_405b_pp", {512}},
+      {"llama3_405b_pp_interleaved", {512}}};
   for (const auto& [preset, sizes] : presets)
     for (int size : sizes) {
       auto problems = problems_of(preset, size);

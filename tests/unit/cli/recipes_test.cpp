@@ -98,10 +98,10 @@ TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
 const auto name_of_recipe = [](const auto& info) { return std::string(info.param.name); };
 
 INSTANTIATE_TEST_SUITE_P(All, Recipes,
-                         ::testing::Values(Recipe{"llama3_8b_2d", 8}, Recipe{"llama3_8b_long", 8},
-                                           Recipe{"llama3_70b_2d", 256}, Recipe{"llama3_70b_3d", 256},
-                                           Recipe{"llama3_405b_2d", 512}, Recipe{"llama3_405b_3d", 512},
-                                           Recipe{"llama3_405b_pp", 512},
+                         ::testing::Values(Recipe{"llama3_8b_2d", 8}, Recipe{"llama3_8b_3d", 8},
+                                           Recipe{"llama3_8b_long", 8}, Recipe{"llama3_70b_2d", 256},
+                                           Recipe{"llama3_70b_3d", 256}, Recipe{"llama3_405b_2d", 512},
+                                           Recipe{"llama3_405b_3d", 512}, Recipe{"llama3_405b_pp", 512},
                                            Recipe{"llama3_405b_pp_interleaved", 512}),
                          name_of_recipe);
 

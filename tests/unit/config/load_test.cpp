@@ -59,6 +59,19 @@ TEST(Load, Toml) { expect_the_values(load_text(kToml)); }
 
 TEST(Load, JsonIsTheSameTree) { expect_the_values(load_text(kJson, "a.json")); }
 
+// As a saved state has it: no file is read, nor included.
+TEST(Load, TextInPlaceOfAFile) {
+  const auto load_toml = [](const std::string& toml) {
+    return load_sample({.file = "a state", .overrides = {}, .toml = toml});
+  };
+  expect_the_values(load_toml(kToml));
+  EXPECT_EQ(load_toml("training.steps = 0").problems,
+            Problems{"a state:1:10: training.steps = 0: must be at least 1"});
+  EXPECT_EQ(load_toml("include = [\"b.toml\"]").problems.size(), 1u);
+  EXPECT_EQ(load_toml("[training\n").problems,
+            Problems{"a state:1:10: not TOML: Error while parsing table header: expected ']', saw '\\n'"});
+}
+
 TEST(Load, NothingGivenIsTheDefaults) {
   Result result = load_sample({});
   ASSERT_EQ(result.problems, Problems{});

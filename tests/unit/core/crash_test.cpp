@@ -46,6 +46,28 @@ TEST(CrashDeathTest, TheNoteIsAboutMemoryOnly) {
               "fatal signal SIGABRT .aborted.\n[^\\[]+\\[0x");
 }
 
+TEST(CrashDeathTest, TheNoteIsAboutNullPointersOnly) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(
+      {
+        install_crash_handler();
+        set_crash_note("a note about memory");
+        touch(uintptr_t{1} << 41);
+      },
+      testing::KilledBySignal(SIGSEGV), "at address 0x0000020000000000\n[^\n]+\\[0x");
+}
+
+TEST(CrashDeathTest, IsDeclined) {
+  testing::FLAGS_gtest_death_test_style = "threadsafe";
+  EXPECT_EXIT(
+      {
+        decline_crash_handler();
+        install_crash_handler();
+        touch(8);
+      },
+      testing::KilledBySignal(SIGSEGV), "^$");
+}
+
 TEST(CrashDeathTest, ASignalSentFromOutsideEndsTheProcessOnce) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(

@@ -56,6 +56,20 @@ TEST(Environment, Torchrun) {
   EXPECT_FALSE(launch.serves_store);
 }
 
+TEST(Environment, HowOftenRanksMayBeStartedAgain) {
+  const std::map<std::string, std::string> rank = {
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "head"}, {"MASTER_PORT", "1"}};
+  const auto restarts = [&](std::map<std::string, std::string> more) {
+    more.insert(rank.begin(), rank.end());
+    return read(more).max_restarts;
+  };
+  EXPECT_EQ(restarts({{"TITAN_LAUNCH", "1"}, {"TITAN_MAX_RESTARTS", "3"}}), 3);
+  EXPECT_EQ(restarts({{"TITAN_LAUNCH", "1"}, {"TORCHELASTIC_MAX_RESTARTS", "3"}}), 0) << "another launcher's";
+  EXPECT_EQ(restarts({{"TORCHELASTIC_RUN_ID", "x"}, {"TORCHELASTIC_MAX_RESTARTS", "2"}}), 2);
+  EXPECT_EQ(restarts({{"TORCHELASTIC_RUN_ID", "x"}, {"TITAN_MAX_RESTARTS", "2"}}), 0);
+  EXPECT_EQ(restarts({{"TITAN_MAX_RESTARTS", "2"}}), 0) << "whoever launched, it wasn't titan";
+}
+
 TEST(Environment, TorchrunInsideATaskIgnoresTheTask) {
   const Launch launch = read({{"RANK", "5"},
                               {"WORLD_SIZE", "16"},

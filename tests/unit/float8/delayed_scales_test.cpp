@@ -121,10 +121,23 @@ TEST(DelayedScales, AreMadeOfAllRanksMagnitudes) {
 // What isn't trained on leaves no trace.
 TEST(DelayedScales, ValidationIsNotRemembered) {
   Layer layer(delaying(true, false, false));
-  layer.of().input(at::ones({2, 8}), /*keeps=*/true);
-  layer.of().input(at::full({2, 8}, 100.0), /*keeps=*/false);
+  layer.of().input(at::ones({2, 8}), /*trains=*/true);
+  layer.of().input(at::full({2, 8}, 100.0), /*trains=*/false);
   layer.scales.update(keep_of_one_rank);
   EXPECT_EQ(layer.scales.history(0)[0][0].item<float>(), 1.0F);
+}
+
+// Ranks that share its matrices would have scales of their own in every step.
+TEST(DelayedScales, AFrozenLayersInputIsRemembered) {
+  Layer layer(delaying(true, false, false));
+  layer.linear->weight.set_requires_grad(false);
+  {
+    const at::NoGradGuard validating;
+    layer.linear(at::full({2, 8}, 100.0));
+  }
+  layer.linear(at::full({2, 8}, 3.0));
+  layer.scales.update(keep_of_one_rank);
+  EXPECT_EQ(layer.scales.history(0)[0][0].item<float>(), 3.0F);
 }
 
 TEST(DelayedScales, GoOnFromHistoriesThatWereWritten) {

@@ -71,7 +71,7 @@ struct TorchaoTest : ::testing::TestWithParam<ProductCase> {
 
 TEST_P(TorchaoTest, CastsAreBitEqual) {
   const at::Tensor x = given("x"), weight = given("weight"), grad = given("grad");
-  const Operand x_cast = scaled->input(x, /*keeps=*/true), x_kept = scaled->kept(x_cast),
+  const Operand x_cast = scaled->input(x, /*trains=*/true), x_kept = scaled->kept(x_cast),
                 grad_cast = scaled->grad(grad, true, true);
   expect_cast(x_cast.along_rows, "output.x", false);
   expect_cast(x_kept.down_columns, "grad_weight.x", true);

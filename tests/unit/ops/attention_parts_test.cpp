@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "memory_meter.h"
 #include "ops/tiled_attention.h"
 #include "titan/core/error.h"
 #include "titan/ops/attention.h"
@@ -13,6 +14,7 @@
 namespace titan::ops {
 namespace {
 
+using testing::MemoryMeter;
 using testing::tolerance_of;
 
 // Queries at the positions first_query .. of the keys' own sequence, in float64.
@@ -155,6 +157,28 @@ TEST(TiledAttention, EqualsTheKernels) {
       EXPECT_CLOSE(grads.k, wanted.k, 4 * tolerance_of(dtype));
       EXPECT_CLOSE(grads.v, wanted.v, 4 * tolerance_of(dtype));
     }
+}
+
+// Bytes at the most, in and behind the kernel, beyond what goes in.
+int64_t peak_of_tiles(int64_t length, bool causal) {
+  const Inputs in = random_inputs({length, length, 0, 1, 1, 8}, at::kFloat, 1);
+  const auto heads_first = [](const at::Tensor& x) { return x.transpose(1, 2); };
+  const at::Tensor q = heads_first(in.q), k = heads_first(in.k), v = heads_first(in.v);
+  const MemoryMeter meter;
+  const KernelResult result = tiled_attention(q, k, v, causal);
+  tiled_attention_backward(heads_first(in.grad), q, k, v, result.out, result.log_sum_exp, causal);
+  return meter.peak();
+}
+
+// Tiles are of 256 keys, whatever the sequence: some of them at a time are a small part of the whole matrix
+// of scores, and grow with the sequence only.
+TEST(TiledAttention, MakesNoMatrixOfAllScores) {
+  for (const bool causal : {false, true}) {
+    const int64_t half = peak_of_tiles(2048, causal), whole = peak_of_tiles(4096, causal);
+    EXPECT_LE(static_cast<double>(whole), 2.1 * static_cast<double>(half)) << causal;
+    const int64_t rows = 2, bytes_of_scores = rows * 4096 * 4096 * 4;
+    EXPECT_LE(whole, bytes_of_scores / 2) << causal;
+  }
 }
 
 // One call with a mask that is neither a diagonal nor none, and queries that outrun the keys.

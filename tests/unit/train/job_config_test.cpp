@@ -204,12 +204,19 @@ TEST_F(JobConfigTest, RecordedBatchesFitTheJob) {
 }
 
 TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
-  for (auto words : std::vector<std::vector<std::string>>{{"--parallelism.tensor_parallel_degree", "2"},
-                                                          {"--activation_checkpoint.debug"},
+  for (auto words : std::vector<std::vector<std::string>>{{"--activation_checkpoint.debug"},
                                                           {"--compile.enable"},
                                                           {"--model.converters", "quantize.grouped_mm.mx"},
                                                           {"--metrics.enable_wandb"}})
     EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
+}
+
+TEST_F(JobConfigTest, DegreesHaveToMakeUpTheRanks) {
+  const std::vector<std::string> words = {"--parallelism.tensor_parallel_degree", "2"};
+  const auto problems = problems_of(words, 1);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("= 2 ranks, but the job has 1;"), std::string::npos) << problems[0];
+  EXPECT_TRUE(problems_of(words, 2).empty());
 }
 
 TEST_F(JobConfigTest, Float8IsCheckedBeforeAnythingStarts) {

@@ -8,7 +8,9 @@
 
 #include "titan/core/error.h"
 #include "titan/models/register_llama3.h"
+#include "titan/nn/layer_sequence.h"
 #include "train/memory_table.h"
+#include "unit/train/toy_model.h"
 
 namespace titan::train {
 namespace {
@@ -113,6 +115,59 @@ TEST_F(MemoryReportTest, APipelinesFirstRankHasMoreUnderWay) {
   EXPECT_EQ(words_of(1).substr(0, 2), "1 ") << words_of(1);
   EXPECT_NE(words_of(0).find("tok_embeddings"), std::string::npos) << words_of(0);
   EXPECT_EQ(words_of(1).find("tok_embeddings"), std::string::npos) << words_of(1);
+}
+
+/// A layer with a buffer of 40 bytes.
+class BufferedImpl : public nn::Module, public nn::LayerSequence {
+ public:
+  explicit BufferedImpl(const nn::Construct& construct) : table(16, construct) {
+    register_module("table", table);
+    register_buffer("seen", at::zeros({5}, at::kLong));
+    call_in_order({part("table", table)});
+  }
+  at::Tensor forward(const at::Tensor& tokens_BS) { return table(tokens_BS); }
+  Bigram table;
+};
+TITAN_MODULE(Buffered);
+
+class BufferedModel : public TrainableModel {
+ public:
+  explicit BufferedModel(const nn::Construct& construct) : model_(construct) {}
+  nn::AnyRef root() override { return model_; }
+  at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t valid_tokens) override {
+    return at::cross_entropy_loss(model_(tokens_BS).flatten(0, 1), labels_BS.flatten(), {},
+                                  at::Reduction::Sum, -100) /
+           valid_tokens;
+  }
+
+ private:
+  Buffered model_;
+};
+
+// The table of rotations is made for as many positions as a sequence has; each rank has it whole.
+TEST_F(MemoryReportTest, BuffersAreOwnersToo) {
+  constexpr double kTable = 4096 * 16 * sizeof(float);  // head_dim: 256 / 16 heads
+  EXPECT_EQ(owned(report({}), "buffers"), kTable);
+  EXPECT_EQ(owned(report({}, 2), "buffers"), kTable);
+  const Words longer = {"--training.seq_len", "8192", "--training.local_batch_size", "1"};
+  EXPECT_EQ(owned(report(longer), "buffers"), 2 * kTable);
+}
+
+TEST_F(MemoryReportTest, RegisteredBuffersAreNamed) {
+  if (!model_specs().contains("buffered"))
+    register_model<BigramArgs>("buffered",
+                               {.flavours = {{"debugmodel", {}}},
+                                .sizes = [](const BigramArgs&) -> ModelSizes { return {.vocab_size = 16}; },
+                                .build =
+                                    [](const BigramArgs&, const BuildOptions& options) {
+                                      return std::make_unique<BufferedModel>(options.construct);
+                                    },
+                                .parallelize = [](TrainableModel&, const ParallelPlan&) {}});
+  const MemoryReport of_model = report({"--model.name", "buffered"});
+  EXPECT_EQ(owned(of_model, "buffers"), 40);
+  EXPECT_NE(table_of(of_model).find("buffers"), std::string::npos);
+  for (const MemoryOwner& owner : of_model.owners)
+    if (owner.name == "buffers") EXPECT_EQ(owner.details, "seen 0.0000");
 }
 
 TEST(OutOfMemory, IsKnownByTypeAndByWords) {

@@ -2,6 +2,7 @@
 // refuses and says. Numbers are compared in tests/distributed/pipeline*_test.cpp.
 
 #include <functional>
+#include <set>
 
 #include <gtest/gtest.h>
 
@@ -13,6 +14,7 @@
 #include "titan/train/step_runner.h"
 #include "titan/train/tied_gradients.h"
 #include "train/pipeline_job.h"
+#include "train/receive_buffers.h"
 
 namespace titan::train {
 namespace {
@@ -104,26 +106,81 @@ TEST(PipelineRunner, AScheduleThatCannotRunIsRefused) {
   EXPECT_THROW(runner.plan(schedule, boundaries()), ConfigError);
 }
 
-TEST(PipelineRunner, AnEvaluationForgetsAStagesInputWithItsForward) {
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> inputs;
-  class Watched : public ProductStage {
-   public:
-    explicit Watched(std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& inputs)
-        : ProductStage(unchanged), inputs_(inputs) {}
-    at::Tensor loss(const at::Tensor& input, const at::Tensor& labels, int64_t count) override {
-      for (const auto& earlier : inputs_) EXPECT_TRUE(earlier.expired());
-      inputs_.push_back(input.storage().getWeakStorageImpl());
-      return ProductStage::loss(input, labels, count);
-    }
+// Where what was received lies. Memory that is let go is taken by others at once.
+class WatchedStage : public ProductStage {
+ public:
+  WatchedStage() : ProductStage(unchanged) {}
+  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels, int64_t count) override {
+    places.insert(input.data_ptr());
+    for (int i = 0; i < 4; ++i)
+      others_.push_back(at::empty_like(input, input.options().requires_grad(false)));
+    return ProductStage::loss(input, labels, count);
+  }
 
-   private:
-    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>& inputs_;
-  } stage(inputs);
+  std::set<const void*> places;
+
+ private:
+  std::vector<at::Tensor> others_;
+};
+
+// One is in use, one is on its way.
+TEST(PipelineRunner, ReceivesIntoMemoryThatIsFreeAgain) {
+  WatchedStage stage;
   StepRunner runner = runner_of(stage, 1);
-  const StepPlan plan = runner.plan(complete(pipeline::make_forward_only_schedule({0, 1}, 4)), boundaries());
+  runner.run(runner.plan(one_forward_one_backward(8), boundaries()), micro_batches(8), 1);
+  EXPECT_EQ(stage.places.size(), 2u);
+}
+
+TEST(PipelineRunner, KeepsEveryInputThatABackwardWillRead) {
+  WatchedStage stage;
+  StepRunner runner = runner_of(stage, 1);
+  runner.run(runner.plan(complete(pipeline::make_schedule("GPipe", 2, 2, 8)), boundaries()), micro_batches(8),
+             1);
+  EXPECT_EQ(stage.places.size(), 8u);
+}
+
+TEST(PipelineRunner, AnEvaluationForgetsAStagesInputWithItsForward) {
+  WatchedStage stage;
+  StepRunner runner = runner_of(stage, 1);
+  const StepPlan plan = runner.plan(complete(pipeline::make_forward_only_schedule({0, 1}, 8)), boundaries());
   const at::NoGradGuard no_grad;
-  runner.run(plan, micro_batches(4), 1);
-  EXPECT_EQ(inputs.size(), 4u);
+  runner.run(plan, micro_batches(8), 1);
+  EXPECT_EQ(stage.places.size(), 2u);
+}
+
+TEST(ReceiveBuffers, AreGivenAgainWhenNobodyHoldsThem) {
+  const TensorType type{{2, 3}, at::kFloat};
+  ReceiveBuffers buffers(at::kCPU);
+  at::Tensor first = buffers.take(type), second = buffers.take(type);
+  const void* place = first.data_ptr();
+  EXPECT_NE(second.data_ptr(), place);
+  EXPECT_EQ(second.sizes(), at::IntArrayRef({2, 3}));
+
+  at::Tensor view = first.view(-1);
+  first.reset();
+  EXPECT_NE(buffers.take(type).data_ptr(), place);
+  view.reset();
+  EXPECT_EQ(buffers.take(type).data_ptr(), place);
+  EXPECT_NE(buffers.take({{3, 2}, at::kFloat}).data_ptr(), place);
+  EXPECT_NE(buffers.take({{2, 3}, at::kBFloat16}).data_ptr(), place);
+}
+
+// And come back without what autograd made of them.
+TEST(ReceiveBuffers, StayWithAGraphThatSavedThem) {
+  const TensorType type{{4}, at::kFloat};
+  ReceiveBuffers buffers(at::kCPU);
+  at::Tensor x = buffers.take(type);
+  const void* place = x.data_ptr();
+  at::Tensor y = x.set_requires_grad(true).square();
+  x.reset();
+  EXPECT_NE(buffers.take(type).data_ptr(), place);
+  y.sum().backward();
+  y.reset();
+  const at::Tensor again = buffers.take(type);
+  EXPECT_EQ(again.data_ptr(), place);
+  EXPECT_FALSE(again.requires_grad());
+  EXPECT_FALSE(again.grad().defined());
+  EXPECT_EQ(again._version(), 0);
 }
 
 // Two stages on one rank, and two ranks that share the parameters: each stage's gradients are summed behind

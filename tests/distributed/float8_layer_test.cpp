@@ -1,0 +1,258 @@
+// One linear layer in Float8 over several ranks, with a given input and a given gradient of its output: what
+// the products multiply is then one rank's to the bit, so results differ by the order of sums alone. Whole
+// models, where a later cast may round such a difference the other way: float8_test.cpp.
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include <ATen/ATen.h>
+
+#include "distributed/world.h"
+#include "titan/core/error.h"
+#include "titan/float8/cast.h"
+#include "titan/float8/delayed_scales.h"
+#include "titan/float8/products.h"
+#include "titan/nn/linear.h"
+#include "titan/parallel/fsdp.h"
+#include "titan/parallel/parameters.h"
+#include "titan/parallel/tensor_parallel.h"
+
+namespace titan {
+namespace {
+
+using testing::device;
+using testing::world;
+
+// Parts of 2, 3 and 4 ranks are whole blocks of 32 features.
+constexpr int64_t kRows = 6, kLength = 24, kFeatures = 384;
+constexpr double kRounding = 1e-6;
+
+class OneLayerImpl : public nn::Module {
+ public:
+  OneLayerImpl() {
+    linear = nn::Linear(kFeatures, kFeatures, nn::LinearOptions{.construct = deferred(device(), at::kFloat)});
+    register_module("linear", linear.ptr());
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    check_entered_through_ref();
+    return linear(x);
+  }
+  nn::Linear linear{nullptr};
+};
+TITAN_MODULE(OneLayer);
+
+// ---- what
+
+struct Kind {
+  std::string name;
+  float8::Recipe recipe;
+};
+
+Kind shipped(const std::string& name) { return {name, float8::recipes().get(name)}; }
+
+// "rowwise" rounds its scales to powers of two; without that, scaling itself rounds too.
+Kind with_any_scale(const std::string& name) {
+  Kind kind = shipped(name);
+  kind.name += ", any scale";
+  kind.recipe.power_of_two_scales = false;
+  return kind;
+}
+
+Kind delayed() {
+  Kind kind = shipped("tensorwise");
+  kind.name += ", delayed";
+  kind.recipe.delayed = {.input = true, .weight = true, .grad_output = true, .history_len = 4};
+  return kind;
+}
+
+std::vector<Kind> kinds() {
+  return {shipped("tensorwise"),
+          shipped("rowwise"),
+          with_any_scale("rowwise"),
+          shipped("rowwise_with_gw_hp"),
+          with_any_scale("rowwise_with_gw_hp"),
+          shipped("mxfp8_cublas"),
+          shipped("mxfp8_cublas_rceil"),
+          delayed()};
+}
+
+// ---- where
+
+struct Form {
+  const char* name;
+  TensorPlan plan;
+  OverlapTransport transport = OverlapTransport::AtOnce;
+};
+
+const Form kWhole{"whole", {}};
+
+// Activations whole between the layers, or in parts of the sequence, which the layers gather and scatter.
+std::vector<Form> forms_in_parts() {
+  using Layout = ActivationLayout;
+  const Layout whole = Layout::invariant(), sequence = Layout::shard(1), features = Layout::shard(-1);
+  std::vector<Form> forms = {{"columns", {{"linear", Colwise{.output = whole}}}},
+                             {"rows", {{"linear", Rowwise{.input = whole}}}}};
+  for (const auto transport : {OverlapTransport::AtOnce, OverlapTransport::SendReceive}) {
+    forms.push_back({"columns of a sequence in parts",
+                     {{"", PrepareInput{whole, sequence}},
+                      {"linear", Colwise{.input = sequence, .overlap = true}},
+                      {"", PrepareOutput{features, whole}}},
+                     transport});
+    forms.push_back({"rows of a sequence in parts",
+                     {{"", PrepareInput{whole, features}},
+                      {"linear", Rowwise{.output = sequence, .overlap = true}},
+                      {"", PrepareOutput{sequence, whole}}},
+                     transport});
+  }
+  return forms;
+}
+
+struct Place {
+  int shard = 1, tp = 1;
+  Form form = kWhole;
+};
+
+std::vector<Place> places() {
+  const int size = world().size();
+  std::vector<Place> all = {{.shard = size}};
+  if (size == 1) return all;
+  for (const Form& form : forms_in_parts()) {
+    all.push_back({.tp = size, .form = form});
+    if (size == 4) all.push_back({.shard = 2, .tp = 2, .form = form});
+  }
+  return all;
+}
+
+// ---- a step
+
+// Drawn by `step`, the same on every rank: x, or the gradient of y.
+at::Tensor drawn(uint64_t seed, int step) {
+  at::manual_seed(seed + 100 * static_cast<uint64_t>(step));
+  const at::Tensor values = at::randn({kRows, kLength, kFeatures}) * (step == 0 ? 1.7 : 2.9);
+  return values.to(device());
+}
+
+struct Result {
+  at::Tensor y, grad_x;
+};
+
+Result forward_backward(const OneLayer& layer, const at::Tensor& x, const at::Tensor& grad) {
+  const at::Tensor leaf = x.clone().requires_grad_();
+  const at::Tensor y = layer(leaf);
+  y.backward(grad);
+  return {y.detach(), leaf.grad()};
+}
+
+OneLayer converted(const Kind& kind, const float8::GatherOptions& gather) {
+  OneLayer layer;
+  layer->linear->set_products(
+      float8::products(kind.recipe, float8::Arithmetic::Emulated, ops::default_products(), gather));
+  return layer;
+}
+
+// The second step's scales may be the first one's.
+constexpr int kSteps = 2;
+
+struct Reference {
+  std::vector<Result> parts;
+  at::Tensor grad_weight;
+};
+
+// All parts of the batch one by one, as each has scales of its own.
+Reference on_one_rank(const Kind& kind, int count) {
+  const OneLayer layer = converted(kind, {});
+  materialize(layer, 7);
+  auto scales = float8::DelayedScales::collect({layer.ptr().get()}, 4, device());
+  Reference reference;
+  for (int step = 0; step < kSteps; ++step) {
+    reference.parts.clear();
+    layer->linear->weight.mutable_grad().reset();
+    const auto x = drawn(1, step).chunk(count), grad = drawn(2, step).chunk(count);
+    for (size_t i = 0; i < x.size(); ++i) reference.parts.push_back(forward_backward(layer, x[i], grad[i]));
+    if (!scales.empty()) scales.update([](const at::Tensor& /*pending*/) {});
+  }
+  reference.grad_weight = layer->linear->weight.grad();
+  return reference;
+}
+
+double error_of(const at::Tensor& got, const at::Tensor& wanted) {
+  return ((got - wanted).norm() / wanted.norm()).item<double>();
+}
+
+void expect_products_of(const Reference& wanted, const Kind& kind, const Place& place,
+                        const float8::GatherOptions& gather) {
+  SCOPED_TRACE(str(kind.name, ", ", place.form.name, ", shard ", place.shard, ", tp ", place.tp,
+                   gather.in_float8 ? ", gathered in Float8" : ""));
+  const OneLayer layer = converted(kind, gather);
+  const auto mesh = DeviceMesh::create(world(), {{"dp_shard", place.shard}, {"tp", place.tp}});
+  parallelize(layer, mesh["tp"], place.form.plan, place.form.transport);
+  FsdpOptions fsdp;
+  fsdp.mesh = mesh["dp_shard"];
+  fully_shard(layer, fsdp);
+  materialize(layer, 7);
+  auto scales = float8::DelayedScales::collect({layer.ptr().get()}, 4, device());
+  const Parameter weight = parameters(layer)[0];
+  const auto mine = static_cast<size_t>(world().rank() / place.tp);
+  Result result;
+  for (int step = 0; step < kSteps; ++step) {
+    at::Tensor(weight.data.local).mutable_grad().reset();
+    result = forward_backward(layer, drawn(1, step).chunk(place.shard)[mine],
+                              drawn(2, step).chunk(place.shard)[mine]);
+    if (!scales.empty())
+      scales.update([](const at::Tensor& pending) {
+        world().everyone()->all_reduce(pending, dist::ReduceOp::Max, {"test::scales"}).wait();
+      });
+  }
+  EXPECT_LT(error_of(result.y, wanted.parts[mine].y), kRounding);
+  EXPECT_LT(error_of(result.grad_x, wanted.parts[mine].grad_x), kRounding);
+  DTensor grad_weight = weight.data;
+  grad_weight.local = weight.data.local.grad();
+  EXPECT_LT(error_of(full_tensor(grad_weight), wanted.grad_weight), kRounding);
+}
+
+void expect_one_ranks_products(const Kind& kind, const std::vector<float8::GatherOptions>& gathers) {
+  std::map<int, Reference> references;  // by parts of the batch
+  for (const Place& place : places()) {
+    if (!references.contains(place.shard)) references[place.shard] = on_one_rank(kind, place.shard);
+    for (const float8::GatherOptions& gather : gathers)
+      expect_products_of(references[place.shard], kind, place, gather);
+  }
+}
+
+TEST(Float8Layer, EveryLayoutMultipliesWhatOneRankDoes) {
+  for (const Kind& kind : kinds()) expect_one_ranks_products(kind, {{}});
+}
+
+TEST(Float8Layer, AGatheredWeightIsTheOneThatIsMultiplied) {
+  expect_one_ranks_products(shipped("tensorwise"),
+                            {{.in_float8 = true}, {.in_float8 = true, .scales_at_once = true}});
+}
+
+// What makes the comparison sharp: a scale that isn't a power of two rounds in scaling, too.
+TEST(Float8Layer, ScalesAreNoPowersOfTwo) {
+  for (const uint64_t seed : {1, 2}) {
+    const at::Tensor matrix = drawn(seed, kSteps - 1).view({-1, kFeatures});
+    for (const auto over : {float8::Over::Matrix, float8::Over::Row, float8::Over::Column}) {
+      const at::Tensor scale =
+          float8::scale_of(float8::amax(matrix, over), at::kFloat8_e4m3fn, /*power_of_two=*/false);
+      const at::Tensor exponent = scale.log2();
+      EXPECT_GT((exponent - exponent.round()).abs().min().item<double>(), 0);
+    }
+  }
+}
+
+// And what it would find: a scale of a rank's own part in place of the whole matrix's is a thousand times
+// further away.
+TEST(Float8Layer, AnotherScaleIsFarAway) {
+  const at::Tensor matrix = drawn(1, 0).view({-1, kFeatures});
+  const auto values = [&](double factor) {
+    const at::Tensor scale = float8::scale_of(float8::amax(matrix, float8::Over::Matrix) * factor,
+                                              at::kFloat8_e4m3fn, /*power_of_two=*/false);
+    return float8::cast(matrix, scale, at::kFloat8_e4m3fn, /*transposed=*/false).to(at::kFloat) / scale;
+  };
+  EXPECT_GT(error_of(values(0.9), values(1)), 1000 * kRounding);
+}
+
+}  // namespace
+}  // namespace titan

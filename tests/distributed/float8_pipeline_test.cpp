@@ -1,0 +1,182 @@
+// A Llama in Float8 cut into pipeline stages, with FSDP and tensor parallelism around it, beside one rank: in
+// every recipe, with weights gathered in Float8, put-off weight gradients, activation checkpoints and frozen
+// weights. A layer by itself: float8_layer_test.cpp.
+
+#include <gtest/gtest.h>
+
+#include "distributed/pipeline_case.h"
+#include "titan/float8/convert.h"
+#include "titan/float8/delayed_scales.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+// Parts of 2 ranks are whole blocks of 32 features.
+LlamaCase blocky_llama() {
+  LlamaCase llama = mini_llama();
+  llama.name = "blocky";
+  llama.args["n_layers"] = int64_t{4};
+  llama.args["n_kv_heads"] = int64_t{4};
+  llama.seq_len = 16;
+  return llama;
+}
+
+struct Case {
+  std::string recipe = "tensorwise";  ///< "delayed": with all three scales of the step before
+  bool gathered = false;              ///< weights travel in Float8
+  bool frozen = false;
+};
+
+const std::vector<Case> kCases = {{"tensorwise"},
+                                  {"tensorwise", /*gathered=*/true},
+                                  {"tensorwise", /*gathered=*/true, /*frozen=*/true},
+                                  {"rowwise"},
+                                  {"rowwise_with_gw_hp"},
+                                  {"mxfp8_cublas"},
+                                  {"delayed"}};
+
+// A whole layer, and single weights of others: one of three that share an input, one that multiplies what is
+// made again.
+bool is_frozen(const std::string& name) {
+  return name.starts_with("layers.1.") || name == "layers.0.attention.wk.weight" ||
+         name == "layers.2.feed_forward.w2.weight";
+}
+
+void convert(torch::nn::Module& model, const Case& c) {
+  const bool delayed = c.recipe == "delayed";
+  float8::convert(model, {.recipe_name = delayed ? "tensorwise" : c.recipe,
+                          .arithmetic = float8::Arithmetic::Emulated,
+                          .plain = ops::default_products(),
+                          .delayed = {.input = delayed, .weight = delayed, .grad_output = delayed},
+                          .gather = {.in_float8 = c.gathered}});
+  if (!c.frozen) return;
+  for (auto& named : model.named_parameters())
+    if (is_frozen(named.key())) named.value().set_requires_grad(false);
+}
+
+// The second step's scales may be the first one's.
+constexpr int kSteps = 2;
+// As float8_test.cpp has it ([Note: roundings that flip]).
+constexpr double kFlips = 1e-2;
+
+void collect_gradients(const std::vector<Parameter>& parameters, Outcome& outcome) {
+  for (const Parameter& parameter : parameters)
+    if (parameter.data.local.requires_grad())
+      outcome.gradients[parameter.name] = full_gradient(parameter).clone();
+}
+
+void forget_gradients_of(const std::vector<Parameter>& parameters) {
+  for (const Parameter& parameter : parameters) at::Tensor(parameter.data.local).mutable_grad().reset();
+}
+
+// The micro-batches of all ranks one by one: activations have scales of their own in each.
+Outcome on_one_rank(const LlamaCase& llama, const Batch& batch, const Case& c, int micro_batches) {
+  auto model = build_llama(llama, at::kFloat);
+  convert(model->root().module(), c);
+  fully_shard(model->root(), fsdp_options(kFloat32));
+  materialize(model->root(), kSeed);
+  auto scales = float8::DelayedScales::collect({&model->root().module()}, 16, device());
+  Outcome outcome;
+  for (int step = 0; step < kSteps; ++step) {
+    forget_gradients_of(parameters(model->root()));
+    outcome.loss = forward_backward(*model, batch, 0, 1, micro_batches);
+    if (!scales.empty()) scales.update([](const at::Tensor& /*pending*/) {});
+  }
+  collect_gradients(parameters(model->root()), outcome);
+  return outcome;
+}
+
+// Of this rank's stages. Layers gather what they multiply, as a run in Float8 has it.
+Outcome in_stages(const LlamaCase& llama, const Batch& batch, const Case& c, const Variant& variant) {
+  const train::Meshes meshes = train::build_meshes(world(), variant.dims);
+  Stages stages(llama, kFloat32, variant, meshes,
+                {.tensor = {.overlap = variant.dims.tp > 1, .transport = OverlapTransport::AtOnce},
+                 .convert = [&](torch::nn::Module& model) { convert(model, c); }});
+  auto scales = float8::DelayedScales::collect(stages.roots(), 16, device());
+  train::StepRunner runner(stages.stages(), meshes.pp, device());
+  const auto micro_batches =
+      micro_batches_of(batch.rows(meshes.dp_rank(), meshes.dp_degree()), variant.num_micro_batches());
+  const train::StepPlan plan = runner.plan(
+      stages.schedule(), boundaries_of(llama, kFloat32, variant, micro_batches.front().input_BS.size(0)));
+  Outcome outcome;
+  for (int step = 0; step < kSteps; ++step) {
+    forget_gradients_of(stages.parameters());
+    outcome.loss = runner.run(plan, micro_batches, batch.num_valid()).item<double>();
+    if (!scales.empty())
+      scales.update([&](const at::Tensor& pending) {
+        meshes.stage.group()->all_reduce(pending, dist::ReduceOp::Max, {"test::scales"}).wait();
+      });
+  }
+  outcome.loss = meshes.loss.group()->sum(outcome.loss, {.phase = "test::loss"});
+  collect_gradients(stages.parameters(), outcome);
+  return outcome;
+}
+
+struct Place {
+  train::ParallelDims dims;
+  const char* schedule;
+  int stages;
+};
+
+// The second schedule puts weight gradients off.
+std::vector<Place> places() {
+  std::vector<train::ParallelDims> all = {{.pp = 2}};
+  if (world().size() == 4) all = {{.dp_shard = 2, .pp = 2}, {.tp = 2, .pp = 2}, {.pp = 4}};
+  std::vector<Place> places;
+  for (const train::ParallelDims& dims : all) {
+    places.push_back({dims, "1F1B", dims.pp});
+    places.push_back({dims, "ZBVZeroBubble", 2 * dims.pp});
+  }
+  return places;
+}
+
+std::string name_of(const Case& c, const Variant& variant) {
+  return str(c.recipe, c.gathered ? " gathered" : "", c.frozen ? " frozen" : "", " ",
+             testing::name_of(variant));
+}
+
+TEST(Float8Pipeline, StagesHaveOneRanksGradients) {
+  LlamaCase llama = blocky_llama();
+  for (const Place& place : places()) {
+    Variant variant{place.dims, place.schedule, place.stages, 2 * place.dims.pp};
+    const int parts = place.dims.batch_degree() * variant.num_micro_batches();
+    llama.rows = 2 * parts;
+    const Batch batch = random_batch(llama, 1);
+    for (const Case& c : kCases) {
+      SCOPED_TRACE(name_of(c, variant));
+      const Outcome wanted = on_one_rank(llama, batch, c, parts);
+      const Outcome got = in_stages(llama, batch, c, variant);
+      EXPECT_NEAR(got.loss, wanted.loss, 1e-4 * wanted.loss);
+      EXPECT_FALSE(got.gradients.empty());
+      for (const auto& [name, gradient] : got.gradients)
+        EXPECT_LT(relative_error(gradient, wanted.gradients.at(name)), kFlips) << name;
+    }
+  }
+}
+
+TEST(Float8Pipeline, RecomputingActivationsChangesNoBit) {
+  LlamaCase llama = blocky_llama();
+  for (const Place& place : places()) {
+    Variant variant{place.dims, place.schedule, place.stages, 2 * place.dims.pp};
+    llama.rows = 2 * place.dims.batch_degree() * variant.num_micro_batches();
+    const Batch batch = random_batch(llama, 1);
+    for (const Case& c : kCases) {
+      variant.checkpointing = 0;
+      const Outcome wanted = in_stages(llama, batch, c, variant);
+      for (variant.checkpointing = 1; variant.checkpointing < std::size(kCheckpointing);
+           ++variant.checkpointing) {
+        SCOPED_TRACE(name_of(c, variant));
+        const Outcome got = in_stages(llama, batch, c, variant);
+        EXPECT_EQ(got.loss, wanted.loss);
+        ASSERT_EQ(got.gradients.size(), wanted.gradients.size());
+        for (const auto& [name, gradient] : wanted.gradients)
+          EXPECT_TRUE(at::equal(got.gradients.at(name), gradient)) << name;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace titan

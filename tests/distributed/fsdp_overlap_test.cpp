@@ -1,0 +1,265 @@
+// What fully_shard does while a block computes: which gathers and reductions are under way, how much memory
+// they take, and that a step of a model that has settled makes no texts.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <map>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "distributed/toy_case.h"
+#include "memory_meter.h"
+#include "titan/dist/flight_record.h"
+
+namespace {
+
+// Of this thread; a backward on a CPU runs on the thread that calls it.
+thread_local int64_t num_news = 0;
+
+}  // namespace
+
+void* operator new(size_t bytes) {
+  ++num_news;
+  if (void* memory = std::malloc(std::max<size_t>(bytes, 1))) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory); }
+
+namespace titan {
+namespace {
+
+using namespace testing;  // NOLINT: these are the test's own words
+
+enum class Pass { Forward, Backward };
+/// Called when a block's forward begins, and in the midst of its backward.
+using Watch = std::function<void(Pass, int64_t block)>;
+
+constexpr int64_t kDim = 64, kHidden = 128;
+constexpr int64_t kBlockBytes = 2 * kDim * kHidden * static_cast<int64_t>(sizeof(float));
+
+class WatchedBlockImpl : public nn::Module {
+ public:
+  WatchedBlockImpl(int64_t index, const Watch& watch) : index_(index), watch_(watch) {
+    up = register_parameter("up", BlockImpl::values({kHidden, kDim}, options_of(at::kFloat)));
+    down = register_parameter("down", BlockImpl::values({kDim, kHidden}, options_of(at::kFloat)));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (watch_) watch_(Pass::Forward, index_);
+    const at::Tensor h = at::tanh(at::linear(x, up));
+    if (watch_ && h.requires_grad())
+      h.register_hook([this](const at::Tensor&) { watch_(Pass::Backward, index_); });
+    return x + at::linear(h, down);
+  }
+  at::Tensor up, down;
+
+ private:
+  int64_t index_;
+  const Watch& watch_;  // the net's
+};
+TITAN_MODULE(WatchedBlock);
+
+class WatchedNetImpl : public nn::Module {
+ public:
+  WatchedNetImpl(int64_t num_blocks, const std::string& block_name) {
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      blocks.emplace_back(i, watch);
+      register_module(str(block_name, i), blocks.back());
+    }
+    scale = register_parameter("scale", BlockImpl::values({kDim}, options_of(at::kFloat)));
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (WatchedBlock& block : blocks) x = block(x);
+    return x * scale;
+  }
+  Watch watch;
+  std::vector<WatchedBlock> blocks;
+  at::Tensor scale;
+};
+TITAN_MODULE(WatchedNet);
+
+/// What the ring of calls and the blocks tell of one step.
+class StepRecord {
+ public:
+  void see(Pass pass, int64_t block) {
+    moments_[{pass, block}] = {
+        world().recorder().num_calls(),
+        std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count()};
+  }
+  void end() { calls_ = world().recorder().snapshot(); }
+
+  /// The block's call number `nth` of this phase was launched before the other block computed, and waited for
+  /// behind that.
+  void expect_under_way(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
+    const std::string what = str(phase, " of block ", block, " while block ", computing, " computes");
+    const std::optional<dist::CallRecord> call = find(phase, block, nth);
+    ASSERT_TRUE(call) << what;
+    EXPECT_LT(call->number, moments_.at({pass, computing}).num_calls) << what << ": it was launched late";
+    EXPECT_GT(call->end_ns, moments_.at({pass, computing}).time_ns) << what << ": it was waited for early";
+  }
+  void expect_not_yet(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
+    const std::optional<dist::CallRecord> call = find(phase, block, nth);
+    ASSERT_TRUE(call) << phase << " of block " << block;
+    EXPECT_GE(call->number, moments_.at({pass, computing}).num_calls)
+        << phase << " of block " << block << " before block " << computing << " computes";
+  }
+
+ private:
+  struct Moment {
+    uint64_t num_calls;
+    int64_t time_ns;
+  };
+  std::optional<dist::CallRecord> find(const std::string& phase, int64_t block, size_t nth) const {
+    const std::string module = str("block", block);
+    for (const dist::CallRecord& call : calls_)
+      if (call.number >= first_ && call.phase == phase && call.module == module && nth-- == 0) return call;
+    return {};
+  }
+
+  uint64_t first_ = world().recorder().num_calls();
+  std::map<std::pair<Pass, int64_t>, Moment> moments_;
+  std::vector<dist::CallRecord> calls_;
+};
+
+class FsdpOverlap : public ::testing::Test {
+ protected:
+  static constexpr int64_t kNumBlocks = 5;
+  int size = world().size(), rank = world().rank();
+  at::Tensor mine = my_rows(input_rows(12, kDim, at::kFloat), rank, size);
+
+  /// The outermost group lies around the blocks; with `ends_are_one` the first and the last block are one
+  /// group as well, as an embedding and the output that is tied to it.
+  void shard(WatchedNet& net, const Layout& layout, bool ends_are_one = false) const {
+    const FsdpOptions fsdp{.mesh = mesh_of(layout)};
+    auto& blocks = net->blocks;
+    if (ends_are_one) fully_shard({blocks.front(), blocks.back()}, fsdp);
+    const size_t alone = ends_are_one ? 1 : 0;
+    for (size_t i = alone; i < blocks.size() - alone; ++i) fully_shard(blocks[i], fsdp);
+    fully_shard(net, fsdp);
+    materialize(net, 0);
+  }
+  void step(WatchedNet& net) const { loss_of(net(mine)).backward(); }
+
+  /// The third step: the first one finds the order, of which later ones make use.
+  StepRecord record_step(const Layout& layout, bool ends_are_one = false) const {
+    WatchedNet net(kNumBlocks, "block");
+    shard(net, layout, ends_are_one);
+    for (int i = 0; i < 2; ++i) step(net);
+    StepRecord record;
+    net->watch = [&](Pass pass, int64_t block) { record.see(pass, block); };
+    step(net);
+    record.end();
+    return record;
+  }
+};
+
+TEST_F(FsdpOverlap, TheNextBlockIsGatheredWhileOneComputes) {
+  for (const Layout& layout : layouts(size)) {
+    if (layout.shard == 1) continue;
+    const StepRecord record = record_step(layout);
+    for (int64_t block = 0; block + 1 < kNumBlocks; ++block) {
+      record.expect_under_way("fsdp::all_gather", block + 1, 0, Pass::Forward, block);
+      record.expect_under_way("fsdp::all_gather", block, 1, Pass::Backward, block + 1);
+    }
+    for (int64_t block = 0; block + 2 < kNumBlocks; ++block) {
+      record.expect_not_yet("fsdp::all_gather", block + 2, 0, Pass::Forward, block);
+      record.expect_not_yet("fsdp::all_gather", block, 1, Pass::Backward, block + 2);
+    }
+  }
+}
+
+TEST_F(FsdpOverlap, AGroupAroundTheOthersDoesntGatherThemAllAtOnce) {
+  for (const Layout& layout : layouts(size)) {
+    if (layout.shard == 1) continue;
+    const StepRecord record = record_step(layout, /*ends_are_one=*/true);
+    for (int64_t block = 1; block + 1 < kNumBlocks; ++block) {
+      record.expect_under_way("fsdp::all_gather", block, 1, Pass::Backward, block + 1);
+      if (block + 2 < kNumBlocks)
+        record.expect_not_yet("fsdp::all_gather", block, 1, Pass::Backward, block + 2);
+    }
+  }
+}
+
+TEST_F(FsdpOverlap, ABlocksGradientsAreReducedWhileTheNextOnesBackwardComputes) {
+  for (const Layout& layout : layouts(size)) {
+    const StepRecord record = record_step(layout);
+    const char* first = layout.shard > 1 ? "fsdp::reduce_scatter" : "fsdp::all_reduce";
+    for (int64_t block = 1; block < kNumBlocks; ++block)
+      record.expect_under_way(first, block, 0, Pass::Backward, block - 1);
+    // The sum over replicas follows when the next block's gradients are on their way.
+    if (layout.shard == 1 || layout.replicate == 1) continue;
+    for (int64_t block = 2; block < kNumBlocks; ++block)
+      record.expect_under_way("fsdp::all_reduce", block, 0, Pass::Backward, block - 2);
+  }
+}
+
+bool has_memory(const WatchedBlock& block) {
+  return block->up.storage().nbytes() > 0 || block->down.storage().nbytes() > 0;
+}
+
+// Storages, as the modules have them; and tensors that stay between steps. Of these one block's buffer is for
+// what is gathered, one for what is on its way, two for gradients (collected, and on the wire), and two parts
+// for sums on their way to the gradients of earlier steps.
+TEST_F(FsdpOverlap, OneBlockHasMemoryAndBuffersAreFourBlocks) {
+  for (const int64_t num_blocks : {4, 9}) {
+    WatchedNet net(num_blocks, "block");
+    shard(net, {1, size});
+    const MemoryMeter meter;
+    int64_t num_seen = 0;
+    net->watch = [&](Pass, int64_t computing) {
+      ++num_seen;
+      EXPECT_TRUE(has_memory(net->blocks[static_cast<size_t>(computing)]));
+      EXPECT_EQ(std::count_if(net->blocks.begin(), net->blocks.end(), has_memory), 1) << computing;
+    };
+    for (int i = 0; i < 4; ++i) step(net);
+    net->watch = nullptr;
+    EXPECT_EQ(num_seen, 4 * 2 * num_blocks);
+    EXPECT_EQ(std::count_if(net->blocks.begin(), net->blocks.end(), has_memory), 0);
+    EXPECT_EQ(net->scale.storage().nbytes(), 0u) << "the tail";
+    const int64_t gradients = fsdp_stats(net).sharded_bytes;
+    EXPECT_GE(meter.bytes(), gradients + 3 * kBlockBytes);
+    EXPECT_LE(meter.bytes(), gradients + 4 * kBlockBytes + 2 * kBlockBytes / size + kBlockBytes / 8)
+        << num_blocks << " blocks";
+  }
+}
+
+/// The least of some steps once two have settled what is kept.
+int64_t news_of_a_step(const std::function<void()>& step) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int i = 0; i < 6; ++i) {
+    const int64_t before = num_news;
+    step();
+    if (i >= 2) least = std::min(least, num_news - before);
+  }
+  return least;
+}
+
+constexpr const char* kLongName = "a_block_by_a_name_for_which_no_string_has_room_inside_of_itself_";
+
+TEST_F(FsdpOverlap, AStepMakesNoTexts) {
+  const auto news = [&](int64_t num_blocks, const char* name, const std::optional<Layout>& layout) {
+    WatchedNet net(num_blocks, name);
+    if (layout) shard(net, *layout);
+    return news_of_a_step([&] { step(net); });
+  };
+  const auto for_a_block = [&](const std::optional<Layout>& layout) {
+    return static_cast<double>(news(10, "block", layout) - news(6, "block", layout)) / 4;
+  };
+  const double plain = for_a_block({});
+  for (const Layout& layout : layouts(size)) {
+    EXPECT_EQ(news(6, kLongName, layout), news(6, "b", layout)) << "a module's name was copied in a step";
+    const double engine = for_a_block(layout) - plain;
+    // 81, 50 and 85 by g++ 12, two gathers and a reduction or two among them: a text for each call, or an
+    // entry of a map, would be more than these two.
+    const int most = 2 + (layout.shard == 1 ? 50 : layout.replicate == 1 ? 81 : 85);
+    EXPECT_LE(engine, most) << "replicate " << layout.replicate << " shard " << layout.shard
+                            << ": allocations that fully_shard adds to a block's step";
+  }
+}
+
+}  // namespace
+}  // namespace titan

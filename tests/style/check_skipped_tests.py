@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""scripts/skipped_tests.py on made-up results: check_skipped_tests.py SOURCE_DIR"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+TEST = '<testcase name="{name}" classname="{name}" time="1" status="{status}">{skipped}<properties/><system-out>{output}</system-out></testcase>'
+ENOUGH = [
+    ("unit.core", "run", "[  PASSED  ] 3 tests."),
+    ("distributed.fsdp.2_ranks.cuda", "notrun", "on_gpu.sh: skipped: something"),
+    ("distributed.dtensor_test.2_ranks", "run", "[rank 0] /src/dtensor_test.cpp:80: Skipped\n[rank 0] needs 4 ranks\n[rank 0] \n"),
+    ("unit.dist", "run", "/src/device_test.cpp:31: Skipped\nno GPU is visible\n\n"),
+]
+LACKING = [
+    ("e2e.transformers", "notrun", "some line\ncheck_transformers: skipped: it can't be installed"),
+    ("unit.dist", "run", "/src/device_test.cpp:31: Skipped\nno GPU is visible\n\n/src/device_test.cpp:54: Skipped\nthe plugin isn't built\n\n"),
+    ("e2e.Init.UnderTorchrun", "notrun", "/src/launch_test.cpp:204: Skipped\nno torchrun in .venv\n\n[  SKIPPED ] Init.UnderTorchrun (0 ms)"),
+]
+
+
+def run(script: pathlib.Path, tests: list[tuple[str, str, str]], strict: bool) -> tuple[int, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        results = pathlib.Path(folder) / "results.xml"
+        cases = [TEST.format(name=n, status=s, output=o, skipped="<skipped/>" if s == "notrun" else "") for n, s, o in tests]
+        results.write_text("<testsuite>" + "".join(cases) + "</testsuite>")
+        environment = {**os.environ, "TITAN_NO_SKIPS": "1" if strict else ""}
+        done = subprocess.run([sys.executable, script, results], env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+
+def main() -> int:
+    script = pathlib.Path(sys.argv[1]) / "scripts/skipped_tests.py"
+    status, text = run(script, ENOUGH, strict=True)
+    assert status == 0 and text.startswith("3 skipped that a GPU") and "lacks" not in text, (status, text)
+    for strict in (False, True):
+        status, text = run(script, LACKING, strict)
+        assert status == int(strict), (status, text)
+        assert "3 skipped for what this machine lacks" in text, text
+        for line in ("e2e.transformers: check_transformers: skipped: it can't be installed", "unit.dist: device_test.cpp:54: the plugin isn't built",
+                     "e2e.Init.UnderTorchrun: launch_test.cpp:204: no torchrun in .venv"):
+            assert line in text, (line, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
