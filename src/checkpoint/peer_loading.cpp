@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "input_file.h"
 #include "open_files.h"
 #include "peer_folder_impl.h"
 #include "peer_transfer.h"
@@ -38,8 +39,11 @@ std::string encode_damage(const std::map<int64_t, std::string>& damage) {
   return out.take();
 }
 
-// Removed, it isn't counted on by a later start either.
+// Removed, it isn't counted on by a later start either. Throws Error where it is there but can't be opened:
+// that says nothing of what it holds.
 std::string remove_if_damaged(const std::filesystem::path& folder, const Manifest& manifest, int64_t file) {
+  if (const auto path = folder / file_name(file); std::filesystem::exists(path))
+    const detail::InputFile opened(path);
   try {
     detail::open_rank_file(folder, manifest, file).verify();
     return "";

@@ -134,8 +134,13 @@ void check_limit(const detail::MemoryUse& use) {
 }  // namespace
 
 PeerFolder::Memory PeerFolder::check_memory(const SaveSize& own) {
-  const int64_t held = bytes_in(path());
-  const auto ranks = gathered(*impl_->group, {own, detail::memory_limits(held)});
+  RankMemory mine{.size = own, .limits = {}};
+  int64_t held = 0;
+  impl_->require_on_all([&] {
+    held = bytes_in(path());
+    mine.limits = detail::memory_limits(held);
+  });
+  const auto ranks = gathered(*impl_->group, mine);
   Memory most;
   for (int place = 0; place < num_places(); ++place) {
     const Memory need = need_of(place, impl_->places, ranks);

@@ -119,14 +119,15 @@ bool is_default(int signal) {
 void decline_crash_handler() { declined.store(true); }
 
 void install_crash_handler() {
-  if (declined.load()) return;
+  static std::atomic_flag installed;
+  if (declined.load() || installed.test_and_set()) return;
   void* frame = nullptr;
   backtrace(&frame, 1);  // loads libgcc now: dlopen isn't safe in a handler
 
-  stack_t stack = {};
+  stack_t stack = {}, others = {};
   stack.ss_sp = handler_stack;
   stack.ss_size = kStackBytes;
-  sigaltstack(&stack, nullptr);
+  if (sigaltstack(nullptr, &others) == 0 && (others.ss_flags & SS_DISABLE) != 0) sigaltstack(&stack, nullptr);
 
   struct sigaction action = {};
   action.sa_sigaction = handle;

@@ -288,6 +288,7 @@ Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label)
   return launch(record_of(int(CollectiveOp::AllGather), out, in, label), out, in,
                 [](auto& backend, auto& received, auto& sent) {
                   // Gloo wants the parts along the first dimension; a caller may have one more for the ranks.
+                  if (received.dim() == 1 && sent.dim() == 1) return backend._allgather_base(received, sent);
                   at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
                   return backend._allgather_base(flat_out, flat_in);
                 });

@@ -92,14 +92,15 @@ void PeerSaves::announce() {
                       peer_gigabytes(memory.free_bytes), " are free"));
 }
 
-bool PeerSaves::remove_damaged() {
+PeerSaves::Damage PeerSaves::remove_damaged() {
   const auto [found, is_whole] = folder_->remove_damaged();
   for (const std::string& damage : found)
     log::warning_rank0("peer checkpoints: damaged, and removed: " + damage);
-  if (found.empty() || !is_whole) return false;
+  if (found.empty()) return Damage::None;
+  if (!is_whole) return Damage::Lost;
   log::warning_rank0(
       "peer checkpoints: of what was damaged another host has sound copies, which are loaded now");
-  return true;
+  return Damage::Mended;
 }
 
 void PeerSaves::save(int64_t step) {

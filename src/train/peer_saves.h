@@ -40,9 +40,12 @@ class PeerSaves {
   bool holds(const std::filesystem::path& step_folder) const;
   /// For loading the chosen generation.
   void add_bringer(checkpoint::LoadOptions& options) const;
+  /// None: the load failed for another reason. Mended: of all that was damaged there are sound copies, so
+  /// that another load may go well. Lost: of some of it there are none.
+  enum class Damage { None, Mended, Lost };
   /// Behind a load of the chosen generation that failed: looks for damage, says what it found, and removes
-  /// it. True: there was some, and sound copies of it, so that another load may go well.
-  bool remove_damaged();
+  /// it.
+  Damage remove_damaged();
   /// There is nothing to go on from any more.
   void forget() { folder_->forget(); }
   /// Says in the log what is kept where, and what it takes. Throws ConfigError where a host has too little

@@ -123,12 +123,15 @@ bool RunCheckpoints::load_newest() {
   if (!step) {
     load_initial();
     loaded_step_ = 0;
+    if (peers_) peers_->forget();
     return false;
   }
   if (!options_.initial.setting.empty())
     log::warning_rank0(str(options_.initial.setting, " isn't used: ", options_.folder.string(),
                            " has steps that the run goes on from"));
   load_or_fall_back(*step);
+  // Damage on the disk may have led to a step before that in memory, which isn't forgotten until now.
+  if (peers_ && (loaded_step_ == *step || !load_from_memory(loaded_step_))) peers_->forget();
   return true;
 }
 

@@ -25,7 +25,7 @@ using testing::device;
 using testing::world;
 
 // Parts of 2, 3 and 4 ranks are whole blocks of 32 features.
-constexpr int64_t kRows = 6, kLength = 24, kFeatures = 384;
+constexpr int64_t kRows = 12, kLength = 24, kFeatures = 384;
 constexpr double kRounding = 1e-6;
 
 class OneLayerImpl : public nn::Module {

@@ -13,11 +13,11 @@ namespace {
 
 using namespace titan::testing;  // NOLINT: these are the test's own words
 
-// Parts of 2 ranks are whole blocks of 32 features.
+// Parts of 2 ranks are whole blocks of 32 features; with embedding and head there is one for each of 8 stages.
 LlamaCase blocky_llama() {
   LlamaCase llama = mini_llama();
   llama.name = "blocky";
-  llama.args["n_layers"] = int64_t{4};
+  llama.args["n_layers"] = int64_t{6};
   llama.args["n_kv_heads"] = int64_t{4};
   llama.seq_len = 16;
   return llama;

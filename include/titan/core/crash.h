@@ -7,8 +7,8 @@ namespace titan {
 
 /// Reports SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT on standard error. Called by cli::main() and by
 /// dist::init(); a second call does nothing. A signal that somebody else handles already (a sanitizer, the
-/// user) is left to them. The handler runs on a stack of its own on the calling thread, so that a stack
-/// overflow there is reported too.
+/// user) is left to them, and so is a stack of theirs for handlers. Without one the handler has its own on
+/// the calling thread, so that a stack overflow there is reported too.
 void install_crash_handler();
 
 /// Before the first of these calls: they leave all signals as they are.

@@ -38,8 +38,7 @@ std::string model_settings(const checkpoint::Manifest& manifest) {
   bool is_named = false;
   for (const auto& [key, value] : config::printed_settings(manifest.config)) {
     is_named = is_named || key == "model.name";
-    if (key.starts_with("model.") || key == "experimental.custom_import")
-      toml += str(key, " = ", value, "\n");
+    if (key.starts_with("model.")) toml += str(key, " = ", value, "\n");
   }
   return is_named ? toml : "";
 }

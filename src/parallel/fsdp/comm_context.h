@@ -23,7 +23,8 @@ class ParamGroup;
 /// embedding and the output that is tied to it): that is the order of its gathers. A visit that a rank's
 /// backward never reaches is gathered and reduced all the same, when its turn comes. Which visits take part
 /// follows from the forward alone: those with an output that requires a gradient. (Of a group that runs
-/// several times in one forward, all ranks' backwards have to reach the same runs.) Gathers and reductions
+/// several times in one forward, all ranks' backwards have to reach the same runs; of a group of several
+/// modules, all ranks' forwards have to end with the same one.) Gathers and reductions
 /// use process groups of their own, so their mutual order is free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
