@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # For the program: torch. For the tests that compare with Python: the others.
-python_packages=(torch==2.11.0 numpy tokenizers tensorboard torchao==0.17.0)
+python_packages=(torch==2.11.0 numpy tokenizers tensorboard safetensors torchao==0.17.0)
 packages=(g++ cmake ninja-build git pkg-config ccache mold python3 python3-venv
           libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libpcre2-dev libxxhash-dev zlib1g-dev
           libcli11-dev

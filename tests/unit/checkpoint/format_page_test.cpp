@@ -80,7 +80,7 @@ std::string string_of(const at::Tensor& tensor) {
 TEST(FormatPage, ItsProgramReadsEveryTensor) {
   const auto python = std::filesystem::path(TITAN_SOURCE_DIR) / ".venv" / "bin" / "python";
   if (std::system((python.string() + " -c 'import safetensors' 2>/dev/null").c_str()) != 0)
-    GTEST_SKIP() << "needs the Python package safetensors (scripts/check_transformers.sh installs it)";
+    GTEST_SKIP() << "needs the Python package safetensors (scripts/bootstrap.sh installs it)";
   TempFolder folder;
   std::filesystem::create_directory(folder / "step-0");
   const auto tensors = write_checkpoint(folder / "step-0");
