@@ -13,5 +13,6 @@ results=$PWD/build/test_results.xml
 rm -f "$results"
 status=0
 "${test[@]}" -LE nightly --output-junit "$results" --test-output-size-passed 1000000 || status=$?
-scripts/skipped_tests.py "$results" || status=$((status ? status : 1))
+# Without results ctest has said what kept it from starting.
+[ ! -e "$results" ] || scripts/skipped_tests.py "$results" || status=$((status ? status : 1))
 exit "$status"
