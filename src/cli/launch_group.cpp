@@ -127,9 +127,13 @@ void RankGroup::signal_all(int signal) {
 // The ranks themselves are told why; what they have started isn't.
 void RankGroup::end_ranks(std::chrono::milliseconds grace) {
   kill_at_ = Clock::now() + grace;
-  for (const auto& rank : ranks_)
-    if (rank.running) sigqueue(rank.pid, SIGTERM, {.sival_int = train::kPeerHasFailed});
+  tell_why(train::kPeerHasFailed);
   signal_all(SIGTERM);
+}
+
+void RankGroup::tell_why(int note) {
+  for (const auto& rank : ranks_)
+    if (rank.running) sigqueue(rank.pid, SIGTERM, {.sival_int = note});
 }
 
 void RankGroup::tell_ranks(int signal) {
@@ -246,6 +250,7 @@ void RankGroup::look_at_clock() {
     kill_at_ = now + seconds(1);
   } else if (!kill_at_ && grow_at_ && now >= *grow_at_) {
     outgrown_ = true;
+    tell_why(train::kGroupGrows);
     tell_ranks(SIGTERM);
   }
 }

@@ -87,6 +87,8 @@ class RankGroup {
   void ask_for_end(int signal);
   void end_ranks(std::chrono::milliseconds grace);
   void tell_ranks(int signal);
+  /// By a SIGTERM with a note (train/interruption.h).
+  void tell_why(int note);
   void end_stopped();
   void end_hung();
   void kill_all();

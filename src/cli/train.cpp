@@ -88,6 +88,7 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
 
 // Behind a stop, which a signal asked for; 0: none.
 void requeue_if_wanted(const train::JobConfig& config, int signal) {
+  if (train::group_grows()) return;  // the launcher starts the ranks again itself
   if (requeues_on(config.fault_tolerance.requeue_on, signal)) requeue(slurm_job(dist::process_environment()));
 }
 

@@ -27,7 +27,7 @@ constexpr int64_t kSameSignalNs = 200'000'000;
 // A handler has nothing but what is global.
 std::atomic<int> first_signal{0};
 std::atomic<int64_t> first_signal_ns{0};
-std::atomic<bool> first_is_clean_up{false};
+std::atomic<int> first_note{0};  // what the launcher sent along with it
 std::atomic<int> launcher{0};
 sem_t signal_noted;
 std::atomic<bool> is_watching{false};
@@ -45,8 +45,7 @@ void note_signal(int signal, siginfo_t* info, void* /*context*/) {
   const bool by_launcher = launcher != 0 && info->si_pid == launcher;
   int64_t first = 0;
   if (first_signal_ns.compare_exchange_strong(first, now)) {
-    first_is_clean_up =
-        by_launcher && info->si_code == SI_QUEUE && info->si_value.sival_int == kPeerHasFailed;
+    first_note = by_launcher && info->si_code == SI_QUEUE ? info->si_value.sival_int : 0;
     first_signal = signal;
     ::sem_post(&signal_noted);
   } else if (now - first > kSameSignalNs && !by_launcher) {
@@ -95,7 +94,7 @@ SignalWatch::SignalWatch(int launcher_pid) {
   TITAN_CHECK(!is_watching.exchange(true), "a process has one SignalWatch, and there is one already");
   first_signal = 0;
   first_signal_ns = 0;
-  first_is_clean_up = false;
+  first_note = 0;
   launcher = launcher_pid;
   ::sem_init(&signal_noted, /*pshared=*/0, 0);
   watching = std::make_unique<Watching>();
@@ -127,7 +126,9 @@ SignalWatch::~SignalWatch() {
 
 int noted_signal() { return is_watching ? first_signal.load(std::memory_order_relaxed) : 0; }
 
-bool peer_has_failed() { return is_watching && first_is_clean_up; }
+bool peer_has_failed() { return is_watching && first_note == kPeerHasFailed; }
+
+bool group_grows() { return is_watching && first_note == kGroupGrows; }
 
 std::string signal_name(int signal) {
   const char* name = ::sigabbrev_np(signal);

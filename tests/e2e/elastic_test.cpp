@@ -120,7 +120,7 @@ TEST(Elastic, AHungRankIsLeftOut) {
 // What the smaller group has done since its start is on disk only because it was asked to stop. Over pairs of
 // tensor-parallel ranks, which share their rows.
 TEST(Elastic, TheLargerGroupLosesNoStep) {
-  const auto run = fresh_folder("run");
+  const auto run = fresh_folder("run"), bin = fresh_folder("bin"), told = fake_scontrol(bin, 0);
   const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
                                                                 "4",
                                                                 "--parallelism.tensor_parallel_degree",
@@ -130,8 +130,12 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
                                                                 "--lr_scheduler.total_steps",
                                                                 "60",
                                                                 "--checkpoint.interval",
-                                                                "1000"};
-  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
+                                                                "1000",
+                                                                "--fault_tolerance.requeue_on",
+                                                                "SIGTERM"};
+  Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"},
+                                                       {"SLURM_JOB_ID", "123"},
+                                                       {"PATH", bin.string() + ":" + std::getenv("PATH")}});
   ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 4 && last_logged_step(run) >= 2; }));
   ::kill(ranks_of(job)[3], SIGKILL);
   ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 2 && last_logged_step(run) >= 6; }));
@@ -144,6 +148,7 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
   EXPECT_THAT(result.err, HasSubstr("the state behind step " + std::to_string(stopped) + " is saved"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
   EXPECT_EQ(curve_of(run).size(), 60u);
+  EXPECT_FALSE(fs::exists(told)) << "ranks that the launcher starts again put the job back into the queue";
 }
 
 // As many rows a batch as the whole job's ranks have, whatever is left of them.

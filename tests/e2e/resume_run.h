@@ -23,6 +23,15 @@ inline std::string write_text(const std::filesystem::path& folder) {
   return (folder / "text.txt").string();
 }
 
+/// A scontrol that writes down its words, in front of the real one's place.
+inline std::filesystem::path fake_scontrol(const std::filesystem::path& folder, int code) {
+  const std::filesystem::path program = folder / "scontrol";
+  std::ofstream(program) << "#!/bin/sh\necho \"$@\" >> " << (folder / "told").string() << "\nexit " << code
+                         << "\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  return folder / "told";
+}
+
 /// 20 steps of the small run, whatever the number of ranks: each of them is four rows that the ranks share.
 /// Saves in folder/checkpoint.
 inline Words resumable(const std::filesystem::path& config_folder) {

@@ -367,15 +367,6 @@ TEST_F(Stop, WithoutALauncherAndWithoutCheckpoints) {
   EXPECT_THAT(result.err, AllOf(HasSubstr("SIGINT on rank 0 stops the run"), HasSubstr("nothing is saved")));
 }
 
-/// A scontrol that writes down its words, in front of the real one's place.
-fs::path fake_scontrol(const fs::path& folder, int code) {
-  const fs::path program = folder / "scontrol";
-  std::ofstream(program) << "#!/bin/sh\necho \"$@\" >> " << (folder / "told").string() << "\nexit " << code
-                         << "\n";
-  fs::permissions(program, fs::perms::owner_all);
-  return folder / "told";
-}
-
 struct Requeued {
   const char* name;
   int signal;

@@ -20,6 +20,8 @@ namespace titan::train {
 
 /// What the launcher sends along with a SIGTERM (sigqueue) to ranks that can't go on, as a peer has failed.
 inline constexpr int kPeerHasFailed = 0x7174;
+/// And to ranks that are to be started again, as more of them.
+inline constexpr int kGroupGrows = 0x7175;
 
 /// Notes these signals as long as it lives, in place of what they do. One a process; made by the main thread
 /// before there are others, which then inherit that the signals aren't theirs: only the watch's own thread is
@@ -38,6 +40,8 @@ class SignalWatch {
 int noted_signal();
 /// Whether that one came as kPeerHasFailed.
 bool peer_has_failed();
+/// Whether it came as kGroupGrows: the job goes on by itself.
+bool group_grows();
 
 /// "SIGTERM"
 std::string signal_name(int signal);

@@ -116,6 +116,21 @@ TEST(Interruption, TheLauncherSaysWhenAPeerHasFailed) {
             42);
 }
 
+TEST(Interruption, TheLauncherSaysWhenTheGroupGrows) {
+  EXPECT_EQ(code_of_child([] {
+              const SignalWatch watch(::getpid());
+              ::sigqueue(::getpid(), SIGTERM, {.sival_int = kGroupGrows});
+              return noted_within(2000) == SIGTERM && group_grows() && !peer_has_failed() ? 42 : 1;
+            }),
+            42);
+  EXPECT_EQ(code_of_child([] {
+              const SignalWatch watch(::getpid());
+              ::kill(::getpid(), SIGTERM);  // of somebody who ends the job
+              return noted_within(2000) == SIGTERM && !group_grows() ? 42 : 1;
+            }),
+            42);
+}
+
 TEST_P(EachSignal, DoesWhatItDidWhenNobodyWatches) {
   const int signal = GetParam();
   EXPECT_EQ(code_of_child([=] {

@@ -1,0 +1,385 @@
+// What a step of a settled model doesn't do, through all the modules that have collectives, and in Float8. It
+// makes no text, hashes none and looks none up: what libtitan calls for these is in libstdc++ and libc, and
+// is seen here; calls from LibTorch, or from this program, don't count. And it reads no number from a tensor,
+// for which the host would wait for the device.
+
+#include <execinfo.h>
+#include <link.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <ATen/record_function.h>
+
+#include "distributed/outcome.h"
+#include "titan/core/error.h"
+#include "titan/float8/convert.h"
+#include "titan/float8/delayed_scales.h"
+
+namespace {
+
+/// Where an object's code lies.
+struct Code {
+  uintptr_t begin = 0, end = 0;
+  bool has(const void* address) const {
+    const auto at = reinterpret_cast<uintptr_t>(address);
+    return at >= begin && at < end;
+  }
+};
+
+/// Of the first loaded object whose path has `part` in it; "" is the program itself.
+Code code_of(const char* part) {
+  struct Search {
+    const char* part;
+    Code code;
+  } search{part, {}};
+  ::dl_iterate_phdr(
+      [](dl_phdr_info* object, size_t /*size*/, void* into) {
+        auto& found = *static_cast<Search*>(into);
+        const bool is_it = *found.part == 0 ? *object->dlpi_name == 0
+                                            : std::strstr(object->dlpi_name, found.part) != nullptr;
+        if (!is_it) return 0;
+        for (int i = 0; i < object->dlpi_phnum; ++i) {
+          const auto& header = object->dlpi_phdr[i];
+          if (header.p_type != PT_LOAD || (header.p_flags & PF_X) == 0) continue;
+          const uintptr_t begin = object->dlpi_addr + header.p_vaddr;
+          found.code = {begin, begin + header.p_memsz};
+        }
+        return 1;
+      },
+      &search);
+  return search.code;
+}
+
+constexpr int kDepth = 24;
+struct Stack {
+  void* frames[kDepth] = {};
+  int depth = 0;
+};
+
+/// Of operator new, on behalf of libtitan.
+struct Memory {
+  const char* bytes = nullptr;
+  size_t size = 0;
+  Stack stack;
+};
+
+/// What was seen on this thread: a backward on a CPU runs on the thread that calls it.
+struct Seen {
+  Code libtitan = code_of("libtitan.so"), libstdcxx = code_of("libstdc++.so"), program = code_of("");
+  int64_t calls = 0;
+  const char* first = nullptr;
+  Stack first_stack;
+  std::string first_text;
+  std::vector<Memory> memory;  // that wasn't given back
+};
+thread_local Seen* seen = nullptr;
+
+/// While it lives, what is called isn't meant. Empty where nobody watches.
+class Looking {
+ public:
+  Looking() : seen_(seen) { seen = nullptr; }
+  ~Looking() { seen = seen_; }
+  Looking(const Looking&) = delete;
+  Looking& operator=(const Looking&) = delete;
+  explicit operator bool() const { return seen_ != nullptr; }
+  Seen* operator->() const { return seen_; }
+  Seen& operator*() const { return *seen_; }
+
+ private:
+  Seen* const seen_;
+};
+
+/// Whether libtitan has asked for it, itself or by libstdc++.
+bool is_libtitans(const Seen& seen, const Stack& stack) {
+  int caller = 0;
+  while (caller < stack.depth &&
+         (seen.program.has(stack.frames[caller]) || seen.libstdcxx.has(stack.frames[caller])))
+    ++caller;
+  return caller < stack.depth && seen.libtitan.has(stack.frames[caller]);
+}
+
+void note(Seen& seen, const char* what, const Stack& stack, std::string text = "") {
+  if (seen.calls++ > 0) return;
+  seen.first = what;
+  seen.first_stack = stack;
+  seen.first_text = std::move(text);
+}
+
+void see(const char* what) {
+  const Looking looking;
+  if (!looking) return;
+  Stack stack;
+  stack.depth = ::backtrace(stack.frames, kDepth);
+  if (is_libtitans(*looking, stack)) note(*looking, what, stack);
+}
+
+void see_new(void* memory, size_t size) {
+  const Looking looking;
+  // Shorter texts lie in their objects.
+  if (!looking || size <= 16) return;
+  Memory got{static_cast<const char*>(memory), size, {}};
+  got.stack.depth = ::backtrace(got.stack.frames, kDepth);
+  if (!is_libtitans(*looking, got.stack)) return;
+  std::memset(memory, 0, size);
+  looking->memory.push_back(got);
+}
+
+/// A text leaves what no numbers and no pointers do: eight and more printable characters from the start on.
+void look_for_text(Seen& seen, const Memory& memory) {
+  const char* end = memory.bytes;
+  while (end < memory.bytes + memory.size && *end >= ' ' && *end <= '~') ++end;
+  if (end - memory.bytes >= 8) note(seen, "a text was made", memory.stack, std::string(memory.bytes, end));
+}
+
+void see_delete(const void* memory) {
+  const Looking looking;
+  if (!looking || memory == nullptr) return;
+  const auto found = std::find_if(looking->memory.begin(), looking->memory.end(),
+                                  [memory](const Memory& one) { return one.bytes == memory; });
+  if (found == looking->memory.end()) return;
+  look_for_text(*looking, *found);
+  *found = looking->memory.back();
+  looking->memory.pop_back();
+}
+
+}  // namespace
+
+// These stand before the libraries' own. What they do is what those do.
+void* operator new(size_t size) {
+  void* const memory = std::malloc(std::max<size_t>(size, 1));
+  if (memory == nullptr) throw std::bad_alloc();
+  see_new(memory, size);
+  return memory;
+}
+void operator delete(void* memory) noexcept {
+  see_delete(memory);
+  std::free(memory);
+}
+void operator delete(void* memory, size_t /*size*/) noexcept { operator delete(memory); }
+
+// Of std::map and std::set with texts as keys, and of == of texts.
+extern "C" int memcmp(const void* a, const void* b, size_t size) {
+  const auto* left = static_cast<const unsigned char*>(a);
+  const auto* right = static_cast<const unsigned char*>(b);
+  // Sizes and strides are compared by it too.
+  if (size % sizeof(int64_t) != 0 || reinterpret_cast<uintptr_t>(a) % sizeof(int64_t) != 0)
+    see("texts were compared");
+  for (size_t i = 0; i < size; ++i)
+    if (left[i] != right[i]) return left[i] < right[i] ? -1 : 1;
+  return 0;
+}
+
+namespace std {
+// Of std::unordered_map and std::unordered_set with texts as keys.
+size_t _Hash_bytes(const void* bytes, size_t size, size_t seed) {
+  see("a text was hashed");
+  size_t hash = seed ^ 14695981039346656037ULL;
+  for (size_t i = 0; i < size; ++i)
+    hash = (hash ^ static_cast<const unsigned char*>(bytes)[i]) * 1099511628211ULL;
+  return hash;
+}
+}  // namespace std
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+/// Sees what this thread does until it is asked.
+class Watching {
+ public:
+  Watching() {
+    TITAN_CHECK(seen_.libtitan.end > 0 && seen_.libstdcxx.end > 0, "the libraries aren't in this process");
+    seen_.memory.reserve(4096);
+    seen = &seen_;
+  }
+  ~Watching() { seen = nullptr; }
+  Watching(const Watching&) = delete;
+  Watching& operator=(const Watching&) = delete;
+
+  int64_t calls() {
+    seen = nullptr;
+    for (const Memory& memory : std::exchange(seen_.memory, {})) look_for_text(seen_, memory);
+    return seen_.calls;
+  }
+  std::string first() const {
+    if (seen_.first == nullptr) return "";
+    std::string text = str(seen_.first, " '", seen_.first_text, "':\n");
+    char** const names = ::backtrace_symbols(seen_.first_stack.frames, seen_.first_stack.depth);
+    for (int i = 0; i < seen_.first_stack.depth; ++i) text += str(names[i], "\n");
+    std::free(names);
+    return text;
+  }
+
+ private:
+  Seen seen_;
+};
+
+thread_local int64_t num_host_reads = 0;
+
+/// Counts the numbers that this thread reads from tensors while it lives.
+class HostReads {
+ public:
+  HostReads()
+      : before_(num_host_reads),
+        callback_(at::addThreadLocalCallback(at::RecordFunctionCallback(
+            [](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
+              for (const char* name :
+                   {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero"})
+                if (std::strcmp(function.name(), name) == 0) ++num_host_reads;
+              return nullptr;
+            }))) {}
+  ~HostReads() { at::removeCallback(callback_); }
+  HostReads(const HostReads&) = delete;
+  HostReads& operator=(const HostReads&) = delete;
+
+  int64_t count() const { return num_host_reads - before_; }
+
+ private:
+  int64_t before_;
+  at::CallbackHandle callback_;
+};
+
+/// Enough layers that what each of them did would be seen, and names for which no text has room in itself.
+LlamaCase small_llama() {
+  return {.name = "small",
+          .args = {{"dim", int64_t{64}},
+                   {"n_layers", int64_t{3}},
+                   {"n_heads", int64_t{4}},
+                   {"n_kv_heads", int64_t{4}},
+                   {"vocab_size", int64_t{64}},
+                   {"multiple_of", int64_t{64}},
+                   {"rope_theta", 10000.0}},
+          .rows = 4,
+          .seq_len = 16};
+}
+
+struct Way {
+  const char* name;
+  train::ParallelDims dims;
+  TensorParallelOptions tensor = {};
+  ContextParallelOptions context = {};
+  std::optional<LayersPolicy> checkpointing = {};
+  const char* recipe = nullptr;  ///< of Float8; "delayed": tensorwise, with scales of the steps before
+};
+
+std::vector<Way> ways(int ranks) {
+  const train::ParallelDims shard{.dp_shard = ranks}, cp{.cp = ranks}, tp{.tp = ranks};
+  return {
+      {.name = "fsdp", .dims = shard},
+      {.name = "ddp", .dims = {.dp_replicate = ranks}},
+      {.name = "fsdp, checkpointed", .dims = shard, .checkpointing = FullRecompute{}},
+      {.name = "tp", .dims = tp},
+      {.name = "tp, no sequence parallel", .dims = tp, .tensor = {.sequence_parallel = false}},
+      {.name = "tp, no loss parallel", .dims = tp, .tensor = {.loss_parallel = false}},
+      {.name = "tp, overlapped", .dims = tp, .tensor = {.overlap = true}},
+      {.name = "cp, ring by all-gather", .dims = cp},
+      {.name = "cp, ring hop by hop",
+       .dims = cp,
+       .context = {.rotate_method = ContextRotateMethod::AllToAll}},
+      {.name = "cp, keys gathered", .dims = cp, .context = {.attention = ContextAttention::AllGatherKv}},
+      {.name = "fsdp, tensorwise", .dims = shard, .recipe = "tensorwise"},
+      {.name = "fsdp, delayed", .dims = shard, .recipe = "delayed"},
+      {.name = "tp, tensorwise", .dims = tp, .recipe = "tensorwise"},
+      {.name = "tp, delayed", .dims = tp, .recipe = "delayed"},
+      {.name = "tp, overlapped, tensorwise", .dims = tp, .tensor = {.overlap = true}, .recipe = "tensorwise"},
+      {.name = "tp, rowwise", .dims = tp, .recipe = "rowwise"},
+      {.name = "fsdp, rowwise_with_gw_hp", .dims = shard, .recipe = "rowwise_with_gw_hp"},
+      {.name = "fsdp, mxfp8_cublas", .dims = shard, .recipe = "mxfp8_cublas"},
+  };
+}
+
+void convert(train::TrainableModel& model, const std::string& recipe) {
+  const bool delayed = recipe == "delayed";
+  float8::convert(*model.root().ptr(),
+                  {.recipe_name = delayed ? "tensorwise" : recipe,
+                   .filter_fqns = {"output"},
+                   .arithmetic = float8::Arithmetic::Emulated,
+                   .plain = ops::default_products(),
+                   .delayed = {.input = delayed, .weight = delayed, .grad_output = delayed},
+                   .gather = {.in_float8 = recipe == "tensorwise"}});
+}
+
+/// Called for each way with a step of its model, which has settled.
+void for_each_way(const std::function<void(const Way&, const std::function<void()>& step)>& call) {
+  const LlamaCase llama = small_llama();
+  const Batch batch = random_batch(llama, 1);
+  const int64_t num_valid = batch.num_valid();
+  for (const Way& way : ways(world().size())) {
+    const train::Meshes meshes = train::build_meshes(world(), way.dims);
+    const auto model = build_llama(llama, at::kFloat);
+    if (way.recipe != nullptr) convert(*model, way.recipe);
+    FsdpOptions fsdp = fsdp_options(kFloat32);
+    fsdp.mesh = meshes.fsdp;
+    llama_spec().parallelize(*model, {.meshes = meshes,
+                                      .fsdp = fsdp,
+                                      .tensor = way.tensor,
+                                      .context = way.context,
+                                      .activations = {way.checkpointing, {}}});
+    materialize(model->root(), kSeed);
+    auto scales = float8::DelayedScales::collect({model->root().ptr().get()}, 16, device());
+    const Batch mine = batch.rows(meshes.dp_rank(), meshes.dp_degree());
+    const auto step = [&] {
+      set_last_micro_batch(model->root(), true);
+      model->loss(mine.tokens, mine.labels, num_valid).backward();
+      if (scales.empty()) return;
+      scales.update([](const at::Tensor& pending) {
+        world().everyone()->all_reduce(pending, dist::ReduceOp::Max, {"test::scales"}).wait();
+      });
+    };
+    for (int i = 0; i < 3; ++i) step();
+    call(way, step);
+  }
+}
+
+TEST(HotPath, ASettledStepMakesAndLooksUpNoTexts) {
+  for_each_way([](const Way& way, const std::function<void()>& step) {
+    Watching watching;
+    step();
+    EXPECT_EQ(watching.calls(), 0) << way.name << ": " << watching.first();
+  });
+}
+
+TEST(HotPath, ASettledStepReadsNoNumbersFromTensors) {
+  for_each_way([](const Way& way, const std::function<void()>& step) {
+    const HostReads reads;
+    step();
+    // Tokens and labels of a vocabulary in parts are checked: on a device by an assertion, on a CPU at once.
+    EXPECT_EQ(reads.count(), way.dims.tp > 1 ? 2 : 0) << way.name;
+  });
+  const HostReads reads;
+  EXPECT_EQ(at::ones({1}).item<double>(), 1);
+  EXPECT_EQ(reads.count(), 1);
+}
+
+// The first test above sees what it is to see: texts that libtitan makes at once, and by and by.
+TEST(HotPath, TextsAreSeen) {
+  const auto model = build_llama(small_llama(), at::kFloat);
+  int64_t names = 0, values = 0;
+  {
+    Watching watching;
+    EXPECT_FALSE(parameters(model->root()).empty());
+    names = watching.calls();
+  }
+  {
+    Watching watching;
+    EXPECT_ANY_THROW(train::build_meshes(world(), {.dp_shard = world().size() + 1}));
+    values = watching.calls();
+  }
+  EXPECT_GT(names, 0);
+  EXPECT_GT(values, 0);
+}
+
+}  // namespace
+}  // namespace titan
