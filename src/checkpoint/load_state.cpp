@@ -1,7 +1,6 @@
 #include "load_state.h"
 
 #include <algorithm>
-#include <mutex>
 #include <numeric>
 
 #include <ATen/core/grad_mode.h>
@@ -16,8 +15,6 @@ namespace {
 
 // What a thread reads at once: enough to keep a disk busy, little beside the tensors.
 constexpr int64_t kReadBytes = int64_t{32} << 20;
-// What is asked for before it is read.
-constexpr int64_t kReadAheadBytes = int64_t{64} << 20;
 
 std::string object_key(const std::string& name) { return name.substr(0, name.find('.')); }
 
@@ -66,10 +63,6 @@ void add_stretches(const std::vector<NamedTensor>& tensors, const SavedState& sa
     stretch.box.length[0] = std::min(step, box.length[0] - row);
     stretches.push_back(std::move(stretch));
   }
-}
-
-int64_t bytes_of(const SavedState& saved, const NamedTensor& tensor, const Stretch& stretch) {
-  return stretch.box.numel() * static_cast<int64_t>(c10::elementSize(saved.tensor(tensor.name).dtype));
 }
 
 void read_stretch(const SavedState& saved, const NamedTensor& tensor, const Stretch& stretch) {
@@ -162,53 +155,11 @@ std::set<int64_t> ranks_read(const StateTable& table, const std::vector<NamedTen
   return ranks;
 }
 
-namespace {
-
-/// Asks the disk for stretches ahead of the threads that read them: a tensor's end is no reason to wait.
-class ReadAhead {
- public:
-  ReadAhead(const SavedState& saved, const std::vector<NamedTensor>& tensors,
-            const std::vector<Stretch>& stretches)
-      : saved_(saved), tensors_(tensors), stretches_(stretches) {}
-
-  /// Called before stretch `index` is read. May be called from several threads.
-  void at(size_t index) {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock) return;  // another thread is asking
-    for (; reached_ <= index && reached_ < next_; ++reached_) ahead_ -= bytes(reached_);
-    reached_ = std::max(reached_, index + 1);
-    next_ = std::max(next_, reached_);
-    for (; next_ < stretches_.size() && ahead_ < kReadAheadBytes; ++next_) {
-      const Stretch& stretch = stretches_[next_];
-      saved_.will_need(tensors_[stretch.tensor].name, stretch.box);
-      ahead_ += bytes(next_);
-    }
-  }
-
- private:
-  int64_t bytes(size_t index) const {
-    return bytes_of(saved_, tensors_[stretches_[index].tensor], stretches_[index]);
-  }
-
-  const SavedState& saved_;
-  const std::vector<NamedTensor>& tensors_;
-  const std::vector<Stretch>& stretches_;
-  std::mutex mutex_;
-  // Stretches [reached_, next_) were asked for, of `ahead_` bytes.
-  size_t reached_ = 0, next_ = 0;
-  int64_t ahead_ = 0;
-};
-
-}  // namespace
-
 void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tensors, int num_threads) {
   std::vector<Stretch> stretches;
   for (size_t i = 0; i < tensors.size(); ++i) add_stretches(tensors, saved, i, stretches);
-  ReadAhead ahead(saved, tensors, stretches);
-  run_tasks(num_threads, stretches.size(), [&](size_t index) {
-    ahead.at(index);
-    read_stretch(saved, tensors[stretches[index].tensor], stretches[index]);
-  });
+  run_tasks(num_threads, stretches.size(),
+            [&](size_t index) { read_stretch(saved, tensors[stretches[index].tensor], stretches[index]); });
 }
 
 }  // namespace titan::checkpoint::detail

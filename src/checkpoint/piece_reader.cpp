@@ -64,24 +64,6 @@ void BlockReader::will_need(int64_t first, int64_t last) const {
 
 // ---- parts of a tensor
 
-std::vector<BlockRange> needed_blocks(const RankFile::Entry& entry, const Box& target_box) {
-  const int64_t block_elements = kBlockBytes / static_cast<int64_t>(c10::elementSize(entry.dtype));
-  std::vector<int64_t> strides(target_box.length.size(), 1);
-  for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * target_box.length[dim];
-  std::vector<BlockRange> ranges;
-  BoxRuns runs(entry.box, target_box, strides);
-  for (Run run; runs.next(run);) {
-    const int64_t first = run.from / block_elements;
-    const int64_t last = (run.from + run.length - 1) / block_elements + 1;
-    if (!ranges.empty() && first <= ranges.back().last) {
-      ranges.back().last = last;
-    } else {
-      ranges.push_back({first, last});
-    }
-  }
-  return ranges;
-}
-
 PieceReader::PieceReader(const BlockReader& blocks, const RankFile::Entry& entry, const Box& target_box,
                          const at::Tensor& target)
     : blocks_(blocks),
@@ -95,7 +77,7 @@ PieceReader::PieceReader(const BlockReader& blocks, const RankFile::Entry& entry
       more_(runs_.next(run_)) {}
 
 void PieceReader::read() {
-  for (const BlockRange& range : needed_blocks(entry_, target_box_)) {
+  for (const BlockRange& range : needed_blocks()) {
     for (int64_t first = range.first; first < range.last;) {
       const int64_t whole = num_whole_blocks(first, range.last);
       const int64_t last = first + std::min(whole > 0 ? whole : range.last - first, kReadBlocks);
@@ -108,6 +90,21 @@ void PieceReader::read() {
       first = last;
     }
   }
+}
+
+std::vector<PieceReader::BlockRange> PieceReader::needed_blocks() const {
+  std::vector<BlockRange> ranges;
+  BoxRuns runs(entry_.box, target_box_, target_strides_);
+  for (Run run; runs.next(run);) {
+    const int64_t first = run.from / block_elements_;
+    const int64_t last = (run.from + run.length - 1) / block_elements_ + 1;
+    if (!ranges.empty() && first <= ranges.back().last) {
+      ranges.back().last = last;
+    } else {
+      ranges.push_back({first, last});
+    }
+  }
+  return ranges;
 }
 
 // How many blocks from `first` on hold nothing but the current run, which lies in the target as in the file.

@@ -43,13 +43,6 @@ class BlockReader {
   const RankFile::Entry& entry_;
 };
 
-struct BlockRange {
-  int64_t first, last;  // [first, last)
-};
-
-/// The entry's blocks that hold elements of `target_box`, in order, neighbours as one range.
-std::vector<BlockRange> needed_blocks(const RankFile::Entry& entry, const Box& target_box);
-
 /// RankFile::read, of checked arguments.
 class PieceReader {
  public:
@@ -58,6 +51,11 @@ class PieceReader {
   void read();
 
  private:
+  struct BlockRange {
+    int64_t first, last;  // [first, last)
+  };
+
+  std::vector<BlockRange> needed_blocks() const;
   int64_t num_whole_blocks(int64_t first, int64_t last) const;
   void read_into_target(int64_t first, int64_t last);
   void read_through_buffer(int64_t first, int64_t last);

@@ -123,15 +123,6 @@ void RankFile::read(std::string_view name, const Box& target_box, const at::Tens
   impl_->file.check_size();
 }
 
-void RankFile::will_need(std::string_view name, const Box& target_box) const {
-  const Entry& about = entry(name);
-  TITAN_CHECK(target_box.offset.size() == about.box.offset.size(), "'", name, "' has ",
-              about.box.offset.size(), " dimensions, not ", target_box.offset.size());
-  const BlockReader blocks(impl_->file, name, about);
-  for (const detail::BlockRange& range : detail::needed_blocks(about, target_box))
-    blocks.will_need(range.first, range.last);
-}
-
 void RankFile::verify(const std::function<void(int64_t bytes)>& progress) const {
   std::vector<std::byte> buffer(static_cast<size_t>(detail::kReadBlocks * kBlockBytes));
   std::string problems;

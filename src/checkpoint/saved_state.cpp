@@ -51,15 +51,6 @@ void SavedState::read(std::string_view name, const Box& box, const at::Tensor& t
   }
 }
 
-void SavedState::will_need(std::string_view name, const Box& box) const {
-  const StateTensor& wanted = tensor(name);
-  for (const Source& source : table().sources_of(*table().find(name), box)) {
-    const auto lease = impl_->files.use(manifest(), source.rank);
-    detail::check_entry(lease.file(), wanted, source.box);
-    lease.file().will_need(name, box);
-  }
-}
-
 at::Tensor SavedState::read(std::string_view name) const {
   const StateTensor& wanted = tensor(name);
   at::Tensor whole = at::empty(wanted.shape, at::dtype(wanted.dtype));

@@ -1,7 +1,9 @@
 #include "e2e/command.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -31,11 +33,34 @@ std::string read(const std::filesystem::path& path) {
 
 void pause() { std::this_thread::sleep_for(std::chrono::milliseconds(5)); }
 
+bool is_free(int port) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in everywhere{};
+  everywhere.sin_family = AF_INET;
+  everywhere.sin_port = htons(static_cast<uint16_t>(port));
+  const bool is_free = ::bind(listener, reinterpret_cast<sockaddr*>(&everywhere), sizeof everywhere) == 0;
+  ::close(listener);
+  return is_free;
+}
+
+// Below the ports that the system hands out to whoever asks for any, as the tests beside this one do.
+int find_port() {
+  const int first = 10000 + getpid() * 7 % 20000;
+  for (int port = first; port < first + 1000; ++port)
+    if (is_free(port)) return port;
+  throw std::runtime_error("no free port from " + std::to_string(first) + " on");
+}
+
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 }  // namespace
+
+std::string some_port() {
+  static const int port = find_port();
+  return std::to_string(port);
+}
 
 Command::Command(const std::vector<std::string>& words, const Variables& variables) : folder_(make_folder()) {
   const std::string out = folder_ / "out", err = folder_ / "err";

@@ -40,6 +40,9 @@ class Command {
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
 };
 
+/// A port for a job's store, of no other job on this host: the same for a whole test.
+std::string some_port();
+
 CommandResult run(const std::vector<std::string>& words, const Command::Variables& variables = {},
                   double limit_s = 60);
 

@@ -56,7 +56,7 @@ TEST(Faults, APeerThatDoesntComeIsNamedAfterTheInitTimeout) {
           {{"RANK", "0"},
            {"WORLD_SIZE", "2"},
            {"MASTER_ADDR", "127.0.0.1"},
-           {"MASTER_PORT", std::to_string(33000 + getpid() % 27000)},  // of no other job on this host
+           {"MASTER_PORT", some_port()},
            {"OMP_NUM_THREADS", "1"}});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, AllOf(HasSubstr("1 of 2 ranks didn't come"), HasSubstr("within 2 s, missing: 1")));

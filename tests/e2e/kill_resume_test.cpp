@@ -81,7 +81,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
     start = Clock::now();
     const CommandResult result = job.wait(100);
     ASSERT_EQ(result.status, 0) << result.err;
-    training_s_ = seconds_since(start);
+    step_s_ = seconds_since(start) / kSteps;
   }
 
   // In one of the modes; the other may be killed while it saves more often.
@@ -97,14 +97,27 @@ class Killed : public ::testing::TestWithParam<const char*> {
 
   double random_up_to(double seconds) { return std::uniform_real_distribution<>(0, seconds)(random_); }
 
+  // Behind any of the steps that are left: by what is logged, as a time would be another step on a machine
+  // that has more to do now. Then somewhere in the three that follow, or in the run's end.
+  void wait_for_any_step(const Command& job, std::optional<int> newest) {
+    const int first = newest.value_or(0) + 1;
+    const int step = std::uniform_int_distribution<>(std::min(first, kSteps), kSteps)(random_);
+    wait_until([&] { return last_logged_step(folder_) >= step || children_of(job.pid()).empty(); });
+    sleep_s(random_up_to(3 * step_s_));
+  }
+
   // Now and then while it starts, else while it trains or ends.
   void run_and_kill(const Words& words) {
     const std::optional<int> newest = newest_listed(folder_);
     const std::optional<ino_t> record = record_of(folder_);
     Command job(train_words(words), {{"OMP_NUM_THREADS", "1"}});
     const bool at_start = random_() % 5 == 0;
-    if (!at_start) wait_for_training(folder_, record);
-    sleep_s(random_up_to(at_start ? startup_s_ : training_s_));
+    if (at_start) {
+      sleep_s(random_up_to(startup_s_));
+    } else {
+      wait_for_training(folder_, record);
+      wait_for_any_step(job, newest);
+    }
     const std::vector<int> ranks = children_of(job.pid());
     if (!ranks.empty() && random_() % 2 == 0) {
       ::kill(ranks[random_() % ranks.size()], SIGKILL);
@@ -118,8 +131,8 @@ class Killed : public ::testing::TestWithParam<const char*> {
   }
 
   fs::path folder_ = fresh_folder("run");
-  std::mt19937 random_{std::random_device()()};
-  double startup_s_ = 0, training_s_ = 0;
+  std::mt19937 random_ = random_generator();
+  double startup_s_ = 0, step_s_ = 0;
 };
 
 TEST_P(Killed, AtAnyTimeARunGoesOnAsIfNothingHadBeen) {

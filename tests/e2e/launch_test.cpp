@@ -198,9 +198,6 @@ std::vector<CommandResult> run_ranks(const std::vector<Command::Variables>& rank
   return results;
 }
 
-/// Of no other job on this host.
-std::string some_port() { return std::to_string(33000 + getpid() % 27000); }
-
 Command::Variables plain(const std::string& rank, const std::string& size, const std::string& port) {
   return {{"RANK", rank}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}};
 }

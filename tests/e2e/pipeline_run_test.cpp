@@ -219,7 +219,7 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
                                                 std::to_string(GetParam().pp),
                                                 "--job.dump_folder",
                                                 folder.string()};
-  const std::string port = std::to_string(33000 + getpid() % 27000);
+  const std::string port = some_port();
   std::vector<Command> ranks;
   for (int rank = 0; rank < 4; ++rank) ranks.push_back(start_rank(rank, 4, port, words));
   wait_for_middle_of_step(folder);

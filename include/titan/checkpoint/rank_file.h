@@ -84,8 +84,6 @@ class RankFile {
   /// hold them and nothing else, and checks each. Throws Error that names tensor, file and block; `target`
   /// may then hold some of what was read.
   void read(std::string_view name, const Box& target_box, const at::Tensor& target) const;
-  /// Has the system read from the disk what read() will ask for, and doesn't wait for it.
-  void will_need(std::string_view name, const Box& target_box) const;
   /// Reads and checks all blocks; `progress` is told how many bytes. Throws Error.
   void verify(const std::function<void(int64_t bytes)>& progress = {}) const;
   /// Bytes read so far, headers included, through all copies of this handle.

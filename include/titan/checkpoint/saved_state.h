@@ -34,9 +34,6 @@ class SavedState {
   /// the files with pieces of them, checks that each file's header has there what the manifest says, and the
   /// checksum of each block before it is copied. Throws Error that names tensor and file.
   void read(std::string_view name, const Box& box, const at::Tensor& target) const;
-  /// Has the system read from the disk what read() will ask for, and doesn't wait for it. Opens the files, and
-  /// throws Error as read() does where that fails.
-  void will_need(std::string_view name, const Box& box) const;
   /// The whole tensor, in its dtype.
   at::Tensor read(std::string_view name) const;
 
