@@ -108,7 +108,8 @@ std::vector<data::Batch> random_micro_batches(int count, int64_t seq_len) {
   return batches;
 }
 
-// Of each stage, over all ranks: what its F, B or I, and W take.
+// Of each stage, over all ranks: what its F, I and W take. A schedule may split some backwards and others
+// not: a whole one is I and W to the simulator, and I where none is split.
 pipeline::Costs measured_costs(const std::vector<train::ActionTime>& times, int num_stages,
                                const DeviceMesh& pp) {
   pipeline::Costs costs;
@@ -125,8 +126,8 @@ pipeline::Costs measured_costs(const std::vector<train::ActionTime>& times, int 
   for (int stage = 0; stage < num_stages; ++stage) {
     using Kind = Action::Kind;
     costs.forward.push_back(of(stage, [](Kind kind) { return kind == Kind::Forward; }));
-    costs.input.push_back(
-        of(stage, [](Kind kind) { return kind == Kind::Backward || kind == Kind::BackwardInput; }));
+    const double input = of(stage, [](Kind kind) { return kind == Kind::BackwardInput; });
+    costs.input.push_back(input > 0 ? input : of(stage, [](Kind kind) { return kind == Kind::Backward; }));
     costs.weight.push_back(of(stage, [](Kind kind) { return kind == Kind::BackwardWeight; }));
   }
   return costs;

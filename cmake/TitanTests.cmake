@@ -59,13 +59,16 @@ function(titan_unit_test layer)
   endif()
   # One process for all: loading LibTorch takes longer than most of them.
   add_test(NAME unit.${layer} COMMAND ${name} --gtest_brief=1)
-  set_tests_properties(unit.${layer} PROPERTIES LABELS "fast;ci" TIMEOUT 300)
+  set_tests_properties(unit.${layer} PROPERTIES LABELS "fast;ci" TIMEOUT 900)
   # Those of kernels run on several threads. The others have one, as threads that share a core wait for each other.
   if(layer MATCHES "^(tensor|ops|optim)$")
     set_tests_properties(unit.${layer} PROPERTIES PROCESSORS 2)
   else()
     set_tests_properties(unit.${layer} PROPERTIES ENVIRONMENT OMP_NUM_THREADS=1)
   endif()
+  # Two trees that are tested on one machine don't share files.
+  file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/test_tmp/${layer})
+  set_property(TEST unit.${layer} APPEND PROPERTY ENVIRONMENT TEST_TMPDIR=${PROJECT_BINARY_DIR}/test_tmp/${layer}/)
 endfunction()
 
 function(titan_distributed_test name)

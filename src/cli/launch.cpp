@@ -133,9 +133,10 @@ bool Launcher::find_places() {
 }
 
 void Launcher::lose_places(const RankGroup& group) {
+  const auto now = Clock::now();  // the same for all of them: they come back together
   for (int rank : group.lost()) {
     tell("rank ", rank, " is lost (", group.how_lost(rank), ")");
-    places_.lose(group_[rank], Clock::now());
+    places_.lose(group_[rank], now);
   }
 }
 

@@ -36,7 +36,7 @@ constexpr auto kFilesWithin = 2s;
 constexpr auto kWritesWithin = 3s;
 
 // Launchers call the first rank to end the one that failed.
-constexpr auto kCulpritsFirst = 500ms;
+constexpr auto kCulpritsFirst = 1500ms;
 
 // A rank whose processors did this much of the time what is to be done computes.
 constexpr double kBusy = 0.2;

@@ -91,12 +91,12 @@ TEST(Failure, ARankThatFailedWaitsForTheOthers) {
   bool armed = false;
   Saver saver({.folder = folder,
                .stop_on_failure = false,
-               .timeout = std::chrono::seconds(1),
+               .timeout = std::chrono::seconds(4),
                .on_phase = [&](SavePhase phase) {
                  if (!armed) return;
                  if (is_last() && phase == SavePhase::WriteFile) throw Error("told to fail");
                  if (world().rank() == 0 && phase == SavePhase::Gather)
-                   std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+                   std::this_thread::sleep_for(std::chrono::milliseconds(6000));
                }});
   saver.fill_and_save(1);
   armed = true;

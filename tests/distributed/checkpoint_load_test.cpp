@@ -240,7 +240,7 @@ TEST(Folder, OneThatIsNotSharedIsRefusedByName) {
   const fs::path mine = folder / (is_last() ? "b" : "a");
   fs::create_directories(folder / "b");
   const std::string error = error_of(
-      [&] { Checkpointer checkpointer(world(), {}, {.folder = mine, .timeout = std::chrono::seconds(4)}); });
+      [&] { Checkpointer checkpointer(world(), {}, {.folder = mine, .timeout = std::chrono::seconds(12)}); });
   EXPECT_THAT(error, HasSubstr(last_rank()));
   EXPECT_THAT(error, HasSubstr((folder / "b").string()));
   EXPECT_THAT(error, HasSubstr("what rank 0 wrote"));

@@ -86,7 +86,7 @@ void save_and_fail(const dist::World& world, const Words& words) {
   bool armed = false;
   // A rank that hangs is waited for in vain. One that throws or ends isn't, and on a busy machine a phase may
   // take longer than such a wait should.
-  const std::chrono::seconds timeout(words.at(3) == "hang" ? 4 : 30);
+  const std::chrono::seconds timeout(words.at(3) == "hang" ? 10 : 30);
   SaveOptions options{.folder = words.at(1), .keep_latest = 5, .timeout = timeout};
   options.async = mode_of(words.at(5));
   options.on_phase = [&](SavePhase at) {

@@ -41,7 +41,7 @@ using Words = std::vector<std::string>;
 // Of saves that go well: only a machine that stands still takes so long.
 constexpr std::chrono::seconds kAmple(40);
 // Of those in which somebody is waited for in vain.
-constexpr std::chrono::seconds kShort(5);
+constexpr std::chrono::seconds kShort(15);
 
 std::string variable(const char* name, const std::string& otherwise) {
   const char* value = std::getenv(name);

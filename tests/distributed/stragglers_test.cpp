@@ -17,7 +17,7 @@ namespace {
 using titan::testing::world;
 
 constexpr int kSteps = 2;  // of an interval
-constexpr double kShort_s = 0.02, kLong_s = 0.12;
+constexpr double kShort_s = 0.02, kLong_s = 0.42;
 
 void work_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 

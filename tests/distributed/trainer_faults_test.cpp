@@ -162,8 +162,10 @@ TEST_P(Skip, SavesNeverthelessWhenItIsStopped) {
                        .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
                          if (phase == Phase::Optimizer && step > 4)
                            spoil_gradient(parameters, GetParam().value);
-                         if (phase == Phase::Optimizer && step == 6 && world().rank() == bad_rank())
+                         if (phase == Phase::Optimizer && step == 6 && world().rank() == bad_rank()) {
                            ::kill(::getpid(), SIGTERM);
+                           for (int i = 0; i < 20'000 && noted_signal() == 0; ++i) ::usleep(1000);
+                         }
                        }});
   EXPECT_EQ(message_of_training(job.trainer), "no error");
   if (world().rank() != 0) return;

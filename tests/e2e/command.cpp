@@ -57,6 +57,17 @@ double seconds_since(Clock::time_point start) {
 
 }  // namespace
 
+MachineLag::MachineLag() {
+  thread_ = std::jthread([this](const std::stop_token& stop) {
+    constexpr std::chrono::milliseconds kTurn(10);
+    while (!stop.stop_requested()) {
+      const auto start = Clock::now();
+      std::this_thread::sleep_for(kTurn);
+      seconds_ = seconds_ + std::chrono::duration<double>(Clock::now() - start - kTurn).count();
+    }
+  });
+}
+
 std::string some_port() {
   static const int port = find_port();
   return std::to_string(port);
@@ -101,6 +112,15 @@ std::string Command::output() const { return read(folder_ / "out"); }
 bool Command::wait_for_output(const std::string& text, double limit_s) const {
   const auto start = Clock::now();
   while (output().find(text) == std::string::npos) {
+    if (seconds_since(start) > limit_s) return false;
+    pause();
+  }
+  return true;
+}
+
+bool Command::wait_for_errors(const std::string& text, double limit_s) const {
+  const auto start = Clock::now();
+  while (read(folder_ / "err").find(text) == std::string::npos) {
     if (seconds_since(start) > limit_s) return false;
     pause();
   }

@@ -2,10 +2,12 @@
 
 // Runs programs from a test: several at once, with their own variables, output kept, time limited.
 
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace titan::testing {
@@ -31,6 +33,8 @@ class Command {
   std::string output() const;  ///< standard output so far
   /// Waits until standard output contains `text`; false when it didn't within the limit.
   bool wait_for_output(const std::string& text, double limit_s = 30) const;
+  /// The same of standard error.
+  bool wait_for_errors(const std::string& text, double limit_s = 30) const;
   /// Waits for the end; kills it after the limit (status 128 + 9).
   CommandResult wait(double limit_s = 60);
 
@@ -38,6 +42,18 @@ class Command {
   int pid_ = -1;
   std::filesystem::path folder_;
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+};
+
+/// How late a thread of this process gets its turn, all in all, while it lives: by so much a bound on a time
+/// is missed on a machine that has more to do, and is nobody's fault.
+class MachineLag {
+ public:
+  MachineLag();
+  double seconds() const { return seconds_; }
+
+ private:
+  std::atomic<double> seconds_{0};
+  std::jthread thread_;
 };
 
 /// A port for a job's store, of no other job on this host: the same for a whole test.

@@ -94,6 +94,16 @@ TEST(Elastic, RanksThatAreKilledAndComeBackDontChangeTheRun) {
   }
 }
 
+/// As soon as so many have logged a step from `step` on; else none.
+std::vector<int> ranks_that_train(const Command& job, size_t count, const fs::path& run, int64_t step) {
+  std::vector<int> ranks;
+  const bool come = wait_until([&] {
+    ranks = ranks_of(job);
+    return ranks.size() == count && last_logged_step(run) >= step;
+  });
+  return come ? ranks : std::vector<int>();
+}
+
 // The others' watchdogs give up on it, and the launcher sees that it was stopped.
 TEST(Elastic, AHungRankIsLeftOut) {
   const auto run = fresh_folder("run");
@@ -108,8 +118,9 @@ TEST(Elastic, AHungRankIsLeftOut) {
                                                                 "--comm.train_timeout_seconds",
                                                                 "4"};
   Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
-  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 3 && last_logged_step(run) >= 12; }));
-  ::kill(ranks_of(job)[1], SIGSTOP);
+  const std::vector<int> ranks = ranks_that_train(job, 3, run, 12);
+  ASSERT_EQ(ranks.size(), 3u);
+  ::kill(ranks[1], SIGSTOP);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err,
@@ -126,9 +137,9 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
                                                                 "--parallelism.tensor_parallel_degree",
                                                                 "2",
                                                                 "--training.steps",
-                                                                "60",
+                                                                "150",
                                                                 "--lr_scheduler.total_steps",
-                                                                "60",
+                                                                "150",
                                                                 "--checkpoint.interval",
                                                                 "1000",
                                                                 "--fault_tolerance.requeue_on",
@@ -136,9 +147,17 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
   Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"},
                                                        {"SLURM_JOB_ID", "123"},
                                                        {"PATH", bin.string() + ":" + std::getenv("PATH")}});
-  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 4 && last_logged_step(run) >= 2; }));
-  ::kill(ranks_of(job)[3], SIGKILL);
-  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 2 && last_logged_step(run) >= 6; }));
+  const std::vector<int> first = ranks_that_train(job, 4, run, 2);
+  ASSERT_EQ(first.size(), 4u);
+  ::kill(first[3], SIGKILL);
+  // The smaller group's, not two that are left of the larger one; and steps that it has made itself.
+  ASSERT_TRUE(wait_until([&] {
+    const std::vector<int> now = ranks_of(job);
+    return now.size() == 2 &&
+           std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
+  }));
+  const int64_t logged = last_logged_step(run);
+  ASSERT_TRUE(wait_until([&] { return last_logged_step(run) >= std::max<int64_t>(6, logged + 1); }));
   job.signal(SIGUSR2);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
@@ -147,7 +166,7 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
   EXPECT_EQ(number_behind(result.err, "the run goes on behind step "), stopped) << result.err;
   EXPECT_THAT(result.err, HasSubstr("the state behind step " + std::to_string(stopped) + " is saved"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
-  EXPECT_EQ(curve_of(run).size(), 60u);
+  EXPECT_EQ(curve_of(run).size(), 150u);
   EXPECT_FALSE(fs::exists(told)) << "ranks that the launcher starts again put the job back into the queue";
 }
 
@@ -167,8 +186,9 @@ TEST(Elastic, ValidationStaysTheSame) {
                                                 "2"};
   train_log(straight, words);
   Command job(train_words(elastic_words(words, run)), {{"OMP_NUM_THREADS", "1"}});
-  ASSERT_TRUE(wait_until([&] { return ranks_of(job).size() == 3 && last_logged_step(run) >= 2; }));
-  ::kill(ranks_of(job)[2], SIGKILL);
+  const std::vector<int> ranks = ranks_that_train(job, 3, run, 2);
+  ASSERT_EQ(ranks.size(), 3u);
+  ::kill(ranks[2], SIGKILL);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("2 of 3 ranks"));

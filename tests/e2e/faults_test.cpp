@@ -61,7 +61,7 @@ TEST(Faults, APeerThatDoesntComeIsNamedAfterTheInitTimeout) {
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, AllOf(HasSubstr("1 of 2 ranks didn't come"), HasSubstr("within 2 s, missing: 1")));
   EXPECT_GE(result.elapsed_s, 2);
-  EXPECT_LT(result.elapsed_s, 12);
+  EXPECT_LT(result.elapsed_s, 40);  // not the minutes of the default
 }
 
 TEST(Faults, WhatTheJobReadsIsLookedAtBeforeAnyRankStarts) {
@@ -190,7 +190,7 @@ TEST(Faults, CtrlCEndsARunAndItsRanks) {
   std::vector<int> ranks = children_of(job.pid());
   ASSERT_EQ(ranks.size(), 2u);
   job.signal(SIGINT);
-  CommandResult result = job.wait(10);
+  CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 0) << "the ranks agreed to stop";
   EXPECT_THAT(result.err, HasSubstr("stops the run behind step"));
   for (int rank : ranks) EXPECT_NE(::kill(rank, 0), 0) << rank << " is still there";

@@ -9,7 +9,7 @@
 #include <future>
 #include <thread>
 
-#include "e2e/small_run.h"
+#include "e2e/resume_run.h"
 
 namespace titan::testing {
 namespace {
@@ -172,22 +172,15 @@ TEST(PipelineFaults, ALossThatIsNotFiniteIsToldWithTheLastStagesRank) {
 
 // ---- a lost rank
 
-Command start_rank(int rank, int size, const std::string& port, const Words& words) {
-  return Command(train_words(words), {{"RANK", std::to_string(rank)},
-                                      {"WORLD_SIZE", std::to_string(size)},
-                                      {"MASTER_ADDR", "127.0.0.1"},
-                                      {"MASTER_PORT", port},
-                                      {"OMP_NUM_THREADS", "1"}});
-}
-
-// Ends in the middle of a step, when all ranks are at their actions: half a step's time behind one.
-void wait_for_middle_of_step(const std::filesystem::path& folder) {
-  using Clock = std::chrono::steady_clock;
-  const auto has_steps = [&](size_t count) { return whole_rows(folder).size() >= count; };
-  ASSERT_TRUE(wait_until([&] { return has_steps(2); }));
-  const auto second = Clock::now();
-  ASSERT_TRUE(wait_until([&] { return has_steps(3); }));
-  std::this_thread::sleep_for((Clock::now() - second) / 2);
+Command start_rank(int rank, int size, const std::string& port, const Words& words,
+                   const Command::Variables& more = {}) {
+  Command::Variables variables = {{"RANK", std::to_string(rank)},
+                                  {"WORLD_SIZE", std::to_string(size)},
+                                  {"MASTER_ADDR", "127.0.0.1"},
+                                  {"MASTER_PORT", port},
+                                  {"OMP_NUM_THREADS", "1"}};
+  variables.insert(more.begin(), more.end());
+  return Command(train_words(words), variables);
 }
 
 struct Killed {
@@ -204,30 +197,37 @@ class LostRank : public ::testing::TestWithParam<Killed> {};
 // and where the lost one kept the store through which ranks tell each other.
 TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
   const int lost = GetParam().rank;
-  const auto folder = fresh_folder("run");
+  const auto folder = fresh_folder("run"), steps = fresh_folder("steps");
+  std::ofstream(steps / "hold.4") << "\n";
   const Words words =
       small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
                                                 "4",
                                                 "--training.steps",
                                                 "1000000",
                                                 "--validation.no_enable",
-                                                "--training.local_batch_size",
-                                                "64",  // so that a schedule is what a step's time goes to
-                                                "--training.global_batch_size",
-                                                std::to_string(64 * 4 / GetParam().pp),
+                                                "--experimental.custom_import",
+                                                TITAN_BINARY_DIR "/lib/libheld_step.so",
+                                                "--checkpoint.enable",  // with which the library is asked
+                                                "--checkpoint.interval",
+                                                "1000000",
                                                 "--parallelism.pipeline_parallel_degree",
                                                 std::to_string(GetParam().pp),
                                                 "--job.dump_folder",
                                                 folder.string()};
   const std::string port = some_port();
   std::vector<Command> ranks;
-  for (int rank = 0; rank < 4; ++rank) ranks.push_back(start_rank(rank, 4, port, words));
-  wait_for_middle_of_step(folder);
+  const Command::Variables held = {{"TITAN_TEST_STEPS", steps.string()}, {"TITAN_TEST_HELD", "forward"}};
+  for (int rank = 0; rank < 4; ++rank)
+    ranks.push_back(start_rank(rank, 4, port, words, rank == lost ? held : Command::Variables{}));
+  const auto is_held = [&] { return !names_in(steps).empty() && names_in(steps)[0].starts_with("held.4."); };
+  ASSERT_TRUE(wait_until(is_held));
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(500));  // until the others wait for it in their actions
   ranks[static_cast<size_t>(lost)].signal(SIGKILL);
   // At once, as a launcher does: of a process that has ended, others on its host hear when it is waited for.
   std::vector<std::future<CommandResult>> ends;
   for (Command& rank : ranks)
-    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(20); }));
+    ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
   // By the neighbours that exchange messages with it; where ranks share parameters, the first to fail may
   // have waited for those, and says what all ranks tell of themselves in the store.
   const std::string number = std::to_string(lost);

@@ -265,7 +265,8 @@ TEST(TwoRuns, DontShareAFolder) {
   Command first(train_words(words + Words{"--training.steps", "1000000", "--checkpoint.interval", "1"}),
                 {{"OMP_NUM_THREADS", "1"}});
   const auto step = step_folder(folder, 1);
-  for (int i = 0; i < 1000 && !std::filesystem::exists(step); ++i) ::usleep(10'000);
+  for (int i = 0; i < 6000 && !std::filesystem::exists(step); ++i) ::usleep(10'000);
+  ASSERT_TRUE(std::filesystem::exists(step));
   const CommandResult second = try_train(words + Words{"--training.steps", "1000000"});
   EXPECT_EQ(second.status, 1);
   EXPECT_THAT(second.err, HasSubstr(std::to_string(first.pid())));

@@ -19,7 +19,7 @@ class SlowSource : public titan::data::Source {
   int64_t size() const override { return 5000; }
   int64_t length(int64_t /*i*/) const override { return kBytes; }
   void read(int64_t i, int64_t begin, int64_t count, std::string& text) const override {
-    if (slow_) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (slow_) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     std::string whole = "document number " + std::to_string(i);
     whole.resize(kBytes, '.');
     text = whole.substr(static_cast<size_t>(begin), static_cast<size_t>(count));

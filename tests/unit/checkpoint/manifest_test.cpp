@@ -1,6 +1,6 @@
 #include "titan/checkpoint/manifest.h"
 
-#include <chrono>
+#include <ctime>
 #include <fstream>
 
 #include <sys/stat.h>
@@ -333,10 +333,10 @@ TEST(Manifest, OfThousandsOfRanksIsReadInNoTime) {
                        .layout = layout});
   manifest.table = StateTable(std::move(tensors), 4096);
   manifest.files.assign(4096, {.num_bytes = 123'456'789'012, .header_digest = digest_of("x")});
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();  // of this process: others may have the cores
   const std::string text = to_text(manifest);
   expect_equal(parse_manifest(text, "m"), manifest);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(500));
+  EXPECT_LT(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 0.5);
   EXPECT_LT(text.size(), 1'000'000u);
 }
 

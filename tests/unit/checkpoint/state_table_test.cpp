@@ -368,10 +368,10 @@ TEST(StateTable, LooksOnlyWhereTheElementsAre) {
                            .layout = layout({{.name = "dp", .size = kRanks / 10, .stride = 10, .dim = 0},
                                              {.name = "tp", .size = 10, .stride = 1, .dim = 1}})}},
                          kRanks);
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();
   for (int64_t row = 0; row < 4'000'000; row += 40'000)
     EXPECT_EQ(table.sources_of(0, {{row, 0}, {1, 2}}).size(), 1u) << row;
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(100));
+  EXPECT_LT(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 0.1);
 }
 
 }  // namespace

@@ -38,6 +38,7 @@ class Waiting {
       changed_.wait(lock, [this] { return ended_; });
     });
     while (num_waiting_ == before) std::this_thread::yield();
+    const std::lock_guard lock(mutex_);  // which the thread has until it waits
   }
 
  private:

@@ -1,6 +1,6 @@
 #include "titan/models/llama3.h"
 
-#include <chrono>
+#include <ctime>
 #include <fstream>
 
 #include <ATen/ATen.h>
@@ -51,10 +51,9 @@ class Deferred405B : public ::testing::TestWithParam<at::DeviceType> {};
 
 TEST_P(Deferred405B, IsMadeInASecondAnd200MB) {
   const int64_t before = resident_bytes();
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();
   const Llama3 model(llama3_flavours().at("405B"), deferred(GetParam()));
-  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-  EXPECT_LT(elapsed.count(), 1.0);
+  EXPECT_LT(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 1.0);  // processor time
   EXPECT_LT(resident_bytes() - before, 200'000'000);
   EXPECT_EQ(model->layers.size(), 126u);
 }
