@@ -228,15 +228,24 @@ def flattened(value: dict, prefix: str = "") -> dict[str, str]:
     return result
 
 
-def measure_part(name: str) -> dict:
-    text = run(PARTS[name], cores()).text
-    return {"row": name, "part": flattened(json.loads(text[text.index("{") :]))}
+def median_text(texts: list[str]) -> str:
+    """Of numbers as they were printed; what isn't one is the same in all runs."""
+    try:
+        return f"{statistics.median(map(float, texts)):.4g}"
+    except ValueError:
+        return texts[0]
+
+
+def measure_part(name: str, plan: Plan) -> dict:
+    texts = [run(PARTS[name], cores()).text for _ in range(plan.runs)]
+    runs = [flattened(json.loads(text[text.index("{") :])) for text in texts]
+    return {"row": name, "part": {figure: median_text([result[figure] for result in runs]) for figure in runs[0]}}
 
 
 def measure(name: str, plan: Plan) -> dict:
     """Both sides' medians and, for each figure, ours / PyTorch's."""
     if name in PARTS:
-        return measure_part(name)
+        return measure_part(name, plan)
     row = parse_row(name, plan)
     runs: dict[str, list[dict[str, float]]] = {"ours": [], "pytorch": []}
     pytorch_error = None
@@ -332,7 +341,8 @@ def environment(plan: Plan) -> list[str]:
     return [
         f"- commit {commit()}, `{arguments}`",
         f"- {processor()}; load average at the start {os.getloadavg()[0]:.1f}; PyTorch {version}",
-        f"- medians of {plan.runs} interleaved runs; in each the median of {plan.steps} steps after {plan.warmup} of warm-up",
+        f"- medians of {plan.runs} runs, interleaved where two sides are compared; in each of training the median of {plan.steps} steps after "
+        f"{plan.warmup} of warm-up, of parts what their programs do",
     ]
 
 

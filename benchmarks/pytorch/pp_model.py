@@ -28,6 +28,13 @@ class StageModel(nn.Module):
         return self.output(self.norm(x)) if self.output is not None else x
 
 
+class Stage(PipelineStage):
+    """Of the exchange that opens the connections it leaves out what a rank would send to itself, which gloo can't: neighbours in a V."""
+
+    def _get_init_p2p_neighbors_ops(self):
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
 def layers_of_stages(num_layers: int, stages: int) -> list[range]:
     """TorchTitan's rule: embedding and head count for a layer each."""
     share, rest = divmod(num_layers + 2, stages)
@@ -55,7 +62,7 @@ class PipelineTrainer:
         self.indices = stages_of_rank(schedule, rank, ranks, num_stages)
         self.models = self.build(args, num_stages)
         stages = [
-            PipelineStage(model, index, num_stages, torch.device("cpu")) for model, index in zip(self.models, self.indices)
+            Stage(model, index, num_stages, torch.device("cpu")) for model, index in zip(self.models, self.indices)
         ]
         self.has_first, self.has_last = 0 in self.indices, num_stages - 1 in self.indices
         self.count = 1

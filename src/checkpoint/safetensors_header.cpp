@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <set>
 
@@ -46,7 +47,7 @@ bool has_control_character(std::string_view text) {
 // `problem` says why.
 class HeaderEvents final : public nlohmann::json_sax<json> {
  public:
-  std::vector<RawEntry> entries;
+  std::deque<RawEntry> entries;  // of many small ones a vector takes a multiple of the text at once
   SafetensorsMetadata metadata;
   std::string problem;
 
@@ -83,7 +84,15 @@ class HeaderEvents final : public nlohmann::json_sax<json> {
     return enter(State::Entry);
   }
 
-  bool end_object() override { return enter(state_ == State::Root ? State::End : State::Root); }
+  bool end_object() override {
+    if (state_ == State::Entry) {
+      const RawEntry& entry = entries.back();
+      // At once: an entry that lacks most of itself takes much less text than memory.
+      if (!entry.dtype || !entry.shape || !entry.data_offsets)
+        return fail(str("tensor '", entry.name, "': needs dtype, shape and data_offsets"));
+    }
+    return enter(state_ == State::Root ? State::End : State::Root);
+  }
 
   bool start_array(std::size_t) override {
     if (state_ != State::Entry) return unexpected("an array");

@@ -22,6 +22,13 @@ void append_tensor(const AppendBytes& append, const at::Tensor& tensor) {
   append({static_cast<const std::byte*>(data.const_data_ptr()), data.nbytes()});
 }
 
+int64_t file_bytes(const std::string& header, const std::vector<SafetensorsEntry>& entries) {
+  auto bytes = static_cast<int64_t>(header.size());
+  for (const SafetensorsEntry& entry : entries)
+    bytes += c10::multiply_integers(entry.shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
+  return bytes;
+}
+
 }  // namespace
 
 void sort_for_file(std::vector<SafetensorsEntry>& entries) {
@@ -36,21 +43,22 @@ void sort_for_file(std::vector<SafetensorsEntry>& entries) {
 void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
                        const SafetensorsMetadata& metadata, const ProduceTensor& produce) {
   std::string header = detail::make_safetensors_header(entries, metadata);
-  write_file_atomic(path, [&](const AppendBytes& append) {
+  const auto write = [&](const AppendBytes& append) {
     append(std::as_bytes(std::span(header)));
     for (size_t index = 0; index < entries.size(); ++index) {
       at::Tensor tensor = produce(index);
       check_announced(tensor, entries[index]);
       append_tensor(append, tensor);
     }
-  });
+  };
+  write_file_atomic(path, write, file_bytes(header, entries));
 }
 
 void write_safetensors_in_parts(const std::filesystem::path& path,
                                 const std::vector<SafetensorsEntry>& entries,
                                 const SafetensorsMetadata& metadata, const ProduceParts& produce) {
   std::string header = detail::make_safetensors_header(entries, metadata);
-  write_file_atomic(path, [&](const AppendBytes& append) {
+  const auto write = [&](const AppendBytes& append) {
     append(std::as_bytes(std::span(header)));
     for (size_t index = 0; index < entries.size(); ++index) {
       const SafetensorsEntry& entry = entries[index];
@@ -64,7 +72,8 @@ void write_safetensors_in_parts(const std::filesystem::path& path,
       });
       TITAN_CHECK(missing == 0, "tensor '", entry.name, "': its parts lack ", missing, " elements");
     }
-  });
+  };
+  write_file_atomic(path, write, file_bytes(header, entries));
 }
 
 void save_safetensors(const std::filesystem::path& path,

@@ -3,11 +3,13 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "titan/core/error.h"
@@ -71,11 +73,19 @@ fs::path temporary_beside(const fs::path& path) {
 /// A file under a temporary name until commit(); without it, the destructor removes it.
 class PendingFile {
  public:
-  explicit PendingFile(const fs::path& path)
+  /// `num_bytes`: of the whole file, where that is known.
+  PendingFile(const fs::path& path, std::optional<int64_t> num_bytes)
       : path_(path),
         temporary_(temporary_beside(path)),
-        file_(temporary_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
+        file_(temporary_, O_WRONLY | O_CREAT | O_EXCL, 0666),
+        num_bytes_(num_bytes) {
     if (!file_.ok()) fail("cannot create it");
+    try {
+      reserve();
+    } catch (...) {
+      ::unlink(temporary_.c_str());
+      throw;
+    }
     buffer_.reserve(kBufferBytes);
   }
   ~PendingFile() {
@@ -91,6 +101,8 @@ class PendingFile {
 
   void commit() {
     flush();
+    TITAN_CHECK(!num_bytes_ || written_ == static_cast<size_t>(*num_bytes_), path_.string(), ": ", written_,
+                " bytes were written of ", *num_bytes_);
     if (::fsync(file_.get()) != 0) fail("sync failed");
     if (!file_.close()) fail("close failed");
     if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename failed");
@@ -100,6 +112,15 @@ class PendingFile {
 
  private:
   static constexpr size_t kBufferBytes = 1 << 20;
+
+  /// A disk without room says so before anything is written. Some network file systems can't reserve.
+  void reserve() {
+    if (!num_bytes_ || *num_bytes_ < static_cast<int64_t>(kBufferBytes)) return;
+    int result = 0;
+    do result = ::fallocate(file_.get(), 0, 0, *num_bytes_);
+    while (result != 0 && errno == EINTR);
+    if (result != 0 && errno != EOPNOTSUPP && errno != ENOSYS) fail("cannot reserve its space");
+  }
 
   void flush() {
     write_through(buffer_.data(), buffer_.size());
@@ -125,15 +146,25 @@ class PendingFile {
   }
 
   [[noreturn]] void fail(const char* what) {
-    int error = errno;
-    throw Error(
-        str("cannot write ", path_.string(), ": ", what, ": ", reason(error), " after ", written_, " bytes"));
+    const int error = errno;
+    std::string message =
+        str("cannot write ", path_.string(), ": ", what, ": ", reason(error), " after ", written_, " bytes");
+    if (num_bytes_ && (error == ENOSPC || error == EDQUOT)) {
+      struct statvfs status = {};
+      const bool known = ::statvfs(folder_of(path_).c_str(), &status) == 0;
+      message +=
+          str("; ", *num_bytes_, " bytes are needed, ",
+              known ? str(static_cast<uint64_t>(status.f_bavail) * status.f_frsize) : "an unknown number of",
+              " bytes are free");
+    }
+    throw Error(message);
   }
 
   fs::path path_;
   fs::path temporary_;
   Descriptor file_;
   std::string buffer_;
+  std::optional<int64_t> num_bytes_;
   size_t written_ = 0;
   bool committed_ = false;
 };
@@ -159,11 +190,14 @@ std::string read_file(const fs::path& path) {
 }
 
 void write_file_atomic(const fs::path& path, std::string_view contents) {
-  write_file_atomic(path, [&](const AppendBytes& append) { append(std::as_bytes(std::span(contents))); });
+  write_file_atomic(
+      path, [&](const AppendBytes& append) { append(std::as_bytes(std::span(contents))); },
+      static_cast<int64_t>(contents.size()));
 }
 
-void write_file_atomic(const fs::path& path, const std::function<void(const AppendBytes&)>& write) {
-  PendingFile file(path);
+void write_file_atomic(const fs::path& path, const std::function<void(const AppendBytes&)>& write,
+                       std::optional<int64_t> num_bytes) {
+  PendingFile file(path, num_bytes);
   write([&](std::span<const std::byte> bytes) { file.append(bytes); });
   file.commit();
 }

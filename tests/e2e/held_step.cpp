@@ -1,17 +1,21 @@
 // Holds a run in front of a step until a test lets it go. As `--experimental.custom_import`: each rank waits
 // in front of step N as long as the folder that TITAN_TEST_STEPS names has the file hold.N, and leaves the
-// file held.N.PID when it begins to. A rank whose TITAN_TEST_HELD is "forward" waits in front of the step's
-// first forward, when its peers know that all have come to the step.
+// file held.N.PID when it begins to. With TITAN_TEST_HELD_NORM=K it waits within the step, in front of the
+// K-th norm that it computes there.
 
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
+
+#include <ATen/record_function.h>
 
 #include "titan/train/run_observer.h"
 #include "titan/train/trainer.h"
@@ -20,21 +24,46 @@ namespace {
 
 namespace fs = std::filesystem;
 
+/// Waits for as long as the folder has the file of `step`, once it has said so.
+void wait_while_held(const fs::path& folder, int64_t step) {
+  const fs::path hold = folder / ("hold." + std::to_string(step));
+  if (!fs::exists(hold)) return;
+  std::ofstream(folder / ("held." + std::to_string(step) + "." + std::to_string(::getpid()))) << "\n";
+  while (fs::exists(hold)) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+}
+
+fs::path folder_of_steps() {
+  const char* folder = std::getenv("TITAN_TEST_STEPS");
+  return folder ? folder : "";
+}
+
 class HeldStep : public titan::train::RunObserver {
  public:
-  HeldStep(fs::path folder, titan::train::Phase phase) : folder_(std::move(folder)), phase_(phase) {}
-
   void begin(titan::train::Phase phase, int64_t step) override {
-    if (phase != phase_) return;
-    const fs::path hold = folder_ / ("hold." + std::to_string(step));
-    if (!fs::exists(hold)) return;
-    std::ofstream(folder_ / ("held." + std::to_string(step) + "." + std::to_string(::getpid()))) << "\n";
-    while (fs::exists(hold)) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    if (phase == titan::train::Phase::Step) wait_while_held(folder_of_steps(), step);
   }
+};
 
- private:
-  fs::path folder_;
-  titan::train::Phase phase_;
+std::atomic<int64_t> step_of_norms{0}, num_norms{0};
+int64_t held_norm = 0;
+
+std::unique_ptr<at::ObserverContext> see_norm(const at::RecordFunction& function) {
+  if (std::string_view(function.name()) == "titan::rms_norm" && ++num_norms == held_norm)
+    wait_while_held(folder_of_steps(), step_of_norms);
+  return nullptr;
+}
+
+class HeldNorm : public titan::train::RunObserver {
+ public:
+  explicit HeldNorm(int64_t number) {
+    held_norm = number;
+    at::addGlobalCallback(at::RecordFunctionCallback(see_norm).scopes({at::RecordScope::FUNCTION}));
+  }
+  void begin(titan::train::Phase phase, int64_t step) override {
+    if (phase != titan::train::Phase::Step) return;
+    step_of_norms = step;
+    num_norms = 0;
+  }
 };
 
 }  // namespace
@@ -43,11 +72,11 @@ extern "C" void titan_register() {
   // Where the parts of a run are seen; nothing of it is saved.
   titan::train::saved_objects().add(
       "held_step", [](titan::train::TrainerParts& parts) -> std::unique_ptr<titan::checkpoint::Stateful> {
-        using titan::train::Phase;
-        const char *folder = std::getenv("TITAN_TEST_STEPS"), *held = std::getenv("TITAN_TEST_HELD");
-        const bool forward = held && std::string(held) == "forward";
-        parts.observers.push_back(
-            std::make_unique<HeldStep>(folder ? folder : "", forward ? Phase::ForwardBackward : Phase::Step));
+        if (const char* norm = std::getenv("TITAN_TEST_HELD_NORM")) {
+          parts.observers.push_back(std::make_unique<HeldNorm>(std::atoll(norm)));
+        } else {
+          parts.observers.push_back(std::make_unique<HeldStep>());
+        }
         return nullptr;
       });
 }

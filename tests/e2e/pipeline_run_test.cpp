@@ -199,24 +199,28 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
   const int lost = GetParam().rank;
   const auto folder = fresh_folder("run"), steps = fresh_folder("steps");
   std::ofstream(steps / "hold.4") << "\n";
-  const Words words =
-      small_run(fresh_folder("config")) + Words{"--model.args.n_layers",
-                                                "4",
-                                                "--training.steps",
-                                                "1000000",
-                                                "--validation.no_enable",
-                                                "--experimental.custom_import",
-                                                TITAN_BINARY_DIR "/lib/libheld_step.so",
-                                                "--checkpoint.enable",  // with which the library is asked
-                                                "--checkpoint.interval",
-                                                "1000000",
-                                                "--parallelism.pipeline_parallel_degree",
-                                                std::to_string(GetParam().pp),
-                                                "--job.dump_folder",
-                                                folder.string()};
+  const Words words = small_run(fresh_folder("config")) +
+                      Words{"--model.args.n_layers",
+                            "4",
+                            "--training.steps",
+                            "1000000",
+                            "--validation.no_enable",
+                            "--training.local_batch_size",
+                            "8",  // micro-batches, of which the lost rank is among the first
+                            "--training.global_batch_size",
+                            std::to_string(8 * 4 / GetParam().pp),
+                            "--experimental.custom_import",
+                            TITAN_BINARY_DIR "/lib/libheld_step.so",
+                            "--checkpoint.enable",  // with which the library is asked
+                            "--checkpoint.interval",
+                            "1000000",
+                            "--parallelism.pipeline_parallel_degree",
+                            std::to_string(GetParam().pp),
+                            "--job.dump_folder",
+                            folder.string()};
   const std::string port = some_port();
   std::vector<Command> ranks;
-  const Command::Variables held = {{"TITAN_TEST_STEPS", steps.string()}, {"TITAN_TEST_HELD", "forward"}};
+  const Command::Variables held = {{"TITAN_TEST_STEPS", steps.string()}, {"TITAN_TEST_HELD_NORM", "6"}};
   for (int rank = 0; rank < 4; ++rank)
     ranks.push_back(start_rank(rank, 4, port, words, rank == lost ? held : Command::Variables{}));
   const auto is_held = [&] { return !names_in(steps).empty() && names_in(steps)[0].starts_with("held.4."); };

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -25,9 +26,12 @@ void write_file_atomic(const std::filesystem::path& path, std::string_view conte
 
 /// As above, with the contents produced piece by piece: `write` is handed a sink that appends (small pieces
 /// are gathered into larger writes). What `write` throws passes through after the temporary is removed.
+/// `num_bytes`: how many it will append, where that is known; its space is then reserved first, and an Error
+/// for a full disk says how many bytes are needed and how many are free.
 using AppendBytes = std::function<void(std::span<const std::byte>)>;
 void write_file_atomic(const std::filesystem::path& path,
-                       const std::function<void(const AppendBytes&)>& write);
+                       const std::function<void(const AppendBytes&)>& write,
+                       std::optional<int64_t> num_bytes = {});
 
 /// Makes the folder and its parents; an Error says which part could not be made and why.
 void make_folder(const std::filesystem::path& folder);
