@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How far every layout's loss and gradients are from one rank's: runs composition_test and pipeline_test, and writes docs/numerics.md.
 
-    scripts/numerics.py [--ranks 1,2,3,4] [--eight] [--all] [--read FILE]... [--print]
+    scripts/numerics.py [--ranks 1,2,3,4] [--eight] [--all [TESTS]] [--read FILE]... [--print]
 
---eight adds 8 ranks, --all runs every combination instead of a cover of their pairs, --read takes what the tests printed from files
+--eight adds 8 ranks, --all runs (of composition, pipeline or both) what the nightly tests do instead of a cover of the pairs, --read takes what the tests printed from files
 instead of running them, --print writes to the terminal. Needs build/bin/titan and the two tests, and only Python's standard library.
 """
 
@@ -56,7 +56,7 @@ PIPELINE = """## Pipelines
 The same with a pipeline of 2, 4 or 8 ranks, and on the ranks that are left data, context or tensor parallelism, the last in all its forms: every
 schedule, with as many micro-batches as pipeline ranks and twice as many, where it takes them, and with an odd number (one more than twice as many, or,
 where it takes whole rounds only, one more than ranks), in one go and twice, with each kind of activation checkpoints. Every schedule meets each of its
-counts at each number of pipeline ranks.
+counts at each number of pipeline ranks. {selection}
 [pipeline_test](../tests/distributed/pipeline_test.cpp) fails beyond the tolerances.
 
 """
@@ -75,10 +75,17 @@ def run(test, ranks, every):
     return results_in(process.stdout)
 
 
+SELECTIONS = {
+    False: "As many layouts as it takes for every two settings to meet; the\nnightly tests run more.",
+    True: "As many layouts as it takes for every two\nsettings to meet and, of `pipelined` in float64, every schedule with each count, each kind of checkpoints and dp_shard 2, cp 2 and tp 2 in "
+    "full,\nas the nightly tests run them.",
+}
+
+
 def run_all(ranks, every):
     # A pipeline has 2, 4 or 8 ranks.
     counts = {"composition": ranks, "pipeline": [count for count in ranks if count in (2, 4, 8)]}
-    return [result for test in TESTS for count in counts[test] for result in run(test, count, every)]
+    return [result for test in TESTS for count in counts[test] for result in run(test, count, test in every)]
 
 
 def order(test, result):
@@ -99,25 +106,26 @@ def table(test, results):
 
 
 def page(results, every):
-    head = HEAD.format(selection="every combination of these" if every else "as many combinations as it takes for\nevery two settings to meet; the nightly tests run all",
+    head = HEAD.format(selection="every combination of these" if "composition" in every else "as many combinations as it takes for\nevery two settings to meet; the nightly tests run all",
                        date=datetime.date.today().isoformat())
-    return f"{head}{table('composition', results)}\n{PIPELINE}{table('pipeline', results)}"
+    return f"{head}{table('composition', results)}\n{PIPELINE.format(selection=SELECTIONS['pipeline' in every])}{table('pipeline', results)}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,3,4")
     parser.add_argument("--eight", action="store_true", help="8 ranks too")
-    parser.add_argument("--all", action="store_true", help="every combination")
+    parser.add_argument("--all", nargs="?", const="composition,pipeline", default="", metavar="TESTS", help="what the nightly tests run")
     parser.add_argument("--read", action="append", type=pathlib.Path, metavar="FILE", help="what a test printed")
     parser.add_argument("--print", action="store_true", help="to the terminal")
     arguments = parser.parse_args()
+    every = arguments.all.split(",")
     ranks = [int(word) for word in arguments.ranks.split(",")] + ([8] if arguments.eight else [])
     if arguments.read:
         results = [result for file in arguments.read for result in results_in(file.read_text())]
     else:
-        results = run_all(ranks, arguments.all)
-    text = page(results, arguments.all)
+        results = run_all(ranks, every)
+    text = page(results, every)
     if arguments.print:
         print(text)
     else:

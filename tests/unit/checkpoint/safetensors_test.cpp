@@ -167,6 +167,9 @@ TEST(Safetensors, RefusesBrokenHeaders) {
   EXPECT_REFUSED(R"({"a":3})", 0, "'a'");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1]}})", 4, "needs dtype");
   EXPECT_REFUSED(R"({"a":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}})", 4, "unknown dtype 'F33'");
+  // Before the rest is read: in front of text that would be no JSON.
+  EXPECT_REFUSED(R"({"a":{},?})", 4, "tensor 'a': needs dtype, shape and data_offsets");
+  EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1]},?})", 4, "needs dtype, shape and data_offsets");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4, "unknown key 'x'");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}})", 4, "negative");
   EXPECT_REFUSED(R"({"a":{"dtype":"F32","shape":[1.5],"data_offsets":[0,4]}})", 4, "64-bit integer");
