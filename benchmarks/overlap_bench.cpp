@@ -125,14 +125,12 @@ class NoWire final : public ops::SequenceExchange {
  public:
   explicit NoWire(int64_t count) : count_(static_cast<int>(count)) {}
   int count() const override { return count_; }
-  std::unique_ptr<Gather> gather(const at::Tensor& part, const char* /*module*/) const override {
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override {
     at::Tensor& parts = parts_[part.sizes().vec()];
     if (!parts.defined()) parts = at::stack(Tensors(static_cast<size_t>(count_), part));
     return std::make_unique<PartsThatAreThere>(parts);
   }
-  std::unique_ptr<Scatter> scatter(const char* /*module*/) const override {
-    return std::make_unique<SummandsThatStay>(count_);
-  }
+  std::unique_ptr<Scatter> scatter() const override { return std::make_unique<SummandsThatStay>(count_); }
 
  private:
   int count_;

@@ -32,8 +32,8 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
   const ops::SinkedWeight sinked = sinked_weight();
   if (exchange_ && exchange_split_ == Split::Columns)
-    return ops::gathered_linears(x, {sinked}, products_, exchange_, exchange_name_)[0];
-  if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_, exchange_name_);
+    return ops::gathered_linears(x, {sinked}, products_, exchange_)[0];
+  if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_);
   // Times zero rather than left out: its gradient has to exist on all ranks.
   const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
   return ops::linear(x, weight, added, products_, weight_sink_, weight_source_);
@@ -57,17 +57,18 @@ void LinearImpl::set_products(std::shared_ptr<const ops::Products> products) {
   products_ = own ? std::move(own) : std::move(products);
 }
 
-void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange,
-                              const char* name) {
+void LinearImpl::set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange) {
   TITAN_CHECK(!bias.defined(), "linear layer '", fqn(),
               "' has a bias: its communication can't be overlapped");
   exchange_split_ = split;
   exchange_ = std::move(exchange);
-  exchange_name_ = name;
 }
 
 bool LinearImpl::joins(const LinearImpl& other) const {
-  const bool same_way = exchange_ == other.exchange_ && exchange_split_ == other.exchange_split_;
+  const auto carrier = [](const LinearImpl& layer) {
+    return layer.exchange_ ? layer.exchange_->carrier() : nullptr;
+  };
+  const bool same_way = carrier(*this) == carrier(other) && exchange_split_ == other.exchange_split_;
   return same_way && !bias.defined() && !is_wrapped() && (!label_hook || only_traces(label_hook));
 }
 
@@ -102,7 +103,7 @@ std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const
   std::vector<std::shared_ptr<const ops::Products>> products;
   for (const Linear* layer : layers) products.push_back((*layer)->products_);
   if (!first.exchange_) return ops::joint_linears(x, weights, products);
-  return ops::gathered_linears(x, weights, products, first.exchange_, first.exchange_name_);
+  return ops::gathered_linears(x, weights, products, first.exchange_);
 }
 
 bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {

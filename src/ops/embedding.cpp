@@ -32,10 +32,10 @@ struct EmbeddingBackward final : BackwardNode {
 
   variable_list backward(const at::Tensor& grad) override {
     if (!weight_sink) return {weight_gradient(grad, tokens, foreign, num_embeddings).to(dtype)};
-    weight_sink->accept({.compute = [grad, tokens = tokens, foreign = foreign, rows = num_embeddings] {
-                           return weight_gradient(grad, tokens, foreign, rows);
-                         },
-                         .reads = {grad, tokens, foreign}});
+    weight_sink->accept(
+        {.compute = [grad, tokens = tokens, foreign = foreign,
+                     rows = num_embeddings] { return weight_gradient(grad, tokens, foreign, rows); },
+         .reads = {grad, tokens, foreign}});
     return {at::Tensor()};
   }
   void release_variables() override {

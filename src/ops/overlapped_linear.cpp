@@ -26,13 +26,12 @@ struct Summand {
 
 // The sum over ranks of the sum of products, scattered. `meanwhile` runs when all is on its way.
 template <class Meanwhile>
-at::Tensor multiply_and_scatter(const SequenceExchange& exchange, const char* module, Pass pass,
-                                std::vector<Summand> summands, const Sizes& sizes,
-                                const Meanwhile& meanwhile) {
+at::Tensor multiply_and_scatter(const SequenceExchange& exchange, Pass pass, std::vector<Summand> summands,
+                                const Sizes& sizes, const Meanwhile& meanwhile) {
   for (Summand& each : summands) each.weight = each.products->weight(each.weight, pass);
   Sizes part_sizes = sizes;
   part_sizes[1] /= exchange.count();
-  const auto scatter = exchange.scatter(module);
+  const auto scatter = exchange.scatter();
   for (int rank = scatter->next(); rank >= 0; rank = scatter->next()) {
     at::Tensor sum;
     for (const Summand& each : summands) {
@@ -55,14 +54,13 @@ void check_sequence(const at::Tensor& x, const at::Tensor& weight, const char* w
 
 struct GatheredLinearsBackward final : JointNode {
   std::shared_ptr<const SequenceExchange> exchange;
-  const char* module = "";
   Sizes whole_sizes;  // of x
 
   void backward(const variable_list& grads, variable_list& results) override {
     const bool wants_x = task_should_compute_output(0);
     if (!wants_x || exchange->at_once()) {
       const at::Tensor grad_x = both_gradients(grads, results);
-      if (wants_x) results[0] = exchange->scatter_whole(grad_x.view(whole_sizes), module);
+      if (wants_x) results[0] = exchange->scatter_whole(grad_x.view(whole_sizes));
       return;
     }
     unpack_x(grads);  // before anything is on its way: with checkpointing this may run the layer again
@@ -70,7 +68,7 @@ struct GatheredLinearsBackward final : JointNode {
     std::vector<Summand> summands;
     for (size_t i = 0; i < weights.size(); ++i)
       if (grads[i].defined()) summands.push_back({products[i].get(), operands[i], weight(i)});
-    results[0] = multiply_and_scatter(*exchange, module, Pass::Backward, std::move(summands), whole_sizes,
+    results[0] = multiply_and_scatter(*exchange, Pass::Backward, std::move(summands), whole_sizes,
                                       [&] { weight_gradients(grads, operands, results); });
   }
   std::string name() const override { return "titan::gathered_linears backward"; }
@@ -84,7 +82,6 @@ struct ScatteredLinearBackward final : BackwardNode {
   int64_t features = 0;
   std::shared_ptr<const Products> products;
   std::shared_ptr<const SequenceExchange> exchange;
-  const char* module = "";
 
   variable_list backward(const at::Tensor& grad) override {
     variable_list results(2);
@@ -93,8 +90,7 @@ struct ScatteredLinearBackward final : BackwardNode {
     // one.
     const Operand weight_OI = wants_x ? unpacked(weight, sinked.source) : Operand();
     const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
-    PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad,
-                        module);
+    PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad);
     const bool by_parts = wants_x && gather.multiplies_parts(*products, Pass::Backward);
     if (by_parts) results[X] = gather.multiply_parts(*products, Pass::Backward, weight_OI, features);
     // In any case: what the peers sent has to be received.
@@ -118,13 +114,13 @@ struct ScatteredLinearBackward final : BackwardNode {
 class GatheredProducts {
  public:
   GatheredProducts(const at::Tensor& x, const ProductsOfEach& products, const std::vector<bool>& keeps,
-                   const SequenceExchange& exchange, const char* module)
+                   const SequenceExchange& exchange)
       : products_(products),
         input_(products, keeps),
         gather_(exchange,
                 input_.alike() ? products[0]->part(as_rows(x), Pass::Forward, at::GradMode::is_enabled())
                                : Operand(as_rows(x)),
-                x, module) {}
+                x) {}
 
   at::Tensor output(size_t i, const SinkedWeight& weight, const Sizes& sizes) {
     if (gather_.multiplies_parts(*products_[i], Pass::Forward))
@@ -147,15 +143,13 @@ class GatheredProducts {
 
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const ProductsOfEach& products,
-                                         const std::shared_ptr<const SequenceExchange>& exchange,
-                                         const char* module) {
+                                         const std::shared_ptr<const SequenceExchange>& exchange) {
   for (const SinkedWeight& each : weights) check_sequence(x, each.weight, "gathered_linears");
   const auto node = make_joint_node<GatheredLinearsBackward>(x, weights, products);
   Sizes sizes = x.sizes().vec();
   sizes[1] *= exchange->count();
   if (node) {
     node->exchange = exchange;
-    node->module = module;
     node->whole_sizes = sizes;
   }
   const auto below_autograd = [](const auto& run) {
@@ -163,7 +157,7 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
     return run();
   };
   const std::vector<bool> keeps = keeps_of(node, weights);
-  auto gathered = below_autograd([&] { return GatheredProducts(x, products, keeps, *exchange, module); });
+  auto gathered = below_autograd([&] { return GatheredProducts(x, products, keeps, *exchange); });
   const auto save = [&] {
     if (keeps_any(keeps)) gathered.save(node->x);
   };
@@ -185,14 +179,13 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
 
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::shared_ptr<const Products>& products,
-                                         const std::shared_ptr<const SequenceExchange>& exchange,
-                                         const char* module) {
-  return gathered_linears(x, weights, ProductsOfEach(weights.size(), products), exchange, module);
+                                         const std::shared_ptr<const SequenceExchange>& exchange) {
+  return gathered_linears(x, weights, ProductsOfEach(weights.size(), products), exchange);
 }
 
 at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
                             const std::shared_ptr<const Products>& products,
-                            const std::shared_ptr<const SequenceExchange>& exchange, const char* module) {
+                            const std::shared_ptr<const SequenceExchange>& exchange) {
   check_sequence(x, weight.weight, "scattered_linear");
   TITAN_CHECK(x.size(1) % exchange->count() == 0, "scattered_linear: a sequence of ", x.size(1),
               " can't be cut into ", exchange->count(), " equal parts");
@@ -211,16 +204,15 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight,
     node->features = weight.weight.size(1);
     node->products = products;
     node->exchange = exchange;
-    node->module = module;
   }
   const Sizes sizes = with_features(x.sizes(), weight.weight.size(0));
   const at::Tensor y = kept(KeptKind::ReduceScatter, weight.weight, [&] {
     BelowAutograd guard;
     const Operand cast = products->input(input, trains);
     if (exchange->at_once())
-      return exchange->scatter_whole(products->forward(cast, operand_of(weight)).view(sizes), module);
-    return multiply_and_scatter(*exchange, module, Pass::Forward,
-                                {{products.get(), cast, operand_of(weight)}}, sizes, [] {});
+      return exchange->scatter_whole(products->forward(cast, operand_of(weight)).view(sizes));
+    return multiply_and_scatter(*exchange, Pass::Forward, {{products.get(), cast, operand_of(weight)}}, sizes,
+                                [] {});
   });
   if (node) set_history(y, node);
   return y;

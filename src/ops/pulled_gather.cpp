@@ -42,8 +42,7 @@ at::Tensor product(const Products& products, Pass pass, const Operand& rows, con
   return pass == Pass::Forward ? products.forward(rows, weight) : products.grad_input(rows, weight);
 }
 
-PulledGather::PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part,
-                           const char* module)
+PulledGather::PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part)
     : count_(exchange.count()), sizes_(part.sizes().vec()), dtype_(rows.dtype), travels_as_(rows.dtype) {
   at::Tensor travelling = rows.values;
   if (rows.along_rows.defined()) {
@@ -54,10 +53,10 @@ PulledGather::PulledGather(const SequenceExchange& exchange, const Operand& rows
   travelling = travelling.contiguous().view(sizes_);
   sizes_[1] *= count_;
   if (exchange.at_once()) {
-    whole_ = operand_of(exchange.gather_whole(travelling, module));
+    whole_ = operand_of(exchange.gather_whole(travelling));
     return;
   }
-  gather_ = exchange.gather(travelling, module);
+  gather_ = exchange.gather(travelling);
   arrived_ = at::empty(sizes_, travelling.options());
 }
 

@@ -25,8 +25,7 @@ class PulledGather {
  public:
   /// part: [B, S/N, F]; `rows`: the same as Products::part made it. With a scale for the whole the cast
   /// travels in place of the values.
-  PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part,
-               const char* module);
+  PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part);
 
   /// Whether parts are still to come, and these products may take them one by one.
   bool multiplies_parts(const Products& products, Pass pass) const {

@@ -4,12 +4,12 @@
 
 namespace titan::ops {
 
-at::Tensor SequenceExchange::gather_whole(const at::Tensor& /*part*/, const char* /*module*/) const {
+at::Tensor SequenceExchange::gather_whole(const at::Tensor& /*part*/) const {
   TITAN_INTERNAL_ASSERT(false, "an exchange of parts was asked for the whole");
   return {};
 }
 
-at::Tensor SequenceExchange::scatter_whole(const at::Tensor& /*summand*/, const char* /*module*/) const {
+at::Tensor SequenceExchange::scatter_whole(const at::Tensor& /*summand*/) const {
   TITAN_INTERNAL_ASSERT(false, "an exchange of parts was asked for the whole");
   return {};
 }

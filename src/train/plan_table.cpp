@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -57,13 +58,13 @@ std::string numbers(const std::vector<int64_t>& layers) {
 
 std::vector<Group> grouped(const std::vector<PlanRow>& rows) {
   using Key = std::tuple<std::string, std::string, std::string, std::string, std::string, std::string,
-                         int64_t, int64_t>;
+                         std::string, int64_t, int64_t>;
   std::vector<Group> groups;
   std::map<Key, size_t> known;
   for (const PlanRow& row : rows) {
     const LayerName name = parse(row.module);
-    const Key key{name.before,    name.after,      row.style, row.weight,
-                  row.activation, row.collectives, row.bytes, row.gradient_bytes};
+    const Key key{name.before,     name.after,    row.style, row.weight,        row.activation,
+                  row.collectives, row.transport, row.bytes, row.gradient_bytes};
     const auto [found, is_new] = known.try_emplace(key, groups.size());
     if (is_new) groups.push_back({name, row, {}});
     groups[found->second].layers.push_back(name.layer);
@@ -171,20 +172,22 @@ std::string run_or_explain(DryRun& run) {
   }
 }
 
-// What several stages exchange under one name is one row.
+// Of all stages.
 std::vector<PlanRow> rows_of(const DryRun& run) {
   std::vector<PlanRow> rows;
   for (const auto& model : run.models())
-    for (PlanRow& row : plan_rows(model->root())) {
-      const auto known = std::find_if(rows.begin(), rows.end(),
-                                      [&](const PlanRow& each) { return each.module == row.module; });
-      if (known == rows.end()) {
-        rows.push_back(std::move(row));
-      } else {
-        known->bytes += row.bytes;
-      }
-    }
+    for (PlanRow& row : plan_rows(model->root())) rows.push_back(std::move(row));
   return rows;
+}
+
+// How what products take part in goes: "in products: sent and received".
+std::string transports_of(const std::vector<PlanRow>& rows) {
+  std::set<std::string> transports;
+  for (const PlanRow& row : rows)
+    if (!row.transport.empty()) transports.insert(row.transport);
+  std::string text;
+  for (const std::string& transport : transports) text += str("\nin products: ", transport, "\n");
+  return text;
 }
 
 }  // namespace
@@ -199,13 +202,14 @@ std::string plan_table(const JobConfig& config, int world_size) {
       {"module", "style", "weights", "input and output", "forward / backward", "bytes/step"}};
   int64_t total = 0;
   const Times times = times_of(config, run);
-  for (const Group& group : grouped(rows_of(run))) {
+  const std::vector<PlanRow> rows = rows_of(run);
+  for (const Group& group : grouped(rows)) {
     table.push_back(cells_of(group, times));
     total += bytes_of(group, times);
     if (!problem.empty()) table.back().back() = "?";
   }
   table.push_back({"all", "", "", "", "", problem.empty() ? str(total) : "?"});
-  text += lines_of(table);
+  text += lines_of(table) + transports_of(rows);
   return problem.empty() ? text : str(text, "\nThe step can't be run without data: ", problem, "\n");
 }
 

@@ -54,7 +54,7 @@ TEST(PeerMemoryChoice, AllRanksHearOfAPairThatIsApart) {
 
 TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {
   const DeviceMesh mesh = DeviceMesh::create(world(), {{"tp", world().size()}});
-  const CountedExchange chosen = choose_exchange(mesh["tp"]);
+  const CountedExchange chosen = choose_exchange(mesh["tp"])("");
   EXPECT_EQ(dynamic_cast<const PeerMemoryExchange*>(chosen.exchange.get()), nullptr);
   EXPECT_EQ(chosen.exchange->count(), world().size());
   EXPECT_EQ(chosen.traffic->calls, 0);
@@ -62,7 +62,7 @@ TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {
 
 TEST(PeerMemoryChoice, TheSettingsMayChoose) {
   const DeviceMesh mesh = DeviceMesh::create(world(), {{"tp", world().size()}});
-  const CountedExchange sent = choose_exchange(mesh["tp"], OverlapTransport::SendReceive);
+  const CountedExchange sent = choose_exchange(mesh["tp"], OverlapTransport::SendReceive)("");
   EXPECT_EQ(dynamic_cast<const PeerMemoryExchange*>(sent.exchange.get()), nullptr);
   EXPECT_EQ(sent.traffic->way, "sent and received");
   if (mesh["tp"].group()->backend_name() == "nccl") GTEST_SKIP() << "symmetric memory may be there";
@@ -81,9 +81,10 @@ TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
   setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", 1);  // ranks share one where there are too few
   const auto group = world().everyone();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
-  const auto exchange = std::make_shared<const PeerMemoryExchange>(dist::device_backend()->make_peer_memory(
-      {"peer_memory_test", c10::make_intrusive<c10d::PrefixStore>("peer_memory_test", store), group->rank(),
-       group->size(), std::chrono::seconds(30)}));
+  const auto exchange = std::make_shared<const PeerMemoryExchange>(
+      std::make_shared<PeerPieces>(PeerPieces{dist::device_backend()->make_peer_memory(
+          {"peer_memory_test", c10::make_intrusive<c10d::PrefixStore>("peer_memory_test", store),
+           group->rank(), group->size(), std::chrono::seconds(30)})}));
   for (const int64_t sequence : {12, 24, 12, 24}) {
     const MlpTensors whole = whole_mlp(sequence, options_of(at::kDouble));
     const at::Tensor expected = plain_output(whole);

@@ -52,8 +52,7 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
   /// Of a split layer: its sequence is gathered (columns), or its result summed and scattered (rows), while
   /// it multiplies. x: [B, S, in]. Not with a bias.
-  /// `name`: of this layer, in records of calls; a text that lives on.
-  void set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange, const char* name);
+  void set_exchange(Split split, std::shared_ptr<const ops::SequenceExchange> exchange);
 
   at::Tensor weight, bias;
 
@@ -69,7 +68,6 @@ class LinearImpl : public Module, public ProductsUser, public Splittable {
   bool adds_bias_ = true;  // of a sum over ranks, one adds it
   Split exchange_split_ = Split::Columns;
   std::shared_ptr<const ops::SequenceExchange> exchange_;
-  const char* exchange_name_ = "";
 
   friend std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers);
 };

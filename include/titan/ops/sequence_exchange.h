@@ -10,10 +10,13 @@
 
 namespace titan::ops {
 
+/// One module's.
 class SequenceExchange {
  public:
   virtual ~SequenceExchange() = default;
   virtual int count() const = 0;  ///< of ranks, so of parts
+  /// What the parts travel by: two modules' may travel in one exchange where it is the same.
+  virtual const void* carrier() const { return this; }
 
   /// The parts of all ranks, on their way.
   class Gather {
@@ -24,8 +27,8 @@ class SequenceExchange {
     /// What rank `rank` sent, contiguous; only after next() gave it.
     virtual at::Tensor part(int rank) const = 0;
   };
-  /// `part`: contiguous, of the same shape on all ranks. `module`: for whom, in records of calls; lives on.
-  virtual std::unique_ptr<Gather> gather(const at::Tensor& part, const char* module) const = 0;
+  /// `part`: contiguous, of the same shape on all ranks.
+  virtual std::unique_ptr<Gather> gather(const at::Tensor& part) const = 0;
 
   /// Sums over ranks, each for one of them.
   class Scatter {
@@ -38,15 +41,15 @@ class SequenceExchange {
     /// The sum of what all ranks gave for this one, in rank order.
     virtual at::Tensor finish() = 0;
   };
-  virtual std::unique_ptr<Scatter> scatter(const char* module) const = 0;
+  virtual std::unique_ptr<Scatter> scatter() const = 0;
 
   /// Whether all parts come in one collective, and nothing can be multiplied meanwhile: then the two below
   /// take the place of the two above.
   virtual bool at_once() const { return false; }
   /// part: [B, S/N, F], contiguous; result: [B, S, F].
-  virtual at::Tensor gather_whole(const at::Tensor& part, const char* module) const;
+  virtual at::Tensor gather_whole(const at::Tensor& part) const;
   /// summand: [B, S, F]; result: this rank's part [B, S/N, F] of the sum.
-  virtual at::Tensor scatter_whole(const at::Tensor& summand, const char* module) const;
+  virtual at::Tensor scatter_whole(const at::Tensor& summand) const;
 };
 
 }  // namespace titan::ops

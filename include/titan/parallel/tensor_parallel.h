@@ -129,12 +129,13 @@ struct PlanRow {
   std::string weight;       ///< placements of the module's parameters, "" where they are whole
   std::string activation;   ///< "in Shard(1) -> Replicate; out Partial -> Shard(1)"
   std::string collectives;  ///< forward / backward: "all-gather / reduce-scatter"
+  std::string transport;    ///< how those go that are "in products": "sent and received"
   int64_t calls = 0;        ///< moves of activations and statistics, with and without communication
   int64_t bytes = 0;        ///< that this rank received in them since the model was parallelized, both ways
   int64_t gradient_bytes = 0;  ///< that it receives each time gradients are summed over the axis (norms')
 };
-/// Rows in module order; of modules that parallelize() hooked or cut below `root`. What modules with
-/// `overlap` exchange isn't told apart: it has a last row of its own.
+/// Rows in module order; of modules that parallelize() hooked or cut below `root`. Where products over one
+/// input overlap, what they exchange is the first one's.
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root);
 
 }  // namespace titan

@@ -80,15 +80,19 @@ std::string why_no_symmetric_memory(const DeviceMesh& axis, dist::DeviceBackend*
 
 }  // namespace
 
-CountedExchange collective_exchange(std::shared_ptr<const TpGroup> group) {
-  return counted(std::make_shared<const CollectiveExchange>(std::move(group)));
+MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group) {
+  return [group = std::move(group)](const char* module) {
+    return counted(std::make_shared<const CollectiveExchange>(group, module));
+  };
 }
 
-CountedExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport) {
+MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport) {
   const auto group = axis.group();
   const std::string carrier = group->backend_name();
-  const auto sends = [&](const std::string& way) {
-    return counted(std::make_shared<const SendReceiveExchange>(group, way));
+  const auto sends = [&](const std::string& way) -> MakeExchange {
+    return [group, way](const char* module) {
+      return counted(std::make_shared<const SendReceiveExchange>(group, module, way));
+    };
   };
   if (group->size() == 1 || carrier == "fake") return sends(way_of_plan(transport));
   if (transport == OverlapTransport::SendReceive) {
@@ -104,7 +108,11 @@ CountedExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transpo
     return sends(way_of_plan(OverlapTransport::SendReceive));
   }
   log_choice("through symmetric memory");
-  return counted(std::make_shared<const PeerMemoryExchange>(make_peer_memory(axis, *devices)));
+  const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_peer_memory(axis, *devices)});
+  // Their copies aren't calls of a group: no record takes the module's name.
+  return [pieces](const char* /*module*/) {
+    return counted(std::make_shared<const PeerMemoryExchange>(pieces));
+  };
 }
 
 }  // namespace titan::tp

@@ -3,6 +3,7 @@
 // How the parts of overlapped products travel: through the memory of peers where all ranks of the axis reach
 // each other's, else by sends and receives.
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -24,11 +25,14 @@ struct CountedExchange {
 /// Why the ranks of `group` can't all share memory, the same text on each; empty: they can. Collective.
 std::string why_no_peer_memory(dist::Group& group, const dist::DeviceBackend& devices);
 
+/// Makes modules' exchanges, all of one carrier. `module`: its name, interned.
+using MakeExchange = std::function<CountedExchange(const char* module)>;
+
 /// All ranks of `axis` come to this call. Rank 0 logs what was chosen. Throws ConfigError on all where
 /// symmetric memory was asked for and there is none.
-CountedExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport = OverlapTransport::Auto);
+MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport = OverlapTransport::Auto);
 
 /// OverlapTransport::AtOnce's.
-CountedExchange collective_exchange(std::shared_ptr<const TpGroup> group);
+MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group);
 
 }  // namespace titan::tp

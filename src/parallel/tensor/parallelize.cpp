@@ -171,7 +171,7 @@ class Parallelizer {
     return transport_ == OverlapTransport::AtOnce && (!linear || linear->bias.defined());
   }
 
-  // One exchange serves all: nn::linears() knows by it what may be gathered together.
+  // One carrier serves all: nn::linears() knows by it what may be gathered together.
   void overlap(nn::HookHost& host, nn::Split split, ActivationLayout sequence, bool plain_features) {
     auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
     if (!linear || linear->bias.defined() || sequence != ActivationLayout::shard(1) || !plain_features)
@@ -179,11 +179,14 @@ class Parallelizer {
           str("parallelize: module '", name_,
               "' can't overlap its communication: that takes an nn::Linear without bias, columns with "
               "input Shard(1) or rows with output Shard(1), and features in parts"));
-    if (!exchange_.exchange)
-      exchange_ = transport_ == OverlapTransport::AtOnce ? tp::collective_exchange(group_)
-                                                         : tp::choose_exchange(axis_, transport_);
-    linear->set_exchange(split, exchange_.exchange, interned(name_));
-    parts_of(host).set_exchanged(exchange_.traffic);
+    if (!make_exchange_)
+      make_exchange_ = transport_ == OverlapTransport::AtOnce ? tp::collective_exchange(group_)
+                                                              : tp::choose_exchange(axis_, transport_);
+    const tp::CountedExchange made = make_exchange_(interned(name_));
+    linear->set_exchange(split, made.exchange);
+    const bool gathers = split == nn::Split::Columns;
+    parts_of(host).set_exchanged(made.traffic,
+                                 gathers ? "all-gather / reduce-scatter" : "reduce-scatter / all-gather");
   }
 
   // What split() noted of a module.
@@ -289,7 +292,7 @@ class Parallelizer {
   std::shared_ptr<const tp::TpGroup> group_;
   std::vector<NamedModule> modules_;
   const nn::LayerSequence* sequence_;  // null: the root doesn't name its layers
-  tp::CountedExchange exchange_;       // from the first module that overlaps
+  tp::MakeExchange make_exchange_;     // from the first module that overlaps
   tp::ParamCutter cutter_;
   std::string name_;        // of the module in hand
   const char* style_ = "";  // and of what is done to it

@@ -75,8 +75,9 @@ void wait_quietly(dist::PeerMemory& memory) {
 
 class ReadParts final : public ops::SequenceExchange::Gather {
  public:
-  ReadParts(dist::PeerMemory& memory, bool& taken, const at::Tensor& own, Traffic& traffic)
-      : turn_(taken), memory_(memory), own_(own) {
+  ReadParts(PeerPieces& pieces, const at::Tensor& own, Traffic& traffic)
+      : turn_(pieces.taken), memory_(*pieces.memory), own_(own) {
+    dist::PeerMemory& memory = memory_;
     std::vector<int64_t> sizes = own.sizes().vec();
     sizes.insert(sizes.begin(), memory.size());
     parts_ = at::empty(sizes, own.options());
@@ -115,8 +116,8 @@ class ReadParts final : public ops::SequenceExchange::Gather {
 
 class WrittenSummands final : public ops::SequenceExchange::Scatter {
  public:
-  WrittenSummands(dist::PeerMemory& memory, bool& taken, Traffic& traffic)
-      : turn_(taken), memory_(memory), traffic_(traffic) {}
+  WrittenSummands(PeerPieces& pieces, Traffic& traffic)
+      : turn_(pieces.taken), memory_(*pieces.memory), traffic_(traffic) {}
   ~WrittenSummands() override {
     if (!summands_.empty()) wait_quietly(memory_);
   }
@@ -171,20 +172,17 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
 
 }  // namespace
 
-PeerMemoryExchange::PeerMemoryExchange(std::unique_ptr<dist::PeerMemory> memory)
-    : memory_(std::move(memory)) {
-  TITAN_CHECK(memory_->size() > 1, "an exchange by peers' memory needs peers; the group has one rank");
+PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
+  TITAN_CHECK(count() > 1, "an exchange by peers' memory needs peers; the group has one rank");
   traffic_->way = "through symmetric memory";
 }
 
-// `module` is for records of calls, and these aren't calls of a group.
-std::unique_ptr<ops::SequenceExchange::Gather> PeerMemoryExchange::gather(const at::Tensor& part,
-                                                                          const char* /*module*/) const {
-  return std::make_unique<ReadParts>(*memory_, taken_, part, *traffic_);
+std::unique_ptr<ops::SequenceExchange::Gather> PeerMemoryExchange::gather(const at::Tensor& part) const {
+  return std::make_unique<ReadParts>(*pieces_, part, *traffic_);
 }
 
-std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter(const char* /*module*/) const {
-  return std::make_unique<WrittenSummands>(*memory_, taken_, *traffic_);
+std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter() const {
+  return std::make_unique<WrittenSummands>(*pieces_, *traffic_);
 }
 
 }  // namespace titan::tp

@@ -10,21 +10,27 @@
 
 namespace titan::tp {
 
+/// What all modules' exchanges share.
+struct PeerPieces {
+  std::unique_ptr<dist::PeerMemory> memory;
+  bool taken = false;  ///< by an exchange that is under way
+};
+
 class PeerMemoryExchange final : public ops::SequenceExchange {
  public:
   /// Of at least two ranks.
-  explicit PeerMemoryExchange(std::unique_ptr<dist::PeerMemory> memory);
+  explicit PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces);
 
-  int count() const override { return memory_->size(); }
+  int count() const override { return pieces_->memory->size(); }
+  const void* carrier() const override { return pieces_.get(); }
   // One exchange at a time: the next begins when the object of the last is gone.
-  std::unique_ptr<Gather> gather(const at::Tensor& part, const char* module) const override;
-  std::unique_ptr<Scatter> scatter(const char* module) const override;
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
+  std::unique_ptr<Scatter> scatter() const override;
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
 
  private:
-  std::unique_ptr<dist::PeerMemory> memory_;
+  std::shared_ptr<PeerPieces> pieces_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
-  mutable bool taken_ = false;
 };
 
 }  // namespace titan::tp

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <string_view>
 
 #include <torch/nn/module.h>
 
@@ -49,15 +50,30 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
   count(row, conversion.traffic());
 }
 
+// Of products over one input the first exchanges it, and the others do nothing.
+void add_exchange(PlanRow& row, const SplitParams& split) {
+  const tp::Traffic& traffic = *split.exchanged();
+  if (traffic.calls == 0) return;
+  row.collectives = str(split.exchanged_collectives(), " in products");
+  row.transport = traffic.way;
+  count(row, traffic);
+}
+
+// A loss head's, while it computes the loss, and those of Float8's scales.
+void add_own_gathers(PlanRow& row, const tp::Traffic& traffic) {
+  if (traffic.calls == 0) return;
+  const bool of_scales = traffic.phase == std::string_view("tp::float8_scales");
+  join(row.collectives, of_scales ? "all-gather of scales" : "all-gather per chunk / -", "; ");
+  count(row, traffic);
+}
+
 void add_parameters(PlanRow& row, const SplitParams* split) {
   if (!split) return;
   row.style = split->style();
   row.weight = placements_of(split);
   row.activation = split->layouts();
-  if (split->exchanged()) row.collectives = split->exchanged()->kind;
-  // A loss head's, while it computes the loss.
-  if (split->traffic()->calls > 0) row.collectives = "all-gather per chunk / -";
-  count(row, *split->traffic());
+  if (split->exchanged()) add_exchange(row, *split);
+  add_own_gathers(row, *split->traffic());
   if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
@@ -79,20 +95,10 @@ int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
   return bytes;
 }
 
-// Products that overlap share one exchange, whose traffic isn't any one module's.
-PlanRow row_of(const tp::Traffic& exchange) {
-  PlanRow row;
-  row.module = str("(", exchange.kind, ")");
-  row.collectives = "parts of the sequence, " + exchange.way;
-  count(row, exchange);
-  return row;
-}
-
 }  // namespace
 
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
   std::vector<PlanRow> rows;
-  std::vector<std::shared_ptr<const tp::Traffic>> exchanges;
   const auto add = [&](const std::string& name, torch::nn::Module& module) {
     const auto* host = dynamic_cast<const nn::HookHost*>(&module);
     if (!host) return;
@@ -107,14 +113,10 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");
     rows.push_back(std::move(row));
-    if (split && split->exchanged() &&
-        std::find(exchanges.begin(), exchanges.end(), split->exchanged()) == exchanges.end())
-      exchanges.push_back(split->exchanged());
   };
   add("", root.module());
   for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
     add(named.key(), *named.value());
-  for (const auto& exchange : exchanges) rows.push_back(row_of(*exchange));
   return rows;
 }
 

@@ -127,13 +127,12 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
 
 }  // namespace
 
-std::unique_ptr<ops::SequenceExchange::Gather> SendReceiveExchange::gather(const at::Tensor& part,
-                                                                           const char* module) const {
-  return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module}, *traffic_);
+std::unique_ptr<ops::SequenceExchange::Gather> SendReceiveExchange::gather(const at::Tensor& part) const {
+  return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module_}, *traffic_);
 }
 
-std::unique_ptr<ops::SequenceExchange::Scatter> SendReceiveExchange::scatter(const char* module) const {
-  return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module}, *traffic_);
+std::unique_ptr<ops::SequenceExchange::Scatter> SendReceiveExchange::scatter() const {
+  return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module_}, *traffic_);
 }
 
 }  // namespace titan::tp

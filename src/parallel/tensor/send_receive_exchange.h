@@ -21,19 +21,21 @@ inline int peer_in_round(int rank, int size, int round) { return ((round - rank)
 
 class SendReceiveExchange final : public ops::SequenceExchange {
  public:
-  explicit SendReceiveExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
-  /// `way`: Traffic::way, where more is known of it than that.
-  SendReceiveExchange(std::shared_ptr<dist::Group> group, std::string way) : group_(std::move(group)) {
+  /// `module`: interned, for records of calls. `way`: Traffic::way.
+  SendReceiveExchange(std::shared_ptr<dist::Group> group, const char* module, std::string way)
+      : group_(std::move(group)), module_(module) {
     traffic_->way = std::move(way);
   }
 
   int count() const override { return group_->size(); }
-  std::unique_ptr<Gather> gather(const at::Tensor& part, const char* module) const override;
-  std::unique_ptr<Scatter> scatter(const char* module) const override;
+  const void* carrier() const override { return group_.get(); }
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
+  std::unique_ptr<Scatter> scatter() const override;
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
 
  private:
   std::shared_ptr<dist::Group> group_;
+  const char* module_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 

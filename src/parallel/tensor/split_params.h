@@ -37,9 +37,14 @@ class SplitParams final : public nn::ParamParts {
   /// Of the activations, for plan_rows(): "in Replicate; out Shard(-1)".
   void set_layouts(std::string layouts) { layouts_ = std::move(layouts); }
   const std::string& layouts() const { return layouts_; }
-  /// Of an exchange that runs under the module's product, and under those of others; null: none does.
-  void set_exchanged(std::shared_ptr<const Traffic> exchanged) { exchanged_ = std::move(exchanged); }
+  /// Of the exchange that the module's product is part of; null: none is. `collectives`: a literal, what it
+  /// comes to, forward / backward.
+  void set_exchanged(std::shared_ptr<const Traffic> exchanged, const char* collectives) {
+    exchanged_ = std::move(exchanged);
+    exchanged_collectives_ = collectives;
+  }
   const std::shared_ptr<const Traffic>& exchanged() const { return exchanged_; }
+  const char* exchanged_collectives() const { return exchanged_collectives_; }
   /// Of the module's own gathers, as a loss head's.
   const std::shared_ptr<Traffic>& traffic() const { return traffic_; }
 
@@ -54,6 +59,7 @@ class SplitParams final : public nn::ParamParts {
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
   std::string layouts_;
   std::shared_ptr<const Traffic> exchanged_;
+  const char* exchanged_collectives_ = "";
 };
 
 /// Null where the module was left alone.

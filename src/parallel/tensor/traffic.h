@@ -15,9 +15,9 @@ namespace titan::tp {
 
 struct Traffic {
   int64_t calls = 0;
-  int64_t bytes = 0;                      ///< received by this rank
-  std::string way = "sent and received";  ///< of an exchange of parts, in words
-  std::string kind = "overlapped";        ///< and how it goes with the products
+  int64_t bytes = 0;       ///< received by this rank
+  std::string way;         ///< of an exchange of parts, in words
+  const char* phase = "";  ///< of a module's own gathers: the last call's
 };
 
 /// The ranks of the axis for one module, whose gathers are counted.
@@ -31,6 +31,7 @@ class CountedParts final : public ops::RankParts {
   int count() const override { return parts_->count(); }
   void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const override {
     traffic_->calls += 1;
+    traffic_->phase = phase;
     traffic_->bytes += static_cast<int64_t>(in.nbytes()) * (count() - 1);
     parts_->group()->all_gather(out, in, {phase, module_}).wait();
   }

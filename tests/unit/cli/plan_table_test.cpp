@@ -101,12 +101,24 @@ TEST(PlanTable, CountsEveryMicroBatchAndEveryRecomputation) {
   EXPECT_EQ(bytes_in(table_of(2, recomputed)).at("all"), once + kLayers * 3 * layer);
 }
 
-TEST(PlanTable, OverlappedProductsHaveOneRowAndMoveAsMuch) {
-  const Words overlapped = {"--parallelism.tensor_parallel_degree", "2",
-                            "--parallelism.enable_async_tensor_parallel"};
-  const std::string table = table_of(2, overlapped);
-  EXPECT_NE(table.find("(overlapped)"), std::string::npos) << table;
-  EXPECT_EQ(bytes_in(table).at("all"), bytes_in(table_of(2, {overlapped[0], overlapped[1]})).at("all"));
+// What a block's preparation gathers without overlap, the first product over that input gathers with it.
+TEST(PlanTable, OverlappedProductsMoveAsMuchModuleByModule) {
+  const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
+  Words words = tp;
+  words.emplace_back("--parallelism.enable_async_tensor_parallel");
+  const std::string table = table_of(2, words);
+  const auto overlapped = bytes_in(table), plain = bytes_in(table_of(2, tp));
+  const std::map<std::string, std::string> counterparts = {
+      {"attention.wq", "attention"},         {"attention.wk", "attention.wk"},
+      {"attention.wv", "attention.wv"},      {"attention.wo", "attention.wo"},
+      {"feed_forward.w1", "feed_forward"},   {"feed_forward.w2", "feed_forward.w2"},
+      {"feed_forward.w3", "feed_forward.w3"}};
+  for (const auto& [mine, theirs] : counterparts)
+    EXPECT_EQ(overlapped.at("layers.0..5." + mine), plain.at("layers.0..5." + theirs)) << mine;
+  EXPECT_EQ(overlapped.at("output"), plain.at("output"));
+  EXPECT_EQ(overlapped.at("all"), plain.at("all"));
+  EXPECT_NE(table.find("all-gather / reduce-scatter in products "), std::string::npos) << table;
+  EXPECT_NE(table.find("reduce-scatter / all-gather in products "), std::string::npos) << table;
 }
 
 // Of the eight moves of a layer's activations the four that gather take half the bytes.
@@ -116,8 +128,11 @@ TEST(PlanTable, InFloat8ActivationsAreGatheredInAByte) {
   words.insert(words.end(),
                {"--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"});
   const std::string table = table_of(2, words);
-  EXPECT_NE(table.find("(gathered by products)"), std::string::npos) << table;
-  EXPECT_NE(table.find("at once, in Float8 where the products take it"), std::string::npos) << table;
+  EXPECT_NE(table.find("  all-gather / reduce-scatter in products; all-gather of scales  "),
+            std::string::npos)
+      << table;
+  EXPECT_NE(table.find("in products: at once, in Float8 where the products take it"), std::string::npos)
+      << table;
   const auto high = static_cast<double>(bytes_in(table_of(2, tp)).at("all"));
   EXPECT_LT(static_cast<double>(bytes_in(table).at("all")), 0.85 * high);
 }
@@ -128,8 +143,8 @@ TEST(PlanTable, TellsHowOverlappedPartsTravel) {
         2, {"--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel",
             "--parallelism.async_tensor_parallel_transport", transport});
   };
-  const char* sent = "parts of the sequence, sent and received ";
-  const char* shared = "parts of the sequence, through symmetric memory ";
+  const char* sent = "\nin products: sent and received\n";
+  const char* shared = "\nin products: through symmetric memory\n";
   EXPECT_NE(table_with("send_receive").find(sent), std::string::npos);
   EXPECT_NE(table_with("symmetric_memory").find(shared), std::string::npos);
   EXPECT_NE(table_with("auto").find("sent and received, or through symmetric memory"), std::string::npos);
@@ -174,14 +189,14 @@ TEST(PlanTable, ShowsTensorParallelismOfTheRanksStages) {
   EXPECT_EQ(table.find("\noutput "), std::string::npos) << table;
 }
 
-TEST(PlanTable, HasOneRowForWhatStagesOverlap) {
+TEST(PlanTable, ShowsWhatEachOfTheRanksStagesOverlaps) {
   const std::string table =
       table_of(4, {"--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule",
                    "ZBVZeroBubble", "--parallelism.tensor_parallel_degree", "2",
                    "--parallelism.enable_async_tensor_parallel"});
-  const size_t first = table.find("(overlapped)");
-  ASSERT_NE(first, std::string::npos) << table;
-  EXPECT_EQ(table.find("(overlapped)", first + 1), std::string::npos) << table;
+  const auto bytes = bytes_in(table);
+  EXPECT_GT(bytes.at("layers.0,5.attention.wq"), 0) << table;
+  EXPECT_EQ(table.find("\nin products: "), table.rfind("\nin products: ")) << table;
 }
 
 TEST(PlanTable, SmallestWorldIsTheProductOfTheDegrees) {

@@ -23,11 +23,11 @@ class TwinExchange final : public SequenceExchange {
   explicit TwinExchange(bool at_once = false) : at_once_(at_once) {}
   int count() const override { return 2; }
   bool at_once() const override { return at_once_; }
-  at::Tensor gather_whole(const at::Tensor& part, const char* /*module*/) const override {
+  at::Tensor gather_whole(const at::Tensor& part) const override {
     ++gathers;
     return at::cat({part, part}, 1);
   }
-  at::Tensor scatter_whole(const at::Tensor& summand, const char* /*module*/) const override {
+  at::Tensor scatter_whole(const at::Tensor& summand) const override {
     const auto halves = summand.chunk(2, 1);
     return halves[0] + halves[1];
   }
@@ -51,13 +51,11 @@ class TwinExchange final : public SequenceExchange {
    private:
     std::vector<at::Tensor> given_;
   };
-  std::unique_ptr<Gather> gather(const at::Tensor& part, const char* /*module*/) const override {
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override {
     ++gathers;
     return std::make_unique<TwinGather>(part);
   }
-  std::unique_ptr<Scatter> scatter(const char* /*module*/) const override {
-    return std::make_unique<TwinScatter>();
-  }
+  std::unique_ptr<Scatter> scatter() const override { return std::make_unique<TwinScatter>(); }
 
   mutable int gathers = 0;
 

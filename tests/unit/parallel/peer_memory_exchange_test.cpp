@@ -18,7 +18,8 @@ using namespace titan::testing;  // NOLINT: these are the test's own words
 
 std::shared_ptr<const PeerMemoryExchange> exchange_of(const std::shared_ptr<MeetingPlace>& place, int rank,
                                                       Queues queues) {
-  return std::make_shared<const PeerMemoryExchange>(std::make_unique<ThreadPeerMemory>(place, rank, queues));
+  return std::make_shared<const PeerMemoryExchange>(
+      std::make_shared<PeerPieces>(PeerPieces{std::make_unique<ThreadPeerMemory>(place, rank, queues)}));
 }
 
 std::vector<at::Tensor> with_gradients(const MlpTensors& mlp, const at::Tensor& output) {
@@ -76,7 +77,7 @@ TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInSingleAndInRankOrder) {
   run_ranks(ranks, [&, queues = queues](int rank) {
     const auto exchange = exchange_of(place, rank, queues);
     for (int round = 0; round < rounds; ++round) {
-      const auto scatter = exchange->scatter("");
+      const auto scatter = exchange->scatter();
       for (int to = scatter->next(); to >= 0; to = scatter->next()) scatter->give(summand(rank, to, round));
       sums[static_cast<size_t>(rank)].push_back(scatter->finish());
     }
@@ -98,7 +99,7 @@ TEST_P(PeerMemoryExchangeTest, GathersMayEndEarly) {
   run_ranks(ranks, [&, queues = queues](int rank) {
     const auto exchange = exchange_of(place, rank, queues);
     for (int round = 0; round < 3; ++round) {
-      const auto gather = exchange->gather(at::full({1, 2, 3}, rank + round), "");
+      const auto gather = exchange->gather(at::full({1, 2, 3}, rank + round));
       for (int i = 0; i < round; ++i) {
         const int from = gather->next();
         if (from >= 0) {
@@ -137,8 +138,8 @@ TEST(PeerMemoryExchange, CountsWhatTheRankReceives) {
 TEST(PeerMemoryExchange, RefusesOneRankAndTwoAtATime) {
   EXPECT_THROW(exchange_of(std::make_shared<MeetingPlace>(1), 0, Queues::InOrder), Error);
   const auto exchange = exchange_of(std::make_shared<MeetingPlace>(2), 0, Queues::InOrder);
-  const auto scatter = exchange->scatter("");
-  EXPECT_THROW(exchange->scatter(""), std::exception);
+  const auto scatter = exchange->scatter();
+  EXPECT_THROW(exchange->scatter(), std::exception);
 }
 
 // That the double finds what the schedule must not do.
