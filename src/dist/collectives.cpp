@@ -229,7 +229,8 @@ void Group::check(const CallRecord& call) {
 
 template <class Start>
 Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start) {
-  TITAN_CHECK(backends_, name_of(call.op), " in group '", name_, "', which was made without a backend");
+  TITAN_CHECK(backends_, name_of(call.op), " in group '", name_, "', which ",
+              closed_ ? "was closed when a call failed" : "was made without a backend");
   c10d::Backend& backend = backends_->for_tensor(out);
   auto state = std::make_unique<Work::State>();
   state->out = out;
@@ -381,6 +382,13 @@ Work Group::barrier(Label label) {
   if (size() == 1) return {};
   return launch(record_of(int(CollectiveOp::Barrier), {}, {}, label), {}, {},
                 [](auto& backend, auto&, auto&) { return backend.barrier(); });
+}
+
+void Group::close() {
+  // A group of a device's has a second one for the host's tensors, which nobody waits in.
+  if (!backends_ || backends_->make_host || backend_name() == "fake") return;
+  backends_.reset();
+  closed_ = true;
 }
 
 std::string Group::backend_name() const { return backends_ ? backends_->main->getBackendName() : "none"; }

@@ -29,7 +29,8 @@ void wait_until_told(c10d::Store& store, int num_ranks) {
 
 }  // namespace
 
-std::string tell_failure(const World& world, const std::string& message) {
+std::string tell_failure(const World& world, const std::string& message,
+                         const std::function<void()>& let_go) {
   const std::string mine = str("rank ", world.rank(), ": ", message);
   if (world.size() == 1) return "";
   try {
@@ -38,6 +39,7 @@ std::string tell_failure(const World& world, const std::string& message) {
         store.compareSet(kFirst, std::vector<uint8_t>{}, {mine.begin(), mine.end()});
     const std::string first(told.begin(), told.end());
     store.add(kTold, 1);
+    let_go();
     if (world.rank() == 0 && world.backend() != "fake") wait_until_told(store, world.size());
     return first == mine ? "" : first;
   } catch (const std::exception&) {

@@ -47,4 +47,8 @@ void Links::connect(const Schedule& schedule) {
   }
 }
 
+void Links::close() const {
+  for (const auto& [ends, link] : links_) link.close();
+}
+
 }  // namespace titan::pipeline

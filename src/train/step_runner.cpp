@@ -161,7 +161,7 @@ std::string StepRunner::failure_of(const StepPlan& plan, size_t action, const st
   const std::string mine =
       str("in action ", to_string(plan.actions_[action].action), " (", action + 1, " of ",
           plan.actions_.size(), ") of pipeline rank ", links_.mesh().rank(), ": ", reason);
-  const std::string first = dist::tell_failure(links_.mesh().world(), mine);
+  const std::string first = dist::tell_failure(links_.mesh().world(), mine, [this] { links_.close(); });
   return first.empty() ? mine : str(mine, "\nThe first to fail was ", first);
 }
 
@@ -181,9 +181,9 @@ at::Tensor StepRunner::run(const StepPlan& plan, const std::vector<data::Batch>&
               "a step of this pipeline has failed, and what its stages sent may still be on the way: the "
               "next one would take it for its own. Start the job anew");
   prepare_step();
-  RunningStep step(*this, plan, micro_batches, global_valid_tokens);
   size_t action = 0;
   try {
+    RunningStep step(*this, plan, micro_batches, global_valid_tokens);  // gone before its failure is told
     for (; action < plan.actions_.size(); ++action)
       times_ ? step.perform_timed(plan.actions_[action], *times_) : step.perform(plan.actions_[action]);
     return step.finish();

@@ -1,7 +1,7 @@
 // Holds a run in front of a step until a test lets it go. As `--experimental.custom_import`: each rank waits
 // in front of step N as long as the folder that TITAN_TEST_STEPS names has the file hold.N, and leaves the
 // file held.N.PID when it begins to. With TITAN_TEST_HELD_NORM=K it waits within the step, in front of the
-// K-th norm that it computes there.
+// K-th norm that it computes there; 0: in front of its first forward.
 
 #include <unistd.h>
 
@@ -60,6 +60,8 @@ class HeldNorm : public titan::train::RunObserver {
     at::addGlobalCallback(at::RecordFunctionCallback(see_norm).scopes({at::RecordScope::FUNCTION}));
   }
   void begin(titan::train::Phase phase, int64_t step) override {
+    if (phase == titan::train::Phase::ForwardBackward && held_norm == 0)
+      wait_while_held(folder_of_steps(), step);
     if (phase != titan::train::Phase::Step) return;
     step_of_norms = step;
     num_norms = 0;

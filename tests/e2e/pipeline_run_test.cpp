@@ -186,15 +186,17 @@ Command start_rank(int rank, int size, const std::string& port, const Words& wor
 struct Killed {
   int pp;  // of 4 ranks; with 2, two ranks share a stage's parameters
   int rank;
+  int norm = 6;  // of the step, in front of which the rank is; 0: its first forward
 };
 void PrintTo(const Killed& killed, std::ostream* out) {
-  *out << "rank " << killed.rank << ", pp " << killed.pp;
+  *out << "rank " << killed.rank << ", pp " << killed.pp << ", norm " << killed.norm;
 }
 
 class LostRank : public ::testing::TestWithParam<Killed> {};
 
 // Without a launcher that would end them: every rank finds out by itself, also those whose neighbours live,
-// and where the lost one kept the store through which ranks tell each other.
+// and where the lost one kept the store through which ranks tell each other, or who keeps it is the only one
+// to meet the loss.
 TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
   const int lost = GetParam().rank;
   const auto folder = fresh_folder("run"), steps = fresh_folder("steps");
@@ -220,7 +222,8 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
                             folder.string()};
   const std::string port = some_port();
   std::vector<Command> ranks;
-  const Command::Variables held = {{"TITAN_TEST_STEPS", steps.string()}, {"TITAN_TEST_HELD_NORM", "6"}};
+  const Command::Variables held = {{"TITAN_TEST_STEPS", steps.string()},
+                                   {"TITAN_TEST_HELD_NORM", std::to_string(GetParam().norm)}};
   for (int rank = 0; rank < 4; ++rank)
     ranks.push_back(start_rank(rank, 4, port, words, rank == lost ? held : Command::Variables{}));
   const auto is_held = [&] { return !names_in(steps).empty() && names_in(steps)[0].starts_with("held.4."); };
@@ -249,10 +252,11 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
 
 INSTANTIATE_TEST_SUITE_P(PipelineFaults, LostRank,
                          ::testing::Values(Killed{4, 0}, Killed{4, 1}, Killed{4, 2}, Killed{4, 3},
-                                           Killed{2, 1}),
+                                           Killed{2, 1}, Killed{2, 1, 0}, Killed{2, 2, 0}),
                          [](const auto& info) {
                            return "Rank" + std::to_string(info.param.rank) +
-                                  (info.param.pp == 4 ? "" : "OfPp" + std::to_string(info.param.pp));
+                                  (info.param.pp == 4 ? "" : "OfPp" + std::to_string(info.param.pp)) +
+                                  (info.param.norm == 0 ? "BeforeItsForward" : "");
                          });
 
 }  // namespace

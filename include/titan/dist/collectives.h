@@ -101,6 +101,10 @@ class Group {
   /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank or of
   /// others.
   std::string backend_name() const;
+  /// Ends a group of gloo whose calls have failed: members that wait for this one get an error, and so does
+  /// every call from here. Calls of this rank that aren't waited for have to be dropped before. What other
+  /// backends carry stays as it is.
+  void close();
   /// For calls launched from now on.
   void set_timeout(std::chrono::milliseconds timeout);
 
@@ -114,6 +118,7 @@ class Group {
   std::vector<int> ranks_;
   int rank_ = -1;
   std::unique_ptr<GroupBackends> backends_;
+  bool closed_ = false;
   std::shared_ptr<FlightRecorder> recorder_;
   const GroupRecord* record_ = nullptr;
   std::unique_ptr<CallChecker> checker_;

@@ -24,6 +24,7 @@ class Link {
   /// Contiguous; on its way until the Work is waited for, which holds the tensor.
   dist::Work send(const at::Tensor& tensor, const char* label) const;
   dist::Work receive(const at::Tensor& tensor, const char* label) const;
+  void close() const { group_->close(); }
 
  private:
   std::shared_ptr<dist::Group> group_;
@@ -40,6 +41,8 @@ class Links {
   /// To or from the rank at this position of the mesh; connect() has made it.
   const Link& to(int rank) const { return links_.at({pp_.rank(), rank}); }
   const Link& from(int rank) const { return links_.at({rank, pp_.rank()}); }
+  /// For good: dist::Group::close(), of all links.
+  void close() const;
   const DeviceMesh& mesh() const { return pp_; }
 
  private:
