@@ -10,9 +10,9 @@
 // and load_warm_s (with the files out of memory and in it); gigabytes (of all ranks' tensors); save_extra_mib
 // and async_extra_mib (peak memory of a rank above what it had before).
 //
-// What computes beside a copy computes slower: staged_blocked_s is the time in the call, the wait for the
-// copy behind the T ms, and staged_lost_s, which is as long as the products that weren't done in the T ms
-// would have taken, by the number of those done in T ms just before, with nothing under way.
+// What computes beside a copy computes slower: staged_blocked_s is staged_called_s, the time in the call, the
+// wait for the copy behind the T ms, and staged_lost_s, which is as long as the products that weren't done in
+// the T ms would have taken, by the number of those done in T ms just before, with nothing under way.
 //
 // Then the same in memory (--memory DIR, default /dev/shm): memory_blocked_s, memory_total_s (until the
 // generation is complete) and memory_load_s with all ranks on one host, which makes no copies;
@@ -230,6 +230,7 @@ class Bench {
       checkpointer.save(1);
       double blocked = seconds_since(start);
       if (mode == AsyncMode::Staged) {
+        add(name + "_called_s", blocked, run);
         const double lost = lost_seconds(products_alone, products());
         const auto waiting = Clock::now();
         checkpointer.wait_for_staging();

@@ -71,8 +71,9 @@ class Timer {
 }  // namespace
 
 const char* to_string(SavePhase phase) {
-  static constexpr std::array names = {"MakeFolder",    "WriteFile", "WriteChunk", "SyncFile", "Gather",
-                                       "WriteManifest", "Commit",    "Verdict",    "Prune",    "CopyPiece"};
+  static constexpr std::array names = {"Agree",      "Plan",     "Stage",    "MakeFolder",    "WriteFile",
+                                       "WriteChunk", "SyncFile", "Gather",   "WriteManifest", "Commit",
+                                       "Verdict",    "Prune",    "CopyPiece"};
   return names[static_cast<size_t>(phase)];
 }
 
@@ -174,6 +175,9 @@ void Checkpointer::check() {
 void Checkpointer::finish() {
   if (const std::string problem = impl_->wait_for_last(); !problem.empty()) throw Error(problem);
 }
+
+bool Checkpointer::failed() const { return impl_->stops(); }
+bool Checkpointer::lost_ranks() const { return impl_->stops(/*only_lost=*/true); }
 
 std::string Checkpointer::last_failure() const { return impl_->last_failure(); }
 SaveCounts Checkpointer::counts() const { return impl_->counts(); }

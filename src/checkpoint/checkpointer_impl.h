@@ -35,7 +35,7 @@ struct Progress {
   bool ended = true;    // but for the pruning
   SaveOutcome outcome;  // of the last save that ended; a failure that stops stays
   SaveCounts counts;
-  bool told = false;    // the failure was thrown
+  bool told = false;  // the failure was thrown
 };
 
 /// Throws Error when there is something to say.
@@ -52,6 +52,8 @@ struct Checkpointer::Impl {
   void wait_for_staging();
   /// What stops the run: the failure of an earlier save; empty where there is none. Told is told.
   std::string failure();
+  /// Whether there is one; `only_lost`: of lost ranks.
+  bool stops(bool only_lost = false) const;
   /// Whether or not it stops the run.
   std::string last_failure() const;
   SaveCounts counts() const;
@@ -88,6 +90,11 @@ struct Checkpointer::Impl {
   /// Collective: every rank has its copies laid out, or all throw.
   void lay_out(int64_t step, std::string problem, std::vector<detail::KeyedState>& states,
                detail::SaveJob& job);
+  void told_phase(SavePhase phase) const {
+    if (options.on_phase) options.on_phase(phase);
+  }
+  /// Of a save that failed on all ranks alike before anything was written.
+  void note_failed(const std::string& failure);
   void start(detail::SaveJob job);
   std::set<std::string> names_of_all_stages(const std::vector<detail::NamedTensor>& tensors) const;
   /// Collective: the tensors to load, or all ranks throw all that is wrong.

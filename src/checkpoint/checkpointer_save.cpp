@@ -27,6 +27,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// What all ranks have against a save, none of which is lost.
+struct AgreedFailure : Error {
+  using Error::Error;
+};
+
 double seconds_from(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -72,8 +77,19 @@ void set_ended(Progress& progress, SaveOutcome outcome) {
   progress.changed.notify_all();
 }
 
-void copy_or_note(SaveJob& job, int num_threads) {
+void throw_agreed(const Verdict& verdict) {
+  if (!verdict.text.empty() && !verdict.lost) throw AgreedFailure(verdict.text);
+  throw_if(verdict);
+}
+
+void log_failed(const std::string& failure, int64_t number) {
+  log::error(titan::str(failure, "; training goes on without it",
+                        number > 1 ? titan::str(" (number ", number, " that failed)") : ""));
+}
+
+void copy_or_note(SaveJob& job, int num_threads, const std::function<void(SavePhase)>& on_phase) {
   try {
+    if (on_phase) on_phase(SavePhase::Stage);
     job.staging->copy_from_host(num_threads);
   } catch (const std::exception& error) {
     job.staging_failure = titan::str("the copy to host memory failed: ", error.what());
@@ -101,6 +117,12 @@ std::string Checkpointer::Impl::failure() {
   if (outcome.failure.empty() || !stops_run(options, outcome)) return "";
   progress_->told = true;
   return outcome.failure;
+}
+
+bool Checkpointer::Impl::stops(bool only_lost) const {
+  std::lock_guard lock(progress_->mutex);
+  const SaveOutcome& outcome = progress_->outcome;
+  return !outcome.failure.empty() && stops_run(options, outcome) && (!only_lost || outcome.lost);
 }
 
 std::string Checkpointer::Impl::last_failure() const {
@@ -169,14 +191,24 @@ bool Checkpointer::Impl::skips(int64_t step) {
 bool Checkpointer::Impl::save(int64_t step) {
   if (skips(step)) return false;
   const auto start_time = Clock::now();
-  const std::string problem = wait_for_last();
+  std::string problem = wait_for_last();
   if (const double waited = seconds_from(start_time); waited > 0.1)
     log::info_rank0(titan::str(of_step(step), "waited ", waited, " s for the one before"));
   std::vector<KeyedState> states;
   SaveJob job;
   job.step = step;
   job.num_threads = at::get_num_threads();
-  lay_out(step, problem, states, job);
+  if (!options.stop_on_failure) {
+    throw_if(agree(*control_, problem));
+    problem.clear();
+  }
+  try {
+    lay_out(step, problem, states, job);
+  } catch (const AgreedFailure& error) {
+    if (options.stop_on_failure) throw;
+    note_failed(error.what());
+    return false;
+  }
   job.table = plan_->table();
   for (auto& [key, state] : states) {
     job.texts[key] = std::move(state.text);
@@ -195,7 +227,13 @@ void Checkpointer::Impl::attempt(int64_t step, std::string& problem, const std::
   } catch (const std::exception& error) {
     problem = of_step(step) + error.what();
   }
-  throw_if(agree(*control_, problem));
+  throw_agreed(agree(*control_, problem));
+}
+
+void Checkpointer::Impl::note_failed(const std::string& failure) {
+  const int64_t number = count_ended(*progress_, {.failure = failure});
+  if (world.rank() == 0) log_failed(failure, number);
+  set_ended(*progress_, {.failure = failure});
 }
 
 // A first plan is all ranks' or nobody's: the next save makes the same calls on each.
@@ -203,10 +241,14 @@ void Checkpointer::Impl::make_plan(int64_t step, std::string& problem, std::vect
                                    std::vector<NamedTensor>& tensors) {
   try {
     attempt(step, problem, [&] {
+      told_phase(SavePhase::Agree);
       states = this->states();
       tensors = detail::tensors_of(states);
     });
-    attempt(step, problem, [&] { plan_.emplace(tensors, world, pipeline); });
+    attempt(step, problem, [&] {
+      told_phase(SavePhase::Plan);
+      plan_.emplace(tensors, world, pipeline);
+    });
     check_equal_plans(states);
   } catch (const Error&) {
     plan_.reset();
@@ -226,6 +268,7 @@ void Checkpointer::Impl::lay_out(int64_t step, std::string problem, std::vector<
   try {
     attempt(step, problem, [&] {
       if (!is_first) {
+        told_phase(SavePhase::Agree);
         states = this->states();
         tensors = detail::tensors_of(states);
         plan_->check_same(tensors);
@@ -259,7 +302,7 @@ void Checkpointer::Impl::check_equal_plans(const std::vector<KeyedState>& states
   const auto answers = control_->gather(plan);
   const Verdict verdict =
       control_->spread(unequal(*control_, answers, "has other objects, tensors or layouts than"));
-  throw_if(verdict);
+  throw_agreed(verdict);
 }
 
 void Checkpointer::Impl::start(SaveJob job) {
@@ -282,7 +325,7 @@ void Checkpointer::Impl::start(SaveJob job) {
   if (!later) {
     // The caller may change what a GPU still copies.
     job.staging->order_current_stream();
-    copy_or_note(job, num_threads);
+    copy_or_note(job, num_threads, options.on_phase);
     set_staged(*progress_);
   }
   // The thread may outlive this object: it has what it uses.
@@ -290,14 +333,13 @@ void Checkpointer::Impl::start(SaveJob job) {
   background_->start([=, progress = progress_, writer = writer_, buffer = buffer_, options = options,
                       is_root = world.rank() == 0] {
     if (later) {
-      copy_or_note(*shared_job, num_threads);
+      copy_or_note(*shared_job, num_threads, options.on_phase);
       set_staged(*progress);
     }
     SaveOutcome outcome = writer->write(*shared_job);
     const int64_t num_failed = count_ended(*progress, outcome);
     if (!outcome.failure.empty() && is_root && !stops_run(options, outcome))
-      log::error(titan::str(outcome.failure, "; training goes on without it",
-                            num_failed > 1 ? titan::str(" (number ", num_failed, " that failed)") : ""));
+      log_failed(outcome.failure, num_failed);
     const bool complete = outcome.failure.empty();
     if (complete && is_root && options.peers && last_failed(*progress))
       log::info(titan::str("peer ", of_step(shared_job->step), "states are kept in memory again"));

@@ -49,7 +49,11 @@ void RunCheckpoints::wait_for_staging() {
   if (peers_) peers_->wait_for_staging();
 }
 
-void RunCheckpoints::check() { checkpointer_.check(); }
+void RunCheckpoints::check() {
+  if (checkpointer_.lost_ranks()) checkpointer_.check();
+}
+
+bool RunCheckpoints::failed() const { return checkpointer_.failed(); }
 
 void RunCheckpoints::finish() {
   checkpointer_.finish();

@@ -70,20 +70,23 @@ bool StopAgreement::wait_for(data::DataLoader& loader) {
   return true;
 }
 
-TokenCounts StopAgreement::count(const std::vector<data::Batch>& micro_batches) {
+TokenCounts StopAgreement::count(const std::vector<data::Batch>& micro_batches, bool fails) {
   TokenCounts counts;
   for (const data::Batch& batch : micro_batches) counts.local += batch.valid_tokens;
   const bool asks = told_ || noted_signal() != 0;
-  const at::Tensor sums = at::empty({2}, at::kLong);
+  const at::Tensor sums = at::empty({3}, at::kLong);
   auto* values = sums.mutable_data_ptr<int64_t>();
   values[0] = counts.local;
   values[1] = asks;
+  values[2] = fails;
   meshes_.batch.group()->all_reduce(sums, dist::ReduceOp::Sum, {"train::count_valid_tokens"}).wait();
   counts.global = values[0];
-  double stops = values[1] > 0;
+  constexpr double stop = 1, fail = 2;
+  double verdict = values[2] > 0 ? fail : values[1] > 0 ? stop : 0;
   for (const DeviceMesh* mesh : {&meshes_.cp, &meshes_.tp, &meshes_.pp})
-    if (mesh->size() > 1) stops = mesh->group()->max(stops, {"train::agree_to_stop"});
-  agreed_ = agreed_ || stops > 0;
+    if (mesh->size() > 1) verdict = mesh->group()->max(verdict, {"train::agree_to_stop"});
+  agreed_ = agreed_ || verdict == stop;
+  any_fails_ = any_fails_ || verdict == fail;
   return counts;
 }
 

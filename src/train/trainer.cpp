@@ -153,7 +153,9 @@ bool Trainer::has_ended() const {
 bool Trainer::train_step() {
   auto batches = fetch();
   if (!batches) return false;
-  const TokenCounts tokens = stop_.count(*batches);
+  const TokenCounts tokens =
+      stop_.count(*batches, /*fails=*/parts_.checkpoints && parts_.checkpoints->failed());
+  if (stop_.any_fails()) fail_with_save();
   if (stop_.agreed()) {
     if (!batches->empty()) parts_.loader.take_back_step();
     return false;

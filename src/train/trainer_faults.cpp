@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/interruption.h"
 #include "titan/train/replica_check.h"
@@ -40,6 +41,12 @@ void Trainer::save_at_stop(const std::string& who_stops) {
     checkpoints->save_whole(progress_.step);
     log::info_rank0(str("the state behind step ", progress_.step, " is saved"));
   }
+}
+
+// Those that haven't heard of it yet soon will.
+void Trainer::fail_with_save() {
+  parts_.checkpoints->finish();
+  throw Error("a checkpoint has failed on another rank, which says why");
 }
 
 bool Trainer::is_save_due(bool is_last) {

@@ -31,6 +31,7 @@ struct Fault {
 };
 
 bool happens_on(SavePhase phase, int rank) {
+  if (phase == SavePhase::Plan) return false;  // the first save is through
   return rank == 0 ||
          (phase != SavePhase::WriteManifest && phase != SavePhase::Commit && phase != SavePhase::Prune);
 }
@@ -46,6 +47,10 @@ TEST(Failure, AtAnyPhaseTrainingGoesOnWhereAsked) {
       fault = {static_cast<SavePhase>(phase), rank};
       saver.fill_and_save(++step);
       saver.checkpointer.finish();
+      // Behind the verdict of rank 0 a failure is its rank's alone.
+      const bool heard = fault.phase != SavePhase::Verdict || rank == 0 || is_last();
+      const bool failed = happens_on(fault.phase, rank) && fault.phase != SavePhase::Prune && heard;
+      EXPECT_NE(saver.checkpointer.last_failure().empty(), failed) << to_string(fault.phase);
       fault.rank = -1;
       const auto steps = steps_in(folder);
       const bool complete = fault.phase == SavePhase::Verdict || fault.phase == SavePhase::Prune ||
@@ -81,6 +86,25 @@ TEST(Failure, StopsAllRanksWithItsCause) {
     EXPECT_EQ(error_of([&] { saver.checkpointer.save(3); }), error);
     EXPECT_EQ(steps_in(here), std::vector<int64_t>{1});
     check_saved(step_path(here, 1), 1);
+  }
+}
+
+TEST(Failure, OfAPlanIsOnlyThatSaves) {
+  const SharedFolder folder;
+  for (const bool stops : {false, true}) {
+    const fs::path here = folder / (stops ? "stops" : "goes_on");
+    Fault fault{SavePhase::Plan, world().size() - 1};
+    Saver saver({.folder = here, .stop_on_failure = stops, .on_phase = fault.hook()});
+    const std::string error = error_of([&] { saver.fill_and_save(1); });
+    EXPECT_THAT(
+        stops ? error : saver.checkpointer.last_failure(),
+        AllOf(HasSubstr("checkpoint of step 1: "), HasSubstr(last_rank()), HasSubstr("told to fail")));
+    EXPECT_EQ(error.empty(), !stops);
+    EXPECT_THAT(steps_in(here), ::testing::IsEmpty());
+    fault.rank = -1;
+    saver.fill_and_save(2);
+    EXPECT_EQ(saver.checkpointer.last_failure(), "");
+    check_saved(step_path(here, 2), 2);
   }
 }
 

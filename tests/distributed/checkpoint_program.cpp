@@ -1,7 +1,9 @@
 // What the tests of checkpoints start as a rank:
 //   checkpoint_program save FOLDER                       under every layout of so many ranks, FOLDER/LAYOUT
 //   checkpoint_program load FOLDER                       each of these under every layout of so many ranks
-//   checkpoint_program fail FOLDER PHASE HOW RANK MODE   step 1 is saved; step 2 fails: at PHASE of the save
+//   checkpoint_program fail FOLDER PHASE HOW RANK MODE   step 1 is saved; step 2 fails (1, where PHASE is
+//   Plan,
+//                                                        which no other has): at PHASE of the save
 //                                                        RANK does HOW: throw, exit or hang. MODE: disabled,
 //                                                        copied, staged
 //   checkpoint_program forever FOLDER                    loads the newest step, checks it, saves those that
@@ -83,7 +85,7 @@ void fail_as(const std::string& how) {
 void save_and_fail(const dist::World& world, const Words& words) {
   const SavePhase phase = phase_of(words.at(2));
   const bool chosen = world.rank() == std::stoi(words.at(4));
-  bool armed = false;
+  bool armed = phase == SavePhase::Plan;
   // A rank that hangs is waited for in vain. One that throws or ends isn't, and on a busy machine a phase may
   // take longer than such a wait should.
   const std::chrono::seconds timeout(words.at(3) == "hang" ? 10 : 30);

@@ -104,6 +104,23 @@ TEST(StopAgreement, AnyRankStopsAll) {
   }
 }
 
+// Whoever asks to stop meanwhile.
+TEST(StopAgreement, ARankThatFailsIsKnownToAll) {
+  for (const ParallelDims& dims : layouts()) {
+    const Meshes meshes = build_meshes(world(), dims);
+    for (int fails = 0; fails < world().size(); ++fails) {
+      const SignalWatch watch;
+      StopAgreement stop(world(), meshes);
+      EXPECT_FALSE(stop.agree());
+      EXPECT_FALSE(stop.any_fails());
+      if (world().rank() == 0) send_to_myself(SIGUSR1);
+      static_cast<void>(stop.count({batch_of(1)}, /*fails=*/world().rank() == fails));
+      EXPECT_TRUE(stop.any_fails()) << name_of(dims) << ", of rank " << fails;
+      EXPECT_FALSE(stop.agreed());
+    }
+  }
+}
+
 TEST(StopAgreement, TheLowestRankOfSeveralIsNamed) {
   const SignalWatch watch;
   StopAgreement stop(world(), build_meshes(world(), {.dp_shard = world().size()}));

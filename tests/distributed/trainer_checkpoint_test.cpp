@@ -25,8 +25,9 @@ Parameter large_parameter(const DeviceMesh& mesh, int64_t bytes) {
 
 Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::filesystem::path& folder,
                            const CheckpointSettings& given = {}, decltype(Job::at_phase) at_phase = {},
-                           const char* buffer = nullptr, int64_t large_bytes = kLargeBytes) {
-  Job job{.options = {.steps = 3, .log_freq = 1, .read_late = late}, .folder = folder};
+                           const char* buffer = nullptr, int64_t large_bytes = kLargeBytes,
+                           int64_t steps = 3) {
+  Job job{.options = {.steps = steps, .log_freq = 1, .read_late = late}, .folder = folder};
   job.at_phase = std::move(at_phase);
   Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   auto model = build_model(meshes, job);
@@ -36,7 +37,7 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
   optim::Optimizer optimizer(list, {.lr = 0.1});
   list.push_back(large_parameter(meshes.fsdp, large_bytes));
   RunCheckpoints::Options options{.settings = given, .folder = folder / "checkpoint"};
-  options.settings.interval = 1;
+  if (given.interval == CheckpointSettings{}.interval) options.settings.interval = 1;
   options.settings.async_mode = async_mode;
   return Trainer({.world = world(),
                   .meshes = meshes,
@@ -143,6 +144,26 @@ TEST(TrainerCheckpoints, TheLastStateHasToBeSaved) {
   EXPECT_TRUE(folder.has("checkpoint/step-2"));
   EXPECT_FALSE(folder.has("checkpoint/step-1"));
   world().everyone()->barrier({"test::saved"}).wait();
+}
+
+// Without another save that would come upon it.
+TEST(TrainerCheckpoints, AFailureInTheBackgroundStopsTheRunAtAStep) {
+  const SharedFolder folder;
+  constexpr int64_t far = 1'000'000;
+  int64_t last = 0;
+  const auto at_phase = [&last](Phase phase, int64_t step, const std::vector<Parameter>&) {
+    if (phase == Phase::Save) limit_files(true);
+    last = step;
+  };
+  Trainer trainer =
+      trainer_that_saves("async", false, folder.path, {.interval = far, .enable_first_step_checkpoint = true},
+                         at_phase, nullptr, kLargeBytes, far);
+  const std::string message = message_of_training(trainer);
+  limit_files(false);
+  EXPECT_THAT(message, ::testing::HasSubstr("checkpoint of step 1: "));
+  EXPECT_LT(last, far);
+  EXPECT_FALSE(folder.has("checkpoint/step-1"));
+  world().everyone()->barrier({"test::stopped"}).wait();
 }
 
 // As one whose last step's model is there: nothing is trained, logged or written a second time.

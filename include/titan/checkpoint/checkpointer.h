@@ -56,6 +56,9 @@ class Stateful {
 
 /// Where a save stands. Tests fail at each; see SaveOptions::on_phase.
 enum class SavePhase {
+  Agree,  ///< on the thread that trains, before all say whether anything is against this save
+  Plan,   ///< likewise, at the first save only
+  Stage,  ///< before the copy, on the thread that makes it; from here on what fails is a failed write
   MakeFolder,
   WriteFile,   ///< before the first byte
   WriteChunk,  ///< behind each chunk
@@ -81,7 +84,7 @@ struct SaveOptions {
   AsyncMode async = AsyncMode::Disabled;
   int64_t keep_latest = 0;      ///< 0: all
   bool skip_when_busy = false;  ///< a save that comes while another is under way is skipped, not delayed
-  bool stop_on_failure = true;  ///< else a failed save is logged, and training goes on
+  bool stop_on_failure = true;  ///< else a failed save is logged, and training goes on, unless a rank is lost
   std::chrono::seconds timeout{1800};  ///< of waiting for another rank, or for the save before
   int num_threads = 2;                 ///< that write
   std::string config = {};             ///< Manifest::config
@@ -135,13 +138,19 @@ class Checkpointer {
 
   /// Plans the saves, as the first one else does. Collective over the world.
   SaveSize plan();
-  /// Collective over the world. False: skipped, as another save is under way. Throws Error on every rank when
-  /// an earlier save failed in the background, or (Disabled) this one, unless failures are only logged.
+  /// Collective over the world. False: skipped, as another save is under way, or failed before anything was
+  /// written. Throws Error on every rank when an earlier save failed in the background, or this one before
+  /// it is written or (Disabled) at all, unless failures are only logged.
   bool save(int64_t step);
   /// Returns when the state may change again.
   void wait_for_staging();
-  /// Throws what went wrong in the background.
+  /// Throws what went wrong in the background. Ranks come to know it one after the other: where they are to
+  /// throw at one place, they agree by failed().
   void check();
+  /// Whether check() throws.
+  bool failed() const;
+  /// Whether it throws as ranks are out of step, which some may never come to know.
+  bool lost_ranks() const;
   /// Returns when nothing is under way; throws as check does.
   void finish();
   /// Why the last save that ended isn't complete, also where failures are only logged; empty: it is.

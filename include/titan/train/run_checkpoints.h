@@ -107,9 +107,11 @@ class RunCheckpoints {
 
   /// Before the state changes.
   void wait_for_staging();
-  /// Throws what went wrong in the background.
+  /// Throws where a save in the background has lost ranks.
   void check();
-  /// Nothing is under way afterwards; throws as check.
+  /// A save in the background has failed, as far as this rank knows: all ranks stop at one place.
+  bool failed() const;
+  /// Nothing is under way afterwards; throws what went wrong in the background.
   void finish();
   /// Finishes a run whose state is on disk: what is in memory is removed.
   void end();

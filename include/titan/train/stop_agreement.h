@@ -1,6 +1,6 @@
 #pragma once
 
-// How all ranks come to stop behind the same step ([Note: stopping] in interruption.h).
+// How all ranks come to stop behind the same step ([Note: stopping] in interruption.h), or to fail there.
 //
 // Whoever asks says so in the exchange of token counts that every step begins with anyway: of the ranks that
 // read different rows. Those that share rows (tensor, context, pipeline parallel) exchange nothing by then,
@@ -37,13 +37,16 @@ class StopAgreement {
 
   /// The tokens of this rank's micro-batches that count, and of all ranks'; agreed() is set on the way.
   /// Collective over the world.
-  TokenCounts count(const std::vector<data::Batch>& micro_batches);
+  /// `fails`: this rank can't go on, for a reason that all ranks have or will have; any_fails() is set.
+  TokenCounts count(const std::vector<data::Batch>& micro_batches, bool fails = false);
 
   /// Where nothing is counted. Collective over the world.
   bool agree();
 
   /// Whether all ranks stop: the same everywhere behind the same count() or agree().
   bool agreed() const { return agreed_; }
+  /// Likewise, whether a rank fails; then nothing is said of stopping.
+  bool any_fails() const { return any_fails_; }
 
   /// Collective over the world, behind the agreement.
   StopCause cause() const;
@@ -57,6 +60,7 @@ class StopAgreement {
   std::unique_ptr<SignalListener> listener_;
   bool told_ = false;  // by a peer
   bool agreed_ = false;
+  bool any_fails_ = false;
 };
 
 }  // namespace titan::train

@@ -176,6 +176,8 @@ class Trainer {
   bool rewind_if_spiked();
   bool rewind();
   bool load_before_spike(int64_t spike, int64_t distance);
+  /// On all ranks: one or more know of a save that failed.
+  [[noreturn]] void fail_with_save();
   bool is_save_due(bool is_last);
   void save(bool is_last);
   void check_replicas_if_due(bool saves);
