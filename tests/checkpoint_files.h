@@ -113,8 +113,8 @@ inline CheckpointToSave small_checkpoint(int64_t step = 1) {
       {"optimizer.step", at::full({}, step, at::kLong), {}},
   };
   save.config = "[training]\nsteps = 20\n\n[job]\ndump_folder = \"outputs\"\n";
-  save.texts = {{"train_state", "{\"step\": " + std::to_string(step) +
-                                    ", \"tokens\": " + std::to_string(4096 * step) + "}"},
+  save.texts = {{"train_state",
+                 "{\"step\": " + std::to_string(step) + ", \"tokens\": " + std::to_string(4096 * step) + "}"},
                 {"dataloader", "{\"lanes\": [" + std::to_string(step) + ", 0]}"}};
   return save;
 }

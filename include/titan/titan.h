@@ -1,6 +1,7 @@
 #pragma once
 
-// Everything that a training loop of one's own needs. The program's parts (config, trainer, command line) have headers of their own.
+// Everything that a training loop of one's own needs. The program's parts (config, trainer, command line)
+// have headers of their own.
 
 #include "titan/core/crash.h"
 #include "titan/dist/collectives.h"

@@ -45,9 +45,10 @@ void register_llama3() {
                  .flops_per_token = flops_per_token,
                  .check = check,
                  .build = build,
-                 .parallelize = [](train::TrainableModel& model, const train::ParallelPlan& plan) {
-                   parallelize_llama3(dynamic_cast<TrainableLlama3&>(model).model(), plan);
-                 },
+                 .parallelize =
+                     [](train::TrainableModel& model, const train::ParallelPlan& plan) {
+                       parallelize_llama3(dynamic_cast<TrainableLlama3&>(model).model(), plan);
+                     },
                  .hugging_face = {.model = hugging_face_model, .args = args_of_hugging_face}});
 }
 

@@ -110,7 +110,8 @@ void add_costs(CLI::App& app, pipeline::Costs& costs) {
   per_stage("--weight", costs.weight, "time of a W (default 1)");
   app.add_option("--communication", costs.communication, "time of a message between ranks (default 0)")
       ->type_name("T");
-  app.add_option("--loss", costs.loss, "time of the loss, added to the last stage's F (default 0)")->type_name("T");
+  app.add_option("--loss", costs.loss, "time of the loss, added to the last stage's F (default 0)")
+      ->type_name("T");
 }
 
 }  // namespace
@@ -123,9 +124,10 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
   add_restart_options(parser.app, arguments.restarts, "what a step and a save may take");
   parser.app.add_flag("--print-config", arguments.print_config,
                       "print the resolved config as TOML, and stop");
-  parser.app.add_flag("--print-plan", arguments.print_plan,
-                      "print what tensor parallelism does to each module and the bytes it moves in a step, and "
-                      "stop; on N ranks, or as many as the degrees come to, none of which is started");
+  parser.app.add_flag(
+      "--print-plan", arguments.print_plan,
+      "print what tensor parallelism does to each module and the bytes it moves in a step, and "
+      "stop; on N ranks, or as many as the degrees come to, none of which is started");
   parser.app.allow_extras();
   check_short_options(parser, words);
   arguments.help = parser.parse(words);
@@ -192,13 +194,17 @@ ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words
   Parser parser("titan schedule", "titan schedule [--schedule NAME] [--pp N] [--microbatches N] [options]",
                 kScheduleNotes);
   CLI::App& app = parser.app;
-  app.add_option("--schedule", arguments.schedule, "which schedule, in any case (default 1F1B)")->type_name("NAME");
+  app.add_option("--schedule", arguments.schedule, "which schedule, in any case (default 1F1B)")
+      ->type_name("NAME");
   add_count(app, "--pp", arguments.num_ranks, kMostRanks, "pipeline ranks (default 4)");
-  add_count(app, "--microbatches", arguments.num_micro_batches, kMostMicroBatches, "micro-batches of a step (default 8)");
+  add_count(app, "--microbatches", arguments.num_micro_batches, kMostMicroBatches,
+            "micro-batches of a step (default 8)");
   add_count(app, "--stages", arguments.num_stages, kMostRanks,
             "stages in all (default: one a rank, or two where the schedule wants several)");
-  add_count(app, "--times", arguments.times, kMostMicroBatches, "the schedule so many times over, as in accumulation");
-  app.add_flag("--forward-only", arguments.forward_only, "an evaluation's forwards, on the schedule's stages");
+  add_count(app, "--times", arguments.times, kMostMicroBatches,
+            "the schedule so many times over, as in accumulation");
+  app.add_flag("--forward-only", arguments.forward_only,
+               "an evaluation's forwards, on the schedule's stages");
   app.add_flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
   app.add_flag("--list", arguments.list, "a table of all schedules for --pp and --microbatches, and stop");
   add_costs(app, arguments.costs);

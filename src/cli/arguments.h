@@ -16,7 +16,8 @@ namespace titan::cli {
 // Each parse function throws ConfigError for a word that it doesn't know or a value that it can't take.
 // `help` is the text to print where the words ask for it; nothing else is to be done then.
 
-/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config] [--print-plan]
+/// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config]
+/// [--print-plan]
 /// [--section.key value ...]`, in any order but for CONFIG, which stands before the first setting.
 struct TrainArguments {
   std::string help;

@@ -10,8 +10,8 @@
 #include "titan/dist/device_backend.h"
 #include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear.h"
-#include "titan/train/process_stats.h"
 #include "titan/train/flight_watch.h"
+#include "titan/train/process_stats.h"
 #include "titan/train/stragglers.h"
 #include "titan/train/structured_log.h"
 #include "train/checkpoint_job.h"
@@ -57,8 +57,7 @@ void save_config(const JobConfig& config, const dist::World& world) {
   make_folder(folder);
   write_file_atomic(folder / "config.toml", toml);
   if (config.job.save_config_file)
-    write_file_atomic(folder / *config.job.save_config_file,
-                      config::print_json(job_schema(), config));
+    write_file_atomic(folder / *config.job.save_config_file, config::print_json(job_schema(), config));
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 
@@ -142,7 +141,8 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
        .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
                   .loss_parallel = !config.parallelism.disable_loss_parallel,
                   .overlap = asynchronous || gathers_activations_in_float8(config),
-                  .transport = asynchronous ? overlap_transport(config.parallelism) : OverlapTransport::AtOnce},
+                  .transport =
+                      asynchronous ? overlap_transport(config.parallelism) : OverlapTransport::AtOnce},
        .context = context_parallel_options(config.parallelism),
        .activations = activation_checkpoint(config.activation_checkpoint, meshes.stage.group())});
   check_float8_parts(config, model->root().module());
@@ -292,8 +292,7 @@ RunObservers build_observers(const JobConfig& config, const dist::World& world, 
   StructuredLog* log = structured_log.get();
   if (log) observers.push_back(std::move(structured_log));
   if (config.stragglers.enable && world.size() > 1)
-    observers.push_back(
-        std::make_unique<StragglerWatch>(world, meshes.pp.rank(), config.stragglers, log));
+    observers.push_back(std::make_unique<StragglerWatch>(world, meshes.pp.rank(), config.stragglers, log));
   return observers;
 }
 
@@ -378,8 +377,7 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   auto observers = build_observers(config, world, meshes, std::move(structured_log));
   StepProfiler* const profiler = add_profilers(observers, config, world, stages, log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
-    observers.push_back(
-        std::make_unique<DebugTraces>(config.debug, roots(stages), parameters, world.rank()));
+    observers.push_back(std::make_unique<DebugTraces>(config.debug, roots(stages), parameters, world.rank()));
   if (auto watchdog = build_watchdog(config, world, stages, flight)) {
     if (profiler) profiler->tell_of_writing(*watchdog);
     observers.push_back(std::move(watchdog));

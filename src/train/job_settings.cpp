@@ -24,13 +24,15 @@ void describe(config::Table<DebugSettings>& table) {
               "deterministic GPU kernels only (CPU runs are bit-equal anyway)");
   table.field("deterministic_warn_only", &DebugSettings::deterministic_warn_only,
               "with deterministic: warn, instead of stopping, where no deterministic kernel exists");
-  table.field("check_collectives", &DebugSettings::check_collectives,
-              "compare every collective call with the group's other ranks before it starts (operation, sizes, "
-              "dtype, where in the program), and what is received with what was sent: a difference stops all of "
-              "them and names the calls; slow");
-  table.field("detect_anomaly", &DebugSettings::detect_anomaly,
-              "autograd's anomaly mode: stop at the first operation whose backward makes a gradient that isn't "
-              "finite, naming it, the module that recorded it and the stack of that forward; very slow");
+  table.field(
+      "check_collectives", &DebugSettings::check_collectives,
+      "compare every collective call with the group's other ranks before it starts (operation, sizes, "
+      "dtype, where in the program), and what is received with what was sent: a difference stops all of "
+      "them and names the calls; slow");
+  table.field(
+      "detect_anomaly", &DebugSettings::detect_anomaly,
+      "autograd's anomaly mode: stop at the first operation whose backward makes a gradient that isn't "
+      "finite, naming it, the module that recorded it and the stack of that forward; very slow");
   table.field("nan_trace", &DebugSettings::nan_trace,
               "look at every module's outputs and gradients: stop at the first that isn't finite, naming the "
               "module, step and rank, with statistics of what it was given; slow");

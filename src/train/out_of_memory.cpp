@@ -22,7 +22,8 @@ std::string in_use(c10::Device device) {
     return str(gib(peak_resident_gib() * kGib), " GiB were resident at most so far, of the machine's ",
                gib(machine_memory_gib() * kGib), " GiB");
   const dist::DeviceMemory memory = backend->memory(device.index());
-  return str(gib(static_cast<double>(memory.peak_allocated_bytes)), " GiB were in tensors at most since the last logged step, ",
+  return str(gib(static_cast<double>(memory.peak_allocated_bytes)),
+             " GiB were in tensors at most since the last logged step, ",
              gib(static_cast<double>(memory.peak_reserved_bytes)),
              " GiB taken from the driver, of the device's ", gib(static_cast<double>(memory.total_bytes)),
              " GiB");

@@ -13,7 +13,8 @@ namespace {
 
 using namespace titan::testing;  // NOLINT: these are the test's own words
 
-// Parts of 2 ranks are whole blocks of 32 features; with embedding and head there is one for each of 8 stages.
+// Parts of 2 ranks are whole blocks of 32 features; with embedding and head there is one for each of 8
+// stages.
 LlamaCase blocky_llama() {
   LlamaCase llama = mini_llama();
   llama.name = "blocky";

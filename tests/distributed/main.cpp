@@ -62,7 +62,7 @@ titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
     if (word == "--sockets") options.direct_memory = false;  // as if the ranks were on several hosts
     if (word == "--cuda") options.device = "cuda";           // all ranks on what GPUs there are, hence gloo
     if (word == "--check-collectives") options.check_collectives = true;
-    if (word == "--all") run_all_cases = true;               // not only what covers the rest
+    if (word == "--all") run_all_cases = true;  // not only what covers the rest
   }
   return options;
 }

@@ -191,7 +191,8 @@ TEST_F(Flight, ACrashLeavesItsRecord) {
   EXPECT_EQ(result.status, 128 + SIGSEGV);
   EXPECT_THAT(contents(record(2)), HasSubstr("\"reason\": \"SIGSEGV"));
   EXPECT_THAT(result.err, HasSubstr("fatal signal SIGSEGV"));
-  EXPECT_THAT(result.err, ContainsRegex(str("the job fails: lost: ([^;]*; )*rank 2 \\(host [^ ]+, pid ", ranks[2])));
+  EXPECT_THAT(result.err,
+              ContainsRegex(str("the job fails: lost: ([^;]*; )*rank 2 \\(host [^ ]+, pid ", ranks[2])));
   EXPECT_EQ(flight().status, 0);
 }
 

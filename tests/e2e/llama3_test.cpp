@@ -47,12 +47,12 @@ struct Outcome {
 
 Outcome outcome_of(const std::string& name, const Words& words) {
   auto folder = fresh_folder(name);
-  auto steps = train(folder,
-                     debug_config() + words +
-                         Words{"--nproc", "2", "--training.steps", "4", "--training.seq_len", "64",
-                               "--checkpoint.enable", "--checkpoint.last_save_model_only",
-                               "--training.mixed_precision_param", "bfloat16"},
-                     /*limit_s=*/100, /*threads=*/2);
+  auto steps = train(
+      folder,
+      debug_config() + words +
+          Words{"--nproc", "2", "--training.steps", "4", "--training.seq_len", "64", "--checkpoint.enable",
+                "--checkpoint.last_save_model_only", "--training.mixed_precision_param", "bfloat16"},
+      /*limit_s=*/100, /*threads=*/2);
   Outcome outcome;
   for (const Logged& step : steps) outcome.numbers.insert(outcome.numbers.end(), {step.loss, step.grad_norm});
   std::ostringstream weights;

@@ -197,8 +197,8 @@ TEST(Profiling, AWindowHasToHoldItsSteps) {
 TEST(Profiling, ATraceThatCantBeWrittenCostsTheTraceAndNotTheRun) {
   const auto folder = fresh_folder("run");
   std::ofstream(folder / "profile_traces") << "a file where the folder would be";
-  const CommandResult result = try_train(small_run(folder) + ranks(1) + profiled(2) +
-                                         Words{"--job.dump_folder", folder.string()});
+  const CommandResult result =
+      try_train(small_run(folder) + ranks(1) + profiled(2) + Words{"--job.dump_folder", folder.string()});
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(read_metrics(folder).size(), 4u);
   for (const int step : {2, 4})

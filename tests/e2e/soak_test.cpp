@@ -58,7 +58,8 @@ Names files_of(const fs::path& process) {
   for (const auto& entry : fs::directory_iterator(process / "fd", gone)) {
     const fs::path target = fs::read_symlink(entry.path(), gone);
     // The logs begin new files now and then; count_entries looks at those.
-    if (!gone && target.parent_path().filename() != "structured_logs") files.insert(entry.path().filename().string() + " " + target.string());
+    if (!gone && target.parent_path().filename() != "structured_logs")
+      files.insert(entry.path().filename().string() + " " + target.string());
   }
   return files;
 }

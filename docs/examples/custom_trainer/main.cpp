@@ -1,5 +1,6 @@
-// A training loop of one's own around LibTitan's wrappers: an ordinary LibTorch module, data made here, FSDP, AdamW, checkpoints.
-// Any number of ranks gives the same losses, and any number goes on behind what is in FOLDER:  titan launch -n 2 -- ./custom_trainer FOLDER
+// A training loop of one's own around LibTitan's wrappers: an ordinary LibTorch module, data made here, FSDP,
+// AdamW, checkpoints. Any number of ranks gives the same losses, and any number goes on behind what is in
+// FOLDER:  titan launch -n 2 -- ./custom_trainer FOLDER
 #include <cstdio>
 
 #include <ATen/ATen.h>
@@ -42,9 +43,11 @@ int main(int argc, char** argv) try {
   int64_t step = 0;  // steps taken
   titan::train::ModelState model_state(titan::parameters(model));
   titan::train::OptimizerState optimizer_state(optimizer, titan::parameters(model));
-  titan::train::TextState progress([&] { return std::to_string(step); }, [&](const std::string& text) { step = std::stoll(text); });
+  titan::train::TextState progress([&] { return std::to_string(step); },
+                                   [&](const std::string& text) { step = std::stoll(text); });
   const std::filesystem::path folder = argc > 1 ? argv[1] : "checkpoints";
-  titan::checkpoint::Checkpointer checkpoints(world, {}, {.folder = folder, .async = titan::checkpoint::AsyncMode::Staged});
+  titan::checkpoint::Checkpointer checkpoints(
+      world, {}, {.folder = folder, .async = titan::checkpoint::AsyncMode::Staged});
   checkpoints.add("model", model_state);
   checkpoints.add("optimizer", optimizer_state);
   checkpoints.add("progress", progress);
@@ -53,9 +56,10 @@ int main(int argc, char** argv) try {
   if (newest) checkpoints.load(titan::checkpoint::step_path(folder, *newest));
 
   while (step < 50) {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // step k's data are the same in every run
-    // The same global batch on every rank; this one computes its rows, and the loss is divided by the global count, so that
-    // the sum over ranks is the mean over the batch.
+    auto generator =
+        at::make_generator<at::CPUGeneratorImpl>(++step);  // step k's data are the same in every run
+    // The same global batch on every rank; this one computes its rows, and the loss is divided by the global
+    // count, so that the sum over ranks is the mean over the batch.
     const at::Tensor x = at::randn({batch, 16}, generator);
     const at::Tensor y = (x.square().sum(1, true) - 16) / 8;
     const at::Tensor mine = at::arange(world.rank(), batch, world.size());
@@ -69,7 +73,8 @@ int main(int argc, char** argv) try {
     if (step % 20 == 0) checkpoints.save(step);
 
     const double total = group->sum(loss.item<double>(), {"example::loss"});
-    if (world.rank() == 0 && step % 10 == 0) std::printf("step %d  loss %.6f  grad_norm %.4f\n", int(step), total, norm.norm);
+    if (world.rank() == 0 && step % 10 == 0)
+      std::printf("step %d  loss %.6f  grad_norm %.4f\n", int(step), total, norm.norm);
   }
   checkpoints.finish();
 } catch (const std::exception& error) {

@@ -7,7 +7,8 @@
 //   progress()          a new phase, micro-batch, ...
 //   a collective call   launched, or through with its wait
 //   storage             read or written, while a rank loads data, loads or saves
-//   processor time      on a CPU, where a rank that computes isn't one that hangs (computing_is_progress), and
+//   processor time      on a CPU, where a rank that computes isn't one that hangs (computing_is_progress),
+//   and
 //                       elsewhere while it reads and writes; alone for ten limits at most
 // A rank that has given none for longer than the limit of its kind is overdue; so is one whose beats stay
 // away for compute's limit, whatever it was at: stopped, swapped out, or behind a broken network. Rank 0 sees

@@ -1,6 +1,7 @@
 #pragma once
 
-// AnyRef: what wrappers take. Light: whoever only passes modules around doesn't compile LibTorch's module headers.
+// AnyRef: what wrappers take. Light: whoever only passes modules around doesn't compile LibTorch's module
+// headers.
 
 #include <concepts>
 #include <memory>

@@ -19,5 +19,7 @@ struct Construct {
 namespace titan {
 using nn::Construct;
 /// Parameters with sizes only on `device`: nothing is allocated until materialize().
-inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) { return {device, dtype, true}; }
+inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) {
+  return {device, dtype, true};
+}
 }  // namespace titan

@@ -3,8 +3,9 @@
 // [Note: hook slots]
 // A call through nn::Ref runs, outside in:
 //   Fsdp > Label > Checkpoint > PrepareInput (tensor/context) > forward > PrepareOutput (tensor/context)
-// so the order in which wrappers are applied doesn't matter, and a recompute re-runs only what is inside the checkpoint
-// slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and results and may replace them.
+// so the order in which wrappers are applied doesn't matter, and a recompute re-runs only what is inside the
+// checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and results
+// and may replace them.
 
 #include <functional>
 #include <memory>
@@ -24,7 +25,8 @@ class Module;
 
 namespace titan::nn {
 
-/// Pointers to the tensors of a call, in argument order (inside optionals and vectors too); undefined ones are left out.
+/// Pointers to the tensors of a call, in argument order (inside optionals and vectors too); undefined ones
+/// are left out.
 using TensorRefs = c10::SmallVector<at::Tensor*, 8>;
 using TensorList = std::vector<at::Tensor>;
 
@@ -42,7 +44,8 @@ class ParamParts {
   virtual ~ParamParts() = default;
 };
 
-/// Fsdp, Label, PrepareInput and PrepareOutput hooks. For PrepareOutput only post_forward runs, for PrepareInput only pre_forward.
+/// Fsdp, Label, PrepareInput and PrepareOutput hooks. For PrepareOutput only post_forward runs, for
+/// PrepareInput only pre_forward.
 class CallHook {
  public:
   virtual ~CallHook() = default;
@@ -50,7 +53,8 @@ class CallHook {
   virtual void post_forward(HookHost& host, const TensorRefs& outputs);
 };
 
-/// The checkpoint slot: `run` computes outputs from inputs and may be called again later with the same inputs detached.
+/// The checkpoint slot: `run` computes outputs from inputs and may be called again later with the same inputs
+/// detached.
 class CheckpointHook {
  public:
   using Run = std::function<TensorList(const TensorList&)>;
@@ -58,7 +62,8 @@ class CheckpointHook {
   virtual TensorList call(HookHost& host, const TensorList& inputs, Run run) = 0;
 };
 
-/// The state that makes a module hookable. A module's Impl inherits it beside torch::nn::Module (nn::Module does so).
+/// The state that makes a module hookable. A module's Impl inherits it beside torch::nn::Module (nn::Module
+/// does so).
 class HookHost {
  public:
   HookHost() = default;
@@ -80,25 +85,28 @@ class HookHost {
   const std::string& fqn() const { return fqn_; }
   void set_fqn(std::string fqn) { fqn_ = std::move(fqn); }
 
-  /// Where this module's own parameters start from; by parameter name within the module. Empty for modules that
-  /// initialized themselves (LibTorch's own).
+  /// Where this module's own parameters start from; by parameter name within the module. Empty for modules
+  /// that initialized themselves (LibTorch's own).
   const std::vector<ParamInit>& param_inits() const { return param_inits_; }
 
   /// Fills buffers that aren't parameters (rotary tables) on `device`; called by materialize().
   virtual void reset_buffers(const at::Device& device);
 
-  /// False when this module's backward needs its parameters' gradients only, not their values (embedding, loss head):
-  /// a sharded parameter is then not gathered again for it.
+  /// False when this module's backward needs its parameters' gradients only, not their values (embedding,
+  /// loss head): a sharded parameter is then not gathered again for it.
   virtual bool backward_reads_parameters() const { return true; }
 
   /// Lets `sink` take the gradient of the parameter `name`; false when the module leaves it to autograd.
   virtual bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink);
 
-  /// Called at the top of a wrapped module's forward: an error, naming the module, when it was entered by another road than Ref.
+  /// Called at the top of a wrapped module's forward: an error, naming the module, when it was entered by
+  /// another road than Ref.
   void check_entered_through_ref() const;
   /// An error when to(), clone() or the like would replace what a wrapper holds.
   void refuse_if_wrapped(const char* operation) const;
-  bool is_wrapped() const { return fsdp_hook || checkpoint_hook || prepare_input_hook || prepare_output_hook; }
+  bool is_wrapped() const {
+    return fsdp_hook || checkpoint_hook || prepare_input_hook || prepare_output_hook;
+  }
 
  protected:
   std::vector<ParamInit> param_inits_;

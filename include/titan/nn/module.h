@@ -1,6 +1,7 @@
 #pragma once
 
-// nn::Module: torch::nn::Module that can be wrapped, built deferred, and initialized independently of the layout.
+// nn::Module: torch::nn::Module that can be wrapped, built deferred, and initialized independently of the
+// layout.
 
 #include <string>
 
@@ -11,7 +12,8 @@
 
 namespace titan::nn {
 
-/// Base of hookable modules. A user's own Impl may inherit `torch::nn::Module, HookHost` instead and define as_module().
+/// Base of hookable modules. A user's own Impl may inherit `torch::nn::Module, HookHost` instead and define
+/// as_module().
 class Module : public torch::nn::Module, public HookHost {
  public:
   using torch::nn::Module::Module;
@@ -20,16 +22,19 @@ class Module : public torch::nn::Module, public HookHost {
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
-  std::shared_ptr<torch::nn::Module> clone(const std::optional<torch::Device>& device = std::nullopt) const override;
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
 
  protected:
-  /// Registers a parameter of these sizes with its distribution. When `construct` isn't deferred it is drawn at once with
-  /// seed 0 and its local name; materialize() draws again with the run's seed and the full name.
-  at::Tensor register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init, const Construct& construct);
+  /// Registers a parameter of these sizes with its distribution. When `construct` isn't deferred it is drawn
+  /// at once with seed 0 and its local name; materialize() draws again with the run's seed and the full name.
+  at::Tensor register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init,
+                                     const Construct& construct);
 };
 
-/// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Its forward refuses to be entered by another road
-/// than Ref once it is wrapped; torch::nn::Sequential doesn't accept it at all (use nn::Sequential).
+/// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Its forward refuses to be
+/// entered by another road than Ref once it is wrapped; torch::nn::Sequential doesn't accept it at all (use
+/// nn::Sequential).
 template <class Impl>
 class Hooked : public Impl, public HookHost {
  public:
@@ -53,7 +58,8 @@ class Hooked : public Impl, public HookHost {
     this->refuse_if_wrapped("to");
     Impl::to(device, non_blocking);
   }
-  std::shared_ptr<torch::nn::Module> clone(const std::optional<torch::Device>& device = std::nullopt) const override {
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override {
     this->refuse_if_wrapped("clone");
     return Impl::clone(device);
   }

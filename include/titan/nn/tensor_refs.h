@@ -1,7 +1,7 @@
 #pragma once
 
-// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair and std::tuple of
-// them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
+// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair
+// and std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
 
 #include <optional>
 #include <tuple>
@@ -69,7 +69,8 @@ inline TensorList tensor_values(const TensorRefs& refs) {
 }
 
 inline void replace_tensors(const TensorRefs& refs, const TensorList& values) {
-  TITAN_INTERNAL_ASSERT(refs.size() == values.size(), "a call has ", refs.size(), " tensors, ", values.size(), " came back");
+  TITAN_INTERNAL_ASSERT(refs.size() == values.size(), "a call has ", refs.size(), " tensors, ", values.size(),
+                        " came back");
   for (size_t i = 0; i < values.size(); ++i) *refs[i] = values[i];
 }
 

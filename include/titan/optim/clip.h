@@ -30,8 +30,8 @@ GradNorm clip_grad_norm(const std::vector<Parameter>& parameters,
 
 /// A norm that the host hasn't read.
 struct LaunchedGradNorm {
-  at::Tensor squares;      ///< double [n], on the gradients' device: each rank's own sum of squares, and in
-                           ///< a pipeline then each stage's, those of `ranks` from first_summed on
+  at::Tensor squares;  ///< double [n], on the gradients' device: each rank's own sum of squares, and in
+                       ///< a pipeline then each stage's, those of `ranks` from first_summed on
   size_t first_summed = 0;
   std::vector<int> ranks;  ///< n world ranks: whose
   at::Tensor norm;         ///< double scalar on the device

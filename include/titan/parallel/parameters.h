@@ -18,14 +18,15 @@ namespace titan {
 struct Parameter {
   std::string name;  ///< dotted, as TorchTitan's; of a tied parameter the first in registration order, also
                      ///< where a pipeline stage has another of its uses only
-  DTensor data;  ///< data.local is the leaf that the optimizer writes; its gradient is data.local.grad()
+  DTensor data;      ///< data.local is the leaf that the optimizer writes; its gradient is data.local.grad()
   at::Tensor compute;  ///< what the modules use; the same tensor as data.local without fully_shard
   nn::Init init;       ///< as declared by its module
   bool has_init = false;
   /// A copy of it is on another pipeline stage (tied weights): equal at the start, and equal ever after if
   /// the gradients of both are summed before the optimizer's step.
   bool on_other_stages = false;
-  /// One of the copies that an earlier stage's stands for where each parameter counts once: in norms and files.
+  /// One of the copies that an earlier stage's stands for where each parameter counts once: in norms and
+  /// files.
   bool duplicate = false;
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// DTensor: a local tensor and what it is a part of. A description, not a dispatch mechanism: operations work on `local`.
+// DTensor: a local tensor and what it is a part of. A description, not a dispatch mechanism: operations work
+// on `local`.
 
 #include <vector>
 
@@ -12,11 +13,12 @@
 namespace titan {
 
 struct DTensor {
-  at::Tensor local;                    ///< this rank's part; may have zero elements
-  DeviceMesh mesh;                     ///< axes that `placements` speak of, in the same order
-  std::vector<Placement> placements;   ///< one per mesh axis
+  at::Tensor local;                   ///< this rank's part; may have zero elements
+  DeviceMesh mesh;                    ///< axes that `placements` speak of, in the same order
+  std::vector<Placement> placements;  ///< one per mesh axis
   std::vector<int64_t> global_shape;
-  Box box;                             ///< where `local` lies in the global tensor; for a tensor sharded twice on one dim, the final part
+  Box box;  ///< where `local` lies in the global tensor; for a tensor sharded twice on one dim, the final
+            ///< part
   /// Positions of the mesh's axes in the order in which they cut the tensor; empty: from left to right.
   std::vector<int> cut_order = {};
 
@@ -24,14 +26,17 @@ struct DTensor {
   bool is_replicated_on(size_t axis) const { return placements[axis].is_replicate(); }
 };
 
-/// The whole tensor on every rank (blocking, collective over the mesh): Shard axes gathered, Partial axes summed.
+/// The whole tensor on every rank (blocking, collective over the mesh): Shard axes gathered, Partial axes
+/// summed.
 at::Tensor full_tensor(const DTensor& tensor);
 /// This rank's part of a whole tensor that every rank holds.
 DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, std::vector<Placement> placements);
-/// The same tensor under other placements (blocking, collective). Shard<->Replicate<->Shard, Partial->Replicate, Partial->Shard.
+/// The same tensor under other placements (blocking, collective). Shard<->Replicate<->Shard,
+/// Partial->Replicate, Partial->Shard.
 DTensor redistribute(const DTensor& tensor, std::vector<Placement> placements);
-/// The box of `local` for these placements, shape and this rank's coordinates (axes split what is left in `cut_order`).
-Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh, const std::vector<Placement>& placements,
-              const std::vector<int>& cut_order = {});
+/// The box of `local` for these placements, shape and this rank's coordinates (axes split what is left in
+/// `cut_order`).
+Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh,
+              const std::vector<Placement>& placements, const std::vector<int>& cut_order = {});
 
 }  // namespace titan

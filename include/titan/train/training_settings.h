@@ -17,7 +17,7 @@ struct ModelSettings {
   std::string name = "llama3";
   std::string flavor = "debugmodel";
   std::string hf_assets_path = "./assets/tokenizer";  ///< folder with tokenizer.json, or "bytes"
-  config::StringList converters;                      ///< rewrites of the built model, as "quantize.linear.float8"
+  config::StringList converters;  ///< rewrites of the built model, as "quantize.linear.float8"
   bool print_after_conversion = false;
 
   bool converts(const std::string& name) const;

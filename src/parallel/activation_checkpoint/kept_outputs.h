@@ -64,7 +64,7 @@ class KeptOutputs final : public ops::SavedOutputs {
   struct Kept {
     Source source;
     at::Tensor output;
-    uint32_t version;
+    int64_t version;
     size_t num_saved;  // before it was computed
   };
   std::shared_ptr<ProductChoice> products_;

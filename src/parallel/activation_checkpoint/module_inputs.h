@@ -25,7 +25,7 @@ class ModuleInputs {
  private:
   struct Input {
     torch::autograd::SavedVariable saved;
-    uint32_t version;
+    int64_t version;
   };
   [[noreturn]] void refuse_written(size_t number) const;
 

@@ -75,7 +75,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     at::ScalarType dtype;
     at::Tensor value;  // computed again and not asked for yet
     bool alive = true;
-    uint32_t version = 0;  // of the value when it was saved
+    int64_t version = 0;  // of the value when it was saved
   };
 
   size_t add_slot(const at::Tensor& tensor);

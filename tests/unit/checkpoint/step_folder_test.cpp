@@ -101,9 +101,9 @@ TEST(StepFolder, AnUnreadableFolderIsAnError) {
 
 TEST(StepFolder, ListsLeftovers) {
   const TempFolder folder;
-  for (const char* name :
-       {".step-2.ab.tmp", ".step-10.run.1.old", ".step-3.tmp", ".step-3..tmp", ".step-03.a.tmp",
-        ".step-4.c.replaced", ".step-3.replaced", ".step-3.a.new", ".snapshot", ".nfs0001", "..tmp", ".tmp", ".old", "step-3.a.tmp"})
+  for (const char* name : {".step-2.ab.tmp", ".step-10.run.1.old", ".step-3.tmp", ".step-3..tmp",
+                           ".step-03.a.tmp", ".step-4.c.replaced", ".step-3.replaced", ".step-3.a.new",
+                           ".snapshot", ".nfs0001", "..tmp", ".tmp", ".old", "step-3.a.tmp"})
     fs::create_directory(folder / name);
   const auto leftovers = list_leftovers(folder.path());
   ASSERT_EQ(leftovers.size(), 3u);

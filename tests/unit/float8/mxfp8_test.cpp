@@ -65,7 +65,8 @@ struct Mxfp8Test : ::testing::TestWithParam<MxCase> {
 
 TEST_P(Mxfp8Test, CastsAreBitEqual) {
   const at::Tensor weight = given("weight");
-  const Operand x = scaled->input(given("x"), /*trains=*/true), grad = scaled->grad(given("grad"), true, true);
+  const Operand x = scaled->input(given("x"), /*trains=*/true),
+                grad = scaled->grad(given("grad"), true, true);
   expect_cast(x.along_rows, "output.x");
   expect_cast(scaled->kept(x).down_columns, "grad_weight.x");
   expect_cast(grad.along_rows, "grad_input.grad");

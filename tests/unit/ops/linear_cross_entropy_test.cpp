@@ -1,8 +1,8 @@
 #include "titan/ops/linear_cross_entropy.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "titan/core/error.h"
 #include "unit/golden.h"

@@ -13,7 +13,7 @@ TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   double after = seconds_since_process_start();
   EXPECT_GE(before, -0.02);  // the start is told in ticks of 10 ms
-  EXPECT_LT(before, 3600);  // the tests before this one took it; not since the boot, nor in ticks
+  EXPECT_LT(before, 3600);   // the tests before this one took it; not since the boot, nor in ticks
   EXPECT_NEAR(after - before, 0.02, 0.5);
   EXPECT_GE(after - before, 0.02);
 }
