@@ -1,6 +1,6 @@
-// A training loop of one's own around LibTitan's wrappers: an ordinary LibTorch module, data made here, FSDP,
-// AdamW, checkpoints. Any number of ranks gives the same losses, and any number goes on behind what is in
-// FOLDER:  titan launch -n 2 -- ./custom_trainer FOLDER
+// A training loop of one's own: an ordinary LibTorch module, data made here, FSDP, AdamW, checkpoints. Any
+// number of ranks gives the same losses, and goes on behind what is in FOLDER:
+//   titan launch -n 2 -- ./custom_trainer FOLDER
 #include <cstdio>
 
 #include <ATen/ATen.h>
@@ -34,20 +34,18 @@ int main(int argc, char** argv) try {
   titan::fully_shard(model->down, fsdp);
   titan::fully_shard(model, fsdp);
 
-  titan::optim::OptimizerSettings settings;
-  settings.lr = 1e-2;
-  titan::optim::Optimizer optimizer(titan::parameters(model), settings);
+  titan::optim::Optimizer optimizer(titan::parameters(model), {.lr = 1e-2});
   const auto group = mesh.group();
   const int64_t batch = 48;
 
   int64_t step = 0;  // steps taken
   titan::train::ModelState model_state(titan::parameters(model));
   titan::train::OptimizerState optimizer_state(optimizer, titan::parameters(model));
-  titan::train::TextState progress([&] { return std::to_string(step); },
-                                   [&](const std::string& text) { step = std::stoll(text); });
+  const auto set_step = [&](const std::string& text) { step = std::stoll(text); };
+  titan::train::TextState progress([&] { return std::to_string(step); }, set_step);
   const std::filesystem::path folder = argc > 1 ? argv[1] : "checkpoints";
-  titan::checkpoint::Checkpointer checkpoints(
-      world, {}, {.folder = folder, .async = titan::checkpoint::AsyncMode::Staged});
+  using titan::checkpoint::AsyncMode;
+  titan::checkpoint::Checkpointer checkpoints(world, {}, {.folder = folder, .async = AsyncMode::Staged});
   checkpoints.add("model", model_state);
   checkpoints.add("optimizer", optimizer_state);
   checkpoints.add("progress", progress);
@@ -56,10 +54,8 @@ int main(int argc, char** argv) try {
   if (newest) checkpoints.load(titan::checkpoint::step_path(folder, *newest));
 
   while (step < 50) {
-    auto generator =
-        at::make_generator<at::CPUGeneratorImpl>(++step);  // step k's data are the same in every run
-    // The same global batch on every rank; this one computes its rows, and the loss is divided by the global
-    // count, so that the sum over ranks is the mean over the batch.
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // in every run the same data
+    // Every rank has the global batch and computes its rows; over all ranks the losses sum up to the mean.
     const at::Tensor x = at::randn({batch, 16}, generator);
     const at::Tensor y = (x.square().sum(1, true) - 16) / 8;
     const at::Tensor mine = at::arange(world.rank(), batch, world.size());
