@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Every public header compiles alone, and none includes a header of CUDA, NCCL or all of LibTorch. check_headers.py SOURCE_DIR BUILD_DIR
 
-A header is compiled with the flags of a layer that uses as much of LibTorch as it does, precompiled header included, which makes it a fraction
-of a second instead of 3 to 15 s. So what LibTorch's headers bring along isn't missed; what isn't included from here is."""
+A header is compiled with the flags of a layer that uses as much of LibTorch as it does, behind that layer's precompiled header, which makes it a
+fraction of a second instead of 3 to 15 s. So what LibTorch's headers bring along isn't missed; what isn't included from here is. By clang, which
+reads precompiled headers in a third of GCC's time; where there is none, by the build's compiler."""
 
 import concurrent.futures
 import json
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 
 HEAVY = re.compile(r"torch/(torch|all|extension)\.h|nccl\.h|cuda\w*\.h|c10/cuda/.*|ATen/cuda/.*")
 INCLUDE = re.compile(r'^\s*#include\s+["<]([^">]+)[">]', re.M)
@@ -40,21 +43,47 @@ class Headers:
         return "tensor" if any(name.startswith(("ATen/", "c10/", "torch/")) for name in reached) else "core"
 
 
-def flags_of(layer: str, commands: list[dict]) -> list[str]:
-    entry = next(entry for entry in commands if f"titan_{layer}.dir/" in entry["command"])
-    words = shlex.split(entry["command"])
+PRECOMPILED = {"tensor": "pch_tensor.h", "nn": "pch.h"}
+SYNTAX_ONLY = ["-fsyntax-only", "-x", "c++", "-"]
+
+
+def words_of(layer: str, commands: list[dict]) -> list[str]:
+    return shlex.split(next(entry["command"] for entry in commands if f"titan_{layer}.dir/" in entry["command"]))
+
+
+def as_built(words: list[str]) -> list[str]:
     for option in ("-o", "-c", "-MT", "-MF"):
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
-    return [word for word in words if word != "-MD"] + ["-fsyntax-only", "-x", "c++", "-"]
+    return [word for word in words if word != "-MD"] + SYNTAX_ONLY
+
+
+def by_clang(layer: str, words: list[str], source: pathlib.Path, folder: pathlib.Path) -> list[str]:
+    flags = ["clang++", "-w", "-fPIC"]
+    for word, following in zip(words, words[1:] + [""]):
+        if word.startswith(("-D", "-I", "-std=")):
+            flags.append(word)
+        elif word == "-isystem":
+            flags += [word, following]
+    if layer in PRECOMPILED:
+        precompiled = folder / f"{layer}.pch"
+        subprocess.run([*flags, "-x", "c++-header", source / "cmake" / PRECOMPILED[layer], "-o", precompiled], check=True)
+        flags += ["-include-pch", str(precompiled)]
+    return flags + SYNTAX_ONLY
 
 
 def main() -> int:
     source, build = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
     headers = Headers(source / "include")
     commands = json.loads((build / "compile_commands.json").read_text())
-    flags = {layer: flags_of(layer, commands) for layer in ("core", "tensor", "nn")}
+    words = {layer: words_of(layer, commands) for layer in ("core", "tensor", "nn")}
+    temporary = tempfile.TemporaryDirectory()
+    if shutil.which("clang++"):
+        folder = pathlib.Path(temporary.name)
+        flags = {layer: by_clang(layer, words[layer], source, folder) for layer in words}
+    else:
+        flags = {layer: as_built(words[layer]) for layer in words}
 
     def compile_alone(header: str) -> str:
         run = subprocess.run(flags[headers.layer_like(header)], cwd=build, input=f'#include "{header}"\n', text=True, capture_output=True)
