@@ -1,3 +1,2 @@
-// Carries the tests' precompiled header (pch_test.h): a program, as the tests are, because flags have to
-// agree.
+// Carries the tests' precompiled header (pch_test.h): a program, as the tests are: flags have to agree.
 int main() { return 0; }

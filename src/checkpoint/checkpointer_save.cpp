@@ -198,7 +198,9 @@ bool Checkpointer::Impl::save(int64_t step) {
   SaveJob job;
   job.step = step;
   job.num_threads = at::get_num_threads();
-  if (!options.stop_on_failure) {
+  // What an earlier save left behind stops the run in any case. (In memory a save that can't begin is
+  // skipped.)
+  if (!options.stop_on_failure && !options.peers) {
     throw_if(agree(*control_, problem));
     problem.clear();
   }
@@ -232,7 +234,7 @@ void Checkpointer::Impl::attempt(int64_t step, std::string& problem, const std::
 
 void Checkpointer::Impl::note_failed(const std::string& failure) {
   const int64_t number = count_ended(*progress_, {.failure = failure});
-  if (world.rank() == 0) log_failed(failure, number);
+  if (world.rank() == 0) log_failed((options.peers ? "peer " : "") + failure, number);
   set_ended(*progress_, {.failure = failure});
 }
 

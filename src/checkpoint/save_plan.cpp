@@ -70,12 +70,6 @@ StateTensor read_tensor(WireReader& in, Layouts& layouts) {
   return tensor;
 }
 
-std::string encode(const std::vector<StateTensor>& tensors) {
-  WireWriter out;
-  for (const StateTensor& tensor : tensors) write_tensor(out, tensor);
-  return out.take();
-}
-
 std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline,
                                      Layouts& layouts) {
   std::vector<StateTensor> own;
@@ -89,13 +83,13 @@ std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, co
 }
 
 std::vector<StateTensor> all_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline) {
-  std::vector<StateTensor> own, all;
+  std::vector<StateTensor> own;
   Layouts layouts;
   std::string text, problem;
   // The other stages wait for this one's, whatever is wrong with it.
   try {
     own = own_tensors(tensors, pipeline, layouts);
-    text = encode(own);
+    text = encode_stage(own);
   } catch (const std::exception& error) {
     problem = error.what();
   }
@@ -105,12 +99,24 @@ std::vector<StateTensor> all_tensors(const std::vector<NamedTensor>& tensors, co
   }
   const auto texts = pipeline.group()->all_gather_text(text, kPlanLabel);
   TITAN_CHECK(problem.empty(), problem);
-  for (const std::string& stage : texts)
-    for (WireReader in(stage); !in.done();) all.push_back(read_tensor(in, layouts));
-  return all;
+  return decode_stages(texts);
 }
 
 }  // namespace
+
+std::string encode_stage(const std::vector<StateTensor>& tensors) {
+  WireWriter out;
+  for (const StateTensor& tensor : tensors) write_tensor(out, tensor);
+  return out.take();
+}
+
+std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts) {
+  std::vector<StateTensor> tensors;
+  Layouts layouts;
+  for (const std::string& text : texts)
+    for (WireReader in(text); !in.done();) tensors.push_back(read_tensor(in, layouts));
+  return tensors;
+}
 
 std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text;
@@ -169,7 +175,7 @@ void SavePlan::plan_pieces(const std::vector<NamedTensor>& tensors, int64_t rank
   }
 }
 
-std::string SavePlan::digest() const { return digest_of(encode(table_.tensors())); }
+std::string SavePlan::digest() const { return digest_of(encode_stage(table_.tensors())); }
 
 void SavePlan::check_same(const std::vector<NamedTensor>& tensors) const {
   TITAN_CHECK(tensors.size() == known_.size(), "checkpoint: the objects have ", tensors.size(),

@@ -38,6 +38,11 @@ struct PlannedPiece {
   int64_t num_bytes = 0;
 };
 
+/// What the ranks of a pipeline tell each other: a stage's tensors, as text; and of all stages' texts the
+/// tensors, with equal layouts shared. Throws Error for a text that isn't one.
+std::string encode_stage(const std::vector<StateTensor>& tensors);
+std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts);
+
 class SavePlan {
  public:
   /// Collective over the pipeline, whose stages tell each other of their tensors. Throws Error.

@@ -12,6 +12,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "run_tasks.h"
+#include "streaming_copy.h"
 #include "titan/core/error.h"
 #include "titan/dist/named_streams.h"
 
@@ -20,7 +21,7 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
-// Large enough to be worth a thread's while, and that memcpy passes the caches by.
+// Large enough to be worth a thread's while.
 constexpr int64_t kCopyBytes = int64_t{16} << 20;
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -127,7 +128,7 @@ void Staging::copy_from_host(int num_threads) const {
   run_tasks(num_threads, bytes_.size() + tensors_.size(), [this](size_t index) {
     if (index < bytes_.size()) {
       const BytesCopy& copy = bytes_[index];
-      std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.num_bytes));
+      streaming_copy(copy.to, copy.from, static_cast<size_t>(copy.num_bytes));
       return;
     }
     at::NoGradGuard no_grad;

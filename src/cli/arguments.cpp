@@ -210,7 +210,10 @@ ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words
   add_costs(app, arguments.costs);
   add_file(app, "--from-csv", arguments.from_csv, "read the schedule from a file; its counts too");
   add_file(app, "--csv", arguments.csv, "write the schedule");
-  add_file(app, "--svg", arguments.svg, "write the timeline as a drawing");
+  add_file(app, "--svg", arguments.svg, "where the timeline is drawn (default schedule.svg)");
+  app.add_flag("--no-svg", arguments.no_svg, "draw none")->excludes("--svg");
+  add_count(app, "--max-live", arguments.max_live, kMostMicroBatches,
+            "refuse a schedule in which a rank holds more forwards, counted per stage, for their backward");
   for (const char* name : {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"})
     app.get_option("--from-csv")->excludes(app.get_option(name));
   arguments.help = parser.parse(words);

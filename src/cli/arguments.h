@@ -17,8 +17,8 @@ namespace titan::cli {
 // `help` is the text to print where the words ask for it; nothing else is to be done then.
 
 /// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config]
-/// [--print-plan]
-/// [--section.key value ...]`, in any order but for CONFIG, which stands before the first setting.
+/// [--print-plan] [--section.key value ...]`, in any order but for CONFIG, which stands before the first
+/// setting.
 struct TrainArguments {
   std::string help;
   std::filesystem::path config;
@@ -65,7 +65,10 @@ struct ScheduleArguments {
   bool forward_only = false;
   bool complete = false;
   pipeline::Costs costs;
-  std::filesystem::path from_csv, csv, svg;  ///< empty: none
+  int max_live = 0;  ///< 0: no limit
+  bool no_svg = false;
+  std::filesystem::path from_csv, csv;  ///< empty: none
+  std::filesystem::path svg;            ///< empty: schedule.svg in the current folder, if it can be written
 };
 ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words);
 

@@ -13,6 +13,7 @@
 #include "cli/commands.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
+#include "titan/parallel/pipeline_check.h"
 #include "titan/parallel/pipeline_completion.h"
 #include "titan/parallel/pipeline_csv.h"
 #include "titan/parallel/pipeline_generators.h"
@@ -167,12 +168,24 @@ std::string list_of_schedules(int num_ranks, int num_micro_batches, const Costs&
   return text;
 }
 
+// A drawing that nobody asked for by name doesn't have to succeed.
+void draw(const ScheduleArguments& arguments, const std::string& svg) {
+  const bool is_named = !arguments.svg.empty();
+  const std::filesystem::path path = is_named ? arguments.svg : "schedule.svg";
+  try {
+    write_file_atomic(path, svg);
+    std::fputs(str("the timeline is drawn in ", path.string(), "\n").c_str(), stderr);
+  } catch (const Error& error) {
+    if (is_named) throw;
+    std::fputs(str("the timeline isn't drawn: ", error.what(), "\n").c_str(), stderr);
+  }
+}
+
 void write_files(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
   if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));
-  if (!arguments.svg.empty())
-    write_file_atomic(arguments.svg,
-                      to_svg(schedule, simulation,
-                             str(title_of(schedule), "; bubble ", percent(simulation.bubble_fraction))));
+  if (!arguments.no_svg)
+    draw(arguments, to_svg(schedule, simulation,
+                           str(title_of(schedule), "; bubble ", percent(simulation.bubble_fraction))));
 }
 
 }  // namespace
@@ -189,6 +202,9 @@ int schedule_command(const Arguments& words) {
   Schedule schedule = make(arguments);
   check_size(schedule.num_stages, int64_t{schedule.num_micro_batches} * arguments.times);
   if (arguments.times > 1) schedule = repeat(schedule, arguments.times);
+  if (arguments.max_live > 0)
+    check_schedule(schedule, {.purpose = arguments.forward_only ? Purpose::Evaluation : Purpose::Training,
+                              .max_live_activations = arguments.max_live});
   if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
   const Simulation simulation = simulate(schedule, arguments.costs);
   write_files(arguments, schedule, simulation);

@@ -33,16 +33,19 @@ std::string tell_failure(const World& world, const std::string& message,
                          const std::function<void()>& let_go) {
   const std::string mine = str("rank ", world.rank(), ": ", message);
   if (world.size() == 1) return "";
+  bool is_told = false;
   try {
     c10d::Store& store = world.store();
     const std::vector<uint8_t> told =
         store.compareSet(kFirst, std::vector<uint8_t>{}, {mine.begin(), mine.end()});
     const std::string first(told.begin(), told.end());
     store.add(kTold, 1);
+    is_told = true;
     let_go();
     if (world.rank() == 0 && world.backend() != "fake") wait_until_told(store, world.size());
     return first == mine ? "" : first;
   } catch (const std::exception&) {
+    if (!is_told) let_go();
     return "probably rank 0 of the job: the store that it, or its launcher, keeps is gone";
   }
 }

@@ -12,23 +12,17 @@
 #include <netdb.h>
 #include <sys/socket.h>
 
-#include <atomic>
 #include <string_view>
 
-namespace {
-
-std::atomic<int64_t> num_withheld{0};
+namespace titan::dist {
 
 bool is_of_libtorch(const void* code) {
   Dl_info library{};
-  return ::dladdr(code, &library) != 0 && library.dli_fname &&
-         std::string_view(library.dli_fname).find("/libtorch") != std::string_view::npos;
+  if (::dladdr(code, &library) == 0 || !library.dli_fname) return false;
+  const std::string_view path = library.dli_fname;
+  return path.substr(path.rfind('/') + 1).starts_with("libtorch");
 }
 
-}  // namespace
-
-namespace titan::dist {
-int64_t num_names_withheld() { return num_withheld; }
 }  // namespace titan::dist
 
 extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr* address,
@@ -38,9 +32,6 @@ extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr
   using Call = decltype(&getnameinfo);
   static const auto libc = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "getnameinfo"));
   if (!libc) return EAI_SYSTEM;
-  if (is_of_libtorch(__builtin_return_address(0))) {
-    flags |= NI_NUMERICHOST;
-    ++num_withheld;
-  }
+  if (titan::dist::is_of_libtorch(__builtin_return_address(0))) flags |= NI_NUMERICHOST;
   return libc(address, address_bytes, host, host_bytes, service, service_bytes, flags);
 }

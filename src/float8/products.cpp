@@ -30,7 +30,7 @@ struct Spread {
 // The largest of all ranks' magnitudes, each for itself. NaN stays NaN.
 at::Tensor over_ranks(const RankParts& parts, const at::Tensor& amax) {
   const at::Tensor all = at::empty({parts.count(), amax.numel()}, amax.options());
-  parts.all_gather(all, amax.reshape({-1}), "tp::float8_scales");
+  parts.all_gather(all, amax.reshape({-1}), ops::kScalesPhase);
   return all.amax(0).view(amax.sizes());
 }
 

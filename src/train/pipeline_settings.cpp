@@ -36,6 +36,11 @@ void describe_pipeline_parallel(config::Table<ParallelismSettings>& table) {
               "a file with the schedule, a row for each rank; empty: made by its name");
   table.field("pipeline_parallel_microbatch_size", &Settings::pipeline_parallel_microbatch_size,
               "sequences that travel together; a divisor of training.local_batch_size", config::at_least(1));
+  table.field(
+      "pipeline_parallel_max_live_activations", &Settings::pipeline_parallel_max_live_activations,
+      "forwards that a rank may hold for their backward, counted per stage; a schedule that holds more "
+      "is refused",
+      config::at_least(1));
   table.field("pipeline_parallel_split", &Settings::pipeline_parallel_split,
               "layers dealt evenly, or stages that take the same time by computed costs",
               config::one_of({"torchtitan", "balanced"}));

@@ -72,7 +72,7 @@ void RunCheckpoints::save(int64_t step, bool is_last) {
   export_model(step);
 }
 
-// One that was skipped leaves the one before the last.
+// One that was skipped, or failed before it was written, leaves the one before the last.
 void RunCheckpoints::start_save(int64_t step) {
   if (!checkpointer_.save(step)) return;
   saved_steps_.insert(step);
@@ -106,8 +106,7 @@ bool RunCheckpoints::has_model_alone(int64_t step) const {
 }
 
 void RunCheckpoints::save_seed() {
-  checkpointer_.save(0);
-  finish();
+  save_whole(0);
   log::info_rank0(str("the seed checkpoint is in ", checkpoint::step_path(options_.folder, 0).string()));
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include <c10/util/Exception.h>
 
@@ -26,6 +27,7 @@ constexpr const char* kFile = "parallelism.pipeline_parallel_schedule_csv";
 constexpr const char* kLists = "parallelism.module_fqns_per_model_part";
 constexpr const char* kLayersPerStage = "parallelism.pipeline_parallel_layers_per_stage";
 constexpr const char* kMicroBatchSize = "parallelism.pipeline_parallel_microbatch_size";
+constexpr const char* kMaxLive = "parallelism.pipeline_parallel_max_live_activations";
 constexpr const char* kReshard = "parallelism.fsdp_reshard_after_forward";
 
 // What `make` throws is about the value of `key`: thrown on as a KeyedProblem.
@@ -220,6 +222,15 @@ void check_rows(const JobConfig& config, std::vector<KeyedProblem>& problems) {
   if (config.validation.enable) check("validation.local_batch_size", config.validation.local_batch_size);
 }
 
+// Throws KeyedProblem.
+template <class Make>
+void check_live(const ParallelismSettings& settings, const Make& make) {
+  const auto& most = settings.pipeline_parallel_max_live_activations;
+  if (!most) return;
+  const auto limit = static_cast<int>(std::min<int64_t>(*most, std::numeric_limits<int>::max()));
+  about(kMaxLive, [&] { pipeline::check_schedule(make(), {.max_live_activations = limit}); });
+}
+
 // A file has a schedule for a batch, as have names whose memory grows with the micro-batches; others take
 // those of a whole step. Throws KeyedProblem.
 void check_micro_batches(const JobConfig& config, const StagePlan& plan, int batch_degree) {
@@ -233,19 +244,23 @@ void check_micro_batches(const JobConfig& config, const StagePlan& plan, int bat
                          str("is a schedule for ", schedule.num_micro_batches, " micro-batches, but ",
                              "training.local_batch_size / pipeline_parallel_microbatch_size is ", in_batch)};
     about(kFile, [&] { pipeline::check_schedule(schedule); });
+    check_live(settings, [&] { return schedule; });
     return;
   }
   const int64_t rows = training.local_batch_size * batch_degree;
   const int64_t batches = training.global_batch_size < 0 ? 1 : (training.global_batch_size + rows - 1) / rows;
   const pipeline::ScheduleTraits& traits = traits_of(settings);
+  const auto micro_batches = static_cast<int>(traits.memory_grows ? in_batch : in_batch * batches);
   const auto problem =
-      pipeline::counts_problem(traits, num_ranks(settings), plan.num_stages(),
-                               static_cast<int>(traits.memory_grows ? in_batch : in_batch * batches));
+      pipeline::counts_problem(traits, num_ranks(settings), plan.num_stages(), micro_batches);
   if (problem)
     throw KeyedProblem{
         kMicroBatchSize,
         str(*problem, "; a batch of training.local_batch_size = ", training.local_batch_size, " rows has ",
             in_batch, traits.memory_grows ? "" : str(", and a step has ", batches, " such batch(es)"))};
+  check_live(settings, [&] {
+    return pipeline::make_schedule(traits.name, num_ranks(settings), plan.num_stages(), micro_batches);
+  });
 }
 
 }  // namespace

@@ -153,6 +153,7 @@ bool Trainer::has_ended() const {
 bool Trainer::train_step() {
   auto batches = fetch();
   if (!batches) return false;
+  if (parts_.checkpoints) parts_.checkpoints->check();
   const TokenCounts tokens =
       stop_.count(*batches, /*fails=*/parts_.checkpoints && parts_.checkpoints->failed());
   if (stop_.any_fails()) fail_with_save();

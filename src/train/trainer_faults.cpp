@@ -43,8 +43,9 @@ void Trainer::save_at_stop(const std::string& who_stops) {
   }
 }
 
-// Those that haven't heard of it yet soon will.
+// Those that haven't heard of it yet will, but where it failed behind the verdict, on its rank alone.
 void Trainer::fail_with_save() {
+  const PhaseScope save = phase(Phase::Save);
   parts_.checkpoints->finish();
   throw Error("a checkpoint has failed on another rank, which says why");
 }

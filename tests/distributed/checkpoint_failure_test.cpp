@@ -95,7 +95,9 @@ TEST(Failure, OfAPlanIsOnlyThatSaves) {
     const fs::path here = folder / (stops ? "stops" : "goes_on");
     Fault fault{SavePhase::Plan, world().size() - 1};
     Saver saver({.folder = here, .stop_on_failure = stops, .on_phase = fault.hook()});
-    const std::string error = error_of([&] { saver.fill_and_save(1); });
+    bool began = true;
+    const std::string error = error_of([&] { began = saver.checkpointer.save(1); });
+    EXPECT_EQ(began, stops) << "it threw, or it said so";
     EXPECT_THAT(
         stops ? error : saver.checkpointer.last_failure(),
         AllOf(HasSubstr("checkpoint of step 1: "), HasSubstr(last_rank()), HasSubstr("told to fail")));

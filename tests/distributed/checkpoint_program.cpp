@@ -1,13 +1,13 @@
 // What the tests of checkpoints start as a rank:
-//   checkpoint_program save FOLDER                       under every layout of so many ranks, FOLDER/LAYOUT
-//   checkpoint_program load FOLDER                       each of these under every layout of so many ranks
-//   checkpoint_program fail FOLDER PHASE HOW RANK MODE   step 1 is saved; step 2 fails (1, where PHASE is
-//   Plan,
-//                                                        which no other has): at PHASE of the save
-//                                                        RANK does HOW: throw, exit or hang. MODE: disabled,
-//                                                        copied, staged
-//   checkpoint_program forever FOLDER                    loads the newest step, checks it, saves those that
-//   follow
+//   checkpoint_program save FOLDER
+//       under every layout of so many ranks, FOLDER/LAYOUT
+//   checkpoint_program load FOLDER
+//       each of these under every layout of so many ranks
+//   checkpoint_program fail FOLDER PHASE HOW RANK MODE
+//       step 1 is saved; step 2 fails (1 where PHASE is Plan, which no later one has): at PHASE of the save
+//       RANK does HOW (throw, exit or hang). MODE: disabled, copied, staged
+//   checkpoint_program forever FOLDER
+//       loads the newest step, checks it, saves those that follow
 // A failure ends a rank with 3.
 
 #include <unistd.h>

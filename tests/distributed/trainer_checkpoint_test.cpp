@@ -27,7 +27,9 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
                            const CheckpointSettings& given = {}, decltype(Job::at_phase) at_phase = {},
                            const char* buffer = nullptr, int64_t large_bytes = kLargeBytes,
                            int64_t steps = 3) {
-  Job job{.options = {.steps = steps, .log_freq = 1, .read_late = late}, .folder = folder};
+  // Of a run without an end nothing is written but what is saved.
+  const int64_t freq = steps == 3 ? 1 : steps;
+  Job job{.options = {.steps = steps, .log_freq = freq, .read_late = late}, .folder = folder};
   job.at_phase = std::move(at_phase);
   Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   auto model = build_model(meshes, job);
@@ -51,7 +53,7 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
                   .loader = std::move(loader),
                   .logger = build_logger(job),
                   .window = MetricsWindow(at::kCPU, {}),
-                  .validator = Validator{{.freq = 1, .steps = 1}, build_loader(job, meshes)},
+                  .validator = Validator{{.freq = freq, .steps = 1}, build_loader(job, meshes)},
                   .checkpoints = std::make_unique<RunCheckpoints>(world(), meshes, list, options),
                   .observers = observers_of(job, list)},
                  job.options);
@@ -162,6 +164,8 @@ TEST(TrainerCheckpoints, AFailureInTheBackgroundStopsTheRunAtAStep) {
   limit_files(false);
   EXPECT_THAT(message, ::testing::HasSubstr("checkpoint of step 1: "));
   EXPECT_LT(last, far);
+  const auto steps = world().everyone()->all_gather_text(std::to_string(last), {"test::last step"});
+  EXPECT_EQ(steps, std::vector<std::string>(steps.size(), steps.front()));
   EXPECT_FALSE(folder.has("checkpoint/step-1"));
   world().everyone()->barrier({"test::stopped"}).wait();
 }

@@ -191,6 +191,18 @@ TEST(FullDisk, StopsTheRunOrIsLogged) {
   }
 }
 
+// Whatever training would do without it.
+TEST(FullDisk, ASeedThatIsNotSavedIsAnError) {
+  const auto run = fresh_folder("run");
+  const CommandResult result =
+      train_with_file_limit(400, resumable(fresh_folder("config")) +
+                                     Words{"--checkpoint.create_seed_checkpoint", "--checkpoint.on_failure",
+                                           "continue", "--job.dump_folder", run.string()});
+  EXPECT_EQ(result.status, 1);
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("rank_00000.safetensors"), Not(HasSubstr("the seed checkpoint is in"))));
+}
+
 /// A small file system, gone with the object.
 class SmallDisk {
  public:

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 
@@ -15,7 +16,10 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-CommandResult schedule(const Words& words) { return run(Words{titan_program(), "schedule"} + words); }
+CommandResult schedule(const Words& words) {
+  const bool draws = std::find(words.begin(), words.end(), "--svg") != words.end();
+  return run(Words{titan_program(), "schedule"} + words + (draws ? Words{} : Words{"--no-svg"}));
+}
 
 std::string text_of(const std::filesystem::path& path) {
   std::ostringstream text;
@@ -53,6 +57,25 @@ TEST(ScheduleCommand, FilesGoOutAndComeBack) {
   EXPECT_EQ(second.out.substr(second.out.find('\n')), first.out.substr(first.out.find('\n')));
 }
 
+// Where it stands, which may be a folder that can't be written.
+TEST(ScheduleCommand, DrawsTheTimelineUnasked) {
+  const auto folder = fresh_folder("schedule");
+  const auto there = [&](const std::string& before) {
+    return run({"/bin/sh", "-c",
+                "cd " + folder.string() + " && " + before + titan_program() +
+                    " schedule --pp 4 --microbatches 8 --schedule ZBVZeroBubble"});
+  };
+  const CommandResult drawn = there("");
+  EXPECT_EQ(drawn.status, 0) << drawn.err;
+  EXPECT_THAT(drawn.err, HasSubstr("the timeline is drawn in schedule.svg"));
+  EXPECT_TRUE(text_of(folder / "schedule.svg") ==
+              text_of(source_file("docs/images/pipeline/ZBVZeroBubble.svg")));
+  const CommandResult nowhere = there("mkdir gone && cd gone && rmdir ../gone && ");
+  EXPECT_EQ(nowhere.status, 0) << nowhere.err;
+  EXPECT_THAT(nowhere.err, HasSubstr("the timeline isn't drawn: "));
+  EXPECT_THAT(nowhere.out, HasSubstr("bubble 5.9 %"));
+}
+
 TEST(ScheduleCommand, ForwardOnlyAndRepeated) {
   const CommandResult forward = schedule({"--pp", "2", "--microbatches", "3", "--forward-only"});
   EXPECT_THAT(forward.out, AllOf(HasSubstr("1F2"), Not(HasSubstr("B0")), HasSubstr("makespan 4")));
@@ -76,7 +99,7 @@ TEST(ScheduleCommand, HelpNamesEveryOption) {
   for (const char* option :
        {"--schedule NAME", "--pp N", "--microbatches N", "--stages N", "--times N", "--forward-only",
         "--complete", "--list", "--forward T", "--input T", "--weight T", "--communication T", "--loss T",
-        "--from-csv FILE", "--csv FILE", "--svg FILE"})
+        "--from-csv FILE", "--csv FILE", "--svg FILE", "--no-svg", "--max-live N"})
     EXPECT_THAT(result.out, HasSubstr(option));
 }
 
@@ -90,6 +113,7 @@ TEST(ScheduleCommand, WhatIsWrongIsSaid) {
               AllOf(HasSubstr("unknown pipeline schedule '1f1'"), HasSubstr("'1F1B'")));
   EXPECT_THAT(wrong({"--pp", "4", "--microbatches", "3"}), HasSubstr("at least 4 micro-batches, not 3"));
   EXPECT_THAT(wrong({"--pp", "0"}), HasSubstr("--pp"));
+  EXPECT_THAT(wrong({"--schedule", "GPipe", "--max-live", "7"}), HasSubstr("at most 7 are allowed"));
   EXPECT_THAT(wrong({"--microbatches", "8", "--times", "1000000"}), HasSubstr("at most 4194304 forwards"));
   EXPECT_THAT(wrong({"--forward", "-1"}), HasSubstr("'forward' is 0 or more"));
   EXPECT_THAT(wrong({"--nonsense"}), HasSubstr("titan schedule --help"));

@@ -3,13 +3,15 @@
 // Saves and loads a job's whole state: the objects that were added to it, spread over any mesh.
 //
 // [Note: saving]
+//   agree   all say whether anything is against this save
 //   plan    which pieces of which tensors this rank writes (state_table.h): once, at the first save
 //   stage   these pieces are copied to a buffer in host memory that is used again; behind it training goes on
 //   write   each rank its own file into the pending folder, by threads, and syncs it
 //   gather  what rank 0 has to know of each file (64 bytes) and the texts, over a tree
 //   commit  rank 0 writes the manifest, syncs the folder and renames it; the verdict goes back over the tree
 //
-// Up to `stage` it is the caller's thread, from `write` on a thread and a process group of its own.
+// Up to `plan` it is the caller's thread, from `write` on a thread and a process group of its own; `stage` is
+// on either (AsyncMode).
 
 #include <chrono>
 #include <cstdint>
@@ -58,7 +60,7 @@ class Stateful {
 enum class SavePhase {
   Agree,  ///< on the thread that trains, before all say whether anything is against this save
   Plan,   ///< likewise, at the first save only
-  Stage,  ///< before the copy, on the thread that makes it; from here on what fails is a failed write
+  Stage,  ///< before the copy of what is in host memory; from here on what fails is a failed write
   MakeFolder,
   WriteFile,   ///< before the first byte
   WriteChunk,  ///< behind each chunk

@@ -98,12 +98,12 @@ class Group {
   int64_t sum(int64_t value, Label label);
   std::vector<std::string> all_gather_text(const std::string& text, Label label);
 
-  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank or of
-  /// others.
+  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, of
+  /// others, or that is closed.
   std::string backend_name() const;
-  /// Ends a group of gloo whose calls have failed: members that wait for this one get an error, and so does
-  /// every call from here. Calls of this rank that aren't waited for have to be dropped before. What other
-  /// backends carry stays as it is.
+  /// Ends a group of sockets ("gloo", "host") whose calls have failed: members that wait for this one get an
+  /// error, and so does every call from here. Calls of this rank that aren't waited for have to be dropped
+  /// before. What other backends carry stays as it is.
   void close();
   /// For calls launched from now on.
   void set_timeout(std::chrono::milliseconds timeout);

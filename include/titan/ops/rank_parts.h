@@ -10,6 +10,9 @@
 
 namespace titan::ops {
 
+/// The phase of gathers of Float8 scales, which --print-plan tells from others.
+inline constexpr const char* kScalesPhase = "tp::float8_scales";
+
 /// The ranks that hold the parts of one tensor.
 class RankParts {
  public:

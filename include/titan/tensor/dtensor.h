@@ -17,8 +17,7 @@ struct DTensor {
   DeviceMesh mesh;                    ///< axes that `placements` speak of, in the same order
   std::vector<Placement> placements;  ///< one per mesh axis
   std::vector<int64_t> global_shape;
-  Box box;  ///< where `local` lies in the global tensor; for a tensor sharded twice on one dim, the final
-            ///< part
+  Box box;  ///< where `local` lies in the global tensor; sharded twice on one dim, the final part
   /// Positions of the mesh's axes in the order in which they cut the tensor; empty: from left to right.
   std::vector<int> cut_order = {};
 

@@ -39,11 +39,12 @@ struct ParallelismSettings {
   std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
   std::string context_parallel_attention = "ring";           ///< or "allgather_kv"
 
-  int64_t pipeline_parallel_degree = 1;                ///< ranks, which may have several stages each
-  std::string pipeline_parallel_schedule = "1F1B";     ///< in any case; see pipeline_generators.h
-  std::string pipeline_parallel_schedule_csv;          ///< a file, in place of what the schedule's name makes
-  int64_t pipeline_parallel_microbatch_size = 1;       ///< sequences; a divisor of the local batch size
-  std::string pipeline_parallel_split = "torchtitan";  ///< or "balanced": by what each module costs
+  int64_t pipeline_parallel_degree = 1;             ///< ranks, which may have several stages each
+  std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_generators.h
+  std::string pipeline_parallel_schedule_csv;       ///< a file, in place of what the schedule's name makes
+  int64_t pipeline_parallel_microbatch_size = 1;    ///< sequences; a divisor of the local batch size
+  std::optional<int64_t> pipeline_parallel_max_live_activations;  ///< of a rank, per stage; unset: no limit
+  std::string pipeline_parallel_split = "torchtitan";         ///< or "balanced": by what each module costs
   std::optional<double> pipeline_parallel_split_memory_gib;   ///< of a rank, with "balanced"; unset: no limit
   std::optional<int64_t> pipeline_parallel_layers_per_stage;  ///< unset: as few stages as the schedule takes
   int64_t pipeline_parallel_first_stage_less_layers = 1;      ///< what the embedding counts for

@@ -37,7 +37,7 @@ class StopAgreement {
 
   /// The tokens of this rank's micro-batches that count, and of all ranks'; agreed() is set on the way.
   /// Collective over the world.
-  /// `fails`: this rank can't go on, for a reason that all ranks have or will have; any_fails() is set.
+  /// `fails`: this rank can't go on, which all ranks then do: any_fails() is set.
   TokenCounts count(const std::vector<data::Batch>& micro_batches, bool fails = false);
 
   /// Where nothing is counted. Collective over the world.

@@ -23,7 +23,7 @@ at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const
   at::Tensor largest = all.amax(0);
   if (!parts) return largest;
   all = at::empty({parts->count(), amaxes.numel()}, amaxes.options());
-  parts->all_gather(all, largest, "tp::float8_scales");
+  parts->all_gather(all, largest, ops::kScalesPhase);
   return all.amax(0);
 }
 

@@ -77,21 +77,20 @@ class ReadParts final : public ops::SequenceExchange::Gather {
  public:
   ReadParts(PeerPieces& pieces, const at::Tensor& own, Traffic& traffic)
       : turn_(pieces.taken), memory_(*pieces.memory), own_(own) {
-    dist::PeerMemory& memory = memory_;
     std::vector<int64_t> sizes = own.sizes().vec();
-    sizes.insert(sizes.begin(), memory.size());
+    sizes.insert(sizes.begin(), memory_.size());
     parts_ = at::empty(sizes, own.options());
-    memory.reserve(buffer_bytes(own));
-    memory.write(memory.rank(), 0, own);
-    memory.barrier();  // A
-    for (int step = 1; step < memory.size(); ++step) {
-      const int peer = peer_at(memory, step);
-      memory.read(parts_[peer], peer, 0);
-      arrived_.push_back(memory.now());
+    memory_.reserve(buffer_bytes(own));
+    memory_.write(memory_.rank(), 0, own);
+    memory_.barrier();  // A
+    for (int step = 1; step < memory_.size(); ++step) {
+      const int peer = peer_at(memory_, step);
+      memory_.read(parts_[peer], peer, 0);
+      arrived_.push_back(memory_.now());
     }
-    memory.barrier();  // B
+    memory_.barrier();  // B
     traffic.calls += 1;
-    traffic.bytes += buffer_bytes(own) * (memory.size() - 1);
+    traffic.bytes += buffer_bytes(own) * (memory_.size() - 1);
   }
   ~ReadParts() override {
     if (step_ < memory_.size()) wait_quietly(memory_);

@@ -50,10 +50,11 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
   count(row, conversion.traffic());
 }
 
-// Of products over one input the first exchanges it, and the others do nothing.
-void add_exchange(PlanRow& row, const SplitParams& split) {
+// Of products over one input the first exchanges it, and the others do nothing. Where nothing ran yet, all
+// are told.
+void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
   const tp::Traffic& traffic = *split.exchanged();
-  if (traffic.calls == 0) return;
+  if (ran && traffic.calls == 0) return;
   row.collectives = str(split.exchanged_collectives(), " in products");
   row.transport = traffic.way;
   count(row, traffic);
@@ -62,17 +63,17 @@ void add_exchange(PlanRow& row, const SplitParams& split) {
 // A loss head's, while it computes the loss, and those of Float8's scales.
 void add_own_gathers(PlanRow& row, const tp::Traffic& traffic) {
   if (traffic.calls == 0) return;
-  const bool of_scales = traffic.phase == std::string_view("tp::float8_scales");
+  const bool of_scales = traffic.phase == std::string_view(ops::kScalesPhase);
   join(row.collectives, of_scales ? "all-gather of scales" : "all-gather per chunk / -", "; ");
   count(row, traffic);
 }
 
-void add_parameters(PlanRow& row, const SplitParams* split) {
+void add_parameters(PlanRow& row, const SplitParams* split, bool ran) {
   if (!split) return;
   row.style = split->style();
   row.weight = placements_of(split);
   row.activation = split->layouts();
-  if (split->exchanged()) add_exchange(row, *split);
+  if (split->exchanged()) add_exchange(row, *split, ran);
   add_own_gathers(row, *split->traffic());
   if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
@@ -99,6 +100,12 @@ int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
 
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
   std::vector<PlanRow> rows;
+  const auto modules = root.module().modules();
+  const bool ran = std::any_of(modules.begin(), modules.end(), [](const auto& module) {
+    const auto* host = dynamic_cast<const nn::HookHost*>(module.get());
+    const SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    return split && split->exchanged() && split->exchanged()->calls > 0;
+  });
   const auto add = [&](const std::string& name, torch::nn::Module& module) {
     const auto* host = dynamic_cast<const nn::HookHost*>(&module);
     if (!host) return;
@@ -108,7 +115,7 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
     if (!split && !input && !output) return;
     PlanRow row;
     row.module = name;
-    add_parameters(row, split);
+    add_parameters(row, split, ran);
     if (split) row.gradient_bytes = gradient_bytes(*host, *split);
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "checkpoint/save_plan.h"
 #include "checkpoint/save_report.h"
 #include "titan/checkpoint/layout.h"
 #include "titan/checkpoint/manifest.h"
@@ -151,17 +152,14 @@ struct Large {
 
 class LargePlans : public ::testing::TestWithParam<Large> {};
 
-// What the other stages have, which a job's ranks hear from each other.
-std::vector<StateTensor> of_other_stages(const train::JobConfig& config, const train::Meshes& meshes) {
-  std::vector<StateTensor> tensors;
-  const int stages = meshes.pp.size();
-  for (int stage = 0; stage < stages; ++stage) {
-    if (stage == meshes.pp.rank()) continue;
+// What the stages have, which a job's ranks hear from each other; without a pipeline there is nobody to tell.
+std::vector<std::string> texts_of_stages(const train::JobConfig& config, int stages) {
+  std::vector<std::string> texts;
+  for (int stage = 0; stage < stages && stages > 1; ++stage) {
     const train::DryRun run(config, kManyRanks, stage * (kManyRanks / stages));
-    for (StateTensor& tensor : described(state_of(run), run.meshes().pp))
-      tensors.push_back(std::move(tensor));
+    texts.push_back(checkpoint::detail::encode_stage(described(state_of(run), run.meshes().pp)));
   }
-  return tensors;
+  return texts;
 }
 
 int64_t bytes_of(const StateTensor& tensor, const std::vector<int64_t>& shape) {
@@ -253,20 +251,25 @@ TEST_P(LargePlans, AreQuickAndSmall) {
     SCOPED_TRACE(str("rank ", rank));
     const train::DryRun run(config, kManyRanks, rank);
     const std::vector<NamedTensor> state = state_of(run);
-    std::vector<StateTensor> tensors = of_other_stages(config, run.meshes());
+    const DeviceMesh& pipeline = run.meshes().pp;
+    const auto texts = texts_of_stages(config, pipeline.size());
     const int64_t dp_degree = run.meshes().dp_degree(),
                   num_lanes = dp_degree * config.training.local_batch_size;
 
     const int64_t resident_before = resident_bytes();
     std::clock_t start = std::clock();
-    for (StateTensor& tensor : described(state, run.meshes().pp)) tensors.push_back(std::move(tensor));
+    std::vector<StateTensor> tensors = described(state, pipeline);
+    if (!texts.empty()) {
+      EXPECT_EQ(checkpoint::detail::encode_stage(tensors), texts.at(static_cast<size_t>(pipeline.rank())));
+      tensors = checkpoint::detail::decode_stages(texts);
+    }
     const StateTable table(std::move(tensors), kManyRanks);
     const auto pieces = table.pieces_of(rank);
     const std::string settings = config::print_toml(train::job_schema(), config);
     const double seconds = seconds_from(start);
 
     // Layers: 9 parameters each; embedding, norm and head. A generator a rank, by stages.
-    EXPECT_EQ(table.tensors().size(), 4u * (126 * 9 + 3) + static_cast<size_t>(run.meshes().pp.size()));
+    EXPECT_EQ(table.tensors().size(), 4u * (126 * 9 + 3) + static_cast<size_t>(pipeline.size()));
     EXPECT_EQ(bytes_of(table) / 1'000'000'000, 3 * 4 * 405'853'388'800 / 1'000'000'000);
     // Stages have layers or less, and the largest matrix is cut among the ranks of one.
     const int64_t own_bytes = bytes_of(table, pieces);

@@ -196,6 +196,7 @@ TEST(PlanTable, ShowsWhatEachOfTheRanksStagesOverlaps) {
                    "--parallelism.enable_async_tensor_parallel"});
   const auto bytes = bytes_in(table);
   EXPECT_GT(bytes.at("layers.0,5.attention.wq"), 0) << table;
+  ASSERT_NE(table.find("\nin products: "), std::string::npos) << table;
   EXPECT_EQ(table.find("\nin products: "), table.rfind("\nin products: ")) << table;
 }
 

@@ -162,6 +162,40 @@ TEST(Products, NamesAreNotShapes) {
   EXPECT_EQ(backward_units(SelectiveOp{{"gate"}}), 11);
 }
 
+// The first forward says who is kept, whatever order later ones call them in.
+TEST(Products, AreChosenByModule) {
+  class TurningImpl : public nn::Module {
+   public:
+    TurningImpl() {
+      for (const char* name : {"a", "b", "c", "d"})
+        linears.push_back(register_module(name, nn::Linear(8, 8)));
+    }
+    at::Tensor forward(const at::Tensor& x) {
+      at::Tensor sum = at::zeros({});
+      for (const nn::Linear& linear : linears) sum = sum + linear(x).tanh().sum();
+      return sum;
+    }
+    std::vector<nn::Linear> linears;
+  };
+  nn::Ref<TurningImpl> model(std::make_shared<TurningImpl>());
+  const std::vector<nn::Linear> named = model->linears;
+  const auto products = std::make_shared<CountingProducts>();
+  nn::set_products(*model, products);
+  checkpoint_activations(model, SelectiveOp{}, {.early_stop = false});
+  const auto recomputed = [&] {
+    const at::Tensor out = model(at::randn({8, 8}).requires_grad_());
+    products->reset();
+    out.backward();
+    std::set<const c10::TensorImpl*> weights(products->multiplied.begin(), products->multiplied.end());
+    return weights;
+  };
+  const std::set<const c10::TensorImpl*> second_and_fourth = {named[1]->weight.unsafeGetTensorImpl(),
+                                                              named[3]->weight.unsafeGetTensorImpl()};
+  EXPECT_EQ(recomputed(), second_and_fourth);
+  std::reverse(model->linears.begin(), model->linears.end());
+  EXPECT_EQ(recomputed(), second_and_fourth);
+}
+
 TEST(Products, EarlyStopLeavesOutTheLast) {
   EXPECT_EQ(backward_units(FullRecompute{}, /*early_stop=*/true), 10);
   EXPECT_EQ(backward_units(SelectiveOp{}, /*early_stop=*/true), 9);

@@ -146,6 +146,12 @@ TEST_F(PipelineStages, RefuseWhatDoesntFit) {
   expect({"--training.local_batch_size", "1"}, "pipeline_parallel_microbatch_size",
          "needs at least 2 micro-batches, not 1; a batch of training.local_batch_size = 1 rows has 1, and a "
          "step has 1 such batch(es)");
+  const Words gpipe = {"--parallelism.pipeline_parallel_schedule", "GPipe",
+                       "--parallelism.pipeline_parallel_max_live_activations"};
+  expect(gpipe + Words{"3"}, "pipeline_parallel_max_live_activations",
+         "rank 0, action 3 (0F3): makes 4 live activations; at most 3 are allowed");
+  EXPECT_NO_THROW(load(kTwo + gpipe + Words{"4"}, 2));
+  EXPECT_NO_THROW(load(kTwo + Words{gpipe[2], "2"}, 2)) << "1F1B holds no more";
   expect({"--parallelism.fsdp_reshard_after_forward", "always"}, "fsdp_reshard_after_forward",
          "the schedule gathers and frees");
   expect({"--parallelism.module_fqns_per_model_part", ""}, "module_fqns_per_model_part", "0 stages");
