@@ -60,6 +60,7 @@ StateTensor read_tensor(WireReader& in, Layouts& layouts) {
     LayoutAxis axis;
     axis.name = in.text();
     const std::vector<int64_t> numbers = read_numbers(in);
+    TITAN_CHECK(numbers.size() == 4, "a stage tells of an axis by ", numbers.size(), " numbers");
     axis.size = numbers.at(0);
     axis.stride = numbers.at(1);
     axis.dim = numbers.at(2);

@@ -39,7 +39,8 @@ struct PlannedPiece {
 };
 
 /// What the ranks of a pipeline tell each other: a stage's tensors, as text; and of all stages' texts the
-/// tensors, with equal layouts shared. Throws Error for a text that isn't one.
+/// tensors, with equal layouts shared. Throws Error for a text that
+/// ends early.
 std::string encode_stage(const std::vector<StateTensor>& tensors);
 std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts);
 

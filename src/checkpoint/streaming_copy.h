@@ -1,6 +1,6 @@
 #pragma once
 
-// memcpy of what nobody reads again soon.
+// memcpy of more than the caches hold until somebody reads it again.
 
 #include <cstddef>
 

@@ -214,6 +214,8 @@ ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words
   app.add_flag("--no-svg", arguments.no_svg, "draw none")->excludes("--svg");
   add_count(app, "--max-live", arguments.max_live, kMostMicroBatches,
             "refuse a schedule in which a rank holds more forwards, counted per stage, for their backward");
+  for (const char* name : {"--forward-only", "--list"})
+    app.get_option("--max-live")->excludes(app.get_option(name));
   for (const char* name : {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"})
     app.get_option("--from-csv")->excludes(app.get_option(name));
   arguments.help = parser.parse(words);

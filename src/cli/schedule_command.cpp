@@ -26,6 +26,7 @@ namespace {
 using namespace pipeline;
 
 constexpr size_t kMostPathEntries = 24;
+constexpr size_t kMostDrawn = 50'000;       // actions, where nobody asked for the drawing
 constexpr int64_t kMostForwards = 1 << 22;  // a table of more says nothing, and may not fit in memory
 
 template <class... Args>
@@ -169,11 +170,16 @@ std::string list_of_schedules(int num_ranks, int num_micro_batches, const Costs&
 }
 
 // A drawing that nobody asked for by name doesn't have to succeed.
-void draw(const ScheduleArguments& arguments, const std::string& svg) {
+void draw(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
   const bool is_named = !arguments.svg.empty();
   const std::filesystem::path path = is_named ? arguments.svg : "schedule.svg";
+  size_t num_actions = 0;
+  for (const auto& actions : schedule.ranks) num_actions += actions.size();
   try {
-    write_file_atomic(path, svg);
+    if (!is_named && num_actions > kMostDrawn)
+      throw Error(str("it has ", num_actions, " actions; --svg FILE draws it nevertheless"));
+    const std::string title = str(title_of(schedule), "; bubble ", percent(simulation.bubble_fraction));
+    write_file_atomic(path, to_svg(schedule, simulation, title));
     std::fputs(str("the timeline is drawn in ", path.string(), "\n").c_str(), stderr);
   } catch (const Error& error) {
     if (is_named) throw;
@@ -183,9 +189,7 @@ void draw(const ScheduleArguments& arguments, const std::string& svg) {
 
 void write_files(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
   if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));
-  if (!arguments.no_svg)
-    draw(arguments, to_svg(schedule, simulation,
-                           str(title_of(schedule), "; bubble ", percent(simulation.bubble_fraction))));
+  if (!arguments.no_svg) draw(arguments, schedule, simulation);
 }
 
 }  // namespace
@@ -203,7 +207,7 @@ int schedule_command(const Arguments& words) {
   check_size(schedule.num_stages, int64_t{schedule.num_micro_batches} * arguments.times);
   if (arguments.times > 1) schedule = repeat(schedule, arguments.times);
   if (arguments.max_live > 0)
-    check_schedule(schedule, {.purpose = arguments.forward_only ? Purpose::Evaluation : Purpose::Training,
+    check_schedule(schedule, {.purpose = has_backward(schedule) ? Purpose::Training : Purpose::Evaluation,
                               .max_live_activations = arguments.max_live});
   if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
   const Simulation simulation = simulate(schedule, arguments.costs);

@@ -16,11 +16,11 @@
 
 namespace titan::dist {
 
-bool is_of_libtorch(const void* code) {
+int name_flags(const void* code, int flags) {
   Dl_info library{};
-  if (::dladdr(code, &library) == 0 || !library.dli_fname) return false;
+  if (::dladdr(code, &library) == 0 || !library.dli_fname) return flags;
   const std::string_view path = library.dli_fname;
-  return path.substr(path.rfind('/') + 1).starts_with("libtorch");
+  return path.substr(path.rfind('/') + 1).starts_with("libtorch") ? flags | NI_NUMERICHOST : flags;
 }
 
 }  // namespace titan::dist
@@ -32,6 +32,6 @@ extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr
   using Call = decltype(&getnameinfo);
   static const auto libc = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "getnameinfo"));
   if (!libc) return EAI_SYSTEM;
-  if (titan::dist::is_of_libtorch(__builtin_return_address(0))) flags |= NI_NUMERICHOST;
-  return libc(address, address_bytes, host, host_bytes, service, service_bytes, flags);
+  return libc(address, address_bytes, host, host_bytes, service, service_bytes,
+              titan::dist::name_flags(__builtin_return_address(0), flags));
 }

@@ -4,7 +4,7 @@
 
 namespace titan::dist {
 
-/// Whether the code at this address is in a library of LibTorch's.
-bool is_of_libtorch(const void* code);
+/// getnameinfo's flags for who calls from `code`: a library of LibTorch's isn't given names.
+int name_flags(const void* code, int flags);
 
 }  // namespace titan::dist

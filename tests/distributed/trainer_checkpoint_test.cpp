@@ -27,7 +27,7 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
                            const CheckpointSettings& given = {}, decltype(Job::at_phase) at_phase = {},
                            const char* buffer = nullptr, int64_t large_bytes = kLargeBytes,
                            int64_t steps = 3) {
-  // Of a run without an end nothing is written but what is saved.
+  // Of a run without an end nothing is logged behind step 1.
   const int64_t freq = steps == 3 ? 1 : steps;
   Job job{.options = {.steps = steps, .log_freq = freq, .read_late = late}, .folder = folder};
   job.at_phase = std::move(at_phase);

@@ -74,6 +74,9 @@ TEST(ScheduleCommand, DrawsTheTimelineUnasked) {
   EXPECT_EQ(taken.status, 0) << taken.err;
   EXPECT_THAT(taken.err, HasSubstr("the timeline isn't drawn: "));
   EXPECT_THAT(taken.out, HasSubstr("bubble 5.9 %"));
+  const CommandResult large = run({titan_program(), "schedule", "--microbatches", "8192"});
+  EXPECT_EQ(large.status, 0) << large.err;
+  EXPECT_THAT(large.err, HasSubstr("--svg FILE draws it nevertheless"));
 }
 
 TEST(ScheduleCommand, ForwardOnlyAndRepeated) {
@@ -114,6 +117,8 @@ TEST(ScheduleCommand, WhatIsWrongIsSaid) {
   EXPECT_THAT(wrong({"--pp", "4", "--microbatches", "3"}), HasSubstr("at least 4 micro-batches, not 3"));
   EXPECT_THAT(wrong({"--pp", "0"}), HasSubstr("--pp"));
   EXPECT_THAT(wrong({"--schedule", "GPipe", "--max-live", "7"}), HasSubstr("at most 7 are allowed"));
+  EXPECT_THAT(wrong({"--forward-only", "--max-live", "7"}), HasSubstr("excludes"));
+  EXPECT_THAT(wrong({"--svg", "a.svg", "--no-svg"}), HasSubstr("excludes"));
   EXPECT_THAT(wrong({"--microbatches", "8", "--times", "1000000"}), HasSubstr("at most 4194304 forwards"));
   EXPECT_THAT(wrong({"--forward", "-1"}), HasSubstr("'forward' is 0 or more"));
   EXPECT_THAT(wrong({"--nonsense"}), HasSubstr("titan schedule --help"));

@@ -101,7 +101,7 @@ class Group {
   /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, of
   /// others, or that is closed.
   std::string backend_name() const;
-  /// Ends a group of sockets ("gloo", "host") whose calls have failed: members that wait for this one get an
+  /// Ends what goes over sockets (gloo's calls, sends of "host") when it failed: who waits for it gets an
   /// error, and so does every call from here. Calls of this rank that aren't waited for have to be dropped
   /// before. What other backends carry stays as it is.
   void close();

@@ -150,8 +150,8 @@ class RunCheckpoints {
   RngState* rng_ = nullptr;
   int64_t loaded_step_ = -1;       // what the run went on from, or is back before; -1: it hasn't begun
   std::set<int64_t> saved_steps_;  // that began to be saved, and weren't gone back beyond
-  int64_t last_saved_ = -1;     // the last of these, where no later one has failed the one of last_failure()
-  int64_t exported_step_ = -1;  // whose model is the run's result
+  int64_t last_saved_ = -1;        // the last of these; last_failure() may be of one that never began
+  int64_t exported_step_ = -1;     // whose model is the run's result
 };
 
 }  // namespace titan::train

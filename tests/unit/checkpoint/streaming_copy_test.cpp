@@ -1,5 +1,6 @@
 #include "checkpoint/streaming_copy.h"
 
+#include <algorithm>
 #include <numeric>
 #include <string>
 #include <vector>

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <set>
 
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"

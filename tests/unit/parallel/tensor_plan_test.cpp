@@ -288,5 +288,14 @@ TEST(PlanRows, NameStylesPlacementsAndCollectives) {
   EXPECT_EQ(head.bytes, 2 * half + 2 * rows * sequence * 8);
 }
 
+TEST(PlanRows, TellOfOverlapBeforeAnythingRan) {
+  const nn::Linear linear(6, 10);
+  parallelize(linear, axis(), {{"", Colwise{.input = Layout::shard(1), .overlap = true}}});
+  const PlanRow row = row_of(plan_rows(linear), "");
+  EXPECT_EQ(row.collectives, "all-gather / reduce-scatter in products");
+  EXPECT_NE(row.transport, "");
+  EXPECT_EQ(row.calls, 0);
+}
+
 }  // namespace
 }  // namespace titan
