@@ -80,7 +80,9 @@ std::vector<LayerChoice> convert(torch::nn::Module& root, const ConvertOptions& 
   check_filters(options.recipe_name, options.filter_fqns);
   const Recipe recipe = recipe_of(options);
   const auto make = [&] { return products(recipe, options.arithmetic, options.plain, options.gather); };
-  const auto shared = make();
+  // Layers whose products come from one join over an input; each keeps the scales of its own weight.
+  const auto first = make();
+  const auto of_layer = [&] { return recipe.delayed.any() ? make() : first->for_parts({}); };
   std::vector<LayerChoice> choices;
   for (const auto& named : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
     if (dynamic_cast<nn::LinearCrossEntropyImpl*>(named.value().get())) {
@@ -91,7 +93,7 @@ std::vector<LayerChoice> convert(torch::nn::Module& root, const ConvertOptions& 
     if (!linear) continue;
     const Sizes size{linear->weight.size(1), linear->weight.size(0)};
     choices.push_back({named.key(), why_not(named.key(), size, options)});
-    if (choices.back().reason.empty()) linear->set_products(recipe.delayed.any() ? make() : shared);
+    if (choices.back().reason.empty()) linear->set_products(of_layer());
   }
   return choices;
 }

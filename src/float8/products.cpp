@@ -298,7 +298,7 @@ class Float8Products final : public Products {
   ops::SpreadFeatures parts_;
   GatherOptions gather_;
   std::shared_ptr<LayerScales> scales_;  // of this layer; null: all scales are dynamic
-  mutable WeightScales weight_scales_;
+  mutable WeightScales weight_scales_;   // of this layer
 };
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -13,28 +12,27 @@
 
 namespace titan::float8 {
 
-/// By a weight's memory and version, so that the products of a step, its micro-batches and recomputes find a
-/// weight's largest magnitude once: one pass over the weight, and with tensor parallelism one collective.
-/// Whoever gives a parameter other values without an operation of LibTorch raises its version, as FSDP does.
-/// Thread-safe.
+/// Of one layer's weight, by its memory and version, so that the products of a step, its micro-batches and
+/// recomputes find a weight's largest magnitude once: one pass over the weight, and with tensor parallelism
+/// one collective. Whoever gives a parameter other values without an operation of LibTorch raises its
+/// version, as FSDP does. With another weight all is right, and made anew. Thread-safe.
 class WeightScales {
  public:
   /// What `make` returned for these values and this `kind` of scale.
   at::Tensor of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make);
 
  private:
+  using Storage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct Entry {
-    int64_t kind = 0, offset = 0;  // of the scale; of the weight in its memory
+    int64_t kind = 0;
+    Storage storage;     // its address isn't another's while this is here
+    int64_t offset = 0;  // of the weight in it
     uint64_t version = 0;
     at::Tensor scale;
   };
-  struct Weights {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // its address isn't another's while this is here
-    std::vector<Entry> entries;
-  };
 
   std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, Weights> weights_;
+  std::vector<Entry> entries_;  // one a kind: one or two
 };
 
 }  // namespace titan::float8

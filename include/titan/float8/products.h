@@ -24,7 +24,8 @@ struct GatherOptions {
 };
 
 /// The products of a linear layer by `recipe`; those that it leaves out, and the emulation's, by `plain`.
-/// Thread-safe; of weights' scales the last are kept. An operand's casts stand in ops::Operand: input() keeps
+/// Thread-safe; the scales of the last weight are kept, so that each layer should have its own: for_parts()
+/// of the same products. An operand's casts stand in ops::Operand: input() keeps
 /// for the backward what the recipe's weight gradient reads, one byte an element where it reads Float8.
 ///
 /// [Note: one scale over ranks] Of a layer of parts (ops::SpreadFeatures) the scale of a matrix, and of

@@ -35,6 +35,18 @@ TEST(Convert, TakesAllLinearLayersButTheLossHead) {
             "Float8 (tensorwise): 14 of 15 linear layers; in high precision: output: the loss head");
 }
 
+TEST(Convert, GivesEachLayerProductsThatJoinTheOthers) {
+  const auto model = small_model(32);
+  convert(*model.ptr(), with({}));
+  const auto layers = model.ptr()->named_modules();
+  const auto products_of = [&](const char* name) {
+    return std::dynamic_pointer_cast<nn::LinearImpl>(layers[name])->products();
+  };
+  const auto wq = products_of("layers.0.attention.wq"), wk = products_of("layers.0.attention.wk");
+  EXPECT_NE(wq, wk);  // each with the scale of its weight
+  EXPECT_TRUE(wq->joins(*wk));
+}
+
 TEST(Convert, LeavesOutWhatAFilterNames) {
   const auto model = small_model(32);
   const auto choices =

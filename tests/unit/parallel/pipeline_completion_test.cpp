@@ -78,6 +78,20 @@ TEST(PipelineCompletion, StagesOfOneRankExchangeNoMessages) {
   EXPECT_EQ(count(with_communication(make_schedule("LoopedBFS", 1, 3, 4)), Kind::SendForward), 0);
 }
 
+// Why transfers aren't batched (docs/decisions/pipelines.md): a result is sent behind the action that gave
+// it.
+TEST(PipelineCompletion, NoTwoSendsStandTogether) {
+  const auto sends = [](const Action& action) {
+    return action.kind == Kind::SendForward || action.kind == Kind::SendBackward;
+  };
+  for (const auto& one : pipeline_cases(5, 12))
+    for (const auto& actions : with_communication(one.make()).ranks)
+      EXPECT_EQ(std::adjacent_find(actions.begin(), actions.end(),
+                                   [&](const Action& a, const Action& b) { return sends(a) && sends(b); }),
+                actions.end())
+          << one.text();
+}
+
 TEST(PipelineCompletion, A1F1BByHand) {
   const Schedule whole = with_parameter_actions(with_communication(make_schedule("1F1B", 2, 2, 2)));
   EXPECT_EQ(to_csv(whole),
