@@ -1,7 +1,7 @@
 // Saving and loading a whole checkpoint: the other side of pytorch/dcp_bench.py.
 //
 //   titan launch -n 2 -- checkpoint_bench [--folder DIR] [--runs N] [--threads N] [--compute-ms T] [--memory
-//   DIR]
+//   DIR] [--only save]
 //
 // The 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all ranks. Prints a
 // JSON object of medians over the runs (default 5, after one of warm-up), each of the slowest rank: save_s;
@@ -19,6 +19,8 @@
 // peers_blocked_s, peers_total_s and peers_load_s with each rank as if on a host of its own, its file copied
 // to the next one's memory over the group's sockets; peers_lost_load_s with one of these hosts' memory lost,
 // whose ranks bring their files back from the copies.
+//
+// --only save: synchronous saves, and loads, alone.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -55,13 +57,14 @@ using Options = std::map<std::string, std::string>;
 using Figures = std::map<std::string, std::vector<double>>;
 
 Options parse(const std::vector<std::string>& args) {
-  Options options = {
-      {"folder", "/var/tmp"}, {"runs", "5"}, {"threads", "2"}, {"compute-ms", "300"}, {"memory", "/dev/shm"}};
+  Options options = {{"folder", "/var/tmp"}, {"runs", "5"},          {"threads", "2"},
+                     {"compute-ms", "300"},  {"memory", "/dev/shm"}, {"only", ""}};
   for (size_t i = 0; i + 1 < args.size(); i += 2) {
     TITAN_CHECK(args[i].starts_with("--") && options.contains(args[i].substr(2)), "unknown option ", args[i]);
     options[args[i].substr(2)] = args[i + 1];
   }
   TITAN_CHECK(args.size() % 2 == 0, args.back(), " needs a value");
+  TITAN_CHECK(options["only"].empty() || options["only"] == "save", "--only takes save");
   return options;
 }
 
@@ -150,16 +153,19 @@ class Bench {
         runs_(std::stoi(options.at("runs"))),
         threads_(std::stoi(options.at("threads"))),
         compute_(std::stoi(options.at("compute-ms"))),
+        only_saves_(options.at("only") == "save"),
         model_(mesh_, {""}),
         optimizer_(mesh_, {"exp_avg.", "exp_avg_sq."}) {}
 
   void run() {
     synchronous();
-    asynchronous(AsyncMode::Copied, "async");
-    asynchronous(AsyncMode::Staged, "staged");
-    clear();
-    in_memory(memory_ / "host", "memory");
-    if (world_.size() > 1) in_memory(memory_ / str("host_", world_.rank()), "peers");
+    if (!only_saves_) {
+      asynchronous(AsyncMode::Copied, "async");
+      asynchronous(AsyncMode::Staged, "staged");
+      clear();
+      in_memory(memory_ / "host", "memory");
+      if (world_.size() > 1) in_memory(memory_ / str("host_", world_.rank()), "peers");
+    }
     const auto bytes = static_cast<double>(model_.num_bytes() + optimizer_.num_bytes());
     const double gigabytes = mesh_.group()->sum(bytes, {"bench::bytes"}) * 1e-9;
     if (world_.rank() != 0) return;
@@ -308,6 +314,7 @@ class Bench {
   const std::filesystem::path folder_, memory_;
   const int runs_, threads_;
   const std::chrono::milliseconds compute_;
+  const bool only_saves_;
   Tensors model_, optimizer_;
   Figures figures_;
 };

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What all that watches a run by default costs a step: structured logs, stragglers, watchdog, ring of collectives, signs of life.
 
-    benchmarks/defaults_overhead.py [--pairs 10] [--steps 60] [--ranks 2] [--config FILE] [--only NAME] [--output FILE]
+    benchmarks/defaults_overhead.py [--pairs 10] [--steps 60] [--small-pairs 10] [--small-steps 600] [--ranks 2] [--config FILE]
+                                    [--only NAME] [--output FILE]
 
 What has a switch: the debug run, once as it is by default and once with these off, alternately, so that what else the machine does
 meets both; which of a pair comes first alternates too. Of each run the median step behind the first ten counts, of each pair the ratio
@@ -9,10 +10,15 @@ of the two, and of all pairs the median ratio, with the quartiles beside it: whe
 the load that is printed says too. Beside it stands the same of the processor time of whole runs, which other work on the machine moves
 less. --only leaves all on but one (structured_logs, stragglers, watchdog, flight_record), to see what that one costs.
 
+Steps of a machine that isn't quiet change by more than what is looked for. But all of this costs by the step, the collective and the
+second, and nothing by the size of a tensor. So the same model with the same modules and collectives, but small tensors and a row of a
+few tokens, pays as much a step in far shorter steps: that difference in milliseconds, over the debug run's step, is
+"small_percent", with its quartiles.
+
 What has none: with --comm.trace_buf_size=0 no file is kept, but the last 1,024 calls are still recorded (the watchdog asks which one a
 rank waits in), and the ranks' signs of life go on. Their cost is added: calls a step, as a run's own record counts them, times what
 flight_record_bench has for one; and the processor time of the threads that give signs of life, of all processes of a run, as if all of
-it came off the step. "overhead_percent" is the sum.
+it came off the step. "overhead_percent" is the sum, with "small_percent".
 
 Prints a JSON object; --output writes it to a file. Needs build/bin/titan, build/bin/flight_record_bench and the config's data; itself
 only Python's standard library.
@@ -38,6 +44,7 @@ OFF = {
     "watchdog": "--comm.no_watchdog",
     "flight_record": "--comm.trace_buf_size=0",
 }
+SMALL = ["--training.seq_len=16", "--training.local_batch_size=1", "--model.args.dim=64", "--model.args.vocab_size=2048"]
 WARM_UP = 10
 RUN_LIMIT_S = 1800
 SIGNS_S = 15  # so long their threads are looked at
@@ -59,11 +66,11 @@ def environment_of(arguments):
     return {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks))}
 
 
-def run(arguments, switches):
+def run(arguments, steps, switches):
     """The median step of a run, and its processor time, in seconds."""
     before = processor_seconds()
     with tempfile.TemporaryDirectory(prefix="titan_overhead_") as folder:
-        command = command_of(arguments, folder, arguments.steps, switches)
+        command = command_of(arguments, folder, steps, switches)
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=RUN_LIMIT_S, env=environment_of(arguments))
         if done.returncode != 0:
             sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -72,12 +79,12 @@ def run(arguments, switches):
 
 
 def sign_seconds(pids):
-    """Processor time, so far, of these processes' threads that give signs of life, or serve the store that takes them."""
+    """Processor time, so far, of these processes' threads that watch and give signs of life, and of the store that takes them."""
     total = 0
     for task in (task for pid in pids for task in pathlib.Path(f"/proc/{pid}/task").iterdir()):
         try:
             name = (task / "comm").read_text().strip()
-            if name == "titan-signs" or name.startswith("pt_tcpstore"):
+            if name.startswith(("titan-", "pt_tcpstore")):
                 total += int((task / "schedstat").read_text().split()[0])
         except FileNotFoundError:
             pass  # a thread of something else, which has ended
@@ -120,14 +127,14 @@ def overhead(pair, figure):
     return 100 * (pair["on"][figure] / pair["off"][figure] - 1)
 
 
-def measure(arguments):
+def measure(arguments, count, steps, sizes):
     switches = [OFF[arguments.only]] if arguments.only else list(OFF.values())
     pairs = []
-    for number in range(arguments.pairs):
-        sides = [("on", []), ("off", switches)]
-        took = {name: run(arguments, words) for name, words in (sides if number % 2 == 0 else reversed(sides))}
+    for number in range(count):
+        sides = [("on", sizes), ("off", sizes + switches)]
+        took = {name: run(arguments, steps, words) for name, words in (sides if number % 2 == 0 else reversed(sides))}
         pairs.append(took)
-        print(f"pair {number + 1} of {arguments.pairs}: {1e3 * took['on']['step_s']:.3f} ms on, {1e3 * took['off']['step_s']:.3f} ms off, "
+        print(f"pair {number + 1} of {count}: {1e3 * took['on']['step_s']:.3f} ms on, {1e3 * took['off']['step_s']:.3f} ms off, "
               f"{overhead(took, 'step_s'):+.2f} %; {overhead(took, 'processor_s'):+.2f} % of processor time", file=sys.stderr)
     return switches, pairs
 
@@ -136,21 +143,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--small-pairs", type=int, default=10)
+    parser.add_argument("--small-steps", type=int, default=600)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--config", type=pathlib.Path, default=REPOSITORY / "configs/llama3_debug.toml")
     parser.add_argument("--only", choices=OFF)
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
-    if arguments.pairs < 2 or arguments.steps <= 2 * WARM_UP or arguments.ranks < 1:
+    if min(arguments.pairs, arguments.small_pairs) < 2 or min(arguments.steps, arguments.small_steps) <= 2 * WARM_UP or arguments.ranks < 1:
         parser.error(f"there have to be two pairs, more than {2 * WARM_UP} steps and one rank, at least")
     load_before = os.getloadavg()[0]
     always = without_switch(arguments)
-    switches, pairs = measure(arguments)
+    switches, pairs = measure(arguments, arguments.pairs, arguments.steps, [])
+    _, small_pairs = measure(arguments, arguments.small_pairs, arguments.small_steps, SMALL)
     low, middle, high = statistics.quantiles((overhead(pair, "step_s") for pair in pairs), n=4)
     processor_low, processor, processor_high = statistics.quantiles((overhead(pair, "processor_s") for pair in pairs), n=4)
     on_s = statistics.median(pair["on"]["step_s"] for pair in pairs)
     record = 100 * always["calls_per_step"] * always["call_ns"] * 1e-9 / on_s
     signs = 100 * always["signs_s_per_s"]
+    small = [100 * (pair["on"]["step_s"] - pair["off"]["step_s"]) / on_s for pair in small_pairs]
+    small_low, small_middle, small_high = statistics.quantiles(small, n=4)
     result = {
         "benchmark": "defaults_overhead",
         "config": arguments.config.name,
@@ -160,7 +172,12 @@ def main():
         "pairs": pairs,
         "on_ms": 1e3 * on_s,
         "off_ms": 1e3 * statistics.median(pair["off"]["step_s"] for pair in pairs),
-        "overhead_percent": middle + record + signs,
+        "overhead_percent": small_middle + record + signs,
+        "small_pairs": small_pairs,
+        "small_on_ms": 1e3 * statistics.median(pair["on"]["step_s"] for pair in small_pairs),
+        "small_off_ms": 1e3 * statistics.median(pair["off"]["step_s"] for pair in small_pairs),
+        "small_percent": small_middle,
+        "small_percent_quartiles": [small_low, small_high],
         "switched_percent": middle,
         "switched_percent_quartiles": [low, high],
         "always_on": always,
