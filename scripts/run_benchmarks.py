@@ -266,7 +266,8 @@ def measure(name: str, plan: Plan) -> dict:
     if pytorch_error:
         return {"row": name} | median | {"pytorch_error": pytorch_error, "runs": runs}
     both = median["ours"].keys() & median["pytorch"].keys()
-    ratio = {figure: median["ours"][figure] / median["pytorch"][figure] for figure in median["ours"] if figure in both}
+    comparable = [figure for figure in median["ours"] if figure in both and median["pytorch"][figure] != 0]  # extra memory may be 0
+    ratio = {figure: median["ours"][figure] / median["pytorch"][figure] for figure in comparable}
     return {"row": name} | median | {"ratio": ratio, "runs": runs}
 
 
