@@ -1,7 +1,7 @@
 // Saving and loading a whole checkpoint: the other side of pytorch/dcp_bench.py.
 //
 //   titan launch -n 2 -- checkpoint_bench [--folder DIR] [--runs N] [--threads N] [--compute-ms T] [--memory
-//   DIR] [--only save]
+//   DIR] [--only save | async]
 //
 // The 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all ranks. Prints a
 // JSON object of medians over the runs (default 5, after one of warm-up), each of the slowest rank: save_s;
@@ -20,7 +20,8 @@
 // to the next one's memory over the group's sockets; peers_lost_load_s with one of these hosts' memory lost,
 // whose ranks bring their files back from the copies.
 //
-// --only save: synchronous saves, and loads, alone.
+// --only save: synchronous saves, and loads, alone; --only async: asynchronous ones with the copy in the
+// call.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -64,7 +65,8 @@ Options parse(const std::vector<std::string>& args) {
     options[args[i].substr(2)] = args[i + 1];
   }
   TITAN_CHECK(args.size() % 2 == 0, args.back(), " needs a value");
-  TITAN_CHECK(options["only"].empty() || options["only"] == "save", "--only takes save");
+  const std::string& only = options["only"];
+  TITAN_CHECK(only.empty() || only == "save" || only == "async", "--only takes save or async");
   return options;
 }
 
@@ -153,14 +155,14 @@ class Bench {
         runs_(std::stoi(options.at("runs"))),
         threads_(std::stoi(options.at("threads"))),
         compute_(std::stoi(options.at("compute-ms"))),
-        only_saves_(options.at("only") == "save"),
+        only_(options.at("only")),
         model_(mesh_, {""}),
         optimizer_(mesh_, {"exp_avg.", "exp_avg_sq."}) {}
 
   void run() {
-    synchronous();
-    if (!only_saves_) {
-      asynchronous(AsyncMode::Copied, "async");
+    if (only_ != "async") synchronous();
+    if (only_ != "save") asynchronous(AsyncMode::Copied, "async");
+    if (only_.empty()) {
       asynchronous(AsyncMode::Staged, "staged");
       clear();
       in_memory(memory_ / "host", "memory");
@@ -314,7 +316,7 @@ class Bench {
   const std::filesystem::path folder_, memory_;
   const int runs_, threads_;
   const std::chrono::milliseconds compute_;
-  const bool only_saves_;
+  const std::string only_;
   Tensors model_, optimizer_;
   Figures figures_;
 };
