@@ -17,8 +17,8 @@ few tokens, pays as much a step in far shorter steps: that difference in millise
 
 What has none: with --comm.trace_buf_size=0 no file is kept, but the last 1,024 calls are still recorded (the watchdog asks which one a
 rank waits in), and the ranks' signs of life go on. Their cost is added: calls a step, as a run's own record counts them, times what
-flight_record_bench has for one; and the processor time of the threads that give signs of life, of all processes of a run, as if all of
-it came off the step. "overhead_percent" is the sum, with "small_percent".
+flight_record_bench has for one; and the processor time of all threads that watch, with a switch or without, of all processes of a run, as
+if all of it came off the step. "overhead_percent" is the sum, with "small_percent".
 
 Prints a JSON object; --output writes it to a file. Needs build/bin/titan, build/bin/flight_record_bench and the config's data; itself
 only Python's standard library.
@@ -100,7 +100,7 @@ def wait_for(condition, process):
 
 
 def without_switch(arguments):
-    """What can't be switched off: calls a step on rank 0, nanoseconds a call, and seconds of signs of life a second."""
+    """Calls a step on rank 0 and nanoseconds a call, which have no switch, and seconds a second of the threads that watch."""
     bench = json.loads(subprocess.run([CALL_BENCH], capture_output=True, text=True, check=True).stdout)
     with tempfile.TemporaryDirectory(prefix="titan_overhead_") as folder:
         metrics, record = pathlib.Path(folder) / "metrics.jsonl", pathlib.Path(folder) / "comm_traces/rank_0.json"
