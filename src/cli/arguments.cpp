@@ -71,9 +71,10 @@ constexpr const char* kTrainNotes =
 constexpr const char* kLaunchNotes =
     "Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().\n"
     "When one fails, the others are ended, its last lines are printed at the end, and its exit code is this\n"
-    "command's; with --max-restarts they are started again. SIGTERM, SIGINT and SIGUSR1 go to all ranks and\n"
-    "end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks, and the job goes on. See\n"
-    "docs/elastic.md.\n";
+    "command's; with --max-restarts they are started again, unless that code is a final one. SIGTERM, "
+    "SIGINT\n"
+    "and SIGUSR1 go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks\n"
+    "that have a handler for it, and the job goes on. See docs/elastic.md.\n";
 
 constexpr const char* kCompareNotes =
     "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
@@ -142,6 +143,7 @@ LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
   LaunchArguments arguments;
   LaunchOptions& options = arguments.options;
   RestartWords restarts;
+  std::optional<std::set<int>> final_codes;
   int unit = 1;
   Parser parser("titan launch", "titan launch -n N [options] [--] program [arguments ...]", kLaunchNotes);
   add_ranks(parser.app, options.num_ranks)->required();
@@ -149,6 +151,7 @@ LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
   add_restart_options(parser.app, restarts, "30");
   add_count(parser.app, "--multiple-of", unit, kMostRanks,
             "groups of fewer ranks have a multiple of U: the product of a mesh's fixed degrees (default 1)");
+  add_final_codes(parser.app, final_codes);
   parser.app.prefix_command();
   arguments.help = parser.parse(words);
   if (!arguments.help.empty()) return arguments;
@@ -161,6 +164,7 @@ LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
   if (options.command.empty()) parser.refuse("there is no program to start");
   if (restarts.max_restarts == 0) restarts.check_unused("titan launch");
   restarts.apply(options);
+  if (final_codes) options.restarts.final_codes = *final_codes;
   options.restarts.fits = [unit](int size) { return size % unit == 0; };
   return arguments;
 }

@@ -73,8 +73,9 @@ class Launcher {
   int num_starts_ = 0;
   int num_restarts_ = 0;  // of those that count
   int num_short_runs_ = 0;
-  int told_to_end_ = 0;      // while no rank ran: the signal
-  bool is_hurried_ = false;  // told to end at once
+  int told_to_end_ = 0;           // while no rank ran: the signal
+  bool ranks_were_told_ = false;  // to end, by a signal to this process
+  bool is_hurried_ = false;       // told to end at once
 };
 
 Variables Launcher::variables() const {
@@ -199,12 +200,8 @@ std::optional<int> Launcher::after(const RankGroup& group, End end) {
 // Ranks that returned 0 have removed what they kept; of those that were lost, or couldn't save, nobody else
 // does anything with it.
 void Launcher::save_memory() {
-  const auto start = Clock::now();
-  const auto gives_up = [&] {
-    while (const int signal = signals_.next())
-      is_hurried_ = is_hurried_ || (asks_for_end(signal) && Clock::now() - start >= kSameSignal);
-    return is_hurried_;
-  };
+  SecondRequest second(told_to_end_ != 0 || ranks_were_told_);
+  const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };
   for (const checkpoint::LeftState& state :
        checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
     if (state.problem.empty())
@@ -240,6 +237,7 @@ int Launcher::run_groups() {
     RankGroup group(num_ranks, group_options(), signals_);
     ++num_starts_;
     const End end = group.run();
+    ranks_were_told_ = group.told_to_end() != 0;
     is_hurried_ = group.told_twice();
     if (const auto code = after(group, end)) return *code;
   }

@@ -20,6 +20,18 @@ milliseconds read_seconds(const std::string& option, const std::string& text, co
   return milliseconds(std::llround(seconds * 1000));
 }
 
+std::set<int> read_codes(const std::string& option, const std::string& text) {
+  std::set<int> codes;
+  for (const std::string& word : CLI::detail::split(text, ',')) {
+    int code = 0;
+    if (!CLI::detail::lexical_cast(word, code) || code < 1 || code > 255)
+      throw CLI::ValidationError(
+          option, str("'", text, "' isn't exit codes from 1 to 255 with commas between them, or 'none'"));
+    codes.insert(code);
+  }
+  return codes;
+}
+
 }  // namespace
 
 void add_restart_options(CLI::App& app, RestartWords& words, const char* default_grace) {
@@ -58,6 +70,17 @@ void add_restart_options(CLI::App& app, RestartWords& words, const char* default
          str("seconds that the ranks have for a last checkpoint when they are told to end (default: ",
              default_grace, ")"))
       ->type_name("S");
+}
+
+void add_final_codes(CLI::App& app, std::optional<std::set<int>>& codes) {
+  app.add_option_function<std::string>(
+         "--final-codes",
+         [&codes](const std::string& text) {
+           codes = text == "none" ? std::set<int>() : read_codes("--final-codes", text);
+         },
+         "with --max-restarts: exit codes behind which ranks aren't started again, or none (default 2,3: "
+         "settings that are refused, and a run that found itself wrong)")
+      ->type_name("C[,C...]");
 }
 
 void RestartWords::apply(LaunchOptions& options) const {

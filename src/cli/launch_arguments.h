@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <optional>
+#include <set>
 
 #include "titan/cli/launch.h"
 
@@ -28,5 +29,8 @@ struct RestartWords {
 /// --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace, of whose default `default_grace`
 /// tells. `words` has to live as long as `app`.
 void add_restart_options(CLI::App& app, RestartWords& words, const char* default_grace);
+
+/// --final-codes of `titan launch`. `codes` has to live as long as `app`.
+void add_final_codes(CLI::App& app, std::optional<std::set<int>>& codes);
 
 }  // namespace titan::cli

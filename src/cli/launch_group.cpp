@@ -19,6 +19,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "taken_signals.h"
 #include "titan/core/error.h"
 #include "titan/dist/end_limits.h"
 #include "titan/dist/watchdog.h"
@@ -144,9 +145,18 @@ void RankGroup::tell_ranks(int signal) {
 void RankGroup::handle(int signal) {
   if (signal == SIGCHLD) return reap();
   if (asks_for_end(signal)) return ask_for_end(signal);
-  if (signal == SIGQUIT) return signal_all(signal);  // what they are at; nothing ends
+  if (signal == SIGQUIT) return ask_what_they_do();
   options_.on_rejoin();
   grow_at_ = options_.next_growth();
+}
+
+// Ranks write what they are at, and nothing ends.
+void RankGroup::ask_what_they_do() {
+  for (size_t rank = 0; rank < ranks_.size(); ++rank)
+    if (ranks_[rank].running && signal_takers(ranks_[rank].pid, SIGQUIT) == 0)
+      tell("rank ", rank,
+           " doesn't take SIGQUIT (its start isn't over, or it has no handler), which would end it: it "
+           "wasn't sent");
 }
 
 void RankGroup::ask_for_end(int signal) {

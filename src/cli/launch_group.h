@@ -84,6 +84,7 @@ class RankGroup {
   bool is_cause_of_first(const Rank& rank) const;
   void handle(int signal);
   void signal_all(int signal);
+  void ask_what_they_do();
   void ask_for_end(int signal);
   void end_ranks(std::chrono::milliseconds grace);
   void tell_ranks(int signal);

@@ -6,6 +6,7 @@
 #include <signal.h>
 
 #include <chrono>
+#include <optional>
 
 namespace titan::cli {
 
@@ -37,6 +38,20 @@ class SignalReader {
   sigset_t before_{};
   sighandler_t pipe_action_ = SIG_DFL;
   sighandler_t child_action_ = SIG_DFL;
+};
+
+/// While something is done that a first request to end lets come to its end, and a second one doesn't.
+class SecondRequest {
+ public:
+  /// `is_asked`: the first has come before.
+  explicit SecondRequest(bool is_asked);
+  /// Reads what has come since.
+  bool has_come(const SignalReader& signals);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::optional<Clock::time_point> first_;
+  bool has_come_ = false;
 };
 
 }  // namespace titan::cli

@@ -105,7 +105,6 @@ void set_train_restarts(const TrainArguments& arguments, const train::JobConfig&
   arguments.restarts.apply(options);
   RestartOptions& restarts = options.restarts;
   restarts.fits = [&](int num_ranks) { return misfit(config, origins, num_ranks).empty(); };
-  restarts.final_codes = {kRefusedSettings, train::kUnsoundRunCode};
   // What hangs the ranks' watchdogs end.
   if (!arguments.restarts.stop_grace) options.stop_grace = longest_stop(config);
   const int most = options.num_ranks - 1, least = restarts.min_ranks;

@@ -9,9 +9,6 @@
 
 namespace titan::cli {
 
-/// Exit code of a rank that refuses its settings, as main() has it.
-constexpr int kRefusedSettings = 2;
-
 /// Throws ConfigError where a restart wouldn't go on where the ranks were.
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                           const config::Origins& origins);

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <limits>
 
+#include "cli/agent_stop.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/launch_train.h"
@@ -189,10 +190,12 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   set_determinism_environment(config.debug);
   set_profiler_environment(config.profiling);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
-  const train::SignalWatch signals(launch.by == "titan" ? ::getppid() : 0);
-  train::StartupWatch startup([&config, rank = launch.rank](int signal) {
-    if (rank == 0) requeue_if_wanted(config, signal);
-  });
+  const train::SignalWatch signals(signaling_launcher(launch));
+  const auto code_behind = [&](const train::StopCause& stop) {
+    if (launch.rank == 0) requeue_if_wanted(config, stop.signal);
+    return code_behind_stop(launch, stop);
+  };
+  train::StartupWatch startup(code_behind);
   dist::World world = train::build_world(config);
   // With states in memory a stop waits until the newest is loaded, to save it.
   if (config.checkpoint.peer_interval > 0) {
@@ -201,9 +204,7 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
     startup.join(world);
   }
   if (train::run_has_ended(config, world)) return 0;
-  const train::RunEnd end = run_trainer(config, world, on_terminal(launch), checked, startup);
-  if (world.rank() == 0) requeue_if_wanted(config, end.stop.signal);
-  return 0;
+  return code_behind(run_trainer(config, world, on_terminal(launch), checked, startup).stop);
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ constexpr int64_t kSameSignalNs = 200'000'000;
 std::atomic<int> first_signal{0};
 std::atomic<int64_t> first_signal_ns{0};
 std::atomic<int> first_note{0};  // what the launcher sent along with it
+std::atomic<bool> first_by_launcher{false};
 std::atomic<int> launcher{0};
 sem_t signal_noted;
 std::atomic<bool> is_watching{false};
@@ -46,6 +47,7 @@ void note_signal(int signal, siginfo_t* info, void* /*context*/) {
   int64_t first = 0;
   if (first_signal_ns.compare_exchange_strong(first, now)) {
     first_note = by_launcher && info->si_code == SI_QUEUE ? info->si_value.sival_int : 0;
+    first_by_launcher = by_launcher;
     first_signal = signal;
     ::sem_post(&signal_noted);
   } else if (now - first > kSameSignalNs && !by_launcher) {
@@ -53,7 +55,8 @@ void note_signal(int signal, siginfo_t* info, void* /*context*/) {
   }
   errno = saved_errno;
 }
-static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<int>::is_always_lock_free);
+static_assert(std::atomic<int64_t>::is_always_lock_free && std::atomic<int>::is_always_lock_free &&
+              std::atomic<bool>::is_always_lock_free);
 
 sigset_t stop_signals() {
   sigset_t set;
@@ -95,6 +98,7 @@ SignalWatch::SignalWatch(int launcher_pid) {
   first_signal = 0;
   first_signal_ns = 0;
   first_note = 0;
+  first_by_launcher = false;
   launcher = launcher_pid;
   ::sem_init(&signal_noted, /*pshared=*/0, 0);
   watching = std::make_unique<Watching>();
@@ -129,6 +133,8 @@ int noted_signal() { return is_watching ? first_signal.load(std::memory_order_re
 bool peer_has_failed() { return is_watching && first_note == kPeerHasFailed; }
 
 bool group_grows() { return is_watching && first_note == kGroupGrows; }
+
+bool noted_by_launcher() { return noted_signal() != 0 && first_by_launcher; }
 
 std::string signal_name(int signal) {
   const char* name = ::sigabbrev_np(signal);

@@ -1,5 +1,6 @@
 // [Note: ending a start together]
-//   wish   a key of the store: some rank was told to end, a while ago, by the signal that is its value
+//   wish   a key of the store: some rank was told to end, a while ago, by the signal that is its value, and
+//          128 more if the launcher sent it
 //   end    a key that only a rank sets which isn't ready, i.e. hasn't come to end(): the barrier there then
 //          never completes, so that those who wait in it may leave as well
 //   left   who has heard of it; all wait until it is everybody, and end
@@ -38,9 +39,12 @@ using std::chrono::seconds;
 constexpr milliseconds kLook{250};
 constexpr seconds kShortStart{5};
 constexpr seconds kLeaving{10};  // of which a rank that is gone takes all
+constexpr int kByLauncher = 128;
 constexpr const char* kWish = "wish";
 constexpr const char* kEnd = "end";
 constexpr const char* kLeft = "left";
+
+StopCause cause_here() { return {.signal = noted_signal(), .by_launcher = noted_by_launcher()}; }
 
 }  // namespace
 
@@ -49,7 +53,7 @@ struct StartupWatch::Impl {
   void look();
   bool is_told_long_ago();
   void leave();
-  int signal_of_all() const;
+  StopCause cause_of_all() const;
   void wait_for_others() const;
 
   std::mutex mutex;
@@ -59,7 +63,7 @@ struct StartupWatch::Impl {
   std::optional<dist::World> world;
   bool ready = false;
   std::optional<Clock::time_point> told_at;
-  std::function<void(int)> on_end;
+  std::function<int(const StopCause&)> on_end;
   std::jthread thread;
 };
 
@@ -77,8 +81,8 @@ void StartupWatch::Impl::look() {
     return;
   }
   if (wishes) {
-    const std::string signal = std::to_string(noted_signal());
-    store->compareSet(kWish, std::vector<uint8_t>{}, {signal.begin(), signal.end()});  // the first one counts
+    const std::string wish = std::to_string(noted_signal() + (noted_by_launcher() ? kByLauncher : 0));
+    store->compareSet(kWish, std::vector<uint8_t>{}, {wish.begin(), wish.end()});  // the first one counts
   }
   if (!ready && store->check({kWish})) store->set(kEnd, "");
   if (store->check({kEnd})) leave();
@@ -97,10 +101,11 @@ void StartupWatch::Impl::watch(const std::stop_token& stop) {
   }
 }
 
-int StartupWatch::Impl::signal_of_all() const {
-  if (!store) return noted_signal();
+StopCause StartupWatch::Impl::cause_of_all() const {
+  if (!store) return cause_here();
   const std::vector<uint8_t> text = store->get(kWish);
-  return std::stoi(std::string(text.begin(), text.end()));
+  const int wish = std::stoi(std::string(text.begin(), text.end()));
+  return {.signal = wish % kByLauncher, .by_launcher = wish >= kByLauncher};
 }
 
 void StartupWatch::Impl::wait_for_others() const {
@@ -113,17 +118,18 @@ void StartupWatch::Impl::wait_for_others() const {
 
 // Without destructors: threads and peers may be anywhere.
 void StartupWatch::Impl::leave() {
-  int signal = noted_signal(), code = 0;
-  log::info(str(signal == 0 ? std::string("a signal to another rank") : signal_name(signal),
+  StopCause cause = cause_here();
+  int code = 0;
+  log::info(str(cause.signal == 0 ? std::string("a signal to another rank") : signal_name(cause.signal),
                 " stops the run before it began: nothing was trained"));
   try {
-    signal = signal_of_all();
+    cause = cause_of_all();
     if (store) wait_for_others();
   } catch (const std::exception&) {
     // Rank 0's process has left.
   }
   try {
-    if (on_end && !peer_has_failed()) on_end(signal);
+    if (on_end && !peer_has_failed()) code = on_end(cause);
   } catch (const std::exception& error) {
     log::error(error.what());
     code = 1;
@@ -132,7 +138,7 @@ void StartupWatch::Impl::leave() {
   std::_Exit(code);
 }
 
-StartupWatch::StartupWatch(std::function<void(int)> on_end) : impl_(std::make_unique<Impl>()) {
+StartupWatch::StartupWatch(std::function<int(const StopCause&)> on_end) : impl_(std::make_unique<Impl>()) {
   impl_->on_end = std::move(on_end);
   impl_->thread = std::jthread([impl = impl_.get()](const std::stop_token& stop) { impl->watch(stop); });
 }

@@ -99,8 +99,12 @@ StopCause StopAgreement::cause() const {
   constexpr int kSignalBits = 128;
   const int signal = noted_signal();
   const double mine = signal == 0 ? 0 : (world_.size() - world_.rank()) * kSignalBits + signal;
-  const auto largest = static_cast<int>(world_.everyone()->max(mine, {"train::stop_cause"}));
-  return {.signal = largest % kSignalBits, .rank = world_.size() - largest / kSignalBits};
+  const auto everyone = world_.everyone();
+  const auto largest = static_cast<int>(everyone->max(mine, {"train::stop_cause"}));
+  const bool by_launcher = everyone->max(noted_by_launcher() ? 1 : 0, {"train::stop_cause"}) > 0;
+  return {.signal = largest % kSignalBits,
+          .rank = world_.size() - largest / kSignalBits,
+          .by_launcher = by_launcher};
 }
 
 }  // namespace titan::train

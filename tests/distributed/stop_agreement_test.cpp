@@ -129,6 +129,17 @@ TEST(StopAgreement, TheLowestRankOfSeveralIsNamed) {
   if (world().size() == 1) return;
   EXPECT_EQ(stop.cause().rank, 1);
   EXPECT_EQ(stop.cause().signal, SIGTERM);
+  EXPECT_FALSE(stop.cause().by_launcher);
+}
+
+TEST(StopAgreement, ThatALauncherSentItIsKnownToAll) {
+  const bool is_sender = world().rank() == world().size() - 1;
+  const SignalWatch watch(is_sender ? ::getpid() : 0);
+  StopAgreement stop(world(), build_meshes(world(), {.dp_shard = world().size()}));
+  send_to_myself(SIGTERM);
+  EXPECT_TRUE(stop.agree());
+  EXPECT_EQ(stop.cause().rank, 0);
+  EXPECT_TRUE(stop.cause().by_launcher);
 }
 
 // Nothing is noted where nobody watches: a program of one's own keeps its signals.

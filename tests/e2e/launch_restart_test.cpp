@@ -234,6 +234,39 @@ TEST(LaunchRestart, SigquitGoesToTheRanksAndEndsNothing) {
   }
 }
 
+// As one in its first moments.
+TEST(LaunchRestart, SigquitIsntSentToARankThatItWouldEnd) {
+  const auto folder = fresh_folder("run");
+  Command launcher(
+      job(folder, {"-n", "2", "--log-rank", "all"},
+          "[ $RANK = 1 ] && trap 'echo asked' QUIT; together; echo ready; while :; do sleep 0.05; done",
+          "trap 'exit 0' TERM"));
+  ASSERT_TRUE(launcher.wait_for_output("[rank 0] ready"));
+  ASSERT_TRUE(launcher.wait_for_output("[rank 1] ready"));
+  launcher.signal(SIGQUIT);
+  EXPECT_TRUE(launcher.wait_for_output("[rank 1] asked"));
+  EXPECT_TRUE(launcher.wait_for_errors("rank 0 doesn't take SIGQUIT"));
+  launcher.signal(SIGTERM);
+  const auto result = launcher.wait(20);
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err, Not(HasSubstr("rank 1 doesn't take")));
+}
+
+TEST(LaunchRestart, RefusedSettingsAndUnsoundRunsAreFinal) {
+  for (const char* code : {"2", "3"}) {
+    const auto folder = fresh_folder("run");
+    const auto result = run(job(folder, {"-n", "1", "--max-restarts", "2"}, std::string("exit ") + code));
+    EXPECT_EQ(std::to_string(result.status), code);
+    EXPECT_THAT(result.err, HasSubstr(std::string("no restart: exit code ") + code));
+    EXPECT_THAT(starts(folder), ElementsAre("0: 0/1"));
+  }
+  const auto folder = fresh_folder("run");
+  const auto result = run(
+      job(folder, {"-n", "1", "--max-restarts", "2", "--final-codes", "none"}, "[ $start = 1 ] || exit 3"));
+  EXPECT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(starts(folder), ElementsAre("0: 0/1", "1: 0/1"));
+}
+
 TEST(LaunchRestart, SigquitBetweenTwoGroupsEndsNothing) {
   const auto folder = fresh_folder("run");
   Command launcher(job(folder, {"-n", "2", "--max-restarts", "1", "--min-ranks", "1", "--rejoin-after", "5"},

@@ -12,12 +12,16 @@
 #include <vector>
 
 #include "titan/dist/end_limits.h"
+#include "titan/train/unsound_run.h"
 
 namespace titan::cli {
 
 /// Between SIGTERM to the ranks that a failure left and their SIGKILL: each can tell what it has seen before.
 inline constexpr std::chrono::seconds kFailureGrace = dist::kExplainsWithin + std::chrono::seconds(1);
 static_assert(kFailureGrace < dist::kJobEndsWithin);
+
+/// Exit code of a rank that refuses its settings, as titan::cli::main() has it, and many programs with it.
+inline constexpr int kRefusedSettingsCode = 2;
 
 /// What happens when a rank is lost: it was killed, crashed, ended with an error, or hung.
 struct RestartOptions {
@@ -28,7 +32,8 @@ struct RestartOptions {
   std::optional<std::chrono::milliseconds> rejoin_after =
       std::chrono::seconds(60);        ///< unset: by SIGUSR2 only
   std::function<bool(int)> fits = {};  ///< whether the program can run on so many ranks; unset: on any number
-  std::set<int> final_codes = {};      ///< exit codes of a rank that a restart would only repeat
+  /// Exit codes of a rank that a restart would only repeat.
+  std::set<int> final_codes = {kRefusedSettingsCode, train::kUnsoundRunCode};
   /// Of the waits before restarts of groups that soon fail, which become longer and longer.
   std::chrono::milliseconds longest_delay = std::chrono::seconds(60);
 };
@@ -58,15 +63,15 @@ struct LaunchOptions {
 ///
 /// Output lines of the ranks in `log_rank` come out tagged "[rank 3] ", standard output on standard output,
 /// errors on errors. When a rank fails, the others are ended and the last lines of the one that failed first
-/// are printed in a box, whether it was shown or not; then the ranks are started again, while there are
-/// restarts left, as many as have a place. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (as SIGTERM) are passed on to
-/// all ranks and mean the end, one that comes a second later or more at once; those that this process was
-/// started to ignore stay ignored. SIGUSR2 brings all lost places back. A group that is
-/// smaller than it could be is asked to stop (SIGTERM) and started again, which is no restart that counts.
-/// SIGQUIT goes to all ranks, which tell what they are at, and means nothing else.
-/// With the SIGTERM to ranks that are ended because another failed goes train::kPeerHasFailed. Where a rank
-/// gave up on another (dist::kHungExitCode), those that don't end by themselves are the lost ones.
-/// Should this process die, the kernel kills the ranks.
+/// are printed in a box, whether it was shown or not; then, unless its exit code is a final one, the ranks
+/// are started again, while there are restarts left, as many as have a place. SIGINT, SIGTERM, SIGUSR1 and
+/// SIGHUP (as SIGTERM) are passed on to all ranks and mean the end, one that comes a second later or more at
+/// once; those that this process was started to ignore stay ignored. SIGUSR2 brings all lost places back. A
+/// group that is smaller than it could be is asked to stop (SIGTERM) and started again, which is no restart
+/// that counts. SIGQUIT goes to all ranks that have a handler for it, which tell what they are at, and means
+/// nothing else. With the SIGTERM to ranks that are ended because another failed goes train::kPeerHasFailed.
+/// Where a rank gave up on another (dist::kHungExitCode), those that don't end by themselves are the lost
+/// ones. Should this process die, the kernel kills the ranks.
 ///
 /// Returns 0 when all ranks did, asked to or not; else 128 + signal when this process was told to end, or the
 /// exit code of the rank that failed first (128 + signal when a signal ended it), 127 when the program can't

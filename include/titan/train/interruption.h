@@ -7,7 +7,8 @@
 //   note    a handler writes down the first signal; this rank goes on with what it is at (SignalWatch)
 //   tell    a thread puts it into the job's store, for a peer that waits for data (SignalListener)
 //   agree   all ranks hear of it before the same step's forward (stop_agreement.h)
-//   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0
+//   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0 (but where
+//           torchrun's agent stopped its ranks: src/cli/agent_stop.h)
 //
 // A second signal ends the process at once, with 128 + its number. Within 0.2 s it counts as the first one
 // again, and one of the launcher's always does: it passes on what the ranks of its process group, or SLURM
@@ -42,6 +43,8 @@ int noted_signal();
 bool peer_has_failed();
 /// Whether it came as kGroupGrows: the job goes on by itself.
 bool group_grows();
+/// Whether it came from the launcher.
+bool noted_by_launcher();
 
 /// "SIGTERM"
 std::string signal_name(int signal);

@@ -7,19 +7,20 @@
 #include <memory>
 
 #include "titan/dist/world.h"
+#include "titan/train/stop_cause.h"
 
 namespace titan::train {
 
-/// Ends the process with exit code 0 where the SignalWatch has noted a signal and the start takes more than
+/// Ends the process where the SignalWatch has noted a signal and the start takes more than
 /// five seconds from then on (a short one comes to the first step's agreement by itself). So it does on all
 /// ranks, once they have met: each looks into the job's store, by a thread of its own, and they wait for each
 /// other, so that none takes another's end for a failure.
 class StartupWatch {
  public:
-  /// `on_end`: called before the process ends, when all ranks that have met have heard of it, with the signal
-  /// that it ends for, the same on all of them; not where the launcher ends ranks because a peer has failed.
-  /// Where it throws, the error is logged and the exit code 1.
-  explicit StartupWatch(std::function<void(int signal)> on_end = {});
+  /// `on_end`: called before the process ends, when all ranks that have met have heard of it, with what it
+  /// ends for, the same on all of them; not where the launcher ends ranks because a peer has failed. What it
+  /// returns is the exit code, which is 0 without it; where it throws, the error is logged, and it is 1.
+  explicit StartupWatch(std::function<int(const StopCause&)> on_end = {});
   ~StartupWatch();
   StartupWatch(const StartupWatch&) = delete;
   StartupWatch& operator=(const StartupWatch&) = delete;

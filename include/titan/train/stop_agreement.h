@@ -14,16 +14,11 @@
 #include "titan/dist/world.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/step_runner.h"
+#include "titan/train/stop_cause.h"
 
 namespace titan::train {
 
 class SignalListener;
-
-/// Why a run ends before its last step.
-struct StopCause {
-  int signal = 0;  ///< 0: it doesn't
-  int rank = -1;   ///< the lowest that was sent one
-};
 
 class StopAgreement {
  public:

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "cli/launch_signals.h"
+#include "cli/taken_signals.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::sweep {
@@ -67,7 +68,7 @@ ChildEnd run_child(const std::vector<std::string>& command, const HeldSignals& s
     const int signal = signals.wait();
     if (signal == SIGCHLD) continue;
     if (signal != SIGQUIT) end.told_to_end = signal;
-    kill(pid, signal);
+    if (signal != SIGQUIT || takes(pid, signal)) kill(pid, signal);
   }
 }
 

@@ -100,6 +100,21 @@ TEST(LaunchArguments, TheProgramsWordsAreItsOwn) {
             (Words{"--prog", "--"}));
 }
 
+TEST(LaunchArguments, FinalCodes) {
+  const auto codes = [](const Words& words) {
+    return parse_launch_arguments(Words{"-n", "2"} + words + Words{"--", "prog"})
+        .options.restarts.final_codes;
+  };
+  EXPECT_EQ(codes({}), (std::set<int>{2, 3}));
+  EXPECT_EQ(codes({"--final-codes", "1,64,255"}), (std::set<int>{1, 64, 255}));
+  EXPECT_EQ(codes({"--final-codes=none"}), std::set<int>());
+  for (const char* wrong : {"0", "256", "-1", "2;3", "two", "2,,3", "2,x"})
+    EXPECT_THAT(
+        problem_of(parse_launch_arguments, {"-n", "2", std::string("--final-codes=") + wrong, "prog"}),
+        AllOf(HasSubstr(wrong), HasSubstr("1 to 255")))
+        << wrong;
+}
+
 TEST(LaunchArguments, WrongWords) {
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2"}), HasSubstr("there is no program to start"));
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2", "--"}),

@@ -59,6 +59,18 @@ TEST_P(EachSignal, TheSecondTimeEndsTheProcessAtOnce) {
             128 + signal);
 }
 
+TEST(Interruption, WhoSentItIsKnown) {
+  for (const bool by_launcher : {false, true})
+    EXPECT_EQ(code_of_child([=] {
+                const SignalWatch watch(by_launcher ? ::getpid() : ::getppid());
+                if (noted_by_launcher()) return 1;
+                ::kill(::getpid(), SIGTERM);
+                if (noted_within(2000) != SIGTERM) return 2;
+                return noted_by_launcher() == by_launcher ? 42 : 3;
+              }),
+              42);
+}
+
 // What a launcher passes on comes right behind what the whole process group was sent.
 TEST_P(EachSignal, TwiceAtOnceIsOne) {
   const int signal = GetParam();

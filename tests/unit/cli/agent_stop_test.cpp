@@ -1,0 +1,28 @@
+#include "cli/agent_stop.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
+
+namespace titan::cli {
+namespace {
+
+TEST(AgentStop, OnlyAnAgentsThatWouldStartTheRanksAgainIsAnError) {
+  const dist::Launch agent{.by = "torchrun", .max_restarts = 3};
+  EXPECT_EQ(code_behind_stop(agent, {.signal = SIGTERM, .rank = 1, .by_launcher = true}), 128 + SIGTERM);
+  EXPECT_EQ(code_behind_stop(agent, {.signal = SIGTERM, .rank = 1}), 0) << "somebody's own kill PID";
+  EXPECT_EQ(code_behind_stop(agent, {}), 0) << "the run is through";
+  const train::StopCause stop{.signal = SIGTERM, .rank = 0, .by_launcher = true};
+  EXPECT_EQ(code_behind_stop({.by = "torchrun"}, stop), 0) << "nobody would start them again";
+  EXPECT_EQ(code_behind_stop({.by = "titan", .max_restarts = 3}, stop), 0);
+}
+
+TEST(AgentStop, WhoPassesSignalsOn) {
+  EXPECT_EQ(signaling_launcher({.by = "torchrun"}), getppid());
+  EXPECT_EQ(signaling_launcher({.by = "titan"}), getppid());
+  for (const char* other : {"slurm", "openmpi", "env", "none"})
+    EXPECT_EQ(signaling_launcher({.by = other}), 0) << other;
+}
+
+}  // namespace
+}  // namespace titan::cli
