@@ -4,6 +4,7 @@ import os
 import pathlib
 import sys
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,11 @@ def seconds_since_process_start() -> float:
     return uptime - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
-def init_ranks(rank: int, ranks: int, store_file: str) -> DeviceMesh:
-    """Joins the gloo group of all ranks through a store in `store_file`."""
-    dist.init_process_group("gloo", store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+def init_ranks(rank: int, ranks: int, store_file: str, device: str = "cpu") -> DeviceMesh:
+    """Joins the group of all ranks (gloo, or NCCL on "cuda") through a store in `store_file`."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store_file, ranks), rank=rank, world_size=ranks)
+    return init_device_mesh(device, (ranks,), mesh_dim_names=("fsdp",))
 
 
 def policy(dtype: str) -> MixedPrecisionPolicy:
@@ -54,12 +56,14 @@ def shard(model: Llama3, mesh: DeviceMesh, dtype: str) -> None:
 warnings.filterwarnings("ignore", message="DTensor random operators")
 
 
-def build_model(args: ModelArgs, mesh: DeviceMesh, dtype: str) -> Llama3:
-    """Made on the meta device, sharded, then allocated and initialized shard by shard."""
+def build_model(args: ModelArgs, mesh: DeviceMesh, dtype: str, convert: Callable[[Llama3], None] | None = None) -> Llama3:
+    """Made on the meta device, converted, sharded, then allocated and initialized shard by shard."""
     with torch.device("meta"):
         model = Llama3(args)
+    if convert:
+        convert(model)
     shard(model, mesh, dtype)
-    model.to_empty(device="cpu")
+    model.to_empty(device=mesh.device_type)
     model.init_weights()
     model.set_rope()
     return model

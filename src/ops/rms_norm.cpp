@@ -22,7 +22,8 @@ struct RmsNormBackward final : BackwardNode {
     if (task_should_compute_output(X)) grads[X] = std::move(grad_x);
     if (!task_should_compute_output(Weight)) return grads;
     if (weight_sink) {
-      weight_sink->accept(grad_weight, {});
+      // A vector, summed in the pass that makes grad_x; where weights' gradients wait, so does this one.
+      weight_sink->accept({.compute = [sum = grad_weight] { return sum; }, .reads = {grad_weight}});
     } else {
       grads[Weight] = grad_weight.to(scales.scalar_type());
     }

@@ -79,7 +79,8 @@ struct WeightGrad {
   void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
 };
 
-/// A gradient that isn't a product and is costly all the same (an embedding's): computed when it is due.
+/// A gradient that isn't a product: an embedding's, computed when it is due, or a norm's, which is there by
+/// then.
 struct DueGradient {
   std::function<at::Tensor()> compute;
   std::vector<at::Tensor> reads;  ///< what `compute` holds, for who counts memory

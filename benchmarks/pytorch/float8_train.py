@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Trains a Llama in Float8 by torchao, on one GPU or (emulated) a CPU, and prints one JSON object: the other side of scripts/float8_table.py.
+
+    .venv/bin/python benchmarks/pytorch/float8_train.py --args '{"dim": 2048, ...}' --recipe rowwise --compile --device cuda --seq-len 8192
+
+--args: scripts/reference/llama3.py's ModelArgs. --recipe: bf16, tensorwise, rowwise, rowwise_with_gw_hp. Keys: tokens_per_s (of the
+median step behind the warm-up), peak_memory_gib (what the allocator had reserved; of a CPU the process's peak), loss (of each step),
+linears (how many run in Float8).
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+
+
+def convert_to(recipe: str, emulate: bool, compiles: bool, counts: dict):
+    def convert(model) -> None:
+        import dataclasses
+
+        import torch
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+        if recipe != "bf16":
+            config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+            fits = lambda module, name: isinstance(module, torch.nn.Linear) and name != "output" and not any(n % 16 for n in module.weight.shape)  # noqa: E731
+            convert_to_float8_training(model, config=config, module_filter_fn=fits)
+            counts["linears"] = sum(isinstance(module, Float8Linear) for module in model.modules())
+        if compiles:
+            for layer in model.layers.values():
+                layer.compile(fullgraph=True)
+
+    return convert
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--args", type=json.loads, required=True)
+    parser.add_argument("--recipe", choices=("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp"), default="bf16")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--local-batch-size", type=int, default=1)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    options = parser.parse_args()
+
+    from fsdp_model import ModelArgs, Trainer, build_model, init_ranks
+
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    args = ModelArgs(**options.args, max_seq_len=options.seq_len)
+    counts = {"linears": 0}
+    on_gpu = options.device == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = init_ranks(0, 1, os.path.join(folder, "store"), options.device)
+        trainer = Trainer(build_model(args, mesh, "bf16", convert_to(options.recipe, not on_gpu, options.compile, counts)))
+        shape = (options.local_batch_size, options.seq_len + 1)
+        generator = torch.Generator().manual_seed(0)
+        step_s, losses = [], []
+        for _ in range(options.warmup + options.steps):
+            begin = time.perf_counter()
+            tokens = torch.randint(args.vocab_size, shape, generator=generator).to(options.device)
+            loss, _ = trainer.step(tokens[:, :-1], tokens[:, 1:])  # which reads the loss: the device is done
+            step_s.append(time.perf_counter() - begin)
+            losses.append(loss)
+        dist.destroy_process_group()
+    peak = torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    tokens_per_s = options.local_batch_size * options.seq_len / statistics.median(step_s[options.warmup :])
+    print(json.dumps({"tokens_per_s": tokens_per_s, "peak_memory_gib": peak / 2**30, "loss": losses, **counts}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""What Float8 does to a training step's speed and memory: our recipes beside bf16 and beside torchao's, eager and compiled, on one GPU.
+
+    scripts/float8_table.py [--name NAME] [--models 1b,3b,8b_8] [--recipes bf16,tensorwise,rowwise,rowwise_with_gw_hp] [--steps 5]
+    scripts/float8_table.py --quick      # small and emulated on a CPU: that all of it works
+
+A row is a model with a recipe: tokens/s of the median step, peak memory, the share of the linear layers' time that goes into amax,
+scales and casts (of a trace: casts / (casts + matrix products)), and the same of torchao. 8b_8 is 8B's first eight layers. Recipes of
+MXFP8 (mxfp8_cublas) stand beside nothing. What doesn't fit or run says so in its cell. Needs build/bin/titan and .venv; with --name it
+writes benchmarks/results/NAME.md.
+"""
+
+import argparse
+import collections
+import gzip
+import json
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+TITAN = REPOSITORY / "build/bin/titan"
+PYTHON = REPOSITORY / ".venv/bin/python"
+SPEC = {"vocab_size": 128256, "n_kv_heads": 8, "multiple_of": 1024}
+MODELS = {
+    "1b": SPEC | {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5},
+    "3b": SPEC | {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0},
+    "8b_8": SPEC | {"dim": 4096, "n_layers": 8, "n_heads": 32, "ffn_dim_multiplier": 1.3},
+    "tiny": {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048, "multiple_of": 32},
+}
+TORCHAO = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
+RECIPES = (*TORCHAO, "mxfp8_cublas", "mxfp8_cublas_rceil")
+# Of a trace's events: kernels on a GPU, operations on a CPU. The first that matches counts.
+CASTS = re.compile(r"titan::float8")
+ATTENTION = re.compile(r"fmha|flash|attention", re.IGNORECASE)
+PRODUCTS = re.compile(r"^aten::(mm|bmm|_scaled_mm|addmm)$|gemm|nvjet|cutlass|xmma", re.IGNORECASE)
+LAST = 3  # steps of a trace
+
+
+def run(command: list) -> str:
+    process = subprocess.run([str(word) for word in command], cwd=REPOSITORY, capture_output=True, text=True, timeout=1800)
+    if process.returncode != 0:
+        lines = (process.stderr.strip() or process.stdout.strip() or "no output").splitlines()
+        raise RuntimeError(next((line for line in reversed(lines) if "rror" in line), lines[-1]))
+    return process.stdout
+
+
+def titan_words(model: dict, recipe: str, options: argparse.Namespace, folder: str) -> list:
+    words = [TITAN, "train", REPOSITORY / "benchmarks/configs/base.toml", "--job.dump_folder", folder]
+    for name, value in model.items():
+        words += [f"--model.args.{name}", value]
+    words += ["--training.device", options.device, "--training.mixed_precision_param", "bfloat16", "--training.seq_len", options.seq_len]
+    words += ["--training.local_batch_size", 1]
+    if recipe.startswith("mxfp8"):
+        words += ["--model.converters", "quantize.linear.mx", "--quantize.linear.mx.recipe_name", recipe]
+        words += ["--quantize.linear.mx.emulate"] if options.device == "cpu" else []
+    elif recipe != "bf16":
+        words += ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", recipe]
+        words += ["--quantize.linear.float8.emulate"] if options.device == "cpu" else []
+    return words
+
+
+def share_of_casts(folder: pathlib.Path) -> float:
+    (path,) = folder.glob("**/rank0_trace.json.gz")
+    times = collections.Counter()
+    for event in json.loads(gzip.open(path).read())["traceEvents"]:
+        if event.get("cat") not in ("kernel", "cpu_op") or "dur" not in event:
+            continue
+        kinds = (("casts", CASTS), ("attention", ATTENTION), ("products", PRODUCTS))
+        kind = next((kind for kind, pattern in kinds if pattern.search(event["name"])), "other")
+        times[event["cat"], kind] += event["dur"]
+    where = "kernel" if any(cat == "kernel" for cat, _ in times) else "cpu_op"
+    casts, products = times[where, "casts"], times[where, "products"]
+    if not products:
+        raise RuntimeError("the trace has no matrix products")
+    return casts / (casts + products)
+
+
+def ours(model: dict, recipe: str, options: argparse.Namespace) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        words = titan_words(model, recipe, options, folder)
+        run([*words, "--training.steps", options.warmup + options.steps])
+        rows = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+        rows = rows[options.warmup :]
+        result = {"tokens_per_s": statistics.median(row["tps"] for row in rows), "memory": max(row["memory_gib"] for row in rows)}
+    with tempfile.TemporaryDirectory() as folder:
+        steps = options.warmup + 1 + LAST
+        words = titan_words(model, recipe, options, folder)
+        words += ["--training.steps", steps, "--profiling.enable_profiling", "--profiling.profile_freq", steps]
+        run([*words, "--profiling.profiler_warmup", 1, "--profiling.profiler_active", LAST])
+        result["casts"] = share_of_casts(pathlib.Path(folder))
+    return result
+
+
+def torchao(model: dict, recipe: str, compiles: bool, options: argparse.Namespace) -> dict:
+    words = [PYTHON, REPOSITORY / "benchmarks/pytorch/float8_train.py", "--args", json.dumps(model), "--recipe", recipe]
+    words += ["--device", options.device, "--seq-len", options.seq_len, "--steps", options.steps, "--warmup", options.warmup]
+    result = json.loads(run(words + (["--compile"] if compiles else [])).splitlines()[-1])
+    return {"tokens_per_s": result["tokens_per_s"], "memory": result["peak_memory_gib"]}
+
+
+def attempt(part, *arguments) -> dict:
+    try:
+        return part(*arguments)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return {"problem": str(error)[:120].replace("|", "/")}
+
+
+def cells(result: dict) -> list[str]:
+    if "problem" in result:
+        return [result["problem"], ""]
+    return [f"{result['tokens_per_s']:,.0f}", f"{result['memory']:.1f}"]
+
+
+def table(options: argparse.Namespace) -> str:
+    lines = ["| model | recipe | tokens/s | of bf16's | peak GiB | casts, of the linear layers' time | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB |"]
+    lines.append("| --- " * 10 + "|")
+    for name in options.models:
+        base = None
+        for recipe in options.recipes:
+            result = attempt(ours, MODELS[name], recipe, options)
+            others = [attempt(torchao, MODELS[name], recipe, compiles, options) if recipe in TORCHAO else None for compiles in (False, True)]
+            print(json.dumps({"model": name, "recipe": recipe, "titan": result, "torchao": others}), file=sys.stderr, flush=True)
+            base = result if recipe == "bf16" else base
+            both = base and "problem" not in base and "problem" not in result
+            ratio = f"{result['tokens_per_s'] / base['tokens_per_s']:.2f}" if both else ""
+            casts = "" if "problem" in result else f"{100 * result['casts']:.1f} %"
+            speed, memory = cells(result)
+            row = [name, f"`{recipe}`", speed, ratio, memory, casts, *(cell for other in others for cell in (cells(other) if other else ["", ""]))]
+            lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def machine(device: str) -> str:
+    if device == "cpu":
+        return "a CPU, emulated"
+    return run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]).strip().splitlines()[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", help="write benchmarks/results/NAME.md")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["1b", "3b", "8b_8"])
+    parser.add_argument("--recipes", type=lambda text: text.split(","), default=list(TORCHAO))
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a small model on a CPU")
+    options = parser.parse_args()
+    options.device = "cpu" if options.quick else "cuda"
+    if options.quick:
+        options.models, options.recipes, options.seq_len, options.steps, options.warmup = ["tiny"], list(RECIPES), 64, 2, 1
+    for what, given, known in (("model", options.models, MODELS), ("recipe", options.recipes, RECIPES)):
+        if unknown := [one for one in given if one not in known]:
+            parser.error(f"unknown {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
+    head = f"# Float8 beside bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
+    head += f"- {machine(options.device)}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps behind {options.warmup}\n\n"
+    text = head + table(options)
+    print(text)
+    if options.name:
+        (REPOSITORY / f"benchmarks/results/{options.name}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
