@@ -4,10 +4,12 @@
     scripts/float8_table.py [--name NAME] [--models 1b,3b,8b_8] [--recipes bf16,tensorwise,rowwise,rowwise_with_gw_hp] [--steps 5]
     scripts/float8_table.py --quick      # small and emulated on a CPU: that all of it works
 
-A row is a model with a recipe: tokens/s of the median step, peak memory, the share of the linear layers' time that goes into amax,
-scales and casts (of a trace: casts / (casts + matrix products)), and the same of torchao. 8b_8 is 8B's first eight layers. Recipes of
-MXFP8 (mxfp8_cublas) stand beside nothing. What doesn't fit or run says so in its cell. Needs build/bin/titan and .venv; with --name it
-writes benchmarks/results/NAME.md.
+A row is a model with a recipe: tokens/s of the median step, peak memory, the share of amax, scales and casts in what a trace has of
+them and of matrix products, and the same of torchao. Among the products is the loss head's, which stays in bf16, so that the share of
+the Float8 layers alone is larger; what rescales a product's result, or lays scales out for it, isn't counted as a cast. 8b_8 is 8B's
+first eight layers; embedding and output are two matrices in all. On one rank our FSDP keeps the bf16 copy of the weights from step to
+step, which PyTorch's makes anew; PyTorch's loss makes its logits whole, and ours in parts. Recipes of MXFP8 stand beside nothing. What
+doesn't fit or run says so in its cell. Needs build/bin/titan and .venv; with --name it writes benchmarks/results/NAME.md.
 """
 
 import argparse
@@ -116,7 +118,7 @@ def cells(result: dict) -> list[str]:
 
 
 def table(options: argparse.Namespace) -> str:
-    lines = ["| model | recipe | tokens/s | of bf16's | peak GiB | casts, of the linear layers' time | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB |"]
+    lines = ["| model | recipe | tokens/s | of bf16's | peak GiB | casts, of them and all products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB |"]
     lines.append("| --- " * 10 + "|")
     for name in options.models:
         base = None
@@ -156,9 +158,10 @@ def main() -> None:
     for what, given, known in (("model", options.models, MODELS), ("recipe", options.recipes, RECIPES)):
         if unknown := [one for one in given if one not in known]:
             parser.error(f"unknown {what} {', '.join(unknown)}; there are {', '.join(known)}")
+    versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
     commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
     head = f"# Float8 beside bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
-    head += f"- {machine(options.device)}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps behind {options.warmup}\n\n"
+    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps behind {options.warmup}\n\n"
     text = head + table(options)
     print(text)
     if options.name:

@@ -364,11 +364,19 @@ TEST(Float8, ASequenceInPartsHasOneRanksLossAndGradients) {
     }
 }
 
-// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward: a byte an element.
-// What is summed stays in bf16.
+// Of a block's two: of an input and of a gradient.
+int64_t num_narrow_gathers(const std::string& recipe) {
+  if (recipe == "tensorwise") return 2 * kBlocks;
+  return recipe == "delayed" ? kBlocks : 0;
+}
+
+// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward: a byte an element
+// where one cast serves all that multiply it. (Delayed, w1 and w3 have scales of their own.) What is summed
+// stays in bf16.
 TEST(Float8, ActivationsTravelAsBytes) {
   if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
-  for (const char* recipe : {"tensorwise", "rowwise"}) {
+  for (const std::string& recipe : kRecipes) {
+    SCOPED_TRACE(recipe);
     const Spread spread = make({.recipe = recipe,
                                 .layout = {.tp = 2, .plan = sequence_plan()},
                                 .fsdp = {.param_dtype = at::kBFloat16},
@@ -376,16 +384,42 @@ TEST(Float8, ActivationsTravelAsBytes) {
     const int64_t elements = kRows * kLength * kDim, wide = 2 * elements;
     const auto step = [&] { loss_of(spread.model, global_batch().to(at::kBFloat16)).backward(); };
     int64_t gathers = 0, scatters = 0;
+    int64_t narrow = 0;
     for (const auto& call : calls_of("tp::gather", step)) {
-      EXPECT_EQ(call.bytes, std::string(recipe) == "tensorwise" ? elements : wide);
+      EXPECT_TRUE(call.bytes == elements || call.bytes == wide) << call.bytes;
+      narrow += call.bytes == elements;
       ++gathers;
     }
+    EXPECT_EQ(narrow, num_narrow_gathers(recipe));
     for (const auto& call : calls_of("tp::reduce_scatter", step)) {
       EXPECT_EQ(call.bytes, wide);
       ++scatters;
     }
     EXPECT_EQ(gathers, 2 * kBlocks);
     EXPECT_EQ(scatters, 2 * kBlocks);
+  }
+}
+
+// Asynchronous: the same bytes, a rank's part in each message.
+TEST(Float8, PartsOfActivationsTravelAsBytes) {
+  if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
+  for (const std::string& recipe : kRecipes) {
+    SCOPED_TRACE(recipe);
+    const Spread spread =
+        make({.recipe = recipe,
+              .layout = {.tp = 2, .plan = sequence_plan(), .transport = OverlapTransport::SendReceive},
+              .fsdp = {.param_dtype = at::kBFloat16},
+              .mixed = true});
+    const int64_t elements = kRows * kLength / 2 * kDim;
+    const auto step = [&] { loss_of(spread.model, global_batch().to(at::kBFloat16)).backward(); };
+    const auto calls = calls_of("tp::gather parts", step);
+    EXPECT_EQ(calls.size(), size_t{2 * 2 * kBlocks}) << "sent and received";
+    int64_t narrow = 0;
+    for (const auto& call : calls) {
+      EXPECT_TRUE(call.bytes == elements || call.bytes == 2 * elements) << call.bytes;
+      narrow += call.bytes == elements;
+    }
+    EXPECT_EQ(narrow, 2 * num_narrow_gathers(recipe));
   }
 }
 

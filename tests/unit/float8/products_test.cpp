@@ -131,6 +131,17 @@ TEST_P(RecipeTest, AWeightGradientThatWaitsIsTheSame) {
   EXPECT_LT(relative_error(sum - 1, at_once), 4e-3);
 }
 
+// Added behind the product, in high precision; its gradient is the sum of the output's rows.
+TEST_P(RecipeTest, ABiasStaysInHighPrecision) {
+  const at::Tensor bias = at::randn({16}, at::kBFloat16).requires_grad_();
+  const at::Tensor plain = ops::linear(x, weight, {}, scaled), y = ops::linear(x, weight, bias, scaled);
+  EXPECT_LT(relative_error(y, plain.to(at::kFloat) + bias.to(at::kFloat)), 4e-3);
+  const auto wanted = torch::autograd::grad({plain}, {x, weight}, {grad});
+  const auto found = torch::autograd::grad({y}, {x, weight, bias}, {grad});
+  for (size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(at::equal(found[i], wanted[i])) << i;
+  EXPECT_LT(relative_error(found[2], at::sum(grad.to(at::kFloat), at::IntArrayRef{0, 1})), 4e-3);
+}
+
 TEST_P(RecipeTest, JointLayersEqualLayersApart) {
   const at::Tensor other = (at::randn({48, 32}) * 0.05).to(at::kBFloat16).requires_grad_();
   const auto joint = ops::joint_linears(x, {{weight}, {other}}, scaled);
