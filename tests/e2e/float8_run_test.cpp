@@ -14,6 +14,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 // "delayed": tensorwise with a history of four steps; "mxfp8...": without the layers whose blocks two ranks
 // would cut.
@@ -174,6 +175,41 @@ TEST(Float8, DelayedScalesGoOnWhereTheyWere) {
       train(folder / "dynamic", small_run(folder) + recipe("tensorwise") + Words{"--validation.no_enable"});
   EXPECT_EQ(dynamic[0].loss, whole[0].loss);
   EXPECT_NE(dynamic[3].loss, whole[3].loss);
+}
+
+// What is saved are the shards that the bytes are cast from, and a load makes what was cast of them stale.
+TEST(Float8, WeightsGatheredInFloat8AreSavedInHighPrecision) {
+  const auto folder = fresh_folder("run");
+  const std::string key = "--quantize.linear.float8.";
+  const Words words = small_run(folder) + recipe("tensorwise") +
+                      Words{"--validation.no_enable",
+                            "--nproc",
+                            "2",
+                            "--training.local_batch_size",
+                            "2",
+                            "--checkpoint.enable",
+                            "--checkpoint.interval",
+                            "2",
+                            "--checkpoint.no_last_save_model_only",
+                            key + "enable_fsdp_float8_all_gather",
+                            key + "precompute_float8_dynamic_scale_for_fsdp"};
+  const auto whole = train(folder / "whole", words);
+  train(folder / "resumed", words + Words{"--training.steps", "2", "--lr_scheduler.total_steps", "4"});
+  // Each rank's file lists its tensors by dtype; moments and weights are fp32 alone.
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "resumed/checkpoint/step-2")) {
+    if (entry.path().extension() != ".safetensors") continue;
+    std::ifstream file(entry.path(), std::ios::binary);
+    const std::string start((std::istreambuf_iterator<char>(file)), {});
+    EXPECT_THAT(start, HasSubstr("\"dtype\":\"F32\""));
+    for (const char* narrow : {"F8_E4M3", "F8_E5M2", "BF16"}) EXPECT_THAT(start, Not(HasSubstr(narrow)));
+  }
+  const auto resumed = train(folder / "resumed", words + Words{"--lr_scheduler.total_steps", "4"});
+  ASSERT_EQ(whole.size(), 4u);
+  ASSERT_EQ(resumed.size(), 4u);
+  for (size_t i = 0; i < whole.size(); ++i) {
+    EXPECT_EQ(resumed[i].loss, whole[i].loss) << "step " << i + 1;
+    EXPECT_EQ(resumed[i].grad_norm, whole[i].grad_norm) << "step " << i + 1;
+  }
 }
 
 // Into delayed scales, which begin anew, and out of them, which leaves their histories.
