@@ -73,9 +73,9 @@ class Launcher {
   int num_starts_ = 0;
   int num_restarts_ = 0;  // of those that count
   int num_short_runs_ = 0;
-  int told_to_end_ = 0;           // while no rank ran: the signal
-  bool ranks_were_told_ = false;  // to end, by a signal to this process
-  bool is_hurried_ = false;       // told to end at once
+  int told_to_end_ = 0;                       // while no rank ran: the signal
+  std::optional<Clock::time_point> told_at_;  // these, or a group's ranks
+  bool is_hurried_ = false;                   // told to end at once
 };
 
 Variables Launcher::variables() const {
@@ -104,7 +104,9 @@ GroupOptions Launcher::group_options() {
 void Launcher::handle_between_groups() {
   while (const int signal = signals_.next()) {
     if (signal == SIGUSR2) places_.bring_back();
-    if (asks_for_end(signal)) told_to_end_ = signal;
+    if (!asks_for_end(signal)) continue;
+    told_to_end_ = signal;
+    if (!told_at_) told_at_ = Clock::now();
   }
 }
 
@@ -200,7 +202,7 @@ std::optional<int> Launcher::after(const RankGroup& group, End end) {
 // Ranks that returned 0 have removed what they kept; of those that were lost, or couldn't save, nobody else
 // does anything with it.
 void Launcher::save_memory() {
-  SecondRequest second(told_to_end_ != 0 || ranks_were_told_);
+  SecondRequest second(told_at_);
   const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };
   for (const checkpoint::LeftState& state :
        checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
@@ -237,7 +239,7 @@ int Launcher::run_groups() {
     RankGroup group(num_ranks, group_options(), signals_);
     ++num_starts_;
     const End end = group.run();
-    ranks_were_told_ = group.told_to_end() != 0;
+    if (group.told_to_end() != 0) told_at_ = group.told_at();
     is_hurried_ = group.told_twice();
     if (const auto code = after(group, end)) return *code;
   }

@@ -155,8 +155,7 @@ void RankGroup::ask_what_they_do() {
   for (size_t rank = 0; rank < ranks_.size(); ++rank)
     if (ranks_[rank].running && signal_takers(ranks_[rank].pid, SIGQUIT) == 0)
       tell("rank ", rank,
-           " doesn't take SIGQUIT (its start isn't over, or it has no handler), which would end it: it "
-           "wasn't sent");
+           " doesn't take SIGQUIT (its start isn't over, or it has no handler): it wasn't sent");
 }
 
 void RankGroup::ask_for_end(int signal) {

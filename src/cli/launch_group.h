@@ -47,7 +47,8 @@ class RankGroup {
   End run();
 
   int told_to_end() const { return told_to_end_; }  ///< 0: nobody has
-  bool told_twice() const { return told_twice_; }   ///< to end at once
+  std::chrono::steady_clock::time_point told_at() const { return told_at_; }
+  bool told_twice() const { return told_twice_; }  ///< to end at once
   const std::string& start_error() const { return start_error_; }
   /// Of ranks that were told to end: which of them didn't return 0, and what they did; empty: all did.
   std::string ended_badly() const;

@@ -41,10 +41,6 @@ int SignalReader::next() const {
   return info.ssi_signo == SIGHUP ? SIGTERM : static_cast<int>(info.ssi_signo);
 }
 
-SecondRequest::SecondRequest(bool is_asked) {
-  if (is_asked) first_ = Clock::now();
-}
-
 bool SecondRequest::has_come(const SignalReader& signals) {
   while (const int signal = signals.next()) {
     if (!asks_for_end(signal)) continue;

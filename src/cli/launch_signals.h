@@ -43,13 +43,13 @@ class SignalReader {
 /// While something is done that a first request to end lets come to its end, and a second one doesn't.
 class SecondRequest {
  public:
-  /// `is_asked`: the first has come before.
-  explicit SecondRequest(bool is_asked);
+  using Clock = std::chrono::steady_clock;
+  /// `first`: when the first came; unset: it hasn't yet.
+  explicit SecondRequest(std::optional<Clock::time_point> first) : first_(first) {}
   /// Reads what has come since.
   bool has_come(const SignalReader& signals);
 
  private:
-  using Clock = std::chrono::steady_clock;
   std::optional<Clock::time_point> first_;
   bool has_come_ = false;
 };

@@ -192,8 +192,10 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
   const train::SignalWatch signals(signaling_launcher(launch));
   const auto code_behind = [&](const train::StopCause& stop) {
-    if (launch.rank == 0) requeue_if_wanted(config, stop.signal);
-    return code_behind_stop(launch, stop);
+    const int code = code_behind_stop(launch, stop);
+    // Where the job goes on by itself it isn't put back into a queue.
+    if (code == 0 && launch.rank == 0) requeue_if_wanted(config, stop.signal);
+    return code;
   };
   train::StartupWatch startup(code_behind);
   dist::World world = train::build_world(config);
@@ -204,7 +206,10 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
     startup.join(world);
   }
   if (train::run_has_ended(config, world)) return 0;
-  return code_behind(run_trainer(config, world, on_terminal(launch), checked, startup).stop);
+  const train::RunEnd end = run_trainer(config, world, on_terminal(launch), checked, startup);
+  // Stopped within its last validation: all steps are made and saved.
+  if (end.step >= config.training.steps) return 0;
+  return code_behind(end.stop);
 }
 
 }  // namespace

@@ -141,6 +141,7 @@ struct Case {
   bool mixed = false;
   bool frozen = false;  ///< single weights of two blocks, and all of the last
   std::optional<LayersPolicy> checkpoint = std::nullopt;
+  float8::Arithmetic arithmetic = float8::Arithmetic::Emulated;
 };
 
 struct Spread {
@@ -148,11 +149,12 @@ struct Spread {
   DeviceMesh data;
 };
 
-void convert(Stack& model, const std::string& recipe, const float8::GatherOptions& gather = {}) {
+void convert(Stack& model, const std::string& recipe, float8::Arithmetic arithmetic,
+             const float8::GatherOptions& gather = {}) {
   const bool delayed = recipe == "delayed";
   float8::convert(*model.ptr(), {.recipe_name = delayed ? "tensorwise" : recipe,
                                  .filter_fqns = {"plain"},
-                                 .arithmetic = float8::Arithmetic::Emulated,
+                                 .arithmetic = arithmetic,
                                  .plain = ops::default_products(),
                                  .delayed = {.input = delayed, .weight = delayed, .grad_output = delayed},
                                  .gather = gather});
@@ -167,7 +169,7 @@ void freeze(Stack& model) {
 Spread make(const Case& c) {
   Stack model(c.mixed);
   if (c.frozen) freeze(model);
-  convert(model, c.recipe, c.gather);
+  convert(model, c.recipe, c.arithmetic, c.gather);
   const auto mesh = DeviceMesh::create(
       world(), {{"dp_replicate", c.layout.replicate}, {"dp_shard", c.layout.shard}, {"tp", c.layout.tp}});
   parallelize(model, mesh["tp"], c.layout.plan, c.layout.transport);
@@ -199,7 +201,7 @@ struct Outcome {
 Outcome one_ranks(const Case& c, int parts) {
   Stack model(c.mixed);
   if (c.frozen) freeze(model);
-  convert(model, c.recipe);
+  convert(model, c.recipe, c.arithmetic);
   materialize(model, 7);
   auto scales = float8::DelayedScales::collect({model.ptr().get()}, 16, device());
   Outcome outcome;
@@ -345,6 +347,17 @@ TEST(Float8, RecomputingActivationsChangesNoBit) {
       }
     }
   }
+}
+
+// A CPU has a product of matrices with one scale each, which wants its operands as a GPU's units do: also of
+// bytes that were gathered, turned for the backward.
+TEST(Float8, ProductsOfTheProcessorHaveOneRanksLossAndGradients) {
+  for (const Layout& layout : layouts())
+    for (const bool in_float8 : {false, true})
+      expect_one_ranks({.layout = layout,
+                        .gather = {.in_float8 = in_float8},
+                        .mixed = true,
+                        .arithmetic = float8::Arithmetic::Hardware});
 }
 
 // Activations are gathered by the layers that multiply them, in one collective or part by part.

@@ -196,13 +196,16 @@ TEST(Float8, WeightsGatheredInFloat8AreSavedInHighPrecision) {
   const auto whole = train(folder / "whole", words);
   train(folder / "resumed", words + Words{"--training.steps", "2", "--lr_scheduler.total_steps", "4"});
   // Each rank's file lists its tensors by dtype; moments and weights are fp32 alone.
+  int num_files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(folder / "resumed/checkpoint/step-2")) {
     if (entry.path().extension() != ".safetensors") continue;
+    ++num_files;
     std::ifstream file(entry.path(), std::ios::binary);
     const std::string start((std::istreambuf_iterator<char>(file)), {});
     EXPECT_THAT(start, HasSubstr("\"dtype\":\"F32\""));
     for (const char* narrow : {"F8_E4M3", "F8_E5M2", "BF16"}) EXPECT_THAT(start, Not(HasSubstr(narrow)));
   }
+  EXPECT_EQ(num_files, 2);
   const auto resumed = train(folder / "resumed", words + Words{"--lr_scheduler.total_steps", "4"});
   ASSERT_EQ(whole.size(), 4u);
   ASSERT_EQ(resumed.size(), 4u);

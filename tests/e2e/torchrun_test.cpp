@@ -44,7 +44,7 @@ TEST(Torchrun, AnAgentsKilledRankIsStartedAgain) {
 }
 
 /// A host's agent with its one rank; the first serves the agents' store. Agents of torch 2.11 that share
-/// their store with the ranks wait for each other without end when another joins.
+/// their store with the ranks wait for each other until they time out when another joins (docs/elastic.md).
 class Agent {
  public:
   Agent(const std::string& port, bool is_first, const Words& program)
@@ -68,6 +68,11 @@ class Agent {
     const std::vector<int> lost = ranks();
     command_.signal(SIGKILL);
     for (const int rank : lost) ::kill(rank, SIGKILL);
+  }
+  /// As one whose host is told to make room: it stops its ranks, and ends.
+  void leave() {
+    command_.signal(SIGTERM);
+    EXPECT_NE(command_.wait(60).status, 0);
   }
   CommandResult wait(double limit_s) { return command_.wait(limit_s); }
 
@@ -99,7 +104,7 @@ std::vector<int> ranks_of(const std::list<Agent>& agents) {
                                        << last_logged_step(run) << ", not at " << step;
 }
 
-// Four hosts with a rank each, of which two are lost, one after the other, and two others join later. Each
+// Four hosts with a rank each, of which one is lost, one is told to leave, and two others join later. Each
 // start's agents agree anew on who is there.
 TEST(Torchrun, AgentsThatAreLostAndOthersThatJoinDontChangeTheRun) {
   if (!fs::exists(torchrun_program())) GTEST_SKIP() << "there is no " << torchrun_program();
@@ -116,10 +121,10 @@ TEST(Torchrun, AgentsThatAreLostAndOthersThatJoinDontChangeTheRun) {
   std::list<Agent> agents;
   for (int i = 0; i < 4; ++i) agents.emplace_back(port, i == 0, program);
   ASSERT_TRUE(train_together(agents, {}, run, 30));
-  for (int lost = 0; lost < 2; ++lost) {
+  for (const bool leaves : {false, true}) {
     const auto before = ranks_of(agents);
     const int64_t step = last_logged_step(run);
-    agents.back().lose();
+    leaves ? agents.back().leave() : agents.back().lose();
     agents.pop_back();
     ASSERT_TRUE(train_together(agents, before, run, step + 30));
   }
@@ -129,10 +134,13 @@ TEST(Torchrun, AgentsThatAreLostAndOthersThatJoinDontChangeTheRun) {
   ASSERT_TRUE(train_together(agents, before, run, step + 30));
   EXPECT_LT(last_logged_step(run), kSteps) << "it was over before the others joined";
 
+  std::string log;
   for (Agent& agent : agents) {
     const CommandResult result = agent.wait(150);
     EXPECT_EQ(result.status, 0) << result.err;
+    log += result.err;
   }
+  EXPECT_THAT(log, HasSubstr("exit code 143, behind which the other agents start theirs again"));
   const Curve expected = curve_of(straight), found = curve_of(run);
   ASSERT_EQ(found.size(), static_cast<size_t>(kSteps));
   for (const auto& [step, numbers] : expected) {

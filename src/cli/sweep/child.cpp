@@ -1,5 +1,6 @@
 #include "cli/sweep/child.h"
 
+#include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -9,7 +10,6 @@
 #include <cstring>
 
 #include "cli/launch_signals.h"
-#include "cli/taken_signals.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::sweep {
@@ -22,6 +22,7 @@ namespace {
   words.push_back(nullptr);
   setpgid(0, 0);  // a Ctrl-C of the terminal comes by us, once
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  ::signal(SIGQUIT, SIG_IGN);  // until `titan train` takes it: it would end its start
   signals.restore();
   if (getppid() == parent) execv(words.front(), words.data());
   _exit(127);
@@ -68,7 +69,7 @@ ChildEnd run_child(const std::vector<std::string>& command, const HeldSignals& s
     const int signal = signals.wait();
     if (signal == SIGCHLD) continue;
     if (signal != SIGQUIT) end.told_to_end = signal;
-    if (signal != SIGQUIT || takes(pid, signal)) kill(pid, signal);
+    kill(pid, signal);
   }
 }
 

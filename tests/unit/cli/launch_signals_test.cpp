@@ -14,7 +14,7 @@ void wait_out_same_signal() { std::this_thread::sleep_for(kSameSignal + std::chr
 
 TEST(SecondRequest, TheFirstLetsItsWorkEnd) {
   SignalReader signals;
-  SecondRequest request(false);
+  SecondRequest request(std::nullopt);
   EXPECT_FALSE(request.has_come(signals));
   wait_out_same_signal();
   raise(SIGTERM);
@@ -32,12 +32,16 @@ TEST(SecondRequest, TheFirstLetsItsWorkEnd) {
 
 TEST(SecondRequest, OfAJobThatIsAskedTheNextIsTheSecond) {
   SignalReader signals;
-  SecondRequest request(true);
+  SecondRequest request(SecondRequest::Clock::now());
   raise(SIGINT);
   EXPECT_FALSE(request.has_come(signals)) << "within a second of the first";
   wait_out_same_signal();
   raise(SIGHUP);
   EXPECT_TRUE(request.has_come(signals));
+
+  SecondRequest of_long_ago(SecondRequest::Clock::now() - 2 * kSameSignal);
+  raise(SIGTERM);
+  EXPECT_TRUE(of_long_ago.has_come(signals));
 }
 
 TEST(TakenSignals, ThoseThatHaveAHandlerOrAreReadFromADescriptor) {

@@ -1,6 +1,6 @@
 // What each device's kernels make is what LibTorch's operations make on the CPU, to the bit (a NaN's sign and
-// digits, which are each processor's own, left out); and the products
-// of its Float8 units are the emulation's within rounding. On a GPU where there is one.
+// digits, which are each processor's own, left out); and the products of its Float8 units are the emulation's
+// within rounding. On a GPU where there is one.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
