@@ -180,7 +180,16 @@ class FlightReader {
     if (names.empty()) place.at("process_group").refuse("is empty");
     const std::string name = text_of(names[0], place.at("process_group"));
     const auto found = group_index_.find(name);
-    return found != group_index_.end() ? found->second : add_group(name, {name, "", {}});
+    if (found != group_index_.end()) return found->second;
+    const std::string title = names.size() > 1 ? text_of(names[1], place.at("process_group")) : "";
+    return add_group(name,
+                     title.empty() ? FlightGroup{name, "", {}} : FlightGroup{title, "", ranks_of_nameless()});
+  }
+
+  // PyTorch 2.11 lists a gloo job's default group under no name, and its calls under "0".
+  std::vector<int> ranks_of_nameless() const {
+    const auto nameless = group_index_.find("");
+    return nameless != group_index_.end() ? file_.groups[nameless->second].ranks : std::vector<int>();
   }
 
   void read_calls(const Json& entries) {
@@ -219,6 +228,10 @@ class FlightReader {
     call.start_ns = whole_or(entry, "time_created_ns", 0, place);
     call.end_ns = whole_or(entry, "time_discovered_completed_ns", 0, place);
     call.state = state_from(text_of(member(entry, "state", place), place.at("state")), place.at("state"));
+    // PyTorch's record of gloo's calls stays "scheduled"; of those that are done it says that it let them go.
+    const Json* retired = find_member(entry, "retired");
+    const bool is_let_go = retired && retired->is_boolean() && retired->get<bool>();
+    if (!file_.is_titan && is_let_go && call.state != FlightState::Failed) call.state = FlightState::Finished;
     return call;
   }
 

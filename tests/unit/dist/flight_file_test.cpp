@@ -209,6 +209,25 @@ TEST_F(FlightFiles, PyTorchsRecords) {
       HasSubstr("rank 1 is missing from _all_gather_base #3 of group 'default_pg', where rank 0 waits"));
 }
 
+// Two gloo ranks' own files, the second of which didn't come to the third call
+// (scripts/make_flight_golden.py).
+TEST(FlightGolden, FilesThatPyTorchWrote) {
+  const auto files =
+      read_flight_folder(std::filesystem::path(TITAN_SOURCE_DIR) / "tests/data/golden/pytorch_flight");
+  ASSERT_EQ(files.size(), 2U);
+  ASSERT_EQ(files[0].calls.size(), 3U);
+  EXPECT_EQ(files[0].calls[1].op, "all_gather");
+  EXPECT_EQ(files[0].calls[1].dtypes, std::vector<std::string>{"BFloat16"});
+  EXPECT_EQ(files[0].calls[1].out_sizes, (std::vector<std::vector<int64_t>>{{2, 5}}));
+  EXPECT_TRUE(files[0].calls[1].has_ended());
+  EXPECT_FALSE(files[0].calls[2].has_ended());
+  EXPECT_EQ(files[0].groups[files[0].calls[0].group].ranks, (std::vector<int>{0, 1}));
+  const FlightReport report = make_flight_report(files);
+  EXPECT_EQ(report.verdict, FlightVerdict::Missing);
+  EXPECT_THAT(report.summary,
+              HasSubstr("rank 1 is missing from all_reduce #3 of group 'default_pg', where rank 0 waits"));
+}
+
 std::string error_of(const std::string& text, const std::string& name = "rank_0.json") {
   try {
     parse_flight_file(text, name);
