@@ -93,6 +93,17 @@ inline Curve curve_of(const std::filesystem::path& run) {
   return curve;
 }
 
+/// The same run on other ranks, as far as sums in another order leave it.
+inline void expect_near(const Curve& found, const Curve& expected) {
+  ASSERT_EQ(found.size(), expected.size());
+  for (const auto& [step, numbers] : expected) {
+    EXPECT_NEAR(found.at(step)[0], numbers[0], 1e-5) << "loss of step " << step;
+    EXPECT_NEAR(found.at(step)[1], numbers[1], 1e-4) << "gradient norm of step " << step;
+    EXPECT_EQ(found.at(step)[2], numbers[2]) << "learning rate of step " << step;
+    EXPECT_EQ(found.at(step)[3], numbers[3]) << "tokens seen behind step " << step;
+  }
+}
+
 /// `train`, which tells what the log said.
 inline std::string train_log(const std::filesystem::path& run, const Words& words, int expected_status = 0) {
   const CommandResult result = try_train(words + Words{"--job.dump_folder", run.string()}, 100);
