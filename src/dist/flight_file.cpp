@@ -182,8 +182,8 @@ class FlightReader {
     const auto found = group_index_.find(name);
     if (found != group_index_.end()) return found->second;
     const std::string title = names.size() > 1 ? text_of(names[1], place.at("process_group")) : "";
-    return add_group(name,
-                     title.empty() ? FlightGroup{name, "", {}} : FlightGroup{title, "", ranks_of_nameless()});
+    if (title.empty()) return add_group(name, {name, "", {}});
+    return add_group(name, {title, "", title == "default_pg" ? ranks_of_nameless() : std::vector<int>()});
   }
 
   // PyTorch 2.11 lists a gloo job's default group under no name, and its calls under "0".
