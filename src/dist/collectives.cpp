@@ -56,9 +56,10 @@ std::string reason_of(const std::exception& error) {
 
 struct Work::State {
   c10::intrusive_ptr<c10d::Work> work;
-  at::Tensor out, in;   // alive until the backend is done with them
-  at::Tensor host_out;  // gloo with a device tensor: what goes to `out` in the end
-  at::Tensor summands;  // [size, n], gloo's reduce_scatter: what is summed into `out` in the end
+  at::Tensor out, in;              // alive until the backend is done with them
+  std::vector<at::Tensor> others;  // of a batch: those behind the first, likewise
+  at::Tensor host_out;             // gloo with a device tensor: what goes to `out` in the end
+  at::Tensor summands;             // [size, n], gloo's reduce_scatter: what is summed into `out` in the end
   std::shared_ptr<StagingPool> staging;
   std::shared_ptr<FlightRecorder> recorder;
   uint64_t number = 0;
@@ -355,10 +356,14 @@ Work Group::all_to_all(const at::Tensor& out, const at::Tensor& in, Label label)
                 });
 }
 
+void Group::check_peer(const char* does, int peer) const {
+  TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, does, " rank ", peer, " of group '", name_,
+              "' of ", size(), " on rank ", rank_);
+}
+
 Work Group::send(const at::Tensor& tensor, int peer, Label label) {
   check_call(*this, "send", tensor, tensor, 1, 1);
-  TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, "send to rank ", peer, " of group '", name_,
-              "' of ", size(), " from rank ", rank_);
+  check_peer("send to", peer);
   return launch(record_of(int(CollectiveOp::Send), tensor, tensor, label, peer), tensor, tensor,
                 [peer](auto& backend, auto&, auto& sent) {
                   std::vector<at::Tensor> tensors = {sent};
@@ -368,13 +373,59 @@ Work Group::send(const at::Tensor& tensor, int peer, Label label) {
 
 Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
   check_call(*this, "receive", tensor, tensor, 1, 1);
-  TITAN_CHECK(peer >= 0 && peer < size() && peer != rank_, "receive from rank ", peer, " of group '", name_,
-              "' of ", size(), " on rank ", rank_);
+  check_peer("receive from", peer);
   return launch(record_of(int(CollectiveOp::Receive), tensor, tensor, label, peer), tensor, tensor,
                 [peer](auto& backend, auto& received, auto&) {
                   std::vector<at::Tensor> tensors = {received};
                   return backend.recv(tensors, peer, /*tag=*/0);
                 });
+}
+
+bool Group::has_batches(c10::Device device) const {
+  // The host's tensors go by gloo where the group's own backend takes only a device's.
+  const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);
+  return is_main && backends_->main->supportsCoalescing();
+}
+
+template <class Add>
+Work Group::launch_batch(int op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add) {
+  const char* name = name_of(static_cast<CollectiveOp>(op));
+  TITAN_CHECK(!tensors.empty() && has_batches(tensors[0].device()), name, " of ", tensors.size(),
+              " tensors in one call in group '", name_, "', whose backend is ", backend_name());
+  const at::Tensor& first = tensors[0];
+  for (const at::Tensor& tensor : tensors) {
+    check_call(*this, name, tensor, first, 1, 1);
+    if (static_cast<CollectiveOp>(op) == CollectiveOp::Receive && !tensor.is_same(first) &&
+        !tensor.is_inference())
+      tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  const auto count = static_cast<int64_t>(tensors.size());
+  CallRecord call = record_of(op, first, first, label, peer);
+  call.bytes *= count;
+  call.out.set({count, first.numel()});
+  call.in = call.out;
+  Work work = launch(call, first, first, [&](auto& backend, auto&, auto&) {
+    backend.startCoalescing();
+    for (const at::Tensor& tensor : tensors) {
+      std::vector<at::Tensor> one = {tensor};
+      add(backend, one);
+    }
+    return backend.endCoalescing();
+  });
+  work.state_->others.assign(tensors.begin() + 1, tensors.end());
+  return work;
+}
+
+Work Group::send(const std::vector<at::Tensor>& tensors, int peer, Label label) {
+  check_peer("send to", peer);
+  return launch_batch(int(CollectiveOp::Send), tensors, peer, label,
+                      [peer](auto& backend, auto& one) { backend.send(one, peer, /*tag=*/0); });
+}
+
+Work Group::receive(const std::vector<at::Tensor>& tensors, int peer, Label label) {
+  check_peer("receive from", peer);
+  return launch_batch(int(CollectiveOp::Receive), tensors, peer, label,
+                      [peer](auto& backend, auto& one) { backend.recv(one, peer, /*tag=*/0); });
 }
 
 Work Group::barrier(Label label) {

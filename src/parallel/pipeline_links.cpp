@@ -33,6 +33,14 @@ dist::Work Link::receive(const at::Tensor& tensor, const char* label) const {
   return group_->receive(tensor, peer_, {kPhase, label});
 }
 
+dist::Work Link::send(const std::vector<at::Tensor>& tensors, const char* label) const {
+  return group_->send(tensors, peer_, {kPhase, label});
+}
+
+dist::Work Link::receive(const std::vector<at::Tensor>& tensors, const char* label) const {
+  return group_->receive(tensors, peer_, {kPhase, label});
+}
+
 void Links::connect(const Schedule& schedule) {
   TITAN_CHECK(schedule.num_ranks() == pp_.size(), "a schedule of ", schedule.num_ranks(),
               " pipeline ranks on a mesh of ", pp_.size());

@@ -72,10 +72,11 @@ void RunningStep::perform_timed(const Planned& due, std::vector<ActionTime>& tim
   times.push_back({due.action, start_s, now_s(), waited_s_});
 }
 
-void RunningStep::await(dist::Work& arrives) {
-  if (!runner_.times_) return arrives.wait();
+void RunningStep::await(const std::shared_ptr<dist::Work>& arrives) {
+  if (!arrives) return;
+  if (!runner_.times_) return arrives->wait();
   const double start_s = now_s();
-  arrives.wait();
+  arrives->wait();
   waited_s_ += now_s() - start_s;
 }
 
@@ -160,8 +161,12 @@ void RunningStep::send(const Planned& due, at::Tensor tensor) {
       fits, to_string(due.action), ": the stage gave ",
       tensor.defined() ? titan::str(tensor.scalar_type(), " of ", tensor.sizes()) : titan::str("nothing"),
       ", but ", type.dtype, " of ", at::IntArrayRef(type.sizes), " is expected between these stages");
+  batch_.push_back(tensor.contiguous().view(-1));
+  if (due.joined_with_next) return;
   drop_sent(due.link);
-  sends_.push_back({due.link, due.link->send(tensor.contiguous().view(-1), due.label)});
+  sends_.push_back({due.link, batch_.size() == 1 ? due.link->send(batch_[0], due.label)
+                                                 : due.link->send(batch_, due.label)});
+  batch_.clear();
 }
 
 // What has arrived needn't stay here. Of a device a stream tells what has; gloo tells only whoever waits, so
@@ -179,9 +184,16 @@ void RunningStep::drop_sent(const pipeline::Link* way) {
   });
 }
 
-at::Tensor RunningStep::receive(const Planned& due, dist::Work& arrives) {
+at::Tensor RunningStep::receive(const Planned& due, std::shared_ptr<dist::Work>& arrives) {
   at::Tensor buffer = buffers_.take(plan_.boundaries_[due.boundary]);
-  arrives = due.link->receive(buffer.view(-1), due.label);
+  batch_.push_back(buffer.view(-1));
+  awaited_.push_back(&arrives);
+  if (due.joined_with_next) return buffer;
+  const auto call = std::make_shared<dist::Work>(batch_.size() == 1 ? due.link->receive(batch_[0], due.label)
+                                                                    : due.link->receive(batch_, due.label));
+  for (std::shared_ptr<dist::Work>* cell : awaited_) *cell = call;
+  batch_.clear();
+  awaited_.clear();
   return buffer;
 }
 

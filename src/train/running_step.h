@@ -3,6 +3,7 @@
 // One run of a plan: what is in flight between its actions.
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +30,7 @@ class RunningStep {
   /// backward.
   struct Cell {
     at::Tensor input, output, grad_output, grad_input;
-    dist::Work input_arrives, grad_arrives;
+    std::shared_ptr<dist::Work> input_arrives, grad_arrives;  // with others' of the same call
     GraphRoot root;
     DelayedGradients delayed;
   };
@@ -46,9 +47,9 @@ class RunningStep {
   void walk_graph(const StepPlan::Planned& due, Cell& cell);
   void send(const StepPlan::Planned& due, at::Tensor tensor);
   void drop_sent(const pipeline::Link* way);
-  at::Tensor receive(const StepPlan::Planned& due, dist::Work& arrives);
+  at::Tensor receive(const StepPlan::Planned& due, std::shared_ptr<dist::Work>& arrives);
   at::Tensor input_of(const StepPlan::Planned& due, Cell& cell);
-  void await(dist::Work& arrives);
+  void await(const std::shared_ptr<dist::Work>& arrives);
   const data::Batch& batch_of(const StepPlan::Planned& due) const;
   at::Tensor on_device(const at::Tensor& host) const;
   bool is_last(const StepPlan::Planned& due) const { return due.action.stage + 1 == plan_.num_stages_; }
@@ -61,6 +62,8 @@ class RunningStep {
   ReceiveBuffers buffers_;
   std::vector<Cell> cells_;
   std::vector<Sent> sends_;
+  std::vector<at::Tensor> batch_;                      // messages for one call, until its last has come
+  std::vector<std::shared_ptr<dist::Work>*> awaited_;  // of the cells that receive them
   double waited_s_ = 0;
   at::Tensor loss_;
 };

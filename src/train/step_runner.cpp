@@ -10,6 +10,7 @@
 #include "titan/core/error.h"
 #include "titan/dist/failure.h"
 #include "titan/parallel/fsdp.h"
+#include "titan/parallel/pipeline_batches.h"
 #include "titan/parallel/pipeline_check.h"
 #include "train/running_step.h"
 
@@ -128,6 +129,20 @@ StepPlan::Planned StepRunner::planned(const Action& action, const Schedule& sche
   return planned;
 }
 
+// The label of a call that carries several is that of its last.
+void StepRunner::join_messages(StepPlan& plan, const Schedule& schedule) const {
+  // What both ends know, so that both join the same.
+  const auto type_of = [&](const Action& send) -> const TensorType& {
+    return plan
+        .boundaries_[static_cast<size_t>(send.kind == Kind::SendForward ? send.stage + 1 : send.stage)];
+  };
+  const auto joined = pipeline::joined_with_next(
+      schedule, [&](const Action& one, const Action& next) { return type_of(one) == type_of(next); });
+  const auto& mine = joined[static_cast<size_t>(links_.mesh().rank())];
+  for (size_t i = 0; i < mine.size(); ++i)
+    plan.actions_[i].joined_with_next = mine[i] && plan.actions_[i].link->has_batches(device_);
+}
+
 StepPlan StepRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {
   const int rank = links_.mesh().rank();
   TITAN_CHECK(schedule.num_ranks() == links_.mesh().size(), "schedule ", schedule.name, " is for ",
@@ -149,6 +164,7 @@ StepPlan StepRunner::plan(const Schedule& schedule, std::vector<TensorType> boun
   plan.num_micro_batches_ = schedule.num_micro_batches;
   for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
     plan.actions_.push_back(planned(action, schedule));
+  if (has_communication(schedule)) join_messages(plan, schedule);
   std::set<size_t> done;  // stages
   for (auto planned = plan.actions_.rbegin(); planned != plan.actions_.rend(); ++planned)
     if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)

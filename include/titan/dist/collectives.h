@@ -90,6 +90,12 @@ class Group {
   Work all_to_all(const at::Tensor& out, const at::Tensor& in, Label label);
   Work send(const at::Tensor& tensor, int peer, Label label);
   Work receive(const at::Tensor& tensor, int peer, Label label);
+  /// Whether what carries tensors of this device takes several messages in one call (NCCL does, gloo not).
+  bool has_batches(c10::Device device) const;
+  /// Several in one call, which is done when its last message is; where has_batches(). Tensors of one size
+  /// and dtype, as many as the peer receives, or sends, in its one call. Recorded as one call of all bytes.
+  Work send(const std::vector<at::Tensor>& tensors, int peer, Label label);
+  Work receive(const std::vector<at::Tensor>& tensors, int peer, Label label);
   Work barrier(Label label);
 
   /// Small host values, blocking; on groups of one rank free of cost.
@@ -111,9 +117,12 @@ class Group {
  private:
   template <class Start>
   Work launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start);
+  template <class Add>
+  Work launch_batch(int op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add);
   CallRecord record_of(int op, const at::Tensor& out, const at::Tensor& in, Label label, int peer = -1) const;
   uint64_t next_sequence(const CallRecord& call);
   void check(const CallRecord& call);
+  void check_peer(const char* does, int peer) const;
   std::string name_;
   std::vector<int> ranks_;
   int rank_ = -1;

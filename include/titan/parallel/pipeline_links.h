@@ -24,6 +24,10 @@ class Link {
   /// Contiguous; on its way until the Work is waited for, which holds the tensor.
   dist::Work send(const at::Tensor& tensor, const char* label) const;
   dist::Work receive(const at::Tensor& tensor, const char* label) const;
+  /// Several messages in one call: dist::Group's of these names.
+  bool has_batches(at::Device device) const { return group_->has_batches(device); }
+  dist::Work send(const std::vector<at::Tensor>& tensors, const char* label) const;
+  dist::Work receive(const std::vector<at::Tensor>& tensors, const char* label) const;
   void close() const { group_->close(); }
 
  private:

@@ -70,6 +70,7 @@ class StepPlan {
     size_t boundary = 0;  // of a transfer: the stage that it enters or, backwards, leaves
     const char* label = "";
     bool last_backward = false;
+    bool joined_with_next = false;  // a message that goes in one call with the next action's
   };
 
  private:
@@ -122,6 +123,7 @@ class StepRunner {
   friend class RunningStep;
   void prepare_step();
   int64_t local_stage(int index) const;
+  void join_messages(StepPlan& plan, const pipeline::Schedule& schedule) const;
   StepPlan::Planned planned(const pipeline::Action& action, const pipeline::Schedule& schedule) const;
   std::string failure_of(const StepPlan& plan, size_t action, const std::string& reason) const;
 

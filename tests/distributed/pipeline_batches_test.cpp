@@ -1,0 +1,177 @@
+// Messages that go in one call, over a backend that has such calls as NCCL has them: a batched message never
+// meets one that isn't, and a call is done when its last message is.
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "dist/call_checker.h"
+#include "dist/gloo_backend.h"
+#include "dist/world_impl.h"
+#include "distributed/small_stages.h"
+#include "distributed/world.h"
+#include "titan/dist/flight_record.h"
+#include "titan/parallel/pipeline_completion.h"
+#include "titan/parallel/pipeline_csv.h"
+#include "titan/train/parallel_dims.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+
+class AllOf final : public c10d::Work {
+ public:
+  explicit AllOf(std::vector<WorkPtr> works) : works_(std::move(works)) {}
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& work) { return work->isCompleted(); });
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const WorkPtr& work : works_) work->wait(timeout);
+    return true;
+  }
+
+ private:
+  std::vector<WorkPtr> works_;
+};
+
+// What batches hold, by the tag, is apart from what they don't.
+class BatchingBackend final : public c10d::Backend {
+ public:
+  explicit BatchingBackend(c10::intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
+  const std::string getBackendName() const override { return "batching"; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+  void startCoalescing() override { open_ = true; }
+  WorkPtr endCoalescing() override {
+    open_ = false;
+    batches.push_back(works_.size());
+    return c10::make_intrusive<AllOf>(std::exchange(works_, {}));
+  }
+  WorkPtr send(Tensors& tensors, int peer, int) override { return add(gloo_->send(tensors, peer, open_)); }
+  WorkPtr recv(Tensors& tensors, int peer, int) override { return add(gloo_->recv(tensors, peer, open_)); }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return gloo_->allreduce(tensors, options);
+  }
+
+  std::vector<size_t> batches;  // their sizes
+  size_t num_single = 0;
+
+ private:
+  WorkPtr add(WorkPtr work) {
+    open_ ? works_.push_back(work) : void(++num_single);
+    return work;
+  }
+
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  bool open_ = false;
+  std::vector<WorkPtr> works_;
+};
+
+// The two ranks once more, whose pipeline's links have batches.
+class BatchingWorld {
+ public:
+  explicit BatchingWorld(const std::string& name) : impl_(std::make_shared<dist::World::Impl>()) {
+    impl_->launch.rank = world().rank();
+    impl_->launch.size = world().size();
+    impl_->backend = "gloo";
+    impl_->timeout = world().timeout();
+    const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
+    impl_->store = c10::make_intrusive<c10d::PrefixStore>(name, store);
+    impl_->gloo = dist::choose_gloo_address(std::nullopt, /*one_host=*/true, "");
+    impl_->hosts.assign(2, "here");
+    impl_->recorder = std::make_shared<dist::FlightRecorder>();
+    down = add("pipeline.down");
+    up = add("pipeline.up");
+  }
+  dist::World get() const { return dist::World(impl_); }
+  const dist::FlightRecorder& recorder() const { return *impl_->recorder; }
+
+  c10::intrusive_ptr<BatchingBackend> down, up;
+
+ private:
+  c10::intrusive_ptr<BatchingBackend> add(const std::string& purpose) {
+    auto gloo =
+        dist::make_gloo_group(impl_->spec_of(purpose, purpose, "gloo", world().rank(), 2), impl_->gloo);
+    auto batching = c10::make_intrusive<BatchingBackend>(std::move(gloo));
+    auto backends = std::make_unique<dist::GroupBackends>();
+    backends->main = batching;
+    const std::vector<int> ranks = {0, 1};
+    impl_->groups[{ranks, purpose}] =
+        std::make_shared<dist::Group>(dist::Group::Parts{.name = purpose,
+                                                         .purpose = purpose,
+                                                         .ranks = ranks,
+                                                         .my_world_rank = world().rank(),
+                                                         .backends = std::move(backends),
+                                                         .recorder = impl_->recorder,
+                                                         .checker = nullptr});
+    return batching;
+  }
+
+  std::shared_ptr<dist::World::Impl> impl_;
+};
+
+TEST(MessageBatches, ArriveInOneCall) {
+  BatchingWorld batching("one_call");
+  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  ASSERT_TRUE(group->has_batches(at::kCPU));
+  if (world().rank() == 0) {
+    group->send(Tensors{at::full({3}, 1.0), at::full({3}, 2.0)}, 1, {"t"}).wait();
+  } else {
+    const Tensors got = {at::zeros({3}), at::zeros({3})};
+    const auto version = got[1]._version();
+    group->receive(got, 0, {"t"}).wait();
+    EXPECT_TRUE(got[0].eq(1).all().item<bool>() && got[1].eq(2).all().item<bool>());
+    EXPECT_GT(got[1]._version(), version);
+  }
+  EXPECT_THAT(batching.down->batches, ::testing::ElementsAre(2));
+  const auto calls = batching.recorder().snapshot();
+  ASSERT_EQ(calls.size(), 1u);
+  EXPECT_EQ(calls[0].bytes, 24);
+}
+
+TEST(MessageBatches, AreRefusedWhereThereAreNone) {
+  const auto group = world().everyone();
+  EXPECT_FALSE(group->has_batches(at::kCPU));
+  try {
+    group->send(Tensors{at::zeros({3})}, 1 - world().rank(), {"t"}).wait();
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("in one call in group 'world'"));
+  }
+}
+
+// Two forwards at once, of which both ends hand over the results together, then one by itself; backwards the
+// receives alone stand side by side.
+constexpr const char* kSchedule =
+    "0F0,0F1,0SEND_F0,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0RECV_B1,0B0,0B1,0RECV_B2,0B2\n"
+    "1RECV_F0,1RECV_F1,1F1,1F0,1B0,1SEND_B0,1RECV_F2,1B1,1SEND_B1,1F2,1B2,1SEND_B2\n";
+
+pipeline::Schedule schedule() {
+  return pipeline::with_parameter_actions(pipeline::parse_schedule_csv(kSchedule, "by hand"));
+}
+
+TEST(MessageBatches, AreSentWhereBothEndsStandTogether) {
+  BatchingWorld batching("schedule");
+  const DeviceMesh pp = train::build_meshes(batching.get(), {.pp = 2}).pp;
+  expect_equals_one_rank(pp, schedule(), {StageKind::Tanh, StageKind::Product});
+  EXPECT_THAT(batching.down->batches, ::testing::ElementsAre(2, 2));  // one in each of two steps
+  EXPECT_EQ(batching.down->num_single, 2u);
+  EXPECT_TRUE(batching.up->batches.empty());
+  EXPECT_EQ(batching.up->num_single, 6u);
+}
+
+TEST(MessageBatches, AreSingleMessagesOverSockets) {
+  expect_equals_one_rank(train::build_meshes(world(), {.pp = 2}).pp, schedule(),
+                         {StageKind::Tanh, StageKind::Product});
+}
+
+}  // namespace
+}  // namespace titan
