@@ -109,6 +109,10 @@ bool scales_blocks(const Recipe& recipe) {
                      [](const Cast& cast) { return cast.granularity == Granularity::Block; });
 }
 
+// Scales for vectors take no other units than those for matrices: at::_scaled_mm has kernels of its own, or
+// they are applied behind the product (scaled_product.cpp).
+int first_capability(const Recipe& recipe) { return scales_blocks(recipe) ? 100 : 89; }
+
 void check(const std::string& name, const Recipe& recipe) {
   check_blocks(name, recipe);
   check_delayed(name, recipe);

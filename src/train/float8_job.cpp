@@ -5,37 +5,32 @@
 #include "titan/core/log.h"
 #include "titan/dist/device_backend.h"
 #include "titan/float8/convert.h"
+#include "train/float8_units.h"
 
 namespace titan::train {
 
 namespace {
 
-struct Units {
-  const char* converter;
-  const char* emulate;
-  int first;         // compute capability
-  const char* name;  // of it
-};
-constexpr Units kFloat8Units{float8::kConverter, "quantize.linear.float8.emulate", 89, "8.9"};
-constexpr Units kMxUnits{float8::kMxConverter, "quantize.linear.mx.emulate", 100, "10.0"};
+constexpr ConverterKeys kFloat8Keys{float8::kConverter, "quantize.linear.float8.emulate"};
+constexpr ConverterKeys kMxKeys{float8::kMxConverter, "quantize.linear.mx.emulate"};
+
+std::optional<Gpu> gpu_at(at::Device device) {
+  auto* backend = device.is_cpu() ? nullptr : dist::device_backend();
+  if (!backend) return std::nullopt;
+  return Gpu{backend->device_name(device.index()), backend->compute_capability(device.index())};
+}
 
 // On the meta device nothing is multiplied.
-float8::Arithmetic arithmetic_on(at::Device device, const Units& units, bool emulate) {
+float8::Arithmetic arithmetic_on(at::Device device, const std::string& recipe, bool emulate,
+                                 const ConverterKeys& keys) {
   if (emulate || device.is_meta()) return float8::Arithmetic::Emulated;
-  auto* backend = dist::device_backend();
-  const bool have_units = backend && backend->compute_capability(device.index()) >= units.first;
-  if (!have_units)
-    throw ConfigError(str("model.converters: \"", units.converter, "\" needs a GPU of compute capability ",
-                          units.name, " or above, which ",
-                          backend ? backend->device_name(device.index()) : "a CPU", " isn't; ", units.emulate,
-                          " = true gives the same numbers, slowly"));
-  return float8::Arithmetic::Hardware;
+  return choose_arithmetic(float8::recipes().get(recipe), gpu_at(device), emulate, keys);
 }
 
 float8::ConvertOptions float8_options(const float8::Float8Settings& settings, at::Device device) {
   return {.recipe_name = settings.recipe(),
           .filter_fqns = settings.filter_fqns,
-          .arithmetic = arithmetic_on(device, kFloat8Units, settings.emulate),
+          .arithmetic = arithmetic_on(device, settings.recipe(), settings.emulate, kFloat8Keys),
           .delayed = settings.delayed(),
           .gather = {.in_float8 = settings.enable_fsdp_float8_all_gather,
                      .scales_at_once = settings.precompute_float8_dynamic_scale_for_fsdp}};
@@ -44,7 +39,7 @@ float8::ConvertOptions float8_options(const float8::Float8Settings& settings, at
 float8::ConvertOptions mx_options(const float8::MxSettings& settings, at::Device device) {
   return {.recipe_name = settings.recipe_name,
           .filter_fqns = settings.filter_fqns,
-          .arithmetic = arithmetic_on(device, kMxUnits, settings.emulates()),
+          .arithmetic = arithmetic_on(device, settings.recipe_name, settings.emulates(), kMxKeys),
           .composed_block_columns = settings.mxfp8_dim1_cast_kernel_choice == "torch"};
 }
 

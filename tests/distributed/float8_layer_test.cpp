@@ -8,7 +8,7 @@
 
 #include <ATen/ATen.h>
 
-#include "distributed/world.h"
+#include "distributed/float8_units.h"
 #include "titan/core/error.h"
 #include "titan/float8/cast.h"
 #include "titan/float8/delayed_scales.h"
@@ -26,7 +26,6 @@ using testing::world;
 
 // Parts of 2, 3 and 4 ranks are whole blocks of 32 features.
 constexpr int64_t kRows = 12, kLength = 24, kFeatures = 384;
-constexpr double kRounding = 1e-6;
 
 class OneLayerImpl : public nn::Module {
  public:
@@ -47,6 +46,7 @@ TITAN_MODULE(OneLayer);
 struct Kind {
   std::string name;
   float8::Recipe recipe;
+  float8::Arithmetic arithmetic = float8::Arithmetic::Emulated;
 };
 
 Kind shipped(const std::string& name) { return {name, float8::recipes().get(name)}; }
@@ -66,15 +66,23 @@ Kind delayed() {
   return kind;
 }
 
+// Emulated, and in the units of a GPU that has them. A CPU has a product of its own for one scale a matrix.
+std::vector<Kind> in_all_units(const std::vector<Kind>& kinds) {
+  std::vector<Kind> all = kinds;
+  for (Kind kind : kinds) {
+    const bool cpu_has_it = device().is_cpu() && kind.name == "tensorwise";
+    if (!cpu_has_it && testing::arithmetic_of(kind.recipe) == float8::Arithmetic::Emulated) continue;
+    kind.name += ", by the device";
+    kind.arithmetic = float8::Arithmetic::Hardware;
+    all.push_back(kind);
+  }
+  return all;
+}
+
 std::vector<Kind> kinds() {
-  return {shipped("tensorwise"),
-          shipped("rowwise"),
-          with_any_scale("rowwise"),
-          shipped("rowwise_with_gw_hp"),
-          with_any_scale("rowwise_with_gw_hp"),
-          shipped("mxfp8_cublas"),
-          shipped("mxfp8_cublas_rceil"),
-          delayed()};
+  return in_all_units({shipped("tensorwise"), shipped("rowwise"), with_any_scale("rowwise"),
+                       shipped("rowwise_with_gw_hp"), with_any_scale("rowwise_with_gw_hp"),
+                       shipped("mxfp8_cublas"), shipped("mxfp8_cublas_rceil"), delayed()});
 }
 
 // ---- where
@@ -147,7 +155,7 @@ Result forward_backward(const OneLayer& layer, const at::Tensor& x, const at::Te
 OneLayer converted(const Kind& kind, const float8::GatherOptions& gather) {
   OneLayer layer;
   layer->linear->set_products(
-      float8::products(kind.recipe, float8::Arithmetic::Emulated, ops::default_products(), gather));
+      float8::products(kind.recipe, kind.arithmetic, ops::default_products(), gather));
   return layer;
 }
 
@@ -204,11 +212,12 @@ void expect_products_of(const Reference& wanted, const Kind& kind, const Place& 
         world().everyone()->all_reduce(pending, dist::ReduceOp::Max, {"test::scales"}).wait();
       });
   }
-  EXPECT_LT(error_of(result.y, wanted.parts[mine].y), kRounding);
-  EXPECT_LT(error_of(result.grad_x, wanted.parts[mine].grad_x), kRounding);
+  const double rounding = testing::nearness_of(kind.arithmetic).sums;
+  EXPECT_LT(error_of(result.y, wanted.parts[mine].y), rounding);
+  EXPECT_LT(error_of(result.grad_x, wanted.parts[mine].grad_x), rounding);
   DTensor grad_weight = weight.data;
   grad_weight.local = weight.data.local.grad();
-  EXPECT_LT(error_of(full_tensor(grad_weight), wanted.grad_weight), kRounding);
+  EXPECT_LT(error_of(full_tensor(grad_weight), wanted.grad_weight), rounding);
 }
 
 void expect_one_ranks_products(const Kind& kind, const std::vector<float8::GatherOptions>& gathers) {
@@ -225,8 +234,8 @@ TEST(Float8Layer, EveryLayoutMultipliesWhatOneRankDoes) {
 }
 
 TEST(Float8Layer, AGatheredWeightIsTheOneThatIsMultiplied) {
-  expect_one_ranks_products(shipped("tensorwise"),
-                            {{.in_float8 = true}, {.in_float8 = true, .scales_at_once = true}});
+  for (const Kind& kind : in_all_units({shipped("tensorwise")}))
+    expect_one_ranks_products(kind, {{.in_float8 = true}, {.in_float8 = true, .scales_at_once = true}});
 }
 
 // What makes the comparison sharp: a scale that isn't a power of two rounds in scaling, too.
@@ -251,7 +260,7 @@ TEST(Float8Layer, AnotherScaleIsFarAway) {
                                               at::kFloat8_e4m3fn, /*power_of_two=*/false);
     return float8::cast(matrix, scale, at::kFloat8_e4m3fn, /*transposed=*/false).to(at::kFloat) / scale;
   };
-  EXPECT_GT(error_of(values(0.9), values(1)), 1000 * kRounding);
+  EXPECT_GT(error_of(values(0.9), values(1)), 1000 * testing::Nearness().sums);
 }
 
 }  // namespace

@@ -25,6 +25,7 @@
 #include <ATen/record_function.h>
 
 #include "dist/environment.h"
+#include "distributed/float8_units.h"
 #include "distributed/pipeline_case.h"
 #include "titan/core/error.h"
 #include "titan/float8/convert.h"
@@ -333,7 +334,7 @@ void convert(train::TrainableModel& model, const std::string& recipe, bool scale
   float8::convert(*model.root().ptr(),
                   {.recipe_name = delayed ? "tensorwise" : recipe,
                    .filter_fqns = {"output"},
-                   .arithmetic = float8::Arithmetic::Emulated,
+                   .arithmetic = arithmetic_of(recipe),
                    .plain = ops::default_products(),
                    .delayed = {.input = delayed, .weight = delayed, .grad_output = delayed},
                    .gather = {.in_float8 = recipe == "tensorwise", .scales_at_once = scales_at_once}});

@@ -81,6 +81,9 @@ bool casts_grad_once(const Recipe& recipe);
 /// Whether any of its matrices has scales for blocks: MXFP8, [quantize.linear.mx].
 bool scales_blocks(const Recipe& recipe);
 
+/// The compute capability (89: 8.9) from which on GPUs have units for its products.
+int first_capability(const Recipe& recipe);
+
 /// Throws ConfigError where `recipe` casts to something else than Float8, multiplies e5m2 by e5m2 or blocks
 /// by something else, or delays scales of parts of a matrix.
 void check(const std::string& name, const Recipe& recipe);

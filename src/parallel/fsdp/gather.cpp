@@ -4,7 +4,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/split_with_sizes_copy.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -33,13 +32,13 @@ void ParamGroup::tell_of_new_values() {
 
 void ParamGroup::start_unshard() {
   tell_of_new_values();
-  if (state_ == State::Gathered && (!stale() || (holds_whole_parameters() && dtype_ == param_dtype_))) return;
+  if (state_ == State::Gathered && (!stale() || holds_whole_parameters())) return;
   if (state_ == State::Gathering && !stale()) return;
   cancel_unshard();
   TITAN_CHECK(!deferred(), "the parameters of '", name_,
               "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
-  if (state_ == State::Gathered && !holds_whole_parameters()) reshard();
+  reshard();
   // A part that no backward fetched (an embedding's doesn't ask for its weight) is of the step before.
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
@@ -48,16 +47,8 @@ void ParamGroup::start_unshard() {
   start_gather();
 }
 
-// One rank: the compute parameters are the shards, or a cast of them that stays until the shards change.
 void ParamGroup::alias_shards() {
-  if (dtype_ == param_dtype_) {
-    bind_compute_params(flat_shard_);
-  } else {
-    if (!full_.defined())
-      full_ = at::empty({layout_.shard_numel()}, at::TensorOptions().dtype(param_dtype_).device(device_));
-    full_.copy_(flat_shard_);
-    if (state_ != State::Gathered) bind_compute_params(full_);
-  }
+  bind_compute_params(flat_shard_);
   state_ = State::Gathered;
 }
 

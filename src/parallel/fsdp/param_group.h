@@ -91,8 +91,10 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   int64_t find(const at::Tensor& compute) const;
   bool gathered() const { return state_ == State::Gathered; }
   bool backward_reads_parameters() const { return backward_reads_parameters_; }
-  /// One rank, and no host memory between shards and compute parameters.
-  bool holds_whole_parameters() const { return layout_.num_ranks() == 1 && !options_.cpu_offload; }
+  /// The compute parameters are the shards: one rank, one dtype, one memory. There is nothing to free.
+  bool holds_whole_parameters() const {
+    return layout_.num_ranks() == 1 && dtype_ == param_dtype_ && !options_.cpu_offload;
+  }
   dist::Stream compute_stream() const;
   /// The stream that this forward, and so its backward, computes on: gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }

@@ -170,8 +170,8 @@ TEST_P(RecipeOnGpu, ItsUnitsAndItsEmulationEqualTheCpu) {
   if (!backend) GTEST_SKIP() << "no GPU is visible";
   const at::Device device(at::kCUDA, 0);
   expect_near_emulation(GetParam(), Arithmetic::Emulated, device);
-  const int first = std::string(GetParam()).starts_with("mxfp8") ? 100 : 89;
-  if (backend->compute_capability(0) < first) GTEST_SKIP() << "this GPU has no units for it";
+  if (backend->compute_capability(0) < first_capability(recipes().get(GetParam())))
+    GTEST_SKIP() << "this GPU has no units for it";
   expect_near_emulation(GetParam(), Arithmetic::Hardware, device);
 }
 

@@ -57,16 +57,24 @@ inline MlpTensors part_of(const MlpTensors& whole, int rank, int count) {
 
 inline at::Tensor activation(const at::Tensor& up, const at::Tensor& gate) { return at::tanh(up) * gate; }
 
+/// Of the three layers; of a rank's parts up and gate are cut by columns, down by rows.
+struct MlpProducts {
+  std::shared_ptr<const ops::Products> up = ops::default_products();
+  std::shared_ptr<const ops::Products> gate = up;
+  std::shared_ptr<const ops::Products> down = up;
+};
+
 inline at::Tensor plain_output(const MlpTensors& mlp) {
   return at::linear(activation(at::linear(mlp.x, mlp.up), at::linear(mlp.x, mlp.gate)), mlp.down);
 }
 
 inline at::Tensor overlapped_output(const MlpTensors& mlp,
-                                    const std::shared_ptr<const ops::SequenceExchange>& exchange) {
-  const auto products = ops::default_products();
-  const std::vector<at::Tensor> hidden =
-      ops::gathered_linears(mlp.x, {{mlp.up, nullptr}, {mlp.gate, nullptr}}, products, exchange);
-  return ops::scattered_linear(activation(hidden[0], hidden[1]), {mlp.down, nullptr}, products, exchange);
+                                    const std::shared_ptr<const ops::SequenceExchange>& exchange,
+                                    const MlpProducts& products = {}) {
+  const std::vector<at::Tensor> hidden = ops::gathered_linears(
+      mlp.x, {{mlp.up, nullptr}, {mlp.gate, nullptr}}, {products.up, products.gate}, exchange);
+  return ops::scattered_linear(activation(hidden[0], hidden[1]), {mlp.down, nullptr}, products.down,
+                               exchange);
 }
 
 inline void backward(const MlpTensors& mlp, const at::Tensor& output) {

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
+#include "titan/float8/products.h"
+#include "titan/ops/linear.h"
 #include "unit/golden.h"
 #include "unit/parallel/overlapped_mlp.h"
 #include "unit/parallel/thread_peer_memory.h"
@@ -62,6 +64,69 @@ TEST_P(PeerMemoryExchangeTest, EqualsPlainProducts) {
             << "sequence " << i << ", rank " << rank << ", result " << which;
   }
 }
+
+// ---- in Float8
+
+constexpr int64_t kNarrowSequence = 24;
+
+std::shared_ptr<const ops::Products> narrow_products(const char* recipe) {
+  return float8::products(float8::recipes().get(recipe), float8::Arithmetic::Emulated,
+                          ops::default_products());
+}
+
+MlpProducts products_of_parts(const char* recipe, const std::shared_ptr<const ops::RankParts>& parts) {
+  const auto whole = narrow_products(recipe);
+  return {.up = whole->for_parts({.out = parts}),
+          .gate = whole->for_parts({.out = parts}),
+          .down = whole->for_parts({.in = parts})};
+}
+
+// The output's gradient is given, so that no cast hangs on the order of a sum over ranks.
+void backward_of_factor(const MlpTensors& mlp, const at::Tensor& output) {
+  (output * mlp.factor).sum().backward();
+}
+
+// What a rank receives in a forward and a backward: x and the output's gradient as bytes where one cast
+// serves all that multiply them, and summands in fp32.
+int64_t bytes_received(const MlpTensors& part, int ranks, bool gathered_in_bytes) {
+  const int64_t each = part.x.numel() + part.factor.numel();
+  return (ranks - 1) * each * ((gathered_in_bytes ? 1 : 4) + 4);
+}
+
+TEST_P(PeerMemoryExchangeTest, MultipliesInFloat8WhatOneRankDoes) {
+  const auto [ranks, queues] = GetParam();
+  for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp"}) {
+    const auto place = std::make_shared<MeetingPlace>(ranks);
+    const auto shared = std::make_shared<ThreadRankParts::Shared>(ranks);
+    std::vector<std::vector<at::Tensor>> got(static_cast<size_t>(ranks));
+    run_ranks(ranks, [&, queues = queues, ranks = ranks](int rank) {
+      const auto exchange = exchange_of(place, rank, queues);
+      const MlpTensors mlp = part_of(whole_mlp(kNarrowSequence, at::kFloat), rank, ranks);
+      const auto products = products_of_parts(recipe, std::make_shared<const ThreadRankParts>(shared, rank));
+      const at::Tensor output = overlapped_output(mlp, exchange, products);
+      backward_of_factor(mlp, output);
+      got[static_cast<size_t>(rank)] = with_gradients(mlp, output);
+      EXPECT_EQ(exchange->traffic()->bytes, bytes_received(mlp, ranks, std::string(recipe) == "tensorwise"))
+          << recipe;
+    });
+    EXPECT_EQ(place->problems(), std::vector<std::string>{});
+    const MlpTensors whole = whole_mlp(kNarrowSequence, at::kFloat);
+    const auto multiply = [&](const at::Tensor& x, const at::Tensor& weight) {
+      return ops::linear(x, weight, {}, narrow_products(recipe));
+    };
+    const at::Tensor output =
+        multiply(activation(multiply(whole.x, whole.up), multiply(whole.x, whole.gate)), whole.down);
+    backward_of_factor(whole, output);
+    for (int rank = 0; rank < ranks; ++rank)
+      for (size_t which = 0; which < 5; ++which)
+        EXPECT_LT(relative_error(got[static_cast<size_t>(rank)][which],
+                                 expected_part(whole, output, which, rank, ranks)),
+                  1e-6)
+            << recipe << ", rank " << rank << ", result " << which;
+  }
+}
+
+// ---- sums
 
 // Scatters that follow each other: nothing else keeps their summands apart.
 TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInSingleAndInRankOrder) {

@@ -24,6 +24,7 @@
 
 #include "titan/core/error.h"
 #include "titan/dist/peer_memory.h"
+#include "titan/ops/rank_parts.h"
 
 namespace titan::testing {
 
@@ -266,6 +267,32 @@ class ThreadPeerMemory final : public dist::PeerMemory {
   std::exception_ptr error_;
   bool ended_ = false;
   std::thread thread_;
+};
+
+/// What ranks that are threads tell each other beside their memory. It orders none of the accesses to that.
+class ThreadRankParts final : public ops::RankParts {
+ public:
+  struct Shared {
+    explicit Shared(int size) : place(size), given(static_cast<size_t>(size)) {}
+    MeetingPlace place;
+    std::vector<at::Tensor> given;
+  };
+  ThreadRankParts(std::shared_ptr<Shared> shared, int rank) : shared_(std::move(shared)), rank_(rank) {}
+
+  int index() const override { return rank_; }
+  int count() const override { return shared_->place.size(); }
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* /*phase*/) const override {
+    Clock none;
+    shared_->given[static_cast<size_t>(rank_)] = in;
+    shared_->place.meet("given", num_calls_, none);
+    for (int rank = 0; rank < count(); ++rank) out[rank].copy_(shared_->given[static_cast<size_t>(rank)]);
+    shared_->place.meet("taken", num_calls_++, none);
+  }
+
+ private:
+  std::shared_ptr<Shared> shared_;
+  int rank_;
+  mutable int64_t num_calls_ = 0;
 };
 
 /// Runs `rank(r)` for all ranks, each in a thread; throws the first error.

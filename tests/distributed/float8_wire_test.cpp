@@ -1,0 +1,155 @@
+// What travels between ranks that multiply in Float8: bytes, and of which values.
+
+#include "distributed/float8_stack.h"
+#include "distributed/recorded_calls.h"
+#include "parallel/fsdp/fsdp_state.h"
+#include "titan/float8/cast.h"
+
+namespace titan {
+namespace {
+
+using namespace titan::testing::stack;  // NOLINT: these are the test's own words
+using testing::calls_of;
+using testing::world;
+
+int64_t gathered_bytes(const Spread& spread) {
+  at::NoGradGuard no_grad;
+  int64_t sum = 0;
+  for (const auto& call : calls_of("fsdp::all_gather", [&] { spread.model(global_batch()); }))
+    sum += call.bytes;
+  return sum;
+}
+
+// Of [rows, columns] over the ranks: chunks of whole rows, to multiples of 16 elements.
+int64_t padded(int64_t rows, int64_t columns) {
+  const int64_t ranks = world().size(), chunk = (rows + ranks - 1) / ranks * columns;
+  return ranks * ((chunk + 15) / 16 * 16);
+}
+
+TEST(Float8, HalfOfBf16sBytesTravel) {
+  if (world().size() == 1) GTEST_SKIP() << "nothing travels on one rank";
+  const auto bytes = [](bool in_float8, bool mixed) {
+    return gathered_bytes(make({.layout = {.shard = world().size()},
+                                .gather = {.in_float8 = in_float8},
+                                .fsdp = {.param_dtype = at::kBFloat16},
+                                .mixed = mixed}));
+  };
+  const int64_t weights = kBlocks * (2 * padded(kHidden, kDim) + padded(kDim, kHidden));
+  const int64_t others = kBlocks * (padded(kDim, kDim) + padded(kDim, 1));
+  EXPECT_EQ(bytes(false, false), 2 * weights);
+  EXPECT_EQ(bytes(true, false), weights);
+  EXPECT_EQ(bytes(false, true), 2 * (weights + others));
+  EXPECT_EQ(bytes(true, true), weights + 2 * others);
+}
+
+// What a product reads is the cast of the whole fp32 weight; what doesn't travel in Float8 is in bf16. Also
+// of rows that don't divide by the ranks, and from a part that was kept on a smaller mesh.
+TEST(Float8, GatheredBytesAreTheCastOfTheWholeWeight) {
+  if (world().size() == 1) GTEST_SKIP() << "nothing travels on one rank";
+  const bool fours = world().size() == 4;
+  const Spread spread = make({.layout = {.shard = world().size()},
+                              .gather = {.in_float8 = true},
+                              .fsdp = {.param_dtype = at::kBFloat16,
+                                       .reshard_after_forward = fours ? ReshardAfterForward::to_size(2)
+                                                                      : ReshardAfterForward::always()},
+                              .mixed = true});
+  {
+    at::NoGradGuard no_grad;
+    spread.model(global_batch());  // the first one makes groups know of each other
+  }
+  std::map<std::string, at::Tensor> whole;
+  for (const Parameter& parameter : parameters(spread.model))
+    whole[parameter.name] = full_tensor(parameter.data);
+  int compared = 0;
+  for (int block = 0; block < kBlocks; ++block) {
+    const StackBlock& ref = spread.model->blocks[static_cast<size_t>(block)];
+    const auto group = fsdp::states_below(*ref.ptr()).front()->group();
+    for (int time = 0; time < 2; ++time) {
+      group->start_unshard();
+      group->finish_unshard();
+      for (size_t slot = 0; slot < group->num_params(); ++slot) {
+        const std::string name = str("blocks.", block, ".", group->param(slot).fqn);
+        const at::Tensor& values = whole.at(name);
+        if (name.find("feed_forward") == std::string::npos) {
+          EXPECT_TRUE(at::equal(group->param(slot).compute.detach(), values.to(at::kBFloat16))) << name;
+          continue;
+        }
+        const at::Tensor scale =
+            float8::scale_of(float8::amax(values, float8::Over::Matrix), at::kFloat8_e4m3fn, false);
+        const at::Tensor wanted = float8::cast(values, scale, at::kFloat8_e4m3fn, false);
+        const ops::ScaledMatrix got = group->float8_weight(slot).along_rows;
+        EXPECT_TRUE(at::equal(got.scale, scale)) << name;
+        EXPECT_TRUE(at::equal(got.data.view(at::kByte), wanted.view(at::kByte))) << name;
+        ++compared;
+      }
+      group->after_forward();
+    }
+  }
+  EXPECT_EQ(compared, 2 * 3 * kBlocks);
+}
+
+TEST(Float8, ARecipeThatCastsAWeightInTwoWaysIsntGathered) {
+  EXPECT_THROW(
+      make({.recipe = "rowwise", .layout = {.shard = world().size()}, .gather = {.in_float8 = true}}), Error);
+}
+
+// Of a block's two: of an input and of a gradient.
+int64_t num_narrow_gathers(const std::string& recipe) {
+  if (recipe == "tensorwise") return 2 * kBlocks;
+  return recipe == "delayed" ? kBlocks : 0;
+}
+
+// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward: a byte an element
+// where one cast serves all that multiply it. (Delayed, w1 and w3 have scales of their own.) What is summed
+// stays in bf16.
+TEST(Float8, ActivationsTravelAsBytes) {
+  if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
+  for (const std::string& recipe : kRecipes) {
+    SCOPED_TRACE(recipe);
+    const Spread spread = make({.recipe = recipe,
+                                .layout = {.tp = 2, .plan = sequence_plan()},
+                                .fsdp = {.param_dtype = at::kBFloat16},
+                                .mixed = true});
+    const int64_t elements = kRows * kLength * kDim, wide = 2 * elements;
+    const auto step = [&] { loss_of(spread.model, global_batch().to(at::kBFloat16)).backward(); };
+    int64_t gathers = 0, scatters = 0;
+    int64_t narrow = 0;
+    for (const auto& call : calls_of("tp::gather", step)) {
+      EXPECT_TRUE(call.bytes == elements || call.bytes == wide) << call.bytes;
+      narrow += call.bytes == elements;
+      ++gathers;
+    }
+    EXPECT_EQ(narrow, num_narrow_gathers(recipe));
+    for (const auto& call : calls_of("tp::reduce_scatter", step)) {
+      EXPECT_EQ(call.bytes, wide);
+      ++scatters;
+    }
+    EXPECT_EQ(gathers, 2 * kBlocks);
+    EXPECT_EQ(scatters, 2 * kBlocks);
+  }
+}
+
+// Asynchronous: the same bytes, a rank's part in each message.
+TEST(Float8, PartsOfActivationsTravelAsBytes) {
+  if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
+  for (const std::string& recipe : kRecipes) {
+    SCOPED_TRACE(recipe);
+    const Spread spread =
+        make({.recipe = recipe,
+              .layout = {.tp = 2, .plan = sequence_plan(), .transport = OverlapTransport::SendReceive},
+              .fsdp = {.param_dtype = at::kBFloat16},
+              .mixed = true});
+    const int64_t elements = kRows * kLength / 2 * kDim;
+    const auto step = [&] { loss_of(spread.model, global_batch().to(at::kBFloat16)).backward(); };
+    const auto calls = calls_of("tp::gather parts", step);
+    EXPECT_EQ(calls.size(), size_t{2 * 2 * kBlocks}) << "sent and received";
+    int64_t narrow = 0;
+    for (const auto& call : calls) {
+      EXPECT_TRUE(call.bytes == elements || call.bytes == 2 * elements) << call.bytes;
+      narrow += call.bytes == elements;
+    }
+    EXPECT_EQ(narrow, 2 * num_narrow_gathers(recipe));
+  }
+}
+}  // namespace
+}  // namespace titan
