@@ -6,8 +6,9 @@
 A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
 overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
 parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
-alone: tokenizer (beside the `tokenizers` package), loader, init, optim, float8 and float8_fp32 (casts, beside LibTorch's), overlap (products of a tensor-parallel
-rank part by part, beside at once, and joined ones, beside one a layer; overlap_whole: of a rank alone), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
+alone: tokenizer (beside the `tokenizers` package), loader, init, optim, flight_record (what a call's record costs: an error above a microsecond),
+float8 and float8_fp32 (casts, beside LibTorch's), overlap (products of a tensor-parallel rank part by part, beside at once, and joined
+ones, beside one a layer; overlap_whole: of a rank alone), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
 (a pipeline's bubble beside the simulator's), rank_file and rank_file_2 (a checkpoint's file beside the disk's own speed, by one process
 and by two); or checkpoint (beside torch.distributed.checkpoint). Prints a JSON object per row and, at the end, the tables; with
 --name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
@@ -45,6 +46,7 @@ PARTS = {
     "loader": [PROGRAMS / "loader_bench", "synthetic", "", TOKENIZER],
     "init": [PROGRAMS / "init_bench"],
     "optim": [PROGRAMS / "optim_bench"],
+    "flight_record": [PROGRAMS / "flight_record_bench", "--most", "1000"],  # more is an error
     "float8": [PROGRAMS / "float8_bench"],
     "float8_fp32": [PROGRAMS / "float8_bench", "--dtype", "float32"],
     "overlap": [PROGRAMS / "overlap_bench"],

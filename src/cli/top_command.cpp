@@ -6,6 +6,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
+#include <string>
 #include <thread>
 
 #include "cli/commands.h"
@@ -52,19 +54,46 @@ TopArguments parse_top_arguments(const Arguments& words) {
 
 constexpr size_t kLinesAboveRanks = 10;
 
+// Zeros where it doesn't say.
+winsize terminal_size() {
+  winsize size = {};
+  return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size : winsize{};
+}
+
 top::ViewOptions options_for(const TopArguments& arguments, bool on_terminal) {
   top::ViewOptions options{.color = on_terminal && !std::getenv("NO_COLOR")};
-  winsize size = {};
-  if (on_terminal && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_row > 0)
+  const winsize size = on_terminal ? terminal_size() : winsize{};
+  if (size.ws_row > 0)
     options.most_ranks = size.ws_row > kLinesAboveRanks ? size.ws_row - kLinesAboveRanks : 1;
   if (arguments.most_ranks > 0) options.most_ranks = static_cast<size_t>(arguments.most_ranks);
   return options;
 }
 
-// One write for all of it, over what was there: the picture doesn't flicker.
+// So many characters of a line; colours take no room, and those behind it still end.
+std::string cut(const std::string& line, size_t width) {
+  std::string kept;
+  size_t used = 0;
+  bool in_color = false;
+  for (const char c : line) {
+    in_color |= c == '\033';
+    const bool begins = (c & 0xC0) != 0x80;  // else it goes on with a character of several bytes
+    if (!in_color && begins) ++used;
+    if (in_color || used <= width) kept += c;
+    if (c == 'm') in_color = false;
+  }
+  return kept;
+}
+
+constexpr size_t kScreenBytes = 64 << 10;
+
+// One write for all of it, over what was there: the picture doesn't flicker, and Ctrl-C leaves nothing of it
+// half done. Lines end where the terminal does: wrapped ones would push the first off it.
 void repaint(const std::string& text) {
+  const size_t width = terminal_size().ws_col;
   std::string screen = "\033[H";
-  for (const char c : text) screen += c == '\n' ? std::string("\033[K\n") : std::string(1, c);
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);)
+    screen += "\033[2K" + (width > 0 ? cut(line, width) : line) + "\n";
   screen += "\033[J";
   std::fputs(screen.c_str(), stdout);
   std::fflush(stdout);
@@ -76,7 +105,10 @@ int top_command(const Arguments& words) {
   const TopArguments arguments = parse_top_arguments(words);
   if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
   const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
-  if (on_terminal) std::fputs("\033[2J", stdout);
+  if (on_terminal) {
+    std::setvbuf(stdout, nullptr, _IOFBF, kScreenBytes);  // by itself each line would be a write
+    std::fputs("\033[2J", stdout);
+  }
   top::Viewer viewer(arguments.run);
   while (true) {
     const top::View view = viewer.look(now_us(), options_for(arguments, on_terminal));

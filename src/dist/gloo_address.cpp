@@ -20,8 +20,19 @@ std::vector<std::string> split_at_commas(const std::string& text) {
   return parts;
 }
 
-/// The address of this host on the route to `host`, "" when it can't be told or is a loopback one. A host
-/// name often resolves to 127.0.1.1 on its own host, which nobody else can reach.
+/// "127.0.0.1", or "::1" on a host that has no IPv4 at all.
+std::string loopback_address() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  const bool is_there = fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+  if (fd >= 0) close(fd);
+  return is_there ? "127.0.0.1" : "::1";
+}
+
+}  // namespace
+
 std::string address_towards(const std::string& host) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_family = AF_INET;
@@ -43,24 +54,11 @@ std::string address_towards(const std::string& host) {
   return address;
 }
 
-/// "127.0.0.1", or "::1" on a host that has no IPv4 at all.
-std::string loopback_address() {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  const bool is_there = fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
-  if (fd >= 0) close(fd);
-  return is_there ? "127.0.0.1" : "::1";
-}
-
-}  // namespace
-
 GlooAddress choose_gloo_address(const std::optional<std::string>& interfaces, bool one_host,
-                                const std::string& store_host) {
+                                const std::string& other_host) {
   GlooAddress address;
   if (interfaces) address.interfaces = split_at_commas(*interfaces);
-  address.address = one_host ? loopback_address() : address_towards(store_host);
+  address.address = one_host ? loopback_address() : address_towards(other_host);
   return address;
 }
 

@@ -18,10 +18,14 @@ struct GlooAddress {
   std::string address;  ///< host name or IP of this process that the others reach; "" = by host name
 };
 
+/// The address of this host on the route to `host`, "" when it can't be told or is a loopback one. A host
+/// name often resolves to 127.0.1.1 on its own host, which nobody else can reach.
+std::string address_towards(const std::string& host);
+
 /// `interfaces`: the value of GLOO_SOCKET_IFNAME. Without it, loopback when all ranks are on one host, else
-/// this host's address on the route to `store_host`: a host name often resolves to 127.0.1.1 on its own host.
+/// this host's address on the route to `other_host`.
 GlooAddress choose_gloo_address(const std::optional<std::string>& interfaces, bool one_host,
-                                const std::string& store_host);
+                                const std::string& other_host);
 
 /// Connects to all members (blocks). Threads of the group end when the last reference goes.
 c10::intrusive_ptr<c10d::Backend> make_gloo_group(const GroupSpec& spec, const GlooAddress& address);

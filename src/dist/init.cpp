@@ -23,6 +23,13 @@ void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
   if (launch.local_size < 1) launch.local_size = std::max(all, launch.local_rank + 1);
 }
 
+/// That of the store; but from its own host the way there doesn't leave the host: another rank's.
+std::string other_host(const Launch& launch, const std::vector<Peer>& peers) {
+  const auto other =
+      std::find_if(peers.begin(), peers.end(), [](const Peer& peer) { return !peer.address.empty(); });
+  return peers[launch.rank].address.empty() && other != peers.end() ? other->address : launch.store_host;
+}
+
 DeviceBackend* choose_devices(const InitOptions& options, int rank) {
   if (options.device != "auto" && options.device != "cpu" && options.device != "cuda") {
     throw ConfigError(str("device '", options.device, "' isn't one of auto, cpu, cuda"));
@@ -97,7 +104,8 @@ World init(const InitOptions& options) {
   impl->direct_memory = options.direct_memory;
   const auto& hosts = impl->hosts;
   const bool one_host = std::count(hosts.begin(), hosts.end(), hosts[0]) == impl->launch.size;
-  impl->gloo = choose_gloo_address(environment("GLOO_SOCKET_IFNAME"), one_host, impl->launch.store_host);
+  impl->gloo = choose_gloo_address(environment("GLOO_SOCKET_IFNAME"), one_host,
+                                   other_host(impl->launch, rendezvous.peers));
   choose_device(*impl);
   if (!impl->device.is_cpu()) impl->sweep = std::make_unique<DeviceSweep>(impl->recorder);
   World world(std::move(impl));

@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "gloo_backend.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -218,7 +219,7 @@ std::string register_rank(c10d::Store& store, const Launch& launch) {
     return str(claims, " processes claim to be rank ", launch.rank, " of ", launch.size,
                ": each needs a RANK of its own");
   }
-  store.set(key_of(launch.rank), host_identity());
+  store.set(key_of(launch.rank), str(host_identity(), " ", address_towards(launch.store_host)));
   if (store.add("num_ranks", 1) == launch.size) store.set(kVerdict, kOk);
   return "";
 }
@@ -256,9 +257,14 @@ void wait_until_ready(c10d::Store& store, const Launch& launch, Milliseconds tim
 
 std::vector<Peer> read_peers(c10d::Store& store, const Launch& launch) {
   std::vector<std::string> keys;
+  keys.reserve(static_cast<size_t>(launch.size));
   for (int rank = 0; rank < launch.size; ++rank) keys.push_back(key_of(rank));
   std::vector<Peer> peers;
-  for (const auto& value : store.multiGet(keys)) peers.push_back({std::string(value.begin(), value.end())});
+  for (const auto& value : store.multiGet(keys)) {
+    const std::string text(value.begin(), value.end());
+    const size_t space = text.rfind(' ');
+    peers.push_back({.host = text.substr(0, space), .address = text.substr(space + 1)});
+  }
   return peers;
 }
 
@@ -267,7 +273,7 @@ std::vector<Peer> read_peers(c10d::Store& store, const Launch& launch) {
 StorePtr make_private_store() { return c10::make_intrusive<c10d::HashStore>(); }
 
 Rendezvous meet(const Launch& launch, Milliseconds timeout) {
-  if (launch.size == 1) return {make_private_store(), {Peer{host_identity()}}};
+  if (launch.size == 1) return {make_private_store(), {Peer{.host = host_identity(), .address = ""}}};
   const QuietC10d quiet;
   const auto deadline = Clock::now() + timeout;
   Rendezvous result;

@@ -18,7 +18,8 @@ namespace titan::dist {
 
 /// What a rank tells the others about itself.
 struct Peer {
-  std::string host;  ///< host name and boot id: equal for two ranks exactly when they share a kernel
+  std::string host;     ///< host name and boot id: equal for two ranks exactly when they share a kernel
+  std::string address;  ///< of its host, on the route to the store; "": that is a loopback one
 };
 
 struct Rendezvous {

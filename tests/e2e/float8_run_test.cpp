@@ -1,5 +1,5 @@
-// `titan train` in Float8, emulated: its losses beside those of high precision, on every layout, across a
-// resume, and by a recipe from docs/examples/custom_float8.
+// `titan train` in Float8: its losses beside those of high precision, on every layout, across a resume, and
+// by a recipe from docs/examples/custom_float8. Emulated, but on a GPU that has units for the recipe.
 
 #include <gmock/gmock.h>
 
@@ -8,6 +8,8 @@
 #include <numeric>
 
 #include "e2e/small_run.h"
+#include "titan/dist/device_backend.h"
+#include "titan/float8/recipe.h"
 
 namespace titan::testing {
 namespace {
@@ -15,6 +17,18 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
+
+// What isn't registered here, delayed scales and a recipe of one's own, takes what rowwise does.
+bool has_units(const std::string& recipe) {
+  const auto& known = float8::recipes();
+  auto* backend = tests_on_gpu() ? dist::open_cuda_plugin() : nullptr;
+  return backend && backend->compute_capability(0) >=
+                        float8::first_capability(known.get(known.contains(recipe) ? recipe : "rowwise"));
+}
+
+Words emulated(const std::string& table, const std::string& recipe) {
+  return has_units(recipe) ? Words{} : Words{"--" + table + ".emulate"};
+}
 
 // "delayed": tensorwise with a history of four steps; "mxfp8...": without the layers whose blocks two ranks
 // would cut.
@@ -30,15 +44,14 @@ Words recipe(const std::string& name) {
                                         "--quantize.linear.float8.history_len",
                                         "4"};
   if (name.starts_with("mxfp8"))
-    return {"--model.converters",
-            "quantize.linear.mx",
-            "--quantize.linear.mx.emulate",
-            "--quantize.linear.mx.recipe_name",
-            name,
-            "--quantize.linear.mx.filter_fqns",
-            "output,attention.wk,attention.wv"};
-  return {"--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate",
-          "--quantize.linear.float8.recipe_name", name};
+    return emulated("quantize.linear.mx", name) + Words{"--model.converters",
+                                                        "quantize.linear.mx",
+                                                        "--quantize.linear.mx.recipe_name",
+                                                        name,
+                                                        "--quantize.linear.mx.filter_fqns",
+                                                        "output,attention.wk,attention.wv"};
+  return emulated("quantize.linear.float8", name) +
+         Words{"--model.converters", "quantize.linear.float8", "--quantize.linear.float8.recipe_name", name};
 }
 
 std::vector<Logged> run(const std::string& name, const Words& words) {
@@ -65,6 +78,8 @@ struct Float8Run : ::testing::TestWithParam<const char*> {};
 // up to 8e-5 (rowwise_with_gw_hp) to 4e-4 (delayed), in micro-batches of two rows.
 TEST_P(Float8Run, LayoutsHaveOneRanksLosses) {
   const Words words = recipe(GetParam());
+  // A GPU's units sum in fewer bits than fp32 has; how far apart that leaves layouts was never measured.
+  const bool units = has_units(GetParam());
   const auto one = run("one", words + Words{"--training.local_batch_size", "1"});
   const std::vector<std::pair<const char*, Words>> layouts = {
       {"fsdp2", {"--training.local_batch_size", "1"}},
@@ -78,7 +93,7 @@ TEST_P(Float8Run, LayoutsHaveOneRanksLosses) {
         "ZBVZeroBubble"}}};
   for (const auto& [name, layout] : layouts) {
     SCOPED_TRACE(name);
-    expect_near(run(name, words + layout + Words{"--nproc", "2"}), one, 2e-5);
+    expect_near(run(name, words + layout + Words{"--nproc", "2"}), one, units ? kEffect : 2e-5);
   }
 }
 

@@ -11,12 +11,14 @@
 #include <functional>
 #include <thread>
 
+#include "e2e/live_run.h"
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -25,23 +27,24 @@ namespace fs = std::filesystem;
 
 constexpr int kRanks = 3;
 constexpr int kHungExitCode = 124;  // dist/watchdog.h
+constexpr double kFoundWithin = 5;  // behind the limit
+constexpr double kEndsWithin = 10;  // behind the verdict
 
 bool in_full() {
   const char* wanted = std::getenv("TITAN_TEST_HANGS");
   return wanted && std::string(wanted) == "all";
 }
 
-std::vector<int> ranks_of(int pid) {
-  std::vector<int> children;
-  std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
-  for (int child; file >> child;) children.push_back(child);
-  return children;
-}
-
 std::string text_of(const fs::path& path) {
   std::ostringstream text;
   text << std::ifstream(path).rdbuf();
   return text.str();
+}
+
+int count_of(const std::string& text, const std::string& part) {
+  int count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
 }
 
 double seconds_since(Clock::time_point start) {
@@ -68,7 +71,7 @@ class Hang : public ::testing::Test {
                  all);
     for (int i = 0; i < 3000 && read_metrics_rows() < before + 2; ++i) sleep_s(0.02);
     ASSERT_GE(read_metrics_rows(), before + 2) << "no step within a minute\n" << job_->wait(0).err;
-    pids_ = ranks_of(job_->pid());
+    pids_ = ranks_of(*job_);
     ASSERT_EQ(pids_.size(), size_t{kRanks}) << job_->wait(0).err;
   }
 
@@ -79,11 +82,33 @@ class Hang : public ::testing::Test {
     return rows;
   }
 
-  // The verdict is found within `limit_s` and a look or two, and ten seconds later the job is over.
+  // The verdict is told within `limit_s` and a look or two, and within ten seconds from then the job is over.
   void expect_end(Clock::time_point since, double limit_s) {
-    result_ = job_->wait(limit_s + 20);
-    EXPECT_LT(seconds_since(since), limit_s + 5 + 10) << result_.err;
+    expect_end_of([since] { return seconds_since(since); }, limit_s);
+    EXPECT_LT(seconds_since(since), limit_s + kFoundWithin + kEndsWithin) << result_.err;
+  }
+
+  // `hangs_for_s`: how long it has hung by now.
+  void expect_end_of(const std::function<double()>& hangs_for_s, double limit_s, double start_s = 0) {
+    const MachineLag lag;
+    const bool was_told = job_->wait_for_errors("the job hangs: rank ", start_s + limit_s + 30);
+    const auto told = Clock::now();
+    const double found_s = was_told ? hangs_for_s() : 0;
+    const double found_lag_s = lag.seconds();
+    if (pids_.empty()) pids_ = ranks_of(*job_);
+    result_ = job_->wait(20);
+    const double ended_s = seconds_since(told);
+    ASSERT_TRUE(was_told) << result_.err;
+    EXPECT_LT(found_s, limit_s + kFoundWithin + found_lag_s) << result_.err;
+    EXPECT_LT(ended_s, kEndsWithin + lag.seconds() - found_lag_s) << result_.err;
     EXPECT_EQ(result_.status, kHungExitCode) << result_.err;
+    EXPECT_TRUE(std::none_of(pids_.begin(), pids_.end(), is_running)) << "a rank outlives its job";
+  }
+
+  // For hangs right behind a step.
+  double seconds_since_last_step() const {
+    const auto logged = fs::last_write_time(run_ / "metrics.jsonl");
+    return std::chrono::duration<double>(fs::file_time_type::clock::now() - logged).count();
   }
 
   fs::path record_of(int rank) const {
@@ -169,17 +194,16 @@ TEST_F(Hang, ARunThatGoesOnHasTheLimitOfTraining) {
 TEST_F(Hang, ARankThatWaitsForDataIsNamed) {
   const auto began = Clock::now();
   const std::string stall = "2 60 " + (run_ / "stalls").string();
-  Command job(
+  job_.emplace(
       train_words(small_run(config_) +
                   Words{"--validation.no_enable", "--experimental.custom_import",
                         std::string(TITAN_BINARY_DIR) + "/lib/libstalling_source.so", "--training.dataset",
                         "stalling", "--training.dataset_path", stall, "--training.steps", "1000000",
                         "--job.dump_folder", run_.string(), "--comm.data_timeout_seconds", "2"} +
                   limits(30) + ranks(kRanks)),
-      {{"OMP_NUM_THREADS", "1"}});
-  result_ = job.wait(60);
+      Command::Variables{{"OMP_NUM_THREADS", "1"}});
+  expect_end_of([&] { return seconds_since_last_step(); }, 2, /*start_s=*/30);
   EXPECT_LT(seconds_since(began), 55);
-  EXPECT_EQ(result_.status, kHungExitCode) << result_.err;
   EXPECT_THAT(result_.err,
               ContainsRegex("rank 2 of 3 \\([^)]*\\) hangs in data of step [0-9]*, without progress for "
                             "[0-9.]* s \\(limit 2 s, comm.data_timeout_seconds\\)"));
@@ -187,22 +211,78 @@ TEST_F(Hang, ARankThatWaitsForDataIsNamed) {
   expect_dumps({0, 1, 2});
 }
 
+/// In front of whose second call in a step a rank stands, and what its stack has then.
+struct Operator {
+  const char* name;
+  const char* op;
+  const char* frame;
+};
+void PrintTo(const Operator& op, std::ostream* out) { *out << op.name; }
+
+/// A rank that stands still in the midst of its step while its process lives, and its watchdog with it: so it
+/// tells of itself, where it hangs.
+class HangingStep : public Hang, public ::testing::WithParamInterface<Operator> {
+ protected:
+  static constexpr int kStep = 4;
+
+  void start_and_hang(const std::string& op) {
+    const fs::path steps = fresh_folder("steps");
+    std::ofstream(steps / ("hold." + std::to_string(kStep))) << "\n";
+    const Words held = {"--experimental.custom_import",
+                        std::string(TITAN_BINARY_DIR) + "/lib/libheld_step.so", "--checkpoint.enable",
+                        "--checkpoint.interval", "1000000"};
+    ASSERT_NO_FATAL_FAILURE(
+        start(limits(5) + held + Words{"--log-rank", "all"}, {{"TITAN_TEST_STEPS", steps.string()},
+                                                              {"TITAN_TEST_HELD_RANK", "1"},
+                                                              {"TITAN_TEST_HELD_OP", op},
+                                                              {"TITAN_TEST_HELD_NORM", "2"}}));
+    const std::string held_file = "held." + std::to_string(kStep) + "." + std::to_string(pids_[1]);
+    ASSERT_TRUE(wait_until([&] { return fs::exists(steps / held_file); }));
+  }
+};
+
+TEST_P(HangingStep, IsNamedWithItsPhaseAndWhereItStands) {
+  ASSERT_NO_FATAL_FAILURE(start_and_hang(GetParam().op));
+  expect_end(Clock::now(), 5);
+  // Which of the ranks is overdue first is a matter of when they look: the one that hangs, or its peers.
+  const std::string who = "rank 1 of 3 \\([^)]*, pid " + std::to_string(pids_[1]) + "\\) ";
+  const std::string where = "forward_backward of step " + std::to_string(kStep) + ", ";
+  const std::string limit = "\\(limit 5 s, comm.train_timeout_seconds\\)";
+  EXPECT_THAT(result_.err,
+              AnyOf(ContainsRegex(who + "hangs in " + where + "without progress for [0-9.]* s " + limit),
+                    ContainsRegex(who + "doesn't come to what the others wait for: it is in " + where +
+                                  "for [0-9.]* s without progress.*" + limit)));
+  EXPECT_THAT(result_.err, ContainsRegex("rank 1 \\([^)]*\\) is at compute, " + where));
+  for (int rank = 0; rank < kRanks; ++rank)
+    EXPECT_THAT(result_.err, HasSubstr("the job hangs: rank " + std::to_string(rank) + " ("));
+  EXPECT_GE(count_of(result_.err, "its threads:"), kRanks) << "each rank prints its stack";
+  expect_dumps({0, 1, 2});
+  EXPECT_THAT(text_of(run_ / "comm_traces" / "stacks_1.txt"),
+              AllOf(HasSubstr("libheld_step.so"), HasSubstr(GetParam().frame)));
+  EXPECT_THAT(result_.err, HasSubstr(GetParam().frame));
+}
+
+INSTANTIATE_TEST_SUITE_P(Compute, HangingStep,
+                         ::testing::Values(Operator{"Forward", "titan::rms_norm", "titan::ops::rms_norm("},
+                                           Operator{"Backward", "titan::rms_norm_backward",
+                                                    "titan::train::GraphRoot::backward("}),
+                         [](const auto& info) { return info.param.name; });
+
 // As where the file system that it writes to hangs, which takes no record either: here a pipe that nobody
 // reads. The stacks are printed, and the job ends as it should.
 TEST_F(Hang, ASaveThatHangsIsNamed) {
   const auto began = Clock::now();
   fs::create_directories(run_ / "comm_traces");
   ASSERT_EQ(::mkfifo((run_ / "comm_traces" / ".rank_1.json.tmp").c_str(), 0600), 0);
-  Command job(
+  job_.emplace(
       train_words(resumable(config_) +
                   Words{"--experimental.custom_import",
                         std::string(TITAN_BINARY_DIR) + "/lib/libhanging_save.so",
                         "--comm.checkpoint_timeout_seconds", "2", "--job.dump_folder", run_.string()} +
                   limits(30) + ranks(kRanks)),
-      {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_HANGING_RANK", "1"}});
-  result_ = job.wait(60);
+      Command::Variables{{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_HANGING_RANK", "1"}});
+  expect_end_of([&] { return seconds_since_last_step(); }, 2, /*start_s=*/30);
   EXPECT_LT(seconds_since(began), 55);
-  EXPECT_EQ(result_.status, kHungExitCode) << result_.err;
   EXPECT_THAT(result_.err, ContainsRegex("rank 1 of 3 \\([^)]*\\) hangs in save of step [0-9]*, without "
                                          "progress for [0-9.]* s \\(limit 2 s, "
                                          "comm.checkpoint_timeout_seconds\\)"));
@@ -237,7 +317,7 @@ TEST_F(Hang, NightlyEveryRankInTurn) {
   if (!in_full()) GTEST_SKIP() << "a long form: TITAN_TEST_HANGS=all";
   for (int i = 0; i < 12 && !HasFailure(); ++i) {
     fs::remove_all(run_);
-    ASSERT_NO_FATAL_FAILURE(start(limits(5)));
+    ASSERT_NO_FATAL_FAILURE(start(limits(5) + Words{"--log-rank", "all"}));
     sleep_s(0.05 * i);
     const auto stopped = Clock::now();
     ASSERT_EQ(::kill(pids_[i % 3], SIGSTOP), 0);

@@ -1,7 +1,8 @@
 // Holds a run in front of a step until a test lets it go. As `--experimental.custom_import`: each rank waits
 // in front of step N as long as the folder that TITAN_TEST_STEPS names has the file hold.N, and leaves the
 // file held.N.PID when it begins to. With TITAN_TEST_HELD_NORM=K it waits within the step, in front of the
-// K-th norm that it computes there; 0: in front of its first forward.
+// K-th norm that it computes there; 0: in front of its first forward. TITAN_TEST_HELD_OP has another operator
+// take the norm's place, and with TITAN_TEST_HELD_RANK only this rank waits.
 
 #include <unistd.h>
 
@@ -46,9 +47,10 @@ class HeldStep : public titan::train::RunObserver {
 
 std::atomic<int64_t> step_of_norms{0}, num_norms{0};
 int64_t held_norm = 0;
+std::string held_op = "titan::rms_norm";
 
 std::unique_ptr<at::ObserverContext> see_norm(const at::RecordFunction& function) {
-  if (std::string_view(function.name()) == "titan::rms_norm" && ++num_norms == held_norm)
+  if (std::string_view(function.name()) == held_op && ++num_norms == held_norm)
     wait_while_held(folder_of_steps(), step_of_norms);
   return nullptr;
 }
@@ -57,6 +59,7 @@ class HeldNorm : public titan::train::RunObserver {
  public:
   explicit HeldNorm(int64_t number) {
     held_norm = number;
+    if (const char* op = std::getenv("TITAN_TEST_HELD_OP")) held_op = op;
     at::addGlobalCallback(at::RecordFunctionCallback(see_norm).scopes({at::RecordScope::FUNCTION}));
   }
   void begin(titan::train::Phase phase, int64_t step) override {
@@ -74,6 +77,8 @@ extern "C" void titan_register() {
   // Where the parts of a run are seen; nothing of it is saved.
   titan::train::saved_objects().add(
       "held_step", [](titan::train::TrainerParts& parts) -> std::unique_ptr<titan::checkpoint::Stateful> {
+        const char* rank = std::getenv("TITAN_TEST_HELD_RANK");
+        if (rank && std::atoi(rank) != parts.world.rank()) return nullptr;
         if (const char* norm = std::getenv("TITAN_TEST_HELD_NORM")) {
           parts.observers.push_back(std::make_unique<HeldNorm>(std::atoll(norm)));
         } else {

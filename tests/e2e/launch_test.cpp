@@ -355,8 +355,8 @@ TEST(Init, ATakenPortIsNamed) {
   EXPECT_LT(results[0].elapsed_s, 30);
 }
 
-// What Debian's /etc/hosts says of a host's own name.
-TEST(Init, AHostNameThatIsALoopbackAddress) {
+// What Debian's /etc/hosts says of a host's own name (host_names_test.cpp has the names).
+TEST(Init, ALoopbackAddressOfAnotherNumber) {
   std::vector<Command::Variables> ranks = {plain("0", "2", some_port()), plain("1", "2", some_port())};
   for (auto& variables : ranks) variables["MASTER_ADDR"] = "127.0.1.1";
   for (const auto& result : run_ranks(ranks)) EXPECT_THAT(result.out, HasSubstr("sum 1")) << result.err;

@@ -12,6 +12,7 @@ namespace titan::testing {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 namespace fs = std::filesystem;
@@ -87,11 +88,24 @@ class PeerRestart : public ::testing::Test {
     const std::vector<int> ranks = wait_for(job, step, num_ranks, kept);
     ASSERT_FALSE(ranks.empty());
     ::kill(ranks.at(rank), SIGKILL);
+    let_go(step);  // the others meet the loss within the step
     ASSERT_TRUE(wait_until([&] {
       const std::vector<int> now = ranks_of(job);
       return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
     }));
-    let_go(step);
+  }
+
+  /// Of a state that is complete: its files keep their sizes.
+  static void damage(const fs::path& state) {
+    int num_damaged = 0;
+    for (const auto& file : fs::directory_iterator(state)) {
+      if (file.path().extension() != ".safetensors") continue;
+      std::fstream stream(file.path(), std::ios::in | std::ios::out | std::ios::binary);
+      stream.seekp(-4, std::ios::end);
+      stream.write("\x55\x55\x55\x55", 4);
+      ++num_damaged;
+    }
+    EXPECT_GT(num_damaged, 0) << state;
   }
 
   void expect_same_curve(const Words& undisturbed, double tolerance) const {
@@ -135,6 +149,37 @@ TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
   expect_same_curve(words(), 0);
 }
 
+// A lost rank costs what was done since the last multiple of five. The disk has a state too, of fewer steps,
+// whose files nobody reads: that they are damaged isn't noticed.
+TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
+  hold(6);
+  hold(13);
+  hold(18);
+  Command job = start(with_peers("5", {"--checkpoint.interval", "7"}));
+  // While one state is being kept another would be skipped.
+  ASSERT_FALSE(wait_for(job, 6, 3, /*kept=*/5).empty());
+  let_go(6);
+  for (const int64_t kept : {10, 15}) {
+    const int64_t held = kept + 3, on_disk = kept / 7 * 7;
+    const std::vector<int> ranks = wait_for(job, held, 3, kept);
+    ASSERT_FALSE(ranks.empty());
+    ASSERT_TRUE(wait_until([&] { return fs::exists(step_folder(run_, static_cast<int>(on_disk))); }));
+    damage(step_folder(run_, static_cast<int>(on_disk)));
+    ::kill(ranks.at(kept % 2), SIGKILL);
+    let_go(held);  // the others meet the loss within the step
+  }
+  const CommandResult result = job.wait(100);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(
+      result.err,
+      AllOf(HasSubstr("restart 2 of 9"), HasSubstr("step 10 is in memory; the newest on disk is step 7"),
+            HasSubstr("the run goes on behind step 10, loaded from " + memory_.string()),
+            HasSubstr("step 15 is in memory; the newest on disk is step 14"),
+            HasSubstr("the run goes on behind step 15, loaded from " + memory_.string())));
+  EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("loaded from " + run_.string()), HasSubstr("passed over"))));
+  expect_same_curve(words(), 0);
+}
+
 TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
   const Words elastic = {"--min-ranks", "2", "--rejoin-after", "never"};
   hold(11);
@@ -156,12 +201,7 @@ TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
   const auto newest =
       std::find_if(kept.begin(), kept.end(), [](const auto& path) { return step_of(path) == 42; });
   ASSERT_NE(newest, kept.end());
-  for (const auto& file : fs::directory_iterator(*newest)) {
-    if (file.path().extension() != ".safetensors") continue;
-    std::fstream stream(file.path(), std::ios::in | std::ios::out | std::ios::binary);
-    stream.seekp(-4, std::ios::end);
-    stream.write("\x55\x55\x55\x55", 4);
-  }
+  damage(*newest);
   kill_rank(job, 1, 44, 3, /*kept=*/42);
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;

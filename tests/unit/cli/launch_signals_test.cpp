@@ -1,6 +1,8 @@
 #include "cli/launch_signals.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <thread>
@@ -57,6 +59,46 @@ TEST(TakenSignals, ThoseThatHaveAHandlerOrAreReadFromADescriptor) {
   EXPECT_FALSE(takes(getpid(), SIGUSR2)) << "nothing would come of it";
   signal(SIGUSR2, before);
   EXPECT_FALSE(takes(999'999'999, SIGUSR2)) << "there is no such process";
+}
+
+/// A process of `group` (0: its own) that does `action` at SIGQUIT, and otherwise waits.
+pid_t start_waiting(pid_t group, void (*action)(int)) {
+  int ready[2];
+  EXPECT_EQ(pipe(ready), 0);
+  const pid_t process = fork();
+  if (process == 0) {
+    setpgid(0, group);
+    signal(SIGQUIT, action);
+    if (write(ready[1], "r", 1) != 1) _exit(1);
+    while (true) pause();
+  }
+  close(ready[1]);
+  char byte = 0;
+  EXPECT_EQ(read(ready[0], &byte, 1), 1);
+  close(ready[0]);
+  return process;
+}
+
+int status_of(pid_t process) {
+  int status = 0;
+  waitpid(process, &status, 0);
+  return status;
+}
+
+TEST(TakenSignals, OfAGroupOnlyThoseWithAHandlerAreSentOne) {
+  const pid_t ignores = start_waiting(0, SIG_IGN);
+  const pid_t dies_of_it = start_waiting(ignores, SIG_DFL);
+  EXPECT_EQ(signal_takers(ignores, SIGQUIT), 0) << "neither would say anything";
+  const pid_t answers = start_waiting(ignores, [](int) { _exit(42); });
+  const pid_t of_another_group = start_waiting(0, [](int) { _exit(43); });
+  EXPECT_EQ(signal_takers(ignores, SIGQUIT), 1);
+  const int answer = status_of(answers);
+  EXPECT_TRUE(WIFEXITED(answer) && WEXITSTATUS(answer) == 42) << answer;
+  for (const pid_t process : {ignores, dies_of_it, of_another_group}) {
+    kill(process, SIGKILL);
+    const int status = status_of(process);
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "it had ended before: " << status;
+  }
 }
 
 }  // namespace

@@ -1,0 +1,107 @@
+// Lost ranks of a pipeline and of context parallelism: what is left is a group that the mesh fits, and the
+// run stays the one that nobody disturbed.
+
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "e2e/live_run.h"
+#include "e2e/resume_run.h"
+
+namespace titan::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Clock = std::chrono::steady_clock;
+namespace fs = std::filesystem;
+
+struct Mesh {
+  const char* name;
+  Words words;
+  bool grows;  // by time, behind the loss
+};
+void PrintTo(const Mesh& mesh, std::ostream* out) { *out << mesh.name; }
+
+class ElasticMesh : public ::testing::TestWithParam<Mesh> {
+ protected:
+  /// 4 ranks, of which pairs make a replica: 24 steps, saved behind each fifth.
+  Words words() const {
+    return resumable(config_) + Words{"--nproc",          "4",  "--training.local_batch_size", "2",
+                                      "--training.steps", "24", "--lr_scheduler.total_steps",  "24"} +
+           GetParam().words;
+  }
+  /// One that waits in front of the steps that hold() names, so that what a test does there it does in time.
+  Command start(const Words& more) const {
+    const Words held = {"--experimental.custom_import",
+                        std::string(TITAN_BINARY_DIR) + "/lib/libheld_step.so"};
+    return Command(train_words(words() + held + more + Words{"--job.dump_folder", run_.string()}),
+                   {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_STEPS", steps_.string()}});
+  }
+  void hold(int64_t step) const { std::ofstream(steps_ / ("hold." + std::to_string(step))) << "\n"; }
+  void let_go(int64_t step) const { fs::remove(steps_ / ("hold." + std::to_string(step))); }
+  /// The ranks that wait in front of `step`, once there are so many; else none.
+  std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks) const {
+    std::vector<int> ranks;
+    const bool came = wait_until([&] {
+      ranks = ranks_of(job);
+      return ranks.size() == num_ranks && std::all_of(ranks.begin(), ranks.end(), [&](int pid) {
+               return fs::exists(steps_ / ("held." + std::to_string(step) + "." + std::to_string(pid)));
+             });
+    });
+    return came ? ranks : std::vector<int>();
+  }
+
+  const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"), steps_ = fresh_folder("steps");
+};
+
+TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
+  const bool grows = GetParam().grows;
+  const auto straight = fresh_folder("straight");
+  train_log(straight, words());
+
+  hold(12);
+  hold(18);
+  Command job = start({"--max-restarts", "3", "--min-ranks", "2", "--rejoin-after", grows ? "2" : "never"});
+  const std::vector<int> first = wait_for(job, 12, 4);
+  ASSERT_EQ(first.size(), 4u);
+  const auto lost = Clock::now();
+  ::kill(first[2], SIGKILL);
+  let_go(12);  // to the others, which can't make this step without it
+
+  ASSERT_TRUE(wait_until([&] {
+    const std::vector<int> now = ranks_of(job);
+    return now.size() == 2 &&
+           std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
+  }));
+  // The smaller group makes its steps, however long that takes here, before the launcher can call them back.
+  if (grows) job.signal(SIGSTOP);
+  EXPECT_EQ(wait_for(job, 18, 2).size(), 2u) << "step " << last_logged_step(run_);
+  if (grows) {
+    job.signal(SIGCONT);
+    EXPECT_TRUE(job.wait_for_errors("all ranks are asked to stop behind the step that they are at"));
+    EXPECT_GE(Clock::now() - lost, std::chrono::seconds(2));
+  }
+  let_go(18);
+
+  const CommandResult result = job.wait(90);
+  ASSERT_EQ(result.status, 0) << result.err;
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("rank 2 is lost"), HasSubstr("start 2 (restart 1 of 3): 2 of 4 ranks")));
+  if (grows) {
+    EXPECT_THAT(result.err, HasSubstr("start 3 (restart 1 of 3): 4 of 4 ranks"));
+    EXPECT_GE(number_behind(result.err, "the run goes on behind step "), 17) << result.err;
+  }
+  expect_near(curve_of(run_), curve_of(straight));
+}
+
+const Mesh kMeshes[] = {
+    {.name = "Pipeline", .words = {"--parallelism.pipeline_parallel_degree", "2"}, .grows = true},
+    {.name = "Context", .words = {"--parallelism.context_parallel_degree", "2"}, .grows = false}};
+
+INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMesh, ::testing::ValuesIn(kMeshes),
+                         [](const auto& tested) { return tested.param.name; });
+
+}  // namespace
+}  // namespace titan::testing
