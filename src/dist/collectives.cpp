@@ -381,6 +381,19 @@ Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
                 });
 }
 
+namespace {
+
+// While one of NCCL's is open, all that the thread calls is held back, groups' ends among it.
+void close_batch(c10d::Backend& backend) {
+  try {
+    backend.endCoalescing();
+  } catch (const std::exception&) {
+    // What broke it is on its way to the caller.
+  }
+}
+
+}  // namespace
+
 bool Group::has_batches(c10::Device device) const {
   // The host's tensors go by gloo where the group's own backend takes only a device's.
   const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);
@@ -391,7 +404,8 @@ template <class Add>
 Work Group::launch_batch(int op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add) {
   const char* name = name_of(static_cast<CollectiveOp>(op));
   TITAN_CHECK(!tensors.empty() && has_batches(tensors[0].device()), name, " of ", tensors.size(),
-              " tensors in one call in group '", name_, "', whose backend is ", backend_name());
+              " tensors in one call in group '", name_, "', ",
+              closed_ ? "which was closed when a call failed" : "whose backend is " + backend_name());
   const at::Tensor& first = tensors[0];
   for (const at::Tensor& tensor : tensors) {
     check_call(*this, name, tensor, first, 1, 1);
@@ -406,9 +420,14 @@ Work Group::launch_batch(int op, const std::vector<at::Tensor>& tensors, int pee
   call.in = call.out;
   Work work = launch(call, first, first, [&](auto& backend, auto&, auto&) {
     backend.startCoalescing();
-    for (const at::Tensor& tensor : tensors) {
-      std::vector<at::Tensor> one = {tensor};
-      add(backend, one);
+    try {
+      for (const at::Tensor& tensor : tensors) {
+        std::vector<at::Tensor> one = {tensor};
+        add(backend, one);
+      }
+    } catch (const std::exception&) {
+      close_batch(backend);
+      throw;
     }
     return backend.endCoalescing();
   });

@@ -138,6 +138,27 @@ TEST(FsdpEngineStale, WritesToShardsAreSeenByTheNextForward) {
   }
 }
 
+// Of whole shards too, as one rank's and DDP's are: casts of them go where gathered copies would.
+TEST(FsdpEngineCast, GoesWithItsUse) {
+  const int size = testing::world().size();
+  const at::Tensor x = input_rows(2, 6, at::kFloat);
+  for (const bool keeps : {false, true}) {
+    Toy model = sharded_toy(
+        {}, at::kFloat,
+        {.mesh = mesh_of({.replicate = size, .shard = 1}),
+         .param_dtype = at::kBFloat16,
+         .reshard_after_forward = keeps ? ReshardAfterForward::never() : ReshardAfterForward::always()});
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = model(x).abs().sum();
+      const FsdpStats stats = fsdp_stats(model);
+      EXPECT_GT(stats.groups, 0);
+      EXPECT_EQ(stats.gathered_groups, keeps ? stats.groups : 0) << "step " << step;
+      loss.backward();
+      EXPECT_EQ(fsdp_stats(model).gathered_groups, 0) << "step " << step;
+    }
+  }
+}
+
 // What the outermost group computes in bf16 leaves it in another type, exactly; gradients come back through
 // the cast.
 TEST(FsdpEngineOutput, HasTheDtypeAskedFor) {

@@ -1,5 +1,5 @@
-// Messages that go in one call, over a backend that has such calls as NCCL has them: a batched message never
-// meets one that isn't, and a call is done when its last message is.
+// Messages that go in one call, over a backend that has such calls, stricter than NCCL: a batched message
+// never meets one that isn't. A call is done when its last message is.
 
 #include <algorithm>
 
@@ -50,12 +50,16 @@ class BatchingBackend final : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void startCoalescing() override { open_ = true; }
+  bool is_open() const { return open_; }
   WorkPtr endCoalescing() override {
     open_ = false;
     batches.push_back(works_.size());
     return c10::make_intrusive<AllOf>(std::exchange(works_, {}));
   }
-  WorkPtr send(Tensors& tensors, int peer, int) override { return add(gloo_->send(tensors, peer, open_)); }
+  WorkPtr send(Tensors& tensors, int peer, int) override {
+    if (fails_at && works_.size() + 1 == fails_at) throw std::runtime_error("the network is down");
+    return add(gloo_->send(tensors, peer, open_));
+  }
   WorkPtr recv(Tensors& tensors, int peer, int) override { return add(gloo_->recv(tensors, peer, open_)); }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return gloo_->allreduce(tensors, options);
@@ -63,6 +67,7 @@ class BatchingBackend final : public c10d::Backend {
 
   std::vector<size_t> batches;  // their sizes
   size_t num_single = 0;
+  size_t fails_at = 0;  // the message of a batch, from 1, that can't be sent
 
  private:
   WorkPtr add(WorkPtr work) {
@@ -104,6 +109,8 @@ class BatchingWorld {
     auto backends = std::make_unique<dist::GroupBackends>();
     backends->main = batching;
     const std::vector<int> ranks = {0, 1};
+    auto checker = std::make_unique<dist::CallChecker>(
+        impl_->spec_of(purpose, purpose, "calls", world().rank(), 2), ranks);
     impl_->groups[{ranks, purpose}] =
         std::make_shared<dist::Group>(dist::Group::Parts{.name = purpose,
                                                          .purpose = purpose,
@@ -111,7 +118,7 @@ class BatchingWorld {
                                                          .my_world_rank = world().rank(),
                                                          .backends = std::move(backends),
                                                          .recorder = impl_->recorder,
-                                                         .checker = nullptr});
+                                                         .checker = std::move(checker)});
     return batching;
   }
 
@@ -135,6 +142,52 @@ TEST(MessageBatches, ArriveInOneCall) {
   const auto calls = batching.recorder().snapshot();
   ASSERT_EQ(calls.size(), 1u);
   EXPECT_EQ(calls[0].bytes, 24);
+  EXPECT_EQ(calls[0].sequence, 0u);
+  EXPECT_EQ(calls[0].peer, 1 - world().rank());
+  EXPECT_EQ(calls[0].op, world().rank() == 0 ? dist::CollectiveOp::Send : dist::CollectiveOp::Receive);
+  EXPECT_EQ(calls[0].out.num_dims, 2);
+  EXPECT_THAT(std::vector(calls[0].out.dims.begin(), calls[0].out.dims.begin() + 2),
+              ::testing::ElementsAre(2, 3));
+}
+
+// What a rank that joined other messages than its peer would come to.
+TEST(MessageBatches, OneThatMeetsASingleMessageIsNamed) {
+  BatchingWorld batching("mismatch");
+  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  const Tensors two = {at::zeros({3}), at::zeros({3})};
+  if (world().rank() == 0) {
+    group->send(two, 1, {"t"}).wait();
+  } else {
+    try {
+      group->receive(at::zeros({3}), 0, {"t"}).wait();
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("[2, 3]"));
+    }
+    // What was sent comes to its end, past the group.
+    batching.down->startCoalescing();
+    for (const at::Tensor& tensor : two) {
+      Tensors part = {tensor};
+      batching.down->recv(part, 0, 0);
+    }
+    batching.down->endCoalescing()->wait();
+  }
+  world().everyone()->barrier({"test::end"}).wait();
+}
+
+// Its first message, so that nothing is on its way to the other rank.
+TEST(MessageBatches, OneThatFailsIsClosed) {
+  BatchingWorld batching("failure");
+  if (world().rank() != 0) return;
+  const auto group = batching.get().group({0, 1}, "", "pipeline.down");
+  batching.down->fails_at = 1;
+  try {
+    group->send(Tensors{at::zeros({3}), at::zeros({3})}, 1, {"t"}).wait();
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("the network is down"));
+  }
+  EXPECT_FALSE(batching.down->is_open());
 }
 
 TEST(MessageBatches, AreRefusedWhereThereAreNone) {

@@ -31,15 +31,15 @@ std::vector<dist::CallRecord> calls_of(const char* phase, const Run& run) {
 class OperationWatch {
  public:
   using Watch = std::function<void(const std::string& name, const std::vector<c10::IValue>& outputs)>;
-  explicit OperationWatch(Watch watch)
-      : handle_(at::addGlobalCallback(at::RecordFunctionCallback(nullptr, &OperationWatch::note)
-                                          .needsOutputs(true)
-                                          .scopes({at::RecordScope::FUNCTION}))) {
-    watch_ = std::move(watch);
+  explicit OperationWatch(Watch watch) {
+    set(std::move(watch));
+    handle_ = at::addGlobalCallback(at::RecordFunctionCallback(nullptr, &OperationWatch::note)
+                                        .needsOutputs(true)
+                                        .scopes({at::RecordScope::FUNCTION}));
   }
   ~OperationWatch() {
     at::removeCallback(handle_);
-    watch_ = nullptr;
+    set(nullptr);
   }
   OperationWatch(const OperationWatch&) = delete;
   OperationWatch& operator=(const OperationWatch&) = delete;
@@ -49,9 +49,13 @@ class OperationWatch {
     const std::lock_guard lock(mutex_);
     if (watch_) watch_(call.name(), call.outputs());
   }
+  static void set(Watch watch) {
+    const std::lock_guard lock(mutex_);
+    watch_ = std::move(watch);
+  }
   inline static std::mutex mutex_;
   inline static Watch watch_;
-  at::CallbackHandle handle_;
+  at::CallbackHandle handle_ = 0;
 };
 
 }  // namespace titan::testing
