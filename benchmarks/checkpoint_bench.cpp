@@ -1,7 +1,7 @@
 // Saving and loading a whole checkpoint: the other side of pytorch/dcp_bench.py.
 //
-//   titan launch -n 2 -- checkpoint_bench [--folder DIR] [--runs N] [--threads N] [--compute-ms T] [--memory
-//   DIR] [--only save | async]
+//   titan launch -n 2 -- checkpoint_bench [--folder DIR] [--runs N] [--threads N] [--compute-ms T]
+//   [--span-ms T] [--memory DIR] [--only save | async | taken]
 //
 // The 134M Llama's parameters and AdamW's two moments (1.6 GB in fp32), cut by rows over all ranks. Prints a
 // JSON object of medians over the runs (default 5, after one of warm-up), each of the slowest rank: save_s;
@@ -14,6 +14,10 @@
 // wait for the copy behind the T ms, and staged_lost_s, which is as long as the products that weren't done in
 // the T ms would have taken, by the number of those done in T ms just before, with nothing under way.
 //
+// async_taken_s and staged_taken_s: all that such a save takes from what computes beside it, from the call
+// until long behind its end: --span-ms (4,000), less the time that the products done meanwhile take with
+// nothing under way.
+//
 // Then the same in memory (--memory DIR, default /dev/shm): memory_blocked_s, memory_total_s (until the
 // generation is complete) and memory_load_s with all ranks on one host, which makes no copies;
 // peers_blocked_s, peers_total_s and peers_load_s with each rank as if on a host of its own, its file copied
@@ -21,7 +25,7 @@
 // whose ranks bring their files back from the copies.
 //
 // --only save: synchronous saves, and loads, alone; --only async: asynchronous ones with the copy in the
-// call.
+// call; --only taken: what asynchronous ones take in all.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -58,17 +62,20 @@ using Options = std::map<std::string, std::string>;
 using Figures = std::map<std::string, std::vector<double>>;
 
 Options parse(const std::vector<std::string>& args) {
-  Options options = {{"folder", "/var/tmp"}, {"runs", "5"},          {"threads", "2"},
-                     {"compute-ms", "300"},  {"memory", "/dev/shm"}, {"only", ""}};
+  Options options = {{"folder", "/var/tmp"}, {"runs", "5"},          {"threads", "2"}, {"compute-ms", "300"},
+                     {"span-ms", "4000"},    {"memory", "/dev/shm"}, {"only", ""}};
   for (size_t i = 0; i + 1 < args.size(); i += 2) {
     TITAN_CHECK(args[i].starts_with("--") && options.contains(args[i].substr(2)), "unknown option ", args[i]);
     options[args[i].substr(2)] = args[i + 1];
   }
   TITAN_CHECK(args.size() % 2 == 0, args.back(), " needs a value");
   const std::string& only = options["only"];
-  TITAN_CHECK(only.empty() || only == "save" || only == "async", "--only takes save or async");
+  TITAN_CHECK(only.empty() || only == "save" || only == "async" || only == "taken",
+              "--only takes save, async or taken");
   return options;
 }
+
+double seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -155,13 +162,18 @@ class Bench {
         runs_(std::stoi(options.at("runs"))),
         threads_(std::stoi(options.at("threads"))),
         compute_(std::stoi(options.at("compute-ms"))),
+        span_(std::stoi(options.at("span-ms"))),
         only_(options.at("only")),
         model_(mesh_, {""}),
         optimizer_(mesh_, {"exp_avg.", "exp_avg_sq."}) {}
 
   void run() {
-    if (only_ != "async") synchronous();
-    if (only_ != "save") asynchronous(AsyncMode::Copied, "async");
+    if (only_.empty() || only_ == "save") synchronous();
+    if (only_.empty() || only_ == "async") asynchronous(AsyncMode::Copied, "async");
+    if (only_.empty() || only_ == "taken") {
+      all_that_is_taken(AsyncMode::Copied, "async");
+      all_that_is_taken(AsyncMode::Staged, "staged");
+    }
     if (only_.empty()) {
       asynchronous(AsyncMode::Staged, "staged");
       clear();
@@ -231,7 +243,7 @@ class Bench {
     for (int run = -1; run < runs_; ++run) {
       clear();
       // All ranks at once, as they share the cores beside the copy too.
-      const int64_t products_alone = mode == AsyncMode::Staged ? products() : 0;
+      const int64_t products_alone = mode == AsyncMode::Staged ? products(compute_) : 0;
       barrier();
       const ExtraMemory memory;
       const auto start = Clock::now();
@@ -239,7 +251,7 @@ class Bench {
       double blocked = seconds_since(start);
       if (mode == AsyncMode::Staged) {
         add(name + "_called_s", blocked, run);
-        const double lost = lost_seconds(products_alone, products());
+        const double lost = lost_seconds(products_alone, products(compute_));
         const auto waiting = Clock::now();
         checkpointer.wait_for_staging();
         blocked += lost + seconds_since(waiting);
@@ -289,17 +301,33 @@ class Bench {
     });
   }
 
+  void all_that_is_taken(AsyncMode mode, const std::string& name) {
+    Checkpointer checkpointer = this->checkpointer(mode);
+    for (int run = -1; run < runs_; ++run) {
+      clear();
+      const double per_second = static_cast<double>(products(span_ / 2)) / seconds(span_ / 2);
+      barrier();
+      const auto start = Clock::now();
+      checkpointer.save(1);
+      int64_t count = products(compute_);
+      checkpointer.wait_for_staging();  // as an optimizer step would
+      while (Clock::now() - start < span_) count += products(compute_);
+      add(name + "_taken_s", seconds_since(start) - static_cast<double>(count) / per_second, run);
+      checkpointer.finish();
+    }
+  }
+
   // As a training step's: a thread of them, as many as are done in the given time.
-  int64_t products() const {
+  static int64_t products(Clock::duration time) {
     const at::Tensor factor = at::ones({256, 256});
     const auto start = Clock::now();
     int64_t count = 0;
-    for (; Clock::now() - start < compute_; ++count) at::mm(factor, factor);
+    for (; Clock::now() - start < time; ++count) at::mm(factor, factor);
     return count;
   }
   double lost_seconds(int64_t alone, int64_t beside) const {
     const double share = static_cast<double>(beside) / static_cast<double>(std::max<int64_t>(1, alone));
-    return std::chrono::duration<double>(compute_).count() * std::max(0.0, 1 - share);
+    return seconds(compute_) * std::max(0.0, 1 - share);
   }
 
   void drop_from_memory(const std::filesystem::path& step) {
@@ -315,7 +343,7 @@ class Bench {
   const DeviceMesh mesh_;
   const std::filesystem::path folder_, memory_;
   const int runs_, threads_;
-  const std::chrono::milliseconds compute_;
+  const std::chrono::milliseconds compute_, span_;
   const std::string only_;
   Tensors model_, optimizer_;
   Figures figures_;

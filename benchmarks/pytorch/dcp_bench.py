@@ -6,7 +6,7 @@ object: the other side of checkpoint_bench.
 
 Keys, medians over the runs after one of warm-up, each of the slowest rank: save_s (dcp.save with its default writer, which syncs),
 async_blocked_s (how long dcp.async_save keeps its caller, with a stager that keeps its memory from save to save) and async_total_s
-(until it is written), load_s and load_warm_s (dcp.load into the tensors, with the files out of memory and in it); gigabytes (of all
+(until it is written), async_taken_s (all that it takes from what computes beside it, as checkpoint_bench counts it), load_s and load_warm_s (dcp.load into the tensors, with the files out of memory and in it); gigabytes (of all
 ranks' tensors); save_extra_mib and async_extra_mib (peak memory of a rank above what it had before).
 """
 
@@ -27,6 +27,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="134m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--span", type=float, default=4, help="seconds of computing beside an asynchronous save")
     parser.add_argument("--checkpoints", default="/var/tmp", help="a folder on the disk to measure")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -82,6 +83,7 @@ def num_bytes(state: dict) -> int:
 
 
 def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
+    import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed._state_dict_utils import _create_cpu_state_dict
@@ -108,6 +110,31 @@ def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
             os.sync()
         dist.barrier()
 
+    factor = torch.ones(256, 256)
+
+    def products(seconds: float) -> int:
+        end, count = time.perf_counter() + seconds, 0
+        while time.perf_counter() < end:
+            torch.mm(factor, factor)
+            count += 1
+        return count
+
+    def async_save():
+        future = dcp.async_save(state, checkpoint_id=folder, process_group=background, async_stager=stager)
+        return getattr(future, "upload_completion", future)
+
+    def seconds_taken() -> float:
+        clear()
+        per_second = products(options.span / 2) / (options.span / 2)
+        dist.barrier()
+        begin, count = time.perf_counter(), 0
+        future = async_save()
+        while time.perf_counter() - begin < options.span or not future.done():
+            count += products(0.3)
+        taken = time.perf_counter() - begin - count / per_second
+        future.result()
+        return taken
+
     for _ in range(options.runs + 1):
         clear()
         memory = ExtraMemory()
@@ -121,13 +148,10 @@ def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
         if stager.state_dict_cache is None:
             stager.state_dict_cache = _create_cpu_state_dict(state)
         begin = time.perf_counter()
-        future = timed(
-            "async_blocked_s",
-            lambda: dcp.async_save(state, checkpoint_id=folder, process_group=background, async_stager=stager),
-        )
-        getattr(future, "upload_completion", future).result()
+        timed("async_blocked_s", async_save).result()
         figures.setdefault("async_total_s", []).append(time.perf_counter() - begin)
         figures.setdefault("async_extra_mib", []).append(memory.mib())
+        figures.setdefault("async_taken_s", []).append(seconds_taken())
     # What a stager that keeps its memory takes once is of the first save: it counts there.
     extra = max(figures.pop("async_extra_mib"))
     clear()
