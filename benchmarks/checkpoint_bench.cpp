@@ -12,7 +12,8 @@
 //
 // What computes beside a copy computes slower: staged_blocked_s is staged_called_s, the time in the call, the
 // wait for the copy behind the T ms, and staged_lost_s, which is as long as the products that weren't done in
-// the T ms would have taken, by the number of those done in T ms just before, with nothing under way.
+// the T ms would have taken, by the number of those done in T ms just before, with nothing under way. (A save
+// with the copy in its call stands behind T ms of computing too, as in a run.)
 //
 // async_taken_s and staged_taken_s: all that such a save takes from what computes beside it, from the call
 // until long behind its end: --span-ms (4,000), less the time that the products done meanwhile take with
@@ -243,7 +244,7 @@ class Bench {
     for (int run = -1; run < runs_; ++run) {
       clear();
       // All ranks at once, as they share the cores beside the copy too.
-      const int64_t products_alone = mode == AsyncMode::Staged ? products(compute_) : 0;
+      const int64_t products_alone = products(compute_);
       barrier();
       const ExtraMemory memory;
       const auto start = Clock::now();
