@@ -6,8 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/build.sh all
-# Two groups of ranks at a time: on 2 cores that kept 79 % of the processors at work. One at a time wasn't measured.
-test=(ctest --test-dir build --output-on-failure -j "$((2 * $(nproc)))")
+# Three groups of ranks at a time, on 2 cores: two kept 79 % of the processors at work.
+test=(ctest --test-dir build --output-on-failure -j "$((3 * $(nproc)))")
 if [ $# -gt 0 ]; then exec "${test[@]}" "$@"; fi
 results=$PWD/build/test_results.xml
 rm -f "$results"
