@@ -4,7 +4,7 @@
     benchmarks/rebuild_time.py [--files N] [--build DIR] [--output FILE]
 
 The N files (default 10) are one each of the library's batches (a source stands in one with others: CMake's unity builds) that took
-longest when they were compiled last, by the build's own log: the slowest there are. Keys: unchanged_s (nothing touched), slowest_s,
+longest when they were compiled last, by the build's own log (of a build without a compiler cache, too): the slowest there are. Keys: unchanged_s (nothing touched), slowest_s,
 median_s, files (seconds by path). Run it on an idle machine, behind a build."""
 
 import argparse
