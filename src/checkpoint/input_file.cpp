@@ -54,10 +54,6 @@ void InputFile::check_size() const {
                     " when it was opened: somebody changes it"));
 }
 
-void InputFile::will_need(int64_t offset, int64_t num_bytes) const {
-  ::posix_fadvise(fd_, offset, num_bytes, POSIX_FADV_WILLNEED);
-}
-
 void InputFile::drop(int64_t offset, int64_t num_bytes) const {
   ::posix_fadvise(fd_, offset, num_bytes, POSIX_FADV_DONTNEED);
 }

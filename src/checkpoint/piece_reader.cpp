@@ -57,11 +57,6 @@ void BlockReader::read_checked(int64_t first, int64_t last, std::byte* into) con
   if (!problem.empty()) throw Error(problem);
 }
 
-void BlockReader::will_need(int64_t first, int64_t last) const {
-  last = std::min(last, num_blocks());
-  if (first < last) file_.will_need(entry_.offset + begin(first), end(last - 1) - begin(first));
-}
-
 // ---- parts of a tensor
 
 PieceReader::PieceReader(const BlockReader& blocks, const RankFile::Entry& entry, const Box& target_box,
@@ -81,7 +76,6 @@ void PieceReader::read() {
     for (int64_t first = range.first; first < range.last;) {
       const int64_t whole = num_whole_blocks(first, range.last);
       const int64_t last = first + std::min(whole > 0 ? whole : range.last - first, kReadBlocks);
-      blocks_.will_need(last, std::min(last + kReadBlocks, range.last));
       if (whole > 0) {
         read_into_target(first, last);
       } else {

@@ -34,8 +34,6 @@ class BlockReader {
   std::string damage(int64_t first, int64_t last, const std::byte* bytes) const;
   /// read(), and throws Error for damage.
   void read_checked(int64_t first, int64_t last, std::byte* into) const;
-  /// Has the system read blocks [first, last) ahead.
-  void will_need(int64_t first, int64_t last) const;
 
  private:
   const InputFile& file_;

@@ -82,7 +82,6 @@ std::string verify_entry(const detail::InputFile& file, const std::string& name,
   std::string problem;
   for (int64_t first = 0; first < blocks.num_blocks(); first += detail::kReadBlocks) {
     const int64_t last = std::min(first + detail::kReadBlocks, blocks.num_blocks());
-    blocks.will_need(last, last + detail::kReadBlocks);
     blocks.read(first, last, buffer.data());
     if (problem.empty()) problem = blocks.damage(first, last, buffer.data());
     const int64_t num_bytes = blocks.end(last - 1) - blocks.begin(first);
@@ -130,6 +129,7 @@ void RankFile::verify(const std::function<void(int64_t bytes)>& progress) const 
     const std::string problem = verify_entry(impl_->file, name, entry(name), buffer, progress);
     if (!problem.empty()) problems += (problems.empty() ? "" : "\n") + problem;
   }
+  impl_->file.drop(0, 0);  // what lay in units of several tensors
   impl_->file.check_size();
   if (!problems.empty()) throw Error(problems);
 }

@@ -17,23 +17,26 @@ class FileUnderCheck {
  public:
   FileUnderCheck(RankFile header, int64_t rank)
       : header_(std::move(header)), bytes_(header_.path()), rank_(rank) {}
+  ~FileUnderCheck() { drop(0, 0); }
+  FileUnderCheck(const FileUnderCheck&) = delete;
+  FileUnderCheck& operator=(const FileUnderCheck&) = delete;
 
   const RankFile& header() const { return header_; }
   int64_t rank() const { return rank_; }
 
-  /// Fills `buffer`. Why it couldn't; empty: it could. Of what was read no page stays in memory: a large
-  /// checkpoint doesn't drive everything else out of it.
+  /// Fills `buffer`. Why it couldn't; empty: it could.
   std::string read(int64_t offset, std::span<std::byte> buffer) const {
     try {
       bytes_.read(buffer, offset);
-      bytes_.drop(offset, static_cast<int64_t>(buffer.size()));
     } catch (const Error& error) {
       return without_path(error.what(), header_.path());
     }
     return "";
   }
 
-  void will_need(int64_t offset, int64_t num_bytes) const { bytes_.will_need(offset, num_bytes); }
+  /// Of what was read no page stays in memory: a large checkpoint doesn't drive everything else out of it.
+  /// (What the kernel keeps in a larger unit that reaches out of these bytes goes with the whole file.)
+  void drop(int64_t offset, int64_t num_bytes) const { bytes_.drop(offset, num_bytes); }
 
  private:
   RankFile header_;
@@ -118,7 +121,6 @@ void VerifyWork::open_next() {
 
 void VerifyWork::check(const BlockSpan& span, std::vector<std::byte>& buffer) {
   const RankFile::Entry& entry = *span.entry;
-  span.file->will_need(entry.offset + span.first_block * kBlockBytes, span.num_blocks * kBlockBytes);
   for (int64_t block = span.first_block; block < span.first_block + span.num_blocks; ++block) {
     const int64_t begin = block * kBlockBytes, length = std::min(kBlockBytes, entry.num_bytes - begin);
     buffer.resize(static_cast<size_t>(length));
@@ -131,6 +133,7 @@ void VerifyWork::check(const BlockSpan& span, std::vector<std::byte>& buffer) {
            {span.file->header().path(), span.tensor, block, 1, std::move(what)}});
     count(length);
   }
+  span.file->drop(entry.offset + span.first_block * kBlockBytes, span.num_blocks * kBlockBytes);
 }
 
 void VerifyWork::add(Found found) {

@@ -2,9 +2,15 @@
 
 #include "titan/checkpoint/verify.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/vfs.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <random>
@@ -61,6 +67,41 @@ TEST(Verify, AWholeCheckpoint) {
   EXPECT_EQ(last, report.num_bytes);
   EXPECT_EQ(total, report.num_bytes);
   EXPECT_GT(calls, 4);
+}
+
+// Pages of it that are in memory; what only a mapping of it shows isn't read in by being asked for.
+int64_t pages_in_memory(const fs::path& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const size_t num_bytes = fs::file_size(path), page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  void* map = ::mmap(nullptr, num_bytes, PROT_READ, MAP_SHARED, fd, 0);
+  ::close(fd);
+  EXPECT_NE(map, MAP_FAILED);
+  std::vector<unsigned char> pages((num_bytes + page - 1) / page);
+  EXPECT_EQ(::mincore(map, num_bytes, pages.data()), 0);
+  ::munmap(map, num_bytes);
+  return std::ranges::count_if(pages, [](unsigned char flags) { return (flags & 1) != 0; });
+}
+
+// Whoever verifies a large checkpoint beside a run doesn't drive the run's own pages from memory.
+TEST(Verify, LeavesNoPageOfTheFilesInMemory) {
+  const TempFolder folder;
+  struct statfs system = {};
+  ASSERT_EQ(::statfs(folder.path().c_str(), &system), 0);
+  if (system.f_type == TMPFS_MAGIC || system.f_type == RAMFS_MAGIC)
+    GTEST_SKIP() << folder.path() << " is in memory itself";
+  CheckpointToSave save{.world_size = 2, .tensors = {}};
+  for (int i = 0; i < 20; ++i) {  // units of the page cache that several of them share
+    save.tensors.push_back({"t" + std::to_string(i), at::ones({2, kBlockBytes / 4 + 100'000 + i}), {}});
+    save.tensors.back().layout = {{cut("dp", 2, 1, 0)}};
+  }
+  const fs::path step = save_checkpoint(folder.path(), save);
+  ::sync();  // a page that isn't written yet stays
+  const auto pages = [&] {
+    return pages_in_memory(step / file_name(0)) + pages_in_memory(step / file_name(1));
+  };
+  ASSERT_GT(pages(), 0) << "nothing of what was just written is in memory, so that nothing could be left";
+  EXPECT_THAT(lines(verify_step(step)), ElementsAre());
+  EXPECT_EQ(pages(), 0);
 }
 
 TEST(Verify, GoesOnAfterDamage) {
