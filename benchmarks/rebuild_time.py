@@ -3,8 +3,8 @@
 
     benchmarks/rebuild_time.py [--files N] [--build DIR] [--output FILE]
 
-The N files (default 10) are one each of the library's batches (a source stands in one with others: CMake's unity builds) that took
-longest when they were compiled last, by the build's own log (of a build without a compiler cache, too): the slowest there are. Keys: unchanged_s (nothing touched), slowest_s,
+The N files (default 10) are one each of the library's batches (CMake's unity builds compile several sources as one; a few are compiled
+alone) that took longest when they were compiled last, by the build's own log (of a build without a compiler cache, too). Keys: unchanged_s (nothing touched), slowest_s,
 median_s, files (seconds by path). Run it on an idle machine, behind a build."""
 
 import argparse
@@ -21,18 +21,23 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 def seconds_by_batch(build: pathlib.Path) -> dict[str, float]:
-    """Of the last compilation of each of the library's batches."""
+    """Of the last compilation of each of the library's batches, and of the sources that stand in none."""
     seconds = {}
     for line in (build / ".ninja_log").read_text().splitlines()[1:]:
         start, end, _, output, _ = line.split("\t")
-        if re.fullmatch(r"CMakeFiles/titan_\w+\.dir/Unity/unity_\w+\.cxx\.o", output) and "_test" not in output:
+        is_ours = re.fullmatch(r"CMakeFiles/titan_(?!cuda)\w+\.dir/(Unity/unity_\w+\.cxx|src/.+\.cpp)\.o", output) and "_test" not in output
+        if is_ours and first_source(build, output).exists():
             seconds[output] = (int(end) - int(start)) / 1000
     return seconds
 
 
 def first_source(build: pathlib.Path, batch: str) -> pathlib.Path:
-    text = (build / batch.removesuffix(".o")).read_text()
-    return pathlib.Path(re.search(r'#include "(.+)"', text).group(1))
+    path = batch.removesuffix(".o")
+    if "/Unity/" not in batch:
+        return REPOSITORY / path.split(".dir/", 1)[1]
+    if not (build / path).exists():  # there were more batches once
+        return build / path
+    return pathlib.Path(re.search(r'#include "(.+)"', (build / path).read_text()).group(1))
 
 
 def build_seconds(build: pathlib.Path) -> float:

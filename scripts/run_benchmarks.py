@@ -315,9 +315,10 @@ def checkpoint_table(result: dict) -> list[str]:
     def cell(side: str, figure: str) -> str:
         return f"{result[side][figure]:.3g}" if figure in result[side] else ""
 
+    figures = sorted(result["ours"].keys() | result["pytorch"].keys())
     return table(
         ["figure", "ours", "torch.distributed.checkpoint", "ratio"],
-        [[figure, *(cell(side, figure) for side in ("ours", "pytorch", "ratio"))] for figure in result["ours"]],
+        [[figure, *(cell(side, figure) for side in ("ours", "pytorch", "ratio"))] for figure in figures],
     )
 
 

@@ -86,8 +86,8 @@ std::string cut(const std::string& line, size_t width) {
 
 constexpr size_t kScreenBytes = 64 << 10;
 
-// One write for all of it, over what was there: the picture doesn't flicker, and Ctrl-C leaves nothing of it
-// half done. Lines end where the terminal does: wrapped ones would push the first off it.
+// One write for all of it, over what was there: the picture doesn't flicker. Lines end where the terminal
+// does: wrapped ones would push the first off it.
 void repaint(const std::string& text) {
   const size_t width = terminal_size().ws_col;
   std::string screen = "\033[H";
@@ -106,7 +106,10 @@ int top_command(const Arguments& words) {
   if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
   const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
   if (on_terminal) {
-    std::setvbuf(stdout, nullptr, _IOFBF, kScreenBytes);  // by itself each line would be a write
+    // By itself each line would be a write. (Without memory of ours glibc takes a kilobyte, whatever is
+    // asked.)
+    static char screen[kScreenBytes];
+    std::setvbuf(stdout, screen, _IOFBF, sizeof screen);
     std::fputs("\033[2J", stdout);
   }
   top::Viewer viewer(arguments.run);

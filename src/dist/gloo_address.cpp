@@ -31,25 +31,40 @@ std::string loopback_address() {
   return is_there ? "127.0.0.1" : "::1";
 }
 
+/// Of use to other hosts as it stands: what is link-local needs the name of their own interface.
+bool is_for_others(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET)
+    return (ntohl(reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr) >> 24) != 127;
+  const in6_addr& bytes = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  if (IN6_IS_ADDR_V4MAPPED(&bytes)) return bytes.s6_addr[12] != 127;
+  return !IN6_IS_ADDR_LOOPBACK(&bytes) && !IN6_IS_ADDR_LINKLOCAL(&bytes);
+}
+
+/// Connecting a datagram socket sends nothing; it only picks the route.
+std::string own_address_towards(const addrinfo& there) {
+  const int fd = socket(there.ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return "";
+  sockaddr_storage own{};
+  socklen_t size = sizeof(own);
+  char text[NI_MAXHOST] = "";
+  if (connect(fd, there.ai_addr, there.ai_addrlen) == 0 &&
+      getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) == 0 && is_for_others(own))
+    getnameinfo(reinterpret_cast<sockaddr*>(&own), size, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+  close(fd);
+  return text;
+}
+
 }  // namespace
 
 std::string address_towards(const std::string& host) {
   addrinfo hints{}, *found = nullptr;
-  hints.ai_family = AF_INET;
+  hints.ai_family = AF_UNSPEC;
   hints.ai_socktype = SOCK_DGRAM;
   if (getaddrinfo(host.c_str(), "9", &hints, &found) != 0) return "";
   std::string address;
-  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  sockaddr_in own{};
-  socklen_t size = sizeof(own);
-  // Connecting a datagram socket sends nothing; it only picks the route.
-  if (fd >= 0 && connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
-      getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) == 0 &&
-      (ntohl(own.sin_addr.s_addr) >> 24) != 127) {
-    char text[INET_ADDRSTRLEN];
-    address = inet_ntop(AF_INET, &own.sin_addr, text, sizeof(text));
-  }
-  if (fd >= 0) close(fd);
+  for (const int family : {AF_INET, AF_INET6})
+    for (const addrinfo* there = found; there && address.empty(); there = there->ai_next)
+      if (there->ai_family == family) address = own_address_towards(*there);
   freeaddrinfo(found);
   return address;
 }

@@ -18,8 +18,9 @@ struct GlooAddress {
   std::string address;  ///< host name or IP of this process that the others reach; "" = by host name
 };
 
-/// The address of this host on the route to `host`, "" when it can't be told or is a loopback one. A host
-/// name often resolves to 127.0.1.1 on its own host, which nobody else can reach.
+/// The address of this host on the route to `host`, of IPv4 where there is one, else of IPv6; "" when it
+/// can't be told or is of no use to other hosts: a loopback or link-local one. A host name often resolves to
+/// 127.0.1.1 on its own host, which nobody else can reach.
 std::string address_towards(const std::string& host);
 
 /// `interfaces`: the value of GLOO_SOCKET_IFNAME. Without it, loopback when all ranks are on one host, else

@@ -18,8 +18,10 @@ namespace titan::dist {
 
 /// What a rank tells the others about itself.
 struct Peer {
-  std::string host;     ///< host name and boot id: equal for two ranks exactly when they share a kernel
-  std::string address;  ///< of its host, on the route to the store; "": that is a loopback one
+  std::string host;  ///< host name and boot id: equal for two ranks of one host, which its containers with
+                     ///< names of their own aren't
+  std::string
+      address;  ///< of its host, on the route to the store; "": that is a loopback one, or can't be told
 };
 
 struct Rendezvous {

@@ -18,7 +18,7 @@ constexpr int kNumRanks = 2;
 
 // Only one of them hears of it from the agent, and only by the other's word does the first rank know that it
 // isn't somebody's kill: both ends have to tell the other agents that the job goes on.
-TEST(AgentStop, OfOneRankWhileAllStartEndsAllAsKilled) {
+TEST(AgentStopRun, OfOneRankWhileAllStartEndsAllAsKilled) {
   const fs::path states = fresh_folder("states"), run = fresh_folder("run");
   std::ofstream(states / "hold_building") << "\n";
   const Words words = resumable(fresh_folder("config")) +

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "e2e/held_steps.h"
 #include "e2e/live_run.h"
 #include "e2e/resume_run.h"
 
@@ -32,28 +33,21 @@ class ElasticMesh : public ::testing::TestWithParam<Mesh> {
                                       "--training.steps", "24", "--lr_scheduler.total_steps",  "24"} +
            GetParam().words;
   }
-  /// One that waits in front of the steps that hold() names, so that what a test does there it does in time.
   Command start(const Words& more) const {
-    const Words held = {"--experimental.custom_import",
-                        std::string(TITAN_BINARY_DIR) + "/lib/libheld_step.so"};
-    return Command(train_words(words() + held + more + Words{"--job.dump_folder", run_.string()}),
-                   {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_STEPS", steps_.string()}});
+    return start_held(words() + more + Words{"--job.dump_folder", run_.string()}, steps_);
   }
-  void hold(int64_t step) const { std::ofstream(steps_ / ("hold." + std::to_string(step))) << "\n"; }
-  void let_go(int64_t step) const { fs::remove(steps_ / ("hold." + std::to_string(step))); }
   /// The ranks that wait in front of `step`, once there are so many; else none.
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks) const {
     std::vector<int> ranks;
     const bool came = wait_until([&] {
       ranks = ranks_of(job);
-      return ranks.size() == num_ranks && std::all_of(ranks.begin(), ranks.end(), [&](int pid) {
-               return fs::exists(steps_ / ("held." + std::to_string(step) + "." + std::to_string(pid)));
-             });
+      return ranks.size() == num_ranks && steps_.are_held(ranks, step);
     });
     return came ? ranks : std::vector<int>();
   }
 
-  const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"), steps_ = fresh_folder("steps");
+  const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run");
+  const HeldSteps steps_{fresh_folder("steps")};
 };
 
 TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
@@ -61,14 +55,14 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
   const auto straight = fresh_folder("straight");
   train_log(straight, words());
 
-  hold(12);
-  hold(18);
+  steps_.hold(12);
+  steps_.hold(18);
   Command job = start({"--max-restarts", "3", "--min-ranks", "2", "--rejoin-after", grows ? "2" : "never"});
   const std::vector<int> first = wait_for(job, 12, 4);
   ASSERT_EQ(first.size(), 4u);
   const auto lost = Clock::now();
   ::kill(first[2], SIGKILL);
-  let_go(12);  // to the others, which can't make this step without it
+  steps_.let_go(12);  // to the others, which can't make this step without it
 
   ASSERT_TRUE(wait_until([&] {
     const std::vector<int> now = ranks_of(job);
@@ -83,7 +77,7 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
     EXPECT_TRUE(job.wait_for_errors("all ranks are asked to stop behind the step that they are at"));
     EXPECT_GE(Clock::now() - lost, std::chrono::seconds(2));
   }
-  let_go(18);
+  steps_.let_go(18);
 
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;

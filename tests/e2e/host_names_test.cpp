@@ -34,27 +34,28 @@ constexpr const char* kFirst = R"(
 ip link add end1 type veth peer name end2 || exit 77
 unshare --net --mount --uts sh $FOLDER/second.sh & second=$!
 await second_is_there
-ip link set end2 netns $second && touch $FOLDER/linked
-become first second $NETWORK.2
-ip addr add $NETWORK.1/24 dev end1 && ip link set end1 up
+ip link set end2 netns $second && touch $FOLDER/linked || exit 77
+become first second ${NETWORK}2
+ip addr add ${NETWORK}1$MASK dev end1 && ip link set end1 up
 await second_is_up
 RANK=0 $PROGRAM && wait $second
 )";
 constexpr const char* kSecond = R"(
 touch $FOLDER/second_is_there
 await linked
-become second first $NETWORK.1
-ip addr add $NETWORK.2/24 dev end2 && ip link set end2 up && touch $FOLDER/second_is_up
+become second first ${NETWORK}1
+ip addr add ${NETWORK}2$MASK dev end2 && ip link set end2 up && touch $FOLDER/second_is_up
 RANK=1 $PROGRAM
 )";
 
 /// nullopt where there are no namespaces, or not the tools.
 std::optional<CommandResult> run_as_host(const fs::path& folder, const std::string& script,
-                                         const std::string& network = "") {
+                                         const std::string& network = "", const std::string& mask = "") {
   auto result = run(Words{"unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "sh", "-c"} +
                         Words{kHost + script},
                     {{"FOLDER", folder.string()},
                      {"NETWORK", network},
+                     {"MASK", mask},
                      {"PROGRAM", built("rank_program")},
                      {"WORLD_SIZE", "2"},
                      {"MASTER_ADDR", "first"},
@@ -83,21 +84,25 @@ TEST(HostNames, OneHostWhoseNameIsALoopbackAddress) {
   EXPECT_THAT(launched->out, HasSubstr("rank 0 of 2, local 0 of 2, by titan, sum 1")) << launched->err;
 }
 
+void expect_two_hosts_meet(const std::string& network, const std::string& mask) {
+  const fs::path folder = fresh_folder(network);
+  std::ofstream(folder / "second.sh") << kHost << kSecond;
+  const auto both = run_as_host(folder, kFirst, network, mask);
+  if (!both) GTEST_SKIP() << "no namespaces here, or no links between them";
+  EXPECT_EQ(both->status, 0) << network << ": " << both->err;
+  for (const char* line :
+       {"rank 0 of 2, local 0 of 1, by env, sum 1", "rank 1 of 2, local 0 of 1, by env, sum 1"})
+    EXPECT_THAT(both->out, HasSubstr(line)) << network << ": " << both->err;
+}
+
 // The first's way to the store, by its own name, doesn't leave it: its loopback address is no use to the
 // second. On either side of 127.0.1.1, as gloo lets the ranks of larger addresses connect to those of smaller
 // ones.
 TEST(HostNames, TwoHostsWhoseNamesAreLoopbackAddresses) {
-  for (const char* network : {"10.0.77", "192.168.77"}) {
-    const fs::path folder = fresh_folder(network);
-    std::ofstream(folder / "second.sh") << kHost << kSecond;
-    const auto both = run_as_host(folder, kFirst, network);
-    if (!both) GTEST_SKIP() << "no namespaces here, or no links between them";
-    EXPECT_EQ(both->status, 0) << network << ": " << both->err;
-    for (const char* line :
-         {"rank 0 of 2, local 0 of 1, by env, sum 1", "rank 1 of 2, local 0 of 1, by env, sum 1"})
-      EXPECT_THAT(both->out, HasSubstr(line)) << network << ": " << both->err;
-  }
+  for (const char* network : {"10.0.77.", "192.168.77."}) expect_two_hosts_meet(network, "/24");
 }
+
+TEST(HostNames, TwoHostsThatHaveIpv6AloneBetweenThem) { expect_two_hosts_meet("fd00:77::", "/64 nodad"); }
 
 }  // namespace
 }  // namespace titan::testing

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "e2e/held_steps.h"
 #include "e2e/live_run.h"
 #include "e2e/resume_run.h"
 
@@ -38,18 +39,7 @@ class PeerRestart : public ::testing::Test {
            more;
   }
 
-  /// One that waits in front of the steps that hold() names, so that what a test does there it does in time.
-  Command start(const Words& train) const {
-    const Words held = {"--experimental.custom_import",
-                        std::string(TITAN_BINARY_DIR) + "/lib/libheld_step.so"};
-    return Command(train_words(train + held),
-                   {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_STEPS", steps_.string()}});
-  }
-  void hold(int64_t step) const { std::ofstream(steps_ / ("hold." + std::to_string(step))) << "\n"; }
-  void let_go(int64_t step) const { fs::remove(steps_ / ("hold." + std::to_string(step))); }
-  bool is_held(int pid, int64_t step) const {
-    return fs::exists(steps_ / ("held." + std::to_string(step) + "." + std::to_string(pid)));
-  }
+  Command start(const Words& train) const { return start_held(train, steps_); }
 
   /// Complete ones. What goes while it looks isn't there.
   std::vector<fs::path> generations() const {
@@ -75,8 +65,7 @@ class PeerRestart : public ::testing::Test {
     std::vector<int> ranks;
     const bool came = wait_until([&] {
       ranks = ranks_of(job);
-      return ranks.size() == num_ranks &&
-             std::all_of(ranks.begin(), ranks.end(), [&](int pid) { return is_held(pid, step); }) &&
+      return ranks.size() == num_ranks && steps_.are_held(ranks, step) &&
              (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
     });
     EXPECT_TRUE(came) << ranks.size() << " ranks, step " << last_logged_step(run_);
@@ -88,7 +77,7 @@ class PeerRestart : public ::testing::Test {
     const std::vector<int> ranks = wait_for(job, step, num_ranks, kept);
     ASSERT_FALSE(ranks.empty());
     ::kill(ranks.at(rank), SIGKILL);
-    let_go(step);  // the others meet the loss within the step
+    steps_.let_go(step);  // the others meet the loss within the step
     ASSERT_TRUE(wait_until([&] {
       const std::vector<int> now = ranks_of(job);
       return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
@@ -120,7 +109,8 @@ class PeerRestart : public ::testing::Test {
   }
 
   const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"),
-                 memory_ = fresh_folder("memory"), steps_ = fresh_folder("steps");
+                 memory_ = fresh_folder("memory");
+  const HeldSteps steps_{fresh_folder("steps")};
 
  private:
   static std::vector<fs::path> entries_of(const fs::path& folder) {
@@ -134,8 +124,8 @@ class PeerRestart : public ::testing::Test {
 };
 
 TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
-  hold(11);
-  hold(23);
+  steps_.hold(11);
+  steps_.hold(23);
   Command job = start(with_peers("1"));
   kill_rank(job, 1, 11);
   kill_rank(job, 0, 23);
@@ -152,13 +142,13 @@ TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
 // A lost rank costs what was done since the last multiple of five. The disk has a state too, of fewer steps,
 // whose files nobody reads: that they are damaged isn't noticed.
 TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
-  hold(6);
-  hold(13);
-  hold(18);
+  steps_.hold(6);
+  steps_.hold(13);
+  steps_.hold(18);
   Command job = start(with_peers("5", {"--checkpoint.interval", "7"}));
   // While one state is being kept another would be skipped.
   ASSERT_FALSE(wait_for(job, 6, 3, /*kept=*/5).empty());
-  let_go(6);
+  steps_.let_go(6);
   for (const int64_t kept : {10, 15}) {
     const int64_t held = kept + 3, on_disk = kept / 7 * 7;
     const std::vector<int> ranks = wait_for(job, held, 3, kept);
@@ -166,7 +156,7 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
     ASSERT_TRUE(wait_until([&] { return fs::exists(step_folder(run_, static_cast<int>(on_disk))); }));
     damage(step_folder(run_, static_cast<int>(on_disk)));
     ::kill(ranks.at(kept % 2), SIGKILL);
-    let_go(held);  // the others meet the loss within the step
+    steps_.let_go(held);  // the others meet the loss within the step
   }
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
@@ -182,7 +172,7 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
 
 TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
   const Words elastic = {"--min-ranks", "2", "--rejoin-after", "never"};
-  hold(11);
+  steps_.hold(11);
   Command job = start(with_peers("1", elastic));
   kill_rank(job, 2, 11);
   const CommandResult result = job.wait(100);
@@ -194,7 +184,7 @@ TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
 TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
   const Words on_disk = {"--checkpoint.interval",      "41", "--training.steps", "80",
                          "--lr_scheduler.total_steps", "80"};
-  hold(44);
+  steps_.hold(44);
   Command job = start(with_peers("42", on_disk));
   ASSERT_FALSE(wait_for(job, 44, 3, /*kept=*/42).empty());
   const auto kept = generations();  // the one before may be there still
@@ -213,7 +203,7 @@ TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
 // Its launcher is killed, so that nobody tidies up; the next one is another job in the same folder.
 TEST_F(PeerRestart, AnotherJobStartsAnew) {
   {
-    hold(6);
+    steps_.hold(6);
     Command job = start(with_peers("1"));
     const std::vector<int> ranks = wait_for(job, 6);
     ASSERT_FALSE(ranks.empty());
@@ -232,7 +222,7 @@ TEST_F(PeerRestart, AnotherJobStartsAnew) {
 
 // The copy has the first one's mark, and is another run: what is in memory stays the first one's.
 TEST_F(PeerRestart, ACopiedRunLeavesTheFirstOnesMemoryAlone) {
-  hold(8);
+  steps_.hold(8);
   Command job = start(with_peers("1"));
   ASSERT_FALSE(wait_for(job, 8).empty());
   const fs::path copy = fresh_folder("copy");
@@ -251,8 +241,8 @@ TEST_F(PeerRestart, ACopiedRunLeavesTheFirstOnesMemoryAlone) {
 
 // What its ranks would have gone on from is on disk then.
 TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
-  hold(4);
-  hold(8);
+  steps_.hold(4);
+  steps_.hold(8);
   Command job = start(with_peers("1", {}, "1"));
   kill_rank(job, 1, 4);
   const std::vector<int> ranks = wait_for(job, 8);
@@ -269,7 +259,7 @@ TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
 // Told to end while no rank runs: nobody is there to save, and on disk there is nothing.
 TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
   const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
-  hold(11);
+  steps_.hold(11);
   Command job = start(with_peers("1", elastic));
   ASSERT_FALSE(wait_for(job, 11).empty());
   ASSERT_TRUE(kill_all_ranks(job));
@@ -294,7 +284,7 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
 // The run's storage is away.
 TEST_F(PeerRestart, WhatCantBeSavedStaysInMemory) {
   const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
-  hold(4);
+  steps_.hold(4);
   Command job = start(with_peers("1", elastic));
   ASSERT_FALSE(wait_for(job, 4).empty());
   ASSERT_TRUE(kill_all_ranks(job));

@@ -9,6 +9,7 @@
 #include <future>
 #include <thread>
 
+#include "e2e/held_steps.h"
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
@@ -199,8 +200,9 @@ class LostRank : public ::testing::TestWithParam<Killed> {};
 // to meet the loss.
 TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
   const int lost = GetParam().rank;
-  const auto folder = fresh_folder("run"), steps = fresh_folder("steps");
-  std::ofstream(steps / "hold.4") << "\n";
+  const auto folder = fresh_folder("run");
+  const HeldSteps steps(fresh_folder("steps"));
+  steps.hold(4);
   const Words words = small_run(fresh_folder("config")) +
                       Words{"--model.args.n_layers",
                             "4",
@@ -211,23 +213,21 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
                             "8",  // micro-batches, of which the lost rank is among the first
                             "--training.global_batch_size",
                             std::to_string(8 * 4 / GetParam().pp),
-                            "--experimental.custom_import",
-                            TITAN_BINARY_DIR "/lib/libheld_step.so",
                             "--checkpoint.enable",  // with which the library is asked
                             "--checkpoint.interval",
                             "1000000",
                             "--parallelism.pipeline_parallel_degree",
                             std::to_string(GetParam().pp),
                             "--job.dump_folder",
-                            folder.string()};
+                            folder.string()} +
+                      HeldSteps::words();
   const std::string port = some_port();
   std::vector<Command> ranks;
-  const Command::Variables held = {{"TITAN_TEST_STEPS", steps.string()},
-                                   {"TITAN_TEST_HELD_NORM", std::to_string(GetParam().norm)}};
+  Command::Variables held = steps.variables();
+  held["TITAN_TEST_HELD_NORM"] = std::to_string(GetParam().norm);
   for (int rank = 0; rank < 4; ++rank)
     ranks.push_back(start_rank(rank, 4, port, words, rank == lost ? held : Command::Variables{}));
-  const auto is_held = [&] { return !names_in(steps).empty() && names_in(steps)[0].starts_with("held.4."); };
-  ASSERT_TRUE(wait_until(is_held));
+  ASSERT_TRUE(wait_until([&] { return steps.is_held(ranks[static_cast<size_t>(lost)].pid(), 4); }));
   std::this_thread::sleep_for(
       std::chrono::milliseconds(500));  // until the others wait for it in their actions
   ranks[static_cast<size_t>(lost)].signal(SIGKILL);

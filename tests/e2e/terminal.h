@@ -2,6 +2,7 @@
 
 // A terminal, as far as a program that paints one needs it.
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pty.h>
 #include <signal.h>
@@ -113,6 +114,7 @@ class TerminalCommand {
     arguments.push_back(nullptr);
     int other_end = -1;
     if (::openpty(&terminal_, &other_end, nullptr, nullptr, &size) != 0) throw std::runtime_error("openpty");
+    ::fcntl(terminal_, F_SETFD, FD_CLOEXEC);  // or programs that are started behind this one keep it open
     ::tcgetattr(terminal_, &before_);
     pid_ = ::fork();
     if (pid_ == 0) {

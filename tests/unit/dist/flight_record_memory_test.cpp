@@ -23,7 +23,12 @@ void* operator new(size_t bytes) {
   if (void* memory = std::malloc(std::max<size_t>(bytes, 1))) return memory;
   throw std::bad_alloc();
 }
+void* operator new(size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
+  ++num_allocations;
+  return std::malloc(std::max<size_t>(bytes, 1));
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t& /*tag*/) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory); }
 
 namespace titan::dist {
