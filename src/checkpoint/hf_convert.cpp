@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <set>
 
+#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include "slabs.h"
@@ -34,7 +35,14 @@ std::vector<Box> pieces_of(const SafetensorsEntry& source, int64_t rotary_head_d
   return pieces;
 }
 
-/// Reads pieces of the sources in turn, and counts what was handed on.
+// The front of a buffer, which grows where it is too small.
+at::Tensor part_of(at::Tensor& buffer, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  const int64_t num_bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+  if (buffer.numel() < num_bytes) buffer = at::empty({num_bytes}, at::kByte);
+  return buffer.narrow(0, 0, num_bytes).view(dtype).view(sizes);
+}
+
+/// Reads pieces of the sources in turn, into the same memory, and counts what was handed on.
 class Pieces {
  public:
   /// `total_bytes`: of all that is written.
@@ -44,8 +52,15 @@ class Pieces {
   /// The source's tensor `name`, in the order and dtype in which it is written.
   void hand_on(const std::string& name, at::ScalarType dtype, int64_t rotary_head_dim,
                const AppendTensor& append) {
-    for (const Box& box : pieces_of(source_.find(name).value(), rotary_head_dim)) {
-      const at::Tensor piece = reorder_rows(source_.read(name, box), rotary_head_dim, to_).to(dtype);
+    const SafetensorsEntry entry = source_.find(name).value();
+    for (const Box& box : pieces_of(entry, rotary_head_dim)) {
+      at::Tensor piece = part_of(read_, box.length, entry.dtype);
+      source_.read(name, box, piece);
+      if (rotary_head_dim != 0 || dtype != entry.dtype) {
+        const at::Tensor converted = part_of(converted_, box.length, dtype);
+        reorder_rows(piece, rotary_head_dim, to_, converted);
+        piece = converted;
+      }
       append(piece);
       done_ += static_cast<int64_t>(piece.nbytes());
       options_.progress(done_, total_);
@@ -56,6 +71,8 @@ class Pieces {
   const WeightSource& source_;
   RowOrder to_;
   const ConvertOptions& options_;
+  // Bytes of a piece, as it was read and as it is written.
+  at::Tensor read_ = at::empty({0}, at::kByte), converted_ = at::empty({0}, at::kByte);
   int64_t done_ = 0, total_ = 0;
 };
 

@@ -40,13 +40,26 @@ int64_t span(int64_t length, int64_t stride) { return (length - 1) * stride + 1;
 
 at::Tensor reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to) {
   if (rotary_head_dim == 0) return rows;
+  at::Tensor reordered = at::empty(rows.sizes(), rows.options());
+  reorder_rows(rows, rotary_head_dim, to, reordered);
+  return reordered;
+}
+
+void reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to, const at::Tensor& target) {
+  TITAN_CHECK(target.is_contiguous() && target.sizes() == rows.sizes(), "rows ", rows.sizes(),
+              " are put in order in a contiguous tensor of their shape, given ", target.sizes());
+  if (rotary_head_dim == 0) {
+    target.copy_(rows);
+    return;
+  }
   check_heads(rows.size(0), rotary_head_dim);
   const int64_t pairs = rotary_head_dim / 2;
-  std::vector<int64_t> by_pair = {rows.size(0) / rotary_head_dim, pairs, 2};
-  if (to == RowOrder::Ours) std::swap(by_pair[1], by_pair[2]);
+  std::vector<int64_t> from = {rows.size(0) / rotary_head_dim, pairs, 2};
+  if (to == RowOrder::Ours) std::swap(from[1], from[2]);
   const auto rest = rows.sizes().slice(1);
-  by_pair.insert(by_pair.end(), rest.begin(), rest.end());
-  return rows.reshape(by_pair).transpose(1, 2).reshape(rows.sizes());
+  from.insert(from.end(), rest.begin(), rest.end());
+  const at::Tensor in_order = rows.reshape(from).transpose(1, 2);
+  target.view(in_order.sizes()).copy_(in_order);
 }
 
 at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, const Box& box,

@@ -84,9 +84,21 @@ at::Tensor SafetensorsFile::read_slice(std::string_view name, const Box& box) co
   const SafetensorsInfo& about = info(name);
   check_box(box, about, name, path().string());
   at::Tensor slice = at::empty(box.length, at::dtype(about.dtype));
-  if (slice.numel() == 0) return slice;
+  read_slice(name, box, slice);
+  return slice;
+}
+
+void SafetensorsFile::read_slice(std::string_view name, const Box& box, const at::Tensor& target) const {
+  const SafetensorsInfo& about = info(name);
+  check_box(box, about, name, path().string());
+  TITAN_CHECK(target.device().is_cpu() && target.is_contiguous() && target.scalar_type() == about.dtype &&
+                  target.sizes() == at::IntArrayRef(box.length),
+              path().string(), ": '", name, "' is read into a contiguous tensor ",
+              at::IntArrayRef(box.length), " of ", about.dtype, " on the CPU, given ", target.sizes(), " of ",
+              target.scalar_type(), " on ", target.device());
+  if (target.numel() == 0) return;
   // As bytes, [..., element size], alignment doesn't matter.
-  auto element_size = static_cast<int64_t>(slice.element_size());
+  auto element_size = static_cast<int64_t>(target.element_size());
   std::vector<int64_t> byte_shape = about.shape;
   byte_shape.push_back(element_size);
   at::Tensor bytes =
@@ -94,8 +106,7 @@ at::Tensor SafetensorsFile::read_slice(std::string_view name, const Box& box) co
   for (size_t dim = 0; dim < box.length.size(); ++dim) {
     bytes = bytes.narrow(static_cast<int64_t>(dim), box.offset[dim], box.length[dim]);
   }
-  at::from_blob(slice.data_ptr(), bytes.sizes(), at::dtype(at::kByte)).copy_(bytes);
-  return slice;
+  at::from_blob(target.data_ptr(), bytes.sizes(), at::dtype(at::kByte)).copy_(bytes);
 }
 
 }  // namespace titan

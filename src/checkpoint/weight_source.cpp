@@ -2,8 +2,6 @@
 
 #include <string_view>
 
-#include <ATen/ops/empty.h>
-
 namespace titan::detail {
 namespace {
 
@@ -15,10 +13,10 @@ SafetensorsEntry entry_of(const SafetensorsFile& file, const std::string& name) 
   return {name, info.dtype, info.shape};
 }
 
-at::Tensor read_and_drop(const SafetensorsFile& file, const std::string& name, const Box& box) {
-  at::Tensor part = file.read_slice(name, box);
+void read_and_drop(const SafetensorsFile& file, const std::string& name, const Box& box,
+                   const at::Tensor& target) {
+  file.read_slice(name, box, target);
   file.drop_pages();
-  return part;
 }
 
 }  // namespace
@@ -28,8 +26,8 @@ std::optional<SafetensorsEntry> FileWeights::find(const std::string& name) const
   return entry_of(file_, name);
 }
 
-at::Tensor FileWeights::read(const std::string& name, const Box& box) const {
-  return read_and_drop(file_, name, box);
+void FileWeights::read(const std::string& name, const Box& box, const at::Tensor& target) const {
+  read_and_drop(file_, name, box, target);
 }
 
 std::optional<SafetensorsEntry> FolderWeights::find(const std::string& name) const {
@@ -37,8 +35,8 @@ std::optional<SafetensorsEntry> FolderWeights::find(const std::string& name) con
   return entry_of(folder_.file_of(name), name);
 }
 
-at::Tensor FolderWeights::read(const std::string& name, const Box& box) const {
-  return read_and_drop(folder_.file_of(name), name, box);
+void FolderWeights::read(const std::string& name, const Box& box, const at::Tensor& target) const {
+  read_and_drop(folder_.file_of(name), name, box, target);
 }
 
 std::vector<std::string> StateWeights::names() const {
@@ -55,11 +53,8 @@ std::optional<SafetensorsEntry> StateWeights::find(const std::string& name) cons
   return SafetensorsEntry{name, tensor.dtype, tensor.shape};
 }
 
-at::Tensor StateWeights::read(const std::string& name, const Box& box) const {
-  const std::string full_name = std::string(kModelPrefix) + name;
-  at::Tensor part = at::empty(box.length, at::dtype(state_.tensor(full_name).dtype));
-  state_.read(full_name, box, part);
-  return part;
+void StateWeights::read(const std::string& name, const Box& box, const at::Tensor& target) const {
+  state_.read(std::string(kModelPrefix) + name, box, target);
 }
 
 }  // namespace titan::detail

@@ -22,8 +22,8 @@ class WeightSource {
   virtual std::vector<std::string> names() const = 0;
   /// Dtype and shape; nullopt: it has no such tensor.
   virtual std::optional<SafetensorsEntry> find(const std::string& name) const = 0;
-  /// The elements in `box`, contiguous, in the source's dtype; keeps no other memory.
-  virtual at::Tensor read(const std::string& name, const Box& box) const = 0;
+  /// Fills `target`, contiguous and of the source's dtype, with the elements in `box`; keeps no memory.
+  virtual void read(const std::string& name, const Box& box, const at::Tensor& target) const = 0;
 };
 
 /// One file.
@@ -33,7 +33,7 @@ class FileWeights : public WeightSource {
   std::string path() const override { return file_.path().string(); }
   std::vector<std::string> names() const override { return file_.names(); }
   std::optional<SafetensorsEntry> find(const std::string& name) const override;
-  at::Tensor read(const std::string& name, const Box& box) const override;
+  void read(const std::string& name, const Box& box, const at::Tensor& target) const override;
 
  private:
   SafetensorsFile file_;
@@ -46,7 +46,7 @@ class FolderWeights : public WeightSource {
   std::string path() const override { return folder_.path().string(); }
   std::vector<std::string> names() const override { return folder_.names(); }
   std::optional<SafetensorsEntry> find(const std::string& name) const override;
-  at::Tensor read(const std::string& name, const Box& box) const override;
+  void read(const std::string& name, const Box& box, const at::Tensor& target) const override;
 
  private:
   const HfFolder& folder_;
@@ -59,7 +59,7 @@ class StateWeights : public WeightSource {
   std::string path() const override { return state_.folder().string(); }
   std::vector<std::string> names() const override;
   std::optional<SafetensorsEntry> find(const std::string& name) const override;
-  at::Tensor read(const std::string& name, const Box& box) const override;
+  void read(const std::string& name, const Box& box, const at::Tensor& target) const override;
 
  private:
   checkpoint::SavedState state_;

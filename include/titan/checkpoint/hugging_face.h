@@ -49,6 +49,8 @@ enum class RowOrder { Ours, HuggingFace };
 /// The whole tensor in the order `to`, from the other one: one new tensor, or `rows` itself where
 /// rotary_head_dim is 0.
 at::Tensor reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to);
+/// As above, into `target`: contiguous, of the shape of `rows` and other memory, of any dtype.
+void reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to, const at::Tensor& target);
 
 /// The part `box`, counted in the order `to`, of a tensor that lies in `file` under `name` in the other
 /// order; reads the rows of that part, and of what lies between them at most as much again.

@@ -53,6 +53,8 @@ class SafetensorsFile {
   at::Tensor tensor(std::string_view name) const;
   /// The part `box` as a contiguous tensor of its own; touches only the pages that hold it.
   at::Tensor read_slice(std::string_view name, const Box& box) const;
+  /// As above, into `target`: contiguous, on the CPU, of the box's shape and the file's dtype.
+  void read_slice(std::string_view name, const Box& box, const at::Tensor& target) const;
 
   /// Gives back the memory that the pages read so far take in this process; they are read again when they
   /// are touched. Keeps reading a large file through within little memory.

@@ -120,6 +120,13 @@ TEST(Safetensors, ReadsSlices) {
   EXPECT_THROW(file.read_slice("w", {{5, 0, 0}, {3, 5, 3}}), Error);
   EXPECT_THROW(file.read_slice("w", {{-1, 0, 0}, {1, 5, 3}}), Error);
   EXPECT_THROW(file.read_slice("w", {{0, 0}, {1, 1}}), Error);
+  const Box box{{2, 1, 0}, {3, 4, 2}};
+  const at::Tensor target = at::zeros(box.length, slice.options());
+  file.read_slice("w", box, target);
+  EXPECT_TRUE(at::equal(target, slice));
+  EXPECT_THROW(file.read_slice("w", box, target.to(at::kLong)), Error);
+  EXPECT_THROW(file.read_slice("w", box, at::zeros({2, 4, 3}, slice.options()).transpose(0, 2)), Error);
+  EXPECT_THROW(file.read_slice("w", box, at::zeros({3, 4, 3}, slice.options())), Error);
 }
 
 TEST(Safetensors, ReadsUnalignedTensors) {

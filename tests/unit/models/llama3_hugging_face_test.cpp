@@ -41,6 +41,9 @@ TEST(Llama3HuggingFace, TheSameWeightsUnderBothNames) {
     EXPECT_EQ(a.sizes(), at::IntArrayRef(tensor.shape));
     EXPECT_TRUE(at::equal(reorder_rows(a, tensor.rotary_head_dim, RowOrder::HuggingFace), b));
     EXPECT_TRUE(at::equal(reorder_rows(b, tensor.rotary_head_dim, RowOrder::Ours), a));
+    const at::Tensor rounded = at::empty(a.sizes(), at::kBFloat16);
+    reorder_rows(a, tensor.rotary_head_dim, RowOrder::HuggingFace, rounded);
+    EXPECT_TRUE(at::equal(rounded, b.to(at::kBFloat16)));
   }
 }
 
