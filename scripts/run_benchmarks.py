@@ -6,7 +6,8 @@
 A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
 overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
 parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
-alone: tokenizer (beside the `tokenizers` package), loader, init, optim, flight_record (what a call's record costs: an error above a microsecond),
+alone: tokenizer (beside the `tokenizers` package), loader, init, optim, attention (a ring's blocks beside the whole),
+activation_checkpoint (memory and time of each policy), float8_snr (the recipes' gradients beside fp32's), flight_record (what a call's record costs: an error above a microsecond),
 float8 and float8_fp32 (casts, beside LibTorch's), overlap (products of a tensor-parallel rank part by part, beside at once, and joined
 ones, beside one a layer; overlap_whole: of a rank alone), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
 (a pipeline's bubble beside the simulator's), rank_file and rank_file_2 (a checkpoint's file beside the disk's own speed, by one process
@@ -46,6 +47,9 @@ PARTS = {
     "loader": [PROGRAMS / "loader_bench", "synthetic", "", TOKENIZER],
     "init": [PROGRAMS / "init_bench"],
     "optim": [PROGRAMS / "optim_bench"],
+    "attention": [PROGRAMS / "attention_bench"],
+    "activation_checkpoint": [PROGRAMS / "activation_checkpoint_bench"],
+    "float8_snr": [PROGRAMS / "float8_snr_bench"],
     "flight_record": [PROGRAMS / "flight_record_bench", "--most", "1000"],  # more is an error
     "float8": [PROGRAMS / "float8_bench"],
     "float8_fp32": [PROGRAMS / "float8_bench", "--dtype", "float32"],
@@ -238,9 +242,21 @@ def median_text(texts: list[str]) -> str:
         return texts[0]
 
 
+def objects(text: str) -> dict:
+    """What a program printed: one JSON object, or several, then by the text that comes first in each."""
+    found, at = [], text.find("{")
+    while at >= 0:
+        item, end = json.JSONDecoder().raw_decode(text, at)
+        found.append(item)
+        at = text.find("{", end)
+    if len(found) == 1:
+        return found[0]
+    return {next(value for value in item.values() if isinstance(value, str)): item for item in found}
+
+
 def measure_part(name: str, plan: Plan) -> dict:
     texts = [run(PARTS[name], cores()).text for _ in range(plan.runs)]
-    runs = [flattened(json.loads(text[text.index("{") :])) for text in texts]
+    runs = [flattened(objects(text)) for text in texts]
     return {"row": name, "part": {figure: median_text([result[figure] for result in runs]) for figure in runs[0]}}
 
 

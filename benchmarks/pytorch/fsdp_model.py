@@ -1,6 +1,5 @@
 """The reference Llama under PyTorch's FSDP2, wrapped, initialized and stepped as TorchTitan does it."""
 
-import os
 import pathlib
 import sys
 import warnings
@@ -17,13 +16,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent / "
 from llama3 import IGNORE_INDEX, Llama3, ModelArgs, summed_loss  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def seconds_since_process_start() -> float:
-    """By the kernel's clock ticks of 1/100 s, interpreter start and imports included."""
-    start_ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
-    return uptime - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def init_ranks(rank: int, ranks: int, store_file: str, device: str = "cpu") -> DeviceMesh:

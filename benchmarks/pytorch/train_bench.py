@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import json
 import os
+import pathlib
 import resource
 import signal
 import statistics
@@ -42,6 +43,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, with --pp; divides the sequences")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--launch-s", type=float, help=argparse.SUPPRESS)  # that the process which started this rank had run
     options = parser.parse_args()
     if (options.tp or options.pp) and options.dtype != "fp32":
         parser.error("--tp and --pp run in fp32")
@@ -53,8 +55,15 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
+def seconds_since_process_start() -> float:
+    """By the kernel's clock ticks of 1/100 s, interpreter start and imports included."""
+    start_ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
+    return uptime - start_ticks / os.sysconf("SC_CLK_TCK")
+
+
 def run_rank(options: argparse.Namespace) -> dict:
-    from fsdp_model import ModelArgs, Trainer, build_model, init_ranks, seconds_since_process_start
+    from fsdp_model import ModelArgs, Trainer, build_model, init_ranks
 
     import torch
     import torch.distributed as dist
@@ -74,7 +83,7 @@ def run_rank(options: argparse.Namespace) -> dict:
         trainer = Trainer(build_model(args, mesh, options.dtype))
     generator = torch.Generator().manual_seed(0 if options.tp or options.pp else options.rank)
     shape = (options.local_batch_size, options.seq_len + 1)
-    startup_s = seconds_since_process_start()
+    startup_s = options.launch_s + seconds_since_process_start()
     step_s, losses = [], []
     for _ in range(options.warmup + options.steps):
         begin = time.perf_counter()
@@ -96,7 +105,7 @@ def spawn(options: argparse.Namespace) -> list[dict]:
     threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     environment = {"OMP_NUM_THREADS": threads} | os.environ
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, "--folder", folder, "--rank"]
+        command = [sys.executable, *sys.argv, "--folder", folder, "--launch-s", str(seconds_since_process_start()), "--rank"]
         ranks = [
             subprocess.Popen([*command, str(rank)], env=environment, preexec_fn=die_with_parent) for rank in range(options.ranks)
         ]

@@ -29,6 +29,9 @@ using nlohmann::json;
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr size_t kMaxRank = 64;
+// What is made of one takes several times its text.
+constexpr size_t kMaxTensors = 1'000'000;
+constexpr size_t kMaxMetadata = kMaxTensors + 1'000;  // a rank's file has one for each tensor
 constexpr const char* kMetadataKey = "__metadata__";
 
 // One entry while it is being read.
@@ -68,6 +71,7 @@ class HeaderEvents final : public nlohmann::json_sax<json> {
 
   bool string(string_t& value) override {
     if (state_ == State::Metadata) {
+      if (metadata.size() == kMaxMetadata) return fail(str("more than ", kMaxMetadata, " keys of metadata"));
       metadata[key_] = value;
       return true;
     }
@@ -80,6 +84,7 @@ class HeaderEvents final : public nlohmann::json_sax<json> {
     if (state_ == State::Start) return enter(State::Root);
     if (state_ != State::Root) return unexpected("an object");
     if (key_ == kMetadataKey) return enter(State::Metadata);
+    if (entries.size() == kMaxTensors) return fail(str("more than ", kMaxTensors, " tensors"));
     entries.push_back({.name = key_, .dtype = {}, .shape = {}, .data_offsets = {}});
     return enter(State::Entry);
   }
@@ -259,6 +264,9 @@ SafetensorsHeader parse_safetensors_header(std::string_view json_text, size_t da
 
 std::string make_safetensors_header(const std::vector<SafetensorsEntry>& entries,
                                     const SafetensorsMetadata& metadata) {
+  TITAN_CHECK(entries.size() <= kMaxTensors && metadata.size() <= kMaxMetadata, "a file of ", entries.size(),
+              " tensors and ", metadata.size(), " metadata; at most ", kMaxTensors, " and ", kMaxMetadata,
+              " are allowed");
   nlohmann::ordered_json root = nlohmann::ordered_json::object();
   if (!metadata.empty()) root[kMetadataKey] = metadata;
   // An ordered object is a list; looking up each name in it would take quadratic time.

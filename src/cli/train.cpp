@@ -27,6 +27,7 @@
 #include "titan/train/interruption.h"
 #include "titan/train/job_config.h"
 #include "titan/train/memory_report.h"
+#include "titan/train/process_stats.h"
 #include "titan/train/startup_watch.h"
 #include "train/checkpoint_job.h"
 
@@ -96,6 +97,7 @@ void requeue_if_wanted(const train::JobConfig& config, int signal) {
 int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   if (::isatty(STDERR_FILENO)) ::setenv(kOnTerminal, "1", /*overwrite=*/1);
   ::setenv(kFilesChecked, "1", /*overwrite=*/1);
+  train::pass_on_launch_time();
   LaunchOptions options;
   options.num_ranks = arguments.num_ranks;
   options.command = rank_command(arguments);

@@ -4,6 +4,7 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "core/shallow_json.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
@@ -42,18 +43,25 @@ std::string to_json(const LoaderState& state) {
 }
 
 LoaderState loader_state_from_json(std::string_view text) {
-  LoaderState state;
-  try {
-    auto tree = nlohmann::json::parse(text);
-    tree.at("steps").get_to(state.steps);
-    tree.at("num_lanes").get_to(state.num_lanes);
-    tree.at("feed").get_to(state.feed_fingerprint);
-    for (const auto& row : tree.at("lanes")) {
-      auto [lane, epoch, position, token_offset] = row.get<std::array<int64_t, 4>>();
-      state.lanes.push_back({lane, epoch, position, token_offset});
+  const auto check = [](bool holds, const auto&... what) {
+    if (!holds) throw Error(str("not a loader's state: ", what...));
+  };
+  const auto tree = parse_shallow_json(text);
+  check(tree.is_object(), "no JSON object, or one nested deeper than ", kMaxJsonDepth);
+  const auto steps = json_count(tree, "steps"), num_lanes = json_count(tree, "num_lanes");
+  check(steps && num_lanes, "'steps' and 'num_lanes' have to be whole numbers");
+  check(tree.contains("feed") && tree["feed"].is_string(), "'feed' has to be a text");
+  check(tree.contains("lanes") && tree["lanes"].is_array(), "'lanes' has to be a list");
+  LoaderState state{.steps = *steps, .num_lanes = *num_lanes, .feed_fingerprint = tree["feed"], .lanes = {}};
+  for (const auto& row : tree["lanes"]) {
+    std::array<int64_t, 4> numbers = {};
+    check(row.is_array() && row.size() == numbers.size(), "a lane has ", numbers.size(), " numbers");
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const auto number = json_count(row[i]);
+      check(number.has_value(), "a lane's numbers have to be whole ones of 0 to ", kMaxJsonCount);
+      numbers[i] = *number;
     }
-  } catch (const nlohmann::json::exception& error) {
-    throw Error(str("not a loader's state: ", error.what()));
+    state.lanes.push_back({numbers[0], numbers[1], numbers[2], numbers[3]});
   }
   return state;
 }

@@ -1,6 +1,7 @@
 #include "titan/data/packed_feed.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "fingerprint.h"
 #include "packed_lane.h"
@@ -27,6 +28,15 @@ size_t end_of_block(std::string_view text, size_t begin) {
   return end;
 }
 
+// Counted through all epochs, pieces have room to go on.
+void check_place(const LaneState& state, int64_t num_pieces) {
+  const int64_t most_epochs = std::numeric_limits<int64_t>::max() / 4 / num_pieces;
+  TITAN_CHECK(state.epoch >= 0 && state.epoch <= most_epochs && state.position >= 0 &&
+                  state.position < num_pieces && state.token_offset >= 0,
+              "lane ", state.lane, " has no such place: epoch ", state.epoch, ", position ", state.position,
+              " of ", num_pieces, ", token ", state.token_offset);
+}
+
 }  // namespace
 
 PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
@@ -44,10 +54,7 @@ LaneState PackedFeed::start(int64_t lane, int64_t) const {
 }
 
 std::unique_ptr<Lane> PackedFeed::open(const LaneState& state, int64_t num_lanes) const {
-  TITAN_CHECK(
-      state.epoch >= 0 && state.position >= 0 && state.position < num_pieces() && state.token_offset >= 0,
-      "lane ", state.lane, " has no such place: epoch ", state.epoch, ", position ", state.position, " of ",
-      num_pieces(), ", token ", state.token_offset);
+  check_place(state, num_pieces());
   auto self = std::static_pointer_cast<const PackedFeed>(shared_from_this());
   return std::make_unique<PackedLane>(std::move(self), state, num_lanes);
 }
@@ -55,6 +62,7 @@ std::unique_ptr<Lane> PackedFeed::open(const LaneState& state, int64_t num_lanes
 std::vector<LaneState> PackedFeed::redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const {
   int64_t next = 0;  // counted through all epochs: no old lane has begun this piece or one behind it
   for (const auto& lane : lanes) {
+    check_place(lane, num_pieces());
     int64_t begun = lane.token_offset > 0 ? static_cast<int64_t>(lanes.size()) : 0;
     next = std::max(next, lane.epoch * num_pieces() + lane.position + begun);
   }

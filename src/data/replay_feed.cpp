@@ -1,12 +1,15 @@
 #include "titan/data/replay_feed.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "hash.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
 namespace {
+
+constexpr int64_t kMostSteps = std::numeric_limits<int64_t>::max() / 2;
 
 class ReplayLane : public Lane {
  public:
@@ -58,6 +61,12 @@ void ReplayFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
 LaneState ReplayFeed::start(int64_t lane, int64_t) const { return {.lane = lane}; }
 
 std::unique_ptr<Lane> ReplayFeed::open(const LaneState& state, int64_t) const {
+  // A lane goes on behind the last step.
+  TITAN_CHECK(state.lane >= 0 && state.lane < input_.shape()[1] && state.position >= 0 &&
+                  state.position < kMostSteps && state.epoch == 0 && state.token_offset == 0,
+              "the recorded batches in ", input_.path().parent_path().string(), " have no such place: row ",
+              state.lane, " of ", input_.shape()[1], ", epoch ", state.epoch, ", step ", state.position,
+              ", token ", state.token_offset);
   return std::make_unique<ReplayLane>(std::static_pointer_cast<const ReplayFeed>(shared_from_this()), state);
 }
 

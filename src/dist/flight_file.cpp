@@ -16,7 +16,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kMaxJsonDepth = 16;
+constexpr int kMaxDepth = 16;
 constexpr uintmax_t kMostFileBytes = uintmax_t{1} << 30;
 constexpr int kMostRanks = 1 << 24;
 
@@ -270,7 +270,7 @@ Json parse_json(const std::string& text, const std::filesystem::path& name) {
                     "torch._C._distributed_c10d._dump_nccl_trace_json()"));
   try {
     return Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
-      if (depth > kMaxJsonDepth) throw Error(str(name.string(), ": is nested deeper than ", kMaxJsonDepth));
+      if (depth > kMaxDepth) throw Error(str(name.string(), ": is nested deeper than ", kMaxDepth));
       return true;
     });
   } catch (const Json::exception& error) {

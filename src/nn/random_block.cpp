@@ -10,16 +10,15 @@
 
 #include "nn/inverse_normal.h"
 #include "nn/philox.h"
+#include "nn/random_lanes.h"
 
 namespace titan::nn {
 
 namespace {
 
-using Key = std::array<uint32_t, 2>;
 using Lanes32 = int32_t __attribute__((vector_size(16)));
 
-constexpr int64_t kLanes = 64;
-constexpr int64_t kLaneElements = 2 * kLanes;
+constexpr int64_t kLaneElements = 2 * kDrawCounters;
 
 #if defined(__x86_64__)
 #define TITAN_AVX2 __attribute__((target("avx2")))
@@ -52,7 +51,8 @@ TITAN_AVX2 inline void philox_round(FourCounters& c, __m256i key0, __m256i key1)
   c.c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(product0, 32), c.c3), key1);
   c.c3 = product0;
 }
-TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const Key& key, const Key& name) {
+TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const PhiloxKey& key,
+                                 const PhiloxKey& name) {
   const __m256i name0 = _mm256_set1_epi64x(name[0]), name1 = _mm256_set1_epi64x(name[1]);
   __m256i keys0[kPhiloxRounds], keys1[kPhiloxRounds];
   uint32_t key0 = key[0], key1 = key[1];
@@ -60,7 +60,7 @@ TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const Key& 
     keys0[round] = _mm256_set1_epi64x(key0);
     keys1[round] = _mm256_set1_epi64x(key1);
   }
-  for (int64_t i = 0; i < kLanes; i += 8) {  // two times four, as each waits for its products
+  for (int64_t i = 0; i < kDrawCounters; i += 8) {  // two times four, as each waits for its products
     const __m256i low = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(first_counter) + i),
                                          _mm256_set_epi64x(3, 2, 1, 0));
     const __m256i high = _mm256_add_epi64(low, _mm256_set1_epi64x(4));
@@ -80,10 +80,10 @@ TITAN_INLINE double uniform_of(uint32_t high, uint32_t low) {
   return (exact_double<double>((uint64_t{high} << 20) | (low >> 12)) + 0.5) * 0x1p-52;
 }
 
-// Philox for `kLanes` counters side by side, on any processor.
-void uniforms_by_loops(double* to, uint64_t first_counter, const Key& key, const Key& name) {
-  uint32_t c0[kLanes], c1[kLanes], c2[kLanes], c3[kLanes];
-  for (int64_t i = 0; i < kLanes; ++i) {
+// Philox for kDrawCounters counters side by side, on any processor.
+void uniforms_by_loops(double* to, uint64_t first_counter, const PhiloxKey& key, const PhiloxKey& name) {
+  uint32_t c0[kDrawCounters], c1[kDrawCounters], c2[kDrawCounters], c3[kDrawCounters];
+  for (int64_t i = 0; i < kDrawCounters; ++i) {
     const uint64_t counter = first_counter + static_cast<uint64_t>(i);
     c0[i] = static_cast<uint32_t>(counter);
     c1[i] = static_cast<uint32_t>(counter >> 32);
@@ -92,7 +92,7 @@ void uniforms_by_loops(double* to, uint64_t first_counter, const Key& key, const
   }
   uint32_t key0 = key[0], key1 = key[1];
   for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxWeyl0, key1 += kPhiloxWeyl1) {
-    for (int64_t i = 0; i < kLanes; ++i) {
+    for (int64_t i = 0; i < kDrawCounters; ++i) {
       const uint64_t product0 = uint64_t{kPhiloxMul0} * c0[i], product1 = uint64_t{kPhiloxMul1} * c2[i];
       c0[i] = static_cast<uint32_t>(product1 >> 32) ^ c1[i] ^ key0;
       c1[i] = static_cast<uint32_t>(product1);
@@ -100,29 +100,22 @@ void uniforms_by_loops(double* to, uint64_t first_counter, const Key& key, const
       c3[i] = static_cast<uint32_t>(product0);
     }
   }
-  for (int64_t i = 0; i < kLanes; ++i) {
+  for (int64_t i = 0; i < kDrawCounters; ++i) {
     to[2 * i] = uniform_of(c0[i], c1[i]);
     to[2 * i + 1] = uniform_of(c2[i], c3[i]);
   }
 }
 
-using UniformsOfLanes = void (*)(double* to, uint64_t first_counter, const Key& key, const Key& name);
+using UniformsOfLanes = void (*)(double* to, uint64_t first_counter, const PhiloxKey& key,
+                                 const PhiloxKey& name);
 
-UniformsOfLanes best_uniforms_of_lanes() {
+UniformsOfLanes uniforms_of(DrawLanes lanes) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2")) return uniforms_by_avx2;
+  if (lanes == DrawLanes::Avx512) return uniforms_by_avx512;
+  if (lanes == DrawLanes::Avx2) return uniforms_by_avx2;
 #endif
   return uniforms_by_loops;
 }
-
-// The few that lie outside the centre are put aside in the first pass.
-struct Outside {
-  static constexpr int64_t kCapacity = 256;
-  double p[kCapacity + 4];  // probabilities, then values; and room for a vector that isn't full
-  double r[kCapacity + 4];  // what the formulas take
-  int32_t where[kCapacity + 4];
-};
 
 // For each set of lanes (a bit per lane): those lanes first, and how many they are.
 struct Compaction {
@@ -196,6 +189,7 @@ TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDra
     aside = put_aside(outside, aside, static_cast<int32_t>(i), p, q);
     ops::simd::store_up_to(z + i, as241::centre(q), count - i);
   }
+  while (aside > 0 && outside.where[aside - 1] >= count) --aside;  // of the lanes behind the last element
   for (int lane = 0; lane < 4; ++lane) outside.p[aside + lane] = 0.25;
   finish_outside(z, outside, aside);
   for (int64_t i = 0; i < count; ++i) {
@@ -206,12 +200,26 @@ TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDra
 
 }  // namespace
 
+DrawLanes best_draw_lanes() {
+  static const DrawLanes best = [] {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+      return DrawLanes::Avx512;
+    if (__builtin_cpu_supports("avx2")) return DrawLanes::Avx2;
+#endif
+    return DrawLanes::Portable;
+  }();
+  return best;
+}
+
 RandomStream::RandomStream(uint64_t seed, uint64_t name_hash)
     : key_{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
       name_{static_cast<uint32_t>(name_hash), static_cast<uint32_t>(name_hash >> 32)} {}
 
-void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index) const {
-  static const UniformsOfLanes uniforms_of_lanes = best_uniforms_of_lanes();
+void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index, DrawLanes lanes) const {
+  const UniformsOfLanes uniforms_of_lanes = uniforms_of(lanes);
   double edge[kLaneElements];  // where a block of lanes gives more than is wanted
   while (count > 0) {
     const int64_t skipped = static_cast<int64_t>(first_index % 2);
@@ -225,11 +233,14 @@ void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index) con
   }
 }
 
-void draw_normals(double* values, int64_t count, const NormalDraw& draw) {
+void draw_normals(double* values, int64_t count, const NormalDraw& draw, DrawLanes lanes) {
   Outside outside;
-  constexpr int64_t kBlock = Outside::kCapacity - 4;
-  for (int64_t i = 0; i < count; i += kBlock)
-    normals_of_block(values + i, std::min(kBlock, count - i), draw, outside);
+  auto normals = normals_of_block;
+#if defined(__x86_64__)
+  if (lanes == DrawLanes::Avx512) normals = normals_by_avx512;
+#endif
+  constexpr int64_t kBlock = Outside::kCapacity - Outside::kWidest;
+  for (int64_t i = 0; i < count; i += kBlock) normals(values + i, std::min(kBlock, count - i), draw, outside);
 }
 
 TITAN_CPU_CLONES void round_to_floats(float* to, const double* from, int64_t count) {

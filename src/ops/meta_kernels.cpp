@@ -44,7 +44,8 @@ std::tuple<at::Tensor, at::Tensor> flash_attention(const at::Tensor& query, cons
                                                    std::optional<double> /*scale*/) {
   const auto sizes = query.sizes();
   const at::Tensor log_sum_exp =
-      at::empty({sizes[0], sizes[1], sizes[2]}, query.options().dtype(composite::accumulate_type(query)));
+      at::empty({sizes[0], sizes[2], sizes[1]}, query.options().dtype(composite::accumulate_type(query)))
+          .transpose(1, 2);
   return {heads_first({sizes[0], sizes[1], sizes[2], value.size(3)}, query.options()), log_sum_exp};
 }
 

@@ -7,6 +7,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/shallow_json.h"
+#include "titan/core/error.h"
 #include "titan/train/unsound_run.h"
 
 namespace titan::train {
@@ -59,14 +61,18 @@ std::string LossSpikes::state() const {
 }
 
 void LossSpikes::load(const std::string& state) {
-  const auto tree = nlohmann::json::parse(state);
-  const std::vector<double> window = tree.at("window");
+  const auto tree = parse_shallow_json(state);
+  const auto num_rewinds = json_count(tree, "num_rewinds");
+  const auto is_loss = [](const nlohmann::json& value) { return value.is_number(); };
+  TITAN_CHECK(num_rewinds && tree.contains("window") && tree["window"].is_array() &&
+                  std::ranges::all_of(tree["window"], is_loss),
+              "its losses' spikes have no 'window' of numbers, or no count 'num_rewinds'");
+  const std::vector<double> window = tree["window"];
   window_.assign(window.begin(), window.end());
-  const int64_t num_rewinds = tree.at("num_rewinds");
-  if (num_rewinds <= num_rewinds_) return;
-  num_rewinds_ = num_rewinds;
-  last_spike_ = tree.value("last_spike", int64_t{0});
-  last_distance_ = tree.value("last_distance", settings_.spike_rewind_steps);
+  if (*num_rewinds <= num_rewinds_) return;
+  num_rewinds_ = *num_rewinds;
+  last_spike_ = json_count(tree, "last_spike").value_or(0);
+  last_distance_ = json_count(tree, "last_distance").value_or(settings_.spike_rewind_steps);
 }
 
 }  // namespace titan::train

@@ -19,7 +19,7 @@ dist::DeviceBackend* backend_of_device(at::Device device) {
 
 void MetricsWindow::start() {
   start_ = Clock::now();
-  startup_s_ = seconds_since_process_start();
+  startup_s_ = seconds_since_launch();
 }
 
 void MetricsWindow::count_step(int64_t local_tokens) {

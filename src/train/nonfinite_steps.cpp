@@ -4,6 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/shallow_json.h"
+#include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/unsound_run.h"
 
@@ -29,9 +31,11 @@ std::string NonFiniteSteps::state() const {
 }
 
 void NonFiniteSteps::load(const std::string& state) {
-  const auto tree = nlohmann::json::parse(state);
-  total_ = std::max<int64_t>(total_, tree.at("total"));
-  in_a_row_ = tree.at("in_a_row");
+  const auto tree = parse_shallow_json(state);
+  const auto total = json_count(tree, "total"), in_a_row = json_count(tree, "in_a_row");
+  TITAN_CHECK(total && in_a_row, "its steps that weren't finite aren't counted by 'total' and 'in_a_row'");
+  total_ = std::max(total_, *total);
+  in_a_row_ = *in_a_row;
 }
 
 }  // namespace titan::train

@@ -4,6 +4,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <string>
@@ -15,6 +18,7 @@ namespace titan::train {
 namespace {
 
 constexpr double kKibPerGib = 1024.0 * 1024.0;
+constexpr const char* kLaunchSeconds = "TITAN_LAUNCH_SECONDS";
 
 // Field 22 of /proc/self/stat; the command name before it (in parentheses) may hold anything, so count from
 // its end.
@@ -36,6 +40,16 @@ double seconds_since_process_start() {
   timespec now{};
   ::clock_gettime(CLOCK_BOOTTIME, &now);
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9 - start_time_s();
+}
+
+double seconds_since_launch() {
+  const char* text = ::getenv(kLaunchSeconds);
+  const double before = text == nullptr ? 0 : std::strtod(text, nullptr);
+  return seconds_since_process_start() + (std::isfinite(before) ? std::max(before, 0.0) : 0);
+}
+
+void pass_on_launch_time() {
+  ::setenv(kLaunchSeconds, std::to_string(seconds_since_process_start()).c_str(), /*overwrite=*/1);
 }
 
 double peak_resident_gib() {

@@ -1,8 +1,11 @@
 #include "train/trainer_state.h"
 
+#include <exception>
+
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
 
+#include "core/shallow_json.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/data/loader_state.h"
@@ -11,6 +14,8 @@
 namespace titan::train {
 
 namespace {
+
+constexpr size_t kMostStateShown = 200;  // of a text in a message
 
 // Of the ranks that share their rows one speaks.
 bool speaks_for_its_rows(const Meshes& meshes) {
@@ -69,19 +74,17 @@ class ProgressState : public checkpoint::Stateful {
   }
 
   void loaded(const std::string& text) override {
-    const auto tree = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-    const auto is_count = [&](const char* key) {
-      return tree.is_object() && tree.contains(key) && tree[key].is_number_unsigned();
-    };
-    TITAN_CHECK(is_count("step") && is_count("tokens"),
-                "the checkpoint's train_state isn't a trainer's: ", text);
-    progress_.step = tree["step"];
-    progress_.tokens_before = tree["tokens"];
+    const auto tree = parse_shallow_json(text);
+    const auto step = json_count(tree, "step"), tokens = json_count(tree, "tokens");
+    TITAN_CHECK(step && tokens,
+                "the checkpoint's train_state isn't a trainer's: ", text.substr(0, kMostStateShown));
+    progress_.step = *step;
+    progress_.tokens_before = *tokens;
     try {
       // Of a run that didn't keep them, they begin here.
       if (tree.contains("nonfinite")) progress_.nonfinite.load(tree["nonfinite"].dump());
       if (tree.contains("spikes")) progress_.spikes.load(tree["spikes"].dump());
-    } catch (const nlohmann::json::exception& error) {
+    } catch (const std::exception& error) {
       throw Error(str("the checkpoint's train_state isn't a trainer's: ", error.what()));
     }
   }

@@ -76,7 +76,7 @@ std::string Trainer::nonfinite_number(const StepValues& values) const {
         "step ", values.step,
         ": the gradient norm isn't finite, though the losses of all ranks are; first seen in the shard "
         "of rank ",
-        values.grad_norm.nonfinite_rank);
+        values.grad_norm.nonfinite_rank, "; debug.nan_trace finds the module and the rank it comes from");
   const bool mine = values.loss_rank == parts_.world.rank();
   return str("step ", values.step, ": the loss isn't finite on rank ", values.loss_rank,
              mine ? str(" (", values.local_loss, ")") : "");

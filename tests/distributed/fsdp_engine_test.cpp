@@ -1,10 +1,12 @@
 // fully_shard against the same network unsharded: values, every gradient, and what is gathered when.
 
+#include <functional>
 #include <optional>
 
 #include <gtest/gtest.h>
 
 #include <ATen/ATen.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/optim/adamw.h>
 
 #include "distributed/toy_case.h"
@@ -202,11 +204,17 @@ TEST(FsdpEngineMisuse, IsNamed) {
   const int size = testing::world().size();
   Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});
   model(input_rows(2, 6, at::kFloat));
-  try {
-    model->blocks[1]->forward(input_rows(2, 6, at::kFloat));
-    FAIL() << "forward by another road was accepted";
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("'block1'"), std::string::npos) << error.what();
+  torch::nn::Sequential of_libtorch(model->blocks[1].ptr());
+  const std::function<void()> other_roads[] = {
+      [&] { model->blocks[1]->forward(input_rows(2, 6, at::kFloat)); },
+      [&] { of_libtorch->forward(input_rows(2, 6, at::kFloat)); }};
+  for (const auto& enter : other_roads) {
+    try {
+      enter();
+      FAIL() << "forward by another road was accepted";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("'block1'"), std::string::npos) << error.what();
+    }
   }
   EXPECT_THROW(model->to(at::kDouble), Error);
   EXPECT_THROW(fully_shard(model, {.mesh = mesh_of({1, size})}), Error);

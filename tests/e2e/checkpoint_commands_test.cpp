@@ -111,6 +111,17 @@ TEST(CheckpointCommands, InfoSaysWhatACheckpointHolds) {
   EXPECT_THAT(line_with(text, "optimizer.step"), MatchesRegex("optimizer.step +int64 .*"));
 }
 
+// Writing a tree takes the stack for each of its levels.
+TEST(CheckpointCommands, InfoOfATextThatIsNestedDeep) {
+  CheckpointToSave save{.world_size = 1, .tensors = {{"a", at::ones({2}), {}}}};
+  save.texts["train_state"] =
+      R"({"tokens": )" + std::string(1'000'000, '[') + std::string(1'000'000, ']') + "}";
+  const std::string step = save_checkpoint(fresh_folder("deep"), save);
+  const std::string text = succeeds({"info", step});
+  EXPECT_THAT(line_with(text, "texts"), HasSubstr("train_state ("));
+  EXPECT_THAT(line_with(text, "tokens seen"), HasSubstr("not recorded"));
+}
+
 TEST(CheckpointCommands, InfoWithFigures) {
   const fs::path folder = fresh_folder("stats");
   const float inf = std::numeric_limits<float>::infinity();

@@ -62,7 +62,7 @@ def manifest_seeds() -> None:
 
     def manifest(layouts: list, tensors: list, files: list = files, **values) -> str:
         body = {"run_id": "0123456789abcdef" * 2, "step": 40, "library": "titan 0.1.0, torch 2.11.0", "num_threads": 2, "finite": True,
-                "config": "[training]\nsteps = 40\n", "texts": {"dataloader": '{"steps":40}', "train_state": "{}"},
+                "config": "[training]\nsteps = 40\n", "texts": {"dataloader": '{"steps":40,"num_lanes":1,"feed":"f","lanes":[[0,1,2,3]]}', "train_state": "{}"},
                 "layouts": layouts, "tensors": tensors, "files": files} | values
         return '{"titan_checkpoint":1,"digest":"' + "0" * 32 + '",\n"manifest":' + json.dumps(body, separators=(",", ":")) + "}\n"
 

@@ -1,11 +1,12 @@
-// A checkpoint's manifest.json, and the plan that is made of it: which rank's file has which part of a
-// tensor.
+// A checkpoint's manifest.json, the plan that is made of it (which rank's file has which part of a tensor),
+// and the loader's state among its texts.
 
 #include "titan/checkpoint/manifest.h"
 
 #include <algorithm>
 
 #include "fuzz.h"
+#include "titan/data/loader_state.h"
 
 namespace titan::fuzz {
 namespace {
@@ -44,6 +45,11 @@ void require_tiled(const StateTable& table) {
   }
 }
 
+void require_reads_back(const std::string& text) {
+  const data::LoaderState state = data::loader_state_from_json(text);
+  require(data::loader_state_from_json(data::to_json(state)) == state, "a loader's state reads back");
+}
+
 }  // namespace
 
 void fuzz_input(std::string_view text) {
@@ -52,6 +58,8 @@ void fuzz_input(std::string_view text) {
   const std::string valid = with_digest(text);
   if (!accepted(kFile, [&] { manifest = checkpoint::parse_manifest(valid, kFile); })) return;
   require_tiled(manifest.table);
+  for (const auto& text : manifest.texts)
+    accepted("a loader's state", [&] { require_reads_back(text.second); });
   const std::string written = checkpoint::to_text(manifest);
   require(checkpoint::to_text(checkpoint::parse_manifest(written, kFile)) == written,
           "a manifest reads back");

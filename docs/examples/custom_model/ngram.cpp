@@ -53,6 +53,7 @@ class MixImpl : public titan::nn::Module {
   }
 
   at::Tensor forward(const at::Tensor& x_BSD) {
+    check_entered_through_ref();
     std::vector<at::Tensor> shifted;  // by 0, 1, ... positions; before the sequence there is nothing
     for (int64_t by = 0; by < context_; ++by) shifted.push_back(at::constant_pad_nd(x_BSD, {0, 0, by, -by}));
     return at::dropout(at::gelu(up(at::cat(shifted, 2))), dropout_, is_training());
@@ -81,6 +82,7 @@ class NgramImpl : public titan::nn::Module, public titan::nn::LayerSequence {
   }
 
   at::Tensor forward(const at::Tensor& input) {
+    check_entered_through_ref();
     at::Tensor h = embedding ? embedding(input) : input;
     if (mix) h = mix(h);
     return head ? head(h) : h;

@@ -55,6 +55,7 @@ class BlockImpl : public titan::nn::Module {
   }
 
   at::Tensor forward(const at::Tensor& x_BSD) {
+    check_entered_through_ref();
     const at::Tensor value_BSH = at::gelu(value_(norm_(x_BSD)));
     const at::Tensor count_S1 = at::arange(1, value_BSH.size(1) + 1, value_BSH.options()).unsqueeze(1);
     return x_BSD + out_(at::cumsum(value_BSH, 1) / count_S1);
@@ -81,6 +82,7 @@ class AveragerImpl : public titan::nn::Module {
   }
 
   at::Tensor forward(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_valid_tokens) {
+    check_entered_through_ref();
     at::Tensor x_BSD = embedding_(tokens_BS);
     for (const Block& block : blocks) x_BSD = block(x_BSD);
     return head_(norm_(x_BSD), labels_BS, global_valid_tokens);

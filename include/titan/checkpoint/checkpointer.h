@@ -7,7 +7,7 @@
 //   plan    which pieces of which tensors this rank writes (state_table.h): once, at the first save
 //   stage   these pieces are copied to a buffer in host memory that is used again; behind it training goes on
 //   write   each rank its own file into the pending folder, by threads, and syncs it
-//   gather  what rank 0 has to know of each file (64 bytes) and the texts, over a tree
+//   gather  what rank 0 has to know of each file (88 bytes) and the texts, over a tree
 //   commit  rank 0 writes the manifest, syncs the folder and renames it; the verdict goes back over the tree
 //
 // Up to `plan` it is the caller's thread, from `write` on a thread and a process group of its own; `stage` is

@@ -36,7 +36,8 @@ class LossSpikes {
   void count_rewind(int64_t step);
   int64_t num_rewinds() const { return num_rewinds_; }
 
-  /// For checkpoints, as JSON. Loading one keeps the rewinds where this object has counted more of them.
+  /// For checkpoints, as JSON. Loading one keeps the rewinds where this object has counted more of them;
+  /// throws Error of a text that is no such state.
   std::string state() const;
   void load(const std::string& state);
 

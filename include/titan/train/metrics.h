@@ -59,7 +59,7 @@ struct StepMetrics {
   /// How long saves held the steps since the last logged one up, in all; unset: nothing is saved.
   std::optional<double> checkpoint_s;
   std::optional<double>
-      startup_s;  ///< from the start of the process to the start of the first step; first line only
+      startup_s;  ///< seconds_since_launch() at the start of the first step; first line only
 };
 
 struct ValidationMetrics {

@@ -11,6 +11,7 @@
 #include "cli/checkpoint/slabs.h"
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/text.h"
+#include "core/shallow_json.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
@@ -26,9 +27,8 @@ using Json = nlohmann::ordered_json;
 std::string tokens_seen(const Manifest& manifest) {
   const auto text = manifest.texts.find("train_state");
   if (text == manifest.texts.end()) return "";
-  const Json state = Json::parse(text->second, nullptr, /*allow_exceptions=*/false);
-  if (!state.is_object() || !state.contains("tokens")) return "";
-  return state["tokens"].dump();
+  const auto tokens = json_count(parse_shallow_json(text->second), "tokens");
+  return tokens ? std::to_string(*tokens) : "";
 }
 
 std::string texts_text(const Manifest& manifest) {

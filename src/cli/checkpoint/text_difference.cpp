@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/run_record.h"
+#include "core/shallow_json.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -17,18 +18,11 @@ namespace {
 using nlohmann::json;
 using Values = std::map<std::string, std::string>;
 
-constexpr int kMostDepth = 64;
 constexpr size_t kMostValueChars = 60;
 
-// A tree is flattened by recursion, which a file must not make deep.
 std::optional<json> parse(const std::string& text) {
-  bool too_deep = false;
-  const auto limit = [&too_deep](int depth, json::parse_event_t, json&) {
-    too_deep = too_deep || depth > kMostDepth;
-    return !too_deep;
-  };
-  json value = json::parse(text, limit, /*allow_exceptions=*/false);
-  if (too_deep || !(value.is_object() || value.is_array())) return std::nullopt;
+  json value = parse_shallow_json(text);
+  if (!value.is_object() && !value.is_array()) return std::nullopt;
   return value;
 }
 

@@ -187,6 +187,18 @@ TEST(Safetensors, RefusesBrokenHeaders) {
   EXPECT_REFUSED(R"({"__metadata__":{"a":{}}})", 0, "must be a string");
 }
 
+TEST(Safetensors, RefusesMoreTensorsOrMetadataThanAModelHas) {
+  std::string tensors = "{", metadata = R"({"__metadata__":{)";
+  for (int i = 0; i <= 1'001'000; ++i) {
+    if (i <= 1'000'000)
+      tensors += str(i > 0 ? "," : "", '"', i, R"(":{"dtype":"I8","shape":[0],"data_offsets":[0,0]})");
+    metadata += str(i > 0 ? "," : "", '"', i, R"(":"")");
+  }
+  EXPECT_REFUSED(tensors + "}", 0, "more than 1000000 tensors");
+  EXPECT_REFUSED(metadata + "}}", 0, "more than 1001000 keys of metadata");
+  EXPECT_THROW(detail::make_safetensors_header(std::vector<SafetensorsEntry>(1'000'001), {}), Error);
+}
+
 TEST(Safetensors, RefusesKeysThatOccurTwice) {
   EXPECT_REFUSED(R"({"a":{"dtype":"I8","shape":[1],"data_offsets":[0,1]},)"
                  R"("a":{"dtype":"I8","shape":[1],"data_offsets":[0,1]}})",

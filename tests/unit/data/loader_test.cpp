@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -283,6 +284,26 @@ TEST(Loader, StatesThatDoNotFitAreRefused) {
   state.lanes[2].position = 1'000'000;
   whole.load_state(state);
   EXPECT_NE(message_of<Error>([&] { whole.next_step(); }).find("lane 2"), std::string::npos);
+  DataLoader other(feed, shape(3));  // whose lanes are dealt anew
+  EXPECT_NE(message_of<Error>([&] { other.load_state(state); }).find("lane 2"), std::string::npos);
+  state.lanes[2] = {.lane = 2, .epoch = std::numeric_limits<int64_t>::max() / 8};
+  EXPECT_NE(message_of<Error>([&] { other.load_state(state); }).find("lane 2"), std::string::npos);
+}
+
+// A checkpoint may be a stranger's.
+TEST(Loader, StatesOfAnotherFormAreRefused) {
+  const auto text = [](const std::string& lanes, const std::string& steps = "3") {
+    return R"({"steps":)" + steps + R"(,"num_lanes":1,"feed":"f","lanes":)" + lanes + "}";
+  };
+  EXPECT_EQ(loader_state_from_json(text("[[0,1,2,3]]")).lanes[0], (LaneState{0, 1, 2, 3}));
+  for (const char* lanes :
+       {"[[0,0,-1,0]]", "[[0,0,0]]", "[[0,0,0,0,0]]", "[[0,0,1.5,0]]", "[[0,0,1e300,0]]",
+        "[[0,0,9223372036854775807,0]]", "[[0,0,18446744073709551615,0]]", "[0]", "{}", "7"})
+    EXPECT_THROW(loader_state_from_json(text(lanes)), Error) << lanes;
+  for (const char* steps : {"-1", "1.0", "\"1\"", "18446744073709551615", "null"})
+    EXPECT_THROW(loader_state_from_json(text("[[0,1,2,3]]", steps)), Error) << steps;
+  const std::string deep(1'000'000, '[');
+  EXPECT_NE(message_of<Error>([&] { loader_state_from_json(text(deep)); }).find("deeper"), std::string::npos);
 }
 
 TEST(Loader, ImpossibleShapesAreRefused) {

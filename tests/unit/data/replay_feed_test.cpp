@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "temporary_folder.h"
 #include "titan/core/error.h"
 
@@ -100,6 +102,16 @@ TEST_F(ReplayTest, FiniteRecordingsEnd) {
   std::vector<int64_t> input(2), labels(2);
   EXPECT_EQ(replay->open({.lane = 0, .position = 2}, 3)->fill({input, labels}), 0);
   EXPECT_EQ(labels, (std::vector<int64_t>{-100, -100}));
+}
+
+// Of a checkpoint, which may be a stranger's.
+TEST_F(ReplayTest, PlacesOutsideTheRecordingAreRefused) {
+  auto replay = feed(input_, labels_, 100, true);
+  for (const LaneState& place :
+       {LaneState{.lane = -1}, LaneState{.lane = 3}, LaneState{.lane = 0, .position = -1},
+        LaneState{.lane = 0, .position = std::numeric_limits<int64_t>::max()},
+        LaneState{.lane = 0, .epoch = 1}, LaneState{.lane = 0, .token_offset = 1}})
+    EXPECT_NE(message_of<Error>([&] { replay->open(place, 3); }).find("no such place"), std::string::npos);
 }
 
 TEST_F(ReplayTest, WhatDoesNotFitIsNamed) {

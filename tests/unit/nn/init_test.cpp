@@ -3,6 +3,8 @@
 #include <cmath>
 
 #include <ATen/ATen.h>
+#include <algorithm>
+
 #include <gtest/gtest.h>
 
 #include "nn/inverse_normal.h"
@@ -66,31 +68,55 @@ TEST(InverseNormal, AgreesWithItsDistribution) {
   EXPECT_EQ(normal_distribution(100), 1);
 }
 
+std::vector<DrawLanes> lanes_here() {
+  std::vector<DrawLanes> lanes = {DrawLanes::Portable};
+  if (best_draw_lanes() >= DrawLanes::Avx2) lanes.push_back(DrawLanes::Avx2);
+  if (best_draw_lanes() >= DrawLanes::Avx512) lanes.push_back(DrawLanes::Avx512);
+  return lanes;
+}
+
 TEST(InverseNormal, GivesTheSameBitsInBlocks) {
   std::vector<double> p{0x1p-53, 1 - 0x1p-53, 1e-300, 1e-12, 1 - 1e-12, 0.5, 0.075, 0.925};
   for (double x = 1e-9; x < 1; x += 3.1e-4) p.push_back(x);
   for (double x = 0.01; x > 1e-200; x *= 0.9) p.push_back(x);  // tails alone fill a block
-  for (size_t count : {p.size(), size_t{1}, size_t{7}}) {
-    std::vector<double> z(p.begin(), p.begin() + static_cast<std::ptrdiff_t>(count));
-    draw_normals(z.data(), static_cast<int64_t>(count), {});
-    for (size_t i = 0; i < count; ++i) EXPECT_EQ(z[i], inverse_normal(p[i])) << p[i];
-  }
+  for (const DrawLanes lanes : lanes_here())
+    for (size_t count : {p.size(), size_t{1}, size_t{7}}) {
+      std::vector<double> z(p.begin(), p.begin() + static_cast<std::ptrdiff_t>(count));
+      draw_normals(z.data(), static_cast<int64_t>(count), {}, lanes);
+      for (size_t i = 0; i < count; ++i) EXPECT_EQ(z[i], inverse_normal(p[i])) << p[i];
+    }
+}
+
+// Where the probabilities that are left begin outside the centre, lanes behind the last element lie there
+// too.
+TEST(InverseNormal, WritesNothingBehindABlock) {
+  const NormalDraw draw{.offset = 0.95, .scale = 0.05, .mean = 1, .std = 2, .low = 4.5, .high = 5};
+  for (const DrawLanes lanes : lanes_here())
+    for (const int64_t count : {1, 2, 3, 5, 6, 7, 9, 243, 247, 248, 249}) {
+      std::vector<double> z(static_cast<size_t>(count) + 8, 0.25);
+      draw_normals(z.data(), count, draw, lanes);
+      const double value = std::clamp(1 + 2 * inverse_normal(0.95 + 0.05 * 0.25), 4.5, 5.0);
+      for (size_t i = 0; i < z.size(); ++i)
+        EXPECT_EQ(z[i], static_cast<int64_t>(i) < count ? value : 0.25) << i;
+    }
 }
 
 TEST(RandomStream, GivesTheUniformsOfPhilox) {
   const uint64_t seed = 0x123456789abcdef0, name = 0xfedcba9876543210;
   for (uint64_t first :
        {uint64_t{0}, (uint64_t{1} << 33) - 77, uint64_t{1} << 40}) {  // over the 32-bit border too
-    std::vector<double> u(150);
-    RandomStream(seed, name).uniforms(u.data(), 150, first);
-    for (uint64_t i = first; i < first + 150; ++i) {
-      const PhiloxBlock block =
-          philox4x32_10({static_cast<uint32_t>(i / 2), static_cast<uint32_t>(i / 2 >> 32),
-                         static_cast<uint32_t>(name), static_cast<uint32_t>(name >> 32)},
-                        {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-      const size_t word = i % 2 == 0 ? 0 : 2;
-      const uint64_t bits = (uint64_t{block[word]} << 20) | (block[word + 1] >> 12);
-      EXPECT_EQ(u[i - first], (static_cast<double>(bits) + 0.5) * 0x1p-52);
+    for (const DrawLanes lanes : lanes_here()) {
+      std::vector<double> u(150);
+      RandomStream(seed, name).uniforms(u.data(), 150, first, lanes);
+      for (uint64_t i = first; i < first + 150; ++i) {
+        const PhiloxBlock block =
+            philox4x32_10({static_cast<uint32_t>(i / 2), static_cast<uint32_t>(i / 2 >> 32),
+                           static_cast<uint32_t>(name), static_cast<uint32_t>(name >> 32)},
+                          {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+        const size_t word = i % 2 == 0 ? 0 : 2;
+        const uint64_t bits = (uint64_t{block[word]} << 20) | (block[word + 1] >> 12);
+        EXPECT_EQ(u[i - first], (static_cast<double>(bits) + 0.5) * 0x1p-52);
+      }
     }
   }
 }

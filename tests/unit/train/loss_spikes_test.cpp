@@ -75,7 +75,10 @@ TEST(LossSpikes, ThatComeAgainAreGoneBackFromTwiceAsFar) {
 
 TEST(LossSpikes, AStateOfSomethingElseIsRefused) {
   LossSpikes spikes(rule(3, 4));
-  EXPECT_THROW(spikes.load("{\"window\": \"no\"}"), nlohmann::json::exception);
+  for (const char* text :
+       {"{\"window\": \"no\", \"num_rewinds\": 0}", "{\"window\": [null], \"num_rewinds\": 0}",
+        "{\"num_rewinds\": 0}", "{\"window\": [], \"num_rewinds\": -1}", "[]", "no"})
+    EXPECT_THROW(spikes.load(text), Error) << text;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
 namespace titan::train {
@@ -16,6 +17,18 @@ TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
   EXPECT_LT(before, 3600);   // the tests before this one took it; not since the boot, nor in ticks
   EXPECT_NEAR(after - before, 0.02, 0.5);
   EXPECT_GE(after - before, 0.02);
+}
+
+TEST(ProcessStats, TimeSinceLaunchCountsTheLauncherTo) {
+  const double launcher = seconds_since_process_start();
+  pass_on_launch_time();
+  EXPECT_NEAR(seconds_since_launch() - seconds_since_process_start(), launcher, 0.5);
+  for (const char* text : {"no", "-7", "nan", "inf", ""}) {
+    ::setenv("TITAN_LAUNCH_SECONDS", text, /*overwrite=*/1);
+    EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5) << text;
+  }
+  ::unsetenv("TITAN_LAUNCH_SECONDS");
+  EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5);
 }
 
 TEST(ProcessStats, ResidentMemoryIsPartOfTheMachines) {
