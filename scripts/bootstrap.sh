@@ -27,7 +27,8 @@ install_torch() {
   [ "$(cat $stamp 2>/dev/null)" = "${python_packages[*]}" ] && have_venv_torch && return 0
   say "installing ${python_packages[*]} into .venv (some GB)"
   [ -x .venv/bin/pip ] || /usr/bin/python3 -m venv .venv
-  .venv/bin/pip install --quiet --disable-pip-version-check "${python_packages[@]}"
+  # What is imported is compiled then: compiling all takes 15 s.
+  .venv/bin/pip install --quiet --disable-pip-version-check --no-compile "${python_packages[@]}"
   echo "${python_packages[*]}" >$stamp
 }
 

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 
+from run_benchmarks import commit, processor
+
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 TITAN = REPOSITORY / "build/bin/titan"
 ROWS = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in ("fp32", "bf16") for r in (1, 2)]
@@ -75,7 +77,8 @@ def main() -> None:
     lines = [" | ".join(["", "% of samples", *rows, ""]).strip(), " | ".join(["", *["---"] * (len(rows) + 1), ""]).strip()]
     lines += [" | ".join(["", name, *(f"{measured[row][name]:.1f}" for row in rows), ""]).strip() for name in names]
     arguments = " ".join(sys.argv[1:])
-    text = "\n".join([f"# Where a step's time goes: {options.name or ''}", "", f"`scripts/profile_step.py {arguments}`", "", *lines, ""])
+    facts = [f"- commit {commit()}, `scripts/profile_step.py {arguments}`", f"- {processor()}; {options.steps} steps, but for their first {START_UP_MS} ms"]
+    text = "\n".join([f"# Where a step's time goes: {options.name or ''}", "", *facts, "", *lines, ""])
     print(text)
     if options.name:
         results = REPOSITORY / "benchmarks/results"

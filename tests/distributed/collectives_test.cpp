@@ -16,12 +16,14 @@ namespace titan {
 namespace {
 
 using dist::ReduceOp;
+using testing::device;
+using testing::options_of;
 using testing::world;
 constexpr dist::Label kLabel = {"test::phase", "layers.0"};
 
 /// Part `part` of what `rank` contributes: small whole numbers, exact in bf16.
 at::Tensor contribution(int rank, int part, int64_t n, at::ScalarType dtype) {
-  return (at::arange(n, at::kLong).remainder(5) + rank + 2 * part).to(dtype);
+  return (at::arange(n, at::kLong).remainder(5) + rank + 2 * part).to(device(), dtype);
 }
 
 /// [size * n], all parts of `rank`.
@@ -43,7 +45,7 @@ const std::vector<int64_t> kSizes = {1, 7, 1000, 70001};
 
 TEST_P(Collectives, AllGather) {
   for (const int64_t n : kSizes) {
-    at::Tensor out = at::zeros({size * n}, dtype);
+    at::Tensor out = at::zeros({size * n}, options_of(dtype));
     group.all_gather(out, contribution(rank, 0, n, dtype), kLabel).wait();
     for (int r = 0; r < size; ++r) EXPECT_TRUE(out.narrow(0, r * n, n).equal(contribution(r, 0, n, dtype)));
   }
@@ -52,7 +54,7 @@ TEST_P(Collectives, AllGather) {
 // A dimension for the ranks, in front of those of a part.
 TEST_P(Collectives, AllGatherOfPartsWithMoreDimensions) {
   const at::Tensor mine = contribution(rank, 0, 12, dtype).view({2, 3, 2});
-  const at::Tensor out = at::zeros({size, 2, 3, 2}, dtype);
+  const at::Tensor out = at::zeros({size, 2, 3, 2}, options_of(dtype));
   group.all_gather(out, mine, kLabel).wait();
   for (int r = 0; r < size; ++r)
     EXPECT_TRUE(out[r].equal(contribution(r, 0, 12, dtype).view({2, 3, 2}))) << r;
@@ -60,7 +62,7 @@ TEST_P(Collectives, AllGatherOfPartsWithMoreDimensions) {
 
 TEST_P(Collectives, AllGatherFromItsOwnPlace) {
   const int64_t n = 1000;
-  at::Tensor out = at::zeros({size * n}, dtype);
+  at::Tensor out = at::zeros({size * n}, options_of(dtype));
   at::Tensor mine = out.narrow(0, rank * n, n);
   mine.copy_(contribution(rank, 0, n, dtype));
   group.all_gather(out, mine, kLabel).wait();
@@ -70,7 +72,7 @@ TEST_P(Collectives, AllGatherFromItsOwnPlace) {
 TEST_P(Collectives, ReduceScatter) {
   for (const int64_t n : kSizes) {
     const at::Tensor in = contributions(rank, size, n, dtype), before = in.clone();
-    at::Tensor out = at::zeros({n}, dtype), expected = at::zeros({n}, dtype);
+    at::Tensor out = at::zeros({n}, options_of(dtype)), expected = at::zeros_like(out);
     group.reduce_scatter(out, in, kLabel).wait();
     for (int r = 0; r < size; ++r) expected += contribution(r, rank, n, dtype);
     EXPECT_TRUE(out.equal(expected)) << n;
@@ -84,7 +86,7 @@ TEST_P(Collectives, AllReduce) {
     group.all_reduce(sum, ReduceOp::Sum, kLabel).wait();
     group.all_reduce(max, ReduceOp::Max, kLabel).wait();
     group.all_reduce(min, ReduceOp::Min, kLabel).wait();
-    at::Tensor expected = at::zeros({n}, dtype);
+    at::Tensor expected = at::zeros({n}, options_of(dtype));
     for (int r = 0; r < size; ++r) expected += contribution(r, 0, n, dtype);
     EXPECT_TRUE(sum.equal(expected));
     EXPECT_TRUE(max.equal(contribution(size - 1, 0, n, dtype)));
@@ -102,7 +104,7 @@ TEST_P(Collectives, Broadcast) {
 
 TEST_P(Collectives, AllToAll) {
   for (const int64_t n : kSizes) {
-    at::Tensor out = at::zeros({size * n}, dtype);
+    at::Tensor out = at::zeros({size * n}, options_of(dtype));
     group.all_to_all(out, contributions(rank, size, n, dtype), kLabel).wait();
     for (int r = 0; r < size; ++r)
       EXPECT_TRUE(out.narrow(0, r * n, n).equal(contribution(r, rank, n, dtype)));
@@ -145,8 +147,9 @@ TEST(Overlap, CallsInFlightKeepTheirResultsApart) {
   std::vector<at::Tensor> outs;
   std::vector<dist::Work> works;
   for (int call = 0; call < 8; ++call) {
-    outs.push_back(at::zeros({size * 5000}));
-    works.push_back(group.all_gather(outs.back(), at::full({5000}, 100.0 * call + group.rank()), kLabel));
+    outs.push_back(at::zeros({size * 5000}, options_of(at::kFloat)));
+    works.push_back(group.all_gather(
+        outs.back(), at::full({5000}, 100.0 * call + group.rank(), options_of(at::kFloat)), kLabel));
   }
   for (auto& work : works) work.wait();
   for (int call = 0; call < 8; ++call) {
@@ -156,7 +159,7 @@ TEST(Overlap, CallsInFlightKeepTheirResultsApart) {
 
 TEST(Overlap, ADroppedWorkIsFinished) {
   auto& group = *world().everyone();
-  at::Tensor tensor = at::ones({100000});
+  at::Tensor tensor = at::ones({100000}, options_of(at::kFloat));
   static_cast<void>(group.all_reduce(tensor, ReduceOp::Sum, kLabel));
   EXPECT_EQ(tensor.sum().item<double>(), 100000.0 * group.size());
 }
@@ -178,7 +181,7 @@ TEST(Failures, ATimeOutNamesTheCall) {
   auto group = world().group(world().everyone()->ranks(), "lonely", "time-out test");
   group->set_timeout(std::chrono::milliseconds(300));
   if (world().rank() == 0) {
-    at::Tensor tensor = at::zeros({8});
+    at::Tensor tensor = at::zeros({8}, options_of(at::kFloat));
     try {
       group->all_reduce(tensor, ReduceOp::Sum, {"fsdp::reduce", "layers.7"}).wait();
       ADD_FAILURE() << "nobody else called";
@@ -196,7 +199,7 @@ TEST(Failures, ATimeOutNamesTheCall) {
 TEST(Failures, DifferentCallsAreNamed) {
   auto group = world().group(world().everyone()->ranks(), "mixed up", "mismatch test");
   if (world().size() == 1 || group->backend_name() != "host") GTEST_SKIP() << "needs a peer on this host";
-  at::Tensor tensor = at::zeros({8});
+  at::Tensor tensor = at::zeros({8}, options_of(at::kFloat));
   try {
     if (world().rank() == 0)
       group->all_reduce(tensor, ReduceOp::Sum, kLabel).wait();

@@ -10,6 +10,7 @@
 namespace titan {
 namespace {
 
+using testing::options_of;
 using testing::world;
 
 const Placement S0 = Placement::shard(0), S1 = Placement::shard(1), R = Placement::replicate(),
@@ -20,7 +21,7 @@ using Placements = std::vector<Placement>;
 at::Tensor sample(at::IntArrayRef shape) {
   int64_t numel = 1;
   for (int64_t size : shape) numel *= size;
-  return at::arange(numel, at::kDouble).view(shape) + 1;
+  return at::arange(numel, options_of(at::kDouble)).view(shape) + 1;
 }
 
 // A whole tensor under any placements: each rank holds rank + 1 parts of the sum along a Partial axis.

@@ -22,6 +22,7 @@
 
 namespace titan::train {
 
+using titan::testing::device;
 using titan::testing::world;
 
 inline constexpr int64_t kVocabSize = 258;
@@ -169,7 +170,7 @@ struct Started {
 };
 
 inline std::unique_ptr<TrainableModel> build_model(const Meshes& meshes, const Job& job) {
-  auto model = std::make_unique<FaultyModel>(deferred(at::kCPU, at::kFloat), job.fault, job.at_forward);
+  auto model = std::make_unique<FaultyModel>(deferred(device(), at::kFloat), job.fault, job.at_forward);
   fully_shard(model->model, {.mesh = meshes.fsdp});
   materialize(model->root(), 1);
   return model;
@@ -203,7 +204,7 @@ inline Started start(const Job& job) {
   return {
       Trainer({.world = world(),
                .meshes = meshes,
-               .device = at::kCPU,
+               .device = device(),
                .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size()),
                .parameters = list,
                .tied = {},
@@ -212,7 +213,7 @@ inline Started start(const Job& job) {
                                              job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
                .loader = std::move(loader),
                .logger = build_logger(job),
-               .window = MetricsWindow(at::kCPU, {}),
+               .window = MetricsWindow(device(), {}),
                .validator = {},
                .checkpoints = build_checkpoints(job, meshes, list),
                .observers = observers_of(job, list)},

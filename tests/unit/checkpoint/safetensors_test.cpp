@@ -190,9 +190,9 @@ TEST(Safetensors, RefusesBrokenHeaders) {
 TEST(Safetensors, RefusesMoreTensorsOrMetadataThanAModelHas) {
   std::string tensors = "{", metadata = R"({"__metadata__":{)";
   for (int i = 0; i <= 1'001'000; ++i) {
-    if (i <= 1'000'000)
-      tensors += str(i > 0 ? "," : "", '"', i, R"(":{"dtype":"I8","shape":[0],"data_offsets":[0,0]})");
-    metadata += str(i > 0 ? "," : "", '"', i, R"(":"")");
+    const std::string key = (i > 0 ? ",\"" : "\"") + std::to_string(i);
+    if (i <= 1'000'000) tensors.append(key).append(R"(":{"dtype":"I8","shape":[0],"data_offsets":[0,0]})");
+    metadata.append(key).append(R"(":"")");
   }
   EXPECT_REFUSED(tensors + "}", 0, "more than 1000000 tensors");
   EXPECT_REFUSED(metadata + "}}", 0, "more than 1001000 keys of metadata");
