@@ -5,7 +5,8 @@
 
 A row is MODEL_DTYPE_RANKS as in run_benchmarks.py. Samples of all ranks, taken after the start-up, are sorted by the function they fell
 into: matrix products (MKL, and oneDNN's generated code), attention, our other operations, LibTorch's elementwise ones, the optimizer,
-communication, memory that the kernel hands out, threads that wait for work, and the host's own work (autograd, dispatcher, allocation). Prints a table; with --name writes benchmarks/results/NAME.md.
+communication, memory that the kernel hands out, threads that wait for work, and the host's own work (autograd, dispatcher, allocation). Products that
+LibTorch's own attention asks MKL for count as products. Prints a table; with --name writes benchmarks/results/NAME.md.
 """
 
 import argparse
@@ -26,11 +27,11 @@ START_UP_MS = 2500
 # The first that matches "dso symbol" counts.
 CATEGORIES = [
     ("products", r"mkl_|gemm|gemv|dnnl|\[JIT\]"),
-    ("attention", r"libtitan\S* .*(backward_head|attend_block|pack_queries|pack_keys|pack_rows|pack_panels|unpack_gradient|probabilities)"),
+    ("attention", r"libtitan\S* .*(backward_head|attend_block|pack_queries|pack_keys|pack_rows|pack_panels|unpack_gradient|probabilities)|flash_attention"),
     ("optimizer and clipping", r"adam|sum_squares|sum_on_cpu|foreach"),
     ("communication", r"titan::dist|gloo|process_vm|tcp_|skb_|copy_user|_copy_to_iter|copyout|copyin|rep_movs|pin_user|get_user_pages|gup_|follow_page"),
     ("other operations of ours", r"titan::ops"),
-    ("elementwise of LibTorch", r"at::native|vectorized|TensorIterator|__exp|__log|libm\.|memcpy|memmove|memset"),
+    ("elementwise of LibTorch", r"at::native|vectorized|TensorIterator|Sleef|__exp|__log|libm\.|memcpy|memmove|memset"),
     ("waiting threads", r"libgomp|libiomp|sched|futex|idle"),
     ("memory from the kernel", r"\[kernel"),
 ]
