@@ -100,12 +100,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
-def spawn(options: argparse.Namespace) -> list[dict]:
-    """Runs this script once per rank; their results. Ends all when one fails."""
+def spawn(options: argparse.Namespace, *arguments: str) -> list[dict]:
+    """Runs this script once per rank, with more arguments; their results. Ends all when one fails."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     environment = {"OMP_NUM_THREADS": threads} | os.environ
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, "--folder", folder, "--launch-s", str(seconds_since_process_start()), "--rank"]
+        command = [sys.executable, *sys.argv, *arguments, "--folder", folder, "--rank"]
         ranks = [
             subprocess.Popen([*command, str(rank)], env=environment, preexec_fn=die_with_parent) for rank in range(options.ranks)
         ]
@@ -134,7 +134,8 @@ def summary(options: argparse.Namespace, ranks: list[dict]) -> dict:
 def main() -> None:
     options = parse_options()
     if options.rank is None:
-        print(json.dumps(summary(options, spawn(options))))
+        launch_s = str(seconds_since_process_start())
+        print(json.dumps(summary(options, spawn(options, "--launch-s", launch_s))))
         return
     result = run_rank(options)
     with open(os.path.join(options.folder, f"{options.rank}.json"), "w") as file:
