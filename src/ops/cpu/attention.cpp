@@ -1,5 +1,5 @@
-// The attention operators on a CPU: by our kernels in fp32, and in bf16 where LibTorch's products of 16-bit
-// matrices are slow; otherwise by LibTorch's flash attention.
+// The attention operators on a CPU: by our kernels in fp32, and in bf16 where they were measured to be faster
+// or LibTorch's products of 16-bit matrices are slow; otherwise by LibTorch's flash attention.
 
 #include <torch/library.h>
 
@@ -16,9 +16,10 @@ namespace {
 
 using cpu::AttentionStart;
 
+// In bf16 too on AMD's processors with AVX-512 (docs/decisions/cpu_attention.md has the times).
 bool have_own_kernel(const at::Tensor& q) {
   return q.scalar_type() == at::kFloat ||
-         (q.scalar_type() == at::kBFloat16 && !cpu_features().fast_16bit_products);
+         (q.scalar_type() == at::kBFloat16 && (!cpu_features().fast_16bit_products || cpu_features().amd));
 }
 
 template <class Kernel>

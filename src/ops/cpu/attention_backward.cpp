@@ -9,7 +9,6 @@ namespace titan::ops::cpu {
 
 namespace {
 
-using simd::Floats;
 using simd::kPanel;
 using simd::LeftFactor;
 
@@ -18,7 +17,7 @@ using Shape = AttentionShape;
 struct Scratch {
   std::vector<float> keys, keys_t, values_t;  // panels of K, K^T, V^T of one head
   std::vector<float> queries, query_panels, grads,
-      grad_panels;  // Q (scaled) and dO of one head: rows, and panels
+      grad_panels;  // Q (scaled) and dO of one head: blocks, and panels
   std::vector<float> log_sum_exp, delta;
   std::vector<float> grad_q, grad_k, grad_v;      // [padded length, padded size]
   std::vector<float> probabilities, grad_scores;  // of one block
@@ -45,15 +44,15 @@ TITAN_CPU_CLONES void pack_keys_values(Scratch& scratch, const Shape& shape, sim
 template <class T>
 TITAN_CPU_CLONES void pack_queries(Scratch& scratch, const Shape& shape, simd::Rows<T> q, simd::Rows<T> grad,
                                    simd::Rows<T> out, const float* log_sum_exp, int64_t sum_stride) {
-  simd::pack_rows(scratch.queries.data(), q, shape.padded_queries(), shape.scale());
+  simd::pack_blocks<kQueries>(scratch.queries.data(), q, shape.padded_queries(), shape.scale());
   simd::pack_panels(scratch.query_panels.data(), q, shape.padded_queries(), shape.scale());
-  simd::pack_rows(scratch.grads.data(), grad, shape.padded_queries(), 1.0f);
+  simd::pack_blocks<kQueries>(scratch.grads.data(), grad, shape.padded_queries(), 1.0f);
   simd::pack_panels(scratch.grad_panels.data(), grad, shape.padded_queries(), 1.0f);
   for (int64_t row = 0; row < shape.queries; ++row) {
     float dot = 0;
     for (int64_t d = 0; d < shape.size; ++d)
       dot += static_cast<float>(out.data[row * out.stride + d]) *
-             scratch.grads[static_cast<size_t>(row * shape.size + d)];
+             static_cast<float>(grad.data[row * grad.stride + d]);
     scratch.delta[static_cast<size_t>(row)] = dot;
     scratch.log_sum_exp[static_cast<size_t>(row)] = log_sum_exp[row * sum_stride];
   }
@@ -61,6 +60,7 @@ TITAN_CPU_CLONES void pack_queries(Scratch& scratch, const Shape& shape, simd::R
 }
 
 // Scores -> probabilities, and their gradients -> those of the scores.
+template <class V>
 TITAN_INLINE void probabilities_of_block(Scratch& scratch, const Shape& shape, int64_t query, int64_t key) {
   const int64_t width = std::min(kKeysBackward, shape.keys - key);
   for (int64_t i = 0; i < kQueries; ++i) {
@@ -69,41 +69,49 @@ TITAN_INLINE void probabilities_of_block(Scratch& scratch, const Shape& shape, i
     const float log_sum = scratch.log_sum_exp[static_cast<size_t>(query + i)],
                 delta = scratch.delta[static_cast<size_t>(query + i)];
     const int64_t seen = shape.seen(query + i, key, width);
-    for (int64_t j = 0; j < seen; j += 8) {
-      const Floats probability = simd::exp(simd::load(p + j) - log_sum);
+    for (int64_t j = 0; j < seen; j += simd::kFloatsOf<V>) {
+      const V probability = simd::exp(simd::load_vector<V>(p + j) - log_sum);
       simd::store(p + j, probability);
-      simd::store(ds + j, probability * (simd::load(ds + j) - delta));
+      simd::store(ds + j, probability * (simd::load_vector<V>(ds + j) - delta));
     }
     for (int64_t j = seen; j < kKeysBackward; ++j) p[j] = ds[j] = 0;
   }
 }
 
 // Adds one head's queries to the gradients of its keys and values, and makes its own.
-TITAN_CPU_CLONES void backward_head(Scratch& scratch, const Shape& shape) {
+template <class V>
+TITAN_INLINE void backward_head_by(Scratch& scratch, const Shape& shape) {
   const int64_t size = shape.size, wide = shape.padded_size(), panels = shape.size_panels(),
                 panel_of_keys = shape.padded_keys() * kPanel,
                 panel_of_queries = shape.padded_queries() * kPanel, key_panels = kKeysBackward / kPanel;
   float *p = scratch.probabilities.data(), *ds = scratch.grad_scores.data();
   for (int64_t key = 0; key < shape.keys; key += kKeysBackward) {
     for (int64_t query = shape.first_block_that_sees(key); query < shape.queries; query += kQueries) {
-      const LeftFactor q{scratch.queries.data() + query * size, size, 1},
-          grad{scratch.grads.data() + query * size, size, 1};
-      simd::multiply_panels<false>(p, kKeysBackward, q, scratch.keys_t.data() + key * size, size * kPanel,
-                                   kQueries, size, key_panels);
-      simd::multiply_panels<false>(ds, kKeysBackward, grad, scratch.values_t.data() + key * size,
-                                   size * kPanel, kQueries, size, key_panels);
-      probabilities_of_block(scratch, shape, query, key);
-      simd::multiply_panels<true>(scratch.grad_v.data() + key * wide, wide, {p, 1, kKeysBackward},
-                                  scratch.grad_panels.data() + query * kPanel, panel_of_queries,
-                                  kKeysBackward, kQueries, panels);
-      simd::multiply_panels<true>(scratch.grad_k.data() + key * wide, wide, {ds, 1, kKeysBackward},
-                                  scratch.query_panels.data() + query * kPanel, panel_of_queries,
-                                  kKeysBackward, kQueries, panels);
-      simd::multiply_panels<true>(scratch.grad_q.data() + query * wide, wide, {ds, kKeysBackward, 1},
-                                  scratch.keys.data() + key * kPanel, panel_of_keys, kQueries, kKeysBackward,
-                                  panels);
+      const LeftFactor q{scratch.queries.data() + query * size, 1, kQueries},
+          grad{scratch.grads.data() + query * size, 1, kQueries};
+      simd::multiply_panels<V, false>(p, kKeysBackward, q, scratch.keys_t.data() + key * size, size * kPanel,
+                                      kQueries, size, key_panels);
+      simd::multiply_panels<V, false>(ds, kKeysBackward, grad, scratch.values_t.data() + key * size,
+                                      size * kPanel, kQueries, size, key_panels);
+      probabilities_of_block<V>(scratch, shape, query, key);
+      simd::multiply_panels<V, true>(scratch.grad_v.data() + key * wide, wide, {p, 1, kKeysBackward},
+                                     scratch.grad_panels.data() + query * kPanel, panel_of_queries,
+                                     kKeysBackward, kQueries, panels);
+      simd::multiply_panels<V, true>(scratch.grad_k.data() + key * wide, wide, {ds, 1, kKeysBackward},
+                                     scratch.query_panels.data() + query * kPanel, panel_of_queries,
+                                     kKeysBackward, kQueries, panels);
+      simd::multiply_panels<V, true>(scratch.grad_q.data() + query * wide, wide, {ds, kKeysBackward, 1},
+                                     scratch.keys.data() + key * kPanel, panel_of_keys, kQueries,
+                                     kKeysBackward, panels);
     }
   }
+}
+
+TITAN_CPU_CLONES void backward_head(Scratch& scratch, const Shape& shape) {
+  backward_head_by<simd::Floats>(scratch, shape);
+}
+TITAN_WIDE void backward_head_wide(Scratch& scratch, const Shape& shape) {
+  backward_head_by<simd::WideFloats>(scratch, shape);
 }
 
 // to (+)= scale * from
@@ -133,6 +141,7 @@ void attention_backward(const AttentionGradTensors& grads, const at::Tensor& gra
   const Heads<const T> queries(q), keys(k), values(v), outs(out), out_grads(grad);
   const Heads<Out> grad_q(grads.q), grad_k(grads.k), grad_v(grads.v);
   const LogSums sums(log_sum_exp);
+  const auto backward = simd::have_wide_vectors() ? backward_head_wide : backward_head;
   at::parallel_for(0, shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch(shape);
     for (int64_t item = begin; item < end; ++item) {
@@ -147,7 +156,7 @@ void attention_backward(const AttentionGradTensors& grads, const at::Tensor& gra
         };
         pack_queries<T>(scratch, shape, queries_of(queries), queries_of(out_grads), queries_of(outs),
                         sums.at(b, head), sums.row_stride);
-        backward_head(scratch, shape);
+        backward(scratch, shape);
         unpack_gradient<Out>(grad_q.at(b, head), grad_q.row_stride, scratch.grad_q, shape, shape.queries,
                              shape.scale(), add);
       }

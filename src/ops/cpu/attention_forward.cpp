@@ -12,7 +12,6 @@ namespace titan::ops::cpu {
 
 namespace {
 
-using simd::Floats;
 using simd::kPanel;
 
 using Shape = AttentionShape;
@@ -21,23 +20,27 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 // Turns a row of scores into exp(score - maximum), with zeros where the query doesn't look; returns how what
 // came before has to be scaled.
+template <class V>
 TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
-  Floats best = simd::broadcast<Floats>(maximum);
-  for (int64_t j = 0; j < seen; j += 8) {
-    const Floats s = simd::load_up_to(scores + j, seen - j, kLowest);
-    best = s > best ? s : best;
+  constexpr int64_t lanes = simd::kFloatsOf<V>;
+  simd::IntsOf<V> lane;
+  for (int i = 0; i < lanes; ++i) lane[i] = i;
+  V best = simd::broadcast<V>(maximum);
+  for (int64_t j = 0; j < seen; j += lanes) {
+    const V s = simd::load_vector<V>(scores + j);
+    const V looked_at = lane < static_cast<int>(seen - j) ? s : best;
+    best = looked_at > best ? looked_at : best;
   }
   const float top = simd::largest(best);
   const float correction = maximum == kLowest ? 0.0f : std::exp(maximum - top);
-  Floats total{};
-  for (int64_t j = 0; j < seen; j += 8) {
-    Floats p = simd::exp(simd::load_up_to(scores + j, seen - j) - top);
-    if (seen - j < 8)
-      for (int64_t lane = seen - j; lane < 8; ++lane) p[lane] = 0;
+  V total{};
+  for (int64_t j = 0; j < seen; j += lanes) {
+    V p = simd::exp(simd::load_vector<V>(scores + j) - top);
+    p = lane < static_cast<int>(seen - j) ? p : V{};
     total += p;
     simd::store(scores + j, p);
   }
-  for (int64_t j = simd::round_up(seen, 8); j < width; ++j) scores[j] = 0;
+  for (int64_t j = simd::round_up(seen, lanes); j < width; ++j) scores[j] = 0;
   maximum = top;
   sum = sum * correction + simd::sum(total);
   return correction;
@@ -95,11 +98,11 @@ struct Block {
   int64_t sum_stride;
 };
 
-template <class T, class Out>
-TITAN_CPU_CLONES void attend_block(const Block<T, Out>& block, Scratch& scratch, const Shape& shape,
-                                   AttentionStart start) {
+template <class V, class T, class Out>
+TITAN_INLINE void attend_block_by(const Block<T, Out>& block, Scratch& scratch, const Shape& shape,
+                                  AttentionStart start) {
   const int64_t size = shape.size, wide = shape.padded_size(), count = block.queries.count;
-  simd::pack_rows(scratch.queries.data(), block.queries, kQueries, shape.scale());
+  simd::pack_blocks<kQueries>(scratch.queries.data(), block.queries, kQueries, shape.scale());
   start_from_nothing(scratch);
   if constexpr (std::is_same_v<Out, float>) {
     if (start == AttentionStart::Partial)
@@ -110,20 +113,20 @@ TITAN_CPU_CLONES void attend_block(const Block<T, Out>& block, Scratch& scratch,
   const int64_t keys = shape.keys_before(block.first + count);
   for (int64_t key = 0; key < keys; key += kKeysForward) {
     const int64_t width = std::min(kKeysForward, simd::round_up(keys - key, kPanel));
-    simd::multiply_panels<false>(scores, kKeysForward, {scratch.queries.data(), size, 1},
-                                 scratch.keys.data() + key * size, size * kPanel, kQueries, size,
-                                 width / kPanel);
+    simd::multiply_panels<V, false>(scores, kKeysForward, {scratch.queries.data(), 1, kQueries},
+                                    scratch.keys.data() + key * size, size * kPanel, kQueries, size,
+                                    width / kPanel);
     for (int64_t i = 0; i < kQueries; ++i) {
       const int64_t seen = shape.seen(block.first + i, key, std::min(width, keys - key));
       const auto row = static_cast<size_t>(i);
       const float correction =
-          softmax_row(scores + i * kKeysForward, seen, width, scratch.maximum[row], scratch.sum[row]);
+          softmax_row<V>(scores + i * kKeysForward, seen, width, scratch.maximum[row], scratch.sum[row]);
       if (correction == 1.0f) continue;
       for (int64_t d = 0; d < wide; ++d) scratch.out[static_cast<size_t>(i * wide + d)] *= correction;
     }
-    simd::multiply_panels<true>(scratch.out.data(), wide, {scores, kKeysForward, 1},
-                                scratch.values.data() + key * kPanel, shape.padded_keys() * kPanel, kQueries,
-                                width, shape.size_panels());
+    simd::multiply_panels<V, true>(scratch.out.data(), wide, {scores, kKeysForward, 1},
+                                   scratch.values.data() + key * kPanel, shape.padded_keys() * kPanel,
+                                   kQueries, width, shape.size_panels());
   }
   for (int64_t i = 0; i < count; ++i) {
     const auto row = static_cast<size_t>(i);
@@ -131,6 +134,17 @@ TITAN_CPU_CLONES void attend_block(const Block<T, Out>& block, Scratch& scratch,
     simd::unpack_rows(block.out + i * block.out_stride, 0, scratch.out.data() + i * wide, 0, 1, size,
                       1.0f / scratch.sum[row]);
   }
+}
+
+template <class T, class Out>
+TITAN_CPU_CLONES void attend_block(const Block<T, Out>& block, Scratch& scratch, const Shape& shape,
+                                   AttentionStart start) {
+  attend_block_by<simd::Floats>(block, scratch, shape, start);
+}
+template <class T, class Out>
+TITAN_WIDE void attend_block_wide(const Block<T, Out>& block, Scratch& scratch, const Shape& shape,
+                                  AttentionStart start) {
+  attend_block_by<simd::WideFloats>(block, scratch, shape, start);
 }
 
 }  // namespace
@@ -143,6 +157,7 @@ void attention_forward(const at::Tensor& out, const at::Tensor& log_sum_exp, con
   const Heads<Out> results(out);
   const LogSums sums(log_sum_exp);
   const int64_t blocks = (shape.queries + kQueries - 1) / kQueries;
+  const auto attend = simd::have_wide_vectors() ? attend_block_wide<T, Out> : attend_block<T, Out>;
   at::parallel_for(0, shape.batch * shape.heads * blocks, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch(shape);
     int64_t packed = -1;
@@ -154,13 +169,13 @@ void attention_forward(const at::Tensor& out, const at::Tensor& log_sum_exp, con
         pack_keys_values<T>(scratch, shape, keys.rows(b, kv_head, 0, shape.keys, shape.size),
                             values.rows(b, kv_head, 0, shape.keys, shape.size));
       const int64_t count = std::min(kQueries, shape.queries - first);
-      attend_block<T, Out>({.queries = queries.rows(b, head, first, count, shape.size),
-                            .first = first,
-                            .out = results.at(b, head, first),
-                            .out_stride = results.row_stride,
-                            .log_sum_exp = sums.at(b, head) + first * sums.row_stride,
-                            .sum_stride = sums.row_stride},
-                           scratch, shape, start);
+      attend({.queries = queries.rows(b, head, first, count, shape.size),
+              .first = first,
+              .out = results.at(b, head, first),
+              .out_stride = results.row_stride,
+              .log_sum_exp = sums.at(b, head) + first * sums.row_stride,
+              .sum_stride = sums.row_stride},
+             scratch, shape, start);
     }
   });
 }

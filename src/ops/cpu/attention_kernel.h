@@ -27,7 +27,7 @@
 namespace titan::ops::cpu {
 
 inline constexpr int64_t kQueries =
-    48;  // of a block: multiples of 6 and 16, so that a block is a whole number of tiles either way up
+    48;  // of a block: a multiple of kTileRows and kPanel, so that it is whole tiles either way up
 inline constexpr int64_t kKeysForward = 96;
 inline constexpr int64_t kKeysBackward = 48;  // its two blocks of scores share the first-level cache
 

@@ -7,6 +7,10 @@
 // loader picks one. All it calls has to be TITAN_INLINE (lambdas too), or it would run the plain version. So
 // a kernel is a marked function on raw pointers and a range, and at::parallel_for calls it from outside. On
 // other processors and under sanitizers (whose run time isn't up when the loader asks) the mark is empty.
+//
+// [Note: wide vectors] A kernel that gains by AVX-512's 64-byte vectors is a TITAN_INLINE template over its
+// vector, with one function around it for each: a TITAN_CPU_CLONES one of Floats and a TITAN_WIDE one of
+// WideFloats, to be called where have_wide_vectors().
 
 #include <bit>
 #include <cmath>
@@ -15,11 +19,16 @@
 
 #include <c10/util/BFloat16.h>
 
+#include "ops/cpu_features.h"
+
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && \
     !defined(__clang__)
 #define TITAN_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define TITAN_WIDE __attribute__((target("arch=x86-64-v4")))
 #else
 #define TITAN_CPU_CLONES
+#define TITAN_WIDE
+#define TITAN_NO_WIDE
 #endif
 #define TITAN_INLINE __attribute__((always_inline)) inline
 
@@ -30,6 +39,16 @@ using Doubles = double __attribute__((vector_size(32)));
 using Ints = int32_t __attribute__((vector_size(32)));
 using Words = uint32_t __attribute__((vector_size(32)));
 using Halves = uint16_t __attribute__((vector_size(16)));
+using WideFloats = float __attribute__((vector_size(64)));
+
+/// Whether functions marked TITAN_WIDE may be called.
+inline bool have_wide_vectors() {
+#ifdef TITAN_NO_WIDE
+  return false;
+#else
+  return cpu_features().avx512;
+#endif
+}
 
 /// How elements of type T are computed with: the vector and the scalar type.
 template <class T>
@@ -48,12 +67,20 @@ template <class T>
 using Scalar = typename Lanes<T>::Scalar;
 template <class T>
 inline constexpr int64_t kWidth = sizeof(Vector<T>) / sizeof(Scalar<T>);
+/// Floats in a vector V.
+template <class V>
+inline constexpr int64_t kFloatsOf = sizeof(V) / sizeof(float);
+/// What a comparison of two V gives: integers of the lanes' size, 0 or -1.
+template <class V>
+using IntsOf = decltype(V{} < V{});
 
-TITAN_INLINE Floats load(const float* from) {
-  Floats v;
+template <class V>
+TITAN_INLINE V load_vector(const float* from) {
+  V v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
+TITAN_INLINE Floats load(const float* from) { return load_vector<Floats>(from); }
 TITAN_INLINE Doubles load(const double* from) {
   Doubles v;
   std::memcpy(&v, from, sizeof v);
@@ -66,6 +93,7 @@ TITAN_INLINE Floats load(const c10::BFloat16* from) {
 }
 
 TITAN_INLINE void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+TITAN_INLINE void store(float* to, WideFloats v) { std::memcpy(to, &v, sizeof v); }
 TITAN_INLINE void store(double* to, Doubles v) { std::memcpy(to, &v, sizeof v); }
 /// Rounds to nearest, ties to even; NaN stays NaN.
 TITAN_INLINE void store(c10::BFloat16* to, Floats v) {
@@ -92,6 +120,16 @@ TITAN_INLINE void store_up_to(T* to, Vector<T> v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = buffer[i];
 }
 
+/// The lower and the upper half of the lanes.
+struct Halved {
+  Floats low, high;
+};
+TITAN_INLINE Halved halve(WideFloats v) {
+  Halved halves;
+  std::memcpy(&halves, &v, sizeof v);
+  return halves;
+}
+
 template <class V>
 TITAN_INLINE V broadcast(decltype(V{}[0] + 0) value) {
   V v;
@@ -110,25 +148,34 @@ TITAN_INLINE auto largest(V v) {
   for (size_t i = 1; i < sizeof(V) / sizeof(v[0]); ++i) best = v[i] > best ? v[i] : best;
   return best;
 }
+TITAN_INLINE float sum(WideFloats v) {
+  const Halved halves = halve(v);
+  return sum(halves.low + halves.high);
+}
+TITAN_INLINE float largest(WideFloats v) {
+  const Halved halves = halve(v);
+  return largest(halves.high > halves.low ? halves.high : halves.low);
+}
 
 /// e^x to 2 ulp (Cephes' expf): 2^n e^r with |r| <= ln(2)/2. Below -87 it stays at e^-87, above 88 at e^88;
-/// NaN stays NaN.
-TITAN_INLINE Floats exp(Floats x) {
+/// NaN stays NaN. V: Floats or WideFloats.
+template <class V>
+TITAN_INLINE V exp(V x) {
   constexpr float kLog2E = 1.44269504088896341f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   constexpr float kRoundToInt = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
-  x = x < -87.0f ? broadcast<Floats>(-87.0f) : x;
-  x = x > 88.0f ? broadcast<Floats>(88.0f) : x;
-  const Floats shifted = x * kLog2E + kRoundToInt;
-  const Floats n = shifted - kRoundToInt;
-  const Floats r = x - n * kLn2High - n * kLn2Low;
-  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  x = x < -87.0f ? broadcast<V>(-87.0f) : x;
+  x = x > 88.0f ? broadcast<V>(88.0f) : x;
+  const V shifted = x * kLog2E + kRoundToInt;
+  const V n = shifted - kRoundToInt;
+  const V r = x - n * kLn2High - n * kLn2Low;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Ints exponent = reinterpret_cast<Ints>(shifted) - std::bit_cast<int32_t>(kRoundToInt) + 127;
-  return p * reinterpret_cast<Floats>(exponent << 23);
+  const IntsOf<V> exponent = reinterpret_cast<IntsOf<V>>(shifted) - std::bit_cast<int32_t>(kRoundToInt) + 127;
+  return p * reinterpret_cast<V>(exponent << 23);
 }
 /// float64 is for tests of exactness, not for speed.
 TITAN_INLINE Doubles exp(Doubles x) {

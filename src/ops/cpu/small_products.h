@@ -13,8 +13,6 @@
 namespace titan::ops::simd {
 
 inline constexpr int64_t kPanel = 16;
-inline constexpr int64_t kTileRows = 6;  // 6 x 16 sums fill 12 of AVX2's 16 registers
-
 inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -26,40 +24,57 @@ struct LeftFactor {
   int64_t step;
 };
 
-/// c [6, 16] = (add ? c : 0) + a [6, depth] * panel [depth, 16]
-template <bool add>
-TITAN_INLINE void multiply_tile(float* c, int64_t c_stride, LeftFactor a, const float* panel, int64_t depth) {
-  Floats left[kTileRows], right[kTileRows];
-#pragma GCC unroll 6
-  for (int64_t i = 0; i < kTileRows; ++i) {
-    left[i] = add ? load(c + i * c_stride) : Floats{};
-    right[i] = add ? load(c + i * c_stride + 8) : Floats{};
+// A tile's sums fill the registers but for those that hold a row of B and an element of A: 12 of AVX2's 16,
+// 24 of AVX-512's 32. The more panels a tile spans, the more often an element of A is used once it is loaded.
+template <class V>
+inline constexpr int64_t kTileSums = sizeof(V) == sizeof(WideFloats) ? 24 : 12;
+template <class V>
+inline constexpr int64_t kTilePanels = sizeof(V) == sizeof(WideFloats) ? 4 : 1;
+inline constexpr int64_t kTileRows = 24;  // the rows of a product are a multiple of this
+
+/// c [rows of a tile, 16 * panels] = (add ? c : 0) + a [rows of a tile, depth] * panels [depth, 16 * panels]
+template <class V, int64_t panels, bool add>
+TITAN_INLINE void multiply_tile(float* c, int64_t c_stride, LeftFactor a, const float* b,
+                                int64_t panel_stride, int64_t depth) {
+  constexpr int64_t lanes = kFloatsOf<V>, per_panel = kPanel / lanes, width = panels * per_panel;
+  V sums[kTileSums<V>], right[width];
+#pragma GCC unroll 24
+  for (int64_t s = 0; s < kTileSums<V>; ++s)
+    sums[s] = add ? load_vector<V>(c + s / width * c_stride + s % width * lanes) : V{};
+  for (int64_t k = 0; k < depth; ++k) {
+#pragma GCC unroll 4
+    for (int64_t w = 0; w < width; ++w)
+      right[w] = load_vector<V>(b + w / per_panel * panel_stride + k * kPanel + w % per_panel * lanes);
+#pragma GCC unroll 24
+    for (int64_t s = 0; s < kTileSums<V>; ++s)
+      sums[s] += a.data[s / width * a.row_stride + k * a.step] * right[s % width];
   }
-  for (int64_t k = 0; k < depth; ++k, panel += kPanel) {
-    const Floats b0 = load(panel), b1 = load(panel + 8);
-#pragma GCC unroll 6
-    for (int64_t i = 0; i < kTileRows; ++i) {
-      const float value = a.data[i * a.row_stride + k * a.step];
-      left[i] += value * b0;
-      right[i] += value * b1;
-    }
-  }
-#pragma GCC unroll 6
-  for (int64_t i = 0; i < kTileRows; ++i) {
-    store(c + i * c_stride, left[i]);
-    store(c + i * c_stride + 8, right[i]);
-  }
+#pragma GCC unroll 24
+  for (int64_t s = 0; s < kTileSums<V>; ++s) store(c + s / width * c_stride + s % width * lanes, sums[s]);
 }
 
-/// c [rows, 16 * panels] = (add ? c : 0) + a [rows, depth] * b; rows a multiple of 6; b's panels start
-/// `panel_stride` floats apart.
-template <bool add>
+template <class V, int64_t panels, bool add>
+TITAN_INLINE void multiply_columns(float* c, int64_t c_stride, LeftFactor a, const float* b,
+                                   int64_t panel_stride, int64_t rows, int64_t depth) {
+  constexpr int64_t tile_rows = kTileSums<V> * kFloatsOf<V> / (panels * kPanel);
+  for (int64_t i = 0; i < rows; i += tile_rows)
+    multiply_tile<V, panels, add>(c + i * c_stride, c_stride,
+                                  {a.data + i * a.row_stride, a.row_stride, a.step}, b, panel_stride, depth);
+}
+
+/// c [rows, 16 * panels] = (add ? c : 0) + a [rows, depth] * b; rows a multiple of kTileRows; b's panels
+/// start `panel_stride` floats apart.
+template <class V, bool add>
 TITAN_INLINE void multiply_panels(float* c, int64_t c_stride, LeftFactor a, const float* b,
                                   int64_t panel_stride, int64_t rows, int64_t depth, int64_t panels) {
-  for (int64_t p = 0; p < panels; ++p)
-    for (int64_t i = 0; i < rows; i += kTileRows)
-      multiply_tile<add>(c + i * c_stride + p * kPanel, c_stride,
-                         {a.data + i * a.row_stride, a.row_stride, a.step}, b + p * panel_stride, depth);
+  constexpr int64_t most = kTilePanels<V>;
+  for (; panels >= most; panels -= most, c += most * kPanel, b += most * panel_stride)
+    multiply_columns<V, most, add>(c, c_stride, a, b, panel_stride, rows, depth);
+  if constexpr (most > 1) {
+    if (panels == 3) multiply_columns<V, 3, add>(c, c_stride, a, b, panel_stride, rows, depth);
+    if (panels == 2) multiply_columns<V, 2, add>(c, c_stride, a, b, panel_stride, rows, depth);
+    if (panels == 1) multiply_columns<V, 1, add>(c, c_stride, a, b, panel_stride, rows, depth);
+  }
 }
 
 /// A matrix of T in memory: `size` elements a row, rows `stride` apart.
@@ -71,13 +86,15 @@ struct Rows {
   int64_t size;
 };
 
-/// to [padded_rows, size] = scale * from, zeros behind the last row.
-template <class T>
-TITAN_INLINE void pack_rows(float* to, Rows<T> from, int64_t padded_rows, float scale) {
-  for (int64_t row = 0; row < padded_rows; ++row)
+/// Blocks of `block` rows, each as its transpose: [padded_rows/block][size][block] = scale * from, zeros
+/// behind the last row. A left factor of such a block has adjacent rows, so that its tiles' addresses are
+/// constants.
+template <int64_t block, class T>
+TITAN_INLINE void pack_blocks(float* to, Rows<T> from, int64_t padded_rows, float scale) {
+  for (int64_t first = 0; first < padded_rows; first += block)
     for (int64_t i = 0; i < from.size; ++i)
-      to[row * from.size + i] =
-          row < from.count ? scale * static_cast<float>(from.data[row * from.stride + i]) : 0.0f;
+      for (int64_t row = first; row < first + block; ++row)
+        *to++ = row < from.count ? scale * static_cast<float>(from.data[row * from.stride + i]) : 0.0f;
 }
 
 /// Panels of `from` itself: [size/16][padded_rows][16].
@@ -94,10 +111,7 @@ TITAN_INLINE void pack_panels(float* to, Rows<T> from, int64_t padded_rows, floa
 /// Panels of its transpose: [padded_rows/16][size][16].
 template <class T>
 TITAN_INLINE void pack_transposed_panels(float* to, Rows<T> from, int64_t padded_rows) {
-  for (int64_t first = 0; first < padded_rows; first += kPanel)
-    for (int64_t i = 0; i < from.size; ++i)
-      for (int64_t row = first; row < first + kPanel; ++row)
-        *to++ = row < from.count ? static_cast<float>(from.data[row * from.stride + i]) : 0.0f;
+  pack_blocks<kPanel>(to, from, padded_rows, 1.0f);
 }
 
 /// The first from.size columns of `from` [rows, from_stride], each times `scale`, in rows of T `stride`
