@@ -26,12 +26,21 @@ std::optional<std::string> status_field(pid_t pid, const std::string& name) {
   return std::nullopt;
 }
 
-/// In a mask of 16 digits to the base of 16.
-bool has_signal(const std::optional<std::string>& mask, int signal) {
-  if (!mask) return false;
+uint64_t bit_of(int signal) { return uint64_t{1} << (signal - 1); }
+
+/// A mask of 16 digits to the base of 16; none where there is no such mask.
+uint64_t signals_in(const std::optional<std::string>& mask) {
   uint64_t signals = 0;
-  const auto [end, error] = std::from_chars(mask->data(), mask->data() + mask->size(), signals, 16);
-  return error == std::errc() && ((signals >> (signal - 1)) & 1) != 0;
+  if (mask) std::from_chars(mask->data(), mask->data() + mask->size(), signals, 16);
+  return signals;
+}
+
+/// Whether these are all signals that can be blocked (a C library keeps some behind the first 31 for itself):
+/// fork, vfork and posix_spawn block them for the moment in which a process starts another, and nobody reads
+/// what comes in it.
+bool are_all(uint64_t blocked) {
+  const uint64_t all = bit_of(32) - 1 - bit_of(SIGKILL) - bit_of(SIGSTOP);
+  return (blocked & all) == all;
 }
 
 std::optional<pid_t> number_of(const std::string& name) {
@@ -44,7 +53,9 @@ std::optional<pid_t> number_of(const std::string& name) {
 }  // namespace
 
 bool takes(pid_t pid, int signal) {
-  return has_signal(status_field(pid, "SigCgt"), signal) || has_signal(status_field(pid, "SigBlk"), signal);
+  if (signals_in(status_field(pid, "SigCgt")) & bit_of(signal)) return true;
+  const uint64_t blocked = signals_in(status_field(pid, "SigBlk"));
+  return (blocked & bit_of(signal)) && !are_all(blocked);
 }
 
 // Also of those whose parent has ended: so all processes are looked through, and not the group's tree.

@@ -7,8 +7,8 @@
 
 namespace titan::cli {
 
-/// Whether the process has a handler for `signal`, or its first thread blocks it (which is how one reads
-/// signals from a descriptor), as /proc says; false where there is no such process.
+/// Whether the process has a handler for `signal`, or its first thread blocks it and not all signals (which
+/// is how one reads signals from a descriptor), as /proc says; false where there is no such process.
 bool takes(pid_t pid, int signal);
 
 /// Sends `signal` to those processes of a process group that take it. Returns how many.

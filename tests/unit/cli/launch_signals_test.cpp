@@ -61,6 +61,22 @@ TEST(TakenSignals, ThoseThatHaveAHandlerOrAreReadFromADescriptor) {
   EXPECT_FALSE(takes(999'999'999, SIGUSR2)) << "there is no such process";
 }
 
+// As a shell does while it starts a program: what is sent to it then ends it as soon as the program runs.
+TEST(TakenSignals, OneThatBlocksAllSignalsTakesNone) {
+  sigset_t set, before;
+  sigemptyset(&set);
+  sigaddset(&set, SIGUSR2);
+  sigprocmask(SIG_SETMASK, &set, &before);
+  EXPECT_TRUE(takes(getpid(), SIGUSR2));
+  sigfillset(&set);
+  sigprocmask(SIG_SETMASK, &set, nullptr);
+  EXPECT_FALSE(takes(getpid(), SIGUSR2));
+  const auto handler = signal(SIGUSR2, [](int) {});
+  EXPECT_TRUE(takes(getpid(), SIGUSR2)) << "it has a handler, which runs a moment later";
+  signal(SIGUSR2, handler);
+  sigprocmask(SIG_SETMASK, &before, nullptr);
+}
+
 /// A process of `group` (0: its own) that does `action` at SIGQUIT, and otherwise waits.
 pid_t start_waiting(pid_t group, void (*action)(int)) {
   int ready[2];
