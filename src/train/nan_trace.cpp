@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
@@ -22,7 +23,31 @@ namespace titan::train {
 
 class NanTrace::State : public TracePlace {
  public:
-  using TracePlace::TracePlace;
+  State(int rank, OnFinding on_finding) : TracePlace(rank), on_finding_(on_finding) {}
+
+  /// Before each look; false: there is nothing left to look for.
+  bool looks() {
+    ++num_looked_at_;
+    return !has_found_;
+  }
+  std::optional<NanFinding> first() const {
+    const std::lock_guard lock(mutex_);
+    return first_;
+  }
+  void found(NanFinding finding) {
+    if (on_finding_ == OnFinding::Throw) throw Error(finding.text);
+    const std::lock_guard lock(mutex_);
+    finding.num_looked_at = num_looked_at_;
+    if (!first_) first_ = std::move(finding);
+    has_found_ = true;
+  }
+
+ private:
+  OnFinding on_finding_;
+  mutable std::mutex mutex_;  // a backward has threads
+  std::optional<NanFinding> first_;
+  std::atomic<bool> has_found_{false};
+  std::atomic<int64_t> num_looked_at_{0};
 };
 
 namespace {
@@ -59,29 +84,32 @@ struct TracedCall {
   TensorList gradients;  // of its outputs, as they come
 };
 
-[[noreturn]] void blame_backward(const TracedCall& call, const variable_list& gradients) {
+void blame_backward(const TracedCall& call, const variable_list& gradients) {
   const auto module = call.parameters.lock();
-  throw Error(str(call.state->where(), ": the backward of module ", call.module,
-                  " is the first to give a gradient that isn't finite", list("gradient of input", gradients),
-                  list("it was given: gradient", call.gradients), list("its forward's input", call.inputs),
-                  module ? list_parameters(*module) : ""));
+  call.state->found({str(call.state->where(), ": the backward of module ", call.module,
+                         " is the first to give a gradient that isn't finite",
+                         list("gradient of input", gradients), list("it was given: gradient", call.gradients),
+                         list("its forward's input", call.inputs), module ? list_parameters(*module) : ""),
+                     /*made_by_module=*/true});
 }
 
 void check_gradient_of_output(TracedCall& call, const at::Tensor& gradient) {
+  if (!call.state->looks()) return;
   call.gradients.push_back(gradient);
   if (is_finite(gradient)) return;
-  throw Error(
-      str(call.state->where(), ": the gradient of the output of module ", call.module,
-          " isn't finite, and no module behind it gave such: it was made between them, by the loss, or "
-          "on another rank",
-          list("gradient of output", {gradient})));
+  call.state->found(
+      {str(call.state->where(), ": the gradient of the output of module ", call.module,
+           " isn't finite, and no module behind it gave such: it was made between them, by the loss, or "
+           "on another rank",
+           list("gradient of output", {gradient})),
+       /*made_by_module=*/false});
 }
 
 class InputProbe : public Node {
  public:
   explicit InputProbe(std::shared_ptr<TracedCall> call) : call_(std::move(call)) {}
   variable_list apply(variable_list&& gradients) override {
-    if (!all_finite(gradients)) blame_backward(*call_, gradients);
+    if (call_->state->looks() && !all_finite(gradients)) blame_backward(*call_, gradients);
     call_->gradients.clear();
     return std::move(gradients);
   }
@@ -137,16 +165,18 @@ class NanProbe final : public ModuleProbe {
 
  private:
   void check_outputs(nn::HookHost& host, const TensorRefs& outputs) const {
+    if (!state_->looks()) return;
     TensorList values;
     for (const at::Tensor* output : outputs) values.push_back(output->detach());
     if (all_finite(values)) return;
+    const bool of_finite = all_finite(inputs_);
     const char* given =
-        all_finite(inputs_)
-            ? ", though its inputs are"
-            : ", nor are its inputs: they were made between modules or came from another rank";
-    throw Error(str(state_->where(), ": the output of module ", module_name(host),
-                    " is the first that isn't finite", given, list("output", values), list("input", inputs_),
-                    list_parameters(host.as_module())));
+        of_finite ? ", though its inputs are"
+                  : ", nor are its inputs: they were made between modules or came from another rank";
+    state_->found(
+        {str(state_->where(), ": the output of module ", module_name(host), " is the first that isn't finite",
+             given, list("output", values), list("input", inputs_), list_parameters(host.as_module())),
+         of_finite});
   }
 
   StatePtr state_;
@@ -157,8 +187,8 @@ class NanProbe final : public ModuleProbe {
 
 }  // namespace
 
-NanTrace::NanTrace(const std::vector<nn::AnyRef>& models, int rank)
-    : models_(models), state_(std::make_shared<State>(rank)) {
+NanTrace::NanTrace(const std::vector<nn::AnyRef>& models, int rank, OnFinding on_finding)
+    : models_(models), state_(std::make_shared<State>(rank, on_finding)) {
   add_probes(models_, [&](auto inner) { return std::make_shared<NanProbe>(state_, std::move(inner)); });
 }
 
@@ -170,5 +200,7 @@ NanTrace::~NanTrace() {
 }
 
 void NanTrace::set_step(int64_t step) { state_->set_step(step); }
+
+std::optional<NanFinding> NanTrace::first() const { return state_->first(); }
 
 }  // namespace titan::train

@@ -11,14 +11,15 @@
 
 namespace titan::train {
 
-void NonFiniteSteps::add(const std::string& problem) {
-  if (!skips()) throw UnsoundRun(problem + ". The optimizer step was not taken.");
+void NonFiniteSteps::add(const std::string& problem, const std::function<std::string()>& explain) {
+  const auto explanation = [&] { return explain ? "\n" + explain() : ""; };
+  if (!skips()) throw UnsoundRun(problem + ". The optimizer step was not taken." + explanation());
   ++total_;
   ++in_a_row_;
   const auto check = [&](int64_t count, int64_t most, const char* key, const char* what) {
     if (count > most)
       throw UnsoundRun(str(problem, ". The optimizer step was not taken, and as it is number ", count, " ",
-                           what, ", the run stops: fault_tolerance.", key, " = ", most));
+                           what, ", the run stops: fault_tolerance.", key, " = ", most, explanation()));
   };
   check(in_a_row_, settings_.max_nonfinite_in_a_row, "max_nonfinite_in_a_row", "in a row");
   check(total_, settings_.max_nonfinite_steps, "max_nonfinite_steps", "of this run");

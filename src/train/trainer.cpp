@@ -169,12 +169,13 @@ bool Trainer::train_step() {
   const bool logged = is_due(options_.log_freq);
   if (tokens.global > 0) {
     parts_.optimizer.zero_grad();
-    const at::Tensor loss = forward_backward(*batches, tokens);
+    const StepInput input{std::move(*batches), tokens};
+    const at::Tensor loss = forward_backward(input);
     if (*options_.read_late) {
-      launch_update(loss);
+      launch_update(loss, input);
       if (logged) values = read_launched();
     } else {
-      values = update(loss);
+      values = update(loss, input);
     }
   } else {
     values.local_loss = values.grad_norm.norm = std::numeric_limits<double>::quiet_NaN();  // there are none
@@ -199,10 +200,10 @@ std::optional<data::Batch> Trainer::fetch_validation() {
   return stop_.wait_for(loader) ? loader.next() : data::Batch();
 }
 
-at::Tensor Trainer::forward_backward(const std::vector<data::Batch>& batches, const TokenCounts& tokens) {
+at::Tensor Trainer::forward_backward(const StepInput& input) {
   const PhaseScope forward_backward = phase(Phase::ForwardBackward);
   const at::Tensor loss =
-      runner_.run(step_plan_, split_rows(batches, parts_.stages.micro_batch_rows), tokens.global);
+      runner_.run(step_plan_, split_rows(input.batches, parts_.stages.micro_batch_rows), input.tokens.global);
   parts_.tied.sum();
   return loss;
 }

@@ -1,14 +1,19 @@
 // Trainer: a step's update, and what is made of its numbers.
 
 #include <cmath>
+#include <exception>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
 #include "titan/core/error.h"
+#include "titan/core/log.h"
 #include "titan/train/trainer.h"
+#include "titan/train/unsound_run.h"
 #include "train/late_values.h"
+#include "train/step_replay.h"
 
 namespace titan::train {
 
@@ -21,7 +26,7 @@ int Trainer::rank_from(double largest) const {
   return largest == 0 ? -1 : parts_.world.size() - static_cast<int>(largest);
 }
 
-StepValues Trainer::update(const at::Tensor& loss) {
+StepValues Trainer::update(const at::Tensor& loss, const StepInput& input) {
   const PhaseScope optimizer = phase(Phase::Optimizer);
   StepValues values;
   values.step = progress_.step;
@@ -31,14 +36,14 @@ StepValues Trainer::update(const at::Tensor& loss) {
       parts_.world.everyone()->max(rank_if(!std::isfinite(values.local_loss)), {"train::check_finite"}));
   // A step that is skipped counts, as on a device, where it isn't known yet that it will be.
   let_state_change();
-  judge(values);
+  judge(values, input);
   if (!values.finite()) return values;
   parts_.optimizer.step();
   return values;
 }
 
 // The last step is judged when this one's work is queued: the device doesn't run dry while the host waits.
-void Trainer::launch_update(const at::Tensor& loss) {
+void Trainer::launch_update(const at::Tensor& loss, const StepInput& input) {
   const PhaseScope optimizer = phase(Phase::Optimizer);
   at::NoGradGuard no_grad;
   const auto clipped =
@@ -51,19 +56,21 @@ void Trainer::launch_update(const at::Tensor& loss) {
   let_state_change();
   parts_.optimizer.step_unless(skip);
   launched_ = std::make_unique<LateValues>(progress_.step, loss, flag, clipped);
+  launched_input_ = input;
 }
 
 StepValues Trainer::read_launched() {
   StepValues values = launched_->read();
   values.loss_rank = rank_from(launched_->loss_flag());
   launched_.reset();
-  judge(values);
+  judge(values, std::exchange(launched_input_, {}));
   return values;
 }
 
 // All ranks come to the same verdict, as the norm is the same everywhere and the loss's flag is exchanged.
-void Trainer::judge(const StepValues& values) {
-  if (!values.finite()) return progress_.nonfinite.add(nonfinite_number(values));
+void Trainer::judge(const StepValues& values, const StepInput& input) {
+  if (!values.finite())
+    return progress_.nonfinite.add(nonfinite_number(values), [&] { return replay(values, input); });
   progress_.nonfinite.add_finite();
   if (progress_.spikes.on()) spiked_ = progress_.spikes.add(loss_of_all(values));
 }
@@ -76,10 +83,30 @@ std::string Trainer::nonfinite_number(const StepValues& values) const {
         "step ", values.step,
         ": the gradient norm isn't finite, though the losses of all ranks are; first seen in the shard "
         "of rank ",
-        values.grad_norm.nonfinite_rank, "; debug.nan_trace finds the module and the rank it comes from");
+        values.grad_norm.nonfinite_rank);
   const bool mine = values.loss_rank == parts_.world.rank();
   return str("step ", values.step, ": the loss isn't finite on rank ", values.loss_rank,
              mine ? str(" (", values.local_loss, ")") : "");
+}
+
+// The weights are still those of that step, also where the host reads a step late: it was skipped on the
+// device. What is known already is told first, should this not come to its end.
+std::string Trainer::replay(const StepValues& values, const StepInput& input) {
+  const std::string problem = nonfinite_number(values);
+  log::warning_rank0(problem + ". The step is run again to find the module and the rank that it comes from");
+  std::vector<nn::AnyRef> models;
+  for (const auto& model : parts_.stages.models) models.push_back(model->root());
+  try {
+    return replay_step(parts_.world, models, parts_.parameters, values.step, [&] {
+      parts_.optimizer.zero_grad();
+      forward_backward(input);
+    });
+  } catch (const std::exception& error) {
+    throw UnsoundRun(str(problem,
+                         ". The optimizer step was not taken. Run again to find where it comes from, "
+                         "the step failed: ",
+                         error.what()));
+  }
 }
 
 // Of the whole batch, the same bits on all ranks: those of a tensor-parallel group have the same loss each.

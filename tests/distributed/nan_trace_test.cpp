@@ -132,6 +132,33 @@ TEST(TensorNumbers, AreOfWhatIsFinite) {
   EXPECT_THAT(train::describe_numbers(angles), HasSubstr("1 NaN, 0 Inf"));
 }
 
+// Both passes end as they would without it.
+TEST(NanTrace, NotesTheFirstInPlaceOfThrowing) {
+  int64_t before = 0;
+  for (const Where where : {Where::Nowhere, Where::Forward, Where::Backward}) {
+    Toy model = make_toy(where, false);
+    NanTrace trace({model}, world().rank(), NanTrace::OnFinding::Note);
+    loss_of(model(own_rows())).backward();
+    EXPECT_TRUE(parameters(model).back().data.local.grad().defined());
+    const auto first = trace.first();
+    ASSERT_EQ(first.has_value(), where != Where::Nowhere);
+    if (!first) continue;
+    EXPECT_TRUE(first->made_by_module);
+    EXPECT_THAT(first->text, HasSubstr(where == Where::Forward ? "the output of module 'block1' is the first"
+                                                               : "the backward of module 'block1' is"));
+    EXPECT_GT(first->num_looked_at, before) << "a backward's come behind all of the forward's";
+    before = first->num_looked_at;
+  }
+}
+
+TEST(NanTrace, NotesWhatAModuleWasGiven) {
+  Toy model = make_toy(Where::Nowhere, false);
+  NanTrace trace({model}, world().rank(), NanTrace::OnFinding::Note);
+  loss_of(model(own_rows() * kNaN));
+  ASSERT_TRUE(trace.first());
+  EXPECT_FALSE(trace.first()->made_by_module);
+}
+
 class NanFound : public ::testing::TestWithParam<bool> {};
 
 TEST_P(NanFound, InTheForward) {

@@ -33,7 +33,7 @@ inline constexpr int64_t kSeqLen = 8;
 inline int bad_rank() { return world().size() / 2; }
 
 // What is wrong, at every step.
-enum class Fault { None, InfiniteLoss, InfiniteGradient };
+enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient };
 
 // Recorded steps in memory: the tokens count up, and `empty_step` has no label.
 class CountedFeed : public data::Feed {
@@ -74,13 +74,36 @@ class CountedFeed : public data::Feed {
   int64_t empty_step_;
 };
 
+// Makes the gradient of the module's own parameters infinite, and none that a module is given or gives.
+class SpoilWeightGradient : public nn::CallHook {
+ public:
+  explicit SpoilWeightGradient(std::shared_ptr<nn::CallHook> outside) : outside_(std::move(outside)) {}
+  void pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) override {
+    if (outside_) outside_->pre_forward(host, inputs);
+    for (const at::Tensor& weight : host.as_module().parameters(/*recurse=*/false))
+      if (weight.requires_grad())
+        weight.register_hook([](const at::Tensor& grad) { return grad / at::zeros_like(grad); });
+  }
+  void post_forward(nn::HookHost& host, const nn::TensorRefs& outputs) override {
+    if (outside_) outside_->post_forward(host, outputs);
+  }
+
+ private:
+  std::shared_ptr<nn::CallHook> outside_;
+};
+
 class FaultyModel : public BigramModel {
  public:
-  FaultyModel(const nn::Construct& construct, Fault fault, std::function<void()> at_forward)
+  FaultyModel(const nn::Construct& construct, Fault fault,
+              std::function<void(const at::Tensor& tokens_BS)> at_forward)
       : BigramModel(kVocabSize, construct), fault_(fault), at_forward_(std::move(at_forward)) {}
 
   at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_count) override {
-    if (at_forward_) at_forward_();
+    if (at_forward_) at_forward_(tokens_BS);
+    if (fault_ == Fault::InfiniteWeightGradient && world().rank() == bad_rank() && !spoils_) {
+      spoils_ = true;
+      model->label_hook = std::make_shared<SpoilWeightGradient>(model->label_hook);
+    }
     at::Tensor loss = BigramModel::loss(tokens_BS, labels_BS, global_count);
     if (world().rank() != bad_rank()) return loss;
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -92,7 +115,8 @@ class FaultyModel : public BigramModel {
 
  private:
   Fault fault_;
-  std::function<void()> at_forward_;
+  bool spoils_ = false;
+  std::function<void(const at::Tensor& tokens_BS)> at_forward_;
 };
 
 struct Job {
@@ -100,7 +124,7 @@ struct Job {
   std::shared_ptr<const data::Feed> feed = {};  // unset: documents without end
   TrainerOptions options = {};
   std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
-  std::function<void()> at_forward = {};
+  std::function<void(const at::Tensor& tokens_BS)> at_forward = {};
   std::filesystem::path checkpoints = {};  // empty: none
   bool saves_whole = false;                // after each step; else the model after the last
   bool exports_model = false;              // after the last also where states are saved
@@ -111,6 +135,13 @@ struct Job {
   // At the beginning of each phase.
   std::function<void(Phase, int64_t step, const std::vector<Parameter>&)> at_phase = {};
 };
+
+/// One number of the bad rank's shard.
+inline void spoil_gradient(const std::vector<Parameter>& parameters, double value) {
+  if (world().rank() != bad_rank()) return;
+  at::NoGradGuard no_grad;
+  parameters.front().data.local.grad().view(-1)[0].fill_(value);
+}
 
 class CallingObserver : public RunObserver {
  public:

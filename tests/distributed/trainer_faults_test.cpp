@@ -41,12 +41,6 @@ struct Snapshot {
   }
 };
 
-void spoil_gradient(const std::vector<Parameter>& parameters, double value) {
-  if (world().rank() != bad_rank()) return;
-  at::NoGradGuard no_grad;
-  parameters.front().data.local.grad().view(-1)[0].fill_(value);
-}
-
 struct SkipCase {
   const char* name;
   double value;

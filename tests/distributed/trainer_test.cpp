@@ -1,6 +1,8 @@
 // The training loop itself, with a model small enough to be followed: what it logs, when it ends, what it
 // refuses.
 
+#include <ATen/ops/equal.h>
+
 #include "distributed/trainer_case.h"
 
 namespace titan::train {
@@ -38,7 +40,52 @@ TEST_P(NonFinite, AGradientIsToldByAllRanksWithItsShard) {
   std::string message = message_of_training(job.trainer);
   expect_first_step(message);
   EXPECT_TRUE(contains(message, "the losses of all ranks are; first seen in the shard of rank 0")) << message;
+  EXPECT_TRUE(contains(message, str("Run again, it shows where. step 1, rank ", bad_rank(),
+                                    ": the gradient of the output of module model isn't finite")))
+      << message;
   EXPECT_TRUE(job.weights_are_unchanged());
+}
+
+// The second time nothing goes wrong, as after a fault of a processor. Late, the step behind it has begun.
+TEST_P(NonFinite, AGradientThatIsFiniteTheSecondTimeIsToldSo) {
+  std::vector<at::Tensor> batches;
+  Started job = start({.options = options(),
+                       .at_forward = [&](const at::Tensor& tokens) { batches.push_back(tokens.clone()); },
+                       .at_phase =
+                           [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
+                             if (phase == Phase::Optimizer && step == 2)
+                               spoil_gradient(parameters, std::numeric_limits<double>::infinity());
+                           }});
+  const std::string message = message_of_training(job.trainer);
+  EXPECT_TRUE(contains(message, str("step 2: the gradient norm isn't finite, though the losses of all ranks "
+                                    "are; first seen in the shard of rank ",
+                                    bad_rank())))
+      << message;
+  EXPECT_TRUE(contains(message, "Run again, all of its numbers are finite")) << message;
+  ASSERT_EQ(batches.size(), GetParam() ? 4u : 3u);
+  EXPECT_TRUE(at::equal(batches.back(), batches[1])) << "the batch of that step";
+  EXPECT_FALSE(at::equal(batches[0], batches[1])) << "each step has its own";
+}
+
+// No module's output or gradient: the parameter is named.
+TEST_P(NonFinite, AWeightsOwnGradientIsToldWithItsName) {
+  Started job = start({.fault = Fault::InfiniteWeightGradient, .options = options()});
+  const std::string message = message_of_training(job.trainer);
+  expect_first_step(message);
+  EXPECT_TRUE(contains(message, "the gradient of parameter 'table' is")) << message;
+  EXPECT_TRUE(job.weights_are_unchanged());
+}
+
+TEST_P(NonFinite, AStepThatFailsTheSecondTimeDoesntHideWhatWasWrong) {
+  int calls = 0;
+  Started job =
+      start({.fault = Fault::InfiniteGradient, .options = options(), .at_forward = [&](const at::Tensor&) {
+               if (++calls > 1) throw Error("no memory");
+             }});
+  const std::string message = message_of_training(job.trainer);
+  expect_first_step(message);
+  EXPECT_TRUE(contains(message, "the gradient norm isn't finite")) << message;
+  EXPECT_TRUE(contains(message, "the step failed: no memory")) << message;
 }
 
 INSTANTIATE_TEST_SUITE_P(Trainer, NonFinite, ::testing::Bool(),
@@ -92,7 +139,7 @@ TEST(Trainer, EndsWithItsDataAndSavesTheModel) {
   int64_t forwards = 0;
   Started job = start({.feed = std::make_shared<CountedFeed>(2),
                        .options = {.steps = 5},
-                       .at_forward = [&] { ++forwards; },
+                       .at_forward = [&](const at::Tensor&) { ++forwards; },
                        .checkpoints = folder.path});
   job.trainer.train();
   EXPECT_EQ(forwards, 2);
@@ -142,7 +189,7 @@ TEST(Trainer, TheTrainTimeoutHoldsFromTheSecondStepOn) {
   const std::chrono::seconds before = world().timeout();
   std::vector<std::chrono::seconds> timeouts;
   Started job = start({.options = {.steps = 3, .train_timeout_s = 17},
-                       .at_forward = [&] { timeouts.push_back(world().timeout()); }});
+                       .at_forward = [&](const at::Tensor&) { timeouts.push_back(world().timeout()); }});
   job.trainer.train();
   world().set_timeout(before);
   const std::chrono::seconds late(17);

@@ -74,6 +74,8 @@ struct SpikeCase {
   Words words;
 };
 
+void PrintTo(const SpikeCase& layout, std::ostream* out) { *out << layout.name; }
+
 class LossSpike : public ::testing::TestWithParam<SpikeCase> {
  protected:
   Words layout() const { return GetParam().words; }

@@ -1,5 +1,5 @@
-// A NaN on one rank: debug.nan_trace and debug.detect_anomaly stop the job with the module's name; with
-// fault_tolerance.on_nonfinite = "skip" the step is passed over on all ranks.
+// A NaN on one rank: debug.nan_trace, debug.detect_anomaly and the step that is run again where a run stops
+// name the module; with fault_tolerance.on_nonfinite = "skip" the step is passed over on all ranks.
 
 #include <gmock/gmock.h>
 
@@ -11,6 +11,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct Layout {
   const char* name;
@@ -53,6 +54,21 @@ TEST_P(NanRun, ABackwardsModuleIsNamed) {
       ContainsRegex("step [1-4], " + rank() +
                     "the backward of module 'layers.1.feed_forward.w2' is the first to give a gradient "
                     "that isn't finite"));
+}
+
+// The step is run again for it: nothing was turned on before.
+TEST_P(NanRun, AGradientThatIsntFiniteIsTracedToItsRankAndModule) {
+  const CommandResult result = run_spoiled("layers.1.feed_forward.w2 backward", {});
+  EXPECT_EQ(result.status, 3) << result.err;
+  for (int rank_that_tells = 0; rank_that_tells < GetParam().ranks; ++rank_that_tells) {
+    const std::string tag = GetParam().ranks > 1 ? str("\\[rank ", rank_that_tells, "\\] ") : "";
+    EXPECT_THAT(result.err,
+                ContainsRegex(tag + "Run again, it shows where. step [1-4], " + rank() +
+                              "the backward of module 'layers.1.feed_forward.w2' is the first to give"));
+  }
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("the gradient norm isn't finite, though the losses of all ranks are"),
+                    HasSubstr("The optimizer step was not taken"), Not(HasSubstr("so say ranks"))));
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,17 @@ std::string describe_numbers(const at::Tensor& tensor);
 /// False: an element is NaN or infinite. Integers always are.
 bool is_finite(const at::Tensor& tensor);
 
+/// The first number of this rank that isn't finite.
+struct NanFinding {
+  std::string text;
+  /// The module that it names was given finite numbers. False: it was made between modules, by the loss or on
+  /// another rank.
+  bool made_by_module = false;
+  /// Modules' inputs, outputs and gradients that were looked at until then. Ranks that call the same modules
+  /// (of a tensor-parallel group) come to the same one at the same number: the lowest had it first.
+  int64_t num_looked_at = 0;
+};
+
 /// While it lives, a call of a module below the models' roots throws Error when an output isn't finite, and a
 /// backward when the gradient of a module's input or output isn't. The first to throw is the innermost module
 /// that made it; the message names module, step and rank, and has describe_numbers() of what came out, what
@@ -33,13 +45,18 @@ bool is_finite(const at::Tensor& tensor);
 /// until then. Each call waits for a GPU.
 class NanTrace {
  public:
-  NanTrace(const std::vector<nn::AnyRef>& models, int rank);
+  /// Note: nothing is thrown, so that no rank waits for this one; first() has what would have been.
+  enum class OnFinding : uint8_t { Throw, Note };
+  NanTrace(const std::vector<nn::AnyRef>& models, int rank, OnFinding on_finding = OnFinding::Throw);
   ~NanTrace();
   NanTrace(const NanTrace&) = delete;
   NanTrace& operator=(const NanTrace&) = delete;
 
   /// For messages.
   void set_step(int64_t step);
+
+  /// What was noted, once the backward has returned.
+  std::optional<NanFinding> first() const;
 
   class State;
 

@@ -3,6 +3,7 @@
 // What a run does about a loss or gradient norm that isn't finite: fault_tolerance.on_nonfinite.
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "titan/train/fault_tolerance_settings.h"
@@ -15,8 +16,8 @@ class NonFiniteSteps {
   explicit NonFiniteSteps(const FaultToleranceSettings& settings) : settings_(settings) {}
 
   /// `problem` says which number isn't finite. Returns where the optimizer's step is skipped; throws
-  /// UnsoundRun where the run stops.
-  void add(const std::string& problem);
+  /// UnsoundRun where the run stops, with what `explain` then has to say of it.
+  void add(const std::string& problem, const std::function<std::string()>& explain = {});
   void add_finite() { in_a_row_ = 0; }
 
   bool skips() const { return settings_.on_nonfinite == "skip"; }

@@ -127,6 +127,12 @@ struct RunEnd {
   StopCause stop = {};  ///< why it was that one; no signal: its data or steps were through
 };
 
+/// What a step computes on: enough to do it again.
+struct StepInput {
+  std::vector<data::Batch> batches;
+  TokenCounts tokens;
+};
+
 class LateValues;  // src/train/late_values.h
 
 class Trainer {
@@ -137,7 +143,8 @@ class Trainer {
   /// All steps that are left, or as many as the data gives. Collective over the world. Throws Error on every
   /// rank, before the optimizer step, when a loss or the gradient norm isn't finite and isn't to be skipped.
   /// The message names the lowest rank whose loss it is; where all losses are finite, the rank in whose shard
-  /// of the gradients it was first seen.
+  /// of the gradients it was first seen. Before that the step's forwards and backwards are run again, to name
+  /// the module and the rank that made the number (src/train/step_replay.h).
   ///
   /// A signal that a SignalWatch notes on any rank ends it early, between steps, within a validation or while
   /// data is awaited; what isn't saved yet is saved once, with the whole state.
@@ -158,14 +165,15 @@ class Trainer {
   bool train_step();
   std::optional<std::vector<data::Batch>> fetch();
   std::optional<data::Batch> fetch_validation();
-  at::Tensor forward_backward(const std::vector<data::Batch>& batches, const TokenCounts& tokens);
-  StepValues update(const at::Tensor& loss);
-  void launch_update(const at::Tensor& loss);
+  at::Tensor forward_backward(const StepInput& input);
+  StepValues update(const at::Tensor& loss, const StepInput& input);
+  void launch_update(const at::Tensor& loss, const StepInput& input);
   /// Values of the step that was launched last: waits for the device. Throws when they aren't finite.
   StepValues read_launched();
   /// Counts a step that isn't finite and lets it pass, or throws, as [fault_tolerance] says.
-  void judge(const StepValues& values);
+  void judge(const StepValues& values, const StepInput& input);
   std::string nonfinite_number(const StepValues& values) const;
+  std::string replay(const StepValues& values, const StepInput& input);
   double loss_of_all(const StepValues& values) const;
   double rank_if(bool not_finite) const;
   int rank_from(double largest) const;
@@ -192,6 +200,7 @@ class Trainer {
   std::optional<StepPlan> validation_plan_;
   StopAgreement stop_;
   std::unique_ptr<LateValues> launched_;
+  StepInput launched_input_;  // of that step
   Progress progress_;
   int64_t last_step_ = 0;
   bool spiked_ = false;
