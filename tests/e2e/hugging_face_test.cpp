@@ -52,6 +52,8 @@ struct Layout {
   Words words;
 };
 
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
 class HuggingFaceLayouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {

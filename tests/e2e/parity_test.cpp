@@ -53,6 +53,8 @@ struct Layout {
   const char* fixture = "mini";
 };
 
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
 Words pipeline(const std::string& ranks, const std::string& schedule) {
   return {"--nproc",
           ranks,

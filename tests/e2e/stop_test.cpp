@@ -387,6 +387,8 @@ struct Requeued {
   int status;
 };
 
+void PrintTo(const Requeued& requeued, std::ostream* out) { *out << requeued.name; }
+
 class Requeue : public ::testing::TestWithParam<Requeued> {};
 
 TEST_P(Requeue, BehindTheSave) {
