@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
+#include <functional>
 #include <mutex>
 
 #include <ATen/core/grad_mode.h>
@@ -34,8 +36,14 @@ class NanTrace::State : public TracePlace {
     const std::lock_guard lock(mutex_);
     return first_;
   }
-  void found(NanFinding finding) {
-    if (on_finding_ == OnFinding::Throw) throw Error(finding.text);
+  /// `numbers`: what to say of the tensors, behind the finding's text. Takes memory, which may be short.
+  void found(NanFinding finding, const std::function<std::string()>& numbers) {
+    if (on_finding_ == OnFinding::Throw) throw Error(finding.text + numbers());
+    try {
+      finding.text += numbers();
+    } catch (const std::exception&) {
+      finding.text += "\n  (its numbers couldn't be looked at)";
+    }
     const std::lock_guard lock(mutex_);
     finding.num_looked_at = num_looked_at_;
     if (!first_) first_ = std::move(finding);
@@ -78,6 +86,7 @@ std::string list_parameters(const torch::nn::Module& module) {
 /// One call of a module: what its forward was given, and its backward.
 struct TracedCall {
   StatePtr state;
+  size_t model;
   std::string module;
   std::weak_ptr<torch::nn::Module> parameters;
   TensorList inputs;     // detached
@@ -86,11 +95,16 @@ struct TracedCall {
 
 void blame_backward(const TracedCall& call, const variable_list& gradients) {
   const auto module = call.parameters.lock();
-  call.state->found({str(call.state->where(), ": the backward of module ", call.module,
-                         " is the first to give a gradient that isn't finite",
-                         list("gradient of input", gradients), list("it was given: gradient", call.gradients),
-                         list("its forward's input", call.inputs), module ? list_parameters(*module) : ""),
-                     /*made_by_module=*/true});
+  call.state->found(
+      {.text = str(call.state->where(), ": the backward of module ", call.module,
+                   " is the first to give a gradient that isn't finite"),
+       .made_by_module = true,
+       .in_backward = true,
+       .model = call.model},
+      [&] {
+        return list("gradient of input", gradients) + list("it was given: gradient", call.gradients) +
+               list("its forward's input", call.inputs) + (module ? list_parameters(*module) : "");
+      });
 }
 
 void check_gradient_of_output(TracedCall& call, const at::Tensor& gradient) {
@@ -98,11 +112,12 @@ void check_gradient_of_output(TracedCall& call, const at::Tensor& gradient) {
   call.gradients.push_back(gradient);
   if (is_finite(gradient)) return;
   call.state->found(
-      {str(call.state->where(), ": the gradient of the output of module ", call.module,
-           " isn't finite, and no module behind it gave such: it was made between them, by the loss, or "
-           "on another rank",
-           list("gradient of output", {gradient})),
-       /*made_by_module=*/false});
+      {.text = str(call.state->where(), ": the gradient of the output of module ", call.module,
+                   " isn't finite, and no module behind it gave such: it was made between them, by the loss, "
+                   "or on another rank"),
+       .in_backward = true,
+       .model = call.model},
+      [&] { return list("gradient of output", {gradient}); });
 }
 
 class InputProbe : public Node {
@@ -144,8 +159,8 @@ void probe_outputs(const TensorRefs& outputs, const std::shared_ptr<TracedCall>&
 
 class NanProbe final : public ModuleProbe {
  public:
-  NanProbe(StatePtr state, std::shared_ptr<nn::CallHook> inner)
-      : ModuleProbe(std::move(inner)), state_(std::move(state)) {}
+  NanProbe(StatePtr state, size_t model, std::shared_ptr<nn::CallHook> inner)
+      : ModuleProbe(std::move(inner)), state_(std::move(state)), model_(model) {}
   bool is_of(const StatePtr& state) const { return state_ == state; }
 
  protected:
@@ -153,7 +168,7 @@ class NanProbe final : public ModuleProbe {
     inputs_.clear();
     for (const at::Tensor* input : inputs) inputs_.push_back(input->detach());
     call_ = std::make_shared<TracedCall>(
-        TracedCall{state_, module_name(host), host.as_module().weak_from_this(), inputs_, {}});
+        TracedCall{state_, model_, module_name(host), host.as_module().weak_from_this(), inputs_, {}});
     if (at::GradMode::is_enabled()) probe_inputs(inputs, call_);
   }
   void after(nn::HookHost& host, const TensorRefs& outputs) override {
@@ -174,12 +189,15 @@ class NanProbe final : public ModuleProbe {
         of_finite ? ", though its inputs are"
                   : ", nor are its inputs: they were made between modules or came from another rank";
     state_->found(
-        {str(state_->where(), ": the output of module ", module_name(host), " is the first that isn't finite",
-             given, list("output", values), list("input", inputs_), list_parameters(host.as_module())),
-         of_finite});
+        {.text = str(state_->where(), ": the output of module ", module_name(host),
+                     " is the first that isn't finite", given),
+         .made_by_module = of_finite,
+         .model = model_},
+        [&] { return list("output", values) + list("input", inputs_) + list_parameters(host.as_module()); });
   }
 
   StatePtr state_;
+  size_t model_;
   // Of the call that runs. One that an exception ended leaves them to the next.
   TensorList inputs_;
   std::shared_ptr<TracedCall> call_;
@@ -189,7 +207,9 @@ class NanProbe final : public ModuleProbe {
 
 NanTrace::NanTrace(const std::vector<nn::AnyRef>& models, int rank, OnFinding on_finding)
     : models_(models), state_(std::make_shared<State>(rank, on_finding)) {
-  add_probes(models_, [&](auto inner) { return std::make_shared<NanProbe>(state_, std::move(inner)); });
+  for (size_t model = 0; model < models_.size(); ++model)
+    add_probes({models_[model]},
+               [&](auto inner) { return std::make_shared<NanProbe>(state_, model, std::move(inner)); });
 }
 
 NanTrace::~NanTrace() {

@@ -4,14 +4,13 @@
 #include <exception>
 #include <set>
 
-#include <c10/util/Exception.h>
-
 #include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/dist/failure.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/pipeline_batches.h"
 #include "titan/parallel/pipeline_check.h"
+#include "train/error_reason.h"
 #include "train/running_step.h"
 
 namespace titan::train {
@@ -41,11 +40,6 @@ std::string numbers(const std::vector<int>& values) {
   std::string text;
   for (const int value : values) text += str(text.empty() ? "" : ", ", value);
   return text.empty() ? "none" : text;
-}
-
-std::string reason_of(const std::exception& error) {
-  const auto* of_libtorch = dynamic_cast<const c10::Error*>(&error);
-  return of_libtorch ? of_libtorch->what_without_backtrace() : error.what();
 }
 
 void check_stages(const Schedule& schedule, int rank, const std::vector<Stage>& stages) {

@@ -11,7 +11,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"
-#include "titan/train/unsound_run.h"
+#include "train/error_reason.h"
 #include "train/late_values.h"
 #include "train/step_replay.h"
 
@@ -92,20 +92,16 @@ std::string Trainer::nonfinite_number(const StepValues& values) const {
 // The weights are still those of that step, also where the host reads a step late: it was skipped on the
 // device. What is known already is told first, should this not come to its end.
 std::string Trainer::replay(const StepValues& values, const StepInput& input) {
-  const std::string problem = nonfinite_number(values);
-  log::warning_rank0(problem + ". The step is run again to find the module and the rank that it comes from");
-  std::vector<nn::AnyRef> models;
-  for (const auto& model : parts_.stages.models) models.push_back(model->root());
+  log::warning_rank0(nonfinite_number(values) +
+                     ". The step is run again to find the module and the rank that it comes from");
+  const at::AutoGradMode with_gradients(true);  // where it is read late they are off
   try {
-    return replay_step(parts_.world, models, parts_.parameters, values.step, [&] {
+    return replay_step(parts_.world, parts_.meshes, runner_.stages(), parts_.parameters, values.step, [&] {
       parts_.optimizer.zero_grad();
-      forward_backward(input);
+      return forward_backward(input);
     });
   } catch (const std::exception& error) {
-    throw UnsoundRun(str(problem,
-                         ". The optimizer step was not taken. Run again to find where it comes from, "
-                         "the step failed: ",
-                         error.what()));
+    return "Run again to find where it comes from, the step failed: " + reason_of(error);
   }
 }
 

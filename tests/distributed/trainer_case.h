@@ -33,7 +33,7 @@ inline constexpr int64_t kSeqLen = 8;
 inline int bad_rank() { return world().size() / 2; }
 
 // What is wrong, at every step.
-enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient };
+enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient, LossAlone };
 
 // Recorded steps in memory: the tokens count up, and `empty_step` has no label.
 class CountedFeed : public data::Feed {
@@ -94,20 +94,26 @@ class SpoilWeightGradient : public nn::CallHook {
 
 class FaultyModel : public BigramModel {
  public:
-  FaultyModel(const nn::Construct& construct, Fault fault,
+  /// `fault`: from the `first`th forward on.
+  FaultyModel(const nn::Construct& construct, Fault fault, int first,
               std::function<void(const at::Tensor& tokens_BS)> at_forward)
-      : BigramModel(kVocabSize, construct), fault_(fault), at_forward_(std::move(at_forward)) {}
+      : BigramModel(kVocabSize, construct),
+        fault_(fault),
+        first_(first),
+        at_forward_(std::move(at_forward)) {}
 
   at::Tensor loss(const at::Tensor& tokens_BS, const at::Tensor& labels_BS, int64_t global_count) override {
     if (at_forward_) at_forward_(tokens_BS);
-    if (fault_ == Fault::InfiniteWeightGradient && world().rank() == bad_rank() && !spoils_) {
+    const bool goes_wrong = ++num_calls_ >= first_ && world().rank() == bad_rank();
+    if (goes_wrong && fault_ == Fault::InfiniteWeightGradient && !spoils_) {
       spoils_ = true;
       model->label_hook = std::make_shared<SpoilWeightGradient>(model->label_hook);
     }
     at::Tensor loss = BigramModel::loss(tokens_BS, labels_BS, global_count);
-    if (world().rank() != bad_rank()) return loss;
+    if (!goes_wrong) return loss;
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     if (fault_ == Fault::InfiniteLoss) return loss * kInfinity;
+    if (fault_ == Fault::LossAlone) return loss + kInfinity;
     if (fault_ == Fault::InfiniteGradient)
       loss.register_hook([](at::Tensor grad) { return grad * kInfinity; });
     return loss;
@@ -115,12 +121,15 @@ class FaultyModel : public BigramModel {
 
  private:
   Fault fault_;
+  int first_;
+  int num_calls_ = 0;
   bool spoils_ = false;
   std::function<void(const at::Tensor& tokens_BS)> at_forward_;
 };
 
 struct Job {
   Fault fault = Fault::None;
+  int first_faulty_forward = 1;
   std::shared_ptr<const data::Feed> feed = {};  // unset: documents without end
   TrainerOptions options = {};
   std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
@@ -201,7 +210,8 @@ struct Started {
 };
 
 inline std::unique_ptr<TrainableModel> build_model(const Meshes& meshes, const Job& job) {
-  auto model = std::make_unique<FaultyModel>(deferred(device(), at::kFloat), job.fault, job.at_forward);
+  auto model = std::make_unique<FaultyModel>(deferred(device(), at::kFloat), job.fault,
+                                             job.first_faulty_forward, job.at_forward);
   fully_shard(model->model, {.mesh = meshes.fsdp});
   materialize(model->root(), 1);
   return model;

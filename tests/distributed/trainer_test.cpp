@@ -40,10 +40,20 @@ TEST_P(NonFinite, AGradientIsToldByAllRanksWithItsShard) {
   std::string message = message_of_training(job.trainer);
   expect_first_step(message);
   EXPECT_TRUE(contains(message, "the losses of all ranks are; first seen in the shard of rank 0")) << message;
-  EXPECT_TRUE(contains(message, str("Run again, it shows where. step 1, rank ", bad_rank(),
-                                    ": the gradient of the output of module model isn't finite")))
-      << message;
   EXPECT_TRUE(job.weights_are_unchanged());
+}
+
+// From the second step on the host may judge it behind the next one's launch.
+TEST_P(NonFinite, AGradientIsTracedToItsRankAndModule) {
+  for (const int step : {1, 2}) {
+    Started job =
+        start({.fault = Fault::InfiniteGradient, .first_faulty_forward = step, .options = options()});
+    const std::string message = message_of_training(job.trainer);
+    EXPECT_TRUE(contains(message, str("Run again, it shows where. step ", step, ", rank ", bad_rank(),
+                                      ": the gradient of the output of module model isn't finite")))
+        << message;
+    EXPECT_FALSE(contains(message, "come to such numbers")) << message;
+  }
 }
 
 // The second time nothing goes wrong, as after a fault of a processor. Late, the step behind it has begun.
@@ -69,11 +79,22 @@ TEST_P(NonFinite, AGradientThatIsFiniteTheSecondTimeIsToldSo) {
 
 // No module's output or gradient: the parameter is named.
 TEST_P(NonFinite, AWeightsOwnGradientIsToldWithItsName) {
-  Started job = start({.fault = Fault::InfiniteWeightGradient, .options = options()});
+  for (const int step : {1, 2}) {
+    Started job =
+        start({.fault = Fault::InfiniteWeightGradient, .first_faulty_forward = step, .options = options()});
+    const std::string message = message_of_training(job.trainer);
+    EXPECT_TRUE(contains(message, str("step ", step, ": the gradient norm isn't finite"))) << message;
+    EXPECT_TRUE(contains(message, "the gradient of parameter 'table' is")) << message;
+  }
+}
+
+// No gradient passes what is added to it.
+TEST_P(NonFinite, ALossIsntToldToBeFiniteTheSecondTime) {
+  Started job = start({.fault = Fault::LossAlone, .first_faulty_forward = 2, .options = options()});
   const std::string message = message_of_training(job.trainer);
-  expect_first_step(message);
-  EXPECT_TRUE(contains(message, "the gradient of parameter 'table' is")) << message;
-  EXPECT_TRUE(job.weights_are_unchanged());
+  EXPECT_TRUE(contains(message, str("step 2: the loss isn't finite on rank ", bad_rank()))) << message;
+  EXPECT_TRUE(contains(message, str("Run again, it is the loss alone, on ranks ", bad_rank(), ":")))
+      << message;
 }
 
 TEST_P(NonFinite, AStepThatFailsTheSecondTimeDoesntHideWhatWasWrong) {

@@ -68,7 +68,13 @@ TEST_P(NanRun, AGradientThatIsntFiniteIsTracedToItsRankAndModule) {
   }
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("the gradient norm isn't finite, though the losses of all ranks are"),
-                    HasSubstr("The optimizer step was not taken"), Not(HasSubstr("so say ranks"))));
+                    HasSubstr("The optimizer step was not taken"), Not(HasSubstr("come to such numbers"))));
+  const auto sums = HasSubstr("tensor-parallel ranks 0, 1 exchange parts of such numbers");
+  if (std::string(GetParam().name) == "Tensor") {
+    EXPECT_THAT(result.err, sums);
+  } else {
+    EXPECT_THAT(result.err, Not(sums));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -82,6 +88,22 @@ INSTANTIATE_TEST_SUITE_P(
                              {"--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size",
                               "4"}}),
     [](const auto& info) { return info.param.name; });
+
+// Both stages have it in their forward, and the loss is the second one's.
+TEST(NanRunOfStages, ALossIsTracedToTheStageBefore) {
+  const Words words =
+      train_words(resumable(fresh_folder("config")) + ranks(2) +
+                  Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libspoiler.so",
+                        "--job.dump_folder", fresh_folder("run").string(),
+                        "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4"});
+  const CommandResult result =
+      run(words, {{"OMP_NUM_THREADS", "1"}, {"TITAN_TEST_SPOILED", "0 layers.0.feed_forward.w2 forward"}});
+  EXPECT_EQ(result.status, 3) << result.err;
+  EXPECT_THAT(result.err,
+              AllOf(HasSubstr("the loss isn't finite on rank 1"),
+                    ContainsRegex("Run again, it shows where. step [1-4], rank 0: the output of module "
+                                  "'layers.0.feed_forward.w2' is the first that isn't finite, though its")));
+}
 
 /// Two ranks, of which the second one's numbers are spoiled from the second step on: a step calls each module
 /// twice (spoiler.cpp).

@@ -30,11 +30,11 @@ bool is_finite(const at::Tensor& tensor);
 /// The first number of this rank that isn't finite.
 struct NanFinding {
   std::string text;
-  /// The module that it names was given finite numbers. False: it was made between modules, by the loss or on
-  /// another rank.
-  bool made_by_module = false;
-  /// Modules' inputs, outputs and gradients that were looked at until then. Ranks that call the same modules
-  /// (of a tensor-parallel group) come to the same one at the same number: the lowest had it first.
+  bool made_by_module = false;  ///< the module that it names was given finite numbers
+  bool in_backward = false;
+  size_t model = 0;  ///< of those that are traced
+  /// How many calls and backwards of modules were looked at until then: ranks that call the same modules (of
+  /// a tensor-parallel group) come to the same one at the same number.
   int64_t num_looked_at = 0;
 };
 
@@ -45,7 +45,7 @@ struct NanFinding {
 /// until then. Each call waits for a GPU.
 class NanTrace {
  public:
-  /// Note: nothing is thrown, so that no rank waits for this one; first() has what would have been.
+  /// Note: a finding isn't thrown, so that no rank waits for this one; first() has it.
   enum class OnFinding : uint8_t { Throw, Note };
   NanTrace(const std::vector<nn::AnyRef>& models, int rank, OnFinding on_finding = OnFinding::Throw);
   ~NanTrace();

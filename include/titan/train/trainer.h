@@ -143,8 +143,8 @@ class Trainer {
   /// All steps that are left, or as many as the data gives. Collective over the world. Throws Error on every
   /// rank, before the optimizer step, when a loss or the gradient norm isn't finite and isn't to be skipped.
   /// The message names the lowest rank whose loss it is; where all losses are finite, the rank in whose shard
-  /// of the gradients it was first seen. Before that the step's forwards and backwards are run again, to name
-  /// the module and the rank that made the number (src/train/step_replay.h).
+  /// of the gradients it was first seen. Then it says what the step's forwards and backwards, run again,
+  /// showed of the module and the rank that made the number (src/train/step_replay.h).
   ///
   /// A signal that a SignalWatch notes on any rank ends it early, between steps, within a validation or while
   /// data is awaited; what isn't saved yet is saved once, with the whole state.
