@@ -20,7 +20,7 @@
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
 #include "titan/dist/world.h"
-#include "titan/ops/attention.h"
+#include "titan/ops/functional.h"
 
 namespace {
 

@@ -46,8 +46,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "checkpoint/peer/peer_folder.h"
 #include "titan/checkpoint/checkpointer.h"
-#include "titan/checkpoint/peer_folder.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"

@@ -18,9 +18,9 @@
 #include <thread>
 #include <vector>
 
+#include "dist/flight_record.h"
+#include "guard/flight_dump.h"
 #include "titan/core/error.h"
-#include "titan/dist/flight_dump.h"
-#include "titan/dist/flight_record.h"
 
 namespace {
 

@@ -16,12 +16,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "float8/amax_many.h"
-#include "float8/block_composite.h"
-#include "float8/composite.h"
+#include "float8/cast.h"
 #include "titan/core/error.h"
-#include "titan/float8/block_cast.h"
-#include "titan/float8/cast.h"
 
 namespace {
 

@@ -21,7 +21,6 @@
 
 #include "titan/core/error.h"
 #include "titan/float8/convert.h"
-#include "titan/float8/delayed_scales.h"
 #include "titan/models/llama3.h"
 #include "titan/optim/optimizer.h"
 #include "titan/parallel/parameters.h"

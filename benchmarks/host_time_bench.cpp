@@ -21,7 +21,6 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/dist/world.h"
 #include "titan/models/llama3.h"
-#include "titan/models/llama3_spec.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/tensor_parallel.h"

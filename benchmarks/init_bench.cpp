@@ -15,7 +15,7 @@
 #include <ATen/Parallel.h>
 
 #include "titan/core/error.h"
-#include "titan/nn/init.h"
+#include "titan/nn/hooks.h"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "titan/core/error.h"
-#include "titan/data/build.h"
+#include "titan/data/feed.h"
 #include "titan/data/loader.h"
 
 namespace {

@@ -24,12 +24,11 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "parallel/tensor/rank_sum.h"
+#include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
 #include "titan/dist/world.h"
-#include "titan/ops/joint_linear.h"
-#include "titan/ops/overlapped_linear.h"
+#include "titan/ops/linear.h"
 
 namespace {
 

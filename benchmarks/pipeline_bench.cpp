@@ -22,11 +22,10 @@
 
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
-#include "titan/models/llama3_spec.h"
+#include "titan/models/llama3.h"
 #include "titan/nn/linear.h"
 #include "titan/parallel/parameters.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_simulation.h"
 #include "titan/parallel/pipeline_split.h"
 #include "titan/train/parallel_dims.h"

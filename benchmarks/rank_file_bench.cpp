@@ -28,7 +28,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "titan/checkpoint/rank_file.h"
+#include "checkpoint/format/rank_file.h"
 #include "titan/core/error.h"
 
 namespace {

@@ -53,7 +53,7 @@ set_source_files_properties(${titan_cuda_objects} PROPERTIES EXTERNAL_OBJECT TRU
 target_include_directories(titan_cuda PRIVATE src)
 target_include_directories(titan_cuda SYSTEM PRIVATE "${cuda_root}/include" ${nvidia_includes})
 target_compile_definitions(titan_cuda PRIVATE USE_C10D_NCCL)
-target_link_libraries(titan_cuda PRIVATE libtitan Titan::torch_cuda Titan::c10_cuda)
+target_link_libraries(titan_cuda PRIVATE libtitan_train Titan::torch_cuda Titan::c10_cuda)
 target_link_options(titan_cuda PRIVATE -Wl,--no-as-needed -Wl,--allow-shlib-undefined)
 set_target_properties(titan_cuda PROPERTIES INSTALL_RPATH "$ORIGIN;${TITAN_TORCH_LIB_DIR}")
 target_compile_options(titan_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra $<$<BOOL:${TITAN_WERROR}>:-Werror>>)

@@ -2,8 +2,9 @@
 include(CMakePackageConfigHelpers)
 
 set(titan_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/Titan")
+set_target_properties(libtitan_train PROPERTIES EXPORT_NAME train)
 set_target_properties(libtitan PROPERTIES EXPORT_NAME titan)
-install(TARGETS libtitan EXPORT TitanTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS libtitan_train libtitan EXPORT TitanTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS titan RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 if(TARGET titan_cuda)
   install(TARGETS titan_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})

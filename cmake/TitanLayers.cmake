@@ -1,9 +1,11 @@
-# titan_add_layer(<name> [SOURCE_DIR dir] [NO_TORCH] [PCH target]): the sources of one layer as an object library titan_<name>, collected in libtitan.
-# The layers' order is checked by tests/style/check_layers.py.
+# titan_add_layer(<name> IN <library> [SOURCE_DIR dir] [NO_TORCH] [PCH target] [LINK libraries...])
+# The sources of one layer as a static library titan_<name> that is linked with the layers added before it, and with nothing added later:
+# the program titan_<name>_links, which holds all of the layer, does not link otherwise. Its objects are a part of the shared <library>.
+# Includes are checked by tests/style/check_layers.py.
 set(TITAN_LAYERS "" CACHE INTERNAL "")
 
 function(titan_add_layer name)
-  cmake_parse_arguments(ARG "NO_TORCH" "SOURCE_DIR;PCH" "" ${ARGN})
+  cmake_parse_arguments(ARG "NO_TORCH" "IN;SOURCE_DIR;PCH" "LINK" ${ARGN})
   if(NOT ARG_PCH)
     set(ARG_PCH titan_pch_tensor)
   endif()
@@ -15,7 +17,7 @@ function(titan_add_layer name)
   if(NOT sources)
     return()
   endif()
-  add_library(titan_${name} OBJECT ${sources})
+  add_library(titan_${name} STATIC EXCLUDE_FROM_ALL ${sources})
   set_target_properties(titan_${name} PROPERTIES UNITY_BUILD ${TITAN_UNITY} UNITY_BUILD_BATCH_SIZE 5)
   target_include_directories(titan_${name} PUBLIC include PRIVATE src)
   target_compile_options(titan_${name} PRIVATE -Wall -Wextra $<$<BOOL:${TITAN_WERROR}>:-Werror>)
@@ -29,8 +31,19 @@ function(titan_add_layer name)
       target_precompile_headers(titan_${name} REUSE_FROM ${ARG_PCH})
     endif()
   endif()
-  target_sources(libtitan PRIVATE $<TARGET_OBJECTS:titan_${name}>)
+  if(TITAN_LAYERS)
+    list(GET TITAN_LAYERS -1 lower)
+    target_link_libraries(titan_${name} PUBLIC ${lower})
+  endif()
+  target_link_libraries(titan_${name} PRIVATE ${ARG_LINK})
+  target_sources(${ARG_IN} PRIVATE $<TARGET_OBJECTS:titan_${name}>)
+  target_link_libraries(${ARG_IN} PRIVATE ${ARG_LINK})
   set(TITAN_LAYERS ${TITAN_LAYERS} titan_${name} CACHE INTERNAL "")
+  if(TITAN_TESTS)
+    add_executable(titan_${name}_links ${PROJECT_SOURCE_DIR}/cmake/empty_main.cpp)
+    set_target_properties(titan_${name}_links PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/layers)
+    target_link_libraries(titan_${name}_links PRIVATE $<LINK_LIBRARY:WHOLE_ARCHIVE,titan_${name}>)
+  endif()
 endfunction()
 
 # A precompiled header of cmake/, compiled with the layers' flags.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes src/data/unicode_additions.inc: what Unicode 15 to 16 added to each property that split patterns use.
+"""Writes src/data/tokenizer/unicode_additions.inc: what Unicode 15 to 16 added to each property that split patterns use.
 
 PCRE2 of Debian 12 knows Unicode 14, the `tokenizers` package 16. Equal tokens need equal classes, so patterns get the difference
 spelled out: the code points that Unicode 14 left unassigned and that the package's own regular expressions find in a class.

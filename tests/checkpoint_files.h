@@ -11,8 +11,8 @@
 
 #include <ATen/ATen.h>
 
+#include "checkpoint/format/rank_file.h"
 #include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/rank_file.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/file.h"
 

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "titan/core/error.h"
-#include "titan/models/llama3_hugging_face.h"
+#include "titan/models/llama3.h"
 
 namespace titan::models {
 

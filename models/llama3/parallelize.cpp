@@ -1,5 +1,5 @@
 #include "titan/core/error.h"
-#include "titan/models/llama3_spec.h"
+#include "titan/models/llama3.h"
 #include "titan/train/parallel_dims.h"
 
 namespace titan::models {

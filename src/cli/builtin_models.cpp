@@ -1,6 +1,6 @@
 #include "cli/builtin_models.h"
 
-#include "titan/models/register_llama3.h"
+#include "titan/models/llama3.h"
 
 namespace titan::cli {
 

@@ -10,13 +10,13 @@
 
 #include "cli/builtin_models.h"
 #include "cli/commands.h"
-#include "titan/cli/launch.h"
+#include "cli/launch/launch.h"
 #include "titan/cli/main.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
-#include "titan/train/unsound_run.h"
+#include "titan/train/run_end.h"
 
 namespace titan::cli {
 

@@ -5,7 +5,7 @@
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
-#include "cli/run_record.h"
+#include "cli/run/run_folder.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
 

@@ -5,9 +5,8 @@
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
-#include "titan/config/print.h"
-#include "titan/train/job_config.h"
-#include "titan/train/torchtitan_keys.h"
+#include "job/job_config.h"
+#include "titan/config/load.h"
 
 namespace titan::cli {
 

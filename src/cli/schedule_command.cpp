@@ -13,11 +13,8 @@
 #include "cli/commands.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
-#include "titan/parallel/pipeline_check.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_csv.h"
-#include "titan/parallel/pipeline_generators.h"
-#include "titan/parallel/pipeline_timeline.h"
+#include "titan/parallel/pipeline_schedule.h"
+#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::cli {
 

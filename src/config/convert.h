@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "document.h"
+#include "config/document.h"
 #include "titan/config/table.h"
 
 namespace titan::config {

@@ -3,7 +3,7 @@
 #include <sstream>
 
 #include "catalog.h"
-#include "titan/config/print.h"
+#include "titan/config/load.h"
 
 namespace titan::config {
 namespace {

@@ -1,8 +1,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "document.h"
-#include "titan/config/value.h"
+#include "config/document.h"
+#include "titan/config/table.h"
 #include "titan/core/error.h"
 
 namespace titan::config {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "assignments.h"
 #include "catalog.h"
+#include "config/document.h"
 #include "convert.h"
 
 namespace titan::config {

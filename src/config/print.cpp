@@ -1,12 +1,71 @@
-// The resolved config as TOML and as JSON.
+// Every setting of a job with its value, grouped by table: what the writers walk.
 
-#include "titan/config/print.h"
-
+#include <algorithm>
 #include <cmath>
+#include <string>
+#include <string_view>
+#include <vector>
 
-#include "tree.h"
+#include "titan/config/load.h"
+#include "titan/config/schema.h"
 
 namespace titan::config {
+
+struct Node {
+  std::string key;                   ///< one component, no dots
+  const FieldInfo* field = nullptr;  ///< nullptr for a table
+  Value value;
+  std::vector<Node> children;  ///< of a table, in the schema's order
+};
+
+/// The root table. `fields` must outlive it: they are the schema's and the job's own.
+Node tree_of(const Schema& schema, const void* job);
+
+namespace {
+
+Node& child(Node& table, std::string_view key) {
+  auto found = std::find_if(table.children.begin(), table.children.end(),
+                            [&](const Node& node) { return node.key == key; });
+  if (found != table.children.end()) return *found;
+  table.children.push_back({std::string(key), nullptr, {}, {}});
+  return table.children.back();
+}
+
+Node& descendant(Node& root, std::string_view name) {
+  Node* node = &root;
+  while (!name.empty()) {
+    size_t dot = std::min(name.find('.'), name.size());
+    node = &child(*node, name.substr(0, dot));
+    name.remove_prefix(std::min(dot + 1, name.size()));
+  }
+  return *node;
+}
+
+void insert(Node& root, const std::string& section, const std::vector<FieldInfo>& fields,
+            const void* settings) {
+  for (const FieldInfo& field : fields) {
+    if (field.role != FieldInfo::Role::Setting) continue;
+    Node& node = descendant(root, section + "." + field.key);
+    node.field = &field;
+    node.value = field.get(settings);
+  }
+}
+
+}  // namespace
+
+Node tree_of(const Schema& schema, const void* job) {
+  Node root;
+  for (const Section& section : schema.sections()) {
+    insert(root, section.name, section.fields, job);
+    if (!section.resolve) continue;
+    const DynamicTable& table = section.table_of(const_cast<void*>(job));  // only read here
+    if (table.settings) insert(root, section.name, table.fields, table.settings.get());
+  }
+  return root;
+}
+
+// The resolved config as TOML and as JSON.
+
 namespace {
 
 bool is_unset(const Value& value) { return std::holds_alternative<std::monostate>(value); }

@@ -17,8 +17,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "document.h"
-#include "titan/config/value.h"
+#include "config/document.h"
+#include "titan/config/table.h"
 #include "titan/core/error.h"
 
 namespace titan::config {

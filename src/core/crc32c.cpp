@@ -1,4 +1,4 @@
-#include "titan/core/crc32c.h"
+#include "core/crc32c.h"
 
 #include <array>
 

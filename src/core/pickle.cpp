@@ -1,6 +1,6 @@
 // Protocol 2, by those of its opcodes that PyTorch's memory viewer reads too.
 
-#include "titan/core/pickle.h"
+#include "core/pickle.h"
 
 #include <limits>
 #include <utility>

@@ -1,20 +1,246 @@
-// The CUDA plugin: what dist/device_backend.h asks of a device, by NCCL and LibTorch's CUDA library. The
-// library opens it when a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
+// dist::PeerMemory of GPUs: LibTorch's symmetric memory, on a stream of its own.
 
-#include <cuda_runtime_api.h>
+#include <unistd.h>
+#include <array>
+#include <atomic>
+#include <exception>
+#include <fstream>
+#include <memory>
+#include <string>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 #include <torch/csrc/cuda/memory_snapshot.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
-#include "cuda_plugin/symmetric_memory.h"
+#include "dist/device_backend.h"
 #include "titan/core/error.h"
-#include "titan/dist/device_backend.h"
+#include "titan/dist/stream.h"
 
 namespace titan::dist {
+
+/// The current device, for its peers: "<host> <bus id>".
+std::string symmetric_memory_address();
+
+/// Why the current device can't share memory with the one of that address; empty: it can.
+std::string why_no_symmetric_memory(const std::string& address);
+
+/// Of the current device. Allocates nothing yet.
+std::unique_ptr<PeerMemory> make_symmetric_memory(const GroupSpec& spec);
+
+// Compiled only: no GPU has run this yet.
+//
+// [Note: symmetric memory]
+// A *piece* is one allocation of LibTorch's symmetric memory: made by each rank, then mapped by all in a
+// *rendezvous* over the store. The *queue* is a stream of high priority, the *computation* the stream that is
+// current at the call. Every operation of the queue begins by making the queue wait for an event at the
+// computation's end; every wait makes the computation wait for an event of the queue. The host waits for
+// nothing but a rendezvous.
+//
+// Copies between contiguous tensors of one dtype are cudaMemcpyAsync: copy engines, no multiprocessors, so
+// products don't lose any. A barrier is one kernel of one warp: to each peer it sends a signal with release
+// semantics for the whole system, and takes the peer's with acquire semantics. The queue being a stream, what
+// it copied before is complete when the kernel sends, and what it copies afterwards starts when the kernel
+// has taken all signals. One channel of signals is enough, as all barriers are in one stream; a barrier that
+// is a round ahead waits until its last signal has been taken.
+//
+// A barrier that outlasts the group's time limit traps: the device reports an error to the next call on it.
+
+namespace {
+
+namespace symm = c10d::symmetric_memory;
+
+// LibTorch 2.11's rendezvous looks rank, size and store up by the group's name, in a registry of the process.
+class RegisteredGroup {
+ public:
+  explicit RegisteredGroup(const GroupSpec& spec)
+      : name_(unused_name(spec.name)),
+        group_(c10::make_intrusive<c10d::ProcessGroup>(spec.store, spec.rank, spec.size)) {
+    c10d::register_process_group(name_, group_);
+  }
+  ~RegisteredGroup() { c10d::unregister_process_group(name_); }
+  RegisteredGroup(const RegisteredGroup&) = delete;
+  RegisteredGroup& operator=(const RegisteredGroup&) = delete;
+
+  const std::string& name() const { return name_; }
+
+ private:
+  // The registry lives as long as the process, and so does this count of what went into it.
+  static std::string unused_name(const std::string& group) {
+    static std::atomic<int> count{0};
+    return str("titan ", group, " ", count++);
+  }
+
+  std::string name_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+class SymmetricPeerMemory final : public PeerMemory {
+ public:
+  explicit SymmetricPeerMemory(const GroupSpec& spec)
+      : rank_(spec.rank),
+        size_(spec.size),
+        timeout_ms_(static_cast<size_t>(spec.timeout.count())),
+        device_(c10::kCUDA, c10::cuda::current_device()),
+        group_(spec),
+        queue_(Stream::create(device_, Priority::High)) {
+    name_stream("peer memory " + spec.name, queue_);
+  }
+
+  ~SymmetricPeerMemory() override {
+    // Freeing synchronizes the device, on which a barrier may wait for peers that never come. While an error
+    // is on its way to main(), which ends the process, leave the memory to that.
+    if (std::uncaught_exceptions() == 0) return;
+    static_cast<void>(peers_.release());
+    static_cast<void>(piece_.unsafeReleaseTensorImpl());
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void reserve(int64_t bytes) override {
+    if (piece_.defined() && piece_.numel() >= bytes) return;
+    try {
+      grow(bytes);
+    } catch (const c10::Error& error) {
+      throw Error(str("rank ", rank_, " couldn't share ", bytes, " bytes of its GPU's memory with the ",
+                      size_ - 1, " others of its group: ", error.what_without_backtrace(),
+                      " (without asynchronous tensor parallelism nothing is shared)"));
+    }
+  }
+
+  at::Tensor mine(int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) override {
+    return view(rank_, offset, sizes, dtype);
+  }
+
+  void read(const at::Tensor& target, int peer, int64_t offset) override {
+    const StreamGuard guard(queue_after_computation());
+    const at::NoGradGuard no_grad;
+    at::Tensor(target).copy_(view(peer, offset, target.sizes(), target.scalar_type()), /*non_blocking=*/true);
+  }
+  void write(int peer, int64_t offset, const at::Tensor& source) override {
+    const StreamGuard guard(queue_after_computation());
+    const at::NoGradGuard no_grad;
+    view(peer, offset, source.sizes(), source.scalar_type()).copy_(source, /*non_blocking=*/true);
+  }
+  void barrier() override {
+    const StreamGuard guard(queue_after_computation());
+    peers_->barrier(/*channel=*/0, timeout_ms_);
+  }
+
+  Moment now() override {
+    const Moment moment = num_moments_++;
+    event_of(moment).record(queue_);
+    return moment;
+  }
+  void wait(Moment moment) override { Stream::current(device_).wait(event_of(moment)); }
+
+ private:
+  const Stream& queue_after_computation() {
+    computed_.record(Stream::current(device_));
+    queue_.wait(computed_);
+    return queue_;
+  }
+
+  void grow(int64_t bytes) {
+    at::Tensor piece =
+        symm::empty_strided_p2p({bytes}, {1}, at::kByte, device_, std::nullopt, /*alloc_id=*/std::nullopt);
+    // It was zeroed on the default stream, signals included, and peers may come as soon as they have met.
+    c10::cuda::getDefaultCUDAStream(device_.index()).synchronize();
+    auto peers = symm::rendezvous(piece, group_.name());
+    TITAN_CHECK(peers && peers->get_rank() == rank_ && peers->get_world_size() == size_,
+                "the rendezvous of symmetric memory came back without its peers");
+    // The last exchange ended with a barrier behind which nobody is in the old pieces: when this queue is
+    // through, so are the peers in this rank's.
+    queue_.synchronize();
+    piece_ = std::move(piece);
+    peers_ = std::move(peers);
+  }
+
+  at::Tensor view(int peer, int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) const {
+    return peers_->get_buffer(peer, sizes, dtype, offset / static_cast<int64_t>(c10::elementSize(dtype)));
+  }
+
+  // A moment whose event was recorded again means the later one: a wait that is longer than it need be, but
+  // not for what is asked for after it.
+  Event& event_of(Moment moment) { return events_[static_cast<size_t>(moment) % events_.size()]; }
+
+  int rank_, size_;
+  size_t timeout_ms_;
+  c10::Device device_;
+  RegisteredGroup group_;
+  Stream queue_;
+  at::Tensor piece_;  // this rank's
+  c10::intrusive_ptr<symm::SymmetricMemory> peers_;
+  Event computed_;
+  std::array<Event, 128> events_;  // more than an exchange on one host has
+  Moment num_moments_ = 0;
+};
+
+// LibTorch passes descriptors of memory through sockets in the host's files; containers on one machine that
+// don't share them differ in their names.
+std::string host() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return str(name, "/", boot);
+}
+
+std::string bus_id(int device) {
+  char id[32] = "";
+  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(id, sizeof(id), device));
+  return id;
+}
+
+bool has_atomics_between(int device, int peer) {
+  int can = 0, atomics = 0;
+  C10_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
+  if (can)
+    C10_CUDA_CHECK(cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, peer));
+  return can && atomics;
+}
+
+}  // namespace
+
+std::string symmetric_memory_address() { return str(host(), " ", bus_id(c10::cuda::current_device())); }
+
+std::string why_no_symmetric_memory(const std::string& address) {
+  const size_t space = address.rfind(' ');
+  TITAN_INTERNAL_ASSERT(space != std::string::npos, "an address of a GPU without host: ", address);
+  if (address.substr(0, space) != host()) return "it is on another host, or in another container";
+  const std::string theirs = address.substr(space + 1);
+  const int device = c10::cuda::current_device();
+  if (theirs == bus_id(device)) return str("both are on GPU ", theirs);
+  int peer = 0;
+  if (cudaDeviceGetByPCIBusId(&peer, theirs.c_str()) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // else the next launch reports it
+    return str("its GPU ", theirs, " isn't visible to this process (CUDA_VISIBLE_DEVICES)");
+  }
+  // Without NVLink a GPU may copy from a peer, but a barrier's signals are atomics.
+  if (!has_atomics_between(device, peer)) return str("no NVLink joins GPU ", bus_id(device), " and ", theirs);
+  const c10::Device here(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+  const std::string kind = symm::has_allocator(c10::kCUDA) ? symm::get_backend(here).value_or("") : "";
+  if (kind != "CUDA") return str("LibTorch's symmetric memory is '", kind, "' (TORCH_SYMMMEM), not 'CUDA'");
+  return "";
+}
+
+std::unique_ptr<PeerMemory> make_symmetric_memory(const GroupSpec& spec) {
+  return std::make_unique<SymmetricPeerMemory>(spec);
+}
+
+// The CUDA plugin: what dist/device_backend.h asks of a device, by NCCL and LibTorch's CUDA library. The
+// library opens it when a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
+
 namespace {
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;

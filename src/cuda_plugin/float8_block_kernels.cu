@@ -1,6 +1,6 @@
 // Never run yet (docs/verified_on.md). Each is one pass over what it reads.
 
-#include "cuda_plugin/float8_block_kernels.h"
+#include "cuda_plugin/float8_kernels.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -91,7 +91,7 @@ __global__ void column_blocks_kernel(uint8_t* out, uint8_t* exponents, const T* 
   }
 }
 
-// [Note: magnitudes as integers] in src/float8/cpu/amax.cpp: a NaN wins by itself.
+// [Note: magnitudes as integers] in src/float8/cpu/scales.cpp: a NaN wins by itself.
 template <class T>
 __global__ void amax_of_pieces_kernel(float* out, const AmaxPiece* pieces) {
   const AmaxPiece piece = pieces[blockIdx.x];

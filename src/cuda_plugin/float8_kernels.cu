@@ -19,7 +19,7 @@ constexpr int kMaxBlocks = 4096;
 __device__ float widen(float x) { return x; }
 __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// [Note: magnitudes as integers] in src/float8/cpu/amax.cpp: a NaN wins by itself.
+// [Note: magnitudes as integers] in src/float8/cpu/scales.cpp: a NaN wins by itself.
 template <class T>
 __device__ unsigned magnitude(T x) {
   return __float_as_uint(widen(x)) & 0x7fffffffu;

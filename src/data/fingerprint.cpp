@@ -1,4 +1,4 @@
-#include "fingerprint.h"
+#include "data/fingerprint.h"
 
 #include <algorithm>
 

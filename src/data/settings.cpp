@@ -1,5 +1,10 @@
 #include "titan/data/settings.h"
 
+#include "data/feed/packed_feed.h"
+#include "data/feed/replay_feed.h"
+#include "titan/core/error.h"
+#include "titan/data/feed.h"
+
 namespace titan::data {
 
 // Large enough for every cut to make progress past a damaged character.
@@ -35,6 +40,20 @@ void describe(config::Table<DataloaderSettings>& table) {
       "page-locked batches, which copy to a GPU while the host goes on; training on a GPU always has them");
   table.field("prefetch_factor", &DataloaderSettings::prefetch_factor, "steps made ahead; unset: 2",
               config::in_range(1, 1024));
+}
+
+std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {
+  if (request.dataset == "tokens")
+    return std::make_shared<ReplayFeed>(request.source.path, request.model_vocab_size, !request.repeat);
+  TITAN_CHECK(request.tokenizer, "data set '", request.dataset, "' needs a tokenizer");
+  check_vocabulary(*request.tokenizer, request.model_vocab_size);
+  const DataSettings& settings = request.source.settings;
+  PackingOptions packing{.piece_bytes = settings.piece_bytes,
+                         .shuffle = settings.shuffle && request.repeat,
+                         .seed = seed_or_default(settings),
+                         .repeat = request.repeat};
+  return std::make_shared<PackedFeed>(build_source(request.dataset, request.source), request.tokenizer,
+                                      packing);
 }
 
 }  // namespace titan::data

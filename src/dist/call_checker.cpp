@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "dist/flight_record.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/flight_record.h"
 
 namespace titan::dist {
 namespace {

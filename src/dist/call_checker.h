@@ -16,7 +16,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "titan/dist/device_backend.h"
+#include "dist/device_backend.h"
 
 namespace titan::dist {
 

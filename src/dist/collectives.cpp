@@ -1,26 +1,68 @@
+// Buffers of a group for calls that it composes itself; made once and reused.
+
+#include "titan/dist/collectives.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <numeric>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include "dist/backends.h"
+#include "dist/call_checker.h"
+#include "dist/device_backend.h"
+#include "dist/flight_record.h"
+#include "dist/trace_range.h"
+#include "titan/core/error.h"
+
+namespace titan::dist {
+
+/// Thread-safe. A buffer given back is handed out again for the same number of elements and dtype.
+class StagingPool {
+ public:
+  at::Tensor acquire(int64_t numel, at::ScalarType dtype);
+  void release(at::Tensor buffer);
+
+ private:
+  std::mutex mutex_;
+  std::vector<at::Tensor> free_;
+};
+
+namespace {
+// More than what overlaps in one group at a time; older sizes make room.
+constexpr size_t kMostFree = 4;
+}  // namespace
+
+at::Tensor StagingPool::acquire(int64_t numel, at::ScalarType dtype) {
+  std::lock_guard lock(mutex_);
+  const auto fits = [&](const at::Tensor& t) { return t.numel() == numel && t.scalar_type() == dtype; };
+  const auto found = std::find_if(free_.begin(), free_.end(), fits);
+  if (found == free_.end()) return at::empty({numel}, dtype);
+  at::Tensor buffer = std::move(*found);
+  free_.erase(found);
+  return buffer;
+}
+
+void StagingPool::release(at::Tensor buffer) {
+  std::lock_guard lock(mutex_);
+  if (free_.size() == kMostFree) free_.erase(free_.begin());
+  free_.push_back(std::move(buffer));
+}
+
 // Collectives over a c10d backend. A call goes: check the shapes, done at once in a group of one, else record
 // it in the ring, hand it to the backend, and return a Work that remembers enough to name the call if it
 // fails.
 
-#include "titan/dist/collectives.h"
-
-#include <exception>
-#include <numeric>
-
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/sum.h>
-
-#include "call_checker.h"
-#include "collective_range.h"
-#include "group_backends.h"
-#include "staging_pool.h"
-#include "titan/core/error.h"
-#include "titan/dist/device_backend.h"
-#include "titan/dist/flight_record.h"
-
-namespace titan::dist {
 namespace {
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
@@ -468,6 +510,45 @@ void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (checker_) checker_->set_timeout(timeout);
   backends_->main->setTimeout(timeout);
   if (backends_->host) backends_->host->setTimeout(timeout);
+}
+
+// Small values of the host, over the same groups: counts, sums for the log, texts.
+
+namespace {
+
+template <class T>
+T reduce(Group& group, T value, ReduceOp op, Label label) {
+  if (group.size() == 1) return value;
+  at::Tensor tensor = at::empty({1}, c10::CppTypeToScalarType<T>::value);
+  *tensor.data_ptr<T>() = value;
+  group.all_reduce(tensor, op, label).wait();
+  return *tensor.data_ptr<T>();
+}
+
+std::vector<int64_t> all_gather_sizes(Group& group, int64_t size, Label label) {
+  at::Tensor mine = at::full({1}, size, at::kLong), all = at::zeros({group.size()}, at::kLong);
+  group.all_gather(all, mine, label).wait();
+  const auto* first = all.data_ptr<int64_t>();
+  return {first, first + group.size()};
+}
+
+}  // namespace
+
+double Group::sum(double value, Label label) { return reduce(*this, value, ReduceOp::Sum, label); }
+double Group::max(double value, Label label) { return reduce(*this, value, ReduceOp::Max, label); }
+int64_t Group::sum(int64_t value, Label label) { return reduce(*this, value, ReduceOp::Sum, label); }
+
+std::vector<std::string> Group::all_gather_text(const std::string& text, Label label) {
+  if (size() == 1) return {text};
+  const auto sizes = all_gather_sizes(*this, static_cast<int64_t>(text.size()), label);
+  const int64_t longest = std::max<int64_t>(1, *std::max_element(sizes.begin(), sizes.end()));
+  at::Tensor mine = at::zeros({longest}, at::kByte), all = at::empty({size() * longest}, at::kByte);
+  std::memcpy(mine.data_ptr(), text.data(), text.size());
+  all_gather(all, mine, label).wait();
+  const auto* bytes = static_cast<const char*>(all.data_ptr());
+  std::vector<std::string> texts;
+  for (int i = 0; i < size(); ++i) texts.emplace_back(bytes + i * longest, static_cast<size_t>(sizes[i]));
+  return texts;
 }
 
 }  // namespace titan::dist

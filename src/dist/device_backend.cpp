@@ -1,12 +1,11 @@
 // Opening the CUDA plugin. Whether there is a GPU is asked of the kernel, not of a CUDA library, so that a
 // machine without one doesn't pay for loading them.
 
-#include "titan/dist/device_backend.h"
+#include "dist/device_backend.h"
 
 #include <dirent.h>
 #include <dlfcn.h>
 #include <unistd.h>
-
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
@@ -74,5 +73,14 @@ DeviceBackend* open_cuda_plugin() {
 }
 
 DeviceBackend* device_backend() { return opened_backend; }
+
+std::string missing_plugin_warning(const DeviceSituation& situation) {
+  if (situation.wanted == "cpu" || !situation.gpu_visible) return "";
+  std::error_code ignored;
+  if (std::filesystem::exists(situation.plugin, ignored)) return "";
+  return str("a GPU is visible, but this job runs on the CPU: ", situation.plugin.string(),
+             " wasn't built. Install nvcc and a LibTorch with CUDA, configure and build again (target "
+             "titan_cuda), or set training.device = \"cpu\"");
+}
 
 }  // namespace titan::dist

@@ -6,6 +6,8 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 namespace titan::dist {
 
@@ -34,5 +36,24 @@ struct Launch {
 /// by itself), none. Throws ConfigError with all problems: half of a set, a rank
 /// outside the world, or two launchers that tell different ranks or sizes.
 Launch read_launch(const Environment& environment);
+
+// SLURM's compressed lists.
+
+/// "gpu[01-03,7],login1" -> gpu01 gpu02 gpu03 gpu7 login1; several brackets in one name multiply, the last
+/// fastest. Throws ConfigError for what isn't such a list.
+std::vector<std::string> parse_node_list(std::string_view list);
+
+/// SLURM_TASKS_PER_NODE: "4(x2),3" -> 4 4 3.
+std::vector<int> parse_task_counts(std::string_view list);
+
+// What stays the same while a job's ranks are started again, and is no other job's.
+
+struct JobIdentity {
+  std::string id;       ///< empty: see `problem`
+  std::string problem;  ///< why nobody starts these ranks again
+};
+
+/// titan launch's TITAN_JOB_ID, torchrun's --rdzv-id, SLURM's job. Throws ConfigError as read_launch does.
+JobIdentity read_job_identity(const Environment& environment);
 
 }  // namespace titan::dist

@@ -1,4 +1,4 @@
-#include "fake_backend.h"
+#include "dist/backends.h"
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

@@ -4,11 +4,15 @@
 // number in them, so that the end of a call which has left the ring can't be taken for the end of the one
 // that came after it.
 
-#include "titan/dist/flight_record.h"
+#include "dist/flight_record.h"
 
+#include <pthread.h>
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "titan/core/error.h"
@@ -244,6 +248,42 @@ Activity FlightRecorder::activity() const noexcept {
   activity.step = activity_step_.load(std::memory_order_relaxed);
   activity.since_ns = activity_since_ns_.load(std::memory_order_relaxed);
   return activity;
+}
+
+struct DeviceSweep::State {
+  std::shared_ptr<FlightRecorder> recorder;
+  std::chrono::milliseconds period;
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stops = false, ended = false;
+
+  void run() {
+    std::unique_lock lock(mutex);
+    while (!changed.wait_for(lock, period, [this] { return stops; })) {
+      lock.unlock();
+      recorder->sweep();
+      lock.lock();
+    }
+    ended = true;
+    changed.notify_all();
+  }
+};
+
+DeviceSweep::DeviceSweep(std::shared_ptr<FlightRecorder> recorder, std::chrono::milliseconds period)
+    : state_(std::make_shared<State>()) {
+  state_->recorder = std::move(recorder);
+  state_->period = period;
+  std::thread([state = state_] {
+    pthread_setname_np(pthread_self(), "titan-sweep");
+    state->run();
+  }).detach();
+}
+
+DeviceSweep::~DeviceSweep() {
+  std::unique_lock lock(state_->mutex);
+  state_->stops = true;
+  state_->changed.notify_all();
+  state_->changed.wait_for(lock, std::chrono::seconds(1), [this] { return state_->ended; });
 }
 
 }  // namespace titan::dist

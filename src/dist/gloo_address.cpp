@@ -5,7 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "gloo_backend.h"
+#include "dist/backends.h"
 
 namespace titan::dist {
 namespace {

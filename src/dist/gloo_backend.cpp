@@ -1,4 +1,4 @@
-#include "gloo_backend.h"
+#include "dist/backends.h"
 
 // LibTorch's header of the gloo backend is guarded by the macro that its own build sets.
 #ifndef USE_C10D_GLOO

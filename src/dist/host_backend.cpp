@@ -3,7 +3,7 @@
 // beginning with the next rank, so that not all read from one; sums still add in rank order, so that every
 // run has the same bits.
 
-#include "host_backend.h"
+#include "dist/backends.h"
 
 #include <condition_variable>
 #include <cstring>
@@ -17,10 +17,10 @@
 #include <ATen/ops/full.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "dist/flight_record.h"
 #include "host_channel.h"
 #include "host_sum.h"
 #include "titan/core/error.h"
-#include "titan/dist/flight_record.h"
 
 namespace titan::dist {
 namespace {

@@ -17,8 +17,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "dist/flight_record.h"
 #include "titan/core/error.h"
-#include "titan/dist/flight_record.h"
 
 namespace titan::dist {
 

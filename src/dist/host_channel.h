@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "titan/dist/device_backend.h"
+#include "dist/device_backend.h"
 
 namespace titan::dist {
 

@@ -8,7 +8,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include "environment.h"
+#include "dist/environment.h"
 
 namespace c10d {
 class Store;
@@ -40,5 +40,10 @@ c10::intrusive_ptr<c10d::Store> make_private_store();
 /// Says that this rank needs the store no more; the rank that serves it returns when all have said so, or
 /// after a few seconds. Without this, a quick rank 0 would take the store from under the others.
 void leave(c10d::Store& store, const Launch& launch);
+
+// Names of hosts in LibTorch's messages ([Note: names of peers] in peer_names.cpp).
+
+/// getnameinfo's flags for who calls from `code`: a library of LibTorch's isn't given names.
+int name_flags(const void* code, int flags);
 
 }  // namespace titan::dist

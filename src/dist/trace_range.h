@@ -1,6 +1,6 @@
 #pragma once
 
-// Named ranges in traces of LibTorch's profiler (train/step_profiler.h turns it on).
+// Named ranges in traces of LibTorch's profiler (observe/profiling.h turns it on).
 
 #include <optional>
 #include <string>
@@ -26,6 +26,23 @@ class TraceRange {
   }
   TraceRange(const TraceRange&) = delete;
   TraceRange& operator=(const TraceRange&) = delete;
+
+ private:
+  std::optional<at::RecordFunction> record_;
+};
+
+// Collectives in a trace, on the CPU's side: "all_gather fsdp::all_gather layers.3", with bytes and group. A
+// device's own part is NCCL's to record.
+
+struct CallRecord;
+
+/// Around a call's launch, or the wait for it.
+class CollectiveRange {
+ public:
+  enum class Part { Launch, Wait };
+  CollectiveRange(Part part, const CallRecord& call, int group_size);
+  CollectiveRange(const CollectiveRange&) = delete;
+  CollectiveRange& operator=(const CollectiveRange&) = delete;
 
  private:
   std::optional<at::RecordFunction> record_;

@@ -13,15 +13,13 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "device_sweep.h"
-#include "environment.h"
-#include "gloo_backend.h"
-#include "group_backends.h"
-#include "rendezvous.h"
+#include "dist/backends.h"
+#include "dist/device_backend.h"
+#include "dist/environment.h"
+#include "dist/flight_record.h"
+#include "dist/rendezvous.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/device_backend.h"
-#include "titan/dist/flight_record.h"
 #include "titan/dist/world.h"
 
 namespace titan::dist {

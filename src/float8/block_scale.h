@@ -8,8 +8,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include "float8/cast.h"
 #include "ops/cpu/simd.h"
-#include "titan/float8/block_cast.h"
 
 namespace titan::float8 {
 

@@ -5,9 +5,9 @@
 
 #include <torch/nn/module.h>
 
-#include "titan/float8/block_cast.h"
+#include "float8/cast.h"
 #include "titan/nn/linear.h"
-#include "titan/nn/linear_cross_entropy.h"
+#include "titan/nn/loss.h"
 
 namespace titan::float8 {
 

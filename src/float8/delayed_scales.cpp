@@ -1,4 +1,4 @@
-#include "titan/float8/delayed_scales.h"
+#include "titan/float8/convert.h"
 
 #include <limits>
 
@@ -12,8 +12,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include "float8/composite.h"
-#include "float8/delayed_composite.h"
+#include "float8/cast.h"
 #include "ops/operators.h"
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"

@@ -1,15 +1,67 @@
-#include "titan/float8/products.h"
+// Scales of weights, which only change with the weights.
 
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/StorageImpl.h>
 
+#include "float8/cast.h"
 #include "float8/scaled_product.h"
-#include "float8/weight_scales.h"
 #include "titan/core/error.h"
-#include "titan/float8/block_cast.h"
-#include "titan/float8/cast.h"
-#include "titan/float8/delayed_scales.h"
+#include "titan/float8/convert.h"
 
 namespace titan::float8 {
+
+/// Of one layer's weight, by its memory and version, so that the products of a step, its micro-batches and
+/// recomputes find a weight's largest magnitude once: one pass over the weight, and with tensor parallelism
+/// one collective. Whoever gives a parameter other values without an operation of LibTorch raises its
+/// version, as FSDP does. With another weight all is right, and made anew. Thread-safe.
+class WeightScales {
+ public:
+  /// What `make` returned for these values and this `kind` of scale.
+  at::Tensor of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make);
+
+ private:
+  using Storage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  struct Entry {
+    int64_t kind = 0;
+    Storage storage;     // its address isn't another's while this is here
+    int64_t offset = 0;  // of the weight in it
+    uint64_t version = 0;
+    at::Tensor scale;
+  };
+
+  std::mutex mutex_;
+  std::vector<Entry> entries_;  // one a kind: one or two
+};
+
+at::Tensor WeightScales::of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make) {
+  if (weight.is_inference()) return make();  // has no version
+  const auto version = static_cast<uint64_t>(weight._version());
+  c10::StorageImpl* memory = weight.storage().unsafeGetStorageImpl();
+  const int64_t offset = weight.storage_offset();
+  const std::lock_guard lock(mutex_);
+  const auto found =
+      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.kind == kind; });
+  const bool known = found != entries_.end();
+  if (known && found->storage._unsafe_get_target() == memory && found->offset == offset &&
+      found->version == version)
+    return found->scale;
+  Entry made{kind, Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)), offset, version,
+             make()};
+  const at::Tensor scale = made.scale;
+  if (known) {
+    *found = std::move(made);
+  } else {
+    entries_.push_back(std::move(made));
+  }
+  return scale;
+}
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "titan/nn/init.h"
+#include "titan/nn/hooks.h"
 
 #include <algorithm>
 #include <bit>
@@ -9,7 +9,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include "nn/inverse_normal.h"
 #include "nn/random_block.h"
 #include "titan/core/error.h"
 

@@ -6,10 +6,9 @@
 #include <ATen/TensorOperators.h>
 
 #include "dist/trace_range.h"
-#include "nn/trace_hook.h"
+#include "nn/trace_labels.h"
 #include "titan/core/error.h"
 #include "titan/ops/linear.h"
-#include "titan/ops/overlapped_linear.h"
 
 namespace titan::nn {
 

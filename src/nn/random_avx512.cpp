@@ -1,4 +1,4 @@
-#include "nn/random_lanes.h"
+#include "nn/random_block.h"
 
 #if defined(__x86_64__)
 
@@ -8,9 +8,6 @@
 #include <immintrin.h>
 
 #include <cmath>
-
-#include "nn/inverse_normal.h"
-#include "nn/philox.h"
 
 #define TITAN_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,avx2,popcnt")))
 

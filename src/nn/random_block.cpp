@@ -8,10 +8,6 @@
 #include <immintrin.h>
 #endif
 
-#include "nn/inverse_normal.h"
-#include "nn/philox.h"
-#include "nn/random_lanes.h"
-
 namespace titan::nn {
 
 namespace {

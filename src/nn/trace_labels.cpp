@@ -6,7 +6,7 @@
 // A layer's backward begins when the gradient of its output is there and ends with that of its input, both
 // seen by hooks on the tensors. Layers follow one another, so one range at a time is open.
 
-#include "titan/nn/trace_labels.h"
+#include "nn/trace_labels.h"
 
 #include <algorithm>
 
@@ -14,9 +14,8 @@
 #include <ATen/record_function.h>
 #include <torch/nn/module.h>
 
-#include "nn/trace_hook.h"
+#include "titan/nn/containers.h"
 #include "titan/nn/hooks.h"
-#include "titan/nn/layer_sequence.h"
 
 namespace titan::nn {
 

@@ -1,6 +1,11 @@
 #include "ops/attention_kernels.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
 #include <ATen/SDPBackend.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
@@ -14,12 +19,171 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "ops/tiled_attention.h"
+#include "ops/operators.h"
+#include "titan/core/error.h"
 
 namespace titan::ops {
+
+namespace {
+
+at::Tensor by_heads(const at::Tensor& x_BSHD) { return x_BSHD.transpose(1, 2); }
+
+// The kernels know two masks. Queries that see `first_query` more keys than on a diagonal are a part without
+// a mask, and a causal one.
+struct Part {
+  int64_t first_key, num_keys;
+  bool causal;
+};
+
+c10::SmallVector<Part, 2> parts_of(int64_t num_queries, int64_t num_keys, int64_t first_query) {
+  if (first_query >= num_keys - 1) return {{0, num_keys, false}};
+  c10::SmallVector<Part, 2> parts;
+  if (first_query > 0) parts.push_back({0, first_query, false});
+  // What no query sees is left out: the kernels differ in where they put a diagonal that isn't square.
+  const int64_t on_diagonal = std::min(num_queries, num_keys - first_query);
+  TITAN_CHECK(on_diagonal == num_queries, "attention in parts: ", num_queries, " queries from position ",
+              first_query, " on see a diagonal of ", on_diagonal,
+              " keys only; LibTorch's kernels need one that is square, or no mask");
+  parts.push_back({first_query, on_diagonal, true});
+  return parts;
+}
+
+}  // namespace
+
+void merge_attention(at::Tensor& into_BSHD, at::Tensor& into_log_sum_exp_BHS, const at::Tensor& part_BSHD,
+                     const at::Tensor& part_log_sum_exp_BHS) {
+  const at::Tensor part = part_log_sum_exp_BHS.to(into_log_sum_exp_BHS.scalar_type());
+  // Of the sum, what the part contributes; all of it where there was nothing (-inf).
+  const at::Tensor weight = at::sigmoid(part - into_log_sum_exp_BHS).transpose(1, 2).unsqueeze(-1);
+  into_BSHD.lerp_(part_BSHD.to(into_BSHD.scalar_type()), weight);
+  at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, part);
+}
+
+void attend_by_libtorch(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& v, int64_t first_query) {
+  for (const Part& part : parts_of(q.size(1), k.size(1), first_query)) {
+    const auto keys = [&](const at::Tensor& x) {
+      return by_heads(x.narrow(1, part.first_key, part.num_keys));
+    };
+    const KernelResult result = run_attention_kernel(by_heads(q), keys(k), keys(v), part.causal);
+    merge_attention(out, log_sum_exp, by_heads(result.out), result.log_sum_exp);
+  }
+}
+
+void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Tensor& grad_v,
+                                 const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
+                                 const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+                                 int64_t first_query) {
+  for (const Part& part : parts_of(q.size(1), k.size(1), first_query)) {
+    const auto keys = [&](const at::Tensor& x) { return x.narrow(1, part.first_key, part.num_keys); };
+    const KernelGradients grads =
+        run_attention_kernel_backward(by_heads(grad), by_heads(q), by_heads(keys(k)), by_heads(keys(v)),
+                                      by_heads(out), log_sum_exp, part.causal);
+    grad_q.add_(by_heads(grads.q));
+    keys(grad_k).add_(by_heads(grads.k));
+    keys(grad_v).add_(by_heads(grads.v));
+  }
+}
+
+// B batch, K key heads, G query heads that share one, S queries, T keys of a tile, D features.
+
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kTile = 256;
+
+// What all tiles share. Queries carry the scale.
+struct Queries {
+  int64_t group;
+  Tensor q_BKGSD;
+  at::ScalarType wide;
+
+  Queries(const Tensor& q, const Tensor& k)
+      : group(q.size(1) / k.size(1)),
+        q_BKGSD(grouped(q) / std::sqrt(static_cast<double>(q.size(3)))),
+        wide(composite::accumulate_type(q)) {}
+  /// x [B, H, S, ...] in at least fp32.
+  Tensor grouped(const Tensor& x) const {
+    return x.to(composite::accumulate_type(x)).unflatten(1, {-1, group});
+  }
+};
+
+// Keys first .. first + count, and the queries that see any of them.
+struct Tile {
+  int64_t first, count, first_query;
+  bool causal;
+
+  Tensor keys(const Tensor& x, at::ScalarType dtype) const {
+    return x.narrow(2, first, count).to(dtype).unsqueeze(2);  // [B, K, 1, T, D]
+  }
+  /// Of x [B, K, G, S, ...].
+  Tensor queries(const Tensor& x) const { return x.narrow(3, first_query, x.size(3) - first_query); }
+
+  Tensor scores(const Queries& of, const Tensor& keys_BK1TD) const {
+    Tensor scores = at::matmul(queries(of.q_BKGSD), keys_BK1TD.transpose(-1, -2));
+    if (!causal) return scores;
+    const Tensor hidden = at::ones({scores.size(-2), count}, scores.options().dtype(at::kBool)).triu_(1);
+    return scores.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  }
+};
+
+template <class Visit>
+void for_each_tile(const Tensor& q, const Tensor& k, bool causal, Visit visit) {
+  const int64_t keys = causal ? std::min(k.size(2), q.size(2)) : k.size(2);
+  for (int64_t first = 0; first < keys; first += kTile)
+    visit(Tile{first, std::min(kTile, keys - first), causal ? first : 0, causal});
+}
+
+}  // namespace
+
+KernelResult tiled_attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  const Queries of(q, k);
+  Tensor out = at::zeros(q.sizes(), q.options().dtype(of.wide));
+  Tensor log_sum_exp =
+      at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), out.options());
+  for_each_tile(q, k, causal, [&](const Tile& tile) {
+    const Tensor scores = tile.scores(of, tile.keys(k, of.wide));
+    const Tensor sums = at::logsumexp(scores, {-1}, /*keepdim=*/true);
+    const Tensor part = at::matmul((scores - sums).exp_(), tile.keys(v, of.wide));
+    const int64_t rows = q.size(2) - tile.first_query;
+    Tensor into = out.narrow(2, tile.first_query, rows).transpose(1, 2),
+           into_sums = log_sum_exp.narrow(2, tile.first_query, rows);
+    merge_attention(into, into_sums, part.flatten(1, 2).transpose(1, 2), sums.squeeze(-1).flatten(1, 2));
+  });
+  return {out.to(q.scalar_type()), log_sum_exp};
+}
+
+KernelGradients tiled_attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                         const Tensor& v, const Tensor& out, const Tensor& log_sum_exp,
+                                         bool causal) {
+  const Queries of(q, k);
+  const double scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+  const auto zeros_like = [&](const Tensor& x) { return at::zeros(x.sizes(), x.options().dtype(of.wide)); };
+  KernelGradients grads{zeros_like(q), zeros_like(k), zeros_like(v)};
+  const Tensor grad_BKGSD = of.grouped(grad), sums_BKGS1 = of.grouped(log_sum_exp).unsqueeze(-1);
+  const Tensor delta_BKGS1 = (grad_BKGSD * of.grouped(out)).sum(-1, /*keepdim=*/true);
+  for_each_tile(q, k, causal, [&](const Tile& tile) {
+    const Tensor keys = tile.keys(k, of.wide), values = tile.keys(v, of.wide),
+                 grad_out = tile.queries(grad_BKGSD);
+    const Tensor p = (tile.scores(of, keys) - tile.queries(sums_BKGS1)).exp_();
+    const Tensor ds = p * (at::matmul(grad_out, values.transpose(-1, -2)) - tile.queries(delta_BKGS1));
+    tile.queries(of.grouped(grads.q)).add_(at::matmul(ds, keys), scale);
+    const auto of_keys = [&](const Tensor& x) { return x.narrow(2, tile.first, tile.count); };
+    of_keys(grads.k).add_(at::matmul(ds.transpose(-1, -2), tile.queries(of.q_BKGSD)).sum(2));
+    of_keys(grads.v).add_(at::matmul(p.transpose(-1, -2), grad_out).sum(2));
+  });
+  return grads;
+}
 
 namespace {
 

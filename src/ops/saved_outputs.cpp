@@ -1,4 +1,4 @@
-#include "titan/ops/saved_outputs.h"
+#include "ops/saved_outputs.h"
 
 namespace titan::ops {
 

@@ -11,9 +11,9 @@
 
 #include "adam_step.h"
 #include "param_groups.h"
+#include "tensor/param_storage.h"
 #include "tensor/resident_memory.h"
 #include "titan/core/error.h"
-#include "titan/tensor/param_storage.h"
 
 namespace titan::optim {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "titan/optim/settings.h"
+#include "titan/optim/optimizer.h"
 
 namespace titan::optim {
 

@@ -1,4 +1,4 @@
-#include "titan/optim/settings.h"
+#include "titan/optim/optimizer.h"
 
 namespace titan::optim {
 

@@ -1,17 +1,27 @@
 #include "titan/parallel/parameters.h"
 
 #include <algorithm>
+#include <mutex>
+#include <set>
 
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
 #include "parallel/fsdp/param_group.h"
+#include "parallel/interned.h"
 #include "parallel/tensor/split_params.h"
+#include "tensor/param_storage.h"
 #include "titan/core/error.h"
-#include "titan/nn/layer_sequence.h"
-#include "titan/tensor/param_storage.h"
+#include "titan/nn/containers.h"
 
 namespace titan {
+
+const char* interned(const std::string& text) {
+  static std::mutex mutex;
+  static std::set<std::string> texts;
+  const std::lock_guard lock(mutex);
+  return texts.insert(text).first->c_str();
+}
 
 namespace {
 

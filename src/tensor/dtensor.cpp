@@ -1,8 +1,48 @@
 #include "titan/tensor/dtensor.h"
 
+#include <algorithm>
+#include <ostream>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
 #include "titan/core/error.h"
+#include "titan/tensor/placement.h"
 
 namespace titan {
+
+std::ostream& operator<<(std::ostream& out, const Placement& placement) {
+  switch (placement.kind) {
+    case Placement::Kind::Shard:
+      return out << "Shard(" << placement.dim << ")";
+    case Placement::Kind::Replicate:
+      return out << "Replicate";
+    case Placement::Kind::Partial:
+      return out << "Partial";
+  }
+  return out;
+}
+
+int64_t padded_chunk_length(int64_t size, int64_t parts) {
+  TITAN_CHECK(size >= 0 && parts > 0, "can't split a size of ", size, " in ", parts, " parts");
+  return (size + parts - 1) / parts;
+}
+
+Chunk chunk_of(int64_t size, int64_t parts, int64_t index) {
+  TITAN_CHECK(index >= 0 && index < parts, "no part ", index, " of ", parts);
+  int64_t length = padded_chunk_length(size, parts);
+  int64_t offset = std::min(index * length, size);
+  return {offset, std::min(length, size - offset)};
+}
+
+int64_t Box::numel() const {
+  int64_t numel = 1;
+  for (int64_t size : length) numel *= size;
+  return numel;
+}
 
 int64_t DTensor::global_numel() const {
   int64_t numel = 1;
@@ -45,6 +85,267 @@ DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, std::vector<
 
 at::Tensor full_tensor(const DTensor& tensor) {
   return redistribute(tensor, std::vector<Placement>(tensor.placements.size(), Placement::replicate())).local;
+}
+
+}  // namespace titan
+
+namespace titan::detail {
+
+// Putting a tensor together from its parts on several ranks.
+
+/// `tensor` after its parts along the mesh axes `axes` came together on each of their ranks. These axes
+/// become Replicate, and the box grows to what they cover, which must be a box. Blocking; collective over the
+/// axes. Where each part lies is exchanged too, so parts that don't follow local_box's rule (a
+/// tensor-parallel part that fully_shard split again) are gathered as well.
+DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes);
+
+namespace {
+
+constexpr dist::Label kLabel{.phase = "tensor::gather"};
+
+// Parts of one tensor: where each lies, and their elements one part after the other.
+struct Parts {
+  std::vector<Box> boxes;
+  at::Tensor flat;
+};
+
+int64_t total_numel(const Box* first, size_t count) {
+  int64_t numel = 0;
+  for (size_t i = 0; i < count; ++i) numel += first[i].numel();
+  return numel;
+}
+
+// Boxes as rows of offsets and lengths.
+at::Tensor table_of(const std::vector<Box>& boxes) {
+  int64_t num_dims = static_cast<int64_t>(boxes.front().offset.size());
+  at::Tensor table = at::empty({static_cast<int64_t>(boxes.size()), 2 * num_dims}, at::dtype(at::kLong));
+  int64_t* cell = table.mutable_data_ptr<int64_t>();
+  for (const Box& box : boxes) {
+    cell = std::copy(box.offset.begin(), box.offset.end(), cell);
+    cell = std::copy(box.length.begin(), box.length.end(), cell);
+  }
+  return table;
+}
+
+std::vector<Box> boxes_of(const at::Tensor& table) {
+  at::Tensor host = table.to(at::kCPU);
+  const int64_t* cell = host.const_data_ptr<int64_t>();
+  int64_t num_dims = host.size(1) / 2;
+  std::vector<Box> boxes;
+  for (int64_t row = 0; row < host.size(0); ++row, cell += 2 * num_dims) {
+    boxes.push_back({{cell, cell + num_dims}, {cell + num_dims, cell + 2 * num_dims}});
+  }
+  return boxes;
+}
+
+std::vector<Box> gather_boxes(dist::Group& group, const std::vector<Box>& boxes, at::Device device) {
+  at::Tensor mine = table_of(boxes).to(device);
+  at::Tensor all = at::empty({group.size() * mine.size(0), mine.size(1)}, mine.options());
+  group.all_gather(all, mine, kLabel).wait();
+  return boxes_of(all);
+}
+
+// Every rank holds the same number of parts, but not of elements: the buffers are padded to the longest
+// rank's.
+Parts gather_parts(dist::Group& group, const Parts& mine) {
+  size_t parts_per_rank = mine.boxes.size();
+  Parts all{gather_boxes(group, mine.boxes, mine.flat.device()), {}};
+  std::vector<int64_t> numels;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    numels.push_back(total_numel(&all.boxes[rank * parts_per_rank], parts_per_rank));
+  }
+  int64_t longest = *std::max_element(numels.begin(), numels.end());
+  all.flat = at::empty({total_numel(all.boxes.data(), all.boxes.size())}, mine.flat.options());
+  if (longest == 0) return all;
+
+  at::Tensor send = at::empty({longest}, mine.flat.options());
+  send.narrow(0, 0, mine.flat.numel()).copy_(mine.flat);
+  at::Tensor received = at::empty({group.size(), longest}, mine.flat.options());
+  // Bytes travel for every dtype; not every backend knows bool or the 8-bit floats.
+  group.all_gather(received.view(-1).view(at::kByte), send.view(at::kByte), kLabel).wait();
+  int64_t position = 0;
+  for (int rank = 0; rank < group.size(); position += numels[rank++]) {
+    all.flat.narrow(0, position, numels[rank]).copy_(received[rank].narrow(0, 0, numels[rank]));
+  }
+  return all;
+}
+
+// The smallest box that holds all of `boxes`; empty ones lie at the end of what was split, so they count like
+// the others.
+Box cover(const std::vector<Box>& boxes) {
+  Box whole = boxes.front();
+  for (const Box& box : boxes) {
+    for (size_t dim = 0; dim < box.offset.size(); ++dim) {
+      int64_t end = std::max(whole.offset[dim] + whole.length[dim], box.offset[dim] + box.length[dim]);
+      whole.offset[dim] = std::min(whole.offset[dim], box.offset[dim]);
+      whole.length[dim] = end - whole.offset[dim];
+    }
+  }
+  return whole;
+}
+
+at::Tensor assemble(const Parts& parts, const Box& whole) {
+  at::Tensor result = at::empty(whole.length, parts.flat.options());
+  int64_t position = 0;
+  for (const Box& box : parts.boxes) {
+    int64_t numel = box.numel();
+    if (numel == 0) continue;
+    at::Tensor target = result;
+    for (size_t dim = 0; dim < box.offset.size(); ++dim) {
+      target = target.narrow(static_cast<int64_t>(dim), box.offset[dim] - whole.offset[dim], box.length[dim]);
+    }
+    target.copy_(parts.flat.narrow(0, position, numel).view(box.length));
+    position += numel;
+  }
+  return result;
+}
+
+}  // namespace
+
+DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes) {
+  DTensor result = tensor;
+  Parts parts{{tensor.box}, tensor.local.reshape(-1)};
+  for (size_t axis : axes) {
+    result.placements[axis] = Placement::replicate();
+    const MeshAxis& mesh_axis = tensor.mesh.axes()[axis];
+    if (mesh_axis.size > 1) parts = gather_parts(*tensor.mesh.group(mesh_axis.name), parts);
+  }
+  if (parts.boxes.size() == 1) return result;
+  result.box = cover(parts.boxes);
+  bool fake = tensor.mesh.world().backend() == "fake";  // its peers echo this rank's part
+  int64_t numel = total_numel(parts.boxes.data(), parts.boxes.size());
+  TITAN_INTERNAL_ASSERT(fake || numel == result.box.numel(), "parts of ", numel, " elements cover a box of ",
+                        result.box.numel());
+  result.local = assemble(parts, result.box);
+  return result;
+}
+
+}  // namespace titan::detail
+
+namespace titan {
+
+// [Note: redistribute]
+// Three moves, in this order: sum what is Partial (straight into its Shard where that is wanted), gather the
+// dimensions whose split changes, cut the local tensor to its new part, which needs no communication.
+
+namespace {
+
+using Placements = std::vector<Placement>;
+
+constexpr dist::Label kReduceLabel{.phase = "tensor::reduce"};
+
+// Which mesh axes split `dim`, from left to right.
+std::vector<size_t> axes_sharding(const Placements& placements, int64_t dim) {
+  std::vector<size_t> axes;
+  for (size_t axis = 0; axis < placements.size(); ++axis) {
+    if (placements[axis] == Placement::shard(dim)) axes.push_back(axis);
+  }
+  return axes;
+}
+
+void check_target(const DTensor& tensor, const Placements& target) {
+  TITAN_CHECK(tensor.placements.size() == tensor.mesh.axes().size(), "a tensor on ",
+              tensor.mesh.axes().size(), " mesh axes has ", tensor.placements.size(), " placements");
+  TITAN_CHECK(target.size() == tensor.placements.size(), "expected ", tensor.placements.size(),
+              " placements, got ", target.size());
+  for (size_t axis = 0; axis < target.size(); ++axis) {
+    TITAN_CHECK(!target[axis].is_partial() || tensor.placements[axis].is_partial(), "axis '",
+                tensor.mesh.axes()[axis].name, "': ", tensor.placements[axis], " can't become Partial");
+    TITAN_CHECK(!target[axis].is_shard() || (target[axis].dim >= 0 && target[axis].dim < tensor.local.dim()),
+                target[axis], " of a tensor with ", tensor.local.dim(), " dimensions");
+  }
+}
+
+void all_reduce_axis(DTensor& tensor, size_t axis) {
+  const MeshAxis& mesh_axis = tensor.mesh.axes()[axis];
+  tensor.placements[axis] = Placement::replicate();
+  if (mesh_axis.size == 1 || tensor.local.numel() == 0) return;
+  tensor.local = tensor.local.clone(at::MemoryFormat::Contiguous);
+  tensor.mesh.group(mesh_axis.name)->all_reduce(tensor.local, dist::ReduceOp::Sum, kReduceLabel).wait();
+}
+
+// The chunks of `local` along `dim`, each padded to the longest: [parts, ...].
+at::Tensor padded_chunks(const at::Tensor& local, int64_t dim, int64_t parts) {
+  std::vector<int64_t> shape = local.sizes().vec();
+  shape[dim] = padded_chunk_length(local.size(dim), parts);
+  shape.insert(shape.begin(), parts);
+  at::Tensor chunks = at::zeros(shape, local.options());
+  for (int64_t part = 0; part < parts; ++part) {
+    Chunk chunk = chunk_of(local.size(dim), parts, part);
+    chunks[part].narrow(dim, 0, chunk.length).copy_(local.narrow(dim, chunk.offset, chunk.length));
+  }
+  return chunks;
+}
+
+void reduce_scatter_axis(DTensor& tensor, size_t axis, int64_t dim) {
+  const MeshAxis& mesh_axis = tensor.mesh.axes()[axis];
+  tensor.placements[axis] = Placement::shard(dim);
+  if (mesh_axis.size == 1) return;
+  at::Tensor chunks = padded_chunks(tensor.local, dim, mesh_axis.size);
+  at::Tensor mine = at::empty(chunks.sizes().slice(1), chunks.options());
+  if (chunks.numel() > 0) {
+    tensor.mesh.group(mesh_axis.name)->reduce_scatter(mine.view(-1), chunks.view(-1), kReduceLabel).wait();
+  }
+  Chunk chunk = chunk_of(tensor.local.size(dim), mesh_axis.size, tensor.mesh.coordinate(mesh_axis.name));
+  tensor.local = mine.narrow(dim, 0, chunk.length).contiguous();
+  tensor.box.offset[dim] += chunk.offset;
+  tensor.box.length[dim] = chunk.length;
+}
+
+void reduce_partial(DTensor& tensor, const Placements& target) {
+  for (size_t axis = 0; axis < target.size(); ++axis) {
+    if (!tensor.placements[axis].is_partial() || target[axis].is_partial()) continue;
+    bool sole_split = target[axis].is_shard() && axes_sharding(tensor.placements, target[axis].dim).empty() &&
+                      axes_sharding(target, target[axis].dim).size() == 1;
+    if (sole_split) {
+      reduce_scatter_axis(tensor, axis, target[axis].dim);
+    } else {
+      all_reduce_axis(tensor, axis);
+    }
+  }
+}
+
+// A dimension split by one axis can be split further by axes to its right without communication. One that is
+// split by several may not follow local_box's rule (see gather_axes), so any change gathers it. Every rank
+// decides alike.
+bool must_gather(const std::vector<size_t>& before, const std::vector<size_t>& after) {
+  if (before.empty() || before == after) return false;
+  return before.size() > 1 || after.empty() || after.front() != before.front();
+}
+
+void cut(DTensor& tensor, const Placements& target) {
+  Box box = local_box(tensor.global_shape, tensor.mesh, target);
+  at::Tensor local = tensor.local;
+  for (int64_t dim = 0; dim < local.dim(); ++dim) {
+    if (axes_sharding(tensor.placements, dim) == axes_sharding(target, dim)) continue;
+    local = local.narrow(dim, box.offset[dim] - tensor.box.offset[dim], box.length[dim]);
+    tensor.box.offset[dim] = box.offset[dim];
+    tensor.box.length[dim] = box.length[dim];
+  }
+  // A part of its own, so that the whole can be freed.
+  if (local.sizes() != tensor.local.sizes()) tensor.local = local.clone(at::MemoryFormat::Contiguous);
+  tensor.placements = target;
+}
+
+}  // namespace
+
+DTensor redistribute(const DTensor& tensor, std::vector<Placement> target) {
+  check_target(tensor, target);
+  at::NoGradGuard no_grad;
+  DTensor result = tensor;
+  result.local = tensor.local.detach();
+  reduce_partial(result, target);
+  std::vector<size_t> axes;
+  for (int64_t dim = 0; dim < tensor.local.dim(); ++dim) {
+    auto before = axes_sharding(result.placements, dim);
+    if (must_gather(before, axes_sharding(target, dim)))
+      axes.insert(axes.end(), before.begin(), before.end());
+  }
+  if (!axes.empty()) result = detail::gather_axes(result, axes);
+  // What is split anew follows local_box's rule.
+  if (tensor.placements != target) result.cut_order.clear();
+  cut(result, target);
+  return result;
 }
 
 }  // namespace titan

@@ -9,7 +9,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include "tensor/memory_history.h"
-#include "tensor/pages.h"
+#include "tensor/resident_memory.h"
 
 namespace titan {
 

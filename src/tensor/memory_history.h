@@ -15,7 +15,7 @@ namespace titan {
 
 /// [Note: memory history]
 /// The viewer's words: a segment is memory taken from the kernel, a block is what of it a tensor has. Here a
-/// segment is one mapping (tensor/pages.h) and has one block, in use or kept for the next request. Blocks
+/// segment is one mapping (tensor/resident_memory.h) and has one block, in use or kept for the next request. Blocks
 /// below 1 MiB are malloc's, of which nothing is known. Each event has the call stack it came from, as
 /// addresses; names are looked up when a snapshot is written.
 class MemoryHistory {
@@ -47,7 +47,7 @@ class MemoryHistory {
     size_t block_bytes = 0;  // 0: the block is kept, not in use
     CallStack mapped_by, allocated_by;
   };
-  class Writer;  // src/tensor/memory_snapshot.cpp
+  class Writer;  // src/tensor/memory_history.cpp
 
   static CallStack call_stack();
   void add(Action action, uint64_t address, size_t bytes, const CallStack& stack);

@@ -1,4 +1,4 @@
-#include "titan/tensor/param_storage.h"
+#include "tensor/param_storage.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/StorageImpl.h>

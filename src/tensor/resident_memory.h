@@ -1,6 +1,6 @@
 #pragma once
 
-// Memory of what lives as long as the model: shards, gradients, optimizer state, communication buffers.
+// Memory straight from the kernel.
 
 #include <cstddef>
 
@@ -8,6 +8,20 @@
 #include <c10/core/Allocator.h>
 
 namespace titan {
+
+struct Pages {
+  char* begin = nullptr;
+  size_t bytes = 0;
+};
+
+size_t whole_pages(size_t bytes);
+/// At least `bytes`, zero, beginning at a huge page where it holds one; huge ones are asked for. Takes room
+/// when first touched. Throws a std::bad_alloc
+/// that says how much it was.
+Pages map_pages(size_t bytes);
+void unmap_pages(const Pages& pages);
+
+// Memory of what lives as long as the model: shards, gradients, optimizer state, communication buffers.
 
 /// [Note: resident memory]
 /// Large blocks on a CPU come straight from the kernel. Among the activations of malloc's heap, which come

@@ -5,8 +5,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "append_file.h"
-#include "titan/core/crc32c.h"
+#include "core/crc32c.h"
+#include "core/durable.h"
 #include "titan/core/error.h"
 
 namespace titan::train {

@@ -7,9 +7,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/shallow_json.h"
+#include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/train/unsound_run.h"
+#include "titan/train/run_end.h"
 
 namespace titan::train {
 

@@ -3,7 +3,7 @@
 #include <chrono>
 #include <ctime>
 
-#include "append_file.h"
+#include "core/durable.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/event_file.h"

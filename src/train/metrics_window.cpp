@@ -1,10 +1,10 @@
 #include "titan/train/metrics_window.h"
 
+#include "core/process_stats.h"
+#include "dist/device_backend.h"
+#include "job/memory_table.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/dist/device_backend.h"
-#include "titan/train/process_stats.h"
-#include "train/memory_table.h"
 
 namespace titan::train {
 

@@ -1,6 +1,8 @@
 #include "titan/train/model_spec.h"
 
-#include "titan/nn/layer_sequence.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/core/error.h"
+#include "titan/nn/containers.h"
 
 namespace titan::train {
 
@@ -34,6 +36,19 @@ void apply_parallel_plan(const ModelSpec& spec, const std::string& name, Trainab
   nn::name_modules(model.root().module());  // plans and policies name modules
   if (name.empty()) return spec.parallelize(model, plan);
   parallel_plans().get(name)(model, plan);
+}
+
+HfModel hf_model_of_folder(const ModelSpec& spec, const std::filesystem::path& folder) {
+  const HfConfig config = read_hf_config(folder);
+  try {
+    const auto args = spec.args_of_hugging_face(config);
+    return spec.hugging_face(args.get()).value();
+  } catch (const ConfigError& error) {
+    std::vector<std::string> problems;
+    for (const std::string& problem : error.problems())
+      problems.push_back(str((folder / "config.json").string(), ": ", problem));
+    throw ConfigError(std::move(problems));
+  }
 }
 
 }  // namespace titan::train

@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "titan/nn/any_ref.h"
 #include "titan/nn/hooks.h"
 
 namespace titan::train {

@@ -9,7 +9,7 @@
 #include <ATen/ops/sum.h>
 
 #include "titan/dist/collectives.h"
-#include "titan/train/unsound_run.h"
+#include "titan/train/run_end.h"
 
 namespace titan::train {
 

@@ -4,14 +4,13 @@
 #include <exception>
 #include <set>
 
+#include "core/error_reason.h"
 #include "parallel/interned.h"
 #include "titan/core/error.h"
-#include "titan/dist/failure.h"
+#include "titan/dist/world.h"
 #include "titan/parallel/fsdp.h"
-#include "titan/parallel/pipeline_batches.h"
-#include "titan/parallel/pipeline_check.h"
-#include "train/error_reason.h"
-#include "train/running_step.h"
+#include "titan/parallel/pipeline_schedule.h"
+#include "train/pipeline/running_step.h"
 
 namespace titan::train {
 

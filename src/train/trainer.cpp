@@ -5,10 +5,10 @@
 #include <limits>
 #include <utility>
 
+#include "core/elapsed.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "train/elapsed.h"
-#include "train/late_values.h"
+#include "train/policies/late_values.h"
 #include "train/trainer_state.h"
 
 namespace titan::train {

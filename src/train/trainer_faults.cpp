@@ -4,10 +4,10 @@
 
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/train/interruption.h"
 #include "titan/train/replica_check.h"
 #include "titan/train/trainer.h"
-#include "train/late_values.h"
+#include "train/policies/interruption.h"
+#include "train/policies/late_values.h"
 
 namespace titan::train {
 

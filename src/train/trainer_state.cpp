@@ -5,10 +5,10 @@
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
 
-#include "core/shallow_json.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/data/loader_state.h"
+#include "titan/data/loader.h"
 #include "titan/train/run_checkpoints.h"
 
 namespace titan::train {

@@ -8,11 +8,11 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
+#include "core/error_reason.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"
-#include "train/error_reason.h"
-#include "train/late_values.h"
+#include "train/policies/late_values.h"
 #include "train/step_replay.h"
 
 namespace titan::train {

@@ -6,10 +6,10 @@
 #include <chrono>
 #include <thread>
 
+#include "dist/device_backend.h"
+#include "dist/flight_record.h"
 #include "distributed/llama_case.h"
 #include "titan/core/error.h"
-#include "titan/dist/device_backend.h"
-#include "titan/dist/flight_record.h"
 #include "titan/nn/linear.h"
 #include "unit/parallel/checkpoint_case.h"
 

@@ -8,9 +8,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "checkpoint/agreement.h"
-#include "dist/own_timeout.h"
+#include "checkpoint/save/rank_tree.h"
 #include "distributed/checkpoint_saver.h"
+#include "titan/dist/world.h"
 
 namespace titan::checkpoint {
 namespace {

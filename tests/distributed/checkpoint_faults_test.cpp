@@ -14,8 +14,8 @@
 
 #include "distributed/checkpoint_case.h"
 #include "e2e/command.h"
+#include "titan/checkpoint/saved_state.h"
 #include "titan/checkpoint/step_folder.h"
-#include "titan/checkpoint/verify.h"
 
 namespace titan::testing {
 namespace {

@@ -8,9 +8,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "checkpoint/format/rank_file.h"
 #include "checkpoint_files.h"
 #include "distributed/checkpoint_saver.h"
-#include "titan/checkpoint/rank_file.h"
 
 namespace titan::checkpoint {
 namespace {

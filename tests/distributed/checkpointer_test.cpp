@@ -9,9 +9,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "checkpoint/staging.h"
+#include "checkpoint/format/rank_file.h"
+#include "checkpoint/save/staging.h"
 #include "distributed/checkpoint_saver.h"
-#include "titan/checkpoint/rank_file.h"
 
 namespace titan::checkpoint {
 namespace {

@@ -7,10 +7,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "dist/flight_record.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
-#include "titan/dist/flight_record.h"
 
 namespace titan {
 namespace {

@@ -7,9 +7,9 @@
 
 #include <gtest/gtest.h>
 
+#include "dist/device_backend.h"
 #include "distributed/llama_case.h"
 #include "titan/core/log.h"
-#include "titan/dist/device_backend.h"
 #include "titan/parallel/context_parallel.h"
 
 namespace titan {

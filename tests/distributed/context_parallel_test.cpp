@@ -8,8 +8,6 @@
 
 #include "distributed/llama_case.h"
 #include "parallel/context/distributed_attention.h"
-#include "parallel/context/gathered_attention.h"
-#include "parallel/context/ring_attention.h"
 #include "titan/core/log.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/containers.h"

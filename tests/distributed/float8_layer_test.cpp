@@ -9,10 +9,9 @@
 #include <ATen/ATen.h>
 
 #include "distributed/float8_units.h"
+#include "float8/cast.h"
 #include "titan/core/error.h"
-#include "titan/float8/cast.h"
-#include "titan/float8/delayed_scales.h"
-#include "titan/float8/products.h"
+#include "titan/float8/convert.h"
 #include "titan/nn/linear.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"

@@ -11,7 +11,6 @@
 #include "distributed/pipeline_case.h"
 #include "distributed/recorded_calls.h"
 #include "titan/float8/convert.h"
-#include "titan/float8/delayed_scales.h"
 
 namespace titan {
 namespace {

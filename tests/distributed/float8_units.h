@@ -4,9 +4,9 @@
 
 #include <string>
 
+#include "dist/device_backend.h"
 #include "distributed/world.h"
-#include "titan/dist/device_backend.h"
-#include "titan/float8/products.h"
+#include "titan/float8/convert.h"
 
 namespace titan::testing {
 

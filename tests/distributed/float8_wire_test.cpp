@@ -2,8 +2,8 @@
 
 #include "distributed/float8_stack.h"
 #include "distributed/recorded_calls.h"
+#include "float8/cast.h"
 #include "parallel/fsdp/fsdp_state.h"
-#include "titan/float8/cast.h"
 
 namespace titan {
 namespace {

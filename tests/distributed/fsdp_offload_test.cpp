@@ -8,12 +8,12 @@
 #include <ATen/ATen.h>
 
 #include "distributed/toy_case.h"
-#include "parallel/fsdp/host_shards.h"
-#include "titan/checkpoint/model_file.h"
+#include "parallel/fsdp/gradient_collector.h"
+#include "tensor/param_storage.h"
+#include "titan/checkpoint/safetensors.h"
 #include "titan/nn/linear.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
-#include "titan/tensor/param_storage.h"
 
 namespace titan {
 namespace {

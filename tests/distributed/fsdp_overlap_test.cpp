@@ -11,9 +11,9 @@
 #include <optional>
 #include <utility>
 
+#include "dist/flight_record.h"
 #include "distributed/toy_case.h"
 #include "memory_meter.h"
-#include "titan/dist/flight_record.h"
 
 namespace {
 

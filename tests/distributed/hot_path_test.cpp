@@ -29,7 +29,6 @@
 #include "distributed/pipeline_case.h"
 #include "titan/core/error.h"
 #include "titan/float8/convert.h"
-#include "titan/float8/delayed_scales.h"
 
 namespace {
 

@@ -7,11 +7,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "dist/device_backend.h"
 #include "distributed/world.h"
-#include "parallel/tensor/exchange_choice.h"
-#include "parallel/tensor/peer_memory_exchange.h"
+#include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
-#include "titan/dist/peer_memory.h"
 #include "unit/golden.h"
 #include "unit/parallel/overlapped_mlp.h"
 

@@ -25,8 +25,8 @@
 #include <memory>
 #include <thread>
 
+#include "checkpoint/peer/peer_folder.h"
 #include "distributed/checkpoint_case.h"
-#include "titan/checkpoint/peer_folder.h"
 #include "titan/checkpoint/step_folder.h"
 
 namespace titan::testing {

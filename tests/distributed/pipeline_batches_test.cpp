@@ -9,14 +9,13 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "dist/backends.h"
 #include "dist/call_checker.h"
-#include "dist/gloo_backend.h"
+#include "dist/flight_record.h"
 #include "dist/world_impl.h"
 #include "distributed/small_stages.h"
 #include "distributed/world.h"
-#include "titan/dist/flight_record.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_csv.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "titan/train/parallel_dims.h"
 
 namespace titan {

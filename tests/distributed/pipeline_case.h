@@ -9,8 +9,7 @@
 
 #include "distributed/outcome.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_split.h"
 #include "titan/train/step_runner.h"
 

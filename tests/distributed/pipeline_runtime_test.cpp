@@ -9,8 +9,7 @@
 
 #include "distributed/small_stages.h"
 #include "distributed/world.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/step_runner.h"
 

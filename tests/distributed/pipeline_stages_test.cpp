@@ -8,7 +8,7 @@
 
 #include "distributed/outcome.h"
 #include "titan/core/error.h"
-#include "titan/nn/layer_sequence.h"
+#include "titan/nn/containers.h"
 #include "titan/parallel/pipeline_split.h"
 
 namespace titan {

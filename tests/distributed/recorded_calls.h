@@ -11,8 +11,8 @@
 
 #include <ATen/record_function.h>
 
+#include "dist/flight_record.h"
 #include "distributed/world.h"
-#include "titan/dist/flight_record.h"
 
 namespace titan::testing {
 

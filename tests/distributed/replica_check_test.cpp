@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "distributed/llama_case.h"
-#include "titan/train/unsound_run.h"
+#include "titan/train/run_end.h"
 
 namespace titan::train {
 namespace {

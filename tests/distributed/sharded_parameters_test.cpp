@@ -11,7 +11,6 @@
 #include <gtest/gtest.h>
 
 #include "distributed/world.h"
-#include "titan/checkpoint/model_file.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"
 #include "titan/optim/clip.h"

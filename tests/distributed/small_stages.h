@@ -14,7 +14,6 @@
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/module.h"
-#include "titan/nn/ref.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 #include "titan/train/step_runner.h"

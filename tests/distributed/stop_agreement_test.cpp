@@ -10,11 +10,11 @@
 #include <functional>
 #include <thread>
 
+#include "dist/flight_record.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/flight_record.h"
-#include "titan/train/interruption.h"
+#include "train/policies/interruption.h"
 
 namespace titan::train {
 namespace {

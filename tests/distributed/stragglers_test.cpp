@@ -5,11 +5,11 @@
 
 #include <gtest/gtest.h>
 
+#include "dist/flight_record.h"
 #include "distributed/world.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/flight_record.h"
+#include "titan/observe/stragglers.h"
 #include "titan/train/metrics.h"
-#include "titan/train/stragglers.h"
 
 namespace titan::train {
 namespace {

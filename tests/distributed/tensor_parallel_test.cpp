@@ -10,11 +10,9 @@
 
 #include "distributed/world.h"
 #include "titan/core/error.h"
-#include "titan/nn/embedding.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/linear.h"
-#include "titan/nn/linear_cross_entropy.h"
-#include "titan/nn/rms_norm.h"
-#include "titan/nn/splittable.h"
+#include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/tensor_parallel.h"

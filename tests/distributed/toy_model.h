@@ -11,7 +11,6 @@
 
 #include "distributed/world.h"
 #include "titan/nn/module.h"
-#include "titan/nn/ref.h"
 
 namespace titan::testing {
 

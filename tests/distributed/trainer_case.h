@@ -11,10 +11,10 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "data/feed/packed_feed.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
-#include "titan/data/byte_tokenizer.h"
-#include "titan/data/packed_feed.h"
+#include "titan/data/tokenizer.h"
 #include "titan/train/trainer.h"
 #include "unit/data/fake_source.h"
 #include "unit/data/temporary_folder.h"

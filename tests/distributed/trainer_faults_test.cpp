@@ -7,9 +7,9 @@
 #include <ATen/ops/equal.h>
 
 #include "distributed/trainer_case.h"
-#include "titan/train/interruption.h"
 #include "titan/train/replica_check.h"
-#include "titan/train/unsound_run.h"
+#include "titan/train/run_end.h"
+#include "train/policies/interruption.h"
 
 namespace titan::train {
 namespace {

@@ -1,7 +1,7 @@
 // What ranks tell each other through the store: all of them learn of the one that hangs. Whole jobs are
 // tests/e2e/hang_test.cpp's.
 
-#include "titan/dist/watchdog.h"
+#include "titan/guard/watchdog.h"
 
 #include <gmock/gmock.h>
 

@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <numeric>
 
+#include "dist/device_backend.h"
 #include "e2e/small_run.h"
-#include "titan/dist/device_backend.h"
 #include "titan/float8/recipe.h"
 
 namespace titan::testing {

@@ -7,7 +7,7 @@
 #include "config/document.h"
 #include "fuzz.h"
 #include "scratch_folder.h"
-#include "titan/config/print.h"
+#include "titan/config/load.h"
 #include "unit/config/sample_job.h"
 
 namespace titan::fuzz {

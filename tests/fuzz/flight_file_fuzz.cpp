@@ -1,9 +1,8 @@
 // A rank's flight record, ours or PyTorch's, and what is made of it beside a sound one of another rank.
 
-#include "titan/dist/flight_file.h"
+#include "guard/flight_report.h"
 
 #include "fuzz.h"
-#include "titan/dist/flight_report.h"
 
 namespace titan::fuzz {
 namespace {

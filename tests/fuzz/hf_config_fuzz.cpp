@@ -1,8 +1,8 @@
 // config.json of a Hugging Face folder, as text and as the sizes of a Llama 3.
 
-#include "checkpoint/hf_json.h"
+#include "checkpoint/hugging_face/hf_json.h"
 #include "fuzz.h"
-#include "titan/models/llama3_hugging_face.h"
+#include "titan/models/llama3.h"
 
 namespace titan::fuzz {
 namespace {

@@ -1,6 +1,6 @@
 // model.safetensors.index.json of a Hugging Face folder: names of files that will be opened.
 
-#include "checkpoint/hf_json.h"
+#include "checkpoint/hugging_face/hf_json.h"
 #include "fuzz.h"
 
 namespace titan::fuzz {

@@ -1,8 +1,8 @@
 // A JSON Lines file: indexed, then every document read by the index.
 
-#include "data/jsonl_source.h"
+#include "data/sources/source.h"
 
-#include "data/utf8.h"
+#include "core/utf8.h"
 #include "fuzz.h"
 #include "scratch_folder.h"
 

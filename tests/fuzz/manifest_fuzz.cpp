@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "fuzz.h"
-#include "titan/data/loader_state.h"
+#include "titan/data/loader.h"
 
 namespace titan::fuzz {
 namespace {

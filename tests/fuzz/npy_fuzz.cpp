@@ -1,6 +1,6 @@
 // The header of a .npy file.
 
-#include "data/npy_header.h"
+#include "data/feed/replay_feed.h"
 
 #include "fuzz.h"
 

@@ -1,8 +1,8 @@
 // `pre_tokenizer` of a tokenizer.json, with its regular expressions, and behind a line of its own, "====",
 // text that it splits.
 
-#include "data/pre_tokenizer_json.h"
-#include "data/utf8.h"
+#include "core/utf8.h"
+#include "data/tokenizer/pre_tokenizer.h"
 #include "fuzz.h"
 
 namespace titan::fuzz {

@@ -1,11 +1,10 @@
 // The header of a rank's file of a checkpoint: safetensors, with boxes and checksums in its metadata.
 
-#include "checkpoint/rank_file_header.h"
+#include "checkpoint/format/rank_file.h"
 
 #include <ATen/ops/from_blob.h>
 
-#include "checkpoint/block_checks.h"
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/format/safetensors_header.h"
 #include "fuzz.h"
 
 namespace titan::fuzz {

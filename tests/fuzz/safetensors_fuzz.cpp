@@ -1,6 +1,6 @@
 // The header of a safetensors file, and what is believed of it.
 
-#include "checkpoint/safetensors_header.h"
+#include "checkpoint/format/safetensors_header.h"
 
 #include "fuzz.h"
 

@@ -1,9 +1,9 @@
 // tokenizer.json, and behind a line of its own, "====", tokenizer_config.json; then text through the
 // tokenizer.
 
+#include "data/tokenizer/bpe_tokenizer.h"
 #include "fuzz.h"
 #include "scratch_folder.h"
-#include "titan/data/bpe_tokenizer.h"
 
 namespace titan::fuzz {
 namespace {

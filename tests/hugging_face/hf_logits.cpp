@@ -7,9 +7,9 @@
 #include <cstdio>
 #include <exception>
 
-#include "titan/checkpoint/hf_folder.h"
-#include "titan/checkpoint/model_file.h"
-#include "titan/models/llama3_spec.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/checkpoint/safetensors.h"
+#include "titan/models/llama3.h"
 
 namespace titan {
 namespace {

@@ -7,10 +7,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "titan/data/byte_tokenizer.h"
+#include "data/feed/packed_feed.h"
 #include "titan/data/loader.h"
-#include "titan/data/packed_feed.h"
 #include "titan/data/source.h"
+#include "titan/data/tokenizer.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::data {

@@ -4,11 +4,10 @@
 
 #include <ATen/ATen.h>
 
-#include "titan/nn/embedding.h"
-#include "titan/nn/layer_sequence.h"
+#include "titan/nn/containers.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/module.h"
-#include "titan/nn/ref.h"
 #include "titan/train/model_spec.h"
 
 namespace {

@@ -6,10 +6,9 @@
 #include <ATen/ATen.h>
 
 #include "titan/nn/containers.h"
-#include "titan/nn/embedding.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/linear.h"
-#include "titan/nn/linear_cross_entropy.h"
-#include "titan/nn/rms_norm.h"
+#include "titan/nn/loss.h"
 #include "titan/parallel/tensor_parallel.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"

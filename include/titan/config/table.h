@@ -1,5 +1,41 @@
 #pragma once
 
+// The values that a config can hold, and how TOML and JSON write them.
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace titan::config {
+
+using StringList = std::vector<std::string>;
+
+/// Every value that a config file can hold. An optional field that is unset is std::monostate.
+using Value =
+    std::variant<std::monostate, bool, int64_t, double, std::string, StringList, std::vector<StringList>>;
+
+/// The type of a field, and so the alternative of Value that it holds.
+enum class Kind { Bool, Int, Float, String, StringList, StringLists };
+
+/// "bool", "int", "float", "string", "list of strings", "list of lists of strings".
+std::string_view name_of(Kind kind);
+
+/// The kind of a set value; String for std::monostate, which has none.
+Kind kind_of(const Value& value);
+
+/// As TOML writes it, and JSON too but for infinities: strings quoted and escaped, floats in the shortest
+/// form that reads back to the same double and is still a float (`1.0`, `8e-4`); std::monostate is `unset`.
+std::string to_text(const Value& value);
+
+/// A string with quotes and escapes that TOML and JSON share.
+std::string quoted(std::string_view text);
+
 // How a settings struct describes itself, once. From this description come TOML and JSON reading,
 // command-line overrides, --help, --print-config and docs/config.md. The struct lives in its owner's header:
 //
@@ -15,15 +51,6 @@
 //
 // Wrong descriptions (a key twice, a default outside its own constraint) are InternalErrors when the Schema
 // is built.
-
-#include <functional>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "titan/config/value.h"
-
-namespace titan::config {
 
 /// What a value must satisfy beyond its type. `allowed` is shown in help and in errors; `accepts` decides.
 /// An unset optional isn't asked. The empty constraint accepts everything.
@@ -106,4 +133,133 @@ class Table {
 
 }  // namespace titan::config
 
-#include "titan/config/table_impl.h"
+namespace titan::config {
+
+// Templates of table.h.
+
+namespace detail {
+
+template <class T>
+struct Optional : std::false_type {
+  using Inner = T;
+};
+template <class T>
+struct Optional<std::optional<T>> : std::true_type {
+  using Inner = T;
+};
+
+template <class T>
+constexpr Kind kind_for() {
+  if constexpr (std::is_same_v<T, bool>) {
+    return Kind::Bool;
+  } else if constexpr (std::is_same_v<T, int64_t>) {
+    return Kind::Int;
+  } else if constexpr (std::is_same_v<T, double>) {
+    return Kind::Float;
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return Kind::String;
+  } else if constexpr (std::is_same_v<T, StringList>) {
+    return Kind::StringList;
+  } else {
+    static_assert(std::is_same_v<T, std::vector<StringList>>,
+                  "settings are bool, int64_t, double, std::string or lists");
+    return Kind::StringLists;
+  }
+}
+
+template <class T>
+Value to_value(const T& member) {
+  if constexpr (Optional<T>::value) {
+    return member ? Value(*member) : Value();
+  } else {
+    return member;
+  }
+}
+
+template <class T>
+void assign(T& member, const Value& value) {
+  if constexpr (Optional<T>::value) {
+    if (std::holds_alternative<std::monostate>(value)) {
+      member.reset();
+      return;
+    }
+  }
+  member = std::get<typename Optional<T>::Inner>(value);
+}
+
+/// The same field, reached from a struct that holds its struct as `member`.
+template <class Outer, class Inner>
+FieldInfo rebased(FieldInfo field, Inner Outer::*member) {
+  field.get = [get = std::move(field.get), member](const void* outer) {
+    return get(&(static_cast<const Outer*>(outer)->*member));
+  };
+  field.set = [set = std::move(field.set), member](void* outer, const Value& value) {
+    set(&(static_cast<Outer*>(outer)->*member), value);
+  };
+  return field;
+}
+
+/// A key that is no member: it reads as its default, and writing changes nothing.
+FieldInfo memberless(std::string key, Value default_value, FieldInfo::Role role, std::string reason);
+
+}  // namespace detail
+
+template <class S>
+template <class T>
+void Table<S>::field(std::string key, T S::*member, std::string meaning, Constraint constraint) {
+  FieldInfo info;
+  info.key = std::move(key);
+  info.kind = detail::kind_for<typename detail::Optional<T>::Inner>();
+  info.optional = detail::Optional<T>::value;
+  info.meaning = std::move(meaning);
+  info.constraint = std::move(constraint);
+  info.default_value = detail::to_value(S{}.*member);
+  info.get = [member](const void* settings) {
+    return detail::to_value(static_cast<const S*>(settings)->*member);
+  };
+  info.set = [member](void* settings, const Value& value) {
+    detail::assign(static_cast<S*>(settings)->*member, value);
+  };
+  fields_.push_back(std::move(info));
+}
+
+template <class S>
+void Table<S>::refused(std::string key, Value only_value, std::string reason, std::string only_where,
+                       Constraint constraint) {
+  fields_.push_back(
+      detail::memberless(std::move(key), std::move(only_value), FieldInfo::Role::Refused, std::move(reason)));
+  fields_.back().only_where = std::move(only_where);
+  fields_.back().constraint = std::move(constraint);
+}
+
+template <class S>
+void Table<S>::without_effect(std::string key, Value default_value, std::string reason,
+                              Constraint constraint) {
+  fields_.push_back(detail::memberless(std::move(key), std::move(default_value),
+                                       FieldInfo::Role::WithoutEffect, std::move(reason)));
+  fields_.back().constraint = std::move(constraint);
+}
+
+template <class S>
+void Table<S>::mapped(std::string key, std::string to_key, std::string reason) {
+  fields_.push_back(detail::memberless(std::move(key), {}, FieldInfo::Role::Mapped, std::move(reason)));
+  fields_.back().mapped_to = std::move(to_key);
+}
+
+template <class S>
+template <class Sub>
+void Table<S>::table(std::string name, Sub S::*member) {
+  Table<Sub> sub;
+  describe(sub);
+  const S defaults{};
+  for (const FieldInfo& inner : sub.fields()) {
+    FieldInfo field = detail::rebased(inner, member);
+    field.default_value = field.get(&defaults);
+    field.key = name + "." + inner.key;
+    if (!field.mapped_to.empty()) field.mapped_to = name + "." + inner.mapped_to;
+    if (!field.only_where.empty()) field.only_where = name + "." + inner.only_where;
+    fields_.push_back(std::move(field));
+  }
+}
+
+}  // namespace titan::config

@@ -1,21 +1,40 @@
 #pragma once
 
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/data/feed.h"
+#include "titan/data/settings.h"
+
+namespace titan::data {
+
+/// What a loader needs to continue: a table with a row a lane, which any number of ranks can share out.
+struct LoaderState {
+  int64_t steps = 0;             ///< global batches given so far
+  int64_t num_lanes = 0;         ///< global batch size
+  std::string feed_fingerprint;  ///< of what was read
+  std::vector<LaneState> lanes;  ///< of one rank after DataLoader::state, of all after merge; by lane
+  friend bool operator==(const LoaderState&, const LoaderState&) = default;
+};
+
+/// The tables of all ranks as one. Throws Error when they are of different steps or feeds, or a lane is
+/// missing or there twice.
+LoaderState merge(const std::vector<LoaderState>& parts);
+
+std::string to_json(const LoaderState& state);
+/// Throws Error when the text isn't what to_json writes.
+LoaderState loader_state_from_json(std::string_view text);
+
 // Batches for one data-parallel rank.
 //
 // A step's global batch is one sample from every lane of the feed. Rank r of N gives the rows of lanes r, r +
 // N, r + 2N ... in this order, cut into micro-batches of `local_batch_size` rows; all ranks have the same
 // number of micro-batches, and rows beyond a rank's lanes have input 0 and label -100. So the set of a step's
 // rows is the same for any N and any cut. Threads fill the coming steps while the current one is computed.
-
-#include <chrono>
-
-#include <ATen/core/Tensor.h>
-
-#include "titan/data/feed.h"
-#include "titan/data/loader_state.h"
-#include "titan/data/settings.h"
-
-namespace titan::data {
 
 struct LoaderOptions {
   int64_t dp_rank = 0;

@@ -20,8 +20,8 @@ class CallChecker;  // src/dist/call_checker.h
 struct CallRecord;
 class FlightRecorder;
 struct GroupRecord;
-class StagingPool;     // src/dist/staging_pool.h
-struct GroupBackends;  // src/dist/group_backends.h
+class StagingPool;     // src/dist/collectives.cpp
+struct GroupBackends;  // src/dist/backends.h
 
 /// Which module and phase issued a call. Both point to strings that live until the call is launched;
 /// recording copies them and allocates nothing.

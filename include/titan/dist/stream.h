@@ -4,6 +4,8 @@
 // so that code that overlaps copies with computation is written once.
 
 #include <optional>
+#include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -77,5 +79,18 @@ class StreamGuard {
  private:
   std::optional<c10::Stream> previous_;
 };
+
+// What the streams of this process are for, so that a trace can say so.
+
+struct NamedStream {
+  std::string name;
+  Stream stream;
+};
+
+/// Notes a stream under its purpose, "fsdp gather"; the newest of a name counts. On a CPU there is none, and
+/// nothing is noted. Thread-safe.
+void name_stream(std::string name, const Stream& stream);
+
+std::vector<NamedStream> named_streams();
 
 }  // namespace titan::dist

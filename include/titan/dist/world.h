@@ -3,8 +3,10 @@
 // The processes of a job: who we are, how to reach the others, and process groups over any list of ranks.
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <c10/core/Device.h>
@@ -81,5 +83,19 @@ class World {
 /// to come before the first tensor there. Throws ConfigError where environments disagree, Error with the
 /// missing ranks after the time limit.
 World init(const InitOptions& options = {});
+
+/// Begins the purpose of a group that keeps its own time limit: World::set_timeout passes it over. For one
+/// whose calls are made by other threads than those of training.
+inline constexpr std::string_view kOwnTimeout = "own_timeout:";
+
+// Who failed first: when a rank is lost, its neighbours notice, then theirs, and each only knows of the one
+// before.
+
+/// Tells the other ranks, through the job's store, that this one fails with `message`. Returns what the first
+/// rank to do so said ("rank 2: ..."), "" where that is this rank; where the store is gone, that rank 0
+/// probably is too. Doesn't throw. `let_go` is called once that is told or can't be: it ends what others wait
+/// for, so that they fail too, and look; it doesn't throw either. Then rank 0, which keeps the store, waits
+/// two seconds at most for them to tell.
+std::string tell_failure(const World& world, const std::string& message, const std::function<void()>& let_go);
 
 }  // namespace titan::dist

@@ -1,21 +1,66 @@
 #pragma once
 
-// Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024): the model on one device. How it
-// is spread over ranks stands in parallelize.cpp.
+// Sizes of Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024), without the model.
 
 #include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
 
-#include "titan/models/llama3_args.h"
-#include "titan/nn/attention.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/config/table.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/embedding.h"
-#include "titan/nn/feed_forward.h"
-#include "titan/nn/layer_sequence.h"
-#include "titan/nn/linear_cross_entropy.h"
-#include "titan/nn/rms_norm.h"
-#include "titan/nn/rotary_embedding.h"
+#include "titan/nn/layers.h"
+#include "titan/nn/loss.h"
+#include "titan/train/model_spec.h"
 
 namespace titan::models {
+
+/// Llama 3.1's stretching of the slow rotations; [model.args.rope_scaling].
+struct RopeScalingArgs {
+  bool enabled = true;
+  double scaling_factor = 8;
+  double low_freq_factor = 1;
+  double high_freq_factor = 4;
+  int64_t original_max_position_embeddings = 8192;
+};
+void describe(config::Table<RopeScalingArgs>& table);
+
+/// Sizes of a model; [model.args]. Names and defaults are TorchTitan's.
+struct Llama3Args {
+  int64_t dim = 4096;
+  int64_t n_layers = 32;
+  int64_t n_heads = 32;
+  std::optional<int64_t> n_kv_heads = std::nullopt;  ///< unset: as many as heads
+  int64_t vocab_size = 128256;
+  int64_t multiple_of = 256;  ///< the feed-forward's hidden size is rounded up to a multiple of it
+  std::optional<double> ffn_dim_multiplier = std::nullopt;  ///< of that hidden size, before it is rounded
+  double norm_eps = 1e-5;
+  double rope_theta = 10000;
+  RopeScalingArgs rope_scaling = {};
+  int64_t max_seq_len = 131072;  ///< positions in the rotary table; the trainer sets it to the training's
+  bool depth_init = true;        ///< deeper layers start with smaller output weights
+  bool tie_embeddings = false;   ///< one matrix for tok_embeddings and output
+
+  int64_t head_dim() const { return dim / n_heads; }
+  int64_t num_kv_heads() const { return n_kv_heads.value_or(n_heads); }
+  int64_t ffn_hidden_dim() const;
+};
+void describe(config::Table<Llama3Args>& table);
+
+/// debugmodel, 1B, 3B, 8B, 70B, 405B.
+const std::map<std::string, Llama3Args>& llama3_flavours();
+/// Adds what is wrong with the sizes.
+void check(const Llama3Args& args, std::vector<std::string>& problems);
+/// Parameters, a tied matrix once.
+int64_t num_params(const Llama3Args& args);
+/// Floating point operations of forward and backward per token, as TorchTitan counts: six per parameter
+/// (without an untied embedding), and attention's products without the discount for the causal mask.
+double flops_per_token(const Llama3Args& args, int64_t seq_len);
+
+// Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024): the model on one device. How it
+// is spread over ranks stands in parallelize.cpp.
 
 /// h = x + attention(norm(x)); h + feed_forward(norm(h)).
 class TransformerBlockImpl : public nn::Module {
@@ -59,5 +104,23 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
   nn::LinearCrossEntropy output;
 };
 TITAN_MODULE(Llama3);
+
+// Llama 3 as a Hugging Face folder holds it.
+
+/// Names, rows and config.json of transformers' LlamaForCausalLM.
+HfModel hugging_face_model(const Llama3Args& args);
+/// The sizes in a config.json. Throws ConfigError with all that is missing, wrong or not implemented.
+Llama3Args args_of_hugging_face(const HfConfig& config);
+
+/// Adds "llama3" to the trainer's models; once per process.
+void register_llama3();
+
+// Llama 3 as the trainer knows it.
+
+/// Which module is cut how over a tensor-parallel axis: TorchTitan's plan for Llama 3.
+TensorPlan llama3_tp_plan(const TensorParallelOptions& options = {});
+
+/// The recipe: which modules form a sharding group, and which of them are freed between forward and backward.
+void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan);
 
 }  // namespace titan::models

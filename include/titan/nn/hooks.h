@@ -1,5 +1,82 @@
 #pragma once
 
+// Construct: where and how modules make their parameters.
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
+
+#include "titan/ops/products.h"
+#include "titan/tensor/placement.h"
+
+namespace titan::nn {
+
+/// Where and how a module makes its parameters. Passed down by constructors.
+struct Construct {
+  at::Device device = at::kCPU;
+  at::ScalarType dtype = at::kFloat;
+  bool deferred = false;  ///< sizes only; materialize() allocates and initializes what this rank keeps
+};
+
+}  // namespace titan::nn
+
+namespace titan {
+using nn::Construct;
+/// Parameters with sizes only on `device`: nothing is allocated until materialize().
+inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) {
+  return {device, dtype, true};
+}
+}  // namespace titan
+
+namespace titan::nn {
+
+// Initial weights that don't depend on the layout. One uniform number per element, from Philox4x32-10 keyed
+// by seed, parameter name and the element's global index, turned into a (truncated) normal by the inverse
+// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and
+// mesh.
+
+/// A distribution to draw a parameter from.
+struct Init {
+  enum class Kind { Constant, Normal, TruncatedNormal, Uniform };
+  Kind kind = Kind::Constant;
+  double mean = 0;  ///< Constant: the value
+  double std = 1;
+  double low = 0;  ///< Uniform and TruncatedNormal: absolute bounds
+  double high = 0;
+
+  static Init constant(double value) { return {Kind::Constant, value, 0, 0, 0}; }
+  static Init normal(double mean, double std) { return {Kind::Normal, mean, std, 0, 0}; }
+  static Init truncated_normal(double std, double low, double high) {
+    return {Kind::TruncatedNormal, 0, std, low, high};
+  }
+  static Init uniform(double low, double high) { return {Kind::Uniform, 0, 0, low, high}; }
+};
+
+struct ParamInit {
+  std::string name;  ///< within its module: "weight"
+  Init init;
+};
+
+/// Fills `local` (any float dtype, contiguous, the part `box` of a tensor of `global_shape`) with its
+/// elements of the stream (seed, name). Values are computed in double, rounded once to `local`'s dtype. On
+/// CPU; other devices receive a copy.
+void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_view name,
+          at::IntArrayRef global_shape, const Box& box);
+
+}  // namespace titan::nn
+
+namespace torch::nn {
+
 // [Note: hook slots]
 // A call through nn::Ref runs, outside in:
 //   Fsdp > Label > Checkpoint > PrepareInput (tensor/context) > forward > PrepareOutput (tensor/context)
@@ -7,21 +84,8 @@
 // checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and results
 // and may replace them.
 
-#include <functional>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-
-#include "titan/nn/init.h"
-#include "titan/ops/products.h"
-
-namespace torch::nn {
 class Module;
-}
+}  // namespace torch::nn
 
 namespace titan::nn {
 
@@ -120,5 +184,40 @@ class HookHost {
 
 /// Sets fqn() of every hookable module below `root` (root itself: "").
 void name_modules(torch::nn::Module& root);
+
+}  // namespace titan::nn
+
+namespace torch::nn {
+
+// AnyRef: what wrappers take. Light: whoever only passes modules around doesn't compile LibTorch's module
+// headers.
+
+class Module;
+}  // namespace torch::nn
+
+namespace titan::nn {
+
+class HookHost;
+template <class Impl>
+class Ref;
+
+/// Any hookable module, whatever its Impl: what wrappers take. Keeps the module alive.
+class AnyRef {
+ public:
+  template <class Impl>
+  AnyRef(const Ref<Impl>& ref) : host_(ref.ptr().get()), module_(ref.ptr()) {}  // NOLINT: implicit by design
+  template <class Impl>
+  requires std::derived_from<Impl, HookHost> && std::derived_from<Impl, torch::nn::Module> AnyRef(
+      std::shared_ptr<Impl> impl)
+      : host_(impl.get()), module_(std::move(impl)) {}  // NOLINT
+
+  HookHost& host() const { return *host_; }
+  torch::nn::Module& module() const { return *module_; }
+  const std::shared_ptr<torch::nn::Module>& ptr() const { return module_; }
+
+ private:
+  HookHost* host_;
+  std::shared_ptr<torch::nn::Module> module_;
+};
 
 }  // namespace titan::nn

@@ -1,19 +1,79 @@
 #pragma once
 
-// The three products of a linear layer behind one interface, and the sink that takes the weight's gradient.
-// Float8, asynchronous tensor parallelism and fused epilogues are implementations outside nn.
+// What an operation needs to know when a matrix that it multiplies by is spread over ranks. Process groups
+// are behind it (parallel/tensor), so that ops don't know of them.
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "titan/ops/operand.h"
-#include "titan/ops/rank_parts.h"
-
 namespace titan::ops {
+
+/// The phase of gathers of Float8 scales, which --print-plan tells from others.
+inline constexpr const char* kScalesPhase = "tp::float8_scales";
+
+/// The ranks that hold the parts of one tensor.
+class RankParts {
+ public:
+  virtual ~RankParts() = default;
+  virtual int index() const = 0;  ///< this rank's
+  virtual int count() const = 0;
+  /// out: [count, n], from every rank's in: [n]. Later work of the current stream sees the result. `phase`: a
+  /// literal, what it is for, in records of calls.
+  virtual void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const = 0;
+};
+
+/// Rows [first, first + rows of the local weight) of a vocabulary of `size`: torch.chunk's parts.
+struct VocabularyPart {
+  int64_t first = 0;
+  int64_t size = 0;
+  std::shared_ptr<const RankParts> parts;  ///< null: the vocabulary is whole
+  bool gather_logits = false;              ///< make each chunk's logits whole instead of summing over parts
+};
+
+// What products multiply.
+
+/// A matrix in fewer bits: its values are data / scale. Each row of `data` is a vector that a product sums
+/// over, so a matrix whose columns are summed over lies transposed here.
+struct ScaledMatrix {
+  at::Tensor data;   ///< [vectors, elements], of an 8-bit floating-point dtype; perhaps a transposed view
+  at::Tensor scale;  ///< fp32: [] for the whole matrix, [vectors, 1] for each vector; Float8_e8m0fnu:
+                     ///< [vectors, blocks of 32 elements], by which data is multiplied (float8/block_cast.h)
+  bool defined() const { return data.defined(); }
+};
+
+/// [Note: operands]
+/// Each of a linear layer's three matrices is multiplied twice: along its rows (x and W in the output, g in
+/// the input's gradient) and down its columns (W in the input's gradient, g and x in the weight's). Plain
+/// products read `values`; recipes of fewer bits cast a matrix once for all products that can use the result,
+/// and may then drop `values`. A form that isn't there is made from `values` by the product that needs it.
+struct Operand {
+  Operand() = default;
+  Operand(at::Tensor matrix)  // NOLINT(google-explicit-constructor): a matrix is an operand
+      : values(std::move(matrix)), dtype(values.scalar_type()) {}
+
+  at::Tensor values;  ///< undefined where the scaled forms suffice
+  at::ScalarType dtype =
+      at::kFloat;  ///< of `values`, whether they are here or not; a product's result has it
+  ScaledMatrix along_rows;
+  ScaledMatrix down_columns;
+};
+
+/// Where a weight is whose parameter has no memory, as it was gathered in fewer bits.
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+  /// To be asked for by each product: memory comes and goes with the layer's use.
+  virtual Operand weight() const = 0;
+};
+
+// The three products of a linear layer behind one interface, and the sink that takes the weight's gradient.
+// Float8, asynchronous tensor parallelism and fused epilogues are implementations outside nn.
 
 /// Which features of a layer are spread over ranks (tensor parallelism); null: each rank has all.
 struct SpreadFeatures {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "titan/optim/settings.h"
+#include "titan/optim/optimizer.h"
 
 namespace titan::optim {
 

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "titan/dist/collectives.h"
-#include "titan/nn/any_ref.h"
+#include "titan/nn/hooks.h"
 
 namespace titan {
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "titan/dist/device_mesh.h"
-#include "titan/nn/any_ref.h"
+#include "titan/nn/hooks.h"
 
 namespace titan {
 

@@ -17,7 +17,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "titan/dist/device_mesh.h"
-#include "titan/nn/any_ref.h"
+#include "titan/nn/hooks.h"
 
 namespace titan {
 

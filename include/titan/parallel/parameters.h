@@ -8,8 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "titan/nn/any_ref.h"
-#include "titan/nn/init.h"
+#include "titan/nn/hooks.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan {

@@ -10,8 +10,13 @@
 // give rank r of p the stages r, r+p, r+2p, ...; V-shaped ones r and 2p-1-r.
 
 #include <cstdint>
+#include <filesystem>
+#include <functional>
 #include <iosfwd>
+#include <limits>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace titan::pipeline {
@@ -65,5 +70,168 @@ struct Schedule {
 bool has_backward(const Schedule& schedule);
 /// Whether any action is a send or a receive.
 bool has_communication(const Schedule& schedule);
+
+// Schedules by name. They hold compute actions (F, B, I, W) in PyTorch's order, which tests/data/schedules
+// proves; sends, receives and parameter actions are added by pipeline_completion.h.
+//
+//   GPipe                  all F, then all B (Huang et al. 2019)
+//   1F1B                   one F, one B in turn (Narayanan et al. 2019, PipeDream-Flush)
+//   Interleaved1F1B        the same over several stages a rank (Narayanan et al. 2021)
+//   LoopedBFS              stage after stage, all micro-batches of one at a time (Lamy-Poirier 2022)
+//   InterleavedZeroBubble  ZB1P: backward split, W fills the gaps (Qi et al. 2024, arXiv 2401.10241)
+//   ZBVZeroBubble          ZB-V: the same on a V of two stages a rank (same paper, section 6)
+//   DualPipeV              F of one direction beside B of the other, on a V (DeepSeek-V3, arXiv 2412.19437)
+
+enum class StagesPerRank {
+  One,
+  Several,  ///< two or more, in a loop
+  TwoInV,   ///< exactly two: r and 2p-1-r
+};
+
+enum class MicroBatchRule {
+  Any,
+  AtLeastStages,
+  WholeRounds,  ///< a multiple of max(1, micro-batches / ranks): rounds of equal size
+};
+
+struct ScheduleTraits {
+  std::string_view name;  ///< as PyTorch writes it
+  StagesPerRank stages_per_rank = StagesPerRank::One;
+  bool splits_backward = false;  ///< has I and W
+  /// Live activations grow with the micro-batches, so gradient accumulation should repeat() a short schedule.
+  bool memory_grows = false;
+  MicroBatchRule micro_batch_rule = MicroBatchRule::Any;
+};
+
+/// All of them, in the order above.
+const std::vector<ScheduleTraits>& all_schedule_traits();
+std::vector<std::string> schedule_names();
+
+/// By name, in any case. Throws ConfigError for an unknown one, with the nearest and all known names.
+const ScheduleTraits& schedule_traits(std::string_view name);
+
+/// One stage a rank, or two where the schedule wants several.
+int default_num_stages(const ScheduleTraits& traits, int num_ranks);
+
+/// Why the schedule can't have this many stages, and how many would do; nothing when it can.
+std::optional<std::string> stages_problem(const ScheduleTraits& traits, int num_ranks, int num_stages);
+
+/// The same of the stages and micro-batches.
+std::optional<std::string> counts_problem(const ScheduleTraits& traits, int num_ranks, int num_stages,
+                                          int num_micro_batches);
+
+/// Throws ConfigError for an unknown name and for counts that the schedule doesn't take.
+Schedule make_schedule(std::string_view name, int num_ranks, int num_stages, int num_micro_batches);
+
+/// Evaluation: every F once, on any map of stages to ranks (every rank owns a stage). A rank prefers the
+/// later stage of those that could run, so few inputs wait.
+Schedule make_forward_only_schedule(const std::vector<int>& rank_of_stage, int num_micro_batches);
+
+/// Stage s on rank s % num_ranks.
+std::vector<int> loop_stage_map(int num_ranks, int num_stages);
+/// To and fro: 0 .. p-1, p-1 .. 0, 0 .. p-1, ...
+std::vector<int> v_stage_map(int num_ranks, int num_stages);
+/// The map that the schedule's generator uses.
+std::vector<int> stage_map(const ScheduleTraits& traits, int num_ranks, int num_stages);
+
+/// The schedule `times` times over, micro-batches renumbered: gradient accumulation that needs no more memory
+/// than one pass. Of Reduce actions only the last pass's are kept.
+Schedule repeat(const Schedule& schedule, int times);
+
+// Schedules as CSV files in TorchTitan's and PyTorch's format: a row per pipeline rank, a cell per action.
+//
+//   0F0,0F1,,,0B0,0B1        F, B, I, W with stage and micro-batch; an empty cell is a pause and means
+//   nothing 0UNSHARD,0F0,0SEND_F0    parameter actions and communication may stand in it too
+//   (0F3;1B2)OVERLAP_F_B     an F and a B side by side: read as the F, then the B
+
+/// Reads a schedule; the number of stages and micro-batches and the map of stages to ranks follow from the
+/// cells. `file` stands in messages and gives the schedule's name. Throws ConfigError with file:line:column
+/// for each cell that isn't an action, a stage on two ranks, a row without actions and stages that have none.
+/// Whether the schedule can run is check_schedule()'s business.
+Schedule parse_schedule_csv(std::string_view text, const std::filesystem::path& file);
+
+/// As above, from a file.
+Schedule read_schedule_csv(const std::filesystem::path& file);
+
+/// All actions, a row per rank; parse_schedule_csv() gives the same schedule, but for the name.
+std::string to_csv(const Schedule& schedule);
+
+// Whether a schedule can run, before it does. Time and memory grow linearly with its actions.
+
+enum class Purpose {
+  Training,    ///< every stage's F and its whole (B) or split (I and W) backward, once per micro-batch
+  Evaluation,  ///< every F once and no backward
+};
+
+struct CheckOptions {
+  Purpose purpose = Purpose::Training;
+  /// A send waits while this many messages of its channel (directed pair of ranks) have been sent and no
+  /// receive for them is posted; 0: each lasts until its receive is posted.
+  int channel_capacity = 1;
+  /// Of one rank: micro-batches, counted per stage, between their F and the end of their B or W.
+  int max_live_activations = std::numeric_limits<int>::max();
+};
+
+/// What is wrong, and where.
+struct Problem {
+  int rank = -1;      ///< -1: with the whole schedule
+  int position = -1;  ///< in the rank's list, from 0; -1: with the whole list
+  std::string message;
+};
+
+/// "rank 1, action 7 (2B3): ..."; actions are counted from 0.
+std::string to_string(const Problem& problem, const Schedule& schedule);
+
+/// What keeps the schedule from running; empty if it runs. In this order, and the first kind alone:
+///   1. actions of unknown kind, on a wrong rank, of a stage or micro-batch that doesn't exist, twice, or
+///   useless
+///      (a send within a rank)
+///   2. missing actions; a backward neither whole nor split. Sends and receives are complete or not there at
+///   all
+///   3. on one rank: actions ahead of what they work on; receives out of their sends' order; a stage's
+///   parameters
+///      used while not gathered, gathered twice or left gathered (if any Unshard or Reshard is there); a
+///      Reduce missing or ahead of the last backward (if any is there); too many live activations
+///   4. ranks that wait for each other in a circle
+/// The list ends after 20.
+std::vector<Problem> find_problems(const Schedule& schedule, const CheckOptions& options = {});
+
+/// Throws ConfigError with the schedule's name and what find_problems() finds.
+void check_schedule(const Schedule& schedule, const CheckOptions& options = {});
+
+// From a schedule of compute actions to one that the runtime executes:
+//   with_parameter_actions(with_communication(schedule))
+//
+// [Note: what the runtime does with each]
+// Every directed pair of ranks has one channel, first in, first out. A send is started behind the action that
+// made its tensor and waited for when its buffer is needed again. A receive is posted, with a buffer of its
+// own, when the runtime meets it, and waited for by the F, B or I that works on it. Stages of one rank hand
+// over locally: no send, no receive. Unshard starts gathering; the stage's next F, B, I or W waits for it.
+
+/// Adds a send behind, and a receive ahead of, every F, B and I whose neighbour is on another rank.
+/// On each channel the receives stand in the order of the sends. A receive stands one compute action ahead of
+/// its use, so one message is on its way while the rank computes; earlier only where a message used earlier
+/// is sent behind it, or where otherwise ranks would wait for each other in a circle. The result runs even
+/// where a send lasts until its receive is posted (channel_capacity 0). Unchanged if the schedule has sends
+/// or receives. Throws ConfigError for a schedule that couldn't run (check_schedule()).
+Schedule with_communication(const Schedule& schedule);
+
+/// Adds Unshard and Reshard, such that no rank holds more than `max_gathered_stages` stages gathered: always
+/// those that it needs next, which gathers ahead of use. None is gathered at the end. Adds one Reduce per
+/// stage behind its last B or W (and behind the send that waits there: a peer needs it). Unshard and Reshard
+/// are left as they are if the schedule has any, Reduce likewise.
+Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages = 3);
+
+// Messages of one schedule that can travel as one call, where the backend has such calls (NCCL's groups).
+
+/// Whether two sends, of one rank to one other, may be one call; both ends have to answer alike.
+using MayJoin = std::function<bool(const Action&, const Action&)>;
+
+/// By rank and action of a complete schedule (pipeline_completion.h): whether it is a message that goes in
+/// one call with the action behind it. So do messages that stand side by side, in the order of their channel,
+/// both where they are sent and where they are received. Where only the sends or only the receives do, they
+/// stay apart: a call is done when its last message is, and would keep the first from whoever could use it.
+/// A schedule that is free of circles stays so: nothing stands between the messages on either side.
+std::vector<std::vector<bool>> joined_with_next(const Schedule& schedule, const MayJoin& may_join);
 
 }  // namespace titan::pipeline

@@ -8,6 +8,7 @@
 // its receive posted (a schedule without communication: from when it was made). Channels hold as much as is
 // sent. Gathering and reducing parameters costs nothing. Times are in the costs' unit.
 
+#include <string>
 #include <vector>
 
 #include "titan/parallel/pipeline_schedule.h"
@@ -55,5 +56,21 @@ struct Simulation {
 /// Throws ConfigError for a schedule that can't run (check_schedule()), for costs below 0 or not finite, and
 /// for lists of costs that are neither 1 nor num_stages long.
 Simulation simulate(const Schedule& schedule, const Costs& costs = {});
+
+// Simulated schedules for people: a table for the terminal, a drawing for documents.
+
+struct TableStyle {
+  int width = 100;       ///< characters a line; what is longer goes on in a further block of lines
+  bool colours = false;  ///< by ANSI sequences
+};
+
+/// Time from left to right, a row per rank: "2F5" where the action starts, "-" as long as it lasts, "." where
+/// the rank waits. A slot is the shortest action's time (where that makes more than 400 slots, a 400th of the
+/// whole, and actions shorter than that may be missing).
+std::string to_table(const Simulation& simulation, const TableStyle& style = {});
+
+/// An SVG file by itself: a row per rank, a box per F, B, I and W with its micro-batch, darker for later
+/// stages of the rank, a legend and a time axis. `title` stands above.
+std::string to_svg(const Schedule& schedule, const Simulation& simulation, const std::string& title);
 
 }  // namespace titan::pipeline

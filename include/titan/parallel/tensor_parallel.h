@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "titan/dist/device_mesh.h"
-#include "titan/nn/any_ref.h"
+#include "titan/nn/hooks.h"
 
 namespace titan {
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "titan/config/table.h"
-#include "titan/config/value.h"
 #include "titan/parallel/activation_checkpoint.h"
 
 namespace titan::train {

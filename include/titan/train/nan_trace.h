@@ -16,7 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "titan/nn/any_ref.h"
+#include "titan/nn/hooks.h"
 
 namespace titan::train {
 

@@ -20,8 +20,8 @@
 
 namespace titan::train {
 
-struct StepChoice;  // src/train/step_choice.h
-class PeerSaves;    // src/train/peer_saves.h
+struct StepChoice;  // src/train/checkpoints/step_choice.h
+class PeerSaves;    // src/train/checkpoints/peer_saves.h
 
 /// Of a model that is written alone, in its step's folder.
 inline constexpr const char* kModelFile = "model.safetensors";

@@ -17,9 +17,8 @@
 #include "titan/data/loader.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/parallel/parameters.h"
-#include "titan/parallel/pipeline_links.h"
+#include "titan/parallel/pipeline_runtime.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/scheduled_sharding.h"
 #include "titan/train/model_spec.h"
 
 namespace titan::train {

@@ -13,8 +13,8 @@
 #include "titan/data/loader.h"
 #include "titan/dist/world.h"
 #include "titan/train/parallel_dims.h"
+#include "titan/train/run_end.h"
 #include "titan/train/step_runner.h"
-#include "titan/train/stop_cause.h"
 
 namespace titan::train {
 

@@ -133,7 +133,7 @@ struct StepInput {
   TokenCounts tokens;
 };
 
-class LateValues;  // src/train/late_values.h
+class LateValues;  // src/train/policies/late_values.h
 
 class Trainer {
  public:

@@ -3,16 +3,14 @@
 
 #include <cstdio>
 
-#include "cli/checkpoint/arguments.h"
 #include "cli/checkpoint/commands.h"
-#include "cli/progress.h"
-#include "titan/checkpoint/hf_model.h"
+#include "config/differences.h"
+#include "job/job_config.h"
+#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/saved_state.h"
-#include "titan/config/differences.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
-#include "titan/train/hf_form.h"
-#include "titan/train/job_config.h"
+#include "titan/train/model_spec.h"
 #include "titan/train/run_checkpoints.h"
 
 namespace titan::cli {

@@ -5,13 +5,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "cli/checkpoint/arguments.h"
 #include "cli/checkpoint/commands.h"
-#include "cli/checkpoint/describe.h"
-#include "cli/checkpoint/slabs.h"
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/text.h"
-#include "core/shallow_json.h"
+#include "core/json.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 

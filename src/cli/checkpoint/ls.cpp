@@ -4,7 +4,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "cli/checkpoint/arguments.h"
 #include "cli/checkpoint/commands.h"
 #include "cli/text.h"
 #include "titan/checkpoint/step_folder.h"

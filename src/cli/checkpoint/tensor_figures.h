@@ -1,16 +1,27 @@
 #pragma once
 
-// What is said of a tensor's numbers, and of two tensors' difference, added up slab by slab in doubles.
+// A saved state's tensors, a part at a time.
 
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/checkpoint/manifest.h"
+#include "titan/checkpoint/saved_state.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::cli {
+
+/// What is in memory at a time.
+constexpr int64_t kSlabBytes = 16 << 20;
+
+/// The elements in `box`, contiguous.
+at::Tensor read_slab(const checkpoint::SavedState& state, const std::string& name, const Box& box);
+
+// What is said of a tensor's numbers, and of two tensors' difference, added up slab by slab in doubles.
 
 /// Of the finite elements, but for the counts. Without any, NaN and 0.
 struct TensorStats {
@@ -42,5 +53,16 @@ struct TensorDifference {
  private:
   double squares_of_difference_ = 0, squares_of_a_ = 0;
 };
+
+// What is said of a saved tensor without reading it.
+
+/// "float32"
+std::string dtype_text(at::ScalarType dtype);
+int64_t num_elements(const checkpoint::StateTensor& tensor);
+int64_t num_bytes(const checkpoint::StateTensor& tensor);
+/// "dim 0 by fsdp 4, dim 1 by tp 2; on pp 1 alone; 2 copies"
+std::string layout_text(const checkpoint::StateTensor& tensor, int64_t world_size);
+/// The axes of which any layout speaks, the outermost first: "pp 2, fsdp 4, tp 2".
+std::string mesh_text(const checkpoint::StateTable& table);
 
 }  // namespace titan::cli

@@ -1,15 +1,13 @@
 // titan checkpoint verify: every byte of a checkpoint against its checksum.
 
-#include "titan/checkpoint/verify.h"
+#include "titan/checkpoint/saved_state.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
 
-#include "cli/checkpoint/arguments.h"
 #include "cli/checkpoint/commands.h"
-#include "cli/progress.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
 

@@ -1,22 +1,185 @@
-// titan debug flight: who is missing from what, by the ranks' flight records, and their last calls side by
-// side. titan debug dump asks a job for such records.
-
 #include <algorithm>
 #include <cstdio>
+#include <ctime>
 #include <fstream>
+#include <map>
 #include <set>
 #include <thread>
 
 #include "cli/debug/commands.h"
-#include "cli/debug/flight_table.h"
 #include "cli/parser.h"
-#include "cli/run_record.h"
+#include "cli/run/run_folder.h"
+#include "cli/text.h"
+#include "guard/flight_report.h"
+#include "guard/heartbeat.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
-#include "titan/dist/flight_report.h"
-#include "titan/dist/heartbeat.h"
 
 namespace titan::cli {
+
+namespace {
+
+using dist::FlightCall;
+using dist::FlightFile;
+using dist::FlightLane;
+using dist::FlightReport;
+using dist::FlightState;
+
+constexpr size_t kMostRankColumns = 8;
+constexpr size_t kMostRows = 16;  // of ranks
+
+std::string duration_text(int64_t ns) {
+  const auto seconds = static_cast<double>(std::max<int64_t>(ns, 0)) / 1e9;
+  if (seconds >= 1) return number("%.1f s", seconds);
+  return seconds >= 1e-3 ? number("%.1f ms", seconds * 1e3) : number("%.0f us", seconds * 1e6);
+}
+
+std::string clock_text(int64_t ns) {
+  const std::time_t seconds = ns / 1'000'000'000;
+  std::tm parts{};
+  localtime_r(&seconds, &parts);
+  char text[32];
+  std::strftime(text, sizeof text, "%H:%M:%S", &parts);
+  return str(text, number(".%03.0f", static_cast<double>(ns / 1'000'000 % 1000)));
+}
+
+using Row = std::vector<std::string>;
+
+std::string place_text(const FlightFile& file) {
+  std::string text = file.activity.empty() ? "-" : str(file.activity, ", step ", file.step);
+  if (file.activity_since_ns > 0 && !file.activity.empty())
+    text += str(", for ", duration_text(file.time_ns - file.activity_since_ns));
+  return text;
+}
+
+std::string call_text(const FlightCall& call) {
+  std::string text = call.phase;
+  if (!call.module.empty()) text += (text.empty() ? "" : " ") + call.module;
+  return text;
+}
+
+std::string call_tensors_text(const FlightCall& call) {
+  std::string text = call.dtypes.empty() ? "" : call.dtypes.front();
+  for (const auto* all : {&call.in_sizes, &call.out_sizes}) {
+    if (all == &call.out_sizes && call.in_sizes == call.out_sizes) break;
+    if (all == &call.out_sizes && !all->empty()) text += " to";
+    for (const auto& sizes : *all) {
+      text += " [";
+      for (size_t i = 0; i < sizes.size(); ++i) text += str(i > 0 ? "," : "", sizes[i]);
+      text += "]";
+    }
+  }
+  return text;
+}
+
+/// What a rank did with a call: "1.2 ms", "waits 12.0 s".
+std::string call_state_text(const FlightFile& file, const FlightCall& call) {
+  const std::string since = duration_text(file.time_ns - call.start_ns);
+  switch (call.state) {
+    case FlightState::Finished:
+      return call.end_ns > 0 ? duration_text(call.end_ns - call.start_ns) : "done";
+    case FlightState::Failed:
+      return call.end_ns > 0 ? "failed, " + duration_text(call.end_ns - call.start_ns) : "failed";
+    case FlightState::Launched:
+      return "launched";
+    case FlightState::Waiting:
+      break;
+  }
+  return "waits " + since;
+}
+
+/// Culprits, then who waits, then the others; as columns they are sorted.
+std::vector<int> chosen_ranks(const FlightLane& lane, const FlightReport& report,
+                              const FlightTableOptions& options) {
+  std::vector<int> members = lane.members();
+  if (!options.ranks.empty()) {
+    std::erase_if(members, [&](int rank) {
+      return std::find(options.ranks.begin(), options.ranks.end(), rank) == options.ranks.end();
+    });
+    return members;
+  }
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    const auto is_culprit = [&](int rank) {
+      return std::find(report.culprits.begin(), report.culprits.end(), rank) != report.culprits.end();
+    };
+    return is_culprit(a) && !is_culprit(b);
+  });
+  if (members.size() > kMostRankColumns) members.resize(kMostRankColumns);
+  std::sort(members.begin(), members.end());
+  return members;
+}
+
+size_t busiest_lane(const FlightReport& report) {
+  size_t busiest = 0;
+  for (size_t i = 1; i < report.lanes.size(); ++i)
+    if (report.lanes[i].calls.size() > report.lanes[busiest].calls.size()) busiest = i;
+  return busiest;
+}
+
+std::string cell_of(const std::map<int, const FlightFile*>& files, const FlightLane& lane, int64_t sequence,
+                    int rank) {
+  const auto file = files.find(rank);
+  if (file == files.end()) return "no record";
+  const auto& calls = lane.calls.at(sequence);
+  const auto call = calls.find(rank);
+  if (call != calls.end()) {
+    std::string text = call_state_text(*file->second, *call->second);
+    const FlightCall& first = *calls.begin()->second;
+    const bool differs = lane.from < 0 && (first.op != call->second->op ||
+                                           call_tensors_text(first) != call_tensors_text(*call->second) ||
+                                           call_text(first) != call_text(*call->second));
+    return differs ? str(text, " (", call->second->op, " ", call_text(*call->second), " ",
+                         call_tensors_text(*call->second), ")")
+                   : text;
+  }
+  return lane.last_of(rank) < sequence ? "MISSING" : "left the ring";
+}
+
+}  // namespace
+
+std::string flight_records_table(const std::vector<FlightFile>& files) {
+  TextTable table{{{"rank", "host", "written", "at", "calls", "because of"}}, {}};
+  for (const FlightFile& file : files) {
+    if (table.rows.size() > kMostRows) break;
+    table.rows.push_back({std::to_string(file.rank), file.host.empty() ? "-" : file.host,
+                          clock_text(file.time_ns), place_text(file), std::to_string(file.calls.size()),
+                          file.reason.substr(0, 60)});
+  }
+  std::string text = to_string(table);
+  if (files.size() > kMostRows) text += str("  and ", files.size() - kMostRows, " ranks more\n");
+  return text;
+}
+
+std::string flight_calls_table(const std::vector<FlightFile>& files, const FlightReport& report,
+                               const FlightTableOptions& options) {
+  if (report.lanes.empty()) return "\nNo calls are recorded.\n";
+  const bool is_about = report.lane < report.lanes.size();
+  const FlightLane& lane = report.lanes[is_about ? report.lane : busiest_lane(report)];
+  std::map<int, const FlightFile*> by_rank;
+  for (const FlightFile& file : files) by_rank[file.rank] = &file;
+  const std::vector<int> ranks = chosen_ranks(lane, report, options);
+
+  TextTable table{{{"#", "operation", "in", "of"}}, {true}};
+  for (const int rank : ranks) table.rows[0].push_back(str("rank ", rank));
+  std::vector<int64_t> shown;
+  for (const auto& [sequence, calls] : lane.calls)
+    if (!is_about || sequence <= report.sequence + 2) shown.push_back(sequence);
+  if (shown.size() > static_cast<size_t>(options.num_calls))
+    shown.erase(shown.begin(), shown.end() - options.num_calls);
+  for (const int64_t sequence : shown) {
+    const FlightCall& call = *lane.calls.at(sequence).begin()->second;
+    Row row = {std::to_string(sequence), call.op, call_text(call), call_tensors_text(call)};
+    for (const int rank : ranks) row.push_back(cell_of(by_rank, lane, sequence, rank));
+    table.rows.push_back(std::move(row));
+  }
+  const size_t others = lane.members().size() - ranks.size();
+  return str("\ngroup '", lane.group, lane.purpose.empty() ? "" : ", " + lane.purpose, "', ",
+             lane.from < 0 ? "its collectives" : "what one rank sends to the other", ":\n", to_string(table),
+             others > 0 ? str("  and ", others, " ranks more (--ranks shows others)\n") : "");
+}
+
+// titan debug flight: who is missing from what, by the ranks' flight records, and their last calls side by
+// side. titan debug dump asks a job for such records.
 
 namespace {
 

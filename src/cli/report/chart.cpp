@@ -1,15 +1,149 @@
 #include "cli/report/chart.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdio>
 #include <limits>
+#include <numeric>
 
 #include <nlohmann/json.hpp>
 
-#include "cli/report/figure.h"
+#include "cli/report/page.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::report {
+
+namespace {
+
+constexpr int kMarks = 5;  // about so many
+
+// 1, 2 or 5 times a power of ten.
+double round_distance(double wanted) {
+  const double power = std::pow(10, std::floor(std::log10(wanted)));
+  for (double factor : {1.0, 2.0, 5.0})
+    if (wanted <= factor * power * 1.0000001) return factor * power;
+  return 10 * power;
+}
+
+}  // namespace
+
+Scale::Scale(double low, double high, bool log, bool widen) : low_(low), high_(high), log_(log && low > 0) {
+  // One value, or values that differ by their rounding, between which no marks can be: in the middle.
+  if (high_ - low_ <= 1e-12 * std::max(std::abs(low_), std::abs(high_))) {
+    const double half = low_ == 0 ? 1 : std::abs(low_) / 2;
+    high_ = low_ + half;
+    low_ -= log_ ? half / 2 : half;
+  }
+  log_ ? mark_decades(widen) : mark_linear(widen);
+}
+
+void Scale::mark_linear(bool widen) {
+  const double distance = round_distance((high_ - low_) / kMarks);
+  if (widen) {
+    low_ = std::floor(low_ / distance) * distance;
+    high_ = std::ceil(high_ / distance) * distance;
+  }
+  for (double at = std::ceil(low_ / distance - 1e-9); at * distance <= high_ + distance * 1e-9; ++at)
+    marks_.push_back(at * distance + 0.0);  // no -0
+}
+
+void Scale::mark_decades(bool widen) {
+  if (widen) {
+    low_ = std::pow(10, std::floor(std::log10(low_) + 1e-9));
+    high_ = std::pow(10, std::ceil(std::log10(high_) - 1e-9));
+  }
+  const double decades = std::log10(high_ / low_);
+  const double stride = std::max(1.0, std::ceil(decades / 6));
+  for (double power = std::ceil(std::log10(low_) - 1e-9); power <= std::log10(high_) + 1e-9; power += stride)
+    marks_.push_back(std::pow(10, power));
+}
+
+double Scale::place(double value) const {
+  if (!log_) return (value - low_) / (high_ - low_);
+  return std::log(value / low_) / std::log(high_ / low_);
+}
+
+std::string mark_text(double value, double distance) {
+  static constexpr std::array<std::pair<double, const char*>, 4> kUnits = {
+      {{1e12, "T"}, {1e9, "G"}, {1e6, "M"}, {1e4, "k"}}};
+  double unit = 1;
+  const char* letter = "";
+  for (const auto& [least, name] : kUnits) {
+    if (std::abs(value) < least) continue;
+    unit = least == 1e4 ? 1e3 : least;
+    letter = name;
+    break;
+  }
+  const double shown = distance / unit;
+  const int decimals =
+      shown > 0 ? std::clamp(static_cast<int>(std::ceil(-std::log10(shown) - 1e-9)), 0, 9) : 0;
+  std::array<char, 48> text{};
+  if (value != 0 && std::abs(value) < 1e-4)
+    std::snprintf(text.data(), text.size(), "%.0e", value);
+  else
+    std::snprintf(text.data(), text.size(), "%.*f", decimals, value / unit);
+  return str(text.data(), letter);
+}
+
+namespace {
+
+double distance_of(const Scale& scale, size_t mark) {
+  if (scale.is_log()) return scale.marks()[mark];
+  return scale.marks().size() > 1 ? scale.marks()[1] - scale.marks()[0] : 1;
+}
+
+std::string text_at(double x, double y, const char* anchor, const std::string& text) {
+  return str("<text x=\"", pixel(x), "\" y=\"", pixel(y), "\" text-anchor=\"", anchor, "\">", escaped(text),
+             "</text>\n");
+}
+
+std::string legend_html(const std::vector<std::string>& names) {
+  if (names.size() < 2) return "";
+  std::string html = "<div class=\"legend\">";
+  for (size_t i = 0; i < names.size(); ++i)
+    html += str("<span><i class=\"s", i % 8, "\"></i>", escaped(names[i]), "</span>");
+  return html + "</div>\n";
+}
+
+}  // namespace
+
+double plot_x(const Scale& scale, double value) {
+  return kPlotLeft + scale.place(value) * (kPlotRight - kPlotLeft);
+}
+
+double plot_y(const Scale& scale, double value) {
+  return kPlotBottom - scale.place(value) * (kPlotBottom - kPlotTop);
+}
+
+std::string pixel(double value) { return number("%.1f", value); }
+
+std::string axes(const Scale& x, const Scale& y) {
+  std::string svg = "<g class=\"axes\">\n";
+  for (size_t i = 0; i < y.marks().size(); ++i) {
+    const double at = plot_y(y, y.marks()[i]);
+    svg += str("<line class=\"grid\" x1=\"", pixel(kPlotLeft), "\" x2=\"", pixel(kPlotRight), "\" y1=\"",
+               pixel(at), "\" y2=\"", pixel(at), "\"/>\n");
+    svg += text_at(kPlotLeft - 6, at + 4, "end", mark_text(y.marks()[i], distance_of(y, i)));
+  }
+  for (size_t i = 0; i < x.marks().size(); ++i)
+    svg += text_at(plot_x(x, x.marks()[i]), kPlotBottom + 17, "middle",
+                   mark_text(x.marks()[i], distance_of(x, i)));
+  svg += text_at(kPlotRight, kFigureHeight - 2, "end", "step");
+  return svg + "</g>\n";
+}
+
+std::string figure(const std::string& title, const std::string& unit, const std::vector<std::string>& legend,
+                   const std::string& drawing, const std::string& data) {
+  return str("<figure class=\"chart\">\n<figcaption>", escaped(title),
+             unit.empty() ? "" : str(" <small>", escaped(unit), "</small>"), "</figcaption>\n",
+             legend_html(legend), "<svg viewBox=\"0 0 ", kFigureWidth, " ", kFigureHeight,
+             "\" role=\"img\" aria-label=\"", escaped(title), "\">\n", drawing,
+             "<line class=\"cursor\" y1=\"", pixel(kPlotTop), "\" y2=\"", pixel(kPlotBottom),
+             "\"/>\n</svg>\n<div class=\"tip\"></div>\n<script type=\"application/json\">", data,
+             "</script>\n</figure>\n");
+}
 
 namespace {
 
@@ -107,6 +241,54 @@ std::string to_html(const Chart& given) {
   }
   return figure(chart.title, log ? chart.unit + (chart.unit.empty() ? "" : ", ") + "logarithmic" : chart.unit,
                 names, drawing, script_data(chart, x));
+}
+
+namespace {
+
+double height_of(const StackedChart::Column& column) {
+  return std::accumulate(column.values.begin(), column.values.end(), 0.0);
+}
+
+std::string bars(const StackedChart::Column& column, const Scale& x, const Scale& y) {
+  // Half a step to either side, so that neighbours touch.
+  const double left = plot_x(x, column.first_step - 0.5), right = plot_x(x, column.last_step + 0.5);
+  std::string svg;
+  double below = 0;
+  for (size_t part = 0; part < column.values.size(); ++part) {
+    const double bottom = plot_y(y, below), top = plot_y(y, below += column.values[part]);
+    if (bottom - top < 0.05) continue;
+    svg += str("<rect class=\"bar s", part % 8, "\" x=\"", pixel(left), "\" width=\"",
+               pixel(std::max(0.6, right - left - 0.6)), "\" y=\"", pixel(top), "\" height=\"",
+               pixel(bottom - top), "\"/>\n");
+  }
+  return svg;
+}
+
+std::string columns_data(const StackedChart& chart, const Scale& x) {
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (size_t part = 0; part < chart.parts.size(); ++part) {
+    nlohmann::ordered_json places = nlohmann::ordered_json::array(), steps = places, values = places;
+    for (const StackedChart::Column& column : chart.columns) {
+      places.push_back(std::round(plot_x(x, (column.first_step + column.last_step) / 2) * 10) / 10);
+      steps.push_back(static_cast<int64_t>(column.last_step));
+      values.push_back(column.values[part]);
+    }
+    all.push_back({{"name", chart.parts[part]}, {"x", places}, {"step", steps}, {"y", values}});
+  }
+  return all.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+}  // namespace
+
+std::string to_html(const StackedChart& chart) {
+  if (chart.columns.empty()) return "";
+  double highest = 0;
+  for (const StackedChart::Column& column : chart.columns) highest = std::max(highest, height_of(column));
+  const Scale x(chart.columns.front().first_step - 0.5, chart.columns.back().last_step + 0.5, false, false);
+  const Scale y(0, highest, false, true);
+  std::string drawing = axes(x, y);
+  for (const StackedChart::Column& column : chart.columns) drawing += bars(column, x, y);
+  return figure(chart.title, chart.unit, chart.parts, drawing, columns_data(chart, x));
 }
 
 }  // namespace titan::cli::report

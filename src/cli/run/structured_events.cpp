@@ -8,7 +8,7 @@
 #include <map>
 #include <tuple>
 
-#include "cli/run_record.h"
+#include "cli/run/run_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 

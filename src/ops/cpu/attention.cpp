@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 
 #include "ops/attention_kernels.h"
-#include "ops/attention_parts.h"
 #include "ops/cpu/attention_kernel.h"
 #include "ops/cpu_features.h"
 

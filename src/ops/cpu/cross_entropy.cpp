@@ -6,10 +6,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include "ops/composite.h"
 #include "ops/cpu/dtype.h"
 #include "ops/cpu/simd.h"
-#include "titan/ops/linear_cross_entropy.h"
+#include "ops/operators.h"
+#include "titan/ops/loss.h"
 
 namespace titan::ops {
 

@@ -7,9 +7,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
-#include "ops/composite.h"
 #include "ops/cpu/dtype.h"
 #include "ops/cpu/simd.h"
+#include "ops/operators.h"
 
 namespace titan::ops {
 

@@ -3,9 +3,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include "ops/composite.h"
 #include "ops/cpu/dtype.h"
 #include "ops/cpu/simd.h"
+#include "ops/operators.h"
 
 namespace titan::ops {
 

@@ -1,6 +1,12 @@
 #include "parallel/activation_checkpoint/budget.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
+#include <iomanip>
+#include <limits>
+#include <sstream>
+#include <tuple>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -10,6 +16,158 @@
 #include "titan/dist/stream.h"
 
 namespace titan::activations {
+
+namespace {
+
+constexpr std::array kLevels{Level::Full, Level::Op, Level::None};
+constexpr int64_t kUnits = 16384;
+constexpr double kMiB = 1024.0 * 1024.0;
+
+bool same_sizes(const LayerCosts& a, const LayerCosts& b) {
+  return a.full.bytes == b.full.bytes && a.op.bytes == b.op.bytes && a.none.bytes == b.none.bytes;
+}
+
+double total_bytes(const std::vector<LayerCosts>& layers, Level level) {
+  double sum = 0;
+  for (const LayerCosts& layer : layers) sum += layer.at(level).bytes;
+  return sum;
+}
+
+// A knapsack with three choices per layer: best[u] is the least time of the layers so far with u units more
+// than Full needs.
+std::vector<Level> solve(const std::vector<LayerCosts>& layers, double extra_bytes) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  const double unit = extra_bytes / static_cast<double>(kUnits);
+  std::vector<double> best(kUnits + 1, 0.0);
+  std::vector<std::vector<Level>> taken;
+  for (const LayerCosts& layer : layers) {
+    std::vector<double> next(kUnits + 1, kNever);
+    std::vector<Level> choice(kUnits + 1, Level::Full);
+    for (Level level : kLevels) {
+      const double bytes = layer.at(level).bytes - layer.full.bytes;
+      if (bytes > extra_bytes) continue;
+      const auto units = bytes > 0 ? static_cast<int64_t>(std::ceil(bytes / unit)) : 0;
+      for (int64_t u = units; u <= kUnits; ++u) {
+        const double time = best[static_cast<size_t>(u - units)] + layer.at(level).recompute_s;
+        if (time >= next[static_cast<size_t>(u)]) continue;
+        next[static_cast<size_t>(u)] = time;
+        choice[static_cast<size_t>(u)] = level;
+      }
+    }
+    best = std::move(next);
+    taken.push_back(std::move(choice));
+  }
+  std::vector<Level> levels(layers.size());
+  int64_t left = kUnits;
+  for (size_t i = layers.size(); i-- > 0;) {
+    levels[i] = taken[i][static_cast<size_t>(left)];
+    const double bytes = layers[i].at(levels[i]).bytes - layers[i].full.bytes;
+    if (bytes > 0) left -= static_cast<int64_t>(std::ceil(bytes / unit));
+  }
+  return levels;
+}
+
+// The backward comes to the last layers first: what they keep is gone when the others recompute.
+void keep_in_last_layers(const std::vector<LayerCosts>& layers, std::vector<Level>& levels) {
+  std::vector<bool> done(layers.size(), false);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (done[i]) continue;
+    std::vector<size_t> members;
+    std::vector<Level> theirs;
+    for (size_t j = i; j < layers.size(); ++j) {
+      if (!same_sizes(layers[i], layers[j])) continue;
+      members.push_back(j);
+      theirs.push_back(levels[j]);
+      done[j] = true;
+    }
+    std::sort(theirs.begin(), theirs.end());
+    for (size_t k = 0; k < members.size(); ++k) levels[members[k]] = theirs[k];
+  }
+}
+
+const char* name_of(Level level) {
+  switch (level) {
+    case Level::Full:
+      return "inputs (full)";
+    case Level::Op:
+      return "op";
+    case Level::None:
+      return "everything";
+  }
+  return "";
+}
+
+std::string range_of(size_t first, size_t end) {
+  return first + 1 == end ? str(first) : str(first, "-", end - 1);
+}
+
+}  // namespace
+
+const LevelCost& LayerCosts::at(Level level) const {
+  return level == Level::Full ? full : level == Level::Op ? op : none;
+}
+
+void equalize_times(std::vector<LayerCosts>& layers) {
+  const std::vector<LayerCosts> measured = layers;
+  for (LayerCosts& layer : layers) {
+    double full_s = layer.full.recompute_s, spared_s = full_s - layer.op.recompute_s;
+    for (const LayerCosts& other : measured) {
+      if (!same_sizes(layer, other)) continue;
+      full_s = std::min(full_s, other.full.recompute_s);
+      spared_s = std::min(spared_s, other.full.recompute_s - other.op.recompute_s);
+    }
+    layer.full.recompute_s = full_s;
+    layer.op.recompute_s = std::max(full_s - spared_s, 0.0);
+  }
+}
+
+std::vector<Level> choose_levels(const std::vector<LayerCosts>& layers, double budget_bytes) {
+  const double least = total_bytes(layers, Level::Full);
+  TITAN_CHECK(
+      budget_bytes >= least, "a memory budget of ", budget_bytes / kMiB,
+      " MiB for activations is less than the ", least / kMiB,
+      " MiB that the inputs of all layers take, which full recomputation keeps: give it more, or take "
+      "smaller micro-batches");
+  if (total_bytes(layers, Level::None) <= budget_bytes) return std::vector<Level>(layers.size(), Level::None);
+  std::vector<Level> levels = solve(layers, std::max(budget_bytes - least, 1.0));
+  keep_in_last_layers(layers, levels);
+  return levels;
+}
+
+double budget_bytes_of(const std::vector<LayerCosts>& layers, int64_t bytes, double fraction) {
+  if (bytes >= 0) return static_cast<double>(bytes);
+  const double least = total_bytes(layers, Level::Full), most = total_bytes(layers, Level::None);
+  // Exact at both ends.
+  return fraction >= 1 ? most : least + fraction * (most - least);
+}
+
+std::string describe_choice(const std::vector<LayerCosts>& layers, const std::vector<Level>& levels,
+                            double budget_bytes) {
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(1) << "activations within " << budget_bytes / kMiB
+      << " MiB for each forward:\n"
+      << std::left << std::setw(12) << "layers" << std::setw(16) << "keep" << std::right << std::setw(12)
+      << "MiB each" << std::setw(24) << "ms recomputed each";
+  LevelCost sum, most;
+  for (size_t i = 0, end = 0; i < layers.size(); i = end) {
+    const LevelCost& cost = layers[i].at(levels[i]);
+    for (end = i; end < layers.size() && levels[end] == levels[i] && same_sizes(layers[end], layers[i]);
+         ++end)
+      ;
+    out << "\n"
+        << std::left << std::setw(12) << range_of(i, end) << std::setw(16) << name_of(levels[i]) << std::right
+        << std::setw(12) << cost.bytes / kMiB << std::setw(24) << cost.recompute_s * 1e3;
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    sum.bytes += layers[i].at(levels[i]).bytes;
+    sum.recompute_s += layers[i].at(levels[i]).recompute_s;
+    most.bytes += layers[i].none.bytes;
+    most.recompute_s += layers[i].full.recompute_s;
+  }
+  out << "\ntogether " << sum.bytes / kMiB << " of " << most.bytes / kMiB << " MiB kept, "
+      << sum.recompute_s * 1e3 << " of " << most.recompute_s * 1e3 << " ms recomputed";
+  return out.str();
+}
 
 void StorageBytes::add(const at::Tensor& tensor) {
   if (!tensor.has_storage() || !seen_.insert(tensor.storage().unsafeGetStorageImpl()).second) return;
@@ -135,5 +293,21 @@ nn::TensorList BudgetHook::measure(nn::HookHost& host, const nn::TensorList& inp
   const RecomputeFrame::Parts parts{nullptr, probe};
   return std::make_shared<RecomputeFrame>(host, inputs, std::move(run), options_, parts)->forward(inputs);
 }
+
+class SavedBytes::Counter final : public SavedVariableHooks {
+ public:
+  explicit Counter(SavedBytes& counts) : counts_(counts) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    if (!counts_.parameters_.contains(tensor)) counts_.bytes_.add(tensor);
+  }
+  at::Tensor call_unpack_hook() override {
+    TITAN_INTERNAL_ASSERT(false, "a backward through a graph that only counts");
+  }
+
+ private:
+  SavedBytes& counts_;
+};
+
+std::unique_ptr<SavedVariableHooks> SavedBytes::make() { return std::make_unique<Counter>(*this); }
 
 }  // namespace titan::activations

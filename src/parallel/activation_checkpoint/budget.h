@@ -1,22 +1,54 @@
 #pragma once
 
-// MemoryBudget: measures layers while they run with FullRecompute, then gives each its level.
+// MemoryBudget's arithmetic: sizes and times in, one level per layer out. No tensors.
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <unordered_set>
 #include <vector>
 
 #include <c10/core/Storage.h>
 
-#include "parallel/activation_checkpoint/budget_choice.h"
-#include "parallel/activation_checkpoint/parameter_storages.h"
-#include "parallel/activation_checkpoint/recompute_frame.h"
+#include "parallel/activation_checkpoint/recompute.h"
+#include "parallel/activation_checkpoint/saved_tensor_hooks.h"
 #include "titan/nn/hooks.h"
 
 namespace titan::activations {
+
+/// What a layer keeps, least first.
+enum class Level { Full, Op, None };
+
+struct LevelCost {
+  double bytes = 0;        ///< kept between forward and backward
+  double recompute_s = 0;  ///< spent in the backward
+};
+
+/// Indexed by Level.
+struct LayerCosts {
+  LevelCost full, op, none;
+  const LevelCost& at(Level level) const;
+};
+
+/// Gives layers of the same sizes the least of their measured times, and of those that Op spares: a single
+/// measurement has the noise of its moment in it.
+void equalize_times(std::vector<LayerCosts>& layers);
+
+/// The levels of least total recompute time within `budget_bytes`; exact but for the rounding of sizes to
+/// 1/16384 of the budget. Of layers of the same sizes the later ones keep more. Throws Error where the budget
+/// doesn't hold what Full keeps.
+std::vector<Level> choose_levels(const std::vector<LayerCosts>& layers, double budget_bytes);
+
+/// bytes, or where that is negative, by the fraction between keeping least and keeping everything.
+double budget_bytes_of(const std::vector<LayerCosts>& layers, int64_t bytes, double fraction);
+
+/// A table for the log.
+std::string describe_choice(const std::vector<LayerCosts>& layers, const std::vector<Level>& levels,
+                            double budget_bytes);
+
+// MemoryBudget: measures layers while they run with FullRecompute, then gives each its level.
 
 /// Bytes of different storages among the tensors that it is shown.
 class StorageBytes {
@@ -105,6 +137,20 @@ class BudgetHook final : public nn::CheckpointHook {
   CheckpointOptions options_;
   std::shared_ptr<ProductChoice> products_;
   std::shared_ptr<const ParameterStorages> parameters_;
+};
+
+/// Counts what graphs made in its HooksScope save, each storage once and parameters not: on any device, meta
+/// too. The graphs are for counting only, and hold nothing for a backward.
+class SavedBytes final : public SavedTensorHooks {
+ public:
+  explicit SavedBytes(const torch::nn::Module& module) : parameters_(module) { install_saved_tensor_hooks(); }
+  std::unique_ptr<SavedVariableHooks> make() override;
+  int64_t total() const { return bytes_.total(); }
+
+ private:
+  class Counter;
+  ParameterStorages parameters_;
+  StorageBytes bytes_;
 };
 
 }  // namespace titan::activations

@@ -6,7 +6,7 @@
 
 #include "parallel/activation_checkpoint/budget.h"
 #include "parallel/activation_checkpoint/offload.h"
-#include "parallel/activation_checkpoint/recompute_hook.h"
+#include "parallel/activation_checkpoint/recompute.h"
 #include "titan/core/error.h"
 
 namespace titan {

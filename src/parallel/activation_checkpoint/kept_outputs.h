@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "titan/nn/any_ref.h"
-#include "titan/ops/saved_outputs.h"
+#include "ops/saved_outputs.h"
+#include "titan/nn/hooks.h"
 #include "titan/parallel/activation_checkpoint.h"
 
 namespace titan::activations {

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "titan/core/error.h"
-#include "titan/dist/named_streams.h"
+#include "titan/dist/stream.h"
 
 namespace titan::activations {
 

@@ -11,7 +11,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "parallel/activation_checkpoint/parameter_storages.h"
 #include "parallel/activation_checkpoint/saved_tensor_hooks.h"
 #include "titan/dist/stream.h"
 #include "titan/nn/hooks.h"

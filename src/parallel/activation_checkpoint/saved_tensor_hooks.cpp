@@ -1,9 +1,11 @@
 #include "parallel/activation_checkpoint/saved_tensor_hooks.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/nn/module.h>
 
 #include "titan/core/error.h"
 
@@ -49,6 +51,18 @@ at::Tensor without_graph(const at::Tensor& tensor) {
   at::Tensor bare = torch::autograd::make_variable(tensor, /*requires_grad=*/false);
   torch::autograd::impl::set_version_counter(bare, torch::autograd::impl::version_counter(tensor));
   return bare;
+}
+
+ParameterStorages::ParameterStorages(const torch::nn::Module& module) {
+  for (const auto& list : {module.parameters(), module.buffers()})
+    for (const at::Tensor& tensor : list)
+      if (tensor.has_storage()) storages_.push_back(tensor.storage().unsafeGetStorageImpl());
+  std::sort(storages_.begin(), storages_.end());
+}
+
+bool ParameterStorages::contains(const at::Tensor& tensor) const {
+  return tensor.has_storage() &&
+         std::binary_search(storages_.begin(), storages_.end(), tensor.storage().unsafeGetStorageImpl());
 }
 
 }  // namespace titan::activations

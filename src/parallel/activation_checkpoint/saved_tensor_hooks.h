@@ -3,11 +3,12 @@
 // What becomes of the tensors that autograd saves: the C++ side of PyTorch's saved-tensor hooks.
 
 #include <memory>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
-#include "titan/ops/saved_outputs.h"
+#include "ops/saved_outputs.h"
 
 namespace titan::activations {
 
@@ -24,7 +25,7 @@ class SavedTensorHooks {
   virtual ~SavedTensorHooks() = default;
   /// For a tensor that is about to be saved. The engine may drop the hooks without using them.
   virtual std::unique_ptr<SavedVariableHooks> make() = 0;
-  /// Whether these note shapes and dtypes alone ([Note: dropped tensors] in titan/ops/saved_outputs.h).
+  /// Whether these note shapes and dtypes alone ([Note: dropped tensors] in ops/saved_outputs.h).
   virtual bool drop_tensors() const { return false; }
 };
 
@@ -47,5 +48,25 @@ void install_saved_tensor_hooks();
 
 /// The same memory and version counter without the history.
 at::Tensor without_graph(const at::Tensor& tensor);
+
+}  // namespace titan::activations
+
+namespace torch::nn {
+class Module;
+}
+
+namespace titan::activations {
+
+/// The storages of a module's parameters and buffers: what a graph saves of them is no activation. A sharded
+/// parameter keeps its storage object while its memory comes and goes.
+class ParameterStorages {
+ public:
+  ParameterStorages() = default;
+  explicit ParameterStorages(const torch::nn::Module& module);
+  bool contains(const at::Tensor& tensor) const;
+
+ private:
+  std::vector<const c10::StorageImpl*> storages_;  // sorted
+};
 
 }  // namespace titan::activations

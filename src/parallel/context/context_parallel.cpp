@@ -5,12 +5,11 @@
 
 #include <torch/nn/module.h>
 
-#include "parallel/context/gathered_attention.h"
-#include "parallel/context/ring_attention.h"
+#include "parallel/context/distributed_attention.h"
 #include "parallel/interned.h"
 #include "titan/core/error.h"
+#include "titan/nn/containers.h"
 #include "titan/nn/hooks.h"
-#include "titan/nn/layer_sequence.h"
 
 namespace titan {
 

@@ -4,10 +4,11 @@
 
 #include <memory>
 
+#include "parallel/context/key_values.h"
 #include "parallel/context/sequence_layout.h"
 #include "titan/dist/collectives.h"
-#include "titan/nn/attention_core.h"
-#include "titan/ops/attention.h"
+#include "titan/nn/layers.h"
+#include "titan/ops/functional.h"
 
 namespace titan::context {
 
@@ -41,6 +42,49 @@ class ContextCore final : public nn::AttentionCore {
  private:
   std::shared_ptr<DistributedAttention> attention_;
   const char* module_;
+};
+
+/// Gathers the keys and values of the whole sequence, puts them in order, and attends with each of the rank's
+/// chunks once. The backward gathers them again; gradients are summed over the ranks by one reduce-scatter,
+/// in fp32 (float64 of float64).
+class GatheredAttention final : public DistributedAttention {
+ public:
+  GatheredAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout)
+      : DistributedAttention(layout), group_(std::move(group)) {}
+
+  ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            dist::Label label) override;
+  ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
+                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+                                   dist::Label label) override;
+
+ private:
+  KeyValues gather(const KeyValues& own, dist::Label label);
+  KeyValues reduce(const at::Tensor& whole, dist::Label label);
+
+  std::shared_ptr<dist::Group> group_;
+  Buffer own_, by_rank_, in_order_, gradients_;
+};
+
+/// [Note: ring attention]
+/// At hop i rank r has the keys and values of rank (r - i) mod N, and adds its queries' attention over them
+/// to a sum in fp32 ([Note: attention in parts]); the keys of hop i + 1 are on their way meanwhile. In the
+/// backward they come round once more; each hop gives gradients of the rank's own queries, and contributions
+/// to those of the keys at hand, which follow their keys on the ring and end at home.
+class RingAttention final : public DistributedAttention {
+ public:
+  RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout, ContextRotateMethod method);
+
+  ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            dist::Label label) override;
+  ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
+                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+                                   dist::Label label) override;
+
+ private:
+  int rank_, num_ranks_;
+  std::unique_ptr<KeyValueRotation> rotation_;
+  GradientRing gradient_ring_;
 };
 
 }  // namespace titan::context

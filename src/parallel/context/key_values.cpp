@@ -4,8 +4,41 @@
 #include <utility>
 
 #include <ATen/core/DimVector.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 
 namespace titan::context {
+
+at::Tensor Buffer::get(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  if (last_.defined() && last_.sizes() == sizes && last_.scalar_type() == dtype &&
+      last_.device() == options.device())
+    return last_;
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
+  if (!memory_.defined() || memory_.numel() < bytes || memory_.device() != options.device()) {
+    // The old memory goes before the new one comes.
+    last_.reset();
+    memory_.reset();
+    memory_ = at::empty({bytes}, options.dtype(at::kByte));
+  }
+  last_ = memory_.narrow(0, 0, bytes).view(dtype).view(sizes);
+  return last_;
+}
+
+// Even ranks send first, odd ones receive first. A backend that runs its calls one behind the other (NCCL)
+// would stand still if all of them sent; this way, in a ring of any size, somebody is at the other end.
+void RingExchange::start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
+  const int rank = group_->rank(), size = group_->size();
+  const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+  if (rank % 2 == 0) sent_ = group_->send(send, next, label);
+  received_ = group_->receive(receive, previous, label);
+  if (rank % 2 != 0) sent_ = group_->send(send, next, label);
+}
+
+void RingExchange::wait() {
+  received_.wait();
+  sent_.wait();
+}
 
 at::Tensor KeyValues::pack(Buffer& buffer) const {
   at::Tensor packed = buffer.get({2, k.size(0), k.size(1), k.size(2), k.size(3)}, k.options());

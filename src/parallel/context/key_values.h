@@ -1,15 +1,40 @@
 #pragma once
 
-// Keys and values on their way between ranks.
-
 #include <memory>
 
-#include "parallel/context/buffer.h"
-#include "parallel/context/ring_exchange.h"
+#include <ATen/core/Tensor.h>
+
 #include "titan/dist/collectives.h"
 #include "titan/parallel/context_parallel.h"
 
 namespace titan::context {
+
+/// Memory that is used again by every layer and step; grows to the longest sequence.
+class Buffer {
+ public:
+  /// Contiguous; what is in it is anything. One at a time: the next call hands out the same memory.
+  at::Tensor get(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+ private:
+  at::Tensor memory_;  // bytes
+  at::Tensor last_;    // what was handed out: a model's layers ask for the same
+};
+
+/// Hands a tensor to the next rank of a group while it takes one from the rank before. One at a time.
+class RingExchange {
+ public:
+  explicit RingExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
+
+  /// `send` mustn't be written to, nor `receive` used, before wait(). Both contiguous, of the same size.
+  void start(const at::Tensor& send, const at::Tensor& receive, dist::Label label);
+  void wait();
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  dist::Work sent_, received_;
+};
+
+// Keys and values on their way between ranks.
 
 /// k, v [B, S, K, E] of one rank (or, added up, their gradients).
 struct KeyValues {

@@ -3,16 +3,29 @@
 #include <algorithm>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "parallel/fsdp/comm_context.h"
-#include "parallel/fsdp/host_shards.h"
+#include "tensor/param_storage.h"
 #include "tensor/resident_memory.h"
 #include "titan/core/error.h"
-#include "titan/tensor/param_storage.h"
 
 namespace titan::fsdp {
+
+at::Tensor host_zeros(int64_t numel, at::ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
+  return device.is_cuda() ? at::zeros({numel}, options.pinned_memory(true))
+                          : resident_zeros({numel}, options);
+}
+
+at::Tensor host_empty(int64_t numel, at::ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
+  return device.is_cuda() ? at::empty({numel}, options.pinned_memory(true))
+                          : resident_empty({numel}, options);
+}
 
 void GradientCollector::configure(Config config) { config_ = std::move(config); }
 

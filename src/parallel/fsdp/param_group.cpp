@@ -1,21 +1,73 @@
+// The process groups that a group of parameters communicates over, from its mesh.
+
 #include "parallel/fsdp/param_group.h"
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <unordered_set>
 
 #include <torch/csrc/autograd/variable.h>
 
 #include "parallel/fsdp/autograd_nodes.h"
-#include "parallel/fsdp/host_shards.h"
-#include "parallel/fsdp/mesh_groups.h"
+#include "parallel/fsdp/gradient_collector.h"
 #include "parallel/interned.h"
+#include "tensor/param_storage.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
+#include "titan/dist/device_mesh.h"
 #include "titan/nn/linear.h"
-#include "titan/tensor/param_storage.h"
+#include "titan/parallel/fsdp.h"
 
 namespace titan::fsdp {
+
+struct MeshGroups {
+  int shard_size = 1;
+  int shard_rank = 0;
+  std::shared_ptr<dist::Group> gather;  ///< shard axis; null for one rank
+  std::shared_ptr<dist::Group>
+      reduce;  ///< the same ranks, a group of its own: see [Note: order of collectives]
+  std::shared_ptr<dist::Group> replicate;     ///< null for one rank
+  std::shared_ptr<dist::Group> small_gather;  ///< ReshardAfterForward::to_size; null without
+};
+
+/// Collective over the world in the sense of World::group. Throws Error for a mesh of more than two axes and
+/// for a size that doesn't divide the shard axis.
+MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshard);
+
+namespace {
+
+std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
+  TITAN_CHECK(size > 0 && shard.size() % size == 0, "fully_shard: reshard_after_forward to ", size,
+              " ranks, but the shard axis has ", shard.size(), "; allowed: its divisors");
+  if (size == 1 || size == shard.size()) return nullptr;
+  const int first = shard.rank() / size * size;
+  const std::vector<int> neighbours(shard.ranks().begin() + first, shard.ranks().begin() + first + size);
+  return shard.world().group(neighbours, shard.axes()[0].name + ".gather" + std::to_string(size), "gather");
+}
+
+}  // namespace
+
+MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshard) {
+  TITAN_CHECK(mesh.num_axes() <= 2, "fully_shard: the mesh has ", mesh.num_axes(),
+              " axes; allowed: (shard) or (replicate, shard)");
+  MeshGroups groups;
+  if (mesh.num_axes() == 0) return groups;
+  const DeviceMesh shard = mesh[mesh.axes().back().name];
+  groups.shard_size = shard.size();
+  groups.shard_rank = shard.rank();
+  if (shard.size() > 1) {
+    groups.gather = shard.group();
+    groups.reduce = shard.world().group(shard.ranks(), shard.axes()[0].name + ".reduce", "reduce");
+    if (reshard.kind == ReshardAfterForward::Kind::ToSize)
+      groups.small_gather = small_group(shard, reshard.size);
+  }
+  if (mesh.num_axes() == 2) {
+    const DeviceMesh replicate = mesh[mesh.axes().front().name];
+    if (replicate.size() > 1) groups.replicate = replicate.group();
+  }
+  return groups;
+}
 
 namespace {
 

@@ -1,7 +1,6 @@
 #pragma once
 
-// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
-// shard_layout.h).
+// The weights of a group that travel in Float8, and their scales.
 
 #include <cstdint>
 #include <memory>
@@ -11,18 +10,35 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "parallel/fsdp/buffer_pool.h"
 #include "parallel/fsdp/comm_context.h"
-#include "parallel/fsdp/float8_weights.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/fsdp/shard_layout.h"
-#include "parallel/fsdp/wire_layout.h"
 #include "titan/dist/collectives.h"
+#include "titan/float8/convert.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::fsdp {
+
+struct Float8Weights {
+  std::vector<size_t> slots;
+  float8::WeightGather how;  ///< one recipe, so one way for all
+  at::Tensor scales;         ///< [slots], of the shards' version `version`
+  uint32_t version = 0;
+
+  bool empty() const { return slots.empty(); }
+  /// The place of `slot` among `slots`, or -1.
+  int64_t find(size_t slot) const;
+};
+
+/// The largest of all ranks' values, element by element, over the shards' ranks and the parts'. A NaN stays
+/// (a reduction's maximum may lose it).
+at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const ops::RankParts* parts,
+                            const char* name);
+
+// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
+// shard_layout.h).
 
 /// A parameter on its way into a group: the module that owns it and its name there; tied ones have several.
 struct ManagedParam {

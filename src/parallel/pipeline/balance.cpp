@@ -1,4 +1,4 @@
-#include "titan/parallel/pipeline_balance.h"
+#include "titan/parallel/pipeline_split.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -2,15 +2,17 @@
 
 // From one activation layout to another, forward and backward.
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include "parallel/tensor/tp_group.h"
-#include "parallel/tensor/traffic.h"
+#include "titan/nn/hooks.h"
 #include "titan/parallel/tensor_parallel.h"
 
 namespace titan::tp {
@@ -57,5 +59,37 @@ class Conversion {
   int64_t whole_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
+
+// What a plan hangs into the PrepareInput and PrepareOutput slots.
+
+/// Converts the floating-point tensors of a call with these numbers. Results without dimensions (a loss) are
+/// left alone. `style`: a literal, the name of the plan's style that asked for it.
+class ConversionHook final : public nn::CallHook {
+ public:
+  ConversionHook(Conversion conversion, std::vector<size_t> tensors, const char* style)
+      : conversion_(std::move(conversion)), tensors_(std::move(tensors)), style_(style) {}
+
+  void pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) override {
+    convert(host, inputs, "argument");
+  }
+  void post_forward(nn::HookHost& host, const nn::TensorRefs& outputs) override {
+    convert(host, outputs, "result");
+  }
+
+  const Conversion& conversion() const { return conversion_; }
+  const char* style() const { return style_; }
+
+ private:
+  void convert(nn::HookHost& host, const nn::TensorRefs& tensors, const char* what) const;
+
+  Conversion conversion_;
+  std::vector<size_t> tensors_;
+  const char* style_;
+};
+
+/// Sums the gradient of `param` over the axis as autograd delivers it, unless a group of fully_shard (which
+/// does so itself) owns it.
+void sum_gradient(nn::HookHost& host, const at::Tensor& param, std::shared_ptr<const TpGroup> group,
+                  const char* module);
 
 }  // namespace titan::tp

@@ -10,17 +10,15 @@
 #include <torch/nn/modules/embedding.h>
 
 #include "parallel/interned.h"
-#include "parallel/tensor/exchange_choice.h"
-#include "parallel/tensor/param_cutter.h"
+#include "parallel/tensor/conversion.h"
+#include "parallel/tensor/exchanges.h"
 #include "parallel/tensor/split_params.h"
-#include "parallel/tensor/tensor_hooks.h"
+#include "tensor/param_storage.h"
 #include "titan/core/error.h"
-#include "titan/nn/embedding.h"
-#include "titan/nn/layer_sequence.h"
+#include "titan/nn/containers.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/linear.h"
-#include "titan/nn/linear_cross_entropy.h"
-#include "titan/nn/splittable.h"
-#include "titan/tensor/param_storage.h"
+#include "titan/nn/loss.h"
 
 namespace titan {
 

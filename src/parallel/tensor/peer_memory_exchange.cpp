@@ -28,14 +28,13 @@
 // Pieces are read in gathers, written in scatters: a gather's part is there before its readers come, and a
 // summand is wanted by one rank only. Rank r meets r+1, r+2, ...: at each step all meet different ones.
 
-#include "parallel/tensor/peer_memory_exchange.h"
+#include "parallel/tensor/exchanges.h"
 
 #include <exception>
 #include <vector>
 
 #include <ATen/ops/empty.h>
 
-#include "parallel/tensor/rank_sum.h"
 #include "titan/core/error.h"
 
 namespace titan::tp {

@@ -4,8 +4,8 @@
 #include <torch/nn/module.h>
 
 #include "parallel/fsdp/param_group.h"
+#include "parallel/tensor/conversion.h"
 #include "parallel/tensor/split_params.h"
-#include "parallel/tensor/tensor_hooks.h"
 #include "titan/core/error.h"
 #include "titan/parallel/tensor_parallel.h"
 

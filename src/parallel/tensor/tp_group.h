@@ -4,11 +4,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
+#include "titan/ops/products.h"
 
 namespace titan::tp {
 
@@ -40,6 +42,37 @@ class TpGroup {
   // Parts lie rank by rank on the wire, and interleaved in a batch. One buffer for the former: calls follow
   // each other on one stream.
   mutable at::Tensor scratch_;
+};
+
+// What was moved among the ranks of the axis, counted for plan_rows().
+
+struct Traffic {
+  int64_t calls = 0;
+  int64_t bytes = 0;       ///< received by this rank
+  std::string way;         ///< of an exchange of parts, in words
+  const char* phase = "";  ///< of a module's own gathers: the last call's
+};
+
+/// The ranks of the axis for one module, whose gathers are counted.
+class CountedParts final : public ops::RankParts {
+ public:
+  /// `module`: interned, for labels.
+  CountedParts(std::shared_ptr<const TpGroup> parts, std::shared_ptr<Traffic> traffic, const char* module)
+      : parts_(std::move(parts)), traffic_(std::move(traffic)), module_(module) {}
+
+  int index() const override { return parts_->index(); }
+  int count() const override { return parts_->count(); }
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const override {
+    traffic_->calls += 1;
+    traffic_->phase = phase;
+    traffic_->bytes += static_cast<int64_t>(in.nbytes()) * (count() - 1);
+    parts_->group()->all_gather(out, in, {phase, module_}).wait();
+  }
+
+ private:
+  std::shared_ptr<const TpGroup> parts_;
+  std::shared_ptr<Traffic> traffic_;
+  const char* module_;
 };
 
 }  // namespace titan::tp

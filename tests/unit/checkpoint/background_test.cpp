@@ -1,6 +1,6 @@
 // The threads of the checkpointer: who waits for whom, and what becomes of an exception.
 
-#include "checkpoint/background.h"
+#include "checkpoint/save/checkpointer_impl.h"
 
 #include <atomic>
 #include <chrono>
@@ -9,9 +9,9 @@
 
 #include <gtest/gtest.h>
 
-#include "checkpoint/run_tasks.h"
-#include "checkpoint/wire.h"
-#include "checkpoint/within.h"
+#include "checkpoint/save/rank_tree.h"
+#include "core/threads.h"
+#include "dist/within.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {

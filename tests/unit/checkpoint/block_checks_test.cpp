@@ -1,4 +1,4 @@
-#include "checkpoint/block_checks.h"
+#include "checkpoint/format/rank_file.h"
 
 #include <cmath>
 #include <limits>

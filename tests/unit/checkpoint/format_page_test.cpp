@@ -8,8 +8,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "checkpoint/format/rank_file.h"
 #include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/rank_file.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "unit/checkpoint/temp_folder.h"

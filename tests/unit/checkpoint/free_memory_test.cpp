@@ -1,4 +1,4 @@
-#include "checkpoint/free_memory.h"
+#include "checkpoint/peer/free_memory.h"
 
 #include <fstream>
 

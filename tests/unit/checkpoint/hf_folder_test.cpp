@@ -1,6 +1,6 @@
 // Folders in Hugging Face's form: written, read, and refused.
 
-#include "titan/checkpoint/hf_folder.h"
+#include "titan/checkpoint/hugging_face.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -9,7 +9,6 @@
 #include <fstream>
 
 #include "checkpoint_files.h"
-#include "titan/checkpoint/hf_model.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "unit/checkpoint/temp_folder.h"

@@ -1,4 +1,4 @@
-#include "titan/checkpoint/layout.h"
+#include "titan/checkpoint/manifest.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -1,11 +1,10 @@
-#include "titan/checkpoint/model_file.h"
+#include "titan/checkpoint/safetensors.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "titan/checkpoint/safetensors.h"
+#include "tensor/param_storage.h"
 #include "titan/core/error.h"
-#include "titan/tensor/param_storage.h"
 #include "unit/checkpoint/temp_folder.h"
 
 namespace titan {

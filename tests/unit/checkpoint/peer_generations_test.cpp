@@ -1,4 +1,4 @@
-#include "checkpoint/peer_generations.h"
+#include "checkpoint/peer/generations.h"
 
 #include <fstream>
 

@@ -1,4 +1,4 @@
-#include "checkpoint/peer_places.h"
+#include "checkpoint/peer/generations.h"
 
 #include <filesystem>
 #include <set>

@@ -7,10 +7,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "checkpoint/peer/peer_folder.h"
 #include "checkpoint_files.h"
 #include "temp_folder.h"
-#include "titan/checkpoint/peer_folder.h"
-#include "titan/checkpoint/verify.h"
+#include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {

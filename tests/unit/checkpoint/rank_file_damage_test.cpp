@@ -8,9 +8,8 @@
 
 #include <gtest/gtest.h>
 
-#include "checkpoint/rank_file_header.h"
-#include "checkpoint/safetensors_header.h"
-#include "titan/checkpoint/rank_file.h"
+#include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/safetensors_header.h"
 #include "unit/checkpoint/rank_file_support.h"
 
 namespace titan::checkpoint {

@@ -13,8 +13,8 @@
 
 #include <gtest/gtest.h>
 
-#include "checkpoint/output_file.h"
-#include "checkpoint/rank_file_write.h"
+#include "checkpoint/format/rank_file.h"
+#include "core/durable.h"
 #include "unit/checkpoint/rank_file_support.h"
 
 namespace titan::checkpoint {

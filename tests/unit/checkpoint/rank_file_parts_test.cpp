@@ -5,8 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include "checkpoint/block_checks.h"
-#include "titan/checkpoint/rank_file.h"
+#include "checkpoint/format/rank_file.h"
 #include "unit/checkpoint/rank_file_support.h"
 
 namespace titan::checkpoint {

@@ -9,7 +9,7 @@
 
 #include <ATen/ATen.h>
 
-#include "titan/checkpoint/rank_file.h"
+#include "checkpoint/format/rank_file.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "unit/checkpoint/temp_folder.h"

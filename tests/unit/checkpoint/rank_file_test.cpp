@@ -1,6 +1,6 @@
 // Writing and reading whole files.
 
-#include "titan/checkpoint/rank_file.h"
+#include "checkpoint/format/rank_file.h"
 
 #include <algorithm>
 #include <array>
@@ -12,7 +12,6 @@
 
 #include <gtest/gtest.h>
 
-#include "checkpoint/rank_file_write.h"
 #include "titan/checkpoint/safetensors.h"
 #include "unit/checkpoint/rank_file_support.h"
 

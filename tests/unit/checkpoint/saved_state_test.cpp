@@ -6,7 +6,7 @@
 
 #include <thread>
 
-#include "checkpoint/open_files.h"
+#include "checkpoint/load/open_files.h"
 #include "checkpoint_files.h"
 #include "temp_folder.h"
 #include "titan/core/error.h"

@@ -1,4 +1,4 @@
-#include "titan/checkpoint/state_table.h"
+#include "titan/checkpoint/manifest.h"
 
 #include <numeric>
 #include <random>

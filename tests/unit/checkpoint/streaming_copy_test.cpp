@@ -1,4 +1,4 @@
-#include "checkpoint/streaming_copy.h"
+#include "checkpoint/save/staging.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,6 +1,6 @@
 // Damage of every kind, at random: each is found, and the file and what is in it named.
 
-#include "titan/checkpoint/verify.h"
+#include "titan/checkpoint/saved_state.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

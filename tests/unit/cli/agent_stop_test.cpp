@@ -1,4 +1,4 @@
-#include "cli/agent_stop.h"
+#include "cli/train_end.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

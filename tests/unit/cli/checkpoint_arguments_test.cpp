@@ -1,9 +1,8 @@
-#include "cli/checkpoint/arguments.h"
+#include "cli/checkpoint/commands.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "cli/checkpoint/commands.h"
 #include "titan/core/error.h"
 #include "unit/cli/words.h"
 

@@ -7,17 +7,15 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include "checkpoint/save_plan.h"
-#include "checkpoint/save_report.h"
-#include "titan/checkpoint/layout.h"
+#include "checkpoint/save/save_plan.h"
+#include "checkpoint/save/save_writer.h"
+#include "job/build.h"
+#include "job/dry_run.h"
 #include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/state_table.h"
-#include "titan/config/print.h"
-#include "titan/data/loader_state.h"
+#include "titan/config/load.h"
+#include "titan/data/loader.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/build.h"
 #include "titan/train/checkpoint_state.h"
-#include "titan/train/dry_run.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 

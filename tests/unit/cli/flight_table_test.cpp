@@ -1,6 +1,6 @@
 // The ranks' last calls side by side, from records as ranks leave them.
 
-#include "cli/debug/flight_table.h"
+#include "cli/debug/commands.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "cli/launch_places.h"
+#include "cli/launch/places.h"
 
 #include <gtest/gtest.h>
 

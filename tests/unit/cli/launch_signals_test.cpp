@@ -1,4 +1,4 @@
-#include "cli/launch_signals.h"
+#include "cli/launch/signals.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -6,8 +6,6 @@
 #include <unistd.h>
 
 #include <thread>
-
-#include "cli/taken_signals.h"
 
 namespace titan::cli {
 namespace {

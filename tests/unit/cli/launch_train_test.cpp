@@ -1,4 +1,4 @@
-#include "cli/launch_train.h"
+#include "cli/launch/launch_train.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "cli/builtin_models.h"
-#include "titan/train/job_config.h"
+#include "job/job_config.h"
 
 namespace titan::cli {
 

@@ -1,13 +1,13 @@
-#include "titan/train/module_costs.h"
+#include "job/module_costs.h"
 
 #include <algorithm>
 #include <limits>
 
 #include <gtest/gtest.h>
 
+#include "job/pipeline/stages.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_split.h"
-#include "titan/train/pipeline_stages.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 

@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include "job/dry_run.h"
 #include "titan/core/error.h"
-#include "titan/train/dry_run.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 

@@ -9,9 +9,9 @@
 
 #include <gtest/gtest.h>
 
+#include "job/build.h"
+#include "job/dry_run.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/build.h"
-#include "titan/train/dry_run.h"
 #include "unit/cli/load_preset.h"
 
 namespace titan::cli {

@@ -7,7 +7,6 @@
 
 #include "cli/report/chart.h"
 #include "cli/report/page.h"
-#include "cli/report/scale.h"
 #include "cli/text.h"
 #include "unit/cli/logged_run.h"
 

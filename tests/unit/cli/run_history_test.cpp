@@ -5,8 +5,7 @@
 #include <csignal>
 #include <utility>
 
-#include "cli/debug/perfetto.h"
-#include "cli/run/rank_tails.h"
+#include "cli/debug/commands.h"
 #include "unit/cli/logged_run.h"
 
 namespace titan::cli {

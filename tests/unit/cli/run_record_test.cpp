@@ -1,4 +1,4 @@
-#include "cli/run_record.h"
+#include "cli/run/run_folder.h"
 
 #include <gtest/gtest.h>
 

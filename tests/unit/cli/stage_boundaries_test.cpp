@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "titan/train/pipeline_stages.h"
+#include "job/pipeline/stages.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 

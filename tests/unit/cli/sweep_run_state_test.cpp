@@ -1,4 +1,4 @@
-#include "cli/sweep/run_state.h"
+#include "cli/sweep/runs.h"
 
 #include <csignal>
 

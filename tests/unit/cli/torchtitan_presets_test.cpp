@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "cli/builtin_models.h"
-#include "titan/train/job_config.h"
+#include "job/job_config.h"
 #include "unit/cli/words.h"
 
 namespace titan::cli {

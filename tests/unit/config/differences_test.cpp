@@ -1,4 +1,4 @@
-#include "titan/config/differences.h"
+#include "config/differences.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

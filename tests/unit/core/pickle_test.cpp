@@ -1,4 +1,4 @@
-#include "titan/core/pickle.h"
+#include "core/pickle.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "titan/core/thread_stacks.h"
+#include "core/thread_stacks.h"
 
 #include <gmock/gmock.h>
 #include <pthread.h>

@@ -1,4 +1,4 @@
-#include "data/line_index.h"
+#include "data/sources/line_index.h"
 
 #include <gtest/gtest.h>
 

@@ -10,10 +10,10 @@
 #include <set>
 #include <thread>
 
+#include "data/feed/packed_feed.h"
 #include "fake_source.h"
 #include "temporary_folder.h"
-#include "titan/data/byte_tokenizer.h"
-#include "titan/data/packed_feed.h"
+#include "titan/data/tokenizer.h"
 
 namespace titan::data {
 namespace {

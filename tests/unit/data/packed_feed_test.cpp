@@ -1,11 +1,11 @@
-#include "titan/data/packed_feed.h"
+#include "data/feed/packed_feed.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "fake_source.h"
-#include "titan/data/byte_tokenizer.h"
+#include "titan/data/tokenizer.h"
 
 namespace titan::data {
 namespace {

@@ -1,8 +1,7 @@
-#include "data/pattern.h"
+#include "data/tokenizer/pattern.h"
 
 #include <gtest/gtest.h>
 
-#include "data/oniguruma.h"
 #include "temporary_folder.h"
 #include "titan/core/error.h"
 

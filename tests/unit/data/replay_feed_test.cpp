@@ -1,4 +1,4 @@
-#include "titan/data/replay_feed.h"
+#include "data/feed/replay_feed.h"
 
 #include <gtest/gtest.h>
 

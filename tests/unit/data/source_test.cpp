@@ -6,7 +6,7 @@
 
 #include <set>
 
-#include "data/text_source.h"
+#include "data/sources/source.h"
 #include "fake_source.h"
 #include "temporary_folder.h"
 

@@ -5,12 +5,11 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "data/byte_alphabet.h"
-#include "data/utf8.h"
+#include "core/utf8.h"
+#include "data/tokenizer/bpe_tokenizer.h"
+#include "data/tokenizer/tokenizer_json.h"
 #include "temporary_folder.h"
 #include "titan/core/error.h"
-#include "titan/data/bpe_tokenizer.h"
-#include "titan/data/byte_tokenizer.h"
 
 namespace titan::data {
 namespace {

@@ -1,10 +1,8 @@
-#include "dist/environment.h"
-
-#include <map>
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <map>
 
+#include "dist/environment.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -206,6 +204,84 @@ TEST(Environment, AllProblemsAtOnce) {
   EXPECT_THAT(problem_of({{"RANK", "0"}}), HasSubstr("WORLD_SIZE isn't"));
   EXPECT_THAT(problem_of({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
               HasSubstr("RANK=2 isn't a rank of WORLD_SIZE=2"));
+}
+
+using Names = std::vector<std::string>;
+using Counts = std::vector<int>;
+
+TEST(NodeList, PlainNames) {
+  EXPECT_EQ(parse_node_list("gpu1"), Names{"gpu1"});
+  EXPECT_EQ(parse_node_list("gpu1,login-2.site"), (Names{"gpu1", "login-2.site"}));
+  EXPECT_EQ(parse_node_list("127.0.0.1"), Names{"127.0.0.1"});
+}
+
+TEST(NodeList, RangesKeepTheirWidth) {
+  EXPECT_EQ(parse_node_list("gpu[08-11]"), (Names{"gpu08", "gpu09", "gpu10", "gpu11"}));
+  EXPECT_EQ(parse_node_list("n[7,9-10],m3"), (Names{"n7", "n9", "n10", "m3"}));
+  EXPECT_EQ(parse_node_list("n[099-101]-ib"), (Names{"n099-ib", "n100-ib", "n101-ib"}));
+}
+
+TEST(NodeList, SeveralBracketsMultiply) {
+  EXPECT_EQ(parse_node_list("r[1-2]n[01,02]"), (Names{"r1n01", "r1n02", "r2n01", "r2n02"}));
+}
+
+TEST(NodeList, Damaged) {
+  for (const char* list : {"", "a,,b", "gpu[1-2", "gpu[]", "gpu[2-1]", "gpu[a-b]", "gpu[1-]"}) {
+    EXPECT_THROW(parse_node_list(list), ConfigError) << list;
+  }
+}
+
+TEST(TaskCounts, Repeats) {
+  EXPECT_EQ(parse_task_counts("4"), Counts{4});
+  EXPECT_EQ(parse_task_counts("4(x2),3"), (Counts{4, 4, 3}));
+  EXPECT_THROW(parse_task_counts("4(x2"), ConfigError);
+  EXPECT_THROW(parse_task_counts("x"), ConfigError);
+}
+
+using ::testing::HasSubstr;
+using Variables = std::map<std::string, std::string>;
+
+JobIdentity identity_of(const Variables& variables) {
+  return read_job_identity([variables](const char* name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    if (found == variables.end()) return {};
+    return found->second;
+  });
+}
+
+TEST(JobIdentity, IsTheLaunchersThatStartsRanksAgain) {
+  const Variables ranks = {
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "here"}, {"MASTER_PORT", "1234"}};
+  Variables titan = ranks;
+  titan.insert({{"TITAN_LAUNCH", "1"}, {"TITAN_JOB_ID", "titan-7"}, {"TITAN_MAX_RESTARTS", "3"}});
+  EXPECT_EQ(identity_of(titan).id, "titan-7");
+  Variables torchrun = ranks;
+  torchrun["TORCHELASTIC_RUN_ID"] = "my-job";
+  EXPECT_EQ(identity_of(torchrun).id, "torchrun my-job");
+  const Variables slurm = {{"SLURM_PROCID", "0"},
+                           {"SLURM_NTASKS", "2"},
+                           {"SLURM_STEP_ID", "4"},
+                           {"SLURM_NODELIST", "n[1-2]"},
+                           {"SLURM_JOB_ID", "99"}};
+  EXPECT_EQ(identity_of(slurm).id, "slurm 99");
+}
+
+TEST(JobIdentity, ElseItSaysWhyNobodyStartsThemAgain) {
+  const Variables ranks = {
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "here"}, {"MASTER_PORT", "1234"}};
+  const auto expect = [](const Variables& variables, const char* why) {
+    const JobIdentity job = identity_of(variables);
+    EXPECT_EQ(job.id, "");
+    EXPECT_THAT(job.problem, HasSubstr(why));
+  };
+  expect({}, "nobody launched");
+  expect(ranks, "launched by env");
+  Variables titan = ranks;
+  titan.insert({{"TITAN_LAUNCH", "1"}, {"TITAN_JOB_ID", "titan-7"}, {"TITAN_MAX_RESTARTS", "0"}});
+  expect(titan, "--max-restarts");
+  Variables torchrun = ranks;
+  torchrun["TORCHELASTIC_RUN_ID"] = "none";
+  expect(torchrun, "--rdzv-id");
 }
 
 }  // namespace

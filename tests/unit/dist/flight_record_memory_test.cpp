@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "titan/dist/flight_record.h"
+#include "dist/flight_record.h"
 
 namespace {
 

@@ -4,9 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "dist/flight_record.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/flight_record.h"
 #include "titan/dist/world.h"
 
 namespace titan::dist {

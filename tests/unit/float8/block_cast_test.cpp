@@ -1,11 +1,10 @@
 // Casting blocks beside its composition of LibTorch's operations, and what that means.
 
-#include "titan/float8/block_cast.h"
+#include "float8/cast.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "float8/block_composite.h"
 #include "titan/core/error.h"
 
 namespace titan::float8 {

@@ -1,11 +1,10 @@
-#include "titan/float8/cast.h"
+#include "float8/cast.h"
 
 #include <limits>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "float8/composite.h"
 #include "titan/core/error.h"
 
 namespace titan::float8 {

@@ -1,14 +1,12 @@
 // Delayed scales beside a reference in Python (tests/data/golden/delayed_scaling.safetensors), and in layers.
 
-#include "titan/float8/delayed_scales.h"
+#include "titan/float8/convert.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "float8/delayed_composite.h"
+#include "float8/cast.h"
 #include "titan/core/error.h"
-#include "titan/float8/cast.h"
-#include "titan/float8/convert.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/linear.h"
 #include "unit/golden.h"

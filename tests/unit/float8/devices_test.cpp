@@ -8,15 +8,9 @@
 
 #include <limits>
 
-#include "float8/amax_many.h"
-#include "float8/block_composite.h"
-#include "float8/composite.h"
-#include "float8/delayed_composite.h"
-#include "titan/dist/device_backend.h"
-#include "titan/float8/block_cast.h"
-#include "titan/float8/cast.h"
-#include "titan/float8/delayed_scales.h"
-#include "titan/float8/products.h"
+#include "dist/device_backend.h"
+#include "float8/cast.h"
+#include "titan/float8/convert.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 

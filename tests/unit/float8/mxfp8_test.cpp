@@ -3,9 +3,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "float8/block_product.h"
-#include "titan/float8/block_cast.h"
-#include "titan/float8/products.h"
+#include "float8/cast.h"
+#include "float8/scaled_product.h"
+#include "titan/float8/convert.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 

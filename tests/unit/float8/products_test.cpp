@@ -1,16 +1,15 @@
 // Casts, outputs and gradients beside torchao's (tests/data/golden/float8.safetensors).
 
-#include "titan/float8/products.h"
+#include "titan/float8/convert.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "float8/cast.h"
 #include "float8/scaled_product.h"
-#include "titan/float8/cast.h"
-#include "titan/ops/joint_linear.h"
+#include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
-#include "titan/ops/swiglu.h"
 #include "unit/golden.h"
 
 namespace titan::float8 {

@@ -6,7 +6,7 @@
 
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"
-#include "titan/models/llama3_spec.h"
+#include "titan/models/llama3.h"
 
 namespace titan::models {
 namespace {

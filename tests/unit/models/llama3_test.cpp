@@ -6,9 +6,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tensor/param_storage.h"
 #include "titan/core/error.h"
 #include "titan/parallel/parameters.h"
-#include "titan/tensor/param_storage.h"
 #include "unit/golden.h"
 #include "unit/models/small_llama.h"
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "titan/models/llama3_args.h"
+#include "titan/models/llama3.h"
 
 namespace titan::models {
 

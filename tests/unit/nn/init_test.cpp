@@ -1,4 +1,4 @@
-#include "titan/nn/init.h"
+#include "titan/nn/hooks.h"
 
 #include <cmath>
 
@@ -7,8 +7,6 @@
 
 #include <gtest/gtest.h>
 
-#include "nn/inverse_normal.h"
-#include "nn/philox.h"
 #include "nn/random_block.h"
 #include "titan/core/error.h"
 

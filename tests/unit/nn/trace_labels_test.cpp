@@ -1,4 +1,4 @@
-#include "titan/nn/trace_labels.h"
+#include "nn/trace_labels.h"
 
 #include <algorithm>
 #include <string>
@@ -10,7 +10,6 @@
 
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/layer_sequence.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/module.h"
 

@@ -1,14 +1,13 @@
 // Attention over keys that come in parts, forward and backward, against attention over all of them.
 
-#include "ops/attention_parts.h"
+#include "ops/attention_kernels.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "memory_meter.h"
-#include "ops/tiled_attention.h"
 #include "titan/core/error.h"
-#include "titan/ops/attention.h"
+#include "titan/ops/functional.h"
 #include "unit/golden.h"
 
 namespace titan::ops {

@@ -2,15 +2,11 @@
 
 #include <functional>
 
-#include "ops/recorded_attention.h"
-#include "titan/dist/device_backend.h"
-#include "titan/ops/attention.h"
-#include "titan/ops/embedding.h"
+#include "dist/device_backend.h"
+#include "ops/attention_kernels.h"
+#include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
-#include "titan/ops/linear_cross_entropy.h"
-#include "titan/ops/rms_norm.h"
-#include "titan/ops/rotary.h"
-#include "titan/ops/swiglu.h"
+#include "titan/ops/loss.h"
 #include "unit/golden.h"
 
 namespace titan::ops {

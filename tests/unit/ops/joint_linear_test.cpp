@@ -4,9 +4,7 @@
 
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"
-#include "titan/ops/joint_linear.h"
 #include "titan/ops/linear.h"
-#include "titan/ops/overlapped_linear.h"
 #include "unit/golden.h"
 
 namespace titan::ops {

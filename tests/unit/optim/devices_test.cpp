@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "titan/dist/device_backend.h"
+#include "dist/device_backend.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
 #include "unit/optim/make_parameters.h"

@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tensor/param_storage.h"
 #include "titan/core/error.h"
-#include "titan/tensor/param_storage.h"
 #include "unit/optim/make_parameters.h"
 
 namespace titan::optim {

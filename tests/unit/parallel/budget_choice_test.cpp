@@ -1,4 +1,4 @@
-#include "parallel/activation_checkpoint/budget_choice.h"
+#include "parallel/activation_checkpoint/budget.h"
 
 #include <gtest/gtest.h>
 

@@ -14,7 +14,7 @@
 
 #include "memory_meter.h"
 #include "titan/models/llama3.h"
-#include "titan/nn/any_ref.h"
+#include "titan/nn/hooks.h"
 #include "titan/nn/linear.h"
 #include "titan/ops/products.h"
 #include "titan/parallel/activation_checkpoint.h"

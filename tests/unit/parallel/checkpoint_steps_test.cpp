@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "ops/saved_outputs.h"
 #include "titan/nn/linear.h"
-#include "titan/ops/saved_outputs.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "unit/parallel/checkpoint_case.h"
 

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include "parallel/context/buffer.h"
+#include "parallel/context/key_values.h"
 #include "parallel/context/sequence_layout.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"

@@ -10,9 +10,8 @@
 #include <optional>
 #include <utility>
 
-#include "parallel/activation_checkpoint/saved_bytes.h"
+#include "parallel/activation_checkpoint/budget.h"
 #include "titan/float8/convert.h"
-#include "titan/float8/delayed_scales.h"
 #include "titan/nn/containers.h"
 #include "unit/golden.h"
 #include "unit/parallel/checkpoint_case.h"

@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 
 #include "titan/nn/module.h"
-#include "titan/nn/ref.h"
 #include "titan/parallel/activation_checkpoint.h"
 
 namespace titan::testing {

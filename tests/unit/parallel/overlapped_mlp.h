@@ -8,7 +8,7 @@
 
 #include <ATen/ATen.h>
 
-#include "titan/ops/overlapped_linear.h"
+#include "titan/ops/linear.h"
 
 namespace titan::testing {
 

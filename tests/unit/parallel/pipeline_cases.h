@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::testing {
 

@@ -1,4 +1,4 @@
-#include "titan/parallel/pipeline_check.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,9 +6,6 @@
 #include <chrono>
 
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_csv.h"
-#include "titan/parallel/pipeline_generators.h"
 
 namespace titan::pipeline {
 namespace {

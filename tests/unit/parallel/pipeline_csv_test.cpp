@@ -1,4 +1,4 @@
-#include "titan/parallel/pipeline_csv.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,8 +6,6 @@
 #include <random>
 
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_check.h"
-#include "titan/parallel/pipeline_completion.h"
 #include "unit/parallel/pipeline_cases.h"
 
 namespace titan::pipeline {

@@ -8,8 +8,7 @@
 #include <random>
 #include <set>
 
-#include "titan/parallel/pipeline_check.h"
-#include "titan/parallel/pipeline_completion.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "unit/parallel/pipeline_cases.h"
 
 namespace titan::pipeline {

@@ -8,9 +8,8 @@
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
-#include "parallel/context/gathered_attention.h"
-#include "parallel/context/ring_attention.h"
-#include "titan/dist/flight_record.h"
+#include "dist/flight_record.h"
+#include "parallel/context/distributed_attention.h"
 #include "titan/dist/world.h"
 #include "unit/parallel/serial_queues.h"
 

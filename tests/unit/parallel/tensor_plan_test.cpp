@@ -8,17 +8,16 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include "tensor/param_storage.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/embedding.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/linear.h"
-#include "titan/nn/linear_cross_entropy.h"
-#include "titan/nn/rms_norm.h"
+#include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/tensor_parallel.h"
-#include "titan/tensor/param_storage.h"
 
 namespace titan {
 namespace {

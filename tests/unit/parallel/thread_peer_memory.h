@@ -22,9 +22,9 @@
 
 #include <ATen/ATen.h>
 
+#include "dist/device_backend.h"
 #include "titan/core/error.h"
-#include "titan/dist/peer_memory.h"
-#include "titan/ops/rank_parts.h"
+#include "titan/ops/products.h"
 
 namespace titan::testing {
 

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "titan/core/crc32c.h"
+#include "core/crc32c.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 

@@ -1,4 +1,4 @@
-#include "titan/train/interruption.h"
+#include "train/policies/interruption.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

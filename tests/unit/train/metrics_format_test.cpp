@@ -4,10 +4,10 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "job/device_rate.h"
 #include "titan/core/file.h"
-#include "titan/float8/settings.h"
+#include "titan/float8/recipe.h"
 #include "titan/train/metrics.h"
-#include "train/device_rate.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {

@@ -6,15 +6,14 @@
 
 #include <gtest/gtest.h>
 
+#include "job/pipeline/stages.h"
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"
 #include "titan/parallel/fsdp.h"
-#include "titan/parallel/pipeline_completion.h"
-#include "titan/parallel/pipeline_generators.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "titan/train/step_runner.h"
 #include "titan/train/tied_gradients.h"
-#include "train/pipeline_job.h"
-#include "train/receive_buffers.h"
+#include "train/pipeline/running_step.h"
 
 namespace titan::train {
 namespace {

@@ -6,8 +6,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "core/durable.h"
 #include "titan/train/metrics.h"
-#include "train/append_file.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {

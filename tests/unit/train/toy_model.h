@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 
 #include "titan/nn/module.h"
-#include "titan/nn/ref.h"
 #include "titan/train/model_spec.h"
 
 namespace titan::train {

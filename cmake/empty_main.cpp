@@ -1,0 +1,2 @@
+// What a layer links with (TitanLayers.cmake).
+int main() {}

@@ -1,0 +1,185 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/nn/linear.h"
+#include "titan/nn/module.h"
+
+namespace titan::nn {
+
+/// Rows of weight [num_embeddings, dim] by token. tokens: int64 [...]; result: [..., dim]. The default
+/// distribution is N(0, 1).
+class EmbeddingImpl : public Module, public Splittable {
+ public:
+  EmbeddingImpl(int64_t num_embeddings, int64_t dim, const Construct& construct = {},
+                const Init& init = Init::normal(0, 1));
+  at::Tensor forward(const at::Tensor& tokens);
+
+  bool backward_reads_parameters() const override { return false; }
+  bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
+
+  /// Rows: a part of the vocabulary each, and zeros for tokens of other ranks. Columns: a part of `dim`.
+  std::vector<ParamSplit> param_splits(Split split) const override;
+  void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
+
+  at::Tensor weight;
+
+ private:
+  int64_t num_embeddings_;
+  ops::VocabularyPart part_;
+  std::shared_ptr<ops::GradSink> weight_sink_;
+};
+TITAN_MODULE(Embedding);
+
+/// x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: [..., dim]; weight: [dim], ones at first.
+class RMSNormImpl : public Module {
+ public:
+  RMSNormImpl(int64_t dim, double eps = 1e-5, const Construct& construct = {});
+  at::Tensor forward(const at::Tensor& x);
+
+  bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
+
+  at::Tensor weight;
+
+ private:
+  double eps_;
+  std::shared_ptr<ops::GradSink> weight_sink_;
+};
+TITAN_MODULE(RMSNorm);
+
+struct FeedForwardOptions {
+  int64_t dim = 0;
+  int64_t hidden_dim = 0;
+  Init gate_init;    ///< of w1
+  Init output_init;  ///< of w2 and w3
+  Construct construct = {};
+};
+
+/// w2(silu(w1 x) * w3 x). x: [..., dim]; result the same.
+class FeedForwardImpl : public Module {
+ public:
+  explicit FeedForwardImpl(const FeedForwardOptions& options);
+  at::Tensor forward(const at::Tensor& x);
+
+  Linear w1, w2, w3;
+};
+TITAN_MODULE(FeedForward);
+
+// Where a model's attention and positions can be exchanged, so that a sequence may be spread over ranks
+// (titan::context_parallel) without the model knowing. A module of one's own joins by implementing
+// AttentionUser or PositionUser and passing through what it was given.
+
+/// Causal attention, as ops::causal_attention computes it: q [B, S, H, E]; k, v [B, S, K, E]; result as q.
+/// S counts the tokens that this rank holds. Differentiable. Shared by the calls of a module, one at a time.
+class AttentionCore {
+ public:
+  virtual ~AttentionCore() = default;
+  virtual at::Tensor attend(const at::Tensor& q_BSHE, const at::Tensor& k_BSKE, const at::Tensor& v_BSKE) = 0;
+};
+
+/// A module that attends.
+class AttentionUser {
+ public:
+  virtual ~AttentionUser() = default;
+  /// From now on instead of ops::causal_attention.
+  virtual void set_attention_core(std::shared_ptr<AttentionCore> core) = 0;
+};
+
+/// Where the tokens that this rank holds stand in their sequence.
+class TokenPositions {
+ public:
+  virtual ~TokenPositions() = default;
+  /// int64 [num_tokens] on `device`. Stays valid until the next call.
+  virtual const at::Tensor& of(int64_t num_tokens, at::Device device) = 0;
+};
+
+/// A module that computes with positions (rotary or learned embeddings).
+class PositionUser {
+ public:
+  virtual ~PositionUser() = default;
+  /// Used from now on where a caller gives no positions, instead of 0, 1, 2, ...
+  virtual void set_token_positions(std::shared_ptr<TokenPositions> positions) = 0;
+};
+
+/// Llama 3.1's stretching of the slow rotations (Grattafiori et al., "The Llama 3 herd of models", 2024, and
+/// Meta's model.py). A frequency f of wavelength l = 2 pi / f, in tokens, becomes: f where l <
+/// original_length / high_freq_factor, f / factor where l > original_length / low_freq_factor, and a linear
+/// blend in 1/l between.
+struct RotaryScaling {
+  double factor = 8;
+  double low_freq_factor = 1;
+  double high_freq_factor = 4;
+  int64_t original_length = 8192;
+};
+
+struct RotaryOptions {
+  int64_t head_dim = 0;  ///< even
+  int64_t max_positions = 0;
+  double theta = 10000;
+  std::optional<RotaryScaling> scaling = std::nullopt;
+  Construct construct = {};
+};
+
+/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. In fp32 with PyTorch's own kernels and roundings,
+/// so that positions turn by the same angles as in TorchTitan.
+at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
+                              at::ScalarType dtype = at::kFloat);
+
+/// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, not
+/// saved with the model, that deferred construction leaves empty until reset_buffers(). One module serves all
+/// layers.
+class RotaryEmbeddingImpl : public Module, public PositionUser {
+ public:
+  explicit RotaryEmbeddingImpl(const RotaryOptions& options);
+  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: those of the tokens that this rank
+  /// holds, which are 0..S-1 where no set_token_positions() says otherwise.
+  at::Tensor forward(const at::Tensor& x_BSHD, const at::Tensor& positions = {});
+
+  void reset_buffers(const at::Device& device) override;
+  void set_token_positions(std::shared_ptr<TokenPositions> positions) override {
+    token_positions_ = std::move(positions);
+  }
+  const at::Tensor& table() const { return table_; }
+
+ private:
+  RotaryOptions options_;
+  std::shared_ptr<TokenPositions> token_positions_;  // null: 0..S-1
+  at::Tensor
+      table_;  // [max_positions, head_dim]: cos, sin, cos, sin, ...; fp32, or float64 in a float64 model
+};
+TITAN_MODULE(RotaryEmbedding);
+
+struct AttentionOptions {
+  int64_t dim = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;  ///< a divisor of num_heads
+  Init input_init;           ///< of wq, wk, wv
+  Init output_init;          ///< of wo
+  Construct construct = {};
+};
+
+/// Causal self-attention with grouped queries and rotary positions (Ainslie et al., GQA, 2023). x: [B, S,
+/// dim]; result the same.
+///
+/// The number of heads is read off the products' width, so a part of the heads (tensor parallelism) needs no
+/// other code.
+class AttentionImpl : public Module, public AttentionUser {
+ public:
+  /// `rotary` is shared with the other layers; it belongs to the model.
+  AttentionImpl(const AttentionOptions& options, RotaryEmbedding rotary);
+  at::Tensor forward(const at::Tensor& x_BSD, const at::Tensor& positions = {});
+  void set_attention_core(std::shared_ptr<AttentionCore> core) override { core_ = std::move(core); }
+
+  Linear wq, wk, wv, wo;
+
+ private:
+  int64_t head_dim_;
+  RotaryEmbedding rotary_;
+  std::shared_ptr<AttentionCore> core_;  // null: ops::causal_attention
+};
+TITAN_MODULE(Attention);
+
+}  // namespace titan::nn

@@ -1,0 +1,125 @@
+#pragma once
+
+// The ways between pipeline ranks: one for each direction between two ranks, so that what travels one way
+// waits for nothing that travels the other.
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/dist/collectives.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/nn/hooks.h"
+#include "titan/parallel/pipeline_schedule.h"
+
+namespace titan::pipeline {
+
+/// One direction between this rank and another. Messages arrive in the order in which they are sent, so both
+/// sides have to call in one order.
+class Link {
+ public:
+  Link() = default;
+  Link(std::shared_ptr<dist::Group> group, int peer) : group_(std::move(group)), peer_(peer) {}
+  /// Contiguous; on its way until the Work is waited for, which holds the tensor.
+  dist::Work send(const at::Tensor& tensor, const char* label) const;
+  dist::Work receive(const at::Tensor& tensor, const char* label) const;
+  /// Several messages in one call: dist::Group's of these names.
+  bool has_batches(at::Device device) const { return group_->has_batches(device); }
+  dist::Work send(const std::vector<at::Tensor>& tensors, const char* label) const;
+  dist::Work receive(const std::vector<at::Tensor>& tensors, const char* label) const;
+  void close() const { group_->close(); }
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  int peer_ = -1;
+};
+
+class Links {
+ public:
+  Links() = default;  ///< of one rank
+  /// `pp`: one axis. Collective over it, as connect().
+  explicit Links(DeviceMesh pp) : pp_(std::move(pp)) {}
+  /// Makes the links that a schedule's stages need, where they don't exist yet.
+  void connect(const Schedule& schedule);
+  /// To or from the rank at this position of the mesh; connect() has made it.
+  const Link& to(int rank) const { return links_.at({pp_.rank(), rank}); }
+  const Link& from(int rank) const { return links_.at({rank, pp_.rank()}); }
+  /// For good: dist::Group::close(), of all links.
+  void close() const;
+  const DeviceMesh& mesh() const { return pp_; }
+
+ private:
+  DeviceMesh pp_;
+  std::map<std::pair<int, int>, Link> links_;  // by sender and receiver
+};
+
+}  // namespace titan::pipeline
+
+namespace titan {
+
+// The parameters of a pipeline stage, gathered and reduced by the actions of a schedule instead of by the
+// hooks around each module: forwards and backwards of any micro-batches may come in any order in between.
+
+namespace fsdp {
+class CommContext;
+class DelayedQueue;
+}  // namespace fsdp
+
+/// Weight gradients of one backward that were put off: the W of a schedule that splits its backwards. Holds
+/// what they are computed from, a layer's input and the gradient of its output.
+class DelayedGradients {
+ public:
+  DelayedGradients();
+  DelayedGradients(DelayedGradients&&) noexcept;
+  DelayedGradients& operator=(DelayedGradients&&) noexcept;
+  ~DelayedGradients();
+
+  /// Computes them and adds them to what their groups have collected; then holds nothing.
+  void compute();
+  size_t size() const;
+  /// Of the tensors that are held, each storage once.
+  int64_t bytes() const;
+
+ private:
+  friend class ScheduledSharding;
+  std::unique_ptr<fsdp::DelayedQueue> queue_;
+};
+
+/// Takes the groups that fully_shard made at and below a root out of the hands of their hooks, for good: from
+/// now on they are gathered, freed and reduced by the calls below, the same ones in the same order on all
+/// ranks of their meshes. Whole gradients are kept from one backward to the next until reduce(). A root
+/// without fully_shard is left as it is, and all calls do nothing.
+class ScheduledSharding {
+ public:
+  explicit ScheduledSharding(nn::AnyRef root);
+  ~ScheduledSharding();
+  ScheduledSharding(ScheduledSharding&&) noexcept;
+
+  /// Starts to gather all groups, unless they are gathered. The first forward or wait() waits for it.
+  void unshard();
+  void wait();
+  /// Frees what was gathered.
+  void reshard();
+  /// Starts to sum this step's gradients over the data-parallel ranks; no backward may follow before
+  /// finish().
+  void reduce();
+  /// Waits for reduce(), and frees what is gathered still: the optimizer may write.
+  void finish();
+  /// Drops gradients that were collected but not reduced: of a step that was given up.
+  void discard();
+
+  /// From now on until stop_delaying(), weight gradients of products and embeddings go into `target`; those
+  /// that come without a sink, and norms', which their input's gradient yields on the way, are computed as
+  /// ever.
+  void delay_weight_gradients(DelayedGradients& target);
+  void stop_delaying();
+
+ private:
+  nn::AnyRef root_;
+  std::vector<std::shared_ptr<fsdp::CommContext>> contexts_;  // one, but for a root that isn't sharded itself
+};
+
+}  // namespace titan

@@ -1,0 +1,353 @@
+// The manifest's part that is the table of tensors.
+
+#include "titan/checkpoint/manifest.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <iomanip>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "checkpoint/format/names.h"
+#include "checkpoint/format/safetensors_header.h"
+#include "core/json.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan::checkpoint::detail {
+
+/// Two keys and their values: "layouts", each once, and "tensors", which refer to them by position.
+std::string table_fields(const std::vector<StateTensor>& tensors);
+
+/// Reads these two.
+class TableReader {
+ public:
+  TableReader();
+  TableReader(const TableReader&) = delete;
+  JsonScope& layouts() { return layouts_scope_; }
+  JsonScope& tensors() { return tensors_scope_; }
+  /// What was read, once. Throws Error for a tensor whose layout isn't there.
+  std::vector<StateTensor> take();
+
+ private:
+  std::string add_layout();
+  std::string add_tensor();
+
+  std::vector<std::shared_ptr<const TensorLayout>> layouts_;
+  std::vector<StateTensor> tensors_;
+  std::vector<int64_t> layout_positions_;  // of each tensor
+
+  // What is being read.
+  TensorLayout layout_;
+  LayoutAxis axis_;
+  std::string name_, dtype_;
+  std::vector<int64_t> shape_;
+  int64_t layout_position_ = 0;
+
+  JsonRecord axis_scope_;
+  JsonList layout_scope_, layouts_scope_;
+  JsonNumbers shape_scope_;
+  JsonRecord tensor_scope_;
+  JsonList tensors_scope_;
+};
+
+namespace {
+
+constexpr int64_t kMaxTensors = 10'000'000;
+constexpr int64_t kMaxLayouts = 100'000;
+constexpr int64_t kMaxAxes = 64;
+constexpr size_t kMaxDims = 64;
+
+std::string joined(const std::vector<int64_t>& numbers) {
+  std::string text;
+  for (int64_t number : numbers) (text.empty() ? text : text += ",") += std::to_string(number);
+  return text;
+}
+
+std::string text_of(const LayoutAxis& axis) {
+  return str(R"({"axis":)", quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)", axis.stride,
+             R"(,"dim":)", axis.dim, R"(,"only":)", axis.only, "}");
+}
+
+std::string text_of(const TensorLayout& layout) {
+  std::string text;
+  for (const LayoutAxis& axis : layout.axes) text += (text.empty() ? "" : ",") + text_of(axis);
+  return "[" + text + "]";
+}
+
+std::string text_of(const StateTensor& tensor, size_t layout) {
+  return str("[", quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
+             joined(tensor.shape), "],", layout, "]");
+}
+
+}  // namespace
+
+std::string table_fields(const std::vector<StateTensor>& tensors) {
+  std::map<TensorLayout, size_t> positions;
+  std::string layouts, rows;
+  for (const StateTensor& tensor : tensors) {
+    TITAN_CHECK(tensor.layout, "tensor '", tensor.name, "' has no layout");
+    const auto [place, is_new] = positions.try_emplace(*tensor.layout, positions.size());
+    // A line each, for people and their tools.
+    if (is_new) layouts += (layouts.empty() ? "\n" : ",\n") + text_of(*tensor.layout);
+    rows += (rows.empty() ? "\n" : ",\n") + text_of(tensor, place->second);
+  }
+  return str("\"layouts\":[", layouts, "],\n\"tensors\":[", rows, "]");
+}
+
+TableReader::TableReader()
+    : axis_scope_(JsonRecord::Form::Object,
+                  {{"axis", &axis_.name},
+                   {"size", &axis_.size},
+                   {"stride", &axis_.stride},
+                   {"dim", &axis_.dim},
+                   {"only", &axis_.only}},
+                  [this] { return layout_.axes.push_back(axis_), std::string(); }),
+      layout_scope_(axis_scope_, kMaxAxes, [this] { return add_layout(); }),
+      layouts_scope_(layout_scope_, kMaxLayouts),
+      shape_scope_(shape_, kMaxDims),
+      tensor_scope_(
+          JsonRecord::Form::Array,
+          {{"name", &name_}, {"dtype", &dtype_}, {"shape", &shape_scope_}, {"layout", &layout_position_}},
+          [this] { return add_tensor(); }),
+      tensors_scope_(tensor_scope_, kMaxTensors) {}
+
+std::string TableReader::add_layout() {
+  layouts_.push_back(std::make_shared<const TensorLayout>(std::move(layout_)));
+  layout_ = {};
+  return "";
+}
+
+std::string TableReader::add_tensor() {
+  const auto dtype = titan::detail::dtype_of_safetensors_name(dtype_);
+  if (!dtype) return str("unknown dtype '", dtype_.substr(0, 20), "'");
+  tensors_.push_back({.name = std::move(name_), .dtype = *dtype, .shape = shape_, .layout = nullptr});
+  layout_positions_.push_back(layout_position_);
+  return "";
+}
+
+std::vector<StateTensor> TableReader::take() {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const int64_t position = layout_positions_[i];
+    TITAN_CHECK(position >= 0 && position < static_cast<int64_t>(layouts_.size()), "tensors[", i,
+                "]: layout ", position, " of ", layouts_.size());
+    tensors_[i].layout = layouts_[static_cast<size_t>(position)];
+  }
+  return std::move(tensors_);
+}
+
+}  // namespace titan::checkpoint::detail
+
+namespace titan::checkpoint {
+
+// [Note: the digest]
+// The text is a JSON object whose beginning has one form only,
+//
+//   {"titan_checkpoint":1,"digest":"<32 hexadecimal digits>",
+//
+// and a line feed. The digest is of every byte behind it. So a changed bit is either in the beginning, which
+// then isn't that, or in the digest or in what it is of, and then they differ.
+
+namespace {
+
+using detail::JsonRecord;
+
+constexpr std::string_view kStart = R"({"titan_checkpoint":)";
+constexpr std::string_view kBeforeDigest = R"(,"digest":")";
+constexpr std::string_view kBehindDigest = "\",\n";
+constexpr size_t kDigestDigits = 32;
+constexpr int64_t kMaxRanks = 1'000'000;
+constexpr int64_t kMaxThreads = 1'000'000;
+constexpr size_t kMaxTexts = 1'000;
+constexpr int64_t kMaxFileBytes = int64_t{1} << 62;  // of all together
+
+std::string beginning(std::string_view digest) {
+  return str(kStart, kFormatVersion, kBeforeDigest, digest, kBehindDigest);
+}
+
+bool is_hex32(std::string_view text) {
+  return text.size() == kDigestDigits && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+// What both writing and reading ask of the values.
+void check_values(const Manifest& manifest) {
+  TITAN_CHECK(is_hex32(manifest.run_id), "run_id has to be 32 lower-case hexadecimal digits");
+  TITAN_CHECK(manifest.step >= 0, "step ", manifest.step, " is negative");
+  TITAN_CHECK(manifest.num_threads >= 0 && manifest.num_threads <= kMaxThreads, "num_threads ",
+              manifest.num_threads, "; 0 to ", kMaxThreads, " are allowed");
+  TITAN_CHECK(manifest.texts.size() <= kMaxTexts, manifest.texts.size(), " texts; at most ", kMaxTexts,
+              " are allowed");
+  for (const auto& [key, text] : manifest.texts) {
+    const std::string problem = detail::name_problem(key);
+    TITAN_CHECK(problem.empty(), "a text's name ", problem);
+  }
+}
+
+void check_size(size_t num_bytes) {
+  TITAN_CHECK(num_bytes <= static_cast<size_t>(kMaxManifestBytes), "a manifest of ", num_bytes,
+              " bytes; at most ", kMaxManifestBytes, " are allowed");
+}
+
+// Before a copy of them is made.
+void check_size_of_texts(const Manifest& manifest) {
+  size_t num_bytes = manifest.config.size() + manifest.library.size();
+  for (const auto& [key, text] : manifest.texts) num_bytes += text.size();
+  check_size(num_bytes);
+}
+
+void check_files(const std::vector<FileRecord>& files) {
+  TITAN_CHECK(!files.empty() && files.size() <= static_cast<size_t>(kMaxRanks), files.size(), " files; 1 to ",
+              kMaxRanks, " are allowed");
+  int64_t total = 0;
+  for (size_t rank = 0; rank < files.size(); ++rank) {
+    TITAN_CHECK(files[rank].num_bytes >= 0, "files[", rank, "]: ", files[rank].num_bytes, " bytes");
+    const bool overflows = __builtin_add_overflow(total, files[rank].num_bytes, &total);
+    TITAN_CHECK(!overflows && total <= kMaxFileBytes, "files of more than ", kMaxFileBytes,
+                " bytes together, up to files[", rank, "]");
+    TITAN_CHECK(is_hex32(files[rank].header_digest), "files[", rank,
+                "]: the digest has to be 32 lower-case hexadecimal digits");
+  }
+}
+
+std::string text_of(const std::map<std::string, std::string>& texts) {
+  std::string text;
+  for (const auto& [key, value] : texts)
+    text += str(text.empty() ? "\n" : ",\n", detail::quoted(key), ":", detail::quoted(value));
+  return "{" + text + "}";
+}
+
+std::string text_of(const std::vector<FileRecord>& files) {
+  std::string text;
+  for (const FileRecord& file : files)
+    text += str(text.empty() ? "\n[" : ",\n[", file.num_bytes, ",\"", file.header_digest, "\"]");
+  return "[" + text + "]";
+}
+
+// Reads the JSON; of the beginning it sees only that it is JSON.
+class ManifestReader {
+ public:
+  std::string read(std::string_view text) { return detail::read_json(text, root_scope_); }
+  Manifest take() {
+    check_values(manifest_);
+    check_files(manifest_.files);
+    manifest_.table = StateTable(table_.take(), static_cast<int64_t>(manifest_.files.size()));
+    return std::move(manifest_);
+  }
+
+ private:
+  std::string add_file() {
+    manifest_.files.push_back(std::move(file_));
+    return "";
+  }
+
+  Manifest manifest_;
+  FileRecord file_;
+  int64_t format_ = 0;
+  std::string digest_;
+
+  detail::TableReader table_;
+  detail::JsonTexts texts_scope_{manifest_.texts, kMaxTexts};
+  JsonRecord file_scope_{JsonRecord::Form::Array,
+                         {{"num_bytes", &file_.num_bytes}, {"header_digest", &file_.header_digest}},
+                         [this] { return add_file(); }};
+  detail::JsonList files_scope_{file_scope_, kMaxRanks};
+  JsonRecord manifest_scope_{JsonRecord::Form::Object,
+                             {{"run_id", &manifest_.run_id},
+                              {"step", &manifest_.step},
+                              {"library", &manifest_.library},
+                              {"num_threads", &manifest_.num_threads},
+                              {"finite", &manifest_.finite},
+                              {"config", &manifest_.config},
+                              {"texts", &texts_scope_},
+                              {"layouts", &table_.layouts()},
+                              {"tensors", &table_.tensors()},
+                              {"files", &files_scope_}}};
+  JsonRecord root_scope_{
+      JsonRecord::Form::Object,
+      {{"titan_checkpoint", &format_}, {"digest", &digest_}, {"manifest", &manifest_scope_}}};
+};
+
+// Takes `expected` off the front of `text`.
+bool take(std::string_view& text, std::string_view expected) {
+  if (!text.starts_with(expected)) return false;
+  text.remove_prefix(expected.size());
+  return true;
+}
+
+void check_format(std::string_view& text) {
+  int64_t format = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), format);
+  const bool is_number = error == std::errc();
+  TITAN_CHECK(!is_number || format <= kFormatVersion, "format ", format,
+              ", which is newer than this library's, ", kFormatVersion);
+  // Not the number alone: "01" would be read as 1.
+  TITAN_CHECK(take(text, std::to_string(kFormatVersion)) && text.starts_with(','),
+              "damaged: no number of a format at byte ", kStart.size());
+}
+
+void check_digest(std::string_view text) {
+  TITAN_CHECK(take(text, kStart), "not a checkpoint's manifest: it doesn't begin with ", kStart);
+  check_format(text);
+  TITAN_CHECK(take(text, kBeforeDigest) && text.size() > kDigestDigits, "damaged: the digest isn't there");
+  const std::string_view digest = text.substr(0, kDigestDigits);
+  text.remove_prefix(kDigestDigits);
+  TITAN_CHECK(is_hex32(digest) && take(text, kBehindDigest),
+              "damaged: the digest isn't 32 hexadecimal digits and the end of a line");
+  TITAN_CHECK(digest == digest_of(text), "damaged: its digest is ", digest, ", that of its bytes ",
+              digest_of(text));
+}
+
+}  // namespace
+
+std::string file_name(int64_t rank) {
+  std::ostringstream name;
+  name << "rank_" << std::setw(5) << std::setfill('0') << rank << ".safetensors";
+  return name.str();
+}
+
+std::string to_text(const Manifest& manifest) {
+  check_values(manifest);
+  check_size_of_texts(manifest);
+  check_files(manifest.files);
+  TITAN_CHECK(static_cast<int64_t>(manifest.files.size()) == manifest.table.world_size(), "a manifest with ",
+              manifest.files.size(), " files of a table for ", manifest.table.world_size(), " ranks");
+  std::string text =
+      str("\"manifest\":{\"run_id\":\"", manifest.run_id, "\",\n\"step\":", manifest.step,
+          ",\n\"library\":", detail::quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,
+          ",\n\"finite\":", manifest.finite ? "true" : "false",
+          ",\n\"config\":", detail::quoted(manifest.config), ",\n\"texts\":", text_of(manifest.texts), ",\n",
+          detail::table_fields(manifest.table.tensors()), ",\n\"files\":", text_of(manifest.files), "}}\n");
+  text.insert(0, beginning(digest_of(text)));
+  check_size(text.size());
+  return text;
+}
+
+Manifest parse_manifest(std::string_view text, const std::filesystem::path& path) {
+  try {
+    check_size(text.size());
+    check_digest(text);
+    ManifestReader reader;
+    const std::string problem = reader.read(text);
+    TITAN_CHECK(problem.empty(), problem);
+    return reader.take();
+  } catch (const Error& error) {
+    throw Error(str(path.string(), ": ", error.what()));
+  }
+}
+
+Manifest read_manifest(const std::filesystem::path& folder) {
+  const std::filesystem::path path = folder / kManifestName;
+  std::error_code ignored;  // read_file says better what is wrong
+  const bool is_file = std::filesystem::is_regular_file(path, ignored);
+  TITAN_CHECK(is_file || !std::filesystem::exists(path, ignored), path.string(), ": not a regular file");
+  const auto num_bytes = is_file ? std::filesystem::file_size(path, ignored) : 0;
+  TITAN_CHECK(ignored || num_bytes <= static_cast<uintmax_t>(kMaxManifestBytes), path.string(), ": ",
+              num_bytes, " bytes; at most ", kMaxManifestBytes, " are allowed");
+  return parse_manifest(read_file(path), path);
+}
+
+}  // namespace titan::checkpoint

@@ -1,0 +1,218 @@
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <optional>
+
+#include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/safetensors_header.h"
+#include "titan/core/error.h"
+
+namespace titan::checkpoint::detail {
+namespace {
+
+constexpr const char* kFormat = "titan rank file 1";
+constexpr std::array<std::string_view, 5> kReservedNames = {"format", "run_id", "step", "rank", "world_size"};
+constexpr std::string_view kChecksumPrefix = "xxh3:";
+constexpr size_t kChecksumDigits = 16;
+
+bool is_reserved(std::string_view name) {
+  return std::find(kReservedNames.begin(), kReservedNames.end(), name) != kReservedNames.end();
+}
+
+// ---- making
+
+void append_hex(std::string& text, uint64_t value) {
+  for (int shift = 60; shift >= 0; shift -= 4) text += "0123456789abcdef"[(value >> shift) & 15];
+}
+
+std::string metadata_value(const Box& box, const std::vector<uint64_t>& checksums) {
+  std::string text;
+  for (size_t dim = 0; dim < box.offset.size(); ++dim) {
+    if (dim > 0) text += ',';
+    text += std::to_string(box.offset[dim]);
+    text += ':';
+    text += std::to_string(box.offset[dim] + box.length[dim]);
+  }
+  if (!text.empty()) text += ' ';
+  text += kChecksumPrefix;
+  for (size_t block = 0; block < checksums.size(); ++block) {
+    if (block > 0) text += ',';
+    append_hex(text, checksums[block]);
+  }
+  return text;
+}
+
+void check_piece(const PieceToWrite& piece) {
+  TITAN_CHECK(piece.data.defined(), "'", piece.name, "': the tensor to write is undefined");
+  TITAN_CHECK(!is_reserved(piece.name), "'", piece.name,
+              "' can't name a tensor of a rank's file: it is a key of the file's own");
+  TITAN_CHECK(piece.data.device().is_cpu() && piece.data.is_contiguous(), "'", piece.name,
+              "': the tensor to write has to be contiguous and on the CPU; it is ", piece.data.sizes(),
+              " with strides ", piece.data.strides(), " on ", piece.data.device());
+  TITAN_CHECK(piece.data.sizes() == at::IntArrayRef(piece.box.length) &&
+                  piece.box.offset.size() == piece.box.length.size(),
+              "'", piece.name, "': a tensor of ", piece.data.sizes(), " for a box at ",
+              at::IntArrayRef(piece.box.offset), " of lengths ", at::IntArrayRef(piece.box.length));
+  for (size_t dim = 0; dim < piece.box.offset.size(); ++dim) {
+    int64_t end = 0;
+    TITAN_CHECK(piece.box.offset[dim] >= 0 &&
+                    !__builtin_add_overflow(piece.box.offset[dim], piece.box.length[dim], &end),
+                "'", piece.name, "': no tensor has a box at ", at::IntArrayRef(piece.box.offset));
+  }
+}
+
+// ---- parsing
+
+// Digits only: no sign, no space. Empty where the number is beyond 63 bits.
+std::optional<int64_t> parse_number(std::string_view text) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool whole = !text.empty() && text.front() != '-' && end == text.data() + text.size();
+  return whole && error == std::errc() ? std::optional(value) : std::nullopt;
+}
+
+// One dimension of a box, "begin:end".
+bool append_range(Box& box, std::string_view text) {
+  const size_t colon = text.find(':');
+  if (colon == std::string_view::npos) return false;
+  const auto begin = parse_number(text.substr(0, colon)), end = parse_number(text.substr(colon + 1));
+  if (!begin || !end || *end < *begin) return false;
+  box.offset.push_back(*begin);
+  box.length.push_back(*end - *begin);
+  return true;
+}
+
+std::optional<Box> parse_box(std::string_view text) {
+  Box box;
+  while (!text.empty()) {
+    const size_t comma = text.find(',');
+    if (comma == text.size() - 1 || !append_range(box, text.substr(0, comma))) return std::nullopt;
+    text.remove_prefix(comma == std::string_view::npos ? text.size() : comma + 1);
+  }
+  return box;
+}
+
+std::optional<uint64_t> parse_checksum(std::string_view digits) {
+  const auto is_digit = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
+  if (!std::all_of(digits.begin(), digits.end(), is_digit)) return std::nullopt;
+  uint64_t value = 0;
+  std::from_chars(digits.data(), digits.data() + digits.size(), value, 16);
+  return value;
+}
+
+// Empty unless there are exactly `count`.
+std::optional<std::vector<uint64_t>> parse_checksums(std::string_view text, int64_t count) {
+  const auto expected_size = static_cast<size_t>(count) * (kChecksumDigits + 1);
+  if (text.size() + (count > 0 ? 1 : 0) != expected_size) return std::nullopt;
+  std::vector<uint64_t> checksums;
+  for (size_t at = 0; at < text.size(); at += kChecksumDigits + 1) {
+    if (at > 0 && text[at - 1] != ',') return std::nullopt;
+    const auto checksum = parse_checksum(text.substr(at, kChecksumDigits));
+    if (!checksum) return std::nullopt;
+    checksums.push_back(*checksum);
+  }
+  return checksums;
+}
+
+RankFile::Entry parse_entry(std::string_view value, const SafetensorsInfo& info, const std::string& where) {
+  const size_t prefix = value.find(kChecksumPrefix);
+  TITAN_CHECK(prefix != std::string_view::npos, where, "its metadata has no '", kChecksumPrefix, "'");
+  std::string_view box_text = value.substr(0, prefix);
+  const bool spaced = box_text.empty() || box_text.ends_with(' ');
+  if (!box_text.empty() && spaced) box_text.remove_suffix(1);
+  auto box = parse_box(box_text);
+  TITAN_CHECK(box && spaced && box_text.empty() == info.shape.empty(), where, "'", box_text, "' isn't a box");
+  TITAN_CHECK(box->length == info.shape, where, "its box '", box_text, "' isn't of its shape ",
+              at::IntArrayRef(info.shape));
+  const int64_t count = num_blocks(info.num_bytes);
+  auto checksums = parse_checksums(value.substr(prefix + kChecksumPrefix.size()), count);
+  TITAN_CHECK(checksums, where, "its metadata doesn't hold ", count, " checksums of ", kChecksumDigits,
+              " hexadecimal digits");
+  return {.dtype = info.dtype,
+          .box = std::move(*box),
+          .offset = info.offset,
+          .num_bytes = info.num_bytes,
+          .checksums = std::move(*checksums)};
+}
+
+const std::string& metadata_of(const titan::detail::SafetensorsHeader& header, const std::string& key,
+                               const std::string& path) {
+  const auto found = header.metadata.find(key);
+  TITAN_CHECK(found != header.metadata.end(), path, ": no rank's file of a checkpoint: its metadata has no '",
+              key, "'");
+  return found->second;
+}
+
+FileIdentity parse_identity(const titan::detail::SafetensorsHeader& header, const std::string& path) {
+  const std::string& format = metadata_of(header, "format", path);
+  TITAN_CHECK(format == kFormat, path, ": its format is '", format, "'; this program reads '", kFormat, "'");
+  const auto number = [&](const char* key) {
+    const std::string& text = metadata_of(header, key, path);
+    const auto value = parse_number(text);
+    TITAN_CHECK(value, path, ": metadata '", key, "' is '", text, "', not a number from 0 to 2^63 - 1");
+    return *value;
+  };
+  return {.run_id = metadata_of(header, "run_id", path),
+          .step = number("step"),
+          .rank = number("rank"),
+          .world_size = number("world_size")};
+}
+
+}  // namespace
+
+Checksums blank_checksums(std::span<const PieceToWrite> pieces) {
+  Checksums checksums;
+  for (const PieceToWrite& piece : pieces) {
+    const auto num_bytes = piece.data.defined() ? static_cast<int64_t>(piece.data.nbytes()) : 0;
+    checksums.emplace_back(static_cast<size_t>(num_blocks(num_bytes)));
+  }
+  return checksums;
+}
+
+std::string make_rank_file_header(const FileIdentity& identity, std::span<const PieceToWrite> pieces,
+                                  const Checksums& checksums) {
+  SafetensorsMetadata metadata = {{"format", kFormat},
+                                  {"run_id", identity.run_id},
+                                  {"step", std::to_string(identity.step)},
+                                  {"rank", std::to_string(identity.rank)},
+                                  {"world_size", std::to_string(identity.world_size)}};
+  std::vector<SafetensorsEntry> entries;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const PieceToWrite& piece = pieces[i];
+    check_piece(piece);
+    // So that each tensor is aligned in the file.
+    TITAN_CHECK(i == 0 || piece.data.element_size() <= pieces[i - 1].data.element_size(), "'", piece.name,
+                "' has larger elements than '", pieces[i - 1].name, "' before it");
+    metadata[piece.name] = metadata_value(piece.box, checksums[i]);
+    entries.push_back({piece.name, piece.data.scalar_type(), piece.box.length});
+  }
+  return titan::detail::make_safetensors_header(entries, metadata);
+}
+
+RankFileHeader parse_rank_file_header(std::string_view json, size_t data_start, size_t file_size,
+                                      const std::string& path) {
+  auto parsed = titan::detail::parse_safetensors_header(json, data_start, file_size, path);
+  RankFileHeader header{
+      .identity = parse_identity(parsed, path), .names = std::move(parsed.names), .entries = {}};
+  for (const auto& [name, info] : parsed.tensors) {
+    TITAN_CHECK(!is_reserved(name), path, ": no tensor of a rank's file has the name '", name, "'");
+    const std::string& value = metadata_of(parsed, name, path);
+    header.entries.emplace(name, parse_entry(value, info, str(path, ": tensor '", name, "': ")));
+  }
+  for (const auto& [key, value] : parsed.metadata)
+    TITAN_CHECK(is_reserved(key) || header.entries.contains(key), path, ": metadata '", key,
+                "' is of no tensor in the file");
+  return header;
+}
+
+std::string difference(const FileIdentity& found, const FileIdentity& expected) {
+  if (found.run_id != expected.run_id)
+    return str("it is of run '", found.run_id, "', not '", expected.run_id, "'");
+  if (found.step != expected.step) return str("it is of step ", found.step, ", not ", expected.step);
+  if (found.rank != expected.rank) return str("it is of rank ", found.rank, ", not ", expected.rank);
+  if (found.world_size != expected.world_size)
+    return str("it is of one of ", found.world_size, " ranks, not of ", expected.world_size);
+  return "";
+}
+
+}  // namespace titan::checkpoint::detail

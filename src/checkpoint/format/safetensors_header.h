@@ -1,0 +1,43 @@
+#pragma once
+
+// The format's names of dtypes.
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
+
+#include "titan/checkpoint/safetensors.h"
+
+namespace titan::detail {
+
+/// Empty for a dtype that we don't read.
+std::optional<c10::ScalarType> dtype_of_safetensors_name(std::string_view name);
+/// Throws Error for a dtype that the format (or we) can't hold.
+std::string_view safetensors_name_of(c10::ScalarType dtype);
+
+// Reading and checking a safetensors header: the part of the format where a hostile file could do harm.
+
+struct SafetensorsHeader {
+  std::vector<std::string> names;  // by offset
+  std::map<std::string, SafetensorsInfo, std::less<>> tensors;
+  SafetensorsMetadata metadata;
+};
+
+/// The length of the JSON header, from a file's beginning: 8 bytes, or all of a shorter file.
+size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path);
+
+/// Parses the JSON text and checks that the tensors tile the file's data part exactly, without holes or
+/// overlaps. `data_start` is the first byte behind the header. Throws Error naming `path`.
+SafetensorsHeader parse_safetensors_header(std::string_view json, size_t data_start, size_t file_size,
+                                           const std::string& path);
+
+/// The 8 length bytes and the JSON text, padded with spaces to a multiple of 8.
+std::string make_safetensors_header(const std::vector<SafetensorsEntry>& entries,
+                                    const SafetensorsMetadata& metadata);
+
+}  // namespace titan::detail

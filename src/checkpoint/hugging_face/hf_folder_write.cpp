@@ -1,0 +1,205 @@
+// A folder that is whole or not there, as core/file.h for files.
+
+#include <unistd.h>
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+#include <c10/util/accumulate.h>
+#include <nlohmann/json.hpp>
+
+#include "core/durable.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+
+namespace titan::detail {
+
+/// Made under a temporary name, `.NAME.PID.tmp`, in the parent of its own; removed by the destructor unless
+/// commit() gave it its name.
+class NewFolder {
+ public:
+  explicit NewFolder(const std::filesystem::path& path);
+  ~NewFolder();
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+
+  /// Where its files are to be written.
+  const std::filesystem::path& path() const { return temporary_; }
+  /// Renames it, and syncs. What has that name already is kept as NAME.old, NAME.old.2, ...
+  void commit();
+
+ private:
+  std::filesystem::path final_, temporary_;
+  bool committed_ = false;
+};
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// Without a trailing slash, which would leave no name.
+fs::path named(const fs::path& path) {
+  const fs::path normal = fs::absolute(path).lexically_normal();
+  return normal.has_filename() ? normal : normal.parent_path();
+}
+
+fs::path free_name_beside(const fs::path& path) {
+  for (int number = 1;; ++number) {
+    fs::path name = path;
+    name += number == 1 ? std::string(".old") : str(".old.", number);
+    if (!is_there(name)) return name;
+  }
+}
+
+}  // namespace
+
+NewFolder::NewFolder(const fs::path& path)
+    : final_(named(path)),
+      temporary_(final_.parent_path() / str(".", final_.filename().string(), ".", ::getpid(), ".tmp")) {
+  std::error_code ignored;
+  fs::remove_all(temporary_, ignored);  // of a process that had this number before
+  make_folder(temporary_);
+}
+
+NewFolder::~NewFolder() {
+  std::error_code ignored;
+  if (!committed_) fs::remove_all(temporary_, ignored);
+}
+
+void NewFolder::commit() {
+  sync_folder(temporary_);
+  const bool replaces = is_there(final_);
+  if (replaces) rename_folder(final_, free_name_beside(final_));
+  rename_folder(temporary_, final_);
+  committed_ = true;
+  sync_folder(final_.parent_path());
+}
+
+}  // namespace titan::detail
+
+namespace titan {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kTokenizerFiles[] = {"tokenizer.json",          "tokenizer_config.json",
+                                           "special_tokens_map.json", "added_tokens.json",
+                                           "tokenizer.model",         "generation_config.json"};
+
+/// entries[begin, end) go into one file.
+struct Shard {
+  size_t begin = 0, end = 0;
+  int64_t bytes = 0;
+};
+
+std::vector<Shard> cut(const std::vector<HfEntry>& entries, int64_t shard_bytes) {
+  std::vector<Shard> shards = {{}};
+  for (size_t index = 0; index < entries.size(); ++index) {
+    const int64_t bytes = num_bytes(entries[index]);
+    if (shards.back().bytes > 0 && shards.back().bytes + bytes > shard_bytes)
+      shards.push_back({index, index});
+    shards.back().end = index + 1;
+    shards.back().bytes += bytes;
+  }
+  return shards;
+}
+
+std::string shard_name(size_t index, size_t count) {
+  if (count == 1) return "model.safetensors";
+  char name[64];
+  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", index + 1, count);
+  return name;
+}
+
+void write_shard(const fs::path& path, const std::vector<HfEntry>& entries, const Shard& shard,
+                 const ProduceRows& produce) {
+  std::vector<SafetensorsEntry> in_file;
+  for (size_t index = shard.begin; index < shard.end; ++index)
+    in_file.push_back({entries[index].tensor->hf_name, entries[index].dtype, entries[index].tensor->shape});
+  // transformers refuses a file that doesn't say so.
+  write_safetensors_in_parts(
+      path, in_file, {{"format", "pt"}},
+      [&](size_t index, const AppendTensor& append) { produce(shard.begin + index, append); });
+}
+
+void write_index(const fs::path& path, const std::vector<HfEntry>& entries,
+                 const std::vector<Shard>& shards) {
+  nlohmann::ordered_json index;
+  int64_t total = 0;
+  for (const Shard& shard : shards) total += shard.bytes;
+  index["metadata"]["total_size"] = total;
+  std::map<std::string, std::string> weight_map;
+  for (size_t i = 0; i < shards.size(); ++i)
+    for (size_t entry = shards[i].begin; entry < shards[i].end; ++entry)
+      weight_map[entries[entry].tensor->hf_name] = shard_name(i, shards.size());
+  index["weight_map"] = weight_map;
+  write_file_atomic(path, index.dump(2) + "\n");
+}
+
+const char* torch_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return "float64";
+    case at::kFloat:
+      return "float32";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    default:
+      TITAN_CHECK(false, "weights of ", dtype, " can't be written for Hugging Face");
+  }
+}
+
+std::string config_text(HfConfig config, at::ScalarType dtype) {
+  config["torch_dtype"] = torch_name(dtype);
+  nlohmann::json flat = nlohmann::json::object();
+  for (const auto& [key, value] : config) {
+    std::string pointer = "/" + key;
+    std::replace(pointer.begin(), pointer.end(), '.', '/');
+    std::visit(
+        [&](const auto& held) {
+          if constexpr (std::is_same_v<decltype(held), const std::monostate&>) {
+            flat[pointer] = nullptr;
+          } else {
+            flat[pointer] = held;
+          }
+        },
+        value);
+  }
+  return flat.unflatten().dump(2) + "\n";
+}
+
+void copy_tokenizer(const fs::path& from, const fs::path& to) {
+  if (from.empty() || !fs::is_directory(from)) return;
+  for (const char* name : kTokenizerFiles)
+    if (fs::is_regular_file(from / name)) write_file_atomic(to / name, read_file(from / name));
+}
+
+void write_files(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
+                 const HfWriteOptions& options, const ProduceRows& produce) {
+  const std::vector<Shard> shards = cut(entries, options.shard_bytes);
+  for (size_t i = 0; i < shards.size(); ++i)
+    write_shard(folder / shard_name(i, shards.size()), entries, shards[i], produce);
+  if (shards.size() > 1) write_index(folder / "model.safetensors.index.json", entries, shards);
+  write_file_atomic(folder / "config.json", config_text(model.config, entries.back().dtype));
+  copy_tokenizer(options.assets, folder);
+}
+
+}  // namespace
+
+int64_t num_bytes(const HfEntry& entry) {
+  return c10::multiply_integers(entry.tensor->shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
+}
+
+void write_hf_folder(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
+                     const HfWriteOptions& options, const ProduceRows& produce) {
+  TITAN_CHECK(!entries.empty(), folder.string(), ": a model without parameters can't be saved");
+  if (options.in_place) return write_files(folder, model, entries, options, produce);
+  detail::NewFolder written(folder);
+  write_files(written.path(), model, entries, options, produce);
+  written.commit();
+}
+
+}  // namespace titan

@@ -1,0 +1,304 @@
+// A model that is spread over ranks, tensor by tensor on the rank that writes it.
+
+#include <algorithm>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include "tensor/param_storage.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/checkpoint/safetensors.h"
+#include "titan/core/error.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/parallel/parameters.h"
+
+namespace titan::detail {
+
+/// The names of the parameters of all ranks of the pipeline together (collective over it); of a pipeline of
+/// one, none.
+std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters, const DeviceMesh& pipeline);
+
+/// The tensors of the file in its order (sort_for_file), each gathered from all ranks of its stage when it is
+/// asked for, and brought to the pipeline's first rank. A name on several stages is taken from the first.
+class GatheredModel {
+ public:
+  /// Collective over the pipeline.
+  GatheredModel(const std::vector<Parameter>& parameters, std::optional<at::ScalarType> export_dtype,
+                const DeviceMesh& pipeline);
+
+  const std::vector<SafetensorsEntry>& entries() const { return entries_; }
+  /// Collective; in order. Undefined on ranks that neither own nor write it.
+  at::Tensor gather(size_t index);
+  /// The gathers that are left: the other ranks wait in them.
+  void finish();
+
+ private:
+  void collect_entries(const std::vector<SafetensorsEntry>& own);
+
+  const DeviceMesh& pipeline_;
+  std::map<std::string, const Parameter*> parameters_;
+  std::map<std::string, int> owners_;  // position in the pipeline
+  std::vector<SafetensorsEntry> entries_;
+  size_t next_ = 0;
+};
+
+/// Calls `write` on rank 0 of the largest mesh (in a pipeline, of the world); the other ranks take part in
+/// what it gathers. When it throws, every rank throws Error.
+void write_gathered(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
+                    std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline,
+                    const std::function<void(GatheredModel&)>& write);
+
+namespace {
+
+constexpr dist::Label kLabel{.phase = "checkpoint::save_model"};
+
+const DeviceMesh& largest_mesh(const std::vector<Parameter>& parameters) {
+  auto size = [](const Parameter& parameter) { return parameter.data.mesh.size(); };
+  return std::max_element(parameters.begin(), parameters.end(),
+                          [&](const Parameter& a, const Parameter& b) { return size(a) < size(b); })
+      ->data.mesh;
+}
+
+// True on all ranks of the mesh where it is on one: the maximum along each axis in turn.
+bool any_rank(const DeviceMesh& mesh, bool value) {
+  double flag = value;
+  for (const auto& axis : mesh.axes()) {
+    if (axis.size > 1) flag = mesh.group(axis.name)->max(flag, kLabel);
+  }
+  return flag > 0;
+}
+
+// Of the pipelines side by side, each of which has a part of every stage, one carries whole tensors.
+bool has_writer(const DeviceMesh& pipeline) { return pipeline.ranks().front() == 0; }
+
+// What a stage has, as a line for its peers: dtype, shape, and the name, which may hold spaces.
+std::string describe(const std::vector<SafetensorsEntry>& entries) {
+  std::string text;
+  for (const SafetensorsEntry& entry : entries) {
+    text += titan::str(static_cast<int>(entry.dtype), " ", entry.shape.size());
+    for (const int64_t size : entry.shape) text += titan::str(" ", size);
+    text += " " + entry.name + "\n";
+  }
+  return text;
+}
+
+std::vector<SafetensorsEntry> parse_entries(const std::string& text) {
+  std::vector<SafetensorsEntry> entries;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream fields(line);
+    int dtype = 0;
+    size_t dims = 0;
+    fields >> dtype >> dims;
+    SafetensorsEntry entry{"", static_cast<at::ScalarType>(dtype), std::vector<int64_t>(dims)};
+    for (int64_t& size : entry.shape) fields >> size;
+    fields.get();
+    std::getline(fields, entry.name);
+    entries.push_back(std::move(entry));
+  }
+  return entries;
+}
+
+}  // namespace
+
+GatheredModel::GatheredModel(const std::vector<Parameter>& parameters,
+                             std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline)
+    : pipeline_(pipeline) {
+  std::vector<SafetensorsEntry> own;
+  size_t saved = 0;
+  for (const auto& parameter : parameters) {
+    if (parameter.duplicate) continue;
+    ++saved;
+    parameters_.emplace(parameter.name, &parameter);
+    at::ScalarType dtype = export_dtype.value_or(parameter.data.local.scalar_type());
+    own.push_back({parameter.name, dtype, parameter.data.global_shape});
+  }
+  TITAN_CHECK(parameters_.size() == saved, "two parameters have the same name");
+  collect_entries(own);
+  sort_for_file(entries_);
+}
+
+at::Tensor GatheredModel::gather(size_t index) {
+  next_ = index + 1;
+  const SafetensorsEntry& entry = entries_[index];
+  const int owner = owners_.at(entry.name);
+  at::Tensor whole;
+  if (owner == pipeline_.rank()) {
+    const Parameter& parameter = *parameters_.at(entry.name);
+    whole = full_tensor(parameter.data).to(entry.dtype).contiguous();
+  }
+  if (owner == 0 || !has_writer(pipeline_)) return whole;
+  // From host to host: the writer may have no parameter that tells its device, and no room there to spare.
+  if (owner == pipeline_.rank()) pipeline_.group()->send(whole.cpu().view(-1), 0, kLabel).wait();
+  if (pipeline_.rank() != 0) return whole;
+  whole = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
+  pipeline_.group()->receive(whole.view(-1), owner, kLabel).wait();
+  return whole;
+}
+
+void GatheredModel::finish() {
+  while (next_ < entries_.size()) gather(next_);
+}
+
+void GatheredModel::collect_entries(const std::vector<SafetensorsEntry>& own) {
+  std::vector<std::string> texts = {describe(own)};
+  if (pipeline_.size() > 1) texts = pipeline_.group()->all_gather_text(texts[0], kLabel);
+  for (size_t rank = 0; rank < texts.size(); ++rank)
+    for (SafetensorsEntry& entry : parse_entries(texts[rank]))
+      if (owners_.emplace(entry.name, static_cast<int>(rank)).second) entries_.push_back(std::move(entry));
+}
+
+std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters,
+                                        const DeviceMesh& pipeline) {
+  std::set<std::string> names;
+  if (pipeline.size() == 1) return names;
+  std::string own;
+  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
+  for (const std::string& text : pipeline.group()->all_gather_text(own, kLabel)) {
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) names.insert(line);
+  }
+  return names;
+}
+
+void write_gathered(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
+                    std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline,
+                    const std::function<void(GatheredModel&)>& write) {
+  GatheredModel model(parameters, export_dtype, pipeline);
+  TITAN_CHECK(!model.entries().empty(), path.string(), ": a model without parameters can't be saved");
+  const DeviceMesh mesh = parameters.empty() ? DeviceMesh() : largest_mesh(parameters);
+  std::string failure;
+  const bool writes = pipeline.size() > 1 ? has_writer(pipeline) && pipeline.rank() == 0 : mesh.rank() == 0;
+  if (writes) {
+    try {
+      write(model);
+    } catch (const std::exception& error) {  // the peers are waiting, whatever it is
+      failure = error.what();
+    }
+  }
+  model.finish();
+  const bool failed = any_rank(mesh, any_rank(pipeline, !failure.empty()));
+  TITAN_CHECK(failure.empty(), failure);
+  TITAN_CHECK(!failed, path.string(), ": rank 0 of the mesh couldn't write the model; its message says why");
+}
+
+}  // namespace titan::detail
+
+namespace titan {
+namespace {
+
+// Everything that keeps `file` from being the weights of `parameters` and those of other ranks, one a line.
+std::vector<std::string> differences(const std::vector<Parameter>& parameters,
+                                     const std::set<std::string>& elsewhere, const SafetensorsFile& file) {
+  std::vector<std::string> problems;
+  std::set<std::string> expected = elsewhere;
+  std::string path = file.path().string();
+  for (const auto& parameter : parameters) {
+    expected.insert(parameter.name);
+    if (!file.contains(parameter.name)) {
+      problems.push_back(titan::str(path, ": parameter '", parameter.name, "' is missing"));
+    } else if (const auto& shape = file.info(parameter.name).shape; shape != parameter.data.global_shape) {
+      problems.push_back(titan::str(path, ": '", parameter.name, "' has shape ", at::IntArrayRef(shape),
+                                    ", the model's has ", at::IntArrayRef(parameter.data.global_shape)));
+    }
+  }
+  for (const auto& name : file.names()) {
+    if (!expected.count(name))
+      problems.push_back(titan::str(path, ": '", name, "' is not a parameter of the model"));
+  }
+  return problems;
+}
+
+}  // namespace
+
+void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
+                const DeviceMesh& pipeline) {
+  const std::set<std::string> elsewhere = detail::names_of_pipeline(parameters, pipeline);
+  SafetensorsFile file(path);
+  auto problems = differences(parameters, elsewhere, file);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  at::NoGradGuard no_grad;
+  for (const auto& parameter : parameters) {
+    at::Tensor local = parameter.data.local;
+    TITAN_CHECK(!is_deferred(local), "parameter '", parameter.name,
+                "' has no memory yet: materialize() the model first");
+    local.copy_(file.read_slice(parameter.name, parameter.data.box));
+  }
+}
+
+void save_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
+                std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline) {
+  detail::write_gathered(parameters, path, export_dtype, pipeline, [&](detail::GatheredModel& model) {
+    write_safetensors(path, model.entries(), {}, [&](size_t index) { return model.gather(index); });
+  });
+}
+
+namespace {
+
+using ByName = std::map<std::string, const HfTensor*, std::less<>>;
+
+ByName by_name(const HfModel& model) {
+  ByName tensors;
+  for (const HfTensor& tensor : model.tensors) tensors.emplace(tensor.name, &tensor);
+  return tensors;
+}
+
+const HfTensor& tensor_of(const ByName& tensors, const std::string& name, const std::vector<int64_t>& shape) {
+  const auto found = tensors.find(name);
+  TITAN_CHECK(found != tensors.end(), "parameter '", name,
+              "' has no name in Hugging Face's form of the model");
+  TITAN_CHECK(found->second->shape == shape, "parameter '", name, "' has shape ", at::IntArrayRef(shape),
+              ", in Hugging Face's form of the model ", at::IntArrayRef(found->second->shape));
+  return *found->second;
+}
+
+}  // namespace
+
+void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
+                   const std::filesystem::path& folder) {
+  const HfFolder files(folder);
+  auto problems = tensor_differences(files, model);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  const ByName tensors = by_name(model);
+  for (const Parameter& parameter : parameters) {
+    tensor_of(tensors, parameter.name, parameter.data.global_shape);
+    TITAN_CHECK(!is_deferred(parameter.data.local), "parameter '", parameter.name,
+                "' has no memory yet: materialize() the model first");
+  }
+  at::NoGradGuard no_grad;
+  for (const Parameter& parameter : parameters) {
+    const HfTensor& tensor = *tensors.at(parameter.name);
+    at::Tensor local = parameter.data.local;
+    local.copy_(read_reordered(files.file_of(tensor.hf_name), tensor.hf_name, parameter.data.box,
+                               tensor.rotary_head_dim, RowOrder::Ours));
+  }
+}
+
+void save_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
+                   const std::filesystem::path& folder, const HfWriteOptions& options,
+                   std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline) {
+  const ByName tensors = by_name(model);
+  at::NoGradGuard no_grad;
+  detail::write_gathered(parameters, folder, export_dtype, pipeline, [&](detail::GatheredModel& gathered) {
+    std::vector<HfEntry> entries;
+    for (const SafetensorsEntry& entry : gathered.entries())
+      entries.push_back({&tensor_of(tensors, entry.name, entry.shape), entry.dtype});
+    TITAN_CHECK(entries.size() == tensors.size(), folder.string(), ": the model has ", entries.size(),
+                " parameters, Hugging Face's form of it ", tensors.size());
+    write_hf_folder(folder, model, entries, options, [&](size_t index, const AppendTensor& append) {
+      append(reorder_rows(gathered.gather(index), entries[index].tensor->rotary_head_dim,
+                          RowOrder::HuggingFace));
+    });
+  });
+}
+
+}  // namespace titan

@@ -1,0 +1,77 @@
+#pragma once
+
+// The rank files of a checkpoint that is being read.
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/format/rank_file.h"
+
+namespace titan::checkpoint::detail {
+
+/// Opens the file of `rank` in a step's folder. Throws Error as RankFile does, and for what is no regular
+/// file of that folder: a link may lead anywhere.
+RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank);
+
+/// Throws Error unless the header's entry is what the manifest says of this piece.
+void check_entry(const RankFile& file, const StateTensor& tensor, const Box& box);
+
+/// Where a header's entries aren't what the manifest says of this rank's file: a line each, by tensor.
+std::map<std::string, std::string> header_problems(const RankFile& file, const StateTable& table,
+                                                   int64_t rank);
+
+/// Opens files when they are first needed, and closes the one that was used longest ago when there are
+/// `most_open`: a process has a limited number of descriptors, and a checkpoint may have thousands of files.
+class OpenFiles {
+ public:
+  OpenFiles(std::filesystem::path step_folder, size_t most_open)
+      : folder_(std::move(step_folder)), most_open_(most_open) {}
+
+ private:
+  struct Slot {
+    std::mutex opening;
+    std::optional<RankFile> file;
+    int num_users = 0;
+    uint64_t last_use = 0;
+  };
+
+ public:
+  /// Keeps the file open as long as it lives.
+  class Lease {
+   public:
+    Lease(OpenFiles& owner, Slot& slot) : owner_(&owner), slot_(&slot) {}
+    ~Lease() { owner_->give_back(*slot_); }
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    const RankFile& file() const { return *slot_->file; }
+
+   private:
+    friend class OpenFiles;
+    OpenFiles* owner_;
+    Slot* slot_;
+  };
+
+  Lease use(const Manifest& manifest, int64_t rank);
+  /// Through all files, those that were closed included.
+  int64_t bytes_read() const;
+
+ private:
+  Slot& take_slot(int64_t rank);
+  void give_back(Slot& slot);
+  void close_oldest();
+
+  const std::filesystem::path folder_;
+  const size_t most_open_;
+  mutable std::mutex mutex_;
+  std::map<int64_t, Slot> slots_;
+  uint64_t num_uses_ = 0;
+  int64_t bytes_of_closed_ = 0;
+};
+
+}  // namespace titan::checkpoint::detail

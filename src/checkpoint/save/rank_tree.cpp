@@ -1,0 +1,325 @@
+#include "checkpoint/save/rank_tree.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <set>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "dist/within.h"
+#include "titan/core/error.h"
+
+namespace titan::checkpoint::detail {
+namespace {
+
+// A store whose process is stopped never answers.
+constexpr std::chrono::seconds kLongestAnswer(2);
+
+int64_t call_of(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return -1;
+  return std::stoll(store.get_to_str(key));
+}
+
+}  // namespace
+
+Arrivals::Arrivals(const dist::World& world, std::string name) : world_(world), name_(std::move(name)) {}
+
+std::string Arrivals::key_of(int rank) const { return titan::str("checkpoint/", name_, "/", rank); }
+
+void Arrivals::tell(int64_t call) const {
+  const auto set = [arrivals = *this, call] {
+    arrivals.world_.store().set(arrivals.key_of(arrivals.world_.rank()), std::to_string(call));
+  };
+  try {
+    within(kLongestAnswer, set);
+  } catch (const std::exception&) {
+    // Only messages get worse by it.
+  }
+}
+
+std::vector<int> Arrivals::missing(int first, int last, int64_t call) const {
+  auto found = std::make_shared<std::vector<int>>();
+  const auto look = [found, arrivals = *this, first, last, call] {
+    for (int rank = first; rank < last; ++rank)
+      if (call_of(arrivals.world_.store(), arrivals.key_of(rank)) < call) found->push_back(rank);
+  };
+  try {
+    if (!within(kLongestAnswer, look)) return {};
+  } catch (const std::exception&) {
+    return {};
+  }
+  return *found;
+}
+
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr dist::Label kUp{.phase = "checkpoint::gather"};
+constexpr dist::Label kDown{.phase = "checkpoint::verdict"};
+
+// A whole text, with the number of its bytes in front.
+void send_text(dist::Group& group, int peer, const std::string& text, dist::Label label) {
+  at::Tensor size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
+  group.send(size, peer, label).wait();
+  if (text.empty()) return;
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::memcpy(bytes.data_ptr(), text.data(), text.size());
+  group.send(bytes, peer, label).wait();
+}
+
+std::string receive_text(dist::Group& group, int peer, dist::Label label) {
+  at::Tensor size = at::zeros({1}, at::kLong);
+  group.receive(size, peer, label).wait();
+  const int64_t num_bytes = *size.const_data_ptr<int64_t>();
+  TITAN_CHECK(num_bytes >= 0, "rank ", peer, " announces ", num_bytes, " bytes");
+  if (num_bytes == 0) return "";
+  at::Tensor bytes = at::empty({num_bytes}, at::kByte);
+  group.receive(bytes, peer, label).wait();
+  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(num_bytes)};
+}
+
+// What came, or nothing where it didn't in time.
+std::optional<std::string> receive_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group,
+                                          int peer, dist::Label label) {
+  auto text = std::make_shared<std::string>();
+  const auto receive = [text, group, peer, label] { *text = receive_text(*group, peer, label); };
+  if (!within(limit, receive)) return std::nullopt;
+  return std::move(*text);
+}
+
+bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, int peer, std::string text,
+                 dist::Label label) {
+  return within(limit,
+                [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
+}
+
+std::string encode(const std::vector<Answer>& answers) {
+  WireWriter out;
+  for (const Answer& answer : answers) {
+    out.number(answer.rank);
+    out.number(answer.lost);
+    out.text(answer.text);
+  }
+  return out.take();
+}
+
+void decode(const std::string& bytes, std::vector<Answer>& answers) {
+  for (WireReader in(bytes); !in.done();) {
+    Answer& answer = answers.emplace_back();
+    answer.rank = static_cast<int>(in.number());
+    answer.lost = in.number() != 0;
+    answer.text = in.text();
+  }
+}
+
+Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
+  return std::max(std::chrono::duration_cast<Milliseconds>(end - Clock::now()), at_least);
+}
+
+double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
+
+}  // namespace
+
+int parent_of(int rank) { return rank & (rank - 1); }
+
+int end_below(int rank, int size) {
+  if (rank == 0) return size;
+  return std::min(size, rank + (rank & -rank));
+}
+
+std::vector<int> children_of(int rank, int size) {
+  std::vector<int> children;
+  for (int bit = 1; rank + bit < end_below(rank, size); bit *= 2) children.push_back(rank + bit);
+  return children;
+}
+
+int height_of(int rank, int size) {
+  int height = 0;
+  for (const int child : children_of(rank, size)) height = std::max(height, 1 + height_of(child, size));
+  return height;
+}
+
+RankTree::RankTree(const dist::World& world, std::shared_ptr<dist::Group> group, const TreeOptions& options)
+    : group_(std::move(group)),
+      options_(options),
+      arrivals_(world, options.run_id + "/" + options.name),
+      children_(children_of(group_->rank(), group_->size())),
+      grace_(std::clamp(options.timeout / 10, Milliseconds(200), Milliseconds(5000))) {
+  // Once, as the calls are made by several threads; nobody else may set it (titan/dist/world.h).
+  group_->set_timeout(kNoLimit);
+}
+
+std::string RankTree::name_of(int rank) const {
+  return titan::str("rank ", rank, " (", options_.hosts[static_cast<size_t>(rank)], ")");
+}
+
+Milliseconds RankTree::longest_gather() const { return options_.timeout + height_of(0, size()) * grace_; }
+
+std::vector<Answer> RankTree::gather(std::string own) {
+  std::vector<Answer> answers = {{.rank = rank(), .text = std::move(own)}};
+  if (!out_of_step_.empty()) return answers;
+  ++call_;
+  if (size() > 1) arrivals_.tell(call_);
+  lost_.assign(children_.size(), false);
+  const Milliseconds limit = options_.timeout + height_of(rank(), size()) * grace_;
+  const auto end = Clock::now() + limit;
+  for (size_t i = 0; i < children_.size(); ++i) {
+    try {
+      const auto text = receive_within(time_until(end, grace_), group_, children_[i], kUp);
+      lost_[i] = !text;
+      if (text) {
+        decode(*text, answers);
+        continue;
+      }
+      for (Answer& lost : lost_below(children_[i], limit)) answers.push_back(std::move(lost));
+    } catch (const std::exception& error) {
+      lost_[i] = true;
+      answers.push_back({children_[i], titan::str("is lost: ", error.what()), true});
+    }
+  }
+  std::stable_sort(answers.begin(), answers.end(),
+                   [](const Answer& a, const Answer& b) { return a.rank < b.rank; });
+  if (rank() != 0) send_up(answers);
+  return answers;
+}
+
+// The child itself may only be waiting for another one.
+std::vector<Answer> RankTree::lost_below(int child, Milliseconds waited) const {
+  const int end = end_below(child, size());
+  std::vector<int> missing = arrivals_.missing(child, end, call_);
+  std::string what = titan::str("didn't answer within ", seconds(waited), " s");
+  if (missing.empty()) {
+    missing = {child};
+    if (end > child + 1) what += titan::str(" (it answers for the ranks ", child, " to ", end - 1, ")");
+  }
+  std::vector<Answer> answers;
+  for (const int rank : missing) answers.push_back({rank, what, true});
+  return answers;
+}
+
+void RankTree::send_up(const std::vector<Answer>& answers) {
+  const int parent = parent_of(rank());
+  try {
+    // The parent may still be busy with its own part.
+    if (!send_within(2 * longest_gather(), group_, parent, encode(answers), kUp))
+      cut_off_ = titan::str(name_of(parent), " took no answer within ", seconds(2 * longest_gather()), " s");
+  } catch (const std::exception& error) {
+    cut_off_ = titan::str(name_of(parent), " is lost: ", error.what());
+  }
+}
+
+Verdict RankTree::receive_verdict() const {
+  if (!cut_off_.empty()) return {cut_off_, true};
+  const int parent = parent_of(rank());
+  // Longer the deeper a rank stands, so that who waits in vain has time to tell those below. The ranks above
+  // may have to wait for others first, as long as they may, and rank 0 then has work of its own.
+  const int depth = std::popcount(static_cast<unsigned>(rank()));
+  const Milliseconds limit = options_.timeout + longest_gather() + (depth + 1) * grace_;
+  try {
+    const auto text = receive_within(limit, group_, parent, kDown);
+    if (text) {
+      WireReader in(*text);
+      const bool lost = in.number() != 0;
+      return {in.text(), lost};
+    }
+  } catch (const std::exception& error) {
+    return {titan::str(name_of(parent), " is lost: ", error.what()), true};
+  }
+  std::string what = titan::str(name_of(0), " gave no verdict within ", seconds(limit), " s");
+  if (parent != 0) what += titan::str(" (nor did ", name_of(parent), ", which passes it on)");
+  return {what, true};
+}
+
+Verdict RankTree::spread(Verdict verdict) {
+  if (!out_of_step_.empty()) return {out_of_step_, true};
+  if (rank() != 0) verdict = receive_verdict();
+  std::string problem;
+  send_down(verdict, problem);
+  // It had answered: only here is it known that it is lost; the others hear of it at the next call.
+  if (!problem.empty() && !verdict.lost)
+    verdict = {verdict.text.empty() ? problem : verdict.text + "; " + problem, true};
+  if (verdict.lost) out_of_step_ = verdict.text;
+  return verdict;
+}
+
+void RankTree::send_down(const Verdict& verdict, std::string& problem) {
+  WireWriter out;
+  out.number(verdict.lost);
+  out.text(verdict.text);
+  const std::string bytes = out.take();
+  for (size_t i = children_.size(); i-- > 0;) {
+    const int child = children_[i];
+    try {
+      // One that was lost may only be late; it is told if it comes, but not waited for.
+      const Milliseconds limit = lost_[i] ? Milliseconds(0) : options_.timeout;
+      if (!send_within(limit, group_, child, bytes, kDown) && !lost_[i])
+        problem = titan::str(name_of(child), " took no verdict within ", seconds(limit), " s");
+    } catch (const std::exception& error) {
+      if (!lost_[i]) problem = titan::str(name_of(child), " is lost: ", error.what());
+    }
+  }
+}
+
+namespace {
+
+constexpr size_t kShownProblems = 8;
+
+}  // namespace
+
+Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers) {
+  std::vector<std::string> shown;
+  std::set<std::string> known;
+  Verdict verdict;
+  size_t num_problems = 0;
+  const bool all_alike = std::all_of(answers.begin(), answers.end(), [&](const Answer& answer) {
+    return !answer.lost && answer.text == answers[0].text;
+  });
+  if (all_alike) return {answers[0].text, false};
+  for (const Answer& answer : answers) {
+    verdict.lost = verdict.lost || answer.lost;
+    // What several say alike is said once.
+    if (answer.text.empty() || (!answer.lost && !known.insert(answer.text).second)) continue;
+    if (++num_problems <= kShownProblems)
+      shown.push_back(titan::str(tree.name_of(answer.rank), answer.lost ? " " : ": ", answer.text));
+  }
+  for (const std::string& problem : shown) verdict.text += (verdict.text.empty() ? "" : "; ") + problem;
+  if (num_problems > shown.size())
+    verdict.text += titan::str("; and ", num_problems - shown.size(), " more ranks");
+  return verdict;
+}
+
+Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const std::string& what) {
+  if (tree.rank() != 0) return {};
+  for (const Answer& answer : answers) {
+    if (answer.lost) return {titan::str(tree.name_of(answer.rank), " ", answer.text), true};
+    if (answer.text != answers[0].text)
+      return {titan::str(tree.name_of(answer.rank), " ", what, " ", tree.name_of(0)), false};
+  }
+  return {};
+}
+
+Verdict agree(RankTree& tree, const std::string& problem) {
+  const auto answers = tree.gather(problem);
+  return tree.spread(tree.rank() == 0 ? merged_problems(tree, answers) : Verdict{});
+}
+
+std::string any_text(RankTree& tree, const std::string& text) {
+  Verdict verdict;
+  for (const Answer& answer : tree.gather(text)) {
+    if (answer.lost) verdict = {titan::str(tree.name_of(answer.rank), " ", answer.text), true};
+    if (verdict.text.empty()) verdict.text = answer.text;
+  }
+  verdict = tree.spread(verdict);
+  TITAN_CHECK(!verdict.lost, verdict.text);
+  return verdict.text;
+}
+
+}  // namespace titan::checkpoint::detail

@@ -1,0 +1,355 @@
+// [Note: who failed]
+//   first   the rank whose end was seen first, but one that a signal ended comes before those that ended with
+//           an error: an exit code may be a peer's complaint about it
+//   hung    a rank that was stopped (SIGSTOP) when another failed: the others' time limits ran out on it; or
+//           one that had to be killed when another had given up on its peers (dist::kHungExitCode): its own
+//           watchdog stands still with it, as in a frozen container or a call that the kernel doesn't end
+//   lost    whose places a next group shouldn't use: all that a signal ended which wasn't ours, the hung ones
+//           where there is no such rank, else the first
+// Hangs of any other kind are the program's to find (`titan train` has a watchdog on every rank) and come
+// here as exit codes.
+
+#include "cli/launch/group.h"
+
+#include <poll.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "cli/launch/signals.h"
+#include "titan/core/error.h"
+#include "titan/guard/watchdog.h"
+#include "train/policies/interruption.h"
+
+namespace titan::cli {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+/// What is left to the others of a group that is told to end when one of them fails.
+constexpr auto kStopBehindFailure = seconds(30);
+/// In which ranks that have given up on a peer end, each by its own watchdog: the last one to hear of the
+/// verdict does so a second behind the first, and tells what it knows before.
+constexpr auto kWatchdogsEnd = dist::kHangEndsWithin + seconds(2);
+/// A process that SIGKILL hasn't ended by then is told.
+constexpr auto kDying = seconds(5);
+
+bool failed(int status) { return !WIFEXITED(status) || WEXITSTATUS(status) != 0; }
+
+std::string describe(int status) {
+  if (WIFEXITED(status)) return str("exit code ", WEXITSTATUS(status));
+  return str("killed by signal ", WTERMSIG(status), " (", strsignal(WTERMSIG(status)), ")",
+             WCOREDUMP(status) ? ", core dumped" : "");
+}
+
+/// On a peer, by its watchdog.
+bool gave_up(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == dist::kHungExitCode; }
+
+/// Nobody sends these to a whole job, and no peer's failure makes a process end by one.
+bool is_own_end(int status) {
+  if (!WIFSIGNALED(status)) return false;
+  const int signal = WTERMSIG(status);
+  return signal == SIGKILL || signal == SIGSEGV || signal == SIGBUS || signal == SIGILL || signal == SIGFPE;
+}
+
+}  // namespace
+
+RankGroup::RankGroup(int num_ranks, GroupOptions options, SignalReader& signals)
+    : options_(std::move(options)), signals_(signals), ranks_(num_ranks), grow_at_(options_.next_growth()) {}
+
+RankGroup::~RankGroup() {
+  signal_all(SIGKILL);
+  for (auto& rank : ranks_) {
+    if (rank.running) waitpid(rank.pid, nullptr, 0);
+  }
+}
+
+Variables RankGroup::variables_of(int rank, const ListeningSocket& store) const {
+  const int num_ranks = static_cast<int>(ranks_.size());
+  Variables variables = options_.variables;
+  variables.insert({{"RANK", std::to_string(rank)},
+                    {"WORLD_SIZE", std::to_string(num_ranks)},
+                    {"LOCAL_RANK", std::to_string(rank)},
+                    {"LOCAL_WORLD_SIZE", std::to_string(num_ranks)},
+                    {"MASTER_ADDR", store.host},
+                    {"MASTER_PORT", std::to_string(store.port)},
+                    {"TITAN_LAUNCH", "1"}});
+  if (rank == 0) variables["TITAN_STORE_FD"] = std::to_string(store.fd);
+  if (!std::getenv("OMP_NUM_THREADS")) {
+    variables["OMP_NUM_THREADS"] = std::to_string(std::max(1, num_cores() / options_.num_places));
+  }
+  // The ranks write to pipes; what they print still ends on a terminal.
+  if (isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR")) variables["FORCE_COLOR"] = "1";
+  return variables;
+}
+
+bool RankGroup::start(int rank, const ListeningSocket& store) {
+  const ChildSpec spec{.command = options_.command,
+                       .set = variables_of(rank, store),
+                       .unset = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+                                 "TORCHELASTIC_RESTART_COUNT", "TITAN_STORE_FD"},
+                       .inherited_fd = rank == 0 ? store.fd : -1};
+  Child child;
+  try {
+    child = start_child(spec);
+  } catch (const Error& error) {
+    start_error_ = error.what();
+    return false;
+  }
+  ranks_[rank].pid = child.pid;
+  ranks_[rank].running = true;
+  const bool shown = options_.shown.contains(rank);
+  pipes_.emplace_back(child.stdout_fd, shown ? STDOUT_FILENO : -1, rank, ranks_[rank].tail);
+  pipes_.emplace_back(child.stderr_fd, shown ? STDERR_FILENO : -1, rank, ranks_[rank].tail);
+  if (child.exec_errno != 0) start_error_ = std::strerror(child.exec_errno);
+  return child.exec_errno == 0;
+}
+
+int RankGroup::num_running() const {
+  return static_cast<int>(
+      std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.running; }));
+}
+
+bool RankGroup::all_returned_0() const {
+  return std::none_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return failed(rank.status); });
+}
+
+void RankGroup::signal_all(int signal) {
+  for (const auto& rank : ranks_) {
+    if (rank.running) kill(-rank.pid, signal);
+  }
+}
+
+// The ranks themselves are told why; what they have started isn't.
+void RankGroup::end_ranks(std::chrono::milliseconds grace) {
+  kill_at_ = Clock::now() + grace;
+  tell_why(train::kPeerHasFailed);
+  signal_all(SIGTERM);
+}
+
+void RankGroup::tell_why(int note) {
+  for (const auto& rank : ranks_)
+    if (rank.running) sigqueue(rank.pid, SIGTERM, {.sival_int = note});
+}
+
+void RankGroup::tell_ranks(int signal) {
+  if (!kill_at_) kill_at_ = Clock::now() + options_.stop_grace;
+  signal_all(signal);
+}
+
+void RankGroup::handle(int signal) {
+  if (signal == SIGCHLD) return reap();
+  if (asks_for_end(signal)) return ask_for_end(signal);
+  if (signal == SIGQUIT) return ask_what_they_do();
+  options_.on_rejoin();
+  grow_at_ = options_.next_growth();
+}
+
+// Ranks write what they are at, and nothing ends.
+void RankGroup::ask_what_they_do() {
+  for (size_t rank = 0; rank < ranks_.size(); ++rank)
+    if (ranks_[rank].running && signal_takers(ranks_[rank].pid, SIGQUIT) == 0)
+      tell("rank ", rank,
+           " doesn't take SIGQUIT (its start isn't over, or it has no handler): it wasn't sent");
+}
+
+void RankGroup::ask_for_end(int signal) {
+  if (told_to_end_ == 0) {
+    told_to_end_ = signal;
+    told_at_ = Clock::now();
+    return tell_ranks(signal);
+  }
+  if (Clock::now() - told_at_ < kSameSignal) return;
+  told_twice_ = true;
+  signal_all(SIGKILL);
+}
+
+// A signal that isn't ours takes a rank's memory before its process is put away: peers that saw it go may be
+// through with their complaint by then.
+bool RankGroup::is_cause_of_first(const Rank& rank) const {
+  return !rank.killed && WIFEXITED(ranks_[first_failed_].status) && WIFSIGNALED(rank.status) &&
+         WTERMSIG(rank.status) != SIGTERM;
+}
+
+bool RankGroup::reap(Rank& rank) {
+  int status = 0;
+  while (rank.running && waitpid(rank.pid, &status, WNOHANG | WUNTRACED | WCONTINUED) == rank.pid) {
+    rank.stopped = WIFSTOPPED(status);
+    if (!WIFEXITED(status) && !WIFSIGNALED(status)) continue;
+    rank.status = status;
+    rank.running = false;
+    return true;
+  }
+  return false;
+}
+
+void RankGroup::reap() {
+  int failed_now = -1;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (!reap(ranks_[i])) continue;
+    const int status = ranks_[i].status;
+    // Of several at once, one that a signal ended is the cause.
+    if (failed(status) && (failed_now < 0 || WIFSIGNALED(status))) failed_now = static_cast<int>(i);
+  }
+  if (failed_now >= 0) note_failure(failed_now);
+}
+
+void RankGroup::note_failure(int rank) {
+  if (first_failed_ >= 0 && is_cause_of_first(ranks_[rank])) first_failed_ = rank;
+  if (first_failed_ >= 0 || killed_at_) return;
+  first_failed_ = rank;
+  failed_after_ = Clock::now() - started_;
+  // Those that were told to end may wait for this one.
+  if (kill_at_) {
+    kill_at_ = std::min(*kill_at_, Clock::now() + kStopBehindFailure);
+    return;
+  }
+  end_ranks(gave_up(ranks_[rank].status) ? std::max<milliseconds>(options_.grace, kWatchdogsEnd)
+                                         : options_.grace);
+  end_stopped();
+}
+
+// A stopped process doesn't hear SIGTERM.
+void RankGroup::end_stopped() {
+  for (auto& rank : ranks_) {
+    if (!rank.running || !rank.stopped) continue;
+    rank.hung = "it was stopped when another failed";
+    rank.killed = true;
+    kill(-rank.pid, SIGKILL);
+  }
+}
+
+// At the end of the grace.
+void RankGroup::end_hung() {
+  if (first_failed_ < 0 || !gave_up(ranks_[first_failed_].status)) return;
+  for (auto& rank : ranks_)
+    if (rank.running && !rank.hung) rank.hung = "it didn't end when another gave up on its peers";
+}
+
+void RankGroup::kill_all() {
+  for (auto& rank : ranks_) rank.killed |= rank.running;
+  signal_all(SIGKILL);
+}
+
+void RankGroup::drain() {
+  for (auto& pipe : pipes_) pipe.drain();
+}
+
+int RankGroup::wait_ms() const {
+  const auto next = kill_at_ ? kill_at_ : grow_at_;
+  if (!next) return -1;
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(*next - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left + 1, 0, 3'600'000));
+}
+
+void RankGroup::look_at_clock() {
+  const auto now = Clock::now();
+  if (kill_at_ && now >= *kill_at_) {
+    if (!killed_at_) {
+      killed_at_ = now;
+      end_hung();
+    }
+    kill_all();
+    if (now >= *killed_at_ + kDying) tell_undying();
+    kill_at_ = now + seconds(1);
+  } else if (!kill_at_ && grow_at_ && now >= *grow_at_) {
+    outgrown_ = true;
+    tell_why(train::kGroupGrows);
+    tell_ranks(SIGTERM);
+  }
+}
+
+// In state D (a file system, a driver), or held by a debugger: nothing is started beside it.
+void RankGroup::tell_undying() {
+  if (std::exchange(told_undying_, true)) return;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank)
+    if (ranks_[rank].running)
+      tell("rank ", rank, " (pid ", ranks_[rank].pid, ", state ", process_state(ranks_[rank].pid),
+           ") doesn't end, though it was killed; waiting for it");
+}
+
+void RankGroup::poll_once() {
+  std::vector<pollfd> ready = {{signals_.fd(), POLLIN, 0}};
+  for (const auto& pipe : pipes_) ready.push_back({pipe.fd(), POLLIN, 0});  // negative ones are skipped
+  poll(ready.data(), ready.size(), wait_ms());
+  for (size_t i = 0; i < pipes_.size(); ++i) {
+    if (ready[i + 1].revents) pipes_[i].drain();
+  }
+  while (const int signal = signals_.next()) handle(signal);
+  look_at_clock();
+}
+
+RankGroup::End RankGroup::run() {
+  {
+    const ListeningSocket store;
+    bool all_started = true;
+    for (int rank = 0; rank < static_cast<int>(ranks_.size()) && all_started; ++rank)
+      all_started = start(rank, store);
+    if (!all_started) signal_all(SIGKILL);
+  }  // from here on only rank 0 listens: the others notice at once if it goes
+  while (num_running() > 0) poll_once();
+  end_leftovers();
+  drain();
+  if (!start_error_.empty()) return End::CantStart;
+  if (told_to_end_ != 0) return all_returned_0() ? End::Done : End::Told;
+  if (outgrown_) return End::Outgrown;
+  return first_failed_ >= 0 ? End::Failed : End::Done;
+}
+
+/// Processes that a rank had started and that outlived it.
+void RankGroup::end_leftovers() const {
+  if (!kill_at_) return;
+  for (const auto& rank : ranks_) {
+    if (rank.pid > 0) kill(-rank.pid, SIGKILL);
+  }
+}
+
+int RankGroup::exit_code() const {
+  const int status = ranks_[first_failed_].status;
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+std::vector<int> RankGroup::lost() const {
+  std::vector<int> own, hung;
+  for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
+    const bool is_first = rank == first_failed_ && WIFSIGNALED(ranks_[rank].status);
+    if (ranks_[rank].hung) hung.push_back(rank);
+    if (!ranks_[rank].killed && (is_first || is_own_end(ranks_[rank].status))) own.push_back(rank);
+  }
+  if (!own.empty()) return own;
+  return hung.empty() ? std::vector<int>{first_failed_} : hung;
+}
+
+std::string RankGroup::how_lost(int rank) const {
+  return ranks_[rank].hung ? str("hung: ", ranks_[rank].hung) : describe(ranks_[rank].status);
+}
+
+std::string RankGroup::ended_badly() const {
+  std::string text;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank)
+    if (failed(ranks_[rank].status))
+      text +=
+          str(text.empty() ? "" : ", ", "rank ", rank, " (",
+              ranks_[rank].killed ? "it hadn't ended in time, and was killed" : describe(ranks_[rank].status),
+              ")");
+  return text;
+}
+
+std::string RankGroup::report() const {
+  const std::string thick(78, '='), thin(78, '-');
+  const Rank& rank = ranks_[first_failed_];
+  std::string text = str("\n", thick, "\nrank ", first_failed_, " of ", ranks_.size(),
+                         " failed first: ", describe(rank.status), ", after ",
+                         static_cast<int>(failed_after_.count() * 10) / 10.0, " s (pid ", rank.pid, ")\n");
+  for (int other : lost())
+    if (ranks_[other].hung)
+      text += str("rank ", other, " ", how_lost(other), " (pid ", ranks_[other].pid, ")\n");
+  text += thin + (rank.tail.lines().empty() ? "\nIt printed nothing.\n" : "\nIts last lines:\n");
+  for (const auto& line : rank.tail.lines()) text += "  " + line + "\n";
+  return text + thick + "\n";
+}
+
+}  // namespace titan::cli

@@ -1,0 +1,120 @@
+#pragma once
+
+// One start of all ranks, from the first process to the last one's end.
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/launch/process.h"
+#include "cli/launch/signals.h"
+
+namespace titan::cli {
+
+struct GroupOptions {
+  const std::vector<std::string>& command;
+  const ShownRanks& shown;
+  std::chrono::milliseconds grace;
+  std::chrono::milliseconds stop_grace;
+  int num_places;       ///< that share the host's cores
+  Variables variables;  ///< of every rank, beside those that tell who it is
+  /// When the group should stop because a larger one could be started; asked after each signal SIGUSR2, which
+  /// `on_rejoin` has been told of.
+  std::function<std::optional<std::chrono::steady_clock::time_point>()> next_growth;
+  std::function<void()> on_rejoin;
+};
+
+class RankGroup {
+ public:
+  using Clock = std::chrono::steady_clock;
+  enum class End {
+    Done,       ///< all ranks returned 0
+    Failed,     ///< see report()
+    Told,       ///< by a signal, which told_to_end() names, and not all ranks returned 0
+    Outgrown,   ///< stopped because there is room for more ranks; see ended_badly()
+    CantStart,  ///< see start_error()
+  };
+
+  RankGroup(int num_ranks, GroupOptions options, SignalReader& signals);
+  /// Kills what still runs, which only an exception leaves.
+  ~RankGroup();
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
+
+  End run();
+
+  int told_to_end() const { return told_to_end_; }  ///< 0: nobody has
+  std::chrono::steady_clock::time_point told_at() const { return told_at_; }
+  bool told_twice() const { return told_twice_; }  ///< to end at once
+  const std::string& start_error() const { return start_error_; }
+  /// Of ranks that were told to end: which of them didn't return 0, and what they did; empty: all did.
+  std::string ended_badly() const;
+  bool has_failed() const { return first_failed_ >= 0; }  ///< a rank has, told to end or not
+  /// Of the rank that failed first; 128 + signal when one ended it.
+  int exit_code() const;
+  /// Ranks that failed by themselves, not because others did: those a signal ended, hung ones, or else the
+  /// first.
+  std::vector<int> lost() const;
+  std::string how_lost(int rank) const;
+  /// A box: who failed first and its last lines.
+  std::string report() const;
+  std::chrono::duration<double> run_time() const { return Clock::now() - started_; }
+
+ private:
+  struct Rank {
+    pid_t pid = -1;
+    bool running = false;
+    bool stopped = false;        // by SIGSTOP or its like, and not continued
+    const char* hung = nullptr;  // how, if it did when another rank failed
+    bool killed = false;         // by us, as hung ones are
+    int status = 0;              // as waitpid tells it
+    Tail tail;
+  };
+
+  bool start(int rank, const ListeningSocket& store);
+  Variables variables_of(int rank, const ListeningSocket& store) const;
+  void poll_once();
+  int wait_ms() const;
+  void look_at_clock();
+  void reap();
+  bool reap(Rank& rank);
+  void note_failure(int rank);
+  bool is_cause_of_first(const Rank& rank) const;
+  void handle(int signal);
+  void signal_all(int signal);
+  void ask_what_they_do();
+  void ask_for_end(int signal);
+  void end_ranks(std::chrono::milliseconds grace);
+  void tell_ranks(int signal);
+  /// By a SIGTERM with a note (train/interruption.h).
+  void tell_why(int note);
+  void end_stopped();
+  void end_hung();
+  void kill_all();
+  void tell_undying();
+  int num_running() const;
+  bool all_returned_0() const;
+  void end_leftovers() const;
+  void drain();
+
+  GroupOptions options_;
+  SignalReader& signals_;
+  std::vector<Rank> ranks_;
+  std::vector<OutputPipe> pipes_;
+  Clock::time_point started_ = Clock::now();
+  std::optional<Clock::time_point> kill_at_;    // set once the ranks were asked to end
+  std::optional<Clock::time_point> killed_at_;  // when they were killed for the first time
+  std::optional<Clock::time_point> grow_at_;
+  int first_failed_ = -1;
+  std::chrono::duration<double> failed_after_{};
+  bool outgrown_ = false;
+  int told_to_end_ = 0;          // the signal
+  Clock::time_point told_at_{};  // when it came
+  bool told_twice_ = false;
+  bool told_undying_ = false;
+  std::string start_error_;
+};
+
+}  // namespace titan::cli

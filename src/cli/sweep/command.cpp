@@ -1,0 +1,210 @@
+// titan sweep: runs that differ in some settings, one after another.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+#include "cli/commands.h"
+#include "cli/parser.h"
+#include "cli/run/run_history.h"
+#include "cli/sweep/plan.h"
+#include "cli/sweep/runs.h"
+#include "cli/text.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+
+namespace titan::cli {
+
+namespace {
+
+using namespace sweep;
+
+constexpr const char* kSweepNotes =
+    "FILE is TOML: base = a config, folder = where the runs go, nproc = ranks of each; [set] settings of "
+    "all\n"
+    "runs, [grid] lists whose every combination is run, [run.NAME] settings of a run of that name.\n"
+    "\n"
+    "All runs are checked before the first one starts. A run that has finished is passed over when the "
+    "command is\n"
+    "given again; one that was killed or failed is started again, and goes on from its checkpoints where it "
+    "has\n"
+    "any. At the end: a line each, and titan compare's tables.\n"
+    "\n"
+    "In a SLURM job array (sbatch --array=0-N), each task does the run of its index.\n";
+
+struct SweepArguments {
+  std::string help;
+  std::filesystem::path file;
+  std::optional<int> only;
+  bool list = false;
+};
+
+SweepArguments parse_sweep_arguments(const Arguments& words) {
+  SweepArguments arguments;
+  Parser parser("titan sweep", "titan sweep FILE [--list] [--only INDEX]", kSweepNotes);
+  parser.app.add_option("FILE", arguments.file, "what to run")->required()->type_name("FILE");
+  parser.app.add_flag("--list", arguments.list,
+                      "check and print the runs, and how far they are; start nothing");
+  parser.app
+      .add_option("--only", arguments.only,
+                  "only the run of this index, from 0 (default: SLURM_ARRAY_TASK_ID)")
+      ->type_name("INDEX");
+  arguments.help = parser.parse(words);
+  return arguments;
+}
+
+// --only, or this task's place in a SLURM job array.
+std::optional<size_t> chosen_index(const SweepArguments& arguments, size_t num_runs) {
+  const char* task = std::getenv("SLURM_ARRAY_TASK_ID");
+  if (!arguments.only && !task) return std::nullopt;
+  const std::string text = arguments.only ? std::to_string(*arguments.only) : task;
+  char* end = nullptr;
+  const long index = std::strtol(text.c_str(), &end, 10);
+  if (*end != '\0' || text.empty() || index < 0 || static_cast<size_t>(index) >= num_runs)
+    throw ConfigError(str(arguments.only ? "--only " : "SLURM_ARRAY_TASK_ID = ", text, ": the sweep has ",
+                          num_runs, " runs, with the indices 0 to ", num_runs - 1, " (sbatch --array=0-",
+                          num_runs - 1, ")"));
+  return static_cast<size_t>(index);
+}
+
+/// A sweep whose runs have been checked.
+class Sweep {
+ public:
+  /// `only`: of the others nothing but their settings is checked.
+  Sweep(Plan plan, std::optional<size_t> only) : plan_(std::move(plan)), configs_(check_runs(plan_, only)) {
+    check_folders(only);
+  }
+
+  const std::vector<Run>& runs() const { return plan_.runs; }
+  bool finished(size_t index) const {
+    const auto state = read_run_state(folder(index));
+    return state && state->finished;
+  }
+  /// Returns the signal that ended the sweep, 0: none.
+  int do_run(size_t index, const HeldSignals& signals);
+  std::string summary() const;
+  /// Of those that have finished.
+  std::vector<std::string> folders() const;
+
+ private:
+  std::filesystem::path folder(size_t index) const { return plan_.folder_of(plan_.runs[index]); }
+  void check_folders(std::optional<size_t> only) const;
+  std::vector<std::string> command(size_t index) const;
+
+  Plan plan_;
+  std::vector<std::string> configs_;
+};
+
+// What stands in a run's folder has to be that run.
+void Sweep::check_folders(std::optional<size_t> only) const {
+  std::vector<std::string> problems;
+  for (size_t i = 0; i < plan_.runs.size(); ++i) {
+    if (only && *only != i) continue;
+    const auto differences = differences_to_folder(folder(i), configs_[i]);
+    if (differences.empty()) continue;
+    std::string list;
+    for (const std::string& difference : differences) list += (list.empty() ? "" : ", ") + difference;
+    problems.push_back(str(folder(i).string(), " holds a run with other settings (", list,
+                           "); remove it, or name another folder in the sweep's file"));
+  }
+  if (!problems.empty()) throw ConfigError(problems);
+}
+
+std::vector<std::string> Sweep::command(size_t index) const {
+  std::vector<std::string> words = {std::filesystem::read_symlink("/proc/self/exe").string(), "train"};
+  if (plan_.num_ranks > 1) {
+    words.push_back("--nproc");
+    words.push_back(std::to_string(plan_.num_ranks));
+  }
+  // Options stand before the settings, the config before both.
+  std::vector<std::string> settings = plan_.train_words(plan_.runs[index]);
+  if (!plan_.base.empty()) {
+    words.insert(words.begin() + 2, settings.front());
+    settings.erase(settings.begin());
+  }
+  words.insert(words.end(), settings.begin(), settings.end());
+  return words;
+}
+
+int Sweep::do_run(size_t index, const HeldSignals& signals) {
+  const std::string place = str("run ", index, " of ", plan_.runs.size(), " (", plan_.runs[index].name, ")");
+  RunState state = read_run_state(folder(index)).value_or(RunState{});
+  if (state.finished) return log::info(place + " finished earlier"), 0;
+  log::info(str(place, state.attempts > 0 ? " is started again" : " starts"));
+  state.config = configs_[index];
+  ++state.attempts;
+  write_run_state(folder(index), state);
+  const auto start = std::chrono::steady_clock::now();
+  const ChildEnd end = run_child(command(index), signals);
+  state.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  state.exit_code = end.exit_code;
+  // A run that was told to stop, by whomever, ends well too.
+  state.finished = end.exit_code == 0 && went_through(folder(index), end.told_to_end != 0);
+  write_run_state(folder(index), state);
+  if (end.exit_code != 0) log::warning(str(place, " ended with exit code ", end.exit_code));
+  if (end.exit_code == 0 && !state.finished) log::warning(str(place, " was told to stop before its end"));
+  return end.told_to_end;
+}
+
+std::string text_of(const std::optional<double>& value, const char* format) {
+  return value ? number(format, *value) : "";
+}
+
+std::string Sweep::summary() const {
+  TextTable table{.rows = {{"", "run", "state", "step", "loss", "validation", "tokens/s", "seconds"}},
+                  .right = {true, false, false, true, true, true, true, true}};
+  for (size_t i = 0; i < plan_.runs.size(); ++i) {
+    const auto state = read_run_state(folder(i));
+    const FigureRows steps(folder(i) / "metrics.jsonl"), validations(folder(i) / "validation.jsonl");
+    const std::string words = !state                  ? "not started"
+                              : state->finished       ? "finished"
+                              : state->exit_code != 0 ? str("exit code ", state->exit_code)
+                                                      : "not finished";
+    table.rows.push_back({std::to_string(i), plan_.runs[i].name, words,
+                          steps.empty() ? "" : std::to_string(steps.last_step()),
+                          text_of(steps.last("loss"), "%.5f"), text_of(validations.last("loss"), "%.5f"),
+                          text_of(steps.last("tps"), "%.0f"), state ? number("%.1f", state->seconds) : ""});
+  }
+  return to_string(table);
+}
+
+std::vector<std::string> Sweep::folders() const {
+  std::vector<std::string> done;
+  for (size_t i = 0; i < plan_.runs.size(); ++i)
+    if (finished(i)) done.push_back(folder(i).string());
+  return done;
+}
+
+int print_end(const Sweep& sweep) {
+  std::printf("%s", sweep.summary().c_str());
+  const std::vector<std::string> done = sweep.folders();
+  if (done.size() > 1) {
+    std::printf("\n");
+    std::fflush(stdout);
+    compare_command(done);
+  }
+  return done.size() == sweep.runs().size() ? 0 : 1;
+}
+
+}  // namespace
+
+int sweep_command(const Arguments& words) {
+  const SweepArguments arguments = parse_sweep_arguments(words);
+  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  Plan plan = read_plan(arguments.file);
+  const auto only = chosen_index(arguments, plan.runs.size());
+  Sweep sweep(std::move(plan), only);
+  if (arguments.list) return std::fputs(sweep.summary().c_str(), stdout), 0;
+  const HeldSignals signals;  // between two runs they would kill, too
+  for (size_t i = 0; i < sweep.runs().size(); ++i) {
+    if (only && *only != i) continue;
+    if (const auto signal = signals.pending()) return 128 + *signal;
+    if (const int signal = sweep.do_run(i, signals)) return 128 + signal;
+  }
+  // Of an array, a task answers for its own run; the tables are for when all are there.
+  if (only && sweep.folders().size() < sweep.runs().size()) return sweep.finished(*only) ? 0 : 1;
+  return print_end(sweep);
+}
+
+}  // namespace titan::cli

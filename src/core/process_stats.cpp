@@ -1,0 +1,65 @@
+#include "core/process_stats.h"
+
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "titan/core/error.h"
+
+namespace titan::train {
+
+namespace {
+
+constexpr double kKibPerGib = 1024.0 * 1024.0;
+constexpr const char* kLaunchSeconds = "TITAN_LAUNCH_SECONDS";
+
+// Field 22 of /proc/self/stat; the command name before it (in parentheses) may hold anything, so count from
+// its end.
+double start_time_s() {
+  std::ifstream file("/proc/self/stat");
+  std::string line;
+  std::getline(file, line);
+  std::istringstream fields(line.substr(line.rfind(')') + 1));
+  std::string field;
+  for (int index = 3; index <= 22; ++index) fields >> field;
+  TITAN_CHECK(!field.empty(), "/proc/self/stat has no start time");
+  return std::stod(field) / static_cast<double>(::sysconf(_SC_CLK_TCK));
+}
+
+}  // namespace
+
+double seconds_since_process_start() {
+  // Counted like the start time: from boot, including sleep.
+  timespec now{};
+  ::clock_gettime(CLOCK_BOOTTIME, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9 - start_time_s();
+}
+
+double seconds_since_launch() {
+  const char* text = ::getenv(kLaunchSeconds);
+  const double before = text == nullptr ? 0 : std::strtod(text, nullptr);
+  return seconds_since_process_start() + (std::isfinite(before) ? std::max(before, 0.0) : 0);
+}
+
+void pass_on_launch_time() {
+  ::setenv(kLaunchSeconds, std::to_string(seconds_since_process_start()).c_str(), /*overwrite=*/1);
+}
+
+double peak_resident_gib() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) / kKibPerGib;
+}
+
+double machine_memory_gib() {
+  double pages = static_cast<double>(::sysconf(_SC_PHYS_PAGES));
+  return pages * static_cast<double>(::sysconf(_SC_PAGE_SIZE)) / 1024.0 / kKibPerGib;
+}
+
+}  // namespace titan::train

@@ -1,0 +1,272 @@
+#include "data/feed/packed_feed.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "core/hash.h"
+#include "core/utf8.h"
+#include "data/fingerprint.h"
+#include "titan/core/error.h"
+
+namespace titan::data {
+
+Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_cast<uint64_t>(n)) {
+  TITAN_CHECK(n >= 1, "a permutation of ", n, " things");
+  // Two bits at least, so that both halves of the network have one.
+  int bits = std::max(2, static_cast<int>(std::bit_width(n_ - 1)));
+  low_bits_ = bits / 2;
+  low_mask_ = (uint64_t{1} << low_bits_) - 1;
+  high_mask_ = (uint64_t{1} << (bits - low_bits_)) - 1;
+  uint64_t key = mix(mix(seed) ^ stream);
+  for (uint64_t& round_key : keys_) round_key = key = mix(key);
+}
+
+// The halves may differ by a bit in width, so they stay in place and take turns instead of being swapped.
+uint64_t Permutation::network(uint64_t x) const {
+  uint64_t high = x >> low_bits_, low = x & low_mask_;
+  for (int round = 0; round < kRounds; round += 2) {
+    high ^= mix(low ^ keys_[round]) & high_mask_;
+    low ^= mix(high ^ keys_[round + 1]) & low_mask_;
+  }
+  return high << low_bits_ | low;
+}
+
+int64_t Permutation::operator()(int64_t k) const {
+  auto x = static_cast<uint64_t>(k);
+  TITAN_INTERNAL_ASSERT(x < n_, k, " of ", n_);
+  do x = network(x);
+  while (x >= n_);
+  return static_cast<int64_t>(x);
+}
+
+namespace {
+
+constexpr int64_t kLongestTail = 3;  // continuation bytes of a character
+
+// Where the character begins at or after `at`. Damaged text may have none near: then the cut stays within
+// kLongestTail bytes, on both sides of it alike.
+int64_t move_to_character(std::string_view text, int64_t at) {
+  int64_t moved = 0;
+  auto size = static_cast<int64_t>(text.size());
+  while (moved < kLongestTail && at + moved < size && !starts_character(text[at + moved])) ++moved;
+  return at + moved;
+}
+
+}  // namespace
+
+PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes)
+    : source_(std::move(source)), piece_bytes_(piece_bytes) {
+  TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it has to exceed ",
+              kLongestTail);
+  int64_t num_documents = source_->size();
+  for (int64_t i = 0; i < num_documents; ++i) {
+    int64_t pieces = std::max<int64_t>(1, (source_->length(i) + piece_bytes_ - 1) / piece_bytes_);
+    if (pieces > 1) long_documents_.push_back({i, size_, pieces});
+    size_ += pieces;
+  }
+}
+
+Piece PieceTable::at(int64_t index) const {
+  auto after = std::upper_bound(long_documents_.begin(), long_documents_.end(), index,
+                                [](int64_t i, const LongDocument& d) { return i < d.first_piece; });
+  if (after == long_documents_.begin()) return {index, 0, true};
+  const LongDocument& before = *(after - 1);
+  int64_t within = index - before.first_piece;
+  if (within < before.num_pieces) return {before.document, within, within + 1 == before.num_pieces};
+  // Between long documents every document is one piece.
+  return {before.document + 1 + within - before.num_pieces, 0, true};
+}
+
+void PieceTable::read(const Piece& piece, std::string& text) const {
+  int64_t begin = piece.index * piece_bytes_;
+  int64_t end = std::min(source_->length(piece.document), begin + piece_bytes_ + kLongestTail);
+  source_->read(piece.document, begin, end - begin, text);
+  if (!piece.is_last) text.resize(move_to_character(text, piece_bytes_));
+  if (piece.index > 0) text.erase(0, move_to_character(text, 0));
+}
+
+/// A lane over packed documents: holds its current piece, nothing else.
+class PackedLane : public Lane {
+ public:
+  PackedLane(std::shared_ptr<const PackedFeed> feed, const LaneState& state, int64_t num_lanes)
+      : feed_(std::move(feed)), state_(state), num_lanes_(num_lanes) {}
+
+  int64_t fill(Row row) override;
+  LaneState state() const override { return state_; }
+
+ private:
+  bool is_dry() const { return !feed_->options().repeat && state_.epoch > 0; }
+  void open_piece();
+  void encode_block();
+  void go_to_next_piece();
+  // Takes up to `count` tokens of the stream; fewer only when it ends.
+  void take(size_t count);
+
+  std::shared_ptr<const PackedFeed> feed_;
+  LaneState state_;
+  int64_t num_lanes_;
+  int64_t empty_pieces_ = 0;  // in a row
+
+  // The current piece, once it is needed.
+  bool is_open_ = false;
+  Piece piece_{};
+  std::string text_;
+  size_t encoded_ = 0;          // bytes of the text that are tokens by now
+  bool is_encoded_ = false;     // all of it
+  std::vector<int32_t> block_;  // tokens of the last block
+  size_t next_ = 0;             // of the block's tokens
+
+  std::vector<int32_t> sample_;
+};
+
+int64_t PackedLane::fill(Row row) {
+  size_t length = row.input.size();
+  take(length + 1);
+  size_t valid = sample_.empty() ? 0 : sample_.size() - 1;
+  std::copy_n(sample_.begin(), valid, row.input.begin());
+  std::copy_n(sample_.begin() + (valid > 0), valid, row.labels.begin());
+  std::fill(row.input.begin() + valid, row.input.end(), 0);
+  std::fill(row.labels.begin() + valid, row.labels.end(), kIgnoredLabel);
+  return static_cast<int64_t>(valid);
+}
+
+void PackedLane::take(size_t count) {
+  sample_.clear();
+  while (sample_.size() < count && !is_dry()) {
+    if (!is_open_) open_piece();
+    size_t taken = std::min(count - sample_.size(), block_.size() - next_);
+    sample_.insert(sample_.end(), block_.begin() + next_, block_.begin() + next_ + taken);
+    next_ += taken;
+    state_.token_offset += static_cast<int64_t>(taken);
+    if (next_ < block_.size()) continue;
+    if (!is_encoded_)
+      encode_block();
+    else if (sample_.size() < count)
+      go_to_next_piece();
+  }
+}
+
+void PackedLane::open_piece() {
+  piece_ = feed_->piece_at(state_.epoch, state_.position);
+  feed_->read(piece_, text_);
+  is_open_ = true;
+  is_encoded_ = false;
+  encoded_ = 0;
+  encode_block();
+  // A lane that goes on from a saved state makes the tokens up to there again.
+  int64_t used = state_.token_offset;
+  while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
+    used -= static_cast<int64_t>(block_.size());
+    encode_block();
+  }
+  TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " stands at token ",
+              state_.token_offset, " of a piece that has fewer: its state is of other data");
+  next_ = static_cast<size_t>(used);
+}
+
+void PackedLane::encode_block() {
+  block_.clear();
+  next_ = 0;
+  encoded_ = feed_->encode_block(piece_, text_, encoded_, block_);
+  is_encoded_ = encoded_ == text_.size();
+}
+
+void PackedLane::go_to_next_piece() {
+  empty_pieces_ = state_.token_offset > 0 ? 0 : empty_pieces_ + 1;
+  TITAN_CHECK(empty_pieces_ <= feed_->num_pieces(),
+              "the data set holds no tokens: all its documents are empty");
+  state_.position += num_lanes_;
+  // More lanes than pieces: a lane may pass over whole epochs.
+  state_.epoch += state_.position / feed_->num_pieces();
+  state_.position %= feed_->num_pieces();
+  state_.token_offset = 0;
+  is_open_ = false;
+}
+
+namespace {
+
+// Another value gives other tokens wherever no line ends near a block's end.
+constexpr size_t kBlockBytes = 16 << 10;
+
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+// The last place in the second half of a block where a line begins without a space; else the first
+// character's after the block.
+size_t end_of_block(std::string_view text, size_t begin) {
+  if (text.size() - begin <= kBlockBytes) return text.size();
+  for (size_t end = begin + kBlockBytes; end > begin + kBlockBytes / 2; --end)
+    if (text[end - 1] == '\n' && !is_space(text[end])) return end;
+  size_t end = begin + kBlockBytes;
+  while (end < text.size() && !starts_character(text[end])) ++end;
+  return end;
+}
+
+// Counted through all epochs, pieces have room to go on.
+void check_place(const LaneState& state, int64_t num_pieces) {
+  const int64_t most_epochs = std::numeric_limits<int64_t>::max() / 4 / num_pieces;
+  TITAN_CHECK(state.epoch >= 0 && state.epoch <= most_epochs && state.position >= 0 &&
+                  state.position < num_pieces && state.token_offset >= 0,
+              "lane ", state.lane, " has no such place: epoch ", state.epoch, ", position ", state.position,
+              " of ", num_pieces, ", token ", state.token_offset);
+}
+
+}  // namespace
+
+PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<const Tokenizer> tokenizer,
+                       const PackingOptions& options)
+    : pieces_(std::move(source), options.piece_bytes), tokenizer_(std::move(tokenizer)), options_(options) {}
+
+void PackedFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
+  if (num_lanes < 1)
+    throw ConfigError(str("the global batch size is ", num_lanes, "; it has to be at least 1"));
+  if (seq_len < 1) throw ConfigError(str("training.seq_len is ", seq_len, "; it has to be at least 1"));
+}
+
+LaneState PackedFeed::start(int64_t lane, int64_t) const {
+  return {.lane = lane, .epoch = lane / num_pieces(), .position = lane % num_pieces()};
+}
+
+std::unique_ptr<Lane> PackedFeed::open(const LaneState& state, int64_t num_lanes) const {
+  check_place(state, num_pieces());
+  auto self = std::static_pointer_cast<const PackedFeed>(shared_from_this());
+  return std::make_unique<PackedLane>(std::move(self), state, num_lanes);
+}
+
+std::vector<LaneState> PackedFeed::redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const {
+  int64_t next = 0;  // counted through all epochs: no old lane has begun this piece or one behind it
+  for (const auto& lane : lanes) {
+    check_place(lane, num_pieces());
+    int64_t begun = lane.token_offset > 0 ? static_cast<int64_t>(lanes.size()) : 0;
+    next = std::max(next, lane.epoch * num_pieces() + lane.position + begun);
+  }
+  std::vector<LaneState> dealt;
+  for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    int64_t piece = next + lane;
+    dealt.push_back({.lane = lane, .epoch = piece / num_pieces(), .position = piece % num_pieces()});
+  }
+  return dealt;
+}
+
+Piece PackedFeed::piece_at(int64_t epoch, int64_t position) const {
+  if (!options_.shuffle) return pieces_.at(position);
+  return pieces_.at(Permutation(num_pieces(), options_.seed, static_cast<uint64_t>(epoch))(position));
+}
+
+size_t PackedFeed::encode_block(const Piece& piece, std::string_view text, size_t begin,
+                                std::vector<int32_t>& tokens) const {
+  size_t end = end_of_block(text, begin);
+  if (auto bos = tokenizer_->bos_id(); bos && begin == 0) tokens.push_back(*bos);
+  tokenizer_->encode_into(text.substr(begin, end - begin), tokens);
+  if (auto eos = tokenizer_->eos_id(); eos && piece.is_last && end == text.size()) tokens.push_back(*eos);
+  return end;
+}
+
+std::string PackedFeed::fingerprint() const {
+  return join_fingerprint({{"source", pieces_.source().fingerprint()},
+                           {"tokenizer", tokenizer_->fingerprint()},
+                           {"pieces", str(options_.piece_bytes, " bytes")},
+                           {"order", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is"}});
+}
+
+}  // namespace titan::data

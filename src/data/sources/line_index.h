@@ -1,0 +1,55 @@
+#pragma once
+
+// Where the documents of JSON Lines files are: made by reading everything once, kept in the cache folder.
+
+#include <optional>
+#include <vector>
+
+#include "data/sources/files.h"
+#include "titan/core/file.h"
+
+namespace titan::data {
+
+/// One document: a line of a file.
+struct LineEntry {
+  int64_t offset;      ///< of the line's first byte
+  int64_t line_bytes;  ///< without the line's end
+  int64_t text_bytes;  ///< of the decoded text
+  int32_t file;
+  int32_t unused = 0;
+};
+
+struct LineIndexRequest {
+  std::vector<FileEntry> files;
+  std::string text_field;
+  bool skip_bad_lines = false;
+  std::filesystem::path cache_folder;  ///< empty: not kept
+};
+
+/// Immutable. From the cache when that was made from the same files (path, size, time), member and rule and
+/// is whole; otherwise from the files, and then kept.
+class LineIndex {
+ public:
+  /// Throws ConfigError with file:line for a broken line, unless they are skipped, and when no document is
+  /// left.
+  explicit LineIndex(const LineIndexRequest& request);
+
+  int64_t size() const { return static_cast<int64_t>(entries_.size()); }
+  const LineEntry& operator[](int64_t i) const { return entries_[i]; }
+  bool was_cached() const { return mapped_.has_value(); }
+
+ private:
+  bool load(const std::filesystem::path& path, uint64_t key);
+  void build(const LineIndexRequest& request);
+  void save(const std::filesystem::path& path, uint64_t key) const;
+
+  std::optional<MappedFile> mapped_;
+  std::vector<LineEntry> built_;
+  std::span<const LineEntry> entries_;
+};
+
+/// The text of a line: its object's string member `text_field`. On failure nothing, and `problem` says why.
+std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
+                                        std::string& problem);
+
+}  // namespace titan::data

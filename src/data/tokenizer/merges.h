@@ -1,0 +1,194 @@
+#pragma once
+
+// The merges of a byte-pair encoding: which two neighbouring tokens become which, and in what order of
+// preference.
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "core/hash.h"
+
+namespace titan::data {
+
+/// What a pair of neighbours becomes. Lower ranks merge first.
+struct Merge {
+  static constexpr uint32_t kNever = std::numeric_limits<uint32_t>::max();
+  uint32_t rank = kNever;
+  int32_t id = -1;
+};
+
+/// (left id, right id) -> Merge: one flat table, at most half full.
+class MergeTable {
+ public:
+  explicit MergeTable(size_t num_merges = 0);
+  /// A later merge of the same pair takes the place of an earlier one.
+  void add(int32_t left, int32_t right, Merge merge);
+
+  Merge find(int32_t left, int32_t right) const {
+    uint64_t key = key_of(left, right);
+    for (size_t slot = slot_of(key);; slot = (slot + 1) & mask_) {
+      if (slots_[slot].key == key) return slots_[slot].merge;
+      if (slots_[slot].key == kEmpty) return {};
+    }
+  }
+
+ private:
+  static constexpr uint64_t kEmpty = ~uint64_t{0};
+  struct Slot {
+    uint64_t key = kEmpty;
+    Merge merge;
+  };
+  static uint64_t key_of(int32_t left, int32_t right) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(left)) << 32 | static_cast<uint32_t>(right);
+  }
+  size_t slot_of(uint64_t key) const { return (key * 0x9E3779B97F4A7C15ull) >> shift_; }
+
+  std::vector<Slot> slots_;
+  size_t mask_;
+  int shift_;
+};
+
+/// Merges the tokens of one word in place until no neighbours merge. Holds buffers, so one a thread.
+class WordMerger {
+ public:
+  /// `ids` in: one token a byte; out: the word's tokens.
+  void merge(const MergeTable& table, std::vector<int32_t>& ids);
+
+ private:
+  // Short words: look through all pairs for the best, as many times as there are merges. Quadratic, but on
+  // one cache line.
+  void merge_by_scanning(const MergeTable& table, std::vector<int32_t>& ids);
+  // Long words (a megabyte of spaces is one): a queue of candidate pairs over a linked list.
+  void merge_by_queue(const MergeTable& table, std::vector<int32_t>& ids);
+
+  struct Symbol {
+    int32_t id;
+    int32_t previous;
+    int32_t next;
+  };
+  // A pair to merge, by its left symbol: the rank in the upper half, so that numbers compare as merges are
+  // due (lowest rank first, leftmost of equals). What it merges into is looked up again when its turn comes,
+  // as a neighbour may have changed.
+  using Candidate = uint64_t;
+  Candidate candidate(const MergeTable& table, int32_t left) const;
+  void push(Candidate candidate);
+  Candidate pop();
+
+  std::vector<Merge> pairs_;
+  std::vector<Symbol> symbols_;
+  std::vector<Candidate> queue_;
+};
+
+// Remembers the ids of words. Text repeats its words, so most never reach the merges.
+//
+// Two direct-mapped tables of one or two cache lines an entry, for words up to 16 and up to 48 bytes: a newer
+// word takes its slot from the older, nothing is ever allocated or cleaned up. Words that are longer or make
+// more ids aren't remembered.
+
+class WordCache {
+ public:
+  static constexpr size_t kLongest = 48;
+
+  WordCache() : short_(kShortSlots), long_(kLongSlots) {}
+
+  /// Appends the ids of `word` (not empty) to `ids`, or returns false.
+  bool append(std::string_view word, std::vector<int32_t>& ids) {
+    if (word.size() <= ShortKey::kBytes) return append_from(short_slot(word), ShortKey(word), ids);
+    if (word.size() <= LongKey::kBytes) return append_from(long_slot(word), LongKey(word), ids);
+    return false;
+  }
+
+  void remember(std::string_view word, std::span<const int32_t> ids) {
+    if (word.size() <= ShortKey::kBytes)
+      store(short_slot(word), ShortKey(word), ids);
+    else if (word.size() <= LongKey::kBytes)
+      store(long_slot(word), LongKey(word), ids);
+  }
+
+ private:
+  // A word in two machine words. Overlapping loads read neither past the end nor byte by byte, and the
+  // length, which every entry holds as well, tells words apart whose loads look alike.
+  struct ShortKey {
+    static constexpr size_t kBytes = 16;
+    uint64_t low, high;
+    uint8_t size;
+
+    ShortKey() : low(0), high(0), size(0) {}
+    explicit ShortKey(std::string_view word) : size(static_cast<uint8_t>(word.size())) {
+      const char* p = word.data();
+      if (word.size() >= 8) {
+        std::memcpy(&low, p, 8);
+        std::memcpy(&high, p + word.size() - 8, 8);
+      } else if (word.size() >= 4) {
+        low = load32(p);
+        high = load32(p + word.size() - 4);
+      } else {
+        low = static_cast<uint8_t>(p[0]) | static_cast<uint8_t>(p[word.size() / 2]) << 8;
+        high = static_cast<uint8_t>(p[word.size() - 1]);
+      }
+    }
+    static uint32_t load32(const char* p) {
+      uint32_t value;
+      std::memcpy(&value, p, 4);
+      return value;
+    }
+    uint64_t hash() const {
+      return (low * 0x9E3779B97F4A7C15ull ^ high * 0xC2B2AE3D27D4EB4Full ^ size) * 0xFF51AFD7ED558CCDull;
+    }
+    bool operator==(const ShortKey& o) const { return low == o.low && high == o.high && size == o.size; }
+  };
+
+  struct LongKey {
+    static constexpr size_t kBytes = kLongest;
+    char bytes[kBytes] = {};
+    uint8_t size = 0;
+
+    LongKey() = default;
+    explicit LongKey(std::string_view word) : size(static_cast<uint8_t>(word.size())) {
+      std::memcpy(bytes, word.data(), word.size());
+    }
+    bool operator==(const LongKey& o) const {
+      return size == o.size && std::memcmp(bytes, o.bytes, size) == 0;
+    }
+  };
+
+  template <class Key, size_t kIds>
+  struct Entry {
+    Key key;
+    uint8_t count = 0;
+    int32_t ids[kIds];
+  };
+  using ShortEntry = Entry<ShortKey, 9>;
+  using LongEntry = Entry<LongKey, 19>;
+  static_assert(sizeof(ShortEntry) == 64 && sizeof(LongEntry) == 128);
+
+  static constexpr int kShortBits = 14, kLongBits = 12;
+  static constexpr size_t kShortSlots = size_t{1} << kShortBits, kLongSlots = size_t{1} << kLongBits;
+
+  ShortEntry& short_slot(std::string_view word) { return short_[ShortKey(word).hash() >> (64 - kShortBits)]; }
+  LongEntry& long_slot(std::string_view word) { return long_[hash_bytes(word) >> (64 - kLongBits)]; }
+
+  template <class E, class Key>
+  static bool append_from(const E& entry, const Key& key, std::vector<int32_t>& ids) {
+    if (!(entry.key == key)) return false;
+    ids.insert(ids.end(), entry.ids, entry.ids + entry.count);
+    return true;
+  }
+
+  template <class Key, size_t kIds>
+  static void store(Entry<Key, kIds>& entry, const Key& key, std::span<const int32_t> ids) {
+    if (ids.size() > kIds) return;
+    entry.key = key;
+    entry.count = static_cast<uint8_t>(ids.size());
+    std::memcpy(entry.ids, ids.data(), ids.size_bytes());
+  }
+
+  std::vector<ShortEntry> short_;
+  std::vector<LongEntry> long_;
+};
+
+}  // namespace titan::data

@@ -1,0 +1,244 @@
+#include "float8/cast.h"
+
+#include <vector>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_left_shift.h>
+#include <ATen/ops/bitwise_right_shift.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include "float8/block_scale.h"
+#include "ops/operators.h"
+#include "titan/core/error.h"
+
+namespace titan::float8::composite {
+
+namespace {
+constexpr double kSmallestAmax = 1e-12;  // torchao's
+}
+
+at::Tensor amax(const at::Tensor& x, std::optional<int64_t> dim) {
+  const at::Tensor magnitude = x.abs();
+  if (!dim) return magnitude.max().to(at::kFloat);
+  return magnitude.amax({*dim}).unsqueeze(1).to(at::kFloat);
+}
+
+// A power of two has no fraction: its bits are the exponent's. Of a NaN that would make an infinity.
+at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
+  const at::Tensor scale =
+      (largest_value(dtype) / amax.to(at::kDouble).clamp_min(kSmallestAmax)).to(at::kFloat);
+  if (!power_of_two) return scale;
+  const at::Tensor rounded = scale.view(at::kInt).bitwise_and(0x7f800000).view(at::kFloat);
+  return at::where(at::isnan(scale), scale, rounded);
+}
+
+at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {
+  const double largest = largest_value(dtype);
+  const at::Tensor from = transposed ? x.t() : x;
+  return (from.to(at::kFloat) * scale).clamp(-largest, largest).to(dtype).contiguous();
+}
+
+namespace {
+
+at::Tensor mantissa_above(const at::Tensor& bits, int64_t bound) {
+  return bits.bitwise_and(0x7fffff).gt(bound).to(at::kInt);
+}
+
+at::Tensor exponents_down(const at::Tensor& bits, at::ScalarType dtype) {
+  return (at::bitwise_right_shift(bits, 23) - largest_exponent(dtype)).clamp_min(0);
+}
+
+// A division by a number would be a multiplication by its reciprocal on a GPU.
+at::Tensor exponents_up(const at::Tensor& largest, at::ScalarType dtype) {
+  const at::Tensor quotient = largest / at::full({}, largest_value(dtype), largest.options());
+  const at::Tensor bits = quotient.view(at::kInt), exponent = at::bitwise_right_shift(bits, 23);
+  return at::where(exponent.eq(0), mantissa_above(bits, 0x400000), exponent + mantissa_above(bits, 0));
+}
+
+// [Note: factors of blocks]
+at::Tensor factors(const at::Tensor& exponents, bool round_up) {
+  const at::Tensor bits = at::bitwise_left_shift(254 - exponents.clamp_min(1), 23);
+  const at::Tensor factor = (bits.view(at::kFloat)).masked_fill(exponents.eq(kNotFinite), 0);
+  return round_up ? factor.masked_fill(exponents.eq(0), 1) : factor;
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarType dtype, bool round_up,
+                                               bool transposed) {
+  at::Tensor from = (transposed ? x.t() : x).to(at::kFloat);
+  const int64_t rest = from.size(1) % kBlock;
+  if (rest != 0) from = at::constant_pad_nd(from, {0, kBlock - rest});
+  const at::Tensor blocks = from.contiguous().view({from.size(0), from.size(1) / kBlock, kBlock});
+  const at::Tensor largest = blocks.abs().amax({2}), bits = largest.view(at::kInt);
+  const at::Tensor exponents = (round_up ? exponents_up(largest, dtype) : exponents_down(bits, dtype))
+                                   .masked_fill(bits.ge(0x7f800000), kNotFinite);
+  const double end = largest_value(dtype);
+  const at::Tensor data =
+      (blocks * factors(exponents, round_up).unsqueeze(2)).clamp(-end, end).to(dtype).view(from.sizes());
+  return {data, exponents.to(at::kByte).view(at::kFloat8_e8m0fnu)};
+}
+
+}  // namespace titan::float8::composite
+
+namespace titan::float8 {
+
+// What the dispatcher knows of float8. CPU kernels register themselves in src/float8/cpu, CUDA ones in the
+// plugin. None is differentiable: products are (src/ops).
+
+namespace {
+
+at::Tensor amax_meta(const at::Tensor& x, std::optional<int64_t> dim) {
+  const auto options = x.options().dtype(at::kFloat);
+  return dim ? at::empty({x.size(1 - *dim), 1}, options) : at::empty({}, options);
+}
+at::Tensor scale_meta(const at::Tensor& amax, at::ScalarType /*dtype*/, bool /*power_of_two*/) {
+  return at::empty(amax.sizes(), amax.options());
+}
+at::Tensor cast_meta(const at::Tensor& x, const at::Tensor& /*scale*/, at::ScalarType dtype,
+                     bool transposed) {
+  const auto options = x.options().dtype(dtype);
+  return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
+}
+
+TORCH_LIBRARY_FRAGMENT(titan, m) {
+  // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1].
+  m.def("float8_amax(Tensor x, int? dim) -> Tensor");
+  m.def("float8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor");
+  // scale: [], or one for each row of the result [N, K] ([K, N] if transposed).
+  m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
+  m.impl("float8_amax", composite::amax);
+  m.impl("float8_scale", composite::scale_of);
+  m.impl("float8_cast", composite::cast);
+}
+TORCH_LIBRARY_IMPL(titan, Meta, m) {
+  m.impl("float8_amax", amax_meta);
+  m.impl("float8_scale", scale_meta);
+  m.impl("float8_cast", cast_meta);
+}
+
+}  // namespace
+
+double largest_value(at::ScalarType dtype) {
+  TITAN_CHECK(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, "no Float8 dtype of ours: ", dtype,
+              "; there are Float8_e4m3fn and Float8_e5m2");
+  return dtype == at::kFloat8_e4m3fn ? 448.0 : 57344.0;
+}
+
+at::Tensor amax(const at::Tensor& x, Over over) {
+  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: the largest magnitude of ", x.sizes(),
+              "; expected a matrix that isn't empty");
+  using Signature = at::Tensor(const at::Tensor&, std::optional<int64_t>);
+  static const auto operation = ops::find_operator<Signature>("titan::float8_amax");
+  const std::optional<int64_t> dim = over == Over::Row ? std::optional<int64_t>(1) : 0;
+  return operation.call(x, over == Over::Matrix ? std::nullopt : dim);
+}
+
+at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
+  using Signature = at::Tensor(const at::Tensor&, at::ScalarType, bool);
+  static const auto operation = ops::find_operator<Signature>("titan::float8_scale");
+  return operation.call(amax, dtype, power_of_two);
+}
+
+at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {
+  largest_value(dtype);  // throws where it isn't one of ours
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, at::ScalarType, bool);
+  static const auto operation = ops::find_operator<Signature>("titan::float8_cast");
+  const int64_t rows = transposed ? x.size(1) : x.size(0);
+  TITAN_CHECK(
+      x.dim() == 2 && scale.scalar_type() == at::kFloat && (scale.numel() == 1 || scale.numel() == rows),
+      "float8: ", scale.scalar_type(), " scales ", scale.sizes(), " for ", x.sizes(),
+      transposed ? " transposed" : "", "; expected fp32, one or one for each of the result's rows");
+  return operation.call(x, scale, dtype, transposed);
+}
+
+namespace composite {
+
+at::Tensor amax_many(at::TensorList xs) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& x : xs) found.push_back(amax(x, std::nullopt));
+  return at::stack(found);
+}
+
+}  // namespace composite
+
+namespace {
+
+at::Tensor amax_many_meta(at::TensorList xs) {
+  return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
+}
+
+TORCH_LIBRARY_FRAGMENT(titan, m) {
+  // The largest magnitude of each, fp32 [n].
+  m.def("float8_amax_many(Tensor[] xs) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) { m.impl("float8_amax_many", composite::amax_many); }
+TORCH_LIBRARY_IMPL(titan, Meta, m) { m.impl("float8_amax_many", amax_many_meta); }
+
+}  // namespace
+
+at::Tensor amax_many(at::TensorList xs) {
+  TITAN_CHECK(!xs.empty(), "float8: the largest magnitudes of no tensors");
+  for (const at::Tensor& x : xs)
+    TITAN_CHECK(x.numel() > 0, "float8: the largest magnitude of ", x.sizes(), ", which is empty");
+  using Signature = at::Tensor(at::TensorList);
+  static const auto operation = ops::find_operator<Signature>("titan::float8_amax_many");
+  return operation.call(xs);
+}
+
+namespace {
+
+using DataAndScale = std::tuple<at::Tensor, at::Tensor>;
+
+DataAndScale cast_blocks_meta(const at::Tensor& x, at::ScalarType dtype, bool /*round_up*/, bool transposed) {
+  const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+  const int64_t blocks = (elements + kBlock - 1) / kBlock;
+  return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
+          at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
+}
+
+TORCH_LIBRARY_FRAGMENT(titan, m) {
+  // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; of columns [K, N'].
+  m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
+  m.impl("float8_cast_blocks", composite::cast_blocks);
+}
+TORCH_LIBRARY_IMPL(titan, Meta, m) { m.impl("float8_cast_blocks", cast_blocks_meta); }
+
+}  // namespace
+
+ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {
+  largest_value(options.dtype);  // throws where it isn't one of ours
+  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: blocks of ", x.sizes(),
+              "; expected a matrix that isn't empty");
+  const bool round_up = options.rounding == BlockRounding::Up;
+  using Signature = DataAndScale(const at::Tensor&, at::ScalarType, bool, bool);
+  static const auto operation = ops::find_operator<Signature>("titan::float8_cast_blocks");
+  auto [data, scale] = options.composed && !x.is_meta()
+                           ? composite::cast_blocks(x, options.dtype, round_up, options.transposed)
+                           : operation.call(x, options.dtype, round_up, options.transposed);
+  return {std::move(data), std::move(scale)};
+}
+
+// 2^(e - 127) by its bits; of 0 that is a denormal.
+at::Tensor block_values(const ops::ScaledMatrix& matrix) {
+  const at::Tensor exponents = matrix.scale.contiguous().view(at::kByte).to(at::kInt).unsqueeze(2);
+  const at::Tensor bits = at::where(exponents.eq(0), 0x00400000, exponents * 0x00800000);
+  const at::Tensor scale =
+      bits.to(at::kInt).view(at::kFloat).masked_fill(exponents.eq(kNotFinite), std::nan(""));
+  const at::Tensor blocks =
+      matrix.data.to(at::kFloat).view({matrix.data.size(0), matrix.data.size(1) / kBlock, kBlock});
+  return (blocks * scale).view(matrix.data.sizes());
+}
+
+}  // namespace titan::float8

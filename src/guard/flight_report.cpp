@@ -1,0 +1,387 @@
+#include "guard/flight_report.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+#include "titan/core/error.h"
+
+namespace titan::dist {
+namespace {
+
+using LaneKey = std::tuple<std::string, std::string, std::vector<int>, int, int>;
+
+/// Of groups whose ranks the files don't tell: those that have it.
+std::map<std::string, std::vector<int>> ranks_seen(const std::vector<FlightFile>& files) {
+  std::map<std::string, std::set<int>> seen;
+  for (const FlightFile& file : files)
+    for (const FlightGroup& group : file.groups) seen[group.name].insert(file.rank);
+  std::map<std::string, std::vector<int>> ranks;
+  for (const auto& [name, members] : seen) ranks[name] = {members.begin(), members.end()};
+  return ranks;
+}
+
+std::string sizes_text(const std::vector<std::vector<int64_t>>& all) {
+  std::string text;
+  for (const auto& sizes : all) {
+    text += text.empty() ? "[" : ", [";
+    for (size_t i = 0; i < sizes.size(); ++i) text += str(i > 0 ? ", " : "", sizes[i]);
+    text += "]";
+  }
+  return text;
+}
+
+/// Whose parts may differ from rank to rank, by their definition.
+bool has_uneven_parts(const std::string& op) {
+  return op.find("alltoall") != std::string::npos || op == "gather" || op == "scatter" ||
+         op.find("coalesced") != std::string::npos;
+}
+
+}  // namespace
+
+std::vector<int> FlightLane::members() const {
+  if (from < 0) return ranks;
+  std::vector<int> pair;
+  for (const int side : {from, to})
+    if (static_cast<size_t>(side) < ranks.size()) pair.push_back(ranks[static_cast<size_t>(side)]);
+  return pair;
+}
+
+int64_t FlightLane::last_of(int rank) const {
+  for (auto at = calls.rbegin(); at != calls.rend(); ++at)
+    if (at->second.contains(rank)) return at->first;
+  return -1;
+}
+
+JoinedFlights join_flights(const std::vector<FlightFile>& files) {
+  const auto seen = ranks_seen(files);
+  std::map<LaneKey, size_t> index;
+  JoinedFlights joined;
+  for (const FlightFile& file : files)
+    for (const FlightCall& call : file.calls) {
+      const FlightGroup& group = file.groups[call.group];
+      const std::vector<int>& ranks = group.ranks.empty() ? seen.at(group.name) : group.ranks;
+      const auto [at, is_new] =
+          index.try_emplace({group.name, group.purpose, ranks, call.from, call.to}, joined.lanes.size());
+      if (is_new) joined.lanes.push_back({group.name, group.purpose, ranks, call.from, call.to, {}});
+      joined.lanes[at->second].calls[call.sequence].emplace(file.rank, &call);
+      joined.lane_of[&call] = at->second;
+    }
+  return joined;
+}
+
+std::string difference(const FlightLane& lane, const FlightCall& a, const FlightCall& b) {
+  if (lane.from < 0 && a.op != b.op) return "operation";
+  if (!a.dtypes.empty() && !b.dtypes.empty() && a.dtypes != b.dtypes) return "dtype";
+  if (!has_uneven_parts(a.op) && !has_uneven_parts(b.op)) {
+    const bool crossed = lane.from >= 0 && a.op != b.op;  // what one sends is what the other receives
+    if (a.in_sizes != (crossed ? b.out_sizes : b.in_sizes) ||
+        a.out_sizes != (crossed ? b.in_sizes : b.out_sizes))
+      return "shape";
+  }
+  if (lane.from < 0 && (a.phase != b.phase || a.module != b.module)) return "place in the program";
+  return "";
+}
+
+std::string describe_tensors(const FlightCall& call) {
+  std::string text = call.dtypes.empty() ? "" : call.dtypes.front();
+  const std::string in = sizes_text(call.in_sizes), out = sizes_text(call.out_sizes);
+  if (!in.empty()) text += (text.empty() ? "" : " ") + in;
+  if (!out.empty() && out != in) text += " to " + out;
+  return text;
+}
+
+std::string name_ranks(std::vector<int> ranks) {
+  constexpr size_t most_runs = 8;
+  std::sort(ranks.begin(), ranks.end());
+  std::string text;
+  size_t runs = 0;
+  for (size_t i = 0; i < ranks.size() && runs < most_runs; ++runs) {
+    size_t end = i;
+    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
+    text += str(runs > 0 ? ", " : "", ranks[i]);
+    if (end > i) text += str(end == i + 1 ? ", " : "-", ranks[end]);
+    i = end + 1;
+    if (runs + 1 == most_runs && i < ranks.size()) text += str(" and ", ranks.size() - i, " more");
+  }
+  return str(ranks.size() == 1 ? "rank " : "ranks ", text);
+}
+
+std::string describe(const FlightLane& lane, const FlightCall& call) {
+  std::string text = str(call.op, " #", call.sequence);
+  if (lane.from >= 0) {
+    const auto members = lane.members();
+    if (members.size() == 2) text += str(" from rank ", members[0], " to rank ", members[1]);
+  }
+  text += str(" of group '", lane.group, lane.purpose.empty() ? "" : ", ", lane.purpose, "'");
+  if (call.phase.empty() && call.module.empty()) return text;
+  return text + str(" (", call.phase, call.phase.empty() || call.module.empty() ? "" : " ", call.module, ")");
+}
+
+// [Note: who is to blame]
+// A rank that waits in a call waits for the members that haven't come to it; those may themselves wait in
+// another call for others. Following that from rank to rank ends at one that waits for nobody (it is
+// elsewhere: in its data, in an endless loop), at one without a record (it is gone), or in a ring of ranks
+// that wait for each other. Ahead of all that, a number under which ranks made different calls explains
+// whatever came after it.
+
+namespace {
+
+/// A call that a rank waits in, and for whom.
+struct Blocked {
+  const FlightFile* file;
+  const FlightCall* call;
+  size_t lane;
+  std::vector<int> missing;
+};
+
+std::string seconds_text(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", static_cast<double>(std::max<int64_t>(ns, 0)) / 1e9);
+  return text;
+}
+
+class Detective {
+ public:
+  Detective(const std::vector<FlightFile>& files, JoinedFlights joined, bool all_ranks_live,
+            FlightReport& report)
+      : files_(files), lane_of_(std::move(joined.lane_of)), all_ranks_live_(all_ranks_live), report_(report) {
+    report_.lanes = std::move(joined.lanes);
+    for (const FlightFile& file : files_) by_rank_[file.rank] = &file;
+  }
+
+  void solve() {
+    report_.lane = report_.lanes.size();
+    find_blocked(/*background=*/false);
+    if (blocked_.empty()) find_blocked(/*background=*/true);
+    if (find_mismatch() || find_missing() || find_all_there()) return;
+    report_.summary = str("no rank waits for another: all calls of the ", files_.size(),
+                          files_.size() == 1 ? " record" : " records", " are through or under way");
+  }
+
+ private:
+  // Work beside the training waits for as long as it takes: only where nothing else does is it of interest.
+  void find_blocked(bool background) {
+    for (const FlightFile& file : files_)
+      if (auto blocked = blocked_call(file, background)) blocked_.push_back(std::move(*blocked));
+  }
+
+  // A rank waits in the first call that has been waited for and isn't through.
+  std::optional<Blocked> blocked_call(const FlightFile& file, bool background) const {
+    for (auto call = file.calls.begin(); call != file.calls.end(); ++call) {
+      if (call->background != background) continue;
+      const bool has_failed = call->state == FlightState::Failed && !is_got_over(file, *call);
+      const bool waits =
+          call->state == FlightState::Waiting || has_failed || (!file.is_titan && !call->has_ended());
+      if (!waits) continue;
+      Blocked blocked{&file, &*call, lane_of_.at(&*call), {}};
+      const FlightLane& lane = report_.lanes[blocked.lane];
+      for (const int rank : lane.members())
+        if (rank != file.rank && lane.last_of(rank) < call->sequence) blocked.missing.push_back(rank);
+      return blocked;
+    }
+    return std::nullopt;
+  }
+
+  // The rank has made calls since.
+  static bool is_got_over(const FlightFile& file, const FlightCall& failed) {
+    return failed.end_ns > 0 &&
+           std::any_of(file.calls.begin(), file.calls.end(), [&](const FlightCall& call) {
+             return call.background == failed.background && call.start_ns > failed.end_ns;
+           });
+  }
+
+  bool find_mismatch() {
+    int64_t earliest = 0;
+    bool found = false;
+    for (size_t i = 0; i < report_.lanes.size(); ++i)
+      for (const auto& [sequence, calls] : report_.lanes[i].calls) {
+        const auto& first = *calls.begin()->second;
+        for (const auto& [rank, call] : calls) {
+          if (difference(report_.lanes[i], first, *call).empty()) continue;
+          if (found && call->start_ns >= earliest) continue;
+          found = true;
+          earliest = call->start_ns;
+          tell_mismatch(i, sequence);
+        }
+      }
+    return found;
+  }
+
+  void tell_mismatch(size_t index, int64_t sequence) {
+    const FlightLane& lane = report_.lanes[index];
+    const auto& calls = lane.calls.at(sequence);
+    std::vector<std::pair<const FlightCall*, std::vector<int>>> kinds;
+    for (const auto& [rank, call] : calls) {
+      auto kind = std::find_if(kinds.begin(), kinds.end(), [&, call = call](const auto& other) {
+        return difference(lane, *other.first, *call).empty();
+      });
+      if (kind == kinds.end()) kind = kinds.insert(kinds.end(), {call, {}});
+      kind->second.push_back(rank);
+    }
+    // The most first: the others are the ones to look at.
+    std::stable_sort(kinds.begin(), kinds.end(),
+                     [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
+    std::string text;
+    for (const auto& [call, ranks] : kinds) {
+      const std::string tensors = describe_tensors(*call);
+      text += str(text.empty() ? "" : "; ", name_ranks(ranks), ranks.size() > 1 ? " call " : " calls ",
+                  describe(lane, *call), tensors.empty() ? "" : " of ", tensors);
+    }
+    report_.culprits.clear();
+    for (size_t i = 1; i < kinds.size(); ++i)
+      report_.culprits.insert(report_.culprits.end(), kinds[i].second.begin(), kinds[i].second.end());
+    settle(FlightVerdict::Mismatch, index, sequence,
+           str("the ranks fell out of step, in the ", difference(lane, *kinds[0].first, *kinds[1].first),
+               " of a call: ", text));
+  }
+
+  const Blocked* blocked_of(int rank) const {
+    for (const Blocked& blocked : blocked_)
+      if (blocked.file->rank == rank) return &blocked;
+    return nullptr;
+  }
+
+  bool find_missing() {
+    const Blocked* first = nullptr;
+    for (const Blocked& blocked : blocked_)
+      if (!blocked.missing.empty() && (!first || blocked.call->start_ns < first->call->start_ns))
+        first = &blocked;
+    if (!first) return false;
+    std::set<int> visited;
+    const Blocked* at = first;
+    while (true) {
+      visited.insert(at->file->rank);
+      const Blocked* next = nullptr;
+      for (const int rank : at->missing) {
+        const Blocked* waits = blocked_of(rank);
+        if (!waits || waits->missing.empty()) return tell_missing(*at, rank), true;
+        if (!next) next = waits;
+      }
+      if (visited.contains(next->file->rank)) return tell_deadlock(*next), true;
+      at = next;
+    }
+  }
+
+  /// All ranks that are missing where `blocked` waits, for the reason that `culprit` has.
+  void tell_missing(const Blocked& blocked, int culprit) {
+    const FlightLane& lane = report_.lanes[blocked.lane];
+    const int64_t sequence = blocked.call->sequence;
+    std::vector<int> waiting, missing;
+    for (const int rank : blocked.missing)
+      if (!by_rank_.contains(rank) == !by_rank_.contains(culprit) && !blocked_of(rank))
+        missing.push_back(rank);
+    if (missing.empty()) missing = {culprit};
+    for (const Blocked& other : blocked_)
+      if (other.lane == blocked.lane && other.call->sequence == sequence) waiting.push_back(other.file->rank);
+    if (all_ranks_live_ && !by_rank_.contains(missing.front()))
+      return tell_unknown(blocked, waiting, missing);
+    report_.culprits = missing;
+    settle(
+        FlightVerdict::Missing, blocked.lane, sequence,
+        str(name_ranks(missing), host_of(missing), missing.size() == 1 ? " is" : " are", " missing from ",
+            describe(lane, *blocked.call), ", where ", name_ranks(waiting),
+            waiting.size() == 1 ? " waits" : " wait", " for ", waited(blocked), "; ", whereabouts(missing)));
+  }
+
+  // Nobody is blamed for a record that is elsewhere.
+  void tell_unknown(const Blocked& blocked, const std::vector<int>& waiting,
+                    const std::vector<int>& unknown) {
+    settle(
+        FlightVerdict::Unknown, blocked.lane, blocked.call->sequence,
+        str(name_ranks(waiting), waiting.size() == 1 ? " waits" : " wait", " in ",
+            describe(report_.lanes[blocked.lane], *blocked.call), " for ", waited(blocked), "; whether ",
+            name_ranks(unknown), unknown.size() == 1 ? " has" : " have",
+            " come to it isn't known here: alive, but without a record in this folder (of another host?)"));
+  }
+
+  static std::string waited(const Blocked& blocked) {
+    return seconds_text(blocked.file->time_ns - blocked.call->start_ns);
+  }
+
+  std::string host_of(const std::vector<int>& ranks) const {
+    const auto file = by_rank_.find(ranks.front());
+    return ranks.size() == 1 && file != by_rank_.end() && !file->second->host.empty()
+               ? str(" (host ", file->second->host, ")")
+               : "";
+  }
+
+  std::string whereabouts(const std::vector<int>& ranks) const {
+    const auto found = by_rank_.find(ranks.front());
+    const char* it = ranks.size() == 1 ? "it" : "the first of them";
+    if (found == by_rank_.end())
+      return str(ranks.size() == 1 ? "it has" : "they have",
+                 " left no record: killed, or not of this folder's file system");
+    const FlightFile& file = *found->second;
+    std::string text;
+    if (!file.activity.empty()) {
+      text = str(it, " is at ", file.activity, " of step ", file.step);
+      if (file.activity_since_ns > 0)
+        text += str(" for ", seconds_text(file.time_ns - file.activity_since_ns));
+      text += ", ";
+    } else {
+      text = str(it, " waits for nobody, ");
+    }
+    if (file.calls.empty()) return text + "and has made no call";
+    const FlightCall& last = file.calls.back();
+    return text + str("its last call was ", describe(report_.lanes[lane_of_.at(&last)], last));
+  }
+
+  void tell_deadlock(const Blocked& start) {
+    std::string text;
+    std::vector<int> ring;
+    for (const Blocked* at = &start; at && std::find(ring.begin(), ring.end(), at->file->rank) == ring.end();
+         at = blocked_of(at->missing.front())) {
+      ring.push_back(at->file->rank);
+      text += str(text.empty() ? "" : "; ", "rank ", at->file->rank, " waits in ",
+                  describe(report_.lanes[at->lane], *at->call), " for ", name_ranks(at->missing));
+    }
+    report_.culprits = ring;
+    settle(FlightVerdict::Deadlock, start.lane, start.call->sequence,
+           str("ranks wait for each other, in different calls: ", text));
+  }
+
+  bool find_all_there() {
+    if (blocked_.empty()) return false;
+    const Blocked& first = *std::min_element(
+        blocked_.begin(), blocked_.end(),
+        [](const Blocked& a, const Blocked& b) { return a.call->start_ns < b.call->start_ns; });
+    settle(FlightVerdict::AllThere, first.lane, first.call->sequence,
+           str("all ranks have come to ", describe(report_.lanes[first.lane], *first.call), ", where rank ",
+               first.file->rank, " waits for ", waited(first),
+               "; what holds it up is a device, the network, or work ahead of the call"));
+    return true;
+  }
+
+  void settle(FlightVerdict verdict, size_t lane, int64_t sequence, std::string summary) {
+    report_.verdict = verdict;
+    report_.lane = lane;
+    report_.sequence = sequence;
+    report_.summary = std::move(summary);
+  }
+
+  const std::vector<FlightFile>& files_;
+  std::unordered_map<const FlightCall*, size_t> lane_of_;
+  bool all_ranks_live_;
+  FlightReport& report_;
+  std::map<int, const FlightFile*> by_rank_;
+  std::vector<Blocked> blocked_;
+};
+
+}  // namespace
+
+FlightReport make_flight_report(const std::vector<FlightFile>& files, const FlightReportOptions& options) {
+  FlightReport report;
+  Detective(files, join_flights(files), options.all_ranks_live, report).solve();
+  return report;
+}
+
+std::string flight_summary(const std::filesystem::path& folder, const FlightReportOptions& options) noexcept {
+  try {
+    return make_flight_report(read_flight_folder(folder, options.end), options).summary;
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+}  // namespace titan::dist

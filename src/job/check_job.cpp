@@ -1,0 +1,274 @@
+// Checks between tables, before anything is started.
+
+#include <algorithm>
+
+#include "dist/device_backend.h"
+#include "job/job_config.h"
+#include "job/pipeline/stages.h"
+#include "titan/float8/convert.h"
+
+namespace titan::train {
+
+namespace {
+
+struct Check {
+  const JobConfig& config;
+  const config::Origins& origins;
+  std::vector<std::string> problems = {};
+
+  void require(bool holds, std::string_view key, const std::string& what) {
+    if (!holds) problems.push_back(origins.problem(key, what));
+  }
+  void add(const std::vector<KeyedProblem>& found) {
+    for (const KeyedProblem& problem : found) problems.push_back(origins.problem(problem.key, problem.what));
+  }
+};
+
+/// Returns the data-parallel degree, where the degrees fit.
+std::optional<int> check_parallelism(Check& check, int world_size) {
+  std::vector<std::string> problems;
+  ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, problems);
+  for (const std::string& problem : problems)
+    check.problems.push_back(check.origins.problem("parallelism.data_parallel_shard_degree", problem));
+  std::vector<KeyedProblem> misfits;
+  check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
+                     misfits);
+  check_pipeline(check.config, dims, misfits);
+  check.add(misfits);
+
+  const ParallelismSettings& parallelism = check.config.parallelism;
+  check.require(!parallelism.enable_async_tensor_parallel ||
+                    (parallelism.tensor_parallel_degree > 1 && parallelism.enable_sequence_parallel),
+                "parallelism.enable_async_tensor_parallel",
+                "needs tensor_parallel_degree above 1 and enable_sequence_parallel");
+  check.require(
+      parallelism.enable_async_tensor_parallel || parallelism.async_tensor_parallel_transport == "auto",
+      "parallelism.async_tensor_parallel_transport", "is read only with enable_async_tensor_parallel");
+  check.require(parallelism.context_parallel_attention == "ring" ||
+                    parallelism.context_parallel_rotate_method == "allgather",
+                "parallelism.context_parallel_rotate_method",
+                str("is of the ring; context_parallel_attention = \"", parallelism.context_parallel_attention,
+                    "\" knows \"allgather\" only"));
+  ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
+  check.require(
+      policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard * dims.cp % policy.size == 0,
+      "parallelism.fsdp_reshard_after_forward",
+      str("isn't a divisor of the ", dims.dp_shard * dims.cp, " ranks that parameters are sharded over"));
+  return dims.world_size() == world_size ? std::optional(dims.batch_degree()) : std::nullopt;
+}
+
+void check_plan(Check& check) {
+  const std::string& plan = check.config.parallelism.plan;
+  try {
+    if (!plan.empty()) parallel_plans().get(plan);
+  } catch (const ConfigError& error) {
+    check.problems.push_back(check.origins.problem("parallelism.plan", error.problems().front()));
+  }
+}
+
+void check_model(Check& check) {
+  std::vector<std::string> problems;
+  check.config.spec().check(check.config.args(), problems);
+  for (const std::string& problem : problems) check.problems.push_back(str("model.args: ", problem));
+}
+
+bool runs_on_cpu(const JobConfig& config) {
+  const std::string& device = config.training.device;
+  return device == "cpu" || (device == "auto" && !dist::gpu_visible());
+}
+
+void check_precision(Check& check) {
+  const TrainingSettings& training = check.config.training;
+  bool doubles = training.dtype == "float64";
+  check.require((training.mixed_precision_param == "float64") == doubles, "training.mixed_precision_param",
+                "float64 training has float64 in training.dtype and training.mixed_precision_param");
+  check.require((training.mixed_precision_reduce == "float64") == doubles, "training.mixed_precision_reduce",
+                "float64 gradients go with training.dtype = \"float64\"");
+  check.require(!training.enable_cpu_offload || training.device != "cpu", "training.enable_cpu_offload",
+                "offloading to the CPU needs a GPU to offload from");
+}
+
+void check_float8_gather(Check& check) {
+  const float8::Float8Settings& settings = check.config.quantize.float8;
+  const std::string gather = "quantize.linear.float8.enable_fsdp_float8_all_gather";
+  if (settings.enable_fsdp_float8_all_gather && float8::recipes().contains(settings.recipe()))
+    check.require(float8::casts_weight_once(float8::recipes().get(settings.recipe())), gather,
+                  str("takes a recipe that casts a weight in one way, with one scale, as \"tensorwise\"; ",
+                      settings.recipe(), " doesn't"));
+  check.require(!settings.enable_fsdp_float8_all_gather || !check.config.training.enable_cpu_offload, gather,
+                "doesn't go with training.enable_cpu_offload");
+  check.require(settings.enable_fsdp_float8_all_gather || !settings.precompute_float8_dynamic_scale_for_fsdp,
+                "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+                "is read only with enable_fsdp_float8_all_gather");
+}
+
+void check_recipe(Check& check, const char* key, const float8::ConvertOptions& options, bool blocks) {
+  try {
+    float8::check_filters(options.recipe_name, options.filter_fqns);
+    const bool has_blocks = float8::scales_blocks(float8::recipe_of(options));
+    check.require(
+        has_blocks == blocks, key,
+        str(options.recipe_name, has_blocks ? " scales blocks: it is one of quantize.linear.mx"
+                                            : " scales no blocks: it is one of quantize.linear.float8"));
+  } catch (const ConfigError& error) {
+    check.problems.push_back(check.origins.problem(key, error.problems().front()));
+  }
+}
+
+void check_float8(Check& check) {
+  const float8::Float8Settings& settings = check.config.quantize.float8;
+  check_recipe(
+      check, "quantize.linear.float8.recipe_name",
+      {.recipe_name = settings.recipe(), .filter_fqns = settings.filter_fqns, .delayed = settings.delayed()},
+      /*blocks=*/false);
+  if (!check.config.model.converts(float8::kConverter)) return;
+  check_float8_gather(check);
+  check.require(
+      !settings.enable_fsdp_float8_all_gather || !settings.delayed().weight,
+      "quantize.linear.float8.scaling_type_weight",
+      "has to be \"dynamic\" with enable_fsdp_float8_all_gather, which finds the scales at the gather");
+  check.require(settings.emulate || !runs_on_cpu(check.config), "quantize.linear.float8.emulate",
+                "has to be true on a CPU, which has no Float8 units");
+}
+
+void check_mx(Check& check) {
+  const float8::MxSettings& settings = check.config.quantize.mx;
+  check_recipe(check, "quantize.linear.mx.recipe_name",
+               {.recipe_name = settings.recipe_name, .filter_fqns = settings.filter_fqns},
+               /*blocks=*/true);
+  if (!check.config.model.converts(float8::kMxConverter)) return;
+  check.require(settings.emulates() || !runs_on_cpu(check.config), "quantize.linear.mx.emulate",
+                "has to be true on a CPU, which has no units for MXFP8");
+}
+
+void check_converters(Check& check) {
+  const JobConfig& config = check.config;
+  const ModelSettings& model = config.model;
+  const auto names = [&](const char* part) {
+    return std::any_of(model.converters.begin(), model.converters.end(),
+                       [part](const std::string& name) { return name.find(part) != std::string::npos; });
+  };
+  check.require(!(names(".float8") && names(".mx")), "model.converters",
+                "Float8 and MX don't mix in one model");
+  for (const std::string& name : model.converters)
+    check.require(name == float8::kConverter || name == float8::kMxConverter, "model.converters",
+                  str("\"", name, "\" doesn't exist yet; there are \"", float8::kConverter, "\" and \"",
+                      float8::kMxConverter, "\""));
+  check_float8(check);
+  check_mx(check);
+  if (!model.converts(float8::kConverter) && !model.converts(float8::kMxConverter)) return;
+  check.require(config.training.mixed_precision_param != "float64", "model.converters",
+                "Float8 goes with training.mixed_precision_param of at most 32 bits");
+}
+
+void check_activations(Check& check) {
+  const bool on_cpu = runs_on_cpu(check.config);
+  check.require(
+      check.config.activation_checkpoint.mode != "offload" || !on_cpu, "activation_checkpoint.mode",
+      "moves activations from a GPU to the host's memory, and this run is on the CPU; take \"full\", "
+      "\"selective\" or \"memory_budget\"");
+  check.require(check.config.activation_checkpoint.mode == "memory_budget" ||
+                    !check.config.activation_checkpoint.memory_budget_bytes,
+                "activation_checkpoint.memory_budget_bytes",
+                "is read only with activation_checkpoint.mode = \"memory_budget\"");
+}
+
+void check_profiling(Check& check) {
+  const ProfilingSettings& profiling = check.config.profiling;
+  const int64_t in_a_window = profiling.profiler_warmup + profiling.profiler_active;
+  check.require(
+      !profiling.enable_profiling || in_a_window <= profiling.profile_freq, "profiling.profile_freq",
+      str("is less than profiler_warmup + profiler_active = ", in_a_window, " steps, which one trace takes"));
+}
+
+void check_model_alone(Check& check) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  const bool has_hf_form = check.config.spec().hugging_face(check.config.args()).has_value();
+  for (const auto& [key, asked] : {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
+                                   std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf)})
+    check.require(!asked || has_hf_form, key,
+                  str("model.name = ", check.config.model.name, " has no form in transformers"));
+  check.require(checkpoint.initial_load_model_only || !checkpoint.initial_load_in_hf,
+                "checkpoint.initial_load_model_only", "a Hugging Face folder holds the model alone");
+  check.require(checkpoint.last_save_model_only || !checkpoint.last_save_in_hf, "checkpoint.last_save_in_hf",
+                "needs last_save_model_only: transformers knows of models alone");
+  check.require(checkpoint.last_save_model_only || checkpoint.export_dtype == "float32",
+                "checkpoint.export_dtype",
+                "is of the model alone; with last_save_model_only = false the state is saved as it is");
+}
+
+void check_checkpoint(Check& check, int world_size) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  check.require(checkpoint.enable || !checkpoint.initial_load_path, "checkpoint.initial_load_path",
+                "is read only with checkpoint.enable = true");
+  check.require(checkpoint.enable || checkpoint.load_step < 0, "checkpoint.load_step",
+                "is read only with checkpoint.enable = true");
+  // Trained otherwise than asked for, from random weights say, a run would be for nothing.
+  for (const auto& [key, asked] :
+       {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
+        std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf),
+        std::pair("checkpoint.create_seed_checkpoint", checkpoint.create_seed_checkpoint)})
+    check.require(checkpoint.enable || !asked, key, "takes checkpoint.enable = true");
+  check.require(checkpoint.peer_interval == 0 || (checkpoint.enable && !checkpoint.load_only),
+                "checkpoint.peer_interval",
+                "keeps states beside those on disk, which takes checkpoint.enable = true and no load_only");
+  if (!checkpoint.enable) return;
+  // Whoever starts again goes on from the newest state, whole.
+  const bool starts_again = checkpoint.peer_interval > 0 || !check.config.fault_tolerance.requeue_on.empty();
+  check.require(
+      !starts_again || checkpoint.load_step == -1, "checkpoint.load_step",
+      "has to be -1, the newest, beside checkpoint.peer_interval or fault_tolerance.requeue_on: each "
+      "start would go back to this step");
+  check.require(!starts_again || checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
+                "has to be empty beside checkpoint.peer_interval or fault_tolerance.requeue_on: each start "
+                "would leave these out again");
+  check_model_alone(check);
+  for (const std::string& problem : exclusion_problems(checkpoint.exclude_from_loading))
+    check.problems.push_back(check.origins.problem("checkpoint.exclude_from_loading", problem));
+  check.require(!checkpoint.create_seed_checkpoint || world_size == 1, "checkpoint.create_seed_checkpoint",
+                str("is done by one rank, and there are ", world_size));
+  check.require(!checkpoint.create_seed_checkpoint || !checkpoint.load_only,
+                "checkpoint.create_seed_checkpoint", "saves, which load_only forbids");
+}
+
+void check_fault_tolerance(Check& check) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  check.require(check.config.fault_tolerance.spike_sigma == 0 || (checkpoint.enable && !checkpoint.load_only),
+                "fault_tolerance.spike_sigma",
+                "goes back to checkpoints, which takes checkpoint.enable = true and no load_only");
+}
+
+void check_validation(Check& check, int world_size) {
+  const ValidationSettings& validation = check.config.validation;
+  if (!validation.enable) return;
+  check.require(validation.seq_len <= check.config.training.seq_len, "validation.seq_len",
+                str("is longer than training.seq_len = ", check.config.training.seq_len));
+  std::vector<std::string> told_already;
+  const ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, told_already);
+  std::vector<KeyedProblem> misfits;
+  check_sequence_length(dims, "validation.seq_len", validation.seq_len, misfits);
+  check.add(misfits);
+}
+
+}  // namespace
+
+CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
+                       JobFiles files) {
+  Check check{config, origins};
+  check_model(check);
+  const std::optional<int> dp_degree = check_parallelism(check, world_size);
+  check_plan(check);
+  check_precision(check);
+  check_converters(check);
+  check_activations(check);
+  check_profiling(check);
+  check_checkpoint(check, world_size);
+  check_fault_tolerance(check);
+  check_validation(check, world_size);
+  CheckedFiles checked;
+  if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);
+  if (!check.problems.empty()) throw ConfigError(std::move(check.problems));
+  return checked;
+}
+
+}  // namespace titan::train

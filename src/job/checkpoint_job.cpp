@@ -1,0 +1,152 @@
+#include "job/checkpoint_job.h"
+
+#include "dist/environment.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/checkpoint/manifest.h"
+#include "titan/checkpoint/safetensors.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/config/load.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+#include "titan/train/model_spec.h"
+#include "train/checkpoints/step_choice.h"
+
+namespace titan::train {
+
+HfModel configured_hf_model(const JobConfig& config) {
+  auto model = config.spec().hugging_face(config.args());
+  if (!model)
+    throw ConfigError(str("model.name = ", config.model.name, ": the family has no form in transformers"));
+  return *std::move(model);
+}
+
+std::filesystem::path initial_hf_folder(const JobConfig& config) {
+  return config.checkpoint.initial_load_path.value_or(config.model.hf_assets_path);
+}
+
+void check_hf_config(const JobConfig& config, const std::filesystem::path& folder) {
+  const HfModel configured = configured_hf_model(config);
+  auto problems = config_differences(hf_model_of_folder(config.spec(), folder), configured, folder);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+std::function<void()> load_hf(const JobConfig& config, const fs::path& folder,
+                              const std::vector<Parameter>& parameters) {
+  return [config, folder, parameters] {
+    check_hf_config(config, folder);
+    load_hf_model(parameters, configured_hf_model(config), folder);
+    log::info_rank0(str("initial weights come from ", folder.string(), ", in Hugging Face's form"));
+  };
+}
+
+std::function<void()> load_file(const fs::path& file, const std::vector<Parameter>& parameters,
+                                const DeviceMesh& pipeline) {
+  return [file, parameters, pipeline] {
+    load_model(parameters, file, pipeline);
+    log::info_rank0(str("initial weights come from ", file.string()));
+  };
+}
+
+InitialState initial_state(const JobConfig& config, const Meshes& meshes,
+                           const std::vector<Parameter>& parameters) {
+  const InitialSource source = initial_source(config);
+  InitialState initial;
+  initial.model_only = config.checkpoint.initial_load_model_only;
+  if (source.kind == InitialKind::None) return initial;
+  initial.setting =
+      config.checkpoint.initial_load_path ? "checkpoint.initial_load_path" : "checkpoint.initial_load_in_hf";
+  if (source.kind == InitialKind::Step) initial.step_folder = source.path;
+  if (source.kind == InitialKind::HuggingFace) initial.load_model = load_hf(config, source.path, parameters);
+  if (source.kind == InitialKind::ModelFile || source.kind == InitialKind::Nothing)
+    initial.load_model = load_file(source.path, parameters, meshes.pp);
+  return initial;
+}
+
+fs::path steps_folder(const JobConfig& config) {
+  return fs::path(config.job.dump_folder) / config.checkpoint.folder;
+}
+
+// Of those that begin at a step of their own choice, the folder tells nothing.
+bool leaves_its_end(const CheckpointSettings& settings) {
+  return settings.enable && !settings.load_only && !settings.create_seed_checkpoint && settings.load_step < 0;
+}
+
+std::optional<ModelExport> model_export(const JobConfig& config) {
+  const CheckpointSettings& settings = config.checkpoint;
+  if (!settings.last_save_model_only) return std::nullopt;
+  ModelExport how;
+  how.dtype = scalar_type(settings.export_dtype);
+  if (settings.last_save_in_hf) {
+    how.hf = configured_hf_model(config);
+    how.hf_assets = config.model.hf_assets_path;
+  }
+  return how;
+}
+
+std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings) {
+  if (settings.peer_interval == 0 || settings.create_seed_checkpoint) return std::nullopt;
+  const dist::JobIdentity job = dist::read_job_identity(dist::process_environment());
+  if (job.id.empty())
+    throw ConfigError(str("checkpoint.peer_interval = ", settings.peer_interval,
+                          " keeps states for ranks that are started again, but ", job.problem));
+  return PeerSettings{.interval = settings.peer_interval, .folder = settings.peer_folder, .job = job.id};
+}
+
+}  // namespace
+
+InitialSource initial_source(const JobConfig& config) {
+  const CheckpointSettings& settings = config.checkpoint;
+  if (settings.initial_load_in_hf) return {InitialKind::HuggingFace, initial_hf_folder(config)};
+  if (!settings.initial_load_path) return {};
+  const fs::path path = *settings.initial_load_path;
+  std::error_code ignored;
+  if (fs::is_regular_file(path, ignored)) return {InitialKind::ModelFile, path};
+  if (fs::exists(path / checkpoint::kManifestName, ignored)) return {InitialKind::Step, path};
+  if (fs::is_regular_file(path / kModelFile, ignored)) return {InitialKind::ModelFile, path / kModelFile};
+  return {InitialKind::Nothing, path};
+}
+
+std::optional<int64_t> end_of_run(const JobConfig& config) {
+  if (!leaves_its_end(config.checkpoint)) return std::nullopt;
+  try {
+    const auto last = last_step_in(steps_folder(config));
+    return last && *last >= config.training.steps ? last : std::nullopt;
+  } catch (const Error& error) {
+    log::debug(error.what());  // whoever loads says what is wrong
+    return std::nullopt;
+  }
+}
+
+bool run_has_ended(const JobConfig& config, const dist::World& world) {
+  if (!leaves_its_end(config.checkpoint)) return false;
+  StepChoice last;
+  if (world.rank() == 0) last.step = end_of_run(config);
+  last = share(last, world);
+  if (last.step)
+    log::info_rank0(str(
+        "this run has come to its end: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
+        " is there, and training.steps = ", config.training.steps,
+        "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
+        "take another job.dump_folder"));
+  return last.step.has_value();
+}
+
+std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
+                                                  const Meshes& meshes,
+                                                  const std::vector<Parameter>& parameters) {
+  if (!config.checkpoint.enable) return nullptr;
+  return std::make_unique<RunCheckpoints>(
+      world, meshes, parameters,
+      RunCheckpoints::Options{.settings = config.checkpoint,
+                              .folder = steps_folder(config),
+                              .config = config::print_toml(job_schema(), config),
+                              .initial = initial_state(config, meshes, parameters),
+                              .model_export = model_export(config),
+                              .peers = peer_settings(config.checkpoint)});
+}
+
+}  // namespace titan::train

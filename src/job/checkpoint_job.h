@@ -1,0 +1,50 @@
+#pragma once
+
+// Where a job meets Hugging Face's form of its model.
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "job/job_config.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/dist/world.h"
+#include "titan/train/run_checkpoints.h"
+
+namespace titan::train {
+
+/// The configured model's form. Throws ConfigError where its family has none.
+HfModel configured_hf_model(const JobConfig& config);
+
+/// The folder that checkpoint.initial_load_in_hf reads: initial_load_path, or else model.hf_assets_path.
+std::filesystem::path initial_hf_folder(const JobConfig& config);
+
+/// Throws ConfigError with every difference between a folder's config.json and the configured model.
+void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
+
+// What a job's settings make of checkpoints.
+
+/// What checkpoint.initial_load_path is.
+enum class InitialKind { None, Nothing, ModelFile, Step, HuggingFace };
+struct InitialSource {
+  InitialKind kind = InitialKind::None;
+  std::filesystem::path path;  ///< of the file, or the folder
+};
+/// Looks at the files; Nothing: there is none of what it may be.
+InitialSource initial_source(const JobConfig& config);
+
+/// The step that the run has come to its end with, where its folder holds that and the settings don't ask for
+/// one before. Of this process alone.
+std::optional<int64_t> end_of_run(const JobConfig& config);
+/// Whether there is one, as rank 0 sees it; it is logged then. Collective over the world.
+bool run_has_ended(const JobConfig& config, const dist::World& world);
+
+/// Null where checkpoints are off. Collective over the world.
+std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
+                                                  const Meshes& meshes,
+                                                  const std::vector<Parameter>& parameters);
+
+}  // namespace titan::train

@@ -1,0 +1,57 @@
+#pragma once
+
+// One rank of a job without the job: the model at its real size on meta tensors, its peers played by the
+// `fake` backend. Memory and time don't grow with the sizes of the model.
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "job/job_config.h"
+#include "job/pipeline/stages.h"
+#include "titan/dist/world.h"
+#include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+
+namespace titan::train {
+
+class DryRun {
+ public:
+  /// What rank `rank` of `world_size` builds. The config has passed check_job for that size.
+  DryRun(const JobConfig& config, int world_size, int rank = 0);
+
+  const Meshes& meshes() const { return meshes_; }
+  const StagePlan& plan() const { return plan_; }
+  /// Which of the plan's stages this rank has; without a pipeline stage 0, the whole model.
+  const std::vector<int>& stages() const { return stages_; }
+  /// What was built for each of them.
+  const std::vector<std::unique_ptr<TrainableModel>>& models() const { return models_; }
+  /// Micro-batches of an optimizer step, on this rank.
+  int64_t num_micro_batches() const;
+  int64_t micro_batch_rows() const;
+  /// Forward and backward of one of them through each of the stages.
+  void run_micro_batch();
+
+ private:
+  void run_stage(size_t i, const at::Tensor& input);
+
+  const JobConfig& config_;
+  dist::World world_;
+  Meshes meshes_;
+  StagePlan plan_;
+  std::vector<int> stages_;
+  std::vector<std::unique_ptr<TrainableModel>> models_;
+  std::vector<TensorType> boundaries_;  // what enters each stage
+};
+
+/// The ranks that the degrees come to; data_parallel_shard_degree = -1 counts as 1.
+int smallest_world(const ParallelismSettings& settings);
+
+/// The stages of a pipeline: their ranks, modules and parameters; and what tensor parallelism does to each
+/// module of rank 0 in one optimizer step, as a table: style, placement of the weights, layouts of the
+/// activations, collectives, and the bytes that rank 0 receives in them ("?" where the model uses an
+/// operation that LibTorch can't run on meta tensors). Layers whose rows are equal share one.
+std::string plan_table(const JobConfig& config, int world_size);
+
+}  // namespace titan::train

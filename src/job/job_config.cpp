@@ -1,0 +1,118 @@
+#include "job/job_config.h"
+
+#include <dlfcn.h>
+#include <filesystem>
+#include <set>
+#include <string>
+
+#include "titan/core/error.h"
+
+namespace titan::train {
+
+namespace {
+
+/// `action`, with the place of `key` in front of what it doesn't like.
+template <class Action>
+auto naming(const config::Origins& origins, std::string_view key, Action action) {
+  try {
+    return action();
+  } catch (const ConfigError& error) {
+    throw ConfigError(origins.problem(key, error.problems().front()));
+  }
+}
+
+// A shared object may register the model that [model] names, so it is opened before the name is looked up.
+config::DynamicTable resolve_model_args(const JobConfig& config, const config::Origins& origins) {
+  naming(origins, "experimental.custom_import",
+         [&] { import_custom_code(config.experimental.custom_import); });
+  const ModelSpec* spec = naming(origins, "model.name", [&] { return &config.spec(); });
+  return {spec->arg_fields(),
+          naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
+}
+
+void add_model_tables(config::Schema& schema) {
+  schema.add("model", &JobConfig::model, "what is trained");
+  schema.add_dynamic<JobConfig>(
+      "model.args", &JobConfig::model_args, resolve_model_args, {"model", "experimental"},
+      "sizes that override the flavor's; the defaults shown are llama3's debugmodel");
+}
+
+void add_training_tables(config::Schema& schema) {
+  schema.add("optimizer", &JobConfig::optimizer, "how parameters are stepped");
+  schema.add("lr_scheduler", &JobConfig::lr_scheduler, "the learning rate over the run");
+  schema.add("training", &JobConfig::training, "what a step is made of");
+  schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
+  schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
+  schema.add("checkpoint", &JobConfig::checkpoint,
+             "the whole state while training goes on; weights in at the start and out at the end");
+  schema.add("activation_checkpoint", &JobConfig::activation_checkpoint, "recomputing activations");
+  schema.add("compile", &JobConfig::compile);
+  schema.add("quantize", &JobConfig::quantize);
+}
+
+void add_system_tables(config::Schema& schema) {
+  schema.add("comm", &JobConfig::comm, "how ranks talk");
+  schema.add("ops", &JobConfig::ops, "which kernels compute");
+  schema.add("memory_estimation", &JobConfig::memory_estimation);
+  schema.add("fault_tolerance", &JobConfig::fault_tolerance,
+             "signals, steps that go wrong, ranks that compute something else");
+  schema.add("experimental", &JobConfig::experimental, "code that joins the program");
+  schema.add("validation", &JobConfig::validation, "the loss on other data during training");
+  schema.add("debug", &JobConfig::debug, "seeds and determinism");
+}
+
+config::Schema make_schema() {
+  auto schema = config::Schema::of<JobConfig>();
+  schema.add("job", &JobConfig::job, "the run as a whole");
+  schema.add("profiling", &JobConfig::profiling, "traces of steps, snapshots of memory");
+  schema.add("metrics", &JobConfig::metrics, "what a run tells");
+  schema.add("metrics.structured_logs", &JobConfig::structured_logs, "what each rank does over time");
+  schema.add("metrics.stragglers", &JobConfig::stragglers, "which rank holds the others up");
+  add_model_tables(schema);
+  add_training_tables(schema);
+  add_system_tables(schema);
+  return schema;
+}
+
+}  // namespace
+
+const config::Schema& job_schema() {
+  static const config::Schema schema = make_schema();
+  return schema;
+}
+
+namespace {
+
+constexpr const char* kEntryPoint = "titan_register";
+
+/// Where the loader looked for it.
+std::string search_of(const std::string& path) {
+  if (path.find('/') == std::string::npos)
+    return "; a name without a '/' is looked for in the loader's own folders (LD_LIBRARY_PATH and the "
+           "system's)";
+  const std::filesystem::path absolute = std::filesystem::absolute(path).lexically_normal();
+  return path.front() == '/' ? ""
+                             : str("; relative to the working directory, not to the config file, this is ",
+                                   absolute.string());
+}
+
+void open_and_register(const std::string& path) {
+  // Never closed: what it registered points into it.
+  void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw ConfigError(str("can't be opened: ", ::dlerror(), search_of(path)));
+  auto entry = reinterpret_cast<void (*)()>(::dlsym(library, kEntryPoint));
+  if (!entry) throw ConfigError(str("has no function `extern \"C\" void ", kEntryPoint, "()`"));
+  entry();
+}
+
+}  // namespace
+
+void import_custom_code(const std::string& path) {
+  static std::set<std::string>
+      imported;  // names stay registered for the life of the process, and so does this
+  if (path.empty() || imported.count(path)) return;
+  open_and_register(path);
+  imported.insert(path);
+}
+
+}  // namespace titan::train

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "job/settings.h"
+#include "titan/config/load.h"
+#include "titan/config/schema.h"
+#include "titan/data/settings.h"
+#include "titan/float8/recipe.h"
+#include "titan/observe/stragglers.h"
+#include "titan/observe/structured_log.h"
+#include "titan/ops/settings.h"
+#include "titan/optim/optimizer.h"
+#include "titan/train/activation_checkpoint_settings.h"
+#include "titan/train/checkpoint_settings.h"
+#include "titan/train/comm_settings.h"
+#include "titan/train/fault_tolerance_settings.h"
+#include "titan/train/metrics.h"
+#include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+#include "titan/train/profiling_settings.h"
+#include "titan/train/validation.h"
+
+namespace titan::train {
+
+/// Every key of TorchTitan 0.2.2's JobConfig with its default there: what docs/torchtitan_keys.md goes
+/// through.
+const std::vector<config::ForeignKey>& torchtitan_keys();
+
+}  // namespace titan::train
+
+namespace titan::data {
+
+// All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes
+// its own table.
+
+class Tokenizer;
+}  // namespace titan::data
+
+namespace titan::train {
+
+struct JobConfig {
+  JobSettings job;
+  ProfilingSettings profiling;
+  MetricsSettings metrics;
+  StructuredLogSettings structured_logs;  ///< [metrics.structured_logs]
+  StragglerSettings stragglers;           ///< [metrics.stragglers]
+  ModelSettings model;
+  config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
+  optim::OptimizerSettings optimizer;
+  optim::LrSchedulerSettings lr_scheduler;
+  TrainingSettings training;
+  data::DataSettings data;
+  ParallelismSettings parallelism;
+  CheckpointSettings checkpoint;
+  ActivationCheckpointSettings activation_checkpoint;
+  CompileSettings compile;
+  float8::QuantizeSettings quantize;
+  CommSettings comm;
+  ops::OpsSettings ops;
+  MemoryEstimationSettings memory_estimation;
+  FaultToleranceSettings fault_tolerance;
+  ExperimentalSettings experimental;
+  ValidationSettings validation;
+  DebugSettings debug;
+
+  const ModelSpec& spec() const { return *model_specs().get(model.name); }
+  const void* args() const { return model_args.settings.get(); }
+};
+
+/// The tables of JobConfig under their names. [model.args] is resolved once [model] and [experimental] are
+/// read, after the shared object of experimental.custom_import was opened.
+const config::Schema& job_schema();
+
+/// Whether check_job looks at what the job will read: data sets, recorded batches, tokenizer, initial
+/// weights.
+enum class JobFiles { Check, Ignore };
+
+/// What the check has read that a job needs too.
+struct CheckedFiles {
+  std::shared_ptr<const data::Tokenizer> tokenizer;  ///< null: none is needed, or files weren't looked at
+};
+
+/// The checks between tables and of files, with all problems in one ConfigError whose messages point at where
+/// the values came from. Needs no process group: `world_size` comes from the launcher's environment or from
+/// --nproc.
+CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, int world_size,
+                       JobFiles files = JobFiles::Check);
+
+/// Opens a shared object and calls its `extern "C" void titan_register()`, once per path; "" does nothing.
+/// Throws ConfigError when it can't be opened or has no such function.
+void import_custom_code(const std::string& path);
+
+/// Adds to `problems` what is wrong with what the job reads: data sets, recorded batches, tokenizer, initial
+/// weights. Looks at no more than names, headers and the tokenizer, so that it takes well under a second.
+/// `dp_degree` is unset where the degrees are wrong themselves; then batches aren't judged.
+CheckedFiles check_files(const JobConfig& config, const config::Origins& origins,
+                         std::optional<int> dp_degree, std::vector<std::string>& problems);
+
+}  // namespace titan::train

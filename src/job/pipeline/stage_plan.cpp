@@ -1,0 +1,299 @@
+// Which stages a job has, from its settings.
+
+#include <strings.h>
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include <c10/util/Exception.h>
+
+#include "job/module_costs.h"
+#include "job/pipeline/stages.h"
+#include "titan/nn/containers.h"
+#include "titan/parallel/pipeline_schedule.h"
+
+namespace titan::train {
+
+namespace {
+
+constexpr const char* kDegree = "parallelism.pipeline_parallel_degree";
+constexpr const char* kSplit = "parallelism.pipeline_parallel_split";
+constexpr const char* kMemory = "parallelism.pipeline_parallel_split_memory_gib";
+constexpr const char* kSchedule = "parallelism.pipeline_parallel_schedule";
+constexpr const char* kFile = "parallelism.pipeline_parallel_schedule_csv";
+constexpr const char* kLists = "parallelism.module_fqns_per_model_part";
+constexpr const char* kLayersPerStage = "parallelism.pipeline_parallel_layers_per_stage";
+constexpr const char* kMicroBatchSize = "parallelism.pipeline_parallel_microbatch_size";
+constexpr const char* kMaxLive = "parallelism.pipeline_parallel_max_live_activations";
+constexpr const char* kReshard = "parallelism.fsdp_reshard_after_forward";
+
+// What `make` throws is about the value of `key`: thrown on as a KeyedProblem.
+template <class Make>
+decltype(auto) about(const char* key, const Make& make) {
+  try {
+    return make();
+  } catch (const ConfigError& error) {
+    std::string what;
+    for (const std::string& problem : error.problems()) what += (what.empty() ? "" : "; ") + problem;
+    throw KeyedProblem{key, what};
+  } catch (const InternalError&) {
+    throw;
+  } catch (const Error& error) {  // a file that can't be read, a model that can't be a stage
+    throw KeyedProblem{key, error.what()};
+  }
+}
+
+int num_ranks(const ParallelismSettings& settings) {
+  return static_cast<int>(settings.pipeline_parallel_degree);
+}
+
+pipeline::EndWeights end_weights(const ParallelismSettings& settings) {
+  return {settings.pipeline_parallel_first_stage_less_layers,
+          settings.pipeline_parallel_last_stage_less_layers};
+}
+
+// What the whole model says of itself; made with sizes only.
+struct WholeModel {
+  pipeline::ModuleSequence modules;
+  std::vector<nn::SharedParameter> shared;
+};
+
+WholeModel describe_whole(const JobConfig& config) {
+  const auto model = config.spec().build(config.args(), {.construct = deferred(at::kMeta)});
+  const nn::LayerSequence* sequence = nn::layer_sequence(model->root());
+  if (!sequence)
+    throw KeyedProblem{kDegree,
+                       str("the model ", config.model.name,
+                           " can't be cut into stages: its root module doesn't name the modules that "
+                           "it calls in a row (nn::LayerSequence)")};
+  const nn::LayerSequence::Names names = sequence->layer_names();
+  return {{names.before, names.layers, names.after}, sequence->shared_parameters()};
+}
+
+// How many stages, on which ranks, and the key that says so.
+struct StageMap {
+  std::vector<int> rank_of_stage;
+  const char* key = kDegree;
+
+  int num_stages() const { return static_cast<int>(rank_of_stage.size()); }
+};
+
+pipeline::Schedule read_file(const ParallelismSettings& settings) {
+  return about(kFile, [&] { return pipeline::read_schedule_csv(settings.pipeline_parallel_schedule_csv); });
+}
+
+bool is_in_file(const ParallelismSettings& settings) {
+  return !settings.pipeline_parallel_schedule_csv.empty();
+}
+
+StageMap map_from_file(const ParallelismSettings& settings) {
+  const pipeline::Schedule schedule = read_file(settings);
+  if (schedule.num_ranks() != num_ranks(settings))
+    throw KeyedProblem{kFile, str("is a schedule for ", schedule.num_ranks(),
+                                  " ranks, but pipeline_parallel_degree is ", num_ranks(settings))};
+  return {schedule.rank_of_stage, kFile};
+}
+
+const pipeline::ScheduleTraits& traits_of(const ParallelismSettings& settings) {
+  const std::string& name = settings.pipeline_parallel_schedule;
+  constexpr const char* kOfFiles = "PipelineSchedule";  // Single, Multi
+  if (::strncasecmp(name.c_str(), kOfFiles, std::strlen(kOfFiles)) == 0)
+    throw KeyedProblem{kSchedule, "stands for a schedule in a file: pipeline_parallel_schedule_csv is empty"};
+  return about(kSchedule,
+               [&]() -> const pipeline::ScheduleTraits& { return pipeline::schedule_traits(name); });
+}
+
+// So many suit every schedule, where it is about the stages; and fill every pipeline.
+int enough_micro_batches(int ranks, int stages) { return ranks * stages; }
+
+int64_t micro_batches_per_batch(const JobConfig& config) {
+  return config.training.local_batch_size / config.parallelism.pipeline_parallel_microbatch_size;
+}
+
+StageMap map_by_name(const ParallelismSettings& settings, const pipeline::ModuleSequence& modules) {
+  const pipeline::ScheduleTraits& traits = traits_of(settings);
+  const int ranks = num_ranks(settings);
+  int stages = pipeline::default_num_stages(traits, ranks);
+  StageMap map;
+  if (const auto& lists = settings.module_fqns_per_model_part) {
+    stages = static_cast<int>(lists->size());
+    map.key = kLists;
+  } else if (const auto& layers = settings.pipeline_parallel_layers_per_stage) {
+    stages =
+        pipeline::count_stages(static_cast<int64_t>(modules.layers.size()), end_weights(settings), *layers);
+    map.key = kLayersPerStage;
+  }
+  if (const auto problem =
+          pipeline::counts_problem(traits, ranks, stages, enough_micro_batches(ranks, stages)))
+    throw KeyedProblem{map.key, *problem};
+  map.rank_of_stage = pipeline::stage_map(traits, ranks, stages);
+  return map;
+}
+
+// How many micro-batches each stage holds.
+std::vector<double> live_micro_batches(const JobConfig& config, const StageMap& map) {
+  const ParallelismSettings& settings = config.parallelism;
+  if (is_in_file(settings)) return pipeline::live_micro_batches(read_file(settings));
+  const pipeline::ScheduleTraits& traits = traits_of(settings);
+  const int count = traits.memory_grows ? static_cast<int>(micro_batches_per_batch(config))
+                                        : enough_micro_batches(num_ranks(settings), map.num_stages());
+  return pipeline::live_micro_batches(
+      pipeline::make_schedule(traits.name, num_ranks(settings), map.num_stages(), count));
+}
+
+pipeline::StageModules split_by_costs(const JobConfig& config, const pipeline::ModuleSequence& modules,
+                                      const StageMap& map) {
+  const ParallelismSettings& settings = config.parallelism;
+  pipeline::BalanceOptions options{.rank_of_stage = map.rank_of_stage};
+  ParallelDims dims;
+  if (const auto& gib = settings.pipeline_parallel_split_memory_gib) {
+    if (settings.data_parallel_shard_degree < 0)
+      throw KeyedProblem{kMemory,
+                         "needs data_parallel_shard_degree, which parameters are shared by, in full"};
+    dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
+    dims.cp = static_cast<int>(settings.context_parallel_degree);
+    dims.tp = static_cast<int>(settings.tensor_parallel_degree);
+    options.memory_bytes = *gib * (1 << 30);
+    options.live_micro_batches = live_micro_batches(config, map);
+  }
+  try {
+    return pipeline::split_balanced(modules, computed_costs(config, dims), options);
+  } catch (const c10::NotImplementedError& error) {
+    throw KeyedProblem{kSplit,
+                       str("can't compute what the model's modules cost, as it uses an operation that "
+                           "LibTorch can't run on meta tensors: ",
+                           error.what_without_backtrace())};
+  }
+}
+
+pipeline::StageModules split(const JobConfig& config, const pipeline::ModuleSequence& modules,
+                             const StageMap& map) {
+  const ParallelismSettings& settings = config.parallelism;
+  if (const auto& lists = settings.module_fqns_per_model_part) {
+    if (std::ssize(*lists) != map.num_stages())
+      throw KeyedProblem{
+          kLists, str("has ", lists->size(), " lists, but the schedule has ", map.num_stages(), " stages")};
+    return about(kLists, [&] { return pipeline::split_by_lists(modules, *lists); });
+  }
+  if (settings.pipeline_parallel_split == "balanced")
+    return about(settings.pipeline_parallel_split_memory_gib ? kMemory : kSplit,
+                 [&] { return split_by_costs(config, modules, map); });
+  return about(map.key,
+               [&] { return pipeline::split_evenly(modules, map.num_stages(), end_weights(settings)); });
+}
+
+std::vector<StageSharedParameter> shared_between(const pipeline::StageModules& stages,
+                                                 const std::vector<nn::SharedParameter>& parameters) {
+  std::vector<StageSharedParameter> shared;
+  for (const nn::SharedParameter& parameter : parameters) {
+    const auto uses_it = [&](const std::string& module) {
+      return std::find(parameter.modules.begin(), parameter.modules.end(), module) != parameter.modules.end();
+    };
+    StageSharedParameter found{parameter.name, {}};
+    for (size_t stage = 0; stage < stages.size(); ++stage)
+      if (std::any_of(stages[stage].begin(), stages[stage].end(), uses_it))
+        found.stages.push_back(static_cast<int>(stage));
+    if (found.stages.size() > 1) shared.push_back(std::move(found));
+  }
+  return shared;
+}
+
+// Throws KeyedProblem.
+StagePlan make_plan(const JobConfig& config) {
+  const ParallelismSettings& settings = config.parallelism;
+  if (num_ranks(settings) == 1) return {};
+  const WholeModel whole = describe_whole(config);
+  const StageMap map = is_in_file(settings) ? map_from_file(settings) : map_by_name(settings, whole.modules);
+  StagePlan plan{split(config, whole.modules, map), map.rank_of_stage, {}};
+  plan.shared = shared_between(plan.modules, whole.shared);
+  return plan;
+}
+
+void check_rows(const JobConfig& config, std::vector<KeyedProblem>& problems) {
+  const int64_t micro_batch_rows = config.parallelism.pipeline_parallel_microbatch_size;
+  const auto check = [&](const char* key, int64_t rows) {
+    if (rows % micro_batch_rows != 0)
+      problems.push_back({kMicroBatchSize, str("doesn't divide ", key, " = ", rows)});
+  };
+  check("training.local_batch_size", config.training.local_batch_size);
+  if (config.validation.enable) check("validation.local_batch_size", config.validation.local_batch_size);
+}
+
+// Throws KeyedProblem.
+template <class Make>
+void check_live(const ParallelismSettings& settings, const Make& make) {
+  const auto& most = settings.pipeline_parallel_max_live_activations;
+  if (!most) return;
+  const auto limit = static_cast<int>(std::min<int64_t>(*most, std::numeric_limits<int>::max()));
+  about(kMaxLive, [&] { pipeline::check_schedule(make(), {.max_live_activations = limit}); });
+}
+
+// A file has a schedule for a batch, as have names whose memory grows with the micro-batches; others take
+// those of a whole step. Throws KeyedProblem.
+void check_micro_batches(const JobConfig& config, const StagePlan& plan, int batch_degree) {
+  const ParallelismSettings& settings = config.parallelism;
+  const TrainingSettings& training = config.training;
+  const int64_t in_batch = micro_batches_per_batch(config);
+  if (is_in_file(settings)) {
+    const pipeline::Schedule schedule = read_file(settings);
+    if (schedule.num_micro_batches != in_batch)
+      throw KeyedProblem{kFile,
+                         str("is a schedule for ", schedule.num_micro_batches, " micro-batches, but ",
+                             "training.local_batch_size / pipeline_parallel_microbatch_size is ", in_batch)};
+    about(kFile, [&] { pipeline::check_schedule(schedule); });
+    check_live(settings, [&] { return schedule; });
+    return;
+  }
+  const int64_t rows = training.local_batch_size * batch_degree;
+  const int64_t batches = training.global_batch_size < 0 ? 1 : (training.global_batch_size + rows - 1) / rows;
+  const pipeline::ScheduleTraits& traits = traits_of(settings);
+  const auto micro_batches = static_cast<int>(traits.memory_grows ? in_batch : in_batch * batches);
+  const auto problem =
+      pipeline::counts_problem(traits, num_ranks(settings), plan.num_stages(), micro_batches);
+  if (problem)
+    throw KeyedProblem{
+        kMicroBatchSize,
+        str(*problem, "; a batch of training.local_batch_size = ", training.local_batch_size, " rows has ",
+            in_batch, traits.memory_grows ? "" : str(", and a step has ", batches, " such batch(es)"))};
+  check_live(settings, [&] {
+    return pipeline::make_schedule(traits.name, num_ranks(settings), plan.num_stages(), micro_batches);
+  });
+}
+
+}  // namespace
+
+StagePlan plan_stages(const JobConfig& config) {
+  try {
+    return make_plan(config);
+  } catch (const KeyedProblem& problem) {
+    throw ConfigError(str(problem.key, ": ", problem.what));
+  }
+}
+
+void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems) {
+  if (dims.pp == 1) return;
+  const std::string& reshard = config.parallelism.fsdp_reshard_after_forward;
+  if (reshard != "default" && reshard != "never")
+    problems.push_back(
+        {kReshard,
+         "in a pipeline the schedule gathers and frees parameters: it has to be \"default\" or "
+         "\"never\""});
+  if (config.parallelism.pipeline_parallel_split_memory_gib &&
+      config.parallelism.pipeline_parallel_split != "balanced")
+    problems.push_back({kMemory, "is for pipeline_parallel_split = \"balanced\""});
+  const size_t others = problems.size();
+  check_rows(config, problems);
+  try {
+    const StagePlan plan = make_plan(config);
+    if (problems.size() == others) check_micro_batches(config, plan, dims.batch_degree());
+  } catch (const KeyedProblem& problem) {
+    problems.push_back(problem);
+  }
+}
+
+std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings) {
+  if (!is_in_file(settings)) return std::nullopt;
+  return pipeline::read_schedule_csv(settings.pipeline_parallel_schedule_csv);
+}
+
+}  // namespace titan::train

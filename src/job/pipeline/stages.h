@@ -1,0 +1,81 @@
+#pragma once
+
+// The pipeline stages of a job: which modules each has, on which rank it is, and what travels between them.
+// All of it follows from the settings, on every rank alike; nothing is exchanged.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "job/job_config.h"
+#include "titan/dist/world.h"
+#include "titan/parallel/pipeline_schedule.h"
+#include "titan/parallel/pipeline_split.h"
+#include "titan/train/step_runner.h"
+#include "titan/train/trainer.h"
+
+namespace titan::train {
+
+/// A parameter that modules of several stages use: each stage has a copy, under this name
+/// (Parameter::on_other_stages), and the gradients of all copies belong together.
+struct StageSharedParameter {
+  std::string name;
+  std::vector<int> stages;
+};
+
+struct StagePlan {
+  pipeline::StageModules modules = {
+      {}};  ///< of each stage; without a pipeline one that has everything, unnamed
+  std::vector<int> rank_of_stage = {0};  ///< pipeline ranks
+  std::vector<StageSharedParameter> shared;
+
+  int num_stages() const { return static_cast<int>(modules.size()); }
+  /// In ascending order.
+  std::vector<int> stages_of(int pp_rank) const;
+};
+
+/// Throws ConfigError with all that is wrong, each with its key.
+StagePlan plan_stages(const JobConfig& config);
+
+/// What a pipeline asks of the settings; adds what is wrong to `problems`. `dims` is resolved.
+void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems);
+
+/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nothing where the
+/// schedule goes by its name. Throws ConfigError.
+std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings);
+
+/// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
+int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
+
+/// The stages of this rank, spread out and with their weights, in ascending order; each is built by itself,
+/// and no other ever has memory here. Without a pipeline the whole model. Collective over meshes.stage.
+std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& config, const StagePlan& plan,
+                                                          const Meshes& meshes, at::Device device);
+
+/// What enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens, as this rank's peers in
+/// the pipeline have it: entry 0 is the tokens. From a run of all stages on meta tensors, with the other
+/// ranks played by the `fake` backend.
+std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
+                                         const dist::World& world, int64_t rows, int64_t seq_len);
+
+// What a rank runs of the model, and by which schedules, from the settings.
+
+/// The stages of this rank, built and spread out, with their weights, and the schedules of a step of
+/// `num_batches` batches and of validation. Collective over the world.
+StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
+                             int64_t num_batches);
+
+/// Forwards whose backward is to come, of all of pipeline rank `pp_rank`'s stages, at the most.
+int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
+
+/// A budget in bytes of a rank becomes that of one forward: its share among the most that are under way on
+/// this rank at a time.
+void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
+                         int pp_rank);
+
+/// Names of the parameters on other pipeline ranks. Collective over meshes.pp.
+std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes);
+
+}  // namespace titan::train

@@ -1,0 +1,161 @@
+#include "titan/nn/layers.h"
+
+#include <cmath>
+#include <numbers>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/outer.h>
+#include <ATen/ops/pow.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+
+#include "titan/core/error.h"
+#include "titan/ops/functional.h"
+#include "titan/tensor/placement.h"
+
+namespace titan::nn {
+
+EmbeddingImpl::EmbeddingImpl(int64_t num_embeddings, int64_t dim, const Construct& construct,
+                             const Init& init)
+    : num_embeddings_(num_embeddings) {
+  weight = register_init_parameter("weight", {num_embeddings, dim}, init, construct);
+}
+
+at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
+  check_entered_through_ref();
+  return ops::embedding(weight, tokens, weight_sink_, part_);
+}
+
+std::vector<ParamSplit> EmbeddingImpl::param_splits(Split split) const {
+  return {{"weight", split == Split::Rows ? 0 : 1}};
+}
+
+void EmbeddingImpl::set_split(Split split, std::shared_ptr<const ops::RankParts> parts) {
+  if (split == Split::Columns) return;
+  const Chunk rows = chunk_of(num_embeddings_, parts->count(), parts->index());
+  part_ = {.first = rows.offset, .size = num_embeddings_, .parts = std::move(parts)};
+}
+
+bool EmbeddingImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
+  if (name != "weight") return false;
+  weight_sink_ = std::move(sink);
+  return true;
+}
+
+RMSNormImpl::RMSNormImpl(int64_t dim, double eps, const Construct& construct) : eps_(eps) {
+  weight = register_init_parameter("weight", {dim}, Init::constant(1), construct);
+}
+
+at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
+  check_entered_through_ref();
+  return ops::rms_norm(x, weight, eps_, weight_sink_);
+}
+
+bool RMSNormImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
+  if (name != "weight") return false;
+  weight_sink_ = std::move(sink);
+  return true;
+}
+
+FeedForwardImpl::FeedForwardImpl(const FeedForwardOptions& options) : w1(nullptr), w2(nullptr), w3(nullptr) {
+  const LinearOptions gate{.init = options.gate_init, .construct = options.construct};
+  const LinearOptions output{.init = options.output_init, .construct = options.construct};
+  w1 = register_module("w1", Linear(options.dim, options.hidden_dim, gate));
+  w2 = register_module("w2", Linear(options.hidden_dim, options.dim, output));
+  w3 = register_module("w3", Linear(options.dim, options.hidden_dim, output));
+}
+
+at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
+  check_entered_through_ref();
+  const std::vector<at::Tensor> gate_and_up = linears(x, {&w1, &w3});
+  return w2(ops::swiglu(gate_and_up[0], gate_and_up[1]));
+}
+
+namespace {
+
+at::Tensor scaled(const at::Tensor& frequencies, const RotaryScaling& scaling) {
+  const auto length = static_cast<double>(scaling.original_length);
+  const at::Tensor wavelength = 2 * std::numbers::pi / frequencies;
+  const at::Tensor is_slow = wavelength > length / scaling.low_freq_factor;
+  const at::Tensor is_fast = wavelength < length / scaling.high_freq_factor;
+  const at::Tensor slowed = frequencies / scaling.factor;
+  const at::Tensor blend =
+      (length / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
+  const at::Tensor blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies;
+  return at::where(is_fast, frequencies, at::where(is_slow, slowed, blended));
+}
+
+}  // namespace
+
+at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
+                              at::ScalarType dtype) {
+  const at::Tensor exponents = at::arange(0, head_dim, 2).to(dtype) / head_dim;
+  const at::Tensor frequencies = 1.0 / at::pow(theta, exponents);
+  return scaling ? scaled(frequencies, *scaling) : frequencies;
+}
+
+RotaryEmbeddingImpl::RotaryEmbeddingImpl(const RotaryOptions& options) : options_(options) {
+  TITAN_CHECK(options.head_dim > 0 && options.head_dim % 2 == 0,
+              "rotary embedding: expected an even head size, got ", options.head_dim);
+  if (!options.construct.deferred) reset_buffers(options.construct.device);
+}
+
+void RotaryEmbeddingImpl::reset_buffers(const at::Device& device) {
+  at::NoGradGuard no_grad;
+  const at::ScalarType dtype = options_.construct.dtype == at::kDouble ? at::kDouble : at::kFloat;
+  if (device.is_meta()) {
+    table_ = at::empty({options_.max_positions, options_.head_dim},
+                       at::TensorOptions().dtype(dtype).device(device));
+    return;
+  }
+  const at::Tensor positions = at::arange(options_.max_positions).to(dtype);
+  const at::Tensor frequencies =
+      rotary_frequencies(options_.head_dim, options_.theta, options_.scaling, dtype);
+  const at::Tensor angles = at::outer(positions, frequencies);
+  table_ = at::stack({angles.cos(), angles.sin()}, -1).flatten(1).to(device);
+}
+
+at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x_BSHD, const at::Tensor& positions) {
+  check_entered_through_ref();
+  TITAN_CHECK(table_.defined(), "rotary embedding '", fqn(),
+              "' has no table yet: call titan::materialize(model, seed) first");
+  if (positions.defined() || !token_positions_) return ops::rotary(x_BSHD, table_, positions);
+  return ops::rotary(x_BSHD, table_, token_positions_->of(x_BSHD.size(1), x_BSHD.device()));
+}
+
+// Shapes: B batch, S sequence, D model, H query heads, K key/value heads, E size of a head.
+
+AttentionImpl::AttentionImpl(const AttentionOptions& options, RotaryEmbedding rotary)
+    : wq(nullptr),
+      wk(nullptr),
+      wv(nullptr),
+      wo(nullptr),
+      head_dim_(options.dim / options.num_heads),
+      rotary_(std::move(rotary)) {
+  TITAN_CHECK(options.dim % options.num_heads == 0 && options.num_heads % options.num_kv_heads == 0,
+              "attention: ", options.num_heads, " heads have to divide the model's size ", options.dim,
+              " and be a multiple of the ", options.num_kv_heads, " key/value heads");
+  const int64_t kv_dim = options.num_kv_heads * head_dim_;
+  const LinearOptions input{.init = options.input_init, .construct = options.construct};
+  const LinearOptions output{.init = options.output_init, .construct = options.construct};
+  wq = register_module("wq", Linear(options.dim, options.dim, input));
+  wk = register_module("wk", Linear(options.dim, kv_dim, input));
+  wv = register_module("wv", Linear(options.dim, kv_dim, input));
+  wo = register_module("wo", Linear(options.dim, options.dim, output));
+}
+
+at::Tensor AttentionImpl::forward(const at::Tensor& x_BSD, const at::Tensor& positions) {
+  check_entered_through_ref();
+  const auto split_heads = [this](const at::Tensor& x) { return x.unflatten(-1, {-1, head_dim_}); };
+  const std::vector<at::Tensor> products = linears(x_BSD, {&wq, &wk, &wv});
+  const at::Tensor q_BSHE = rotary_(split_heads(products[0]), positions);
+  const at::Tensor k_BSKE = rotary_(split_heads(products[1]), positions);
+  const at::Tensor v_BSKE = split_heads(products[2]);
+  const at::Tensor out_BSHE =
+      core_ ? core_->attend(q_BSHE, k_BSKE, v_BSKE) : ops::causal_attention(q_BSHE, k_BSKE, v_BSKE);
+  return wo(out_BSHE.flatten(2));
+}
+
+}  // namespace titan::nn

@@ -1,0 +1,198 @@
+#include "titan/observe/stragglers.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+
+#include "dist/flight_record.h"
+#include "observe/process_identity.h"
+#include "observe/structured_file.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+#include "titan/dist/collectives.h"
+#include "titan/observe/structured_log.h"
+#include "titan/train/metrics.h"
+
+namespace titan::train {
+
+namespace {
+
+// Of a normal distribution, the standard deviation over the median absolute deviation.
+constexpr double kSigmaOfMad = 1.4826;
+constexpr double kLeastSigma = 0.02;  // of the median: clocks and kernels aren't finer
+
+double median_of(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 == 1) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
+
+std::vector<double> others_of(const std::vector<RankPace>& ranks, size_t rank) {
+  std::vector<double> own;
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (i != rank && ranks[i].stage == ranks[rank].stage) own.push_back(ranks[i].own_s);
+  return own;
+}
+
+double sigma_of(const std::vector<double>& values, double median) {
+  std::vector<double> distances;
+  for (double value : values) distances.push_back(std::abs(value - median));
+  return std::max(kSigmaOfMad * median_of(std::move(distances)), kLeastSigma * median);
+}
+
+}  // namespace
+
+std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
+                                        double least_share) {
+  std::optional<Straggler> worst;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const std::vector<double> others = others_of(ranks, rank);
+    if (others.empty()) continue;
+    const double median = median_of(others), own = ranks[rank].own_s;
+    const double sigma = sigma_of(others, median);
+    if (own <= median * settings.ratio || own <= median + settings.sigma * sigma) continue;
+    if (own <= median + least_share * ranks[rank].step_s) continue;
+    if (worst && own - median <= worst->pace.own_s - worst->median_s) continue;
+    worst = Straggler{static_cast<int>(rank), ranks[rank], median, sigma > 0 ? (own - median) / sigma : 0};
+  }
+  return worst;
+}
+
+namespace {
+
+constexpr int64_t kFigures = 4;       // of a rank, that are exchanged
+constexpr double kLeastShare = 0.01;  // of a step, by which a straggler is slower
+// The host is a step ahead of its device at most: data that come a little late hold nobody up.
+constexpr double kLeastDataShare = 0.1;
+
+std::string digits(const char* format, double value) {
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), format, value);
+  return text.data();
+}
+
+}  // namespace
+
+void describe(config::Table<StragglerSettings>& table) {
+  table.field("enable", &StragglerSettings::enable,
+              "compare the ranks' own times (without waits for each other) at each logged step, and name the "
+              "slowest where it is far off");
+  table.field("sigma", &StragglerSettings::sigma,
+              "far off: more than so many standard deviations above the median of the other ranks",
+              config::above(0));
+  table.field("ratio", &StragglerSettings::ratio, "and more than so many times this median",
+              config::at_least(1));
+  table.field("intervals", &StragglerSettings::intervals,
+              "and that in so many intervals of log_freq one after another", config::at_least(1));
+}
+
+StragglerWatch::StragglerWatch(const dist::World& world, int stage, StragglerSettings settings,
+                               StructuredLog* log)
+    : world_(world),
+      stage_(stage),
+      settings_(settings),
+      log_(log),
+      hosts_(world.everyone()->all_gather_text(host_name(), {"stragglers::hosts"})),
+      data_only_(world.backend() == "nccl") {}
+
+bool StragglerWatch::is_own(Phase phase) const {
+  if (phase == Phase::Data) return true;
+  return !data_only_ && (phase == Phase::ForwardBackward || phase == Phase::Optimizer);
+}
+
+void StragglerWatch::begin(Phase phase, int64_t /*step*/) {
+  if (phase == Phase::Step) {
+    ++steps_;
+    step_start_ns_ = steady_now_ns();
+    fetched_waited_ns_.reset();
+  }
+  if (phase > Phase::Optimizer) end_step();
+  // Between the two the ranks add up their counts of tokens: all wait there for the one whose data come last.
+  if (phase == Phase::ForwardBackward && fetched_waited_ns_) {
+    wait_ns_ += world_.recorder().waited_ns() - *fetched_waited_ns_;
+    fetched_waited_ns_.reset();
+  }
+  if (!is_own(phase)) return;
+  phase_start_ns_ = steady_now_ns();
+  phase_waited_ns_ = world_.recorder().waited_ns();
+}
+
+void StragglerWatch::end(Phase phase, int64_t /*step*/, bool /*failed*/) {
+  if (phase == Phase::Step) end_step();
+  if (phase == Phase::Data) fetched_waited_ns_ = world_.recorder().waited_ns();
+  if (!is_own(phase)) return;
+  const int64_t waited = world_.recorder().waited_ns() - phase_waited_ns_;
+  own_ns_ += steady_now_ns() - phase_start_ns_ - waited;
+  wait_ns_ += waited;
+}
+
+// What follows the optimizer isn't of every step.
+void StragglerWatch::end_step() {
+  if (const int64_t start = std::exchange(step_start_ns_, 0); start > 0) step_ns_ += steady_now_ns() - start;
+}
+
+void StragglerWatch::logged(const StepMetrics& metrics) {
+  if (warmed_up_ && steps_ > 0) compare(metrics.step);
+  warmed_up_ = true;
+  steps_ = own_ns_ = wait_ns_ = step_ns_ = 0;
+}
+
+void StragglerWatch::compare(int64_t step) {
+  const double scale = 1e-9 / static_cast<double>(steps_);
+  const auto size = static_cast<size_t>(world_.size());
+  at::Tensor mine = at::empty({kFigures}, at::kDouble);
+  at::Tensor all = at::empty({kFigures * world_.size()}, at::kDouble);
+  double* own = mine.mutable_data_ptr<double>();
+  own[0] = static_cast<double>(own_ns_) * scale;
+  own[1] = static_cast<double>(wait_ns_) * scale;
+  own[2] = stage_;
+  own[3] = static_cast<double>(step_ns_) * scale;
+  world_.everyone()->all_gather(all, mine, {"stragglers::compare"}).wait();
+  const double* values = all.const_data_ptr<double>();
+  paces_.resize(size);
+  for (size_t rank = 0; rank < size; ++rank, values += kFigures)
+    paces_[rank] = {values[0], values[1], static_cast<int>(values[2]), values[3]};
+  if (log_) {
+    log_->instant("own_s", own[0], "titan::train::StragglerWatch");
+    log_->instant("wait_s", own[1], "titan::train::StragglerWatch");
+  }
+  const bool was_one = straggler_.has_value();
+  tell_change(step, find_straggler(paces_, settings_, data_only_ ? kLeastDataShare : kLeastShare));
+  // At each interval as long as there is one, and when it ends: so that the end of a log says how things are.
+  if (log_ && world_.rank() == 0 && (was_one || straggler_))
+    log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch");
+}
+
+// A rank is named when it was the slowest for so many intervals, and isn't any more when it wasn't for as
+// many: also where others take turns.
+void StragglerWatch::tell_change(int64_t step, const std::optional<Straggler>& found) {
+  const int rank = found ? found->rank : -1, before = straggler_ ? straggler_->rank : -1;
+  intervals_ = rank == candidate_ ? intervals_ + 1 : 1;
+  absent_ = rank == before ? 0 : absent_ + 1;
+  candidate_ = rank;
+  if (found && intervals_ >= settings_.intervals) {
+    straggler_ = found;
+    if (rank != before) log::warning_rank0(words(step));
+  } else if (before >= 0 && absent_ >= settings_.intervals) {
+    straggler_.reset();
+    log::info_rank0(str("step ", step, ": rank ", before, " doesn't hold the others up any more"));
+  }
+}
+
+std::string StragglerWatch::words(int64_t step) const {
+  const Straggler& slow = *straggler_;
+  return str("step ", step, ": rank ", slow.rank, " (", hosts_[static_cast<size_t>(slow.rank)],
+             ") holds the others up: ", digits("%.4f", slow.pace.own_s),
+             data_only_ ? " s a step in which it waits for data; the median of the others is "
+                        : " s a step of its own, without waits; the median of the others is ",
+             digits("%.4f", slow.median_s), " s (", digits("%.1f", slow.pace.own_s / slow.median_s),
+             " times, ", digits("%.0f", slow.deviation), " sigma). It waited ",
+             digits("%.4f", slow.pace.wait_s), " s a step for its peers.");
+}
+
+}  // namespace titan::train

@@ -1,0 +1,93 @@
+#pragma once
+
+// The words of TorchTitan's and PyTorch's notation for actions: stage, word, micro-batch, as in 3F7.
+
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "titan/parallel/pipeline_schedule.h"
+
+namespace titan::pipeline {
+
+constexpr int kNumKinds = static_cast<int>(Action::Kind::Reduce) + 1;
+
+/// "F", "SEND_B", "REDUCE_GRAD"; "?" for a value outside the enumeration.
+std::string_view word_of(Action::Kind kind);
+
+/// Reads one action; nothing for any other text.
+std::optional<Action> parse_action(std::string_view text);
+
+// What an action needs of another stage, and how it travels: within a rank it is handed over, between ranks a
+// message brings it. Every directed pair of ranks has one channel, first in, first out, for whatever travels.
+
+/// The stage whose output (for F) or input gradient (for B and I) the action works on; none at the pipeline's
+/// ends and for any other action.
+std::optional<int> source_stage(const Schedule& schedule, const Action& action);
+
+/// The receive that brings what an F, B or I works on; none where nothing has to travel.
+std::optional<Action> receive_for(const Schedule& schedule, const Action& compute);
+/// The send that carries on what an F, B or I made; none where nothing has to travel.
+std::optional<Action> send_behind(const Schedule& schedule, const Action& compute);
+
+/// The two ends of a message.
+Action receive_of(const Action& send);
+Action send_of(const Action& receive);
+
+/// The channels of a map of stages to ranks: those of neighbouring stages on different ranks.
+class Channels {
+ public:
+  explicit Channels(const Schedule& schedule);
+  int size() const { return static_cast<int>(ends_.size()); }
+  /// Of a send or a receive between stages of different ranks.
+  int of(const Action& message) const;
+  int sender(int channel) const { return ends_[channel].sender; }
+  int receiver(int channel) const { return ends_[channel].receiver; }
+  /// The channels that end at the rank.
+  const std::vector<int>& into(int rank) const { return into_[rank]; }
+
+ private:
+  struct Ends {
+    int sender = 0, receiver = 0;
+  };
+  std::vector<Ends> ends_;
+  std::vector<int> forward_, backward_;  // per sending stage
+  std::vector<std::vector<int>> into_;   // per rank
+};
+
+/// A value for each stage and micro-batch.
+template <class T>
+class PerMicroBatch {
+ public:
+  PerMicroBatch(const Schedule& schedule, T value)
+      : width_(schedule.num_micro_batches),
+        values_(static_cast<size_t>(schedule.num_stages) * schedule.num_micro_batches, value) {}
+  T& operator()(int stage, int micro_batch) {
+    return values_[static_cast<size_t>(stage) * width_ + micro_batch];
+  }
+  const T& operator()(int stage, int micro_batch) const {
+    return values_[static_cast<size_t>(stage) * width_ + micro_batch];
+  }
+  T& operator()(const Action& action) { return (*this)(action.stage, action.micro_batch); }
+  const T& operator()(const Action& action) const { return (*this)(action.stage, action.micro_batch); }
+
+ private:
+  int width_ = 1;
+  std::vector<T> values_;
+};
+
+/// Ranks that may be able to go on, each once, in the order in which they became so.
+class Runnable {
+ public:
+  explicit Runnable(int num_ranks);
+  void wake(int rank);
+  /// The next one; none when all have been looked at.
+  std::optional<int> next();
+
+ private:
+  std::vector<int> queue_;
+  size_t front_ = 0;
+  std::vector<bool> queued_;
+};
+
+}  // namespace titan::pipeline

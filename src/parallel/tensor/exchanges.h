@@ -1,0 +1,140 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+
+#include "dist/device_backend.h"
+#include "parallel/tensor/conversion.h"
+#include "parallel/tensor/tp_group.h"
+#include "titan/dist/collectives.h"
+#include "titan/dist/device_mesh.h"
+#include "titan/ops/linear.h"
+#include "titan/parallel/tensor_parallel.h"
+
+namespace titan::tp {
+
+/// A sum over ranks, in the order in which they are added, which is theirs: every run has the same bits.
+/// 16-bit summands are added in fp32.
+class RankSum {
+ public:
+  void add(const at::Tensor& summand) {
+    if (sum_.defined()) {
+      sum_.add_(summand);
+      return;
+    }
+    dtype_ = summand.scalar_type();
+    sum_ = summand.element_size() < 4 ? summand.to(at::kFloat) : summand.clone();
+  }
+  /// In the summands' dtype.
+  at::Tensor result() const { return sum_.to(dtype_); }
+
+ private:
+  at::ScalarType dtype_ = at::kFloat;
+  at::Tensor sum_;
+};
+
+// Parts of a sequence travel by sends and receives, which every backend has.
+
+/// [Note: order of sends]
+/// Each pair of ranks exchanges one message each way. A backend may queue all of a rank's messages on one
+/// stream (NCCL does), where a message that waits for its peer holds up those behind it. So all ranks go
+/// through the same N rounds, in each of which they meet in disjoint pairs; in a pair the lower rank sends
+/// first and the higher one receives first.
+
+/// Whom `rank` of `size` meets in a round, itself in one of them.
+inline int peer_in_round(int rank, int size, int round) { return ((round - rank) % size + size) % size; }
+
+class SendReceiveExchange final : public ops::SequenceExchange {
+ public:
+  /// `module`: interned, for records of calls. `way`: Traffic::way.
+  SendReceiveExchange(std::shared_ptr<dist::Group> group, const char* module, std::string way)
+      : group_(std::move(group)), module_(module) {
+    traffic_->way = std::move(way);
+  }
+
+  int count() const override { return group_->size(); }
+  const void* carrier() const override { return group_.get(); }
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
+  std::unique_ptr<Scatter> scatter() const override;
+  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  const char* module_;
+  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
+};
+
+// Parts of a sequence travel through memory that the ranks read and write in each other's place.
+
+/// What all modules' exchanges share.
+struct PeerPieces {
+  std::unique_ptr<dist::PeerMemory> memory;
+  bool taken = false;  ///< by an exchange that is under way
+};
+
+class PeerMemoryExchange final : public ops::SequenceExchange {
+ public:
+  /// Of at least two ranks.
+  explicit PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces);
+
+  int count() const override { return pieces_->memory->size(); }
+  const void* carrier() const override { return pieces_.get(); }
+  // One exchange at a time: the next begins when the object of the last is gone.
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
+  std::unique_ptr<Scatter> scatter() const override;
+  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
+
+ private:
+  std::shared_ptr<PeerPieces> pieces_;
+  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
+};
+
+// Parts of a sequence travel in one collective for all.
+
+class CollectiveExchange final : public ops::SequenceExchange {
+ public:
+  /// `module`: interned, for records of calls.
+  CollectiveExchange(std::shared_ptr<const TpGroup> group, const char* module);
+
+  int count() const override { return group_->count(); }
+  const void* carrier() const override { return group_.get(); }
+  bool at_once() const override { return true; }
+  at::Tensor gather_whole(const at::Tensor& part) const override;
+  at::Tensor scatter_whole(const at::Tensor& summand) const override;
+  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
+
+ private:
+  // Of parts: nobody asks.
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
+  std::unique_ptr<Scatter> scatter() const override;
+
+  std::shared_ptr<const TpGroup> group_;
+  const char* module_;
+  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
+};
+
+// How the parts of overlapped products travel: through the memory of peers where all ranks of the axis reach
+// each other's, else by sends and receives.
+
+struct CountedExchange {
+  std::shared_ptr<const ops::SequenceExchange> exchange;
+  std::shared_ptr<const Traffic> traffic;
+};
+
+/// Why the ranks of `group` can't all share memory, the same text on each; empty: they can. Collective.
+std::string why_no_peer_memory(dist::Group& group, const dist::DeviceBackend& devices);
+
+/// Makes modules' exchanges, all of one carrier. `module`: its name, interned.
+using MakeExchange = std::function<CountedExchange(const char* module)>;
+
+/// All ranks of `axis` come to this call. Rank 0 logs what was chosen. Throws ConfigError on all where
+/// symmetric memory was asked for and there is none.
+MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport = OverlapTransport::Auto);
+
+/// OverlapTransport::AtOnce's.
+MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group);
+
+}  // namespace titan::tp

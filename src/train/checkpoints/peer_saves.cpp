@@ -1,0 +1,204 @@
+#include "train/checkpoints/peer_saves.h"
+
+#include <sys/stat.h>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <random>
+#include <sstream>
+
+#include "titan/checkpoint/manifest.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/core/error.h"
+#include "titan/core/file.h"
+#include "titan/core/log.h"
+
+namespace titan::train {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kRunMark = ".peer_run";
+
+// Of what is in the file. Device numbers are left out: of one network file system they differ from host to
+// host, and from boot to boot.
+struct Marked {
+  std::string run, inode, path;
+};
+
+std::string to_text(const Marked& marked) {
+  return str(marked.run, "\n", marked.inode, "\n", marked.path, "\n");
+}
+
+// Nothing for what isn't such a file's.
+std::optional<Marked> read_mark(const fs::path& folder) {
+  std::error_code ignored;
+  if (!fs::exists(folder / kRunMark, ignored)) return std::nullopt;
+  std::istringstream text(read_file(folder / kRunMark));
+  Marked marked;
+  const bool whole =
+      std::getline(text, marked.run) && std::getline(text, marked.inode) && std::getline(text, marked.path);
+  return whole && !marked.run.empty() ? std::optional(marked) : std::nullopt;
+}
+
+std::string random_run() {
+  std::random_device source;
+  return checkpoint::digest_of(str(source(), " ", source(), " ", source(), " ", source()));
+}
+
+// Where the run saves, its number being somebody else's yet.
+Marked place_of(const fs::path& folder) {
+  struct stat status = {};
+  if (::stat(folder.c_str(), &status) != 0)
+    throw Error(str("cannot look at ", folder.string(), ": ", std::strerror(errno)));
+  return {.run = "", .inode = std::to_string(status.st_ino), .path = fs::canonical(folder).string()};
+}
+
+// With another path: renamed, or seen from another host. A copy has another inode; a snapshot of a file
+// system hasn't, but what it was taken of is still there.
+bool is_same_run(const Marked& saved, const Marked& now) {
+  if (saved.path == now.path) return true;
+  if (saved.inode != now.inode) return false;
+  std::error_code ignored;
+  return !fs::exists(saved.path, ignored) || fs::equivalent(saved.path, now.path, ignored);
+}
+
+}  // namespace
+
+RunMark run_mark(const fs::path& folder) {
+  Marked now = place_of(folder);
+  const std::optional<Marked> saved = read_mark(folder);
+  now.run = saved && is_same_run(*saved, now) ? saved->run : random_run();
+  if (!saved || to_text(*saved) != to_text(now)) write_file_atomic(folder / kRunMark, to_text(now));
+  return {.run = now.run, .folder = str(now.path, " (inode ", now.inode, ")")};
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr dist::Label kPeerLabel{"train::peer_saves"};
+// Rank 0's.
+RunMark shared_mark(const dist::World& world, const fs::path& folder) {
+  RunMark mark;
+  std::string problem;
+  try {
+    if (world.rank() == 0) mark = run_mark(folder);
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  const auto of_rank_0 = [&](const std::string& text) {
+    return world.everyone()->all_gather_text(text, kPeerLabel).front();
+  };
+  problem = of_rank_0(problem);
+  if (!problem.empty()) throw Error(problem);
+  return {.run = of_rank_0(mark.run), .folder = of_rank_0(mark.folder)};
+}
+
+std::shared_ptr<checkpoint::PeerFolder> open_folder(const dist::World& world, const PeerSettings& settings,
+                                                    const fs::path& disk) {
+  const RunMark mark = shared_mark(world, disk);
+  return std::make_shared<checkpoint::PeerFolder>(world,
+                                                  checkpoint::PeerFolder::Options{.parent = settings.folder,
+                                                                                  .job = settings.job,
+                                                                                  .run = mark.run,
+                                                                                  .owner = mark.folder,
+                                                                                  .disk = disk});
+}
+
+// The step waits for no file, and none that fails ends the run: the disk's are what counts.
+checkpoint::SaveOptions peer_options(checkpoint::SaveOptions options,
+                                     std::shared_ptr<checkpoint::PeerFolder> folder) {
+  if (options.async == checkpoint::AsyncMode::Disabled) options.async = checkpoint::AsyncMode::Copied;
+  options.skip_when_busy = true;
+  options.stop_on_failure = false;
+  options.peers = std::move(folder);
+  return options;
+}
+
+std::string peer_gigabytes(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f GB", static_cast<double>(bytes) * 1e-9);
+  return text;
+}
+
+}  // namespace
+
+PeerSaves::PeerSaves(const dist::World& world, const DeviceMesh& pipeline, const PeerSettings& settings,
+                     const checkpoint::SaveOptions& disk)
+    : settings_(settings),
+      folder_(open_folder(world, settings, disk.folder)),
+      saver_(world, pipeline, peer_options(disk, folder_)) {}
+
+fs::path PeerSaves::step_path(int64_t step) const { return checkpoint::step_path(folder_->path(), step); }
+
+bool PeerSaves::holds(const fs::path& step_folder) const {
+  return step_folder.parent_path() == folder_->path();
+}
+
+void PeerSaves::add_bringer(checkpoint::LoadOptions& options) const {
+  options.bring_files = [folder = folder_](const checkpoint::Manifest& manifest,
+                                           const std::set<int64_t>& ranks) {
+    folder->bring_files(manifest, ranks);
+  };
+}
+
+void PeerSaves::announce() {
+  const checkpoint::PeerFolder::Memory memory = folder_->check_memory(saver_.plan());
+  const std::string copies = folder_->num_places() > 1
+                                 ? str("each file on two of ", folder_->num_places(), " hosts")
+                                 : "on one host, without copies, which would be lost with it";
+  log::info_rank0(str("peer checkpoints: every ", settings_.interval, " step(s) the state is kept in ",
+                      folder_->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
+                      copies, "; up to ", peer_gigabytes(memory.files_bytes), " a host there, and ",
+                      peer_gigabytes(memory.staged_bytes), " while it is copied; ",
+                      peer_gigabytes(memory.free_bytes), " are free"));
+}
+
+PeerSaves::Damage PeerSaves::remove_damaged() {
+  const auto [found, is_whole] = folder_->remove_damaged();
+  for (const std::string& damage : found)
+    log::warning_rank0("peer checkpoints: damaged, and removed: " + damage);
+  if (found.empty()) return Damage::None;
+  if (!is_whole) return Damage::Lost;
+  log::warning_rank0(
+      "peer checkpoints: of what was damaged another host has sound copies, which are loaded now");
+  return Damage::Mended;
+}
+
+void PeerSaves::save(int64_t step) {
+  try {
+    saver_.save(step);
+  } catch (const Error& error) {
+    log::warning_rank0(str("peer checkpoints: the state of step ", step, " isn't kept: ", error.what()));
+  }
+}
+
+void PeerSaves::finish() {
+  try {
+    saver_.finish();
+  } catch (const Error& error) {
+    log::warning(str("the state isn't kept in memory: ", error.what()));
+  }
+}
+
+void PeerSaves::tell_failures() const {
+  const checkpoint::SaveCounts counts = saver_.counts();
+  if (counts.failed == 0) return;
+  log::warning_rank0(str("peer checkpoints: ", counts.complete, " states were kept, ", counts.failed,
+                         " couldn't be, and ", counts.skipped, " were skipped for others on their way"));
+}
+
+void PeerSaves::remove() {
+  if (std::exchange(removed_, true)) return;
+  try {
+    folder_->remove();
+  } catch (const Error& error) {
+    log::warning_rank0(str("peer checkpoints: ", error.what()));
+  }
+}
+
+}  // namespace titan::train

@@ -1,0 +1,399 @@
+#include "titan/train/run_checkpoints.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <limits>
+
+#include <ATen/Parallel.h>
+#include <torch/version.h>
+
+#include "config/differences.h"
+#include "job/float8_job.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+#include "titan/core/version.h"
+#include "titan/train/trainer.h"
+#include "train/checkpoints/peer_saves.h"
+#include "train/checkpoints/step_choice.h"
+
+namespace titan::train {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr dist::Label kLabel{"train::checkpoint"};
+constexpr int64_t kAnyStep = std::numeric_limits<int64_t>::max();
+
+checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
+  const CheckpointSettings& settings = options.settings;
+  checkpoint::SaveOptions save;
+  save.folder = options.folder;
+  save.read_only = settings.load_only;
+  save.async = async_mode(settings);
+  // What is a user's may change in a forward, beside which Staged copies.
+  if (save.async == checkpoint::AsyncMode::Staged && !saved_objects().names().empty())
+    save.async = checkpoint::AsyncMode::Copied;
+  save.keep_latest = settings.keep_latest_k;
+  save.skip_when_busy = settings.when_busy == "skip";
+  save.stop_on_failure = settings.on_failure == "stop";
+  save.timeout = std::chrono::seconds(settings.timeout_seconds);
+  save.config = options.config;
+  return save;
+}
+
+void tell_passed_over(const std::vector<std::string>& problems) {
+  for (const std::string& problem : problems) log::warning_rank0("passed over: " + problem);
+}
+
+std::string gigabytes(int64_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f GB", static_cast<double>(bytes) * 1e-9);
+  return text;
+}
+
+std::string seconds_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.2f s", value);
+  return text;
+}
+
+// The same numbers need the same number of threads, as sums are cut by them.
+void tell_differences(const checkpoint::Manifest& manifest) {
+  if (manifest.num_threads != at::get_num_threads())
+    log::warning_rank0(str("the checkpoint is of a run with ", manifest.num_threads,
+                           " thread(s) an operation, this one has ", at::get_num_threads(),
+                           ": from here on sums may be rounded differently"));
+  const std::string library = str("titan ", kVersion, ", torch ", TORCH_VERSION);
+  if (manifest.library != library)
+    log::warning_rank0(str("the checkpoint was written by ", manifest.library, ", this is ", library,
+                           ": from here on numbers may be rounded differently"));
+}
+
+// What may make it another run; other folders and logs don't.
+void tell_changed_settings(const std::string& saved, const std::string& now) {
+  constexpr size_t kMostTold = 20;
+  const auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
+  std::string text;
+  for (size_t i = 0; i < std::min(changed.size(), kMostTold); ++i)
+    text += str(i == 0 ? "" : "; ", changed[i]);
+  if (changed.size() > kMostTold) text += str("; and ", changed.size() - kMostTold, " more");
+  if (!changed.empty())
+    log::warning_rank0("settings aren't those of the checkpoint (its | this run's): " + text);
+}
+
+}  // namespace
+
+RunCheckpoints::RunCheckpoints(const dist::World& world, const Meshes& meshes,
+                               std::vector<Parameter> parameters, Options options)
+    : world_(world),
+      pipeline_(meshes.pp),
+      parameters_(std::move(parameters)),
+      options_(std::move(options)),
+      checkpointer_(world, meshes.pp, save_options(options_)) {
+  if (options_.peers)
+    peers_ = std::make_unique<PeerSaves>(world, meshes.pp, *options_.peers, save_options(options_));
+}
+
+RunCheckpoints::~RunCheckpoints() = default;
+
+void RunCheckpoints::add(const std::string& key, checkpoint::Stateful& object) {
+  checkpointer_.add(key, object);
+  if (peers_) peers_->add(key, object);
+  keys_.push_back(key);
+}
+
+void RunCheckpoints::add_rng(RngState& rng) {
+  rng_ = &rng;
+  add("rng", rng);
+}
+
+bool RunCheckpoints::load() {
+  const bool goes_on = load_newest();
+  if (peers_) announce_peers(goes_on);
+  return goes_on;
+}
+
+bool RunCheckpoints::load_newest() {
+  const auto step = find_step();
+  if (peers_ && load_from_memory(step)) return true;
+  if (!step) {
+    load_initial();
+    loaded_step_ = 0;
+    if (peers_) peers_->forget();
+    return false;
+  }
+  if (!options_.initial.setting.empty())
+    log::warning_rank0(str(options_.initial.setting, " isn't used: ", options_.folder.string(),
+                           " has steps that the run goes on from"));
+  load_or_fall_back(*step);
+  // Damage on the disk may have led to a step before that in memory, which isn't forgotten until now.
+  if (peers_ && (loaded_step_ == *step || !load_from_memory(loaded_step_))) peers_->forget();
+  return true;
+}
+
+void RunCheckpoints::load_step(int64_t step) {
+  const fs::path folder = checkpoint::step_path(options_.folder, step);
+  if (step == 0) return load_model_of(folder);
+  tell_loaded(load_whole(folder, options_.settings.exclude_from_loading), folder);
+  loaded_step_ = step;
+}
+
+// Bytes are compared with their checksums when they are read. What was loaded until then is overwritten by an
+// older step, and only by one: the run doesn't start from parts.
+void RunCheckpoints::load_or_fall_back(int64_t step) {
+  std::exception_ptr failure;
+  try {
+    return load_step(step);
+  } catch (const ConfigError&) {
+    throw;  // the run isn't the checkpoint's: no damage, which looking for takes long
+  } catch (const Error&) {
+    failure = std::current_exception();
+  }
+  if (options_.settings.load_step >= 0) std::rethrow_exception(failure);
+  const auto damages = find_damage(checkpoint::step_path(options_.folder, step), world_);
+  if (damages.empty()) std::rethrow_exception(failure);
+  tell_passed_over(damages);
+  const StepChoice before = share(world_.rank() == 0 ? choose_before(step) : StepChoice{}, world_);
+  // Of step 0 the model alone is loaded, and the optimizer would keep what was read until here.
+  if (before.step.value_or(0) == 0) std::rethrow_exception(failure);
+  tell_passed_over(before.passed_over);
+  load_or_fall_back(*before.step);
+}
+
+void RunCheckpoints::load_initial() {
+  const InitialState& initial = options_.initial;
+  if (initial.step_folder.empty()) {
+    check_exclusions();
+    if (initial.load_model) initial.load_model();
+    return;
+  }
+  const bool is_seed = read_summary(initial.step_folder, world_).step == 0;
+  if (initial.model_only || is_seed) return load_model_of(initial.step_folder);
+  tell_loaded(load_whole(initial.step_folder, options_.settings.exclude_from_loading), initial.step_folder);
+}
+
+// Rank 0's. What it can't do all ranks are told: storage that doesn't answer may do so at the next start.
+StepChoice RunCheckpoints::choose() const {
+  const int64_t wanted = options_.settings.load_step;
+  try {
+    StepChoice choice =
+        wanted >= 0 ? choose_step(options_.folder, wanted) : choose_newest(options_.folder, kAnyStep);
+    if (wanted >= 0 && choice.error.empty() && !options_.settings.load_only) tell_newer_steps(wanted);
+    return choice;
+  } catch (const Error& error) {
+    return {.failure = error.what()};
+  }
+}
+
+StepChoice RunCheckpoints::choose_before(int64_t step) const {
+  try {
+    return choose_newest(options_.folder, step, [this](int64_t each) { return is_of_this_run(each); });
+  } catch (const Error& error) {
+    return {.failure = error.what()};
+  }
+}
+
+// Until one is loaded, nothing tells whose they are.
+bool RunCheckpoints::is_of_this_run(int64_t step) const {
+  return loaded_step_ < 0 || step <= loaded_step_ || saved_steps_.count(step) > 0;
+}
+
+// A later start without load_step would go on from these.
+void RunCheckpoints::tell_newer_steps(int64_t wanted) const {
+  std::string newer;
+  for (const checkpoint::StepEntry& entry : checkpoint::list_steps(options_.folder))
+    if (entry.step > wanted && entry.has_manifest) newer += str(newer.empty() ? "" : ", ", entry.step);
+  if (!newer.empty())
+    log::warning(str("checkpoint.load_step = ", wanted, ": newer steps stay in ", options_.folder.string(),
+                     " (", newer,
+                     "); until this run is past them, a start without load_step goes on from those"));
+}
+
+std::optional<int64_t> RunCheckpoints::find_step() const {
+  const StepChoice choice = share(world_.rank() == 0 ? choose() : StepChoice{}, world_);
+  if (!choice.error.empty()) throw ConfigError(choice.error);
+  tell_passed_over(choice.passed_over);
+  if (!choice.step)
+    log::info_rank0(str("there is no saved state in ", options_.folder.string(), " to go on from"));
+  return choice.step;
+}
+
+checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::vector<std::string> exclude) {
+  const ManifestSummary saved = read_summary(step_folder, world_);
+  checkpoint::LoadOptions options;
+  options.exclude = std::move(exclude);
+  options.optional = {kDelayedScales};
+  options.convert_dtypes = options_.settings.convert_dtypes;
+  const bool wants_rng =
+      rng_ && std::find(options.exclude.begin(), options.exclude.end(), "rng") == options.exclude.end();
+  const bool seeds_anew = wants_rng && saved.rng_place != rng_->place();
+  if (seeds_anew) options.exclude.push_back("rng");
+  if (peers_ && peers_->holds(step_folder)) peers_->add_bringer(options);
+  checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
+  if (!seeds_anew) return loaded;
+  rng_->reseed(saved.step);
+  log::info_rank0(str("other ranks (", rng_->place(), ") than those that saved (",
+                      saved.rng_place.empty() ? "unknown" : saved.rng_place,
+                      "): random numbers are seeded anew, by debug.seed, rank and step"));
+  return loaded;
+}
+
+void RunCheckpoints::tell_loaded(const checkpoint::Loaded& loaded, const fs::path& step_folder) const {
+  const int64_t num_bytes = world_.everyone()->sum(loaded.num_bytes_read, kLabel);
+  std::string excluded;
+  for (const std::string& key : options_.settings.exclude_from_loading)
+    excluded += (excluded.empty() ? "; not loaded: " : ", ") + key;
+  log::info_rank0(str("the run goes on behind step ", loaded.manifest.step, ", loaded from ",
+                      step_folder.string(), ": ", gigabytes(num_bytes), " in ", seconds_text(loaded.seconds),
+                      excluded));
+  tell_differences(loaded.manifest);
+  tell_changed_settings(loaded.manifest.config, options_.config);
+  if (!loaded.manifest.finite)
+    log::warning_rank0(str("not all numbers of ", step_folder.string(), " are finite"));
+}
+
+void RunCheckpoints::load_model_of(const fs::path& step_folder) {
+  check_exclusions();
+  checkpoint::LoadOptions options;
+  options.only = {"model"};
+  options.convert_dtypes = options_.settings.convert_dtypes;
+  const checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
+  const int64_t num_bytes = world_.everyone()->sum(loaded.num_bytes_read, kLabel);
+  log::info_rank0(str("initial weights come from ", step_folder.string(), ": ", gigabytes(num_bytes), " in ",
+                      seconds_text(loaded.seconds)));
+}
+
+// A checkpoint may have objects that this run hasn't: loading knows them too.
+void RunCheckpoints::check_exclusions() const {
+  std::vector<std::string> problems;
+  for (const std::string& problem : unknown_exclusions(options_.settings.exclude_from_loading, keys_))
+    problems.push_back("checkpoint.exclude_from_loading: " + problem);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+}
+
+// Going back within a run.
+
+// Of step 0, a seed, there is the model alone. What was read of a damaged step is overwritten by an older
+// one, and only by one: as at a start.
+std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vector<std::string>& exclude) {
+  // What was kept since is of the steps that the run goes back behind.
+  if (peers_) peers_->forget();
+  for (std::exception_ptr failure;;) {
+    const StepChoice choice = share(world_.rank() == 0 ? choose_before(step) : StepChoice{}, world_);
+    step = choice.step.value_or(0);
+    if (step == 0 && failure) std::rethrow_exception(failure);
+    if (step == 0) return std::nullopt;
+    try {
+      go_back_to(step, exclude);
+      return step;
+    } catch (const ConfigError&) {
+      throw;
+    } catch (const Error&) {
+      failure = std::current_exception();
+    }
+    const auto damages = find_damage(checkpoint::step_path(options_.folder, step), world_);
+    if (damages.empty()) std::rethrow_exception(failure);
+    for (const std::string& damage : damages) log::warning_rank0("passed over: " + damage);
+  }
+}
+
+// What a start left out of the step that it went on from isn't this run's either.
+void RunCheckpoints::go_back_to(int64_t step, std::vector<std::string> exclude) {
+  const auto& left_out = options_.settings.exclude_from_loading;
+  if (!saved_steps_.count(step)) exclude.insert(exclude.end(), left_out.begin(), left_out.end());
+  static_cast<void>(load_whole(checkpoint::step_path(options_.folder, step), std::move(exclude)));
+  saved_steps_.erase(saved_steps_.upper_bound(step), saved_steps_.end());
+  loaded_step_ = std::min(loaded_step_, step);
+}
+
+// RunCheckpoints: what is kept in memory of the hosts, and going on from it.
+
+namespace {
+
+/// Of a generation in memory, as all ranks have found.
+class DamagedGeneration : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace
+
+bool RunCheckpoints::is_due_in_memory(int64_t step) const { return peers_ && peers_->is_due(step); }
+
+// Too little memory is a wrong setting at a run's start. Behind a loss, which may have left fewer hosts, the
+// run goes on: its state has just been loaded, and the disk keeps it.
+void RunCheckpoints::announce_peers(bool goes_on) {
+  try {
+    peers_->announce();
+  } catch (const ConfigError& error) {
+    if (!goes_on) throw;
+    log::warning_rank0(str("no states are kept in memory from here on: ", error.what()));
+    peers_.reset();
+  }
+}
+
+void RunCheckpoints::save_in_memory(int64_t step) { peers_->save(step); }
+
+void RunCheckpoints::end() {
+  finish();
+  if (!peers_) return;
+  peers_->tell_failures();
+  if (loaded_step_ >= 0) peers_->remove();
+}
+
+// What was read of damaged files is overwritten by a load that ends well, and only by one. A load that fails
+// for another reason (a rank is lost, memory is short) says nothing against the generation: the next start
+// may go on from it.
+checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& folder) {
+  while (true) {
+    try {
+      return load_whole(folder, options_.settings.exclude_from_loading);
+    } catch (const ConfigError&) {
+      throw;  // the run isn't the generation's: no damage
+    } catch (const Error& error) {
+      switch (peers_->remove_damaged()) {
+        case PeerSaves::Damage::None:
+          throw;
+        case PeerSaves::Damage::Lost:
+          throw DamagedGeneration(error.what());
+        case PeerSaves::Damage::Mended:
+          break;
+      }
+    }
+  }
+}
+
+// The newer one counts; of equals the one that no disk is read for. What isn't used stays until the disk's is
+// loaded.
+bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
+  const auto step = peers_->choose_newest();
+  const bool is_asked_for = options_.settings.load_step >= 0;
+  if (!step || is_asked_for || on_disk.value_or(-1) > *step) {
+    if (step)
+      log::info_rank0(str("peer checkpoints: step ", *step,
+                          " in memory isn't used, as the run goes on behind step ", on_disk.value_or(0),
+                          " on disk"));
+    return false;
+  }
+  log::info_rank0(str("peer checkpoints: step ", *step, " is in memory; the newest on disk is ",
+                      on_disk ? str("step ", *on_disk) : "none"));
+  try {
+    const auto folder = peers_->step_path(*step);
+    tell_loaded(load_generation(folder), folder);
+    loaded_step_ = *step;
+    from_memory_ = true;
+  } catch (const DamagedGeneration& error) {
+    log::warning_rank0(str("passed over: step ", *step, " in memory: ", error.what()));
+    peers_->forget();
+    // What was read of it is overwritten by a whole state, and only by one; the next start finds nothing in
+    // memory.
+    if (on_disk.value_or(0) == 0) throw;
+  }
+  return from_memory_;
+}
+
+}  // namespace titan::train

@@ -1,0 +1,65 @@
+#pragma once
+
+// Signals that ask a run to stop: SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (SLURM's --signal) and SIGHUP (its
+// terminal is gone), but those that the process was started to ignore.
+//
+// [Note: stopping]
+//   note    a handler writes down the first signal; this rank goes on with what it is at (SignalWatch)
+//   tell    a thread puts it into the job's store, for a peer that waits for data (SignalListener)
+//   agree   all ranks hear of it before the same step's forward (stop_agreement.h)
+//   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0 (but where
+//           torchrun's agent stopped its ranks: src/cli/train_end.h)
+//
+// A second signal ends the process at once, with 128 + its number. Within 0.2 s it counts as the first one
+// again, and one of the launcher's always does: it passes on what the ranks of its process group, or SLURM
+// step, were sent too, and may come late with it. To end ranks at once it has SIGKILL.
+
+#include <functional>
+#include <string>
+
+namespace titan::train {
+
+/// What the launcher sends along with a SIGTERM (sigqueue) to ranks that can't go on, as a peer has failed.
+inline constexpr int kPeerHasFailed = 0x7174;
+/// And to ranks that are to be started again, as more of them.
+inline constexpr int kGroupGrows = 0x7175;
+
+/// Notes these signals as long as it lives, in place of what they do. One a process; made by the main thread
+/// before there are others, which then inherit that the signals aren't theirs: only the watch's own thread is
+/// interrupted by them, never a collective or a read.
+class SignalWatch {
+ public:
+  /// `launcher_pid`: of the launcher that passes signals on, which is this process's parent; 0: there is
+  /// none.
+  explicit SignalWatch(int launcher_pid = 0);
+  ~SignalWatch();
+  SignalWatch(const SignalWatch&) = delete;
+  SignalWatch& operator=(const SignalWatch&) = delete;
+};
+
+/// The first signal that the watch has noted; 0: none, or nobody watches.
+int noted_signal();
+/// Whether that one came as kPeerHasFailed.
+bool peer_has_failed();
+/// Whether it came as kGroupGrows: the job goes on by itself.
+bool group_grows();
+/// Whether it came from the launcher.
+bool noted_by_launcher();
+
+/// "SIGTERM"
+std::string signal_name(int signal);
+
+/// Calls `tell` with the signal when one is noted, from the watch's thread; at once where one is already.
+class SignalListener {
+ public:
+  explicit SignalListener(std::function<void(int)> tell);
+  /// No call is under way behind it.
+  ~SignalListener();
+  SignalListener(const SignalListener&) = delete;
+  SignalListener& operator=(const SignalListener&) = delete;
+
+ private:
+  std::function<void(int)> tell_;
+};
+
+}  // namespace titan::train

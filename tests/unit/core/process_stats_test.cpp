@@ -1,0 +1,39 @@
+#include <gtest/gtest.h>
+#include <chrono>
+#include <cstdlib>
+#include <thread>
+
+#include "core/process_stats.h"
+
+namespace titan::train {
+namespace {
+
+TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
+  double before = seconds_since_process_start();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  double after = seconds_since_process_start();
+  EXPECT_GE(before, -0.02);  // the start is told in ticks of 10 ms
+  EXPECT_LT(before, 3600);   // the tests before this one took it; not since the boot, nor in ticks
+  EXPECT_NEAR(after - before, 0.02, 0.5);
+  EXPECT_GE(after - before, 0.02);
+}
+
+TEST(ProcessStats, TimeSinceLaunchCountsTheLauncherTo) {
+  const double launcher = seconds_since_process_start();
+  pass_on_launch_time();
+  EXPECT_NEAR(seconds_since_launch() - seconds_since_process_start(), launcher, 0.5);
+  for (const char* text : {"no", "-7", "nan", "inf", ""}) {
+    ::setenv("TITAN_LAUNCH_SECONDS", text, /*overwrite=*/1);
+    EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5) << text;
+  }
+  ::unsetenv("TITAN_LAUNCH_SECONDS");
+  EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5);
+}
+
+TEST(ProcessStats, ResidentMemoryIsPartOfTheMachines) {
+  EXPECT_GT(peak_resident_gib(), 0.001);
+  EXPECT_LT(peak_resident_gib(), machine_memory_gib());
+}
+
+}  // namespace
+}  // namespace titan::train

@@ -1,0 +1,84 @@
+// What a rank leaves behind when the job hangs, and that it ends.
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <csignal>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "guard/flight_dump.h"
+#include "guard/hang_report.h"
+
+namespace titan::dist {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace std::chrono_literals;
+
+std::string text_in_file(const fs::path& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+class HangFiles : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    fs::remove_all(folder_);
+    dump_ = std::make_shared<FlightDump>(std::make_shared<FlightRecorder>(4),
+                                         FlightDump::Options{.folder = folder_});
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  fs::path folder_ = fs::path(::testing::TempDir()) /
+                     (std::string("hang_") + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  std::shared_ptr<FlightDump> dump_;
+};
+
+TEST_F(HangFiles, AreTheStacksWithTheirTimeAndTheRecord) {
+  leave_files(0, "where it is", folder_, dump_, "a hang", 60s);
+  EXPECT_TRUE(fs::exists(dump_->path()));
+  EXPECT_THAT(text_in_file(stacks_path(folder_, 0)),
+              ::testing::MatchesRegex("20[0-9-]+T[0-9:]+Z\nwhere it is"));
+}
+
+// What hangs the job may be the file system that they go to.
+TEST_F(HangFiles, AreLeftWhereTheirFileSystemHangs) {
+  const fs::path pipe = folder_ / ".rank_0.json.tmp";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  leave_files(0, "where it is", folder_, dump_, "a hang", 200ms);
+  EXPECT_FALSE(fs::exists(dump_->path()));
+  std::signal(SIGPIPE, SIG_IGN);  // to a thread that writes behind the end of this
+  const int reader = open(pipe.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);  // the thread is let go
+  ASSERT_GE(reader, 0);
+  std::this_thread::sleep_for(100ms);
+  close(reader);
+}
+
+TEST(HungProcess, EndsWithItsExitCodeWhateverItWaitsFor) {
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
+  const auto wait = [] {
+    end_process_after(1s);
+    while (true) pause();
+  };
+  EXPECT_EXIT(wait(), ::testing::ExitedWithCode(kHungExitCode), "");
+}
+
+TEST(OpenCall, OfTheCheckpointerIsWaitedForOnlyWhileOneSavesOrLoads) {
+  FlightRecorder recorder(4);
+  {
+    const BackgroundCalls background;
+    CallRecord call;
+    call.op = CollectiveOp::Receive;
+    recorder.wait(recorder.start(call));
+  }
+  EXPECT_EQ(open_call(recorder, ProgressKind::Data), "");
+  EXPECT_EQ(open_call(recorder, ProgressKind::Compute), "");
+  EXPECT_THAT(open_call(recorder, ProgressKind::Checkpoint), ::testing::HasSubstr("receive #0"));
+}
+
+}  // namespace
+}  // namespace titan::dist

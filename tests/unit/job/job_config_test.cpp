@@ -1,0 +1,287 @@
+#include <gtest/gtest.h>
+#include <fstream>
+
+#include "job/job_config.h"
+#include "titan/config/load.h"
+#include "unit/train/toy_model.h"
+
+namespace titan::train {
+namespace {
+
+class JobConfigTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    register_model<BigramArgs>(
+        "bigram",
+        {.flavours = {{"small", {}}, {"large", {.vocab_size = 64}}},
+         .sizes = [](const BigramArgs& args) -> ModelSizes { return {.vocab_size = args.vocab_size}; },
+         .check =
+             [](const BigramArgs& args, std::vector<std::string>& problems) {
+               if (args.vocab_size == 13) problems.push_back("13 is unlucky");
+             },
+         .build =
+             [](const BigramArgs& args, const BuildOptions& options) {
+               return std::make_unique<BigramModel>(args.vocab_size, options.construct);
+             },
+         .parallelize = [](TrainableModel&, const ParallelPlan&) {}});
+  }
+
+  // `words` after the model's.
+  JobConfig load(std::vector<std::string> words, int world_size = 1, JobFiles files = JobFiles::Ignore) {
+    std::vector<std::string> all = {"--model.name", "bigram", "--model.flavor", "small"};
+    all.insert(all.end(), words.begin(), words.end());
+    JobConfig config;
+    auto origins = config::load(job_schema(), {"", all}, config);
+    check_job(config, origins, world_size, files);
+    return config;
+  }
+
+  std::vector<std::string> problems_of(std::vector<std::string> words, int world_size = 1,
+                                       JobFiles files = JobFiles::Ignore) {
+    try {
+      load(words, world_size, files);
+    } catch (const ConfigError& error) {
+      return error.problems();
+    }
+    return {};
+  }
+};
+
+TEST_F(JobConfigTest, ModelArgsOverrideTheFlavor) {
+  EXPECT_EQ(static_cast<const BigramArgs*>(load({}).args())->vocab_size, 16);
+  EXPECT_EQ(static_cast<const BigramArgs*>(load({"--model.flavor", "large"}).args())->vocab_size, 64);
+  EXPECT_EQ(static_cast<const BigramArgs*>(load({"--model.args.vocab_size", "5"}).args())->vocab_size, 5);
+}
+
+TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
+  auto flavor = problems_of({"--model.flavor", "smal"});
+  ASSERT_EQ(flavor.size(), 1u);
+  EXPECT_NE(flavor[0].find("--model.flavor"), std::string::npos) << flavor[0];
+  EXPECT_NE(flavor[0].find("did you mean 'small'"), std::string::npos) << flavor[0];
+  auto model = problems_of({"--model.name", "bigrm"});
+  ASSERT_EQ(model.size(), 1u);
+  EXPECT_NE(model[0].find("did you mean 'bigram'"), std::string::npos) << model[0];
+}
+
+TEST_F(JobConfigTest, ChecksBetweenTablesComeTogether) {
+  auto problems = problems_of({"--parallelism.data_parallel_shard_degree", "3", "--checkpoint.enable",
+                               "--checkpoint.create_seed_checkpoint", "--model.args.vocab_size", "13"},
+                              4);
+  EXPECT_EQ(problems.size(), 3u);
+}
+
+TEST_F(JobConfigTest, InitialWeightsNeedCheckpoints) {
+  EXPECT_EQ(problems_of({"--checkpoint.initial_load_path", "w.safetensors"}).size(), 1u);
+  EXPECT_TRUE(problems_of({"--checkpoint.initial_load_path", "w.safetensors", "--checkpoint.enable",
+                           "--training.steps", "20"})
+                  .empty());
+}
+
+TEST_F(JobConfigTest, HuggingFaceFoldersNeedAForm) {
+  for (const std::string key : {"initial_load_in_hf", "last_save_in_hf"}) {
+    const auto problems =
+        problems_of({"--checkpoint.enable", "--training.steps", "20", "--checkpoint." + key});
+    ASSERT_EQ(problems.size(), 1u) << key;
+    EXPECT_NE(problems[0].find("model.name = bigram has no form in transformers"), std::string::npos)
+        << problems[0];
+    const auto without_checkpoints = problems_of({"--checkpoint." + key});
+    ASSERT_EQ(without_checkpoints.size(), 1u) << key;
+    EXPECT_NE(without_checkpoints[0].find("takes checkpoint.enable = true"), std::string::npos)
+        << without_checkpoints[0];
+  }
+}
+
+TEST_F(JobConfigTest, CheckpointSettingsThatDontGoTogether) {
+  const auto problem_of = [&](const std::vector<std::string>& words, int world_size = 1) {
+    std::vector<std::string> all = {"--checkpoint.enable"};
+    all.insert(all.end(), words.begin(), words.end());
+    const auto problems = problems_of(all, world_size);
+    return problems.empty() ? "none" : ConfigError(problems).what();
+  };
+  using std::string;
+  const std::vector<std::pair<std::vector<string>, string>> cases = {
+      {{"--checkpoint.keep_latest_k", "1"}, "0 (all) or at least 2"},
+      {{"--checkpoint.load_step", "-2"}, "at least -1"},
+      {{"--checkpoint.exclude_from_loading", "model"}, "can't be excluded"},
+      {{"--checkpoint.exclude_from_loading", "optimizer,rng"}, "exclude lr_scheduler as well"},
+      {{"--checkpoint.no_last_save_model_only", "--checkpoint.export_dtype", "bfloat16"},
+       "is of the model alone"},
+      {{"--checkpoint.create_seed_checkpoint", "--checkpoint.load_only"}, "which load_only forbids"},
+      {{"--checkpoint.async_mode", "pinned"}, "async_with_pinned_mem"},
+      {{"--checkpoint.on_failure", "ignore"}, "continue"},
+  };
+  for (const auto& [words, told] : cases)
+    EXPECT_NE(string(problem_of(words)).find(told), string::npos) << problem_of(words);
+  EXPECT_NE(string(problem_of({"--checkpoint.create_seed_checkpoint"}, 2)).find("by one rank"), string::npos);
+  EXPECT_EQ(string(problem_of({"--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,my_object"})),
+            "none");
+  EXPECT_EQ(problems_of({"--checkpoint.load_step", "3"}).size(), 1u);  // nothing is loaded
+}
+
+TEST_F(JobConfigTest, Float64IsAllOrNothing) {
+  EXPECT_FALSE(problems_of({"--training.dtype", "float64"}).empty());
+  EXPECT_TRUE(problems_of({"--training.dtype", "float64", "--training.mixed_precision_param", "float64",
+                           "--training.mixed_precision_reduce", "float64"})
+                  .empty());
+}
+
+TEST_F(JobConfigTest, ReshardSizeDividesTheShards) {
+  EXPECT_EQ(problems_of({"--parallelism.fsdp_reshard_after_forward", "3"}, 4).size(), 1u);
+  EXPECT_TRUE(problems_of({"--parallelism.fsdp_reshard_after_forward", "2"}, 4).empty());
+}
+
+TEST_F(JobConfigTest, RotationIsOfTheRing) {
+  const std::vector<std::string> words = {"--parallelism.context_parallel_degree", "2",
+                                          "--parallelism.context_parallel_rotate_method", "alltoall"};
+  EXPECT_TRUE(problems_of(words, 2).empty());
+  std::vector<std::string> gathered = words;
+  gathered.insert(gathered.end(), {"--parallelism.context_parallel_attention", "allgather_kv"});
+  const auto problems = problems_of(gathered, 2);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("is of the ring; context_parallel_attention = \"allgather_kv\" knows"),
+            std::string::npos)
+      << problems[0];
+}
+
+TEST_F(JobConfigTest, FilesAreLookedAtTogetherWithTheRest) {
+  auto problems = problems_of(
+      {"--training.dataset", "c4", "--model.hf_assets_path", "no/such/folder", "--validation.enable",
+       "--validation.dataset", "text", "--validation.seq_len", "8", "--training.seq_len", "8",
+       "--checkpoint.enable", "--training.steps", "5", "--checkpoint.initial_load_path", "/no/weights",
+       "--parallelism.data_parallel_shard_degree", "3"},
+      4, JobFiles::Check);
+  const std::string all = ConfigError(problems).what();
+  EXPECT_EQ(problems.size(), 5u) << all;
+  const std::string folder = (std::filesystem::current_path() / "no/such/folder").string();
+  EXPECT_NE(all.find("--training.dataset = c4: unknown data set; known: cpp_headers, jsonl"),
+            std::string::npos)
+      << all;
+  EXPECT_NE(all.find("there is no " + folder + " (relative to the working directory"), std::string::npos)
+      << all;
+  EXPECT_NE(all.find("needs validation.dataset_path"), std::string::npos) << all;
+  EXPECT_NE(all.find("no safetensors file at /no/weights"), std::string::npos) << all;
+}
+
+TEST_F(JobConfigTest, DataPathsHaveToBeThere) {
+  const std::vector<std::string> text = {"--model.hf_assets_path", "bytes", "--model.args.vocab_size", "258",
+                                         "--training.dataset",     "text",  "--training.dataset_path"};
+  auto problem_of = [&](const std::string& path) {
+    auto words = text;
+    words.push_back(path);
+    return ConfigError(problems_of(words, 1, JobFiles::Check)).problems();
+  };
+  EXPECT_TRUE(problem_of(TITAN_SOURCE_DIR "/docs").empty());
+  EXPECT_TRUE(problem_of(TITAN_SOURCE_DIR "/docs/*.md").empty());
+  ASSERT_EQ(problem_of("/no/such/folder").size(), 1u);
+  EXPECT_NE(problem_of("/no/such/folder")[0].find("nothing at /no/such/folder"), std::string::npos);
+  ASSERT_EQ(problem_of(TITAN_SOURCE_DIR "/docs/*.nothing").size(), 1u);
+}
+
+TEST_F(JobConfigTest, TheTokenizerFitsTheModel) {
+  auto problems = problems_of({"--model.hf_assets_path", "bytes"}, 1, JobFiles::Check);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("--model.hf_assets_path = bytes: the tokenizer has 258 tokens"),
+            std::string::npos)
+      << problems[0];
+}
+
+// The recording: 20 steps of 4 sequences of 64 tokens; two ranks.
+TEST_F(JobConfigTest, RecordedBatchesFitTheJob) {
+  const std::string folder = TITAN_SOURCE_DIR "/tests/data/parity/mini";
+  auto check = [&](const char* steps, const char* batch, const char* seq_len, const std::string& path) {
+    return problems_of({"--training.dataset", "tokens", "--training.dataset_path", path, "--training.steps",
+                        steps, "--training.local_batch_size", batch, "--training.seq_len", seq_len},
+                       2, JobFiles::Check);
+  };
+  EXPECT_TRUE(check("20", "2", "64", folder).empty());
+  EXPECT_EQ(check("1000", "1000", "1000", folder).size(), 3u);
+  auto missing = check("20", "2", "64", "/no/recording");
+  ASSERT_EQ(missing.size(), 1u);
+  EXPECT_NE(missing[0].find("there is no /no/recording/input.npy"), std::string::npos) << missing[0];
+}
+
+TEST_F(JobConfigTest, FeaturesThatDontExistAreRefused) {
+  for (auto words : std::vector<std::vector<std::string>>{{"--activation_checkpoint.debug"},
+                                                          {"--compile.enable"},
+                                                          {"--model.converters", "quantize.grouped_mm.mx"},
+                                                          {"--metrics.enable_wandb"}})
+    EXPECT_EQ(problems_of(words).size(), 1u) << words[0];
+}
+
+TEST_F(JobConfigTest, DegreesHaveToMakeUpTheRanks) {
+  const std::vector<std::string> words = {"--parallelism.tensor_parallel_degree", "2"};
+  const auto problems = problems_of(words, 1);
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("= 2 ranks, but the job has 1;"), std::string::npos) << problems[0];
+  EXPECT_TRUE(problems_of(words, 2).empty());
+}
+
+TEST_F(JobConfigTest, Float8IsCheckedBeforeAnythingStarts) {
+  const std::vector<std::string> on = {"--training.device", "cpu", "--model.converters",
+                                       "quantize.linear.float8"};
+  const auto problems = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), on.begin(), on.end());
+    return problems_of(words);
+  };
+  const std::string emulate = "--quantize.linear.float8.emulate";
+  EXPECT_TRUE(problems({emulate}).empty());
+  EXPECT_EQ(problems({}).size(), 1u);  // a CPU has no Float8 units
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.recipe_name", "rowise"}).size(), 1u);
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.recipe_name", "rowwise_with_gw_hp",
+                      "--quantize.linear.float8.filter_fqns", "auto_filter_small_kn"})
+                .size(),
+            1u);
+  const std::string gather = "--quantize.linear.float8.enable_fsdp_float8_all_gather";
+  EXPECT_TRUE(problems({emulate, gather}).empty());
+  EXPECT_EQ(problems({emulate, gather, "--quantize.linear.float8.recipe_name", "rowwise"}).size(), 1u);
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"}).size(),
+            1u);
+  const std::string of_weights = "--quantize.linear.float8.scaling_type_weight";
+  EXPECT_TRUE(problems({emulate, of_weights, "delayed"}).empty());
+  EXPECT_EQ(problems({emulate, gather, of_weights, "delayed"}).size(), 1u);
+  EXPECT_EQ(
+      problems({emulate, of_weights, "delayed", "--quantize.linear.float8.recipe_name", "rowwise"}).size(),
+      1u);
+  EXPECT_EQ(problems({emulate, "--quantize.linear.float8.recipe_name", "mxfp8_cublas"}).size(), 1u);
+  const auto mixed = problems_of({"--training.device", "cpu", emulate, "--model.converters",
+                                  "quantize.linear.float8,quantize.linear.mx"});
+  ASSERT_EQ(mixed.size(), 2u);
+  EXPECT_NE(mixed[0].find("Float8 and MX don't mix"), std::string::npos) << mixed[0];
+}
+
+TEST_F(JobConfigTest, Mxfp8IsCheckedBeforeAnythingStarts) {
+  const auto problems = [&](std::vector<std::string> words) {
+    const std::vector<std::string> on = {"--training.device", "cpu", "--model.converters",
+                                         "quantize.linear.mx"};
+    words.insert(words.begin(), on.begin(), on.end());
+    return problems_of(words);
+  };
+  const std::string recipe = "--quantize.linear.mx.recipe_name", emulate = "--quantize.linear.mx.emulate";
+  EXPECT_TRUE(problems({emulate}).empty());
+  EXPECT_TRUE(problems({recipe, "mxfp8_emulated"}).empty());
+  const auto refused = problems({recipe, "mxfp8_cublas_rceil"});  // a CPU has no such units
+  ASSERT_EQ(refused.size(), 1u);
+  for (const char* word : {"quantize.linear.mx.emulate", "no units for MXFP8"})
+    EXPECT_NE(refused[0].find(word), std::string::npos) << refused[0];
+  EXPECT_EQ(problems({emulate, recipe, "mxfp4"}).size(), 1u);
+  EXPECT_EQ(problems({emulate, recipe, "rowwise"}).size(), 1u);
+}
+
+TEST_F(JobConfigTest, PrintedConfigReadsBack) {
+  JobConfig config =
+      load({"--training.steps", "7", "--model.args.vocab_size", "5", "--optimizer.lr", "1.5e-7"});
+  std::string printed = config::print_toml(job_schema(), config);
+  auto path = std::filesystem::path(testing::TempDir()) / "job_config_test.toml";
+  std::ofstream(path) << printed;
+  JobConfig again;
+  config::load(job_schema(), {path, {}}, again);
+  EXPECT_EQ(config::print_toml(job_schema(), again), printed);
+}
+
+TEST_F(JobConfigTest, EveryKeyOfTorchTitanIsDescribed) {
+  EXPECT_GE(torchtitan_keys().size(), 150u);
+  EXPECT_NO_THROW(config::key_table(job_schema(), torchtitan_keys()));
+}
+
+}  // namespace
+}  // namespace titan::train

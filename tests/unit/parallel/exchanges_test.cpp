@@ -1,0 +1,330 @@
+// Sends and receives of overlapped products on a backend that works off each rank's messages one after the
+// other, and starts none before its peer has come to it.
+
+#include <gtest/gtest.h>
+
+#include <ATen/ATen.h>
+
+#include "parallel/tensor/exchanges.h"
+#include "titan/core/error.h"
+#include "titan/float8/convert.h"
+#include "titan/ops/linear.h"
+#include "unit/golden.h"
+#include "unit/parallel/overlapped_mlp.h"
+#include "unit/parallel/serial_queues.h"
+#include "unit/parallel/thread_peer_memory.h"
+
+namespace titan::tp {
+namespace {
+
+using testing::Message;
+
+// As SendReceiveExchange issues them.
+std::deque<Message> messages_of(int rank, int size) {
+  std::deque<Message> messages;
+  for (int round = 0; round < size; ++round) {
+    const int peer = peer_in_round(rank, size, round);
+    if (peer == rank) continue;
+    const bool sends_first = rank < peer;
+    messages.push_back({peer, sends_first});
+    messages.push_back({peer, !sends_first});
+  }
+  return messages;
+}
+
+class ExchangeOrder : public ::testing::TestWithParam<int> {};
+
+TEST_P(ExchangeOrder, EndsWhereEachRankHasOneQueue) {
+  const int size = GetParam();
+  std::vector<std::deque<Message>> queues;
+  for (int rank = 0; rank < size; ++rank) queues.push_back(messages_of(rank, size));
+  EXPECT_TRUE(testing::all_arrive(queues));
+}
+
+TEST_P(ExchangeOrder, MeetsEveryPeerOnce) {
+  const int size = GetParam();
+  for (int rank = 0; rank < size; ++rank) {
+    std::vector<int> met(static_cast<size_t>(size));
+    for (int round = 0; round < size; ++round) {
+      const int peer = peer_in_round(rank, size, round);
+      EXPECT_EQ(peer_in_round(peer, size, round), rank);
+      ++met[static_cast<size_t>(peer)];
+    }
+    EXPECT_EQ(met, std::vector<int>(static_cast<size_t>(size), 1));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, ExchangeOrder, ::testing::Values(2, 3, 4, 5, 7, 8, 16));
+
+}  // namespace
+
+// Overlapped products over memory that ranks read and write in each other's place, against the plain
+// products; and that no access to it goes unordered. The ranks are threads.
+
+namespace {
+
+using namespace titan::testing;  // NOLINT: these are the test's own words
+
+std::shared_ptr<const PeerMemoryExchange> exchange_of(const std::shared_ptr<MeetingPlace>& place, int rank,
+                                                      Queues queues) {
+  return std::make_shared<const PeerMemoryExchange>(
+      std::make_shared<PeerPieces>(PeerPieces{std::make_unique<ThreadPeerMemory>(place, rank, queues)}));
+}
+
+std::vector<at::Tensor> with_gradients(const MlpTensors& mlp, const at::Tensor& output) {
+  std::vector<at::Tensor> results{output.detach()};
+  for (const at::Tensor& leaf : mlp.leaves()) results.push_back(leaf.grad());
+  return results;
+}
+
+struct Case {
+  int ranks;
+  Queues queues;
+};
+class PeerMemoryExchangeTest : public ::testing::TestWithParam<Case> {};
+
+// The pieces grow with the second sequence, and serve a shorter one after it.
+TEST_P(PeerMemoryExchangeTest, EqualsPlainProducts) {
+  const auto [ranks, queues] = GetParam();
+  const std::vector<int64_t> sequences{12, 24, 12, 24};
+  const auto place = std::make_shared<MeetingPlace>(ranks);
+  using Results = std::vector<std::vector<at::Tensor>>;  // by sequence
+  std::vector<Results> got(static_cast<size_t>(ranks));
+  run_ranks(ranks, [&, queues = queues, ranks = ranks](int rank) {
+    const auto exchange = exchange_of(place, rank, queues);
+    for (const int64_t sequence : sequences) {
+      const MlpTensors mlp = part_of(whole_mlp(sequence, at::kDouble), rank, ranks);
+      const at::Tensor output = overlapped_output(mlp, exchange);
+      backward(mlp, output);
+      got[static_cast<size_t>(rank)].push_back(with_gradients(mlp, output));
+    }
+  });
+  EXPECT_EQ(place->problems(), std::vector<std::string>{});
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const MlpTensors whole = whole_mlp(sequences[i], at::kDouble);
+    const at::Tensor output = plain_output(whole);
+    backward(whole, output);
+    for (int rank = 0; rank < ranks; ++rank)
+      for (size_t which = 0; which < 5; ++which)
+        EXPECT_CLOSE(got[static_cast<size_t>(rank)][i][which],
+                     expected_part(whole, output, which, rank, ranks), 1e-10)
+            << "sequence " << i << ", rank " << rank << ", result " << which;
+  }
+}
+
+// ---- in Float8
+
+constexpr int64_t kNarrowSequence = 24;
+
+std::shared_ptr<const ops::Products> narrow_products(const char* recipe) {
+  return float8::products(float8::recipes().get(recipe), float8::Arithmetic::Emulated,
+                          ops::default_products());
+}
+
+MlpProducts products_of_parts(const char* recipe, const std::shared_ptr<const ops::RankParts>& parts) {
+  const auto whole = narrow_products(recipe);
+  return {.up = whole->for_parts({.out = parts}),
+          .gate = whole->for_parts({.out = parts}),
+          .down = whole->for_parts({.in = parts})};
+}
+
+// The output's gradient is given, so that no cast hangs on the order of a sum over ranks.
+void backward_of_factor(const MlpTensors& mlp, const at::Tensor& output) {
+  (output * mlp.factor).sum().backward();
+}
+
+// What a rank receives in a forward and a backward: x and the output's gradient as bytes where one cast
+// serves all that multiply them, and summands in fp32.
+int64_t bytes_received(const MlpTensors& part, int ranks, bool gathered_in_bytes) {
+  const int64_t each = part.x.numel() + part.factor.numel();
+  return (ranks - 1) * each * ((gathered_in_bytes ? 1 : 4) + 4);
+}
+
+TEST_P(PeerMemoryExchangeTest, MultipliesInFloat8WhatOneRankDoes) {
+  const auto [ranks, queues] = GetParam();
+  for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp"}) {
+    const auto place = std::make_shared<MeetingPlace>(ranks);
+    const auto shared = std::make_shared<ThreadRankParts::Shared>(ranks);
+    std::vector<std::vector<at::Tensor>> got(static_cast<size_t>(ranks));
+    run_ranks(ranks, [&, queues = queues, ranks = ranks](int rank) {
+      const auto exchange = exchange_of(place, rank, queues);
+      const MlpTensors mlp = part_of(whole_mlp(kNarrowSequence, at::kFloat), rank, ranks);
+      const auto products = products_of_parts(recipe, std::make_shared<const ThreadRankParts>(shared, rank));
+      const at::Tensor output = overlapped_output(mlp, exchange, products);
+      backward_of_factor(mlp, output);
+      got[static_cast<size_t>(rank)] = with_gradients(mlp, output);
+      EXPECT_EQ(exchange->traffic()->bytes, bytes_received(mlp, ranks, std::string(recipe) == "tensorwise"))
+          << recipe;
+    });
+    EXPECT_EQ(place->problems(), std::vector<std::string>{});
+    const MlpTensors whole = whole_mlp(kNarrowSequence, at::kFloat);
+    const auto multiply = [&](const at::Tensor& x, const at::Tensor& weight) {
+      return ops::linear(x, weight, {}, narrow_products(recipe));
+    };
+    const at::Tensor output =
+        multiply(activation(multiply(whole.x, whole.up), multiply(whole.x, whole.gate)), whole.down);
+    backward_of_factor(whole, output);
+    for (int rank = 0; rank < ranks; ++rank)
+      for (size_t which = 0; which < 5; ++which)
+        EXPECT_LT(relative_error(got[static_cast<size_t>(rank)][which],
+                                 expected_part(whole, output, which, rank, ranks)),
+                  1e-6)
+            << recipe << ", rank " << rank << ", result " << which;
+  }
+}
+
+// ---- sums
+
+// Scatters that follow each other: nothing else keeps their summands apart.
+TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInSingleAndInRankOrder) {
+  const auto [ranks, queues] = GetParam();
+  constexpr int rounds = 3;
+  const auto summand = [](int from, int to, int round) {
+    return at::sin(at::arange(40, at::kFloat) * (from + 1) + to + 10 * round)
+        .to(at::kBFloat16)
+        .view({2, 4, 5});
+  };
+  const auto place = std::make_shared<MeetingPlace>(ranks);
+  std::vector<std::vector<at::Tensor>> sums(static_cast<size_t>(ranks));
+  run_ranks(ranks, [&, queues = queues](int rank) {
+    const auto exchange = exchange_of(place, rank, queues);
+    for (int round = 0; round < rounds; ++round) {
+      const auto scatter = exchange->scatter();
+      for (int to = scatter->next(); to >= 0; to = scatter->next()) scatter->give(summand(rank, to, round));
+      sums[static_cast<size_t>(rank)].push_back(scatter->finish());
+    }
+  });
+  EXPECT_EQ(place->problems(), std::vector<std::string>{});
+  for (int to = 0; to < ranks; ++to)
+    for (int round = 0; round < rounds; ++round) {
+      at::Tensor expected = summand(0, to, round).to(at::kFloat);
+      for (int from = 1; from < ranks; ++from) expected.add_(summand(from, to, round));
+      EXPECT_TRUE(
+          at::equal(sums[static_cast<size_t>(to)][static_cast<size_t>(round)], expected.to(at::kBFloat16)));
+    }
+}
+
+// With some of the parts for nobody, or all.
+TEST_P(PeerMemoryExchangeTest, GathersMayEndEarly) {
+  const auto [ranks, queues] = GetParam();
+  const auto place = std::make_shared<MeetingPlace>(ranks);
+  run_ranks(ranks, [&, queues = queues](int rank) {
+    const auto exchange = exchange_of(place, rank, queues);
+    for (int round = 0; round < 3; ++round) {
+      const auto gather = exchange->gather(at::full({1, 2, 3}, rank + round));
+      for (int i = 0; i < round; ++i) {
+        const int from = gather->next();
+        if (from >= 0) {
+          EXPECT_TRUE(at::equal(gather->part(from), at::full({1, 2, 3}, from + round)));
+        }
+      }
+    }
+  });
+  EXPECT_EQ(place->problems(), std::vector<std::string>{});
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PeerMemoryExchangeTest,
+                         ::testing::Values(Case{2, Queues::Beside}, Case{3, Queues::Beside},
+                                           Case{4, Queues::Beside}, Case{2, Queues::InOrder},
+                                           Case{3, Queues::InOrder}, Case{4, Queues::InOrder}),
+                         [](const auto& info) {
+                           return str(info.param.ranks, "Ranks",
+                                      info.param.queues == Queues::Beside ? "Beside" : "InOrder");
+                         });
+
+TEST(PeerMemoryExchange, CountsWhatTheRankReceives) {
+  const auto place = std::make_shared<MeetingPlace>(3);
+  run_ranks(3, [&](int rank) {
+    const auto exchange = exchange_of(place, rank, Queues::Beside);
+    const MlpTensors mlp = part_of(whole_mlp(12, at::kDouble), rank, 3);
+    const at::Tensor output = overlapped_output(mlp, exchange);
+    const int64_t in = 2 * 2 * 4 * 5 * 8, out = 2 * 2 * 4 * 7 * 8;  // two peers, [2, 4, features], fp64
+    EXPECT_EQ(exchange->traffic()->bytes, in + out);
+    EXPECT_EQ(exchange->traffic()->calls, 2);
+    backward(mlp, output);
+    EXPECT_EQ(exchange->traffic()->bytes, 2 * (in + out));
+    EXPECT_EQ(exchange->traffic()->calls, 4);
+  });
+}
+
+TEST(PeerMemoryExchange, RefusesOneRankAndTwoAtATime) {
+  EXPECT_THROW(exchange_of(std::make_shared<MeetingPlace>(1), 0, Queues::InOrder), Error);
+  const auto exchange = exchange_of(std::make_shared<MeetingPlace>(2), 0, Queues::InOrder);
+  const auto scatter = exchange->scatter();
+  EXPECT_THROW(exchange->scatter(), std::exception);
+}
+
+// That the double finds what the schedule must not do.
+
+std::string problems_of(const std::function<void(dist::PeerMemory&)>& rank) {
+  const auto place = std::make_shared<MeetingPlace>(2);
+  run_ranks(2, [&](int r) {
+    ThreadPeerMemory memory(place, r, Queues::Beside);
+    memory.reserve(256);
+    rank(memory);
+  });
+  std::string all;
+  for (const std::string& problem : place->problems()) all += problem + "\n";
+  return all;
+}
+
+const at::Tensor& kept() {
+  static const at::Tensor tensor = at::zeros({32}, at::kDouble);
+  return tensor;
+}
+
+TEST(ThreadPeerMemory, FindsNothingInARightOrder) {
+  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+    for (int i = 0; i < 3; ++i) {
+      memory.write(1 - memory.rank(), 0, kept());
+      memory.barrier();
+      memory.wait(memory.now());
+      memory.mine(0, {32}, at::kDouble);
+      memory.barrier();
+    }
+  });
+  EXPECT_EQ(problems, "");
+}
+
+TEST(ThreadPeerMemory, FindsReadsBeforeABarrier) {
+  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+    const at::Tensor target = at::empty({32}, at::kDouble);
+    memory.write(memory.rank(), 0, kept());
+    memory.read(target, 1 - memory.rank(), 0);
+    memory.wait(memory.now());
+  });
+  EXPECT_NE(problems.find("isn't ordered after"), std::string::npos) << problems;
+}
+
+TEST(ThreadPeerMemory, FindsASumThatDoesntWait) {
+  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+    memory.write(1 - memory.rank(), 0, kept());
+    memory.barrier();
+    memory.mine(0, {32}, at::kDouble);
+  });
+  EXPECT_NE(problems.find("isn't ordered after"), std::string::npos) << problems;
+}
+
+TEST(ThreadPeerMemory, FindsWritesOverWhatAPeerStillReads) {
+  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+    for (int i = 0; i < 2; ++i) {
+      memory.write(1 - memory.rank(), 0, kept());
+      memory.barrier();
+      memory.wait(memory.now());
+      memory.mine(0, {32}, at::kDouble);
+    }
+  });
+  EXPECT_NE(problems.find("write by"), std::string::npos) << problems;
+}
+
+TEST(ThreadPeerMemory, FindsTensorsThatGoTooEarly) {
+  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+    memory.barrier();  // behind which the queue is late
+    for (int i = 0; i < 8; ++i) memory.write(memory.rank(), 0, at::zeros({32}, at::kDouble));
+    memory.wait(memory.now());
+  });
+  EXPECT_NE(problems.find("goes before the queue"), std::string::npos) << problems;
+}
+
+}  // namespace
+}  // namespace titan::tp
