@@ -1,5 +1,7 @@
 #include "job/checkpoint_job.h"
 
+#include "job/float8_job.h"
+
 #include "dist/environment.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/manifest.h"
@@ -146,7 +148,8 @@ std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const
                               .config = config::print_toml(job_schema(), config),
                               .initial = initial_state(config, meshes, parameters),
                               .model_export = model_export(config),
-                              .peers = peer_settings(config.checkpoint)});
+                              .peers = peer_settings(config.checkpoint),
+                              .may_be_missing = {kDelayedScales}});
 }
 
 }  // namespace titan::train

@@ -13,9 +13,9 @@ void start_memory_history(const JobConfig& config, at::Device device);
 
 class StepProfiler;
 
-/// What watches a run whose stages these are. Returns what writes traces, null: nothing does. `log` may be
+/// What watches a run of these models. Returns what writes traces, null: nothing does. `log` may be
 /// null.
 StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, const dist::World& world,
-                            const StageParts& stages, StructuredLog* log);
+                            const std::vector<std::unique_ptr<TrainableModel>>& models, StructuredLog* log);
 
 }  // namespace titan::train

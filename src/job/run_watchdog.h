@@ -7,8 +7,8 @@
 
 #include "titan/guard/watchdog.h"
 #include "titan/nn/hooks.h"
-#include "titan/train/checkpoint_settings.h"
-#include "titan/train/comm_settings.h"
+#include "train/checkpoints/checkpoint_settings.h"
+#include "job/settings.h"
 #include "titan/train/run_observer.h"
 
 namespace titan::train {

@@ -70,7 +70,7 @@ MetricsLogger::MetricsLogger(Options options)
   color_ = options_.on_terminal && !options_.settings.disable_color_printing;
 }
 
-void MetricsLogger::begin_behind(int64_t step) {
+void MetricsLogger::begin_after(int64_t step) {
   begun_ = true;
   if (!options_.writes) return;
   const auto metrics = options_.folder / "metrics.jsonl", validation = options_.folder / "validation.jsonl";
@@ -88,9 +88,9 @@ void MetricsLogger::begin_behind(int64_t step) {
 
 MetricsLogger::~MetricsLogger() = default;
 
-void MetricsLogger::log(const StepMetrics& m) {
+void MetricsLogger::logged(const StepMetrics& m) {
   if (!options_.writes) return;
-  if (!begun_) begin_behind(0);
+  if (!begun_) begin_after(0);
   step_lines_->append(json_line(m) + "\n");
   if (events_)
     events_->write(m.step,
@@ -113,9 +113,9 @@ void MetricsLogger::log(const StepMetrics& m) {
   log::info_rank0(console_line(m, color_) + remaining(m.step));
 }
 
-void MetricsLogger::log(const ValidationMetrics& m) {
+void MetricsLogger::validated(const ValidationMetrics& m) {
   if (!options_.writes) return;
-  if (!begun_) begin_behind(0);
+  if (!begun_) begin_after(0);
   if (!validation_lines_)
     validation_lines_ = std::make_unique<AppendFile>(options_.folder / "validation.jsonl", /*truncate=*/true);
   validation_lines_->append(json_line(m) + "\n");

@@ -12,8 +12,8 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"
-#include "train/policies/late_values.h"
-#include "train/step_replay.h"
+#include "train/policies/step_numbers.h"
+#include "guard/nan_replay.h"
 
 namespace titan::train {
 

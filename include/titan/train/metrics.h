@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "titan/config/table.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 
@@ -86,7 +87,7 @@ class RemainingTime {
 
 /// The sinks of one rank. Throws Error that names the file when the folder can't be made or written
 /// (read-only, full).
-class MetricsLogger {
+class MetricsLogger final : public RunObserver {
  public:
   struct Options {
     MetricsSettings settings;
@@ -96,16 +97,16 @@ class MetricsLogger {
     bool on_terminal = false;      ///< colours and remaining time
   };
   explicit MetricsLogger(Options options);
-  ~MetricsLogger();
+  ~MetricsLogger() override;
 
   /// Opens the files. Of an earlier run the rows up to `step` stay, which this run goes on behind; 0: none.
   /// The first log() does it with 0 where nobody has.
-  void begin_behind(int64_t step);
+  void begin_after(int64_t step) override;
 
-  void log(const StepMetrics& metrics);
-  void log(const ValidationMetrics& metrics);
+  void logged(const StepMetrics& metrics) override;
+  void validated(const ValidationMetrics& metrics) override;
   /// Everything logged is on disk afterwards; throws as log() does.
-  void flush();
+  void flush() override;
 
  private:
   std::string remaining(int64_t step);

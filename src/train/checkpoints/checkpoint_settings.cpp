@@ -1,4 +1,4 @@
-#include "titan/train/checkpoint_settings.h"
+#include "train/checkpoints/checkpoint_settings.h"
 
 #include <algorithm>
 

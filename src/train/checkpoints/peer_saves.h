@@ -10,7 +10,7 @@
 
 #include "checkpoint/peer/peer_folder.h"
 #include "titan/checkpoint/checkpointer.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 

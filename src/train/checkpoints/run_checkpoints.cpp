@@ -1,4 +1,4 @@
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 #include <algorithm>
 #include <chrono>
@@ -10,7 +10,6 @@
 #include <torch/version.h>
 
 #include "config/differences.h"
-#include "job/float8_job.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -226,7 +225,7 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
   const ManifestSummary saved = read_summary(step_folder, world_);
   checkpoint::LoadOptions options;
   options.exclude = std::move(exclude);
-  options.optional = {kDelayedScales};
+  options.optional = options_.may_be_missing;
   options.convert_dtypes = options_.settings.convert_dtypes;
   const bool wants_rng =
       rng_ && std::find(options.exclude.begin(), options.exclude.end(), "rng") == options.exclude.end();

@@ -10,7 +10,7 @@
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 

@@ -37,7 +37,7 @@ double now_s() {
 
 }  // namespace
 
-RunningStep::RunningStep(StepRunner& runner, const StepPlan& plan,
+RunningStep::RunningStep(PipelineRunner& runner, const StepPlan& plan,
                          const std::vector<data::Batch>& micro_batches, int64_t global_valid_tokens)
     : runner_(runner),
       plan_(plan),

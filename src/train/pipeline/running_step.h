@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include "titan/dist/collectives.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
@@ -62,10 +62,10 @@ class ReceiveBuffers {
 
 // One run of a plan: what is in flight between its actions.
 
-/// Local to StepRunner::run, so that an exception drops it all; calls on the wire aren't waited for then.
+/// Local to PipelineRunner::run, so that an exception drops it all; calls on the wire aren't waited for then.
 class RunningStep {
  public:
-  RunningStep(StepRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
+  RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
               int64_t global_valid_tokens);
   void perform(const StepPlan::Planned& due);
   void perform_timed(const StepPlan::Planned& due, std::vector<ActionTime>& times);
@@ -102,7 +102,7 @@ class RunningStep {
   bool is_last(const StepPlan::Planned& due) const { return due.action.stage + 1 == plan_.num_stages_; }
   ScheduledSharding* sharding_of(const StepPlan::Planned& due) const;
 
-  StepRunner& runner_;
+  PipelineRunner& runner_;
   const StepPlan& plan_;
   const std::vector<data::Batch>& micro_batches_;
   int64_t global_valid_tokens_;

@@ -1,4 +1,4 @@
-#include "titan/train/tied_gradients.h"
+#include "train/pipeline/tied_gradients.h"
 
 #include <algorithm>
 #include <map>

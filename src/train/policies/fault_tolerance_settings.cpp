@@ -1,4 +1,4 @@
-#include "titan/train/fault_tolerance_settings.h"
+#include "train/policies/fault_tolerance_settings.h"
 
 namespace titan::train {
 

@@ -92,8 +92,8 @@ TEST(TensorBoard, OnlyWhatIsKnownHasATag) {
     settings.enable_tensorboard = true;
     {
       MetricsLogger logger({.settings = settings, .folder = folder.path() / run});
-      logger.log(metrics);
-      logger.log(ValidationMetrics{.step = 1});
+      logger.logged(metrics);
+      logger.validated(ValidationMetrics{.step = 1});
       logger.flush();
     }
     std::string text;
@@ -120,7 +120,7 @@ TEST(TensorBoard, EachStartHasAFolderOfItsOwn) {
   MetricsSettings settings;
   settings.enable_tensorboard = true;
   for (int start = 0; start < 3; ++start)
-    MetricsLogger({.settings = settings, .folder = folder.path()}).log(sample());
+    MetricsLogger({.settings = settings, .folder = folder.path()}).logged(sample());
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path() / "tb"), {}), 3);
 }
 

@@ -15,7 +15,7 @@
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/checkpoint_settings.h"
+#include "train/checkpoints/checkpoint_settings.h"
 #include "titan/train/checkpoint_state.h"
 
 namespace titan::train {
@@ -57,6 +57,7 @@ class RunCheckpoints {
     InitialState initial = {};
     std::optional<ModelExport> model_export = {};  ///< what the last save writes; unset: the whole state
     std::optional<PeerSettings> peers = {};
+    std::vector<std::string> may_be_missing = {};  ///< keys of objects that the checkpoint or the run may lack
   };
 
   /// `parameters`: of this rank's stages, for the model alone. Collective over the world, as are all calls
@@ -103,7 +104,7 @@ class RunCheckpoints {
   /// What memory holds may be newer than all that is on disk.
   bool keeps_in_memory() const { return peers_ != nullptr; }
   /// The run went on from there: what it loaded isn't on disk.
-  bool went_on_from_memory() const { return from_memory_; }
+  bool resumed_from_memory() const { return from_memory_; }
 
   /// Before the state changes.
   void wait_for_staging();
