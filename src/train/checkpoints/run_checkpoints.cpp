@@ -246,7 +246,7 @@ void RunCheckpoints::tell_loaded(const checkpoint::Loaded& loaded, const fs::pat
   std::string excluded;
   for (const std::string& key : options_.settings.exclude_from_loading)
     excluded += (excluded.empty() ? "; not loaded: " : ", ") + key;
-  log::info_rank0(str("the run goes on behind step ", loaded.manifest.step, ", loaded from ",
+  log::info_rank0(str("resuming after step ", loaded.manifest.step, ", loaded from ",
                       step_folder.string(), ": ", gigabytes(num_bytes), " in ", seconds_text(loaded.seconds),
                       excluded));
   tell_differences(loaded.manifest);
