@@ -19,18 +19,18 @@ void check_valid_tokens(int64_t global_valid_tokens) {
 
 at::Tensor OneStageRunner::forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
-  const nn::AnyRef root = models_[0].model->root();
-  discard_gradients(root);  // of a step that failed
+  TrainableModel& model = *models_[0].model;
+  discard_gradients(model.root());  // of a step that failed
   at::Tensor total = at::zeros({}, at::TensorOptions(device_).dtype(at::kDouble));
   for (size_t i = 0; i < batches.size(); ++i) {
     at::Tensor loss;
     {
       const dist::TraceRange traced([&] { return str("action 0F", i); });
-      loss = loss_of(batches[i], global_valid_tokens);
+      loss = model.loss(on_device(batches[i].input_BS), on_device(batches[i].labels_BS), global_valid_tokens);
       total.add_(loss.detach());
     }
     const dist::TraceRange traced([&] { return str("action 0B", i); });
-    set_last_micro_batch(root, i + 1 == batches.size());
+    set_last_micro_batch(model.root(), i + 1 == batches.size());
     if (loss.requires_grad()) loss.backward();
   }
   return total;
@@ -39,14 +39,13 @@ at::Tensor OneStageRunner::forward_backward(const std::vector<data::Batch>& batc
 at::Tensor OneStageRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   const dist::TraceRange traced([] { return "action 0F0"; });
-  return loss_of(batch, global_valid_tokens).detach().to(at::kDouble);
+  const at::Tensor loss =
+      models_[0].model->loss(on_device(batch.input_BS), on_device(batch.labels_BS), global_valid_tokens);
+  return loss.detach().to(at::kDouble);
 }
 
-at::Tensor OneStageRunner::loss_of(const data::Batch& batch, int64_t global_valid_tokens) {
-  const auto on_device = [&](const at::Tensor& host) {
-    return host.to(device_, host.scalar_type(), /*non_blocking=*/true);
-  };
-  return models_[0].model->loss(on_device(batch.input_BS), on_device(batch.labels_BS), global_valid_tokens);
+at::Tensor OneStageRunner::on_device(const at::Tensor& host) const {
+  return host.to(device_, host.scalar_type(), /*non_blocking=*/true);
 }
 
 }  // namespace titan::train

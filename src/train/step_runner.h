@@ -40,7 +40,7 @@ class OneStageRunner final : public StepRunner {
   const std::vector<ModelPart>& models() const override { return models_; }
 
  private:
-  at::Tensor loss_of(const data::Batch& batch, int64_t global_valid_tokens);
+  at::Tensor on_device(const at::Tensor& host) const;
 
   std::vector<ModelPart> models_;
   at::Device device_;
