@@ -149,7 +149,7 @@ TEST(LossSpikes, AfterALossAreGoneBackFromOnFewerRanks) {
   const Words words = recorded_run(config, write_recording("data", 60, {24}), 20) + kRule;
   train_log(run, words + ranks(3));
   const std::string log = train_log(run, words + ranks(2) + Words{"--training.steps", "30"});
-  EXPECT_THAT(log, AllOf(HasSubstr("Rewinding to step 20"), HasSubstr("random numbers are seeded anew")));
+  EXPECT_THAT(log, AllOf(HasSubstr("Rewinding to step 20"), HasSubstr("random numbers are seeded again")));
   EXPECT_EQ(curve_of(run).size(), 30u);
 }
 

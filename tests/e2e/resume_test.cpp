@@ -70,7 +70,7 @@ TEST_P(OtherRanks, GoOnWithinRounding) {
   int steps = 0;
   for (const Words& part : GetParam().parts) {
     const std::string log = train_log(run, part_of_run(words + part, steps + 5));
-    if (steps > 0) EXPECT_THAT(log, HasSubstr("random numbers are seeded anew"));
+    if (steps > 0) EXPECT_THAT(log, HasSubstr("random numbers are seeded again"));
     steps += 5;
   }
   const Curve found = curve_of(run);
@@ -313,7 +313,7 @@ TEST(Loading, WhatIsOtherThanItWasIsTold) {
                 100, /*threads=*/2);
   EXPECT_EQ(other.status, 0) << other.err;
   EXPECT_THAT(other.err,
-              AllOf(HasSubstr("the checkpoint is of a run with 1 thread(s) an operation, this one has 2"),
+              AllOf(HasSubstr("the checkpoint is from a run with 1 thread(s) an operation, this one has 2"),
                     HasSubstr("settings aren't those of the checkpoint"),
                     HasSubstr("; training.steps: 5 | 6"), HasSubstr("| 0.003")));
   EXPECT_THAT(other.err, ::testing::Not(HasSubstr("dump_folder:")));
