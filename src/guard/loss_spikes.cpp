@@ -38,9 +38,10 @@ bool LossSpikes::add(double loss) {
 
 void LossSpikes::check_rewinds_left(const std::string& spike) const {
   if (num_rewinds_ >= settings_.max_rewinds)
-    throw UnsoundRun(str(spike, ", and the run has gone back ", num_rewinds_,
-                         " times already, as often as fault_tolerance.max_rewinds allows. A lower learning rate or "
-                         "other data may help"));
+    throw UnsoundRun(
+        str(spike, ", and the run has gone back ", num_rewinds_,
+            " times already, as often as fault_tolerance.max_rewinds allows. A lower learning rate or "
+            "other data may help"));
 }
 
 int64_t LossSpikes::rewind_distance(int64_t step) const {
@@ -89,15 +90,16 @@ bool RewindOnSpike::end_step(Trainer& trainer) {
 // Checkpoints at the wanted distance may not exist yet, so shorter distances are tried.
 bool RewindOnSpike::rewind(Trainer& trainer) {
   const int64_t spike = trainer.step();
-  const std::string what = str("step ", spike, ": the loss of ", spikes_.last(), " is a spike above ", spikes_.mean(),
-                               " +- ", spikes_.deviation());
+  const std::string what = str("step ", spike, ": the loss of ", spikes_.last(), " is a spike above ",
+                               spikes_.mean(), " +- ", spikes_.deviation());
   spikes_.check_rewinds_left(what);
   const PhaseScope load = trainer.phase(Phase::Load);
   for (int64_t distance = spikes_.rewind_distance(spike); distance > 0; distance /= 2) {
     if (spike <= distance || !trainer.load_before(spike - distance + 1)) continue;
     spikes_.count_rewind(spike);
-    log::warning_rank0(str(what, ". Rewinding to step ", trainer.step(), " and skipping the data through step ", spike,
-                           ": rewind ", spikes_.num_rewinds(), " of ", settings_.max_rewinds));
+    log::warning_rank0(str(what, ". Rewinding to step ", trainer.step(),
+                           " and skipping the data through step ", spike, ": rewind ", spikes_.num_rewinds(),
+                           " of ", settings_.max_rewinds));
     return true;
   }
   log::warning_rank0(what + "; there is no complete checkpoint to go back to, so the run continues");

@@ -1,9 +1,9 @@
 // [Note: which rank made the number]
-// A number that isn't finite travels through the ranks: in the forward to later stages, in the backward to earlier ones,
-// and from a layer that sums parts over tensor- or context-parallel ranks to all of these. The rank that made it meets it
-// first: in a forward rather than a backward; there in the first stage, here in the last; and among ranks that call the
-// same modules, at the lowest count of calls. Among ranks that meet it in the same call, one that was given the number says
-// more than one that got it out of a sum.
+// A number that isn't finite travels through the ranks: in the forward to later stages, in the backward to
+// earlier ones, and from a layer that sums parts over tensor- or context-parallel ranks to all of these. The
+// rank that made it meets it first: in a forward rather than a backward; there in the first stage, here in
+// the last; and among ranks that call the same modules, at the lowest count of calls. Among ranks that meet
+// it in the same call, one that was given the number says more than one that got it out of a sum.
 
 #include "guard/nan_replay.h"
 
@@ -86,7 +86,8 @@ std::string first_nonfinite_gradient(const std::vector<Parameter>& parameters) {
 
 // What is known already is logged first, in case the replay doesn't come to its end.
 std::string NanReplay::explain(Trainer& trainer, const NonFiniteStep& step) {
-  log::warning_rank0(step.problem + ". The step is run again to find the module and the rank that it comes from");
+  log::warning_rank0(step.problem +
+                     ". The step is run again to find the module and the rank that it comes from");
   const at::AutoGradMode with_gradients(true);  // off where numbers are read late
   try {
     return replay(trainer, step);
@@ -110,18 +111,22 @@ std::string NanReplay::replay(Trainer& trainer, const NonFiniteStep& step) {
                            mine.text.empty() ? "" : mine.text + who_adds_up(parts.meshes));
   if (!said.ranks.empty())
     return str("Run again, it shows where. ", said.text,
-               said.ranks.size() == 1 ? ""
-                                      : str("\n  ranks ", comma_separated(said.ranks), " come to such numbers there"));
+               said.ranks.size() == 1
+                   ? ""
+                   : str("\n  ranks ", comma_separated(said.ranks), " come to such numbers there"));
   said = gather_first(world, "", first_nonfinite_gradient(parts.parameters));
   if (!said.ranks.empty())
-    return str("Run again, no module on any rank gives an output or a gradient that isn't finite, but the gradient of "
-               "parameter '",
-               said.text, "' is: it comes from the parameter's own, or from its sum over ranks");
+    return str(
+        "Run again, no module on any rank gives an output or a gradient that isn't finite, but the gradient "
+        "of "
+        "parameter '",
+        said.text, "' is: it comes from the parameter's own, or from its sum over ranks");
   said = gather_first(world, "", loss_is_finite ? "" : "not finite");
   if (!said.ranks.empty())
     return str("Run again, it is the loss alone, on ranks ", comma_separated(said.ranks),
                ": every module's output and every gradient is finite");
-  return "Run again, all of its numbers are finite, with the same batch and weights. Suspect an operation that isn't "
+  return "Run again, all of its numbers are finite, with the same batch and weights. Suspect an operation "
+         "that isn't "
          "deterministic, random numbers that differ (dropout), or a host's processor or memory";
 }
 

@@ -65,8 +65,8 @@ std::vector<int64_t> sums_of_ranks(const MeshParameters& group) {
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + all.numel()};
 }
 
-// The part of the tensor that the rank at a row-major position of the mesh has, by its coordinates on the axes that shard
-// it. Ranks with the same part are replicas.
+// The part of the tensor that the rank at a row-major position of the mesh has, by its coordinates on the
+// axes that shard it. Ranks with the same part are replicas.
 std::map<int64_t, std::vector<size_t>> replicas_by_part(const DTensor& data) {
   std::map<int64_t, std::vector<size_t>> parts;
   const auto& axes = data.mesh.axes();
@@ -152,10 +152,10 @@ void check_replicas(const dist::World& world, const std::vector<Parameter>& para
   std::erase(texts, "");
   std::string all;
   for (const std::string& text : texts) all += str(all.empty() ? "" : "; ", text);
-  throw UnsoundRun(
-      str("after step ", step, " replicas of parameters aren't equal: ", all,
-          ". A processor or memory there returns wrong results: leave that host out, and resume from an earlier "
-          "checkpoint"));
+  throw UnsoundRun(str(
+      "after step ", step, " replicas of parameters aren't equal: ", all,
+      ". A processor or memory there returns wrong results: leave that host out, and resume from an earlier "
+      "checkpoint"));
 }
 
 bool ReplicaCheck::end_step(Trainer& trainer) {

@@ -1,8 +1,8 @@
 #pragma once
 
-// fault_tolerance.check_replicas_freq: silent corruption by a memory or a processor. Ranks that have a copy of the same part
-// of a parameter (replicated over dp_replicate, tp or cp) always compute the same bits for it; a checksum of each copy
-// shows when one no longer does.
+// fault_tolerance.check_replicas_freq: silent corruption by a memory or a processor. Ranks that have a copy
+// of the same part of a parameter (replicated over dp_replicate, tp or cp) always compute the same bits for
+// it; a checksum of each copy shows when one no longer does.
 
 #include <cstdint>
 #include <string>
@@ -18,12 +18,13 @@ namespace titan::train {
 /// device. Any one flipped bit changes it, the order of additions doesn't.
 at::Tensor bit_sum(const at::Tensor& tensor);
 
-/// `sums`: of the copies of one part. The positions that differ from what more than half of them have; all of them if no
-/// more than half agree, none if all do.
+/// `sums`: of the copies of one part. The positions that differ from what more than half of them have; all of
+/// them if no more than half agree, none if all do.
 std::vector<size_t> differing(const std::vector<int64_t>& sums);
 
-/// Throws UnsoundRun on every rank of the world if any copies differ: the message names the ranks and, for each mesh, its
-/// first parameter that differs. `parameters`: all of this rank's. Blocking; collective over the world.
+/// Throws UnsoundRun on every rank of the world if any copies differ: the message names the ranks and, for
+/// each mesh, its first parameter that differs. `parameters`: all of this rank's. Blocking; collective over
+/// the world.
 void check_replicas(const dist::World& world, const std::vector<Parameter>& parameters, int64_t step);
 
 /// Compares replicas every `freq` steps and before each save.

@@ -197,10 +197,13 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   seed_generators(config.debug, meshes);
   const auto tokenizer = build_job_tokenizer(config, checked);
   StructuredLog* const log = structured_log.get();
-  auto loader = in_span(log, "DataLoader.build", [&] { return build_training_loader(config, meshes, tokenizer); });
-  auto validation = in_span(log, "Validator.build", [&] { return build_validation(config, meshes, tokenizer); });
-  auto [models, parameters, runner] = in_span(
-      log, "model_parallelism_init", [&] { return build_models(config, meshes, loader.num_micro_batches()); });
+  auto loader =
+      in_span(log, "DataLoader.build", [&] { return build_training_loader(config, meshes, tokenizer); });
+  auto validation =
+      in_span(log, "Validator.build", [&] { return build_validation(config, meshes, tokenizer); });
+  auto [models, parameters, runner] = in_span(log, "model_parallelism_init", [&] {
+    return build_models(config, meshes, loader.num_micro_batches());
+  });
   auto optimizer = in_span(log, "Optimizer.build", [&] {
     return optim::Optimizer(parameters, config.optimizer, names_elsewhere(parameters, meshes));
   });

@@ -29,8 +29,9 @@ data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& requ
   feed.model_vocab_size = config.spec().sizes(config.args()).vocab_size;
   feed.repeat = request.repeat;
   feed.source = {request.dataset_path.value_or(""), data_settings(config),
-                 config.data.cache_folder.empty() ? std::filesystem::path(config.job.dump_folder) / "data_cache"
-                                                  : std::filesystem::path(config.data.cache_folder)};
+                 config.data.cache_folder.empty()
+                     ? std::filesystem::path(config.job.dump_folder) / "data_cache"
+                     : std::filesystem::path(config.data.cache_folder)};
   if (request.dataset != "tokens") feed.tokenizer = request.tokenizer;
   return data::DataLoader(data::build_feed(feed), request.options);
 }
@@ -66,7 +67,7 @@ data::DataLoader build_training_loader(const JobConfig& config, const Meshes& me
 }
 
 std::unique_ptr<TrainerPolicy> build_validation(const JobConfig& config, const Meshes& meshes,
-                                         const std::shared_ptr<const data::Tokenizer>& tokenizer) {
+                                                const std::shared_ptr<const data::Tokenizer>& tokenizer) {
   const ValidationSettings& validation = config.validation;
   if (!validation.enable) return nullptr;
   return std::make_unique<Validation>(

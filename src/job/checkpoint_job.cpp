@@ -129,11 +129,11 @@ bool run_has_ended(const JobConfig& config, const dist::World& world) {
   if (world.rank() == 0) last.step = end_of_run(config);
   last = share(last, world);
   if (last.step)
-    log::info_rank0(str(
-        "this run is complete: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
-        " exists, and training.steps = ", config.training.steps,
-        "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
-        "take another job.dump_folder"));
+    log::info_rank0(
+        str("this run is complete: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
+            " exists, and training.steps = ", config.training.steps,
+            "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
+            "take another job.dump_folder"));
   return last.step.has_value();
 }
 

@@ -162,9 +162,9 @@ class UpdateDelayedScales final : public TrainerPolicy {
 
 }  // namespace
 
-std::unique_ptr<TrainerPolicy> build_delayed_scales(const JobConfig& config,
-                                                    const std::vector<std::unique_ptr<TrainableModel>>& models,
-                                                    const Meshes& meshes, RunCheckpoints* checkpoints) {
+std::unique_ptr<TrainerPolicy> build_delayed_scales(
+    const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
+    RunCheckpoints* checkpoints) {
   const float8::DelayedScaling delayed = delayed_scaling(config);
   if (!delayed.any()) return nullptr;
   std::vector<torch::nn::Module*> roots;

@@ -62,10 +62,10 @@ bool gathers_activations_in_float8(const JobConfig& config);
 /// Key of the histories in a checkpoint, which may lack them: a run may change its scaling when it resumes.
 inline constexpr const char* kDelayedScales = "float8_scales";
 
-/// Updates the scales before each optimizer step; null if none are delayed. Joins the checkpoints (null: there are none),
-/// which may not outlive the result.
-std::unique_ptr<TrainerPolicy> build_delayed_scales(const JobConfig& config,
-                                                    const std::vector<std::unique_ptr<TrainableModel>>& models,
-                                                    const Meshes& meshes, RunCheckpoints* checkpoints);
+/// Updates the scales before each optimizer step; null if none are delayed. Joins the checkpoints (null:
+/// there are none), which may not outlive the result.
+std::unique_ptr<TrainerPolicy> build_delayed_scales(
+    const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
+    RunCheckpoints* checkpoints);
 
 }  // namespace titan::train

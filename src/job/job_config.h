@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "job/parallelism_settings.h"
 #include "job/settings.h"
+#include "observe/profiling_settings.h"
 #include "titan/config/load.h"
 #include "titan/config/schema.h"
 #include "titan/data/settings.h"
@@ -14,14 +16,11 @@
 #include "titan/observe/structured_log.h"
 #include "titan/ops/settings.h"
 #include "titan/optim/optimizer.h"
-#include "job/parallelism_settings.h"
-#include "train/checkpoints/checkpoint_settings.h"
-#include "job/settings.h"
-#include "train/policies/fault_tolerance_settings.h"
 #include "titan/train/metrics.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
-#include "observe/profiling_settings.h"
+#include "train/checkpoints/checkpoint_settings.h"
+#include "train/policies/fault_tolerance_settings.h"
 #include "train/policies/validation.h"
 
 namespace titan::train {

@@ -1,6 +1,7 @@
 #pragma once
 
-// [parallelism] and [activation_checkpoint]: how ranks share the work, and what a job's other settings have to do with it.
+// [parallelism] and [activation_checkpoint]: how ranks share the work, and what a job's other settings have
+// to do with it.
 
 #include <cstdint>
 #include <memory>

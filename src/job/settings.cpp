@@ -146,10 +146,11 @@ void describe(config::Table<CommSettings>& table) {
       "init_timeout_seconds", &CommSettings::init_timeout_seconds,
       "time limit of the rendezvous, and of computing and collectives up to the end of the first step",
       config::at_least(1));
-  table.field("train_timeout_seconds", &CommSettings::train_timeout_seconds,
-              "time limit of computing and of collectives after the first step: of the time in which a rank "
-              "doesn't go on",
-              config::at_least(1));
+  table.field(
+      "train_timeout_seconds", &CommSettings::train_timeout_seconds,
+      "time limit of computing and of collectives after the first step, counted while a rank makes no "
+      "progress",
+      config::at_least(1));
   table.field("data_timeout_seconds", &CommSettings::data_timeout_seconds,
               "time limit of waiting for a step's data", config::at_least(1));
   table.field("checkpoint_timeout_seconds", &CommSettings::checkpoint_timeout_seconds,

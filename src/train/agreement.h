@@ -2,9 +2,9 @@
 
 // What all ranks agree on before a step: how many labels count, and whether they make the step at all.
 //
-// The votes ride on the exchange of token counts, which every step needs anyway; it is between ranks that read different
-// rows. Ranks that share rows (tensor, context, pipeline parallel) exchange nothing by then, so where there are such axes
-// one number goes along each of them too.
+// The votes ride on the exchange of token counts, which every step needs anyway; it is between ranks that
+// read different rows. Ranks that share rows (tensor, context, pipeline parallel) exchange nothing by then,
+// so where there are such axes one number goes along each of them too.
 
 #include <vector>
 

@@ -1,7 +1,8 @@
 // [Note: one-stage step]
-// Each batch runs forward and then backward, so that its activations are gone before the next batch starts. The loss of a
-// batch is a sum over its tokens, divided by the tokens of the whole step on all ranks: gradients add up over batches and
-// ranks without another weight. FSDP reduces them over ranks in the backward, and needs to know which batch is the last.
+// Each batch runs forward and then backward, so that its activations are gone before the next batch starts.
+// The loss of a batch is a sum over its tokens, divided by the tokens of the whole step on all ranks:
+// gradients add up over batches and ranks without another weight. FSDP reduces them over ranks in the
+// backward, and needs to know which batch is the last.
 
 #include "train/step_runner.h"
 
@@ -17,7 +18,8 @@ void check_valid_tokens(int64_t global_valid_tokens) {
   TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
 }
 
-at::Tensor OneStageRunner::forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) {
+at::Tensor OneStageRunner::forward_backward(const std::vector<data::Batch>& batches,
+                                            int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   TrainableModel& model = *models_[0].model;
   discard_gradients(model.root());  // of a step that failed

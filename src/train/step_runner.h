@@ -21,11 +21,12 @@ struct ModelPart {
 class StepRunner {
  public:
   virtual ~StepRunner() = default;
-  /// Runs forward and backward of each batch. Returns this rank's share of the step's loss, the sum over its valid tokens
-  /// divided by the global count, as a float64 scalar on the device: reading it waits for a GPU. When it returns, the
-  /// gradients of the whole step are reduced. `global_valid_tokens` must be positive. After an exception the next call
-  /// starts afresh.
-  virtual at::Tensor forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) = 0;
+  /// Runs forward and backward of each batch. Returns this rank's share of the step's loss, the sum over its
+  /// valid tokens divided by the global count, as a float64 scalar on the device: reading it waits for a GPU.
+  /// When it returns, the gradients of the whole step are reduced. `global_valid_tokens` must be positive.
+  /// After an exception the next call starts afresh.
+  virtual at::Tensor forward_backward(const std::vector<data::Batch>& batches,
+                                      int64_t global_valid_tokens) = 0;
   /// Runs the forward of one batch, without gradients; returns the loss as above.
   virtual at::Tensor forward(const data::Batch& batch, int64_t global_valid_tokens) = 0;
   virtual const std::vector<ModelPart>& models() const = 0;

@@ -22,7 +22,8 @@ Trainer::Trainer(TrainerParts parts, TrainerOptions options)
       options_.read_late.value_or(parts_.device.is_cuda() && parts_.optimizer.can_skip_on_device());
   numbers_ = make_step_numbers(parts_, options_.max_norm, late);
   for (const std::string& name : trainer_policies().names())
-    if (auto policy = trainer_policies().get(name)(parts_)) parts_.policies.push_back({name, std::move(policy)});
+    if (auto policy = trainer_policies().get(name)(parts_))
+      parts_.policies.push_back({name, std::move(policy)});
   if (parts_.checkpoints) saved_ = add_trainer_state(parts_, progress_, options_);
 }
 
@@ -48,8 +49,9 @@ bool Trainer::start() {
   if (options_.on_start) options_.on_start();
   for (const auto& observer : parts_.observers) observer->begin_after(resumes ? progress_.step : 0);
   const int64_t left = std::max<int64_t>(0, options_.steps - progress_.step);
-  log::info_rank0(progress_.step == 0 ? str("training starts: ", options_.steps, " steps")
-                                      : str("training continues: ", left, " of ", options_.steps, " steps are left"));
+  log::info_rank0(progress_.step == 0
+                      ? str("training starts: ", options_.steps, " steps")
+                      : str("training continues: ", left, " of ", options_.steps, " steps are left"));
   parts_.window.start();
   return true;
 }
@@ -87,7 +89,8 @@ bool Trainer::train_step() {
     clip(loss);
     update(*std::move(input));
   } else {
-    log::warning_rank0(str("step ", progress_.step, ": the global batch has no label that counts; the weights stay as they are"));
+    log::warning_rank0(str("step ", progress_.step,
+                           ": the global batch has no label that counts; the weights stay as they are"));
   }
   if (is_due(options_.log_freq)) log_step(has_labels ? settle() : no_values(progress_.step), tokens);
   return true;
@@ -146,8 +149,8 @@ at::Tensor Trainer::forward_backward(const StepInput& input) {
 
 void Trainer::clip(const at::Tensor& loss) { numbers_->clip(progress_.step, loss); }
 
-// Late numbers of the step before are read here, when this one's work is queued: the device doesn't run dry while the host
-// waits for them. A save may still be reading what the optimizer is about to write.
+// Late numbers of the step before are read here, when this one's work is queued: the device doesn't run dry
+// while the host waits for them. A save may still be reading what the optimizer is about to write.
 void Trainer::update(StepInput input) {
   settle();
   if (parts_.checkpoints) parts_.checkpoints->wait_for_staging();
@@ -165,7 +168,8 @@ const StepValues& Trainer::settle() {
   return values_;
 }
 
-// All ranks come to the same verdict: the norm is the same everywhere, and the flag of the losses is exchanged.
+// All ranks come to the same verdict: the norm is the same everywhere, and the flag of the losses is
+// exchanged.
 void Trainer::judge(const StepValues& values, const StepInput& input) {
   if (values.finite()) {
     for (const auto& [name, policy] : parts_.policies) policy->judge(*this, values);
@@ -185,12 +189,13 @@ std::string Trainer::explain(const NonFiniteStep& step) {
   return text;
 }
 
-// The losses come first: they know their rank. One rank's NaN is in every shard of the reduced gradients, so the norm can
-// only name where it was seen, and says so.
+// The losses come first: they know their rank. One rank's NaN is in every shard of the reduced gradients, so
+// the norm can only name where it was seen, and says so.
 std::string Trainer::describe_nonfinite(const StepValues& values) const {
   if (values.loss_rank < 0)
     return str("step ", values.step,
-               ": the gradient norm isn't finite, though the losses of all ranks are; first seen in the shard of rank ",
+               ": the gradient norm isn't finite, though the losses of all ranks are; first seen in the "
+               "shard of rank ",
                values.grad_norm.nonfinite_rank);
   const bool mine = values.loss_rank == parts_.world.rank();
   return str("step ", values.step, ": the loss isn't finite on rank ", values.loss_rank,
@@ -211,7 +216,8 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   // Ranks that share rows (context parallelism) have a part of the rows' loss each.
   const double rows_loss = parts_.meshes.cp.group()->sum(values.local_loss, {"metrics::rows_loss"});
   const double local_mean =
-      tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local) : 0;
+      tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
+                       : 0;
   metrics.max_loss = group->max(local_mean, {"metrics::max_loss"});
   if (tokens.global == 0) metrics.max_loss = metrics.loss;  // NaN, too
   metrics.grad_norm = values.grad_norm.norm;
@@ -229,7 +235,8 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   for (const auto& observer : parts_.observers) observer->logged(metrics);
 }
 
-// The state is saved last: a run that is killed before that resumes from the step before, and validates again.
+// The state is saved last: a run that is killed before that resumes from the step before, and validates
+// again.
 void Trainer::end_step() {
   for (const auto& [name, policy] : parts_.policies)
     if (policy->end_step(*this)) return;
@@ -243,7 +250,7 @@ RunEnd Trainer::finish() {
   if (stopping_) end.stop = stop();
   if (parts_.checkpoints) parts_.checkpoints->end();
   for (const auto& observer : parts_.observers) observer->flush();
-  log::info_rank0(!stopping_    ? "training completed"
+  log::info_rank0(!stopping_   ? "training completed"
                   : is_loaded_ ? str("training stopped after step ", end.step, " of ", options_.steps)
                                : "training stopped before it began");
   return end;
@@ -269,8 +276,8 @@ int64_t Trainer::last_step() const {
   return std::min(options_.steps, progress_.step + std::max<int64_t>(0, *end - parts_.loader.state().steps));
 }
 
-// The data of this run ended before the last step that was asked for, and it left its result, the model alone: that isn't
-// written twice, nor are the steps before it trained again.
+// The data of this run ended before the last step that was asked for, and it left its result, the model
+// alone: that isn't written twice, nor are the steps before it trained again.
 bool Trainer::has_ended() const {
   const int64_t last = last_step();
   if (!parts_.checkpoints || last == options_.steps || last <= progress_.step) return false;

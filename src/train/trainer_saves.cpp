@@ -14,8 +14,8 @@ bool Trainer::load() {
   return parts_.checkpoints && parts_.checkpoints->load();
 }
 
-// The state is a checkpoint's again, but the data goes on. That is saved after the next step, so that a run that is killed
-// and started again doesn't go through the same data again.
+// The state is a checkpoint's again, but the data goes on. That is saved after the next step, so that a run
+// that is killed and started again doesn't go through the same data again.
 bool Trainer::load_before(int64_t step) {
   TITAN_CHECK(parts_.checkpoints, "there are no checkpoints to go back to");
   parts_.checkpoints->finish();
@@ -46,8 +46,8 @@ void Trainer::save_if_due() {
   save(is_last, to_disk);
 }
 
-// Numbers that aren't finite aren't saved, so late ones are read first. A rotation after such a save would throw away the
-// last state that was sound.
+// Numbers that aren't finite aren't saved, so late ones are read first. A rotation after such a save would
+// throw away the last state that was sound.
 void Trainer::save(bool is_last, bool to_disk) {
   const PhaseScope save = phase(Phase::Save);
   settle();
@@ -56,7 +56,8 @@ void Trainer::save(bool is_last, bool to_disk) {
   for (const auto& [name, policy] : parts_.policies)
     if (reason.empty()) reason = policy->why_not_save();
   if (!reason.empty() && !is_last) {
-    if (to_disk && !std::exchange(save_is_late_, true)) log::warning_rank0(str("step ", step, " isn't saved: ", reason));
+    if (to_disk && !std::exchange(save_is_late_, true))
+      log::warning_rank0(str("step ", step, " isn't saved: ", reason));
     return;
   }
   save_is_late_ = false;
@@ -64,11 +65,12 @@ void Trainer::save(bool is_last, bool to_disk) {
   if (to_disk) parts_.checkpoints->save(step, is_last);
 }
 
-// Whether the state is saved is known only when no save is under way: one may have failed, or was skipped while another
-// was running. Operators search the log for "is saved", so it is said only once it is true.
+// Whether the state is saved is known only when no save is under way: one may have failed, or was skipped
+// while another was running. Operators search the log for "is saved", so it is said only once it is true.
 void Trainer::save_at_stop(const std::string& reason) {
   if (!is_loaded_)
-    return log::info_rank0(reason + " stops the run before it began: nothing was loaded, and nothing was trained");
+    return log::info_rank0(reason +
+                           " stops the run before it began: nothing was loaded, and nothing was trained");
   const std::string what = str(reason, " stops the run after step ", progress_.step);
   RunCheckpoints* checkpoints = parts_.checkpoints.get();
   const PhaseScope save = phase(Phase::Save);

@@ -68,7 +68,8 @@ class ProgressState : public checkpoint::Stateful {
     const int64_t own = speaks_ ? parts_.window.local_tokens_seen() : 0;
     nlohmann::json tree{{"step", progress_.step}, {"tokens", progress_.tokens_before}};
     for (const auto& [name, policy] : parts_.policies)
-      if (const std::string state = policy->state(); !state.empty()) tree[name] = nlohmann::json::parse(state);
+      if (const std::string state = policy->state(); !state.empty())
+        tree[name] = nlohmann::json::parse(state);
     return {.tensors = {}, .text = std::to_string(own), .merge = [tree](const auto& texts) {
               nlohmann::json merged = tree;
               int64_t tokens = tree["tokens"];
@@ -109,7 +110,8 @@ std::unique_ptr<checkpoint::Stateful> schedule_state(Progress& progress) {
       });
 }
 
-// A registered buffer says that it is state. Our modules compute such tensors from settings and register none.
+// A registered buffer says that it is state. Our modules compute such tensors from settings and register
+// none.
 void warn_of_unsaved_buffers(const TrainerParts& parts) {
   std::string names;
   for (const auto& model : parts.models)

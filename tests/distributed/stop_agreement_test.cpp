@@ -101,7 +101,8 @@ TEST(StopAgreement, AnyRankStopsAll) {
         EXPECT_EQ(agreed.vote, Vote::Go);
       }
       if (world().rank() == asks) send_to_myself(SIGUSR1);
-      EXPECT_EQ(count(stop, meshes, {batch_of(1)}).vote, Vote::Stop) << name_of(dims) << ", asked by " << asks;
+      EXPECT_EQ(count(stop, meshes, {batch_of(1)}).vote, Vote::Stop)
+          << name_of(dims) << ", asked by " << asks;
       const StopCause cause = stop.stop_cause().value();
       EXPECT_EQ(cause.signal, SIGUSR1);
       EXPECT_EQ(cause.rank, asks);
@@ -119,7 +120,8 @@ TEST(StopAgreement, AFailureIsKnownToAllRanks) {
       EXPECT_EQ(count(stop, meshes).vote, Vote::Go);
       if (world().rank() == 0) send_to_myself(SIGUSR1);
       const Vote mine = world().rank() == fails ? Vote::Fail : stop.vote();
-      EXPECT_EQ(agree({batch_of(1)}, mine, meshes).vote, Vote::Fail) << name_of(dims) << ", of rank " << fails;
+      EXPECT_EQ(agree({batch_of(1)}, mine, meshes).vote, Vote::Fail)
+          << name_of(dims) << ", of rank " << fails;
     }
   }
 }

@@ -248,23 +248,22 @@ inline Started start(const Job& job) {
   auto moments = optimizer.state();
   std::map<std::string, at::Tensor> before;
   for (const Parameter& parameter : list) before[parameter.name] = parameter.data.local.detach().clone();
-  return {
-      Trainer({.world = world(),
-               .meshes = meshes,
-               .device = device(),
-               .models = one_model(std::move(model)),
-               .runner = std::move(runner),
-               .parameters = list,
-               .optimizer = std::move(optimizer),
-               .schedule = optim::LrSchedule({.warmup_steps = 2},
-                                             job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
-               .loader = build_loader(job, meshes),
-               .window = MetricsWindow(device(), {}),
-               .checkpoints = build_checkpoints(job, meshes, list),
-               .observers = observers_of(job, list),
-               .policies = fault_tolerance_policies(job.fault_tolerance, world())},
-              job.options),
-      list, std::move(before), std::move(moments)};
+  return {Trainer({.world = world(),
+                   .meshes = meshes,
+                   .device = device(),
+                   .models = one_model(std::move(model)),
+                   .runner = std::move(runner),
+                   .parameters = list,
+                   .optimizer = std::move(optimizer),
+                   .schedule = optim::LrSchedule(
+                       {.warmup_steps = 2}, job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
+                   .loader = build_loader(job, meshes),
+                   .window = MetricsWindow(device(), {}),
+                   .checkpoints = build_checkpoints(job, meshes, list),
+                   .observers = observers_of(job, list),
+                   .policies = fault_tolerance_policies(job.fault_tolerance, world())},
+                  job.options),
+          list, std::move(before), std::move(moments)};
 }
 
 inline std::string message_of_training(Trainer& trainer) {

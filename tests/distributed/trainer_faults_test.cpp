@@ -7,10 +7,10 @@
 #include <ATen/ops/equal.h>
 
 #include "distributed/trainer_case.h"
-#include "train/policies/nonfinite_steps.h"
 #include "guard/replica_check.h"
 #include "titan/train/run_end.h"
 #include "train/policies/interruption.h"
+#include "train/policies/nonfinite_steps.h"
 
 namespace titan::train {
 namespace {

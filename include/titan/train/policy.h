@@ -1,16 +1,19 @@
 #pragma once
 
 // [Note: policies]
-// The trainer's loop computes, saves and resumes. Everything else that decides about a run is a policy: whether a step
-// that went wrong is skipped, when the run stops early or goes back to a checkpoint, what is compared or validated
-// between steps. The loop calls its policies in their order, at fixed places of a step; a policy overrides the two or
-// three hooks that it needs. Every rank has the same policies, and each hook is called by the training thread of every
-// rank, so a hook may be collective. Apart from vote(), all ranks have to come to the same result.
+// The trainer's loop computes, saves and resumes. Everything else that decides about a run is a policy:
+// whether a step that went wrong is skipped, when the run stops early or goes back to a checkpoint, what is
+// compared or validated between steps. The loop calls its policies in their order, at fixed places of a step;
+// a policy overrides the two or three hooks that it needs. Every rank has the same policies, and each hook is
+// called by the training thread of every rank, so a hook may be collective. Apart from vote(), all ranks have
+// to come to the same result.
 //
 // Your own policy, in your program or in a shared object (experimental.custom_import):
 //
 //   struct StopWhenGood : titan::train::TrainerPolicy {
-//     void judge(Trainer& trainer, const StepValues& values) override { good = trainer.loss_of_all(values) < 2; }
+//     void judge(Trainer& trainer, const StepValues& values) override {
+//       good = trainer.loss_of_all(values) < 2;
+//     }
 //     Vote vote() override { return good ? Vote::Stop : Vote::Go; }
 //     bool good = false;
 //   };
@@ -64,8 +67,8 @@ struct NonFiniteStep {
   std::string problem;  ///< "step 7: the loss isn't finite on rank 3"
 };
 
-/// Go: this rank is ready for the next step. Stop: the run is to end before it, and saves its state. Fail: a checkpoint of
-/// this rank has failed.
+/// Go: this rank is ready for the next step. Stop: the run is to end before it, and saves its state. Fail: a
+/// checkpoint of this rank has failed.
 enum class Vote : uint8_t { Go, Stop, Fail };
 
 class TrainerPolicy {
@@ -74,10 +77,11 @@ class TrainerPolicy {
 
   // ---- whether the run goes on
 
-  /// This rank's vote in the exchange of token counts that every step and every batch of a validation begins with. One
-  /// Stop ends the run before that step, after saving the whole state.
+  /// This rank's vote in the exchange of token counts that every step and every batch of a validation begins
+  /// with. One Stop ends the run before that step, after saving the whole state.
   virtual Vote vote() { return Vote::Go; }
-  /// Asked every 0.1 s while this rank waits for data. True: it gives up waiting, and vote() has to be Stop from then on.
+  /// Asked every 0.1 s while this rank waits for data. True: it gives up waiting, and vote() has to be Stop
+  /// from then on.
   virtual bool gives_up_waiting() { return false; }
   /// Why the run stops, if this policy stopped it. Called once all ranks have agreed to stop.
   virtual std::optional<StopCause> stop_cause() { return std::nullopt; }
@@ -88,10 +92,13 @@ class TrainerPolicy {
 
   /// All of them are finite.
   virtual void judge(Trainer& /*trainer*/, const StepValues& /*values*/) {}
-  /// Not all of them are: `problem` says which. The weights are those from before the step. True: the run continues with
-  /// the next batch. False leaves the decision to the other policies; if none skips the step, the run ends with an
-  /// UnsoundRun. Throws UnsoundRun to end it at once; `explain` gives what all policies find out about the cause.
-  virtual bool skip(const std::string& /*problem*/, const std::function<std::string()>& /*explain*/) { return false; }
+  /// Not all of them are: `problem` says which. The weights are those from before the step. True: the run
+  /// continues with the next batch. False leaves the decision to the other policies; if none skips the step,
+  /// the run ends with an UnsoundRun. Throws UnsoundRun to end it at once; `explain` gives what all policies
+  /// find out about the cause.
+  virtual bool skip(const std::string& /*problem*/, const std::function<std::string()>& /*explain*/) {
+    return false;
+  }
   /// Finds out where such numbers come from, for the error message. The run ends afterwards.
   virtual std::string explain(Trainer& /*trainer*/, const NonFiniteStep& /*step*/) { return ""; }
 
@@ -99,19 +106,20 @@ class TrainerPolicy {
 
   /// Called before the optimizer changes the weights, when no save reads the state any more.
   virtual void before_update() {}
-  /// The step is over. True: the trainer's state is no longer that of this step (Trainer::load_before), so nothing else is
-  /// done at its end.
+  /// The step is over. True: the trainer's state is no longer that of this step (Trainer::load_before), so
+  /// nothing else is done at its end.
   virtual bool end_step(Trainer& /*trainer*/) { return false; }
   /// The state is about to be saved. Throws to prevent it.
   virtual void before_save(Trainer& /*trainer*/) {}
-  /// A reason to put a save off until a later step, which follows "step N isn't saved: "; "": none. The last step is
-  /// saved in any case.
+  /// A reason to put a save off until a later step, which follows "step N isn't saved: "; "": none. The last
+  /// step is saved in any case.
   virtual std::string why_not_save() const { return ""; }
 
   // ---- what is logged and saved
 
   virtual void add_metrics(StepMetrics& /*metrics*/) const {}
-  /// State for checkpoints, as JSON; "": there is none. load() gets what state() gave, unless a checkpoint lacks it.
+  /// State for checkpoints, as JSON; "": there is none. load() gets what state() gave, unless a checkpoint
+  /// lacks it.
   virtual std::string state() const { return ""; }
   virtual void load(const std::string& /*state*/) {}
 };
@@ -122,8 +130,8 @@ struct NamedPolicy {
 };
 using TrainerPolicies = std::vector<NamedPolicy>;
 
-/// Makes a policy of yours for a trainer of these parts, which live as long as the policy; null: not for this run. They
-/// follow the built-in policies, in the order of their names.
+/// Makes a policy of yours for a trainer of these parts, which live as long as the policy; null: not for this
+/// run. They follow the built-in policies, in the order of their names.
 using MakePolicy = std::function<std::unique_ptr<TrainerPolicy>(TrainerParts& parts)>;
 Registry<MakePolicy>& trainer_policies();
 

@@ -22,9 +22,9 @@ struct RunEnd {
   StopCause stop = {};  ///< why it was that one; no reason: all steps are made, or the data ended
 };
 
-/// A run finds itself wrong: numbers that aren't finite, spikes without end, replicas that differ. Ranks that are started
-/// again would only come to the same end, or continue from a state that nobody should continue from, so launchers don't
-/// restart them. All ranks throw it together.
+/// A run finds itself wrong: numbers that aren't finite, spikes without end, replicas that differ. Ranks that
+/// are started again would only come to the same end, or continue from a state that nobody should continue
+/// from, so launchers don't restart them. All ranks throw it together.
 class UnsoundRun : public Error {
  public:
   using Error::Error;

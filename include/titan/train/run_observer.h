@@ -1,7 +1,7 @@
 #pragma once
 
-// What watches a run (watchdog, metrics, event log, profiler) is told here what the trainer does. An observer changes nothing
-// about the run; what decides about it is a policy (policy.h).
+// What watches a run (watchdog, metrics, event log, profiler) is told here what the trainer does. An observer
+// changes nothing about the run; what decides about it is a policy (policy.h).
 
 #include <array>
 #include <cstdint>
@@ -42,8 +42,8 @@ class RunObserver {
   virtual void begin(Phase /*phase*/, int64_t /*step*/) {}
   /// `failed`: an exception leaves the phase.
   virtual void end(Phase /*phase*/, int64_t /*step*/, bool /*failed*/) {}
-  /// The next step to run is the one after `step`, at a start (0: from the beginning) and after going back to a checkpoint.
-  /// Records of later steps, from an earlier run or from before going back, no longer hold.
+  /// The next step to run is the one after `step`, at a start (0: from the beginning) and after going back to
+  /// a checkpoint. Records of later steps, from an earlier run or from before going back, no longer hold.
   virtual void begin_after(int64_t /*step*/) {}
   /// This step's figures as rank 0 logs them; called on every rank.
   virtual void logged(const StepMetrics& /*metrics*/) {}

@@ -1,7 +1,7 @@
 #pragma once
 
-// The training loop. A step is: fetch, forward and backward, clip, update, log; decisions about a run are policies (policy.h).
-// The program builds its trainer from settings (src/job/build.h).
+// The training loop. A step is: fetch, forward and backward, clip, update, log; decisions about a run are
+// policies (policy.h). The program builds its trainer from settings (src/job/build.h).
 
 #include <cstdint>
 #include <functional>
@@ -47,8 +47,8 @@ struct TrainerParts {
   TrainerPolicies policies = {};
 };
 
-/// Makes an object of yours that joins the checkpoints of `titan train` under its name here; null: not those of this run.
-/// Called before anything is loaded; the parts live as long as the object.
+/// Makes an object of yours that joins the checkpoints of `titan train` under its name here; null: not those
+/// of this run. Called before anything is loaded; the parts live as long as the object.
 ///
 ///   titan::train::saved_objects().add("averages", [](TrainerParts& parts) {
 ///     return std::make_unique<Averages>(parts.parameters);
@@ -61,9 +61,9 @@ struct TrainerOptions {
   int64_t log_freq = 10;
   double max_norm = 1.0;
   int64_t train_timeout_s = 100;  ///< of collectives after the first step
-  /// The host reads a step's loss and gradient norm one step later, or when they are logged, so that a GPU never waits for
-  /// it; a step that isn't finite is skipped on the device, and the error comes a step later. Needs the fused optimizer;
-  /// unset: on a GPU with it.
+  /// The host reads a step's loss and gradient norm one step later, or when they are logged, so that a GPU
+  /// never waits for it; a step that isn't finite is skipped on the device, and the error comes a step later.
+  /// Needs the fused optimizer; unset: on a GPU with it.
   std::optional<bool> read_late;
   bool seed_checkpoint = false;  ///< save the model as step 0 instead of training
   uint64_t seed = 0;             ///< of the run, for random numbers that can't continue as they were
@@ -83,11 +83,12 @@ class Trainer {
   Trainer(TrainerParts parts, TrainerOptions options);
   ~Trainer();
 
-  /// Trains the steps that are left, or as many as the data gives. Collective over the world. Throws UnsoundRun on every
-  /// rank, before the optimizer step, when a loss or the gradient norm isn't finite and no policy skips the step. The
-  /// message names the lowest rank whose loss it is or, if all losses are finite, the rank in whose shard of the gradients
-  /// it was first seen. A policy's vote ends the run early, between steps, within a validation or while data is awaited;
-  /// what isn't saved yet is saved once, with the whole state.
+  /// Trains the steps that are left, or as many as the data gives. Collective over the world. Throws
+  /// UnsoundRun on every rank, before the optimizer step, when a loss or the gradient norm isn't finite and
+  /// no policy skips the step. The message names the lowest rank whose loss it is or, if all losses are
+  /// finite, the rank in whose shard of the gradients it was first seen. A policy's vote ends the run early,
+  /// between steps, within a validation or while data is awaited; what isn't saved yet is saved once, with
+  /// the whole state.
   RunEnd train();
 
   // ---- for policies
@@ -104,11 +105,11 @@ class Trainer {
   at::Tensor forward_backward(const StepInput& input);
   /// Waits for the loader's next step. False: a policy gives up waiting.
   bool wait_for(data::DataLoader& loader);
-  /// The labels that count in these batches of this rank, and those of all ranks; nullopt: a policy stops the run, on all
-  /// ranks. Throws Error on all ranks where one can't go on. Collective over the world.
+  /// The labels that count in these batches of this rank, and those of all ranks; nullopt: a policy stops the
+  /// run, on all ranks. Throws Error on all ranks where one can't go on. Collective over the world.
   std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches);
-  /// Loads the newest checkpoint of this run before `step`; training continues from it with the next batch. False: there
-  /// is none. Collective over the world.
+  /// Loads the newest checkpoint of this run before `step`; training continues from it with the next batch.
+  /// False: there is none. Collective over the world.
   bool load_before(int64_t step);
 
  private:

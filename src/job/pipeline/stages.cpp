@@ -101,7 +101,8 @@ void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule&
   *bytes /= peak_live(schedule, pp_rank);
 }
 
-BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device, int64_t num_batches) {
+BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
+                           int64_t num_batches) {
   const StagePlan plan = plan_stages(config);
   const Schedule schedule = training_schedule(config, plan, meshes.pp.size(), num_batches);
   JobConfig of_rank = config;
@@ -112,7 +113,8 @@ BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::De
   const std::vector<int> indices = plan.stages_of(meshes.pp.rank());
   for (size_t i = 0; i < indices.size(); ++i) {
     stages.push_back({built.models[i].get(), indices[i]});
-    for (Parameter& parameter : parameters(built.models[i]->root())) built.parameters.push_back(std::move(parameter));
+    for (Parameter& parameter : parameters(built.models[i]->root()))
+      built.parameters.push_back(std::move(parameter));
   }
   const int64_t rows = config.parallelism.pipeline_parallel_microbatch_size;
   const auto parts_of = [&](const Schedule& of, int64_t seq_len) {

@@ -60,13 +60,16 @@ std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& confi
 std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
                                          const dist::World& world, int64_t rows, int64_t seq_len);
 
-/// The stages of this rank, and the runner of a step of `num_batches` batches and of validation. Collective over the world.
-BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device, int64_t num_batches);
+/// The stages of this rank, and the runner of a step of `num_batches` batches and of validation. Collective
+/// over the world.
+BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
+                           int64_t num_batches);
 
 /// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
 int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
 
-/// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can be.
+/// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can
+/// be.
 void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
                          int pp_rank);
 

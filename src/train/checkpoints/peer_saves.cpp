@@ -23,8 +23,8 @@ namespace fs = std::filesystem;
 
 constexpr const char* kRunMark = ".peer_run";
 
-// The content of the file. It has no device numbers: those of one network file system differ from host to host and from boot
-// to boot.
+// The content of the file. It has no device numbers: those of one network file system differ from host to
+// host and from boot to boot.
 struct Marked {
   std::string run, inode, path;
 };
@@ -57,8 +57,8 @@ Marked place_of(const fs::path& folder) {
   return {.run = "", .inode = std::to_string(status.st_ino), .path = fs::canonical(folder).string()};
 }
 
-// A folder with another path was renamed, or is seen from another host. A copy has another inode; a snapshot of a file system
-// doesn't, but the original is still there.
+// A folder with another path was renamed, or is seen from another host. A copy has another inode; a snapshot
+// of a file system doesn't, but the original is still there.
 bool is_same_run(const Marked& saved, const Marked& now) {
   if (saved.path == now.path) return true;
   if (saved.inode != now.inode) return false;

@@ -20,15 +20,15 @@ struct RunMark {
   std::string folder;  ///< where it saves now, for comparing and for people: path and inode
 };
 
-/// The mark of the run that saves in `folder`, from a file there, which is made if it doesn't exist. A run keeps its mark
-/// when its folder is renamed, or seen under another path from another host, while a copy of the folder gets its own. Throws
-/// Error.
+/// The mark of the run that saves in `folder`, from a file there, which is made if it doesn't exist. A run
+/// keeps its mark when its folder is renamed, or seen under another path from another host, while a copy of
+/// the folder gets its own. Throws Error.
 RunMark run_mark(const std::filesystem::path& folder);
 
 class PeerSaves {
  public:
-  /// `disk`: how the run saves on disk; rank 0 leaves a mark in that folder, by which the states in memory are known as this
-  /// run's. Collective over the world, as are all calls except add, is_due and the getters.
+  /// `disk`: how the run saves on disk; rank 0 leaves a mark in that folder, by which the states in memory
+  /// are known as this run's. Collective over the world, as are all calls except add, is_due and the getters.
   PeerSaves(const dist::World& world, const DeviceMesh& pipeline, const PeerSettings& settings,
             const checkpoint::SaveOptions& disk);
 
@@ -50,14 +50,15 @@ class PeerSaves {
   bool holds(const std::filesystem::path& step_folder) const;
   /// For loading the chosen generation.
   void add_bringer(checkpoint::LoadOptions& options) const;
-  /// None: the load failed for another reason. Mended: there are sound copies of everything that was damaged, so
-  /// another load may succeed. Lost: some of it has no sound copy.
+  /// None: the load failed for another reason. Mended: there are sound copies of everything that was damaged,
+  /// so another load may succeed. Lost: some of it has no sound copy.
   enum class Damage { None, Mended, Lost };
   /// After loading the chosen generation failed: looks for damage, logs what it found, and removes it.
   Damage remove_damaged();
   /// From now on nothing in memory is resumed from.
   void forget() { folder_->forget(); }
-  /// Logs what is kept where, and how much memory it takes. Throws ConfigError if a host has too little memory.
+  /// Logs what is kept where, and how much memory it takes. Throws ConfigError if a host has too little
+  /// memory.
   void announce();
   /// The run's state is on disk: removes what is in memory. Logs failures.
   void remove();

@@ -126,7 +126,8 @@ bool RunCheckpoints::load_newest() {
     return false;
   }
   if (!options_.initial.setting.empty())
-    log::warning_rank0(str(options_.initial.setting, " isn't used: the run resumes from the steps in ", options_.folder.string()));
+    log::warning_rank0(str(options_.initial.setting, " isn't used: the run resumes from the steps in ",
+                           options_.folder.string()));
   load_or_fall_back(*step);
   // If the disk was damaged, its step may be older than the one in memory, so that is forgotten only now.
   if (peers_ && (loaded_step_ == *step || !load_from_memory(loaded_step_))) peers_->forget();
@@ -140,8 +141,8 @@ void RunCheckpoints::load_step(int64_t step) {
   loaded_step_ = step;
 }
 
-// Checksums are compared while tensors are read. What was loaded by then is overwritten by an older step, and only by a
-// whole one: the run never starts from parts.
+// Checksums are compared while tensors are read. What was loaded by then is overwritten by an older step, and
+// only by a whole one: the run never starts from parts.
 void RunCheckpoints::load_or_fall_back(int64_t step) {
   std::exception_ptr failure;
   try {
@@ -174,7 +175,8 @@ void RunCheckpoints::load_initial() {
   log_loaded(load_whole(initial.step_folder, options_.settings.exclude_from_loading), initial.step_folder);
 }
 
-// Called by rank 0. All ranks throw its failure, not a ConfigError: storage that doesn't answer may do so at the next start.
+// Called by rank 0. All ranks throw its failure, not a ConfigError: storage that doesn't answer may do so at
+// the next start.
 StepChoice RunCheckpoints::choose() const {
   const int64_t wanted = options_.settings.load_step;
   try {
@@ -245,9 +247,8 @@ void RunCheckpoints::log_loaded(const checkpoint::Loaded& loaded, const fs::path
   std::string excluded;
   for (const std::string& key : options_.settings.exclude_from_loading)
     excluded += (excluded.empty() ? "; not loaded: " : ", ") + key;
-  log::info_rank0(str("resuming after step ", loaded.manifest.step, ", loaded from ",
-                      step_folder.string(), ": ", gigabytes(num_bytes), " in ", seconds_text(loaded.seconds),
-                      excluded));
+  log::info_rank0(str("resuming after step ", loaded.manifest.step, ", loaded from ", step_folder.string(),
+                      ": ", gigabytes(num_bytes), " in ", seconds_text(loaded.seconds), excluded));
   warn_of_differences(loaded.manifest);
   warn_of_changed_settings(loaded.manifest.config, options_.config);
   if (!loaded.manifest.finite)
@@ -275,7 +276,8 @@ void RunCheckpoints::check_exclusions() const {
 
 // Going back within a run.
 
-// Step 0, a seed, holds the model alone. As at a start, what was read of a damaged step is overwritten by an older one.
+// Step 0, a seed, holds the model alone. As at a start, what was read of a damaged step is overwritten by an
+// older one.
 std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vector<std::string>& exclude) {
   // States in memory are from the steps that are undone.
   if (peers_) peers_->forget();
@@ -321,8 +323,8 @@ class DamagedGeneration : public Error {
 
 bool RunCheckpoints::is_due_in_memory(int64_t step) const { return peers_ && peers_->is_due(step); }
 
-// At a run's start, too little memory is a wrong setting. After a rank was lost there may be fewer hosts, so the run
-// continues: its state has just been loaded, and the disk keeps it.
+// At a run's start, too little memory is a wrong setting. After a rank was lost there may be fewer hosts, so
+// the run continues: its state has just been loaded, and the disk keeps it.
 void RunCheckpoints::announce_peers(bool resumes) {
   try {
     peers_->announce();
@@ -342,8 +344,9 @@ void RunCheckpoints::end() {
   if (loaded_step_ >= 0) peers_->remove();
 }
 
-// What was read of damaged files is overwritten by a load that succeeds. A load that fails for another reason (a rank is
-// lost, memory is short) says nothing against the state in memory: the next start may resume from it.
+// What was read of damaged files is overwritten by a load that succeeds. A load that fails for another reason
+// (a rank is lost, memory is short) says nothing against the state in memory: the next start may resume from
+// it.
 checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& folder) {
   while (true) {
     try {
@@ -363,7 +366,8 @@ checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& 
   }
 }
 
-// The newer state counts, and memory's if both are of the same step. An unused one stays until the disk's is loaded.
+// The newer state counts, and memory's if both are of the same step. An unused one stays until the disk's is
+// loaded.
 bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
   const auto step = peers_->choose_newest();
   const bool is_asked_for = options_.settings.load_step >= 0;

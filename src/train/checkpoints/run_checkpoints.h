@@ -15,8 +15,8 @@
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/parameters.h"
-#include "train/checkpoints/checkpoint_settings.h"
 #include "titan/train/checkpoint_state.h"
+#include "train/checkpoints/checkpoint_settings.h"
 
 namespace titan::train {
 
@@ -57,7 +57,8 @@ class RunCheckpoints {
     InitialState initial = {};
     std::optional<ModelExport> model_export = {};  ///< what the last save writes; unset: the whole state
     std::optional<PeerSettings> peers = {};
-    std::vector<std::string> may_be_missing = {};  ///< keys of objects that the checkpoint or the run may lack
+    std::vector<std::string> may_be_missing =
+        {};  ///< keys of objects that the checkpoint or the run may lack
   };
 
   /// `parameters`: of this rank's stages, for the model alone. Collective over the world, as are all calls
@@ -71,27 +72,29 @@ class RunCheckpoints {
   /// Adds it as "rng".
   void add_rng(RngState& rng);
 
-  /// Loads, in this order: the step of load_step or the newest complete one in the folder; the initial state; nothing. If the
-  /// newest step turns out to be damaged when it is read, the one before it is loaded. Logs what was loaded, or why nothing
-  /// was. Throws ConfigError for a step that was asked for and isn't complete. True: the run resumes from its own folder.
+  /// Loads, in this order: the step of load_step or the newest complete one in the folder; the initial state;
+  /// nothing. If the newest step turns out to be damaged when it is read, the one before it is loaded. Logs
+  /// what was loaded, or why nothing was. Throws ConfigError for a step that was asked for and isn't
+  /// complete. True: the run resumes from its own folder.
   bool load();
 
-  /// Loads all objects except `exclude` from the newest complete step of this run before `step`, or from an older one if that
-  /// is damaged. Steps of this run are those that it saved and those up to the one that it resumed from; later ones may be
-  /// another run's. Unset: there is none, and nothing is loaded. No save may be in progress.
+  /// Loads all objects except `exclude` from the newest complete step of this run before `step`, or from an
+  /// older one if that is damaged. Steps of this run are those that it saved and those up to the one that it
+  /// resumed from; later ones may be another run's. Unset: there is none, and nothing is loaded. No save may
+  /// be in progress.
   std::optional<int64_t> load_before(int64_t step, const std::vector<std::string>& exclude);
 
-  /// Saves the state after `step`. Throws as Checkpointer::save does, and for the last step whatever fails. A save may be
-  /// skipped, or may fail while training continues: see is_saved.
+  /// Saves the state after `step`. Throws as Checkpointer::save does, and for the last step whatever fails. A
+  /// save may be skipped, or may fail while training continues: see is_saved.
   bool is_due(int64_t step, bool is_last) const;
   void save(int64_t step, bool is_last);
   /// Saves the whole state, after a save in progress. Throws unless it is complete.
   void save_whole(int64_t step);
-  /// Whether the last save was of `step`, the whole state or what the run leaves at its end, and is complete. No save may be in
-  /// progress.
+  /// Whether the last save was of `step`, the whole state or what the run leaves at its end, and is complete.
+  /// No save may be in progress.
   bool is_saved(int64_t step) const;
-  /// Whether the newest step in the folder is `step` and holds the model alone, which a run leaves at its end. Always false for
-  /// runs that only load, or began at a step of their choice.
+  /// Whether the newest step in the folder is `step` and holds the model alone, which a run leaves at its
+  /// end. Always false for runs that only load, or began at a step of their choice.
   bool has_model_alone(int64_t step) const;
   /// Saves the model alone, as step 0.
   void save_seed();

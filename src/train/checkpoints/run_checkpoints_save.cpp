@@ -11,8 +11,8 @@
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "train/checkpoints/run_checkpoints.h"
 #include "train/checkpoints/peer_saves.h"
+#include "train/checkpoints/run_checkpoints.h"
 #include "train/checkpoints/step_choice.h"
 
 namespace titan::train {

@@ -20,8 +20,9 @@ struct StepChoice {
   std::string failure = {};                   ///< why the folder couldn't be read; else empty
 };
 
-/// The newest sound step before `before`, as far as that can be seen without reading its tensors. A step whose numbers aren't
-/// all finite is passed over if there is an older one whose numbers are. `counts`: which steps may be chosen; unset: all.
+/// The newest sound step before `before`, as far as that can be seen without reading its tensors. A step
+/// whose numbers aren't all finite is passed over if there is an older one whose numbers are. `counts`: which
+/// steps may be chosen; unset: all.
 StepChoice choose_newest(const std::filesystem::path& folder, int64_t before,
                          const std::function<bool(int64_t step)>& counts = {});
 /// The step that was asked for.

@@ -137,7 +137,8 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
   return plan;
 }
 
-// Adds the error of the first rank to fail: a rank that is lost takes its neighbours with it, and they theirs.
+// Adds the error of the first rank to fail: a rank that is lost takes its neighbours with it, and they
+// theirs.
 std::string PipelineRunner::failure_of(const StepPlan& plan, size_t action, const std::string& reason) const {
   const std::string mine =
       str("in action ", to_string(plan.actions_[action].action), " (", action + 1, " of ",
@@ -153,15 +154,17 @@ void PipelineRunner::prepare_step() {
   for (const Stage& stage : stages_) discard_gradients(stage.model->root());
 }
 
-void PipelineRunner::set_schedules(const ScheduleParts& training, const std::optional<ScheduleParts>& evaluation,
-                                   int64_t micro_batch_rows, TiedGradients tied) {
+void PipelineRunner::set_schedules(const ScheduleParts& training,
+                                   const std::optional<ScheduleParts>& evaluation, int64_t micro_batch_rows,
+                                   TiedGradients tied) {
   training_ = plan(training.schedule, training.boundaries);
   if (evaluation) evaluation_ = plan(evaluation->schedule, evaluation->boundaries);
   micro_batch_rows_ = micro_batch_rows;
   tied_ = std::move(tied);
 }
 
-at::Tensor PipelineRunner::forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) {
+at::Tensor PipelineRunner::forward_backward(const std::vector<data::Batch>& batches,
+                                            int64_t global_valid_tokens) {
   const at::Tensor loss = run(training_.value(), split_rows(batches, micro_batch_rows_), global_valid_tokens);
   tied_.sum();
   return loss;
@@ -169,21 +172,24 @@ at::Tensor PipelineRunner::forward_backward(const std::vector<data::Batch>& batc
 
 at::Tensor PipelineRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
   const StepPlan& plan = evaluation_.value();
-  return run(plan, split_rows({batch}, batch.input_BS.size(0) / plan.num_micro_batches()), global_valid_tokens);
+  return run(plan, split_rows({batch}, batch.input_BS.size(0) / plan.num_micro_batches()),
+             global_valid_tokens);
 }
 
 at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-                           int64_t global_valid_tokens) {
+                               int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
   TITAN_CHECK(micro_batches.size() == static_cast<size_t>(plan.num_micro_batches_), "a plan for ",
               plan.num_micro_batches_, " micro-batches got ", micro_batches.size());
-  TITAN_CHECK(!failed_,
-              "a step of this pipeline has failed, and messages of its stages may still be on the way: the next step "
-              "would take them for its own. Start the job again");
+  TITAN_CHECK(
+      !failed_,
+      "a step of this pipeline has failed, and messages of its stages may still be on the way: the next step "
+      "would take them for its own. Start the job again");
   prepare_step();
   size_t action = 0;
   try {
-    RunningStep step(*this, plan, micro_batches, global_valid_tokens);  // destroyed before its failure is told
+    RunningStep step(*this, plan, micro_batches,
+                     global_valid_tokens);  // destroyed before its failure is told
     for (; action < plan.actions_.size(); ++action)
       times_ ? step.perform_timed(plan.actions_[action], *times_) : step.perform(plan.actions_[action]);
     return step.finish();

@@ -1,9 +1,9 @@
 #pragma once
 
 // [Note: pipeline runner]
-// A schedule (parallel/pipeline_schedule.h) says what a rank does in one optimizer step: forwards and backwards of its
-// stages, messages to other ranks, and when parameters are gathered, freed and reduced. The runner makes a plan of it once,
-// with everything looked up, and runs that in every step (running_step.h).
+// A schedule (parallel/pipeline_schedule.h) says what a rank does in one optimizer step: forwards and
+// backwards of its stages, messages to other ranks, and when parameters are gathered, freed and reduced. The
+// runner makes a plan of it once, with everything looked up, and runs that in every step (running_step.h).
 //
 // A schedule with Unshard actions takes the stages' parameters out of the hands of fully_shard's hooks
 // (ScheduledSharding). One without leaves them there: each layer gathers before its use.
@@ -34,7 +34,8 @@ struct TensorType {
 /// Each batch as micro-batches of `rows` rows, which divide it, sharing its memory.
 std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int64_t rows);
 
-/// A schedule as one rank runs it, with everything looked up: made once by PipelineRunner::plan, run many times.
+/// A schedule as one rank runs it, with everything looked up: made once by PipelineRunner::plan, run many
+/// times.
 class StepPlan {
  public:
   int num_micro_batches() const { return num_micro_batches_; }
@@ -83,7 +84,8 @@ class PipelineRunner final : public StepRunner {
 
   // ---- what the trainer calls
 
-  /// What forward_backward() and forward() run, on micro-batches of `micro_batch_rows` sequences. Collective over pp.
+  /// What forward_backward() and forward() run, on micro-batches of `micro_batch_rows` sequences. Collective
+  /// over pp.
   void set_schedules(const ScheduleParts& training, const std::optional<ScheduleParts>& evaluation,
                      int64_t micro_batch_rows, TiedGradients tied);
   at::Tensor forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) override;
@@ -92,14 +94,17 @@ class PipelineRunner final : public StepRunner {
 
   // ---- one schedule
 
-  /// boundaries[s]: what enters stage s (s >= 1) for one micro-batch. Throws ConfigError for a schedule of several stages
-  /// that check_schedule() refuses, and Error if its stages of this rank aren't the runner's. Collective over pp.
+  /// boundaries[s]: what enters stage s (s >= 1) for one micro-batch. Throws ConfigError for a schedule of
+  /// several stages that check_schedule() refuses, and Error if its stages of this rank aren't the runner's.
+  /// Collective over pp.
   StepPlan plan(const pipeline::Schedule& schedule, std::vector<TensorType> boundaries = {});
-  /// Returns the loss as forward_backward() does; 0 on ranks without the last stage. An exception becomes an Error that
-  /// names the action in which it occurred, and ends the pipeline: messages of that step may still be on the way, so
-  /// further runs are refused.
-  at::Tensor run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches, int64_t global_valid_tokens);
-  /// From now on each run() appends the times of its actions; null: no more. On a GPU they say when work was queued.
+  /// Returns the loss as forward_backward() does; 0 on ranks without the last stage. An exception becomes an
+  /// Error that names the action in which it occurred, and ends the pipeline: messages of that step may still
+  /// be on the way, so further runs are refused.
+  at::Tensor run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
+                 int64_t global_valid_tokens);
+  /// From now on each run() appends the times of its actions; null: no more. On a GPU they say when work was
+  /// queued.
   void record_times(std::vector<ActionTime>* times) { times_ = times; }
 
  private:

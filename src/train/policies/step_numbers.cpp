@@ -33,7 +33,8 @@ class ReadAtOnce final : public StepNumbers {
   ReadAtOnce(TrainerParts& parts, double max_norm) : parts_(parts), max_norm_(max_norm) {}
 
   void clip(int64_t step, const at::Tensor& loss) override {
-    values_ = {.step = step, .grad_norm = optim::clip_grad_norm(parts_.parameters, max_norm_, parts_.meshes.pp)};
+    values_ = {.step = step,
+               .grad_norm = optim::clip_grad_norm(parts_.parameters, max_norm_, parts_.meshes.pp)};
     values_.local_loss = loss.item<double>();
     const double flag = flag_of(parts_.world, !std::isfinite(values_.local_loss));
     values_.loss_rank = rank_from(parts_.world, parts_.world.everyone()->max(flag, kFiniteLabel));
@@ -55,7 +56,8 @@ class QueuedValues {
  public:
   QueuedValues(int64_t step, const at::Tensor& loss, const at::Tensor& flag, optim::LaunchedGradNorm norm)
       : step_(step), norm_(std::move(norm)) {
-    const at::Tensor values = at::cat({loss.detach().to(at::kDouble).view({1}), flag.view({1}), norm_.squares});
+    const at::Tensor values =
+        at::cat({loss.detach().to(at::kDouble).view({1}), flag.view({1}), norm_.squares});
     const bool on_device = !values.is_cpu();
     host_ = at::empty(values.sizes(), values.options().device(at::kCPU).pinned_memory(on_device));
     host_.copy_(values, /*non_blocking=*/on_device);

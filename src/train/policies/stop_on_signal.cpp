@@ -28,14 +28,16 @@ StorePtr open_store(const dist::World& world) {
 void tell_peers(const StorePtr& store, const std::string& key, int signal) {
   if (peer_has_failed())
     return log::info(str(signal_name(signal), ": another rank has failed, and the launcher ends this one"));
-  log::warning(str(signal_name(signal),
-                   ": all ranks are asked to stop after the step in progress; another signal ends this process at once"));
+  log::warning(str(
+      signal_name(signal),
+      ": all ranks are asked to stop after the step in progress; another signal ends this process at once"));
   if (!store) return;
   try {
     store->set(key, signal_name(signal));
   } catch (const std::exception& error) {
-    log::warning(str("the job's store doesn't answer, so ranks that wait for data don't learn of the signal: ",
-                     error.what()));
+    log::warning(
+        str("the job's store doesn't answer, so ranks that wait for data don't learn of the signal: ",
+            error.what()));
   }
 }
 

@@ -26,7 +26,8 @@ class StopOnSignal final : public TrainerPolicy {
   bool is_asked_by_peer();
 
   dist::World world_;
-  std::string key_;  // in the job's store, set by a rank that was sent a signal; empty: there are no other ranks
+  std::string
+      key_;  // in the job's store, set by a rank that was sent a signal; empty: there are no other ranks
   std::unique_ptr<SignalListener> listener_;
   bool told_ = false;  // by a peer
   int num_asked_ = 0;  // calls of gives_up_waiting

@@ -76,7 +76,8 @@ std::optional<ValidationResult> validate(StepRunner& runner, const DeviceMesh& l
   }
   if (result.tokens == 0)
     throw ConfigError("the validation set holds no token to predict; see validation.dataset");
-  result.loss = loss_mesh.group()->sum(local_loss_sum, {"train::validate"}) / static_cast<double>(result.tokens);
+  result.loss =
+      loss_mesh.group()->sum(local_loss_sum, {"train::validate"}) / static_cast<double>(result.tokens);
   result.seconds = seconds_since(start);
   return result;
 }
@@ -88,13 +89,12 @@ bool Validation::end_step(Trainer& trainer) {
   const auto start = std::chrono::steady_clock::now();
   loader_.restart();
   // A rank that gives up waiting comes to the count without tensors.
-  const ValidationBatches batches{
-      .next = [&]() -> std::optional<data::Batch> {
-        return trainer.wait_for(loader_) ? loader_.next() : data::Batch();
-      },
-      .count = [&](const data::Batch& batch) { return trainer.agree({batch}); },
-      .run_dry = !loader_.num_steps(),
-      .micro_batches = loader_.num_micro_batches()};
+  const ValidationBatches batches{.next = [&]() -> std::optional<data::Batch> {
+                                    return trainer.wait_for(loader_) ? loader_.next() : data::Batch();
+                                  },
+                                  .count = [&](const data::Batch& batch) { return trainer.agree({batch}); },
+                                  .run_dry = !loader_.num_steps(),
+                                  .micro_batches = loader_.num_micro_batches()};
   TrainerParts& parts = trainer.parts();
   const int64_t steps = settings_.steps;
   const auto result = validate(*parts.runner, parts.meshes.loss, batches,

@@ -1,7 +1,7 @@
 #pragma once
 
-// Validation: the same loss over other data, without gradients. The result is the total loss over the total count of tokens,
-// so that neither batch sizes nor padding have a weight.
+// Validation: the same loss over other data, without gradients. The result is the total loss over the total
+// count of tokens, so that neither batch sizes nor padding have a weight.
 
 #include <cstdint>
 #include <functional>
@@ -36,8 +36,8 @@ struct ValidationBatches {
   std::function<std::optional<data::Batch>()> next;  ///< nullopt at the end, on all ranks together
   /// Counts a batch's tokens over all ranks; nullopt: all ranks have agreed to stop.
   std::function<std::optional<TokenCounts>(const data::Batch& batch)> count;
-  /// The set ends with the first loader step without labels on any rank, which no rank sees alone. Otherwise batches
-  /// without labels are passed over.
+  /// The set ends with the first loader step without labels on any rank, which no rank sees alone. Otherwise
+  /// batches without labels are passed over.
   bool run_dry = false;
   int64_t micro_batches = 1;  ///< of a step of the loader; in each of them some ranks may have no labels
 };
@@ -49,9 +49,10 @@ struct ValidationResult {
   double seconds = 0;
 };
 
-/// Runs at most `max_batches` (-1: all) micro-batches forward in evaluation mode without gradients, then returns to
-/// training mode. nullopt: all ranks have agreed to stop before the end. Collective over the runner's models and
-/// `loss_mesh`, whose ranks' losses add up. Throws ConfigError when the set holds no valid token.
+/// Runs at most `max_batches` (-1: all) micro-batches forward in evaluation mode without gradients, then
+/// returns to training mode. nullopt: all ranks have agreed to stop before the end. Collective over the
+/// runner's models and `loss_mesh`, whose ranks' losses add up. Throws ConfigError when the set holds no
+/// valid token.
 std::optional<ValidationResult> validate(StepRunner& runner, const DeviceMesh& loss_mesh,
                                          const ValidationBatches& batches, int64_t max_batches);
 
