@@ -83,7 +83,7 @@ std::map<int64_t, std::vector<size_t>> replicas_by_part(const DTensor& data) {
   return parts;
 }
 
-std::string list_of(const std::vector<int>& ranks) {
+std::string joined_ranks(const std::vector<int>& ranks) {
   std::string text;
   for (const int rank : ranks) text += str(text.empty() ? "" : ", ", rank);
   return text;
@@ -93,8 +93,8 @@ std::string list_of(const std::vector<int>& ranks) {
 std::string describe_difference(const std::vector<int>& ranks, const std::vector<size_t>& odd) {
   std::vector<int> named;
   for (const size_t at : odd) named.push_back(ranks[at]);
-  if (named.size() == ranks.size()) return str("ranks ", list_of(named), " differ from each other");
-  return str(named.size() == 1 ? "rank " : "ranks ", list_of(named),
+  if (named.size() == ranks.size()) return str("ranks ", joined_ranks(named), " differ from each other");
+  return str(named.size() == 1 ? "rank " : "ranks ", joined_ranks(named),
              named.size() == 1 ? " differs" : " differ", " from the other ", ranks.size() - named.size(),
              " that have a copy");
 }

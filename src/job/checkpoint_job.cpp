@@ -72,7 +72,7 @@ fs::path steps_folder(const JobConfig& config) {
   return fs::path(config.job.dump_folder) / config.checkpoint.folder;
 }
 
-// Of those that begin at a step of their own choice, the folder tells nothing.
+// The folder says nothing about runs that begin at a step of their own choice.
 bool leaves_its_end(const CheckpointSettings& settings) {
   return settings.enable && !settings.load_only && !settings.create_seed_checkpoint && settings.load_step < 0;
 }

@@ -43,14 +43,14 @@ namespace titan::train {
 void convert_to_float8(const JobConfig& config, at::Device device, torch::nn::Module& model,
                        const std::shared_ptr<const ops::Products>& plain);
 
-/// Of the whole model, whatever of it is on this rank: logs which layers run in Float8 and why the others
-/// don't, and warns of filters that name none. For one rank.
+/// Logs which layers of the whole model run in Float8 and why the others don't, and warns of filters that
+/// name none. Called by one rank.
 void log_float8_layers(const JobConfig& config);
 
-/// After the plan: throws ConfigError where tensor parallelism leaves parts that can't be multiplied.
+/// Called after the plan. Throws ConfigError if tensor parallelism leaves parts that can't be multiplied.
 void check_float8_parts(const JobConfig& config, torch::nn::Module& model);
 
-/// Which scales of this run are delayed.
+/// The scales of this run that are delayed.
 float8::DelayedScaling delayed_scaling(const JobConfig& config);
 
 /// Whether layers that tensor parallelism cuts gather activations in Float8: the recipe casts them once, and

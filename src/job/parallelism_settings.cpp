@@ -13,7 +13,7 @@ void describe_pipeline_parallel(config::Table<ParallelismSettings>& table);
 
 namespace {
 
-bool is_number(const std::string& text) {
+bool is_count(const std::string& text) {
   return !text.empty() && text.size() < 9 && text.find_first_not_of("0123456789") == std::string::npos;
 }
 
@@ -22,7 +22,7 @@ config::Constraint reshard_name() {
           [](const config::Value& value) {
             const auto& name = std::get<std::string>(value);
             return name == "default" || name == "always" || name == "never" ||
-                   (is_number(name) && std::stoi(name) > 0);
+                   (is_count(name) && std::stoi(name) > 0);
           },
           {"default", "always", "never"}};
 }
@@ -182,7 +182,7 @@ ReshardAfterForward reshard_policy(const std::string& name) {
   if (name == "default") return {};
   if (name == "always") return ReshardAfterForward::always();
   if (name == "never") return ReshardAfterForward::never();
-  if (is_number(name)) return ReshardAfterForward::to_size(std::stoi(name));
+  if (is_count(name)) return ReshardAfterForward::to_size(std::stoi(name));
   throw ConfigError(
       str("fsdp_reshard_after_forward = \"", name, "\": expected default, always, never or an integer"));
 }

@@ -55,14 +55,14 @@ struct ParallelismSettings {
 
 void describe(config::Table<ParallelismSettings>& table);
 
-/// What is wrong with the value of a key.
+/// A problem with the value of a key.
 struct KeyedProblem {
   std::string key;
   std::string what;
 };
 
-/// What parallelism over the tokens of a sequence asks of its length, the value of `key`; adds what is wrong
-/// to `problems`.
+/// Checks a sequence length, the value of `key`, against parallelism over its tokens; adds what is wrong to
+/// `problems`.
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
                            std::vector<KeyedProblem>& problems);
 
@@ -70,8 +70,7 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
                                    std::vector<std::string>& problems);
 
-/// What tensor and context parallelism ask of sequence length and model; adds what is wrong to
-/// `problems`.
+/// Checks sequence length and model against tensor and context parallelism; adds what is wrong to `problems`.
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<KeyedProblem>& problems);
 
@@ -97,7 +96,7 @@ struct ActivationCheckpointSettings {
 
 void describe(config::Table<ActivationCheckpointSettings>& table);
 
-/// `group`: the ranks that have to come to one choice under a memory budget.
+/// `group`: the ranks that have to agree on one choice under a memory budget.
 ActivationCheckpoint activation_checkpoint(const ActivationCheckpointSettings& settings,
                                            std::shared_ptr<dist::Group> group);
 

@@ -8,7 +8,7 @@ namespace titan::train {
 
 at::Tensor TrainableModel::hidden(const at::Tensor& /*input*/) {
   TITAN_CHECK(false,
-              "this model can't be a pipeline stage: it doesn't say what a stage gives to the next "
+              "this model can't be a pipeline stage: it doesn't say what a stage passes to the next "
               "(TrainableModel::hidden)");
 }
 

@@ -54,7 +54,7 @@ namespace {
 
 using pipeline::Schedule;
 
-// Of schedules whose memory grows with the micro-batches one batch is run at a time, as without a pipeline.
+// A schedule whose memory grows with the micro-batches runs one batch at a time.
 Schedule named_schedule(const std::string& name, const StagePlan& plan, int num_ranks, int64_t num_batches,
                         int per_batch) {
   const auto& traits = pipeline::schedule_traits(name);
@@ -94,7 +94,7 @@ int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks
   return peak_live(training_schedule(config, plan, num_ranks, /*num_batches=*/1), pp_rank);
 }
 
-// A layer's policy knows of one forward, whichever stage of the rank it is of.
+// A layer's policy knows of one forward, on whichever stage of the rank it is.
 void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule& schedule, int pp_rank) {
   auto& bytes = settings.memory_budget_bytes;
   if (!bytes) return;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The pipeline stages of a job: which modules each has, on which rank it is, and what travels between them.
+// The pipeline stages of a job: the modules and the rank of each, and the tensors that travel between them.
 // All of it follows from the settings, on every rank alike; nothing is exchanged.
 
 #include <cstdint>
@@ -36,14 +36,14 @@ struct StagePlan {
   std::vector<int> stages_of(int pp_rank) const;
 };
 
-/// Throws ConfigError with all that is wrong, each with its key.
+/// Throws ConfigError with all problems, each with its key.
 StagePlan plan_stages(const JobConfig& config);
 
-/// What a pipeline asks of the settings; adds what is wrong to `problems`. `dims` is resolved.
+/// Checks the settings of a pipeline; adds what is wrong to `problems`. `dims` is resolved.
 void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems);
 
-/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nothing where the
-/// schedule goes by its name. Throws ConfigError.
+/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nullopt if
+/// the schedule is made by its name. Throws ConfigError.
 std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings);
 
 /// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
@@ -54,9 +54,9 @@ int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
 std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& config, const StagePlan& plan,
                                                           const Meshes& meshes, at::Device device);
 
-/// What enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens, as this rank's peers in
-/// the pipeline have it: entry 0 is the tokens. From a run of all stages on meta tensors, with the other
-/// ranks played by the `fake` backend.
+/// The tensor that enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens, as this
+/// rank's peers in the pipeline have it: entry 0 is the tokens. From a run of all stages on meta tensors,
+/// with the other ranks played by the `fake` backend.
 std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
                                          const dist::World& world, int64_t rows, int64_t seq_len);
 

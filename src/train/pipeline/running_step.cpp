@@ -31,7 +31,7 @@ using Kind = pipeline::Action::Kind;
 
 namespace {
 
-double now_s() {
+double steady_now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -80,17 +80,17 @@ void RunningStep::perform(const Planned& due) {
 
 void RunningStep::perform_timed(const Planned& due, std::vector<ActionTime>& times) {
   waited_s_ = 0;
-  const double start_s = now_s();
+  const double start_s = steady_now_s();
   perform(due);
-  times.push_back({due.action, start_s, now_s(), waited_s_});
+  times.push_back({due.action, start_s, steady_now_s(), waited_s_});
 }
 
 void RunningStep::await(const std::shared_ptr<dist::Work>& arrives) {
   if (!arrives) return;
   if (!runner_.times_) return arrives->wait();
-  const double start_s = now_s();
+  const double start_s = steady_now_s();
   arrives->wait();
-  waited_s_ += now_s() - start_s;
+  waited_s_ += steady_now_s() - start_s;
 }
 
 at::Tensor RunningStep::finish() {
