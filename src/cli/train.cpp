@@ -17,13 +17,14 @@
 #include "core/process_stats.h"
 #include "dist/environment.h"
 #include "guard/flight_dump.h"
+#include "guard/heartbeat.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
 #include "job/checkpoint_job.h"
 #include "job/dry_run.h"
-#include "job/flight_watch.h"
 #include "job/job_config.h"
 #include "job/memory_report.h"
+#include "job/observers.h"
 #include "tensor/host_allocator.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
@@ -172,16 +173,17 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
 // Who has the memory is told here, where the settings are; what went wrong is main()'s to say.
 train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world, bool on_terminal,
                           const train::CheckedFiles& checked, train::StartupWatch& startup) {
-  train::FlightWatch flights(config, world);
+  const auto flights = train::build_flight_dump(config, world);
+  dist::Heartbeat heartbeat(world, flights);
   try {
-    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, flights.dump());
+    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, flights);
     startup.end();
     return trainer.train();
   } catch (const ConfigError&) {
     throw;  // told by all ranks alike: none is lost
   } catch (const std::exception& error) {
     if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
-    if (world.size() > 1) log::error("the job fails: " + flights.explain(error.what()));
+    if (world.size() > 1) log::error("the job fails: " + heartbeat.explain(error.what()));
     throw;
   }
 }

@@ -5,24 +5,20 @@
 
 #include "core/process_stats.h"
 #include "dist/device_backend.h"
+#include "guard/run_observers.h"
+#include "guard/step_replay.h"
 #include "job/checkpoint_job.h"
-#include "job/debug_traces.h"
-#include "job/device_rate.h"
-#include "job/flight_watch.h"
 #include "job/float8_job.h"
+#include "job/observers.h"
 #include "job/pipeline/stages.h"
-#include "job/profiling_job.h"
-#include "job/run_watchdog.h"
-#include "observe/process_identity.h"
 #include "observe/profiling.h"
+#include "observe/structured_file.h"
 #include "titan/config/load.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
 #include "titan/data/feed.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/linear.h"
-#include "titan/observe/stragglers.h"
-#include "titan/observe/structured_log.h"
 
 namespace titan::train {
 
@@ -234,11 +230,11 @@ std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist:
   const bool all_ranks = config.metrics.save_for_all_ranks;
   auto folder = record_folder(config);
   if (world.rank() != 0) folder /= str("rank_", world.rank());
-  return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
-                                                                .folder = folder,
-                                                                .total_steps = config.training.steps,
-                                                                .writes = all_ranks || world.rank() == 0,
-                                                                .on_terminal = on_terminal});
+  if (!all_ranks && world.rank() != 0) return nullptr;
+  return std::make_unique<MetricsLogger>(MetricsSinkOptions{.settings = config.metrics,
+                                                            .folder = folder,
+                                                            .total_steps = config.training.steps,
+                                                            .on_terminal = on_terminal});
 }
 
 std::unique_ptr<StructuredLog> build_structured_log(const JobConfig& config, const dist::World& world) {
@@ -285,8 +281,10 @@ auto in_span(StructuredLog* log, const char* name, const Make& make) {
 }
 
 RunObservers build_observers(const JobConfig& config, const dist::World& world, const Meshes& meshes,
+                             std::unique_ptr<MetricsLogger> logger,
                              std::unique_ptr<StructuredLog> structured_log) {
   RunObservers observers;
+  if (logger) observers.push_back(std::move(logger));
   observers.push_back(std::make_unique<FlightPhases>(world.shared_recorder()));
   StructuredLog* log = structured_log.get();
   if (log) observers.push_back(std::move(structured_log));
@@ -306,6 +304,7 @@ TrainerOptions build_options(const JobConfig& config, const dist::World& world) 
   options.seed_checkpoint = config.checkpoint.enable && config.checkpoint.create_seed_checkpoint;
   options.seed = config.debug.seed_or_default();
   options.fault_tolerance = config.fault_tolerance;
+  options.replay = replay_step;
   options.on_start = [config, world] { save_config(config, world); };
   return options;
 }
@@ -373,12 +372,16 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
                              [&] { return build_checkpoints(config, world, meshes, parameters); });
   auto before_optimizer = build_delayed_scales(config, stages, meshes, device, checkpoints.get());
   auto logger = build_logger(config, world, on_terminal);
-  auto observers = build_observers(config, world, meshes, std::move(structured_log));
+  auto observers = build_observers(config, world, meshes, std::move(logger), std::move(structured_log));
   StepProfiler* const profiler = add_profilers(observers, config, world, stages, log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
-    observers.push_back(std::make_unique<DebugTraces>(config.debug, roots(stages), parameters, world.rank()));
+    observers.push_back(
+        std::make_unique<NanWatch>(roots(stages), parameters,
+                                   NanSearch::Options{.rank = world.rank(),
+                                                      .modules = config.debug.nan_trace,
+                                                      .operations = config.debug.detect_anomaly}));
   if (auto watchdog = build_watchdog(config, world, stages, flight)) {
-    if (profiler) profiler->tell_of_writing(*watchdog);
+    if (profiler) profiler->report_writing_to(*watchdog);
     observers.push_back(std::move(watchdog));
   }
   return Trainer({.world = world,
@@ -390,7 +393,6 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
                   .optimizer = std::move(optimizer),
                   .schedule = schedule,
                   .loader = std::move(loader),
-                  .logger = std::move(logger),
                   .window = window,
                   .validator = std::move(validator),
                   .checkpoints = std::move(checkpoints),

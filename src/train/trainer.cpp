@@ -91,7 +91,7 @@ RunEnd Trainer::finish() {
   RunEnd end{.step = progress_.step};
   if (stop_.agreed()) end.stop = stop();
   if (parts_.checkpoints) parts_.checkpoints->end();
-  parts_.logger->flush();
+  for (const auto& observer : parts_.observers) observer->flush();
   log::info_rank0(!stop_.agreed() ? "training completed"
                   : is_loaded_    ? str("training stopped behind step ", end.step, " of ", options_.steps)
                                   : "training stopped before it began");
@@ -114,7 +114,7 @@ bool Trainer::start() {
   if (stop_.agree()) return false;
   if (has_ended()) return false;
   if (options_.on_start) options_.on_start();
-  parts_.logger->begin_behind(goes_on ? progress_.step : 0);
+  for (const auto& observer : parts_.observers) observer->begin_after(goes_on ? progress_.step : 0);
   if (progress_.step == 0) {
     log::info_rank0(str("training starts: ", options_.steps, " steps"));
   } else {
@@ -239,7 +239,6 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   parts_.window.close(metrics);
   metrics.n_tokens_seen =
       progress_.tokens_before + parts_.meshes.batch.group()->sum(metrics.n_tokens_seen, {"metrics::tokens"});
-  parts_.logger->log(metrics);
   for (const auto& observer : parts_.observers) observer->logged(metrics);
 }
 
@@ -261,7 +260,7 @@ void Trainer::validate_if_due() {
   ValidationMetrics metrics{.step = progress_.step, .loss = result.loss};
   metrics.tps = parts_.window.rate_of(result.local_tokens, result.seconds);
   parts_.window.fill_memory(metrics.memory_gib, metrics.memory_percent);
-  parts_.logger->log(metrics);
+  for (const auto& observer : parts_.observers) observer->validated(metrics);
   parts_.window.leave_out(seconds_since(start));
 }
 

@@ -98,7 +98,7 @@ bool Trainer::rewind() {
   }
   spikes.count_rewind(spike);
   parts_.window.forget_tokens_seen();
-  parts_.logger->begin_behind(progress_.step);
+  for (const auto& observer : parts_.observers) observer->begin_after(progress_.step);
   started_at_ = progress_.step;
   save_is_late_ = true;
   last_step_ = last_step();

@@ -13,7 +13,6 @@
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"
 #include "train/policies/late_values.h"
-#include "train/step_replay.h"
 
 namespace titan::train {
 
@@ -92,14 +91,16 @@ std::string Trainer::nonfinite_number(const StepValues& values) const {
 // The weights are still those of that step, also where the host reads a step late: it was skipped on the
 // device. What is known already is told first, should this not come to its end.
 std::string Trainer::replay(const StepValues& values, const StepInput& input) {
+  if (!options_.replay) return "";
   log::warning_rank0(nonfinite_number(values) +
                      ". The step is run again to find the module and the rank that it comes from");
   const at::AutoGradMode with_gradients(true);  // where it is read late they are off
   try {
-    return replay_step(parts_.world, parts_.meshes, runner_.stages(), parts_.parameters, values.step, [&] {
-      parts_.optimizer.zero_grad();
-      return forward_backward(input);
-    });
+    return options_.replay(parts_.world, parts_.meshes, runner_.stages(), parts_.parameters, values.step,
+                           [&] {
+                             parts_.optimizer.zero_grad();
+                             return forward_backward(input);
+                           });
   } catch (const std::exception& error) {
     return "Run again to find where it comes from, the step failed: " + reason_of(error);
   }

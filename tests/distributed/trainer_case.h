@@ -13,8 +13,10 @@
 
 #include "data/feed/packed_feed.h"
 #include "distributed/world.h"
+#include "guard/step_replay.h"
 #include "titan/core/error.h"
 #include "titan/data/tokenizer.h"
+#include "titan/observe/metrics.h"
 #include "titan/train/trainer.h"
 #include "unit/data/fake_source.h"
 #include "unit/data/temporary_folder.h"
@@ -163,8 +165,14 @@ class CallingObserver : public RunObserver {
   std::vector<Parameter> parameters_;
 };
 
+inline void add_logger(RunObservers& observers, const Job& job) {
+  if (world().rank() == 0 && !job.folder.empty())
+    observers.push_back(std::make_unique<MetricsLogger>(MetricsSinkOptions{.folder = job.folder}));
+}
+
 inline RunObservers observers_of(const Job& job, const std::vector<Parameter>& parameters) {
   RunObservers observers;
+  add_logger(observers, job);
   if (job.at_phase) observers.push_back(std::make_unique<CallingObserver>(job, parameters));
   return observers;
 }
@@ -226,12 +234,6 @@ inline data::DataLoader build_loader(const Job& job, const Meshes& meshes) {
            .seq_len = kSeqLen}};
 }
 
-inline std::unique_ptr<MetricsLogger> build_logger(const Job& job) {
-  const bool writes = world().rank() == 0 && !job.folder.empty();
-  return std::make_unique<MetricsLogger>(
-      MetricsLogger::Options{.settings = {}, .folder = job.folder, .writes = writes});
-}
-
 inline Started start(const Job& job) {
   Meshes meshes =
       build_meshes(world(), {.dp_replicate = job.replicate, .dp_shard = world().size() / job.replicate});
@@ -240,6 +242,8 @@ inline Started start(const Job& job) {
   auto loader = build_loader(job, meshes);
   optim::Optimizer optimizer(list, {.lr = 0.1});
   auto moments = optimizer.state();
+  TrainerOptions options = job.options;
+  options.replay = replay_step;
   std::map<std::string, at::Tensor> before;
   for (const Parameter& parameter : list) before[parameter.name] = parameter.data.local.detach().clone();
   return {
@@ -253,12 +257,11 @@ inline Started start(const Job& job) {
                .schedule = optim::LrSchedule({.warmup_steps = 2},
                                              job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
                .loader = std::move(loader),
-               .logger = build_logger(job),
                .window = MetricsWindow(device(), {}),
                .validator = {},
                .checkpoints = build_checkpoints(job, meshes, list),
                .observers = observers_of(job, list)},
-              job.options),
+              options),
       list, std::move(before), std::move(moments)};
 }
 

@@ -51,7 +51,6 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
                   .optimizer = std::move(optimizer),
                   .schedule = optim::LrSchedule({.warmup_steps = 2}, job.options.steps),
                   .loader = std::move(loader),
-                  .logger = build_logger(job),
                   .window = MetricsWindow(at::kCPU, {}),
                   .validator = Validator{{.freq = freq, .steps = 1}, build_loader(job, meshes)},
                   .checkpoints = std::make_unique<RunCheckpoints>(world(), meshes, list, options),

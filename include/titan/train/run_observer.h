@@ -11,6 +11,7 @@
 namespace titan::train {
 
 struct StepMetrics;
+struct ValidationMetrics;
 
 /// What a rank is at. All but Load and Finish are part of a Step.
 enum class Phase : uint8_t {
@@ -39,8 +40,13 @@ class RunObserver {
   virtual void begin(Phase /*phase*/, int64_t /*step*/) {}
   /// `failed`: an exception leaves the phase.
   virtual void end(Phase /*phase*/, int64_t /*step*/, bool /*failed*/) {}
-  /// This step's figures as rank 0 logs them; called on every rank.
+  /// Steps begin after `step` (0: anew); called again after a rewind.
+  virtual void begin_after(int64_t /*step*/) {}
+  /// The metrics of a logged step; called on every rank.
   virtual void logged(const StepMetrics& /*metrics*/) {}
+  virtual void validated(const ValidationMetrics& /*metrics*/) {}
+  /// Everything that the observer heard so far must be on disk when it returns.
+  virtual void flush() {}
   /// All ranks have agreed to end the run early, for this signal.
   virtual void stopped(int /*signal*/) {}
 };

@@ -19,7 +19,6 @@
 #include "titan/train/fault_tolerance_settings.h"
 #include "titan/train/loss_spikes.h"
 #include "titan/train/metrics.h"
-#include "titan/train/metrics_window.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/nonfinite_steps.h"
 #include "titan/train/parallel_dims.h"
@@ -68,7 +67,6 @@ struct TrainerParts {
   optim::Optimizer optimizer;
   optim::LrSchedule schedule;
   data::DataLoader loader;
-  std::unique_ptr<MetricsLogger> logger;
   MetricsWindow window;
   std::optional<Validator> validator;
   std::unique_ptr<RunCheckpoints> checkpoints = {};  ///< null: nothing is loaded or saved
@@ -87,6 +85,11 @@ struct TrainerParts {
 using MakeSavedObject = std::function<std::unique_ptr<checkpoint::Stateful>(TrainerParts& parts)>;
 Registry<MakeSavedObject>& saved_objects();
 
+/// Runs a step with non-finite numbers again, to find where they come from; see guard/step_replay.h.
+using ReplayStep = std::function<std::string(
+    const dist::World& world, const Meshes& meshes, const std::vector<Stage>& stages,
+    const std::vector<Parameter>& parameters, int64_t step, const std::function<at::Tensor()>& run_again)>;
+
 struct TrainerOptions {
   int64_t steps = 0;
   int64_t log_freq = 10;
@@ -99,6 +102,7 @@ struct TrainerOptions {
   bool seed_checkpoint = false;  ///< save the model as step 0, in place of training
   uint64_t seed = 0;             ///< of the run, where random numbers can't go on as they were
   FaultToleranceSettings fault_tolerance = {};
+  ReplayStep replay = {};  ///< null: an error says nothing about the number's origin
   /// Called when all is loaded: from here on an earlier run's records may be replaced.
   std::function<void()> on_start = {};
 };

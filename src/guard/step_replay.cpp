@@ -5,7 +5,7 @@
 // here in the last, and among ranks that call the same modules at the lowest count of calls. Of those that
 // come to it in the same call, one that was given such a number says more than one that has it out of a sum.
 
-#include "train/step_replay.h"
+#include "guard/step_replay.h"
 
 #include <iomanip>
 #include <sstream>
@@ -13,7 +13,7 @@
 
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/nan_trace.h"
+#include "titan/guard/nan_search.h"
 
 namespace titan::train {
 
@@ -69,12 +69,6 @@ Said gather_first(const dist::World& world, const std::string& key, const std::s
   return said;
 }
 
-std::string first_nonfinite_gradient(const std::vector<Parameter>& parameters) {
-  for (const Parameter& parameter : parameters)
-    if (!is_finite(parameter.data.local.grad())) return parameter.name;
-  return "";
-}
-
 }  // namespace
 
 std::string replay_step(const dist::World& world, const Meshes& meshes, const std::vector<Stage>& stages,
@@ -82,11 +76,11 @@ std::string replay_step(const dist::World& world, const Meshes& meshes, const st
                         const std::function<at::Tensor()>& run_again) {
   std::vector<nn::AnyRef> models;
   for (const Stage& stage : stages) models.push_back(stage.model->root());
-  NanTrace trace(models, world.rank(), NanTrace::OnFinding::Note);
-  trace.set_step(step);
+  NanSearch search(models, {.rank = world.rank(), .on_finding = NanSearch::OnFinding::Note});
+  search.set_step(step);
   const bool loss_is_finite = is_finite(run_again());
 
-  const NanFinding mine = trace.first().value_or(NanFinding{});
+  const NanFinding mine = search.first().value_or(NanFinding{});
   Said said = gather_first(world, place_in_order(mine, stages.at(mine.model).index),
                            mine.text.empty() ? "" : mine.text + who_adds_up(meshes));
   if (!said.ranks.empty())
@@ -94,7 +88,8 @@ std::string replay_step(const dist::World& world, const Meshes& meshes, const st
                said.ranks.size() == 1
                    ? ""
                    : str("\n  ranks ", comma_separated(said.ranks), " come to such numbers there"));
-  said = gather_first(world, "", first_nonfinite_gradient(parameters));
+  const Parameter* nonfinite = first_nonfinite_gradient(parameters);
+  said = gather_first(world, "", nonfinite ? nonfinite->name : "");
   if (!said.ranks.empty())
     return str(
         "Run again, no module on any rank gives an output or a gradient that isn't finite, but the "
