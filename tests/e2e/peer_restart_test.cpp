@@ -251,7 +251,7 @@ TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
   const CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 128 + SIGKILL);
   EXPECT_TRUE(fs::is_empty(memory_));
-  const int64_t step = number_behind(result.err, "the state behind step ");
+  const int64_t step = number_behind(result.err, "the state after step ");
   EXPECT_GE(step, 1);
   EXPECT_TRUE(fs::exists(step_folder(run_, static_cast<int>(step)))) << result.err;
 }
@@ -269,7 +269,7 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
   job.signal(SIGTERM);
   const CommandResult told = job.wait(60);
   EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  const int64_t step = number_behind(told.err, "the state behind step ");
+  const int64_t step = number_behind(told.err, "the state after step ");
   EXPECT_EQ(step, kept) << told.err;
   EXPECT_THAT(told.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
   EXPECT_TRUE(fs::is_empty(memory_));
