@@ -12,7 +12,7 @@
 #include "job/job_config.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/dist/world.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 

@@ -1,8 +1,7 @@
 #pragma once
 
-// Which devices have units for the products of Float8 and MXFP8.
+// Float8 and MXFP8 in a job: conversion of linear layers, and delayed scales.
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -60,13 +59,13 @@ bool gathers_activations_in_float8(const JobConfig& config);
 
 // Float8's delayed scales in a run: their reduction in each step, and their place in checkpoints.
 
-/// The key of the histories in a checkpoint, which may lack them: a run may change its scaling at a resume.
+/// Key of the histories in a checkpoint, which may lack them: a run may change its scaling when it resumes.
 inline constexpr const char* kDelayedScales = "float8_scales";
 
-/// What TrainerParts::before_optimizer is to do; empty where no scales are delayed. Joins the checkpoints
-/// (null: there are none), which may not outlive the result.
-std::function<void()> build_delayed_scales(const JobConfig& config, const StageParts& stages,
-                                           const Meshes& meshes, at::Device device,
-                                           RunCheckpoints* checkpoints);
+/// Updates the scales before each optimizer step; null if none are delayed. Joins the checkpoints (null:
+/// there are none), which may not outlive the result.
+std::unique_ptr<TrainerPolicy> build_delayed_scales(
+    const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
+    RunCheckpoints* checkpoints);
 
 }  // namespace titan::train

@@ -44,15 +44,15 @@ void add_training_tables(config::Schema& schema) {
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
   schema.add("checkpoint", &JobConfig::checkpoint,
-             "the whole state while training goes on; weights in at the start and out at the end");
+             "saves of the whole state during training; weights read at the start and written at the end");
   schema.add("activation_checkpoint", &JobConfig::activation_checkpoint, "recomputing activations");
   schema.add("compile", &JobConfig::compile);
   schema.add("quantize", &JobConfig::quantize);
 }
 
 void add_system_tables(config::Schema& schema) {
-  schema.add("comm", &JobConfig::comm, "how ranks talk");
-  schema.add("ops", &JobConfig::ops, "which kernels compute");
+  schema.add("comm", &JobConfig::comm, "communication between ranks");
+  schema.add("ops", &JobConfig::ops, "kernels");
   schema.add("memory_estimation", &JobConfig::memory_estimation);
   schema.add("fault_tolerance", &JobConfig::fault_tolerance,
              "signals, steps that go wrong, ranks that compute something else");
@@ -65,7 +65,7 @@ config::Schema make_schema() {
   auto schema = config::Schema::of<JobConfig>();
   schema.add("job", &JobConfig::job, "the run as a whole");
   schema.add("profiling", &JobConfig::profiling, "traces of steps, snapshots of memory");
-  schema.add("metrics", &JobConfig::metrics, "what a run tells");
+  schema.add("metrics", &JobConfig::metrics, "metrics and logging");
   schema.add("metrics.structured_logs", &JobConfig::structured_logs, "what each rank does over time");
   schema.add("metrics.stragglers", &JobConfig::stragglers, "which rank holds the others up");
   add_model_tables(schema);

@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "job/parallelism_settings.h"
 #include "job/settings.h"
+#include "observe/profiling_settings.h"
 #include "observe/stragglers.h"
 #include "observe/structured_log.h"
 #include "titan/config/load.h"
@@ -15,14 +17,11 @@
 #include "titan/observe/metrics.h"
 #include "titan/ops/settings.h"
 #include "titan/optim/optimizer.h"
-#include "titan/train/activation_checkpoint_settings.h"
-#include "titan/train/checkpoint_settings.h"
-#include "titan/train/comm_settings.h"
-#include "titan/train/fault_tolerance_settings.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
-#include "titan/train/profiling_settings.h"
-#include "titan/train/validation.h"
+#include "train/checkpoints/checkpoint_settings.h"
+#include "train/policies/fault_tolerance_settings.h"
+#include "train/policies/validation.h"
 
 namespace titan::train {
 

@@ -17,7 +17,7 @@
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 

@@ -128,7 +128,8 @@ void start_memory_history(const JobConfig& config, at::Device device) {
 }
 
 StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, const dist::World& world,
-                            const StageParts& stages, StructuredLog* log) {
+                            const std::vector<std::unique_ptr<TrainableModel>>& models,
+                            StructuredLog* log) {
   const ProfilingSettings& settings = config.profiling;
   const std::filesystem::path dump_folder = config.job.dump_folder;
   if (settings.enable_memory_snapshot)
@@ -145,7 +146,7 @@ StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, co
                                 .world_size = world.size(),
                                 .backend = world.backend(),
                                 .log = log};
-  for (const auto& model : stages.models) options.models.push_back(model->root());
+  for (const auto& model : models) options.models.push_back(model->root());
   auto profiler = std::make_unique<StepProfiler>(std::move(options));
   StepProfiler* const made = profiler.get();
   observers.push_back(std::move(profiler));

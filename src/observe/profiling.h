@@ -15,7 +15,7 @@
 #include "nn/trace_labels.h"
 #include "observe/structured_log.h"
 #include "titan/nn/hooks.h"
-#include "titan/train/profiling_settings.h"
+#include "observe/profiling_settings.h"
 #include "titan/train/run_observer.h"
 
 namespace at {

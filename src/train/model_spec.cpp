@@ -51,4 +51,9 @@ HfModel hf_model_of_folder(const ModelSpec& spec, const std::filesystem::path& f
   }
 }
 
+void apply_activation_checkpoint(const std::vector<nn::AnyRef>& layers,
+                                 const ActivationCheckpoint& checkpoint, int64_t first_number) {
+  if (checkpoint.policy) checkpoint_activations(layers, *checkpoint.policy, checkpoint.options, first_number);
+}
+
 }  // namespace titan::train

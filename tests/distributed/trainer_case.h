@@ -13,11 +13,12 @@
 
 #include "data/feed/packed_feed.h"
 #include "distributed/world.h"
-#include "guard/step_replay.h"
+#include "job/build.h"
 #include "titan/core/error.h"
 #include "titan/data/tokenizer.h"
 #include "titan/observe/metrics.h"
 #include "titan/train/trainer.h"
+#include "train/checkpoints/run_checkpoints.h"
 #include "unit/data/fake_source.h"
 #include "unit/data/temporary_folder.h"
 #include "unit/train/toy_model.h"
@@ -134,6 +135,7 @@ struct Job {
   int first_faulty_forward = 1;
   std::shared_ptr<const data::Feed> feed = {};  // unset: documents without end
   TrainerOptions options = {};
+  FaultToleranceSettings fault_tolerance = {};
   std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
   std::function<void(const at::Tensor& tokens_BS)> at_forward = {};
   std::filesystem::path checkpoints = {};  // empty: none
@@ -165,14 +167,10 @@ class CallingObserver : public RunObserver {
   std::vector<Parameter> parameters_;
 };
 
-inline void add_logger(RunObservers& observers, const Job& job) {
-  if (world().rank() == 0 && !job.folder.empty())
-    observers.push_back(std::make_unique<MetricsLogger>(MetricsSinkOptions{.folder = job.folder}));
-}
-
 inline RunObservers observers_of(const Job& job, const std::vector<Parameter>& parameters) {
   RunObservers observers;
-  add_logger(observers, job);
+  if (world().rank() == 0 && !job.folder.empty())
+    observers.push_back(std::make_unique<MetricsLogger>(MetricsSinkOptions{.folder = job.folder}));
   if (job.at_phase) observers.push_back(std::make_unique<CallingObserver>(job, parameters));
   return observers;
 }
@@ -234,35 +232,38 @@ inline data::DataLoader build_loader(const Job& job, const Meshes& meshes) {
            .seq_len = kSeqLen}};
 }
 
+inline Models one_model(std::unique_ptr<TrainableModel> model) {
+  Models models;
+  models.push_back(std::move(model));
+  return models;
+}
+
 inline Started start(const Job& job) {
   Meshes meshes =
       build_meshes(world(), {.dp_replicate = job.replicate, .dp_shard = world().size() / job.replicate});
   auto model = build_model(meshes, job);
   auto list = titan::parameters(model->root());
-  auto loader = build_loader(job, meshes);
+  auto runner = std::make_unique<OneStageRunner>(*model, device());
   optim::Optimizer optimizer(list, {.lr = 0.1});
   auto moments = optimizer.state();
-  TrainerOptions options = job.options;
-  options.replay = replay_step;
   std::map<std::string, at::Tensor> before;
   for (const Parameter& parameter : list) before[parameter.name] = parameter.data.local.detach().clone();
-  return {
-      Trainer({.world = world(),
-               .meshes = meshes,
-               .device = device(),
-               .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size()),
-               .parameters = list,
-               .tied = {},
-               .optimizer = std::move(optimizer),
-               .schedule = optim::LrSchedule({.warmup_steps = 2},
-                                             job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
-               .loader = std::move(loader),
-               .window = MetricsWindow(device(), {}),
-               .validator = {},
-               .checkpoints = build_checkpoints(job, meshes, list),
-               .observers = observers_of(job, list)},
-              options),
-      list, std::move(before), std::move(moments)};
+  return {Trainer({.world = world(),
+                   .meshes = meshes,
+                   .device = device(),
+                   .models = one_model(std::move(model)),
+                   .runner = std::move(runner),
+                   .parameters = list,
+                   .optimizer = std::move(optimizer),
+                   .schedule = optim::LrSchedule(
+                       {.warmup_steps = 2}, job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
+                   .loader = build_loader(job, meshes),
+                   .window = MetricsWindow(device(), {}),
+                   .checkpoints = build_checkpoints(job, meshes, list),
+                   .observers = observers_of(job, list),
+                   .policies = fault_tolerance_policies(job.fault_tolerance, world())},
+                  job.options),
+          list, std::move(before), std::move(moments)};
 }
 
 inline std::string message_of_training(Trainer& trainer) {

@@ -156,10 +156,10 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
   job.signal(SIGUSR2);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
-  const int64_t stopped = number_behind(result.err, "stops the run behind step ");
+  const int64_t stopped = number_behind(result.err, "stops the run after step ");
   EXPECT_GE(stopped, 6) << result.err;
-  EXPECT_EQ(number_behind(result.err, "the run goes on behind step "), stopped) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("the state behind step " + std::to_string(stopped) + " is saved"));
+  EXPECT_EQ(number_behind(result.err, "resuming after step "), stopped) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the state after step " + std::to_string(stopped) + " is saved"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
   EXPECT_EQ(curve_of(run).size(), 150u);
   EXPECT_FALSE(fs::exists(told)) << "ranks that the launcher starts again put the job back into the queue";

@@ -192,7 +192,7 @@ TEST(Faults, CtrlCEndsARunAndItsRanks) {
   job.signal(SIGINT);
   CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 0) << "the ranks agreed to stop";
-  EXPECT_THAT(result.err, HasSubstr("stops the run behind step"));
+  EXPECT_THAT(result.err, HasSubstr("stops the run after step"));
   for (int rank : ranks) EXPECT_NE(::kill(rank, 0), 0) << rank << " is still there";
   EXPECT_THAT(result.err, Not(HasSubstr("failed first")));  // asked to end, not failed
 }

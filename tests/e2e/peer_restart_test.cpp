@@ -163,9 +163,9 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
   EXPECT_THAT(
       result.err,
       AllOf(HasSubstr("restart 2 of 9"), HasSubstr("step 10 is in memory; the newest on disk is step 7"),
-            HasSubstr("the run goes on behind step 10, loaded from " + memory_.string()),
+            HasSubstr("resuming after step 10, loaded from " + memory_.string()),
             HasSubstr("step 15 is in memory; the newest on disk is step 14"),
-            HasSubstr("the run goes on behind step 15, loaded from " + memory_.string())));
+            HasSubstr("resuming after step 15, loaded from " + memory_.string())));
   EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("loaded from " + run_.string()), HasSubstr("passed over"))));
   expect_same_curve(words(), 0);
 }
@@ -196,7 +196,7 @@ TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, AllOf(HasSubstr("passed over: step 42 in memory"), HasSubstr("checksum"),
-                                HasSubstr("the run goes on behind step 41, loaded from " + run_.string())));
+                                HasSubstr("resuming after step 41, loaded from " + run_.string())));
   expect_same_curve(words(on_disk), 0);
 }
 
@@ -276,7 +276,7 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
 
   const CommandResult result = try_train(with_peers("1"), 100);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("the run goes on behind step " + std::to_string(step) + ", loaded from " +
+  EXPECT_THAT(result.err, HasSubstr("resuming after step " + std::to_string(step) + ", loaded from " +
                                     run_.string()));
   expect_same_curve(words(), 0);
 }

@@ -83,7 +83,7 @@ TEST(Sweep, AKilledRunGoesOnAndFinishedOnesAreKept) {
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, HasSubstr("run 0 of 2 (short) is finished already"));
   EXPECT_THAT(result.err, HasSubstr("run 1 of 2 (long) starts again"));
-  EXPECT_THAT(result.err, HasSubstr("training goes on"));
+  EXPECT_THAT(result.err, HasSubstr("training continues"));
   EXPECT_EQ(read_metrics(second).size(), 200u);
 }
 
@@ -158,7 +158,7 @@ TEST(Sweep, ASignalEndsTheRunAndTheSweep) {
     command.signal(signal);
     const CommandResult result = command.wait();
     EXPECT_EQ(result.status, 128 + signal) << result.err;
-    EXPECT_THAT(result.err, ContainsRegex("the state behind step [0-9]+ is saved"));
+    EXPECT_THAT(result.err, ContainsRegex("the state after step [0-9]+ is saved"));
     EXPECT_FALSE(fs::exists(sweep.runs / "two"));
     const CommandResult list = sweep.run({"--list"});
     EXPECT_THAT(list.out, HasSubstr("not finished"));
@@ -180,7 +180,7 @@ TEST(Sweep, ARunThatWasStoppedWithinItsLastValidationHasFinished) {
   command.signal(SIGTERM);
   const CommandResult result = command.wait();
   EXPECT_EQ(result.status, 128 + SIGTERM) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("SIGTERM on rank 0 stops the run behind step 1"));
+  EXPECT_THAT(result.err, HasSubstr("SIGTERM on rank 0 stops the run after step 1"));
   EXPECT_FALSE(fs::exists(run / "validation.jsonl")) << "the validation was through";
   EXPECT_THAT(sweep.run({"--list"}).out, ContainsRegex("[^t] finished"));
   const CommandResult again = sweep.run();

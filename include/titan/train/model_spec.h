@@ -29,10 +29,10 @@
 #include "titan/core/error.h"
 #include "titan/core/registry.h"
 #include "titan/nn/hooks.h"
+#include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/tensor_parallel.h"
-#include "titan/train/activation_checkpoint_settings.h"
 
 namespace titan::train {
 
@@ -73,6 +73,16 @@ struct BuildOptions {
   /// empty: all. ModelSpec::build sees to it: a family's own `build` makes the whole model, deferred.
   std::vector<std::string> stage_modules = {};
 };
+
+/// How a model's layers are to be checkpointed.
+struct ActivationCheckpoint {
+  std::optional<LayersPolicy> policy;  ///< empty: not at all
+  CheckpointOptions options;
+};
+
+/// `layers`: in the order of their calls; `first_number`: of the first one in the whole model.
+void apply_activation_checkpoint(const std::vector<nn::AnyRef>& layers,
+                                 const ActivationCheckpoint& checkpoint, int64_t first_number = 0);
 
 /// How the built model is to be spread out.
 struct ParallelPlan {

@@ -12,7 +12,7 @@
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/train/model_spec.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::cli {
 

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "job/build.h"
 #include "job/job_config.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_split.h"
-#include "titan/train/step_runner.h"
-#include "titan/train/trainer.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
@@ -60,18 +60,16 @@ std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& confi
 std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
                                          const dist::World& world, int64_t rows, int64_t seq_len);
 
-// What a rank runs of the model, and by which schedules, from the settings.
+/// The stages of this rank, and the runner of a step of `num_batches` batches and of validation. Collective
+/// over the world.
+BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
+                           int64_t num_batches);
 
-/// The stages of this rank, built and spread out, with their weights, and the schedules of a step of
-/// `num_batches` batches and of validation. Collective over the world.
-StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
-                             int64_t num_batches);
-
-/// Forwards whose backward is to come, of all of pipeline rank `pp_rank`'s stages, at the most.
+/// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
 int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
 
-/// A budget in bytes of a rank becomes that of one forward: its share among the most that are under way on
-/// this rank at a time.
+/// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can
+/// be.
 void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
                          int pp_rank);
 

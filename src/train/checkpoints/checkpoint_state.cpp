@@ -25,7 +25,7 @@ void set_state(at::Device device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// Of every rank of a pipeline stage; stages have names of their own, as their tensors differ.
+// A row for every rank of a pipeline stage; each stage has its own names, as their tensors differ.
 DTensor rows_of_ranks(const DeviceMesh& stage, const at::Tensor& row) {
   DTensor rows{
       .local = row.unsqueeze(0).clone(),
@@ -67,7 +67,7 @@ checkpoint::ObjectState ModelState::state() {
   return state;
 }
 
-// Whoever has a copy of a shard sees by its version that it is old, however the bytes were written.
+// The new version tells holders of copies of a shard that these are old, however the bytes were written.
 void ModelState::loaded(const std::string&) {
   for (const Parameter& parameter : parameters_) parameter.data.local.unsafeGetTensorImpl()->bump_version();
 }

@@ -10,7 +10,7 @@
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 
@@ -41,12 +41,12 @@ std::string complete_steps(const fs::path& folder) {
   return steps.empty() ? "there is no complete step" : "there are the complete steps " + steps;
 }
 
-// Names of files may be no UTF-8.
+// Names of files may not be UTF-8.
 std::string dump(const nlohmann::json& tree) {
   return tree.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// Rank 0's.
+// Gives rank 0's text to all ranks.
 std::string share_text(const std::string& text, const dist::World& world) {
   if (world.size() == 1) return text;
   const auto group = world.everyone();
@@ -79,7 +79,7 @@ StepChoice from_text(const std::string& text) {
 
 }  // namespace
 
-// One that overflowed would fail again behind each start.
+// A step whose numbers overflowed would fail again after each start.
 StepChoice choose_newest(const fs::path& folder, int64_t before, const std::function<bool(int64_t)>& counts) {
   StepChoice choice;
   std::optional<StepChoice> not_finite;
@@ -90,7 +90,7 @@ StepChoice choose_newest(const fs::path& folder, int64_t before, const std::func
     if (problems.empty() && !checkpoint::read_manifest(entry->path).finite) {
       if (!not_finite) not_finite = StepChoice{.step = entry->step, .passed_over = choice.passed_over};
       problems = {entry->path.string() +
-                  ": not all of its numbers are finite (checkpoint.load_step takes it nevertheless)"};
+                  ": not all of its numbers are finite (checkpoint.load_step loads it nevertheless)"};
     }
     if (problems.empty()) choice.step = entry->step;
     choice.passed_over.insert(choice.passed_over.end(), problems.begin(), problems.end());

@@ -37,7 +37,7 @@ double now_s() {
 
 }  // namespace
 
-RunningStep::RunningStep(StepRunner& runner, const StepPlan& plan,
+RunningStep::RunningStep(PipelineRunner& runner, const StepPlan& plan,
                          const std::vector<data::Batch>& micro_batches, int64_t global_valid_tokens)
     : runner_(runner),
       plan_(plan),
@@ -182,9 +182,9 @@ void RunningStep::send(const Planned& due, at::Tensor tensor) {
   batch_.clear();
 }
 
-// What has arrived needn't stay here. Of a device a stream tells what has; gloo tells only whoever waits, so
-// on the host the oldest of several on one way is waited for: check_schedule() has seen that its receive
-// comes.
+// Drops messages that have arrived. On a device a stream knows which have; gloo knows only while someone
+// waits, so on the host this waits for the oldest of several on one way. check_schedule() has made sure that
+// its receive comes.
 void RunningStep::drop_sent(const pipeline::Link* way) {
   constexpr int kUnderWay = 4;
   int under_way = 0;

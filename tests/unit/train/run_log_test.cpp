@@ -60,7 +60,7 @@ TEST(RunLog, ALoggerBeginsAnewOrGoesOn) {
     MetricsLogger logger({.settings = {}, .folder = folder.path()});
     if (behind) logger.begin_after(*behind);
     logger.logged(metrics_of(step));
-    logger.validated({.step = step});
+    logger.validated(ValidationMetrics{.step = step});
   };
   const fs::path rows = folder.path() / "metrics.jsonl", validation = folder.path() / "validation.jsonl";
   const std::string one = json_line(metrics_of(1)) + "\n", two = json_line(metrics_of(2)) + "\n",

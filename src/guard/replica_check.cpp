@@ -1,7 +1,8 @@
-#include "titan/train/replica_check.h"
+#include "guard/replica_check.h"
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -9,7 +10,7 @@
 #include <ATen/ops/sum.h>
 
 #include "titan/dist/collectives.h"
-#include "titan/train/run_end.h"
+#include "titan/train/trainer.h"
 
 namespace titan::train {
 
@@ -64,8 +65,8 @@ std::vector<int64_t> sums_of_ranks(const MeshParameters& group) {
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + all.numel()};
 }
 
-// Which part of the tensor the rank at a row-major position of the mesh has: its coordinates on the axes that
-// shard it. Ranks of the same part are replicas.
+// The part of the tensor that the rank at a row-major position of the mesh has, by its coordinates on the
+// axes that shard it. Ranks with the same part are replicas.
 std::map<int64_t, std::vector<size_t>> replicas_by_part(const DTensor& data) {
   std::map<int64_t, std::vector<size_t>> parts;
   const auto& axes = data.mesh.axes();
@@ -88,7 +89,7 @@ std::string list_of(const std::vector<int>& ranks) {
   return text;
 }
 
-// "rank 3 differs from its 3 replicas"; ranks of the world.
+// "rank 3 differs from the other 3 that have a copy"; ranks of the world.
 std::string describe_difference(const std::vector<int>& ranks, const std::vector<size_t>& odd) {
   std::vector<int> named;
   for (const size_t at : odd) named.push_back(ranks[at]);
@@ -98,7 +99,7 @@ std::string describe_difference(const std::vector<int>& ranks, const std::vector
              " that have a copy");
 }
 
-// Empty where none differs.
+// "" if none differs.
 std::string first_difference(const MeshParameters& group) {
   const std::vector<int64_t> sums = sums_of_ranks(group);
   for (size_t i = 0; i < group.parameters.size(); ++i) {
@@ -137,7 +138,7 @@ std::vector<size_t> differing(const std::vector<int64_t>& sums) {
   return odd;
 }
 
-// A difference is seen by the ranks of its mesh, and told to all.
+// The ranks of a parameter's mesh see a difference, and tell all others.
 void check_replicas(const dist::World& world, const std::vector<Parameter>& parameters, int64_t step) {
   std::string found;
   for (const MeshParameters& group : replicated_by_mesh(parameters)) {
@@ -151,10 +152,24 @@ void check_replicas(const dist::World& world, const std::vector<Parameter>& para
   std::erase(texts, "");
   std::string all;
   for (const std::string& text : texts) all += str(all.empty() ? "" : "; ", text);
-  throw UnsoundRun(
-      str("behind step ", step, " replicas of parameters aren't equal: ", all,
-          ". A processor or memory there returns wrong results: leave that host out, and go on from a "
-          "checkpoint of before"));
+  throw UnsoundRun(str(
+      "after step ", step, " replicas of parameters aren't equal: ", all,
+      ". A processor or memory there returns wrong results: leave that host out, and resume from an earlier "
+      "checkpoint"));
+}
+
+bool ReplicaCheck::end_step(Trainer& trainer) {
+  if (trainer.step() % freq_ == 0) compare(trainer);
+  return false;
+}
+
+// Only one of the copies is saved, and every rank would load it: afterwards they would agree.
+void ReplicaCheck::before_save(Trainer& trainer) { compare(trainer); }
+
+void ReplicaCheck::compare(Trainer& trainer) {
+  if (std::exchange(compared_step_, trainer.step()) == trainer.step()) return;
+  const PhaseScope check = trainer.phase(Phase::CheckReplicas);
+  check_replicas(trainer.parts().world, trainer.parts().parameters, trainer.step());
 }
 
 }  // namespace titan::train

@@ -1,4 +1,4 @@
-#include "titan/train/profiling_settings.h"
+#include "observe/profiling_settings.h"
 
 namespace titan::train {
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// [checkpoint]: the whole state saved while training goes on and loaded when it goes on again; the model
-// alone in at the start and out after the last step, as one safetensors file or as a Hugging Face folder.
+// [checkpoint]: the whole state, saved during training and loaded when a run resumes; the model alone, loaded
+// at the start and written after the last step, as one safetensors file or as a Hugging Face folder.
 
 #include <filesystem>
 #include <optional>
@@ -21,7 +21,7 @@ struct CheckpointSettings {
   bool enable = false;
   std::string folder = "checkpoint";  ///< under dump_folder
   int64_t interval = 500;             ///< steps from one save to the next
-  /// Where `folder` has no complete step: a safetensors file, a folder with one (model.safetensors), a step's
+  /// If `folder` has no complete step: a safetensors file, a folder with one (model.safetensors), a step's
   /// folder, or with initial_load_in_hf a Hugging Face folder.
   std::optional<std::string> initial_load_path;
   bool initial_load_model_only = true;
@@ -50,9 +50,9 @@ void describe(config::Table<CheckpointSettings>& table);
 
 checkpoint::AsyncMode async_mode(const CheckpointSettings& settings);
 
-/// What is wrong with exclude_from_loading, whatever there is to load ...
+/// The problems of exclude_from_loading in any case ...
 std::vector<std::string> exclusion_problems(const config::StringList& excluded);
-/// ... and where `known` is all that can be loaded.
+/// ... and if `known` is all that can be loaded.
 std::vector<std::string> unknown_exclusions(const config::StringList& excluded,
                                             const std::vector<std::string>& known);
 

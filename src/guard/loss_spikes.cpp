@@ -1,15 +1,17 @@
-#include "titan/train/loss_spikes.h"
+#include "guard/loss_spikes.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/train/run_end.h"
+#include "titan/core/log.h"
+#include "titan/train/trainer.h"
 
 namespace titan::train {
 
@@ -17,7 +19,7 @@ double LossSpikes::mean() const {
   return std::accumulate(window_.begin(), window_.end(), 0.0) / static_cast<double>(window_.size());
 }
 
-// Summed anew each time, so that it is the same behind a checkpoint; a window is short beside a step.
+// Summed anew each time, so that it is the same after a resume; the window is short compared with a step.
 double LossSpikes::deviation() const {
   const double center = mean();
   double squares = 0;
@@ -36,9 +38,10 @@ bool LossSpikes::add(double loss) {
 
 void LossSpikes::check_rewinds_left(const std::string& spike) const {
   if (num_rewinds_ >= settings_.max_rewinds)
-    throw UnsoundRun(str(spike, ", and the run has gone back ", num_rewinds_,
-                         " times already, as often as fault_tolerance.max_rewinds allows. A lower learning "
-                         "rate or other data may help"));
+    throw UnsoundRun(
+        str(spike, ", and the run has gone back ", num_rewinds_,
+            " times already, as often as fault_tolerance.max_rewinds allows. A lower learning rate or "
+            "other data may help"));
 }
 
 int64_t LossSpikes::rewind_distance(int64_t step) const {
@@ -66,13 +69,41 @@ void LossSpikes::load(const std::string& state) {
   const auto is_loss = [](const nlohmann::json& value) { return value.is_number(); };
   TITAN_CHECK(num_rewinds && tree.contains("window") && tree["window"].is_array() &&
                   std::ranges::all_of(tree["window"], is_loss),
-              "its losses' spikes have no 'window' of numbers, or no count 'num_rewinds'");
+              "the state of loss spikes has no 'window' of numbers, or no count 'num_rewinds'");
   const std::vector<double> window = tree["window"];
   window_.assign(window.begin(), window.end());
   if (*num_rewinds <= num_rewinds_) return;
   num_rewinds_ = *num_rewinds;
   last_spike_ = json_count(tree, "last_spike").value_or(0);
   last_distance_ = json_count(tree, "last_distance").value_or(settings_.spike_rewind_steps);
+}
+
+void RewindOnSpike::judge(Trainer& trainer, const StepValues& values) {
+  spiked_ = spikes_.add(trainer.loss_of_all(values));
+}
+
+bool RewindOnSpike::end_step(Trainer& trainer) {
+  trainer.settle();
+  return std::exchange(spiked_, false) && rewind(trainer);
+}
+
+// Checkpoints at the wanted distance may not exist yet, so shorter distances are tried.
+bool RewindOnSpike::rewind(Trainer& trainer) {
+  const int64_t spike = trainer.step();
+  const std::string what = str("step ", spike, ": the loss of ", spikes_.last(), " is a spike above ",
+                               spikes_.mean(), " +- ", spikes_.deviation());
+  spikes_.check_rewinds_left(what);
+  const PhaseScope load = trainer.phase(Phase::Load);
+  for (int64_t distance = spikes_.rewind_distance(spike); distance > 0; distance /= 2) {
+    if (spike <= distance || !trainer.load_before(spike - distance + 1)) continue;
+    spikes_.count_rewind(spike);
+    log::warning_rank0(str(what, ". Rewinding to step ", trainer.step(),
+                           " and skipping the data through step ", spike, ": rewind ", spikes_.num_rewinds(),
+                           " of ", settings_.max_rewinds));
+    return true;
+  }
+  log::warning_rank0(what + "; there is no complete checkpoint to go back to, so the run continues");
+  return false;
 }
 
 }  // namespace titan::train

@@ -1,4 +1,4 @@
-#include "titan/train/parallel_dims.h"
+#include "job/parallelism_settings.h"
 
 #include <set>
 
