@@ -12,10 +12,10 @@
 #include "job/float8_job.h"
 #include "job/observers.h"
 #include "job/pipeline/stages.h"
+#include "observe/profiling.h"
 #include "observe/stragglers.h"
 #include "observe/structured_file.h"
 #include "observe/structured_log.h"
-#include "observe/profiling.h"
 #include "titan/config/load.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
@@ -68,9 +68,9 @@ std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist:
   auto folder = record_folder(config);
   if (world.rank() != 0) folder /= str("rank_", world.rank());
   return std::make_unique<MetricsLogger>(MetricsSinkOptions{.settings = config.metrics,
-                                                                .folder = folder,
-                                                                .total_steps = config.training.steps,
-                                                                .on_terminal = on_terminal});
+                                                            .folder = folder,
+                                                            .total_steps = config.training.steps,
+                                                            .on_terminal = on_terminal});
 }
 
 std::unique_ptr<StructuredLog> build_structured_log(const JobConfig& config, const dist::World& world) {
@@ -217,11 +217,11 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   auto observers = build_observers(config, world, meshes, std::move(structured_log), on_terminal);
   StepProfiler* const profiler = add_profilers(observers, config, world, models, log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
-    observers.push_back(std::make_unique<NanWatch>(
-        roots(models), parameters,
-        NanSearch::Options{.rank = world.rank(),
-                           .modules = config.debug.nan_trace,
-                           .operations = config.debug.detect_anomaly}));
+    observers.push_back(
+        std::make_unique<NanWatch>(roots(models), parameters,
+                                   NanSearch::Options{.rank = world.rank(),
+                                                      .modules = config.debug.nan_trace,
+                                                      .operations = config.debug.detect_anomaly}));
   if (auto watchdog = build_watchdog(config, world, models, flight)) {
     if (profiler) profiler->report_writing_to(*watchdog);
     observers.push_back(std::move(watchdog));

@@ -128,8 +128,7 @@ void start_memory_history(const JobConfig& config, at::Device device) {
 }
 
 StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, const dist::World& world,
-                            const std::vector<std::unique_ptr<TrainableModel>>& models,
-                            StructuredLog* log) {
+                            const std::vector<std::unique_ptr<TrainableModel>>& models, StructuredLog* log) {
   const ProfilingSettings& settings = config.profiling;
   const std::filesystem::path dump_folder = config.job.dump_folder;
   if (settings.enable_memory_snapshot)

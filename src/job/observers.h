@@ -41,7 +41,6 @@ void start_memory_history(const JobConfig& config, at::Device device);
 /// Adds the profilers that the settings ask for. Returns the one that writes traces, or null. `log` may be
 /// null.
 StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, const dist::World& world,
-                            const std::vector<std::unique_ptr<TrainableModel>>& models,
-                            StructuredLog* log);
+                            const std::vector<std::unique_ptr<TrainableModel>>& models, StructuredLog* log);
 
 }  // namespace titan::train

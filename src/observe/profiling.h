@@ -13,9 +13,9 @@
 #include <c10/core/Device.h>
 
 #include "nn/trace_labels.h"
+#include "observe/profiling_settings.h"
 #include "observe/structured_log.h"
 #include "titan/nn/hooks.h"
-#include "observe/profiling_settings.h"
 #include "titan/train/run_observer.h"
 
 namespace at {

@@ -160,12 +160,11 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
   }
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(
-      result.err,
-      AllOf(HasSubstr("restart 2 of 9"), HasSubstr("step 10 is in memory; the newest on disk is step 7"),
-            HasSubstr("resuming after step 10, loaded from " + memory_.string()),
-            HasSubstr("step 15 is in memory; the newest on disk is step 14"),
-            HasSubstr("resuming after step 15, loaded from " + memory_.string())));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("restart 2 of 9"),
+                                HasSubstr("step 10 is in memory; the newest on disk is step 7"),
+                                HasSubstr("resuming after step 10, loaded from " + memory_.string()),
+                                HasSubstr("step 15 is in memory; the newest on disk is step 14"),
+                                HasSubstr("resuming after step 15, loaded from " + memory_.string())));
   EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("loaded from " + run_.string()), HasSubstr("passed over"))));
   expect_same_curve(words(), 0);
 }
@@ -276,8 +275,8 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
 
   const CommandResult result = try_train(with_peers("1"), 100);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("resuming after step " + std::to_string(step) + ", loaded from " +
-                                    run_.string()));
+  EXPECT_THAT(result.err,
+              HasSubstr("resuming after step " + std::to_string(step) + ", loaded from " + run_.string()));
   expect_same_curve(words(), 0);
 }
 
