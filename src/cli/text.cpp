@@ -25,6 +25,11 @@ std::string time_text(std::time_t seconds, bool utc) {
 
 }  // namespace
 
+int print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  return 0;
+}
+
 std::string number(const char* format, double value) {
   std::array<char, 64> text{};
   std::snprintf(text.data(), text.size(), format, value);

@@ -18,7 +18,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/nan_trace.h"
+#include "titan/guard/nan_search.h"
 #include "titan/train/trainer.h"
 #include "train/step_runner.h"
 
@@ -76,12 +76,6 @@ Said gather_first(const dist::World& world, const std::string& key, const std::s
   return said;
 }
 
-std::string first_nonfinite_gradient(const std::vector<Parameter>& parameters) {
-  for (const Parameter& parameter : parameters)
-    if (!is_finite(parameter.data.local.grad())) return parameter.name;
-  return "";
-}
-
 }  // namespace
 
 // What is known already is logged first, in case the replay doesn't come to its end.
@@ -102,11 +96,11 @@ std::string NanReplay::replay(Trainer& trainer, const NonFiniteStep& step) {
   const std::vector<ModelPart>& models = parts.runner->models();
   std::vector<nn::AnyRef> roots;
   for (const ModelPart& part : models) roots.push_back(part.model->root());
-  NanTrace trace(roots, world.rank(), NanTrace::OnFinding::Note);
-  trace.set_step(step.values.step);
+  NanSearch search(roots, {.rank = world.rank(), .on_finding = NanSearch::OnFinding::Note});
+  search.set_step(step.values.step);
   trainer.parts().optimizer.zero_grad();
   const bool loss_is_finite = is_finite(trainer.forward_backward(step.input));
-  const NanFinding mine = trace.first().value_or(NanFinding{});
+  const NanFinding mine = search.first().value_or(NanFinding{});
   Said said = gather_first(world, place_in_order(mine, models.at(mine.model).index),
                            mine.text.empty() ? "" : mine.text + who_adds_up(parts.meshes));
   if (!said.ranks.empty())
@@ -114,7 +108,8 @@ std::string NanReplay::replay(Trainer& trainer, const NonFiniteStep& step) {
                said.ranks.size() == 1
                    ? ""
                    : str("\n  ranks ", comma_separated(said.ranks), " come to such numbers there"));
-  said = gather_first(world, "", first_nonfinite_gradient(parts.parameters));
+  const Parameter* nonfinite = first_nonfinite_gradient(parts.parameters);
+  said = gather_first(world, "", nonfinite ? nonfinite->name : "");
   if (!said.ranks.empty())
     return str(
         "Run again, no module on any rank gives an output or a gradient that isn't finite, but the gradient "

@@ -7,21 +7,19 @@
 #include "guard/loss_spikes.h"
 #include "guard/nan_replay.h"
 #include "guard/replica_check.h"
+#include "guard/run_observers.h"
 #include "job/checkpoint_job.h"
-#include "job/debug_traces.h"
-#include "job/device_rate.h"
-#include "job/flight_watch.h"
 #include "job/float8_job.h"
+#include "job/observers.h"
 #include "job/pipeline/stages.h"
-#include "job/profiling_job.h"
-#include "job/run_watchdog.h"
-#include "observe/process_identity.h"
 #include "observe/profiling.h"
+#include "observe/stragglers.h"
+#include "observe/structured_file.h"
+#include "observe/structured_log.h"
 #include "titan/config/load.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "titan/observe/stragglers.h"
-#include "titan/observe/structured_log.h"
+#include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"
 #include "train/policies/nonfinite_steps.h"
 #include "train/policies/stop_on_signal.h"
@@ -61,17 +59,18 @@ void save_config(const JobConfig& config, const dist::World& world) {
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 
+// Null: this rank logs no metrics.
 std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
                                             bool on_terminal) {
   // Rank 0's files stay where tools look for them.
   const bool all_ranks = config.metrics.save_for_all_ranks;
+  if (!all_ranks && world.rank() != 0) return nullptr;
   auto folder = record_folder(config);
   if (world.rank() != 0) folder /= str("rank_", world.rank());
-  return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
-                                                                .folder = folder,
-                                                                .total_steps = config.training.steps,
-                                                                .writes = all_ranks || world.rank() == 0,
-                                                                .on_terminal = on_terminal});
+  return std::make_unique<MetricsLogger>(MetricsSinkOptions{.settings = config.metrics,
+                                                            .folder = folder,
+                                                            .total_steps = config.training.steps,
+                                                            .on_terminal = on_terminal});
 }
 
 std::unique_ptr<StructuredLog> build_structured_log(const JobConfig& config, const dist::World& world) {
@@ -120,7 +119,7 @@ auto in_span(StructuredLog* log, const char* name, const Make& make) {
 RunObservers build_observers(const JobConfig& config, const dist::World& world, const Meshes& meshes,
                              std::unique_ptr<StructuredLog> structured_log, bool on_terminal) {
   RunObservers observers;
-  observers.push_back(build_logger(config, world, on_terminal));
+  if (auto logger = build_logger(config, world, on_terminal)) observers.push_back(std::move(logger));
   observers.push_back(std::make_unique<FlightPhases>(world.shared_recorder()));
   StructuredLog* log = structured_log.get();
   if (log) observers.push_back(std::move(structured_log));
@@ -218,9 +217,13 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   auto observers = build_observers(config, world, meshes, std::move(structured_log), on_terminal);
   StepProfiler* const profiler = add_profilers(observers, config, world, models, log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
-    observers.push_back(std::make_unique<DebugTraces>(config.debug, roots(models), parameters, world.rank()));
+    observers.push_back(
+        std::make_unique<NanWatch>(roots(models), parameters,
+                                   NanSearch::Options{.rank = world.rank(),
+                                                      .modules = config.debug.nan_trace,
+                                                      .operations = config.debug.detect_anomaly}));
   if (auto watchdog = build_watchdog(config, world, models, flight)) {
-    if (profiler) profiler->tell_of_writing(*watchdog);
+    if (profiler) profiler->report_writing_to(*watchdog);
     observers.push_back(std::move(watchdog));
   }
   return Trainer({.world = world,

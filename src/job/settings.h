@@ -68,8 +68,8 @@ struct DebugSettings {
   bool deterministic = false;
   bool deterministic_warn_only = false;
   bool check_collectives = false;  ///< dist::InitOptions::check_collectives
-  bool detect_anomaly = false;     ///< AnomalyTrace (train/nan_trace.h)
-  bool nan_trace = false;          ///< NanTrace
+  bool detect_anomaly = false;     ///< NanSearch (guard/nan_search.h): operations
+  bool nan_trace = false;          ///< NanSearch: modules
 
   uint64_t seed_or_default() const { return static_cast<uint64_t>(seed.value_or(0)); }
 };

@@ -16,6 +16,7 @@
 #include "job/build.h"
 #include "titan/core/error.h"
 #include "titan/data/tokenizer.h"
+#include "titan/observe/metrics.h"
 #include "titan/train/trainer.h"
 #include "train/checkpoints/run_checkpoints.h"
 #include "unit/data/fake_source.h"
@@ -168,9 +169,8 @@ class CallingObserver : public RunObserver {
 
 inline RunObservers observers_of(const Job& job, const std::vector<Parameter>& parameters) {
   RunObservers observers;
-  const bool writes = world().rank() == 0 && !job.folder.empty();
-  observers.push_back(std::make_unique<MetricsLogger>(
-      MetricsLogger::Options{.settings = {}, .folder = job.folder, .writes = writes}));
+  if (world().rank() == 0 && !job.folder.empty())
+    observers.push_back(std::make_unique<MetricsLogger>(MetricsSinkOptions{.folder = job.folder}));
   if (job.at_phase) observers.push_back(std::make_unique<CallingObserver>(job, parameters));
   return observers;
 }

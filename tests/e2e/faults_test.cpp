@@ -92,8 +92,8 @@ TEST(Faults, ASharedObjectThatIsntThere) {
 TEST(Faults, AConfigBehindASwitch) {
   CommandResult result = try_train({"--validation.enable", "config.toml"});
   EXPECT_EQ(result.status, 2);
-  EXPECT_THAT(result.err, HasSubstr("config.toml stands behind --validation.enable, as its value; the config "
-                                    "file comes before the first setting"));
+  EXPECT_THAT(result.err, HasSubstr("config.toml was read as the value of --validation.enable: "
+                                    "put the config file first"));
 }
 
 std::string contents(const std::filesystem::path& path) {

@@ -39,8 +39,7 @@ TEST_P(SameRanks, SplitRunsAreTheSameRun) {
   for (const std::vector<int>& stops : {std::vector<int>{10}, std::vector<int>{5, 10, 15}}) {
     const auto run = fresh_folder("run");
     for (const int stop : stops) train(run, part_of_run(words, stop));
-    EXPECT_THAT(train_log(run, words),
-                HasSubstr("resuming after step " + std::to_string(stops.back())));
+    EXPECT_THAT(train_log(run, words), HasSubstr("resuming after step " + std::to_string(stops.back())));
     EXPECT_EQ(curve_of(run), expected) << stops.size() << " interruptions";
     EXPECT_TRUE(bytes_of(step_folder(run, 20) / "model.safetensors") == weights)
         << stops.size() << " interruptions";

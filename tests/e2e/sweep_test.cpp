@@ -57,7 +57,7 @@ TEST(Sweep, AGridIsRunAndThenPassedOver) {
   const auto written = fs::last_write_time(sweep.runs / "lr=0.001,seq_len=16" / "metrics.jsonl");
   const CommandResult again = sweep.run();
   EXPECT_EQ(again.status, 0) << again.err;
-  EXPECT_THAT(again.err, HasSubstr("run 3 of 4 (lr=0.002,seq_len=32) finished earlier"));
+  EXPECT_THAT(again.err, HasSubstr("run 3 of 4 (lr=0.002,seq_len=32) is finished already"));
   EXPECT_EQ(fs::last_write_time(sweep.runs / "lr=0.001,seq_len=16" / "metrics.jsonl"), written);
 }
 
@@ -81,8 +81,8 @@ TEST(Sweep, AKilledRunGoesOnAndFinishedOnesAreKept) {
 
   const CommandResult result = sweep.run();
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("run 0 of 2 (short) finished earlier"));
-  EXPECT_THAT(result.err, HasSubstr("run 1 of 2 (long) is started again"));
+  EXPECT_THAT(result.err, HasSubstr("run 0 of 2 (short) is finished already"));
+  EXPECT_THAT(result.err, HasSubstr("run 1 of 2 (long) starts again"));
   EXPECT_THAT(result.err, HasSubstr("training continues"));
   EXPECT_EQ(read_metrics(second).size(), 200u);
 }
@@ -185,7 +185,7 @@ TEST(Sweep, ARunThatWasStoppedWithinItsLastValidationHasFinished) {
   EXPECT_THAT(sweep.run({"--list"}).out, ContainsRegex("[^t] finished"));
   const CommandResult again = sweep.run();
   EXPECT_EQ(again.status, 0) << again.err;
-  EXPECT_THAT(again.err, HasSubstr("run 0 of 1 (one) finished earlier"));
+  EXPECT_THAT(again.err, HasSubstr("run 0 of 1 (one) is finished already"));
 }
 
 // Under nohup, whose user has left.
@@ -239,7 +239,7 @@ TEST(Sweep, ARunThatWasToldToStopIsNotFinished) {
   kill(pid, SIGTERM);
   const CommandResult result = command.wait();
   EXPECT_EQ(result.status, 1) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("was told to stop before its end"));
+  EXPECT_THAT(result.err, HasSubstr("was stopped before its end"));
   EXPECT_THAT(result.out, HasSubstr("not finished"));
 }
 

@@ -17,7 +17,7 @@
 #include "titan/optim/lr_schedule.h"
 #include "titan/optim/optimizer.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/metrics_window.h"
+#include "titan/train/metrics.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/policy.h"

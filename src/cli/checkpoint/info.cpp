@@ -158,13 +158,13 @@ std::string json_text(const SavedState& state, const std::vector<StateTensor>& t
 
 int checkpoint_info(const Arguments& words) {
   const InfoArguments arguments = parse_info_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const SavedState state(step_folder(arguments.folder, "info"));
   const std::vector<StateTensor> tensors = by_name(state.table(), arguments.tensors);
   const std::string text = arguments.json
                                ? json_text(state, tensors, arguments.stats)
                                : str(header_text(state), "\n", tensors_text(state, tensors, arguments.stats));
-  return std::fputs(text.c_str(), stdout), 0;
+  return print(text);
 }
 
 }  // namespace titan::cli

@@ -7,7 +7,8 @@
 #include <sstream>
 
 #include "core/durable.h"
-#include "titan/train/metrics.h"
+#include "observe/metrics_format.h"
+#include "titan/observe/metrics.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {

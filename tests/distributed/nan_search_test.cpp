@@ -1,6 +1,6 @@
-// A NaN that one module of a sharded network makes, in its forward or in its backward alone, with and without
-// activation checkpoints: found in that module. On all ranks at once, so that none waits for another; one
-// rank alone is tests/e2e/nan_run_test.cpp's.
+// One module of a sharded network makes a NaN, in its forward or only in its backward, with and without
+// activation checkpointing: the search names that module. All ranks make it at once, so that none waits for
+// another; tests/e2e/nan_run_test.cpp has the NaN on one rank.
 
 #include <gmock/gmock.h>
 
@@ -13,16 +13,31 @@
 #include <limits>
 
 #include "distributed/toy_case.h"
+#include "titan/guard/nan_search.h"
 #include "titan/parallel/activation_checkpoint.h"
-#include "titan/train/nan_trace.h"
 
 namespace titan::testing {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-using train::AnomalyTrace;
-using train::NanTrace;
+using train::NanSearch;
+using Options = NanSearch::Options;
+
+std::unique_ptr<NanSearch> search_modules(const nn::AnyRef& model, int rank = 0) {
+  return std::make_unique<NanSearch>(std::vector<nn::AnyRef>{model}, Options{.rank = rank});
+}
+
+std::unique_ptr<NanSearch> search_operations(const nn::AnyRef& model, int rank = 0) {
+  return std::make_unique<NanSearch>(std::vector<nn::AnyRef>{model},
+                                     Options{.rank = rank, .modules = false, .operations = true});
+}
+
+std::unique_ptr<NanSearch> note_findings(const nn::AnyRef& model) {
+  return std::make_unique<NanSearch>(
+      std::vector<nn::AnyRef>{model},
+      Options{.rank = world().rank(), .on_finding = NanSearch::OnFinding::Note});
+}
 
 const double kNaN = std::numeric_limits<double>::quiet_NaN();
 
@@ -30,7 +45,7 @@ at::Tensor own_rows() { return my_rows(input_rows(8, 6, at::kFloat), world().ran
 
 enum class Where { Nowhere, Forward, Backward };
 
-/// Spoils one number of a module's output, or of the gradient that its backward gives.
+/// Replaces one number of a module's output, or of its backward's gradient, by NaN.
 class Spoiler : public nn::CallHook {
  public:
   explicit Spoiler(Where where) : where_(where) {}
@@ -65,12 +80,12 @@ Toy make_toy(Where where, bool checkpoints) {
   return model;
 }
 
-/// What one step of a toy throws on this rank; "": nothing.
-template <class Trace>
-std::string failure_of_step(Where where, bool checkpoints) {
+/// Returns what one step of a toy throws on this rank; "": nothing.
+using MakeSearch = std::unique_ptr<NanSearch> (*)(const nn::AnyRef& model, int rank);
+std::string failure_of_step(MakeSearch make_search, Where where, bool checkpoints) {
   Toy model = make_toy(where, checkpoints);
-  Trace trace({model}, world().rank());
-  trace.set_step(7);
+  const auto search = make_search(model, world().rank());
+  search->set_step(7);
   try {
     loss_of(model(own_rows())).backward();
   } catch (const std::exception& error) {
@@ -81,11 +96,11 @@ std::string failure_of_step(Where where, bool checkpoints) {
 
 std::string place() { return str("step 7, rank ", world().rank(), ": "); }
 
-TEST(NanTrace, SaysNothingOfFiniteNumbersAndChangesNone) {
-  EXPECT_EQ(failure_of_step<NanTrace>(Where::Nowhere, true), "");
+TEST(NanSearch, AcceptsFiniteNumbersAndChangesNone) {
+  EXPECT_EQ(failure_of_step(search_modules, Where::Nowhere, true), "");
   Toy plain = make_toy(Where::Nowhere, false), traced = make_toy(Where::Nowhere, false);
   loss_of(plain(own_rows())).backward();
-  NanTrace trace({traced}, world().rank());
+  const auto search = search_modules(traced, world().rank());
   loss_of(traced(own_rows())).backward();
   const auto expected = parameters(plain);
   const auto found = parameters(traced);
@@ -93,32 +108,32 @@ TEST(NanTrace, SaysNothingOfFiniteNumbersAndChangesNone) {
     EXPECT_TRUE(at::equal(expected[i].data.local.grad(), found[i].data.local.grad())) << expected[i].name;
 }
 
-TEST(NanTrace, HooksGoWithIt) {
+TEST(NanSearch, RemovesItsHooks) {
   Toy model = make_toy(Where::Nowhere, false);
   const auto before = model->blocks[1]->label_hook;
   {
-    const NanTrace trace({model}, 0);
+    const auto search = search_modules(model);
     EXPECT_NE(model->blocks[1]->label_hook, before);
   }
   EXPECT_EQ(model->blocks[1]->label_hook, before);
   EXPECT_FALSE(model->label_hook);
 }
 
-TEST(NanTrace, HooksGoFromUnderOthersToo) {
+TEST(NanSearch, RemovesItsHooksFromUnderOthers) {
   Toy model = make_toy(Where::Nowhere, false);
   const auto before = model->blocks[1]->label_hook;
-  auto inner = std::make_unique<AnomalyTrace>(std::vector<nn::AnyRef>{model}, 0);
-  const auto outer = std::make_unique<NanTrace>(std::vector<nn::AnyRef>{model}, 0);
+  auto inner = search_operations(model);
+  const auto outer = search_modules(model);
   const auto both = model->blocks[1]->label_hook;
   inner.reset();
-  EXPECT_EQ(model->blocks[1]->label_hook, both) << "the outer one stays";
+  EXPECT_EQ(model->blocks[1]->label_hook, both) << "the outer hook stays";
   loss_of(model(own_rows())).backward();
-  auto gone = std::make_unique<NanTrace>(std::vector<nn::AnyRef>{model}, 0);
+  auto gone = search_modules(model);
   gone.reset();
   EXPECT_EQ(model->blocks[1]->label_hook, both);
 }
 
-TEST(TensorNumbers, AreOfWhatIsFinite) {
+TEST(TensorNumbers, DescribeTheFiniteElements) {
   const at::Tensor tensor = at::tensor({1.0, 2.0, kNaN, 6.0, -1.0 / 0.0}, at::kFloat);
   EXPECT_EQ(train::describe_numbers(tensor), "Float [5]: min 1, max 6, mean 3, 1 NaN, 1 Inf");
   EXPECT_FALSE(train::is_finite(tensor));
@@ -132,37 +147,37 @@ TEST(TensorNumbers, AreOfWhatIsFinite) {
   EXPECT_THAT(train::describe_numbers(angles), HasSubstr("1 NaN, 0 Inf"));
 }
 
-// Both passes end as they would without it.
-TEST(NanTrace, NotesTheFirstInPlaceOfThrowing) {
+// Forward and backward complete as they would without the search.
+TEST(NanSearch, NotesTheFirstFindingInsteadOfThrowing) {
   int64_t before = 0;
   for (const Where where : {Where::Nowhere, Where::Forward, Where::Backward}) {
     Toy model = make_toy(where, false);
-    NanTrace trace({model}, world().rank(), NanTrace::OnFinding::Note);
+    const auto search = note_findings(model);
     loss_of(model(own_rows())).backward();
     EXPECT_TRUE(parameters(model).back().data.local.grad().defined());
-    const auto first = trace.first();
+    const auto first = search->first();
     ASSERT_EQ(first.has_value(), where != Where::Nowhere);
     if (!first) continue;
     EXPECT_TRUE(first->made_by_module);
     EXPECT_THAT(first->text, HasSubstr(where == Where::Forward ? "the output of module 'block1' is the first"
                                                                : "the backward of module 'block1' is"));
-    EXPECT_GT(first->num_looked_at, before) << "a backward's come behind all of the forward's";
+    EXPECT_GT(first->num_looked_at, before) << "checks of the backward come after all of the forward's";
     before = first->num_looked_at;
   }
 }
 
-TEST(NanTrace, NotesWhatAModuleWasGiven) {
+TEST(NanSearch, NotesThatAModuleReceivedNaN) {
   Toy model = make_toy(Where::Nowhere, false);
-  NanTrace trace({model}, world().rank(), NanTrace::OnFinding::Note);
+  const auto search = note_findings(model);
   loss_of(model(own_rows() * kNaN));
-  ASSERT_TRUE(trace.first());
-  EXPECT_FALSE(trace.first()->made_by_module);
+  ASSERT_TRUE(search->first());
+  EXPECT_FALSE(search->first()->made_by_module);
 }
 
 class NanFound : public ::testing::TestWithParam<bool> {};
 
 TEST_P(NanFound, InTheForward) {
-  const std::string failure = failure_of_step<NanTrace>(Where::Forward, GetParam());
+  const std::string failure = failure_of_step(search_modules, Where::Forward, GetParam());
   EXPECT_THAT(failure,
               AllOf(HasSubstr(place() + "the output of module 'block1' is the first that isn't "
                                         "finite, though its inputs are"),
@@ -171,7 +186,7 @@ TEST_P(NanFound, InTheForward) {
 }
 
 TEST_P(NanFound, InTheBackwardAlone) {
-  const std::string failure = failure_of_step<NanTrace>(Where::Backward, GetParam());
+  const std::string failure = failure_of_step(search_modules, Where::Backward, GetParam());
   EXPECT_THAT(failure, AllOf(HasSubstr(place() + "the backward of module 'block1' is the first to give a "
                                                  "gradient that isn't finite"),
                              HasSubstr("gradient of input 0: Float ["), HasSubstr("1 NaN, 0 Inf"),
@@ -200,14 +215,14 @@ class BadHook : public nn::CallHook {
   }
 };
 
-TEST(AnomalyTrace, NamesTheOperationAndTheModuleThatRecordedIt) {
+TEST(NanSearch, NamesTheOperationAndTheModuleThatRecordedIt) {
   Toy model = make_toy(Where::Nowhere, false);
   model->blocks[1]->label_hook = std::make_shared<BadHook>();
   std::string failure;
   ::testing::internal::CaptureStderr();
   {
-    AnomalyTrace trace({model}, world().rank());
-    trace.set_step(7);
+    const auto search = search_operations(model, world().rank());
+    search->set_step(7);
     try {
       loss_of(model(own_rows())).backward();
     } catch (const std::exception& error) {
@@ -224,8 +239,8 @@ TEST(AnomalyTrace, NamesTheOperationAndTheModuleThatRecordedIt) {
   EXPECT_FALSE(torch::autograd::AnomalyMode::is_enabled());
 }
 
-TEST(AnomalyTrace, SaysNothingOfFiniteGradients) {
-  EXPECT_EQ(failure_of_step<AnomalyTrace>(Where::Nowhere, true), "");
+TEST(NanSearch, AcceptsFiniteGradients) {
+  EXPECT_EQ(failure_of_step(search_operations, Where::Nowhere, true), "");
 }
 
 }  // namespace

@@ -1,19 +1,17 @@
-// The forms in which metrics are told: a console line, a JSON object.
+#include "observe/metrics_format.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
-#include <string>
 
 #include "titan/core/error.h"
-#include "titan/train/metrics.h"
 
 namespace titan::train {
 
 namespace {
 
-// TorchTitan's colours.
+// TorchTitan's colors.
 struct Palette {
   const char* red = "\033[31m";
   const char* green = "\033[32m";
@@ -53,7 +51,7 @@ std::string mfu_field(const std::optional<double>& mfu) {
   return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A";
 }
 
-// Builds {"a": 1, "b": 2.5}. JSON has no NaN and no infinity: they are null.
+// Builds {"a": 1, "b": 2.5}. NaN and infinities, which JSON lacks, become null.
 class JsonObject {
  public:
   JsonObject& add(const char* key, double value) {

@@ -1,4 +1,4 @@
-#include "train/module_probes.h"
+#include "guard/module_probes.h"
 
 #include <torch/nn/module.h>
 

@@ -1,16 +1,17 @@
 #pragma once
 
-// Hooks around the label hooks of all modules below some roots, put in and taken out together.
+// Hooks around the label hooks of all modules of some models, added and removed together.
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "titan/nn/hooks.h"
 
 namespace titan::train {
 
-/// A label hook around another one, which may be null: its own part is outside.
+/// A label hook around another one, which may be null. Its own part is the outer one.
 class ModuleProbe : public nn::CallHook {
  public:
   explicit ModuleProbe(std::shared_ptr<nn::CallHook> inner) : inner_(std::move(inner)) {}
@@ -35,15 +36,15 @@ class ModuleProbe : public nn::CallHook {
 
 using MakeProbe = std::function<std::shared_ptr<ModuleProbe>(std::shared_ptr<nn::CallHook> inner)>;
 
-/// Of all hookable modules of `models`, roots among them.
+/// Adds a probe to every hookable module of `models`, roots included.
 void add_probes(const std::vector<nn::AnyRef>& models, const MakeProbe& make);
-/// Of the roots alone.
+/// Adds a probe to the roots only.
 void add_root_probes(const std::vector<nn::AnyRef>& models, const MakeProbe& make);
-/// Those that `is_ours`, wherever they are among probes around each other.
+/// Removes the probes that `is_ours`, wherever they are in a chain of probes.
 void remove_probes(const std::vector<nn::AnyRef>& models,
                    const std::function<bool(const nn::CallHook&)>& is_ours);
 
-/// For messages: "layers.3.attention", "model" for a root.
+/// For messages: "'layers.3.attention'", or "model" for a root.
 std::string module_name(const nn::HookHost& host);
 
 }  // namespace titan::train

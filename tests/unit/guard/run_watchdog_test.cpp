@@ -1,8 +1,7 @@
 #include <gmock/gmock.h>
 #include <future>
 
-#include "job/run_watchdog.h"
-#include "titan/train/nan_trace.h"
+#include "guard/run_observers.h"
 #include "unit/train/toy_model.h"
 
 namespace titan::train {
@@ -25,8 +24,8 @@ class RunWatchdogs : public ::testing::Test {
   Bigram model_{16, nn::Construct{}};
 };
 
-// A pipeline that connects, ranks that agree on something: a hang there is one, too.
-TEST_F(RunWatchdogs, WatchWhatIsBeforeTheFirstPhase) {
+// Connecting a pipeline or agreeing on settings may hang, too.
+TEST_F(RunWatchdogs, FindAHangBeforeTheFirstPhase) {
   auto verdict = std::make_shared<std::promise<std::string>>();
   auto found = verdict->get_future();
   const auto watchdog = watch(300ms, [verdict](const std::string& text) { verdict->set_value(text); });
@@ -34,17 +33,18 @@ TEST_F(RunWatchdogs, WatchWhatIsBeforeTheFirstPhase) {
   EXPECT_THAT(found.get(), ::testing::HasSubstr("hangs in start, without progress for"));
 }
 
-// In whatever order: the hooks are around each other.
-TEST_F(RunWatchdogs, TakeTheirHooksOut) {
+// The hooks surround each other, and may be removed in any order.
+TEST_F(RunWatchdogs, RemoveTheirHooks) {
   const auto before = model_->label_hook;
   auto watchdog = watch(600s);
-  auto trace = std::make_unique<NanTrace>(std::vector<nn::AnyRef>{model_}, 0);
+  auto search = std::make_unique<NanSearch>(std::vector<nn::AnyRef>{model_}, NanSearch::Options{});
   watchdog.reset();
-  EXPECT_NE(model_->label_hook, before) << "the trace's stays";
+  EXPECT_NE(model_->label_hook, before) << "the search's hook stays";
   auto second = watch(600s);
-  auto outer = std::make_unique<AnomalyTrace>(std::vector<nn::AnyRef>{model_}, 0);
+  auto outer = std::make_unique<NanSearch>(std::vector<nn::AnyRef>{model_},
+                                           NanSearch::Options{.modules = false, .operations = true});
   second.reset();
-  trace.reset();
+  search.reset();
   outer.reset();
   EXPECT_EQ(model_->label_hook, before);
 }

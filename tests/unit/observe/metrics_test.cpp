@@ -1,13 +1,16 @@
-#include <gtest/gtest.h>
+#include "titan/observe/metrics.h"
 
 #include <filesystem>
 #include <limits>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
-#include "job/device_rate.h"
+#include "observe/metrics_format.h"
+#include "titan/core/error.h"
 #include "titan/core/file.h"
-#include "titan/float8/recipe.h"
-#include "titan/train/metrics.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {
@@ -27,25 +30,25 @@ StepMetrics sample() {
   return metrics;
 }
 
-TEST(ConsoleLine, HasTorchTitansFields) {
+TEST(ConsoleLine, HasTheFieldsOfTorchTitan) {
   EXPECT_EQ(console_line(sample(), false),
             "step:  7  loss:  0.33333  grad_norm: 12.3457  memory:  1.50GiB(2.25%)  tps: 1,234,567  "
             "tflops: 1,234.57  mfu: N/A");
 }
 
-TEST(ConsoleLine, ShowsMfuWhereThePeakIsKnown) {
+TEST(ConsoleLine, ShowsMfuWhenThePeakIsKnown) {
   StepMetrics metrics = sample();
   metrics.mfu = 41.267;
   EXPECT_NE(console_line(metrics, false).find("mfu: 41.27%"), std::string::npos);
 }
 
-TEST(ConsoleLine, IsColoured) {
+TEST(ConsoleLine, HasColors) {
   std::string line = console_line(sample(), true);
   EXPECT_EQ(line.find("\033[31mstep:"), 0u);
   EXPECT_EQ(line.substr(line.size() - 5), "\033[39m");
 }
 
-TEST(ConsoleLine, OfValidation) {
+TEST(ConsoleLine, ShowsAValidation) {
   ValidationMetrics metrics{.step = 10, .loss = 2.5, .tps = 999, .memory_gib = 1, .memory_percent = 10};
   EXPECT_EQ(console_line(metrics, false),
             "validate step: 10  loss:  2.5000  memory:  1.00GiB(10.00%)  tps: 999");
@@ -62,7 +65,7 @@ TEST(JsonLine, KeepsEveryBit) {
   EXPECT_FALSE(object.contains("startup_s"));
 }
 
-TEST(JsonLine, HasWhatOnlyADeviceTells) {
+TEST(JsonLine, HasDeviceFieldsOnlyOnADevice) {
   StepMetrics metrics = sample();
   EXPECT_EQ(nlohmann::json::parse(json_line(metrics))["memory_percent"], 2.25);
   EXPECT_FALSE(nlohmann::json::parse(json_line(metrics)).contains("active_gib"));
@@ -78,14 +81,13 @@ TEST(JsonLine, HasWhatOnlyADeviceTells) {
   EXPECT_EQ(nlohmann::json::parse(json_line(ValidationMetrics{.memory_percent = 7}))["memory_percent"], 7);
 }
 
-TEST(JsonLine, AStepWithoutLabelsHasNoLoss) {
+TEST(JsonLine, WritesNullForALossThatIsNaN) {
   StepMetrics metrics = sample();
   metrics.loss = metrics.grad_norm = std::numeric_limits<double>::quiet_NaN();
   EXPECT_TRUE(nlohmann::json::parse(json_line(metrics))["loss"].is_null());
 }
 
-// Tags of what a device has, and none in its place.
-TEST(TensorBoard, OnlyWhatIsKnownHasATag) {
+TEST(TensorBoard, WritesNoTagForAnUnknownValue) {
   data::TemporaryFolder folder;
   const auto tags_of = [&](const char* run, const StepMetrics& metrics) {
     MetricsSettings settings;
@@ -93,7 +95,7 @@ TEST(TensorBoard, OnlyWhatIsKnownHasATag) {
     {
       MetricsLogger logger({.settings = settings, .folder = folder.path() / run});
       logger.logged(metrics);
-      logger.validated(ValidationMetrics{.step = 1});
+      logger.validated({.step = 1});
       logger.flush();
     }
     std::string text;
@@ -115,7 +117,7 @@ TEST(TensorBoard, OnlyWhatIsKnownHasATag) {
   for (const char* tag : known) EXPECT_NE(device.find(tag), std::string::npos) << tag;
 }
 
-TEST(TensorBoard, EachStartHasAFolderOfItsOwn) {
+TEST(TensorBoard, WritesEachStartToAFolderOfItsOwn) {
   data::TemporaryFolder folder;
   MetricsSettings settings;
   settings.enable_tensorboard = true;
@@ -124,43 +126,61 @@ TEST(TensorBoard, EachStartHasAFolderOfItsOwn) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path() / "tb"), {}), 3);
 }
 
-// The tables hold peaks of bf16.
-TEST(PeakFlops, OfAJobInFloat8IsUnknown) {
-  JobConfig config;
-  EXPECT_EQ(job_peak_flops(config, "NVIDIA H200"), 989e12);
-  config.model.converters = {float8::kConverter};
-  EXPECT_FALSE(job_peak_flops(config, "NVIDIA H200"));
-  config.metrics.peak_flops = 1979e12;
-  EXPECT_EQ(job_peak_flops(config, "NVIDIA H200"), 1979e12);
-}
-
-TEST(JsonLine, HasStartupOnce) {
+TEST(JsonLine, HasStartupTimeWhenSet) {
   StepMetrics metrics = sample();
   metrics.startup_s = 0.25;
   EXPECT_EQ(nlohmann::json::parse(json_line(metrics))["startup_s"].get<double>(), 0.25);
 }
 
-TEST(PeakFlops, TellsTheH100sApart) {
-  EXPECT_EQ(peak_flops_of("NVIDIA H100 80GB HBM3"), 989e12);
-  EXPECT_EQ(peak_flops_of("NVIDIA H100 PCIe"), 756e12);
-  EXPECT_EQ(peak_flops_of("NVIDIA H100 NVL"), 835e12);
-  EXPECT_EQ(peak_flops_of("NVIDIA H200"), 989e12);
-  EXPECT_EQ(peak_flops_of("NVIDIA H20"), 148e12);
-  EXPECT_EQ(peak_flops_of("NVIDIA GB200"), 2.5e15);
-  EXPECT_EQ(peak_flops_of("NVIDIA B200"), 2.25e15);
-  EXPECT_EQ(peak_flops_of("AMD Instinct MI300X"), 1300e12);
-  EXPECT_FALSE(peak_flops_of("GeForce 256"));
+/// A user's sink.
+class RecordingSink final : public MetricsSink {
+ public:
+  explicit RecordingSink(std::vector<std::string>& calls) : calls_(calls) {}
+  void begin_after(int64_t step) override { calls_.push_back(str("begin after ", step)); }
+  void log(const StepMetrics& metrics) override { calls_.push_back(str("step ", metrics.step)); }
+  void log(const ValidationMetrics& metrics) override { calls_.push_back(str("validation ", metrics.step)); }
+  void flush() override { calls_.push_back("flush"); }
+
+ private:
+  std::vector<std::string>& calls_;
+};
+
+TEST(MetricsSinks, ReceiveTheMetricsThatARunLogs) {
+  data::TemporaryFolder folder;
+  static std::vector<std::string> calls;
+  metrics_sinks().add("recording",
+                      [](const MetricsSinkOptions&) { return std::make_unique<RecordingSink>(calls); });
+  MetricsSettings settings;
+  settings.sinks = {"recording"};
+  MetricsLogger logger({.settings = settings, .folder = folder.path()});
+  logger.begin_after(6);
+  logger.logged(sample());
+  logger.validated({.step = 7});
+  logger.flush();
+  EXPECT_EQ(calls, (std::vector<std::string>{"begin after 6", "step 7", "validation 7", "flush"}));
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "metrics.jsonl")) << "jsonl isn't among the sinks";
 }
 
-TEST(Progress, IsPercentAndTime) {
+TEST(MetricsSinks, RefuseAnUnknownName) {
+  MetricsSettings settings;
+  settings.sinks = {"jsonl", "consol"};
+  try {
+    MetricsLogger logger({.settings = settings});
+    FAIL() << "expected a ConfigError";
+  } catch (const ConfigError& error) {
+    EXPECT_NE(std::string(error.what()).find("did you mean 'console'"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Progress, ShowsPercentAndTimeLeft) {
   EXPECT_EQ(progress(42, 100, 75.4), "   42% 0:01:15 left");
   EXPECT_EQ(progress(1, 300, 36061), "    0% 10:01:01 left");
   EXPECT_EQ(progress(300, 300, 0), "  100% 0:00:00 left");
 }
 
-TEST(Progress, PaceIsThatOfTheStepsBehindTheFirst) {
+TEST(Progress, IgnoresTheTimeOfTheFirstStep) {
   RemainingTime remaining(20);
-  EXPECT_EQ(remaining.seconds_left(1, 100), std::nullopt);  // however long it took to come here
+  EXPECT_EQ(remaining.seconds_left(1, 100), std::nullopt);
   EXPECT_EQ(remaining.seconds_left(5, 108), 15 * 2.0);
   EXPECT_EQ(remaining.seconds_left(10, 127), 10 * 3.0);
   EXPECT_EQ(remaining.seconds_left(20, 200), 0);

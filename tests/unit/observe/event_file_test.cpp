@@ -1,4 +1,4 @@
-#include "titan/train/event_file.h"
+#include "observe/event_file.h"
 
 #include <gtest/gtest.h>
 
@@ -53,13 +53,13 @@ TEST(EventFileWriter, WritesRecordsWithChecksums) {
   auto found = records(read_file(path));
   ASSERT_EQ(found.size(), 2u);
   EXPECT_NE(found[0].find("brain.Event:2"), std::string::npos);
-  // step = 300 as a varint behind field 2's tag.
+  // step = 300 as a varint after the tag of field 2.
   EXPECT_NE(found[1].find("\x10\xac\x02"), std::string::npos);
   EXPECT_NE(found[1].find("loss"), std::string::npos);
   EXPECT_NE(path.filename().string().find("tfevents"), std::string::npos);
 }
 
-TEST(EventFileWriter, NamesTheFolderThatItCantMake) {
+TEST(EventFileWriter, NamesAFolderThatCannotBeMade) {
   try {
     EventFileWriter writer("/proc/no_such_folder");
     FAIL() << "expected an Error";

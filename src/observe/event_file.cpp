@@ -1,4 +1,4 @@
-#include "titan/train/event_file.h"
+#include "observe/event_file.h"
 
 #include <unistd.h>
 

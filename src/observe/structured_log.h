@@ -1,13 +1,13 @@
 #pragma once
 
-// What each rank does over time, for tools: a JSON object a line, of a span's start or end or of an instant,
-// in
+// The structured log: what each rank did over time, for tools. A JSON object per line, for a span's start or
+// end or for an instant, in
 //   {dump_folder}/structured_logs/train.global_rank_<r>.<YYYYmmdd-HHMMSS-microseconds>-<6 characters>.jsonl
-// (UTC) with TorchTitan's fields and names (docs/observability.md). One file a process; `titan debug events`
-// joins those of all ranks to one trace, and `titan report` and `titan top` read them.
+// (UTC), with TorchTitan's fields and names (docs/observability.md). One file per process; `titan debug events`
+// merges those of all ranks into one trace, and `titan report` and `titan top` read them.
 //
-// The training thread puts an event of fixed size into a queue, under a lock that is held for nanoseconds.
-// A thread of the log's own writes what is queued, each second and whenever 64 KiB are waiting.
+// The training thread puts events of fixed size into a queue, under a lock that is held for nanoseconds.
+// A thread of the log's own writes the queue out every second and whenever 64 KiB are waiting.
 
 #include <chrono>
 #include <cstdint>
@@ -25,8 +25,8 @@ namespace titan::train {
 struct StructuredLogSettings {
   bool enable = true;
   std::string folder = "structured_logs";  ///< under dump_folder
-  int64_t max_mib = 64;                    ///< of one process; the older half of more than this is dropped
-  int64_t keep_latest_k = 50;              ///< of a rank's processes, logs of the newest so many
+  int64_t max_mib = 64;                    ///< per process; beyond that the older half is dropped
+  int64_t keep_latest_k = 50;              ///< how many processes of a rank keep their logs
 };
 
 void describe(config::Table<StructuredLogSettings>& table);
@@ -39,12 +39,12 @@ class StructuredLog : public RunObserver {
     int local_rank = 0;
     int64_t max_bytes = int64_t{64} << 20;
     size_t kept_processes = 50;
-    std::chrono::milliseconds retry{60'000};  ///< after an error of the file
-    std::string environment = "{}";  ///< a JSON object about process, machine and job, for the first line
+    std::chrono::milliseconds retry{60'000};  ///< after a failed write
+    std::string environment = "{}";           ///< for the first line: process_environment_json()
   };
 
-  /// Touches no file: the log's thread makes folder and file. Where it can't write, it warns, what was told
-  /// meanwhile is lost (and counted), and it tries again each minute.
+  /// Touches no file: the log's thread creates folder and file. When it can't write, it warns, drops and
+  /// counts the events, and tries again every minute.
   explicit StructuredLog(Options options);
   /// Writes what is queued.
   ~StructuredLog() override;
@@ -54,14 +54,14 @@ class StructuredLog : public RunObserver {
   void logged(const StepMetrics& metrics) override;
   void stopped(int signal) override;
 
-  // Names and callers have to outlive the log (literals). Thread-safe.
+  // Thread-safe. Names and callers must outlive the log: use literals.
   void instant(const char* name, std::optional<double> value = {}, const char* caller = "");
   void start_span(const char* name, const char* caller = "");
   void end_span(const char* name, bool failed, const char* caller = "");
-  /// The process before this object existed, as a span "startup" of so many seconds that ends now.
+  /// Adds a span "startup" of `seconds` that ends now: the process before this object existed.
   void startup(double seconds);
 
-  /// What was told so far has been handed to the operating system, or its loss been told.
+  /// Returns when every event so far has been given to the operating system or reported as lost.
   void flush();
 
   struct Impl;
@@ -70,7 +70,7 @@ class StructuredLog : public RunObserver {
   std::unique_ptr<Impl> impl_;
 };
 
-/// A span as long as it lives; nothing where `log` is null.
+/// A span for a scope; does nothing when `log` is null.
 class StructuredSpan {
  public:
   StructuredSpan(StructuredLog* log, const char* name, const char* caller = "");
