@@ -172,16 +172,16 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
 // Who has the memory is told here, where the settings are; what went wrong is main()'s to say.
 train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world, bool on_terminal,
                           const train::CheckedFiles& checked, train::StartupWatch& startup) {
-  train::FlightWatch flights(config, world);
+  const auto watchdog = train::make_watchdog(config, world);
   try {
-    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, flights.dump());
+    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, watchdog);
     startup.end();
     return trainer.train();
   } catch (const ConfigError&) {
     throw;  // told by all ranks alike: none is lost
   } catch (const std::exception& error) {
     if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
-    if (world.size() > 1) log::error("the job fails: " + flights.explain(error.what()));
+    if (world.size() > 1) log::error("the job fails: " + watchdog->explain(error.what()));
     throw;
   }
 }

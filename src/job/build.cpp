@@ -264,17 +264,13 @@ std::vector<nn::AnyRef> roots(const StageParts& stages) {
 // Until the end of the first step the watchdog is to be faster than a collective's own limit, too.
 std::unique_ptr<RunObserver> build_watchdog(const JobConfig& config, const dist::World& world,
                                             const StageParts& stages,
-                                            const std::shared_ptr<dist::FlightDump>& flight) {
+                                            const std::shared_ptr<dist::Watchdog>& watchdog) {
   const CommSettings& comm = config.comm;
   if (!comm.watchdog) return nullptr;
   world.set_timeout(std::chrono::seconds(collective_timeout_s(comm, config.checkpoint)));
-  return std::make_unique<RunWatchdog>(
-      world,
-      dist::WatchdogOptions{.limits = startup_limits(comm, config.checkpoint),
-                            .folder = dump_folder(config) / comm.save_traces_folder,
-                            .flight = flight,
-                            .computing_is_progress = world.device().is_cpu()},
-      training_limits(comm, config.checkpoint), roots(stages));
+  return std::make_unique<RunWatchdog>(watchdog ? watchdog : make_watchdog(config, world),
+                                       startup_limits(comm, config.checkpoint),
+                                       training_limits(comm, config.checkpoint), roots(stages));
 }
 
 /// What `make` makes, in a span of the structured log.
@@ -341,7 +337,7 @@ dist::World build_world(const JobConfig& config) {
 }
 
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
-                      const CheckedFiles& checked, const std::shared_ptr<dist::FlightDump>& flight) {
+                      const CheckedFiles& checked, const std::shared_ptr<dist::Watchdog>& watchdog) {
   check_offload(config, world.device());
   if (world.rank() == 0) make_folder(dump_folder(config));
   auto structured_log = build_structured_log(config, world);
@@ -377,9 +373,9 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   StepProfiler* const profiler = add_profilers(observers, config, world, stages, log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
     observers.push_back(std::make_unique<DebugTraces>(config.debug, roots(stages), parameters, world.rank()));
-  if (auto watchdog = build_watchdog(config, world, stages, flight)) {
-    if (profiler) profiler->tell_of_writing(*watchdog);
-    observers.push_back(std::move(watchdog));
+  if (auto run_watchdog = build_watchdog(config, world, stages, watchdog)) {
+    if (profiler) profiler->tell_of_writing(*run_watchdog);
+    observers.push_back(std::move(run_watchdog));
   }
   return Trainer({.world = world,
                   .meshes = std::move(meshes),

@@ -10,7 +10,7 @@
 #include "titan/train/trainer.h"
 
 namespace titan::dist {
-class FlightDump;
+class Watchdog;
 }
 
 namespace titan::train {
@@ -30,9 +30,9 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
 /// The model, spread out, with its first weights; data; optimizer; checkpoints; logs. Collective over the
 /// world. Its train() begins with what [checkpoint] says to load, and then writes the resolved config to
 /// {dump_folder}/config.toml (rank 0). `on_terminal`: somebody watches the log, so it gets colours and the
-/// remaining time. `checked`: what check_job has read, so that it isn't read again. `flight`: written by the
-/// watchdog when the job hangs (FlightWatch::dump).
+/// remaining time. `checked`: what check_job has read, so that it isn't read again. `watchdog`:
+/// make_watchdog's, if there is one already.
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,
-                      const CheckedFiles& checked = {}, const std::shared_ptr<dist::FlightDump>& flight = {});
+                      const CheckedFiles& checked = {}, const std::shared_ptr<dist::Watchdog>& watchdog = {});
 
 }  // namespace titan::train

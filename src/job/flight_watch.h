@@ -1,31 +1,23 @@
 #pragma once
 
-// The flight recorder of a run: its records in files, the ranks' signs of life, and what a rank is at.
+// The watchdog and the flight recorder of a run.
 
 #include <memory>
-#include <string>
+#include <vector>
 
-#include "guard/flight_dump.h"
-#include "guard/heartbeat.h"
+#include "titan/guard/watchdog.h"
 #include "titan/train/run_observer.h"
+
+namespace titan::dist {
+class FlightRecorder;
+}
 
 namespace titan::train {
 
 struct JobConfig;
 
-class FlightWatch {
- public:
-  FlightWatch(const JobConfig& config, const dist::World& world);
-
-  /// One line about where a failure comes from; see dist::Heartbeat::explain.
-  std::string explain(const std::string& failure) noexcept { return heartbeat_.explain(failure); }
-  /// Null: comm.trace_buf_size is 0.
-  const std::shared_ptr<dist::FlightDump>& dump() const { return dump_; }
-
- private:
-  std::shared_ptr<dist::FlightDump> dump_;
-  dist::Heartbeat heartbeat_;
-};
+/// The watchdog of this rank, with the files of [comm]. It judges nothing yet (RunWatchdog begins that).
+std::shared_ptr<dist::Watchdog> make_watchdog(const JobConfig& config, const dist::World& world);
 
 /// Tells the recorder the phase that a run is in.
 class FlightPhases final : public RunObserver {

@@ -92,18 +92,18 @@ int64_t collective_timeout_s(const CommSettings& comm, const CheckpointSettings&
   return std::chrono::duration_cast<seconds>(longest).count() + kBehindWatchdog;
 }
 
-RunWatchdog::RunWatchdog(const dist::World& world, dist::WatchdogOptions options,
+RunWatchdog::RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::WatchdogLimits& startup,
                          dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models)
-    : models_(models),
-      training_(std::move(training)),
-      watchdog_(std::make_shared<dist::Watchdog>(world, std::move(options))) {
+    : models_(models), training_(std::move(training)), watchdog_(std::move(watchdog)) {
   // What lies before the first phase (a pipeline that connects, what is agreed on) has a limit too.
   watchdog_->progress(ProgressKind::Compute, "start");
+  watchdog_->set_limits(startup);
   add_root_probes(models_,
                   [&](auto inner) { return std::make_shared<ForwardProgress>(watchdog_, std::move(inner)); });
 }
 
 RunWatchdog::~RunWatchdog() {
+  watchdog_->leave();
   remove_probes(models_, [&](const nn::CallHook& hook) {
     const auto* progress = dynamic_cast<const ForwardProgress*>(&hook);
     return progress && progress->watchdog() == watchdog_.get();

@@ -24,8 +24,8 @@ int64_t collective_timeout_s(const CommSettings& comm, const CheckpointSettings&
 class RunWatchdog final : public RunObserver {
  public:
   /// `models`: whose forwards, one per micro-batch, are progress too.
-  RunWatchdog(const dist::World& world, dist::WatchdogOptions options, dist::WatchdogLimits training,
-              const std::vector<nn::AnyRef>& models);
+  RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::WatchdogLimits& startup,
+              dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models);
   /// Takes the hooks of the models out again.
   ~RunWatchdog() override;
   void begin(Phase phase, int64_t step) override;
