@@ -174,13 +174,15 @@ std::string names_of(const std::vector<int>& ranks) {
   return names;
 }
 
-std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& axis, dist::DeviceBackend& devices) {
+std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& axis,
+                                                             dist::DeviceBackend& devices) {
   const dist::World& world = axis.world();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store());
   const auto own_store =
       c10::make_intrusive<c10d::PrefixStore>(str("peer_memory/", names_of(axis.ranks())), store);
   const auto group = axis.group();
-  return devices.make_symmetric_memory({group->name(), own_store, group->rank(), group->size(), world.timeout()});
+  return devices.make_symmetric_memory(
+      {group->name(), own_store, group->rank(), group->size(), world.timeout()});
 }
 
 template <class Exchange>
@@ -209,7 +211,7 @@ std::string way_of_plan(OverlapTransport transport) {
 
 }  // namespace
 
-std::string why_no_symmetric_memory(dist::Group& group, const dist::DeviceBackend& devices) {
+std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices) {
   const auto addresses = group.all_gather_text(devices.device_address(), kLabel);
   std::string mine;
   for (int peer = 0; peer < group.size() && mine.empty(); ++peer) {
@@ -227,7 +229,7 @@ std::string why_no_symmetric_memory(dist::Group& group, const dist::DeviceBacken
 namespace {
 
 std::string why_no_symmetric_memory(const DeviceMesh& axis, dist::DeviceBackend* devices) {
-  return devices ? why_no_symmetric_memory(*axis.group(), *devices)
+  return devices ? why_not_all_share(*axis.group(), *devices)
                  : str("the backend is ", axis.world().backend());
 }
 
