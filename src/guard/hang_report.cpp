@@ -18,7 +18,7 @@ namespace titan::dist {
 
 namespace {
 
-constexpr size_t kLastCalls = 8;
+constexpr size_t kShownCalls = 8;
 
 double seconds_since(int64_t start_ns) {
   using namespace std::chrono;
@@ -30,7 +30,7 @@ std::string last_calls(const FlightRecorder& recorder) {
   const auto calls = recorder.snapshot();
   if (calls.empty()) return "no collective was called\n";
   std::string text = "its last calls:\n";
-  for (size_t i = calls.size() - std::min(calls.size(), kLastCalls); i < calls.size(); ++i)
+  for (size_t i = calls.size() - std::min(calls.size(), kShownCalls); i < calls.size(); ++i)
     text += str("  ", calls[i].number, " ", calls[i].describe(), ", ", calls[i].bytes, " bytes, ",
                 name_of(calls[i].state), ", ", seconds_since(calls[i].start_ns), " s ago\n");
   return text;

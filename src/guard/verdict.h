@@ -21,17 +21,18 @@ struct Beat {
   int64_t number = 0;  ///< counts up
   RunState state = RunState::Runs;
   ProgressKind kind = ProgressKind::Idle;
-  std::string what;  ///< "forward_backward"
+  std::string what = {};  ///< "forward_backward"
   int64_t step = -1;
   int64_t stalled_ms = 0;        ///< time without a sign of progress
   int64_t limit_ms = 0;          ///< for its kind of progress
-  std::string setting;           ///< where that comes from
+  std::string setting = {};      ///< where that comes from
   int64_t silence_limit_ms = 0;  ///< for the time without a beat: these are sent whatever the rank is doing
-  std::string silence_setting;
-  std::string call;  ///< the call of its peers that it waits for; "": none
+  std::string silence_setting = {};
+  std::string call = {};  ///< the call of its peers that it waits for; "": none
   int pid = 0;
-  std::string host;
-  std::string pids;  ///< the kernel's numbering of processes that `pid` is from; equal where /proc shows both
+  std::string host = {};
+  std::string pids =
+      {};  ///< the kernel's numbering of processes that `pid` is from; equal where /proc shows both
   bool computes = false;  ///< its processors work, which no longer counts as progress
   bool traced = false;    ///< by a debugger
   std::string

@@ -77,7 +77,7 @@ struct WatchdogLimits {
 };
 
 struct WatchdogOptions {
-  WatchdogLimits limits;
+  WatchdogLimits limits = {};
   /// False: nothing is judged until set_limits(). Lost ranks are named, and records written, all the same.
   bool judges = true;
   /// For stacks_<rank>.txt and flight records; empty: the stacks are only printed.
