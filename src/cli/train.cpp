@@ -17,8 +17,6 @@
 #include "cli/train_end.h"
 #include "core/process_stats.h"
 #include "dist/environment.h"
-#include "guard/flight_dump.h"
-#include "guard/heartbeat.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
 #include "job/checkpoint_job.h"
@@ -28,6 +26,7 @@
 #include "job/observers.h"
 #include "tensor/host_allocator.h"
 #include "titan/config/load.h"
+#include "titan/guard/watchdog.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/policies/interruption.h"
@@ -173,17 +172,16 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
 // Explains an out-of-memory error here, where the settings are; main() prints the error itself.
 train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world, bool on_terminal,
                           const train::CheckedFiles& checked, train::StartupWatch& startup) {
-  const auto flights = train::build_flight_dump(config, world);
-  dist::Heartbeat heartbeat(world, flights);
+  const auto watchdog = train::make_watchdog(config, world);
   try {
-    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, flights);
+    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, watchdog);
     startup.end();
     return trainer.train();
   } catch (const ConfigError&) {
     throw;  // all ranks report the same: none is lost
   } catch (const std::exception& error) {
     if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
-    if (world.size() > 1) log::error("the job fails: " + heartbeat.explain(error.what()));
+    if (world.size() > 1) log::error("the job fails: " + watchdog->explain(error.what()));
     throw;
   }
 }

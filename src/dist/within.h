@@ -1,12 +1,44 @@
 #pragma once
 
+// Calls that may never return: into a store, a driver or a file system that hangs. They run on threads that
+// nobody has to wait for; whatever such a call uses, it has to own.
+
 #include <chrono>
 #include <functional>
+#include <memory>
 
 namespace titan::checkpoint::detail {
 
-/// Runs `call` on a thread of its own. True when it is done within `limit`; throws what it throws. False: it
-/// isn't, and the thread is left to itself, so `call` has to own whatever it uses.
+/// Runs `call` on a thread of its own. Returns true when it is done within `limit`, and throws what it
+/// throws. Returns false otherwise, and leaves the thread to itself.
 bool within(std::chrono::milliseconds limit, std::function<void()> call);
 
 }  // namespace titan::checkpoint::detail
+
+namespace titan::dist {
+
+/// A thread that does the tasks it is given, and perhaps one more thing now and then.
+class SideThread {
+ public:
+  using Task = std::function<void()>;
+
+  /// `name`: 15 letters at most. `tick` is called once every `period`, between tasks; it doesn't throw.
+  explicit SideThread(const char* name, Task tick = {},
+                      std::chrono::milliseconds period = std::chrono::hours(1));
+  /// Waits a second at most for what was posted, then leaves the thread to itself.
+  ~SideThread();
+  SideThread(const SideThread&) = delete;
+  SideThread& operator=(const SideThread&) = delete;
+
+  /// Does `task` soon, in place of one that was posted before and hasn't begun. It doesn't throw.
+  void post(Task task);
+  /// Returns true once everything that was posted is done, false after `limit`.
+  bool wait(std::chrono::milliseconds limit) const;
+  bool is_idle() const { return wait(std::chrono::milliseconds(0)); }
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace titan::dist

@@ -40,18 +40,18 @@ class ForwardProgress final : public ModuleProbe {
 
 }  // namespace
 
-RunWatchdog::RunWatchdog(const dist::World& world, dist::WatchdogOptions options,
+RunWatchdog::RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::WatchdogLimits& startup,
                          dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models)
-    : models_(models),
-      training_(std::move(training)),
-      watchdog_(std::make_shared<dist::Watchdog>(world, std::move(options))) {
+    : models_(models), training_(std::move(training)), watchdog_(std::move(watchdog)) {
   // Work before the first phase (connecting a pipeline, agreeing on settings) has a limit, too.
   watchdog_->progress(ProgressKind::Compute, "start");
+  watchdog_->set_limits(startup);
   add_root_probes(models_,
                   [&](auto inner) { return std::make_shared<ForwardProgress>(watchdog_, std::move(inner)); });
 }
 
 RunWatchdog::~RunWatchdog() {
+  watchdog_->leave();
   remove_probes(models_, [&](const nn::CallHook& hook) {
     const auto* progress = dynamic_cast<const ForwardProgress*>(&hook);
     return progress && progress->watchdog() == watchdog_.get();

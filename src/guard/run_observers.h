@@ -16,9 +16,9 @@ namespace titan::train {
 /// Reports a run's phases, and each forward (one per micro-batch), to a watchdog as progress.
 class RunWatchdog final : public RunObserver {
  public:
-  /// `training`: the limits after the first step.
-  RunWatchdog(const dist::World& world, dist::WatchdogOptions options, dist::WatchdogLimits training,
-              const std::vector<nn::AnyRef>& models);
+  /// `startup`: the limits from now until the first step is over; `training`: those after it.
+  RunWatchdog(std::shared_ptr<dist::Watchdog> watchdog, const dist::WatchdogLimits& startup,
+              dist::WatchdogLimits training, const std::vector<nn::AnyRef>& models);
   /// Removes its hooks from the models.
   ~RunWatchdog() override;
   void begin(Phase phase, int64_t step) override;

@@ -96,17 +96,13 @@ std::vector<nn::AnyRef> roots(const Models& models) {
 // The watchdog is to be faster than a collective's own limit, also during the first step.
 std::unique_ptr<RunObserver> build_watchdog(const JobConfig& config, const dist::World& world,
                                             const Models& models,
-                                            const std::shared_ptr<dist::FlightDump>& flight) {
+                                            const std::shared_ptr<dist::Watchdog>& watchdog) {
   const CommSettings& comm = config.comm;
   if (!comm.watchdog) return nullptr;
   world.set_timeout(std::chrono::seconds(collective_timeout_s(comm, config.checkpoint)));
-  return std::make_unique<RunWatchdog>(
-      world,
-      dist::WatchdogOptions{.limits = startup_limits(comm, config.checkpoint),
-                            .folder = dump_folder(config) / comm.save_traces_folder,
-                            .flight = flight,
-                            .computing_is_progress = world.device().is_cpu()},
-      training_limits(comm, config.checkpoint), roots(models));
+  return std::make_unique<RunWatchdog>(watchdog ? watchdog : make_watchdog(config, world),
+                                       startup_limits(comm, config.checkpoint),
+                                       training_limits(comm, config.checkpoint), roots(models));
 }
 
 /// What `make` makes, in a span of the structured log.
@@ -184,7 +180,7 @@ TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings,
 }
 
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
-                      const CheckedFiles& checked, const std::shared_ptr<dist::FlightDump>& flight) {
+                      const CheckedFiles& checked, const std::shared_ptr<dist::Watchdog>& watchdog) {
   check_offload(config, world.device());
   if (world.rank() == 0) make_folder(dump_folder(config));
   auto structured_log = build_structured_log(config, world);
@@ -222,9 +218,9 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
                                    NanSearch::Options{.rank = world.rank(),
                                                       .modules = config.debug.nan_trace,
                                                       .operations = config.debug.detect_anomaly}));
-  if (auto watchdog = build_watchdog(config, world, models, flight)) {
-    if (profiler) profiler->report_writing_to(*watchdog);
-    observers.push_back(std::move(watchdog));
+  if (auto run_watchdog = build_watchdog(config, world, models, watchdog)) {
+    if (profiler) profiler->report_writing_to(*run_watchdog);
+    observers.push_back(std::move(run_watchdog));
   }
   return Trainer({.world = world,
                   .meshes = std::move(meshes),

@@ -64,17 +64,14 @@ int64_t collective_timeout_s(const CommSettings& comm, const CheckpointSettings&
   return std::chrono::duration_cast<seconds>(longest).count() + kAfterWatchdog;
 }
 
-std::shared_ptr<dist::FlightDump> build_flight_dump(const JobConfig& config, const dist::World& world) {
+std::shared_ptr<dist::Watchdog> make_watchdog(const JobConfig& config, const dist::World& world) {
   const CommSettings& comm = config.comm;
-  if (comm.trace_buf_size == 0) return nullptr;
-  return std::make_shared<dist::FlightDump>(
-      world.shared_recorder(),
-      dist::FlightDump::Options{
-          .folder = std::filesystem::path(config.job.dump_folder) / comm.save_traces_folder,
-          .prefix = comm.save_traces_file_prefix,
-          .rank = world.rank(),
-          .world_size = world.size(),
-          .on_signals = true});
+  dist::WatchdogOptions options;
+  options.judges = false;
+  options.folder = std::filesystem::path(config.job.dump_folder) / comm.save_traces_folder;
+  if (comm.trace_buf_size > 0) options.record_prefix = comm.save_traces_file_prefix;
+  options.computing_is_progress = world.device().is_cpu();
+  return std::make_shared<dist::Watchdog>(world, std::move(options));
 }
 
 namespace {

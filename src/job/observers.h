@@ -4,7 +4,6 @@
 
 #include <memory>
 
-#include "guard/flight_dump.h"
 #include "job/job_config.h"
 #include "observe/profiling.h"
 #include "titan/guard/watchdog.h"
@@ -21,8 +20,8 @@ dist::WatchdogLimits training_limits(const CommSettings& comm, const CheckpointS
 /// hang. Without a watchdog it is train_timeout_seconds.
 int64_t collective_timeout_s(const CommSettings& comm, const CheckpointSettings& checkpoint);
 
-/// The files of the flight recorder; null when comm.trace_buf_size is 0.
-std::shared_ptr<dist::FlightDump> build_flight_dump(const JobConfig& config, const dist::World& world);
+/// The watchdog of this rank, with the files of [comm]. It judges nothing until a RunWatchdog sets its limits.
+std::shared_ptr<dist::Watchdog> make_watchdog(const JobConfig& config, const dist::World& world);
 
 /// FLOP/s that mfu is a share of: metrics.peak_flops, or the peak of a known device. The known peaks are for
 /// bfloat16; for a job that multiplies in 8 bits there is none, so mfu is N/A, as in TorchTitan.

@@ -11,7 +11,7 @@
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
 #include "guard/flight_report.h"
-#include "guard/heartbeat.h"
+#include "guard/flight_dump.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 

@@ -71,7 +71,7 @@ class SendReceiveExchange final : public ops::SequenceExchange {
 
 /// What all modules' exchanges share.
 struct PeerPieces {
-  std::unique_ptr<dist::PeerMemory> memory;
+  std::unique_ptr<dist::SymmetricMemory> memory;
   bool taken = false;  ///< by an exchange that is under way
 };
 
@@ -125,7 +125,7 @@ struct CountedExchange {
 };
 
 /// Why the ranks of `group` can't all share memory, the same text on each; empty: they can. Collective.
-std::string why_no_peer_memory(dist::Group& group, const dist::DeviceBackend& devices);
+std::string why_no_symmetric_memory(dist::Group& group, const dist::DeviceBackend& devices);
 
 /// Makes modules' exchanges, all of one carrier. `module`: its name, interned.
 using MakeExchange = std::function<CountedExchange(const char* module)>;

@@ -41,12 +41,12 @@ namespace titan::tp {
 
 namespace {
 
-using Moment = dist::PeerMemory::Moment;
+using Moment = dist::SymmetricMemory::Moment;
 
 int64_t buffer_bytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 // The rank that `memory`'s meets at a step, itself at step 0 and at step N.
-int peer_at(const dist::PeerMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
+int peer_at(const dist::SymmetricMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
 
 // Holds the pieces for one exchange.
 class Turn {
@@ -64,7 +64,7 @@ class Turn {
 };
 
 // Where an error ends an exchange early, its tensors still may not go before the queue is through with them.
-void wait_quietly(dist::PeerMemory& memory) {
+void wait_quietly(dist::SymmetricMemory& memory) {
   try {
     memory.wait(memory.now());
   } catch (const std::exception&) {
@@ -105,7 +105,7 @@ class ReadParts final : public ops::SequenceExchange::Gather {
 
  private:
   Turn turn_;
-  dist::PeerMemory& memory_;
+  dist::SymmetricMemory& memory_;
   at::Tensor own_;
   at::Tensor parts_;             // [N, ...]; this rank's stays empty
   std::vector<Moment> arrived_;  // by step, from 1 on
@@ -153,13 +153,13 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
  private:
   // A place for every rank's summand in each piece.
   void make_room(const at::Tensor& summand) {
-    constexpr int64_t alignment = dist::PeerMemory::kAlignment;
+    constexpr int64_t alignment = dist::SymmetricMemory::kAlignment;
     stride_ = (buffer_bytes(summand) + alignment - 1) / alignment * alignment;
     memory_.reserve(stride_ * memory_.size());
   }
 
   Turn turn_;
-  dist::PeerMemory& memory_;
+  dist::SymmetricMemory& memory_;
   Traffic& traffic_;
   int64_t stride_ = 0;
   at::Tensor own_;
