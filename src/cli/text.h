@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "core/units.h"
+
 namespace titan::cli {
 
 /// printf of one number.
 std::string number(const char* format, double value);
-/// "1.23 GB", of 10^9 bytes; "512 bytes"
-std::string size_text(int64_t bytes);
 /// "1 file", "2 files"
 std::string plural(int64_t count, const char* noun);
 /// "[2, 3]"

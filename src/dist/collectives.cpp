@@ -86,14 +86,6 @@ void copy_into(const at::Tensor& out, const at::Tensor& in) {
   target.view(-1).copy_(in.reshape(-1), /*non_blocking=*/true);
 }
 
-/// In, then `text` on the first line only: LibTorch's messages go on with a stack trace.
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
-std::string reason_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  return first_line(c10_error ? c10_error->what_without_backtrace() : error.what());
-}
-
 }  // namespace
 
 struct Work::State {

@@ -67,11 +67,6 @@ std::string host_identity() {
 
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
-std::string reason_of(const c10::Error& error) {
-  const std::string text = error.what_without_backtrace();
-  return text.substr(0, text.find('\n'));
-}
-
 /// c10d prints a stack trace for every time-out that we turn into a message of our own.
 class QuietC10d {
  public:

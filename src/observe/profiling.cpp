@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/durable.h"
-#include "core/elapsed.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
 #include "observe/stream_rows.h"
 #include "tensor/memory_history.h"

@@ -8,7 +8,6 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
-#include "core/error_reason.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"

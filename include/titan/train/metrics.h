@@ -12,9 +12,12 @@
 
 #include "titan/config/table.h"
 
+namespace titan {
+class AppendFile;
+}
+
 namespace titan::train {
 
-class AppendFile;
 class EventFileWriter;
 
 /// [metrics]

@@ -4,12 +4,12 @@
 #include <cmath>
 #include <sstream>
 
-#include <nlohmann/json.hpp>
 
 #include "cli/checkpoint/commands.h"
 #include "cli/text.h"
 #include "config/differences.h"
 #include "config/document.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
@@ -26,7 +26,7 @@ LoggedSteps read_steps(const std::filesystem::path& path) {
   std::string line;
   for (int64_t number = 1; std::getline(lines, line); ++number) {
     if (lines.eof()) break;  // no newline followed
-    auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    auto object = parse_json(line);
     TITAN_CHECK(object.is_object() && object.contains("step"), path.string(), ":", number,
                 ": not a logged step");
     auto value = [&](const char* key) {

@@ -8,6 +8,7 @@
 
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "train/policies/interruption.h"
@@ -99,7 +100,7 @@ FigureRows::FigureRows(const fs::path& path, int64_t tail_bytes) {
   }
   while (std::getline(lines, line)) {
     if (lines.eof()) break;
-    const auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto row = parse_json(line);
     if (row.is_object() && row.contains("step") && row["step"].is_number_integer()) add(row);
   }
   for (auto& [key, values] : columns_) values.resize(steps_.size(), std::nan(""));
