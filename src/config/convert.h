@@ -21,8 +21,8 @@ Converted convert(const FieldInfo& field, const Raw& raw);
 /// "not supported: <reason>; only false is accepted".
 std::string refusal(const FieldInfo& field);
 
-/// Parses a command-line word for the field's kind: "none" unsets, "a,b" is a list, "a,b;c" a list of lists. A word that
-/// doesn't fit stays a string, which convert() refuses.
+/// Parses a command-line word for the field's kind: "none" unsets, "a,b" is a list, "a,b;c" a list of lists.
+/// A word that doesn't fit stays a string, which convert() refuses.
 Raw raw_of_word(const FieldInfo& field, std::string_view word);
 
 /// "an int", "a list of strings".

@@ -1,9 +1,9 @@
 #pragma once
 
 // [Note: from files to settings]
-// A Document is a parsed TOML or JSON file, before its keys mean anything: leaves with a dotted name, a place and a Raw
-// value. An Assignment is a leaf or a command-line word: "this key was given this value there". load.cpp looks up each
-// assignment's field in the Catalog, converts its value (convert.h), and sets it.
+// A Document is a parsed TOML or JSON file, before its keys mean anything: leaves with a dotted name, a place
+// and a Raw value. An Assignment is a leaf or a command-line word: "this key was given this value there".
+// load.cpp looks up each assignment's field in the Catalog, converts its value (convert.h), and sets it.
 
 #include <cstdint>
 #include <filesystem>
@@ -80,8 +80,8 @@ struct Assignment {
 /// How every message about it begins: "configs/a.toml:3:1: training.steps = 0" or "--training.steps = 0".
 std::string to_text(const Assignment& assignment);
 
-/// The file and everything it includes, in order of precedence: the last one wins. Files that can't be read are added to
-/// `problems`, and the others are returned.
+/// The file and everything it includes, in order of precedence: the last one wins. Files that can't be read
+/// are added to `problems`, and the others are returned.
 std::vector<Document> read_documents(const std::filesystem::path& file, std::vector<std::string>& problems);
 
 /// Command-line words as assignments; '-' in names becomes '_'.

@@ -102,7 +102,8 @@ class Loader {
     apply_if(is_static, job_);
   }
 
-  /// A dynamic table can't be judged if a table it depends on has a problem. A problem at the top ("") may affect any table.
+  /// A dynamic table can't be judged if a table it depends on has a problem. A problem at the top ("") may
+  /// affect any table.
   bool is_in_doubt(const Section& section) const {
     auto has_problem = [&](const std::string& table) { return problem_tables_.count(table) != 0; };
     return has_problem("") || std::any_of(section.depends_on.begin(), section.depends_on.end(), has_problem);
@@ -124,8 +125,8 @@ class Loader {
     apply_if(is_here, table.settings.get());
   }
 
-  /// Reports every unknown key. If a key has several values, the last one counts, and only that one is judged: a command
-  /// line can correct a file.
+  /// Reports every unknown key. If a key has several values, the last one counts, and only that one is
+  /// judged: a command line can correct a file.
   template <class Predicate>
   void apply_if(const Predicate& is_meant, void* settings) {
     std::vector<Assignment> meant;

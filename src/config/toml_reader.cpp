@@ -1,7 +1,7 @@
 // The only file that includes toml++, which takes five seconds to compile.
 
-// Some mistakes ("[=", "[ }", "12:x") break assertions of toml++ 3.3. A release build turns these into promises for the
-// optimizer, although the code after them reports the mistake. So this disables both.
+// Some mistakes ("[=", "[ }", "12:x") break assertions of toml++ 3.3. A release build turns these into
+// promises for the optimizer, although the code after them reports the mistake. So this disables both.
 #undef NDEBUG
 #define TOML_ASSERT(expr) static_cast<void>(0)
 // It also promises that certain letters never follow a value ("x = 1.Ś").
@@ -78,7 +78,8 @@ void sort_by_place(Document& document) {
   std::stable_sort(document.leaves.begin(), document.leaves.end(), by_place);
 }
 
-/// toml++ limits the nesting of values but not the parts of a dotted key, and destroys its tables recursively.
+/// toml++ limits the nesting of values but not the parts of a dotted key, and destroys its tables
+/// recursively.
 void check_dots(std::string_view text, const std::string& file) {
   constexpr size_t kMaxDots = 1000;
   size_t dots = 0;

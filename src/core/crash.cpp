@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
-// report() makes only async-signal-safe calls: write, sigaction, raise, nanosleep, and backtrace*, which is safe once
-// libgcc is loaded (install_crash_handler makes a first call for that).
+// report() makes only async-signal-safe calls: write, sigaction, raise, nanosleep, and backtrace*, which is
+// safe once libgcc is loaded (install_crash_handler makes a first call for that).
 
 namespace titan {
 namespace {

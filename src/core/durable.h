@@ -8,9 +8,9 @@
 //   write_gzip_atomic   the same, compressed
 //   AppendFile          a log: each append reaches the operating system, sync() reaches the disk
 //
-// Folders are written under a temporary name, synced, renamed, and their parent synced, with the calls at the end.
-// Every Error names the path and the reason. Only flight dumps are written elsewhere (dist/flight_dump.cpp): a
-// signal handler may call nothing of this.
+// Folders are written under a temporary name, synced, renamed, and their parent synced, with the calls at the
+// end. Every Error names the path and the reason. Only flight dumps are written elsewhere
+// (dist/flight_dump.cpp): a signal handler may call nothing of this.
 
 #include <fcntl.h>
 #include <sys/uio.h>
@@ -38,13 +38,13 @@ struct FileCalls {
 /// A file that is on disk once it is finished, and otherwise removed.
 ///
 /// Writes go through the page cache, and start_write_back() starts the disk at once. On a virtual disk, with
-/// hashing, that is as fast as O_DIRECT from aligned buffers (1.0 to 1.3 GB/s against 0.7 to 1.2) and faster than
-/// leaving everything to the sync (0.7 to 1.1). One or two threads, chunks of 1 or 8 MiB: no difference.
+/// hashing, that is as fast as O_DIRECT from aligned buffers (1.0 to 1.3 GB/s against 0.7 to 1.2) and faster
+/// than leaving everything to the sync (0.7 to 1.1). One or two threads, chunks of 1 or 8 MiB: no difference.
 class OutputFile {
  public:
-  /// Replaces an existing file of that name. Reserves `num_bytes`, if the size is known, so that a full disk is an
-  /// Error before anything is written, with the bytes needed and the bytes free. Errors name `shown` (default:
-  /// `path`).
+  /// Replaces an existing file of that name. Reserves `num_bytes`, if the size is known, so that a full disk
+  /// is an Error before anything is written, with the bytes needed and the bytes free. Errors name `shown`
+  /// (default: `path`).
   OutputFile(std::filesystem::path path, std::optional<int64_t> num_bytes, FileCalls calls = {},
              std::filesystem::path shown = {});
   ~OutputFile();
@@ -92,8 +92,8 @@ class AppendFile {
   int file_ = -1;
 };
 
-/// Removes the rows of later steps, and lines without a "step", from a file with one JSON object per line. The
-/// file is replaced by one rename. A missing file stays missing.
+/// Removes the rows of later steps, and lines without a "step", from a file with one JSON object per line.
+/// The file is replaced by one rename. A missing file stays missing.
 void keep_rows_up_to(int64_t step, const std::filesystem::path& path);
 
 /// The concatenated pieces as a gzip file, written like write_file_atomic.

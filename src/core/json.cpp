@@ -277,8 +277,8 @@ std::string read_json(std::string_view text, JsonScope& object) {
 
 namespace {
 
-// The memory that leaves may take: this many times the text, and a constant. A tensor's entry in an index takes
-// twice its text; only thousands of short numbers below a long key take much more.
+// The memory that leaves may take: this many times the text, and a constant. A tensor's entry in an index
+// takes twice its text; only thousands of short numbers below a long key take much more.
 constexpr size_t kMaxTimesText = 16;
 constexpr size_t kAlwaysAllowed = size_t{1} << 20;
 

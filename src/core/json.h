@@ -1,8 +1,8 @@
 #pragma once
 
 // [Note: reading JSON]
-// JSON comes from files that anybody may have written: checkpoints, tokenizers, configs, records of a crash. Every
-// reader in this library is one of these, and each has bounds on nesting and memory.
+// JSON comes from files that anybody may have written: checkpoints, tokenizers, configs, records of a crash.
+// Every reader in this library is one of these, and each has bounds on nesting and memory.
 //
 //   events   read_json() hands each token to a JsonEvents, which has a grammar of its own
 //   form     JsonRecord, JsonList, ...: objects and arrays of a fixed form, read into variables
@@ -184,9 +184,9 @@ using JsonScalar = std::variant<std::monostate, bool, int64_t, double, std::stri
 using JsonPath = std::vector<std::string>;
 using JsonLeaves = std::map<JsonPath, JsonScalar>;
 
-/// The scalars of an object of at most `max_bytes` and kMaxJsonDepth levels. Throws ConfigError that names `file`
-/// for a key given twice (readers differ in which one counts), for control characters in a key, and when the
-/// paths of all leaves take many times the text (each element of a list repeats the list's key).
+/// The scalars of an object of at most `max_bytes` and kMaxJsonDepth levels. Throws ConfigError that names
+/// `file` for a key given twice (readers differ in which one counts), for control characters in a key, and
+/// when the paths of all leaves take many times the text (each element of a list repeats the list's key).
 JsonLeaves read_json_leaves(std::string_view text, size_t max_bytes, const std::string& file);
 
 }  // namespace titan

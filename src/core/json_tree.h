@@ -17,8 +17,8 @@ namespace titan {
 /// Counts are added and doubled without a further check.
 constexpr int64_t kMaxJsonCount = std::numeric_limits<int64_t>::max() / 4;
 
-/// What is wrong with a text before it is parsed: a NUL byte, or nesting deeper than kMaxJsonDepth (copying and
-/// printing a tree takes stack for each level). "" if nothing is.
+/// What is wrong with a text before it is parsed: a NUL byte, or nesting deeper than kMaxJsonDepth (copying
+/// and printing a tree takes stack for each level). "" if nothing is.
 std::string json_text_problem(std::string_view text);
 
 /// The tree; a discarded one (`is_discarded()`, of no type) if the text isn't JSON of at most kMaxJsonDepth

@@ -9,8 +9,8 @@
 
 namespace titan {
 
-/// Writes one value, depth first. An element of a list is written and then appended; a dictionary's key and value are
-/// written and then set.
+/// Writes one value, depth first. An element of a list is written and then appended; a dictionary's key and
+/// value are written and then set.
 ///
 ///   pickle.begin_dict();
 ///   pickle.text("sizes");

@@ -23,10 +23,11 @@
 #include "titan/core/error.h"
 
 // [Note: asking a thread]
-// There is one request at a time. The asked thread receives a signal, finds its id in the request, and writes its stack
-// with backtrace(), which is safe in a handler once libgcc is loaded (an old libgcc takes the loader's lock). Symbol names
-// are looked up outside the handler. A thread that answers too late finds the request withdrawn. If a thread hangs while
-// it writes, the request is left to it and the next one uses a new request.
+// There is one request at a time. The asked thread receives a signal, finds its id in the request, and writes
+// its stack with backtrace(), which is safe in a handler once libgcc is loaded (an old libgcc takes the
+// loader's lock). Symbol names are looked up outside the handler. A thread that answers too late finds the
+// request withdrawn. If a thread hangs while it writes, the request is left to it and the next one uses a new
+// request.
 
 namespace titan {
 namespace {
@@ -167,8 +168,8 @@ std::string describe(void* address) {
   return text.str();
 }
 
-/// Remembers names: glibc searches all symbols of a library for one, LibTorch has hundreds of thousands, and most threads
-/// of a pool wait in the same place.
+/// Remembers names: glibc searches all symbols of a library for one, LibTorch has hundreds of thousands, and
+/// most threads of a pool wait in the same place.
 class FrameNames {
  public:
   std::vector<std::string> of(const Addresses& addresses) {

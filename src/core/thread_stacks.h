@@ -1,7 +1,7 @@
 #pragma once
 
-// The call stack of every thread of this process, for programs that hang. Any thread can ask; the others answer in a
-// signal handler, so they must not block the signal.
+// The call stack of every thread of this process, for programs that hang. Any thread can ask; the others
+// answer in a signal handler, so they must not block the signal.
 
 #include <chrono>
 #include <string>
@@ -16,11 +16,12 @@ struct ThreadStack {
   std::vector<std::string> frames;  ///< innermost first; empty if the thread didn't answer in time
 };
 
-/// Loads what a signal handler can't load, and takes the signal SIGRTMIN + 3. Call it early; a second call does nothing.
+/// Loads what a signal handler can't load, and takes the signal SIGRTMIN + 3. Call it early; a second call
+/// does nothing.
 void prepare_thread_stacks();
 
-/// The stacks of all threads, the first thread's first. Waits for each thread at most twice `limit`. Only one thread may
-/// call it at a time.
+/// The stacks of all threads, the first thread's first. Waits for each thread at most twice `limit`. Only one
+/// thread may call it at a time.
 std::vector<ThreadStack> thread_stacks(std::chrono::milliseconds limit = std::chrono::milliseconds(200));
 
 /// Threads with equal stacks (a thread pool's, mostly) are shown together:

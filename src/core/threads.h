@@ -29,12 +29,12 @@ class SignalsBlocked {
   sigset_t before_{};
 };
 
-/// Calls task(0) ... task(count - 1) on up to `num_threads` threads, including the caller's, and returns when all are
-/// done. After the first exception no further task starts, and run_tasks throws it.
+/// Calls task(0) ... task(count - 1) on up to `num_threads` threads, including the caller's, and returns when
+/// all are done. After the first exception no further task starts, and run_tasks throws it.
 void run_tasks(int num_threads, size_t count, const std::function<void(size_t)>& task);
 
-/// Runs `call` on its own thread. Returns true, or throws what it throws, if it is done within `limit`. Otherwise
-/// returns false and abandons the thread, so `call` has to own everything it uses.
+/// Runs `call` on its own thread. Returns true, or throws what it throws, if it is done within `limit`.
+/// Otherwise returns false and abandons the thread, so `call` has to own everything it uses.
 bool within(std::chrono::milliseconds limit, std::function<void()> call);
 
 }  // namespace titan

@@ -12,7 +12,8 @@ struct Step {
   bool valid;
 };
 
-// The number of continuation bytes after a lead byte, and the range of the first one (table 3-7 of the standard).
+// The number of continuation bytes after a lead byte, and the range of the first one (table 3-7 of the
+// standard).
 struct Lead {
   int continuations;  // -1: not a lead byte
   unsigned char low = 0x80;

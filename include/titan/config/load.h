@@ -6,14 +6,14 @@
 //   Origins origins = load(schema, {.file = "configs/a.toml", .overrides = words}, job);
 //   std::string resolved = print_toml(schema, job);
 //
-// Precedence: the command line, then the file, then its includes, then defaults. Files are TOML (*.toml) or JSON (*.json)
-// with the same tree. `include = ["base.toml"]` at the top reads other files first, relative to the including file. If two
-// files set a key, the later one wins; lists are replaced as a whole. In JSON, null unsets an optional field, and the
-// string "inf" is a float.
+// Precedence: the command line, then the file, then its includes, then defaults. Files are TOML (*.toml) or
+// JSON (*.json) with the same tree. `include = ["base.toml"]` at the top reads other files first, relative to
+// the including file. If two files set a key, the later one wins; lists are replaced as a whole. In JSON,
+// null unsets an optional field, and the string "inf" is a float.
 //
 // On the command line: `--section.key value` or `--section.key=value`, with '-' or '_'; booleans `--s.k`,
-// `--s.k true|false` or `--s.no_k`; lists `a,b`; lists of lists `a,b;c`; `none` unsets an optional field. An int can be
-// given for a float, and a float without fraction for an int.
+// `--s.k true|false` or `--s.no_k`; lists `a,b`; lists of lists `a,b;c`; `none` unsets an optional field. An
+// int can be given for a float, and a float without fraction for an int.
 //
 // One ConfigError reports every problem, one per line. A value that a later one replaces isn't judged:
 //
@@ -43,8 +43,8 @@ struct Sources {
 template <class Job>
 Origins load(const Schema& schema, const Sources& sources, Job& job);
 
-/// The last value of `--name value` or `--name=value` in `words`. The command line finds job.config_file this way, before
-/// anything is loaded.
+/// The last value of `--name value` or `--name=value` in `words`. The command line finds job.config_file this
+/// way, before anything is loaded.
 std::optional<std::string> override_value(const std::vector<std::string>& words, std::string_view name);
 
 namespace detail {
@@ -68,8 +68,8 @@ std::string print_json(const Schema& schema, const void* job);
 void check_job(const Schema& schema, const std::type_info& type);
 }  // namespace detail
 
-/// Every setting with its value, as TOML that load() reads back to equal values. Unset optional fields become comments;
-/// keys that are refused or have no effect are left out.
+/// Every setting with its value, as TOML that load() reads back to equal values. Unset optional fields become
+/// comments; keys that are refused or have no effect are left out.
 template <class Job>
 std::string print_toml(const Schema& schema, const Job& job) {
   detail::check_job(schema, typeid(Job));
@@ -95,8 +95,8 @@ struct ForeignKey {
   std::string default_text;
 };
 
-/// A Markdown table of what happens to each key here: accepted, mapped, without effect, or refused. Throws Error for a name
-/// that isn't in the schema.
+/// A Markdown table of what happens to each key here: accepted, mapped, without effect, or refused. Throws
+/// Error for a name that isn't in the schema.
 std::string key_table(const Schema& schema, const std::vector<ForeignKey>& keys);
 
 }  // namespace titan::config

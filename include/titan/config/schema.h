@@ -46,10 +46,10 @@ class Origins {
 //
 // A key's full name is "section.key"; sections may hold dots (`quantize.linear.float8`).
 
-/// Settings whose fields depend on other settings: the model decides what `[model.args]` contains. Copies share
-/// `settings`.
+/// Settings whose fields depend on other settings: the model decides what `[model.args]` contains. Copies
+/// share `settings`.
 struct DynamicTable {
-  std::vector<FieldInfo> fields;  ///< get and set take settings.get()
+  std::vector<FieldInfo> fields;   ///< get and set take settings.get()
   std::shared_ptr<void> settings;  ///< starts with the defaults; nullptr: no such table
 };
 
@@ -74,9 +74,9 @@ class Schema {
   template <class Job, class S>
   void add(std::string section, S Job::*member, std::string meaning = {});
 
-  /// A table whose fields `resolve` returns once the tables `depends_on` are read without a problem. `resolve` gets the job
-  /// read so far and, if it takes it, an Origins for messages. A ConfigError that it throws joins the other problems. Help
-  /// shows the table of a default job.
+  /// A table whose fields `resolve` returns once the tables `depends_on` are read without a problem.
+  /// `resolve` gets the job read so far and, if it takes it, an Origins for messages. A ConfigError that it
+  /// throws joins the other problems. Help shows the table of a default job.
   template <class Job, class Resolve>
   void add_dynamic(std::string section, DynamicTable Job::*member, Resolve resolve,
                    std::vector<std::string> depends_on, std::string meaning = {});

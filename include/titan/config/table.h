@@ -1,7 +1,8 @@
 #pragma once
 
-// How a settings struct describes its fields, once. TOML and JSON reading, command-line overrides, --help, --print-config
-// and docs/config.md all use this description. The struct lives in its owner's header, with `describe` beside it:
+// How a settings struct describes its fields, once. TOML and JSON reading, command-line overrides, --help,
+// --print-config and docs/config.md all use this description. The struct lives in its owner's header, with
+// `describe` beside it:
 //
 //   struct OptimizerSettings { std::string name = "AdamW"; double lr = 8e-4; };
 //
@@ -11,7 +12,8 @@
 //     table.refused("early_step_in_backward", false, "optimizer-in-backward makes clipping meaningless");
 //   }
 //
-// A wrong description (a duplicate key, a default outside its own constraint) is an InternalError when the Schema is built.
+// A wrong description (a duplicate key, a default outside its own constraint) is an InternalError when the
+// Schema is built.
 
 #include <cstdint>
 #include <functional>
@@ -40,14 +42,15 @@ std::string_view name_of(Kind kind);
 /// The kind of a value; String for std::monostate.
 Kind kind_of(const Value& value);
 
-/// As TOML (and, except for infinities, JSON) writes it: strings quoted and escaped, floats in the shortest form that reads
-/// back to the same double and is still a float (`1.0`, `8e-4`). std::monostate is `unset`.
+/// As TOML (and, except for infinities, JSON) writes it: strings quoted and escaped, floats in the shortest
+/// form that reads back to the same double and is still a float (`1.0`, `8e-4`). std::monostate is `unset`.
 std::string to_text(const Value& value);
 
 /// A string with quotes and with the escapes that TOML and JSON share.
 std::string quoted(std::string_view text);
 
-/// What a value must satisfy beyond its type. Unset optional fields aren't checked. The empty constraint accepts everything.
+/// What a value must satisfy beyond its type. Unset optional fields aren't checked. The empty constraint
+/// accepts everything.
 struct Constraint {
   std::string allowed;  ///< for help and errors
   std::function<bool(const Value&)> accepts;
@@ -99,14 +102,15 @@ class Table {
   template <class T>
   void field(std::string key, T S::*member, std::string meaning, Constraint constraint = {});
 
-  /// A key of TorchTitan whose feature doesn't exist here: only `only_value` is accepted; `{}` means unset, so every value is
-  /// refused. `only_where` names a key in this table ("enable") or another ("fault_tolerance.enable"). While that key is off
-  /// (false, or for other kinds the default), any value that `constraint` accepts is allowed.
+  /// A key of TorchTitan whose feature doesn't exist here: only `only_value` is accepted; `{}` means unset,
+  /// so every value is refused. `only_where` names a key in this table ("enable") or another
+  /// ("fault_tolerance.enable"). While that key is off (false, or for other kinds the default), any value
+  /// that `constraint` accepts is allowed.
   void refused(std::string key, Value only_value, std::string reason, std::string only_where = {},
                Constraint constraint = {});
 
-  /// A key of TorchTitan about Python internals, which have no counterpart here. Use refused() for a feature that doesn't
-  /// exist.
+  /// A key of TorchTitan about Python internals, which have no counterpart here. Use refused() for a feature
+  /// that doesn't exist.
   void without_effect(std::string key, Value default_value, std::string reason, Constraint constraint = {});
 
   /// An older name of `to_key`.
@@ -123,7 +127,6 @@ class Table {
 };
 
 }  // namespace titan::config
-
 
 namespace titan::config {
 

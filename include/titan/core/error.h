@@ -27,7 +27,8 @@ std::string str(const Args&... args) {
   return out.str();
 }
 
-/// A broken contract or a failed environment. The message says what was expected, what was found, and what to do.
+/// A broken contract or a failed environment. The message says what was expected, what was found, and what to
+/// do.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -59,8 +60,8 @@ namespace detail {
 /// what() of any exception, without the C++ stack that LibTorch adds to its own.
 std::string reason_of(const std::exception& error);
 
-/// The names in `known` that `name` may have been meant as, best first: few edits away (case, '-' for '_' and swapped
-/// neighbours are cheap), or one contains the other.
+/// The names in `known` that `name` may have been meant as, best first: few edits away (case, '-' for '_' and
+/// swapped neighbours are cheap), or one contains the other.
 std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
                                        size_t limit = 3);
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Reading, mapping and writing whole files. A written file is complete or not there: it gets a temporary name and is
-// renamed once it is on disk. Every Error names the path and the reason, with its errno name.
+// Reading, mapping and writing whole files. A written file is complete or not there: it gets a temporary name
+// and is renamed once it is on disk. Every Error names the path and the reason, with its errno name.
 //
 //   write_file_atomic("runs/1/notes.txt", "lr 3e-4 was too high\n");
 //   std::string notes = read_file("runs/1/notes.txt");
@@ -20,14 +20,15 @@ namespace titan {
 
 std::string read_file(const std::filesystem::path& path);
 
-/// Writes `contents` to a temporary name in the same folder, syncs it, renames it to `path` and syncs the folder. On
-/// any failure the temporary is removed and an older `path` stays. A killed process may leave the temporary,
-/// `.<name>.<pid>.<n>.tmp`; nothing reads it.
+/// Writes `contents` to a temporary name in the same folder, syncs it, renames it to `path` and syncs the
+/// folder. On any failure the temporary is removed and an older `path` stays. A killed process may leave the
+/// temporary, `.<name>.<pid>.<n>.tmp`; nothing reads it.
 void write_file_atomic(const std::filesystem::path& path, std::string_view contents);
 
-/// The same, with contents that come in pieces: `write` gets a function that appends (small pieces are gathered into
-/// larger writes). An exception of `write` passes through after the temporary is removed. If the size is known as
-/// `num_bytes`, it is reserved first, and an Error for a full disk has the bytes needed and the bytes free.
+/// The same, with contents that come in pieces: `write` gets a function that appends (small pieces are
+/// gathered into larger writes). An exception of `write` passes through after the temporary is removed. If
+/// the size is known as `num_bytes`, it is reserved first, and an Error for a full disk has the bytes needed
+/// and the bytes free.
 using AppendBytes = std::function<void(std::span<const std::byte>)>;
 void write_file_atomic(const std::filesystem::path& path,
                        const std::function<void(const AppendBytes&)>& write,
@@ -36,8 +37,8 @@ void write_file_atomic(const std::filesystem::path& path,
 /// Makes the folder and its parents; an Error names the part that could not be made.
 void make_folder(const std::filesystem::path& folder);
 
-/// A file mapped read-only; bytes() is valid as long as the object lives, and moves with it. Throws Error unless it is a
-/// readable regular file. Reads fault (SIGBUS) if the file shrinks while it is mapped.
+/// A file mapped read-only; bytes() is valid as long as the object lives, and moves with it. Throws Error
+/// unless it is a readable regular file. Reads fault (SIGBUS) if the file shrinks while it is mapped.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);

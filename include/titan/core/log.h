@@ -1,6 +1,7 @@
 #pragma once
 
-// Logging to standard error: one line per message and one write per line, so that the lines of several ranks never mix.
+// Logging to standard error: one line per message and one write per line, so that the lines of several ranks
+// never mix.
 //
 //   log::info(str("step ", step, ": loss ", loss));
 //   [titan] 2026-02-20 12:00:00.123 - [rank 3] info - step 12: loss 3.5

@@ -1,7 +1,7 @@
 #pragma once
 
-// Named things that a config chooses from and a user's shared object may add to: models, optimizers, data sources,
-// tokenizers.
+// Named things that a config chooses from and a user's shared object may add to: models, optimizers, data
+// sources, tokenizers.
 //
 //   Registry<SourceFactory> kinds("data set");
 //   kinds.add("mine", make_mine);

@@ -2,14 +2,15 @@
 
 // Batches for one data-parallel rank.
 //
-//   DataLoader loader(build_feed(request), {.dp_rank = 0, .dp_size = 1, .local_batch_size = 8, .seq_len = 2048});
+//   DataLoader loader(build_feed(request), {.local_batch_size = 8, .seq_len = 2048});
 //   while (auto step = loader.next_step())
 //     for (const Batch& batch : *step) ...
 //
-// A step's global batch is one sample from every lane of the feed (feed.h). Rank r of N gives the rows of lanes
-// r, r + N, r + 2N, ... in this order, cut into micro-batches of `local_batch_size` rows. All ranks have the same number of
-// micro-batches; rows beyond a rank's lanes have input 0 and label -100. So the rows of a step are the same for any N and
-// any micro-batch size. Threads prepare the next steps while the current one is computed.
+// A step's global batch is one sample from every lane of the feed (feed.h). Rank r of N gives the rows of
+// lanes r, r + N, r + 2N, ... in this order, cut into micro-batches of `local_batch_size` rows. All ranks
+// have the same number of micro-batches; rows beyond a rank's lanes have input 0 and label -100. So the rows
+// of a step are the same for any N and any micro-batch size. Threads prepare the next steps while the current
+// one is computed.
 
 #include <chrono>
 #include <string>
@@ -25,14 +26,15 @@ namespace titan::data {
 
 /// What a loader needs to continue: one row per lane, which any number of ranks can share.
 struct LoaderState {
-  int64_t steps = 0;             ///< global batches given so far
-  int64_t num_lanes = 0;         ///< global batch size
+  int64_t steps = 0;      ///< global batches given so far
+  int64_t num_lanes = 0;  ///< global batch size
   std::string feed_fingerprint;
   std::vector<LaneState> lanes;  ///< sorted; from DataLoader::state() one rank's, from merge() all
   friend bool operator==(const LoaderState&, const LoaderState&) = default;
 };
 
-/// Joins the states of all ranks. Throws Error if they differ in step or feed, or a lane is missing or duplicate.
+/// Joins the states of all ranks. Throws Error if they differ in step or feed, or a lane is missing or
+/// duplicate.
 LoaderState merge(const std::vector<LoaderState>& parts);
 
 std::string to_json(const LoaderState& state);
@@ -66,24 +68,25 @@ class DataLoader {
   ~DataLoader();
   DataLoader(DataLoader&&) noexcept;
 
-  /// All micro-batches of the next step, or nothing after the last step of a feed that knows its length (num_steps).
-  /// Another finite feed ends differently: a rank that has used its lanes gets batches without labels, and the data end at
-  /// the first step without labels on any rank. An error while a step is prepared (an unreadable file) is thrown when that
-  /// step is requested, and at every later call.
+  /// All micro-batches of the next step, or nothing after the last step of a feed that knows its length
+  /// (num_steps). Another finite feed ends differently: a rank that has used its lanes gets batches without
+  /// labels, and the data end at the first step without labels on any rank. An error while a step is prepared
+  /// (an unreadable file) is thrown when that step is requested, and at every later call.
   std::optional<std::vector<Batch>> next_step();
 
   /// The next micro-batch, like next_step().
   std::optional<Batch> next();
 
-  /// Waits up to `longest` for the next step. Returns whether next_step() and next() would return (or throw) at once.
+  /// Waits up to `longest` for the next step. Returns whether next_step() and next() would return (or throw)
+  /// at once.
   bool wait(std::chrono::milliseconds longest);
 
-  /// Undoes the last next_step(): state() is the one before it, and the next step is the same again. Possible once per
-  /// step.
+  /// Undoes the last next_step(): state() is the one before it, and the next step is the same again. Possible
+  /// once per step.
   void take_back_step();
 
-  /// Abandons the threads, which may be stuck in a read: neither the destructor nor a later step, which starts new ones,
-  /// waits for them.
+  /// Abandons the threads, which may be stuck in a read: neither the destructor nor a later step, which
+  /// starts new ones, waits for them.
   void abandon_reading();
 
   int64_t num_micro_batches() const;
@@ -93,13 +96,13 @@ class DataLoader {
   /// Feed::num_steps
   std::optional<int64_t> num_steps() const { return num_steps_; }
 
-  /// This rank's lanes after the last step returned, whatever is prefetched. Throws Error between the micro-batches of a
-  /// step.
+  /// This rank's lanes after the last step returned, whatever is prefetched. Throws Error between the
+  /// micro-batches of a step.
   LoaderState state() const;
 
-  /// Continues from `state` of all lanes (merge), on any number of ranks and with any sequence length. For another global
-  /// batch size, the feed deals again (Feed::redeal). Throws Error if the state belongs to other data, with both
-  /// fingerprints.
+  /// Continues from `state` of all lanes (merge), on any number of ranks and with any sequence length. For
+  /// another global batch size, the feed deals again (Feed::redeal). Throws Error if the state belongs to
+  /// other data, with both fingerprints.
   void load_state(const LoaderState& state);
 
   /// Goes back to the feed's start. Validation reads the same set each time.

@@ -18,7 +18,8 @@
 
 namespace titan::data {
 
-/// A fixed list of texts with random access. Immutable and thread-safe, because the loader's threads share it.
+/// A fixed list of texts with random access. Immutable and thread-safe, because the loader's threads share
+/// it.
 class Source {
  public:
   virtual ~Source() = default;
@@ -29,12 +30,12 @@ class Source {
   /// The bytes of document `i`. Must not read the document: dealing needs all lengths at once.
   virtual int64_t length(int64_t i) const = 0;
 
-  /// Replaces `text` with bytes [begin, begin + count) of document `i`; the range lies in the document. Throws Error with
-  /// the file's name if it can't be read or has changed since the source was built.
+  /// Replaces `text` with bytes [begin, begin + count) of document `i`; the range lies in the document.
+  /// Throws Error with the file's name if it can't be read or has changed since the source was built.
   virtual void read(int64_t i, int64_t begin, int64_t count, std::string& text) const = 0;
 
-  /// Differs between sources with different documents, and fits in a message. Equal on all ranks, and for a copy of the same
-  /// files elsewhere.
+  /// Differs between sources with different documents, and fits in a message. Equal on all ranks, and for a
+  /// copy of the same files elsewhere.
   virtual std::string fingerprint() const = 0;
 };
 
@@ -48,8 +49,8 @@ struct SourceRequest {
 using SourceFactory = std::function<std::shared_ptr<const Source>(const SourceRequest&)>;
 
 /// The kinds of source by their name in the config (lower case). Built in:
-///   text         a file, a folder (recursively, `data.extensions`) or a glob (`*`, `?`, `[...]`, `**`); a file is a
-///                document
+///   text         a file, a folder (recursively, `data.extensions`) or a glob (`*`, `?`, `[...]`, `**`); a
+///                file is a document
 ///   jsonl        JSON Lines files, found the same way; a line is a document
 ///   synthetic    made-up words from a seed, without a path
 ///   cpp_headers  the C++ headers of the loaded LibTorch, or of the folder in the path

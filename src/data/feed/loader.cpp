@@ -16,11 +16,12 @@
 namespace titan::data {
 namespace {
 
-// The caller holds one step, and briefly the one before it. Their slots aren't written meanwhile, so that their memory is
-// free by the time it is needed.
+// The caller holds one step, and briefly the one before it. Their slots aren't written meanwhile, so that
+// their memory is free by the time it is needed.
 constexpr size_t kSlotsInUse = 2;
 
-// Whether nobody else holds the memory. A count of one can't grow again, because there is no other holder to copy from.
+// Whether nobody else holds the memory. A count of one can't grow again, because there is no other holder to
+// copy from.
 bool is_ours_alone(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.use_count() > 1 || tensor.storage().use_count() > 1) return false;
   // Reading the count doesn't synchronize with the last holder's reads; dropping a handle does.
@@ -46,9 +47,9 @@ struct PreparedStep {
   std::vector<LaneState> states;  ///< after this step
 };
 
-/// Prepares the steps of one rank in threads. A ring of slots holds a step's rows each. Worker w of W fills rows w, w + W,
-/// ... of one step after another, and waits when it is `num_ahead` steps ahead of the last step taken. Each lane belongs to
-/// one worker, so its order of samples doesn't depend on timing.
+/// Prepares the steps of one rank in threads. A ring of slots holds a step's rows each. Worker w of W fills
+/// rows w, w + W, ... of one step after another, and waits when it is `num_ahead` steps ahead of the last
+/// step taken. Each lane belongs to one worker, so its order of samples doesn't depend on timing.
 class Prefetcher {
  public:
   /// Starts at once.
@@ -185,13 +186,14 @@ void Prefetcher::finish(Slot& slot, std::exception_ptr error) {
 DataLoader::DataLoader(std::shared_ptr<const Feed> feed, const LoaderOptions& options)
     : feed_(std::move(feed)), options_(options) {
   TITAN_CHECK(options.dp_size >= 1 && options.dp_rank >= 0 && options.dp_rank < options.dp_size,
-              "expected a data-parallel rank below the degree, got rank ", options.dp_rank, " of ", options.dp_size);
+              "expected a data-parallel rank below the degree, got rank ", options.dp_rank, " of ",
+              options.dp_size);
   if (options.local_batch_size < 1)
     throw ConfigError(str("the local batch size is ", options.local_batch_size, "; it must be at least 1"));
   if (options.settings.pin_memory && !at::globalContext().hasCUDA())
-    throw ConfigError("dataloader.pin_memory needs a CUDA GPU: only copies to a GPU gain from page-locked memory");
-  if (options_.global_batch_size < 0)
-    options_.global_batch_size = options.local_batch_size * options.dp_size;
+    throw ConfigError(
+        "dataloader.pin_memory needs a CUDA GPU: only copies to a GPU gain from page-locked memory");
+  if (options_.global_batch_size < 0) options_.global_batch_size = options.local_batch_size * options.dp_size;
   feed_->check_shape(num_lanes(), options.seq_len);
   num_steps_ = feed_->num_steps();
   restart();
@@ -271,15 +273,18 @@ void DataLoader::abandon_reading() {
 LoaderState DataLoader::state() const {
   TITAN_CHECK(next_micro_batch_ == 0, "a loader has a state only between steps; ",
               current_.size() - next_micro_batch_, " micro-batches of step ", steps_, " are left");
-  return {.steps = steps_, .num_lanes = num_lanes(), .feed_fingerprint = feed_->fingerprint(), .lanes = lanes_};
+  return {
+      .steps = steps_, .num_lanes = num_lanes(), .feed_fingerprint = feed_->fingerprint(), .lanes = lanes_};
 }
 
 void DataLoader::load_state(const LoaderState& state) {
-  TITAN_CHECK(state.feed_fingerprint == feed_->fingerprint(), "the data have changed since the state was saved: ",
+  TITAN_CHECK(state.feed_fingerprint == feed_->fingerprint(),
+              "the data have changed since the state was saved: ",
               fingerprint_difference(state.feed_fingerprint, feed_->fingerprint()),
               ". Resume with the same data, or start the data anew");
   const LoaderState whole = merge({state});
-  begin_at(whole.steps, whole.num_lanes == num_lanes() ? whole.lanes : feed_->redeal(whole.lanes, num_lanes()));
+  begin_at(whole.steps,
+           whole.num_lanes == num_lanes() ? whole.lanes : feed_->redeal(whole.lanes, num_lanes()));
 }
 
 void DataLoader::restart() {

@@ -13,8 +13,8 @@ bool is_glob(const std::string& path);
 /// The part of a glob before its first component with a wildcard.
 std::filesystem::path glob_base(const std::string& pattern);
 
-/// The files and folders that match, each once, in no particular order. `*`, `?` and `[...]` match within a component (but
-/// not a leading dot), `**` any number of folders.
+/// The files and folders that match, each once, in no particular order. `*`, `?` and `[...]` match within a
+/// component (but not a leading dot), `**` any number of folders.
 std::vector<std::filesystem::path> expand_glob(const std::string& pattern);
 
 // ---- files
@@ -26,9 +26,9 @@ struct FileEntry {
   int64_t modified;  ///< nanoseconds; identifies a version only on this machine
 };
 
-/// The regular files at `path`, sorted by name: the file itself, or those in a folder and its subfolders without hidden
-/// ones. A glob's matches are handled the same way. From folders only files that end with one of `extensions` (all if it
-/// is empty). Throws ConfigError if there are none or one can't be read.
+/// The regular files at `path`, sorted by name: the file itself, or those in a folder and its subfolders
+/// without hidden ones. A glob's matches are handled the same way. From folders only files that end with one
+/// of `extensions` (all if it is empty). Throws ConfigError if there are none or one can't be read.
 std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions);
 
 /// A hash of names, sizes and samples of the contents.

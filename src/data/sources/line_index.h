@@ -26,11 +26,12 @@ struct LineIndexRequest {
   std::filesystem::path cache_folder;  ///< empty: the index isn't kept
 };
 
-/// Immutable. Read from the cache if that is intact and was made from the same files (path, size, time), member and rule;
-/// otherwise built from the files.
+/// Immutable. Read from the cache if that is intact and was made from the same files (path, size, time),
+/// member and rule; otherwise built from the files.
 class LineIndex {
  public:
-  /// Throws ConfigError with file:line for a broken line, unless such lines are skipped, and if no document is left.
+  /// Throws ConfigError with file:line for a broken line, unless such lines are skipped, and if no document
+  /// is left.
   explicit LineIndex(const LineIndexRequest& request);
 
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }

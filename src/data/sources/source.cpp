@@ -16,7 +16,8 @@ namespace {
 namespace fs = std::filesystem;
 using Extensions = config::StringList;
 
-/// The files that the request's path and extensions select; `usual` are the extensions unless the config sets some.
+/// The files that the request's path and extensions select; `usual` are the extensions unless the config sets
+/// some.
 std::vector<FileEntry> files_of(const char* kind, const SourceRequest& request, const Extensions& usual) {
   if (request.path.empty())
     throw ConfigError(str("data set '", kind, "' needs training.dataset_path: a file, a folder or a glob"));
@@ -118,8 +119,8 @@ std::shared_ptr<const Source> make_jsonl(const SourceRequest& request) {
 
 // ---- synthetic
 
-/// Made-up words, each document from its own counter-based random stream. Each word has a few likely followers, so that a
-/// model has something to learn.
+/// Made-up words, each document from its own counter-based random stream. Each word has a few likely
+/// followers, so that a model has something to learn.
 class SyntheticSource : public Source {
  public:
   SyntheticSource(int64_t num_documents, uint64_t seed) : num_documents_(num_documents), seed_(seed) {
