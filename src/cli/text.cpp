@@ -36,15 +36,6 @@ std::string number(const char* format, double value) {
   return text.data();
 }
 
-std::string size_text(int64_t bytes) {
-  const auto size = static_cast<double>(bytes);
-  if (bytes < 1'000) return plural(bytes, "byte");
-  if (bytes < 1'000'000) return number("%.3g kB", size / 1e3);
-  if (bytes < 1'000'000'000) return number("%.3g MB", size / 1e6);
-  if (bytes < 1'000'000'000'000) return number("%.4g GB", size / 1e9);
-  return number("%.4g TB", size / 1e12);
-}
-
 std::string plural(int64_t count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }
 
 std::string shape_text(const std::vector<int64_t>& shape) {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "core/units.h"
+
 namespace titan::cli {
 
 /// Prints `text` to standard output. Returns the exit code 0.
@@ -14,8 +16,6 @@ int print(const std::string& text);
 
 /// printf of one number.
 std::string number(const char* format, double value);
-/// "1.23 GB", of 10^9 bytes; "512 bytes"
-std::string size_text(int64_t bytes);
 /// "1 file", "2 files"
 std::string plural(int64_t count, const char* noun);
 /// "[2, 3]"

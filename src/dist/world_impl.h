@@ -18,7 +18,7 @@
 #include "dist/environment.h"
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
-#include "dist/within.h"
+#include "dist/side_thread.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/world.h"

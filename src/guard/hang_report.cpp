@@ -8,7 +8,7 @@
 
 #include "core/thread_stacks.h"
 #include "dist/flight_record.h"
-#include "dist/within.h"
+#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"

@@ -8,7 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"
@@ -64,7 +64,7 @@ std::string LossSpikes::state() const {
 }
 
 void LossSpikes::load(const std::string& state) {
-  const auto tree = parse_shallow_json(state);
+  const auto tree = parse_json(state);
   const auto num_rewinds = json_count(tree, "num_rewinds");
   const auto is_loss = [](const nlohmann::json& value) { return value.is_number(); };
   TITAN_CHECK(num_rewinds && tree.contains("window") && tree["window"].is_array() &&

@@ -19,7 +19,8 @@
 #include "core/thread_stacks.h"
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
-#include "dist/within.h"
+#include "core/threads.h"
+#include "dist/side_thread.h"
 #include "guard/failure.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
@@ -517,9 +518,11 @@ std::string Watchdog::Impl::explain(const std::string& failure) {
     file_thread_.wait(kRecordWithin);
   }
   const auto text = std::make_shared<std::string>();
-  if (checkpoint::detail::within(kExplainsWithin - kRecordWithin,
-                                 [scene, text] { *text = explain_failure(scene); }))
-    return *text;
+  const auto explain_it = [scene, text] {
+    const BackgroundCalls background;
+    *text = explain_failure(scene);
+  };
+  if (within(kExplainsWithin - kRecordWithin, explain_it)) return *text;
   return explain_alone(scene,
                        "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
                        "launcher keeps, nor the ranks' records told why");

@@ -171,7 +171,7 @@ std::shared_ptr<const data::Tokenizer> check_tokenizer(FileCheck& check) {
   constexpr const char* kKey = "model.hf_assets_path";
   const fs::path assets = config.model.hf_assets_path;
   const fs::path file = is_folder(assets) ? assets / "tokenizer.json" : assets;
-  if (assets != "bytes" && !is_there(file)) {
+  if (!data::names_tokenizer_kind(assets.string()) && !is_there(file)) {
     check.report(
         kKey, str("there is no ", place_of(file), "; allowed: a folder with tokenizer.json, or \"bytes\""));
     return nullptr;

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "core/crc32c.h"
+#include "core/hash.h"
 #include "core/durable.h"
 #include "titan/core/error.h"
 

@@ -10,9 +10,12 @@
 #include <utility>
 #include <vector>
 
+namespace titan {
+class AppendFile;
+}
+
 namespace titan::train {
 
-class AppendFile;
 
 /// Appends scalars to one event file in `folder`. Throws Error that names the file when it can't be written.
 class EventFileWriter {

@@ -15,7 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/durable.h"
-#include "core/elapsed.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
 #include "dist/trace_range.h"
 #include "tensor/memory_history.h"

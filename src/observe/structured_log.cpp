@@ -58,7 +58,7 @@ struct StructuredLog::Impl {
       : options(std::move(given)),
         lines(options.rank, options.local_rank),
         file(options.folder, structured_stem(options.rank), options.max_bytes) {
-    const checkpoint::detail::SignalsBlocked blocked;
+    const SignalsBlocked blocked;
     writer = std::thread([this] { write_until_ended(); });
   }
   ~Impl() {

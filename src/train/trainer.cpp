@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/elapsed.h"
+#include "core/units.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/agreement.h"

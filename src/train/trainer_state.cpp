@@ -6,7 +6,7 @@
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
 
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/data/loader.h"
@@ -80,7 +80,7 @@ class ProgressState : public checkpoint::Stateful {
   }
 
   void loaded(const std::string& text) override {
-    const auto tree = parse_shallow_json(text);
+    const auto tree = parse_json(text);
     const auto step = json_count(tree, "step"), tokens = json_count(tree, "tokens");
     TITAN_CHECK(step && tokens,
                 "the checkpoint's train_state isn't a trainer's: ", text.substr(0, kMostStateShown));

@@ -9,6 +9,10 @@
 
 #include <c10/core/Device.h>
 
+namespace titan {
+class AppendFile;
+}
+
 namespace titan::train {
 
 /// One logged step. Times are means over the steps since the previous logged one, in seconds.

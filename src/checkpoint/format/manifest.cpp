@@ -69,7 +69,7 @@ std::string joined(const std::vector<int64_t>& numbers) {
 }
 
 std::string text_of(const LayoutAxis& axis) {
-  return str(R"({"axis":)", quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)", axis.stride,
+  return str(R"({"axis":)", json_quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)", axis.stride,
              R"(,"dim":)", axis.dim, R"(,"only":)", axis.only, "}");
 }
 
@@ -80,7 +80,7 @@ std::string text_of(const TensorLayout& layout) {
 }
 
 std::string text_of(const StateTensor& tensor, size_t layout) {
-  return str("[", quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
+  return str("[", json_quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
              joined(tensor.shape), "],", layout, "]");
 }
 
@@ -154,7 +154,6 @@ namespace titan::checkpoint {
 
 namespace {
 
-using detail::JsonRecord;
 
 constexpr std::string_view kStart = R"({"titan_checkpoint":)";
 constexpr std::string_view kBeforeDigest = R"(,"digest":")";
@@ -216,7 +215,7 @@ void check_files(const std::vector<FileRecord>& files) {
 std::string text_of(const std::map<std::string, std::string>& texts) {
   std::string text;
   for (const auto& [key, value] : texts)
-    text += str(text.empty() ? "\n" : ",\n", detail::quoted(key), ":", detail::quoted(value));
+    text += str(text.empty() ? "\n" : ",\n", json_quoted(key), ":", json_quoted(value));
   return "{" + text + "}";
 }
 
@@ -230,7 +229,7 @@ std::string text_of(const std::vector<FileRecord>& files) {
 // Reads the JSON; of the beginning it sees only that it is JSON.
 class ManifestReader {
  public:
-  std::string read(std::string_view text) { return detail::read_json(text, root_scope_); }
+  std::string read(std::string_view text) { return read_json(text, root_scope_); }
   Manifest take() {
     check_values(manifest_);
     check_files(manifest_.files);
@@ -250,11 +249,11 @@ class ManifestReader {
   std::string digest_;
 
   detail::TableReader table_;
-  detail::JsonTexts texts_scope_{manifest_.texts, kMaxTexts};
+  JsonTexts texts_scope_{manifest_.texts, kMaxTexts};
   JsonRecord file_scope_{JsonRecord::Form::Array,
                          {{"num_bytes", &file_.num_bytes}, {"header_digest", &file_.header_digest}},
                          [this] { return add_file(); }};
-  detail::JsonList files_scope_{file_scope_, kMaxRanks};
+  JsonList files_scope_{file_scope_, kMaxRanks};
   JsonRecord manifest_scope_{JsonRecord::Form::Object,
                              {{"run_id", &manifest_.run_id},
                               {"step", &manifest_.step},
@@ -317,9 +316,9 @@ std::string to_text(const Manifest& manifest) {
               manifest.files.size(), " files of a table for ", manifest.table.world_size(), " ranks");
   std::string text =
       str("\"manifest\":{\"run_id\":\"", manifest.run_id, "\",\n\"step\":", manifest.step,
-          ",\n\"library\":", detail::quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,
+          ",\n\"library\":", json_quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,
           ",\n\"finite\":", manifest.finite ? "true" : "false",
-          ",\n\"config\":", detail::quoted(manifest.config), ",\n\"texts\":", text_of(manifest.texts), ",\n",
+          ",\n\"config\":", json_quoted(manifest.config), ",\n\"texts\":", text_of(manifest.texts), ",\n",
           detail::table_fields(manifest.table.tensors()), ",\n\"files\":", text_of(manifest.files), "}}\n");
   text.insert(0, beginning(digest_of(text)));
   check_size(text.size());

@@ -156,7 +156,7 @@ int64_t rank_file_bytes(const FileIdentity& identity, std::span<const PieceToWri
 
 WrittenFile write_rank_file(const std::filesystem::path& path, const FileIdentity& identity,
                             std::span<const PieceToWrite> pieces, const WriteOptions& options) {
-  return detail::write_rank_file(path, identity, pieces, options, detail::FileCalls{});
+  return detail::write_rank_file(path, identity, pieces, options, FileCalls{});
 }
 
 }  // namespace titan::checkpoint

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/hugging_face/hf_json.h"
-#include "checkpoint/hugging_face/json_leaves.h"
+#include "core/json.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -46,7 +46,7 @@ std::string dotted(const JsonPath& keys) {
 
 HfConfig parse_hf_config(std::string_view text, const std::string& file) {
   HfConfig config;
-  for (const auto& [keys, value] : parse_json_leaves(text, kMaxConfigBytes, file)) {
+  for (const auto& [keys, value] : read_json_leaves(text, kMaxConfigBytes, file)) {
     // {"a.b": 1} and {"a": {"b": 1}} would be one.
     if (!config.emplace(dotted(keys), value).second)
       throw ConfigError(str(file, ": '", dotted(keys), "' occurs twice"));
@@ -57,7 +57,7 @@ HfConfig parse_hf_config(std::string_view text, const std::string& file) {
 std::map<std::string, std::string> parse_hf_index(std::string_view text, const std::string& file) {
   std::map<std::string, std::string> map;
   std::vector<std::string> problems;
-  for (const auto& [keys, value] : parse_json_leaves(text, kMaxIndexBytes, file)) {
+  for (const auto& [keys, value] : read_json_leaves(text, kMaxIndexBytes, file)) {
     if (keys[0] != "weight_map") continue;
     const auto* shard = std::get_if<std::string>(&value);
     if (keys.size() == 2 && shard && is_plain_name(*shard)) {

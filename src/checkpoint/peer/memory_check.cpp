@@ -10,6 +10,7 @@
 #include "checkpoint/peer/free_memory.h"
 #include "checkpoint/peer/peer_folder_impl.h"
 #include "checkpoint/save/rank_tree.h"
+#include "core/units.h"
 #include "core/durable.h"
 #include "titan/core/error.h"
 
@@ -40,10 +41,6 @@ int64_t free_space(const fs::path& folder) {
   if (::statvfs(folder.c_str(), &status) != 0)
     throw Error(titan::str("cannot look at ", folder.string(), ": ", errno_text(errno)));
   return static_cast<int64_t>(status.f_bavail) * static_cast<int64_t>(status.f_frsize);
-}
-
-std::string in_gigabytes(int64_t bytes) {
-  return titan::str(static_cast<double>(bytes / 1'000'000) / 1e3, " GB");
 }
 
 // What a rank takes, and what there is for it.
@@ -117,16 +114,16 @@ std::optional<detail::MemoryUse> tightest_of(int place, const detail::PeerPlaces
 
 void check_folder(const PeerFolder::Memory& need, const fs::path& path) {
   if (need.files_bytes <= need.free_bytes) return;
-  throw Error(titan::str("two generations take ", in_gigabytes(need.files_bytes), " in ", path.string(),
-                         ", which has ", in_gigabytes(need.free_bytes),
+  throw Error(titan::str("two generations take ", size_text(need.files_bytes), " in ", path.string(),
+                         ", which has ", size_text(need.free_bytes),
                          " for them: take another checkpoint.peer_folder, or give that one more"));
 }
 
 void check_limit(const detail::MemoryUse& use) {
   if (use.wanted_bytes <= use.limit.free_bytes) return;
   throw Error(titan::str("two generations and the copies that are being made take ",
-                         in_gigabytes(use.wanted_bytes), " of memory, of which ", use.limit.name, " has ",
-                         in_gigabytes(use.limit.free_bytes),
+                         size_text(use.wanted_bytes), " of memory, of which ", use.limit.name, " has ",
+                         size_text(use.limit.free_bytes),
                          " left: give it more, or set checkpoint.peer_interval = 0"));
 }
 

@@ -12,7 +12,8 @@
 
 #include "checkpoint/format/input_file.h"
 #include "core/durable.h"
-#include "dist/within.h"
+#include "core/threads.h"
+#include "dist/flight_record.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {
@@ -158,6 +159,7 @@ void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
     last_ = round;
   }
   const auto copy = [group = group_, transfers, progress, round] {
+    const dist::BackgroundCalls background;
     try {
       round->problem = transfer_files(*group, transfers, {progress, round->given_up});
     } catch (const std::exception& error) {

@@ -12,7 +12,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "dist/within.h"
+#include "core/threads.h"
+#include "dist/flight_record.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {
@@ -34,6 +35,7 @@ std::string Arrivals::key_of(int rank) const { return titan::str("checkpoint/", 
 
 void Arrivals::tell(int64_t call) const {
   const auto set = [arrivals = *this, call] {
+    const dist::BackgroundCalls background;
     arrivals.world_.store().set(arrivals.key_of(arrivals.world_.rank()), std::to_string(call));
   };
   try {
@@ -46,6 +48,7 @@ void Arrivals::tell(int64_t call) const {
 std::vector<int> Arrivals::missing(int first, int last, int64_t call) const {
   auto found = std::make_shared<std::vector<int>>();
   const auto look = [found, arrivals = *this, first, last, call] {
+    const dist::BackgroundCalls background;
     for (int rank = first; rank < last; ++rank)
       if (call_of(arrivals.world_.store(), arrivals.key_of(rank)) < call) found->push_back(rank);
   };
@@ -90,15 +93,20 @@ std::string receive_text(dist::Group& group, int peer, dist::Label label) {
 std::optional<std::string> receive_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group,
                                           int peer, dist::Label label) {
   auto text = std::make_shared<std::string>();
-  const auto receive = [text, group, peer, label] { *text = receive_text(*group, peer, label); };
+  const auto receive = [text, group, peer, label] {
+    const dist::BackgroundCalls background;
+    *text = receive_text(*group, peer, label);
+  };
   if (!within(limit, receive)) return std::nullopt;
   return std::move(*text);
 }
 
 bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, int peer, std::string text,
                  dist::Label label) {
-  return within(limit,
-                [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
+  return within(limit, [group, peer, text = std::move(text), label] {
+    const dist::BackgroundCalls background;
+    send_text(*group, peer, text, label);
+  });
 }
 
 std::string encode(const std::vector<Answer>& answers) {

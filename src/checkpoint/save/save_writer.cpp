@@ -10,6 +10,7 @@
 #include <torch/headeronly/version.h>
 
 #include "checkpoint/save/rank_tree.h"
+#include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -144,10 +145,9 @@ std::vector<SaveReport> SaveWriter::reports_of(const SaveJob& job, const std::ve
 
 std::string SaveWriter::summary(const char* what, int64_t step, int64_t num_bytes, double seconds) {
   char text[128];
-  const double gigabytes = static_cast<double>(num_bytes) / 1e9;
-  std::snprintf(text, sizeof(text), "%.3g GB in %.3g s (%.3g GB/s)", gigabytes, seconds,
-                gigabytes / std::max(seconds, 1e-9));
-  return titan::str(what, " of step ", step, ": ", text);
+  std::snprintf(text, sizeof(text), " in %.3g s (%.3g GB/s)", seconds,
+                static_cast<double>(num_bytes) / 1e9 / std::max(seconds, 1e-9));
+  return titan::str(what, " of step ", step, ": ", size_text(num_bytes), text);
 }
 
 namespace {

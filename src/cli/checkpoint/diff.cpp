@@ -14,7 +14,7 @@
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/text.h"
 #include "config/differences.h"
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
@@ -33,7 +33,7 @@ using Values = std::map<std::string, std::string>;
 constexpr size_t kMostValueChars = 60;
 
 std::optional<json> parse(const std::string& text) {
-  json value = parse_shallow_json(text);
+  json value = parse_json(text);
   if (!value.is_object() && !value.is_array()) return std::nullopt;
   return value;
 }

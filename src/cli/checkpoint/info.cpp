@@ -8,7 +8,7 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/text.h"
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
@@ -24,7 +24,7 @@ using Json = nlohmann::ordered_json;
 std::string tokens_seen(const Manifest& manifest) {
   const auto text = manifest.texts.find("train_state");
   if (text == manifest.texts.end()) return "";
-  const auto tokens = json_count(parse_shallow_json(text->second), "tokens");
+  const auto tokens = json_count(parse_json(text->second), "tokens");
   return tokens ? std::to_string(*tokens) : "";
 }
 

@@ -4,12 +4,12 @@
 #include <cmath>
 #include <fstream>
 
-#include <nlohmann/json.hpp>
 
 #include "cli/checkpoint/commands.h"
 #include "cli/text.h"
 #include "config/differences.h"
 #include "config/document.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -63,7 +63,7 @@ MetricRows::MetricRows(const fs::path& path, const Options& options) {
     std::getline(lines, line);
   }
   for (int64_t number = 1; std::getline(lines, line) && !lines.eof(); ++number) {
-    const auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const auto row = parse_json(line);
     if (row.is_object() && row.contains("step") && row["step"].is_number_integer())
       add(row);
     else

@@ -8,6 +8,7 @@
 
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "train/policies/interruption.h"

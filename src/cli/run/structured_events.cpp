@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "cli/run/run_folder.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -72,7 +73,7 @@ void take_line(ProcessLog& log, const std::string& line, const ReadOptions& opti
   if (!options.spans && line.find("\"log_type\": \"event\"") != std::string::npos &&
       line.find("_error\"") == std::string::npos)
     return;
-  const ordered_json object = ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
+  const ordered_json object = parse_json<ordered_json>(line);
   if (!object.is_object() || json_integer(object, "time_us") == 0) return;
   if (log.host.empty()) {
     log.host = json_text(object, "host_name");

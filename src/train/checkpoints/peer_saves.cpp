@@ -9,6 +9,7 @@
 #include <random>
 #include <sstream>
 
+#include "core/units.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
@@ -119,12 +120,6 @@ checkpoint::SaveOptions peer_options(checkpoint::SaveOptions options,
   return options;
 }
 
-std::string peer_gigabytes(int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f GB", static_cast<double>(bytes) * 1e-9);
-  return text;
-}
-
 }  // namespace
 
 PeerSaves::PeerSaves(const dist::World& world, const DeviceMesh& pipeline, const PeerSettings& settings,
@@ -153,9 +148,9 @@ void PeerSaves::announce() {
                                  : "on one host, without copies, which would be lost with it";
   log::info_rank0(str("peer checkpoints: every ", settings_.interval, " step(s) the state is kept in ",
                       folder_->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
-                      copies, "; up to ", peer_gigabytes(memory.files_bytes), " a host there, and ",
-                      peer_gigabytes(memory.staged_bytes), " while it is copied; ",
-                      peer_gigabytes(memory.free_bytes), " are free"));
+                      copies, "; up to ", size_text(memory.files_bytes), " a host there, and ",
+                      size_text(memory.staged_bytes), " while it is copied; ",
+                      size_text(memory.free_bytes), " are free"));
 }
 
 PeerSaves::Damage PeerSaves::remove_damaged() {

@@ -10,6 +10,7 @@
 #include <torch/version.h>
 
 #include "config/differences.h"
+#include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -46,12 +47,6 @@ checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
 
 void warn_passed_over(const std::vector<std::string>& problems) {
   for (const std::string& problem : problems) log::warning_rank0("passed over: " + problem);
-}
-
-std::string gigabytes(int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f GB", static_cast<double>(bytes) * 1e-9);
-  return text;
 }
 
 std::string seconds_text(double value) {
@@ -248,7 +243,7 @@ void RunCheckpoints::log_loaded(const checkpoint::Loaded& loaded, const fs::path
   for (const std::string& key : options_.settings.exclude_from_loading)
     excluded += (excluded.empty() ? "; not loaded: " : ", ") + key;
   log::info_rank0(str("resuming after step ", loaded.manifest.step, ", loaded from ", step_folder.string(),
-                      ": ", gigabytes(num_bytes), " in ", seconds_text(loaded.seconds), excluded));
+                      ": ", size_text(num_bytes), " in ", seconds_text(loaded.seconds), excluded));
   warn_of_differences(loaded.manifest);
   warn_of_changed_settings(loaded.manifest.config, options_.config);
   if (!loaded.manifest.finite)
@@ -262,7 +257,7 @@ void RunCheckpoints::load_model_of(const fs::path& step_folder) {
   options.convert_dtypes = options_.settings.convert_dtypes;
   const checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
   const int64_t num_bytes = world_.everyone()->sum(loaded.num_bytes_read, kLabel);
-  log::info_rank0(str("initial weights come from ", step_folder.string(), ": ", gigabytes(num_bytes), " in ",
+  log::info_rank0(str("initial weights come from ", step_folder.string(), ": ", size_text(num_bytes), " in ",
                       seconds_text(loaded.seconds)));
 }
 

@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/metrics.h"
@@ -45,7 +45,7 @@ std::string NonFiniteSteps::state() const {
 }
 
 void NonFiniteSteps::load(const std::string& state) {
-  const auto tree = parse_shallow_json(state);
+  const auto tree = parse_json(state);
   const auto total = json_count(tree, "total"), in_a_row = json_count(tree, "in_a_row");
   TITAN_CHECK(total && in_a_row,
               "the counts 'total' and 'in_a_row' of steps that weren't finite are missing");

@@ -5,7 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
-#include "core/elapsed.h"
+#include "core/units.h"
 #include "titan/core/error.h"
 #include "titan/train/metrics.h"
 #include "titan/train/trainer.h"

@@ -11,7 +11,6 @@
 
 #include "checkpoint/save/rank_tree.h"
 #include "core/threads.h"
-#include "dist/within.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {

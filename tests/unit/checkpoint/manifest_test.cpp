@@ -177,7 +177,7 @@ const std::string kRunId = "0123456789abcdef0123456789abcdef";
 INSTANTIATE_TEST_SUITE_P(
     Json, HostileManifests,
     ::testing::Values(
-        Hostile{"\"step\":500", "\"step\":500,\"step\":501", "manifest.step: the key stands there twice"},
+        Hostile{"\"step\":500", "\"step\":500,\"step\":501", "manifest.step: duplicate key"},
         Hostile{"\"step\":500", "\"step\":500,\"stop\":1", "manifest: unknown key 'stop'"},
         Hostile{"\"step\":500,", "", "manifest: key 'step' is missing"},
         Hostile{"\"step\":500", "\"step\":\"500\"", "manifest.step: a string; expected an integer"},
@@ -198,7 +198,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{"titan 0.1.0", std::string(1, '\0'), "NUL"}, Hostile{"titan 0.1.0", "\xff", "not valid JSON"},
         Hostile{"titan 0.1.0", "\\ud800", "not valid JSON"}, Hostile{"titan 0.1.0", "\n", "not valid JSON"},
         Hostile{"\"manifest\":{", "\"manifest\":[", "manifest: an array; expected an object"},
-        Hostile{"\"manifest\":{", "\"digest\":\"\",\"manifest\":{", "digest: the key stands there twice"},
+        Hostile{"\"manifest\":{", "\"digest\":\"\",\"manifest\":{", "digest: duplicate key"},
         Hostile{"}}\n", "}}{}", "not valid JSON"}, Hostile{"}}\n", "}}]", "not valid JSON"},
         Hostile{"}}\n", "}", "not valid JSON"}));
 
@@ -230,7 +230,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{kFsdp, R"("axis":"fs/dp","size":2,"stride":1,"dim":0)", "an axis' name 'fs/dp' contains '/'"},
         Hostile{kFsdp, R"("axis":"fsdp","size":2,"stride":1)",
                 "manifest.layouts[0][1]: key 'dim' is missing"},
-        Hostile{kFsdp, kFsdp + ",\"dim\":1", "manifest.layouts[0][1].dim: the key stands there twice"},
+        Hostile{kFsdp, kFsdp + ",\"dim\":1", "manifest.layouts[0][1].dim: duplicate key"},
         Hostile{"\"layouts\":[", "\"layouts\":[7,", "manifest.layouts[0]: a number; expected an array"},
         Hostile{"\"layouts\":[", "\"layouts\":[{},", "manifest.layouts[0]: an object; expected an array"},
         Hostile{"\"files\":[", "\"files\":[[-1,\"" + kRunId + "\"],", "files[0]: -1 bytes"},
@@ -238,7 +238,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{"\"files\":[", "\"files\":[[1,\"" + kRunId + "\"],", "ranks"},
         Hostile{"\"train_state\":", "\"train/state\":", "a text's name 'train/state' contains '/'"},
         Hostile{
-            "\"train_state\":", "\"dataloader\":", "manifest.texts.dataloader: the key stands there twice"},
+            "\"train_state\":", "\"dataloader\":", "manifest.texts.dataloader: duplicate key"},
         Hostile{"\"train_state\":\"\"", "\"train_state\":{}",
                 "manifest.texts.train_state: an object, where none"}));
 

@@ -21,7 +21,6 @@ namespace titan::checkpoint {
 namespace {
 
 using namespace testing;
-using detail::FileCalls;
 using titan::testing::TempFolder;
 
 #define EXPECT_SAYS(message, words) \

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "dist/flight_record.h"
-#include "dist/within.h"
+#include "dist/side_thread.h"
 
 namespace titan::dist {
 namespace {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "dist/flight_record.h"
-#include "dist/within.h"
+#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 

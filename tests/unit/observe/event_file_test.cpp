@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "core/crc32c.h"
+#include "core/hash.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 

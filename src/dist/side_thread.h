@@ -1,19 +1,8 @@
 #pragma once
 
-// Calls that may never return: into a store, a driver or a file system that hangs. They run on threads that
-// nobody has to wait for; whatever such a call uses, it has to own.
-
 #include <chrono>
 #include <functional>
 #include <memory>
-
-namespace titan::checkpoint::detail {
-
-/// Runs `call` on a thread of its own. Returns true when it is done within `limit`, and throws what it
-/// throws. Returns false otherwise, and leaves the thread to itself.
-bool within(std::chrono::milliseconds limit, std::function<void()> call);
-
-}  // namespace titan::checkpoint::detail
 
 namespace titan::dist {
 

@@ -1,43 +1,11 @@
-#include "dist/within.h"
+#include "dist/side_thread.h"
 
 #include <pthread.h>
 
 #include <condition_variable>
-#include <exception>
-#include <future>
 #include <mutex>
 #include <thread>
 #include <utility>
-
-#include "core/threads.h"
-#include "dist/flight_record.h"
-
-namespace titan::checkpoint::detail {
-
-bool within(std::chrono::milliseconds limit, std::function<void()> call) {
-  const auto promise = std::make_shared<std::promise<void>>();
-  std::future<void> done = promise->get_future();
-  const auto run = [promise, call = std::move(call)]() mutable {
-    const dist::BackgroundCalls background;
-    std::exception_ptr error;
-    try {
-      call();
-    } catch (...) {
-      error = std::current_exception();
-    }
-    call = nullptr;  // releases what it holds (a group) before the waiting thread learns that it is done
-    error ? promise->set_exception(error) : promise->set_value();
-  };
-  {
-    SignalsBlocked blocked;
-    std::thread(run).detach();
-  }
-  if (done.wait_for(limit) != std::future_status::ready) return false;
-  done.get();
-  return true;
-}
-
-}  // namespace titan::checkpoint::detail
 
 namespace titan::dist {
 
