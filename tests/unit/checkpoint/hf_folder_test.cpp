@@ -135,7 +135,7 @@ TEST_F(Sharded, NamesStayInTheFolder) {
 TEST_F(Sharded, IndexAndShardsAgree) {
   const std::string q = "\"x.q\": \"" + first + "\"", b = "\"x.b\": \"" + second + "\"";
   set_index(q + ", \"x.b\": \"" + first + "\"");
-  EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing, the index lists it"));
+  EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing, although the index lists it"));
   set_index(q + ", \"x.b\": \"gone.safetensors\"");
   EXPECT_THAT(problems_of(hf), HasSubstr("gone.safetensors"));
   fs::copy_file(hf / second, hf / "third.safetensors");

@@ -188,7 +188,7 @@ TEST(Layout, OfATensorThatIsntWhatItSaysIsRefused) {
   EXPECT_THAT(problem([&] { layout_of(bad); }), HasSubstr("a cut order"));
   bad = good;
   bad.placements[2] = Placement::shard(2);
-  EXPECT_THAT(problem([&] { layout_of(bad); }), HasSubstr("cuts dim 2; the tensor has 2 dimensions"));
+  EXPECT_THAT(problem([&] { layout_of(bad); }), HasSubstr("splits dim 2; the tensor has 2 dimensions"));
   EXPECT_THAT(problem([&] { layout_of(good, meshes.tensors); }), HasSubstr("a pipeline has one axis"));
 }
 
@@ -214,7 +214,7 @@ TEST(Layout, UnsoundOnesAreRefused) {
       {{{.name = "a", .size = 2, .stride = 0, .dim = 0}}, "stride 1 or more"},
       {{{.name = "a", .size = 2, .stride = 1}}, "exactly one of them is -1"},
       {{{.name = "a", .size = 2, .stride = 1, .dim = 0, .only = 0}}, "exactly one of them is -1"},
-      {{{.name = "a", .size = 2, .stride = 1, .dim = 2}}, "cuts dim 2; the tensor has 2 dimensions"},
+      {{{.name = "a", .size = 2, .stride = 1, .dim = 2}}, "splits dim 2; the tensor has 2 dimensions"},
       {{{.name = "a", .size = 2, .stride = 1, .dim = -2}}, "cuts dim -2"},
       {{{.name = "a", .size = 2, .stride = 1, .only = 2}}, "no position 2 on it"},
       {{{.name = "a", .size = 2, .stride = 1, .only = -7}}, "no position -7 on it"},

@@ -151,13 +151,13 @@ TEST(Manifest, TheBeginningIsOfOneForm) {
   EXPECT_THAT(manifest_complaint(""), HasSubstr("not a checkpoint's manifest"));
   EXPECT_THAT(manifest_complaint("{}"), HasSubstr("not a checkpoint's manifest"));
   EXPECT_THAT(replaced(":1,", ":2,"), HasSubstr("format 2, which is newer than this library's, 1"));
-  EXPECT_THAT(replaced(":1,", ":0,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":01,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":-1,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":99999999999999999999,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":1 ,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced("\"digest\"", "\"Digest\""), HasSubstr("the digest isn't there"));
-  EXPECT_THAT(replaced("\",\n", "\", "), HasSubstr("the end of a line"));
+  EXPECT_THAT(replaced(":1,", ":0,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":01,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":-1,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":99999999999999999999,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":1 ,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced("\"digest\"", "\"Digest\""), HasSubstr("the digest is missing"));
+  EXPECT_THAT(replaced("\",\n", "\", "), HasSubstr("the end of the line"));
 }
 
 struct Hostile {

@@ -73,7 +73,7 @@ TEST(PeerGenerations, AFolderHasTheFilesOfTheRightSize) {
   EXPECT_EQ(found[0].num_files, 4);
   // What isn't there lies at other places.
   EXPECT_THAT(problems,
-              ElementsAre(AllOf(HasSubstr(file_name(1)), HasSubstr("has 1 bytes in place of 1001"))));
+              ElementsAre(AllOf(HasSubstr(file_name(1)), HasSubstr("has 1 bytes instead of 1001"))));
   problems.clear();
 
   std::ofstream(step / kManifestName, std::ios::app) << "x";

@@ -244,7 +244,7 @@ TEST_F(MadeUpHeader, TheGoodOneIsTaken) { EXPECT_EQ(complaint_of(good_), ""); }
 
 TEST_F(MadeUpHeader, MissingAndUnknownKeys) {
   for (const auto& [key, value] : good_) EXPECT_SAYS(complaint_of(without(key)), "no '" + key + "'");
-  EXPECT_SAYS(complaint_of({}), "no rank's file");
+  EXPECT_SAYS(complaint_of({}), "not a rank's file");
   EXPECT_SAYS(complaint_of(with("v", "0:1 xxh3:")), "'v' is of no tensor");
   EXPECT_SAYS(complaint_of(with("format", "titan rank file 2")), "this program reads 'titan rank file 1'");
 }

@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/stored_files.h"
 #include "core/durable.h"
 #include "unit/checkpoint/rank_file_support.h"
 
@@ -22,6 +23,15 @@ namespace {
 
 using namespace testing;
 using detail::FileCalls;
+
+// To a local file, with these calls to the operating system.
+WrittenFile write_with(const FileCalls& calls, const std::filesystem::path& path,
+                       const FileIdentity& identity, std::span<const PieceToWrite> pieces,
+                       const WriteOptions& options) {
+  const auto create = [&](int64_t num_bytes) { return detail::local_writer(path, num_bytes, calls); };
+  return detail::write_rank_file(create, identity, pieces, options);
+}
+
 using titan::testing::TempFolder;
 
 #define EXPECT_SAYS(message, words) \
@@ -44,8 +54,7 @@ class FailingWrite : public ::testing::Test {
                 std::function<void(int64_t)> progress = {}) const {
     Outcome outcome;
     outcome.message = complaint([&] {
-      detail::write_rank_file(path_, kIdentity, pieces_, {.num_threads = num_threads, .progress = progress},
-                              calls);
+      write_with(calls, path_, kIdentity, pieces_, {.num_threads = num_threads, .progress = progress});
     });
     outcome.file_left = std::filesystem::exists(path_);
     return outcome;
@@ -213,8 +222,7 @@ TEST_F(FailingWrite, FullDisks) {
       if (!can_reserve) calls.fallocate = [](int, int, off_t, off_t) { return fails_with(EOPNOTSUPP); };
       int chunks = 0;
       const std::string message = complaint([&] {
-        detail::write_rank_file(disk / "f", kIdentity, pieces_, {.progress = [&](int64_t) { ++chunks; }},
-                                calls);
+        write_with(calls, disk / "f", kIdentity, pieces_, {.progress = [&](int64_t) { ++chunks; }});
       });
       EXPECT_SAYS(message, str(needed, " bytes are needed, "));
       EXPECT_SAYS(message, " bytes are free: No space left on device (ENOSPC)");
@@ -236,9 +244,8 @@ TEST_F(FailingWrite, ADiskThatSomebodyElseFills) {
   const auto progress = [&](int64_t) {
     if (++chunks == 1) write_raw(disk / "other", std::string(4 << 20, 'x'));
   };
-  const std::string message = complaint([&] {
-    detail::write_rank_file(disk / "f", kIdentity, pieces_, {.progress = progress}, {.fallocate = fallocate});
-  });
+  const std::string message = complaint(
+      [&] { write_with({.fallocate = fallocate}, disk / "f", kIdentity, pieces_, {.progress = progress}); });
   EXPECT_SAYS(message, "ENOSPC");
   EXPECT_FALSE(std::filesystem::exists(disk / "f"));
 }

@@ -100,7 +100,7 @@ TEST(SavedState, HeadersHaveToBeTheManifests) {
   manifest.table = table_of(other);
   const SavedState state(step, manifest);
   EXPECT_THAT(message_of([&] { state.read("model.norm"); }),
-              HasSubstr("what its header has of tensor 'model.norm' is [0:"));
+              HasSubstr("its header's part of tensor 'model.norm' is [0:"));
   EXPECT_TRUE(at::equal(state.read("model.embedding"), data_of(save, "model.embedding")));
 }
 

@@ -322,11 +322,11 @@ TEST(StateTable, WhatIsntATableIsRefused) {
   EXPECT_THAT(problem({named("a\nb")}, 1), HasSubstr("control characters"));
   EXPECT_THAT(problem({named("a\xff")}, 1), HasSubstr("isn't UTF-8"));
   EXPECT_THAT(problem({named(std::string(1001, 'a'))}, 1), HasSubstr("at most 1000"));
-  EXPECT_THAT(problem({named("__metadata__")}, 1), HasSubstr("safetensors keeps for itself"));
+  EXPECT_THAT(problem({named("__metadata__")}, 1), HasSubstr("is reserved by safetensors"));
   EXPECT_THAT(problem({named("a", at::kComplexFloat)}, 1), HasSubstr("tensor 'a': safetensors can't hold"));
   StateTensor bad = named("a");
   bad.layout = layout({{.name = "x", .size = 2, .stride = 1, .dim = 1}});
-  EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': axis 'x' (size 2, stride 1) cuts dim 1"));
+  EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': axis 'x' (size 2, stride 1) splits dim 1"));
   bad.layout = layout({{.name = "x\n", .size = 2, .stride = 1, .dim = 0}});
   EXPECT_THAT(problem({bad}, 2), HasSubstr("an axis' name contains control characters"));
   bad.layout = nullptr;

@@ -154,7 +154,7 @@ TEST(StepFolder, AStepUnderAnotherStepsNameIsAProblem) {
   const fs::path step = save_checkpoint(folder.path(), tiny(20));
   fs::rename(step, folder / "step-30");
   EXPECT_THAT(quick_problems(folder / "step-30"),
-              ElementsAre(HasSubstr("is of step 20, its folder's name of step 30")));
+              ElementsAre(HasSubstr("is of step 20, but its folder is named for step 30")));
   fs::rename(folder / "step-30", folder / "best");
   EXPECT_THAT(quick_problems(folder / "best"), ElementsAre());
 }

@@ -128,8 +128,8 @@ TEST(Verify, GoesOnAfterDamage) {
         lines(verify_step(step, options)),
         ElementsAre(
             AllOf(HasSubstr("rank_00000.safetensors: is missing"), HasSubstr("parts of 2 tensors: 'a', 'b'")),
-            HasSubstr("rank_00001.safetensors: tensor 'a', block 0: the checksum isn't"),
-            HasSubstr("rank_00001.safetensors: tensor 'b', blocks 1 to 2: the checksum isn't")));
+            HasSubstr("rank_00001.safetensors: tensor 'a', block 0: the bytes don't match"),
+            HasSubstr("rank_00001.safetensors: tensor 'b', blocks 1 to 2: the bytes don't match")));
   }
 }
 
@@ -159,10 +159,10 @@ TEST(Verify, HeadersAgainstTheManifest) {
   replace_bytes(step / kManifestName, to_text(manifest));
   const std::vector<std::string> found = lines(verify_step(step));
   EXPECT_THAT(found,
-              ::testing::Contains(HasSubstr("tensor 'model.embedding': what the header has of it is [0:")));
+              ::testing::Contains(HasSubstr("tensor 'model.embedding': the header's part of it is [0:")));
   EXPECT_THAT(found, ::testing::Contains(HasSubstr("tensor 'model.renamed': is missing from the file")));
-  EXPECT_THAT(
-      found, ::testing::Contains(HasSubstr("tensor 'model.norm': is in the file; the manifest has no part")));
+  EXPECT_THAT(found, ::testing::Contains(HasSubstr(
+                         "tensor 'model.norm': is in the file, but by the manifest it has no part")));
 }
 
 // Two steps of a run and the first of another one; each trial damages step-1, and it is mended behind it.
