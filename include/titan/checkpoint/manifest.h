@@ -8,8 +8,8 @@
 //
 //   layout  where each rank's part of a tensor lies, as a rule over rank numbers
 //   part    what one rank holds of a tensor; several ranks may hold copies of the same part
-//   piece   what one rank writes of its part: the copies of a part share it out by rows, so that every element
-//           is written once and all ranks write about the same amount
+//   piece   what one rank writes of its part: the copies of a part share the writing by rows, so that every
+//           element is written once and all ranks write about the same amount
 
 #include <compare>
 #include <cstdint>

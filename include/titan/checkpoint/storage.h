@@ -1,14 +1,16 @@
 #pragma once
 
-// Where checkpoints are stored: on a local or shared disk, or in whatever a program registers under a URL scheme.
+// Where checkpoints are stored: on a local or shared disk, or in whatever a program registers under a URL
+// scheme.
 //
 //   titan::checkpoint::storages().add("s3", std::make_shared<S3Storage>(...));   // before a path is used
 //   titan train ... --checkpoint.folder s3:/bucket/run                          // or SaveOptions::folder
 //
-// Paths stay std::filesystem::path: a first element "SCHEME:" names a registered storage ("s3:/bucket/run" and
-// "s3://bucket/run" are the same), everything else is local. Saving, loading, listing, verifying, replacing and
-// removing steps go through storage_of(path) and nothing else. What only works on local paths refuses others:
-// a model written alone (one safetensors file, a Hugging Face folder) and states in the hosts' memory.
+// Paths stay std::filesystem::path: a first element "SCHEME:" names a registered storage ("s3:/bucket/run"
+// and "s3://bucket/run" are the same), everything else is local. Saving, loading, listing, verifying,
+// replacing and removing steps go through storage_of(path) and nothing else. What only works on local paths
+// refuses others: a model written alone (one safetensors file, a Hugging Face folder) and states in the
+// hosts' memory.
 
 #include <cstddef>
 #include <cstdint>
@@ -22,8 +24,8 @@
 
 namespace titan::checkpoint {
 
-/// What saves and loads need of a place that holds folders of files. Every function may be called from several
-/// threads and throws Error that names the path. Links are never followed: they have Kind::Other.
+/// What saves and loads need of a place that holds folders of files. Every function may be called from
+/// several threads and throws Error that names the path. Links are never followed: they have Kind::Other.
 class Storage {
  public:
   enum class Kind { Nothing, File, Folder, Other };
@@ -77,8 +79,8 @@ class Storage {
   /// Returns when the names in a folder are durable.
   virtual void sync(const std::filesystem::path& /*folder*/) {}
 
-  /// Makes the folder and locks it until the handle is released or the process ends. Throws Error that names the
-  /// process that holds the lock. Null: this storage has no locks, so leftovers of killed runs stay.
+  /// Makes the folder and locks it until the handle is released or the process ends. Throws Error that names
+  /// the process that holds the lock. Null: this storage has no locks, so leftovers of killed runs stay.
   virtual std::shared_ptr<const void> lock(const std::filesystem::path& folder);
   /// Why this process can't write to a folder; empty: it can.
   virtual std::string write_problem(const std::filesystem::path& /*folder*/) { return ""; }
@@ -90,6 +92,8 @@ Registry<std::shared_ptr<Storage>>& storages();
 /// Throws ConfigError for a scheme that isn't registered.
 Storage& storage_of(const std::filesystem::path& path);
 bool is_local(const std::filesystem::path& path);
+/// `folder` in `parent`, or itself where it is absolute or names a storage.
+std::filesystem::path joined(const std::filesystem::path& parent, const std::filesystem::path& folder);
 /// Local paths become absolute.
 std::filesystem::path normalized(const std::filesystem::path& path);
 /// Throws ConfigError where `path` isn't local: "PATH: WHAT has to be on a local path".

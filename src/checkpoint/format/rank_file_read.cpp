@@ -10,11 +10,11 @@
 #include "titan/core/error.h"
 
 // [Note: reading a box of a tensor]
-//   block        1 MiB of a tensor's bytes in the file, with one checksum; a block is read whole or not at all
+//   block        1 MiB of a tensor's bytes in the file, with one checksum; always read whole
 //   run          elements that are contiguous in the file and evenly spaced in the target
 //   BoxRuns      the runs that two boxes of one tensor share, ascending in the file
 //   BlockReader  reads blocks and compares their checksums
-//   PieceReader  reads the blocks that runs touch: straight into the target where a run covers whole blocks and is
+//   PieceReader  reads the blocks that runs touch: straight into the target where a run covers whole blocks and
 //                contiguous there too, through a buffer elsewhere
 
 namespace titan::checkpoint {

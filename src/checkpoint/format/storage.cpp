@@ -248,6 +248,10 @@ Storage& storage_of(const fs::path& path) {
 
 bool is_local(const fs::path& path) { return scheme_of(path).empty(); }
 
+fs::path joined(const fs::path& parent, const fs::path& folder) {
+  return is_local(folder) ? parent / folder : folder;
+}
+
 fs::path normalized(const fs::path& path) {
   return (is_local(path) ? fs::absolute(path) : path).lexically_normal();
 }
