@@ -113,7 +113,7 @@ struct LoadOptions {
   std::function<void(const Manifest&, const std::set<int64_t>&)> bring_files = {};
 };
 
-/// What a save of this rank takes.
+/// The space that a save of this rank takes.
 struct SaveSize {
   int64_t file_bytes = 0;    ///< approximate: the header's length depends on the checksums
   int64_t staged_bytes = 0;  ///< of host memory, for the copy

@@ -1,7 +1,7 @@
 #pragma once
 
-// What a checkpoint holds: its tensors, how they are spread over the ranks' files, and everything else that
-// manifest.json records. docs/checkpoint_format.md describes every key.
+// The contents of a checkpoint: its tensors, how they are spread over the ranks' files, and everything else
+// that manifest.json records. docs/checkpoint_format.md describes every key.
 //
 //   const Manifest manifest = read_manifest("outputs/checkpoint/step-500");
 //   for (const StateTensor& tensor : manifest.table.tensors()) std::puts(tensor.name.c_str());
@@ -83,7 +83,7 @@ struct StateTensor {
   std::shared_ptr<const TensorLayout> layout;  ///< shared: thousands of tensors have a few layouts
 };
 
-/// What a rank's file holds of a tensor.
+/// The part of a tensor in a rank's file.
 struct Piece {
   size_t tensor = 0;  ///< position in StateTable::tensors
   Box box;
@@ -110,7 +110,7 @@ class StateTable {
   /// The position of a tensor.
   std::optional<size_t> find(std::string_view name) const;
 
-  /// What `rank` writes, in the table's order, without empty pieces.
+  /// The pieces that `rank` writes, in the table's order, without empty pieces.
   std::vector<Piece> pieces_of(int64_t rank) const;
   /// The pieces that intersect `wanted`, by rank. Takes time proportional to their number, not to the world
   /// size.
@@ -140,7 +140,7 @@ constexpr int64_t kMaxManifestBytes = 100'000'000;
 /// XXH3, 128 bits, as 32 hexadecimal digits: finds damage, not forgery.
 std::string digest_of(std::string_view bytes);
 
-/// What the manifest records of a rank's file.
+/// The manifest's record of a rank's file.
 struct FileRecord {
   int64_t num_bytes = 0;
   std::string header_digest;  ///< of the 8 length bytes and the JSON text
@@ -154,7 +154,7 @@ struct Manifest {
   int64_t num_threads = 0;  ///< per operation on each rank: bit-equal results need the same number
   bool finite = true;       ///< every element of every floating tensor is finite
   std::string config;       ///< resolved, as TOML; may be empty
-  /// What isn't tensors, by the object's key: "dataloader", "train_state".
+  /// Everything that isn't tensors, by the object's key: "dataloader", "train_state".
   std::map<std::string, std::string> texts;
   StateTable table;
   std::vector<FileRecord> files;  ///< one per rank

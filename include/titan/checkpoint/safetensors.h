@@ -29,7 +29,7 @@ namespace titan {
 
 // ---- reading
 
-/// What the header says of one tensor. Dtypes: F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL.
+/// The header's entry of one tensor. Dtypes: F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL.
 struct SafetensorsInfo {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;

@@ -3,7 +3,7 @@
 // The folder that holds a run's checkpoints:
 //
 //   step-500/                 complete: it got this name by a rename, after everything in it was on disk
-//   step-450.model/           a model alone that a full state of its step replaced; step-450.state: the reverse
+//   step-450.model/           a model alone that a state of its step replaced; step-450.state: the reverse
 //   .step-510.RUN.tmp/        run RUN is writing it, or was killed while writing it
 //   .step-420.RUN.replaced/   a whole step that another step-420 is replacing
 //   .step-400.RUN.old/        being removed

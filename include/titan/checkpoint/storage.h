@@ -24,8 +24,9 @@
 
 namespace titan::checkpoint {
 
-/// What saves and loads need of a place that holds folders of files. Every function may be called from
-/// several threads and throws Error that names the path. Links are never followed: they have Kind::Other.
+/// The operations that saves and loads need of a place that holds folders of files. Every function may be
+/// called from several threads and throws Error that names the path. Links are never followed: they have
+/// Kind::Other.
 class Storage {
  public:
   enum class Kind { Nothing, File, Folder, Other };

@@ -184,7 +184,7 @@ class TableReader {
   std::vector<StateTensor> tensors_;
   std::vector<int64_t> layout_positions_;  // of each tensor
 
-  // What is being read.
+  // The element that is being read.
   TensorLayout layout_;
   LayoutAxis axis_;
   std::string name_, dtype_;

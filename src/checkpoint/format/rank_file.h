@@ -158,7 +158,7 @@ struct Segment {
   int64_t num_bytes = 0;
 };
 
-/// What a thread writes at once: segments that follow each other in the file.
+/// The unit that a thread writes: segments that follow each other in the file.
 struct Chunk {
   int64_t offset = 0;  ///< from the first piece's first byte
   int64_t num_bytes = 0;

@@ -14,8 +14,8 @@
 //   run          elements that are contiguous in the file and evenly spaced in the target
 //   BoxRuns      the runs that two boxes of one tensor share, ascending in the file
 //   BlockReader  reads blocks and compares their checksums
-//   PieceReader  reads the blocks that runs touch: straight into the target where a run covers whole blocks and
-//                contiguous there too, through a buffer elsewhere
+//   PieceReader  reads the blocks that runs touch: straight into the target where a run has whole blocks and
+//                is contiguous there, otherwise through a buffer
 
 namespace titan::checkpoint {
 namespace {
@@ -118,7 +118,7 @@ class BlockReader {
     file_.read({into, num_bytes}, entry_.offset + begin(first));
   }
 
-  // What is wrong with blocks [first, last), which are at `bytes`; empty: nothing.
+  // Describes the first damaged block of [first, last), whose bytes are at `bytes`; empty: none is damaged.
   std::string damage(int64_t first, int64_t last, const std::byte* bytes) const {
     for (int64_t block = first; block < last; ++block) {
       const uint64_t recorded = entry_.checksums[static_cast<size_t>(block)];

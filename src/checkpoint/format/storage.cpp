@@ -130,7 +130,7 @@ class LockFile {
       log::debug("the lock file couldn't be written");
   }
 
-  // What its holder wrote there: shown, but not relied on.
+  // The text that its holder wrote there: shown, but not relied on.
   std::string holder() const {
     std::array<char, 320> text{};
     const ssize_t length = std::max<ssize_t>(0, ::pread(descriptor_, text.data(), text.size(), 0));

@@ -14,7 +14,7 @@ namespace titan {
 namespace {
 
 constexpr int64_t kPieceBytes = 16 << 20;
-// Of a model's parameters among a state's tensors.
+// A state's tensors with this prefix are the model's parameters.
 constexpr std::string_view kModelPrefix = "model.";
 
 // ---- where weights come from

@@ -52,7 +52,7 @@ void check_heads(int64_t num_rows, int64_t head_dim) {
               " rotated in pairs");
 }
 
-// What a part of a head takes from the other order: `length` rows, `stride` apart.
+// Rows that a part of a head takes from the other order: `length` of them, `stride` apart.
 struct RowRun {
   int64_t from = 0, from_stride = 1;
   int64_t to = 0, to_stride = 1;

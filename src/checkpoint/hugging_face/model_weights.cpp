@@ -38,10 +38,11 @@ bool any_rank(const DeviceMesh& mesh, bool value) {
   return flag > 0;
 }
 
-// Of parallel pipelines, each of which has a part of every stage, one carries whole tensors.
+// Parallel pipelines each have a part of every stage; one of them carries whole tensors.
 bool has_writer(const DeviceMesh& pipeline) { return pipeline.ranks().front() == 0; }
 
-// What a stage sends its peers, a line for each tensor: dtype, shape, and the name, which may contain spaces.
+// The text that a stage sends its peers, a line for each tensor: dtype, shape, and the name, which may
+// contain spaces.
 std::string describe(const std::vector<SafetensorsEntry>& entries) {
   std::string text;
   for (const SafetensorsEntry& entry : entries) {

@@ -34,9 +34,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr dist::Label kLoadLabel{.phase = "checkpoint::load"};
-// What a thread reads at once: enough to keep a disk busy, little compared with the tensors.
+// Bytes that a thread reads at once: enough to keep a disk busy, little compared with the tensors.
 constexpr int64_t kReadBytes = int64_t{32} << 20;
-// Of one rank; in a wrong model all tensors are wrong.
+// Per rank; in a wrong model all tensors are wrong.
 constexpr size_t kShownProblems = 100;
 
 // ---- what is wanted, compared with what the checkpoint has

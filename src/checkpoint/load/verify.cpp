@@ -83,7 +83,7 @@ std::vector<BlockSpan> spans_of(const std::shared_ptr<const FileUnderCheck>& fil
   return spans;
 }
 
-// What is lost with a file: "; it has parts of 14 tensors: 'a', 'b', ...".
+// The tensors that are lost with a file: "; it has parts of 14 tensors: 'a', 'b', ...".
 std::string tensors_text(const StateTable& table, int64_t rank) {
   const std::vector<Piece> pieces = table.pieces_of(rank);
   std::string text =

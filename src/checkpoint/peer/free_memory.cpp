@@ -96,10 +96,10 @@ bool is_in_list(const std::string& list, const std::string& word) {
 std::vector<Mount> mounts_of(const fs::path& mounts, const GroupFiles& files) {
   std::vector<Mount> found;
   for (const std::string& line : lines_in(mounts)) {
-    std::istringstream before(line), behind(line.substr(std::min(line.size(), line.find(" - ") + 3)));
+    std::istringstream before(line), after(line.substr(std::min(line.size(), line.find(" - ") + 3)));
     std::string skipped, root, point, type, source, options;
     before >> skipped >> skipped >> skipped >> root >> point;
-    behind >> type >> source >> options;
+    after >> type >> source >> options;
     const bool is_it =
         &files == &kVersion2 ? type == "cgroup2" : type == "cgroup" && is_in_list(options, "memory");
     if (is_it) found.push_back({unescaped(root), fs::path(unescaped(point)).lexically_normal()});

@@ -20,7 +20,7 @@ struct MemoryPaths {
   std::filesystem::path mounts = "/proc/self/mountinfo";
 };
 
-/// What the host or a control group has left.
+/// The memory that the host or a control group has left.
 struct MemoryLimit {
   std::string id;  ///< the same for all processes that share it
   std::string name;
@@ -32,7 +32,7 @@ struct MemoryLimit {
 /// cache of other files counts as free: the kernel gives it up first.
 std::vector<MemoryLimit> memory_limits(int64_t held_bytes, const MemoryPaths& paths = {});
 
-/// What a process will need, and what limits it.
+/// The memory that a process will need, and its limits.
 struct MemoryNeed {
   int64_t bytes = 0;
   std::vector<MemoryLimit> limits;

@@ -38,7 +38,7 @@ class PeerPlaces {
 /// Equal for two processes that see the same folder, different for folders of different hosts and containers.
 std::string place_identity(const std::filesystem::path& folder);
 
-/// What one place holds of a generation.
+/// The files of a generation at one place.
 struct HeldGeneration {
   int64_t step = 0;
   std::string digest;  ///< of the manifest: tells different generations of one step apart
@@ -73,8 +73,9 @@ struct FileMove {
   friend bool operator==(const FileMove&, const FileMove&) = default;
 };
 
-/// What brings to each place the files that its ranks want and that it lacks, each once, received by the
-/// first rank there that wants it; its holders, and the ranks there, take turns sending. `wanted`: by rank.
+/// The moves that bring to each place the files that its ranks want and that it lacks, each once, received by
+/// the first rank there that wants it; its holders, and the ranks there, take turns sending. `wanted`: by
+/// rank.
 std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,
                                 const std::vector<std::vector<int>>& holders, const PeerPlaces& places);
 

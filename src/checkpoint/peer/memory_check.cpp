@@ -46,7 +46,7 @@ std::string in_gigabytes(int64_t bytes) {
   return titan::str(static_cast<double>(bytes / 1'000'000) / 1e3, " GB");
 }
 
-// What a rank needs, and what limits it.
+// The memory that a rank needs, and its limits.
 struct RankMemory {
   SaveSize size;
   std::vector<detail::MemoryLimit> limits;
@@ -78,7 +78,7 @@ RankMemory decode_memory(const std::string& bytes) {
   return memory;
 }
 
-// What the ranks of a job need, by rank and place.
+// The memory that the ranks of a job need, by rank and place.
 class Needs {
  public:
   Needs(const detail::PeerPlaces& places, std::vector<RankMemory> ranks)
@@ -104,7 +104,7 @@ class Needs {
  private:
   const RankMemory& at(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
 
-  // Of the files that a rank writes, including those that it receives, in two generations.
+  // The bytes of the files that a rank writes, including those that it receives, in two generations.
   int64_t file_bytes_of(int rank) const {
     int64_t bytes = at(rank).size.file_bytes;
     for (const int source : places_.copy_sources(rank)) bytes += at(source).size.file_bytes;

@@ -229,7 +229,7 @@ void PeerFolder::check_place(const std::string& identity) const {
                            "': checkpoint.peer_folder has to be each host's own"));
 }
 
-// What can't be removed is left to the next start.
+// The next start removes what can't be removed now.
 void PeerFolder::remove_generations(std::optional<int64_t> except) const {
   if (!is_leader()) return;
   for (const StepEntry& entry : list_steps(path_)) {

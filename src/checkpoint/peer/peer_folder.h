@@ -6,8 +6,8 @@
 //   place        the ranks that see one folder in a host's memory: usually those of a host
 //   folder       PARENT/titan-peers-UID-...: one job's and one run's, mode 0700
 //   generation   FOLDER/step-N with the manifest, the files of the place's own ranks, and copies
-//   copy         a rank's file, at the next place: what a lost host held is there. With one place there are no
-//                copies: a lost process takes no file with it, and a lost host would take both
+//   copy         of a rank's file, at the next place: a lost host's files exist there. With one place there are
+//                no copies: a lost process takes no file with it, and a lost host would take both
 //
 // The newest complete generation stays until the next one is complete at all places (peer_writer.h). When the
 // ranks are restarted, they determine together the newest generation of which every file exists somewhere,
@@ -80,8 +80,8 @@ class PeerFolder {
   /// Removes the folder: the job has ended.
   void remove();
 
-  /// What two generations with their copies, and the staged copy, take at the place that needs most, and what
-  /// it has available.
+  /// The memory that two generations with their copies, and the staged copy, take at the place that needs
+  /// most, and what it has available.
   struct Memory {
     int64_t files_bytes = 0;   ///< in the folder
     int64_t staged_bytes = 0;  ///< in the processes

@@ -29,7 +29,7 @@ std::string failure_in(const Verdict& verdict) {
   const std::string& text = verdict.text;
   if (text.starts_with(kFailure)) return text.substr(1);
   const size_t end = text.find(kEnd);
-  // What the tree appended to the manifest: "; rank 1 (host) is lost".
+  // The tree's addition to the manifest: "; rank 1 (host) is lost".
   return end == text.npos ? text : text.substr(std::min(text.size(), end + 3));
 }
 

@@ -46,7 +46,7 @@ class Background {
   std::thread thread_;
 };
 
-/// What the background thread tells the training thread.
+/// The background thread's messages to the training thread.
 struct Progress {
   std::mutex mutex;
   std::condition_variable changed;

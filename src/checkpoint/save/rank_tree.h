@@ -172,7 +172,7 @@ int height_of(int rank, int size);
 Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers);
 /// On rank 0: the first rank whose answer differs from rank 0's, as "rank 3 (host) WHAT rank 0 (host)".
 Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const std::string& what);
-/// What any rank reports against going on, the same on all ranks; empty: nothing.
+/// All ranks' problems, the same text on all ranks; empty: none has one.
 Verdict agree(RankTree& tree, const std::string& problem);
 /// The text of the lowest rank that has one; empty: none has. Throws Error where a rank is lost.
 std::string any_text(RankTree& tree, const std::string& text);

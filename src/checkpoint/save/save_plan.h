@@ -28,7 +28,7 @@ struct KeyedState {
 /// Throws Error for a tensor without memory, and one whose local part doesn't match its box.
 std::vector<NamedTensor> tensors_of(const std::vector<KeyedState>& states);
 
-/// What this rank writes of one tensor: rows of its part, as a tensor of its own.
+/// This rank's share of one tensor to write: rows of its part, as a tensor of its own.
 struct PlannedPiece {
   std::string name;
   Box box;                     // in the global tensor
@@ -38,8 +38,8 @@ struct PlannedPiece {
   int64_t num_bytes = 0;
 };
 
-/// What the ranks of a pipeline send each other: one stage's tensors as text, and from all stages' texts all
-/// tensors, with equal layouts shared. Throws Error for a text that ends early.
+/// The texts that the ranks of a pipeline send each other: one stage's tensors as text, and from all stages'
+/// texts all tensors, with equal layouts shared. Throws Error for a text that ends early.
 std::string encode_stage(const std::vector<StateTensor>& tensors);
 std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts);
 

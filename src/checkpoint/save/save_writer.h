@@ -1,6 +1,6 @@
 #pragma once
 
-// What the background thread of every rank does with staged pieces. Both kinds of saving write the rank's own
+// How the background thread of every rank saves staged pieces. Both kinds of saving write the rank's own
 // file and report it to rank 0; what follows is StepWriter's (one folder that all ranks share) or
 // PeerWriter's (folders in the hosts' memory).
 
@@ -18,7 +18,7 @@
 
 namespace titan::checkpoint::detail {
 
-/// What one save writes.
+/// The input of one save.
 struct SaveJob {
   int64_t step = 0;
   std::shared_ptr<Staging> staging;
@@ -36,7 +36,7 @@ struct SaveOutcome {
   bool lost = false;    // the ranks are out of step
 };
 
-/// What rank 0 has to know of a rank's part of a checkpoint.
+/// A rank's part of a checkpoint, as rank 0 has to know it.
 struct SaveReport {
   int64_t step = 0;
   std::string failure;  // empty: the file is complete and on disk
@@ -62,7 +62,7 @@ class SaveWriter {
   virtual void prune(int64_t step) = 0;
   /// Why this rank can't begin a save now; empty: it can. By any thread.
   virtual std::string busy_reason() const { return ""; }
-  /// What write() is doing now; for other threads.
+  /// The current phase of write(); for other threads.
   SavePhase phase() const { return phase_.load(); }
 
  protected:

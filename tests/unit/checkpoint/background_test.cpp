@@ -33,7 +33,7 @@ TEST(Background, DoesOneJobAfterTheOther) {
   }
 }
 
-TEST(Background, WhatAJobHeldIsGoneWhenItIsDone) {
+TEST(Background, ReleasesAJobsObjectsBeforeItIsDone) {
   Background background;
   const auto held = std::make_shared<int>(1);
   std::atomic<bool> may_end = false;
@@ -47,7 +47,7 @@ TEST(Background, WhatAJobHeldIsGoneWhenItIsDone) {
 }
 
 // As a rank whose file system hangs: nobody waits for it for ever, also not at the end.
-TEST(Background, AJobThatHangsIsLeft) {
+TEST(Background, AbandonsAHangingJob) {
   const auto ended = std::make_shared<std::atomic<bool>>(false);
   const auto may_end = std::make_shared<std::atomic<bool>>(false);
   {
@@ -64,7 +64,7 @@ TEST(Background, AJobThatHangsIsLeft) {
   while (!*ended) std::this_thread::sleep_for(milliseconds(1));
 }
 
-TEST(Within, TellsWhatIsDoneInTime) {
+TEST(Within, ReturnsWhetherTheCallFinishedInTime) {
   bool called = false;
   EXPECT_TRUE(within(std::chrono::hours(1), [&] { called = true; }));
   EXPECT_TRUE(called);
@@ -76,7 +76,7 @@ TEST(Within, TellsWhatIsDoneInTime) {
   *may_end = true;
 }
 
-TEST(Within, WhatTheCallHeldIsGoneWhenItIsDone) {
+TEST(Within, ReleasesTheCallsObjectsBeforeItReturns) {
   for (int i = 0; i < 100; ++i) {
     auto held = std::make_shared<int>(1);
     const std::weak_ptr<int> watched = held;
@@ -85,7 +85,7 @@ TEST(Within, WhatTheCallHeldIsGoneWhenItIsDone) {
   }
 }
 
-TEST(RunTasks, DoesEachOnce) {
+TEST(RunTasks, RunsEachTaskOnce) {
   for (const int threads : {0, 1, 3, 50}) {
     std::vector<std::atomic<int>> done(20);
     run_tasks(threads, done.size(), [&](size_t task) { ++done[task]; });
@@ -94,7 +94,7 @@ TEST(RunTasks, DoesEachOnce) {
   run_tasks(4, 0, [](size_t) { FAIL(); });
 }
 
-TEST(RunTasks, ThrowsWhatATaskThrewAndBeginsNoOther) {
+TEST(RunTasks, RethrowsAndStartsNoFurtherTask) {
   std::atomic<int> begun = 0;
   const auto task = [&](size_t index) {
     ++begun;
@@ -105,7 +105,7 @@ TEST(RunTasks, ThrowsWhatATaskThrewAndBeginsNoOther) {
   EXPECT_LT(begun, 1000);
 }
 
-TEST(Wire, GivesBackWhatWasPutIn) {
+TEST(Wire, RoundTripsNumbersAndTexts) {
   WireWriter out;
   out.number(-5);
   out.text(std::string("a\0b", 3));

@@ -37,7 +37,7 @@ using titan::testing::TempFolder;
 #define EXPECT_SAYS(message, words) \
   EXPECT_NE((message).find(words), std::string::npos) << "'" << (message) << "'"
 
-// Of five chunks.
+// Five chunks.
 std::vector<PieceToWrite> pieces_to_fail() {
   return {piece("a", sample(at::kFloat, {3, kBlockBytes})), piece("b", sample(at::kFloat, {5, kBlockBytes})),
           piece("c", sample(at::kByte, {100}))};
@@ -76,7 +76,7 @@ int fails_with(int error) {
   return -1;
 }
 
-TEST_F(FailingWrite, EachCallsErrorIsNamedAndTheFileRemoved) {
+TEST_F(FailingWrite, NamesTheFailedCallAndRemovesTheFile) {
   struct Case {
     const char* words;
     FileCalls calls;
@@ -103,7 +103,7 @@ TEST_F(FailingWrite, EachCallsErrorIsNamedAndTheFileRemoved) {
   }
 }
 
-TEST_F(FailingWrite, ShortAndInterruptedWritesGoOn) {
+TEST_F(FailingWrite, ContinuesShortAndInterruptedWrites) {
   for (int threads : {1, 2}) {
     std::atomic<int> count{0};
     const auto pwritev = [&](int fd, const iovec* parts, int num_parts, off_t offset) -> ssize_t {
@@ -120,18 +120,18 @@ TEST_F(FailingWrite, ShortAndInterruptedWritesGoOn) {
   }
 }
 
-TEST_F(FailingWrite, BytesThatNobodyTakesAreAnError) {
+TEST_F(FailingWrite, ReportsAWriteOfZeroBytes) {
   const Outcome outcome = write({.pwritev = [](int, const iovec*, int, off_t) { return ssize_t{0}; }});
   EXPECT_SAYS(outcome.message, "takes no bytes");
   EXPECT_FALSE(outcome.file_left);
 }
 
-TEST_F(FailingWrite, FileSystemsThatCantReserve) {
+TEST_F(FailingWrite, WorksWhereSpaceCannotBeReserved) {
   expect_written({.fallocate = [](int, int, off_t, off_t) { return fails_with(EOPNOTSUPP); }}, 2);
 }
 
 // After a short write, as a disk that fills up does it where space can't be reserved.
-TEST_F(FailingWrite, ADiskThatFillsUpMeanwhile) {
+TEST_F(FailingWrite, ReportsADiskThatFillsUp) {
   std::atomic<int> count{0};
   const Outcome outcome = write({.pwritev = [&](int fd, const iovec* parts, int, off_t offset) -> ssize_t {
     return count++ == 0 ? ::pwrite(fd, parts[0].iov_base, 1000, offset) : fails_with(ENOSPC);
@@ -141,7 +141,7 @@ TEST_F(FailingWrite, ADiskThatFillsUpMeanwhile) {
   EXPECT_FALSE(outcome.file_left);
 }
 
-TEST_F(FailingWrite, WhatProgressThrowsStopsTheWrite) {
+TEST_F(FailingWrite, AnExceptionFromProgressStopsTheWrite) {
   for (int threads : {1, 2, 4}) {
     std::atomic<int> chunks{0};
     const auto progress = [&](int64_t) {
@@ -153,7 +153,7 @@ TEST_F(FailingWrite, WhatProgressThrowsStopsTheWrite) {
   }
 }
 
-TEST_F(FailingWrite, AnOlderFileOfTheNameIsReplacedNotWrittenOver) {
+TEST_F(FailingWrite, ReplacesAnOlderFileWithoutOverwritingIt) {
   write_raw(folder_ / "older", "older");
   std::filesystem::create_hard_link(folder_ / "older", path_);
   expect_written({}, 1);
@@ -184,7 +184,7 @@ TEST_F(FailingWrite, LimitOfFileSizes) {
   }
 }
 
-TEST_F(FailingWrite, FoldersThatArentThere) {
+TEST_F(FailingWrite, ReportsAMissingFolder) {
   const std::string message = complaint([&] { write_rank_file(folder_ / "no/f", kIdentity, pieces_); });
   EXPECT_SAYS(message, "ENOENT");
   std::filesystem::create_directory(path_);
@@ -235,7 +235,7 @@ TEST_F(FailingWrite, FullDisks) {
 }
 
 // The space was there, and somebody else takes it while we write.
-TEST_F(FailingWrite, ADiskThatSomebodyElseFills) {
+TEST_F(FailingWrite, ReportsADiskThatAnotherProcessFills) {
   const int64_t needed = rank_file_bytes(kIdentity, pieces_);
   const SmallDisk disk(needed + 100'000);
   if (!disk.mounted()) GTEST_SKIP() << "no tmpfs can be mounted here";

@@ -103,7 +103,7 @@ TEST(Verify, LeavesNoPageOfTheFilesInMemory) {
   EXPECT_EQ(pages(), 0);
 }
 
-TEST(Verify, GoesOnAfterDamage) {
+TEST(Verify, ContinuesAfterDamage) {
   const TempFolder folder;
   CheckpointToSave save{.world_size = 2,
                         .tensors = {{"a", at::zeros({3 * kBlockBytes / 4}), {}},
@@ -133,7 +133,7 @@ TEST(Verify, GoesOnAfterDamage) {
   }
 }
 
-TEST(Verify, AFolderThatIsNotThereIsAnError) {
+TEST(Verify, ReportsAMissingFolder) {
   const TempFolder folder;
   EXPECT_THROW(verify_step(folder / "none"), Error);
   EXPECT_THAT(lines(verify_step(folder.path())), ElementsAre(HasSubstr("manifest.json: is missing")));
@@ -146,7 +146,7 @@ TEST(Verify, AStepUnderAnotherStepsName) {
 }
 
 // Headers that a writer got wrong: as they were written, but not the manifest's.
-TEST(Verify, HeadersAgainstTheManifest) {
+TEST(Verify, ComparesHeadersWithTheManifest) {
   const TempFolder folder;
   CheckpointToSave save = small_checkpoint(5);
   const fs::path step = save_checkpoint(folder.path(), save);
@@ -165,7 +165,7 @@ TEST(Verify, HeadersAgainstTheManifest) {
                          "tensor 'model.norm': is in the file, but by the manifest it has no part")));
 }
 
-// Two steps of a run and the first of another one; each trial damages step-1, and it is mended behind it.
+// Two steps of a run and the first of another one; each trial damages step-1, and it is repaired afterwards.
 class RandomDamage : public ::testing::Test {
  protected:
   void SetUp() override {
