@@ -8,7 +8,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "checkpoint/format/stored_files.h"
-#include "dist/within.h"
+#include "checkpoint/save/rank_tree.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {
@@ -163,7 +163,7 @@ void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
     }
     round->end("");
   };
-  if (!within(limit, copy)) {
+  if (!within_in_background(limit, copy)) {
     *round->given_up = true;
     throw Error(
         titan::str("the copies weren't made within ", static_cast<double>(limit.count()) / 1000, " s"));

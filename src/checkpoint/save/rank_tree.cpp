@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "checkpoint/save/shared_folder.h"
+#include "dist/flight_record.h"
 #include "dist/within.h"
 
 namespace titan::checkpoint::detail {
@@ -54,14 +55,14 @@ std::optional<std::string> receive_within(Milliseconds limit, const std::shared_
                                           int peer, dist::Label label) {
   auto text = std::make_shared<std::string>();
   const auto receive = [text, group, peer, label] { *text = receive_text(*group, peer, label); };
-  if (!within(limit, receive)) return std::nullopt;
+  if (!within_in_background(limit, receive)) return std::nullopt;
   return std::move(*text);
 }
 
 bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, int peer, std::string text,
                  dist::Label label) {
-  return within(limit,
-                [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
+  return within_in_background(
+      limit, [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
 }
 
 std::string encode(const std::vector<Answer>& answers) {
@@ -112,6 +113,13 @@ int height_of(int rank, int size) {
   return height;
 }
 
+bool within_in_background(std::chrono::milliseconds limit, std::function<void()> call) {
+  return within(limit, [call = std::move(call)] {
+    const dist::BackgroundCalls background;
+    call();
+  });
+}
+
 std::string Arrivals::key_of(int rank) const { return titan::str("checkpoint/", name_, "/", rank); }
 
 void Arrivals::tell(int64_t call) const {
@@ -119,7 +127,7 @@ void Arrivals::tell(int64_t call) const {
     arrivals.world_.store().set(arrivals.key_of(arrivals.world_.rank()), std::to_string(call));
   };
   try {
-    within(kLongestAnswer, set);
+    within_in_background(kLongestAnswer, set);
   } catch (const std::exception&) {
     // Only messages get less precise.
   }
@@ -132,7 +140,7 @@ std::vector<int> Arrivals::missing(int first, int last, int64_t call) const {
       if (call_of(arrivals.world_.store(), arrivals.key_of(rank)) < call) found->push_back(rank);
   };
   try {
-    if (!within(kLongestAnswer, look)) return {};
+    if (!within_in_background(kLongestAnswer, look)) return {};
   } catch (const std::exception&) {
     return {};
   }

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -82,6 +83,9 @@ class WireReader {
 };
 
 // ---- the tree
+
+/// As within(); the flight recorder counts the collectives of `call` as background calls.
+bool within_in_background(std::chrono::milliseconds limit, std::function<void()> call);
 
 /// gloo's own limit, never reached, for a group whose time limit is kept here.
 constexpr std::chrono::milliseconds kNoLimit = std::chrono::hours(24 * 7);
