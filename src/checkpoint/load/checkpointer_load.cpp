@@ -218,12 +218,12 @@ void Checkpointer::Impl::check_problems(const std::filesystem::path& folder,
 
 std::set<std::string> Checkpointer::Impl::names_of_all_stages(const std::vector<NamedTensor>& tensors) const {
   detail::WireWriter out;
-  for (const NamedTensor& tensor : tensors) out.text(tensor.name);
+  for (const NamedTensor& tensor : tensors) out(tensor.name);
   std::vector<std::string> stages = {out.take()};
   if (pipeline.size() > 1) stages = pipeline.group()->all_gather_text(stages[0], kLoadLabel);
   std::set<std::string> names;
   for (const std::string& stage : stages)
-    for (detail::WireReader in(stage); !in.done();) names.insert(in.text());
+    for (detail::WireReader in(stage); !in.done();) names.insert(in.get<std::string>());
   return names;
 }
 

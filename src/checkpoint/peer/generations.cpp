@@ -44,6 +44,11 @@ int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const
   return ranks[static_cast<size_t>(file) % ranks.size()];
 }
 
+template <class Wire>
+void fields(Wire& wire, auto& generation) {
+  wire(generation.step, generation.digest, generation.num_files, generation.ranks);
+}
+
 }  // namespace
 
 PeerPlaces::PeerPlaces(const std::vector<std::string>& identities) {
@@ -88,24 +93,13 @@ std::string place_identity(const fs::path& folder) {
 
 std::string to_bytes(const std::vector<HeldGeneration>& held) {
   WireWriter out;
-  for (const HeldGeneration& generation : held) {
-    out.number(generation.step);
-    out.text(generation.digest);
-    out.number(generation.num_files);
-    out.numbers(generation.ranks);
-  }
+  for (const HeldGeneration& generation : held) fields(out, generation);
   return out.take();
 }
 
 std::vector<HeldGeneration> parse_held(const std::string& bytes) {
   std::vector<HeldGeneration> held;
-  for (WireReader in(bytes); !in.done();) {
-    HeldGeneration& generation = held.emplace_back();
-    generation.step = in.number();
-    generation.digest = in.text();
-    generation.num_files = in.number();
-    generation.ranks = in.numbers();
-  }
+  for (WireReader in(bytes); !in.done();) fields(in, held.emplace_back());
   return held;
 }
 

@@ -52,29 +52,23 @@ struct RankMemory {
   std::vector<detail::MemoryLimit> limits;
 };
 
+template <class Wire>
+void limit_fields(Wire& wire, auto& limit) {
+  wire(limit.id, limit.name, limit.free_bytes);
+}
+
 std::string encode_memory(const RankMemory& memory) {
   detail::WireWriter out;
-  out.number(memory.size.file_bytes);
-  out.number(memory.size.staged_bytes);
-  for (const detail::MemoryLimit& limit : memory.limits) {
-    out.text(limit.id);
-    out.text(limit.name);
-    out.number(limit.free_bytes);
-  }
+  out(memory.size.file_bytes, memory.size.staged_bytes);
+  for (const detail::MemoryLimit& limit : memory.limits) limit_fields(out, limit);
   return out.take();
 }
 
 RankMemory decode_memory(const std::string& bytes) {
   detail::WireReader in(bytes);
   RankMemory memory;
-  memory.size.file_bytes = in.number();
-  memory.size.staged_bytes = in.number();
-  while (!in.done()) {
-    detail::MemoryLimit& limit = memory.limits.emplace_back();
-    limit.id = in.text();
-    limit.name = in.text();
-    limit.free_bytes = in.number();
-  }
+  in(memory.size.file_bytes, memory.size.staged_bytes);
+  while (!in.done()) limit_fields(in, memory.limits.emplace_back());
   return memory;
 }
 

@@ -21,24 +21,10 @@ namespace fs = std::filesystem;
 
 constexpr dist::Label kPeerLoadLabel{.phase = "checkpoint::peer_load"};
 
-std::string encode_files(const std::set<int64_t>& files) {
+template <class Value>
+std::string encoded(const Value& value) {
   detail::WireWriter out;
-  for (const int64_t file : files) out.number(file);
-  return out.take();
-}
-
-std::set<int64_t> decode_files(const std::string& bytes) {
-  std::set<int64_t> files;
-  for (detail::WireReader in(bytes); !in.done();) files.insert(in.number());
-  return files;
-}
-
-std::string encode_damage(const std::map<int64_t, std::string>& damage) {
-  detail::WireWriter out;
-  for (const auto& [file, what] : damage) {
-    out.number(file);
-    out.text(what);
-  }
+  out(value);
   return out.take();
 }
 
@@ -108,8 +94,8 @@ void PeerFolder::bring_files(const Manifest& manifest, const std::set<int64_t>& 
   std::erase_if(missing,
                 [&](int64_t file) { return is_at(chosen_->holders.at(static_cast<size_t>(file)), place); });
   std::vector<std::set<int64_t>> wanted;
-  for (const std::string& text : group_->all_gather_text(encode_files(missing), kPeerLoadLabel))
-    wanted.push_back(decode_files(text));
+  for (const std::string& text : group_->all_gather_text(encoded(missing), kPeerLoadLabel))
+    wanted.push_back(detail::WireReader(text).get<std::set<int64_t>>());
   const auto moves = detail::moves_for(wanted, chosen_->holders, places_);
   const fs::path folder = step_path(path_, manifest.step);
   int64_t num_bytes = 0;
@@ -158,13 +144,14 @@ PeerFolder::Damage PeerFolder::remove_damaged() {
   TITAN_CHECK(chosen_, "peer checkpoints: no generation was chosen whose files could be checked");
   std::map<int64_t, std::string> own;
   on_all([&] { own = remove_own_damaged(); });
-  const auto all = group_->all_gather_text(encode_damage(own), kPeerLoadLabel);
+  detail::WireWriter out;
+  for (const auto& [file, what] : own) out(file, what);
+  const auto all = group_->all_gather_text(out.take(), kPeerLoadLabel);
   Damage damage;
   for (size_t rank = 0; rank < all.size(); ++rank) {
     for (detail::WireReader in(all[rank]); !in.done();) {
-      const auto file = static_cast<size_t>(in.number());
-      std::erase(chosen_->holders.at(file), places_.place_of(static_cast<int>(rank)));
-      damage.found.push_back(titan::str(detail::rank_on(rank, hosts_[rank]), ": ", in.text()));
+      std::erase(chosen_->holders.at(in.get<size_t>()), places_.place_of(static_cast<int>(rank)));
+      damage.found.push_back(titan::str(detail::rank_on(rank, hosts_[rank]), ": ", in.get<std::string>()));
     }
   }
   damage.is_whole = chosen_->is_whole();

@@ -65,23 +65,19 @@ bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, 
       limit, [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
 }
 
+template <class Wire>
+void fields(Wire& wire, auto& answer) {
+  wire(answer.rank, answer.lost, answer.text);
+}
+
 std::string encode(const std::vector<Answer>& answers) {
   WireWriter out;
-  for (const Answer& answer : answers) {
-    out.number(answer.rank);
-    out.number(answer.lost);
-    out.text(answer.text);
-  }
+  for (const Answer& answer : answers) fields(out, answer);
   return out.take();
 }
 
 void decode(const std::string& bytes, std::vector<Answer>& answers) {
-  for (WireReader in(bytes); !in.done();) {
-    Answer& answer = answers.emplace_back();
-    answer.rank = static_cast<int>(in.number());
-    answer.lost = in.number() != 0;
-    answer.text = in.text();
-  }
+  for (WireReader in(bytes); !in.done();) fields(in, answers.emplace_back());
 }
 
 Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
@@ -227,9 +223,9 @@ Verdict RankTree::receive_verdict() const {
   try {
     const auto text = receive_within(limit, group_, parent, kDown);
     if (text) {
-      WireReader in(*text);
-      const bool lost = in.number() != 0;
-      return {in.text(), lost};
+      Verdict verdict;
+      WireReader{*text}(verdict.lost, verdict.text);
+      return verdict;
     }
   } catch (const std::exception& error) {
     return {titan::str(name_of(parent), " is lost: ", error.what()), true};
@@ -254,8 +250,7 @@ Verdict RankTree::spread(Verdict verdict) {
 std::string RankTree::send_down(const Verdict& verdict) {
   std::string problem;
   WireWriter out;
-  out.number(verdict.lost);
-  out.text(verdict.text);
+  out(verdict.lost, verdict.text);
   const std::string bytes = out.take();
   for (size_t i = children_.size(); i-- > 0;) {
     const int child = children_[i];

@@ -22,6 +22,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -31,23 +32,36 @@
 
 namespace titan::checkpoint::detail {
 
-// ---- messages: numbers and texts in one string, between ranks of one build
+// ---- messages: numbers, texts and lists of them in one string, between ranks of one build. A type names its fields
+// once, for both directions:
+//
+//   template <class Wire>
+//   void fields(Wire& wire, auto& answer) { wire(answer.rank, answer.lost, answer.text); }
 
 class WireWriter {
  public:
-  void number(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
-  void text(std::string_view value) {
-    number(static_cast<int64_t>(value.size()));
-    bytes_.append(value);
-  }
-  template <class Numbers>
-  void numbers(const Numbers& values) {
-    number(static_cast<int64_t>(values.size()));
-    for (const int64_t value : values) number(value);
+  template <class... Values>
+  void operator()(const Values&... values) {
+    (put(values), ...);
   }
   std::string take() { return std::move(bytes_); }
 
  private:
+  template <class Value>
+  void put(const Value& value) {
+    if constexpr (std::is_arithmetic_v<Value> || std::is_enum_v<Value>) {
+      const auto number = static_cast<int64_t>(value);
+      bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    } else {
+      put(value.size());
+      if constexpr (std::is_convertible_v<Value, std::string_view>) {
+        bytes_.append(value);
+      } else {
+        for (const auto& each : value) put(each);
+      }
+    }
+  }
+
   std::string bytes_;
 };
 
@@ -56,19 +70,26 @@ class WireReader {
  public:
   explicit WireReader(std::string_view bytes) : left_(bytes) {}
   bool done() const { return left_.empty(); }
-  int64_t number() {
-    int64_t value = 0;
-    std::memcpy(&value, next(sizeof(value)).data(), sizeof(value));
-    return value;
+
+  template <class... Values>
+  void operator()(Values&... values) {
+    ((values = get<Values>()), ...);
   }
-  std::string text() {
-    const int64_t size = number();
-    return std::string(next(static_cast<size_t>(size)));
-  }
-  std::vector<int64_t> numbers() {
-    std::vector<int64_t> values;
-    for (int64_t left = number(); left > 0; --left) values.push_back(number());
-    return values;
+  template <class Value>
+  Value get() {
+    if constexpr (std::is_arithmetic_v<Value> || std::is_enum_v<Value>) {
+      int64_t number = 0;
+      std::memcpy(&number, next(sizeof(number)).data(), sizeof(number));
+      return static_cast<Value>(number);
+    } else if constexpr (std::is_same_v<Value, std::string>) {
+      const auto size = get<size_t>();
+      return std::string(next(size));
+    } else {
+      Value values;
+      for (auto left = get<size_t>(); left > 0; --left)
+        values.insert(values.end(), get<typename Value::value_type>());
+      return values;
+    }
   }
 
  private:

@@ -27,27 +27,27 @@ class Layouts {
   std::map<TensorLayout, std::shared_ptr<const TensorLayout>> known_;
 };
 
+template <class Wire>
+void fields(Wire& wire, auto& tensor) {
+  wire(tensor.name, tensor.dtype, tensor.shape);
+}
+
+template <class Wire>
+void axis_fields(Wire& wire, auto& axis) {
+  wire(axis.name, axis.size, axis.stride, axis.dim, axis.only);
+}
+
 void write_tensor(WireWriter& out, const StateTensor& tensor) {
-  out.text(tensor.name);
-  out.number(static_cast<int64_t>(tensor.dtype));
-  out.numbers(tensor.shape);
-  out.number(static_cast<int64_t>(tensor.layout->axes.size()));
-  for (const LayoutAxis& axis : tensor.layout->axes) {
-    out.text(axis.name);
-    for (const int64_t number : {axis.size, axis.stride, axis.dim, axis.only}) out.number(number);
-  }
+  fields(out, tensor);
+  out(tensor.layout->axes.size());
+  for (const LayoutAxis& axis : tensor.layout->axes) axis_fields(out, axis);
 }
 
 StateTensor read_tensor(WireReader& in, Layouts& layouts) {
-  StateTensor tensor{.name = in.text(), .shape = {}, .layout = {}};
-  tensor.dtype = static_cast<at::ScalarType>(in.number());
-  tensor.shape = in.numbers();
+  StateTensor tensor;
+  fields(in, tensor);
   TensorLayout layout;
-  for (int64_t left = in.number(); left > 0; --left) {
-    LayoutAxis& axis = layout.axes.emplace_back();
-    axis.name = in.text();
-    for (int64_t* number : {&axis.size, &axis.stride, &axis.dim, &axis.only}) *number = in.number();
-  }
+  for (auto left = in.get<size_t>(); left > 0; --left) axis_fields(in, layout.axes.emplace_back());
   tensor.layout = layouts.shared(std::move(layout));
   return tensor;
 }

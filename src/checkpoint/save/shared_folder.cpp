@@ -23,19 +23,6 @@ struct Greeting {
   std::string host, run_id, problem;  // the last two are rank 0's
 };
 
-std::string encode(const Greeting& greeting) {
-  WireWriter out;
-  for (const auto* text : {&greeting.host, &greeting.run_id, &greeting.problem}) out.text(*text);
-  return out.take();
-}
-
-Greeting decode(const std::string& bytes) {
-  WireReader in(bytes);
-  Greeting greeting;
-  for (auto* text : {&greeting.host, &greeting.run_id, &greeting.problem}) *text = in.text();
-  return greeting;
-}
-
 bool has_probe(const fs::path& folder, const std::string& run_id) {
   try {
     return read_text(folder / kProbeName) == run_id;
@@ -79,10 +66,14 @@ Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
 
 // Returns rank 0's problem.
 std::string greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
+  WireWriter out;
+  out(own.host, own.run_id, own.problem);
   std::vector<Greeting> greetings;
-  for (const std::string& text : group.all_gather_text(encode(own), kOpenLabel))
-    greetings.push_back(decode(text));
-  for (const Greeting& greeting : greetings) opened.hosts.push_back(greeting.host);
+  for (const std::string& text : group.all_gather_text(out.take(), kOpenLabel)) {
+    Greeting& greeting = greetings.emplace_back();
+    WireReader{text}(greeting.host, greeting.run_id, greeting.problem);
+    opened.hosts.push_back(greeting.host);
+  }
   opened.run_id = greetings[0].run_id;
   return greetings[0].problem;
 }

@@ -107,20 +107,20 @@ TEST(RunTasks, RethrowsAndStartsNoFurtherTask) {
 
 TEST(Wire, RoundTripsNumbersAndTexts) {
   WireWriter out;
-  out.number(-5);
-  out.text(std::string("a\0b", 3));
-  out.text("");
+  out(-5);
+  out(std::string("a\0b", 3));
+  out("");
   const std::string bytes = out.take();
   WireReader in(bytes);
-  EXPECT_EQ(in.number(), -5);
-  EXPECT_EQ(in.text(), std::string("a\0b", 3));
+  EXPECT_EQ(in.get<int64_t>(), -5);
+  EXPECT_EQ(in.get<std::string>(), std::string("a\0b", 3));
   EXPECT_FALSE(in.done());
-  EXPECT_EQ(in.text(), "");
+  EXPECT_EQ(in.get<std::string>(), "");
   EXPECT_TRUE(in.done());
-  EXPECT_THROW(in.number(), Error);
+  EXPECT_THROW(in.get<int64_t>(), Error);
   WireReader cut(std::string_view(bytes).substr(0, 17));
-  cut.number();
-  EXPECT_THROW(cut.text(), Error);
+  cut.get<int64_t>();
+  EXPECT_THROW(cut.get<std::string>(), Error);
 }
 
 }  // namespace
