@@ -109,7 +109,7 @@ TEST(Wire, RoundTripsNumbersAndTexts) {
   WireWriter out;
   out(-5);
   out(std::string("a\0b", 3));
-  out("");
+  out(std::string());
   const std::string bytes = out.take();
   WireReader in(bytes);
   EXPECT_EQ(in.get<int64_t>(), -5);
