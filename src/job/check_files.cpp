@@ -9,6 +9,7 @@
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/data/source.h"
 #include "titan/data/tokenizer.h"
 
@@ -196,7 +197,8 @@ void check_initial_state(FileCheck& check) {
   if (!checkpoint.enable) return;
   // A run that resumes from a step of its own doesn't need it any more.
   std::vector<std::string> ignored;
-  if (checkpoint::newest_complete(fs::path(check.config.job.dump_folder) / checkpoint.folder, ignored))
+  if (checkpoint::newest_complete(checkpoint::joined(check.config.job.dump_folder, checkpoint.folder),
+                                  ignored))
     return;
   constexpr const char* kKey = "checkpoint.initial_load_path";
   const InitialSource source = initial_source(check.config);

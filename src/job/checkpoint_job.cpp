@@ -7,6 +7,7 @@
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -69,7 +70,7 @@ InitialState initial_state(const JobConfig& config, const Meshes& meshes,
 }
 
 fs::path steps_folder(const JobConfig& config) {
-  return fs::path(config.job.dump_folder) / config.checkpoint.folder;
+  return checkpoint::joined(config.job.dump_folder, config.checkpoint.folder);
 }
 
 // The folder says nothing about runs that begin at a step of their own choice.

@@ -12,6 +12,7 @@
 #include "config/differences.h"
 #include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
@@ -30,6 +31,10 @@ constexpr int64_t kAnyStep = std::numeric_limits<int64_t>::max();
 
 checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
   const CheckpointSettings& settings = options.settings;
+  if (options.model_export)
+    checkpoint::require_local(options.folder, "a folder where checkpoint.last_save_model_only writes");
+  if (options.peers)
+    checkpoint::require_local(options.folder, "the folder of a run with checkpoint.peer_interval");
   checkpoint::SaveOptions save;
   save.folder = options.folder;
   save.read_only = settings.load_only;

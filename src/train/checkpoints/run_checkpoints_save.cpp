@@ -8,6 +8,7 @@
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
@@ -96,7 +97,9 @@ bool RunCheckpoints::has_model_alone(int64_t step) const {
   if (world_.rank() == 0) {
     try {
       const fs::path manifest = checkpoint::step_path(options_.folder, step) / checkpoint::kManifestName;
-      if (last_step_in(options_.folder) == step && !fs::exists(manifest)) alone.step = step;
+      if (last_step_in(options_.folder) == step &&
+          checkpoint::storage_of(manifest).status(manifest).kind == checkpoint::Storage::Kind::Nothing)
+        alone.step = step;
     } catch (const std::exception& error) {
       alone.failure = error.what();
     }

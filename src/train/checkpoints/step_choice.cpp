@@ -8,6 +8,7 @@
 
 #include "checkpoint/format/rank_file.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
 #include "train/checkpoints/run_checkpoints.h"
@@ -27,8 +28,8 @@ bool holds_model_alone(const fs::path& step_folder) {
 }
 
 std::vector<std::string> problems_with(const fs::path& step_folder) {
-  std::error_code ignored;
-  if (!fs::is_directory(step_folder, ignored)) return {"there is no " + step_folder.string()};
+  if (checkpoint::storage_of(step_folder).status(step_folder).kind == checkpoint::Storage::Kind::Nothing)
+    return {"there is no " + step_folder.string()};
   if (holds_model_alone(step_folder))
     return {step_folder.string() + " holds a model alone, for checkpoint.initial_load_path"};
   return checkpoint::quick_problems(step_folder);
