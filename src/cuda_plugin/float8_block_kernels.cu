@@ -21,7 +21,7 @@ __device__ float as_float(float x) { return x; }
 __device__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ unsigned magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// src/float8/block_scale.h, whose constants the host's compiler alone has.
+// src/float8/cpu/cast.cpp, whose constants the host's compiler alone has.
 template <Format format>
 __device__ int exponent_of(unsigned magnitude, bool round_up) {
   if (magnitude >= 0x7f800000u) return kNotFinite;

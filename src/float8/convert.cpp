@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include "float8/cast.h"
+#include "float8/products.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/loss.h"
 

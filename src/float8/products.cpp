@@ -11,6 +11,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include "float8/cast.h"
+#include "float8/products.h"
 #include "float8/scaled_product.h"
 #include "titan/core/error.h"
 #include "titan/float8/convert.h"

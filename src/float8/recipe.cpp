@@ -16,19 +16,19 @@ void add_torchao_recipes(Registry<Recipe>& registry) {
   registry.add("tensorwise", {.output = ProductCasts{kMatrix, kMatrix, /*fast_accumulation=*/true},
                               .grad_input = ProductCasts{kWideMatrix, kMatrix},
                               .grad_weight = ProductCasts{kWideMatrix, kMatrix}});
-  // Gradients need no wider range with a scale for each of their vectors.
+  // With a scale for each vector, gradients need no wider range.
   registry.add("rowwise", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
                            .grad_input = ProductCasts{kVectors, kVectors},
                            .grad_weight = ProductCasts{kVectors, kVectors},
                            .power_of_two_scales = true});
-  // The weight's gradient in high precision: x and g are then cast along their rows only.
+  // With the weight's gradient in high precision, x and g are cast along their rows only.
   registry.add("rowwise_with_gw_hp", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
                                       .grad_input = ProductCasts{kVectors, kMatrix},
                                       .grad_weight = std::nullopt,
                                       .power_of_two_scales = true});
 }
 
-// A block's 32 elements are alike enough for one dtype everywhere.
+// The 32 elements of a block are close enough to each other for e4m3 everywhere.
 void add_mx_recipes(Registry<Recipe>& registry) {
   Recipe recipe{.output = ProductCasts{kBlocks, kBlocks},
                 .grad_input = ProductCasts{kBlocks, kBlocks},
@@ -85,10 +85,9 @@ void check_blocks(const std::string& name, const Recipe& recipe) {
     if (!*product) continue;
     const auto in_blocks = [](const Cast& cast) { return cast.granularity == Granularity::Block; };
     if (in_blocks((*product)->left) != in_blocks((*product)->right))
-      throw ConfigError(
-          titan::str("Float8 recipe '", name,
-                     "' has scales for blocks on one side of a product, and other scales on the "
-                     "other; both sides need blocks, or none"));
+      throw ConfigError(titan::str("Float8 recipe '", name,
+                                   "' scales blocks on only one side of a product; both sides have to scale "
+                                   "blocks, or neither"));
   }
 }
 
@@ -97,8 +96,8 @@ void check_delayed(const std::string& name, const Recipe& recipe) {
   for (const Cast& cast : casts_of(recipe))
     if (cast.granularity != Granularity::Matrix)
       throw ConfigError(titan::str("Float8 recipe '", name,
-                                   "' has scales for parts of a matrix, and delayed scales are one a matrix; "
-                                   "take scaling_type_* = \"dynamic\", or \"tensorwise\""));
+                                   "' scales parts of a matrix, but a delayed scale is for a whole matrix; "
+                                   "set scaling_type_* = \"dynamic\", or use \"tensorwise\""));
 }
 
 }  // namespace
@@ -109,8 +108,8 @@ bool scales_blocks(const Recipe& recipe) {
                      [](const Cast& cast) { return cast.granularity == Granularity::Block; });
 }
 
-// Scales for vectors take no other units than those for matrices: at::_scaled_mm has kernels of its own, or
-// they are applied behind the product (scaled_product.cpp).
+// Scales for vectors need the same units as scales for matrices: at::_scaled_mm has kernels for them, or they
+// are applied after the product (scaled_product.cpp).
 int first_capability(const Recipe& recipe) { return scales_blocks(recipe) ? 100 : 89; }
 
 void check(const std::string& name, const Recipe& recipe) {
@@ -132,18 +131,18 @@ void check(const std::string& name, const Recipe& recipe) {
 
 namespace {
 
-// Keys that TorchTitan had while torchao scaled with delay.
+// TorchTitan had these keys while torchao had delayed scaling.
 void describe_delayed(config::Table<Float8Settings>& table) {
   using Settings = Float8Settings;
   const auto types = config::one_of({"dynamic", "delayed"});
-  const char* same = "the same of weights";
+  const char* same = "the same for weights";
   table.field("scaling_type_input", &Settings::scaling_type_input,
-              "what the scales of layers' inputs are made of: \"dynamic\", the matrix that is cast; "
+              "what the scales of layers' inputs are made from: \"dynamic\", the matrix that is cast; "
               "\"delayed\", the largest magnitudes of the last history_len steps, one reduction a step",
               types);
   table.field("scaling_type_weight", &Settings::scaling_type_weight, same, types);
   table.field("scaling_type_grad_output", &Settings::scaling_type_grad_output,
-              "the same of outputs' gradients", types);
+              "the same for outputs' gradients", types);
   table.field("history_len", &Settings::history_len, "steps that delayed scales remember",
               config::at_least(1));
 }
@@ -154,20 +153,20 @@ void describe(config::Table<Float8Settings>& table) {
   using Settings = Float8Settings;
   table.field(
       "recipe_name", &Settings::recipe_name,
-      "what the products multiply: \"tensorwise\" (as when unset), \"rowwise\", \"rowwise_with_gw_hp\", "
+      "what the products multiply: \"tensorwise\" (also when unset), \"rowwise\", \"rowwise_with_gw_hp\", "
       "or one that was registered (docs/float8.md)");
   table.field(
       "filter_fqns", &Settings::filter_fqns,
       "linear layers whose name contains one of these stay in high precision; \"auto_filter_small_kn\" "
-      "leaves out those that are too small to gain");
+      "leaves out layers that are too small to gain");
   table.field(
       "emulate", &Settings::emulate,
       "the same numbers without Float8 hardware, slower than high precision: for CPUs, older GPUs, tests");
   table.field("enable_fsdp_float8_all_gather", &Settings::enable_fsdp_float8_all_gather,
-              "weights travel as the bytes that the products multiply; for recipes that cast a weight in one "
-              "way, with one scale, as \"tensorwise\"");
+              "gather weights as the bytes that the products multiply; needs a recipe that casts a weight in "
+              "one way, with one scale, such as \"tensorwise\"");
   table.field("precompute_float8_dynamic_scale_for_fsdp", &Settings::precompute_float8_dynamic_scale_for_fsdp,
-              "all weights' scales in one reduction a step, not each group's before its gather; takes "
+              "find all weights' scales in one reduction a step instead of one for each group; needs "
               "enable_fsdp_float8_all_gather");
   describe_delayed(table);
 }
@@ -184,13 +183,13 @@ void describe(config::Table<MxSettings>& table) {
               "how the scales of blocks are rounded: \"mxfp8_cublas\", down; \"mxfp8_cublas_rceil\", up; "
               "\"mxfp8_emulated\", as the first with emulate; or one that was registered (docs/float8.md)");
   table.field("mxfp8_dim1_cast_kernel_choice", &MxSettings::mxfp8_dim1_cast_kernel_choice,
-              "what casts down columns: \"triton\" and \"cuda\", the device's kernel; \"torch\", LibTorch's "
+              "what casts columns: \"triton\" and \"cuda\", the device's kernel; \"torch\", LibTorch's "
               "operations; the same numbers",
               config::one_of({"triton", "cuda", "torch"}));
   table.field("filter_fqns", &MxSettings::filter_fqns,
               "linear layers whose name contains one of these stay in high precision");
   table.field("emulate", &MxSettings::emulate,
-              "the same numbers on any device, slower than high precision: the hardware's product takes "
+              "the same numbers on any device, slower than high precision; the hardware's product needs "
               "compute capability 10.0");
 }
 
@@ -201,7 +200,7 @@ void describe(config::Table<QuantizeSettings>& table) {
   const char* grouped = "there is no mixture of experts";
   table.table("linear.float8", &QuantizeSettings::float8);
   table.table("linear.mx", &QuantizeSettings::mx);
-  // Here, as they hang on a key of another table.
+  // Refused here because they depend on a key of another table.
   table.refused("grouped_mm.float8.fqns", StringList{}, grouped, on);
   table.refused("grouped_mm.mx.recipe_name", string("mxfp8"), grouped, on, config::one_of({"mxfp8"}));
   table.refused("grouped_mm.mx.fqns", StringList{}, grouped, on);

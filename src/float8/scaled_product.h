@@ -1,6 +1,6 @@
 #pragma once
 
-#include "titan/float8/convert.h"
+#include "titan/ops/products.h"
 
 namespace titan::float8 {
 

@@ -34,7 +34,8 @@ class ModelState : public checkpoint::Stateful {
   std::vector<Parameter> parameters_;
 };
 
-/// Of each parameter that is stepped NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
+/// NAME.step of each parameter that is stepped, and what its optimizer keeps: NAME.exp_avg and NAME.exp_avg_sq
+/// with AdamW.
 class OptimizerState : public checkpoint::Stateful {
  public:
   /// `parameters`: which the optimizer, which has to live as long, was made of.

@@ -1,6 +1,6 @@
 // Delayed scales beside a reference in Python (tests/data/golden/delayed_scaling.safetensors), and in layers.
 
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

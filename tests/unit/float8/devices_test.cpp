@@ -10,7 +10,7 @@
 
 #include "dist/device_backend.h"
 #include "float8/cast.h"
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 

@@ -1,6 +1,6 @@
 // Casts, outputs and gradients beside torchao's (tests/data/golden/float8.safetensors).
 
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
