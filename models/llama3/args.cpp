@@ -8,12 +8,12 @@ namespace titan::models {
 void describe(config::Table<RopeScalingArgs>& table) {
   using Args = RopeScalingArgs;
   table.field("enabled", &Args::enabled, "stretch slow rotations as Llama 3.1 does");
-  table.field("scaling_factor", &Args::scaling_factor, "by how much the slowest are stretched",
+  table.field("scaling_factor", &Args::scaling_factor, "how much the slowest rotations are stretched",
               config::above(0));
   table.field("low_freq_factor", &Args::low_freq_factor,
               "wavelengths above original length / this are stretched fully", config::above(0));
-  table.field("high_freq_factor", &Args::high_freq_factor, "wavelengths below original length / this stay",
-              config::above(0));
+  table.field("high_freq_factor", &Args::high_freq_factor,
+              "wavelengths below original length / this aren't stretched", config::above(0));
   table.field("original_max_position_embeddings", &Args::original_max_position_embeddings,
               "sequence length before stretching", config::at_least(1));
 }
@@ -105,7 +105,7 @@ void check(const Llama3Args& args, std::vector<std::string>& problems) {
          "model.args.rope_scaling: low_freq_factor has to be below high_freq_factor");
 }
 
-// Both truncations as in Meta's code: the published shapes depend on them.
+// Truncates twice, as Meta's code does: the published shapes depend on it.
 int64_t Llama3Args::ffn_hidden_dim() const {
   int64_t hidden = static_cast<int64_t>(2.0 * static_cast<double>(4 * dim) / 3.0);
   if (ffn_dim_multiplier) hidden = static_cast<int64_t>(*ffn_dim_multiplier * static_cast<double>(hidden));
