@@ -1,4 +1,4 @@
-// An optimizer of one's own: Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023). It
+// Your own optimizer: Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023). It
 // remembers one tensor for each parameter, which is saved, loaded and resharded with the rest of the run.
 //
 //   titan train config.toml --experimental.custom_import ./liblion.so --optimizer.name lion --optimizer.lr 1e-4

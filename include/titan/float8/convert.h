@@ -5,7 +5,7 @@
 //   titan::float8::convert(*model.ptr(), {.recipe_name = "rowwise", .plain = titan::ops::default_products()});
 //   titan::fully_shard(model, fsdp);  // then parallelize as always
 //
-// With delayed scales, a loop of one's own also calls DelayedScales::update() before each optimizer step.
+// With delayed scales, your own loop also calls DelayedScales::update() before each optimizer step.
 
 #include <cstdint>
 #include <functional>

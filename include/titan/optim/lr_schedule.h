@@ -24,7 +24,7 @@ struct LrScheduleRule {
   std::function<LrFactor(const Args&, int64_t total_steps)> make;
 };
 
-/// A registered schedule whose Args are erased.
+/// A registered schedule with its Args erased.
 class LrScheduleSpec {
  public:
   template <class Args>

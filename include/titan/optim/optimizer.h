@@ -8,8 +8,8 @@
 //   optimizer.zero_grad();
 //
 // Each rank steps the parameters that it owns. The update of one element depends on no other, so a shard is
-// stepped like a whole tensor and nothing is communicated. A registered rule of one's own:
-// docs/examples/custom_optimizer/lion.cpp.
+// stepped like a whole tensor and nothing is communicated. docs/examples/custom_optimizer/lion.cpp registers
+// a rule.
 
 #include <functional>
 #include <map>
@@ -53,7 +53,7 @@ struct OptimizerRule {
   std::function<bool(const Args&)> runs_on_device = {};
 };
 
-/// A registered rule whose Args are erased: `args` below points to what args.make() returned.
+/// A registered rule with its Args erased: `args` below points to what args.make() returned.
 class OptimizerSpec {
  public:
   template <class Args>

@@ -1,4 +1,4 @@
-// Against torch.optim, torch.nn.utils.clip_grad_norm_ and TorchTitan's schedules (tests/data/golden).
+// Equality with torch.optim, torch.nn.utils.clip_grad_norm_ and TorchTitan's schedules (tests/data/golden).
 
 #include <nlohmann/json.hpp>
 
