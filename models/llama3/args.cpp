@@ -39,54 +39,37 @@ void describe(config::Table<Llama3Args>& table) {
   table.field("tie_embeddings", &Args::tie_embeddings, "one matrix for embedding and output");
 }
 
+namespace {
+
+Llama3Args published(int64_t dim, int64_t n_layers, int64_t n_heads, int64_t multiple_of,
+                     double ffn_dim_multiplier) {
+  return {.dim = dim,
+          .n_layers = n_layers,
+          .n_heads = n_heads,
+          .n_kv_heads = 8,
+          .multiple_of = multiple_of,
+          .ffn_dim_multiplier = ffn_dim_multiplier,
+          .rope_theta = 500000};
+}
+
+// Llama 3.2's small models: longer rotations, one matrix at both ends.
+Llama3Args tied(Llama3Args args) {
+  args.rope_scaling.scaling_factor = 32;
+  args.tie_embeddings = true;
+  return args;
+}
+
+}  // namespace
+
 const std::map<std::string, Llama3Args>& llama3_flavours() {
-  static const RopeScalingArgs llama_3_2{.scaling_factor = 32};
   static const std::map<std::string, Llama3Args> flavours = {
       {"debugmodel", {.dim = 256, .n_layers = 6, .n_heads = 16, .vocab_size = 2048, .rope_theta = 500000}},
-      {"1B",
-       {.dim = 2048,
-        .n_layers = 16,
-        .n_heads = 32,
-        .n_kv_heads = 8,
-        .multiple_of = 1024,
-        .ffn_dim_multiplier = 1.5,
-        .rope_theta = 500000,
-        .rope_scaling = llama_3_2,
-        .tie_embeddings = true}},
-      {"3B",
-       {.dim = 3072,
-        .n_layers = 28,
-        .n_heads = 24,
-        .n_kv_heads = 8,
-        .multiple_of = 1024,
-        .ffn_dim_multiplier = 1.0,
-        .rope_theta = 500000,
-        .rope_scaling = llama_3_2,
-        .tie_embeddings = true}},
-      {"8B",
-       {.dim = 4096,
-        .n_layers = 32,
-        .n_heads = 32,
-        .n_kv_heads = 8,
-        .multiple_of = 1024,
-        .ffn_dim_multiplier = 1.3,
-        .rope_theta = 500000}},
-      {"70B",
-       {.dim = 8192,
-        .n_layers = 80,
-        .n_heads = 64,
-        .n_kv_heads = 8,
-        .multiple_of = 4096,
-        .ffn_dim_multiplier = 1.3,
-        .rope_theta = 500000}},
-      {"405B",
-       {.dim = 16384,
-        .n_layers = 126,
-        .n_heads = 128,
-        .n_kv_heads = 8,
-        .multiple_of = 4096,
-        .ffn_dim_multiplier = 1.2,
-        .rope_theta = 500000}},
+      // dim, layers, heads, multiple_of and ffn_dim_multiplier
+      {"1B", tied(published(2048, 16, 32, 1024, 1.5))},
+      {"3B", tied(published(3072, 28, 24, 1024, 1.0))},
+      {"8B", published(4096, 32, 32, 1024, 1.3)},
+      {"70B", published(8192, 80, 64, 4096, 1.3)},
+      {"405B", published(16384, 126, 128, 4096, 1.2)},
   };
   return flavours;
 }

@@ -40,6 +40,16 @@ void add_mx_recipes(Registry<Recipe>& registry) {
 }
 
 bool is_float8(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
+bool is_matrix(const Cast& cast) { return cast.granularity == Granularity::Matrix; }
+bool is_block(const Cast& cast) { return cast.granularity == Granularity::Block; }
+bool is_one_cast(const Cast& a, const Cast& b) { return a == b && is_matrix(a); }
+
+std::vector<ProductCasts> products_of(const Recipe& recipe) {
+  std::vector<ProductCasts> products;
+  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight})
+    if (*product) products.push_back(**product);
+  return products;
+}
 
 }  // namespace
 
@@ -53,12 +63,6 @@ Registry<Recipe>& recipes() {
   return registry;
 }
 
-namespace {
-
-bool is_one_cast(const Cast& a, const Cast& b) { return a == b && a.granularity == Granularity::Matrix; }
-
-}  // namespace
-
 bool casts_weight_once(const Recipe& recipe) {
   return recipe.output && recipe.grad_input && is_one_cast(recipe.output->right, recipe.grad_input->right);
 }
@@ -70,42 +74,11 @@ bool casts_grad_once(const Recipe& recipe) {
          is_one_cast(recipe.grad_input->left, recipe.grad_weight->left);
 }
 
-namespace {
-
-std::vector<Cast> casts_of(const Recipe& recipe) {
-  std::vector<Cast> casts;
-  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight})
-    if (*product) casts.insert(casts.end(), {(*product)->left, (*product)->right});
-  return casts;
-}
-
-// The hardware multiplies blocks by blocks.
-void check_blocks(const std::string& name, const Recipe& recipe) {
-  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight}) {
-    if (!*product) continue;
-    const auto in_blocks = [](const Cast& cast) { return cast.granularity == Granularity::Block; };
-    if (in_blocks((*product)->left) != in_blocks((*product)->right))
-      throw ConfigError(titan::str("Float8 recipe '", name,
-                                   "' scales blocks on only one side of a product; both sides have to scale "
-                                   "blocks, or neither"));
-  }
-}
-
-void check_delayed(const std::string& name, const Recipe& recipe) {
-  if (!recipe.delayed.any()) return;
-  for (const Cast& cast : casts_of(recipe))
-    if (cast.granularity != Granularity::Matrix)
-      throw ConfigError(titan::str("Float8 recipe '", name,
-                                   "' scales parts of a matrix, but a delayed scale is for a whole matrix; "
-                                   "set scaling_type_* = \"dynamic\", or use \"tensorwise\""));
-}
-
-}  // namespace
-
 bool scales_blocks(const Recipe& recipe) {
-  const std::vector<Cast> casts = casts_of(recipe);
-  return std::any_of(casts.begin(), casts.end(),
-                     [](const Cast& cast) { return cast.granularity == Granularity::Block; });
+  const std::vector<ProductCasts> products = products_of(recipe);
+  return std::any_of(products.begin(), products.end(), [](const ProductCasts& product) {
+    return is_block(product.left) || is_block(product.right);
+  });
 }
 
 // Scales for vectors need the same units as scales for matrices: at::_scaled_mm has kernels for them, or they
@@ -113,19 +86,19 @@ bool scales_blocks(const Recipe& recipe) {
 int first_capability(const Recipe& recipe) { return scales_blocks(recipe) ? 100 : 89; }
 
 void check(const std::string& name, const Recipe& recipe) {
-  check_blocks(name, recipe);
-  check_delayed(name, recipe);
-  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight}) {
-    if (!*product) continue;
-    for (const Cast& cast : {(*product)->left, (*product)->right})
-      if (!is_float8(cast.dtype))
-        throw ConfigError(titan::str("Float8 recipe '", name, "' casts to ", cast.dtype,
-                                     "; allowed: Float8_e4m3fn, Float8_e5m2"));
-    if ((*product)->left.dtype == at::kFloat8_e5m2 && (*product)->right.dtype == at::kFloat8_e5m2)
-      throw ConfigError(
-          titan::str("Float8 recipe '", name,
-                     "' multiplies Float8_e5m2 by Float8_e5m2, which no hardware does; one side has to "
-                     "be Float8_e4m3fn"));
+  const auto expect = [&name](bool holds, const auto&... message) {
+    if (!holds) throw ConfigError(titan::str("Float8 recipe '", name, "' ", message...));
+  };
+  for (const auto& [left, right, fast] : products_of(recipe)) {
+    expect(is_block(left) == is_block(right),
+           "scales blocks on only one side of a product; both sides have to scale blocks, or neither");
+    expect(!recipe.delayed.any() || (is_matrix(left) && is_matrix(right)),
+           "scales parts of a matrix, but a delayed scale is for a whole matrix; set scaling_type_* = "
+           "\"dynamic\", or use \"tensorwise\"");
+    for (const Cast& cast : {left, right})
+      expect(is_float8(cast.dtype), "casts to ", cast.dtype, "; allowed: Float8_e4m3fn, Float8_e5m2");
+    expect(left.dtype != at::kFloat8_e5m2 || right.dtype != at::kFloat8_e5m2,
+           "multiplies Float8_e5m2 by Float8_e5m2, which no hardware does; one side has to be Float8_e4m3fn");
   }
 }
 
