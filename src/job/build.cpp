@@ -200,9 +200,13 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
     return build_models(config, meshes, loader.num_micro_batches());
   });
   auto optimizer = in_span(log, "Optimizer.build", [&] {
-    return optim::Optimizer(parameters, config.optimizer, names_elsewhere(parameters, meshes));
+    optim::OptimizerSettings settings = config.optimizer;
+    settings.args = config.optimizer_args.settings;
+    return optim::Optimizer(parameters, settings, names_elsewhere(parameters, meshes));
   });
-  const optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
+  optim::LrSchedulerSettings lr_settings = config.lr_scheduler;
+  lr_settings.args = config.lr_scheduler_args.settings;
+  const optim::LrSchedule schedule(lr_settings, config.training.steps);
   const MetricsWindow window(device, device_rate(config, meshes, device));
   auto checkpoints = in_span(log, "Checkpointer.build",
                              [&] { return build_checkpoints(config, world, meshes, parameters); });

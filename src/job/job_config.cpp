@@ -6,6 +6,8 @@
 #include <string>
 
 #include "titan/core/error.h"
+#include "titan/optim/lr_schedule.h"
+#include "titan/optim/optimizer.h"
 
 namespace titan::train {
 
@@ -30,6 +32,29 @@ config::DynamicTable resolve_model_args(const JobConfig& config, const config::O
           naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
 }
 
+// The settings of the optimizer or schedule that `table`.name names: its own table. Keys of `table` that it
+// doesn't read are refused.
+template <class Spec>
+config::DynamicTable resolve_args(const Registry<Spec>& registry, const std::string& table,
+                                  const std::string& name, const config::Origins& origins) {
+  const Spec* spec = naming(origins, table + ".name", [&] { return &registry.get(name); });
+  std::vector<std::string> problems;
+  for (const std::string& key : spec->args.unread_keys())
+    if (const std::string full = table + "." + key; origins.origin_of(full) != "default")
+      problems.push_back(origins.problem(
+          full, str("'", name, "' doesn't read this key; its settings are in [", table, ".args]")));
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  return spec->args.table();
+}
+
+config::DynamicTable resolve_optimizer_args(const JobConfig& config, const config::Origins& origins) {
+  return resolve_args(optim::optimizers(), "optimizer", config.optimizer.name, origins);
+}
+
+config::DynamicTable resolve_lr_scheduler_args(const JobConfig& config, const config::Origins& origins) {
+  return resolve_args(optim::lr_schedules(), "lr_scheduler", config.lr_scheduler.name, origins);
+}
+
 void add_model_tables(config::Schema& schema) {
   schema.add("model", &JobConfig::model, "what is trained");
   schema.add_dynamic<JobConfig>(
@@ -39,7 +64,14 @@ void add_model_tables(config::Schema& schema) {
 
 void add_training_tables(config::Schema& schema) {
   schema.add("optimizer", &JobConfig::optimizer, "how parameters are stepped");
+  // [model.args] has opened the shared object that may register them.
+  schema.add_dynamic<JobConfig>("optimizer.args", &JobConfig::optimizer_args, resolve_optimizer_args,
+                                {"model", "experimental", "optimizer"},
+                                "settings of a registered optimizer; AdamW and Adam have none here");
   schema.add("lr_scheduler", &JobConfig::lr_scheduler, "the learning rate over the run");
+  schema.add_dynamic<JobConfig>("lr_scheduler.args", &JobConfig::lr_scheduler_args, resolve_lr_scheduler_args,
+                                {"model", "experimental", "lr_scheduler"},
+                                "settings of a registered schedule; warmup_stable_decay has none here");
   schema.add("training", &JobConfig::training, "what a step is made of");
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");

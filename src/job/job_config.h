@@ -50,7 +50,9 @@ struct JobConfig {
   ModelSettings model;
   config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
   optim::OptimizerSettings optimizer;
+  config::DynamicTable optimizer_args;  ///< [optimizer.args]
   optim::LrSchedulerSettings lr_scheduler;
+  config::DynamicTable lr_scheduler_args;  ///< [lr_scheduler.args]
   TrainingSettings training;
   data::DataSettings data;
   ParallelismSettings parallelism;

@@ -26,9 +26,7 @@ struct Snapshot {
     std::map<std::string, at::Tensor> tensors;
     for (const Parameter& parameter : job.parameters) tensors[parameter.name] = parameter.data.local.detach();
     for (const auto& [name, state] : job.moments) {
-      tensors[name + ".exp_avg"] = state.exp_avg.local;
-      tensors[name + ".exp_avg_sq"] = state.exp_avg_sq.local;
-      tensors[name + ".step"] = state.step.local;
+      for (const auto& [key, tensor] : state) tensors[name + "." + key] = tensor.local;
     }
     return tensors;
   }

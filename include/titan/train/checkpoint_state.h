@@ -34,7 +34,8 @@ class ModelState : public checkpoint::Stateful {
   std::vector<Parameter> parameters_;
 };
 
-/// For each parameter that is stepped: NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
+/// For each parameter that is stepped: NAME.step, and what the optimizer keeps of it, such as AdamW's
+/// NAME.exp_avg and NAME.exp_avg_sq.
 class OptimizerState : public checkpoint::Stateful {
  public:
   /// `parameters`: those that the optimizer was made for. The optimizer must outlive this.

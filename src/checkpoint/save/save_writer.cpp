@@ -9,6 +9,7 @@
 #include <torch/headeronly/version.h>
 
 #include "checkpoint/format/stored_files.h"
+#include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"

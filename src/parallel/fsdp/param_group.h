@@ -14,7 +14,7 @@
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/fsdp/shard_layout.h"
 #include "titan/dist/collectives.h"
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/tensor/dtensor.h"

@@ -80,11 +80,10 @@ OptimizerState::OptimizerState(optim::Optimizer& optimizer, const std::vector<Pa
 
 checkpoint::ObjectState OptimizerState::state() {
   checkpoint::ObjectState state;
-  for (const auto& [name, adam] : optimizer_.state()) {
+  for (const auto& [name, tensors] : optimizer_.state()) {
     const bool duplicate = std::find(duplicates_.begin(), duplicates_.end(), name) != duplicates_.end();
-    state.tensors.push_back({name + ".exp_avg", adam.exp_avg, duplicate});
-    state.tensors.push_back({name + ".exp_avg_sq", adam.exp_avg_sq, duplicate});
-    state.tensors.push_back({name + ".step", adam.step, duplicate});
+    for (const auto& [key, tensor] : tensors)
+      state.tensors.push_back({str(name, ".", key), tensor, duplicate});
   }
   return state;
 }

@@ -7,7 +7,7 @@
 
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 #include "unit/parallel/overlapped_mlp.h"
