@@ -10,6 +10,7 @@
 #include "titan/config/schema.h"
 #include "titan/data/settings.h"
 #include "titan/float8/recipe.h"
+#include "titan/nn/loss.h"
 #include "titan/observe/stragglers.h"
 #include "titan/observe/structured_log.h"
 #include "titan/ops/settings.h"
@@ -49,6 +50,8 @@ struct JobConfig {
   StructuredLogSettings structured_logs;  ///< [metrics.structured_logs]
   StragglerSettings stragglers;           ///< [metrics.stragglers]
   ModelSettings model;
+  nn::LossSettings loss;
+  config::DynamicTable loss_args;   ///< [loss.args]; `settings` is what the loss's LossKind takes as args
   config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
   optim::OptimizerSettings optimizer;
   optim::LrSchedulerSettings lr_scheduler;
