@@ -60,9 +60,6 @@ bool gathers_activations_in_float8(const JobConfig& config);
 
 // Float8's delayed scales in a run: their reduction in each step, and their place in checkpoints.
 
-/// The key of the histories in a checkpoint, which may lack them: a run may change its scaling at a resume.
-inline constexpr const char* kDelayedScales = "float8_scales";
-
 /// What TrainerParts::before_optimizer is to do; empty where no scales are delayed. Joins the checkpoints
 /// (null: there are none), which may not outlive the result.
 std::function<void()> build_delayed_scales(const JobConfig& config, const StageParts& stages,

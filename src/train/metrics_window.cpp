@@ -2,13 +2,14 @@
 
 #include "core/process_stats.h"
 #include "dist/device_backend.h"
-#include "job/memory_table.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
 namespace titan::train {
 
 namespace {
+
+constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
 
 dist::DeviceBackend* backend_of_device(at::Device device) {
   auto* backend = dist::device_backend();

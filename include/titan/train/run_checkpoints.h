@@ -20,6 +20,9 @@
 
 namespace titan::train {
 
+/// The key of Float8's delayed scales in a checkpoint. It is optional: a run may change its scaling at a resume.
+inline constexpr const char* kDelayedScales = "float8_scales";
+
 struct StepChoice;  // src/train/checkpoints/step_choice.h
 class PeerSaves;    // src/train/checkpoints/peer_saves.h
 

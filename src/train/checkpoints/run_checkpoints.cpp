@@ -10,7 +10,6 @@
 #include <torch/version.h>
 
 #include "config/differences.h"
-#include "job/float8_job.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
