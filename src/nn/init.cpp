@@ -54,8 +54,8 @@ Draw make_draw(const Init& init) {
   TITAN_INTERNAL_ASSERT(false, "a constant needs no draw");
 }
 
-// Rounds to odd (Boldo and Melquiond): inexact results end in an odd bit, so that rounding to fewer bits later gives
-// the same as rounding the exact value.
+// Rounds to odd (Boldo and Melquiond): inexact results end in an odd bit, so that rounding to fewer bits
+// later gives the same as rounding the exact value.
 float round_to_odd(double value) {
   const float nearest = static_cast<float>(value);
   if (static_cast<double>(nearest) == value) return nearest;
@@ -76,8 +76,8 @@ void round_to(T* to, const double* from, int64_t count) {
   }
 }
 
-// The rows of a box and where each lies in the whole tensor. A row is contiguous there: the last dimension, and
-// those before it as long as the box spans everything after them.
+// The rows of a box and where each lies in the whole tensor. A row is contiguous there: the last dimension,
+// and those before it as long as the box spans everything after them.
 class BoxRows {
  public:
   BoxRows(at::IntArrayRef global_shape, const Box& box) {

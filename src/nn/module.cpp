@@ -22,7 +22,8 @@ void name_modules(torch::nn::Module& root) {
     if (auto* host = dynamic_cast<HookHost*>(named.value().get())) host->set_fqn(named.key());
 }
 
-// Parameters without memory can't be copied, and a parameter can't change its device and stay the same object.
+// Parameters without memory can't be copied, and a parameter can't change its device and stay the same
+// object.
 void Module::check_movable() const {
   refuse_if_wrapped("to");
   for (const at::Tensor& parameter : parameters(/*recurse=*/false))

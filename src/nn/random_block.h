@@ -1,8 +1,8 @@
 #pragma once
 
-// Random numbers in blocks, several at a time in vector registers: the interface that fill() uses, then the formulas
-// that the kernels of random_block.cpp and random_avx512.cpp share. Sources that include this are compiled with
-// -ffp-contract=off.
+// Random numbers in blocks, several at a time in vector registers: the interface that fill() uses, then the
+// formulas that the kernels of random_block.cpp and random_avx512.cpp share. Sources that include this are
+// compiled with -ffp-contract=off.
 
 #include <array>
 #include <bit>
@@ -34,7 +34,8 @@ class RandomStream {
   std::array<uint32_t, 2> key_, name_;
 };
 
-/// A normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), clamped to [low, high].
+/// A normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), clamped to [low,
+/// high].
 struct NormalDraw {
   double offset = 0, scale = 1;  // of the probability
   double mean = 0, std = 1;
@@ -68,9 +69,9 @@ inline PhiloxBlock philox4x32_10(PhiloxBlock counter, std::array<uint32_t, 2> ke
   return counter;
 }
 
-// The inverse of the normal distribution function with the same bits on every machine: +, -, *, / and sqrt of IEEE
-// doubles in a fixed order, without libm, whose logarithms differ between versions. V is a double or a vector of
-// them: the same operations in the same order, so the same bits.
+// The inverse of the normal distribution function with the same bits on every machine: +, -, *, / and sqrt of
+// IEEE doubles in a fixed order, without libm, whose logarithms differ between versions. V is a double or a
+// vector of them: the same operations in the same order, so the same bits.
 
 using ops::simd::Doubles;
 using Quads = uint64_t __attribute__((vector_size(32)));
@@ -92,7 +93,8 @@ TITAN_INLINE V exact_double(typename BitsOf<V>::type integer) {
   return __builtin_bit_cast(V, integer | 0x4330000000000000ull) - 0x1p52;
 }
 
-/// The natural logarithm of a positive normal number, by fdlibm's e_log.c (Sun Microsystems, 1993): error below 1 ulp.
+/// The natural logarithm of a positive normal number, by fdlibm's e_log.c (Sun Microsystems, 1993): error
+/// below 1 ulp.
 template <class V>
 TITAN_INLINE V fixed_log(V x) {
   using Bits = typename BitsOf<V>::type;
@@ -189,8 +191,8 @@ inline double inverse_normal(double p) {
   return q < 0 ? -z : z;
 }
 
-/// Phi(z), found by bisection as the smallest p with inverse_normal(p) >= z, so that both agree to the last bit and no
-/// error function is needed. Slow (64 evaluations): for bounds, not for elements.
+/// Phi(z), found by bisection as the smallest p with inverse_normal(p) >= z, so that both agree to the last
+/// bit and no error function is needed. Slow (64 evaluations): for bounds, not for elements.
 inline double normal_distribution(double z) {
   if (z > 0) return 1.0 - normal_distribution(-z);
   constexpr double kSmallest = 0x1p-1022;

@@ -1,10 +1,10 @@
 // [Note: ranges of a trace]
-// A range opens in a module's pre_forward and closes in its post_forward; in between it is kept on a stack of the
-// thread. A forward that ends by an exception leaves its range there; the enclosing module, or a TraceLabelScope,
-// closes it with its own.
+// A range opens in a module's pre_forward and closes in its post_forward; in between it is kept on a stack of
+// the thread. A forward that ends by an exception leaves its range there; the enclosing module, or a
+// TraceLabelScope, closes it with its own.
 //
-// A layer's backward begins when the gradient of its output arrives and ends with that of its input; hooks on the
-// tensors see both. Layers run one after the other, so one range at a time is open.
+// A layer's backward begins when the gradient of its output arrives and ends with that of its input; hooks on
+// the tensors see both. Layers run one after the other, so one range at a time is open.
 
 #include "nn/trace_labels.h"
 

@@ -12,7 +12,8 @@ namespace titan::ops {
 
 namespace {
 
-// Attention as one node of the graph. q, k, v and out are [B, S, H, D]; log_sum_exp is the implementation's own.
+// Attention as one node of the graph. q, k, v and out are [B, S, H, D]; log_sum_exp is the implementation's
+// own.
 struct AttentionBackward : BackwardNode {
   SavedVariable q, k, v, out, log_sum_exp;
 

@@ -42,8 +42,8 @@ using Qkv = QueriesKeysValues;
 
 constexpr double kNoDropout = 0.0;
 
-// What scaled_dot_product_attention would choose, except for its last resort, the whole matrix of scores: here
-// SDPBackend::math means tiles of it.
+// What scaled_dot_product_attention would choose, except for its last resort, the whole matrix of scores:
+// here SDPBackend::math means tiles of it.
 SDPBackend choose(const Qkv& in, bool causal) {
   const bool grouped = in.q.size(1) != in.k.size(1);
   const auto choice = static_cast<SDPBackend>(
@@ -116,8 +116,8 @@ Qkv cudnn_backward(const Tensor& grad, const Qkv& in, const KernelResult& result
 // Its log-sum-exp has a multiple of this many rows.
 constexpr int64_t kEfficientAlignment = 32;
 
-// Query heads g, G + g, ... read the key heads 0, 1, ...: with groups of G, one call for each g and no copies of
-// keys.
+// Query heads g, G + g, ... read the key heads 0, 1, ...: with groups of G, one call for each g and no copies
+// of keys.
 Tensor heads_of_group(const Tensor& x, int64_t g, int64_t group) {
   return group == 1 ? x : x.unflatten(1, {-1, group}).select(2, g);
 }
@@ -165,8 +165,8 @@ void merge_attention(Tensor& into_BSHD, Tensor& into_log_sum_exp_BHS, const Kern
   at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, sums);
 }
 
-// The kernels support no mask and the causal one. Where queries see `first_query` keys more than a diagonal shows,
-// these are a part without a mask, and the rest is a causal one.
+// The kernels support no mask and the causal one. Where queries see `first_query` keys more than a diagonal
+// shows, these are a part without a mask, and the rest is a causal one.
 struct KeyRange {
   int64_t first, count;
   bool causal;

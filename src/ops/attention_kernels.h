@@ -1,7 +1,7 @@
 #pragma once
 
-// Attention through LibTorch's kernels that return and take the log-sum-exp, and from its matrix products where
-// it has no such kernel.
+// Attention through LibTorch's kernels that return and take the log-sum-exp, and from its matrix products
+// where it has no such kernel.
 
 #include <ATen/core/Tensor.h>
 
@@ -36,8 +36,8 @@ KernelResult run_attention_kernel(const QueriesKeysValues& in, bool causal);
 QueriesKeysValues run_attention_kernel_backward(const at::Tensor& grad, const QueriesKeysValues& in,
                                                 const KernelResult& result, bool causal);
 
-/// The same from LibTorch's matrix products, a tile of keys at a time, for what no fused kernel supports: float64
-/// on a GPU, heads of odd sizes.
+/// The same from LibTorch's matrix products, a tile of keys at a time, for what no fused kernel supports:
+/// float64 on a GPU, heads of odd sizes.
 KernelResult tiled_attention(const QueriesKeysValues& in, bool causal);
 QueriesKeysValues tiled_attention_backward(const at::Tensor& grad, const QueriesKeysValues& in,
                                            const KernelResult& result, bool causal);
@@ -52,8 +52,8 @@ void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Ten
                                  const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
                                  int64_t first_query);
 
-/// Differentiable causal attention by the kernel that LibTorch's scaled_dot_product_attention would choose, as a
-/// node whose results checkpointing may keep.
+/// Differentiable causal attention by the kernel that LibTorch's scaled_dot_product_attention would choose,
+/// as a node whose results checkpointing may keep.
 at::Tensor kernel_attention(const QueriesKeysValues& in);
 
 }  // namespace titan::ops

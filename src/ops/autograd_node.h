@@ -1,8 +1,8 @@
 #pragma once
 
-// What our operations share towards the autograd engine: hand-written nodes, and the inputs that they keep for
-// the backward. Nodes rather than torch::autograd::Function, as they hold sinks and products and cost a third
-// of its host time.
+// What our operations share towards the autograd engine: hand-written nodes, and the inputs that they keep
+// for the backward. Nodes rather than torch::autograd::Function, as they hold sinks and products and cost a
+// third of its host time.
 
 #include <memory>
 #include <utility>
@@ -98,11 +98,11 @@ inline Operand kept_of(const Operand& input, const Products& products) {
 }
 
 /// [Note: recomputed outputs]
-/// A product's weight gradient needs the product's input, and an elementwise operation before it needs its own
-/// inputs: to keep that operation's output as well would spend memory on something that costs one pass over its
-/// inputs. (SwiGLU's output is a sixth of what a Llama block keeps.) So the product keeps the operation's node
-/// instead, which it holds anyway, and asks it for the output again. It gets the same bits, and the node still
-/// has its inputs, as its backward waits for the product's.
+/// A product's weight gradient needs the product's input, and an elementwise operation before it needs its
+/// own inputs: to keep that operation's output as well would spend memory on something that costs one pass
+/// over its inputs. (SwiGLU's output is a sixth of what a Llama block keeps.) So the product keeps the
+/// operation's node instead, which it holds anyway, and asks it for the output again. It gets the same bits,
+/// and the node still has its inputs, as its backward waits for the product's.
 class RecomputingNode : public BackwardNode {
  public:
   /// The output once more, from what the node saved. The node holds on to the unpacked inputs until its own

@@ -17,11 +17,11 @@ namespace titan::ops {
 using ProductsOfEach = std::vector<SharedProducts>;
 
 /// [Note: an input of several layers]
-/// Layers whose products join share the scale and each cast of their input. For the backward the one form that
-/// their weights' gradients multiply is kept. Where layers don't join (one stays in high precision, or each has
-/// a delayed scale of its own), a form for each would take more memory than the input itself. So the input is
-/// kept, once, with the scale of each form that has one for the whole matrix; the backward casts again, once for
-/// all layers that share the cast.
+/// Layers whose products join share the scale and each cast of their input. For the backward the one form
+/// that their weights' gradients multiply is kept. Where layers don't join (one stays in high precision, or
+/// each has a delayed scale of its own), a form for each would take more memory than the input itself. So the
+/// input is kept, once, with the scale of each form that has one for the whole matrix; the backward casts
+/// again, once for all layers that share the cast.
 
 /// The input in a forward. Its rows [N, I] come with each call, as they may still be in flight at first.
 class JointInput {
@@ -74,8 +74,8 @@ class KeptJointInput {
   std::optional<Unpacked> unpacked_;
 };
 
-/// Hands a weight's gradient to its sink, or returns it. A sink may defer it, so it gets only what the product
-/// reads.
+/// Hands a weight's gradient to its sink, or returns it. A sink may defer it, so it gets only what the
+/// product reads.
 inline at::Tensor weight_gradient(const SharedProducts& products, const std::shared_ptr<GradSink>& sink,
                                   Operand grad_NO, const Operand& x_NI) {
   if (!sink) return products->grad_weight(grad_NO, x_NI);
@@ -102,8 +102,8 @@ struct SavedWeight {
   Operand unpack() const { return source ? source->weight() : Operand(saved.unpack()); }
 };
 
-/// The backward of linear layers over one input. Inputs: x, then the weights. The engine waits for the gradients
-/// of all outputs that have one.
+/// The backward of linear layers over one input. Inputs: x, then the weights. The engine waits for the
+/// gradients of all outputs that have one.
 class JointNode : public torch::autograd::Node {
  public:
   variable_list apply(variable_list&& grads) final {
@@ -142,8 +142,8 @@ class JointNode : public torch::autograd::Node {
     results[i + 1] = weight_gradient(products[i], weights[i].sink, grad, x.of(i, products));
   }
 
-  /// Both products of one output after the other, so that only one output's casts exist at a time. Returns x's
-  /// gradient [N, I] if it is wanted; the weights' go into results[1...].
+  /// Both products of one output after the other, so that only one output's casts exist at a time. Returns
+  /// x's gradient [N, I] if it is wanted; the weights' go into results[1...].
   at::Tensor both_gradients(const variable_list& grads, variable_list& results) {
     at::Tensor sum;
     for (size_t i = 0; i < weights.size(); ++i) {

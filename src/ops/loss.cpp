@@ -58,8 +58,8 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   std::string name() const override { return "titan::linear_cross_entropy backward"; }
 };
 
-// Over the first dimension; LibTorch's own logsumexp has no meta kernel. Some part has a token, so the largest
-// number is finite.
+// Over the first dimension; LibTorch's own logsumexp has no meta kernel. Some part has a token, so the
+// largest number is finite.
 at::Tensor log_sum_exp(const at::Tensor& x) {
   const at::Tensor largest = x.amax(0);
   return (x - largest).exp().sum(0).log() + largest;
@@ -123,7 +123,8 @@ struct ChunkLoop {
     return loss;
   }
 
-  // [N, rows of this part] to [N, vocabulary]; the last parts may be shorter, so they are padded for the gather.
+  // [N, rows of this part] to [N, vocabulary]; the last parts may be shorter, so they are padded for the
+  // gather.
   at::Tensor gathered(const at::Tensor& logits) const {
     const int64_t width = padded_rows(), tokens = logits.size(0);
     const at::Tensor mine = at::constant_pad_nd(logits, {0, width - logits.size(1)}).contiguous();

@@ -1,5 +1,5 @@
-// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/products.h). The rows of an
-// operand arrive part by part, and products multiply each as it comes; sums leave the same way.
+// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/products.h). The rows
+// of an operand arrive part by part, and products multiply each as it comes; sums leave the same way.
 
 #include <algorithm>
 #include <utility>
@@ -68,8 +68,8 @@ at::Tensor product(const Products& products, Pass pass, const Operand& rows, con
 // An operand of which each rank has some rows, while they are gathered.
 class PulledGather {
  public:
-  /// part: [B, S/N, F]; `rows`: the same as Products::part made it. With a scale for the whole, the cast is sent
-  /// in place of the values.
+  /// part: [B, S/N, F]; `rows`: the same as Products::part made it. With a scale for the whole, the cast is
+  /// sent in place of the values.
   PulledGather(const SequenceExchange& exchange, const Operand& rows, const at::Tensor& part)
       : count_(exchange.count()), sizes_(part.sizes().vec()), dtype_(rows.dtype), sent_as_(rows.dtype) {
     at::Tensor sent = rows.values;
@@ -207,7 +207,8 @@ struct ScatteredLinearBackward final : BackwardNode {
   variable_list backward(const at::Tensor& grad) override {
     variable_list results(2);
     const bool wants_x = task_should_compute_output(X), wants_weight = task_should_compute_output(Weight);
-    // First: with checkpointing this may run the layer again, whose exchanges must end before this one begins.
+    // First: with checkpointing this may run the layer again, whose exchanges must end before this one
+    // begins.
     const Operand weight_OI = wants_x ? weight.unpack() : Operand();
     const Operand x_NI = wants_weight ? as_rows(x.unpack()) : Operand();
     PulledGather gather(*exchange, products->part(as_rows(grad), Pass::Backward, /*trains=*/true), grad);

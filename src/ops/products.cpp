@@ -17,10 +17,10 @@ namespace {
 
 // [Note: products on a CPU]
 // LibTorch's at::mm goes to MKL in fp32. On AMD processors with AVX-512, oneDNN is up to twice as fast in all
-// three products; with AVX2 alone it is faster in two, and MKL in the weight's gradient, which MKL also adds in
-// place. 16-bit products have a vector kernel (oneDNN's) only with AVX-512: elsewhere at::mm runs plain loops,
-// ten times slower than widening to fp32. A call of oneDNN costs 25 us before it multiplies, which pays off from
-// a certain size on.
+// three products; with AVX2 alone it is faster in two, and MKL in the weight's gradient, which MKL also adds
+// in place. 16-bit products have a vector kernel (oneDNN's) only with AVX-512: elsewhere at::mm runs plain
+// loops, ten times slower than widening to fp32. A call of oneDNN costs 25 us before it multiplies, which
+// pays off from a certain size on.
 
 constexpr int64_t kSmallProduct = int64_t{1} << 23;  // multiplications; 0.2 ms on a core with AVX2
 

@@ -8,10 +8,10 @@
 //
 //   at::Tensor y = kept(KeptKind::Product, weight, [&] { return products->forward(x, weight); });
 //
-// The code inside must be below autograd: the operation records its node around it, with the inputs of this run,
-// so that a result that was handed back has the same gradients as a computed one. It saves its inputs before the
-// call: a recomputation stops at the last tensor that is saved, so the last operation of a layer never runs
-// twice. Collectives may be in flight inside the call, but not where a tensor is saved.
+// The code inside must be below autograd: the operation records its node around it, with the inputs of this
+// run, so that a result that was handed back has the same gradients as a computed one. It saves its inputs
+// before the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer
+// never runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
 
 #include <tuple>
 #include <utility>
@@ -23,7 +23,8 @@ namespace titan::ops {
 /// The kind of an operation, by which a policy decides.
 enum class KeptKind { Product, Attention, ReduceScatter };
 
-/// Decides, call by call, what becomes of an operation's result. One object per forward of a checkpointed module.
+/// Decides, call by call, what becomes of an operation's result. One object per forward of a checkpointed
+/// module.
 class SavedOutputs {
  public:
   enum class Action {
@@ -55,9 +56,9 @@ class ScopedSavedOutputs {
 };
 
 /// [Note: dropped tensors]
-/// Of the tensors that a checkpointed module's forward saves, only shapes and dtypes are noted: the recomputation
-/// saves them again. An operation that would compute something only for its backward may then save a meta tensor
-/// of the same shape and dtype instead.
+/// Of the tensors that a checkpointed module's forward saves, only shapes and dtypes are noted: the
+/// recomputation saves them again. An operation that would compute something only for its backward may then
+/// save a meta tensor of the same shape and dtype instead.
 bool saved_tensors_are_dropped();
 
 /// Sets whether they are, on this thread until the end of the scope.
@@ -88,8 +89,8 @@ void hand_back_each(SavedOutputs& outputs, std::tuple<Tensors...>& results) {
 
 }  // namespace detail
 
-/// compute(), or what it returned in the forward. Result: at::Tensor or a std::tuple of them, not yet recorded by
-/// autograd.
+/// compute(), or what it returned in the forward. Result: at::Tensor or a std::tuple of them, not yet
+/// recorded by autograd.
 template <class Compute>
 auto kept(KeptKind kind, const at::Tensor& weight, const Compute& compute) -> decltype(compute()) {
   SavedOutputs* outputs = SavedOutputs::current();

@@ -118,8 +118,8 @@ Parts gather_parts(dist::Group& group, const Parts& mine) {
   return all;
 }
 
-// The smallest box that holds all of `boxes`; empty ones lie at the end of what was split, so they count like the
-// others.
+// The smallest box that holds all of `boxes`; empty ones lie at the end of what was split, so they count like
+// the others.
 Box cover(const std::vector<Box>& boxes) {
   Box whole = boxes.front();
   for (const Box& box : boxes) {
@@ -149,9 +149,9 @@ at::Tensor assemble(const Parts& parts, const Box& whole) {
 }
 
 // `tensor` after the parts along the mesh axes `axes` came together on each of their ranks. These axes become
-// Replicate, and the box grows to what they cover, which must be a box. Blocking; collective over the axes. The parts'
-// boxes are exchanged too, so that parts that don't follow local_box's rule (a tensor-parallel part that fully_shard
-// split again) are gathered as well.
+// Replicate, and the box grows to what they cover, which must be a box. Blocking; collective over the axes.
+// The parts' boxes are exchanged too, so that parts that don't follow local_box's rule (a tensor-parallel
+// part that fully_shard split again) are gathered as well.
 DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes) {
   DTensor result = tensor;
   Parts parts{{tensor.box}, tensor.local.reshape(-1)};
@@ -243,8 +243,9 @@ void reduce_partial(DTensor& tensor, const Placements& target) {
   }
 }
 
-// A dimension that one axis splits can be split further by axes to its right without communication. One that several
-// axes split may not follow local_box's rule (see gather_axes), so any change gathers it. All ranks decide alike.
+// A dimension that one axis splits can be split further by axes to its right without communication. One that
+// several axes split may not follow local_box's rule (see gather_axes), so any change gathers it. All ranks
+// decide alike.
 bool must_gather(const std::vector<size_t>& before, const std::vector<size_t>& after) {
   if (before.empty() || before == after) return false;
   return before.size() > 1 || after.empty() || after.front() != before.front();
@@ -308,8 +309,8 @@ at::Tensor full_tensor(const DTensor& tensor) {
 }
 
 // [Note: redistribute]
-// Three moves, in this order: sum what is Partial (straight into its Shard where that is wanted), gather the dimensions
-// whose split changes, cut the local tensor to its new part, which needs no communication.
+// Three moves, in this order: sum what is Partial (straight into its Shard where that is wanted), gather the
+// dimensions whose split changes, cut the local tensor to its new part, which needs no communication.
 DTensor redistribute(const DTensor& tensor, Placements target) {
   check_target(tensor, target);
   at::NoGradGuard no_grad;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The only code that replaces the memory of a parameter. The TensorImpl, and so every handle and every view that
-// autograd saved, stays; its storage gets and loses its bytes.
+// The only code that replaces the memory of a parameter. The TensorImpl, and so every handle and every view
+// that autograd saved, stays; its storage gets and loses its bytes.
 
 #include <cstdint>
 #include <vector>
@@ -10,12 +10,13 @@
 
 namespace titan {
 
-/// A tensor with these sizes and a storage of zero bytes, as deferred construction makes it and as a freed parameter
-/// looks. It works through set_data, allocate and autograd; views of it may be made but not read.
+/// A tensor with these sizes and a storage of zero bytes, as deferred construction makes it and as a freed
+/// parameter looks. It works through set_data, allocate and autograd; views of it may be made but not read.
 at::Tensor deferred_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
-/// The elements [offset, offset + numel) of the one-dimensional `whole` as a tensor of `sizes`: a leaf of its own that
-/// shares storage and version counter with it, whether or not it has memory yet (a deferred tensor has no views).
+/// The elements [offset, offset + numel) of the one-dimensional `whole` as a tensor of `sizes`: a leaf of its
+/// own that shares storage and version counter with it, whether or not it has memory yet (a deferred tensor
+/// has no views).
 at::Tensor part_of(const at::Tensor& whole, int64_t offset, at::IntArrayRef sizes);
 
 /// Whether `tensor` has elements but no memory for them.

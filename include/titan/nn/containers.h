@@ -1,7 +1,7 @@
 #pragma once
 
-// Containers whose children are called through their holders, so that hooks run, and LayerSequence: a model that
-// names the modules it calls one after the other, so that a pipeline stage can have a part of them.
+// Containers whose children are called through their holders, so that hooks run, and LayerSequence: a model
+// that names the modules it calls one after the other, so that a pipeline stage can have a part of them.
 //
 //   class TinyImpl : public nn::Module, public nn::LayerSequence {
 //    public:
@@ -32,8 +32,8 @@
 
 namespace titan::nn {
 
-/// A container of layers whose elements can be taken out: a pipeline stage keeps some of them, under their names
-/// in the whole model.
+/// A container of layers whose elements can be taken out: a pipeline stage keeps some of them, under their
+/// names in the whole model.
 class LayerList {
  public:
   virtual ~LayerList() = default;
@@ -132,8 +132,8 @@ class LayerSequence {
  public:
   virtual ~LayerSequence() = default;
 
-  /// Dotted names of the present modules, in call order: modules before the first list, elements of lists (and
-  /// modules between lists), modules after the last list. A model without lists has only layers.
+  /// Dotted names of the present modules, in call order: modules before the first list, elements of lists
+  /// (and modules between lists), modules after the last list. A model without lists has only layers.
   struct Names {
     std::vector<std::string> before, layers, after;
     std::vector<std::string> all() const;
@@ -141,9 +141,10 @@ class LayerSequence {
   Names layer_names() const;
 
   /// Drops all modules of the sequence except these, which must be consecutive in it. Names stay those of the
-  /// whole model. Call it before any wrapper; in a deferred model, dropped modules never have memory. A parameter
-  /// that a dropped module shares with a kept one stays, under its name and with its values in the whole model,
-  /// and shared_parameters() lists it. Throws ConfigError for names that aren't in the sequence or leave a gap.
+  /// whole model. Call it before any wrapper; in a deferred model, dropped modules never have memory. A
+  /// parameter that a dropped module shares with a kept one stays, under its name and with its values in the
+  /// whole model, and shared_parameters() lists it. Throws ConfigError for names that aren't in the sequence
+  /// or leave a gap.
   void keep_layers(const std::vector<std::string>& names);
 
   bool is_first() const { return first_; }  ///< has the first module: takes the model's input
@@ -153,7 +154,8 @@ class LayerSequence {
   /// The names of dropped modules and of all modules below them.
   const std::vector<std::string>& dropped_modules() const { return dropped_; }
 
-  /// Parameters that more than one module of the sequence uses; in a part, those that dropped modules use too.
+  /// Parameters that more than one module of the sequence uses; in a part, those that dropped modules use
+  /// too.
   std::vector<SharedParameter> shared_parameters() const;
 
  protected:

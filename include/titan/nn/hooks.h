@@ -58,22 +58,23 @@ struct ParamInit {
   Init init;
 };
 
-/// Fills `local` (any float dtype, contiguous, the part `box` of a tensor of `global_shape`) with its elements of
-/// the stream (seed, name). Values are computed in double and rounded once to `local`'s dtype. Computed on the
-/// CPU; other devices get a copy.
+/// Fills `local` (any float dtype, contiguous, the part `box` of a tensor of `global_shape`) with its
+/// elements of the stream (seed, name). Values are computed in double and rounded once to `local`'s dtype.
+/// Computed on the CPU; other devices get a copy.
 ///
-/// Initial weights don't depend on the layout: each element is one uniform number from Philox4x32-10, keyed by
-/// seed, parameter name and the element's global index, and mapped to a (truncated) normal by the inverse
-/// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and mesh.
+/// Initial weights don't depend on the layout: each element is one uniform number from Philox4x32-10, keyed
+/// by seed, parameter name and the element's global index, and mapped to a (truncated) normal by the inverse
+/// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and
+/// mesh.
 void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_view name,
           at::IntArrayRef global_shape, const Box& box);
 
 // [Note: hook slots]
 // A call through nn::Ref runs, outside in:
 //   Fsdp > Label > Checkpoint > PrepareInput (tensor/context) > forward > PrepareOutput (tensor/context)
-// so the order in which wrappers are applied doesn't matter, and a recomputation re-runs only what is inside the
-// checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and results and
-// may replace them.
+// so the order in which wrappers are applied doesn't matter, and a recomputation re-runs only what is inside
+// the checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and
+// results and may replace them.
 
 /// Pointers to the tensors of a call, in argument order, including those in optionals and vectors. Undefined
 /// tensors are left out.
@@ -112,7 +113,8 @@ class CheckpointHook {
   virtual TensorList call(HookHost& host, const TensorList& inputs, Run run) = 0;
 };
 
-/// The state that makes a module hookable. A module's Impl inherits it beside torch::nn::Module (nn::Module does).
+/// The state that makes a module hookable. A module's Impl inherits it beside torch::nn::Module (nn::Module
+/// does).
 class HookHost {
  public:
   HookHost() = default;
@@ -150,8 +152,8 @@ class HookHost {
     return false;
   }
 
-  /// Called at the top of a module's forward: throws Error with the module's name if the module is wrapped and
-  /// was called without nn::Ref.
+  /// Called at the top of a module's forward: throws Error with the module's name if the module is wrapped
+  /// and was called without nn::Ref.
   void check_entered_through_ref() const;
   /// Throws Error if to(), clone() or the like would replace what a wrapper holds.
   void refuse_if_wrapped(const char* operation) const;

@@ -26,7 +26,8 @@ class EmbeddingImpl : public WeightedModule, public Splittable {
 
   bool backward_reads_parameters() const override { return false; }
 
-  /// Rows: each rank has a part of the vocabulary, and zeros for tokens of other ranks. Columns: a part of `dim`.
+  /// Rows: each rank has a part of the vocabulary, and zeros for tokens of other ranks. Columns: a part of
+  /// `dim`.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
 
@@ -67,11 +68,11 @@ TITAN_MODULE(FeedForward);
 
 // [Note: exchangeable attention]
 // A model's attention and positions can be exchanged, so that a sequence may be split over ranks
-// (titan::context_parallel) without the model's knowledge. Your own module joins by implementing AttentionUser or
-// PositionUser and using what it was given.
+// (titan::context_parallel) without the model's knowledge. Your own module joins by implementing
+// AttentionUser or PositionUser and using what it was given.
 
-/// Causal attention, as ops::causal_attention computes it: q [B, S, H, E]; k, v [B, S, K, E]; result as q. S counts
-/// the tokens that this rank holds. Differentiable. Shared by a module's calls, one at a time.
+/// Causal attention, as ops::causal_attention computes it: q [B, S, H, E]; k, v [B, S, K, E]; result as q. S
+/// counts the tokens that this rank holds. Differentiable. Shared by a module's calls, one at a time.
 class AttentionCore {
  public:
   virtual ~AttentionCore() = default;
@@ -102,9 +103,10 @@ class PositionUser {
   virtual void set_token_positions(std::shared_ptr<TokenPositions> positions) = 0;
 };
 
-/// Llama 3.1's stretching of the slow rotations (Grattafiori et al., "The Llama 3 herd of models", 2024, and Meta's
-/// model.py). A frequency f of wavelength l = 2 pi / f, in tokens, becomes: f where l < original_length /
-/// high_freq_factor, f / factor where l > original_length / low_freq_factor, and a linear blend in 1/l between.
+/// Llama 3.1's stretching of the slow rotations (Grattafiori et al., "The Llama 3 herd of models", 2024, and
+/// Meta's model.py). A frequency f of wavelength l = 2 pi / f, in tokens, becomes: f where l <
+/// original_length / high_freq_factor, f / factor where l > original_length / low_freq_factor, and a linear
+/// blend in 1/l between.
 struct RotaryScaling {
   double factor = 8;
   double low_freq_factor = 1;
@@ -120,19 +122,19 @@ struct RotaryOptions {
   Construct construct = {};
 };
 
-/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. In fp32 with PyTorch's own kernels and roundings, so that
-/// the angles equal TorchTitan's.
+/// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. In fp32 with PyTorch's own kernels and roundings,
+/// so that the angles equal TorchTitan's.
 at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
                               at::ScalarType dtype = at::kFloat);
 
-/// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, which isn't
-/// saved with the model and which deferred construction leaves empty until reset_buffers(). One module serves all
-/// layers.
+/// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, which
+/// isn't saved with the model and which deferred construction leaves empty until reset_buffers(). One module
+/// serves all layers.
 class RotaryEmbeddingImpl : public Module, public PositionUser {
  public:
   explicit RotaryEmbeddingImpl(const RotaryOptions& options);
-  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: those of the tokens that this rank holds,
-  /// 0..S-1 unless set_token_positions() said otherwise.
+  /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: those of the tokens that this rank
+  /// holds, 0..S-1 unless set_token_positions() said otherwise.
   at::Tensor forward(const at::Tensor& x_BSHD, const at::Tensor& positions = {});
 
   void reset_buffers(const at::Device& device) override;
@@ -158,11 +160,11 @@ struct AttentionOptions {
   Construct construct = {};
 };
 
-/// Causal self-attention with grouped queries and rotary positions (Ainslie et al., GQA, 2023). x: [B, S, dim];
-/// result the same.
+/// Causal self-attention with grouped queries and rotary positions (Ainslie et al., GQA, 2023). x: [B, S,
+/// dim]; result the same.
 ///
-/// The number of heads follows from the products' width, so a part of the heads (tensor parallelism) runs the same
-/// code.
+/// The number of heads follows from the products' width, so a part of the heads (tensor parallelism) runs the
+/// same code.
 class AttentionImpl : public Module, public AttentionUser {
  public:
   /// `rotary` is shared with the other layers; it belongs to the model.

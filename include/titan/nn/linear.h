@@ -1,7 +1,7 @@
 #pragma once
 
-// Linear layers, and the interfaces by which wrappers reach into a layer with a weight: tensor parallelism cuts it,
-// Float8 exchanges its products.
+// Linear layers, and the interfaces by which wrappers reach into a layer with a weight: tensor parallelism
+// cuts it, Float8 exchanges its products.
 //
 //   nn::Linear linear(in, out, nn::LinearOptions{.bias = true});
 //   at::Tensor y = linear(x);
@@ -110,8 +110,8 @@ class LinearImpl : public WeightedModule, public ProductsUser, public Splittable
 };
 TITAN_MODULE(Linear);
 
-/// Several layers of one input, as if called one after the other, but as one node where nothing is hooked around
-/// them: the products add up their gradients, and an input that is gathered is gathered once.
+/// Several layers of one input, as if called one after the other, but as one node where nothing is hooked
+/// around them: the products add up their gradients, and an input that is gathered is gathered once.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers);
 
 }  // namespace titan::nn

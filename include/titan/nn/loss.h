@@ -1,7 +1,7 @@
 #pragma once
 
-// The loss head, and the registry of losses that a job file's [loss] may name. A loss of your own is a formula of
-// a token's log-sum-exp, target logit and mean logit (ops::TokenLoss):
+// The loss head, and the registry of losses that a job file's [loss] may name. A loss of your own is a
+// formula of a token's log-sum-exp, target logit and mean logit (ops::TokenLoss):
 //
 //   struct FocalArgs { double gamma = 2; };
 //   void describe(config::Table<FocalArgs>& table) { table.field("gamma", &FocalArgs::gamma, "..."); }
@@ -42,9 +42,9 @@ LossKind loss_kind(std::function<Loss(const Args&)> make) {
           [make = std::move(make)](const void* args) { return make(*static_cast<const Args*>(args)); }};
 }
 
-/// "cross_entropy", "z_loss" (Chowdhery et al., "PaLM", 2022: the cross-entropy plus z_weight * log_sum_exp^2) and
-/// "label_smoothing" (Szegedy et al., 2016; PyTorch's: the target has probability 1 - epsilon, and epsilon is spread
-/// evenly over the vocabulary).
+/// "cross_entropy", "z_loss" (Chowdhery et al., "PaLM", 2022: the cross-entropy plus z_weight *
+/// log_sum_exp^2) and "label_smoothing" (Szegedy et al., 2016; PyTorch's: the target has probability 1 -
+/// epsilon, and epsilon is spread evenly over the vocabulary).
 Registry<LossKind>& losses();
 
 /// [loss]: what is minimized. [loss.args] holds the chosen loss's own settings.
@@ -71,8 +71,8 @@ struct LossHeadOptions {
   Loss loss = nullptr;
 };
 
-/// The model's last layer and its loss in one call: hidden states become logits or, with labels, the loss, whose
-/// logits never exist as a whole.
+/// The model's last layer and its loss in one call: hidden states become logits or, with labels, the loss,
+/// whose logits never exist as a whole.
 class LinearCrossEntropyImpl : public WeightedModule,
                                public ProductsUser,
                                public Splittable,
@@ -82,16 +82,16 @@ class LinearCrossEntropyImpl : public WeightedModule,
 
   /// hidden: [..., dim]; logits: [..., vocab], in hidden's dtype.
   at::Tensor forward(const at::Tensor& hidden);
-  /// labels: int64 [...], -100 doesn't count. The sum of this batch's token losses over `global_valid_tokens`, the
-  /// number of labels that count in the whole optimizer step (0: the loss is 0): a scalar in fp32, or float64 in a
-  /// float64 model.
+  /// labels: int64 [...], -100 doesn't count. The sum of this batch's token losses over
+  /// `global_valid_tokens`, the number of labels that count in the whole optimizer step (0: the loss is 0): a
+  /// scalar in fp32, or float64 in a float64 model.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& labels, int64_t global_valid_tokens);
 
   void set_products(ops::SharedProducts products) override { products_ = std::move(products); }
   void set_loss(Loss loss) override { loss_ = std::move(loss); }
 
-  /// Columns only: each rank has a part of the vocabulary. The loss is whole on every rank (loss parallel), the
-  /// hidden states' gradient a summand; the call without labels returns this rank's part of the logits.
+  /// Columns only: each rank has a part of the vocabulary. The loss is whole on every rank (loss parallel),
+  /// the hidden states' gradient a summand; the call without labels returns this rank's part of the logits.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
   /// For a split vocabulary: computes the loss from whole logits, gathered chunk by chunk.

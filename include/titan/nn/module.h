@@ -62,8 +62,8 @@ class GuardedModule : public Impl, public HookHost {
 
 }  // namespace detail
 
-/// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Once wrapped, its forward refuses to be
-/// called without Ref; torch::nn::Sequential doesn't accept it at all (use nn::Sequential).
+/// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Once wrapped, its forward
+/// refuses to be called without Ref; torch::nn::Sequential doesn't accept it at all (use nn::Sequential).
 template <class Impl>
 class Hooked : public detail::GuardedModule<Impl> {
  public:
@@ -83,8 +83,9 @@ class Module : public detail::GuardedModule<torch::nn::Module> {
   using detail::GuardedModule<torch::nn::Module>::GuardedModule;
 
  protected:
-  /// Registers a parameter of these sizes with its distribution. Unless `construct` is deferred, it is drawn at
-  /// once with seed 0 and its local name; materialize() draws it again with the run's seed and the full name.
+  /// Registers a parameter of these sizes with its distribution. Unless `construct` is deferred, it is drawn
+  /// at once with seed 0 and its local name; materialize() draws it again with the run's seed and the full
+  /// name.
   at::Tensor register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init,
                                      const Construct& construct);
   /// Deferred parameters have nothing to move.
@@ -93,8 +94,8 @@ class Module : public detail::GuardedModule<torch::nn::Module> {
 
 namespace detail {
 
-// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair and
-// std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
+// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair
+// and std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
 
 inline void collect(TensorRefs& refs, at::Tensor& tensor) {
   if (tensor.defined()) refs.push_back(&tensor);
@@ -210,8 +211,8 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     std::optional<Result> shape_of_result;
   };
 
-  // The checkpoint hook sees a function from tensors to tensors. All other arguments are captured by value; the
-  // hook decides how long the tensors live.
+  // The checkpoint hook sees a function from tensors to tensors. All other arguments are captured by value;
+  // the hook decides how long the tensors live.
   template <class Arguments>
   auto call_checkpointed(HookHost& host, Arguments& arguments) const {
     using Result = decltype(call_inner(host, arguments));

@@ -21,24 +21,24 @@ namespace titan::ops {
 at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
                      const std::shared_ptr<GradSink>& weight_sink = nullptr, const VocabularyPart& part = {});
 
-/// x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019). x: [..., D]; weight:
-/// [D]. The weight's gradient is summed in an order that doesn't depend on the number of threads, in the pass
-/// that computes x's, and goes to `weight_sink` if there is one.
+/// x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019). x: [..., D];
+/// weight: [D]. The weight's gradient is summed in an order that doesn't depend on the number of threads, in
+/// the pass that computes x's, and goes to `weight_sink` if there is one.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink = nullptr);
 
 /// Rotates each pair of features (2i, 2i+1) of a token at position p by the angle whose (cos, sin) is
 /// table[p, 2i..2i+1] (Su et al., RoFormer, interleaved). x: [B, S, H, D]; table: [P, D], fp32 or float64;
-/// positions: int64 [S] or [B, S], undefined for 0..S-1. CPUs report a position outside the table as an error.
-/// Differentiable in x.
+/// positions: int64 [S] or [B, S], undefined for 0..S-1. CPUs report a position outside the table as an
+/// error. Differentiable in x.
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions = {});
 
 /// silu(gate) * up, elementwise, for two tensors of one shape and dtype (Shazeer, "GLU variants improve
 /// transformer", 2020). Keeps only the two inputs for its backward.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-/// softmax(q k^T / sqrt(D)) v with a causal mask. q: [B, S, H, D]; k, v: [B, S, K, D], H a multiple of K (query
-/// head h reads key head h / (H/K)). Result: [B, S, H, D], in q's dtype.
+/// softmax(q k^T / sqrt(D)) v with a causal mask. q: [B, S, H, D]; k, v: [B, S, K, D], H a multiple of K
+/// (query head h reads key head h / (H/K)). Result: [B, S, H, D], in q's dtype.
 ///
 /// On CPUs by our own kernel in fp32 (and bf16, where LibTorch's products of 16-bit matrices are slow),
 /// otherwise by LibTorch's flash kernels.
@@ -48,9 +48,9 @@ at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, 
 // The keys of a sequence may come in parts, in any order. Softmax over all of them follows from the results
 // over each, out_i and lse_i = log(sum(exp(score))), as
 //   lse = log(sum_i exp(lse_i))    out = sum_i exp(lse_i - lse) out_i
-// attend() adds a part to such a sum; only a small block of the scores exists at a time. The backward of a part
-// needs nothing from the others but the sum: the probabilities are exp(score - lse) with the lse of all keys,
-// and softmax's backward subtracts dO . O with the O of all keys.
+// attend() adds a part to such a sum; only a small block of the scores exists at a time. The backward of a
+// part needs nothing from the others but the sum: the probabilities are exp(score - lse) with the lse of all
+// keys, and softmax's backward subtracts dO . O with the O of all keys.
 
 /// Queries [B, S, H, D] with keys and values [B, T, K, D], or their gradients.
 struct QueriesKeysValues {
@@ -70,8 +70,8 @@ struct AttentionSum {
 
 /// Adds the keys and values of `in` to what its queries have seen. Query i sees the keys 0 .. first_query + i
 /// of these (first_query >= 0): 0 is a causal mask, T - 1 and above is none. Where LibTorch's kernels compute
-/// (CUDA; float64, some bf16), a mask in between must end on a square: first_query + S <= T. Features adjacent
-/// (stride 1), other strides free. Not recorded by autograd.
+/// (CUDA; float64, some bf16), a mask in between must end on a square: first_query + S <= T. Features
+/// adjacent (stride 1), other strides free. Not recorded by autograd.
 void attend(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query);
 
 /// Gradients that parts are added to, in fp32 (float64 for float64).

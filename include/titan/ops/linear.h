@@ -29,11 +29,11 @@ struct SinkedWeight {
   std::shared_ptr<const WeightSource> source;
 };
 
-/// y = x W^T (+ b). x: [..., I]; weight: [O, I]; bias: [O] or undefined; y: [..., O].
-/// With a sink the weight's gradient goes there in the backward and autograd gets none; the weight must require
-/// gradients all the same. Keeps x if the weight needs a gradient, and the weight if x does: the same tensor
-/// object, so that a sharded weight may lose and regain its memory in between. With a source, `weight` itself
-/// needs no memory. First derivatives only.
+/// y = x W^T (+ b). x: [..., I]; weight: [O, I]; bias: [O] or undefined; y: [..., O]. With a sink the
+/// weight's gradient goes there in the backward and autograd gets none; the weight must require gradients all
+/// the same. Keeps x if the weight needs a gradient, and the weight if x does: the same tensor object, so
+/// that a sharded weight may lose and regain its memory in between. With a source, `weight` itself needs no
+/// memory. First derivatives only.
 at::Tensor linear(const at::Tensor& x, const SinkedWeight& weight, const at::Tensor& bias,
                   const SharedProducts& products);
 
@@ -93,10 +93,10 @@ class SequenceExchange {
 };
 
 /// joint_linears over an input that is split along the sequence: x: [B, S/N, I] on each of N ranks; results:
-/// [B, S, O_i], from one gather. Parts are multiplied as they arrive (Wang et al., "Overlap communication with
-/// dependent computation via decomposition", 2023). The backward computes x's gradient part by part into one
-/// scatter. Where all products join and want a cast of x with one scale for the whole (Products::part), the
-/// cast is sent.
+/// [B, S, O_i], from one gather. Parts are multiplied as they arrive (Wang et al., "Overlap communication
+/// with dependent computation via decomposition", 2023). The backward computes x's gradient part by part into
+/// one scatter. Where all products join and want a cast of x with one scale for the whole (Products::part),
+/// the cast is sent.
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::vector<SharedProducts>& products,
                                          const std::shared_ptr<const SequenceExchange>& exchange);
@@ -106,8 +106,8 @@ inline std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::
   return gathered_linears(x, weights, std::vector(weights.size(), products), exchange);
 }
 
-/// A product whose results are summands: x: [B, S, I/N]; weight: [O, I/N]; result: this rank's part [B, S/N, O]
-/// of the sum. The backward gathers the gradient part by part.
+/// A product whose results are summands: x: [B, S, I/N]; weight: [O, I/N]; result: this rank's part [B, S/N,
+/// O] of the sum. The backward gathers the gradient part by part.
 at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight, const SharedProducts& products,
                             const std::shared_ptr<const SequenceExchange>& exchange);
 

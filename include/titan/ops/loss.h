@@ -1,10 +1,10 @@
 #pragma once
 
-// The loss of hidden states under a vocabulary matrix, without ever storing all logits, and the losses that it
-// can compute.
+// The loss of hidden states under a vocabulary matrix, without ever storing all logits, and the losses that
+// it can compute.
 //
-//   at::Tensor loss = ops::linear_cross_entropy(hidden, weight, labels, {.global_valid_tokens = num_labels,
-//                                                                        .products = ops::default_products()});
+//   at::Tensor loss = ops::linear_cross_entropy(
+//       hidden, weight, labels, {.global_valid_tokens = count, .products = ops::default_products()});
 
 #include <cstdint>
 #include <memory>
@@ -31,9 +31,9 @@ struct TokenLosses {
 };
 
 /// [Note: token losses]
-/// A loss other than the plain cross-entropy: a function of a token's statistics. Ranks that hold parts of the
-/// vocabulary can add these up, so an implementation needs to know neither them nor chunks nor micro-batches.
-/// The gradient of logit j follows from the derivatives:
+/// A loss other than the plain cross-entropy: a function of a token's statistics. Ranks that hold parts of
+/// the vocabulary can add these up, so an implementation needs to know neither them nor chunks nor
+/// micro-batches. The gradient of logit j follows from the derivatives:
 ///   by_log_sum_exp * softmax_j + by_target * [j is the label] + by_mean / vocabulary size
 class TokenLoss {
  public:
@@ -63,8 +63,8 @@ struct LossOptions {
 /// fp32 buffer. First derivatives only.
 ///
 /// [Note: parts of a vocabulary] With options.part the weight is one rank's rows. A chunk costs one small
-/// all-gather of each part's statistics per token. (TorchTitan's loss parallel sums three times: maximum, sum of
-/// exponentials, target.) All ranks get the same loss, bit for bit; each one's gradient of `hidden` is a
+/// all-gather of each part's statistics per token. (TorchTitan's loss parallel sums three times: maximum, sum
+/// of exponentials, target.) All ranks get the same loss, bit for bit; each one's gradient of `hidden` is a
 /// summand that the caller reduces.
 at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight_VD,
                                 const at::Tensor& labels, const LossOptions& options);

@@ -39,8 +39,8 @@ struct VocabularyPart {
   bool gather_logits = false;              ///< gather each chunk's whole logits instead of sums over parts
 };
 
-/// A matrix in fewer bits: its values are data / scale. Products sum over the rows of `data`, so a matrix that
-/// is summed down its columns is stored transposed.
+/// A matrix in fewer bits: its values are data / scale. Products sum over the rows of `data`, so a matrix
+/// that is summed down its columns is stored transposed.
 struct ScaledMatrix {
   at::Tensor data;   ///< [vectors, elements] in an 8-bit floating-point dtype; may be a transposed view
   at::Tensor scale;  ///< fp32: [] for the whole matrix or [vectors, 1] for each vector; Float8_e8m0fnu:
@@ -98,7 +98,8 @@ class Products {
   virtual Operand scaled(const Operand& x_NI, bool trains) const;
   /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
   virtual Operand input(const Operand& x_NI, bool trains) const;
-  /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the backward.
+  /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the
+  /// backward.
   virtual Operand kept(const Operand& x_NI) const;
   /// g for those of the two backward products that will use it.
   virtual Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const;
@@ -108,8 +109,8 @@ class Products {
   /// [Note: parts of rows] Each rank has some rows of x (in a backward: of g), and all rows will be gathered.
   /// The form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the whole.
   virtual Operand part(const at::Tensor& rows, Pass pass, bool trains) const;
-  /// Whether multiplying some rows alone gives the same rows as multiplying all. If not, values that were sent
-  /// are multiplied once all have arrived.
+  /// Whether multiplying some rows alone gives the same rows as multiplying all. If not, values that were
+  /// sent are multiplied once all have arrived.
   virtual bool multiplies_rows_apart(Pass pass) const;
 
   /// These products for a layer whose features are split; null: they are the same for any layer.
@@ -141,14 +142,14 @@ struct DueGradient {
 };
 
 /// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an
-/// fp32 buffer that it owns) or keeps the WeightGrad for later (zero-bubble schedules). A weight without a sink
-/// gets its gradient from autograd.
+/// fp32 buffer that it owns) or keeps the WeightGrad for later (zero-bubble schedules). A weight without a
+/// sink gets its gradient from autograd.
 class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void accept(WeightGrad grad) = 0;
-  /// A computed gradient (the loss head's accumulated buffer): adds scale * grad. `scale` is a scalar tensor on
-  /// the gradient's device, so that the host doesn't wait for it; undefined: 1.
+  /// A computed gradient (the loss head's accumulated buffer): adds scale * grad. `scale` is a scalar tensor
+  /// on the gradient's device, so that the host doesn't wait for it; undefined: 1.
   virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
   /// The default computes it at once.
   virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }

@@ -1,7 +1,7 @@
 #pragma once
 
-// DTensor: a local tensor and what it is a part of. A description, not a dispatch mechanism: operations work on
-// `local`.
+// DTensor: a local tensor and what it is a part of. A description, not a dispatch mechanism: operations work
+// on `local`.
 //
 //   DTensor rows = distribute(whole, mesh, {Placement::shard(0)});
 //   at::Tensor again = full_tensor(rows);

@@ -1,5 +1,5 @@
-// The attention operators on a CPU: by our kernels in fp32, and in bf16 where they were measured to be faster or
-// LibTorch's products of 16-bit matrices are slow; otherwise by LibTorch's flash attention.
+// The attention operators on a CPU: by our kernels in fp32, and in bf16 where they were measured to be faster
+// or LibTorch's products of 16-bit matrices are slow; otherwise by LibTorch's flash attention.
 
 #include <tuple>
 

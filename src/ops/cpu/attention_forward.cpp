@@ -20,8 +20,8 @@ using Shape = AttentionShape;
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-// Replaces a row of scores by exp(score - maximum), with zeros where the query doesn't look; returns the factor
-// by which earlier results must be scaled.
+// Replaces a row of scores by exp(score - maximum), with zeros where the query doesn't look; returns the
+// factor by which earlier results must be scaled.
 template <class V>
 TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
   constexpr int64_t lanes = simd::kFloatsOf<V>;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Attention on a CPU: products of small fp32 matrices that fit into a cache, and how the kernels find a head in
-// memory.
+// Attention on a CPU: products of small fp32 matrices that fit into a cache, and how the kernels find a head
+// in memory.
 
 #include <algorithm>
 #include <cmath>
@@ -16,8 +16,8 @@
 namespace titan::ops::simd {
 
 // [Note: panels] The right factor B [K, N] is packed in panels of 16 columns, [N/16][K][16] with zeros after
-// column N, so that a product reads it front to back. The left one is read element by element with any strides:
-// its transpose needs no packing.
+// column N, so that a product reads it front to back. The left one is read element by element with any
+// strides: its transpose needs no packing.
 
 inline constexpr int64_t kPanel = 16;
 inline int64_t round_up(int64_t value, int64_t multiple) {
@@ -42,8 +42,8 @@ struct Target {
   int64_t stride;
 };
 
-// A tile's sums fill the registers except for those that hold a row of B and an element of A: 12 of AVX2's 16,
-// 24 of AVX-512's 32. The more panels a tile spans, the more often an element of A is used per load.
+// A tile's sums fill the registers except for those that hold a row of B and an element of A: 12 of AVX2's
+// 16, 24 of AVX-512's 32. The more panels a tile spans, the more often an element of A is used per load.
 template <class V>
 inline constexpr int64_t kTileSums = sizeof(V) == sizeof(WideFloats) ? 24 : 12;
 template <class V>
@@ -101,8 +101,9 @@ struct Rows {
   int64_t size;
 };
 
-/// Blocks of `block` rows, each as its transpose: [padded_rows/block][size][block] = scale * from, zeros after
-/// the last row. A left factor of such a block has adjacent rows, so that its tiles' addresses are constants.
+/// Blocks of `block` rows, each as its transpose: [padded_rows/block][size][block] = scale * from, zeros
+/// after the last row. A left factor of such a block has adjacent rows, so that its tiles' addresses are
+/// constants.
 template <int64_t block, class T>
 TITAN_INLINE void pack_blocks(float* to, Rows<const T> from, int64_t padded_rows, float scale) {
   for (int64_t first = 0; first < padded_rows; first += block)
@@ -140,18 +141,18 @@ TITAN_INLINE void unpack_rows(Rows<T> to, const float* from, int64_t from_stride
 
 namespace titan::ops::cpu {
 
-// [Note: flash attention] (Dao, "FlashAttention-2", 2023.) Scores exist for one block of queries and one of keys
-// at a time. The forward keeps a running maximum and sum for each query and rescales its result when the maximum
-// grows; it returns log(sum(exp(score))), from which the backward recomputes the probabilities. With
+// [Note: flash attention] (Dao, "FlashAttention-2", 2023.) Scores exist for one block of queries and one of
+// keys at a time. The forward keeps a running maximum and sum for each query and rescales its result when the
+// maximum grows; it returns log(sum(exp(score))), from which the backward recomputes the probabilities. With
 // delta_i = dO_i . O_i:
 //   P = exp(Q K^T - lse)   dV = P^T dO   dP = dO V^T   dS = P (dP - delta)   dQ = dS K   dK = dS^T Q
-// The scale 1/sqrt(D) is applied to Q. All five products run on packed panels ([Note: panels]). LibTorch's kernel
-// calls a BLAS for each small block, which costs more than the products themselves for heads of 16 to 64
-// features.
+// The scale 1/sqrt(D) is applied to Q. All five products run on packed panels ([Note: panels]). LibTorch's
+// kernel calls a BLAS for each small block, which costs more than the products themselves for heads of 16 to
+// 64 features.
 //
-// The running maximum and sum may come from other keys: a forward that starts from an earlier result and its lse
-// continues it. And a backward over some of the keys takes the lse and O of all of them. That is how a sequence
-// is attended part by part (parallel/context).
+// The running maximum and sum may come from other keys: a forward that starts from an earlier result and its
+// lse continues it. And a backward over some of the keys takes the lse and O of all of them. That is how a
+// sequence is attended part by part (parallel/context).
 
 /// Queries in a block: a multiple of kTileRows and kPanel, so that it is whole tiles in either orientation.
 inline constexpr int64_t kQueries = 48;
@@ -192,7 +193,8 @@ struct AttentionShape {
   }
 };
 
-/// x [B, S, heads, size] in memory; the features of a head are adjacent, other strides are free. T: const or not.
+/// x [B, S, heads, size] in memory; the features of a head are adjacent, other strides are free. T: const or
+/// not.
 template <class T>
 struct Heads {
   T* data;

@@ -24,8 +24,8 @@ namespace {
 using simd::Scalar;
 using simd::Vector;
 
-// Rows of logits whose columns start at `first` of the vocabulary. Passed by value: a store to a row can't alias a
-// copy, so that the loops keep sizes in registers.
+// Rows of logits whose columns start at `first` of the vocabulary. Passed by value: a store to a row can't
+// alias a copy, so that the loops keep sizes in registers.
 template <class T>
 struct LogitRows {
   T* logits;
@@ -106,7 +106,8 @@ TITAN_CPU_CLONES void gradient_rows(LogitRows<T> rows, const double* log_sums) {
     if (!rows.clear_ignored(i)) to_gradient(rows.row(i), rows.size, rows.target(i), log_sums[i]);
 }
 
-// Factors of a token's gradient: softmax times by_softmax, plus by_target at the label, plus by_any everywhere.
+// Factors of a token's gradient: softmax times by_softmax, plus by_target at the label, plus by_any
+// everywhere.
 struct Factors {
   const double *by_softmax, *by_target, *by_any;
 };

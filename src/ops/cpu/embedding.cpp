@@ -31,8 +31,8 @@ TITAN_CPU_CLONES void add_columns(simd::Scalar<T>* out, TokenGradients<T> in, in
   }
 }
 
-// Threads divide the columns, not the tokens: no two write to one row, and each row sums in token order for any
-// number of threads.
+// Threads divide the columns, not the tokens: no two write to one row, and each row sums in token order for
+// any number of threads.
 at::Tensor embedding_backward_cpu(const at::Tensor& grad, const at::Tensor& tokens, int64_t num_embeddings) {
   if (!cpu::have_kernel(grad)) return composite::embedding_backward(grad, tokens, num_embeddings);
   constexpr int64_t kColumns = 64;

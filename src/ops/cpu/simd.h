@@ -4,13 +4,14 @@
 // sets at once.
 //
 // [Note: clones] A function marked TITAN_CPU_CLONES is compiled for plain x86-64, AVX2 and AVX-512, and the
-// loader picks one. Everything it calls must be TITAN_INLINE (lambdas too), or the plain version of it would run.
-// So a kernel is a marked function on raw pointers and a range, and at::parallel_for calls it from outside. On
-// other processors and under sanitizers (whose run time isn't ready when the loader asks) the mark is empty.
+// loader picks one. Everything it calls must be TITAN_INLINE (lambdas too), or the plain version of it would
+// run. So a kernel is a marked function on raw pointers and a range, and at::parallel_for calls it from
+// outside. On other processors and under sanitizers (whose run time isn't ready when the loader asks) the
+// mark is empty.
 //
 // [Note: wide vectors] A kernel that gains from AVX-512's 64-byte vectors is a TITAN_INLINE template over its
-// vector, with two functions around it: a TITAN_CPU_CLONES one for Floats and a TITAN_WIDE one for WideFloats,
-// to be called if have_wide_vectors().
+// vector, with two functions around it: a TITAN_CPU_CLONES one for Floats and a TITAN_WIDE one for
+// WideFloats, to be called if have_wide_vectors().
 
 #include <bit>
 #include <cmath>
@@ -157,8 +158,8 @@ TITAN_INLINE float largest(WideFloats v) {
   return largest(halves.high > halves.low ? halves.high : halves.low);
 }
 
-/// e^x to 2 ulp (Cephes' expf): 2^n e^r with |r| <= ln(2)/2. Clamped to e^-87 below -87 and to e^88 above 88; NaN
-/// stays NaN. V: Floats or WideFloats.
+/// e^x to 2 ulp (Cephes' expf): 2^n e^r with |r| <= ln(2)/2. Clamped to e^-87 below -87 and to e^88 above 88;
+/// NaN stays NaN. V: Floats or WideFloats.
 template <class V>
 TITAN_INLINE V exp(V x) {
   constexpr float kLog2E = 1.44269504088896341f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;

@@ -152,8 +152,8 @@ TEST(Fill, DependsOnSeedAndName) {
       draw(normal, {16}, box, at::kFloat, 1, "a").equal(draw(normal, {16}, box, at::kFloat, 1, "b")));
 }
 
-// Pinned: a change here changes every run's initial weights. The values come from Philox and FNV-1a written out in
-// Python, through its statistics.NormalDist().inv_cdf.
+// Pinned: a change here changes every run's initial weights. The values come from Philox and FNV-1a written
+// out in Python, through its statistics.NormalDist().inv_cdf.
 TEST(Fill, GivesThePinnedFirstValues) {
   const at::Tensor values =
       draw(Init::normal(0, 1), {4}, whole_box({4}), at::kDouble, 42, "tok_embeddings.weight");

@@ -132,8 +132,8 @@ TEST_P(AttentionParts, EqualAttentionOverAllKeysWithLargeScores) {
   expect_parts_equal_whole(GetParam(), 8, 12 * tolerance_of(std::get<0>(GetParam())));
 }
 
-// A diagonal at the start, far after it, in the middle of a block, with keys after it that no query sees; one query and
-// one key; heads whose size is a multiple of no vector and no panel.
+// A diagonal at the start, far after it, in the middle of a block, with keys after it that no query sees; one
+// query and one key; heads whose size is a multiple of no vector and no panel.
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionParts,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
@@ -173,8 +173,8 @@ int64_t peak_of_tiles(int64_t length, bool causal) {
   return meter.peak();
 }
 
-// Tiles have 256 keys for any sequence: a few of them are a small part of the whole matrix of scores, and grow only
-// linearly with the sequence.
+// Tiles have 256 keys for any sequence: a few of them are a small part of the whole matrix of scores, and
+// grow only linearly with the sequence.
 TEST(TiledAttention, MakesNoMatrixOfAllScores) {
   for (const bool causal : {false, true}) {
     const int64_t half = peak_of_tiles(2048, causal), whole = peak_of_tiles(4096, causal);

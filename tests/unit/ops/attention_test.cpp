@@ -70,8 +70,8 @@ TEST_P(AttentionTest, EqualsItsDefinitionWithLargeScores) {
   expect_equal_to_definition(dtype(), sizes(), 8, 8 * tolerance_of(dtype()));
 }
 
-// One query, less than a block, whole blocks, several blocks and a rest; heads whose size is a multiple of no vector
-// and no panel.
+// One query, less than a block, whole blocks, several blocks and a rest; heads whose size is a multiple of no
+// vector and no panel.
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionTest,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),

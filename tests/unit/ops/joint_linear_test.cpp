@@ -137,7 +137,8 @@ TEST_P(JointLinears, GatherASequenceOnce) {
 
 INSTANTIATE_TEST_SUITE_P(LeavingOut, JointLinears, ::testing::Values(0, 1, 2, 3));
 
-// Both ranks' summands are equal here, and so are the halves' sums: each gets x W^T of one half plus that of the other.
+// Both ranks' summands are equal here, and so are the halves' sums: each gets x W^T of one half plus that of
+// the other.
 TEST(ScatteredLinear, SumsPartsOfTheSequence) {
   const at::Tensor x = drawn({2, 6, 5}), weight = drawn({4, 5});
   const at::Tensor whole = linear(x, weight, {}, default_products());
