@@ -1,9 +1,7 @@
 #include "titan/nn/hooks.h"
 
 #include <algorithm>
-#include <bit>
 #include <optional>
-#include <vector>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>

@@ -3,9 +3,6 @@
 // Module names as ranges in the traces of LibTorch's profiler.
 
 #include <cstddef>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "titan/nn/hooks.h"
 

@@ -3,8 +3,6 @@
 // Attention through LibTorch's kernels that return and take the log-sum-exp, and from its matrix products
 // where it has no such kernel.
 
-#include <ATen/core/Tensor.h>
-
 #include "titan/ops/functional.h"
 
 namespace titan::ops {

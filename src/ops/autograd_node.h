@@ -4,9 +4,6 @@
 // for the backward. Nodes rather than torch::autograd::Function, as they hold sinks and products and cost a
 // third of its host time.
 
-#include <memory>
-#include <utility>
-
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>

@@ -1,10 +1,5 @@
 #include "titan/ops/functional.h"
 
-#include <optional>
-#include <string>
-#include <tuple>
-#include <utility>
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/embedding.h>

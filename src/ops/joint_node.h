@@ -4,10 +4,7 @@
 // backward, and the backward itself.
 
 #include <algorithm>
-#include <memory>
 #include <optional>
-#include <utility>
-#include <vector>
 
 #include "ops/autograd_node.h"
 #include "titan/ops/linear.h"

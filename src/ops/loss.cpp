@@ -1,8 +1,6 @@
 #include "titan/ops/loss.h"
 
 #include <algorithm>
-#include <string>
-#include <utility>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_assert_async.h>

@@ -1,9 +1,6 @@
 // Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/products.h). The rows
 // of an operand arrive part by part, and products multiply each as it comes; sums leave the same way.
 
-#include <algorithm>
-#include <utility>
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 

@@ -1,10 +1,5 @@
 #include "titan/ops/products.h"
 
-#include <memory>
-#include <optional>
-#include <string>
-#include <string_view>
-
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/mm.h>
 

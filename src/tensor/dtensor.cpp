@@ -1,11 +1,8 @@
 #include "titan/tensor/dtensor.h"
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 #include <ostream>
-#include <utility>
-#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <list>
-#include <mutex>
 #include <unordered_map>
 
 #include <c10/core/Allocator.h>

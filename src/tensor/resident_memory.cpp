@@ -1,9 +1,7 @@
 #include "tensor/resident_memory.h"
 
 #include <sys/mman.h>
-#include <cstdint>
 #include <new>
-#include <string>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>

@@ -19,14 +19,7 @@
 //     nn::Embedding embedding; nn::ModuleList<Layer> layers; nn::Linear head;
 //   };
 
-#include <concepts>
 #include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "titan/nn/module.h"
 

@@ -7,15 +7,8 @@
 //   MyModel model(args, titan::deferred(at::kCPU));       // sizes only, no memory yet
 
 #include <concepts>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>

@@ -6,12 +6,6 @@
 //   nn::Attention attention(nn::AttentionOptions{.dim = 512, .num_heads = 8, .num_kv_heads = 4}, rotary);
 //   h = h + attention(norm(h));
 
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "titan/nn/linear.h"
 
 namespace titan::nn {

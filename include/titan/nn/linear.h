@@ -6,14 +6,7 @@
 //   nn::Linear linear(in, out, nn::LinearOptions{.bias = true});
 //   at::Tensor y = linear(x);
 
-#include <cstdint>
 #include <initializer_list>
-#include <memory>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "titan/nn/module.h"
 #include "titan/ops/linear.h"

@@ -9,13 +9,6 @@
 //     return std::make_shared<const FocalLoss>(args.gamma);
 //   }));
 
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "titan/config/table.h"
 #include "titan/core/registry.h"
 #include "titan/nn/linear.h"

@@ -13,13 +13,9 @@
 //   };
 //   TITAN_MODULE(Scale);  // Scale scale(8); y = scale(x);
 
-#include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

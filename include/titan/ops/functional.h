@@ -5,11 +5,6 @@
 //
 //   at::Tensor h = ops::rms_norm(ops::embedding(weight, tokens), scale, 1e-5);
 
-#include <cstdint>
-#include <memory>
-
-#include <ATen/core/Tensor.h>
-
 #include "titan/ops/products.h"
 
 namespace titan::ops {

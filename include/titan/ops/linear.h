@@ -5,13 +5,6 @@
 //
 //   at::Tensor y = ops::linear(x, weight, bias, ops::default_products());
 
-#include <cstdint>
-#include <memory>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-
 #include "titan/ops/products.h"
 
 namespace titan::ops {

@@ -6,11 +6,6 @@
 //   at::Tensor loss = ops::linear_cross_entropy(
 //       hidden, weight, labels, {.global_valid_tokens = count, .products = ops::default_products()});
 
-#include <cstdint>
-#include <memory>
-
-#include <ATen/core/Tensor.h>
-
 #include "titan/ops/products.h"
 
 namespace titan::ops {

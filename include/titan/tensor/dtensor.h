@@ -6,8 +6,6 @@
 //   DTensor rows = distribute(whole, mesh, {Placement::shard(0)});
 //   at::Tensor again = full_tensor(rows);
 
-#include <vector>
-
 #include <ATen/core/Tensor.h>
 
 #include "titan/dist/device_mesh.h"

@@ -1,7 +1,5 @@
 // See [Note: flash attention] in attention_kernel.h.
 
-#include <vector>
-
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 

@@ -1,9 +1,6 @@
 // See [Note: flash attention] in attention_kernel.h.
 
-#include <cmath>
 #include <limits>
-#include <utility>
-#include <vector>
 
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>

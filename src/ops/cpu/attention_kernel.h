@@ -4,11 +4,7 @@
 // in memory.
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <type_traits>
-
-#include <ATen/core/Tensor.h>
 
 #include "ops/cpu/simd.h"
 #include "titan/ops/functional.h"

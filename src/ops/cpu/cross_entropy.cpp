@@ -1,10 +1,7 @@
 // The loss head's operators on a CPU: the fused cross-entropy of whole rows of logits, and the statistics and
 // gradients of a part of the vocabulary.
 
-#include <cmath>
-#include <cstring>
 #include <limits>
-#include <vector>
 
 #include <torch/library.h>
 

@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <map>
 
 #include <ATen/ATen.h>
 

@@ -1,7 +1,5 @@
 #include "titan/nn/hooks.h"
 
-#include <cmath>
-
 #include <ATen/ATen.h>
 #include <algorithm>
 

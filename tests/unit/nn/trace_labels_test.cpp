@@ -1,8 +1,6 @@
 #include "nn/trace_labels.h"
 
 #include <algorithm>
-#include <string>
-#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>

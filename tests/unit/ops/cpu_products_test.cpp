@@ -2,8 +2,6 @@
 // splits wide vectors.
 
 #include <gtest/gtest.h>
-#include <cmath>
-#include <vector>
 
 #include "ops/cpu/attention_kernel.h"
 

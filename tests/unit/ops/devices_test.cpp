@@ -1,7 +1,5 @@
 // Every operation gives the same results on a GPU as on the CPU, forward and backward.
 
-#include <functional>
-
 #include "dist/device_backend.h"
 #include "ops/attention_kernels.h"
 #include "titan/ops/functional.h"

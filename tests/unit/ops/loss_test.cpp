@@ -1,8 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <barrier>
-#include <functional>
-#include <memory>
 #include <thread>
 
 #include <ATen/ATen.h>
