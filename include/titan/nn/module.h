@@ -90,44 +90,28 @@ class Module : public detail::GuardedModule<torch::nn::Module> {
 
 namespace detail {
 
-// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair
-// and std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
+template <class T>
+inline constexpr bool is_vector = false;
+template <class T>
+inline constexpr bool is_vector<std::vector<T>> = true;
 
-inline void collect(TensorRefs& refs, at::Tensor& tensor) {
-  if (tensor.defined()) refs.push_back(&tensor);
-}
-template <class T>
-void collect(TensorRefs& refs, std::optional<T>& value);
-template <class T>
-void collect(TensorRefs& refs, std::vector<T>& values);
-template <class... Ts>
-void collect(TensorRefs& refs, std::tuple<Ts...>& values);
-template <class A, class B>
-void collect(TensorRefs& refs, std::pair<A, B>& values);
+// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair and
+// std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
 template <class T>
 void collect(TensorRefs& refs, T& value) {
-  if constexpr (requires { value.for_each_tensor([](at::Tensor&) {}); })
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    if (value.defined()) refs.push_back(&value);
+  } else if constexpr (requires { value.for_each_tensor([](at::Tensor&) {}); }) {
     value.for_each_tensor([&](at::Tensor& tensor) { collect(refs, tensor); });
-}
-
-template <class T>
-void collect(TensorRefs& refs, std::optional<T>& value) {
-  if (value) collect(refs, *value);
-}
-template <class T>
-void collect(TensorRefs& refs, std::vector<T>& values) {
-  for (auto&& value : values) {
-    if constexpr (std::is_lvalue_reference_v<decltype(value)>) collect(refs, value);
+  } else if constexpr (requires { value.has_value(); }) {
+    if (value.has_value()) collect(refs, *value);
+  } else if constexpr (requires { std::tuple_size<T>::value; }) {
+    std::apply([&](auto&... each) { (collect(refs, each), ...); }, value);
+  } else if constexpr (is_vector<T>) {
+    for (auto&& each : value) {
+      if constexpr (std::is_lvalue_reference_v<decltype(each)>) collect(refs, each);
+    }
   }
-}
-template <class... Ts>
-void collect(TensorRefs& refs, std::tuple<Ts...>& values) {
-  std::apply([&](auto&... each) { (collect(refs, each), ...); }, values);
-}
-template <class A, class B>
-void collect(TensorRefs& refs, std::pair<A, B>& values) {
-  collect(refs, values.first);
-  collect(refs, values.second);
 }
 
 }  // namespace detail
