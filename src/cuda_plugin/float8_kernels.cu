@@ -152,7 +152,7 @@ __global__ void transposed_cast_kernel(uint8_t* out, const T* x, int64_t rows, i
     out[(first_column + i) * rows + row] = tile[inner][i];
 }
 
-// As src/float8/block_scale.h, whose constants only the host's compiler has.
+// As src/float8/cast.h, whose constants only the host's compiler has.
 template <Format format>
 __device__ int exponent_of(unsigned magnitude, bool round_up) {
   if (magnitude >= 0x7f800000u) return kNotFinite;

@@ -7,6 +7,7 @@
 #include "job/pipeline/stages.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/linear.h"
+#include "titan/nn/loss.h"
 
 namespace titan::train {
 
@@ -66,6 +67,18 @@ void check_checkpointed(const JobConfig& config, TrainableModel& model) {
                         " checkpoints no layer of this model; set the mode to \"none\""));
 }
 
+// Every head computes the same loss; only a pipeline's last stage has one.
+void set_job_loss(const JobConfig& config, TrainableModel& model) {
+  const nn::LossKind& kind = nn::losses().get(config.loss.name);
+  const auto args = config.loss_args.settings ? config.loss_args.settings : kind.make_args();
+  const nn::Loss loss = kind.make(args.get());
+  const nn::LayerSequence* sequence = nn::layer_sequence(model.root());
+  const int64_t num_heads = nn::set_loss(model.root().module(), loss);
+  if (num_heads > 0 || !loss || (sequence && !sequence->is_last())) return;
+  throw ConfigError(str("loss.name = \"", config.loss.name, "\": the model ", config.model.name,
+                        " has no nn::LinearCrossEntropy head that could compute it"));
+}
+
 }  // namespace
 
 // First sizes, then shards, then memory: no rank ever holds more of the weights than it keeps.
@@ -78,6 +91,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
   auto model = spec.build(config.args(), options);
   const auto products = ops::default_products(config.ops.cpu_matmul_policy());
   nn::set_products(model->root().module(), products);
+  set_job_loss(config, *model);
   // Before the plan, which tells the converted layers how they are cut.
   convert_to_float8(config, device, model->root().module(), products);
   const bool asynchronous = config.parallelism.enable_async_tensor_parallel;

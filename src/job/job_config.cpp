@@ -55,11 +55,23 @@ config::DynamicTable resolve_lr_scheduler_args(const JobConfig& config, const co
   return resolve_args(optim::lr_schedules(), "lr_scheduler", config.lr_scheduler.name, origins);
 }
 
+config::DynamicTable resolve_loss_args(const JobConfig& config, const config::Origins& origins) {
+  naming(origins, "experimental.custom_import",
+         [&] { import_custom_code(config.experimental.custom_import); });
+  const nn::LossKind* kind =
+      naming(origins, "loss.name", [&] { return &nn::losses().get(config.loss.name); });
+  return {kind->fields, kind->make_args()};
+}
+
 void add_model_tables(config::Schema& schema) {
   schema.add("model", &JobConfig::model, "what is trained");
   schema.add_dynamic<JobConfig>(
       "model.args", &JobConfig::model_args, resolve_model_args, {"model", "experimental"},
       "sizes that override the flavor's; the defaults shown are llama3's debugmodel");
+  schema.add("loss", &JobConfig::loss, "what is minimized");
+  schema.add_dynamic<JobConfig>(
+      "loss.args", &JobConfig::loss_args, resolve_loss_args, {"loss", "experimental"},
+      "the loss's own settings: z_weight of \"z_loss\", epsilon of \"label_smoothing\"");
 }
 
 void add_training_tables(config::Schema& schema) {

@@ -14,6 +14,7 @@
 #include "titan/config/schema.h"
 #include "titan/data/settings.h"
 #include "titan/float8/recipe.h"
+#include "titan/nn/loss.h"
 #include "titan/observe/metrics.h"
 #include "titan/ops/settings.h"
 #include "titan/optim/optimizer.h"
@@ -48,6 +49,8 @@ struct JobConfig {
   StructuredLogSettings structured_logs;  ///< [metrics.structured_logs]
   StragglerSettings stragglers;           ///< [metrics.stragglers]
   ModelSettings model;
+  nn::LossSettings loss;
+  config::DynamicTable loss_args;   ///< [loss.args]; `settings` is what the loss's LossKind takes as args
   config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
   optim::OptimizerSettings optimizer;
   config::DynamicTable optimizer_args;  ///< [optimizer.args]

@@ -117,7 +117,7 @@ TEST_P(RecipeTest, ADeferredWeightGradientIsTheSame) {
   ops::linear(x, weight, {}, scaled).backward(grad);
   const at::Tensor at_once = weight.grad();
   const auto sink = std::make_shared<LaterSink>();
-  ops::linear(x, weight, {}, scaled, sink).backward(grad);
+  ops::linear(x, {weight, sink}, {}, scaled).backward(grad);
   ASSERT_EQ(sink->waiting.size(), 1u);
   // It keeps one form of each matrix: the one that the product reads.
   for (const Operand* operand : {&sink->waiting[0].grad_output_NO, &sink->waiting[0].input_NI}) {
