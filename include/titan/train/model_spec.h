@@ -81,7 +81,7 @@ struct BuildOptions {
 /// How a model's layers recompute their activations.
 struct ActivationCheckpoint {
   std::optional<LayersPolicy> policy;  ///< unset: they don't
-  CheckpointOptions options;
+  ActivationCheckpointOptions options;
 };
 
 /// `layers`: in the order of their calls. `first_number`: the number of the first one in the whole model.
