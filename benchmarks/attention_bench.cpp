@@ -87,11 +87,12 @@ void measure(const Options& options, const char* name, int64_t queries, int64_t 
   const at::Tensor q = make(queries, options.heads), k = make(keys, options.kv_heads),
                    v = make(keys, options.kv_heads), grad = make(queries, options.heads);
   const auto sum = ops::AttentionSum::of_no_keys(q);
-  const double forward_ms = time_of(options, [&] { ops::attend(sum, q, k, v, first_query); });
+  const double forward_ms = time_of(options, [&] { ops::attend(sum, {q, k, v}, first_query); });
   const at::Tensor out = sum.out_BSHD.to(options.dtype);
   const auto grads = ops::AttentionGradients::zeros(q, k);
-  const double backward_ms = time_of(
-      options, [&] { ops::attend_backward(grads, grad, q, k, v, out, sum.log_sum_exp_BHS, first_query); });
+  const double backward_ms = time_of(options, [&] {
+    ops::attend_backward(grads, grad, {q, k, v}, {out, sum.log_sum_exp_BHS}, first_query);
+  });
   double pairs = 0;
   for (int64_t i = 0; i < queries; ++i) pairs += static_cast<double>(std::min(keys, first_query + i + 1));
   const double flops = 2 * pairs * static_cast<double>(options.heads * options.size);  // of a product

@@ -29,7 +29,7 @@
 #include "titan/parallel/pipeline_simulation.h"
 #include "titan/parallel/pipeline_split.h"
 #include "titan/train/parallel_dims.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace {
 
@@ -142,7 +142,7 @@ int run_model(const Options& options) {
   const auto schedule = pipeline::with_parameter_actions(pipeline::with_communication(pipeline::make_schedule(
       traits.name, ranks, pipeline::default_num_stages(traits, ranks), micro_batches)));
   Model model = build(schedule, meshes, seq_len);
-  train::StepRunner runner(model.stages, meshes.pp, at::kCPU);
+  train::PipelineRunner runner(model.stages, meshes.pp, at::kCPU);
   const train::StepPlan plan = runner.plan(
       schedule,
       std::vector<train::TensorType>(static_cast<size_t>(schedule.num_stages), {{1, seq_len, kDim}}));
@@ -208,7 +208,7 @@ int run_host_time() {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 1, .fake_world_size = 3});
   const auto mesh = DeviceMesh::create(world, {{"pp", 3}});
   TinyStage stage;
-  train::StepRunner runner({{&stage, 1}}, mesh["pp"], at::kCPU);
+  train::PipelineRunner runner({{&stage, 1}}, mesh["pp"], at::kCPU);
   const auto schedule = pipeline::with_parameter_actions(
       pipeline::with_communication(pipeline::make_schedule("1F1B", 3, 3, kMicroBatches)));
   const train::StepPlan plan = runner.plan(schedule, std::vector<train::TensorType>(3, {{1, 8, 8}}));

@@ -8,12 +8,12 @@ namespace titan::models {
 void describe(config::Table<RopeScalingArgs>& table) {
   using Args = RopeScalingArgs;
   table.field("enabled", &Args::enabled, "stretch slow rotations as Llama 3.1 does");
-  table.field("scaling_factor", &Args::scaling_factor, "by how much the slowest are stretched",
+  table.field("scaling_factor", &Args::scaling_factor, "how much the slowest rotations are stretched",
               config::above(0));
   table.field("low_freq_factor", &Args::low_freq_factor,
               "wavelengths above original length / this are stretched fully", config::above(0));
-  table.field("high_freq_factor", &Args::high_freq_factor, "wavelengths below original length / this stay",
-              config::above(0));
+  table.field("high_freq_factor", &Args::high_freq_factor,
+              "wavelengths below original length / this aren't stretched", config::above(0));
   table.field("original_max_position_embeddings", &Args::original_max_position_embeddings,
               "sequence length before stretching", config::at_least(1));
 }
@@ -39,54 +39,37 @@ void describe(config::Table<Llama3Args>& table) {
   table.field("tie_embeddings", &Args::tie_embeddings, "one matrix for embedding and output");
 }
 
+namespace {
+
+Llama3Args published(int64_t dim, int64_t n_layers, int64_t n_heads, int64_t multiple_of,
+                     double ffn_dim_multiplier) {
+  return {.dim = dim,
+          .n_layers = n_layers,
+          .n_heads = n_heads,
+          .n_kv_heads = 8,
+          .multiple_of = multiple_of,
+          .ffn_dim_multiplier = ffn_dim_multiplier,
+          .rope_theta = 500000};
+}
+
+// Llama 3.2's small models: longer rotations, one matrix at both ends.
+Llama3Args tied(Llama3Args args) {
+  args.rope_scaling.scaling_factor = 32;
+  args.tie_embeddings = true;
+  return args;
+}
+
+}  // namespace
+
 const std::map<std::string, Llama3Args>& llama3_flavours() {
-  static const RopeScalingArgs llama_3_2{.scaling_factor = 32};
   static const std::map<std::string, Llama3Args> flavours = {
       {"debugmodel", {.dim = 256, .n_layers = 6, .n_heads = 16, .vocab_size = 2048, .rope_theta = 500000}},
-      {"1B",
-       {.dim = 2048,
-        .n_layers = 16,
-        .n_heads = 32,
-        .n_kv_heads = 8,
-        .multiple_of = 1024,
-        .ffn_dim_multiplier = 1.5,
-        .rope_theta = 500000,
-        .rope_scaling = llama_3_2,
-        .tie_embeddings = true}},
-      {"3B",
-       {.dim = 3072,
-        .n_layers = 28,
-        .n_heads = 24,
-        .n_kv_heads = 8,
-        .multiple_of = 1024,
-        .ffn_dim_multiplier = 1.0,
-        .rope_theta = 500000,
-        .rope_scaling = llama_3_2,
-        .tie_embeddings = true}},
-      {"8B",
-       {.dim = 4096,
-        .n_layers = 32,
-        .n_heads = 32,
-        .n_kv_heads = 8,
-        .multiple_of = 1024,
-        .ffn_dim_multiplier = 1.3,
-        .rope_theta = 500000}},
-      {"70B",
-       {.dim = 8192,
-        .n_layers = 80,
-        .n_heads = 64,
-        .n_kv_heads = 8,
-        .multiple_of = 4096,
-        .ffn_dim_multiplier = 1.3,
-        .rope_theta = 500000}},
-      {"405B",
-       {.dim = 16384,
-        .n_layers = 126,
-        .n_heads = 128,
-        .n_kv_heads = 8,
-        .multiple_of = 4096,
-        .ffn_dim_multiplier = 1.2,
-        .rope_theta = 500000}},
+      // dim, layers, heads, multiple_of and ffn_dim_multiplier
+      {"1B", tied(published(2048, 16, 32, 1024, 1.5))},
+      {"3B", tied(published(3072, 28, 24, 1024, 1.0))},
+      {"8B", published(4096, 32, 32, 1024, 1.3)},
+      {"70B", published(8192, 80, 64, 4096, 1.3)},
+      {"405B", published(16384, 126, 128, 4096, 1.2)},
   };
   return flavours;
 }
@@ -105,7 +88,7 @@ void check(const Llama3Args& args, std::vector<std::string>& problems) {
          "model.args.rope_scaling: low_freq_factor has to be below high_freq_factor");
 }
 
-// Both truncations as in Meta's code: the published shapes depend on them.
+// Truncates twice, as Meta's code does: the published shapes depend on it.
 int64_t Llama3Args::ffn_hidden_dim() const {
   int64_t hidden = static_cast<int64_t>(2.0 * static_cast<double>(4 * dim) / 3.0);
   if (ffn_dim_multiplier) hidden = static_cast<int64_t>(*ffn_dim_multiplier * static_cast<double>(hidden));

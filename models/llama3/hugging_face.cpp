@@ -10,7 +10,7 @@ namespace titan::models {
 namespace {
 
 constexpr const char* kArchitecture = "LlamaForCausalLM";
-constexpr int64_t kMostLayers = 10'000;  // a list of names is made of it
+constexpr int64_t kMostLayers = 10'000;  // each layer adds names to a list
 constexpr int64_t kMostRows = int64_t{1} << 28;
 
 std::vector<HfTensor> block_tensors(const Llama3Args& args, int64_t layer) {
@@ -34,26 +34,30 @@ std::vector<HfTensor> block_tensors(const Llama3Args& args, int64_t layer) {
 }
 
 HfConfig config_of(const Llama3Args& args) {
-  HfConfig config = {{"architectures.0", kArchitecture},
-                     {"model_type", "llama"},
-                     {"hidden_size", args.dim},
-                     {"intermediate_size", args.ffn_hidden_dim()},
-                     {"num_hidden_layers", args.n_layers},
-                     {"num_attention_heads", args.n_heads},
-                     {"num_key_value_heads", args.num_kv_heads()},
-                     {"head_dim", args.head_dim()},
-                     {"vocab_size", args.vocab_size},
-                     {"max_position_embeddings", args.max_seq_len},
-                     {"rms_norm_eps", args.norm_eps},
-                     {"rope_theta", args.rope_theta},
-                     {"tie_word_embeddings", args.tie_embeddings},
-                     {"hidden_act", "silu"},
-                     {"attention_bias", false},
-                     {"mlp_bias", false},
-                     {"bos_token_id", {}},  // the tokenizer's files say it; left out, it would be 1
-                     {"eos_token_id", {}}};
+  HfConfig config = {
+      {"architectures.0", kArchitecture},
+      {"model_type", "llama"},
+      {"hidden_size", args.dim},
+      {"intermediate_size", args.ffn_hidden_dim()},
+      {"num_hidden_layers", args.n_layers},
+      {"num_attention_heads", args.n_heads},
+      {"num_key_value_heads", args.num_kv_heads()},
+      {"head_dim", args.head_dim()},
+      {"vocab_size", args.vocab_size},
+      {"max_position_embeddings", args.max_seq_len},
+      {"rms_norm_eps", args.norm_eps},
+      {"rope_theta", args.rope_theta},
+      {"tie_word_embeddings", args.tie_embeddings},
+      {"hidden_act", "silu"},
+      {"attention_bias", false},
+      {"mlp_bias", false},
+      {"bos_token_id", {}},  // the tokenizer's files have it; if it were missing here, it would be 1
+      {"eos_token_id", {}}};
   const RopeScalingArgs& scaling = args.rope_scaling;
-  if (!scaling.enabled) return config["rope_scaling"] = {}, config;
+  if (!scaling.enabled) {
+    config["rope_scaling"] = {};
+    return config;
+  }
   config["rope_scaling.rope_type"] = "llama3";
   config["rope_scaling.factor"] = scaling.scaling_factor;
   config["rope_scaling.low_freq_factor"] = scaling.low_freq_factor;
@@ -62,14 +66,14 @@ HfConfig config_of(const Llama3Args& args) {
   return config;
 }
 
-// The values of a config.json, with what is wrong about them.
+// Reads values from a config.json and collects what is wrong with them.
 class ConfigReader {
  public:
   explicit ConfigReader(const HfConfig& config) : config_(config) {}
 
   std::vector<std::string> problems;
 
-  /// Neither missing nor null.
+  /// Whether the key is there and isn't null.
   bool has(const std::string& key) const {
     const auto found = config_.find(key);
     return found != config_.end() && !std::holds_alternative<std::monostate>(found->second);
@@ -84,9 +88,9 @@ class ConfigReader {
     return found != config_.end() && found->first.starts_with(key + ".");
   }
 
-  /// A size that has to be there; 1 in its place, so that the rest can be checked.
+  /// A required size. Returns 1 if it is missing, so that the rest can be checked.
   int64_t size(const std::string& key, int64_t most = kMostRows) {
-    if (!has(key)) return report(str(key, " is missing")), 1;
+    if (!has(key)) report(str(key, " is missing"));
     return size_or(key, 1, most);
   }
 
@@ -94,7 +98,8 @@ class ConfigReader {
     if (!has(key)) return otherwise;
     const int64_t* value = std::get_if<int64_t>(&config_.at(key));
     if (value && *value >= 1 && *value <= most) return *value;
-    return refuse(key, str("a whole number from 1 to ", most)), otherwise;
+    refuse(key, str("a whole number from 1 to ", most));
+    return otherwise;
   }
 
   double positive_or(const std::string& key, double otherwise) {
@@ -104,7 +109,8 @@ class ConfigReader {
     if (const auto* whole = std::get_if<int64_t>(&value)) number = static_cast<double>(*whole);
     if (const auto* real = std::get_if<double>(&value)) number = *real;
     if (number > 0 && std::isfinite(number)) return number;
-    return refuse(key, "a number above 0"), otherwise;
+    refuse(key, "a number above 0");
+    return otherwise;
   }
 
   double positive(const std::string& key) {
@@ -115,10 +121,11 @@ class ConfigReader {
   bool flag_or(const std::string& key, bool otherwise) {
     if (!has(key)) return otherwise;
     if (const bool* value = std::get_if<bool>(&config_.at(key))) return *value;
-    return refuse(key, "true or false"), otherwise;
+    refuse(key, "true or false");
+    return otherwise;
   }
 
-  /// Only `allowed` is implemented; missing means the same where it is the default.
+  /// Only `allowed` is implemented. A missing key is fine where `allowed` is the default.
   void expect(const std::string& key, const HfValue& allowed, bool may_be_missing = true) {
     if (!has(key)) {
       if (!may_be_missing) report(str(key, " is missing; only ", to_text(allowed), " is supported"));
@@ -150,8 +157,14 @@ RopeScalingArgs read_rope_scaling(ConfigReader& reader) {
   }
   const std::string type = table + (reader.has(table + ".rope_type") ? ".rope_type" : ".type");
   if (reader.is(type, "default")) return scaling;
-  if (!reader.has(type)) return reader.report(str(table, ".rope_type is missing")), scaling;
-  if (!reader.is(type, "llama3")) return reader.refuse(type, "\"llama3\" or \"default\""), scaling;
+  if (!reader.has(type)) {
+    reader.report(str(table, ".rope_type is missing"));
+    return scaling;
+  }
+  if (!reader.is(type, "llama3")) {
+    reader.refuse(type, "\"llama3\" or \"default\"");
+    return scaling;
+  }
   return {.enabled = true,
           .scaling_factor = reader.positive(table + ".factor"),
           .low_freq_factor = reader.positive(table + ".low_freq_factor"),
@@ -159,7 +172,7 @@ RopeScalingArgs read_rope_scaling(ConfigReader& reader) {
           .original_max_position_embeddings = reader.size(table + ".original_max_position_embeddings")};
 }
 
-// Ours is computed from dim: a factor that gives `size`, and a multiple that keeps it.
+// Llama3Args computes the hidden size from dim: finds a factor that gives `size`, and a multiple that keeps it.
 void set_ffn_hidden_dim(Llama3Args& args, int64_t size) {
   args.multiple_of = size;
   args.ffn_dim_multiplier =
@@ -175,7 +188,7 @@ void check_supported(ConfigReader& reader) {
   reader.expect("attention_bias", false);
   reader.expect("mlp_bias", false);
   if (reader.has("quantization_config") || reader.has_below("quantization_config"))
-    reader.report("quantization_config: quantized weights aren't read");
+    reader.report("quantization_config: quantized weights aren't supported");
 }
 
 }  // namespace
@@ -203,7 +216,7 @@ Llama3Args args_of_hugging_face(const HfConfig& config) {
   args.n_heads = reader.size("num_attention_heads");
   args.n_kv_heads = reader.size_or("num_key_value_heads", args.n_heads);
   args.vocab_size = reader.size("vocab_size");
-  // What is missing is what transformers takes then.
+  // A missing key has transformers' default.
   args.norm_eps = reader.positive_or("rms_norm_eps", 1e-6);
   args.rope_theta = reader.positive_or("rope_theta", 10000);
   args.rope_theta = reader.positive_or("rope_parameters.rope_theta", args.rope_theta);

@@ -9,11 +9,11 @@ namespace titan::models {
 
 namespace {
 
-// TorchTitan's distributions. The bounds of +-2 are absolute, a hundred standard deviations away: as there,
-// kept for equality.
+// TorchTitan's distributions. The bounds of +-2 are absolute, a hundred standard deviations away; they are kept
+// for equality.
 nn::Init projection_init(double std) { return nn::Init::truncated_normal(std, -2, 2); }
 
-// What is added to the residual stream starts smaller the deeper (or the more) the layers.
+// Weights that add to the residual stream start smaller in deeper layers, or the more layers there are.
 nn::Init residual_init(int64_t layer_id, const Llama3Args& args) {
   const int64_t depth = args.depth_init ? layer_id + 1 : args.n_layers;
   return projection_init(0.02 / std::sqrt(2.0 * static_cast<double>(depth)));
@@ -97,7 +97,7 @@ Llama3Impl::Llama3Impl(const Llama3Args& args, const nn::Construct& construct)
                  part("output", output)});
 }
 
-// The rotary table is the layers'.
+// Only layers use the rotary table.
 void Llama3Impl::layers_dropped() {
   if (!layers.empty()) return;
   unregister_module("rotary");
@@ -119,7 +119,7 @@ at::Tensor Llama3Impl::forward(const at::Tensor& input) {
 at::Tensor Llama3Impl::forward(const at::Tensor& input, const at::Tensor& labels_BS,
                                int64_t global_valid_tokens) {
   check_entered_through_ref();
-  TITAN_CHECK(output, "llama3: the last pipeline stage alone has `output`, and computes the loss");
+  TITAN_CHECK(output, "llama3: only the last pipeline stage has `output` and computes the loss");
   return output(hidden_states(input), labels_BS, global_valid_tokens);
 }
 

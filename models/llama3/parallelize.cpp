@@ -7,9 +7,9 @@ namespace titan::models {
 TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
   using Layout = ActivationLayout;
   TITAN_CHECK(!options.overlap || options.sequence_parallel,
-              "llama3: products overlap the exchange of sequence parts, which are there with sequence "
-              "parallelism only");
-  // Between the products: parts of the sequence, or whole activations.
+              "llama3: asynchronous tensor parallelism needs sequence parallelism: products overlap the "
+              "exchange of sequence parts");
+  // Activations between the products: parts of the sequence, or whole.
   const Layout stream = options.sequence_parallel ? Layout::shard(1) : Layout::invariant();
   const Layout logits = options.loss_parallel ? Layout::shard(-1) : Layout::invariant();
   // One all-gather serves wq, wk and wv, and one w1 and w3.
@@ -37,7 +37,7 @@ TensorPlan llama3_tp_plan(const TensorParallelOptions& options) {
 
 namespace {
 
-// Norm and head come right after one another, so they form one group; a stage may have one of them.
+// Norm and head run one after the other, so they form one group; a stage may have only one of them.
 void shard_tail(const Llama3& model, const FsdpOptions& options) {
   if (model->norm && model->output) {
     fully_shard({model->norm, model->output}, options);
@@ -50,7 +50,7 @@ void shard_tail(const Llama3& model, const FsdpOptions& options) {
 
 }  // namespace
 
-// Of a whole model, or of a pipeline stage, which has some of its modules.
+// A whole model, or a pipeline stage, which has some of its modules.
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
   parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor), plan.tensor.transport);
   context_parallel(model, plan.meshes.cp, plan.context);
@@ -59,13 +59,13 @@ void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
 
   const FsdpOptions& blocks = plan.fsdp;
 
-  // The head's backward comes right after its forward: freeing it in between would gather it twice at once.
+  // The head's backward comes right after its forward: freeing it in between would gather it twice in a row.
   FsdpOptions tail = plan.fsdp;
   if (tail.reshard_after_forward.kind == ReshardAfterForward::Kind::Default)
     tail.reshard_after_forward = ReshardAfterForward::never();
 
-  // A tied matrix is used at both ends, so its group spans the model; its gradient is summed before the one
-  // reduction. Stages that have one end each have a matrix each.
+  // A tied matrix is used at both ends, so its group spans the model, and its gradient is summed before the one
+  // reduction. Two stages that have one end each have a matrix each.
   const bool tied = model->args().tie_embeddings && model->is_whole();
   if (!tied && model->tok_embeddings) fully_shard(model->tok_embeddings, blocks);
   for (const TransformerBlock& layer : model->layers) fully_shard(layer, blocks);

@@ -10,7 +10,7 @@ class TrainableLlama3 final : public train::TrainableModel {
   explicit TrainableLlama3(Llama3 model) : model_(std::move(model)) {}
   nn::AnyRef root() override { return model_; }
   at::Tensor hidden(const at::Tensor& input) override {
-    TITAN_CHECK(!model_->output, "llama3: a stage with `output` gives a loss, no hidden states");
+    TITAN_CHECK(!model_->output, "llama3: a stage with `output` returns a loss, not hidden states");
     return model_(input);
   }
   at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,

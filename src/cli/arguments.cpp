@@ -28,7 +28,7 @@ std::set<int> read_codes(const std::string& option, const std::string& text) {
     int code = 0;
     if (!CLI::detail::lexical_cast(word, code) || code < 1 || code > 255)
       throw CLI::ValidationError(
-          option, str("'", text, "' isn't exit codes from 1 to 255 with commas between them, or 'none'"));
+          option, str("'", text, "' isn't a comma-separated list of exit codes from 1 to 255, or 'none'"));
     codes.insert(code);
   }
   return codes;
@@ -38,12 +38,12 @@ std::set<int> read_codes(const std::string& option, const std::string& text) {
 
 void add_restart_options(CLI::App& app, RestartWords& words, const char* default_grace) {
   app.add_option("--max-restarts", words.max_restarts,
-                 "start the ranks again when one is lost, K times at most (default 0)")
+                 "restart the ranks when one is lost, at most K times (default 0)")
       ->type_name("K")
       ->check(CLI::Range(0, 1'000'000).description(""));
   app.add_option("--min-ranks", words.min_ranks,
-                 "with --max-restarts: go on without lost ranks, as long as M are left (default: N, all are "
-                 "started again at once)")
+                 "with --max-restarts: continue without lost ranks while at least M are left (default: N, "
+                 "all are restarted at once)")
       ->type_name("M")
       ->check(CLI::Range(1, 65536).description(""));
   app.add_option_function<std::string>(
@@ -61,7 +61,8 @@ void add_restart_options(CLI::App& app, RestartWords& words, const char* default
          [&words](const std::string& text) {
            words.longest_delay = read_seconds("--longest-delay", text, "a number of seconds");
          },
-         "with --max-restarts: the longest wait before a restart; waits become longer while groups soon fail "
+         "with --max-restarts: the longest wait before a restart, in seconds; waits grow while groups fail "
+         "early "
          "(default 60)")
       ->type_name("S");
   app.add_option_function<std::string>(
@@ -69,7 +70,7 @@ void add_restart_options(CLI::App& app, RestartWords& words, const char* default
          [&words](const std::string& text) {
            words.stop_grace = read_seconds("--grace", text, "a number of seconds");
          },
-         str("seconds that the ranks have for a last checkpoint when they are told to end (default: ",
+         str("seconds that ranks get for a last checkpoint when they are asked to end (default: ",
              default_grace, ")"))
       ->type_name("S");
 }
@@ -80,8 +81,9 @@ void add_final_codes(CLI::App& app, std::optional<std::set<int>>& codes) {
          [&codes](const std::string& text) {
            codes = text == "none" ? std::set<int>() : read_codes("--final-codes", text);
          },
-         "with --max-restarts: exit codes behind which ranks aren't started again, or none (default 2,3: "
-         "settings that are refused, and a run that found itself wrong)")
+         "with --max-restarts: exit codes that are never retried, or none (default 2,3: refused settings, "
+         "and a "
+         "run that found wrong numbers)")
       ->type_name("C[,C...]");
 }
 
@@ -94,9 +96,7 @@ void RestartWords::apply(LaunchOptions& options) const {
 }
 
 void RestartWords::check_unused(const char* command) const {
-  if (min_ranks > 0)
-    throw ConfigError(
-        str(command, ": --min-ranks is about restarts, and without --max-restarts there are none"));
+  if (min_ranks > 0) throw ConfigError(str(command, ": --min-ranks needs --max-restarts"));
 }
 
 namespace {
@@ -112,7 +112,7 @@ CLI::Option* add_ranks(CLI::App& app, int& num_ranks) {
 
 void add_log_rank(CLI::App& app, std::string& log_rank) {
   app.add_option("--log-rank", log_rank,
-                 "whose output is shown of the ranks started: 0 (default), a list such as 0,3, all, none")
+                 "ranks whose output is shown: 0 (default), a list such as 0,3, all, none")
       ->type_name("RANKS");
 }
 
@@ -122,11 +122,12 @@ bool is_setting(const std::string& word) {
 
 void take_config(const Parser& parser, TrainArguments& arguments, const std::string& word) {
   if (!arguments.config.empty())
-    parser.refuse(str("there is one config file, not both ", arguments.config.string(), " and ", word));
+    parser.refuse(
+        str("only one config file is allowed, not both ", arguments.config.string(), " and ", word));
   arguments.config = word;
 }
 
-/// What stands before the first setting is the config file; behind it, settings and their values.
+/// A word before the first setting is the config file; the words after it are settings and their values.
 void sort_words(const Parser& parser, TrainArguments& arguments, const std::vector<std::string>& words) {
   for (const std::string& word : words) {
     if (is_setting(word)) {
@@ -141,45 +142,50 @@ void sort_words(const Parser& parser, TrainArguments& arguments, const std::vect
   }
 }
 
-/// `--section.key -n5`: a value, or an option behind a switch? CLI11 would take it silently.
+/// `--section.key -n5`: a value, or an option after a switch? CLI11 would silently take it as an option.
 void check_short_options(const Parser& parser, const std::vector<std::string>& words) {
   for (size_t i = 1; i < words.size(); ++i) {
     const std::string &setting = words[i - 1], &word = words[i];
     const bool open = is_setting(setting) && setting.find('=') == std::string::npos;
     if (open && (word.starts_with("-n") || (word.starts_with("-h") && word != "-h")))
       parser.refuse(str("is '", word, "' the value of ", setting, " or an option? Write ", setting, "=", word,
-                        " for the value; options may stand before the first setting"));
+                        " for the value; put options before the first setting"));
   }
 }
 
 constexpr const char* kTrainNotes =
-    "CONFIG is a TOML or JSON file; without one, defaults and the settings given. It stands before the "
+    "CONFIG is a TOML or JSON file. Without it, defaults and the given settings apply. Put it before the "
     "first\n"
-    "setting, whose value it would be otherwise.\n"
+    "setting: after a setting it would be read as the setting's value.\n"
     "\n"
-    "Settings: command line, then CONFIG, then what it includes, then the defaults in brackets.\n"
-    "Switches are --section.key and --section.no_key, lists a,b, and \"none\" unsets an optional setting.\n"
-    "A value that looks like an option is written --section.key=value.\n";
+    "Precedence: command line, CONFIG, the files that it includes, the defaults in brackets.\n"
+    "Switches are --section.key and --section.no_key. Lists are a,b. \"none\" unsets an optional setting.\n"
+    "Write a value that looks like an option as --section.key=value.\n";
 
 constexpr const char* kLaunchNotes =
     "Starts N ranks of a program on this machine and waits for them. They find each other by dist::init().\n"
-    "When one fails, the others are ended, its last lines are printed at the end, and its exit code is this\n"
-    "command's; with --max-restarts they are started again, unless that code is a final one. SIGTERM, "
-    "SIGINT\n"
-    "and SIGUSR1 go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks\n"
-    "that have a handler for it, and the job goes on. See docs/elastic.md.\n";
+    "When a rank fails, the others are ended, its last lines are printed, and its exit code becomes this "
+    "command's.\n"
+    "With --max-restarts the ranks are restarted, unless the exit code is a final one. SIGTERM, SIGINT and "
+    "SIGUSR1\n"
+    "go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to all ranks that handle "
+    "it, and\n"
+    "the job continues. See docs/elastic.md.\n";
 
 constexpr const char* kCompareNotes =
-    "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps\n"
-    "and of the validations side by side, and the first step at which a loss isn't the first run's.\n";
+    "RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps "
+    "and\n"
+    "validations side by side, and the first step at which a loss differs from the first run's.\n";
 
 constexpr const char* kScheduleNotes =
-    "Prints what each pipeline rank does over time, how long the step takes, the bubble (the part of the\n"
-    "ranks' time in which they wait), the live activations of each rank (of one stage and micro-batch each;\n"
-    "from F to the end of B or W, from F to the end of B or I, from I to W) and the critical path.\n"
+    "Prints what each pipeline rank does over time, the duration of the step, the bubble (the share of time "
+    "that\n"
+    "ranks wait), the live activations of each rank (one per stage and micro-batch; from F to the end of B "
+    "or W,\n"
+    "from F to the end of B or I, from I to W) and the critical path.\n"
     "\n"
     "2F5 is stage 2's forward of micro-batch 5; B the backward, or I (input gradients) and W (weight\n"
-    "gradients). Costs are in any unit; B costs I + W. A list of costs has one for each stage. Schedules:\n"
+    "gradients). Costs are in any unit; B costs I + W. A list of costs has one value per stage. Schedules:\n"
     "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.\n"
     "CSV files are TorchTitan's: a row per rank, a cell per action.\n";
 
@@ -215,13 +221,13 @@ TrainArguments parse_train_arguments(const std::vector<std::string>& words) {
   Parser parser("titan train", "titan train [CONFIG] [options] [--section.key value ...]", kTrainNotes);
   add_ranks(parser.app, arguments.num_ranks);
   add_log_rank(parser.app, arguments.log_rank);
-  add_restart_options(parser.app, arguments.restarts, "what a step and a save may take");
+  add_restart_options(parser.app, arguments.restarts, "the limits for a step and a save");
   parser.app.add_flag("--print-config", arguments.print_config,
                       "print the resolved config as TOML, and stop");
   parser.app.add_flag(
       "--print-plan", arguments.print_plan,
-      "print what tensor parallelism does to each module and the bytes it moves in a step, and "
-      "stop; on N ranks, or as many as the degrees come to, none of which is started");
+      "print what tensor parallelism does to each module and how many bytes it moves per step, and "
+      "stop; for N ranks, or the product of the degrees; starts none of them");
   parser.app.allow_extras();
   check_short_options(parser, words);
   arguments.help = parser.parse(words);
@@ -243,7 +249,7 @@ LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
   add_log_rank(parser.app, options.log_rank);
   add_restart_options(parser.app, restarts, "30");
   add_count(parser.app, "--multiple-of", unit, kMostRanks,
-            "groups of fewer ranks have a multiple of U: the product of a mesh's fixed degrees (default 1)");
+            "smaller groups have a multiple of U ranks: the product of a mesh's fixed degrees (default 1)");
   add_final_codes(parser.app, final_codes);
   parser.app.prefix_command();
   arguments.help = parser.parse(words);
@@ -254,7 +260,7 @@ LaunchArguments parse_launch_arguments(const std::vector<std::string>& words) {
   } else if (!options.command.empty() && options.command.front().starts_with("-")) {
     parser.refuse_option(options.command.front());
   }
-  if (options.command.empty()) parser.refuse("there is no program to start");
+  if (options.command.empty()) parser.refuse("the program to start is missing");
   if (restarts.max_restarts == 0) restarts.check_unused("titan launch");
   restarts.apply(options);
   if (final_codes) options.restarts.final_codes = *final_codes;
@@ -271,14 +277,14 @@ CompareArguments parse_compare_arguments(const std::vector<std::string>& words) 
   for (const std::string& word : parser.app.remaining())
     if (word.starts_with("-")) parser.refuse_option(word);
   arguments.runs = parser.app.remaining();
-  if (arguments.runs.size() < 2) parser.refuse("wants two runs or more");
+  if (arguments.runs.size() < 2) parser.refuse("needs at least two runs");
   return arguments;
 }
 
 DocsArguments parse_docs_arguments(const std::vector<std::string>& words) {
   DocsArguments arguments;
   Parser parser("titan docs", "titan docs config|torchtitan-keys",
-                "Prints a page of docs/, as scripts/update_docs.sh saves it.\n");
+                "Prints a generated page of docs/, for scripts/update_docs.sh.\n");
   parser.app.add_option("PAGE", arguments.page, "which page")
       ->required()
       ->check(CLI::IsMember({"config", "torchtitan-keys"}));
@@ -291,26 +297,28 @@ ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words
   Parser parser("titan schedule", "titan schedule [--schedule NAME] [--pp N] [--microbatches N] [options]",
                 kScheduleNotes);
   CLI::App& app = parser.app;
-  app.add_option("--schedule", arguments.schedule, "which schedule, in any case (default 1F1B)")
+  app.add_option("--schedule", arguments.schedule,
+                 "the schedule's name, in upper or lower case (default 1F1B)")
       ->type_name("NAME");
   add_count(app, "--pp", arguments.num_ranks, kMostRanks, "pipeline ranks (default 4)");
   add_count(app, "--microbatches", arguments.num_micro_batches, kMostMicroBatches,
             "micro-batches of a step (default 8)");
   add_count(app, "--stages", arguments.num_stages, kMostRanks,
-            "stages in all (default: one a rank, or two where the schedule wants several)");
+            "total number of stages (default: one per rank, or two if the schedule needs several)");
   add_count(app, "--times", arguments.times, kMostMicroBatches,
-            "the schedule so many times over, as in accumulation");
+            "repeat the schedule N times, as in gradient accumulation");
   app.add_flag("--forward-only", arguments.forward_only,
-               "an evaluation's forwards, on the schedule's stages");
+               "only the forwards, as in validation, on the schedule's stages");
   app.add_flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
-  app.add_flag("--list", arguments.list, "a table of all schedules for --pp and --microbatches, and stop");
+  app.add_flag("--list", arguments.list,
+               "print a table of all schedules for --pp and --microbatches, and stop");
   add_costs(app, arguments.costs);
-  add_file(app, "--from-csv", arguments.from_csv, "read the schedule from a file; its counts too");
-  add_file(app, "--csv", arguments.csv, "write the schedule");
-  add_file(app, "--svg", arguments.svg, "where the timeline is drawn (default schedule.svg)");
-  app.add_flag("--no-svg", arguments.no_svg, "draw none")->excludes("--svg");
+  add_file(app, "--from-csv", arguments.from_csv, "read the schedule and its counts from a file");
+  add_file(app, "--csv", arguments.csv, "write the schedule to a file");
+  add_file(app, "--svg", arguments.svg, "draw the timeline to this file (default schedule.svg)");
+  app.add_flag("--no-svg", arguments.no_svg, "draw no timeline")->excludes("--svg");
   add_count(app, "--max-live", arguments.max_live, kMostMicroBatches,
-            "refuse a schedule in which a rank holds more forwards, counted per stage, for their backward");
+            "refuse a schedule in which a rank holds more live activations, counted per stage");
   for (const char* name : {"--forward-only", "--list"})
     app.get_option("--max-live")->excludes(app.get_option(name));
   for (const char* name : {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"})

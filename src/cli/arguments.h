@@ -1,6 +1,7 @@
 #pragma once
 
-// The options that `titan launch` and `titan train --nproc` have in common about lost ranks.
+// The command lines of titan's commands, parsed by CLI11. The settings of `titan train` (--section.key) are
+// read by config::load, by their descriptions.
 
 #include <chrono>
 #include <filesystem>
@@ -18,11 +19,12 @@ class App;
 
 namespace titan::cli {
 
+/// The options that `titan launch` and `titan train --nproc` share, about lost ranks.
 struct RestartWords {
   int max_restarts = 0;
   int min_ranks = 0;
   std::optional<std::chrono::milliseconds> rejoin_after = RestartOptions().rejoin_after;
-  std::optional<std::chrono::milliseconds> stop_grace = {};  ///< unset: it isn't said
+  std::optional<std::chrono::milliseconds> stop_grace = {};  ///< unset: not given
   std::chrono::milliseconds longest_delay = RestartOptions().longest_delay;
 
   void apply(LaunchOptions& options) const;
@@ -30,22 +32,18 @@ struct RestartWords {
   void check_unused(const char* command) const;
 };
 
-/// --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace, of whose default `default_grace`
-/// tells. `words` has to live as long as `app`.
+/// Adds --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace (`default_grace` describes its
+/// default). `words` must outlive `app`.
 void add_restart_options(CLI::App& app, RestartWords& words, const char* default_grace);
 
-/// --final-codes of `titan launch`. `codes` has to live as long as `app`.
+/// Adds --final-codes of `titan launch`. `codes` must outlive `app`.
 void add_final_codes(CLI::App& app, std::optional<std::set<int>>& codes);
 
-// The words of each command's line, read by CLI11. The settings of `titan train` (--section.key) are another
-// matter: config::load reads them by their description.
-
-// Each parse function throws ConfigError for a word that it doesn't know or a value that it can't take.
-// `help` is the text to print where the words ask for it; nothing else is to be done then.
+// Each parse function throws ConfigError for an unknown word or an invalid value. `help` is the help text when
+// the words ask for it; then print it and do nothing else.
 
 /// `titan train [CONFIG] [--nproc N] [--log-rank RANKS] [--max-restarts K ...] [--print-config]
-/// [--print-plan] [--section.key value ...]`, in any order but for CONFIG, which stands before the first
-/// setting.
+/// [--print-plan] [--section.key value ...]`, in any order, except that CONFIG comes before the first setting.
 struct TrainArguments {
   std::string help;
   std::filesystem::path config;
@@ -58,8 +56,8 @@ struct TrainArguments {
 };
 TrainArguments parse_train_arguments(const std::vector<std::string>& words);
 
-/// `titan launch -n N [--log-rank RANKS] [--max-restarts K ...] [--] program [arguments ...]`: what follows
-/// the program's name is the program's.
+/// `titan launch -n N [--log-rank RANKS] [--max-restarts K ...] [--] program [arguments ...]`: everything after
+/// the program's name belongs to the program.
 struct LaunchArguments {
   std::string help;
   LaunchOptions options;
@@ -85,7 +83,7 @@ struct ScheduleArguments {
   std::string help;
   std::string schedule = "1F1B";
   int num_ranks = 4;
-  int num_stages = 0;  ///< 0: as many as the schedule wants at least
+  int num_stages = 0;  ///< 0: the fewest that the schedule allows
   int num_micro_batches = 8;
   int times = 1;
   bool list = false;
@@ -95,7 +93,7 @@ struct ScheduleArguments {
   int max_live = 0;  ///< 0: no limit
   bool no_svg = false;
   std::filesystem::path from_csv, csv;  ///< empty: none
-  std::filesystem::path svg;            ///< empty: schedule.svg in the current folder, if it can be written
+  std::filesystem::path svg;            ///< empty: schedule.svg in the current folder, if possible
 };
 ScheduleArguments parse_schedule_arguments(const std::vector<std::string>& words);
 

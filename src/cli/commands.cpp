@@ -11,6 +11,7 @@
 #include "cli/builtin_models.h"
 #include "cli/commands.h"
 #include "cli/launch/launch.h"
+#include "cli/text.h"
 #include "titan/cli/main.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
@@ -48,9 +49,9 @@ constexpr const char* kHelp =
     "\n"
     "torchrun --no-python, srun and mpirun start `titan train` as well.\n";
 
-int help(const Arguments&) { return std::fputs(kHelp, stdout), 0; }
+int help(const Arguments&) { return print(kHelp); }
 
-int version(const Arguments&) { return std::printf("titan %s\n", kVersion), 0; }
+int version(const Arguments&) { return print(str("titan ", kVersion, "\n")); }
 
 const std::map<std::string, std::function<int(const Arguments&)>>& commands() {
   static const std::map<std::string, std::function<int(const Arguments&)>> table = {
@@ -80,7 +81,10 @@ std::string unknown_command(const std::string& name) {
 }
 
 int run(const Arguments& words) {
-  if (words.empty()) return help({}), kUsage;
+  if (words.empty()) {
+    help({});
+    return kUsage;
+  }
   auto command = commands().find(words.front());
   if (command == commands().end()) throw ConfigError(unknown_command(words.front()));
   return command->second(Arguments(words.begin() + 1, words.end()));

@@ -1,7 +1,7 @@
 #pragma once
 
-// The commands of the program. `arguments` are the words behind the command's name. They return the exit code
-// and let errors pass.
+// The commands of the program. `arguments` are the words after the command's name. They return the exit code;
+// errors pass through.
 
 #include <string>
 #include <vector>

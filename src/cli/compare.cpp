@@ -1,15 +1,71 @@
-// titan compare: the settings that differ between runs, their losses and speeds side by side, and where they
-// part.
+// titan compare: the settings that differ between runs, their losses and speeds side by side, and where the
+// losses part.
 
+#include "cli/compare.h"
+
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
-#include "cli/run/run_folder.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
+
+RunFolder read_compared_run(const std::filesystem::path& folder) {
+  for (const char* name : {"config.toml", "metrics.jsonl"})
+    if (!std::filesystem::exists(folder / name))
+      throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
+  return read_run_folder(folder, {.bad_lines = BadLines::Refuse});
+}
+
+std::set<std::string> keys_of(const std::vector<RunFolder>& runs) {
+  std::set<std::string> keys;
+  for (const RunFolder& run : runs)
+    for (const auto& [key, value] : run.settings) keys.insert(key);
+  keys.erase("job.dump_folder");
+  return keys;
+}
+
+bool same_setting(const std::vector<RunFolder>& runs, const std::string& key) {
+  return std::all_of(runs.begin(), runs.end(),
+                     [&](const RunFolder& run) { return run.setting(key) == runs.front().setting(key); });
+}
+
+std::vector<int64_t> common_steps(const std::vector<RunFolder>& runs, Series series) {
+  std::set<int64_t> steps;
+  const MetricRows& first = runs.front().*series;
+  for (size_t row = 0; row < first.size(); ++row)
+    if (std::all_of(runs.begin(), runs.end(),
+                    [&](const RunFolder& run) { return (run.*series).row_of(first.step(row)).has_value(); }))
+      steps.insert(first.step(row));
+  return {steps.begin(), steps.end()};
+}
+
+namespace {
+
+double value_at(const MetricRows& rows, int64_t step, const char* key) {
+  return rows.value(rows.row_of(step).value(), key).value_or(std::nan(""));
+}
+
+}  // namespace
+
+Parting compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps) {
+  Parting parting;
+  for (int64_t step : steps) {
+    const double first = value_at(a, step, "loss"), second = value_at(b, step, "loss");
+    if (first == second || (std::isnan(first) && std::isnan(second))) continue;
+    if (!parting.first_step) parting.first_step = step;
+    const double difference = std::abs(first - second);
+    if (difference >= parting.largest_difference) {
+      parting.largest_difference = difference;
+      parting.largest_step = step;
+    }
+  }
+  return parting;
+}
 
 namespace {
 
@@ -20,27 +76,33 @@ std::string cell(const std::string& text) {
   return std::string(kColumn - std::min<size_t>(kColumn, shown.size()), ' ') + shown + "  ";
 }
 
-void print_heads(const std::vector<RunRecord>& runs, const char* first) {
-  std::string line = cell(first);
-  for (const RunRecord& run : runs) line += cell(run.folder.string());
+template <class TextOf>
+void print_row(const std::vector<RunFolder>& runs, const std::string& head, const TextOf& text_of) {
+  std::string line = cell(head);
+  for (const RunFolder& run : runs) line += cell(text_of(run));
   std::printf("%s\n", line.c_str());
 }
 
-void print_settings(const std::vector<RunRecord>& runs) {
+void print_heads(const std::vector<RunFolder>& runs, const char* first) {
+  print_row(runs, first, [](const RunFolder& run) { return run.folder.string(); });
+}
+
+void print_settings(const std::vector<RunFolder>& runs) {
   std::printf("settings that differ\n");
   print_heads(runs, "");
   bool any = false;
   for (const std::string& key : keys_of(runs)) {
     if (same_setting(runs, key)) continue;
-    std::string line = cell(key);
-    for (const RunRecord& run : runs) line += cell(run.setting(key));
-    std::printf("%s\n", line.c_str());
+    print_row(runs, key, [&](const RunFolder& run) {
+      const std::string value = run.setting(key);
+      return value.empty() ? "unset" : value;
+    });
     any = true;
   }
   if (!any) std::printf("%s\n", cell("(none)").c_str());
 }
 
-// Long runs in some 20 lines: the first and last step are always among them.
+// About 20 lines for long runs, always with the first and the last step.
 std::vector<int64_t> shown_steps(const std::vector<int64_t>& steps) {
   const size_t stride = (steps.size() + 19) / 20;
   std::vector<int64_t> shown;
@@ -49,36 +111,34 @@ std::vector<int64_t> shown_steps(const std::vector<int64_t>& steps) {
   return shown;
 }
 
-void print_losses(const std::vector<RunRecord>& runs, Series series, const char* title) {
+void print_losses(const std::vector<RunFolder>& runs, Series series, const char* title) {
   std::printf("\n%s\n", title);
   print_heads(runs, "step");
-  for (int64_t step : shown_steps(common_steps(runs, series))) {
-    std::string line = cell(std::to_string(step));
-    for (const RunRecord& run : runs) {
-      const LoggedStep& logged = (run.*series).at(step);
-      line += cell(number("%.6f", logged.loss) + number(" (%.0f)", logged.tps));
-    }
-    std::printf("%s\n", line.c_str());
-  }
+  for (int64_t step : shown_steps(common_steps(runs, series)))
+    print_row(runs, std::to_string(step), [&](const RunFolder& run) {
+      return number("%.6f", value_at(run.*series, step, "loss")) +
+             number(" (%.0f)", value_at(run.*series, step, "tps"));
+    });
 }
 
-void print_speed(const std::vector<RunRecord>& runs) {
-  std::printf("\nmedian over the steps behind the first\n");
+void print_speed(const std::vector<RunFolder>& runs) {
+  std::printf("\nmedian over the steps after the first\n");
   print_heads(runs, "");
-  std::string tokens = cell("tokens/s and device"), seconds = cell("seconds a step");
-  for (const RunRecord& run : runs) {
-    tokens += cell(number("%.1f", run.median_tps()));
-    seconds += cell(number("%.4f", run.median_step_s()));
-  }
-  std::printf("%s\n%s\n", tokens.c_str(), seconds.c_str());
+  const auto print_median = [&](const char* head, const char* key, const char* format) {
+    print_row(runs, head, [&](const RunFolder& run) {
+      return number(format, median_after_first(run.steps.curve(key)).value_or(std::nan("")));
+    });
+  };
+  print_median("tokens/s per device", "tps", "%.1f");
+  print_median("seconds per step", "step_s", "%.4f");
 }
 
-void print_parting(const std::vector<RunRecord>& runs, Series series, const char* losses) {
+void print_parting(const std::vector<RunFolder>& runs, Series series, const char* losses) {
   const std::vector<int64_t> steps = common_steps(runs, series);
   std::printf("\n");
   for (size_t i = 1; i < runs.size(); ++i) {
-    Parting parting = compare_losses(runs.front().*series, runs[i].*series, steps);
-    std::string name = runs[i].folder.string();
+    const Parting parting = compare_losses(runs.front().*series, runs[i].*series, steps);
+    const std::string name = runs[i].folder.string();
     if (parting.first_step)
       std::printf("%s: the %s part at step %lld; largest difference %.3g at step %lld\n", name.c_str(),
                   losses, static_cast<long long>(*parting.first_step), parting.largest_difference,
@@ -92,18 +152,18 @@ void print_parting(const std::vector<RunRecord>& runs, Series series, const char
 
 int compare_command(const Arguments& words) {
   const CompareArguments arguments = parse_compare_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
-  std::vector<RunRecord> runs;
-  for (const std::string& folder : arguments.runs) runs.push_back(read_run(folder));
-  if (common_steps(runs, &RunRecord::steps).empty())
+  if (!arguments.help.empty()) return print(arguments.help);
+  std::vector<RunFolder> runs;
+  for (const std::string& folder : arguments.runs) runs.push_back(read_compared_run(folder));
+  if (common_steps(runs, &RunFolder::steps).empty())
     throw ConfigError("these runs have no logged step in common");
-  const bool validated = !common_steps(runs, &RunRecord::validations).empty();
+  const bool validated = !common_steps(runs, &RunFolder::validations).empty();
   print_settings(runs);
-  print_losses(runs, &RunRecord::steps, "loss (tokens/s)");
-  if (validated) print_losses(runs, &RunRecord::validations, "validation loss (tokens/s)");
+  print_losses(runs, &RunFolder::steps, "loss (tokens/s)");
+  if (validated) print_losses(runs, &RunFolder::validations, "validation loss (tokens/s)");
   print_speed(runs);
-  print_parting(runs, &RunRecord::steps, "losses");
-  if (validated) print_parting(runs, &RunRecord::validations, "validation losses");
+  print_parting(runs, &RunFolder::steps, "losses");
+  if (validated) print_parting(runs, &RunFolder::validations, "validation losses");
   return 0;
 }
 

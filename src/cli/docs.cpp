@@ -5,6 +5,7 @@
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/text.h"
 #include "job/job_config.h"
 #include "titan/config/load.h"
 
@@ -44,7 +45,7 @@ int docs_command(const Arguments& words) {
   if (arguments.page == "config") text = kConfigHead + config::markdown(train::job_schema());
   if (arguments.page == "torchtitan-keys")
     text = kKeysHead + config::key_table(train::job_schema(), train::torchtitan_keys());
-  return std::fputs(text.c_str(), stdout), 0;
+  return print(text);
 }
 
 }  // namespace titan::cli

@@ -8,12 +8,12 @@ namespace titan::cli {
 
 namespace {
 
-/// CLI11's help, with a usage line that says more than "[OPTIONS]".
+/// CLI11's help, with a usage line that is more specific than "[OPTIONS]".
 class Format : public CLI::Formatter {
  public:
   explicit Format(std::string usage) : usage_(std::move(usage)) { column_width(22); }
   std::string make_usage(const CLI::App*, std::string) const override { return "usage: " + usage_ + "\n"; }
-  /// The value's name and no more: the texts say what goes with what.
+  /// Only the value's name: the descriptions say which options exclude each other.
   std::string make_option_opts(const CLI::Option* option) const override {
     const std::string value = option->get_type_name();
     return (value.empty() ? "" : " " + value) + (option->get_required() ? " REQUIRED" : "");

@@ -1,6 +1,6 @@
 #pragma once
 
-// CLI11 as our commands use it: a usage line in our words, and ConfigError for what isn't understood.
+// CLI11 with our usage line, and with ConfigError for errors.
 
 #include <string>
 #include <vector>
@@ -9,13 +9,13 @@
 
 namespace titan::cli {
 
-/// One command's line.
+/// Parses the command line of one command.
 class Parser {
  public:
   /// `name`: "titan train". `usage`: without the word "usage".
   Parser(std::string name, std::string usage, std::string explanation);
 
-  /// Returns the help text if it was asked for. Throws ConfigError.
+  /// Returns the help text if the words ask for it. Throws ConfigError.
   std::string parse(const std::vector<std::string>& words);
 
   [[noreturn]] void refuse(const std::string& problem) const;

@@ -11,6 +11,7 @@
 
 #include "cli/arguments.h"
 #include "cli/commands.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/parallel/pipeline_schedule.h"
@@ -193,12 +194,12 @@ void write_files(const ScheduleArguments& arguments, const Schedule& schedule, c
 
 int schedule_command(const Arguments& words) {
   const ScheduleArguments arguments = parse_schedule_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   if (arguments.list) {
     check_size(2 * arguments.num_ranks, arguments.num_micro_batches);
     const std::string list =
         list_of_schedules(arguments.num_ranks, arguments.num_micro_batches, arguments.costs);
-    return std::fputs(list.c_str(), stdout), 0;
+    return print(list);
   }
   Schedule schedule = make(arguments);
   check_size(schedule.num_stages, int64_t{schedule.num_micro_batches} * arguments.times);
@@ -211,7 +212,7 @@ int schedule_command(const Arguments& words) {
   write_files(arguments, schedule, simulation);
   const std::string text = title_of(schedule) + "\n\n" + to_table(simulation, table_style()) + "\n" +
                            figures(schedule, simulation);
-  return std::fputs(text.c_str(), stdout), 0;
+  return print(text);
 }
 
 }  // namespace titan::cli

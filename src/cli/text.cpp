@@ -25,19 +25,15 @@ std::string time_text(std::time_t seconds, bool utc) {
 
 }  // namespace
 
+int print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  return 0;
+}
+
 std::string number(const char* format, double value) {
   std::array<char, 64> text{};
   std::snprintf(text.data(), text.size(), format, value);
   return text.data();
-}
-
-std::string size_text(int64_t bytes) {
-  const auto size = static_cast<double>(bytes);
-  if (bytes < 1'000) return plural(bytes, "byte");
-  if (bytes < 1'000'000) return number("%.3g kB", size / 1e3);
-  if (bytes < 1'000'000'000) return number("%.3g MB", size / 1e6);
-  if (bytes < 1'000'000'000'000) return number("%.4g GB", size / 1e9);
-  return number("%.4g TB", size / 1e12);
 }
 
 std::string plural(int64_t count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }

@@ -1,39 +1,42 @@
 #pragma once
 
-// Figures and tables for people.
+// Numbers and tables for people.
 
 #include <cstdint>
 #include <filesystem>
 #include <string>
 #include <vector>
 
+#include "core/units.h"
+
 namespace titan::cli {
+
+/// Prints `text` to standard output. Returns the exit code 0.
+int print(const std::string& text);
 
 /// printf of one number.
 std::string number(const char* format, double value);
-/// "1.23 GB", of 10^9 bytes; "512 bytes"
-std::string size_text(int64_t bytes);
 /// "1 file", "2 files"
 std::string plural(int64_t count, const char* noun);
 /// "[2, 3]"
 std::string shape_text(const std::vector<int64_t>& shape);
 
-/// When a file was written, "2026-11-21 20:05:44" here, or "2026-11-21T20:05:44Z"; empty: there is none.
+/// When a file was written, "2026-11-21 20:05:44" local time, or "2026-11-21T20:05:44Z"; "" without a file.
 std::string written_text(const std::filesystem::path& file, bool utc = false);
 
 /// "1,234,567", "0.00012", "3.25": five significant digits, and grouped where whole.
 std::string short_number(double value);
 /// "3 h 20 min", "4 min 5 s", "12.3 s", "45 ms"
 std::string duration(double seconds);
-/// Here: "2026-11-21 20:05:44"
+/// Local time: "2026-11-21 20:05:44"
 std::string local_time(int64_t time_us);
-/// For a terminal: what would move its cursor or change its colours is '?'.
+/// For a terminal: replaces control characters by '?'.
 std::string printable(std::string text);
 
-/// Rows of as many cells, the first row the heads; columns as wide as need be, those of numbers to the right.
+/// Rows of equal length, the first one with the column heads. Columns are as wide as necessary.
 struct TextTable {
   std::vector<std::vector<std::string>> rows;
-  std::vector<bool> right;  ///< by column; missing: left
+  std::vector<bool> right;  ///< right-aligned columns; missing: left
 };
 std::string to_string(const TextTable& table);
 

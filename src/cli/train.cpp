@@ -13,19 +13,20 @@
 #include "cli/commands.h"
 #include "cli/launch/launch.h"
 #include "cli/launch/launch_train.h"
+#include "cli/text.h"
 #include "cli/train_end.h"
 #include "core/process_stats.h"
 #include "dist/environment.h"
-#include "guard/flight_dump.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
 #include "job/checkpoint_job.h"
 #include "job/dry_run.h"
-#include "job/flight_watch.h"
 #include "job/job_config.h"
 #include "job/memory_report.h"
+#include "job/observers.h"
 #include "tensor/host_allocator.h"
 #include "titan/config/load.h"
+#include "titan/guard/watchdog.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/policies/interruption.h"
@@ -34,9 +35,9 @@ namespace titan::cli {
 
 namespace {
 
-/// Tells the ranks that --nproc starts whether somebody watches.
+/// Tells the ranks that --nproc starts whether a terminal shows their output.
 constexpr const char* kOnTerminal = "TITAN_ON_TERMINAL";
-/// And that the files of this config were looked at.
+/// Tells them that the files of this config have been checked.
 constexpr const char* kFilesChecked = "TITAN_FILES_CHECKED";
 
 int print_help(const TrainArguments& arguments) {
@@ -57,24 +58,24 @@ bool is_switch(std::string word) {
   return field != nullptr && field->kind == config::Kind::Bool;
 }
 
-/// Behind a switch, a config file is read as the switch's value.
+/// After a switch, a config file would be read as the switch's value.
 void check_config_comes_first(const TrainArguments& arguments) {
   const std::vector<std::string>& words = arguments.overrides;
   for (size_t at = 1; arguments.config.empty() && at < words.size(); ++at) {
     const bool names_config = words[at].ends_with(".toml") || words[at].ends_with(".json");
     if (names_config && is_switch(words[at - 1]))
-      throw ConfigError(str("titan train: ", words[at], " stands behind ", words[at - 1],
-                            ", as its value; the config file comes before the first setting"));
+      throw ConfigError(str("titan train: ", words[at], " was read as the value of ", words[at - 1],
+                            ": put the config file first"));
   }
 }
 
 LoadedJob load_job(const TrainArguments& arguments) {
   check_config_comes_first(arguments);
   if (arguments.config.empty() && arguments.overrides.empty())
-    throw ConfigError("titan train wants a config file or settings (see titan train --help)");
+    throw ConfigError("titan train needs a config file or settings (see titan train --help)");
   LoadedJob job;
   job.origins = config::load(train::job_schema(), {arguments.config, arguments.overrides}, job.config);
-  // It has done its work; kept, it would point a printed config at another file.
+  // It has been read; a printed config must not refer to another file.
   job.config.job.config_file.reset();
   return job;
 }
@@ -87,7 +88,7 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
   return command;
 }
 
-// Behind a stop, which a signal asked for; 0: none.
+// Called after a stop by `signal`; 0: none.
 void requeue_if_wanted(const train::JobConfig& config, int signal) {
   if (train::group_grows()) return;  // the launcher starts the ranks again itself
   if (requeues_on(config.fault_tolerance.requeue_on, signal)) requeue(slurm_job(dist::process_environment()));
@@ -112,14 +113,13 @@ void set_determinism_environment(const train::DebugSettings& debug) {
   if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
 }
 
-// Kineto reads it when it starts, and without a GPU writes an error about that into the log: its level 5 is
-// silence.
+// Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
 void set_profiler_environment(const train::ProfilingSettings& profiling) {
   if (profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
 }
 
-// What tensors free is kept by the host allocator; this is about what libraries free, as matrix products
-// their packed operands.
+// The host allocator keeps what tensors free; this keeps what libraries free, like the packed operands of matrix
+// products.
 void keep_freed_memory() {
   install_host_allocator();
 #ifdef __GLIBC__
@@ -128,7 +128,7 @@ void keep_freed_memory() {
 #endif
 }
 
-// A shell that srun started alone is no rank: its user may start some.
+// A shell that srun started alone isn't a rank: its user may start ranks.
 bool is_rank_of_a_job(const dist::Launch& launch) {
   return launch.by != "none" && !(launch.by == "slurm" && launch.size == 1);
 }
@@ -152,7 +152,7 @@ void configure_log(const train::JobConfig& config, const dist::Launch& launch) {
   log::configure(settings);
 }
 
-// Of --nproc's ranks, or the job's, or as many as the degrees come to.
+// For --nproc's ranks, or the job's, or the product of the degrees.
 int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist::Launch& launch) {
   const int num_ranks = arguments.num_ranks > 0    ? arguments.num_ranks
                         : is_rank_of_a_job(launch) ? launch.size
@@ -169,19 +169,19 @@ void check_requeue(const train::FaultToleranceSettings& settings) {
         "(SLURM_JOB_ID isn't set)");
 }
 
-// Who has the memory is told here, where the settings are; what went wrong is main()'s to say.
+// Explains an out-of-memory error here, where the settings are; main() prints the error itself.
 train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& world, bool on_terminal,
                           const train::CheckedFiles& checked, train::StartupWatch& startup) {
-  train::FlightWatch flights(config, world);
+  const auto watchdog = train::make_watchdog(config, world);
   try {
-    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, flights.dump());
+    train::Trainer trainer = train::build_trainer(config, world, on_terminal, checked, watchdog);
     startup.end();
     return trainer.train();
   } catch (const ConfigError&) {
-    throw;  // told by all ranks alike: none is lost
+    throw;  // all ranks report the same: none is lost
   } catch (const std::exception& error) {
     if (train::is_out_of_memory(error)) log::error(train::explain_out_of_memory(config, world));
-    if (world.size() > 1) log::error("the job fails: " + flights.explain(error.what()));
+    if (world.size() > 1) log::error("the job fails: " + watchdog->explain(error.what()));
     throw;
   }
 }
@@ -192,15 +192,15 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   set_profiler_environment(config.profiling);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
   const train::SignalWatch signals(signaling_launcher(launch));
-  const auto code_behind = [&](const train::StopCause& stop) {
-    const int code = code_behind_stop(launch, stop);
-    // Where the job goes on by itself it isn't put back into a queue.
+  const auto code_after = [&](const train::StopCause& stop) {
+    const int code = code_after_stop(launch, stop);
+    // A job that continues by itself isn't put back into the queue.
     if (code == 0 && launch.rank == 0) requeue_if_wanted(config, stop.signal);
     return code;
   };
-  train::StartupWatch startup(code_behind);
+  train::StartupWatch startup(code_after);
   dist::World world = train::build_world(config);
-  // With states in memory a stop waits until the newest is loaded, to save it.
+  // With states in memory, a stop waits until the newest one is loaded, to save it.
   if (config.checkpoint.peer_interval > 0) {
     startup.end();
   } else {
@@ -208,9 +208,9 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
   }
   if (train::run_has_ended(config, world)) return 0;
   const train::RunEnd end = run_trainer(config, world, on_terminal(launch), checked, startup);
-  // Stopped within its last validation: all steps are made and saved.
+  // Stopped during its last validation: all steps are trained and saved.
   if (end.step >= config.training.steps) return 0;
-  return code_behind(end.stop);
+  return code_after(end.stop);
 }
 
 }  // namespace
@@ -219,8 +219,7 @@ int train_command(const Arguments& words) {
   TrainArguments arguments = parse_train_arguments(words);
   if (!arguments.help.empty()) return print_help(arguments);
   LoadedJob job = load_job(arguments);
-  if (arguments.print_config)
-    return std::fputs(config::print_toml(train::job_schema(), job.config).c_str(), stdout), 0;
+  if (arguments.print_config) return print(config::print_toml(train::job_schema(), job.config));
   dist::Launch launch = dist::read_launch(dist::process_environment());
   if (arguments.print_plan) return print_plan(arguments, job, launch);
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
@@ -228,7 +227,7 @@ int train_command(const Arguments& words) {
   check_train_restarts(arguments, job.config, job.origins);
   const bool starts_ranks = arguments.num_ranks > 1 || arguments.restarts.max_restarts > 0;
   if (!starts_ranks) check_launched_restarts(launch, job.config, job.origins);
-  // The parent checks too, so that a wrong setting is told once, and before any rank exists.
+  // The parent checks, too, so that a wrong setting is reported once, before any rank exists.
   if (!starts_ranks) configure_log(job.config, launch);
   const train::CheckedFiles checked = train::check_job(
       job.config, job.origins, starts_ranks ? arguments.num_ranks : launch.size, files_to_check(launch));

@@ -16,12 +16,12 @@
 
 namespace titan::cli {
 
-int code_behind_stop(const dist::Launch& launch, const train::StopCause& stop) {
+int code_after_stop(const dist::Launch& launch, const train::StopCause& stop) {
   if (stop.signal == 0 || !stop.by_launcher || launch.by != "torchrun" || launch.max_restarts == 0) return 0;
   const int code = 128 + stop.signal;
   log::info(str("an agent of torchrun sent ", train::signal_name(stop.signal),
-                " to its ranks, of which the run isn't through: exit code ", code,
-                ", behind which the other agents start theirs again"));
+                " to its ranks before the run was finished: exit code ", code,
+                ", so that the other agents restart their ranks"));
   return code;
 }
 

@@ -15,7 +15,7 @@ namespace titan::cli {
 /// What a rank ends with behind a stop of a run that isn't through: 128 + the signal where an agent of
 /// torchrun's that may start ranks again (--max-restarts) sent one to any of them; else 0. Says so in the
 /// log.
-int code_behind_stop(const dist::Launch& launch, const train::StopCause& stop);
+int code_after_stop(const dist::Launch& launch, const train::StopCause& stop);
 
 /// The process that passes signals on to the ranks of `launch`: this one's parent; 0: there is none.
 int signaling_launcher(const dist::Launch& launch);

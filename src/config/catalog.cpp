@@ -73,7 +73,7 @@ const Section* Catalog::dynamic_section_of(std::string_view name) const {
   return nullptr;
 }
 
-// In this order: a slip in the key, the right key under another table, a slip in both.
+// Tries, in this order: a typo in the key, the right key in another table, a typo in both.
 std::string Catalog::suggest_key(std::string_view name) const {
   constexpr size_t kMostTables = 3;
   std::string key(key_of(name));

@@ -1,6 +1,6 @@
 #pragma once
 
-// The names that a schema knows, and which of them somebody may have meant.
+// The names in a schema, and suggestions for unknown ones.
 
 #include <map>
 #include <set>
@@ -16,23 +16,23 @@ class Catalog {
  public:
   explicit Catalog(const Schema& schema);
 
-  /// Fields that became known late: those of a dynamic section.
+  /// Adds the fields of a dynamic section once they are known.
   void add_fields(const std::string& section, const std::vector<FieldInfo>& fields);
 
   struct Entry {
     std::string name;  ///< full
     const FieldInfo* field = nullptr;
   };
-  /// The field of a full name, behind a mapped one its target; field == nullptr when there is none.
+  /// The field with that full name, or the target if it is mapped. field == nullptr: none.
   Entry find(std::string_view name) const;
-  /// As find, without following a mapping.
+  /// Like find(), but doesn't follow mappings.
   const FieldInfo* described(std::string_view name) const;
-  /// What the field of that full name hangs on (FieldInfo::only_where, of its own table or another).
+  /// The key in FieldInfo::only_where of the field with that full name, from its own table or another.
   const FieldInfo& switch_of(std::string_view name, const FieldInfo& field) const;
 
-  /// Whether some field's name starts with "table.", or it is a dynamic section.
+  /// Whether it is a dynamic section or a field's name starts with "table.".
   bool is_table(std::string_view name) const;
-  /// The dynamic section that `name` lies in, or is; nullptr for none.
+  /// The dynamic section that `name` is or lies in, or nullptr.
   const Section* dynamic_section_of(std::string_view name) const;
 
   /// "; did you mean 'training.seq_len'?", or nothing.
@@ -48,7 +48,7 @@ class Catalog {
   std::vector<const Section*> dynamic_;
 };
 
-/// A key that others hang on, whose feature a value of it may ask for; see FieldInfo::only_where.
+/// Whether `value` turns on the feature of a key that others name as FieldInfo::only_where.
 bool is_on(const FieldInfo& field, const Value& value);
 
 /// "training" of "training.seq_len", and "seq_len"; the table of a name without dot is "".

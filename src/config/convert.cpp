@@ -11,7 +11,7 @@
 namespace titan::config {
 namespace {
 
-constexpr double kExactInts = 9007199254740992.0;  // 2^53: above, a float doesn't say which int is meant
+constexpr double kExactInts = 9007199254740992.0;  // 2^53: larger floats don't identify an int
 
 std::optional<Value> as_int(const Raw& raw) {
   if (const auto* integer = std::get_if<int64_t>(&raw.value)) return *integer;

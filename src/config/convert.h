@@ -1,6 +1,6 @@
 #pragma once
 
-// From what stands in a file or on the command line to a value that a field takes.
+// Converts a value from a file or the command line to a field's type.
 
 #include <string>
 #include <string_view>
@@ -12,18 +12,17 @@ namespace titan::config {
 
 struct Converted {
   Value value;
-  std::string problem;  ///< empty: `value` is right for the field
+  std::string problem;  ///< empty if `value` is valid
 };
 
-/// Checks type, constraint and refusal; a refusal that holds only where another key is true is left to the
-/// caller.
+/// Checks type, constraint and refusal. The caller checks refusals that depend on another key.
 Converted convert(const FieldInfo& field, const Raw& raw);
 
 /// "not supported: <reason>; only false is accepted".
 std::string refusal(const FieldInfo& field);
 
-/// A command-line word as the field's kind reads it: "none" unsets, "a,b" is a list, "a,b;c" a list of lists.
-/// A word that doesn't fit the kind stays a string, which convert() then refuses.
+/// Parses a command-line word for the field's kind: "none" unsets, "a,b" is a list, "a,b;c" a list of lists.
+/// A word that doesn't fit stays a string, which convert() refuses.
 Raw raw_of_word(const FieldInfo& field, std::string_view word);
 
 /// "an int", "a list of strings".

@@ -1,4 +1,4 @@
-// The schema as text: the command's help, the page docs/config.md, the table of another program's keys.
+// The schema as text: the command's help, docs/config.md, and the table of another program's keys.
 
 #include <sstream>
 
@@ -10,8 +10,7 @@ namespace {
 
 using Role = FieldInfo::Role;
 
-/// The section's fields; a dynamic section's are those of a default job, and none where nothing can resolve
-/// it yet.
+/// The section's fields. For a dynamic section, those of a default job, or none if it can't be resolved.
 std::vector<FieldInfo> fields_of(const Schema& schema, const Section& section) {
   if (!section.resolve) return section.fields;
   try {

@@ -19,8 +19,7 @@ std::string value_in(const Settings& settings, const std::string& key) {
 
 }  // namespace
 
-// A table's name in brackets, then a key and its value a line, comments for what is unset. So runs of models
-// that this program doesn't know can be read too.
+// Reads print_toml's lines without a schema, so that runs of models unknown to this program can be compared.
 std::map<std::string, std::string> printed_settings(const std::string& toml) {
   Settings settings;
   std::istringstream lines(toml);

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <cmath>
 
+#include "core/utf8.h"
 #include "titan/config/load.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
@@ -59,18 +60,18 @@ std::string joined(const std::string& prefix, std::string_view key) {
   return prefix.empty() ? component : prefix + "." + component;
 }
 
-void move(Place& place, std::string_view text) {
+void advance(Place& place, std::string_view text) {
   for (char c : text) {
     if (c == '\n') {
       ++place.line;
       place.column = 1;
-    } else if ((static_cast<unsigned char>(c) & 0xc0) != 0x80) {  // not the continuation of a character
+    } else if ((static_cast<unsigned char>(c) & 0xc0) != 0x80) {  // not a continuation byte
       ++place.column;
     }
   }
 }
 
-// A config file and its includes, as documents in order of precedence.
+// ---- a file and its includes
 
 namespace {
 
@@ -95,14 +96,14 @@ class FileReader {
  public:
   explicit FileReader(std::vector<std::string>& problems) : problems_(problems) {}
 
-  /// `prefix` goes in front of the reason when the file itself can't be read: who asked for it.
+  /// `prefix` says who asked for the file; it begins the message if the file can't be read.
   void read(const fs::path& path, const std::string& prefix) {
     if (is_open(path)) return report(prefix, "includes go round in a circle: " + chain_to(path));
     if (++num_files_ > kMostFiles) return report(prefix, str("more than ", kMostFiles, " included files"));
     Document document;
     try {
       document = read_document(path);
-    } catch (const ConfigError& error) {  // says where by itself
+    } catch (const ConfigError& error) {  // its message has the place
       return report("", error.what());
     } catch (const Error& error) {
       return report(prefix, error.what());
@@ -171,7 +172,7 @@ std::vector<Document> read_documents(const fs::path& file, std::vector<std::stri
   return reader.take();
 }
 
-// The command line's `--section.key value` words.
+// ---- words of the command line
 
 namespace {
 
@@ -182,7 +183,7 @@ std::string normalized(std::string name) {
   return name;
 }
 
-/// Takes the name at `at`, and the value that follows unless '=' gave one; moves `at` behind both.
+/// Takes the name at `at`, and the value that follows unless '=' gave one; moves `at` past both.
 Assignment take(const std::vector<std::string>& words, size_t& at) {
   std::string word = words[at++].substr(2);
   size_t equals = word.find('=');
@@ -192,28 +193,13 @@ Assignment take(const std::vector<std::string>& words, size_t& at) {
   return {normalized(word), "", has_value ? Word(words[at++]) : Word()};
 }
 
-/// Arguments are bytes; settings are text, which is written to files that have to be UTF-8.
-bool is_utf8(std::string_view text) {
-  for (size_t at = 0; at < text.size();) {
-    unsigned char lead = static_cast<unsigned char>(text[at++]);
-    size_t tail = lead < 0x80                   ? 0
-                  : lead >= 0xc2 && lead < 0xe0 ? 1
-                  : (lead & 0xf0) == 0xe0       ? 2
-                  : (lead & 0xf8) == 0xf0       ? 3
-                                                : 4;
-    if (tail == 4 || at + tail > text.size()) return false;
-    for (; tail > 0; --tail, ++at)
-      if ((static_cast<unsigned char>(text[at]) & 0xc0) != 0x80) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 std::vector<Assignment> read_words(const std::vector<std::string>& words,
                                    std::vector<std::string>& problems) {
   for (size_t at = 0; at < words.size(); ++at)
-    if (!is_utf8(words[at])) problems.push_back(str("command-line word ", at + 1, " is not UTF-8"));
+    if (valid_utf8_prefix(words[at]) != words[at].size())
+      problems.push_back(str("command-line word ", at + 1, " is not UTF-8"));
   std::vector<Assignment> assignments;
   for (size_t at = 0; at < words.size();) {
     if (is_name(words[at])) {

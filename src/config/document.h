@@ -1,6 +1,9 @@
 #pragma once
 
-// A config file before anybody has looked at what its keys mean: the same for TOML and JSON.
+// [Note: from files to settings]
+// A Document is a parsed TOML or JSON file, before its keys mean anything: leaves with a dotted name, a place
+// and a Raw value. An Assignment is a leaf or a command-line word: "this key was given this value there".
+// load.cpp looks up each assignment's field in the Catalog, converts its value (convert.h), and sets it.
 
 #include <cstdint>
 #include <filesystem>
@@ -20,7 +23,7 @@ struct Place {
 };
 std::string to_text(const Place& place);
 
-/// What stands in the file: a scalar, a list, null, or something that no setting can be.
+/// A value in a file: a scalar, a list, null, or something that no setting can be.
 struct Raw {
   struct Null {};
   struct Other {
@@ -34,7 +37,7 @@ std::string to_text(const Raw& raw);
 std::string type_of(const Raw& raw);
 
 struct Leaf {
-  std::string name;  ///< full, with dots; a component that holds a dot itself is quoted
+  std::string name;  ///< full, with dots; a component that contains a dot is quoted
   Place place;
   Raw value;
 };
@@ -46,29 +49,26 @@ struct Heading {
 
 struct Document {
   std::vector<Leaf> leaves;       ///< in the order of the file
-  std::vector<Heading> headings;  ///< every table, its parent before it
+  std::vector<Heading> headings;  ///< every table, after its parent
   std::vector<std::string> problems;
 };
 
-/// Throws ConfigError for what isn't TOML; its position as "file:line:column: reason".
+/// Throws ConfigError, "file:line:column: reason", if the text isn't TOML.
 Document read_toml(std::string_view text, const std::string& file);
-/// The same for JSON. A key given twice is a problem of the document, as in TOML.
+/// The same for JSON. A duplicate key is one of the document's problems.
 Document read_json(std::string_view text, const std::string& file);
 
-/// "prefix.key", the key quoted where it isn't plain.
+/// "prefix.key"; a key with other characters than letters, digits, '_' and '-' is quoted.
 std::string joined(const std::string& prefix, std::string_view key);
 
-/// Moves `place` over `text`. Columns count characters (UTF-8), as toml++ does.
-void move(Place& place, std::string_view text);
+/// Moves `place` past `text`. Columns count UTF-8 characters, as toml++ does.
+void advance(Place& place, std::string_view text);
 
-/// Deepest nesting and most bytes that a config may have: beyond, it is an attack or a mistake.
+/// The deepest nesting and the most bytes of a config.
 inline constexpr size_t kMaxDepth = 64;
 inline constexpr size_t kMaxBytes = size_t{16} << 20;
 
-// "This key was given this value there", for all files and the command line, in order of precedence: the last
-// one wins.
-
-/// A word of the command line as it stands; unset for a bare `--name`.
+/// A value on the command line; unset for a bare `--name`.
 using Word = std::optional<std::string>;
 
 struct Assignment {
@@ -77,15 +77,14 @@ struct Assignment {
   std::variant<Raw, Word> given;
 };
 
-/// "configs/a.toml:3:1: training.steps = 0" or "--training.steps = 0": the beginning of every message about
-/// it.
+/// How every message about it begins: "configs/a.toml:3:1: training.steps = 0" or "--training.steps = 0".
 std::string to_text(const Assignment& assignment);
 
-/// The file with all that it includes, included first. What can't be read becomes a problem, and the rest is
-/// still returned.
+/// The file and everything it includes, in order of precedence: the last one wins. Files that can't be read
+/// are added to `problems`, and the others are returned.
 std::vector<Document> read_documents(const std::filesystem::path& file, std::vector<std::string>& problems);
 
-/// Command-line words as assignments, names with '_' for '-'.
+/// Command-line words as assignments; '-' in names becomes '_'.
 std::vector<Assignment> read_words(const std::vector<std::string>& words, std::vector<std::string>& problems);
 
 }  // namespace titan::config

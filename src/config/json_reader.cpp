@@ -1,67 +1,25 @@
-#include <nlohmann/json.hpp>
+#include <algorithm>
 #include <set>
 
 #include "config/document.h"
-#include "titan/config/table.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 
 namespace titan::config {
 namespace {
 
-using Json = nlohmann::json;
-
-/// Counts what the parser has consumed: its events carry no position.
-class CountingIterator {
+class Reader final : public JsonEvents {
  public:
-  using iterator_category = std::input_iterator_tag;
-  using value_type = char;
-  using difference_type = std::ptrdiff_t;
-  using pointer = const char*;
-  using reference = const char&;
+  Reader(std::string_view text, const std::string& file) : text_(text), cursor_{file, 1, 1} {}
 
-  CountingIterator(const char* at, size_t* consumed) : at_(at), consumed_(consumed) {}
-  reference operator*() const { return *at_; }
-  CountingIterator& operator++() {
-    ++at_;
-    ++*consumed_;
-    return *this;
-  }
-  bool operator==(const CountingIterator& other) const { return at_ == other.at_; }
-  bool operator!=(const CountingIterator& other) const { return at_ != other.at_; }
+  std::string null() override { return value({Raw::Null{}}); }
+  std::string boolean(bool given) override { return value({given}); }
+  std::string integer(int64_t given) override { return value({given}); }
+  std::string large_integer(uint64_t given) override { return value({static_cast<double>(given)}); }
+  std::string real(double given) override { return value({given}); }
+  std::string text(std::string& given) override { return value({std::move(given)}); }
 
- private:
-  const char* at_;
-  size_t* consumed_;
-};
-
-/// "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error while ...": the place is
-/// ours to give.
-std::string reason_of(std::string_view what) {
-  if (size_t at = what.find("] "); at != std::string_view::npos) what.remove_prefix(at + 2);
-  if (what.starts_with("parse error at")) what.remove_prefix(std::min(what.find(": "), what.size() - 2) + 2);
-  return std::string(what);
-}
-
-/// Receives the parser's events and keeps a stack of open objects and lists.
-class Reader {
- public:
-  Reader(std::string_view text, const std::string& file, const size_t& consumed)
-      : text_(text), consumed_(consumed), cursor_{file, 1, 1} {}
-
-  Document take() { return std::move(document_); }
-
-  bool null() { return value({Raw::Null{}}); }
-  bool boolean(bool given) { return value({given}); }
-  bool number_integer(int64_t given) { return value({given}); }
-  bool number_unsigned(uint64_t given) {
-    bool fits = given <= static_cast<uint64_t>(INT64_MAX);
-    return value(fits ? Raw{static_cast<int64_t>(given)} : Raw{static_cast<double>(given)});
-  }
-  bool number_float(double given, const std::string&) { return value({given}); }
-  bool string(std::string& given) { return value({std::move(given)}); }
-  bool binary(Json::binary_t&) { return true; }  // not in JSON text
-
-  bool key(std::string& name) {
+  std::string key(std::string& name) override {
     if (skipped_ == 0) {
       key_ = joined(open_.back().name, name);
       key_place_ = token_place();
@@ -69,55 +27,40 @@ class Reader {
     return token_done();
   }
 
-  bool start_object(size_t) {
-    check_depth();
-    if (skipped_ > 0 || (!open_.empty() && open_.back().is_list)) {
-      ++skipped_;
-    } else if (open_.empty()) {
-      open_.push_back({});
-    } else {
-      note_key();
-      document_.headings.push_back({key_, key_place_});
-      open_.push_back({key_, key_place_});
-    }
-    return token_done();
-  }
-
-  bool end_object() {
-    if (skipped_ == 0) {
-      open_.pop_back();
-    } else if (--skipped_ == 0) {
-      open_.back().items.push_back({Raw::Other{"a table"}});
-    }
-    return token_done();
-  }
-
-  bool start_array(size_t) {
-    check_root();
-    check_depth();
-    if (skipped_ > 0) {
+  std::string open(bool is_array) override {
+    if (is_array && open_.empty()) return no_object();
+    if (open_.size() + skipped_ >= kMaxDepth) return problem(token_place(), str("nested deeper than ", kMaxDepth));
+    const bool in_list = !open_.empty() && open_.back().is_list;
+    if (skipped_ > 0 || (in_list && !is_array)) {
       ++skipped_;
     } else {
-      open_.push_back({key_, key_place_, true});
+      if (!is_array && !open_.empty()) {
+        note_key();
+        document.headings.push_back({key_, key_place_});
+      }
+      open_.push_back({key_, key_place_, is_array});
     }
     return token_done();
   }
 
-  bool end_array() {
+  std::string close() override {
     if (skipped_ > 0) {
-      --skipped_;
+      if (--skipped_ == 0) open_.back().items.push_back({Raw::Other{"a table"}});
       return token_done();
     }
-    Open list = std::move(open_.back());
+    Open closed = std::move(open_.back());
     open_.pop_back();
-    key_ = std::move(list.name);
-    key_place_ = std::move(list.place);
-    return value({std::move(list.items)});
+    if (!closed.is_list) return token_done();
+    key_ = std::move(closed.name);
+    key_place_ = std::move(closed.place);
+    return value({std::move(closed.items)});
   }
 
-  bool parse_error(size_t position, const std::string&, const nlohmann::detail::exception& error) {
-    fail(advance(position > 0 ? position - 1 : 0), "not JSON: " + reason_of(error.what()));
+  std::string syntax_error(size_t position, const std::string& reason) override {
+    return problem(advance_to(position > 0 ? position - 1 : 0), "not JSON: " + reason);
   }
+
+  Document document;
 
  private:
   struct Open {
@@ -128,61 +71,50 @@ class Reader {
     std::set<std::string> keys = {};
   };
 
-  bool value(Raw raw) {
-    check_root();
-    Open& open = open_.back();
-    if (skipped_ == 0 && open.is_list) {
-      open.items.push_back(std::move(raw));
+  std::string value(Raw raw) {
+    if (open_.empty()) return no_object();
+    if (skipped_ == 0 && open_.back().is_list) {
+      open_.back().items.push_back(std::move(raw));
     } else if (skipped_ == 0 && note_key()) {
-      document_.leaves.push_back({key_, key_place_, std::move(raw)});
+      document.leaves.push_back({key_, key_place_, std::move(raw)});
     }
     return token_done();
   }
 
-  /// False, and a problem, when the open object has the key already.
+  /// Returns false, and adds a problem, if the open object already has the key.
   bool note_key() {
     if (open_.back().keys.insert(key_).second) return true;
-    document_.problems.push_back(str(to_text(key_place_), ": ", key_, ": given twice in the same table"));
+    document.problems.push_back(str(to_text(key_place_), ": ", key_, ": given twice in the same table"));
     return false;
   }
 
-  void check_root() {
-    if (open_.empty()) fail(cursor_, "a config is an object: {\"section\": {\"key\": value}}");
+  std::string problem(const Place& place, const std::string& reason) const {
+    return str(to_text(place), ": ", reason);
   }
+  std::string no_object() const { return problem(cursor_, "a config is an object: {\"section\": {\"key\": value}}"); }
 
-  void check_depth() {
-    if (open_.size() + skipped_ >= kMaxDepth) fail(token_place(), str("nested deeper than ", kMaxDepth));
-  }
-
-  [[noreturn]] void fail(const Place& place, const std::string& reason) {
-    throw ConfigError(str(to_text(place), ": ", reason));
-  }
-
-  // The parser has read just past the token of an event (one byte more after a number, which can't start a
-  // token), so the token starts behind the last event's end and what separates tokens.
+  // The parser has read just past the current token (and one byte more after a number, which can't start a
+  // token), so the token starts after the end of the previous one and the separators.
   Place token_place() {
-    return advance(std::min(text_.find_first_not_of(" \t\r\n,:", last_end_), text_.size()));
+    return advance_to(std::min(text_.find_first_not_of(" \t\r\n,:", last_end_), text_.size()));
   }
-  bool token_done() {
-    last_end_ = consumed_;
-    return true;
+  std::string token_done() {
+    last_end_ = num_read();
+    return "";
   }
 
-  /// Moves the cursor on to a byte; tokens come in order, so that a file is counted through once.
-  Place advance(size_t offset) {
+  /// Moves the cursor to a byte. Tokens come in order, so each byte is counted once.
+  Place advance_to(size_t offset) {
     if (offset > cursor_at_) {
-      move(cursor_, text_.substr(cursor_at_, offset - cursor_at_));
+      advance(cursor_, text_.substr(cursor_at_, offset - cursor_at_));
       cursor_at_ = offset;
     }
     return cursor_;
   }
 
   std::string_view text_;
-  const size_t& consumed_;
-  Document document_;
   std::vector<Open> open_;
-  size_t skipped_ =
-      0;  // open objects and lists inside an object inside a list: none of them can be a setting
+  size_t skipped_ = 0;  // open objects and lists inside an object in a list, where no setting can be
   std::string key_;
   Place key_place_;
   size_t last_end_ = 0;
@@ -193,18 +125,10 @@ class Reader {
 }  // namespace
 
 Document read_json(std::string_view text, const std::string& file) {
-  // The parser takes a NUL for the end of its input.
-  if (size_t zero = text.find('\0'); zero != text.npos) {
-    Place place{file, 1, 1};
-    move(place, text.substr(0, zero));
-    throw ConfigError(str(to_text(place), ": not JSON: a NUL byte"));
-  }
-  size_t consumed = 0;
-  Reader reader(text, file, consumed);
-  CountingIterator begin(text.data(), &consumed);
-  CountingIterator end(text.data() + text.size(), &consumed);
-  Json::sax_parse(begin, end, &reader);
-  return reader.take();
+  Reader reader(text, file);
+  const std::string problem = titan::read_json(text, reader);
+  if (!problem.empty()) throw ConfigError(problem);
+  return std::move(reader.document);
 }
 
 }  // namespace titan::config

@@ -14,7 +14,7 @@
 namespace titan::config {
 namespace {
 
-/// Long values are cut, between characters (UTF-8): a message is a line.
+/// Long values are cut between UTF-8 characters, so that a message is one line.
 std::string shortened(const std::string& text) {
   constexpr size_t kLongest = 100;
   if (text.size() <= kLongest) return text;
@@ -36,7 +36,7 @@ std::optional<Raw> raw_of(const Assignment& assignment, const FieldInfo& field) 
   return field.kind == Kind::Bool ? std::optional<Raw>(Raw{true}) : std::nullopt;
 }
 
-/// Sorts what was given into settings, problems and what has to wait for its table.
+/// Sorts assignments into settings, problems, and those that wait for a dynamic table.
 class Loader {
  public:
   Loader(const Schema& schema, const Sources& sources, void* job)
@@ -102,7 +102,8 @@ class Loader {
     apply_if(is_static, job_);
   }
 
-  /// Whose model is in doubt, whose arguments can't be judged; a problem at the top ("") may hide any table.
+  /// A dynamic table can't be judged if a table it depends on has a problem. A problem at the top ("") may
+  /// affect any table.
   bool is_in_doubt(const Section& section) const {
     auto has_problem = [&](const std::string& table) { return problem_tables_.count(table) != 0; };
     return has_problem("") || std::any_of(section.depends_on.begin(), section.depends_on.end(), has_problem);
@@ -124,8 +125,8 @@ class Loader {
     apply_if(is_here, table.settings.get());
   }
 
-  /// Unknown keys are reported wherever they stand; of several values of a key the last counts, and only that
-  /// one is judged: so a command line can mend a file.
+  /// Reports every unknown key. If a key has several values, the last one counts, and only that one is
+  /// judged: a command line can correct a file.
   template <class Predicate>
   void apply_if(const Predicate& is_meant, void* settings) {
     std::vector<Assignment> meant;
@@ -152,7 +153,7 @@ class Loader {
     if (!converted.problem.empty()) return report(assignment, converted.problem);
     field.set(settings, converted.value);
     origins_.set(entry.name, {assignment.place, shown_value(assignment)});
-    // Whether this refusal holds is known when the key that it hangs on has its value.
+    // The refusal applies if `only_where` is on, which is known once all keys are read.
     bool is_refused = !field.only_where.empty() && converted.value != field.default_value;
     if (is_refused) refused_where_.emplace_back(assignment, &field);
   }
@@ -165,7 +166,7 @@ class Loader {
     refused_where_.clear();
   }
 
-  /// `--section.no_key` is `--section.key false`, where there is such a bool.
+  /// `--section.no_key` is `--section.key false` if there is such a bool.
   Assignment without_no(const Assignment& assignment) const {
     constexpr std::string_view kNo = "no_";
     const auto* word = std::get_if<Word>(&assignment.given);

@@ -1,4 +1,4 @@
-// Every setting of a job with its value, grouped by table: what the writers walk.
+// The resolved config as TOML and as JSON.
 
 #include <algorithm>
 #include <cmath>
@@ -10,18 +10,15 @@
 #include "titan/config/schema.h"
 
 namespace titan::config {
+namespace {
 
+/// A setting with its value, or a table of them.
 struct Node {
   std::string key;                   ///< one component, no dots
   const FieldInfo* field = nullptr;  ///< nullptr for a table
   Value value;
-  std::vector<Node> children;  ///< of a table, in the schema's order
+  std::vector<Node> children;  ///< in the schema's order
 };
-
-/// The root table. `fields` must outlive it: they are the schema's and the job's own.
-Node tree_of(const Schema& schema, const void* job);
-
-namespace {
 
 Node& child(Node& table, std::string_view key) {
   auto found = std::find_if(table.children.begin(), table.children.end(),
@@ -51,8 +48,7 @@ void insert(Node& root, const std::string& section, const std::vector<FieldInfo>
   }
 }
 
-}  // namespace
-
+/// The root table. Its fields belong to the schema and the job.
 Node tree_of(const Schema& schema, const void* job) {
   Node root;
   for (const Section& section : schema.sections()) {
@@ -64,13 +60,9 @@ Node tree_of(const Schema& schema, const void* job) {
   return root;
 }
 
-// The resolved config as TOML and as JSON.
-
-namespace {
-
 bool is_unset(const Value& value) { return std::holds_alternative<std::monostate>(value); }
 
-/// TOML wants a table's own keys before its sub-tables.
+/// In TOML, a table's own keys come before its sub-tables.
 void write_toml(const Node& table, const std::string& name, std::string& text) {
   std::string keys;
   for (const Node& node : table.children) {

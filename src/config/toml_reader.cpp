@@ -1,10 +1,10 @@
-// The one file that includes toml++: it costs five seconds.
+// The only file that includes toml++, which takes five seconds to compile.
 
-// Some mistakes ("[=", "[ }", "12:x") break assertions of toml++ 3.3, which a release build takes as promises
-// for the optimizer, although the code behind them reports the mistake. So: neither assertions nor promises.
+// Some mistakes ("[=", "[ }", "12:x") break assertions of toml++ 3.3. A release build turns these into
+// promises for the optimizer, although the code after them reports the mistake. So this disables both.
 #undef NDEBUG
 #define TOML_ASSERT(expr) static_cast<void>(0)
-// It also promises that no value goes on with one of certain letters ("x = 1.Ś"), which aren't white space.
+// It also promises that certain letters never follow a value ("x = 1.Ś").
 #include <toml++/impl/preprocessor.h>
 #include <cstdint>
 #pragma push_macro("TOML_UNREACHABLE")
@@ -59,8 +59,7 @@ void collect(const toml::table& table, const std::string& prefix, const std::str
              Document& document) {
   for (const auto& [key, node] : table) {
     std::string name = joined(prefix, key.str());
-    // The key's own position: a value's may be lines below it, a table's isn't kept where dots imply the
-    // table.
+    // The key's position: the value may start lines below it, and a table implied by dots has none.
     Place place = place_at(key.source(), file);
     if (const toml::table* child = node.as_table()) {
       document.headings.push_back({name, place});
@@ -71,7 +70,7 @@ void collect(const toml::table& table, const std::string& prefix, const std::str
   }
 }
 
-/// toml++ keeps keys sorted; messages and overrides want the order of the file.
+/// toml++ sorts keys; messages and overrides need the order of the file.
 void sort_by_place(Document& document) {
   auto by_place = [](const auto& a, const auto& b) {
     return std::tie(a.place.line, a.place.column) < std::tie(b.place.line, b.place.column);
@@ -79,14 +78,17 @@ void sort_by_place(Document& document) {
   std::stable_sort(document.leaves.begin(), document.leaves.end(), by_place);
 }
 
-/// toml++ limits how deep values nest but not how many parts a dotted key has, and destroys its tables
+/// toml++ limits the nesting of values but not the parts of a dotted key, and destroys its tables
 /// recursively.
 void check_dots(std::string_view text, const std::string& file) {
   constexpr size_t kMaxDots = 1000;
   size_t dots = 0;
   size_t line = 1;
   for (char c : text) {
-    if (c == '\n') dots = 0, ++line;
+    if (c == '\n') {
+      dots = 0;
+      ++line;
+    }
     if (c == '.' && ++dots > kMaxDots)
       throw ConfigError(str(to_text(Place{file, line, 1}), ": a line with more than ", kMaxDots, " dots"));
   }

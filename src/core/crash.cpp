@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
-// Only async-signal-safe calls below report(): write, sigaction, raise, nanosleep, and backtrace*, which are
-// safe once libgcc has been loaded (install_crash_handler makes a first call for that).
+// report() makes only async-signal-safe calls: write, sigaction, raise, nanosleep, and backtrace*, which is
+// safe once libgcc is loaded (install_crash_handler makes a first call for that).
 
 namespace titan {
 namespace {
@@ -19,7 +19,7 @@ namespace {
 constexpr std::array kSignals = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 constexpr int kMaxFrames = 64;
 constexpr size_t kStackBytes = 64 * 1024;
-// Of the addresses that belong to a null pointer and the largest array behind it.
+// Addresses below this come from a null pointer, or an array at one.
 constexpr uintptr_t kNullPointersEnd = uintptr_t{1} << 40;
 
 std::atomic<const char*> crash_note{nullptr};
@@ -61,7 +61,7 @@ const char* signal_name(int signal) {
   }
 }
 
-// A pointer that is no address at all faults with another code, and with 0 for its address.
+// A pointer that is not a valid address at all faults with another code, and with address 0.
 bool is_null_pointer(int signal, const siginfo_t* info) {
   return signal == SIGSEGV && info->si_code == SEGV_MAPERR &&
          reinterpret_cast<uintptr_t>(info->si_addr) < kNullPointersEnd;
@@ -71,7 +71,7 @@ void report(int signal, const siginfo_t* info) {
   bool memory_fault = signal == SIGSEGV || signal == SIGBUS;
   write_text("[titan] fatal signal ");
   write_text(signal_name(signal));
-  if (memory_fault && info->si_code > 0) {  // by the kernel; a signal sent by a process has no address
+  if (memory_fault && info->si_code > 0) {  // from the kernel: a signal from a process has no address
     write_text(" at address ");
     write_hex(reinterpret_cast<uintptr_t>(info->si_addr));
   }
@@ -82,13 +82,13 @@ void report(int signal, const siginfo_t* info) {
     write_text(note);
     write_text("\n");
   }
-  // Ahead of the stack, which may be what is damaged.
+  // Before the backtrace, because the stack may be damaged.
   if (auto* hook = crash_hook.load()) hook(signal_name(signal));
   void* frames[kMaxFrames];
   backtrace_symbols_fd(frames, backtrace(frames, kMaxFrames), STDERR_FILENO);
 }
 
-/// Another thread is writing its report, which ends the process: give it the time.
+/// Gives another thread time to finish its report, which ends the process.
 void wait_for_end() {
   for (int i = 0; i < 50; ++i) {
     timespec tenth{0, 100'000'000};
@@ -105,7 +105,7 @@ void handle(int signal, siginfo_t* info, void*) {
   struct sigaction default_action = {};
   default_action.sa_handler = SIG_DFL;
   sigaction(signal, &default_action, nullptr);
-  raise(signal);  // blocked while this handler runs: delivered at its return, with the default action
+  raise(signal);  // blocked while this handler runs, so it is delivered when it returns
 }
 
 bool is_default(int signal) {

@@ -1,10 +1,9 @@
 #include "core/durable.h"
 
-#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
-#include <unistd.h>
 #include <zlib.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
@@ -15,17 +14,18 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
-namespace titan::checkpoint::detail {
+namespace titan {
+
+namespace fs = std::filesystem;
+using detail::errno_text;
+
 namespace {
 
-using titan::detail::errno_text;
-
-// Calls until a signal doesn't interrupt it.
+/// Repeats a call that a signal interrupts.
 template <class Call>
 auto uninterrupted(const Call& call) {
   auto result = call();
@@ -33,7 +33,7 @@ auto uninterrupted(const Call& call) {
   return result;
 }
 
-// Takes `num_bytes` from the front of the parts; returns the parts that are left.
+/// Takes `num_bytes` off the front of the parts; returns the parts that are left.
 std::span<iovec> without_front(std::span<iovec> parts, size_t num_bytes) {
   while (!parts.empty() && num_bytes >= parts.front().iov_len) {
     num_bytes -= parts.front().iov_len;
@@ -46,14 +46,27 @@ std::span<iovec> without_front(std::span<iovec> parts, size_t num_bytes) {
   return parts;
 }
 
+/// The file system, which may be in user space, or the kernel lacks the operation.
+bool is_unsupported(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
+
+fs::file_status own_status(const fs::path& path) {
+  std::error_code ignored;
+  return fs::symlink_status(path, ignored);
+}
+
 }  // namespace
 
-OutputFile::OutputFile(const std::filesystem::path& path, int64_t num_bytes, FileCalls calls)
-    : path_(path), num_bytes_(num_bytes), calls_(std::move(calls)) {
-  // A file of that name may be a link to another checkpoint's: it isn't written over.
-  if (::unlink(path.c_str()) != 0 && errno != ENOENT) fail("cannot replace it", errno);
+// ---- files of known size
+
+OutputFile::OutputFile(fs::path path, std::optional<int64_t> num_bytes, FileCalls calls, fs::path shown)
+    : path_(std::move(path)),
+      shown_(shown.empty() ? path_ : std::move(shown)),
+      num_bytes_(num_bytes),
+      calls_(std::move(calls)) {
+  // Not written over: the name may be a link to a file of another checkpoint.
+  if (::unlink(path_.c_str()) != 0 && errno != ENOENT) fail("cannot replace it", errno);
   fd_ = uninterrupted(
-      [&] { return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666); });
+      [&] { return ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666); });
   if (fd_ < 0) fail("cannot create it", errno);
   try {
     reserve();
@@ -71,30 +84,28 @@ OutputFile::~OutputFile() {
 }
 
 void OutputFile::reserve() {
-  if (uninterrupted([&] { return calls_.fallocate(fd_, 0, 0, num_bytes_); }) == 0) return;
-  // Some network file systems can't; then the free space is all that is known.
-  if (errno == EOPNOTSUPP || errno == ENOSYS) return check_free_space();
-  fail("cannot reserve its space", errno);
-}
-
-void OutputFile::check_free_space() {
+  if (num_bytes_.value_or(0) == 0) return;
+  if (uninterrupted([&] { return calls_.fallocate(fd_, 0, 0, *num_bytes_); }) == 0) return;
+  if (errno != EOPNOTSUPP && errno != ENOSYS) fail("cannot reserve its space", errno);
+  // Some network file systems can't reserve: check the free space instead.
   struct statvfs status = {};
-  if (::fstatvfs(fd_, &status) != 0) return;  // writing will tell
-  const auto blocks = (static_cast<uint64_t>(num_bytes_) + status.f_frsize - 1) / status.f_frsize;
+  if (::fstatvfs(fd_, &status) != 0) return;
+  const auto blocks = (static_cast<uint64_t>(*num_bytes_) + status.f_frsize - 1) / status.f_frsize;
   if (blocks > status.f_bavail) fail_for_space(ENOSPC);
 }
 
 void OutputFile::write(std::span<iovec> parts, int64_t offset) {
-  parts = without_front(parts, 0);  // empty ones
+  parts = without_front(parts, 0);  // drops empty ones
   while (!parts.empty()) {
     const ssize_t count = uninterrupted(
         [&] { return calls_.pwritev(fd_, parts.data(), static_cast<int>(parts.size()), offset); });
     if (count < 0) fail("write failed", errno);
     if (count == 0)
-      throw Error(str("cannot write ", path_.string(), ": the file system takes no bytes at ", offset, " of ",
-                      num_bytes_, " and gives no reason"));
+      throw Error(str("cannot write ", shown_.string(), ": the file system takes no bytes at ", offset,
+                      " and gives no reason"));
     parts = without_front(parts, static_cast<size_t>(count));
     offset += count;
+    written_ += count;
   }
 }
 
@@ -104,120 +115,93 @@ void OutputFile::start_write_back(int64_t offset, int64_t num_bytes) {
 
 void OutputFile::finish() {
   if (uninterrupted([&] { return calls_.fdatasync(fd_); }) != 0) fail("sync failed", errno);
-  // Whatever close returns, the descriptor is gone. Some file systems report only here what they couldn't
-  // write.
+  // Some file systems report only at close what they couldn't write. The descriptor is gone in any case.
   if (calls_.close(std::exchange(fd_, -1)) != 0 && errno != EINTR) fail("close failed", errno);
   finished_ = true;
 }
 
-void OutputFile::fail(const char* what, int error) {
-  if (error == ENOSPC || error == EDQUOT) fail_for_space(error);
-  std::string message = str("cannot write ", path_.string(), ": ", what, ": ", errno_text(error));
+void OutputFile::fail(const char* what, int error) const {
+  if (num_bytes_ && (error == ENOSPC || error == EDQUOT)) fail_for_space(error);
+  std::string message = str("cannot write ", shown_.string(), ": ", what, ": ", errno_text(error), " after ",
+                            written_.load(), " bytes");
   rlimit limit = {};
-  if (error == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-    message += str("; ", num_bytes_, " bytes are needed, this process may write files of ", limit.rlim_cur,
+  if (num_bytes_ && error == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
+      limit.rlim_cur != RLIM_INFINITY)
+    message += str("; ", *num_bytes_, " bytes are needed, this process may write files of ", limit.rlim_cur,
                    " (ulimit -f)");
   throw Error(message);
 }
 
-void OutputFile::fail_for_space(int error) {
+void OutputFile::fail_for_space(int error) const {
   struct statvfs status = {};
   std::string free = "an unknown number of";
-  if (::statvfs(path_.parent_path().empty() ? "." : path_.parent_path().c_str(), &status) == 0)
+  if (::statvfs(path_.has_parent_path() ? path_.parent_path().c_str() : ".", &status) == 0)
     free = str(static_cast<uint64_t>(status.f_bavail) * status.f_frsize);
-  throw Error(str("cannot write ", path_.string(), ": ", num_bytes_, " bytes are needed, ", free,
+  throw Error(str("cannot write ", shown_.string(), ": ", *num_bytes_, " bytes are needed, ", free,
                   " bytes are free: ", errno_text(error)));
 }
 
-}  // namespace titan::checkpoint::detail
-
-namespace titan::detail {
-
-namespace fs = std::filesystem;
+// ---- atomic files
 
 namespace {
 
-// By this file system, which may be in user space, or the kernel.
-bool isnt_offered(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP; }
+/// An OutputFile that is written from its beginning; small pieces are gathered.
+class Appender {
+ public:
+  explicit Appender(OutputFile& file) : file_(file) { buffer_.reserve(kBufferBytes); }
 
-fs::file_status own_status(const fs::path& path) {
-  std::error_code ignored;
-  return fs::symlink_status(path, ignored);
-}
+  void append(std::span<const std::byte> bytes) {
+    if (buffer_.size() + bytes.size() > kBufferBytes) flush();
+    if (bytes.size() > kBufferBytes) return write(bytes);
+    buffer_.insert(buffer_.end(), bytes.begin(), bytes.end());
+  }
+  void flush() {
+    write(buffer_);
+    buffer_.clear();
+  }
+  int64_t num_bytes() const { return offset_; }
+
+ private:
+  static constexpr size_t kBufferBytes = 1 << 20;
+
+  void write(std::span<const std::byte> bytes) {
+    iovec part{const_cast<std::byte*>(bytes.data()), bytes.size()};  // only read
+    file_.write({&part, 1}, offset_);
+    offset_ += static_cast<int64_t>(bytes.size());
+  }
+
+  OutputFile& file_;
+  std::vector<std::byte> buffer_;
+  int64_t offset_ = 0;
+};
 
 }  // namespace
 
-void sync_folder(const fs::path& folder) {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) throw Error(str("cannot open ", folder.string(), ": ", errno_text(errno)));
-  const int failed = ::fsync(descriptor) == 0 || isnt_offered(errno) ? 0 : errno;
-  ::close(descriptor);
-  if (failed != 0) throw Error(str("cannot sync ", folder.string(), ": ", errno_text(failed)));
-}
-
-void rename_folder(const fs::path& from, const fs::path& to) {
-  if (::rename(from.c_str(), to.c_str()) != 0)
-    throw Error(str("cannot rename ", from.string(), " to ", to.string(), ": ", errno_text(errno)));
-}
-
-bool exchange_folders(const fs::path& a, const fs::path& b) {
-  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
-  if (isnt_offered(errno)) return false;
-  throw Error(str("cannot exchange ", a.string(), " and ", b.string(), ": ", errno_text(errno)));
-}
-
-void remove_folder(const fs::path& folder) {
-  std::error_code error;
-  fs::remove_all(folder, error);
-  if (error) throw Error(str("cannot remove ", folder.string(), ": ", errno_text(error.value())));
-}
-
-bool is_there(const fs::path& path) { return fs::exists(own_status(path)); }
-bool is_own_folder(const fs::path& path) { return own_status(path).type() == fs::file_type::directory; }
-bool is_own_file(const fs::path& path) { return own_status(path).type() == fs::file_type::regular; }
-
-}  // namespace titan::detail
-
-namespace titan::train {
-
-AppendFile::AppendFile(std::filesystem::path path, bool truncate) : path_(std::move(path)) {
-  make_folder(path_.parent_path());
-  file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (truncate ? O_TRUNC : 0), 0644);
-  if (file_ < 0) fail("open");
-}
-
-AppendFile::~AppendFile() {
-  if (file_ >= 0) ::close(file_);
-}
-
-void AppendFile::append(std::string_view bytes) {
-  while (!bytes.empty()) {
-    ssize_t written = ::write(file_, bytes.data(), bytes.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail("write to");
-    bytes.remove_prefix(static_cast<size_t>(written));
+void write_file_atomic(const fs::path& path, const std::function<void(const AppendBytes&)>& write,
+                       std::optional<int64_t> num_bytes) {
+  static std::atomic<uint64_t> counter{0};
+  const fs::path folder = path.has_parent_path() ? path.parent_path() : fs::path(".");
+  const fs::path temporary =
+      folder / str(".", path.filename().string(), ".", ::getpid(), ".", counter++, ".tmp");
+  OutputFile file(temporary, num_bytes, {}, path);
+  Appender appender(file);
+  write([&](std::span<const std::byte> bytes) { appender.append(bytes); });
+  appender.flush();
+  TITAN_CHECK(!num_bytes || appender.num_bytes() == *num_bytes, path.string(), ": ", appender.num_bytes(),
+              " bytes were written of ", *num_bytes);
+  file.finish();
+  if (::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    ::unlink(temporary.c_str());
+    throw Error(str("cannot write ", path.string(), ": rename failed: ", errno_text(error)));
   }
+  detail::sync_folder(folder);
 }
 
-void AppendFile::sync() {
-  if (::fsync(file_) != 0 && errno != EINVAL && errno != EROFS) fail("sync");
-}
-
-void AppendFile::fail(const char* operation) const {
-  throw Error(str("can't ", operation, " the log ", path_.string(), ": ", std::strerror(errno)));
-}
-
-void keep_rows_up_to(int64_t step, const std::filesystem::path& path) {
-  if (!std::filesystem::exists(path)) return;
-  std::istringstream lines(read_file(path));
-  std::string kept;
-  for (std::string line; std::getline(lines, line);) {
-    const bool is_whole = !lines.eof();  // a killed run may leave half a row
-    const auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const bool has_step = row.is_object() && row.contains("step") && row["step"].is_number_integer();
-    if (is_whole && has_step && row["step"].get<int64_t>() <= step) kept += line + "\n";
-  }
-  write_file_atomic(path, kept);
+void write_file_atomic(const fs::path& path, std::string_view contents) {
+  write_file_atomic(
+      path, [&](const AppendBytes& append) { append(std::as_bytes(std::span(contents))); },
+      static_cast<int64_t>(contents.size()));
 }
 
 namespace {
@@ -243,7 +227,7 @@ class Deflate {
 
  private:
   void run(std::string_view text, int flush) {
-    stream_.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));  // zlib doesn't write there
+    stream_.next_in = reinterpret_cast<Bytef*>(const_cast<char*>(text.data()));  // zlib only reads it
     stream_.avail_in = static_cast<uInt>(text.size());
     do {
       stream_.next_out = reinterpret_cast<Bytef*>(buffer_.data());
@@ -261,7 +245,7 @@ class Deflate {
 
 }  // namespace
 
-void write_gzip_atomic(const std::filesystem::path& path, std::span<const std::string_view> pieces) {
+void write_gzip_atomic(const fs::path& path, std::span<const std::string_view> pieces) {
   write_file_atomic(path, [&](const AppendBytes& append) {
     Deflate deflate(append);
     for (const std::string_view piece : pieces) deflate.add(piece);
@@ -269,4 +253,84 @@ void write_gzip_atomic(const std::filesystem::path& path, std::span<const std::s
   });
 }
 
-}  // namespace titan::train
+// ---- logs
+
+AppendFile::AppendFile(fs::path path, bool truncate) : path_(std::move(path)) {
+  make_folder(path_.parent_path());
+  file_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | (truncate ? O_TRUNC : 0), 0644);
+  if (file_ < 0) fail("open");
+}
+
+AppendFile::~AppendFile() {
+  if (file_ >= 0) ::close(file_);
+}
+
+void AppendFile::append(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = uninterrupted([&] { return ::write(file_, bytes.data(), bytes.size()); });
+    if (count < 0) fail("write to");
+    bytes.remove_prefix(static_cast<size_t>(count));
+  }
+}
+
+void AppendFile::sync() {
+  if (::fdatasync(file_) != 0 && errno != EROFS && !is_unsupported(errno)) fail("sync");
+}
+
+void AppendFile::fail(const char* operation) const {
+  throw Error(str("cannot ", operation, " the log ", path_.string(), ": ", errno_text(errno)));
+}
+
+void keep_rows_up_to(int64_t step, const fs::path& path) {
+  if (!fs::exists(path)) return;
+  std::istringstream lines(read_file(path));
+  std::string kept;
+  for (std::string line; std::getline(lines, line);) {
+    const bool is_whole = !lines.eof();  // a killed run may leave half a row
+    const auto row = parse_json(line);
+    const bool has_step = row.is_object() && row.contains("step") && row["step"].is_number_integer();
+    if (is_whole && has_step && row["step"].get<int64_t>() <= step) kept += line + "\n";
+  }
+  write_file_atomic(path, kept);
+}
+
+// ---- folders
+
+namespace detail {
+
+std::string errno_text(int error) {
+  const char* name = strerrorname_np(error);
+  return str(std::strerror(error), " (", name != nullptr ? name : "unknown errno", ")");
+}
+
+void sync_folder(const fs::path& folder) {
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) throw Error(str("cannot open ", folder.string(), ": ", errno_text(errno)));
+  const int error = ::fsync(descriptor) == 0 || is_unsupported(errno) ? 0 : errno;
+  ::close(descriptor);
+  if (error != 0) throw Error(str("cannot sync ", folder.string(), ": ", errno_text(error)));
+}
+
+void rename_folder(const fs::path& from, const fs::path& to) {
+  if (::rename(from.c_str(), to.c_str()) != 0)
+    throw Error(str("cannot rename ", from.string(), " to ", to.string(), ": ", errno_text(errno)));
+}
+
+bool exchange_folders(const fs::path& a, const fs::path& b) {
+  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
+  if (is_unsupported(errno)) return false;
+  throw Error(str("cannot exchange ", a.string(), " and ", b.string(), ": ", errno_text(errno)));
+}
+
+void remove_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::remove_all(folder, error);
+  if (error) throw Error(str("cannot remove ", folder.string(), ": ", errno_text(error.value())));
+}
+
+bool is_there(const fs::path& path) { return fs::exists(own_status(path)); }
+bool is_own_folder(const fs::path& path) { return own_status(path).type() == fs::file_type::directory; }
+bool is_own_file(const fs::path& path) { return own_status(path).type() == fs::file_type::regular; }
+
+}  // namespace detail
+}  // namespace titan

@@ -17,7 +17,7 @@ std::string join_lines(const std::vector<std::string>& lines) {
   return text;
 }
 
-/// "src/parallel/fsdp.cpp" of a path that starts wherever the library was built.
+/// "src/parallel/fsdp.cpp", wherever the library was built.
 std::string_view path_in_project(std::string_view path) {
   for (std::string_view root : {"/src/", "/include/", "/models/", "/tests/"}) {
     size_t at = path.rfind(root);
@@ -37,7 +37,7 @@ std::string backtrace_text() {
   return text;
 }
 
-// Names are compared as people mix them up: 'AdamW' and 'adamw', 'seq-len' and 'seq_len' are the same.
+// 'AdamW' and 'adamw', 'seq-len' and 'seq_len' count as the same.
 std::string folded(std::string_view name) {
   std::string result(name);
   for (char& c : result) c = c == '-' ? '_' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
@@ -63,7 +63,7 @@ size_t edit_distance(std::string_view a, std::string_view b) {
 }
 
 bool contains_either_way(std::string_view a, std::string_view b) {
-  constexpr size_t kShortest = 3;  // "lr" is in too many names to say anything
+  constexpr size_t kShortest = 3;  // "lr" is part of too many names
   if (std::min(a.size(), b.size()) < kShortest) return false;
   return a.find(b) != std::string_view::npos || b.find(a) != std::string_view::npos;
 }
@@ -85,6 +85,12 @@ void throw_internal(const char* file, int line, const char* condition, const std
 }
 
 }  // namespace detail
+
+std::string reason_of(const std::exception& error) {
+  std::string reason = error.what();
+  if (size_t stack = reason.find("\nException raised from "); stack != reason.npos) reason.resize(stack);
+  return reason;
+}
 
 std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
                                        size_t limit) {

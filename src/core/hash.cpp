@@ -3,7 +3,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace titan::data {
+namespace titan {
 
 uint64_t hash_bytes(std::string_view bytes, uint64_t seed) {
   return XXH3_64bits_withSeed(bytes.data(), bytes.size(), seed);
@@ -15,4 +15,4 @@ std::string hex(uint64_t value) {
   return digits;
 }
 
-}  // namespace titan::data
+}  // namespace titan

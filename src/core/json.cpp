@@ -2,102 +2,98 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
+#include <set>
 
-#include <nlohmann/json.hpp>
+#include "core/json_tree.h"
 
-#include "titan/core/error.h"
-
-namespace titan::checkpoint::detail {
+namespace titan {
 namespace {
 
 using nlohmann::json;
 
-// Hands the parser's events to the innermost scope. A handler that returns false stops the parser.
-class ScopeEvents final : public nlohmann::json_sax<json> {
+/// Counts what the parser has read: its events carry no position.
+class CountingIterator {
  public:
-  explicit ScopeEvents(JsonScope& root) : root_(root) {}
-  std::string problem;
+  using iterator_category = std::input_iterator_tag;
+  using value_type = char;
+  using difference_type = std::ptrdiff_t;
+  using pointer = const char*;
+  using reference = const char&;
 
-  bool null() override { return fail("null"); }
-  bool boolean(bool value) override { return !open_.empty() ? go_on(inside().boolean(value)) : no_object(); }
-  bool number_integer(number_integer_t value) override {
-    return !open_.empty() ? go_on(inside().number(value)) : no_object();
+  CountingIterator(const char* at, size_t* count) : at_(at), count_(count) {}
+  reference operator*() const { return *at_; }
+  CountingIterator& operator++() {
+    ++at_;
+    ++*count_;
+    return *this;
   }
-  bool number_unsigned(number_unsigned_t value) override {
-    if (value > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()))
-      return fail(str(value, " is no 64-bit integer"));
-    return number_integer(static_cast<int64_t>(value));
-  }
-  bool number_float(number_float_t, const string_t&) override {
-    return fail("a number that is no 64-bit integer");
-  }
-  bool string(string_t& value) override { return !open_.empty() ? go_on(inside().text(value)) : no_object(); }
-  bool binary(binary_t&) override { return fail("binary data"); }
-
-  bool start_object(std::size_t) override { return open(/*is_array=*/false); }
-  bool start_array(std::size_t) override { return open(/*is_array=*/true); }
-  bool key(string_t& value) override { return go_on(inside().key(value)); }
-  bool end_object() override { return close(); }
-  bool end_array() override { return close(); }
-
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::detail::exception& error) override {
-    constexpr size_t kShown = 200;
-    problem = str("not valid JSON at byte ", position, ": ", std::string(error.what()).substr(0, kShown));
-    return false;
-  }
+  bool operator==(const CountingIterator& other) const { return at_ == other.at_; }
+  bool operator!=(const CountingIterator& other) const { return at_ != other.at_; }
 
  private:
-  JsonScope& inside() { return *open_.back(); }
+  const char* at_;
+  size_t* count_;
+};
 
-  bool open(bool is_array) {
-    if (open_.empty()) return is_array ? no_object() : enter(root_);
-    JsonScope* scope = nullptr;
-    return go_on(inside().open(is_array, scope)) && enter(*scope);
+/// nlohmann's handler: a call that returns false stops the parser.
+struct Handler {
+  JsonEvents& events;
+  std::string problem;
+
+  bool go_on(std::string what) {
+    problem = std::move(what);
+    return problem.empty();
   }
-
-  bool enter(JsonScope& scope) {
-    scope.begin();
-    open_.push_back(&scope);
-    return true;
+  bool null() { return go_on(events.null()); }
+  bool boolean(bool value) { return go_on(events.boolean(value)); }
+  bool number_integer(int64_t value) { return go_on(events.integer(value)); }
+  bool number_unsigned(uint64_t value) {
+    const bool fits = value <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    return go_on(fits ? events.integer(static_cast<int64_t>(value)) : events.large_integer(value));
   }
-
-  bool close() {
-    const bool fine = go_on(inside().end());
-    open_.pop_back();
-    return fine;
+  bool number_float(double value, const std::string&) { return go_on(events.real(value)); }
+  bool string(std::string& value) { return go_on(events.text(value)); }
+  bool binary(json::binary_t&) { return true; }  // JSON text has none
+  bool key(std::string& value) { return go_on(events.key(value)); }
+  bool start_object(size_t) { return go_on(events.open(/*is_array=*/false)); }
+  bool start_array(size_t) { return go_on(events.open(/*is_array=*/true)); }
+  bool end_object() { return go_on(events.close()); }
+  bool end_array() { return go_on(events.close()); }
+  bool parse_error(size_t position, const std::string&, const nlohmann::detail::exception& error) {
+    return go_on(events.syntax_error(position, json_error_reason(error.what())));
   }
-
-  bool no_object() { return fail("not an object"); }
-
-  bool go_on(const std::string& what) { return what.empty() || fail(what); }
-
-  bool fail(const std::string& what) {
-    std::string where;
-    for (const JsonScope* scope : open_) where += scope->position();
-    // The root's own "." isn't wanted.
-    problem = where.empty() ? what : str(where.substr(1), ": ", what);
-    return false;
-  }
-
-  JsonScope& root_;
-  std::vector<JsonScope*> open_;
 };
 
 }  // namespace
 
-std::string read_json(std::string_view text, JsonScope& object) {
-  // The parser takes a NUL for the end of its input.
-  if (text.find('\0') != std::string_view::npos) return "contains a NUL byte";
-  ScopeEvents events(object);
-  json::sax_parse(text.begin(), text.end(), &events, json::input_format_t::json, /*strict=*/true);
-  return events.problem;
-}
-
-std::string quoted(std::string_view text) {
+std::string json_quoted(std::string_view text) {
   return json(text).dump(-1, ' ', /*ensure_ascii=*/false, json::error_handler_t::replace);
 }
+
+std::string json_error_reason(std::string_view what) {
+  constexpr size_t kShown = 200;
+  if (size_t at = what.find("] "); at != what.npos) what.remove_prefix(at + 2);
+  if (what.starts_with("parse error at")) what.remove_prefix(std::min(what.find(": "), what.size() - 2) + 2);
+  return std::string(what.substr(0, kShown));
+}
+
+std::string JsonEvents::large_integer(uint64_t value) { return str(value, " is no 64-bit integer"); }
+
+std::string JsonEvents::syntax_error(size_t position, const std::string& reason) {
+  return str("not valid JSON at byte ", position, ": ", reason);
+}
+
+std::string read_json(std::string_view text, JsonEvents& events) {
+  // The parser takes a NUL for the end of its input.
+  if (size_t nul = text.find('\0'); nul != text.npos) return events.syntax_error(nul + 1, "a NUL byte");
+  Handler handler{events, {}};
+  events.num_read_ = 0;
+  json::sax_parse(CountingIterator(text.data(), &events.num_read_),
+                  CountingIterator(text.data() + text.size(), &events.num_read_), &handler);
+  return handler.problem;
+}
+
+// ---- objects and arrays of a fixed form
 
 namespace {
 
@@ -110,8 +106,54 @@ std::string expected(const JsonTarget& target) {
 
 const char* named(bool is_array) { return is_array ? "an array" : "an object"; }
 
-// For a message: of a text from a stranger the beginning.
+/// Keys in messages are cut: a file may hold any.
 std::string shortened(const std::string& key) { return key.size() <= 60 ? key : key.substr(0, 60) + "..."; }
+
+/// Hands events to the innermost open scope, and adds the place to what is wrong.
+class ScopeEvents final : public JsonEvents {
+ public:
+  explicit ScopeEvents(JsonScope& root) : root_(root) {}
+
+  std::string null() override { return placed("null"); }
+  std::string boolean(bool value) override {
+    return placed(open_.empty() ? kNoObject : open_.back()->boolean(value));
+  }
+  std::string integer(int64_t value) override {
+    return placed(open_.empty() ? kNoObject : open_.back()->number(value));
+  }
+  std::string large_integer(uint64_t value) override { return placed(JsonEvents::large_integer(value)); }
+  std::string real(double value) override { return placed(JsonEvents::real(value)); }
+  std::string text(std::string& value) override {
+    return placed(open_.empty() ? kNoObject : open_.back()->text(value));
+  }
+  std::string key(std::string& key) override { return placed(open_.back()->key(key)); }
+
+  std::string open(bool is_array) override {
+    JsonScope* inside = &root_;
+    std::string problem = !open_.empty() ? open_.back()->open(is_array, inside) : is_array ? kNoObject : "";
+    if (!problem.empty()) return placed(std::move(problem));
+    inside->begin();
+    open_.push_back(inside);
+    return "";
+  }
+  std::string close() override {
+    std::string problem = placed(open_.back()->end());
+    open_.pop_back();
+    return problem;
+  }
+
+ private:
+  std::string placed(std::string problem) const {
+    std::string place;
+    if (problem.empty()) return problem;
+    for (const JsonScope* scope : open_) place += scope->position();
+    return place.empty() ? problem : str(place.substr(1), ": ", problem);  // without the root's own "."
+  }
+
+  const std::string kNoObject = "not an object";
+  JsonScope& root_;
+  std::vector<JsonScope*> open_;
+};
 
 }  // namespace
 
@@ -137,12 +179,12 @@ std::string JsonRecord::key(const std::string& key) {
   in_field_ = field != fields_.end();
   if (!in_field_) return str("unknown key '", shortened(key), "'");
   current_ = static_cast<size_t>(field - fields_.begin());
-  if (seen_[current_]) return "the key stands there twice";
+  if (seen_[current_]) return "duplicate key";
   seen_[current_] = true;
   return "";
 }
 
-// In an array the values come without keys: each is the next one.
+// The values of an array have no keys: each is the next one.
 std::string JsonRecord::next(const JsonTarget*& target) {
   if (is_array()) {
     const auto unseen = std::find(seen_.begin(), seen_.end(), false);
@@ -158,7 +200,7 @@ std::string JsonRecord::next(const JsonTarget*& target) {
 template <class Value>
 std::string JsonRecord::put(Value value, const char* what) {
   const JsonTarget* target = nullptr;
-  const std::string problem = next(target);
+  std::string problem = next(target);
   if (!problem.empty()) return problem;
   auto* const* place = std::get_if<Value*>(target);
   if (place == nullptr) return str(what, "; expected ", expected(*target));
@@ -172,7 +214,7 @@ std::string JsonRecord::boolean(bool value) { return put(value, "true or false")
 
 std::string JsonRecord::open(bool is_array, JsonScope*& inside) {
   const JsonTarget* target = nullptr;
-  const std::string problem = next(target);
+  std::string problem = next(target);
   if (!problem.empty()) return problem;
   auto* const* scope = std::get_if<JsonScope*>(target);
   if (scope == nullptr || (*scope)->is_array() != is_array)
@@ -196,10 +238,6 @@ std::string JsonList::unexpected(const char* what) {
   return str(what, "; expected ", named(element_.is_array()));
 }
 
-std::string JsonList::text(std::string&) { return unexpected("a string"); }
-std::string JsonList::number(int64_t) { return unexpected("a number"); }
-std::string JsonList::boolean(bool) { return unexpected("true or false"); }
-
 std::string JsonList::open(bool is_array, JsonScope*& inside) {
   if (is_array != element_.is_array()) return unexpected(named(is_array));
   if (++count_ > limit_) return str("more than ", limit_, " elements");
@@ -220,7 +258,7 @@ std::string JsonNumbers::position() const { return str("[", values_.size(), "]")
 std::string JsonTexts::key(const std::string& key) {
   key_ = key;
   if (texts_.size() == limit_) return str("more than ", limit_, " texts");
-  return texts_.emplace(key, "").second ? "" : "the key stands there twice";
+  return texts_.emplace(key, "").second ? "" : "duplicate key";
 }
 
 std::string JsonTexts::text(std::string& value) {
@@ -230,16 +268,101 @@ std::string JsonTexts::text(std::string& value) {
 
 std::string JsonTexts::position() const { return "." + shortened(key_); }
 
-}  // namespace titan::checkpoint::detail
+std::string read_json(std::string_view text, JsonScope& object) {
+  ScopeEvents events(object);
+  return read_json(text, static_cast<JsonEvents&>(events));
+}
 
-namespace titan::data {
+// ---- leaves
+
 namespace {
 
-constexpr size_t kMaxDepth = 64;
+// The memory that leaves may take: this many times the text, and a constant. A tensor's entry in an index
+// takes twice its text; only thousands of short numbers below a long key take much more.
+constexpr size_t kMaxTimesText = 16;
+constexpr size_t kAlwaysAllowed = size_t{1} << 20;
 
-/// How deep lists and objects nest; of text that isn't JSON, any number.
-size_t depth_of(std::string_view text) {
-  size_t depth = 0, deepest = 0;
+bool has_control_character(const std::string& text) {
+  return std::any_of(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
+}
+
+class LeafEvents final : public JsonEvents {
+ public:
+  explicit LeafEvents(size_t max_memory) : memory_left_(max_memory) {}
+
+  std::string null() override { return leaf({}); }
+  std::string boolean(bool value) override { return leaf(value); }
+  std::string integer(int64_t value) override { return leaf(value); }
+  std::string real(double value) override { return leaf(value); }
+  std::string text(std::string& value) override { return leaf(std::move(value)); }
+
+  std::string key(std::string& key) override {
+    if (has_control_character(key)) return "a key contains control characters";
+    if (!levels_.back().keys.insert(key).second) return str("duplicate key '", key, "'");
+    path_.back() = key;
+    return "";
+  }
+  std::string open(bool is_array) override {
+    if (levels_.empty() && is_array) return "not a JSON object";
+    if (levels_.size() == kMaxJsonDepth) return str("nested deeper than ", kMaxJsonDepth);
+    next_element();
+    levels_.push_back({.is_array = is_array});
+    path_.emplace_back();
+    return "";
+  }
+  std::string close() override {
+    levels_.pop_back();
+    path_.pop_back();
+    return "";
+  }
+
+  JsonLeaves leaves;
+
+ private:
+  struct Level {
+    bool is_array = false;
+    size_t count = 0;
+    std::set<std::string> keys = {};
+  };
+
+  std::string leaf(JsonScalar value) {
+    if (levels_.empty()) return "not a JSON object";
+    next_element();
+    size_t memory = sizeof(JsonLeaves::value_type);
+    for (const std::string& key : path_) memory += sizeof key + key.size();
+    if (memory > memory_left_) return "too many values for a file of this size, or keys too long";
+    memory_left_ -= memory;
+    leaves.emplace(path_, std::move(value));
+    return "";
+  }
+
+  void next_element() {
+    if (!levels_.empty() && levels_.back().is_array) path_.back() = std::to_string(levels_.back().count++);
+  }
+
+  size_t memory_left_;
+  std::vector<Level> levels_;
+  JsonPath path_;
+};
+
+}  // namespace
+
+JsonLeaves read_json_leaves(std::string_view text, size_t max_bytes, const std::string& file) {
+  if (text.size() > max_bytes)
+    throw ConfigError(str(file, ": ", text.size(), " bytes; at most ", max_bytes, " are allowed"));
+  LeafEvents events(kAlwaysAllowed + kMaxTimesText * text.size());
+  const std::string problem = read_json(text, events);
+  if (!problem.empty()) throw ConfigError(str(file, ": ", problem));
+  return std::move(events.leaves);
+}
+
+// ---- trees
+
+namespace {
+
+/// The deepest nesting of objects and arrays in JSON; of other text, any number.
+int depth_of(std::string_view text) {
+  int depth = 0, deepest = 0;
   bool in_string = false;
   for (size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
@@ -257,12 +380,17 @@ size_t depth_of(std::string_view text) {
 
 }  // namespace
 
-JsonFile::JsonFile(std::filesystem::path path, const std::string& text) : path_(std::move(path)) {
-  if (depth_of(text) > kMaxDepth) refuse(str("nested deeper than ", kMaxDepth));
+std::string json_text_problem(std::string_view text) {
   // The parser takes a NUL for the end of its input.
-  if (text.find('\0') != text.npos) refuse("contains a NUL byte");
-  tree_ = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (text.find('\0') != text.npos) return "contains a NUL byte";
+  return depth_of(text) > kMaxJsonDepth ? str("nested deeper than ", kMaxJsonDepth) : "";
+}
+
+JsonFile::JsonFile(std::filesystem::path path, std::string_view text) : path_(std::move(path)) {
+  std::string problem;
+  tree_ = parse_json(text, &problem);
+  if (!problem.empty()) refuse(problem);
   if (!tree_.is_object()) refuse("not a JSON object");
 }
 
-}  // namespace titan::data
+}  // namespace titan

@@ -1,90 +1,86 @@
 #pragma once
 
-// JSON out of a file, which may be anyone's.
+// [Note: reading JSON]
+// JSON comes from files that anybody may have written: checkpoints, tokenizers, configs, records of a crash.
+// Every reader in this library is one of these, and each has bounds on nesting and memory.
+//
+//   events   read_json() hands each token to a JsonEvents, which has a grammar of its own
+//   form     JsonRecord, JsonList, ...: objects and arrays of a fixed form, read into variables
+//   leaves   read_json_leaves(): every scalar with the path to it
+//   tree     parse_json() and JsonFile (core/json_tree.h): a nlohmann::json of at most kMaxJsonDepth levels
+//
+// NUL bytes, invalid UTF-8 and anything after the value are errors in all of them.
 
+#include <cstddef>
 #include <cstdint>
-#include <filesystem>
 #include <functional>
-#include <limits>
 #include <map>
-#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
-#include "titan/core/error.h"
-
 namespace titan {
 
-/// To write, flatten or copy a tree takes the stack for each of its levels.
 constexpr int kMaxJsonDepth = 64;
 
-/// Counts are added and doubled without a further check.
-constexpr int64_t kMaxJsonCount = std::numeric_limits<int64_t>::max() / 4;
+/// `text` as a JSON string, quotes included. U+FFFD replaces what isn't UTF-8.
+std::string json_quoted(std::string_view text);
 
-/// The tree; a discarded one (`is_discarded()`, of no type) of text that isn't JSON, or that is nested deeper
-/// than kMaxJsonDepth.
-template <class Json = nlohmann::json>
-Json parse_shallow_json(std::string_view text) {
-  bool too_deep = false;
-  const auto limit = [&too_deep](int depth, typename Json::parse_event_t event, Json&) {
-    const bool begins =
-        event == Json::parse_event_t::array_start || event == Json::parse_event_t::object_start;
-    too_deep = too_deep || (begins && depth >= kMaxJsonDepth);
-    return !too_deep;
-  };
-  Json tree = Json::parse(text, limit, /*allow_exceptions=*/false);
-  return too_deep ? Json(Json::value_t::discarded) : tree;
-}
+/// The reason in a parser error, without the parser's own prefix: "syntax error while parsing value - ...".
+std::string json_error_reason(std::string_view what);
 
-/// A whole number of 0 to kMaxJsonCount; nullopt of anything else.
-template <class Json>
-std::optional<int64_t> json_count(const Json& value) {
-  if (!value.is_number_unsigned()) return std::nullopt;
-  const auto count = value.template get<uint64_t>();
-  if (count > static_cast<uint64_t>(kMaxJsonCount)) return std::nullopt;
-  return static_cast<int64_t>(count);
-}
+/// Receives the tokens of a text in order. Each call returns what is wrong with the token; "" continues.
+class JsonEvents {
+ public:
+  virtual ~JsonEvents() = default;
+  virtual std::string null() { return "null"; }
+  virtual std::string boolean(bool value) = 0;
+  virtual std::string integer(int64_t value) = 0;
+  /// An integer above the largest int64_t.
+  virtual std::string large_integer(uint64_t value);
+  virtual std::string real(double /*value*/) { return "a number that is no 64-bit integer"; }
+  virtual std::string text(std::string& value) = 0;
+  virtual std::string key(std::string& key) = 0;
+  virtual std::string open(bool is_array) = 0;
+  virtual std::string close() = 0;
+  /// `position`: bytes up to and including the wrong one.
+  virtual std::string syntax_error(size_t position, const std::string& reason);
 
-/// The member `key` of an object, as above; nullopt also where it isn't there, or `object` is none.
-template <class Json>
-std::optional<int64_t> json_count(const Json& object, const char* key) {
-  if (!object.is_object()) return std::nullopt;
-  const auto member = object.find(key);
-  return member == object.end() ? std::nullopt : json_count(*member);
-}
+ protected:
+  /// How many bytes the parser has read: up to the end of the token, and one more after a number.
+  size_t num_read() const { return num_read_; }
 
-}  // namespace titan
+ private:
+  friend std::string read_json(std::string_view text, JsonEvents& events);
+  size_t num_read_ = 0;
+};
 
-namespace titan::checkpoint::detail {
+/// Reads one value. Returns the first problem, or "".
+std::string read_json(std::string_view text, JsonEvents& events);
 
-// JSON with a fixed form, read by events: no tree is built and nothing recurses, whatever the text. What may
-// stand where is said by scopes, one for each kind of object and array; anything else ends the reading. So
-// nesting is as deep as the scopes are, and memory is what they keep.
+// ---- objects and arrays of a fixed form
 
-/// The inside of an object or an array while it is read. Each call tells what comes next; it returns what is
-/// wrong with that, or nothing.
+/// The inside of an object or array. Each call returns what is wrong, or "".
 class JsonScope {
  public:
   virtual ~JsonScope() = default;
   virtual bool is_array() const = 0;
-  /// Another one of the kind begins, maybe the hundredth.
+  /// Called at the beginning of each object or array that uses this scope; there may be many.
   virtual void begin() = 0;
   virtual std::string key(const std::string& key);
   virtual std::string text(std::string& value);
   virtual std::string number(int64_t value);
   virtual std::string boolean(bool value);
-  /// An object or array begins; `inside` will take what is in it.
+  /// An object or array begins; `inside` will take its contents.
   virtual std::string open(bool is_array, JsonScope*& inside);
   virtual std::string end() = 0;
-  /// Where in this scope the text stands: ".step", "[12]".
+  /// The current place in this scope: ".step", "[12]".
   virtual std::string position() const = 0;
 };
 
-/// Where a value goes, and so what it has to be.
+/// Where a value goes, which determines its type.
 using JsonTarget = std::variant<std::string*, int64_t*, bool*, JsonScope*>;
 
 /// An object with exactly these keys, or an array of exactly these values in this order.
@@ -92,10 +88,10 @@ class JsonRecord final : public JsonScope {
  public:
   enum class Form { Object, Array };
   struct Field {
-    std::string name;  ///< in messages only, if it is an array
+    std::string name;  ///< in an array, only for messages
     JsonTarget target;
   };
-  /// `taken` is called behind each: it uses what the targets hold, and returns what is wrong with it.
+  /// `taken` is called after each record: it uses what the targets hold, and returns what is wrong with it.
   JsonRecord(Form form, std::vector<Field> fields, std::function<std::string()> taken = {});
 
   bool is_array() const override { return form_ == Form::Array; }
@@ -117,7 +113,7 @@ class JsonRecord final : public JsonScope {
   std::vector<Field> fields_;
   std::vector<bool> seen_;
   size_t current_ = 0;
-  bool in_field_ = false;  // the text stands in current_, not behind it
+  bool in_field_ = false;  // reading the value of current_
   std::function<std::string()> taken_;
 };
 
@@ -128,9 +124,9 @@ class JsonList final : public JsonScope {
       : element_(element), limit_(limit), taken_(std::move(taken)) {}
   bool is_array() const override { return true; }
   void begin() override { count_ = 0; }
-  std::string text(std::string& value) override;
-  std::string number(int64_t value) override;
-  std::string boolean(bool value) override;
+  std::string text(std::string&) override { return unexpected("a string"); }
+  std::string number(int64_t) override { return unexpected("a number"); }
+  std::string boolean(bool) override { return unexpected("true or false"); }
   std::string open(bool is_array, JsonScope*& inside) override;
   std::string end() override { return taken_ ? taken_() : ""; }
   std::string position() const override;
@@ -159,7 +155,7 @@ class JsonNumbers final : public JsonScope {
   size_t limit_;
 };
 
-/// An object of at most `limit` texts with any keys.
+/// An object of at most `limit` strings with any keys.
 class JsonTexts final : public JsonScope {
  public:
   JsonTexts(std::map<std::string, std::string>& texts, size_t limit) : texts_(texts), limit_(limit) {}
@@ -176,65 +172,21 @@ class JsonTexts final : public JsonScope {
   std::string key_;
 };
 
-/// Reads a text that is one object. Returns what is wrong with it and where: "manifest.files[3].num_bytes:
-/// ..."; or nothing.
+/// Reads a text that is one object. Returns the first problem and its place, or "":
+/// "manifest.files[3].num_bytes: a string; expected an integer".
 std::string read_json(std::string_view text, JsonScope& object);
 
-/// `text` as a JSON string, quotes included. What isn't UTF-8 in it is replaced by U+FFFD.
-std::string quoted(std::string_view text);
+// ---- leaves
 
-}  // namespace titan::checkpoint::detail
+/// std::monostate is null.
+using JsonScalar = std::variant<std::monostate, bool, int64_t, double, std::string>;
+/// Keys and array positions from the root to a value.
+using JsonPath = std::vector<std::string>;
+using JsonLeaves = std::map<JsonPath, JsonScalar>;
 
-namespace titan::data {
+/// The scalars of an object of at most `max_bytes` and kMaxJsonDepth levels. Throws ConfigError that names
+/// `file` for a key given twice (readers differ in which one counts), for control characters in a key, and
+/// when the paths of all leaves take many times the text (each element of a list repeats the list's key).
+JsonLeaves read_json_leaves(std::string_view text, size_t max_bytes, const std::string& file);
 
-/// A JSON object from a file, with errors that name the file.
-class JsonFile {
- public:
-  using Json = nlohmann::json;
-
-  /// Throws ConfigError when `text` isn't a JSON object, or is nested deeper than 64: copying and printing a
-  /// part takes the stack.
-  JsonFile(std::filesystem::path path, const std::string& text);
-
-  const std::filesystem::path& path() const { return path_; }
-  const Json& tree() const { return tree_; }
-
-  [[noreturn]] void refuse(const std::string& what) const {
-    throw ConfigError(str(path_.string(), ": ", what));
-  }
-
-  /// The member when it is there and not null.
-  static const Json* find(const Json& object, const char* key) {
-    if (!object.is_object()) return nullptr;
-    auto found = object.find(key);
-    return found == object.end() || found->is_null() ? nullptr : &*found;
-  }
-
-  /// The member; refuses when it isn't there.
-  const Json& need(const Json& object, const char* key) const {
-    const Json* value = find(object, key);
-    if (!value) refuse(str("'", key, "' is missing"));
-    return *value;
-  }
-
-  /// The member as a T, or `otherwise` when it isn't there; refuses one of another type.
-  template <class T>
-  T get(const Json& object, const char* key, T otherwise) const {
-    const Json* value = find(object, key);
-    if (!value) return otherwise;
-    try {
-      return value->get<T>();
-    } catch (const Json::exception&) {
-      refuse(str("'", key, "' has the wrong type: ", value->dump().substr(0, 80)));
-    }
-  }
-
-  /// The `type` by which Hugging Face's parts are told apart; "?" when there is none.
-  std::string type_of(const Json& part) const { return get<std::string>(part, "type", "?"); }
-
- private:
-  std::filesystem::path path_;
-  Json tree_;
-};
-
-}  // namespace titan::data
+}  // namespace titan

@@ -1,6 +1,6 @@
 #include "titan/core/log.h"
 
-// The one file that includes spdlog: its headers, and the fmt inside, cost two seconds a file.
+// The only file that includes spdlog, whose headers take two seconds to compile.
 #include <spdlog/logger.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/base_sink.h>
@@ -36,8 +36,7 @@ void write_all(std::string_view text) {
   }
 }
 
-/// spdlog's colour sink writes a line in several pieces, which mix with those of other ranks on the same
-/// terminal; this one writes it at once.
+/// Writes each line at once. spdlog's colour sink writes it in pieces, which mix with other ranks' lines.
 class LineSink : public spdlog::sinks::base_sink<std::mutex> {
  public:
   void set_color(bool color) {
@@ -104,7 +103,7 @@ class Log {
   spdlog::logger logger_{"titan", sink_};
 };
 
-/// Never destroyed: threads and other objects' destructors may log until the process ends.
+/// Never destroyed, because threads and destructors may log until the process ends.
 Log& the_log() {
   static Log& log = *new Log;
   return log;

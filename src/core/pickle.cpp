@@ -1,4 +1,4 @@
-// Protocol 2, by those of its opcodes that PyTorch's memory viewer reads too.
+// Protocol 2, with opcodes that PyTorch's memory viewer reads too.
 
 #include "core/pickle.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Python values for pickle.load(): dictionaries, lists, integers and texts.
+// Writes Python values for pickle.load(): dictionaries, lists, integers and strings.
 
 #include <cstdint>
 #include <map>
@@ -9,9 +9,8 @@
 
 namespace titan {
 
-/// Writes one value, depth first. A container is begun, filled, and done when something else is written into
-/// the container around it: an element of a list is written and then append()ed, a dictionary's key and value
-/// are written and then set.
+/// Writes one value, depth first. An element of a list is written and then appended; a dictionary's key and
+/// value are written and then set.
 ///
 ///   pickle.begin_dict();
 ///   pickle.text("sizes");
@@ -26,22 +25,22 @@ class PickleWriter {
 
   void integer(int64_t value);
   void boolean(bool value);
-  /// Texts that were written before are named by their number.
+  /// A repeated string is written as a reference.
   void text(std::string_view value);
   void begin_list();
   void append();
   void begin_dict();
   void set_item();
 
-  /// What was written last, to be written once more by again(): one object of Python's.
+  /// The value written last; again() writes a reference to it, so that Python has one object.
   uint32_t remember();
   void again(uint32_t remembered);
 
-  /// `key: value`, set.
+  /// Writes key and value, and sets the item.
   void item(std::string_view key, int64_t value);
   void item(std::string_view key, std::string_view value);
 
-  /// The bytes. Nothing may be written after it.
+  /// Returns the bytes; the writer is used up.
   std::string finish();
 
  private:

@@ -4,11 +4,11 @@
 #include <time.h>
 #include <unistd.h>
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
-#include <string>
 
 #include "titan/core/error.h"
 
@@ -19,8 +19,8 @@ namespace {
 constexpr double kKibPerGib = 1024.0 * 1024.0;
 constexpr const char* kLaunchSeconds = "TITAN_LAUNCH_SECONDS";
 
-// Field 22 of /proc/self/stat; the command name before it (in parentheses) may hold anything, so count from
-// its end.
+// Field 22 of /proc/self/stat. The command name before it (in parentheses) may contain anything, so count
+// from its end.
 double start_time_s() {
   std::ifstream file("/proc/self/stat");
   std::string line;
@@ -34,8 +34,14 @@ double start_time_s() {
 
 }  // namespace
 
+std::string host_name() {
+  std::array<char, 256> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  return name.data();
+}
+
 double seconds_since_process_start() {
-  // Counted like the start time: from boot, including sleep.
+  // As the start time: since boot, including sleep.
   timespec now{};
   ::clock_gettime(CLOCK_BOOTTIME, &now);
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9 - start_time_s();

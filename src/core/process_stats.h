@@ -1,16 +1,20 @@
 #pragma once
 
-// What the operating system says of this process and machine (Linux, /proc).
+// What the operating system knows of this process and machine (Linux, /proc).
+
+#include <string>
 
 namespace titan::train {
 
-/// Seconds since this process was started (its exec, in clock ticks of 1/100 s).
+std::string host_name();
+
+/// Seconds since this process started (its exec, in clock ticks of 1/100 s).
 double seconds_since_process_start();
-/// The same from the start of the `titan train --nproc` that started this rank, where one did.
+/// Seconds since the `titan train --nproc` that started this rank, or else since this process started.
 double seconds_since_launch();
-/// Tells the ranks that this process starts next how long it has run.
+/// Passes this process's running time on to the ranks that it starts, for seconds_since_launch().
 void pass_on_launch_time();
-/// Most memory that was resident so far, and the machine's memory, in GiB (1024^3 bytes).
+/// In GiB (1024^3 bytes).
 double peak_resident_gib();
 double machine_memory_gib();
 

@@ -23,11 +23,11 @@
 #include "titan/core/error.h"
 
 // [Note: asking a thread]
-// One request exists at a time. Its thread is sent a signal, finds its number in the request, and writes
-// where it is: backtrace() alone, which is safe in a handler once libgcc is loaded (with an old one it takes
-// the loader's lock). Names are looked up outside. A thread that answers when nobody waits any more finds the
-// request taken back; one that never comes back from writing keeps the request, and the next has one of its
-// own.
+// There is one request at a time. The asked thread receives a signal, finds its id in the request, and writes
+// its stack with backtrace(), which is safe in a handler once libgcc is loaded (an old libgcc takes the
+// loader's lock). Symbol names are looked up outside the handler. A thread that answers too late finds the
+// request withdrawn. If a thread hangs while it writes, the request is left to it and the next one uses a new
+// request.
 
 namespace titan {
 namespace {
@@ -67,7 +67,7 @@ Addresses taken(const Request& answered, int num_skipped) {
                    answered.frames + answered.num_frames);
 }
 
-// Once more as long for one that writes right now, which takes microseconds.
+// Waits up to twice as long for a thread that is writing its answer, which takes microseconds.
 bool wait_for_answer(Request& asked, std::chrono::milliseconds limit) {
   const auto start = std::chrono::steady_clock::now();
   while (asked.state.load() != kWritten) {
@@ -89,14 +89,14 @@ Addresses ask(int tid, std::chrono::milliseconds limit) {
   asked.state.store(kAsked);
   if (syscall(SYS_tgkill, getpid(), tid, stack_signal()) != 0) {
     asked.state.store(kIdle);
-    return {};  // it has ended
+    return {};  // the thread has ended
   }
   if (!wait_for_answer(asked, limit)) return {};
   asked.state.store(kIdle);
-  return taken(asked, /*num_skipped=*/2);  // the handler and the kernel's way into it
+  return taken(asked, /*num_skipped=*/2);  // the handler and its trampoline
 }
 
-// --- what /proc tells
+// --- /proc
 
 std::string first_line(const std::string& path) {
   std::string line;
@@ -104,7 +104,7 @@ std::string first_line(const std::string& path) {
   return line;
 }
 
-/// Of /proc/.../status: "State", "SigBlk", ...
+/// A field of /proc/.../status, such as "State" or "SigBlk".
 std::string status_field(const std::string& path, const std::string& field) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);)
@@ -155,7 +155,7 @@ std::string demangled(const char* symbol) {
   return text;
 }
 
-// With the offset in its file, as addr2line wants it, where there is no name.
+// Without a symbol name, the offset in the file is what addr2line takes.
 std::string describe(void* address) {
   Dl_info info{};
   if (dladdr(address, &info) == 0 || !info.dli_fname) return str(address);
@@ -168,8 +168,8 @@ std::string describe(void* address) {
   return text.str();
 }
 
-/// A name takes glibc a walk through a library's symbols, of which LibTorch's have hundreds of thousands; and
-/// most threads are a pool's, which all wait in one place.
+/// Remembers names: glibc searches all symbols of a library for one, LibTorch has hundreds of thousands, and
+/// most threads of a pool wait in the same place.
 class FrameNames {
  public:
   std::vector<std::string> of(const Addresses& addresses) {
@@ -227,7 +227,7 @@ std::string to_text(const std::vector<ThreadStack>& stacks) {
   for (const ThreadStack& stack : stacks) {
     std::string frames;
     for (size_t i = 0; i < stack.frames.size(); ++i) frames += str("  #", i, " ", stack.frames[i], "\n");
-    if (frames.empty()) frames = "  (it took no signal, so it can't tell)\n";
+    if (frames.empty()) frames = "  (it blocks the signal, so its stack is unknown)\n";
     const auto [place, is_new] = places.emplace(frames, groups.size());
     if (is_new) groups.push_back({frames, {}});
     groups[place->second].second.push_back(&stack);

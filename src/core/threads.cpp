@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <future>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
-namespace titan::checkpoint::detail {
+namespace titan {
 namespace {
 
 class Tasks {
@@ -54,4 +56,26 @@ void run_tasks(int num_threads, size_t count, const std::function<void(size_t)>&
   tasks.rethrow();
 }
 
-}  // namespace titan::checkpoint::detail
+bool within(std::chrono::milliseconds limit, std::function<void()> call) {
+  const auto promise = std::make_shared<std::promise<void>>();
+  std::future<void> done = promise->get_future();
+  const auto run = [promise, call = std::move(call)]() mutable {
+    std::exception_ptr error;
+    try {
+      call();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    call = nullptr;  // releases what it holds (a group) before the caller learns that it is done
+    error ? promise->set_exception(error) : promise->set_value();
+  };
+  {
+    SignalsBlocked blocked;
+    std::thread(run).detach();
+  }
+  if (done.wait_for(limit) != std::future_status::ready) return false;
+  done.get();
+  return true;
+}
+
+}  // namespace titan

@@ -3,17 +3,16 @@
 #include <cstdint>
 #include <cstring>
 
-namespace titan::data {
+namespace titan {
 namespace {
 
-// What one step over possibly damaged text finds: a valid character or a maximal ill-formed part, `size`
-// bytes long.
+// A valid character or a maximal ill-formed part, `size` bytes long.
 struct Step {
   size_t size;
   bool valid;
 };
 
-// How many continuation bytes a lead byte asks for, and the range of the first of them (the table 3-7 of the
+// The number of continuation bytes after a lead byte, and the range of the first one (table 3-7 of the
 // standard).
 struct Lead {
   int continuations;  // -1: not a lead byte
@@ -107,4 +106,4 @@ char32_t next_code_point(std::string_view text, size_t& position) {
   return result;
 }
 
-}  // namespace titan::data
+}  // namespace titan

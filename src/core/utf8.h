@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-namespace titan::data {
+namespace titan {
 
 /// The length of the longest prefix of `text` that is valid UTF-8 (no surrogates, no overlong forms, at most
 /// U+10FFFF).
@@ -19,7 +19,7 @@ void append_utf8(char32_t code_point, std::string& text);
 /// Reads the code point at `position` of valid UTF-8 and moves `position` past it.
 char32_t next_code_point(std::string_view text, size_t& position);
 
-/// Whether `byte` may begin a character, that is, isn't a continuation byte.
+/// Whether `byte` can begin a character: it isn't a continuation byte.
 constexpr bool starts_character(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) != 0x80; }
 
-}  // namespace titan::data
+}  // namespace titan

@@ -1,10 +1,9 @@
-// dist::PeerMemory of GPUs: LibTorch's symmetric memory, on a stream of its own.
+// The CUDA plugin: implements dist/device_backend.h with NCCL and LibTorch's CUDA library. The library opens
+// it when a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
 
-#include <unistd.h>
 #include <array>
 #include <atomic>
 #include <exception>
-#include <fstream>
 #include <memory>
 #include <string>
 
@@ -23,23 +22,14 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "dist/device_backend.h"
+#include "dist/rendezvous.h"
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
 
 namespace titan::dist {
 
-/// The current device, for its peers: "<host> <bus id>".
-std::string symmetric_memory_address();
-
-/// Why the current device can't share memory with the one of that address; empty: it can.
-std::string why_no_symmetric_memory(const std::string& address);
-
-/// Of the current device. Allocates nothing yet.
-std::unique_ptr<PeerMemory> make_symmetric_memory(const GroupSpec& spec);
-
-// Compiled only: no GPU has run this yet.
-//
 // [Note: symmetric memory]
+// (Compiled only: no GPU has run this yet.)
 // A *piece* is one allocation of LibTorch's symmetric memory: made by each rank, then mapped by all in a
 // *rendezvous* over the store. The *queue* is a stream of high priority, the *computation* the stream that is
 // current at the call. Every operation of the queue begins by making the queue wait for an event at the
@@ -47,11 +37,11 @@ std::unique_ptr<PeerMemory> make_symmetric_memory(const GroupSpec& spec);
 // nothing but a rendezvous.
 //
 // Copies between contiguous tensors of one dtype are cudaMemcpyAsync: copy engines, no multiprocessors, so
-// products don't lose any. A barrier is one kernel of one warp: to each peer it sends a signal with release
-// semantics for the whole system, and takes the peer's with acquire semantics. The queue being a stream, what
-// it copied before is complete when the kernel sends, and what it copies afterwards starts when the kernel
-// has taken all signals. One channel of signals is enough, as all barriers are in one stream; a barrier that
-// is a round ahead waits until its last signal has been taken.
+// matrix products don't lose any. A barrier is one kernel of one warp: it sends a signal to each peer with
+// release semantics for the whole system, and takes the peer's with acquire semantics. Since the queue is a
+// stream, copies queued before are complete when the kernel sends, and copies queued afterwards start when
+// the kernel has taken all signals. One channel of signals is enough, as all barriers are in one stream; a
+// barrier that is a round ahead waits until its last signal has been taken.
 //
 // A barrier that outlasts the group's time limit traps: the device reports an error to the next call on it.
 
@@ -84,9 +74,9 @@ class RegisteredGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
 };
 
-class SymmetricPeerMemory final : public PeerMemory {
+class CudaSymmetricMemory final : public SymmetricMemory {
  public:
-  explicit SymmetricPeerMemory(const GroupSpec& spec)
+  explicit CudaSymmetricMemory(const GroupSpec& spec)
       : rank_(spec.rank),
         size_(spec.size),
         timeout_ms_(static_cast<size_t>(spec.timeout.count())),
@@ -96,7 +86,7 @@ class SymmetricPeerMemory final : public PeerMemory {
     name_stream("peer memory " + spec.name, queue_);
   }
 
-  ~SymmetricPeerMemory() override {
+  ~CudaSymmetricMemory() override {
     // Freeing synchronizes the device, on which a barrier may wait for peers that never come. While an error
     // is on its way to main(), which ends the process, leave the memory to that.
     if (std::uncaught_exceptions() == 0) return;
@@ -186,16 +176,6 @@ class SymmetricPeerMemory final : public PeerMemory {
   Moment num_moments_ = 0;
 };
 
-// LibTorch passes descriptors of memory through sockets in the host's files; containers on one machine that
-// don't share them differ in their names.
-std::string host() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return str(name, "/", boot);
-}
-
 std::string bus_id(int device) {
   char id[32] = "";
   C10_CUDA_CHECK(cudaDeviceGetPCIBusId(id, sizeof(id), device));
@@ -210,14 +190,14 @@ bool has_atomics_between(int device, int peer) {
   return can && atomics;
 }
 
-}  // namespace
+// LibTorch passes descriptors of memory through sockets in the host's files; containers on one machine that
+// don't share those differ in their names.
+std::string gpu_address() { return str(host_identity(), " ", bus_id(c10::cuda::current_device())); }
 
-std::string symmetric_memory_address() { return str(host(), " ", bus_id(c10::cuda::current_device())); }
-
-std::string why_no_symmetric_memory(const std::string& address) {
+std::string why_not_reachable(const std::string& address) {
   const size_t space = address.rfind(' ');
   TITAN_INTERNAL_ASSERT(space != std::string::npos, "an address of a GPU without host: ", address);
-  if (address.substr(0, space) != host()) return "it is on another host, or in another container";
+  if (address.substr(0, space) != host_identity()) return "it is on another host, or in another container";
   const std::string theirs = address.substr(space + 1);
   const int device = c10::cuda::current_device();
   if (theirs == bus_id(device)) return str("both are on GPU ", theirs);
@@ -234,25 +214,16 @@ std::string why_no_symmetric_memory(const std::string& address) {
   return "";
 }
 
-std::unique_ptr<PeerMemory> make_symmetric_memory(const GroupSpec& spec) {
-  return std::make_unique<SymmetricPeerMemory>(spec);
-}
-
-// The CUDA plugin: what dist/device_backend.h asks of a device, by NCCL and LibTorch's CUDA library. The
-// library opens it when a GPU is visible (src/dist/device_backend.cpp); nothing else links to it.
-
-namespace {
-
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-/// The event is protected in the class.
+/// Reads a protected member.
 struct EndEvent : c10d::ProcessGroupNCCL::WorkNCCL {
   static std::shared_ptr<at::cuda::CUDAEvent> of(WorkNCCL& work) { return work.*(&EndEvent::ncclEndEvent_); }
 };
 
-/// The caching allocator exists from the first use of CUDA on.
+/// The caching allocator exists once CUDA has been used.
 c10::DeviceAllocator& allocator() {
   at::globalContext().lazyInitDevice(c10::kCUDA);
   return *c10::getDeviceAllocator(c10::kCUDA);
@@ -273,19 +244,19 @@ class CudaBackend final : public DeviceBackend {
   }
 
   c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) override {
-    // A gather that the next layer waits for goes before the computation in the queue of the device.
+    // The device is to run a gather that the next layer waits for before other computation.
     auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = spec.timeout;
     options->group_name = spec.name;
     auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(spec.store, spec.rank, spec.size, options);
     const c10::Device device(c10::kCUDA, c10::cuda::current_device());
     group->setBoundDeviceId(device);
-    // Now, not in the first step: a failure to connect belongs to the start-up and its time limit.
+    // Connects now, not in the first step: a failure to connect belongs to the start-up and its time limit.
     group->eagerConnectSingleDevice(device);
     return group;
   }
 
-  // The event that NCCL's work ends with, alone: the work itself would keep the call's tensors.
+  // Keeps only the event at the end of NCCL's work: the work itself would keep the call's tensors.
   std::function<bool()> completion_of(c10d::Work& work) override {
     auto* nccl = dynamic_cast<c10d::ProcessGroupNCCL::WorkNCCL*>(&work);
     auto event = nccl ? EndEvent::of(*nccl) : nullptr;
@@ -293,12 +264,12 @@ class CudaBackend final : public DeviceBackend {
     return [event] { return event->query(); };
   }
 
-  std::string device_address() const override { return symmetric_memory_address(); }
-  std::string why_no_peer_memory(const std::string& address) const override {
-    return why_no_symmetric_memory(address);
+  std::string device_address() const override { return gpu_address(); }
+  std::string why_no_symmetric_memory(const std::string& address) const override {
+    return why_not_reachable(address);
   }
-  std::unique_ptr<PeerMemory> make_peer_memory(const GroupSpec& spec) override {
-    return make_symmetric_memory(spec);
+  std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) override {
+    return std::make_unique<CudaSymmetricMemory>(spec);
   }
 
   DeviceMemory memory(int index) const override {
@@ -330,7 +301,7 @@ class CudaBackend final : public DeviceBackend {
 }  // namespace
 }  // namespace titan::dist
 
-/// The plugin's one entry; the object lives as long as the process.
+/// The plugin's only entry point; the object lives as long as the process.
 extern "C" __attribute__((visibility("default"))) titan::dist::DeviceBackend* titan_cuda_plugin() {
   static titan::dist::CudaBackend backend;
   return &backend;

@@ -24,18 +24,23 @@ bool has_kernels(const at::Tensor& x) {
   return at::cuda::getDeviceProperties(x.device().index())->major >= 8;
 }
 
-bool have_source(const at::Tensor& x) {
+bool is_source(const at::Tensor& x) {
   return x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16;
 }
 
 // fp16 and others are widened first; the rest is the same.
-at::Tensor as_source(const at::Tensor& x) { return (have_source(x) ? x : x.to(at::kFloat)).contiguous(); }
+at::Tensor as_source(const at::Tensor& x) { return (is_source(x) ? x : x.to(at::kFloat)).contiguous(); }
+
+cuda::Source source_of(const at::Tensor& x) {
+  return x.scalar_type() == at::kFloat ? cuda::Source::Float : cuda::Source::BFloat16;
+}
+
+cuda::Format format_of(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn ? cuda::Format::E4m3 : cuda::Format::E5m2;
+}
 
 cuda::Matrix matrix_of(const at::Tensor& x) {
-  return {.data = x.const_data_ptr(),
-          .source = x.scalar_type() == at::kFloat ? cuda::Source::Float : cuda::Source::BFloat16,
-          .rows = x.size(0),
-          .columns = x.size(1)};
+  return {.data = x.const_data_ptr(), .source = source_of(x), .rows = x.size(0), .columns = x.size(1)};
 }
 
 at::Tensor amax_cuda(const at::Tensor& x, std::optional<int64_t> dim) {
@@ -43,7 +48,7 @@ at::Tensor amax_cuda(const at::Tensor& x, std::optional<int64_t> dim) {
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor from = as_source(x);
   const auto options = x.options().dtype(at::kFloat);
-  const bool of_rows = dim && *dim == 1;  // which a block has one of, and writes
+  const bool of_rows = dim && *dim == 1;  // their kernel writes each element once, so out needs no zeros
   at::Tensor out = of_rows ? at::empty({x.size(0), 1}, options)
                    : dim   ? at::zeros({x.size(1), 1}, options)
                            : at::zeros({}, options);
@@ -62,7 +67,8 @@ at::Tensor scale_cuda(const at::Tensor& amax, at::ScalarType dtype, bool power_o
   at::Tensor out = at::empty(amax.sizes(), amax.options());
   if (out.numel() == 0) return out;
   cuda::launch_scale(out.mutable_data_ptr<float>(), from.const_data_ptr<float>(), out.numel(),
-                     largest_value(dtype), power_of_two, c10::cuda::getCurrentCUDAStream());
+                     {.largest = largest_value(dtype), .power_of_two = power_of_two},
+                     c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
@@ -74,10 +80,9 @@ at::Tensor cast_cuda(const at::Tensor& x, const at::Tensor& scale, at::ScalarTyp
   at::Tensor out = transposed ? at::empty({x.size(1), x.size(0)}, x.options().dtype(dtype))
                               : at::empty(x.sizes(), x.options().dtype(dtype));
   if (out.numel() == 0) return out;
-  const cuda::CastOptions options{
-      .scale = scales.const_data_ptr<float>(),
-      .scale_by_row = scales.numel() > 1,
-      .format = dtype == at::kFloat8_e4m3fn ? cuda::Format::E4m3 : cuda::Format::E5m2};
+  const cuda::CastOptions options{.scale = scales.const_data_ptr<float>(),
+                                  .scale_by_row = scales.numel() > 1,
+                                  .format = format_of(dtype)};
   const auto launch = transposed ? cuda::launch_transposed_cast : cuda::launch_cast;
   launch(static_cast<uint8_t*>(out.mutable_data_ptr()), matrix_of(from), options,
          c10::cuda::getCurrentCUDAStream());
@@ -85,46 +90,19 @@ at::Tensor cast_cuda(const at::Tensor& x, const at::Tensor& scale, at::ScalarTyp
   return out;
 }
 
-TORCH_LIBRARY_IMPL(titan, CUDA, m) {
-  m.impl("float8_amax", amax_cuda);
-  m.impl("float8_scale", scale_cuda);
-  m.impl("float8_cast", cast_cuda);
-}
-
-}  // namespace
-
-// Casting blocks, many largest magnitudes and delayed scales on a GPU: LibTorch's tensors in, launches of
-// float8_block_kernels.cu out.
-
-namespace {
-
-// Warps reduce in one instruction from compute capability 8.0 on.
-bool runs_kernels(const at::Tensor& x) {
-  return at::cuda::getDeviceProperties(x.device().index())->major >= 8;
-}
-
-cuda::Source source_of(const at::Tensor& x) {
-  return x.scalar_type() == at::kFloat ? cuda::Source::Float : cuda::Source::BFloat16;
-}
-bool is_source(const at::Tensor& x) {
-  return x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16;
-}
-
 std::tuple<at::Tensor, at::Tensor> cast_blocks_cuda(const at::Tensor& x, at::ScalarType dtype, bool round_up,
                                                     bool transposed) {
-  if (!runs_kernels(x)) return composite::cast_blocks(x, dtype, round_up, transposed);
+  if (!has_kernels(x)) return composite::cast_blocks(x, dtype, round_up, transposed);
   const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor from = (is_source(x) ? x : x.to(at::kFloat)).contiguous();
+  const at::Tensor from = as_source(x);
   const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
   const int64_t blocks = (elements + kBlock - 1) / kBlock;
   at::Tensor data = at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype));
   at::Tensor scale = at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu));
-  const cuda::Matrix matrix{from.const_data_ptr(), source_of(from), from.size(0), from.size(1)};
-  const cuda::BlockOptions options{
-      .round_up = round_up, .format = dtype == at::kFloat8_e4m3fn ? cuda::Format::E4m3 : cuda::Format::E5m2};
   const auto launch = transposed ? cuda::launch_cast_column_blocks : cuda::launch_cast_row_blocks;
-  launch(static_cast<uint8_t*>(data.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()),
-         matrix, options, c10::cuda::getCurrentCUDAStream());
+  launch({static_cast<uint8_t*>(data.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())},
+         matrix_of(from), {.round_up = round_up, .format = format_of(dtype)},
+         c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {data, scale};
 }
@@ -140,7 +118,7 @@ std::vector<cuda::AmaxPiece> pieces_of(at::TensorList xs) {
   return pieces;
 }
 
-// Through pinned memory, which LibTorch's allocator doesn't give out again before the copy is done: the host
+// Through pinned memory, which LibTorch's allocator doesn't reuse before the copy is done, so the host
 // doesn't wait.
 at::Tensor on_device(const std::vector<cuda::AmaxPiece>& pieces, at::Device device) {
   const auto bytes = static_cast<int64_t>(pieces.size() * sizeof(cuda::AmaxPiece));
@@ -151,7 +129,7 @@ at::Tensor on_device(const std::vector<cuda::AmaxPiece>& pieces, at::Device devi
 
 at::Tensor amax_many_cuda(at::TensorList xs) {
   for (const at::Tensor& x : xs)
-    if (!runs_kernels(x) || !is_source(x) || x.scalar_type() != xs[0].scalar_type() || !x.is_contiguous())
+    if (!has_kernels(x) || !is_source(x) || x.scalar_type() != xs[0].scalar_type() || !x.is_contiguous())
       return composite::amax_many(xs);
   const c10::cuda::CUDAGuard guard(xs[0].device());
   at::Tensor out = at::zeros({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
@@ -168,16 +146,21 @@ at::Tensor delayed_scale_cuda(const at::Tensor& amax, const at::Tensor& pending,
                               at::ScalarType dtype, bool power_of_two, bool records) {
   const c10::cuda::CUDAGuard guard(amax.device());
   at::Tensor out = at::empty({}, amax.options());
-  cuda::launch_delayed_scale(
-      out.mutable_data_ptr<float>(), amax.const_data_ptr<float>(), pending.mutable_data_ptr<float>(),
-      largest.const_data_ptr<float>(),
-      {.largest = largest_value(dtype), .power_of_two = power_of_two, .records = records},
-      c10::cuda::getCurrentCUDAStream());
+  cuda::launch_delayed_scale(out.mutable_data_ptr<float>(),
+                             {.amax = amax.const_data_ptr<float>(),
+                              .pending = pending.mutable_data_ptr<float>(),
+                              .largest_of_history = largest.const_data_ptr<float>(),
+                              .records = records},
+                             {.largest = largest_value(dtype), .power_of_two = power_of_two},
+                             c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 
 TORCH_LIBRARY_IMPL(titan, CUDA, m) {
+  m.impl("float8_amax", amax_cuda);
+  m.impl("float8_scale", scale_cuda);
+  m.impl("float8_cast", cast_cuda);
   m.impl("float8_cast_blocks", cast_blocks_cuda);
   m.impl("float8_amax_many", amax_many_cuda);
   m.impl("float8_delayed_scale", delayed_scale_cuda);

@@ -1,5 +1,5 @@
-// Never run yet (docs/verified_on.md). Each is one pass: bound by memory, so elements are read 16 bytes a
-// thread where the rows allow that.
+// Never run yet (docs/verified_on.md). Each kernel is one pass and bound by memory, so a thread reads 16
+// bytes at a time where the rows allow that.
 
 #include "cuda_plugin/float8_kernels.h"
 
@@ -15,6 +15,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kMaxBlocks = 4096;
+constexpr int64_t kMaxGrid = 65535;  // in y and z
+constexpr int kBlock = 32;           // elements with one scale
+constexpr int kNotFinite = 255;      // an exponent
 
 __device__ float widen(float x) { return x; }
 __device__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -37,7 +40,7 @@ __device__ unsigned largest_of_block(unsigned mine) {
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = mine;
   __syncthreads();
   unsigned best = threadIdx.x < kThreads / kWarp ? of_warps[threadIdx.x] : 0;
-  return __reduce_max_sync(0xffffffffu, best);  // whole in the first warp
+  return __reduce_max_sync(0xffffffffu, best);  // valid in the first warp
 }
 
 template <class T>
@@ -65,11 +68,11 @@ __global__ void amax_of_rows_kernel(float* out, const T* x, int64_t rows, int64_
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const unsigned best = largest_of_block(largest_of(x + row * columns, columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) out[row] = __uint_as_float(best);
-    __syncthreads();  // the next row writes the shared values that some may still read
+    __syncthreads();  // the next row writes the shared values that some threads may still read
   }
 }
 
-// A block has kThreads columns and a stretch of rows; neighbouring threads read neighbouring elements.
+// A thread block has kThreads columns and a stretch of rows; neighbouring threads read neighbouring elements.
 constexpr int64_t kRowsPerBlock = 256;
 template <class T>
 __global__ void amax_of_columns_kernel(float* out, const T* x, int64_t rows, int64_t columns) {
@@ -83,18 +86,19 @@ __global__ void amax_of_columns_kernel(float* out, const T* x, int64_t rows, int
   }
 }
 
-__global__ void scale_kernel(float* out, const float* amax, int64_t count, double largest,
-                             bool power_of_two) {
-  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const float largest_magnitude = amax[i];
-  const double held =
-      isnan(largest_magnitude) ? double{largest_magnitude} : fmax(double{largest_magnitude}, 1e-12);
-  const auto scale = static_cast<float>(largest / held);
-  out[i] = power_of_two && !isnan(scale) ? __uint_as_float(__float_as_uint(scale) & 0x7f800000u) : scale;
+__device__ float scale_for(float amax, ScaleOptions options) {
+  const double held = isnan(amax) ? double{amax} : fmax(double{amax}, 1e-12);
+  const auto scale = static_cast<float>(options.largest / held);
+  return options.power_of_two && !isnan(scale) ? __uint_as_float(__float_as_uint(scale) & 0x7f800000u)
+                                               : scale;
 }
 
-// The instruction makes every NaN the same one; LibTorch's conversion keeps its sign.
+__global__ void scale_kernel(float* out, const float* amax, int64_t count, ScaleOptions options) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < count) out[i] = scale_for(amax[i], options);
+}
+
+// The instruction turns every NaN into the same one; LibTorch's conversion keeps its sign.
 template <Format format>
 __device__ uint8_t to_float8(float x) {
   if (isnan(x)) return 0x7f | (__float_as_uint(x) >> 31 << 7);
@@ -102,8 +106,7 @@ __device__ uint8_t to_float8(float x) {
 }
 
 template <Format format, class T>
-__global__ void cast_kernel(uint8_t* out, const T* x, int64_t columns, int64_t count, const float* scale,
-                            bool scale_by_row) {
+__global__ void cast_kernel(uint8_t* out, const T* x, int64_t columns, int64_t count, CastOptions options) {
   constexpr int kSize = Pack<T>::kSize;
   const int64_t step = int64_t{gridDim.x} * kThreads, first = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   // A pack within one row has one scale.
@@ -115,7 +118,7 @@ __global__ void cast_kernel(uint8_t* out, const T* x, int64_t columns, int64_t c
     };
     for (int64_t i = first; i < count / kSize; i += step) {
       const Pack<T> pack = reinterpret_cast<const Pack<T>*>(x)[i];
-      const float factor = scale[scale_by_row ? i * kSize / columns : 0];
+      const float factor = options.scale[options.scale_by_row ? i * kSize / columns : 0];
       Bytes bytes;
       for (int k = 0; k < kSize; ++k) bytes.values[k] = to_float8<format>(widen(pack.values[k]) * factor);
       reinterpret_cast<Bytes*>(out)[i] = bytes;
@@ -123,22 +126,22 @@ __global__ void cast_kernel(uint8_t* out, const T* x, int64_t columns, int64_t c
     return;
   }
   for (int64_t i = first; i < count; i += step)
-    out[i] = to_float8<format>(widen(x[i]) * scale[scale_by_row ? i / columns : 0]);
+    out[i] = to_float8<format>(widen(x[i]) * options.scale[options.scale_by_row ? i / columns : 0]);
 }
 
-// Tiles of 64 by 64 through shared memory, so that both sides are read and written along their rows. The
-// column behind each row keeps threads of a warp in banks of their own.
+// Tiles of 64 by 64 go through shared memory, so that both sides are read and written along their rows. The
+// extra columns keep the threads of a warp in different banks.
 constexpr int kTile = 64;
 template <Format format, class T>
 __global__ void transposed_cast_kernel(uint8_t* out, const T* x, int64_t rows, int64_t columns,
-                                       const float* scale, bool scale_by_column) {
+                                       CastOptions options) {
   __shared__ uint8_t tile[kTile][kTile + 4];
-  // Rows in x: a grid has 2^31 - 1 blocks that way, and 65,535 the other.
+  // Rows along x: a grid may have 2^31 - 1 blocks there, and 65,535 along y.
   const int64_t first_row = int64_t{blockIdx.x} * kTile, first_column = int64_t{blockIdx.y} * kTile;
   const int inner = threadIdx.x % kTile, outer = threadIdx.x / kTile;
   const int64_t column = first_column + inner;
   if (column < columns) {
-    const float factor = scale[scale_by_column ? column : 0];
+    const float factor = options.scale[options.scale_by_row ? column : 0];  // a row of the result
     for (int i = outer; i < kTile && first_row + i < rows; i += kThreads / kTile)
       tile[i][inner] = to_float8<format>(widen(x[(first_row + i) * columns + column]) * factor);
   }
@@ -149,67 +152,189 @@ __global__ void transposed_cast_kernel(uint8_t* out, const T* x, int64_t rows, i
     out[(first_column + i) * rows + row] = tile[inner][i];
 }
 
-unsigned blocks_for(int64_t work, int64_t per_block) {
-  return static_cast<unsigned>(std::clamp<int64_t>((work + per_block - 1) / per_block, 1, kMaxBlocks));
+// As src/float8/cast.h, whose constants only the host's compiler has.
+template <Format format>
+__device__ int exponent_of(unsigned magnitude, bool round_up) {
+  if (magnitude >= 0x7f800000u) return kNotFinite;
+  if (!round_up) return max(static_cast<int>(magnitude >> 23) - (format == Format::E4m3 ? 8 : 15), 0);
+  const float end = format == Format::E4m3 ? 448.0f : 57344.0f;
+  const unsigned bits = __float_as_uint(__fdiv_rn(__uint_as_float(magnitude), end));
+  const unsigned exponent = bits >> 23, mantissa = bits & 0x7fffffu;
+  return exponent == 0 ? mantissa > 0x400000u : exponent + (mantissa > 0);
 }
-unsigned tiles_of(int64_t size) { return static_cast<unsigned>((size + kTile - 1) / kTile); }
+__device__ float factor_of(int exponent, bool round_up) {
+  if (exponent == kNotFinite) return 0.0f;
+  if (exponent == 0 && round_up) return 1.0f;
+  return __uint_as_float(static_cast<unsigned>(254 - max(exponent, 1)) << 23);
+}
+
+// One warp per block, one lane per element. Warps of a thread block take neighbouring blocks.
+template <Format format, class T>
+__global__ void row_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns, bool round_up) {
+  const int64_t blocks = (columns + kBlock - 1) / kBlock;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kWarp);
+  for (int64_t i = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; i < rows * blocks;
+       i += step) {
+    const int64_t row = i / blocks, column = i % blocks * kBlock + lane;
+    const float value = column < columns ? widen(x[row * columns + column]) : 0.0f;
+    const int exponent = exponent_of<format>(__reduce_max_sync(0xffffffffu, magnitude(value)), round_up);
+    out.data[i * kBlock + lane] = to_float8<format>(value * factor_of(exponent, round_up));
+    if (lane == 0) out.exponents[i] = static_cast<uint8_t>(exponent);
+  }
+}
+
+// One thread per block: it reads 32 elements of its column, while its neighbours read those of the next
+// columns, and writes 32 bytes of a row.
+template <Format format, class T>
+__global__ void column_blocks_kernel(CastBlocks out, const T* x, int64_t rows, int64_t columns,
+                                     bool round_up) {
+  const int64_t blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (column >= columns) return;
+  for (int64_t block = blockIdx.y; block < blocks; block += gridDim.y) {
+    float values[kBlock];
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const int64_t row = block * kBlock + i;
+      values[i] = row < rows ? widen(x[row * columns + column]) : 0.0f;
+      largest = max(largest, magnitude(values[i]));
+    }
+    const int exponent = exponent_of<format>(largest, round_up);
+    const float factor = factor_of(exponent, round_up);
+    alignas(16) uint8_t bytes[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) bytes[i] = to_float8<format>(values[i] * factor);
+    const int64_t place = column * blocks + block;
+    auto* to = reinterpret_cast<uint4*>(out.data + place * kBlock);
+    to[0] = reinterpret_cast<const uint4*>(bytes)[0];
+    to[1] = reinterpret_cast<const uint4*>(bytes)[1];
+    out.exponents[place] = static_cast<uint8_t>(exponent);
+  }
+}
+
+template <class T>
+__global__ void amax_of_pieces_kernel(float* out, const AmaxPiece* pieces) {
+  const AmaxPiece piece = pieces[blockIdx.x];
+  unsigned best = largest_of(static_cast<const T*>(piece.data), piece.count, threadIdx.x, kThreads);
+  best = __reduce_max_sync(0xffffffffu, best);
+  if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(out + piece.tensor), best);
+}
+
+__global__ void delayed_scale_kernel(float* out, DelayedScale delayed, ScaleOptions options) {
+  const float amax = *delayed.amax;
+  if (!isfinite(amax)) {
+    *out = __uint_as_float(0x7fc00000u);
+    return;
+  }
+  if (delayed.records) *delayed.pending = fmaxf(*delayed.pending, amax);
+  const float largest = *delayed.largest_of_history;
+  *out = scale_for(largest > 0 ? largest : amax, options);
+}
+
+int64_t parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
+unsigned blocks_for(int64_t work, int64_t per_block) {
+  return static_cast<unsigned>(std::clamp<int64_t>(parts_of(work, per_block), 1, kMaxBlocks));
+}
 
 template <class Launch>
-void with_source(const Matrix& x, Launch launch) {
-  if (x.source == Source::Float) {
-    launch(static_cast<const float*>(x.data));
-  } else {
-    launch(static_cast<const __nv_bfloat16*>(x.data));
-  }
+void with_source(Source source, Launch launch) {
+  if (source == Source::Float)
+    launch(float{});
+  else
+    launch(__nv_bfloat16{});
+}
+
+template <class Kernel4, class Kernel5>
+auto of_format(Format format, Kernel4 e4m3, Kernel5 e5m2) {
+  return format == Format::E4m3 ? e4m3 : e5m2;
 }
 
 }  // namespace
 
 void launch_amax(float* out, const Matrix& x, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
-  with_source(x, [&](const auto* from) {
-    amax_kernel<<<blocks_for(count, kThreads * 32), kThreads, 0, stream>>>(out, from, count);
+  with_source(x.source, [&]<class T>(T) {
+    amax_kernel<<<blocks_for(count, kThreads * 32), kThreads, 0, stream>>>(out, static_cast<const T*>(x.data),
+                                                                           count);
   });
 }
 
 void launch_amax_of_rows(float* out, const Matrix& x, cudaStream_t stream) {
-  with_source(x, [&](const auto* from) {
-    amax_of_rows_kernel<<<blocks_for(x.rows, 1), kThreads, 0, stream>>>(out, from, x.rows, x.columns);
+  with_source(x.source, [&]<class T>(T) {
+    amax_of_rows_kernel<<<blocks_for(x.rows, 1), kThreads, 0, stream>>>(out, static_cast<const T*>(x.data),
+                                                                        x.rows, x.columns);
   });
 }
 
 void launch_amax_of_columns(float* out, const Matrix& x, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((x.columns + kThreads - 1) / kThreads),
-                  blocks_for(x.rows, kRowsPerBlock));
-  with_source(x, [&](const auto* from) {
-    amax_of_columns_kernel<<<grid, kThreads, 0, stream>>>(out, from, x.rows, x.columns);
+  const dim3 grid(parts_of(x.columns, kThreads), blocks_for(x.rows, kRowsPerBlock));
+  with_source(x.source, [&]<class T>(T) {
+    amax_of_columns_kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows,
+                                                          x.columns);
   });
 }
 
-void launch_scale(float* out, const float* amax, int64_t count, double largest, bool power_of_two,
+void launch_amax_of_pieces(float* out, const AmaxPiece* pieces, int64_t num_pieces, Source source,
+                           cudaStream_t stream) {
+  if (num_pieces == 0) return;
+  with_source(source, [&]<class T>(T) {
+    amax_of_pieces_kernel<T><<<static_cast<unsigned>(num_pieces), kThreads, 0, stream>>>(out, pieces);
+  });
+}
+
+void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
-  scale_kernel<<<blocks, kThreads, 0, stream>>>(out, amax, count, largest, power_of_two);
+  scale_kernel<<<static_cast<unsigned>(parts_of(count, kThreads)), kThreads, 0, stream>>>(out, amax, count,
+                                                                                          options);
+}
+
+void launch_delayed_scale(float* out, const DelayedScale& delayed, const ScaleOptions& options,
+                          cudaStream_t stream) {
+  delayed_scale_kernel<<<1, 1, 0, stream>>>(out, delayed, options);
 }
 
 void launch_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
-  with_source(x, [&](const auto* from) {
-    const auto kernel = options.format == Format::E4m3
-                            ? cast_kernel<Format::E4m3, std::remove_cvref_t<decltype(*from)>>
-                            : cast_kernel<Format::E5m2, std::remove_cvref_t<decltype(*from)>>;
-    kernel<<<blocks_for(count, kThreads * 8), kThreads, 0, stream>>>(out, from, x.columns, count,
-                                                                     options.scale, options.scale_by_row);
+  with_source(x.source, [&]<class T>(T) {
+    const auto kernel = of_format(options.format, cast_kernel<Format::E4m3, T>, cast_kernel<Format::E5m2, T>);
+    kernel<<<blocks_for(count, kThreads * 8), kThreads, 0, stream>>>(out, static_cast<const T*>(x.data),
+                                                                     x.columns, count, options);
   });
 }
 
 void launch_transposed_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream) {
-  const dim3 grid(tiles_of(x.rows), tiles_of(x.columns));
-  with_source(x, [&](const auto* from) {
-    const auto kernel = options.format == Format::E4m3
-                            ? transposed_cast_kernel<Format::E4m3, std::remove_cvref_t<decltype(*from)>>
-                            : transposed_cast_kernel<Format::E5m2, std::remove_cvref_t<decltype(*from)>>;
-    kernel<<<grid, kThreads, 0, stream>>>(out, from, x.rows, x.columns, options.scale, options.scale_by_row);
+  const dim3 grid(parts_of(x.rows, kTile), parts_of(x.columns, kTile));
+  with_source(x.source, [&]<class T>(T) {
+    const auto kernel = of_format(options.format, transposed_cast_kernel<Format::E4m3, T>,
+                                  transposed_cast_kernel<Format::E5m2, T>);
+    kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns, options);
+  });
+}
+
+void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
+                            cudaStream_t stream) {
+  const int64_t warps = x.rows * parts_of(x.columns, kBlock);
+  const auto grid =
+      static_cast<unsigned>(std::clamp<int64_t>(parts_of(warps, kThreads / kWarp), 1, kMaxGrid));
+  with_source(x.source, [&]<class T>(T) {
+    const auto kernel =
+        of_format(options.format, row_blocks_kernel<Format::E4m3, T>, row_blocks_kernel<Format::E5m2, T>);
+    kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns,
+                                          options.round_up);
+  });
+}
+
+void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const BlockOptions& options,
+                               cudaStream_t stream) {
+  const dim3 grid(parts_of(x.columns, kThreads),
+                  static_cast<unsigned>(std::clamp<int64_t>(parts_of(x.rows, kBlock), 1, kMaxGrid)));
+  with_source(x.source, [&]<class T>(T) {
+    const auto kernel = of_format(options.format, column_blocks_kernel<Format::E4m3, T>,
+                                  column_blocks_kernel<Format::E5m2, T>);
+    kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns,
+                                          options.round_up);
   });
 }
 

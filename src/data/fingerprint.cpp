@@ -8,15 +8,15 @@ namespace titan::data {
 namespace {
 
 constexpr std::string_view kBetweenParts = "; ";
-constexpr std::string_view kBehindName = " = ";
+constexpr std::string_view kAfterName = " = ";
 
 std::vector<std::pair<std::string, std::string>> split_fingerprint(std::string_view text) {
   std::vector<std::pair<std::string, std::string>> parts;
   while (!text.empty()) {
     std::string_view part = text.substr(0, text.find(kBetweenParts));
     text.remove_prefix(std::min(text.size(), part.size() + kBetweenParts.size()));
-    const size_t name = std::min(part.size(), part.find(kBehindName));
-    parts.emplace_back(part.substr(0, name), part.substr(std::min(part.size(), name + kBehindName.size())));
+    const size_t name = std::min(part.size(), part.find(kAfterName));
+    parts.emplace_back(part.substr(0, name), part.substr(std::min(part.size(), name + kAfterName.size())));
   }
   return parts;
 }
@@ -30,7 +30,7 @@ std::string difference_of(const std::string& name, const std::string& before, co
 std::string join_fingerprint(const std::vector<std::pair<std::string, std::string>>& parts) {
   std::string joined;
   for (const auto& [name, value] : parts)
-    joined += str(joined.empty() ? "" : kBetweenParts, name, kBehindName, value);
+    joined += str(joined.empty() ? "" : kBetweenParts, name, kAfterName, value);
   return joined;
 }
 

@@ -1,7 +1,9 @@
 #pragma once
 
-// What carries a group's calls.
+// The kinds of backends that carry a group's calls: gloo (sockets), host (memory of one host's ranks), fake
+// (no peers), and NCCL in the CUDA plugin (dist/device_backend.h).
 
+#include <exception>
 #include <functional>
 #include <optional>
 #include <string>
@@ -14,14 +16,14 @@
 
 namespace titan::dist {
 
-struct GroupBackends {
-  using Pointer = c10::intrusive_ptr<c10d::Backend>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-  Pointer main;
-  /// Where `main` serves device tensors only (NCCL): makes the one for CPU tensors at their first use. All
-  /// members come to it at the same call. Empty where `main` serves both.
-  std::function<Pointer()> make_host;
-  Pointer host;
+struct GroupBackends {
+  BackendPtr main;
+  /// Where `main` takes device tensors only (NCCL): makes the one for CPU tensors at their first use, which
+  /// is the same call on all members. Empty where `main` takes both.
+  std::function<BackendPtr()> make_host;
+  BackendPtr host;
 
   c10d::Backend& for_tensor(const at::Tensor& tensor) {
     if (!make_host || (tensor.defined() && !tensor.is_cpu())) return *main;
@@ -30,17 +32,15 @@ struct GroupBackends {
   }
 };
 
-// Groups over TCP sockets on the CPU, by the gloo inside LibTorch.
-
-/// Where gloo listens. Exactly one of the two is used: interfaces if any are named, else the address.
+/// Where gloo listens. Uses the interfaces if any are named, else the address.
 struct GlooAddress {
   std::vector<std::string> interfaces;  ///< "eth0"; several: traffic is spread over them
-  std::string address;  ///< host name or IP of this process that the others reach; "" = by host name
+  std::string address;  ///< host name or IP under which the others reach this process; "": its host name
 };
 
-/// The address of this host on the route to `host`, of IPv4 where there is one, else of IPv6; "" when it
-/// can't be told or is of no use to other hosts: a loopback or link-local one. A host name often resolves to
-/// 127.0.1.1 on its own host, which nobody else can reach.
+/// The address of this host on the route to `host`, IPv4 if there is one, else IPv6; "" when there is none,
+/// or none that other hosts can use (loopback, link-local). A host name often resolves to 127.0.1.1 on its
+/// own host, which nobody else can reach.
 std::string address_towards(const std::string& host);
 
 /// `interfaces`: the value of GLOO_SOCKET_IFNAME. Without it, loopback when all ranks are on one host, else
@@ -48,31 +48,26 @@ std::string address_towards(const std::string& host);
 GlooAddress choose_gloo_address(const std::optional<std::string>& interfaces, bool one_host,
                                 const std::string& other_host);
 
-/// Connects to all members (blocks). Threads of the group end when the last reference goes.
-c10::intrusive_ptr<c10d::Backend> make_gloo_group(const GroupSpec& spec, const GlooAddress& address);
+/// Groups over TCP sockets on the CPU, by the gloo inside LibTorch. Connects to all members (blocks). Threads
+/// of the group end when the last reference goes.
+BackendPtr make_gloo_group(const GroupSpec& spec, const GlooAddress& address);
 
-// Groups whose ranks are on one host: collectives copy straight from the memory of the others
-// (host_channel.h).
+/// Groups whose ranks are on one host and copy straight from each other's memory. Collective. `sockets`
+/// (gloo, with the same ranks) carries send and receive. Returns null, on all ranks alike, where the kernel
+/// or a container doesn't let the ranks read each other's memory.
+BackendPtr make_host_group(const GroupSpec& spec, BackendPtr sockets);
 
-/// Collective. `sockets` (gloo, of the same ranks) carries send and receive. Null, on all ranks alike, where
-/// the kernel or a container keeps the ranks from reading each other's memory.
-c10::intrusive_ptr<c10d::Backend> make_host_group(const GroupSpec& spec,
-                                                  c10::intrusive_ptr<c10d::Backend> sockets);
+/// A backend without peers: one process plays one rank of any world, for dry runs, layouts and cost. Every
+/// call is done at once. Data that would come from other ranks is made from this rank's own, so that values
+/// stay finite: gathered parts are copies of its own part, reductions return its own part. Takes meta
+/// tensors, too.
+BackendPtr make_fake_group(int rank, int size);
 
-}  // namespace titan::dist
-
-namespace c10d {
-
-// A backend without peers: one process plays one rank of any world, for dry runs, layouts and cost.
-// Every call is done at once. What would come from the others is made of this rank's own data, so that values
-// stay finite: gathered parts are copies of the own one, reductions return the own part. Meta tensors are
-// accepted.
-
-class Backend;
-}  // namespace c10d
-
-namespace titan::dist {
-
-c10::intrusive_ptr<c10d::Backend> make_fake_group(int rank, int size);
+/// The first line of what(): LibTorch's messages go on with a stack trace.
+inline std::string first_line_of(const std::exception& error) {
+  const auto* of_libtorch = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = of_libtorch ? of_libtorch->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
 
 }  // namespace titan::dist

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "dist/backends.h"
 #include "dist/flight_record.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
@@ -13,8 +14,7 @@
 namespace titan::dist {
 namespace {
 
-/// What has to be equal on all members. Written in one piece of zeroed memory, so that its bytes can be
-/// compared too.
+/// What has to be equal on all members. Made in zeroed memory, so that its bytes can be sent as they are.
 struct CallPrint {
   uint64_t sequence;
   CallSizes out, in;
@@ -109,12 +109,9 @@ void CallChecker::check(const CallRecord& call, c10d::Backend& backend) const {
   std::memcpy(in.data_ptr(), &mine, sizeof(mine));
   try {
     backend._allgather_base(out, in)->wait();
-  } catch (const c10::Error& error) {
-    const std::string reason = error.what_without_backtrace();
-    throw Error(str("debug.check_collectives: not all ranks of the group came to the call: ",
-                    reason.substr(0, reason.find('\n'))));
   } catch (const std::exception& error) {
-    throw Error(str("debug.check_collectives: not all ranks of the group came to the call: ", error.what()));
+    throw Error(
+        str("debug.check_collectives: not all ranks of the group came to the call: ", first_line_of(error)));
   }
   std::vector<CallPrint> prints(ranks_.size());
   std::memcpy(static_cast<void*>(prints.data()), out.data_ptr(), prints.size() * sizeof(CallPrint));
@@ -133,7 +130,7 @@ void CallChecker::announce_sent(const CallRecord& call) const {
   store_->set(key_of(rank_, call.peer, call.sequence), std::vector<uint8_t>(bytes, bytes + sizeof(print)));
 }
 
-// The store is asked again and again: a wait inside it would keep other threads of this process from it.
+// Polls the store: a wait inside it would block other threads of this process that use it.
 void CallChecker::check_received(const CallRecord& call) const {
   const std::string key = key_of(call.peer, rank_, call.sequence);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms_);

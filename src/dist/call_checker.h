@@ -1,14 +1,14 @@
 #pragma once
 
-// Compares the members' calls before they start, so that ranks which lost their common order are told so
+// Compares the members' calls before they start, so that ranks that have lost their common order get an error
 // instead of waiting for each other. One per group.
 //
 // A collective: every member gathers what all of them are about to call, on the host, and compares. So a
-// member that comes to another call of the same group is named with it; one that comes to no call of the
-// group at all can't be seen here, and ends in a time-out. Ranks may order calls of different groups
-// differently as long as they wait later; with the gather they can't, as each call then waits at once.
-// Send and receive: the sender says what it sends through the store, and the receiver looks at it when it
-// waits; the sender goes on.
+// member that makes another call of the same group is named with it; one that makes no call of the group at
+// all can't be seen here, and ends in a time-out. Ranks may order calls of different groups differently as
+// long as they wait later; with the gather they can't, as each call then waits at once.
+// Send and receive: the sender says through the store what it sends, and continues; the receiver compares
+// when it waits.
 
 #include <atomic>
 #include <string>
@@ -24,16 +24,16 @@ struct CallRecord;
 
 class CallChecker {
  public:
-  /// `spec`: of the group, with a store of the checker's own. `ranks`: of the job, by the group's.
+  /// `spec`: the group's, with a store of the checker's own. `ranks`: world ranks in group order.
   CallChecker(const GroupSpec& spec, std::vector<int> ranks);
 
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ms_ = timeout.count(); }
 
-  /// Collective over the group. Throws Error that tells the calls apart where they differ.
+  /// Collective over the group. Throws Error that lists the calls if they differ.
   void check(const CallRecord& call, c10d::Backend& backend) const;
 
   void announce_sent(const CallRecord& call) const;
-  /// Waits for what the peer says that it sends.
+  /// Waits until the peer has said what it sends.
   void check_received(const CallRecord& call) const;
 
  private:

@@ -1,19 +1,15 @@
-// Buffers of a group for calls that it composes itself; made once and reused.
+// Collectives over a c10d backend. A call is checked, done at once in a group of one, else recorded in the
+// ring and handed to the backend; the Work it returns remembers enough to name the call if it fails.
 
 #include "titan/dist/collectives.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <mutex>
-#include <numeric>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
@@ -27,41 +23,31 @@
 
 namespace titan::dist {
 
-/// Thread-safe. A buffer given back is handed out again for the same number of elements and dtype.
+/// Buffers of a group for calls that it composes itself. A released one is reused for the same size and
+/// dtype. Thread-safe.
 class StagingPool {
  public:
-  at::Tensor acquire(int64_t numel, at::ScalarType dtype);
-  void release(at::Tensor buffer);
+  at::Tensor acquire(int64_t numel, at::ScalarType dtype) {
+    std::lock_guard lock(mutex_);
+    const auto fits = [&](const at::Tensor& t) { return t.numel() == numel && t.scalar_type() == dtype; };
+    const auto found = std::find_if(free_.begin(), free_.end(), fits);
+    if (found == free_.end()) return at::empty({numel}, dtype);
+    at::Tensor buffer = std::move(*found);
+    free_.erase(found);
+    return buffer;
+  }
+
+  void release(at::Tensor buffer) {
+    constexpr size_t most = 4;  // more than what overlaps in one group; older sizes make room
+    std::lock_guard lock(mutex_);
+    if (free_.size() == most) free_.erase(free_.begin());
+    free_.push_back(std::move(buffer));
+  }
 
  private:
   std::mutex mutex_;
   std::vector<at::Tensor> free_;
 };
-
-namespace {
-// More than what overlaps in one group at a time; older sizes make room.
-constexpr size_t kMostFree = 4;
-}  // namespace
-
-at::Tensor StagingPool::acquire(int64_t numel, at::ScalarType dtype) {
-  std::lock_guard lock(mutex_);
-  const auto fits = [&](const at::Tensor& t) { return t.numel() == numel && t.scalar_type() == dtype; };
-  const auto found = std::find_if(free_.begin(), free_.end(), fits);
-  if (found == free_.end()) return at::empty({numel}, dtype);
-  at::Tensor buffer = std::move(*found);
-  free_.erase(found);
-  return buffer;
-}
-
-void StagingPool::release(at::Tensor buffer) {
-  std::lock_guard lock(mutex_);
-  if (free_.size() == kMostFree) free_.erase(free_.begin());
-  free_.push_back(std::move(buffer));
-}
-
-// Collectives over a c10d backend. A call goes: check the shapes, done at once in a group of one, else record
-// it in the ring, hand it to the backend, and return a Work that remembers enough to name the call if it
-// fails.
 
 namespace {
 
@@ -81,17 +67,9 @@ void copy_into(const at::Tensor& out, const at::Tensor& in) {
   if (out.is_same(in) || (out.has_storage() && out.is_alias_of(in) && out.data_ptr() == in.data_ptr()))
     return;
   at::NoGradGuard no_grad;
-  // Its own version counter: a backend writes into memory without telling autograd, so this does neither.
+  // With its own version counter: a backend writes into memory without telling autograd, and so does this.
   at::Tensor target = out.variable_data();
   target.view(-1).copy_(in.reshape(-1), /*non_blocking=*/true);
-}
-
-/// In, then `text` on the first line only: LibTorch's messages go on with a stack trace.
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
-std::string reason_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  return first_line(c10_error ? c10_error->what_without_backtrace() : error.what());
 }
 
 }  // namespace
@@ -99,9 +77,9 @@ std::string reason_of(const std::exception& error) {
 struct Work::State {
   c10::intrusive_ptr<c10d::Work> work;
   at::Tensor out, in;              // alive until the backend is done with them
-  std::vector<at::Tensor> others;  // of a batch: those behind the first, likewise
-  at::Tensor host_out;             // gloo with a device tensor: what goes to `out` in the end
-  at::Tensor summands;             // [size, n], gloo's reduce_scatter: what is summed into `out` in the end
+  std::vector<at::Tensor> others;  // of a batch: all but the first, likewise
+  at::Tensor host_out;             // gloo with a device tensor: copied to `out` in the end
+  at::Tensor summands;             // [size, n], gloo's reduce_scatter: summed into `out` in the end
   std::shared_ptr<StagingPool> staging;
   std::shared_ptr<FlightRecorder> recorder;
   uint64_t number = 0;
@@ -120,8 +98,7 @@ struct Work::State {
       if (summands.defined()) sum_up();
       if (host_out.defined()) copy_into(out, host_out);
     } catch (const std::exception& error) {
-      recorder->finish(number, CallState::Failed);
-      throw Error(failure(reason_of(error)));
+      fail(error);
     }
     finish();
   }
@@ -142,7 +119,7 @@ struct Work::State {
     recorder->add_wait(std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count());
   }
 
-  // In rank order whatever came first, so that every run has the same bits. 16-bit numbers are summed in
+  // In rank order whatever arrived first, so that every run gives the same bits. 16-bit numbers are summed in
   // fp32.
   void sum_up() {
     at::NoGradGuard no_grad;
@@ -151,25 +128,16 @@ struct Work::State {
     staging->release(std::move(summands));
   }
 
-  std::string failure(const std::string& reason) const;
+  [[noreturn]] void fail(const std::exception& error) const {
+    recorder->finish(number, CallState::Failed);
+    std::string message = str(name_of(call.op), " #", call.sequence, " in group '", call.group->name,
+                              "' failed on its rank ", group_rank, " of ", group_size, " (");
+    if (*call.phase) message += str(call.phase, *call.module ? " " : "", call.module, ", ");
+    if (call.peer >= 0)
+      message += str("peer ", call.peer, ", which is rank ", peer_in_world, " of the job, ");
+    throw Error(str(message, call.bytes, " bytes): ", first_line_of(error)));
+  }
 };
-
-namespace {
-
-std::string failure_of(const CallRecord& call, int rank, int size, int peer_in_world,
-                       const std::string& reason) {
-  std::string message = str(name_of(call.op), " #", call.sequence, " in group '", call.group->name,
-                            "' failed on its rank ", rank, " of ", size, " (");
-  if (*call.phase) message += str(call.phase, *call.module ? " " : "", call.module, ", ");
-  if (call.peer >= 0) message += str("peer ", call.peer, ", which is rank ", peer_in_world, " of the job, ");
-  return message + str(call.bytes, " bytes): ", reason);
-}
-
-}  // namespace
-
-std::string Work::State::failure(const std::string& reason) const {
-  return failure_of(call, group_rank, group_size, peer_in_world, reason);
-}
 
 Work::Work() noexcept = default;
 Work::Work(Work&&) noexcept = default;
@@ -183,8 +151,7 @@ Work& Work::operator=(Work&& other) noexcept {
 }
 
 Work::~Work() {
-  // While an exception unwinds, the peers may never come to this call; the backend keeps the tensors it
-  // needs.
+  // While an exception unwinds, the peers may never make this call; the backend keeps the tensors it needs.
   if (!state_ || std::uncaught_exceptions() > 0) return;
   try {
     state_->wait();
@@ -207,11 +174,10 @@ Group::Group(Parts parts)
       checker_(std::move(parts.checker)),
       num_sent_(ranks_.size()),
       num_received_(ranks_.size()) {
-  for (size_t i = 0; i < ranks_.size(); ++i) {
+  for (size_t i = 0; i < ranks_.size(); ++i)
     if (ranks_[i] == parts.my_world_rank) rank_ = static_cast<int>(i);
-  }
   if (recorder_ && contains_me()) record_ = recorder_->add_group(name_, parts.purpose, ranks_);
-  by_exchange_ = backends_ && backends_->main->getBackendName() == "gloo";
+  by_exchange_ = backend_name() == "gloo";
   if (by_exchange_) staging_ = std::make_shared<StagingPool>();
 }
 
@@ -226,10 +192,10 @@ Group::~Group() {
   if (std::uncaught_exceptions() > 0) static_cast<void>(backends_.release());
 }
 
-CallRecord Group::record_of(int op, const at::Tensor& out, const at::Tensor& in, Label label,
+CallRecord Group::record_of(CollectiveOp op, const at::Tensor& out, const at::Tensor& in, Label label,
                             int peer) const {
   CallRecord call;
-  call.op = static_cast<CollectiveOp>(op);
+  call.op = op;
   call.group = record_;
   call.set_label(label.phase, label.module);
   call.peer = peer;
@@ -249,6 +215,13 @@ uint64_t Group::next_sequence(const CallRecord& call) {
   return next.fetch_add(1, std::memory_order_relaxed);
 }
 
+// Compares on the host wherever the tensors are, in the order of the calls.
+void Group::check(const CallRecord& call) {
+  if (call.op == CollectiveOp::Send) return checker_->announce_sent(call);
+  if (call.op == CollectiveOp::Receive) return;  // checked when it is waited for: the peer may send later
+  checker_->check(call, backends_->for_tensor(at::empty({0}, at::kByte)));
+}
+
 namespace {
 
 bool needs_host_copy(const c10d::Backend& backend, const at::Tensor& tensor) {
@@ -261,14 +234,12 @@ at::Tensor pinned_like(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
 }
 
-}  // namespace
-
-// On the host whatever the tensors are on; the members compare in the order of their calls.
-void Group::check(const CallRecord& call) {
-  if (call.op == CollectiveOp::Send) return checker_->announce_sent(call);
-  if (call.op == CollectiveOp::Receive) return;  // when it is waited for: the peer may send later
-  checker_->check(call, backends_->for_tensor(at::empty({0}, at::kByte)));
+// The backend writes without telling autograd; whoever keeps a copy of `tensor` must notice that it changes.
+void bump_version(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
+
+}  // namespace
 
 template <class Start>
 Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start) {
@@ -278,6 +249,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   auto state = std::make_unique<Work::State>();
   state->out = out;
   state->in = in;
+  // A tensor that is sent may be needed unchanged: a stage's output by its own backward.
   const bool writes = call.op != CollectiveOp::Send;
   at::Tensor sent = in, received = out;
   if (needs_host_copy(backend, out)) {
@@ -285,9 +257,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
     received = in.is_same(out) ? sent : pinned_like(out);
     if (writes) state->host_out = received;
   }
-  // The backend writes behind autograd's back; whoever keeps a copy of `out` has to see that it changes. What
-  // is sent may be needed unchanged: a stage's output by its own backward.
-  if (writes && out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+  if (writes) bump_version(out);
   call.sequence = next_sequence(call);
   state->call = call;
   state->group_rank = rank_;
@@ -301,8 +271,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
     if (checker_) check(call);
     state->work = start(backend, received, sent);
   } catch (const std::exception& error) {
-    recorder_->finish(state->number, CallState::Failed);
-    throw Error(state->failure(reason_of(error)));
+    state->fail(error);
   }
   Work work;
   work.state_ = std::move(state);
@@ -311,37 +280,55 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
 
 namespace {
 
+/// Ratio of the sizes of `out` and `in`.
+struct Ratio {
+  int64_t out = 1, in = 1;
+};
+
 void check_call(const Group& group, const char* op, const at::Tensor& out, const at::Tensor& in,
-                int64_t out_parts, int64_t in_parts) {
-  TITAN_CHECK(group.contains_me(), op, " in group '", group.name(), "', of which this rank isn't a member");
+                Ratio ratio = {}) {
+  TITAN_CHECK(group.contains_me(), op, " in group '", group.name(), "', but this rank isn't a member of it");
   TITAN_CHECK(out.is_contiguous() && in.is_contiguous(), op, " in group '", group.name(),
               "' needs contiguous tensors, got strides ", out.strides(), " (out) and ", in.strides(),
               " (in)");
   TITAN_CHECK(out.scalar_type() == in.scalar_type() && out.device() == in.device(), op, " in group '",
               group.name(), "': out is ", out.scalar_type(), " on ", out.device(), ", in is ",
               in.scalar_type(), " on ", in.device());
-  TITAN_CHECK(out.numel() * in_parts == in.numel() * out_parts, op, " in group '", group.name(), "' of ",
+  TITAN_CHECK(out.numel() * ratio.in == in.numel() * ratio.out, op, " in group '", group.name(), "' of ",
               group.size(), " ranks: out has ", out.numel(), " elements, in ", in.numel());
+}
+
+// Equal parts for each rank, which c10d says by an empty list.
+c10::intrusive_ptr<c10d::Work> exchange_parts(c10d::Backend& backend, at::Tensor out, at::Tensor in) {
+  std::vector<int64_t> equal;
+  return backend.alltoall_base(out, in, equal, equal);
 }
 
 }  // namespace
 
 Work Group::all_gather(const at::Tensor& out, const at::Tensor& in, Label label) {
-  check_call(*this, "all_gather", out, in, size(), 1);
-  if (size() == 1) return copy_into(out, in), Work();
-  return launch(record_of(int(CollectiveOp::AllGather), out, in, label), out, in,
+  check_call(*this, "all_gather", out, in, {.out = size()});
+  if (size() == 1) {
+    copy_into(out, in);
+    return {};
+  }
+  return launch(record_of(CollectiveOp::AllGather, out, in, label), out, in,
                 [](auto& backend, auto& received, auto& sent) {
-                  // Gloo wants the parts along the first dimension; a caller may have one more for the ranks.
                   if (received.dim() == 1 && sent.dim() == 1) return backend._allgather_base(received, sent);
+                  // Gloo wants the parts along the first dimension; a caller's tensor may have one more for
+                  // the ranks.
                   at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
                   return backend._allgather_base(flat_out, flat_in);
                 });
 }
 
 Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label) {
-  check_call(*this, "reduce_scatter", out, in, 1, size());
-  if (size() == 1) return copy_into(out, in), Work();
-  const CallRecord call = record_of(int(CollectiveOp::ReduceScatter), out, in, label);
+  check_call(*this, "reduce_scatter", out, in, {.in = size()});
+  if (size() == 1) {
+    copy_into(out, in);
+    return {};
+  }
+  const CallRecord call = record_of(CollectiveOp::ReduceScatter, out, in, label);
   if (!by_exchange_) {
     return launch(call, out, in, [](auto& backend, auto& received, auto& sent) {
       return backend._reduce_scatter_base(received, sent);
@@ -349,9 +336,7 @@ Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label la
   }
   at::Tensor summands = staging_->acquire(in.numel(), in.scalar_type());
   Work work = launch(call, out, in, [&](auto& backend, auto&, auto& sent) {
-    at::Tensor flat_in = sent.view(-1);
-    std::vector<int64_t> even;  // empty: equal parts
-    return backend.alltoall_base(summands, flat_in, even, even);
+    return exchange_parts(backend, summands, sent.view(-1));
   });
   work.state_->summands = std::move(summands);
   work.state_->staging = staging_;
@@ -359,9 +344,9 @@ Work Group::reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label la
 }
 
 Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, Label label) {
-  check_call(*this, "all_reduce", tensor, tensor, 1, 1);
+  check_call(*this, "all_reduce", tensor, tensor);
   if (size() == 1) return {};
-  CallRecord call = record_of(int(CollectiveOp::AllReduce), tensor, tensor, label);
+  CallRecord call = record_of(CollectiveOp::AllReduce, tensor, tensor, label);
   call.reduce = static_cast<int8_t>(op);
   return launch(call, tensor, tensor, [op](auto& backend, auto& received, auto&) {
     std::vector<at::Tensor> tensors = {received};
@@ -372,11 +357,11 @@ Work Group::all_reduce(const at::Tensor& tensor, ReduceOp op, Label label) {
 }
 
 Work Group::broadcast(const at::Tensor& tensor, int root, Label label) {
-  check_call(*this, "broadcast", tensor, tensor, 1, 1);
+  check_call(*this, "broadcast", tensor, tensor);
   TITAN_CHECK(root >= 0 && root < size(), "broadcast from rank ", root, " of group '", name_, "' of ",
               size());
   if (size() == 1) return {};
-  return launch(record_of(int(CollectiveOp::Broadcast), tensor, tensor, label, root), tensor, tensor,
+  return launch(record_of(CollectiveOp::Broadcast, tensor, tensor, label, root), tensor, tensor,
                 [root](auto& backend, auto& received, auto&) {
                   std::vector<at::Tensor> tensors = {received};
                   c10d::BroadcastOptions options;
@@ -386,15 +371,16 @@ Work Group::broadcast(const at::Tensor& tensor, int root, Label label) {
 }
 
 Work Group::all_to_all(const at::Tensor& out, const at::Tensor& in, Label label) {
-  check_call(*this, "all_to_all", out, in, 1, 1);
+  check_call(*this, "all_to_all", out, in);
   TITAN_CHECK(in.numel() % size() == 0, "all_to_all in group '", name_, "' of ", size(),
               " ranks: ", in.numel(), " elements don't divide");
-  if (size() == 1) return copy_into(out, in), Work();
-  return launch(record_of(int(CollectiveOp::AllToAll), out, in, label), out, in,
+  if (size() == 1) {
+    copy_into(out, in);
+    return {};
+  }
+  return launch(record_of(CollectiveOp::AllToAll, out, in, label), out, in,
                 [](auto& backend, auto& received, auto& sent) {
-                  at::Tensor flat_out = received.view(-1), flat_in = sent.view(-1);
-                  std::vector<int64_t> even;  // empty: equal parts
-                  return backend.alltoall_base(flat_out, flat_in, even, even);
+                  return exchange_parts(backend, received.view(-1), sent.view(-1));
                 });
 }
 
@@ -404,9 +390,9 @@ void Group::check_peer(const char* does, int peer) const {
 }
 
 Work Group::send(const at::Tensor& tensor, int peer, Label label) {
-  check_call(*this, "send", tensor, tensor, 1, 1);
+  check_call(*this, "send", tensor, tensor);
   check_peer("send to", peer);
-  return launch(record_of(int(CollectiveOp::Send), tensor, tensor, label, peer), tensor, tensor,
+  return launch(record_of(CollectiveOp::Send, tensor, tensor, label, peer), tensor, tensor,
                 [peer](auto& backend, auto&, auto& sent) {
                   std::vector<at::Tensor> tensors = {sent};
                   return backend.send(tensors, peer, /*tag=*/0);
@@ -414,46 +400,44 @@ Work Group::send(const at::Tensor& tensor, int peer, Label label) {
 }
 
 Work Group::receive(const at::Tensor& tensor, int peer, Label label) {
-  check_call(*this, "receive", tensor, tensor, 1, 1);
+  check_call(*this, "receive", tensor, tensor);
   check_peer("receive from", peer);
-  return launch(record_of(int(CollectiveOp::Receive), tensor, tensor, label, peer), tensor, tensor,
+  return launch(record_of(CollectiveOp::Receive, tensor, tensor, label, peer), tensor, tensor,
                 [peer](auto& backend, auto& received, auto&) {
                   std::vector<at::Tensor> tensors = {received};
                   return backend.recv(tensors, peer, /*tag=*/0);
                 });
 }
 
+bool Group::has_batches(c10::Device device) const {
+  // The host's tensors go by gloo where the group's own backend takes a device's only.
+  const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);
+  return is_main && backends_->main->supportsCoalescing();
+}
+
 namespace {
 
-// While one of NCCL's is open, all that the thread calls is held back, groups' ends among it.
+// An open batch of NCCL's holds back everything that the thread calls, groups' ends among it.
 void close_batch(c10d::Backend& backend) {
   try {
     backend.endCoalescing();
   } catch (const std::exception&) {
-    // What broke it is on its way to the caller.
+    // The error that broke the batch is on its way to the caller.
   }
 }
 
 }  // namespace
 
-bool Group::has_batches(c10::Device device) const {
-  // The host's tensors go by gloo where the group's own backend takes only a device's.
-  const bool is_main = backends_ && !(device.is_cpu() && backends_->make_host);
-  return is_main && backends_->main->supportsCoalescing();
-}
-
 template <class Add>
-Work Group::launch_batch(int op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add) {
-  const char* name = name_of(static_cast<CollectiveOp>(op));
-  TITAN_CHECK(!tensors.empty() && has_batches(tensors[0].device()), name, " of ", tensors.size(),
+Work Group::launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors, int peer, Label label,
+                         Add add) {
+  TITAN_CHECK(!tensors.empty() && has_batches(tensors[0].device()), name_of(op), " of ", tensors.size(),
               " tensors in one call in group '", name_, "', ",
               closed_ ? "which was closed when a call failed" : "whose backend is " + backend_name());
   const at::Tensor& first = tensors[0];
   for (const at::Tensor& tensor : tensors) {
-    check_call(*this, name, tensor, first, 1, 1);
-    if (static_cast<CollectiveOp>(op) == CollectiveOp::Receive && !tensor.is_same(first) &&
-        !tensor.is_inference())
-      tensor.unsafeGetTensorImpl()->bump_version();
+    check_call(*this, name_of(op), tensor, first);
+    if (op == CollectiveOp::Receive && !tensor.is_same(first)) bump_version(tensor);
   }
   const auto count = static_cast<int64_t>(tensors.size());
   CallRecord call = record_of(op, first, first, label, peer);
@@ -479,25 +463,25 @@ Work Group::launch_batch(int op, const std::vector<at::Tensor>& tensors, int pee
 
 Work Group::send(const std::vector<at::Tensor>& tensors, int peer, Label label) {
   check_peer("send to", peer);
-  return launch_batch(int(CollectiveOp::Send), tensors, peer, label,
+  return launch_batch(CollectiveOp::Send, tensors, peer, label,
                       [peer](auto& backend, auto& one) { backend.send(one, peer, /*tag=*/0); });
 }
 
 Work Group::receive(const std::vector<at::Tensor>& tensors, int peer, Label label) {
   check_peer("receive from", peer);
-  return launch_batch(int(CollectiveOp::Receive), tensors, peer, label,
+  return launch_batch(CollectiveOp::Receive, tensors, peer, label,
                       [peer](auto& backend, auto& one) { backend.recv(one, peer, /*tag=*/0); });
 }
 
 Work Group::barrier(Label label) {
-  TITAN_CHECK(contains_me(), "barrier in group '", name_, "', of which this rank isn't a member");
+  TITAN_CHECK(contains_me(), "barrier in group '", name_, "', but this rank isn't a member of it");
   if (size() == 1) return {};
-  return launch(record_of(int(CollectiveOp::Barrier), {}, {}, label), {}, {},
+  return launch(record_of(CollectiveOp::Barrier, {}, {}, label), {}, {},
                 [](auto& backend, auto&, auto&) { return backend.barrier(); });
 }
 
 void Group::close() {
-  // A group of a device's has a second one for the host's tensors, which nobody waits in.
+  // A device's group has a second one for the host's tensors, which nobody waits in.
   if (!backends_ || backends_->make_host || backend_name() == "fake") return;
   backends_.reset();
   closed_ = true;
@@ -512,7 +496,7 @@ void Group::set_timeout(std::chrono::milliseconds timeout) {
   if (backends_->host) backends_->host->setTimeout(timeout);
 }
 
-// Small values of the host, over the same groups: counts, sums for the log, texts.
+// Small values of the host.
 
 namespace {
 

@@ -1,5 +1,5 @@
-// Opening the CUDA plugin. Whether there is a GPU is asked of the kernel, not of a CUDA library, so that a
-// machine without one doesn't pay for loading them.
+// Opening the CUDA plugin. The kernel says whether there is a GPU, not a CUDA library, so that a machine
+// without one doesn't pay for loading those.
 
 #include "dist/device_backend.h"
 
@@ -32,15 +32,15 @@ DeviceBackend* load(const std::filesystem::path& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   TITAN_CHECK(library, "a GPU is visible, but the CUDA plugin doesn't load: ", dlerror(),
               " (CUDA_VISIBLE_DEVICES= runs on the CPU)");
-  // LibTorch asks for CUDA's hooks once and keeps the answer. If that happened before the plugin registered
-  // them, every later question gets "no CUDA".
+  // LibTorch asks for CUDA's hooks once and keeps the answer. If it asked before the plugin registered
+  // them, the answer stays "no CUDA".
   TITAN_CHECK(
       at::detail::getCUDAHooks().hasCUDART(),
       "the CUDA plugin was opened too late: LibTorch had already looked for CUDA. Call dist::init() (or "
       "dist::open_cuda_plugin()) before the first tensor is made");
   using Entry = DeviceBackend* (*)();
   auto entry = reinterpret_cast<Entry>(dlsym(library, "titan_cuda_plugin"));
-  TITAN_CHECK(entry, path.string(), " has no titan_cuda_plugin(): it is of another version");
+  TITAN_CHECK(entry, path.string(), " has no titan_cuda_plugin(): it belongs to another version");
   return entry();
 }
 
@@ -55,7 +55,7 @@ std::filesystem::path cuda_plugin_path() {
 bool gpu_visible() {
   if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES"); visible && (!*visible || *visible == '-'))
     return false;
-  // In some containers only one of the two is there.
+  // Some containers have only one of the two.
   return has_entries("/proc/driver/nvidia/gpus") || access("/dev/nvidia0", F_OK) == 0;
 }
 
@@ -66,8 +66,8 @@ DeviceBackend* open_cuda_plugin() {
   const auto path = cuda_plugin_path();
   if (!gpu_visible() || access(path.c_str(), F_OK) != 0) return nullptr;
   DeviceBackend* backend = load(path);
-  // The driver may show a device that CUDA can't use (a restricted container): then this is a machine without
-  // GPU.
+  // The driver may show a device that CUDA can't use (a restricted container): then this counts as a machine
+  // without a GPU.
   if (backend->num_devices() > 0) opened_backend = backend;
   return opened_backend;
 }

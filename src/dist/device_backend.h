@@ -1,7 +1,8 @@
 #pragma once
 
-// Memory that the ranks of one host lend each other: each has a piece of the same size, in which the others
-// read and write without its help. A GPU's is in the plugin (over NVLink); no other device has one.
+// What a kind of device adds to the library: groups over its interconnect, choosing the device, memory that
+// ranks share, memory figures. The CUDA one lives in the plugin libtitan_cuda.so, so that a machine without a
+// GPU never loads a CUDA library. Streams and events are in titan/dist/stream.h.
 
 #include <chrono>
 #include <cstdint>
@@ -16,49 +17,7 @@
 
 #include "titan/dist/stream.h"
 
-namespace titan::dist {
-
-/// The pieces of a group's ranks, and a queue of copies that runs beside the computation, which is what the
-/// current stream does. All ranks make the same calls of reserve() and barrier() in the same order.
-class PeerMemory {
- public:
-  /// Of the queue: behind everything that was asked for before it.
-  using Moment = int64_t;
-  /// Offsets into a piece, in bytes, are multiples of this.
-  static constexpr int64_t kAlignment = 256;
-
-  virtual ~PeerMemory() = default;
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
-
-  /// Makes every rank's piece `bytes` large, if it is smaller. What was in it is lost then, and the host
-  /// waits for all ranks. Throws Error where the ranks can't reach each other's memory.
-  virtual void reserve(int64_t bytes) = 0;
-  /// A tensor in this rank's own piece, until that grows.
-  virtual at::Tensor mine(int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) = 0;
-
-  // These return at once. Each is done after those asked for before it, and after what the computation had
-  // been given by then. Tensors are contiguous, and live until the computation has waited for a later moment.
-
-  virtual void read(const at::Tensor& target, int peer, int64_t offset) = 0;
-  /// `peer` may be this rank.
-  virtual void write(int peer, int64_t offset, const at::Tensor& source) = 0;
-  /// Goes on when every rank's queue has come to it.
-  virtual void barrier() = 0;
-
-  virtual Moment now() = 0;
-  /// What the computation is given from now on is done after `moment`. Doesn't block the host.
-  virtual void wait(Moment moment) = 0;
-};
-
-}  // namespace titan::dist
-
 namespace c10d {
-
-// What a kind of device adds to the library: groups over its interconnect, choosing the device, memory
-// figures. The CUDA one lives in the plugin libtitan_cuda.so, so that a machine without a GPU never loads a
-// CUDA library. Streams and events are in dist/stream.h.
-
 class Backend;
 class Store;
 class Work;
@@ -66,7 +25,39 @@ class Work;
 
 namespace titan::dist {
 
-class PeerMemory;
+/// Memory that the ranks of a group on one host share: each has a piece of the same size, which the others
+/// read and write without its help (over NVLink). A queue of copies runs beside the computation, that is, the
+/// current stream. All ranks make the same calls of reserve() and barrier() in the same order.
+class SymmetricMemory {
+ public:
+  /// A point in the queue: after everything that was asked for before it.
+  using Moment = int64_t;
+  /// Offsets into a piece, in bytes, are multiples of this.
+  static constexpr int64_t kAlignment = 256;
+
+  virtual ~SymmetricMemory() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  /// Makes every rank's piece `bytes` large, if it is smaller: then its contents are lost, and the host waits
+  /// for all ranks. Throws Error where the ranks can't reach each other's memory.
+  virtual void reserve(int64_t bytes) = 0;
+  /// A tensor in this rank's own piece, valid until that grows.
+  virtual at::Tensor mine(int64_t offset, at::IntArrayRef sizes, at::ScalarType dtype) = 0;
+
+  // These return at once. Each is done after those asked for before it, and after the computation queued by
+  // then. Tensors are contiguous, and live until the computation has waited for a later moment.
+
+  virtual void read(const at::Tensor& target, int peer, int64_t offset) = 0;
+  /// `peer` may be this rank.
+  virtual void write(int peer, int64_t offset, const at::Tensor& source) = 0;
+  /// Continues when every rank's queue has reached it.
+  virtual void barrier() = 0;
+
+  virtual Moment now() = 0;
+  /// Computation queued from now on runs after `moment`. Doesn't block the host.
+  virtual void wait(Moment moment) = 0;
+};
 
 /// Bytes on one device, as its caching allocator counts them.
 struct DeviceMemory {
@@ -79,7 +70,7 @@ struct DeviceMemory {
   int64_t allocation_retries = 0;  ///< times the allocator had to flush its cache; above 0 means too full
 };
 
-/// What a group needs to be made.
+/// What it takes to make a group.
 struct GroupSpec {
   std::string name;
   c10::intrusive_ptr<c10d::Store> store;  ///< with a prefix of the group's own
@@ -97,31 +88,32 @@ class DeviceBackend {
   virtual void set_device(int index) = 0;
   /// "NVIDIA H100 80GB HBM3"; tables of peak FLOPS are keyed by it.
   virtual std::string device_name(int index) const = 0;
-  /// 90 of compute capability 9.0.
+  /// 90 for compute capability 9.0.
   virtual int compute_capability(int index) const = 0;
   /// A communicator (NCCL) of the current device.
   virtual c10::intrusive_ptr<c10d::Backend> make_group(const GroupSpec& spec) = 0;
-  /// Asks, without waiting and from any thread, whether the device is done with a call of a group that
-  /// make_group made. Doesn't keep the call's tensors. Empty where a finished wait() says so already.
+  /// A function that asks, without waiting and from any thread, whether the device is done with a call of a
+  /// group from make_group. It doesn't keep the call's tensors. Empty where a finished wait() says so
+  /// already.
   virtual std::function<bool()> completion_of(c10d::Work& /*work*/) { return {}; }
-  /// The current device, in words that other processes of the job can hand to why_no_peer_memory().
+  /// The current device, in words for why_no_symmetric_memory() on other processes of the job.
   virtual std::string device_address() const = 0;
   /// Why the current device can't share memory with that one; empty: it can.
-  virtual std::string why_no_peer_memory(const std::string& address) const = 0;
-  /// Of the current device, for a group between all of whose devices nothing stands in the way.
-  virtual std::unique_ptr<PeerMemory> make_peer_memory(const GroupSpec& spec) = 0;
+  virtual std::string why_no_symmetric_memory(const std::string& address) const = 0;
+  /// On the current device, for a group whose devices can all share memory. Allocates nothing yet.
+  virtual std::unique_ptr<SymmetricMemory> make_symmetric_memory(const GroupSpec& spec) = 0;
   virtual DeviceMemory memory(int index) const = 0;
   virtual void reset_peak_memory(int index) = 0;
-  /// From now on the allocator notes what it does, with call stacks; the last `max_events` are kept.
+  /// From now on the allocator records what it does, with call stacks, and keeps the last `max_events`.
   virtual void record_memory_history(int64_t max_events) = 0;
-  /// What it has noted, and what is in use now: a file that PyTorch's memory viewer loads.
+  /// What it has recorded, and what is in use now, in the format of PyTorch's memory viewer.
   virtual std::string memory_snapshot() = 0;
 };
 
-/// Opens the CUDA plugin if a GPU is visible, once per process; null where there is no GPU or no plugin was
-/// built. Has to come before the first tensor, because LibTorch remembers "no CUDA" from its first look for
-/// the life of the process. Throws Error when it comes too late, or when the plugin doesn't load (with the
-/// loader's reason).
+/// Opens the CUDA plugin if a GPU is visible, once per process; returns null where there is no GPU or no
+/// plugin was built. Has to come before the first tensor, because LibTorch remembers "no CUDA" from its first
+/// look for the life of the process. Throws Error when it comes too late, or when the plugin doesn't load
+/// (with the loader's reason).
 DeviceBackend* open_cuda_plugin();
 
 /// The file that open_cuda_plugin() opens, whether it was built or not: beside the library.
@@ -136,11 +128,10 @@ bool gpu_visible();
 struct DeviceSituation {
   std::string wanted;            ///< InitOptions::device
   bool gpu_visible = false;      ///< the driver shows one
-  std::filesystem::path plugin;  ///< which may not be there
+  std::filesystem::path plugin;  ///< which may not exist
 };
 
-/// What to tell the user of a job that runs on the CPU beside a GPU because the plugin wasn't built; empty
-/// where there is nothing to tell.
+/// A warning that the job runs on the CPU beside a GPU because the plugin wasn't built; empty otherwise.
 std::string missing_plugin_warning(const DeviceSituation& situation);
 
 }  // namespace titan::dist

@@ -1,7 +1,8 @@
-// A mesh is a grid of world ranks: for each axis a size and, because ranks are laid out row-major, a stride.
+// [Note: meshes]
+// A mesh is a grid of world ranks. Each axis has a size and, because ranks are laid out row-major, a stride.
 // A sub-mesh keeps some axes (with their strides) and fixes this rank's coordinate on the others; flattening
-// replaces adjacent axes by one whose coordinate counts them row-major. So every (sub-)mesh is "base rank +
-// sum of coordinate x stride".
+// replaces adjacent axes by one whose coordinate counts them row-major. So the ranks of every (sub-)mesh are
+// "base rank + sum of coordinate x stride".
 
 #include "titan/dist/device_mesh.h"
 
@@ -44,8 +45,7 @@ struct DeviceMesh::Impl {
   int rank = 0;  // position in `ranks`
 
   mutable std::shared_ptr<dist::Group> group;  // made at the first call
-  mutable std::vector<LayoutAxis>
-      flattened;  // of a root: what flatten() added, so that mesh["fsdp"] finds it
+  mutable std::vector<LayoutAxis> flattened;   // of a root: axes from flatten(), for mesh["fsdp"]
 
   const LayoutAxis* find(std::string_view name) const;
   const Impl& top() const { return root ? *root : *this; }
@@ -81,7 +81,7 @@ bool is_within(const LayoutAxis& axis, const DeviceMesh::Impl& mesh) {
   });
 }
 
-/// An own axis, or one that was flattened from own axes (the root remembers those). Null if there is none.
+/// An axis of the mesh, or one flattened from its axes (the root remembers those). Null if there is none.
 const LayoutAxis* find_axis_or_null(const DeviceMesh::Impl& mesh, std::string_view name) {
   if (const auto* axis = mesh.find(name)) return axis;
   const auto* axis = mesh.top().find(name);
@@ -167,7 +167,12 @@ void resolve_sizes(std::vector<MeshAxis>& axes, int world_size) {
   check_axes(axes);
   int64_t known = 1;
   MeshAxis* unknown = nullptr;
-  for (auto& axis : axes) (axis.size == -1 ? (void)(unknown = &axis) : (void)(known *= axis.size));
+  for (auto& axis : axes) {
+    if (axis.size == -1)
+      unknown = &axis;
+    else
+      known *= axis.size;
+  }
   if (unknown && world_size % known == 0) {
     unknown->size = static_cast<int>(world_size / known);
   } else if (unknown || known != world_size) {

@@ -93,7 +93,7 @@ std::vector<int> parse_task_counts(std::string_view list) {
 
 namespace {
 
-/// What one launcher says; `variables` in messages.
+/// What one launcher says, and in which variables.
 struct Claim {
   std::string by;
   const char* rank_variable;
@@ -102,7 +102,7 @@ struct Claim {
   int size = 0;
 };
 
-/// Reads numbers and gathers every problem for one message.
+/// Reads variables and gathers all problems for one message.
 class Reader {
  public:
   explicit Reader(const Environment& environment) : environment_(environment) {}
@@ -147,19 +147,19 @@ class Reader {
   const Environment& environment_;
 };
 
-// SLURM numbers the steps that srun starts from 0. Its own are up here: job scripts, interactive shells,
-// what it runs on a node beside the job.
+// SLURM numbers the steps that srun starts from 0. From here on come its own: job scripts, interactive
+// shells, and what it runs on a node beside the job.
 constexpr int64_t kFirstStepOfSlurmItself = 0xfffffff0;
 constexpr int64_t kNoStep = -1;
 
-/// The step of srun's that this process belongs to.
+/// The step of srun that this process belongs to.
 int64_t slurm_step(Reader& env) {
   const int64_t step = env.number("SLURM_STEP_ID", env.number("SLURM_STEPID", kNoStep));
   return step < kFirstStepOfSlurmItself ? step : kNoStep;
 }
 
 std::optional<Claim> slurm_claim(Reader& env) {
-  // A job script or a shell in an allocation has SLURM_PROCID=0 and the allocation's size, too, but is alone.
+  // A job script or a shell in an allocation also has SLURM_PROCID=0 and the allocation's size, but is alone.
   if (!env.has("SLURM_PROCID") || slurm_step(env) == kNoStep) return {};
   for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
     if (env.has(size)) return env.claim("slurm", "SLURM_PROCID", size);
@@ -185,7 +185,7 @@ std::string slurm_node_list(const Reader& env) {
   return "";
 }
 
-/// Outside the range that kernels hand out to clients; two jobs on one host get different ones.
+/// Outside the range that kernels give to clients; two jobs on one host get different ports.
 int slurm_port(Reader& env) {
   constexpr int first = 12000, count = 20000;
   const int64_t job = env.number("SLURM_JOB_ID", env.number("SLURM_JOBID", int64_t{0}));
@@ -231,7 +231,7 @@ void check_store(Reader& env, const Launch& launch) {
   for (auto [name, missing] : {std::pair("MASTER_ADDR", launch.store_host.empty()),
                                std::pair("MASTER_PORT", launch.store_port == 0)}) {
     if (missing) {
-      env.problems.push_back(str(name, " isn't set, and ", launch.by, " doesn't tell where rank 0 of ",
+      env.problems.push_back(str(name, " isn't set, and ", launch.by, " doesn't say where rank 0 of ",
                                  launch.size, " is: set it to the same value on all ranks"));
     }
   }
@@ -251,7 +251,7 @@ Launch read_launch(const Environment& environment) {
   Reader env(environment);
   const bool elastic = env.has("TORCHELASTIC_RUN_ID"), titan = env.has("TITAN_LAUNCH");
   const auto variables = env.claim(elastic ? "torchrun" : titan ? "titan" : "env", "RANK", "WORLD_SIZE");
-  // torchrun and titan launch start their ranks themselves, inside whatever task SLURM or MPI gave them.
+  // torchrun and titan launch start their ranks themselves, inside a task of SLURM or MPI.
   const bool inside_a_task = elastic || titan;
   std::optional<Claim> open_mpi, slurm;
   if (!inside_a_task) {
@@ -287,15 +287,15 @@ namespace {
 
 JobIdentity of_titan(const Launch& launch, const Environment& environment) {
   if (launch.max_restarts == 0)
-    return {.id = "", .problem = "the launcher starts no ranks again: give it --max-restarts"};
+    return {.id = "", .problem = "the launcher restarts no ranks: give it --max-restarts"};
   const auto id = environment("TITAN_JOB_ID");
   return id ? JobIdentity{*id, ""}
-            : JobIdentity{"", "TITAN_JOB_ID isn't set, which titan launch of this version sets"};
+            : JobIdentity{"", "TITAN_JOB_ID isn't set; titan launch of this version sets it"};
 }
 
 JobIdentity of_torchrun(const Environment& environment) {
   const std::string id = environment("TORCHELASTIC_RUN_ID").value_or("none");
-  // The one that jobs without a name have.
+  // "none" is what jobs without a name have.
   if (id == "none") return {.id = "", .problem = "torchrun was given no --rdzv-id, which tells jobs apart"};
   return {"torchrun " + id, ""};
 }
@@ -315,7 +315,7 @@ JobIdentity read_job_identity(const Environment& environment) {
   return {.id = "",
           .problem = launch.by == "none"
                          ? "nobody launched this rank"
-                         : str("ranks were launched by ", launch.by, ", which starts none again")};
+                         : str("ranks were launched by ", launch.by, ", which restarts none")};
 }
 
 }  // namespace titan::dist

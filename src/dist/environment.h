@@ -1,6 +1,6 @@
 #pragma once
 
-// Who started this process, as the environment tells it. Reading is separate from connecting, so that every
+// Who started this process, according to the environment. Reading is separate from connecting, so that every
 // combination can be tested without a process.
 
 #include <functional>
@@ -18,39 +18,36 @@ using Environment = std::function<std::optional<std::string>(const char* name)>;
 Environment process_environment();
 
 struct Launch {
-  std::string by =
-      "none";  ///< "torchrun", "titan", "env" (plain RANK, WORLD_SIZE), "openmpi", "slurm" or "none"
+  /// "torchrun", "titan", "env" (plain RANK, WORLD_SIZE), "openmpi", "slurm" or "none"
+  std::string by = "none";
   int rank = 0;
   int size = 1;
-  int local_rank = -1;  ///< -1: not told, counted from the host names
+  int local_rank = -1;  ///< -1: unknown, counted from the host names
   int local_size = -1;
   std::string store_host;  ///< where rank 0 (or torchrun's agent) serves the store
   int store_port = 0;
   int listen_fd = -1;        ///< rank 0 under titan launch: the bound socket to serve on
   bool serves_store = true;  ///< false under torchrun's agent, which serves it itself
-  int max_restarts = 0;      ///< how often the launcher may start the ranks again, as far as it tells
+  int max_restarts = 0;      ///< how often the launcher may restart the ranks, as far as it says
 };
 
-/// Order: torchrun and titan launch (their own marks, so an allocation around them doesn't matter), plain
-/// RANK and WORLD_SIZE, Open MPI, SLURM (as a task of srun; a job script or an interactive shell is one rank
-/// by itself), none. Throws ConfigError with all problems: half of a set, a rank
-/// outside the world, or two launchers that tell different ranks or sizes.
+/// Looks for, in this order: torchrun and titan launch (by variables of their own, so an allocation around
+/// them doesn't matter), plain RANK and WORLD_SIZE, Open MPI, SLURM (as a task of srun; a job script or an
+/// interactive shell is one rank by itself), none. Throws ConfigError with all problems: half of a set, a
+/// rank outside the world, or two launchers that disagree about rank or size.
 Launch read_launch(const Environment& environment);
 
-// SLURM's compressed lists.
-
-/// "gpu[01-03,7],login1" -> gpu01 gpu02 gpu03 gpu7 login1; several brackets in one name multiply, the last
-/// fastest. Throws ConfigError for what isn't such a list.
+/// SLURM's list of nodes: "gpu[01-03,7],login1" -> gpu01 gpu02 gpu03 gpu7 login1; several brackets in one
+/// name multiply, the last fastest. Throws ConfigError for anything else.
 std::vector<std::string> parse_node_list(std::string_view list);
 
 /// SLURM_TASKS_PER_NODE: "4(x2),3" -> 4 4 3.
 std::vector<int> parse_task_counts(std::string_view list);
 
-// What stays the same while a job's ranks are started again, and is no other job's.
-
+/// Identifies a job across restarts of its ranks.
 struct JobIdentity {
   std::string id;       ///< empty: see `problem`
-  std::string problem;  ///< why nobody starts these ranks again
+  std::string problem;  ///< why nobody restarts these ranks
 };
 
 /// titan launch's TITAN_JOB_ID, torchrun's --rdzv-id, SLURM's job. Throws ConfigError as read_launch does.

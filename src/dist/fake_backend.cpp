@@ -48,8 +48,6 @@ class FakeBackend final : public c10d::Backend {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_fake_group(int rank, int size) {
-  return c10::make_intrusive<FakeBackend>(rank, size);
-}
+BackendPtr make_fake_group(int rank, int size) { return c10::make_intrusive<FakeBackend>(rank, size); }
 
 }  // namespace titan::dist

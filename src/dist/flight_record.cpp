@@ -1,15 +1,14 @@
-// A slot is a sequence lock over words: `version` is odd while the slot is written, and tells which call it
-// holds. Who writes has claimed it, so that a writer which stood still for a turn of the ring and another one
-// don't write at once: the later call is left out. State and end are words of their own with the call's
-// number in them, so that the end of a call which has left the ring can't be taken for the end of the one
-// that came after it.
+// [Note: ring of calls]
+// A slot is a sequence lock over words: `version` is odd while the slot is written, and says which call it
+// holds. A writer claims the slot first, so that a writer that stood still for a whole turn of the ring and
+// another one don't write at once: the later call is left out. State and end are words of their own that
+// contain the call's number, so that the end of a call that has left the ring isn't taken for the end of the
+// call that replaced it.
 
 #include "dist/flight_record.h"
 
-#include <pthread.h>
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -24,10 +23,10 @@ constexpr size_t kCallWords = sizeof(CallRecord) / sizeof(uint64_t);
 static_assert(kCallWords * sizeof(uint64_t) == sizeof(CallRecord));
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free);
 
-// Of calls on a device that nobody has asked about, between two times that who adds them does.
+// Where no thread sweeps, finish_when() does so each time this many calls have gathered.
 constexpr size_t kSweepEach = 1024;
 
-constexpr uint64_t kTimeMask = (uint64_t{1} << 48) - 1;  // of nanoseconds: three days
+constexpr uint64_t kTimeMask = (uint64_t{1} << 48) - 1;  // nanoseconds: three days
 
 thread_local bool is_background = false;
 
@@ -59,7 +58,7 @@ void copy_end(char (&to)[N], std::string_view text) {
 struct FlightRecorder::Slot {
   std::atomic<uint64_t> version{0};  // 2 n + 1 while call n is written, 2 n + 2 with call n in it
   std::atomic<uint64_t> mark{~uint64_t{0}};
-  std::atomic<uint64_t> end{0};  // when, in the low 48 bits; of the call with these 16 bits of a number
+  std::atomic<uint64_t> end{0};  // when, in the low 48 bits; above them the low 16 bits of the call's number
   std::array<std::atomic<uint64_t>, kCallWords> words{};
 };
 
@@ -140,12 +139,11 @@ void FlightRecorder::wait(uint64_t number) noexcept {
 void FlightRecorder::finish(uint64_t number, CallState state) noexcept {
   Slot& slot = slot_of(number);
   uint64_t mark = slot.mark.load(std::memory_order_acquire);
-  if (mark >> 8 != number) return;  // it outlived a whole turn of the ring
+  if (mark >> 8 != number) return;  // the ring has turned since
   if (has_ended(state)) slot.end.store(end_mark(number, now_ns()), std::memory_order_relaxed);
   slot.mark.compare_exchange_strong(mark, mark_of(number, state), std::memory_order_release);
 }
 
-// Where no thread sweeps, who adds calls does now and then.
 void FlightRecorder::finish_when(uint64_t number, std::function<bool()> done) {
   finish(number, CallState::Ordered);
   size_t num_waiting = 0;
@@ -157,8 +155,7 @@ void FlightRecorder::finish_when(uint64_t number, std::function<bool()> done) {
   if (num_waiting % kSweepEach == 0) sweep();
 }
 
-// A device that has failed says so by an exception. The thread that trains meets the same, and knows more of
-// where it comes from.
+// A device that has failed throws. The training thread meets the same error, and knows more about its cause.
 bool FlightRecorder::settle(const OnDevice& call) noexcept {
   try {
     if (!call.done()) return false;
@@ -175,7 +172,7 @@ void FlightRecorder::sweep() noexcept {
     std::lock_guard lock(on_device_mutex_);
     calls.swap(on_device_);
   }
-  // Asked without the lock: a driver in trouble may be slow to answer, and recording goes on meanwhile.
+  // Without the lock: a driver in trouble may be slow to answer, and recording continues meanwhile.
   std::erase_if(calls, [this](const OnDevice& call) { return settle(call); });
   std::lock_guard lock(on_device_mutex_);
   on_device_.insert(on_device_.begin(), std::make_move_iterator(calls.begin()),
@@ -248,42 +245,6 @@ Activity FlightRecorder::activity() const noexcept {
   activity.step = activity_step_.load(std::memory_order_relaxed);
   activity.since_ns = activity_since_ns_.load(std::memory_order_relaxed);
   return activity;
-}
-
-struct DeviceSweep::State {
-  std::shared_ptr<FlightRecorder> recorder;
-  std::chrono::milliseconds period;
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool stops = false, ended = false;
-
-  void run() {
-    std::unique_lock lock(mutex);
-    while (!changed.wait_for(lock, period, [this] { return stops; })) {
-      lock.unlock();
-      recorder->sweep();
-      lock.lock();
-    }
-    ended = true;
-    changed.notify_all();
-  }
-};
-
-DeviceSweep::DeviceSweep(std::shared_ptr<FlightRecorder> recorder, std::chrono::milliseconds period)
-    : state_(std::make_shared<State>()) {
-  state_->recorder = std::move(recorder);
-  state_->period = period;
-  std::thread([state = state_] {
-    pthread_setname_np(pthread_self(), "titan-sweep");
-    state->run();
-  }).detach();
-}
-
-DeviceSweep::~DeviceSweep() {
-  std::unique_lock lock(state_->mutex);
-  state_->stops = true;
-  state_->changed.notify_all();
-  state_->changed.wait_for(lock, std::chrono::seconds(1), [this] { return state_->ended; });
 }
 
 }  // namespace titan::dist

@@ -1,8 +1,8 @@
 #pragma once
 
 // The flight recorder: a rank's last collective calls, in a ring of slots of fixed size. Recording takes no
-// lock and no memory and costs some tens of nanoseconds; reading takes neither, so that a signal's handler
-// can do it while other threads record (dist/flight_dump.h).
+// lock and no memory and costs some tens of nanoseconds; nor does reading, so that a signal handler can do it
+// while other threads record (guard/flight_dump.h).
 
 #include <array>
 #include <atomic>
@@ -42,15 +42,14 @@ inline bool is_point_to_point(CollectiveOp op) {
   return op == CollectiveOp::Send || op == CollectiveOp::Receive;
 }
 
-/// How far a call is. On a CPU: Launched, Waiting, then Finished or Failed. On a GPU wait() only puts the
-/// call before later work of the device: Launched, Ordered, and Finished once somebody looked and found it
-/// so.
+/// How far a call is. On a CPU: Launched, Waiting, then Finished or Failed. On a GPU, wait() only orders the
+/// call before later work of the device: Launched, Ordered, and Finished once sweep() finds it done.
 enum class CallState : uint8_t { Launched, Waiting, Ordered, Finished, Failed };
 
 /// "launched", ...
 const char* name_of(CallState state);
 
-/// Sizes of a tensor; those of more dims than are kept have the first ones multiplied.
+/// Sizes of a tensor. If it has more dims than are kept, the first ones are multiplied.
 struct CallSizes {
   static constexpr size_t kMaxDims = 4;
   std::array<int64_t, kMaxDims> dims{};
@@ -62,7 +61,7 @@ struct CallSizes {
 /// A group as the recorder knows it.
 struct GroupRecord {
   std::string name;
-  std::string purpose;     ///< groups of other purposes have calls, and numbers, of their own
+  std::string purpose;     ///< groups with other purposes have calls, and numbers, of their own
   std::vector<int> ranks;  ///< of the job
   int index = 0;           ///< of this recorder's groups
   const GroupRecord* previous = nullptr;
@@ -71,14 +70,14 @@ struct GroupRecord {
 /// One call. Texts are copies: a label may be gone when the ring is read.
 struct CallRecord {
   uint64_t number = 0;  ///< of this rank's calls, from 0
-  /// Of the group's collectives, from 0: equal on all members for the same call. Send and receive: of those
-  /// from the sender to the receiver.
+  /// Number among the group's collectives, from 0: equal on all members for the same call. Send and receive:
+  /// number among those from the sender to the receiver.
   uint64_t sequence = 0;
   const GroupRecord* group = nullptr;  ///< lives as long as the recorder
   char phase[32] = "";
   char module[48] = "";
   CallSizes out, in;
-  int64_t bytes = 0;     ///< of the larger of input and output
+  int64_t bytes = 0;     ///< the larger of input and output
   int64_t start_ns = 0;  ///< steady clock
   int64_t end_ns = 0;    ///< when it was found finished or failed; 0 before
   int32_t peer = -1;     ///< send, receive: group rank of the other side; broadcast: the root
@@ -86,24 +85,24 @@ struct CallRecord {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   CallState state = CallState::Launched;
   int8_t reduce = -1;       ///< all_reduce: a ReduceOp
-  bool background = false;  ///< of a thread beside the training (BackgroundCalls)
+  bool background = false;  ///< from a thread beside the training (BackgroundCalls)
 
-  /// Too long ones lose their beginning: the end tells more.
+  /// Cuts off the beginning of what is too long: the end says more.
   void set_label(std::string_view phase_text, std::string_view module_text);
   /// "all_gather #12 of group 'dp_shard' (fsdp::unshard layers.3)"
   std::string describe() const;
 };
 static_assert(std::is_trivially_copyable_v<CallRecord>);
 
-/// What a rank is doing besides calls; `name` lives as long as the process.
+/// What a rank is doing; `name` lives as long as the process.
 struct Activity {
   const char* name = "";
   int64_t step = 0;
   int64_t since_ns = 0;  ///< steady clock
 };
 
-/// While it lives, its thread's calls are those of work beside the training, as a checkpoint that is written
-/// meanwhile: a training that stands still doesn't wait for them.
+/// While it lives, its thread's calls count as work beside the training, such as a checkpoint that is written
+/// meanwhile: a rank that stands still doesn't wait for them.
 class BackgroundCalls {
  public:
   BackgroundCalls();
@@ -119,7 +118,7 @@ class BackgroundCalls {
 class FlightRecorder {
  public:
   static constexpr size_t kDefaultEntries = 2048;
-  /// The ring's least size: which call a rank waits in has to be known, however few are kept for the files.
+  /// The ring's least size: it has to know which call a rank waits in, however few are kept for the files.
   static constexpr size_t kLeastSlots = 1024;
   /// snapshot() and files have the last `num_entries`; 0: none.
   explicit FlightRecorder(size_t num_entries = kDefaultEntries, size_t least_slots = kLeastSlots);
@@ -129,33 +128,33 @@ class FlightRecorder {
 
   /// Fills in `number` and `start_ns`; returns the number, to be handed to the others.
   uint64_t start(CallRecord call) noexcept;
-  /// The host waits for it from now on.
+  /// From now on the host waits for it.
   void wait(uint64_t number) noexcept;
   void finish(uint64_t number, CallState state) noexcept;
-  /// The device goes on with it by itself: `done` is asked by sweep(), and is not to wait. Where it throws,
-  /// the call has failed.
+  /// The device continues with it by itself: sweep() calls `done`, which must not wait. If it throws, the
+  /// call has failed.
   void finish_when(uint64_t number, std::function<bool()> done);
   /// Finishes the calls whose devices are done with them.
   void sweep() noexcept;
 
   /// The calls that are kept, oldest first.
   std::vector<CallRecord> snapshot() const;
-  /// The first call that is waited for: that the host waits in, else that a device was to go on with. None:
-  /// there isn't any. Those of BackgroundCalls count only where `with_background`.
+  /// The first call that the host waits in, else the first that a device hasn't finished; nullopt if there is
+  /// none. BackgroundCalls count only with `with_background`.
   std::optional<CallRecord> open_call(bool with_background) const;
   uint64_t num_calls() const noexcept { return next_.load(std::memory_order_acquire); }
   size_t num_entries() const noexcept { return num_entries_; }
-  /// Call `number`, unless it has left the ring or is being written. Safe in a signal's handler.
+  /// Reads call `number`, unless it has left the ring or is being written. Safe in a signal handler.
   bool read(uint64_t number, CallRecord& call) const noexcept;
 
   /// The record of a group, made once for each (name, purpose, ranks).
   const GroupRecord* add_group(const std::string& name, const std::string& purpose,
                                const std::vector<int>& ranks);
-  /// The group that was added last; the others by `previous`. Safe in a signal's handler.
+  /// The group that was added last; the others follow by `previous`. Safe in a signal handler.
   const GroupRecord* last_group() const noexcept { return last_group_.load(std::memory_order_acquire); }
 
   /// How long the thread that made the recorder has been blocked in waits for its peers, in all. (A wait for
-  /// a GPU's group orders work and doesn't block; other threads' waits don't hold a step up.)
+  /// a GPU's group orders work and doesn't block; other threads' waits don't delay a step.)
   int64_t waited_ns() const noexcept { return waited_ns_.load(std::memory_order_relaxed); }
   void add_wait(int64_t ns) noexcept;
 
@@ -177,7 +176,7 @@ class FlightRecorder {
   std::unique_ptr<Slot[]> ring_;
   std::atomic<uint64_t> next_{0};
 
-  std::mutex mutex_;  // of what follows, for writers
+  std::mutex mutex_;  // for writers of what follows
   std::vector<std::unique_ptr<GroupRecord>> groups_;
   std::atomic<const GroupRecord*> last_group_{nullptr};
 
@@ -189,22 +188,6 @@ class FlightRecorder {
 
   std::atomic<const char*> activity_name_{""};
   std::atomic<int64_t> activity_step_{0}, activity_since_ns_{0};
-};
-
-/// Asks twice a second which calls devices are done with (FlightRecorder::sweep), on a thread of its own: a
-/// driver in trouble may keep it for ever, and then keeps nobody else.
-class DeviceSweep {
- public:
-  explicit DeviceSweep(std::shared_ptr<FlightRecorder> recorder,
-                       std::chrono::milliseconds period = std::chrono::milliseconds(500));
-  /// Leaves the thread to itself where it doesn't come back within a second.
-  ~DeviceSweep();
-  DeviceSweep(const DeviceSweep&) = delete;
-  DeviceSweep& operator=(const DeviceSweep&) = delete;
-
- private:
-  struct State;
-  std::shared_ptr<State> state_;
 };
 
 }  // namespace titan::dist

@@ -1,7 +1,7 @@
-// Collectives among the ranks of one host. A call is queued and done, in order, by the group's one thread:
-// post where the own tensor is, meet each peer, read what is wanted from it, finish. Peers are visited
-// beginning with the next rank, so that not all read from one; sums still add in rank order, so that every
-// run has the same bits.
+// Collectives among the ranks of one host. The group's one thread does calls in order: it posts where this
+// rank's tensor is, meets each peer, reads its part of the peer's tensor, and finishes. It visits the peers
+// beginning with the next rank, so that not all read from one; sums are still added in rank order, so that
+// every run gives the same bits.
 
 #include "dist/backends.h"
 
@@ -33,7 +33,7 @@ class HostWork final : public c10d::Work {
   void complete(std::exception_ptr error) { finish(std::move(error)); }
 };
 
-/// A thread that does what it is given, in order. Ends when what it has is done.
+/// A thread that does the calls it is given, in order. Ends when all are done.
 class Worker {
  public:
   Worker() : thread_([this] { run(); }) {}
@@ -72,7 +72,7 @@ class Worker {
       } catch (...) {
         error = std::current_exception();
       }
-      task.second = nullptr;  // lets go of the tensors before anybody is told
+      task.second = nullptr;  // releases the tensors before anybody learns that the call is done
       task.first->complete(error);
     }
   }
@@ -139,8 +139,8 @@ class HostCollectives {
   }
 
   void all_reduce(const at::Tensor& tensor, ReduceOp op) {
-    // Few elements: everybody reduces all of them. More: everybody its stretch, then they are gathered.
-    // Either way the result lies aside until all have read the tensor that it goes to.
+    // Few elements: every rank reduces all of them. More: every rank reduces its stretch, then they are
+    // gathered. Either way the result is kept aside until all have read the tensor that it goes to.
     const int64_t n = tensor.numel(), few = 1024;
     const int64_t stretch = n <= few ? n : (n + size() - 1) / size();
     const int64_t start = n <= few ? 0 : std::min(n, rank() * stretch), length = std::min(n - start, stretch);
@@ -201,7 +201,7 @@ class HostCollectives {
     }
   }
 
-  /// The last one again if it fits: a run reduces few types.
+  /// Reuses the last one if it fits: a run reduces few types.
   Reducer* reducer_of(at::ScalarType dtype, ReduceOp op) {
     if (!reducer_ || reducer_dtype_ != dtype || reducer_op_ != op) {
       reducer_ = make_reducer(dtype, op);
@@ -225,7 +225,7 @@ class HostCollectives {
 
 class HostBackend final : public c10d::Backend {
  public:
-  HostBackend(std::unique_ptr<HostChannel> channel, c10::intrusive_ptr<c10d::Backend> sockets)
+  HostBackend(std::unique_ptr<HostChannel> channel, BackendPtr sockets)
       : Backend(channel->rank(), channel->size()), sockets_(std::move(sockets)), calls_(std::move(channel)) {}
 
   const std::string getBackendName() const override { return "host"; }
@@ -261,12 +261,12 @@ class HostBackend final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override { return sockets_->recv(tensors, peer, tag); }
 
  private:
-  /// Here rather than in the middle of a call, which would leave the ranks out of step.
+  /// Before the call rather than in its middle, where an error would leave the ranks out of step.
   static void check_dtype(const at::Tensor& tensor) {
     TITAN_CHECK(can_reduce(tensor.scalar_type()), "ranks of one host can't reduce ", tensor.scalar_type());
   }
 
-  c10::intrusive_ptr<c10d::Backend> sockets_;
+  BackendPtr sockets_;
   HostCollectives calls_;
   Worker worker_;  // last: its thread uses the above
 };
@@ -281,8 +281,7 @@ bool agreed(c10d::Backend& sockets, bool mine) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Backend> make_host_group(const GroupSpec& spec,
-                                                  c10::intrusive_ptr<c10d::Backend> sockets) {
+BackendPtr make_host_group(const GroupSpec& spec, BackendPtr sockets) {
   auto channel = std::make_unique<HostChannel>(spec);
   if (!agreed(*sockets, channel->attach(*spec.store))) return {};
   if (!agreed(*sockets, channel->can_read())) return {};

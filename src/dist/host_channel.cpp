@@ -22,19 +22,18 @@
 
 namespace titan::dist {
 
-// One cache line and its neighbour each: ranks write their own slot only.
+// Each has a cache line and its neighbour: ranks write their own slot only.
 struct alignas(128) HostChannel::Slot {
   std::atomic<uint64_t> posted;    // the number of the call that is posted
   std::atomic<uint64_t> finished;  // the number of the last call whose reads are done
   std::atomic<uint32_t> gave_up;
   std::atomic<int32_t> pid;
-  uint64_t
-      token;  // read once by every peer through process_vm_readv: does it work, and is it the right process?
+  uint64_t token;  // every peer reads it once: does process_vm_readv work, and is it the right process?
   Posting posting;
 };
 
 struct HostChannel::Block {
-  alignas(128) std::atomic<uint32_t> bell;  // changes with every slot; what the ranks sleep on
+  alignas(128) std::atomic<uint32_t> bell;  // changes with every slot; the ranks sleep on it
 };
 
 namespace {
@@ -53,8 +52,8 @@ void futex_wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-/// Rank 0's: a file without a name that goes with the last process that has it. The others open it by rank
-/// 0's descriptor.
+/// Rank 0 makes it: a file without a name that goes with the last process that has it open. The others open
+/// it through rank 0's descriptor.
 int make_shared_file(c10d::Store& store, size_t bytes) {
   int file = memfd_create("titan_group", MFD_CLOEXEC);
   if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) != 0) {
@@ -149,7 +148,7 @@ void HostChannel::post(const Posting& posting) {
 
 void HostChannel::meet(int peer) {
   wait_for(peer, slot(peer).posted, "come to");
-  // Nobody posts the next call before all have finished this one, so the posting is this call's.
+  // Nobody posts the next call before all have finished this one, so the posting belongs to this call.
   const Posting& theirs = slot(peer).posting;
   if (theirs.op == mine_.op && theirs.bytes == mine_.bytes) return;
   const auto name = [](const Posting& posting) {

@@ -1,8 +1,8 @@
 #pragma once
 
 // The meeting place of a group's ranks on one host: a small block of shared memory in which each rank posts
-// what it called and where its tensor lies. The others copy from there with process_vm_readv: once, without
-// sockets or staging buffers.
+// its call and where its tensor is. The others copy from there with process_vm_readv: once, without sockets
+// or staging buffers.
 
 #include <atomic>
 #include <chrono>
@@ -14,10 +14,10 @@
 
 namespace titan::dist {
 
-/// What a rank posts for one call; equal on all ranks but for the address.
+/// What a rank posts for one call. `op` and `bytes` must be equal on all ranks, or the call fails.
 struct Posting {
-  uint32_t op = 0;     ///< a CollectiveOp; compared: ranks that make different calls are told so
-  uint64_t bytes = 0;  ///< likewise
+  uint32_t op = 0;  ///< a CollectiveOp
+  uint64_t bytes = 0;
   const void* address = nullptr;
 };
 
@@ -28,7 +28,7 @@ class HostChannel {
   HostChannel(const HostChannel&) = delete;
   HostChannel& operator=(const HostChannel&) = delete;
 
-  // Whether a kernel or container lets the ranks do this is found by trying: all of them attach(), agree
+  // The ranks find out by trying whether the kernel or container allows this: all of them attach(), agree
   // (over sockets) that all could, do the same for can_read(), and drop the channel otherwise.
   bool attach(c10d::Store& store);
   bool can_read();
@@ -44,10 +44,9 @@ class HostChannel {
   void meet(int peer);
   /// Copies `bytes` from `peer`'s tensor, `offset` bytes into it. Between meet(peer) and finish().
   void read(int peer, uint64_t offset, void* target, uint64_t bytes);
-  /// Says that this rank has read what it wants, and waits until the others have read what they want of this
-  /// one.
+  /// Says that this rank is done reading, and waits until the others are.
   void finish();
-  /// Tells the others that this rank comes no more.
+  /// Tells the others that this rank makes no more calls.
   void give_up();
 
  private:

@@ -11,7 +11,7 @@
 #include "titan/core/error.h"
 
 // The loops are plain; the compiler makes them as wide as the processor at hand. Not under sanitizers, whose
-// run time isn't up when the loader asks which of the clones to take.
+// run time isn't up when the loader chooses a clone.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define TITAN_WIDE \
@@ -23,7 +23,7 @@
 namespace titan::dist {
 namespace {
 
-// By bits, so that the loops vectorize. NaN stays NaN: rounding could carry its mantissa over into infinity.
+// By bits, so that the loops vectorize. NaN stays NaN, whose mantissa could be rounded to infinity.
 inline uint16_t to_bfloat16(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

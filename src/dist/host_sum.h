@@ -1,7 +1,7 @@
 #pragma once
 
-// Sums (maxima, minima) of parts that come one after another, in a fixed order: acc = part 0, acc += part 1,
-// ... 16-bit numbers are accumulated in fp32 and rounded once.
+// Sums (maxima, minima) of parts that arrive one after another, in a fixed order: acc = part 0, acc += part
+// 1, ... 16-bit numbers are accumulated in fp32 and rounded once.
 
 #include <cstdint>
 #include <memory>
@@ -12,11 +12,10 @@
 
 namespace titan::dist {
 
-/// Reduces stretches of at most `capacity` elements. Holds its scratch memory.
+/// Reduces stretches of at most kCapacity elements. Holds its scratch memory.
 class Reducer {
  public:
-  static constexpr int64_t kCapacity =
-      32 * 1024;  // elements: what is read stays in the cache until it is added
+  static constexpr int64_t kCapacity = 32 * 1024;  ///< elements: a part stays in the cache until it is added
 
   virtual ~Reducer() = default;
   /// Takes the first part, n <= kCapacity.

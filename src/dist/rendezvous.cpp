@@ -1,10 +1,7 @@
-// [Note: names of peers]
-//
-// Every connection that LibTorch makes to a store asks for the name of the other side, for messages that
-// mostly nobody prints. No local file knows 127.0.0.1 as it is written there (::ffff:127.0.0.1), so even on
-// one host a name server is asked, and where that doesn't answer, a connection takes 5 s or 10
-// (github.com/pytorch/pytorch/issues/159007). There is no setting for it. So this stands in front of libc's
-// getnameinfo: LibTorch gets the address as it is; everybody else's calls go on to libc as they are.
+// [Note: rendezvous]
+// The ranks meet at a c10d store, which rank 0 serves and the others connect to. Each registers its rank, its
+// host and the address of that; the last one to come declares the rendezvous complete, and whoever finds that
+// the job can't come together declares the reason instead, so that every rank reports the same.
 
 #include "dist/rendezvous.h"
 
@@ -12,7 +9,9 @@
 #include <fcntl.h>
 #include <netdb.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <unistd.h>
+
 #include <algorithm>
 #include <fstream>
 #include <random>
@@ -30,49 +29,54 @@
 
 namespace titan::dist {
 
-int name_flags(const void* code, int flags) {
-  Dl_info library{};
-  if (::dladdr(code, &library) == 0 || !library.dli_fname) return flags;
-  const std::string_view path = library.dli_fname;
-  return path.substr(path.rfind('/') + 1).starts_with("libtorch") ? flags | NI_NUMERICHOST : flags;
+std::string host_name() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
 }
 
-}  // namespace titan::dist
-
-extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr* address,
-                                                                  socklen_t address_bytes, char* host,
-                                                                  socklen_t host_bytes, char* service,
-                                                                  socklen_t service_bytes, int flags) {
-  using Call = decltype(&getnameinfo);
-  static const auto libc = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "getnameinfo"));
-  if (!libc) return EAI_SYSTEM;
-  return libc(address, address_bytes, host, host_bytes, service, service_bytes,
-              titan::dist::name_flags(__builtin_return_address(0), flags));
+std::string boot_id() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id;
 }
 
-namespace titan::dist {
+std::string host_identity() { return host_name() + "/" + boot_id(); }
+
+namespace {
+
+bool accepts_connection(const addrinfo& address) {
+  const int fd = socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, address.ai_protocol);
+  if (fd < 0) return false;
+  const timeval limit{2, 0};  // Linux applies it to connect(), too
+  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+  const bool accepted = connect(fd, address.ai_addr, address.ai_addrlen) == 0;
+  close(fd);
+  return accepted;
+}
+
+}  // namespace
+
+bool accepts_connections(const std::string& host, int port) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return false;
+  bool accepted = false;
+  for (const auto* address = found; address && !accepted; address = address->ai_next)
+    accepted = accepts_connection(*address);
+  freeaddrinfo(found);
+  return accepted;
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-std::string host_identity() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return str(name, "/", boot);
-}
-
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
-std::string reason_of(const c10::Error& error) {
-  const std::string text = error.what_without_backtrace();
-  return text.substr(0, text.find('\n'));
-}
-
-/// c10d prints a stack trace for every time-out that we turn into a message of our own.
+/// c10d prints a stack trace for every time-out that becomes a message of our own.
 class QuietC10d {
  public:
   QuietC10d() : before_(FLAGS_caffe2_log_level) { FLAGS_caffe2_log_level = c10::GLOG_FATAL; }
@@ -83,33 +87,24 @@ class QuietC10d {
   int before_;
 };
 
-Milliseconds time_left(Clock::time_point deadline) {
-  const auto left = std::chrono::duration_cast<Milliseconds>(deadline - Clock::now());
-  return std::max(left, Milliseconds(1));
-}
+/// How long to wait for the others.
+struct Wait {
+  Milliseconds timeout;
+  Clock::time_point deadline = Clock::now() + timeout;
 
-bool accepts_connection(const Launch& launch) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  if (getaddrinfo(launch.store_host.c_str(), std::to_string(launch.store_port).c_str(), &hints, &found) != 0)
-    return false;
-  bool accepted = false;
-  for (auto* address = found; address && !accepted; address = address->ai_next) {
-    const int fd = socket(address->ai_family, address->ai_socktype | SOCK_CLOEXEC, address->ai_protocol);
-    if (fd < 0) continue;
-    accepted = connect(fd, address->ai_addr, address->ai_addrlen) == 0;
-    close(fd);
+  bool is_over() const { return Clock::now() >= deadline; }
+  Milliseconds left() const {
+    return std::max(std::chrono::duration_cast<Milliseconds>(deadline - Clock::now()), Milliseconds(1));
   }
-  freeaddrinfo(found);
-  return accepted;
-}
+  void sleep(Milliseconds time) const { std::this_thread::sleep_for(std::min(time, left())); }
+};
 
 /// c10d's client waits up to a second between its tries; ranks start within milliseconds of each other.
-bool wait_for_server(const Launch& launch, Clock::time_point deadline) {
+bool wait_for_server(const Launch& launch, const Wait& wait) {
   auto pause = Milliseconds(2);
-  while (!accepts_connection(launch)) {
-    if (Clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::min(pause, time_left(deadline)));
+  while (!accepts_connections(launch.store_host, launch.store_port)) {
+    if (wait.is_over()) return false;
+    wait.sleep(pause);
     pause = std::min(pause * 2, Milliseconds(100));
   }
   return true;
@@ -117,116 +112,115 @@ bool wait_for_server(const Launch& launch, Clock::time_point deadline) {
 
 std::string where(const Launch& launch) { return str(launch.store_host, ":", launch.store_port); }
 
-std::string no_store(const Launch& launch, Milliseconds timeout) {
+std::string no_store(const Launch& launch, const Wait& wait) {
   return str("rank ", launch.rank, " of ", launch.size, " found no store at ", where(launch), " within ",
-             seconds(timeout), " s, missing: 0 (rank 0 serves it; are MASTER_ADDR and MASTER_PORT its own?)");
+             seconds(wait.timeout),
+             " s, missing: 0 (rank 0 serves it; are MASTER_ADDR and MASTER_PORT its own?)");
+}
+
+// No constructor of a store waits for the other ranks: wait_until_ready names those that don't come.
+c10d::TCPStoreOptions store_options(const Launch& launch, int port, Milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<std::uint16_t>(port);
+  options.numWorkers = launch.size;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  return options;
+}
+
+StorePtr with_prefix(c10::intrusive_ptr<c10d::TCPStore> store) {
+  return c10::make_intrusive<c10d::PrefixStore>("titan", std::move(store));
 }
 
 // [Note: torchrun's store]
 // The agent's store outlives the ranks that it restarts, and so do their keys; nor do the agents of several
-// hosts count restarts alike. So that store is a notice board: rank 0, which runs on the same host, serves
-// one of its own and writes up the port. A port that an earlier rank 0 wrote up is found closed, since agents
-// end all ranks before they start new ones; or taken by somebody else by now, which may be another job of
-// ours with the same keys. So there stands a number beside it that only the right store has, too.
+// hosts count restarts alike. So that store is only a notice board: rank 0, which runs on the same host,
+// serves a store of its own and posts its port. A port that an earlier rank 0 posted is found closed, since
+// agents end all ranks before they start new ones; or it was taken by another process by now, which may be
+// another job of ours with the same keys. So a number is posted with it that only the right store has, too.
 constexpr const char* kOwnPort = "titan/port";
 constexpr const char* kOwnNumber = "own_number";
 
-StorePtr open_agent_store(const Launch& launch, Milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(launch.store_port);
-  options.waitWorkers = false;
-  options.timeout = timeout;
+StorePtr open_agent_store(const Launch& launch, const Wait& wait) {
+  auto options = store_options(launch, launch.store_port, wait.timeout);
+  options.numWorkers = std::nullopt;
   return c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
 }
 
-StorePtr serve_and_tell(const Launch& launch, Milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
+StorePtr serve_and_post(const Launch& launch, const Wait& wait) {
+  auto options = store_options(launch, 0, wait.timeout);
   options.isServer = true;
-  options.numWorkers = launch.size;
-  options.waitWorkers = false;
-  options.timeout = timeout;
   auto server = c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
   const auto port = server->getPort();
-  auto store = c10::make_intrusive<c10d::PrefixStore>("titan", std::move(server));
+  auto store = with_prefix(std::move(server));
   std::random_device source;
   const std::string number = str(source(), "-", source());
   store->set(kOwnNumber, number);
-  open_agent_store(launch, timeout)->set(kOwnPort, str(port, " ", number));
+  open_agent_store(launch, wait)->set(kOwnPort, str(port, " ", number));
   return store;
 }
 
-/// Null: nobody listens there, or not the store that has this number.
-StorePtr open_numbered_store(const Launch& launch, const std::string& number, Clock::time_point deadline) {
-  if (!accepts_connection(launch)) return nullptr;
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(launch.store_port);
-  options.numWorkers = launch.size;
-  options.waitWorkers = false;
-  options.timeout = std::min(Milliseconds(5000), time_left(deadline));
+/// Returns null if nobody listens there, or not the store that has this number.
+StorePtr open_numbered_store(const Launch& launch, int port, const std::string& number, const Wait& wait) {
+  if (!accepts_connections(launch.store_host, port)) return nullptr;
+  const auto options = store_options(launch, port, std::min(Milliseconds(5000), wait.left()));
   try {
-    StorePtr store = c10::make_intrusive<c10d::PrefixStore>(
-        "titan", c10::make_intrusive<c10d::TCPStore>(launch.store_host, options));
+    StorePtr store = with_prefix(c10::make_intrusive<c10d::TCPStore>(launch.store_host, options));
     const bool is_it = store->check({kOwnNumber}) && store->get_to_str(kOwnNumber) == number;
     return is_it ? store : nullptr;
   } catch (const c10::Error&) {
-    return nullptr;  // no store at all
+    return nullptr;  // not a store at all
   }
 }
 
-/// That of this start's rank 0, once it is there; what is written up may be another's until then.
-StorePtr open_written_up(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
-  const StorePtr board = open_agent_store(launch, timeout);
-  Launch found = launch;
+/// Opens the store of this start's rank 0. Until that is there, the posted port may be an earlier one.
+StorePtr open_posted_store(const Launch& launch, const Wait& wait) {
+  const StorePtr board = open_agent_store(launch, wait);
   while (true) {
     if (board->check({kOwnPort})) {
+      int port = 0;
       std::string number;
-      std::istringstream(board->get_to_str(kOwnPort)) >> found.store_port >> number;
-      if (StorePtr store = open_numbered_store(found, number, deadline)) {
-        store->setTimeout(timeout);
+      std::istringstream(board->get_to_str(kOwnPort)) >> port >> number;
+      if (StorePtr store = open_numbered_store(launch, port, number, wait)) {
+        store->setTimeout(wait.timeout);
         return store;
       }
     }
-    if (Clock::now() >= deadline) throw Error(no_store(launch, timeout));
-    std::this_thread::sleep_for(std::min(Milliseconds(20), time_left(deadline)));
+    if (wait.is_over()) throw Error(no_store(launch, wait));
+    wait.sleep(Milliseconds(20));
   }
 }
 
-StorePtr open_store(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(launch.store_port);
+StorePtr open_own_store(const Launch& launch, const Wait& wait) {
+  auto options = store_options(launch, launch.store_port, wait.timeout);
   options.isServer = launch.rank == 0;
-  options.numWorkers = launch.size;
-  options.waitWorkers = false;  // whoever doesn't come is to be named: see wait_until_ready
-  options.timeout = timeout;
   if (options.isServer && launch.listen_fd >= 0) {
     fcntl(launch.listen_fd, F_SETFD, FD_CLOEXEC);
     options.masterListenFd = launch.listen_fd;
   }
-  if (!options.isServer && !wait_for_server(launch, deadline)) throw Error(no_store(launch, timeout));
+  if (!options.isServer && !wait_for_server(launch, wait)) throw Error(no_store(launch, wait));
   try {
-    auto store = c10::make_intrusive<c10d::TCPStore>(launch.store_host, options);
-    return c10::make_intrusive<c10d::PrefixStore>("titan", std::move(store));
+    return with_prefix(c10::make_intrusive<c10d::TCPStore>(launch.store_host, options));
   } catch (const c10::Error& error) {
-    if (!options.isServer) throw Error(str(no_store(launch, timeout), ": ", reason_of(error)));
+    if (!options.isServer) throw Error(str(no_store(launch, wait), ": ", first_line_of(error)));
     throw Error(str("rank 0 can't serve the store at ", where(launch),
-                    " (is the port taken? set another MASTER_PORT on all ranks): ", reason_of(error)));
+                    " (is the port taken? set another MASTER_PORT on all ranks): ", first_line_of(error)));
   }
 }
 
-StorePtr open_by_agent(const Launch& launch, Milliseconds timeout, Clock::time_point deadline) {
+StorePtr open_store(const Launch& launch, const Wait& wait) {
+  if (launch.serves_store) return open_own_store(launch, wait);
   try {
-    return launch.rank == 0 ? serve_and_tell(launch, timeout) : open_written_up(launch, timeout, deadline);
+    return launch.rank == 0 ? serve_and_post(launch, wait) : open_posted_store(launch, wait);
   } catch (const c10::Error& error) {
     throw Error(str("rank ", launch.rank, " of ", launch.size, " lost the store of torchrun's agent at ",
-                    where(launch), ": ", reason_of(error)));
+                    where(launch), ": ", first_line_of(error)));
   }
 }
 
 std::string key_of(int rank) { return str("rank/", rank); }
 
-// One key ends the waiting of all: the last rank to come sets it to "ok", and whoever finds that the job
-// can't come together sets it to the reason, so that every rank says the same.
+// All ranks wait for this key. Its value is kOk, or why the job can't come together.
 constexpr const char* kVerdict = "verdict";
 constexpr const char* kOk = "ok";
 
@@ -236,7 +230,7 @@ void condemn(c10d::Store& store, const Launch& launch, const std::string& reason
   if (launch.rank == 0) std::this_thread::sleep_for(Milliseconds(500));
 }
 
-/// What is wrong with this rank's coming, "" if nothing.
+/// Returns what is wrong with this rank, "" if nothing.
 std::string register_rank(c10d::Store& store, const Launch& launch) {
   const std::string size = std::to_string(launch.size);
   const std::string agreed = store.compareSet("world_size", "", str(size, " ", launch.rank));
@@ -262,22 +256,20 @@ std::string list_ranks(const std::vector<int>& ranks) {
   return ranks.size() > most ? str(text, ", ... (", ranks.size(), " in all)") : text;
 }
 
-std::string missing_peers(c10d::Store& store, const Launch& launch, Milliseconds timeout) {
+std::string missing_peers(c10d::Store& store, const Launch& launch, const Wait& wait) {
   std::vector<int> missing;
-  for (int rank = 0; rank < launch.size; ++rank) {
+  for (int rank = 0; rank < launch.size; ++rank)
     if (!store.check({key_of(rank)})) missing.push_back(rank);
-  }
   return str(missing.size(), " of ", launch.size, " ranks didn't come to ", where(launch), " within ",
-             seconds(timeout), " s, missing: ", list_ranks(missing));
+             seconds(wait.timeout), " s, missing: ", list_ranks(missing));
 }
 
-void wait_until_ready(c10d::Store& store, const Launch& launch, Milliseconds timeout,
-                      Clock::time_point deadline) {
+void wait_until_ready(c10d::Store& store, const Launch& launch, const Wait& wait) {
   try {
-    store.wait({kVerdict}, time_left(deadline));
+    store.wait({kVerdict}, wait.left());
   } catch (const c10::Error&) {
     if (!store.check({kVerdict})) {
-      const std::string reason = missing_peers(store, launch, timeout);
+      const std::string reason = missing_peers(store, launch, wait);
       condemn(store, launch, reason);
       throw Error(reason);
     }
@@ -288,7 +280,6 @@ void wait_until_ready(c10d::Store& store, const Launch& launch, Milliseconds tim
 
 std::vector<Peer> read_peers(c10d::Store& store, const Launch& launch) {
   std::vector<std::string> keys;
-  keys.reserve(static_cast<size_t>(launch.size));
   for (int rank = 0; rank < launch.size; ++rank) keys.push_back(key_of(rank));
   std::vector<Peer> peers;
   for (const auto& value : store.multiGet(keys)) {
@@ -306,21 +297,20 @@ StorePtr make_private_store() { return c10::make_intrusive<c10d::HashStore>(); }
 Rendezvous meet(const Launch& launch, Milliseconds timeout) {
   if (launch.size == 1) return {make_private_store(), {Peer{.host = host_identity(), .address = ""}}};
   const QuietC10d quiet;
-  const auto deadline = Clock::now() + timeout;
+  const Wait wait{timeout};
   Rendezvous result;
-  result.store =
-      !launch.serves_store ? open_by_agent(launch, timeout, deadline) : open_store(launch, timeout, deadline);
+  result.store = open_store(launch, wait);
   try {
     const std::string problem = register_rank(*result.store, launch);
     if (!problem.empty()) {
       condemn(*result.store, launch, problem);
       throw ConfigError(problem);
     }
-    wait_until_ready(*result.store, launch, timeout, deadline);
+    wait_until_ready(*result.store, launch, wait);
     result.peers = read_peers(*result.store, launch);
   } catch (const c10::Error& error) {
     throw Error(str("rank ", launch.rank, " lost the store of rank 0 at ", where(launch),
-                    " while waiting for the others: ", reason_of(error)));
+                    " while waiting for the others: ", first_line_of(error)));
   }
   return result;
 }
@@ -330,13 +320,36 @@ void leave(c10d::Store& store, const Launch& launch) {
   try {
     store.add("left", 1);
     if (launch.rank != 0) return;
-    const auto deadline = Clock::now() + std::chrono::seconds(5);
-    while (store.add("left", 0) < launch.size && Clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
+    const Wait wait{Milliseconds(5000)};
+    while (store.add("left", 0) < launch.size && !wait.is_over()) wait.sleep(Milliseconds(2));
   } catch (const std::exception&) {
     // The store is gone: then so is its server, and nobody waits for us.
   }
 }
 
+// [Note: names of peers]
+// Every connection that LibTorch makes to a store asks for the name of the other side, for messages that
+// hardly anybody prints. No local file knows 127.0.0.1 as it is written there (::ffff:127.0.0.1), so even on
+// one host a name server is asked, and where that doesn't answer, a connection takes 5 s or 10
+// (github.com/pytorch/pytorch/issues/159007). There is no setting for it. So this function takes the place of
+// libc's getnameinfo: LibTorch gets addresses in place of names; all other calls go on to libc unchanged.
+
+int name_flags(const void* code, int flags) {
+  Dl_info library{};
+  if (::dladdr(code, &library) == 0 || !library.dli_fname) return flags;
+  const std::string_view path = library.dli_fname;
+  return path.substr(path.rfind('/') + 1).starts_with("libtorch") ? flags | NI_NUMERICHOST : flags;
+}
+
 }  // namespace titan::dist
+
+extern "C" __attribute__((visibility("default"))) int getnameinfo(const sockaddr* address,
+                                                                  socklen_t address_bytes, char* host,
+                                                                  socklen_t host_bytes, char* service,
+                                                                  socklen_t service_bytes, int flags) {
+  using Call = decltype(&getnameinfo);
+  static const auto libc = reinterpret_cast<Call>(::dlsym(RTLD_NEXT, "getnameinfo"));
+  if (!libc) return EAI_SYSTEM;
+  return libc(address, address_bytes, host, host_bytes, service, service_bytes,
+              titan::dist::name_flags(__builtin_return_address(0), flags));
+}

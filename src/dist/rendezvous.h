@@ -1,6 +1,6 @@
 #pragma once
 
-// Finding the others: the store, who has come, and whether they fit together.
+// Meeting the other ranks at the job's store.
 
 #include <chrono>
 #include <string>
@@ -18,10 +18,8 @@ namespace titan::dist {
 
 /// What a rank tells the others about itself.
 struct Peer {
-  std::string host;  ///< host name and boot id: equal for two ranks of one host, which its containers with
-                     ///< names of their own aren't
-  std::string
-      address;  ///< of its host, on the route to the store; "": that is a loopback one, or can't be told
+  std::string host;     ///< host_identity()
+  std::string address;  ///< of its host, on the route to the store; "": a loopback one, or unknown
 };
 
 struct Rendezvous {
@@ -37,13 +35,21 @@ Rendezvous meet(const Launch& launch, std::chrono::milliseconds timeout);
 /// A store of this process alone.
 c10::intrusive_ptr<c10d::Store> make_private_store();
 
-/// Says that this rank needs the store no more; the rank that serves it returns when all have said so, or
-/// after a few seconds. Without this, a quick rank 0 would take the store from under the others.
+/// Says that this rank no longer needs the store. The rank that serves it returns when all have said so, or
+/// after a few seconds: otherwise a quick rank 0 would take the store away from the others.
 void leave(c10d::Store& store, const Launch& launch);
 
-// Names of hosts in LibTorch's messages ([Note: names of peers] in peer_names.cpp).
+/// Whether something listens there.
+bool accepts_connections(const std::string& host, int port);
 
-/// getnameinfo's flags for who calls from `code`: a library of LibTorch's isn't given names.
+std::string host_name();
+/// The kernel's identifier of this start of the machine.
+std::string boot_id();
+/// Equal for two ranks of one host; containers with names of their own count as hosts.
+std::string host_identity();
+
+/// getnameinfo's flags for a call from the code at `code`: a library of LibTorch's gets no names
+/// ([Note: names of peers] in rendezvous.cpp).
 int name_flags(const void* code, int flags);
 
 }  // namespace titan::dist

@@ -73,7 +73,7 @@ struct StreamNames {
   std::vector<NamedStream> list;
 };
 
-// Streams come from LibTorch's pools, which are the process's.
+// LibTorch's pools of streams belong to the process, and so do these names.
 StreamNames& stream_names() {
   static StreamNames names;
   return names;

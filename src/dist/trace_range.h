@@ -11,11 +11,11 @@
 
 namespace titan::dist {
 
-/// From here to the end of the scope. Where nobody profiles it costs a look at two thread-local lists, and
-/// the name isn't made.
+/// A range from here to the end of the scope. Without a profiler it costs a look at two thread-local lists,
+/// and the name isn't made.
 class TraceRange {
  public:
-  /// `name()`: what to convert to a string_view, or a string.
+  /// `name()` returns a string, or something that converts to a string_view.
   template <class Name>
   explicit TraceRange(const Name& name) {
     auto recorders = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
@@ -31,12 +31,10 @@ class TraceRange {
   std::optional<at::RecordFunction> record_;
 };
 
-// Collectives in a trace, on the CPU's side: "all_gather fsdp::all_gather layers.3", with bytes and group. A
-// device's own part is NCCL's to record.
-
 struct CallRecord;
 
-/// Around a call's launch, or the wait for it.
+/// A collective's launch, or the wait for it, on the CPU: "all_gather fsdp::all_gather layers.3", with bytes
+/// and group. NCCL records the device's part.
 class CollectiveRange {
  public:
   enum class Part { Launch, Wait };

@@ -1,5 +1,7 @@
-// The groups of a World. A new group is connected (gloo or NCCL), then checked by a known sum; that sum is
-// also the barrier after which no member needs the store for it any more.
+// [Note: world]
+// dist::init finds out who started this process, chooses device and backend, and meets the other ranks. A new
+// group is connected (gloo or NCCL), then checked by a known sum; after that sum no member needs the store
+// for it any more.
 
 #include "titan/dist/world.h"
 
@@ -56,7 +58,7 @@ bool World::Impl::on_one_host(const std::vector<int>& ranks) const {
 
 namespace {
 
-/// Short whatever the number of ranks: first, last, count and a hash (FNV-1a).
+/// Short for any number of ranks: first, last, count and a hash (FNV-1a).
 std::string fingerprint(const std::vector<int>& ranks) {
   uint64_t hash = 14695981039346656037ULL;
   for (const int rank : ranks) hash = (hash ^ static_cast<uint64_t>(rank)) * 1099511628211ULL;
@@ -145,7 +147,7 @@ std::shared_ptr<Group> World::everyone() const {
 
 namespace {
 
-/// Fills in what the launcher didn't tell: position among the ranks of the same host.
+/// Fills in the position among the ranks of the same host where the launcher didn't say.
 void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
   if (launch.local_rank >= 0 && launch.local_size > 0) return;
   int before = 0, all = 0;
@@ -158,7 +160,7 @@ void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
   if (launch.local_size < 1) launch.local_size = std::max(all, launch.local_rank + 1);
 }
 
-/// That of the store; but from its own host the way there doesn't leave the host: another rank's.
+/// A host to find the route to the others by: the store's; on the store's own host, another rank's.
 std::string other_host(const Launch& launch, const std::vector<Peer>& peers) {
   const auto other =
       std::find_if(peers.begin(), peers.end(), [](const Peer& peer) { return !peer.address.empty(); });
@@ -242,7 +244,9 @@ World init(const InitOptions& options) {
   impl->gloo = choose_gloo_address(environment("GLOO_SOCKET_IFNAME"), one_host,
                                    other_host(impl->launch, rendezvous.peers));
   choose_device(*impl);
-  if (!impl->device.is_cpu()) impl->sweep = std::make_unique<DeviceSweep>(impl->recorder);
+  if (!impl->device.is_cpu())
+    impl->sweep = std::make_unique<SideThread>(
+        "titan-sweep", [recorder = impl->recorder] { recorder->sweep(); }, std::chrono::milliseconds(500));
   World world(std::move(impl));
   world.everyone();
   return world;
@@ -253,11 +257,11 @@ namespace {
 constexpr const char* kFirst = "titan/first_failure";
 constexpr const char* kTold = "titan/failures_told";
 
-// A failure needs no longer to go through a pipeline, from neighbour to neighbour.
+// A failure takes no longer to pass through a pipeline, from neighbour to neighbour.
 constexpr auto kGrace = std::chrono::seconds(2);
 
-// Rank 0's process keeps the store, and is to end: not before the others have told. The one that is lost
-// never will.
+// Rank 0's process keeps the store, and waits with its end until the others have told. A lost rank never
+// will.
 void wait_until_told(c10d::Store& store, int num_ranks) {
   const auto end = std::chrono::steady_clock::now() + kGrace;
   while (store.add(kTold, 0) + 1 < num_ranks && std::chrono::steady_clock::now() < end)

@@ -18,6 +18,7 @@
 #include "dist/environment.h"
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
+#include "dist/side_thread.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/world.h"
@@ -35,7 +36,7 @@ struct World::Impl {
   std::vector<std::string> hosts;  // by rank
   bool direct_memory = true;
   std::shared_ptr<FlightRecorder> recorder;
-  std::unique_ptr<DeviceSweep> sweep;  // null: no device
+  std::unique_ptr<SideThread> sweep;  // asks twice a second what the device is done with; null: no device
   bool check_collectives = false;
 
   std::mutex mutex;
@@ -49,7 +50,7 @@ struct World::Impl {
     leave(*store, launch);
   }
 
-  // `key` names the group in the store: its members alone have to agree on it.
+  // `key` names the group in the store; only its members have to agree on it.
   GroupSpec spec_of(const std::string& name, const std::string& key, const char* kind, int rank,
                     int size) const {
     const std::string prefix = str("group/", key, "/", kind);

@@ -1,6 +1,13 @@
+// The casts as operations of the dispatcher: schemas, compositions of LibTorch's operations, shapes on the meta
+// device. CPU kernels register themselves in src/float8/cpu, CUDA kernels in the plugin. None of them is
+// differentiable: products are (src/ops).
+
 #include "float8/cast.h"
 
+#include <cmath>
 #include <vector>
+
+#include <torch/library.h>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/bitwise_and.h>
@@ -12,17 +19,44 @@
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
-#include <torch/library.h>
 
-#include "float8/block_scale.h"
 #include "ops/operators.h"
 #include "titan/core/error.h"
 
-namespace titan::float8::composite {
+namespace titan::float8 {
 
+// ---- compositions
+
+namespace composite {
 namespace {
+
 constexpr double kSmallestAmax = 1e-12;  // torchao's
+
+at::Tensor mantissa_above(const at::Tensor& bits, int64_t bound) {
+  return bits.bitwise_and(0x7fffff).gt(bound).to(at::kInt);
 }
+
+at::Tensor exponents_down(const at::Tensor& bits, at::ScalarType dtype) {
+  return (at::bitwise_right_shift(bits, 23) - largest_exponent(dtype)).clamp_min(0);
+}
+
+// On a GPU, a division by a number would be a multiplication by its reciprocal.
+at::Tensor exponents_up(const at::Tensor& largest, at::ScalarType dtype) {
+  const at::Tensor quotient = largest / at::full({}, largest_value(dtype), largest.options());
+  const at::Tensor bits = quotient.view(at::kInt), exponent = at::bitwise_right_shift(bits, 23);
+  return at::where(exponent.eq(0), mantissa_above(bits, 0x400000), exponent + mantissa_above(bits, 0));
+}
+
+// [Note: factors of blocks] A block is multiplied by 2^(127 - exponent). For exponent 0 the factor is
+// torchao's: one bit less than that, or 1 where exponents are rounded up. Where the block isn't finite the
+// factor is 0: the scale alone makes its values NaN.
+at::Tensor factors(const at::Tensor& exponents, bool round_up) {
+  const at::Tensor bits = at::bitwise_left_shift(254 - exponents.clamp_min(1), 23);
+  const at::Tensor factor = (bits.view(at::kFloat)).masked_fill(exponents.eq(kNotFinite), 0);
+  return round_up ? factor.masked_fill(exponents.eq(0), 1) : factor;
+}
+
+}  // namespace
 
 at::Tensor amax(const at::Tensor& x, std::optional<int64_t> dim) {
   const at::Tensor magnitude = x.abs();
@@ -30,7 +64,14 @@ at::Tensor amax(const at::Tensor& x, std::optional<int64_t> dim) {
   return magnitude.amax({*dim}).unsqueeze(1).to(at::kFloat);
 }
 
-// A power of two has no fraction: its bits are the exponent's. Of a NaN that would make an infinity.
+at::Tensor amax_many(at::TensorList xs) {
+  std::vector<at::Tensor> found;
+  for (const at::Tensor& x : xs) found.push_back(amax(x, std::nullopt));
+  return at::stack(found);
+}
+
+// A power of two has no fraction: its bits are the exponent's. A NaN stays as it is: without its fraction it
+// would be an infinity.
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
   const at::Tensor scale =
       (largest_value(dtype) / amax.to(at::kDouble).clamp_min(kSmallestAmax)).to(at::kFloat);
@@ -44,32 +85,6 @@ at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dty
   const at::Tensor from = transposed ? x.t() : x;
   return (from.to(at::kFloat) * scale).clamp(-largest, largest).to(dtype).contiguous();
 }
-
-namespace {
-
-at::Tensor mantissa_above(const at::Tensor& bits, int64_t bound) {
-  return bits.bitwise_and(0x7fffff).gt(bound).to(at::kInt);
-}
-
-at::Tensor exponents_down(const at::Tensor& bits, at::ScalarType dtype) {
-  return (at::bitwise_right_shift(bits, 23) - largest_exponent(dtype)).clamp_min(0);
-}
-
-// A division by a number would be a multiplication by its reciprocal on a GPU.
-at::Tensor exponents_up(const at::Tensor& largest, at::ScalarType dtype) {
-  const at::Tensor quotient = largest / at::full({}, largest_value(dtype), largest.options());
-  const at::Tensor bits = quotient.view(at::kInt), exponent = at::bitwise_right_shift(bits, 23);
-  return at::where(exponent.eq(0), mantissa_above(bits, 0x400000), exponent + mantissa_above(bits, 0));
-}
-
-// [Note: factors of blocks]
-at::Tensor factors(const at::Tensor& exponents, bool round_up) {
-  const at::Tensor bits = at::bitwise_left_shift(254 - exponents.clamp_min(1), 23);
-  const at::Tensor factor = (bits.view(at::kFloat)).masked_fill(exponents.eq(kNotFinite), 0);
-  return round_up ? factor.masked_fill(exponents.eq(0), 1) : factor;
-}
-
-}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarType dtype, bool round_up,
                                                bool transposed) {
@@ -86,18 +101,20 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
   return {data, exponents.to(at::kByte).view(at::kFloat8_e8m0fnu)};
 }
 
-}  // namespace titan::float8::composite
+}  // namespace composite
 
-namespace titan::float8 {
-
-// What the dispatcher knows of float8. CPU kernels register themselves in src/float8/cpu, CUDA ones in the
-// plugin. None is differentiable: products are (src/ops).
+// ---- shapes, and registration
 
 namespace {
+
+using DataAndScale = std::tuple<at::Tensor, at::Tensor>;
 
 at::Tensor amax_meta(const at::Tensor& x, std::optional<int64_t> dim) {
   const auto options = x.options().dtype(at::kFloat);
   return dim ? at::empty({x.size(1 - *dim), 1}, options) : at::empty({}, options);
+}
+at::Tensor amax_many_meta(at::TensorList xs) {
+  return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
 }
 at::Tensor scale_meta(const at::Tensor& amax, at::ScalarType /*dtype*/, bool /*power_of_two*/) {
   return at::empty(amax.sizes(), amax.options());
@@ -107,50 +124,76 @@ at::Tensor cast_meta(const at::Tensor& x, const at::Tensor& /*scale*/, at::Scala
   const auto options = x.options().dtype(dtype);
   return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
 }
+DataAndScale cast_blocks_meta(const at::Tensor& x, at::ScalarType dtype, bool /*round_up*/, bool transposed) {
+  const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+  const int64_t blocks = (elements + kBlock - 1) / kBlock;
+  return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
+          at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
+}
 
 TORCH_LIBRARY_FRAGMENT(titan, m) {
-  // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1].
+  // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1]; of each x, [n].
   m.def("float8_amax(Tensor x, int? dim) -> Tensor");
+  m.def("float8_amax_many(Tensor[] xs) -> Tensor");
   m.def("float8_scale(Tensor amax, ScalarType dtype, bool power_of_two) -> Tensor");
   // scale: [], or one for each row of the result [N, K] ([K, N] if transposed).
   m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
+  // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; transposed [K, N'].
+  m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_amax", composite::amax);
+  m.impl("float8_amax_many", composite::amax_many);
   m.impl("float8_scale", composite::scale_of);
   m.impl("float8_cast", composite::cast);
+  m.impl("float8_cast_blocks", composite::cast_blocks);
 }
 TORCH_LIBRARY_IMPL(titan, Meta, m) {
   m.impl("float8_amax", amax_meta);
+  m.impl("float8_amax_many", amax_many_meta);
   m.impl("float8_scale", scale_meta);
   m.impl("float8_cast", cast_meta);
+  m.impl("float8_cast_blocks", cast_blocks_meta);
+}
+
+void check_matrix(const at::Tensor& x) {
+  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: expected a matrix that isn't empty, got ", x.sizes());
 }
 
 }  // namespace
 
+// ---- calls
+
 double largest_value(at::ScalarType dtype) {
-  TITAN_CHECK(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, "no Float8 dtype of ours: ", dtype,
-              "; there are Float8_e4m3fn and Float8_e5m2");
+  TITAN_CHECK(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2,
+              "float8: expected Float8_e4m3fn or Float8_e5m2, got ", dtype);
   return dtype == at::kFloat8_e4m3fn ? 448.0 : 57344.0;
 }
 
 at::Tensor amax(const at::Tensor& x, Over over) {
-  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: the largest magnitude of ", x.sizes(),
-              "; expected a matrix that isn't empty");
-  using Signature = at::Tensor(const at::Tensor&, std::optional<int64_t>);
-  static const auto operation = ops::find_operator<Signature>("titan::float8_amax");
+  check_matrix(x);
+  static const auto operation =
+      ops::find_operator<at::Tensor(const at::Tensor&, std::optional<int64_t>)>("titan::float8_amax");
   const std::optional<int64_t> dim = over == Over::Row ? std::optional<int64_t>(1) : 0;
   return operation.call(x, over == Over::Matrix ? std::nullopt : dim);
 }
 
+at::Tensor amax_many(at::TensorList xs) {
+  TITAN_CHECK(!xs.empty(), "float8: amax_many() of no tensors");
+  for (const at::Tensor& x : xs)
+    TITAN_CHECK(x.numel() > 0, "float8: amax_many() of an empty tensor ", x.sizes());
+  static const auto operation = ops::find_operator<at::Tensor(at::TensorList)>("titan::float8_amax_many");
+  return operation.call(xs);
+}
+
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
-  using Signature = at::Tensor(const at::Tensor&, at::ScalarType, bool);
-  static const auto operation = ops::find_operator<Signature>("titan::float8_scale");
+  static const auto operation =
+      ops::find_operator<at::Tensor(const at::Tensor&, at::ScalarType, bool)>("titan::float8_scale");
   return operation.call(amax, dtype, power_of_two);
 }
 
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {
-  largest_value(dtype);  // throws where it isn't one of ours
+  largest_value(dtype);  // throws for another dtype
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, at::ScalarType, bool);
   static const auto operation = ops::find_operator<Signature>("titan::float8_cast");
   const int64_t rows = transposed ? x.size(1) : x.size(0);
@@ -161,66 +204,9 @@ at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dty
   return operation.call(x, scale, dtype, transposed);
 }
 
-namespace composite {
-
-at::Tensor amax_many(at::TensorList xs) {
-  std::vector<at::Tensor> found;
-  for (const at::Tensor& x : xs) found.push_back(amax(x, std::nullopt));
-  return at::stack(found);
-}
-
-}  // namespace composite
-
-namespace {
-
-at::Tensor amax_many_meta(at::TensorList xs) {
-  return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
-}
-
-TORCH_LIBRARY_FRAGMENT(titan, m) {
-  // The largest magnitude of each, fp32 [n].
-  m.def("float8_amax_many(Tensor[] xs) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) { m.impl("float8_amax_many", composite::amax_many); }
-TORCH_LIBRARY_IMPL(titan, Meta, m) { m.impl("float8_amax_many", amax_many_meta); }
-
-}  // namespace
-
-at::Tensor amax_many(at::TensorList xs) {
-  TITAN_CHECK(!xs.empty(), "float8: the largest magnitudes of no tensors");
-  for (const at::Tensor& x : xs)
-    TITAN_CHECK(x.numel() > 0, "float8: the largest magnitude of ", x.sizes(), ", which is empty");
-  using Signature = at::Tensor(at::TensorList);
-  static const auto operation = ops::find_operator<Signature>("titan::float8_amax_many");
-  return operation.call(xs);
-}
-
-namespace {
-
-using DataAndScale = std::tuple<at::Tensor, at::Tensor>;
-
-DataAndScale cast_blocks_meta(const at::Tensor& x, at::ScalarType dtype, bool /*round_up*/, bool transposed) {
-  const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
-  const int64_t blocks = (elements + kBlock - 1) / kBlock;
-  return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
-          at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
-}
-
-TORCH_LIBRARY_FRAGMENT(titan, m) {
-  // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; of columns [K, N'].
-  m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
-  m.impl("float8_cast_blocks", composite::cast_blocks);
-}
-TORCH_LIBRARY_IMPL(titan, Meta, m) { m.impl("float8_cast_blocks", cast_blocks_meta); }
-
-}  // namespace
-
 ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {
-  largest_value(options.dtype);  // throws where it isn't one of ours
-  TITAN_CHECK(x.dim() == 2 && x.numel() > 0, "float8: blocks of ", x.sizes(),
-              "; expected a matrix that isn't empty");
+  largest_value(options.dtype);  // throws for another dtype
+  check_matrix(x);
   const bool round_up = options.rounding == BlockRounding::Up;
   using Signature = DataAndScale(const at::Tensor&, at::ScalarType, bool, bool);
   static const auto operation = ops::find_operator<Signature>("titan::float8_cast_blocks");
@@ -230,7 +216,7 @@ ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {
   return {std::move(data), std::move(scale)};
 }
 
-// 2^(e - 127) by its bits; of 0 that is a denormal.
+// 2^(e - 127) by its bits; for 0 that is a denormal.
 at::Tensor block_values(const ops::ScaledMatrix& matrix) {
   const at::Tensor exponents = matrix.scale.contiguous().view(at::kByte).to(at::kInt).unsqueeze(2);
   const at::Tensor bits = at::where(exponents.eq(0), 0x00400000, exponents * 0x00800000);

@@ -6,6 +6,7 @@
 #include <torch/nn/module.h>
 
 #include "float8/cast.h"
+#include "float8/products.h"
 #include "titan/nn/linear.h"
 #include "titan/nn/loss.h"
 
@@ -13,7 +14,7 @@ namespace titan::float8 {
 
 namespace {
 
-constexpr int64_t kMultiple = 16;  // what the hardware takes
+constexpr int64_t kMultiple = 16;  // of sizes that the hardware takes
 int64_t multiple_for(const std::string& recipe_name) {
   return scales_blocks(recipes().get(recipe_name)) ? kBlock : kMultiple;
 }
@@ -22,7 +23,7 @@ struct Sizes {
   int64_t in, out;
 };
 
-// torchao's thresholds; it calls the weight's rows N and its columns K.
+// torchao's thresholds. It calls the weight's rows N and its columns K.
 bool too_small(const std::string& recipe_name, const Sizes& size) {
   if (recipe_name == "tensorwise") return size.in <= 4096 && size.out <= 1024;
   return size.out <= 2048 || size.in <= 1024 || (size.out <= 4096 && size.in <= 2048);
@@ -44,7 +45,7 @@ std::string why_not(const std::string& fqn, const Sizes& size, const ConvertOpti
   return "";
 }
 
-// "layers.12.attention.wq" is one of "layers.*.attention.wq".
+// "layers.*.attention.wq" for "layers.12.attention.wq".
 std::string pattern_of(const std::string& fqn) {
   std::string pattern;
   for (size_t begin = 0; begin <= fqn.size();) {
@@ -80,7 +81,8 @@ std::vector<LayerChoice> convert(torch::nn::Module& root, const ConvertOptions& 
   check_filters(options.recipe_name, options.filter_fqns);
   const Recipe recipe = recipe_of(options);
   const auto make = [&] { return products(recipe, options.arithmetic, options.plain, options.gather); };
-  // Layers whose products come from one join over an input; each keeps the scales of its own weight.
+  // Layers whose products come from `first` may share the casts of an input; each keeps the scales of its own
+  // weight.
   const auto first = make();
   const auto of_layer = [&] { return recipe.delayed.any() ? make() : first->for_parts({}); };
   std::vector<LayerChoice> choices;

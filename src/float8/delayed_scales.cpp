@@ -13,6 +13,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "float8/cast.h"
+#include "float8/products.h"
 #include "ops/operators.h"
 #include "titan/core/error.h"
 #include "titan/nn/linear.h"

@@ -1,10 +1,9 @@
-// Scales of weights, which only change with the weights.
+#include "float8/products.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <mutex>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -13,57 +12,51 @@
 #include "float8/cast.h"
 #include "float8/scaled_product.h"
 #include "titan/core/error.h"
-#include "titan/float8/convert.h"
 
 namespace titan::float8 {
 
-/// Of one layer's weight, by its memory and version, so that the products of a step, its micro-batches and
-/// recomputes find a weight's largest magnitude once: one pass over the weight, and with tensor parallelism
-/// one collective. Whoever gives a parameter other values without an operation of LibTorch raises its
-/// version, as FSDP does. With another weight all is right, and made anew. Thread-safe.
+namespace {
+
+// ---- scales of weights, which only change with the weights
+
+// The scales of one layer's weight, by its memory and version: the products of a step, its micro-batches and
+// recomputes look for a weight's largest magnitude once, with one pass over the weight and, with tensor
+// parallelism, one collective. Code that changes a parameter without an operation of LibTorch raises its
+// version, as FSDP does. For another weight, scales are made anew. Thread-safe.
 class WeightScales {
  public:
-  /// What `make` returned for these values and this `kind` of scale.
-  at::Tensor of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make);
+  // The scale of this `kind` for these values; `make` computes it.
+  at::Tensor of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make) {
+    if (weight.is_inference()) return make();  // it has no version
+    c10::StorageImpl* memory = weight.storage().unsafeGetStorageImpl();
+    const Values values{memory, weight.storage_offset(), static_cast<uint64_t>(weight._version())};
+    const std::lock_guard lock(mutex_);
+    Entry& entry = entries_[kind];
+    if (entry.scale.defined() && entry.values == values) return entry.scale;
+    const at::Tensor scale = make();
+    entry = {values, Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)), scale};
+    return scale;
+  }
 
  private:
   using Storage = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  struct Entry {
-    int64_t kind = 0;
-    Storage storage;     // its address isn't another's while this is here
-    int64_t offset = 0;  // of the weight in it
+  struct Values {
+    const c10::StorageImpl* memory = nullptr;
+    int64_t offset = 0;
     uint64_t version = 0;
+    bool operator==(const Values&) const = default;
+  };
+  struct Entry {
+    Values values;
+    std::optional<Storage> keeps_address;  // no other storage gets this address while it is here
     at::Tensor scale;
   };
 
   std::mutex mutex_;
-  std::vector<Entry> entries_;  // one a kind: one or two
+  std::map<int64_t, Entry> entries_;  // by kind: one or two
 };
 
-at::Tensor WeightScales::of(const at::Tensor& weight, int64_t kind, const std::function<at::Tensor()>& make) {
-  if (weight.is_inference()) return make();  // has no version
-  const auto version = static_cast<uint64_t>(weight._version());
-  c10::StorageImpl* memory = weight.storage().unsafeGetStorageImpl();
-  const int64_t offset = weight.storage_offset();
-  const std::lock_guard lock(mutex_);
-  const auto found =
-      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.kind == kind; });
-  const bool known = found != entries_.end();
-  if (known && found->storage._unsafe_get_target() == memory && found->offset == offset &&
-      found->version == version)
-    return found->scale;
-  Entry made{kind, Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(memory)), offset, version,
-             make()};
-  const at::Tensor scale = made.scale;
-  if (known) {
-    *found = std::move(made);
-  } else {
-    entries_.push_back(std::move(made));
-  }
-  return scale;
-}
-
-namespace {
+// ---- scales of matrices
 
 using ops::Operand;
 using ops::Products;
@@ -73,13 +66,13 @@ using ops::ScaledMatrix;
 // Which vectors of a matrix a product sums over.
 enum class Vectors { Rows, Columns };
 
-// Where a matrix is spread over ranks; `parts` is null where it isn't.
+// How a matrix is spread over ranks.
 struct Spread {
-  const RankParts* parts = nullptr;
-  Vectors across = Vectors::Rows;  ///< the vectors of which each rank has a part of every one
+  const RankParts* parts = nullptr;  ///< null: it isn't
+  Vectors across = Vectors::Rows;    ///< each rank has a part of each of these vectors
 };
 
-// The largest of all ranks' magnitudes, each for itself. NaN stays NaN.
+// The elementwise maximum over all ranks. NaN stays NaN.
 at::Tensor over_ranks(const RankParts& parts, const at::Tensor& amax) {
   const at::Tensor all = at::empty({parts.count(), amax.numel()}, amax.options());
   parts.all_gather(all, amax.reshape({-1}), ops::kScalesPhase);
@@ -100,11 +93,11 @@ at::Tensor dynamic_scale(const at::Tensor& matrix, Vectors vectors, const Cast& 
   return scale_of(largest, how.dtype, power_of_two);
 }
 
-// What a layer remembers of a matrix; without `scale` its scales are dynamic.
+// A layer's history of a matrix.
 struct History {
-  const DelayedScale* scale = nullptr;
-  bool ready = false;    ///< no rank's magnitudes are asked for any more
-  bool records = false;  ///< this cast is a training step's
+  const DelayedScale* scale = nullptr;  ///< null: scales are dynamic
+  bool ready = false;                   ///< ranks agree without a collective
+  bool records = false;                 ///< this cast belongs to a training step
 };
 
 // [Note: delayed scales]
@@ -115,7 +108,7 @@ at::Tensor remembered_scale(const at::Tensor& matrix, const Cast& how, bool powe
   return delayed_scale(largest, *history.scale, how.dtype, power_of_two, history.records);
 }
 
-// Blocks are cut where vectors lie across ranks; a rank's part has to be whole blocks.
+// Where vectors lie across ranks, a rank's part has to be whole blocks.
 ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cast& how,
                             const BlockScaling& blocks, const Spread& spread) {
   const bool columns = vectors == Vectors::Columns;
@@ -124,7 +117,7 @@ ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cas
     throw ConfigError(titan::str(
         "MXFP8: tensor parallelism over ", spread.parts->count(), " ranks leaves ", length, " of the ",
         "features of a linear layer to a rank, which cuts its blocks of ", kBlock,
-        "; name the layer in quantize.linear.mx.filter_fqns, or take a smaller tensor_parallel_degree"));
+        "; name the layer in quantize.linear.mx.filter_fqns, or use a smaller tensor_parallel_degree"));
   return cast_blocks(matrix, {.dtype = how.dtype,
                               .rounding = blocks.rounding,
                               .transposed = columns,
@@ -133,52 +126,52 @@ ScaledMatrix cast_in_blocks(const at::Tensor& matrix, Vectors vectors, const Cas
 
 class Float8Products final : public Products {
  public:
-  Float8Products(std::shared_ptr<const Recipe> recipe, Arithmetic arithmetic,
-                 std::shared_ptr<const Products> plain, ops::SpreadFeatures parts,
-                 const GatherOptions& gather, std::shared_ptr<LayerScales> scales)
-      : recipe_(std::move(recipe)),
-        arithmetic_(arithmetic),
-        plain_(std::move(plain)),
-        parts_(std::move(parts)),
-        gather_(gather),
-        scales_(std::move(scales)) {}
+  struct Layer {
+    std::shared_ptr<const Recipe> recipe;
+    Arithmetic arithmetic;
+    std::shared_ptr<const Products> plain;
+    ops::SpreadFeatures spread;
+    GatherOptions gather;
+    std::shared_ptr<LayerScales> scales;  ///< this layer's; null: all scales are dynamic
+  };
+  explicit Float8Products(Layer layer) : layer_(std::move(layer)) {}
 
   at::Tensor forward(const Operand& x, const Operand& weight) const override {
-    if (!recipe_->output) return plain_->forward(x, weight);
-    return multiply(*recipe_->output, x.dtype, x_rows(x), weight_rows(weight));
+    if (!layer_.recipe->output) return layer_.plain->forward(x, weight);
+    return multiply(*layer_.recipe->output, x.dtype, x_rows(x), weight_rows(weight));
   }
   at::Tensor grad_input(const Operand& grad, const Operand& weight) const override {
-    if (!recipe_->grad_input) return plain_->grad_input(grad, weight);
-    return multiply(*recipe_->grad_input, grad.dtype, grad_rows(grad), weight_columns(weight));
+    if (!layer_.recipe->grad_input) return layer_.plain->grad_input(grad, weight);
+    return multiply(*layer_.recipe->grad_input, grad.dtype, grad_rows(grad), weight_columns(weight));
   }
   at::Tensor grad_weight(const Operand& grad, const Operand& x) const override {
-    if (!recipe_->grad_weight) return plain_->grad_weight(grad, x);
-    return multiply(*recipe_->grad_weight, grad.dtype, grad_columns(grad), x_columns(x));
+    if (!layer_.recipe->grad_weight) return layer_.plain->grad_weight(grad, x);
+    return multiply(*layer_.recipe->grad_weight, grad.dtype, grad_columns(grad), x_columns(x));
   }
   void add_grad_weight(const at::Tensor& out, const Operand& grad, const Operand& x) const override {
-    if (!recipe_->grad_weight) return plain_->add_grad_weight(out, grad, x);
-    out.add_(multiply(*recipe_->grad_weight, out.scalar_type(), grad_columns(grad), x_columns(x)));
+    if (!layer_.recipe->grad_weight) return layer_.plain->add_grad_weight(out, grad, x);
+    out.add_(multiply(*layer_.recipe->grad_weight, out.scalar_type(), grad_columns(grad), x_columns(x)));
   }
 
   Operand scaled(const Operand& x_NI, bool trains) const override {
     Operand x = x_NI;
-    if (!recipe_->output || x.along_rows.scale.defined()) return x;
-    const Cast& how = recipe_->output->left;
+    if (!layer_.recipe->output || x.along_rows.scale.defined()) return x;
+    const Cast& how = layer_.recipe->output->left;
     if (how.granularity != Granularity::Matrix) return x;
     x.values = x.values.contiguous();
-    x.along_rows.scale =
-        scale_of(x.values, Vectors::Rows, how, {parts_.in.get(), Vectors::Rows}, input_history(trains));
+    x.along_rows.scale = scale_of(x.values, Vectors::Rows, how, {layer_.spread.in.get(), Vectors::Rows},
+                                  input_history(trains));
     return x;
   }
   Operand input(const Operand& x_NI, bool trains) const override {
     Operand x = scaled(x_NI, trains);
-    if (recipe_->output) x.along_rows = x_rows(x);
+    if (layer_.recipe->output) x.along_rows = x_rows(x);
     return x;
   }
   Operand kept(const Operand& x) const override {
     Operand kept;
     kept.dtype = x.dtype;
-    if (recipe_->grad_weight) {
+    if (layer_.recipe->grad_weight) {
       kept.down_columns = x_columns(x);
     } else {
       kept.values = x.values;
@@ -187,94 +180,102 @@ class Float8Products final : public Products {
   }
   Operand weight(const Operand& weight_OI, ops::Pass pass) const override {
     Operand weight = weight_OI;
-    if (pass == ops::Pass::Forward && recipe_->output) weight.along_rows = weight_rows(weight);
-    if (pass == ops::Pass::Backward && recipe_->grad_input) weight.down_columns = weight_columns(weight);
+    if (pass == ops::Pass::Forward && layer_.recipe->output) weight.along_rows = weight_rows(weight);
+    if (pass == ops::Pass::Backward && layer_.recipe->grad_input)
+      weight.down_columns = weight_columns(weight);
     return weight;
   }
-  // A layer that is cut by columns gathers its input, one that is cut by rows its output's gradient.
+  // A layer that is cut by columns gathers its input; one that is cut by rows gathers its output's gradient.
   Operand part(const at::Tensor& rows, ops::Pass pass, bool trains) const override {
     const bool forward = pass == ops::Pass::Forward;
-    const RankParts* ranks = (forward ? parts_.out : parts_.in).get();
-    if (!ranks || !(forward ? casts_input_once(*recipe_) : casts_grad_once(*recipe_))) return rows;
-    // Of what no step remembers each rank would make a scale of its own.
+    const RankParts* ranks = (forward ? layer_.spread.out : layer_.spread.in).get();
+    if (!ranks || !(forward ? casts_input_once(*layer_.recipe) : casts_grad_once(*layer_.recipe)))
+      return rows;
+    // Where scales are delayed, each rank would make a scale of its own.
     if ((forward ? input_history(trains) : grad_history()).scale) return rows;
     Operand part;
     part.dtype = rows.scalar_type();
-    part.along_rows = cast_of(rows, Vectors::Rows, (forward ? recipe_->output : recipe_->grad_input)->left,
-                              {ranks, Vectors::Rows}, {});
+    part.along_rows =
+        cast_of(rows, Vectors::Rows, (forward ? layer_.recipe->output : layer_.recipe->grad_input)->left,
+                {ranks, Vectors::Rows}, {});
     return part;
   }
   bool multiplies_rows_apart(ops::Pass pass) const override {
-    const auto& casts = pass == ops::Pass::Forward ? recipe_->output : recipe_->grad_input;
+    const auto& casts = pass == ops::Pass::Forward ? layer_.recipe->output : layer_.recipe->grad_input;
     return !casts || casts->left.granularity != Granularity::Matrix;
   }
   Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const override {
     Operand grad = grad_NO;
-    if (for_input && recipe_->grad_input) grad.along_rows = grad_rows(grad);
-    if (for_weight && recipe_->grad_weight) grad.down_columns = grad_columns(grad);
-    const bool read = (for_input && !recipe_->grad_input) || (for_weight && !recipe_->grad_weight);
+    if (for_input && layer_.recipe->grad_input) grad.along_rows = grad_rows(grad);
+    if (for_weight && layer_.recipe->grad_weight) grad.down_columns = grad_columns(grad);
+    const bool read =
+        (for_input && !layer_.recipe->grad_input) || (for_weight && !layer_.recipe->grad_weight);
     if (!read) grad.values = at::Tensor();
     return grad;
   }
 
   std::shared_ptr<const Products> for_parts(const ops::SpreadFeatures& parts) const override {
-    return std::make_shared<Float8Products>(recipe_, arithmetic_, plain_, parts, gather_, scales_);
+    Layer layer = layer_;
+    layer.spread = parts;
+    return std::make_shared<Float8Products>(std::move(layer));
   }
-  // Parts differ by the names under which they communicate, not by the ranks: a model has one such axis.
+  // Parts differ by the names they communicate under, not by their ranks: a model has one such axis.
   bool joins(const Products& other) const override {
     const auto* same = dynamic_cast<const Float8Products*>(&other);
-    return same && same->recipe_ == recipe_ && same->scales_ == scales_ && !same->parts_.in == !parts_.in &&
-           !same->parts_.out == !parts_.out;
+    return same && same->layer_.recipe == layer_.recipe && same->layer_.scales == layer_.scales &&
+           !same->layer_.spread.in == !layer_.spread.in && !same->layer_.spread.out == !layer_.spread.out;
   }
 
   std::optional<WeightGather> weight_gather() const {
-    if (!gather_.in_float8) return std::nullopt;
-    return WeightGather{.dtype = recipe_->output->right.dtype,
-                        .scales_at_once = gather_.scales_at_once,
-                        .power_of_two_scales = recipe_->power_of_two_scales,
-                        .parts = parts_.in ? parts_.in : parts_.out};
+    if (!layer_.gather.in_float8) return std::nullopt;
+    return WeightGather{.dtype = layer_.recipe->output->right.dtype,
+                        .scales_at_once = layer_.gather.scales_at_once,
+                        .power_of_two_scales = layer_.recipe->power_of_two_scales,
+                        .parts = layer_.spread.in ? layer_.spread.in : layer_.spread.out};
   }
 
-  const std::shared_ptr<LayerScales>& scales() const { return scales_; }
-  const Recipe& recipe() const { return *recipe_; }
-  Arithmetic arithmetic() const { return arithmetic_; }
+  const std::shared_ptr<LayerScales>& scales() const { return layer_.scales; }
+  const Recipe& recipe() const { return *layer_.recipe; }
+  Arithmetic arithmetic() const { return layer_.arithmetic; }
 
  private:
   ScaledMatrix x_rows(const Operand& x) const {
     if (x.along_rows.defined()) return x.along_rows;
-    const Cast& how = recipe_->output->left;
+    const Cast& how = layer_.recipe->output->left;
     if (!x.along_rows.scale.defined())
-      return cast_of(x, Vectors::Rows, how, {parts_.in.get(), Vectors::Rows}, input_history(false));
+      return cast_of(x, Vectors::Rows, how, {layer_.spread.in.get(), Vectors::Rows}, input_history(false));
     const at::Tensor& scale = x.along_rows.scale;
     return {cast(x.values.contiguous(), scale, how.dtype, /*transposed=*/false), scale};
   }
   ScaledMatrix x_columns(const Operand& x) const {
     if (x.down_columns.defined()) return x.down_columns;
-    const Cast& how = recipe_->grad_weight->right;
-    if (recipe_->output && shares(how, recipe_->output->left, x)) return turned(x, how);
-    // Of a meta tensor nobody reads the values ([Note: dropped tensors]): ranks needn't agree on them.
-    const RankParts* ranks = x.values.is_meta() ? nullptr : parts_.in.get();
+    const Cast& how = layer_.recipe->grad_weight->right;
+    if (layer_.recipe->output && shares(how, layer_.recipe->output->left, x)) return transposed(x, how);
+    // Nobody reads the values of a meta tensor ([Note: dropped tensors]): ranks needn't agree on them.
+    const RankParts* ranks = x.values.is_meta() ? nullptr : layer_.spread.in.get();
     return cast_of(x, Vectors::Columns, how, {ranks, Vectors::Rows}, input_history(/*records=*/true));
   }
   ScaledMatrix grad_rows(const Operand& grad) const {
     if (grad.along_rows.defined()) return grad.along_rows;
-    return cast_of(grad, Vectors::Rows, recipe_->grad_input->left, {parts_.out.get(), Vectors::Rows},
-                   grad_history());
+    return cast_of(grad, Vectors::Rows, layer_.recipe->grad_input->left,
+                   {layer_.spread.out.get(), Vectors::Rows}, grad_history());
   }
   ScaledMatrix grad_columns(const Operand& grad) const {
     if (grad.down_columns.defined()) return grad.down_columns;
-    const Cast& how = recipe_->grad_weight->left;
-    if (recipe_->grad_input && shares(how, recipe_->grad_input->left, grad)) return turned(grad, how);
-    return cast_of(grad, Vectors::Columns, how, {parts_.out.get(), Vectors::Rows}, grad_history());
+    const Cast& how = layer_.recipe->grad_weight->left;
+    if (layer_.recipe->grad_input && shares(how, layer_.recipe->grad_input->left, grad))
+      return transposed(grad, how);
+    return cast_of(grad, Vectors::Columns, how, {layer_.spread.out.get(), Vectors::Rows}, grad_history());
   }
   ScaledMatrix weight_rows(const Operand& weight) const {
     if (weight.along_rows.defined()) return weight.along_rows;
-    return cast_weight(weight, Vectors::Rows, recipe_->output->right);
+    return cast_weight(weight, Vectors::Rows, layer_.recipe->output->right);
   }
   ScaledMatrix weight_columns(const Operand& weight) const {
     if (weight.down_columns.defined()) return weight.down_columns;
-    const Cast& how = recipe_->grad_input->right;
-    if (recipe_->output && shares(how, recipe_->output->right, weight)) return turned(weight, how);
+    const Cast& how = layer_.recipe->grad_input->right;
+    if (layer_.recipe->output && shares(how, layer_.recipe->output->right, weight))
+      return transposed(weight, how);
     return cast_weight(weight, Vectors::Columns, how);
   }
   ScaledMatrix cast_weight(const Operand& weight, Vectors vectors, const Cast& how) const {
@@ -284,46 +285,46 @@ class Float8Products final : public Products {
     const auto kind = static_cast<int64_t>(how.dtype) * 4 + static_cast<int64_t>(scaled_over(vectors, how));
     const at::Tensor matrix = weight.values.contiguous();
     const at::Tensor scale = weight_scales_.of(weight.values, kind, [&] {
-      return dynamic_scale(matrix, vectors, how, recipe_->power_of_two_scales, weight_spread());
+      return dynamic_scale(matrix, vectors, how, layer_.recipe->power_of_two_scales, weight_spread());
     });
     return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
   }
-  // A split by columns cuts the weight's rows apart from each other, and so its columns across.
+  // A split by columns keeps the weight's rows whole and cuts its columns.
   Spread weight_spread() const {
-    if (parts_.in) return {parts_.in.get(), Vectors::Rows};
-    return {parts_.out.get(), Vectors::Columns};
+    if (layer_.spread.in) return {layer_.spread.in.get(), Vectors::Rows};
+    return {layer_.spread.out.get(), Vectors::Columns};
   }
 
   History history(bool delayed, const DelayedScale LayerScales::*which, bool records) const {
-    if (!delayed || !(*scales_.*which).defined()) return {};
-    return {&(*scales_.*which), scales_->ready, records};
+    if (!delayed || !(*layer_.scales.*which).defined()) return {};
+    return {&(*layer_.scales.*which), layer_.scales->ready, records};
   }
   History input_history(bool records) const {
-    return history(recipe_->delayed.input, &LayerScales::input, records);
+    return history(layer_.recipe->delayed.input, &LayerScales::input, records);
   }
   History weight_history() const {
-    return history(recipe_->delayed.weight, &LayerScales::weight, /*records=*/true);
+    return history(layer_.recipe->delayed.weight, &LayerScales::weight, /*records=*/true);
   }
   History grad_history() const {
-    return history(recipe_->delayed.grad_output, &LayerScales::grad_output, /*records=*/true);
+    return history(layer_.recipe->delayed.grad_output, &LayerScales::grad_output, /*records=*/true);
   }
 
-  // One scale for the matrix: the cast that is there serves both ways.
+  // With one scale for the matrix, the cast along rows also serves along columns.
   static bool shares(const Cast& wanted, const Cast& done, const Operand& operand) {
     return wanted == done && wanted.granularity == Granularity::Matrix && operand.along_rows.scale.defined();
   }
-  // The hardware wants vectors in one piece, and casting once more turns faster than a copy; an emulation
-  // reads a view. Of a matrix that is made again the scale alone is there.
-  ScaledMatrix turned(const Operand& operand, const Cast& how) const {
+  // The hardware needs contiguous vectors, and another cast transposes faster than a copy; an emulation reads a
+  // view. A matrix that is recomputed has only its scale.
+  ScaledMatrix transposed(const Operand& operand, const Cast& how) const {
     const ScaledMatrix& rows = operand.along_rows;
-    const bool view = arithmetic_ == Arithmetic::Emulated || !operand.values.defined();
+    const bool view = layer_.arithmetic == Arithmetic::Emulated || !operand.values.defined();
     if (view && rows.defined()) return {rows.data.t(), rows.scale};
     return {cast(operand.values.contiguous(), rows.scale, how.dtype, /*transposed=*/true), rows.scale};
   }
 
   at::Tensor scale_of(const at::Tensor& matrix, Vectors vectors, const Cast& how, const Spread& spread,
                       const History& history) const {
-    const bool power_of_two = recipe_->power_of_two_scales;
+    const bool power_of_two = layer_.recipe->power_of_two_scales;
     return history.scale ? remembered_scale(matrix, how, power_of_two, spread, history)
                          : dynamic_scale(matrix, vectors, how, power_of_two, spread);
   }
@@ -331,7 +332,7 @@ class Float8Products final : public Products {
                        const History& history) const {
     const at::Tensor matrix = operand.values.contiguous();
     if (how.granularity == Granularity::Block)
-      return cast_in_blocks(matrix, vectors, how, recipe_->blocks, spread);
+      return cast_in_blocks(matrix, vectors, how, layer_.recipe->blocks, spread);
     const at::Tensor scale = scale_of(matrix, vectors, how, spread, history);
     return {cast(matrix, scale, how.dtype, vectors == Vectors::Columns), scale};
   }
@@ -339,52 +340,57 @@ class Float8Products final : public Products {
                       const ScaledMatrix& b_MK) const {
     const ScaledProductOptions options{.out_dtype = out_dtype,
                                        .fast_accumulation = casts.fast_accumulation,
-                                       .power_of_two_scales = recipe_->power_of_two_scales};
-    return arithmetic_ == Arithmetic::Hardware ? hardware_product(a_NK, b_MK, options)
-                                               : emulated_product(*plain_, a_NK, b_MK, options);
+                                       .power_of_two_scales = layer_.recipe->power_of_two_scales};
+    return layer_.arithmetic == Arithmetic::Hardware ? hardware_product(a_NK, b_MK, options)
+                                                     : emulated_product(*layer_.plain, a_NK, b_MK, options);
   }
 
-  std::shared_ptr<const Recipe> recipe_;
-  Arithmetic arithmetic_;
-  std::shared_ptr<const Products> plain_;
-  ops::SpreadFeatures parts_;
-  GatherOptions gather_;
-  std::shared_ptr<LayerScales> scales_;  // of this layer; null: all scales are dynamic
-  mutable WeightScales weight_scales_;   // of this layer
+  Layer layer_;
+  mutable WeightScales weight_scales_;  // this layer's
 };
+
+const Float8Products* float8_of(const ops::Products& products) {
+  return dynamic_cast<const Float8Products*>(&products);
+}
 
 }  // namespace
 
 std::optional<WeightGather> weight_gather(const ops::Products& products) {
-  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
+  const Float8Products* scaled = float8_of(products);
   return scaled ? scaled->weight_gather() : std::nullopt;
 }
 
 std::optional<Arithmetic> arithmetic_of(const ops::Products& products) {
-  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
+  const Float8Products* scaled = float8_of(products);
   return scaled ? std::optional(scaled->arithmetic()) : std::nullopt;
 }
 
 bool multiplies_blocks(const ops::Products& products) {
-  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
+  const Float8Products* scaled = float8_of(products);
   return scaled && scales_blocks(scaled->recipe());
 }
 
 std::shared_ptr<LayerScales> layer_scales(const ops::Products& products) {
-  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
+  const Float8Products* scaled = float8_of(products);
   return scaled ? scaled->scales() : nullptr;
 }
 
 std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmetic,
                                               std::shared_ptr<const ops::Products> plain,
                                               const GatherOptions& gather) {
-  TITAN_CHECK(!gather.in_float8 || casts_weight_once(recipe),
-              "a weight can't be gathered in Float8 whose products cast it in two ways, or vector by vector");
+  TITAN_CHECK(
+      !gather.in_float8 || casts_weight_once(recipe),
+      "a weight can't be gathered in Float8 if its products cast it in two ways, or vector by vector");
   TITAN_CHECK(!gather.in_float8 || !recipe.delayed.weight,
               "weights that are gathered in Float8 have dynamic scales, not delayed ones");
   auto scales = recipe.delayed.any() ? std::make_shared<LayerScales>() : nullptr;
-  return std::make_shared<Float8Products>(std::make_shared<const Recipe>(recipe), arithmetic,
-                                          std::move(plain), ops::SpreadFeatures{}, gather, std::move(scales));
+  return std::make_shared<Float8Products>(
+      Float8Products::Layer{.recipe = std::make_shared<const Recipe>(recipe),
+                            .arithmetic = arithmetic,
+                            .plain = std::move(plain),
+                            .spread = {},
+                            .gather = gather,
+                            .scales = std::move(scales)});
 }
 
 }  // namespace titan::float8

@@ -16,19 +16,19 @@ void add_torchao_recipes(Registry<Recipe>& registry) {
   registry.add("tensorwise", {.output = ProductCasts{kMatrix, kMatrix, /*fast_accumulation=*/true},
                               .grad_input = ProductCasts{kWideMatrix, kMatrix},
                               .grad_weight = ProductCasts{kWideMatrix, kMatrix}});
-  // Gradients need no wider range with a scale for each of their vectors.
+  // With a scale for each vector, gradients need no wider range.
   registry.add("rowwise", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
                            .grad_input = ProductCasts{kVectors, kVectors},
                            .grad_weight = ProductCasts{kVectors, kVectors},
                            .power_of_two_scales = true});
-  // The weight's gradient in high precision: x and g are then cast along their rows only.
+  // With the weight's gradient in high precision, x and g are cast along their rows only.
   registry.add("rowwise_with_gw_hp", {.output = ProductCasts{kVectors, kVectors, /*fast_accumulation=*/true},
                                       .grad_input = ProductCasts{kVectors, kMatrix},
                                       .grad_weight = std::nullopt,
                                       .power_of_two_scales = true});
 }
 
-// A block's 32 elements are alike enough for one dtype everywhere.
+// The 32 elements of a block are close enough to each other for e4m3 everywhere.
 void add_mx_recipes(Registry<Recipe>& registry) {
   Recipe recipe{.output = ProductCasts{kBlocks, kBlocks},
                 .grad_input = ProductCasts{kBlocks, kBlocks},
@@ -40,6 +40,16 @@ void add_mx_recipes(Registry<Recipe>& registry) {
 }
 
 bool is_float8(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
+bool is_matrix(const Cast& cast) { return cast.granularity == Granularity::Matrix; }
+bool is_block(const Cast& cast) { return cast.granularity == Granularity::Block; }
+bool is_one_cast(const Cast& a, const Cast& b) { return a == b && is_matrix(a); }
+
+std::vector<ProductCasts> products_of(const Recipe& recipe) {
+  std::vector<ProductCasts> products;
+  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight})
+    if (*product) products.push_back(**product);
+  return products;
+}
 
 }  // namespace
 
@@ -53,12 +63,6 @@ Registry<Recipe>& recipes() {
   return registry;
 }
 
-namespace {
-
-bool is_one_cast(const Cast& a, const Cast& b) { return a == b && a.granularity == Granularity::Matrix; }
-
-}  // namespace
-
 bool casts_weight_once(const Recipe& recipe) {
   return recipe.output && recipe.grad_input && is_one_cast(recipe.output->right, recipe.grad_input->right);
 }
@@ -70,80 +74,48 @@ bool casts_grad_once(const Recipe& recipe) {
          is_one_cast(recipe.grad_input->left, recipe.grad_weight->left);
 }
 
-namespace {
-
-std::vector<Cast> casts_of(const Recipe& recipe) {
-  std::vector<Cast> casts;
-  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight})
-    if (*product) casts.insert(casts.end(), {(*product)->left, (*product)->right});
-  return casts;
-}
-
-// The hardware multiplies blocks by blocks.
-void check_blocks(const std::string& name, const Recipe& recipe) {
-  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight}) {
-    if (!*product) continue;
-    const auto in_blocks = [](const Cast& cast) { return cast.granularity == Granularity::Block; };
-    if (in_blocks((*product)->left) != in_blocks((*product)->right))
-      throw ConfigError(
-          titan::str("Float8 recipe '", name,
-                     "' has scales for blocks on one side of a product, and other scales on the "
-                     "other; both sides need blocks, or none"));
-  }
-}
-
-void check_delayed(const std::string& name, const Recipe& recipe) {
-  if (!recipe.delayed.any()) return;
-  for (const Cast& cast : casts_of(recipe))
-    if (cast.granularity != Granularity::Matrix)
-      throw ConfigError(titan::str("Float8 recipe '", name,
-                                   "' has scales for parts of a matrix, and delayed scales are one a matrix; "
-                                   "take scaling_type_* = \"dynamic\", or \"tensorwise\""));
-}
-
-}  // namespace
-
 bool scales_blocks(const Recipe& recipe) {
-  const std::vector<Cast> casts = casts_of(recipe);
-  return std::any_of(casts.begin(), casts.end(),
-                     [](const Cast& cast) { return cast.granularity == Granularity::Block; });
+  const std::vector<ProductCasts> products = products_of(recipe);
+  return std::any_of(products.begin(), products.end(), [](const ProductCasts& product) {
+    return is_block(product.left) || is_block(product.right);
+  });
 }
 
-// Scales for vectors take no other units than those for matrices: at::_scaled_mm has kernels of its own, or
-// they are applied behind the product (scaled_product.cpp).
+// Scales for vectors need the same units as scales for matrices: at::_scaled_mm has kernels for them, or they
+// are applied after the product (scaled_product.cpp).
 int first_capability(const Recipe& recipe) { return scales_blocks(recipe) ? 100 : 89; }
 
 void check(const std::string& name, const Recipe& recipe) {
-  check_blocks(name, recipe);
-  check_delayed(name, recipe);
-  for (const auto* product : {&recipe.output, &recipe.grad_input, &recipe.grad_weight}) {
-    if (!*product) continue;
-    for (const Cast& cast : {(*product)->left, (*product)->right})
-      if (!is_float8(cast.dtype))
-        throw ConfigError(titan::str("Float8 recipe '", name, "' casts to ", cast.dtype,
-                                     "; allowed: Float8_e4m3fn, Float8_e5m2"));
-    if ((*product)->left.dtype == at::kFloat8_e5m2 && (*product)->right.dtype == at::kFloat8_e5m2)
-      throw ConfigError(
-          titan::str("Float8 recipe '", name,
-                     "' multiplies Float8_e5m2 by Float8_e5m2, which no hardware does; one side has to "
-                     "be Float8_e4m3fn"));
+  const auto expect = [&name](bool holds, const auto&... message) {
+    if (!holds) throw ConfigError(titan::str("Float8 recipe '", name, "' ", message...));
+  };
+  for (const auto& [left, right, fast] : products_of(recipe)) {
+    expect(is_block(left) == is_block(right),
+           "scales blocks on only one side of a product; both sides have to scale blocks, or neither");
+    expect(!recipe.delayed.any() || (is_matrix(left) && is_matrix(right)),
+           "scales parts of a matrix, but a delayed scale is for a whole matrix; set scaling_type_* = "
+           "\"dynamic\", or use \"tensorwise\"");
+    for (const Cast& cast : {left, right})
+      expect(is_float8(cast.dtype), "casts to ", cast.dtype, "; allowed: Float8_e4m3fn, Float8_e5m2");
+    expect(left.dtype != at::kFloat8_e5m2 || right.dtype != at::kFloat8_e5m2,
+           "multiplies Float8_e5m2 by Float8_e5m2, which no hardware does; one side has to be Float8_e4m3fn");
   }
 }
 
 namespace {
 
-// Keys that TorchTitan had while torchao scaled with delay.
+// TorchTitan had these keys while torchao had delayed scaling.
 void describe_delayed(config::Table<Float8Settings>& table) {
   using Settings = Float8Settings;
   const auto types = config::one_of({"dynamic", "delayed"});
-  const char* same = "the same of weights";
+  const char* same = "the same for weights";
   table.field("scaling_type_input", &Settings::scaling_type_input,
-              "what the scales of layers' inputs are made of: \"dynamic\", the matrix that is cast; "
+              "what the scales of layers' inputs are made from: \"dynamic\", the matrix that is cast; "
               "\"delayed\", the largest magnitudes of the last history_len steps, one reduction a step",
               types);
   table.field("scaling_type_weight", &Settings::scaling_type_weight, same, types);
   table.field("scaling_type_grad_output", &Settings::scaling_type_grad_output,
-              "the same of outputs' gradients", types);
+              "the same for outputs' gradients", types);
   table.field("history_len", &Settings::history_len, "steps that delayed scales remember",
               config::at_least(1));
 }
@@ -154,20 +126,20 @@ void describe(config::Table<Float8Settings>& table) {
   using Settings = Float8Settings;
   table.field(
       "recipe_name", &Settings::recipe_name,
-      "what the products multiply: \"tensorwise\" (as when unset), \"rowwise\", \"rowwise_with_gw_hp\", "
+      "what the products multiply: \"tensorwise\" (also when unset), \"rowwise\", \"rowwise_with_gw_hp\", "
       "or one that was registered (docs/float8.md)");
   table.field(
       "filter_fqns", &Settings::filter_fqns,
       "linear layers whose name contains one of these stay in high precision; \"auto_filter_small_kn\" "
-      "leaves out those that are too small to gain");
+      "leaves out layers that are too small to gain");
   table.field(
       "emulate", &Settings::emulate,
       "the same numbers without Float8 hardware, slower than high precision: for CPUs, older GPUs, tests");
   table.field("enable_fsdp_float8_all_gather", &Settings::enable_fsdp_float8_all_gather,
-              "weights travel as the bytes that the products multiply; for recipes that cast a weight in one "
-              "way, with one scale, as \"tensorwise\"");
+              "gather weights as the bytes that the products multiply; needs a recipe that casts a weight in "
+              "one way, with one scale, such as \"tensorwise\"");
   table.field("precompute_float8_dynamic_scale_for_fsdp", &Settings::precompute_float8_dynamic_scale_for_fsdp,
-              "all weights' scales in one reduction a step, not each group's before its gather; takes "
+              "find all weights' scales in one reduction a step instead of one for each group; needs "
               "enable_fsdp_float8_all_gather");
   describe_delayed(table);
 }
@@ -184,13 +156,13 @@ void describe(config::Table<MxSettings>& table) {
               "how the scales of blocks are rounded: \"mxfp8_cublas\", down; \"mxfp8_cublas_rceil\", up; "
               "\"mxfp8_emulated\", as the first with emulate; or one that was registered (docs/float8.md)");
   table.field("mxfp8_dim1_cast_kernel_choice", &MxSettings::mxfp8_dim1_cast_kernel_choice,
-              "what casts down columns: \"triton\" and \"cuda\", the device's kernel; \"torch\", LibTorch's "
+              "what casts columns: \"triton\" and \"cuda\", the device's kernel; \"torch\", LibTorch's "
               "operations; the same numbers",
               config::one_of({"triton", "cuda", "torch"}));
   table.field("filter_fqns", &MxSettings::filter_fqns,
               "linear layers whose name contains one of these stay in high precision");
   table.field("emulate", &MxSettings::emulate,
-              "the same numbers on any device, slower than high precision: the hardware's product takes "
+              "the same numbers on any device, slower than high precision; the hardware's product needs "
               "compute capability 10.0");
 }
 
@@ -201,7 +173,7 @@ void describe(config::Table<QuantizeSettings>& table) {
   const char* grouped = "there is no mixture of experts";
   table.table("linear.float8", &QuantizeSettings::float8);
   table.table("linear.mx", &QuantizeSettings::mx);
-  // Here, as they hang on a key of another table.
+  // Refused here because they depend on a key of another table.
   table.refused("grouped_mm.float8.fqns", StringList{}, grouped, on);
   table.refused("grouped_mm.mx.recipe_name", string("mxfp8"), grouped, on, config::one_of({"mxfp8"}));
   table.refused("grouped_mm.mx.fqns", StringList{}, grouped, on);

@@ -9,14 +9,11 @@
 
 namespace titan::float8 {
 
-namespace {
-
-int64_t missing_to(int64_t size, int64_t multiple) { return (multiple - size % multiple) % multiple; }
-
-}  // namespace
-
-// Within a tile vector v lies at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
+// Within a tile, vector v lies at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
 at::Tensor blocked_layout(const at::Tensor& scale) {
+  const auto missing_to = [](int64_t size, int64_t multiple) {
+    return (multiple - size % multiple) % multiple;
+  };
   at::Tensor bytes = scale.contiguous().view(at::kByte);
   bytes = at::constant_pad_nd(bytes, {0, missing_to(scale.size(1), 4), 0, missing_to(scale.size(0), 128)});
   const int64_t rows = bytes.size(0) / 128, columns = bytes.size(1) / 4;
@@ -27,20 +24,13 @@ at::Tensor blocked_layout(const at::Tensor& scale) {
       .view(at::kFloat8_e8m0fnu);
 }
 
-// The library's product gives bf16, fp16 or fp32.
-at::Tensor hardware_block_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
-                                  const ScaledProductOptions& options) {
-  return at::_scaled_mm(a_NK.data, b_MK.data.t(), blocked_layout(a_NK.scale), blocked_layout(b_MK.scale),
-                        /*bias=*/{}, /*scale_result=*/{}, options.out_dtype);
-}
-
 namespace {
 
 constexpr int64_t kAlignment = 16;  // of the summed dimension, in elements
 
 bool by_vector(const ops::ScaledMatrix& matrix) { return matrix.scale.numel() > 1; }
 
-// Rows one behind the other and of a length that the hardware takes. A zero adds nothing to a sum.
+// Contiguous rows of a length that the hardware takes. A zero adds nothing to a sum.
 at::Tensor aligned(const at::Tensor& data) {
   const int64_t rest = data.size(1) % kAlignment;
   if (rest == 0) return data.contiguous();
@@ -48,7 +38,7 @@ at::Tensor aligned(const at::Tensor& data) {
   return bytes.view(data.scalar_type());
 }
 
-// [vectors, 1] of either kind of scale.
+// [vectors, 1], from either kind of scale.
 at::Tensor per_vector(const ops::ScaledMatrix& matrix) {
   const at::Tensor inverse = matrix.scale.reciprocal();
   return by_vector(matrix) ? inverse : inverse.expand({matrix.data.size(0), 1}).contiguous();
@@ -58,7 +48,9 @@ at::Tensor per_vector(const ops::ScaledMatrix& matrix) {
 
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options) {
-  if (in_blocks(a_NK)) return hardware_block_product(a_NK, b_MK, options);
+  if (in_blocks(a_NK))
+    return at::_scaled_mm(a_NK.data, b_MK.data.t(), blocked_layout(a_NK.scale), blocked_layout(b_MK.scale),
+                          /*bias=*/{}, /*scale_result=*/{}, options.out_dtype);
   const at::Tensor a = aligned(a_NK.data), b = aligned(b_MK.data);
   const auto multiply = [&](const at::Tensor& scale_a, const at::Tensor& scale_b, at::ScalarType dtype) {
     return at::_scaled_mm(a, b.t(), scale_a, scale_b, /*bias=*/{}, /*scale_result=*/{}, dtype,
@@ -68,11 +60,11 @@ at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatr
     return multiply(a_NK.scale.reciprocal().reshape({}), b_MK.scale.reciprocal().reshape({}),
                     options.out_dtype);
   const at::Tensor scale_a = per_vector(a_NK), scale_b = per_vector(b_MK).t();
-  // The kernel with a scale for each row gives bf16 alone, and is slow unless it accumulates fast. The one
-  // for whole matrices gives the sums in fp32, to be scaled behind it.
+  // The kernel with a scale for each row returns only bf16, and is slow unless it accumulates fast. The kernel
+  // for whole matrices returns the sums in fp32, to be scaled afterwards.
   if (options.fast_accumulation && options.out_dtype == at::kBFloat16)
     return multiply(scale_a, scale_b, options.out_dtype);
-  // Rounding to bf16 and a power of two may change places (but for denormals): then the sums come half as
+  // Rounding to bf16 and scaling by a power of two commute (except for denormals): then the sums are half as
   // wide.
   const bool rounded_first = options.power_of_two_scales && options.out_dtype == at::kBFloat16;
   const at::Tensor one = at::ones({}, scale_a.options());
@@ -82,7 +74,7 @@ at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatr
       .to(options.out_dtype);
 }
 
-// As torchao: scaled before they are multiplied, so that nothing leaves fp32's range that the result doesn't.
+// Scales before multiplying, as torchao does, so that nothing overflows fp32 unless the result does.
 at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
                             const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
   const auto values = [](const ops::ScaledMatrix& matrix) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "titan/float8/convert.h"
+#include "titan/ops/products.h"
 
 namespace titan::float8 {
 
@@ -10,21 +10,17 @@ struct ScaledProductOptions {
   bool power_of_two_scales = false;
 };
 
-/// a b^T, a: [N, K], b: [M, K], summed in fp32. By at::_scaled_mm; where K is no multiple of 16, with zeros
-/// behind.
+/// a b^T by at::_scaled_mm, summed in fp32. a: [N, K], b: [M, K]; K is padded with zeros to a multiple of 16.
+/// Matrices in blocks need compute capability 10.0.
 at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
                             const ScaledProductOptions& options);
 
-/// The same from the values in fp32: only the roundings within fp32 differ from the hardware's.
+/// The same from the values in fp32: only rounding within fp32 differs from the hardware's.
 at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
                             const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
 
 /// Scales [vectors, blocks] as cuBLAS reads them ("1D block scaling factors layout"): tiles of 128 vectors by
-/// four blocks, 512 bytes each, one behind the other, with zeros where the matrix ends.
+/// four blocks, 512 bytes each, one after the other, padded with zeros.
 at::Tensor blocked_layout(const at::Tensor& scale);
-
-/// a b^T of matrices in blocks, by at::_scaled_mm: compute capability 10.0.
-at::Tensor hardware_block_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
-                                  const ScaledProductOptions& options);
 
 }  // namespace titan::float8

@@ -1,5 +1,6 @@
-// JSON written by a signal's handler: to a descriptor, through memory that was there before, by write(2)
-// alone.
+// Everything that a signal handler needs is made while nothing is wrong: names, buffers, the folder. That
+// leaves open, write, fsync, rename and the clock, which POSIX lets a handler call; the ring can be read
+// while others write it.
 
 #include "guard/flight_dump.h"
 
@@ -19,43 +20,59 @@
 #include <vector>
 
 #include "dist/flight_record.h"
+#include "dist/rendezvous.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
 namespace titan::dist {
+namespace {
 
+/// JSON from a signal handler: written to a descriptor through a buffer that exists already, with write(2)
+/// alone.
 class SignalSafeJson {
  public:
   SignalSafeJson(int file, std::span<char> buffer) : file_(file), buffer_(buffer) {}
 
   /// Brackets, commas, keys: as they are.
-  void raw(std::string_view text) noexcept;
+  void raw(std::string_view text) noexcept {
+    for (const char byte : text) put(byte);
+  }
   void number(int64_t value) noexcept;
   /// In quotes. Bytes that JSON doesn't take are written as escapes, those above 127 as a question mark.
   void text(std::string_view value) noexcept;
-  /// `, "key": `
-  void key(std::string_view name) noexcept;
-  /// Whatever is left. Returns the errno of the first write that failed, or 0.
+  /// `, "name": `
+  void key(std::string_view name) noexcept {
+    raw(", ");
+    text(name);
+    raw(": ");
+  }
+  void number_field(std::string_view name, int64_t value) noexcept {
+    key(name);
+    number(value);
+  }
+  void text_field(std::string_view name, std::string_view value) noexcept {
+    key(name);
+    text(value);
+  }
+  void raw_field(std::string_view name, std::string_view value) noexcept {
+    key(name);
+    raw(value);
+  }
+  /// Writes the rest. Returns the errno of the first write that failed, or 0.
   int flush() noexcept;
 
  private:
-  void put(char byte) noexcept;
+  void put(char byte) noexcept {
+    if (used_ == buffer_.size()) flush();
+    buffer_[used_++] = byte;
+  }
 
   int file_;
   std::span<char> buffer_;
   size_t used_ = 0;
   int error_ = 0;
 };
-
-void SignalSafeJson::put(char byte) noexcept {
-  if (used_ == buffer_.size()) flush();
-  buffer_[used_++] = byte;
-}
-
-void SignalSafeJson::raw(std::string_view text) noexcept {
-  for (const char byte : text) put(byte);
-}
 
 void SignalSafeJson::number(int64_t value) noexcept {
   char digits[20];
@@ -85,12 +102,6 @@ void SignalSafeJson::text(std::string_view value) noexcept {
   put('"');
 }
 
-void SignalSafeJson::key(std::string_view name) noexcept {
-  raw(", ");
-  text(name);
-  raw(": ");
-}
-
 int SignalSafeJson::flush() noexcept {
   size_t done = 0;
   while (done < used_ && error_ == 0) {
@@ -104,25 +115,28 @@ int SignalSafeJson::flush() noexcept {
   return error_;
 }
 
-// Everything that a handler needs is made when nothing is wrong yet: names, buffers, the folder. What is left
-// are open, write, fsync, rename and the clock, which POSIX lets a handler call; the ring can be read while
-// others write it.
-
-namespace {
-
 int64_t clock_ns(clockid_t clock) {
   timespec now{};
   clock_gettime(clock, &now);
   return int64_t{1'000'000'000} * now.tv_sec + now.tv_nsec;
 }
 
-/// Steady times of this process as times of day.
+/// Converts steady times of this process to times of day.
 struct WallClock {
   int64_t steady = clock_ns(CLOCK_MONOTONIC), wall = clock_ns(CLOCK_REALTIME);
-  int64_t of(int64_t steady_ns) const { return wall - (steady - steady_ns); }
+  int64_t of(int64_t steady_ns) const { return steady_ns > 0 ? wall - (steady - steady_ns) : 0; }
 };
 
-// "[0, 1, 2]", in quotes: as PyTorch has it.
+void write_list(SignalSafeJson& json, std::span<const int64_t> numbers) {
+  json.raw("[");
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (i > 0) json.raw(", ");
+    json.number(numbers[i]);
+  }
+  json.raw("]");
+}
+
+// "[0, 1, 2]", in quotes: PyTorch's form.
 void write_ranks(SignalSafeJson& json, const GroupRecord& group) {
   json.raw("\"[");
   for (size_t i = 0; i < group.ranks.size(); ++i) {
@@ -133,18 +147,15 @@ void write_ranks(SignalSafeJson& json, const GroupRecord& group) {
 }
 
 void write_groups(SignalSafeJson& json, const FlightRecorder& recorder) {
-  json.key("pg_config");
-  json.raw("{");
+  json.raw_field("pg_config", "{");
   for (const GroupRecord* group = recorder.last_group(); group != nullptr; group = group->previous) {
     json.raw("\n\"");
     json.number(group->index);
     json.raw("\": {\"name\": \"");
     json.number(group->index);
     json.raw("\"");
-    json.key("desc");
-    json.text(group->name);
-    json.key("purpose");
-    json.text(group->purpose);
+    json.text_field("desc", group->name);
+    json.text_field("purpose", group->purpose);
     json.key("ranks");
     write_ranks(json, *group);
     json.raw(group->previous != nullptr ? "}," : "}");
@@ -152,28 +163,19 @@ void write_groups(SignalSafeJson& json, const FlightRecorder& recorder) {
   json.raw("}");
 }
 
-void write_sizes(SignalSafeJson& json, const CallSizes& sizes) {
-  json.raw("[");
-  if (sizes.num_dims >= 0) {
-    json.raw("[");
-    for (int64_t dim = 0; dim < std::min<int64_t>(sizes.num_dims, CallSizes::kMaxDims); ++dim) {
-      if (dim > 0) json.raw(", ");
-      json.number(sizes.dims[static_cast<size_t>(dim)]);
-    }
-    json.raw("]");
-  }
+void write_tensor(SignalSafeJson& json, const CallRecord& call, const CallSizes& sizes, bool is_input) {
+  json.raw_field(is_input ? "input_sizes" : "output_sizes", "[");
+  const auto num_dims = std::min<int64_t>(sizes.num_dims, CallSizes::kMaxDims);
+  if (num_dims >= 0) write_list(json, {sizes.dims.data(), static_cast<size_t>(num_dims)});
   json.raw("]");
-}
-
-void write_dtypes(SignalSafeJson& json, const CallRecord& call) {
-  json.raw("[");
+  json.raw_field(is_input ? "input_dtypes" : "output_dtypes", "[");
   if (call.dtype != c10::ScalarType::Undefined) json.text(c10::toString(call.dtype));
   json.raw("]");
 }
 
-// As PyTorch names them: "nccl:send 0->1" with ranks of the group.
+// As PyTorch does: "nccl:send 0->1" with ranks of the group.
 void write_name(SignalSafeJson& json, const CallRecord& call, int rank) {
-  json.raw("\"titan:");
+  json.raw_field("profiling_name", "\"titan:");
   json.raw(name_of(call.op));
   if (is_point_to_point(call.op) && call.group != nullptr) {
     const auto& ranks = call.group->ranks;
@@ -185,7 +187,7 @@ void write_name(SignalSafeJson& json, const CallRecord& call, int rank) {
   json.raw("\"");
 }
 
-// What PyTorch calls started is when its watchdog looked; here, when somebody waits for the call.
+// "started" means in PyTorch that its watchdog saw the call start; here, that somebody waits for it.
 const char* state_of(const CallRecord& call) {
   switch (call.state) {
     case CallState::Launched:
@@ -201,75 +203,49 @@ const char* state_of(const CallRecord& call) {
   return "failed";
 }
 
-void write_identity(SignalSafeJson& json, const CallRecord& call, int rank) {
-  const bool pair = is_point_to_point(call.op);
-  const auto sequence = static_cast<int64_t>(call.sequence);
+void write_call(SignalSafeJson& json, const CallRecord& call, int rank, const WallClock& clock) {
+  const auto number = static_cast<int64_t>(call.number), sequence = static_cast<int64_t>(call.sequence);
+  const bool is_pair = is_point_to_point(call.op);
+  const int group = call.group != nullptr ? call.group->index : -1;
   json.raw("{\"record_id\": ");
-  json.number(static_cast<int64_t>(call.number));
-  json.key("pg_id");
-  json.number(call.group != nullptr ? call.group->index : -1);
-  json.key("process_group");
-  json.raw("[\"");
-  json.number(call.group != nullptr ? call.group->index : -1);
+  json.number(number);
+  json.number_field("pg_id", group);
+  json.raw_field("process_group", "[\"");
+  json.number(group);
   json.raw("\", ");
   json.text(call.group != nullptr ? call.group->name : "");
   json.raw("]");
-  json.key("collective_seq_id");
-  json.number(pair ? 0 : sequence);
-  json.key("p2p_seq_id");
-  json.number(pair ? sequence : 0);
-  json.key("op_id");
-  json.number(static_cast<int64_t>(call.number));
-  json.key("is_p2p");
-  json.raw(pair ? "true" : "false");
-  json.key("profiling_name");
+  json.number_field("collective_seq_id", is_pair ? 0 : sequence);
+  json.number_field("p2p_seq_id", is_pair ? sequence : 0);
+  json.number_field("op_id", number);
+  json.raw_field("is_p2p", is_pair ? "true" : "false");
   write_name(json, call, rank);
-}
-
-void write_call(SignalSafeJson& json, const CallRecord& call, int rank, const WallClock& clock) {
-  write_identity(json, call, rank);
-  json.key("phase");
-  json.text(call.phase);
-  json.key("module");
-  json.text(call.module);
-  json.key("input_sizes");
-  write_sizes(json, call.in);
-  json.key("input_dtypes");
-  write_dtypes(json, call);
-  json.key("output_sizes");
-  write_sizes(json, call.out);
-  json.key("output_dtypes");
-  write_dtypes(json, call);
-  json.key("bytes");
-  json.number(call.bytes);
-  json.key("time_created_ns");
-  json.number(clock.of(call.start_ns));
-  json.key("time_discovered_completed_ns");
-  json.number(call.end_ns > 0 ? clock.of(call.end_ns) : 0);
-  json.key("state");
-  json.text(state_of(call));
-  if (call.background) {
-    json.key("background");
-    json.raw("true");
-  }
-  json.key("retired");
-  json.raw(call.end_ns > 0 ? "true}" : "false}");
+  json.text_field("phase", call.phase);
+  json.text_field("module", call.module);
+  write_tensor(json, call, call.in, /*is_input=*/true);
+  write_tensor(json, call, call.out, /*is_input=*/false);
+  json.number_field("bytes", call.bytes);
+  json.number_field("time_created_ns", clock.of(call.start_ns));
+  json.number_field("time_discovered_completed_ns", clock.of(call.end_ns));
+  json.text_field("state", state_of(call));
+  if (call.background) json.raw_field("background", "true");
+  json.raw_field("retired", call.end_ns > 0 ? "true}" : "false}");
 }
 
 bool is_open(const CallRecord& call) {
   return call.state != CallState::Finished && call.state != CallState::Failed;
 }
 
+// With FlightExtent::Last: the last calls, and older ones that haven't ended.
 void write_calls(SignalSafeJson& json, const FlightRecorder& recorder, int rank, const WallClock& clock,
                  FlightExtent extent) {
-  json.key("entries");
-  json.raw("[");
+  json.raw_field("entries", "[");
   const uint64_t next = recorder.num_calls(), kept = std::min<uint64_t>(next, recorder.num_entries());
-  const uint64_t first_of_all = extent == FlightExtent::All ? next - kept : next - std::min(kept, kLastCalls);
+  const uint64_t last = extent == FlightExtent::All ? kept : std::min(kept, kLastCalls);
   bool first = true;
   CallRecord call;
   for (uint64_t number = next - kept; number < next; ++number) {
-    if (!recorder.read(number, call) || (number < first_of_all && !is_open(call))) continue;
+    if (!recorder.read(number, call) || (number < next - last && !is_open(call))) continue;
     json.raw(first ? "\n" : ",\n");
     first = false;
     write_call(json, call, rank, clock);
@@ -277,16 +253,10 @@ void write_calls(SignalSafeJson& json, const FlightRecorder& recorder, int rank,
   json.raw("]");
 }
 
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
 }  // namespace
 
 struct FlightDump::Writer {
-  /// A temporary's name, and the buffer to write it through.
+  /// The name of a temporary file, and the buffer to write it through.
   struct Target {
     std::string temporary;
     mutable std::array<char, 32 * 1024> buffer;
@@ -322,7 +292,7 @@ void on_crash(const char* signal_name) {
   if (auto* writer = signal_writer.load()) writer->write_in_handler(signal_name);
 }
 
-// A handler that has just read the pointer may go on with it in another thread for as long as it likes.
+// A handler that has just read the pointer may keep using it in another thread for as long as it likes.
 void keep_for_ever(std::shared_ptr<FlightDump::Writer> writer) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<std::shared_ptr<FlightDump::Writer>>;
@@ -342,7 +312,7 @@ void watch_signals(const std::shared_ptr<FlightDump::Writer>& writer) {
 FlightDump::Writer::Writer(std::shared_ptr<const FlightRecorder> calls, Options given)
     : recorder(std::move(calls)), options(std::move(given)), host(host_name()) {
   make_folder(options.folder);
-  // A handler may find the process in another folder.
+  // The process may have changed its folder when a handler runs.
   options.folder = std::filesystem::absolute(options.folder);
   path = options.folder / str(options.prefix, options.rank, ".json");
   target_name = path.string();
@@ -372,11 +342,6 @@ int FlightDump::write(const char* reason, FlightExtent extent) noexcept {
 }
 
 int FlightDump::write_in_handler(const char* reason) noexcept { return writer_->write_in_handler(reason); }
-
-int write_flight_dump(const char* reason) noexcept {
-  auto* writer = signal_writer.load();
-  return writer ? writer->write(reason, FlightExtent::All) : ENOENT;
-}
 
 void survive_sigquit() {
   struct sigaction action = {};
@@ -424,27 +389,17 @@ void FlightDump::Writer::write_header(SignalSafeJson& json, const char* reason,
                                       const WallClock& clock) const {
   const Activity activity = recorder->activity();
   json.raw("{\"version\": \"2.10\"");
-  json.key("titan");
-  json.raw("{\"rank\": ");
+  json.raw_field("titan", "{\"rank\": ");
   json.number(options.rank);
-  json.key("world_size");
-  json.number(options.world_size);
-  json.key("host");
-  json.text(host);
-  json.key("pid");
-  json.number(getpid());
-  json.key("reason");
-  json.text(reason);
-  json.key("time_ns");
-  json.number(clock.wall);
-  json.key("num_calls");
-  json.number(static_cast<int64_t>(recorder->num_calls()));
-  json.key("activity");
-  json.text(activity.name);
-  json.key("step");
-  json.number(activity.step);
-  json.key("activity_since_ns");
-  json.number(activity.since_ns > 0 ? clock.of(activity.since_ns) : 0);
+  json.number_field("world_size", options.world_size);
+  json.text_field("host", host);
+  json.number_field("pid", getpid());
+  json.text_field("reason", reason);
+  json.number_field("time_ns", clock.wall);
+  json.number_field("num_calls", static_cast<int64_t>(recorder->num_calls()));
+  json.text_field("activity", activity.name);
+  json.number_field("step", activity.step);
+  json.number_field("activity_since_ns", clock.of(activity.since_ns));
   json.raw("}");
 }
 

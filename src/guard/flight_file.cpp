@@ -19,7 +19,7 @@ constexpr int kMaxDepth = 16;
 constexpr uintmax_t kMostFileBytes = uintmax_t{1} << 30;
 constexpr int kMostRanks = 1 << 24;
 
-/// A place in a file, for what is wrong there.
+/// A place in a file, for error messages.
 struct Place {
   std::string text;
   Place at(const std::string& key) const { return {text + (text.ends_with(": ") ? "" : ".") + key}; }
@@ -37,7 +37,7 @@ const Json& member(const Json& table, const char* key, const Place& place) {
   return *found;
 }
 
-// Times of day, counts, sizes: differences of any two of them are numbers too.
+// Times of day, counts, sizes: the difference of any two of them is representable, too.
 int64_t whole(const Json& value, const Place& place) {
   constexpr int64_t most = int64_t{1} << 62;
   if (!value.is_number_integer()) place.refuse("isn't a whole number");
@@ -185,7 +185,7 @@ class FlightReader {
     return add_group(name, {title, "", title == "default_pg" ? ranks_of_nameless() : std::vector<int>()});
   }
 
-  // PyTorch 2.11 lists a gloo job's default group under no name, and its calls under "0".
+  // PyTorch 2.11 lists a gloo job's default group without a name, but its calls under "0".
   std::vector<int> ranks_of_nameless() const {
     const auto nameless = group_index_.find("");
     return nameless != group_index_.end() ? file_.groups[nameless->second].ranks : std::vector<int>();
@@ -227,15 +227,17 @@ class FlightReader {
     call.start_ns = whole_or(entry, "time_created_ns", 0, place);
     call.end_ns = whole_or(entry, "time_discovered_completed_ns", 0, place);
     call.state = state_from(text_of(member(entry, "state", place), place.at("state")), place.at("state"));
-    // PyTorch's record of gloo's calls stays "scheduled"; of those that are done it says that it let them go.
+    // PyTorch leaves gloo's calls "scheduled", but marks those that are done as retired.
     const Json* retired = find_member(entry, "retired");
-    const bool is_let_go = retired && retired->is_boolean() && retired->get<bool>();
-    if (!file_.is_titan && is_let_go && call.state != FlightState::Failed) call.state = FlightState::Finished;
+    const bool is_retired = retired && retired->is_boolean() && retired->get<bool>();
+    if (!file_.is_titan && is_retired && call.state != FlightState::Failed)
+      call.state = FlightState::Finished;
     return call;
   }
 
-  // PyTorch counts what a group sends and receives in one number, which the other side doesn't share. Their
-  // order from one rank to another is; without the first of them it isn't known where it begins.
+  // PyTorch numbers a group's sends and receives together, so the two sides of a message have different
+  // numbers. Counting the messages from one rank to another gives a common number, if the file has the first
+  // of them.
   void count_pairs() {
     std::map<std::tuple<size_t, std::string, int, int>, int64_t> next;
     if (!file_.is_whole) std::erase_if(file_.calls, [](const FlightCall& call) { return call.is_pair(); });
@@ -262,7 +264,7 @@ std::optional<int> rank_in(const std::filesystem::path& path) {
 }
 
 Json parse_json(const std::string& text, const std::filesystem::path& name) {
-  // What pickle writes begins so.
+  // The first byte of a pickle.
   if (text.starts_with("\x80"))
     throw Error(str(name.string(),
                     ": is a pickle, which isn't read: it can run any code. PyTorch writes JSON by "

@@ -1,17 +1,53 @@
+// [Note: who is to blame]
+// A rank that waits in a call waits for the members that haven't made it; those may themselves wait in
+// another call for others. Following that from rank to rank ends at a rank that waits for nobody (it loads
+// data, or is in an endless loop), at one without a record (it is gone), or in a ring of ranks that wait for
+// each other. Before all that, ranks that made different calls under the same number explain everything that
+// came after.
+
 #include "guard/flight_report.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <optional>
 #include <set>
+#include <tuple>
+#include <unordered_map>
 
 #include "titan/core/error.h"
 
 namespace titan::dist {
+
+std::vector<int> FlightLane::members() const {
+  if (from < 0) return ranks;
+  std::vector<int> pair;
+  for (const int side : {from, to})
+    if (static_cast<size_t>(side) < ranks.size()) pair.push_back(ranks[static_cast<size_t>(side)]);
+  return pair;
+}
+
+int64_t FlightLane::last_of(int rank) const {
+  for (auto at = calls.rbegin(); at != calls.rend(); ++at)
+    if (at->second.contains(rank)) return at->first;
+  return -1;
+}
+
+std::string describe(const FlightLane& lane, const FlightCall& call) {
+  std::string text = str(call.op, " #", call.sequence);
+  if (lane.from >= 0) {
+    const auto members = lane.members();
+    if (members.size() == 2) text += str(" from rank ", members[0], " to rank ", members[1]);
+  }
+  text += str(" of group '", lane.group, lane.purpose.empty() ? "" : ", ", lane.purpose, "'");
+  if (call.phase.empty() && call.module.empty()) return text;
+  return text + str(" (", call.phase, call.phase.empty() || call.module.empty() ? "" : " ", call.module, ")");
+}
+
 namespace {
 
 using LaneKey = std::tuple<std::string, std::string, std::vector<int>, int, int>;
 
-/// Of groups whose ranks the files don't tell: those that have it.
+/// The ranks whose files mention a group, for groups whose files don't list them.
 std::map<std::string, std::vector<int>> ranks_seen(const std::vector<FlightFile>& files) {
   std::map<std::string, std::set<int>> seen;
   for (const FlightFile& file : files)
@@ -31,28 +67,19 @@ std::string sizes_text(const std::vector<std::vector<int64_t>>& all) {
   return text;
 }
 
-/// Whose parts may differ from rank to rank, by their definition.
+/// Operations whose parts may differ from rank to rank by definition.
 bool has_uneven_parts(const std::string& op) {
   return op.find("alltoall") != std::string::npos || op == "gather" || op == "scatter" ||
          op.find("coalesced") != std::string::npos;
 }
 
-}  // namespace
+/// The calls of all files, by lane.
+struct JoinedFlights {
+  std::vector<FlightLane> lanes;
+  std::unordered_map<const FlightCall*, size_t> lane_of;
+};
 
-std::vector<int> FlightLane::members() const {
-  if (from < 0) return ranks;
-  std::vector<int> pair;
-  for (const int side : {from, to})
-    if (static_cast<size_t>(side) < ranks.size()) pair.push_back(ranks[static_cast<size_t>(side)]);
-  return pair;
-}
-
-int64_t FlightLane::last_of(int rank) const {
-  for (auto at = calls.rbegin(); at != calls.rend(); ++at)
-    if (at->second.contains(rank)) return at->first;
-  return -1;
-}
-
+/// If a rank made several calls under one number (PyTorch's coalesced ones), the first stands for all.
 JoinedFlights join_flights(const std::vector<FlightFile>& files) {
   const auto seen = ranks_seen(files);
   std::map<LaneKey, size_t> index;
@@ -70,11 +97,12 @@ JoinedFlights join_flights(const std::vector<FlightFile>& files) {
   return joined;
 }
 
+/// What differs between two calls that should be the same; "" if they may be.
 std::string difference(const FlightLane& lane, const FlightCall& a, const FlightCall& b) {
   if (lane.from < 0 && a.op != b.op) return "operation";
   if (!a.dtypes.empty() && !b.dtypes.empty() && a.dtypes != b.dtypes) return "dtype";
   if (!has_uneven_parts(a.op) && !has_uneven_parts(b.op)) {
-    const bool crossed = lane.from >= 0 && a.op != b.op;  // what one sends is what the other receives
+    const bool crossed = lane.from >= 0 && a.op != b.op;  // one sends what the other receives
     if (a.in_sizes != (crossed ? b.out_sizes : b.in_sizes) ||
         a.out_sizes != (crossed ? b.in_sizes : b.out_sizes))
       return "shape";
@@ -83,6 +111,7 @@ std::string difference(const FlightLane& lane, const FlightCall& a, const Flight
   return "";
 }
 
+/// "Float [4, 8] to [4]", "" for a barrier
 std::string describe_tensors(const FlightCall& call) {
   std::string text = call.dtypes.empty() ? "" : call.dtypes.front();
   const std::string in = sizes_text(call.in_sizes), out = sizes_text(call.out_sizes);
@@ -91,6 +120,7 @@ std::string describe_tensors(const FlightCall& call) {
   return text;
 }
 
+/// "rank 3", "ranks 0-2, 5"; only the first ones of many.
 std::string name_ranks(std::vector<int> ranks) {
   constexpr size_t most_runs = 8;
   std::sort(ranks.begin(), ranks.end());
@@ -107,27 +137,7 @@ std::string name_ranks(std::vector<int> ranks) {
   return str(ranks.size() == 1 ? "rank " : "ranks ", text);
 }
 
-std::string describe(const FlightLane& lane, const FlightCall& call) {
-  std::string text = str(call.op, " #", call.sequence);
-  if (lane.from >= 0) {
-    const auto members = lane.members();
-    if (members.size() == 2) text += str(" from rank ", members[0], " to rank ", members[1]);
-  }
-  text += str(" of group '", lane.group, lane.purpose.empty() ? "" : ", ", lane.purpose, "'");
-  if (call.phase.empty() && call.module.empty()) return text;
-  return text + str(" (", call.phase, call.phase.empty() || call.module.empty() ? "" : " ", call.module, ")");
-}
-
-// [Note: who is to blame]
-// A rank that waits in a call waits for the members that haven't come to it; those may themselves wait in
-// another call for others. Following that from rank to rank ends at one that waits for nobody (it is
-// elsewhere: in its data, in an endless loop), at one without a record (it is gone), or in a ring of ranks
-// that wait for each other. Ahead of all that, a number under which ranks made different calls explains
-// whatever came after it.
-
-namespace {
-
-/// A call that a rank waits in, and for whom.
+/// A call that a rank waits in, and the ranks it waits for.
 struct Blocked {
   const FlightFile* file;
   const FlightCall* call;
@@ -141,10 +151,10 @@ std::string seconds_text(int64_t ns) {
   return text;
 }
 
-class Detective {
+class Investigation {
  public:
-  Detective(const std::vector<FlightFile>& files, JoinedFlights joined, bool all_ranks_live,
-            FlightReport& report)
+  Investigation(const std::vector<FlightFile>& files, JoinedFlights joined, bool all_ranks_live,
+                FlightReport& report)
       : files_(files), lane_of_(std::move(joined.lane_of)), all_ranks_live_(all_ranks_live), report_(report) {
     report_.lanes = std::move(joined.lanes);
     for (const FlightFile& file : files_) by_rank_[file.rank] = &file;
@@ -160,17 +170,17 @@ class Detective {
   }
 
  private:
-  // Work beside the training waits for as long as it takes: only where nothing else does is it of interest.
+  // Work beside the training may wait for long: it matters only where nothing else waits.
   void find_blocked(bool background) {
     for (const FlightFile& file : files_)
       if (auto blocked = blocked_call(file, background)) blocked_.push_back(std::move(*blocked));
   }
 
-  // A rank waits in the first call that has been waited for and isn't through.
+  // A rank waits in the first call that it waited for and that isn't done.
   std::optional<Blocked> blocked_call(const FlightFile& file, bool background) const {
     for (auto call = file.calls.begin(); call != file.calls.end(); ++call) {
       if (call->background != background) continue;
-      const bool has_failed = call->state == FlightState::Failed && !is_got_over(file, *call);
+      const bool has_failed = call->state == FlightState::Failed && !was_survived(file, *call);
       const bool waits =
           call->state == FlightState::Waiting || has_failed || (!file.is_titan && !call->has_ended());
       if (!waits) continue;
@@ -184,7 +194,7 @@ class Detective {
   }
 
   // The rank has made calls since.
-  static bool is_got_over(const FlightFile& file, const FlightCall& failed) {
+  static bool was_survived(const FlightFile& file, const FlightCall& failed) {
     return failed.end_ns > 0 &&
            std::any_of(file.calls.begin(), file.calls.end(), [&](const FlightCall& call) {
              return call.background == failed.background && call.start_ns > failed.end_ns;
@@ -219,7 +229,7 @@ class Detective {
       if (kind == kinds.end()) kind = kinds.insert(kinds.end(), {call, {}});
       kind->second.push_back(rank);
     }
-    // The most first: the others are the ones to look at.
+    // The largest set first: the other ranks are the ones to look at.
     std::stable_sort(kinds.begin(), kinds.end(),
                      [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
     std::string text;
@@ -255,15 +265,21 @@ class Detective {
       const Blocked* next = nullptr;
       for (const int rank : at->missing) {
         const Blocked* waits = blocked_of(rank);
-        if (!waits || waits->missing.empty()) return tell_missing(*at, rank), true;
+        if (!waits || waits->missing.empty()) {
+          tell_missing(*at, rank);
+          return true;
+        }
         if (!next) next = waits;
       }
-      if (visited.contains(next->file->rank)) return tell_deadlock(*next), true;
+      if (visited.contains(next->file->rank)) {
+        tell_deadlock(*next);
+        return true;
+      }
       at = next;
     }
   }
 
-  /// All ranks that are missing where `blocked` waits, for the reason that `culprit` has.
+  /// Names all ranks that are missing where `blocked` waits for the same reason as `culprit`.
   void tell_missing(const Blocked& blocked, int culprit) {
     const FlightLane& lane = report_.lanes[blocked.lane];
     const int64_t sequence = blocked.call->sequence;
@@ -284,7 +300,7 @@ class Detective {
             waiting.size() == 1 ? " waits" : " wait", " for ", waited(blocked), "; ", whereabouts(missing)));
   }
 
-  // Nobody is blamed for a record that is elsewhere.
+  // Blames nobody for a record that is elsewhere.
   void tell_unknown(const Blocked& blocked, const std::vector<int>& waiting,
                     const std::vector<int>& unknown) {
     settle(
@@ -372,7 +388,7 @@ class Detective {
 
 FlightReport make_flight_report(const std::vector<FlightFile>& files, const FlightReportOptions& options) {
   FlightReport report;
-  Detective(files, join_flights(files), options.all_ranks_live, report).solve();
+  Investigation(files, join_flights(files), options.all_ranks_live, report).solve();
   return report;
 }
 

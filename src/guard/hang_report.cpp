@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <ctime>
-#include <thread>
 
 #include "core/thread_stacks.h"
+#include "dist/flight_record.h"
+#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
-#include "guard/mail.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
@@ -18,7 +18,7 @@ namespace titan::dist {
 
 namespace {
 
-constexpr size_t kLastCalls = 8;
+constexpr size_t kShownCalls = 8;
 
 double seconds_since(int64_t start_ns) {
   using namespace std::chrono;
@@ -30,7 +30,7 @@ std::string last_calls(const FlightRecorder& recorder) {
   const auto calls = recorder.snapshot();
   if (calls.empty()) return "no collective was called\n";
   std::string text = "its last calls:\n";
-  for (size_t i = calls.size() - std::min(calls.size(), kLastCalls); i < calls.size(); ++i)
+  for (size_t i = calls.size() - std::min(calls.size(), kShownCalls); i < calls.size(); ++i)
     text += str("  ", calls[i].number, " ", calls[i].describe(), ", ", calls[i].bytes, " bytes, ",
                 name_of(calls[i].state), ", ", seconds_since(calls[i].start_ns), " s ago\n");
   return text;
@@ -78,18 +78,15 @@ std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank)
   return folder / str("stacks_", rank, ".txt");
 }
 
-// By a thread that may hang there for ever: what hung the job may be the same file system.
-void leave_files(int rank, const std::string& report, const std::filesystem::path& folder,
-                 std::shared_ptr<FlightDump> flight, const std::string& reason,
-                 std::chrono::milliseconds limit) {
-  auto bell = std::make_shared<Bell>();
-  std::thread([=] {
-    if (!folder.empty()) write_report(stacks_path(folder, rank), time_now() + "\n" + report);
-    if (flight) flight->write(reason.c_str(), FlightExtent::Last);
-    bell->ring();
-  }).detach();
-  if (!bell->wait(limit))
-    log::error(str("the files of this hang can't be written: ", folder.string(), " doesn't answer"));
+// What hung the job may be the same file system.
+void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
+  thread.post([files] {
+    if (!files.folder.empty())
+      write_report(stacks_path(files.folder, files.rank), time_now() + "\n" + files.report);
+    if (files.records) files.records->write(files.reason.c_str(), FlightExtent::Last);
+  });
+  if (!thread.wait(limit))
+    log::error(str("the files of this hang can't be written: ", files.folder.string(), " doesn't answer"));
 }
 
 void end_process_after(std::chrono::seconds limit) {

@@ -1,9 +1,9 @@
 // [Note: ending a start together]
-//   wish   a key of the store: some rank was told to end, a while ago, by the signal that is its value, and
-//          128 more if the launcher sent it
-//   end    a key that only a rank sets which isn't ready, i.e. hasn't come to end(): the barrier there then
-//          never completes, so that those who wait in it may leave as well
-//   left   who has heard of it; all wait until it is everybody, and end
+// Keys of the store:
+//   wish   some rank was asked to end, a while ago; the value is the signal, plus 128 if the launcher sent it
+//   end    set by a rank that isn't ready, i.e. hasn't reached end(). The barrier there then never completes,
+//          so the ranks that wait in it may leave as well
+//   left   how many ranks know of it; all wait until every rank does, and exit
 
 #include "guard/startup_watch.h"
 
@@ -38,7 +38,7 @@ using std::chrono::seconds;
 
 constexpr milliseconds kLook{250};
 constexpr seconds kShortStart{5};
-constexpr seconds kLeaving{10};  // of which a rank that is gone takes all
+constexpr seconds kLeaving{10};  // the whole of it if a rank is gone
 constexpr int kByLauncher = 128;
 constexpr const char* kWish = "wish";
 constexpr const char* kEnd = "end";
@@ -58,8 +58,8 @@ struct StartupWatch::Impl {
 
   std::mutex mutex;
   std::condition_variable_any changed;
-  c10::intrusive_ptr<c10d::Store>
-      store;  // of its own connection; null: the ranks haven't met, or there is one
+  // With a connection of its own; null: the ranks haven't met, or there is only one.
+  c10::intrusive_ptr<c10d::Store> store;
   std::optional<dist::World> world;
   bool ready = false;
   std::optional<Clock::time_point> told_at;
@@ -73,7 +73,7 @@ bool StartupWatch::Impl::is_told_long_ago() {
   return Clock::now() - *told_at >= kShortStart;
 }
 
-// The lock is held: a rank that ends isn't ready in between.
+// Called under the lock: a rank can't become ready while it ends.
 void StartupWatch::Impl::look() {
   const bool wishes = is_told_long_ago();
   if (!store) {
@@ -82,7 +82,8 @@ void StartupWatch::Impl::look() {
   }
   if (wishes) {
     const std::string wish = std::to_string(noted_signal() + (noted_by_launcher() ? kByLauncher : 0));
-    store->compareSet(kWish, std::vector<uint8_t>{}, {wish.begin(), wish.end()});  // the first one counts
+    store->compareSet(kWish, std::vector<uint8_t>{},
+                      {wish.begin(), wish.end()});  // the first rank's wish counts
   }
   if (!ready && store->check({kWish})) store->set(kEnd, "");
   if (store->check({kEnd})) leave();
@@ -97,7 +98,7 @@ void StartupWatch::Impl::watch(const std::stop_token& stop) {
     }
   } catch (const std::exception& error) {
     log::warning(
-        str("the store of the job doesn't answer: a signal waits for the first step (", error.what(), ")"));
+        str("the job's store does not answer: a signal takes effect at the first step (", error.what(), ")"));
   }
 }
 
@@ -112,11 +113,11 @@ void StartupWatch::Impl::wait_for_others() const {
   const auto deadline = Clock::now() + kLeaving;
   store->add(kLeft, 1);
   while (store->add(kLeft, 0) < world->size() && Clock::now() < deadline) std::this_thread::sleep_for(kLook);
-  // Its process keeps the store.
+  // Rank 0's process hosts the store.
   if (world->rank() == 0) std::this_thread::sleep_for(2 * kLook);
 }
 
-// Without destructors: threads and peers may be anywhere.
+// Exits without destructors: threads and peers may be anywhere.
 void StartupWatch::Impl::leave() {
   StopCause cause = cause_here();
   int code = 0;
@@ -126,7 +127,7 @@ void StartupWatch::Impl::leave() {
     cause = cause_of_all();
     if (store) wait_for_others();
   } catch (const std::exception&) {
-    // Rank 0's process has left.
+    // Rank 0's process has exited.
   }
   try {
     if (on_end && !peer_has_failed()) code = on_end(cause);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Requests to stop while a run starts: in the rendezvous, while an index is built, a model is made. Nothing
-// is trained by then, so all ranks end where they are.
+// Requests to stop while a run starts: during the rendezvous, while an index or a model is built. Nothing has
+// been trained by then, so all ranks exit where they are.
 
 #include <functional>
 #include <memory>
@@ -11,15 +11,15 @@
 
 namespace titan::train {
 
-/// Ends the process where the SignalWatch has noted a signal and the start takes more than
-/// five seconds from then on (a short one comes to the first step's agreement by itself). So it does on all
-/// ranks, once they have met: each looks into the job's store, by a thread of its own, and they wait for each
-/// other, so that none takes another's end for a failure.
+/// Ends the process when the SignalWatch has noted a signal and the start takes more than five seconds from
+/// then on (a shorter start reaches the first step's agreement). Once the ranks have met, all of them end:
+/// each polls the job's store on a thread of its own, and they wait for each other, so that no rank takes
+/// another's end for a failure.
 class StartupWatch {
  public:
-  /// `on_end`: called before the process ends, when all ranks that have met have heard of it, with what it
-  /// ends for, the same on all of them; not where the launcher ends ranks because a peer has failed. What it
-  /// returns is the exit code, which is 0 without it; where it throws, the error is logged, and it is 1.
+  /// `on_end`: called before the process ends, when all ranks that have met know of it, with the cause, which
+  /// is the same on all of them; not called when the launcher ends ranks because a peer has failed. Returns
+  /// the exit code (0 without it). If it throws, the error is logged and the exit code is 1.
   explicit StartupWatch(std::function<int(const StopCause&)> on_end = {});
   ~StartupWatch();
   StartupWatch(const StartupWatch&) = delete;
@@ -27,8 +27,8 @@ class StartupWatch {
 
   /// The ranks have met.
   void join(const dist::World& world);
-  /// All is built: behind it a signal is StopAgreement's. Returns on all ranks or on none. Collective over
-  /// the world where that was joined. Does nothing the second time.
+  /// Everything is built: from here on StopAgreement handles signals. Returns on all ranks or on none.
+  /// Collective over the world, if join() was called. A second call does nothing.
   void end();
 
  private:

@@ -16,59 +16,33 @@ const char* name_of(ProgressKind kind) {
   return names[static_cast<size_t>(kind)];
 }
 
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Beat, number, state, kind, what, step, stalled_ms, limit_ms, setting,
+                                   silence_limit_ms, silence_setting, call, pid, host, pids, computes, traced,
+                                   life)
+
 std::string to_text(const Beat& beat) {
-  return nlohmann::json{{"number", beat.number},
-                        {"kind", static_cast<int>(beat.kind)},
-                        {"what", beat.what},
-                        {"step", beat.step},
-                        {"stalled_ms", beat.stalled_ms},
-                        {"limit_ms", beat.limit_ms},
-                        {"setting", beat.setting},
-                        {"silence_limit_ms", beat.silence_limit_ms},
-                        {"silence_setting", beat.silence_setting},
-                        {"call", beat.call},
-                        {"pid", beat.pid},
-                        {"host", beat.host},
-                        {"pids", beat.pids},
-                        {"computes", beat.computes},
-                        {"traced", beat.traced},
-                        {"left", beat.left}}
-      .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return nlohmann::json(beat).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 Beat beat_from(std::string_view text) {
   try {
-    const auto json = nlohmann::json::parse(text);
-    Beat beat;
-    json.at("number").get_to(beat.number);
-    beat.kind = static_cast<ProgressKind>(json.at("kind").get<int>());
-    json.at("what").get_to(beat.what);
-    json.at("step").get_to(beat.step);
-    json.at("stalled_ms").get_to(beat.stalled_ms);
-    json.at("limit_ms").get_to(beat.limit_ms);
-    json.at("setting").get_to(beat.setting);
-    json.at("silence_limit_ms").get_to(beat.silence_limit_ms);
-    json.at("silence_setting").get_to(beat.silence_setting);
-    json.at("call").get_to(beat.call);
-    json.at("pid").get_to(beat.pid);
-    json.at("host").get_to(beat.host);
-    json.at("pids").get_to(beat.pids);
-    json.at("computes").get_to(beat.computes);
-    json.at("traced").get_to(beat.traced);
-    json.at("left").get_to(beat.left);
-    return beat;
+    return nlohmann::json::parse(text).get<Beat>();
   } catch (const nlohmann::json::exception& error) {
-    throw Error(str("a rank's beat isn't one (do all ranks run the same program?): ", error.what()));
+    throw Error(str("cannot parse a rank's beat (do all ranks run the same program?): ", error.what()));
   }
 }
 
 namespace {
 
-// Beats come and are read at their own times, so that one which is two intervals old isn't late yet.
+// Beats are sent and read at different times, so a beat that is two intervals old isn't late yet.
 bool is_silent(const RankView& view, int64_t interval_ms) { return view.silent_ms * 2 > interval_ms * 5; }
 
+bool has_begun(const RankView& view) { return view.beat && view.beat->state != RunState::NotBegun; }
+bool has_left(const RankView& view) { return has_begun(view) && view.beat->state != RunState::Runs; }
+bool runs(const RankView& view) { return has_begun(view) && !has_left(view); }
+
 bool is_overdue(const RankView& view, int64_t interval_ms) {
-  if (!view.beat || view.beat->left || view.beat->traced) return false;
+  if (!runs(view) || view.beat->traced) return false;
   const Beat& beat = *view.beat;
   if (is_silent(view, interval_ms)) return view.silent_ms > beat.silence_limit_ms;
   const int64_t stalled_ms =
@@ -77,12 +51,12 @@ bool is_overdue(const RankView& view, int64_t interval_ms) {
 }
 
 bool waits_in_call(const RankView& view, int64_t interval_ms) {
-  return view.beat && !view.beat->call.empty() && !is_silent(view, interval_ms);
+  return runs(view) && !view.beat->call.empty() && !is_silent(view, interval_ms);
 }
 
-// Others may have to wait for it, and not too long yet. One late beat changes nothing of that.
+// Others may have to wait for it, and not too long yet. One late beat doesn't change that.
 bool is_excuse(const RankView& view, int64_t interval_ms) {
-  if (!view.beat || view.beat->left || is_overdue(view, interval_ms)) return false;
+  if (!runs(view) || is_overdue(view, interval_ms)) return false;
   return view.beat->traced || (view.beat->call.empty() && view.beat->kind != ProgressKind::Compute);
 }
 
@@ -105,9 +79,9 @@ std::string limit_text(int64_t limit_ms, const std::string& setting) {
 std::string limit_of(const Beat& beat) { return limit_text(beat.limit_ms, beat.setting); }
 
 std::string complaint(const RankView& view, int64_t interval_ms) {
-  if (!view.beat) return "hasn't begun to train";
+  if (!has_begun(view)) return "hasn't begun to train";
   const Beat& beat = *view.beat;
-  if (beat.left) return str("has ended its training, last seen in ", phase_of(beat));
+  if (has_left(view)) return str("has ended its training, last seen in ", phase_of(beat));
   if (is_silent(view, interval_ms))
     return str("has given no sign of life for ", in_seconds(view.silent_ms), " (",
                limit_text(beat.silence_limit_ms, beat.silence_setting), "), last seen in ", phase_of(beat),
@@ -161,7 +135,7 @@ std::optional<Verdict> judge(const std::vector<RankView>& ranks, int size, int64
   const auto overdue = [&](const RankView& view) { return is_overdue(view, interval_ms); };
   const auto silent = [&](const RankView& view) { return is_silent(view, interval_ms); };
   const auto waiting = [&](const RankView& view) { return waits_in_call(view, interval_ms); };
-  const auto present = [](const RankView& view) { return !view.beat || !view.beat->left; };
+  const auto present = [](const RankView& view) { return !has_left(view); };
   const Views late = select(ranks, overdue);
   if (late.empty()) return std::nullopt;
   const Views at_fault = select(ranks, [&](const auto& view) { return overdue(view) && !waiting(view); });

@@ -3,84 +3,65 @@
 #include <pthread.h>
 #include <time.h>
 #include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "core/thread_stacks.h"
 #include "dist/flight_record.h"
+#include "dist/rendezvous.h"
+#include "core/threads.h"
+#include "dist/side_thread.h"
+#include "guard/failure.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 #include "guard/mail.h"
-#include "guard/verdict.h"
+#include "guard/progress.h"
+#include "titan/core/error.h"
 #include "titan/core/log.h"
 
 namespace titan::dist {
-
 namespace {
 
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
 
-// For this rank's files, and then for all ranks to come so far: the first to end may take the others with it.
+// For this rank's files, then for those of all ranks: the first rank to end may take the others with it.
 constexpr auto kFilesWithin = 2s;
-constexpr auto kWritesWithin = 3s;
+constexpr auto kAllFilesWithin = 3s;
+constexpr auto kRecordWithin = 1s;
 
-// Launchers call the first rank to end the one that failed.
+// Launchers call the first rank to end the one that failed, so ranks that aren't to blame end later by this
+// much.
 constexpr auto kCulpritsFirst = 1500ms;
 
-// A rank whose processors did this much of the time what is to be done computes.
-constexpr double kBusy = 0.2;
-// An endless loop does so too: after this many limits without any other sign it is none any more.
-constexpr int kBusyLimits = 10;
+constexpr auto kLookForRequests = 500ms;
 
-double processor_seconds() {
-  timespec time{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+// The time between two beats, by the limits alone; it decides how old a beat may be before its rank counts as
+// silent.
+milliseconds patience(const WatchdogLimits& limits) {
+  const auto shortest =
+      std::min({limits.data.time, limits.compute.time, limits.checkpoint.time, limits.validation.time});
+  return std::clamp<milliseconds>(shortest / 10, 50ms, 2000ms);
 }
 
-// What the kernel has fetched from storage for this process, or is to bring there: not what a cache had.
-int64_t storage_mib() {
-  std::ifstream file("/proc/self/io");
-  std::string name;
-  int64_t value = 0, bytes = 0;
-  while (file >> name >> value)
-    if (name == "read_bytes:" || name == "write_bytes:") bytes += value;
-  return bytes >> 20;
-}
+// The other ranks learn of a verdict later than the first one by this much at most.
+milliseconds verdict_interval(int size) { return milliseconds(std::clamp(size, 250, 1000)); }
 
-bool reads_or_writes(ProgressKind kind) {
-  return kind == ProgressKind::Data || kind == ProgressKind::Checkpoint;
-}
-
-std::string process_field(const std::string& pid, const char* field) {
-  std::ifstream file("/proc/" + pid + "/status");
-  std::string name, value;
-  while (file >> name) {
-    std::getline(file >> std::ws, value);
-    if (name == field) return value;
-  }
-  return "";
-}
-
-std::string own_host() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
-std::string own_pids() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+std::string pid_numbering() {
   char space[64] = "";
   static_cast<void>(!readlink("/proc/self/ns/pid", space, sizeof(space) - 1));
-  return boot + space;
+  return boot_id() + space;
 }
 
 std::string process_state(const Beat& other, const Beat& mine) {
@@ -93,25 +74,75 @@ std::string process_state(const Beat& other, const Beat& mine) {
   return "there (state " + state + ")";
 }
 
-milliseconds shortest_of(const WatchdogLimits& limits) {
-  return std::min({limits.data.time, limits.compute.time, limits.checkpoint.time, limits.validation.time});
+std::string time_of_day() {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  tm parts{};
+  localtime_r(&now.tv_sec, &parts);
+  char text[40];
+  std::snprintf(text, sizeof text, "%02d:%02d:%02d.%01ld", parts.tm_hour, parts.tm_min, parts.tm_sec,
+                now.tv_nsec / 100'000'000);
+  return text;
 }
 
-milliseconds longest_of(const WatchdogLimits& limits) {
-  return std::max({limits.data.time, limits.compute.time, limits.checkpoint.time, limits.validation.time});
+std::string on_one_line(std::string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  return text;
 }
 
-milliseconds interval_of(const WatchdogLimits& limits) {
-  return std::clamp<milliseconds>(shortest_of(limits) / 10, 50ms, 2000ms);
-}
+/// What the side threads leave for the watchdog thread. Shared, as they may outlive the watchdog.
+class Desk {
+ public:
+  void leave_mail(const Mail::Inbox& inbox) {
+    bool is_news = false;
+    {
+      const std::lock_guard lock(mutex_);
+      is_news = inbox.verdict.has_value() || inbox.num_written != inbox_.num_written ||
+                inbox.num_record_requests != inbox_.num_record_requests;
+      inbox_ = inbox;
+    }
+    if (is_news) wake();
+  }
+  Mail::Inbox inbox() const {
+    const std::lock_guard lock(mutex_);
+    return inbox_;
+  }
 
-// Collectives of its peers wait for somewhat longer than the longest limit; the watchdog knows more.
-milliseconds longest_computing(const WatchdogLimits& limits, ProgressKind kind) {
-  const milliseconds limit = limits.of(kind).time;
-  return std::max(limit, std::min(kBusyLimits * limit, longest_of(limits)));
-}
+  void request_record() {
+    record_is_requested_ = true;
+    wake();
+  }
+  bool take_record_request() { return record_is_requested_.exchange(false); }
+
+  void wake() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_woken_ = true;
+    }
+    woken_.notify_all();
+  }
+  void sleep(milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    woken_.wait_for(lock, limit, [this] { return is_woken_; });
+    is_woken_ = false;
+  }
+
+  std::atomic<bool> failure_is_recorded{false};
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable woken_;
+  bool is_woken_ = false;
+  Mail::Inbox inbox_;
+  std::atomic<bool> record_is_requested_{false};
+};
 
 }  // namespace
+
+const char* name_of(ProgressKind kind) {
+  static constexpr std::array names = {"idle", "data", "compute", "checkpoint", "validation"};
+  return names[static_cast<size_t>(kind)];
+}
 
 const TimeLimit& WatchdogLimits::of(ProgressKind kind) const {
   static const TimeLimit none;
@@ -135,79 +166,111 @@ class Watchdog::Impl {
   Impl(const World& world, WatchdogOptions options);
   ~Impl();
 
-  void progress(ProgressKind kind, const char* what, int64_t step) { at_.tell(kind, what, step); }
-  void progress() { at_.tell(); }
+  ProgressCell& cell() { return progress_.cell(); }
   void set_limits(const WatchdogLimits& limits);
+  void leave();
+  std::string explain(const std::string& failure);
 
  private:
-  /// What changes while a rank goes on.
-  struct Signs {
-    uint64_t progress = 0, calls = 0;
-    int64_t waited_ns = 0;
-    int64_t storage_mib = 0;
-    friend bool operator==(const Signs&, const Signs&) = default;
-  };
+  void begin_judging();
+  void write_record(const std::string& reason, FlightExtent extent);
 
-  void remove_old_stacks() const;
-  void start_mail();
-  milliseconds interval();
-  void watch();
-  bool gave_sign();
-  bool is_busy(Clock::time_point now);
-  milliseconds stalled() const;
+  // Of the watchdog thread, under mutex_.
+  void run();
+  std::optional<Verdict> turn();
   void look();
-  void look_at_others();
+  void exchange(bool everything);
+  void serve_record_requests();
   Beat beat_now();
+  std::string life() const;
   RankView view_of(int rank) const;
   std::vector<RankView> views() const;
-  bool is_watched_by_rank0(const RankView& rank0) const;
-  std::optional<Verdict> verdict();
+  std::optional<Verdict> find_verdict();
   void end(const Verdict& verdict);
-  milliseconds longest_gap() const { return interval_ * 4; }
+  void meet_at_end(size_t num_ranks, milliseconds limit);
+
+  milliseconds patience_ms() const { return patience(options_.limits); }
+  milliseconds beat_interval() const { return std::min(patience_ms(), slowest_beat(world_.size())); }
 
   const World world_;
+  const Mail::Connect connect_;
   WatchdogOptions options_;
-  Beat mine_;
-  std::shared_ptr<WatchdogMail> mail_;  // null: a world of one rank
+  std::shared_ptr<FlightDump> records_;  // null: none are written
+  OwnProgress progress_;
 
-  ProgressCell at_;
-
-  // The watching thread's.
-  Signs last_signs_;
-  double last_processor_s_ = 0;
-  Clock::time_point last_look_ = Clock::now();
-  ProgressCell::Reading reading_ = at_.read();
-  StallClock own_clock_;                               // of this rank's signs, computing among them
-  StallClock signs_clock_;                             // without that
-  std::chrono::steady_clock::time_point last_excuse_;  // when a rank was last seen for which others may wait
-  std::vector<StallClock> clocks_;                     // of the others' beats
-  std::vector<int64_t> last_numbers_;                  // of these
-  std::vector<std::optional<Beat>> beats_;
-
-  const std::shared_ptr<Bell> bell_ =
-      std::make_shared<Bell>();  // rung for what changes below, and by the mail
-  std::mutex mutex_;             // of the two below and the limits
+  mutable std::mutex mutex_;  // for what follows, which the watchdog thread uses
   bool stops_ = false;
-  milliseconds interval_;
+  RunState state_ = RunState::NotBegun;
+  Mail::Outbox outbox_;
+  Mail::Inbox inbox_;
+  int64_t num_served_requests_ = 0;
+  std::vector<StallClock> silences_;   // by rank, since its last beat
+  std::vector<int64_t> last_numbers_;  // of these beats
+  Clock::time_point last_excuse_{};    // when a rank was last seen that others may have to wait for
+  Clock::time_point next_beat_{}, next_exchange_{};
+
+  const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>();
+  const std::shared_ptr<Mail> mail_;
+  SideThread store_thread_, file_thread_;
   std::thread thread_;
 };
 
+namespace {
+
+// A connection of its own: a call of the training thread that waits for a key blocks all others on the same
+// connection. Keys of its own, too: a process may have several watchdogs, one after the other.
+Mail::Connect connector(const World& world) {
+  const std::string prefix = str("watchdog/", world.store().add(str("watchdog/", world.rank()), 1), "/");
+  // Not the world, which a thread that hangs here would keep from its end.
+  auto job = StorePtr::reclaim_copy(&world.store());
+  return [job, prefix]() -> StorePtr {
+    auto store = connect_again(*job);
+    if (!store) return {};
+    return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+  };
+}
+
+// Only rank 0 looks for a request: it passes it on to all.
+SideThread::Task request_finder(const World& world, const std::shared_ptr<FlightDump>& records,
+                                const std::shared_ptr<Desk>& desk) {
+  if (!records || world.rank() != 0) return {};
+  return [file = records->folder() / kFlightRequest, desk] {
+    std::error_code error;  // a folder that can't be read may come back later
+    if (std::filesystem::remove(file, error) && !error) desk->request_record();
+  };
+}
+
+std::shared_ptr<FlightDump> make_records(const World& world, const WatchdogOptions& options) {
+  if (!options.record_prefix) return nullptr;
+  return std::make_shared<FlightDump>(world.shared_recorder(),
+                                      FlightDump::Options{.folder = options.folder,
+                                                          .prefix = *options.record_prefix,
+                                                          .rank = world.rank(),
+                                                          .world_size = world.size(),
+                                                          .on_signals = true});
+}
+
+}  // namespace
+
 Watchdog::Impl::Impl(const World& world, WatchdogOptions options)
     : world_(world),
+      connect_(connector(world)),
       options_(std::move(options)),
-      clocks_(static_cast<size_t>(world.size())),
+      records_(make_records(world, options_)),
+      progress_(world.recorder(), options_.computing_is_progress),
+      silences_(static_cast<size_t>(world.size())),
       last_numbers_(static_cast<size_t>(world.size()), -1),
-      beats_(static_cast<size_t>(world.size())),
-      interval_(interval_of(options_.limits)) {
-  mine_.pid = getpid();
-  mine_.host = own_host();
-  mine_.pids = own_pids();
-  prepare_thread_stacks();
-  remove_old_stacks();
-  if (world_.size() > 1) start_mail();
+      mail_(std::make_shared<Mail>(connect_, world.rank(), world.size())),
+      store_thread_("titan-beats"),
+      file_thread_("titan-records", request_finder(world, records_, desk_), kLookForRequests) {
+  inbox_.beats.resize(static_cast<size_t>(world.size()));
+  outbox_.beat.pid = getpid();
+  outbox_.beat.host = host_name();
+  outbox_.beat.pids = pid_numbering();
+  if (options_.judges) begin_judging();
   thread_ = std::thread([this] {
     pthread_setname_np(pthread_self(), "titan-watchdog");
-    watch();
+    run();
   });
 }
 
@@ -216,191 +279,253 @@ Watchdog::Impl::~Impl() {
     const std::lock_guard lock(mutex_);
     stops_ = true;
   }
-  bell_->ring();
+  desk_->wake();
   thread_.join();
-  if (mail_) mail_->stop(beat_now());
+  state_ = RunState::Ended;
+  outbox_.beat = beat_now();
+  store_thread_.post([mail = mail_, outbox = outbox_] { mail->exchange(outbox, /*everything=*/true); });
 }
 
-// An earlier start's would be taken for this one's.
-void Watchdog::Impl::remove_old_stacks() const {
+void Watchdog::Impl::begin_judging() {
+  if (state_ != RunState::NotBegun) {
+    state_ = RunState::Runs;
+    return;
+  }
+  state_ = RunState::Runs;
+  prepare_thread_stacks();
+  // Those of an earlier start would be taken for this one's.
   std::error_code none;
   if (!options_.folder.empty()) std::filesystem::remove(stacks_path(options_.folder, world_.rank()), none);
-}
-
-// A connection of its own: a call of the training thread that waits for a key holds up all others of its own.
-void Watchdog::Impl::start_mail() {
-  const std::string prefix = str("watchdog/", world_.store().add(str("watchdog/", world_.rank()), 1), "/");
-  // Not the world: a thread that hangs here would keep it from its end.
-  auto job = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world_.store());
-  const auto connect = [job, prefix]() -> c10::intrusive_ptr<c10d::Store> {
-    auto store = connect_again(*job);
-    if (!store) return {};
-    return c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
-  };
-  mail_ = std::make_shared<WatchdogMail>(connect, bell_, world_.rank(), world_.size());
-  mail_->set_interval(interval_);
-  mail_->post(beat_now());
-  mail_->start();
 }
 
 void Watchdog::Impl::set_limits(const WatchdogLimits& limits) {
   {
     const std::lock_guard lock(mutex_);
     options_.limits = limits;
-    interval_ = interval_of(limits);
-    if (mail_) mail_->set_interval(interval_);
+    begin_judging();
+    next_beat_ = {};
   }
-  bell_->ring();
+  desk_->wake();
 }
 
-milliseconds Watchdog::Impl::interval() {
-  const std::lock_guard lock(mutex_);
-  return interval_;
+void Watchdog::Impl::leave() {
+  {
+    const std::lock_guard lock(mutex_);
+    state_ = RunState::Left;
+    next_beat_ = {};
+  }
+  desk_->wake();
 }
 
-void Watchdog::Impl::watch() {
+void Watchdog::Impl::run() {
+  milliseconds pause{0};
   while (true) {
-    bell_->wait(interval());
+    desk_->sleep(std::min(pause, verdict_interval(world_.size())));
     std::unique_lock lock(mutex_);
+    pause = beat_interval();
     if (stops_) return;
-    look();
-    const auto found = verdict();
-    if (!found) continue;
+    const auto verdict = turn();
+    if (!verdict) continue;
     lock.unlock();
-    return end(*found);
+    return end(*verdict);
   }
 }
 
-bool Watchdog::Impl::gave_sign() {
-  reading_ = at_.read();
-  const Signs signs{reading_.count, world_.recorder().num_calls(), world_.recorder().waited_ns(),
-                    reads_or_writes(reading_.kind) ? storage_mib() : 0};
-  return std::exchange(last_signs_, signs) != signs;
+std::optional<Verdict> Watchdog::Impl::turn() {
+  const auto now = Clock::now();
+  inbox_ = desk_->inbox();
+  serve_record_requests();
+  const bool beats = now >= next_beat_;
+  if (beats) {
+    next_beat_ = now + beat_interval();
+    look();
+  }
+  std::optional<Verdict> verdict;
+  if (state_ != RunState::Left) verdict = inbox_.verdict;
+  if (!verdict && beats && state_ == RunState::Runs) verdict = outbox_.verdict = find_verdict();
+  exchange(beats || verdict);
+  return verdict;
 }
 
-// The host of a GPU spins while it waits for that, but not while it reads data or files.
-bool Watchdog::Impl::is_busy(Clock::time_point now) {
-  const double processor_s = processor_seconds();
-  const double elapsed_s = std::chrono::duration<double>(now - last_look_).count();
-  const double worked_s = processor_s - std::exchange(last_processor_s_, processor_s);
-  last_look_ = now;
-  const bool counts = options_.computing_is_progress || reads_or_writes(reading_.kind);
-  return counts && worked_s > kBusy * elapsed_s;
-}
-
-milliseconds Watchdog::Impl::stalled() const {
-  const milliseconds without_sign = signs_clock_.stalled();
-  const bool computes_for_ever = without_sign > longest_computing(options_.limits, reading_.kind);
-  return computes_for_ever ? without_sign : milliseconds(own_clock_.stalled());
-}
-
+// Rank 0 hears nobody while its own connection is broken. For another rank, a connection that can't be made
+// again may mean that rank 0's process, which keeps the store, is gone.
 void Watchdog::Impl::look() {
+  const auto longest_gap = patience_ms() * 4;
+  progress_.look(longest_gap);
+  outbox_.beat = beat_now();
   const auto now = Clock::now();
-  const bool sign = gave_sign(), busy = is_busy(now);
-  own_clock_.look(now, sign || busy, longest_gap());
-  signs_clock_.look(now, sign, longest_gap());
-  mine_ = beat_now();
-  if (!mail_) return;
-  mail_->post(mine_);
-  look_at_others();
+  const bool is_deaf = world_.rank() == 0 && !inbox_.is_connected;
+  for (size_t rank = 0; rank < inbox_.beats.size(); ++rank) {
+    const auto& beat = inbox_.beats[rank];
+    if (!beat) continue;
+    const bool is_new = std::exchange(last_numbers_[rank], beat->number) != beat->number;
+    silences_[rank].look(now, is_new || is_deaf, longest_gap);
+  }
 }
 
-// Rank 0 hears nobody while its own connection is broken. Of another rank that can't be made again either,
-// rank 0's process, which keeps the store, may be what is gone.
-void Watchdog::Impl::look_at_others() {
-  beats_ = mail_->beats();
+// One exchange at a time. A store that hangs keeps its thread, and then nothing is sent.
+void Watchdog::Impl::exchange(bool everything) {
   const auto now = Clock::now();
-  const bool deaf = world_.rank() == 0 && !mail_->is_connected();
-  for (size_t rank = 0; rank < beats_.size(); ++rank) {
-    if (!beats_[rank]) continue;
-    const bool is_new = std::exchange(last_numbers_[rank], beats_[rank]->number) != beats_[rank]->number;
-    clocks_[rank].look(now, is_new || deaf, longest_gap());
+  if (!everything && now < next_exchange_) return;
+  if (!store_thread_.is_idle() && !outbox_.verdict) {
+    if (everything) next_beat_ = {};
+    return;
   }
+  next_exchange_ = now + verdict_interval(world_.size());
+  store_thread_.post([mail = mail_, desk = desk_, outbox = outbox_, everything] {
+    desk->leave_mail(mail->exchange(outbox, everything));
+  });
+  outbox_.record_request.clear();
+}
+
+void Watchdog::Impl::write_record(const std::string& reason, FlightExtent extent) {
+  file_thread_.post([records = records_, reason, extent] {
+    if (const int error = records->write(reason.c_str(), extent))
+      log::warning(str("cannot write the flight record ", records->path().string(), ": errno ", error));
+  });
+}
+
+void Watchdog::Impl::serve_record_requests() {
+  if (!records_) return;
+  if (desk_->take_record_request()) {
+    outbox_.record_request = "request";
+    next_beat_ = {};
+  }
+  if (inbox_.num_record_requests == num_served_requests_) return;
+  num_served_requests_ = inbox_.num_record_requests;
+  if (desk_->failure_is_recorded) return;
+  const bool is_failure = inbox_.record_request.starts_with(kFailureOf);
+  desk_->failure_is_recorded = is_failure;
+  write_record(inbox_.record_request, is_failure ? FlightExtent::Last : FlightExtent::All);
 }
 
 Beat Watchdog::Impl::beat_now() {
-  Beat beat = mine_;
+  Beat beat = outbox_.beat;
   ++beat.number;
-  beat.kind = reading_.kind;
-  beat.what = reading_.what;
-  beat.step = reading_.step;
-  beat.stalled_ms = stalled().count();
-  beat.computes = beat.stalled_ms > own_clock_.stalled().count();
+  beat.state = state_;
+  beat.kind = progress_.reading().kind;
+  beat.what = progress_.reading().what;
+  beat.step = progress_.reading().step;
+  beat.stalled_ms = progress_.stalled(options_.limits).count();
+  beat.computes = progress_.computes_in_vain(options_.limits);
   const TimeLimit& limit = options_.limits.of(beat.kind);
   beat.limit_ms = limit.time.count();
   beat.setting = limit.setting;
   beat.silence_limit_ms = options_.limits.compute.time.count();
   beat.silence_setting = options_.limits.compute.setting;
-  // Of interest, and worth a copy of the ring, where the rank stands still.
-  const bool stands = beat.stalled_ms > interval_.count();
-  beat.call = stands ? open_call(world_.recorder(), beat.kind) : "";
+  // Reading the ring is worth its cost only for a rank that stands still.
+  const bool stands_still = beat.stalled_ms > patience_ms().count();
+  beat.call = stands_still ? open_call(world_.recorder(), beat.kind) : "";
   const std::string tracer = process_field("self", "TracerPid:");
   beat.traced = !tracer.empty() && tracer != "0";
+  beat.life = life();
   return beat;
 }
 
+std::string Watchdog::Impl::life() const {
+  std::string text = str("rank ", world_.rank(), " (host ", outbox_.beat.host, ", pid ", outbox_.beat.pid,
+                         "), last heard of at ", time_of_day());
+  const Activity activity = world_.recorder().activity();
+  if (*activity.name) text += str(" at ", activity.name, " of step ", activity.step);
+  CallRecord call;
+  const uint64_t num_calls = world_.recorder().num_calls();
+  if (num_calls == 0 || !world_.recorder().read(num_calls - 1, call))
+    return text + ", before its first recorded call";
+  return text + str(", its last call being ", call.describe(), ", ", name_of(call.state));
+}
+
 RankView Watchdog::Impl::view_of(int rank) const {
-  if (rank == world_.rank()) return {rank, mine_, 0, ""};
+  if (rank == world_.rank()) return {rank, outbox_.beat, 0, ""};
   const auto i = static_cast<size_t>(rank);
-  RankView view{rank, beats_[i], clocks_[i].stalled().count(), ""};
-  if (view.beat) {
-    // Silence is heard here, so by this rank's limit: the other may have told its first step's.
-    view.beat->silence_limit_ms = mine_.silence_limit_ms;
-    view.beat->silence_setting = mine_.silence_setting;
-  }
-  // Others' waits may end the job before the silence alone would.
-  if (view.beat && 2 * view.silent_ms > view.beat->silence_limit_ms) {
-    view.process = process_state(*view.beat, mine_);
+  RankView view{rank, inbox_.beats[i], silences_[i].stalled().count(), ""};
+  if (!view.beat) return view;
+  // Silence is noticed here, so by this rank's limit: the other may have sent its first step's.
+  view.beat->silence_limit_ms = outbox_.beat.silence_limit_ms;
+  view.beat->silence_setting = outbox_.beat.silence_setting;
+  // Other ranks' waits may end the job before the silence alone would.
+  if (2 * view.silent_ms > view.beat->silence_limit_ms) {
+    view.process = process_state(*view.beat, outbox_.beat);
     view.beat->traced = view.beat->traced || view.process == "stopped by a debugger";
   }
   return view;
 }
 
-bool Watchdog::Impl::is_watched_by_rank0(const RankView& rank0) const {
-  return rank0.beat && !rank0.beat->left && rank0.silent_ms <= mine_.silence_limit_ms;
-}
-
-// Rank 0 sees all. Another rank judges where rank 0 doesn't: by itself, and of these two alone.
+// Rank 0 judges all ranks. Where it doesn't, another rank judges rank 0 and itself.
 std::vector<RankView> Watchdog::Impl::views() const {
-  std::vector<RankView> all;
   if (world_.rank() == 0) {
+    std::vector<RankView> all;
     for (int rank = 0; rank < world_.size(); ++rank) all.push_back(view_of(rank));
     return all;
   }
   RankView rank0 = view_of(0);
-  if (is_watched_by_rank0(rank0)) return {};
+  const bool rank0_judges =
+      rank0.beat && rank0.beat->state == RunState::Runs && rank0.silent_ms <= outbox_.beat.silence_limit_ms;
+  if (rank0_judges) return {};
   return {std::move(rank0), view_of(world_.rank())};
 }
 
-std::optional<Verdict> Watchdog::Impl::verdict() {
-  if (mail_)
-    if (auto known = mail_->verdict()) return known;
+std::optional<Verdict> Watchdog::Impl::find_verdict() {
   std::vector<RankView> ranks = views();
-  const auto now = std::chrono::steady_clock::now();
-  if (has_excuse(ranks, interval_.count())) last_excuse_ = now;
+  const auto now = Clock::now();
+  const int64_t interval_ms = patience_ms().count();
+  if (has_excuse(ranks, interval_ms)) last_excuse_ = now;
   for (RankView& view : ranks)
-    view.unexcused_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - last_excuse_).count();
-  auto own = judge(ranks, world_.size(), interval_.count());
-  if (own && mail_) mail_->condemn(*own);
-  return own;
+    view.unexcused_ms = std::chrono::duration_cast<milliseconds>(now - last_excuse_).count();
+  return judge(ranks, world_.size(), interval_ms);
 }
 
 void Watchdog::Impl::end(const Verdict& verdict) {
   if (options_.on_hang) return options_.on_hang(verdict.text);
-  end_process_after(kHangEndsWithin);  // whatever of the following stands still
+  end_process_after(kHangEndsWithin);  // even if one of the following blocks
   log::error("the job hangs: " + verdict.text);
-  const std::string report = hang_report(world_.rank(), mine_, world_.recorder());
+  const int rank = world_.rank();
+  const std::string report = hang_report(rank, outbox_.beat, world_.recorder());
   log::error("the job hangs: " + report);
-  leave_files(world_.rank(), report, options_.folder, options_.flight, verdict.text, kFilesWithin);
-  const int num_alive = world_.size() - static_cast<int>(verdict.silent.size());
-  const bool store_answers = std::count(verdict.silent.begin(), verdict.silent.end(), 0) == 0;
-  if (mail_) mail_->meet_at_end(num_alive, store_answers ? kWritesWithin : 1s);
-  // Last, for whoever reads only a job's last lines.
+  leave_files({rank, report, options_.folder, records_, verdict.text}, file_thread_, kFilesWithin);
+  const auto is_among = [](int one, const std::vector<int>& ranks) {
+    return std::find(ranks.begin(), ranks.end(), one) != ranks.end();
+  };
+  meet_at_end(static_cast<size_t>(world_.size()) - verdict.silent.size(),
+              is_among(0, verdict.silent) ? 1s : kAllFilesWithin);
+  // Again at the end, for readers of a job's last lines.
   log::error("the job hangs: " + verdict.text);
-  const auto& culprits = verdict.culprits;
-  if (std::count(culprits.begin(), culprits.end(), world_.rank()) == 0)
-    std::this_thread::sleep_for(kCulpritsFirst);
+  if (!is_among(rank, verdict.culprits)) std::this_thread::sleep_for(kCulpritsFirst);
   std::_Exit(kHungExitCode);
+}
+
+// Until this many ranks have written their files.
+void Watchdog::Impl::meet_at_end(size_t num_ranks, milliseconds limit) {
+  const auto end = Clock::now() + limit;
+  outbox_.has_written = true;
+  while (Clock::now() < end && static_cast<size_t>(desk_->inbox().num_written) < num_ranks) {
+    exchange(/*everything=*/true);
+    desk_->sleep(50ms);
+  }
+}
+
+std::string Watchdog::Impl::explain(const std::string& failure) {
+  FailureScene scene{.rank = world_.rank(),
+                     .size = world_.size(),
+                     .failure = on_one_line(failure),
+                     .connect = connect_,
+                     .records = records_ ? records_->folder() : "",
+                     .first_rank_life = ""};
+  if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && !rank0.empty() && rank0[0])
+    scene.first_rank_life = rank0[0]->life;
+  // The state when the first rank failed says more than the state after the failures that followed.
+  if (records_ && !desk_->failure_is_recorded) {
+    write_record(scene.failure, FlightExtent::Last);
+    file_thread_.wait(kRecordWithin);
+  }
+  const auto text = std::make_shared<std::string>();
+  const auto explain_it = [scene, text] {
+    const BackgroundCalls background;
+    *text = explain_failure(scene);
+  };
+  if (within(kExplainsWithin - kRecordWithin, explain_it)) return *text;
+  return explain_alone(scene,
+                       "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
+                       "launcher keeps, nor the ranks' records told why");
 }
 
 Watchdog::Watchdog(const World& world, WatchdogOptions options) {
@@ -409,13 +534,23 @@ Watchdog::Watchdog(const World& world, WatchdogOptions options) {
 Watchdog::~Watchdog() = default;
 
 void Watchdog::progress(ProgressKind kind, const char* what, int64_t step) {
-  if (impl_) impl_->progress(kind, what, step);
+  if (impl_) impl_->cell().tell(kind, what, step);
 }
 void Watchdog::progress() {
-  if (impl_) impl_->progress();
+  if (impl_) impl_->cell().tell();
 }
 void Watchdog::set_limits(const WatchdogLimits& limits) {
   if (impl_) impl_->set_limits(limits);
+}
+void Watchdog::leave() {
+  if (impl_) impl_->leave();
+}
+std::string Watchdog::explain(const std::string& failure) noexcept {
+  try {
+    return impl_ ? impl_->explain(failure) : failure;
+  } catch (const std::exception&) {
+    return failure;
+  }
 }
 
 }  // namespace titan::dist

@@ -1,28 +1,28 @@
 #include "job/build.h"
 
 #include <ATen/Context.h>
-#include <torch/nn/module.h>
 
 #include "core/process_stats.h"
 #include "dist/device_backend.h"
+#include "guard/loss_spikes.h"
+#include "guard/nan_replay.h"
+#include "guard/replica_check.h"
+#include "guard/run_observers.h"
 #include "job/checkpoint_job.h"
-#include "job/debug_traces.h"
-#include "job/device_rate.h"
-#include "job/flight_watch.h"
 #include "job/float8_job.h"
+#include "job/observers.h"
 #include "job/pipeline/stages.h"
-#include "job/profiling_job.h"
-#include "job/run_watchdog.h"
-#include "observe/process_identity.h"
 #include "observe/profiling.h"
+#include "observe/stragglers.h"
+#include "observe/structured_file.h"
+#include "observe/structured_log.h"
 #include "titan/config/load.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "titan/data/feed.h"
-#include "titan/nn/containers.h"
-#include "titan/nn/linear.h"
-#include "titan/observe/stragglers.h"
-#include "titan/observe/structured_log.h"
+#include "titan/observe/metrics.h"
+#include "train/checkpoints/run_checkpoints.h"
+#include "train/policies/nonfinite_steps.h"
+#include "train/policies/stop_on_signal.h"
 
 namespace titan::train {
 
@@ -43,8 +43,7 @@ void set_determinism(const DebugSettings& debug) {
   at::globalContext().setBenchmarkCuDNN(false);
 }
 
-// Of what a model draws from LibTorch's own generators, as dropout does: other numbers for other tokens and
-// stages.
+// For LibTorch's own generators, from which dropout draws: other numbers for other tokens and stages.
 void seed_generators(const DebugSettings& debug, const Meshes& meshes) {
   at::manual_seed(debug.seed_or_default() + static_cast<uint64_t>(meshes.loss.rank()));
 }
@@ -60,185 +59,18 @@ void save_config(const JobConfig& config, const dist::World& world) {
   if (config.job.print_config) log::info("resolved config:\n" + toml);
 }
 
-}  // namespace
-
-Meshes build_job_meshes(const JobConfig& config, const dist::World& world) {
-  std::vector<std::string> problems;
-  ParallelDims dims = resolve_parallel_dims(config.parallelism, world.size(), problems);
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-  return build_meshes(world, dims);
-}
-
-namespace {
-
-FsdpOptions build_fsdp_options(const JobConfig& config, const Meshes& meshes) {
-  FsdpOptions options;
-  options.mesh = meshes.fsdp;
-  options.param_dtype = scalar_type(config.training.mixed_precision_param);
-  options.reduce_dtype = scalar_type(config.training.mixed_precision_reduce);
-  options.reshard_after_forward = reshard_policy(config.parallelism.fsdp_reshard_after_forward);
-  // A schedule's stages keep whole gradients until its Reduce.
-  options.reduce_every_micro_batch =
-      config.parallelism.fsdp_reduce_every_micro_batch && meshes.pp.size() == 1;
-  options.cpu_offload = config.training.enable_cpu_offload;
-  return options;
-}
-
-// What plans do to layers can't be seen at it.
-bool is_stage_without_layers(TrainableModel& model) {
-  const nn::LayerSequence* sequence = nn::layer_sequence(model.root());
-  return sequence && !sequence->is_whole() && sequence->layer_names().layers.empty();
-}
-
-// A family's or a user's plan may not know of an axis; then its ranks would all do the same.
-void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshes& meshes) {
-  if (is_stage_without_layers(model)) return;
-  const auto check = [&](const char* kind, const DeviceMesh& mesh, bool used) {
-    if (mesh.size() == 1 || used) return;
-    throw ConfigError(str("parallelism.", kind, "_parallel_degree = ", mesh.size(),
-                          ": the parallelism plan of ",
-                          config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
-                          " has no ", kind, " parallelism"));
-  };
-  check("tensor", meshes.tp, !plan_rows(model.root()).empty());
-  check("context", meshes.cp, is_context_parallel(model.root()));
-}
-
-// Nor of checkpointing; or there are fewer layers than are counted.
-void check_checkpointed(const JobConfig& config, TrainableModel& model) {
-  const ActivationCheckpointSettings& settings = config.activation_checkpoint;
-  if (settings.mode == "none" || checkpoints_activations(model.root())) return;
-  // Every n-th layer may be on other stages.
-  const nn::LayerSequence* sequence = nn::layer_sequence(model.root());
-  const bool some_layers = settings.mode == "selective" && settings.selective_ac_option != "op";
-  if (is_stage_without_layers(model) || (some_layers && sequence && !sequence->is_whole())) return;
-  throw ConfigError(str("activation_checkpoint.mode = \"", settings.mode, "\", selective_ac_option = \"",
-                        settings.selective_ac_option, "\": the parallelism plan of ",
-                        config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
-                        " checkpoints no layer of this model; set the mode to \"none\""));
-}
-
-}  // namespace
-
-// Sizes first, then shards, then memory: no rank ever holds more of the weights than it keeps.
-std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshes& meshes, at::Device device,
-                                            const std::vector<std::string>& stage_modules) {
-  const ModelSpec& spec = config.spec();
-  BuildOptions options{.construct = deferred(device, scalar_type(config.training.dtype)),
-                       .seq_len = config.training.seq_len,
-                       .stage_modules = stage_modules};
-  auto model = spec.build(config.args(), options);
-  const auto products = ops::default_products(config.ops.cpu_matmul_policy());
-  nn::set_products(model->root().module(), products);
-  // Before the plan, which tells layers of parts so.
-  convert_to_float8(config, device, model->root().module(), products);
-  const bool asynchronous = config.parallelism.enable_async_tensor_parallel;
-  apply_parallel_plan(
-      spec, config.parallelism.plan, *model,
-      {.meshes = meshes,
-       .fsdp = build_fsdp_options(config, meshes),
-       .tensor = {.sequence_parallel = config.parallelism.enable_sequence_parallel,
-                  .loss_parallel = !config.parallelism.disable_loss_parallel,
-                  .overlap = asynchronous || gathers_activations_in_float8(config),
-                  .transport =
-                      asynchronous ? overlap_transport(config.parallelism) : OverlapTransport::AtOnce},
-       .context = context_parallel_options(config.parallelism),
-       .activations = activation_checkpoint(config.activation_checkpoint, meshes.stage.group())});
-  check_float8_parts(config, model->root().module());
-  check_plan_used(config, *model, meshes);
-  check_checkpointed(config, *model);
-  materialize(model->root(), config.debug.seed_or_default());
-  model->root().module().train();
-  return model;
-}
-
-namespace {
-
-// What training and validation ask of the loader.
-struct LoaderRequest {
-  std::string dataset;
-  std::optional<std::string> dataset_path;
-  std::shared_ptr<const data::Tokenizer> tokenizer;
-  bool repeat = true;
-  data::LoaderOptions options;
-};
-
-data::DataSettings data_settings(const JobConfig& config) {
-  data::DataSettings settings = config.data;
-  if (!settings.seed) settings.seed = config.debug.seed;
-  return settings;
-}
-
-// One for training and validation; null where both replay recorded tokens.
-std::shared_ptr<const data::Tokenizer> build_job_tokenizer(const JobConfig& config,
-                                                           const CheckedFiles& checked) {
-  const bool training_reads_text = config.training.dataset != "tokens";
-  const bool validation_reads_text = config.validation.enable && config.validation.dataset != "tokens";
-  if (checked.tokenizer || !(training_reads_text || validation_reads_text)) return checked.tokenizer;
-  return data::build_tokenizer(config.model.hf_assets_path);
-}
-
-data::DataLoader build_loader(const JobConfig& config, const LoaderRequest& request) {
-  data::FeedRequest feed;
-  feed.dataset = request.dataset;
-  feed.model_vocab_size = config.spec().sizes(config.args()).vocab_size;
-  feed.repeat = request.repeat;
-  feed.source = {request.dataset_path.value_or(""), data_settings(config),
-                 config.data.cache_folder.empty() ? dump_folder(config) / "data_cache"
-                                                  : std::filesystem::path(config.data.cache_folder)};
-  if (request.dataset != "tokens") feed.tokenizer = request.tokenizer;
-  return data::DataLoader(data::build_feed(feed), request.options);
-}
-
-// A copy from pageable memory would make the host wait for what the GPU has to do before it.
-data::DataloaderSettings settings_on(at::Device device, data::DataloaderSettings settings) {
-  settings.pin_memory = settings.pin_memory || device.is_cuda();
-  return settings;
-}
-
-data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes, at::Device device,
-                                       const std::shared_ptr<const data::Tokenizer>& tokenizer) {
-  const TrainingSettings& training = config.training;
-  return build_loader(config, {.dataset = training.dataset,
-                               .dataset_path = training.dataset_path,
-                               .tokenizer = tokenizer,
-                               .options = {.dp_rank = meshes.dp_rank(),
-                                           .dp_size = meshes.dp_degree(),
-                                           .global_batch_size = training.global_batch_size,
-                                           .local_batch_size = training.local_batch_size,
-                                           .seq_len = training.seq_len,
-                                           .settings = settings_on(device, training.dataloader)}});
-}
-
-std::optional<Validator> build_validator(const JobConfig& config, const Meshes& meshes, at::Device device,
-                                         const std::shared_ptr<const data::Tokenizer>& tokenizer) {
-  const ValidationSettings& validation = config.validation;
-  if (!validation.enable) return std::nullopt;
-  return Validator{
-      validation,
-      build_loader(config, {.dataset = validation.dataset,
-                            .dataset_path = validation.dataset_path,
-                            .tokenizer = tokenizer,
-                            .repeat = false,
-                            .options = {.dp_rank = meshes.dp_rank(),
-                                        .dp_size = meshes.dp_degree(),
-                                        .global_batch_size = validation.global_batch_size,
-                                        .local_batch_size = validation.local_batch_size,
-                                        .seq_len = validation.seq_len,
-                                        .settings = settings_on(device, validation.dataloader)}})};
-}
-
+// Null: this rank logs no metrics.
 std::unique_ptr<MetricsLogger> build_logger(const JobConfig& config, const dist::World& world,
                                             bool on_terminal) {
   // Rank 0's files stay where tools look for them.
   const bool all_ranks = config.metrics.save_for_all_ranks;
+  if (!all_ranks && world.rank() != 0) return nullptr;
   auto folder = record_folder(config);
   if (world.rank() != 0) folder /= str("rank_", world.rank());
-  return std::make_unique<MetricsLogger>(MetricsLogger::Options{.settings = config.metrics,
-                                                                .folder = folder,
-                                                                .total_steps = config.training.steps,
-                                                                .writes = all_ranks || world.rank() == 0,
-                                                                .on_terminal = on_terminal});
+  return std::make_unique<MetricsLogger>(MetricsSinkOptions{.settings = config.metrics,
+                                                            .folder = folder,
+                                                            .total_steps = config.training.steps,
+                                                            .on_terminal = on_terminal});
 }
 
 std::unique_ptr<StructuredLog> build_structured_log(const JobConfig& config, const dist::World& world) {
@@ -255,26 +87,22 @@ std::unique_ptr<StructuredLog> build_structured_log(const JobConfig& config, con
   return log;
 }
 
-std::vector<nn::AnyRef> roots(const StageParts& stages) {
-  std::vector<nn::AnyRef> models;
-  for (const auto& model : stages.models) models.push_back(model->root());
-  return models;
+std::vector<nn::AnyRef> roots(const Models& models) {
+  std::vector<nn::AnyRef> roots;
+  for (const auto& model : models) roots.push_back(model->root());
+  return roots;
 }
 
-// Until the end of the first step the watchdog is to be faster than a collective's own limit, too.
+// The watchdog is to be faster than a collective's own limit, also during the first step.
 std::unique_ptr<RunObserver> build_watchdog(const JobConfig& config, const dist::World& world,
-                                            const StageParts& stages,
-                                            const std::shared_ptr<dist::FlightDump>& flight) {
+                                            const Models& models,
+                                            const std::shared_ptr<dist::Watchdog>& watchdog) {
   const CommSettings& comm = config.comm;
   if (!comm.watchdog) return nullptr;
   world.set_timeout(std::chrono::seconds(collective_timeout_s(comm, config.checkpoint)));
-  return std::make_unique<RunWatchdog>(
-      world,
-      dist::WatchdogOptions{.limits = startup_limits(comm, config.checkpoint),
-                            .folder = dump_folder(config) / comm.save_traces_folder,
-                            .flight = flight,
-                            .computing_is_progress = world.device().is_cpu()},
-      training_limits(comm, config.checkpoint), roots(stages));
+  return std::make_unique<RunWatchdog>(watchdog ? watchdog : make_watchdog(config, world),
+                                       startup_limits(comm, config.checkpoint),
+                                       training_limits(comm, config.checkpoint), roots(models));
 }
 
 /// What `make` makes, in a span of the structured log.
@@ -285,8 +113,9 @@ auto in_span(StructuredLog* log, const char* name, const Make& make) {
 }
 
 RunObservers build_observers(const JobConfig& config, const dist::World& world, const Meshes& meshes,
-                             std::unique_ptr<StructuredLog> structured_log) {
+                             std::unique_ptr<StructuredLog> structured_log, bool on_terminal) {
   RunObservers observers;
+  if (auto logger = build_logger(config, world, on_terminal)) observers.push_back(std::move(logger));
   observers.push_back(std::make_unique<FlightPhases>(world.shared_recorder()));
   StructuredLog* log = structured_log.get();
   if (log) observers.push_back(std::move(structured_log));
@@ -301,11 +130,10 @@ TrainerOptions build_options(const JobConfig& config, const dist::World& world) 
   options.log_freq = config.metrics.log_freq;
   options.max_norm = config.training.max_norm;
   options.train_timeout_s = collective_timeout_s(config.comm, config.checkpoint);
-  // With shards in host memory the optimizer is the host's: nothing of it can be skipped on the device.
+  // With shards in host memory the optimizer runs on the host: the device can't skip its step.
   if (config.training.enable_cpu_offload) options.read_late = false;
   options.seed_checkpoint = config.checkpoint.enable && config.checkpoint.create_seed_checkpoint;
   options.seed = config.debug.seed_or_default();
-  options.fault_tolerance = config.fault_tolerance;
   options.on_start = [config, world] { save_config(config, world); };
   return options;
 }
@@ -340,8 +168,19 @@ dist::World build_world(const JobConfig& config) {
                      .check_collectives = config.debug.check_collectives});
 }
 
+TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world) {
+  TrainerPolicies policies;
+  policies.push_back({"stop_on_signal", std::make_unique<StopOnSignal>(world)});
+  policies.push_back({"nonfinite", std::make_unique<NonFiniteSteps>(settings)});
+  policies.push_back({"nan_replay", std::make_unique<NanReplay>()});
+  if (settings.spike_sigma > 0) policies.push_back({"spikes", std::make_unique<RewindOnSpike>(settings)});
+  if (settings.check_replicas_freq > 0)
+    policies.push_back({"replica_check", std::make_unique<ReplicaCheck>(settings.check_replicas_freq)});
+  return policies;
+}
+
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
-                      const CheckedFiles& checked, const std::shared_ptr<dist::FlightDump>& flight) {
+                      const CheckedFiles& checked, const std::shared_ptr<dist::Watchdog>& watchdog) {
   check_offload(config, world.device());
   if (world.rank() == 0) make_folder(dump_folder(config));
   auto structured_log = build_structured_log(config, world);
@@ -353,49 +192,53 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   seed_generators(config.debug, meshes);
   const auto tokenizer = build_job_tokenizer(config, checked);
   StructuredLog* const log = structured_log.get();
-  auto loader = in_span(log, "DataLoader.build",
-                        [&] { return build_training_loader(config, meshes, world.device(), tokenizer); });
-  auto validator = in_span(log, "Validator.build",
-                           [&] { return build_validator(config, meshes, world.device(), tokenizer); });
-  StageParts stages = in_span(log, "model_parallelism_init", [&] {
-    return build_stage_parts(config, meshes, device, loader.num_micro_batches());
+  auto loader =
+      in_span(log, "DataLoader.build", [&] { return build_training_loader(config, meshes, tokenizer); });
+  auto validation =
+      in_span(log, "Validator.build", [&] { return build_validation(config, meshes, tokenizer); });
+  auto [models, parameters, runner] = in_span(log, "model_parallelism_init", [&] {
+    return build_models(config, meshes, loader.num_micro_batches());
   });
-  std::vector<Parameter> parameters;
-  for (const auto& model : stages.models)
-    for (Parameter& parameter : titan::parameters(model->root())) parameters.push_back(std::move(parameter));
-  TiedGradients tied(parameters, meshes.pp);
   auto optimizer = in_span(log, "Optimizer.build", [&] {
-    return optim::Optimizer(parameters, config.optimizer, names_elsewhere(parameters, meshes));
+    optim::OptimizerSettings settings = config.optimizer;
+    settings.args = config.optimizer_args.settings;
+    return optim::Optimizer(parameters, settings, names_elsewhere(parameters, meshes));
   });
-  optim::LrSchedule schedule(config.lr_scheduler, config.training.steps);
-  MetricsWindow window(device, device_rate(config, meshes, device));
+  optim::LrSchedulerSettings lr_settings = config.lr_scheduler;
+  lr_settings.args = config.lr_scheduler_args.settings;
+  const optim::LrSchedule schedule(lr_settings, config.training.steps);
+  const MetricsWindow window(device, device_rate(config, meshes, device));
   auto checkpoints = in_span(log, "Checkpointer.build",
                              [&] { return build_checkpoints(config, world, meshes, parameters); });
-  auto before_optimizer = build_delayed_scales(config, stages, meshes, device, checkpoints.get());
-  auto logger = build_logger(config, world, on_terminal);
-  auto observers = build_observers(config, world, meshes, std::move(structured_log));
-  StepProfiler* const profiler = add_profilers(observers, config, world, stages, log);
+  auto policies = fault_tolerance_policies(config.fault_tolerance, world);
+  if (validation) policies.push_back({"validation", std::move(validation)});
+  if (auto scales = build_delayed_scales(config, models, meshes, checkpoints.get()))
+    policies.push_back({"float8_scales", std::move(scales)});
+  auto observers = build_observers(config, world, meshes, std::move(structured_log), on_terminal);
+  StepProfiler* const profiler = add_profilers(observers, config, world, models, log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
-    observers.push_back(std::make_unique<DebugTraces>(config.debug, roots(stages), parameters, world.rank()));
-  if (auto watchdog = build_watchdog(config, world, stages, flight)) {
-    if (profiler) profiler->tell_of_writing(*watchdog);
-    observers.push_back(std::move(watchdog));
+    observers.push_back(
+        std::make_unique<NanWatch>(roots(models), parameters,
+                                   NanSearch::Options{.rank = world.rank(),
+                                                      .modules = config.debug.nan_trace,
+                                                      .operations = config.debug.detect_anomaly}));
+  if (auto run_watchdog = build_watchdog(config, world, models, watchdog)) {
+    if (profiler) profiler->report_writing_to(*run_watchdog);
+    observers.push_back(std::move(run_watchdog));
   }
   return Trainer({.world = world,
                   .meshes = std::move(meshes),
                   .device = device,
-                  .stages = std::move(stages),
+                  .models = std::move(models),
+                  .runner = std::move(runner),
                   .parameters = std::move(parameters),
-                  .tied = std::move(tied),
                   .optimizer = std::move(optimizer),
                   .schedule = schedule,
                   .loader = std::move(loader),
-                  .logger = std::move(logger),
                   .window = window,
-                  .validator = std::move(validator),
                   .checkpoints = std::move(checkpoints),
                   .observers = std::move(observers),
-                  .before_optimizer = std::move(before_optimizer)},
+                  .policies = std::move(policies)},
                  build_options(config, world));
 }
 

@@ -1,4 +1,4 @@
-// What a job reads, looked at before anything is started: a name that is wrong costs no minute of a cluster.
+// Checks the files that a job reads before anything is started, so a wrong name costs no minute of a cluster.
 
 #include <algorithm>
 #include <cctype>
@@ -9,6 +9,7 @@
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/data/source.h"
 #include "titan/data/tokenizer.h"
 
@@ -29,7 +30,7 @@ struct FileCheck {
     problems.push_back(origins.problem(key, what));
   }
 
-  /// What `action` doesn't like, at `key`.
+  /// Reports the errors of `action` as problems of `key`.
   template <class Action>
   void judge(const std::string& key, Action action) {
     try {
@@ -52,7 +53,7 @@ bool is_folder(const fs::path& path) {
   return fs::is_directory(path, ignored);
 }
 
-/// The file that a setting names, as it was looked for.
+/// The place where a setting's file was looked for.
 std::string place_of(const fs::path& path) {
   if (path.is_absolute()) return path.string();
   const fs::path here = fs::current_path();
@@ -60,7 +61,7 @@ std::string place_of(const fs::path& path) {
              " (relative to the working directory, not to the config file)");
 }
 
-/// Of [training] or [validation].
+/// The data of [training] or [validation].
 struct DatasetUse {
   std::string table;
   std::string dataset;
@@ -92,7 +93,7 @@ void check_path(FileCheck& check, const DatasetUse& use) {
   }
 }
 
-// What a path means to a user's own kind of source, only that source knows.
+// Only a user's own kind of source knows what a path means to it.
 void check_source(FileCheck& check, const DatasetUse& use) {
   std::string kind = use.dataset;
   std::transform(kind.begin(), kind.end(), kind.begin(), [](unsigned char c) { return std::tolower(c); });
@@ -171,7 +172,7 @@ std::shared_ptr<const data::Tokenizer> check_tokenizer(FileCheck& check) {
   constexpr const char* kKey = "model.hf_assets_path";
   const fs::path assets = config.model.hf_assets_path;
   const fs::path file = is_folder(assets) ? assets / "tokenizer.json" : assets;
-  if (assets != "bytes" && !is_there(file)) {
+  if (!data::names_tokenizer_kind(assets.string()) && !is_there(file)) {
     check.report(
         kKey, str("there is no ", place_of(file), "; allowed: a folder with tokenizer.json, or \"bytes\""));
     return nullptr;
@@ -194,9 +195,10 @@ std::string steps_in(const fs::path& folder) {
 void check_initial_state(FileCheck& check) {
   const CheckpointSettings& checkpoint = check.config.checkpoint;
   if (!checkpoint.enable) return;
-  // A run that goes on from a step of its own doesn't need it any more.
+  // A run that resumes from a step of its own doesn't need it any more.
   std::vector<std::string> ignored;
-  if (checkpoint::newest_complete(fs::path(check.config.job.dump_folder) / checkpoint.folder, ignored))
+  if (checkpoint::newest_complete(checkpoint::joined(check.config.job.dump_folder, checkpoint.folder),
+                                  ignored))
     return;
   constexpr const char* kKey = "checkpoint.initial_load_path";
   const InitialSource source = initial_source(check.config);

@@ -203,7 +203,7 @@ void check_checkpoint(Check& check, int world_size) {
                 "is read only with checkpoint.enable = true");
   check.require(checkpoint.enable || checkpoint.load_step < 0, "checkpoint.load_step",
                 "is read only with checkpoint.enable = true");
-  // Trained otherwise than asked for, from random weights say, a run would be for nothing.
+  // A run that ignored these, for example by starting from random weights, would be for nothing.
   for (const auto& [key, asked] :
        {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
         std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf),
@@ -213,7 +213,7 @@ void check_checkpoint(Check& check, int world_size) {
                 "checkpoint.peer_interval",
                 "keeps states beside those on disk, which takes checkpoint.enable = true and no load_only");
   if (!checkpoint.enable) return;
-  // Whoever starts again goes on from the newest state, whole.
+  // A job that starts again resumes from the whole newest state.
   const bool starts_again = checkpoint.peer_interval > 0 || !check.config.fault_tolerance.requeue_on.empty();
   check.require(
       !starts_again || checkpoint.load_step == -1, "checkpoint.load_step",

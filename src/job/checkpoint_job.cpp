@@ -1,10 +1,13 @@
 #include "job/checkpoint_job.h"
 
+#include "job/float8_job.h"
+
 #include "dist/environment.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -67,10 +70,10 @@ InitialState initial_state(const JobConfig& config, const Meshes& meshes,
 }
 
 fs::path steps_folder(const JobConfig& config) {
-  return fs::path(config.job.dump_folder) / config.checkpoint.folder;
+  return checkpoint::joined(config.job.dump_folder, config.checkpoint.folder);
 }
 
-// Of those that begin at a step of their own choice, the folder tells nothing.
+// The folder says nothing about runs that begin at a step of their own choice.
 bool leaves_its_end(const CheckpointSettings& settings) {
   return settings.enable && !settings.load_only && !settings.create_seed_checkpoint && settings.load_step < 0;
 }
@@ -127,11 +130,11 @@ bool run_has_ended(const JobConfig& config, const dist::World& world) {
   if (world.rank() == 0) last.step = end_of_run(config);
   last = share(last, world);
   if (last.step)
-    log::info_rank0(str(
-        "this run has come to its end: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
-        " is there, and training.steps = ", config.training.steps,
-        "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
-        "take another job.dump_folder"));
+    log::info_rank0(
+        str("this run is complete: ", checkpoint::step_path(steps_folder(config), *last.step).string(),
+            " exists, and training.steps = ", config.training.steps,
+            "; for more of it raise training.steps, name a checkpoint.load_step to go back to, or "
+            "take another job.dump_folder"));
   return last.step.has_value();
 }
 
@@ -146,7 +149,8 @@ std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const
                               .config = config::print_toml(job_schema(), config),
                               .initial = initial_state(config, meshes, parameters),
                               .model_export = model_export(config),
-                              .peers = peer_settings(config.checkpoint)});
+                              .peers = peer_settings(config.checkpoint),
+                              .may_be_missing = {kDelayedScales}});
 }
 
 }  // namespace titan::train

@@ -1,6 +1,7 @@
 #pragma once
 
-// Where a job meets Hugging Face's form of its model.
+// Checkpoints of a job, from its settings: the initial weights, the run's own states, and Hugging Face
+// folders.
 
 #include <cstdint>
 #include <filesystem>
@@ -12,7 +13,7 @@
 #include "job/job_config.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/dist/world.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 
@@ -25,21 +26,19 @@ std::filesystem::path initial_hf_folder(const JobConfig& config);
 /// Throws ConfigError with every difference between a folder's config.json and the configured model.
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
 
-// What a job's settings make of checkpoints.
-
-/// What checkpoint.initial_load_path is.
+/// The kinds of initial weights.
 enum class InitialKind { None, Nothing, ModelFile, Step, HuggingFace };
 struct InitialSource {
   InitialKind kind = InitialKind::None;
   std::filesystem::path path;  ///< of the file, or the folder
 };
-/// Looks at the files; Nothing: there is none of what it may be.
+/// Looks at the files. Nothing: the path holds none of the other kinds.
 InitialSource initial_source(const JobConfig& config);
 
-/// The step that the run has come to its end with, where its folder holds that and the settings don't ask for
-/// one before. Of this process alone.
+/// The step with which the run is complete, if its folder holds that and the settings don't ask for an
+/// earlier one. Looks from this process alone.
 std::optional<int64_t> end_of_run(const JobConfig& config);
-/// Whether there is one, as rank 0 sees it; it is logged then. Collective over the world.
+/// Whether there is one, as rank 0 sees it; if so, logs it. Collective over the world.
 bool run_has_ended(const JobConfig& config, const dist::World& world);
 
 /// Null where checkpoints are off. Collective over the world.

@@ -1,6 +1,6 @@
 #pragma once
 
-// One rank of a job without the job: the model at its real size on meta tensors, its peers played by the
+// One rank of a job without running it: the model at its real size on meta tensors, its peers played by the
 // `fake` backend. Memory and time don't grow with the sizes of the model.
 
 #include <cstdint>
@@ -18,14 +18,14 @@ namespace titan::train {
 
 class DryRun {
  public:
-  /// What rank `rank` of `world_size` builds. The config has passed check_job for that size.
+  /// Builds what rank `rank` of `world_size` builds. The config has passed check_job for that size.
   DryRun(const JobConfig& config, int world_size, int rank = 0);
 
   const Meshes& meshes() const { return meshes_; }
   const StagePlan& plan() const { return plan_; }
   /// Which of the plan's stages this rank has; without a pipeline stage 0, the whole model.
   const std::vector<int>& stages() const { return stages_; }
-  /// What was built for each of them.
+  /// The models of these stages.
   const std::vector<std::unique_ptr<TrainableModel>>& models() const { return models_; }
   /// Micro-batches of an optimizer step, on this rank.
   int64_t num_micro_batches() const;
@@ -45,7 +45,7 @@ class DryRun {
   std::vector<TensorType> boundaries_;  // what enters each stage
 };
 
-/// The ranks that the degrees come to; data_parallel_shard_degree = -1 counts as 1.
+/// The product of the degrees; data_parallel_shard_degree = -1 counts as 1.
 int smallest_world(const ParallelismSettings& settings);
 
 /// The stages of a pipeline: their ranks, modules and parameters; and what tensor parallelism does to each

@@ -8,6 +8,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/float8/convert.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 
@@ -115,7 +116,7 @@ float8::DelayedScaling delayed_scaling(const JobConfig& config) {
 
 namespace {
 
-// LAYER.amax_history: the same on all ranks of the stage.
+// Saved as LAYER.amax_history: the same on all ranks of the stage.
 class DelayedScalesState : public checkpoint::Stateful {
  public:
   DelayedScalesState(float8::DelayedScales scales, DeviceMesh stage)
@@ -137,7 +138,7 @@ class DelayedScalesState : public checkpoint::Stateful {
   }
   void loaded(const std::string& /*text*/) override { scales_.loaded(); }
 
-  // A NaN can't come here, so the largest of all ranks is what any reduction finds.
+  // There are no NaNs here, so every reduction finds the same largest value.
   void update() {
     scales_.update([this](const at::Tensor& pending) {
       if (stage_.size() == 1 || scales_.empty()) return;  // a stage may have no such layer
@@ -150,19 +151,29 @@ class DelayedScalesState : public checkpoint::Stateful {
   DeviceMesh stage_;
 };
 
+class UpdateDelayedScales final : public TrainerPolicy {
+ public:
+  explicit UpdateDelayedScales(std::unique_ptr<DelayedScalesState> scales) : scales_(std::move(scales)) {}
+  void before_update() override { scales_->update(); }
+
+ private:
+  std::unique_ptr<DelayedScalesState> scales_;
+};
+
 }  // namespace
 
-std::function<void()> build_delayed_scales(const JobConfig& config, const StageParts& stages,
-                                           const Meshes& meshes, at::Device device,
-                                           RunCheckpoints* checkpoints) {
+std::unique_ptr<TrainerPolicy> build_delayed_scales(
+    const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
+    RunCheckpoints* checkpoints) {
   const float8::DelayedScaling delayed = delayed_scaling(config);
-  if (!delayed.any()) return {};
+  if (!delayed.any()) return nullptr;
   std::vector<torch::nn::Module*> roots;
-  for (const auto& model : stages.models) roots.push_back(&model->root().module());
-  auto scales = float8::DelayedScales::collect(roots, delayed.history_len, device);
-  const auto state = std::make_shared<DelayedScalesState>(std::move(scales), meshes.stage);
-  if (checkpoints && !config.checkpoint.create_seed_checkpoint) checkpoints->add(kDelayedScales, *state);
-  return [state] { state->update(); };
+  for (const auto& model : models) roots.push_back(&model->root().module());
+  const at::Device device = meshes.world.world().device();
+  auto scales = std::make_unique<DelayedScalesState>(
+      float8::DelayedScales::collect(roots, delayed.history_len, device), meshes.stage);
+  if (checkpoints && !config.checkpoint.create_seed_checkpoint) checkpoints->add(kDelayedScales, *scales);
+  return std::make_unique<UpdateDelayedScales>(std::move(scales));
 }
 
 }  // namespace titan::train

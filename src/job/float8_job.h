@@ -1,8 +1,7 @@
 #pragma once
 
-// Which devices have units for the products of Float8 and MXFP8.
+// Float8 and MXFP8 in a job: conversion of linear layers, and delayed scales.
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,14 +43,14 @@ namespace titan::train {
 void convert_to_float8(const JobConfig& config, at::Device device, torch::nn::Module& model,
                        const std::shared_ptr<const ops::Products>& plain);
 
-/// Of the whole model, whatever of it is on this rank: logs which layers run in Float8 and why the others
-/// don't, and warns of filters that name none. For one rank.
+/// Logs which layers of the whole model run in Float8 and why the others don't, and warns of filters that
+/// name none. Called by one rank.
 void log_float8_layers(const JobConfig& config);
 
-/// After the plan: throws ConfigError where tensor parallelism leaves parts that can't be multiplied.
+/// Called after the plan. Throws ConfigError if tensor parallelism leaves parts that can't be multiplied.
 void check_float8_parts(const JobConfig& config, torch::nn::Module& model);
 
-/// Which scales of this run are delayed.
+/// The scales of this run that are delayed.
 float8::DelayedScaling delayed_scaling(const JobConfig& config);
 
 /// Whether layers that tensor parallelism cuts gather activations in Float8: the recipe casts them once, and
@@ -60,10 +59,13 @@ bool gathers_activations_in_float8(const JobConfig& config);
 
 // Float8's delayed scales in a run: their reduction in each step, and their place in checkpoints.
 
-/// What TrainerParts::before_optimizer is to do; empty where no scales are delayed. Joins the checkpoints
-/// (null: there are none), which may not outlive the result.
-std::function<void()> build_delayed_scales(const JobConfig& config, const StageParts& stages,
-                                           const Meshes& meshes, at::Device device,
-                                           RunCheckpoints* checkpoints);
+/// Key of the histories in a checkpoint, which may lack them: a run may change its scaling when it resumes.
+inline constexpr const char* kDelayedScales = "float8_scales";
+
+/// Updates the scales before each optimizer step; null if none are delayed. Joins the checkpoints (null:
+/// there are none), which may not outlive the result.
+std::unique_ptr<TrainerPolicy> build_delayed_scales(
+    const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
+    RunCheckpoints* checkpoints);
 
 }  // namespace titan::train

@@ -6,6 +6,8 @@
 #include <string>
 
 #include "titan/core/error.h"
+#include "titan/optim/lr_schedule.h"
+#include "titan/optim/optimizer.h"
 
 namespace titan::train {
 
@@ -30,29 +32,71 @@ config::DynamicTable resolve_model_args(const JobConfig& config, const config::O
           naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
 }
 
+// The settings of the optimizer or schedule that `table`.name names: its own table. Keys of `table` that it
+// doesn't read are refused.
+template <class Spec>
+config::DynamicTable resolve_args(const Registry<Spec>& registry, const std::string& table,
+                                  const std::string& name, const config::Origins& origins) {
+  const Spec* spec = naming(origins, table + ".name", [&] { return &registry.get(name); });
+  std::vector<std::string> problems;
+  for (const std::string& key : spec->args.unread_keys())
+    if (const std::string full = table + "." + key; origins.origin_of(full) != "default")
+      problems.push_back(origins.problem(
+          full, str("'", name, "' doesn't read this key; its settings are in [", table, ".args]")));
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  return spec->args.table();
+}
+
+config::DynamicTable resolve_optimizer_args(const JobConfig& config, const config::Origins& origins) {
+  return resolve_args(optim::optimizers(), "optimizer", config.optimizer.name, origins);
+}
+
+config::DynamicTable resolve_lr_scheduler_args(const JobConfig& config, const config::Origins& origins) {
+  return resolve_args(optim::lr_schedules(), "lr_scheduler", config.lr_scheduler.name, origins);
+}
+
+config::DynamicTable resolve_loss_args(const JobConfig& config, const config::Origins& origins) {
+  naming(origins, "experimental.custom_import",
+         [&] { import_custom_code(config.experimental.custom_import); });
+  const nn::LossKind* kind =
+      naming(origins, "loss.name", [&] { return &nn::losses().get(config.loss.name); });
+  return {kind->fields, kind->make_args()};
+}
+
 void add_model_tables(config::Schema& schema) {
   schema.add("model", &JobConfig::model, "what is trained");
   schema.add_dynamic<JobConfig>(
       "model.args", &JobConfig::model_args, resolve_model_args, {"model", "experimental"},
       "sizes that override the flavor's; the defaults shown are llama3's debugmodel");
+  schema.add("loss", &JobConfig::loss, "what is minimized");
+  schema.add_dynamic<JobConfig>(
+      "loss.args", &JobConfig::loss_args, resolve_loss_args, {"loss", "experimental"},
+      "the loss's own settings: z_weight of \"z_loss\", epsilon of \"label_smoothing\"");
 }
 
 void add_training_tables(config::Schema& schema) {
   schema.add("optimizer", &JobConfig::optimizer, "how parameters are stepped");
+  // [model.args] has opened the shared object that may register them.
+  schema.add_dynamic<JobConfig>("optimizer.args", &JobConfig::optimizer_args, resolve_optimizer_args,
+                                {"model", "experimental", "optimizer"},
+                                "settings of a registered optimizer; AdamW and Adam have none here");
   schema.add("lr_scheduler", &JobConfig::lr_scheduler, "the learning rate over the run");
+  schema.add_dynamic<JobConfig>("lr_scheduler.args", &JobConfig::lr_scheduler_args, resolve_lr_scheduler_args,
+                                {"model", "experimental", "lr_scheduler"},
+                                "settings of a registered schedule; warmup_stable_decay has none here");
   schema.add("training", &JobConfig::training, "what a step is made of");
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
   schema.add("checkpoint", &JobConfig::checkpoint,
-             "the whole state while training goes on; weights in at the start and out at the end");
+             "saves of the whole state during training; weights read at the start and written at the end");
   schema.add("activation_checkpoint", &JobConfig::activation_checkpoint, "recomputing activations");
   schema.add("compile", &JobConfig::compile);
   schema.add("quantize", &JobConfig::quantize);
 }
 
 void add_system_tables(config::Schema& schema) {
-  schema.add("comm", &JobConfig::comm, "how ranks talk");
-  schema.add("ops", &JobConfig::ops, "which kernels compute");
+  schema.add("comm", &JobConfig::comm, "communication between ranks");
+  schema.add("ops", &JobConfig::ops, "kernels");
   schema.add("memory_estimation", &JobConfig::memory_estimation);
   schema.add("fault_tolerance", &JobConfig::fault_tolerance,
              "signals, steps that go wrong, ranks that compute something else");
@@ -65,7 +109,7 @@ config::Schema make_schema() {
   auto schema = config::Schema::of<JobConfig>();
   schema.add("job", &JobConfig::job, "the run as a whole");
   schema.add("profiling", &JobConfig::profiling, "traces of steps, snapshots of memory");
-  schema.add("metrics", &JobConfig::metrics, "what a run tells");
+  schema.add("metrics", &JobConfig::metrics, "metrics and logging");
   schema.add("metrics.structured_logs", &JobConfig::structured_logs, "what each rank does over time");
   schema.add("metrics.stragglers", &JobConfig::stragglers, "which rank holds the others up");
   add_model_tables(schema);

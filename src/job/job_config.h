@@ -5,24 +5,24 @@
 #include <string>
 #include <vector>
 
+#include "job/parallelism_settings.h"
 #include "job/settings.h"
+#include "observe/profiling_settings.h"
+#include "observe/stragglers.h"
+#include "observe/structured_log.h"
 #include "titan/config/load.h"
 #include "titan/config/schema.h"
 #include "titan/data/settings.h"
 #include "titan/float8/recipe.h"
-#include "titan/observe/stragglers.h"
-#include "titan/observe/structured_log.h"
+#include "titan/nn/loss.h"
+#include "titan/observe/metrics.h"
 #include "titan/ops/settings.h"
 #include "titan/optim/optimizer.h"
-#include "titan/train/activation_checkpoint_settings.h"
-#include "titan/train/checkpoint_settings.h"
-#include "titan/train/comm_settings.h"
-#include "titan/train/fault_tolerance_settings.h"
-#include "titan/train/metrics.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
-#include "titan/train/profiling_settings.h"
-#include "titan/train/validation.h"
+#include "train/checkpoints/checkpoint_settings.h"
+#include "train/policies/fault_tolerance_settings.h"
+#include "train/policies/validation.h"
 
 namespace titan::train {
 
@@ -49,9 +49,13 @@ struct JobConfig {
   StructuredLogSettings structured_logs;  ///< [metrics.structured_logs]
   StragglerSettings stragglers;           ///< [metrics.stragglers]
   ModelSettings model;
+  nn::LossSettings loss;
+  config::DynamicTable loss_args;   ///< [loss.args]; `settings` is what the loss's LossKind takes as args
   config::DynamicTable model_args;  ///< [model.args]; `settings` is what the family's ModelSpec takes as args
   optim::OptimizerSettings optimizer;
+  config::DynamicTable optimizer_args;  ///< [optimizer.args]
   optim::LrSchedulerSettings lr_scheduler;
+  config::DynamicTable lr_scheduler_args;  ///< [lr_scheduler.args]
   TrainingSettings training;
   data::DataSettings data;
   ParallelismSettings parallelism;

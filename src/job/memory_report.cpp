@@ -1,9 +1,9 @@
-// [Note: who has the memory]
-// What is there all the time: this rank's parts of parameters, gradients and the optimizer's state, and the
-// buffers of its modules, whole. What
-// comes and goes with the layers: parameters gathered for use and whole gradients on their way to their
-// shards, of two layers at a time, or of all of a rank's where a schedule or reshard_after_forward = "never"
-// keeps them. What grows with the batch: activations, of as many micro-batches as are under way.
+// [Note: what uses the memory]
+// Always allocated: this rank's shards of parameters, gradients and optimizer state, and the buffers of its
+// modules, which aren't sharded. Allocated layer by layer: gathered parameters, and whole gradients before
+// their reduction; of two layers at a time, or of all the rank's layers when a schedule or
+// reshard_after_forward = "never" keeps them. Growing with the batch: activations, of as many micro-batches as
+// are in flight.
 
 #include "job/memory_report.h"
 
@@ -11,10 +11,12 @@
 #include <array>
 #include <cctype>
 #include <functional>
+#include <iomanip>
 #include <map>
 #include <new>
 #include <numeric>
 #include <set>
+#include <sstream>
 
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -22,7 +24,6 @@
 #include "core/process_stats.h"
 #include "dist/device_backend.h"
 #include "job/dry_run.h"
-#include "job/memory_table.h"
 #include "job/module_costs.h"
 #include "job/pipeline/stages.h"
 #include "titan/core/error.h"
@@ -34,22 +35,38 @@ namespace titan::train {
 
 namespace {
 
-constexpr double kLayersInUse = 2;  // the one that computes, and the next or last one on the wire
+constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
+constexpr double kLayersInUse = 2;  // the one that computes, and one in communication
+
+std::string padded(const std::string& text, size_t width) {
+  return text + std::string(width - std::min(width, text.size()), ' ');
+}
+
+std::string right(const std::string& text, size_t width) {
+  return std::string(width - std::min(width, text.size()), ' ') + text;
+}
+
+// Small sizes get enough digits to tell them apart.
+std::string gib(double bytes) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(bytes < 0.1 * kGib ? 4 : 2) << bytes / kGib;
+  return text.str();
+}
 
 double element_size(const std::string& dtype) {
   return static_cast<double>(c10::elementSize(scalar_type(dtype)));
 }
 
-// Of the modules in a model's sequence, in the order of their calls.
+// The modules of a model's sequence, in call order.
 std::vector<std::string> sequence_names(const JobConfig& config) {
   const auto model = config.spec().build(
       config.args(), {.construct = deferred(at::kMeta), .seq_len = config.training.seq_len});
   const nn::LayerSequence* sequence = nn::layer_sequence(model->root());
-  TITAN_CHECK(sequence, "the model ", config.model.name, " doesn't name its layers (nn::LayerSequence)");
+  TITAN_CHECK(sequence, "the model ", config.model.name, " does not name its layers (nn::LayerSequence)");
   return sequence->layer_names().all();
 }
 
-// Registered ones, and the tables of rotations, which aren't.
+// Registered buffers, and the rotation tables, which aren't registered.
 std::vector<NamedBytes> buffers_of(const torch::nn::Module& root) {
   std::vector<NamedBytes> bytes;
   for (const auto& buffer : root.named_buffers())
@@ -100,9 +117,9 @@ class Estimate {
   const DryRun& run() const { return run_; }
   const ParallelDims& dims() const { return dims_; }
 
-  // Of this rank's modules, under settings that may differ from the run's.
+  // For this rank's modules, under settings that may differ from the run's.
   std::vector<NamedBytes> activations(JobConfig config) const {
-    // Costs are those of a micro-batch.
+    // Costs are per micro-batch.
     if (dims_.pp == 1)
       config.parallelism.pipeline_parallel_microbatch_size = config.training.local_batch_size;
     const std::vector<std::string> names = sequence_names(config);
@@ -125,7 +142,7 @@ class Estimate {
     shard_elements_ += static_cast<double>(parameter.data.local.numel());
     const auto whole = static_cast<double>(parameter.compute.numel());
     all_elements_ += whole;
-    // "layers.3.attention.wq.weight" is of the group "layers.3".
+    // "layers.3.attention.wq.weight" belongs to the group "layers.3".
     const size_t first = parameter.name.find('.'), second = parameter.name.find('.', first + 1);
     double& group = group_elements_[parameter.name.substr(0, second)];
     group += whole;
@@ -139,7 +156,7 @@ class Estimate {
   const JobConfig& config_;
   DryRun run_;
   ParallelDims dims_;
-  std::set<std::string> modules_;  // of this rank's stages; empty: all
+  std::set<std::string> modules_;  // of this rank's stages; empty: all modules
   double shard_elements_ = 0, all_elements_ = 0, largest_group_ = 0;
   std::map<std::string, double> group_elements_;
   std::vector<NamedBytes> buffers_;
@@ -179,7 +196,7 @@ bool passes_check(const JobConfig& config, int num_ranks) {
   }
 }
 
-// What of the settings could be otherwise, and what each comes to.
+// Settings that could be changed to save memory, and how much each saves.
 class Savings {
  public:
   Savings(const JobConfig& config, const Estimate& estimate, c10::Device device)
@@ -191,14 +208,14 @@ class Savings {
   }
 
   std::vector<MemorySaving> largest_first() && {
-    std::erase_if(list_, [](const MemorySaving& saving) { return saving.bytes < kWorthTelling; });
+    std::erase_if(list_, [](const MemorySaving& saving) { return saving.bytes < kWorthShowing; });
     std::stable_sort(list_.begin(), list_.end(),
                      [](const MemorySaving& a, const MemorySaving& b) { return a.bytes > b.bytes; });
     return std::move(list_);
   }
 
  private:
-  static constexpr double kWorthTelling = 1 << 20;
+  static constexpr double kWorthShowing = 1 << 20;
 
   void add(const std::string& setting, double bytes) { list_.push_back({setting, bytes}); }
 
@@ -224,7 +241,7 @@ class Savings {
     by_sequence();
   }
 
-  // A sequence is cut into equal parts, of which not every length and model has as many.
+  // Not every sequence length and model can be split into twice as many equal parts.
   void by_sequence() {
     const int num_ranks = estimate_.run().meshes().world.size();
     const auto may_be = [&](int factor, const std::function<void(JobConfig&)>& change) {
@@ -270,6 +287,35 @@ class Savings {
 
 }  // namespace
 
+std::string list_of(const std::vector<NamedBytes>& list) {
+  std::string text;
+  for (size_t begin = 0; begin < list.size();) {
+    size_t end = begin + 1;
+    while (end < list.size() && gib(list[end].bytes) == gib(list[begin].bytes)) ++end;
+    text += str(text.empty() ? "" : ", ", list[begin].name);
+    if (end - begin > 1) text += " to " + list[end - 1].name;
+    text += str(" ", gib(list[begin].bytes), end - begin > 1 ? " each" : "");
+    begin = end;
+  }
+  return text;
+}
+
+std::string table_of(const MemoryReport& report) {
+  size_t width = 0;
+  for (const MemoryOwner& owner : report.owners) width = std::max(width, owner.name.size());
+  std::string text;
+  for (const MemoryOwner& owner : report.owners)
+    text += "  " + padded(owner.name, width) + right(gib(owner.bytes), 10) + " GiB  " + owner.details + "\n";
+  text += "  " + padded("all", width) + right(gib(report.total_bytes()), 10) + " GiB\n";
+  if (report.savings.empty()) return text;
+  width = 0;
+  for (const MemorySaving& saving : report.savings) width = std::max(width, saving.setting.size());
+  text += "Settings that would use less, each on its own:\n";
+  for (const MemorySaving& saving : report.savings)
+    text += "  " + padded(saving.setting, width) + right(gib(saving.bytes), 10) + " GiB less\n";
+  return text;
+}
+
 double MemoryReport::total_bytes() const {
   return std::accumulate(owners.begin(), owners.end(), 0.0,
                          [](double sum, const MemoryOwner& owner) { return sum + owner.bytes; });
@@ -289,19 +335,18 @@ namespace {
 std::string in_use(c10::Device device) {
   auto* backend = dist::device_backend();
   if (device.is_cpu() || !backend)
-    return str(gib(peak_resident_gib() * kGib), " GiB were resident at most so far, of the machine's ",
+    return str("Peak resident memory: ", gib(peak_resident_gib() * kGib), " GiB of the machine's ",
                gib(machine_memory_gib() * kGib), " GiB");
   const dist::DeviceMemory memory = backend->memory(device.index());
-  return str(gib(static_cast<double>(memory.peak_allocated_bytes)),
-             " GiB were in tensors at most since the last logged step, ",
-             gib(static_cast<double>(memory.peak_reserved_bytes)),
+  return str("Peak since the last logged step: ", gib(static_cast<double>(memory.peak_allocated_bytes)),
+             " GiB in tensors, ", gib(static_cast<double>(memory.peak_reserved_bytes)),
              " GiB taken from the driver, of the device's ", gib(static_cast<double>(memory.total_bytes)),
              " GiB");
 }
 
 }  // namespace
 
-// A pipeline's errors have lost their type. What they tell of the rank that failed first isn't this one's.
+// A pipeline's errors have lost their type. Their last part is about the rank that failed first, not this one.
 bool is_out_of_memory(const std::exception& error) {
   if (dynamic_cast<const c10::OutOfMemoryError*>(&error) || dynamic_cast<const std::bad_alloc*>(&error))
     return true;
@@ -317,11 +362,10 @@ bool is_out_of_memory(const std::exception& error) {
 std::string explain_out_of_memory(const JobConfig& config, const dist::World& world) {
   try {
     const MemoryReport report = memory_report(config, world.size(), world.rank(), world.device());
-    return str("out of memory on ", world.device().str(), ". ", in_use(world.device()), ". What rank ",
-               world.rank(), " keeps at the fullest moment of a step, computed from sizes:\n",
-               table_of(report));
+    return str("out of memory on ", world.device().str(), ". ", in_use(world.device()), ". Memory of rank ",
+               world.rank(), " at the peak of a step, computed from sizes:\n", table_of(report));
   } catch (const std::exception& error) {
-    log::warning(str("what has the memory can't be told: ", error.what()));
+    log::warning(str("cannot report memory use: ", error.what()));
     return "";
   }
 }

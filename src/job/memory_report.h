@@ -1,6 +1,6 @@
 #pragma once
 
-// What has a rank's memory, and which settings would make it less: for the moment when it runs out.
+// What uses a rank's memory, and which settings would use less: for a run that is out of memory.
 
 #include <cstdint>
 #include <exception>
@@ -17,7 +17,7 @@ namespace titan::train {
 struct MemoryOwner {
   std::string name;
   double bytes = 0;
-  std::string details;  ///< what it comes to it by
+  std::string details;  ///< how the number comes about
 };
 
 struct MemorySaving {
@@ -25,23 +25,34 @@ struct MemorySaving {
   double bytes = 0;
 };
 
-/// Of one rank, at the fullest moment of a step: the end of the last forward that is under way.
+struct NamedBytes {
+  std::string name;
+  double bytes = 0;
+};
+
+/// "layers.0 to layers.31 0.30 each, output 0.61", in GiB: neighbours of about the same size share an entry.
+std::string list_of(const std::vector<NamedBytes>& list);
+
+/// Of one rank, at the peak of a step: the end of the last forward before a backward.
 struct MemoryReport {
-  std::vector<MemoryOwner> owners;    ///< most first
-  std::vector<MemorySaving> savings;  ///< most first; each by itself
+  std::vector<MemoryOwner> owners;    ///< largest first
+  std::vector<MemorySaving> savings;  ///< largest first; each on its own
   double total_bytes() const;
 };
 
-/// Computed from sizes, on meta tensors, as titan::train::DryRun does: it needs no memory of the device, and
-/// no peers. What operations need while they run, buffers of the communication library and what the allocator
-/// can't hand out for being in pieces isn't in it. The config has passed check_job for that size.
+/// Computed from sizes, on meta tensors, as titan::train::DryRun does: it needs no device memory and no peers.
+/// Not included: temporary memory of operations, buffers of the communication library, and fragmentation of
+/// the allocator. The config must have passed check_job() for that world size.
 MemoryReport memory_report(const JobConfig& config, int world_size, int rank, c10::Device device);
 
-/// Whether memory of a host or device ran out: by the exception's type, or by what it says.
+/// A line for each owner and each saving.
+std::string table_of(const MemoryReport& report);
+
+/// Whether a host or device ran out of memory: by the exception's type, or by its text.
 bool is_out_of_memory(const std::exception& error);
 
-/// For the log of the rank it happened on: the report as a table, and how much was in use. "" where the
-/// report can't be made, as for models that don't name their layers.
+/// For the log of the rank that ran out: the report as a table, and how much was in use. "" when there is no
+/// report, as for models that don't name their layers.
 std::string explain_out_of_memory(const JobConfig& config, const dist::World& world);
 
 }  // namespace titan::train

@@ -17,7 +17,7 @@
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
@@ -25,28 +25,28 @@ namespace {
 
 using pipeline::ModuleCost;
 
-// One module of a sequence by itself, as a pipeline stage.
+// One module of a sequence, as a pipeline stage of its own.
 struct Probe {
   std::unique_ptr<TrainableModel> stage;
   bool is_last = false;
   at::Tensor input = {}, labels = {};
 
-  // The loss where it is the last.
+  // Of the last module: the loss.
   at::Tensor forward() const {
     return is_last ? stage->loss(input, labels, labels.numel()) : stage->hidden(input);
   }
 };
 
-// What is measured of it, and what it gives to the next.
+// Its cost, and the type of its output.
 struct Finding {
   ModuleCost cost;
   TensorType output;
 };
 
-// What products with parameters and lookups in them come to, for each token.
+// Sizes that determine the work per token.
 struct Work {
-  double product_elements = 0;    // of parameters that are multiplied by
-  double embedding_elements = 0;  // of those that rows are taken from
+  double product_elements = 0;    // of parameters in matrix products
+  double embedding_elements = 0;  // of parameters in lookups
   double attention_width = 0;     // heads x head size, summed over the module's attentions
 };
 
@@ -74,7 +74,7 @@ double num_elements(const torch::nn::Module& module) {
 
 double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nbytes()); }
 
-// The share of a layer's forward that checkpointing runs again, of layer `number` in the model.
+// How much of the forward of layer `number` is recomputed by activation checkpointing.
 double recomputed_share(const ActivationCheckpointSettings& settings, int64_t number) {
   if (settings.mode == "full") return 1;
   if (settings.mode != "selective") return 0;
@@ -93,7 +93,7 @@ class Walk {
   std::vector<ModuleCost> run(const Measure& measure) {
     const auto whole = config_.spec().build(config_.args(), options(at::kMeta));
     const nn::LayerSequence* sequence = nn::layer_sequence(whole->root());
-    TITAN_CHECK(sequence, "the model ", config_.model.name, " doesn't name its layers (nn::LayerSequence)");
+    TITAN_CHECK(sequence, "the model ", config_.model.name, " does not name its layers (nn::LayerSequence)");
     const auto names = sequence->layer_names();
     const std::vector<std::string> all = names.all();
     TensorType input{{config_.parallelism.pipeline_parallel_microbatch_size, config_.training.seq_len},
@@ -128,7 +128,7 @@ class Walk {
     return {.construct = deferred(device, compute_dtype()), .seq_len = config_.training.seq_len};
   }
 
-  // Modules with the same parameters, called with the same input, cost the same.
+  // Modules with equal parameters and equal inputs cost the same.
   const Finding& find(torch::nn::Module& whole, const std::string& name, const TensorType& input,
                       bool is_last, const Measure& measure) {
     std::string key = titan::str(is_last ? "last" : "", at::IntArrayRef(input.sizes), input.dtype);
@@ -177,7 +177,7 @@ class Walk {
   std::map<std::string, Finding> findings_;
 };
 
-// Runs a forward for what its graph saves, and what it gives.
+// Runs a forward, for what its graph saves and for its output.
 Finding sizes_of(const Walk& walk, const Probe& probe) {
   const torch::nn::Module& module = probe.stage->root().module();
   activations::SavedBytes saved(module);
@@ -197,7 +197,7 @@ Finding compute(const Walk& walk, const Probe& probe, const DeviceSpeed& speed) 
   const auto tokens = static_cast<double>(probe.labels.numel());
   const auto length = static_cast<double>(probe.labels.size(1));
   const auto element = static_cast<double>(c10::elementSize(walk.compute_dtype()));
-  // Queries see half of the keys on average, in two products.
+  // On average a query sees half of the keys, in two products.
   const double flops = tokens * (2 * work.product_elements + 2 * length * work.attention_width);
   const double weights = work.product_elements * element;
   double result = element;
@@ -225,7 +225,7 @@ Finding measure(const Walk& walk, const Probe& probe, int repeats) {
     const double there = seconds_of(walk.device(), [&] { output = probe.forward(); });
     const at::Tensor gradient = at::ones_like(output);
     const double back = seconds_of(walk.device(), [&] { output.backward(gradient); });
-    if (i == 0) continue;  // the first one fills caches and allocators
+    if (i == 0) continue;  // the first run fills caches and allocators
     forward = std::min(forward, there);
     backward = std::min(backward, back);
   }

@@ -75,7 +75,7 @@ std::vector<Group> grouped(const std::vector<PlanRow>& rows) {
 using Cells = std::array<std::string, 6>;
 using StageCells = std::array<std::string, 4>;
 
-// How often activations and gradients travel in a step.
+// Counts of the transfers of activations and gradients in a step.
 struct Times {
   int64_t micro_batches = 1;
   int64_t reductions = 1;
@@ -101,7 +101,7 @@ Cells cells_of(const Group& group, const Times& times) {
           str(bytes_of(group, times))};
 }
 
-// The last column, of numbers, to the right.
+// The last column, of numbers, is aligned to the right.
 template <class Cells>
 std::string lines_of(const std::vector<Cells>& table) {
   std::array<size_t, std::tuple_size_v<Cells>> widths{};
@@ -132,7 +132,7 @@ std::string heading(const JobConfig& config, DryRun& run, int world_size) {
              run.micro_batch_rows(), " x ", config.training.seq_len, " tokens\n\n");
 }
 
-// A stage's parameters, before anything shares them out.
+// A stage's parameters, before they are sharded.
 int64_t num_parameters(const JobConfig& config, const std::vector<std::string>& modules) {
   const auto stage =
       config.spec().build(config.args(), {.construct = deferred(at::kMeta), .stage_modules = modules});
@@ -160,8 +160,8 @@ std::string stages_table(const JobConfig& config, const StagePlan& plan, int wor
   return text + str("the first rank with the loss is ", metrics_rank(dims, plan), "\n\n");
 }
 
-// LibTorch knows some operations of a user's model, or their gradients, by their data only: then there are no
-// bytes to count. Returns what it says; "" where the step ran.
+// LibTorch can't run some operations of a user's model, or their gradients, on meta tensors: then there are
+// no bytes to count. Returns its error; "" if the step ran.
 std::string run_or_explain(DryRun& run) {
   try {
     run.run_micro_batch();
@@ -172,7 +172,6 @@ std::string run_or_explain(DryRun& run) {
   }
 }
 
-// Of all stages.
 std::vector<PlanRow> rows_of(const DryRun& run) {
   std::vector<PlanRow> rows;
   for (const auto& model : run.models())
@@ -180,7 +179,7 @@ std::vector<PlanRow> rows_of(const DryRun& run) {
   return rows;
 }
 
-// How what products take part in goes: "in products: sent and received".
+// The transports of exchanges inside products: "in products: sent and received".
 std::string transports_of(const std::vector<PlanRow>& rows) {
   std::set<std::string> transports;
   for (const PlanRow& row : rows)

@@ -68,8 +68,8 @@ struct DebugSettings {
   bool deterministic = false;
   bool deterministic_warn_only = false;
   bool check_collectives = false;  ///< dist::InitOptions::check_collectives
-  bool detect_anomaly = false;     ///< AnomalyTrace (train/nan_trace.h)
-  bool nan_trace = false;          ///< NanTrace
+  bool detect_anomaly = false;     ///< NanSearch (guard/nan_search.h): operations
+  bool nan_trace = false;          ///< NanSearch: modules
 
   uint64_t seed_or_default() const { return static_cast<uint64_t>(seed.value_or(0)); }
 };
@@ -94,5 +94,21 @@ struct MemoryEstimationSettings {};
 
 void describe(config::Table<CompileSettings>& table);
 void describe(config::Table<MemoryEstimationSettings>& table);
+
+/// [comm]
+struct CommSettings {
+  int64_t init_timeout_seconds = 300;   ///< rendezvous, and all but data and checkpoints in the first step
+  int64_t train_timeout_seconds = 100;  ///< computing and collectives after it, without progress
+  int64_t data_timeout_seconds = 600;   ///< waiting for data
+  /// Loading and saving without progress; unset: checkpoint.timeout_seconds and a minute.
+  std::optional<int64_t> checkpoint_timeout_seconds;
+  bool watchdog = true;            ///< ends a job that goes over them, and says where each rank was
+  int64_t trace_buf_size = 20000;  ///< calls that the flight recorder keeps; 0: none
+  std::string save_traces_folder = "comm_traces";  ///< its records, under job.dump_folder
+  std::string save_traces_file_prefix = "rank_";   ///< of their names; the rank and .json follow
+  std::string backend = "auto";                    ///< "auto" (nccl on GPUs, gloo on CPUs), "gloo", "nccl"
+};
+
+void describe(config::Table<CommSettings>& table);
 
 }  // namespace titan::train

@@ -36,7 +36,7 @@ void append(std::vector<std::string>& to, const std::vector<std::string>& from) 
   to.insert(to.end(), from.begin(), from.end());
 }
 
-// A list's elements under their names in the model.
+// A list's elements, by their names in the model.
 std::vector<std::string> element_names(const std::string& list, const LayerList& elements) {
   std::vector<std::string> names;
   for (const std::string& name : elements.names()) names.push_back(str(list, ".", name));
@@ -50,7 +50,7 @@ void add_names_below(const torch::nn::Module& module, const std::string& name,
     add_names_below(*child.value(), str(name, ".", child.key()), names);
 }
 
-// Where `wanted` begins in `all`. Throws ConfigError unless it is there in one piece.
+// Where `wanted` begins in `all`. Throws ConfigError unless `all` contains it without gaps.
 size_t position_of_run(const std::vector<std::string>& wanted, const std::vector<std::string>& all) {
   std::vector<std::string> problems;
   for (const std::string& name : wanted) {
@@ -59,18 +59,17 @@ size_t position_of_run(const std::vector<std::string>& wanted, const std::vector
     problems.push_back(str("the model calls no module '", name, "' in its sequence",
                            near.empty() ? "" : str("; did you mean '", near[0], "'?")));
   }
-  if (wanted.empty()) problems.push_back("a stage has to have a module");
+  if (wanted.empty()) problems.push_back("a stage must have a module");
   if (!problems.empty()) throw ConfigError(std::move(problems));
   const auto found = std::search(all.begin(), all.end(), wanted.begin(), wanted.end());
   if (found == all.end())
     throw ConfigError(
         str("the modules from '", wanted.front(), "' to '", wanted.back(),
-            "' don't follow one another in the model: it calls them in another order, or others in "
-            "between"));
+            "' aren't consecutive in the model: it calls them in another order, or others in between"));
   return static_cast<size_t>(found - all.begin());
 }
 
-// Every use of a parameter below a module, in registration order.
+// A use of a parameter below a module.
 struct Use {
   at::Tensor parameter;
   std::string name;  // dotted, from the root
@@ -86,7 +85,7 @@ void add_uses(const torch::nn::Module& module, const std::string& prefix, std::v
     add_uses(*child.value(), prefix + child.key() + ".", uses);
 }
 
-// The name in `modules` that `parameter` lies below, or "".
+// The name in `modules` of the module that has `parameter` below it, or "".
 std::string module_of(const std::string& parameter, const std::set<std::string>& modules) {
   for (size_t dot = parameter.find('.'); dot != std::string::npos; dot = parameter.find('.', dot + 1))
     if (const std::string name = parameter.substr(0, dot); modules.contains(name)) return name;
@@ -111,7 +110,7 @@ std::vector<std::string> LayerSequence::Names::all() const {
 LayerSequence::Names LayerSequence::layer_names() const {
   const auto is_list = [](const Part& part) { return part.list != nullptr; };
   const auto first = std::find_if(parts_.begin(), parts_.end(), is_list);
-  const auto last = std::find_if(parts_.rbegin(), parts_.rend(), is_list).base();  // one behind it
+  const auto last = std::find_if(parts_.rbegin(), parts_.rend(), is_list).base();  // one past it
   Names names;
   for (auto part = parts_.begin(); part != parts_.end(); ++part) {
     if (part->list) {
@@ -127,13 +126,13 @@ LayerSequence::Names LayerSequence::layer_names() const {
 
 torch::nn::Module& LayerSequence::module() const {
   auto* module = dynamic_cast<torch::nn::Module*>(const_cast<LayerSequence*>(this));
-  TITAN_CHECK(module, "a LayerSequence has to be a torch::nn::Module too");
+  TITAN_CHECK(module, "a LayerSequence must be a torch::nn::Module too");
   return *module;
 }
 
 void LayerSequence::keep_layers(const std::vector<std::string>& names) {
   if (auto* host = dynamic_cast<HookHost*>(this)) host->refuse_if_wrapped("keep_layers");
-  TITAN_CHECK(is_whole(), "keep_layers: layers were dropped from this model before");
+  TITAN_CHECK(is_whole(), "keep_layers: layers of this model were dropped already");
   const std::vector<std::string> all = layer_names().all();
   const size_t begin = position_of_run(names, all), end = begin + names.size();
   const std::set<std::string> kept(names.begin(), names.end());
@@ -181,8 +180,8 @@ std::vector<SharedParameter> LayerSequence::find_shared() const {
     SharedParameter& shared = found[at->second];
     note_init(shared.init, use);
     const std::string user = module_of(use.name, modules);
-    const bool told = std::find(shared.modules.begin(), shared.modules.end(), user) != shared.modules.end();
-    if (!user.empty() && !told) shared.modules.push_back(user);
+    const bool listed = std::find(shared.modules.begin(), shared.modules.end(), user) != shared.modules.end();
+    if (!user.empty() && !listed) shared.modules.push_back(user);
   }
   std::erase_if(found, [](const SharedParameter& each) { return each.modules.size() < 2; });
   for (SharedParameter& shared : found)

@@ -1,9 +1,7 @@
 #include "titan/nn/hooks.h"
 
 #include <algorithm>
-#include <bit>
 #include <optional>
-#include <vector>
 
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -22,7 +20,7 @@ uint64_t fnv1a_64(std::string_view text) {
   return hash;
 }
 
-// Uniform numbers become values, in place: normal ones, or low + (high - low) * u.
+// Maps uniform numbers to values in place: normal ones, or low + (high - low) * u.
 struct Draw {
   std::optional<NormalDraw> normal;
   double low = 0, range = 1;
@@ -51,11 +49,11 @@ Draw make_draw(const Init& init) {
     case Init::Kind::Constant:
       break;
   }
-  TITAN_INTERNAL_ASSERT(false, "a constant isn't drawn");
+  TITAN_INTERNAL_ASSERT(false, "a constant needs no draw");
 }
 
-// double -> float that keeps what a later rounding to fewer bits must know: inexact results end in an odd
-// bit, so the second rounding is that of the exact value (Boldo and Melquiond's round to odd).
+// Rounds to odd (Boldo and Melquiond): inexact results end in an odd bit, so that rounding to fewer bits
+// later gives the same as rounding the exact value.
 float round_to_odd(double value) {
   const float nearest = static_cast<float>(value);
   if (static_cast<double>(nearest) == value) return nearest;
@@ -76,12 +74,12 @@ void round_to(T* to, const double* from, int64_t count) {
   }
 }
 
-// Walks a box row by row and says where each row lies in the whole. A row is what is contiguous there: the
-// last dimension, and those before it as long as the box spans all of what follows.
+// The rows of a box and where each lies in the whole tensor. A row is contiguous there: the last dimension,
+// and those before it as long as the box spans everything after them.
 class BoxRows {
  public:
   BoxRows(at::IntArrayRef global_shape, const Box& box) {
-    bool whole = true;  // does the box span all dimensions from here on?
+    bool whole = true;  // the box spans all dimensions from here on
     uint64_t stride = 1;
     for (size_t dim = global_shape.size(); dim-- > 0;) {
       if (whole) {
@@ -115,12 +113,19 @@ class BoxRows {
   int64_t row_length_ = 1;
 };
 
-// Elements begin..end of a box: in blocks, which may span several rows.
+// What a box is filled with.
+struct Elements {
+  RandomStream stream;
+  Draw draw;
+  BoxRows rows;
+};
+
+// Draws elements begin..end of a box in blocks, which may span several rows.
 template <class T>
-void draw_range(T* out, int64_t begin, int64_t end, const RandomStream& stream, const Draw& draw,
-                const BoxRows& rows) {
+void draw_range(T* out, int64_t begin, int64_t end, const Elements& elements) {
   constexpr int64_t kBlock = 1024;
   double values[kBlock];
+  const auto& [stream, draw, rows] = elements;
   const int64_t length = rows.row_length();
   for (int64_t block = begin; block < end; block += kBlock) {
     const int64_t block_end = std::min(end, block + kBlock);
@@ -135,19 +140,13 @@ void draw_range(T* out, int64_t begin, int64_t end, const RandomStream& stream, 
   }
 }
 
-template <class T>
-void draw_elements(T* out, int64_t numel, const RandomStream& stream, const Draw& draw, const BoxRows& rows) {
-  at::parallel_for(0, numel, /*grain_size=*/4096,
-                   [&](int64_t begin, int64_t end) { draw_range(out, begin, end, stream, draw, rows); });
-}
-
 void check_box(const at::Tensor& local, at::IntArrayRef global_shape, const Box& box) {
   TITAN_CHECK(box.offset.size() == global_shape.size() && box.length.size() == global_shape.size(),
               "fill: a box of ", box.length.size(), " dimensions in a tensor of ", global_shape.size());
   for (size_t dim = 0; dim < global_shape.size(); ++dim)
     TITAN_CHECK(box.offset[dim] >= 0 && box.length[dim] >= 0 &&
                     box.offset[dim] + box.length[dim] <= global_shape[dim],
-                "fill: the box leaves the tensor in dimension ", dim, ": ", box.offset[dim], " + ",
+                "fill: the box exceeds the tensor in dimension ", dim, ": ", box.offset[dim], " + ",
                 box.length[dim], " > ", global_shape[dim]);
   TITAN_CHECK(local.numel() == box.numel() && local.is_contiguous(), "fill: expected a contiguous tensor of ",
               box.numel(), " elements, got ", local.numel());
@@ -169,11 +168,11 @@ void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_
     local.copy_(host);
     return;
   }
-  const RandomStream stream(seed, fnv1a_64(name));
-  const Draw draw = make_draw(init);
-  const BoxRows rows(global_shape, box);
+  const Elements elements{RandomStream(seed, fnv1a_64(name)), make_draw(init), BoxRows(global_shape, box)};
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, local.scalar_type(), "titan::nn::fill", [&] {
-    draw_elements(local.mutable_data_ptr<scalar_t>(), local.numel(), stream, draw, rows);
+    at::parallel_for(0, local.numel(), /*grain_size=*/4096, [&](int64_t begin, int64_t end) {
+      draw_range(local.mutable_data_ptr<scalar_t>(), begin, end, elements);
+    });
   });
 }
 

@@ -1,6 +1,5 @@
 #include "titan/nn/layers.h"
 
-#include <cmath>
 #include <numbers>
 
 #include <ATen/TensorOperators.h>
@@ -16,6 +15,8 @@
 #include "titan/tensor/placement.h"
 
 namespace titan::nn {
+
+// ---- embedding
 
 EmbeddingImpl::EmbeddingImpl(int64_t num_embeddings, int64_t dim, const Construct& construct,
                              const Init& init)
@@ -38,11 +39,7 @@ void EmbeddingImpl::set_split(Split split, std::shared_ptr<const ops::RankParts>
   part_ = {.first = rows.offset, .size = num_embeddings_, .parts = std::move(parts)};
 }
 
-bool EmbeddingImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
-  if (name != "weight") return false;
-  weight_sink_ = std::move(sink);
-  return true;
-}
+// ---- RMS norm
 
 RMSNormImpl::RMSNormImpl(int64_t dim, double eps, const Construct& construct) : eps_(eps) {
   weight = register_init_parameter("weight", {dim}, Init::constant(1), construct);
@@ -53,11 +50,7 @@ at::Tensor RMSNormImpl::forward(const at::Tensor& x) {
   return ops::rms_norm(x, weight, eps_, weight_sink_);
 }
 
-bool RMSNormImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
-  if (name != "weight") return false;
-  weight_sink_ = std::move(sink);
-  return true;
-}
+// ---- feed-forward
 
 FeedForwardImpl::FeedForwardImpl(const FeedForwardOptions& options) : w1(nullptr), w2(nullptr), w3(nullptr) {
   const LinearOptions gate{.init = options.gate_init, .construct = options.construct};
@@ -72,6 +65,8 @@ at::Tensor FeedForwardImpl::forward(const at::Tensor& x) {
   const std::vector<at::Tensor> gate_and_up = linears(x, {&w1, &w3});
   return w2(ops::swiglu(gate_and_up[0], gate_and_up[1]));
 }
+
+// ---- rotary positions
 
 namespace {
 
@@ -125,7 +120,7 @@ at::Tensor RotaryEmbeddingImpl::forward(const at::Tensor& x_BSHD, const at::Tens
   return ops::rotary(x_BSHD, table_, token_positions_->of(x_BSHD.size(1), x_BSHD.device()));
 }
 
-// Shapes: B batch, S sequence, D model, H query heads, K key/value heads, E size of a head.
+// ---- attention: B batch, S sequence, D model, H query heads, K key/value heads, E size of a head
 
 AttentionImpl::AttentionImpl(const AttentionOptions& options, RotaryEmbedding rotary)
     : wq(nullptr),
@@ -135,8 +130,8 @@ AttentionImpl::AttentionImpl(const AttentionOptions& options, RotaryEmbedding ro
       head_dim_(options.dim / options.num_heads),
       rotary_(std::move(rotary)) {
   TITAN_CHECK(options.dim % options.num_heads == 0 && options.num_heads % options.num_kv_heads == 0,
-              "attention: ", options.num_heads, " heads have to divide the model's size ", options.dim,
-              " and be a multiple of the ", options.num_kv_heads, " key/value heads");
+              "attention: the number of heads, ", options.num_heads, ", must divide the model's size, ",
+              options.dim, ", and be a multiple of the number of key/value heads, ", options.num_kv_heads);
   const int64_t kv_dim = options.num_kv_heads * head_dim_;
   const LinearOptions input{.init = options.input_init, .construct = options.construct};
   const LinearOptions output{.init = options.output_init, .construct = options.construct};

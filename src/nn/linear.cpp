@@ -8,14 +8,19 @@
 #include "dist/trace_range.h"
 #include "nn/trace_labels.h"
 #include "titan/core/error.h"
-#include "titan/ops/linear.h"
 
 namespace titan::nn {
 
-void set_products(torch::nn::Module& root, const std::shared_ptr<const ops::Products>& products) {
+void set_products(torch::nn::Module& root, const ops::SharedProducts& products) {
   root.apply([&products](torch::nn::Module& module) {
     if (auto* user = dynamic_cast<ProductsUser*>(&module)) user->set_products(products);
   });
+}
+
+bool WeightedModule::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
+  if (name != "weight") return false;
+  weight_sink_ = std::move(sink);
+  return true;
 }
 
 LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOptions& options)
@@ -29,13 +34,12 @@ LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, const LinearOp
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   check_entered_through_ref();
-  const ops::SinkedWeight sinked = sinked_weight();
   if (exchange_ && exchange_split_ == Split::Columns)
-    return ops::gathered_linears(x, {sinked}, products_, exchange_)[0];
-  if (exchange_) return ops::scattered_linear(x, sinked, products_, exchange_);
-  // Times zero rather than left out: its gradient has to exist on all ranks.
+    return ops::gathered_linears(x, {sinked_weight()}, products_, exchange_)[0];
+  if (exchange_) return ops::scattered_linear(x, sinked_weight(), products_, exchange_);
+  // Times zero rather than left out: its gradient must exist on all ranks.
   const at::Tensor added = !bias.defined() || adds_bias_ ? bias : bias * 0;
-  return ops::linear(x, weight, added, products_, weight_sink_, weight_source_);
+  return ops::linear(x, sinked_weight(), added, products_);
 }
 
 std::vector<ParamSplit> LinearImpl::param_splits(Split split) const {
@@ -51,7 +55,7 @@ void LinearImpl::set_split(Split split, std::shared_ptr<const ops::RankParts> pa
   set_products(products_);
 }
 
-void LinearImpl::set_products(std::shared_ptr<const ops::Products> products) {
+void LinearImpl::set_products(ops::SharedProducts products) {
   auto own = parts_.in || parts_.out ? products->for_parts(parts_) : nullptr;
   products_ = own ? std::move(own) : std::move(products);
 }
@@ -85,7 +89,7 @@ std::string joint_name(std::initializer_list<const Linear*> layers) {
 
 }  // namespace
 
-// A layer with hooks of its own has to be called.
+// A layer with hooks of its own must be called.
 std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const Linear*> layers) {
   const LinearImpl& first = **(*layers.begin());
   const bool sums = first.exchange_ && first.exchange_split_ == Split::Rows;
@@ -98,17 +102,13 @@ std::vector<at::Tensor> linears(const at::Tensor& x, std::initializer_list<const
   }
   const dist::TraceRange traced([&] { return joint_name(layers); });
   std::vector<ops::SinkedWeight> weights;
-  for (const Linear* layer : layers) weights.push_back((*layer)->sinked_weight());
-  std::vector<std::shared_ptr<const ops::Products>> products;
-  for (const Linear* layer : layers) products.push_back((*layer)->products_);
+  std::vector<ops::SharedProducts> products;
+  for (const Linear* layer : layers) {
+    weights.push_back((*layer)->sinked_weight());
+    products.push_back((*layer)->products_);
+  }
   if (!first.exchange_) return ops::joint_linears(x, weights, products);
   return ops::gathered_linears(x, weights, products, first.exchange_);
-}
-
-bool LinearImpl::set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) {
-  if (name != "weight") return false;
-  weight_sink_ = std::move(sink);
-  return true;
 }
 
 }  // namespace titan::nn

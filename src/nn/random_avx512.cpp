@@ -2,7 +2,7 @@
 
 #if defined(__x86_64__)
 
-// GCC 12 warns of its own intrinsics (GCC bug 105593).
+// GCC 12 warns about its own intrinsics (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -22,7 +22,7 @@ struct BitsOf<EightDoubles> {
 
 namespace {
 
-// Eight counters, in the low halves of 64-bit lanes; what the high halves hold doesn't matter.
+// Eight counters, in the low halves of 64-bit lanes; the high halves don't matter.
 struct EightCounters {
   __m512i c0, c1, c2, c3;
 };
@@ -58,7 +58,7 @@ TITAN_AVX512 inline void philox_round(EightCounters& c, __m512i key0, __m512i ke
   c.c3 = product0;
 }
 
-// The formula's lanes stand at count to count + 7.
+// Entries count to count + 7 may be read.
 TITAN_AVX512 inline void finish_outside(double* z, Outside& outside, int64_t count) {
   for (int64_t i = 0; i < count; i += 8) {
     const auto p = static_cast<EightDoubles>(_mm512_loadu_pd(outside.p + i));
@@ -91,7 +91,7 @@ TITAN_AVX512 void uniforms_by_avx512(double* to, uint64_t first_counter, const P
     keys0[round] = _mm512_set1_epi64(key0);
     keys1[round] = _mm512_set1_epi64(key1);
   }
-  for (int64_t i = 0; i < kDrawCounters; i += 16) {  // two times eight, as each waits for its products
+  for (int64_t i = 0; i < kDrawCounters; i += 16) {  // twice eight, as each waits for its products
     const __m512i low = _mm512_add_epi64(_mm512_set1_epi64(static_cast<int64_t>(first_counter) + i),
                                          _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0));
     const __m512i high = _mm512_add_epi64(low, _mm512_set1_epi64(8));
@@ -125,7 +125,7 @@ TITAN_AVX512 void normals_by_avx512(double* z, int64_t count, const NormalDraw& 
     aside += __builtin_popcount(out);
     _mm512_mask_storeu_pd(z + i, lanes, static_cast<__m512d>(as241::centre(q)));
   }
-  _mm512_storeu_pd(outside.p + aside, _mm512_set1_pd(0.25));  // for the last vector to be whole
+  _mm512_storeu_pd(outside.p + aside, _mm512_set1_pd(0.25));  // completes the last vector
   finish_outside(z, outside, aside);
   for (int64_t i = 0; i < count; i += 8) {
     const __mmask8 lanes = lanes_up_to(count - i);

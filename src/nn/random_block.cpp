@@ -19,7 +19,7 @@ constexpr int64_t kLaneElements = 2 * kDrawCounters;
 #if defined(__x86_64__)
 #define TITAN_AVX2 __attribute__((target("avx2")))
 
-// Four counters, in the low halves of 64-bit lanes; what the high halves hold doesn't matter.
+// Four counters, in the low halves of 64-bit lanes; the high halves don't matter.
 struct FourCounters {
   __m256i c0, c1, c2, c3;
 };
@@ -56,7 +56,7 @@ TITAN_AVX2 void uniforms_by_avx2(double* to, uint64_t first_counter, const Philo
     keys0[round] = _mm256_set1_epi64x(key0);
     keys1[round] = _mm256_set1_epi64x(key1);
   }
-  for (int64_t i = 0; i < kDrawCounters; i += 8) {  // two times four, as each waits for its products
+  for (int64_t i = 0; i < kDrawCounters; i += 8) {  // twice four, as each waits for its products
     const __m256i low = _mm256_add_epi64(_mm256_set1_epi64x(static_cast<int64_t>(first_counter) + i),
                                          _mm256_set_epi64x(3, 2, 1, 0));
     const __m256i high = _mm256_add_epi64(low, _mm256_set1_epi64x(4));
@@ -113,7 +113,7 @@ UniformsOfLanes uniforms_of(DrawLanes lanes) {
   return uniforms_by_loops;
 }
 
-// For each set of lanes (a bit per lane): those lanes first, and how many they are.
+// For each set of lanes (a bit per lane): those lanes first, and their number.
 struct Compaction {
   uint64_t order[16][4];
   int32_t lanes[16][4];
@@ -144,7 +144,7 @@ TITAN_INLINE Doubles reordered(Doubles v, const uint64_t (&order)[4]) {
 #endif
 }
 
-// Without a branch: half of all vectors have a lane outside, in no order that a processor could foresee.
+// Without a branch: half of all vectors have a lane outside, in an unpredictable order.
 TITAN_INLINE int64_t put_aside(Outside& outside, int64_t count, int32_t first, Doubles p, Doubles q) {
   const auto inside = (q >= -as241::kCentre) & (q <= as241::kCentre);
   const auto bits = ~inside & decltype(inside){1, 2, 4, 8};
@@ -185,7 +185,7 @@ TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDra
     aside = put_aside(outside, aside, static_cast<int32_t>(i), p, q);
     ops::simd::store_up_to(z + i, as241::centre(q), count - i);
   }
-  while (aside > 0 && outside.where[aside - 1] >= count) --aside;  // of the lanes behind the last element
+  while (aside > 0 && outside.where[aside - 1] >= count) --aside;  // lanes past the last element
   for (int lane = 0; lane < 4; ++lane) outside.p[aside + lane] = 0.25;
   finish_outside(z, outside, aside);
   for (int64_t i = 0; i < count; ++i) {
@@ -216,7 +216,7 @@ RandomStream::RandomStream(uint64_t seed, uint64_t name_hash)
 
 void RandomStream::uniforms(double* to, int64_t count, uint64_t first_index, DrawLanes lanes) const {
   const UniformsOfLanes uniforms_of_lanes = uniforms_of(lanes);
-  double edge[kLaneElements];  // where a block of lanes gives more than is wanted
+  double edge[kLaneElements];  // for a block of lanes that is wanted only in part
   while (count > 0) {
     const int64_t skipped = static_cast<int64_t>(first_index % 2);
     const int64_t taken = std::min(count, kLaneElements - skipped);

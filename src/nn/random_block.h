@@ -1,6 +1,8 @@
 #pragma once
 
-// Random numbers in blocks, several at a time in vector registers.
+// Random numbers in blocks, several at a time in vector registers: the interface that fill() uses, then the
+// formulas that the kernels of random_block.cpp and random_avx512.cpp share. Sources that include this are
+// compiled with -ffp-contract=off.
 
 #include <array>
 #include <bit>
@@ -12,9 +14,9 @@
 
 namespace titan::nn {
 
-/// Ways to the same bits; each needs what its name says of the processor.
+/// Instruction sets by which the same bits can be computed.
 enum class DrawLanes { Portable, Avx2, Avx512 };
-/// The widest that this processor has.
+/// The widest one of this processor.
 DrawLanes best_draw_lanes();
 
 /// [Note: the stream]
@@ -25,29 +27,29 @@ DrawLanes best_draw_lanes();
 class RandomStream {
  public:
   RandomStream(uint64_t seed, uint64_t name_hash);
-  /// Those of elements first_index, first_index + 1, ...
+  /// The uniforms of elements first_index, first_index + 1, ...
   void uniforms(double* to, int64_t count, uint64_t first_index, DrawLanes lanes = best_draw_lanes()) const;
 
  private:
   std::array<uint32_t, 2> key_, name_;
 };
 
-/// A normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), held within low and
-/// high.
+/// A normal number from a uniform one: mean + std * inverse_normal(offset + scale * u), clamped to [low,
+/// high].
 struct NormalDraw {
   double offset = 0, scale = 1;  // of the probability
   double mean = 0, std = 1;
   double low = -std::numeric_limits<double>::infinity(), high = std::numeric_limits<double>::infinity();
 };
 
-/// In place, with the bits of inverse_normal().
+/// Maps uniforms to normals in place, with the bits of inverse_normal().
 void draw_normals(double* values, int64_t count, const NormalDraw& draw, DrawLanes lanes = best_draw_lanes());
 
-/// Rounded to nearest.
+/// Rounds to nearest.
 void round_to_floats(float* to, const double* from, int64_t count);
 
 // Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
-// function from (key, counter) to 128 random bits, so that the n-th number is had without the n-1 before it.
+// function from (key, counter) to 128 random bits, so that the n-th number needs none of the n-1 before it.
 
 using PhiloxBlock = std::array<uint32_t, 4>;
 
@@ -68,11 +70,9 @@ inline PhiloxBlock philox4x32_10(PhiloxBlock counter, std::array<uint32_t, 2> ke
 }
 
 // The inverse of the normal distribution function with the same bits on every machine: +, -, *, / and sqrt of
-// IEEE doubles in a fixed order, and nothing of libm, whose logarithms differ between versions. Sources that
-// include this are compiled with -ffp-contract=off.
+// IEEE doubles in a fixed order, without libm, whose logarithms differ between versions. V is a double or a
+// vector of them: the same operations in the same order, so the same bits.
 
-// The formulas below take a double or four of them (V): the same operations in the same order, so the same
-// bits.
 using ops::simd::Doubles;
 using Quads = uint64_t __attribute__((vector_size(32)));
 
@@ -87,14 +87,14 @@ struct BitsOf<Doubles> {
   using type = Quads;
 };
 
-/// An integer below 2^52 as a double, exactly and without a conversion instruction (there is none for four).
+/// An integer below 2^52 as a double, exactly and without a conversion instruction (AVX2 has none).
 template <class V>
 TITAN_INLINE V exact_double(typename BitsOf<V>::type integer) {
   return __builtin_bit_cast(V, integer | 0x4330000000000000ull) - 0x1p52;
 }
 
-/// The natural logarithm of a positive normal number, by fdlibm's e_log.c (Sun Microsystems, 1993): below 1
-/// ulp.
+/// The natural logarithm of a positive normal number, by fdlibm's e_log.c (Sun Microsystems, 1993): error
+/// below 1 ulp.
 template <class V>
 TITAN_INLINE V fixed_log(V x) {
   using Bits = typename BitsOf<V>::type;
@@ -198,7 +198,7 @@ inline double normal_distribution(double z) {
   constexpr double kSmallest = 0x1p-1022;
   if (z < inverse_normal(kSmallest)) return 0.0;
   uint64_t low = std::bit_cast<uint64_t>(kSmallest),
-           high = std::bit_cast<uint64_t>(0.5);  // doubles are ordered as their bits
+           high = std::bit_cast<uint64_t>(0.5);  // doubles order as their bits do
   while (low < high) {
     const uint64_t middle = low + (high - low) / 2;
     if (inverse_normal(std::bit_cast<double>(middle)) < z) {
@@ -210,18 +210,16 @@ inline double normal_distribution(double z) {
   return std::bit_cast<double>(low);
 }
 
-// What the kernels of random_block.cpp and random_avx512.cpp share.
-
 using PhiloxKey = std::array<uint32_t, 2>;
 
-/// Philox counters that one call takes, for two elements each.
+/// Philox counters that one call uses, each for two elements.
 inline constexpr int64_t kDrawCounters = 64;
 
-/// The few that lie outside the centre are put aside in the first pass.
+/// The few elements outside the centre, which the first pass sets aside.
 struct Outside {
   static constexpr int64_t kCapacity = 256, kWidest = 8;
-  double p[kCapacity + kWidest];  // probabilities, then values; and room for a vector that isn't full
-  double r[kCapacity + kWidest];  // what the formulas take
+  double p[kCapacity + kWidest];  // probabilities, then values; and room for a partial vector
+  double r[kCapacity + kWidest];  // the formulas' arguments
   int32_t where[kCapacity + kWidest];
 };
 

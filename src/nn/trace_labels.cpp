@@ -1,10 +1,10 @@
 // [Note: ranges of a trace]
-// A range begins in a module's pre_forward and ends in its post_forward, so it is kept between the two: in a
-// stack of the thread. A forward that an exception ends leaves its range there; the module around it, or a
-// TraceLabelScope, ends it with its own.
+// A range opens in a module's pre_forward and closes in its post_forward; in between it is kept on a stack of
+// the thread. A forward that ends by an exception leaves its range there; the enclosing module, or a
+// TraceLabelScope, closes it with its own.
 //
-// A layer's backward begins when the gradient of its output is there and ends with that of its input, both
-// seen by hooks on the tensors. Layers follow one another, so one range at a time is open.
+// A layer's backward begins when the gradient of its output arrives and ends with that of its input; hooks on
+// the tensors see both. Layers run one after the other, so one range at a time is open.
 
 #include "nn/trace_labels.h"
 
@@ -41,7 +41,7 @@ void close_ranges_down_to(size_t count) {
   while (open_ranges.size() > count) open_ranges.pop_back();
 }
 
-// The first that gradients flow through.
+// The first tensor that gradients flow through.
 at::Tensor* differentiable(const TensorRefs& tensors) {
   const auto found =
       std::find_if(tensors.begin(), tensors.end(), [](at::Tensor* each) { return each->requires_grad(); });
@@ -50,7 +50,7 @@ at::Tensor* differentiable(const TensorRefs& tensors) {
 
 }  // namespace
 
-/// The backward of one layer after the other, of one model.
+/// The open range of one model's backward.
 class BackwardRanges {
  public:
   void begin(const std::string& module) {
@@ -127,7 +127,7 @@ TraceLabels::TraceLabels(const AnyRef& root) : impl_(std::make_unique<Impl>()) {
 
 TraceLabels::TraceLabels(TraceLabels&&) noexcept = default;
 
-// Who labelled a module after this one did stays: it has this hook inside.
+// Later labels of a module stay: they have this one's hook inside.
 TraceLabels::~TraceLabels() {
   if (!impl_) return;
   impl_->backward->close();

@@ -1,9 +1,8 @@
 #pragma once
 
+// Module names as ranges in the traces of LibTorch's profiler.
+
 #include <cstddef>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "titan/nn/hooks.h"
 
@@ -11,10 +10,10 @@ namespace titan::nn {
 
 class BackwardRanges;
 
-/// A label hook that opens ranges of the profiler. `inner`: the slot's own hook.
+/// A label hook that opens ranges of the profiler around `inner`, the slot's own hook.
 class TraceHook final : public CallHook {
  public:
-  /// `backward`: where this module's backward is a range too, else null.
+  /// `backward`: null unless this module's backward is a range too.
   TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward);
   void pre_forward(HookHost& host, const TensorRefs& inputs) override;
   void post_forward(HookHost& host, const TensorRefs& outputs) override;
@@ -25,17 +24,15 @@ class TraceHook final : public CallHook {
   std::shared_ptr<BackwardRanges> backward_;
 };
 
-/// True where nobody but a trace wants to see a module's calls.
+/// Whether a trace is the only user of a module's label slot.
 bool only_traces(const std::shared_ptr<CallHook>& label_hook);
 
-// Module names in the traces of LibTorch's profiler.
-
-/// While it lives, each call of a hookable module below `root` is a range of the profiler under the module's
-/// dotted name: "layers.3.attention". A model's layers (nn::LayerSequence) have one for their backward too,
-/// "layers.3 backward". Linear layers whose products are computed together share one,
-/// "layers.3.attention.wq+wk+wv". Calls are what they are without it: nothing else is computed, nor in
-/// another order. It sits in the modules' label slots, around a hook that is there already, and goes with the
-/// object; not while a forward runs.
+/// Labels a model's modules in traces as long as the object exists: each call of a hookable module below
+/// `root` is a range under the module's dotted name, "layers.3.attention". A model's layers
+/// (nn::LayerSequence) have one for their backward too, "layers.3 backward". Linear layers whose products are
+/// computed together share one, "layers.3.attention.wq+wk+wv". Nothing else changes, neither what is computed
+/// nor its order. The hook sits in the modules' label slots, around one that is there already. Don't create
+/// or destroy it while a forward runs.
 class TraceLabels {
  public:
   explicit TraceLabels(const AnyRef& root);
@@ -48,8 +45,8 @@ class TraceLabels {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Ends, at the end of the scope, what ranges modules have begun on this thread since and not ended: for
-/// whoever stops a module's forward by an exception and goes on.
+/// At its end, closes the ranges that modules opened on this thread in the scope and left open: for callers
+/// that end a module's forward by an exception and carry on.
 class TraceLabelScope {
  public:
   TraceLabelScope();

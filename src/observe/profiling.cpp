@@ -1,25 +1,30 @@
 #include "observe/profiling.h"
 
 #include <unistd.h>
+
 #include <chrono>
+#include <map>
 #include <set>
 #include <utility>
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <nlohmann/json.hpp>
 
 #include "core/durable.h"
-#include "core/elapsed.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
-#include "observe/stream_rows.h"
+#include "dist/trace_range.h"
 #include "tensor/memory_history.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
+#include "titan/dist/stream.h"
 
-// Of kineto_shim.h, which includes a header of Kineto's that LibTorch doesn't ship.
+// From kineto_shim.h, which includes a header of Kineto's that LibTorch doesn't ship.
 namespace torch::autograd::profiler {
 TORCH_API void addMetadataJson(const std::string& key, const std::string& value);
 }
@@ -43,12 +48,12 @@ std::set<ActivityType> activities(c10::Device device) {
   return kinds;
 }
 
-// Tools that read traces know a step by this name.
+// Trace viewers recognize a step by this name.
 std::string range_name(Phase phase, int64_t step) {
   return phase == Phase::Step ? str("ProfilerStep#", step) : name_of(phase);
 }
 
-/// What Kineto writes, until it is compressed.
+/// The uncompressed trace, removed at the end.
 class PlainFile {
  public:
   explicit PlainFile(std::filesystem::path path) : path_(std::move(path)) {}
@@ -61,7 +66,71 @@ class PlainFile {
   std::filesystem::path path_;
 };
 
+// Kineto numbers streams as the driver does, and nothing maps those numbers to names. So at the start of a
+// trace each named stream gets a tiny kernel under a range with its name, and the place of that range in the
+// trace tells the stream's number.
+constexpr std::string_view kMark = "stream: ";
+constexpr std::string_view kMarkedRange = R"("cat": "gpu_user_annotation", "name": "stream: )";
+constexpr std::string_view kThread = R"("tid": )";
+constexpr std::string_view kRow = R"("stream )";
+
+void mark_stream(const dist::NamedStream& named, c10::Device device) {
+  const at::NoGradGuard no_grad;
+  const dist::StreamGuard on_stream(named.stream);
+  const dist::TraceRange range([&] { return std::string(kMark) + named.name; });
+  at::zeros({1}, at::TensorOptions(device));
+}
+
+std::string_view digits_at(std::string_view text, size_t at) {
+  const size_t end = std::min(text.find_first_not_of("0123456789", at), text.size());
+  return text.substr(at, end - at);
+}
+
+// Returns stream numbers with their names.
+std::map<std::string_view, std::string_view> marked_streams(std::string_view trace) {
+  std::map<std::string_view, std::string_view> names;
+  for (size_t at = trace.find(kMarkedRange); at != trace.npos; at = trace.find(kMarkedRange, at + 1)) {
+    const size_t name = at + kMarkedRange.size(), end = trace.find('"', name);
+    const size_t thread = trace.find(kThread, end);
+    if (end == trace.npos || thread == trace.npos) break;
+    names[digits_at(trace, thread + kThread.size())] = trace.substr(name, end - name);
+  }
+  return names;
+}
+
+void mark_streams(c10::Device device) {
+  if (device.is_cpu()) return;
+  mark_stream({"compute", dist::Stream::current(device)}, device);
+  for (const dist::NamedStream& named : dist::named_streams()) mark_stream(named, device);
+}
+
 }  // namespace
+
+ProfileAction profile_action(const ProfilingSettings& settings, int64_t step) {
+  const int64_t left = settings.profile_freq - 1 - (step - 1) % settings.profile_freq;  // to the window's end
+  if (left == 0) return ProfileAction::RecordAndSave;
+  if (left < settings.profiler_active) return ProfileAction::Record;
+  if (left < settings.profiler_active + settings.profiler_warmup) return ProfileAction::WarmUp;
+  return ProfileAction::None;
+}
+
+EditedText with_stream_names(std::string_view trace) {
+  EditedText text;
+  const auto names = marked_streams(trace);
+  size_t done = 0;
+  for (size_t at = trace.find(kRow); !names.empty() && at != trace.npos; at = trace.find(kRow, at + 1)) {
+    const std::string_view number = digits_at(trace, at + kRow.size());
+    const auto named = names.find(number);
+    if (named == names.end()) continue;
+    const size_t end = at + kRow.size() + number.size();
+    text.pieces.push_back(trace.substr(done, end - done));
+    text.inserted.push_back(" " + std::string(named->second));
+    text.pieces.push_back(text.inserted.back());
+    done = end;
+  }
+  text.pieces.push_back(trace.substr(done));
+  return text;
+}
 
 StepProfiler::StepProfiler(Options options) : options_(std::move(options)) {}
 
@@ -74,7 +143,7 @@ void StepProfiler::begin(Phase phase, int64_t step) {
   phases_.back()->before(std::string_view(range_name(phase, step)));
 }
 
-// Training ends inside a window: what there is of it is written.
+// When training ends inside a window, what has been recorded is written.
 void StepProfiler::end(Phase phase, int64_t step, bool failed) {
   if (!phases_.empty()) phases_.pop_back();
   if (failed) return discard();
@@ -86,7 +155,7 @@ void StepProfiler::end(Phase phase, int64_t step, bool failed) {
 void StepProfiler::begin_step(int64_t step) {
   const ProfileAction action = profile_action(options_.settings, step);
   const bool records = action == ProfileAction::Record || action == ProfileAction::RecordAndSave;
-  if (recording_ && !records) discard();  // the run went back to an earlier step
+  if (recording_ && !records) discard();  // the run was rewound to an earlier step
   if (action == ProfileAction::None || recording_) return;
   if (!prepared_) prepare();
   if (records) start();
@@ -107,9 +176,9 @@ void StepProfiler::start() {
   mark_streams(options_.device);
 }
 
-// Called as a phase ends, where nothing may be thrown: an error of the device that shows here shows again at
-// the next step's first operation, which peers and flight record then hear of. The device may still be at
-// work on what the window's steps have queued.
+// Runs at the end of a phase, where nothing may be thrown: a device error that shows here shows again at the
+// next step's first operation, which reports it to peers and the flight record. The device may still be busy
+// with the window's steps.
 void StepProfiler::stop(int64_t step) {
   const StructuredSpan span(options_.log, "profiler_save", "titan::train::StepProfiler");
   if (watchdog_) watchdog_->begin(Phase::Save, step);
@@ -117,7 +186,7 @@ void StepProfiler::stop(int64_t step) {
     if (options_.device.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(options_.device.index());
     save(step);
   } catch (const std::exception& error) {
-    log::error(str("profiling: the trace of step ", step, " isn't written: ", error.what()));
+    log::error(str("profiling: cannot write the trace of step ", step, ": ", error.what()));
   }
   discard();
   if (watchdog_) watchdog_->end(Phase::Save, step, /*failed=*/false);
@@ -145,13 +214,13 @@ void StepProfiler::discard() noexcept {
   try {
     profiler::disableProfiler();
   } catch (const std::exception& error) {
-    log::error(str("profiling: the profiler can't be stopped: ", error.what()));
+    log::error(str("profiling: cannot stop the profiler: ", error.what()));
   }
 }
 
 namespace {
 
-constexpr int64_t kMaxEvents = 100000;  // TorchTitan's
+constexpr int64_t kMaxEvents = 100000;  // as in TorchTitan
 
 dist::DeviceBackend* backend_of(c10::Device device) {
   return device.is_cpu() ? nullptr : dist::device_backend();
@@ -191,7 +260,7 @@ void MemorySnapshots::write(const std::filesystem::path& iteration) const {
     write_file_atomic(path, snapshot(options_.device));
     log::info_rank0(str("profiling: wrote ", path.string()));
   } catch (const std::exception& error) {
-    log::error(str("profiling: ", path.string(), " isn't written: ", error.what()));
+    log::error(str("profiling: cannot write ", path.string(), ": ", error.what()));
   }
 }
 

@@ -1,49 +1,49 @@
 #pragma once
 
-// Which steps are profiled: of every profile_freq steps the last profiler_active, after profiler_warmup with
-// the profiler set up. A pure function of the step, so that a resumed run goes on as the uninterrupted one.
+// [profiling]: traces of steps for Perfetto, and memory snapshots for PyTorch's viewer.
 
 #include <cstdint>
+#include <deque>
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <c10/core/Device.h>
 
 #include "nn/trace_labels.h"
+#include "observe/profiling_settings.h"
+#include "observe/structured_log.h"
 #include "titan/nn/hooks.h"
-#include "titan/observe/structured_log.h"
-#include "titan/train/profiling_settings.h"
 #include "titan/train/run_observer.h"
+
+namespace at {
+struct RecordFunction;
+}
 
 namespace titan::train {
 
 enum class ProfileAction { None, WarmUp, Record, RecordAndSave };
 
-/// Of `step`, from 1.
-inline ProfileAction profile_action(const ProfilingSettings& settings, int64_t step) {
-  const int64_t left = settings.profile_freq - 1 - (step - 1) % settings.profile_freq;  // to the window's end
-  if (left == 0) return ProfileAction::RecordAndSave;
-  if (left < settings.profiler_active) return ProfileAction::Record;
-  if (left < settings.profiler_active + settings.profiler_warmup) return ProfileAction::WarmUp;
-  return ProfileAction::None;
-}
+/// What the profiler does in `step` (from 1): of every profile_freq steps it records the last
+/// profiler_active, after profiler_warmup steps with the profiler set up. A pure function of the step, so that
+/// a resumed run profiles the same steps as an uninterrupted one.
+ProfileAction profile_action(const ProfilingSettings& settings, int64_t step);
 
-}  // namespace titan::train
+/// A text in pieces, some of them inserted.
+struct EditedText {
+  std::vector<std::string_view> pieces;
+  std::deque<std::string> inserted;  ///< what the inserted pieces point to
+};
 
-namespace at {
+/// Adds names to the stream numbers of `trace`, Kineto's JSON: "stream 20" becomes "stream 20 fsdp gather".
+/// Unchanged when no stream was marked.
+EditedText with_stream_names(std::string_view trace);
 
-// [profiling] enable_profiling: traces of steps by LibTorch's profiler (Kineto).
-
-struct RecordFunction;
-}  // namespace at
-
-namespace titan::train {
-
-/// Records the steps that profile_schedule.h names and writes each window as
-/// {folder}/iteration_{step}/rank{rank}_trace.json.gz. Modules have labels while a window is open and at no
-/// other time. A trace that can't be written is told of in the log, and training goes on.
+/// Records steps with LibTorch's profiler (Kineto), and writes each window as
+/// {folder}/iteration_{step}/rank{rank}_trace.json.gz. Modules have labels only while a window is open. If a
+/// trace can't be written, it logs an error and training continues.
 class StepProfiler final : public RunObserver {
  public:
   struct Options {
@@ -59,9 +59,9 @@ class StepProfiler final : public RunObserver {
   explicit StepProfiler(Options options);
   ~StepProfiler() override;
 
-  /// A large trace takes minutes to write, in the training thread. `watchdog`, which outlives this object, is
-  /// told of it as of a save.
-  void tell_of_writing(RunObserver& watchdog) { watchdog_ = &watchdog; }
+  /// A large trace takes minutes to write, on the training thread: `watchdog`, which must outlive this
+  /// object, sees that as a save.
+  void report_writing_to(RunObserver& watchdog) { watchdog_ = &watchdog; }
 
   void begin(Phase phase, int64_t step) override;
   void end(Phase phase, int64_t step, bool failed) override;
@@ -81,14 +81,13 @@ class StepProfiler final : public RunObserver {
   std::vector<std::unique_ptr<at::RecordFunction>> phases_;  // open ones
 };
 
-// [profiling] enable_memory_snapshot: what PyTorch's memory viewer (pytorch.org/memory_viz) loads.
-
-/// From now on allocations are noted: a GPU's by LibTorch's allocator, a CPU's of 1 MiB and more by ours.
+/// Starts recording allocations: a GPU's by LibTorch's allocator, a CPU's of 1 MiB and more by ours. Call it
+/// before anything that the snapshots should show is allocated.
 void record_memory_history(c10::Device device);
 
-/// Writes {folder}/iteration_{step}/rank{rank}_memory_snapshot.pickle at the end of every `freq`-th step;
-/// and, when memory runs out in a step, {folder}/iteration_{the step before}_exit/... What can't be written
-/// is told of in the log, and training goes on.
+/// Writes {folder}/iteration_{step}/rank{rank}_memory_snapshot.pickle at the end of every `freq`-th step; and,
+/// when a step runs out of memory, {folder}/iteration_{the step before}_exit/... If a snapshot can't be
+/// written, it logs an error and training continues.
 class MemorySnapshots final : public RunObserver {
  public:
   struct Options {

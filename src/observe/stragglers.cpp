@@ -1,4 +1,4 @@
-#include "titan/observe/stragglers.h"
+#include "observe/stragglers.h"
 
 #include <algorithm>
 #include <array>
@@ -8,22 +8,22 @@
 
 #include <ATen/ops/empty.h>
 
+#include "core/process_stats.h"
 #include "dist/flight_record.h"
-#include "observe/process_identity.h"
 #include "observe/structured_file.h"
+#include "observe/structured_log.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/collectives.h"
-#include "titan/observe/structured_log.h"
 #include "titan/train/metrics.h"
 
 namespace titan::train {
 
 namespace {
 
-// Of a normal distribution, the standard deviation over the median absolute deviation.
+// Standard deviation / median absolute deviation of a normal distribution.
 constexpr double kSigmaOfMad = 1.4826;
-constexpr double kLeastSigma = 0.02;  // of the median: clocks and kernels aren't finer
+constexpr double kLeastSigma = 0.02;  // times the median: clocks and kernels aren't finer
 
 double median_of(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -45,7 +45,29 @@ double sigma_of(const std::vector<double>& values, double median) {
   return std::max(kSigmaOfMad * median_of(std::move(distances)), kLeastSigma * median);
 }
 
+constexpr int64_t kFigures = 4;       // exchanged per rank
+constexpr double kLeastShare = 0.01;  // of a step that a straggler costs
+// The host runs at most one step ahead of its device: data that is a little late holds nobody up.
+constexpr double kLeastDataShare = 0.1;
+
+std::string digits(const char* format, double value) {
+  std::array<char, 48> text{};
+  std::snprintf(text.data(), text.size(), format, value);
+  return text.data();
+}
+
 }  // namespace
+
+void describe(config::Table<StragglerSettings>& table) {
+  table.field("enable", &StragglerSettings::enable,
+              "compare the ranks' own times (without waits for each other) at each logged step, and name the "
+              "slowest when it is far off");
+  table.field("sigma", &StragglerSettings::sigma,
+              "far off: this many standard deviations above the median of the other ranks", config::above(0));
+  table.field("ratio", &StragglerSettings::ratio, "and this many times the median", config::at_least(1));
+  table.field("intervals", &StragglerSettings::intervals,
+              "and for this many consecutive intervals of log_freq", config::at_least(1));
+}
 
 std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
                                         double least_share) {
@@ -61,34 +83,6 @@ std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, cons
     worst = Straggler{static_cast<int>(rank), ranks[rank], median, sigma > 0 ? (own - median) / sigma : 0};
   }
   return worst;
-}
-
-namespace {
-
-constexpr int64_t kFigures = 4;       // of a rank, that are exchanged
-constexpr double kLeastShare = 0.01;  // of a step, by which a straggler is slower
-// The host is a step ahead of its device at most: data that come a little late hold nobody up.
-constexpr double kLeastDataShare = 0.1;
-
-std::string digits(const char* format, double value) {
-  std::array<char, 48> text{};
-  std::snprintf(text.data(), text.size(), format, value);
-  return text.data();
-}
-
-}  // namespace
-
-void describe(config::Table<StragglerSettings>& table) {
-  table.field("enable", &StragglerSettings::enable,
-              "compare the ranks' own times (without waits for each other) at each logged step, and name the "
-              "slowest where it is far off");
-  table.field("sigma", &StragglerSettings::sigma,
-              "far off: more than so many standard deviations above the median of the other ranks",
-              config::above(0));
-  table.field("ratio", &StragglerSettings::ratio, "and more than so many times this median",
-              config::at_least(1));
-  table.field("intervals", &StragglerSettings::intervals,
-              "and that in so many intervals of log_freq one after another", config::at_least(1));
 }
 
 StragglerWatch::StragglerWatch(const dist::World& world, int stage, StragglerSettings settings,
@@ -112,7 +106,7 @@ void StragglerWatch::begin(Phase phase, int64_t /*step*/) {
     fetched_waited_ns_.reset();
   }
   if (phase > Phase::Optimizer) end_step();
-  // Between the two the ranks add up their counts of tokens: all wait there for the one whose data come last.
+  // Between data and forward the ranks sum their token counts, so all wait for the rank whose data is last.
   if (phase == Phase::ForwardBackward && fetched_waited_ns_) {
     wait_ns_ += world_.recorder().waited_ns() - *fetched_waited_ns_;
     fetched_waited_ns_.reset();
@@ -131,7 +125,7 @@ void StragglerWatch::end(Phase phase, int64_t /*step*/, bool /*failed*/) {
   wait_ns_ += waited;
 }
 
-// What follows the optimizer isn't of every step.
+// Only some steps do more after the optimizer.
 void StragglerWatch::end_step() {
   if (const int64_t start = std::exchange(step_start_ns_, 0); start > 0) step_ns_ += steady_now_ns() - start;
 }
@@ -162,37 +156,37 @@ void StragglerWatch::compare(int64_t step) {
     log_->instant("wait_s", own[1], "titan::train::StragglerWatch");
   }
   const bool was_one = straggler_.has_value();
-  tell_change(step, find_straggler(paces_, settings_, data_only_ ? kLeastDataShare : kLeastShare));
-  // At each interval as long as there is one, and when it ends: so that the end of a log says how things are.
+  update_straggler(step, find_straggler(paces_, settings_, data_only_ ? kLeastDataShare : kLeastShare));
+  // Repeated at every interval, and once when it is over, so that the end of a log shows the current state.
   if (log_ && world_.rank() == 0 && (was_one || straggler_))
     log_->instant("straggler", straggler_ ? straggler_->rank : -1, "titan::train::StragglerWatch");
 }
 
-// A rank is named when it was the slowest for so many intervals, and isn't any more when it wasn't for as
-// many: also where others take turns.
-void StragglerWatch::tell_change(int64_t step, const std::optional<Straggler>& found) {
+// A rank becomes the straggler after being the slowest for `intervals` intervals, and recovers after as many
+// in which it wasn't, even if others take turns.
+void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggler>& found) {
   const int rank = found ? found->rank : -1, before = straggler_ ? straggler_->rank : -1;
   intervals_ = rank == candidate_ ? intervals_ + 1 : 1;
   absent_ = rank == before ? 0 : absent_ + 1;
   candidate_ = rank;
   if (found && intervals_ >= settings_.intervals) {
     straggler_ = found;
-    if (rank != before) log::warning_rank0(words(step));
+    if (rank != before) log::warning_rank0(warning_text(step));
   } else if (before >= 0 && absent_ >= settings_.intervals) {
     straggler_.reset();
-    log::info_rank0(str("step ", step, ": rank ", before, " doesn't hold the others up any more"));
+    log::info_rank0(str("step ", step, ": rank ", before, " no longer holds the others up"));
   }
 }
 
-std::string StragglerWatch::words(int64_t step) const {
+std::string StragglerWatch::warning_text(int64_t step) const {
   const Straggler& slow = *straggler_;
   return str("step ", step, ": rank ", slow.rank, " (", hosts_[static_cast<size_t>(slow.rank)],
              ") holds the others up: ", digits("%.4f", slow.pace.own_s),
-             data_only_ ? " s a step in which it waits for data; the median of the others is "
-                        : " s a step of its own, without waits; the median of the others is ",
+             data_only_ ? " s per step waiting for data; the median of the others is "
+                        : " s per step of its own, without waits; the median of the others is ",
              digits("%.4f", slow.median_s), " s (", digits("%.1f", slow.pace.own_s / slow.median_s),
              " times, ", digits("%.0f", slow.deviation), " sigma). It waited ",
-             digits("%.4f", slow.pace.wait_s), " s a step for its peers.");
+             digits("%.4f", slow.pace.wait_s), " s per step for its peers.");
 }
 
 }  // namespace titan::train

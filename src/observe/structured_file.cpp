@@ -1,6 +1,8 @@
 #include "observe/structured_file.h"
 
+#include <sys/utsname.h>
 #include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -8,15 +10,23 @@
 #include <cmath>
 #include <cstdio>
 #include <ctime>
+#include <fstream>
+#include <iterator>
 #include <map>
 #include <random>
 #include <system_error>
+#include <thread>
 #include <vector>
 
+#include <ATen/Parallel.h>
+#include <torch/version.h>
 #include <nlohmann/json.hpp>
 
-#include "observe/process_identity.h"
+#include "core/process_stats.h"
+#include "dist/device_backend.h"
 #include "titan/core/error.h"
+#include "titan/core/version.h"
+#include "titan/dist/world.h"
 
 namespace titan::train {
 
@@ -28,7 +38,7 @@ void append_number(std::string& text, Number value) {
   text.append(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr);
 }
 
-// Microseconds are what a trace shows.
+// With microseconds, as traces show them.
 void append_milliseconds(std::string& text, double value) {
   std::array<char, 48> digits{};
   const auto end =
@@ -58,6 +68,34 @@ void append_tags(std::string& text, uint8_t tags) {
   if (tags & kSavesTag) text += "\"checkpoint_save\"";
   if (tags & kValidatesTag) text += tags & kSavesTag ? ", \"eval\"" : "\"eval\"";
   text += ']';
+}
+
+// "model name : AMD EPYC 7B13". Only x86 has this line.
+std::string cpu_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  return "unknown";
+}
+
+std::string command_line() {
+  std::ifstream file("/proc/self/cmdline");
+  std::string words((std::istreambuf_iterator<char>(file)), {});
+  if (!words.empty() && words.back() == '\0') words.pop_back();
+  std::replace(words.begin(), words.end(), '\0', ' ');
+  return words;
+}
+
+std::string device_text(at::Device device) {
+  auto* backend = dist::device_backend();
+  if (!backend || device.type() != backend->device_type()) return device.str();
+  return device.str() + " " + backend->device_name(device.index());
+}
+
+std::string kernel_text() {
+  utsname name = {};
+  ::uname(&name);
+  return std::string(name.sysname) + " " + name.release + " " + name.machine;
 }
 
 }  // namespace
@@ -131,20 +169,40 @@ void EventLines::append(std::string& text, const StructuredEvent& event) {
   text += "\"}\n";
 }
 
+std::string process_environment_json(const dist::World& world, at::Device device) {
+  const nlohmann::ordered_json object = {{"titan", kVersion},
+                                         {"libtorch", TORCH_VERSION},
+                                         {"compiler", __VERSION__},
+                                         {"host", host_name()},
+                                         {"kernel", kernel_text()},
+                                         {"cpu", cpu_name()},
+                                         {"cores", std::thread::hardware_concurrency()},
+                                         {"machine_memory_gib", machine_memory_gib()},
+                                         {"device", device_text(device)},
+                                         {"world_size", world.size()},
+                                         {"local_size", world.local_size()},
+                                         {"backend", world.backend()},
+                                         {"launched_by", world.launched_by()},
+                                         {"threads", at::get_num_threads()},
+                                         {"command", command_line()}};
+  // A command line may hold bytes that aren't UTF-8.
+  return object.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
 void StructuredFile::open(const std::string& head) {
   const auto current = path(".jsonl");
   if (file_) {
     file_.reset();
     std::error_code error;
     std::filesystem::rename(current, path(".earlier.jsonl"), error);
-    TITAN_CHECK(!error, "can't rename ", current.string(), ": ", error.message());
+    TITAN_CHECK(!error, "cannot rename ", current.string(), ": ", error.message());
   }
   file_ = std::make_unique<AppendFile>(current, /*truncate=*/true);
   written_ = 0;
   append(head);
 }
 
-void StructuredFile::go_on(const std::string& head) {
+void StructuredFile::reopen(const std::string& head) {
   const auto current = path(".jsonl");
   file_ = std::make_unique<AppendFile>(current, /*truncate=*/false);
   std::error_code error;

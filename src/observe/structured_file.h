@@ -1,16 +1,22 @@
 #pragma once
 
-// An event of the structured log, and its line.
+// The lines of a structured log, and the file that they go to.
 
 #include <sys/types.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <limits>
 #include <memory>
 #include <string>
-#include <string_view>
+
+#include <c10/core/Device.h>
 
 #include "core/durable.h"
+
+namespace titan::dist {
+class World;
+}
 
 namespace titan::train {
 
@@ -24,22 +30,24 @@ struct StructuredEvent {
   int64_t relative_step = 0;                                ///< of this process, from 1; 0 before its first
   double value = std::numeric_limits<double>::quiet_NaN();  ///< NaN: none; of an end: milliseconds
   pid_t thread = 0;
-  uint8_t step_tags = 0;  ///< bits of kSavesTag, kValidatesTag
+  uint8_t step_tags = 0;  ///< kSavesTag | kValidatesTag
   EventKind kind = EventKind::Instant;
 };
 
 inline constexpr uint8_t kSavesTag = 1;
 inline constexpr uint8_t kValidatesTag = 2;
 
-/// Writes events as lines that a process's number, rank and host are part of.
+int64_t steady_now_ns();
+
+/// Writes events as JSON lines that name this process, its rank and its host.
 class EventLines {
  public:
   EventLines(int rank, int local_rank);
 
-  /// Wall clock = steady clock + offset, as of now: clocks drift and are set.
+  /// Measures the offset of the wall clock from the steady clock again: clocks drift, and people set them.
   void set_clock();
 
-  /// `environment`: a JSON object. For the top of each file.
+  /// The first line of each file. `environment`: a JSON object.
   std::string process_line(const std::string& environment);
   void append(std::string& text, const StructuredEvent& event);
 
@@ -53,12 +61,11 @@ class EventLines {
   std::string identity_;  // `, "rank": 0, ...`
 };
 
-int64_t steady_now_ns();
+/// A JSON object for process_line(): versions, machine, device, place in the job, command line, threads.
+std::string process_environment_json(const dist::World& world, at::Device device);
 
-// The file of a structured log, which doesn't grow beyond a limit.
-
-/// Half of the limit is in `<stem>.jsonl`; when that is full, it becomes `<stem>.earlier.jsonl` in place of
-/// the last such file, and a new one begins with `head`.
+/// Bounded by `max_bytes`: `<stem>.jsonl` takes half of them. When that is full it becomes
+/// `<stem>.earlier.jsonl`, replacing the previous such file, and a new one starts with `head`.
 class StructuredFile {
  public:
   StructuredFile(std::filesystem::path folder, std::string stem, int64_t max_bytes)
@@ -66,12 +73,11 @@ class StructuredFile {
 
   bool is_open() const { return file_ != nullptr; }
   bool is_full() const { return is_open() && written_ >= max_bytes_ / 2; }
-  /// The first file, or the next. Throws Error.
+  /// Opens the first file, or the next one. Throws Error.
   void open(const std::string& head);
-  /// After an error: the file is closed, and go_on() opens it again where it ends, which may be within a
-  /// line.
+  /// After an error: close, then reopen() to append. The file may end within a line.
   void close() { file_.reset(); }
-  void go_on(const std::string& head);
+  void reopen(const std::string& head);
   /// Throws Error.
   void append(const std::string& lines);
 
@@ -85,13 +91,12 @@ class StructuredFile {
   std::unique_ptr<AppendFile> file_;
 };
 
-/// Of a rank's processes the newest `kept` stay; files of older ones are removed, so that a job that fails
-/// again and again doesn't fill its folder. What can't be removed stays.
+/// Keeps the logs of the newest `kept` processes of a rank, so that a job that fails again and again doesn't
+/// fill its folder. Files that can't be removed stay.
 void remove_old_logs(const std::filesystem::path& folder, int rank, size_t kept);
 
-/// "train.global_rank_3.20261121-234000-123456-a1b2c3": of a process that starts now, in UTC with
-/// microseconds, so that names sort as the processes began: on any host, across a change of the clocks, and
-/// within a second.
+/// "train.global_rank_3.20261121-234000-123456-a1b2c3", for a process that starts now. UTC with microseconds,
+/// so that names sort by start time: on any host, across clock changes, and within a second.
 std::string structured_stem(int rank);
 
 }  // namespace titan::train

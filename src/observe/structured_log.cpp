@@ -1,7 +1,8 @@
-#include "titan/observe/structured_log.h"
+#include "observe/structured_log.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -25,50 +26,30 @@ namespace {
 
 constexpr auto kWritePeriod = std::chrono::seconds(1);
 constexpr size_t kWriteEvents = 200;  // 64 KiB of lines
-// More are waiting only where the disk stands still.
+// Only a stalled disk lets more events queue up.
 constexpr size_t kMostQueued = size_t{1} << 18;
 constexpr size_t kMostInOneWrite = size_t{256} << 10;
 constexpr const char* kPostData = "post_dataloading_process";
 constexpr const char* kTrainer = "titan::train::Trainer";
 
-// TorchTitan's names of the phases.
+// TorchTitan's names for the phases.
 const char* span_name(Phase phase) {
-  switch (phase) {
-    case Phase::Load:
-      return "checkpoint_load";
-    case Phase::Step:
-      return "step";
-    case Phase::Data:
-      return "fetching_batch";
-    case Phase::ForwardBackward:
-      return "fwd_bwd";
-    case Phase::Optimizer:
-      return "optim";
-    case Phase::Log:
-      return "collect_dist_metrics";
-    case Phase::Save:
-      return "checkpoint_save";
-    case Phase::Validate:
-      return "eval";
-    case Phase::CheckReplicas:
-      return "check_replicas";
-    case Phase::Finish:
-      return "teardown";
-  }
-  return "unknown";
+  static constexpr std::array names = {
+      "checkpoint_load", "step", "fetching_batch", "fwd_bwd", "optim", "collect_dist_metrics",
+      "checkpoint_save", "eval", "check_replicas", "teardown"};
+  return names[static_cast<size_t>(phase)];
 }
 
 }  // namespace
 
 void describe(config::Table<StructuredLogSettings>& table) {
   table.field("enable", &StructuredLogSettings::enable,
-              "each rank writes what it does over time, a JSON object an event");
-  table.field("folder", &StructuredLogSettings::folder, "of these files, under job.dump_folder");
+              "each rank writes what it does over time, one JSON object per event");
+  table.field("folder", &StructuredLogSettings::folder, "folder of these files, under job.dump_folder");
   table.field("max_mib", &StructuredLogSettings::max_mib,
-              "of one process's events, in MiB; the older half of more than this is dropped",
-              config::at_least(1));
+              "most MiB of one process's events; beyond that the older half is dropped", config::at_least(1));
   table.field("keep_latest_k", &StructuredLogSettings::keep_latest_k,
-              "of each rank's processes (a restart is a new one), the logs of the newest so many stay",
+              "how many processes of each rank keep their logs, the newest ones (a restart is a new process)",
               config::at_least(1));
 }
 
@@ -77,7 +58,7 @@ struct StructuredLog::Impl {
       : options(std::move(given)),
         lines(options.rank, options.local_rank),
         file(options.folder, structured_stem(options.rank), options.max_bytes) {
-    const checkpoint::detail::SignalsBlocked blocked;
+    const SignalsBlocked blocked;
     writer = std::thread([this] { write_until_ended(); });
   }
   ~Impl() {
@@ -89,12 +70,12 @@ struct StructuredLog::Impl {
     writer.join();
   }
 
-  // Under the lock:
+  // Called under the lock:
   pid_t calling_thread();
   void push(StructuredEvent event);
   void push_end(StructuredEvent event);
   void end_post_data(int64_t now);
-  // The writer's:
+  // Called by the writer thread:
   bool is_due() const { return ending || flushes_done < flushes_wanted || queue.size() >= kWriteEvents; }
   void write_until_ended();
   void write(const std::vector<StructuredEvent>& events, int64_t lost);
@@ -102,7 +83,7 @@ struct StructuredLog::Impl {
   void append(const std::vector<StructuredEvent>& events);
 
   Options options;
-  std::mutex mutex;  // of what stands up to the writer's own
+  std::mutex mutex;  // guards everything up to the writer's own fields
   std::condition_variable wake, written;
   std::vector<StructuredEvent> queue;
   int64_t dropped = 0;
@@ -114,8 +95,8 @@ struct StructuredLog::Impl {
   std::thread::id last_thread_id;
   std::map<std::pair<pid_t, std::string_view>, int64_t> open_spans;  // steady ns
   std::array<int64_t, static_cast<size_t>(Phase::Finish) + 1> open_phases{};
-  int64_t post_data_ns = 0;  // since when batches are there and the forward hasn't begun; 0: not now
-  // The writer's own.
+  int64_t post_data_ns = 0;  // when the batches arrived, until the forward begins; else 0
+  // The writer's own fields.
   EventLines lines;
   StructuredFile file;
   std::string text;
@@ -124,8 +105,8 @@ struct StructuredLog::Impl {
   std::thread writer;  // last: it uses all of the above
 };
 
-// The system call costs more than the rest of an event, and it is nearly always the training thread that
-// calls.
+// Remembers the last thread: the system call costs more than the rest of an event, and nearly all events come
+// from the training thread.
 pid_t StructuredLog::Impl::calling_thread() {
   if (const auto id = std::this_thread::get_id(); id != last_thread_id) {
     last_thread_id = id;
@@ -165,7 +146,7 @@ void StructuredLog::Impl::write_until_ended() {
   }
 }
 
-// What a run is for doesn't depend on it: a disk that is full for a while costs the events of that while.
+// The run doesn't depend on its log: a full disk only costs the events that come meanwhile.
 void StructuredLog::Impl::write(const std::vector<StructuredEvent>& events, int64_t lost) {
   lost_events += lost;
   if (events.empty() && file.is_open() && lost_events == 0) return;
@@ -176,10 +157,10 @@ void StructuredLog::Impl::write(const std::vector<StructuredEvent>& events, int6
   try {
     open();
     append(events);
-    if (std::exchange(failed, false)) log::info("the structured log goes on");
+    if (std::exchange(failed, false)) log::info("the structured log continues");
   } catch (const std::exception& error) {
     if (!failed)
-      log::warning(str("the structured log has a gap from here on, the run goes on: ", error.what()));
+      log::warning(str("the structured log has a gap from here on; the run continues: ", error.what()));
     failed = true;
     file.close();
     retry_ns = steady_now_ns() + std::chrono::nanoseconds(options.retry).count();
@@ -189,7 +170,7 @@ void StructuredLog::Impl::write(const std::vector<StructuredEvent>& events, int6
 
 void StructuredLog::Impl::open() {
   lines.set_clock();
-  if (failed) return file.go_on(lines.process_line(options.environment));
+  if (failed) return file.reopen(lines.process_line(options.environment));
   if (file.is_open()) return;
   file.open(lines.process_line(options.environment));
   remove_old_logs(options.folder, options.rank, options.kept_processes);
@@ -250,8 +231,8 @@ void StructuredLog::end(Phase phase, int64_t /*step*/, bool failed) {
   impl_->push({.name = kPostData, .caller = kTrainer, .steady_ns = now, .kind = EventKind::Start});
 }
 
-// From a step's batches to its forward: the ranks add up their counts of tokens, so that all wait here for
-// the one whose data come last.
+// The span between a step's batches and its forward: the ranks sum their token counts there, so all of them
+// wait for the rank whose data arrives last.
 void StructuredLog::Impl::end_post_data(int64_t now) {
   const int64_t began = std::exchange(post_data_ns, 0);
   if (began > 0)
@@ -262,7 +243,7 @@ void StructuredLog::Impl::end_post_data(int64_t now) {
           .kind = EventKind::End});
 }
 
-// A span that fails has an _error before its _end.
+// A failed span has an _error before its _end.
 void StructuredLog::Impl::push_end(StructuredEvent event) {
   if (event.kind == EventKind::Error) {
     push(event);

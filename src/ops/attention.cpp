@@ -5,36 +5,51 @@
 #include <ATen/ops/zeros.h>
 
 #include "ops/attention_kernels.h"
+#include "ops/autograd_node.h"
 #include "ops/operators.h"
-#include "titan/ops/functional.h"
 
 namespace titan::ops {
 
 namespace {
 
-at::Tensor heads_first(const at::Tensor& x) { return x.transpose(1, 2); }
+// Attention as one node of the graph. q, k, v and out are [B, S, H, D]; log_sum_exp is the implementation's
+// own.
+struct AttentionBackward : BackwardNode {
+  SavedVariable q, k, v, out, log_sum_exp;
 
-struct KernelAttentionBackward final : AttentionBackward {
-  variable_list backward(const at::Tensor& grad) override {
-    const auto grads = run_attention_kernel_backward(
-        heads_first(grad), heads_first(q.unpack()), heads_first(k.unpack()), heads_first(v.unpack()),
-        heads_first(out.unpack(getptr())), log_sum_exp.unpack(), /*causal=*/true);
-    return {heads_first(grads.q), heads_first(grads.k), heads_first(grads.v)};
+  void save_inputs(const QueriesKeysValues& in) {
+    q = save_input(in.q);
+    k = save_input(in.k);
+    v = save_input(in.v);
   }
-  std::string name() const override { return "titan::causal_attention backward (LibTorch's kernel)"; }
+  void save_results(const at::Tensor& result, const at::Tensor& sums) {
+    out = SavedVariable(result, /*is_output=*/true);
+    log_sum_exp = save_input(sums);
+  }
+  QueriesKeysValues unpack_inputs() const { return {q.unpack(), k.unpack(), v.unpack()}; }
+  void release_variables() override {
+    for (SavedVariable* saved : {&q, &k, &v, &out, &log_sum_exp}) saved->reset_data();
+  }
 };
 
-}  // namespace
-
-at::Tensor kernel_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  using Results = std::tuple<at::Tensor, at::Tensor>;
-  return recorded_attention<KernelAttentionBackward>(q, k, v, [&]() -> Results {
-    const auto result = run_attention_kernel(heads_first(q), heads_first(k), heads_first(v), /*causal=*/true);
-    return {heads_first(result.out), result.log_sum_exp};
+// compute() returns (out, log_sum_exp), below autograd; a checkpoint may keep both ([Note: kept outputs]).
+// NodeType: an AttentionBackward.
+template <class NodeType, class Compute>
+at::Tensor recorded_attention(const QueriesKeysValues& in, const Compute& compute) {
+  std::shared_ptr<NodeType> node;
+  if (compute_requires_grad(in.q, in.k, in.v)) {
+    node = make_node<NodeType>(in.q, in.k, in.v);
+    node->save_inputs(in);
+  }
+  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&]() -> std::tuple<at::Tensor, at::Tensor> {
+    BelowAutograd guard;
+    return compute();
   });
+  if (!node) return out;
+  set_history(out, node);
+  node->save_results(out, log_sum_exp);
+  return out;
 }
-
-namespace {
 
 struct CausalAttentionBackward final : AttentionBackward {
   variable_list backward(const at::Tensor& grad) override {
@@ -42,54 +57,71 @@ struct CausalAttentionBackward final : AttentionBackward {
                                                                      const at::Tensor&, const at::Tensor&,
                                                                      const at::Tensor&, const at::Tensor&);
     static const auto op = find_operator<Signature>("titan::causal_attention_backward");
+    const QueriesKeysValues in = unpack_inputs();
     auto [grad_q, grad_k, grad_v] =
-        op.call(grad, q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()), log_sum_exp.unpack());
+        op.call(grad, in.q, in.k, in.v, out.unpack(getptr()), log_sum_exp.unpack());
     return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
   }
   std::string name() const override { return "titan::causal_attention backward"; }
 };
 
-void check_parts(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                 int64_t first_query) {
+at::Tensor own_attention(const QueriesKeysValues& in) {
+  using Signature =
+      std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+  static const auto op = find_operator<Signature>("titan::causal_attention");
+  return recorded_attention<CausalAttentionBackward>(in, [&] { return op.call(in.q, in.k, in.v); });
+}
+
+struct KernelAttentionBackward final : AttentionBackward {
+  variable_list backward(const at::Tensor& grad) override {
+    const QueriesKeysValues grads = heads_first(run_attention_kernel_backward(
+        heads_first(grad), heads_first(unpack_inputs()),
+        {heads_first(out.unpack(getptr())), log_sum_exp.unpack()}, /*causal=*/true));
+    return {grads.q, grads.k, grads.v};
+  }
+  std::string name() const override { return "titan::causal_attention backward (LibTorch's kernel)"; }
+};
+
+at::Tensor libtorchs_attention(const QueriesKeysValues& in) {
+  const bool grouped = in.q.size(2) != in.k.size(2);
+  return heads_first(at::scaled_dot_product_attention(heads_first(in.q), heads_first(in.k), heads_first(in.v),
+                                                      /*attn_mask=*/{}, /*dropout_p=*/0.0,
+                                                      /*is_causal=*/true, /*scale=*/std::nullopt, grouped));
+}
+
+void check_shapes(const char* op, const QueriesKeysValues& in, const char* keys) {
+  const auto& [q, k, v] = in;
   TITAN_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
-                  q.size(3) == k.size(3) && k.size(2) > 0 && q.size(2) % k.size(2) == 0 && k.size(1) > 0,
-              op, ": expected q [B, S, H, D] and k, v [B, T, K, D] with H a multiple of K, got ", q.sizes(),
+                  q.size(3) == k.size(3) && k.size(2) > 0 && q.size(2) % k.size(2) == 0,
+              op, ": expected q [B, S, H, D] and k, v ", keys, " with H a multiple of K, got ", q.sizes(),
               ", ", k.sizes(), ", ", v.sizes());
+}
+
+void check_part(const char* op, const QueriesKeysValues& in, int64_t first_query) {
+  check_shapes(op, in, "[B, T, K, D]");
+  TITAN_CHECK(in.k.size(1) > 0, op, ": there are no keys");
   TITAN_CHECK(first_query >= 0, op, ": first_query is ", first_query,
               ", so that the first query sees no key; leave such queries out");
 }
 
-at::Tensor own_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-  using Results = std::tuple<at::Tensor, at::Tensor>;
-  using Signature = Results(const at::Tensor&, const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("titan::causal_attention");
-  return recorded_attention<CausalAttentionBackward>(q, k, v, [&]() -> Results { return op.call(q, k, v); });
-}
-
-bool is_16bit(const at::Tensor& x) {
-  return x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-}
-
-at::Tensor libtorchs_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
-  const bool grouped = q_BSHD.size(2) != k_BSKD.size(2);
-  return at::scaled_dot_product_attention(
-             q_BSHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKD.transpose(1, 2), /*attn_mask=*/{},
-             /*dropout_p=*/0.0, /*is_causal=*/true, /*scale=*/std::nullopt, grouped)
-      .transpose(1, 2);
-}
-
 }  // namespace
 
+at::Tensor kernel_attention(const QueriesKeysValues& in) {
+  return recorded_attention<KernelAttentionBackward>(in, [&]() -> std::tuple<at::Tensor, at::Tensor> {
+    const KernelResult result = run_attention_kernel(heads_first(in), /*causal=*/true);
+    return {heads_first(result.out), result.log_sum_exp};
+  });
+}
+
 at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
-  TITAN_CHECK(q_BSHD.dim() == 4 && k_BSKD.dim() == 4 && k_BSKD.sizes() == v_BSKD.sizes() &&
-                  q_BSHD.size(0) == k_BSKD.size(0) && q_BSHD.size(1) == k_BSKD.size(1) &&
-                  q_BSHD.size(3) == k_BSKD.size(3) && k_BSKD.size(2) > 0 &&
-                  q_BSHD.size(2) % k_BSKD.size(2) == 0,
-              "causal_attention: expected q [B, S, H, D] and k, v [B, S, K, D] with H a multiple of K, got ",
-              q_BSHD.sizes(), ", ", k_BSKD.sizes(), ", ", v_BSKD.sizes());
-  if (q_BSHD.is_cpu() || q_BSHD.is_meta()) return own_attention(q_BSHD, k_BSKD, v_BSKD);
-  if (SavedOutputs::current() && is_16bit(q_BSHD)) return kernel_attention(q_BSHD, k_BSKD, v_BSKD);
-  return libtorchs_attention(q_BSHD, k_BSKD, v_BSKD);
+  const QueriesKeysValues in{q_BSHD, k_BSKD, v_BSKD};
+  check_shapes("causal_attention", in, "[B, S, K, D]");
+  TITAN_CHECK(q_BSHD.size(1) == k_BSKD.size(1), "causal_attention: ", q_BSHD.size(1), " queries and ",
+              k_BSKD.size(1), " keys; expected as many");
+  if (q_BSHD.is_cpu() || q_BSHD.is_meta()) return own_attention(in);
+  const bool is_16bit = q_BSHD.scalar_type() == at::kBFloat16 || q_BSHD.scalar_type() == at::kHalf;
+  if (SavedOutputs::current() && is_16bit) return kernel_attention(in);
+  return libtorchs_attention(in);
 }
 
 AttentionSum AttentionSum::of_no_keys(const at::Tensor& q_BSHD) {
@@ -102,15 +134,14 @@ AttentionSum AttentionSum::rows(int64_t first, int64_t count) const {
   return {out_BSHD.narrow(1, first, count), log_sum_exp_BHS.narrow(2, first, count)};
 }
 
-void attend(const AttentionSum& sum, const at::Tensor& q_BSHD, const at::Tensor& k_BTKD,
-            const at::Tensor& v_BTKD, int64_t first_query) {
-  check_parts("attend", q_BSHD, k_BTKD, v_BTKD, first_query);
+void attend(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query) {
+  check_part("attend", in, first_query);
   using Signature =
       void(at::Tensor&, at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t);
   static const auto op = find_operator<Signature>("titan::attend_");
   BelowAutograd guard;
   at::Tensor out = sum.out_BSHD, log_sum_exp = sum.log_sum_exp_BHS;
-  op.call(out, log_sum_exp, q_BSHD, k_BTKD, v_BTKD, first_query);
+  op.call(out, log_sum_exp, in.q, in.k, in.v, first_query);
 }
 
 AttentionGradients AttentionGradients::zeros(const at::Tensor& q_BSHD, const at::Tensor& k_BTKD) {
@@ -119,16 +150,16 @@ AttentionGradients AttentionGradients::zeros(const at::Tensor& q_BSHD, const at:
   return {zeros_like(q_BSHD), zeros_like(k_BTKD), zeros_like(k_BTKD)};
 }
 
-void attend_backward(const AttentionGradients& grads, const at::Tensor& grad_BSHD, const at::Tensor& q_BSHD,
-                     const at::Tensor& k_BTKD, const at::Tensor& v_BTKD, const at::Tensor& out_BSHD,
-                     const at::Tensor& log_sum_exp_BHS, int64_t first_query) {
-  check_parts("attend_backward", q_BSHD, k_BTKD, v_BTKD, first_query);
+void attend_backward(const AttentionGradients& grads, const at::Tensor& grad_BSHD,
+                     const QueriesKeysValues& in, const AttentionSum& all_keys, int64_t first_query) {
+  check_part("attend_backward", in, first_query);
   using Signature = void(at::Tensor&, at::Tensor&, at::Tensor&, const at::Tensor&, const at::Tensor&,
                          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t);
   static const auto op = find_operator<Signature>("titan::attend_backward_");
   BelowAutograd guard;
   at::Tensor grad_q = grads.q_BSHD, grad_k = grads.k_BTKD, grad_v = grads.v_BTKD;
-  op.call(grad_q, grad_k, grad_v, grad_BSHD, q_BSHD, k_BTKD, v_BTKD, out_BSHD, log_sum_exp_BHS, first_query);
+  op.call(grad_q, grad_k, grad_v, grad_BSHD, in.q, in.k, in.v, all_keys.out_BSHD, all_keys.log_sum_exp_BHS,
+          first_query);
 }
 
 }  // namespace titan::ops

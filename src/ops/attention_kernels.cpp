@@ -15,7 +15,6 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -27,6 +26,7 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/util/SmallVector.h>
 
 #include "ops/operators.h"
 #include "titan/core/error.h"
@@ -35,83 +35,170 @@ namespace titan::ops {
 
 namespace {
 
-at::Tensor by_heads(const at::Tensor& x_BSHD) { return x_BSHD.transpose(1, 2); }
+using at::SDPBackend;
+using at::Tensor;
 
-// The kernels know two masks. Queries that see `first_query` more keys than on a diagonal are a part without
-// a mask, and a causal one.
-struct Part {
-  int64_t first_key, num_keys;
+using Qkv = QueriesKeysValues;
+
+constexpr double kNoDropout = 0.0;
+
+// What scaled_dot_product_attention would choose, except for its last resort, the whole matrix of scores:
+// here SDPBackend::math means tiles of it.
+SDPBackend choose(const Qkv& in, bool causal) {
+  const bool grouped = in.q.size(1) != in.k.size(1);
+  const auto choice = static_cast<SDPBackend>(
+      at::_fused_sdp_choice(in.q, in.k, in.v, /*attn_mask=*/{}, kNoDropout, causal, /*scale=*/{}, grouped));
+  // It pads heads for flash, which supports only multiples of 8 features.
+  if (choice == SDPBackend::flash_attention && in.q.size(3) % 8 != 0) return SDPBackend::math;
+  if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
+  // It doesn't choose the efficient kernel for grouped heads, which that doesn't support; here each head of a
+  // group is a call of its own.
+  const bool takes_groups = grouped && in.q.scalar_type() == at::kFloat && in.q.size(3) % 4 == 0;
+  return choice == SDPBackend::efficient_attention || takes_groups ? SDPBackend::efficient_attention
+                                                                   : SDPBackend::math;
+}
+
+// State of a dropout that isn't used.
+Tensor no_seed(const Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
+// The same for a kernel that wants one state.
+Tensor no_state(const Tensor& like) { return at::zeros({2}, like.options().dtype(at::kUInt64)); }
+
+// ---- the CPU's
+
+KernelResult flash_on_cpu(const Qkv& any, bool causal) {
+  const Qkv in = with_adjacent_features(any);
+  auto [out, log_sum_exp] =
+      at::_scaled_dot_product_flash_attention_for_cpu(in.q, in.k, in.v, kNoDropout, causal);
+  return {out, log_sum_exp};
+}
+
+Qkv flash_on_cpu_backward(const Tensor& grad, const Qkv& any, const KernelResult& result, bool causal) {
+  const Qkv in = with_adjacent_features(any);
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      with_adjacent_features(grad), in.q, in.k, in.v, with_adjacent_features(result.out), result.log_sum_exp,
+      kNoDropout, causal);
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- flash
+
+KernelResult flash(const Qkv& in, bool causal) {
+  auto result = at::_scaled_dot_product_flash_attention(in.q, in.k, in.v, kNoDropout, causal);
+  return {std::get<0>(result), std::get<1>(result)};
+}
+
+Qkv flash_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_backward(
+      grad, in.q, in.k, in.v, result.out, result.log_sum_exp.contiguous(), /*cum_seq_q=*/{}, /*cum_seq_k=*/{},
+      in.q.size(2), in.k.size(2), kNoDropout, causal, no_state(in.q), no_seed(in.q));
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- cuDNN
+
+KernelResult cudnn(const Qkv& in, bool causal) {
+  auto result = at::_scaled_dot_product_cudnn_attention(in.q, in.k, in.v, /*attn_bias=*/{},
+                                                        /*compute_log_sumexp=*/true, kNoDropout, causal);
+  const Tensor& log_sum_exp = std::get<1>(result);
+  return {std::get<0>(result), log_sum_exp.dim() == 4 ? log_sum_exp.squeeze(-1) : log_sum_exp};
+}
+
+Qkv cudnn_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_cudnn_attention_backward(
+      grad, in.q, in.k, in.v, result.out, result.log_sum_exp.contiguous().unsqueeze(-1), no_seed(in.q),
+      no_seed(in.q), /*attn_bias=*/{}, /*cum_seq_q=*/{}, /*cum_seq_k=*/{}, in.q.size(2), in.k.size(2),
+      kNoDropout, causal);
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- memory-efficient
+
+// Its log-sum-exp has a multiple of this many rows.
+constexpr int64_t kEfficientAlignment = 32;
+
+// Query heads g, G + g, ... read the key heads 0, 1, ...: with groups of G, one call for each g and no copies
+// of keys.
+Tensor heads_of_group(const Tensor& x, int64_t g, int64_t group) {
+  return group == 1 ? x : x.unflatten(1, {-1, group}).select(2, g);
+}
+
+KernelResult efficient(const Qkv& in, bool causal) {
+  const Tensor& q = in.q;
+  const int64_t group = q.size(1) / in.k.size(1);
+  KernelResult result{at::empty_like(q),
+                      at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
+  for (int64_t g = 0; g < group; ++g) {
+    auto part = at::_scaled_dot_product_efficient_attention(heads_of_group(q, g, group), in.k, in.v,
+                                                            /*attn_bias=*/{}, /*compute_log_sumexp=*/true,
+                                                            kNoDropout, causal);
+    heads_of_group(result.out, g, group).copy_(std::get<0>(part));
+    heads_of_group(result.log_sum_exp, g, group).copy_(std::get<1>(part).narrow(2, 0, q.size(2)));
+  }
+  return result;
+}
+
+Qkv efficient_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  const int64_t group = in.q.size(1) / in.k.size(1), rest = -in.q.size(2) % kEfficientAlignment;
+  const Tensor padded = rest == 0 ? result.log_sum_exp
+                                  : at::constant_pad_nd(result.log_sum_exp, {0, rest + kEfficientAlignment});
+  Qkv grads{at::empty_like(in.q), at::zeros_like(in.k), at::zeros_like(in.v)};
+  for (int64_t g = 0; g < group; ++g) {
+    const auto mine = [&](const Tensor& x) { return heads_of_group(x, g, group); };
+    auto part = at::_scaled_dot_product_efficient_attention_backward(
+        mine(grad), mine(in.q), in.k, in.v, /*attn_bias=*/{}, mine(result.out), mine(padded).contiguous(),
+        no_seed(in.q), no_seed(in.q), kNoDropout, /*grad_input_mask=*/{true, true, true, false}, causal);
+    mine(grads.q).copy_(std::get<0>(part));
+    grads.k.add_(std::get<1>(part));
+    grads.v.add_(std::get<2>(part));
+  }
+  return grads;
+}
+
+// ---- parts of the keys
+
+// into += part, as results of one softmax over the keys of both. Sequence first.
+void merge_attention(Tensor& into_BSHD, Tensor& into_log_sum_exp_BHS, const KernelResult& part) {
+  const Tensor sums = part.log_sum_exp.to(into_log_sum_exp_BHS.scalar_type());
+  // The part's share of the sum; all of it where there was nothing (-inf).
+  const Tensor weight = at::sigmoid(sums - into_log_sum_exp_BHS).transpose(1, 2).unsqueeze(-1);
+  into_BSHD.lerp_(part.out.to(into_BSHD.scalar_type()), weight);
+  at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, sums);
+}
+
+// The kernels support no mask and the causal one. Where queries see `first_query` keys more than a diagonal
+// shows, these are a part without a mask, and the rest is a causal one.
+struct KeyRange {
+  int64_t first, count;
   bool causal;
 };
 
-c10::SmallVector<Part, 2> parts_of(int64_t num_queries, int64_t num_keys, int64_t first_query) {
+c10::SmallVector<KeyRange, 2> key_ranges(int64_t num_queries, int64_t num_keys, int64_t first_query) {
   if (first_query >= num_keys - 1) return {{0, num_keys, false}};
-  c10::SmallVector<Part, 2> parts;
-  if (first_query > 0) parts.push_back({0, first_query, false});
-  // What no query sees is left out: the kernels differ in where they put a diagonal that isn't square.
+  c10::SmallVector<KeyRange, 2> ranges;
+  if (first_query > 0) ranges.push_back({0, first_query, false});
+  // Keys that no query sees are left out: kernels disagree on where to put a diagonal that isn't square.
   const int64_t on_diagonal = std::min(num_queries, num_keys - first_query);
   TITAN_CHECK(on_diagonal == num_queries, "attention in parts: ", num_queries, " queries from position ",
-              first_query, " on see a diagonal of ", on_diagonal,
-              " keys only; LibTorch's kernels need one that is square, or no mask");
-  parts.push_back({first_query, on_diagonal, true});
-  return parts;
+              first_query, " on see a diagonal of only ", on_diagonal,
+              " keys; LibTorch's kernels need a square one, or no mask");
+  ranges.push_back({first_query, on_diagonal, true});
+  return ranges;
 }
 
-}  // namespace
-
-void merge_attention(at::Tensor& into_BSHD, at::Tensor& into_log_sum_exp_BHS, const at::Tensor& part_BSHD,
-                     const at::Tensor& part_log_sum_exp_BHS) {
-  const at::Tensor part = part_log_sum_exp_BHS.to(into_log_sum_exp_BHS.scalar_type());
-  // Of the sum, what the part contributes; all of it where there was nothing (-inf).
-  const at::Tensor weight = at::sigmoid(part - into_log_sum_exp_BHS).transpose(1, 2).unsqueeze(-1);
-  into_BSHD.lerp_(part_BSHD.to(into_BSHD.scalar_type()), weight);
-  at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, part);
-}
-
-void attend_by_libtorch(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, const at::Tensor& k,
-                        const at::Tensor& v, int64_t first_query) {
-  for (const Part& part : parts_of(q.size(1), k.size(1), first_query)) {
-    const auto keys = [&](const at::Tensor& x) {
-      return by_heads(x.narrow(1, part.first_key, part.num_keys));
-    };
-    const KernelResult result = run_attention_kernel(by_heads(q), keys(k), keys(v), part.causal);
-    merge_attention(out, log_sum_exp, by_heads(result.out), result.log_sum_exp);
-  }
-}
-
-void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Tensor& grad_v,
-                                 const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                 const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
-                                 int64_t first_query) {
-  for (const Part& part : parts_of(q.size(1), k.size(1), first_query)) {
-    const auto keys = [&](const at::Tensor& x) { return x.narrow(1, part.first_key, part.num_keys); };
-    const KernelGradients grads =
-        run_attention_kernel_backward(by_heads(grad), by_heads(q), by_heads(keys(k)), by_heads(keys(v)),
-                                      by_heads(out), log_sum_exp, part.causal);
-    grad_q.add_(by_heads(grads.q));
-    keys(grad_k).add_(by_heads(grads.k));
-    keys(grad_v).add_(by_heads(grads.v));
-  }
-}
-
-// B batch, K key heads, G query heads that share one, S queries, T keys of a tile, D features.
-
-namespace {
-
-using at::Tensor;
+// ---- tiles: B batch, K key heads, G query heads that share one, S queries, T keys of a tile, D features
 
 constexpr int64_t kTile = 256;
 
-// What all tiles share. Queries carry the scale.
-struct Queries {
+// What all tiles share: the scaled queries.
+struct TiledQueries {
   int64_t group;
   Tensor q_BKGSD;
   at::ScalarType wide;
 
-  Queries(const Tensor& q, const Tensor& k)
-      : group(q.size(1) / k.size(1)),
-        q_BKGSD(grouped(q) / std::sqrt(static_cast<double>(q.size(3)))),
-        wide(composite::accumulate_type(q)) {}
+  explicit TiledQueries(const Qkv& in)
+      : group(in.q.size(1) / in.k.size(1)),
+        q_BKGSD(grouped(in.q) / std::sqrt(static_cast<double>(in.q.size(3)))),
+        wide(composite::accumulate_type(in.q)) {}
   /// x [B, H, S, ...] in at least fp32.
   Tensor grouped(const Tensor& x) const {
     return x.to(composite::accumulate_type(x)).unflatten(1, {-1, group});
@@ -126,10 +213,10 @@ struct Tile {
   Tensor keys(const Tensor& x, at::ScalarType dtype) const {
     return x.narrow(2, first, count).to(dtype).unsqueeze(2);  // [B, K, 1, T, D]
   }
-  /// Of x [B, K, G, S, ...].
+  /// From x [B, K, G, S, ...].
   Tensor queries(const Tensor& x) const { return x.narrow(3, first_query, x.size(3) - first_query); }
 
-  Tensor scores(const Queries& of, const Tensor& keys_BK1TD) const {
+  Tensor scores(const TiledQueries& of, const Tensor& keys_BK1TD) const {
     Tensor scores = at::matmul(queries(of.q_BKGSD), keys_BK1TD.transpose(-1, -2));
     if (!causal) return scores;
     const Tensor hidden = at::ones({scores.size(-2), count}, scores.options().dtype(at::kBool)).triu_(1);
@@ -138,42 +225,70 @@ struct Tile {
 };
 
 template <class Visit>
-void for_each_tile(const Tensor& q, const Tensor& k, bool causal, Visit visit) {
-  const int64_t keys = causal ? std::min(k.size(2), q.size(2)) : k.size(2);
+void for_each_tile(const Qkv& in, bool causal, Visit visit) {
+  const int64_t keys = causal ? std::min(in.k.size(2), in.q.size(2)) : in.k.size(2);
   for (int64_t first = 0; first < keys; first += kTile)
     visit(Tile{first, std::min(kTile, keys - first), causal ? first : 0, causal});
 }
 
 }  // namespace
 
-KernelResult tiled_attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  const Queries of(q, k);
+KernelResult run_attention_kernel(const Qkv& in, bool causal) {
+  if (in.q.is_cpu()) return flash_on_cpu(in, causal);
+  switch (choose(in, causal)) {
+    case SDPBackend::flash_attention:
+      return flash(in, causal);
+    case SDPBackend::cudnn_attention:
+      return cudnn(in, causal);
+    case SDPBackend::efficient_attention:
+      return efficient(in, causal);
+    default:
+      return tiled_attention(in, causal);
+  }
+}
+
+Qkv run_attention_kernel_backward(const Tensor& grad, const Qkv& in, const KernelResult& result,
+                                  bool causal) {
+  if (in.q.is_cpu()) return flash_on_cpu_backward(grad, in, result, causal);
+  switch (choose(in, causal)) {
+    case SDPBackend::flash_attention:
+      return flash_backward(grad, in, result, causal);
+    case SDPBackend::cudnn_attention:
+      return cudnn_backward(grad, in, result, causal);
+    case SDPBackend::efficient_attention:
+      return efficient_backward(grad, in, result, causal);
+    default:
+      return tiled_attention_backward(grad, in, result, causal);
+  }
+}
+
+KernelResult tiled_attention(const Qkv& in, bool causal) {
+  const TiledQueries of(in);
+  const Tensor& q = in.q;
   Tensor out = at::zeros(q.sizes(), q.options().dtype(of.wide));
   Tensor log_sum_exp =
       at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), out.options());
-  for_each_tile(q, k, causal, [&](const Tile& tile) {
-    const Tensor scores = tile.scores(of, tile.keys(k, of.wide));
+  for_each_tile(in, causal, [&](const Tile& tile) {
+    const Tensor scores = tile.scores(of, tile.keys(in.k, of.wide));
     const Tensor sums = at::logsumexp(scores, {-1}, /*keepdim=*/true);
-    const Tensor part = at::matmul((scores - sums).exp_(), tile.keys(v, of.wide));
+    const Tensor part = at::matmul((scores - sums).exp_(), tile.keys(in.v, of.wide));
     const int64_t rows = q.size(2) - tile.first_query;
-    Tensor into = out.narrow(2, tile.first_query, rows).transpose(1, 2),
+    Tensor into = heads_first(out.narrow(2, tile.first_query, rows)),
            into_sums = log_sum_exp.narrow(2, tile.first_query, rows);
-    merge_attention(into, into_sums, part.flatten(1, 2).transpose(1, 2), sums.squeeze(-1).flatten(1, 2));
+    merge_attention(into, into_sums, {heads_first(part.flatten(1, 2)), sums.squeeze(-1).flatten(1, 2)});
   });
   return {out.to(q.scalar_type()), log_sum_exp};
 }
 
-KernelGradients tiled_attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
-                                         const Tensor& v, const Tensor& out, const Tensor& log_sum_exp,
-                                         bool causal) {
-  const Queries of(q, k);
-  const double scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+Qkv tiled_attention_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  const TiledQueries of(in);
+  const double scale = 1 / std::sqrt(static_cast<double>(in.q.size(3)));
   const auto zeros_like = [&](const Tensor& x) { return at::zeros(x.sizes(), x.options().dtype(of.wide)); };
-  KernelGradients grads{zeros_like(q), zeros_like(k), zeros_like(v)};
-  const Tensor grad_BKGSD = of.grouped(grad), sums_BKGS1 = of.grouped(log_sum_exp).unsqueeze(-1);
-  const Tensor delta_BKGS1 = (grad_BKGSD * of.grouped(out)).sum(-1, /*keepdim=*/true);
-  for_each_tile(q, k, causal, [&](const Tile& tile) {
-    const Tensor keys = tile.keys(k, of.wide), values = tile.keys(v, of.wide),
+  Qkv grads{zeros_like(in.q), zeros_like(in.k), zeros_like(in.v)};
+  const Tensor grad_BKGSD = of.grouped(grad), sums_BKGS1 = of.grouped(result.log_sum_exp).unsqueeze(-1);
+  const Tensor delta_BKGS1 = (grad_BKGSD * of.grouped(result.out)).sum(-1, /*keepdim=*/true);
+  for_each_tile(in, causal, [&](const Tile& tile) {
+    const Tensor keys = tile.keys(in.k, of.wide), values = tile.keys(in.v, of.wide),
                  grad_out = tile.queries(grad_BKGSD);
     const Tensor p = (tile.scores(of, keys) - tile.queries(sums_BKGS1)).exp_();
     const Tensor ds = p * (at::matmul(grad_out, values.transpose(-1, -2)) - tile.queries(delta_BKGS1));
@@ -185,156 +300,26 @@ KernelGradients tiled_attention_backward(const Tensor& grad, const Tensor& q, co
   return grads;
 }
 
-namespace {
-
-using at::SDPBackend;
-using at::Tensor;
-
-// What scaled_dot_product_attention would take; instead of its last choice, the whole matrix of scores, tiles
-// of it (SDPBackend::math here).
-SDPBackend choose(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  const bool grouped = q.size(1) != k.size(1);
-  const auto choice = static_cast<SDPBackend>(
-      at::_fused_sdp_choice(q, k, v, /*attn_mask=*/{}, /*dropout_p=*/0.0, causal, /*scale=*/{}, grouped));
-  // It pads heads for flash, which takes multiples of 8 features only.
-  if (choice == SDPBackend::flash_attention && q.size(3) % 8 != 0) return SDPBackend::math;
-  if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
-  // The efficient kernel isn't chosen for groups, which it doesn't know; here they come to it one by one.
-  const bool takes_groups = grouped && q.scalar_type() == at::kFloat && q.size(3) % 4 == 0;
-  return choice == SDPBackend::efficient_attention || takes_groups ? SDPBackend::efficient_attention
-                                                                   : SDPBackend::math;
-}
-
-// Of dropout, which there is none of.
-Tensor no_seed(const Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
-// The same where a kernel wants it as one state.
-Tensor no_state(const Tensor& like) { return at::zeros({2}, like.options().dtype(at::kUInt64)); }
-
-// ---- the CPU's
-
-// It takes a head's features for adjacent, and doesn't look.
-Tensor with_adjacent_features(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
-
-KernelResult flash_on_cpu(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  auto [out, log_sum_exp] =
-      at::_scaled_dot_product_flash_attention_for_cpu(with_adjacent_features(q), with_adjacent_features(k),
-                                                      with_adjacent_features(v), /*dropout_p=*/0.0, causal);
-  return {out, log_sum_exp};
-}
-
-KernelGradients flash_on_cpu_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                                      const Tensor& out, const Tensor& log_sum_exp, bool causal) {
-  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      with_adjacent_features(grad), with_adjacent_features(q), with_adjacent_features(k),
-      with_adjacent_features(v), with_adjacent_features(out), log_sum_exp, /*dropout_p=*/0.0, causal);
-  return {grad_q, grad_k, grad_v};
-}
-
-// ---- flash
-
-KernelResult flash(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  auto result = at::_scaled_dot_product_flash_attention(q, k, v, /*dropout_p=*/0.0, causal);
-  return {std::get<0>(result), std::get<1>(result)};
-}
-
-KernelGradients flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& out, const Tensor& log_sum_exp, bool causal) {
-  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_backward(
-      grad, q, k, v, out, log_sum_exp.contiguous(), /*cum_seq_q=*/{}, /*cum_seq_k=*/{}, q.size(2), k.size(2),
-      /*dropout_p=*/0.0, causal, no_state(q), no_seed(q));
-  return {grad_q, grad_k, grad_v};
-}
-
-// ---- cuDNN
-
-KernelResult cudnn(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  auto result =
-      at::_scaled_dot_product_cudnn_attention(q, k, v, /*attn_bias=*/{},
-                                              /*compute_log_sumexp=*/true, /*dropout_p=*/0.0, causal);
-  const Tensor& log_sum_exp = std::get<1>(result);
-  return {std::get<0>(result), log_sum_exp.dim() == 4 ? log_sum_exp.squeeze(-1) : log_sum_exp};
-}
-
-KernelGradients cudnn_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Tensor& out, const Tensor& log_sum_exp, bool causal) {
-  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_cudnn_attention_backward(
-      grad, q, k, v, out, log_sum_exp.contiguous().unsqueeze(-1), no_seed(q), no_seed(q), /*attn_bias=*/{},
-      /*cum_seq_q=*/{}, /*cum_seq_k=*/{}, q.size(2), k.size(2), /*dropout_p=*/0.0, causal);
-  return {grad_q, grad_k, grad_v};
-}
-
-// ---- memory-efficient
-
-// Its log-sum-exp has rows of a multiple of this.
-constexpr int64_t kEfficientAlignment = 32;
-
-// Query heads g, G + g, ... read the key heads 0, 1, ...: with G of them a call for each g, and no copies of
-// keys.
-Tensor heads_of_group(const Tensor& x, int64_t g, int64_t group) {
-  return group == 1 ? x : x.unflatten(1, {-1, group}).select(2, g);
-}
-
-KernelResult efficient(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  const int64_t group = q.size(1) / k.size(1);
-  KernelResult result{at::empty_like(q),
-                      at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
-  for (int64_t g = 0; g < group; ++g) {
-    auto part = at::_scaled_dot_product_efficient_attention(heads_of_group(q, g, group), k, v,
-                                                            /*attn_bias=*/{}, /*compute_log_sumexp=*/true,
-                                                            /*dropout_p=*/0.0, causal);
-    heads_of_group(result.out, g, group).copy_(std::get<0>(part));
-    heads_of_group(result.log_sum_exp, g, group).copy_(std::get<1>(part).narrow(2, 0, q.size(2)));
-  }
-  return result;
-}
-
-KernelGradients efficient_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
-                                   const Tensor& out, const Tensor& log_sum_exp, bool causal) {
-  const int64_t group = q.size(1) / k.size(1), rest = -q.size(2) % kEfficientAlignment;
-  const Tensor padded =
-      rest == 0 ? log_sum_exp : at::constant_pad_nd(log_sum_exp, {0, rest + kEfficientAlignment});
-  KernelGradients grads{at::empty_like(q), at::zeros_like(k), at::zeros_like(v)};
-  for (int64_t g = 0; g < group; ++g) {
-    const auto mine = [&](const Tensor& x) { return heads_of_group(x, g, group); };
-    auto part = at::_scaled_dot_product_efficient_attention_backward(
-        mine(grad), mine(q), k, v, /*attn_bias=*/{}, mine(out), mine(padded).contiguous(), no_seed(q),
-        no_seed(q), /*dropout_p=*/0.0, /*grad_input_mask=*/{true, true, true, false}, causal);
-    mine(grads.q).copy_(std::get<0>(part));
-    grads.k.add_(std::get<1>(part));
-    grads.v.add_(std::get<2>(part));
-  }
-  return grads;
-}
-
-}  // namespace
-
-KernelResult run_attention_kernel(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  if (q.is_cpu()) return flash_on_cpu(q, k, v, causal);
-  switch (choose(q, k, v, causal)) {
-    case SDPBackend::flash_attention:
-      return flash(q, k, v, causal);
-    case SDPBackend::cudnn_attention:
-      return cudnn(q, k, v, causal);
-    case SDPBackend::efficient_attention:
-      return efficient(q, k, v, causal);
-    default:
-      return tiled_attention(q, k, v, causal);
+void attend_by_libtorch(Tensor& out, Tensor& log_sum_exp, const Tensor& q, const Tensor& k, const Tensor& v,
+                        int64_t first_query) {
+  for (const KeyRange& range : key_ranges(q.size(1), k.size(1), first_query)) {
+    const auto keys = [&](const Tensor& x) { return x.narrow(1, range.first, range.count); };
+    const KernelResult part = run_attention_kernel(heads_first(Qkv{q, keys(k), keys(v)}), range.causal);
+    merge_attention(out, log_sum_exp, {heads_first(part.out), part.log_sum_exp});
   }
 }
 
-KernelGradients run_attention_kernel_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
-                                              const Tensor& v, const Tensor& out, const Tensor& log_sum_exp,
-                                              bool causal) {
-  if (q.is_cpu()) return flash_on_cpu_backward(grad, q, k, v, out, log_sum_exp, causal);
-  switch (choose(q, k, v, causal)) {
-    case SDPBackend::flash_attention:
-      return flash_backward(grad, q, k, v, out, log_sum_exp, causal);
-    case SDPBackend::cudnn_attention:
-      return cudnn_backward(grad, q, k, v, out, log_sum_exp, causal);
-    case SDPBackend::efficient_attention:
-      return efficient_backward(grad, q, k, v, out, log_sum_exp, causal);
-    default:
-      return tiled_attention_backward(grad, q, k, v, out, log_sum_exp, causal);
+void attend_backward_by_libtorch(Tensor& grad_q, Tensor& grad_k, Tensor& grad_v, const Tensor& grad,
+                                 const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                                 const Tensor& log_sum_exp, int64_t first_query) {
+  for (const KeyRange& range : key_ranges(q.size(1), k.size(1), first_query)) {
+    const auto keys = [&](const Tensor& x) { return x.narrow(1, range.first, range.count); };
+    const Qkv grads =
+        heads_first(run_attention_kernel_backward(heads_first(grad), heads_first(Qkv{q, keys(k), keys(v)}),
+                                                  {heads_first(out), log_sum_exp}, range.causal));
+    grad_q.add_(grads.q);
+    keys(grad_k).add_(grads.k);
+    keys(grad_v).add_(grads.v);
   }
 }
 

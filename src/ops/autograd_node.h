@@ -1,9 +1,8 @@
 #pragma once
 
-// What our operations share towards the autograd engine. Hand-written nodes rather than
-// torch::autograd::Function: they hold sinks and products, and cost a third of its host time.
-
-#include <memory>
+// What our operations share towards the autograd engine: hand-written nodes, and the inputs that they keep
+// for the backward. Nodes rather than torch::autograd::Function, as they hold sinks and products and cost a
+// third of its host time.
 
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/function.h>
@@ -22,12 +21,19 @@ using torch::autograd::SavedVariable;
 using torch::autograd::set_history;
 using torch::autograd::variable_list;
 
+/// In its scope, LibTorch's operations aren't recorded and make no views in autograd's sense.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+inline void refuse_second_derivative(const torch::autograd::Node& node) {
+  TITAN_CHECK(!at::GradMode::is_enabled(), node.name(),
+              " has no second derivative: call backward with create_graph = false");
+}
+
 /// The backward of an operation with one output.
 class BackwardNode : public torch::autograd::Node {
  public:
   variable_list apply(variable_list&& grads) final {
-    TITAN_CHECK(!at::GradMode::is_enabled(), name(),
-                " has no second derivative: call backward with create_graph = false");
+    refuse_second_derivative(*this);
     if (!grads[0].defined()) return variable_list(num_outputs());
     return backward(grads[0]);
   }
@@ -36,8 +42,8 @@ class BackwardNode : public torch::autograd::Node {
   virtual variable_list backward(const at::Tensor& grad) = 0;
 };
 
-/// The node of an operation on `inputs`, whose gradients are theirs, in this order. set_history(output, node)
-/// makes it the output's.
+/// The node of an operation on `inputs`; its results are their gradients, in this order. set_history(output,
+/// node) attaches it to the output.
 template <class NodeType, class... Inputs>
 std::shared_ptr<NodeType> make_node(const Inputs&... inputs) {
   auto node = std::shared_ptr<NodeType>(new NodeType(), torch::autograd::deleteNode);
@@ -49,7 +55,7 @@ std::shared_ptr<NodeType> make_node(const Inputs&... inputs) {
 template <class NodeType, class... Inputs>
 std::shared_ptr<NodeType> record(const at::Tensor& output, const Inputs&... inputs) {
   auto node = make_node<NodeType>(inputs...);
-  torch::autograd::set_history(output, node);
+  set_history(output, node);
   return node;
 }
 
@@ -57,25 +63,18 @@ inline SavedVariable save_input(const at::Tensor& tensor) {
   return SavedVariable(tensor, /*is_output=*/false);
 }
 
-/// Below it, LibTorch's operations aren't recorded and make no views in autograd's sense.
-using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
-
-// An input that an operation keeps for its backward: itself, or what makes it again.
-
 /// [..., F] as [N, F]; F may be 0.
 inline at::Tensor as_rows(const at::Tensor& x) {
   if (x.dim() == 2) return x;
   return x.reshape({c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1), x.size(-1)});
 }
-
-/// The same of an operand's values.
 inline Operand as_rows(Operand operand) {
   if (operand.values.defined()) operand.values = as_rows(operand.values);
   return operand;
 }
 
-/// What `products` keep of an input. Where saved tensors are dropped, the forms that they would cast are on
-/// the meta device ([Note: dropped tensors]).
+/// The form of an input that `products` keep. Where saved tensors are dropped, the casts that this would make
+/// are on the meta device ([Note: dropped tensors]).
 inline Operand kept_of(const Operand& input, const Products& products) {
   BelowAutograd guard;
   if (!saved_tensors_are_dropped()) return products.kept(input);
@@ -95,53 +94,46 @@ inline Operand kept_of(const Operand& input, const Products& products) {
   return kept;
 }
 
-/// [Note: outputs made again]
-/// A product's weight gradient needs its input, and an elementwise operation before it needs its own inputs:
-/// kept, the operation's output is memory for something that costs one pass over its inputs. (SwiGLU's is a
-/// sixth of what a Llama block keeps.) So the product keeps the operation's node instead, which it holds
-/// anyway, and asks that for the output again: the same bits, and the node can't have given up its inputs
-/// yet, as its backward waits for the product's.
-class RemakingNode : public BackwardNode {
+/// [Note: recomputed outputs]
+/// A product's weight gradient needs the product's input, and an elementwise operation before it needs its
+/// own inputs: to keep that operation's output as well would spend memory on something that costs one pass
+/// over its inputs. (SwiGLU's output is a sixth of what a Llama block keeps.) So the product keeps the
+/// operation's node instead, which it holds anyway, and asks it for the output again. It gets the same bits,
+/// and the node still has its inputs, as its backward waits for the product's.
+class RecomputingNode : public BackwardNode {
  public:
-  /// The output once more, from what the node saved. It holds on to that until its own backward: under
-  /// activation checkpointing asking twice would compute it twice.
-  virtual at::Tensor remake() = 0;
+  /// The output once more, from what the node saved. The node holds on to the unpacked inputs until its own
+  /// backward: under activation checkpointing, unpacking twice would compute them twice.
+  virtual at::Tensor recompute() = 0;
 };
 
 /// An operand of a product between forward and backward.
 class SavedInput {
  public:
   SavedInput() = default;
-  /// The values.
+  /// Saves the values.
   explicit SavedInput(const at::Tensor& input)
-      : maker_(std::dynamic_pointer_cast<RemakingNode>(input.grad_fn())), dtype_(input.scalar_type()) {
+      : maker_(std::dynamic_pointer_cast<RecomputingNode>(input.grad_fn())), dtype_(input.scalar_type()) {
     if (!maker_) values_ = save_input(input);
   }
-  /// Of an input that nothing makes again.
-  explicit SavedInput(const Operand& kept) : dtype_(kept.dtype) {
-    if (kept.values.defined()) values_ = save_input(kept.values);
-    along_rows_ = Scaled(kept.along_rows);
-    down_columns_ = Scaled(kept.down_columns);
-  }
-  /// `operand`: of `input` for the forward; of it is saved what `products` keep. Of an input that is made
-  /// again nothing is but the scale, where the matrix has one.
+  /// Saves the forms of an input that no node can recompute.
+  explicit SavedInput(const Operand& kept) : dtype_(kept.dtype) { save_forms(kept, kept.values); }
+  /// Saves what `products` keep of `input`, which the forward multiplied as `operand`. For an input that will
+  /// be recomputed that is only the scale, if the whole matrix has one.
   SavedInput(const at::Tensor& input, const Operand& operand, const Products& products)
-      : dtype_(operand.dtype) {
-    maker_ = std::dynamic_pointer_cast<RemakingNode>(input.grad_fn());
+      : maker_(std::dynamic_pointer_cast<RecomputingNode>(input.grad_fn())), dtype_(operand.dtype) {
     if (!maker_) {
-      const Operand kept = kept_of(operand, products);
-      if (kept.values.defined()) values_ = save_input(input);
-      along_rows_ = Scaled(kept.along_rows);
-      down_columns_ = Scaled(kept.down_columns);
+      save_forms(kept_of(operand, products), input);
     } else if (operand.along_rows.scale.defined() && operand.along_rows.scale.dim() == 0) {
       scale_ = save_input(operand.along_rows.scale);
     }
   }
+
   /// With `values` in the input's shape.
   Operand unpack() const {
     Operand operand;
     if (maker_) {
-      operand = maker_->remake();
+      operand = maker_->recompute();
       operand.along_rows.scale = scale_.unpack();
       return operand;
     }
@@ -160,7 +152,7 @@ class SavedInput {
   }
 
  private:
-  // Under activation checkpointing each tensor is asked for by itself.
+  // Activation checkpointing asks for each tensor separately.
   struct Scaled {
     Scaled() = default;
     explicit Scaled(const ScaledMatrix& matrix) {
@@ -176,8 +168,14 @@ class SavedInput {
     SavedVariable data, scale;
   };
 
-  std::shared_ptr<RemakingNode> maker_;
-  SavedVariable scale_;  // of what `maker_` makes
+  void save_forms(const Operand& kept, const at::Tensor& values) {
+    if (kept.values.defined()) values_ = save_input(values);
+    along_rows_ = Scaled(kept.along_rows);
+    down_columns_ = Scaled(kept.down_columns);
+  }
+
+  std::shared_ptr<RecomputingNode> maker_;
+  SavedVariable scale_;  // of what `maker_` computes
   SavedVariable values_;
   Scaled along_rows_, down_columns_;
   at::ScalarType dtype_ = at::kFloat;

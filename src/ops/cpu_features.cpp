@@ -11,7 +11,7 @@ CpuFeatures detect() {
   features.amd = __builtin_cpu_is("amd");
   features.avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  features.fast_16bit_products = features.avx512;  // what oneDNN's bf16 product asks for
+  features.fast_16bit_products = features.avx512;  // what oneDNN's bf16 product requires
   return features;
 }
 #else

@@ -2,11 +2,11 @@
 
 namespace titan::ops {
 
-/// What the processor is, as far as the choice of kernels depends on it.
+/// The processor's properties that the choice of kernels depends on.
 struct CpuFeatures {
   bool amd = false;
   bool avx512 = false;               ///< foundation, byte/word, doubleword/quadword and short vectors
-  bool fast_16bit_products = false;  ///< LibTorch's bf16 products have a vector kernel here
+  bool fast_16bit_products = false;  ///< LibTorch has a vector kernel for bf16 products here
 };
 
 const CpuFeatures& cpu_features();

@@ -1,8 +1,5 @@
 #include "titan/ops/functional.h"
 
-#include <optional>
-#include <utility>
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/embedding.h>
@@ -15,90 +12,61 @@ namespace titan::ops {
 
 namespace {
 
-at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& tokens, const at::Tensor& foreign,
-                           int64_t num_embeddings) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-  static const auto op = find_operator<Signature>("titan::embedding_backward");
-  if (num_embeddings == 0)
-    return at::zeros({0, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
-  const at::Tensor own = foreign.defined() ? grad.masked_fill(foreign.unsqueeze(-1), 0) : grad;
-  return op.call(own, tokens, num_embeddings);
-}
+// ---- embedding
+
+// The rows of the weight that tokens look up, and the backward's inputs.
+struct Lookup {
+  at::Tensor rows;     // int64, as the tokens
+  at::Tensor foreign;  // where another part has the row, and 0 stands in its place; undefined: nowhere
+  int64_t num_rows = 0;
+
+  Lookup(const at::Tensor& tokens, const VocabularyPart& part, int64_t num_rows)
+      : rows(tokens), num_rows(num_rows) {
+    if (!part.parts) return;
+    const at::Tensor wrong = tokens.lt(0) | tokens.ge(part.size);
+    if (tokens.is_cuda()) at::_assert_async(wrong.any().logical_not());
+    if (tokens.is_cpu() && tokens.numel() > 0) {
+      TITAN_CHECK(!wrong.any().item<bool>(), "embedding: token ",
+                  tokens.masked_select(wrong)[0].item<int64_t>(), " isn't in a vocabulary of ", part.size);
+    }
+    rows = tokens - part.first;
+    foreign = rows.lt(0) | rows.ge(num_rows);
+    rows = rows.masked_fill(foreign, 0);
+  }
+
+  at::Tensor forward(const at::Tensor& weight) const {
+    std::vector<int64_t> sizes = rows.sizes().vec();
+    sizes.push_back(weight.size(1));
+    at::Tensor out = num_rows > 0 ? at::embedding(weight, rows) : at::zeros(sizes, weight.options());
+    return foreign.defined() ? out.masked_fill_(foreign.unsqueeze(-1), 0) : out;
+  }
+
+  at::Tensor weight_gradient(const at::Tensor& grad) const {
+    using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
+    static const auto op = find_operator<Signature>("titan::embedding_backward");
+    if (num_rows == 0)
+      return at::zeros({0, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
+    return op.call(foreign.defined() ? grad.masked_fill(foreign.unsqueeze(-1), 0) : grad, rows, num_rows);
+  }
+};
 
 struct EmbeddingBackward final : BackwardNode {
-  at::Tensor tokens;
-  at::Tensor foreign;  // tokens of other parts; undefined where the vocabulary is whole
-  int64_t num_embeddings = 0;
+  std::optional<Lookup> lookup;
   at::ScalarType dtype = at::kFloat;
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
-    if (!weight_sink) return {weight_gradient(grad, tokens, foreign, num_embeddings).to(dtype)};
-    weight_sink->accept(
-        {.compute = [grad, tokens = tokens, foreign = foreign,
-                     rows = num_embeddings] { return weight_gradient(grad, tokens, foreign, rows); },
-         .reads = {grad, tokens, foreign}});
+    TITAN_CHECK(lookup, "embedding: a second backward through the same graph");
+    if (!weight_sink) return {lookup->weight_gradient(grad).to(dtype)};
+    weight_sink->accept({.compute = [grad, lookup = *lookup] { return lookup.weight_gradient(grad); },
+                         .reads = {grad, lookup->rows, lookup->foreign}});
     return {at::Tensor()};
   }
-  void release_variables() override {
-    tokens.reset();
-    foreign.reset();
-  }
+  void release_variables() override { lookup.reset(); }
   std::string name() const override { return "titan::embedding backward"; }
 };
 
-struct Lookup {
-  at::Tensor rows;     // of the weight
-  at::Tensor foreign;  // where the row is another part's, and 0 stands in its place
-};
-
-Lookup local_lookup(const at::Tensor& tokens, const VocabularyPart& part, int64_t num_rows) {
-  const at::Tensor wrong = tokens.lt(0) | tokens.ge(part.size);
-  if (tokens.is_cuda()) at::_assert_async(wrong.any().logical_not());
-  if (tokens.is_cpu() && tokens.numel() > 0) {
-    TITAN_CHECK(!wrong.any().item<bool>(), "embedding: token ",
-                tokens.masked_select(wrong)[0].item<int64_t>(), " isn't in a vocabulary of ", part.size);
-  }
-  const at::Tensor rows = tokens - part.first;
-  const at::Tensor foreign = rows.lt(0) | rows.ge(num_rows);
-  return {rows.masked_fill(foreign, 0), foreign};
-}
-
-std::vector<int64_t> output_sizes(at::IntArrayRef sizes, int64_t last) {
-  std::vector<int64_t> result = sizes.vec();
-  result.push_back(last);
-  return result;
-}
-
-}  // namespace
-
-at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
-                     const std::shared_ptr<GradSink>& weight_sink, const VocabularyPart& part) {
-  TITAN_CHECK(weight_VD.dim() == 2, "embedding: expected a weight of [vocabulary, size], got ",
-              weight_VD.sizes());
-  TITAN_CHECK(tokens.scalar_type() == at::kLong, "embedding: expected int64 tokens, got ",
-              tokens.scalar_type());
-  Lookup lookup{tokens, {}};
-  at::Tensor out;
-  {
-    BelowAutograd guard;
-    if (part.parts) lookup = local_lookup(tokens, part, weight_VD.size(0));
-    out = weight_VD.size(0) > 0
-              ? at::embedding(weight_VD, lookup.rows)
-              : at::zeros(output_sizes(tokens.sizes(), weight_VD.size(1)), weight_VD.options());
-    if (lookup.foreign.defined()) out.masked_fill_(lookup.foreign.unsqueeze(-1), 0);
-  }
-  if (!compute_requires_grad(weight_VD)) return out;
-  const auto node = record<EmbeddingBackward>(out, weight_VD);
-  node->tokens = lookup.rows;
-  node->foreign = lookup.foreign;
-  node->num_embeddings = weight_VD.size(0);
-  node->dtype = weight_VD.scalar_type();
-  node->weight_sink = weight_sink;
-  return out;
-}
-
-namespace {
+// ---- RMS norm
 
 struct RmsNormBackward final : BackwardNode {
   enum Input : size_t { X, Weight };
@@ -115,7 +83,7 @@ struct RmsNormBackward final : BackwardNode {
     if (task_should_compute_output(X)) grads[X] = std::move(grad_x);
     if (!task_should_compute_output(Weight)) return grads;
     if (weight_sink) {
-      // A vector, summed in the pass that makes grad_x; where weights' gradients wait, so does this one.
+      // A vector that is computed already; it waits where the gradients of weights wait.
       weight_sink->accept({.compute = [sum = grad_weight] { return sum; }, .reads = {grad_weight}});
     } else {
       grads[Weight] = grad_weight.to(scales.scalar_type());
@@ -123,14 +91,112 @@ struct RmsNormBackward final : BackwardNode {
     return grads;
   }
   void release_variables() override {
-    x.reset_data();
-    weight.reset_data();
-    rstd.reset_data();
+    for (SavedVariable* saved : {&x, &weight, &rstd}) saved->reset_data();
   }
   std::string name() const override { return "titan::rms_norm backward"; }
 };
 
+// ---- rotary positions
+
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions, bool inverse) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool);
+  static const auto op = find_operator<Signature>("titan::rotary");
+  return op.call(x, table, positions.defined() ? std::optional(positions) : std::nullopt, inverse);
+}
+
+// A rotation's transpose is its inverse.
+struct RotaryBackward final : BackwardNode {
+  at::Tensor table, positions;  // neither is differentiable, nor written to between forward and backward
+
+  variable_list backward(const at::Tensor& grad) override {
+    return {rotate(grad, table, positions, /*inverse=*/true)};
+  }
+  void release_variables() override {
+    table.reset();
+    positions.reset();
+  }
+  std::string name() const override { return "titan::rotary backward"; }
+};
+
+void check_rotary(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions) {
+  TITAN_CHECK(x.dim() == 4 && x.size(3) % 2 == 0,
+              "rotary: expected x of [batch, sequence, heads, an even size], got ", x.sizes());
+  TITAN_CHECK(table.dim() == 2 && table.size(1) == x.size(3) &&
+                  (table.scalar_type() == at::kFloat || table.scalar_type() == at::kDouble),
+              "rotary: expected a fp32 or float64 table of [positions, ", x.size(3), "], got ",
+              table.scalar_type(), " ", table.sizes());
+  if (!positions.defined()) {
+    TITAN_CHECK(x.size(1) <= table.size(0), "rotary: a sequence of ", x.size(1),
+                " tokens is longer than the table of ", table.size(0));
+    return;
+  }
+  const bool fits = (positions.dim() == 1 ||
+                     (positions.dim() == 2 && (positions.size(0) == x.size(0) || positions.size(0) == 1))) &&
+                    positions.size(-1) == x.size(1) && positions.scalar_type() == at::kLong;
+  TITAN_CHECK(fits, "rotary: expected int64 positions of [", x.size(1), "] or [", x.size(0), ", ", x.size(1),
+              "], got ", positions.scalar_type(), " ", positions.sizes());
+}
+
+// ---- SwiGLU
+
+using GateAndUp = std::pair<at::Tensor, at::Tensor>;
+
+at::Tensor swiglu_forward(const GateAndUp& in) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
+  static const auto op = find_operator<Signature>("titan::swiglu");
+  BelowAutograd guard;
+  return op.call(in.first, in.second);
+}
+
+struct SwigluBackward final : RecomputingNode {
+  SavedVariable gate, up;
+
+  at::Tensor recompute() override {
+    unpacked_ = {gate.unpack(), up.unpack()};
+    return swiglu_forward(*unpacked_);
+  }
+  variable_list backward(const at::Tensor& grad) override {
+    using Signature =
+        std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+    static const auto op = find_operator<Signature>("titan::swiglu_backward");
+    if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
+    const GateAndUp in = *std::exchange(unpacked_, std::nullopt);
+    auto [grad_gate, grad_up] = op.call(grad, in.first, in.second);
+    return {std::move(grad_gate), std::move(grad_up)};
+  }
+  void release_variables() override {
+    unpacked_.reset();
+    gate.reset_data();
+    up.reset_data();
+  }
+  std::string name() const override { return "titan::swiglu backward"; }
+
+ private:
+  std::optional<GateAndUp> unpacked_;
+};
+
 }  // namespace
+
+at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
+                     const std::shared_ptr<GradSink>& weight_sink, const VocabularyPart& part) {
+  TITAN_CHECK(weight_VD.dim() == 2, "embedding: expected a weight of [vocabulary, size], got ",
+              weight_VD.sizes());
+  TITAN_CHECK(tokens.scalar_type() == at::kLong, "embedding: expected int64 tokens, got ",
+              tokens.scalar_type());
+  std::optional<Lookup> lookup;
+  at::Tensor out;
+  {
+    BelowAutograd guard;
+    lookup.emplace(tokens, part, weight_VD.size(0));
+    out = lookup->forward(weight_VD);
+  }
+  if (!compute_requires_grad(weight_VD)) return out;
+  const auto node = record<EmbeddingBackward>(out, weight_VD);
+  node->lookup = std::move(lookup);
+  node->dtype = weight_VD.scalar_type();
+  node->weight_sink = weight_sink;
+  return out;
+}
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink) {
@@ -152,51 +218,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
   return y;
 }
 
-namespace {
-
-at::Tensor rotate(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions, bool inverse) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool);
-  static const auto op = find_operator<Signature>("titan::rotary");
-  return op.call(x, table, positions.defined() ? std::optional(positions) : std::nullopt, inverse);
-}
-
-// A rotation's transpose is the rotation back.
-struct RotaryBackward final : BackwardNode {
-  at::Tensor table, positions;  // neither is differentiable, nor written to between forward and backward
-
-  variable_list backward(const at::Tensor& grad) override {
-    return {rotate(grad, table, positions, /*inverse=*/true)};
-  }
-  void release_variables() override {
-    table.reset();
-    positions.reset();
-  }
-  std::string name() const override { return "titan::rotary backward"; }
-};
-
-void check_shapes(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions) {
-  TITAN_CHECK(x.dim() == 4 && x.size(3) % 2 == 0,
-              "rotary: expected x of [batch, sequence, heads, an even size], got ", x.sizes());
-  TITAN_CHECK(table.dim() == 2 && table.size(1) == x.size(3) &&
-                  (table.scalar_type() == at::kFloat || table.scalar_type() == at::kDouble),
-              "rotary: expected a fp32 or float64 table of [positions, ", x.size(3), "], got ",
-              table.scalar_type(), " ", table.sizes());
-  if (!positions.defined()) {
-    TITAN_CHECK(x.size(1) <= table.size(0), "rotary: a sequence of ", x.size(1),
-                " tokens is longer than the table of ", table.size(0));
-    return;
-  }
-  const bool fits = (positions.dim() == 1 ||
-                     (positions.dim() == 2 && (positions.size(0) == x.size(0) || positions.size(0) == 1))) &&
-                    positions.size(-1) == x.size(1) && positions.scalar_type() == at::kLong;
-  TITAN_CHECK(fits, "rotary: expected int64 positions of [", x.size(1), "] or [", x.size(0), ", ", x.size(1),
-              "], got ", positions.scalar_type(), " ", positions.sizes());
-}
-
-}  // namespace
-
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions) {
-  check_shapes(x_BSHD, table_PD, positions);
+  check_rotary(x_BSHD, table_PD, positions);
   at::Tensor out;
   {
     BelowAutograd guard;
@@ -209,50 +232,11 @@ at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at
   return out;
 }
 
-namespace {
-
-at::Tensor forward(const at::Tensor& gate, const at::Tensor& up) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("titan::swiglu");
-  BelowAutograd guard;
-  return op.call(gate, up);
-}
-
-struct SwigluBackward final : RemakingNode {
-  SavedVariable gate, up;
-
-  at::Tensor remake() override {
-    unpacked_ = {gate.unpack(), up.unpack()};
-    return forward(unpacked_->first, unpacked_->second);
-  }
-
-  variable_list backward(const at::Tensor& grad) override {
-    using Signature =
-        std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>("titan::swiglu_backward");
-    if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
-    const auto [of_gate, of_up] = *std::exchange(unpacked_, std::nullopt);
-    auto [grad_gate, grad_up] = op.call(grad, of_gate, of_up);
-    return {std::move(grad_gate), std::move(grad_up)};
-  }
-  void release_variables() override {
-    unpacked_.reset();
-    gate.reset_data();
-    up.reset_data();
-  }
-  std::string name() const override { return "titan::swiglu backward"; }
-
- private:
-  std::optional<std::pair<at::Tensor, at::Tensor>> unpacked_;
-};
-
-}  // namespace
-
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   TITAN_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
               "swiglu: expected two tensors of one shape and dtype, got ", gate.scalar_type(), " ",
               gate.sizes(), " and ", up.scalar_type(), " ", up.sizes());
-  at::Tensor out = forward(gate, up);
+  at::Tensor out = swiglu_forward({gate, up});
   if (!compute_requires_grad(gate, up)) return out;
   const auto node = record<SwigluBackward>(out, gate, up);
   node->gate = save_input(gate);

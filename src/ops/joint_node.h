@@ -1,30 +1,29 @@
 #pragma once
 
-// One input of several layers: what is cast of it in a forward, and what is kept for the backward.
+// What nodes of linear layers share: the input that several layers may read, in the forward and kept for the
+// backward, and the backward itself.
 
 #include <algorithm>
-#include <memory>
 #include <optional>
-#include <vector>
 
 #include "ops/autograd_node.h"
 #include "titan/ops/linear.h"
 
 namespace titan::ops {
 
+using ProductsOfEach = std::vector<SharedProducts>;
+
 /// [Note: an input of several layers]
-/// Layers whose products join share the scale and each cast of their input. For the backward the one form is
-/// kept that their weights' gradients multiply. Where layers don't join (one stays in high precision, or each
-/// has a delayed scale of its own) a form for each would come to more than the input itself. So the input is
-/// kept, once, and of each form the scale, where it has one for the whole; the backward casts again, once for
-/// all who share.
+/// Layers whose products join share the scale and each cast of their input. For the backward the one form
+/// that their weights' gradients multiply is kept. Where layers don't join (one stays in high precision, or
+/// each has a delayed scale of its own), a form for each would take more memory than the input itself. So the
+/// input is kept, once, with the scale of each form that has one for the whole matrix; the backward casts
+/// again, once for all layers that share the cast.
 
-using ProductsOfEach = std::vector<std::shared_ptr<const Products>>;
-
-/// In a forward. Rows [N, I] come with each call, as they may be on their way until the first one.
+/// The input in a forward. Its rows [N, I] come with each call, as they may still be in flight at first.
 class JointInput {
  public:
-  /// `keeps`: of each layer, whether a backward will want its weight's gradient.
+  /// `keeps`: for each layer, whether a backward will want its weight's gradient.
   JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps);
 
   /// Whether one form serves all layers.
@@ -37,143 +36,131 @@ class JointInput {
  private:
   friend class KeptJointInput;
   struct Form {
-    bool keeps = false;  // a backward will ask for it
+    bool keeps = false;  // a backward will need it
     bool is_cast = false;
     std::optional<Operand> operand;
   };
   const ProductsOfEach& products_;
-  std::vector<size_t> leaders_;  // for each layer the first one whose casts are its too
-  std::vector<Form> forms_;      // of leaders
+  std::vector<size_t> leaders_;  // for each layer, the first one whose casts it shares
+  std::vector<Form> forms_;      // those of leaders
   bool trains_;
 };
 
-/// Between forward and backward, and in the latter.
+/// The input between forward and backward, and in the backward.
 class KeptJointInput {
  public:
-  /// `x`: what autograd knows of the rows; undefined where they are the operation's own.
+  /// `x`: the rows as autograd knows them; undefined where the operation made the rows itself.
   void save(const at::Tensor& x, const Operand& rows, JointInput& input);
   void reset_data();
 
-  /// All that was saved, at once: with checkpointing this may run the layer again. Then of(), until
-  /// forget_unpacked().
+  /// Everything that was saved, at once: with checkpointing this may run the layer again.
   void unpack();
-  /// As the gradient of layer i's weight multiplies it.
+  /// As the gradient of layer i's weight multiplies it; between unpack() and forget_unpacked().
   const Operand& of(size_t i, const ProductsOfEach& products);
-  void forget_unpacked();
+  void forget_unpacked() { unpacked_.reset(); }
 
  private:
   struct Unpacked {
     Operand rows;
     std::vector<at::Tensor> scales;
-    std::vector<std::optional<Operand>> forms;  // of leaders
+    std::vector<std::optional<Operand>> forms;  // those of leaders
   };
   std::vector<size_t> leaders_;
   SavedInput saved_;
-  std::vector<SavedVariable> scales_;  // of leaders, where the input itself is kept for several
+  std::vector<SavedVariable> scales_;  // those of leaders, where the input itself is kept for several
   std::optional<Unpacked> unpacked_;
 };
 
-// What nodes of several linear layers over one input share.
-
-/// Hands a weight's gradient to its sink, or returns it. A sink may put it off, so it gets what the product
-/// reads and no more.
-inline at::Tensor weight_gradient(const std::shared_ptr<const Products>& products,
-                                  const std::shared_ptr<GradSink>& sink, Operand grad_NO,
-                                  const Operand& x_NI) {
+/// Hands a weight's gradient to its sink, or returns it. A sink may defer it, so it gets only what the
+/// product reads.
+inline at::Tensor weight_gradient(const SharedProducts& products, const std::shared_ptr<GradSink>& sink,
+                                  Operand grad_NO, const Operand& x_NI) {
   if (!sink) return products->grad_weight(grad_NO, x_NI);
   if (grad_NO.down_columns.defined() || grad_NO.values.defined()) grad_NO.along_rows = {};
   sink->accept(WeightGrad{products, std::move(grad_NO), products->kept(x_NI)});
   return {};
 }
 
-/// The weight of a backward's product: from its source, or what the forward saved.
-inline Operand unpacked(const SavedVariable& weight, const std::shared_ptr<const WeightSource>& source) {
-  return source ? source->weight() : Operand(weight.unpack());
-}
+/// The weight of a product: from its source, or the tensor itself.
 inline Operand operand_of(const SinkedWeight& weight) {
   return weight.source ? weight.source->weight() : Operand(weight.weight);
 }
 
-/// Inputs: x, then the weights. The engine waits for the gradients of all outputs that have one.
+/// The weight between forward and backward.
+struct SavedWeight {
+  SavedVariable saved;
+  std::shared_ptr<const WeightSource> source;
+  std::shared_ptr<GradSink> sink;
+
+  SavedWeight() = default;
+  SavedWeight(const SinkedWeight& weight, bool is_read) : source(weight.source), sink(weight.sink) {
+    if (is_read && !source) saved = save_input(weight.weight);
+  }
+  Operand unpack() const { return source ? source->weight() : Operand(saved.unpack()); }
+};
+
+/// The backward of linear layers over one input. Inputs: x, then the weights. The engine waits for the
+/// gradients of all outputs that have one.
 class JointNode : public torch::autograd::Node {
  public:
   variable_list apply(variable_list&& grads) final {
-    TITAN_CHECK(!at::GradMode::is_enabled(), name(),
-                " has no second derivative: call backward with create_graph = false");
-    variable_list results(1 + weights.size());
+    refuse_second_derivative(*this);
+    variable_list results(num_outputs());
     if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor& g) { return g.defined(); }))
       backward(grads, results);
     return results;
   }
   void release_variables() override {
     x.reset_data();
-    for (SavedVariable& weight : weights) weight.reset_data();
+    for (SavedWeight& weight : weights) weight.saved.reset_data();
   }
 
-  KeptJointInput x;  // what the products multiplied
-  std::vector<SavedVariable> weights;
-  std::vector<std::shared_ptr<const WeightSource>> sources;
-  std::vector<std::shared_ptr<GradSink>> sinks;
+  KeptJointInput x;
+  std::vector<SavedWeight> weights;
   ProductsOfEach products;
 
  protected:
   virtual void backward(const variable_list& grads, variable_list& results) = 0;
 
-  /// Of the outputs; without products where there is none.
-  std::vector<Operand> grad_operands(const variable_list& grads) {
-    std::vector<Operand> operands(weights.size());
-    for (size_t i = 0; i < weights.size(); ++i)
-      if (grads[i].defined()) operands[i] = grad_operand(grads, i);
-    return operands;
-  }
   Operand grad_operand(const variable_list& grads, size_t i) {
     return products[i]->grad(as_rows(grads[i]), task_should_compute_output(0),
                              task_should_compute_output(i + 1));
   }
-  Operand weight(size_t i) const { return unpacked(weights[i], sources[i]); }
-
-  /// Both products of one output after the other, so that one output's casts are there at a time. Returns
-  /// x's gradient [N, I] where it is wanted; the weights' go into results[1...].
-  at::Tensor both_gradients(const variable_list& grads, variable_list& results) {
-    unpack_x(grads);
-    at::Tensor sum;
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (!grads[i].defined()) continue;
-      const Operand operand = grad_operand(grads, i);
-      if (task_should_compute_output(0))
-        sum = sum.defined() ? products[i]->add_grad_input(sum, operand, weight(i))
-                            : products[i]->grad_input(operand, weight(i));
-      if (wants_weight(i, grads))
-        results[i + 1] = weight_gradient(products[i], sinks[i], operand, x.of(i, products));
-    }
-    x.forget_unpacked();
-    return sum;
-  }
-  /// Into results[1...].
-  void weight_gradients(const variable_list& grads, const std::vector<Operand>& operands,
-                        variable_list& results) {
-    unpack_x(grads);
-    for (size_t i = 0; i < weights.size(); ++i)
-      if (wants_weight(i, grads))
-        results[i + 1] = weight_gradient(products[i], sinks[i], operands[i], x.of(i, products));
-    x.forget_unpacked();
+  bool wants_weight(size_t i, const variable_list& grads) const {
+    return grads[i].defined() && task_should_compute_output(i + 1);
   }
   void unpack_x(const variable_list& grads) {
     for (size_t i = 0; i < weights.size(); ++i)
       if (wants_weight(i, grads)) x.unpack();
   }
+  /// Layer i's, into results[i + 1].
+  void add_weight_gradient(size_t i, const Operand& grad, variable_list& results) {
+    x.unpack();
+    results[i + 1] = weight_gradient(products[i], weights[i].sink, grad, x.of(i, products));
+  }
 
- private:
-  bool wants_weight(size_t i, const variable_list& grads) const {
-    return grads[i].defined() && task_should_compute_output(i + 1);
+  /// Both products of one output after the other, so that only one output's casts exist at a time. Returns
+  /// x's gradient [N, I] if it is wanted; the weights' go into results[1...].
+  at::Tensor both_gradients(const variable_list& grads, variable_list& results) {
+    at::Tensor sum;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      if (!grads[i].defined()) continue;
+      const Operand grad = grad_operand(grads, i);
+      if (task_should_compute_output(0))
+        sum = sum.defined() ? products[i]->add_grad_input(sum, grad, weights[i].unpack())
+                            : products[i]->grad_input(grad, weights[i].unpack());
+      if (wants_weight(i, grads)) add_weight_gradient(i, grad, results);
+    }
+    x.forget_unpacked();
+    return sum;
   }
 };
 
-/// Null when nothing requires a gradient.
+/// Null when nothing requires a gradient. `bias`: one more input, or undefined.
 template <class NodeType>
 std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                          ProductsOfEach products) {
-  const bool any = compute_requires_grad(x) ||
+                                          const ProductsOfEach& products, const at::Tensor& bias = {}) {
+  const bool any = compute_requires_grad(x, bias) ||
                    std::any_of(weights.begin(), weights.end(),
                                [](const SinkedWeight& each) { return compute_requires_grad(each.weight); });
   if (!any) return nullptr;
@@ -181,24 +168,41 @@ std::shared_ptr<NodeType> make_joint_node(const at::Tensor& x, const std::vector
   torch::autograd::edge_list edges = torch::autograd::collect_next_edges(x);
   for (const SinkedWeight& each : weights) {
     edges.push_back(torch::autograd::collect_next_edges(each.weight)[0]);
-    node->weights.push_back(x.requires_grad() && !each.source ? save_input(each.weight) : SavedVariable());
-    node->sources.push_back(each.source);
-    node->sinks.push_back(each.sink);
+    node->weights.emplace_back(each, x.requires_grad());
   }
+  if (bias.defined()) edges.push_back(torch::autograd::collect_next_edges(bias)[0]);
   node->set_next_edges(std::move(edges));
-  node->products = std::move(products);
+  node->products = products;
   return node;
 }
 
-/// Of each weight whether a backward through `node` (null: there is none) will want its gradient.
+/// For each weight, whether a backward through `node` (null: there is none) will want its gradient.
 inline std::vector<bool> keeps_of(const std::shared_ptr<JointNode>& node,
                                   const std::vector<SinkedWeight>& weights) {
   std::vector<bool> keeps;
   for (const SinkedWeight& each : weights) keeps.push_back(node && compute_requires_grad(each.weight));
   return keeps;
 }
-inline bool keeps_any(const std::vector<bool>& keeps) {
-  return std::find(keeps.begin(), keeps.end(), true) != keeps.end();
+inline bool any_of(const std::vector<bool>& flags) {
+  return std::find(flags.begin(), flags.end(), true) != flags.end();
+}
+
+/// Sizes of an output of `features` features for an input of these sizes.
+inline std::vector<int64_t> with_features(at::IntArrayRef sizes, int64_t features) {
+  std::vector<int64_t> result = sizes.vec();
+  result.back() = features;
+  return result;
+}
+
+/// `num_dims`: of x; 0: any number.
+inline void check_linear_shapes(const char* op, const at::Tensor& x, const at::Tensor& weight,
+                                int64_t num_dims = 0) {
+  TITAN_CHECK(weight.dim() == 2 && x.dim() >= 1 && (num_dims == 0 || x.dim() == num_dims) &&
+                  x.size(-1) == weight.size(1),
+              op, ": x ", x.sizes(), " doesn't fit weight ", weight.sizes(), "; expected ",
+              num_dims == 3 ? "[batch, sequence, in]" : "[..., in]", " and [out, in]");
+  TITAN_CHECK(x.scalar_type() == weight.scalar_type(), op, ": x is ", x.scalar_type(), ", the weight ",
+              weight.scalar_type());
 }
 
 }  // namespace titan::ops

@@ -1,11 +1,8 @@
 #include "titan/ops/linear.h"
 
-#include <algorithm>
-
 #include <ATen/core/grad_mode.h>
 
 #include "ops/joint_node.h"
-#include "ops/saved_outputs.h"
 
 namespace titan::ops {
 
@@ -21,9 +18,63 @@ std::vector<size_t> leaders_of(const ProductsOfEach& products) {
   return leaders;
 }
 
-bool is_of_the_whole(const at::Tensor& scale) { return scale.defined() && scale.dim() == 0; }
+struct LinearsBackward final : JointNode {
+  std::vector<int64_t> x_sizes;
+  const char* op = nullptr;
+
+  void backward(const variable_list& grads, variable_list& results) override {
+    const at::Tensor grad_x = both_gradients(grads, results);
+    if (grad_x.defined()) results[0] = grad_x.view(x_sizes);
+    const size_t bias = weights.size() + 1;
+    if (bias < results.size() && task_should_compute_output(bias)) results[bias] = as_rows(grads[0]).sum(0);
+  }
+  std::string name() const override { return std::string("titan::") + op + " backward"; }
+};
+
+// `bias`: of the only layer, or undefined.
+std::vector<at::Tensor> record_linears(const char* op, const at::Tensor& x,
+                                       const std::vector<SinkedWeight>& weights,
+                                       const ProductsOfEach& products, const at::Tensor& bias) {
+  for (const SinkedWeight& each : weights) check_linear_shapes(op, x, each.weight);
+  const auto node = make_joint_node<LinearsBackward>(x, weights, products, bias);
+  const std::vector<bool> keeps = keeps_of(node, weights);
+  JointInput input(products, keeps);
+  Operand rows;
+  {
+    BelowAutograd guard;
+    rows = as_rows(x);
+  }
+  for (size_t i = 0; i < weights.size(); ++i) input.scaled(i, rows);
+  if (any_of(keeps)) node->x.save(x, rows, input);  // before the products ([Note: kept outputs])
+  if (node) {
+    node->x_sizes = x.sizes().vec();
+    node->op = op;
+  }
+  std::vector<at::Tensor> outputs;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
+      BelowAutograd guard;
+      const at::Tensor y = products[i]->forward(input.cast(i, rows), operand_of(weights[i]));
+      if (bias.defined()) y.add_(bias);
+      return y.view(with_features(x.sizes(), weights[i].weight.size(0)));
+    }));
+  }
+  if (node)
+    for (at::Tensor& output : outputs) set_history(output, node);
+  return outputs;
+}
 
 }  // namespace
+
+at::Tensor linear(const at::Tensor& x, const SinkedWeight& weight, const at::Tensor& bias,
+                  const SharedProducts& products) {
+  return record_linears("linear", x, {weight}, {products}, bias)[0];
+}
+
+std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
+                                      const ProductsOfEach& products) {
+  return record_linears("joint_linears", x, weights, products, {});
+}
 
 JointInput::JointInput(const ProductsOfEach& products, const std::vector<bool>& keeps)
     : products_(products),
@@ -70,7 +121,7 @@ void KeptJointInput::save(const at::Tensor& x, const Operand& rows, JointInput& 
   scales_.resize(leaders_.size());
   for (const size_t leader : kept) {
     const at::Tensor& scale = input.scaled(leader, rows).along_rows.scale;
-    if (is_of_the_whole(scale)) scales_[leader] = save_input(scale);
+    if (scale.defined() && scale.dim() == 0) scales_[leader] = save_input(scale);  // of the whole matrix
   }
 }
 
@@ -95,137 +146,6 @@ const Operand& KeptJointInput::of(size_t i, const ProductsOfEach& products) {
     form = products[leader]->kept(rows);
   }
   return *form;
-}
-
-void KeptJointInput::forget_unpacked() { unpacked_.reset(); }
-
-namespace {
-
-std::vector<int64_t> with_last(at::IntArrayRef sizes, int64_t last) {
-  std::vector<int64_t> result = sizes.vec();
-  result.back() = last;
-  return result;
-}
-
-struct LinearBackward final : BackwardNode {
-  enum Input : size_t { X, Weight, Bias };
-  SavedInput x;
-  SavedVariable weight;
-  std::vector<int64_t> x_sizes;
-  std::shared_ptr<const Products> products;
-  std::shared_ptr<GradSink> weight_sink;
-  std::shared_ptr<const WeightSource> weight_source;
-
-  variable_list backward(const at::Tensor& grad) override {
-    variable_list grads(3);
-    const bool wants_x = task_should_compute_output(X), wants_weight = task_should_compute_output(Weight);
-    const at::Tensor grad_NO = as_rows(grad);
-    const Operand operand = products->grad(grad_NO, wants_x, wants_weight);
-    if (wants_x) grads[X] = products->grad_input(operand, unpacked(weight, weight_source)).view(x_sizes);
-    if (wants_weight) grads[Weight] = weight_gradient(products, weight_sink, operand, as_rows(x.unpack()));
-    if (task_should_compute_output(Bias)) grads[Bias] = grad_NO.sum(0);
-    return grads;
-  }
-  void release_variables() override {
-    x.reset_data();
-    weight.reset_data();
-  }
-  std::string name() const override { return "titan::linear backward"; }
-};
-
-void check_shapes(const at::Tensor& x, const at::Tensor& weight) {
-  TITAN_CHECK(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), "linear: x ", x.sizes(),
-              " doesn't fit weight ", weight.sizes(), "; expected [..., in] and [out, in]");
-  TITAN_CHECK(x.scalar_type() == weight.scalar_type(), "linear: x is ", x.scalar_type(), ", the weight ",
-              weight.scalar_type());
-}
-
-}  // namespace
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                  const std::shared_ptr<const Products>& products,
-                  const std::shared_ptr<GradSink>& weight_sink,
-                  const std::shared_ptr<const WeightSource>& weight_source) {
-  check_shapes(x, weight);
-  const bool keeps = compute_requires_grad(weight);
-  Operand input;
-  {
-    BelowAutograd guard;
-    input = products->scaled(as_rows(x), at::GradMode::is_enabled());
-  }
-  std::shared_ptr<LinearBackward> node;
-  if (compute_requires_grad(x, weight, bias)) {
-    // Before the product ([Note: kept outputs]).
-    node = make_node<LinearBackward>(x, weight, bias);
-    if (keeps) node->x = SavedInput(x, input, *products);
-    if (x.requires_grad() && !weight_source) node->weight = save_input(weight);
-    node->x_sizes = x.sizes().vec();
-    node->products = products;
-    node->weight_sink = weight_sink;
-    node->weight_source = weight_source;
-  }
-  const at::Tensor y = kept(KeptKind::Product, weight, [&] {
-    BelowAutograd guard;
-    const at::Tensor rows = products->forward(input, weight_source ? weight_source->weight() : weight);
-    if (bias.defined()) rows.add_(bias);
-    return rows.view(with_last(x.sizes(), weight.size(0)));
-  });
-  if (node) set_history(y, node);
-  return y;
-}
-
-namespace {
-
-struct JointLinearsBackward final : JointNode {
-  std::vector<int64_t> x_sizes;
-
-  void backward(const variable_list& grads, variable_list& results) override {
-    const at::Tensor grad_x = both_gradients(grads, results);
-    if (grad_x.defined()) results[0] = grad_x.view(x_sizes);
-  }
-  std::string name() const override { return "titan::joint_linears backward"; }
-};
-
-void check_joint_shapes(const at::Tensor& x, const at::Tensor& weight) {
-  TITAN_CHECK(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), "joint_linears: x ",
-              x.sizes(), " doesn't fit weight ", weight.sizes(), "; expected [..., in] and [out, in]");
-  TITAN_CHECK(x.scalar_type() == weight.scalar_type(), "joint_linears: x is ", x.scalar_type(),
-              ", the weight ", weight.scalar_type());
-}
-
-}  // namespace
-
-std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                      const ProductsOfEach& products) {
-  for (const SinkedWeight& each : weights) check_joint_shapes(x, each.weight);
-  const auto node = make_joint_node<JointLinearsBackward>(x, weights, products);
-  const std::vector<bool> keeps = keeps_of(node, weights);
-  JointInput input(products, keeps);
-  Operand rows;
-  {
-    BelowAutograd guard;
-    rows = as_rows(x);
-  }
-  for (size_t i = 0; i < weights.size(); ++i) input.scaled(i, rows);
-  if (keeps_any(keeps)) node->x.save(x, rows, input);  // before the products ([Note: kept outputs])
-  if (node) node->x_sizes = x.sizes().vec();
-  std::vector<at::Tensor> outputs;
-  for (size_t i = 0; i < weights.size(); ++i) {
-    outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
-      BelowAutograd guard;
-      std::vector<int64_t> sizes = x.sizes().vec();
-      sizes.back() = weights[i].weight.size(0);
-      return products[i]->forward(input.cast(i, rows), operand_of(weights[i])).view(sizes);
-    }));
-  }
-  if (node)
-    for (at::Tensor& output : outputs) torch::autograd::set_history(output, node);
-  return outputs;
-}
-
-std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                      const std::shared_ptr<const Products>& products) {
-  return joint_linears(x, weights, ProductsOfEach(weights.size(), products));
 }
 
 }  // namespace titan::ops

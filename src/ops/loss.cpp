@@ -1,86 +1,25 @@
-// The cross-entropy of a chunk of tokens whose logits are spread over ranks by vocabulary.
-
 #include "titan/ops/loss.h"
 
 #include <algorithm>
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/_assert_async.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "ops/autograd_node.h"
 #include "ops/operators.h"
-#include "titan/core/error.h"
-#include "titan/ops/products.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::ops {
 
-/// Sum of the token losses (double, the same on all ranks). logits: [N, rows of this part]; with_grad turns
-/// them into their gradient. labels: int64 [N] in the whole vocabulary, or kIgnoredLabel.
-at::Tensor vocabulary_cross_entropy_(at::Tensor& logits, const at::Tensor& labels, const VocabularyPart& part,
-                                     bool with_grad);
-
 namespace {
 
-int64_t padded_part(const VocabularyPart& part) {
-  return (part.size + part.parts->count() - 1) / part.parts->count();
-}
-
-// [N, rows of this part] to [N, vocabulary]; the last parts may be shorter, so they travel padded.
-at::Tensor whole_logits(const at::Tensor& logits, const VocabularyPart& part) {
-  const int64_t width = padded_part(part), tokens = logits.size(0);
-  const at::Tensor mine = at::constant_pad_nd(logits, {0, width - logits.size(1)}).contiguous();
-  const at::Tensor all = at::empty({part.parts->count(), tokens, width}, logits.options());
-  part.parts->all_gather(all.flatten(1), mine.flatten(), "tp::vocabulary");
-  return all.transpose(0, 1).reshape({tokens, -1}).narrow(1, 0, part.size).contiguous();
-}
-
-at::Tensor from_whole_logits(at::Tensor& logits, const at::Tensor& labels, const VocabularyPart& part,
-                             bool with_grad) {
-  using Signature = at::Tensor(at::Tensor&, const at::Tensor&, bool);
-  static const auto cross_entropy = find_operator<Signature>("titan::cross_entropy_");
-  at::Tensor whole = whole_logits(logits, part);
-  const at::Tensor loss = cross_entropy.call(whole, labels, with_grad);
-  if (with_grad) logits.copy_(whole.narrow(1, part.first, logits.size(1)));
-  return loss;
-}
-
-// Over the first dimension; LibTorch's own doesn't know meta tensors. Some part has a token, so there is a
-// largest number.
-at::Tensor log_sum_exp(const at::Tensor& x) {
-  const at::Tensor largest = x.amax(0);
-  return (x - largest).exp().sum(0).log() + largest;
-}
-
-at::Tensor from_parts(at::Tensor& logits, const at::Tensor& labels, const VocabularyPart& part,
-                      bool with_grad) {
-  using Stats = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-  using Grad = void(at::Tensor&, const at::Tensor&, int64_t, const at::Tensor&);
-  static const auto stats_op = find_operator<Stats>("titan::vocabulary_stats");
-  static const auto grad_op = find_operator<Grad>("titan::vocabulary_grad_");
-  const at::Tensor mine = stats_op.call(logits, labels, part.first);
-  const at::Tensor all = at::empty({part.parts->count(), mine.numel()}, mine.options());
-  part.parts->all_gather(all, mine.view(-1), "tp::vocabulary");
-  const at::Tensor stats = all.view({part.parts->count(), 2, -1});
-  const at::Tensor log_sum = log_sum_exp(stats.select(1, 0)), target = stats.select(1, 1).sum(0);
-  if (with_grad) grad_op.call(logits, labels, part.first, log_sum);
-  return (log_sum - target).masked_fill_(labels.eq(kIgnoredLabel), 0).sum();
-}
-
-}  // namespace
-
-at::Tensor vocabulary_cross_entropy_(at::Tensor& logits, const at::Tensor& labels, const VocabularyPart& part,
-                                     bool with_grad) {
-  TITAN_INTERNAL_ASSERT(part.parts, "a vocabulary that isn't spread");
-  return part.gather_logits ? from_whole_logits(logits, labels, part, with_grad)
-                            : from_parts(logits, labels, part, with_grad);
-}
-
-namespace {
+constexpr const char* kPhase = "tp::vocabulary";
 
 struct LinearCrossEntropyBackward final : BackwardNode {
   enum Input : size_t { Hidden, Weight };
@@ -92,7 +31,7 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   variable_list backward(const at::Tensor& grad) override {
     TITAN_CHECK(grad_hidden.defined() || grad_weight.defined(),
                 "linear_cross_entropy: a second backward through the same loss");
-    const at::Tensor factor = grad * scale;  // not read by the host, which would wait for the device
+    const at::Tensor factor = grad * scale;  // stays on the device: reading it would make the host wait
     variable_list grads(2);
     if (task_should_compute_output(Hidden)) grads[Hidden] = scaled(take(grad_hidden), factor);
     if (!task_should_compute_output(Weight)) return grads;
@@ -103,12 +42,12 @@ struct LinearCrossEntropyBackward final : BackwardNode {
     }
     return grads;
   }
-  // A device would round a scalar tensor to the other operand's 16 bits; a CPU takes its value as it is.
+  // GPUs would round a scalar tensor to the other operand's 16 bits; CPUs use its exact value.
   static at::Tensor scaled(at::Tensor tensor, const at::Tensor& factor) {
     if (tensor.element_size() > 2 || tensor.is_cpu()) return tensor.mul_(factor);
     return tensor.to(factor.scalar_type()).mul_(factor).to(tensor.scalar_type());
   }
-  // Scaled in place and handed on: a large buffer less. So the graph can be walked once.
+  // Scaled in place and handed on, which saves a large buffer. So the graph can be walked only once.
   static at::Tensor take(at::Tensor& tensor) { return std::exchange(tensor, at::Tensor()); }
   void release_variables() override {
     grad_hidden.reset();
@@ -117,53 +56,125 @@ struct LinearCrossEntropyBackward final : BackwardNode {
   std::string name() const override { return "titan::linear_cross_entropy backward"; }
 };
 
-// Runs the chunks; gradients are of the sum.
+// Over the first dimension; LibTorch's own logsumexp has no meta kernel. Some part has a token, so the
+// largest number is finite.
+at::Tensor log_sum_exp(const at::Tensor& x) {
+  const at::Tensor largest = x.amax(0);
+  return (x - largest).exp().sum(0).log() + largest;
+}
+
+// Runs the chunks; gradients are those of the sum.
 struct ChunkLoop {
-  const Products& products;
-  const VocabularyPart& part;
+  const LossOptions& options;
   at::Tensor hidden_ND, weight_VD, labels_N;
   at::Tensor grad_hidden_ND, grad_weight_VD;  // undefined where they aren't wanted
   at::Tensor loss_sum;                        // double
 
+  const VocabularyPart& part() const { return options.part; }
   bool with_grad() const { return grad_hidden_ND.defined() || grad_weight_VD.defined(); }
+  int64_t padded_rows() const { return padded_chunk_length(part().size, part().parts->count()); }
 
-  // All ranks of a spread vocabulary cut the same chunks.
-  void run(int64_t chunk_bytes) {
-    const int64_t columns = !part.parts          ? weight_VD.size(0)
-                            : part.gather_logits ? part.size
-                                                 : padded_chunk_length(part.size, part.parts->count());
+  // All ranks of a split vocabulary cut the same chunks.
+  void run() {
+    const int64_t columns = !part().parts          ? weight_VD.size(0)
+                            : part().gather_logits ? part().size
+                                                   : padded_rows();
     const int64_t row_bytes = columns * static_cast<int64_t>(hidden_ND.element_size());
-    const int64_t rows = std::max<int64_t>(1, chunk_bytes / std::max<int64_t>(row_bytes, 1));
+    const int64_t rows = std::max<int64_t>(1, options.chunk_bytes / std::max<int64_t>(row_bytes, 1));
     const int64_t count = hidden_ND.size(0);
     loss_sum = at::zeros({}, hidden_ND.options().dtype(at::kDouble));
     for (int64_t first = 0; first < count; first += rows) run_chunk(first, std::min(rows, count - first));
   }
 
   void run_chunk(int64_t first, int64_t rows) {
-    const at::Tensor hidden = hidden_ND.narrow(0, first, rows);
+    const Products& products = *options.products;
+    const at::Tensor hidden = hidden_ND.narrow(0, first, rows), labels = labels_N.narrow(0, first, rows);
     at::Tensor logits = products.forward(hidden, weight_VD);
-    loss_sum.add_(cross_entropy_(logits, labels_N.narrow(0, first, rows)));
+    loss_sum.add_(part().parts && part().gather_logits ? loss_of_gathered_(logits, labels)
+                  : part().parts                       ? loss_of_parts_(logits, labels)
+                                                       : loss_of_whole_(logits, labels));
     if (grad_hidden_ND.defined())
       grad_hidden_ND.narrow(0, first, rows).copy_(products.grad_input(logits, weight_VD));
     if (grad_weight_VD.defined()) products.add_grad_weight(grad_weight_VD, logits, hidden);
   }
 
-  at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels) const {
+  // Each of these sums the chunk's losses and replaces the logits by their gradient.
+
+  at::Tensor loss_of_whole_(at::Tensor& logits, const at::Tensor& labels) const {
     using Signature = at::Tensor(at::Tensor&, const at::Tensor&, bool);
-    static const auto whole = find_operator<Signature>("titan::cross_entropy_");
-    return part.parts ? vocabulary_cross_entropy_(logits, labels, part, with_grad())
-                      : whole.call(logits, labels, with_grad());
+    static const auto fused = find_operator<Signature>("titan::cross_entropy_");
+    if (!options.loss) return fused.call(logits, labels, with_grad());
+    return loss_of_statistics_(logits, labels, 0, own_statistics(logits, labels, 0).unsqueeze(0));
+  }
+
+  at::Tensor loss_of_parts_(at::Tensor& logits, const at::Tensor& labels) const {
+    const at::Tensor mine = own_statistics(logits, labels, part().first);
+    const at::Tensor all = at::empty({part().parts->count(), mine.numel()}, mine.options());
+    part().parts->all_gather(all, mine.view(-1), kPhase);
+    return loss_of_statistics_(logits, labels, part().first, all.view({-1, mine.size(0), mine.size(1)}));
+  }
+
+  at::Tensor loss_of_gathered_(at::Tensor& logits, const at::Tensor& labels) const {
+    at::Tensor whole = gathered(logits);
+    const at::Tensor loss = loss_of_whole_(whole, labels);
+    if (with_grad()) logits.copy_(whole.narrow(1, part().first, logits.size(1)));
+    return loss;
+  }
+
+  // [N, rows of this part] to [N, vocabulary]; the last parts may be shorter, so they are padded for the
+  // gather.
+  at::Tensor gathered(const at::Tensor& logits) const {
+    const int64_t width = padded_rows(), tokens = logits.size(0);
+    const at::Tensor mine = at::constant_pad_nd(logits, {0, width - logits.size(1)}).contiguous();
+    const at::Tensor all = at::empty({part().parts->count(), tokens, width}, logits.options());
+    part().parts->all_gather(all.flatten(1), mine.flatten(), kPhase);
+    return all.transpose(0, 1).reshape({tokens, -1}).narrow(1, 0, part().size).contiguous();
+  }
+
+  // [2, N], or [3, N] with the sum of the logits where the loss needs their mean.
+  at::Tensor own_statistics(const at::Tensor& logits, const at::Tensor& labels, int64_t first) const {
+    using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
+    static const auto op = find_operator<Signature>("titan::vocabulary_stats");
+    const at::Tensor statistics = op.call(logits, labels, first);
+    if (!options.loss || !options.loss->needs_mean()) return statistics;
+    return at::cat({statistics, logits.sum({1}, /*keepdim=*/false, at::kDouble).unsqueeze(0)});
+  }
+
+  // parts: [parts, 2 or 3, N].
+  at::Tensor loss_of_statistics_(at::Tensor& logits, const at::Tensor& labels, int64_t first,
+                                 const at::Tensor& parts) const {
+    using Signature =
+        void(at::Tensor&, const at::Tensor&, int64_t, const at::Tensor&, const std::optional<at::Tensor>&);
+    static const auto grad_ = find_operator<Signature>("titan::vocabulary_grad_");
+    const at::Tensor ignored = labels.eq(kIgnoredLabel);
+    TokenStatistics tokens{log_sum_exp(parts.select(1, 0)), parts.select(1, 1).sum(0), {}};
+    if (!options.loss) {
+      if (with_grad()) grad_.call(logits, labels, first, tokens.log_sum_exp, std::nullopt);
+      return (tokens.log_sum_exp - tokens.target).masked_fill_(ignored, 0).sum();
+    }
+    const auto vocabulary = static_cast<double>(part().parts ? part().size : logits.size(1));
+    if (parts.size(1) == 3) tokens.mean = parts.select(1, 2).sum(0) / vocabulary;
+    const TokenLosses losses = options.loss->evaluate(tokens);
+    if (with_grad()) {
+      const auto or_zeros = [&](const at::Tensor& x) {
+        return x.defined() ? x : at::zeros_like(losses.loss);
+      };
+      const at::Tensor factors = at::stack({or_zeros(losses.by_log_sum_exp), or_zeros(losses.by_target),
+                                            or_zeros(losses.by_mean) / vocabulary});
+      grad_.call(logits, labels, first, tokens.log_sum_exp, factors);
+    }
+    return losses.loss.masked_fill(ignored, 0).sum();
   }
 };
 
-// Each rank sees its own part of the labels' vocabulary, so the kernels can't tell.
-void check_labels(const at::Tensor& labels, const VocabularyPart& part) {
-  if (!part.parts || labels.is_meta() || labels.numel() == 0) return;
-  const at::Tensor wrong = (labels.lt(0) | labels.ge(part.size)) & labels.ne(kIgnoredLabel);
-  if (!labels.is_cpu())
-    return at::_assert_async(wrong.any().logical_not());  // without waiting for the device
+// The fused kernel checks labels itself. The others can't: each rank sees only a part of the vocabulary.
+void check_labels(const at::Tensor& labels, int64_t vocab_size, const LossOptions& options) {
+  if ((!options.part.parts && !options.loss) || labels.is_meta() || labels.numel() == 0) return;
+  const at::Tensor wrong = (labels.lt(0) | labels.ge(vocab_size)) & labels.ne(kIgnoredLabel);
+  if (!labels.is_cpu()) return at::_assert_async(wrong.any().logical_not());  // the host doesn't wait
   TITAN_CHECK(!wrong.any().item<bool>(), "label ", labels.masked_select(wrong)[0].item<int64_t>(),
-              " isn't in a vocabulary of ", part.size, "; ", kIgnoredLabel, " marks tokens that don't count");
+              " isn't in a vocabulary of ", vocab_size, "; ", kIgnoredLabel,
+              " marks tokens that don't count");
 }
 
 void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& labels,
@@ -179,7 +190,7 @@ void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const a
   TITAN_CHECK(options.global_valid_tokens >= 0 && options.products,
               "linear_cross_entropy: ", options.global_valid_tokens, " valid tokens; products are ",
               options.products ? "set" : "missing");
-  check_labels(labels, options.part);
+  check_labels(labels, options.part.parts ? options.part.size : weight.size(0), options);
 }
 
 }  // namespace
@@ -191,17 +202,17 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
   const double scale =
       options.global_valid_tokens > 0 ? 1.0 / static_cast<double>(options.global_valid_tokens) : 0.0;
   const at::ScalarType wide = composite::accumulate_type(hidden);
-  ChunkLoop loop{*options.products, options.part, {}, weight_VD, {}, {}, {}, {}};
+  ChunkLoop loop{options, {}, weight_VD, {}, {}, {}, {}};
   at::Tensor loss;
   {
     BelowAutograd guard;
-    loop.hidden_ND = hidden.reshape({-1, hidden.size(-1)});
+    loop.hidden_ND = as_rows(hidden);
     loop.labels_N = labels.reshape({-1});
     if (recorded && hidden.requires_grad())
       loop.grad_hidden_ND = at::empty(loop.hidden_ND.sizes(), hidden.options());
     if (recorded && weight_VD.requires_grad())
       loop.grad_weight_VD = at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide));
-    loop.run(options.chunk_bytes);
+    loop.run();
     loss = loop.loss_sum.mul(scale).to(wide);
   }
   if (!recorded) return loss;

@@ -8,31 +8,18 @@
 
 namespace titan::ops {
 
-void describe(config::Table<OpsSettings>& table) {
-  table.field(
-      "cpu_matmul", &OpsSettings::cpu_matmul,
-      "library of fp32 products on CPUs; \"auto\" chooses by processor, so that reruns stay bit-equal",
-      config::one_of({"auto", "mkl", "onednn"}));
-}
-
-CpuMatmul OpsSettings::cpu_matmul_policy() const {
-  if (cpu_matmul == "mkl") return CpuMatmul::Mkl;
-  if (cpu_matmul == "onednn") return CpuMatmul::OneDnn;
-  return CpuMatmul::Auto;
-}
-
 namespace {
 
 // [Note: products on a CPU]
-// LibTorch's at::mm goes to MKL in fp32. On AMD processors with AVX-512 oneDNN is up to twice as fast in all
-// three products; with AVX2 alone it is faster in two, and MKL in the weight's gradient, which it also adds
-// in place. 16-bit products have a vector kernel (oneDNN's) with AVX-512 only: elsewhere at::mm runs plain
-// loops, ten times slower than widening to fp32. A call of oneDNN's costs 25 us before it multiplies, which
-// pays from a certain size on.
+// LibTorch's at::mm goes to MKL in fp32. On AMD processors with AVX-512, oneDNN is up to twice as fast in all
+// three products; with AVX2 alone it is faster in two, and MKL in the weight's gradient, which MKL also adds
+// in place. 16-bit products have a vector kernel (oneDNN's) only with AVX-512: elsewhere at::mm runs plain
+// loops, ten times slower than widening to fp32. A call of oneDNN costs 25 us before it multiplies, which
+// pays off from a certain size on.
 
 constexpr int64_t kSmallProduct = int64_t{1} << 23;  // multiplications; 0.2 ms on a core with AVX2
 
-// mkldnn::_linear_pointwise: x W^T by oneDNN without prepacking; transposed views are fine.
+// mkldnn::_linear_pointwise: x W^T by oneDNN without prepacking; it takes transposed views.
 class OneDnnLinear {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                                std::string_view, c10::List<std::optional<at::Scalar>>,
@@ -45,29 +32,26 @@ class OneDnnLinear {
     static const OneDnnLinear linear;
     return linear;
   }
-  bool available() const { return handle_.has_value() && add_.has_value(); }
+  bool available() const { return multiply_.has_value() && add_.has_value(); }
   at::Tensor add(const at::Tensor& sum, const at::Tensor& x, const at::Tensor& weight) const {
     return add_->call(x, sum, weight, std::nullopt, "add");
   }
   at::Tensor operator()(const at::Tensor& x, const at::Tensor& weight) const {
-    return handle_->call(x, weight, std::nullopt, "none", no_scalars_, "");
+    return multiply_->call(x, weight, std::nullopt, "none", no_scalars_, "");
   }
 
  private:
   OneDnnLinear() {
-    const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
-    if (schema) handle_ = schema->typed<Signature>();
-    const auto add = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", "binary"});
-    if (add) add_ = add->typed<AddSignature>();
+    const auto find = [](const char* overload) {
+      return c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", overload});
+    };
+    if (const auto schema = find("")) multiply_ = schema->typed<Signature>();
+    if (const auto schema = find("binary")) add_ = schema->typed<AddSignature>();
   }
-  std::optional<c10::TypedOperatorHandle<Signature>> handle_;
+  std::optional<c10::TypedOperatorHandle<Signature>> multiply_;
   std::optional<c10::TypedOperatorHandle<AddSignature>> add_;
   c10::List<std::optional<at::Scalar>> no_scalars_;
 };
-
-bool is_16bit(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
-}
 
 class PlainProducts : public Products {
  public:
@@ -106,7 +90,8 @@ class PlainProducts : public Products {
 
  private:
   static bool widens(const at::Tensor& a) {
-    return a.is_cpu() && is_16bit(a) && !cpu_features().fast_16bit_products;
+    const bool is_16bit = a.scalar_type() == at::kBFloat16 || a.scalar_type() == at::kHalf;
+    return a.is_cpu() && is_16bit && !cpu_features().fast_16bit_products;
   }
   static bool uses_onednn(const at::Tensor& a_NK, const at::Tensor& b_MK, bool wanted) {
     return wanted && a_NK.is_cpu() && a_NK.scalar_type() == at::kFloat &&
@@ -147,11 +132,23 @@ std::shared_ptr<const Products> default_products(CpuMatmul policy) {
   static const auto mkl = std::make_shared<const PlainProducts>(false, false);
   static const auto onednn = std::make_shared<const PlainProducts>(true, true);
   static const auto onednn_but_grad_weight = std::make_shared<const PlainProducts>(true, false);
-  const bool have_onednn = OneDnnLinear::get().available();
-  if (policy == CpuMatmul::Mkl || !have_onednn) return mkl;
+  if (policy == CpuMatmul::Mkl || !OneDnnLinear::get().available()) return mkl;
   if (policy == CpuMatmul::OneDnn) return onednn;
   if (!cpu_features().amd) return mkl;
   return cpu_features().avx512 ? onednn : onednn_but_grad_weight;
+}
+
+void describe(config::Table<OpsSettings>& table) {
+  table.field(
+      "cpu_matmul", &OpsSettings::cpu_matmul,
+      "library of fp32 products on CPUs; \"auto\" chooses by processor, so that reruns stay bit-equal",
+      config::one_of({"auto", "mkl", "onednn"}));
+}
+
+CpuMatmul OpsSettings::cpu_matmul_policy() const {
+  if (cpu_matmul == "mkl") return CpuMatmul::Mkl;
+  if (cpu_matmul == "onednn") return CpuMatmul::OneDnn;
+  return CpuMatmul::Auto;
 }
 
 }  // namespace titan::ops

@@ -1,17 +1,17 @@
 #pragma once
 
 // The seam between operations and activation checkpointing: which results of a layer's forward are kept, so
-// that the recompute before its backward is handed them instead of computing them again.
+// that the recomputation before its backward gets them back instead of computing them again.
 //
 // [Note: kept outputs]
-// There is no dispatch mode in C++, so an operation joins by running its costly part inside kept():
+// C++ has no dispatch modes, so an operation joins by running its costly part inside kept():
 //
 //   at::Tensor y = kept(KeptKind::Product, weight, [&] { return products->forward(x, weight); });
 //
-// What is computed inside has to be below autograd: the operation records its node around it, with the inputs
-// of this run, so that a result that was handed back has the gradients of one that was computed. It saves its
-// inputs before the call: a recompute stops at the last tensor that is saved, so the last operation of a
-// layer isn't run at all. Collectives may be in flight inside the call, but not where a tensor is saved.
+// The code inside must be below autograd: the operation records its node around it, with the inputs of this
+// run, so that a result that was handed back has the same gradients as a computed one. It saves its inputs
+// before the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer
+// never runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
 
 #include <tuple>
 #include <utility>
@@ -20,29 +20,30 @@
 
 namespace titan::ops {
 
-/// What kind of operation asks; a policy decides by it.
+/// The kind of an operation, by which a policy decides.
 enum class KeptKind { Product, Attention, ReduceScatter };
 
-/// Says, call by call, what becomes of an operation's result. One per forward of a checkpointed module.
+/// Decides, call by call, what becomes of an operation's result. One object per forward of a checkpointed
+/// module.
 class SavedOutputs {
  public:
   enum class Action {
     Compute,   ///< as without checkpointing
     Keep,      ///< compute, then keep() each result
-    HandBack,  ///< don't compute: hand_back() gives what was kept
+    HandBack,  ///< don't compute: hand_back() returns what was kept
   };
 
   virtual ~SavedOutputs() = default;
-  /// `weight`: the parameter of a Product, which tells one from another; else undefined.
+  /// `weight`: the parameter of a Product, which identifies it; else undefined.
   virtual Action next(KeptKind kind, const at::Tensor& weight) = 0;
   virtual void keep(const at::Tensor& output) = 0;
   virtual at::Tensor hand_back() = 0;
 
-  /// Of this thread; null outside of modules that keep single results.
+  /// This thread's; null outside of modules that keep single results.
   static SavedOutputs* current();
 };
 
-/// Makes `outputs` (or null: none) the current ones of this thread until the end of the scope.
+/// Makes `outputs` (or null: none) this thread's current ones until the end of the scope.
 class ScopedSavedOutputs {
  public:
   explicit ScopedSavedOutputs(SavedOutputs* outputs);
@@ -55,12 +56,12 @@ class ScopedSavedOutputs {
 };
 
 /// [Note: dropped tensors]
-/// Of what a checkpointed module's forward saves only shapes and dtypes are noted: the recompute saves it
-/// again. An operation that would compute something for its backward alone may then save a meta tensor of the
-/// same shape and dtype in its place.
+/// Of the tensors that a checkpointed module's forward saves, only shapes and dtypes are noted: the
+/// recomputation saves them again. An operation that would compute something only for its backward may then
+/// save a meta tensor of the same shape and dtype instead.
 bool saved_tensors_are_dropped();
 
-/// Whether they are, on this thread until the end of the scope.
+/// Sets whether they are, on this thread until the end of the scope.
 class ScopedDroppedTensors {
  public:
   explicit ScopedDroppedTensors(bool dropped);
@@ -88,8 +89,8 @@ void hand_back_each(SavedOutputs& outputs, std::tuple<Tensors...>& results) {
 
 }  // namespace detail
 
-/// compute(), or what it returned in the forward. Result: at::Tensor or a std::tuple of them, none of which
-/// is recorded by autograd yet.
+/// compute(), or what it returned in the forward. Result: at::Tensor or a std::tuple of them, not yet
+/// recorded by autograd.
 template <class Compute>
 auto kept(KeptKind kind, const at::Tensor& weight, const Compute& compute) -> decltype(compute()) {
   SavedOutputs* outputs = SavedOutputs::current();

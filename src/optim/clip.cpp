@@ -26,21 +26,15 @@
 
 namespace titan::optim {
 
-/// The sum of the squares of all elements of all tensors, in double: LibTorch's fp32 norm of a large CPU
-/// tensor is low by up to 8e-5. Float dtypes, any device; on a GPU it waits for the result. On the CPU the
-/// order of additions depends on the sizes alone, not on the number of threads.
-double sum_of_squares(const std::vector<at::Tensor>& tensors);
-
-/// The same as a scalar on `device`, where it is computed; the host doesn't wait.
-at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& tensors);
-
 namespace {
 
-constexpr int64_t kChunk =
-    1 << 15;  // elements of one task: small enough to balance, large enough to hide its cost
+// ---- sums of squares, in double: LibTorch's fp32 norm of a large CPU tensor is low by up to 8e-5
+
+// Elements of one task: few enough to balance threads, many enough to hide its cost.
+constexpr int64_t kChunk = 1 << 15;
 constexpr int64_t kLanes = 16;  // independent sums, so that additions overlap and vectorize
 
-// Part of a tensor.
+// A part of a tensor.
 struct Task {
   const void* data;
   int64_t numel;
@@ -72,9 +66,8 @@ std::vector<Task> tasks_of(const std::vector<at::Tensor>& tensors) {
   std::vector<Task> tasks;
   for (const auto& tensor : tensors) {
     const T* data = tensor.const_data_ptr<T>();
-    for (int64_t start = 0; start < tensor.numel(); start += kChunk) {
+    for (int64_t start = 0; start < tensor.numel(); start += kChunk)
       tasks.push_back({data + start, std::min(kChunk, tensor.numel() - start)});
-    }
   }
   return tasks;
 }
@@ -117,8 +110,8 @@ std::vector<std::vector<at::Tensor>> by_kind(const std::vector<at::Tensor>& tens
   return kinds;
 }
 
-}  // namespace
-
+// Float dtypes, any device; on a GPU it waits for the result. On the CPU the order of additions depends only on
+// the sizes, not on the number of threads.
 double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   double sum = 0;
   for (const auto& kind : by_kind(tensors)) {
@@ -128,6 +121,7 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
+// The same as a scalar on `device`, where it is computed; the host doesn't wait.
 at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& tensors) {
   at::Tensor sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (const auto& kind : by_kind(tensors)) {
@@ -140,7 +134,7 @@ at::Tensor sum_of_squares_on(at::Device device, const std::vector<at::Tensor>& t
   return sum;
 }
 
-namespace {
+// ---- gradients of meshes
 
 constexpr dist::Label kLabel{.phase = "optim::grad_norm"};
 
@@ -150,7 +144,7 @@ struct MeshGradients {
   std::vector<at::Tensor> counted;
 };
 
-// Each element is to be counted on one rank: of an axis over which it is replicated, on that axis's first.
+// Each element is counted on one rank: where an axis replicates it, on the axis's first rank.
 bool counts_here(const Parameter& parameter) {
   if (parameter.duplicate) return false;
   const DTensor& data = parameter.data;
@@ -163,8 +157,8 @@ bool counts_here(const Parameter& parameter) {
   return true;
 }
 
-// Meshes in the order of their first parameter, which is the same on every rank. A parameter without gradient
-// still names its mesh: other ranks may have one.
+// Meshes in the order of their first parameter, which is the same on every rank. A parameter without a gradient
+// counts too: other ranks may have its gradient.
 std::vector<MeshGradients> by_mesh(const std::vector<Parameter>& parameters) {
   std::vector<MeshGradients> result;
   for (const auto& parameter : parameters) {
@@ -177,8 +171,8 @@ std::vector<MeshGradients> by_mesh(const std::vector<Parameter>& parameters) {
   return result;
 }
 
-// Every rank's value. Gathered rather than summed, so that all ranks add in one order and see whose isn't
-// finite.
+// The value of every rank. Gathered rather than summed, so that all ranks add in one order and see which rank's
+// isn't finite.
 std::vector<double> value_of_each_rank(const DeviceMesh& mesh, double value) {
   if (mesh.size() == 1) return {value};
   at::Tensor mine = at::full({1}, value, at::dtype(at::kDouble));
@@ -189,14 +183,13 @@ std::vector<double> value_of_each_rank(const DeviceMesh& mesh, double value) {
 
 std::vector<at::Tensor> gradients_of(const std::vector<Parameter>& parameters) {
   std::vector<at::Tensor> gradients;
-  for (const auto& parameter : parameters) {
+  for (const Parameter& parameter : parameters)
     if (parameter.data.local.grad().defined()) gradients.push_back(parameter.data.local.grad());
-  }
   return gradients;
 }
 
-// The norm from what each rank has, added in their order. Those before `first_summed` only say where a value
-// isn't finite: their sum is among the others.
+// The norm, from the squares of each rank, added in the order of ranks. Entries before `first_summed` only say
+// where a value isn't finite: their sum is among the other entries.
 GradNorm norm_of(const std::vector<int>& ranks, const double* squares, size_t first_summed) {
   GradNorm result;
   double sum = 0;
@@ -260,7 +253,7 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
     if (mesh.size() > 1) mesh.group()->all_gather(squares.back(), mine, kLabel).wait();
     result.ranks.insert(result.ranks.end(), mesh.ranks().begin(), mesh.ranks().end());
   }
-  // As long as the list of ranks, also where a pipeline stage has no parameters.
+  // As long as the list of ranks, even if a pipeline stage has no parameters.
   result.squares = squares.empty() ? at::empty({0}, at::dtype(at::kDouble).device(device)) : at::cat(squares);
   at::Tensor sum = result.squares.sum();
   if (pipeline.size() > 1) {
@@ -276,7 +269,7 @@ LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters,
   std::vector<at::Tensor> gradients = gradients_of(parameters);
   if (gradients.empty() || !std::isfinite(max_norm)) return result;
   at::Tensor applied = at::where(result.norm.isfinite(), factor, at::ones_like(factor));
-  // Of the gradients' type it is one launch for many; to 16 bits it mustn't be rounded.
+  // A factor of the gradients' dtype takes one launch for many tensors, but must not be rounded to 16 bits.
   if (gradients.front().scalar_type() == at::kFloat) applied = applied.to(at::kFloat);
   at::_foreach_mul_(gradients, applied);
   return result;

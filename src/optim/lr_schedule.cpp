@@ -8,54 +8,75 @@
 #include "titan/core/log.h"
 
 namespace titan::optim {
+
+void describe(config::Table<LrSchedulerSettings>& table) {
+  using Settings = LrSchedulerSettings;
+  table.field("name", &Settings::name,
+              "\"warmup_stable_decay\", or a schedule that was registered (docs/extending.md)");
+  table.field("warmup_steps", &Settings::warmup_steps, "steps of linear warmup", config::at_least(0));
+  table.field("total_steps", &Settings::total_steps, "length of the schedule; unset: training.steps",
+              config::at_least(1));
+  table.field("decay_ratio", &Settings::decay_ratio,
+              "part of the schedule that decays; unset: everything after the warmup", config::in_range(0, 1));
+  table.field("decay_type", &Settings::decay_type, "shape of the decay",
+              config::one_of({"linear", "sqrt", "cosine"}));
+  table.field("min_lr_factor", &Settings::min_lr_factor, "floor of the decay as a part of the peak",
+              config::in_range(0, 1));
+}
+
 namespace {
 
 int64_t cut(int64_t steps, int64_t limit, const char* name) {
-  if (steps > limit) {
-    log::warning_rank0(
-        titan::str(name, " of ", steps, " steps is cut to the ", limit, " that the schedule has for it"));
-  }
+  if (steps > limit)
+    log::warning_rank0(titan::str("lr_scheduler: ", name, " of ", steps, " steps is cut to the ", limit,
+                                  " that the schedule has for it"));
   return std::min(steps, limit);
+}
+
+// From 1 at `progress` 0 to 0 at 1.
+double decayed(const std::string& type, double progress) {
+  if (type == "sqrt") return 1 - std::sqrt(progress);
+  if (type == "cosine") return 0.5 * (1 + std::cos(std::numbers::pi * progress));
+  return 1 - progress;
+}
+
+// TorchTitan's schedule.
+LrFactor warmup_stable_decay(const LrSchedulerSettings& settings, int64_t total) {
+  const int64_t warmup_steps = cut(settings.warmup_steps, total, "warmup");
+  int64_t decay_steps = total - warmup_steps;
+  if (settings.decay_ratio) {
+    // nearbyint rounds halves to even, as Python's round().
+    const double wanted = std::nearbyint(static_cast<double>(total) * *settings.decay_ratio);
+    decay_steps = cut(static_cast<int64_t>(wanted), total - warmup_steps, "decay");
+  }
+  // The one step more keeps the last one above the floor.
+  const int64_t stable_steps = total + 1 - warmup_steps - decay_steps;
+  return [=, type = settings.decay_type, floor = settings.min_lr_factor](int64_t step) {
+    if (step < warmup_steps) return static_cast<double>(step + 1) / static_cast<double>(warmup_steps);
+    const int64_t decaying = step + 1 - warmup_steps - stable_steps;
+    if (decaying <= 0) return 1.0;
+    const double progress =
+        decay_steps > 0 ? static_cast<double>(decaying) / static_cast<double>(decay_steps) : 1;
+    return floor + (1 - floor) * decayed(type, std::min(progress, 1.0));
+  };
 }
 
 }  // namespace
 
-LrSchedule::LrSchedule(const LrSchedulerSettings& settings, int64_t training_steps)
-    : min_factor_(settings.min_lr_factor) {
-  int64_t total = settings.total_steps.value_or(training_steps);
+Registry<LrScheduleSpec>& lr_schedules() {
+  static Registry<LrScheduleSpec>& registry = *[] {
+    auto* made = new Registry<LrScheduleSpec>("learning-rate schedule");
+    made->add("warmup_stable_decay", LrScheduleRule<LrSchedulerSettings>{warmup_stable_decay});
+    return made;
+  }();
+  return registry;
+}
+
+LrSchedule::LrSchedule(const LrSchedulerSettings& settings, int64_t training_steps) {
+  const int64_t total = settings.total_steps.value_or(training_steps);
   TITAN_CHECK(total > 0, "a learning rate schedule needs at least one step, got ", total);
-  if (settings.decay_type == "sqrt") decay_ = Decay::Sqrt;
-  if (settings.decay_type == "cosine") decay_ = Decay::Cosine;
-  warmup_steps_ = cut(settings.warmup_steps, total, "lr_scheduler: warmup");
-  decay_steps_ = total - warmup_steps_;
-  if (settings.decay_ratio) {
-    // nearbyint rounds halves to even, as Python's round().
-    auto wanted = static_cast<int64_t>(std::nearbyint(static_cast<double>(total) * *settings.decay_ratio));
-    decay_steps_ = cut(wanted, total - warmup_steps_, "lr_scheduler: decay");
-  }
-  // The one step more keeps the last one above the floor.
-  stable_steps_ = total + 1 - warmup_steps_ - decay_steps_;
-}
-
-double LrSchedule::factor(int64_t step) const {
-  if (step < warmup_steps_) return static_cast<double>(step + 1) / static_cast<double>(warmup_steps_);
-  int64_t decayed_steps = step + 1 - warmup_steps_ - stable_steps_;
-  if (decayed_steps <= 0) return 1;
-  double progress =
-      decay_steps_ > 0 ? static_cast<double>(decayed_steps) / static_cast<double>(decay_steps_) : 1;
-  return min_factor_ + (1 - min_factor_) * decayed(std::min(progress, 1.0));
-}
-
-double LrSchedule::decayed(double progress) const {
-  switch (decay_) {
-    case Decay::Linear:
-      return 1 - progress;
-    case Decay::Sqrt:
-      return 1 - std::sqrt(progress);
-    case Decay::Cosine:
-      return 0.5 * (1 + std::cos(std::numbers::pi * progress));
-  }
-  TITAN_INTERNAL_ASSERT(false);
+  const LrScheduleSpec& spec = lr_schedules().get(settings.name);
+  factor_ = spec.make(spec.args.make(settings).get(), total);
 }
 
 }  // namespace titan::optim

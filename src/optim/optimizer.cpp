@@ -1,6 +1,15 @@
+// [Note: an optimizer's parts]
+// A rule (OptimizerSpec) knows how a list of tensors is updated. A group is a learning rate and a copy of the
+// rule's settings, for the parameters that one entry of param_groups names. A batch holds the parameters of
+// one group, device and dtype, and their state: the rule updates it in one call.
+
 #include "titan/optim/optimizer.h"
 
-#include <map>
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <regex>
+#include <string_view>
 #include <tuple>
 
 #include <ATen/core/grad_mode.h>
@@ -9,27 +18,155 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "adam_step.h"
-#include "param_groups.h"
+#include "optim/adam.h"
 #include "tensor/param_storage.h"
 #include "tensor/resident_memory.h"
 #include "titan/core/error.h"
 
 namespace titan::optim {
+
+void describe(config::Table<OptimizerSettings>& table) {
+  using Settings = OptimizerSettings;
+  table.field("name", &Settings::name,
+              "Adam adds the weight decay to the gradient, AdamW to the update; or one that was registered "
+              "(docs/extending.md)");
+  table.field("lr", &Settings::lr, "peak learning rate", config::finite_at_least(0));
+  table.field("beta1", &Settings::beta1, "decay of the gradient's average", config::in_range_below(0, 1));
+  table.field("beta2", &Settings::beta2, "decay of the squared gradient's average",
+              config::in_range_below(0, 1));
+  table.field("eps", &Settings::eps, "added to the denominator", config::finite_at_least(0));
+  table.field("weight_decay", &Settings::weight_decay, "of every parameter whose group sets no other",
+              config::finite_at_least(0));
+  table.field("implementation", &Settings::implementation,
+              "fused is one pass over memory, foreach one call per operation, for-loop the plain formula",
+              config::one_of({"for-loop", "foreach", "fused"}));
+  table.field("param_groups", &Settings::param_groups,
+              "settings for parameters by name: \"regex: key=value, ...\" with keys lr, beta1, beta2, eps, "
+              "weight_decay; the first match counts, and every regex must match a parameter");
+  table.refused("early_step_in_backward", false,
+                "an optimizer inside the backward makes clipping meaningless");
+}
+
+Registry<OptimizerSpec>& optimizers() {
+  static Registry<OptimizerSpec>& registry = *[] {
+    auto* made = new Registry<OptimizerSpec>("optimizer");
+    made->add("AdamW", adamw());
+    made->add("Adam", adam());
+    return made;
+  }();
+  return registry;
+}
+
 namespace {
 
-// Parameters that are stepped by one call, and their state.
-struct Batch {
-  AdamOptions options;
-  std::vector<Parameter> parameters;
-  AdamLists all;           // of every parameter, but for the gradients; state from its first use on
-  at::Tensor step_counts;  // what all.steps are elements of
+// ---- groups
 
-  // Those of `all` that have a gradient now.
-  AdamLists with_gradients() const;
+struct Group {
+  double lr = 0;
+  std::shared_ptr<void> args;
 };
 
-// The fused kernels walk over memory, so a gradient must lie there as its parameter does.
+std::string_view trimmed(std::string_view text) {
+  const size_t first = text.find_first_not_of(' ');
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(' ') - first + 1);
+}
+
+double parse_number(std::string_view key, std::string_view text, const config::Constraint& constraint) {
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool read = error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
+  if (!read || (constraint.accepts && !constraint.accepts(number)))
+    throw ConfigError(titan::str(key, " must be ", constraint.allowed.empty() ? "finite" : constraint.allowed,
+                                 ", got '", text, "'"));
+  return number;
+}
+
+// Reads "key=value" into `group`. A rule that reads [optimizer] has lr among its fields, too.
+void apply_assignment(std::string_view text, const OptimizerSpec& spec, Group& group) {
+  const size_t equals = text.find('=');
+  if (equals == std::string_view::npos) throw ConfigError(titan::str("expected key=value, got '", text, "'"));
+  const std::string_view key = trimmed(text.substr(0, equals)), value = trimmed(text.substr(equals + 1));
+  if (key == "lr") {
+    group.lr = parse_number(key, value, config::finite_at_least(0));
+    return;
+  }
+  std::string known = "lr";
+  for (const config::FieldInfo& field : spec.args.fields()) {
+    if (field.kind != config::Kind::Float || field.key == "lr") continue;
+    if (field.key == key) return field.set(group.args.get(), parse_number(key, value, field.constraint));
+    known += " " + field.key;
+  }
+  throw ConfigError(titan::str("unknown key '", key, "'; known: ", known));
+}
+
+struct GroupRule {
+  std::regex pattern;
+  Group group;
+};
+
+// Parses "regex: key=value, key=value". The regex may contain colons: the values follow the last ": ".
+GroupRule parse_rule(const std::string& text, const OptimizerSpec& spec, Group group) {
+  const size_t colon = text.rfind(": ");
+  if (colon == std::string::npos) throw ConfigError("expected \"regex: key=value, ...\"");
+  const std::string_view values = std::string_view(text).substr(colon + 2);
+  for (size_t start = 0; start <= values.size();) {
+    const size_t comma = std::min(values.find(',', start), values.size());
+    apply_assignment(trimmed(values.substr(start, comma - start)), spec, group);
+    start = comma + 1;
+  }
+  try {
+    return {std::regex(text.substr(0, colon)), std::move(group)};
+  } catch (const std::regex_error& error) {
+    throw ConfigError(titan::str("not a regular expression: ", error.what()));
+  }
+}
+
+// Group 0 holds the defaults, group i the i-th entry of settings.param_groups.
+struct GroupAssignment {
+  std::vector<Group> groups;
+  std::vector<size_t> group_of;  ///< one for each parameter
+};
+
+GroupAssignment assign_groups(const OptimizerSpec& spec, const OptimizerSettings& settings,
+                              const std::vector<Parameter>& parameters,
+                              const std::vector<std::string>& elsewhere) {
+  const auto defaults = [&] { return Group{settings.lr, spec.args.make(settings)}; };
+  GroupAssignment result{{defaults()}, std::vector<size_t>(parameters.size(), 0)};
+  std::vector<std::string> problems;
+  for (const std::string& text : settings.param_groups) {
+    const std::string where = titan::str("optimizer.param_groups: \"", text, "\": ");
+    try {
+      GroupRule rule = parse_rule(text, spec, defaults());
+      const auto matches = [&](const std::string& name) { return std::regex_search(name, rule.pattern); };
+      bool matched = std::any_of(elsewhere.begin(), elsewhere.end(), matches);
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        if (!matches(parameters[i].name)) continue;
+        matched = true;
+        if (result.group_of[i] == 0) result.group_of[i] = result.groups.size();
+      }
+      if (!matched) problems.push_back(where + "matches no parameter");
+      result.groups.push_back(std::move(rule.group));
+    } catch (const ConfigError& error) {
+      problems.push_back(where + error.what());
+    }
+  }
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  return result;
+}
+
+// ---- batches
+
+struct Batch {
+  Group group;
+  std::vector<Parameter> parameters;
+  std::vector<std::vector<at::Tensor>> state;  // by name, then parameter; empty before the first use
+  at::Tensor step_counts;                      // [parameters]
+
+  const at::Tensor& local(size_t i) const { return parameters[i].data.local; }
+};
+
+// Fused kernels walk over memory, so a gradient must lie there as its parameter does.
 at::Tensor laid_out_as(const at::Tensor& param, const at::Tensor& grad) {
   if (grad.strides() == param.strides()) return grad;
   return at::empty_like(param).copy_(grad);
@@ -39,37 +176,9 @@ at::Tensor zero_state(const at::Tensor& param) {
   return param.is_contiguous() ? resident_zeros(param.sizes(), param.options()) : at::zeros_like(param);
 }
 
-AdamLists Batch::with_gradients() const {
-  AdamLists lists;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& param = all.params[i];
-    const at::Tensor& grad = param.grad();
-    if (!grad.defined()) continue;
-    lists.params.push_back(param);
-    lists.grads.push_back(laid_out_as(param, grad));
-    lists.exp_avgs.push_back(all.exp_avgs[i]);
-    lists.exp_avg_sqs.push_back(all.exp_avg_sqs[i]);
-    lists.steps.push_back(all.steps[i]);
-  }
-  return lists;
-}
-
-AdamStep implementation_named(const std::string& name) {
-  if (name == "fused") return fused_adam_step;
-  if (name == "foreach") return foreach_adam_step;
-  TITAN_CHECK(name == "for-loop", "optimizer.implementation: unknown '", name,
-              "'; known: for-loop foreach fused");
-  return for_loop_adam_step;
-}
-
-WeightDecay decay_of(const std::string& name) {
-  TITAN_CHECK(name == "Adam" || name == "AdamW", "optimizer.name: unknown '", name, "'; known: Adam AdamW");
-  return name == "Adam" ? WeightDecay::InGradient : WeightDecay::Decoupled;
-}
-
 std::vector<Parameter> trainable(const std::vector<Parameter>& parameters) {
   std::vector<Parameter> result;
-  for (const auto& parameter : parameters) {
+  for (const Parameter& parameter : parameters) {
     if (!parameter.data.local.requires_grad()) continue;
     TITAN_CHECK(parameter.data.local.is_leaf(), "parameter '", parameter.name,
                 "' is computed from another tensor: its gradient never arrives (an optimizer takes "
@@ -79,6 +188,21 @@ std::vector<Parameter> trainable(const std::vector<Parameter>& parameters) {
     result.push_back(parameter);
   }
   return result;
+}
+
+// One batch for each group, device and dtype, as the kernels take no mixtures.
+std::vector<Batch> make_batches(const std::vector<Parameter>& parameters, const GroupAssignment& assignment) {
+  std::map<std::tuple<size_t, c10::DeviceType, int, at::ScalarType>, Batch> by_kind;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& local = parameters[i].data.local;
+    const size_t group = assignment.group_of[i];
+    Batch& batch = by_kind[{group, local.device().type(), local.device().index(), local.scalar_type()}];
+    batch.group = assignment.groups[group];
+    batch.parameters.push_back(parameters[i]);
+  }
+  std::vector<Batch> batches;
+  for (auto& [kind, batch] : by_kind) batches.push_back(std::move(batch));
+  return batches;
 }
 
 DTensor laid_out_as(const DTensor& like, const at::Tensor& local) {
@@ -94,76 +218,65 @@ DTensor replicated_scalar(const DeviceMesh& mesh, const at::Tensor& value) {
 }  // namespace
 
 struct Optimizer::Impl {
-  AdamStep adam_step;
-  WeightDecay decay;
-  bool steps_on_device;
-  double default_lr;
+  OptimizerSpec spec;
+  bool runs_on_device = false;
+  double default_lr = 0;
   double lr_factor = 1;
   std::vector<Batch> batches;
 
-  void make_batches(const std::vector<Parameter>& parameters, const GroupAssignment& assignment);
   void allocate_state(Batch& batch) const;
+  Update update_of(const Batch& batch) const;
   void step(Batch& batch, const at::Tensor& skip) const;
 };
 
-// One batch for each group, device and dtype, as the kernels take no mixtures.
-void Optimizer::Impl::make_batches(const std::vector<Parameter>& parameters,
-                                   const GroupAssignment& assignment) {
-  std::map<std::tuple<size_t, c10::DeviceType, int, at::ScalarType>, Batch> by_kind;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& local = parameters[i].data.local;
-    size_t group = assignment.group_of[i];
-    Batch& batch = by_kind[{group, local.device().type(), local.device().index(), local.scalar_type()}];
-    batch.options = assignment.groups[group];
-    batch.parameters.push_back(parameters[i]);
-    batch.all.params.push_back(local);
-  }
-  for (auto& [kind, batch] : by_kind) {
-    batches.push_back(std::move(batch));
-  }
-}
-
-// At the first use, as zeroing twice the model's size would otherwise be a part of start-up.
+// At the first use: zeroing twice the model's size would otherwise delay start-up.
 void Optimizer::Impl::allocate_state(Batch& batch) const {
   if (batch.step_counts.defined()) return;
-  const at::Device device = batch.parameters.front().data.local.device();
-  auto count = static_cast<int64_t>(batch.parameters.size());
-  batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(steps_on_device ? device : at::kCPU));
-  for (int64_t i = 0; i < count; ++i) {
-    const at::Tensor& local = batch.parameters[i].data.local;
-    batch.all.exp_avgs.push_back(zero_state(local));
-    batch.all.exp_avg_sqs.push_back(zero_state(local));
-    batch.all.steps.push_back(batch.step_counts[i]);
+  const auto count = static_cast<int64_t>(batch.parameters.size());
+  const at::Device device = runs_on_device ? batch.local(0).device() : at::Device(at::kCPU);
+  batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(device));
+  batch.state.resize(spec.state.size());
+  for (const Parameter& parameter : batch.parameters)
+    for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
+}
+
+// The parameters that have a gradient now.
+Update Optimizer::Impl::update_of(const Batch& batch) const {
+  Update update;
+  update.lr = batch.group.lr * lr_factor;
+  update.state.resize(batch.state.size());
+  for (size_t i = 0; i < batch.parameters.size(); ++i) {
+    const at::Tensor& param = batch.local(i);
+    if (!param.grad().defined()) continue;
+    update.params.push_back(param);
+    update.grads.push_back(laid_out_as(param, param.grad()));
+    for (size_t k = 0; k < batch.state.size(); ++k) update.state[k].push_back(batch.state[k][i]);
+    update.steps.push_back(batch.step_counts[static_cast<int64_t>(i)]);
   }
+  return update;
 }
 
 void Optimizer::Impl::step(Batch& batch, const at::Tensor& skip) const {
   allocate_state(batch);
-  AdamLists lists = batch.with_gradients();
-  if (lists.params.empty()) return;
+  Update update = update_of(batch);
+  if (update.params.empty()) return;
   const at::Tensor counted = skip.defined() ? skip.neg().add_(1) : at::ones({}, batch.step_counts.options());
-  if (lists.params.size() == batch.parameters.size()) {
+  if (update.params.size() == batch.parameters.size()) {
     batch.step_counts.add_(counted);
   } else {
-    for (at::Tensor& step : lists.steps) step.add_(counted);
+    for (at::Tensor& count : update.steps) count.add_(counted);
   }
-  AdamOptions options = batch.options;
-  options.lr *= lr_factor;
-  skip.defined() ? fused_adam_step_unless(skip, lists, options, decay) : adam_step(lists, options, decay);
+  update.skip = skip;
+  spec.step(batch.group.args.get(), update);
 }
 
 Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
                      const std::vector<std::string>& elsewhere)
-    : impl_(new Impl{.adam_step = implementation_named(settings.implementation),
-                     .decay = decay_of(settings.name),
-                     .steps_on_device = settings.implementation == "fused",
-                     .default_lr = settings.lr,
-                     .batches = {}}) {
-  at::NoGradGuard no_grad;
-  std::vector<Parameter> stepped = trainable(parameters);
-  std::vector<std::string> names;
-  for (const auto& parameter : stepped) names.push_back(parameter.name);
-  impl_->make_batches(stepped, assign_groups(settings, names, elsewhere));
+    : impl_(new Impl{.spec = optimizers().get(settings.name), .default_lr = settings.lr, .batches = {}}) {
+  const at::NoGradGuard no_grad;
+  impl_->runs_on_device = impl_->spec.runs_on_device(impl_->spec.args.make(settings).get());
+  const std::vector<Parameter> stepped = trainable(parameters);
+  impl_->batches = make_batches(stepped, assign_groups(impl_->spec, settings, stepped, elsewhere));
 }
 
 Optimizer::~Optimizer() = default;
@@ -171,22 +284,25 @@ Optimizer::Optimizer(Optimizer&&) noexcept = default;
 Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
 void Optimizer::step() {
-  at::NoGradGuard no_grad;
-  for (auto& batch : impl_->batches) impl_->step(batch, {});
+  const at::NoGradGuard no_grad;
+  for (Batch& batch : impl_->batches) impl_->step(batch, {});
 }
 
 void Optimizer::step_unless(const at::Tensor& skip) {
-  TITAN_CHECK(can_skip_on_device(), "only optimizer.implementation = 'fused' can skip a step on the device");
-  at::NoGradGuard no_grad;
-  for (auto& batch : impl_->batches) impl_->step(batch, skip);
+  TITAN_CHECK(can_skip_on_device(),
+              "this optimizer can't skip a step on the device; Adam and AdamW can with "
+              "optimizer.implementation = 'fused'");
+  const at::NoGradGuard no_grad;
+  for (Batch& batch : impl_->batches) impl_->step(batch, skip);
 }
 
-bool Optimizer::can_skip_on_device() const { return impl_->adam_step == fused_adam_step; }
+bool Optimizer::can_skip_on_device() const { return impl_->runs_on_device; }
 
 void Optimizer::zero_grad(bool set_to_none) {
-  at::NoGradGuard no_grad;
-  for (auto& batch : impl_->batches) {
-    for (auto& param : batch.all.params) {
+  const at::NoGradGuard no_grad;
+  for (const Batch& batch : impl_->batches)
+    for (const Parameter& parameter : batch.parameters) {
+      at::Tensor param = parameter.data.local;
       if (!param.grad().defined()) continue;
       if (set_to_none) {
         param.mutable_grad().reset();
@@ -194,24 +310,23 @@ void Optimizer::zero_grad(bool set_to_none) {
         param.mutable_grad().zero_();
       }
     }
-  }
 }
 
 void Optimizer::set_lr_factor(double factor) { impl_->lr_factor = factor; }
 
 double Optimizer::lr() const { return impl_->default_lr * impl_->lr_factor; }
 
-std::map<std::string, AdamState> Optimizer::state() {
-  at::NoGradGuard no_grad;
-  std::map<std::string, AdamState> result;
-  for (auto& batch : impl_->batches) {
+std::map<std::string, Optimizer::ParameterState> Optimizer::state() {
+  const at::NoGradGuard no_grad;
+  std::map<std::string, ParameterState> result;
+  for (Batch& batch : impl_->batches) {
     impl_->allocate_state(batch);
     for (size_t i = 0; i < batch.parameters.size(); ++i) {
       const DTensor& data = batch.parameters[i].data;
-      result.emplace(batch.parameters[i].name,
-                     AdamState{.exp_avg = laid_out_as(data, batch.all.exp_avgs[i]),
-                               .exp_avg_sq = laid_out_as(data, batch.all.exp_avg_sqs[i]),
-                               .step = replicated_scalar(data.mesh, batch.all.steps[i])});
+      ParameterState& state = result[batch.parameters[i].name];
+      for (size_t k = 0; k < batch.state.size(); ++k)
+        state.emplace(impl_->spec.state[k], laid_out_as(data, batch.state[k][i]));
+      state.emplace("step", replicated_scalar(data.mesh, batch.step_counts[static_cast<int64_t>(i)]));
     }
   }
   return result;

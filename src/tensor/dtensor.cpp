@@ -1,16 +1,14 @@
 #include "titan/tensor/dtensor.h"
 
 #include <algorithm>
+#include <numeric>
 #include <ostream>
-#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
 #include "titan/core/error.h"
-#include "titan/tensor/placement.h"
 
 namespace titan {
 
@@ -38,70 +36,18 @@ Chunk chunk_of(int64_t size, int64_t parts, int64_t index) {
   return {offset, std::min(length, size - offset)};
 }
 
-int64_t Box::numel() const {
-  int64_t numel = 1;
-  for (int64_t size : length) numel *= size;
-  return numel;
-}
-
-int64_t DTensor::global_numel() const {
-  int64_t numel = 1;
-  for (int64_t size : global_shape) numel *= size;
-  return numel;
-}
-
-Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh,
-              const std::vector<Placement>& placements, const std::vector<int>& cut_order) {
-  const auto& axes = mesh.axes();
-  TITAN_CHECK(placements.size() == axes.size(), "expected a placement for each of the mesh's ", axes.size(),
-              " axes, got ", placements.size());
-  TITAN_CHECK(cut_order.empty() || cut_order.size() == axes.size(), "a cut order of ", cut_order.size(),
-              " axes for a mesh of ", axes.size());
-  Box box{std::vector<int64_t>(global_shape.size(), 0), global_shape};
-  for (size_t position = 0; position < axes.size(); ++position) {
-    const size_t axis = cut_order.empty() ? position : static_cast<size_t>(cut_order[position]);
-    if (!placements[axis].is_shard()) continue;
-    int64_t dim = placements[axis].dim;
-    TITAN_CHECK(dim >= 0 && dim < static_cast<int64_t>(global_shape.size()), placements[axis], " on axis '",
-                axes[axis].name, "': the tensor has ", global_shape.size(), " dimensions");
-    Chunk chunk = chunk_of(box.length[dim], axes[axis].size, mesh.coordinate(axes[axis].name));
-    box.offset[dim] += chunk.offset;
-    box.length[dim] = chunk.length;
-  }
-  return box;
-}
-
-DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, std::vector<Placement> placements) {
-  for (const auto& placement : placements) {
-    TITAN_CHECK(!placement.is_partial(), "a whole tensor can't be distributed as Partial");
-  }
-  DTensor result{.local = whole,
-                 .mesh = mesh,
-                 .placements = std::vector<Placement>(placements.size(), Placement::replicate()),
-                 .global_shape = whole.sizes().vec(),
-                 .box = {std::vector<int64_t>(whole.dim(), 0), whole.sizes().vec()}};
-  return redistribute(result, std::move(placements));
-}
-
-at::Tensor full_tensor(const DTensor& tensor) {
-  return redistribute(tensor, std::vector<Placement>(tensor.placements.size(), Placement::replicate())).local;
-}
-
-}  // namespace titan
-
-namespace titan::detail {
-
-// Putting a tensor together from its parts on several ranks.
-
-/// `tensor` after its parts along the mesh axes `axes` came together on each of their ranks. These axes
-/// become Replicate, and the box grows to what they cover, which must be a box. Blocking; collective over the
-/// axes. Where each part lies is exchanged too, so parts that don't follow local_box's rule (a
-/// tensor-parallel part that fully_shard split again) are gathered as well.
-DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes);
-
 namespace {
 
-constexpr dist::Label kLabel{.phase = "tensor::gather"};
+using Placements = std::vector<Placement>;
+
+constexpr dist::Label kGatherLabel{.phase = "tensor::gather"};
+constexpr dist::Label kReduceLabel{.phase = "tensor::reduce"};
+
+int64_t product_of(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+}
+
+// ---- putting a tensor together from its parts on several ranks
 
 // Parts of one tensor: where each lies, and their elements one part after the other.
 struct Parts {
@@ -141,12 +87,11 @@ std::vector<Box> boxes_of(const at::Tensor& table) {
 std::vector<Box> gather_boxes(dist::Group& group, const std::vector<Box>& boxes, at::Device device) {
   at::Tensor mine = table_of(boxes).to(device);
   at::Tensor all = at::empty({group.size() * mine.size(0), mine.size(1)}, mine.options());
-  group.all_gather(all, mine, kLabel).wait();
+  group.all_gather(all, mine, kGatherLabel).wait();
   return boxes_of(all);
 }
 
-// Every rank holds the same number of parts, but not of elements: the buffers are padded to the longest
-// rank's.
+// All ranks hold the same number of parts but not of elements: the buffers are padded to the longest rank's.
 Parts gather_parts(dist::Group& group, const Parts& mine) {
   size_t parts_per_rank = mine.boxes.size();
   Parts all{gather_boxes(group, mine.boxes, mine.flat.device()), {}};
@@ -161,8 +106,8 @@ Parts gather_parts(dist::Group& group, const Parts& mine) {
   at::Tensor send = at::empty({longest}, mine.flat.options());
   send.narrow(0, 0, mine.flat.numel()).copy_(mine.flat);
   at::Tensor received = at::empty({group.size(), longest}, mine.flat.options());
-  // Bytes travel for every dtype; not every backend knows bool or the 8-bit floats.
-  group.all_gather(received.view(-1).view(at::kByte), send.view(at::kByte), kLabel).wait();
+  // Every dtype is sent as bytes: some backends don't support bool or the 8-bit floats.
+  group.all_gather(received.view(-1).view(at::kByte), send.view(at::kByte), kGatherLabel).wait();
   int64_t position = 0;
   for (int rank = 0; rank < group.size(); position += numels[rank++]) {
     all.flat.narrow(0, position, numels[rank]).copy_(received[rank].narrow(0, 0, numels[rank]));
@@ -200,8 +145,10 @@ at::Tensor assemble(const Parts& parts, const Box& whole) {
   return result;
 }
 
-}  // namespace
-
+// `tensor` after the parts along the mesh axes `axes` came together on each of their ranks. These axes become
+// Replicate, and the box grows to what they cover, which must be a box. Blocking; collective over the axes.
+// The parts' boxes are exchanged too, so that parts that don't follow local_box's rule (a tensor-parallel
+// part that fully_shard split again) are gathered as well.
 DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes) {
   DTensor result = tensor;
   Parts parts{{tensor.box}, tensor.local.reshape(-1)};
@@ -220,21 +167,9 @@ DTensor gather_axes(const DTensor& tensor, const std::vector<size_t>& axes) {
   return result;
 }
 
-}  // namespace titan::detail
+// ---- changing placements
 
-namespace titan {
-
-// [Note: redistribute]
-// Three moves, in this order: sum what is Partial (straight into its Shard where that is wanted), gather the
-// dimensions whose split changes, cut the local tensor to its new part, which needs no communication.
-
-namespace {
-
-using Placements = std::vector<Placement>;
-
-constexpr dist::Label kReduceLabel{.phase = "tensor::reduce"};
-
-// Which mesh axes split `dim`, from left to right.
+// The mesh axes that split `dim`, from left to right.
 std::vector<size_t> axes_sharding(const Placements& placements, int64_t dim) {
   std::vector<size_t> axes;
   for (size_t axis = 0; axis < placements.size(); ++axis) {
@@ -305,9 +240,9 @@ void reduce_partial(DTensor& tensor, const Placements& target) {
   }
 }
 
-// A dimension split by one axis can be split further by axes to its right without communication. One that is
-// split by several may not follow local_box's rule (see gather_axes), so any change gathers it. Every rank
-// decides alike.
+// A dimension that one axis splits can be split further by axes to its right without communication. One that
+// several axes split may not follow local_box's rule (see gather_axes), so any change gathers it. All ranks
+// decide alike.
 bool must_gather(const std::vector<size_t>& before, const std::vector<size_t>& after) {
   if (before.empty() || before == after) return false;
   return before.size() > 1 || after.empty() || after.front() != before.front();
@@ -329,7 +264,51 @@ void cut(DTensor& tensor, const Placements& target) {
 
 }  // namespace
 
-DTensor redistribute(const DTensor& tensor, std::vector<Placement> target) {
+int64_t Box::numel() const { return product_of(length); }
+
+int64_t DTensor::global_numel() const { return product_of(global_shape); }
+
+Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements,
+              const std::vector<int>& cut_order) {
+  const auto& axes = mesh.axes();
+  TITAN_CHECK(placements.size() == axes.size(), "expected a placement for each of the mesh's ", axes.size(),
+              " axes, got ", placements.size());
+  TITAN_CHECK(cut_order.empty() || cut_order.size() == axes.size(), "a cut order of ", cut_order.size(),
+              " axes for a mesh of ", axes.size());
+  Box box{std::vector<int64_t>(global_shape.size(), 0), global_shape};
+  for (size_t position = 0; position < axes.size(); ++position) {
+    const size_t axis = cut_order.empty() ? position : static_cast<size_t>(cut_order[position]);
+    if (!placements[axis].is_shard()) continue;
+    int64_t dim = placements[axis].dim;
+    TITAN_CHECK(dim >= 0 && dim < static_cast<int64_t>(global_shape.size()), placements[axis], " on axis '",
+                axes[axis].name, "': the tensor has ", global_shape.size(), " dimensions");
+    Chunk chunk = chunk_of(box.length[dim], axes[axis].size, mesh.coordinate(axes[axis].name));
+    box.offset[dim] += chunk.offset;
+    box.length[dim] = chunk.length;
+  }
+  return box;
+}
+
+DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, Placements placements) {
+  for (const auto& placement : placements) {
+    TITAN_CHECK(!placement.is_partial(), "a whole tensor can't be distributed as Partial");
+  }
+  DTensor result{.local = whole,
+                 .mesh = mesh,
+                 .placements = Placements(placements.size(), Placement::replicate()),
+                 .global_shape = whole.sizes().vec(),
+                 .box = {std::vector<int64_t>(whole.dim(), 0), whole.sizes().vec()}};
+  return redistribute(result, std::move(placements));
+}
+
+at::Tensor full_tensor(const DTensor& tensor) {
+  return redistribute(tensor, Placements(tensor.placements.size(), Placement::replicate())).local;
+}
+
+// [Note: redistribute]
+// Three moves, in this order: sum what is Partial (straight into its Shard where that is wanted), gather the
+// dimensions whose split changes, cut the local tensor to its new part, which needs no communication.
+DTensor redistribute(const DTensor& tensor, Placements target) {
   check_target(tensor, target);
   at::NoGradGuard no_grad;
   DTensor result = tensor;
@@ -341,8 +320,8 @@ DTensor redistribute(const DTensor& tensor, std::vector<Placement> target) {
     if (must_gather(before, axes_sharding(target, dim)))
       axes.insert(axes.end(), before.begin(), before.end());
   }
-  if (!axes.empty()) result = detail::gather_axes(result, axes);
-  // What is split anew follows local_box's rule.
+  if (!axes.empty()) result = gather_axes(result, axes);
+  // A tensor that is split anew follows local_box's rule.
   if (tensor.placements != target) result.cut_order.clear();
   cut(result, target);
   return result;

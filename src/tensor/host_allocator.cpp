@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <list>
-#include <mutex>
 #include <unordered_map>
 
 #include <c10/core/Allocator.h>
@@ -27,7 +26,7 @@ class HostAllocator final : public c10::Allocator {
     char* begin = take(whole_pages(bytes));
     return {begin, begin, &free_block, at::kCPU};
   }
-  // LibTorch's matrix products take and free memory by bare pointers.
+  // LibTorch's matrix products allocate and free by bare pointers.
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
@@ -58,7 +57,7 @@ class HostAllocator final : public c10::Allocator {
     try {
       pages = map_pages(bytes);
     } catch (const std::bad_alloc&) {
-      // Of a process whose memory is limited (ulimit -v, a cgroup) what is kept may be all that is missing.
+      // Where a process's memory is limited (ulimit -v, a cgroup), giving kept blocks back may suffice.
       if (kept_.empty()) throw;
       while (!kept_.empty()) drop_oldest();
       pages = map_pages(bytes);
@@ -67,7 +66,7 @@ class HostAllocator final : public c10::Allocator {
     return pages;
   }
 
-  // The smallest that is large enough, and of those the one freed last: its pages may be in a cache.
+  // The smallest that is large enough; among equals the one freed last, as its pages may be in a cache.
   Pages take_kept(size_t bytes) {
     auto best = kept_.end();
     for (auto it = kept_.begin(); it != kept_.end(); ++it) {
@@ -83,7 +82,7 @@ class HostAllocator final : public c10::Allocator {
     return pages;
   }
 
-  /// False for a block that isn't of this allocator.
+  /// False for a block that this allocator didn't make.
   bool keep(void* begin) {
     const std::lock_guard lock(mutex_);
     const auto block = in_use_.find(begin);
@@ -104,7 +103,7 @@ class HostAllocator final : public c10::Allocator {
 
   std::mutex mutex_;
   std::unordered_map<void*, size_t> in_use_;
-  std::list<Pages> kept_;  // last freed first; some hundreds at most
+  std::list<Pages> kept_;  // last freed first; a few hundred at most
   HostMemoryStats stats_;
 };
 

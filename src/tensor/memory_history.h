@@ -1,6 +1,6 @@
 #pragma once
 
-// What happened to host memory, for snapshots that PyTorch's memory viewer loads.
+// A record of host memory's allocations, for snapshots that PyTorch's memory viewer loads.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,10 +14,10 @@
 namespace titan {
 
 /// [Note: memory history]
-/// The viewer's words: a segment is memory taken from the kernel, a block is what of it a tensor has. Here a
-/// segment is one mapping (tensor/resident_memory.h) and has one block, in use or kept for the next request. Blocks
-/// below 1 MiB are malloc's, of which nothing is known. Each event has the call stack it came from, as
-/// addresses; names are looked up when a snapshot is written.
+/// In the viewer's terms a segment is memory from the kernel, and a block is a tensor's part of it. Here a
+/// segment is one mapping (tensor/resident_memory.h) with one block, in use or kept for the next request.
+/// Blocks below 1 MiB are malloc's and aren't recorded. Each event has its call stack as addresses; names are
+/// looked up when a snapshot is written.
 class MemoryHistory {
  public:
   explicit MemoryHistory(size_t max_events) : max_events_(max_events) {}
@@ -47,7 +47,7 @@ class MemoryHistory {
     size_t block_bytes = 0;  // 0: the block is kept, not in use
     CallStack mapped_by, allocated_by;
   };
-  class Writer;  // src/tensor/memory_history.cpp
+  class Writer;
 
   static CallStack call_stack();
   void add(Action action, uint64_t address, size_t bytes, const CallStack& stack);
@@ -59,10 +59,10 @@ class MemoryHistory {
   int64_t num_out_of_memory_ = 0;
 };
 
-/// The process's history, or null while nothing is recorded: what the allocators ask at each large block.
+/// The process's history, or null while nothing is recorded. Allocators ask at each large block.
 MemoryHistory* memory_history();
 
-/// From now on, for good; the last `max_events` are kept. A second call changes nothing.
+/// Records from now on until the process ends and keeps the last `max_events`. A second call has no effect.
 void record_memory_history(size_t max_events);
 
 }  // namespace titan

@@ -1,9 +1,7 @@
 #include "tensor/resident_memory.h"
 
 #include <sys/mman.h>
-#include <cstdint>
 #include <new>
-#include <string>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -22,7 +20,7 @@ constexpr size_t kHugePage = size_t{2} << 20;
 class OutOfMemory final : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes)
-      : message_("out of memory: the host hasn't " + std::to_string(bytes) + " bytes more") {}
+      : message_("out of memory: the host has no " + std::to_string(bytes) + " more bytes") {}
   const char* what() const noexcept override { return message_.c_str(); }
 
  private:
@@ -33,7 +31,7 @@ class OutOfMemory final : public std::bad_alloc {
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// A huge page has to begin at a multiple of its size: more is mapped than needed, and the ends go back.
+// A huge page must begin at a multiple of its size: more is mapped than needed, and the ends go back.
 Pages map_pages(size_t bytes) {
   bytes = whole_pages(bytes);
   const size_t slack = bytes >= kHugePage ? kHugePage : 0;
@@ -49,7 +47,7 @@ Pages map_pages(size_t bytes) {
     if (before > 0) ::munmap(begin, before);
     begin += before;
     if (slack > before) ::munmap(begin + bytes, slack - before);
-    ::madvise(begin, bytes, MADV_HUGEPAGE);  // a kernel without them says no, and small ones do
+    ::madvise(begin, bytes, MADV_HUGEPAGE);  // a kernel without them refuses, and small ones serve
   }
   if (MemoryHistory* history = memory_history()) history->mapped(begin, bytes);
   return {begin, bytes};
@@ -62,11 +60,11 @@ void unmap_pages(const Pages& pages) {
 
 namespace {
 
-// Below it the rest of a page and a system call weigh more than a hole in the heap.
+// Below it, the rest of a page and a system call cost more than a hole in the heap.
 constexpr size_t kSmallestMapping = size_t{1} << 20;
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr bool kMapped = false;  // it watches the ends of malloc's blocks only
+constexpr bool kMapped = false;  // it checks the ends only of malloc's blocks
 #else
 constexpr bool kMapped = true;
 #endif

@@ -8,7 +8,7 @@ namespace titan::train {
 
 at::Tensor TrainableModel::hidden(const at::Tensor& /*input*/) {
   TITAN_CHECK(false,
-              "this model can't be a pipeline stage: it doesn't say what a stage gives to the next "
+              "this model can't be a pipeline stage: it doesn't say what a stage passes to the next "
               "(TrainableModel::hidden)");
 }
 
@@ -49,6 +49,11 @@ HfModel hf_model_of_folder(const ModelSpec& spec, const std::filesystem::path& f
       problems.push_back(str((folder / "config.json").string(), ": ", problem));
     throw ConfigError(std::move(problems));
   }
+}
+
+void apply_activation_checkpoint(const std::vector<nn::AnyRef>& layers,
+                                 const ActivationCheckpoint& checkpoint, int64_t first_number) {
+  if (checkpoint.policy) checkpoint_activations(layers, *checkpoint.policy, checkpoint.options, first_number);
 }
 
 }  // namespace titan::train

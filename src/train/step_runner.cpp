@@ -1,206 +1,53 @@
-#include "titan/train/step_runner.h"
+// [Note: one-stage step]
+// Each batch runs forward and then backward, so that its activations are gone before the next batch starts.
+// The loss of a batch is a sum over its tokens, divided by the tokens of the whole step on all ranks:
+// gradients add up over batches and ranks without another weight. FSDP reduces them over ranks in the
+// backward, and needs to know which batch is the last.
 
-#include <algorithm>
-#include <exception>
-#include <set>
+#include "train/step_runner.h"
 
-#include "core/error_reason.h"
-#include "parallel/interned.h"
+#include <ATen/ops/zeros.h>
+
+#include "dist/trace_range.h"
 #include "titan/core/error.h"
-#include "titan/dist/world.h"
 #include "titan/parallel/fsdp.h"
-#include "titan/parallel/pipeline_schedule.h"
-#include "train/pipeline/running_step.h"
 
 namespace titan::train {
 
-namespace {
-
-using pipeline::Action;
-using pipeline::Schedule;
-using Kind = Action::Kind;
-
-Schedule one_stage(const char* name, int num_micro_batches, std::vector<Action> actions) {
-  return {.name = name, .num_micro_batches = num_micro_batches, .ranks = {std::move(actions)}};
-}
-
-bool is_forward_side(Kind kind) {
-  return kind == Kind::Forward || kind == Kind::SendForward || kind == Kind::ReceiveForward;
-}
-
-bool gathers_by_schedule(const Schedule& schedule) {
-  return std::any_of(schedule.ranks.begin(), schedule.ranks.end(), [](const std::vector<Action>& actions) {
-    return std::any_of(actions.begin(), actions.end(),
-                       [](const Action& action) { return is_parameter_action(action.kind); });
-  });
-}
-
-std::string numbers(const std::vector<int>& values) {
-  std::string text;
-  for (const int value : values) text += str(text.empty() ? "" : ", ", value);
-  return text.empty() ? "none" : text;
-}
-
-void check_stages(const Schedule& schedule, int rank, const std::vector<Stage>& stages) {
-  std::vector<int> expected, own;
-  for (int stage = 0; stage < schedule.num_stages; ++stage)
-    if (schedule.rank_of_stage[static_cast<size_t>(stage)] == rank) expected.push_back(stage);
-  for (const Stage& stage : stages) own.push_back(stage.index);
-  TITAN_CHECK(own == expected, "schedule ", schedule.name, " has pipeline rank ", rank, " run the stages ",
-              numbers(expected), ", but this rank built ", numbers(own));
-}
-
-}  // namespace
-
-Schedule one_stage_schedule(int num_micro_batches) {
-  std::vector<Action> actions;
-  for (int i = 0; i < num_micro_batches; ++i) {
-    actions.push_back({Kind::Forward, 0, i});
-    actions.push_back({Kind::Backward, 0, i});
-  }
-  return one_stage("one stage", num_micro_batches, std::move(actions));
-}
-
-Schedule one_stage_forward_schedule(int num_micro_batches) {
-  std::vector<Action> actions;
-  for (int i = 0; i < num_micro_batches; ++i) actions.push_back({Kind::Forward, 0, i});
-  return one_stage("forward", num_micro_batches, std::move(actions));
-}
-
-TokenCounts count_valid_tokens(const std::vector<data::Batch>& micro_batches, const DeviceMesh& batch_mesh) {
-  TokenCounts counts;
-  for (const data::Batch& batch : micro_batches) counts.local += batch.valid_tokens;
-  counts.global = batch_mesh.group()->sum(counts.local, {"train::count_valid_tokens"});
-  return counts;
-}
-
-std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int64_t rows) {
-  std::vector<data::Batch> parts;
-  for (const data::Batch& batch : batches) {
-    const int64_t all = batch.input_BS.size(0);
-    if (rows == all) {
-      parts.push_back(batch);
-      continue;
-    }
-    TITAN_CHECK(rows > 0 && all % rows == 0, "a batch of ", all, " rows in micro-batches of ", rows);
-    for (int64_t first = 0; first < all; first += rows) {
-      data::Batch part{batch.input_BS.narrow(0, first, rows), batch.labels_BS.narrow(0, first, rows)};
-      part.valid_tokens = part.labels_BS.ne(data::kIgnoredLabel).sum().item<int64_t>();
-      parts.push_back(std::move(part));
-    }
-  }
-  return parts;
-}
-
-StepRunner::StepRunner(TrainableModel& model, at::Device device) : stages_{{&model, 0}}, device_(device) {}
-
-StepRunner::StepRunner(std::vector<Stage> stages, const DeviceMesh& pp, at::Device device)
-    : stages_(std::move(stages)), links_(pp), device_(device) {}
-
-int64_t StepRunner::local_stage(int index) const {
-  for (size_t i = 0; i < stages_.size(); ++i)
-    if (stages_[i].index == index) return static_cast<int64_t>(i);
-  return -1;
-}
-
-StepPlan::Planned StepRunner::planned(const Action& action, const Schedule& schedule) const {
-  StepPlan::Planned planned{.action = action, .stage = static_cast<size_t>(local_stage(action.stage))};
-  if (is_parameter_action(action.kind)) return planned;
-  const auto cell = [&](int64_t stage) { return stage * schedule.num_micro_batches + action.micro_batch; };
-  planned.cell = static_cast<size_t>(cell(static_cast<int64_t>(planned.stage)));
-  const bool incoming = action.kind == Kind::ReceiveForward || action.kind == Kind::ReceiveBackward;
-  // The other end of what comes or goes.
-  const int other = is_forward_side(action.kind) != incoming ? action.stage + 1 : action.stage - 1;
-  if (incoming || action.kind == Kind::SendForward || action.kind == Kind::SendBackward) {
-    const int peer = schedule.rank_of_stage.at(static_cast<size_t>(other));
-    planned.link = incoming ? &links_.from(peer) : &links_.to(peer);
-    planned.label = interned(to_string(action));
-    planned.boundary = static_cast<size_t>(std::max(action.stage, other));
-  } else if (const int64_t neighbour = local_stage(other); neighbour >= 0) {
-    planned.neighbour_cell = cell(neighbour);  // unused by W
-  }
-  return planned;
-}
-
-// The label of a call that carries several is that of its last.
-void StepRunner::join_messages(StepPlan& plan, const Schedule& schedule) const {
-  // What both ends know, so that both join the same.
-  const auto type_of = [&](const Action& send) -> const TensorType& {
-    return plan
-        .boundaries_[static_cast<size_t>(send.kind == Kind::SendForward ? send.stage + 1 : send.stage)];
-  };
-  const auto joined = pipeline::joined_with_next(
-      schedule, [&](const Action& one, const Action& next) { return type_of(one) == type_of(next); });
-  const auto& mine = joined[static_cast<size_t>(links_.mesh().rank())];
-  for (size_t i = 0; i < mine.size(); ++i)
-    plan.actions_[i].joined_with_next = mine[i] && plan.actions_[i].link->has_batches(device_);
-}
-
-StepPlan StepRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {
-  const int rank = links_.mesh().rank();
-  TITAN_CHECK(schedule.num_ranks() == links_.mesh().size(), "schedule ", schedule.name, " is for ",
-              schedule.num_ranks(), " pipeline ranks, and there are ", links_.mesh().size());
-  if (schedule.num_stages > 1)
-    pipeline::check_schedule(schedule, {.purpose = has_backward(schedule) ? pipeline::Purpose::Training
-                                                                          : pipeline::Purpose::Evaluation});
-  check_stages(schedule, rank, stages_);
-  TITAN_CHECK(schedule.num_stages == 1 || boundaries.size() == static_cast<size_t>(schedule.num_stages),
-              "a schedule of ", schedule.num_stages, " stages needs the type of what enters each, got ",
-              boundaries.size());
-  links_.connect(schedule);
-  if (shardings_.empty() && gathers_by_schedule(schedule))
-    for (const Stage& stage : stages_) shardings_.emplace_back(stage.model->root());
-
-  StepPlan plan;
-  plan.boundaries_ = std::move(boundaries);
-  plan.num_stages_ = schedule.num_stages;
-  plan.num_micro_batches_ = schedule.num_micro_batches;
-  for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
-    plan.actions_.push_back(planned(action, schedule));
-  if (has_communication(schedule)) join_messages(plan, schedule);
-  std::set<size_t> done;  // stages
-  for (auto planned = plan.actions_.rbegin(); planned != plan.actions_.rend(); ++planned)
-    if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
-      planned->last_backward = done.insert(planned->stage).second;
-  return plan;
-}
-
-// With what the first rank to fail said: a rank that is lost takes its neighbours with it, and they theirs.
-std::string StepRunner::failure_of(const StepPlan& plan, size_t action, const std::string& reason) const {
-  const std::string mine =
-      str("in action ", to_string(plan.actions_[action].action), " (", action + 1, " of ",
-          plan.actions_.size(), ") of pipeline rank ", links_.mesh().rank(), ": ", reason);
-  const std::string first = dist::tell_failure(links_.mesh().world(), mine, [this] { links_.close(); });
-  return first.empty() ? mine : str(mine, "\nThe first to fail was ", first);
-}
-
-// What an exception left of an earlier step goes.
-void StepRunner::prepare_step() {
-  for (ScheduledSharding& sharding : shardings_) sharding.discard();
-  if (!shardings_.empty()) return;
-  for (const Stage& stage : stages_) discard_gradients(stage.model->root());
-}
-
-at::Tensor StepRunner::run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
-                           int64_t global_valid_tokens) {
+void check_valid_tokens(int64_t global_valid_tokens) {
   TITAN_CHECK(global_valid_tokens > 0, "a step needs at least one valid token, got ", global_valid_tokens);
-  TITAN_CHECK(micro_batches.size() == static_cast<size_t>(plan.num_micro_batches_), "a plan for ",
-              plan.num_micro_batches_, " micro-batches got ", micro_batches.size());
-  TITAN_CHECK(!failed_,
-              "a step of this pipeline has failed, and what its stages sent may still be on the way: the "
-              "next one would take it for its own. Start the job anew");
-  prepare_step();
-  size_t action = 0;
-  try {
-    RunningStep step(*this, plan, micro_batches, global_valid_tokens);  // gone before its failure is told
-    for (; action < plan.actions_.size(); ++action)
-      times_ ? step.perform_timed(plan.actions_[action], *times_) : step.perform(plan.actions_[action]);
-    return step.finish();
-  } catch (const std::exception& error) {
-    if (plan.num_stages_ == 1) throw;
-    failed_ = true;
-    throw Error(failure_of(plan, std::min(action, plan.actions_.size() - 1), reason_of(error)));
+}
+
+at::Tensor OneStageRunner::forward_backward(const std::vector<data::Batch>& batches,
+                                            int64_t global_valid_tokens) {
+  check_valid_tokens(global_valid_tokens);
+  TrainableModel& model = *models_[0].model;
+  discard_gradients(model.root());  // of a step that failed
+  at::Tensor total = at::zeros({}, at::TensorOptions(device_).dtype(at::kDouble));
+  for (size_t i = 0; i < batches.size(); ++i) {
+    at::Tensor loss;
+    {
+      const dist::TraceRange traced([&] { return str("action 0F", i); });
+      loss = model.loss(on_device(batches[i].input_BS), on_device(batches[i].labels_BS), global_valid_tokens);
+      total.add_(loss.detach());
+    }
+    const dist::TraceRange traced([&] { return str("action 0B", i); });
+    set_last_micro_batch(model.root(), i + 1 == batches.size());
+    if (loss.requires_grad()) loss.backward();
   }
+  return total;
+}
+
+at::Tensor OneStageRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
+  check_valid_tokens(global_valid_tokens);
+  const dist::TraceRange traced([] { return "action 0F0"; });
+  const at::Tensor loss =
+      models_[0].model->loss(on_device(batch.input_BS), on_device(batch.labels_BS), global_valid_tokens);
+  return loss.detach().to(at::kDouble);
+}
+
+at::Tensor OneStageRunner::on_device(const at::Tensor& host) const {
+  return host.to(device_, host.scalar_type(), /*non_blocking=*/true);
 }
 
 }  // namespace titan::train

@@ -1,15 +1,17 @@
 #include "train/trainer_state.h"
 
 #include <exception>
+#include <set>
 
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
 
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/data/loader.h"
-#include "titan/train/run_checkpoints.h"
+#include "titan/train/checkpoint_state.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 
@@ -17,7 +19,7 @@ namespace {
 
 constexpr size_t kMostStateShown = 200;  // of a text in a message
 
-// Of the ranks that share their rows one speaks.
+// One of the ranks that share their rows speaks for all of them.
 bool speaks_for_its_rows(const Meshes& meshes) {
   return meshes.pp.rank() == 0 && meshes.cp.rank() == 0 && meshes.tp.rank() == 0;
 }
@@ -52,18 +54,22 @@ class DataState : public checkpoint::Stateful {
   bool speaks_;
 };
 
-/// The step, the tokens that all ranks have seen, and what the steps' numbers were like.
+/// The step, the tokens that all ranks have seen, and the policies' states.
 class ProgressState : public checkpoint::Stateful {
  public:
-  ProgressState(Progress& progress, const MetricsWindow& window, bool speaks)
-      : progress_(progress), window_(window), speaks_(speaks) {}
+  ProgressState(Progress& progress, const TrainerParts& parts, bool speaks)
+      : progress_(progress), parts_(parts), speaks_(speaks) {
+    std::set<std::string> names = {"step", "tokens"};
+    for (const NamedPolicy& each : parts.policies)
+      TITAN_CHECK(names.insert(each.name).second, "there are two trainer policies named '", each.name, "'");
+  }
 
   checkpoint::ObjectState state() override {
-    const int64_t own = speaks_ ? window_.local_tokens_seen() : 0;
-    nlohmann::json tree{{"step", progress_.step},
-                        {"tokens", progress_.tokens_before},
-                        {"nonfinite", nlohmann::json::parse(progress_.nonfinite.state())}};
-    if (progress_.spikes.on()) tree["spikes"] = nlohmann::json::parse(progress_.spikes.state());
+    const int64_t own = speaks_ ? parts_.window.local_tokens_seen() : 0;
+    nlohmann::json tree{{"step", progress_.step}, {"tokens", progress_.tokens_before}};
+    for (const auto& [name, policy] : parts_.policies)
+      if (const std::string state = policy->state(); !state.empty())
+        tree[name] = nlohmann::json::parse(state);
     return {.tensors = {}, .text = std::to_string(own), .merge = [tree](const auto& texts) {
               nlohmann::json merged = tree;
               int64_t tokens = tree["tokens"];
@@ -74,16 +80,15 @@ class ProgressState : public checkpoint::Stateful {
   }
 
   void loaded(const std::string& text) override {
-    const auto tree = parse_shallow_json(text);
+    const auto tree = parse_json(text);
     const auto step = json_count(tree, "step"), tokens = json_count(tree, "tokens");
     TITAN_CHECK(step && tokens,
                 "the checkpoint's train_state isn't a trainer's: ", text.substr(0, kMostStateShown));
     progress_.step = *step;
     progress_.tokens_before = *tokens;
     try {
-      // Of a run that didn't keep them, they begin here.
-      if (tree.contains("nonfinite")) progress_.nonfinite.load(tree["nonfinite"].dump());
-      if (tree.contains("spikes")) progress_.spikes.load(tree["spikes"].dump());
+      for (const auto& [name, policy] : parts_.policies)
+        if (tree.contains(name)) policy->load(tree[name].dump());
     } catch (const std::exception& error) {
       throw Error(str("the checkpoint's train_state isn't a trainer's: ", error.what()));
     }
@@ -91,7 +96,7 @@ class ProgressState : public checkpoint::Stateful {
 
  private:
   Progress& progress_;
-  const MetricsWindow& window_;
+  const TrainerParts& parts_;
   bool speaks_;
 };
 
@@ -105,15 +110,16 @@ std::unique_ptr<checkpoint::Stateful> schedule_state(Progress& progress) {
       });
 }
 
-// A registered buffer says that it is state; ours compute theirs from settings and register none.
-void tell_unsaved_buffers(const StageParts& stages) {
+// A registered buffer says that it is state. Our modules compute such tensors from settings and register
+// none.
+void warn_of_unsaved_buffers(const TrainerParts& parts) {
   std::string names;
-  for (const auto& model : stages.models)
+  for (const auto& model : parts.models)
     for (const auto& buffer : model->root().module().named_buffers())
       names += (names.empty() ? "" : ", ") + buffer.key();
   if (!names.empty())
     log::warning_rank0("checkpoints don't hold the model's buffers: " + names +
-                       ". Those that change while it trains have to be a saved object (docs/extending.md)");
+                       ". If they change during training, make them a saved object (docs/extending.md)");
 }
 
 }  // namespace
@@ -126,13 +132,13 @@ StatefulObjects add_trainer_state(TrainerParts& parts, Progress& progress, const
     objects.push_back(std::move(object));
   };
   add("model", std::make_unique<ModelState>(parts.parameters));
-  tell_unsaved_buffers(parts.stages);
+  warn_of_unsaved_buffers(parts);
   if (options.seed_checkpoint) return objects;
   const bool speaks = speaks_for_its_rows(parts.meshes);
   add("optimizer", std::make_unique<OptimizerState>(parts.optimizer, parts.parameters));
   add("lr_scheduler", schedule_state(progress));
   add("dataloader", std::make_unique<DataState>(parts.loader, speaks));
-  add("train_state", std::make_unique<ProgressState>(progress, parts.window, speaks));
+  add("train_state", std::make_unique<ProgressState>(progress, parts, speaks));
   auto rng = std::make_unique<RngState>(parts.meshes, parts.device, options.seed);
   checkpoints.add_rng(*rng);
   objects.push_back(std::move(rng));

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a trainer saves.
+// The state that a trainer saves.
 
 #include <memory>
 #include <vector>

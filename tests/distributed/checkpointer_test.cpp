@@ -368,7 +368,7 @@ TEST(Checkpointer, OnlyReadingLeavesTheFolderAlone) {
   reader.checkpointer.load(step_path(folder, 1));
   reader.job.check(1);
   EXPECT_TRUE(fs::exists(pending));
-  EXPECT_THAT(error_of([&] { reader.checkpointer.save(2); }), HasSubstr("only read from"));
+  EXPECT_THAT(error_of([&] { reader.checkpointer.save(2); }), HasSubstr("is read-only"));
   meet();
   Saver elsewhere({.folder = folder / "none", .read_only = true});
   meet();

@@ -126,7 +126,7 @@ class StagedRun {
   train::Meshes meshes_;
   Stages stages_;
   float8::DelayedScales scales_;
-  train::StepRunner runner_;
+  train::PipelineRunner runner_;
   std::vector<data::Batch> micro_batches_;
   train::StepPlan plan_;
 };

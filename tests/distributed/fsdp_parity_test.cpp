@@ -245,7 +245,7 @@ int64_t owned_bytes(train::TrainableModel& model) {
   optim::Optimizer optimizer(list, {});
   int64_t bytes = 0;
   for (const auto& [name, state] : optimizer.state()) {
-    bytes += static_cast<int64_t>(state.exp_avg.local.nbytes() + state.exp_avg_sq.local.nbytes());
+    bytes += static_cast<int64_t>(state.at("exp_avg").local.nbytes() + state.at("exp_avg_sq").local.nbytes());
   }
   for (const Parameter& parameter : list) {
     bytes += static_cast<int64_t>(parameter.data.local.nbytes() + parameter.data.local.grad().nbytes());

@@ -418,7 +418,7 @@ TEST(HotPath, ASettledPipelineMakesNoTextsAndReadsNoNumbers) {
                           .micro_batches = 4};
     const train::Meshes meshes = train::build_meshes(world(), variant.dims);
     Stages stages(llama, kFloat32, variant, meshes);
-    train::StepRunner runner(stages.stages(), meshes.pp, device());
+    train::PipelineRunner runner(stages.stages(), meshes.pp, device());
     const auto micro_batches = micro_batches_of(batch, variant.num_micro_batches());
     const train::StepPlan plan = runner.plan(
         stages.schedule(), boundaries_of(llama, kFloat32, variant, micro_batches.front().input_BS.size(0)));

@@ -195,7 +195,7 @@ TEST(PeerCheckpoints, AFileOfTheWrongSizeGivesWayToItsCopy) {
   fs::resize_file(hosts.folders_of('a').front() / "step-2" / checkpoint::file_name(0), 100);
   const auto loaded = hosts.start("ab", {"load"});
   EXPECT_EQ(loaded.status, 0) << loaded.err;
-  EXPECT_THAT(loaded.err, AllOf(HasSubstr("passed over"), HasSubstr("has 100 bytes in place of")));
+  EXPECT_THAT(loaded.err, AllOf(HasSubstr("passed over"), HasSubstr("has 100 bytes instead of")));
 }
 
 // The copies of the second generation stand still at one rank: it is given up, none is begun while they are

@@ -24,10 +24,10 @@ class DevicesApart final : public dist::DeviceBackend {
  public:
   DevicesApart(int rank, int lower, int higher) : rank_(rank), lower_(lower), higher_(higher) {}
   std::string device_address() const override { return str("host ", rank_); }
-  std::string why_no_peer_memory(const std::string& address) const override {
+  std::string why_no_symmetric_memory(const std::string& address) const override {
     return rank_ == higher_ && address == str("host ", lower_) ? "nothing joins them" : "";
   }
-  std::unique_ptr<dist::PeerMemory> make_peer_memory(const dist::GroupSpec&) override { return nullptr; }
+  std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const dist::GroupSpec&) override { return nullptr; }
   c10::DeviceType device_type() const override { return at::kCUDA; }
   int num_devices() const override { return 1; }
   void set_device(int) override {}
@@ -46,9 +46,9 @@ class DevicesApart final : public dist::DeviceBackend {
 TEST(PeerMemoryChoice, AllRanksHearOfAPairThatIsApart) {
   const auto group = world().everyone();
   const int last = group->size() - 1;
-  EXPECT_EQ(why_no_peer_memory(*group, DevicesApart(group->rank(), 0, last)),
+  EXPECT_EQ(why_no_symmetric_memory(*group, DevicesApart(group->rank(), 0, last)),
             str("rank ", last, " can't share memory with rank 0: nothing joins them"));
-  EXPECT_EQ(why_no_peer_memory(*group, DevicesApart(group->rank(), -1, -1)), "");
+  EXPECT_EQ(why_no_symmetric_memory(*group, DevicesApart(group->rank(), -1, -1)), "");
 }
 
 TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {
@@ -81,7 +81,7 @@ TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
   const auto group = world().everyone();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
   const auto exchange = std::make_shared<const PeerMemoryExchange>(
-      std::make_shared<PeerPieces>(PeerPieces{dist::device_backend()->make_peer_memory(
+      std::make_shared<PeerPieces>(PeerPieces{dist::device_backend()->make_symmetric_memory(
           {"peer_memory_test", c10::make_intrusive<c10d::PrefixStore>("peer_memory_test", store),
            group->rank(), group->size(), std::chrono::seconds(30)})}));
   for (const int64_t sequence : {12, 24, 12, 24}) {

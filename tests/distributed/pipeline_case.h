@@ -11,7 +11,7 @@
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_split.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::testing {
 

@@ -68,7 +68,7 @@ Measured run(std::string_view schedule, int stages, size_t checkpointing = 0) {
   Stages built(llama, kFloat32, variant, meshes, {.ends = {.first = 0, .last = 0}});
   const auto products = std::make_shared<CountingProducts>();
   for (const train::Stage& stage : built.stages()) nn::set_products(stage.model->root().module(), products);
-  train::StepRunner runner(built.stages(), meshes.pp, device());
+  train::PipelineRunner runner(built.stages(), meshes.pp, device());
   const Batch batch = random_batch(llama, 1);
   const auto micro_batches = micro_batches_of(batch, kMicroBatches);
   const train::StepPlan plan = runner.plan(built.schedule(), boundaries_of(llama, kFloat32, variant, 1));

@@ -11,7 +11,7 @@
 #include "distributed/world.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/train/parallel_dims.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan {
 namespace {
@@ -59,7 +59,7 @@ TEST(PipelineRuntime, WhatWasSentGoesWhileTheStepGoesOn) {
     most = std::max(most, static_cast<size_t>(alive));
     outputs.push_back(output.storage().getWeakStorageImpl());
   };
-  train::StepRunner runner({{&stage, pp.rank()}}, pp, at::kCPU);
+  train::PipelineRunner runner({{&stage, pp.rank()}}, pp, at::kCPU);
   const train::StepPlan plan = runner.plan(schedule_of("GPipe", 2, kMany),
                                            std::vector<train::TensorType>(2, {{1, kDim}, at::kDouble}));
   runner.run(plan, micro_batches(kMany), 1);

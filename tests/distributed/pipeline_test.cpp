@@ -10,7 +10,8 @@
 #include <gtest/gtest.h>
 
 #include "distributed/pipeline_case.h"
-#include "titan/train/tied_gradients.h"
+#include "job/parallelism_settings.h"
+#include "train/pipeline/tied_gradients.h"
 
 namespace titan {
 namespace {
@@ -32,7 +33,7 @@ Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision
   const train::Meshes meshes = train::build_meshes(world(), variant.dims);
   Stages stages(llama, precision, variant, meshes, {.tensor = variant.tensor_options()});
   const train::TiedGradients tied(stages.parameters(), meshes.pp);
-  train::StepRunner runner(stages.stages(), meshes.pp, device());
+  train::PipelineRunner runner(stages.stages(), meshes.pp, device());
   const auto micro_batches =
       micro_batches_of(batch.rows(meshes.dp_rank(), meshes.dp_degree()), variant.num_micro_batches());
   const train::StepPlan plan = runner.plan(

@@ -1,7 +1,7 @@
 // Who has copies of what, over each way of having them: a bit that flips on one rank is found where another
 // rank has the same part, and named.
 
-#include "titan/train/replica_check.h"
+#include "guard/replica_check.h"
 
 #include <gtest/gtest.h>
 

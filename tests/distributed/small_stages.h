@@ -16,7 +16,7 @@
 #include "titan/nn/module.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::testing {
 
@@ -129,7 +129,7 @@ inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedul
     models.push_back(std::make_unique<SmallStage>(kinds[static_cast<size_t>(stage)], stage));
     stages.push_back({models.back().get(), stage});
   }
-  train::StepRunner runner(stages, pp, at::kCPU);
+  train::PipelineRunner runner(stages, pp, at::kCPU);
   const train::StepPlan plan =
       runner.plan(schedule, std::vector<train::TensorType>(kinds.size(), {{1, kDim}, at::kDouble}));
   double loss = 0;

@@ -1,6 +1,6 @@
 // A signal to one rank is known to all behind the same count of tokens, however the ranks are laid out.
 
-#include "titan/train/stop_agreement.h"
+#include "train/policies/stop_on_signal.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -14,6 +14,7 @@
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
+#include "train/agreement.h"
 #include "train/policies/interruption.h"
 
 namespace titan::train {
@@ -81,71 +82,78 @@ data::DataLoader slow_loader() {
            .settings = {.prefetch_factor = 1}}};
 }
 
+// As the trainer begins a step.
+Agreement count(StopOnSignal& stop, const Meshes& meshes, const std::vector<data::Batch>& batches = {}) {
+  return agree(batches, stop.vote(), meshes);
+}
+
 TEST(StopAgreement, AnyRankStopsAll) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     for (int asks = 0; asks < world().size(); ++asks) {
       const SignalWatch watch;
-      StopAgreement stop(world(), meshes);
+      StopOnSignal stop(world());
       for (int step = 0; step < 3; ++step) {
-        const TokenCounts counts = stop.count({batch_of(5), batch_of(meshes.batch.rank())});
+        const Agreement agreed = count(stop, meshes, {batch_of(5), batch_of(meshes.batch.rank())});
         const int ranks = meshes.batch.size();
-        EXPECT_EQ(counts.local, 5 + meshes.batch.rank());
-        EXPECT_EQ(counts.global, 5 * ranks + ranks * (ranks - 1) / 2) << name_of(dims);
-        EXPECT_FALSE(stop.agreed());
+        EXPECT_EQ(agreed.tokens.local, 5 + meshes.batch.rank());
+        EXPECT_EQ(agreed.tokens.global, 5 * ranks + ranks * (ranks - 1) / 2) << name_of(dims);
+        EXPECT_EQ(agreed.vote, Vote::Go);
       }
       if (world().rank() == asks) send_to_myself(SIGUSR1);
-      static_cast<void>(stop.count({batch_of(1)}));
-      EXPECT_TRUE(stop.agreed()) << name_of(dims) << ", asked by " << asks;
-      const StopCause cause = stop.cause();
+      EXPECT_EQ(count(stop, meshes, {batch_of(1)}).vote, Vote::Stop)
+          << name_of(dims) << ", asked by " << asks;
+      const StopCause cause = stop.stop_cause().value();
       EXPECT_EQ(cause.signal, SIGUSR1);
       EXPECT_EQ(cause.rank, asks);
     }
   }
 }
 
-// Whoever asks to stop meanwhile.
-TEST(StopAgreement, ARankThatFailsIsKnownToAll) {
+// Also while another asks to stop.
+TEST(StopAgreement, AFailureIsKnownToAllRanks) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     for (int fails = 0; fails < world().size(); ++fails) {
       const SignalWatch watch;
-      StopAgreement stop(world(), meshes);
-      EXPECT_FALSE(stop.agree());
-      EXPECT_FALSE(stop.any_fails());
+      StopOnSignal stop(world());
+      EXPECT_EQ(count(stop, meshes).vote, Vote::Go);
       if (world().rank() == 0) send_to_myself(SIGUSR1);
-      static_cast<void>(stop.count({batch_of(1)}, /*fails=*/world().rank() == fails));
-      EXPECT_TRUE(stop.any_fails()) << name_of(dims) << ", of rank " << fails;
-      EXPECT_FALSE(stop.agreed());
+      const Vote mine = world().rank() == fails ? Vote::Fail : stop.vote();
+      EXPECT_EQ(agree({batch_of(1)}, mine, meshes).vote, Vote::Fail)
+          << name_of(dims) << ", of rank " << fails;
     }
   }
 }
 
 TEST(StopAgreement, TheLowestRankOfSeveralIsNamed) {
   const SignalWatch watch;
-  StopAgreement stop(world(), build_meshes(world(), {.dp_shard = world().size()}));
+  StopOnSignal stop(world());
+  const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   if (world().rank() > 0) send_to_myself(SIGTERM);
-  EXPECT_EQ(stop.agree(), world().size() > 1);
+  EXPECT_EQ(count(stop, meshes).vote == Vote::Stop, world().size() > 1);
   if (world().size() == 1) return;
-  EXPECT_EQ(stop.cause().rank, 1);
-  EXPECT_EQ(stop.cause().signal, SIGTERM);
-  EXPECT_FALSE(stop.cause().by_launcher);
+  EXPECT_EQ(stop.stop_cause()->rank, 1);
+  EXPECT_EQ(stop.stop_cause()->signal, SIGTERM);
+  EXPECT_FALSE(stop.stop_cause()->by_launcher);
 }
 
 TEST(StopAgreement, ThatALauncherSentItIsKnownToAll) {
   const bool is_sender = world().rank() == world().size() - 1;
   const SignalWatch watch(is_sender ? ::getpid() : 0);
-  StopAgreement stop(world(), build_meshes(world(), {.dp_shard = world().size()}));
+  StopOnSignal stop(world());
+  const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   send_to_myself(SIGTERM);
-  EXPECT_TRUE(stop.agree());
-  EXPECT_EQ(stop.cause().rank, 0);
-  EXPECT_TRUE(stop.cause().by_launcher);
+  EXPECT_EQ(count(stop, meshes).vote, Vote::Stop);
+  EXPECT_EQ(stop.stop_cause()->rank, 0);
+  EXPECT_TRUE(stop.stop_cause()->by_launcher);
 }
 
 // Nothing is noted where nobody watches: a program of one's own keeps its signals.
 TEST(StopAgreement, WithoutAWatchNobodyIsAsked) {
-  StopAgreement stop(world(), build_meshes(world(), {.dp_shard = world().size()}));
-  EXPECT_FALSE(stop.agree());
+  StopOnSignal stop(world());
+  const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
+  EXPECT_EQ(count(stop, meshes).vote, Vote::Go);
 }
 
 // A job may train twice: what one was asked is no request to the next.
@@ -153,25 +161,25 @@ TEST(StopAgreement, TheNextOneWasntAsked) {
   const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   {
     const SignalWatch watch;
-    StopAgreement first(world(), meshes);
+    StopOnSignal first(world());
     if (world().rank() == 0) send_to_myself(SIGTERM);
-    EXPECT_TRUE(first.agree());
+    EXPECT_EQ(count(first, meshes).vote, Vote::Stop);
     world().everyone()->barrier({"test::stop"}).wait();
     std::this_thread::sleep_for(
         std::chrono::milliseconds(200));  // for the watch's thread, which tells the store
   }
   const SignalWatch watch;
-  StopAgreement next(world(), meshes);
+  StopOnSignal next(world());
   data::DataLoader loader = slow_loader();
-  EXPECT_TRUE(next.wait_for(loader));
-  EXPECT_FALSE(next.agree());
+  while (!loader.wait(std::chrono::milliseconds(100))) EXPECT_FALSE(next.gives_up_waiting());
+  EXPECT_EQ(count(next, meshes).vote, Vote::Go);
 }
 
 // Over data-parallel ranks nothing but what a step exchanges anyway, else a call along each further axis.
 TEST(StopAgreement, CostsACallAnAxis) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
-    StopAgreement stop(world(), meshes);
+    StopOnSignal stop(world());
     const std::vector<data::Batch> batches = {batch_of(5)};
     const auto calls_of = [&](const std::function<void()>& part) {
       const uint64_t before = world().recorder().num_calls();
@@ -179,7 +187,7 @@ TEST(StopAgreement, CostsACallAnAxis) {
       return world().recorder().num_calls() - before;
     };
     const uint64_t plain = calls_of([&] { count_valid_tokens(batches, meshes.batch); });
-    const uint64_t agreed = calls_of([&] { static_cast<void>(stop.count(batches)); });
+    const uint64_t agreed = calls_of([&] { count(stop, meshes, batches); });
     const int axes = (dims.cp > 1) + (dims.tp > 1) + (dims.pp > 1);
     EXPECT_EQ(agreed, plain + static_cast<uint64_t>(axes)) << name_of(dims);
   }

@@ -7,8 +7,8 @@
 
 #include "dist/flight_record.h"
 #include "distributed/world.h"
+#include "observe/stragglers.h"
 #include "titan/dist/collectives.h"
-#include "titan/observe/stragglers.h"
 #include "titan/train/metrics.h"
 
 namespace titan::train {

@@ -241,14 +241,23 @@ INSTANTIATE_TEST_SUITE_P(Plans, TensorParallel,
 
 // ---- tied weights
 
-nn::LossHeadOptions loss_head(const at::Tensor& tied_weight = {}) {
-  return {.init = nn::Init::normal(0, 0.5), .tied_weight = tied_weight, .construct = deferred_here()};
+nn::Loss loss_named(const std::string& name) {
+  const nn::LossKind& kind = nn::losses().get(name);
+  return kind.make(kind.make_args().get());
+}
+
+nn::LossHeadOptions loss_head(const at::Tensor& tied_weight = {}, const nn::Loss& loss = nullptr) {
+  return {.init = nn::Init::normal(0, 0.5),
+          .tied_weight = tied_weight,
+          .construct = deferred_here(),
+          .loss = loss};
 }
 
 class TiedImpl : public nn::Module {
  public:
-  TiedImpl() : embedding(kVocab, kDim, deferred_here()), norm(kDim, 1e-5, deferred_here()) {
-    head = nn::LinearCrossEntropy(kDim, kVocab, loss_head(embedding->weight));
+  explicit TiedImpl(const nn::Loss& loss)
+      : embedding(kVocab, kDim, deferred_here()), norm(kDim, 1e-5, deferred_here()) {
+    head = nn::LinearCrossEntropy(kDim, kVocab, loss_head(embedding->weight, loss));
     register_module("embedding", embedding);
     register_module("norm", norm);
     register_module("head", head);
@@ -269,19 +278,20 @@ TensorPlan tied_plan(const Layout& stream) {
   return plan;
 }
 
-class TiedTensorParallel : public ::testing::TestWithParam<std::tuple<bool, bool>> {};
+// By sequence or by product, with or without fully_shard, for every loss: the vocabulary is split over all ranks.
+class TiedTensorParallel : public ::testing::TestWithParam<std::tuple<bool, bool, const char*>> {};
 
 TEST_P(TiedTensorParallel, EqualsOneRank) {
-  const auto [by_sequence, sharded] = GetParam();
+  const auto [by_sequence, sharded, loss_name] = GetParam();
   const at::Tensor tokens = tokens_for(2).tokens;
-  const Tied reference;
+  const Tied reference(loss_named(loss_name));
   materialize(reference, 3);
   const at::Tensor expected = reference(tokens[0]);
   expected.backward();
   reference(tokens[1]).backward();
 
   const auto mesh = DeviceMesh::create(world(), {{"dp", 1}, {"tp", world().size()}});
-  const Tied net;
+  const Tied net(loss_named(loss_name));
   parallelize(net, mesh["tp"], tied_plan(by_sequence ? Layout::shard(1) : Layout::invariant()));
   if (sharded) fully_shard(net, {.mesh = mesh["dp"]});
   materialize(net, 3);
@@ -293,10 +303,12 @@ TEST_P(TiedTensorParallel, EqualsOneRank) {
   expect_equal_gradients(net, reference, "tied");
 }
 
-INSTANTIATE_TEST_SUITE_P(Tied, TiedTensorParallel, ::testing::Combine(::testing::Bool(), ::testing::Bool()),
+INSTANTIATE_TEST_SUITE_P(Tied, TiedTensorParallel,
+                         ::testing::Combine(::testing::Bool(), ::testing::Bool(),
+                                            ::testing::Values("cross_entropy", "z_loss", "label_smoothing")),
                          [](const auto& info) {
                            return str(std::get<0>(info.param) ? "BySequence" : "ByProduct",
-                                      std::get<1>(info.param) ? "Sharded" : "");
+                                      std::get<1>(info.param) ? "Sharded" : "", "_", std::get<2>(info.param));
                          });
 
 // ---- values

@@ -13,9 +13,12 @@
 
 #include "data/feed/packed_feed.h"
 #include "distributed/world.h"
+#include "job/build.h"
 #include "titan/core/error.h"
 #include "titan/data/tokenizer.h"
+#include "titan/observe/metrics.h"
 #include "titan/train/trainer.h"
+#include "train/checkpoints/run_checkpoints.h"
 #include "unit/data/fake_source.h"
 #include "unit/data/temporary_folder.h"
 #include "unit/train/toy_model.h"
@@ -132,6 +135,7 @@ struct Job {
   int first_faulty_forward = 1;
   std::shared_ptr<const data::Feed> feed = {};  // unset: documents without end
   TrainerOptions options = {};
+  FaultToleranceSettings fault_tolerance = {};
   std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
   std::function<void(const at::Tensor& tokens_BS)> at_forward = {};
   std::filesystem::path checkpoints = {};  // empty: none
@@ -165,6 +169,8 @@ class CallingObserver : public RunObserver {
 
 inline RunObservers observers_of(const Job& job, const std::vector<Parameter>& parameters) {
   RunObservers observers;
+  if (world().rank() == 0 && !job.folder.empty())
+    observers.push_back(std::make_unique<MetricsLogger>(MetricsSinkOptions{.folder = job.folder}));
   if (job.at_phase) observers.push_back(std::make_unique<CallingObserver>(job, parameters));
   return observers;
 }
@@ -200,7 +206,7 @@ struct Started {
   Trainer trainer;
   std::vector<Parameter> parameters;
   std::map<std::string, at::Tensor> before;
-  std::map<std::string, optim::AdamState> moments;  // the optimizer's own
+  std::map<std::string, optim::Optimizer::ParameterState> moments;  // the optimizer's own
 
   bool weights_are_unchanged() const {
     for (const Parameter& parameter : parameters)
@@ -226,10 +232,10 @@ inline data::DataLoader build_loader(const Job& job, const Meshes& meshes) {
            .seq_len = kSeqLen}};
 }
 
-inline std::unique_ptr<MetricsLogger> build_logger(const Job& job) {
-  const bool writes = world().rank() == 0 && !job.folder.empty();
-  return std::make_unique<MetricsLogger>(
-      MetricsLogger::Options{.settings = {}, .folder = job.folder, .writes = writes});
+inline Models one_model(std::unique_ptr<TrainableModel> model) {
+  Models models;
+  models.push_back(std::move(model));
+  return models;
 }
 
 inline Started start(const Job& job) {
@@ -237,29 +243,27 @@ inline Started start(const Job& job) {
       build_meshes(world(), {.dp_replicate = job.replicate, .dp_shard = world().size() / job.replicate});
   auto model = build_model(meshes, job);
   auto list = titan::parameters(model->root());
-  auto loader = build_loader(job, meshes);
+  auto runner = std::make_unique<OneStageRunner>(*model, device());
   optim::Optimizer optimizer(list, {.lr = 0.1});
   auto moments = optimizer.state();
   std::map<std::string, at::Tensor> before;
   for (const Parameter& parameter : list) before[parameter.name] = parameter.data.local.detach().clone();
-  return {
-      Trainer({.world = world(),
-               .meshes = meshes,
-               .device = device(),
-               .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size()),
-               .parameters = list,
-               .tied = {},
-               .optimizer = std::move(optimizer),
-               .schedule = optim::LrSchedule({.warmup_steps = 2},
-                                             job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
-               .loader = std::move(loader),
-               .logger = build_logger(job),
-               .window = MetricsWindow(device(), {}),
-               .validator = {},
-               .checkpoints = build_checkpoints(job, meshes, list),
-               .observers = observers_of(job, list)},
-              job.options),
-      list, std::move(before), std::move(moments)};
+  return {Trainer({.world = world(),
+                   .meshes = meshes,
+                   .device = device(),
+                   .models = one_model(std::move(model)),
+                   .runner = std::move(runner),
+                   .parameters = list,
+                   .optimizer = std::move(optimizer),
+                   .schedule = optim::LrSchedule(
+                       {.warmup_steps = 2}, job.schedule_steps > 0 ? job.schedule_steps : job.options.steps),
+                   .loader = build_loader(job, meshes),
+                   .window = MetricsWindow(device(), {}),
+                   .checkpoints = build_checkpoints(job, meshes, list),
+                   .observers = observers_of(job, list),
+                   .policies = fault_tolerance_policies(job.fault_tolerance, world())},
+                  job.options),
+          list, std::move(before), std::move(moments)};
 }
 
 inline std::string message_of_training(Trainer& trainer) {

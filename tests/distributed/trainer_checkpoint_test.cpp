@@ -35,27 +35,28 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
   auto model = build_model(meshes, job);
   if (buffer) model->root().module().register_buffer(buffer, at::zeros({1}));
   auto list = titan::parameters(model->root());
-  auto loader = build_loader(job, meshes);
+  auto runner = std::make_unique<OneStageRunner>(*model, at::kCPU);
   optim::Optimizer optimizer(list, {.lr = 0.1});
   list.push_back(large_parameter(meshes.fsdp, large_bytes));
   RunCheckpoints::Options options{.settings = given, .folder = folder / "checkpoint"};
   if (given.interval == CheckpointSettings{}.interval) options.settings.interval = 1;
   options.settings.async_mode = async_mode;
+  auto policies = fault_tolerance_policies({}, world());
+  policies.push_back({"validation", std::make_unique<Validation>(ValidationSettings{.freq = freq, .steps = 1},
+                                                                 build_loader(job, meshes))});
   return Trainer({.world = world(),
                   .meshes = meshes,
                   .device = at::kCPU,
-                  .stages = whole_model(std::move(model), loader.num_micro_batches(), kRows / world().size(),
-                                        /*validates=*/true),
+                  .models = one_model(std::move(model)),
+                  .runner = std::move(runner),
                   .parameters = list,
-                  .tied = {},
                   .optimizer = std::move(optimizer),
                   .schedule = optim::LrSchedule({.warmup_steps = 2}, job.options.steps),
-                  .loader = std::move(loader),
-                  .logger = build_logger(job),
+                  .loader = build_loader(job, meshes),
                   .window = MetricsWindow(at::kCPU, {}),
-                  .validator = Validator{{.freq = freq, .steps = 1}, build_loader(job, meshes)},
                   .checkpoints = std::make_unique<RunCheckpoints>(world(), meshes, list, options),
-                  .observers = observers_of(job, list)},
+                  .observers = observers_of(job, list),
+                  .policies = std::move(policies)},
                  job.options);
 }
 

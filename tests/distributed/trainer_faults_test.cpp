@@ -7,9 +7,10 @@
 #include <ATen/ops/equal.h>
 
 #include "distributed/trainer_case.h"
-#include "titan/train/replica_check.h"
+#include "guard/replica_check.h"
 #include "titan/train/run_end.h"
 #include "train/policies/interruption.h"
+#include "train/policies/nonfinite_steps.h"
 
 namespace titan::train {
 namespace {
@@ -25,9 +26,7 @@ struct Snapshot {
     std::map<std::string, at::Tensor> tensors;
     for (const Parameter& parameter : job.parameters) tensors[parameter.name] = parameter.data.local.detach();
     for (const auto& [name, state] : job.moments) {
-      tensors[name + ".exp_avg"] = state.exp_avg.local;
-      tensors[name + ".exp_avg_sq"] = state.exp_avg_sq.local;
-      tensors[name + ".step"] = state.step.local;
+      for (const auto& [key, tensor] : state) tensors[name + "." + key] = tensor.local;
     }
     return tensors;
   }
@@ -49,9 +48,12 @@ struct SkipCase {
 
 class Skip : public ::testing::TestWithParam<SkipCase> {
  protected:
-  static TrainerOptions options(int64_t steps, FaultToleranceSettings settings = {}) {
+  static TrainerOptions options(int64_t steps) {
+    return {.steps = steps, .log_freq = 1, .read_late = GetParam().late};
+  }
+  static FaultToleranceSettings skip(FaultToleranceSettings settings = {}) {
     settings.on_nonfinite = "skip";
-    return {.steps = steps, .log_freq = 1, .read_late = GetParam().late, .fault_tolerance = settings};
+    return settings;
   }
 };
 
@@ -63,6 +65,7 @@ TEST_P(Skip, LeavesWeightsAndMomentsBitEqual) {
   const Started* started = nullptr;
   int compared = 0;
   Started job = start({.options = options(5),
+                       .fault_tolerance = skip(),
                        .folder = folder.path(),
                        .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
                          if (phase == Phase::Optimizer && step == kBad) {
@@ -85,7 +88,8 @@ TEST_P(Skip, LeavesWeightsAndMomentsBitEqual) {
 }
 
 TEST_P(Skip, IsLimitedInARow) {
-  Started job = start({.options = options(9, {.max_nonfinite_in_a_row = 2}),
+  Started job = start({.options = options(9),
+                       .fault_tolerance = skip({.max_nonfinite_in_a_row = 2}),
                        .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
                          if (phase == Phase::Optimizer && step >= 2)
                            spoil_gradient(parameters, GetParam().value);
@@ -96,7 +100,8 @@ TEST_P(Skip, IsLimitedInARow) {
 }
 
 TEST_P(Skip, IsLimitedInAll) {
-  Started job = start({.options = options(20, {.max_nonfinite_steps = 3}),
+  Started job = start({.options = options(20),
+                       .fault_tolerance = skip({.max_nonfinite_steps = 3}),
                        .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
                          if (phase == Phase::Optimizer && step % 2 == 0)
                            spoil_gradient(parameters, GetParam().value);
@@ -108,7 +113,8 @@ TEST_P(Skip, IsLimitedInAll) {
 // Nor is its folder given up for later ones, however many would have come.
 TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
   const SharedFolder folder;
-  Started job = start({.options = options(16, {.max_nonfinite_in_a_row = 50}),
+  Started job = start({.options = options(16),
+                       .fault_tolerance = skip({.max_nonfinite_in_a_row = 50}),
                        .checkpoints = folder.path,
                        .saves_whole = true,
                        .keep_latest = 2,
@@ -130,6 +136,7 @@ TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
 TEST_P(Skip, PutsASaveOff) {
   const SharedFolder folder;
   Started job = start({.options = options(12),
+                       .fault_tolerance = skip(),
                        .checkpoints = folder.path,
                        .saves_whole = true,
                        .save_interval = 5,
@@ -150,7 +157,8 @@ TEST_P(Skip, PutsASaveOff) {
 TEST_P(Skip, SavesNeverthelessWhenItIsStopped) {
   const SharedFolder folder;
   const SignalWatch watch;
-  Started job = start({.options = options(16, {.max_nonfinite_in_a_row = 50}),
+  Started job = start({.options = options(16),
+                       .fault_tolerance = skip({.max_nonfinite_in_a_row = 50}),
                        .checkpoints = folder.path,
                        .saves_whole = true,
                        .at_phase = [&](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
@@ -181,7 +189,8 @@ TEST(Trainer, SkippedStepsAreCountedOverRestarts) {
   FaultToleranceSettings settings{.on_nonfinite = "skip", .max_nonfinite_steps = 3};
   std::string message;
   for (const int64_t steps : {6, 12}) {
-    Started job = start({.options = {.steps = steps, .fault_tolerance = settings},
+    Started job = start({.options = {.steps = steps},
+                         .fault_tolerance = settings,
                          .checkpoints = folder.path,
                          .saves_whole = true,
                          .schedule_steps = 12,
@@ -197,8 +206,9 @@ TEST(Trainer, SkippedStepsAreCountedOverRestarts) {
 TEST(NonFiniteSteps, AStateThatIsGoneBackToTakesNoneBack) {
   NonFiniteSteps steps({.on_nonfinite = "skip", .max_nonfinite_steps = 3});
   const std::string before = steps.state();
-  steps.add("step 1");
-  steps.add("step 2");
+  const auto explain = [] { return std::string(); };
+  EXPECT_TRUE(steps.skip("step 1", explain));
+  EXPECT_TRUE(steps.skip("step 2", explain));
   steps.load(before);
   EXPECT_EQ(steps.total(), 2);
   EXPECT_EQ(steps.in_a_row(), 0);
@@ -259,7 +269,8 @@ void flip_a_bit(const at::Tensor& tensor) {
 // Compared every other step, so that a flip in the third is found behind the fourth.
 TEST(Replicas, OneThatDiffersIsNamedByAllRanks) {
   const int size = world().size();
-  Started job = start({.options = {.steps = 9, .fault_tolerance = {.check_replicas_freq = 2}},
+  Started job = start({.options = {.steps = 9},
+                       .fault_tolerance = {.check_replicas_freq = 2},
                        .replicate = size,
                        .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
                          if (phase == Phase::Data && step == 3 && world().rank() == bad_rank())
@@ -269,7 +280,7 @@ TEST(Replicas, OneThatDiffersIsNamedByAllRanks) {
   const std::string who =
       size == 1 ? "no error"
       : size == 2
-          ? "behind step 4 replicas of parameters aren't equal: ranks 0, 1 differ from each other of table"
+          ? "after step 4 replicas of parameters aren't equal: ranks 0, 1 differ from each other of table"
           : "rank 1 differs from the other 2 that have a copy of table";
   EXPECT_TRUE(contains(message, who)) << message;
 }
@@ -278,7 +289,8 @@ TEST(Replicas, OneThatDiffersIsNamedByAllRanks) {
 TEST(Replicas, ThatDifferArentSaved) {
   if (world().size() == 1) return;
   const SharedFolder folder;
-  Started job = start({.options = {.steps = 9, .fault_tolerance = {.check_replicas_freq = 100}},
+  Started job = start({.options = {.steps = 9},
+                       .fault_tolerance = {.check_replicas_freq = 100},
                        .checkpoints = folder.path,
                        .saves_whole = true,
                        .save_interval = 4,
@@ -289,7 +301,7 @@ TEST(Replicas, ThatDifferArentSaved) {
                        }});
   EXPECT_THROW(
       try { job.trainer.train(); } catch (const UnsoundRun& error) {
-        EXPECT_TRUE(contains(error.what(), "behind step 8 replicas")) << error.what();
+        EXPECT_TRUE(contains(error.what(), "after step 8 replicas")) << error.what();
         throw;
       },
       UnsoundRun);
@@ -300,7 +312,8 @@ TEST(Replicas, ThatDifferArentSaved) {
 
 TEST(Replicas, ThoseOfASoundRunStayEqual) {
   int compared = 0;
-  Started job = start({.options = {.steps = 4, .fault_tolerance = {.check_replicas_freq = 1}},
+  Started job = start({.options = {.steps = 4},
+                       .fault_tolerance = {.check_replicas_freq = 1},
                        .replicate = world().size(),
                        .at_phase = [&](Phase phase, int64_t, const std::vector<Parameter>&) {
                          compared += phase == Phase::CheckReplicas;

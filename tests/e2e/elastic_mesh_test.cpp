@@ -74,7 +74,7 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
   EXPECT_EQ(wait_for(job, 18, 2).size(), 2u) << "step " << last_logged_step(run_);
   if (grows) {
     job.signal(SIGCONT);
-    EXPECT_TRUE(job.wait_for_errors("all ranks are asked to stop behind the step that they are at"));
+    EXPECT_TRUE(job.wait_for_errors("all ranks are asked to stop after the step in progress"));
     EXPECT_GE(Clock::now() - lost, std::chrono::seconds(2));
   }
   steps_.let_go(18);
@@ -85,7 +85,7 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
               AllOf(HasSubstr("rank 2 is lost"), HasSubstr("start 2 (restart 1 of 3): 2 of 4 ranks")));
   if (grows) {
     EXPECT_THAT(result.err, HasSubstr("start 3 (restart 1 of 3): 4 of 4 ranks"));
-    EXPECT_GE(number_behind(result.err, "the run goes on behind step "), 17) << result.err;
+    EXPECT_GE(number_behind(result.err, "resuming after step "), 17) << result.err;
   }
   expect_near(curve_of(run_), curve_of(straight));
 }

@@ -156,10 +156,10 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
   job.signal(SIGUSR2);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
-  const int64_t stopped = number_behind(result.err, "stops the run behind step ");
+  const int64_t stopped = number_behind(result.err, "stops the run after step ");
   EXPECT_GE(stopped, 6) << result.err;
-  EXPECT_EQ(number_behind(result.err, "the run goes on behind step "), stopped) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("the state behind step " + std::to_string(stopped) + " is saved"));
+  EXPECT_EQ(number_behind(result.err, "resuming after step "), stopped) << result.err;
+  EXPECT_THAT(result.err, HasSubstr("the state after step " + std::to_string(stopped) + " is saved"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
   EXPECT_EQ(curve_of(run).size(), 150u);
   EXPECT_FALSE(fs::exists(told)) << "ranks that the launcher starts again put the job back into the queue";
@@ -223,15 +223,15 @@ TEST(Elastic, WhatARestartCantGoOnFromIsRefused) {
   };
   EXPECT_THAT(refused({}), HasSubstr("there is no --nproc"));
   EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.no_enable"}),
-              HasSubstr("with --max-restarts has to be true"));
+              HasSubstr("with --max-restarts must be true"));
   EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.load_step", "5"}),
-              HasSubstr("with --max-restarts has to be -1"));
+              HasSubstr("with --max-restarts must be -1"));
   EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.exclude_from_loading", "optimizer"}),
-              HasSubstr("with --max-restarts has to be empty"));
+              HasSubstr("with --max-restarts must be empty"));
   EXPECT_THAT(refused({"--nproc", "2", "--min-ranks", "1", "--training.global_batch_size", "-1"}),
-              HasSubstr("with --max-restarts and --min-ranks has to be a number"));
+              HasSubstr("with --max-restarts and --min-ranks must be a number"));
   EXPECT_THAT(refused({"--nproc", "4", "--min-ranks", "2", "--parallelism.data_parallel_shard_degree", "4"}),
-              HasSubstr("--min-ranks 2: the job fits no number of ranks from 2 to 3"));
+              HasSubstr("--min-ranks 2: the job runs on no number of ranks from 2 to 3"));
 }
 
 // The same of ranks that titan launch, or torchrun, starts again.
@@ -246,7 +246,7 @@ TEST(Elastic, LaunchedRanksRefuseWhatARestartCantGoOnFrom) {
   const CommandResult refused = launched({"--max-restarts", "1"}, {"--checkpoint.load_step", "5"});
   EXPECT_EQ(refused.status, 2) << refused.err;
   EXPECT_THAT(refused.err,
-              HasSubstr("--checkpoint.load_step = 5: with --max-restarts has to be -1, the newest: "
+              HasSubstr("--checkpoint.load_step = 5: with --max-restarts must be -1, the newest: "
                         "each restart would go back to this step"));
   EXPECT_THAT(launched({}, {"--checkpoint.load_step", "5"}).err,
               ::testing::Not(HasSubstr("with --max-restarts")));

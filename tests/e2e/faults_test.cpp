@@ -92,8 +92,8 @@ TEST(Faults, ASharedObjectThatIsntThere) {
 TEST(Faults, AConfigBehindASwitch) {
   CommandResult result = try_train({"--validation.enable", "config.toml"});
   EXPECT_EQ(result.status, 2);
-  EXPECT_THAT(result.err, HasSubstr("config.toml stands behind --validation.enable, as its value; the config "
-                                    "file comes before the first setting"));
+  EXPECT_THAT(result.err, HasSubstr("config.toml was read as the value of --validation.enable: "
+                                    "put the config file first"));
 }
 
 std::string contents(const std::filesystem::path& path) {
@@ -192,7 +192,7 @@ TEST(Faults, CtrlCEndsARunAndItsRanks) {
   job.signal(SIGINT);
   CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 0) << "the ranks agreed to stop";
-  EXPECT_THAT(result.err, HasSubstr("stops the run behind step"));
+  EXPECT_THAT(result.err, HasSubstr("stops the run after step"));
   for (int rank : ranks) EXPECT_NE(::kill(rank, 0), 0) << rank << " is still there";
   EXPECT_THAT(result.err, Not(HasSubstr("failed first")));  // asked to end, not failed
 }

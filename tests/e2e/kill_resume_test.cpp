@@ -126,7 +126,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
       for (const int rank : ranks) ::kill(rank, SIGKILL);
     }
     const CommandResult result = job.wait(60);
-    if (result.err.find("the run goes on behind step") != std::string::npos)
+    if (result.err.find("resuming after step") != std::string::npos)
       EXPECT_THAT(result.err, HasSubstr("behind step " + std::to_string(newest.value_or(-1)) + ","));
   }
 

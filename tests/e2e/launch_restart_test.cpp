@@ -71,7 +71,7 @@ TEST(LaunchRestart, GivesUpAfterSoManyWithTheLastExitCode) {
   const auto result = run(job(folder, {"-n", "1", "--max-restarts", "2"}, "exit $((10 + start))"));
   EXPECT_EQ(result.status, 12);
   EXPECT_THAT(starts(folder), ElementsAre("0: 0/1", "1: 0/1", "2: 0/1"));
-  EXPECT_THAT(result.err, HasSubstr("giving up after 2 restart(s), as --max-restarts says"));
+  EXPECT_THAT(result.err, HasSubstr("giving up after 2 restart(s) (--max-restarts)"));
 }
 
 TEST(LaunchRestart, NoneUnlessAskedFor) {
@@ -245,7 +245,7 @@ TEST(LaunchRestart, SigquitIsntSentToARankThatItWouldEnd) {
   ASSERT_TRUE(launcher.wait_for_output("[rank 1] ready"));
   launcher.signal(SIGQUIT);
   EXPECT_TRUE(launcher.wait_for_output("[rank 1] asked"));
-  EXPECT_TRUE(launcher.wait_for_errors("rank 0 doesn't take SIGQUIT"));
+  EXPECT_TRUE(launcher.wait_for_errors("rank 0 has no handler for SIGQUIT"));
   launcher.signal(SIGTERM);
   const auto result = launcher.wait(20);
   EXPECT_EQ(result.status, 0) << result.err;
@@ -386,7 +386,7 @@ TEST(LaunchRestart, RanksThatDontEndWellForALargerGroupAreTold) {
       "TERM"));
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err,
-              HasSubstr("not all ranks ended well: rank 1 (it hadn't ended in time, and was killed)"));
+              HasSubstr("not all ranks ended well: rank 1 (it was killed because it didn't end in time)"));
 }
 
 // The threads of a rank are its part of the host's cores, however many ranks are left.
@@ -418,7 +418,7 @@ TEST(LaunchRestart, AProgramThatIsGoneIsTriedAgain) {
   const auto result =
       run({titan_program(), "launch", "-n", "1", "--max-restarts", "9", "--", program}, {}, 60);
   EXPECT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("can't start '" + program + "': No such file or directory"));
+  EXPECT_THAT(result.err, HasSubstr("cannot start '" + program + "': No such file or directory"));
   EXPECT_EQ(run({titan_program(), "launch", "-n", "1", "--max-restarts", "9", "--", program + ".new"}).status,
             127)
       << "that never was there";

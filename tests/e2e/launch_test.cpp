@@ -184,10 +184,10 @@ TEST(Launch, TwoJobsAtOnceTakeDifferentPorts) {
 TEST(Launch, WrongUse) {
   EXPECT_EQ(run(launch(2, {"/no/such/program"})).status, 127);
   EXPECT_THAT(run(launch(2, {"/no/such/program"})).err,
-              HasSubstr("can't start '/no/such/program': No such file"));
+              HasSubstr("cannot start '/no/such/program': No such file"));
   EXPECT_NE(run({kTitan, "launch", "-n", "0", "true"}).status, 0);
   EXPECT_NE(run({kTitan, "launch", "-n", "2"}).status, 0);
-  EXPECT_THAT(run(launch(2, {"true"}, "2")).err, HasSubstr("'2' isn't a rank of 0..1"));
+  EXPECT_THAT(run(launch(2, {"true"}, "2")).err, HasSubstr("'2' isn't a rank from 0 to 1"));
 }
 
 /// Two ranks, each with its own variables.

@@ -90,7 +90,7 @@ TEST_P(LossSpike, ARunGoesBackAndOnBehindItsBatch) {
   const std::string log = train_log(run_, recorded_run(config_, data, 35) + kRule + layout());
   EXPECT_THAT(log,
               AllOf(HasSubstr("step 25: the loss of"),
-                    HasSubstr("goes back to step 20 and on behind the batch of step 25: rewind 1 of 3")));
+                    HasSubstr("Rewinding to step 20 and skipping the data through step 25: rewind 1 of 3")));
   EXPECT_EQ(curve_of(run_).size(), 35u);
   EXPECT_EQ(curve_of(run_), curve_of(straight_));
 }
@@ -101,7 +101,7 @@ TEST_P(LossSpike, IsTheSameBehindARestart) {
   train_log(straight_, recorded_run(config_, data, 35) + kRule + layout());
   train_log(run_, recorded_run(config_, data, 23) + kRule + layout());
   const std::string log = train_log(run_, recorded_run(config_, data, 35) + kRule + layout());
-  EXPECT_THAT(log, HasSubstr("goes back to step 23 and on"));
+  EXPECT_THAT(log, HasSubstr("Rewinding to step 23 and skipping"));
   const Curve curve = curve_of(run_), expected = curve_of(straight_);
   for (int step = 1; step <= 20; ++step) EXPECT_EQ(curve.at(step), expected.at(step)) << step;
   EXPECT_EQ(curve.size(), 35u);
@@ -127,8 +127,8 @@ TEST(LossSpikes, AreGoneBackFromAsFarAsAsked) {
             "--fault_tolerance.spike_sigma",        "3", "--checkpoint.keep_latest_k",     "0"};
   const std::string log = train_log(run, words);
   // 28 - 6 = 22; behind step 20 come the batches 29 ..., so that 45 is the batch of step 37: 37 - 12 = 25.
-  EXPECT_THAT(log, AllOf(HasSubstr("step 28: the loss of"), HasSubstr("goes back to step 20 and on behind")));
-  EXPECT_THAT(log, AllOf(HasSubstr("step 37: the loss of"), HasSubstr("goes back to step 25 and on behind")));
+  EXPECT_THAT(log, AllOf(HasSubstr("step 28: the loss of"), HasSubstr("Rewinding to step 20 and skipping")));
+  EXPECT_THAT(log, AllOf(HasSubstr("step 37: the loss of"), HasSubstr("Rewinding to step 25 and skipping")));
   EXPECT_TRUE(fs::exists(step_folder(run, 21))) << "behind the first step of the rewound run";
   EXPECT_EQ(curve_of(run).size(), 50u);
 }
@@ -149,7 +149,7 @@ TEST(LossSpikes, AfterALossAreGoneBackFromOnFewerRanks) {
   const Words words = recorded_run(config, write_recording("data", 60, {24}), 20) + kRule;
   train_log(run, words + ranks(3));
   const std::string log = train_log(run, words + ranks(2) + Words{"--training.steps", "30"});
-  EXPECT_THAT(log, AllOf(HasSubstr("goes back to step 20"), HasSubstr("random numbers are seeded anew")));
+  EXPECT_THAT(log, AllOf(HasSubstr("Rewinding to step 20"), HasSubstr("random numbers are seeded again")));
   EXPECT_EQ(curve_of(run).size(), 30u);
 }
 
@@ -160,7 +160,7 @@ TEST(LossSpikes, AreNotGoneBackFromToAnotherRun) {
   train_log(run, words);
   const std::string log = train_log(run, words + Words{"--checkpoint.load_step", "15", "--training.steps",
                                                        "30", "--checkpoint.interval", "100"});
-  EXPECT_THAT(log, HasSubstr("goes back to step 15"));
+  EXPECT_THAT(log, HasSubstr("Rewinding to step 15"));
 }
 
 // Of the steps before, the newest is damaged. A byte of the tensors' is another one.
@@ -175,7 +175,7 @@ TEST(LossSpikes, AreGoneBackFromPastDamage) {
   bytes.close();
   const std::string log =
       train_log(run, words + Words{"--training.steps", "30", "--fault_tolerance.spike_rewind_steps", "4"});
-  EXPECT_THAT(log, AllOf(HasSubstr("passed over"), HasSubstr("goes back to step 15")));
+  EXPECT_THAT(log, AllOf(HasSubstr("passed over"), HasSubstr("Rewinding to step 15")));
 }
 
 TEST(LossSpikes, StopARunThatHasGoneBackOftenEnough) {

@@ -141,7 +141,8 @@ TEST_P(SkippedSteps, LeaveTheWeightsAsTheyWereAndAreCounted) {
   ASSERT_EQ(result.status, 0) << result.err;
   result = run_steps(3, spoiled);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("The optimizer step is skipped, the 2. in a row, the 2. of this run"));
+  EXPECT_THAT(result.err,
+              HasSubstr("The optimizer step is skipped: number 2 in a row, number 2 of this run"));
   std::vector<int64_t> skipped;
   for (const auto& row : whole_rows(spoiled)) skipped.push_back(row.at("skipped_steps"));
   EXPECT_EQ(skipped, (std::vector<int64_t>{0, 1, 2}));

@@ -159,12 +159,12 @@ TEST(Observability, TopOfARunUnderWayAndOfAnEndedOne) {
   wait_until([&] {
     if (whole_rows(folder / "out").size() <= 3) return false;
     top = titan({"top", (folder / "out").string()});  // no terminal: once
-    return top.out.find("left") != std::string::npos && top.out.find("at work") != std::string::npos;
+    return top.out.find("left") != std::string::npos && top.out.find("running") != std::string::npos;
   });
   training.signal(SIGKILL);
   training.wait();
   ASSERT_EQ(top.status, 0) << top.err;
-  EXPECT_THAT(top.out, HasSubstr("at work"));
+  EXPECT_THAT(top.out, HasSubstr("running"));
   EXPECT_THAT(top.out, HasSubstr(" of 100000  ["));
   EXPECT_THAT(top.out, HasSubstr("left"));
   EXPECT_THAT(top.out, HasSubstr("checkpoints are off"));

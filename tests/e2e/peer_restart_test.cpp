@@ -160,12 +160,11 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
   }
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(
-      result.err,
-      AllOf(HasSubstr("restart 2 of 9"), HasSubstr("step 10 is in memory; the newest on disk is step 7"),
-            HasSubstr("the run goes on behind step 10, loaded from " + memory_.string()),
-            HasSubstr("step 15 is in memory; the newest on disk is step 14"),
-            HasSubstr("the run goes on behind step 15, loaded from " + memory_.string())));
+  EXPECT_THAT(result.err, AllOf(HasSubstr("restart 2 of 9"),
+                                HasSubstr("step 10 is in memory; the newest on disk is step 7"),
+                                HasSubstr("resuming after step 10, loaded from " + memory_.string()),
+                                HasSubstr("step 15 is in memory; the newest on disk is step 14"),
+                                HasSubstr("resuming after step 15, loaded from " + memory_.string())));
   EXPECT_THAT(result.err, Not(AnyOf(HasSubstr("loaded from " + run_.string()), HasSubstr("passed over"))));
   expect_same_curve(words(), 0);
 }
@@ -196,7 +195,7 @@ TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.err, AllOf(HasSubstr("passed over: step 42 in memory"), HasSubstr("checksum"),
-                                HasSubstr("the run goes on behind step 41, loaded from " + run_.string())));
+                                HasSubstr("resuming after step 41, loaded from " + run_.string())));
   expect_same_curve(words(on_disk), 0);
 }
 
@@ -251,7 +250,7 @@ TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
   const CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 128 + SIGKILL);
   EXPECT_TRUE(fs::is_empty(memory_));
-  const int64_t step = number_behind(result.err, "the state behind step ");
+  const int64_t step = number_behind(result.err, "the state after step ");
   EXPECT_GE(step, 1);
   EXPECT_TRUE(fs::exists(step_folder(run_, static_cast<int>(step)))) << result.err;
 }
@@ -269,15 +268,15 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
   job.signal(SIGTERM);
   const CommandResult told = job.wait(60);
   EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  const int64_t step = number_behind(told.err, "the state behind step ");
+  const int64_t step = number_behind(told.err, "the state after step ");
   EXPECT_EQ(step, kept) << told.err;
   EXPECT_THAT(told.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
   EXPECT_TRUE(fs::is_empty(memory_));
 
   const CommandResult result = try_train(with_peers("1"), 100);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("the run goes on behind step " + std::to_string(step) + ", loaded from " +
-                                    run_.string()));
+  EXPECT_THAT(result.err,
+              HasSubstr("resuming after step " + std::to_string(step) + ", loaded from " + run_.string()));
   expect_same_curve(words(), 0);
 }
 

@@ -202,7 +202,7 @@ TEST(Profiling, ATraceThatCantBeWrittenCostsTheTraceAndNotTheRun) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(read_metrics(folder).size(), 4u);
   for (const int step : {2, 4})
-    EXPECT_THAT(result.err, ::testing::HasSubstr(str("the trace of step ", step, " isn't written: ")));
+    EXPECT_THAT(result.err, ::testing::HasSubstr(str("cannot write the trace of step ", step, ": ")));
 }
 
 // The first activation, of 4 Mi tokens, is larger than all addresses that the process may have.

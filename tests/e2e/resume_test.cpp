@@ -39,8 +39,7 @@ TEST_P(SameRanks, SplitRunsAreTheSameRun) {
   for (const std::vector<int>& stops : {std::vector<int>{10}, std::vector<int>{5, 10, 15}}) {
     const auto run = fresh_folder("run");
     for (const int stop : stops) train(run, part_of_run(words, stop));
-    EXPECT_THAT(train_log(run, words),
-                HasSubstr("the run goes on behind step " + std::to_string(stops.back())));
+    EXPECT_THAT(train_log(run, words), HasSubstr("resuming after step " + std::to_string(stops.back())));
     EXPECT_EQ(curve_of(run), expected) << stops.size() << " interruptions";
     EXPECT_TRUE(bytes_of(step_folder(run, 20) / "model.safetensors") == weights)
         << stops.size() << " interruptions";
@@ -70,7 +69,7 @@ TEST_P(OtherRanks, GoOnWithinRounding) {
   int steps = 0;
   for (const Words& part : GetParam().parts) {
     const std::string log = train_log(run, part_of_run(words + part, steps + 5));
-    if (steps > 0) EXPECT_THAT(log, HasSubstr("random numbers are seeded anew"));
+    if (steps > 0) EXPECT_THAT(log, HasSubstr("random numbers are seeded again"));
     steps += 5;
   }
   const Curve found = curve_of(run);
@@ -167,7 +166,7 @@ TEST(Loading, AStepThatIsNamed) {
   train(run, part_of_run(words, 8));
   const Curve before = curve_of(run);
   EXPECT_THAT(train_log(run, part_of_run(words, 5) + Words{"--checkpoint.load_step", "4"}),
-              AllOf(HasSubstr("the run goes on behind step 4"), HasSubstr("newer steps stay in"),
+              AllOf(HasSubstr("resuming after step 4"), HasSubstr("newer steps stay in"),
                     HasSubstr("(6, 8); until this run is past them")));
   const Curve after = curve_of(run);  // rows behind step 4 are gone but for the new one
   ASSERT_EQ(after.size(), 5u);
@@ -270,7 +269,7 @@ TEST(Loading, ARunThatEndedWithTheModelAloneGoesOnBehindItsLastState) {
   const auto run = fresh_folder("run");
   train(run, words + Words{"--training.steps", "7"});
   EXPECT_THAT(train_log(run, words),
-              AllOf(HasSubstr("step-7 holds a model alone"), HasSubstr("the run goes on behind step 5")));
+              AllOf(HasSubstr("step-7 holds a model alone"), HasSubstr("resuming after step 5")));
   EXPECT_EQ(curve_of(run).size(), 20u);
 }
 
@@ -296,11 +295,11 @@ TEST(Loading, ARunThatHasEndedSaysSo) {
   const auto written = std::filesystem::last_write_time(step_folder(run, 7) / "model.safetensors");
   const Curve before = curve_of(run);
   EXPECT_THAT(train_log(run, words + ranks(2)),
-              AllOf(HasSubstr("this run has come to its end"), HasSubstr("raise training.steps")));
+              AllOf(HasSubstr("this run is complete"), HasSubstr("raise training.steps")));
   EXPECT_EQ(std::filesystem::last_write_time(step_folder(run, 7) / "model.safetensors"), written);
   EXPECT_EQ(curve_of(run), before);
   EXPECT_THAT(train_log(run, words + Words{"--checkpoint.load_step", "5"}),
-              HasSubstr("the run goes on behind step 5"));
+              HasSubstr("resuming after step 5"));
 }
 
 TEST(Loading, WhatIsOtherThanItWasIsTold) {
@@ -313,7 +312,7 @@ TEST(Loading, WhatIsOtherThanItWasIsTold) {
                 100, /*threads=*/2);
   EXPECT_EQ(other.status, 0) << other.err;
   EXPECT_THAT(other.err,
-              AllOf(HasSubstr("the checkpoint is of a run with 1 thread(s) an operation, this one has 2"),
+              AllOf(HasSubstr("the checkpoint is from a run with 1 thread(s) an operation, this one has 2"),
                     HasSubstr("settings aren't those of the checkpoint"),
                     HasSubstr("; training.steps: 5 | 6"), HasSubstr("| 0.003")));
   EXPECT_THAT(other.err, ::testing::Not(HasSubstr("dump_folder:")));
@@ -382,7 +381,7 @@ TEST(Loading, AnObjectOfTheUsers) {
   const auto older = fresh_folder("older");
   train(older, part_of_run(words, 5));
   EXPECT_THAT(train_log(older, more, 2), HasSubstr("save_counter"));
-  EXPECT_THAT(train_log(older, more + without("save_counter")), HasSubstr("the run goes on behind step 5"));
+  EXPECT_THAT(train_log(older, more + without("save_counter")), HasSubstr("resuming after step 5"));
 }
 
 TEST(Loading, OtherDataAreToldAndCanBeLeftOut) {
@@ -392,7 +391,7 @@ TEST(Loading, OtherDataAreToldAndCanBeLeftOut) {
   const Words other = words + Words{"--training.dataset_path", source_file("README.md")};
   EXPECT_THAT(train_log(run, other, 1), AllOf(HasSubstr("the data have changed"),
                                               HasSubstr("exclude_from_loading = [\"dataloader\"]")));
-  EXPECT_THAT(train_log(run, other + without("dataloader")), HasSubstr("the run goes on behind step 5"));
+  EXPECT_THAT(train_log(run, other + without("dataloader")), HasSubstr("resuming after step 5"));
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ void spoil(titan::train::TrainerParts& parts) {
   std::string module, where;
   std::istringstream(wanted ? wanted : "") >> rank >> module >> where;
   if (parts.world.rank() != rank) return;
-  for (const auto& model : parts.stages.models)
+  for (const auto& model : parts.models)
     for (const auto& each : model->root().module().modules())
       if (auto* host = dynamic_cast<HookHost*>(each.get()); host && host->fqn() == module)
         host->label_hook = std::make_shared<Spoiler>(host->label_hook, where == "forward");

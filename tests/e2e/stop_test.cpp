@@ -192,10 +192,10 @@ TEST_F(Stop, WithinTheLastValidation) {
   sleep_s(0.1);
   expect_stop(1, SIGTERM);
   EXPECT_FALSE(fs::exists(run_ / "validation.jsonl"));
-  EXPECT_THAT(result_.err, HasSubstr("behind step 1, whose state is saved"));
+  EXPECT_THAT(result_.err, HasSubstr("after step 1, whose state is saved"));
   expect_saved_once();
   EXPECT_TRUE(fs::exists(step_folder(run_, 1) / "model.safetensors"));
-  EXPECT_THAT(train_log(run_, words + ranks(kNumRanks)), HasSubstr("this run has come to its end"));
+  EXPECT_THAT(train_log(run_, words + ranks(kNumRanks)), HasSubstr("this run is complete"));
 }
 
 // To the rank that waits for data, and to the one that waits for that rank.

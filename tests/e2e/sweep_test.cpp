@@ -57,7 +57,7 @@ TEST(Sweep, AGridIsRunAndThenPassedOver) {
   const auto written = fs::last_write_time(sweep.runs / "lr=0.001,seq_len=16" / "metrics.jsonl");
   const CommandResult again = sweep.run();
   EXPECT_EQ(again.status, 0) << again.err;
-  EXPECT_THAT(again.err, HasSubstr("run 3 of 4 (lr=0.002,seq_len=32) finished earlier"));
+  EXPECT_THAT(again.err, HasSubstr("run 3 of 4 (lr=0.002,seq_len=32) is finished already"));
   EXPECT_EQ(fs::last_write_time(sweep.runs / "lr=0.001,seq_len=16" / "metrics.jsonl"), written);
 }
 
@@ -81,9 +81,9 @@ TEST(Sweep, AKilledRunGoesOnAndFinishedOnesAreKept) {
 
   const CommandResult result = sweep.run();
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("run 0 of 2 (short) finished earlier"));
-  EXPECT_THAT(result.err, HasSubstr("run 1 of 2 (long) is started again"));
-  EXPECT_THAT(result.err, HasSubstr("training goes on"));
+  EXPECT_THAT(result.err, HasSubstr("run 0 of 2 (short) is finished already"));
+  EXPECT_THAT(result.err, HasSubstr("run 1 of 2 (long) starts again"));
+  EXPECT_THAT(result.err, HasSubstr("training continues"));
   EXPECT_EQ(read_metrics(second).size(), 200u);
 }
 
@@ -158,7 +158,7 @@ TEST(Sweep, ASignalEndsTheRunAndTheSweep) {
     command.signal(signal);
     const CommandResult result = command.wait();
     EXPECT_EQ(result.status, 128 + signal) << result.err;
-    EXPECT_THAT(result.err, ContainsRegex("the state behind step [0-9]+ is saved"));
+    EXPECT_THAT(result.err, ContainsRegex("the state after step [0-9]+ is saved"));
     EXPECT_FALSE(fs::exists(sweep.runs / "two"));
     const CommandResult list = sweep.run({"--list"});
     EXPECT_THAT(list.out, HasSubstr("not finished"));
@@ -180,12 +180,12 @@ TEST(Sweep, ARunThatWasStoppedWithinItsLastValidationHasFinished) {
   command.signal(SIGTERM);
   const CommandResult result = command.wait();
   EXPECT_EQ(result.status, 128 + SIGTERM) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("SIGTERM on rank 0 stops the run behind step 1"));
+  EXPECT_THAT(result.err, HasSubstr("SIGTERM on rank 0 stops the run after step 1"));
   EXPECT_FALSE(fs::exists(run / "validation.jsonl")) << "the validation was through";
   EXPECT_THAT(sweep.run({"--list"}).out, ContainsRegex("[^t] finished"));
   const CommandResult again = sweep.run();
   EXPECT_EQ(again.status, 0) << again.err;
-  EXPECT_THAT(again.err, HasSubstr("run 0 of 1 (one) finished earlier"));
+  EXPECT_THAT(again.err, HasSubstr("run 0 of 1 (one) is finished already"));
 }
 
 // Under nohup, whose user has left.
@@ -239,7 +239,7 @@ TEST(Sweep, ARunThatWasToldToStopIsNotFinished) {
   kill(pid, SIGTERM);
   const CommandResult result = command.wait();
   EXPECT_EQ(result.status, 1) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("was told to stop before its end"));
+  EXPECT_THAT(result.err, HasSubstr("was stopped before its end"));
   EXPECT_THAT(result.out, HasSubstr("not finished"));
 }
 

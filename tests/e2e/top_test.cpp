@@ -59,11 +59,11 @@ TEST(Top, OnATerminalItRepaintsUntilTheRunEnds) {
   std::string first, later, cut;
   ASSERT_TRUE(wait_until([&] {
     first = picture_of(wide);
-    return first.find("at work") != std::string::npos && first.find(", complete\n") != std::string::npos;
+    return first.find("running") != std::string::npos && first.find(", complete\n") != std::string::npos;
   })) << first;
   EXPECT_THAT(
       first,
-      AllOf(HasSubstr("at work"), ContainsRegex(" of 100000  \\[[#-]+\\] [0-9]+ %  .* a step  .* left\n"),
+      AllOf(HasSubstr("running"), ContainsRegex(" of 100000  \\[[#-]+\\] [0-9]+ %  .* per step  .* left\n"),
             ContainsRegex("\nlast checkpoint: step [0-9]+, 20[0-9-]+ [0-9:]+, [0-9.]+ [kM]B, complete\n"),
             ContainsRegex("\nrank +host +step +at +own ms +waits ms +memory GiB +said")));
   for (const char* rank : {"0", "1"})

@@ -39,7 +39,7 @@ TEST(Torchrun, AnAgentsKilledRankIsStartedAgain) {
   ::kill(killed[1], SIGKILL);
   const CommandResult result = job.wait(150);
   ASSERT_EQ(result.status, 0) << result.err;
-  EXPECT_THAT(result.err, HasSubstr("the run goes on behind step "));
+  EXPECT_THAT(result.err, HasSubstr("resuming after step "));
   EXPECT_EQ(curve_of(run), curve_of(straight));
 }
 

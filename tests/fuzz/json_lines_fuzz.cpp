@@ -1,28 +1,24 @@
 // A JSON Lines file: indexed, then every document read by the index.
 
-#include "data/sources/source.h"
+#include "data/sources/line_index.h"
 
 #include "core/utf8.h"
 #include "fuzz.h"
 #include "scratch_folder.h"
+#include "titan/data/source.h"
 
 namespace titan::fuzz {
 namespace {
 
-data::LineIndexRequest request_of(const std::filesystem::path& path, size_t size, bool skip_bad_lines) {
-  data::FileEntry entry{
-      .path = path, .name = path.filename().string(), .size = static_cast<int64_t>(size), .modified = 0};
-  return {.files = {std::move(entry)},
-          .text_field = "text",
-          .skip_bad_lines = skip_bad_lines,
-          .cache_folder = {}};
-}
-
-void read_all(const data::JsonlSource& source) {
+void read_all(const std::filesystem::path& path, const char* on_bad_line) {
+  data::SourceRequest request{.path = path.string(), .settings = {}, .cache_folder = {}};
+  request.settings.on_bad_line = on_bad_line;
+  const auto built = data::build_source("jsonl", request);
+  const data::Source& source = *built;
   std::string text;
   for (int64_t i = 0; i < source.size(); ++i) {
     source.read(i, 0, source.length(i), text);
-    require(data::valid_utf8_prefix(text) == text.size(), "a document is valid UTF-8");
+    require(valid_utf8_prefix(text) == text.size(), "a document is valid UTF-8");
   }
 }
 
@@ -45,8 +41,8 @@ void fuzz_input(std::string_view file) {
   constexpr const char* kFile = "strange.jsonl";
   read_lines(file);
   const auto path = folder.write(kFile, file);
-  accepted(kFile, [&] { read_all(data::JsonlSource(request_of(path, file.size(), false))); });
-  accepted(kFile, [&] { read_all(data::JsonlSource(request_of(path, file.size(), true))); });
+  accepted(kFile, [&] { read_all(path, "stop"); });
+  accepted(kFile, [&] { read_all(path, "skip"); });
 }
 
 }  // namespace titan::fuzz

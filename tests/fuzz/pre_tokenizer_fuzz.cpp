@@ -13,7 +13,7 @@ constexpr std::string_view kSeparator = "\n====\n";
 constexpr size_t kMostText = 256;  // a hostile pattern may take a tenth of a second at each byte
 
 // Whether all of the text is in the words that it is split into: nothing is left out or put before.
-bool keeps_text(const data::JsonFile& file) {
+bool keeps_text(const JsonFile& file) {
   const std::string json = file.tree().dump();
   return json.find("Removed") == json.npos && json.find("ByteLevel") == json.npos;
 }
@@ -23,7 +23,7 @@ void split(const data::PreTokenizer& pre_tokenizer, std::string_view text, bool 
   std::string words;
   pre_tokenizer.split(text, scratch, [&](std::string_view word) {
     require(!word.empty(), "a word has bytes");
-    require(data::valid_utf8_prefix(word) == word.size(), "characters stay whole");
+    require(valid_utf8_prefix(word) == word.size(), "characters stay whole");
     words += word;
   });
   require(!keeps || words == text, "the words are the text");
@@ -35,12 +35,12 @@ void fuzz_input(std::string_view input) {
   const size_t end = std::min(input.find(kSeparator), input.size());
   const std::string json = R"({"pre_tokenizer":)" + std::string(input.substr(0, end)) + "}";
   std::string text(input.substr(std::min(end + kSeparator.size(), input.size())));
-  text = data::replace_invalid_utf8(text);
-  text.resize(data::valid_utf8_prefix(text.substr(0, kMostText)));
+  text = replace_invalid_utf8(text);
+  text.resize(valid_utf8_prefix(text.substr(0, kMostText)));
   data::PreTokenizer pre_tokenizer;
   bool keeps = false;
   if (!accepted(kFile, [&] {
-        const data::JsonFile file(kFile, json);
+        const JsonFile file(kFile, json);
         pre_tokenizer = data::bpe::read_pre_tokenizer(file);
         keeps = keeps_text(file);
       }))

@@ -1,4 +1,4 @@
-// The program `titan` with a model of one's own linked in.
+// The program `titan` with your own model linked in.
 #include "titan/cli/main.h"
 #include "ngram.h"
 

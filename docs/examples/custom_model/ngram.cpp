@@ -1,5 +1,5 @@
-// A model of one's own in the program, and a parallelism plan: it predicts a token from the few before it,
-// with no attention at all.
+// Your own model and parallelism plan in the program. The model predicts a token from the few tokens before it,
+// without attention.
 #include "ngram.h"
 
 #include <ATen/ATen.h>
@@ -15,37 +15,36 @@ namespace {
 using titan::nn::Init;
 using namespace titan::train;
 
-constexpr double kStd = 0.02;  // of the initial weights
+constexpr double kInitStd = 0.02;
 
-// The sizes: a flavour's, overridden by [model.args].
+// The model's sizes: a flavour's, overridden by [model.args].
 struct NgramArgs {
   int64_t vocab_size = 2048;
-  int64_t context = 4;  ///< tokens that the next one is predicted from
+  int64_t context = 4;  ///< tokens that predict the next one
   int64_t dim = 64;
   int64_t hidden = 256;
-  double dropout = 0;  ///< share of the hidden layer that a training step leaves out
+  double dropout = 0;  ///< share of the hidden layer that a training step drops
 
   int64_t num_params() const { return vocab_size * dim + hidden * context * dim + vocab_size * hidden; }
 };
 
 void describe(titan::config::Table<NgramArgs>& table) {
   table.field("vocab_size", &NgramArgs::vocab_size, "rows of the embedding", titan::config::at_least(1));
-  table.field("context", &NgramArgs::context, "tokens that the next one is predicted from",
-              titan::config::at_least(1));
+  table.field("context", &NgramArgs::context, "tokens that predict the next one", titan::config::at_least(1));
   table.field("dim", &NgramArgs::dim, "width of an embedding", titan::config::at_least(1));
   table.field("hidden", &NgramArgs::hidden, "width of the hidden layer", titan::config::at_least(1));
-  table.field("dropout", &NgramArgs::dropout, "share of the hidden layer that a training step leaves out",
+  table.field("dropout", &NgramArgs::dropout, "share of the hidden layer that a training step drops",
               titan::config::in_range(0, 1));
 }
 
 // B batch, S sequence, D dim, C context, H hidden, V vocabulary.
 
-// A token's neighbourhood, in one hidden layer.
+// Mixes a token with those before it, in one hidden layer.
 class MixImpl : public titan::nn::Module {
  public:
   MixImpl(const NgramArgs& args, const titan::nn::Construct& construct)
       : up(args.context * args.dim, args.hidden,
-           titan::nn::LinearOptions{.init = Init::normal(0, kStd), .construct = construct}),
+           titan::nn::LinearOptions{.init = Init::normal(0, kInitStd), .construct = construct}),
         context_(args.context),
         dropout_(args.dropout) {
     register_module("up", up);
@@ -53,7 +52,7 @@ class MixImpl : public titan::nn::Module {
 
   at::Tensor forward(const at::Tensor& x_BSD) {
     check_entered_through_ref();
-    std::vector<at::Tensor> shifted;  // by 0, 1, ... positions; before the sequence there is nothing
+    std::vector<at::Tensor> shifted;  // by 0, 1, ... positions; zeros before the sequence
     for (int64_t by = 0; by < context_; ++by) shifted.push_back(at::constant_pad_nd(x_BSD, {0, 0, by, -by}));
     return at::dropout(at::gelu(up(at::cat(shifted, 2))), dropout_, is_training());
   }
@@ -66,14 +65,14 @@ class MixImpl : public titan::nn::Module {
 };
 TITAN_MODULE(Mix);
 
-// A pipeline stage has some of the three; the handles of what it hasn't are empty.
+// A pipeline stage has some of the three modules; its other handles are empty.
 class NgramImpl : public titan::nn::Module, public titan::nn::LayerSequence {
  public:
   NgramImpl(const NgramArgs& args, const titan::nn::Construct& construct)
       : embedding(args.vocab_size, args.dim, construct),
         mix(args, construct),
         head(args.hidden, args.vocab_size,
-             titan::nn::LinearOptions{.init = Init::normal(0, kStd), .construct = construct}) {
+             titan::nn::LinearOptions{.init = Init::normal(0, kInitStd), .construct = construct}) {
     register_module("embedding", embedding);
     register_module("mix", mix);
     register_module("head", head);
@@ -93,14 +92,14 @@ class NgramImpl : public titan::nn::Module, public titan::nn::LayerSequence {
 };
 TITAN_MODULE(Ngram);
 
-// The trainer's view.
+// The model as the trainer sees it.
 class NgramModel : public TrainableModel {
  public:
   NgramModel(const NgramArgs& args, const titan::nn::Construct& construct) : model_(args, construct) {}
 
   titan::nn::AnyRef root() override { return model_; }
 
-  // What a pipeline stage gives to the next.
+  // A pipeline stage passes this to the next.
   at::Tensor hidden(const at::Tensor& input) override { return model_(input); }
 
   at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
@@ -115,8 +114,8 @@ class NgramModel : public TrainableModel {
   Ngram model_;
 };
 
-// A plan for any model, in place of its own: one sharding group, whose parameters are gathered once a step
-// and stay so from forward to backward.
+// A plan for any model: one sharding group, whose parameters are gathered once a step and stay gathered from
+// forward to backward.
 void keep_gathered(TrainableModel& model, const ParallelPlan& plan) {
   titan::FsdpOptions fsdp = plan.fsdp;
   fsdp.reshard_after_forward = titan::ReshardAfterForward::never();
@@ -141,5 +140,5 @@ void register_ngram() {
                          const ParallelPlan& plan) { titan::fully_shard(model.root(), plan.fsdp); }});
 }
 
-// What experimental.custom_import looks for.
+// experimental.custom_import calls this function.
 extern "C" void titan_register() { register_ngram(); }

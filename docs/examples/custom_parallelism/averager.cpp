@@ -1,7 +1,7 @@
-// A language model without attention, and a plan of one's own that spreads it over tensor-parallel ranks:
-// docs/adding_a_parallelism.md goes through it.
+// A language model without attention, and a plan that spreads it over tensor-parallel ranks.
+// docs/adding_a_parallelism.md walks through it.
 //
-// A block averages what came so far: y_t = x_t + out(mean(gelu(value(norm(x_1))), ...,
+// A block averages the positions so far: y_t = x_t + out(mean(gelu(value(norm(x_1))), ...,
 // gelu(value(norm(x_t))))).
 #include <ATen/ATen.h>
 
@@ -31,11 +31,11 @@ struct AveragerArgs {
 void describe(titan::config::Table<AveragerArgs>& table) {
   table.field("vocab_size", &AveragerArgs::vocab_size, "rows of the embedding", titan::config::at_least(1));
   table.field("dim", &AveragerArgs::dim, "width between the blocks", titan::config::at_least(1));
-  table.field("hidden", &AveragerArgs::hidden, "width of what is averaged", titan::config::at_least(1));
+  table.field("hidden", &AveragerArgs::hidden, "width of the averaged features", titan::config::at_least(1));
   table.field("num_blocks", &AveragerArgs::num_blocks, "blocks", titan::config::at_least(1));
 }
 
-// ---- the model, which knows nothing of ranks. B batch, S sequence, D dim, H hidden.
+// ---- the model, which doesn't know about ranks. B batch, S sequence, D dim, H hidden.
 
 titan::nn::Linear linear(int64_t in, int64_t out, const Construct& construct) {
   return titan::nn::Linear(in, out,
@@ -109,8 +109,8 @@ class AveragerModel : public TrainableModel {
 
 // ---- the plan
 
-// The averaged features are spread over the ranks: each averages its own, over the whole sequence. Between
-// the blocks each rank keeps a part of the sequence, or, without sequence parallelism, all of it.
+// Each rank averages some of the features, over the whole sequence. Between the blocks it keeps a part of the
+// sequence or, without sequence parallelism, all of it.
 titan::TensorPlan features(const titan::TensorParallelOptions& options) {
   using Layout = titan::ActivationLayout;
   const Layout stream = options.sequence_parallel ? Layout::shard(1) : Layout::invariant();

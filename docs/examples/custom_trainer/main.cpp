@@ -1,5 +1,5 @@
-// A training loop of one's own: an ordinary LibTorch module, data made here, FSDP, AdamW, checkpoints. Any
-// number of ranks gives the same losses, and goes on behind what is in FOLDER:
+// Your own training loop: an ordinary LibTorch module, generated data, FSDP, AdamW, checkpoints. The losses are
+// the same on any number of ranks, and a run resumes from the newest checkpoint in FOLDER:
 //   titan launch -n 2 -- ./custom_trainer FOLDER
 #include <cstdio>
 
@@ -9,7 +9,7 @@
 #include <titan/train/checkpoint_state.h>
 #include <torch/nn/modules/linear.h>
 
-// LibTorch's own layers become hookable through Hooked; calls go through Ref.
+// Hooked makes LibTorch's own layers hookable; call them through Ref.
 using Linear = titan::nn::Ref<titan::nn::Hooked<torch::nn::LinearImpl>>;
 
 class MlpImpl : public titan::nn::Module {
@@ -27,7 +27,7 @@ int main(int argc, char** argv) try {
   const titan::dist::World world = titan::dist::init();
   const auto mesh = titan::DeviceMesh::create(world, {{"dp_shard", -1}});
 
-  at::manual_seed(0);  // every rank builds the same values; fully_shard keeps this rank's part of them
+  at::manual_seed(0);  // every rank builds the same values; fully_shard keeps this rank's part
   Mlp model(16, 64);
   const titan::FsdpOptions fsdp{.mesh = mesh["dp_shard"]};
   titan::fully_shard(model->up, fsdp);
@@ -54,8 +54,8 @@ int main(int argc, char** argv) try {
   if (newest) checkpoints.load(titan::checkpoint::step_path(folder, *newest));
 
   while (step < 50) {
-    auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // in every run the same data
-    // Every rank has the global batch and computes its rows; over all ranks the losses sum up to the mean.
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // the same data in every run
+    // Every rank has the global batch and computes its rows. The losses of all ranks add up to the mean.
     const at::Tensor x = at::randn({batch, 16}, generator);
     const at::Tensor y = (x.square().sum(1, true) - 16) / 8;
     const at::Tensor mine = at::arange(world.rank(), batch, world.size());

@@ -1,17 +1,21 @@
 #pragma once
 
-// Saves and loads a job's whole state: the objects that were added to it, spread over any mesh.
+// Saves and loads the whole state of a job: the objects that were added, spread over any mesh.
+//
+//   Checkpointer checkpoints(world, {}, {.folder = "checkpoints", .async = AsyncMode::Staged});
+//   checkpoints.add("model", model_state);          // a Stateful
+//   checkpoints.wait_for_staging(); optimizer.step(); checkpoints.save(step);
 //
 // [Note: saving]
-//   agree   all say whether anything is against this save
-//   plan    which pieces of which tensors this rank writes (state_table.h): once, at the first save
-//   stage   these pieces are copied to a buffer in host memory that is used again; behind it training goes on
-//   write   each rank its own file into the pending folder, by threads, and syncs it
-//   gather  what rank 0 has to know of each file (88 bytes) and the texts, over a tree
+//   agree   all ranks report whether anything prevents this save
+//   plan    at the first save only: which pieces of which tensors this rank writes (manifest.h)
+//   stage   copies these pieces to a reused buffer in host memory; then training continues
+//   write   each rank writes its own file into the pending folder, with several threads, and syncs it
+//   gather  what rank 0 has to know of each file (88 bytes) and the texts, over a tree of ranks
 //   commit  rank 0 writes the manifest, syncs the folder and renames it; the verdict goes back over the tree
 //
-// Up to `plan` it is the caller's thread, from `write` on a thread and a process group of its own; `stage` is
-// on either (AsyncMode).
+// Up to `plan` this runs on the caller's thread, from `write` on a thread and a process group of its own;
+// `stage` runs on either (AsyncMode).
 
 #include <chrono>
 #include <cstdint>
@@ -31,7 +35,7 @@
 
 namespace titan::checkpoint {
 
-class PeerFolder;  // peer_folder.h
+class PeerFolder;  // src/checkpoint/peer/peer_folder.h
 
 struct ObjectTensor {
   std::string name;        ///< within the object
@@ -41,84 +45,85 @@ struct ObjectTensor {
 
 struct ObjectState {
   std::vector<ObjectTensor> tensors;
-  std::string text;  ///< what isn't tensors; of rank 0 unless there is `merge`
-  /// From the texts of all ranks, by rank, the one that is saved. Called on rank 0, by another thread.
+  std::string text;  ///< everything else; rank 0's is saved unless there is `merge`
+  /// Makes the saved text from the texts of all ranks, by rank. Called on rank 0, on another thread.
   std::function<std::string(const std::vector<std::string>&)> merge = {};
 };
 
-/// Something that a checkpoint holds. Both calls are made on every rank, by the thread that trains.
+/// Something that a checkpoint holds. Both functions are called on every rank, on the training thread.
 class Stateful {
  public:
   virtual ~Stateful() = default;
-  /// As it is now. The tensors' names, shapes, dtypes and layouts are the same at every call.
+  /// The current state. The tensors' names, shapes, dtypes and layouts are the same at every call.
   virtual ObjectState state() = 0;
-  /// The tensors of state() hold the saved values now; `text` is what was saved beside them.
+  /// The tensors of state() hold the saved values now; `text` is the saved text.
   virtual void loaded(const std::string& text) = 0;
 };
 
-/// Where a save stands. Tests fail at each; see SaveOptions::on_phase.
+/// The point that a save has reached. Tests inject failures at each; see SaveOptions::on_phase.
 enum class SavePhase {
-  Agree,  ///< on the thread that trains, before all say whether anything is against this save
+  Agree,  ///< on the training thread, before the ranks report whether anything prevents this save
   Plan,   ///< likewise, at the first save only
-  Stage,  ///< before the copy of what is in host memory; from here on what fails is a failed write
+  Stage,  ///< before the copy from host memory; from here on a failure is a failed write
   MakeFolder,
   WriteFile,   ///< before the first byte
-  WriteChunk,  ///< behind each chunk
+  WriteChunk,  ///< after each chunk
   SyncFile,
   Gather,
   WriteManifest,
   Commit,
   Verdict,
   Prune,
-  CopyPiece,  ///< of peer checkpoints, between Gather and WriteManifest: behind each piece of the copies
+  CopyPiece,  ///< peer checkpoints only, between Gather and WriteManifest: after each piece of the copies
 };
 const char* to_string(SavePhase phase);
 
 enum class AsyncMode {
-  Disabled,  ///< save() returns when the checkpoint is complete; older ones are removed behind it
-  Copied,    ///< save() returns behind `stage`
-  Staged,    ///< save() returns at once; wait_for_staging() has to come before the state changes
+  Disabled,  ///< save() returns when the checkpoint is complete; older ones are removed afterwards
+  Copied,    ///< save() returns after `stage`
+  Staged,    ///< save() returns at once; call wait_for_staging() before the state changes
 };
 
 struct SaveOptions {
-  std::filesystem::path folder;
-  bool read_only = false;  ///< only load(): the folder needn't be writable, nor nobody else's
+  std::filesystem::path folder;  ///< or a path of a registered storage: "s3:/bucket/run" (storage.h)
+  bool read_only = false;        ///< only load(): the folder may be read-only, or another run's
   AsyncMode async = AsyncMode::Disabled;
-  int64_t keep_latest = 0;      ///< 0: all
-  bool skip_when_busy = false;  ///< a save that comes while another is under way is skipped, not delayed
-  bool stop_on_failure = true;  ///< else a failed save is logged, and training goes on, unless a rank is lost
-  std::chrono::seconds timeout{1800};  ///< of waiting for another rank, or for the save before
-  int num_threads = 2;                 ///< that write
+  int64_t keep_latest = 0;  ///< 0: all
+  /// Skip a save while another is in progress, instead of waiting for it.
+  bool skip_when_busy = false;
+  /// Else a failed save is logged and training continues, unless a rank is lost.
+  bool stop_on_failure = true;
+  std::chrono::seconds timeout{1800};  ///< for waiting for another rank, or for the previous save
+  int num_threads = 2;                 ///< writer threads
   std::string config = {};             ///< Manifest::config
   std::function<void(SavePhase)> on_phase = {};
-  /// Set: generations are saved there, in memory of the hosts ([Note: peer checkpoints] in peer_folder.h).
-  /// `folder` and `keep_latest` aren't used, a save that can't begin is always skipped, and with
-  /// stop_on_failure = false training goes on whatever fails, ranks that are lost included.
+  /// Set: saves go to the hosts' memory ([Note: peer checkpoints] in peer_folder.h). `folder` and
+  /// `keep_latest` are ignored, a save that can't begin is skipped, and with stop_on_failure = false training
+  /// continues whatever fails, even when ranks are lost.
   std::shared_ptr<PeerFolder> peers = {};
 };
 
 struct LoadOptions {
-  std::vector<std::string> exclude = {};   ///< keys of objects that keep what they have
-  std::vector<std::string> only = {};      ///< keys of the objects that are loaded; empty: all
+  std::vector<std::string> exclude = {};   ///< keys of objects that stay as they are
+  std::vector<std::string> only = {};      ///< keys of the objects to load; empty: all
   std::vector<std::string> optional = {};  ///< keys of objects that the checkpoint or this run may lack
-  bool convert_dtypes = false;             ///< where the saved dtype isn't the object's; else an error
-  /// Called on every rank before a tensor changes, with the ranks whose files this one is going to read, to
-  /// bring them into the folder. Throws on all ranks or on none.
+  bool convert_dtypes = false;             ///< convert where the saved dtype differs; else that is an error
+  /// Called on every rank before a tensor changes, with the ranks whose files this rank will read, to bring
+  /// them into the folder. Throws on all ranks or on none.
   std::function<void(const Manifest&, const std::set<int64_t>&)> bring_files = {};
 };
 
-/// What a save of this rank takes.
+/// The space that a save of this rank takes.
 struct SaveSize {
-  int64_t file_bytes = 0;    ///< about: the header's length depends on names
-  int64_t staged_bytes = 0;  ///< of host memory, for the copy that training doesn't wait beyond
+  int64_t file_bytes = 0;    ///< approximate: the header's length depends on the checksums
+  int64_t staged_bytes = 0;  ///< of host memory, for the copy
 };
 
-/// Of a Checkpointer's saves, those that ended.
+/// Counts of the saves that have ended.
 struct SaveCounts {
   int64_t complete = 0, failed = 0, skipped = 0;
 };
 
-/// What was loaded.
 struct Loaded {
   Manifest manifest;
   int64_t num_bytes_read = 0;  ///< by this rank
@@ -127,43 +132,44 @@ struct Loaded {
 
 class Checkpointer {
  public:
-  /// `pipeline`: ranks with different tensors (Meshes::pp), may be empty. Collective over the world. Unless
-  /// it is read_only, makes the folder, locks it and removes leftovers (rank 0), and makes sure that all
-  /// ranks see the same folder: throws Error that names the ranks (and hosts) that don't.
+  /// `pipeline`: ranks with different tensors (Meshes::pp); may be empty. Collective over the world. Unless
+  /// it is read_only, makes the folder, locks it and removes leftovers (rank 0), and checks that all ranks
+  /// see the same folder: throws Error that names the ranks and hosts that don't.
   Checkpointer(const dist::World& world, const DeviceMesh& pipeline, SaveOptions options);
-  /// Waits for a save under way.
+  /// Waits for a save in progress.
   ~Checkpointer();
   Checkpointer(Checkpointer&&) noexcept;
 
-  /// `object` has to live as long. Keys: letters, digits, underscores. Before the first save or load.
+  /// `object` has to outlive the checkpointer. Keys: letters, digits, underscores. Before the first save or
+  /// load.
   void add(const std::string& key, Stateful& object);
 
-  /// Plans the saves, as the first one else does. Collective over the world.
+  /// Plans the saves now instead of at the first one. Collective over the world.
   SaveSize plan();
-  /// Collective over the world. False: skipped, as another save is under way, or failed before anything was
-  /// written. Throws Error on every rank when an earlier save failed in the background, or this one before
-  /// it is written or (Disabled) at all, unless failures are only logged.
+  /// Collective over the world. False: skipped because another save is in progress, or failed before anything
+  /// was written. Unless failures are only logged, throws Error on every rank when an earlier save failed in
+  /// the background, and when this one fails before writing or (Disabled) at any point.
   bool save(int64_t step);
   /// Returns when the state may change again.
   void wait_for_staging();
-  /// Throws what went wrong in the background. Ranks come to know it one after the other: where they are to
-  /// throw at one place, they agree by failed().
+  /// Throws what failed in the background. Ranks learn of it one after the other: to throw at one place, let
+  /// them agree on failed() first.
   void check();
   /// Whether check() throws.
   bool failed() const;
-  /// Whether it throws as ranks are out of step, which some may never come to know.
+  /// Whether check() throws because ranks are out of step, which some ranks may never learn.
   bool lost_ranks() const;
-  /// Returns when nothing is under way; throws as check does.
+  /// Returns when nothing is in progress; throws as check does.
   void finish();
-  /// Why the last save that ended isn't complete, also where failures are only logged; empty: it is.
+  /// Why the last save that ended isn't complete, even where failures are only logged; empty: it is complete.
   std::string last_failure() const;
   SaveCounts counts() const;
 
-  /// From a step's folder, complete or throwing Error (with all that is missing, additional, or of another
-  /// shape or dtype, before any tensor was changed). Collective over the world.
+  /// Loads a step's folder completely, or throws Error before any tensor has changed, listing everything that
+  /// is missing, unexpected, or of another shape or dtype. Collective over the world.
   Loaded load(const std::filesystem::path& step_folder, const LoadOptions& options = {});
 
-  /// How long save() and wait_for_staging() held up the caller since the last call of this.
+  /// How long save() and wait_for_staging() blocked the caller since the last call of this function.
   double take_blocked_seconds();
 
  private:

@@ -1,7 +1,15 @@
 #pragma once
 
-// Where every rank's part of a tensor lies, as a rule: known to all without asking anyone, and small enough
-// to stand in a manifest.
+// The contents of a checkpoint: its tensors, how they are spread over the ranks' files, and everything else
+// that manifest.json records. docs/checkpoint_format.md describes every key.
+//
+//   const Manifest manifest = read_manifest("outputs/checkpoint/step-500");
+//   for (const StateTensor& tensor : manifest.table.tensors()) std::puts(tensor.name.c_str());
+//
+//   layout  where each rank's part of a tensor lies, as a rule over rank numbers
+//   part    what one rank holds of a tensor; several ranks may hold copies of the same part
+//   piece   what one rank writes of its part: the copies of a part share the writing by rows, so that every
+//           element is written once and all ranks write about the same amount
 
 #include <compare>
 #include <cstdint>
@@ -21,8 +29,10 @@
 
 namespace titan::checkpoint {
 
-/// An axis of the world's grid by the ranks' numbers: rank r stands at (r / stride) % size on it. Either it
-/// cuts the tensor along `dim`, or only the ranks at position `only` have the tensor (a pipeline's stage).
+// ---- layouts
+
+/// One axis of the grid of ranks: rank r is at position (r / stride) % size. The axis either splits the
+/// tensor along `dim`, or only the ranks at position `only` hold the tensor (a pipeline stage).
 struct LayoutAxis {
   std::string name;  ///< "tp": for people
   int64_t size = 1;
@@ -32,88 +42,87 @@ struct LayoutAxis {
   friend auto operator<=>(const LayoutAxis&, const LayoutAxis&) = default;
 };
 
-/// In the order in which they cut what is left (chunk_of). Ranks that differ on no listed axis have copies of
-/// the same part.
+/// The axes, in the order in which they split what is left (chunk_of). Ranks that differ on no listed axis
+/// hold copies of the same part.
 struct TensorLayout {
   std::vector<LayoutAxis> axes;
   friend auto operator<=>(const TensorLayout&, const TensorLayout&) = default;
 };
 
-/// The layout of a tensor that the ranks at this rank's position in `pipeline` (one axis, or empty) have.
-/// Axes of size 1 and those that the tensor is whole on have no entry. Throws Error for a Partial tensor, and
-/// where `tensor.box` isn't what the rule says of this rank.
+/// The layout of a tensor held by the ranks at this rank's position in `pipeline` (one axis, or empty). Axes
+/// of size 1 and axes that don't split the tensor have no entry. Throws Error for a Partial tensor, and where
+/// `tensor.box` isn't what the layout says of this rank.
 TensorLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline = {});
 
-/// Throws Error, saying what, unless the axes are independent digits of the numbers of `world_size` ranks,
-/// the dims are the shape's, and the shape has at most 2^56 elements (counting sizes of 0 as 1) and 64
-/// dimensions. Then the parts of the ranks, each counted once, tile the tensor: chunk_of tiles a dimension,
-/// and every combination of positions is some rank's.
+/// Throws Error unless the axes are independent digits of the rank numbers 0 ... world_size - 1, each dim is
+/// one of the shape's, and the shape has at most 2^56 elements (counting sizes of 0 as 1) and 64 dimensions.
+/// Then the distinct parts tile the tensor: chunk_of tiles a dimension, and every combination of positions is
+/// some rank's.
 void check_layout(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t world_size);
 
-// Of a layout that was checked:
+// The functions below expect a layout that passed check_layout.
 
 bool holds(const TensorLayout& layout, int64_t rank);
 /// The part of a rank that holds the tensor; may be empty.
 Box box_of(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t rank);
-/// How many ranks have the same part.
+/// How many ranks hold the same part.
 int64_t num_replicas(const TensorLayout& layout, int64_t world_size);
-/// Which of these a rank is: 0 ... num_replicas - 1, ascending with the rank.
+/// Which of these replicas a rank is: 0 ... num_replicas - 1, ascending with the rank.
 int64_t replica_of(const TensorLayout& layout, int64_t world_size, int64_t rank);
+/// The inverse of replica_of, for the rank at position 0 on every axis.
+int64_t rank_of_replica(const TensorLayout& layout, int64_t world_size, int64_t replica);
 
-// All tensors of a checkpoint, and which rank's file has which piece of them. Planning needs no
-// communication: every rank computes the same from the same table.
-//
-//   part    what a rank holds of a tensor (layout.h); several ranks may have copies of it
-//   piece   what a rank writes of its part: copies of a part share it out by rows, so that each element is
-//           written once and all ranks write about as much
+// ---- the table of tensors
 
 struct StateTensor {
-  /// "model.layers.0.attention.wq.weight": UTF-8 of at most 1,000 bytes without '/', ".." and control
-  /// characters
+  /// "model.layers.0.attention.wq.weight": UTF-8, at most 1,000 bytes, without '/', '\', ".." and control
+  /// characters.
   std::string name;
   at::ScalarType dtype = at::kFloat;  ///< one that safetensors has
   std::vector<int64_t> shape;
-  std::shared_ptr<const TensorLayout> layout;  ///< shared: of thousands of tensors there are a few
+  std::shared_ptr<const TensorLayout> layout;  ///< shared: thousands of tensors have a few layouts
 };
 
-/// What a rank's file has of a tensor.
+/// The part of a tensor in a rank's file.
 struct Piece {
   size_t tensor = 0;  ///< position in StateTable::tensors
   Box box;
 };
 
-/// A piece that has elements of what is looked for: the whole piece.
+/// A whole piece that has elements of a box that somebody looks for.
 struct Source {
   int64_t rank = 0;
   Box box;
 };
 
+/// All tensors of a checkpoint, and which rank's file has which piece. Planning needs no communication: every
+/// rank computes the same from the same table.
 class StateTable {
  public:
   StateTable() = default;
-  /// Throws Error that names the tensor for two of one name, for one whose name, dtype or layout isn't
-  /// allowed (check_layout).
+  /// Throws Error that names the tensor for a duplicate name and for a name, dtype or layout that isn't
+  /// allowed.
   StateTable(std::vector<StateTensor> tensors, int64_t world_size);
 
   int64_t world_size() const { return world_size_; }
-  /// In the order of safetensors files: element size downwards, then by name.
+  /// In the order of safetensors files: by element size, largest first, then by name.
   const std::vector<StateTensor>& tensors() const { return tensors_; }
   /// The position of a tensor.
   std::optional<size_t> find(std::string_view name) const;
 
-  /// What `rank` writes, in the table's order, without empty pieces.
+  /// The pieces that `rank` writes, in the table's order, without empty pieces.
   std::vector<Piece> pieces_of(int64_t rank) const;
-  /// The pieces that intersect `wanted`, by rank. The time it takes depends on their number, not on the
-  /// world's.
+  /// The pieces that intersect `wanted`, by rank. Takes time proportional to their number, not to the world
+  /// size.
   std::vector<Source> sources_of(size_t tensor, const Box& wanted) const;
 
  private:
-  // How the copies of a tensor's parts share it out: piece j is written by copy (first_writer + j) mod
-  // copies.
+  // How the copies of a tensor's parts share the writing: copy (first_writer + j) % copies writes piece j.
   struct Split {
     int64_t num_pieces = 1;
     int64_t first_writer = 0;
   };
+  class Search;
 
   void deal_pieces();
 
@@ -122,8 +131,7 @@ class StateTable {
   int64_t world_size_ = 1;
 };
 
-// manifest.json: what makes a folder of files a checkpoint. Its first bytes are a digest of the rest, so that
-// no damaged one is believed; docs/checkpoint.md describes every key.
+// ---- manifest.json
 
 constexpr int kFormatVersion = 1;
 constexpr const char* kManifestName = "manifest.json";
@@ -132,7 +140,7 @@ constexpr int64_t kMaxManifestBytes = 100'000'000;
 /// XXH3, 128 bits, as 32 hexadecimal digits: finds damage, not forgery.
 std::string digest_of(std::string_view bytes);
 
-/// A rank's file as the manifest knows it.
+/// The manifest's record of a rank's file.
 struct FileRecord {
   int64_t num_bytes = 0;
   std::string header_digest;  ///< of the 8 length bytes and the JSON text
@@ -143,10 +151,10 @@ struct Manifest {
   std::string run_id;  ///< of the run that wrote it: 32 hexadecimal digits
   int64_t step = 0;
   std::string library;      ///< "titan 0.1.0, torch 2.11.0"
-  int64_t num_threads = 0;  ///< of an operation, on each rank: the same number is needed for the same bits
-  bool finite = true;       ///< all elements of all floating tensors are
+  int64_t num_threads = 0;  ///< per operation on each rank: bit-equal results need the same number
+  bool finite = true;       ///< every element of every floating tensor is finite
   std::string config;       ///< resolved, as TOML; may be empty
-  /// What isn't tensors, by the object's key: "dataloader", "train_state".
+  /// Everything that isn't tensors, by the object's key: "dataloader", "train_state".
   std::map<std::string, std::string> texts;
   StateTable table;
   std::vector<FileRecord> files;  ///< one per rank
@@ -158,11 +166,10 @@ std::string file_name(int64_t rank);
 /// In `config`, `library` and the texts, bytes that aren't UTF-8 become U+FFFD, so that saving goes on.
 /// Throws Error for what parse_manifest would refuse.
 std::string to_text(const Manifest& manifest);
-/// Throws Error that names `path` and what is wrong: a digest that doesn't fit, a newer format, a key that is
-/// missing, unknown, there twice or out of its limits, any nesting but the format's, a layout that isn't
-/// sound.
+/// Throws Error that names `path` and what is wrong: a wrong digest, a newer format, a key that is missing,
+/// unknown, duplicate or out of its limits, nesting other than the format's, an unsound layout.
 Manifest parse_manifest(std::string_view text, const std::filesystem::path& path);
-/// Of a checkpoint's folder. Throws Error as parse_manifest does, and where the file can't be read.
+/// Reads a step folder's manifest. Throws Error as parse_manifest does, and where the file can't be read.
 Manifest read_manifest(const std::filesystem::path& folder);
 
 }  // namespace titan::checkpoint

@@ -1,9 +1,13 @@
 #pragma once
 
-// safetensors files (https://github.com/huggingface/safetensors): 8 bytes of header length, a JSON header,
-// then the tensors' bytes, little-endian and row-major. The reader takes files from strangers: a file that
-// breaks a rule of the format is refused with an Error that names the file, the tensor and the rule, before
-// any memory of its claimed size is taken.
+// The safetensors format (https://huggingface.co/docs/safetensors): an 8-byte little-endian length, a JSON
+// header, then the tensors' bytes, little-endian and row-major. The reader accepts files from anyone: a file
+// that breaks a rule of the format is refused with an Error that names the file, the tensor and the rule,
+// before any memory of the claimed size is allocated.
+//
+//   const titan::SafetensorsFile file("model.safetensors");
+//   at::Tensor norm = file.tensor("norm.weight");                 // a view of the mapped file
+//   titan::save_model(titan::parameters(model), "model.safetensors");   // every rank calls it
 
 #include <cstdint>
 #include <filesystem>
@@ -23,9 +27,9 @@
 
 namespace titan {
 
-class MappedFile;
+// ---- reading
 
-/// What the header says of one tensor. Dtypes: F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL.
+/// The header's entry of one tensor. Dtypes: F64 F32 F16 BF16 F8_E4M3 F8_E5M2 I64 I32 I16 I8 U8 BOOL.
 struct SafetensorsInfo {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
@@ -35,11 +39,11 @@ struct SafetensorsInfo {
 
 using SafetensorsMetadata = std::map<std::string, std::string>;
 
-/// An open file, memory-mapped: opening reads the header, and data is read from disk when it is touched.
-/// A handle (cheap to copy); the map lives as long as a copy or a tensor viewing it.
+/// An open file, memory-mapped: opening reads the header, and data is read from disk when it is touched. A
+/// handle (cheap to copy); the map lives as long as a copy or a tensor that views it.
 class SafetensorsFile {
  public:
-  /// Throws Error when the file can't be read or isn't a well-formed safetensors file.
+  /// Throws Error when the file can't be read or isn't well-formed.
   explicit SafetensorsFile(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const;
@@ -50,16 +54,15 @@ class SafetensorsFile {
   const SafetensorsInfo& info(std::string_view name) const;
   const SafetensorsMetadata& metadata() const;
 
-  /// The whole tensor on the CPU. A view of the read-only map (writing to it is a fault; clone() first) where
-  /// the file aligns it to its element size, as all known writers do, otherwise a copy.
+  /// The whole tensor on the CPU: a view of the read-only map (writing to it faults; clone() first) where the
+  /// file aligns it to its element size, as all known writers do, otherwise a copy.
   at::Tensor tensor(std::string_view name) const;
-  /// The part `box` as a contiguous tensor of its own; touches only the pages that hold it.
+  /// The part `box` as a new contiguous tensor; touches only the pages that hold it.
   at::Tensor read_slice(std::string_view name, const Box& box) const;
-  /// As above, into `target`: contiguous, on the CPU, of the box's shape and the file's dtype.
+  /// The same into `target`: contiguous, on the CPU, of the box's shape and the file's dtype.
   void read_slice(std::string_view name, const Box& box, const at::Tensor& target) const;
-
-  /// Gives back the memory that the pages read so far take in this process; they are read again when they
-  /// are touched. Keeps reading a large file through within little memory.
+  /// Releases this process's memory for the pages read so far; touching them reads them again. Lets a large
+  /// file be read through within little memory.
   void drop_pages() const;
 
  private:
@@ -67,28 +70,31 @@ class SafetensorsFile {
   std::shared_ptr<const Contents> contents_;
 };
 
-/// A tensor to be written, before its data is there.
+// ---- writing
+
+/// A tensor to be written, before its data exists.
 struct SafetensorsEntry {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
 };
 
-/// The order in which tensors are written: element size downwards, so that each is aligned, then by name.
+/// The order in which tensors are written: by element size, largest first, so that each is aligned, then by
+/// name.
 void sort_for_file(std::vector<SafetensorsEntry>& entries);
 
-/// Gives the data of entries[index]: dtype and shape as announced, any device. Called once for each, in
+/// Returns the data of entries[index]: dtype and shape as announced, on any device. Called once for each, in
 /// order.
 using ProduceTensor = std::function<at::Tensor(size_t index)>;
 
-/// Writes a file tensor by tensor, so that one is in memory at a time. `entries` in the order of
-/// sort_for_file. The file appears under its name complete (write_file_atomic) or not at all; throws Error.
+/// Writes a file tensor by tensor, so that one is in memory at a time. `entries`: in the order of
+/// sort_for_file. The file appears under its name complete or not at all; throws Error.
 void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
                        const SafetensorsMetadata& metadata, const ProduceTensor& produce);
 
 /// Takes the next rows of a tensor, on any device, in its dtype.
 using AppendTensor = std::function<void(const at::Tensor& rows)>;
-/// Appends the data of entries[index], in as many pieces as it likes. Called once for each, in order.
+/// Appends the data of entries[index], in any number of parts. Called once for each, in order.
 using ProduceParts = std::function<void(size_t index, const AppendTensor& append)>;
 
 /// As write_safetensors, for tensors that are too large to be whole in memory.
@@ -96,26 +102,26 @@ void write_safetensors_in_parts(const std::filesystem::path& path,
                                 const std::vector<SafetensorsEntry>& entries,
                                 const SafetensorsMetadata& metadata, const ProduceParts& produce);
 
-/// As write_safetensors, for tensors that are there; sorts them itself.
+/// As write_safetensors, for existing tensors; sorts them itself.
 void save_safetensors(const std::filesystem::path& path,
                       const std::vector<std::pair<std::string, at::Tensor>>& tensors,
                       const SafetensorsMetadata& metadata = {});
 
-// A model's weights in one safetensors file with TorchTitan's names: what checkpoint.initial_load_path takes
-// and the last step writes.
+// ---- a model's weights in one file with TorchTitan's names: what checkpoint.initial_load_path reads and the
+// last step writes
 
-/// Copies this rank's part of every parameter out of the file (each rank reads only its own boxes),
-/// converting to the parameter's dtype. The names must be the same on both sides; with `pipeline`, those of
-/// all its ranks together (collective over it then). Throws ConfigError that lists all missing and unexpected
-/// names and shape mismatches at once; then no parameter was changed. Parameters must be materialized.
+/// Copies this rank's part of every parameter out of the file (each rank reads only its own boxes), converted
+/// to the parameter's dtype. Both sides must have the same names; with `pipeline`, those of all its ranks
+/// together (collective over it then). Throws ConfigError that lists all missing and unexpected names and
+/// wrong shapes before any parameter has changed. Parameters must be materialized.
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 const DeviceMesh& pipeline = {});
 
 /// Writes all parameters, cast to `export_dtype` (default: each its own), as one file. Collective over the
-/// parameters' meshes and `pipeline`, whose ranks hold other stages: each tensor is gathered in turn, comes
-/// to the pipeline's rank 0, and rank 0 of the largest mesh (in a pipeline, of the world) writes it. A name
-/// that several stages have (a tied matrix) is written once. The file appears by one rename. When it can't be
-/// written, every rank throws Error.
+/// parameters' meshes and `pipeline`, whose ranks hold other stages: the tensors are gathered one after the
+/// other, brought to the pipeline's rank 0, and written by rank 0 of the largest mesh (in a pipeline, of the
+/// world). A name that several stages have (a tied matrix) is written once. The file appears by one rename.
+/// When it can't be written, every rank throws Error.
 void save_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 std::optional<at::ScalarType> export_dtype = std::nullopt, const DeviceMesh& pipeline = {});
 

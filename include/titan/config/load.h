@@ -1,16 +1,22 @@
 #pragma once
 
-// Files and command line to settings. Precedence: command line, then the file, then what it includes, then
-// defaults.
+// Files and command line to settings, and settings back to text.
 //
-// Files are TOML (*.toml) or JSON (*.json), the same tree. `include = ["base.toml"]` at the top reads other
-// files first, relative to the including one; of two that set a key, the later wins, and lists are replaced
-// whole. In JSON null unsets an optional field. Command line: `--section.key value` or `--section.key=value`,
-// '-' and '_' alike; booleans `--s.k`, `--s.k true|false`, `--s.no_k`; lists `a,b`, lists of lists `a,b;c`;
-// "none" unsets an optional field. An int is a float too, a float without fraction an int. The string "inf"
-// is a float in JSON, which has no other way to say it.
+//   JobConfig job;
+//   Origins origins = load(schema, {.file = "configs/a.toml", .overrides = words}, job);
+//   std::string resolved = print_toml(schema, job);
 //
-// Every problem is reported in one ConfigError, a line each; a value that a later one replaces isn't judged:
+// Precedence: the command line, then the file, then its includes, then defaults. Files are TOML (*.toml) or
+// JSON (*.json) with the same tree. `include = ["base.toml"]` at the top reads other files first, relative to
+// the including file. If two files set a key, the later one wins; lists are replaced as a whole. In JSON,
+// null unsets an optional field, and the string "inf" is a float.
+//
+// On the command line: `--section.key value` or `--section.key=value`, with '-' or '_'; booleans `--s.k`,
+// `--s.k true|false` or `--s.no_k`; lists `a,b`; lists of lists `a,b;c`; `none` unsets an optional field. An
+// int can be given for a float, and a float without fraction for an int.
+//
+// One ConfigError reports every problem, one per line. A value that a later one replaces isn't judged:
+//
 //   configs/a.toml:3:1: training.steps = 0: must be at least 1
 //   configs/a.toml:9:1: model.seq_len = 128: unknown key; did you mean 'training.seq_len'?
 //   --optimizer.name = Adamw: must be one of "Adam", "AdamW"; did you mean 'AdamW'?
@@ -29,21 +35,19 @@ namespace titan::config {
 struct Sources {
   std::filesystem::path file;          ///< empty: defaults and overrides only
   std::vector<std::string> overrides;  ///< command-line words, from the first `--section.key` on
-  /// TOML that is taken in place of the file's, whose name is for messages then; it includes nothing.
+  /// TOML to read instead of the file, whose name then only appears in messages. Includes aren't read.
   std::string toml = {};
 };
 
-/// Fills `job` (default-constructed or not: unmentioned fields keep their value) or throws ConfigError and
-/// leaves it alone.
+/// Fills `job`; fields that nothing sets keep their value. Leaves it unchanged if it throws ConfigError.
 template <class Job>
 Origins load(const Schema& schema, const Sources& sources, Job& job);
 
-/// The value that `--name value` or `--name=value` gives among `words`, the last one if several; before
-/// anything is loaded: how the command line learns job.config_file.
+/// The last value of `--name value` or `--name=value` in `words`. The command line finds job.config_file this
+/// way, before anything is loaded.
 std::optional<std::string> override_value(const std::vector<std::string>& words, std::string_view name);
 
 namespace detail {
-/// As load(), into a job that is thrown away when this throws.
 Origins load_into(const Schema& schema, const Sources& sources, void* scratch);
 }  // namespace detail
 
@@ -56,7 +60,7 @@ Origins load(const Schema& schema, const Sources& sources, Job& job) {
   return origins;
 }
 
-// Settings and their descriptions as text: the resolved config, the command's help, the page docs/config.md.
+// ---- settings and their descriptions as text
 
 namespace detail {
 std::string print_toml(const Schema& schema, const void* job);
@@ -64,8 +68,8 @@ std::string print_json(const Schema& schema, const void* job);
 void check_job(const Schema& schema, const std::type_info& type);
 }  // namespace detail
 
-/// Every setting with its value, as TOML that load() reads back to equal values; unset optional fields are
-/// comments. Keys that are refused or have no effect are left out: they hold nothing.
+/// Every setting with its value, as TOML that load() reads back to equal values. Unset optional fields become
+/// comments; keys that are refused or have no effect are left out.
 template <class Job>
 std::string print_toml(const Schema& schema, const Job& job) {
   detail::check_job(schema, typeid(Job));
@@ -79,21 +83,20 @@ std::string print_json(const Schema& schema, const Job& job) {
   return detail::print_json(schema, &job);
 }
 
-/// One entry per key for a terminal, grouped by table: flag, type, meaning, allowed values, default; then the
-/// refused keys.
+/// One entry per key for a terminal, grouped by table: flag, type, meaning, allowed values, default.
 std::string help_text(const Schema& schema, size_t columns = 110);
 
-/// The same as Markdown, a section per table.
+/// The same as Markdown, with a section per table.
 std::string markdown(const Schema& schema);
 
-/// A key of another program, with its default as that program's documents write it in TOML, or "unset".
+/// A key of another program and its default there, as TOML or "unset".
 struct ForeignKey {
   std::string name;
   std::string default_text;
 };
 
-/// A Markdown table of what becomes of each key here: accepted, mapped, without effect, refused. A name that
-/// the schema doesn't know is an Error.
+/// A Markdown table of what happens to each key here: accepted, mapped, without effect, or refused. Throws
+/// Error for a name that isn't in the schema.
 std::string key_table(const Schema& schema, const std::vector<ForeignKey>& keys);
 
 }  // namespace titan::config

@@ -14,8 +14,7 @@
 
 namespace titan::config {
 
-/// Where each value came from; for cross-field checks, whose messages then point at the place. Empty for a
-/// job made in code.
+/// Where each value came from, for the messages of checks across fields. Empty for a job made in code.
 class Origins {
  public:
   /// "configs/a.toml:3:1", "command line" or "default".
@@ -39,7 +38,7 @@ class Origins {
   std::map<std::string, std::string, std::less<>> defaults_;
 };
 
-// All tables of a program, in order, over one aggregate struct:
+// All tables of a program, in order, over one aggregate struct.
 //
 //   struct JobConfig { TrainingSettings training; OptimizerSettings optimizer; DynamicTable model_args; };
 //   auto schema = Schema::of<JobConfig>();
@@ -47,12 +46,11 @@ class Origins {
 //
 // A key's full name is "section.key"; sections may hold dots (`quantize.linear.float8`).
 
-/// Settings whose fields aren't known before others are read (`[model.args]`: the model decides). Copies
+/// Settings whose fields depend on other settings: the model decides what `[model.args]` contains. Copies
 /// share `settings`.
 struct DynamicTable {
-  std::vector<FieldInfo> fields;  ///< get and set take settings.get()
-  std::shared_ptr<void>
-      settings;  ///< holds the defaults before the file's values are set; nullptr: no such table
+  std::vector<FieldInfo> fields;   ///< get and set take settings.get()
+  std::shared_ptr<void> settings;  ///< starts with the defaults; nullptr: no such table
 };
 
 struct Section {
@@ -60,7 +58,7 @@ struct Section {
   std::string meaning;
   std::vector<FieldInfo> fields;  ///< get and set take the whole job; empty for a dynamic section
 
-  // Of a dynamic section only:
+  // Only in a dynamic section:
   std::function<DynamicTable(const void* job, const Origins&)> resolve;
   std::function<DynamicTable&(void* job)> table_of;
   std::vector<std::string> depends_on;
@@ -68,24 +66,23 @@ struct Section {
 
 class Schema {
  public:
-  /// For a default-constructible Job, whose member initializers are the defaults.
+  /// The member initializers of a default-constructed Job are the defaults.
   template <class Job>
   static Schema of();
 
-  /// A table and its struct, described by its `describe`.
+  /// A table, whose fields `describe` of its struct adds.
   template <class Job, class S>
   void add(std::string section, S Job::*member, std::string meaning = {});
 
-  /// A table that exists once `depends_on` (names of tables) are read without a problem: then `resolve` says
-  /// what its fields are, from the job read so far and, if it takes it, an Origins to point at what it
-  /// doesn't like. A ConfigError that it throws joins the other problems. Help shows the table of a default
-  /// job.
+  /// A table whose fields `resolve` returns once the tables `depends_on` are read without a problem.
+  /// `resolve` gets the job read so far and, if it takes it, an Origins for messages. A ConfigError that it
+  /// throws joins the other problems. Help shows the table of a default job.
   template <class Job, class Resolve>
   void add_dynamic(std::string section, DynamicTable Job::*member, Resolve resolve,
                    std::vector<std::string> depends_on, std::string meaning = {});
 
   const std::vector<Section>& sections() const { return sections_; }
-  /// The field of a full name, or nullptr; dynamic fields aren't found.
+  /// The field with that full name, or nullptr. Doesn't find dynamic fields.
   const FieldInfo* find(std::string_view full_name) const;
   const std::type_info& job_type() const { return *job_type_; }
   /// A default Job, for get().

@@ -1,6 +1,19 @@
 #pragma once
 
-// The values that a config can hold, and how TOML and JSON write them.
+// How a settings struct describes its fields, once. TOML and JSON reading, command-line overrides, --help,
+// --print-config and docs/config.md all use this description. The struct lives in its owner's header, with
+// `describe` beside it:
+//
+//   struct OptimizerSettings { std::string name = "AdamW"; double lr = 8e-4; };
+//
+//   void describe(config::Table<OptimizerSettings>& table) {
+//     table.field("name", &OptimizerSettings::name, "optimizer", config::one_of({"Adam", "AdamW"}));
+//     table.field("lr", &OptimizerSettings::lr, "peak learning rate", config::at_least(0));
+//     table.refused("early_step_in_backward", false, "optimizer-in-backward makes clipping meaningless");
+//   }
+//
+// A wrong description (a duplicate key, a default outside its own constraint) is an InternalError when the
+// Schema is built.
 
 #include <cstdint>
 #include <functional>
@@ -16,58 +29,42 @@ namespace titan::config {
 
 using StringList = std::vector<std::string>;
 
-/// Every value that a config file can hold. An optional field that is unset is std::monostate.
+/// A value in a config. std::monostate is an unset optional field.
 using Value =
     std::variant<std::monostate, bool, int64_t, double, std::string, StringList, std::vector<StringList>>;
 
-/// The type of a field, and so the alternative of Value that it holds.
+/// The type of a field, which determines its alternative of Value.
 enum class Kind { Bool, Int, Float, String, StringList, StringLists };
 
 /// "bool", "int", "float", "string", "list of strings", "list of lists of strings".
 std::string_view name_of(Kind kind);
 
-/// The kind of a set value; String for std::monostate, which has none.
+/// The kind of a value; String for std::monostate.
 Kind kind_of(const Value& value);
 
-/// As TOML writes it, and JSON too but for infinities: strings quoted and escaped, floats in the shortest
-/// form that reads back to the same double and is still a float (`1.0`, `8e-4`); std::monostate is `unset`.
+/// As TOML (and, except for infinities, JSON) writes it: strings quoted and escaped, floats in the shortest
+/// form that reads back to the same double and is still a float (`1.0`, `8e-4`). std::monostate is `unset`.
 std::string to_text(const Value& value);
 
-/// A string with quotes and escapes that TOML and JSON share.
+/// A string with quotes and with the escapes that TOML and JSON share.
 std::string quoted(std::string_view text);
 
-// How a settings struct describes itself, once. From this description come TOML and JSON reading,
-// command-line overrides, --help, --print-config and docs/config.md. The struct lives in its owner's header:
-//
-//   struct OptimizerSettings { std::string name = "AdamW"; double lr = 8e-4; };
-//   void describe(config::Table<OptimizerSettings>& table);   // declared beside it, found by
-//   argument-dependent lookup
-//
-//   void describe(config::Table<OptimizerSettings>& table) {
-//     table.field("name", &OptimizerSettings::name, "optimizer", config::one_of({"Adam", "AdamW"}));
-//     table.field("lr", &OptimizerSettings::lr, "peak learning rate", config::at_least(0));
-//     table.refused("early_step_in_backward", false, "optimizer-in-backward makes clipping meaningless");
-//   }
-//
-// Wrong descriptions (a key twice, a default outside its own constraint) are InternalErrors when the Schema
-// is built.
-
-/// What a value must satisfy beyond its type. `allowed` is shown in help and in errors; `accepts` decides.
-/// An unset optional isn't asked. The empty constraint accepts everything.
+/// What a value must satisfy beyond its type. Unset optional fields aren't checked. The empty constraint
+/// accepts everything.
 struct Constraint {
-  std::string allowed;
+  std::string allowed;  ///< for help and errors
   std::function<bool(const Value&)> accepts;
-  std::vector<std::string> names;  ///< the allowed strings where they can be listed: for "did you mean"
+  std::vector<std::string> names;  ///< the allowed strings, if they can be listed, for "did you mean"
 };
 
-/// One of these strings; in a list of strings, each of its entries.
+/// One of these strings. In a list of strings, every entry has to be one.
 Constraint one_of(std::vector<std::string> names);
 Constraint at_least(double lowest);
-/// The same, and no infinity.
+/// The same, without infinity.
 Constraint finite_at_least(double lowest);
 Constraint above(double bound);
 Constraint in_range(double lowest, double highest);
-/// Without `bound` itself.
+/// Excludes `bound`.
 Constraint in_range_below(double lowest, double bound);
 /// A positive integer, or -1 for "the rest" / "all".
 Constraint positive_or_minus_one();
@@ -78,9 +75,8 @@ struct FieldInfo {
   enum class Role {
     Setting,        ///< a member of the struct
     Refused,        ///< known, but only default_value is accepted; `reason` says why
-    WithoutEffect,  ///< accepted with any value that means something, and read by nothing; `reason` says
-                    ///< why that is honest
-    Mapped,         ///< another name of the key `mapped_to`, which lies in the same table
+    WithoutEffect,  ///< accepted and ignored; `reason` says why
+    Mapped,         ///< another name of the key `mapped_to` in the same table
   };
 
   std::string key;  ///< may hold dots, for a sub-table
@@ -91,10 +87,10 @@ struct FieldInfo {
   Value default_value;
   Role role = Role::Setting;
   std::string reason;
-  std::string only_where;  ///< of a refused key: the key that has to be on for it to matter
+  std::string only_where;  ///< for a refused key: the key that has to be on for the refusal to apply
   std::string mapped_to;
   std::function<Value(const void* settings)> get;
-  std::function<void(void* settings, const Value&)> set;  ///< the value has the right alternative already
+  std::function<void(void* settings, const Value&)> set;  ///< the value already has the right alternative
 };
 
 /// Collects the fields of one settings struct S (default-constructible: its member initializers are the
@@ -106,16 +102,15 @@ class Table {
   template <class T>
   void field(std::string key, T S::*member, std::string meaning, Constraint constraint = {});
 
-  /// A key of TorchTitan whose feature doesn't exist (yet): read, but refused at any value other than
-  /// `only_value`.
-  /// `{}` as only_value is "unset": any value is refused. `only_where` names the key without which nothing
-  /// would read this one, in this table ("enable") or another ("fault_tolerance.enable"): while that is off
-  /// (a bool: false, another kind: its default), any value that `constraint` takes is accepted.
+  /// A key of TorchTitan whose feature doesn't exist here: only `only_value` is accepted; `{}` means unset,
+  /// so every value is refused. `only_where` names a key in this table ("enable") or another
+  /// ("fault_tolerance.enable"). While that key is off (false, or for other kinds the default), any value
+  /// that `constraint` accepts is allowed.
   void refused(std::string key, Value only_value, std::string reason, std::string only_where = {},
                Constraint constraint = {});
 
-  /// A key of TorchTitan about Python's workings, which have no counterpart here. A key of a feature that
-  /// doesn't exist is refused() instead.
+  /// A key of TorchTitan about Python internals, which have no counterpart here. Use refused() for a feature
+  /// that doesn't exist.
   void without_effect(std::string key, Value default_value, std::string reason, Constraint constraint = {});
 
   /// An older name of `to_key`.
@@ -187,7 +182,7 @@ void assign(T& member, const Value& value) {
   member = std::get<typename Optional<T>::Inner>(value);
 }
 
-/// The same field, reached from a struct that holds its struct as `member`.
+/// The same field, accessed through a struct that contains the field's struct as `member`.
 template <class Outer, class Inner>
 FieldInfo rebased(FieldInfo field, Inner Outer::*member) {
   field.get = [get = std::move(field.get), member](const void* outer) {
@@ -199,7 +194,7 @@ FieldInfo rebased(FieldInfo field, Inner Outer::*member) {
   return field;
 }
 
-/// A key that is no member: it reads as its default, and writing changes nothing.
+/// A key without a member: reading gives its default, writing does nothing.
 FieldInfo memberless(std::string key, Value default_value, FieldInfo::Role role, std::string reason);
 
 }  // namespace detail

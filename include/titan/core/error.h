@@ -1,10 +1,14 @@
 #pragma once
 
-// Errors. Three kinds, so that the reader of a message knows who has to act:
-//   ConfigError             the user's settings or input: no backtrace, all problems at once
-//   Error (TITAN_CHECK)     a broken contract between caller and library, or a failed environment (file,
-//   peer) InternalError           a bug of ours (TITAN_INTERNAL_ASSERT)
-// Only main() catches; everything between lets them pass.
+// Three kinds of errors, by who has to act:
+//
+//   ConfigError      the user: wrong settings or input; every problem at once, no backtrace
+//   Error            the caller: a broken contract (TITAN_CHECK), or the environment: a file, a peer
+//   InternalError    us: a bug in this library (TITAN_INTERNAL_ASSERT)
+//
+// Only main() catches them.
+//
+//   TITAN_CHECK(rank < size, "expected a rank below ", size, ", got ", rank);
 
 #include <sstream>
 #include <stdexcept>
@@ -23,14 +27,14 @@ std::string str(const Args&... args) {
   return out.str();
 }
 
-/// A broken contract or a failed environment. The message says what was expected, what was found and the
-/// remedy.
+/// A broken contract or a failed environment. The message says what was expected, what was found, and what to
+/// do.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// Wrong settings or input of the user; what() holds every problem, one a line.
+/// Wrong settings or input; what() has every problem, one per line.
 class ConfigError : public Error {
  public:
   explicit ConfigError(std::string problem) : ConfigError(std::vector<std::string>{std::move(problem)}) {}
@@ -53,8 +57,11 @@ namespace detail {
                                  const std::string& message);
 }  // namespace detail
 
-/// The names of `known` that someone who wrote `name` may have meant, best first: few edits away (case, '-'
-/// for '_' and swapped neighbours are cheap), or one contains the other. Empty when nothing is near.
+/// what() of any exception, without the C++ stack that LibTorch adds to its own.
+std::string reason_of(const std::exception& error);
+
+/// The names in `known` that `name` may have been meant as, best first: few edits away (case, '-' for '_' and
+/// swapped neighbours are cheap), or one contains the other.
 std::vector<std::string> nearest_names(std::string_view name, const std::vector<std::string>& known,
                                        size_t limit = 3);
 

@@ -1,6 +1,11 @@
 #pragma once
 
-// Files that are whole or not there: everything durable is written beside its place and renamed into it.
+// Reading, mapping and writing whole files. A written file is complete or not there: it gets a temporary name
+// and is renamed once it is on disk. Every Error names the path and the reason, with its errno name.
+//
+//   write_file_atomic("runs/1/notes.txt", "lr 3e-4 was too high\n");
+//   std::string notes = read_file("runs/1/notes.txt");
+//   MappedFile tokens("train.bin");  // tokens.bytes() until it goes out of scope
 
 #include <cstddef>
 #include <cstdint>
@@ -13,32 +18,27 @@
 
 namespace titan {
 
-// Every Error names the path, the operating system's reason with its errno name, and, for writes, the bytes
-// that were written.
-
-/// The whole file as bytes. Throws Error with path and reason.
 std::string read_file(const std::filesystem::path& path);
 
-/// Writes `contents` to `path` by a temporary name in the same folder, fsync, rename, fsync of the folder.
-/// On any failure the temporary is removed, an older `path` stays as it was, and an Error names path, reason
-/// and bytes. A killed process may leave the temporary, `.<name>.<pid>.<n>.tmp`; nothing ever reads it.
+/// Writes `contents` to a temporary name in the same folder, syncs it, renames it to `path` and syncs the
+/// folder. On any failure the temporary is removed and an older `path` stays. A killed process may leave the
+/// temporary, `.<name>.<pid>.<n>.tmp`; nothing reads it.
 void write_file_atomic(const std::filesystem::path& path, std::string_view contents);
 
-/// As above, with the contents produced piece by piece: `write` is handed a sink that appends (small pieces
-/// are gathered into larger writes). What `write` throws passes through after the temporary is removed.
-/// `num_bytes`: how many it will append, where that is known; its space is then reserved first, and an Error
-/// for a full disk says how many bytes are needed and how many are free.
+/// The same, with contents that come in pieces: `write` gets a function that appends (small pieces are
+/// gathered into larger writes). An exception of `write` passes through after the temporary is removed. If
+/// the size is known as `num_bytes`, it is reserved first, and an Error for a full disk has the bytes needed
+/// and the bytes free.
 using AppendBytes = std::function<void(std::span<const std::byte>)>;
 void write_file_atomic(const std::filesystem::path& path,
                        const std::function<void(const AppendBytes&)>& write,
                        std::optional<int64_t> num_bytes = {});
 
-/// Makes the folder and its parents; an Error says which part could not be made and why.
+/// Makes the folder and its parents; an Error names the part that could not be made.
 void make_folder(const std::filesystem::path& folder);
 
-/// A file mapped read-only for its life; `bytes()` stays valid as long as the object, and moves with it.
-/// Move-only. Throws Error for what isn't a readable regular file. Shrinking the file meanwhile makes reads
-/// fault (SIGBUS).
+/// A file mapped read-only; bytes() is valid as long as the object lives, and moves with it. Throws Error
+/// unless it is a readable regular file. Reads fault (SIGBUS) if the file shrinks while it is mapped.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);

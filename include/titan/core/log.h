@@ -1,10 +1,12 @@
 #pragma once
 
-// Logging to standard error, a line a message and a write a line, so that the lines of several ranks never
-// mix:
-//   [titan] 2026-02-20 12:00:00.123 - [rank 3] info - message
-// Messages are built by the caller (`log::info(str(...))`), so that no formatting library leaks into headers.
-// A failing standard error (closed, full disk) is ignored: logging never ends a run.
+// Logging to standard error: one line per message and one write per line, so that the lines of several ranks
+// never mix.
+//
+//   log::info(str("step ", step, ": loss ", loss));
+//   [titan] 2026-02-20 12:00:00.123 - [rank 3] info - step 12: loss 3.5
+//
+// If standard error fails (closed, full disk), the message is lost and the run continues.
 
 #include <string_view>
 
@@ -12,7 +14,6 @@ namespace titan::log {
 
 enum class Level { Debug, Info, Warning, Error };
 
-/// What main() knows once the rank is known; may be called again. Thread-safe.
 struct Settings {
   int rank = -1;  ///< shown as "[rank 3]" when >= 0 and world_size > 1
   int world_size = 1;
@@ -20,6 +21,7 @@ struct Settings {
   bool color = false;         ///< ANSI colours for the level
 };
 
+/// May be called again. Thread-safe.
 void configure(const Settings& settings);
 Settings settings();
 
@@ -28,7 +30,7 @@ void info(std::string_view message);
 void warning(std::string_view message);
 void error(std::string_view message);
 
-/// As info and warning, on rank 0 only: for what would say the same on every rank.
+/// On rank 0 only, for messages that are the same on every rank.
 void info_rank0(std::string_view message);
 void warning_rank0(std::string_view message);
 

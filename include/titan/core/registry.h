@@ -1,7 +1,11 @@
 #pragma once
 
-// A registry of named things (models, plans, sources, recipes): what a config names, a user's shared object
-// may add.
+// Named things that a config chooses from and a user's shared object may add to: models, optimizers, data
+// sources, tokenizers.
+//
+//   Registry<SourceFactory> kinds("data set");
+//   kinds.add("mine", make_mine);
+//   auto source = kinds.get("mine")(request);
 
 #include <map>
 #include <mutex>
@@ -13,11 +17,11 @@
 
 namespace titan {
 
-/// Names to values. Reading and adding are thread-safe; values are never removed, so references stay valid.
+/// Thread-safe. Values are never removed, so references stay valid.
 template <class T>
 class Registry {
  public:
-  /// `kind` is the noun for messages: "model", "data source".
+  /// `kind` is the noun for messages: "model", "data set".
   explicit Registry(std::string kind) : kind_(std::move(kind)) {}
 
   /// Throws Error when the name is taken.
@@ -31,7 +35,7 @@ class Registry {
     return entries_.count(name) != 0;
   }
 
-  /// Throws ConfigError that lists the known names and the nearest.
+  /// Throws ConfigError with the known names and the nearest one.
   const T& get(const std::string& name) const {
     std::lock_guard lock(mutex_);
     auto found = entries_.find(name);

@@ -1,5 +1,17 @@
 #pragma once
 
+// Batches for one data-parallel rank.
+//
+//   DataLoader loader(build_feed(request), {.local_batch_size = 8, .seq_len = 2048});
+//   while (auto step = loader.next_step())
+//     for (const Batch& batch : *step) ...
+//
+// A step's global batch is one sample from every lane of the feed (feed.h). Rank r of N gives the rows of
+// lanes r, r + N, r + 2N, ... in this order, cut into micro-batches of `local_batch_size` rows. All ranks
+// have the same number of micro-batches; rows beyond a rank's lanes have input 0 and label -100. So the rows
+// of a step are the same for any N and any micro-batch size. Threads prepare the next steps while the current
+// one is computed.
+
 #include <chrono>
 #include <string>
 #include <string_view>
@@ -12,29 +24,22 @@
 
 namespace titan::data {
 
-/// What a loader needs to continue: a table with a row a lane, which any number of ranks can share out.
+/// What a loader needs to continue: one row per lane, which any number of ranks can share.
 struct LoaderState {
-  int64_t steps = 0;             ///< global batches given so far
-  int64_t num_lanes = 0;         ///< global batch size
-  std::string feed_fingerprint;  ///< of what was read
-  std::vector<LaneState> lanes;  ///< of one rank after DataLoader::state, of all after merge; by lane
+  int64_t steps = 0;      ///< global batches given so far
+  int64_t num_lanes = 0;  ///< global batch size
+  std::string feed_fingerprint;
+  std::vector<LaneState> lanes;  ///< sorted; from DataLoader::state() one rank's, from merge() all
   friend bool operator==(const LoaderState&, const LoaderState&) = default;
 };
 
-/// The tables of all ranks as one. Throws Error when they are of different steps or feeds, or a lane is
-/// missing or there twice.
+/// Joins the states of all ranks. Throws Error if they differ in step or feed, or a lane is missing or
+/// duplicate.
 LoaderState merge(const std::vector<LoaderState>& parts);
 
 std::string to_json(const LoaderState& state);
-/// Throws Error when the text isn't what to_json writes.
+/// Throws Error if the text isn't what to_json writes.
 LoaderState loader_state_from_json(std::string_view text);
-
-// Batches for one data-parallel rank.
-//
-// A step's global batch is one sample from every lane of the feed. Rank r of N gives the rows of lanes r, r +
-// N, r + 2N ... in this order, cut into micro-batches of `local_batch_size` rows; all ranks have the same
-// number of micro-batches, and rows beyond a rank's lanes have input 0 and label -100. So the set of a step's
-// rows is the same for any N and any cut. Threads fill the coming steps while the current one is computed.
 
 struct LoaderOptions {
   int64_t dp_rank = 0;
@@ -45,64 +50,79 @@ struct LoaderOptions {
   DataloaderSettings settings;
 };
 
-/// One micro-batch on the host, contiguous. Stays valid as long as it is held; nobody else writes to it.
+/// One micro-batch in contiguous host memory, which isn't reused while the batch is held.
 struct Batch {
   at::Tensor input_BS;       ///< int64
   at::Tensor labels_BS;      ///< int64; -100 doesn't count
   int64_t valid_tokens = 0;  ///< labels that count
 };
 
-/// Used by one thread.
+class Prefetcher;
+
+/// Not thread-safe.
 class DataLoader {
  public:
-  /// Throws ConfigError when the feed doesn't have batches of this shape. Reads nothing yet.
+  /// Throws ConfigError if the feed can't be cut into batches of this shape. Reads nothing yet.
   DataLoader(std::shared_ptr<const Feed> feed, const LoaderOptions& options);
-  /// Stops the threads; waits for the piece that each is at.
+  /// Stops the threads, each after the piece it is reading.
   ~DataLoader();
   DataLoader(DataLoader&&) noexcept;
 
-  /// All micro-batches of the next step; nothing behind the last one of a feed that knows its length
-  /// (num_steps). A finite feed that doesn't runs dry instead: its batches have no labels any more on a rank
-  /// that is through, and it is at its end when no rank's have. What goes wrong while a step is made (an
-  /// unreadable file) is thrown when that step is asked for, and again at every further call.
+  /// All micro-batches of the next step, or nothing after the last step of a feed that knows its length
+  /// (num_steps). Another finite feed ends differently: a rank that has used its lanes gets batches without
+  /// labels, and the data end at the first step without labels on any rank. An error while a step is prepared
+  /// (an unreadable file) is thrown when that step is requested, and at every later call.
   std::optional<std::vector<Batch>> next_step();
 
-  /// The next micro-batch; as next_step, one at a time.
+  /// The next micro-batch, like next_step().
   std::optional<Batch> next();
 
-  /// Waits as long for the next step; whether next_step() and next() would return (or throw) at once.
+  /// Waits up to `longest` for the next step. Returns whether next_step() and next() would return (or throw)
+  /// at once.
   bool wait(std::chrono::milliseconds longest);
 
-  /// The last step given counts as not given: state() is the one before it, and the next step is that one
-  /// again. Once a step.
+  /// Undoes the last next_step(): state() is the one before it, and the next step is the same again. Possible
+  /// once per step.
   void take_back_step();
 
-  /// Nobody waits for the threads any more, which may be at a read that never returns: not the destructor,
-  /// nor a later step, which starts others.
+  /// Abandons the threads, which may be stuck in a read: neither the destructor nor a later step, which
+  /// starts new ones, waits for them.
   void abandon_reading();
 
   int64_t num_micro_batches() const;
-  int64_t num_lanes() const;
-  /// Of this rank in a step, without those that fill up its micro-batches.
-  int64_t num_rows() const;
+  int64_t num_lanes() const { return options_.global_batch_size; }
+  /// This rank's rows of a step, without padding.
+  int64_t num_rows() const { return static_cast<int64_t>(lanes_.size()); }
   /// Feed::num_steps
-  std::optional<int64_t> num_steps() const;
+  std::optional<int64_t> num_steps() const { return num_steps_; }
 
-  /// This rank's lanes after the last step given, whatever has been made ahead. Throws Error between a step's
-  /// micro-batches.
+  /// This rank's lanes after the last step returned, whatever is prefetched. Throws Error between the
+  /// micro-batches of a step.
   LoaderState state() const;
 
-  /// Continues where `state`, of all lanes (merge), stands; on any number of ranks and with any sequence
-  /// length. With another global batch size the feed deals anew (Feed::redeal). Throws Error, naming both
-  /// fingerprints, when it is of other data.
+  /// Continues from `state` of all lanes (merge), on any number of ranks and with any sequence length. For
+  /// another global batch size, the feed deals again (Feed::redeal). Throws Error if the state belongs to
+  /// other data, with both fingerprints.
   void load_state(const LoaderState& state);
 
-  /// Goes back to the feed's start (validation goes over the same set each time).
+  /// Goes back to the feed's start. Validation reads the same set each time.
   void restart();
 
  private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
+  bool is_at_end() const { return num_steps_ && steps_ >= *num_steps_; }
+  void begin_at(int64_t steps, const std::vector<LaneState>& all);
+  Prefetcher& prefetcher();
+  std::optional<std::vector<Batch>> make_step();
+
+  std::shared_ptr<const Feed> feed_;
+  LoaderOptions options_;
+  int64_t steps_ = 0;
+  std::optional<int64_t> num_steps_;
+  std::vector<LaneState> lanes_;                        // this rank's, after the last step returned
+  std::optional<std::vector<LaneState>> lanes_before_;  // and before it
+  std::vector<Batch> current_;                          // the step that next() is in
+  size_t next_micro_batch_ = 0;
+  std::unique_ptr<Prefetcher> prefetcher_;
 };
 
 }  // namespace titan::data

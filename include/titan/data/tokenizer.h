@@ -1,11 +1,15 @@
 #pragma once
 
-// Text to token ids and back.
+// Text to token ids and back. A new tokenizer is a class and a name for model.hf_assets_path:
 //
-// A tokenizer is immutable once built, and every call is thread-safe: the loader's threads share one.
+//   class Words : public Tokenizer { ... };  // encode_into, decode, vocab_size, bos_id, eos_id, fingerprint
+//   tokenizer_kinds().add("words", [](const std::string& file) { return std::make_shared<Words>(file); });
+//
+// Then `hf_assets_path = "words:vocab.txt"` builds one from "vocab.txt".
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -13,23 +17,25 @@
 #include <string_view>
 #include <vector>
 
+#include "titan/core/registry.h"
+
 namespace titan::data {
 
+/// Immutable and thread-safe, because the loader's threads share it.
 class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
 
-  /// Appends the ids of `text` to `ids`. Adds no BOS and no EOS: those belong to documents, and packing adds
-  /// them.
+  /// Appends the ids of `text` to `ids`, without BOS and EOS: packing adds those around documents.
   virtual void encode_into(std::string_view text, std::vector<int32_t>& ids) const = 0;
 
-  /// The text of `ids`, special tokens included. Throws Error for an id outside [0, vocab_size()).
+  /// The text of `ids`, including special tokens. Throws Error for an id outside [0, vocab_size()).
   virtual std::string decode(std::span<const int32_t> ids) const = 0;
 
   /// One more than the largest id.
   virtual int64_t vocab_size() const = 0;
 
-  /// What stands before and after a document; none where the tokenizer has no such token.
+  /// The tokens before and after a document, if the tokenizer has them.
   virtual std::optional<int32_t> bos_id() const = 0;
   virtual std::optional<int32_t> eos_id() const = 0;
 
@@ -43,17 +49,8 @@ class Tokenizer {
   }
 };
 
-/// "bytes" gives a ByteTokenizer; anything else is a folder with a Hugging Face `tokenizer.json` (and perhaps
-/// `tokenizer_config.json`), or the path of the former. Throws ConfigError when there is none or it isn't
-/// understood.
-std::shared_ptr<const Tokenizer> build_tokenizer(const std::filesystem::path& assets);
-
-/// Throws ConfigError when the tokenizer can produce ids that a model with `model_vocab_size` embeddings has
-/// no row for.
-void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size);
-
-/// A token is a byte: ids 0..255, then BOS and EOS. Needs no files and keeps any input exactly, valid UTF-8
-/// or not.
+/// One token per byte: ids 0 to 255, then BOS and EOS. Needs no files and keeps any input exactly, even
+/// invalid UTF-8.
 class ByteTokenizer : public Tokenizer {
  public:
   static constexpr int32_t kBos = 256;
@@ -67,5 +64,22 @@ class ByteTokenizer : public Tokenizer {
   std::optional<int32_t> eos_id() const override { return kEos; }
   std::string fingerprint() const override { return "bytes"; }
 };
+
+/// Gets what follows "name:" in model.hf_assets_path; "" if only the name is given.
+using TokenizerFactory = std::function<std::shared_ptr<const Tokenizer>(const std::string& argument)>;
+
+/// The kinds of tokenizer by name. Built in: "bytes" (ByteTokenizer).
+Registry<TokenizerFactory>& tokenizer_kinds();
+
+/// Whether `assets` is "name" or "name:argument" of a registered kind.
+bool names_tokenizer_kind(std::string_view assets);
+
+/// Builds the registered kind that `assets` names. Otherwise `assets` is a folder with a Hugging Face
+/// `tokenizer.json` (and perhaps `tokenizer_config.json`), or the path of the former. Throws ConfigError if
+/// it is missing or not supported.
+std::shared_ptr<const Tokenizer> build_tokenizer(const std::filesystem::path& assets);
+
+/// Throws ConfigError if the tokenizer can produce ids beyond the `model_vocab_size` rows of the embedding.
+void check_vocabulary(const Tokenizer& tokenizer, int64_t model_vocab_size);
 
 }  // namespace titan::data

@@ -1,9 +1,14 @@
 #pragma once
 
-// Collectives: launched here, finished by Work::wait(). Tensors must be contiguous and stay alive until then
-// (the Work holds references). Each call is recorded in the group's ring of calls with its label
-// (dist/flight_record.h). On CUDA, "finished" means ordered before later work of the current stream; wait()
-// doesn't block the host.
+// Collectives between the ranks of a group: launched here, finished by Work::wait(). Each call is recorded
+// with its label, so that a call that fails or hangs can be named.
+//
+//   auto group = world.everyone();
+//   Work sum = group->all_reduce(loss, ReduceOp::Sum, {"metrics::loss"});
+//   sum.wait();
+//
+// Tensors must be contiguous and stay alive until wait() (the Work holds references). On CUDA, wait() orders
+// the call before later work of the current stream and doesn't block the host.
 
 #include <atomic>
 #include <chrono>
@@ -16,23 +21,24 @@
 
 namespace titan::dist {
 
-class CallChecker;  // src/dist/call_checker.h
+class CallChecker;
 struct CallRecord;
+enum class CollectiveOp : uint8_t;
 class FlightRecorder;
 struct GroupRecord;
-class StagingPool;     // src/dist/collectives.cpp
-struct GroupBackends;  // src/dist/backends.h
+class StagingPool;
+struct GroupBackends;
 
-/// Which module and phase issued a call. Both point to strings that live until the call is launched;
+/// Which phase and module issues a call. Both point to strings that live until the call is launched;
 /// recording copies them and allocates nothing.
 struct Label {
   const char* phase = "";   ///< "fsdp::unshard", "metrics::loss", ...
   const char* module = "";  ///< "layers.3", or ""
 };
 
-/// A launched collective. Move-only; destroying it without wait() waits too (and swallows errors), except
+/// A launched collective. Move-only. Destroying it without wait() waits too (and swallows errors), except
 /// while an exception unwinds: then the peers may never answer. wait() throws Error that names group,
-/// operation, label and peer; a second wait() does nothing. The work of a group of one rank is done when the
+/// operation, label and peer; a second wait() does nothing. In a group of one rank the work is done when the
 /// call returns.
 class [[nodiscard]] Work {
  public:
@@ -52,18 +58,18 @@ class [[nodiscard]] Work {
 enum class ReduceOp { Sum, Max, Min };
 
 /// Ranks that communicate with each other. All members issue the same calls in the same order. Made by
-/// World::group. CPU and device tensors are both accepted whatever the backend: gloo is handed copies of
-/// device tensors in host memory.
+/// World::group. Takes CPU and device tensors with any backend: gloo gets copies of device tensors in host
+/// memory.
 class Group {
  public:
   struct Parts {
     std::string name;
-    std::string purpose;     ///< groups of the same ranks for other purposes are told apart by it
+    std::string purpose;     ///< tells groups of the same ranks apart
     std::vector<int> ranks;  ///< world ranks in group order
     int my_world_rank = 0;
-    std::unique_ptr<GroupBackends> backends;  ///< may be null in a group of one rank, or of others
+    std::unique_ptr<GroupBackends> backends;  ///< may be null in a group of one rank, or of other ranks
     std::shared_ptr<FlightRecorder> recorder;
-    std::unique_ptr<CallChecker> checker;  ///< compares calls with the other members'; null: nobody does
+    std::unique_ptr<CallChecker> checker;  ///< compares calls with the other members'; may be null
   };
   explicit Group(Parts parts);
   /// The group of one rank: all calls are local and done at once.
@@ -79,7 +85,7 @@ class Group {
   bool contains_me() const { return rank_ >= 0; }
   const std::vector<int>& ranks() const { return ranks_; }
 
-  /// out: [size * n], in: [n], same dtype; rank r's part comes to out[r*n .. (r+1)*n).
+  /// out: [size * n], in: [n], same dtype; rank r's part goes to out[r*n .. (r+1)*n).
   Work all_gather(const at::Tensor& out, const at::Tensor& in, Label label);
   /// out: [n], in: [size * n]; out = sum over ranks of in[rank*n ..). Sums, never averages.
   Work reduce_scatter(const at::Tensor& out, const at::Tensor& in, Label label);
@@ -90,26 +96,27 @@ class Group {
   Work all_to_all(const at::Tensor& out, const at::Tensor& in, Label label);
   Work send(const at::Tensor& tensor, int peer, Label label);
   Work receive(const at::Tensor& tensor, int peer, Label label);
-  /// Whether what carries tensors of this device takes several messages in one call (NCCL does, gloo not).
+  /// Whether the backend for this device takes several messages in one call (NCCL does, gloo doesn't).
   bool has_batches(c10::Device device) const;
-  /// Several in one call, which is done when its last message is; where has_batches(). Tensors of one size
-  /// and dtype, as many as the peer receives, or sends, in its one call. Recorded as one call of all bytes.
+  /// Several messages in one call, which is done when its last message is; only where has_batches(). All
+  /// tensors have one size and dtype, and the peer receives, or sends, as many in one call. Recorded as one
+  /// call of all bytes.
   Work send(const std::vector<at::Tensor>& tensors, int peer, Label label);
   Work receive(const std::vector<at::Tensor>& tensors, int peer, Label label);
   Work barrier(Label label);
 
-  /// Small host values, blocking; on groups of one rank free of cost.
+  /// Small host values, blocking; free of cost in groups of one rank.
   double sum(double value, Label label);
   double max(double value, Label label);
   int64_t sum(int64_t value, Label label);
   std::vector<std::string> all_gather_text(const std::string& text, Label label);
 
-  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, of
-  /// others, or that is closed.
+  /// "host" (memory of this host's ranks), "gloo", "nccl", "fake"; "none" in a group of one rank, of other
+  /// ranks, or that is closed.
   std::string backend_name() const;
-  /// Ends what goes over sockets (gloo's calls, sends of "host") when it failed: who waits for it gets an
-  /// error, and so does every call from here. Calls of this rank that aren't waited for have to be dropped
-  /// before. What other backends carry stays as it is.
+  /// After a call has failed: ends everything that goes over sockets (gloo's calls, sends of "host"), so that
+  /// peers that wait for it get an error, as does every later call here. Drop this rank's calls that nobody
+  /// waits for before. Other backends are left as they are.
   void close();
   /// For calls launched from now on.
   void set_timeout(std::chrono::milliseconds timeout);
@@ -118,8 +125,9 @@ class Group {
   template <class Start>
   Work launch(CallRecord call, const at::Tensor& out, const at::Tensor& in, Start start);
   template <class Add>
-  Work launch_batch(int op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add);
-  CallRecord record_of(int op, const at::Tensor& out, const at::Tensor& in, Label label, int peer = -1) const;
+  Work launch_batch(CollectiveOp op, const std::vector<at::Tensor>& tensors, int peer, Label label, Add add);
+  CallRecord record_of(CollectiveOp op, const at::Tensor& out, const at::Tensor& in, Label label,
+                       int peer = -1) const;
   uint64_t next_sequence(const CallRecord& call);
   void check(const CallRecord& call);
   void check_peer(const char* does, int peer) const;
@@ -131,7 +139,7 @@ class Group {
   std::shared_ptr<FlightRecorder> recorder_;
   const GroupRecord* record_ = nullptr;
   std::unique_ptr<CallChecker> checker_;
-  // gloo's reduce_scatter is an all-reduce of everything: parts are exchanged and summed here instead.
+  // gloo's reduce_scatter is an all-reduce of everything, so parts are exchanged and summed here instead.
   bool by_exchange_ = false;
   std::shared_ptr<StagingPool> staging_;
   std::atomic<uint64_t> num_collectives_{0};

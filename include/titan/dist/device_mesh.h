@@ -1,6 +1,10 @@
 #pragma once
 
 // DeviceMesh: the ranks of the world as a grid with named axes, row-major, the last axis fastest.
+//
+//   auto mesh = DeviceMesh::create(world, {{"dp_shard", -1}, {"tp", 4}});
+//   auto tp_group = mesh["tp"].group();
+//
 // Axes of size 1 cost nothing: no group is made for them.
 
 #include <initializer_list>
@@ -17,15 +21,14 @@ namespace titan {
 
 struct MeshAxis {
   std::string name;
-  int size = 1;  ///< -1 once per mesh: what the others leave of the world
+  int size = 1;  ///< -1, for one axis of a mesh: the world's size divided by the other axes
 };
 
-/// A value handle (shared state); a sub-mesh refers to the axes it was asked for. Equality = same ranks, same
-/// axis names.
+/// A value handle (shared state). Equal meshes have the same ranks and axis names.
 class DeviceMesh {
  public:
   DeviceMesh() = default;  ///< a mesh of one rank without axes
-  /// Throws ConfigError when the product doesn't come out at the world's size (naming sizes that would).
+  /// Throws ConfigError when the sizes don't multiply to the world's size (naming sizes that would).
   static DeviceMesh create(const dist::World& world, std::vector<MeshAxis> axes);
 
   /// The sub-mesh of one or several axes that this rank is in: mesh["dp_shard"], mesh({"dp_replicate",
@@ -36,8 +39,8 @@ class DeviceMesh {
   /// stay usable.
   DeviceMesh flatten(std::initializer_list<std::string_view> axes, std::string name) const;
 
-  /// The sub-mesh with this one's axes and then `other`'s, of the same mesh. In which order they cut a tensor
-  /// is the placements' affair: a row-major position in it counts the axes as they stand.
+  /// The sub-mesh with this one's axes followed by `other`'s; both belong to the same mesh. A row-major
+  /// position counts the axes in this order. Placements decide in which order the axes shard a tensor.
   DeviceMesh joined(const DeviceMesh& other) const;
 
   int num_axes() const;
@@ -50,8 +53,8 @@ class DeviceMesh {
   /// World ranks of this (sub-)mesh in row-major order.
   const std::vector<int>& ranks() const;
 
-  /// The group over all ranks of this (sub-)mesh, made at the first call: all its ranks have to come to that
-  /// call, in the same order as to those for their other groups.
+  /// The group over all ranks of this (sub-)mesh, made at the first call: all its ranks have to make that
+  /// call, in the same order as those for their other groups.
   std::shared_ptr<dist::Group> group() const;
   /// The group along one axis; the same as (*this)[axis].group().
   std::shared_ptr<dist::Group> group(std::string_view axis) const;

@@ -18,11 +18,11 @@ class Event;
 
 enum class Priority { Normal, High };
 
-/// A queue of device work. Copies are handles on the same queue. Streams come from a pool: they cost nothing
-/// to drop.
+/// A queue of device work. Copies are handles on the same queue. Streams come from a pool, so dropping one
+/// costs nothing.
 class Stream {
  public:
-  Stream() = default;  ///< of the CPU: no queue, everything is done when the call returns
+  Stream() = default;  ///< the CPU's: no queue, everything is done when the call returns
 
   static Stream current(at::Device device);
   /// Another queue of `device`; collectives that overlap the computation take Priority::High.
@@ -37,8 +37,8 @@ class Stream {
   void wait(const Stream& other) const;
   /// Blocks the host until everything queued is done.
   void synchronize() const;
-  /// Tells the allocator that `tensor`'s memory is in use by this stream: when it is freed, it isn't handed
-  /// out again before the work queued here until then is done.
+  /// Tells the allocator that this stream uses `tensor`'s memory: once freed, it isn't reused before the work
+  /// queued here until then is done.
   void keep_alive(const at::Tensor& tensor) const;
 
   friend bool operator==(const Stream& a, const Stream& b) { return a.stream_ == b.stream_; }
@@ -50,7 +50,7 @@ class Stream {
   std::optional<c10::Stream> stream_;
 };
 
-/// A moment in a stream. Move-only; an empty event (default made, or of the CPU) is always done.
+/// A moment in a stream. Move-only; an empty event (default-made, or the CPU's) is always done.
 class Event {
  public:
   Event() = default;
@@ -80,15 +80,14 @@ class StreamGuard {
   std::optional<c10::Stream> previous_;
 };
 
-// What the streams of this process are for, so that a trace can say so.
-
+/// A stream and what it is for, for traces.
 struct NamedStream {
   std::string name;
   Stream stream;
 };
 
-/// Notes a stream under its purpose, "fsdp gather"; the newest of a name counts. On a CPU there is none, and
-/// nothing is noted. Thread-safe.
+/// Names a stream by its purpose, "fsdp gather", in place of an earlier one of that name. Ignores the CPU,
+/// which has no streams. Thread-safe.
 void name_stream(std::string name, const Stream& stream);
 
 std::vector<NamedStream> named_streams();

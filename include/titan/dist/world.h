@@ -1,6 +1,10 @@
 #pragma once
 
 // The processes of a job: who we are, how to reach the others, and process groups over any list of ranks.
+//
+//   dist::World world = dist::init();  // before the first tensor
+//   auto group = world.everyone();
+//   const double mean = group->sum(loss, {"metrics::loss"}) / world.size();
 
 #include <chrono>
 #include <functional>
@@ -24,13 +28,13 @@ struct InitOptions {
   std::string device = "auto";        ///< "auto" (a GPU where one is visible), "cpu", "cuda"
   std::chrono::seconds timeout{300};  ///< for rendezvous and for every group's collectives until set_timeout
   /// Ranks of one host copy from each other's memory (process_vm_readv), where the kernel allows it, instead
-  /// of through gloo's sockets. The results are the same but for the rounding of sums; false to measure or
-  /// doubt the difference.
+  /// of through gloo's sockets. Results are the same except for the rounding of sums. Set it to false to
+  /// measure or rule out the difference.
   bool direct_memory = true;
   size_t flight_entries = 2048;  ///< calls that the flight recorder keeps; 0 records none
-  /// Every collective is compared with the other members' before it starts (and a received tensor with the
-  /// sent one before it is waited for): operation, sizes, dtype, label. What differs is an Error on all of
-  /// them that names the calls. Costs a small gather on the host for each call.
+  /// Compares every collective with the other members' before it starts (and a received tensor with the sent
+  /// one before it is waited for): operation, sizes, dtype, label. A difference is an Error on all of them
+  /// that names the calls. Costs a small gather on the host for each call.
   bool check_collectives = false;
   int fake_rank = 0;  ///< backend "fake" only: this process plays rank `fake_rank` of `fake_world_size`
   int fake_world_size = 1;
@@ -54,16 +58,16 @@ class World {
   /// This rank's device: cuda:<local_rank modulo the number of GPUs> where the CUDA plugin is open, else cpu.
   c10::Device device() const;
   std::chrono::seconds timeout() const;
-  /// For calls of all groups from now on (a first step may take longer than the later ones).
+  /// For calls of all groups from now on (a first step may take longer than later ones).
   void set_timeout(std::chrono::seconds timeout) const;
 
-  /// The group of the given world ranks (ascending position = group rank), made once per list and purpose.
-  /// All its members have to make their groups in one order; others needn't take part, and get a group whose
-  /// `contains_me()` is false. Groups of another purpose over the same ranks are independent: their
+  /// The group of the given world ranks (ascending; position = group rank), made once per list and purpose.
+  /// All its members have to make their groups in one order; other ranks needn't take part, and get a group
+  /// whose `contains_me()` is false. Groups of the same ranks with different purposes are independent: their
   /// collectives need no common order.
   std::shared_ptr<Group> group(const std::vector<int>& ranks, const std::string& name,
                                const std::string& purpose = "") const;
-  /// All ranks.
+  /// The group of all ranks.
   std::shared_ptr<Group> everyone() const;
 
   c10d::Store& store() const;
@@ -78,24 +82,21 @@ class World {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Reads torchrun's, SLURM's, Open MPI's or no environment (one rank), rendezvous through a TCP store, and
-/// checks every group by a known sum when it is made. Opens the CUDA plugin where a GPU is visible, so it has
-/// to come before the first tensor there. Throws ConfigError where environments disagree, Error with the
+/// Reads torchrun's, SLURM's, Open MPI's or no environment (one rank), meets the other ranks at a TCP store,
+/// and checks every group by a known sum when it is made. Opens the CUDA plugin where a GPU is visible, so it
+/// has to come before the first tensor. Throws ConfigError where environments disagree, Error with the
 /// missing ranks after the time limit.
 World init(const InitOptions& options = {});
 
-/// Begins the purpose of a group that keeps its own time limit: World::set_timeout passes it over. For one
-/// whose calls are made by other threads than those of training.
+/// Begins the purpose of a group that keeps its own time limit: World::set_timeout leaves it alone. For
+/// groups whose calls are made by other threads than the training thread.
 inline constexpr std::string_view kOwnTimeout = "own_timeout:";
 
-// Who failed first: when a rank is lost, its neighbours notice, then theirs, and each only knows of the one
-// before.
-
 /// Tells the other ranks, through the job's store, that this one fails with `message`. Returns what the first
-/// rank to do so said ("rank 2: ..."), "" where that is this rank; where the store is gone, that rank 0
-/// probably is too. Doesn't throw. `let_go` is called once that is told or can't be: it ends what others wait
-/// for, so that they fail too, and look; it doesn't throw either. Then rank 0, which keeps the store, waits
-/// two seconds at most for them to tell.
+/// rank to do so said ("rank 2: ..."), "" if that is this rank: when a rank is lost, its neighbours notice,
+/// then theirs, and each knows only of the one before. If the store is gone, returns that rank 0 probably is,
+/// too. Calls `let_go` once after that: it ends what the others wait for, so that they fail and ask, too.
+/// Then rank 0, which keeps the store, waits two seconds at most for them. Doesn't throw, nor may `let_go`.
 std::string tell_failure(const World& world, const std::string& message, const std::function<void()>& let_go);
 
 }  // namespace titan::dist

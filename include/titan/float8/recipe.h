@@ -1,8 +1,11 @@
 #pragma once
 
-// A recipe says what a linear layer's three products multiply: which dtype each side is cast to, and what
-// shares a scale. It is a value; all that reads one is written once (float8/products.h). A recipe of one's
-// own: docs/examples/custom_float8/rowwise_e5m2.cpp.
+// Float8 recipes, and the tables that name them. A recipe is a value. It says what a linear layer's three
+// products multiply: which dtype each side is cast to, and what shares a scale.
+//
+//   titan::float8::recipes().add("mine", {.output = ProductCasts{kRows, kRows}});
+//
+// docs/examples/custom_float8/rowwise_e5m2.cpp registers one.
 
 #include <optional>
 #include <string>
@@ -14,29 +17,28 @@
 
 namespace titan::float8 {
 
-/// What has a scale of its own.
+/// What shares a scale.
 enum class Granularity {
   Matrix,  ///< the whole matrix ("tensorwise"); with tensor parallelism the parts on all ranks
   Vector,  ///< each vector that the product sums over: rows, or columns ("rowwise")
-  Block,   ///< each 32 elements of such a vector: MXFP8
+  Block,   ///< 32 elements of such a vector: MXFP8
 };
 
-/// How the scale of a block, a power of two, follows from its largest magnitude.
+/// How a block's scale, a power of two, is made from its largest magnitude.
 enum class BlockRounding {
-  Down,  ///< the magnitude's exponent (OCP's MX specification): what lies above the last power of two of the
-         ///< format's range may saturate
-  Up,    ///< the magnitude over the format's largest value, rounded up (NVIDIA's "rceil"): nothing saturates
+  Down,  ///< from the magnitude's exponent (OCP's MX specification): values above the last power of two of
+         ///< the format's range may saturate
+  Up,    ///< from magnitude / the format's largest value, rounded up (NVIDIA's "rceil"): nothing saturates
 };
 
 struct BlockScaling {
   BlockRounding rounding = BlockRounding::Down;
-  /// Casts down columns by LibTorch's operations in place of the kernel; the same bits.
+  /// Casts columns with LibTorch's operations instead of the kernel; the same bits.
   bool composed_columns = false;
 };
 
-/// Scales made of the last steps' largest magnitudes, in place of those of the matrix that is cast: they are
-/// there before the matrix is, and one reduction a step makes them the same on all ranks
-/// (float8/delayed_scales.h). For matrices with one scale each.
+/// Which matrices have scales made from the largest magnitudes of the last steps, not from the matrix that is
+/// cast ([Note: delayed scales] in convert.h). Only for matrices with one scale each.
 struct DelayedScaling {
   bool input = false, weight = false, grad_output = false;
   int64_t history_len = 16;  ///< steps
@@ -50,46 +52,46 @@ struct Cast {
   bool operator==(const Cast&) const = default;
 };
 
-/// Both sides of a product, in the order in which the formulas of ops::Products name them.
+/// Both sides of a product, in the order of the formulas in ops::Products.
 struct ProductCasts {
   Cast left, right;
-  bool fast_accumulation = false;  ///< sums with fewer bits, where the hardware has that; faster
+  bool fast_accumulation = false;  ///< sum with fewer bits, where the hardware can: faster
 };
 
-/// Products that aren't given stay in high precision.
+/// Products that aren't set stay in high precision.
 struct Recipe {
   std::optional<ProductCasts> output;       ///< x W^T
   std::optional<ProductCasts> grad_input;   ///< g W
   std::optional<ProductCasts> grad_weight;  ///< g^T x
   /// Scales are rounded down to powers of two, so that scaling itself rounds nothing.
   bool power_of_two_scales = false;
-  BlockScaling blocks = {};     ///< of what has Granularity::Block
-  DelayedScaling delayed = {};  ///< of what has Granularity::Matrix
+  BlockScaling blocks = {};     ///< for Granularity::Block
+  DelayedScaling delayed = {};  ///< for Granularity::Matrix
 };
 
-/// By the names of quantize.linear.float8.recipe_name: "tensorwise", "rowwise", "rowwise_with_gw_hp", and of
-/// quantize.linear.mx.recipe_name: "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated", as in torchao; and
+/// The values of quantize.linear.float8.recipe_name ("tensorwise", "rowwise", "rowwise_with_gw_hp") and of
+/// quantize.linear.mx.recipe_name ("mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"), as in torchao, and
 /// what users add.
 Registry<Recipe>& recipes();
 
-/// Whether both products of the weight cast it in the same way, with one scale: so it may be cast before it
-/// is gathered.
+/// Whether both products of the weight cast it in the same way, with one scale, so that it can be cast before
+/// it is gathered.
 bool casts_weight_once(const Recipe& recipe);
-/// The same of x and of g, where tensor parallelism gathers their rows.
+/// The same for x and for g, whose rows tensor parallelism gathers.
 bool casts_input_once(const Recipe& recipe);
 bool casts_grad_once(const Recipe& recipe);
 
-/// Whether any of its matrices has scales for blocks: MXFP8, [quantize.linear.mx].
+/// Whether any of its matrices has scales for blocks: MXFP8, in [quantize.linear.mx].
 bool scales_blocks(const Recipe& recipe);
 
-/// The compute capability (89: 8.9) from which on GPUs have units for its products.
+/// The lowest compute capability (89: 8.9) of GPUs that have units for its products.
 int first_capability(const Recipe& recipe);
 
-/// Throws ConfigError where `recipe` casts to something else than Float8, multiplies e5m2 by e5m2 or blocks
-/// by something else, or delays scales of parts of a matrix.
+/// Throws ConfigError if `recipe` casts to a dtype that isn't Float8, multiplies e5m2 by e5m2 or blocks by
+/// anything but blocks, or delays scales of parts of a matrix.
 void check(const std::string& name, const Recipe& recipe);
 
-/// The names of the rewrites in model.converters.
+/// Values of model.converters.
 inline constexpr const char* kConverter = "quantize.linear.float8";
 inline constexpr const char* kMxConverter = "quantize.linear.mx";
 

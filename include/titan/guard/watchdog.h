@@ -1,51 +1,60 @@
 #pragma once
 
-// How long the ranks of a job that fails need for their ends. Launchers wait for so long before they kill.
+// [Note: watchdog]
+// The watchdog finds out which rank of a job hangs or is lost, names it in one line that is the same on all
+// ranks, and ends a job that hangs. Each rank has one, with a thread of its own:
+//
+//   watchdog thread   judges whether this rank makes progress, and sends what it found as a *beat*, about
+//                     twice a second; receives the others' beats and judges those. It never blocks.
+//   side threads      do what may block for ever: one exchanges beats through the job's store, one writes
+//                     files.
+//
+// A rank makes progress when it shows one of these signs:
+//
+//   progress()        a new phase, micro-batch, ...
+//   a collective      launched, or done with its wait
+//   storage           read or written, while the rank loads data, loads or saves a checkpoint
+//   processor time    on a CPU, where a rank that computes doesn't hang (computing_is_progress); elsewhere
+//                     while it reads and writes. Without any other sign it counts for ten limits at most.
+//
+// A rank without a sign for longer than the limit of its ProgressKind is overdue. So is a rank whose beats
+// don't arrive for the limit of Compute, whatever it is doing: it is stopped, swapped out, or cut off by a
+// broken network. Rank 0 receives all beats and comes to the verdict. It blames silent ranks first, then
+// ranks that aren't in a call that their peers wait in, then the peers, which only wait. A rank that waits is
+// excused while another one loads data, saves or validates within its own limit. Then every rank prints the
+// stacks of all its threads, its last calls and the verdict, and ends the process with kHungExitCode,
+// whatever its other threads are doing. When rank 0 itself is lost, the others notice that its beats don't
+// arrive, and each does the same by itself.
+//
+// Time in which a whole process stood still (a stopped job, a suspended machine) doesn't count, and a rank
+// under a debugger is never overdue.
 
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "titan/dist/world.h"
 
 namespace titan::dist {
 
-/// From a rank's failure until it has told what that comes from, at most (Heartbeat::explain).
+/// From a rank's failure until it has said what caused it, at most (Watchdog::explain).
 inline constexpr std::chrono::seconds kExplainsWithin{8};
 
 /// From the verdict that the job hangs until a rank's watchdog has ended its process, at most.
 inline constexpr std::chrono::seconds kHangEndsWithin{8};
 
-/// In all: a job that has lost a rank, or hangs, is over by then.
+/// In all: a job that has lost a rank, or hangs, is over by then. Launchers wait for that long before they
+/// kill.
 inline constexpr std::chrono::seconds kJobEndsWithin{10};
 
-// [Note: watchdog]
-// A rank says what it is at, as it goes on: data, compute, checkpoint, validation. A thread of its own sees
-// whether it does go on, and tells the other ranks through the job's store (a beat, some bytes each tenth of
-// the shortest limit, two seconds at most). Signs of going on are:
-//   progress()          a new phase, micro-batch, ...
-//   a collective call   launched, or through with its wait
-//   storage             read or written, while a rank loads data, loads or saves
-//   processor time      on a CPU, where a rank that computes isn't one that hangs (computing_is_progress),
-//   and
-//                       elsewhere while it reads and writes; alone for ten limits at most
-// A rank that has given none for longer than the limit of its kind is overdue; so is one whose beats stay
-// away for compute's limit, whatever it was at: stopped, swapped out, or behind a broken network. Rank 0 sees
-// all beats and comes to the verdict, which names the culprit: whoever is silent, before whoever isn't at a
-// call of its peers, before the peers, which only wait. A rank that waits is excused while another one loads
-// data, saves or validates within its own limit. Then every rank prints where all its threads are, its last
-// calls and the verdict, and ends the process with kHungExitCode, whatever its other threads wait for. Where
-// rank 0 is the one that is lost, the others see that its beats stay away, and do the same each by itself.
-//
-// Time in which a whole process stood still (a stopped job, a suspended machine) doesn't count for what it
-// sees of itself and of others, and a rank under a debugger is never overdue.
+/// The exit code of a process that hangs, or whose peers do.
+inline constexpr int kHungExitCode = 124;
 
-class FlightDump;  // guard/flight_dump.h
-
-/// What a rank is at. Idle has no limit.
+/// What a rank is doing. Idle has no limit.
 enum class ProgressKind : uint8_t { Idle, Data, Compute, Checkpoint, Validation };
 
 /// "idle", "data", "compute", "checkpoint", "validation"
@@ -53,10 +62,11 @@ const char* name_of(ProgressKind kind);
 
 struct TimeLimit {
   std::chrono::milliseconds time{};
-  std::string setting = {};  ///< which sets it, for messages: "comm.train_timeout_seconds"; may be empty
+  std::string setting =
+      {};  ///< the setting it comes from, for messages: "comm.train_timeout_seconds"; may be empty
 };
 
-/// Of the time without any sign of going on.
+/// How long a rank may go without any sign of progress.
 struct WatchdogLimits {
   TimeLimit data{std::chrono::seconds(600)};
   TimeLimit compute{std::chrono::seconds(300)};
@@ -66,23 +76,23 @@ struct WatchdogLimits {
   const TimeLimit& of(ProgressKind kind) const;
 };
 
-/// With which a process ends that hangs, or whose peers do.
-inline constexpr int kHungExitCode = 124;
-
 struct WatchdogOptions {
-  WatchdogLimits limits;
-  /// Gets stacks_<rank>.txt when the job hangs; empty: they are only printed.
+  WatchdogLimits limits = {};
+  /// False: nothing is judged until set_limits(). Lost ranks are named, and records written, all the same.
+  bool judges = true;
+  /// For stacks_<rank>.txt and flight records; empty: the stacks are only printed.
   std::filesystem::path folder = {};
-  /// Writes this rank's flight record when the job hangs; null: its last calls are only printed.
-  std::shared_ptr<FlightDump> flight = {};
-  /// For a GPU false: the host spins while it waits.
+  /// Writes this rank's last calls to <folder>/<record_prefix><rank>.json when a rank fails or hangs, when it
+  /// crashes, gets SIGQUIT, or `titan debug dump` asks for it. Unset: never.
+  std::optional<std::string> record_prefix = {};
+  /// False for a GPU: its host spins while it waits.
   bool computing_is_progress = true;
-  /// In place of printing and ending the process: called once, on the watchdog's thread, with the verdict.
+  /// Called instead of printing and ending the process: once, on the watchdog's thread, with the verdict.
   std::function<void(const std::string& verdict)> on_hang = {};
 };
 
-/// One per process and run, made by all ranks of the world in the same order of such calls. progress() may be
-/// called by any one thread at a time and costs a few nanoseconds:
+/// One per process and run, made by all ranks of the world in the same order. progress() may be called by any
+/// one thread at a time and costs a few nanoseconds:
 ///
 ///   dist::Watchdog watchdog(world, {.limits = {.compute = {std::chrono::seconds(60)}}});
 ///   for (int64_t step = 1; step <= steps; ++step) {
@@ -92,24 +102,33 @@ struct WatchdogOptions {
 ///     train(batch);
 ///   }
 ///
-/// The time limits of collectives (InitOptions::timeout, World::set_timeout) go on by themselves: with longer
-/// ones than these the watchdog speaks first, and knows more. On backend "fake" it does nothing.
+/// Collectives keep their own time limits (InitOptions::timeout, World::set_timeout); make those longer than
+/// these: the watchdog then comes first, and knows more. On backend "fake" it does nothing.
 class Watchdog {
  public:
   Watchdog(const World& world, WatchdogOptions options);
-  /// Tells the other ranks that this one is watched no longer.
+  /// Tells the other ranks that this one ends.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// From now on this rank is at `kind`, which begins or goes on. `what` (a literal, or as long-lived)
-  /// and `step` are for messages; -1: no step.
+  /// From now on this rank does `kind`. `what` (a literal, or as long-lived) and `step` (-1: none) are for
+  /// messages.
   void progress(ProgressKind kind, const char* what, int64_t step = -1);
-  /// What was told last goes on.
+  /// What this rank does makes progress.
   void progress();
 
-  /// From now on: a first step may take longer than the later ones.
+  /// Changes the limits, as a first step may take longer than later ones; begins to judge where that was off.
   void set_limits(const WatchdogLimits& limits);
+
+  /// This rank's training is over, for whatever reason: from now on nobody judges it or waits for it.
+  void leave();
+
+  /// Why this rank failed with `failure`, as one line that is the same on all ranks that fail: which rank is
+  /// lost, with its host and its last call, or else what the flight records say; and what the first rank to
+  /// fail said. Takes some seconds, as silence takes time to notice, and has all ranks write their records.
+  /// Doesn't throw, and gives up after kExplainsWithin. To be called once, when the process is about to end.
+  std::string explain(const std::string& failure) noexcept;
 
  private:
   class Impl;

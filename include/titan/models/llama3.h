@@ -1,6 +1,10 @@
 #pragma once
 
-// Sizes of Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024), without the model.
+// Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024): sizes, the model on one device, how it
+// is spread over ranks, and its form in Hugging Face's transformers.
+//
+//   titan::models::Llama3 model(titan::models::llama3_flavours().at("8B"));
+//   at::Tensor loss = model(tokens, labels, num_valid_labels);
 
 #include <cstdint>
 #include <map>
@@ -17,7 +21,7 @@
 
 namespace titan::models {
 
-/// Llama 3.1's stretching of the slow rotations; [model.args.rope_scaling].
+/// [model.args.rope_scaling]: Llama 3.1's stretching of the slow rotations.
 struct RopeScalingArgs {
   bool enabled = true;
   double scaling_factor = 8;
@@ -27,7 +31,7 @@ struct RopeScalingArgs {
 };
 void describe(config::Table<RopeScalingArgs>& table);
 
-/// Sizes of a model; [model.args]. Names and defaults are TorchTitan's.
+/// [model.args]: the sizes of a model. Names and defaults are TorchTitan's.
 struct Llama3Args {
   int64_t dim = 4096;
   int64_t n_layers = 32;
@@ -35,7 +39,7 @@ struct Llama3Args {
   std::optional<int64_t> n_kv_heads = std::nullopt;  ///< unset: as many as heads
   int64_t vocab_size = 128256;
   int64_t multiple_of = 256;  ///< the feed-forward's hidden size is rounded up to a multiple of it
-  std::optional<double> ffn_dim_multiplier = std::nullopt;  ///< of that hidden size, before it is rounded
+  std::optional<double> ffn_dim_multiplier = std::nullopt;  ///< scales that hidden size before it is rounded
   double norm_eps = 1e-5;
   double rope_theta = 10000;
   RopeScalingArgs rope_scaling = {};
@@ -51,16 +55,15 @@ void describe(config::Table<Llama3Args>& table);
 
 /// debugmodel, 1B, 3B, 8B, 70B, 405B.
 const std::map<std::string, Llama3Args>& llama3_flavours();
-/// Adds what is wrong with the sizes.
+/// Adds what is wrong with the sizes to `problems`.
 void check(const Llama3Args& args, std::vector<std::string>& problems);
-/// Parameters, a tied matrix once.
+/// The number of parameters; a tied matrix counts once.
 int64_t num_params(const Llama3Args& args);
 /// Floating point operations of forward and backward per token, as TorchTitan counts: six per parameter
 /// (without an untied embedding), and attention's products without the discount for the causal mask.
 double flops_per_token(const Llama3Args& args, int64_t seq_len);
 
-// Llama 3 and 3.1 (Grattafiori et al., "The Llama 3 herd of models", 2024): the model on one device. How it
-// is spread over ranks stands in parallelize.cpp.
+// ---- the model
 
 /// h = x + attention(norm(x)); h + feed_forward(norm(h)).
 class TransformerBlockImpl : public nn::Module {
@@ -76,9 +79,9 @@ class TransformerBlockImpl : public nn::Module {
 };
 TITAN_MODULE(TransformerBlock);
 
-/// A pipeline stage has a part of it (keep_layers): the modules that it hasn't are empty handles, its input
-/// is the hidden states [B, S, D] of the stage before where tok_embeddings isn't there, and its output where
-/// `output` isn't.
+/// A pipeline stage keeps some of the modules (keep_layers); the handles of the others are empty. Without
+/// tok_embeddings, a stage takes the hidden states [B, S, D] of the stage before; without `output`, it returns
+/// hidden states.
 class Llama3Impl : public nn::Module, public nn::LayerSequence {
  public:
   explicit Llama3Impl(const Llama3Args& args, const nn::Construct& construct = {});
@@ -105,19 +108,19 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
 };
 TITAN_MODULE(Llama3);
 
-// Llama 3 as a Hugging Face folder holds it.
+// ---- Hugging Face's transformers
 
 /// Names, rows and config.json of transformers' LlamaForCausalLM.
 HfModel hugging_face_model(const Llama3Args& args);
 /// The sizes in a config.json. Throws ConfigError with all that is missing, wrong or not implemented.
 Llama3Args args_of_hugging_face(const HfConfig& config);
 
-/// Adds "llama3" to the trainer's models; once per process.
+// ---- the trainer
+
+/// Adds "llama3" to the trainer's models. Call it once per process.
 void register_llama3();
 
-// Llama 3 as the trainer knows it.
-
-/// Which module is cut how over a tensor-parallel axis: TorchTitan's plan for Llama 3.
+/// How each module is cut over a tensor-parallel axis: TorchTitan's plan for Llama 3.
 TensorPlan llama3_tp_plan(const TensorParallelOptions& options = {});
 
 /// The recipe: which modules form a sharding group, and which of them are freed between forward and backward.

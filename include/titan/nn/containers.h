@@ -1,37 +1,48 @@
 #pragma once
 
-// Containers whose children are called through their holders, so that hooks run.
+// Containers whose children are called through their holders, so that hooks run, and LayerSequence: a model
+// that names the modules it calls one after the other, so that a pipeline stage can have a part of them.
+//
+//   class TinyImpl : public nn::Module, public nn::LayerSequence {
+//    public:
+//     TinyImpl() {
+//       register_module("embedding", embedding);
+//       register_module("layers", layers.ptr());
+//       register_module("head", head);
+//       call_in_order({part("embedding", embedding), part("layers", layers), part("head", head)});
+//     }
+//     at::Tensor forward(const at::Tensor& input) {
+//       at::Tensor h = embedding ? embedding(input) : input;  // another stage's modules are empty here
+//       for (const Layer& layer : layers) h = layer(h);
+//       return head ? head(h) : h;
+//     }
+//     nn::Embedding embedding; nn::ModuleList<Layer> layers; nn::Linear head;
+//   };
 
-#include <concepts>
 #include <cstddef>
-#include <cstdint>
-#include <functional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "titan/nn/module.h"
 
 namespace titan::nn {
 
-/// A container of layers whose elements can be taken out: a pipeline stage keeps some of them, under the
-/// names that they have in the whole model.
+/// A container of layers whose elements can be taken out: a pipeline stage keeps some of them, under their
+/// names in the whole model.
 class LayerList {
  public:
   virtual ~LayerList() = default;
-  /// Of the elements, in call order.
+  /// The elements' names, in call order.
   const std::vector<std::string>& names() const { return names_; }
-  /// How many were erased in front of the first that is left.
+  /// How many elements were erased before the first that is left.
   int64_t first_number() const { return first_number_; }
   virtual void erase(const std::string& name) = 0;
 
  protected:
-  /// The name of the next element, where nobody gives one.
+  /// The default name of the next element.
   std::string next_name() const {
     return std::to_string(first_number_ + static_cast<int64_t>(names_.size()));
   }
   void note_added(const std::string& name) { names_.push_back(name); }
-  /// Returns where the element stood. Throws Error when there is none.
+  /// Returns the element's position. Throws Error if there is none.
   ptrdiff_t note_erased(const std::string& name);
 
  private:
@@ -70,7 +81,7 @@ class ModuleList : public torch::nn::ModuleHolder<ModuleListImpl<RefType>> {
   void insert(const std::string& name, RefType module) const { this->ptr()->insert(name, std::move(module)); }
   size_t size() const { return all().size(); }
   bool empty() const { return all().empty(); }
-  /// Of a pipeline stage's part: the position of its first element in the whole model.
+  /// In a pipeline stage: the position of its first element in the whole model.
   int64_t first_number() const { return this->ptr()->first_number(); }
   RefType& operator[](size_t i) const { return all().at(i); }
   auto begin() const { return all().begin(); }
@@ -102,25 +113,6 @@ class SequentialImpl : public Module, public LayerList {
 };
 TITAN_MODULE(Sequential);
 
-// LayerSequence: a model that names the modules it calls one after the other, so that a pipeline stage can
-// have a part of them.
-//
-//   class TinyImpl : public nn::Module, public nn::LayerSequence {
-//    public:
-//     TinyImpl() {
-//       register_module("embedding", embedding);
-//       register_module("layers", layers.ptr());
-//       register_module("head", head);
-//       call_in_order({part("embedding", embedding), part("layers", layers), part("head", head)});
-//     }
-//     at::Tensor forward(const at::Tensor& input) {
-//       at::Tensor h = embedding ? embedding(input) : input;  // what another stage has is empty here
-//       for (const Layer& layer : layers) h = layer(h);
-//       return head ? head(h) : h;
-//     }
-//     nn::Embedding embedding; nn::ModuleList<Layer> layers; nn::Linear head;
-//   };
-
 /// A parameter that several modules of a sequence use (tied embeddings).
 struct SharedParameter {
   std::string name;                  ///< in the whole model; the first in registration order
@@ -133,37 +125,37 @@ class LayerSequence {
  public:
   virtual ~LayerSequence() = default;
 
-  /// Dotted names of what is there, in call order: modules before the first list, elements of lists (and what
-  /// stands between lists), modules behind the last list. A model without lists has layers only.
+  /// Dotted names of the present modules, in call order: modules before the first list, elements of lists
+  /// (and modules between lists), modules after the last list. A model without lists has only layers.
   struct Names {
     std::vector<std::string> before, layers, after;
     std::vector<std::string> all() const;
   };
   Names layer_names() const;
 
-  /// Drops all modules of the sequence but these, which follow one another in it. Names stay those of the
-  /// whole model. Before any wrapper; of a deferred model nothing that is dropped ever had memory. A
-  /// parameter that a dropped module shares with a kept one stays, is called and drawn as in the whole model,
-  /// and is told of by shared_parameters(). Throws ConfigError for names that aren't in the sequence or leave
-  /// a gap.
+  /// Drops all modules of the sequence except these, which must be consecutive in it. Names stay those of the
+  /// whole model. Call it before any wrapper; in a deferred model, dropped modules never have memory. A
+  /// parameter that a dropped module shares with a kept one stays, under its name and with its values in the
+  /// whole model, and shared_parameters() lists it. Throws ConfigError for names that aren't in the sequence
+  /// or leave a gap.
   void keep_layers(const std::vector<std::string>& names);
 
-  bool is_first() const { return first_; }  ///< has the first module: takes what the model takes
-  bool is_last() const { return last_; }    ///< has the last module: gives what the model gives
+  bool is_first() const { return first_; }  ///< has the first module: takes the model's input
+  bool is_last() const { return last_; }    ///< has the last module: returns the model's output
   bool is_whole() const { return first_ && last_; }
 
-  /// The names of dropped modules and of all below them.
+  /// The names of dropped modules and of all modules below them.
   const std::vector<std::string>& dropped_modules() const { return dropped_; }
 
-  /// Parameters that more than one module of the sequence uses; of a part, those of them that are shared with
-  /// what was dropped.
+  /// Parameters that more than one module of the sequence uses; in a part, those that dropped modules use
+  /// too.
   std::vector<SharedParameter> shared_parameters() const;
 
  protected:
   struct Part {
     std::string name;
-    LayerList* list = nullptr;     // null: a module of its own
-    std::function<void()> forget;  // of a module: empties the model's handle
+    LayerList* list = nullptr;     // null: a single module
+    std::function<void()> forget;  // for a single module: empties the model's holder
   };
 
   template <class Impl>
@@ -179,10 +171,10 @@ class LayerSequence {
     return {std::move(name), list.get(), {}};
   }
 
-  /// Once, in the constructor: children of this module under the names they are registered by.
+  /// Once, in the constructor: children of this module under the names that they are registered by.
   void call_in_order(std::vector<Part> parts) { parts_ = std::move(parts); }
 
-  /// After keep_layers(): what only dropped layers used may go too.
+  /// Called after keep_layers(): a model may now drop what only dropped layers used.
   virtual void layers_dropped() {}
 
  private:
@@ -193,7 +185,7 @@ class LayerSequence {
   std::vector<Part> parts_;
   bool first_ = true, last_ = true;
   std::vector<std::string> dropped_;
-  std::vector<SharedParameter> shared_;  // with what was dropped
+  std::vector<SharedParameter> shared_;  // with dropped modules
 };
 
 /// The sequence of a model, or null.

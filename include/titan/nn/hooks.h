@@ -1,17 +1,14 @@
 #pragma once
 
-// Construct: where and how modules make their parameters.
+// What a module needs so that sharding, checkpointing and tracing can wrap it, and how its parameters start.
+// Light: code that only passes modules around doesn't compile LibTorch's module headers.
+//
+//   void freeze(const titan::nn::AnyRef& model);          // takes any nn::Ref
+//   MyModel model(args, titan::deferred(at::kCPU));       // sizes only, no memory yet
 
 #include <concepts>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
@@ -19,31 +16,18 @@
 #include "titan/ops/products.h"
 #include "titan/tensor/placement.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace titan::nn {
 
-/// Where and how a module makes its parameters. Passed down by constructors.
+/// Where and how a module creates its parameters. Passed down by constructors.
 struct Construct {
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
   bool deferred = false;  ///< sizes only; materialize() allocates and initializes what this rank keeps
 };
-
-}  // namespace titan::nn
-
-namespace titan {
-using nn::Construct;
-/// Parameters with sizes only on `device`: nothing is allocated until materialize().
-inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) {
-  return {device, dtype, true};
-}
-}  // namespace titan
-
-namespace titan::nn {
-
-// Initial weights that don't depend on the layout. One uniform number per element, from Philox4x32-10 keyed
-// by seed, parameter name and the element's global index, turned into a (truncated) normal by the inverse
-// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and
-// mesh.
 
 /// A distribution to draw a parameter from.
 struct Init {
@@ -68,53 +52,49 @@ struct ParamInit {
 };
 
 /// Fills `local` (any float dtype, contiguous, the part `box` of a tensor of `global_shape`) with its
-/// elements of the stream (seed, name). Values are computed in double, rounded once to `local`'s dtype. On
-/// CPU; other devices receive a copy.
+/// elements of the stream (seed, name). Values are computed in double and rounded once to `local`'s dtype.
+/// Computed on the CPU; other devices get a copy.
+///
+/// Initial weights don't depend on the layout: each element is one uniform number from Philox4x32-10, keyed
+/// by seed, parameter name and the element's global index, and mapped to a (truncated) normal by the inverse
+/// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and
+/// mesh.
 void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_view name,
           at::IntArrayRef global_shape, const Box& box);
-
-}  // namespace titan::nn
-
-namespace torch::nn {
 
 // [Note: hook slots]
 // A call through nn::Ref runs, outside in:
 //   Fsdp > Label > Checkpoint > PrepareInput (tensor/context) > forward > PrepareOutput (tensor/context)
-// so the order in which wrappers are applied doesn't matter, and a recompute re-runs only what is inside the
-// checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and results
-// and may replace them.
+// so the order in which wrappers are applied doesn't matter, and a recomputation re-runs only what is inside
+// the checkpoint slot. A slot holds at most one hook. Hooks see the tensors among a call's arguments and
+// results and may replace them.
 
-class Module;
-}  // namespace torch::nn
-
-namespace titan::nn {
-
-/// Pointers to the tensors of a call, in argument order (inside optionals and vectors too); undefined ones
-/// are left out.
+/// Pointers to the tensors of a call, in argument order, including those in optionals and vectors. Undefined
+/// tensors are left out.
 using TensorRefs = c10::SmallVector<at::Tensor*, 8>;
 using TensorList = std::vector<at::Tensor>;
 
 class HookHost;
 
-/// Whoever manages the parameters of a module (a group of fully_shard): found again by titan::parameters().
+/// Owns the parameters of a module (a group of fully_shard); titan::parameters() finds it again.
 class ParamOwner {
  public:
   virtual ~ParamOwner() = default;
 };
 
-/// What parallelize() noted of a module's parameters: which part of each this rank has.
+/// parallelize()'s record of a module's parameters: which part of each this rank has.
 class ParamParts {
  public:
   virtual ~ParamParts() = default;
 };
 
-/// Fsdp, Label, PrepareInput and PrepareOutput hooks. For PrepareOutput only post_forward runs, for
-/// PrepareInput only pre_forward.
+/// Fsdp, Label, PrepareInput and PrepareOutput hooks. PrepareOutput runs only post_forward, PrepareInput only
+/// pre_forward.
 class CallHook {
  public:
   virtual ~CallHook() = default;
-  virtual void pre_forward(HookHost& host, const TensorRefs& inputs);
-  virtual void post_forward(HookHost& host, const TensorRefs& outputs);
+  virtual void pre_forward(HookHost& /*host*/, const TensorRefs& /*inputs*/) {}
+  virtual void post_forward(HookHost& /*host*/, const TensorRefs& /*outputs*/) {}
 };
 
 /// The checkpoint slot: `run` computes outputs from inputs and may be called again later with the same inputs
@@ -127,7 +107,7 @@ class CheckpointHook {
 };
 
 /// The state that makes a module hookable. A module's Impl inherits it beside torch::nn::Module (nn::Module
-/// does so).
+/// does).
 class HookHost {
  public:
   HookHost() = default;
@@ -149,24 +129,26 @@ class HookHost {
   const std::string& fqn() const { return fqn_; }
   void set_fqn(std::string fqn) { fqn_ = std::move(fqn); }
 
-  /// Where this module's own parameters start from; by parameter name within the module. Empty for modules
-  /// that initialized themselves (LibTorch's own).
+  /// How this module's own parameters start, by parameter name within the module. Empty for modules that
+  /// initialize themselves (LibTorch's own).
   const std::vector<ParamInit>& param_inits() const { return param_inits_; }
 
   /// Fills buffers that aren't parameters (rotary tables) on `device`; called by materialize().
-  virtual void reset_buffers(const at::Device& device);
+  virtual void reset_buffers(const at::Device& /*device*/) {}
 
-  /// False when this module's backward needs its parameters' gradients only, not their values (embedding,
-  /// loss head): a sharded parameter is then not gathered again for it.
+  /// False if this module's backward needs only its parameters' gradients, not their values (embedding, loss
+  /// head): a sharded parameter isn't gathered again for it.
   virtual bool backward_reads_parameters() const { return true; }
 
-  /// Lets `sink` take the gradient of the parameter `name`; false when the module leaves it to autograd.
-  virtual bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink);
+  /// Lets `sink` take the gradient of the parameter `name`; false if the module leaves it to autograd.
+  virtual bool set_grad_sink(std::string_view /*name*/, std::shared_ptr<ops::GradSink> /*sink*/) {
+    return false;
+  }
 
-  /// Called at the top of a wrapped module's forward: an error, naming the module, when it was entered by
-  /// another road than Ref.
+  /// Called at the top of a module's forward: throws Error with the module's name if the module is wrapped
+  /// and was called without nn::Ref.
   void check_entered_through_ref() const;
-  /// An error when to(), clone() or the like would replace what a wrapper holds.
+  /// Throws Error if to(), clone() or the like would replace what a wrapper holds.
   void refuse_if_wrapped(const char* operation) const;
   bool is_wrapped() const {
     return fsdp_hook || checkpoint_hook || prepare_input_hook || prepare_output_hook;
@@ -179,25 +161,12 @@ class HookHost {
   template <class Impl>
   friend class Ref;
   std::string fqn_;
-  int depth_ = 0;  // calls through Ref that are running now
+  int depth_ = 0;  // running calls through Ref
 };
 
 /// Sets fqn() of every hookable module below `root` (root itself: "").
 void name_modules(torch::nn::Module& root);
 
-}  // namespace titan::nn
-
-namespace torch::nn {
-
-// AnyRef: what wrappers take. Light: whoever only passes modules around doesn't compile LibTorch's module
-// headers.
-
-class Module;
-}  // namespace torch::nn
-
-namespace titan::nn {
-
-class HookHost;
 template <class Impl>
 class Ref;
 
@@ -221,3 +190,11 @@ class AnyRef {
 };
 
 }  // namespace titan::nn
+
+namespace titan {
+using nn::Construct;
+/// Parameters that have only sizes on `device`: nothing is allocated until materialize().
+inline Construct deferred(at::Device device, at::ScalarType dtype = at::kFloat) {
+  return {device, dtype, true};
+}
+}  // namespace titan

@@ -1,52 +1,44 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-
-#include <ATen/core/Tensor.h>
+// The layers of a transformer besides linear ones and the loss head.
+//
+//   nn::RotaryEmbedding rotary(nn::RotaryOptions{.head_dim = 64, .max_positions = 4096});
+//   nn::Attention attention(nn::AttentionOptions{.dim = 512, .num_heads = 8, .num_kv_heads = 4}, rotary);
+//   h = h + attention(norm(h));
 
 #include "titan/nn/linear.h"
-#include "titan/nn/module.h"
 
 namespace titan::nn {
 
 /// Rows of weight [num_embeddings, dim] by token. tokens: int64 [...]; result: [..., dim]. The default
 /// distribution is N(0, 1).
-class EmbeddingImpl : public Module, public Splittable {
+class EmbeddingImpl : public WeightedModule, public Splittable {
  public:
   EmbeddingImpl(int64_t num_embeddings, int64_t dim, const Construct& construct = {},
                 const Init& init = Init::normal(0, 1));
   at::Tensor forward(const at::Tensor& tokens);
 
   bool backward_reads_parameters() const override { return false; }
-  bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
 
-  /// Rows: a part of the vocabulary each, and zeros for tokens of other ranks. Columns: a part of `dim`.
+  /// Rows: each rank has a part of the vocabulary, and zeros for tokens of other ranks. Columns: a part of
+  /// `dim`.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
-
-  at::Tensor weight;
 
  private:
   int64_t num_embeddings_;
   ops::VocabularyPart part_;
-  std::shared_ptr<ops::GradSink> weight_sink_;
 };
 TITAN_MODULE(Embedding);
 
-/// x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: [..., dim]; weight: [dim], ones at first.
-class RMSNormImpl : public Module {
+/// x / sqrt(mean(x^2) + eps) * weight over the last dimension. x: [..., dim]; weight: [dim], initially ones.
+class RMSNormImpl : public WeightedModule {
  public:
   RMSNormImpl(int64_t dim, double eps = 1e-5, const Construct& construct = {});
   at::Tensor forward(const at::Tensor& x);
 
-  bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
-
-  at::Tensor weight;
-
  private:
   double eps_;
-  std::shared_ptr<ops::GradSink> weight_sink_;
 };
 TITAN_MODULE(RMSNorm);
 
@@ -68,12 +60,13 @@ class FeedForwardImpl : public Module {
 };
 TITAN_MODULE(FeedForward);
 
-// Where a model's attention and positions can be exchanged, so that a sequence may be spread over ranks
-// (titan::context_parallel) without the model knowing. A module of one's own joins by implementing
-// AttentionUser or PositionUser and passing through what it was given.
+// [Note: exchangeable attention]
+// A model's attention and positions can be exchanged, so that a sequence may be split over ranks
+// (titan::context_parallel) without the model's knowledge. Your own module joins by implementing
+// AttentionUser or PositionUser and using what it was given.
 
-/// Causal attention, as ops::causal_attention computes it: q [B, S, H, E]; k, v [B, S, K, E]; result as q.
-/// S counts the tokens that this rank holds. Differentiable. Shared by the calls of a module, one at a time.
+/// Causal attention, as ops::causal_attention computes it: q [B, S, H, E]; k, v [B, S, K, E]; result as q. S
+/// counts the tokens that this rank holds. Differentiable. Shared by a module's calls, one at a time.
 class AttentionCore {
  public:
   virtual ~AttentionCore() = default;
@@ -84,11 +77,11 @@ class AttentionCore {
 class AttentionUser {
  public:
   virtual ~AttentionUser() = default;
-  /// From now on instead of ops::causal_attention.
+  /// Replaces ops::causal_attention from now on.
   virtual void set_attention_core(std::shared_ptr<AttentionCore> core) = 0;
 };
 
-/// Where the tokens that this rank holds stand in their sequence.
+/// The positions, in their sequence, of the tokens that this rank holds.
 class TokenPositions {
  public:
   virtual ~TokenPositions() = default;
@@ -124,18 +117,18 @@ struct RotaryOptions {
 };
 
 /// f_i = theta^(-2i/head_dim) for i < head_dim/2, scaled. In fp32 with PyTorch's own kernels and roundings,
-/// so that positions turn by the same angles as in TorchTitan.
+/// so that the angles equal TorchTitan's.
 at::Tensor rotary_frequencies(int64_t head_dim, double theta, const std::optional<RotaryScaling>& scaling,
                               at::ScalarType dtype = at::kFloat);
 
-/// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, not
-/// saved with the model, that deferred construction leaves empty until reset_buffers(). One module serves all
-/// layers.
+/// Rotates queries or keys by position, interleaved pairs. No parameters; a table (cos, sin) in fp32, which
+/// isn't saved with the model and which deferred construction leaves empty until reset_buffers(). One module
+/// serves all layers.
 class RotaryEmbeddingImpl : public Module, public PositionUser {
  public:
   explicit RotaryEmbeddingImpl(const RotaryOptions& options);
   /// x: [B, S, H, head_dim]; positions: int64 [S] or [B, S]; undefined: those of the tokens that this rank
-  /// holds, which are 0..S-1 where no set_token_positions() says otherwise.
+  /// holds, 0..S-1 unless set_token_positions() said otherwise.
   at::Tensor forward(const at::Tensor& x_BSHD, const at::Tensor& positions = {});
 
   void reset_buffers(const at::Device& device) override;
@@ -147,8 +140,8 @@ class RotaryEmbeddingImpl : public Module, public PositionUser {
  private:
   RotaryOptions options_;
   std::shared_ptr<TokenPositions> token_positions_;  // null: 0..S-1
-  at::Tensor
-      table_;  // [max_positions, head_dim]: cos, sin, cos, sin, ...; fp32, or float64 in a float64 model
+  // [max_positions, head_dim]: cos, sin, cos, sin, ...; fp32, or float64 in a float64 model.
+  at::Tensor table_;
 };
 TITAN_MODULE(RotaryEmbedding);
 
@@ -164,8 +157,8 @@ struct AttentionOptions {
 /// Causal self-attention with grouped queries and rotary positions (Ainslie et al., GQA, 2023). x: [B, S,
 /// dim]; result the same.
 ///
-/// The number of heads is read off the products' width, so a part of the heads (tensor parallelism) needs no
-/// other code.
+/// The number of heads follows from the products' width, so a part of the heads (tensor parallelism) runs the
+/// same code.
 class AttentionImpl : public Module, public AttentionUser {
  public:
   /// `rotary` is shared with the other layers; it belongs to the model.

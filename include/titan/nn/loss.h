@@ -1,23 +1,75 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
+// The loss head, and the registry of losses that a job file's [loss] may name. A loss of your own is a
+// formula of a token's log-sum-exp, target logit and mean logit (ops::TokenLoss):
+//
+//   struct FocalArgs { double gamma = 2; };
+//   void describe(config::Table<FocalArgs>& table) { table.field("gamma", &FocalArgs::gamma, "..."); }
+//   nn::losses().add("focal", nn::loss_kind<FocalArgs>([](const FocalArgs& args) {
+//     return std::make_shared<const FocalLoss>(args.gamma);
+//   }));
 
+#include "titan/config/table.h"
+#include "titan/core/registry.h"
 #include "titan/nn/linear.h"
+#include "titan/ops/loss.h"
 
 namespace titan::nn {
 
-struct LossHeadOptions {
-  Init init;
-  at::Tensor tied_weight = {};  ///< the embedding's [vocab, dim], for models that share it
-  int64_t chunk_bytes =
-      64 * 1024 * 1024;  ///< of the logits that exist at one time while the loss is computed
-  Construct construct = {};
+/// Null: the plain cross-entropy, by fused kernels.
+using Loss = std::shared_ptr<const ops::TokenLoss>;
+
+/// A registered loss with its settings erased: `args` below points to the struct that make_args() returned.
+struct LossKind {
+  std::vector<config::FieldInfo> fields;             ///< the keys of [loss.args]
+  std::function<std::shared_ptr<void>()> make_args;  ///< the defaults
+  std::function<Loss(const void* args)> make;
 };
 
-/// The model's last layer and its loss in one call: hidden states become logits, or with labels the loss,
-/// whose logits never exist whole.
-class LinearCrossEntropyImpl : public Module, public ProductsUser, public Splittable {
+/// Args: a default-constructible settings struct with a `describe(config::Table<Args>&)` beside it.
+template <class Args>
+LossKind loss_kind(std::function<Loss(const Args&)> make) {
+  config::Table<Args> table;
+  describe(table);
+  return {table.fields(), [] { return std::make_shared<Args>(); },
+          [make = std::move(make)](const void* args) { return make(*static_cast<const Args*>(args)); }};
+}
+
+/// "cross_entropy", "z_loss" (Chowdhery et al., "PaLM", 2022: the cross-entropy plus z_weight *
+/// log_sum_exp^2) and "label_smoothing" (Szegedy et al., 2016; PyTorch's: the target has probability 1 -
+/// epsilon, and epsilon is spread evenly over the vocabulary).
+Registry<LossKind>& losses();
+
+/// [loss]: what is minimized. [loss.args] holds the chosen loss's own settings.
+struct LossSettings {
+  std::string name = "cross_entropy";
+};
+void describe(config::Table<LossSettings>& table);
+
+/// A module that computes a loss.
+class LossUser {
+ public:
+  virtual ~LossUser() = default;
+  virtual void set_loss(Loss loss) = 0;
+};
+
+/// Gives this loss to all modules at and below `root` that compute one; returns how many there are.
+int64_t set_loss(torch::nn::Module& root, const Loss& loss);
+
+struct LossHeadOptions {
+  Init init;
+  at::Tensor tied_weight = {};             ///< the embedding's [vocab, dim], for models that share it
+  int64_t chunk_bytes = 64 * 1024 * 1024;  ///< size of the logits that exist at one time
+  Construct construct = {};
+  Loss loss = nullptr;
+};
+
+/// The model's last layer and its loss in one call: hidden states become logits or, with labels, the loss,
+/// whose logits never exist as a whole.
+class LinearCrossEntropyImpl : public WeightedModule,
+                               public ProductsUser,
+                               public Splittable,
+                               public LossUser {
  public:
   LinearCrossEntropyImpl(int64_t dim, int64_t vocab_size, const LossHeadOptions& options);
 
@@ -25,29 +77,25 @@ class LinearCrossEntropyImpl : public Module, public ProductsUser, public Splitt
   at::Tensor forward(const at::Tensor& hidden);
   /// labels: int64 [...], -100 doesn't count. The sum of this batch's token losses over
   /// `global_valid_tokens`, the number of labels that count in the whole optimizer step (0: the loss is 0): a
-  /// scalar in fp32, or float64 of a float64 model.
+  /// scalar in fp32, or float64 in a float64 model.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& labels, int64_t global_valid_tokens);
 
-  void set_products(std::shared_ptr<const ops::Products> products) override {
-    products_ = std::move(products);
-  }
-  bool set_grad_sink(std::string_view name, std::shared_ptr<ops::GradSink> sink) override;
+  void set_products(ops::SharedProducts products) override { products_ = std::move(products); }
+  void set_loss(Loss loss) override { loss_ = std::move(loss); }
 
-  /// Columns only: a part of the vocabulary each. The loss is whole on every rank (loss parallel), the hidden
-  /// states' gradient a summand; the call without labels gives this rank's part of the logits.
+  /// Columns only: each rank has a part of the vocabulary. The loss is whole on every rank (loss parallel),
+  /// the hidden states' gradient a summand; the call without labels returns this rank's part of the logits.
   std::vector<ParamSplit> param_splits(Split split) const override;
   void set_split(Split split, std::shared_ptr<const ops::RankParts> parts) override;
-  /// Of a split vocabulary: the loss is computed from whole logits, gathered chunk by chunk.
+  /// For a split vocabulary: computes the loss from whole logits, gathered chunk by chunk.
   void set_gather_logits(bool gather) { part_.gather_logits = gather; }
-
-  at::Tensor weight;
 
  private:
   int64_t vocab_size_;
   int64_t chunk_bytes_;
   ops::VocabularyPart part_;
-  std::shared_ptr<const ops::Products> products_;
-  std::shared_ptr<ops::GradSink> weight_sink_;
+  ops::SharedProducts products_;
+  Loss loss_;
 };
 TITAN_MODULE(LinearCrossEntropy);
 

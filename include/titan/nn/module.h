@@ -1,15 +1,21 @@
 #pragma once
 
-// nn::Module: torch::nn::Module that can be wrapped, built deferred, and initialized independently of the
-// layout.
+// nn::Module and nn::Ref: LibTorch's modules and holders that can be wrapped, built deferred, and initialized
+// independently of the layout.
+//
+//   class ScaleImpl : public nn::Module {
+//    public:
+//     explicit ScaleImpl(int64_t dim, const Construct& construct = {}) {
+//       weight = register_init_parameter("weight", {dim}, nn::Init::constant(1), construct);
+//     }
+//     at::Tensor forward(const at::Tensor& x) { return x * weight; }
+//     at::Tensor weight;
+//   };
+//   TITAN_MODULE(Scale);  // Scale scale(8); y = scale(x);
 
-#include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -19,50 +25,25 @@
 
 namespace titan::nn {
 
-/// Base of hookable modules. A user's own Impl may inherit `torch::nn::Module, HookHost` instead and define
-/// as_module().
-class Module : public torch::nn::Module, public HookHost {
- public:
-  using torch::nn::Module::Module;
-  torch::nn::Module& as_module() override { return *this; }
+namespace detail {
 
-  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Device device, bool non_blocking = false) override;
-  std::shared_ptr<torch::nn::Module> clone(
-      const std::optional<torch::Device>& device = std::nullopt) const override;
-
- protected:
-  /// Registers a parameter of these sizes with its distribution. When `construct` isn't deferred it is drawn
-  /// at once with seed 0 and its local name; materialize() draws again with the run's seed and the full name.
-  at::Tensor register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init,
-                                     const Construct& construct);
-};
-
-/// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Its forward refuses to be
-/// entered by another road than Ref once it is wrapped; torch::nn::Sequential doesn't accept it at all (use
-/// nn::Sequential).
+// Impl as a hookable module whose to() and clone() refuse to replace what a wrapper holds.
 template <class Impl>
-class Hooked : public Impl, public HookHost {
+class GuardedModule : public Impl, public HookHost {
  public:
   using Impl::Impl;
   torch::nn::Module& as_module() override { return *this; }
 
-  template <class... Args>
-  auto forward(Args&&... args) -> decltype(std::declval<Impl&>().forward(std::forward<Args>(args)...)) {
-    this->check_entered_through_ref();
-    return Impl::forward(std::forward<Args>(args)...);
-  }
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
-    this->refuse_if_wrapped("to");
+    check_movable();
     Impl::to(device, dtype, non_blocking);
   }
   void to(torch::Dtype dtype, bool non_blocking = false) override {
-    this->refuse_if_wrapped("to");
+    check_movable();
     Impl::to(dtype, non_blocking);
   }
   void to(torch::Device device, bool non_blocking = false) override {
-    this->refuse_if_wrapped("to");
+    check_movable();
     Impl::to(device, non_blocking);
   }
   std::shared_ptr<torch::nn::Module> clone(
@@ -70,48 +51,67 @@ class Hooked : public Impl, public HookHost {
     this->refuse_if_wrapped("clone");
     return Impl::clone(device);
   }
+
+ protected:
+  virtual void check_movable() const { this->refuse_if_wrapped("to"); }
 };
 
-// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair
-// and std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
+}  // namespace detail
+
+/// LibTorch's own module as a hookable one: `Ref<Hooked<torch::nn::LinearImpl>>`. Once wrapped, its forward
+/// refuses to be called without Ref; torch::nn::Sequential doesn't accept it at all (use nn::Sequential).
+template <class Impl>
+class Hooked : public detail::GuardedModule<Impl> {
+ public:
+  using detail::GuardedModule<Impl>::GuardedModule;
+
+  template <class... Args>
+  auto forward(Args&&... args) -> decltype(std::declval<Impl&>().forward(std::forward<Args>(args)...)) {
+    this->check_entered_through_ref();
+    return Impl::forward(std::forward<Args>(args)...);
+  }
+};
+
+/// Base of hookable modules. Your own Impl may inherit `torch::nn::Module, HookHost` instead and define
+/// as_module().
+class Module : public detail::GuardedModule<torch::nn::Module> {
+ public:
+  using detail::GuardedModule<torch::nn::Module>::GuardedModule;
+
+ protected:
+  /// Registers a parameter of these sizes with its distribution. Unless `construct` is deferred, it is drawn
+  /// at once with seed 0 and its local name; materialize() draws it again with the run's seed and the full
+  /// name.
+  at::Tensor register_init_parameter(const std::string& name, at::IntArrayRef sizes, const Init& init,
+                                     const Construct& construct);
+  /// Deferred parameters have nothing to move.
+  void check_movable() const override;
+};
 
 namespace detail {
 
-inline void collect(TensorRefs& refs, at::Tensor& tensor) {
-  if (tensor.defined()) refs.push_back(&tensor);
-}
 template <class T>
-void collect(TensorRefs& refs, std::optional<T>& value);
+inline constexpr bool is_vector = false;
 template <class T>
-void collect(TensorRefs& refs, std::vector<T>& values);
-template <class... Ts>
-void collect(TensorRefs& refs, std::tuple<Ts...>& values);
-template <class A, class B>
-void collect(TensorRefs& refs, std::pair<A, B>& values);
+inline constexpr bool is_vector<std::vector<T>> = true;
+
+// Finds the tensors among a call's arguments or results: at::Tensor, std::optional, std::vector, std::pair and
+// std::tuple of them, nested. A struct joins by a member `template <class F> void for_each_tensor(F&&)`.
 template <class T>
 void collect(TensorRefs& refs, T& value) {
-  if constexpr (requires { value.for_each_tensor([](at::Tensor&) {}); })
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    if (value.defined()) refs.push_back(&value);
+  } else if constexpr (requires { value.for_each_tensor([](at::Tensor&) {}); }) {
     value.for_each_tensor([&](at::Tensor& tensor) { collect(refs, tensor); });
-}
-
-template <class T>
-void collect(TensorRefs& refs, std::optional<T>& value) {
-  if (value) collect(refs, *value);
-}
-template <class T>
-void collect(TensorRefs& refs, std::vector<T>& values) {
-  for (auto&& value : values) {
-    if constexpr (std::is_lvalue_reference_v<decltype(value)>) collect(refs, value);
+  } else if constexpr (requires { value.has_value(); }) {
+    if (value.has_value()) collect(refs, *value);
+  } else if constexpr (requires { std::tuple_size<T>::value; }) {
+    std::apply([&](auto&... each) { (collect(refs, each), ...); }, value);
+  } else if constexpr (is_vector<T>) {
+    for (auto&& each : value) {
+      if constexpr (std::is_lvalue_reference_v<decltype(each)>) collect(refs, each);
+    }
   }
-}
-template <class... Ts>
-void collect(TensorRefs& refs, std::tuple<Ts...>& values) {
-  std::apply([&](auto&... each) { (collect(refs, each), ...); }, values);
-}
-template <class A, class B>
-void collect(TensorRefs& refs, std::pair<A, B>& values) {
-  collect(refs, values.first);
-  collect(refs, values.second);
 }
 
 }  // namespace detail
@@ -136,8 +136,7 @@ inline void replace_tensors(const TensorRefs& refs, const TensorList& values) {
   for (size_t i = 0; i < values.size(); ++i) *refs[i] = values[i];
 }
 
-// nn::Ref<Impl>: LibTorch's ModuleHolder whose call operator runs the module's hooks around forward.
-
+/// LibTorch's ModuleHolder whose call operator runs the module's hooks around forward ([Note: hook slots]).
 template <class Impl>
 class Ref : public torch::nn::ModuleHolder<Impl> {
  public:
@@ -155,7 +154,7 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
   }
 
  private:
-  // A handle's constness isn't its module's.
+  // A holder's constness isn't its module's.
   Impl& impl() const { return *this->ptr(); }
 
   struct DepthGuard {
@@ -187,13 +186,13 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
   template <class Arguments, class Result>
   struct Call {
     Ref self;
-    Arguments arguments;  // without their tensors, but while they are being copied
+    Arguments arguments;  // their tensors are empty except while the arguments are copied
     TensorRefs places;    // of these tensors
     std::optional<Result> shape_of_result;
   };
 
-  // The checkpoint hook sees a function from tensors to tensors. Everything else of the arguments is captured
-  // by value; how long the tensors live is the hook's to decide.
+  // The checkpoint hook sees a function from tensors to tensors. All other arguments are captured by value;
+  // the hook decides how long the tensors live.
   template <class Arguments>
   auto call_checkpointed(HookHost& host, Arguments& arguments) const {
     using Result = decltype(call_inner(host, arguments));
@@ -220,8 +219,8 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
 
 }  // namespace titan::nn
 
-/// Declares `Name` as the handle of `Name##Impl`: a class of its own, so that it can be forward-declared and
-/// has short messages.
+/// Declares `Name` as the holder of `Name##Impl`: a class of its own, so that it can be forward-declared and
+/// compiler messages stay short.
 #define TITAN_MODULE(Name)                           \
   class Name : public ::titan::nn::Ref<Name##Impl> { \
    public:                                           \

@@ -1,12 +1,14 @@
 #pragma once
 
-// What an operation needs to know when a matrix that it multiplies by is spread over ranks. Process groups
-// are behind it (parallel/tensor), so that ops don't know of them.
+// The three matrix products of a linear layer as an interface: the output, the input's gradient and the
+// weight's gradient. Float8 recipes implement it outside ops; a model's layers take an implementation of your
+// own with
+//
+//   nn::set_products(*model, std::make_shared<MyProducts>());
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,77 +16,71 @@
 
 namespace titan::ops {
 
-/// The phase of gathers of Float8 scales, which --print-plan tells from others.
+/// The phase of gathers of Float8 scales, which --print-plan lists apart from other gathers.
 inline constexpr const char* kScalesPhase = "tp::float8_scales";
 
-/// The ranks that hold the parts of one tensor.
+/// The ranks that hold the parts of one tensor. Implemented over process groups in parallel/tensor, so that
+/// ops don't depend on them.
 class RankParts {
  public:
   virtual ~RankParts() = default;
-  virtual int index() const = 0;  ///< this rank's
+  virtual int index() const = 0;  ///< this rank's part
   virtual int count() const = 0;
-  /// out: [count, n], from every rank's in: [n]. Later work of the current stream sees the result. `phase`: a
-  /// literal, what it is for, in records of calls.
+  /// out: [count, n], from every rank's in: [n]. Later work on the current stream sees the result. `phase`: a
+  /// string literal that names the purpose in records of calls.
   virtual void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const = 0;
 };
 
-/// Rows [first, first + rows of the local weight) of a vocabulary of `size`: torch.chunk's parts.
+/// Rows [first, first + rows of the local weight) of a vocabulary of `size`, cut as torch.chunk does.
 struct VocabularyPart {
   int64_t first = 0;
   int64_t size = 0;
   std::shared_ptr<const RankParts> parts;  ///< null: the vocabulary is whole
-  bool gather_logits = false;              ///< make each chunk's logits whole instead of summing over parts
+  bool gather_logits = false;              ///< gather each chunk's whole logits instead of sums over parts
 };
 
-// What products multiply.
-
-/// A matrix in fewer bits: its values are data / scale. Each row of `data` is a vector that a product sums
-/// over, so a matrix whose columns are summed over lies transposed here.
+/// A matrix in fewer bits: its values are data / scale. Products sum over the rows of `data`, so a matrix
+/// that is summed down its columns is stored transposed.
 struct ScaledMatrix {
-  at::Tensor data;   ///< [vectors, elements], of an 8-bit floating-point dtype; perhaps a transposed view
-  at::Tensor scale;  ///< fp32: [] for the whole matrix, [vectors, 1] for each vector; Float8_e8m0fnu:
-                     ///< [vectors, blocks of 32 elements], by which data is multiplied (float8/block_cast.h)
+  at::Tensor data;   ///< [vectors, elements] in an 8-bit floating-point dtype; may be a transposed view
+  at::Tensor scale;  ///< fp32: [] for the whole matrix or [vectors, 1] for each vector; Float8_e8m0fnu:
+                     ///< [vectors, blocks of 32 elements], a factor on data (float8/block_cast.h)
   bool defined() const { return data.defined(); }
 };
 
 /// [Note: operands]
-/// Each of a linear layer's three matrices is multiplied twice: along its rows (x and W in the output, g in
-/// the input's gradient) and down its columns (W in the input's gradient, g and x in the weight's). Plain
-/// products read `values`; recipes of fewer bits cast a matrix once for all products that can use the result,
-/// and may then drop `values`. A form that isn't there is made from `values` by the product that needs it.
+/// Each of a linear layer's three matrices is multiplied twice: along its rows (x and W for the output, g for
+/// the input's gradient) and down its columns (W for the input's gradient, g and x for the weight's). Plain
+/// products read `values`. Low-precision recipes cast a matrix once for all products that can use the result
+/// and may then drop `values`. A product that needs a missing form makes it from `values`.
 struct Operand {
   Operand() = default;
   Operand(at::Tensor matrix)  // NOLINT(google-explicit-constructor): a matrix is an operand
       : values(std::move(matrix)), dtype(values.scalar_type()) {}
 
-  at::Tensor values;  ///< undefined where the scaled forms suffice
-  at::ScalarType dtype =
-      at::kFloat;  ///< of `values`, whether they are here or not; a product's result has it
-  ScaledMatrix along_rows;
-  ScaledMatrix down_columns;
+  at::Tensor values;                  ///< undefined where the scaled forms suffice
+  at::ScalarType dtype = at::kFloat;  ///< of `values`, present or not, and of a product's result
+  ScaledMatrix along_rows, down_columns;
 };
 
-/// Where a weight is whose parameter has no memory, as it was gathered in fewer bits.
+/// Where a weight's values are while its parameter has no memory, for example gathered in fewer bits.
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
-  /// To be asked for by each product: memory comes and goes with the layer's use.
+  /// Each product asks again: the memory comes and goes with the layer's use.
   virtual Operand weight() const = 0;
 };
 
-// The three products of a linear layer behind one interface, and the sink that takes the weight's gradient.
-// Float8, asynchronous tensor parallelism and fused epilogues are implementations outside nn.
-
-/// Which features of a layer are spread over ranks (tensor parallelism); null: each rank has all.
+/// Which features of a layer are split over ranks (tensor parallelism); null: each rank has all of them.
 struct SpreadFeatures {
   std::shared_ptr<const RankParts> in, out;
 };
 
-/// Of a layer: y = x W^T, or dx = g W.
+/// A layer's pass: y = x W^T or dx = g W.
 enum class Pass { Forward, Backward };
 
-/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]; results have the operands'
-/// dtype. Operands ([Note: operands]) come as the matrices themselves, or as input() and grad() made them.
+/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]. Results have the operands'
+/// dtype. Operands ([Note: operands]) are plain matrices or what input() and grad() returned.
 class Products {
  public:
   virtual ~Products() = default;
@@ -97,40 +93,40 @@ class Products {
   /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
   virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const;
 
-  /// x with the scale that its casts share, if they do: what has to be known before anything is multiplied.
-  /// `trains`: in a training step, whether the layer itself learns or not; false in a validation.
+  /// x with the scale that all its casts share, if they share one: it must be known before the first product.
+  /// `trains`: true in a training step even if this layer is frozen, false in validation.
   virtual Operand scaled(const Operand& x_NI, bool trains) const;
-  /// x (as it is, or scaled()'s result) for a forward, cast once for several weights.
+  /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
   virtual Operand input(const Operand& x_NI, bool trains) const;
-  /// What grad_weight needs of x (as it is, or the results of the two): this alone is kept until the
+  /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the
   /// backward.
   virtual Operand kept(const Operand& x_NI) const;
-  /// g for those of the two products that will take it.
+  /// g for those of the two backward products that will use it.
   virtual Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const;
-  /// W for several products of one pass, of parts of x say.
+  /// W for several products of one pass, for example over parts of x.
   virtual Operand weight(const Operand& weight_OI, Pass pass) const;
 
-  /// [Note: parts of rows] Of x (in a backward: g) each rank has some rows, and all are to be gathered. What
-  /// travels, of rows [n, F]: the values, or a cast with the scale of the whole. `trains`: as scaled()'s.
+  /// [Note: parts of rows] Each rank has some rows of x (in a backward: of g), and all rows will be gathered.
+  /// The form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the whole.
   virtual Operand part(const at::Tensor& rows, Pass pass, bool trains) const;
-  /// Whether a product of some rows is those rows of the product; else values that travelled are multiplied
-  /// when all are there.
+  /// Whether multiplying some rows alone gives the same rows as multiplying all. If not, values that were
+  /// sent are multiplied once all have arrived.
   virtual bool multiplies_rows_apart(Pass pass) const;
 
-  /// These products for a layer of parts; null: they are the same for any.
+  /// These products for a layer whose features are split; null: they are the same for any layer.
   virtual std::shared_ptr<const Products> for_parts(const SpreadFeatures& parts) const;
-  /// Whether input() of one serves the other, so that layers may be computed as one node.
+  /// Whether input() of one serves the other, so that the layers may be computed as one node.
   virtual bool joins(const Products& other) const { return this == &other; }
 };
 
-/// How fp32 products run on a CPU: LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
-/// A choice by timing would break bit-equal reruns, so it is made by processor vendor.
+/// How fp32 products run on a CPU. LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
+/// Auto decides by processor vendor: a choice by timing would break bit-equal reruns.
 enum class CpuMatmul { Auto, Mkl, OneDnn };
 
-/// The plain products of LibTorch under that policy; thread-safe, stateless.
+/// LibTorch's plain products under that policy; thread-safe, stateless.
 std::shared_ptr<const Products> default_products(CpuMatmul policy = CpuMatmul::Auto);
 
-/// A weight gradient that is ready to be computed: what a Linear's backward hands to its sink.
+/// A weight gradient that is ready to be computed: what a linear layer's backward hands to its sink.
 struct WeightGrad {
   std::shared_ptr<const Products> products;
   Operand grad_output_NO;
@@ -139,22 +135,21 @@ struct WeightGrad {
   void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
 };
 
-/// A gradient that isn't a product: an embedding's, computed when it is due, or a norm's, which is there by
-/// then.
+/// A gradient that isn't a matrix product: an embedding's, computed when due, or a norm's, computed already.
 struct DueGradient {
   std::function<at::Tensor()> compute;
-  std::vector<at::Tensor> reads;  ///< what `compute` holds, for who counts memory
+  std::vector<at::Tensor> reads;  ///< what `compute` keeps alive, for memory accounting
 };
 
 /// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an
-/// fp32 buffer that it owns), or keeps the WeightGrad for later (zero-bubble schedules). Without a sink the
-/// gradient goes the way of autograd.
+/// fp32 buffer that it owns) or keeps the WeightGrad for later (zero-bubble schedules). A weight without a
+/// sink gets its gradient from autograd.
 class GradSink {
  public:
   virtual ~GradSink() = default;
   virtual void accept(WeightGrad grad) = 0;
-  /// A gradient that is computed already (the loss head's accumulated buffer): adds scale * grad. `scale` is
-  /// a scalar tensor on the gradient's device, so that the host needn't know it; undefined: 1.
+  /// A computed gradient (the loss head's accumulated buffer): adds scale * grad. `scale` is a scalar tensor
+  /// on the gradient's device, so that the host doesn't wait for it; undefined: 1.
   virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
   /// The default computes it at once.
   virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }

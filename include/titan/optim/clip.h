@@ -1,6 +1,9 @@
 #pragma once
 
 // The norm of all gradients over all ranks, and clipping by it.
+//
+//   const titan::optim::GradNorm norm = titan::optim::clip_grad_norm(titan::parameters(model), 1.0);
+//   if (!norm.finite()) std::printf("rank %d has a NaN\n", norm.nonfinite_rank);
 
 #include <limits>
 #include <vector>
@@ -11,36 +14,36 @@ namespace titan::optim {
 
 struct GradNorm {
   double norm = 0;    ///< 2-norm of all gradients before clipping, the same bits on every rank of a mesh
-  double factor = 1;  ///< what the gradients were multiplied by
-  int nonfinite_rank =
-      -1;  ///< lowest world rank whose own gradients hold an infinity or NaN; -1: all are finite
+  double factor = 1;  ///< the gradients were multiplied by it
+  /// The lowest world rank whose own gradients hold an infinity or NaN; -1: all are finite.
+  int nonfinite_rank = -1;
   bool finite() const { return nonfinite_rank < 0; }
 };
 
 /// Multiplies the gradients (data.local.grad(), placed as their parameters) by min(1, max_norm / (norm +
-/// 1e-6)), as torch.nn.utils.clip_grad_norm_. Squares are summed in double, each element of a sharded
-/// gradient once and those of a replicated one once, with one small exchange for all parameters of a mesh.
-/// The result doesn't depend on the number of threads. Parameters without gradient count as zero. An infinite
-/// `max_norm` only measures; nor is anything changed when the norm isn't finite. `pipeline`: ranks that hold
-/// other stages' parameters, whose gradients count too. Blocking; collective over the parameters' meshes and
-/// `pipeline`. Throws Error for a Partial parameter.
+/// 1e-6)), as torch.nn.utils.clip_grad_norm_. Squares are summed in double, each element once, whether sharded or
+/// replicated, with one small exchange for all parameters of a mesh. The result doesn't depend on the number of
+/// threads. A parameter without a gradient counts as zero. An infinite `max_norm` only measures, and a norm that
+/// isn't finite changes nothing. `pipeline`: ranks that hold other stages' parameters, whose gradients count,
+/// too. Blocking; collective over the parameters' meshes and `pipeline`. Throws Error for a Partial parameter.
 GradNorm clip_grad_norm(const std::vector<Parameter>& parameters,
                         double max_norm = std::numeric_limits<double>::infinity(),
                         const DeviceMesh& pipeline = {});
 
-/// A norm that the host hasn't read.
+/// A norm that the host hasn't read yet.
 struct LaunchedGradNorm {
-  at::Tensor squares;  ///< double [n], on the gradients' device: each rank's own sum of squares, and in
-                       ///< a pipeline then each stage's, those of `ranks` from first_summed on
+  /// double [n], on the gradients' device: each rank's own sum of squares; in a pipeline, each stage's sum
+  /// follows from first_summed on.
+  at::Tensor squares;
   size_t first_summed = 0;
-  std::vector<int> ranks;  ///< n world ranks: whose
+  std::vector<int> ranks;  ///< the n world ranks of `squares`
   at::Tensor norm;         ///< double scalar on the device
-  /// What clip_grad_norm() returns, but for the factor: from `squares` as they came to the host.
+  /// What clip_grad_norm() returns, except for the factor, from `squares` copied to the host.
   GradNorm read(const double* host_squares) const;
 };
 
-/// clip_grad_norm() that only queues its work on `device`, so that the host can run ahead of a GPU. Gradients
-/// are multiplied on the device, by 1 where the norm isn't finite.
+/// clip_grad_norm() that only queues its work on `device`, so that the host can run ahead of a GPU. The device
+/// multiplies the gradients, by 1 if the norm isn't finite.
 LaunchedGradNorm launch_clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm,
                                        at::Device device, const DeviceMesh& pipeline = {});
 

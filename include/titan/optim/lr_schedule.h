@@ -1,32 +1,60 @@
 #pragma once
 
-// The learning rate over a run: linear warmup, a stable part at the peak, decay to a floor.
+// The learning rate over a run, and the registry of schedules.
+//
+//   titan::optim::LrSchedule schedule({.warmup_steps = 100, .decay_type = "cosine"}, /*training_steps=*/5000);
+//   optimizer.set_lr_factor(schedule.factor(step));
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 
-#include "titan/optim/optimizer.h"
+#include "titan/core/registry.h"
+#include "titan/optim/settings.h"
 
 namespace titan::optim {
 
-/// TorchTitan's schedule as a pure function of the step, so that there is no state to save.
+/// The factor on the peak learning rate at a 0-based step. A pure function, so there is no state to save.
+using LrFactor = std::function<double(int64_t step)>;
+
+/// A schedule. Args are its settings: a struct with a `describe(config::Table<Args>&)` beside it, whose fields
+/// are the keys of [lr_scheduler.args]; or LrSchedulerSettings, to read [lr_scheduler] itself.
+template <class Args>
+struct LrScheduleRule {
+  std::function<LrFactor(const Args&, int64_t total_steps)> make;
+};
+
+/// A registered schedule with its Args erased.
+class LrScheduleSpec {
+ public:
+  template <class Args>
+  LrScheduleSpec(LrScheduleRule<Args> rule)  // NOLINT(google-explicit-constructor): for Registry::add
+      : args(RegisteredArgs<LrSchedulerSettings>::of<Args>()),
+        make([make = std::move(rule.make)](const void* args, int64_t total_steps) {
+          return make(*static_cast<const Args*>(args), total_steps);
+        }) {}
+
+  RegisteredArgs<LrSchedulerSettings> args;
+  std::function<LrFactor(const void* args, int64_t total_steps)> make;
+};
+
+/// What lr_scheduler.name may name: "warmup_stable_decay" (linear warmup, a stable part at the peak, decay to
+/// a floor), and what users add:
+///
+///   titan::optim::lr_schedules().add("inverse_sqrt", LrScheduleRule<InverseSqrtArgs>{inverse_sqrt});
+Registry<LrScheduleSpec>& lr_schedules();
+
 class LrSchedule {
  public:
   /// `training_steps` is the length where the settings name none. A warmup or decay that doesn't fit into it
-  /// is cut, with a warning on rank 0, as TorchTitan does.
+  /// is cut, with a warning on rank 0, as TorchTitan does. Throws ConfigError for an unknown schedule.
   LrSchedule(const LrSchedulerSettings& settings, int64_t training_steps);
 
-  /// The factor on the peak learning rate at 0-based `step`; behind the end of the schedule the floor.
-  double factor(int64_t step) const;
+  /// The factor on the peak learning rate at 0-based `step`; after the end of the schedule the floor.
+  double factor(int64_t step) const { return factor_(step); }
 
  private:
-  enum class Decay { Linear, Sqrt, Cosine };
-  double decayed(double progress) const;
-
-  Decay decay_ = Decay::Linear;
-  double min_factor_ = 0;
-  int64_t warmup_steps_ = 0;
-  int64_t stable_steps_ = 0;
-  int64_t decay_steps_ = 0;
+  LrFactor factor_;
 };
 
 }  // namespace titan::optim

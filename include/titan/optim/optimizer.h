@@ -1,63 +1,81 @@
 #pragma once
 
-// The tables [optimizer] and [lr_scheduler]; keys and defaults are TorchTitan's.
+// Optimizers: the object that a training loop steps, and the registry of update rules.
+//
+//   titan::optim::Optimizer optimizer(titan::parameters(model), {.lr = 3e-4});
+//   loss.backward();
+//   optimizer.step();
+//   optimizer.zero_grad();
+//
+// Each rank steps the parameters that it owns. The update of one element depends on no other, so a shard is
+// stepped like a whole tensor and nothing is communicated. docs/examples/custom_optimizer/lion.cpp registers
+// a rule.
 
-#include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "titan/config/table.h"
+#include <ATen/core/Tensor.h>
+
+#include "titan/core/registry.h"
+#include "titan/optim/settings.h"
 #include "titan/parallel/parameters.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::optim {
 
-/// [optimizer]
-struct OptimizerSettings {
-  std::string name = "AdamW";
-  double lr = 8e-4;  ///< peak; the schedule multiplies it by a factor in [0, 1]
-  double beta1 = 0.9;
-  double beta2 = 0.95;
-  double eps = 1e-8;
-  double weight_decay = 0.1;  ///< of every parameter, norms too, as TorchTitan's
-  std::string implementation = "fused";
-  /// Exceptions for some parameters, one "regex: key=value, ..." each, with the keys lr, beta1, beta2, eps
-  /// and weight_decay: "norm: weight_decay=0". The first whose regex is found in a parameter's name counts
-  /// for it.
-  config::StringList param_groups;
+/// What a rule updates in one call: parameters that share device, dtype and settings. Entry i of each list
+/// belongs to one parameter.
+struct Update {
+  double lr = 0;                   ///< of this step
+  std::vector<at::Tensor> params;  ///< this rank's part of each parameter
+  std::vector<at::Tensor> grads;   ///< laid out as `params`; read-only
+  std::vector<std::vector<at::Tensor>>
+      state;                      ///< a list for each of OptimizerRule::state, laid out as `params`
+  std::vector<at::Tensor> steps;  ///< fp32 scalars: updates of each so far, this one included; on the host
+                                  ///< unless the rule runs on the device
+  at::Tensor skip;  ///< undefined, or an fp32 scalar on the device: where it is 1, nothing may change
 };
 
-/// [lr_scheduler]
-struct LrSchedulerSettings {
-  int64_t warmup_steps = 200;
-  std::optional<int64_t> total_steps;  ///< length of the schedule; unset: training.steps
-  std::optional<double> decay_ratio;   ///< part of total_steps that decays; unset: all after the warmup
-  std::string decay_type = "linear";
-  double min_lr_factor = 0;  ///< floor of the decay, as a part of the peak
+/// An update rule. Args are its settings: a struct with a `describe(config::Table<Args>&)` beside it, whose
+/// fields are the keys of [optimizer.args]; or OptimizerSettings, for a rule that reads [optimizer] itself.
+template <class Args>
+struct OptimizerRule {
+  /// Names of the tensors that the rule keeps for each parameter: laid out as the parameter, zero at first,
+  /// saved as PARAMETER.NAME beside PARAMETER.step.
+  std::vector<std::string> state = {};
+  std::function<void(const Args&, const Update&)> step;
+  /// Whether `step` never waits for the device: then Update::steps lie there, and `skip` may be given.
+  /// Default: no.
+  std::function<bool(const Args&)> runs_on_device = {};
 };
 
-void describe(config::Table<OptimizerSettings>& table);
-void describe(config::Table<LrSchedulerSettings>& table);
+/// A registered rule with its Args erased: `args` below points to what args.make() returned.
+class OptimizerSpec {
+ public:
+  template <class Args>
+  OptimizerSpec(OptimizerRule<Args> rule);  // NOLINT(google-explicit-constructor): for Registry::add
 
-// Adam and AdamW over the parameters that this rank owns. Elementwise, so a shard is stepped like a whole
-// tensor and nothing is communicated.
-
-/// What Adam remembers of one parameter. Shares memory with the optimizer.
-struct AdamState {
-  DTensor exp_avg;     ///< laid out as the parameter, of its dtype
-  DTensor exp_avg_sq;  ///< the same
-  DTensor step;        ///< fp32 scalar, replicated: how often the parameter was stepped
+  RegisteredArgs<OptimizerSettings> args;
+  std::vector<std::string> state;
+  std::function<void(const void* args, const Update&)> step;
+  std::function<bool(const void* args)> runs_on_device;
 };
+
+/// What optimizer.name may name: "AdamW", "Adam", and what users add:
+///
+///   titan::optim::optimizers().add("lion", OptimizerRule<LionArgs>{.state = {"exp_avg"}, .step = lion_step});
+Registry<OptimizerSpec>& optimizers();
 
 class Optimizer {
  public:
   /// Takes those of `parameters` that require gradients (the others are frozen), which must be materialized;
-  /// state is made at its first use. Throws ConfigError for groups that don't parse or match no
-  /// parameter, neither here nor of `elsewhere` (names of other pipeline ranks' parameters), and Error for a
-  /// compute parameter of fully_shard (its shard is what can be stepped).
+  /// state is made at its first use. Throws ConfigError for an unknown rule, for groups that don't parse or
+  /// that match no parameter, neither here nor of `elsewhere` (names of other pipeline ranks' parameters), and
+  /// Error for a compute parameter of fully_shard (its shard is what can be stepped).
   Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
             const std::vector<std::string>& elsewhere = {});
   ~Optimizer();
@@ -67,24 +85,38 @@ class Optimizer {
   /// One update from the gradients in `data.local.grad()`; parameters without one are left as they are.
   void step();
   /// The same unless `skip` is 1: an fp32 scalar on the parameters' device, which the host doesn't read. Only
-  /// with the fused implementation.
+  /// where can_skip_on_device().
   void step_unless(const at::Tensor& skip);
-  /// Has the fused implementation.
   bool can_skip_on_device() const;
   /// Forgets the gradients, or fills them with zeros where the buffers are to be kept.
   void zero_grad(bool set_to_none = true);
 
   /// Multiplies every group's peak learning rate from now on: LrSchedule::factor.
   void set_lr_factor(double factor);
-  /// The learning rate in use of the parameters that no group names.
+  /// The current learning rate of the parameters that no group names.
   double lr() const;
 
-  /// By parameter name.
-  std::map<std::string, AdamState> state();
+  /// What the optimizer remembers, by parameter and name: the rule's tensors, laid out as the parameter, and
+  /// "step", an fp32 scalar: how often the parameter was stepped. Shares memory with the optimizer.
+  using ParameterState = std::map<std::string, DTensor>;
+  std::map<std::string, ParameterState> state();
 
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// ---- templates
+
+template <class Args>
+OptimizerSpec::OptimizerSpec(OptimizerRule<Args> rule)
+    : args(RegisteredArgs<OptimizerSettings>::of<Args>()),
+      state(std::move(rule.state)),
+      step([step = std::move(rule.step)](const void* args, const Update& update) {
+        step(*static_cast<const Args*>(args), update);
+      }),
+      runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
+        return runs && runs(*static_cast<const Args*>(args));
+      }) {}
 
 }  // namespace titan::optim

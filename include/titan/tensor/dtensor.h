@@ -2,8 +2,9 @@
 
 // DTensor: a local tensor and what it is a part of. A description, not a dispatch mechanism: operations work
 // on `local`.
-
-#include <vector>
+//
+//   DTensor rows = distribute(whole, mesh, {Placement::shard(0)});
+//   at::Tensor again = full_tensor(rows);
 
 #include <ATen/core/Tensor.h>
 
@@ -14,11 +15,11 @@ namespace titan {
 
 struct DTensor {
   at::Tensor local;                   ///< this rank's part; may have zero elements
-  DeviceMesh mesh;                    ///< axes that `placements` speak of, in the same order
+  DeviceMesh mesh;                    ///< one axis per placement, in the same order
   std::vector<Placement> placements;  ///< one per mesh axis
   std::vector<int64_t> global_shape;
   Box box;  ///< where `local` lies in the global tensor; sharded twice on one dim, the final part
-  /// Positions of the mesh's axes in the order in which they cut the tensor; empty: from left to right.
+  /// The mesh's axes, by position, in the order in which they cut the tensor; empty: from left to right.
   std::vector<int> cut_order = {};
 
   int64_t global_numel() const;
@@ -28,13 +29,13 @@ struct DTensor {
 /// The whole tensor on every rank (blocking, collective over the mesh): Shard axes gathered, Partial axes
 /// summed.
 at::Tensor full_tensor(const DTensor& tensor);
-/// This rank's part of a whole tensor that every rank holds.
+/// This rank's part of a tensor that every rank holds.
 DTensor distribute(const at::Tensor& whole, const DeviceMesh& mesh, std::vector<Placement> placements);
 /// The same tensor under other placements (blocking, collective). Shard<->Replicate<->Shard,
 /// Partial->Replicate, Partial->Shard.
 DTensor redistribute(const DTensor& tensor, std::vector<Placement> placements);
-/// The box of `local` for these placements, shape and this rank's coordinates (axes split what is left in
-/// `cut_order`).
+/// The box of `local` for these placements, this shape and this rank's coordinates; axes cut the tensor in
+/// `cut_order`.
 Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh,
               const std::vector<Placement>& placements, const std::vector<int>& cut_order = {});
 

@@ -1,6 +1,8 @@
 #pragma once
 
-// How a tensor lies over one axis of a mesh.
+// How a tensor is spread over one axis of a mesh, and which part of it a rank has.
+//
+//   Placement::shard(0); chunk_of(/*size=*/7, /*parts=*/4, /*index=*/3);  // rows [6, 7)
 
 #include <cstdint>
 #include <iosfwd>
@@ -13,7 +15,7 @@ namespace titan {
 struct Placement {
   enum class Kind { Shard, Replicate, Partial };
   Kind kind = Kind::Replicate;
-  int64_t dim = -1;  ///< of Shard, >= 0
+  int64_t dim = -1;  ///< of a Shard, >= 0
 
   static Placement shard(int64_t dim) { return {Kind::Shard, dim}; }
   static Placement replicate() { return {Kind::Replicate, -1}; }
@@ -26,7 +28,7 @@ struct Placement {
 
 std::ostream& operator<<(std::ostream& out, const Placement& placement);
 
-/// A rank's part of one dimension.
+/// A part of one dimension.
 struct Chunk {
   int64_t offset = 0;
   int64_t length = 0;

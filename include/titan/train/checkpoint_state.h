@@ -1,7 +1,7 @@
 #pragma once
 
-// Objects for Checkpointer::add. A loop of one's own has them for its model, its optimizer and what it
-// counts:
+// Objects for Checkpointer::add: your own training loop saves its model, its optimizer and its counters with
+// them.
 //
 //   titan::train::ModelState model_state(titan::parameters(model));
 //   titan::train::OptimizerState optimizer_state(optimizer, titan::parameters(model));
@@ -34,10 +34,11 @@ class ModelState : public checkpoint::Stateful {
   std::vector<Parameter> parameters_;
 };
 
-/// Of each parameter that is stepped NAME.exp_avg, NAME.exp_avg_sq and NAME.step.
+/// For each parameter that is stepped: NAME.step, and what the optimizer keeps of it, such as AdamW's
+/// NAME.exp_avg and NAME.exp_avg_sq.
 class OptimizerState : public checkpoint::Stateful {
  public:
-  /// `parameters`: which the optimizer, which has to live as long, was made of.
+  /// `parameters`: those that the optimizer was made for. The optimizer must outlive this.
   OptimizerState(optim::Optimizer& optimizer, const std::vector<Parameter>& parameters);
   checkpoint::ObjectState state() override;
   void loaded(const std::string& text) override;
@@ -47,7 +48,7 @@ class OptimizerState : public checkpoint::Stateful {
   std::vector<std::string> duplicates_;
 };
 
-/// What is no tensor. `save` is called on every rank, but rank 0's text is saved.
+/// State that isn't a tensor. `save` is called on every rank, but only rank 0's text is saved.
 class TextState : public checkpoint::Stateful {
  public:
   TextState(std::function<std::string()> save, std::function<void(const std::string&)> load);
@@ -59,8 +60,8 @@ class TextState : public checkpoint::Stateful {
   std::function<void(const std::string&)> load_;
 };
 
-/// LibTorch's default generators of every rank, which dropout draws from. They can go on only where every
-/// rank does what it did: place() is saved beside them for a comparison before they are loaded.
+/// LibTorch's default generators of every rank, from which dropout draws. They can continue only if every
+/// rank does the work that it did before: place() is saved with them and compared before they are loaded.
 class RngState : public checkpoint::Stateful {
  public:
   /// `seed`: of the whole run.
@@ -70,8 +71,8 @@ class RngState : public checkpoint::Stateful {
 
   /// "pp 1, dp_replicate 1, dp_shard 4, cp 1, tp 2, cpu"
   const std::string& place() const { return place_; }
-  /// Seeds them for going on behind `step` elsewhere: by the run's seed, the rank's position in meshes.loss
-  /// and the step, so that what was drawn before isn't drawn again.
+  /// Seeds them for resuming after `step` on other ranks: by the run's seed, the rank's position in
+  /// meshes.loss and the step, so that the numbers drawn before aren't drawn again.
   void reseed(int64_t step);
 
  private:

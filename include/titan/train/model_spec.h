@@ -1,13 +1,16 @@
 #pragma once
 
-// What the trainer knows of a model family, and how one joins the program:
+// A model family as the trainer knows it, and how one joins the program:
 //
 //   titan::train::register_model<TinyArgs>("tiny", {
 //       .flavours = {{"debug", {.dim = 64}}, {"large", {.dim = 1024}}},
 //       .sizes = [](const TinyArgs& args) { return ModelSizes{...}; },
-//       .build = [](const TinyArgs& args, const BuildOptions& options) { return
-//       std::make_unique<TinyModel>(args, options); }, .parallelize = [](TrainableModel& model, const
-//       ParallelPlan& plan) { fully_shard(model.root(), plan.fsdp); },
+//       .build = [](const TinyArgs& args, const BuildOptions& options) {
+//         return std::make_unique<TinyModel>(args, options);
+//       },
+//       .parallelize = [](TrainableModel& model, const ParallelPlan& plan) {
+//         fully_shard(model.root(), plan.fsdp);
+//       },
 //   });
 //
 // Args is a settings struct with a `describe(config::Table<Args>&)` beside it: its fields are the keys of
@@ -29,10 +32,10 @@
 #include "titan/core/error.h"
 #include "titan/core/registry.h"
 #include "titan/nn/hooks.h"
+#include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/tensor_parallel.h"
-#include "titan/train/activation_checkpoint_settings.h"
 
 namespace titan::train {
 
@@ -50,14 +53,14 @@ class TrainableModel {
   /// label of -100 doesn't count.
   virtual at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
                           int64_t global_valid_tokens) = 0;
-  /// Of a pipeline stage that isn't the last: what the next one gets, of any shape and floating dtype, for
-  /// tokens at the first stage and else for what hidden() of the stage before gave. It is this rank's part of
-  /// it: of its tokens (context parallel), and with sequence parallelism of its part of these. Throws Error
-  /// where the model can't be a stage, as it does here.
+  /// For a pipeline stage that isn't the last: the tensor that goes to the next stage, of any shape and
+  /// floating dtype. input: tokens at the first stage, else the hidden() of the stage before. The result is
+  /// this rank's part: for its tokens (context parallel), and with sequence parallelism for its part of them.
+  /// The default throws Error: the model can't be a stage.
   virtual at::Tensor hidden(const at::Tensor& input);
 };
 
-/// What the checks between model, data and parallelism ask for.
+/// Sizes that are checked against data and parallelism.
 struct ModelSizes {
   int64_t num_layers = 0;
   int64_t num_heads = 0;  ///< 0: the model has none, and nothing is checked
@@ -69,12 +72,23 @@ struct ModelSizes {
 struct BuildOptions {
   nn::Construct construct;
   int64_t seq_len = 0;  ///< of the training data: tables by position are this long
-  /// What a pipeline stage keeps, under its names in the whole model, as nn::LayerSequence::keep_layers;
-  /// empty: all. ModelSpec::build sees to it: a family's own `build` makes the whole model, deferred.
+  /// The modules that a pipeline stage keeps, under their names in the whole model, as for
+  /// nn::LayerSequence::keep_layers; empty: all. ModelSpec::build handles it: a family's own `build` makes
+  /// the whole model, deferred.
   std::vector<std::string> stage_modules = {};
 };
 
-/// How the built model is to be spread out.
+/// How a model's layers recompute their activations.
+struct ActivationCheckpoint {
+  std::optional<LayersPolicy> policy;  ///< unset: they don't
+  ActivationCheckpointOptions options;
+};
+
+/// `layers`: in the order of their calls. `first_number`: the number of the first one in the whole model.
+void apply_activation_checkpoint(const std::vector<nn::AnyRef>& layers,
+                                 const ActivationCheckpoint& checkpoint, int64_t first_number = 0);
+
+/// How a built model is spread out over the ranks.
 struct ParallelPlan {
   const Meshes& meshes;
   FsdpOptions fsdp;                       ///< mesh, dtypes and policies are filled in from the settings
@@ -95,12 +109,12 @@ class ModelSpec {
   virtual std::vector<config::FieldInfo> arg_fields() const = 0;
   virtual ModelSizes sizes(const void* args) const = 0;
   virtual double flops_per_token(const void* args, int64_t seq_len) const = 0;
-  /// Adds what is wrong with the arguments to `problems`.
+  /// Adds the problems of the arguments to `problems`.
   virtual void check(const void* args, std::vector<std::string>& problems) const = 0;
   /// The model, or the stage of it that options.stage_modules names.
   virtual std::unique_ptr<TrainableModel> build(const void* args, const BuildOptions& options) const = 0;
   virtual void parallelize(TrainableModel& model, const ParallelPlan& plan) const = 0;
-  /// Its form in Hugging Face's transformers; none: the family has no such.
+  /// Its form in Hugging Face's transformers; nullopt: the family has none.
   virtual std::optional<HfModel> hugging_face(const void* args) const = 0;
   /// The arguments that a config.json describes. Throws ConfigError where it isn't this family's.
   virtual std::shared_ptr<void> args_of_hugging_face(const HfConfig& config) const = 0;
@@ -134,18 +148,18 @@ void register_model(const std::string& name, ModelFamily<Args> family);
 /// Cuts a model down to its stage. Throws ConfigError where its root doesn't name its layers.
 void keep_stage_modules(TrainableModel& model, const std::vector<std::string>& names);
 
-/// Spreads a built model out, as a family's `parallelize`, but without knowing the family: what it needs of
-/// the model it finds through root().
+/// Spreads a built model out, as a family's `parallelize` does, but without knowing the family: it finds the
+/// modules that it needs through root().
 using ParallelPlanFunction = std::function<void(TrainableModel&, const ParallelPlan&)>;
 
-/// Plans that parallelism.plan may name in place of the family's own:
+/// Plans that parallelism.plan may name instead of the family's own:
 ///
 ///   titan::train::parallel_plans().add("one_group", [](TrainableModel& model, const ParallelPlan& plan) {
 ///     titan::fully_shard(model.root(), plan.fsdp);
 ///   });
 Registry<ParallelPlanFunction>& parallel_plans();
 
-/// By the plan registered as `name`, or, where that is "", by the family's own. Throws ConfigError with the
+/// Applies the plan registered as `name`, or, if that is "", the family's own. Throws ConfigError with the
 /// known names.
 void apply_parallel_plan(const ModelSpec& spec, const std::string& name, TrainableModel& model,
                          const ParallelPlan& plan);

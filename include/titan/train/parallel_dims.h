@@ -1,59 +1,10 @@
 #pragma once
 
-// [parallelism], and what follows from it: degrees checked against the world before any process group exists,
-// then meshes.
+// How many ranks each kind of parallelism takes, and the meshes of such a world.
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "titan/config/table.h"
 #include "titan/dist/device_mesh.h"
-#include "titan/parallel/context_parallel.h"
-#include "titan/parallel/fsdp.h"
-#include "titan/parallel/tensor_parallel.h"
 
 namespace titan::train {
-
-struct ModelSizes;
-
-/// [parallelism]
-struct ParallelismSettings {
-  int64_t data_parallel_replicate_degree = 1;
-  int64_t data_parallel_shard_degree = -1;  ///< -1: what the other degrees leave of the world
-  std::string fsdp_reshard_after_forward =
-      "default";  ///< "default", "always", "never", or a divisor of the shard degree
-  bool fsdp_reduce_every_micro_batch =
-      true;          ///< false: whole gradients are kept until the last micro-batch of a step
-  std::string plan;  ///< of parallel_plans(); "": the model family's own
-
-  int64_t tensor_parallel_degree = 1;
-  bool enable_sequence_parallel = true;       ///< with tensor parallelism, between its products
-  bool enable_async_tensor_parallel = false;  ///< overlap its products with the exchange of their parts
-  std::string async_tensor_parallel_transport = "auto";  ///< or "symmetric_memory", "send_receive"
-  bool disable_loss_parallel = false;                    ///< compute the loss from gathered logits
-
-  int64_t context_parallel_degree = 1;
-  std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
-  std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
-  std::string context_parallel_attention = "ring";           ///< or "allgather_kv"
-
-  int64_t pipeline_parallel_degree = 1;             ///< ranks, which may have several stages each
-  std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_generators.h
-  std::string pipeline_parallel_schedule_csv;       ///< a file, in place of what the schedule's name makes
-  int64_t pipeline_parallel_microbatch_size = 1;    ///< sequences; a divisor of the local batch size
-  std::optional<int64_t> pipeline_parallel_max_live_activations;  ///< of a rank, per stage; unset: no limit
-  std::string pipeline_parallel_split = "torchtitan";         ///< or "balanced": by what each module costs
-  std::optional<double> pipeline_parallel_split_memory_gib;   ///< of a rank, with "balanced"; unset: no limit
-  std::optional<int64_t> pipeline_parallel_layers_per_stage;  ///< unset: as few stages as the schedule takes
-  int64_t pipeline_parallel_first_stage_less_layers = 1;      ///< what the embedding counts for
-  int64_t pipeline_parallel_last_stage_less_layers = 1;       ///< and the head
-  std::optional<std::vector<config::StringList>>
-      module_fqns_per_model_part;  ///< of each stage; unset: by the split
-};
-
-void describe(config::Table<ParallelismSettings>& table);
 
 /// How many ranks each kind of parallelism takes. Resolved: every degree >= 1 and the product is the world's
 /// size.
@@ -70,26 +21,6 @@ struct ParallelDims {
   int batch_degree() const { return dp_replicate * dp_shard; }
   int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
 };
-
-/// What is wrong with the value of a key.
-struct KeyedProblem {
-  std::string key;
-  std::string what;
-};
-
-/// What parallelism over the tokens of a sequence asks of its length, the value of `key`; adds what is wrong
-/// to `problems`.
-void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
-                           std::vector<KeyedProblem>& problems);
-
-/// Fills in dp_shard = -1 and checks the degrees against the world; adds what is wrong to `problems`.
-ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
-                                   std::vector<std::string>& problems);
-
-/// What tensor and context parallelism ask of sequence length and model; adds what is wrong to
-/// `problems`.
-void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
-                        std::vector<KeyedProblem>& problems);
 
 /// The grid pp, dp_replicate, dp_shard, cp, tp (row-major, tp fastest) and the sub-meshes that the trainer
 /// uses.
@@ -109,12 +40,5 @@ struct Meshes {
 
 /// Collective over the world.
 Meshes build_meshes(const dist::World& world, const ParallelDims& dims);
-
-ContextParallelOptions context_parallel_options(const ParallelismSettings& settings);
-
-OverlapTransport overlap_transport(const ParallelismSettings& settings);
-
-/// Throws ConfigError unless it is "default", "always", "never" or an integer.
-ReshardAfterForward reshard_policy(const std::string& name);
 
 }  // namespace titan::train

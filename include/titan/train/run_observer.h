@@ -1,8 +1,9 @@
 #pragma once
 
-// Who is told of what a trainer does: watchdog, event log, profiler. An observer watches and says nothing of
-// the numbers; what decides about a step (a step that isn't finite, a request to stop) is the trainer's.
+// What watches a run (watchdog, metrics, event log, profiler) is told here what the trainer does. An observer
+// changes nothing about the run; what decides about it is a policy (policy.h).
 
+#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -11,8 +12,9 @@
 namespace titan::train {
 
 struct StepMetrics;
+struct ValidationMetrics;
 
-/// What a rank is at. All but Load and Finish are part of a Step.
+/// What a rank is doing. All but Load and Finish are part of a Step.
 enum class Phase : uint8_t {
   Load,
   Step,
@@ -26,28 +28,34 @@ enum class Phase : uint8_t {
   Finish
 };
 
-/// "load", "step", "data", "forward_backward", "optimizer", "log", "save", "validate", "check_replicas",
-/// "finish"
-const char* name_of(Phase phase);
+inline const char* name_of(Phase phase) {
+  constexpr std::array names = {"load", "step", "data",     "forward_backward", "optimizer",
+                                "log",  "save", "validate", "check_replicas",   "finish"};
+  return names[static_cast<size_t>(phase)];
+}
 
 /// Called by the training thread, so a call costs step time: tens of nanoseconds are fine, files are not.
 class RunObserver {
  public:
   virtual ~RunObserver() = default;
-
-  /// `step`: the step in progress, from 1; while loading, 0.
+  /// `step`: the step in progress, from 1; 0 while loading.
   virtual void begin(Phase /*phase*/, int64_t /*step*/) {}
   /// `failed`: an exception leaves the phase.
   virtual void end(Phase /*phase*/, int64_t /*step*/, bool /*failed*/) {}
+  /// The next step to run is the one after `step`, at a start (0: from the beginning) and after going back to
+  /// a checkpoint. Records of later steps, from an earlier run or from before going back, no longer hold.
+  virtual void begin_after(int64_t /*step*/) {}
   /// This step's figures as rank 0 logs them; called on every rank.
   virtual void logged(const StepMetrics& /*metrics*/) {}
-  /// All ranks have agreed to end the run early, for this signal.
+  virtual void validated(const ValidationMetrics& /*metrics*/) {}
+  /// All ranks have agreed to end the run early, because of this signal (0: of something else).
   virtual void stopped(int /*signal*/) {}
+  /// The run is over: everything logged should be on disk afterwards.
+  virtual void flush() {}
 };
-
 using RunObservers = std::vector<std::unique_ptr<RunObserver>>;
 
-/// Tells all observers of a phase as long as it lives, the last of them first at its end.
+/// Tells all observers of a phase as long as it lives, in reverse order at its end.
 class PhaseScope {
  public:
   PhaseScope(const RunObservers& observers, Phase phase, int64_t step)

@@ -1,6 +1,7 @@
 #pragma once
 
-// The training loop, as verbs. Built by build_trainer (train/build.h).
+// The training loop. A step is: fetch, forward and backward, clip, update, log; decisions about a run are
+// policies (policy.h). The program builds its trainer from settings (src/job/build.h).
 
 #include <cstdint>
 #include <functional>
@@ -9,73 +10,41 @@
 #include <string>
 #include <vector>
 
+#include "titan/checkpoint/checkpointer.h"
 #include "titan/core/registry.h"
 #include "titan/data/loader.h"
 #include "titan/dist/world.h"
-#include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"
 #include "titan/optim/optimizer.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/fault_tolerance_settings.h"
-#include "titan/train/loss_spikes.h"
 #include "titan/train/metrics.h"
-#include "titan/train/metrics_window.h"
 #include "titan/train/model_spec.h"
-#include "titan/train/nonfinite_steps.h"
 #include "titan/train/parallel_dims.h"
-#include "titan/train/run_checkpoints.h"
+#include "titan/train/policy.h"
+#include "titan/train/run_end.h"
 #include "titan/train/run_observer.h"
-#include "titan/train/step_runner.h"
-#include "titan/train/stop_agreement.h"
-#include "titan/train/tied_gradients.h"
-#include "titan/train/validation.h"
 
 namespace titan::train {
 
-/// Validation and where its batches come from.
-struct Validator {
-  ValidationSettings settings;
-  data::DataLoader loader;
-};
+class RunCheckpoints;  // src/train/checkpoints/run_checkpoints.h
+class StepNumbers;     // src/train/policies/step_numbers.h
+class StepRunner;      // src/train/step_runner.h
 
-/// A schedule, and what enters each of its stages for one micro-batch (nothing where there is one stage).
-struct ScheduleParts {
-  pipeline::Schedule schedule;
-  std::vector<TensorType> boundaries;
-};
-
-/// What of the model this rank runs, and in which order.
-struct StageParts {
-  std::vector<std::unique_ptr<TrainableModel>> models = {};
-  std::vector<Stage> stages = {};  ///< the models with their places in the pipeline
-  ScheduleParts step;
-  int64_t micro_batch_rows = 0;                  ///< of the loader's batches, cut for `step`
-  std::optional<ScheduleParts> validation = {};  ///< forward only
-};
-
-/// Without a pipeline: steps of `num_batches` batches of `rows` sequences.
-StageParts whole_model(std::unique_ptr<TrainableModel> model, int64_t num_batches, int64_t rows,
-                       bool validates = false);
-
-/// What a trainer works with, made by the build_* functions.
+/// What a trainer works with.
 struct TrainerParts {
   dist::World world;
   Meshes meshes;
   at::Device device;
-  StageParts stages;
-  std::vector<Parameter> parameters;  ///< of all stages here
-  TiedGradients tied;                 ///< what these share with other stages
+  std::vector<std::unique_ptr<TrainableModel>> models;  ///< this rank's: the whole model, or its parts of it
+  std::unique_ptr<StepRunner> runner;                   ///< runs forward and backward of these models
+  std::vector<Parameter> parameters;                    ///< of these models
   optim::Optimizer optimizer;
   optim::LrSchedule schedule;
   data::DataLoader loader;
-  std::unique_ptr<MetricsLogger> logger;
   MetricsWindow window;
-  std::optional<Validator> validator;
-  std::unique_ptr<RunCheckpoints> checkpoints = {};  ///< null: nothing is loaded or saved
+  std::unique_ptr<RunCheckpoints> checkpoints;  ///< null: nothing is loaded or saved
   RunObservers observers = {};
-  /// What else changes with a step (Float8's delayed scales): called just before the optimizer's, on every
-  /// rank, when no save reads the state any more.
-  std::function<void()> before_optimizer = {};
+  TrainerPolicies policies = {};
 };
 
 /// Makes an object of yours that joins the checkpoints of `titan train` under its name here; null: not those
@@ -91,123 +60,97 @@ struct TrainerOptions {
   int64_t steps = 0;
   int64_t log_freq = 10;
   double max_norm = 1.0;
-  int64_t train_timeout_s = 100;  ///< of collectives behind the first step
+  int64_t train_timeout_s = 100;  ///< of collectives after the first step
   /// The host reads a step's loss and gradient norm one step later, or when they are logged, so that a GPU
   /// never waits for it; a step that isn't finite is skipped on the device, and the error comes a step later.
   /// Needs the fused optimizer; unset: on a GPU with it.
   std::optional<bool> read_late;
-  bool seed_checkpoint = false;  ///< save the model as step 0, in place of training
-  uint64_t seed = 0;             ///< of the run, where random numbers can't go on as they were
-  FaultToleranceSettings fault_tolerance = {};
-  /// Called when all is loaded: from here on an earlier run's records may be replaced.
+  bool seed_checkpoint = false;  ///< save the model as step 0 instead of training
+  uint64_t seed = 0;             ///< of the run, for random numbers that can't continue as they were
+  /// Called once everything is loaded: from here on the records of an earlier run may be replaced.
   std::function<void()> on_start = {};
 };
 
 /// How far training is.
 struct Progress {
-  int64_t step = 0;            ///< of the step in progress, from 1
-  int64_t schedule_steps = 0;  ///< learning rates that were used: the step, unless the schedule began anew
+  int64_t step = 0;            ///< the step in progress, from 1
+  int64_t schedule_steps = 0;  ///< learning rates used so far: the step, unless the schedule started anew
   int64_t tokens_before = 0;   ///< seen before this process's first step
-  NonFiniteSteps nonfinite;
-  LossSpikes spikes;
 };
-
-/// What the host learns of a step.
-struct StepValues {
-  int64_t step = 0;
-  double local_loss = 0;
-  int loss_rank = -1;  ///< lowest rank whose loss isn't finite; -1: all are
-  optim::GradNorm grad_norm;
-  bool finite() const { return loss_rank < 0 && grad_norm.finite(); }
-};
-
-/// How a run ended.
-struct RunEnd {
-  int64_t step = 0;     ///< the last one made
-  StopCause stop = {};  ///< why it was that one; no signal: its data or steps were through
-};
-
-/// What a step computes on: enough to do it again.
-struct StepInput {
-  std::vector<data::Batch> batches;
-  TokenCounts tokens;
-};
-
-class LateValues;  // src/train/policies/late_values.h
 
 class Trainer {
  public:
   Trainer(TrainerParts parts, TrainerOptions options);
   ~Trainer();
 
-  /// All steps that are left, or as many as the data gives. Collective over the world. Throws Error on every
-  /// rank, before the optimizer step, when a loss or the gradient norm isn't finite and isn't to be skipped.
-  /// The message names the lowest rank whose loss it is; where all losses are finite, the rank in whose shard
-  /// of the gradients it was first seen. Then it says what the step's forwards and backwards, run again,
-  /// showed of the module and the rank that made the number (src/train/step_replay.h).
-  ///
-  /// A signal that a SignalWatch notes on any rank ends it early, between steps, within a validation or while
-  /// data is awaited; what isn't saved yet is saved once, with the whole state.
+  /// Trains the steps that are left, or as many as the data gives. Collective over the world. Throws
+  /// UnsoundRun on every rank, before the optimizer step, when a loss or the gradient norm isn't finite and
+  /// no policy skips the step. The message names the lowest rank whose loss it is or, if all losses are
+  /// finite, the rank in whose shard of the gradients it was first seen. A policy's vote ends the run early,
+  /// between steps, within a validation or while data is awaited; what isn't saved yet is saved once, with
+  /// the whole state.
   RunEnd train();
+
+  // ---- for policies
+
+  TrainerParts& parts() { return parts_; }
+  int64_t step() const { return progress_.step; }
+  /// True at step 1 and every `freq` steps.
+  bool is_due(int64_t freq) const { return progress_.step == 1 || progress_.step % freq == 0; }
+  PhaseScope phase(Phase phase) const { return {parts_.observers, phase, progress_.step}; }
+  /// The numbers of the last step, waiting for the device where they are read late.
+  const StepValues& settle();
+  /// The step's loss over the whole batch: the same bits on all ranks. Collective over the world.
+  double loss_of_all(const StepValues& values) const;
+  at::Tensor forward_backward(const StepInput& input);
+  /// Waits for the loader's next step. False: a policy gives up waiting.
+  bool wait_for(data::DataLoader& loader);
+  /// The labels that count in these batches of this rank, and those of all ranks; nullopt: a policy stops the
+  /// run, on all ranks. Throws Error on all ranks where one can't go on. Collective over the world.
+  std::optional<TokenCounts> agree(const std::vector<data::Batch>& batches);
+  /// Loads the newest checkpoint of this run before `step`; training continues from it with the next batch.
+  /// False: there is none. Collective over the world.
+  bool load_before(int64_t step);
 
  private:
   bool start();
   bool load();
   void run_steps();
+  bool train_step();
   void end_step();
   RunEnd finish();
-  void save_seed();
   StopCause stop();
-  void save_at_stop(const std::string& who_stops);
   int64_t last_step() const;
   bool has_ended() const;
-  /// False: there is no step to make, as the data ends or all ranks stop.
-  bool train_step();
-  std::optional<std::vector<data::Batch>> fetch();
-  std::optional<data::Batch> fetch_validation();
-  at::Tensor forward_backward(const StepInput& input);
-  StepValues update(const at::Tensor& loss, const StepInput& input);
-  void launch_update(const at::Tensor& loss, const StepInput& input);
-  /// Values of the step that was launched last: waits for the device. Throws when they aren't finite.
-  StepValues read_launched();
-  /// Counts a step that isn't finite and lets it pass, or throws, as [fault_tolerance] says.
-  void judge(const StepValues& values, const StepInput& input);
-  std::string nonfinite_number(const StepValues& values) const;
-  std::string replay(const StepValues& values, const StepInput& input);
-  double loss_of_all(const StepValues& values) const;
-  double rank_if(bool not_finite) const;
-  int rank_from(double largest) const;
+
+  std::optional<StepInput> fetch();
+  std::optional<std::vector<data::Batch>> next_batches();
   void schedule_step();
+  void clip(const at::Tensor& loss);
+  void update(StepInput input);
   void log_step(const StepValues& values, const TokenCounts& tokens);
-  void let_state_change();
-  /// True: the step's loss was a spike, and the run has gone back to before it.
-  bool rewind_if_spiked();
-  bool rewind();
-  bool load_before_spike(int64_t spike, int64_t distance);
-  /// On all ranks: one or more know of a save that failed.
+  void judge(const StepValues& values, const StepInput& input);
+  std::string explain(const NonFiniteStep& step);
+  std::string describe_nonfinite(const StepValues& values) const;
+
+  void save_seed();
+  void save_if_due();
+  void save(bool is_last, bool to_disk);
+  void save_at_stop(const std::string& reason);
   [[noreturn]] void fail_with_save();
-  bool is_save_due(bool is_last);
-  void save(bool is_last);
-  void check_replicas_if_due(bool saves);
-  void validate_if_due();
-  PhaseScope phase(Phase phase) const { return {parts_.observers, phase, progress_.step}; }
-  bool is_due(int64_t freq) const { return progress_.step == 1 || progress_.step % freq == 0; }
 
   TrainerParts parts_;
   TrainerOptions options_;
-  StepRunner runner_;
-  StepPlan step_plan_;
-  std::optional<StepPlan> validation_plan_;
-  StopAgreement stop_;
-  std::unique_ptr<LateValues> launched_;
-  StepInput launched_input_;  // of that step
   Progress progress_;
+  std::unique_ptr<StepNumbers> numbers_;
+  std::optional<StepInput> unread_;  // input of the step whose numbers haven't been read
+  StepValues values_;                // the last that were read
   int64_t last_step_ = 0;
-  bool spiked_ = false;
-  bool is_loaded_ = false;     // what there is to go on from
-  int64_t started_at_ = 0;     // the state behind it was loaded, or is that of the beginning
-  bool save_is_late_ = false;  // one is due behind the next step whose numbers are finite
-  std::vector<std::unique_ptr<checkpoint::Stateful>> saved_;  // over the members above
+  bool stopping_ = false;
+  bool is_loaded_ = false;
+  int64_t started_at_ = 0;     // the step whose state was loaded; -1: it was in memory only, not on disk
+  bool save_is_late_ = false;  // a save was put off to the next step whose numbers are finite
+  std::vector<std::unique_ptr<checkpoint::Stateful>> saved_;  // refer to the members above
 };
 
 }  // namespace titan::train

@@ -20,16 +20,11 @@ std::string digest_of(std::string_view bytes) {
   return digits;
 }
 
-}  // namespace titan::checkpoint
-
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
-namespace titan::checkpoint::detail {
+namespace detail {
 namespace {
 
-// An exponent of ones only is carried into the sign's place by one more in its last place, and no other
-// exponent is. Every instruction set has that as a vector, which isn't so for comparing 64-bit words.
+// Adding one to the last place of an exponent carries into the sign bit exactly if the exponent is all ones.
+// Every instruction set can vectorize that, unlike comparisons of 64-bit words.
 template <class Word>
 bool no_full_exponent(std::span<const std::byte> bytes, Word exponent, Word last_place) {
   constexpr Word kSign = static_cast<Word>(Word{1} << (8 * sizeof(Word) - 1));
@@ -65,4 +60,5 @@ bool all_finite(std::span<const std::byte> bytes, at::ScalarType dtype) {
   }
 }
 
-}  // namespace titan::checkpoint::detail
+}  // namespace detail
+}  // namespace titan::checkpoint

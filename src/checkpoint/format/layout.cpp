@@ -1,19 +1,18 @@
 #include <algorithm>
 #include <numeric>
 
-#include "checkpoint/format/rank_digits.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {
 
-using detail::position_on;
-
 namespace {
 
 constexpr size_t kMaxDims = 64;
-// Offsets and bytes are far from overflow, whatever is added to them.
+// Keeps offsets and byte counts far from overflow, whatever is added to them.
 constexpr int64_t kMaxElements = int64_t{1} << 56;
+
+int64_t position_on(const LayoutAxis& axis, int64_t rank) { return rank / axis.stride % axis.size; }
 
 std::string described(const LayoutAxis& axis) {
   return str("axis '", axis.name, "' (size ", axis.size, ", stride ", axis.stride, ")");
@@ -32,7 +31,7 @@ std::vector<const LayoutAxis*> fastest_first(const TensorLayout& layout) {
   return axes;
 }
 
-// Digits of a rank's number that no axis is.
+// Digits of the rank numbers that belong to no axis: they tell the copies of a part apart.
 struct Gap {
   int64_t size = 1;
   int64_t stride = 1;
@@ -65,7 +64,7 @@ void check_axis(const LayoutAxis& axis, int64_t num_dims) {
               ": size has to be 2 or more, stride 1 or more");
   TITAN_CHECK((axis.dim == -1) != (axis.only == -1), described(axis), ": dim ", axis.dim, " and only ",
               axis.only, "; exactly one of them is -1");
-  TITAN_CHECK(axis.dim >= -1 && axis.dim < num_dims, described(axis), " cuts dim ", axis.dim,
+  TITAN_CHECK(axis.dim >= -1 && axis.dim < num_dims, described(axis), " splits dim ", axis.dim,
               "; the tensor has ", num_dims, " dimensions");
   TITAN_CHECK(axis.only >= -1 && axis.only < axis.size, described(axis), ": no position ", axis.only,
               " on it");
@@ -79,23 +78,23 @@ LayoutAxis axis_of(const DeviceMesh& mesh, const MeshAxis& mesh_axis) {
   for (size_t i = 0; i < ranks.size(); ++i)
     TITAN_CHECK(ranks[i] == ranks[0] + static_cast<int64_t>(i) * axis.stride, "mesh axis '", axis.name,
                 "': rank ", ranks[i], " at position ", i, " isn't ", i, " steps of ", axis.stride,
-                " from rank ", ranks[0], ", so no layout describes tensors that it cuts");
+                " from rank ", ranks[0], ", so no layout describes tensors that it splits");
   TITAN_CHECK(position_on(axis, ranks[line.rank()]) == line.rank(), "mesh axis '", axis.name, "' (size ",
               axis.size, ", stride ", axis.stride, "): rank ", ranks[line.rank()], " is at position ",
-              line.rank(), " on it, which its number doesn't tell");
+              line.rank(), " on it, which doesn't follow from its number");
   return axis;
 }
 
 int64_t this_rank(const DeviceMesh& mesh) { return mesh.ranks()[static_cast<size_t>(mesh.rank())]; }
 
-// Positions of the mesh's axes, the one that cuts first in front.
+// Positions of the mesh's axes, the one that splits first in front.
 std::vector<int> cutting_order(const DTensor& tensor) {
   std::vector<int> every(static_cast<size_t>(tensor.mesh.num_axes()));
   std::iota(every.begin(), every.end(), 0);
   if (tensor.cut_order.empty()) return every;
   TITAN_CHECK(
       std::is_permutation(every.begin(), every.end(), tensor.cut_order.begin(), tensor.cut_order.end()),
-      "a cut order that isn't one of the mesh's ", every.size(), " axes");
+      "a cut order that isn't a permutation of the mesh's ", every.size(), " axes");
   return tensor.cut_order;
 }
 
@@ -138,8 +137,9 @@ void check_layout(const TensorLayout& layout, const std::vector<int64_t>& shape,
   TITAN_CHECK(world_size >= 1, "a world of ", world_size, " ranks");
   check_shape(shape);
   for (const LayoutAxis& axis : layout.axes) check_axis(axis, static_cast<int64_t>(shape.size()));
-  // From the fastest digit up: each begins where, or above where, the one below ends, and the last ends with
-  // the world or repeats in it. So any positions on the axes go with any of the digits between.
+  // From the fastest digit up: each begins at or above the end of the one below, and the last one's end
+  // divides the world size. So every combination of positions on the axes occurs with every combination of
+  // the digits between.
   int64_t below = 1;
   for (const LayoutAxis* axis : fastest_first(layout)) {
     TITAN_CHECK(axis->stride % below == 0, described(*axis),
@@ -183,7 +183,7 @@ int64_t replica_of(const TensorLayout& layout, int64_t world_size, int64_t rank)
   return replica;
 }
 
-int64_t detail::rank_of_replica(const TensorLayout& layout, int64_t world_size, int64_t replica) {
+int64_t rank_of_replica(const TensorLayout& layout, int64_t world_size, int64_t replica) {
   int64_t rank = 0;
   for (const Gap& gap : gaps_fastest_first(layout, world_size)) {
     rank += replica % gap.size * gap.stride;

@@ -1,181 +1,49 @@
-// The manifest's part that is the table of tensors.
-
 #include "titan/checkpoint/manifest.h"
 
 #include <algorithm>
 #include <charconv>
-#include <cstdint>
 #include <iomanip>
-#include <map>
-#include <memory>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "checkpoint/format/names.h"
 #include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/format/stored_files.h"
 #include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
-
-namespace titan::checkpoint::detail {
-
-/// Two keys and their values: "layouts", each once, and "tensors", which refer to them by position.
-std::string table_fields(const std::vector<StateTensor>& tensors);
-
-/// Reads these two.
-class TableReader {
- public:
-  TableReader();
-  TableReader(const TableReader&) = delete;
-  JsonScope& layouts() { return layouts_scope_; }
-  JsonScope& tensors() { return tensors_scope_; }
-  /// What was read, once. Throws Error for a tensor whose layout isn't there.
-  std::vector<StateTensor> take();
-
- private:
-  std::string add_layout();
-  std::string add_tensor();
-
-  std::vector<std::shared_ptr<const TensorLayout>> layouts_;
-  std::vector<StateTensor> tensors_;
-  std::vector<int64_t> layout_positions_;  // of each tensor
-
-  // What is being read.
-  TensorLayout layout_;
-  LayoutAxis axis_;
-  std::string name_, dtype_;
-  std::vector<int64_t> shape_;
-  int64_t layout_position_ = 0;
-
-  JsonRecord axis_scope_;
-  JsonList layout_scope_, layouts_scope_;
-  JsonNumbers shape_scope_;
-  JsonRecord tensor_scope_;
-  JsonList tensors_scope_;
-};
-
-namespace {
-
-constexpr int64_t kMaxTensors = 10'000'000;
-constexpr int64_t kMaxLayouts = 100'000;
-constexpr int64_t kMaxAxes = 64;
-constexpr size_t kMaxDims = 64;
-
-std::string joined(const std::vector<int64_t>& numbers) {
-  std::string text;
-  for (int64_t number : numbers) (text.empty() ? text : text += ",") += std::to_string(number);
-  return text;
-}
-
-std::string text_of(const LayoutAxis& axis) {
-  return str(R"({"axis":)", quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)", axis.stride,
-             R"(,"dim":)", axis.dim, R"(,"only":)", axis.only, "}");
-}
-
-std::string text_of(const TensorLayout& layout) {
-  std::string text;
-  for (const LayoutAxis& axis : layout.axes) text += (text.empty() ? "" : ",") + text_of(axis);
-  return "[" + text + "]";
-}
-
-std::string text_of(const StateTensor& tensor, size_t layout) {
-  return str("[", quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
-             joined(tensor.shape), "],", layout, "]");
-}
-
-}  // namespace
-
-std::string table_fields(const std::vector<StateTensor>& tensors) {
-  std::map<TensorLayout, size_t> positions;
-  std::string layouts, rows;
-  for (const StateTensor& tensor : tensors) {
-    TITAN_CHECK(tensor.layout, "tensor '", tensor.name, "' has no layout");
-    const auto [place, is_new] = positions.try_emplace(*tensor.layout, positions.size());
-    // A line each, for people and their tools.
-    if (is_new) layouts += (layouts.empty() ? "\n" : ",\n") + text_of(*tensor.layout);
-    rows += (rows.empty() ? "\n" : ",\n") + text_of(tensor, place->second);
-  }
-  return str("\"layouts\":[", layouts, "],\n\"tensors\":[", rows, "]");
-}
-
-TableReader::TableReader()
-    : axis_scope_(JsonRecord::Form::Object,
-                  {{"axis", &axis_.name},
-                   {"size", &axis_.size},
-                   {"stride", &axis_.stride},
-                   {"dim", &axis_.dim},
-                   {"only", &axis_.only}},
-                  [this] { return layout_.axes.push_back(axis_), std::string(); }),
-      layout_scope_(axis_scope_, kMaxAxes, [this] { return add_layout(); }),
-      layouts_scope_(layout_scope_, kMaxLayouts),
-      shape_scope_(shape_, kMaxDims),
-      tensor_scope_(
-          JsonRecord::Form::Array,
-          {{"name", &name_}, {"dtype", &dtype_}, {"shape", &shape_scope_}, {"layout", &layout_position_}},
-          [this] { return add_tensor(); }),
-      tensors_scope_(tensor_scope_, kMaxTensors) {}
-
-std::string TableReader::add_layout() {
-  layouts_.push_back(std::make_shared<const TensorLayout>(std::move(layout_)));
-  layout_ = {};
-  return "";
-}
-
-std::string TableReader::add_tensor() {
-  const auto dtype = titan::detail::dtype_of_safetensors_name(dtype_);
-  if (!dtype) return str("unknown dtype '", dtype_.substr(0, 20), "'");
-  tensors_.push_back({.name = std::move(name_), .dtype = *dtype, .shape = shape_, .layout = nullptr});
-  layout_positions_.push_back(layout_position_);
-  return "";
-}
-
-std::vector<StateTensor> TableReader::take() {
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const int64_t position = layout_positions_[i];
-    TITAN_CHECK(position >= 0 && position < static_cast<int64_t>(layouts_.size()), "tensors[", i,
-                "]: layout ", position, " of ", layouts_.size());
-    tensors_[i].layout = layouts_[static_cast<size_t>(position)];
-  }
-  return std::move(tensors_);
-}
-
-}  // namespace titan::checkpoint::detail
-
-namespace titan::checkpoint {
 
 // [Note: the digest]
-// The text is a JSON object whose beginning has one form only,
+// The text is a JSON object whose beginning has exactly one form,
 //
 //   {"titan_checkpoint":1,"digest":"<32 hexadecimal digits>",
 //
-// and a line feed. The digest is of every byte behind it. So a changed bit is either in the beginning, which
-// then isn't that, or in the digest or in what it is of, and then they differ.
+// and a line feed. The digest covers every byte after it. So a changed bit is either in the beginning, which
+// then no longer has that form, or in the digest or the bytes it covers, which then no longer match.
 
+namespace titan::checkpoint {
 namespace {
 
-using detail::JsonRecord;
 
 constexpr std::string_view kStart = R"({"titan_checkpoint":)";
 constexpr std::string_view kBeforeDigest = R"(,"digest":")";
-constexpr std::string_view kBehindDigest = "\",\n";
+constexpr std::string_view kAfterDigest = "\",\n";
 constexpr size_t kDigestDigits = 32;
 constexpr int64_t kMaxRanks = 1'000'000;
 constexpr int64_t kMaxThreads = 1'000'000;
 constexpr size_t kMaxTexts = 1'000;
-constexpr int64_t kMaxFileBytes = int64_t{1} << 62;  // of all together
+constexpr int64_t kMaxTensors = 10'000'000;
+constexpr int64_t kMaxLayouts = 100'000;
+constexpr int64_t kMaxAxes = 64;
+constexpr size_t kMaxDims = 64;
+constexpr int64_t kMaxFileBytes = int64_t{1} << 62;  // of all files together
 
-std::string beginning(std::string_view digest) {
-  return str(kStart, kFormatVersion, kBeforeDigest, digest, kBehindDigest);
-}
+// ---- checks of values, before writing and after reading
 
-bool is_hex32(std::string_view text) {
+bool is_digest(std::string_view text) {
   return text.size() == kDigestDigits && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
 }
 
-// What both writing and reading ask of the values.
 void check_values(const Manifest& manifest) {
-  TITAN_CHECK(is_hex32(manifest.run_id), "run_id has to be 32 lower-case hexadecimal digits");
+  TITAN_CHECK(is_digest(manifest.run_id), "run_id has to be 32 lower-case hexadecimal digits");
   TITAN_CHECK(manifest.step >= 0, "step ", manifest.step, " is negative");
   TITAN_CHECK(manifest.num_threads >= 0 && manifest.num_threads <= kMaxThreads, "num_threads ",
               manifest.num_threads, "; 0 to ", kMaxThreads, " are allowed");
@@ -192,7 +60,7 @@ void check_size(size_t num_bytes) {
               " bytes; at most ", kMaxManifestBytes, " are allowed");
 }
 
-// Before a copy of them is made.
+// Before they are copied.
 void check_size_of_texts(const Manifest& manifest) {
   size_t num_bytes = manifest.config.size() + manifest.library.size();
   for (const auto& [key, text] : manifest.texts) num_bytes += text.size();
@@ -208,29 +76,139 @@ void check_files(const std::vector<FileRecord>& files) {
     const bool overflows = __builtin_add_overflow(total, files[rank].num_bytes, &total);
     TITAN_CHECK(!overflows && total <= kMaxFileBytes, "files of more than ", kMaxFileBytes,
                 " bytes together, up to files[", rank, "]");
-    TITAN_CHECK(is_hex32(files[rank].header_digest), "files[", rank,
+    TITAN_CHECK(is_digest(files[rank].header_digest), "files[", rank,
                 "]: the digest has to be 32 lower-case hexadecimal digits");
   }
 }
 
-std::string text_of(const std::map<std::string, std::string>& texts) {
+// ---- writing: a line for each tensor, layout, text and file, for people and their tools
+
+std::string joined(const std::vector<std::string>& elements, const char* separator = ",\n") {
   std::string text;
-  for (const auto& [key, value] : texts)
-    text += str(text.empty() ? "\n" : ",\n", detail::quoted(key), ":", detail::quoted(value));
-  return "{" + text + "}";
+  for (const std::string& element : elements) {
+    if (!text.empty()) text += separator;
+    text += element;
+  }
+  return text;
+}
+
+std::string text_of(const TensorLayout& layout) {
+  std::vector<std::string> axes;
+  for (const LayoutAxis& axis : layout.axes)
+    axes.push_back(str(R"({"axis":)", json_quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)",
+                       axis.stride, R"(,"dim":)", axis.dim, R"(,"only":)", axis.only, "}"));
+  return "[" + joined(axes, ",") + "]";
+}
+
+std::string text_of(const StateTensor& tensor, size_t layout) {
+  std::vector<std::string> sizes;
+  for (const int64_t size : tensor.shape) sizes.push_back(std::to_string(size));
+  return str("[", json_quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
+             joined(sizes, ","), "],", layout, "]");
+}
+
+std::string list_of(const std::vector<std::string>& elements) {
+  return str("[", elements.empty() ? "" : "\n", joined(elements), "]");
+}
+
+// "layouts", each once, and "tensors", which refer to them by position.
+std::string table_fields(const std::vector<StateTensor>& tensors) {
+  std::map<TensorLayout, size_t> positions;
+  std::vector<std::string> layouts, rows;
+  for (const StateTensor& tensor : tensors) {
+    TITAN_CHECK(tensor.layout, "tensor '", tensor.name, "' has no layout");
+    const auto [place, is_new] = positions.try_emplace(*tensor.layout, positions.size());
+    if (is_new) layouts.push_back(text_of(*tensor.layout));
+    rows.push_back(text_of(tensor, place->second));
+  }
+  return str("\"layouts\":", list_of(layouts), ",\n\"tensors\":", list_of(rows));
+}
+
+std::string text_of(const std::map<std::string, std::string>& texts) {
+  std::vector<std::string> fields;
+  for (const auto& [key, value] : texts) fields.push_back(str(json_quoted(key), ":", json_quoted(value)));
+  return str("{", fields.empty() ? "" : "\n", joined(fields), "}");
 }
 
 std::string text_of(const std::vector<FileRecord>& files) {
-  std::string text;
+  std::vector<std::string> rows;
   for (const FileRecord& file : files)
-    text += str(text.empty() ? "\n[" : ",\n[", file.num_bytes, ",\"", file.header_digest, "\"]");
-  return "[" + text + "]";
+    rows.push_back(str("[", file.num_bytes, ",\"", file.header_digest, "\"]"));
+  return list_of(rows);
 }
 
-// Reads the JSON; of the beginning it sees only that it is JSON.
+// ---- reading
+
+class TableReader {
+ public:
+  TableReader() = default;
+  TableReader(const TableReader&) = delete;
+
+  JsonScope& layouts() { return layouts_scope_; }
+  JsonScope& tensors() { return tensors_scope_; }
+
+  // Once. Throws Error for a tensor whose layout doesn't exist.
+  std::vector<StateTensor> take() {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const int64_t position = layout_positions_[i];
+      TITAN_CHECK(position >= 0 && position < static_cast<int64_t>(layouts_.size()), "tensors[", i,
+                  "]: layout ", position, " of ", layouts_.size());
+      tensors_[i].layout = layouts_[static_cast<size_t>(position)];
+    }
+    return std::move(tensors_);
+  }
+
+ private:
+  std::string add_axis() {
+    layout_.axes.push_back(axis_);
+    return "";
+  }
+  std::string add_layout() {
+    layouts_.push_back(std::make_shared<const TensorLayout>(std::move(layout_)));
+    layout_ = {};
+    return "";
+  }
+  std::string add_tensor() {
+    const auto dtype = titan::detail::dtype_of_safetensors_name(dtype_);
+    if (!dtype) return str("unknown dtype '", dtype_.substr(0, 20), "'");
+    tensors_.push_back({.name = std::move(name_), .dtype = *dtype, .shape = shape_, .layout = nullptr});
+    layout_positions_.push_back(layout_position_);
+    return "";
+  }
+
+  std::vector<std::shared_ptr<const TensorLayout>> layouts_;
+  std::vector<StateTensor> tensors_;
+  std::vector<int64_t> layout_positions_;  // of each tensor
+
+  // The element that is being read.
+  TensorLayout layout_;
+  LayoutAxis axis_;
+  std::string name_, dtype_;
+  std::vector<int64_t> shape_;
+  int64_t layout_position_ = 0;
+
+  JsonRecord axis_scope_{JsonRecord::Form::Object,
+                         {{"axis", &axis_.name},
+                          {"size", &axis_.size},
+                          {"stride", &axis_.stride},
+                          {"dim", &axis_.dim},
+                          {"only", &axis_.only}},
+                         [this] { return add_axis(); }};
+  JsonList layout_scope_{axis_scope_, kMaxAxes, [this] { return add_layout(); }};
+  JsonList layouts_scope_{layout_scope_, kMaxLayouts};
+  JsonNumbers shape_scope_{shape_, kMaxDims};
+  JsonRecord tensor_scope_{
+      JsonRecord::Form::Array,
+      {{"name", &name_}, {"dtype", &dtype_}, {"shape", &shape_scope_}, {"layout", &layout_position_}},
+      [this] { return add_tensor(); }};
+  JsonList tensors_scope_{tensor_scope_, kMaxTensors};
+};
+
+// Reads the JSON; the form of its beginning is check_digest's matter.
 class ManifestReader {
  public:
-  std::string read(std::string_view text) { return detail::read_json(text, root_scope_); }
+  std::string read(std::string_view text) { return read_json(text, root_scope_); }
+
   Manifest take() {
     check_values(manifest_);
     check_files(manifest_.files);
@@ -248,13 +226,12 @@ class ManifestReader {
   FileRecord file_;
   int64_t format_ = 0;
   std::string digest_;
-
-  detail::TableReader table_;
-  detail::JsonTexts texts_scope_{manifest_.texts, kMaxTexts};
+  TableReader table_;
+  JsonTexts texts_scope_{manifest_.texts, kMaxTexts};
   JsonRecord file_scope_{JsonRecord::Form::Array,
                          {{"num_bytes", &file_.num_bytes}, {"header_digest", &file_.header_digest}},
                          [this] { return add_file(); }};
-  detail::JsonList files_scope_{file_scope_, kMaxRanks};
+  JsonList files_scope_{file_scope_, kMaxRanks};
   JsonRecord manifest_scope_{JsonRecord::Form::Object,
                              {{"run_id", &manifest_.run_id},
                               {"step", &manifest_.step},
@@ -271,7 +248,7 @@ class ManifestReader {
       {{"titan_checkpoint", &format_}, {"digest", &digest_}, {"manifest", &manifest_scope_}}};
 };
 
-// Takes `expected` off the front of `text`.
+// Removes `expected` from the front of `text`.
 bool take(std::string_view& text, std::string_view expected) {
   if (!text.starts_with(expected)) return false;
   text.remove_prefix(expected.size());
@@ -281,22 +258,21 @@ bool take(std::string_view& text, std::string_view expected) {
 void check_format(std::string_view& text) {
   int64_t format = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), format);
-  const bool is_number = error == std::errc();
-  TITAN_CHECK(!is_number || format <= kFormatVersion, "format ", format,
+  TITAN_CHECK(error != std::errc() || format <= kFormatVersion, "format ", format,
               ", which is newer than this library's, ", kFormatVersion);
   // Not the number alone: "01" would be read as 1.
   TITAN_CHECK(take(text, std::to_string(kFormatVersion)) && text.starts_with(','),
-              "damaged: no number of a format at byte ", kStart.size());
+              "damaged: no format number at byte ", kStart.size());
 }
 
 void check_digest(std::string_view text) {
   TITAN_CHECK(take(text, kStart), "not a checkpoint's manifest: it doesn't begin with ", kStart);
   check_format(text);
-  TITAN_CHECK(take(text, kBeforeDigest) && text.size() > kDigestDigits, "damaged: the digest isn't there");
+  TITAN_CHECK(take(text, kBeforeDigest) && text.size() > kDigestDigits, "damaged: the digest is missing");
   const std::string_view digest = text.substr(0, kDigestDigits);
   text.remove_prefix(kDigestDigits);
-  TITAN_CHECK(is_hex32(digest) && take(text, kBehindDigest),
-              "damaged: the digest isn't 32 hexadecimal digits and the end of a line");
+  TITAN_CHECK(is_digest(digest) && take(text, kAfterDigest),
+              "damaged: the digest isn't 32 hexadecimal digits followed by the end of the line");
   TITAN_CHECK(digest == digest_of(text), "damaged: its digest is ", digest, ", that of its bytes ",
               digest_of(text));
 }
@@ -317,11 +293,11 @@ std::string to_text(const Manifest& manifest) {
               manifest.files.size(), " files of a table for ", manifest.table.world_size(), " ranks");
   std::string text =
       str("\"manifest\":{\"run_id\":\"", manifest.run_id, "\",\n\"step\":", manifest.step,
-          ",\n\"library\":", detail::quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,
-          ",\n\"finite\":", manifest.finite ? "true" : "false",
-          ",\n\"config\":", detail::quoted(manifest.config), ",\n\"texts\":", text_of(manifest.texts), ",\n",
-          detail::table_fields(manifest.table.tensors()), ",\n\"files\":", text_of(manifest.files), "}}\n");
-  text.insert(0, beginning(digest_of(text)));
+          ",\n\"library\":", json_quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,
+          ",\n\"finite\":", manifest.finite ? "true" : "false", ",\n\"config\":", json_quoted(manifest.config),
+          ",\n\"texts\":", text_of(manifest.texts), ",\n", table_fields(manifest.table.tensors()),
+          ",\n\"files\":", text_of(manifest.files), "}}\n");
+  text.insert(0, str(kStart, kFormatVersion, kBeforeDigest, digest_of(text), kAfterDigest));
   check_size(text.size());
   return text;
 }
@@ -341,13 +317,7 @@ Manifest parse_manifest(std::string_view text, const std::filesystem::path& path
 
 Manifest read_manifest(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / kManifestName;
-  std::error_code ignored;  // read_file says better what is wrong
-  const bool is_file = std::filesystem::is_regular_file(path, ignored);
-  TITAN_CHECK(is_file || !std::filesystem::exists(path, ignored), path.string(), ": not a regular file");
-  const auto num_bytes = is_file ? std::filesystem::file_size(path, ignored) : 0;
-  TITAN_CHECK(ignored || num_bytes <= static_cast<uintmax_t>(kMaxManifestBytes), path.string(), ": ",
-              num_bytes, " bytes; at most ", kMaxManifestBytes, " are allowed");
-  return parse_manifest(read_file(path), path);
+  return parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
 }
 
 }  // namespace titan::checkpoint

@@ -45,7 +45,7 @@ std::string metadata_value(const Box& box, const std::vector<uint64_t>& checksum
 void check_piece(const PieceToWrite& piece) {
   TITAN_CHECK(piece.data.defined(), "'", piece.name, "': the tensor to write is undefined");
   TITAN_CHECK(!is_reserved(piece.name), "'", piece.name,
-              "' can't name a tensor of a rank's file: it is a key of the file's own");
+              "' can't name a tensor of a rank's file: the file uses that key itself");
   TITAN_CHECK(piece.data.device().is_cpu() && piece.data.is_contiguous(), "'", piece.name,
               "': the tensor to write has to be contiguous and on the CPU; it is ", piece.data.sizes(),
               " with strides ", piece.data.strides(), " on ", piece.data.device());
@@ -63,7 +63,7 @@ void check_piece(const PieceToWrite& piece) {
 
 // ---- parsing
 
-// Digits only: no sign, no space. Empty where the number is beyond 63 bits.
+// Digits only: no sign, no space. Nothing where the number needs more than 63 bits.
 std::optional<int64_t> parse_number(std::string_view text) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -100,7 +100,7 @@ std::optional<uint64_t> parse_checksum(std::string_view digits) {
   return value;
 }
 
-// Empty unless there are exactly `count`.
+// Nothing unless there are exactly `count`.
 std::optional<std::vector<uint64_t>> parse_checksums(std::string_view text, int64_t count) {
   const auto expected_size = static_cast<size_t>(count) * (kChecksumDigits + 1);
   if (text.size() + (count > 0 ? 1 : 0) != expected_size) return std::nullopt;
@@ -138,8 +138,8 @@ RankFile::Entry parse_entry(std::string_view value, const SafetensorsInfo& info,
 const std::string& metadata_of(const titan::detail::SafetensorsHeader& header, const std::string& key,
                                const std::string& path) {
   const auto found = header.metadata.find(key);
-  TITAN_CHECK(found != header.metadata.end(), path, ": no rank's file of a checkpoint: its metadata has no '",
-              key, "'");
+  TITAN_CHECK(found != header.metadata.end(), path,
+              ": not a rank's file of a checkpoint: its metadata has no '", key, "'");
   return found->second;
 }
 

@@ -1,26 +1,31 @@
 #include <algorithm>
-#include <cstdint>
 #include <cstring>
 #include <iomanip>
-#include <memory>
 #include <sstream>
-#include <string>
-#include <string_view>
 #include <utility>
-#include <vector>
 
-#include <ATen/core/ATen_fwd.h>
-#include <c10/util/ArrayRef.h>
-
-#include "checkpoint/format/input_file.h"
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/format/stored_files.h"
 #include "titan/core/error.h"
-#include "titan/tensor/placement.h"
 
-namespace titan::checkpoint::detail {
+// [Note: reading a box of a tensor]
+//   block        1 MiB of a tensor's bytes in the file, with one checksum; always read whole
+//   run          elements that are contiguous in the file and evenly spaced in the target
+//   BoxRuns      the runs that two boxes of one tensor share, ascending in the file
+//   BlockReader  reads blocks and compares their checksums
+//   PieceReader  reads the blocks that runs touch: straight into the target where a run has whole blocks and
+//                is contiguous there, otherwise through a buffer
 
-/// Elements that follow each other in a contiguous source, and their places in a target. Counts of elements.
+namespace titan::checkpoint {
+namespace {
+
+using detail::InputFile;
+
+// So many blocks are read at once.
+constexpr int64_t kReadBlocks = 8;
+
+// Counts of elements.
 struct Run {
   int64_t from = 0;
   int64_t to = 0;
@@ -28,20 +33,61 @@ struct Run {
   int64_t to_stride = 1;
 };
 
-/// What two boxes of one tensor have in common, as runs that ascend in the source, as long as they can be.
 class BoxRuns {
  public:
-  /// `source` lies contiguous, `target` with `target_strides`. All three have the same number of dimensions.
-  BoxRuns(const Box& source, const Box& target, at::IntArrayRef target_strides);
+  // `source` is contiguous, `target` has `target_strides`. All three have the same number of dimensions.
+  BoxRuns(const Box& source, const Box& target, at::IntArrayRef target_strides) {
+    int64_t from_stride = 1;
+    for (size_t dim = source.offset.size(); dim-- > 0;) {
+      const int64_t begin = std::max(source.offset[dim], target.offset[dim]);
+      const int64_t end =
+          std::min(source.offset[dim] + source.length[dim], target.offset[dim] + target.length[dim]);
+      done_ = end <= begin;
+      if (done_) return;
+      from_ += (begin - source.offset[dim]) * from_stride;
+      to_ += (begin - target.offset[dim]) * target_strides[dim];
+      add_outer({end - begin, from_stride, target_strides[dim]});
+      from_stride *= source.length[dim];
+    }
+    // Every run is contiguous in the source, if need be a single element.
+    if (dims_.empty() || dims_[0].from_stride != 1) dims_.insert(dims_.begin(), {1, 1, 1});
+    index_.resize(dims_.size());
+  }
 
-  /// The next run; false behind the last.
-  bool next(Run& run);
+  // False after the last run.
+  bool next(Run& run) {
+    if (done_) return false;
+    run = {from_, to_, dims_[0].length, dims_[0].to_stride};
+    for (size_t i = 1; i < dims_.size(); ++i) {
+      const Dim& dim = dims_[i];
+      from_ += dim.from_stride;
+      to_ += dim.to_stride;
+      if (++index_[i] < dim.length) return true;
+      from_ -= dim.length * dim.from_stride;
+      to_ -= dim.length * dim.to_stride;
+      index_[i] = 0;
+    }
+    done_ = true;
+    return true;
+  }
 
  private:
   struct Dim {
     int64_t length, from_stride, to_stride;
   };
-  void add_outer(Dim dim);
+
+  void add_outer(Dim dim) {
+    if (dim.length == 1) return;
+    const auto continues = [&](const Dim& last) {
+      return last.length * last.from_stride == dim.from_stride &&
+             last.length * last.to_stride == dim.to_stride;
+    };
+    if (!dims_.empty() && continues(dims_.back())) {
+      dims_.back().length *= dim.length;
+    } else {
+      dims_.push_back(dim);
+    }
+  }
 
   std::vector<Dim> dims_;  // innermost first; dims_[0] is a run
   std::vector<int64_t> index_;
@@ -49,76 +95,49 @@ class BoxRuns {
   bool done_ = false;
 };
 
-BoxRuns::BoxRuns(const Box& source, const Box& target, at::IntArrayRef target_strides) {
-  int64_t from_stride = 1;
-  for (size_t dim = source.offset.size(); dim-- > 0;) {
-    const int64_t begin = std::max(source.offset[dim], target.offset[dim]);
-    const int64_t end =
-        std::min(source.offset[dim] + source.length[dim], target.offset[dim] + target.length[dim]);
-    if (end <= begin) {
-      done_ = true;
-      return;
-    }
-    from_ += (begin - source.offset[dim]) * from_stride;
-    to_ += (begin - target.offset[dim]) * target_strides[dim];
-    add_outer({end - begin, from_stride, target_strides[dim]});
-    from_stride *= source.length[dim];
-  }
-  // Every run is in a row in the source, if need be of one element.
-  if (dims_.empty() || dims_[0].from_stride != 1) dims_.insert(dims_.begin(), {1, 1, 1});
-  index_.resize(dims_.size());
+std::string hex(uint64_t value) {
+  std::ostringstream text;
+  text << std::hex << std::setw(16) << std::setfill('0') << value;
+  return text.str();
 }
 
-void BoxRuns::add_outer(Dim dim) {
-  if (dim.length == 1) return;
-  const bool continues = !dims_.empty() &&
-                         dims_.back().length * dims_.back().from_stride == dim.from_stride &&
-                         dims_.back().length * dims_.back().to_stride == dim.to_stride;
-  if (continues) {
-    dims_.back().length *= dim.length;
-  } else {
-    dims_.push_back(dim);
-  }
-}
-
-bool BoxRuns::next(Run& run) {
-  if (done_) return false;
-  run = {from_, to_, dims_[0].length, dims_[0].to_stride};
-  for (size_t i = 1; i < dims_.size(); ++i) {
-    const Dim& dim = dims_[i];
-    from_ += dim.from_stride;
-    to_ += dim.to_stride;
-    if (++index_[i] < dim.length) return true;
-    from_ -= dim.length * dim.from_stride;
-    to_ -= dim.length * dim.to_stride;
-    index_[i] = 0;
-  }
-  done_ = true;
-  return true;
-}
-
-// Reading one tensor of a rank's file, block by block, each checked.
-
-/// As many bytes are read at once.
-constexpr int64_t kReadBlocks = 8;
-
-/// A tensor's blocks in its file.
 class BlockReader {
  public:
-  /// All three outlive it.
-  BlockReader(const InputFile& file, std::string_view name, const RankFile::Entry& entry);
+  // All three outlive it.
+  BlockReader(const InputFile& file, std::string_view name, const RankFile::Entry& entry)
+      : file_(file), name_(name), entry_(entry) {}
 
-  int64_t num_blocks() const;
-  /// In the tensor, of `count` blocks from `first` on.
+  int64_t num_blocks() const { return static_cast<int64_t>(entry_.checksums.size()); }
+  // Bytes of the tensor.
   int64_t begin(int64_t block) const { return block * kBlockBytes; }
   int64_t end(int64_t block) const { return std::min(begin(block + 1), entry_.num_bytes); }
 
-  /// Reads blocks [first, last); `into` holds as many bytes.
-  void read(int64_t first, int64_t last, std::byte* into) const;
-  /// What is wrong with blocks [first, last), lying at `bytes`; empty: nothing.
-  std::string damage(int64_t first, int64_t last, const std::byte* bytes) const;
-  /// read(), and throws Error for damage.
-  void read_checked(int64_t first, int64_t last, std::byte* into) const;
+  // Reads blocks [first, last); `into` has room for them.
+  void read(int64_t first, int64_t last, std::byte* into) const {
+    const auto num_bytes = static_cast<size_t>(end(last - 1) - begin(first));
+    file_.read({into, num_bytes}, entry_.offset + begin(first));
+  }
+
+  // Describes the first damaged block of [first, last), whose bytes are at `bytes`; empty: none is damaged.
+  std::string damage(int64_t first, int64_t last, const std::byte* bytes) const {
+    for (int64_t block = first; block < last; ++block) {
+      const uint64_t recorded = entry_.checksums[static_cast<size_t>(block)];
+      const auto num_bytes = static_cast<size_t>(end(block) - begin(block));
+      const uint64_t found = detail::checksum_of({bytes + (begin(block) - begin(first)), num_bytes});
+      if (found == recorded) continue;
+      return str(file_.path().string(), ": tensor '", name_, "' is damaged: block ", block, " of ",
+                 num_blocks(), " (bytes ", entry_.offset + begin(block), " to ", entry_.offset + end(block),
+                 " of the file) has checksum ", hex(found), ", recorded is ", hex(recorded));
+    }
+    return "";
+  }
+
+  // Throws Error for damage.
+  void read_checked(int64_t first, int64_t last, std::byte* into) const {
+    read(first, last, into);
+    const std::string problem = damage(first, last, into);
+    if (!problem.empty()) throw Error(problem);
+  }
 
  private:
   const InputFile& file_;
@@ -126,24 +145,114 @@ class BlockReader {
   const RankFile::Entry& entry_;
 };
 
-/// RankFile::read, of checked arguments.
+// One by one, for targets whose elements aren't contiguous.
+template <size_t kSize>
+void copy_strided(const std::byte* from, std::byte* to, int64_t length, int64_t to_stride) {
+  for (int64_t i = 0; i < length; ++i)
+    std::memcpy(to + i * to_stride * int64_t{kSize}, from + i * int64_t{kSize}, kSize);
+}
+
 class PieceReader {
  public:
   PieceReader(const BlockReader& blocks, const RankFile::Entry& entry, const Box& target_box,
-              const at::Tensor& target);
-  void read();
+              const at::Tensor& target)
+      : blocks_(blocks),
+        entry_(entry),
+        target_box_(target_box),
+        target_strides_(target.strides().vec()),
+        target_(static_cast<std::byte*>(target.mutable_data_ptr())),
+        element_size_(static_cast<int64_t>(target.element_size())),
+        block_elements_(kBlockBytes / element_size_),
+        runs_(entry.box, target_box, target_strides_),
+        more_(runs_.next(run_)) {}
+
+  void read() {
+    for (const BlockRange& range : needed_blocks()) {
+      for (int64_t first = range.first; first < range.last;) {
+        const int64_t whole = num_whole_blocks(first, range.last);
+        const int64_t last = first + std::min(whole > 0 ? whole : range.last - first, kReadBlocks);
+        if (whole > 0) {
+          read_into_target(first, last);
+        } else {
+          read_through_buffer(first, last);
+        }
+        first = last;
+      }
+    }
+  }
 
  private:
   struct BlockRange {
     int64_t first, last;  // [first, last)
   };
 
-  std::vector<BlockRange> needed_blocks() const;
-  int64_t num_whole_blocks(int64_t first, int64_t last) const;
-  void read_into_target(int64_t first, int64_t last);
-  void read_through_buffer(int64_t first, int64_t last);
-  void copy_run(const std::byte* from, int64_t length);
-  void consume(int64_t length);
+  std::vector<BlockRange> needed_blocks() const {
+    std::vector<BlockRange> ranges;
+    BoxRuns runs(entry_.box, target_box_, target_strides_);
+    for (Run run; runs.next(run);) {
+      const int64_t first = run.from / block_elements_;
+      const int64_t last = (run.from + run.length - 1) / block_elements_ + 1;
+      if (!ranges.empty() && first <= ranges.back().last) {
+        ranges.back().last = last;
+      } else {
+        ranges.push_back({first, last});
+      }
+    }
+    return ranges;
+  }
+
+  // How many blocks from `first` on hold nothing but the current run, which is contiguous in the target too.
+  int64_t num_whole_blocks(int64_t first, int64_t last) const {
+    if (run_.to_stride != 1 || run_.from > first * block_elements_) return 0;
+    const int64_t end = run_.from + run_.length;
+    if (end * element_size_ == entry_.num_bytes) return last - first;
+    return std::max<int64_t>(end / block_elements_ - first, 0);
+  }
+
+  void read_into_target(int64_t first, int64_t last) {
+    blocks_.read_checked(first, last, target_at(run_.to));
+    consume((blocks_.end(last - 1) - blocks_.begin(first)) / element_size_);
+  }
+
+  void read_through_buffer(int64_t first, int64_t last) {
+    if (!buffer_) {
+      const int64_t num_bytes = std::min(kReadBlocks * kBlockBytes, entry_.num_bytes);
+      buffer_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(num_bytes));
+    }
+    blocks_.read_checked(first, last, buffer_.get());
+    const int64_t begin = first * block_elements_, end = blocks_.end(last - 1) / element_size_;
+    while (more_ && run_.from < end) {
+      const int64_t length = std::min(run_.length, end - run_.from);
+      copy_run(buffer_.get() + (run_.from - begin) * element_size_, length);
+      consume(length);
+    }
+  }
+
+  void copy_run(const std::byte* from, int64_t length) {
+    std::byte* to = target_at(run_.to);
+    if (run_.to_stride == 1) {
+      std::memcpy(to, from, static_cast<size_t>(length * element_size_));
+      return;
+    }
+    switch (element_size_) {
+      case 1:
+        return copy_strided<1>(from, to, length, run_.to_stride);
+      case 2:
+        return copy_strided<2>(from, to, length, run_.to_stride);
+      case 4:
+        return copy_strided<4>(from, to, length, run_.to_stride);
+      default:
+        return copy_strided<8>(from, to, length, run_.to_stride);
+    }
+  }
+
+  void consume(int64_t length) {
+    run_.from += length;
+    run_.to += length * run_.to_stride;
+    run_.length -= length;
+    if (run_.length == 0) more_ = runs_.next(run_);
+  }
+
   std::byte* target_at(int64_t position) const { return target_ + position * element_size_; }
 
   const BlockReader& blocks_;
@@ -159,167 +268,8 @@ class PieceReader {
   std::unique_ptr<std::byte[]> buffer_;
 };
 
-namespace {
-
-std::string hex(uint64_t value) {
-  std::ostringstream text;
-  text << std::hex << std::setw(16) << std::setfill('0') << value;
-  return text.str();
-}
-
-// One by one, for targets whose elements don't lie in a row.
-template <size_t kSize>
-void copy_strided(const std::byte* from, std::byte* to, int64_t length, int64_t to_stride) {
-  for (int64_t i = 0; i < length; ++i)
-    std::memcpy(to + i * to_stride * int64_t{kSize}, from + i * int64_t{kSize}, kSize);
-}
-
-}  // namespace
-
-// ---- blocks
-
-BlockReader::BlockReader(const InputFile& file, std::string_view name, const RankFile::Entry& entry)
-    : file_(file), name_(name), entry_(entry) {}
-
-int64_t BlockReader::num_blocks() const { return static_cast<int64_t>(entry_.checksums.size()); }
-
-void BlockReader::read(int64_t first, int64_t last, std::byte* into) const {
-  const auto num_bytes = static_cast<size_t>(end(last - 1) - begin(first));
-  file_.read({into, num_bytes}, entry_.offset + begin(first));
-}
-
-std::string BlockReader::damage(int64_t first, int64_t last, const std::byte* bytes) const {
-  for (int64_t block = first; block < last; ++block) {
-    const uint64_t recorded = entry_.checksums[static_cast<size_t>(block)];
-    const uint64_t found =
-        checksum_of({bytes + (begin(block) - begin(first)), static_cast<size_t>(end(block) - begin(block))});
-    if (found == recorded) continue;
-    return str(file_.path().string(), ": tensor '", name_, "' is damaged: block ", block, " of ",
-               num_blocks(), " (bytes ", entry_.offset + begin(block), " to ", entry_.offset + end(block),
-               " of the file) has checksum ", hex(found), ", recorded is ", hex(recorded));
-  }
-  return "";
-}
-
-void BlockReader::read_checked(int64_t first, int64_t last, std::byte* into) const {
-  read(first, last, into);
-  const std::string problem = damage(first, last, into);
-  if (!problem.empty()) throw Error(problem);
-}
-
-// ---- parts of a tensor
-
-PieceReader::PieceReader(const BlockReader& blocks, const RankFile::Entry& entry, const Box& target_box,
-                         const at::Tensor& target)
-    : blocks_(blocks),
-      entry_(entry),
-      target_box_(target_box),
-      target_strides_(target.strides().vec()),
-      target_(static_cast<std::byte*>(target.mutable_data_ptr())),
-      element_size_(static_cast<int64_t>(target.element_size())),
-      block_elements_(kBlockBytes / element_size_),
-      runs_(entry.box, target_box, target_strides_),
-      more_(runs_.next(run_)) {}
-
-void PieceReader::read() {
-  for (const BlockRange& range : needed_blocks()) {
-    for (int64_t first = range.first; first < range.last;) {
-      const int64_t whole = num_whole_blocks(first, range.last);
-      const int64_t last = first + std::min(whole > 0 ? whole : range.last - first, kReadBlocks);
-      if (whole > 0) {
-        read_into_target(first, last);
-      } else {
-        read_through_buffer(first, last);
-      }
-      first = last;
-    }
-  }
-}
-
-std::vector<PieceReader::BlockRange> PieceReader::needed_blocks() const {
-  std::vector<BlockRange> ranges;
-  BoxRuns runs(entry_.box, target_box_, target_strides_);
-  for (Run run; runs.next(run);) {
-    const int64_t first = run.from / block_elements_;
-    const int64_t last = (run.from + run.length - 1) / block_elements_ + 1;
-    if (!ranges.empty() && first <= ranges.back().last) {
-      ranges.back().last = last;
-    } else {
-      ranges.push_back({first, last});
-    }
-  }
-  return ranges;
-}
-
-// How many blocks from `first` on hold nothing but the current run, which lies in the target as in the file.
-int64_t PieceReader::num_whole_blocks(int64_t first, int64_t last) const {
-  if (run_.to_stride != 1 || run_.from > first * block_elements_) return 0;
-  const int64_t end = run_.from + run_.length;
-  if (end * element_size_ == entry_.num_bytes) return last - first;
-  return std::max<int64_t>(end / block_elements_ - first, 0);
-}
-
-void PieceReader::read_into_target(int64_t first, int64_t last) {
-  blocks_.read_checked(first, last, target_at(run_.to));
-  consume((blocks_.end(last - 1) - blocks_.begin(first)) / element_size_);
-}
-
-void PieceReader::read_through_buffer(int64_t first, int64_t last) {
-  if (!buffer_) {
-    const int64_t num_bytes = std::min(kReadBlocks * kBlockBytes, entry_.num_bytes);
-    buffer_ = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(num_bytes));
-  }
-  blocks_.read_checked(first, last, buffer_.get());
-  const int64_t begin = first * block_elements_, end = blocks_.end(last - 1) / element_size_;
-  while (more_ && run_.from < end) {
-    const int64_t length = std::min(run_.length, end - run_.from);
-    copy_run(buffer_.get() + (run_.from - begin) * element_size_, length);
-    consume(length);
-  }
-}
-
-void PieceReader::copy_run(const std::byte* from, int64_t length) {
-  std::byte* to = target_at(run_.to);
-  if (run_.to_stride == 1) {
-    std::memcpy(to, from, static_cast<size_t>(length * element_size_));
-    return;
-  }
-  switch (element_size_) {
-    case 1:
-      return copy_strided<1>(from, to, length, run_.to_stride);
-    case 2:
-      return copy_strided<2>(from, to, length, run_.to_stride);
-    case 4:
-      return copy_strided<4>(from, to, length, run_.to_stride);
-    default:
-      return copy_strided<8>(from, to, length, run_.to_stride);
-  }
-}
-
-void PieceReader::consume(int64_t length) {
-  run_.from += length;
-  run_.to += length * run_.to_stride;
-  run_.length -= length;
-  if (run_.length == 0) more_ = runs_.next(run_);
-}
-
-}  // namespace titan::checkpoint::detail
-
-namespace titan::checkpoint {
-
-using detail::BlockReader;
-
-struct RankFile::Impl {
-  explicit Impl(const std::filesystem::path& path) : file(path) {}
-
-  detail::InputFile file;
-  detail::RankFileHeader header;
-};
-
-namespace {
-
 // The 8 length bytes and the JSON text.
-std::string read_header(const detail::InputFile& file) {
+std::string read_header(const InputFile& file) {
   const auto file_size = static_cast<size_t>(file.num_bytes());
   std::string bytes(std::min<size_t>(sizeof(uint64_t), file_size), '\0');
   file.read(std::as_writable_bytes(std::span(bytes)), 0);
@@ -329,33 +279,19 @@ std::string read_header(const detail::InputFile& file) {
   return bytes;
 }
 
-detail::RankFileHeader parse(const std::string& header, const detail::InputFile& file) {
+detail::RankFileHeader parse(const std::string& header, const InputFile& file) {
   return detail::parse_rank_file_header(std::string_view(header).substr(sizeof(uint64_t)), header.size(),
                                         static_cast<size_t>(file.num_bytes()), file.path().string());
 }
 
-// What a file that isn't the expected one says of itself: a swapped file is told from a damaged one.
-std::string what_it_says(const detail::InputFile& file, const FileIdentity& expected) {
+// Tells a swapped file from a damaged one: "; it is of step 400, not 500", or nothing.
+std::string identity_difference(const InputFile& file, const FileIdentity& expected) {
   try {
     const std::string other = detail::difference(parse(read_header(file), file).identity, expected);
     return other.empty() ? "" : str("; ", other);
   } catch (const Error&) {
     return "";
   }
-}
-
-void check_size(const detail::InputFile& file, const FileIdentity& identity, const FileRecord& record) {
-  if (file.num_bytes() == record.num_bytes) return;
-  throw Error(str(file.path().string(), ": has ", file.num_bytes(), " bytes; the checkpoint's manifest says ",
-                  record.num_bytes, what_it_says(file, identity)));
-}
-
-void check_digest(const std::string& header, const detail::InputFile& file, const FileIdentity& identity,
-                  const FileRecord& record) {
-  const std::string digest = digest_of(header);
-  if (digest == record.header_digest) return;
-  throw Error(str(file.path().string(), ": its header has digest ", digest,
-                  "; the checkpoint's manifest says ", record.header_digest, what_it_says(file, identity)));
 }
 
 void check_target(std::string_view name, const RankFile::Entry& entry, const Box& box,
@@ -369,14 +305,14 @@ void check_target(std::string_view name, const RankFile::Entry& entry, const Box
               at::IntArrayRef(entry.box.offset), " of lengths ", at::IntArrayRef(entry.box.length));
 }
 
-// Checks all blocks; what is wrong with the first that is damaged. The pages read are given back: verifying
-// a large checkpoint doesn't drive everything else from memory.
-std::string verify_entry(const detail::InputFile& file, const std::string& name, const RankFile::Entry& entry,
+// Checks all blocks; returns what is wrong with the first damaged one. The pages read are dropped: verifying
+// a large checkpoint doesn't push everything else out of memory.
+std::string verify_entry(const InputFile& file, const std::string& name, const RankFile::Entry& entry,
                          std::span<std::byte> buffer, const std::function<void(int64_t)>& progress) {
   const BlockReader blocks(file, name, entry);
   std::string problem;
-  for (int64_t first = 0; first < blocks.num_blocks(); first += detail::kReadBlocks) {
-    const int64_t last = std::min(first + detail::kReadBlocks, blocks.num_blocks());
+  for (int64_t first = 0; first < blocks.num_blocks(); first += kReadBlocks) {
+    const int64_t last = std::min(first + kReadBlocks, blocks.num_blocks());
     blocks.read(first, last, buffer.data());
     if (problem.empty()) problem = blocks.damage(first, last, buffer.data());
     const int64_t num_bytes = blocks.end(last - 1) - blocks.begin(first);
@@ -388,16 +324,25 @@ std::string verify_entry(const detail::InputFile& file, const std::string& name,
 
 }  // namespace
 
-RankFile::RankFile(const std::filesystem::path& path, const FileIdentity& identity,
-                   const FileRecord& record) {
-  auto impl = std::make_shared<Impl>(path);
-  check_size(impl->file, identity, record);
-  const std::string header = read_header(impl->file);
-  check_digest(header, impl->file, identity, record);
-  impl->header = parse(header, impl->file);
-  const std::string other = detail::difference(impl->header.identity, identity);
+struct RankFile::Impl {
+  explicit Impl(const std::filesystem::path& path) : file(path) {}
+  InputFile file;
+  detail::RankFileHeader header;
+};
+
+RankFile::RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record)
+    : impl_(std::make_shared<Impl>(path)) {
+  const InputFile& file = impl_->file;
+  if (file.num_bytes() != record.num_bytes)
+    throw Error(str(path.string(), ": has ", file.num_bytes(), " bytes; the checkpoint's manifest says ",
+                    record.num_bytes, identity_difference(file, identity)));
+  const std::string header = read_header(file);
+  if (const std::string digest = digest_of(header); digest != record.header_digest)
+    throw Error(str(path.string(), ": its header has digest ", digest, "; the checkpoint's manifest says ",
+                    record.header_digest, identity_difference(file, identity)));
+  impl_->header = parse(header, file);
+  const std::string other = detail::difference(impl_->header.identity, identity);
   if (!other.empty()) throw Error(str(path.string(), ": ", other));
-  impl_ = std::move(impl);
 }
 
 const std::filesystem::path& RankFile::path() const { return impl_->file.path(); }
@@ -413,19 +358,20 @@ const RankFile::Entry& RankFile::entry(std::string_view name) const {
 void RankFile::read(std::string_view name, const Box& target_box, const at::Tensor& target) const {
   const Entry& about = entry(name);
   check_target(name, about, target_box, target);
-  detail::PieceReader(BlockReader(impl_->file, name, about), about, target_box, target).read();
-  impl_->file.check_size();
+  const BlockReader blocks(impl_->file, name, about);
+  PieceReader(blocks, about, target_box, target).read();
+  impl_->file.check_unchanged();
 }
 
 void RankFile::verify(const std::function<void(int64_t bytes)>& progress) const {
-  std::vector<std::byte> buffer(static_cast<size_t>(detail::kReadBlocks * kBlockBytes));
+  std::vector<std::byte> buffer(static_cast<size_t>(kReadBlocks * kBlockBytes));
   std::string problems;
   for (const std::string& name : names()) {
     const std::string problem = verify_entry(impl_->file, name, entry(name), buffer, progress);
     if (!problem.empty()) problems += (problems.empty() ? "" : "\n") + problem;
   }
-  impl_->file.drop(0, 0);  // what lay in units of several tensors
-  impl_->file.check_size();
+  impl_->file.drop(0, 0);  // pages that several tensors share
+  impl_->file.check_unchanged();
   if (!problems.empty()) throw Error(problems);
 }
 

@@ -1,80 +1,43 @@
 #include <algorithm>
 #include <atomic>
-#include <exception>
-#include <mutex>
-#include <thread>
+#include <utility>
 
 #include "checkpoint/format/rank_file.h"
+#include "core/threads.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {
 namespace detail {
 namespace {
 
-// An iovec per segment; Linux takes 1,024 at once.
+// One vector per segment; Linux takes 1,024 at once.
 constexpr size_t kMaxSegments = 512;
 
 std::span<const std::byte> bytes_of(const PieceToWrite& piece, int64_t begin, int64_t num_bytes) {
   return {static_cast<const std::byte*>(piece.data.const_data_ptr()) + begin, static_cast<size_t>(num_bytes)};
 }
 
-// The threads' shared work. The first exception of any ends it.
-class PieceWriter {
+// Writes chunks, from several threads, and computes what the header says of their blocks.
+class ChunkWriter {
  public:
-  PieceWriter(OutputFile& file, int64_t data_start, std::span<const PieceToWrite> pieces,
-              const WriteOptions& options)
-      : file_(file),
-        data_start_(data_start),
-        pieces_(pieces),
-        options_(options),
-        chunks_(plan_chunks(pieces)),
-        checksums_(blank_checksums(pieces)) {}
+  ChunkWriter(Storage::Writer& file, int64_t data_start, std::span<const PieceToWrite> pieces)
+      : file_(file), data_start_(data_start), pieces_(pieces), checksums_(blank_checksums(pieces)) {}
 
-  void run() {
-    const auto threads = std::min<size_t>(static_cast<size_t>(options_.num_threads), chunks_.size());
-    std::vector<std::jthread> others;
-    try {
-      for (size_t i = 1; i < threads; ++i) others.emplace_back([this] { work(); });
-    } catch (...) {  // no more threads to be had
-      fail();
+  void write(const Chunk& chunk) {
+    std::vector<std::span<const std::byte>> parts;
+    parts.reserve(chunk.segments.size());
+    for (const Segment& segment : chunk.segments) {
+      check(segment);
+      parts.push_back(bytes_of(pieces_[segment.piece], segment.begin, segment.num_bytes));
     }
-    work();
-    others.clear();
-    if (error_) std::rethrow_exception(error_);
+    file_.write(parts, data_start_ + chunk.offset);
   }
 
   const Checksums& checksums() const { return checksums_; }
   bool finite() const { return finite_; }
 
  private:
-  void work() {
-    try {
-      for (size_t i = next_++; i < chunks_.size() && !stopped_; i = next_++) write(chunks_[i]);
-    } catch (...) {
-      fail();
-    }
-  }
-
-  void fail() {
-    std::lock_guard lock(error_mutex_);
-    if (!error_) error_ = std::current_exception();
-    stopped_ = true;
-  }
-
-  void write(const Chunk& chunk) {
-    std::vector<iovec> parts;
-    parts.reserve(chunk.segments.size());
-    for (const Segment& segment : chunk.segments) {
-      check(segment);
-      const auto bytes = bytes_of(pieces_[segment.piece], segment.begin, segment.num_bytes);
-      parts.push_back({const_cast<std::byte*>(bytes.data()), bytes.size()});
-    }
-    file_.write(parts, data_start_ + chunk.offset);
-    file_.start_write_back(data_start_ + chunk.offset, chunk.num_bytes);
-    if (options_.progress) options_.progress(chunk.num_bytes);
-  }
-
-  // Each block is another element of `checksums_`: threads don't meet.
+  // Each block is a different element of `checksums_`, so threads don't conflict.
   void check(const Segment& segment) {
     const PieceToWrite& piece = pieces_[segment.piece];
     const int64_t end = segment.begin + segment.num_bytes;
@@ -85,17 +48,11 @@ class PieceWriter {
     }
   }
 
-  OutputFile& file_;
+  Storage::Writer& file_;
   const int64_t data_start_;
   const std::span<const PieceToWrite> pieces_;
-  const WriteOptions& options_;
-  const std::vector<Chunk> chunks_;
   Checksums checksums_;
-  std::atomic<size_t> next_{0};
-  std::atomic<bool> stopped_{false};
   std::atomic<bool> finite_{true};
-  std::mutex error_mutex_;
-  std::exception_ptr error_;
 };
 
 int64_t total_bytes(size_t header_bytes, std::span<const PieceToWrite> pieces) {
@@ -128,22 +85,25 @@ std::vector<Chunk> plan_chunks(std::span<const PieceToWrite> pieces) {
   return chunks;
 }
 
-WrittenFile write_rank_file(const std::filesystem::path& path, const FileIdentity& identity,
-                            std::span<const PieceToWrite> pieces, const WriteOptions& options,
-                            const FileCalls& calls) {
-  TITAN_CHECK(options.num_threads >= 1, "a file is written by at least one thread, not ",
+WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identity,
+                            std::span<const PieceToWrite> pieces, const WriteOptions& options) {
+  TITAN_CHECK(options.num_threads >= 1, "a file needs at least one thread to write it, not ",
               options.num_threads);
   const auto header_bytes = make_rank_file_header(identity, pieces, blank_checksums(pieces)).size();
   const int64_t num_bytes = total_bytes(header_bytes, pieces);
-  OutputFile file(path, num_bytes, calls);
-  PieceWriter writer(file, static_cast<int64_t>(header_bytes), pieces, options);
-  writer.run();
-  // Last: a file without its header is nothing to anybody.
-  std::string header = make_rank_file_header(identity, pieces, writer.checksums());
+  const auto file = create(num_bytes);
+  ChunkWriter writer(*file, static_cast<int64_t>(header_bytes), pieces);
+  const std::vector<Chunk> chunks = plan_chunks(pieces);
+  run_tasks(options.num_threads, chunks.size(), [&](size_t index) {
+    writer.write(chunks[index]);
+    if (options.progress) options.progress(chunks[index].num_bytes);
+  });
+  // Last: a file without its header can't be mistaken for a whole one.
+  const std::string header = make_rank_file_header(identity, pieces, writer.checksums());
   TITAN_INTERNAL_ASSERT(header.size() == header_bytes, "checksums have a fixed width");
-  iovec part = {header.data(), header.size()};
-  file.write({&part, 1}, 0);
-  file.finish();
+  const auto bytes = std::as_bytes(std::span(header));
+  file->write({&bytes, 1}, 0);
+  file->finish();
   return {.record = {.num_bytes = num_bytes, .header_digest = digest_of(header)}, .finite = writer.finite()};
 }
 
@@ -156,7 +116,8 @@ int64_t rank_file_bytes(const FileIdentity& identity, std::span<const PieceToWri
 
 WrittenFile write_rank_file(const std::filesystem::path& path, const FileIdentity& identity,
                             std::span<const PieceToWrite> pieces, const WriteOptions& options) {
-  return detail::write_rank_file(path, identity, pieces, options, detail::FileCalls{});
+  return detail::write_rank_file([&](int64_t num_bytes) { return storage_of(path).create(path, num_bytes); },
+                                 identity, pieces, options);
 }
 
 }  // namespace titan::checkpoint

@@ -8,6 +8,7 @@
 #include <c10/util/accumulate.h>
 
 #include "checkpoint/format/safetensors_header.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -79,7 +80,7 @@ at::Tensor SafetensorsFile::tensor(std::string_view name) const {
 
 void SafetensorsFile::drop_pages() const {
   const auto bytes = contents_->map.bytes();
-  // Only a hint: where it isn't taken the pages stay until memory is short.
+  // Only a hint: if it is ignored the pages stay until memory is short.
   if (!bytes.empty()) ::madvise(const_cast<std::byte*>(bytes.data()), bytes.size(), MADV_DONTNEED);
 }
 
@@ -143,23 +144,10 @@ void sort_for_file(std::vector<SafetensorsEntry>& entries) {
             [&](const SafetensorsEntry& a, const SafetensorsEntry& b) { return key(a) < key(b); });
 }
 
-void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
-                       const SafetensorsMetadata& metadata, const ProduceTensor& produce) {
-  std::string header = detail::make_safetensors_header(entries, metadata);
-  const auto write = [&](const AppendBytes& append) {
-    append(std::as_bytes(std::span(header)));
-    for (size_t index = 0; index < entries.size(); ++index) {
-      at::Tensor tensor = produce(index);
-      check_announced(tensor, entries[index]);
-      append_tensor(append, tensor);
-    }
-  };
-  write_file_atomic(path, write, file_bytes(header, entries));
-}
-
 void write_safetensors_in_parts(const std::filesystem::path& path,
                                 const std::vector<SafetensorsEntry>& entries,
                                 const SafetensorsMetadata& metadata, const ProduceParts& produce) {
+  checkpoint::require_local(path, "a safetensors file");
   std::string header = detail::make_safetensors_header(entries, metadata);
   const auto write = [&](const AppendBytes& append) {
     append(std::as_bytes(std::span(header)));
@@ -177,6 +165,15 @@ void write_safetensors_in_parts(const std::filesystem::path& path,
     }
   };
   write_file_atomic(path, write, file_bytes(header, entries));
+}
+
+void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
+                       const SafetensorsMetadata& metadata, const ProduceTensor& produce) {
+  write_safetensors_in_parts(path, entries, metadata, [&](size_t index, const AppendTensor& append) {
+    const at::Tensor tensor = produce(index);
+    check_announced(tensor, entries[index]);
+    append(tensor);
+  });
 }
 
 void save_safetensors(const std::filesystem::path& path,

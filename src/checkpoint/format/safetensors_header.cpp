@@ -50,13 +50,12 @@ std::string_view safetensors_name_of(c10::ScalarType dtype) {
 
 }  // namespace titan::detail
 
-// [Note: rules of the header]
-// Those of the format's reference reader, and where that is lax, of its specification: the length is at most
-// 100 MB and inside the file; the text is UTF-8, starts with '{' and is padded with spaces only; no key
-// occurs twice (readers that keep the first and readers that keep the last would see different files);
-// `__metadata__` maps strings to strings; sizes are computed with overflow checks; sorted by offset, the
-// tensors start at 0, touch each other and end with the file. The text is read by events, not into a tree, so
-// nesting deeper than a header's three levels ends it at once.
+// [Note: rules of the header] They are those of the format's reference reader, and where that is lax, of its
+// specification: the length is at most 100 MB and inside the file; the text is UTF-8, starts with '{' and is
+// padded with spaces only; no key is duplicated (readers that keep the first and readers that keep the last
+// would see different files); `__metadata__` maps strings to strings; sizes are computed with overflow
+// checks; sorted by offset, the tensors start at 0, touch each other and end with the file. The text is read
+// by events, not into a tree, so nesting deeper than a header's three levels is refused at once.
 
 static_assert(std::endian::native == std::endian::little, "tensors are mapped as they lie in the file");
 
@@ -67,7 +66,7 @@ using nlohmann::json;
 
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;
 constexpr size_t kMaxRank = 64;
-// What is made of one takes several times its text.
+// In memory a tensor takes several times its text.
 constexpr size_t kMaxTensors = 1'000'000;
 constexpr size_t kMaxMetadata = kMaxTensors + 1'000;  // a rank's file has one for each tensor
 constexpr const char* kMetadataKey = "__metadata__";
@@ -88,7 +87,7 @@ bool has_control_character(std::string_view text) {
 // `problem` says why.
 class HeaderEvents final : public nlohmann::json_sax<json> {
  public:
-  std::deque<RawEntry> entries;  // of many small ones a vector takes a multiple of the text at once
+  std::deque<RawEntry> entries;  // a vector of many small ones would take a multiple of the text at once
   SafetensorsMetadata metadata;
   std::string problem;
 
@@ -130,7 +129,7 @@ class HeaderEvents final : public nlohmann::json_sax<json> {
   bool end_object() override {
     if (state_ == State::Entry) {
       const RawEntry& entry = entries.back();
-      // At once: an entry that lacks most of itself takes much less text than memory.
+      // At once: an incomplete entry takes much less text than memory.
       if (!entry.dtype || !entry.shape || !entry.data_offsets)
         return fail(str("tensor '", entry.name, "': needs dtype, shape and data_offsets"));
     }

@@ -1,6 +1,6 @@
 #pragma once
 
-// The format's names of dtypes.
+// Reading and checking a safetensors header: the part of the format where a hostile file could do harm.
 
 #include <cstdint>
 #include <map>
@@ -15,12 +15,10 @@
 
 namespace titan::detail {
 
-/// Empty for a dtype that we don't read.
+/// The format's names of dtypes. Empty for a dtype that we don't read.
 std::optional<c10::ScalarType> dtype_of_safetensors_name(std::string_view name);
 /// Throws Error for a dtype that the format (or we) can't hold.
 std::string_view safetensors_name_of(c10::ScalarType dtype);
-
-// Reading and checking a safetensors header: the part of the format where a hostile file could do harm.
 
 struct SafetensorsHeader {
   std::vector<std::string> names;  // by offset
@@ -32,7 +30,7 @@ struct SafetensorsHeader {
 size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path);
 
 /// Parses the JSON text and checks that the tensors tile the file's data part exactly, without holes or
-/// overlaps. `data_start` is the first byte behind the header. Throws Error naming `path`.
+/// overlaps. `data_start` is the first byte after the header. Throws Error that names `path`.
 SafetensorsHeader parse_safetensors_header(std::string_view json, size_t data_start, size_t file_size,
                                            const std::string& path);
 

@@ -4,24 +4,22 @@
 #include <charconv>
 #include <iterator>
 #include <string_view>
-#include <system_error>
 #include <utility>
 
 #include "checkpoint/format/names.h"
-#include "core/durable.h"
+#include "checkpoint/format/stored_files.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
-using titan::detail::is_own_file;
-using titan::detail::is_own_folder;
-using titan::detail::is_there;
 
 constexpr std::string_view kPrefix = "step-";
+constexpr std::pair<std::string_view, LeftoverKind> kSuffixes[] = {
+    {".tmp", LeftoverKind::Pending}, {".replaced", LeftoverKind::Replaced}, {".old", LeftoverKind::Removed}};
 
-// "7", but neither "07" nor "+7" nor what is larger than an int64_t: one step, one name.
+// "7", but not "07", "+7" or a number above an int64_t's: each step has one name.
 std::optional<int64_t> parse_step(std::string_view digits) {
   int64_t step = 0;
   const char* end = digits.data() + digits.size();
@@ -34,9 +32,6 @@ std::optional<int64_t> step_of_name(std::string_view name) {
   if (!name.starts_with(kPrefix)) return std::nullopt;
   return parse_step(name.substr(kPrefix.size()));
 }
-
-constexpr std::pair<std::string_view, LeftoverKind> kSuffixes[] = {
-    {".tmp", LeftoverKind::Pending}, {".replaced", LeftoverKind::Replaced}, {".old", LeftoverKind::Removed}};
 
 // ".step-STEP.RUN" and one of the suffixes.
 std::optional<Leftover> leftover_of_name(std::string_view name) {
@@ -63,25 +58,13 @@ bool is_put_aside(std::string_view name) {
   return false;
 }
 
-// The names in a folder; none of one that isn't there.
-std::vector<std::string> names_in(const fs::path& folder) {
-  std::vector<std::string> names;
-  std::error_code error;
-  fs::directory_iterator entry(folder, error);
-  for (; !error && entry != fs::directory_iterator(); entry.increment(error))
-    names.push_back(entry->path().filename().string());
-  if (error && error != std::errc::no_such_file_or_directory)
-    throw Error(str("cannot list ", folder.string(), ": ", titan::detail::errno_text(error.value())));
-  return names;
-}
+std::vector<std::string> names_in(const fs::path& folder) { return storage_of(folder).list(folder); }
 
 std::optional<std::string> size_problem(const fs::path& file, int64_t num_bytes) {
-  if (!is_own_file(file)) return str(file.string(), is_there(file) ? " is no regular file" : " is missing");
-  std::error_code error;
-  const auto size = fs::file_size(file, error);
-  if (error) return str(file.string(), ": ", error.message());
-  if (size != static_cast<uintmax_t>(num_bytes))
-    return str(file.string(), " has ", size, " bytes; the manifest says ", num_bytes);
+  const Storage::Status found = storage_of(file).status(file);
+  if (found.kind != Storage::Kind::File) return file.string() + detail::not_a_file(file);
+  if (found.num_bytes != num_bytes)
+    return str(file.string(), " has ", found.num_bytes, " bytes; the manifest says ", num_bytes);
   return std::nullopt;
 }
 
@@ -91,19 +74,25 @@ fs::path without_slash(const fs::path& folder) {
 
 }  // namespace
 
-std::optional<std::string> detail::name_problem(const fs::path& step_folder, const Manifest& manifest) {
+std::optional<std::string> detail::step_name_problem(const fs::path& step_folder, const Manifest& manifest) {
   const auto step = step_of_name(without_slash(step_folder).filename().string());
   if (!step || *step == manifest.step) return std::nullopt;
   return str((step_folder / kManifestName).string(), " is of step ", manifest.step,
-             ", its folder's name of step ", *step);
+             ", but its folder is named for step ", *step);
+}
+
+fs::path step_path(const fs::path& folder, int64_t step) { return folder / str(kPrefix, step); }
+
+fs::path pending_path(const fs::path& folder, int64_t step, const std::string& run_id) {
+  return folder / str(".", kPrefix, step, ".", run_id, ".tmp");
 }
 
 std::vector<StepEntry> list_steps(const fs::path& folder) {
   std::vector<StepEntry> steps;
   for (const std::string& name : names_in(folder)) {
     const auto step = step_of_name(name);
-    if (!step || !is_own_folder(folder / name)) continue;
-    steps.push_back({*step, folder / name, is_own_file(folder / name / kManifestName)});
+    if (!step || detail::kind_of(folder / name) != Storage::Kind::Folder) continue;
+    steps.push_back({*step, folder / name, detail::is_file(folder / name / kManifestName)});
   }
   std::sort(steps.begin(), steps.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
   return steps;
@@ -121,6 +110,10 @@ std::vector<Leftover> list_leftovers(const fs::path& folder) {
   return leftovers;
 }
 
+bool lacks_successor(const Leftover& leftover, const fs::path& folder) {
+  return leftover.kind == LeftoverKind::Replaced && !detail::is_there(step_path(folder, leftover.step));
+}
+
 std::vector<fs::path> list_put_aside(const fs::path& folder) {
   std::vector<fs::path> paths;
   for (const std::string& name : names_in(folder))
@@ -131,7 +124,7 @@ std::vector<fs::path> list_put_aside(const fs::path& folder) {
 
 std::vector<std::string> quick_problems(const fs::path& step_folder, const Manifest& manifest) {
   std::vector<std::string> problems;
-  if (auto problem = detail::name_problem(step_folder, manifest)) problems.push_back(*problem);
+  if (auto problem = detail::step_name_problem(step_folder, manifest)) problems.push_back(*problem);
   for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
     const fs::path file = step_folder / file_name(static_cast<int64_t>(rank));
     if (auto problem = size_problem(file, manifest.files[rank].num_bytes)) problems.push_back(*problem);
@@ -141,8 +134,7 @@ std::vector<std::string> quick_problems(const fs::path& step_folder, const Manif
 
 std::vector<std::string> quick_problems(const fs::path& step_folder) {
   const fs::path manifest = step_folder / kManifestName;
-  if (!is_own_file(manifest))
-    return {str(manifest.string(), is_there(manifest) ? " is no regular file" : " is missing")};
+  if (!detail::is_file(manifest)) return {manifest.string() + detail::not_a_file(manifest)};
   try {
     return quick_problems(step_folder, read_manifest(step_folder));
   } catch (const Error& error) {
@@ -158,12 +150,6 @@ std::optional<int64_t> newest_complete(const fs::path& folder, std::vector<std::
     problems.insert(problems.end(), found.begin(), found.end());
   }
   return std::nullopt;
-}
-
-fs::path step_path(const fs::path& folder, int64_t step) { return folder / str(kPrefix, step); }
-
-fs::path pending_path(const fs::path& folder, int64_t step, const std::string& run_id) {
-  return folder / str(".", kPrefix, step, ".", run_id, ".tmp");
 }
 
 }  // namespace titan::checkpoint

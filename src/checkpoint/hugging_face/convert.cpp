@@ -1,138 +1,103 @@
-// Weights that are converted, wherever they lie.
+// Converting weights between a saved state, one safetensors file and a Hugging Face folder, without a job.
 
 #include <algorithm>
-#include <optional>
 #include <set>
-#include <string>
 #include <string_view>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include "titan/checkpoint/hugging_face.h"
-#include "titan/checkpoint/safetensors.h"
-#include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
-namespace titan::detail {
+namespace titan {
+namespace {
+
+constexpr int64_t kPieceBytes = 16 << 20;
+// A state's tensors with this prefix are the model's parameters.
+constexpr std::string_view kModelPrefix = "model.";
+
+// ---- where weights come from
 
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
-  /// For messages.
+  // For messages.
   virtual std::string path() const = 0;
   virtual std::vector<std::string> names() const = 0;
-  /// Dtype and shape; nullopt: it has no such tensor.
+  // Dtype and shape; nullopt: it has no such tensor.
   virtual std::optional<SafetensorsEntry> find(const std::string& name) const = 0;
-  /// Fills `target`, contiguous and of the source's dtype, with the elements in `box`; keeps no memory.
+  // Fills `target`, contiguous and of the source's dtype, with the elements in `box`; keeps no memory.
   virtual void read(const std::string& name, const Box& box, const at::Tensor& target) const = 0;
 };
 
-/// One file.
+// Files are memory-mapped: their pages are dropped after each read.
 class FileWeights : public WeightSource {
  public:
   explicit FileWeights(const std::filesystem::path& file) : file_(file) {}
   std::string path() const override { return file_.path().string(); }
   std::vector<std::string> names() const override { return file_.names(); }
-  std::optional<SafetensorsEntry> find(const std::string& name) const override;
-  void read(const std::string& name, const Box& box, const at::Tensor& target) const override;
+  std::optional<SafetensorsEntry> find(const std::string& name) const override {
+    if (!file_.contains(name)) return std::nullopt;
+    return SafetensorsEntry{name, file_.info(name).dtype, file_.info(name).shape};
+  }
+  void read(const std::string& name, const Box& box, const at::Tensor& target) const override {
+    file_.read_slice(name, box, target);
+    file_.drop_pages();
+  }
 
  private:
   SafetensorsFile file_;
 };
 
-/// The shards of a Hugging Face folder, under its names. The folder has to live as long.
+// The shards of a Hugging Face folder, under its names. The folder outlives it.
 class FolderWeights : public WeightSource {
  public:
   explicit FolderWeights(const HfFolder& folder) : folder_(folder) {}
   std::string path() const override { return folder_.path().string(); }
   std::vector<std::string> names() const override { return folder_.names(); }
-  std::optional<SafetensorsEntry> find(const std::string& name) const override;
-  void read(const std::string& name, const Box& box, const at::Tensor& target) const override;
+  std::optional<SafetensorsEntry> find(const std::string& name) const override {
+    if (!folder_.contains(name)) return std::nullopt;
+    const SafetensorsInfo& info = folder_.file_of(name).info(name);
+    return SafetensorsEntry{name, info.dtype, info.shape};
+  }
+  void read(const std::string& name, const Box& box, const at::Tensor& target) const override {
+    folder_.file_of(name).read_slice(name, box, target);
+    folder_.file_of(name).drop_pages();
+  }
 
  private:
   const HfFolder& folder_;
 };
 
-/// A saved state's tensors "model.NAME", as NAME.
+// A saved state's tensors "model.NAME", as NAME.
 class StateWeights : public WeightSource {
  public:
   explicit StateWeights(checkpoint::SavedState state) : state_(std::move(state)) {}
   std::string path() const override { return state_.folder().string(); }
-  std::vector<std::string> names() const override;
-  std::optional<SafetensorsEntry> find(const std::string& name) const override;
-  void read(const std::string& name, const Box& box, const at::Tensor& target) const override;
+  std::vector<std::string> names() const override {
+    std::vector<std::string> names;
+    for (const checkpoint::StateTensor& tensor : state_.table().tensors())
+      if (tensor.name.starts_with(kModelPrefix)) names.push_back(tensor.name.substr(kModelPrefix.size()));
+    return names;
+  }
+  std::optional<SafetensorsEntry> find(const std::string& name) const override {
+    const auto position = state_.table().find(std::string(kModelPrefix) + name);
+    if (!position) return std::nullopt;
+    const checkpoint::StateTensor& tensor = state_.table().tensors()[*position];
+    return SafetensorsEntry{name, tensor.dtype, tensor.shape};
+  }
+  void read(const std::string& name, const Box& box, const at::Tensor& target) const override {
+    state_.read(std::string(kModelPrefix) + name, box, target);
+  }
 
  private:
   checkpoint::SavedState state_;
 };
 
-namespace {
+// ---- a piece at a time
 
-// Of the parameters among a state's tensors.
-constexpr std::string_view kModelPrefix = "model.";
-
-SafetensorsEntry entry_of(const SafetensorsFile& file, const std::string& name) {
-  const SafetensorsInfo& info = file.info(name);
-  return {name, info.dtype, info.shape};
-}
-
-void read_and_drop(const SafetensorsFile& file, const std::string& name, const Box& box,
-                   const at::Tensor& target) {
-  file.read_slice(name, box, target);
-  file.drop_pages();
-}
-
-}  // namespace
-
-std::optional<SafetensorsEntry> FileWeights::find(const std::string& name) const {
-  if (!file_.contains(name)) return std::nullopt;
-  return entry_of(file_, name);
-}
-
-void FileWeights::read(const std::string& name, const Box& box, const at::Tensor& target) const {
-  read_and_drop(file_, name, box, target);
-}
-
-std::optional<SafetensorsEntry> FolderWeights::find(const std::string& name) const {
-  if (!folder_.contains(name)) return std::nullopt;
-  return entry_of(folder_.file_of(name), name);
-}
-
-void FolderWeights::read(const std::string& name, const Box& box, const at::Tensor& target) const {
-  read_and_drop(folder_.file_of(name), name, box, target);
-}
-
-std::vector<std::string> StateWeights::names() const {
-  std::vector<std::string> names;
-  for (const checkpoint::StateTensor& tensor : state_.table().tensors())
-    if (tensor.name.starts_with(kModelPrefix)) names.push_back(tensor.name.substr(kModelPrefix.size()));
-  return names;
-}
-
-std::optional<SafetensorsEntry> StateWeights::find(const std::string& name) const {
-  const auto position = state_.table().find(std::string(kModelPrefix) + name);
-  if (!position) return std::nullopt;
-  const checkpoint::StateTensor& tensor = state_.table().tensors()[*position];
-  return SafetensorsEntry{name, tensor.dtype, tensor.shape};
-}
-
-void StateWeights::read(const std::string& name, const Box& box, const at::Tensor& target) const {
-  state_.read(std::string(kModelPrefix) + name, box, target);
-}
-
-}  // namespace titan::detail
-
-namespace titan {
-namespace {
-
-using detail::WeightSource;
-
-constexpr int64_t kPieceBytes = 16 << 20;
-
-// Rows are woven within a head: pieces are whole heads.
+// Rows are reordered within a head, so pieces are whole heads.
 std::vector<Box> pieces_of(const SafetensorsEntry& source, int64_t rotary_head_dim) {
   const auto element_size = static_cast<int64_t>(c10::elementSize(source.dtype));
   if (rotary_head_dim == 0) return checkpoint::slabs_of(source.shape, element_size, kPieceBytes);
@@ -158,16 +123,16 @@ at::Tensor part_of(at::Tensor& buffer, const std::vector<int64_t>& sizes, at::Sc
   return buffer.narrow(0, 0, num_bytes).view(dtype).view(sizes);
 }
 
-/// Reads pieces of the sources in turn, into the same memory, and counts what was handed on.
-class Pieces {
+// Reads pieces of the source in turn, into the same memory, converts them, and reports progress.
+class Converter {
  public:
-  /// `total_bytes`: of all that is written.
-  Pieces(const WeightSource& source, int64_t total_bytes, RowOrder to, const ConvertOptions& options)
+  // `total_bytes`: of everything that is written.
+  Converter(const WeightSource& source, int64_t total_bytes, RowOrder to, const ConvertOptions& options)
       : source_(source), to_(to), options_(options), total_(total_bytes) {}
 
-  /// The source's tensor `name`, in the order and dtype in which it is written.
-  void hand_on(const std::string& name, at::ScalarType dtype, int64_t rotary_head_dim,
-               const AppendTensor& append) {
+  // Appends the source's tensor `name`, in the order and dtype in which it is written.
+  void append(const std::string& name, at::ScalarType dtype, int64_t rotary_head_dim,
+              const AppendTensor& append) {
     const SafetensorsEntry entry = source_.find(name).value();
     for (const Box& box : pieces_of(entry, rotary_head_dim)) {
       at::Tensor piece = part_of(read_, box.length, entry.dtype);
@@ -187,10 +152,12 @@ class Pieces {
   const WeightSource& source_;
   RowOrder to_;
   const ConvertOptions& options_;
-  // Bytes of a piece, as it was read and as it is written.
+  // Bytes of a piece, as read and as written.
   at::Tensor read_ = at::empty({0}, at::kByte), converted_ = at::empty({0}, at::kByte);
   int64_t done_ = 0, total_ = 0;
 };
+
+// ---- what is written
 
 std::vector<std::string> differences(const WeightSource& source, const HfModel& model) {
   std::vector<std::string> problems;
@@ -212,24 +179,6 @@ std::vector<std::string> differences(const WeightSource& source, const HfModel& 
   return problems;
 }
 
-/// What is written, in the order in which each tensor is aligned; `dtype_of`: of the source.
-template <class DtypeOf>
-std::vector<HfEntry> plan(const HfModel& model, const ConvertOptions& options, const DtypeOf& dtype_of) {
-  std::vector<HfEntry> entries;
-  for (const HfTensor& tensor : model.tensors)
-    entries.push_back({&tensor, options.dtype ? *options.dtype : dtype_of(tensor)});
-  std::stable_sort(entries.begin(), entries.end(), [](const HfEntry& a, const HfEntry& b) {
-    return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
-  });
-  return entries;
-}
-
-int64_t total_bytes(const std::vector<HfEntry>& entries) {
-  int64_t total = 0;
-  for (const HfEntry& entry : entries) total += num_bytes(entry);
-  return total;
-}
-
 int64_t total_bytes(const std::vector<SafetensorsEntry>& entries) {
   int64_t total = 0;
   for (const SafetensorsEntry& entry : entries)
@@ -242,12 +191,20 @@ void write_as_hf(const WeightSource& source, const std::filesystem::path& folder
                  const ConvertOptions& options) {
   auto problems = differences(source, model);
   if (!problems.empty()) throw ConfigError(std::move(problems));
-  const std::vector<HfEntry> entries =
-      plan(model, options, [&](const HfTensor& tensor) { return source.find(tensor.name)->dtype; });
-  Pieces pieces(source, total_bytes(entries), RowOrder::HuggingFace, options);
+  std::vector<HfEntry> entries;
+  int64_t total = 0;
+  for (const HfTensor& tensor : model.tensors) {
+    entries.push_back({&tensor, options.dtype.value_or(source.find(tensor.name)->dtype)});
+    total += num_bytes(entries.back());
+  }
+  // Each tensor is aligned in this order.
+  std::stable_sort(entries.begin(), entries.end(), [](const HfEntry& a, const HfEntry& b) {
+    return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
+  });
+  Converter converter(source, total, RowOrder::HuggingFace, options);
   write_hf_folder(folder, model, entries, options.folder, [&](size_t index, const AppendTensor& append) {
     const HfTensor& tensor = *entries[index].tensor;
-    pieces.hand_on(tensor.name, entries[index].dtype, tensor.rotary_head_dim, append);
+    converter.append(tensor.name, entries[index].dtype, tensor.rotary_head_dim, append);
   });
 }
 
@@ -258,50 +215,47 @@ void convert_from_hf(const std::filesystem::path& folder, const std::filesystem:
   const HfFolder files(folder);
   auto problems = tensor_differences(files, model);
   if (!problems.empty()) throw ConfigError(std::move(problems));
-  const detail::FolderWeights source(files);
-  std::vector<HfEntry> entries =
-      plan(model, options, [&](const HfTensor& tensor) { return source.find(tensor.hf_name)->dtype; });
-  // As sort_for_file: the file is the one that a run writes of these weights.
-  std::sort(entries.begin(), entries.end(), [](const HfEntry& a, const HfEntry& b) {
-    const auto sizes = std::pair(c10::elementSize(a.dtype), c10::elementSize(b.dtype));
-    return sizes.first != sizes.second ? sizes.first > sizes.second : a.tensor->name < b.tensor->name;
-  });
-  std::vector<SafetensorsEntry> in_file;
-  for (const HfEntry& entry : entries)
-    in_file.push_back({entry.tensor->name, entry.dtype, entry.tensor->shape});
-  Pieces pieces(source, total_bytes(entries), RowOrder::Ours, options);
-  write_safetensors_in_parts(file, in_file, {}, [&](size_t index, const AppendTensor& append) {
-    const HfTensor& tensor = *entries[index].tensor;
-    pieces.hand_on(tensor.hf_name, entries[index].dtype, tensor.rotary_head_dim, append);
+  const FolderWeights source(files);
+  std::map<std::string, const HfTensor*> tensors;
+  std::vector<SafetensorsEntry> entries;
+  for (const HfTensor& tensor : model.tensors) {
+    tensors.emplace(tensor.name, &tensor);
+    entries.push_back(
+        {tensor.name, options.dtype.value_or(source.find(tensor.hf_name)->dtype), tensor.shape});
+  }
+  sort_for_file(entries);
+  Converter converter(source, total_bytes(entries), RowOrder::Ours, options);
+  write_safetensors_in_parts(file, entries, {}, [&](size_t index, const AppendTensor& append) {
+    const HfTensor& tensor = *tensors.at(entries[index].name);
+    converter.append(tensor.hf_name, entries[index].dtype, tensor.rotary_head_dim, append);
   });
 }
 
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options) {
-  write_as_hf(detail::FileWeights(file), folder, model, options);
+  write_as_hf(FileWeights(file), folder, model, options);
 }
 
 void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,
                    const ConvertOptions& options) {
-  const detail::StateWeights source(state);
+  const StateWeights source(state);
   std::vector<SafetensorsEntry> entries;
   for (const std::string& name : source.names()) {
     entries.push_back(source.find(name).value());
     if (options.dtype) entries.back().dtype = *options.dtype;
   }
   if (entries.empty())
-    throw ConfigError(
-        titan::str(source.path(), ": has no model in it, whose tensors are called 'model.'..."));
+    throw ConfigError(titan::str(source.path(), ": has no model: no tensor's name begins with 'model.'"));
   sort_for_file(entries);
-  Pieces pieces(source, total_bytes(entries), RowOrder::Ours, options);
+  Converter converter(source, total_bytes(entries), RowOrder::Ours, options);
   write_safetensors_in_parts(file, entries, {}, [&](size_t index, const AppendTensor& append) {
-    pieces.hand_on(entries[index].name, entries[index].dtype, /*rotary_head_dim=*/0, append);
+    converter.append(entries[index].name, entries[index].dtype, /*rotary_head_dim=*/0, append);
   });
 }
 
 void convert_state_to_hf(const checkpoint::SavedState& state, const std::filesystem::path& folder,
                          const HfModel& model, const ConvertOptions& options) {
-  write_as_hf(detail::StateWeights(state), folder, model, options);
+  write_as_hf(StateWeights(state), folder, model, options);
 }
 
 }  // namespace titan

@@ -1,3 +1,5 @@
+// Reading a Hugging Face folder: its JSON files, the order of its rows, and the checks of its shards.
+
 #include <algorithm>
 #include <set>
 
@@ -5,29 +7,18 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/hugging_face/hf_json.h"
-#include "checkpoint/hugging_face/json_leaves.h"
+#include "core/json.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
 namespace titan {
-
-std::string to_text(const HfValue& value) {
-  const auto text = [](const auto& held) {
-    if constexpr (std::is_same_v<decltype(held), const std::monostate&>) {
-      return std::string("null");
-    } else {
-      return nlohmann::json(held).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-    }
-  };
-  return std::visit(text, value);
-}
-
-}  // namespace titan
-
-namespace titan::detail {
 namespace {
 
+namespace fs = std::filesystem;
+
+constexpr const char* kSingle = "model.safetensors";
+constexpr const char* kIndex = "model.safetensors.index.json";
 constexpr size_t kMaxConfigBytes = 1 << 20;
 constexpr size_t kMaxIndexBytes = 100'000'000;
 
@@ -42,55 +33,34 @@ std::string dotted(const JsonPath& keys) {
   return text;
 }
 
-}  // namespace
-
-HfConfig parse_hf_config(std::string_view text, const std::string& file) {
-  HfConfig config;
-  for (const auto& [keys, value] : parse_json_leaves(text, kMaxConfigBytes, file)) {
-    // {"a.b": 1} and {"a": {"b": 1}} would be one.
-    if (!config.emplace(dotted(keys), value).second)
-      throw ConfigError(str(file, ": '", dotted(keys), "' occurs twice"));
-  }
-  return config;
+// "" where `file` is a regular file in the folder.
+std::string problem_of_file(const fs::path& folder, const fs::path& file) {
+  std::error_code error;
+  const fs::path target = fs::canonical(file, error);
+  if (error) return str(file.string(), ": ", error.message());
+  if (!fs::is_regular_file(target, error)) return str(file.string(), ": not a regular file");
+  if (target.parent_path() != fs::canonical(folder))
+    return str(file.string(), ": is a link to ", target.string(),
+               ", outside the folder; copy the folder with its links resolved (cp -rL)");
+  return "";
 }
 
-std::map<std::string, std::string> parse_hf_index(std::string_view text, const std::string& file) {
-  std::map<std::string, std::string> map;
-  std::vector<std::string> problems;
-  for (const auto& [keys, value] : parse_json_leaves(text, kMaxIndexBytes, file)) {
-    if (keys[0] != "weight_map") continue;
-    const auto* shard = std::get_if<std::string>(&value);
-    if (keys.size() == 2 && shard && is_plain_name(*shard)) {
-      map.emplace(keys[1], *shard);
-    } else {
-      problems.push_back(str(file, ": weight_map: '", keys.size() > 1 ? keys[1] : "", "' is in ",
-                             to_text(value), "; allowed: the name of a .safetensors file in the folder"));
-    }
-  }
-  if (problems.empty() && map.empty()) problems.push_back(str(file, ": weight_map names no tensors"));
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-  return map;
-}
-
-}  // namespace titan::detail
-
-namespace titan {
-namespace {
+// ---- rows
 
 void check_heads(int64_t num_rows, int64_t head_dim) {
   TITAN_CHECK(head_dim % 2 == 0 && num_rows % head_dim == 0, num_rows, " rows aren't heads of ", head_dim,
               " rotated in pairs");
 }
 
-// What a part of a head takes from the other order: `length` rows, `stride` apart.
-struct Run {
+// Rows that a part of a head takes from the other order: `length` of them, `stride` apart.
+struct RowRun {
   int64_t from = 0, from_stride = 1;
   int64_t to = 0, to_stride = 1;
   int64_t length = 0;
 };
 
-// The two runs of rows [begin, end) of a head, one of each half of the pairs.
-Run run_of(int64_t half, int64_t head_dim, int64_t begin, int64_t end, RowOrder to) {
+// One of the two runs of rows [begin, end) of a head: there is one for each half of the pairs.
+RowRun run_of(int64_t half, int64_t head_dim, int64_t begin, int64_t end, RowOrder to) {
   const int64_t pairs = head_dim / 2;
   if (to == RowOrder::Ours) {
     const int64_t first = (begin - half + 1) / 2, last = (end - half + 1) / 2;
@@ -107,80 +77,46 @@ int64_t span(int64_t length, int64_t stride) { return (length - 1) * stride + 1;
 
 }  // namespace
 
-at::Tensor reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to) {
-  if (rotary_head_dim == 0) return rows;
-  at::Tensor reordered = at::empty(rows.sizes(), rows.options());
-  reorder_rows(rows, rotary_head_dim, to, reordered);
-  return reordered;
+// ---- JSON
+
+std::string to_text(const HfValue& value) {
+  const auto text = [](const auto& held) {
+    if constexpr (std::is_same_v<decltype(held), const std::monostate&>) {
+      return std::string("null");
+    } else {
+      return nlohmann::json(held).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    }
+  };
+  return std::visit(text, value);
 }
 
-void reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to, const at::Tensor& target) {
-  TITAN_CHECK(target.is_contiguous() && target.sizes() == rows.sizes(), "rows ", rows.sizes(),
-              " are put in order in a contiguous tensor of their shape, given ", target.sizes());
-  if (rotary_head_dim == 0) {
-    target.copy_(rows);
-    return;
+HfConfig detail::parse_hf_config(std::string_view text, const std::string& file) {
+  HfConfig config;
+  for (const auto& [keys, value] : parse_json_leaves(text, kMaxConfigBytes, file)) {
+    // {"a.b": 1} and {"a": {"b": 1}} would be one.
+    if (!config.emplace(dotted(keys), value).second)
+      throw ConfigError(str(file, ": '", dotted(keys), "' occurs twice"));
   }
-  check_heads(rows.size(0), rotary_head_dim);
-  const int64_t pairs = rotary_head_dim / 2;
-  std::vector<int64_t> from = {rows.size(0) / rotary_head_dim, pairs, 2};
-  if (to == RowOrder::Ours) std::swap(from[1], from[2]);
-  const auto rest = rows.sizes().slice(1);
-  from.insert(from.end(), rest.begin(), rest.end());
-  const at::Tensor in_order = rows.reshape(from).transpose(1, 2);
-  target.view(in_order.sizes()).copy_(in_order);
+  return config;
 }
 
-at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, const Box& box,
-                          int64_t rotary_head_dim, RowOrder to) {
-  if (rotary_head_dim == 0 || box.numel() == 0) return file.read_slice(name, box);
-  check_heads(file.info(name).shape.at(0), rotary_head_dim);
-  const int64_t first = box.offset[0], last = first + box.length[0];
-  at::Tensor part = at::empty(box.length, at::dtype(file.info(name).dtype));
-  for (int64_t head = first / rotary_head_dim * rotary_head_dim; head < last; head += rotary_head_dim) {
-    const int64_t begin = std::max(first - head, int64_t{0});
-    const int64_t end = std::min(last - head, rotary_head_dim);
-    for (int64_t half = 0; half < 2; ++half) {
-      const Run run = run_of(half, rotary_head_dim, begin, end, to);
-      if (run.length <= 0) continue;
-      Box source = box;
-      source.offset[0] = head + run.from;
-      source.length[0] = span(run.length, run.from_stride);
-      const int64_t target = head + begin - first + run.to;
-      part.slice(0, target, target + span(run.length, run.to_stride), run.to_stride)
-          .copy_(file.read_slice(name, source).slice(0, 0, source.length[0], run.from_stride));
+std::map<std::string, std::string> detail::parse_hf_index(std::string_view text, const std::string& file) {
+  std::map<std::string, std::string> map;
+  std::vector<std::string> problems;
+  for (const auto& [keys, value] : parse_json_leaves(text, kMaxIndexBytes, file)) {
+    if (keys[0] != "weight_map") continue;
+    const auto* shard = std::get_if<std::string>(&value);
+    if (keys.size() == 2 && shard && is_plain_name(*shard)) {
+      map.emplace(keys[1], *shard);
+    } else {
+      problems.push_back(str(file, ": weight_map: '", keys.size() > 1 ? keys[1] : "", "' is in ",
+                             to_text(value), "; allowed: the name of a .safetensors file in the folder"));
     }
   }
-  return part;
+  if (problems.empty() && map.empty()) problems.push_back(str(file, ": weight_map names no tensors"));
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  return map;
 }
-
-namespace {
-
-namespace fs = std::filesystem;
-
-constexpr const char* kSingle = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
-
-// "" where `file` is a regular file in the folder.
-std::string problem_of_file(const fs::path& folder, const fs::path& file) {
-  std::error_code error;
-  const fs::path target = fs::canonical(file, error);
-  if (error) return str(file.string(), ": ", error.message());
-  if (!fs::is_regular_file(target, error)) return str(file.string(), ": not a regular file");
-  if (target.parent_path() != fs::canonical(folder))
-    return str(file.string(), ": is a link to ", target.string(),
-               ", outside the folder; copy the folder with its links resolved (cp -rL)");
-  return "";
-}
-
-std::set<std::string> weight_files(const std::map<std::string, std::string>& index) {
-  if (index.empty()) return {kSingle};
-  std::set<std::string> files;
-  for (const auto& [tensor, file] : index) files.insert(file);
-  return files;
-}
-
-}  // namespace
 
 HfConfig read_hf_config(const fs::path& folder) {
   const fs::path path = folder / "config.json";
@@ -210,6 +146,8 @@ std::vector<std::string> config_differences(const HfModel& found, const HfModel&
   return problems;
 }
 
+// ---- shards
+
 HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
   const bool single = fs::exists(folder / kSingle), indexed = fs::exists(folder / kIndex);
   if (single == indexed)
@@ -221,13 +159,14 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
     if (!problem.empty()) throw ConfigError(problem);
     index = detail::parse_hf_index(MappedFile(folder / kIndex).text(), (folder / kIndex).string());
   }
-  const std::set<std::string> names = weight_files(index);
+  std::set<std::string> names;
+  if (single) names.insert(kSingle);
+  for (const auto& [tensor, file] : index) names.insert(file);
   std::vector<std::string> problems;
   for (const std::string& name : names)
     if (std::string problem = problem_of_file(folder, folder / name); !problem.empty())
       problems.push_back(std::move(problem));
   if (!problems.empty()) throw ConfigError(std::move(problems));
-
   for (const std::string& name : names) {
     const SafetensorsFile& file = opened_.emplace_back(folder / name);
     for (const std::string& tensor : file.names()) {
@@ -235,15 +174,15 @@ HfFolder::HfFolder(const fs::path& folder) : path_(folder) {
       if (indexed && listed == index.end())
         problems.push_back(str(file.path().string(), ": '", tensor, "' is not in the index"));
       if (listed != index.end() && listed->second != name)
-        problems.push_back(
-            str(file.path().string(), ": '", tensor, "' is in ", listed->second, " by the index"));
+        problems.push_back(str(file.path().string(), ": by the index '", tensor, "' is in ", listed->second));
       if (!files_.emplace(tensor, opened_.size() - 1).second)
         problems.push_back(str(file.path().string(), ": '", tensor, "' is in another file too"));
     }
   }
   for (const auto& [tensor, file] : index)
     if (!contains(tensor))
-      problems.push_back(str((folder / file).string(), ": '", tensor, "' is missing, the index lists it"));
+      problems.push_back(
+          str((folder / file).string(), ": '", tensor, "' is missing, although the index lists it"));
   if (!problems.empty()) throw ConfigError(std::move(problems));
 }
 
@@ -283,6 +222,55 @@ std::vector<std::string> tensor_differences(const HfFolder& folder, const HfMode
       problems.push_back(
           titan::str(folder.file_of(name).path().string(), ": '", name, "' isn't part of the model"));
   return problems;
+}
+
+// ---- rows
+
+at::Tensor reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to) {
+  if (rotary_head_dim == 0) return rows;
+  at::Tensor reordered = at::empty(rows.sizes(), rows.options());
+  reorder_rows(rows, rotary_head_dim, to, reordered);
+  return reordered;
+}
+
+void reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to, const at::Tensor& target) {
+  TITAN_CHECK(target.is_contiguous() && target.sizes() == rows.sizes(), "rows ", rows.sizes(),
+              " are reordered into a contiguous tensor of their shape, given ", target.sizes());
+  if (rotary_head_dim == 0) {
+    target.copy_(rows);
+    return;
+  }
+  check_heads(rows.size(0), rotary_head_dim);
+  const int64_t pairs = rotary_head_dim / 2;
+  std::vector<int64_t> from = {rows.size(0) / rotary_head_dim, pairs, 2};
+  if (to == RowOrder::Ours) std::swap(from[1], from[2]);
+  const auto rest = rows.sizes().slice(1);
+  from.insert(from.end(), rest.begin(), rest.end());
+  const at::Tensor in_order = rows.reshape(from).transpose(1, 2);
+  target.view(in_order.sizes()).copy_(in_order);
+}
+
+at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, const Box& box,
+                          int64_t rotary_head_dim, RowOrder to) {
+  if (rotary_head_dim == 0 || box.numel() == 0) return file.read_slice(name, box);
+  check_heads(file.info(name).shape.at(0), rotary_head_dim);
+  const int64_t first = box.offset[0], last = first + box.length[0];
+  at::Tensor part = at::empty(box.length, at::dtype(file.info(name).dtype));
+  for (int64_t head = first / rotary_head_dim * rotary_head_dim; head < last; head += rotary_head_dim) {
+    const int64_t begin = std::max(first - head, int64_t{0});
+    const int64_t end = std::min(last - head, rotary_head_dim);
+    for (int64_t half = 0; half < 2; ++half) {
+      const RowRun run = run_of(half, rotary_head_dim, begin, end, to);
+      if (run.length <= 0) continue;
+      Box source = box;
+      source.offset[0] = head + run.from;
+      source.length[0] = span(run.length, run.from_stride);
+      const int64_t target = head + begin - first + run.to;
+      part.slice(0, target, target + span(run.length, run.to_stride), run.to_stride)
+          .copy_(file.read_slice(name, source).slice(0, 0, source.length[0], run.from_stride));
+    }
+  }
+  return part;
 }
 
 }  // namespace titan

@@ -1,82 +1,18 @@
-// A folder that is whole or not there, as core/file.h for files.
+// Writing a Hugging Face folder.
 
 #include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 
 #include <c10/util/accumulate.h>
 #include <nlohmann/json.hpp>
 
 #include "core/durable.h"
 #include "titan/checkpoint/hugging_face.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
-
-namespace titan::detail {
-
-/// Made under a temporary name, `.NAME.PID.tmp`, in the parent of its own; removed by the destructor unless
-/// commit() gave it its name.
-class NewFolder {
- public:
-  explicit NewFolder(const std::filesystem::path& path);
-  ~NewFolder();
-  NewFolder(const NewFolder&) = delete;
-  NewFolder& operator=(const NewFolder&) = delete;
-
-  /// Where its files are to be written.
-  const std::filesystem::path& path() const { return temporary_; }
-  /// Renames it, and syncs. What has that name already is kept as NAME.old, NAME.old.2, ...
-  void commit();
-
- private:
-  std::filesystem::path final_, temporary_;
-  bool committed_ = false;
-};
-
-namespace {
-
-namespace fs = std::filesystem;
-
-// Without a trailing slash, which would leave no name.
-fs::path named(const fs::path& path) {
-  const fs::path normal = fs::absolute(path).lexically_normal();
-  return normal.has_filename() ? normal : normal.parent_path();
-}
-
-fs::path free_name_beside(const fs::path& path) {
-  for (int number = 1;; ++number) {
-    fs::path name = path;
-    name += number == 1 ? std::string(".old") : str(".old.", number);
-    if (!is_there(name)) return name;
-  }
-}
-
-}  // namespace
-
-NewFolder::NewFolder(const fs::path& path)
-    : final_(named(path)),
-      temporary_(final_.parent_path() / str(".", final_.filename().string(), ".", ::getpid(), ".tmp")) {
-  std::error_code ignored;
-  fs::remove_all(temporary_, ignored);  // of a process that had this number before
-  make_folder(temporary_);
-}
-
-NewFolder::~NewFolder() {
-  std::error_code ignored;
-  if (!committed_) fs::remove_all(temporary_, ignored);
-}
-
-void NewFolder::commit() {
-  sync_folder(temporary_);
-  const bool replaces = is_there(final_);
-  if (replaces) rename_folder(final_, free_name_beside(final_));
-  rename_folder(temporary_, final_);
-  committed_ = true;
-  sync_folder(final_.parent_path());
-}
-
-}  // namespace titan::detail
 
 namespace titan {
 namespace {
@@ -87,7 +23,54 @@ constexpr const char* kTokenizerFiles[] = {"tokenizer.json",          "tokenizer
                                            "special_tokens_map.json", "added_tokens.json",
                                            "tokenizer.model",         "generation_config.json"};
 
-/// entries[begin, end) go into one file.
+// A folder that appears whole or not at all, as write_file_atomic does for files. It is made under a
+// temporary name, `.NAME.PID.tmp`, next to its own, and removed by the destructor unless commit() gave it its
+// name.
+class NewFolder {
+ public:
+  explicit NewFolder(const fs::path& path)
+      : final_(without_slash(path)),
+        temporary_(final_.parent_path() / str(".", final_.filename().string(), ".", ::getpid(), ".tmp")) {
+    std::error_code ignored;
+    fs::remove_all(temporary_, ignored);  // of an earlier process with this number
+    make_folder(temporary_);
+  }
+  ~NewFolder() {
+    std::error_code ignored;
+    if (!committed_) fs::remove_all(temporary_, ignored);
+  }
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+
+  const fs::path& path() const { return temporary_; }
+
+  // Renames it, and syncs. A folder that has the name is kept as NAME.old, NAME.old.2, ...
+  void commit() {
+    detail::sync_folder(temporary_);
+    if (detail::is_there(final_)) detail::rename_folder(final_, free_name());
+    detail::rename_folder(temporary_, final_);
+    committed_ = true;
+    detail::sync_folder(final_.parent_path());
+  }
+
+ private:
+  static fs::path without_slash(const fs::path& path) {
+    const fs::path normal = fs::absolute(path).lexically_normal();
+    return normal.has_filename() ? normal : normal.parent_path();
+  }
+  fs::path free_name() const {
+    for (int number = 1;; ++number) {
+      fs::path name = final_;
+      name += number == 1 ? std::string(".old") : str(".old.", number);
+      if (!detail::is_there(name)) return name;
+    }
+  }
+
+  fs::path final_, temporary_;
+  bool committed_ = false;
+};
+
+// entries[begin, end) go into one file.
 struct Shard {
   size_t begin = 0, end = 0;
   int64_t bytes = 0;
@@ -113,11 +96,11 @@ std::string shard_name(size_t index, size_t count) {
 }
 
 void write_shard(const fs::path& path, const std::vector<HfEntry>& entries, const Shard& shard,
-                 const ProduceRows& produce) {
+                 const ProduceParts& produce) {
   std::vector<SafetensorsEntry> in_file;
   for (size_t index = shard.begin; index < shard.end; ++index)
     in_file.push_back({entries[index].tensor->hf_name, entries[index].dtype, entries[index].tensor->shape});
-  // transformers refuses a file that doesn't say so.
+  // transformers refuses a file without this.
   write_safetensors_in_parts(
       path, in_file, {{"format", "pt"}},
       [&](size_t index, const AppendTensor& append) { produce(shard.begin + index, append); });
@@ -125,14 +108,15 @@ void write_shard(const fs::path& path, const std::vector<HfEntry>& entries, cons
 
 void write_index(const fs::path& path, const std::vector<HfEntry>& entries,
                  const std::vector<Shard>& shards) {
-  nlohmann::ordered_json index;
   int64_t total = 0;
-  for (const Shard& shard : shards) total += shard.bytes;
-  index["metadata"]["total_size"] = total;
   std::map<std::string, std::string> weight_map;
-  for (size_t i = 0; i < shards.size(); ++i)
+  for (size_t i = 0; i < shards.size(); ++i) {
+    total += shards[i].bytes;
     for (size_t entry = shards[i].begin; entry < shards[i].end; ++entry)
       weight_map[entries[entry].tensor->hf_name] = shard_name(i, shards.size());
+  }
+  nlohmann::ordered_json index;
+  index["metadata"]["total_size"] = total;
   index["weight_map"] = weight_map;
   write_file_atomic(path, index.dump(2) + "\n");
 }
@@ -158,15 +142,14 @@ std::string config_text(HfConfig config, at::ScalarType dtype) {
   for (const auto& [key, value] : config) {
     std::string pointer = "/" + key;
     std::replace(pointer.begin(), pointer.end(), '.', '/');
-    std::visit(
-        [&](const auto& held) {
-          if constexpr (std::is_same_v<decltype(held), const std::monostate&>) {
-            flat[pointer] = nullptr;
-          } else {
-            flat[pointer] = held;
-          }
-        },
-        value);
+    const auto set = [&](const auto& held) {
+      if constexpr (std::is_same_v<decltype(held), const std::monostate&>) {
+        flat[pointer] = nullptr;
+      } else {
+        flat[pointer] = held;
+      }
+    };
+    std::visit(set, value);
   }
   return flat.unflatten().dump(2) + "\n";
 }
@@ -178,7 +161,7 @@ void copy_tokenizer(const fs::path& from, const fs::path& to) {
 }
 
 void write_files(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
-                 const HfWriteOptions& options, const ProduceRows& produce) {
+                 const HfWriteOptions& options, const ProduceParts& produce) {
   const std::vector<Shard> shards = cut(entries, options.shard_bytes);
   for (size_t i = 0; i < shards.size(); ++i)
     write_shard(folder / shard_name(i, shards.size()), entries, shards[i], produce);
@@ -194,10 +177,11 @@ int64_t num_bytes(const HfEntry& entry) {
 }
 
 void write_hf_folder(const fs::path& folder, const HfModel& model, const std::vector<HfEntry>& entries,
-                     const HfWriteOptions& options, const ProduceRows& produce) {
+                     const HfWriteOptions& options, const ProduceParts& produce) {
   TITAN_CHECK(!entries.empty(), folder.string(), ": a model without parameters can't be saved");
+  checkpoint::require_local(folder, "a Hugging Face folder");
   if (options.in_place) return write_files(folder, model, entries, options, produce);
-  detail::NewFolder written(folder);
+  NewFolder written(folder);
   write_files(written.path(), model, entries, options, produce);
   written.commit();
 }

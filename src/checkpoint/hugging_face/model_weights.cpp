@@ -1,15 +1,11 @@
-// A model that is spread over ranks, tensor by tensor on the rank that writes it.
+// A job's model alone, read into and gathered from the shards of any mesh: as one safetensors file with our
+// names, or as a Hugging Face folder.
 
 #include <algorithm>
 #include <exception>
-#include <filesystem>
-#include <functional>
 #include <map>
-#include <optional>
 #include <set>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -18,48 +14,13 @@
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"
-#include "titan/dist/device_mesh.h"
-#include "titan/parallel/parameters.h"
 
-namespace titan::detail {
-
-/// The names of the parameters of all ranks of the pipeline together (collective over it); of a pipeline of
-/// one, none.
-std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters, const DeviceMesh& pipeline);
-
-/// The tensors of the file in its order (sort_for_file), each gathered from all ranks of its stage when it is
-/// asked for, and brought to the pipeline's first rank. A name on several stages is taken from the first.
-class GatheredModel {
- public:
-  /// Collective over the pipeline.
-  GatheredModel(const std::vector<Parameter>& parameters, std::optional<at::ScalarType> export_dtype,
-                const DeviceMesh& pipeline);
-
-  const std::vector<SafetensorsEntry>& entries() const { return entries_; }
-  /// Collective; in order. Undefined on ranks that neither own nor write it.
-  at::Tensor gather(size_t index);
-  /// The gathers that are left: the other ranks wait in them.
-  void finish();
-
- private:
-  void collect_entries(const std::vector<SafetensorsEntry>& own);
-
-  const DeviceMesh& pipeline_;
-  std::map<std::string, const Parameter*> parameters_;
-  std::map<std::string, int> owners_;  // position in the pipeline
-  std::vector<SafetensorsEntry> entries_;
-  size_t next_ = 0;
-};
-
-/// Calls `write` on rank 0 of the largest mesh (in a pipeline, of the world); the other ranks take part in
-/// what it gathers. When it throws, every rank throws Error.
-void write_gathered(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
-                    std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline,
-                    const std::function<void(GatheredModel&)>& write);
-
+namespace titan {
 namespace {
 
 constexpr dist::Label kLabel{.phase = "checkpoint::save_model"};
+
+// ---- gathering
 
 const DeviceMesh& largest_mesh(const std::vector<Parameter>& parameters) {
   auto size = [](const Parameter& parameter) { return parameter.data.mesh.size(); };
@@ -68,7 +29,7 @@ const DeviceMesh& largest_mesh(const std::vector<Parameter>& parameters) {
       ->data.mesh;
 }
 
-// True on all ranks of the mesh where it is on one: the maximum along each axis in turn.
+// True on all ranks of the mesh where it is true on one: the maximum along each axis in turn.
 bool any_rank(const DeviceMesh& mesh, bool value) {
   double flag = value;
   for (const auto& axis : mesh.axes()) {
@@ -77,10 +38,11 @@ bool any_rank(const DeviceMesh& mesh, bool value) {
   return flag > 0;
 }
 
-// Of the pipelines side by side, each of which has a part of every stage, one carries whole tensors.
+// Parallel pipelines each have a part of every stage; one of them carries whole tensors.
 bool has_writer(const DeviceMesh& pipeline) { return pipeline.ranks().front() == 0; }
 
-// What a stage has, as a line for its peers: dtype, shape, and the name, which may hold spaces.
+// The text that a stage sends its peers, a line for each tensor: dtype, shape, and the name, which may
+// contain spaces.
 std::string describe(const std::vector<SafetensorsEntry>& entries) {
   std::string text;
   for (const SafetensorsEntry& entry : entries) {
@@ -108,68 +70,66 @@ std::vector<SafetensorsEntry> parse_entries(const std::string& text) {
   return entries;
 }
 
-}  // namespace
-
-GatheredModel::GatheredModel(const std::vector<Parameter>& parameters,
-                             std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline)
-    : pipeline_(pipeline) {
-  std::vector<SafetensorsEntry> own;
-  size_t saved = 0;
-  for (const auto& parameter : parameters) {
-    if (parameter.duplicate) continue;
-    ++saved;
-    parameters_.emplace(parameter.name, &parameter);
-    at::ScalarType dtype = export_dtype.value_or(parameter.data.local.scalar_type());
-    own.push_back({parameter.name, dtype, parameter.data.global_shape});
+// The tensors of the file in its order (sort_for_file), each gathered from all ranks of its stage when it is
+// asked for, and brought to the pipeline's first rank. A name on several stages is taken from the first.
+class GatheredModel {
+ public:
+  // Collective over the pipeline.
+  GatheredModel(const std::vector<Parameter>& parameters, std::optional<at::ScalarType> export_dtype,
+                const DeviceMesh& pipeline)
+      : pipeline_(pipeline) {
+    std::vector<SafetensorsEntry> own;
+    for (const auto& parameter : parameters) {
+      if (parameter.duplicate) continue;
+      TITAN_CHECK(parameters_.emplace(parameter.name, &parameter).second,
+                  "two parameters have the same name, '", parameter.name, "'");
+      at::ScalarType dtype = export_dtype.value_or(parameter.data.local.scalar_type());
+      own.push_back({parameter.name, dtype, parameter.data.global_shape});
+    }
+    std::vector<std::string> texts = {describe(own)};
+    if (pipeline_.size() > 1) texts = pipeline_.group()->all_gather_text(texts[0], kLabel);
+    for (size_t rank = 0; rank < texts.size(); ++rank)
+      for (SafetensorsEntry& entry : parse_entries(texts[rank]))
+        if (owners_.emplace(entry.name, static_cast<int>(rank)).second) entries_.push_back(std::move(entry));
+    sort_for_file(entries_);
   }
-  TITAN_CHECK(parameters_.size() == saved, "two parameters have the same name");
-  collect_entries(own);
-  sort_for_file(entries_);
-}
 
-at::Tensor GatheredModel::gather(size_t index) {
-  next_ = index + 1;
-  const SafetensorsEntry& entry = entries_[index];
-  const int owner = owners_.at(entry.name);
-  at::Tensor whole;
-  if (owner == pipeline_.rank()) {
-    const Parameter& parameter = *parameters_.at(entry.name);
-    whole = full_tensor(parameter.data).to(entry.dtype).contiguous();
+  const std::vector<SafetensorsEntry>& entries() const { return entries_; }
+
+  // Collective; in order. Undefined on ranks that neither own nor write it.
+  at::Tensor gather(size_t index) {
+    next_ = index + 1;
+    const SafetensorsEntry& entry = entries_[index];
+    const int owner = owners_.at(entry.name);
+    at::Tensor whole;
+    if (owner == pipeline_.rank()) {
+      const Parameter& parameter = *parameters_.at(entry.name);
+      whole = full_tensor(parameter.data).to(entry.dtype).contiguous();
+    }
+    if (owner == 0 || !has_writer(pipeline_)) return whole;
+    // From host to host: the writer may have no parameter that shows its device, and no room there to spare.
+    if (owner == pipeline_.rank()) pipeline_.group()->send(whole.cpu().view(-1), 0, kLabel).wait();
+    if (pipeline_.rank() != 0) return whole;
+    whole = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
+    pipeline_.group()->receive(whole.view(-1), owner, kLabel).wait();
+    return whole;
   }
-  if (owner == 0 || !has_writer(pipeline_)) return whole;
-  // From host to host: the writer may have no parameter that tells its device, and no room there to spare.
-  if (owner == pipeline_.rank()) pipeline_.group()->send(whole.cpu().view(-1), 0, kLabel).wait();
-  if (pipeline_.rank() != 0) return whole;
-  whole = at::empty(entry.shape, at::TensorOptions().dtype(entry.dtype));
-  pipeline_.group()->receive(whole.view(-1), owner, kLabel).wait();
-  return whole;
-}
 
-void GatheredModel::finish() {
-  while (next_ < entries_.size()) gather(next_);
-}
-
-void GatheredModel::collect_entries(const std::vector<SafetensorsEntry>& own) {
-  std::vector<std::string> texts = {describe(own)};
-  if (pipeline_.size() > 1) texts = pipeline_.group()->all_gather_text(texts[0], kLabel);
-  for (size_t rank = 0; rank < texts.size(); ++rank)
-    for (SafetensorsEntry& entry : parse_entries(texts[rank]))
-      if (owners_.emplace(entry.name, static_cast<int>(rank)).second) entries_.push_back(std::move(entry));
-}
-
-std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters,
-                                        const DeviceMesh& pipeline) {
-  std::set<std::string> names;
-  if (pipeline.size() == 1) return names;
-  std::string own;
-  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
-  for (const std::string& text : pipeline.group()->all_gather_text(own, kLabel)) {
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) names.insert(line);
+  // The remaining gathers: the other ranks wait in them.
+  void finish() {
+    while (next_ < entries_.size()) gather(next_);
   }
-  return names;
-}
 
+ private:
+  const DeviceMesh& pipeline_;
+  std::map<std::string, const Parameter*> parameters_;
+  std::map<std::string, int> owners_;  // position in the pipeline
+  std::vector<SafetensorsEntry> entries_;
+  size_t next_ = 0;
+};
+
+// Calls `write` on rank 0 of the largest mesh (in a pipeline, of the world); the other ranks take part in
+// what it gathers. When it throws, every rank throws Error.
 void write_gathered(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                     std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline,
                     const std::function<void(GatheredModel&)>& write) {
@@ -191,17 +151,34 @@ void write_gathered(const std::vector<Parameter>& parameters, const std::filesys
   TITAN_CHECK(!failed, path.string(), ": rank 0 of the mesh couldn't write the model; its message says why");
 }
 
-}  // namespace titan::detail
+// ---- comparing names
 
-namespace titan {
-namespace {
+void check_materialized(const Parameter& parameter) {
+  TITAN_CHECK(!is_deferred(parameter.data.local), "parameter '", parameter.name,
+              "' has no memory yet: materialize() the model first");
+}
 
-// Everything that keeps `file` from being the weights of `parameters` and those of other ranks, one a line.
+// The names of the parameters of all ranks of the pipeline together (collective over it); none without a
+// pipeline.
+std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters,
+                                        const DeviceMesh& pipeline) {
+  std::set<std::string> names;
+  if (pipeline.size() == 1) return names;
+  std::string own;
+  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
+  for (const std::string& text : pipeline.group()->all_gather_text(own, kLabel)) {
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) names.insert(line);
+  }
+  return names;
+}
+
+// Why `file` doesn't hold the weights of `parameters` and of the other stages, a line each.
 std::vector<std::string> differences(const std::vector<Parameter>& parameters,
-                                     const std::set<std::string>& elsewhere, const SafetensorsFile& file) {
+                                     const std::set<std::string>& other_stages, const SafetensorsFile& file) {
   std::vector<std::string> problems;
-  std::set<std::string> expected = elsewhere;
-  std::string path = file.path().string();
+  std::set<std::string> expected = other_stages;
+  const std::string path = file.path().string();
   for (const auto& parameter : parameters) {
     expected.insert(parameter.name);
     if (!file.contains(parameter.name)) {
@@ -217,32 +194,6 @@ std::vector<std::string> differences(const std::vector<Parameter>& parameters,
   }
   return problems;
 }
-
-}  // namespace
-
-void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
-                const DeviceMesh& pipeline) {
-  const std::set<std::string> elsewhere = detail::names_of_pipeline(parameters, pipeline);
-  SafetensorsFile file(path);
-  auto problems = differences(parameters, elsewhere, file);
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-  at::NoGradGuard no_grad;
-  for (const auto& parameter : parameters) {
-    at::Tensor local = parameter.data.local;
-    TITAN_CHECK(!is_deferred(local), "parameter '", parameter.name,
-                "' has no memory yet: materialize() the model first");
-    local.copy_(file.read_slice(parameter.name, parameter.data.box));
-  }
-}
-
-void save_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
-                std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline) {
-  detail::write_gathered(parameters, path, export_dtype, pipeline, [&](detail::GatheredModel& model) {
-    write_safetensors(path, model.entries(), {}, [&](size_t index) { return model.gather(index); });
-  });
-}
-
-namespace {
 
 using ByName = std::map<std::string, const HfTensor*, std::less<>>;
 
@@ -263,6 +214,27 @@ const HfTensor& tensor_of(const ByName& tensors, const std::string& name, const 
 
 }  // namespace
 
+void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
+                const DeviceMesh& pipeline) {
+  const std::set<std::string> other_stages = names_of_pipeline(parameters, pipeline);
+  SafetensorsFile file(path);
+  auto problems = differences(parameters, other_stages, file);
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  at::NoGradGuard no_grad;
+  for (const auto& parameter : parameters) {
+    check_materialized(parameter);
+    at::Tensor local = parameter.data.local;
+    local.copy_(file.read_slice(parameter.name, parameter.data.box));
+  }
+}
+
+void save_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
+                std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline) {
+  write_gathered(parameters, path, export_dtype, pipeline, [&](GatheredModel& model) {
+    write_safetensors(path, model.entries(), {}, [&](size_t index) { return model.gather(index); });
+  });
+}
+
 void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
                    const std::filesystem::path& folder) {
   const HfFolder files(folder);
@@ -271,8 +243,7 @@ void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& mode
   const ByName tensors = by_name(model);
   for (const Parameter& parameter : parameters) {
     tensor_of(tensors, parameter.name, parameter.data.global_shape);
-    TITAN_CHECK(!is_deferred(parameter.data.local), "parameter '", parameter.name,
-                "' has no memory yet: materialize() the model first");
+    check_materialized(parameter);
   }
   at::NoGradGuard no_grad;
   for (const Parameter& parameter : parameters) {
@@ -288,7 +259,7 @@ void save_hf_model(const std::vector<Parameter>& parameters, const HfModel& mode
                    std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline) {
   const ByName tensors = by_name(model);
   at::NoGradGuard no_grad;
-  detail::write_gathered(parameters, folder, export_dtype, pipeline, [&](detail::GatheredModel& gathered) {
+  write_gathered(parameters, folder, export_dtype, pipeline, [&](GatheredModel& gathered) {
     std::vector<HfEntry> entries;
     for (const SafetensorsEntry& entry : gathered.entries())
       entries.push_back({&tensor_of(tensors, entry.name, entry.shape), entry.dtype});

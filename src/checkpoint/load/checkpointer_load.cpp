@@ -1,4 +1,5 @@
-// Loading: what is wanted against what the checkpoint has, and the reads.
+// Loading: every rank reads the manifest and reports what prevents it from loading; when nothing does, each
+// rank reads its parts.
 
 #include <algorithm>
 #include <chrono>
@@ -7,45 +8,38 @@
 #include <numeric>
 #include <set>
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/save/checkpointer_impl.h"
-#include "checkpoint/save/rank_tree.h"
-#include "checkpoint/save/save_plan.h"
 #include "core/threads.h"
-#include "titan/checkpoint/checkpointer.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
-namespace titan::checkpoint::detail {
+namespace titan::checkpoint {
 
-/// The keys of objects that are loaded, and what is wrong with the options: a line each.
-std::set<std::string> keys_to_load(const std::vector<std::string>& registered, const LoadOptions& options,
-                                   const Manifest& manifest, std::vector<std::string>& problems);
-
-/// Everything that keeps the checkpoint from being loaded into `tensors`, a line each. `names`: of the
-/// tensors of all pipeline stages.
-std::vector<std::string> differences(const std::vector<NamedTensor>& tensors,
-                                     const std::set<std::string>& names, const std::set<std::string>& keys,
-                                     const LoadOptions& options, const Manifest& manifest);
-
-/// The ranks whose files have parts of these tensors' local parts.
-std::set<int64_t> ranks_read(const StateTable& table, const std::vector<NamedTensor>& tensors);
-
-/// Reads each tensor's local part, by several threads: what is in host memory and has the saved dtype right
-/// where it belongs, the rest by way of a small buffer. Throws Error.
-void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tensors, int num_threads);
+using detail::agree;
+using detail::Answer;
+using detail::NamedTensor;
+using detail::problem_of;
+using detail::shape_text;
+using detail::throw_if;
+using detail::Verdict;
 
 namespace {
 
-// What a thread reads at once: enough to keep a disk busy, little beside the tensors.
+using Clock = std::chrono::steady_clock;
+
+constexpr dist::Label kLoadLabel{.phase = "checkpoint::load"};
+// Bytes that a thread reads at once: enough to keep a disk busy, little compared with the tensors.
 constexpr int64_t kReadBytes = int64_t{32} << 20;
+// Per rank; in a wrong model all tensors are wrong.
+constexpr size_t kShownProblems = 100;
+
+// ---- what is wanted, compared with what the checkpoint has
 
 std::string object_key(const std::string& name) { return name.substr(0, name.find('.')); }
 
@@ -61,6 +55,68 @@ std::set<std::string> keys_in(const Manifest& manifest) {
   for (const StateTensor& tensor : manifest.table.tensors()) keys.insert(object_key(tensor.name));
   return keys;
 }
+
+// The keys of the objects to load; what is wrong with the options is added to `problems`, a line each.
+std::set<std::string> keys_to_load(const std::vector<std::string>& registered, const LoadOptions& options,
+                                   const Manifest& manifest, std::vector<std::string>& problems) {
+  const std::set<std::string> here(registered.begin(), registered.end()), saved = keys_in(manifest);
+  const auto contains = [](const std::vector<std::string>& list, const std::string& key) {
+    return std::find(list.begin(), list.end(), key) != list.end();
+  };
+  std::set<std::string> keys = here;
+  if (!options.only.empty()) {
+    keys = {options.only.begin(), options.only.end()};
+    for (const auto& key : options.only)
+      if (!here.count(key))
+        problems.push_back(titan::str("'", key, "' is to be loaded, but this run has no such object; it has ",
+                                      quoted_list(registered)));
+  }
+  for (const auto& key : options.exclude) {
+    if (!here.count(key) && !saved.count(key))
+      problems.push_back(titan::str(
+          "'", key, "' is to be excluded, but neither this run nor the checkpoint has such an object; ",
+          "this run has ", quoted_list(registered)));
+    keys.erase(key);
+  }
+  for (const auto& key : keys)
+    if (here.count(key) && !saved.count(key) && !contains(options.optional, key))
+      problems.push_back(titan::str("the checkpoint has no '", key, "'; it has ",
+                                    quoted_list({saved.begin(), saved.end()})));
+  for (const auto& key : saved)
+    if (options.only.empty() && !contains(options.exclude, key) && !here.count(key) &&
+        !contains(options.optional, key))
+      problems.push_back(titan::str("the checkpoint's '", key, "' is no object of this run, which has ",
+                                    quoted_list(registered), " (exclude it to leave it)"));
+  // An object that is missing as a whole was reported; its tensors one by one would repeat that.
+  std::erase_if(keys, [&](const std::string& key) { return !here.count(key) || !saved.count(key); });
+  return keys;
+}
+
+std::string difference_of(const NamedTensor& tensor, const LoadOptions& options, const Manifest& manifest) {
+  const auto position = manifest.table.find(tensor.name);
+  if (!position) return titan::str("tensor '", tensor.name, "' isn't in the checkpoint");
+  const StateTensor& saved = manifest.table.tensors()[*position];
+  if (saved.shape != tensor.data.global_shape)
+    return titan::str("tensor '", tensor.name, "' has shape ", shape_text(saved.shape),
+                      " in the checkpoint, here it has ", shape_text(tensor.data.global_shape));
+  const at::ScalarType dtype = tensor.data.local.scalar_type();
+  if (saved.dtype == dtype || options.convert_dtypes) return "";
+  return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, here it is ", dtype,
+                    " (converted only on request)");
+}
+
+// The ranks whose files hold parts of these tensors' local parts.
+std::set<int64_t> ranks_read(const StateTable& table, const std::vector<NamedTensor>& tensors) {
+  std::set<int64_t> ranks;
+  for (const NamedTensor& tensor : tensors) {
+    const auto position = table.find(tensor.name);
+    if (!position || tensor.data.box.numel() == 0) continue;
+    for (const Source& source : table.sources_of(*position, tensor.data.box)) ranks.insert(source.rank);
+  }
+  return ranks;
+}
+
+// ---- reading
 
 // Rows of a local part.
 struct Stretch {
@@ -110,115 +166,22 @@ void read_stretch(const SavedState& saved, const NamedTensor& tensor, const Stre
   target.copy_(bounce);
 }
 
-std::string difference_of(const NamedTensor& tensor, const LoadOptions& options, const Manifest& manifest) {
-  const auto position = manifest.table.find(tensor.name);
-  if (!position) return titan::str("tensor '", tensor.name, "' isn't in the checkpoint");
-  const StateTensor& saved = manifest.table.tensors()[*position];
-  if (saved.shape != tensor.data.global_shape)
-    return titan::str("tensor '", tensor.name, "' has shape ", shape_text(saved.shape),
-                      " in the checkpoint, here it has ", shape_text(tensor.data.global_shape));
-  const at::ScalarType dtype = tensor.data.local.scalar_type();
-  if (saved.dtype == dtype || options.convert_dtypes) return "";
-  return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, here it is ", dtype,
-                    " (converted only on request)");
-}
-
-}  // namespace
-
-std::set<std::string> keys_to_load(const std::vector<std::string>& registered, const LoadOptions& options,
-                                   const Manifest& manifest, std::vector<std::string>& problems) {
-  const std::set<std::string> here(registered.begin(), registered.end()), saved = keys_in(manifest);
-  std::set<std::string> keys = here;
-  if (!options.only.empty()) {
-    keys = {options.only.begin(), options.only.end()};
-    for (const auto& key : options.only)
-      if (!here.count(key))
-        problems.push_back(titan::str("'", key, "' is to be loaded, but this run has no such object; it has ",
-                                      quoted_list(registered)));
-  }
-  for (const auto& key : options.exclude) {
-    if (!here.count(key) && !saved.count(key))
-      problems.push_back(titan::str("'", key,
-                                    "' is to be excluded, but neither this run nor the checkpoint "
-                                    "has such an object; this run has ",
-                                    quoted_list(registered)));
-    keys.erase(key);
-  }
-  const auto is_optional = [&options](const std::string& key) {
-    return std::count(options.optional.begin(), options.optional.end(), key) > 0;
-  };
-  for (const auto& key : keys)
-    if (here.count(key) && !saved.count(key) && !is_optional(key))
-      problems.push_back(titan::str("the checkpoint has no '", key, "'; it has ",
-                                    quoted_list({saved.begin(), saved.end()})));
-  const bool all_wanted = options.only.empty();
-  for (const auto& key : saved) {
-    const bool excluded = std::count(options.exclude.begin(), options.exclude.end(), key) > 0;
-    if (all_wanted && !excluded && !here.count(key) && !is_optional(key))
-      problems.push_back(titan::str("the checkpoint's '", key, "' is no object of this run, which has ",
-                                    quoted_list(registered), " (exclude it to leave it)"));
-  }
-  // What is missing as a whole was told; its tensors one by one would say it again.
-  std::erase_if(keys, [&](const std::string& key) { return !here.count(key) || !saved.count(key); });
-  return keys;
-}
-
-std::vector<std::string> differences(const std::vector<NamedTensor>& tensors,
-                                     const std::set<std::string>& names, const std::set<std::string>& keys,
-                                     const LoadOptions& options, const Manifest& manifest) {
-  std::vector<std::string> problems;
-  for (const NamedTensor& tensor : tensors)
-    if (const std::string problem = difference_of(tensor, options, manifest); !problem.empty())
-      problems.push_back(problem);
-  for (const StateTensor& tensor : manifest.table.tensors())
-    if (keys.count(object_key(tensor.name)) && !names.count(tensor.name))
-      problems.push_back(titan::str("the checkpoint's tensor '", tensor.name, "' isn't one of this run's"));
-  return problems;
-}
-
-std::set<int64_t> ranks_read(const StateTable& table, const std::vector<NamedTensor>& tensors) {
-  std::set<int64_t> ranks;
-  for (const NamedTensor& tensor : tensors) {
-    const auto position = table.find(tensor.name);
-    if (!position || tensor.data.box.numel() == 0) continue;
-    for (const Source& source : table.sources_of(*position, tensor.data.box)) ranks.insert(source.rank);
-  }
-  return ranks;
-}
-
+// Reads each tensor's local part, with several threads: a tensor in host memory with the saved dtype in
+// place, any other through a small buffer. Throws Error.
 void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tensors, int num_threads) {
   std::vector<Stretch> stretches;
   for (size_t i = 0; i < tensors.size(); ++i) add_stretches(tensors, saved, i, stretches);
-  run_tasks(num_threads, stretches.size(),
-            [&](size_t index) { read_stretch(saved, tensors[stretches[index].tensor], stretches[index]); });
+  run_tasks(num_threads, stretches.size(), [&](size_t index) {
+    read_stretch(saved, tensors[stretches[index].tensor], stretches[index]);
+  });
 }
 
-}  // namespace titan::checkpoint::detail
-
-namespace titan::checkpoint {
-
-// Loading: every rank reads the manifest, says what keeps it from loading, and reads its parts when nobody
-// has anything against it.
-
-using detail::agree;
-using detail::Answer;
-using detail::KeyedState;
-using detail::NamedTensor;
-using detail::throw_if;
-using detail::Verdict;
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr dist::Label kLoadLabel{.phase = "checkpoint::load"};
-// Of one rank; a wrong model has all of its tensors wrong.
-constexpr size_t kToldProblems = 100;
+// ---- lines of problems
 
 std::string joined_lines(const std::vector<std::string>& lines) {
   std::string text;
-  for (size_t i = 0; i < std::min(lines.size(), kToldProblems); ++i) text += (i == 0 ? "" : "\n") + lines[i];
-  if (lines.size() > kToldProblems) text += titan::str("\nand ", lines.size() - kToldProblems, " more");
+  for (size_t i = 0; i < std::min(lines.size(), kShownProblems); ++i) text += (i == 0 ? "" : "\n") + lines[i];
+  if (lines.size() > kShownProblems) text += titan::str("\nand ", lines.size() - kShownProblems, " more");
   return text;
 }
 
@@ -229,7 +192,7 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// Each line once, in the order in which the ranks have them.
+// Each line once, in the order of the ranks.
 Verdict merged_lines(const detail::RankTree& tree, const std::vector<Answer>& answers) {
   std::set<std::string> known;
   std::vector<std::string> lines;
@@ -239,17 +202,6 @@ Verdict merged_lines(const detail::RankTree& tree, const std::vector<Answer>& an
       if (known.insert(line).second) lines.push_back(line);
   }
   return {joined_lines(lines), false};
-}
-
-// What went wrong on this rank, for the others.
-template <class Part>
-std::string problem_of(Part part) {
-  try {
-    part();
-    return "";
-  } catch (const std::exception& error) {
-    return error.what();
-  }
 }
 
 }  // namespace
@@ -266,12 +218,12 @@ void Checkpointer::Impl::check_problems(const std::filesystem::path& folder,
 
 std::set<std::string> Checkpointer::Impl::names_of_all_stages(const std::vector<NamedTensor>& tensors) const {
   detail::WireWriter out;
-  for (const NamedTensor& tensor : tensors) out.text(tensor.name);
+  for (const NamedTensor& tensor : tensors) out(tensor.name);
   std::vector<std::string> stages = {out.take()};
   if (pipeline.size() > 1) stages = pipeline.group()->all_gather_text(stages[0], kLoadLabel);
   std::set<std::string> names;
   for (const std::string& stage : stages)
-    for (detail::WireReader in(stage); !in.done();) names.insert(in.text());
+    for (detail::WireReader in(stage); !in.done();) names.insert(in.get<std::string>());
   return names;
 }
 
@@ -281,12 +233,16 @@ std::vector<NamedTensor> Checkpointer::Impl::tensors_to_load(const std::filesyst
                                                              std::set<std::string>& keys) {
   std::vector<std::string> registered, problems;
   for (const auto& [key, object] : objects) registered.push_back(key);
-  keys = detail::keys_to_load(registered, load_options, manifest, problems);
+  keys = keys_to_load(registered, load_options, manifest, problems);
   std::vector<NamedTensor> tensors;
   throw_if(agree(*control_, problem_of([&] { tensors = detail::tensors_of(states(keys)); })));
   const auto names = names_of_all_stages(tensors);
-  for (std::string& line : detail::differences(tensors, names, keys, load_options, manifest))
-    problems.push_back(std::move(line));
+  for (const NamedTensor& tensor : tensors)
+    if (std::string problem = difference_of(tensor, load_options, manifest); !problem.empty())
+      problems.push_back(std::move(problem));
+  for (const StateTensor& tensor : manifest.table.tensors())
+    if (keys.count(object_key(tensor.name)) && !names.count(tensor.name))
+      problems.push_back(titan::str("the checkpoint's tensor '", tensor.name, "' isn't one of this run's"));
   check_problems(folder, problems);
   return tensors;
 }
@@ -302,17 +258,16 @@ Loaded Checkpointer::Impl::load(const std::filesystem::path& folder, const LoadO
   std::set<std::string> keys;
   const auto tensors = tensors_to_load(folder, load_options, loaded.manifest, keys);
   if (load_options.bring_files)
-    load_options.bring_files(loaded.manifest, detail::ranks_read(saved->table(), tensors));
-  const auto half_way = [&](const std::string& problem) {
+    load_options.bring_files(loaded.manifest, ranks_read(saved->table(), tensors));
+  const auto agree_half_way = [&](const std::string& problem) {
     const Verdict verdict = agree(*control_, problem);
     if (!verdict.text.empty())
       throw Error(titan::str("loading ", folder.string(),
-                             " failed half-way, so that some of the state is the "
-                             "checkpoint's and some isn't: ",
-                             verdict.text));
+                             " failed half-way, so that only some of the state is ",
+                             "the checkpoint's: ", verdict.text));
   };
-  half_way(problem_of([&] { detail::read_tensors(*saved, tensors, options.num_threads); }));
-  half_way(problem_of([&] {
+  agree_half_way(problem_of([&] { read_tensors(*saved, tensors, options.num_threads); }));
+  agree_half_way(problem_of([&] {
     for (const std::string& key : keys) objects.at(key)->loaded(loaded.manifest.texts[key]);
   }));
   loaded.num_bytes_read = saved->bytes_read();

@@ -15,19 +15,18 @@
 
 namespace titan::checkpoint::detail {
 
-/// Opens the file of `rank` in a step's folder. Throws Error as RankFile does, and for what is no regular
-/// file of that folder: a link may lead anywhere.
+/// Opens a rank's file in a step's folder. Throws Error as RankFile does, and for anything but a regular file
+/// of that folder: a link may point anywhere.
 RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank);
 
 /// Throws Error unless the header's entry is what the manifest says of this piece.
 void check_entry(const RankFile& file, const StateTensor& tensor, const Box& box);
-
-/// Where a header's entries aren't what the manifest says of this rank's file: a line each, by tensor.
+/// Where a header's entries contradict the manifest: a line for each tensor.
 std::map<std::string, std::string> header_problems(const RankFile& file, const StateTable& table,
                                                    int64_t rank);
 
-/// Opens files when they are first needed, and closes the one that was used longest ago when there are
-/// `most_open`: a process has a limited number of descriptors, and a checkpoint may have thousands of files.
+/// Opens files when they are first needed, and closes the least recently used one when `most_open` are open:
+/// a process has a limited number of descriptors, and a checkpoint may have thousands of files.
 class OpenFiles {
  public:
   OpenFiles(std::filesystem::path step_folder, size_t most_open)
@@ -45,25 +44,24 @@ class OpenFiles {
   /// Keeps the file open as long as it lives.
   class Lease {
    public:
-    Lease(OpenFiles& owner, Slot& slot) : owner_(&owner), slot_(&slot) {}
-    ~Lease() { owner_->give_back(*slot_); }
+    Lease(OpenFiles& owner, Slot& slot) : owner_(owner), slot_(slot) {}
+    ~Lease() { owner_.release(slot_); }
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
-    const RankFile& file() const { return *slot_->file; }
+    const RankFile& file() const { return *slot_.file; }
 
    private:
-    friend class OpenFiles;
-    OpenFiles* owner_;
-    Slot* slot_;
+    OpenFiles& owner_;
+    Slot& slot_;
   };
 
   Lease use(const Manifest& manifest, int64_t rank);
-  /// Through all files, those that were closed included.
+  /// From all files, including those that were closed.
   int64_t bytes_read() const;
 
  private:
   Slot& take_slot(int64_t rank);
-  void give_back(Slot& slot);
+  void release(Slot& slot);
   void close_oldest();
 
   const std::filesystem::path folder_;

@@ -4,14 +4,17 @@
 
 #include <ATen/ops/empty.h>
 
+#include "checkpoint/format/stored_files.h"
 #include "checkpoint/load/open_files.h"
-#include "core/durable.h"
 #include "titan/core/error.h"
 
-namespace titan::checkpoint::detail {
+namespace titan::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
+
+// Well below the 1024 descriptors that a process may have by default.
+constexpr size_t kMostOpenFiles = 256;
 
 std::string text_of(const Box& box) {
   std::string text;
@@ -31,12 +34,12 @@ std::string entry_problem(const RankFile::Entry& entry, const StateTensor& tenso
 
 }  // namespace
 
+namespace detail {
+
 RankFile open_rank_file(const fs::path& step_folder, const Manifest& manifest, int64_t rank) {
   const fs::path path = step_folder / file_name(rank);
-  if (!titan::detail::is_own_file(path))
-    throw Error(titan::str(path.string(), titan::detail::is_there(path)
-                                              ? " is no regular file; what a link leads to isn't read"
-                                              : " is missing"));
+  if (!is_file(path))
+    throw Error(titan::str(path.string(), not_a_file(path), is_there(path) ? "; links aren't followed" : ""));
   const FileIdentity identity{manifest.run_id, manifest.step, rank, manifest.table.world_size()};
   return RankFile(path, identity, manifest.files.at(static_cast<size_t>(rank)));
 }
@@ -45,7 +48,7 @@ void check_entry(const RankFile& file, const StateTensor& tensor, const Box& box
   const std::string problem = entry_problem(file.entry(tensor.name), tensor, box);
   if (!problem.empty())
     throw Error(
-        titan::str(file.path().string(), ": what its header has of tensor '", tensor.name, "' ", problem));
+        titan::str(file.path().string(), ": its header's part of tensor '", tensor.name, "' ", problem));
 }
 
 std::map<std::string, std::string> header_problems(const RankFile& file, const StateTable& table,
@@ -57,12 +60,12 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
   for (const std::string& name : file.names()) {
     const auto piece = expected.find(name);
     if (piece == expected.end()) {
-      problems[name] = "is in the file; the manifest has no part of it there";
+      problems[name] = "is in the file, but by the manifest it has no part there";
       continue;
     }
     const std::string problem =
         entry_problem(file.entry(name), table.tensors()[piece->second->tensor], piece->second->box);
-    if (!problem.empty()) problems[name] = "what the header has of it " + problem;
+    if (!problem.empty()) problems[name] = "the header's part of it " + problem;
     expected.erase(piece);
   }
   for (const auto& [name, piece] : expected) problems[name] = "is missing from the file";
@@ -72,11 +75,11 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
 OpenFiles::Lease OpenFiles::use(const Manifest& manifest, int64_t rank) {
   Slot& slot = take_slot(rank);
   try {
-    // Others wait for this file here, and for no other one.
+    // Other threads wait here for this file, and for no other.
     const std::lock_guard lock(slot.opening);
     if (!slot.file) slot.file = open_rank_file(folder_, manifest, rank);
   } catch (...) {
-    give_back(slot);
+    release(slot);
     throw;
   }
   return Lease(*this, slot);
@@ -91,7 +94,7 @@ OpenFiles::Slot& OpenFiles::take_slot(int64_t rank) {
   return slot;
 }
 
-void OpenFiles::give_back(Slot& slot) {
+void OpenFiles::release(Slot& slot) {
   const std::lock_guard lock(mutex_);
   --slot.num_users;
 }
@@ -102,7 +105,7 @@ void OpenFiles::close_oldest() {
     if (slot->second.num_users > 0) continue;
     if (oldest == slots_.end() || slot->second.last_use < oldest->second.last_use) oldest = slot;
   }
-  if (oldest == slots_.end()) return;  // all are being read: one more than usual is open for a while
+  if (oldest == slots_.end()) return;  // all are being read: one more than usual stays open for a while
   if (oldest->second.file) bytes_of_closed_ += oldest->second.file->bytes_read();
   slots_.erase(oldest);
 }
@@ -115,46 +118,7 @@ int64_t OpenFiles::bytes_read() const {
   return bytes;
 }
 
-}  // namespace titan::checkpoint::detail
-
-namespace titan::checkpoint {
-
-std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_size, int64_t most_bytes) {
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return {};
-  if (shape.empty()) return {Box{}};
-  // The dimension that is cut: of it several indices fit, of the one before not a single one.
-  int64_t index_bytes = element_size;
-  for (int64_t length : shape) index_bytes *= length;
-  size_t cut = 0;
-  for (;; ++cut) {
-    index_bytes /= shape[cut];
-    if (index_bytes <= most_bytes || cut + 1 == shape.size()) break;
-  }
-  const int64_t step = std::max<int64_t>(1, most_bytes / index_bytes);
-  std::vector<Box> slabs;
-  std::vector<int64_t> offset(shape.size(), 0);
-  while (true) {
-    std::vector<int64_t> length = shape;
-    std::fill(length.begin(), length.begin() + static_cast<std::ptrdiff_t>(cut), 1);
-    length[cut] = std::min(step, shape[cut] - offset[cut]);
-    slabs.push_back({offset, length});
-    offset[cut] += length[cut];
-    for (size_t dim = cut; offset[dim] == shape[dim]; --dim) {  // carry
-      if (dim == 0) return slabs;
-      offset[dim] = 0;
-      ++offset[dim - 1];
-    }
-  }
-}
-
-namespace {
-
-namespace fs = std::filesystem;
-
-// Well below the 1024 descriptors that a process may have by default.
-constexpr size_t kMostOpenFiles = 256;
-
-}  // namespace
+}  // namespace detail
 
 struct SavedState::Impl {
   fs::path folder;
@@ -163,12 +127,12 @@ struct SavedState::Impl {
 };
 
 SavedState::SavedState(const fs::path& step_folder) : SavedState(step_folder, read_manifest(step_folder)) {}
-
 SavedState::SavedState(const fs::path& step_folder, Manifest manifest)
     : impl_(new Impl{step_folder, std::move(manifest), {step_folder, kMostOpenFiles}}) {}
 
 const fs::path& SavedState::folder() const { return impl_->folder; }
 const Manifest& SavedState::manifest() const { return impl_->manifest; }
+int64_t SavedState::bytes_read() const { return impl_->files.bytes_read(); }
 
 const StateTensor& SavedState::tensor(std::string_view name) const {
   if (const auto position = table().find(name)) return table().tensors()[*position];
@@ -199,6 +163,32 @@ at::Tensor SavedState::read(std::string_view name) const {
   return whole;
 }
 
-int64_t SavedState::bytes_read() const { return impl_->files.bytes_read(); }
+std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_size, int64_t most_bytes) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return {};
+  if (shape.empty()) return {Box{}};
+  // The dimension to cut: several of its indices fit, but not one index of the dimension before.
+  int64_t index_bytes = element_size;
+  for (int64_t length : shape) index_bytes *= length;
+  size_t cut = 0;
+  for (;; ++cut) {
+    index_bytes /= shape[cut];
+    if (index_bytes <= most_bytes || cut + 1 == shape.size()) break;
+  }
+  const int64_t step = std::max<int64_t>(1, most_bytes / index_bytes);
+  std::vector<Box> slabs;
+  std::vector<int64_t> offset(shape.size(), 0);
+  while (true) {
+    std::vector<int64_t> length = shape;
+    std::fill(length.begin(), length.begin() + static_cast<std::ptrdiff_t>(cut), 1);
+    length[cut] = std::min(step, shape[cut] - offset[cut]);
+    slabs.push_back({offset, length});
+    offset[cut] += length[cut];
+    for (size_t dim = cut; offset[dim] == shape[dim]; --dim) {  // carry
+      if (dim == 0) return slabs;
+      offset[dim] = 0;
+      ++offset[dim - 1];
+    }
+  }
+}
 
 }  // namespace titan::checkpoint

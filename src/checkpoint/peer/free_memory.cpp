@@ -16,24 +16,25 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The names of one version's files.
+// The file names of one version of control groups.
 struct GroupFiles {
   std::vector<const char*> limits;
   const char* usage;
-  std::vector<const char*> page_cache;  // in memory.stat, of files that aren't in memory alone
-  const char* shared;                   // likewise, of files in memory
+  std::vector<const char*> page_cache;  // in memory.stat: files that are also on a disk
+  const char* shared;                   // likewise: files in memory
 };
 
 const GroupFiles kVersion1 = {{"memory.limit_in_bytes"},
                               "memory.usage_in_bytes",
                               {"total_inactive_file", "total_active_file"},
                               "total_shmem"};
-// Above `high` processes are held up until they stand still, as files in memory can't be given up.
+// Above `high` the kernel throttles processes, here until they stall, since files in memory can't be given
+// up.
 const GroupFiles kVersion2 = {
     {"memory.max", "memory.high"}, "memory.current", {"inactive_file", "active_file"}, "shmem"};
 
 struct Mount {
-  std::string root;  // which part of the hierarchy is seen there
+  std::string root;  // the part of the hierarchy that is mounted
   fs::path point;
 };
 
@@ -57,7 +58,7 @@ std::optional<int64_t> number_in(std::string_view text) {
   return error == std::errc() && end != text.data() ? std::optional(value) : std::nullopt;
 }
 
-// Nothing where there is no such file, or it says "max".
+// Nothing where the file doesn't exist, or says "max".
 std::optional<int64_t> number_of_file(const fs::path& path) {
   const auto lines = lines_in(path);
   return lines.empty() ? std::nullopt : number_in(lines.front());
@@ -73,7 +74,7 @@ std::optional<int64_t> available_of_host(const fs::path& meminfo) {
   return std::nullopt;
 }
 
-// Spaces and backslashes in paths stand there as "\040" and "\134".
+// Spaces and backslashes in paths are written as "\040" and "\134".
 std::string unescaped(const std::string& text) {
   std::string plain;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -95,10 +96,10 @@ bool is_in_list(const std::string& list, const std::string& word) {
 std::vector<Mount> mounts_of(const fs::path& mounts, const GroupFiles& files) {
   std::vector<Mount> found;
   for (const std::string& line : lines_in(mounts)) {
-    std::istringstream before(line), behind(line.substr(std::min(line.size(), line.find(" - ") + 3)));
+    std::istringstream before(line), after(line.substr(std::min(line.size(), line.find(" - ") + 3)));
     std::string skipped, root, point, type, source, options;
     before >> skipped >> skipped >> skipped >> root >> point;
-    behind >> type >> source >> options;
+    after >> type >> source >> options;
     const bool is_it =
         &files == &kVersion2 ? type == "cgroup2" : type == "cgroup" && is_in_list(options, "memory");
     if (is_it) found.push_back({unescaped(root), fs::path(unescaped(point)).lexically_normal()});
@@ -106,8 +107,8 @@ std::vector<Mount> mounts_of(const fs::path& mounts, const GroupFiles& files) {
   return found;
 }
 
-// "4:memory:/slurm/job_7", or of version 2 "0::/slurm/job_7". Memory is limited in one of the two; that the
-// other one's folders have no such files is seen there.
+// "4:memory:/slurm/job_7", or in version 2 "0::/slurm/job_7". Memory is limited in one of the two; the other
+// one's folders lack the files.
 std::vector<Hierarchy> hierarchies(const MemoryPaths& paths) {
   std::vector<Hierarchy> found;
   for (const std::string& line : lines_in(paths.groups)) {
@@ -121,7 +122,7 @@ std::vector<Hierarchy> hierarchies(const MemoryPaths& paths) {
   return found;
 }
 
-// A container that sees its own group's folders alone may be told the group's path on its host: then the
+// A container that sees only its own group's folders may be given the group's path on its host: then the
 // mount is the group.
 fs::path folder_of(const Hierarchy& hierarchy, const Mount& mount) {
   const std::string root = mount.root == "/" ? "" : mount.root;
@@ -158,7 +159,7 @@ std::optional<MemoryLimit> limit_of(const fs::path& folder, const GroupFiles& fi
   const auto usage = number_of_file(folder / files.usage);
   if (limit == unlimited || !usage) return std::nullopt;
   auto statistics = statistics_in(folder);
-  // Another group may have written what is held.
+  // Another group may have written the held files.
   int64_t makes_way = std::min(held_bytes, statistics[files.shared]);
   for (const char* name : files.page_cache) makes_way += statistics[name];
   const int64_t stays = std::max<int64_t>(0, *usage - makes_way);

@@ -1,13 +1,14 @@
 #include "checkpoint/peer/generations.h"
 
 #include <sys/stat.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <map>
 #include <utility>
 
+#include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
-#include "checkpoint/save/shared_folder.h"
 #include "core/durable.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
@@ -15,6 +16,40 @@
 #include "titan/core/file.h"
 
 namespace titan::checkpoint::detail {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Most files of a generation are at other places.
+std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest,
+                              std::vector<std::string>& problems) {
+  std::vector<int64_t> ranks;
+  for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
+    const fs::path file = folder / file_name(static_cast<int64_t>(rank));
+    const Storage::Status found = storage_of(file).status(file);
+    if (found.kind != Storage::Kind::File) continue;
+    if (found.num_bytes == manifest.files[rank].num_bytes)
+      ranks.push_back(static_cast<int64_t>(rank));
+    else
+      problems.push_back(titan::str(file.string(), " has ", found.num_bytes, " bytes instead of ",
+                                    manifest.files[rank].num_bytes));
+  }
+  return ranks;
+}
+
+// Takes turns without counting who sends how much.
+int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const PeerPlaces& places) {
+  const auto turn = static_cast<size_t>(file + to_place);
+  const std::vector<int>& ranks = places.ranks_of(holders[turn % holders.size()]);
+  return ranks[static_cast<size_t>(file) % ranks.size()];
+}
+
+template <class Wire>
+void fields(Wire& wire, auto& generation) {
+  wire(generation.step, generation.digest, generation.num_files, generation.ranks);
+}
+
+}  // namespace
 
 PeerPlaces::PeerPlaces(const std::vector<std::string>& identities) {
   std::map<std::string, int> known;
@@ -44,72 +79,27 @@ std::vector<int> PeerPlaces::copy_sources(int rank) const {
 }
 
 // Inodes alone are equal on hosts that boot alike, and hosts may share a name.
-std::string place_identity(const std::filesystem::path& folder) {
+std::string place_identity(const fs::path& folder) {
   struct stat status = {};
   if (::stat(folder.c_str(), &status) != 0)
     throw Error(titan::str("cannot look at ", folder.string(), ": ", titan::detail::errno_text(errno)));
   std::string boot;
   try {
     boot = read_file("/proc/sys/kernel/random/boot_id");
-  } catch (const Error&) {  // hidden in some containers; then the name has to do
+  } catch (const Error&) {  // hidden in some containers; then the host's name has to do
   }
   return titan::str(own_host(), " ", boot, " ", status.st_dev, " ", status.st_ino);
 }
 
-namespace {
-
-namespace fs = std::filesystem;
-
-// Most files of a generation are at other places.
-std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest,
-                              std::vector<std::string>& problems) {
-  std::vector<int64_t> ranks;
-  for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
-    const fs::path file = folder / file_name(static_cast<int64_t>(rank));
-    if (!titan::detail::is_own_file(file)) continue;
-    std::error_code error;
-    const auto size = fs::file_size(file, error);
-    const auto expected = static_cast<uintmax_t>(manifest.files[rank].num_bytes);
-    if (!error && size == expected)
-      ranks.push_back(static_cast<int64_t>(rank));
-    else
-      problems.push_back(
-          titan::str(file.string(), error ? ": " + error.message()
-                                          : titan::str(" has ", size, " bytes in place of ", expected)));
-  }
-  return ranks;
-}
-
-// Without counting who sends how much.
-int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const PeerPlaces& places) {
-  const auto turn = static_cast<size_t>(file + to_place);
-  const std::vector<int>& ranks = places.ranks_of(holders[turn % holders.size()]);
-  return ranks[static_cast<size_t>(file) % ranks.size()];
-}
-
-}  // namespace
-
 std::string to_bytes(const std::vector<HeldGeneration>& held) {
   WireWriter out;
-  for (const HeldGeneration& generation : held) {
-    out.number(generation.step);
-    out.text(generation.digest);
-    out.number(generation.num_files);
-    out.number(static_cast<int64_t>(generation.ranks.size()));
-    for (const int64_t rank : generation.ranks) out.number(rank);
-  }
+  for (const HeldGeneration& generation : held) fields(out, generation);
   return out.take();
 }
 
 std::vector<HeldGeneration> parse_held(const std::string& bytes) {
   std::vector<HeldGeneration> held;
-  for (WireReader in(bytes); !in.done();) {
-    HeldGeneration& generation = held.emplace_back();
-    generation.step = in.number();
-    generation.digest = in.text();
-    generation.num_files = in.number();
-    for (int64_t left = in.number(); left > 0; --left) generation.ranks.push_back(in.number());
-  }
+  for (WireReader in(bytes); !in.done();) fields(in, held.emplace_back());
   return held;
 }
 
@@ -128,6 +118,10 @@ std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector
   return held;
 }
 
+bool ChosenGeneration::is_whole() const {
+  return std::none_of(holders.begin(), holders.end(), [](const auto& places) { return places.empty(); });
+}
+
 std::optional<ChosenGeneration> newest_generation(const std::vector<std::vector<HeldGeneration>>& held) {
   std::map<std::pair<int64_t, std::string>, ChosenGeneration> found;
   for (size_t place = 0; place < held.size(); ++place) {
@@ -142,13 +136,9 @@ std::optional<ChosenGeneration> newest_generation(const std::vector<std::vector<
         whole.holders.at(static_cast<size_t>(rank)).push_back(static_cast<int>(place));
     }
   }
-  for (auto entry = found.rbegin(); entry != found.rend(); ++entry) {
-    const auto& holders = entry->second.holders;
-    const bool is_whole =
-        std::none_of(holders.begin(), holders.end(), [](const auto& places) { return places.empty(); });
-    if (is_whole) return entry->second;
-  }
-  return std::nullopt;
+  const auto newest =
+      std::find_if(found.rbegin(), found.rend(), [](const auto& entry) { return entry.second.is_whole(); });
+  return newest == found.rend() ? std::nullopt : std::optional(newest->second);
 }
 
 std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,

@@ -1,6 +1,7 @@
 #pragma once
 
-// Which ranks share a folder of a host's memory, and who keeps whose copy.
+// Which hosts hold which files of which generation, who keeps whose copy, and which files have to be sent
+// where: arithmetic, the same on all ranks. The nouns are in peer_folder.h.
 
 #include <cstdint>
 #include <filesystem>
@@ -11,7 +12,7 @@
 
 namespace titan::checkpoint::detail {
 
-/// Places are numbered by their lowest rank.
+/// Which ranks share a folder of a host's memory. Places are numbered by their lowest rank.
 class PeerPlaces {
  public:
   PeerPlaces() = default;
@@ -23,11 +24,10 @@ class PeerPlaces {
   /// Ascending.
   const std::vector<int>& ranks_of(int place) const { return ranks_of_.at(static_cast<size_t>(place)); }
   bool is_leader(int rank) const { return ranks_of(place_of(rank)).front() == rank; }
-
-  /// The rank of the next place that keeps a copy of `rank`'s file, those there taking turns; -1 where there
-  /// is one place.
+  /// The rank of the next place that keeps a copy of `rank`'s file (the ranks there take turns); -1 where
+  /// there is only one place.
   int copy_target(int rank) const;
-  /// Whose copies `rank` keeps, ascending.
+  /// The ranks whose copies `rank` keeps, ascending.
   std::vector<int> copy_sources(int rank) const;
 
  private:
@@ -35,26 +35,22 @@ class PeerPlaces {
   std::vector<std::vector<int>> ranks_of_;
 };
 
-/// Equal for two processes that see the same folder, unequal for folders of different hosts and containers.
+/// Equal for two processes that see the same folder, different for folders of different hosts and containers.
 std::string place_identity(const std::filesystem::path& folder);
 
-// Which places hold which files of which generation, and from where to where files have to go: arithmetic,
-// the same on all ranks.
-
-/// What one place has of a generation.
+/// The files of a generation at one place.
 struct HeldGeneration {
   int64_t step = 0;
-  std::string digest;  ///< of the manifest: generations of one step that aren't the same are told apart
+  std::string digest;  ///< of the manifest: tells different generations of one step apart
   int64_t num_files = 0;
-  std::vector<int64_t> ranks;  ///< whose files are there, in the size that the manifest says
+  std::vector<int64_t> ranks;  ///< whose files are there, in the size that the manifest records
 };
-
 std::string to_bytes(const std::vector<HeldGeneration>& held);
 /// Throws Error.
 std::vector<HeldGeneration> parse_held(const std::string& bytes);
 
-/// Those of a folder whose manifest is whole, with their files of the right size; of others a line in
-/// `problems`.
+/// The generations in a folder whose manifest is valid, with their files of the right size; a line in
+/// `problems` for every other one.
 std::vector<HeldGeneration> held_generations(const std::filesystem::path& folder,
                                              std::vector<std::string>& problems);
 
@@ -63,9 +59,12 @@ struct ChosenGeneration {
   std::string digest;
   std::vector<std::vector<int>> holders;  ///< by file: the places, ascending
   std::vector<bool> has_manifest;         ///< by place
+
+  /// Every file is at some place.
+  bool is_whole() const;
 };
 
-/// The newest of which every file is at some place. `held`: by place.
+/// The newest whole generation. `held`: by place.
 std::optional<ChosenGeneration> newest_generation(const std::vector<std::vector<HeldGeneration>>& held);
 
 struct FileMove {
@@ -74,8 +73,9 @@ struct FileMove {
   friend bool operator==(const FileMove&, const FileMove&) = default;
 };
 
-/// What brings to each place the files that its ranks want and it hasn't got, each once, by the rank there
-/// that wants it first; its holders, and the ranks there, take turns. `wanted`: by rank.
+/// The moves that bring to each place the files that its ranks want and that it lacks, each once, received by
+/// the first rank there that wants it; its holders, and the ranks there, take turns sending. `wanted`: by
+/// rank.
 std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,
                                 const std::vector<std::vector<int>>& holders, const PeerPlaces& places);
 

@@ -5,7 +5,7 @@
 #include <exception>
 #include <utility>
 
-#include "checkpoint/save/rank_tree.h"
+#include "checkpoint/format/stored_files.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -17,7 +17,7 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-// Rank 0's answer to what the ranks wrote: the manifest or a failure. On its way something may be added.
+// Rank 0's answer to the reports: the manifest or a failure. The tree may append a problem to it.
 constexpr char kManifest = 'M', kFailure = 'F', kEnd = '\0';
 
 std::string manifest_in(const Verdict& verdict) {
@@ -29,7 +29,7 @@ std::string failure_in(const Verdict& verdict) {
   const std::string& text = verdict.text;
   if (text.starts_with(kFailure)) return text.substr(1);
   const size_t end = text.find(kEnd);
-  // "; rank 1 (host) is lost", behind what it didn't take.
+  // The tree's addition to the manifest: "; rank 1 (host) is lost".
   return end == text.npos ? text : text.substr(std::min(text.size(), end + 3));
 }
 
@@ -40,8 +40,8 @@ PeerWriter::PeerWriter(SaveOptions options, std::string run_id, RankTree tree,
     : SaveWriter(std::move(options), std::move(run_id), std::move(tree)),
       copies_(copies ? std::make_unique<PeerCopies>(std::move(copies)) : nullptr) {}
 
-std::string PeerWriter::why_not() const {
-  const std::string problem = copies_ ? copies_->why_not() : "";
+std::string PeerWriter::busy_reason() const {
+  const std::string problem = copies_ ? copies_->busy_reason() : "";
   return problem.empty() ? "" : titan::str(tree_.name_of(tree_.rank()), ": ", problem);
 }
 
@@ -53,10 +53,9 @@ SaveOutcome PeerWriter::write(const SaveJob& job) {
   if (text.empty()) return give_up(job.step, {failure_in(verdict), verdict.lost});
   try {
     const Manifest manifest = parse_manifest(text, kManifestName);
-    if (copies_)
-      if (verdict = on_all([&] { copy_files(manifest); }); !verdict.text.empty())
-        return give_up(job.step, verdict);
-    if (verdict = on_all([&] { commit(manifest); }); !verdict.text.empty()) return give_up(job.step, verdict);
+    if (copies_) verdict = on_all([&] { copy_files(manifest); });
+    if (!copies_ || verdict.text.empty()) verdict = on_all([&] { commit(manifest); });
+    if (!verdict.text.empty()) return give_up(job.step, verdict);
     int64_t num_bytes = 0;
     for (const FileRecord& file : manifest.files) num_bytes += file.num_bytes;
     if (is_root())
@@ -68,31 +67,19 @@ SaveOutcome PeerWriter::write(const SaveJob& job) {
   return {};
 }
 
-Verdict PeerWriter::manifest_or_failure(const SaveJob& job, const std::vector<Answer>& answers) {
-  Verdict verdict;
-  try {
-    const std::vector<SaveReport> reports = reports_of(job, answers, verdict);
-    if (verdict.text.empty()) {
-      const Manifest manifest = manifest_of(job, reports);
-      if (manifest.finite) return {kManifest + to_text(manifest) + kEnd, false};
-      verdict.text = "not all numbers of the state are finite";
-    }
-  } catch (const std::exception& error) {
-    verdict.text = titan::str(tree_.name_of(0), ": ", error.what());
-    verdict.lost = std::any_of(answers.begin(), answers.end(), [](const Answer& each) { return each.lost; });
-  }
-  verdict.text.insert(verdict.text.begin(), kFailure);
+Verdict PeerWriter::manifest_or_failure(const SaveJob& job, const std::vector<Answer>& answers) const {
+  Verdict verdict = conclude(job, answers, [&](const std::vector<SaveReport>& reports) -> Verdict {
+    const Manifest manifest = manifest_of(job, reports);
+    if (manifest.finite) return {kManifest + to_text(manifest) + kEnd};
+    return {"not all numbers of the state are finite"};
+  });
+  if (!verdict.text.ends_with(kEnd)) verdict.text.insert(verdict.text.begin(), kFailure);
   return verdict;
 }
 
 Verdict PeerWriter::on_all(const std::function<void()>& part) {
-  std::string problem;
-  try {
-    part();
-  } catch (const std::exception& error) {
-    problem = error.what();
-  }
-  phase_is(SavePhase::Verdict);
+  const std::string problem = problem_of(part);
+  set_phase(SavePhase::Verdict);
   return agree(tree_, problem);
 }
 
@@ -117,16 +104,15 @@ void PeerWriter::commit(const Manifest& manifest) {
   if (!options_.peers->is_leader()) return;
   enter(SavePhase::WriteManifest);
   const fs::path folder = pending_path(options_.folder, manifest.step, run_id_);
-  write_file_atomic(folder / kManifestName, to_text(manifest));
+  write_text(folder / kManifestName, to_text(manifest));
   enter(SavePhase::Commit);
   commit_step(options_.folder, manifest.step, run_id_);
 }
 
-// The ranks of a place are through with the folder when their answers are in.
+// The ranks of a place are done with the folder once their answers have arrived.
 SaveOutcome PeerWriter::give_up(int64_t step, const Verdict& verdict) const {
-  std::error_code ignored;  // the next start removes it
   if (!verdict.lost && options_.peers->is_leader())
-    fs::remove_all(pending_path(options_.folder, step, run_id_), ignored);
+    remove_quietly(pending_path(options_.folder, step, run_id_));
   return {titan::str("peer checkpoint of step ", step, ": ", verdict.text), verdict.lost};
 }
 
@@ -138,7 +124,7 @@ void PeerWriter::prune(int64_t step) {
       if (entry.step != step) remove_step(entry, run_id_);
   } catch (const std::exception& error) {
     log::warning(titan::str("peer checkpoint of step ", step,
-                            " is complete, but the one before couldn't be removed: ", error.what()));
+                            " is complete, but the previous one couldn't be removed: ", error.what()));
   }
 }
 

@@ -1,29 +1,24 @@
 #include "checkpoint/peer/transfer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
-#include <memory>
 #include <optional>
 #include <utility>
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "checkpoint/format/input_file.h"
-#include "core/durable.h"
-#include "dist/within.h"
+#include "checkpoint/format/stored_files.h"
+#include "checkpoint/save/rank_tree.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {
 namespace {
 
 constexpr dist::Label kCopyLabel{.phase = "checkpoint::copy"};
+// One byte after the bytes of each piece.
+constexpr std::byte kContinues{0}, kEndsHere{1};
 
-// Behind the bytes of each piece.
-constexpr std::byte kGoesOn{0}, kEndsHere{1};
-
-// One file on its way. Nothing but a lost peer makes it throw.
+// One file in transit. Only a lost peer makes it throw.
 class MovingFile {
  public:
   MovingFile(const FileTransfer& transfer, const std::atomic<bool>* ends_early)
@@ -32,12 +27,12 @@ class MovingFile {
         piece_(at::zeros({std::min(kTransferBytes, transfer.num_bytes) + 1}, at::kByte)) {
     attempt([&] {
       if (!transfer.sends) {
-        output_ = std::make_unique<OutputFile>(transfer.path, transfer.num_bytes);
+        output_ = storage_of(transfer.path).create(transfer.path, transfer.num_bytes);
         return;
       }
-      input_ = std::make_unique<InputFile>(transfer.path);
+      input_.emplace(transfer.path);
       TITAN_CHECK(input_->num_bytes() == transfer.num_bytes, transfer.path.string(), " has ",
-                  input_->num_bytes(), " bytes in place of ", transfer.num_bytes);
+                  input_->num_bytes(), " bytes instead of ", transfer.num_bytes);
     });
   }
 
@@ -48,9 +43,9 @@ class MovingFile {
     length_ = std::min(kTransferBytes, transfer_.num_bytes - offset_);
     const at::Tensor part = piece_.narrow(0, 0, length_ + 1);
     if (transfer_.sends) {
-      if (ends_early_ && *ends_early_) fail(titan::str("wasn't sent behind byte ", offset_));
+      if (ends_early_ && *ends_early_) fail(titan::str("was given up at byte ", offset_));
       attempt([&] { input_->read({bytes(), static_cast<size_t>(length_)}, offset_); });
-      bytes()[length_] = problem_.empty() ? kGoesOn : kEndsHere;
+      bytes()[length_] = problem_.empty() ? kContinues : kEndsHere;
       work_.emplace(group.send(part, transfer_.peer, kCopyLabel));
     } else {
       work_.emplace(group.receive(part, transfer_.peer, kCopyLabel));
@@ -62,9 +57,10 @@ class MovingFile {
     work_.reset();
     ended_ = bytes()[length_] == kEndsHere;
     if (!transfer_.sends) {
-      if (ended_) fail(titan::str("wasn't sent by rank ", transfer_.peer, " behind byte ", offset_));
+      if (ended_)
+        fail(titan::str("is incomplete: rank ", transfer_.peer, " stopped sending at byte ", offset_));
       attempt([&] {
-        iovec part = {bytes(), static_cast<size_t>(length_)};
+        const std::span<const std::byte> part(bytes(), static_cast<size_t>(length_));
         output_->write({&part, 1}, offset_);
       });
     }
@@ -76,7 +72,7 @@ class MovingFile {
   }
 
  private:
-  // Behind the first problem nothing is tried.
+  // After the first problem nothing is tried.
   template <class Part>
   void attempt(Part part) {
     if (!problem_.empty()) return;
@@ -87,6 +83,7 @@ class MovingFile {
       output_.reset();
     }
   }
+
   void fail(const std::string& what) {
     attempt([&] {
       throw Error(titan::str(transfer_.path.string(), " (", transfer_.num_bytes, " bytes) ", what));
@@ -98,11 +95,11 @@ class MovingFile {
   FileTransfer transfer_;
   const std::atomic<bool>* ends_early_;
   at::Tensor piece_;
-  std::unique_ptr<InputFile> input_;
-  std::unique_ptr<OutputFile> output_;
+  std::optional<InputFile> input_;
+  std::unique_ptr<Storage::Writer> output_;
   std::optional<dist::Work> work_;
   int64_t offset_ = 0, length_ = 0;
-  bool ended_ = false;  // by its sender, before all was sent
+  bool ended_ = false;  // by its sender, before everything was sent
   std::string problem_;
 };
 
@@ -118,8 +115,8 @@ std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& 
     for (const auto& file : files)
       if (!file->done()) moving.push_back(file.get());
     if (moving.empty()) break;
-    // A rank that sends to the next one and hears from the one before: all have to be under way before any is
-    // waited for.
+    // A rank that sends to the next one receives from the one before: all have to be started before any is
+    // awaited.
     for (MovingFile* file : moving) file->start(group);
     for (MovingFile* file : moving) file->wait();
     if (options.progress) options.progress();
@@ -145,7 +142,7 @@ struct PeerCopies::Round {
   const int64_t step;
   std::shared_ptr<std::atomic<bool>> given_up = std::make_shared<std::atomic<bool>>(false);
   std::string problem;  // of files; written before it has ended
-  std::mutex mutex;     // of what follows
+  std::mutex mutex;     // guards what follows
   bool ended = false;
   std::string connection_lost;
 };
@@ -158,6 +155,7 @@ void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
     last_ = round;
   }
   const auto copy = [group = group_, transfers, progress, round] {
+    const dist::BackgroundCalls background;
     try {
       round->problem = transfer_files(*group, transfers, {progress, round->given_up});
     } catch (const std::exception& error) {
@@ -166,7 +164,7 @@ void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
     }
     round->end("");
   };
-  if (!within(limit, copy)) {
+  if (!within_in_background(limit, copy)) {
     *round->given_up = true;
     throw Error(
         titan::str("the copies weren't made within ", static_cast<double>(limit.count()) / 1000, " s"));
@@ -174,7 +172,7 @@ void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
   if (!round->problem.empty()) throw Error(round->problem);
 }
 
-std::string PeerCopies::why_not() const {
+std::string PeerCopies::busy_reason() const {
   std::shared_ptr<Round> round;
   {
     const std::lock_guard lock(mutex_);

@@ -1,89 +1,22 @@
 #include "titan/checkpoint/checkpointer.h"
 
 #include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cctype>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "checkpoint/peer/peer_writer.h"
 #include "checkpoint/save/checkpointer_impl.h"
-#include "checkpoint/save/save_writer.h"
 #include "core/threads.h"
 #include "dist/flight_record.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/world.h"
-
-namespace titan::checkpoint::detail {
-
-// Shared with the thread, which may outlive the object.
-struct Background::State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::function<void()> job;
-  bool busy = false;
-  bool ending = false;
-
-  void run() {
-    const dist::BackgroundCalls background;
-    std::unique_lock lock(mutex);
-    while (true) {
-      changed.wait(lock, [this] { return job || ending; });
-      if (!job) return;
-      lock.unlock();
-      job();
-      job = nullptr;  // what it held goes before anybody is told that it is done
-      lock.lock();
-      busy = false;
-      changed.notify_all();
-    }
-  }
-};
-
-Background::Background() : state_(std::make_shared<State>()) {
-  SignalsBlocked blocked;
-  thread_ = std::thread([state = state_] { state->run(); });
-  pthread_setname_np(thread_.native_handle(), "checkpoint");
-}
-
-Background::~Background() {
-  bool busy = false;
-  {
-    std::lock_guard lock(state_->mutex);
-    state_->ending = true;
-    busy = state_->busy;
-  }
-  state_->changed.notify_all();
-  busy ? thread_.detach() : thread_.join();
-}
-
-void Background::start(std::function<void()> job) {
-  std::lock_guard lock(state_->mutex);
-  TITAN_INTERNAL_ASSERT(!state_->busy, "a second job while one is under way");
-  state_->job = std::move(job);
-  state_->busy = true;
-  state_->changed.notify_all();
-}
-
-bool Background::busy() const {
-  std::lock_guard lock(state_->mutex);
-  return state_->busy;
-}
-
-bool Background::wait(const std::function<bool()>& give_up) const {
-  constexpr std::chrono::milliseconds between(100);
-  std::unique_lock lock(state_->mutex);
-  while (!state_->changed.wait_for(lock, between, [this] { return !state_->busy; }))
-    if (give_up()) return false;
-  return true;
-}
-
-}  // namespace titan::checkpoint::detail
 
 namespace titan::checkpoint {
 namespace {
@@ -96,9 +29,9 @@ std::vector<int> all_ranks(const dist::World& world) {
   return ranks;
 }
 
-// Two in one job have groups of their own, so that the messages of their saves don't mix. The same on all
-// ranks, whatever each of them made before.
-int64_t number_of_next(const dist::World& world) {
+// Numbers the checkpointers of a job: each has groups of its own, so that the messages of their saves don't
+// mix. The same on all ranks, whatever each of them made before.
+int64_t next_number(const dist::World& world) {
   static std::atomic<int64_t> made = 0;
   const auto number = static_cast<int64_t>(
       world.everyone()->max(static_cast<double>(made), {.phase = "checkpoint::connect"}));
@@ -123,11 +56,11 @@ SaveOptions checked(SaveOptions options) {
     problems.push_back(
         titan::str("checkpoint: a timeout of ", options.timeout.count(), " s; allowed: 1 and above"));
   if (!problems.empty()) throw ConfigError(problems);
-  options.folder = std::filesystem::absolute(options.folder).lexically_normal();
+  options.folder = normalized(options.folder);
   return options;
 }
 
-/// Adds the time of its scope.
+// Adds the duration of its scope.
 class Timer {
  public:
   explicit Timer(double& sum) : sum_(sum) {}
@@ -149,17 +82,81 @@ const char* to_string(SavePhase phase) {
   return names[static_cast<size_t>(phase)];
 }
 
-namespace detail {
-void throw_if(const Verdict& verdict) {
+void detail::throw_if(const Verdict& verdict) {
   if (!verdict.text.empty()) throw Error(verdict.text);
 }
-}  // namespace detail
+
+// ---- the background thread
+
+// Shared with the thread, which may outlive the object.
+struct detail::Background::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::function<void()> job;
+  bool busy = false;
+  bool ending = false;
+
+  void run() {
+    const dist::BackgroundCalls background;
+    std::unique_lock lock(mutex);
+    while (true) {
+      changed.wait(lock, [this] { return job || ending; });
+      if (!job) return;
+      lock.unlock();
+      job();
+      job = nullptr;  // releases what it held before anybody is told that it is done
+      lock.lock();
+      busy = false;
+      changed.notify_all();
+    }
+  }
+};
+
+detail::Background::Background() : state_(std::make_shared<State>()) {
+  SignalsBlocked blocked;
+  thread_ = std::thread([state = state_] { state->run(); });
+  pthread_setname_np(thread_.native_handle(), "checkpoint");
+}
+
+detail::Background::~Background() {
+  bool busy = false;
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->ending = true;
+    busy = state_->busy;
+  }
+  state_->changed.notify_all();
+  busy ? thread_.detach() : thread_.join();
+}
+
+void detail::Background::start(std::function<void()> job) {
+  std::lock_guard lock(state_->mutex);
+  TITAN_INTERNAL_ASSERT(!state_->busy, "a second job while one is in progress");
+  state_->job = std::move(job);
+  state_->busy = true;
+  state_->changed.notify_all();
+}
+
+bool detail::Background::busy() const {
+  std::lock_guard lock(state_->mutex);
+  return state_->busy;
+}
+
+bool detail::Background::wait(const std::function<bool()>& give_up) const {
+  constexpr std::chrono::milliseconds between(100);
+  std::unique_lock lock(state_->mutex);
+  while (!state_->changed.wait_for(lock, between, [this] { return !state_->busy; }))
+    if (give_up()) return false;
+  return true;
+}
+
+// ---- the checkpointer
 
 Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, SaveOptions save)
     : world(given), pipeline(stages), options(checked(std::move(save))) {
   TITAN_CHECK(world.backend() != "fake" || world.size() == 1,
               "checkpoint: a world of the fake backend has no other ranks to save with");
-  const int64_t number = number_of_next(world);
+  const int64_t number = next_number(world);
   const auto group_for = [&](const std::string& name) {
     return world.group(all_ranks(world), name, titan::str(dist::kOwnTimeout, name, ".", number));
   };
@@ -170,12 +167,11 @@ Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, Sav
   for (const auto& group : {control_group_, save_group_, copy_group}) {
     if (!group) continue;
     group->set_timeout(options.timeout);
-    // Beside NCCL, the group for host memory is made at its first collective, to which all ranks have to
-    // come.
+    // Beside NCCL, the group for host memory is made at its first collective, which all ranks have to join.
     static_cast<void>(group->sum(int64_t{1}, {.phase = "checkpoint::connect"}));
   }
   if (copies) copy_group->set_timeout(detail::kNoLimit);
-  // A PeerFolder was opened before.
+  // A PeerFolder is open already.
   folder_ = options.read_only || options.peers
                 ? detail::open_to_read(*control_group_)
                 : detail::open_shared_folder(*control_group_, options.folder, options.timeout);
@@ -207,7 +203,6 @@ Checkpointer::Impl::~Impl() {
 
 Checkpointer::Checkpointer(const dist::World& world, const DeviceMesh& pipeline, SaveOptions options)
     : impl_(std::make_unique<Impl>(world, pipeline, std::move(options))) {}
-
 Checkpointer::~Checkpointer() = default;
 Checkpointer::Checkpointer(Checkpointer&&) noexcept = default;
 
@@ -216,7 +211,7 @@ void Checkpointer::add(const std::string& key, Stateful& object) {
     return std::isalnum(c) != 0 || c == '_';
   });
   TITAN_CHECK(valid, "checkpoint: key '", key, "'; allowed: letters, digits, underscores");
-  TITAN_CHECK(!impl_->used, "checkpoint: '", key, "' is added behind the first save or load");
+  TITAN_CHECK(!impl_->used, "checkpoint: '", key, "' is added after the first save or load");
   TITAN_CHECK(impl_->objects.emplace(key, &object).second, "checkpoint: two objects have the key '", key,
               "'");
 }
@@ -228,8 +223,7 @@ SaveSize Checkpointer::plan() {
 
 bool Checkpointer::save(int64_t step) {
   TITAN_CHECK(step >= 0, "checkpoint: step ", step, "; allowed: 0 and above");
-  TITAN_CHECK(!impl_->options.read_only, "checkpoint: ", impl_->options.folder.string(),
-              " is only read from");
+  TITAN_CHECK(!impl_->options.read_only, "checkpoint: ", impl_->options.folder.string(), " is read-only");
   const Timer timer(impl_->blocked_seconds);
   impl_->used = true;
   return impl_->save(step);
@@ -250,7 +244,6 @@ void Checkpointer::finish() {
 
 bool Checkpointer::failed() const { return impl_->stops(); }
 bool Checkpointer::lost_ranks() const { return impl_->stops(/*only_lost=*/true); }
-
 std::string Checkpointer::last_failure() const { return impl_->last_failure(); }
 SaveCounts Checkpointer::counts() const { return impl_->counts(); }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <exception>
 #include <optional>
 #include <set>
@@ -12,51 +11,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "dist/within.h"
-#include "titan/core/error.h"
+#include "checkpoint/save/shared_folder.h"
+#include "dist/flight_record.h"
+#include "core/threads.h"
 
 namespace titan::checkpoint::detail {
-namespace {
-
-// A store whose process is stopped never answers.
-constexpr std::chrono::seconds kLongestAnswer(2);
-
-int64_t call_of(c10d::Store& store, const std::string& key) {
-  if (!store.check({key})) return -1;
-  return std::stoll(store.get_to_str(key));
-}
-
-}  // namespace
-
-Arrivals::Arrivals(const dist::World& world, std::string name) : world_(world), name_(std::move(name)) {}
-
-std::string Arrivals::key_of(int rank) const { return titan::str("checkpoint/", name_, "/", rank); }
-
-void Arrivals::tell(int64_t call) const {
-  const auto set = [arrivals = *this, call] {
-    arrivals.world_.store().set(arrivals.key_of(arrivals.world_.rank()), std::to_string(call));
-  };
-  try {
-    within(kLongestAnswer, set);
-  } catch (const std::exception&) {
-    // Only messages get worse by it.
-  }
-}
-
-std::vector<int> Arrivals::missing(int first, int last, int64_t call) const {
-  auto found = std::make_shared<std::vector<int>>();
-  const auto look = [found, arrivals = *this, first, last, call] {
-    for (int rank = first; rank < last; ++rank)
-      if (call_of(arrivals.world_.store(), arrivals.key_of(rank)) < call) found->push_back(rank);
-  };
-  try {
-    if (!within(kLongestAnswer, look)) return {};
-  } catch (const std::exception&) {
-    return {};
-  }
-  return *found;
-}
-
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
@@ -64,8 +23,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr dist::Label kUp{.phase = "checkpoint::gather"};
 constexpr dist::Label kDown{.phase = "checkpoint::verdict"};
+constexpr size_t kShownProblems = 8;
+// A store whose process is stopped never answers.
+constexpr std::chrono::seconds kLongestAnswer(2);
 
-// A whole text, with the number of its bytes in front.
+// ---- sending
+
+// A whole text, preceded by its number of bytes.
 void send_text(dist::Group& group, int peer, const std::string& text, dist::Label label) {
   at::Tensor size = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
   group.send(size, peer, label).wait();
@@ -86,38 +50,34 @@ std::string receive_text(dist::Group& group, int peer, dist::Label label) {
   return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(num_bytes)};
 }
 
-// What came, or nothing where it didn't in time.
+// Nothing where it doesn't arrive in time.
 std::optional<std::string> receive_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group,
                                           int peer, dist::Label label) {
   auto text = std::make_shared<std::string>();
   const auto receive = [text, group, peer, label] { *text = receive_text(*group, peer, label); };
-  if (!within(limit, receive)) return std::nullopt;
+  if (!within_in_background(limit, receive)) return std::nullopt;
   return std::move(*text);
 }
 
 bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, int peer, std::string text,
                  dist::Label label) {
-  return within(limit,
-                [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
+  return within_in_background(
+      limit, [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
+}
+
+template <class Wire>
+void fields(Wire& wire, auto& answer) {
+  wire(answer.rank, answer.lost, answer.text);
 }
 
 std::string encode(const std::vector<Answer>& answers) {
   WireWriter out;
-  for (const Answer& answer : answers) {
-    out.number(answer.rank);
-    out.number(answer.lost);
-    out.text(answer.text);
-  }
+  for (const Answer& answer : answers) fields(out, answer);
   return out.take();
 }
 
 void decode(const std::string& bytes, std::vector<Answer>& answers) {
-  for (WireReader in(bytes); !in.done();) {
-    Answer& answer = answers.emplace_back();
-    answer.rank = static_cast<int>(in.number());
-    answer.lost = in.number() != 0;
-    answer.text = in.text();
-  }
+  for (WireReader in(bytes); !in.done();) fields(in, answers.emplace_back());
 }
 
 Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
@@ -126,14 +86,16 @@ Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
 
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
+int64_t call_of(c10d::Store& store, const std::string& key) {
+  if (!store.check({key})) return -1;
+  return std::stoll(store.get_to_str(key));
+}
+
 }  // namespace
 
 int parent_of(int rank) { return rank & (rank - 1); }
 
-int end_below(int rank, int size) {
-  if (rank == 0) return size;
-  return std::min(size, rank + (rank & -rank));
-}
+int end_below(int rank, int size) { return rank == 0 ? size : std::min(size, rank + (rank & -rank)); }
 
 std::vector<int> children_of(int rank, int size) {
   std::vector<int> children;
@@ -147,18 +109,52 @@ int height_of(int rank, int size) {
   return height;
 }
 
+bool within_in_background(std::chrono::milliseconds limit, std::function<void()> call) {
+  return within(limit, [call = std::move(call)] {
+    const dist::BackgroundCalls background;
+    call();
+  });
+}
+
+std::string Arrivals::key_of(int rank) const { return titan::str("checkpoint/", name_, "/", rank); }
+
+void Arrivals::tell(int64_t call) const {
+  const auto set = [arrivals = *this, call] {
+    arrivals.world_.store().set(arrivals.key_of(arrivals.world_.rank()), std::to_string(call));
+  };
+  try {
+    within_in_background(kLongestAnswer, set);
+  } catch (const std::exception&) {
+    // Only messages get less precise.
+  }
+}
+
+std::vector<int> Arrivals::missing(int first, int last, int64_t call) const {
+  auto found = std::make_shared<std::vector<int>>();
+  const auto look = [found, arrivals = *this, first, last, call] {
+    for (int rank = first; rank < last; ++rank)
+      if (call_of(arrivals.world_.store(), arrivals.key_of(rank)) < call) found->push_back(rank);
+  };
+  try {
+    if (!within_in_background(kLongestAnswer, look)) return {};
+  } catch (const std::exception&) {
+    return {};
+  }
+  return *found;
+}
+
 RankTree::RankTree(const dist::World& world, std::shared_ptr<dist::Group> group, const TreeOptions& options)
     : group_(std::move(group)),
       options_(options),
       arrivals_(world, options.run_id + "/" + options.name),
       children_(children_of(group_->rank(), group_->size())),
       grace_(std::clamp(options.timeout / 10, Milliseconds(200), Milliseconds(5000))) {
-  // Once, as the calls are made by several threads; nobody else may set it (titan/dist/world.h).
+  // Once, because several threads make the calls; nobody else may set it (dist::kOwnTimeout).
   group_->set_timeout(kNoLimit);
 }
 
 std::string RankTree::name_of(int rank) const {
-  return titan::str("rank ", rank, " (", options_.hosts[static_cast<size_t>(rank)], ")");
+  return rank_on(static_cast<size_t>(rank), options_.hosts[static_cast<size_t>(rank)]);
 }
 
 Milliseconds RankTree::longest_gather() const { return options_.timeout + height_of(0, size()) * grace_; }
@@ -191,7 +187,7 @@ std::vector<Answer> RankTree::gather(std::string own) {
   return answers;
 }
 
-// The child itself may only be waiting for another one.
+// The child itself may only be waiting for another rank.
 std::vector<Answer> RankTree::lost_below(int child, Milliseconds waited) const {
   const int end = end_below(child, size());
   std::vector<int> missing = arrivals_.missing(child, end, call_);
@@ -219,16 +215,17 @@ void RankTree::send_up(const std::vector<Answer>& answers) {
 Verdict RankTree::receive_verdict() const {
   if (!cut_off_.empty()) return {cut_off_, true};
   const int parent = parent_of(rank());
-  // Longer the deeper a rank stands, so that who waits in vain has time to tell those below. The ranks above
-  // may have to wait for others first, as long as they may, and rank 0 then has work of its own.
+  // The deeper a rank is, the longer it waits, so that a rank that waits in vain has time to tell those
+  // below. The ranks above may wait for others first, as long as they may, and then rank 0 has work of its
+  // own.
   const int depth = std::popcount(static_cast<unsigned>(rank()));
   const Milliseconds limit = options_.timeout + longest_gather() + (depth + 1) * grace_;
   try {
     const auto text = receive_within(limit, group_, parent, kDown);
     if (text) {
-      WireReader in(*text);
-      const bool lost = in.number() != 0;
-      return {in.text(), lost};
+      Verdict verdict;
+      WireReader{*text}(verdict.lost, verdict.text);
+      return verdict;
     }
   } catch (const std::exception& error) {
     return {titan::str(name_of(parent), " is lost: ", error.what()), true};
@@ -241,24 +238,24 @@ Verdict RankTree::receive_verdict() const {
 Verdict RankTree::spread(Verdict verdict) {
   if (!out_of_step_.empty()) return {out_of_step_, true};
   if (rank() != 0) verdict = receive_verdict();
-  std::string problem;
-  send_down(verdict, problem);
-  // It had answered: only here is it known that it is lost; the others hear of it at the next call.
+  const std::string problem = send_down(verdict);
+  // The child had answered: only this rank knows that it is lost; the others learn of it at the next call.
   if (!problem.empty() && !verdict.lost)
     verdict = {verdict.text.empty() ? problem : verdict.text + "; " + problem, true};
   if (verdict.lost) out_of_step_ = verdict.text;
   return verdict;
 }
 
-void RankTree::send_down(const Verdict& verdict, std::string& problem) {
+// Returns which child was lost; empty: none.
+std::string RankTree::send_down(const Verdict& verdict) {
+  std::string problem;
   WireWriter out;
-  out.number(verdict.lost);
-  out.text(verdict.text);
+  out(verdict.lost, verdict.text);
   const std::string bytes = out.take();
   for (size_t i = children_.size(); i-- > 0;) {
     const int child = children_[i];
     try {
-      // One that was lost may only be late; it is told if it comes, but not waited for.
+      // A child that was lost may only be late; it is told if it comes, but not waited for.
       const Milliseconds limit = lost_[i] ? Milliseconds(0) : options_.timeout;
       if (!send_within(limit, group_, child, bytes, kDown) && !lost_[i])
         problem = titan::str(name_of(child), " took no verdict within ", seconds(limit), " s");
@@ -266,33 +263,27 @@ void RankTree::send_down(const Verdict& verdict, std::string& problem) {
       if (!lost_[i]) problem = titan::str(name_of(child), " is lost: ", error.what());
     }
   }
+  return problem;
 }
 
-namespace {
-
-constexpr size_t kShownProblems = 8;
-
-}  // namespace
-
 Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers) {
-  std::vector<std::string> shown;
-  std::set<std::string> known;
-  Verdict verdict;
-  size_t num_problems = 0;
   const bool all_alike = std::all_of(answers.begin(), answers.end(), [&](const Answer& answer) {
     return !answer.lost && answer.text == answers[0].text;
   });
   if (all_alike) return {answers[0].text, false};
+  std::set<std::string> known;
+  Verdict verdict;
+  size_t num_problems = 0;
   for (const Answer& answer : answers) {
     verdict.lost = verdict.lost || answer.lost;
-    // What several say alike is said once.
+    // The same problem of several ranks is shown once.
     if (answer.text.empty() || (!answer.lost && !known.insert(answer.text).second)) continue;
-    if (++num_problems <= kShownProblems)
-      shown.push_back(titan::str(tree.name_of(answer.rank), answer.lost ? " " : ": ", answer.text));
+    if (++num_problems > kShownProblems) continue;
+    verdict.text += titan::str(verdict.text.empty() ? "" : "; ", tree.name_of(answer.rank),
+                               answer.lost ? " " : ": ", answer.text);
   }
-  for (const std::string& problem : shown) verdict.text += (verdict.text.empty() ? "" : "; ") + problem;
-  if (num_problems > shown.size())
-    verdict.text += titan::str("; and ", num_problems - shown.size(), " more ranks");
+  if (num_problems > kShownProblems)
+    verdict.text += titan::str("; and ", num_problems - kShownProblems, " more ranks");
   return verdict;
 }
 

@@ -1,13 +1,28 @@
 #pragma once
 
-// Numbers and texts in one string, for what ranks of one build send each other.
+// [Note: the tree] What all ranks report goes to rank 0, and its answer back, over a binomial tree: rank r's
+// parent is r without its lowest set bit, so the ranks below r are r + 1 ... r + lowest bit - 1.
+//
+//            0
+//      1     2       4
+//            3     5   6
+//                      7
+//
+// A rank waits for each child until `timeout` has passed, and a little longer the higher it is in the tree,
+// so that a child that waits in vain has time to report for whom. A child whose process ends is lost at once,
+// because its connection closes. What the ranks report of a lost one goes up like any other answer, and rank
+// 0's verdict still reaches all that are left. The time limit is kept here and not by gloo, which closes
+// every connection of the group when it times out: then nobody could be told anything.
 
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,16 +32,36 @@
 
 namespace titan::checkpoint::detail {
 
+// ---- messages: numbers, texts and lists of them in one string, between ranks of one build. A type names its fields
+// once, for both directions:
+//
+//   template <class Wire>
+//   void fields(Wire& wire, auto& answer) { wire(answer.rank, answer.lost, answer.text); }
+
 class WireWriter {
  public:
-  void number(int64_t value) { bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value)); }
-  void text(std::string_view value) {
-    number(static_cast<int64_t>(value.size()));
-    bytes_.append(value);
+  template <class... Values>
+  void operator()(const Values&... values) {
+    (put(values), ...);
   }
   std::string take() { return std::move(bytes_); }
 
  private:
+  template <class Value>
+  void put(const Value& value) {
+    if constexpr (std::is_arithmetic_v<Value> || std::is_enum_v<Value>) {
+      const auto number = static_cast<int64_t>(value);
+      bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    } else {
+      put(value.size());
+      if constexpr (std::is_convertible_v<Value, std::string_view>) {
+        bytes_.append(value);
+      } else {
+        for (const auto& each : value) put(each);
+      }
+    }
+  }
+
   std::string bytes_;
 };
 
@@ -35,19 +70,31 @@ class WireReader {
  public:
   explicit WireReader(std::string_view bytes) : left_(bytes) {}
   bool done() const { return left_.empty(); }
-  int64_t number() {
-    int64_t value = 0;
-    std::memcpy(&value, next(sizeof(value)).data(), sizeof(value));
-    return value;
+
+  template <class... Values>
+  void operator()(Values&... values) {
+    ((values = get<Values>()), ...);
   }
-  std::string text() {
-    const int64_t size = number();
-    return std::string(next(static_cast<size_t>(size)));
+  template <class Value>
+  Value get() {
+    if constexpr (std::is_arithmetic_v<Value> || std::is_enum_v<Value>) {
+      int64_t number = 0;
+      std::memcpy(&number, next(sizeof(number)).data(), sizeof(number));
+      return static_cast<Value>(number);
+    } else if constexpr (std::is_same_v<Value, std::string>) {
+      const auto size = get<size_t>();
+      return std::string(next(size));
+    } else {
+      Value values;
+      for (auto left = get<size_t>(); left > 0; --left)
+        values.insert(values.end(), get<typename Value::value_type>());
+      return values;
+    }
   }
 
  private:
   std::string_view next(size_t size) {
-    TITAN_CHECK(size <= left_.size(), "a message of another rank ends early: the ranks run different builds");
+    TITAN_CHECK(size <= left_.size(), "another rank's message ends early: the ranks run different builds");
     const std::string_view part = left_.substr(0, size);
     left_.remove_prefix(size);
     return part;
@@ -56,17 +103,41 @@ class WireReader {
   std::string_view left_;
 };
 
-// Which ranks have come how far, in the job's store: whoever waited in vain for a rank that passes on what
-// others say finds out there which of them it was.
+// ---- the tree
 
+/// As within(); the flight recorder counts the collectives of `call` as background calls.
+bool within_in_background(std::chrono::milliseconds limit, std::function<void()> call);
+
+/// gloo's own limit, never reached, for a group whose time limit is kept here.
+constexpr std::chrono::milliseconds kNoLimit = std::chrono::hours(24 * 7);
+
+struct Answer {
+  int rank = 0;
+  std::string text;   // of a lost rank: how it was lost
+  bool lost = false;  // the ranks are out of step: the tree can't be used any more
+};
+
+struct Verdict {
+  std::string text;
+  bool lost = false;
+};
+
+struct TreeOptions {
+  std::string name;                // the group's; nobody else uses it
+  std::string run_id;              // tells this tree's arrivals from an earlier tree's
+  std::vector<std::string> hosts;  // by rank
+  std::chrono::milliseconds timeout{};
+};
+
+/// Records in the job's store which call each rank has reached: a rank that waits in vain for one that passes
+/// on others' answers looks up which of them is missing.
 class Arrivals {
  public:
-  /// `name`: the same on all ranks, and nobody else's.
-  Arrivals(const dist::World& world, std::string name);
-
-  /// This rank is at its call number `call`. Doesn't throw.
+  /// `name`: the same on all ranks, and used by nobody else.
+  Arrivals(const dist::World& world, std::string name) : world_(world), name_(std::move(name)) {}
+  /// This rank has reached call number `call`. Doesn't throw.
   void tell(int64_t call) const;
-  /// Those of the ranks first ... last - 1 that aren't there yet. Empty where the store doesn't answer.
+  /// The ranks of first ... last - 1 that haven't reached it. Empty where the store doesn't answer.
   std::vector<int> missing(int first, int last, int64_t call) const;
 
  private:
@@ -76,52 +147,16 @@ class Arrivals {
   std::string name_;
 };
 
-// [Note: the tree]
-// What all ranks have to say goes to rank 0, and its answer back, over a binomial tree: rank r's parent is r
-// without its lowest set bit, so the ranks below r are r + 1 ... r + lowest bit - 1.
-//
-//            0
-//      1     2       4
-//            3     5   6
-//                      7
-//
-// A rank waits for each child until `timeout` has passed, and a little longer the higher it stands: a child
-// that waits in vain has time to say for whom. A child whose process ends is lost at once, as its connection
-// closes. What the ranks say of a lost one goes up like any other answer, and rank 0's verdict still comes to
-// all who are there. The time is kept here and not by gloo, which on a time-out closes every connection of
-// the group: then nobody could be told anything.
-
-/// gloo's own limit, never reached, of a group whose time is kept here.
-constexpr std::chrono::milliseconds kNoLimit = std::chrono::hours(24 * 7);
-
-struct Answer {
-  int rank = 0;
-  std::string text;   // of a lost rank: how it was lost
-  bool lost = false;  // the ranks are out of step: the tree is of no use any more
-};
-
-struct Verdict {
-  std::string text;
-  bool lost = false;
-};
-
-struct TreeOptions {
-  std::string name;                // of the group; nobody else uses it
-  std::string run_id;              // tells this tree's arrivals from an earlier one's
-  std::vector<std::string> hosts;  // by rank
-  std::chrono::milliseconds timeout{};
-};
-
 /// Used by one thread.
 class RankTree {
  public:
   RankTree(const dist::World& world, std::shared_ptr<dist::Group> group, const TreeOptions& options);
 
-  /// `own` and what the ranks below this one say; on rank 0 of all ranks, by rank. Every call is followed by
-  /// spread().
+  /// `own` and the answers of the ranks below this one; on rank 0 those of all ranks, by rank. Every call is
+  /// followed by spread().
   std::vector<Answer> gather(std::string own);
-  /// Rank 0's verdict on every rank; `verdict` is its own. Where it doesn't come it says why, and `lost`; so
-  /// do all later calls.
+  /// Rank 0's verdict, on every rank; `verdict` is its own. Where it doesn't arrive the result says why, and
+  /// is `lost`, and so are those of all later calls.
   Verdict spread(Verdict verdict);
 
   /// "rank 3 (host)"
@@ -135,7 +170,7 @@ class RankTree {
   std::vector<Answer> lost_below(int child, Milliseconds waited) const;
   void send_up(const std::vector<Answer>& answers);
   Verdict receive_verdict() const;
-  void send_down(const Verdict& verdict, std::string& problem);
+  std::string send_down(const Verdict& verdict);
   Milliseconds longest_gather() const;
 
   std::shared_ptr<dist::Group> group_;
@@ -146,25 +181,35 @@ class RankTree {
   Milliseconds grace_{};
   int64_t call_ = 0;
   std::string cut_off_;      // why this rank can't reach its parent
-  std::string out_of_step_;  // since a rank was lost: no call makes sense any more
+  std::string out_of_step_;  // why, since a rank was lost
 };
 
 int parent_of(int rank);
 std::vector<int> children_of(int rank, int size);
-/// One behind the last rank of those below `rank`.
+/// One past the last rank below `rank`.
 int end_below(int rank, int size);
 /// Edges to the lowest rank below.
 int height_of(int rank, int size);
 
-// What ranks come to an agreement about over a tree.
+// ---- agreements over a tree
 
-/// All ranks' problems as one: empty where nobody has one. `lost` where a rank is.
+/// All ranks' problems as one; empty where no rank has one. `lost` where a rank is.
 Verdict merged_problems(const RankTree& tree, const std::vector<Answer>& answers);
-/// On rank 0: who says something else than rank 0, as "rank 3 (host) WHAT rank 0 (host)".
+/// On rank 0: the first rank whose answer differs from rank 0's, as "rank 3 (host) WHAT rank 0 (host)".
 Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const std::string& what);
-/// What any rank has against going on, the same on all: empty for nothing.
+/// All ranks' problems, the same text on all ranks; empty: none has one.
 Verdict agree(RankTree& tree, const std::string& problem);
-/// What the lowest rank says that says anything; empty: none does. Throws Error where a rank is lost.
+/// The text of the lowest rank that has one; empty: none has. Throws Error where a rank is lost.
 std::string any_text(RankTree& tree, const std::string& text);
+/// Runs `part`; what it throws, as text; empty: nothing.
+template <class Part>
+std::string problem_of(const Part& part) {
+  try {
+    part();
+  } catch (const std::exception& error) {
+    return *error.what() != '\0' ? error.what() : "an error without a message";
+  }
+  return "";
+}
 
 }  // namespace titan::checkpoint::detail

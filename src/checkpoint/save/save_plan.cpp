@@ -1,7 +1,5 @@
 #include "checkpoint/save/save_plan.h"
 
-#include <algorithm>
-#include <exception>
 #include <map>
 #include <memory>
 
@@ -16,29 +14,7 @@ namespace {
 
 constexpr dist::Label kPlanLabel{.phase = "checkpoint::plan"};
 
-void write_numbers(WireWriter& out, const std::vector<int64_t>& numbers) {
-  out.number(static_cast<int64_t>(numbers.size()));
-  for (const int64_t number : numbers) out.number(number);
-}
-
-std::vector<int64_t> read_numbers(WireReader& in) {
-  std::vector<int64_t> numbers;
-  for (int64_t left = in.number(); left > 0; --left) numbers.push_back(in.number());
-  return numbers;
-}
-
-void write_tensor(WireWriter& out, const StateTensor& tensor) {
-  out.text(tensor.name);
-  out.number(static_cast<int64_t>(tensor.dtype));
-  write_numbers(out, tensor.shape);
-  out.number(static_cast<int64_t>(tensor.layout->axes.size()));
-  for (const LayoutAxis& axis : tensor.layout->axes) {
-    out.text(axis.name);
-    write_numbers(out, {axis.size, axis.stride, axis.dim, axis.only});
-  }
-}
-
-// Of thousands of tensors there are a few.
+// Thousands of tensors have a few layouts.
 class Layouts {
  public:
   std::shared_ptr<const TensorLayout> shared(TensorLayout layout) {
@@ -51,29 +27,34 @@ class Layouts {
   std::map<TensorLayout, std::shared_ptr<const TensorLayout>> known_;
 };
 
+template <class Wire>
+void fields(Wire& wire, auto& tensor) {
+  wire(tensor.name, tensor.dtype, tensor.shape);
+}
+
+template <class Wire>
+void axis_fields(Wire& wire, auto& axis) {
+  wire(axis.name, axis.size, axis.stride, axis.dim, axis.only);
+}
+
+void write_tensor(WireWriter& out, const StateTensor& tensor) {
+  fields(out, tensor);
+  out(tensor.layout->axes.size());
+  for (const LayoutAxis& axis : tensor.layout->axes) axis_fields(out, axis);
+}
+
 StateTensor read_tensor(WireReader& in, Layouts& layouts) {
-  StateTensor tensor{.name = in.text(), .shape = {}, .layout = {}};
+  StateTensor tensor;
+  fields(in, tensor);
   TensorLayout layout;
-  tensor.dtype = static_cast<at::ScalarType>(in.number());
-  tensor.shape = read_numbers(in);
-  for (int64_t left = in.number(); left > 0; --left) {
-    LayoutAxis axis;
-    axis.name = in.text();
-    const std::vector<int64_t> numbers = read_numbers(in);
-    TITAN_CHECK(numbers.size() == 4, "a stage tells of an axis by ", numbers.size(), " numbers");
-    axis.size = numbers.at(0);
-    axis.stride = numbers.at(1);
-    axis.dim = numbers.at(2);
-    axis.only = numbers.at(3);
-    layout.axes.push_back(std::move(axis));
-  }
+  for (auto left = in.get<size_t>(); left > 0; --left) axis_fields(in, layout.axes.emplace_back());
   tensor.layout = layouts.shared(std::move(layout));
   return tensor;
 }
 
-std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline,
-                                     Layouts& layouts) {
+std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline) {
   std::vector<StateTensor> own;
+  Layouts layouts;
   for (const NamedTensor& tensor : tensors)
     if (!tensor.duplicate)
       own.push_back({.name = tensor.name,
@@ -85,22 +66,16 @@ std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, co
 
 std::vector<StateTensor> all_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline) {
   std::vector<StateTensor> own;
-  Layouts layouts;
-  std::string text, problem;
-  // The other stages wait for this one's, whatever is wrong with it.
-  try {
-    own = own_tensors(tensors, pipeline, layouts);
+  std::string text;
+  // The other stages wait for this one's text, whatever is wrong with it.
+  const std::string problem = problem_of([&] {
+    own = own_tensors(tensors, pipeline);
     text = encode_stage(own);
-  } catch (const std::exception& error) {
-    problem = error.what();
-  }
-  if (pipeline.size() == 1) {
-    TITAN_CHECK(problem.empty(), problem);
-    return own;
-  }
-  const auto texts = pipeline.group()->all_gather_text(text, kPlanLabel);
+  });
+  std::vector<std::string> texts;
+  if (pipeline.size() > 1) texts = pipeline.group()->all_gather_text(text, kPlanLabel);
   TITAN_CHECK(problem.empty(), problem);
-  return decode_stages(texts);
+  return pipeline.size() > 1 ? decode_stages(texts) : own;
 }
 
 }  // namespace
@@ -147,7 +122,7 @@ SavePlan::SavePlan(const std::vector<NamedTensor>& tensors, const dist::World& w
     : table_(all_tensors(tensors, pipeline), world.size()) {
   for (const NamedTensor& tensor : tensors) {
     TITAN_CHECK(!tensor.duplicate || table_.find(tensor.name), "checkpoint: tensor '", tensor.name,
-                "' is a duplicate, which another pipeline stage is to save, but none has it");
+                "' is a duplicate that another pipeline stage has to save, but no stage has it");
     known_.push_back({tensor.name, tensor.data.local.scalar_type(), tensor.data.global_shape, tensor.data.box,
                       tensor.duplicate});
   }
@@ -162,14 +137,13 @@ void SavePlan::plan_pieces(const std::vector<NamedTensor>& tensors, int64_t rank
     const StateTensor& tensor = table_.tensors()[piece.tensor];
     const auto position = positions.find(tensor.name);
     TITAN_CHECK(position != positions.end(), "checkpoint: by the layout of '", tensor.name, "' rank ", rank,
-                " has a part of it, but no object there has such a tensor");
+                " holds a part of it, but no object there has such a tensor");
     PlannedPiece planned{.name = tensor.name, .box = piece.box, .source = position->second, .start = {}};
     const Box& part = tensors[planned.source].data.box;
     planned.is_whole_rows = true;
     for (size_t dim = 0; dim < part.length.size(); ++dim) {
       planned.start.push_back(piece.box.offset[dim] - part.offset[dim]);
-      planned.is_whole_rows =
-          planned.is_whole_rows && (dim == 0 || piece.box.length[dim] == part.length[dim]);
+      if (dim > 0 && piece.box.length[dim] != part.length[dim]) planned.is_whole_rows = false;
     }
     planned.num_bytes = piece.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
     pieces_.push_back(std::move(planned));
@@ -190,7 +164,7 @@ void SavePlan::check_same(const std::vector<NamedTensor>& tensors) const {
     TITAN_CHECK(same, "checkpoint: tensor ", i, " is '", now.name, "' (", now.data.local.scalar_type(), " ",
                 shape_text(now.data.global_shape), "), at the first save it was '", before.name, "' (",
                 before.dtype, " ", shape_text(before.global_shape),
-                "): names, dtypes, shapes and layouts have to stay");
+                "): names, dtypes, shapes and layouts must not change");
   }
 }
 

@@ -1,18 +1,13 @@
 #include "checkpoint/save/shared_folder.h"
 
-#include <unistd.h>
 #include <algorithm>
-#include <array>
-#include <cerrno>
-#include <chrono>
 #include <exception>
 #include <random>
 #include <thread>
 
+#include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
-#include "core/durable.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::checkpoint::detail {
 namespace {
@@ -21,29 +16,16 @@ namespace fs = std::filesystem;
 
 constexpr dist::Label kOpenLabel{.phase = "checkpoint::open_folder"};
 constexpr const char* kProbeName = ".probe";
-// A network file system may show a new file later elsewhere: NFS keeps what it knows of a folder so long.
+// A network file system may show a new file later elsewhere: NFS caches a folder's contents this long.
 constexpr std::chrono::milliseconds kLongestDelay(60'000);
 
 struct Greeting {
-  std::string host, run_id, problem;  // the latter two of rank 0
+  std::string host, run_id, problem;  // the last two are rank 0's
 };
-
-std::string encode(const Greeting& greeting) {
-  WireWriter out;
-  for (const auto* text : {&greeting.host, &greeting.run_id, &greeting.problem}) out.text(*text);
-  return out.take();
-}
-
-Greeting decode(const std::string& bytes) {
-  WireReader in(bytes);
-  Greeting greeting;
-  for (auto* text : {&greeting.host, &greeting.run_id, &greeting.problem}) *text = in.text();
-  return greeting;
-}
 
 bool has_probe(const fs::path& folder, const std::string& run_id) {
   try {
-    return read_file(folder / kProbeName) == run_id;
+    return read_text(folder / kProbeName) == run_id;
   } catch (const Error&) {
     return false;
   }
@@ -56,51 +38,50 @@ std::string problem_of(const fs::path& folder, const std::string& run_id, std::c
       return titan::str("doesn't see in ", folder.string(), " what rank 0 wrote there");
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  if (::access(folder.c_str(), W_OK | X_OK) == 0) return "";
-  return titan::str("can't write to ", folder.string(), ": ", titan::detail::errno_text(errno));
+  const std::string problem = storage_of(folder).write_problem(folder);
+  return problem.empty() ? "" : titan::str("can't write to ", folder.string(), ": ", problem);
 }
 
-// Of runs that were killed while they wrote theirs: names as write_file_atomic makes them, too.
+// Left by runs that were killed just then; earlier versions had temporary names for it, too.
 void remove_probes(const fs::path& folder) {
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
+  for (const std::string& name : storage_of(folder).list(folder)) {
     const bool half_written = name.starts_with(titan::str(".", kProbeName, ".")) && name.ends_with(".tmp");
-    if (name == kProbeName || half_written) fs::remove(entry.path(), ignored);
+    if (name == kProbeName || half_written) remove_quietly(folder / name);
   }
 }
 
-// Rank 0's part, in front of what the others see of it.
+// Rank 0's part, before the others look.
 Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
   Greeting greeting{own_host(), random_id(), ""};
   try {
     opened.lock.emplace(folder);
     clean_leftovers(folder, *opened.lock);
     if (opened.lock->held()) remove_probes(folder);
-    write_file_atomic(folder / kProbeName, greeting.run_id);
+    write_text(folder / kProbeName, greeting.run_id);
   } catch (const std::exception& error) {
     greeting.problem = error.what();
   }
   return greeting;
 }
 
-// Rank 0's problem.
+// Returns rank 0's problem.
 std::string greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
+  WireWriter out;
+  out(own.host, own.run_id, own.problem);
   std::vector<Greeting> greetings;
-  for (const std::string& text : group.all_gather_text(encode(own), kOpenLabel))
-    greetings.push_back(decode(text));
-  for (const Greeting& greeting : greetings) opened.hosts.push_back(greeting.host);
+  for (const std::string& text : group.all_gather_text(out.take(), kOpenLabel)) {
+    Greeting& greeting = greetings.emplace_back();
+    WireReader{text}(greeting.host, greeting.run_id, greeting.problem);
+    opened.hosts.push_back(greeting.host);
+  }
   opened.run_id = greetings[0].run_id;
   return greetings[0].problem;
 }
 
-std::string rank_on(int rank, const std::string& host) { return titan::str("rank ", rank, " (", host, ")"); }
-
 }  // namespace
 
-std::string own_host() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
+std::string rank_on(size_t rank, const std::string& host) {
+  return titan::str("rank ", rank, " (", host, ")");
 }
 
 std::string random_id() {
@@ -126,18 +107,13 @@ OpenedFolder open_shared_folder(dist::Group& group, const fs::path& folder,
   if (!problem.empty())
     throw Error(titan::str("checkpoints can't be saved: ", rank_on(0, opened.hosts[0]), ": ", problem));
   const auto problems = group.all_gather_text(problem_of(folder, opened.run_id, timeout), kOpenLabel);
-  std::error_code ignored;  // the next run writes over it
-  if (is_root) fs::remove(folder / kProbeName, ignored);
+  if (is_root) remove_quietly(folder / kProbeName);
   std::string all;
   for (size_t rank = 0; rank < problems.size(); ++rank)
     if (!problems[rank].empty())
-      all += titan::str(all.empty() ? "" : "; ", rank_on(static_cast<int>(rank), opened.hosts[rank]), " ",
-                        problems[rank]);
+      all += titan::str(all.empty() ? "" : "; ", rank_on(rank, opened.hosts[rank]), " ", problems[rank]);
   if (!all.empty())
-    throw Error(
-        titan::str("the folder of the checkpoints has to be one that all ranks share and can write "
-                   "to: ",
-                   all));
+    throw Error("the folder of the checkpoints has to be one that all ranks share and can write to: " + all);
   return opened;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Whether the ranks, on whatever hosts, mean the same folder by its name.
+// Checks that all ranks, on whatever hosts, mean the same folder by its path.
 
 #include <chrono>
 #include <filesystem>
@@ -13,9 +13,10 @@
 
 namespace titan::checkpoint::detail {
 
-std::string own_host();
 /// 32 hexadecimal digits.
 std::string random_id();
+/// "rank 3 (host)"
+std::string rank_on(size_t rank, const std::string& host);
 
 struct OpenedFolder {
   std::optional<FolderLock> lock;  // rank 0's, of a folder that is written to
@@ -23,12 +24,13 @@ struct OpenedFolder {
   std::vector<std::string> hosts;  // by rank
 };
 
-/// Collective. Rank 0 makes and locks the folder, removes leftovers, and puts a file there that all others
-/// have to see, within a minute or half of `timeout`, the group's. Throws the same Error on all ranks: what
-/// rank 0 couldn't do, or who doesn't see its file.
+/// Collective. Rank 0 makes and locks the folder, removes leftovers, and writes a file there that all other
+/// ranks have to see within a minute or half of `timeout`, the group's. Throws the same Error on all ranks:
+/// what rank 0 couldn't do, or which ranks don't see its file.
 OpenedFolder open_shared_folder(dist::Group& group, const std::filesystem::path& folder,
                                 std::chrono::milliseconds timeout);
-/// Collective. Nothing is looked at, made or removed: a folder that is only read from may be another run's.
+
+/// Collective. Reads, makes and removes nothing: a folder that is only read from may be another run's.
 OpenedFolder open_to_read(dist::Group& group);
 
 }  // namespace titan::checkpoint::detail

@@ -50,7 +50,7 @@ namespace {
 
 constexpr int64_t kAlignment = 64;
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
-// Large enough to be worth a thread's while.
+// Large enough to be worth a thread's time.
 constexpr int64_t kCopyBytes = int64_t{16} << 20;
 
 int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -92,7 +92,7 @@ void StagingBuffer::reserve(int64_t num_bytes, bool page_locked) {
                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TITAN_CHECK(memory != MAP_FAILED, "no host memory for the copy of a checkpoint: ", num_bytes,
                 " bytes: ", std::strerror(errno));
-    // Fewer pages to set up at the first copy; where the kernel won't, it is only slower.
+    // Fewer page faults at the first copy; where the kernel refuses, it is only slower.
     ::madvise(memory, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
     data_ = static_cast<char*>(memory);
   }
@@ -104,7 +104,7 @@ Staging::Staging(const SavePlan& plan, const std::vector<NamedTensor>& tensors, 
   at::NoGradGuard no_grad;
   int64_t needed = 0;
   bool from_device = false;
-  std::vector<int64_t> offsets;  // -1: written from where it is
+  std::vector<int64_t> offsets;  // -1: written in place
   for (const PlannedPiece& piece : plan.pieces()) {
     const at::Tensor& local = tensors[piece.source].data.local;
     offsets.push_back(in_place && is_direct(piece, local) ? -1 : needed);

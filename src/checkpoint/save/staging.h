@@ -1,6 +1,7 @@
 #pragma once
 
-// memcpy of more than the caches hold until somebody reads it again.
+// Copies what a rank writes out of the way of training: to a buffer in host memory that is reused for every
+// save.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,15 +17,12 @@
 
 namespace titan::checkpoint::detail {
 
-/// As std::memcpy, but stores go past the caches: a line isn't read before it is written, which is a third of
-/// the memory's traffic. (glibc does the same only from a size on that it takes from the machine: 252 MB on
-/// one with 320 MB of cache.) Done when it returns, for other threads that hear of it too.
+/// std::memcpy for more than the caches hold: stores bypass them, so that a line isn't read before it is
+/// written, which saves a third of the memory traffic. (glibc does the same only above a size that depends on
+/// the machine: 252 MB on one with 320 MB of cache.) When it returns, the copy is visible to other threads.
 void streaming_copy(void* to, const void* from, size_t num_bytes);
 
-// What a rank writes, out of the way of training: a buffer in host memory that is made once, and the copies
-// to it.
-
-/// Host memory that only grows. From the start of a page; page-locked where a GPU copies to it.
+/// Host memory that only grows. Begins at a page; page-locked where a GPU copies to it.
 class StagingBuffer {
  public:
   StagingBuffer() = default;
@@ -32,7 +30,7 @@ class StagingBuffer {
   StagingBuffer(const StagingBuffer&) = delete;
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
-  /// What it held is lost. Throws Error where there is no such memory.
+  /// Loses its contents. Throws Error where there is no such memory.
   void reserve(int64_t num_bytes, bool page_locked);
   char* data() const { return data_; }
   int64_t num_bytes() const { return num_bytes_; }
@@ -45,22 +43,23 @@ class StagingBuffer {
   at::Tensor locked_;  // owner of page-locked memory
 };
 
-/// One save's copies. Holds the tensors that they are made of.
+/// One save's copies. Keeps the tensors alive that it copies from.
 class Staging {
  public:
-  /// Pieces in `plan`'s order: those that can be written from where they are (`in_place`: contiguous, on the
-  /// CPU), and the others, which get their places in `buffer`. Throws Error.
+  /// With `in_place`, pieces that are contiguous on the CPU are written from where they are; all others get
+  /// their places in `buffer`. Throws Error.
   Staging(const SavePlan& plan, const std::vector<NamedTensor>& tensors, StagingBuffer& buffer,
           bool in_place);
 
+  /// In the plan's order.
   const std::vector<PieceToWrite>& pieces() const { return pieces_; }
-  /// Queues the copies from a device, ordered behind the current stream's work. By the thread that trains.
+  /// Queues the copies from a device, ordered after the current stream's work. By the training thread.
   void launch_from_device();
-  /// Makes the copies from host memory, by several threads.
+  /// Makes the copies from host memory, with several threads.
   void copy_from_host(int num_threads) const;
-  /// Blocks until all copies are done; called behind both of the above.
+  /// Blocks until all copies are done; called after both of the above.
   void synchronize() const { copied_.synchronize(); }
-  /// Later work of the current stream starts behind the copies from the device.
+  /// Later work of the current stream starts after the copies from the device.
   void order_current_stream() const;
 
  private:

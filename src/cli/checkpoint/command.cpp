@@ -6,6 +6,7 @@
 
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -198,7 +199,7 @@ const std::map<std::string, Command>& checkpoint_commands() {
 int checkpoint_command(const Arguments& words) {
   if (words.empty()) refuse("what is to be done?");
   const std::string& name = words.front();
-  if (name == "--help" || name == "-h") return std::fputs(kHelp, stdout), 0;
+  if (name == "--help" || name == "-h") return print(kHelp);
   const auto command = checkpoint_commands().find(name);
   if (command == checkpoint_commands().end()) refuse(str("unknown command '", name, "'."));
   return command->second(Arguments(words.begin() + 1, words.end()));

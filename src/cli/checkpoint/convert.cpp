@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "cli/checkpoint/commands.h"
+#include "cli/text.h"
 #include "config/differences.h"
 #include "job/job_config.h"
 #include "titan/checkpoint/hugging_face.h"
@@ -11,7 +12,7 @@
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/train/model_spec.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::cli {
 
@@ -128,7 +129,7 @@ void convert(const ConvertArguments& arguments) {
 
 int checkpoint_convert(const Arguments& words) {
   const ConvertArguments arguments = parse_convert_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   convert(arguments);
   std::printf("%s\n", arguments.to.c_str());
   return 0;

@@ -12,9 +12,9 @@
 
 #include "cli/checkpoint/commands.h"
 #include "cli/checkpoint/tensor_figures.h"
-#include "cli/run/run_folder.h"
 #include "cli/text.h"
-#include "core/json.h"
+#include "config/differences.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
@@ -33,7 +33,7 @@ using Values = std::map<std::string, std::string>;
 constexpr size_t kMostValueChars = 60;
 
 std::optional<json> parse(const std::string& text) {
-  json value = parse_shallow_json(text);
+  json value = parse_json(text);
   if (!value.is_object() && !value.is_array()) return std::nullopt;
   return value;
 }
@@ -76,7 +76,7 @@ std::string parting(const std::string& a, const std::string& b) {
 }  // namespace
 
 std::vector<std::string> config_differences(const std::string& a, const std::string& b) {
-  Values in_a = settings_of(a), in_b = settings_of(b);
+  Values in_a = config::printed_settings(a), in_b = config::printed_settings(b);
   for (Values* values : {&in_a, &in_b}) values->erase("job.dump_folder");
   return differences(in_a, in_b);
 }
@@ -189,7 +189,7 @@ size_t print_texts(const Manifest& a, const Manifest& b) {
 
 int checkpoint_diff(const Arguments& words) {
   const DiffArguments arguments = parse_diff_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const SavedState a(step_folder(arguments.a, "diff")), b(step_folder(arguments.b, "diff"));
   const std::vector<std::string> names = names_of({a, b}, arguments.tensors);
   print_head("A", a);

@@ -161,7 +161,7 @@ void prune(const PruneArguments& arguments, const std::filesystem::path& folder)
 
 int checkpoint_prune(const Arguments& words) {
   const PruneArguments arguments = parse_prune_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const auto folder = steps_folder(arguments.folder, "prune");
   const size_t before = list_steps(folder).size();
   arguments.dry_run ? show(arguments, folder) : prune(arguments, folder);

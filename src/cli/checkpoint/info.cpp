@@ -8,7 +8,7 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/text.h"
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 
@@ -24,7 +24,7 @@ using Json = nlohmann::ordered_json;
 std::string tokens_seen(const Manifest& manifest) {
   const auto text = manifest.texts.find("train_state");
   if (text == manifest.texts.end()) return "";
-  const auto tokens = json_count(parse_shallow_json(text->second), "tokens");
+  const auto tokens = json_count(parse_json(text->second), "tokens");
   return tokens ? std::to_string(*tokens) : "";
 }
 
@@ -158,13 +158,13 @@ std::string json_text(const SavedState& state, const std::vector<StateTensor>& t
 
 int checkpoint_info(const Arguments& words) {
   const InfoArguments arguments = parse_info_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const SavedState state(step_folder(arguments.folder, "info"));
   const std::vector<StateTensor> tensors = by_name(state.table(), arguments.tensors);
   const std::string text = arguments.json
                                ? json_text(state, tensors, arguments.stats)
                                : str(header_text(state), "\n", tensors_text(state, tensors, arguments.stats));
-  return std::fputs(text.c_str(), stdout), 0;
+  return print(text);
 }
 
 }  // namespace titan::cli

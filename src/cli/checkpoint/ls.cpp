@@ -142,7 +142,7 @@ std::string json_text(const fs::path& folder, const std::vector<StepHealth>& ste
 
 int checkpoint_ls(const Arguments& words) {
   const LsArguments arguments = parse_ls_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const fs::path folder = steps_folder(arguments.folder, "ls");
   std::vector<StepHealth> steps;
   for (const StepEntry& entry : list_steps(folder)) {
@@ -154,7 +154,7 @@ int checkpoint_ls(const Arguments& words) {
                            : steps.empty()
                                ? str("no steps in ", folder.string(), "\n", others_text(folder, leftovers))
                                : str(folder.string(), "\n", table_of(steps), others_text(folder, leftovers));
-  return std::fputs(text.c_str(), stdout), 0;
+  return print(text);
 }
 
 }  // namespace titan::cli

@@ -34,7 +34,7 @@ std::string amount_text(const checkpoint::VerifyReport& report, double seconds) 
 
 int checkpoint_verify(const Arguments& words) {
   const VerifyArguments arguments = parse_verify_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const auto folder = step_folder(arguments.folder, "verify");
   checkpoint::VerifyOptions options;
   options.num_threads = arguments.num_threads > 0 ? arguments.num_threads : default_threads();
@@ -47,7 +47,7 @@ int checkpoint_verify(const Arguments& words) {
   const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
   for (const checkpoint::Damage& damage : report.damages) std::printf("%s\n", to_string(damage).c_str());
   const std::string amount = amount_text(report, seconds);
-  if (report.damages.empty()) return std::printf("%s is whole: %s\n", folder.c_str(), amount.c_str()), 0;
+  if (report.damages.empty()) return print(str(folder.string(), " is whole: ", amount, "\n"));
   std::printf("%s is damaged in %s: %s\n", folder.c_str(),
               plural(static_cast<int64_t>(report.damages.size()), "place").c_str(), amount.c_str());
   return 1;

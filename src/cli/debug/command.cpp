@@ -5,6 +5,7 @@
 #include <map>
 
 #include "cli/debug/commands.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -47,7 +48,7 @@ std::string debug_help() {
 int debug_command(const Arguments& words) {
   if (words.empty()) refuse_debug("what is to be done?");
   const std::string& name = words.front();
-  if (name == "--help" || name == "-h") return std::fputs(debug_help().c_str(), stdout), 0;
+  if (name == "--help" || name == "-h") return print(debug_help());
   const auto command = debug_commands().find(name);
   if (command == debug_commands().end()) refuse_debug(str("unknown command '", name, "'."));
   return command->second.run(Arguments(words.begin() + 1, words.end()));

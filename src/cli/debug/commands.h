@@ -1,6 +1,6 @@
 #pragma once
 
-// The ranks' logs as one trace in Chrome's JSON form, which ui.perfetto.dev and chrome://tracing open.
+// `titan debug COMMAND`: joins what the ranks of a job left behind.
 
 #include <functional>
 #include <string>
@@ -13,28 +13,26 @@
 
 namespace titan::cli {
 
-/// Each process of the job becomes one of the trace, with a track a thread; spans nest, numbers are counters,
-/// and other instants are marks. A span that a process never ended (it was killed) lasts to its last event.
-/// `next` is asked for the logs one after another, until it has none: they needn't all be in memory.
+/// Writes logs as one trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing. Each process of
+/// the job is a process of the trace, with a track per thread; spans nest, numbers become counters, and other
+/// instants become marks. A span without an end (the process was killed) lasts until the process's last event.
+/// `next` returns the logs one by one, so they needn't all be in memory.
 void write_perfetto(const std::function<std::optional<ProcessLog>()>& next,
                     const std::function<void(std::string_view)>& append);
 
-// Flight records as tables.
-
 struct FlightTableOptions {
   int num_calls = 10;
-  std::vector<int> ranks;  ///< the columns; empty: chosen
+  std::vector<int> ranks;  ///< the columns; empty: chosen automatically
 };
 
-/// A line for each kind of rank: where they are, and why they wrote.
+/// A line per rank: where it is, and why it wrote its record.
 std::string flight_records_table(const std::vector<dist::FlightFile>& files);
 
-/// The calls up to the one that the report is about (or, without one, of the busiest lane), a column a rank.
+/// The calls up to the one that the report is about (without one: of the busiest lane), with a column per rank.
 std::string flight_calls_table(const std::vector<dist::FlightFile>& files, const dist::FlightReport& report,
                                const FlightTableOptions& options);
 
-// `titan debug COMMAND`: what ranks left behind, joined. `arguments` are the words behind the command's name.
-
+// `arguments` are the words after the command's name.
 int debug_dump(const Arguments& arguments);
 int debug_events(const Arguments& arguments);
 int debug_flight(const Arguments& arguments);

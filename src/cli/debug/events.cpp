@@ -19,7 +19,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Writes the objects of "traceEvents".
+/// Writes the array "traceEvents".
 class TraceWriter {
  public:
   explicit TraceWriter(const std::function<void(std::string_view)>& append) : append_(append) {
@@ -37,7 +37,7 @@ class TraceWriter {
   bool first_ = true;
 };
 
-/// One process's events.
+/// Writes one process's events.
 class ProcessTrace {
  public:
   ProcessTrace(TraceWriter& writer, const ProcessLog& log, int64_t number)
@@ -74,7 +74,7 @@ class ProcessTrace {
     }
   }
 
-  // The end knows how long it took, by a clock that nobody sets, and also where its start was rotated away.
+  // The end has the duration by the steady clock, even if the span's start was rotated away.
   void take_end(const LoggedEvent& event) {
     const std::pair key{event.thread, event.name};
     auto& starts = open_[key];
@@ -131,16 +131,14 @@ class ProcessTrace {
 void write_perfetto(const std::function<std::optional<ProcessLog>()>& next,
                     const std::function<void(std::string_view)>& append) {
   TraceWriter writer(append);
-  std::map<int, int64_t> starts;  // of a rank, so far
+  std::map<int, int64_t> starts;  // by rank, so far
   while (const auto log = next()) {
-    // A trace's process numbers: those of a rank that was started again follow a million later.
+    // Process numbers of the trace: each restart of a rank adds a million.
     const int64_t number = log->rank + 1'000'000 * starts[log->rank]++;
     ProcessTrace(writer, *log, number).write();
   }
   writer.end();
 }
-
-// titan debug events: the ranks' structured logs as a table, or as one trace.
 
 namespace {
 
@@ -148,10 +146,10 @@ namespace fs = std::filesystem;
 
 constexpr const char* kEventsNotes =
     "RUN is a run's job.dump_folder, or the folder of its structured logs. Prints where each rank's time "
-    "went, by\n"
-    "kind of span; with --perfetto, writes all spans and instants as one trace, which ui.perfetto.dev opens: "
-    "the\n"
-    "ranks below each other, on one clock. Works on a run that is under way.\n";
+    "went,\n"
+    "by kind of span. --perfetto writes all spans and instants as one trace for ui.perfetto.dev, with the "
+    "ranks\n"
+    "below each other on one clock. Works while the run is running.\n";
 
 struct EventsArguments {
   std::string help;
@@ -167,10 +165,10 @@ EventsArguments parse_events_arguments(const Arguments& words) {
                 "titan debug events RUN [--perfetto FILE] [--ranks R,R] [--steps FIRST,LAST]", kEventsNotes);
   parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
   parser.app.add_option("--perfetto", arguments.perfetto, "write one trace of all ranks")->type_name("FILE");
-  parser.app.add_option("--ranks", arguments.ranks, "these ranks only")
+  parser.app.add_option("--ranks", arguments.ranks, "only these ranks")
       ->delimiter(',')
       ->type_name("R[,R...]");
-  parser.app.add_option("--steps", arguments.steps, "events of these steps only")
+  parser.app.add_option("--steps", arguments.steps, "only events of these steps")
       ->delimiter(',')
       ->expected(2)
       ->type_name("FIRST,LAST");
@@ -189,8 +187,7 @@ std::vector<ProcessFiles> wanted_logs(const EventsArguments& arguments) {
   const std::set<int> ranks(arguments.ranks.begin(), arguments.ranks.end());
   std::erase_if(logs,
                 [&](const ProcessFiles& files) { return !ranks.empty() && !ranks.contains(files.rank); });
-  if (logs.empty())
-    throw ConfigError(str("titan debug events: no log of these ranks is in ", folder.string()));
+  if (logs.empty()) throw ConfigError(str("titan debug events: no log of these ranks in ", folder.string()));
   return logs;
 }
 
@@ -241,7 +238,7 @@ int write_trace(const std::vector<ProcessFiles>& logs, const ReadOptions& option
 
 int debug_events(const Arguments& words) {
   const EventsArguments arguments = parse_events_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const std::vector<ProcessFiles> logs = wanted_logs(arguments);
   ReadOptions options;
   if (arguments.steps.size() == 2) {

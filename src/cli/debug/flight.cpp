@@ -11,7 +11,7 @@
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
 #include "guard/flight_report.h"
-#include "guard/heartbeat.h"
+#include "guard/flight_dump.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -88,7 +88,7 @@ std::string call_state_text(const FlightFile& file, const FlightCall& call) {
   return "waits " + since;
 }
 
-/// Culprits, then who waits, then the others; as columns they are sorted.
+/// Culprits first, up to the number of columns; then sorted by rank.
 std::vector<int> chosen_ranks(const FlightLane& lane, const FlightReport& report,
                               const FlightTableOptions& options) {
   std::vector<int> members = lane.members();
@@ -146,7 +146,7 @@ std::string flight_records_table(const std::vector<FlightFile>& files) {
                           file.reason.substr(0, 60)});
   }
   std::string text = to_string(table);
-  if (files.size() > kMostRows) text += str("  and ", files.size() - kMostRows, " ranks more\n");
+  if (files.size() > kMostRows) text += str("  and ", files.size() - kMostRows, " more ranks\n");
   return text;
 }
 
@@ -175,40 +175,31 @@ std::string flight_calls_table(const std::vector<FlightFile>& files, const Fligh
   const size_t others = lane.members().size() - ranks.size();
   return str("\ngroup '", lane.group, lane.purpose.empty() ? "" : ", " + lane.purpose, "', ",
              lane.from < 0 ? "its collectives" : "what one rank sends to the other", ":\n", to_string(table),
-             others > 0 ? str("  and ", others, " ranks more (--ranks shows others)\n") : "");
+             others > 0 ? str("  and ", others, " more ranks (choose them with --ranks)\n") : "");
 }
-
-// titan debug flight: who is missing from what, by the ranks' flight records, and their last calls side by
-// side. titan debug dump asks a job for such records.
 
 namespace {
 
 namespace fs = std::filesystem;
 
 constexpr const char* kFlightNotes =
-    "FOLDER holds the ranks' flight records: a run's job.dump_folder, its comm_traces, or files of "
+    "FOLDER has the ranks' flight records: a run's job.dump_folder, its comm_traces, or JSON files of "
     "PyTorch's\n"
-    "Flight Recorder in JSON. Prints one line, which says who is missing from what, then the calls around "
+    "Flight Recorder. Prints a line that says which rank is missing from which call, then the calls around "
     "that\n"
-    "one, a column a rank: how long a call took, or how long it has been waited for, or that a rank isn't "
-    "there.\n";
+    "one, with a column per rank: how long the call took or has been waiting, or that the rank is missing.\n";
 
 constexpr const char* kDumpNotes =
-    "RUN is the job.dump_folder of a job that runs. All its ranks write their flight records within "
-    "seconds,\n"
-    "and go on; then titan debug flight says what they hold. kill -QUIT does the same for one rank, "
+    "RUN is the job.dump_folder of a running job. All its ranks write their flight records within seconds, "
     "and\n"
-    "for all of a host where titan launch or titan train --nproc gets it.\n";
+    "continue; then titan debug flight shows them. kill -QUIT does the same for one rank, and for all ranks "
+    "of a\n"
+    "host when sent to titan launch or titan train --nproc.\n";
 
-// A run's records are where its comm.save_traces_folder says.
+// `folder`: a run's, or that of the records itself.
 fs::path record_folder(const fs::path& folder) {
-  std::string name = "comm_traces";
-  if (fs::exists(folder / "config.toml")) {
-    const auto settings = settings_of(read_file(folder / "config.toml"));
-    const auto given = settings.find("comm.save_traces_folder");
-    if (given != settings.end()) name = text_of_toml(given->second);
-  }
-  return fs::is_directory(folder / name) ? folder / name : folder;
+  const fs::path named = folder_of_setting(folder, "comm.save_traces_folder", "comm_traces");
+  return fs::is_directory(named) ? named : folder;
 }
 
 void print_flight(const fs::path& folder, const FlightTableOptions& options) {
@@ -219,7 +210,7 @@ void print_flight(const fs::path& folder, const FlightTableOptions& options) {
   std::fputs(flight_calls_table(files, report, options).c_str(), stdout);
 }
 
-/// By file: a record's time.
+/// When each record was written, by file.
 std::map<fs::path, fs::file_time_type> written_at(const fs::path& folder) {
   std::map<fs::path, fs::file_time_type> times;
   for (const auto& entry : fs::directory_iterator(folder))
@@ -227,7 +218,7 @@ std::map<fs::path, fs::file_time_type> written_at(const fs::path& folder) {
   return times;
 }
 
-/// The records that come to a folder from now on.
+/// The records that ranks write to a folder from now on.
 class NewRecords {
  public:
   explicit NewRecords(fs::path folder) : folder_(std::move(folder)), before_(written_at(folder_)) {}
@@ -239,14 +230,14 @@ class NewRecords {
       const auto old = before_.find(path);
       if (old != before_.end() && old->second == time) continue;
       ++num_;
-      // Of one record, and once: to read a full one takes a second.
+      // Reads only one record, once: a full one takes a second.
       if (num_ranks_ == 0)
         num_ranks_ = static_cast<size_t>(std::max(1, dist::read_flight_file(path).world_size));
     }
     return num_ > 0 && num_ >= num_ranks_;
   }
   size_t num() const { return num_; }
-  /// Of the job, as a record that has come tells.
+  /// The job's number of ranks, by a record that has come.
   size_t num_ranks() const { return num_ranks_; }
 
  private:
@@ -255,7 +246,7 @@ class NewRecords {
   size_t num_ = 0, num_ranks_ = 0;
 };
 
-// Looks once more when the time is over: on a busy machine a single look may take all of it.
+// Checks once more after the time limit: on a busy machine a single check may take all of it.
 void wait_for(NewRecords& records, double limit_s) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
   for (bool is_over = false; !records.have_all_come() && !is_over;) {
@@ -270,16 +261,16 @@ int debug_flight(const Arguments& words) {
   fs::path folder;
   FlightTableOptions options;
   Parser parser("titan debug flight", "titan debug flight FOLDER [--last N] [--ranks R,R]", kFlightNotes);
-  parser.app.add_option("FOLDER", folder, "where the records are")->required()->type_name("FOLDER");
-  parser.app.add_option("--last", options.num_calls, "this many calls (default 10)")
+  parser.app.add_option("FOLDER", folder, "the folder of the records")->required()->type_name("FOLDER");
+  parser.app.add_option("--last", options.num_calls, "how many calls (default 10)")
       ->check(CLI::Range(1, 1000000))
       ->type_name("N");
   parser.app
-      .add_option("--ranks", options.ranks, "columns of these ranks; default: culprits and some others")
+      .add_option("--ranks", options.ranks, "only columns of these ranks (default: culprits and some others)")
       ->delimiter(',')
       ->type_name("R[,R...]");
   const std::string help = parser.parse(words);
-  if (!help.empty()) return std::fputs(help.c_str(), stdout), 0;
+  if (!help.empty()) return print(help);
   print_flight(record_folder(folder), options);
   return 0;
 }
@@ -289,24 +280,24 @@ int debug_dump(const Arguments& words) {
   double limit_s = 10;
   Parser parser("titan debug dump", "titan debug dump RUN [--seconds S]", kDumpNotes);
   parser.app.add_option("RUN", run, "the running job's folder")->required()->type_name("FOLDER");
-  parser.app.add_option("--seconds", limit_s, "wait so long for the records (default 10)")
+  parser.app.add_option("--seconds", limit_s, "how long to wait for the records (default 10)")
       ->check(CLI::Range(0.1, 3600.0))
       ->type_name("S");
   const std::string help = parser.parse(words);
-  if (!help.empty()) return std::fputs(help.c_str(), stdout), 0;
+  if (!help.empty()) return print(help);
   const fs::path folder = record_folder(run);
-  if (!fs::is_directory(folder)) throw Error(str(folder.string(), ": isn't a folder"));
+  if (!fs::is_directory(folder)) throw Error(str(folder.string(), ": not a folder"));
   NewRecords records(folder);
   const fs::path request = folder / dist::kFlightRequest;
   write_file_atomic(request, "");
   wait_for(records, limit_s);
   std::error_code none;
-  fs::remove(request, none);  // nobody took it
+  fs::remove(request, none);  // if no rank took it
   if (records.num() == 0)
     throw Error(str("no rank wrote a record to ", folder.string(), " within ", limit_s,
-                    " s: does the job run, with comm.trace_buf_size above 0?"));
+                    " s: is the job running, with comm.trace_buf_size above 0?"));
   if (records.num() < records.num_ranks())
-    std::printf("%zu of %zu ranks wrote their records to %s within %g s; what the others left is older\n",
+    std::printf("%zu of %zu ranks wrote their records to %s within %g s; the other records are older\n",
                 records.num(), records.num_ranks(), folder.c_str(), limit_s);
   else
     std::printf("%zu ranks wrote their records to %s\n", records.num(), folder.c_str());

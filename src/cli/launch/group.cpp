@@ -1,12 +1,12 @@
 // [Note: who failed]
-//   first   the rank whose end was seen first, but one that a signal ended comes before those that ended with
-//           an error: an exit code may be a peer's complaint about it
-//   hung    a rank that was stopped (SIGSTOP) when another failed: the others' time limits ran out on it; or
-//           one that had to be killed when another had given up on its peers (dist::kHungExitCode): its own
-//           watchdog stands still with it, as in a frozen container or a call that the kernel doesn't end
-//   lost    whose places a next group shouldn't use: all that a signal ended which wasn't ours, the hung ones
-//           where there is no such rank, else the first
-// Hangs of any other kind are the program's to find (`titan train` has a watchdog on every rank) and come
+//   first   the rank whose end was seen first. A rank that a signal ended comes before ranks that ended with an
+//           error: their exit codes may be complaints about it
+//   hung    a rank that was stopped (SIGSTOP) when another one failed: the others' time limits ran out on it; or
+//           a rank that had to be killed after another one gave up on its peers (dist::kHungExitCode): its own
+//           watchdog is stuck with it, as in a frozen container or a system call that never returns
+//   lost    the ranks whose places a next group shouldn't use: all that a signal not from us ended; else the
+//           hung ones; else the first one
+// Hangs of any other kind are for the program to detect (`titan train` has a watchdog on every rank) and show up
 // here as exit codes.
 
 #include "cli/launch/group.h"
@@ -29,12 +29,12 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-/// What is left to the others of a group that is told to end when one of them fails.
-constexpr auto kStopBehindFailure = seconds(30);
-/// In which ranks that have given up on a peer end, each by its own watchdog: the last one to hear of the
-/// verdict does so a second behind the first, and tells what it knows before.
+/// How long the other ranks get when one fails after a request to end.
+constexpr auto kStopAfterFailure = seconds(30);
+/// How long ranks that give up on a peer take to end, each by its own watchdog: the last one hears of the verdict
+/// a second after the first, and reports what it knows.
 constexpr auto kWatchdogsEnd = dist::kHangEndsWithin + seconds(2);
-/// A process that SIGKILL hasn't ended by then is told.
+/// After this time a process that SIGKILL hasn't ended is reported.
 constexpr auto kDying = seconds(5);
 
 bool failed(int status) { return !WIFEXITED(status) || WEXITSTATUS(status) != 0; }
@@ -45,10 +45,10 @@ std::string describe(int status) {
              WCOREDUMP(status) ? ", core dumped" : "");
 }
 
-/// On a peer, by its watchdog.
+/// Whether its watchdog gave up on a peer.
 bool gave_up(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == dist::kHungExitCode; }
 
-/// Nobody sends these to a whole job, and no peer's failure makes a process end by one.
+/// Whether a signal ended it that nobody sends to a whole job, and that no failure of a peer causes.
 bool is_own_end(int status) {
   if (!WIFSIGNALED(status)) return false;
   const int signal = WTERMSIG(status);
@@ -81,7 +81,7 @@ Variables RankGroup::variables_of(int rank, const ListeningSocket& store) const 
   if (!std::getenv("OMP_NUM_THREADS")) {
     variables["OMP_NUM_THREADS"] = std::to_string(std::max(1, num_cores() / options_.num_places));
   }
-  // The ranks write to pipes; what they print still ends on a terminal.
+  // The ranks write to pipes, but their output ends up on a terminal.
   if (isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR")) variables["FORCE_COLOR"] = "1";
   return variables;
 }
@@ -123,7 +123,7 @@ void RankGroup::signal_all(int signal) {
   }
 }
 
-// The ranks themselves are told why; what they have started isn't.
+// Only the ranks get the reason, not the processes that they have started.
 void RankGroup::end_ranks(std::chrono::milliseconds grace) {
   kill_at_ = Clock::now() + grace;
   tell_why(train::kPeerHasFailed);
@@ -148,12 +148,11 @@ void RankGroup::handle(int signal) {
   grow_at_ = options_.next_growth();
 }
 
-// Ranks write what they are at, and nothing ends.
+// Ranks report what they are doing; nothing ends.
 void RankGroup::ask_what_they_do() {
   for (size_t rank = 0; rank < ranks_.size(); ++rank)
     if (ranks_[rank].running && signal_takers(ranks_[rank].pid, SIGQUIT) == 0)
-      tell("rank ", rank,
-           " doesn't take SIGQUIT (its start isn't over, or it has no handler): it wasn't sent");
+      tell("rank ", rank, " has no handler for SIGQUIT (yet): not sent");
 }
 
 void RankGroup::ask_for_end(int signal) {
@@ -167,8 +166,8 @@ void RankGroup::ask_for_end(int signal) {
   signal_all(SIGKILL);
 }
 
-// A signal that isn't ours takes a rank's memory before its process is put away: peers that saw it go may be
-// through with their complaint by then.
+// A rank that a signal of someone else ended is gone for its peers before its process has ended here: peers may
+// have failed because of it by then.
 bool RankGroup::is_cause_of_first(const Rank& rank) const {
   return !rank.killed && WIFEXITED(ranks_[first_failed_].status) && WIFSIGNALED(rank.status) &&
          WTERMSIG(rank.status) != SIGTERM;
@@ -191,7 +190,7 @@ void RankGroup::reap() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (!reap(ranks_[i])) continue;
     const int status = ranks_[i].status;
-    // Of several at once, one that a signal ended is the cause.
+    // Of several at once, a rank that a signal ended is the cause.
     if (failed(status) && (failed_now < 0 || WIFSIGNALED(status))) failed_now = static_cast<int>(i);
   }
   if (failed_now >= 0) note_failure(failed_now);
@@ -202,9 +201,9 @@ void RankGroup::note_failure(int rank) {
   if (first_failed_ >= 0 || killed_at_) return;
   first_failed_ = rank;
   failed_after_ = Clock::now() - started_;
-  // Those that were told to end may wait for this one.
+  // Ranks that were asked to end may be waiting for this one.
   if (kill_at_) {
-    kill_at_ = std::min(*kill_at_, Clock::now() + kStopBehindFailure);
+    kill_at_ = std::min(*kill_at_, Clock::now() + kStopAfterFailure);
     return;
   }
   end_ranks(gave_up(ranks_[rank].status) ? std::max<milliseconds>(options_.grace, kWatchdogsEnd)
@@ -212,7 +211,7 @@ void RankGroup::note_failure(int rank) {
   end_stopped();
 }
 
-// A stopped process doesn't hear SIGTERM.
+// A stopped process doesn't react to SIGTERM.
 void RankGroup::end_stopped() {
   for (auto& rank : ranks_) {
     if (!rank.running || !rank.stopped) continue;
@@ -222,7 +221,7 @@ void RankGroup::end_stopped() {
   }
 }
 
-// At the end of the grace.
+// Called at the end of the grace period.
 void RankGroup::end_hung() {
   if (first_failed_ < 0 || !gave_up(ranks_[first_failed_].status)) return;
   for (auto& rank : ranks_)
@@ -262,13 +261,13 @@ void RankGroup::look_at_clock() {
   }
 }
 
-// In state D (a file system, a driver), or held by a debugger: nothing is started beside it.
+// It may be in state D (a file system, a driver), or held by a debugger. Nothing is started while it exists.
 void RankGroup::tell_undying() {
   if (std::exchange(told_undying_, true)) return;
   for (size_t rank = 0; rank < ranks_.size(); ++rank)
     if (ranks_[rank].running)
       tell("rank ", rank, " (pid ", ranks_[rank].pid, ", state ", process_state(ranks_[rank].pid),
-           ") doesn't end, though it was killed; waiting for it");
+           ") doesn't end although it was killed; waiting for it");
 }
 
 void RankGroup::poll_once() {
@@ -289,7 +288,7 @@ RankGroup::End RankGroup::run() {
     for (int rank = 0; rank < static_cast<int>(ranks_.size()) && all_started; ++rank)
       all_started = start(rank, store);
     if (!all_started) signal_all(SIGKILL);
-  }  // from here on only rank 0 listens: the others notice at once if it goes
+  }  // from here on only rank 0 listens: the others notice at once if it ends
   while (num_running() > 0) poll_once();
   end_leftovers();
   drain();
@@ -299,7 +298,7 @@ RankGroup::End RankGroup::run() {
   return first_failed_ >= 0 ? End::Failed : End::Done;
 }
 
-/// Processes that a rank had started and that outlived it.
+// Ends processes that a rank started and that outlived it.
 void RankGroup::end_leftovers() const {
   if (!kill_at_) return;
   for (const auto& rank : ranks_) {
@@ -331,10 +330,10 @@ std::string RankGroup::ended_badly() const {
   std::string text;
   for (size_t rank = 0; rank < ranks_.size(); ++rank)
     if (failed(ranks_[rank].status))
-      text +=
-          str(text.empty() ? "" : ", ", "rank ", rank, " (",
-              ranks_[rank].killed ? "it hadn't ended in time, and was killed" : describe(ranks_[rank].status),
-              ")");
+      text += str(
+          text.empty() ? "" : ", ", "rank ", rank, " (",
+          ranks_[rank].killed ? "it was killed because it didn't end in time" : describe(ranks_[rank].status),
+          ")");
   return text;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// One start of all ranks, from the first process to the last one's end.
+// A group of ranks, from the start of the first process to the end of the last one.
 
 #include <chrono>
 #include <functional>
@@ -18,10 +18,10 @@ struct GroupOptions {
   const ShownRanks& shown;
   std::chrono::milliseconds grace;
   std::chrono::milliseconds stop_grace;
-  int num_places;       ///< that share the host's cores
-  Variables variables;  ///< of every rank, beside those that tell who it is
-  /// When the group should stop because a larger one could be started; asked after each signal SIGUSR2, which
-  /// `on_rejoin` has been told of.
+  int num_places;       ///< places that share the host's cores
+  Variables variables;  ///< for every rank, besides those that identify it
+  /// When the group should stop because a larger one could start. Called again after each SIGUSR2, after
+  /// `on_rejoin`.
   std::function<std::optional<std::chrono::steady_clock::time_point>()> next_growth;
   std::function<void()> on_rejoin;
 };
@@ -32,33 +32,33 @@ class RankGroup {
   enum class End {
     Done,       ///< all ranks returned 0
     Failed,     ///< see report()
-    Told,       ///< by a signal, which told_to_end() names, and not all ranks returned 0
-    Outgrown,   ///< stopped because there is room for more ranks; see ended_badly()
+    Told,       ///< asked to end by the signal told_to_end(), and not all ranks returned 0
+    Outgrown,   ///< stopped because a larger group can start; see ended_badly()
     CantStart,  ///< see start_error()
   };
 
   RankGroup(int num_ranks, GroupOptions options, SignalReader& signals);
-  /// Kills what still runs, which only an exception leaves.
+  /// Kills ranks that still run, which happens only after an exception.
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
   End run();
 
-  int told_to_end() const { return told_to_end_; }  ///< 0: nobody has
+  int told_to_end() const { return told_to_end_; }  ///< the signal; 0: none
   std::chrono::steady_clock::time_point told_at() const { return told_at_; }
-  bool told_twice() const { return told_twice_; }  ///< to end at once
+  bool told_twice() const { return told_twice_; }  ///< asked to end at once
   const std::string& start_error() const { return start_error_; }
-  /// Of ranks that were told to end: which of them didn't return 0, and what they did; empty: all did.
+  /// After a request to end: the ranks that didn't return 0, and how they ended; empty: all returned 0.
   std::string ended_badly() const;
-  bool has_failed() const { return first_failed_ >= 0; }  ///< a rank has, told to end or not
-  /// Of the rank that failed first; 128 + signal when one ended it.
+  bool has_failed() const { return first_failed_ >= 0; }  ///< a rank failed, asked to end or not
+  /// Of the rank that failed first; 128 + signal if a signal ended it.
   int exit_code() const;
-  /// Ranks that failed by themselves, not because others did: those a signal ended, hung ones, or else the
-  /// first.
+  /// Ranks that failed by themselves, not because others did: those that a signal ended, hung ones, or else the
+  /// first one.
   std::vector<int> lost() const;
   std::string how_lost(int rank) const;
-  /// A box: who failed first and its last lines.
+  /// A box with the rank that failed first and its last lines.
   std::string report() const;
   std::chrono::duration<double> run_time() const { return Clock::now() - started_; }
 
@@ -66,10 +66,10 @@ class RankGroup {
   struct Rank {
     pid_t pid = -1;
     bool running = false;
-    bool stopped = false;        // by SIGSTOP or its like, and not continued
-    const char* hung = nullptr;  // how, if it did when another rank failed
-    bool killed = false;         // by us, as hung ones are
-    int status = 0;              // as waitpid tells it
+    bool stopped = false;        // by SIGSTOP or the like, and not continued
+    const char* hung = nullptr;  // how it hung when another rank failed
+    bool killed = false;         // by us, as hung ranks are
+    int status = 0;              // from waitpid
     Tail tail;
   };
 
@@ -88,7 +88,7 @@ class RankGroup {
   void ask_for_end(int signal);
   void end_ranks(std::chrono::milliseconds grace);
   void tell_ranks(int signal);
-  /// By a SIGTERM with a note (train/interruption.h).
+  /// Sends SIGTERM with a note (interruption.h).
   void tell_why(int note);
   void end_stopped();
   void end_hung();
@@ -104,8 +104,8 @@ class RankGroup {
   std::vector<Rank> ranks_;
   std::vector<OutputPipe> pipes_;
   Clock::time_point started_ = Clock::now();
-  std::optional<Clock::time_point> kill_at_;    // set once the ranks were asked to end
-  std::optional<Clock::time_point> killed_at_;  // when they were killed for the first time
+  std::optional<Clock::time_point> kill_at_;    // set when the ranks are asked to end
+  std::optional<Clock::time_point> killed_at_;  // when they were first killed
   std::optional<Clock::time_point> grow_at_;
   int first_failed_ = -1;
   std::chrono::duration<double> failed_after_{};

@@ -11,25 +11,26 @@
 #include "cli/arguments.h"
 #include "cli/launch/group.h"
 #include "cli/launch/places.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
 
 int launch_command(const std::vector<std::string>& words) {
   const LaunchArguments arguments = parse_launch_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   return launch_local(arguments.options);
 }
 
-// The local launcher: starts groups of ranks, one after another, until one is done or there is no point in
-// another. What happens within a group is launch_group.h's, which places a group may use launch_places.h's.
+// The local launcher: starts groups of ranks, one after another, until a group is done or a restart is useless.
+// launch/group.h is about one group; launch/places.h decides which places a group may use.
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// A group that lived this long had nothing wrong with its start.
+/// A group that ran this long started correctly.
 constexpr auto kLongRun = std::chrono::seconds(60);
 
 int smallest_group(const LaunchOptions& options) {
@@ -79,11 +80,11 @@ class Launcher {
   RankPlaces places_;
   std::vector<int> group_;  // places of its ranks
   int num_starts_ = 0;
-  int num_restarts_ = 0;  // of those that count
+  int num_restarts_ = 0;  // growing a group isn't counted
   int num_short_runs_ = 0;
-  int told_to_end_ = 0;                       // while no rank ran: the signal
-  std::optional<Clock::time_point> told_at_;  // these, or a group's ranks
-  bool is_hurried_ = false;                   // told to end at once
+  int told_to_end_ = 0;                       // the signal, if no rank was running
+  std::optional<Clock::time_point> told_at_;  // when the launcher or a group was asked to end
+  bool is_hurried_ = false;                   // asked to end at once
 };
 
 Variables Launcher::variables() const {
@@ -118,7 +119,7 @@ void Launcher::handle_between_groups() {
   }
 }
 
-/// False: told to end. Returns at SIGUSR2 too.
+/// Returns false when asked to end. Returns at SIGUSR2, too.
 bool Launcher::wait_until(std::optional<Clock::time_point> time) {
   milliseconds left(-1);
   if (time) left = std::max(std::chrono::ceil<milliseconds>(*time - Clock::now()), milliseconds(0));
@@ -128,14 +129,14 @@ bool Launcher::wait_until(std::optional<Clock::time_point> time) {
   return told_to_end_ == 0;
 }
 
-/// False: told to end before there were enough.
+/// Returns false when asked to end before there were enough.
 bool Launcher::find_places() {
   const auto earliest = Clock::now() + restart_delay(num_short_runs_, options_.restarts.longest_delay);
   while (Clock::now() < earliest)
     if (!wait_until(earliest)) return false;
-  for (bool told = false; (group_ = places_.available(Clock::now())).empty(); told = true) {
+  for (bool logged = false; (group_ = places_.available(Clock::now())).empty(); logged = true) {
     const auto next = places_.next_growth(0);
-    if (!told)
+    if (!logged)
       tell("too few ranks are left for --min-ranks ", smallest_group(options_), "; waiting ",
            next ? "for one to return" : "for SIGUSR2, which brings all back");
     if (!wait_until(next)) return false;
@@ -144,24 +145,24 @@ bool Launcher::find_places() {
 }
 
 void Launcher::lose_places(const RankGroup& group) {
-  const auto now = Clock::now();  // the same for all of them: they come back together
+  const auto now = Clock::now();  // one time for all of them, so that they return together
   for (int rank : group.lost()) {
     tell("rank ", rank, " is lost (", group.how_lost(rank), ")");
     places_.lose(group_[rank], now);
   }
 }
 
-/// The exit code, or nullopt for another group.
+/// Returns the exit code, or nullopt for another group.
 std::optional<int> Launcher::after_failure(const RankGroup& group) {
   write_all(STDERR_FILENO, group.report());
   const RestartOptions& restarts = options_.restarts;
   if (restarts.max_restarts == 0) return group.exit_code();
   if (restarts.final_codes.count(group.exit_code())) {
-    tell("no restart: exit code ", group.exit_code(), " would only come again");
+    tell("no restart: exit code ", group.exit_code(), " is final");
     return group.exit_code();
   }
   if (!may_restart()) {
-    tell("giving up after ", num_restarts_, " restart(s), as --max-restarts says");
+    tell("giving up after ", num_restarts_, " restart(s) (--max-restarts)");
     return group.exit_code();
   }
   ++num_restarts_;
@@ -170,22 +171,22 @@ std::optional<int> Launcher::after_failure(const RankGroup& group) {
   return std::nullopt;
 }
 
-// Of a program that was there before (it is being replaced), or a host that has no process to give just now.
+// A restart may help if the program existed before (it is being replaced), or the host is out of processes.
 std::optional<int> Launcher::after_no_start(const RankGroup& group) {
-  tell("can't start '", options_.command[0], "': ", group.start_error());
+  tell("cannot start '", options_.command[0], "': ", group.start_error());
   if (num_starts_ == 1 || !may_restart()) return 127;
   ++num_restarts_;
   num_short_runs_ = std::max(num_short_runs_, 1) + 1;
   return std::nullopt;
 }
 
-// What it stopped at is what the larger group would go on from.
+// The larger group resumes from where this one stopped.
 std::optional<int> Launcher::after_growth(const RankGroup& group) {
   if (group.run_time() >= kLongRun) num_short_runs_ = 0;
   const std::string badly = group.ended_badly();
   if (badly.empty()) return std::nullopt;
-  tell("asked to make room for more, not all ranks ended well: ", badly,
-       "; steps behind the newest checkpoint are made again");
+  tell("when asked to stop for a larger group, not all ranks ended well: ", badly,
+       "; steps after the newest checkpoint are repeated");
   const bool is_final = group.has_failed() && options_.restarts.final_codes.count(group.exit_code());
   return is_final ? after_failure(group) : std::nullopt;
 }
@@ -195,7 +196,7 @@ std::optional<int> Launcher::after(const RankGroup& group, End end) {
     case End::Done:
       return 0;
     case End::Told:
-      tell("told to end, not all ranks ended well: ", group.ended_badly());
+      tell("when asked to end, not all ranks ended well: ", group.ended_badly());
       return 128 + group.told_to_end();
     case End::CantStart:
       return after_no_start(group);
@@ -207,21 +208,21 @@ std::optional<int> Launcher::after(const RankGroup& group, End end) {
   return std::nullopt;
 }
 
-// Ranks that returned 0 have removed what they kept; of those that were lost, or couldn't save, nobody else
-// does anything with it.
+// Ranks that returned 0 have removed their states from memory. Nobody else saves those of ranks that were lost
+// or couldn't save.
 void Launcher::save_memory() {
   SecondRequest second(told_at_);
   const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };
   for (const checkpoint::LeftState& state :
        checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
     if (state.problem.empty())
-      tell("the state behind step ", state.step,
-           ", which was in memory alone, is saved: ", state.disk.string());
+      tell("the state after step ", state.step,
+           ", which was only in memory, is saved: ", state.disk.string());
     else
-      tell("the state behind step ", state.step, " stays in ", state.memory.string(),
-           " and isn't on disk: ", state.problem, ". To go on from it, copy that folder ",
+      tell("the state after step ", state.step, " remains in ", state.memory.string(),
+           " and isn't on disk: ", state.problem, ". To resume from it, copy that folder ",
            state.disk.empty() ? "to the run's other steps" : str("to ", state.disk.string()),
-           " before the run is started again, which removes it from memory");
+           " before you start the run again, which removes it from memory");
   }
 }
 

@@ -10,7 +10,7 @@ namespace titan::cli {
 
 namespace {
 
-/// What keeps the job from so many ranks, "" if nothing does.
+/// Why the job can't run on `num_ranks` ranks; "": it can.
 std::string misfit(const train::JobConfig& config, const config::Origins& origins, int num_ranks) {
   try {
     train::check_job(config, origins, num_ranks, train::JobFiles::Ignore);
@@ -20,15 +20,15 @@ std::string misfit(const train::JobConfig& config, const config::Origins& origin
   }
 }
 
-// A step, which may be the first, what is being saved, and the last save.
+// A step, perhaps the first one, a save in progress, and the last save.
 std::chrono::seconds longest_stop(const train::JobConfig& config) {
   const int64_t step_s = std::max(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds);
   return std::chrono::seconds(step_s +
                               (config.checkpoint.enable ? 2 * config.checkpoint.timeout_seconds : 0));
 }
 
-// What is validated, too, is of the full size: the losses before a rank is lost and behind it are to be
-// compared.
+// The validation batch keeps its full size, too, so that losses before and after the loss of a rank are
+// comparable.
 void keep_validation(const TrainArguments& arguments, const train::JobConfig& config,
                      std::vector<std::string>& command) {
   const train::ValidationSettings& validation = config.validation;
@@ -40,7 +40,7 @@ void keep_validation(const TrainArguments& arguments, const train::JobConfig& co
   command.push_back(std::to_string(validation.local_batch_size * dims.batch_degree()));
 }
 
-/// What of the settings keeps ranks that are started again from going on where they were.
+/// Collects the settings that keep restarted ranks from resuming where the last ones were.
 class RestartProblems {
  public:
   RestartProblems(const train::JobConfig& config, const config::Origins& origins)
@@ -51,15 +51,15 @@ class RestartProblems {
   }
   void find_without_saves() {
     require(config_.checkpoint.enable, "checkpoint.enable",
-            "has to be true: ranks that are started again go on from a checkpoint");
+            "must be true: restarted ranks resume from a checkpoint");
     require(!config_.checkpoint.load_only, "checkpoint.load_only",
-            "has to be false: nothing would be saved to go on from");
+            "must be false: otherwise there is no checkpoint to resume from");
   }
   void find_same_start() {
     require(config_.checkpoint.load_step == -1, "checkpoint.load_step",
-            "has to be -1, the newest: each restart would go back to this step");
+            "must be -1, the newest: otherwise each restart goes back to this step");
     require(config_.checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
-            "has to be empty: each restart would leave these out again");
+            "must be empty: otherwise each restart leaves these out again");
   }
   void throw_if_any() const {
     if (!problems_.empty()) throw ConfigError(problems_);
@@ -76,9 +76,7 @@ class RestartProblems {
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                           const config::Origins& origins) {
   if (arguments.restarts.max_restarts == 0) return arguments.restarts.check_unused("titan train");
-  if (arguments.num_ranks == 0)
-    throw ConfigError(
-        "titan train: --max-restarts restarts the ranks that --nproc starts, and there is no --nproc");
+  if (arguments.num_ranks == 0) throw ConfigError("titan train: --max-restarts needs --nproc");
   RestartProblems problems(config, origins);
   problems.find_without_saves();
   problems.find_same_start();
@@ -86,8 +84,8 @@ void check_train_restarts(const TrainArguments& arguments, const train::JobConfi
       arguments.restarts.min_ranks > 0 && arguments.restarts.min_ranks < arguments.num_ranks;
   problems.require(
       !may_shrink || config.training.global_batch_size != -1, "training.global_batch_size",
-      "and --min-ranks has to be a number: -1 is as many as the ranks have, so fewer ranks would "
-      "train another run");
+      "and --min-ranks must be a number: with -1 it depends on the number of ranks, so fewer ranks would "
+      "train a different run");
   problems.throw_if_any();
 }
 
@@ -105,15 +103,15 @@ void set_train_restarts(const TrainArguments& arguments, const train::JobConfig&
   arguments.restarts.apply(options);
   RestartOptions& restarts = options.restarts;
   restarts.fits = [&](int num_ranks) { return misfit(config, origins, num_ranks).empty(); };
-  // What hangs the ranks' watchdogs end.
+  // The ranks' own watchdogs end hangs.
   if (!arguments.restarts.stop_grace) options.stop_grace = longest_stop(config);
   const int most = options.num_ranks - 1, least = restarts.min_ranks;
   if (least == 0 || least > most) return;
   keep_validation(arguments, config, options.command);
   for (int size = most; size >= least; --size)
     if (restarts.fits(size)) return;
-  throw ConfigError(str("--min-ranks ", least, ": the job fits no number of ranks from ", least, " to ", most,
-                        ". Of ", most, ": ", misfit(config, origins, most)));
+  throw ConfigError(str("--min-ranks ", least, ": the job runs on no number of ranks from ", least, " to ",
+                        most, ". On ", most, ": ", misfit(config, origins, most)));
 }
 
 }  // namespace titan::cli

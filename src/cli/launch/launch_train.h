@@ -9,20 +9,19 @@
 
 namespace titan::cli {
 
-/// Throws ConfigError where a restart wouldn't go on where the ranks were.
+/// Throws ConfigError if restarted ranks couldn't resume where the last ones were.
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                           const config::Origins& origins);
 
-/// The same of a rank whose launcher has such restarts: `titan launch --max-restarts K -- titan train ...`,
-/// and torchrun's, where it is no more than a default, and checkpoints that are off are left to be.
+/// The same for a rank whose launcher restarts ranks: `titan launch --max-restarts K -- titan train ...`, or
+/// torchrun. For torchrun, which restarts by default, checkpoints may be off.
 void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
                              const config::Origins& origins);
 
-/// `arguments`' restarts, on numbers of ranks that the job's mesh, and whatever else depends on it, can do
-/// with, and what ranks have to be told so that fewer of them train the same run. Ranks that are told to end
-/// have as long as the job's limits give them. The job has to live as long as `options`. Throws ConfigError
-/// when none below --nproc is one, and
-/// --min-ranks asks for such.
+/// Adds the restarts of `arguments` to `options`: for numbers of ranks on which the job can run, with the settings
+/// that make fewer ranks train the same run. Ranks that are asked to end get as much time as the job's limits
+/// allow. `config` and `origins` must outlive `options`. Throws ConfigError when --min-ranks allows fewer ranks
+/// than --nproc, but the job runs on no such number.
 void set_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                         const config::Origins& origins, LaunchOptions& options);
 

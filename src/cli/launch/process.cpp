@@ -29,7 +29,7 @@ struct Pipe {
   int fds[2];
 };
 
-/// What the child needs, made before the fork: between fork and exec nothing may allocate.
+/// What the child needs, allocated before the fork: between fork and exec nothing may allocate.
 struct Prepared {
   explicit Prepared(const ChildSpec& spec) : inherited_fd(spec.inherited_fd) {
     for (char** entry = environ; *entry; ++entry) {
@@ -54,7 +54,7 @@ struct Prepared {
                             const Pipe& status) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != parent) _exit(1);  // it died before the line above
+  if (getppid() != parent) _exit(1);  // the parent died before the line above
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -79,11 +79,11 @@ Child start_child(const ChildSpec& spec) {
   const pid_t pid = fork();
   TITAN_CHECK(pid >= 0, "fork: ", std::strerror(errno));
   if (pid == 0) run_child(prepared, parent, out, err, status);
-  setpgid(pid, pid);  // also here, so that a signal to the group right now meets it
+  setpgid(pid, pid);  // here, too, so that a signal to the group reaches it right away
   Child child{pid, out.take_reading_end(), err.take_reading_end()};
   const int status_fd = status.take_reading_end();
   ssize_t n;
-  // The status pipe closes by itself when the program starts.
+  // The status pipe closes when the program starts.
   while ((n = read(status_fd, &child.exec_errno, sizeof(child.exec_errno))) < 0 && errno == EINTR) {
   }
   close(status_fd);
@@ -101,7 +101,7 @@ ListeningSocket::ListeningSocket() {
     host = "127.0.0.1";
     port = ntohs(address.sin_port);
   } else {
-    TITAN_CHECK(listen_at(&address6), "can't listen on a port of 127.0.0.1 or ::1: ", std::strerror(errno));
+    TITAN_CHECK(listen_at(&address6), "cannot listen on a port of 127.0.0.1 or ::1: ", std::strerror(errno));
     host = "::1";
     port = ntohs(address6.sin6_port);
   }
@@ -137,7 +137,7 @@ int num_cores() {
 namespace {
 
 constexpr size_t kTailLines = 50;
-constexpr size_t kLongestLine = 64 * 1024;  // without an end: shown in pieces, so that memory stays bounded
+constexpr size_t kLongestLine = 64 * 1024;  // longer lines are shown in pieces, to bound memory
 
 int parse_rank(std::string_view text, int num_ranks) {
   int rank = -1;
@@ -145,7 +145,7 @@ int parse_rank(std::string_view text, int num_ranks) {
   if (text.empty() || error != std::errc() || end != text.data() + text.size() || rank < 0 ||
       rank >= num_ranks) {
     throw ConfigError(
-        str("--log-rank: '", text, "' isn't a rank of 0..", num_ranks - 1, ", 'all' or 'none'"));
+        str("--log-rank: '", text, "' isn't a rank from 0 to ", num_ranks - 1, ", 'all' or 'none'"));
   }
   return rank;
 }

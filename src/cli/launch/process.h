@@ -1,6 +1,6 @@
 #pragma once
 
-// One rank's process, at the level of the operating system.
+// A rank's process: starting it, and reading its output.
 
 #include <sys/types.h>
 #include <unistd.h>
@@ -15,7 +15,7 @@
 
 namespace titan::cli {
 
-/// Variables of a child, on top of this process's.
+/// Environment variables of a child, added to this process's.
 using Variables = std::map<std::string, std::string>;
 
 struct ChildSpec {
@@ -29,14 +29,14 @@ struct Child {
   pid_t pid = -1;
   int stdout_fd = -1;  ///< reading ends of its pipes, owned by the caller
   int stderr_fd = -1;
-  int exec_errno = 0;  ///< not 0: the program couldn't be started, and its process has ended
+  int exec_errno = 0;  ///< not 0: the program couldn't be started; its process has ended
 };
 
-/// Starts the program in a process group of its own, with no signal blocked; it is killed when the calling
-/// thread's process ends. Standard input is empty. Throws Error where there is no process or pipe to be had.
+/// Starts the program in its own process group, with no signal blocked and empty standard input. It is killed
+/// when this process ends. Throws Error when no process or pipe is available.
 Child start_child(const ChildSpec& spec);
 
-/// A socket that listens on a free port of 127.0.0.1, or where there is no such address of ::1.
+/// A socket that listens on a free port of 127.0.0.1, or of ::1 if there is no such address.
 struct ListeningSocket {
   ListeningSocket();  ///< throws Error
   ~ListeningSocket();
@@ -51,13 +51,11 @@ struct ListeningSocket {
   bool listen_at(Address* address);
 };
 
-/// As /proc has it: "D (disk sleep)"; "unknown" where there is no such process.
+/// From /proc: "D (disk sleep)"; "unknown" if there is no such process.
 std::string process_state(pid_t pid);
 
-/// Cores that this process may run on.
+/// The number of cores that this process may use.
 int num_cores();
-
-// What the ranks print: whole lines, tagged, and the last ones of each kept for the report of a failure.
 
 /// Which ranks' lines are shown.
 class ShownRanks {
@@ -71,7 +69,7 @@ class ShownRanks {
   std::set<int> ranks_;
 };
 
-/// The last lines of one rank, of both its streams as they came.
+/// The last lines of one rank, from both its streams, for the report of a failure.
 class Tail {
  public:
   void add(std::string_view line);
@@ -81,17 +79,17 @@ class Tail {
   std::deque<std::string> lines_;
 };
 
-/// One stream (a pipe's reading end, not blocking) of one rank. Owns the descriptor.
+/// One stream of one rank (the non-blocking reading end of a pipe), in whole lines. Owns the descriptor.
 class OutputPipe {
  public:
-  /// `target`: the descriptor to write tagged lines to, -1 to keep the tail only.
+  /// `target`: the descriptor to write tagged lines to; -1: only keep the tail.
   OutputPipe(int fd, int target, int rank, Tail& tail);
   OutputPipe(OutputPipe&& other) noexcept;
   OutputPipe& operator=(OutputPipe&&) = delete;
   ~OutputPipe();
 
   int fd() const { return fd_; }  ///< -1 after the end
-  /// Passes on what is there now.
+  /// Passes on what is available now.
   void drain();
 
  private:
@@ -101,14 +99,14 @@ class OutputPipe {
   int fd_;
   int target_;
   std::string tag_;
-  std::string partial_;  // a line whose end hasn't come
+  std::string partial_;  // an incomplete line
   Tail* tail_;
 };
 
-/// Writes all of it; gives up silently when the reader is gone.
+/// Writes all of `text`; gives up silently when the reader is gone.
 void write_all(int fd, std::string_view text);
 
-/// A line of the launcher's own, on standard error.
+/// Prints a line of the launcher to standard error.
 template <class... Parts>
 void tell(const Parts&... parts) {
   write_all(STDERR_FILENO, str("titan launch: ", parts..., "\n"));

@@ -21,7 +21,7 @@ bool is_ignored(int signal) {
 bool asks_for_end(int signal) { return signal != SIGCHLD && signal != SIGUSR2 && signal != SIGQUIT; }
 
 SignalReader::SignalReader() {
-  // Children of a process that ignores their ends vanish, and nobody hears how they ended.
+  // If a process ignores SIGCHLD, its children vanish without their exit status.
   child_action_ = signal(SIGCHLD, SIG_DFL);
   sigset_t wanted;
   sigemptyset(&wanted);
@@ -61,7 +61,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What stands behind "NAME:" in a process's status.
+/// The value of "NAME:" in a process's status.
 std::optional<std::string> status_field(pid_t pid, const std::string& name) {
   std::ifstream file(fs::path("/proc") / std::to_string(pid) / "status");
   for (std::string line; std::getline(file, line);) {
@@ -74,16 +74,16 @@ std::optional<std::string> status_field(pid_t pid, const std::string& name) {
 
 uint64_t bit_of(int signal) { return uint64_t{1} << (signal - 1); }
 
-/// A mask of 16 digits to the base of 16; none where there is no such mask.
+/// Reads a mask of 16 hexadecimal digits; no signals without a mask.
 uint64_t signals_in(const std::optional<std::string>& mask) {
   uint64_t signals = 0;
   if (mask) std::from_chars(mask->data(), mask->data() + mask->size(), signals, 16);
   return signals;
 }
 
-/// Whether these are all signals that can be blocked (a C library keeps some behind the first 31 for itself):
-/// fork, vfork and posix_spawn block them for the moment in which a process starts another, and nobody reads
-/// what comes in it.
+/// Whether these are all signals that can be blocked (the C library reserves some after the first 31). fork,
+/// vfork and posix_spawn block all of them while a process starts another one, and nobody reads a signal that
+/// comes then.
 bool are_all(uint64_t blocked) {
   const uint64_t all = bit_of(32) - 1 - bit_of(SIGKILL) - bit_of(SIGSTOP);
   return (blocked & all) == all;
@@ -104,7 +104,7 @@ bool takes(pid_t pid, int signal) {
   return (blocked & bit_of(signal)) && !are_all(blocked);
 }
 
-// Also of those whose parent has ended: so all processes are looked through, and not the group's tree.
+// Looks through all processes, not the group's tree, to include those whose parent has ended.
 int signal_takers(pid_t group, int signal) {
   int num_sent = 0;
   std::error_code error;

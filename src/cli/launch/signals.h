@@ -1,7 +1,7 @@
 #pragma once
 
-// The launcher's signals as reads of a descriptor, so that a child's end, a Ctrl-C and a line of output all
-// come through one poll.
+// Signals of the launcher: read from a descriptor, so that one poll sees a child's end, a Ctrl-C and a line of
+// output; and sent to processes only if they handle them.
 
 #include <signal.h>
 #include <sys/types.h>
@@ -10,18 +10,18 @@
 
 namespace titan::cli {
 
-/// Two signals within it are one request: a terminal that closes sends two, so does `timeout`, and systemd.
+/// Two signals within this time are one request: a closing terminal sends two, and so do `timeout` and systemd.
 inline constexpr std::chrono::seconds kSameSignal{1};
 
-/// As nohup, and a shell for what runs in its background, have it. Blocked, such a signal would nevertheless
-/// be kept to be read.
+/// Whether this process ignores `signal`, as under nohup or in a shell's background. If such a signal were
+/// blocked, it would still be delivered to a descriptor.
 bool is_ignored(int signal);
-/// Of those that a SignalReader reads: the job is to end.
+/// Whether a signal that a SignalReader reads asks for the job's end.
 bool asks_for_end(int signal);
 
-/// As long as it lives, the signals that matter to a launcher do nothing but wait to be read. Those that this
-/// process was started to ignore do nothing at all; but SIGQUIT, which ends nothing, and which shells ignore
-/// for all that runs in their background. One at a time.
+/// While it lives, the launcher's signals stay pending until they are read. Signals that this process was started
+/// to ignore stay ignored, except SIGQUIT, which ends nothing and which shells ignore for background jobs. At
+/// most one object at a time.
 class SignalReader {
  public:
   SignalReader();
@@ -30,7 +30,7 @@ class SignalReader {
   SignalReader& operator=(const SignalReader&) = delete;
 
   int fd() const { return fd_; }
-  /// The next signal, 0 when there is none. SIGHUP comes as SIGTERM: who hangs up wants an orderly end.
+  /// The next signal, or 0. SIGHUP is returned as SIGTERM: hanging up means an orderly end.
   int next() const;
 
  private:
@@ -40,13 +40,13 @@ class SignalReader {
   sighandler_t child_action_ = SIG_DFL;
 };
 
-/// While something is done that a first request to end lets come to its end, and a second one doesn't.
+/// For work that a first request to end lets complete, and a second one aborts.
 class SecondRequest {
  public:
   using Clock = std::chrono::steady_clock;
-  /// `first`: when the first came; unset: it hasn't yet.
+  /// `first`: when the first request came; unset: it hasn't yet.
   explicit SecondRequest(std::optional<Clock::time_point> first) : first_(first) {}
-  /// Reads what has come since.
+  /// Reads the signals that have come since.
   bool has_come(const SignalReader& signals);
 
  private:
@@ -54,14 +54,12 @@ class SecondRequest {
   bool has_come_ = false;
 };
 
-// Signals that ask a program for something, and would end one that has no handler for them: a rank in its
-// first moments, a shell around it.
-
-/// Whether the process has a handler for `signal`, or its first thread blocks it and not all signals (which
-/// is how one reads signals from a descriptor), as /proc says; false where there is no such process.
+/// Whether the process handles `signal`, by /proc: it has a handler, or its first thread blocks this signal but
+/// not all signals (to read it from a descriptor). A signal that asks a program for something would end one
+/// that doesn't handle it: a rank that has just started, or a shell around it.
 bool takes(pid_t pid, int signal);
 
-/// Sends `signal` to those processes of a process group that take it. Returns how many.
+/// Sends `signal` to the processes of a process group that handle it. Returns how many.
 int signal_takers(pid_t group, int signal);
 
 }  // namespace titan::cli

@@ -17,7 +17,7 @@ namespace titan::cli::report {
 
 namespace {
 
-constexpr int kMarks = 5;  // about so many
+constexpr int kMarks = 5;  // approximately
 
 // 1, 2 or 5 times a power of ten.
 double round_distance(double wanted) {
@@ -30,7 +30,7 @@ double round_distance(double wanted) {
 }  // namespace
 
 Scale::Scale(double low, double high, bool log, bool widen) : low_(low), high_(high), log_(log && low > 0) {
-  // One value, or values that differ by their rounding, between which no marks can be: in the middle.
+  // A single value, or values that differ only by rounding, go to the middle.
   if (high_ - low_ <= 1e-12 * std::max(std::abs(low_), std::abs(high_))) {
     const double half = low_ == 0 ? 1 : std::abs(low_) / 2;
     high_ = low_ + half;
@@ -94,6 +94,12 @@ double distance_of(const Scale& scale, size_t mark) {
   return scale.marks().size() > 1 ? scale.marks()[1] - scale.marks()[0] : 1;
 }
 
+constexpr double kFigureWidth = 560, kFigureHeight = 250;
+constexpr double kPlotLeft = 58, kPlotRight = 538, kPlotTop = 10, kPlotBottom = 216;
+
+// With one decimal, as SVG takes it.
+std::string pixel(double value) { return number("%.1f", value); }
+
 std::string text_at(double x, double y, const char* anchor, const std::string& text) {
   return str("<text x=\"", pixel(x), "\" y=\"", pixel(y), "\" text-anchor=\"", anchor, "\">", escaped(text),
              "</text>\n");
@@ -107,8 +113,6 @@ std::string legend_html(const std::vector<std::string>& names) {
   return html + "</div>\n";
 }
 
-}  // namespace
-
 double plot_x(const Scale& scale, double value) {
   return kPlotLeft + scale.place(value) * (kPlotRight - kPlotLeft);
 }
@@ -116,8 +120,6 @@ double plot_x(const Scale& scale, double value) {
 double plot_y(const Scale& scale, double value) {
   return kPlotBottom - scale.place(value) * (kPlotBottom - kPlotTop);
 }
-
-std::string pixel(double value) { return number("%.1f", value); }
 
 std::string axes(const Scale& x, const Scale& y) {
   std::string svg = "<g class=\"axes\">\n";
@@ -134,6 +136,7 @@ std::string axes(const Scale& x, const Scale& y) {
   return svg + "</g>\n";
 }
 
+// A <figure> with title and legend around a drawing; `data`: JSON for the page's script.
 std::string figure(const std::string& title, const std::string& unit, const std::vector<std::string>& legend,
                    const std::string& drawing, const std::string& data) {
   return str("<figure class=\"chart\">\n<figcaption>", escaped(title),
@@ -144,8 +147,6 @@ std::string figure(const std::string& title, const std::string& unit, const std:
              "\"/>\n</svg>\n<div class=\"tip\"></div>\n<script type=\"application/json\">", data,
              "</script>\n</figure>\n");
 }
-
-namespace {
 
 constexpr size_t kMostPoints = 1000;
 constexpr double kLogRatio = 100;
@@ -188,20 +189,41 @@ std::string vertical_marks(const std::vector<double>& steps, const Scale& x) {
   return svg;
 }
 
-// What the script looks up: places on the drawing and the values as they are.
-std::string script_data(const Chart& chart, const Scale& x) {
-  nlohmann::ordered_json all = nlohmann::ordered_json::array();
-  for (const ChartSeries& series : chart.series) {
+// A point as the page's script looks it up: its place on the drawing, and its values.
+struct ScriptPoint {
+  double x;
+  double step;
+  double value;
+};
+
+// JSON that contains no "</script>": names have no '<'.
+class ScriptData {
+ public:
+  void add(const std::string& name, const std::vector<ScriptPoint>& points) {
     nlohmann::ordered_json places = nlohmann::ordered_json::array(), steps = places, values = places;
-    for (const auto& [step, value] : series.points) {
-      places.push_back(std::round(plot_x(x, step) * 10) / 10);
-      steps.push_back(static_cast<int64_t>(step));
-      values.push_back(value);
+    for (const ScriptPoint& point : points) {
+      places.push_back(std::round(point.x * 10) / 10);
+      steps.push_back(static_cast<int64_t>(point.step));
+      values.push_back(point.value);
     }
-    all.push_back({{"name", series.name}, {"x", places}, {"step", steps}, {"y", values}});
+    all_.push_back({{"name", name}, {"x", places}, {"step", steps}, {"y", values}});
   }
-  // No "</script>" can be in it: names hold no '<'.
-  return all.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  std::string text() const {
+    return all_.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  }
+
+ private:
+  nlohmann::ordered_json all_ = nlohmann::ordered_json::array();
+};
+
+std::string script_data(const Chart& chart, const Scale& x) {
+  ScriptData data;
+  for (const ChartSeries& series : chart.series) {
+    std::vector<ScriptPoint> points;
+    for (const auto& [step, value] : series.points) points.push_back({plot_x(x, step), step, value});
+    data.add(series.name, points);
+  }
+  return data.text();
 }
 
 }  // namespace
@@ -227,7 +249,10 @@ std::string to_html(const Chart& given) {
   Extent steps, values;
   for (ChartSeries& series : chart.series) {
     series.points = thinned(series.points, kMostPoints);
-    for (const auto& [step, value] : series.points) steps.include(step), values.include(value);
+    for (const auto& [step, value] : series.points) {
+      steps.include(step);
+      values.include(value);
+    }
   }
   if (steps.high < steps.low) return "";
   const bool log = chart.may_be_log && values.low > 0 && values.high > kLogRatio * values.low;
@@ -250,7 +275,7 @@ double height_of(const StackedChart::Column& column) {
 }
 
 std::string bars(const StackedChart::Column& column, const Scale& x, const Scale& y) {
-  // Half a step to either side, so that neighbours touch.
+  // Half a step to each side, so that neighbours touch.
   const double left = plot_x(x, column.first_step - 0.5), right = plot_x(x, column.last_step + 0.5);
   std::string svg;
   double below = 0;
@@ -264,18 +289,16 @@ std::string bars(const StackedChart::Column& column, const Scale& x, const Scale
   return svg;
 }
 
-std::string columns_data(const StackedChart& chart, const Scale& x) {
-  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+std::string script_data(const StackedChart& chart, const Scale& x) {
+  ScriptData data;
   for (size_t part = 0; part < chart.parts.size(); ++part) {
-    nlohmann::ordered_json places = nlohmann::ordered_json::array(), steps = places, values = places;
-    for (const StackedChart::Column& column : chart.columns) {
-      places.push_back(std::round(plot_x(x, (column.first_step + column.last_step) / 2) * 10) / 10);
-      steps.push_back(static_cast<int64_t>(column.last_step));
-      values.push_back(column.values[part]);
-    }
-    all.push_back({{"name", chart.parts[part]}, {"x", places}, {"step", steps}, {"y", values}});
+    std::vector<ScriptPoint> points;
+    for (const StackedChart::Column& column : chart.columns)
+      points.push_back(
+          {plot_x(x, (column.first_step + column.last_step) / 2), column.last_step, column.values[part]});
+    data.add(chart.parts[part], points);
   }
-  return all.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  return data.text();
 }
 
 }  // namespace
@@ -288,7 +311,7 @@ std::string to_html(const StackedChart& chart) {
   const Scale y(0, highest, false, true);
   std::string drawing = axes(x, y);
   for (const StackedChart::Column& column : chart.columns) drawing += bars(column, x, y);
-  return figure(chart.title, chart.unit, chart.parts, drawing, columns_data(chart, x));
+  return figure(chart.title, chart.unit, chart.parts, drawing, script_data(chart, x));
 }
 
 }  // namespace titan::cli::report

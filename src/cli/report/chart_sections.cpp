@@ -13,9 +13,9 @@ namespace titan::cli::report {
 
 namespace {
 
-constexpr size_t kMostMemoryLines = 8;  // there are so many colours
+constexpr size_t kMostMemoryLines = 8;  // the number of colors
 
-// Where the run was taken up again.
+// The steps at which the run was resumed.
 std::vector<double> restart_steps(const RunHistory& run) {
   std::vector<double> steps;
   for (size_t i = 1; i < run.processes.size(); ++i)
@@ -31,7 +31,7 @@ Curve instants_of(const ProcessLog& log, const char* name) {
   return curve;
 }
 
-// Of each rank; of rank 0 alone where nothing else was logged.
+// A series per rank; without structured logs, of rank 0 only.
 std::vector<ChartSeries> memory_series(const PageInput& input) {
   std::vector<ChartSeries> series;
   for (const ProcessLog& rank : input.ranks)
@@ -56,10 +56,10 @@ std::string charts_section(const PageInput& input) {
     loss.series.push_back({.name = "validation", .points = run.validations.curve("loss"), .dots = true});
   Chart norm = of_figure(run, "Gradient norm", "before clipping", "grad_norm");
   norm.may_be_log = true;
-  Chart speed = of_figure(run, "Throughput", "tokens/s and device", "tps");
+  Chart speed = of_figure(run, "Throughput", "tokens/s per device", "tps");
   speed.from_zero = true;
   Chart memory{.title = "Memory",
-               .unit = "GiB, highest of an interval (CPU: so far)",
+               .unit = "GiB, peak of an interval (CPU: peak so far)",
                .series = memory_series(input),
                .marks = restart_steps(run),
                .from_zero = true};
@@ -70,7 +70,7 @@ std::string charts_section(const PageInput& input) {
   charts += to_html(mfu);
   if (charts.empty()) return section("charts", "Curves", paragraph("No step has been logged yet."));
   const std::string note =
-      run.processes.size() > 1 ? paragraph("A dashed line is where the run was taken up again.") : "";
+      run.processes.size() > 1 ? paragraph("A dashed line marks where the run was resumed.") : "";
   return section("charts", "Curves", note + "<div class=\"charts\">\n" + charts + "</div>\n");
 }
 
@@ -81,7 +81,7 @@ struct SpanPart {
   const char* name;
 };
 constexpr std::array<SpanPart, 7> kSpanParts = {{{"fetching_batch", "data"},
-                                                 {"post_dataloading_process", "waits for others' data"},
+                                                 {"post_dataloading_process", "waiting for others' data"},
                                                  {"fwd_bwd", "forward and backward"},
                                                  {"optim", "optimizer"},
                                                  {"checkpoint_save", "saving"},
@@ -91,11 +91,11 @@ constexpr size_t kForward = 2;
 constexpr size_t kRest = kSpanParts.size();
 constexpr size_t kMostColumns = 60;
 
-/// Seconds by part, the last one what the step spent elsewhere.
+/// Seconds by part; the last part is the rest of the step.
 using StepTimes = std::array<double, kSpanParts.size() + 1>;
 
-/// Adds the spans of one step up: those between its start and its end. What a killed process left of one, and
-/// a save behind the last one, are no part of a step.
+/// Adds up the spans between a step's start and end. Spans of an unfinished step (the process was killed) and
+/// of a save after the last step don't count.
 class StepAdder {
  public:
   explicit StepAdder(std::map<int64_t, StepTimes>& steps) : steps_(steps) {}
@@ -111,8 +111,8 @@ class StepAdder {
   }
 
  private:
-  // Of a step that was taken twice, the later time counts. Without a forward none was taken: all ranks agreed
-  // to stop.
+  // If a step was trained twice, the later time counts. A step without a forward wasn't trained: all ranks
+  // agreed to stop.
   void close(const LoggedEvent& end) {
     StepTimes times = *std::exchange(times_, std::nullopt);
     if (times[kForward] == 0) return;
@@ -182,7 +182,7 @@ std::string totals(const RunHistory& run, const std::map<int64_t, StepTimes>& st
   add("rest of the steps", sum[kRest], true);
   add("start-up", startup, false);
   add("loading a checkpoint", loading, false);
-  add("the end: last writes", teardown, false);
+  add("final writes", teardown, false);
   return to_html(table);
 }
 
@@ -192,7 +192,7 @@ std::string time_section(const PageInput& input) {
   const auto steps = times_of_steps(input.run);
   if (steps.empty())
     return section("time", "Time",
-                   paragraph("The run left no structured log of rank 0 (metrics.structured_logs.enable)."));
+                   paragraph("There is no structured log of rank 0 (metrics.structured_logs.enable)."));
   return section("time", "Time",
                  str("<div class=\"charts\">\n", to_html(chart_of(steps)), "<div>", totals(input.run, steps),
                      "</div></div>\n"));

@@ -6,6 +6,7 @@
 #include "cli/commands.h"
 #include "cli/parser.h"
 #include "cli/report/page.h"
+#include "cli/text.h"
 #include "titan/core/file.h"
 
 namespace titan::cli {
@@ -17,7 +18,7 @@ constexpr const char* kReportNotes =
     "gradient\n"
     "norm, throughput, memory, where the time went, ranks, validation, checkpoints, starts, configuration "
     "and\n"
-    "environment. Works on a run that is under way: call it again.\n";
+    "environment. Works while the run is running; call it again for a new page.\n";
 
 struct ReportArguments {
   std::string help;
@@ -29,7 +30,7 @@ ReportArguments parse_report_arguments(const Arguments& words) {
   ReportArguments arguments;
   Parser parser("titan report", "titan report RUN [-o FILE]", kReportNotes);
   parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
-  parser.app.add_option("-o,--output", arguments.output, "where to (default: RUN/report.html)")
+  parser.app.add_option("-o,--output", arguments.output, "the file to write (default: RUN/report.html)")
       ->type_name("FILE");
   arguments.help = parser.parse(words);
   if (arguments.output.empty()) arguments.output = arguments.run / "report.html";
@@ -40,7 +41,7 @@ ReportArguments parse_report_arguments(const Arguments& words) {
 
 int report_command(const Arguments& words) {
   const ReportArguments arguments = parse_report_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   report::PageInput input;
   input.run = read_history(arguments.run);
   input.ranks = newest_of_ranks(arguments.run, report::kMostRanks, {.spans = false});

@@ -1,6 +1,6 @@
 #pragma once
 
-// Pieces of a page.
+// The page of `titan report`: one HTML document that needs no other file.
 
 #include <string>
 #include <string_view>
@@ -10,35 +10,33 @@
 
 namespace titan::cli::report {
 
-/// For text and for attributes.
+/// Escapes HTML, for text and attributes.
 std::string escaped(std::string_view text);
 
 struct HtmlTable {
   std::vector<std::string> heads;
-  std::vector<std::vector<std::string>> rows = {};  ///< of text
-  std::vector<bool> numbers = {};                   ///< by column: to the right; missing: text
+  std::vector<std::vector<std::string>> rows = {};  ///< plain text
+  std::vector<bool> numbers = {};                   ///< by column: right-aligned; missing: text
   std::vector<std::string> row_classes = {};        ///< by row; missing: none
 };
 std::string to_html(const HtmlTable& table);
 
-/// A part of the page under a heading that can be linked to.
+/// A part of the page under a heading with an anchor.
 std::string section(std::string_view id, std::string_view title, const std::string& body);
 std::string paragraph(std::string_view text);
 
-// The page of `titan report`: one HTML document that needs nothing else.
-
 struct PageInput {
   RunHistory run;
-  /// Of each rank's newest process, what it logged each log_freq steps; at most kMostRanks of them.
+  /// What each rank's newest process logged every log_freq steps; of at most kMostRanks ranks.
   std::vector<ProcessLog> ranks;
-  int num_ranks = 0;   ///< that have a log
+  int num_ranks = 0;   ///< ranks that have a log
   int64_t now_us = 0;  ///< when the page is made
 };
 inline constexpr size_t kMostRanks = 64;
 
 std::string page(const PageInput& input);
 
-// Its parts, each a section; "" where there is nothing to show.
+// The sections of the page; "" when there is nothing to show.
 std::string overview_section(const PageInput& input);
 std::string charts_section(const PageInput& input);
 std::string time_section(const PageInput& input);

@@ -7,6 +7,7 @@
 #include "cli/report/page.h"
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
+#include "config/differences.h"
 #include "job/job_config.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
@@ -49,17 +50,7 @@ std::optional<double> best_of(const Curve& curve) {
       ->second;
 }
 
-// Behind the first logged step, which pays for set-up.
-std::optional<double> median_of_curve(Curve curve) {
-  if (curve.empty()) return std::nullopt;
-  if (curve.size() > 1) curve.erase(curve.begin());
-  const auto middle = curve.begin() + static_cast<std::ptrdiff_t>(curve.size() / 2);
-  std::nth_element(curve.begin(), middle, curve.end(),
-                   [](const auto& a, const auto& b) { return a.second < b.second; });
-  return middle->second;
-}
-
-// Of all processes, without the time in between.
+// The running time of all processes, without the time between them.
 double seconds_at_work(const RunHistory& run) {
   double seconds = 0;
   for (const ProcessLog& process : run.processes)
@@ -83,13 +74,13 @@ std::string overview_section(const PageInput& input) {
   tiles += figure_tile("last loss", run.steps.last("loss"));
   tiles += figure_tile("best validation loss", best_of(run.validations.curve("loss")));
   tiles += figure_tile("tokens seen", run.steps.last("n_tokens_seen"));
-  tiles += figure_tile("tokens/s and device (median)", median_of_curve(run.steps.curve("tps")));
-  if (const auto step_s = median_of_curve(run.steps.curve("step_s")))
+  tiles += figure_tile("tokens/s per device (median)", median_after_first(run.steps.curve("tps")));
+  if (const auto step_s = median_after_first(run.steps.curve("step_s")))
     tiles += tile("step (median)", duration(*step_s));
-  tiles += figure_tile("MFU % (median)", median_of_curve(run.steps.curve("mfu")));
+  tiles += figure_tile("MFU % (median)", median_after_first(run.steps.curve("mfu")));
   if (const std::string ranks = world_text(run); !ranks.empty()) tiles += tile("ranks", ranks);
   if (!run.processes.empty()) {
-    tiles += tile("time at work", duration(seconds_at_work(run)));
+    tiles += tile("time running", duration(seconds_at_work(run)));
     tiles += tile("restarts", std::to_string(run.processes.size() - 1));
   }
   return section("overview", "Overview",
@@ -103,7 +94,7 @@ std::string value_text(const LoggedEvent* event, const char* format) {
   return event && event->value ? number(format, *event->value) : "";
 }
 
-// The one whose own time is longest, where it was told that it holds the others up.
+// The rank that rank 0 last reported as holding the others up; -1: none.
 int slowest_now(const PageInput& input) {
   if (input.run.processes.empty()) return -1;
   const LoggedEvent* named = input.run.processes.back().last("straggler");
@@ -117,23 +108,23 @@ std::string straggler_notes(const PageInput& input) {
     for (const LoggedEvent& event : process.events)
       if (event.name == "straggler" && event.value && std::exchange(before, *event.value) != *event.value)
         notes += *event.value < 0
-                     ? str("Step ", event.step, ": no rank holds the others up any more. ")
+                     ? str("Step ", event.step, ": no rank holds the others up any longer. ")
                      : str("Step ", event.step, ": rank ", *event.value, " holds the others up. ");
   return notes.empty() ? "" : paragraph(notes);
 }
 
-// A line a key, so that two runs can be told apart; what isn't the default stands out.
+// For marking the settings that aren't defaults.
 std::map<std::string, std::string> default_settings() {
-  return settings_of(config::print_toml(train::job_schema(), train::JobConfig{}));
+  return config::printed_settings(config::print_toml(train::job_schema(), train::JobConfig{}));
 }
 
 }  // namespace
 
 std::string ranks_section(const PageInput& input) {
   if (input.ranks.empty()) return "";
-  HtmlTable table{.heads = {"rank", "host", "step", "own s a step", "waits s a step", "memory GiB",
-                            "memory %", "last said"},
-                  .numbers = {true, false, true, true, true, true, true}};
+  HtmlTable table{
+      .heads = {"rank", "host", "step", "own s/step", "waits s/step", "memory GiB", "memory %", "last event"},
+      .numbers = {true, false, true, true, true, true, true}};
   const int slowest = slowest_now(input);
   for (const ProcessLog& rank : input.ranks) {
     table.rows.push_back({std::to_string(rank.rank), rank.host,
@@ -151,9 +142,9 @@ std::string ranks_section(const PageInput& input) {
 }
 
 std::string validation_section(const PageInput& input) {
-  const FigureRows& rows = input.run.validations;
-  if (rows.empty()) return section("validation", "Validation", paragraph("The run wasn't validated."));
-  HtmlTable table{.heads = {"step", "loss", "tokens/s and device"}, .numbers = {true, true, true}};
+  const MetricRows& rows = input.run.validations;
+  if (rows.empty()) return section("validation", "Validation", paragraph("The run has no validations."));
+  HtmlTable table{.heads = {"step", "loss", "tokens/s per device"}, .numbers = {true, true, true}};
   std::optional<size_t> best;
   for (size_t i = 0; i < rows.size(); ++i)
     if (const auto loss = rows.value(i, "loss"); loss && (!best || *loss < *rows.value(*best, "loss")))
@@ -167,7 +158,7 @@ std::string validation_section(const PageInput& input) {
                           short_number(std::round(rows.value(i, "tps").value_or(0)))});
     table.row_classes.push_back(i == best ? "changed" : "");
   }
-  return section("validation", "Validation", paragraph("The best one is marked.") + to_html(table));
+  return section("validation", "Validation", paragraph("The best validation is marked.") + to_html(table));
 }
 
 std::string checkpoints_section(const PageInput& input) {
@@ -184,7 +175,7 @@ std::string checkpoints_section(const PageInput& input) {
 
 std::string restarts_section(const PageInput& input) {
   if (input.run.processes.empty()) return "";
-  HtmlTable table{.heads = {"start", "host", "process", "ranks", "steps", "at work", "how it ended"},
+  HtmlTable table{.heads = {"start", "host", "process", "ranks", "steps", "time running", "how it ended"},
                   .numbers = {false, false, true, true}};
   for (size_t i = 0; i < input.run.processes.size(); ++i) {
     const ProcessLog& process = input.run.processes[i];
@@ -211,9 +202,9 @@ std::string configuration_section(const PageInput& input) {
     table.rows.push_back({key, value});
     table.row_classes.push_back(usual == defaults.end() || usual->second != value ? "changed" : "");
   }
-  return section(
-      "configuration", "Configuration",
-      paragraph("What isn't the default is marked.") + "<div class=\"wrap\">" + to_html(table) + "</div>\n");
+  return section("configuration", "Configuration",
+                 paragraph("Settings that are not the default are marked.") + "<div class=\"wrap\">" +
+                     to_html(table) + "</div>\n");
 }
 
 std::string environment_section(const PageInput& input) {

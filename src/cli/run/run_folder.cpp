@@ -2,16 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
+#include <fstream>
 
-#include <nlohmann/json.hpp>
 
 #include "cli/checkpoint/commands.h"
 #include "cli/text.h"
 #include "config/differences.h"
 #include "config/document.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/step_folder.h"
-#include "titan/config/table.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -19,105 +18,15 @@ namespace titan::cli {
 
 namespace {
 
-// A run that was killed may leave its last line unfinished.
-LoggedSteps read_steps(const std::filesystem::path& path) {
-  LoggedSteps steps;
-  std::istringstream lines(read_file(path));
-  std::string line;
-  for (int64_t number = 1; std::getline(lines, line); ++number) {
-    if (lines.eof()) break;  // no newline followed
-    auto object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    TITAN_CHECK(object.is_object() && object.contains("step"), path.string(), ":", number,
-                ": not a logged step");
-    auto value = [&](const char* key) {
-      return object.contains(key) && object[key].is_number() ? object[key].get<double>() : std::nan("");
-    };
-    steps[object["step"].get<int64_t>()] = {value("loss"), value("tps"), value("step_s")};
-  }
-  return steps;
-}
+namespace fs = std::filesystem;
 
-template <class Field>
-double median(const RunRecord& run, Field field) {
-  std::vector<double> values;
-  for (const auto& [step, logged] : run.steps)
-    if (run.steps.size() == 1 || step != run.steps.begin()->first) values.push_back(logged.*field);
-  if (values.empty()) return std::nan("");
-  auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
-}  // namespace
-
-std::map<std::string, std::string> settings_of(const std::string& toml) {
-  return config::printed_settings(toml);
-}
-
+// A TOML string without quotes and escapes; other values as they are.
 std::string text_of_toml(const std::string& value) {
   const config::Document document = config::read_toml("value = " + value, "");
   if (!document.problems.empty() || document.leaves.size() != 1) return value;
   const auto* text = std::get_if<std::string>(&document.leaves.front().value.value);
   return text ? *text : value;
 }
-
-std::string RunRecord::setting(const std::string& key) const {
-  auto found = settings.find(key);
-  return found == settings.end() ? "unset" : found->second;
-}
-
-double RunRecord::median_tps() const { return median(*this, &LoggedStep::tps); }
-double RunRecord::median_step_s() const { return median(*this, &LoggedStep::step_s); }
-
-RunRecord read_run(const std::filesystem::path& folder) {
-  for (const char* name : {"config.toml", "metrics.jsonl"})
-    if (!std::filesystem::exists(folder / name))
-      throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
-  const auto validations = folder / "validation.jsonl";
-  return {folder, settings_of(read_file(folder / "config.toml")), read_steps(folder / "metrics.jsonl"),
-          std::filesystem::exists(validations) ? read_steps(validations) : LoggedSteps()};
-}
-
-std::set<std::string> keys_of(const std::vector<RunRecord>& runs) {
-  std::set<std::string> keys;
-  for (const RunRecord& run : runs)
-    for (const auto& [key, value] : run.settings) keys.insert(key);
-  keys.erase("job.dump_folder");
-  return keys;
-}
-
-bool same_setting(const std::vector<RunRecord>& runs, const std::string& key) {
-  return std::all_of(runs.begin(), runs.end(),
-                     [&](const RunRecord& run) { return run.setting(key) == runs.front().setting(key); });
-}
-
-std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs, Series series) {
-  std::vector<int64_t> steps;
-  for (const auto& [step, logged] : runs.front().*series)
-    if (std::all_of(runs.begin(), runs.end(),
-                    [&, step = step](const RunRecord& run) { return (run.*series).contains(step); }))
-      steps.push_back(step);
-  return steps;
-}
-
-Parting compare_losses(const LoggedSteps& a, const LoggedSteps& b, const std::vector<int64_t>& steps) {
-  Parting parting;
-  for (int64_t step : steps) {
-    double first = a.at(step).loss, second = b.at(step).loss;
-    if (first == second || (std::isnan(first) && std::isnan(second))) continue;
-    if (!parting.first_step) parting.first_step = step;
-    double difference = std::abs(first - second);
-    if (difference >= parting.largest_difference) {
-      parting.largest_difference = difference;
-      parting.largest_step = step;
-    }
-  }
-  return parting;
-}
-
-namespace {
-
-namespace fs = std::filesystem;
 
 int64_t bytes_in(const fs::path& folder) {
   int64_t bytes = 0;
@@ -143,6 +52,99 @@ CheckpointRow row_of(const checkpoint::StepEntry& entry) {
 }
 
 }  // namespace
+
+MetricRows::MetricRows(const fs::path& path, const Options& options) {
+  if (!fs::exists(path)) return;
+  std::ifstream lines(path);
+  std::string line;
+  const auto size = static_cast<int64_t>(fs::file_size(path));
+  if (options.tail_bytes >= 0 && size > options.tail_bytes) {
+    lines.seekg(size - options.tail_bytes - 1);  // a row that begins there is whole
+    std::getline(lines, line);
+  }
+  for (int64_t number = 1; std::getline(lines, line) && !lines.eof(); ++number) {
+    const auto row = parse_json(line);
+    if (row.is_object() && row.contains("step") && row["step"].is_number_integer())
+      add(row);
+    else
+      TITAN_CHECK(options.bad_lines == BadLines::Skip, path.string(), ":", number, ": not a logged step");
+  }
+  for (auto& [key, values] : columns_) values.resize(steps_.size(), std::nan(""));
+}
+
+void MetricRows::add(const nlohmann::json& row) {
+  for (const auto& [key, value] : row.items()) {
+    if (!value.is_number()) continue;
+    auto& column = columns_[key];
+    column.resize(steps_.size(), std::nan(""));
+    column.push_back(value.get<double>());
+  }
+  const auto step = row["step"].get<int64_t>();
+  rows_[step] = steps_.size();
+  steps_.push_back(step);
+}
+
+std::optional<double> MetricRows::value(size_t row, const char* key) const {
+  const auto found = columns_.find(key);
+  if (found == columns_.end() || std::isnan(found->second[row])) return std::nullopt;
+  return found->second[row];
+}
+
+std::optional<double> MetricRows::last(const char* key) const {
+  return empty() ? std::nullopt : value(size() - 1, key);
+}
+
+Curve MetricRows::curve(const char* key) const {
+  Curve curve;
+  for (size_t row = 0; row < size(); ++row)
+    if (const auto y = value(row, key)) curve.emplace_back(static_cast<double>(steps_[row]), *y);
+  return curve;
+}
+
+std::optional<size_t> MetricRows::row_of(int64_t step) const {
+  const auto found = rows_.find(step);
+  return found == rows_.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<double> median_after_first(Curve curve) {
+  if (curve.empty()) return std::nullopt;
+  if (curve.size() > 1) curve.erase(curve.begin());
+  const auto middle = curve.begin() + static_cast<std::ptrdiff_t>(curve.size() / 2);
+  std::nth_element(curve.begin(), middle, curve.end(),
+                   [](const auto& a, const auto& b) { return a.second < b.second; });
+  return middle->second;
+}
+
+std::string RunFolder::setting(const std::string& key) const {
+  const auto found = settings.find(key);
+  return found == settings.end() ? "" : found->second;
+}
+
+std::string RunFolder::text_setting(const std::string& key) const { return text_of_toml(setting(key)); }
+
+int64_t RunFolder::total_steps() const {
+  const std::string steps = setting("training.steps");
+  return steps.empty() ? 0 : std::stoll(steps);
+}
+
+fs::path RunFolder::checkpoint_folder() const {
+  const std::string name = text_setting("checkpoint.folder");
+  return folder / (name.empty() ? "checkpoint" : name);
+}
+
+RunFolder read_run_folder(const fs::path& folder, const MetricRows::Options& options) {
+  if (!fs::exists(folder / "config.toml"))
+    throw ConfigError(str(folder.string(), " holds no run: it has no config.toml"));
+  return {folder, config::printed_settings(read_file(folder / "config.toml")),
+          MetricRows(folder / "metrics.jsonl", options), MetricRows(folder / "validation.jsonl", options)};
+}
+
+fs::path folder_of_setting(const fs::path& run, const std::string& key, const std::string& usual) {
+  if (!fs::exists(run / "config.toml")) return run / usual;
+  const auto settings = config::printed_settings(read_file(run / "config.toml"));
+  const auto given = settings.find(key);
+  return run / (given == settings.end() ? usual : text_of_toml(given->second));
+}
 
 std::vector<CheckpointRow> list_checkpoints(const fs::path& folder) {
   std::vector<CheckpointRow> rows;

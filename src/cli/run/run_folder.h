@@ -1,64 +1,86 @@
 #pragma once
 
-// What a run left in its folder: config.toml, metrics.jsonl and, where it validated, validation.jsonl.
+// A run's folder as its files stand now: config.toml, metrics.jsonl, validation.jsonl and the checkpoints.
+// `titan compare`, `report`, `sweep` and `top` read runs through this header; run_history.h adds the structured
+// logs.
 
 #include <cstdint>
 #include <filesystem>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include <nlohmann/json_fwd.hpp>
 
 namespace titan::cli {
 
-/// Full name -> value as TOML, of a resolved config as runs write it.
-std::map<std::string, std::string> settings_of(const std::string& toml);
+/// Values of a metric by step: (step, value). Rows without a number (an infinite loss is null) are left out.
+using Curve = std::vector<std::pair<double, double>>;
 
-/// A string of TOML as it is, without quotes and escapes; other values as they are written.
-std::string text_of_toml(const std::string& value);
+/// What to do with lines that aren't rows. A full disk or a power failure leaves such lines.
+enum class BadLines { Skip, Refuse };
 
-struct LoggedStep {
-  double loss = 0;
-  double tps = 0;
-  double step_s = 0;  ///< NaN of a validation
+/// Rows of metrics.jsonl or validation.jsonl.
+class MetricRows {
+ public:
+  struct Options {
+    int64_t tail_bytes = -1;  ///< only rows that begin in the last so many bytes; -1: all
+    BadLines bad_lines = BadLines::Skip;
+  };
+
+  MetricRows() = default;
+  /// A missing file has no rows. A last line without its newline is ignored: the run was killed while it wrote
+  /// it. With BadLines::Refuse, throws Error that names the line.
+  MetricRows(const std::filesystem::path& path, const Options& options);
+  explicit MetricRows(const std::filesystem::path& path) : MetricRows(path, Options{}) {}
+
+  bool empty() const { return steps_.empty(); }
+  size_t size() const { return steps_.size(); }
+  int64_t step(size_t row) const { return steps_[row]; }
+  int64_t first_step() const { return empty() ? 0 : steps_.front(); }
+  int64_t last_step() const { return empty() ? 0 : steps_.back(); }
+  std::optional<double> value(size_t row, const char* key) const;
+  std::optional<double> last(const char* key) const;
+  Curve curve(const char* key) const;
+  /// The last row of a step.
+  std::optional<size_t> row_of(int64_t step) const;
+
+ private:
+  void add(const nlohmann::json& row);
+
+  std::vector<int64_t> steps_;
+  std::unordered_map<int64_t, size_t> rows_;            // the last row of each step
+  std::map<std::string, std::vector<double>> columns_;  // NaN: the row has no such number
 };
-using LoggedSteps = std::map<int64_t, LoggedStep>;
 
-struct RunRecord {
+/// The median over the steps after the first, which pays for set-up; none without values.
+std::optional<double> median_after_first(Curve curve);
+
+struct RunFolder {
   std::filesystem::path folder;
   std::map<std::string, std::string> settings;  ///< full name -> value as TOML
-  LoggedSteps steps;
-  LoggedSteps validations;  ///< by the training step they followed
+  MetricRows steps;
+  MetricRows validations;  ///< by the training step that they followed
 
-  std::string setting(const std::string& key) const;  ///< "unset" where the run has none
-  /// Over the logged steps behind the first, which pays for set-up.
-  double median_tps() const;
-  double median_step_s() const;
+  /// As TOML; "" when the run has no such setting.
+  std::string setting(const std::string& key) const;
+  /// A string's value, without quotes and escapes.
+  std::string text_setting(const std::string& key) const;
+  int64_t total_steps() const;
+  std::filesystem::path checkpoint_folder() const;
 };
 
-/// Throws ConfigError when the folder holds no run, Error for a line that isn't a step's. A last line without
-/// its newline is left out: the run was killed while it wrote it.
-RunRecord read_run(const std::filesystem::path& folder);
+/// Throws ConfigError when the folder has no config.toml.
+RunFolder read_run_folder(const std::filesystem::path& folder, const MetricRows::Options& options = {});
 
-/// `job.dump_folder` isn't among them: it always differs.
-std::set<std::string> keys_of(const std::vector<RunRecord>& runs);
-bool same_setting(const std::vector<RunRecord>& runs, const std::string& key);
+/// The folder within a run's folder that the setting `key` names; `usual`: its default.
+std::filesystem::path folder_of_setting(const std::filesystem::path& run, const std::string& key,
+                                        const std::string& usual);
 
-/// Of the losses in question: &RunRecord::steps or &RunRecord::validations.
-using Series = LoggedSteps RunRecord::*;
-std::vector<int64_t> common_steps(const std::vector<RunRecord>& runs, Series series);
-
-struct Parting {
-  std::optional<int64_t> first_step;  ///< whose losses aren't the same double
-  double largest_difference = 0;
-  int64_t largest_step = 0;
-};
-/// Over the steps in common.
-Parting compare_losses(const LoggedSteps& a, const LoggedSteps& b, const std::vector<int64_t>& steps);
-
-// The checkpoints of a run, as far as can be told without reading their tensors.
-
+/// A checkpoint, without looking into its tensors.
 struct CheckpointRow {
   int64_t step = 0;
   int64_t num_bytes = 0;
@@ -67,10 +89,9 @@ struct CheckpointRow {
   bool usable = true;
 };
 
-/// Ascending; none where the folder isn't there.
+/// Ascending; none without the folder.
 std::vector<CheckpointRow> list_checkpoints(const std::filesystem::path& folder);
-
-/// The last of them; the others aren't looked into.
+/// Looks at the last checkpoint only.
 std::optional<CheckpointRow> newest_checkpoint(const std::filesystem::path& folder);
 
 }  // namespace titan::cli

@@ -8,6 +8,7 @@
 
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "train/policies/interruption.h"
@@ -18,12 +19,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A process that has said something within so long is told to be at work, without a word on its silence.
+// A process whose last event is younger is reported as running, not as silent.
 constexpr int64_t kSilence_us = 120'000'000;
-constexpr int64_t kStartSkew_us = 30'000'000;  // between ranks of one start, and their clocks
+constexpr int64_t kStartSkew_us = 30'000'000;  // between the ranks of one start, including their clocks
 constexpr int64_t kErrorTail = 64 << 10;
 
-// A run that began anew, without a checkpoint to go on from, has replaced what was there.
+// A run that started anew, without a checkpoint to resume from, has replaced what was there.
 size_t newest_beginning(const std::vector<ProcessLog>& processes) {
   for (size_t i = processes.size(); i-- > 0;)
     if (steps_of(processes[i]).first == 1) return i;
@@ -46,13 +47,13 @@ bool has_end(const ProcessLog& process, const char* name) {
   });
 }
 
-// What only a step that is made comes to.
-bool is_made_by(const LoggedEvent& event) {
+// Whether the event ends a phase that only a trained step has.
+bool ends_training_phase(const LoggedEvent& event) {
   return event.kind == LoggedEvent::Kind::End &&
          (event.name == "fwd_bwd" || event.name == "optim" || event.name == "collect_dist_metrics");
 }
 
-// Of all ranks, while this process was there.
+// The first error of any rank while this process ran.
 std::optional<RankError> first_error(const ProcessLog& process, const std::vector<RankError>& others,
                                      int64_t next_start_us) {
   std::optional<RankError> first;
@@ -65,19 +66,19 @@ std::optional<RankError> first_error(const ProcessLog& process, const std::vecto
   return first;
 }
 
-// A rank that fails ends the job before rank 0 can say anything. Only the ends of the logs of such starts are
-// read.
+// A rank that fails ends the job before rank 0 can log its end. For such starts, reads the ends of the other
+// ranks' logs.
 std::vector<RankError> read_errors(const RunHistory& run) {
-  std::vector<std::pair<int64_t, int64_t>> untold;
+  std::vector<std::pair<int64_t, int64_t>> unexplained;
   for (size_t i = 0; i < run.processes.size(); ++i)
     if (!has_end(run.processes[i], "teardown"))
-      untold.emplace_back(
+      unexplained.emplace_back(
           run.processes[i].first_us() - kStartSkew_us,
           i + 1 < run.processes.size() ? run.processes[i + 1].first_us() - kStartSkew_us : INT64_MAX);
   std::vector<ProcessLog> logs;
   for (const ProcessFiles& files : list_structured_logs(structured_folder(run.folder))) {
     const int64_t start = start_us(files);
-    const bool is_wanted = std::any_of(untold.begin(), untold.end(), [&](const auto& times) {
+    const bool is_wanted = std::any_of(unexplained.begin(), unexplained.end(), [&](const auto& times) {
       return start >= times.first && start < times.second;
     });
     if (files.rank > 0 && is_wanted)
@@ -88,79 +89,8 @@ std::vector<RankError> read_errors(const RunHistory& run) {
 
 }  // namespace
 
-FigureRows::FigureRows(const fs::path& path, int64_t tail_bytes) {
-  if (!fs::exists(path)) return;
-  std::ifstream lines(path);
-  std::string line;
-  const auto size = static_cast<int64_t>(fs::file_size(path));
-  if (tail_bytes >= 0 && size > tail_bytes) {
-    lines.seekg(size - tail_bytes - 1);  // a row that begins there is whole
-    std::getline(lines, line);
-  }
-  while (std::getline(lines, line)) {
-    if (lines.eof()) break;
-    const auto row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (row.is_object() && row.contains("step") && row["step"].is_number_integer()) add(row);
-  }
-  for (auto& [key, values] : columns_) values.resize(steps_.size(), std::nan(""));
-}
-
-void FigureRows::add(const nlohmann::json& row) {
-  for (const auto& [key, value] : row.items()) {
-    if (!value.is_number()) continue;
-    auto& column = columns_[key];
-    column.resize(steps_.size(), std::nan(""));
-    column.push_back(value.get<double>());
-  }
-  steps_.push_back(row["step"].get<int64_t>());
-}
-
-int64_t FigureRows::first_step() const { return empty() ? 0 : steps_.front(); }
-int64_t FigureRows::last_step() const { return empty() ? 0 : steps_.back(); }
-
-std::optional<double> FigureRows::value(size_t row, const char* key) const {
-  const auto found = columns_.find(key);
-  if (found == columns_.end() || std::isnan(found->second[row])) return std::nullopt;
-  return found->second[row];
-}
-
-std::optional<double> FigureRows::last(const char* key) const {
-  return empty() ? std::nullopt : value(size() - 1, key);
-}
-
-Curve FigureRows::curve(const char* key) const {
-  Curve curve;
-  for (size_t row = 0; row < size(); ++row)
-    if (const auto y = value(row, key)) curve.emplace_back(static_cast<double>(steps_[row]), *y);
-  return curve;
-}
-
-std::string RunHistory::setting(const std::string& key) const {
-  const auto found = settings.find(key);
-  return found == settings.end() ? "" : found->second;
-}
-
-std::string RunHistory::text_setting(const std::string& key) const { return text_of_toml(setting(key)); }
-
-int64_t RunHistory::total_steps() const {
-  const std::string steps = setting("training.steps");
-  return steps.empty() ? 0 : std::stoll(steps);
-}
-
-fs::path RunHistory::checkpoint_folder() const {
-  const std::string name = text_setting("checkpoint.folder");
-  return folder / (name.empty() ? "checkpoint" : name);
-}
-
 RunHistory read_history(const fs::path& folder, const ReadOptions& options) {
-  if (!fs::exists(folder / "config.toml"))
-    throw ConfigError(str(folder.string(), " holds no run: it has no config.toml"));
-  RunHistory run{folder,
-                 settings_of(read_file(folder / "config.toml")),
-                 FigureRows(folder / "metrics.jsonl"),
-                 FigureRows(folder / "validation.jsonl"),
-                 read_rank_0(folder, options),
-                 {}};
+  RunHistory run{read_run_folder(folder), read_rank_0(folder, options), {}};
   run.errors = read_errors(run);
   return run;
 }
@@ -176,7 +106,7 @@ std::vector<RankError> errors_in(const std::vector<ProcessLog>& ranks) {
 ProcessEnd end_of(const ProcessLog& process, int64_t now, const std::vector<RankError>& errors,
                   int64_t next_start_us) {
   const bool tore_down = has_end(process, "teardown");
-  // What others tell counts where this process couldn't come to its end for it.
+  // Other ranks' errors count if they kept this process from ending.
   const auto error = first_error(process, tore_down ? std::vector<RankError>() : errors, next_start_us);
   if (error) {
     const bool is_own = error->rank == process.rank;
@@ -189,10 +119,10 @@ ProcessEnd end_of(const ProcessLog& process, int64_t now, const std::vector<Rank
     return {ProcessEnd::Kind::Stopped,
             str("stopped by ", train::signal_name(static_cast<int>(stopped->value.value_or(0))))};
   if (tore_down) return {ProcessEnd::Kind::Completed, "completed"};
-  if (next_start_us != INT64_MAX) return {ProcessEnd::Kind::Silent, "killed, or lost"};
+  if (next_start_us != INT64_MAX) return {ProcessEnd::Kind::Silent, "killed or lost"};
   const int64_t silent_us = now - process.last_us();
-  if (silent_us < kSilence_us) return {ProcessEnd::Kind::Silent, "at work"};
-  // A save or a validation may take so long; nobody knows from here.
+  if (silent_us < kSilence_us) return {ProcessEnd::Kind::Silent, "running"};
+  // It may be in a long save or validation, or killed: files can't tell which.
   const std::string phase = phase_of(process);
   return {ProcessEnd::Kind::Silent, str("silent for ", duration(static_cast<double>(silent_us) * 1e-6),
                                         phase.empty() ? "" : ", in " + phase)};
@@ -218,11 +148,11 @@ StepRange steps_of(const ProcessLog& process) {
   StepRange range;
   bool made = false;
   for (const LoggedEvent& event : process.events) {
-    // Of a log whose beginning has been rotated away, too.
+    // This also works if the log's beginning has been rotated away.
     if (range.first == 0 && event.relative_step > 0)
       range.first = std::max<int64_t>(1, event.step - event.relative_step + 1);
     if (event.name == "step" && event.kind == LoggedEvent::Kind::Start) made = false;
-    if (is_made_by(event)) made = true;
+    if (ends_training_phase(event)) made = true;
     if (event.name != "step") continue;
     if (range.first == 0) range.first = event.step;
     if (event.kind == LoggedEvent::Kind::End && made) range.last = event.step;
@@ -234,7 +164,7 @@ std::vector<ProcessFiles> newest_files(const fs::path& run, size_t most_ranks) {
   std::map<int, ProcessFiles> newest;
   for (ProcessFiles& files : list_structured_logs(structured_folder(run)))
     newest[files.rank] = std::move(files);
-  // A run that went on with fewer ranks has left the others' logs.
+  // A run that resumed with fewer ranks has left the other ranks' logs.
   if (const auto rank_0 = newest.find(0); rank_0 != newest.end()) {
     const auto environment = read_structured_log(rank_0->second, {.tail_bytes = 0}).environment;
     const auto size = environment.find("world_size");
@@ -264,11 +194,11 @@ int64_t now_us() {
 
 namespace {
 
-constexpr int64_t kFarTail = 8 << 20;  // a thousand steps and more, read once
+constexpr int64_t kFarTail = 8 << 20;  // more than a thousand steps; read once
 
 constexpr std::array kFigures = {"memory_gib", "memory_percent", "own_s", "wait_s", "straggler"};
 
-// The last of each that `log` lacks.
+// Adds the last value of each metric that `log` lacks.
 void take_figures(ProcessLog& log, const ProcessLog& earlier) {
   std::vector<LoggedEvent> missing;
   for (const char* name : kFigures) {

@@ -9,8 +9,8 @@
 #include <tuple>
 
 #include "cli/run/run_folder.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 
@@ -73,7 +73,7 @@ void take_line(ProcessLog& log, const std::string& line, const ReadOptions& opti
   if (!options.spans && line.find("\"log_type\": \"event\"") != std::string::npos &&
       line.find("_error\"") == std::string::npos)
     return;
-  const ordered_json object = ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
+  const ordered_json object = parse_json<ordered_json>(line);
   if (!object.is_object() || json_integer(object, "time_us") == 0) return;
   if (log.host.empty()) {
     log.host = json_text(object, "host_name");
@@ -88,7 +88,7 @@ void take_line(ProcessLog& log, const std::string& line, const ReadOptions& opti
     log.events.push_back(std::move(event));
 }
 
-// Behind the head, whatever is cut off in the middle.
+// Skips from after the first line to the tail.
 void skip_to_tail(std::ifstream& file, int64_t size, int64_t tail_bytes) {
   if (tail_bytes < 0 || size <= tail_bytes || file.tellg() >= size - tail_bytes - 1) return;
   file.seekg(size - tail_bytes - 1);  // a line that begins there is whole
@@ -121,15 +121,9 @@ const LoggedEvent* ProcessLog::last(const std::string& name) const {
 }
 
 fs::path structured_folder(const fs::path& folder) {
-  std::string name = "structured_logs";
-  if (fs::exists(folder / "config.toml")) {
-    const auto settings = settings_of(read_file(folder / "config.toml"));
-    const auto found = settings.find("metrics.structured_logs.folder");
-    if (found != settings.end()) name = text_of_toml(found->second);
-  }
-  if (fs::is_directory(folder / name)) return folder / name;
-  if (!list_structured_logs(folder).empty()) return folder;
-  return {};
+  const fs::path named = folder_of_setting(folder, "metrics.structured_logs.folder", "structured_logs");
+  if (fs::is_directory(named)) return named;
+  return list_structured_logs(folder).empty() ? fs::path() : folder;
 }
 
 int64_t start_us(const ProcessFiles& files) {
@@ -166,12 +160,12 @@ ProcessLog read_structured_log(const ProcessFiles& files, const ReadOptions& opt
   ProcessLog log;
   log.rank = files.rank;
   log.environment = ordered_json::object();
-  // Just behind a rotation most of the tail is in the earlier file.
+  // Right after a rotation most of the tail is in the earlier file.
   std::vector<ReadOptions> parts(files.paths.size(), options);
   for (size_t i = files.paths.size(); options.tail_bytes >= 0 && i-- > 1;)
     parts[i - 1].tail_bytes = std::max<int64_t>(0, parts[i].tail_bytes - size_of(files.paths[i]));
   for (size_t i = 0; i < files.paths.size(); ++i) read_lines(log, files.paths[i], parts[i]);
-  // The line of a span that began before the log did stands behind later ones.
+  // The line of a span that began before the log did may follow later ones.
   std::stable_sort(log.events.begin(), log.events.end(),
                    [](const LoggedEvent& a, const LoggedEvent& b) { return a.time_us < b.time_us; });
   return log;

@@ -21,17 +21,16 @@ namespace {
 using namespace sweep;
 
 constexpr const char* kSweepNotes =
-    "FILE is TOML: base = a config, folder = where the runs go, nproc = ranks of each; [set] settings of "
+    "FILE is TOML: base = a config, folder = where the runs go, nproc = ranks of each run; [set] settings of "
     "all\n"
-    "runs, [grid] lists whose every combination is run, [run.NAME] settings of a run of that name.\n"
+    "runs, [grid] lists of values (every combination is run), [run.NAME] settings of a named run.\n"
     "\n"
-    "All runs are checked before the first one starts. A run that has finished is passed over when the "
-    "command is\n"
-    "given again; one that was killed or failed is started again, and goes on from its checkpoints where it "
-    "has\n"
-    "any. At the end: a line each, and titan compare's tables.\n"
+    "All runs are checked before the first one starts. When the command is given again, finished runs are\n"
+    "skipped; a run that was killed or failed is started again, and resumes from its checkpoints if it has "
+    "any.\n"
+    "At the end, prints a line per run and the tables of titan compare.\n"
     "\n"
-    "In a SLURM job array (sbatch --array=0-N), each task does the run of its index.\n";
+    "In a SLURM job array (sbatch --array=0-N), each task does the run with its index.\n";
 
 struct SweepArguments {
   std::string help;
@@ -43,18 +42,19 @@ struct SweepArguments {
 SweepArguments parse_sweep_arguments(const Arguments& words) {
   SweepArguments arguments;
   Parser parser("titan sweep", "titan sweep FILE [--list] [--only INDEX]", kSweepNotes);
-  parser.app.add_option("FILE", arguments.file, "what to run")->required()->type_name("FILE");
-  parser.app.add_flag("--list", arguments.list,
-                      "check and print the runs, and how far they are; start nothing");
+  parser.app.add_option("FILE", arguments.file, "the file that describes the runs")
+      ->required()
+      ->type_name("FILE");
+  parser.app.add_flag("--list", arguments.list, "check and print the runs and their state; start nothing");
   parser.app
       .add_option("--only", arguments.only,
-                  "only the run of this index, from 0 (default: SLURM_ARRAY_TASK_ID)")
+                  "only the run with this index, from 0 (default: SLURM_ARRAY_TASK_ID)")
       ->type_name("INDEX");
   arguments.help = parser.parse(words);
   return arguments;
 }
 
-// --only, or this task's place in a SLURM job array.
+// --only, or this task's index in a SLURM job array.
 std::optional<size_t> chosen_index(const SweepArguments& arguments, size_t num_runs) {
   const char* task = std::getenv("SLURM_ARRAY_TASK_ID");
   if (!arguments.only && !task) return std::nullopt;
@@ -63,7 +63,7 @@ std::optional<size_t> chosen_index(const SweepArguments& arguments, size_t num_r
   const long index = std::strtol(text.c_str(), &end, 10);
   if (*end != '\0' || text.empty() || index < 0 || static_cast<size_t>(index) >= num_runs)
     throw ConfigError(str(arguments.only ? "--only " : "SLURM_ARRAY_TASK_ID = ", text, ": the sweep has ",
-                          num_runs, " runs, with the indices 0 to ", num_runs - 1, " (sbatch --array=0-",
+                          num_runs, " runs, with indices 0 to ", num_runs - 1, " (sbatch --array=0-",
                           num_runs - 1, ")"));
   return static_cast<size_t>(index);
 }
@@ -71,7 +71,7 @@ std::optional<size_t> chosen_index(const SweepArguments& arguments, size_t num_r
 /// A sweep whose runs have been checked.
 class Sweep {
  public:
-  /// `only`: of the others nothing but their settings is checked.
+  /// `only`: for the other runs only the settings are checked.
   Sweep(Plan plan, std::optional<size_t> only) : plan_(std::move(plan)), configs_(check_runs(plan_, only)) {
     check_folders(only);
   }
@@ -81,10 +81,10 @@ class Sweep {
     const auto state = read_run_state(folder(index));
     return state && state->finished;
   }
-  /// Returns the signal that ended the sweep, 0: none.
+  /// Returns the signal that ended the sweep; 0: none.
   int do_run(size_t index, const HeldSignals& signals);
   std::string summary() const;
-  /// Of those that have finished.
+  /// The folders of the finished runs.
   std::vector<std::string> folders() const;
 
  private:
@@ -96,7 +96,7 @@ class Sweep {
   std::vector<std::string> configs_;
 };
 
-// What stands in a run's folder has to be that run.
+// A run's folder must not hold a run with other settings.
 void Sweep::check_folders(std::optional<size_t> only) const {
   std::vector<std::string> problems;
   for (size_t i = 0; i < plan_.runs.size(); ++i) {
@@ -106,7 +106,7 @@ void Sweep::check_folders(std::optional<size_t> only) const {
     std::string list;
     for (const std::string& difference : differences) list += (list.empty() ? "" : ", ") + difference;
     problems.push_back(str(folder(i).string(), " holds a run with other settings (", list,
-                           "); remove it, or name another folder in the sweep's file"));
+                           "); remove it, or set another folder in the sweep's file"));
   }
   if (!problems.empty()) throw ConfigError(problems);
 }
@@ -117,7 +117,7 @@ std::vector<std::string> Sweep::command(size_t index) const {
     words.push_back("--nproc");
     words.push_back(std::to_string(plan_.num_ranks));
   }
-  // Options stand before the settings, the config before both.
+  // Config, then options, then settings.
   std::vector<std::string> settings = plan_.train_words(plan_.runs[index]);
   if (!plan_.base.empty()) {
     words.insert(words.begin() + 2, settings.front());
@@ -130,8 +130,11 @@ std::vector<std::string> Sweep::command(size_t index) const {
 int Sweep::do_run(size_t index, const HeldSignals& signals) {
   const std::string place = str("run ", index, " of ", plan_.runs.size(), " (", plan_.runs[index].name, ")");
   RunState state = read_run_state(folder(index)).value_or(RunState{});
-  if (state.finished) return log::info(place + " finished earlier"), 0;
-  log::info(str(place, state.attempts > 0 ? " is started again" : " starts"));
+  if (state.finished) {
+    log::info(place + " is finished already");
+    return 0;
+  }
+  log::info(str(place, state.attempts > 0 ? " starts again" : " starts"));
   state.config = configs_[index];
   ++state.attempts;
   write_run_state(folder(index), state);
@@ -139,11 +142,11 @@ int Sweep::do_run(size_t index, const HeldSignals& signals) {
   const ChildEnd end = run_child(command(index), signals);
   state.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   state.exit_code = end.exit_code;
-  // A run that was told to stop, by whomever, ends well too.
-  state.finished = end.exit_code == 0 && went_through(folder(index), end.told_to_end != 0);
+  // A run that was told to stop, by anyone, ends with 0, too.
+  state.finished = end.exit_code == 0 && is_finished(folder(index), end.told_to_end != 0);
   write_run_state(folder(index), state);
   if (end.exit_code != 0) log::warning(str(place, " ended with exit code ", end.exit_code));
-  if (end.exit_code == 0 && !state.finished) log::warning(str(place, " was told to stop before its end"));
+  if (end.exit_code == 0 && !state.finished) log::warning(str(place, " was stopped before its end"));
   return end.told_to_end;
 }
 
@@ -156,7 +159,7 @@ std::string Sweep::summary() const {
                   .right = {true, false, false, true, true, true, true, true}};
   for (size_t i = 0; i < plan_.runs.size(); ++i) {
     const auto state = read_run_state(folder(i));
-    const FigureRows steps(folder(i) / "metrics.jsonl"), validations(folder(i) / "validation.jsonl");
+    const MetricRows steps(folder(i) / "metrics.jsonl"), validations(folder(i) / "validation.jsonl");
     const std::string words = !state                  ? "not started"
                               : state->finished       ? "finished"
                               : state->exit_code != 0 ? str("exit code ", state->exit_code)
@@ -191,18 +194,18 @@ int print_end(const Sweep& sweep) {
 
 int sweep_command(const Arguments& words) {
   const SweepArguments arguments = parse_sweep_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   Plan plan = read_plan(arguments.file);
   const auto only = chosen_index(arguments, plan.runs.size());
   Sweep sweep(std::move(plan), only);
-  if (arguments.list) return std::fputs(sweep.summary().c_str(), stdout), 0;
-  const HeldSignals signals;  // between two runs they would kill, too
+  if (arguments.list) return print(sweep.summary());
+  const HeldSignals signals;  // signals would kill this process between two runs, too
   for (size_t i = 0; i < sweep.runs().size(); ++i) {
     if (only && *only != i) continue;
     if (const auto signal = signals.pending()) return 128 + *signal;
     if (const int signal = sweep.do_run(i, signals)) return 128 + signal;
   }
-  // Of an array, a task answers for its own run; the tables are for when all are there.
+  // A task of an array reports its own run only; the tables come when all runs are finished.
   if (only && sweep.folders().size() < sweep.runs().size()) return sweep.finished(*only) ? 0 : 1;
   return print_end(sweep);
 }

@@ -22,7 +22,7 @@ using config::Raw;
 constexpr size_t kMostRuns = 10'000;
 constexpr size_t kLongestName = 120;
 
-/// Of `run."a.b".optimizer.lr`: run, a.b, optimizer, lr.
+/// `run."a.b".optimizer.lr` has the components run, a.b, optimizer, lr.
 std::vector<std::string> components(const std::string& name) {
   std::vector<std::string> parts(1);
   bool quoted = false;
@@ -39,13 +39,13 @@ std::vector<std::string> components(const std::string& name) {
   return parts;
 }
 
-std::string key_behind(const std::vector<std::string>& parts, size_t skipped) {
+std::string key_after(const std::vector<std::string>& parts, size_t skipped) {
   std::string key;
   for (size_t i = skipped; i < parts.size(); ++i) key += (i == skipped ? "" : ".") + parts[i];
   return key;
 }
 
-/// As a word of the command line; lists as a,b.
+/// A value as a command line takes it; lists as a,b.
 std::string word_of(const Raw& raw) {
   if (const auto* text = std::get_if<std::string>(&raw.value)) return *text;
   const auto* list = std::get_if<Raw::List>(&raw.value);
@@ -85,10 +85,10 @@ struct PlanReader {
   std::vector<std::string> problems;
 };
 
-// Which folder a run is in is the sweep's choice.
+// The sweep itself chooses each run's folder.
 bool PlanReader::is_our_own(const Leaf& leaf, const std::string& key) {
   if (key != "job.dump_folder" && key != "job.config_file") return false;
-  problem(leaf, str(key, " is what a sweep sets itself, by base and folder"));
+  problem(leaf, str(key, " is set by the sweep itself, from base and folder"));
   return true;
 }
 
@@ -107,14 +107,14 @@ void PlanReader::take_top(const Leaf& leaf) {
     problem(leaf, "must be a number of ranks, 1 or above");
   } else {
     const auto near = nearest_names(leaf.name, {"base", "folder", "nproc", "set", "grid", "run"}, 1);
-    problem(leaf, str("unknown; there are base, folder, nproc and the tables [set], [grid] and [run.NAME]",
+    problem(leaf, str("unknown; known are base, folder, nproc and the tables [set], [grid] and [run.NAME]",
                       near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
   }
 }
 
 void PlanReader::take_axis(const Leaf& leaf, const std::string& key) {
   const auto* list = std::get_if<Raw::List>(&leaf.value.value);
-  if (!list || list->empty()) return problem(leaf, "must be a list of values, one at least");
+  if (!list || list->empty()) return problem(leaf, "must be a list with at least one value");
   GridAxis axis{key, {}};
   for (const Raw& value : *list) axis.values.push_back(word_of(value));
   if (std::set<std::string>(axis.values.begin(), axis.values.end()).size() != axis.values.size())
@@ -125,34 +125,34 @@ void PlanReader::take_axis(const Leaf& leaf, const std::string& key) {
 void PlanReader::take(const Leaf& leaf) {
   const std::vector<std::string> parts = components(leaf.name);
   if (parts.front() == "set" && parts.size() > 1) {
-    const std::string key = key_behind(parts, 1);
+    const std::string key = key_after(parts, 1);
     if (!is_our_own(leaf, key)) for_all.emplace_back(key, word_of(leaf.value));
   } else if (parts.front() == "grid" && parts.size() > 1) {
-    const std::string key = key_behind(parts, 1);
+    const std::string key = key_after(parts, 1);
     if (!is_our_own(leaf, key)) take_axis(leaf, key);
   } else if (parts.front() == "run" && parts.size() > 2) {
-    const std::string key = key_behind(parts, 2);
+    const std::string key = key_after(parts, 2);
     if (is_our_own(leaf, key)) return;
     run_of(parts[1], leaf.place).settings.emplace_back(key, word_of(leaf.value));
   } else if (parts.front() == "run") {
-    problem(leaf, "runs are tables with a name: [run.NAME]");
+    problem(leaf, "a run is a table with a name: [run.NAME]");
   } else {
     take_top(leaf);
   }
 }
 
-// The name is a folder's, below the sweep's.
+// The name becomes the name of a folder.
 Run& PlanReader::run_of(const std::string& name, const config::Place& place) {
   const auto known =
       std::find_if(named.begin(), named.end(), [&](const Run& run) { return run.name == name; });
   if (known != named.end()) return *known;
   if (name.empty() || name == "." || name == "..")
     problems.push_back(str(config::to_text(place), ": [run.\"", name,
-                           "\"]: a run's name is that of its folder, which this one can't be"));
+                           "\"]: a run's name must be valid as the name of its folder"));
   return named.emplace_back(Run{name, {}});
 }
 
-// In the order of the file: --only and job arrays count by it. A run may have no settings of its own.
+// In the order of the file, which defines the index for --only and job arrays. A run may have no settings.
 void PlanReader::take_headings(std::vector<config::Heading> headings) {
   std::stable_sort(headings.begin(), headings.end(), [](const auto& a, const auto& b) {
     return std::pair(a.place.line, a.place.column) < std::pair(b.place.line, b.place.column);
@@ -163,7 +163,7 @@ void PlanReader::take_headings(std::vector<config::Heading> headings) {
   }
 }
 
-// "lr=0.001": the key's last part, unless another of the grid ends like it.
+// "lr" for "optimizer.lr", unless another key of the grid ends the same way.
 std::string axis_name(const std::vector<GridAxis>& grid, const GridAxis& axis) {
   const auto last = [](const std::string& key) { return key.substr(key.rfind('.') + 1); };
   const auto same = std::count_if(grid.begin(), grid.end(),
@@ -176,7 +176,7 @@ std::string folder_name(std::string name) {
     if (c == '/' || c == '\0' || c == '\n') c = '_';
   if (name.size() <= kLongestName) return name;
   size_t end = kLongestName;
-  while (end > 0 && (static_cast<unsigned char>(name[end]) & 0xc0) == 0x80) --end;  // within a character
+  while (end > 0 && (static_cast<unsigned char>(name[end]) & 0xc0) == 0x80) --end;  // don't cut a character
   return name.substr(0, end);
 }
 
@@ -200,13 +200,13 @@ std::vector<Run> PlanReader::all_runs() const {
   std::vector<Run> runs;
   for (const Run& start : named.empty() ? std::vector<Run>{Run{}} : named)
     for (Run& run : at_all_points({start.name, {}})) {
-      // The last of two settings wins: those of all runs, the named run's, the grid's.
+      // Later settings win: first those of all runs, then the named run's, then the grid's.
       std::vector<Setting> settings = for_all;
       settings.insert(settings.end(), start.settings.begin(), start.settings.end());
       settings.insert(settings.end(), run.settings.begin(), run.settings.end());
       runs.push_back({folder_name(run.name), std::move(settings)});
     }
-  // Names may have become equal when they were cut.
+  // Cut names may be equal.
   std::set<std::string> seen;
   for (Run& run : runs) {
     const std::string name = run.name;
@@ -225,7 +225,7 @@ Plan PlanReader::read() {
   for (const GridAxis& axis : grid) points = std::min(kMostRuns + 1, points * axis.values.size());
   if (points > kMostRuns) problems.push_back(str(file.string(), ": more than ", kMostRuns, " runs"));
   if (problems.empty() && named.empty() && grid.empty())
-    problems.push_back(str(file.string(), ": there is neither a [grid] nor a [run.NAME]"));
+    problems.push_back(str(file.string(), ": it has neither a [grid] nor a [run.NAME]"));
   if (!problems.empty()) throw ConfigError(problems);
   plan.runs = all_runs();
   return plan;
@@ -247,7 +247,7 @@ namespace {
 
 using RunNames = std::vector<std::string>;
 
-std::string whose(const RunNames& names, size_t num_runs) {
+std::string prefix_of(const RunNames& names, size_t num_runs) {
   if (names.size() == num_runs) return num_runs == 1 ? "" : "all runs: ";
   std::string text = names.front();
   if (names.size() == 2) text += " and " + names[1];
@@ -287,10 +287,10 @@ std::vector<std::string> check_runs(const Plan& plan, std::optional<size_t> only
     }
   }
   if (problems.empty()) return configs;
-  std::vector<std::string> told;
+  std::vector<std::string> messages;
   for (const std::string& problem : order)
-    told.push_back(whose(problems[problem], plan.runs.size()) + problem);
-  throw ConfigError(told);
+    messages.push_back(prefix_of(problems[problem], plan.runs.size()) + problem);
+  throw ConfigError(messages);
 }
 
 }  // namespace titan::cli::sweep

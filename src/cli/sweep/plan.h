@@ -1,19 +1,19 @@
 #pragma once
 
-// What a sweep's file asks for:
+// The file of a sweep:
 //
-//   base = "../llama3_debug.toml"   # config of all runs, from this file's folder
-//   folder = "outputs/sweep"        # where the runs go, a folder each; default: outputs/<this file's name>
-//   nproc = 2                       # ranks of a run; default 1
+//   base = "../llama3_debug.toml"   # config of all runs, relative to this file
+//   folder = "outputs/sweep"        # one folder per run in here; default: outputs/<this file's name>
+//   nproc = 2                       # ranks of each run; default 1
 //
 //   [set]                           # settings of all runs
 //   training.steps = 100
 //
-//   [grid]                          # every combination of these
+//   [grid]                          # every combination
 //   optimizer.lr = [1e-3, 3e-4]
 //   training.seq_len = [128, 256]
 //
-//   [run.plain]                     # and, or instead, runs by name; with a grid, each at all of its points
+//   [run.plain]                     # instead or in addition: named runs; each runs at every grid point
 //   optimizer.weight_decay = 0.0
 
 #include <filesystem>
@@ -28,7 +28,7 @@ namespace titan::cli::sweep {
 using Setting = std::pair<std::string, std::string>;
 
 struct Run {
-  std::string name;  ///< of its folder: "plain,lr=0.001,seq_len=128"
+  std::string name;  ///< its folder's name: "plain,lr=0.001,seq_len=128"
   std::vector<Setting> settings;
 };
 
@@ -39,17 +39,16 @@ struct Plan {
   std::vector<Run> runs;
 
   std::filesystem::path folder_of(const Run& run) const { return folder / run.name; }
-  /// Words behind `titan train` that make this run, without --nproc.
+  /// The arguments of `titan train` for this run, without --nproc.
   std::vector<std::string> train_words(const Run& run) const;
 };
 
-/// Throws ConfigError with all that is wrong with the file itself. Whether there are such settings is
-/// check_runs's.
+/// Throws ConfigError with everything that is wrong with the file itself. check_runs() checks the settings.
 Plan read_plan(const std::filesystem::path& file);
 
-/// Every run as `titan train` would check it: throws one ConfigError with each problem and the runs that have
-/// it. Returns the resolved configs, as TOML, by run. `only`: the one whose files are looked at, as a task of
-/// an array does; else those of all.
+/// Checks every run as `titan train` does: throws one ConfigError with each problem and the runs that have it.
+/// Returns the resolved config of each run, as TOML. `only`: checks the existence of files for this run only,
+/// as a task of a job array does.
 std::vector<std::string> check_runs(const Plan& plan, std::optional<size_t> only = {});
 
 }  // namespace titan::cli::sweep

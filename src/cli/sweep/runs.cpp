@@ -27,7 +27,7 @@ constexpr int64_t kEndOfLog = 1 << 20;
 
 std::filesystem::path state_file(const std::filesystem::path& folder) { return folder / "sweep_run.json"; }
 
-// By the rule of `titan train`, wherever the folder is seen from.
+// By the rule of `titan train`, with the folder as this process sees it.
 bool holds_last_step(const std::filesystem::path& folder) {
   train::JobConfig job;
   config::load(train::job_schema(), {folder / "config.toml", {}}, job);
@@ -35,8 +35,8 @@ bool holds_last_step(const std::filesystem::path& folder) {
   return train::end_of_run(job).has_value();
 }
 
-// Without a log: what isn't logged any more is less than log_freq steps.
-bool made_its_steps(const std::filesystem::path& folder) {
+// Without a log: the steps after the last logged one are fewer than log_freq.
+bool trained_all_steps(const std::filesystem::path& folder) {
   const RunHistory run = read_history(folder);
   const std::string freq = run.setting("metrics.log_freq");
   return run.steps.last_step() + (freq.empty() ? 1 : std::stoll(freq)) > run.total_steps();
@@ -55,7 +55,7 @@ std::optional<RunState> read_run_state(const std::filesystem::path& folder) {
                     .seconds = object.at("seconds"),
                     .attempts = object.at("attempts")};
   } catch (const nlohmann::json::exception& error) {
-    throw Error(str(file.string(), " isn't what titan sweep wrote: ", error.what()));
+    throw Error(str(file.string(), " is not a file of titan sweep: ", error.what()));
   }
 }
 
@@ -69,19 +69,19 @@ void write_run_state(const std::filesystem::path& folder, const RunState& state)
   write_file_atomic(state_file(folder), object.dump(2) + "\n");
 }
 
-bool went_through(const std::filesystem::path& folder, bool told_to_end) {
+bool is_finished(const std::filesystem::path& folder, bool told_to_end) {
   if (!std::filesystem::exists(folder / "config.toml")) return false;  // stopped before it began
   if (holds_last_step(folder)) return true;
   const std::vector<ProcessLog> logs = newest_of_ranks(folder, 1, {.tail_bytes = kEndOfLog});
-  // The newest process may have been stopped before it had a log: the one before it wasn't through either.
+  // The newest process may have been stopped before it had a log; then the previous one wasn't finished either.
   if (!logs.empty()) return end_of(logs.front(), now_us()).kind == ProcessEnd::Kind::Completed;
-  return !told_to_end && made_its_steps(folder);
+  return !told_to_end && trained_all_steps(folder);
 }
 
 std::vector<std::string> differences_to_folder(const std::filesystem::path& folder,
                                                const std::string& config) {
   if (const auto state = read_run_state(folder)) return config::setting_differences(state->config, config);
-  const auto resolved = folder / "config.toml";  // somebody else's run, unless it is the same
+  const auto resolved = folder / "config.toml";  // perhaps the run of another command
   if (!std::filesystem::exists(resolved)) return {};
   return config::setting_differences(read_file(resolved), config);
 }
@@ -92,9 +92,9 @@ namespace {
   std::vector<char*> words;
   for (const std::string& word : command) words.push_back(const_cast<char*>(word.c_str()));
   words.push_back(nullptr);
-  setpgid(0, 0);  // a Ctrl-C of the terminal comes by us, once
+  setpgid(0, 0);  // so that Ctrl-C reaches it once, through us
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  ::signal(SIGQUIT, SIG_IGN);  // until `titan train` takes it: it would end its start
+  ::signal(SIGQUIT, SIG_IGN);  // it would kill `titan train` until that has a handler
   signals.restore();
   if (getppid() == parent) execv(words.front(), words.data());
   _exit(127);
@@ -120,7 +120,7 @@ int HeldSignals::wait() const {
   return signal;
 }
 
-// A child that has been waited for may have left its SIGCHLD.
+// The SIGCHLD of a child that has been waited for may still be pending.
 std::optional<int> HeldSignals::pending() const {
   const timespec at_once{};
   for (int signal; (signal = sigtimedwait(&set_, nullptr, &at_once)) > 0;)
@@ -130,7 +130,7 @@ std::optional<int> HeldSignals::pending() const {
 
 ChildEnd run_child(const std::vector<std::string>& command, const HeldSignals& signals) {
   const pid_t parent = getpid(), pid = fork();
-  TITAN_CHECK(pid >= 0, "can't start ", command.front(), ": ", std::strerror(errno));
+  TITAN_CHECK(pid >= 0, "cannot start ", command.front(), ": ", std::strerror(errno));
   if (pid == 0) become(command, signals, parent);
   ChildEnd end;
   for (int status = 0;;) {

@@ -1,8 +1,9 @@
 #pragma once
 
-// What a sweep remembers of a run, in its folder: sweep_run.json.
+// The runs of a sweep: the state of each in its folder (sweep_run.json), and the process that does it.
 
 #include <signal.h>
+
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -18,23 +19,23 @@ struct RunState {
   int attempts = 0;
 };
 
-/// None: the sweep hasn't started this run. Throws Error for a file that isn't one of ours.
+/// None: the sweep hasn't started this run. Throws Error for a file that titan sweep didn't write.
 std::optional<RunState> read_run_state(const std::filesystem::path& folder);
 void write_run_state(const std::filesystem::path& folder, const RunState& state);
 
-/// Of a run that ended with exit code 0: it came to its end, by its own log, or its checkpoints hold its last
-/// step, behind which `titan train` does nothing more, whenever it was told to stop. `told_to_end`: this
-/// process has passed a signal on to it, which a run that keeps neither says nothing about.
-bool went_through(const std::filesystem::path& folder, bool told_to_end);
+/// Whether a run that ended with exit code 0 is finished: its own log says so, or its checkpoints hold its last
+/// step, after which `titan train` has nothing left to do. `told_to_end`: this process passed a signal on to
+/// it; this decides for a run that keeps neither logs nor checkpoints.
+bool is_finished(const std::filesystem::path& folder, bool told_to_end);
 
-/// Settings of this run that the one in its folder doesn't share, "training.seq_len: 16 | 24" each; none
-/// where the folder holds no run.
+/// Settings in which this run and the one in its folder differ, like "training.seq_len: 16 | 24"; none if the
+/// folder holds no run.
 std::vector<std::string> differences_to_folder(const std::filesystem::path& folder,
                                                const std::string& config);
 
-/// What ends a sweep, or is passed on to its run, waits in place of being delivered as long as the object
-/// lives: SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 (SLURM's --signal), unless this process was started to
-/// ignore them; SIGQUIT (which asks ranks for what they are at).
+/// While it lives, signals that end a sweep or are passed on to its run stay pending: SIGINT, SIGTERM, SIGHUP,
+/// SIGUSR1 and SIGUSR2 (SLURM's --signal), unless this process was started to ignore them; and SIGQUIT (which
+/// asks ranks what they are doing).
 class HeldSignals {
  public:
   HeldSignals();
@@ -42,11 +43,11 @@ class HeldSignals {
   HeldSignals(const HeldSignals&) = delete;
   HeldSignals& operator=(const HeldSignals&) = delete;
 
-  /// One that has come and asks for the end, without waiting.
+  /// A signal that has come and asks for the end; doesn't wait.
   std::optional<int> pending() const;
-  /// The next one, or SIGCHLD.
+  /// Waits for the next signal, or SIGCHLD.
   int wait() const;
-  /// As before the object, in a process that is about to become another program.
+  /// Restores the signal mask, in a process that is about to become another program.
   void restore() const;
 
  private:
@@ -54,12 +55,12 @@ class HeldSignals {
 };
 
 struct ChildEnd {
-  int exit_code = 0;    ///< 128 + signal where one ended it
-  int told_to_end = 0;  ///< the signal that this process was sent meanwhile, and passed on
+  int exit_code = 0;    ///< 128 + signal, if a signal ended it
+  int told_to_end = 0;  ///< the signal that this process received meanwhile and passed on
 };
 
-/// Runs a program with this process's output, and waits for it. Signals are passed on; the program dies with
-/// this process. Throws Error when it can't be started.
+/// Runs a program with this process's output, and waits for it. Passes signals on. The program dies with this
+/// process. Throws Error when it can't be started.
 ChildEnd run_child(const std::vector<std::string>& command, const HeldSignals& signals);
 
 }  // namespace titan::cli::sweep

@@ -1,7 +1,8 @@
-// What `titan top` shows: a run as its files stand now.
+// titan top: a running run on the terminal.
 
 #include <sys/ioctl.h>
 #include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -17,43 +18,30 @@
 
 #include "cli/commands.h"
 #include "cli/parser.h"
-#include "cli/run/run_folder.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
+#include "config/differences.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
-namespace titan::cli::top {
-
-struct View {
-  std::string text;    ///< lines
-  bool ended = false;  ///< the run completed, was stopped or failed: nothing will change
-};
-
-struct ViewOptions {
-  bool color = false;
-  size_t most_ranks = 16;  ///< shown; the slowest one always is
-};
-
-/// Reads the ends of files only, so that it takes as long on a long run.
-class Viewer {
- public:
-  explicit Viewer(std::filesystem::path run);
-
-  /// Throws ConfigError where there is no run.
-  View look(int64_t now_us, const ViewOptions& options);
-
- private:
-  std::filesystem::path run_;
-  RankTails tails_;
-};
+namespace titan::cli {
 
 namespace {
 
 namespace fs = std::filesystem;
 
+struct View {
+  std::string text;    ///< lines
+  bool ended = false;  ///< the run completed, was stopped or failed
+};
+
+struct ViewOptions {
+  bool color = false;
+  size_t most_ranks = 16;  ///< shown, besides the slowest one
+};
+
 constexpr int64_t kRowsTail = 64 << 10;     // of metrics.jsonl: hundreds of rows
-constexpr int64_t kEventsTail = 512 << 10;  // of a rank's log: a thousand events and more
+constexpr int64_t kEventsTail = 512 << 10;  // of a rank's log: more than a thousand events
 constexpr size_t kMostRanksRead = 64;
 
 struct Paint {
@@ -64,11 +52,11 @@ struct Paint {
 };
 
 struct Figures {
-  RunHistory run;  // its rank 0's newest process alone, without what it did at the start
+  RunFolder run;
   std::vector<ProcessLog> ranks;
 };
 
-// config.toml comes when a run begins to train; while it loads there are logs alone.
+// A run writes config.toml when it begins to train; while it loads there are only logs.
 Figures read_figures(const fs::path& folder, RankTails& tails) {
   Figures figures;
   figures.run.folder = folder;
@@ -77,9 +65,9 @@ Figures read_figures(const fs::path& folder, RankTails& tails) {
   if (!trains && figures.ranks.empty())
     throw ConfigError(
         str(folder.string(), " holds no run: it has neither a config.toml nor structured logs"));
-  if (trains) figures.run.settings = settings_of(read_file(folder / "config.toml"));
-  figures.run.steps = FigureRows(folder / "metrics.jsonl", kRowsTail);
-  figures.run.validations = FigureRows(folder / "validation.jsonl", kRowsTail);
+  if (trains) figures.run.settings = config::printed_settings(read_file(folder / "config.toml"));
+  figures.run.steps = MetricRows(folder / "metrics.jsonl", {.tail_bytes = kRowsTail});
+  figures.run.validations = MetricRows(folder / "validation.jsonl", {.tail_bytes = kRowsTail});
   return figures;
 }
 
@@ -88,7 +76,7 @@ std::string bar(double part, size_t width) {
   return "[" + std::string(full, '#') + std::string(width - full, '-') + "]";
 }
 
-// Steps that have ended: those of the log may be ahead of the last logged figures.
+// Completed steps: the structured log may be ahead of the last logged metrics.
 int64_t step_now(const Figures& figures) {
   const int64_t ended = figures.ranks.empty() ? 0 : steps_of(figures.ranks.front()).last;
   return ended > 0 ? ended : figures.run.steps.last_step();
@@ -100,14 +88,14 @@ std::string progress_line(const Figures& figures, const Paint& paint, bool ended
   std::string line =
       str("step ", step, " of ", total, "  ", paint("32", bar(part, 24)), number(" %.0f %%", 100 * part));
   if (const auto step_s = figures.run.steps.last("step_s")) {
-    line += str("  ", duration(*step_s), " a step");
+    line += str("  ", duration(*step_s), " per step");
     if (!ended && step < total)
       line += str("  ", duration(*step_s * static_cast<double>(total - step)), " left");
   }
   return line + "\n";
 }
 
-std::string figure_line(const FigureRows& steps) {
+std::string figure_line(const MetricRows& steps) {
   std::string line;
   const auto add = [&](const char* name, const char* key, const char* format) {
     if (const auto value = steps.last(key))
@@ -117,18 +105,18 @@ std::string figure_line(const FigureRows& steps) {
   add("grad norm", "grad_norm", "%.4f");
   add("lr", "lr", "%.3g");
   if (const auto tps = steps.last("tps"))
-    line += str("  tokens/s and device ", short_number(std::round(*tps)));
+    line += str("  tokens/s per device ", short_number(std::round(*tps)));
   add("MFU %", "mfu", "%.1f");
   return line.empty() ? "no step has been logged yet\n" : line + "\n";
 }
 
-std::string validation_line(const FigureRows& validations) {
+std::string validation_line(const MetricRows& validations) {
   const auto loss = validations.last("loss");
   return loss ? str("validation loss ", number("%.5f", *loss), " at step ", validations.last_step(), "\n")
               : "";
 }
 
-std::string checkpoint_line(const RunHistory& run) {
+std::string checkpoint_line(const RunFolder& run) {
   if (run.setting("checkpoint.enable") != "true") return "checkpoints are off\n";
   const auto last = newest_checkpoint(run.checkpoint_folder());
   if (!last) return "no checkpoint yet\n";
@@ -155,7 +143,7 @@ int slowest_rank(const std::vector<ProcessLog>& ranks) {
   return ranks.size() > 1 ? slowest : -1;
 }
 
-// By rank, those that fit, and the slowest one.
+// The first ranks, as many as fit, and the slowest one.
 std::set<int> shown_ranks(const std::vector<ProcessLog>& ranks, int slowest, size_t most) {
   std::set<int> shown;
   for (size_t i = 0; i < ranks.size() && i < most; ++i) shown.insert(ranks[i].rank);
@@ -171,10 +159,10 @@ std::string memory_text(const ProcessLog& rank) {
 
 std::string ranks_table(const Figures& figures, int64_t now, const ViewOptions& options) {
   if (figures.ranks.empty())
-    return "no structured logs (metrics.structured_logs.enable): nothing is known of single ranks\n";
+    return "no structured logs (metrics.structured_logs.enable): no data about single ranks\n";
   const int slowest = slowest_rank(figures.ranks);
   const std::set<int> shown = shown_ranks(figures.ranks, slowest, options.most_ranks);
-  TextTable table{.rows = {{"rank", "host", "step", "at", "own ms", "waits ms", "memory GiB", "said", ""}},
+  TextTable table{.rows = {{"rank", "host", "step", "at", "own ms", "waits ms", "memory GiB", "event", ""}},
                   .right = {true, false, true, false, true, true, true, true}};
   for (const ProcessLog& rank : figures.ranks) {
     if (!shown.contains(rank.rank)) continue;
@@ -191,7 +179,7 @@ std::string ranks_table(const Figures& figures, int64_t now, const ViewOptions& 
   return text;
 }
 
-// Rank 0 says when it names a rank that holds the others up.
+// The straggler that rank 0 last reported.
 std::string straggler_line(const Figures& figures, const Paint& paint) {
   if (figures.ranks.empty()) return "";
   const LoggedEvent* named = figures.ranks.front().last("straggler");
@@ -199,12 +187,10 @@ std::string straggler_line(const Figures& figures, const Paint& paint) {
   return paint("33", str("rank ", *named->value, " holds the others up (step ", named->step, ")")) + "\n";
 }
 
-}  // namespace
-
-Viewer::Viewer(fs::path run) : run_(std::move(run)), tails_(kEventsTail, kMostRanksRead) {}
-
-View Viewer::look(int64_t now, const ViewOptions& options) {
-  const Figures figures = read_figures(run_, tails_);
+// Reads only the ends of files, so a long run takes no longer. Throws ConfigError when there is no run.
+View look_at(const fs::path& run, RankTails& tails, const ViewOptions& options) {
+  const int64_t now = now_us();
+  const Figures figures = read_figures(run, tails);
   const Paint paint{options.color};
   View view;
   std::string state;
@@ -213,10 +199,10 @@ View Viewer::look(int64_t now, const ViewOptions& options) {
     view.ended = end.kind != ProcessEnd::Kind::Silent;
     state = paint(end.kind == ProcessEnd::Kind::Failed ? "31" : "32", printable(end.words));
   }
-  view.text = str(paint("1", printable(run_.string())), "  ", figures.run.text_setting("model.name"), " ",
+  view.text = str(paint("1", printable(run.string())), "  ", figures.run.text_setting("model.name"), " ",
                   figures.run.text_setting("model.flavor"), "  ", state, "\n");
   if (figures.run.settings.empty()) {
-    view.text += "it hasn't begun to train\n";
+    view.text += "training hasn't started\n";
   } else {
     view.text += progress_line(figures, paint, view.ended) + figure_line(figures.run.steps);
     view.text += validation_line(figures.run.validations) + checkpoint_line(figures.run) +
@@ -226,22 +212,13 @@ View Viewer::look(int64_t now, const ViewOptions& options) {
   return view;
 }
 
-}  // namespace titan::cli::top
-
-namespace titan::cli {
-
-// titan top: a run that is under way, on the terminal.
-
-namespace {
-
 constexpr const char* kTopNotes =
-    "RUN is a run's job.dump_folder. Shows how far it is, its speed and losses, its last checkpoint, and of "
-    "each\n"
-    "rank what it is at, its own time of a step, its waits for peers and its memory, until the run ends or "
-    "Ctrl-C.\n"
-    "Reads the run's files only, so it can be on any machine that sees them. Without a terminal, or with "
-    "--once,\n"
-    "it prints once.\n";
+    "RUN is a run's job.dump_folder. Shows progress, speed, losses and the last checkpoint, and for each "
+    "rank its\n"
+    "phase, its own time per step, its waits for peers and its memory, until the run ends or Ctrl-C. Reads "
+    "only the\n"
+    "run's files, so it works on any machine that sees them. Without a terminal, or with --once, it prints "
+    "once.\n";
 
 struct TopArguments {
   std::string help;
@@ -256,11 +233,11 @@ TopArguments parse_top_arguments(const Arguments& words) {
   Parser parser("titan top", "titan top RUN [--once] [--interval S] [--ranks N]", kTopNotes);
   parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
   parser.app.add_flag("--once", arguments.once, "print once, and stop");
-  parser.app.add_option("--interval", arguments.interval_s, "seconds between two looks (default 1)")
+  parser.app.add_option("--interval", arguments.interval_s, "seconds between updates (default 1)")
       ->type_name("S")
       ->check(CLI::Range(0.1, 3600.0).description(""));
   parser.app
-      .add_option("--ranks", arguments.most_ranks, "show at most so many (default: as many as fit, or 16)")
+      .add_option("--ranks", arguments.most_ranks, "show at most N ranks (default: as many as fit, or 16)")
       ->type_name("N")
       ->check(CLI::Range(1, 65536).description(""));
   arguments.help = parser.parse(words);
@@ -269,14 +246,14 @@ TopArguments parse_top_arguments(const Arguments& words) {
 
 constexpr size_t kLinesAboveRanks = 10;
 
-// Zeros where it doesn't say.
+// Zeros if unknown.
 winsize terminal_size() {
   winsize size = {};
   return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size : winsize{};
 }
 
-top::ViewOptions options_for(const TopArguments& arguments, bool on_terminal) {
-  top::ViewOptions options{.color = on_terminal && !std::getenv("NO_COLOR")};
+ViewOptions options_for(const TopArguments& arguments, bool on_terminal) {
+  ViewOptions options{.color = on_terminal && !std::getenv("NO_COLOR")};
   const winsize size = on_terminal ? terminal_size() : winsize{};
   if (size.ws_row > 0)
     options.most_ranks = size.ws_row > kLinesAboveRanks ? size.ws_row - kLinesAboveRanks : 1;
@@ -284,14 +261,14 @@ top::ViewOptions options_for(const TopArguments& arguments, bool on_terminal) {
   return options;
 }
 
-// So many characters of a line; colours take no room, and those behind it still end.
+// Cuts a line to `width` characters. Color codes have no width, and those after the cut are kept.
 std::string cut(const std::string& line, size_t width) {
   std::string kept;
   size_t used = 0;
   bool in_color = false;
   for (const char c : line) {
     in_color |= c == '\033';
-    const bool begins = (c & 0xC0) != 0x80;  // else it goes on with a character of several bytes
+    const bool begins = (c & 0xC0) != 0x80;  // else it continues a multi-byte character
     if (!in_color && begins) ++used;
     if (in_color || used <= width) kept += c;
     if (c == 'm') in_color = false;
@@ -301,8 +278,8 @@ std::string cut(const std::string& line, size_t width) {
 
 constexpr size_t kScreenBytes = 64 << 10;
 
-// One write for all of it, over what was there: the picture doesn't flicker. Lines end where the terminal
-// does: wrapped ones would push the first off it.
+// Overwrites the screen with a single write, so that it doesn't flicker. Lines are cut at the terminal's width:
+// wrapped lines would push the first ones off the screen.
 void repaint(const std::string& text) {
   const size_t width = terminal_size().ws_col;
   std::string screen = "\033[H";
@@ -318,18 +295,17 @@ void repaint(const std::string& text) {
 
 int top_command(const Arguments& words) {
   const TopArguments arguments = parse_top_arguments(words);
-  if (!arguments.help.empty()) return std::fputs(arguments.help.c_str(), stdout), 0;
+  if (!arguments.help.empty()) return print(arguments.help);
   const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
   if (on_terminal) {
-    // By itself each line would be a write. (Without memory of ours glibc takes a kilobyte, whatever is
-    // asked.)
+    // Otherwise each line is a write. (With a null buffer glibc uses a kilobyte, whatever size is given.)
     static char screen[kScreenBytes];
     std::setvbuf(stdout, screen, _IOFBF, sizeof screen);
     std::fputs("\033[2J", stdout);
   }
-  top::Viewer viewer(arguments.run);
+  RankTails tails(kEventsTail, kMostRanksRead);
   while (true) {
-    const top::View view = viewer.look(now_us(), options_for(arguments, on_terminal));
+    const View view = look_at(arguments.run, tails, options_for(arguments, on_terminal));
     on_terminal ? repaint(view.text) : static_cast<void>(std::fputs(view.text.c_str(), stdout));
     if (!on_terminal || view.ended) return 0;
     std::this_thread::sleep_for(std::chrono::duration<double>(arguments.interval_s));

@@ -13,7 +13,7 @@ namespace titan::data {
 
 Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_cast<uint64_t>(n)) {
   TITAN_CHECK(n >= 1, "a permutation of ", n, " things");
-  // Two bits at least, so that both halves of the network have one.
+  // At least two bits, one for each half of the network.
   int bits = std::max(2, static_cast<int>(std::bit_width(n_ - 1)));
   low_bits_ = bits / 2;
   low_mask_ = (uint64_t{1} << low_bits_) - 1;
@@ -22,7 +22,7 @@ Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_
   for (uint64_t& round_key : keys_) round_key = key = mix(key);
 }
 
-// The halves may differ by a bit in width, so they stay in place and take turns instead of being swapped.
+// The halves may differ in width by one bit, so they alternate in place instead of being swapped.
 uint64_t Permutation::network(uint64_t x) const {
   uint64_t high = x >> low_bits_, low = x & low_mask_;
   for (int round = 0; round < kRounds; round += 2) {
@@ -44,8 +44,8 @@ namespace {
 
 constexpr int64_t kLongestTail = 3;  // continuation bytes of a character
 
-// Where the character begins at or after `at`. Damaged text may have none near: then the cut stays within
-// kLongestTail bytes, on both sides of it alike.
+// The beginning of the next character at or after `at`. In damaged text there may be none nearby; then the
+// cut moves by kLongestTail bytes, the same on both sides of it.
 int64_t move_to_character(std::string_view text, int64_t at) {
   int64_t moved = 0;
   auto size = static_cast<int64_t>(text.size());
@@ -57,7 +57,7 @@ int64_t move_to_character(std::string_view text, int64_t at) {
 
 PieceTable::PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes)
     : source_(std::move(source)), piece_bytes_(piece_bytes) {
-  TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it has to exceed ",
+  TITAN_CHECK(piece_bytes > kLongestTail, "data.piece_bytes is ", piece_bytes, "; it must exceed ",
               kLongestTail);
   int64_t num_documents = source_->size();
   for (int64_t i = 0; i < num_documents; ++i) {
@@ -86,7 +86,9 @@ void PieceTable::read(const Piece& piece, std::string& text) const {
   if (piece.index > 0) text.erase(0, move_to_character(text, 0));
 }
 
-/// A lane over packed documents: holds its current piece, nothing else.
+namespace {
+
+/// A lane over packed documents, which holds only its current piece.
 class PackedLane : public Lane {
  public:
   PackedLane(std::shared_ptr<const PackedFeed> feed, const LaneState& state, int64_t num_lanes)
@@ -100,7 +102,7 @@ class PackedLane : public Lane {
   void open_piece();
   void encode_block();
   void go_to_next_piece();
-  // Takes up to `count` tokens of the stream; fewer only when it ends.
+  // Takes up to `count` tokens of the stream, fewer only at its end.
   void take(size_t count);
 
   std::shared_ptr<const PackedFeed> feed_;
@@ -108,12 +110,12 @@ class PackedLane : public Lane {
   int64_t num_lanes_;
   int64_t empty_pieces_ = 0;  // in a row
 
-  // The current piece, once it is needed.
+  // The current piece, opened when needed.
   bool is_open_ = false;
   Piece piece_{};
   std::string text_;
-  size_t encoded_ = 0;          // bytes of the text that are tokens by now
-  bool is_encoded_ = false;     // all of it
+  size_t encoded_ = 0;          // bytes of the text that are encoded
+  bool is_encoded_ = false;     // all of it is encoded
   std::vector<int32_t> block_;  // tokens of the last block
   size_t next_ = 0;             // of the block's tokens
 
@@ -154,14 +156,14 @@ void PackedLane::open_piece() {
   is_encoded_ = false;
   encoded_ = 0;
   encode_block();
-  // A lane that goes on from a saved state makes the tokens up to there again.
+  // A lane that resumes from a saved state encodes the tokens before it again.
   int64_t used = state_.token_offset;
   while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
     used -= static_cast<int64_t>(block_.size());
     encode_block();
   }
-  TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " stands at token ",
-              state_.token_offset, " of a piece that has fewer: its state is of other data");
+  TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " is at token ",
+              state_.token_offset, " of a piece with fewer tokens: its state belongs to other data");
   next_ = static_cast<size_t>(used);
 }
 
@@ -177,22 +179,20 @@ void PackedLane::go_to_next_piece() {
   TITAN_CHECK(empty_pieces_ <= feed_->num_pieces(),
               "the data set holds no tokens: all its documents are empty");
   state_.position += num_lanes_;
-  // More lanes than pieces: a lane may pass over whole epochs.
+  // With more lanes than pieces, a lane may skip whole epochs.
   state_.epoch += state_.position / feed_->num_pieces();
   state_.position %= feed_->num_pieces();
   state_.token_offset = 0;
   is_open_ = false;
 }
 
-namespace {
-
-// Another value gives other tokens wherever no line ends near a block's end.
+// Changing it changes the tokens where no line ends near the end of a block.
 constexpr size_t kBlockBytes = 16 << 10;
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// The last place in the second half of a block where a line begins without a space; else the first
-// character's after the block.
+// The last line in the second half of the block that begins without a space, or else the first character
+// after the block.
 size_t end_of_block(std::string_view text, size_t begin) {
   if (text.size() - begin <= kBlockBytes) return text.size();
   for (size_t end = begin + kBlockBytes; end > begin + kBlockBytes / 2; --end)
@@ -202,13 +202,13 @@ size_t end_of_block(std::string_view text, size_t begin) {
   return end;
 }
 
-// Counted through all epochs, pieces have room to go on.
+// Leaves room to count pieces through further epochs.
 void check_place(const LaneState& state, int64_t num_pieces) {
   const int64_t most_epochs = std::numeric_limits<int64_t>::max() / 4 / num_pieces;
   TITAN_CHECK(state.epoch >= 0 && state.epoch <= most_epochs && state.position >= 0 &&
                   state.position < num_pieces && state.token_offset >= 0,
-              "lane ", state.lane, " has no such place: epoch ", state.epoch, ", position ", state.position,
-              " of ", num_pieces, ", token ", state.token_offset);
+              "lane ", state.lane, " has no such position: epoch ", state.epoch, ", position ",
+              state.position, " of ", num_pieces, ", token ", state.token_offset);
 }
 
 }  // namespace
@@ -219,8 +219,8 @@ PackedFeed::PackedFeed(std::shared_ptr<const Source> source, std::shared_ptr<con
 
 void PackedFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
   if (num_lanes < 1)
-    throw ConfigError(str("the global batch size is ", num_lanes, "; it has to be at least 1"));
-  if (seq_len < 1) throw ConfigError(str("training.seq_len is ", seq_len, "; it has to be at least 1"));
+    throw ConfigError(str("the global batch size is ", num_lanes, "; it must be at least 1"));
+  if (seq_len < 1) throw ConfigError(str("training.seq_len is ", seq_len, "; it must be at least 1"));
 }
 
 LaneState PackedFeed::start(int64_t lane, int64_t) const {
@@ -234,7 +234,7 @@ std::unique_ptr<Lane> PackedFeed::open(const LaneState& state, int64_t num_lanes
 }
 
 std::vector<LaneState> PackedFeed::redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const {
-  int64_t next = 0;  // counted through all epochs: no old lane has begun this piece or one behind it
+  int64_t next = 0;  // counted through all epochs: no old lane has begun this piece or a later one
   for (const auto& lane : lanes) {
     check_place(lane, num_pieces());
     int64_t begun = lane.token_offset > 0 ? static_cast<int64_t>(lanes.size()) : 0;

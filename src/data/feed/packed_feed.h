@@ -1,6 +1,11 @@
 #pragma once
 
-// A pseudo-random order of n things that needs no memory and no state: ask for its k-th.
+// [Note: packing]
+// Pieces are dealt in the order of a permutation keyed by (seed, epoch). Counted through all epochs, the q-th
+// piece goes to lane q mod num_lanes. A lane joins its pieces' tokens into one stream and takes seq_len + 1
+// of them per sample, without overlap: the first seq_len are the inputs, the last seq_len the labels (as
+// TorchTitan packs). Every piece begins with BOS, as its context does; EOS follows only the last piece of a
+// document. A tokenizer without BOS or EOS leaves them out.
 
 #include <cstdint>
 #include <memory>
@@ -13,15 +18,15 @@
 
 namespace titan::data {
 
-/// A bijection of [0, n) chosen by (seed, stream): a Feistel network over the smallest power of two that
-/// holds n, applied again until the value falls inside (Black and Rogaway, "Ciphers with Arbitrary Finite
-/// Domains", 2002). The same bits everywhere.
+/// A pseudo-random order of n things without memory: a bijection of [0, n) chosen by (seed, stream). A
+/// Feistel network over the smallest power of two that holds n is applied until the value falls inside (Black
+/// and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The result is the same on every machine.
 class Permutation {
  public:
   /// `n` at least 1.
   Permutation(int64_t n, uint64_t seed, uint64_t stream);
 
-  /// The image of `k` in [0, n). About two network evaluations at most on average.
+  /// The image of `k` in [0, n); takes at most about two network evaluations on average.
   int64_t operator()(int64_t k) const;
 
  private:
@@ -35,10 +40,8 @@ class Permutation {
   uint64_t keys_[kRounds];
 };
 
-// Documents cut into pieces: the unit that is dealt to lanes, so that one file of a gigabyte feeds all lanes
-// evenly.
-
-/// A part of a document. Cuts lie `piece_bytes` apart and move up to three bytes forward so as not to split a
+/// A part of a document. Pieces, not documents, are dealt to lanes, so that one file of a gigabyte feeds all
+/// lanes evenly. Cuts are `piece_bytes` apart and move forward up to three bytes to avoid splitting a
 /// character.
 struct Piece {
   int64_t document;
@@ -46,8 +49,8 @@ struct Piece {
   bool is_last;   ///< of the document
 };
 
-/// All pieces of a source, in order. Immutable and thread-safe; its memory grows only with the number of
-/// documents that are longer than a piece.
+/// All pieces of a source, in order. Immutable and thread-safe. Its memory grows only with the number of
+/// documents longer than a piece.
 class PieceTable {
  public:
   PieceTable(std::shared_ptr<const Source> source, int64_t piece_bytes);
@@ -73,19 +76,11 @@ class PieceTable {
   std::vector<LongDocument> long_documents_;
 };
 
-// Documents, tokenized and packed.
-//
-// Pieces are dealt in the order of a permutation keyed by (seed, epoch): counted through all epochs, the q-th
-// piece goes to lane q mod num_lanes. A lane joins its pieces' tokens into one stream and takes seq_len + 1
-// of them a sample, without overlap: the first seq_len are the inputs, the last seq_len the labels (as
-// TorchTitan packs). Every piece begins with BOS, as its context does; EOS follows the last piece of a
-// document only. A tokenizer without BOS or EOS leaves it out.
-
 struct PackingOptions {
   int64_t piece_bytes = 256 << 10;
   bool shuffle = true;
   uint64_t seed = 0;
-  bool repeat = true;  ///< false: one epoch, then each lane that is through gives rows of label -100
+  bool repeat = true;  ///< false: one epoch, then rows of label -100
 };
 
 class PackedFeed : public Feed {
@@ -97,18 +92,18 @@ class PackedFeed : public Feed {
   LaneState start(int64_t lane, int64_t num_lanes) const override;
   std::unique_ptr<Lane> open(const LaneState& state, int64_t num_lanes) const override;
 
-  /// No token is given twice: new lanes go on behind the foremost old one, and what slower lanes had left of
-  /// the pieces before that place, the rest of the pieces in progress included, is passed over.
+  /// Gives no token twice: new lanes continue after the foremost old one. What slower lanes had left before
+  /// that, and the rest of pieces in progress, is skipped.
   std::vector<LaneState> redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const override;
 
   std::string fingerprint() const override;
 
-  /// The piece dealt at `position` of `epoch`.
+  /// The piece at `position` of `epoch`.
   Piece piece_at(int64_t epoch, int64_t position) const;
   /// Replaces `text` by the piece's.
   void read(const Piece& piece, std::string& text) const { pieces_.read(piece, text); }
-  /// Appends the tokens of the block of the piece's text that begins at `begin`, BOS before the first and EOS
-  /// after the last where they belong. Returns where the next block begins: text.size() at the end.
+  /// Appends the tokens of the block of the piece's text that begins at `begin`, with BOS and EOS where they
+  /// belong. Returns the beginning of the next block: text.size() at the end.
   size_t encode_block(const Piece& piece, std::string_view text, size_t begin,
                       std::vector<int32_t>& tokens) const;
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::string_view kNpyMagic = "\x93NUMPY";
 
-// The header's dictionary: a Python literal with exactly three known keys, in any order.
+// The header: a Python dictionary with exactly three known keys, in any order.
 class HeaderReader {
  public:
   HeaderReader(std::string_view text, const std::string& path) : rest_(text), path_(path) {}
@@ -24,7 +24,7 @@ class HeaderReader {
       member(quoted());
       accept(",");
     }
-    if (!rest_.empty()) refuse("something follows the header's dictionary");
+    if (!rest_.empty()) refuse("the header has text after its dictionary");
     if (seen_ != 7) refuse("the header lacks one of descr, fortran_order, shape");
     return shape_;
   }
@@ -52,7 +52,7 @@ class HeaderReader {
     std::string_view quote = accept("'") ? "'" : "\"";
     if (quote == "\"") expect(quote);
     size_t end = rest_.find(quote);
-    if (end == rest_.npos) refuse("a string in the header doesn't end");
+    if (end == rest_.npos) refuse("a string in the header has no end");
     std::string_view text = rest_.substr(0, end);
     rest_.remove_prefix(end + 1);
     skip_space();
@@ -76,7 +76,7 @@ class HeaderReader {
   }
 
   void see(int key) {
-    if (seen_ & key) refuse("the header has a key twice");
+    if (seen_ & key) refuse("the header has a duplicate key");
     seen_ |= key;
   }
 
@@ -95,7 +95,7 @@ class HeaderReader {
   int64_t number() {
     int64_t value = -1;
     auto [end, error] = std::from_chars(rest_.data(), rest_.data() + rest_.size(), value);
-    if (error != std::errc() || value < 0) refuse("the shape has something else than sizes");
+    if (error != std::errc() || value < 0) refuse("the shape has an entry that is not a size");
     rest_.remove_prefix(end - rest_.data());
     skip_space();
     return value;
@@ -127,9 +127,9 @@ void check_size(const std::array<int64_t, 3>& shape, size_t payload, const std::
 
 NpyHeader parse_npy_header(std::string_view file, const std::string& path) {
   auto refuse = [&](const char* why) { throw ConfigError(str(path, ": not a readable .npy file: ", why)); };
-  if (file.size() < 10 || !file.starts_with(kNpyMagic)) refuse("it doesn't begin as one");
+  if (file.size() < 10 || !file.starts_with(kNpyMagic)) refuse("it doesn't begin with its magic bytes");
   int major = file[6];
-  if (major < 1 || major > 3 || file[7] != 0) refuse("its version is none of 1.0, 2.0, 3.0");
+  if (major < 1 || major > 3 || file[7] != 0) refuse("its version is not 1.0, 2.0 or 3.0");
   size_t length_bytes = major == 1 ? 2 : 4;
   size_t begin = 8 + length_bytes;
   if (file.size() < begin) refuse("it ends within the header");
@@ -151,7 +151,7 @@ void NpyArray::read_row(int64_t i, int64_t j, std::span<int64_t> row) const {
   size_t first = static_cast<size_t>(i * shape_[1] + j) * shape_[2];
   const char* at = file_.text().data() + data_ + first * sizeof(int32_t);
   for (int64_t& value : row) {
-    int32_t element;  // a header's length needn't keep the elements aligned
+    int32_t element;  // elements may be unaligned
     std::memcpy(&element, at, sizeof element);
     value = element;
     at += sizeof element;
@@ -183,7 +183,7 @@ std::filesystem::path file_in(const std::filesystem::path& folder, const char* n
   auto path = folder / name;
   if (!std::filesystem::exists(path))
     throw ConfigError(str("data set 'tokens': no ", path.string(),
-                          "; training.dataset_path has to be a folder with input.npy and labels.npy"));
+                          "; training.dataset_path must be a folder with input.npy and labels.npy"));
   return path;
 }
 
@@ -212,18 +212,18 @@ void ReplayFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
 LaneState ReplayFeed::start(int64_t lane, int64_t) const { return {.lane = lane}; }
 
 std::unique_ptr<Lane> ReplayFeed::open(const LaneState& state, int64_t) const {
-  // A lane goes on behind the last step.
+  // A lane may be after the last step.
   TITAN_CHECK(state.lane >= 0 && state.lane < input_.shape()[1] && state.position >= 0 &&
                   state.position < kMostSteps && state.epoch == 0 && state.token_offset == 0,
-              "the recorded batches in ", input_.path().parent_path().string(), " have no such place: row ",
-              state.lane, " of ", input_.shape()[1], ", epoch ", state.epoch, ", step ", state.position,
-              ", token ", state.token_offset);
+              "the recorded batches in ", input_.path().parent_path().string(),
+              " have no such position: row ", state.lane, " of ", input_.shape()[1], ", epoch ", state.epoch,
+              ", step ", state.position, ", token ", state.token_offset);
   return std::make_unique<ReplayLane>(std::static_pointer_cast<const ReplayFeed>(shared_from_this()), state);
 }
 
 std::vector<LaneState> ReplayFeed::redeal(const std::vector<LaneState>& lanes, int64_t num_lanes) const {
   throw ConfigError(
-      str("recorded batches of ", lanes.size(), " rows can't be dealt as batches of ", num_lanes));
+      str("recorded batches of ", lanes.size(), " rows cannot be dealt as batches of ", num_lanes));
 }
 
 std::optional<int64_t> ReplayFeed::num_steps() const {

@@ -20,7 +20,8 @@ using Components = std::vector<std::string>;
 
 bool is_hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
-// Adds to `found` what `folder` holds for the components from `index` on.
+
+// Adds what matches the components from `index` on below `folder` to `found`.
 void expand(const fs::path& folder, const Components& components, size_t index, std::set<fs::path>& found) {
   if (index == components.size()) {
     if (fs::exists(folder)) found.insert(folder);
@@ -30,7 +31,7 @@ void expand(const fs::path& folder, const Components& components, size_t index, 
   if (!is_glob(component)) return expand(folder / component, components, index + 1, found);
   bool any_depth = component == "**";
   if (any_depth) expand(folder, components, index + 1, found);
-  std::error_code error;  // a folder that isn't one, or may not be listed, has no matches
+  std::error_code error;  // something that can't be listed has no matches
   for (const auto& entry : fs::directory_iterator(folder.empty() ? "." : folder, error)) {
     fs::path inner = folder / entry.path().filename();
     if (any_depth && entry.is_directory(error) && !is_hidden(inner)) expand(inner, components, index, found);
@@ -67,8 +68,6 @@ std::vector<fs::path> expand_glob(const std::string& pattern) {
 
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr size_t kSampledFiles = 256;
 constexpr int64_t kSampleBytes = 4096;
 
@@ -78,7 +77,7 @@ bool has_extension(const fs::path& path, const std::vector<std::string>& extensi
                                            [&](const auto& ending) { return name.ends_with(ending); });
 }
 
-// Files found and what is wrong with some, which is reported together.
+// Collects files, and problems to report together.
 class Listing {
  public:
   Listing(fs::path base, const std::vector<std::string>& extensions)
@@ -163,7 +162,7 @@ std::vector<FileEntry> list_files(const std::string& path, const std::vector<std
 uint64_t fingerprint_files(const std::vector<FileEntry>& files) {
   uint64_t hash = files.size();
   for (const auto& file : files) hash = hash_bytes(file.name, mix(hash ^ static_cast<uint64_t>(file.size)));
-  // Reading everything would take as long as an epoch; a changed file mostly changes its size as well.
+  // Reading everything would take as long as an epoch, and a changed file mostly changes its size.
   size_t stride = files.size() / kSampledFiles + 1;
   std::string sample;
   for (size_t i = 0; i < files.size(); i += stride) {

@@ -7,36 +7,34 @@
 
 namespace titan::data {
 
-/// Whether `path` holds `*`, `?` or `[`.
+/// Whether `path` contains `*`, `?` or `[`.
 bool is_glob(const std::string& path);
 
 /// The part of a glob before its first component with a wildcard.
 std::filesystem::path glob_base(const std::string& pattern);
 
-/// The files and folders that match: `*`, `?` and `[...]` within a component (not a leading dot), `**` for
-/// any number of folders. Each once, in no particular order.
+/// The files and folders that match, each once, in no particular order. `*`, `?` and `[...]` match within a
+/// component (but not a leading dot), `**` any number of folders.
 std::vector<std::filesystem::path> expand_glob(const std::string& pattern);
 
-// The files that a data set's path stands for.
+// ---- files
 
 struct FileEntry {
   std::filesystem::path path;
-  std::string name;  ///< relative to what the user named, so that a copy elsewhere counts as the same
+  std::string name;  ///< relative to the user's path, so that a copy elsewhere counts as the same
   int64_t size;      ///< bytes
-  int64_t modified;  ///< nanoseconds; identifies a version on this machine only
+  int64_t modified;  ///< nanoseconds; identifies a version only on this machine
 };
 
-/// The regular files that `path` stands for, sorted by name: a file itself; a folder's, recursively, without
-/// hidden ones; a glob's, folders among its matches searched likewise. From folders only files whose name
-/// ends with one of `extensions` (all when empty). Throws ConfigError when there are none or any can't be
-/// read.
+/// The regular files at `path`, sorted by name: the file itself, or those in a folder and its subfolders
+/// without hidden ones. A glob's matches are handled the same way. From folders only files that end with one
+/// of `extensions` (all if it is empty). Throws ConfigError if there are none or one can't be read.
 std::vector<FileEntry> list_files(const std::string& path, const std::vector<std::string>& extensions);
 
-/// Names, sizes and samples of the contents, as one number.
+/// A hash of names, sizes and samples of the contents.
 uint64_t fingerprint_files(const std::vector<FileEntry>& files);
 
-/// Bytes [begin, begin + count) of the file into `bytes`. Throws Error when it can't be read or is shorter by
-/// now.
+/// Reads bytes [begin, begin + count) of the file. Throws Error if it can't be read or has become shorter.
 void read_range(const FileEntry& file, int64_t begin, int64_t count, std::string& bytes);
 
 }  // namespace titan::data

@@ -2,9 +2,9 @@
 
 #include <cstring>
 
-#include <nlohmann/json.hpp>
 
 #include "core/hash.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -14,11 +14,11 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kMagic[8] = {'T', 'I', 'T', 'L', 'I', 'N', 'E', '1'};
-constexpr int kReportedLines = 5;  // broken lines that are named before only their number is
+constexpr int kReportedLines = 5;  // further broken lines are only counted
 
 struct Header {
   char magic[8];
-  uint64_t key;  // what the index was made from
+  uint64_t key;  // of the files, the member and the rule
   uint64_t entries;
   uint64_t checksum;  // of the entries' bytes
 };
@@ -38,7 +38,7 @@ std::string_view bytes_of(std::span<const LineEntry> entries) {
 
 bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == line.npos; }
 
-// Goes through files line by line and collects documents and what is wrong with lines.
+// Reads files line by line and collects documents and problems.
 class Builder {
  public:
   explicit Builder(const LineIndexRequest& request) : request_(request) {}
@@ -90,29 +90,66 @@ class Builder {
 
 }  // namespace
 
+namespace {
+
+/// Finds one string member of an object, without building a tree.
+class TextMember final : public JsonEvents {
+ public:
+  explicit TextMember(const std::string& name) : name_(name) {}
+
+  std::string null() override { return scalar(); }
+  std::string boolean(bool) override { return scalar(); }
+  std::string integer(int64_t) override { return scalar(); }
+  std::string large_integer(uint64_t) override { return scalar(); }
+  std::string real(double) override { return scalar(); }
+  std::string text(std::string& value) override {
+    if (depth_ == 1 && is_member_) text_ = std::move(value);
+    return depth_ == 0 ? kNoObject : "";
+  }
+  std::string key(std::string& key) override {
+    if (depth_ == 1) is_member_ = key == name_;
+    if (depth_ == 1 && is_member_) found_ = true;
+    return "";
+  }
+  std::string open(bool is_array) override {
+    if (depth_ == 0 && is_array) return kNoObject;
+    if (depth_++ == 1 && is_member_) text_.reset();
+    return "";
+  }
+  std::string close() override {
+    --depth_;
+    return "";
+  }
+  std::string syntax_error(size_t, const std::string& reason) override { return "broken JSON: " + reason; }
+
+  bool found() const { return found_; }
+  std::optional<std::string> take() { return std::move(text_); }
+
+ private:
+  std::string scalar() {
+    if (depth_ == 1 && is_member_) text_.reset();
+    return depth_ == 0 ? kNoObject : "";
+  }
+
+  static constexpr const char* kNoObject = "not a JSON object";
+  const std::string& name_;
+  size_t depth_ = 0;
+  bool is_member_ = false, found_ = false;
+  std::optional<std::string> text_;  // of the last member of that name
+};
+
+}  // namespace
+
 std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
                                         std::string& problem) {
-  // The parser takes a NUL for the end of its input.
-  if (line.find('\0') != line.npos) {
-    problem = "broken JSON: a NUL byte";
-    return std::nullopt;
-  }
-  nlohmann::json object;
-  try {
-    object = nlohmann::json::parse(line);
-  } catch (const nlohmann::json::exception& error) {  // a number may be too large without being ill-formed
-    problem = str("broken JSON: ", error.what());
-    return std::nullopt;
-  }
-  auto member = object.is_object() ? object.find(text_field) : object.end();
-  if (!object.is_object())
-    problem = "not a JSON object";
-  else if (member == object.end())
+  TextMember member(text_field);
+  problem = read_json(line, member);
+  auto text = member.take();
+  if (problem.empty() && !member.found())
     problem = str("no member '", text_field, "' (data.text_field names it)");
-  else if (!member->is_string())
+  else if (problem.empty() && !text)
     problem = str("member '", text_field, "' is not a string");
-  if (!problem.empty()) return std::nullopt;
-  return member->get<std::string>();
+  return problem.empty() ? std::move(text) : std::nullopt;
 }
 
 LineIndex::LineIndex(const LineIndexRequest& request) {
@@ -124,7 +161,7 @@ LineIndex::LineIndex(const LineIndexRequest& request) {
     if (!path.empty()) save(path, key);
   }
   if (entries_.empty())
-    throw ConfigError(str("no documents in ", request.files[0].path.string(), " and its like"));
+    throw ConfigError(str("no documents in ", request.files[0].path.string(), request.files.size() > 1 ? " and the other files" : ""));
 }
 
 bool LineIndex::load(const fs::path& path, uint64_t key) {
@@ -137,7 +174,7 @@ bool LineIndex::load(const fs::path& path, uint64_t key) {
                payload.size() % sizeof(LineEntry) == 0 &&
                payload.size() / sizeof(LineEntry) == header.entries && hash_bytes(payload) == header.checksum;
   if (!whole) {
-    log::warning(str("index ", path.string(), " is damaged or of another version; making it again"));
+    log::warning(str("index ", path.string(), " is damaged or of another version: building it again"));
     return false;
   }
   // The header is a multiple of the entries' alignment, and a mapping begins at a page.
@@ -156,7 +193,7 @@ void LineIndex::save(const fs::path& path, uint64_t key) const {
       .magic = {}, .key = key, .entries = entries_.size(), .checksum = hash_bytes(bytes_of(entries_))};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   make_folder(path.parent_path());
-  // Several ranks may do this at once: each writes the same bytes under a name of its own, and renames.
+  // Several ranks may do this at once: each writes the same bytes under its own temporary name.
   write_file_atomic(path, [&](const AppendBytes& append) {
     append(std::as_bytes(std::span(&header, 1)));
     append(std::as_bytes(entries_));

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where the documents of JSON Lines files are: made by reading everything once, kept in the cache folder.
+// Where the documents of JSON Lines files are. Building it reads everything once; the cache folder keeps it.
 
 #include <optional>
 #include <vector>
@@ -13,7 +13,7 @@ namespace titan::data {
 /// One document: a line of a file.
 struct LineEntry {
   int64_t offset;      ///< of the line's first byte
-  int64_t line_bytes;  ///< without the line's end
+  int64_t line_bytes;  ///< without the line end
   int64_t text_bytes;  ///< of the decoded text
   int32_t file;
   int32_t unused = 0;
@@ -23,15 +23,15 @@ struct LineIndexRequest {
   std::vector<FileEntry> files;
   std::string text_field;
   bool skip_bad_lines = false;
-  std::filesystem::path cache_folder;  ///< empty: not kept
+  std::filesystem::path cache_folder;  ///< empty: the index isn't kept
 };
 
-/// Immutable. From the cache when that was made from the same files (path, size, time), member and rule and
-/// is whole; otherwise from the files, and then kept.
+/// Immutable. Read from the cache if that is intact and was made from the same files (path, size, time),
+/// member and rule; otherwise built from the files.
 class LineIndex {
  public:
-  /// Throws ConfigError with file:line for a broken line, unless they are skipped, and when no document is
-  /// left.
+  /// Throws ConfigError with file:line for a broken line, unless such lines are skipped, and if no document
+  /// is left.
   explicit LineIndex(const LineIndexRequest& request);
 
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
@@ -48,7 +48,7 @@ class LineIndex {
   std::span<const LineEntry> entries_;
 };
 
-/// The text of a line: its object's string member `text_field`. On failure nothing, and `problem` says why.
+/// The string member `text_field` of a line's object. Otherwise nothing, and `problem` says why.
 std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
                                         std::string& problem);
 

@@ -34,7 +34,7 @@ void encode_word(const Definition& definition, std::string_view word, Context& c
   ids.insert(ids.end(), tokens.begin(), tokens.end());
 }
 
-// Calls `plain` for the parts of `text` between the tokens of `added`, whose ids it appends.
+// Appends the ids of the tokens of `added` in `text`, and calls `plain` for the parts between them.
 template <class Plain>
 void cut_out(const AddedTokens& added, std::string_view text, std::vector<int32_t>& ids, Plain&& plain) {
   size_t done = 0, begin = 0;

@@ -1,10 +1,10 @@
 #pragma once
 
-// Byte-level byte-pair encoding as Hugging Face's `tokenizer.json` describes it (GPT-2, Llama 3, Qwen 2,
-// DeepSeek ...).
+// Byte-level byte-pair encoding as in Hugging Face's `tokenizer.json` (GPT-2, Llama 3, Qwen 2, DeepSeek,
+// ...).
 //
-// Text goes through: invalid UTF-8 -> U+FFFD; added tokens ("<|end_of_text|>") cut out; pre-tokenizers split
-// the rest into words; each word's bytes are merged pair by pair, lowest rank first. Each of these equals the
+// U+FFFD replaces invalid UTF-8; added tokens ("<|end_of_text|>") are cut out; pre-tokenizers split the rest
+// into words; the bytes of each word are merged pair by pair, lowest rank first. The result equals the
 // `tokenizers` package token for token, which scripts/compare_tokenizers.py checks.
 
 #include <mutex>
@@ -20,17 +20,17 @@ struct Context;
 
 class BpeTokenizer : public Tokenizer {
  public:
-  /// Reads `tokenizer_json`, and BOS and EOS from a `tokenizer_config.json` beside it (else from the
-  /// post-processor's template). Throws ConfigError with the file and the part that isn't understood: another
+  /// Reads `tokenizer_json`, and BOS and EOS from a `tokenizer_config.json` beside it (or else from the
+  /// post-processor's template). Throws ConfigError with the file and the part that isn't supported: another
   /// model than byte-level BPE, a normalizer, a pre-tokenizer other than ByteLevel, Split, Digits and
-  /// sequences of them, a pattern that PCRE2 reads differently. Truncation and padding in the file are
-  /// ignored: packing decides lengths.
+  /// sequences of them, or a pattern that PCRE2 reads differently. Ignores truncation and padding, because
+  /// packing determines lengths.
   explicit BpeTokenizer(const std::filesystem::path& tokenizer_json);
   ~BpeTokenizer() override;
 
-  /// Throws Error when the split pattern exceeds its match limit on this text.
+  /// Throws Error if the split pattern exceeds its match limit on this text.
   void encode_into(std::string_view text, std::vector<int32_t>& ids) const override;
-  /// Bytes that don't make valid UTF-8 (a character cut in two) decode to U+FFFD.
+  /// U+FFFD replaces bytes that aren't valid UTF-8 (a character cut in two).
   std::string decode(std::span<const int32_t> ids) const override;
   int64_t vocab_size() const override;
   std::optional<int32_t> bos_id() const override;
@@ -42,8 +42,8 @@ class BpeTokenizer : public Tokenizer {
   void encode_plain(std::string_view text, bpe::Context& context, std::vector<int32_t>& ids) const;
 
   std::unique_ptr<const bpe::Definition> definition_;
-  // A call borrows a context (regex stack, word cache, buffers) and puts it back, so that there are as many
-  // as threads encoding at the same time, and a cache stays warm from one document to the next.
+  // Each call borrows a context (regex stack, word cache, buffers) and returns it, so that there are as many
+  // as threads encoding at the same time, and a cache stays warm between documents.
   mutable std::mutex idle_mutex_;
   mutable std::vector<std::unique_ptr<bpe::Context>> idle_;
 };

@@ -7,9 +7,9 @@
 namespace titan::data {
 namespace {
 
-constexpr size_t kScanned = 48;  // where the queue becomes faster than scanning
+constexpr size_t kScanned = 48;  // above, the queue is faster than scanning
 
-constexpr uint64_t kNothing = ~uint64_t{0};  // no candidate: the pair doesn't merge
+constexpr uint64_t kNothing = ~uint64_t{0};  // the pair doesn't merge
 
 }  // namespace
 
@@ -68,7 +68,7 @@ WordMerger::Candidate WordMerger::pop() {
 }
 
 void WordMerger::merge_by_queue(const MergeTable& table, std::vector<int32_t>& ids) {
-  constexpr int32_t kGone = -1;  // the id of a symbol that its left neighbour has swallowed
+  constexpr int32_t kGone = -1;  // merged into its left neighbour
   auto count = static_cast<int32_t>(ids.size());
   symbols_.clear();
   queue_.clear();

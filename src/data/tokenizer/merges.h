@@ -1,7 +1,6 @@
 #pragma once
 
-// The merges of a byte-pair encoding: which two neighbouring tokens become which, and in what order of
-// preference.
+// The merges of a byte-pair encoding: which two neighbouring tokens become which token, in which order.
 
 #include <cstdint>
 #include <cstring>
@@ -14,18 +13,18 @@
 
 namespace titan::data {
 
-/// What a pair of neighbours becomes. Lower ranks merge first.
+/// The result of a pair of neighbours. Lower ranks merge first.
 struct Merge {
   static constexpr uint32_t kNever = std::numeric_limits<uint32_t>::max();
   uint32_t rank = kNever;
   int32_t id = -1;
 };
 
-/// (left id, right id) -> Merge: one flat table, at most half full.
+/// (left id, right id) -> Merge: a flat hash table, at most half full.
 class MergeTable {
  public:
   explicit MergeTable(size_t num_merges = 0);
-  /// A later merge of the same pair takes the place of an earlier one.
+  /// A later merge of the same pair replaces an earlier one.
   void add(int32_t left, int32_t right, Merge merge);
 
   Merge find(int32_t left, int32_t right) const {
@@ -52,17 +51,17 @@ class MergeTable {
   int shift_;
 };
 
-/// Merges the tokens of one word in place until no neighbours merge. Holds buffers, so one a thread.
+/// Merges the tokens of one word in place until no neighbours merge. Holds buffers, so each thread needs its
+/// own.
 class WordMerger {
  public:
-  /// `ids` in: one token a byte; out: the word's tokens.
+  /// `ids` starts as one token per byte and ends as the word's tokens.
   void merge(const MergeTable& table, std::vector<int32_t>& ids);
 
  private:
-  // Short words: look through all pairs for the best, as many times as there are merges. Quadratic, but on
-  // one cache line.
+  // For short words: scans all pairs for the best before each merge. Quadratic, but within a cache line.
   void merge_by_scanning(const MergeTable& table, std::vector<int32_t>& ids);
-  // Long words (a megabyte of spaces is one): a queue of candidate pairs over a linked list.
+  // For long words (a megabyte of spaces is one): a queue of candidate pairs over a linked list.
   void merge_by_queue(const MergeTable& table, std::vector<int32_t>& ids);
 
   struct Symbol {
@@ -70,9 +69,9 @@ class WordMerger {
     int32_t previous;
     int32_t next;
   };
-  // A pair to merge, by its left symbol: the rank in the upper half, so that numbers compare as merges are
-  // due (lowest rank first, leftmost of equals). What it merges into is looked up again when its turn comes,
-  // as a neighbour may have changed.
+  // A pair by its left symbol, with the rank in the upper half: numbers compare in merge order (lowest rank
+  // first, then leftmost). Its merge is looked up again when its turn comes, because a neighbour may have
+  // changed.
   using Candidate = uint64_t;
   Candidate candidate(const MergeTable& table, int32_t left) const;
   void push(Candidate candidate);
@@ -83,12 +82,9 @@ class WordMerger {
   std::vector<Candidate> queue_;
 };
 
-// Remembers the ids of words. Text repeats its words, so most never reach the merges.
-//
-// Two direct-mapped tables of one or two cache lines an entry, for words up to 16 and up to 48 bytes: a newer
-// word takes its slot from the older, nothing is ever allocated or cleaned up. Words that are longer or make
-// more ids aren't remembered.
-
+/// Remembers the ids of words: text repeats its words, so most never reach the merges. Two direct-mapped
+/// tables hold words up to 16 and up to 48 bytes in one or two cache lines per entry. A newer word replaces
+/// an older one in its slot; nothing is allocated. Longer words, and words with more ids, aren't remembered.
 class WordCache {
  public:
   static constexpr size_t kLongest = 48;
@@ -110,8 +106,8 @@ class WordCache {
   }
 
  private:
-  // A word in two machine words. Overlapping loads read neither past the end nor byte by byte, and the
-  // length, which every entry holds as well, tells words apart whose loads look alike.
+  // A word in two machine words. Overlapping loads neither read past the end nor go byte by byte; the length
+  // distinguishes words whose loads are equal.
   struct ShortKey {
     static constexpr size_t kBytes = 16;
     uint64_t low, high;

@@ -27,11 +27,11 @@ std::string members_of(const Property& property) {
   return str("\\p{", property.in_pcre2, "}", property.additions);
 }
 
-// PCRE2's own \s also takes U+180E.
+// PCRE2's own \s includes U+180E.
 std::string space_members() { return R"(\t-\r\x{85}\p{Z})"; }
 
-// PCRE2's own \w takes (before 10.43) neither marks nor connecting punctuation. The last are Oniguruma's
-// superscripts and fractions, which are no letters, but only within Latin-1.
+// PCRE2's own \w excludes (before 10.43) marks and connecting punctuation. The last ones are Oniguruma's
+// superscripts and fractions of Latin-1.
 std::string word_members() {
   std::string members = R"(\p{Alphabetic}\p{M}\p{Pc}\xB2\xB3\xB9\xBC-\xBE)";
   for (const char* name : {"L", "M", "Nd"}) members += find_property(name)->additions;
@@ -137,7 +137,7 @@ std::string translate_oniguruma(const std::string& pattern) { return Translator(
 namespace titan::data {
 namespace {
 
-// A single word of ordinary text takes tens of steps; this bounds a hostile one to about a tenth of a second.
+// A word of ordinary text takes tens of steps. This limits a hostile one to about a tenth of a second.
 constexpr uint32_t kMatchLimit = 10'000'000;
 constexpr size_t kFirstStackBytes = 32 << 10;
 constexpr size_t kLargestStackBytes = 8 << 20;
@@ -168,8 +168,8 @@ PatternScratch::~PatternScratch() {
 Pattern::Pattern(const std::string& pattern, Kind kind) : pattern_(pattern) {
   bool literal = kind == Kind::Literal;
   std::string source = literal ? pattern : translate_oniguruma(pattern);
-  // ^ and $ are always those of a line in Oniguruma. \C would cut characters apart, and matching what is left
-  // read beyond it.
+  // In Oniguruma, ^ and $ always match at lines. \C would split characters, and matching the rest would read
+  // out of bounds.
   uint32_t options =
       PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C);
   int code = 0;
@@ -180,7 +180,7 @@ Pattern::Pattern(const std::string& pattern, Kind kind) : pattern_(pattern) {
   if (!code_)
     throw ConfigError(
         str("pattern '", pattern, "': ", error_text(code), " (near '", source.substr(offset), "')"));
-  // Where the platform has no just-in-time compiler the interpreter serves, slower.
+  // Without a just-in-time compiler on this platform, the slower interpreter runs.
   jit_ = pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE) == 0;
 }
 

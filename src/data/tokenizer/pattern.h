@@ -1,6 +1,6 @@
 #pragma once
 
-// Regular expressions over UTF-8, as pre-tokenizers use them: PCRE2 with its just-in-time compiler.
+// Regular expressions over UTF-8 for pre-tokenizers: PCRE2 with its just-in-time compiler.
 
 #include <memory>
 #include <string>
@@ -13,7 +13,7 @@ struct pcre2_real_jit_stack_8;
 
 namespace titan::data {
 
-/// What one thread needs to match: result slots, limits and the compiled code's stack.
+/// A thread's memory for matching: result slots, limits, and the stack of compiled code.
 class PatternScratch {
  public:
   PatternScratch();
@@ -38,12 +38,11 @@ class Pattern {
  public:
   enum class Kind { Regex, Literal };
 
-  /// A Regex is in Oniguruma's dialect (oniguruma.h). Throws ConfigError with the pattern, the place and the
-  /// reason.
+  /// A Regex is in Oniguruma's dialect. Throws ConfigError with the pattern, the position and the reason.
   Pattern(const std::string& pattern, Kind kind);
 
-  /// The first match at or after byte `start` of `text`, which must be valid UTF-8; false when there is none.
-  /// Throws Error when the match limit is exceeded.
+  /// Finds the first match at or after byte `start` of `text`, which must be valid UTF-8; returns false if
+  /// there is none. Throws Error if the match limit is exceeded.
   bool find(std::string_view text, size_t start, PatternScratch& scratch, Match& match) const;
 
  private:
@@ -54,9 +53,9 @@ class Pattern {
   bool jit_ = false;
 };
 
-/// `pattern` in Oniguruma's dialect, which the `tokenizers` package uses, as PCRE2 has to see it. Where the
-/// two read the same text differently it is rewritten (`\s`, `\w`, properties by their Unicode version) or,
-/// where that can't be said in PCRE2, refused: throws ConfigError with the pattern, the place and the reason.
+/// Translates a pattern from Oniguruma's dialect, which the `tokenizers` package uses, to PCRE2's. Rewrites
+/// what the two read differently (`\s`, `\w`, properties by their Unicode version). Throws ConfigError, with
+/// the pattern, the position and the reason, for what PCRE2 can't express.
 std::string translate_oniguruma(const std::string& pattern);
 
 }  // namespace titan::data

@@ -9,47 +9,26 @@ namespace {
 
 using Segment = PreTokenizer::Scratch::Segment;
 
-// A match joins the neighbour before it, unless that one is a match too.
-void merge_with_previous(std::vector<Segment>& segments) {
+// Joins neighbours for which `joins(previous is a match, this is a match)`.
+template <class Joins>
+void join(std::vector<Segment>& segments, const Joins& joins) {
   size_t kept = 0;
   bool previous_matched = false;
   for (const Segment segment : segments) {
-    bool joins = segment.matched && !previous_matched && kept > 0;
-    previous_matched = segment.matched;
-    if (joins)
-      segments[kept - 1].end = segment.end;
-    else
+    if (kept > 0 && joins(previous_matched, segment.matched)) {
+      segments[kept - 1].begin = std::min(segments[kept - 1].begin, segment.begin);
+      segments[kept - 1].end = std::max(segments[kept - 1].end, segment.end);
+    } else {
       segments[kept++] = segment;
+    }
+    previous_matched = segment.matched;
   }
   segments.resize(kept);
 }
 
-void merge_with_next(std::vector<Segment>& segments) {
-  std::reverse(segments.begin(), segments.end());
-  size_t kept = 0;
-  bool previous_matched = false;
-  for (const Segment segment : segments) {
-    bool joins = segment.matched && !previous_matched && kept > 0;
-    previous_matched = segment.matched;
-    if (joins)
-      segments[kept - 1].begin = segment.begin;
-    else
-      segments[kept++] = segment;
-  }
-  segments.resize(kept);
-  std::reverse(segments.begin(), segments.end());
-}
-
-void join_alike(std::vector<Segment>& segments) {
-  size_t kept = 0;
-  for (const Segment segment : segments) {
-    if (kept > 0 && segments[kept - 1].matched == segment.matched)
-      segments[kept - 1].end = segment.end;
-    else
-      segments[kept++] = segment;
-  }
-  segments.resize(kept);
-}
+// A match joins the segment before it, unless that is a match too.
+constexpr auto kMatchJoins = [](bool previous, bool current) { return current && !previous; };
+constexpr auto kAlikeJoin = [](bool previous, bool current) { return current == previous; };
 
 }  // namespace
 
@@ -79,11 +58,14 @@ void PreTokenizer::cut(const SplitStage& stage, std::string_view text, PatternSc
       std::erase_if(segments, [](const Segment& s) { return s.matched; });
       return;
     case SplitBehavior::MergedWithPrevious:
-      return merge_with_previous(segments);
+      return join(segments, kMatchJoins);
     case SplitBehavior::MergedWithNext:
-      return merge_with_next(segments);
+      std::reverse(segments.begin(), segments.end());
+      join(segments, kMatchJoins);
+      std::reverse(segments.begin(), segments.end());
+      return;
     case SplitBehavior::Contiguous:
-      return join_alike(segments);
+      return join(segments, kAlikeJoin);
   }
 }
 
@@ -127,7 +109,7 @@ Pattern read_pattern(const JsonFile& file, const Json& pattern) {
   if (text.empty()) file.refuse("Split has no pattern");
   try {
     return Pattern(text, literal ? Pattern::Kind::Literal : Pattern::Kind::Regex);
-  } catch (const ConfigError& error) {  // the pattern doesn't know its file
+  } catch (const ConfigError& error) {  // adds the file to the message
     file.refuse(error.what());
   }
 }

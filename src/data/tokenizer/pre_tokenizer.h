@@ -1,6 +1,6 @@
 #pragma once
 
-// Splits text into the words that are merged separately: `pre_tokenizer` of a tokenizer.json, flattened to
+// Splits text into words, within which bytes are merged: the `pre_tokenizer` of a tokenizer.json as a list of
 // stages.
 
 #include <optional>
@@ -8,20 +8,20 @@
 #include <string_view>
 #include <vector>
 
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "data/tokenizer/pattern.h"
 
 namespace titan::data {
 
-/// What becomes of a pattern's matches, by Hugging Face's names.
+/// What happens to the matches of a pattern, by Hugging Face's names.
 enum class SplitBehavior { Isolated, Removed, MergedWithPrevious, MergedWithNext, Contiguous };
 
-/// One step; each part that it makes goes through the next.
+/// One step; the next one gets each of its parts.
 struct SplitStage {
-  bool add_prefix_space = false;   ///< a part that doesn't begin with a space gets one
+  bool add_prefix_space = false;   ///< adds a space to a part that doesn't begin with one
   std::optional<Pattern> pattern;  ///< none: the part stays whole
   SplitBehavior behavior = SplitBehavior::Isolated;
-  bool invert = false;  ///< what lies between matches counts as the match
+  bool invert = false;  ///< the text between matches counts as the match
 };
 
 class PreTokenizer {
@@ -68,7 +68,7 @@ class PreTokenizer {
       run(index + 1, text.substr(segment.begin, segment.end - segment.begin), scratch, emit);
   }
 
-  // By far the commonest behaviour, without a list of segments.
+  // By far the most common behavior, without a list of segments.
   template <class Emit>
   void isolate(size_t index, std::string_view text, Scratch& scratch, Emit& emit) const {
     size_t done = 0;
@@ -83,7 +83,7 @@ class PreTokenizer {
     run(index + 1, text.substr(done), scratch, emit);
   }
 
-  // Where to look next: past an empty match by a character, so that the search goes on.
+  // Where to search next: one character past an empty match.
   static size_t after(std::string_view text, Match match);
   static void cut(const SplitStage& stage, std::string_view text, PatternScratch& pattern,
                   std::vector<Scratch::Segment>& segments);
@@ -95,8 +95,7 @@ class PreTokenizer {
 
 namespace titan::data::bpe {
 
-/// What `pre_tokenizer` of a tokenizer.json describes. Throws ConfigError with the part that isn't
-/// understood.
+/// Reads `pre_tokenizer` of a tokenizer.json. Throws ConfigError with the part that isn't supported.
 PreTokenizer read_pre_tokenizer(const JsonFile& file);
 
 }  // namespace titan::data::bpe

@@ -1,5 +1,7 @@
 #include "titan/data/tokenizer.h"
 
+#include <algorithm>
+
 #include "data/tokenizer/bpe_tokenizer.h"
 #include "titan/core/error.h"
 
@@ -19,13 +21,33 @@ std::string ByteTokenizer::decode(std::span<const int32_t> ids) const {
   return text;
 }
 
+Registry<TokenizerFactory>& tokenizer_kinds() {
+  // Made at first use, so that a user's shared object can add to it from a static initializer.
+  static Registry<TokenizerFactory>& kinds = *[] {
+    auto* built_in = new Registry<TokenizerFactory>("tokenizer");
+    built_in->add("bytes", [](const std::string&) { return std::make_shared<ByteTokenizer>(); });
+    return built_in;
+  }();
+  return kinds;
+}
+
+bool names_tokenizer_kind(std::string_view assets) {
+  return tokenizer_kinds().contains(std::string(assets.substr(0, assets.find(':'))));
+}
+
 std::shared_ptr<const Tokenizer> build_tokenizer(const std::filesystem::path& assets) {
-  if (assets == "bytes") return std::make_shared<ByteTokenizer>();
+  if (names_tokenizer_kind(assets.string())) {
+    const std::string text = assets.string();
+    const size_t colon = std::min(text.find(':'), text.size());
+    return tokenizer_kinds().get(text.substr(0, colon))(text.substr(std::min(colon + 1, text.size())));
+  }
   bool is_folder = std::filesystem::is_directory(assets);
   auto file = is_folder ? assets / "tokenizer.json" : assets;
   if (!std::filesystem::exists(file))
     throw ConfigError(
-        str("no tokenizer at '", file.string(), "': expected a folder with tokenizer.json, or \"bytes\""));
+        str("no tokenizer at '", file.string(),
+            "': expected a folder with tokenizer.json, or the name of a kind of tokenizer, such as "
+            "\"bytes\""));
   return std::make_shared<BpeTokenizer>(file);
 }
 

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/hash.h"
-#include "core/json.h"
+#include "core/json_tree.h"
 #include "core/utf8.h"
 #include "data/tokenizer/pre_tokenizer.h"
 #include "titan/core/error.h"
@@ -67,9 +67,9 @@ const AddedToken* AddedTokens::find(std::string_view text, size_t start, size_t&
 
 namespace {
 
-constexpr char32_t kAlphabetEnd = 0x100 + 68;  // 68 bytes have no visible character of their own
+constexpr char32_t kAlphabetEnd = 0x100 + 68;  // 68 bytes have no visible character
 
-// Visible Latin-1 characters stand for themselves, the others for U+0100 onwards, in order.
+// Visible Latin-1 characters represent themselves; the other bytes are U+0100 and up, in order.
 constexpr std::array<char32_t, 256> make_alphabet() {
   std::array<char32_t, 256> alphabet{};
   char32_t next = 0x100;
@@ -113,7 +113,7 @@ namespace {
 using Json = nlohmann::json;
 namespace fs = std::filesystem;
 
-// One reading of one file: the tree, the path for messages, and what is being filled.
+// Reads one file into a Definition.
 class Reader {
  public:
   Reader(const fs::path& path, const std::string& text, Definition& out) : file_(path, text), out_(out) {}
@@ -238,7 +238,7 @@ class Reader {
   }
 
   void fill_decoding() {
-    // Ids may leave some out, but one must not make the table larger than the file can account for.
+    // Ids may have gaps, but one id must not make the table much larger than the vocabulary.
     const size_t most = 4 * ids_.size() + 4096;
     for (const auto& [token, id] : ids_) {
       if (static_cast<size_t>(id) >= most)
@@ -249,7 +249,7 @@ class Reader {
     }
   }
 
-  // TemplateProcessing of `single`: special tokens before the sequence are BOS, after it EOS.
+  // In TemplateProcessing of `single`, a special token before the sequence is BOS, one after it EOS.
   void read_template() {
     const Json* part = JsonFile::find(file_.tree(), "post_processor");
     if (!part) return;
@@ -275,7 +275,7 @@ class Reader {
     for (auto [key, id] : {std::pair{"bos_token", &out_.bos_id}, {"eos_token", &out_.eos_id}}) {
       const Json* token = JsonFile::find(config.tree(), key);
       if (!token) continue;
-      // A string, or an object as an added token is one.
+      // A string, or an object like an added token.
       auto content = token->is_object() ? config.get<std::string>(*token, "content", "")
                                         : config.get<std::string>(config.tree(), key, "");
       *id = id_of(content, "tokenizer_config.json");
@@ -295,7 +295,7 @@ std::unique_ptr<const Definition> read_definition(const fs::path& path) {
   std::string text = read_file(path);
   try {
     Reader(path, text, *definition).read();
-  } catch (const Json::exception& error) {  // a part that has another shape than the format says
+  } catch (const Json::exception& error) {  // a part has an unexpected shape
     throw ConfigError(str(path.string(), ": ", error.what()));
   }
   auto shown = [](std::optional<int32_t> id) { return id ? std::to_string(*id) : "none"; };

@@ -1,3 +1,6 @@
+// Largest magnitudes and scales on a CPU: titan::float8_amax, float8_amax_many, float8_scale,
+// float8_delayed_scale.
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -13,12 +16,11 @@
 #include "ops/cpu/simd.h"
 
 namespace titan::float8 {
-
 namespace {
 
-// [Note: magnitudes as integers] Without its sign bit a floating-point number is an integer that grows with
-// its magnitude, and NaNs lie above infinity. So the largest integer is the largest magnitude, and a NaN wins
-// by itself. As signed ones they are compared by one instruction.
+// [Note: magnitudes as integers] Without its sign bit, a floating-point number is an integer that grows with
+// its magnitude, and NaNs lie above infinity. So the largest integer is the largest magnitude, or a NaN if
+// there is one. One instruction compares them as signed integers.
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;
 template <class T>
@@ -49,7 +51,7 @@ TITAN_INLINE V larger(V a, V b) {
 
 template <class T>
 TITAN_CPU_CLONES Bits<T> largest_bits(const T* x, int64_t count) {
-  constexpr int64_t kStep = 4 * kLanes<T>;  // independent chains, for one comparison to start each cycle
+  constexpr int64_t kStep = 4 * kLanes<T>;  // independent chains, so that a comparison starts in each cycle
   BitVector<T> best[4] = {};
   int64_t i = 0;
   for (; i + kStep <= count; i += kStep)
@@ -62,8 +64,9 @@ TITAN_CPU_CLONES Bits<T> largest_bits(const T* x, int64_t count) {
   return largest;
 }
 
-// Of the columns [first, first + count), count <= kColumns.
 constexpr int64_t kColumns = 128;
+
+// `count` <= kColumns columns, `stride` elements from row to row.
 template <class T>
 TITAN_CPU_CLONES void largest_of_columns(Bits<T>* out, const T* x, int64_t rows, int64_t stride,
                                          int64_t count) {
@@ -180,20 +183,35 @@ at::Tensor amax_many_cpu(at::TensorList xs) {
   return composite::amax_many(xs);
 }
 
-// One division each, of few numbers: as one loop, for a layer's six casts not to be thirty operations.
+// The largest value of the format over max(amax, 1e-12), in double.
+float scale_for(double largest, float amax, bool power_of_two) {
+  const auto held = std::isnan(amax) ? static_cast<double>(amax) : std::max<double>(amax, 1e-12);
+  const auto scale = static_cast<float>(largest / held);
+  if (!power_of_two || std::isnan(scale)) return scale;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0x7f800000u);  // the exponent alone
+}
+
+// A few numbers, one division each: a single loop, so that a layer's six casts aren't thirty operations.
 at::Tensor scale_cpu(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
   const double largest = largest_value(dtype);
   const at::Tensor from = amax.contiguous();
   at::Tensor out = at::empty(amax.sizes(), amax.options());
   const float* in = from.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < from.numel(); ++i) {
-    const auto held = std::isnan(in[i]) ? static_cast<double>(in[i]) : std::max<double>(in[i], 1e-12);
-    const auto scale = static_cast<float>(largest / held);
-    to[i] = power_of_two && !std::isnan(scale)
-                ? std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0x7f800000u)
-                : scale;
-  }
+  for (int64_t i = 0; i < from.numel(); ++i) to[i] = scale_for(largest, in[i], power_of_two);
+  return out;
+}
+
+at::Tensor delayed_scale_cpu(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
+                             at::ScalarType dtype, bool power_of_two, bool records) {
+  const float mine = *amax.const_data_ptr<float>(), history = *largest.const_data_ptr<float>();
+  at::Tensor out = at::empty({}, amax.options());
+  auto* scale = out.mutable_data_ptr<float>();
+  *scale = std::numeric_limits<float>::quiet_NaN();
+  if (!std::isfinite(mine)) return out;
+  auto* noted = pending.mutable_data_ptr<float>();
+  if (records) *noted = std::max(*noted, mine);
+  *scale = scale_for(largest_value(dtype), history > 0 ? history : mine, power_of_two);
   return out;
 }
 
@@ -201,30 +219,8 @@ TORCH_LIBRARY_IMPL(titan, CPU, m) {
   m.impl("float8_amax", amax_cpu);
   m.impl("float8_amax_many", amax_many_cpu);
   m.impl("float8_scale", scale_cpu);
+  m.impl("float8_delayed_scale", delayed_scale_cpu);
 }
-
-}  // namespace
-
-// titan::float8_delayed_scale on a CPU: one number, for which ten operations would be the cost.
-
-namespace {
-
-at::Tensor delayed_scale_cpu(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
-                             at::ScalarType dtype, bool power_of_two, bool records) {
-  at::Tensor out = at::empty({}, amax.options());
-  auto* to = out.mutable_data_ptr<float>();
-  const float mine = *amax.const_data_ptr<float>(), history = *largest.const_data_ptr<float>();
-  *to = std::numeric_limits<float>::quiet_NaN();
-  if (!std::isfinite(mine)) return out;
-  auto* noted = pending.mutable_data_ptr<float>();
-  if (records) *noted = std::max(*noted, mine);
-  const double used = history > 0 ? history : mine;
-  *to = static_cast<float>(largest_value(dtype) / std::max(used, 1e-12));
-  if (power_of_two) *to = std::bit_cast<float>(std::bit_cast<uint32_t>(*to) & 0x7f800000U);
-  return out;
-}
-
-TORCH_LIBRARY_IMPL(titan, CPU, m) { m.impl("float8_delayed_scale", delayed_scale_cpu); }
 
 }  // namespace
 }  // namespace titan::float8

@@ -1,4 +1,4 @@
-// Which stages a job has, from its settings.
+// From settings to the stages of a pipeline.
 
 #include <strings.h>
 #include <algorithm>
@@ -27,7 +27,7 @@ constexpr const char* kMicroBatchSize = "parallelism.pipeline_parallel_microbatc
 constexpr const char* kMaxLive = "parallelism.pipeline_parallel_max_live_activations";
 constexpr const char* kReshard = "parallelism.fsdp_reshard_after_forward";
 
-// What `make` throws is about the value of `key`: thrown on as a KeyedProblem.
+// Turns an exception of `make` into a KeyedProblem about the value of `key`.
 template <class Make>
 decltype(auto) about(const char* key, const Make& make) {
   try {
@@ -52,7 +52,7 @@ pipeline::EndWeights end_weights(const ParallelismSettings& settings) {
           settings.pipeline_parallel_last_stage_less_layers};
 }
 
-// What the whole model says of itself; made with sizes only.
+// The whole model, built with sizes only.
 struct WholeModel {
   pipeline::ModuleSequence modules;
   std::vector<nn::SharedParameter> shared;
@@ -103,7 +103,7 @@ const pipeline::ScheduleTraits& traits_of(const ParallelismSettings& settings) {
                [&]() -> const pipeline::ScheduleTraits& { return pipeline::schedule_traits(name); });
 }
 
-// So many suit every schedule, where it is about the stages; and fill every pipeline.
+// Enough to suit every schedule and to fill every pipeline, where only the stages matter.
 int enough_micro_batches(int ranks, int stages) { return ranks * stages; }
 
 int64_t micro_batches_per_batch(const JobConfig& config) {
@@ -130,7 +130,7 @@ StageMap map_by_name(const ParallelismSettings& settings, const pipeline::Module
   return map;
 }
 
-// How many micro-batches each stage holds.
+// The number of micro-batches that each stage holds.
 std::vector<double> live_micro_batches(const JobConfig& config, const StageMap& map) {
   const ParallelismSettings& settings = config.parallelism;
   if (is_in_file(settings)) return pipeline::live_micro_batches(read_file(settings));
@@ -228,8 +228,8 @@ void check_live(const ParallelismSettings& settings, const Make& make) {
   about(kMaxLive, [&] { pipeline::check_schedule(make(), {.max_live_activations = limit}); });
 }
 
-// A file has a schedule for a batch, as have names whose memory grows with the micro-batches; others take
-// those of a whole step. Throws KeyedProblem.
+// A file holds the schedule of one batch; so do names whose memory grows with the micro-batches. Others
+// schedule the whole step. Throws KeyedProblem.
 void check_micro_batches(const JobConfig& config, const StagePlan& plan, int batch_degree) {
   const ParallelismSettings& settings = config.parallelism;
   const TrainingSettings& training = config.training;

@@ -54,7 +54,7 @@ namespace {
 
 using pipeline::Schedule;
 
-// Of schedules whose memory grows with the micro-batches one batch is run at a time, as without a pipeline.
+// A schedule whose memory grows with the micro-batches runs one batch at a time.
 Schedule named_schedule(const std::string& name, const StagePlan& plan, int num_ranks, int64_t num_batches,
                         int per_batch) {
   const auto& traits = pipeline::schedule_traits(name);
@@ -94,34 +94,42 @@ int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks
   return peak_live(training_schedule(config, plan, num_ranks, /*num_batches=*/1), pp_rank);
 }
 
-// A layer's policy knows of one forward, whichever stage of the rank it is of.
+// A layer's policy knows of one forward, on whichever stage of the rank it is.
 void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule& schedule, int pp_rank) {
   auto& bytes = settings.memory_budget_bytes;
   if (!bytes) return;
   *bytes /= peak_live(schedule, pp_rank);
 }
 
-StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
-                             int64_t num_batches) {
+BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
+                           int64_t num_batches) {
   const StagePlan plan = plan_stages(config);
-  if (plan.num_stages() == 1)
-    return whole_model(std::move(build_stages(config, plan, meshes, device).front()), num_batches,
-                       config.training.local_batch_size, config.validation.enable);
   const Schedule schedule = training_schedule(config, plan, meshes.pp.size(), num_batches);
   JobConfig of_rank = config;
   share_memory_budget(of_rank.activation_checkpoint, schedule, meshes.pp.rank());
-  StageParts parts{.models = build_stages(of_rank, plan, meshes, device), .step = {}};
+  BuiltModels built;
+  built.models = build_stages(of_rank, plan, meshes, device);
+  std::vector<Stage> stages;
   const std::vector<int> indices = plan.stages_of(meshes.pp.rank());
-  for (size_t i = 0; i < indices.size(); ++i) parts.stages.push_back({parts.models[i].get(), indices[i]});
-  const auto& validation = config.validation;
-  const int64_t rows = parts.micro_batch_rows = config.parallelism.pipeline_parallel_microbatch_size;
-  const dist::World& world = meshes.world.world();
-  parts.step = {schedule, stage_boundaries(config, plan, world, rows, config.training.seq_len)};
-  if (validation.enable)
-    parts.validation =
-        ScheduleParts{validation_schedule(plan, static_cast<int>(validation.local_batch_size / rows)),
-                      stage_boundaries(config, plan, world, rows, validation.seq_len)};
-  return parts;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    stages.push_back({built.models[i].get(), indices[i]});
+    for (Parameter& parameter : parameters(built.models[i]->root()))
+      built.parameters.push_back(std::move(parameter));
+  }
+  const int64_t rows = config.parallelism.pipeline_parallel_microbatch_size;
+  const auto parts_of = [&](const Schedule& of, int64_t seq_len) {
+    return ScheduleParts{of, stage_boundaries(config, plan, meshes.world.world(), rows, seq_len)};
+  };
+  const ScheduleParts training = parts_of(schedule, config.training.seq_len);
+  std::optional<ScheduleParts> evaluation;
+  if (const auto& validation = config.validation; validation.enable)
+    evaluation = parts_of(validation_schedule(plan, static_cast<int>(validation.local_batch_size / rows)),
+                          validation.seq_len);
+  TiedGradients tied(built.parameters, meshes.pp);
+  auto runner = std::make_unique<PipelineRunner>(std::move(stages), meshes.pp, device);
+  runner->set_schedules(training, evaluation, rows, std::move(tied));
+  built.runner = std::move(runner);
+  return built;
 }
 
 std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The pipeline stages of a job: which modules each has, on which rank it is, and what travels between them.
+// The pipeline stages of a job: the modules and the rank of each, and the tensors that travel between them.
 // All of it follows from the settings, on every rank alike; nothing is exchanged.
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
+#include "job/build.h"
 #include "job/job_config.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_split.h"
-#include "titan/train/step_runner.h"
-#include "titan/train/trainer.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
@@ -36,14 +36,14 @@ struct StagePlan {
   std::vector<int> stages_of(int pp_rank) const;
 };
 
-/// Throws ConfigError with all that is wrong, each with its key.
+/// Throws ConfigError with all problems, each with its key.
 StagePlan plan_stages(const JobConfig& config);
 
-/// What a pipeline asks of the settings; adds what is wrong to `problems`. `dims` is resolved.
+/// Checks the settings of a pipeline; adds what is wrong to `problems`. `dims` is resolved.
 void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems);
 
-/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nothing where the
-/// schedule goes by its name. Throws ConfigError.
+/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nullopt if
+/// the schedule is made by its name. Throws ConfigError.
 std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings);
 
 /// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
@@ -54,24 +54,22 @@ int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
 std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& config, const StagePlan& plan,
                                                           const Meshes& meshes, at::Device device);
 
-/// What enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens, as this rank's peers in
-/// the pipeline have it: entry 0 is the tokens. From a run of all stages on meta tensors, with the other
-/// ranks played by the `fake` backend.
+/// The tensor that enters each stage for a micro-batch of `rows` sequences of `seq_len` tokens, as this
+/// rank's peers in the pipeline have it: entry 0 is the tokens. From a run of all stages on meta tensors,
+/// with the other ranks played by the `fake` backend.
 std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
                                          const dist::World& world, int64_t rows, int64_t seq_len);
 
-// What a rank runs of the model, and by which schedules, from the settings.
+/// The stages of this rank, and the runner of a step of `num_batches` batches and of validation. Collective
+/// over the world.
+BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
+                           int64_t num_batches);
 
-/// The stages of this rank, built and spread out, with their weights, and the schedules of a step of
-/// `num_batches` batches and of validation. Collective over the world.
-StageParts build_stage_parts(const JobConfig& config, const Meshes& meshes, at::Device device,
-                             int64_t num_batches);
-
-/// Forwards whose backward is to come, of all of pipeline rank `pp_rank`'s stages, at the most.
+/// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
 int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
 
-/// A budget in bytes of a rank becomes that of one forward: its share among the most that are under way on
-/// this rank at a time.
+/// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can
+/// be.
 void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline::Schedule& schedule,
                          int pp_rank);
 

@@ -1,7 +1,6 @@
 // See [Note: flash attention] in attention_kernel.h.
 
 #include <limits>
-#include <utility>
 
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
@@ -18,8 +17,8 @@ using Shape = AttentionShape;
 
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-// Turns a row of scores into exp(score - maximum), with zeros where the query doesn't look; returns how what
-// came before has to be scaled.
+// Replaces a row of scores by exp(score - maximum), with zeros where the query doesn't look; returns the
+// factor by which earlier results must be scaled.
 template <class V>
 TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
   constexpr int64_t lanes = simd::kFloatsOf<V>;
@@ -62,11 +61,20 @@ struct Scratch {
 };
 
 template <class T>
-TITAN_CPU_CLONES void pack_keys_values(Scratch& scratch, const Shape& shape, simd::Rows<T> k,
-                                       simd::Rows<T> v) {
+TITAN_CPU_CLONES void pack_keys_values(Scratch& scratch, const Shape& shape, simd::Rows<const T> k,
+                                       simd::Rows<const T> v) {
   simd::pack_transposed_panels(scratch.keys.data(), k, shape.padded_keys());
   simd::pack_panels(scratch.values.data(), v, shape.padded_keys(), 1.0f);
 }
+
+// Where a block of queries comes from and goes to.
+template <class T, class Out>
+struct Block {
+  simd::Rows<const T> queries;
+  int64_t first;  // query
+  simd::Rows<Out> out;
+  LogSumRows log_sums;
+};
 
 TITAN_INLINE void start_from_nothing(Scratch& scratch) {
   std::fill(scratch.maximum.begin(), scratch.maximum.end(), kLowest);
@@ -75,28 +83,17 @@ TITAN_INLINE void start_from_nothing(Scratch& scratch) {
 }
 
 // A finished softmax is a running one whose maximum is its log-sum and whose sum is 1.
-TITAN_INLINE void start_from_partial(Scratch& scratch, const Shape& shape, const float* out,
-                                     int64_t out_stride, const float* log_sum_exp, int64_t sum_stride,
-                                     int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float log_sum = log_sum_exp[i * sum_stride];
+template <class T>
+TITAN_INLINE void start_from_partial(Scratch& scratch, const Shape& shape, const Block<T, float>& block) {
+  for (int64_t i = 0; i < block.out.count; ++i) {
+    const float log_sum = block.log_sums.data[i * block.log_sums.stride];
     if (log_sum < kLowest) continue;  // -inf: no key yet
     scratch.maximum[static_cast<size_t>(i)] = log_sum;
     scratch.sum[static_cast<size_t>(i)] = 1;
-    std::copy_n(out + i * out_stride, shape.size, scratch.out.data() + i * shape.padded_size());
+    std::copy_n(block.out.data + i * block.out.stride, shape.size,
+                scratch.out.data() + i * shape.padded_size());
   }
 }
-
-// Where a block of queries comes from and goes to.
-template <class T, class Out>
-struct Block {
-  simd::Rows<T> queries;
-  int64_t first;  // query
-  Out* out;
-  int64_t out_stride;
-  float* log_sum_exp;
-  int64_t sum_stride;
-};
 
 template <class V, class T, class Out>
 TITAN_INLINE void attend_block_by(const Block<T, Out>& block, Scratch& scratch, const Shape& shape,
@@ -105,17 +102,15 @@ TITAN_INLINE void attend_block_by(const Block<T, Out>& block, Scratch& scratch, 
   simd::pack_blocks<kQueries>(scratch.queries.data(), block.queries, kQueries, shape.scale());
   start_from_nothing(scratch);
   if constexpr (std::is_same_v<Out, float>) {
-    if (start == AttentionStart::Partial)
-      start_from_partial(scratch, shape, block.out, block.out_stride, block.log_sum_exp, block.sum_stride,
-                         count);
+    if (start == AttentionStart::Partial) start_from_partial(scratch, shape, block);
   }
   float* scores = scratch.scores.data();
   const int64_t keys = shape.keys_before(block.first + count);
   for (int64_t key = 0; key < keys; key += kKeysForward) {
     const int64_t width = std::min(kKeysForward, simd::round_up(keys - key, kPanel));
-    simd::multiply_panels<V, false>(scores, kKeysForward, {scratch.queries.data(), 1, kQueries},
-                                    scratch.keys.data() + key * size, size * kPanel, kQueries, size,
-                                    width / kPanel);
+    simd::multiply_panels<V, false>({scores, kKeysForward}, {scratch.queries.data(), 1, kQueries},
+                                    {scratch.keys.data() + key * size, size * kPanel, width / kPanel},
+                                    kQueries, size);
     for (int64_t i = 0; i < kQueries; ++i) {
       const int64_t seen = shape.seen(block.first + i, key, std::min(width, keys - key));
       const auto row = static_cast<size_t>(i);
@@ -124,15 +119,16 @@ TITAN_INLINE void attend_block_by(const Block<T, Out>& block, Scratch& scratch, 
       if (correction == 1.0f) continue;
       for (int64_t d = 0; d < wide; ++d) scratch.out[static_cast<size_t>(i * wide + d)] *= correction;
     }
-    simd::multiply_panels<V, true>(scratch.out.data(), wide, {scores, kKeysForward, 1},
-                                   scratch.values.data() + key * kPanel, shape.padded_keys() * kPanel,
-                                   kQueries, width, shape.size_panels());
+    simd::multiply_panels<V, true>(
+        {scratch.out.data(), wide}, {scores, kKeysForward, 1},
+        {scratch.values.data() + key * kPanel, shape.padded_keys() * kPanel, shape.size_panels()}, kQueries,
+        width);
   }
   for (int64_t i = 0; i < count; ++i) {
     const auto row = static_cast<size_t>(i);
-    block.log_sum_exp[i * block.sum_stride] = scratch.maximum[row] + std::log(scratch.sum[row]);
-    simd::unpack_rows(block.out + i * block.out_stride, 0, scratch.out.data() + i * wide, 0, 1, size,
-                      1.0f / scratch.sum[row]);
+    block.log_sums.data[i * block.log_sums.stride] = scratch.maximum[row] + std::log(scratch.sum[row]);
+    simd::unpack_rows<Out>({block.out.data + i * block.out.stride, 0, 1, size}, scratch.out.data() + i * wide,
+                           0, 1.0f / scratch.sum[row]);
   }
 }
 
@@ -150,12 +146,12 @@ TITAN_WIDE void attend_block_wide(const Block<T, Out>& block, Scratch& scratch, 
 }  // namespace
 
 template <class T, class Out>
-void attention_forward(const at::Tensor& out, const at::Tensor& log_sum_exp, const at::Tensor& q,
-                       const at::Tensor& k, const at::Tensor& v, int64_t first_query, AttentionStart start) {
-  const Shape shape(q, k, first_query);
-  const Heads<const T> queries(q), keys(k), values(v);
-  const Heads<Out> results(out);
-  const LogSums sums(log_sum_exp);
+void attention_forward(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query,
+                       AttentionStart start) {
+  const Shape shape(in.q, in.k, first_query);
+  const Heads<const T> queries(in.q), keys(in.k), values(in.v);
+  const Heads<Out> results(sum.out_BSHD);
+  const LogSums sums(sum.log_sum_exp_BHS);
   const int64_t blocks = (shape.queries + kQueries - 1) / kQueries;
   const auto attend = simd::have_wide_vectors() ? attend_block_wide<T, Out> : attend_block<T, Out>;
   at::parallel_for(0, shape.batch * shape.heads * blocks, 1, [&](int64_t begin, int64_t end) {
@@ -171,22 +167,18 @@ void attention_forward(const at::Tensor& out, const at::Tensor& log_sum_exp, con
       const int64_t count = std::min(kQueries, shape.queries - first);
       attend({.queries = queries.rows(b, head, first, count, shape.size),
               .first = first,
-              .out = results.at(b, head, first),
-              .out_stride = results.row_stride,
-              .log_sum_exp = sums.at(b, head) + first * sums.row_stride,
-              .sum_stride = sums.row_stride},
+              .out = results.rows(b, head, first, count, shape.size),
+              .log_sums = sums.rows(b, head, first)},
              scratch, shape, start);
     }
   });
 }
 
-template void attention_forward<float, float>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                              const at::Tensor&, const at::Tensor&, int64_t, AttentionStart);
-template void attention_forward<c10::BFloat16, c10::BFloat16>(const at::Tensor&, const at::Tensor&,
-                                                              const at::Tensor&, const at::Tensor&,
-                                                              const at::Tensor&, int64_t, AttentionStart);
-template void attention_forward<c10::BFloat16, float>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                      const at::Tensor&, const at::Tensor&, int64_t,
+template void attention_forward<float, float>(const AttentionSum&, const QueriesKeysValues&, int64_t,
+                                              AttentionStart);
+template void attention_forward<c10::BFloat16, c10::BFloat16>(const AttentionSum&, const QueriesKeysValues&,
+                                                              int64_t, AttentionStart);
+template void attention_forward<c10::BFloat16, float>(const AttentionSum&, const QueriesKeysValues&, int64_t,
                                                       AttentionStart);
 
 }  // namespace titan::ops::cpu

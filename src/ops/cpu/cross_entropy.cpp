@@ -1,3 +1,6 @@
+// The loss head's operators on a CPU: the fused cross-entropy of whole rows of logits, and the statistics and
+// gradients of a part of the vocabulary.
+
 #include <limits>
 
 #include <torch/library.h>
@@ -18,6 +21,28 @@ namespace {
 using simd::Scalar;
 using simd::Vector;
 
+// Rows of logits whose columns start at `first` of the vocabulary. Passed by value: a store to a row can't
+// alias a copy, so that the loops keep sizes in registers.
+template <class T>
+struct LogitRows {
+  T* logits;
+  const int64_t* labels;
+  int64_t count, size, first;
+
+  TITAN_INLINE T* row(int64_t i) const { return logits + i * size; }
+  /// The column of the row's label; -1 where another part has it.
+  TITAN_INLINE int64_t target(int64_t i) const {
+    const int64_t column = labels[i] - first;
+    return column >= 0 && column < size ? column : -1;
+  }
+  /// True, with the row zeroed, where the label doesn't count.
+  TITAN_INLINE bool clear_ignored(int64_t i) const {
+    if (labels[i] != kIgnoredLabel) return false;
+    std::memset(static_cast<void*>(row(i)), 0, static_cast<size_t>(size) * sizeof(T));
+    return true;
+  }
+};
+
 // log(sum(exp(x))) of a row.
 template <class T>
 TITAN_INLINE double log_sum_exp(const T* x, int64_t size) {
@@ -37,81 +62,103 @@ TITAN_INLINE double log_sum_exp(const T* x, int64_t size) {
   return static_cast<double>(top) + std::log(static_cast<double>(sum));
 }
 
-// logits - log_sum, exponentiated in place.
+// Replaces a row by softmax - onehot.
 template <class T>
-TITAN_INLINE void to_probabilities(T* logits, int64_t size, double log_sum) {
+TITAN_INLINE void to_gradient(T* logits, int64_t size, int64_t target, double log_sum) {
   const auto shift = static_cast<Scalar<T>>(log_sum);
+  const auto target_logit = target >= 0 ? static_cast<Scalar<T>>(logits[target]) : Scalar<T>{};
   for (int64_t i = 0; i < size; i += simd::kWidth<T>)
     simd::store_up_to(logits + i, simd::exp(simd::load_up_to(logits + i, size - i) - shift), size - i);
+  if (target >= 0) logits[target] = static_cast<T>(std::exp(target_logit - shift) - 1);
 }
 
-// Fills losses[row]; with_grad turns each row into softmax - onehot, or zeros where the label doesn't count.
+// Fills losses[row]; with_grad replaces each row by its gradient.
 template <class T>
-TITAN_CPU_CLONES void cross_entropy_rows(double* losses, T* logits, const int64_t* labels, int64_t rows,
-                                         int64_t size, bool with_grad) {
-  for (int64_t row = 0; row < rows; ++row, logits += size) {
-    losses[row] = 0;
-    if (labels[row] == kIgnoredLabel) {
-      if (with_grad) std::memset(static_cast<void*>(logits), 0, static_cast<size_t>(size) * sizeof(T));
+TITAN_CPU_CLONES void cross_entropy_rows(LogitRows<T> rows, double* losses, bool with_grad) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    losses[i] = 0;
+    if (rows.labels[i] == kIgnoredLabel) {
+      if (with_grad) rows.clear_ignored(i);
       continue;
     }
-    const double log_sum = log_sum_exp(logits, size);
-    const auto target = static_cast<Scalar<T>>(logits[labels[row]]);
-    losses[row] = log_sum - static_cast<double>(target);
-    if (!with_grad) continue;
-    to_probabilities(logits, size, log_sum);
-    logits[labels[row]] = static_cast<T>(std::exp(target - static_cast<Scalar<T>>(log_sum)) - 1);
-  }
-}
-
-// A part's columns start at `first` of the vocabulary.
-template <class T>
-TITAN_CPU_CLONES void part_stats_rows(double* log_sums, double* targets, const T* logits,
-                                      const int64_t* labels, int64_t rows, int64_t size, int64_t first) {
-  for (int64_t row = 0; row < rows; ++row, logits += size) {
-    const int64_t column = labels[row] - first;
-    const bool own = column >= 0 && column < size;
-    log_sums[row] = size > 0 ? log_sum_exp(logits, size) : -std::numeric_limits<double>::infinity();
-    targets[row] = own ? static_cast<double>(static_cast<Scalar<T>>(logits[column])) : 0;
+    const double log_sum = log_sum_exp(rows.row(i), rows.size);
+    losses[i] = log_sum - static_cast<double>(static_cast<Scalar<T>>(rows.row(i)[rows.labels[i]]));
+    if (with_grad) to_gradient(rows.row(i), rows.size, rows.labels[i], log_sum);
   }
 }
 
 template <class T>
-TITAN_CPU_CLONES void part_grad_rows(T* logits, const int64_t* labels, const double* log_sums, int64_t rows,
-                                     int64_t size, int64_t first) {
-  for (int64_t row = 0; row < rows; ++row, logits += size) {
-    if (labels[row] == kIgnoredLabel) {
-      std::memset(static_cast<void*>(logits), 0, static_cast<size_t>(size) * sizeof(T));
-      continue;
+TITAN_CPU_CLONES void statistics_rows(LogitRows<const T> rows, double* log_sums, double* targets) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    const int64_t target = rows.target(i);
+    log_sums[i] =
+        rows.size > 0 ? log_sum_exp(rows.row(i), rows.size) : -std::numeric_limits<double>::infinity();
+    targets[i] = target >= 0 ? static_cast<double>(static_cast<Scalar<T>>(rows.row(i)[target])) : 0;
+  }
+}
+
+template <class T>
+TITAN_CPU_CLONES void gradient_rows(LogitRows<T> rows, const double* log_sums) {
+  for (int64_t i = 0; i < rows.count; ++i)
+    if (!rows.clear_ignored(i)) to_gradient(rows.row(i), rows.size, rows.target(i), log_sums[i]);
+}
+
+// Factors of a token's gradient: softmax times by_softmax, plus by_target at the label, plus by_any
+// everywhere.
+struct Factors {
+  const double *by_softmax, *by_target, *by_any;
+};
+
+template <class T>
+TITAN_CPU_CLONES void weighted_gradient_rows(LogitRows<T> rows, const double* log_sums, Factors factors) {
+  for (int64_t i = 0; i < rows.count; ++i) {
+    if (rows.clear_ignored(i)) continue;
+    T* logits = rows.row(i);
+    const int64_t target = rows.target(i);
+    const auto shift = static_cast<Scalar<T>>(log_sums[i]),
+               scale = static_cast<Scalar<T>>(factors.by_softmax[i]),
+               any = static_cast<Scalar<T>>(factors.by_any[i]);
+    const auto target_logit = target >= 0 ? static_cast<Scalar<T>>(logits[target]) : Scalar<T>{};
+    for (int64_t j = 0; j < rows.size; j += simd::kWidth<T>) {
+      const int64_t left = rows.size - j;
+      simd::store_up_to(logits + j, simd::exp(simd::load_up_to(logits + j, left) - shift) * scale + any,
+                        left);
     }
-    const int64_t column = labels[row] - first;
-    const bool own = column >= 0 && column < size;
-    const auto target = own ? static_cast<Scalar<T>>(logits[column]) : Scalar<T>{};
-    to_probabilities(logits, size, log_sums[row]);
-    if (own) logits[column] = static_cast<T>(std::exp(target - static_cast<Scalar<T>>(log_sums[row])) - 1);
+    if (target >= 0)
+      logits[target] = static_cast<T>(scale * std::exp(target_logit - shift) + any +
+                                      static_cast<Scalar<T>>(factors.by_target[i]));
   }
 }
 
-int64_t rows_per_task(int64_t size) { return 1 + 8192 / (size + 1); }
+/// Calls visit(rows, number of the first row) for ranges of rows, in parallel.
+template <class T, class Visit>
+void for_each_range(T* logits, const at::Tensor& shape, const at::Tensor& labels, int64_t first,
+                    const Visit& visit) {
+  const int64_t size = shape.size(1);
+  const auto* targets = labels.const_data_ptr<int64_t>();
+  at::parallel_for(0, shape.size(0), 1 + 8192 / (size + 1), [&](int64_t begin, int64_t end) {
+    visit(LogitRows<T>{logits + begin * size, targets + begin, end - begin, size, first}, begin);
+  });
+}
 
-void check_labels(const int64_t* labels, int64_t rows, int64_t vocab_size) {
-  for (int64_t row = 0; row < rows; ++row)
-    TITAN_CHECK((labels[row] >= 0 && labels[row] < vocab_size) || labels[row] == kIgnoredLabel, "label ",
-                labels[row], " isn't in a vocabulary of ", vocab_size, "; ", kIgnoredLabel,
+bool have_rows_kernel(const at::Tensor& logits) { return cpu::have_kernel(logits) && logits.is_contiguous(); }
+
+void check_labels(const at::Tensor& labels, int64_t vocab_size) {
+  const auto* label = labels.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < labels.numel(); ++row)
+    TITAN_CHECK((label[row] >= 0 && label[row] < vocab_size) || label[row] == kIgnoredLabel, "label ",
+                label[row], " isn't in a vocabulary of ", vocab_size, "; ", kIgnoredLabel,
                 " marks tokens that don't count");
 }
 
 at::Tensor cross_entropy_cpu(at::Tensor& logits, const at::Tensor& labels, bool with_grad) {
   const at::Tensor targets = labels.contiguous();
-  const int64_t rows = logits.size(0), size = logits.size(1);
-  check_labels(targets.const_data_ptr<int64_t>(), rows, size);
-  if (!cpu::have_kernel(logits) || !logits.is_contiguous())
-    return composite::cross_entropy_(logits, labels, with_grad);
-  std::vector<double> losses(static_cast<size_t>(rows));
+  check_labels(targets, logits.size(1));
+  if (!have_rows_kernel(logits)) return composite::cross_entropy_(logits, labels, with_grad);
+  std::vector<double> losses(static_cast<size_t>(logits.size(0)));
   cpu::dispatch(logits, [&]<class T>(T*) {
-    at::parallel_for(0, rows, rows_per_task(size), [&](int64_t begin, int64_t end) {
-      cross_entropy_rows<T>(losses.data() + begin, logits.mutable_data_ptr<T>() + begin * size,
-                            targets.const_data_ptr<int64_t>() + begin, end - begin, size, with_grad);
+    for_each_range(logits.mutable_data_ptr<T>(), logits, targets, 0, [&](const auto& rows, int64_t begin) {
+      cross_entropy_rows<T>(rows, losses.data() + begin, with_grad);
     });
   });
   double total = 0;
@@ -120,33 +167,33 @@ at::Tensor cross_entropy_cpu(at::Tensor& logits, const at::Tensor& labels, bool 
 }
 
 at::Tensor vocabulary_stats_cpu(const at::Tensor& logits, const at::Tensor& labels, int64_t first) {
-  if (!cpu::have_kernel(logits) || !logits.is_contiguous())
-    return composite::vocabulary_stats(logits, labels, first);
-  const int64_t rows = logits.size(0), size = logits.size(1);
+  if (!have_rows_kernel(logits)) return composite::vocabulary_stats(logits, labels, first);
   const at::Tensor targets = labels.contiguous();
-  at::Tensor stats = at::empty({2, rows}, logits.options().dtype(at::kDouble));
+  at::Tensor stats = at::empty({2, logits.size(0)}, logits.options().dtype(at::kDouble));
   auto* out = stats.mutable_data_ptr<double>();
   cpu::dispatch(logits, [&]<class T>(T*) {
-    at::parallel_for(0, rows, rows_per_task(size), [&](int64_t begin, int64_t end) {
-      part_stats_rows<T>(out + begin, out + rows + begin, logits.const_data_ptr<T>() + begin * size,
-                         targets.const_data_ptr<int64_t>() + begin, end - begin, size, first);
+    for_each_range(logits.const_data_ptr<T>(), logits, targets, first, [&](const auto& rows, int64_t begin) {
+      statistics_rows<T>(rows, out + begin, out + logits.size(0) + begin);
     });
   });
   return stats;
 }
 
 void vocabulary_grad_cpu(at::Tensor& logits, const at::Tensor& labels, int64_t first,
-                         const at::Tensor& log_sum) {
-  if (!cpu::have_kernel(logits) || !logits.is_contiguous())
-    return composite::vocabulary_grad_(logits, labels, first, log_sum);
-  const int64_t rows = logits.size(0), size = logits.size(1);
-  const at::Tensor targets = labels.contiguous(), sums = log_sum.contiguous();
+                         const at::Tensor& log_sum, const std::optional<at::Tensor>& factors) {
+  if (!have_rows_kernel(logits)) return composite::vocabulary_grad_(logits, labels, first, log_sum, factors);
+  const at::Tensor targets = labels.contiguous(), sums = log_sum.contiguous(),
+                   factors_3N = factors ? factors->contiguous() : at::Tensor();
+  const auto* sum = sums.const_data_ptr<double>();
+  const auto* factor = factors ? factors_3N.const_data_ptr<double>() : nullptr;
+  const int64_t count = logits.size(0);
   cpu::dispatch(logits, [&]<class T>(T*) {
-    at::parallel_for(0, rows, rows_per_task(size), [&](int64_t begin, int64_t end) {
-      part_grad_rows<T>(logits.mutable_data_ptr<T>() + begin * size,
-                        targets.const_data_ptr<int64_t>() + begin, sums.const_data_ptr<double>() + begin,
-                        end - begin, size, first);
-    });
+    for_each_range(logits.mutable_data_ptr<T>(), logits, targets, first,
+                   [&](const auto& rows, int64_t begin) {
+                     if (!factor) return gradient_rows<T>(rows, sum + begin);
+                     const double* mine = factor + begin;
+                     weighted_gradient_rows<T>(rows, sum + begin, {mine, mine + count, mine + 2 * count});
+                   });
   });
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// From a tensor's dtype to the kernel's template argument.
+// Chooses a kernel's template argument by a tensor's dtype.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/BFloat16.h>
@@ -9,7 +9,7 @@
 
 namespace titan::ops::cpu {
 
-/// True when all tensors are of one of the dtypes that CPU kernels exist for.
+/// Whether all tensors have the same dtype, one that CPU kernels exist for.
 template <class... Tensors>
 bool have_kernel(const at::Tensor& first, const Tensors&... others) {
   const at::ScalarType dtype = first.scalar_type();

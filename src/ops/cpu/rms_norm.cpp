@@ -36,10 +36,17 @@ TITAN_INLINE Scalar<T> sum_of_squares(const T* x, int64_t size) {
 }
 
 template <class T>
-TITAN_CPU_CLONES void rms_norm_rows(T* y, Scalar<T>* rstd, const T* x, const T* weight, double eps,
-                                    int64_t rows, int64_t size) {
+struct NormRows {
+  const T *x, *weight;
+  int64_t count, size;
+};
+
+template <class T>
+TITAN_CPU_CLONES void rms_norm_rows(T* y, Scalar<T>* rstd, NormRows<T> in, double eps) {
   constexpr int64_t kWidth = simd::kWidth<T>;
-  for (int64_t row = 0; row < rows; ++row, x += size, y += size) {
+  const int64_t size = in.size;
+  const T *x = in.x, *weight = in.weight;
+  for (int64_t row = 0; row < in.count; ++row, x += size, y += size) {
     const Scalar<T> mean = sum_of_squares(x, size) / static_cast<Scalar<T>>(size);
     const Scalar<T> scale = 1 / std::sqrt(mean + static_cast<Scalar<T>>(eps));
     rstd[row] = scale;
@@ -52,11 +59,12 @@ TITAN_CPU_CLONES void rms_norm_rows(T* y, Scalar<T>* rstd, const T* x, const T* 
 
 // With n = x * rstd and h = grad * weight: grad_x = rstd * (h - n * mean(h * n)), grad_weight += grad * n.
 template <class T>
-TITAN_CPU_CLONES void rms_norm_backward_rows(T* grad_x, Scalar<T>* grad_weight, const T* grad, const T* x,
-                                             const T* weight, const Scalar<T>* rstd, int64_t rows,
-                                             int64_t size) {
+TITAN_CPU_CLONES void rms_norm_backward_rows(T* grad_x, Scalar<T>* grad_weight, const T* grad, NormRows<T> in,
+                                             const Scalar<T>* rstd) {
   constexpr int64_t kWidth = simd::kWidth<T>;
-  for (int64_t row = 0; row < rows; ++row, x += size, grad += size, grad_x += size) {
+  const int64_t size = in.size;
+  const T *x = in.x, *weight = in.weight;
+  for (int64_t row = 0; row < in.count; ++row, x += size, grad += size, grad_x += size) {
     const Scalar<T> scale = rstd[row];
     Vector<T> dot{};
     for (int64_t i = 0; i < size; i += kWidth) {
@@ -89,7 +97,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_cpu(const at::Tensor& x, const at::T
     T* to = y.mutable_data_ptr<T>();
     auto* out_rstd = rstd.mutable_data_ptr<Scalar<T>>();
     at::parallel_for(0, rows, row_grain(size), [&](int64_t begin, int64_t end) {
-      rms_norm_rows<T>(to + begin * size, out_rstd + begin, from + begin * size, w, eps, end - begin, size);
+      rms_norm_rows<T>(to + begin * size, out_rstd + begin, {from + begin * size, w, end - begin, size}, eps);
     });
   });
   return {y, rstd};
@@ -115,8 +123,9 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward_cpu(const at::Tensor& grad,
         const int64_t first = block * block_rows, count = std::min(block_rows, rows - first);
         rms_norm_backward_rows<T>(
             grad_x.mutable_data_ptr<T>() + first * size, partial.mutable_data_ptr<Scalar<T>>() + block * size,
-            g.const_data_ptr<T>() + first * size, in.const_data_ptr<T>() + first * size,
-            scales.const_data_ptr<T>(), r.const_data_ptr<Scalar<T>>() + first, count, size);
+            g.const_data_ptr<T>() + first * size,
+            {in.const_data_ptr<T>() + first * size, scales.const_data_ptr<T>(), count, size},
+            r.const_data_ptr<Scalar<T>>() + first);
       }
     });
   });

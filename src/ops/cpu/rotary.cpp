@@ -18,20 +18,6 @@ using simd::Vector;
 TITAN_INLINE Floats swap_pairs(Floats v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6); }
 TITAN_INLINE Doubles swap_pairs(Doubles v) { return __builtin_shufflevector(v, v, 1, 0, 3, 2); }
 
-// `cos` holds (c, c) for each pair, `sin` (-s, s): out = x * cos + swapped(x) * sin.
-template <class T>
-TITAN_CPU_CLONES void rotate_heads(T* out, const T* x, const simd::Scalar<T>* cos, const simd::Scalar<T>* sin,
-                                   int64_t heads, int64_t size) {
-  constexpr int64_t kWidth = simd::kWidth<T>;
-  for (int64_t head = 0; head < heads; ++head, x += size, out += size) {
-    for (int64_t i = 0; i < size; i += kWidth) {
-      const Vector<T> v = simd::load_up_to(x + i, size - i);
-      const Vector<T> c = simd::load_up_to(cos + i, size - i), s = simd::load_up_to(sin + i, size - i);
-      simd::store_up_to(out + i, v * c + swap_pairs(v) * s, size - i);
-    }
-  }
-}
-
 // The factors of one position, in the layout that rotate_heads reads.
 template <class S>
 class PairFactors {
@@ -45,12 +31,29 @@ class PairFactors {
       sin_[i + 1] = sine;
     }
   }
-  const S* cos() const { return cos_.data(); }
-  const S* sin() const { return sin_.data(); }
+  TITAN_INLINE int64_t size() const { return static_cast<int64_t>(cos_.size()); }
+  TITAN_INLINE const S* cos() const { return cos_.data(); }
+  TITAN_INLINE const S* sin() const { return sin_.data(); }
 
  private:
   std::vector<S> cos_, sin_;
 };
+
+// `cos` holds (c, c) for each pair, `sin` (-s, s): out = x * cos + swapped(x) * sin.
+template <class T>
+TITAN_CPU_CLONES void rotate_heads(T* out, const T* x, int64_t heads,
+                                   const PairFactors<simd::Scalar<T>>& factors) {
+  constexpr int64_t kWidth = simd::kWidth<T>;
+  const simd::Scalar<T>*cos = factors.cos(), *sin = factors.sin();
+  const int64_t size = factors.size();
+  for (int64_t head = 0; head < heads; ++head, x += size, out += size) {
+    for (int64_t i = 0; i < size; i += kWidth) {
+      const Vector<T> v = simd::load_up_to(x + i, size - i);
+      const Vector<T> c = simd::load_up_to(cos + i, size - i), s = simd::load_up_to(sin + i, size - i);
+      simd::store_up_to(out + i, v * c + swap_pairs(v) * s, size - i);
+    }
+  }
+}
 
 at::Tensor rotary_cpu(const at::Tensor& x, const at::Tensor& table,
                       const std::optional<at::Tensor>& positions, bool inverse) {
@@ -72,8 +75,7 @@ at::Tensor rotary_cpu(const at::Tensor& x, const at::Tensor& table,
                     " isn't in the table of ", table_rows);
         factors.set(table_data + position * size, inverse);
         const int64_t first = token * heads * size;
-        rotate_heads<T>(out.mutable_data_ptr<T>() + first, in.const_data_ptr<T>() + first, factors.cos(),
-                        factors.sin(), heads, size);
+        rotate_heads<T>(out.mutable_data_ptr<T>() + first, in.const_data_ptr<T>() + first, heads, factors);
       }
     });
   });

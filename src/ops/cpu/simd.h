@@ -4,13 +4,14 @@
 // sets at once.
 //
 // [Note: clones] A function marked TITAN_CPU_CLONES is compiled for plain x86-64, AVX2 and AVX-512, and the
-// loader picks one. All it calls has to be TITAN_INLINE (lambdas too), or it would run the plain version. So
-// a kernel is a marked function on raw pointers and a range, and at::parallel_for calls it from outside. On
-// other processors and under sanitizers (whose run time isn't up when the loader asks) the mark is empty.
+// loader picks one. Everything it calls must be TITAN_INLINE (lambdas too), or the plain version of it would
+// run. So a kernel is a marked function on raw pointers and a range, and at::parallel_for calls it from
+// outside. On other processors and under sanitizers (whose run time isn't ready when the loader asks) the
+// mark is empty.
 //
-// [Note: wide vectors] A kernel that gains by AVX-512's 64-byte vectors is a TITAN_INLINE template over its
-// vector, with one function around it for each: a TITAN_CPU_CLONES one of Floats and a TITAN_WIDE one of
-// WideFloats, to be called where have_wide_vectors().
+// [Note: wide vectors] A kernel that gains from AVX-512's 64-byte vectors is a TITAN_INLINE template over its
+// vector, with two functions around it: a TITAN_CPU_CLONES one for Floats and a TITAN_WIDE one for
+// WideFloats, to be called if have_wide_vectors().
 
 #include <bit>
 #include <cmath>
@@ -50,7 +51,7 @@ inline bool have_wide_vectors() {
 #endif
 }
 
-/// How elements of type T are computed with: the vector and the scalar type.
+/// The vector and the scalar type that elements of type T are computed in.
 template <class T>
 struct Lanes {
   using Vector = Floats;
@@ -70,7 +71,7 @@ inline constexpr int64_t kWidth = sizeof(Vector<T>) / sizeof(Scalar<T>);
 /// Floats in a vector V.
 template <class V>
 inline constexpr int64_t kFloatsOf = sizeof(V) / sizeof(float);
-/// What a comparison of two V gives: integers of the lanes' size, 0 or -1.
+/// The result of comparing two V: integers of the lanes' size, 0 or -1.
 template <class V>
 using IntsOf = decltype(V{} < V{});
 
@@ -104,7 +105,7 @@ TITAN_INLINE void store(c10::BFloat16* to, Floats v) {
   std::memcpy(to, &h, sizeof h);
 }
 
-/// kWidth<T> elements, or the `count` that are left, with `rest` in the other lanes.
+/// kWidth<T> elements, or the remaining `count`, with `rest` in the other lanes.
 template <class T>
 TITAN_INLINE Vector<T> load_up_to(const T* from, int64_t count, T rest = T(0)) {
   if (count >= kWidth<T>) return load(from);
@@ -157,12 +158,12 @@ TITAN_INLINE float largest(WideFloats v) {
   return largest(halves.high > halves.low ? halves.high : halves.low);
 }
 
-/// e^x to 2 ulp (Cephes' expf): 2^n e^r with |r| <= ln(2)/2. Below -87 it stays at e^-87, above 88 at e^88;
+/// e^x to 2 ulp (Cephes' expf): 2^n e^r with |r| <= ln(2)/2. Clamped to e^-87 below -87 and to e^88 above 88;
 /// NaN stays NaN. V: Floats or WideFloats.
 template <class V>
 TITAN_INLINE V exp(V x) {
   constexpr float kLog2E = 1.44269504088896341f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
-  constexpr float kRoundToInt = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+  constexpr float kRoundToInt = 12582912.0f;  // 1.5 * 2^23: a number added to it loses its fraction
   x = x < -87.0f ? broadcast<V>(-87.0f) : x;
   x = x > 88.0f ? broadcast<V>(88.0f) : x;
   const V shifted = x * kLog2E + kRoundToInt;
@@ -177,7 +178,7 @@ TITAN_INLINE V exp(V x) {
   const IntsOf<V> exponent = reinterpret_cast<IntsOf<V>>(shifted) - std::bit_cast<int32_t>(kRoundToInt) + 127;
   return p * reinterpret_cast<V>(exponent << 23);
 }
-/// float64 is for tests of exactness, not for speed.
+/// float64 serves tests of exactness, not speed.
 TITAN_INLINE Doubles exp(Doubles x) {
   for (int i = 0; i < 4; ++i) x[i] = std::exp(x[i]);
   return x;

@@ -25,13 +25,17 @@ TITAN_CPU_CLONES void swiglu_range(T* out, const T* gate, const T* up, int64_t c
 }
 
 template <class T>
-TITAN_CPU_CLONES void swiglu_backward_range(T* grad_gate, T* grad_up, const T* grad, const T* gate,
-                                            const T* up, int64_t count) {
+struct SwigluInputs {
+  const T *grad, *gate, *up;
+};
+
+template <class T>
+TITAN_CPU_CLONES void swiglu_backward_range(T* grad_gate, T* grad_up, SwigluInputs<T> in, int64_t count) {
   constexpr int64_t kWidth = simd::kWidth<T>;
   for (int64_t i = 0; i < count; i += kWidth) {
     const int64_t left = count - i;
-    const Vector<T> g = simd::load_up_to(grad + i, left), a = simd::load_up_to(gate + i, left),
-                    b = simd::load_up_to(up + i, left);
+    const Vector<T> g = simd::load_up_to(in.grad + i, left), a = simd::load_up_to(in.gate + i, left),
+                    b = simd::load_up_to(in.up + i, left);
     const Vector<T> s = simd::sigmoid(a);
     simd::store_up_to(grad_gate + i, g * b * s * (1 + a * (1 - s)), left);
     simd::store_up_to(grad_up + i, g * a * s, left);
@@ -59,9 +63,10 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward_cpu(const at::Tensor& grad, c
              grad_up = at::empty(up.sizes(), up.options());
   cpu::dispatch(gate, [&]<class T>(T*) {
     at::parallel_for(0, g.numel(), kGrain, [&](int64_t begin, int64_t end) {
-      swiglu_backward_range<T>(grad_gate.mutable_data_ptr<T>() + begin, grad_up.mutable_data_ptr<T>() + begin,
-                               g.const_data_ptr<T>() + begin, a.const_data_ptr<T>() + begin,
-                               b.const_data_ptr<T>() + begin, end - begin);
+      swiglu_backward_range<T>(
+          grad_gate.mutable_data_ptr<T>() + begin, grad_up.mutable_data_ptr<T>() + begin,
+          {g.const_data_ptr<T>() + begin, a.const_data_ptr<T>() + begin, b.const_data_ptr<T>() + begin},
+          end - begin);
     });
   });
   return {grad_gate, grad_up};

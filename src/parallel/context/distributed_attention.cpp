@@ -139,8 +139,9 @@ ops::AttentionSum GatheredAttention::forward(const at::Tensor& q, const at::Tens
   const KeyValues whole = gather({k, v}, label);
   for (int i = 0; i < layout().chunks_per_rank(); ++i) {
     const Block block = layout().block_of_whole(group_->rank(), i, q.size(1));
-    ops::attend(sum.rows(block.first_row, block.num_rows), q.narrow(1, block.first_row, block.num_rows),
-                whole.k.narrow(1, 0, block.num_keys), whole.v.narrow(1, 0, block.num_keys),
+    ops::attend(sum.rows(block.first_row, block.num_rows),
+                {q.narrow(1, block.first_row, block.num_rows), whole.k.narrow(1, 0, block.num_keys),
+                 whole.v.narrow(1, 0, block.num_keys)},
                 block.first_query);
   }
   return sum;
@@ -159,8 +160,9 @@ ops::AttentionGradients GatheredAttention::backward(const at::Tensor& grad, cons
     const auto rows = [&](const at::Tensor& x) { return x.narrow(1, block.first_row, block.num_rows); };
     const auto keys = [&](const at::Tensor& x) { return x.narrow(1, 0, block.num_keys); };
     ops::attend_backward({rows(grad_q), keys(grads.select(0, 0)), keys(grads.select(0, 1))}, rows(grad),
-                         rows(q), keys(whole.k), keys(whole.v), rows(out),
-                         log_sum_exp.narrow(2, block.first_row, block.num_rows), block.first_query);
+                         {rows(q), keys(whole.k), keys(whole.v)},
+                         {rows(out), log_sum_exp.narrow(2, block.first_row, block.num_rows)},
+                         block.first_query);
   }
   const KeyValues own = reduce(grads, label);
   return {grad_q, own.k, own.v};
@@ -194,8 +196,9 @@ ops::AttentionSum RingAttention::forward(const at::Tensor& q, const at::Tensor& 
     if (hop > 0) held = rotation_->hop(hop);
     const auto block = layout().block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
     if (!block) continue;
-    ops::attend(sum.rows(block->first_row, block->num_rows), queries_of(q, *block), keys_of(held.k, *block),
-                keys_of(held.v, *block), block->first_query);
+    ops::attend(sum.rows(block->first_row, block->num_rows),
+                {queries_of(q, *block), keys_of(held.k, *block), keys_of(held.v, *block)},
+                block->first_query);
   }
   return sum;
 }
@@ -218,8 +221,8 @@ ops::AttentionGradients RingAttention::backward(const at::Tensor& grad, const at
     if (block)
       ops::attend_backward(
           {queries_of(grad_q, *block), keys_of(contributions.k, *block), keys_of(contributions.v, *block)},
-          queries_of(grad, *block), queries_of(q, *block), keys_of(held.k, *block), keys_of(held.v, *block),
-          queries_of(out, *block), log_sum_exp.narrow(2, block->first_row, block->num_rows),
+          queries_of(grad, *block), {queries_of(q, *block), keys_of(held.k, *block), keys_of(held.v, *block)},
+          {queries_of(out, *block), log_sum_exp.narrow(2, block->first_row, block->num_rows)},
           block->first_query);
     gradient_ring_.pass_on(block.has_value());
   }

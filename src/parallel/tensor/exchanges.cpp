@@ -174,13 +174,15 @@ std::string names_of(const std::vector<int>& ranks) {
   return names;
 }
 
-std::unique_ptr<dist::PeerMemory> make_peer_memory(const DeviceMesh& axis, dist::DeviceBackend& devices) {
+std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& axis,
+                                                             dist::DeviceBackend& devices) {
   const dist::World& world = axis.world();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store());
   const auto own_store =
       c10::make_intrusive<c10d::PrefixStore>(str("peer_memory/", names_of(axis.ranks())), store);
   const auto group = axis.group();
-  return devices.make_peer_memory({group->name(), own_store, group->rank(), group->size(), world.timeout()});
+  return devices.make_symmetric_memory(
+      {group->name(), own_store, group->rank(), group->size(), world.timeout()});
 }
 
 template <class Exchange>
@@ -192,7 +194,7 @@ void log_choice(const std::string& text) {
   log::info_rank0(str("asynchronous tensor parallelism: parts travel ", text));
 }
 
-// What ranks that are only played (a plan is printed) can't find out.
+// For --print-plan, where no real ranks exist that could find it out.
 std::string way_of_plan(OverlapTransport transport) {
   switch (transport) {
     case OverlapTransport::Auto:
@@ -209,12 +211,12 @@ std::string way_of_plan(OverlapTransport transport) {
 
 }  // namespace
 
-std::string why_no_peer_memory(dist::Group& group, const dist::DeviceBackend& devices) {
+std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices) {
   const auto addresses = group.all_gather_text(devices.device_address(), kLabel);
   std::string mine;
   for (int peer = 0; peer < group.size() && mine.empty(); ++peer) {
     if (peer == group.rank()) continue;
-    const std::string why = devices.why_no_peer_memory(addresses[static_cast<size_t>(peer)]);
+    const std::string why = devices.why_no_symmetric_memory(addresses[static_cast<size_t>(peer)]);
     if (!why.empty())
       mine = str("rank ", group.ranks()[static_cast<size_t>(group.rank())], " can't share memory with rank ",
                  group.ranks()[static_cast<size_t>(peer)], ": ", why);
@@ -227,7 +229,7 @@ std::string why_no_peer_memory(dist::Group& group, const dist::DeviceBackend& de
 namespace {
 
 std::string why_no_symmetric_memory(const DeviceMesh& axis, dist::DeviceBackend* devices) {
-  return devices ? why_no_peer_memory(*axis.group(), *devices)
+  return devices ? why_not_all_share(*axis.group(), *devices)
                  : str("the backend is ", axis.world().backend());
 }
 
@@ -261,7 +263,7 @@ MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport)
     return sends(way_of_plan(OverlapTransport::SendReceive));
   }
   log_choice("through symmetric memory");
-  const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_peer_memory(axis, *devices)});
+  const auto pieces = std::make_shared<PeerPieces>(PeerPieces{make_symmetric_memory(axis, *devices)});
   // Their copies aren't calls of a group: no record takes the module's name.
   return [pieces](const char* /*module*/) {
     return counted(std::make_shared<const PeerMemoryExchange>(pieces));

@@ -14,9 +14,9 @@
 //    given to it before B was asked for, and the queue does nothing before what the computation had by then.
 //    The next exchange writes after the writer's B, which no queue passes before all have come to it. So one
 //    piece serves all exchanges, of whatever kind and size.
-// 3. The computation sees what arrived: it waits for a moment behind the read, or behind A. The queue sees
+// 3. The computation sees what arrived: it waits for a moment after the read, or after A. The queue sees
 //    what the computation made, a part or a summand, by the rule of 2; and neither the tensors it reads nor
-//    those it fills go before the computation has waited for a moment behind them, so the allocator hands
+//    those it fills go before the computation has waited for a moment after them, so the allocator hands
 //    their memory to nobody who would run before.
 // 4. Nobody waits for ever. The queue waits for computation that was there before, and the computation for
 //    moments that are in the queue already: in the order in which a rank asks for things, none waits for a
@@ -41,12 +41,12 @@ namespace titan::tp {
 
 namespace {
 
-using Moment = dist::PeerMemory::Moment;
+using Moment = dist::SymmetricMemory::Moment;
 
 int64_t buffer_bytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 // The rank that `memory`'s meets at a step, itself at step 0 and at step N.
-int peer_at(const dist::PeerMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
+int peer_at(const dist::SymmetricMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
 
 // Holds the pieces for one exchange.
 class Turn {
@@ -63,8 +63,8 @@ class Turn {
   bool& taken_;
 };
 
-// Where an error ends an exchange early, its tensors still may not go before the queue is through with them.
-void wait_quietly(dist::PeerMemory& memory) {
+// If an error ends an exchange early, its tensors must stay until the queue is done with them.
+void wait_quietly(dist::SymmetricMemory& memory) {
   try {
     memory.wait(memory.now());
   } catch (const std::exception&) {
@@ -105,7 +105,7 @@ class ReadParts final : public ops::SequenceExchange::Gather {
 
  private:
   Turn turn_;
-  dist::PeerMemory& memory_;
+  dist::SymmetricMemory& memory_;
   at::Tensor own_;
   at::Tensor parts_;             // [N, ...]; this rank's stays empty
   std::vector<Moment> arrived_;  // by step, from 1 on
@@ -153,13 +153,13 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
  private:
   // A place for every rank's summand in each piece.
   void make_room(const at::Tensor& summand) {
-    constexpr int64_t alignment = dist::PeerMemory::kAlignment;
+    constexpr int64_t alignment = dist::SymmetricMemory::kAlignment;
     stride_ = (buffer_bytes(summand) + alignment - 1) / alignment * alignment;
     memory_.reserve(stride_ * memory_.size());
   }
 
   Turn turn_;
-  dist::PeerMemory& memory_;
+  dist::SymmetricMemory& memory_;
   Traffic& traffic_;
   int64_t stride_ = 0;
   at::Tensor own_;

@@ -1,4 +1,4 @@
-#include "titan/train/checkpoint_settings.h"
+#include "train/checkpoints/checkpoint_settings.h"
 
 #include <algorithm>
 
@@ -9,7 +9,7 @@ namespace titan::train {
 
 namespace {
 
-// Longer ones don't count in nanoseconds.
+// Longer times overflow when counted in nanoseconds.
 config::Constraint up_to_a_week() {
   return {"1 to 604800",
           [](const config::Value& value) {
@@ -39,7 +39,7 @@ void describe_saving(config::Table<CheckpointSettings>& table) {
               "async_with_pinned_mem, that copy, but only before the next change of the weights",
               config::one_of({"disabled", "async", "async_with_pinned_mem"}));
   table.field("keep_latest_k", &CheckpointSettings::keep_latest_k,
-              "how many saved states are kept; of these the newest with finite numbers always is",
+              "how many saved states are kept; the newest with finite numbers always is",
               zero_or_at_least_two());
   table.field("on_failure", &CheckpointSettings::on_failure,
               "after a save that failed: stop the run, or log it and continue",
@@ -48,10 +48,10 @@ void describe_saving(config::Table<CheckpointSettings>& table) {
               "a save that is due while another is under way waits for it, or is skipped and logged",
               config::one_of({"wait", "skip"}));
   table.field("timeout_seconds", &CheckpointSettings::timeout_seconds,
-              "that a rank waits for the others, or a save for the one before", up_to_a_week());
+              "how long a rank waits for the others, or a save for the one before", up_to_a_week());
 }
 
-// Relative to what, on other hosts?
+// A relative path would mean different folders on different hosts.
 config::Constraint absolute_path() {
   return {"an absolute path",
           [](const config::Value& value) { return std::get<std::string>(value).starts_with('/'); },
@@ -71,20 +71,20 @@ void describe_peers(config::Table<CheckpointSettings>& table) {
 
 void describe_loading(config::Table<CheckpointSettings>& table) {
   table.field("load_step", &CheckpointSettings::load_step,
-              "which step of folder the run goes on behind; -1: the newest complete one",
+              "the step of folder that the run resumes from; -1: the newest complete one",
               config::at_least(-1));
-  table.field(
-      "exclude_from_loading", &CheckpointSettings::exclude_from_loading,
-      "parts of a saved state that start anew: optimizer, lr_scheduler, dataloader, train_state, rng, "
-      "or a key of your own");
+  table.field("exclude_from_loading", &CheckpointSettings::exclude_from_loading,
+              "parts of a saved state that aren't loaded and start again: optimizer, lr_scheduler, "
+              "dataloader, train_state, rng, "
+              "or a key of your own");
   table.field("load_only", &CheckpointSettings::load_only, "load, and save nothing");
   table.field("convert_dtypes", &CheckpointSettings::convert_dtypes,
-              "convert tensors that were saved in another dtype, in place of refusing them");
+              "convert tensors that were saved in another dtype instead of refusing them");
   table.field("initial_load_path", &CheckpointSettings::initial_load_path,
               "read where folder has no complete step: a safetensors file with TorchTitan's parameter names, "
               "or a step-N folder (or see initial_load_in_hf), from the working directory if it is relative");
   table.field("initial_load_model_only", &CheckpointSettings::initial_load_model_only,
-              "of a step-N folder at initial_load_path load the model alone, not the whole state");
+              "load only the model from a step-N folder at initial_load_path, not the whole state");
   table.field("initial_load_in_hf", &CheckpointSettings::initial_load_in_hf,
               "initial_load_path is a Hugging Face folder (config.json, safetensors); unset, "
               "model.hf_assets_path is");
@@ -95,7 +95,7 @@ void describe_model_alone(config::Table<CheckpointSettings>& table) {
   table.field("last_save_model_only", &CheckpointSettings::last_save_model_only,
               "after the last step write the model alone, as step-N/model.safetensors, not the whole state");
   table.field("last_save_in_hf", &CheckpointSettings::last_save_in_hf,
-              "after the last step write a Hugging Face folder, step-N/, in place of one file");
+              "after the last step write a Hugging Face folder, step-N/, instead of one file");
   table.field("export_dtype", &CheckpointSettings::export_dtype, "of the model alone",
               config::one_of({"float16", "bfloat16", "float32"}));
   table.field("create_seed_checkpoint", &CheckpointSettings::create_seed_checkpoint,
@@ -118,8 +118,8 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 void describe(config::Table<CheckpointSettings>& table) {
   table.field("enable", &CheckpointSettings::enable,
-              "save the state every interval steps, and go on from it at the start");
-  table.field("folder", &CheckpointSettings::folder, "of the saved states, under job.dump_folder");
+              "save the state every interval steps, and resume from it at the start");
+  table.field("folder", &CheckpointSettings::folder, "folder of the saved states, under job.dump_folder");
   describe_saving(table);
   describe_peers(table);
   describe_loading(table);
@@ -135,11 +135,11 @@ checkpoint::AsyncMode async_mode(const CheckpointSettings& settings) {
 std::vector<std::string> exclusion_problems(const config::StringList& excluded) {
   std::vector<std::string> problems;
   if (contains(excluded, "model"))
-    problems.push_back("the model is what a checkpoint is for: it can't be excluded");
-  // A schedule that goes on over moments that start anew would give them the full rate at once.
+    problems.push_back("the model can't be excluded: it is what a checkpoint is for");
+  // Moments that start again would meet the full learning rate at once if the schedule continued.
   if (contains(excluded, "optimizer") && !contains(excluded, "lr_scheduler"))
     problems.push_back(
-        "without its optimizer the schedule has to start anew too: exclude lr_scheduler as well");
+        "without the optimizer's state the schedule has to start again too: exclude lr_scheduler as well");
   return problems;
 }
 

@@ -25,7 +25,7 @@ void set_state(at::Device device, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-// Of every rank of a pipeline stage; stages have names of their own, as their tensors differ.
+// A row for every rank of a pipeline stage; each stage has its own names, as their tensors differ.
 DTensor rows_of_ranks(const DeviceMesh& stage, const at::Tensor& row) {
   DTensor rows{
       .local = row.unsqueeze(0).clone(),
@@ -67,7 +67,7 @@ checkpoint::ObjectState ModelState::state() {
   return state;
 }
 
-// Whoever has a copy of a shard sees by its version that it is old, however the bytes were written.
+// The new version tells holders of copies of a shard that these are old, however the bytes were written.
 void ModelState::loaded(const std::string&) {
   for (const Parameter& parameter : parameters_) parameter.data.local.unsafeGetTensorImpl()->bump_version();
 }
@@ -80,11 +80,10 @@ OptimizerState::OptimizerState(optim::Optimizer& optimizer, const std::vector<Pa
 
 checkpoint::ObjectState OptimizerState::state() {
   checkpoint::ObjectState state;
-  for (const auto& [name, adam] : optimizer_.state()) {
+  for (const auto& [name, tensors] : optimizer_.state()) {
     const bool duplicate = std::find(duplicates_.begin(), duplicates_.end(), name) != duplicates_.end();
-    state.tensors.push_back({name + ".exp_avg", adam.exp_avg, duplicate});
-    state.tensors.push_back({name + ".exp_avg_sq", adam.exp_avg_sq, duplicate});
-    state.tensors.push_back({name + ".step", adam.step, duplicate});
+    for (const auto& [key, tensor] : tensors)
+      state.tensors.push_back({str(name, ".", key), tensor, duplicate});
   }
   return state;
 }

@@ -9,6 +9,7 @@
 #include <random>
 #include <sstream>
 
+#include "core/units.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
@@ -23,8 +24,8 @@ namespace fs = std::filesystem;
 
 constexpr const char* kRunMark = ".peer_run";
 
-// Of what is in the file. Device numbers are left out: of one network file system they differ from host to
-// host, and from boot to boot.
+// The content of the file. It has no device numbers: those of one network file system differ from host to
+// host and from boot to boot.
 struct Marked {
   std::string run, inode, path;
 };
@@ -33,7 +34,7 @@ std::string to_text(const Marked& marked) {
   return str(marked.run, "\n", marked.inode, "\n", marked.path, "\n");
 }
 
-// Nothing for what isn't such a file's.
+// nullopt if there is no such file, or something else is in it.
 std::optional<Marked> read_mark(const fs::path& folder) {
   std::error_code ignored;
   if (!fs::exists(folder / kRunMark, ignored)) return std::nullopt;
@@ -49,7 +50,7 @@ std::string random_run() {
   return checkpoint::digest_of(str(source(), " ", source(), " ", source(), " ", source()));
 }
 
-// Where the run saves, its number being somebody else's yet.
+// The place where the run saves; its number is filled in later.
 Marked place_of(const fs::path& folder) {
   struct stat status = {};
   if (::stat(folder.c_str(), &status) != 0)
@@ -57,8 +58,8 @@ Marked place_of(const fs::path& folder) {
   return {.run = "", .inode = std::to_string(status.st_ino), .path = fs::canonical(folder).string()};
 }
 
-// With another path: renamed, or seen from another host. A copy has another inode; a snapshot of a file
-// system hasn't, but what it was taken of is still there.
+// A folder with another path was renamed, or is seen from another host. A copy has another inode; a snapshot
+// of a file system doesn't, but the original is still there.
 bool is_same_run(const Marked& saved, const Marked& now) {
   if (saved.path == now.path) return true;
   if (saved.inode != now.inode) return false;
@@ -81,7 +82,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr dist::Label kPeerLabel{"train::peer_saves"};
-// Rank 0's.
+// Rank 0's mark, on all ranks.
 RunMark shared_mark(const dist::World& world, const fs::path& folder) {
   RunMark mark;
   std::string problem;
@@ -109,7 +110,7 @@ std::shared_ptr<checkpoint::PeerFolder> open_folder(const dist::World& world, co
                                                                                   .disk = disk});
 }
 
-// The step waits for no file, and none that fails ends the run: the disk's are what counts.
+// A step never waits for a file, and a file that fails never ends the run: those on disk are what counts.
 checkpoint::SaveOptions peer_options(checkpoint::SaveOptions options,
                                      std::shared_ptr<checkpoint::PeerFolder> folder) {
   if (options.async == checkpoint::AsyncMode::Disabled) options.async = checkpoint::AsyncMode::Copied;
@@ -117,12 +118,6 @@ checkpoint::SaveOptions peer_options(checkpoint::SaveOptions options,
   options.stop_on_failure = false;
   options.peers = std::move(folder);
   return options;
-}
-
-std::string peer_gigabytes(int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f GB", static_cast<double>(bytes) * 1e-9);
-  return text;
 }
 
 }  // namespace
@@ -153,9 +148,9 @@ void PeerSaves::announce() {
                                  : "on one host, without copies, which would be lost with it";
   log::info_rank0(str("peer checkpoints: every ", settings_.interval, " step(s) the state is kept in ",
                       folder_->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
-                      copies, "; up to ", peer_gigabytes(memory.files_bytes), " a host there, and ",
-                      peer_gigabytes(memory.staged_bytes), " while it is copied; ",
-                      peer_gigabytes(memory.free_bytes), " are free"));
+                      copies, "; up to ", size_text(memory.files_bytes), " a host there, and ",
+                      size_text(memory.staged_bytes), " while it is copied; ",
+                      size_text(memory.free_bytes), " are free"));
 }
 
 PeerSaves::Damage PeerSaves::remove_damaged() {
@@ -165,7 +160,7 @@ PeerSaves::Damage PeerSaves::remove_damaged() {
   if (found.empty()) return Damage::None;
   if (!is_whole) return Damage::Lost;
   log::warning_rank0(
-      "peer checkpoints: of what was damaged another host has sound copies, which are loaded now");
+      "peer checkpoints: another host has sound copies of what was damaged; they are loaded now");
   return Damage::Mended;
 }
 

@@ -1,4 +1,4 @@
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 #include <algorithm>
 #include <chrono>
@@ -10,7 +10,9 @@
 #include <torch/version.h>
 
 #include "config/differences.h"
+#include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
@@ -29,11 +31,15 @@ constexpr int64_t kAnyStep = std::numeric_limits<int64_t>::max();
 
 checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
   const CheckpointSettings& settings = options.settings;
+  if (options.model_export)
+    checkpoint::require_local(options.folder, "a folder where checkpoint.last_save_model_only writes");
+  if (options.peers)
+    checkpoint::require_local(options.folder, "the folder of a run with checkpoint.peer_interval");
   checkpoint::SaveOptions save;
   save.folder = options.folder;
   save.read_only = settings.load_only;
   save.async = async_mode(settings);
-  // What is a user's may change in a forward, beside which Staged copies.
+  // Staged copies during the next forward, in which a user's object may change.
   if (save.async == checkpoint::AsyncMode::Staged && !saved_objects().names().empty())
     save.async = checkpoint::AsyncMode::Copied;
   save.keep_latest = settings.keep_latest_k;
@@ -44,14 +50,8 @@ checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
   return save;
 }
 
-void tell_passed_over(const std::vector<std::string>& problems) {
+void warn_passed_over(const std::vector<std::string>& problems) {
   for (const std::string& problem : problems) log::warning_rank0("passed over: " + problem);
-}
-
-std::string gigabytes(int64_t bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f GB", static_cast<double>(bytes) * 1e-9);
-  return text;
 }
 
 std::string seconds_text(double value) {
@@ -60,10 +60,10 @@ std::string seconds_text(double value) {
   return text;
 }
 
-// The same numbers need the same number of threads, as sums are cut by them.
-void tell_differences(const checkpoint::Manifest& manifest) {
+// Sums are split by the number of threads, so only the same number gives the same bits.
+void warn_of_differences(const checkpoint::Manifest& manifest) {
   if (manifest.num_threads != at::get_num_threads())
-    log::warning_rank0(str("the checkpoint is of a run with ", manifest.num_threads,
+    log::warning_rank0(str("the checkpoint is from a run with ", manifest.num_threads,
                            " thread(s) an operation, this one has ", at::get_num_threads(),
                            ": from here on sums may be rounded differently"));
   const std::string library = str("titan ", kVersion, ", torch ", TORCH_VERSION);
@@ -72,8 +72,8 @@ void tell_differences(const checkpoint::Manifest& manifest) {
                            ": from here on numbers may be rounded differently"));
 }
 
-// What may make it another run; other folders and logs don't.
-void tell_changed_settings(const std::string& saved, const std::string& now) {
+// Settings that may change the result; those of folders and logs don't.
+void warn_of_changed_settings(const std::string& saved, const std::string& now) {
   constexpr size_t kMostTold = 20;
   const auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
   std::string text;
@@ -111,9 +111,9 @@ void RunCheckpoints::add_rng(RngState& rng) {
 }
 
 bool RunCheckpoints::load() {
-  const bool goes_on = load_newest();
-  if (peers_) announce_peers(goes_on);
-  return goes_on;
+  const bool resumes = load_newest();
+  if (peers_) announce_peers(resumes);
+  return resumes;
 }
 
 bool RunCheckpoints::load_newest() {
@@ -126,10 +126,10 @@ bool RunCheckpoints::load_newest() {
     return false;
   }
   if (!options_.initial.setting.empty())
-    log::warning_rank0(str(options_.initial.setting, " isn't used: ", options_.folder.string(),
-                           " has steps that the run goes on from"));
+    log::warning_rank0(str(options_.initial.setting, " isn't used: the run resumes from the steps in ",
+                           options_.folder.string()));
   load_or_fall_back(*step);
-  // Damage on the disk may have led to a step before that in memory, which isn't forgotten until now.
+  // If the disk was damaged, its step may be older than the one in memory, so that is forgotten only now.
   if (peers_ && (loaded_step_ == *step || !load_from_memory(loaded_step_))) peers_->forget();
   return true;
 }
@@ -137,29 +137,29 @@ bool RunCheckpoints::load_newest() {
 void RunCheckpoints::load_step(int64_t step) {
   const fs::path folder = checkpoint::step_path(options_.folder, step);
   if (step == 0) return load_model_of(folder);
-  tell_loaded(load_whole(folder, options_.settings.exclude_from_loading), folder);
+  log_loaded(load_whole(folder, options_.settings.exclude_from_loading), folder);
   loaded_step_ = step;
 }
 
-// Bytes are compared with their checksums when they are read. What was loaded until then is overwritten by an
-// older step, and only by one: the run doesn't start from parts.
+// Checksums are compared while tensors are read. What was loaded by then is overwritten by an older step, and
+// only by a whole one: the run never starts from parts.
 void RunCheckpoints::load_or_fall_back(int64_t step) {
   std::exception_ptr failure;
   try {
     return load_step(step);
   } catch (const ConfigError&) {
-    throw;  // the run isn't the checkpoint's: no damage, which looking for takes long
+    throw;  // the checkpoint is another run's: looking for damage would take long
   } catch (const Error&) {
     failure = std::current_exception();
   }
   if (options_.settings.load_step >= 0) std::rethrow_exception(failure);
   const auto damages = find_damage(checkpoint::step_path(options_.folder, step), world_);
   if (damages.empty()) std::rethrow_exception(failure);
-  tell_passed_over(damages);
+  warn_passed_over(damages);
   const StepChoice before = share(world_.rank() == 0 ? choose_before(step) : StepChoice{}, world_);
-  // Of step 0 the model alone is loaded, and the optimizer would keep what was read until here.
+  // Step 0 holds the model alone, so the optimizer would keep what was read until here.
   if (before.step.value_or(0) == 0) std::rethrow_exception(failure);
-  tell_passed_over(before.passed_over);
+  warn_passed_over(before.passed_over);
   load_or_fall_back(*before.step);
 }
 
@@ -172,16 +172,17 @@ void RunCheckpoints::load_initial() {
   }
   const bool is_seed = read_summary(initial.step_folder, world_).step == 0;
   if (initial.model_only || is_seed) return load_model_of(initial.step_folder);
-  tell_loaded(load_whole(initial.step_folder, options_.settings.exclude_from_loading), initial.step_folder);
+  log_loaded(load_whole(initial.step_folder, options_.settings.exclude_from_loading), initial.step_folder);
 }
 
-// Rank 0's. What it can't do all ranks are told: storage that doesn't answer may do so at the next start.
+// Called by rank 0. All ranks throw its failure, not a ConfigError: storage that doesn't answer may do so at
+// the next start.
 StepChoice RunCheckpoints::choose() const {
   const int64_t wanted = options_.settings.load_step;
   try {
     StepChoice choice =
         wanted >= 0 ? choose_step(options_.folder, wanted) : choose_newest(options_.folder, kAnyStep);
-    if (wanted >= 0 && choice.error.empty() && !options_.settings.load_only) tell_newer_steps(wanted);
+    if (wanted >= 0 && choice.error.empty() && !options_.settings.load_only) warn_of_newer_steps(wanted);
     return choice;
   } catch (const Error& error) {
     return {.failure = error.what()};
@@ -196,28 +197,28 @@ StepChoice RunCheckpoints::choose_before(int64_t step) const {
   }
 }
 
-// Until one is loaded, nothing tells whose they are.
+// Until a step is loaded, they count as this run's.
 bool RunCheckpoints::is_of_this_run(int64_t step) const {
   return loaded_step_ < 0 || step <= loaded_step_ || saved_steps_.count(step) > 0;
 }
 
-// A later start without load_step would go on from these.
-void RunCheckpoints::tell_newer_steps(int64_t wanted) const {
+// A later start without load_step would resume from these.
+void RunCheckpoints::warn_of_newer_steps(int64_t wanted) const {
   std::string newer;
   for (const checkpoint::StepEntry& entry : checkpoint::list_steps(options_.folder))
     if (entry.step > wanted && entry.has_manifest) newer += str(newer.empty() ? "" : ", ", entry.step);
   if (!newer.empty())
     log::warning(str("checkpoint.load_step = ", wanted, ": newer steps stay in ", options_.folder.string(),
                      " (", newer,
-                     "); until this run is past them, a start without load_step goes on from those"));
+                     "); until this run is past them, a start without load_step resumes from those"));
 }
 
 std::optional<int64_t> RunCheckpoints::find_step() const {
   const StepChoice choice = share(world_.rank() == 0 ? choose() : StepChoice{}, world_);
   if (!choice.error.empty()) throw ConfigError(choice.error);
-  tell_passed_over(choice.passed_over);
+  warn_passed_over(choice.passed_over);
   if (!choice.step)
-    log::info_rank0(str("there is no saved state in ", options_.folder.string(), " to go on from"));
+    log::info_rank0(str("there is no saved state in ", options_.folder.string(), " to resume from"));
   return choice.step;
 }
 
@@ -225,32 +226,31 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
   const ManifestSummary saved = read_summary(step_folder, world_);
   checkpoint::LoadOptions options;
   options.exclude = std::move(exclude);
-  options.optional = {kDelayedScales};
+  options.optional = options_.may_be_missing;
   options.convert_dtypes = options_.settings.convert_dtypes;
   const bool wants_rng =
       rng_ && std::find(options.exclude.begin(), options.exclude.end(), "rng") == options.exclude.end();
-  const bool seeds_anew = wants_rng && saved.rng_place != rng_->place();
-  if (seeds_anew) options.exclude.push_back("rng");
+  const bool reseeds = wants_rng && saved.rng_place != rng_->place();
+  if (reseeds) options.exclude.push_back("rng");
   if (peers_ && peers_->holds(step_folder)) peers_->add_bringer(options);
   checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
-  if (!seeds_anew) return loaded;
+  if (!reseeds) return loaded;
   rng_->reseed(saved.step);
-  log::info_rank0(str("other ranks (", rng_->place(), ") than those that saved (",
+  log::info_rank0(str("the ranks (", rng_->place(), ") aren't those that saved (",
                       saved.rng_place.empty() ? "unknown" : saved.rng_place,
-                      "): random numbers are seeded anew, by debug.seed, rank and step"));
+                      "): random numbers are seeded again, by debug.seed, rank and step"));
   return loaded;
 }
 
-void RunCheckpoints::tell_loaded(const checkpoint::Loaded& loaded, const fs::path& step_folder) const {
+void RunCheckpoints::log_loaded(const checkpoint::Loaded& loaded, const fs::path& step_folder) const {
   const int64_t num_bytes = world_.everyone()->sum(loaded.num_bytes_read, kLabel);
   std::string excluded;
   for (const std::string& key : options_.settings.exclude_from_loading)
     excluded += (excluded.empty() ? "; not loaded: " : ", ") + key;
-  log::info_rank0(str("the run goes on behind step ", loaded.manifest.step, ", loaded from ",
-                      step_folder.string(), ": ", gigabytes(num_bytes), " in ", seconds_text(loaded.seconds),
-                      excluded));
-  tell_differences(loaded.manifest);
-  tell_changed_settings(loaded.manifest.config, options_.config);
+  log::info_rank0(str("resuming after step ", loaded.manifest.step, ", loaded from ", step_folder.string(),
+                      ": ", size_text(num_bytes), " in ", seconds_text(loaded.seconds), excluded));
+  warn_of_differences(loaded.manifest);
+  warn_of_changed_settings(loaded.manifest.config, options_.config);
   if (!loaded.manifest.finite)
     log::warning_rank0(str("not all numbers of ", step_folder.string(), " are finite"));
 }
@@ -262,11 +262,11 @@ void RunCheckpoints::load_model_of(const fs::path& step_folder) {
   options.convert_dtypes = options_.settings.convert_dtypes;
   const checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
   const int64_t num_bytes = world_.everyone()->sum(loaded.num_bytes_read, kLabel);
-  log::info_rank0(str("initial weights come from ", step_folder.string(), ": ", gigabytes(num_bytes), " in ",
+  log::info_rank0(str("initial weights come from ", step_folder.string(), ": ", size_text(num_bytes), " in ",
                       seconds_text(loaded.seconds)));
 }
 
-// A checkpoint may have objects that this run hasn't: loading knows them too.
+// A checkpoint may have objects that this run lacks; loading knows those too.
 void RunCheckpoints::check_exclusions() const {
   std::vector<std::string> problems;
   for (const std::string& problem : unknown_exclusions(options_.settings.exclude_from_loading, keys_))
@@ -276,10 +276,10 @@ void RunCheckpoints::check_exclusions() const {
 
 // Going back within a run.
 
-// Of step 0, a seed, there is the model alone. What was read of a damaged step is overwritten by an older
-// one, and only by one: as at a start.
+// Step 0, a seed, holds the model alone. As at a start, what was read of a damaged step is overwritten by an
+// older one.
 std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vector<std::string>& exclude) {
-  // What was kept since is of the steps that the run goes back behind.
+  // States in memory are from the steps that are undone.
   if (peers_) peers_->forget();
   for (std::exception_ptr failure;;) {
     const StepChoice choice = share(world_.rank() == 0 ? choose_before(step) : StepChoice{}, world_);
@@ -300,7 +300,7 @@ std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vect
   }
 }
 
-// What a start left out of the step that it went on from isn't this run's either.
+// An object that was excluded when the run resumed isn't this run's in an older step either.
 void RunCheckpoints::go_back_to(int64_t step, std::vector<std::string> exclude) {
   const auto& left_out = options_.settings.exclude_from_loading;
   if (!saved_steps_.count(step)) exclude.insert(exclude.end(), left_out.begin(), left_out.end());
@@ -313,7 +313,7 @@ void RunCheckpoints::go_back_to(int64_t step, std::vector<std::string> exclude) 
 
 namespace {
 
-/// Of a generation in memory, as all ranks have found.
+/// A state in memory is damaged, as all ranks have found.
 class DamagedGeneration : public Error {
  public:
   using Error::Error;
@@ -323,14 +323,14 @@ class DamagedGeneration : public Error {
 
 bool RunCheckpoints::is_due_in_memory(int64_t step) const { return peers_ && peers_->is_due(step); }
 
-// Too little memory is a wrong setting at a run's start. Behind a loss, which may have left fewer hosts, the
-// run goes on: its state has just been loaded, and the disk keeps it.
-void RunCheckpoints::announce_peers(bool goes_on) {
+// At a run's start, too little memory is a wrong setting. After a rank was lost there may be fewer hosts, so
+// the run continues: its state has just been loaded, and the disk keeps it.
+void RunCheckpoints::announce_peers(bool resumes) {
   try {
     peers_->announce();
   } catch (const ConfigError& error) {
-    if (!goes_on) throw;
-    log::warning_rank0(str("no states are kept in memory from here on: ", error.what()));
+    if (!resumes) throw;
+    log::warning_rank0(str("no more states are kept in memory: ", error.what()));
     peers_.reset();
   }
 }
@@ -344,15 +344,15 @@ void RunCheckpoints::end() {
   if (loaded_step_ >= 0) peers_->remove();
 }
 
-// What was read of damaged files is overwritten by a load that ends well, and only by one. A load that fails
-// for another reason (a rank is lost, memory is short) says nothing against the generation: the next start
-// may go on from it.
+// What was read of damaged files is overwritten by a load that succeeds. A load that fails for another reason
+// (a rank is lost, memory is short) says nothing against the state in memory: the next start may resume from
+// it.
 checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& folder) {
   while (true) {
     try {
       return load_whole(folder, options_.settings.exclude_from_loading);
     } catch (const ConfigError&) {
-      throw;  // the run isn't the generation's: no damage
+      throw;  // the state is another run's, not damaged
     } catch (const Error& error) {
       switch (peers_->remove_damaged()) {
         case PeerSaves::Damage::None:
@@ -366,7 +366,7 @@ checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& 
   }
 }
 
-// The newer one counts; of equals the one that no disk is read for. What isn't used stays until the disk's is
+// The newer state counts, and memory's if both are of the same step. An unused one stays until the disk's is
 // loaded.
 bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
   const auto step = peers_->choose_newest();
@@ -374,7 +374,7 @@ bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
   if (!step || is_asked_for || on_disk.value_or(-1) > *step) {
     if (step)
       log::info_rank0(str("peer checkpoints: step ", *step,
-                          " in memory isn't used, as the run goes on behind step ", on_disk.value_or(0),
+                          " in memory isn't used, as the run resumes after step ", on_disk.value_or(0),
                           " on disk"));
     return false;
   }
@@ -382,14 +382,13 @@ bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
                       on_disk ? str("step ", *on_disk) : "none"));
   try {
     const auto folder = peers_->step_path(*step);
-    tell_loaded(load_generation(folder), folder);
+    log_loaded(load_generation(folder), folder);
     loaded_step_ = *step;
     from_memory_ = true;
   } catch (const DamagedGeneration& error) {
     log::warning_rank0(str("passed over: step ", *step, " in memory: ", error.what()));
     peers_->forget();
-    // What was read of it is overwritten by a whole state, and only by one; the next start finds nothing in
-    // memory.
+    // What was read of it is overwritten only by a whole state; the next start finds nothing in memory.
     if (on_disk.value_or(0) == 0) throw;
   }
   return from_memory_;

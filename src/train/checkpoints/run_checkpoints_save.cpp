@@ -1,4 +1,4 @@
-// RunCheckpoints: what is written, and when.
+// RunCheckpoints: what is saved, and when.
 
 #include <unistd.h>
 #include <chrono>
@@ -8,11 +8,12 @@
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "titan/train/run_checkpoints.h"
 #include "train/checkpoints/peer_saves.h"
+#include "train/checkpoints/run_checkpoints.h"
 #include "train/checkpoints/step_choice.h"
 
 namespace titan::train {
@@ -23,7 +24,7 @@ namespace fs = std::filesystem;
 
 constexpr dist::Label kExportLabel{"train::export_model"};
 
-// Throws on all ranks what rank 0's part throws.
+// Runs `part` on rank 0; all ranks throw what it throws.
 void on_rank_0(const dist::World& world, const std::function<void()>& part) {
   std::string problem;
   try {
@@ -63,7 +64,7 @@ double RunCheckpoints::take_blocked_seconds() {
   return checkpointer_.take_blocked_seconds() + (peers_ ? peers_->take_blocked_seconds() : 0);
 }
 
-// The last save is the run's result: it isn't skipped, and it is awaited.
+// The last save is the run's result: it isn't skipped, and the run waits for it.
 void RunCheckpoints::save(int64_t step, bool is_last) {
   if (!is_last) return start_save(step);
   if (!options_.model_export) return save_whole(step);
@@ -71,7 +72,7 @@ void RunCheckpoints::save(int64_t step, bool is_last) {
   export_model(step);
 }
 
-// One that was skipped, or failed before it was written, leaves the one before the last.
+// A save that was skipped, or failed before it was written, leaves the one before as the last.
 void RunCheckpoints::start_save(int64_t step) {
   if (!checkpointer_.save(step)) return;
   saved_steps_.insert(step);
@@ -82,7 +83,7 @@ void RunCheckpoints::save_whole(int64_t step) {
   finish();
   start_save(step);
   finish();
-  // Also where training would go on without it.
+  // Even if training continues after a failed save (on_failure).
   if (!is_saved(step)) throw Error(checkpointer_.last_failure());
 }
 
@@ -96,7 +97,9 @@ bool RunCheckpoints::has_model_alone(int64_t step) const {
   if (world_.rank() == 0) {
     try {
       const fs::path manifest = checkpoint::step_path(options_.folder, step) / checkpoint::kManifestName;
-      if (last_step_in(options_.folder) == step && !fs::exists(manifest)) alone.step = step;
+      if (last_step_in(options_.folder) == step &&
+          checkpoint::storage_of(manifest).status(manifest).kind == checkpoint::Storage::Kind::Nothing)
+        alone.step = step;
     } catch (const std::exception& error) {
       alone.failure = error.what();
     }
@@ -109,9 +112,9 @@ void RunCheckpoints::save_seed() {
   log::info_rank0(str("the seed checkpoint is in ", checkpoint::step_path(options_.folder, 0).string()));
 }
 
-// A step's folder gets its name when all in it is written, here too.
+// A step's folder gets its name once everything in it is written, as for whole states.
 void RunCheckpoints::export_model(int64_t step) {
-  // The ranks wait for the one that writes, which takes longer than a step's collectives may.
+  // The ranks wait for the one that writes, which may take longer than a step's collectives may.
   world_.set_timeout(std::chrono::seconds(options_.settings.timeout_seconds));
   const std::string id = checkpoint::digest_of(str(::getpid(), " ", step, " ", options_.config));
   const fs::path pending = checkpoint::pending_path(options_.folder, step, id);

@@ -8,9 +8,10 @@
 
 #include "checkpoint/format/rank_file.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/run_checkpoints.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 
@@ -27,8 +28,8 @@ bool holds_model_alone(const fs::path& step_folder) {
 }
 
 std::vector<std::string> problems_with(const fs::path& step_folder) {
-  std::error_code ignored;
-  if (!fs::is_directory(step_folder, ignored)) return {"there is no " + step_folder.string()};
+  if (checkpoint::storage_of(step_folder).status(step_folder).kind == checkpoint::Storage::Kind::Nothing)
+    return {"there is no " + step_folder.string()};
   if (holds_model_alone(step_folder))
     return {step_folder.string() + " holds a model alone, for checkpoint.initial_load_path"};
   return checkpoint::quick_problems(step_folder);
@@ -41,12 +42,12 @@ std::string complete_steps(const fs::path& folder) {
   return steps.empty() ? "there is no complete step" : "there are the complete steps " + steps;
 }
 
-// Names of files may be no UTF-8.
+// Names of files may not be UTF-8.
 std::string dump(const nlohmann::json& tree) {
   return tree.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-// Rank 0's.
+// Gives rank 0's text to all ranks.
 std::string share_text(const std::string& text, const dist::World& world) {
   if (world.size() == 1) return text;
   const auto group = world.everyone();
@@ -79,7 +80,7 @@ StepChoice from_text(const std::string& text) {
 
 }  // namespace
 
-// One that overflowed would fail again behind each start.
+// A step whose numbers overflowed would fail again after each start.
 StepChoice choose_newest(const fs::path& folder, int64_t before, const std::function<bool(int64_t)>& counts) {
   StepChoice choice;
   std::optional<StepChoice> not_finite;
@@ -90,7 +91,7 @@ StepChoice choose_newest(const fs::path& folder, int64_t before, const std::func
     if (problems.empty() && !checkpoint::read_manifest(entry->path).finite) {
       if (!not_finite) not_finite = StepChoice{.step = entry->step, .passed_over = choice.passed_over};
       problems = {entry->path.string() +
-                  ": not all of its numbers are finite (checkpoint.load_step takes it nevertheless)"};
+                  ": not all of its numbers are finite (checkpoint.load_step loads it nevertheless)"};
     }
     if (problems.empty()) choice.step = entry->step;
     choice.passed_over.insert(choice.passed_over.end(), problems.begin(), problems.end());

@@ -31,13 +31,13 @@ using Kind = pipeline::Action::Kind;
 
 namespace {
 
-double now_s() {
+double steady_now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
 
-RunningStep::RunningStep(StepRunner& runner, const StepPlan& plan,
+RunningStep::RunningStep(PipelineRunner& runner, const StepPlan& plan,
                          const std::vector<data::Batch>& micro_batches, int64_t global_valid_tokens)
     : runner_(runner),
       plan_(plan),
@@ -80,17 +80,17 @@ void RunningStep::perform(const Planned& due) {
 
 void RunningStep::perform_timed(const Planned& due, std::vector<ActionTime>& times) {
   waited_s_ = 0;
-  const double start_s = now_s();
+  const double start_s = steady_now_s();
   perform(due);
-  times.push_back({due.action, start_s, now_s(), waited_s_});
+  times.push_back({due.action, start_s, steady_now_s(), waited_s_});
 }
 
 void RunningStep::await(const std::shared_ptr<dist::Work>& arrives) {
   if (!arrives) return;
   if (!runner_.times_) return arrives->wait();
-  const double start_s = now_s();
+  const double start_s = steady_now_s();
   arrives->wait();
-  waited_s_ += now_s() - start_s;
+  waited_s_ += steady_now_s() - start_s;
 }
 
 at::Tensor RunningStep::finish() {
@@ -182,9 +182,9 @@ void RunningStep::send(const Planned& due, at::Tensor tensor) {
   batch_.clear();
 }
 
-// What has arrived needn't stay here. Of a device a stream tells what has; gloo tells only whoever waits, so
-// on the host the oldest of several on one way is waited for: check_schedule() has seen that its receive
-// comes.
+// Drops messages that have arrived. On a device a stream knows which have; gloo knows only while someone
+// waits, so on the host this waits for the oldest of several on one way. check_schedule() has made sure that
+// its receive comes.
 void RunningStep::drop_sent(const pipeline::Link* way) {
   constexpr int kUnderWay = 4;
   int under_way = 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Where a backward starts: an output's place in the graph, without its memory.
+// One run of a pipeline's plan: what is in flight between its actions.
 
 #include <atomic>
 #include <cstdint>
@@ -12,16 +12,17 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include "titan/dist/collectives.h"
-#include "titan/train/step_runner.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
-/// Keeps the graph behind a tensor, and not the tensor: what a stage has sent needn't stay for its backward.
+/// Where a backward starts: keeps a tensor's graph but not its memory, so a tensor that was sent needn't stay
+/// for its backward.
 class GraphRoot {
  public:
   GraphRoot() = default;
   explicit GraphRoot(const at::Tensor& output);
-  /// Nothing behind the output requires a gradient.
+  /// The output doesn't require a gradient.
   bool empty() const { return !edge_.is_valid(); }
   /// From `grad`, of the output's shape and dtype; the graph is gone then.
   void backward(const at::Tensor& grad);
@@ -30,9 +31,8 @@ class GraphRoot {
   torch::autograd::Edge edge_;
 };
 
-// Memory for what other ranks send, used again from micro-batch to micro-batch.
-
-/// Buffers of one step: as many as are in use at once, whatever the number of micro-batches.
+/// Memory for messages of one step, reused from micro-batch to micro-batch: as many buffers as are in use at
+/// once.
 class ReceiveBuffers {
  public:
   explicit ReceiveBuffers(at::Device device) : device_(device) {}
@@ -49,7 +49,7 @@ class ReceiveBuffers {
 
  private:
   // On the host a backend's thread may have been the last to let go: what it did comes before what follows.
-  // On a GPU whoever let go has queued all that uses the memory, and a receive starts behind what is queued.
+  // On a GPU whoever let go has queued all that uses the memory, and a receive starts after what is queued.
   static bool is_free(const at::Tensor& buffer) {
     if (buffer.storage().use_count() != 1) return false;
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -60,12 +60,10 @@ class ReceiveBuffers {
   std::vector<at::Tensor> buffers_;
 };
 
-// One run of a plan: what is in flight between its actions.
-
-/// Local to StepRunner::run, so that an exception drops it all; calls on the wire aren't waited for then.
+/// Local to PipelineRunner::run, so that an exception drops it all; calls on the wire aren't waited for then.
 class RunningStep {
  public:
-  RunningStep(StepRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
+  RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
               int64_t global_valid_tokens);
   void perform(const StepPlan::Planned& due);
   void perform_timed(const StepPlan::Planned& due, std::vector<ActionTime>& times);
@@ -73,7 +71,7 @@ class RunningStep {
   at::Tensor finish();
 
  private:
-  /// Of one stage and micro-batch. What a stage's forward gave stays until it is sent, its input until the
+  /// One stage and micro-batch. The output of a stage's forward stays until it is sent, its input until the
   /// backward.
   struct Cell {
     at::Tensor input, output, grad_output, grad_input;
@@ -102,7 +100,7 @@ class RunningStep {
   bool is_last(const StepPlan::Planned& due) const { return due.action.stage + 1 == plan_.num_stages_; }
   ScheduledSharding* sharding_of(const StepPlan::Planned& due) const;
 
-  StepRunner& runner_;
+  PipelineRunner& runner_;
   const StepPlan& plan_;
   const std::vector<data::Batch>& micro_batches_;
   int64_t global_valid_tokens_;

@@ -1,4 +1,4 @@
-#include "titan/train/tied_gradients.h"
+#include "train/pipeline/tied_gradients.h"
 
 #include <algorithm>
 #include <map>
@@ -13,7 +13,7 @@ namespace titan::train {
 
 namespace {
 
-// Which pipeline ranks have which of the tied parameters, in an order that all share.
+// The pipeline ranks that have each tied parameter, in an order that all ranks share.
 std::map<std::string, std::vector<int>> holders_of(const std::vector<Parameter>& parameters,
                                                    const DeviceMesh& pp) {
   std::string own;
@@ -34,7 +34,7 @@ std::map<std::string, std::vector<int>> holders_of(const std::vector<Parameter>&
 
 }  // namespace
 
-// Which copy stands for all is the same to whoever counts: the first one of the first rank that has any.
+// All ranks agree on the copy that counts: the first one of the first rank that has any.
 TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp) {
   for (const auto& [name, holders] : holders_of(parameters, pp)) {
     Tied tied;

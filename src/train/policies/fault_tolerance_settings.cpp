@@ -1,4 +1,4 @@
-#include "titan/train/fault_tolerance_settings.h"
+#include "train/policies/fault_tolerance_settings.h"
 
 namespace titan::train {
 
@@ -6,7 +6,7 @@ namespace {
 
 void describe_stops(config::Table<FaultToleranceSettings>& table) {
   table.field("requeue_on", &FaultToleranceSettings::requeue_on,
-              "signals behind whose stop rank 0 puts the SLURM job back into the queue (scontrol requeue); "
+              "signals after which rank 0 puts the stopped SLURM job back into the queue (scontrol requeue); "
               "[\"SIGUSR1\"] goes with sbatch --signal=USR1@300. See docs/operations.md",
               config::one_of({"SIGTERM", "SIGINT", "SIGUSR1"}));
 }
@@ -14,7 +14,7 @@ void describe_stops(config::Table<FaultToleranceSettings>& table) {
 void describe_steps(config::Table<FaultToleranceSettings>& table) {
   table.field("on_nonfinite", &FaultToleranceSettings::on_nonfinite,
               "when a loss or the gradient norm isn't finite: \"stop\" the run, or \"skip\" the optimizer's "
-              "step on all ranks and go on with the next batch",
+              "step on all ranks and continue with the next batch",
               config::one_of({"stop", "skip"}));
   table.field("max_nonfinite_in_a_row", &FaultToleranceSettings::max_nonfinite_in_a_row,
               "steps skipped one after another, at most; the next one stops the run", config::at_least(1));
@@ -22,8 +22,8 @@ void describe_steps(config::Table<FaultToleranceSettings>& table) {
               "steps skipped in the whole run, at most; the next one stops it", config::at_least(1));
   table.field("spike_sigma", &FaultToleranceSettings::spike_sigma,
               "a loss that lies more than so many standard deviations above the mean of the last "
-              "spike_window ones is a spike: the run goes back to a checkpoint before it and on behind the "
-              "batch of the spike; 0: no loss is. The loss is then read at every step",
+              "spike_window ones is a spike: the run rewinds to a checkpoint before it and skips the data "
+              "through the spike; 0: no loss is one. The loss is then read at every step",
               config::finite_at_least(0));
   table.field("spike_window", &FaultToleranceSettings::spike_window,
               "losses that mean and deviation are of; nothing is a spike before there are as many",

@@ -23,7 +23,7 @@ namespace {
 constexpr std::array kStopSignals = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 constexpr int64_t kSameSignalNs = 200'000'000;
 
-// A handler has nothing but what is global.
+// A signal handler only reaches globals.
 std::atomic<int> first_signal{0};
 std::atomic<int64_t> first_signal_ns{0};
 std::atomic<int> first_note{0};  // what the launcher sent along with it
@@ -109,7 +109,7 @@ SignalWatch::SignalWatch(int launcher_pid) {
   action.sa_flags = SA_RESTART | SA_SIGINFO;
   for (size_t i = 0; i < kStopSignals.size(); ++i) {
     ::sigaction(kStopSignals[i], nullptr, &watching->before[i]);
-    // As nohup, or a shell for what runs in its background, has it.
+    // Ignored, as under nohup or in a shell's background.
     if (watching->before[i].sa_handler != SIG_IGN) ::sigaction(kStopSignals[i], &action, nullptr);
   }
   watching->thread = std::jthread([](const std::stop_token& stop) { watch(stop); });

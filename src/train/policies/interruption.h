@@ -4,9 +4,9 @@
 // terminal is gone), but those that the process was started to ignore.
 //
 // [Note: stopping]
-//   note    a handler writes down the first signal; this rank goes on with what it is at (SignalWatch)
+//   note    a handler writes down the first signal; this rank continues with its step (SignalWatch)
 //   tell    a thread puts it into the job's store, for a peer that waits for data (SignalListener)
-//   agree   all ranks hear of it before the same step's forward (stop_agreement.h)
+//   agree   all ranks hear of it before the same step's forward (agreement.h)
 //   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0 (but where
 //           torchrun's agent stopped its ranks: src/cli/train_end.h)
 //
@@ -19,9 +19,10 @@
 
 namespace titan::train {
 
-/// What the launcher sends along with a SIGTERM (sigqueue) to ranks that can't go on, as a peer has failed.
+/// The value that the launcher sends with a SIGTERM (sigqueue) to ranks that can't continue because a peer
+/// has failed.
 inline constexpr int kPeerHasFailed = 0x7174;
-/// And to ranks that are to be started again, as more of them.
+/// The same for ranks that are to be started again in a larger group.
 inline constexpr int kGroupGrows = 0x7175;
 
 /// Notes these signals as long as it lives, in place of what they do. One a process; made by the main thread
@@ -37,11 +38,11 @@ class SignalWatch {
   SignalWatch& operator=(const SignalWatch&) = delete;
 };
 
-/// The first signal that the watch has noted; 0: none, or nobody watches.
+/// The first signal that the watch has noted; 0: none, or there is no watch.
 int noted_signal();
 /// Whether that one came as kPeerHasFailed.
 bool peer_has_failed();
-/// Whether it came as kGroupGrows: the job goes on by itself.
+/// Whether it came as kGroupGrows: the launcher continues the job.
 bool group_grows();
 /// Whether it came from the launcher.
 bool noted_by_launcher();
@@ -49,11 +50,11 @@ bool noted_by_launcher();
 /// "SIGTERM"
 std::string signal_name(int signal);
 
-/// Calls `tell` with the signal when one is noted, from the watch's thread; at once where one is already.
+/// Calls `tell` with the signal when one is noted, from the watch's thread; at once if one was noted before.
 class SignalListener {
  public:
   explicit SignalListener(std::function<void(int)> tell);
-  /// No call is under way behind it.
+  /// No call is in progress afterwards.
   ~SignalListener();
   SignalListener(const SignalListener&) = delete;
   SignalListener& operator=(const SignalListener&) = delete;

@@ -1,13 +1,14 @@
-#include "titan/train/validation.h"
+#include "train/policies/validation.h"
 
 #include <chrono>
 
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
-#include "core/elapsed.h"
+#include "core/units.h"
 #include "titan/core/error.h"
-#include "titan/train/stop_agreement.h"
+#include "titan/train/metrics.h"
+#include "titan/train/trainer.h"
 
 namespace titan::train {
 
@@ -34,55 +35,77 @@ void describe(config::Table<ValidationSettings>& table) {
 
 namespace {
 
-/// Evaluation mode for a scope, on every exit.
+/// Evaluation mode without gradients, until the end of the scope.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(const std::vector<Stage>& stages) : stages_(stages) { set_training(false); }
+  explicit EvaluationMode(const std::vector<ModelPart>& models) : models_(models) { set_training(false); }
   ~EvaluationMode() { set_training(true); }
 
  private:
   void set_training(bool training) const {
-    for (const Stage& stage : stages_) stage.model->root().module().train(training);
+    for (const ModelPart& part : models_) part.model->root().module().train(training);
   }
-  const std::vector<Stage>& stages_;
+
+  const std::vector<ModelPart>& models_;
   c10::NoGradGuard no_grad_;
 };
 
 }  // namespace
 
-ValidationResult validate(StepRunner& runner, const StepPlan& plan, const Meshes& meshes,
-                          const ValidationBatches& batches, int64_t max_batches) {
-  EvaluationMode evaluation(runner.stages());
+std::optional<ValidationResult> validate(StepRunner& runner, const DeviceMesh& loss_mesh,
+                                         const ValidationBatches& batches, int64_t max_batches) {
+  const EvaluationMode evaluation(runner.models());
   const auto start = std::chrono::steady_clock::now();
   ValidationResult result;
   double local_loss_sum = 0;
   int64_t num_empty = 0;
   for (int64_t i = 0; i != max_batches; ++i) {
     if (i % batches.micro_batches == 0) num_empty = 0;
-    auto batch = batches.next();
+    const auto batch = batches.next();
     if (!batch) break;
-    TokenCounts counts =
-        batches.stop ? batches.stop->count({*batch}) : count_valid_tokens({*batch}, meshes.batch);
-    if (batches.stop && batches.stop->agreed()) {
-      result.stopped = true;
-      return result;
-    }
-    if (counts.global == 0) {
+    const auto counts = batches.count(*batch);
+    if (!counts) return std::nullopt;
+    if (counts->global == 0) {
       if (batches.run_dry && ++num_empty == batches.micro_batches) break;
       continue;
     }
-    const auto micro_batches = split_rows({*batch}, batch->input_BS.size(0) / plan.num_micro_batches());
-    at::Tensor share = runner.run(plan, micro_batches, counts.global);
-    local_loss_sum += share.item<double>() * static_cast<double>(counts.global);
-    result.tokens += counts.global;
+    const at::Tensor share = runner.forward(*batch, counts->global);
+    local_loss_sum += share.item<double>() * static_cast<double>(counts->global);
+    result.tokens += counts->global;
     result.local_tokens += batch->labels_BS.numel();
   }
   if (result.tokens == 0)
     throw ConfigError("the validation set holds no token to predict; see validation.dataset");
-  double loss_sum = meshes.loss.group()->sum(local_loss_sum, {"train::validate"});
-  result.loss = loss_sum / static_cast<double>(result.tokens);
+  result.loss =
+      loss_mesh.group()->sum(local_loss_sum, {"train::validate"}) / static_cast<double>(result.tokens);
   result.seconds = seconds_since(start);
   return result;
+}
+
+bool Validation::end_step(Trainer& trainer) {
+  if (!trainer.is_due(settings_.freq)) return false;
+  const PhaseScope validation = trainer.phase(Phase::Validate);
+  trainer.settle();
+  const auto start = std::chrono::steady_clock::now();
+  loader_.restart();
+  // A rank that gives up waiting comes to the count without tensors.
+  const ValidationBatches batches{.next = [&]() -> std::optional<data::Batch> {
+                                    return trainer.wait_for(loader_) ? loader_.next() : data::Batch();
+                                  },
+                                  .count = [&](const data::Batch& batch) { return trainer.agree({batch}); },
+                                  .run_dry = !loader_.num_steps(),
+                                  .micro_batches = loader_.num_micro_batches()};
+  TrainerParts& parts = trainer.parts();
+  const int64_t steps = settings_.steps;
+  const auto result = validate(*parts.runner, parts.meshes.loss, batches,
+                               steps < 0 ? -1 : steps * loader_.num_micro_batches());
+  if (!result) return false;
+  ValidationMetrics metrics{.step = trainer.step(), .loss = result->loss};
+  metrics.tps = parts.window.rate_of(result->local_tokens, result->seconds);
+  parts.window.fill_memory(metrics.memory_gib, metrics.memory_percent);
+  for (const auto& observer : parts.observers) observer->validated(metrics);
+  parts.window.leave_out(seconds_since(start));
+  return false;
 }
 
 }  // namespace titan::train

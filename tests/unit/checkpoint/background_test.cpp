@@ -11,7 +11,6 @@
 
 #include "checkpoint/save/rank_tree.h"
 #include "core/threads.h"
-#include "dist/within.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {
@@ -33,7 +32,7 @@ TEST(Background, DoesOneJobAfterTheOther) {
   }
 }
 
-TEST(Background, WhatAJobHeldIsGoneWhenItIsDone) {
+TEST(Background, ReleasesAJobsObjectsBeforeItIsDone) {
   Background background;
   const auto held = std::make_shared<int>(1);
   std::atomic<bool> may_end = false;
@@ -47,7 +46,7 @@ TEST(Background, WhatAJobHeldIsGoneWhenItIsDone) {
 }
 
 // As a rank whose file system hangs: nobody waits for it for ever, also not at the end.
-TEST(Background, AJobThatHangsIsLeft) {
+TEST(Background, AbandonsAHangingJob) {
   const auto ended = std::make_shared<std::atomic<bool>>(false);
   const auto may_end = std::make_shared<std::atomic<bool>>(false);
   {
@@ -64,7 +63,7 @@ TEST(Background, AJobThatHangsIsLeft) {
   while (!*ended) std::this_thread::sleep_for(milliseconds(1));
 }
 
-TEST(Within, TellsWhatIsDoneInTime) {
+TEST(Within, ReturnsWhetherTheCallFinishedInTime) {
   bool called = false;
   EXPECT_TRUE(within(std::chrono::hours(1), [&] { called = true; }));
   EXPECT_TRUE(called);
@@ -76,7 +75,7 @@ TEST(Within, TellsWhatIsDoneInTime) {
   *may_end = true;
 }
 
-TEST(Within, WhatTheCallHeldIsGoneWhenItIsDone) {
+TEST(Within, ReleasesTheCallsObjectsBeforeItReturns) {
   for (int i = 0; i < 100; ++i) {
     auto held = std::make_shared<int>(1);
     const std::weak_ptr<int> watched = held;
@@ -85,7 +84,7 @@ TEST(Within, WhatTheCallHeldIsGoneWhenItIsDone) {
   }
 }
 
-TEST(RunTasks, DoesEachOnce) {
+TEST(RunTasks, RunsEachTaskOnce) {
   for (const int threads : {0, 1, 3, 50}) {
     std::vector<std::atomic<int>> done(20);
     run_tasks(threads, done.size(), [&](size_t task) { ++done[task]; });
@@ -94,7 +93,7 @@ TEST(RunTasks, DoesEachOnce) {
   run_tasks(4, 0, [](size_t) { FAIL(); });
 }
 
-TEST(RunTasks, ThrowsWhatATaskThrewAndBeginsNoOther) {
+TEST(RunTasks, RethrowsAndStartsNoFurtherTask) {
   std::atomic<int> begun = 0;
   const auto task = [&](size_t index) {
     ++begun;
@@ -105,22 +104,22 @@ TEST(RunTasks, ThrowsWhatATaskThrewAndBeginsNoOther) {
   EXPECT_LT(begun, 1000);
 }
 
-TEST(Wire, GivesBackWhatWasPutIn) {
+TEST(Wire, RoundTripsNumbersAndTexts) {
   WireWriter out;
-  out.number(-5);
-  out.text(std::string("a\0b", 3));
-  out.text("");
+  out(-5);
+  out(std::string("a\0b", 3));
+  out(std::string());
   const std::string bytes = out.take();
   WireReader in(bytes);
-  EXPECT_EQ(in.number(), -5);
-  EXPECT_EQ(in.text(), std::string("a\0b", 3));
+  EXPECT_EQ(in.get<int64_t>(), -5);
+  EXPECT_EQ(in.get<std::string>(), std::string("a\0b", 3));
   EXPECT_FALSE(in.done());
-  EXPECT_EQ(in.text(), "");
+  EXPECT_EQ(in.get<std::string>(), "");
   EXPECT_TRUE(in.done());
-  EXPECT_THROW(in.number(), Error);
+  EXPECT_THROW(in.get<int64_t>(), Error);
   WireReader cut(std::string_view(bytes).substr(0, 17));
-  cut.number();
-  EXPECT_THROW(cut.text(), Error);
+  cut.get<int64_t>();
+  EXPECT_THROW(cut.get<std::string>(), Error);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ std::span<const std::byte> bytes_of(const at::Tensor& tensor) {
 bool finite(const at::Tensor& tensor) { return detail::all_finite(bytes_of(tensor), tensor.scalar_type()); }
 
 TEST(BlockChecks, ChecksumIsXxh3) {
-  // Of the reference implementation, for the empty string.
+  // The reference implementation's value for the empty string.
   EXPECT_EQ(detail::checksum_of({}), 0x2d06800538d394c2u);
   EXPECT_NE(detail::checksum_of(bytes_of(at::zeros({1}))), detail::checksum_of(bytes_of(at::zeros({2}))));
 }
@@ -49,7 +49,7 @@ TEST(BlockChecks, FindsNonFiniteElementsOfEachDtypeAtEachPosition) {
   }
 }
 
-TEST(BlockChecks, EveryFloatOf16BitsAndLessIsJudgedAsTorchDoes) {
+TEST(BlockChecks, AgreesWithTorchOnEveryShortFloat) {
   for (auto dtype : {at::kHalf, at::kBFloat16, at::kFloat8_e5m2, at::kFloat8_e4m3fn}) {
     const bool one_byte = c10::elementSize(dtype) == 1;
     const at::Tensor patterns =

@@ -66,7 +66,7 @@ TEST(FolderLock, OneWriterAtATime) {
   EXPECT_EQ(in_child([&] { return try_to_lock(steps); }).message, "held");
 }
 
-TEST(FolderLock, IsGivenBackByAKilledProcess) {
+TEST(FolderLock, AKilledProcessReleasesIt) {
   const TempFolder folder;
   const auto killed = in_child([&]() -> std::string {
     const FolderLock lock(folder.path());
@@ -77,7 +77,7 @@ TEST(FolderLock, IsGivenBackByAKilledProcess) {
   EXPECT_THAT(read_file(folder / ".lock"), str("process ", getpid(), " on ", host(), "\n"));
 }
 
-TEST(FolderLock, AStrangersTextIsNotShown) {
+TEST(FolderLock, UnprintableHolderTextIsHidden) {
   const TempFolder folder;
   const FolderLock lock(folder.path());
   for (const std::string text : {std::string(), std::string("\033[2Jboo"), std::string("\0\0", 2)}) {
@@ -87,7 +87,7 @@ TEST(FolderLock, AStrangersTextIsNotShown) {
   }
 }
 
-TEST(FolderLock, WithoutLocksItIsNobodys) {
+TEST(FolderLock, WarnsWhereTheFileSystemHasNoLocks) {
   const TempFolder folder;
   for (int error : {ENOLCK, EOPNOTSUPP, ENOSYS, EINVAL}) {
     flock_errno = error;
@@ -105,7 +105,7 @@ TEST(FolderLock, ALinkIsNotFollowed) {
   EXPECT_FALSE(fs::exists(elsewhere / "victim"));
 }
 
-TEST(FolderLock, SaysWhatKeepsItFromWriting) {
+TEST(FolderLock, NamesTheReasonItCannotWrite) {
   const TempFolder folder;
   fs::permissions(folder.path(), fs::perms(0555));
   EXPECT_EQ(as_nobody([&] { return try_to_lock(folder.path()); }).message,

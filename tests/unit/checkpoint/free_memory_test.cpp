@@ -32,7 +32,7 @@ class MemoryLimits : public ::testing::Test {
     fs::create_directories((folder_ / name).parent_path());
     std::ofstream(folder_ / name) << text;
   }
-  /// Of version 2, in `groups`/.
+  /// A version 2 group, in `groups`/.
   void write_group(const std::string& name, const std::string& limit, int64_t usage,
                    const std::string& stat = "") const {
     write("groups/" + name + "/memory.max", limit + "\n");
@@ -60,7 +60,7 @@ class MemoryLimits : public ::testing::Test {
   const titan::testing::TempFolder folder_;
 };
 
-TEST_F(MemoryLimits, WithoutGroupsAreTheHosts) {
+TEST_F(MemoryLimits, UsesTheHostWithoutControlGroups) {
   EXPECT_THAT(free(), ElementsAre(4000));
   EXPECT_THAT(free(200 * kMiB), ElementsAre(4200)) << "what makes way is free";
   fs::remove(folder_ / "meminfo");
@@ -68,7 +68,7 @@ TEST_F(MemoryLimits, WithoutGroupsAreTheHosts) {
   EXPECT_THAT(limits(), IsEmpty()) << "what can't be read limits nothing";
 }
 
-TEST_F(MemoryLimits, OfVersion2AreOfTheGroupAndOfAllAboveIt) {
+TEST_F(MemoryLimits, ReadsVersion2GroupsUpToTheRoot) {
   write("cgroup", "0::/job_7/step_0/task_1\n");
   mount_groups();
   write_group("job_7", std::to_string(1000 * kMiB), 400 * kMiB);
@@ -83,7 +83,7 @@ TEST_F(MemoryLimits, OfVersion2AreOfTheGroupAndOfAllAboveIt) {
   EXPECT_THAT(free(), ElementsAre(4000, 650, 0));
 }
 
-TEST_F(MemoryLimits, OfVersion1AreThoseOfTheMemoryController) {
+TEST_F(MemoryLimits, ReadsVersion1MemoryController) {
   write("cgroup", "9:name=systemd:/\n5:cpu,cpuacct:/elsewhere\n4:memory:/slurm/job_7\n0::/system.slice\n");
   const std::string memory = (folder_ / "memory").string(), cpu = (folder_ / "cpu").string();
   write("mountinfo", "31 23 0:28 / " + cpu + " rw - cgroup cgroup rw,cpu,cpuacct\n" + "32 23 0:29 / " +
@@ -101,7 +101,7 @@ TEST_F(MemoryLimits, OfVersion1AreThoseOfTheMemoryController) {
 }
 
 // It sees its own group's folders alone, with or without a namespace for them.
-TEST_F(MemoryLimits, OfAContainerAreAtTheTopOfItsMount) {
+TEST_F(MemoryLimits, ReadsAContainersMount) {
   write_group("", std::to_string(900 * kMiB), 100 * kMiB);
   mount_groups();
   write("cgroup", "0::/\n");
@@ -118,7 +118,7 @@ TEST_F(MemoryLimits, OfAContainerAreAtTheTopOfItsMount) {
   EXPECT_THAT(free(), ElementsAre(4000, 300, 800));
 }
 
-TEST_F(MemoryLimits, AHierarchyThatIsMountedTwiceCountsOnce) {
+TEST_F(MemoryLimits, CountsAHierarchyMountedTwiceOnce) {
   write_group("a group", std::to_string(900 * kMiB), 100 * kMiB);
   write("cgroup", "0::/a group\n");
   const std::string point = (folder_ / "groups").string();
@@ -127,7 +127,7 @@ TEST_F(MemoryLimits, AHierarchyThatIsMountedTwiceCountsOnce) {
   EXPECT_THAT(free(), ElementsAre(4000, 800));
 }
 
-TEST(MemoryNeeds, OfProcessesAddUpWhereTheyShareALimit) {
+TEST(MemoryNeeds, AddUpForProcessesThatShareALimit) {
   const auto need = [](int64_t bytes, const std::string& group, int64_t left) {
     return MemoryNeed{bytes, {{"host", "this host", 100}, {group, "group " + group, left}}};
   };

@@ -88,7 +88,7 @@ TEST_F(Sharded, ConfigRoundTrip) {
                           HasSubstr("size is 7, the configured model's is 6")));
 }
 
-TEST_F(Sharded, AFolderThatIsThereIsKept) {
+TEST_F(Sharded, KeepsAnExistingFolder) {
   write(hf / "note", "mine");
   convert_to_hf(folder / "ours.safetensors", hf, toy(), {.dtype = at::kBFloat16});
   EXPECT_EQ(read_file(folder / "hf.old/note"), "mine");
@@ -107,7 +107,7 @@ TEST_F(Sharded, AFailureLeavesNothing) {
     EXPECT_TRUE(entry.path().filename() == "hf" || entry.path().filename() == "ours.safetensors") << entry;
 }
 
-TEST_F(Sharded, IsWrittenWhereItsMakerWantsIt) {
+TEST_F(Sharded, WritesInPlaceOnRequest) {
   const HfTensor tensor = toy().tensors[1];
   fs::create_directory(folder / "there");
   const auto zeros = [&](size_t, const AppendTensor& append) { append(at::zeros(tensor.shape)); };
@@ -135,14 +135,14 @@ TEST_F(Sharded, NamesStayInTheFolder) {
 TEST_F(Sharded, IndexAndShardsAgree) {
   const std::string q = "\"x.q\": \"" + first + "\"", b = "\"x.b\": \"" + second + "\"";
   set_index(q + ", \"x.b\": \"" + first + "\"");
-  EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing, the index lists it"));
+  EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing, although the index lists it"));
   set_index(q + ", \"x.b\": \"gone.safetensors\"");
   EXPECT_THAT(problems_of(hf), HasSubstr("gone.safetensors"));
   fs::copy_file(hf / second, hf / "third.safetensors");
   set_index(q + ", " + b + ", \"x.c\": \"third.safetensors\"");
   EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is in another file too"));
   set_index(q + ", " + q + ", " + b);
-  EXPECT_THAT(problems_of(hf), HasSubstr("key 'x.q' occurs twice"));
+  EXPECT_THAT(problems_of(hf), HasSubstr("duplicate key 'x.q'"));
   set_index(q);
   EXPECT_THAT(problems_of(hf), HasSubstr("'x.b' is missing"));
   set_index("");
@@ -153,7 +153,7 @@ TEST_F(Sharded, IndexAndShardsAgree) {
   EXPECT_THAT(problems_of(hf), HasSubstr("which is meant?"));
 }
 
-TEST_F(Sharded, OtherTensorsAreListedTogether) {
+TEST_F(Sharded, ListsAllDifferentTensorsTogether) {
   HfModel model = toy();
   model.tensors[0].shape = {4, 6};
   model.tensors[1].hf_name = "x.other";
@@ -181,7 +181,7 @@ TEST_F(Sharded, DamagedConfigs) {
     }
     return "";
   };
-  EXPECT_THAT(problem_of("{\"a\": 1, \"a\": 2}"), HasSubstr("key 'a' occurs twice"));
+  EXPECT_THAT(problem_of("{\"a\": 1, \"a\": 2}"), HasSubstr("duplicate key 'a'"));
   EXPECT_THAT(problem_of("{\"a.b\": 1, \"a\": {\"b\": 2}}"), HasSubstr("'a.b' occurs twice"));
   EXPECT_THAT(problem_of("[1]"), HasSubstr("not a JSON object"));
   EXPECT_THAT(problem_of(""), HasSubstr("not valid JSON"));
@@ -201,7 +201,7 @@ TEST_F(Sharded, DamagedConfigs) {
 }
 
 // The same weights, cut by rows, by columns within a head, and whole.
-TEST(HfConvert, AStateOfAnyMeshIsTheSameFileAndFolder) {
+TEST(HfConvert, AnyMeshsStateGivesTheSameFileAndFolder) {
   TempFolder folder;
   const auto weights = toy_weights();
   save_safetensors(folder / "ours.safetensors", weights);
@@ -253,7 +253,7 @@ TEST(HfConvert, MemoryDoesNotGrowWithTheTensor) {
   const auto before = peak_kb();
   convert_to_hf(folder / "w.safetensors", folder / "hf", model);
   convert_from_hf(folder / "hf", folder / "back.safetensors", model);
-  // Of a piece what is mapped of the source, and its rows as they were read and in their new order: 16 MiB
+  // Each piece takes the mapped source, and its rows as read and in their new order: 16 MiB
   // each, in memory that all pieces share.
   EXPECT_LT(peak_kb() - before, 80 << 10);
   const SafetensorsFile back(folder / "back.safetensors");

@@ -57,7 +57,7 @@ DTensor tensor_of(const Cut& cut, const DeviceMesh& mesh) {
           .cut_order = cut.order};
 }
 
-// What each rank says of the tensor by itself.
+// Each rank's own description of the tensor.
 struct Said {
   std::vector<TensorLayout> layouts;
   std::vector<Box> boxes;
@@ -116,7 +116,7 @@ std::vector<Cut> all_cuts() {
 
 class Layouts : public ::testing::TestWithParam<Grid> {};
 
-TEST_P(Layouts, SayOfEveryRankWhatItSaysItself) {
+TEST_P(Layouts, DescribeEveryRanksPart) {
   for (const Cut& cut : all_cuts()) {
     const Said said = said_by_all(GetParam(), cut);
     for (const TensorLayout& layout : said.layouts) {
@@ -139,7 +139,7 @@ INSTANTIATE_TEST_SUITE_P(
       return str("pp", g.pp, "replicate", g.dp_replicate, "shard", g.dp_shard, "cp", g.cp, "tp", g.tp);
     });
 
-TEST(Layout, HasEntriesForWhatCutsAndNothingElse) {
+TEST(Layout, ListsOnlyAxesThatSplit) {
   const Meshes meshes = meshes_of(21, {.pp = 2, .dp_replicate = 2, .dp_shard = 3, .tp = 2});
   const TensorLayout layout =
       layout_of(tensor_of({{8, 8}, {R, S0, S1}, {2, 0, 1}}, meshes.tensors), meshes.pipeline);
@@ -149,7 +149,7 @@ TEST(Layout, HasEntriesForWhatCutsAndNothingElse) {
   EXPECT_EQ(layout.axes, expected);
 }
 
-TEST(Layout, OfATensorWithoutAMeshIsTheSameOnAllRanks) {
+TEST(Layout, IsTheSameOnAllRanksWithoutAMesh) {
   const DTensor scalar{.local = at::zeros({}), .mesh = {}, .placements = {}, .global_shape = {}, .box = {}};
   EXPECT_TRUE(layout_of(scalar).axes.empty());
   const Meshes meshes = meshes_of(3, {.pp = 2, .dp_shard = 2});
@@ -169,7 +169,7 @@ std::string problem(Function&& function) {
   return "";
 }
 
-TEST(Layout, OfATensorThatIsntWhatItSaysIsRefused) {
+TEST(Layout, RefusesATensorThatContradictsItsPlacements) {
   const Meshes meshes = meshes_of(1, {.dp_shard = 2, .tp = 2});
   const DTensor good = tensor_of({{6, 4}, {R, S0, S1}, {}}, meshes.tensors);
   layout_of(good);
@@ -188,12 +188,12 @@ TEST(Layout, OfATensorThatIsntWhatItSaysIsRefused) {
   EXPECT_THAT(problem([&] { layout_of(bad); }), HasSubstr("a cut order"));
   bad = good;
   bad.placements[2] = Placement::shard(2);
-  EXPECT_THAT(problem([&] { layout_of(bad); }), HasSubstr("cuts dim 2; the tensor has 2 dimensions"));
+  EXPECT_THAT(problem([&] { layout_of(bad); }), HasSubstr("splits dim 2; the tensor has 2 dimensions"));
   EXPECT_THAT(problem([&] { layout_of(good, meshes.tensors); }), HasSubstr("a pipeline has one axis"));
 }
 
 // Axes that aren't neighbours make no digit of the ranks' numbers.
-TEST(Layout, OfAnAxisWithoutAStrideIsRefused) {
+TEST(Layout, RefusesAnAxisWithoutAStride) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 8});
   const DeviceMesh mesh = DeviceMesh::create(world, {{"a", 2}, {"b", 2}, {"c", 2}});
   const DeviceMesh ends = mesh.flatten({"a", "c"}, "ends");
@@ -207,14 +207,14 @@ struct Unsound {
   const char* why;
 };
 
-TEST(Layout, UnsoundOnesAreRefused) {
+TEST(Layout, RefusesUnsoundLayouts) {
   const std::vector<Unsound> cases = {
       {{{.name = "a", .size = 1, .stride = 1, .dim = 0}}, "size has to be 2 or more"},
       {{{.name = "a", .size = -2, .stride = 1, .dim = 0}}, "size has to be 2 or more"},
       {{{.name = "a", .size = 2, .stride = 0, .dim = 0}}, "stride 1 or more"},
       {{{.name = "a", .size = 2, .stride = 1}}, "exactly one of them is -1"},
       {{{.name = "a", .size = 2, .stride = 1, .dim = 0, .only = 0}}, "exactly one of them is -1"},
-      {{{.name = "a", .size = 2, .stride = 1, .dim = 2}}, "cuts dim 2; the tensor has 2 dimensions"},
+      {{{.name = "a", .size = 2, .stride = 1, .dim = 2}}, "splits dim 2; the tensor has 2 dimensions"},
       {{{.name = "a", .size = 2, .stride = 1, .dim = -2}}, "cuts dim -2"},
       {{{.name = "a", .size = 2, .stride = 1, .only = 2}}, "no position 2 on it"},
       {{{.name = "a", .size = 2, .stride = 1, .only = -7}}, "no position -7 on it"},
@@ -236,7 +236,7 @@ TEST(Layout, UnsoundOnesAreRefused) {
   EXPECT_THAT(problem([&] { check_layout(sound, {8, 8}, 0); }), HasSubstr("a world of 0 ranks"));
 }
 
-TEST(Layout, ShapesBeyondAllMeasureAreRefused) {
+TEST(Layout, RefusesHugeShapes) {
   const auto said_of = [](const Shape& shape) { return problem([&] { check_layout({}, shape, 1); }); };
   EXPECT_EQ(said_of({int64_t{1} << 56}), "");
   EXPECT_EQ(said_of({}), "");
@@ -249,7 +249,7 @@ TEST(Layout, ShapesBeyondAllMeasureAreRefused) {
 
 // The rule: what the parts are when all positions go with all others. A layout that passes tiles the tensor;
 // one whose parts don't tile it doesn't pass.
-TEST(Layout, SoundMeansTiled) {
+TEST(Layout, SoundLayoutsTileTheTensor) {
   int sound = 0, unsound = 0;
   const Shape shape = {7, 6};
   for (int64_t world_size : {4, 6, 8, 12})

@@ -41,7 +41,7 @@ void expect_equal(const Manifest& a, const Manifest& b) {
   }
 }
 
-// What the parser says of a text; "" when it takes it.
+// The parser's complaint about a text; "" when it accepts it.
 std::string manifest_complaint(std::string_view text) {
   try {
     parse_manifest(text, "step-500/manifest.json");
@@ -56,7 +56,7 @@ std::string with_digest(const std::string& rest) {
   return "{\"titan_checkpoint\":1,\"digest\":\"" + digest_of(rest) + "\",\n" + rest;
 }
 
-// The sample with the first `from` behind the digest changed to `to`, and a digest that fits.
+// The sample with the first `from` after the digest changed to `to`, and a matching digest.
 std::string changed(const std::string& from, const std::string& to) {
   const std::string text = to_text(sample_manifest());
   std::string rest = text.substr(text.find('\n') + 1);
@@ -66,7 +66,7 @@ std::string changed(const std::string& from, const std::string& to) {
 }
 
 TEST(Manifest, DigestsAreXxh3Of128Bits) {
-  // Those of the reference implementation: xxhsum -H128, Python's xxhash.xxh3_128_hexdigest.
+  // The reference implementations: xxhsum -H128, Python's xxhash.xxh3_128_hexdigest.
   EXPECT_EQ(digest_of(""), "99aa06d3014798d86001c324468d497f");
   EXPECT_EQ(digest_of("a").size(), 32u);
   EXPECT_NE(digest_of("a"), digest_of("b"));
@@ -88,7 +88,7 @@ TEST(Manifest, RoundTrips) {
   EXPECT_EQ(read.table.tensors()[0].layout, read.table.tensors()[2].layout);
 }
 
-TEST(Manifest, IsJsonThatOthersRead) {
+TEST(Manifest, IsReadableByOtherJsonParsers) {
   const auto json = nlohmann::json::parse(to_text(sample_manifest()));
   EXPECT_EQ(json["titan_checkpoint"], 1);
   const auto& manifest = json["manifest"];
@@ -102,7 +102,7 @@ TEST(Manifest, IsJsonThatOthersRead) {
   EXPECT_EQ(manifest["layouts"][1], nlohmann::json::array());
 }
 
-TEST(Manifest, KeepsAnyUtf8AndReplacesWhatIsnt) {
+TEST(Manifest, KeepsUtf8AndReplacesOtherBytes) {
   Manifest manifest = sample_manifest();
   const std::string odd("quote \" slash \\ \n\t\0 \x1f \x7f é 漢 \xf0\x9f\x99\x82", 36);
   manifest.config = odd;
@@ -142,7 +142,7 @@ TEST(Manifest, EveryTruncationAndEveryAddedByteIsFound) {
   EXPECT_NE(manifest_complaint(text + std::string(1, '\0')), "");
 }
 
-TEST(Manifest, TheBeginningIsOfOneForm) {
+TEST(Manifest, BeginningHasExactlyOneForm) {
   const std::string text = to_text(sample_manifest());
   const auto replaced = [&](const std::string& from, const std::string& to) {
     std::string other = text;
@@ -151,13 +151,13 @@ TEST(Manifest, TheBeginningIsOfOneForm) {
   EXPECT_THAT(manifest_complaint(""), HasSubstr("not a checkpoint's manifest"));
   EXPECT_THAT(manifest_complaint("{}"), HasSubstr("not a checkpoint's manifest"));
   EXPECT_THAT(replaced(":1,", ":2,"), HasSubstr("format 2, which is newer than this library's, 1"));
-  EXPECT_THAT(replaced(":1,", ":0,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":01,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":-1,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":99999999999999999999,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced(":1,", ":1 ,"), HasSubstr("no number of a format"));
-  EXPECT_THAT(replaced("\"digest\"", "\"Digest\""), HasSubstr("the digest isn't there"));
-  EXPECT_THAT(replaced("\",\n", "\", "), HasSubstr("the end of a line"));
+  EXPECT_THAT(replaced(":1,", ":0,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":01,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":-1,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":99999999999999999999,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced(":1,", ":1 ,"), HasSubstr("no format number"));
+  EXPECT_THAT(replaced("\"digest\"", "\"Digest\""), HasSubstr("the digest is missing"));
+  EXPECT_THAT(replaced("\",\n", "\", "), HasSubstr("the end of the line"));
 }
 
 struct Hostile {
@@ -177,7 +177,7 @@ const std::string kRunId = "0123456789abcdef0123456789abcdef";
 INSTANTIATE_TEST_SUITE_P(
     Json, HostileManifests,
     ::testing::Values(
-        Hostile{"\"step\":500", "\"step\":500,\"step\":501", "manifest.step: the key stands there twice"},
+        Hostile{"\"step\":500", "\"step\":500,\"step\":501", "manifest.step: duplicate key"},
         Hostile{"\"step\":500", "\"step\":500,\"stop\":1", "manifest: unknown key 'stop'"},
         Hostile{"\"step\":500,", "", "manifest: key 'step' is missing"},
         Hostile{"\"step\":500", "\"step\":\"500\"", "manifest.step: a string; expected an integer"},
@@ -198,7 +198,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{"titan 0.1.0", std::string(1, '\0'), "NUL"}, Hostile{"titan 0.1.0", "\xff", "not valid JSON"},
         Hostile{"titan 0.1.0", "\\ud800", "not valid JSON"}, Hostile{"titan 0.1.0", "\n", "not valid JSON"},
         Hostile{"\"manifest\":{", "\"manifest\":[", "manifest: an array; expected an object"},
-        Hostile{"\"manifest\":{", "\"digest\":\"\",\"manifest\":{", "digest: the key stands there twice"},
+        Hostile{"\"manifest\":{", "\"digest\":\"\",\"manifest\":{", "digest: duplicate key"},
         Hostile{"}}\n", "}}{}", "not valid JSON"}, Hostile{"}}\n", "}}]", "not valid JSON"},
         Hostile{"}}\n", "}", "not valid JSON"}));
 
@@ -230,7 +230,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{kFsdp, R"("axis":"fs/dp","size":2,"stride":1,"dim":0)", "an axis' name 'fs/dp' contains '/'"},
         Hostile{kFsdp, R"("axis":"fsdp","size":2,"stride":1)",
                 "manifest.layouts[0][1]: key 'dim' is missing"},
-        Hostile{kFsdp, kFsdp + ",\"dim\":1", "manifest.layouts[0][1].dim: the key stands there twice"},
+        Hostile{kFsdp, kFsdp + ",\"dim\":1", "manifest.layouts[0][1].dim: duplicate key"},
         Hostile{"\"layouts\":[", "\"layouts\":[7,", "manifest.layouts[0]: a number; expected an array"},
         Hostile{"\"layouts\":[", "\"layouts\":[{},", "manifest.layouts[0]: an object; expected an array"},
         Hostile{"\"files\":[", "\"files\":[[-1,\"" + kRunId + "\"],", "files[0]: -1 bytes"},
@@ -238,11 +238,11 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{"\"files\":[", "\"files\":[[1,\"" + kRunId + "\"],", "ranks"},
         Hostile{"\"train_state\":", "\"train/state\":", "a text's name 'train/state' contains '/'"},
         Hostile{
-            "\"train_state\":", "\"dataloader\":", "manifest.texts.dataloader: the key stands there twice"},
+            "\"train_state\":", "\"dataloader\":", "manifest.texts.dataloader: duplicate key"},
         Hostile{"\"train_state\":\"\"", "\"train_state\":{}",
                 "manifest.texts.train_state: an object, where none"}));
 
-TEST(Manifest, NestingIsRefusedAtOnce) {
+TEST(Manifest, RefusesDeepNestingAtOnce) {
   for (const std::string open : {"[", "{\"a\":"}) {
     std::string deep;
     for (int i = 0; i < 1'000'000; ++i) deep += open;
@@ -271,7 +271,7 @@ TEST(Manifest, CountsAreLimited) {
               HasSubstr("100000001 bytes; at most 100000000"));
 }
 
-TEST(Manifest, WhatCouldntBeReadIsntWritten) {
+TEST(Manifest, RefusesToWriteWhatItCouldNotRead) {
   const auto problem = [](const std::function<void(Manifest&)>& change) -> std::string {
     Manifest manifest = sample_manifest();
     change(manifest);
@@ -320,7 +320,7 @@ TEST(Manifest, IsReadFromAFolder) {
   EXPECT_THAT(problem(), HasSubstr("1099511627776 bytes; at most 100000000"));
 }
 
-TEST(Manifest, OfThousandsOfRanksIsReadInNoTime) {
+TEST(Manifest, ReadsThousandsOfRanksQuickly) {
   Manifest manifest = sample_manifest();
   std::vector<StateTensor> tensors;
   const auto layout = std::make_shared<const TensorLayout>(

@@ -66,7 +66,7 @@ TEST(ModelFile, DeferredParametersAreRefused) {
   EXPECT_THROW(load_model(model, folder / "m.safetensors"), Error);
 }
 
-TEST(ModelFile, AnUnwritablePlaceIsAnError) {
+TEST(ModelFile, ReportsAnUnwritablePath) {
   std::vector<Parameter> model = {make_parameter("w", at::ones({2}))};
   EXPECT_THROW(save_model(model, "/nonexistent-folder/m.safetensors"), Error);
   EXPECT_THROW(save_model({}, "m.safetensors"), Error);

@@ -27,8 +27,8 @@ HeldGeneration held(int64_t step, int64_t num_files, std::vector<int64_t> ranks,
   return {.step = step, .digest = digest, .num_files = num_files, .ranks = std::move(ranks)};
 }
 
-TEST(PeerGenerations, TheNewestOfWhichEveryFileIsSomewhere) {
-  // Of step 8 the second host has its own file alone: it was lost before the copies were made.
+TEST(PeerGenerations, ChoosesTheNewestCompleteGeneration) {
+  // The second host has only its own file of step 8: the first was lost before the copies were made.
   const auto chosen = newest_generation({{held(7, 2, {0, 1})}, {held(7, 2, {0, 1}), held(8, 2, {1})}});
   ASSERT_TRUE(chosen);
   EXPECT_EQ(chosen->step, 7);
@@ -40,13 +40,13 @@ TEST(PeerGenerations, TheNewestOfWhichEveryFileIsSomewhere) {
   EXPECT_THAT(spread->has_manifest, ElementsAre(false, true, true));
 }
 
-TEST(PeerGenerations, GenerationsOfOneStepArentMixed) {
+TEST(PeerGenerations, NeverMixesGenerationsOfOneStep) {
   EXPECT_FALSE(newest_generation({{held(7, 2, {0}, "before")}, {held(7, 2, {1}, "after")}}));
   EXPECT_FALSE(newest_generation({{}, {}}));
   EXPECT_FALSE(newest_generation({{held(7, 2, {0})}, {held(7, 2, {0})}}));
 }
 
-TEST(PeerGenerations, WhatIsHeldTravels) {
+TEST(PeerGenerations, RoundTripsAsBytes) {
   const std::vector<HeldGeneration> all = {held(7, 4, {0, 3}, "x"), held(9, 1, {}, "y")};
   const auto back = parse_held(to_bytes(all));
   ASSERT_THAT(back, SizeIs(2));
@@ -57,7 +57,7 @@ TEST(PeerGenerations, WhatIsHeldTravels) {
   EXPECT_THROW(parse_held(to_bytes(all).substr(0, 20)), Error);
 }
 
-TEST(PeerGenerations, AFolderHasTheFilesOfTheRightSize) {
+TEST(PeerGenerations, CountsOnlyFilesOfTheRightSize) {
   const titan::testing::TempFolder folder;
   Manifest manifest = testing::sample_manifest();
   const fs::path step = step_path(folder.path(), manifest.step);
@@ -71,9 +71,9 @@ TEST(PeerGenerations, AFolderHasTheFilesOfTheRightSize) {
   ASSERT_THAT(found, SizeIs(1));
   EXPECT_THAT(found[0].ranks, ElementsAre(0, 3));
   EXPECT_EQ(found[0].num_files, 4);
-  // What isn't there lies at other places.
+  // Missing files are at other places.
   EXPECT_THAT(problems,
-              ElementsAre(AllOf(HasSubstr(file_name(1)), HasSubstr("has 1 bytes in place of 1001"))));
+              ElementsAre(AllOf(HasSubstr(file_name(1)), HasSubstr("has 1 bytes instead of 1001"))));
   problems.clear();
 
   std::ofstream(step / kManifestName, std::ios::app) << "x";
@@ -82,7 +82,7 @@ TEST(PeerGenerations, AFolderHasTheFilesOfTheRightSize) {
 }
 
 // Two hosts of two ranks each, and a third one that has come without anything.
-TEST(PeerGenerations, FilesMoveOnceToEachPlaceThatWantsThem) {
+TEST(PeerGenerations, SendsEachFileOncePerPlace) {
   const PeerPlaces places({"a", "a", "b", "b", "c", "c"});
   const std::vector<std::vector<int>> holders = {{0, 1}, {0, 1}, {1}, {1}};
   EXPECT_THAT(moves_for({{0}, {1}, {2}, {3}, {}, {}}, holders, places), IsEmpty());

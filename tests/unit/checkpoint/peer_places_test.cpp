@@ -39,7 +39,7 @@ TEST(PeerPlaces, OnePlaceKeepsNoCopies) {
 
 // Whatever ranks the hosts have: a file's copy lies on another host, who sends and who receives agree, and
 // the ranks of a host share the work.
-TEST(PeerPlaces, CopiesLieOnTheNextPlace) {
+TEST(PeerPlaces, PutCopiesOnTheNextPlace) {
   for (const char* hosts : {"ab", "aabb", "abab", "abc", "aaabbc", "abbbbcc", "aaaaaaab"}) {
     SCOPED_TRACE(hosts);
     const PeerPlaces places(identities_of(hosts));
@@ -62,7 +62,7 @@ TEST(PeerPlaces, CopiesLieOnTheNextPlace) {
   EXPECT_THAT(PeerPlaces(identities_of("aabb")).copy_sources(3), ElementsAre(1));
 }
 
-TEST(PeerPlaces, IdentityIsTheFoldersNotItsNames) {
+TEST(PeerPlaces, IdentityDependsOnTheFolderNotItsName) {
   const titan::testing::TempFolder folder;
   const auto a = folder / "a", b = folder / "b", link = folder / "link";
   std::filesystem::create_directory(a);

@@ -1,4 +1,4 @@
-// What a launcher does with states in memory when no rank is left.
+// How a launcher rescues states in memory when no rank is left.
 
 #include <unistd.h>
 
@@ -53,7 +53,7 @@ class PeerRescue : public ::testing::Test {
   const fs::path peers_ = memory_ / folder_of("job"), disk_ = run_ / "checkpoint";
 };
 
-TEST_F(PeerRescue, WhatIsNewerThanTheDiskIsSavedThere) {
+TEST_F(PeerRescue, SavesAGenerationNewerThanTheDisk) {
   save_checkpoint(peers_, titan::testing::small_checkpoint(7));
   save_checkpoint(disk_, titan::testing::small_checkpoint(5));
   const auto states = end();
@@ -67,7 +67,7 @@ TEST_F(PeerRescue, WhatIsNewerThanTheDiskIsSavedThere) {
   EXPECT_EQ(newest_complete(disk_, problems), 7);
 }
 
-TEST_F(PeerRescue, WhatTheDiskHasIsRemoved) {
+TEST_F(PeerRescue, RemovesAGenerationThatTheDiskHas) {
   save_checkpoint(peers_, titan::testing::small_checkpoint(5));
   save_checkpoint(disk_, titan::testing::small_checkpoint(7));
   EXPECT_THAT(end(), IsEmpty());
@@ -75,8 +75,8 @@ TEST_F(PeerRescue, WhatTheDiskHasIsRemoved) {
   EXPECT_FALSE(fs::exists(disk_ / "step-5"));
 }
 
-// What is pending there, or lacks a file, was never a generation.
-TEST_F(PeerRescue, TheNewestThatIsWholeIsTaken) {
+// A pending folder, or one that lacks a file, was never a generation.
+TEST_F(PeerRescue, TakesTheNewestWholeGeneration) {
   save_checkpoint(peers_, titan::testing::small_checkpoint(7));
   const auto newer = save_checkpoint(peers_, titan::testing::small_checkpoint(8));
   fs::remove(newer / file_name(1));
@@ -87,7 +87,7 @@ TEST_F(PeerRescue, TheNewestThatIsWholeIsTaken) {
   EXPECT_THAT(verify_step(disk_ / "step-7").damages, IsEmpty());
 }
 
-TEST_F(PeerRescue, OtherJobsFoldersAreLeftAlone) {
+TEST_F(PeerRescue, LeavesOtherJobsFoldersAlone) {
   const fs::path other = memory_ / folder_of("another job");
   fs::create_directories(other);
   save_checkpoint(other, titan::testing::small_checkpoint(7));
@@ -95,7 +95,7 @@ TEST_F(PeerRescue, OtherJobsFoldersAreLeftAlone) {
   EXPECT_TRUE(fs::exists(other / "step-7"));
 }
 
-TEST_F(PeerRescue, WhatCantBeSavedStays) {
+TEST_F(PeerRescue, KeepsWhatItCannotSave) {
   const fs::path step = save_checkpoint(peers_, titan::testing::small_checkpoint(7));
   EXPECT_THAT(problem([] { return true; }), HasSubstr("told to end at once"));
   {

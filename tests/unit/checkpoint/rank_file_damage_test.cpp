@@ -148,7 +148,7 @@ TEST_F(DamagedRankFile, CutsAndAdditions) {
   }
 }
 
-TEST_F(DamagedRankFile, SwappedFilesSayWhoseTheyAre) {
+TEST_F(DamagedRankFile, SwappedFilesAreIdentified) {
   const auto of_other = [&](FileIdentity other) {
     const WrittenFile written = write_rank_file(path_, other, pieces_);
     // The manifest's record is of the right file; then of this one, in the wrong place.
@@ -200,7 +200,7 @@ TEST_F(DamagedRankFile, FilesThatChangeWhileTheyAreOpen) {
   EXPECT_SAYS(complaint([&] { file.verify(); }), "when it was opened");
 }
 
-TEST_F(DamagedRankFile, WhatIsNoFile) {
+TEST_F(DamagedRankFile, RefusesNonFiles) {
   EXPECT_SAYS(complaint([&] { RankFile(folder_ / "none", kIdentity, written_.record); }), "ENOENT");
   EXPECT_SAYS(complaint([&] { RankFile(folder_.path(), kIdentity, written_.record); }), "not a regular file");
   ASSERT_EQ(::mkfifo((folder_ / "pipe").c_str(), 0600), 0);
@@ -212,7 +212,7 @@ TEST_F(DamagedRankFile, WhatIsNoFile) {
 
 class MadeUpHeader : public ::testing::Test {
  protected:
-  // What is said of a file of one F32 [2, 3] tensor "w" with this metadata.
+  // The complaint about a file of one F32 [2, 3] tensor "w" with this metadata.
   std::string complaint_of(const SafetensorsMetadata& metadata) const {
     const std::string header = titan::detail::make_safetensors_header({{"w", at::kFloat, {2, 3}}}, metadata);
     write_raw(path_, header + std::string(24, 'x'));
@@ -240,22 +240,22 @@ class MadeUpHeader : public ::testing::Test {
                                      {"w", "5:7,0:3 xxh3:0123456789abcdef"}};
 };
 
-TEST_F(MadeUpHeader, TheGoodOneIsTaken) { EXPECT_EQ(complaint_of(good_), ""); }
+TEST_F(MadeUpHeader, AcceptsAGoodHeader) { EXPECT_EQ(complaint_of(good_), ""); }
 
 TEST_F(MadeUpHeader, MissingAndUnknownKeys) {
   for (const auto& [key, value] : good_) EXPECT_SAYS(complaint_of(without(key)), "no '" + key + "'");
-  EXPECT_SAYS(complaint_of({}), "no rank's file");
+  EXPECT_SAYS(complaint_of({}), "not a rank's file");
   EXPECT_SAYS(complaint_of(with("v", "0:1 xxh3:")), "'v' is of no tensor");
   EXPECT_SAYS(complaint_of(with("format", "titan rank file 2")), "this program reads 'titan rank file 1'");
 }
 
-TEST_F(MadeUpHeader, NumbersThatAreNone) {
+TEST_F(MadeUpHeader, RefusesBadNumbers) {
   for (const char* text : {"", "-1", "+1", " 1", "1 ", "1.0", "0x1", "9223372036854775808"})
     for (const char* key : {"step", "rank", "world_size"})
       EXPECT_SAYS(complaint_of(with(key, text)), str("metadata '", key, "' is '", text, "'"));
 }
 
-TEST_F(MadeUpHeader, BoxesThatAreNone) {
+TEST_F(MadeUpHeader, RefusesBadBoxes) {
   for (const char* box : {"", " ", "5:7", "5:7 ", "5:7,0:3,0:1 ", "5:7,0:4 ", "7:5,0:3 ", "-2:0,0:3 ",
                           "5:7,0:3", "5:7,0:3,  ", ",5:7,0:3 ", "5:7,,0:3 ", "5-7,0:3 ", "5:,0:3 ", ":2,0:3 ",
                           "9223372036854775807:9223372036854775809,0:3 ", "5:7 0:3 "})
@@ -264,7 +264,7 @@ TEST_F(MadeUpHeader, BoxesThatAreNone) {
   EXPECT_EQ(complaint_of(with("w", "9223372036854775805:9223372036854775807,0:3 xxh3:0123456789abcdef")), "");
 }
 
-TEST_F(MadeUpHeader, ChecksumsThatAreNone) {
+TEST_F(MadeUpHeader, RefusesBadChecksums) {
   for (const char* checksums :
        {"", "xxh3", "xxh3:", "xxh3:0123456789abcde", "xxh3:0123456789abcdef0", "xxh3:0123456789abcdeg",
         "xxh3:0123456789ABCDEF", "xxh3:0123456789abcdef,", "xxh3:0123456789abcdef,0123456789abcdef",

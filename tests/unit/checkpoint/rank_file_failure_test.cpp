@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/stored_files.h"
 #include "core/durable.h"
 #include "unit/checkpoint/rank_file_support.h"
 
@@ -21,13 +22,21 @@ namespace titan::checkpoint {
 namespace {
 
 using namespace testing;
-using detail::FileCalls;
+
+// To a local file, with these calls to the operating system.
+WrittenFile write_with(const FileCalls& calls, const std::filesystem::path& path,
+                       const FileIdentity& identity, std::span<const PieceToWrite> pieces,
+                       const WriteOptions& options) {
+  const auto create = [&](int64_t num_bytes) { return detail::local_writer(path, num_bytes, calls); };
+  return detail::write_rank_file(create, identity, pieces, options);
+}
+
 using titan::testing::TempFolder;
 
 #define EXPECT_SAYS(message, words) \
   EXPECT_NE((message).find(words), std::string::npos) << "'" << (message) << "'"
 
-// Of five chunks.
+// Five chunks.
 std::vector<PieceToWrite> pieces_to_fail() {
   return {piece("a", sample(at::kFloat, {3, kBlockBytes})), piece("b", sample(at::kFloat, {5, kBlockBytes})),
           piece("c", sample(at::kByte, {100}))};
@@ -44,8 +53,7 @@ class FailingWrite : public ::testing::Test {
                 std::function<void(int64_t)> progress = {}) const {
     Outcome outcome;
     outcome.message = complaint([&] {
-      detail::write_rank_file(path_, kIdentity, pieces_, {.num_threads = num_threads, .progress = progress},
-                              calls);
+      write_with(calls, path_, kIdentity, pieces_, {.num_threads = num_threads, .progress = progress});
     });
     outcome.file_left = std::filesystem::exists(path_);
     return outcome;
@@ -67,7 +75,7 @@ int fails_with(int error) {
   return -1;
 }
 
-TEST_F(FailingWrite, EachCallsErrorIsNamedAndTheFileRemoved) {
+TEST_F(FailingWrite, NamesTheFailedCallAndRemovesTheFile) {
   struct Case {
     const char* words;
     FileCalls calls;
@@ -94,7 +102,7 @@ TEST_F(FailingWrite, EachCallsErrorIsNamedAndTheFileRemoved) {
   }
 }
 
-TEST_F(FailingWrite, ShortAndInterruptedWritesGoOn) {
+TEST_F(FailingWrite, ContinuesShortAndInterruptedWrites) {
   for (int threads : {1, 2}) {
     std::atomic<int> count{0};
     const auto pwritev = [&](int fd, const iovec* parts, int num_parts, off_t offset) -> ssize_t {
@@ -111,18 +119,18 @@ TEST_F(FailingWrite, ShortAndInterruptedWritesGoOn) {
   }
 }
 
-TEST_F(FailingWrite, BytesThatNobodyTakesAreAnError) {
+TEST_F(FailingWrite, ReportsAWriteOfZeroBytes) {
   const Outcome outcome = write({.pwritev = [](int, const iovec*, int, off_t) { return ssize_t{0}; }});
   EXPECT_SAYS(outcome.message, "takes no bytes");
   EXPECT_FALSE(outcome.file_left);
 }
 
-TEST_F(FailingWrite, FileSystemsThatCantReserve) {
+TEST_F(FailingWrite, WorksWhereSpaceCannotBeReserved) {
   expect_written({.fallocate = [](int, int, off_t, off_t) { return fails_with(EOPNOTSUPP); }}, 2);
 }
 
 // After a short write, as a disk that fills up does it where space can't be reserved.
-TEST_F(FailingWrite, ADiskThatFillsUpMeanwhile) {
+TEST_F(FailingWrite, ReportsADiskThatFillsUp) {
   std::atomic<int> count{0};
   const Outcome outcome = write({.pwritev = [&](int fd, const iovec* parts, int, off_t offset) -> ssize_t {
     return count++ == 0 ? ::pwrite(fd, parts[0].iov_base, 1000, offset) : fails_with(ENOSPC);
@@ -132,7 +140,7 @@ TEST_F(FailingWrite, ADiskThatFillsUpMeanwhile) {
   EXPECT_FALSE(outcome.file_left);
 }
 
-TEST_F(FailingWrite, WhatProgressThrowsStopsTheWrite) {
+TEST_F(FailingWrite, AnExceptionFromProgressStopsTheWrite) {
   for (int threads : {1, 2, 4}) {
     std::atomic<int> chunks{0};
     const auto progress = [&](int64_t) {
@@ -144,7 +152,7 @@ TEST_F(FailingWrite, WhatProgressThrowsStopsTheWrite) {
   }
 }
 
-TEST_F(FailingWrite, AnOlderFileOfTheNameIsReplacedNotWrittenOver) {
+TEST_F(FailingWrite, ReplacesAnOlderFileWithoutOverwritingIt) {
   write_raw(folder_ / "older", "older");
   std::filesystem::create_hard_link(folder_ / "older", path_);
   expect_written({}, 1);
@@ -175,7 +183,7 @@ TEST_F(FailingWrite, LimitOfFileSizes) {
   }
 }
 
-TEST_F(FailingWrite, FoldersThatArentThere) {
+TEST_F(FailingWrite, ReportsAMissingFolder) {
   const std::string message = complaint([&] { write_rank_file(folder_ / "no/f", kIdentity, pieces_); });
   EXPECT_SAYS(message, "ENOENT");
   std::filesystem::create_directory(path_);
@@ -213,8 +221,7 @@ TEST_F(FailingWrite, FullDisks) {
       if (!can_reserve) calls.fallocate = [](int, int, off_t, off_t) { return fails_with(EOPNOTSUPP); };
       int chunks = 0;
       const std::string message = complaint([&] {
-        detail::write_rank_file(disk / "f", kIdentity, pieces_, {.progress = [&](int64_t) { ++chunks; }},
-                                calls);
+        write_with(calls, disk / "f", kIdentity, pieces_, {.progress = [&](int64_t) { ++chunks; }});
       });
       EXPECT_SAYS(message, str(needed, " bytes are needed, "));
       EXPECT_SAYS(message, " bytes are free: No space left on device (ENOSPC)");
@@ -227,7 +234,7 @@ TEST_F(FailingWrite, FullDisks) {
 }
 
 // The space was there, and somebody else takes it while we write.
-TEST_F(FailingWrite, ADiskThatSomebodyElseFills) {
+TEST_F(FailingWrite, ReportsADiskThatAnotherProcessFills) {
   const int64_t needed = rank_file_bytes(kIdentity, pieces_);
   const SmallDisk disk(needed + 100'000);
   if (!disk.mounted()) GTEST_SKIP() << "no tmpfs can be mounted here";
@@ -236,9 +243,8 @@ TEST_F(FailingWrite, ADiskThatSomebodyElseFills) {
   const auto progress = [&](int64_t) {
     if (++chunks == 1) write_raw(disk / "other", std::string(4 << 20, 'x'));
   };
-  const std::string message = complaint([&] {
-    detail::write_rank_file(disk / "f", kIdentity, pieces_, {.progress = progress}, {.fallocate = fallocate});
-  });
+  const std::string message = complaint(
+      [&] { write_with({.fallocate = fallocate}, disk / "f", kIdentity, pieces_, {.progress = progress}); });
   EXPECT_SAYS(message, "ENOSPC");
   EXPECT_FALSE(std::filesystem::exists(disk / "f"));
 }

@@ -22,7 +22,7 @@ using namespace testing;
 using titan::testing::TempFolder;
 
 // Every dtype, a scalar, empty ones, boxes within their tensors, one of several chunks, one that ends a byte
-// behind a block, many small ones.
+// after a block, many small ones.
 std::vector<PieceToWrite> all_kinds() {
   std::vector<PieceToWrite> pieces;
   pieces.push_back({"0 wide", box_at({7, 100}, {3, 5}), sample(at::kDouble, {3, 5})});
@@ -72,7 +72,7 @@ TEST(RankFile, VerifyReadsEveryByteOfTheTensors) {
   EXPECT_EQ(file.bytes_read(), written.record.num_bytes);
 }
 
-TEST(RankFile, AnotherReaderOfSafetensorsTakesIt) {
+TEST(RankFile, IsWellFormedSafetensors) {
   const TempFolder folder;
   const auto pieces = all_kinds();
   write_rank_file(folder / "a.safetensors", kIdentity, pieces);
@@ -140,7 +140,7 @@ TEST(RankFile, PythonsSafetensorsReadsIt) {
   }
 }
 
-TEST(RankFile, AnyNumberOfThreadsWritesTheSameBytes) {
+TEST(RankFile, WritesTheSameBytesWithAnyNumberOfThreads) {
   const TempFolder folder;
   const auto pieces = all_kinds();
   const WrittenFile one = write_rank_file(folder / "1", kIdentity, pieces, {.num_threads = 1});
@@ -178,7 +178,7 @@ TEST(RankFile, ChunksHoldManySmallTensorsOrAPartOfALargeOne) {
   EXPECT_EQ(offset, 100 * 1000 + 20 * kBlockBytes + 5);
 }
 
-TEST(RankFile, SaysWhetherAllIsFinite) {
+TEST(RankFile, ReportsWhetherAllElementsAreFinite) {
   const TempFolder folder;
   at::Tensor large = at::zeros({5'000'000});
   for (int64_t position : {int64_t{0}, int64_t{262'144}, int64_t{4'999'999}}) {
@@ -190,7 +190,7 @@ TEST(RankFile, SaysWhetherAllIsFinite) {
   EXPECT_TRUE(write_rank_file(folder / "f", kIdentity, std::vector{piece("a", large)}).finite);
 }
 
-TEST(RankFile, PiecesThatCantBeWrittenAreRefused) {
+TEST(RankFile, RefusesInvalidPieces) {
   const TempFolder folder;
   const auto refused = [&](const std::vector<PieceToWrite>& pieces, const std::string& words) {
     const std::string message = complaint([&] { write_rank_file(folder / "f", kIdentity, pieces); });
@@ -214,7 +214,7 @@ TEST(RankFile, PiecesThatCantBeWrittenAreRefused) {
       std::string::npos);
 }
 
-TEST(RankFile, TargetsThatDontFitAreRefused) {
+TEST(RankFile, RefusesTargetsThatDoNotFit) {
   const TempFolder folder;
   const auto written = write_rank_file(folder / "f", kIdentity, std::vector{piece("a", at::zeros({2, 3}))});
   const RankFile file(folder / "f", kIdentity, written.record);

@@ -35,7 +35,7 @@ std::string file_bytes(const std::string& header, size_t data_bytes) {
   return bytes + header + std::string(data_bytes, 'x');
 }
 
-// What the reader says of a file with this header and this many bytes of data; "" when it takes it.
+// The reader's complaint about a file with this header and this many bytes of data; "" when it accepts it.
 std::string complaint(const std::string& header, size_t data_bytes) {
   TempFolder folder;
   write_raw(folder / "f.safetensors", file_bytes(header, data_bytes));

@@ -69,7 +69,7 @@ TEST(SavedState, OpensOnlyTheFilesItNeeds) {
               HasSubstr("rank_00000.safetensors is missing"));
 }
 
-TEST(SavedState, SaysWhatIsWrong) {
+TEST(SavedState, ErrorsNameTheProblem) {
   const TempFolder folder;
   const fs::path step = save_checkpoint(folder.path(), small_checkpoint());
   const SavedState state(step);
@@ -89,7 +89,7 @@ TEST(SavedState, SaysWhatIsWrong) {
 }
 
 // A writer's bug: each file is as it was written, but the manifest has other pieces in mind.
-TEST(SavedState, HeadersHaveToBeTheManifests) {
+TEST(SavedState, RefusesHeadersThatContradictTheManifest) {
   const TempFolder folder;
   const CheckpointToSave save = small_checkpoint();
   const fs::path step = save_checkpoint(folder.path(), save);
@@ -100,7 +100,7 @@ TEST(SavedState, HeadersHaveToBeTheManifests) {
   manifest.table = table_of(other);
   const SavedState state(step, manifest);
   EXPECT_THAT(message_of([&] { state.read("model.norm"); }),
-              HasSubstr("what its header has of tensor 'model.norm' is [0:"));
+              HasSubstr("its header's part of tensor 'model.norm' is [0:"));
   EXPECT_TRUE(at::equal(state.read("model.embedding"), data_of(save, "model.embedding")));
 }
 
@@ -120,7 +120,7 @@ TEST(SavedState, SeveralThreadsReadAtOnce) {
   EXPECT_THAT(equal, ::testing::Each(5 * static_cast<int>(save.tensors.size())));
 }
 
-TEST(OpenFiles, TheOnesUsedLastStayOpen) {
+TEST(OpenFiles, KeepsTheMostRecentlyUsedFilesOpen) {
   const TempFolder folder;
   const CheckpointToSave save = small_checkpoint();
   const fs::path step = save_checkpoint(folder.path(), save);
@@ -148,7 +148,7 @@ TEST(OpenFiles, TheOnesUsedLastStayOpen) {
 }
 
 // A checkpoint of more files than a process may open.
-TEST(SavedState, HasFewDescriptors) {
+TEST(SavedState, UsesFewDescriptors) {
   const TempFolder folder;
   CheckpointToSave save{.world_size = 400, .tensors = {{"w", at::arange(800.0), {{cut("dp", 400, 1, 0)}}}}};
   const fs::path step = save_checkpoint(folder.path(), save);

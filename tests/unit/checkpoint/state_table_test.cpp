@@ -136,7 +136,7 @@ void expect_sources(const StateTable& table, size_t tensor, const std::vector<So
   }
 }
 
-TEST(StateTable, EachElementIsWrittenOnceAndFoundAgain) {
+TEST(StateTable, WritesEachElementOnceAndFindsIt) {
   int64_t shared_out = 0, staged = 0;
   for (unsigned seed = 0; seed < 1000; ++seed) {
     SCOPED_TRACE(seed);
@@ -161,7 +161,7 @@ TEST(StateTable, EachElementIsWrittenOnceAndFoundAgain) {
   EXPECT_GT(staged, 100);
 }
 
-TEST(StateTable, OnlyRanksThatHaveATensorWriteIt) {
+TEST(StateTable, OnlyRanksThatHoldATensorWriteIt) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     RandomTable random(seed);
     for (int64_t rank = 0; rank < random.table.world_size(); ++rank)
@@ -256,7 +256,7 @@ TEST(StateTable, BalancesCopiesWithinAStage) {
       StateTable(model([&](int64_t layer, bool) { return stages[static_cast<size_t>(layer % 4)]; }), 16), 1);
 }
 
-TEST(StateTable, SmallTensorsGoRoundTheRanks) {
+TEST(StateTable, SpreadsSmallTensorsOverTheRanks) {
   std::vector<StateTensor> tensors;
   for (int64_t i = 0; i < 64; ++i)
     tensors.push_back({.name = str("step", i), .dtype = at::kFloat, .shape = {}, .layout = layout({})});
@@ -265,7 +265,7 @@ TEST(StateTable, SmallTensorsGoRoundTheRanks) {
 }
 
 // 33 rows for 32 copies: pieces of two rows, 17 of them, and no copy with an empty one.
-TEST(StateTable, PiecesAreOfAboutAMiB) {
+TEST(StateTable, PiecesHaveAboutOneMiB) {
   const auto pieces = [](const Shape& shape, int64_t copies) {
     return all_pieces(
                StateTable({{.name = "t", .dtype = at::kFloat, .shape = shape, .layout = layout({})}}, copies),
@@ -288,7 +288,7 @@ TEST(StateTable, PiecesAreOfAboutAMiB) {
 // --- names, order, refusals
 // ----------------------------------------------------------------------------------
 
-TEST(StateTable, IsInTheOrderOfFilesAndFindsByName) {
+TEST(StateTable, IsInFileOrderAndFindsByName) {
   const auto whole = layout({});
   std::vector<StateTensor> tensors;
   for (const auto& [name, dtype] : std::vector<std::pair<std::string, at::ScalarType>>{
@@ -307,7 +307,7 @@ TEST(StateTable, IsInTheOrderOfFilesAndFindsByName) {
   for (size_t i = 0; i < names.size(); ++i) EXPECT_EQ(other.tensors()[i].name, names[i]);
 }
 
-TEST(StateTable, WhatIsntATableIsRefused) {
+TEST(StateTable, RefusesInvalidTables) {
   const auto whole = layout({});
   const auto named = [&](std::string name, at::ScalarType dtype = at::kFloat) {
     return StateTensor{.name = std::move(name), .dtype = dtype, .shape = {2}, .layout = whole};
@@ -322,11 +322,11 @@ TEST(StateTable, WhatIsntATableIsRefused) {
   EXPECT_THAT(problem({named("a\nb")}, 1), HasSubstr("control characters"));
   EXPECT_THAT(problem({named("a\xff")}, 1), HasSubstr("isn't UTF-8"));
   EXPECT_THAT(problem({named(std::string(1001, 'a'))}, 1), HasSubstr("at most 1000"));
-  EXPECT_THAT(problem({named("__metadata__")}, 1), HasSubstr("safetensors keeps for itself"));
+  EXPECT_THAT(problem({named("__metadata__")}, 1), HasSubstr("is reserved by safetensors"));
   EXPECT_THAT(problem({named("a", at::kComplexFloat)}, 1), HasSubstr("tensor 'a': safetensors can't hold"));
   StateTensor bad = named("a");
   bad.layout = layout({{.name = "x", .size = 2, .stride = 1, .dim = 1}});
-  EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': axis 'x' (size 2, stride 1) cuts dim 1"));
+  EXPECT_THAT(problem({bad}, 2), HasSubstr("tensor 'a': axis 'x' (size 2, stride 1) splits dim 1"));
   bad.layout = layout({{.name = "x\n", .size = 2, .stride = 1, .dim = 0}});
   EXPECT_THAT(problem({bad}, 2), HasSubstr("an axis' name contains control characters"));
   bad.layout = nullptr;
@@ -334,7 +334,7 @@ TEST(StateTable, WhatIsntATableIsRefused) {
 }
 
 // Each is as large as a tensor may be: whoever adds them up would overflow.
-TEST(StateTable, TheSizeOfAllTensorsIsLimited) {
+TEST(StateTable, LimitsTheTotalSize) {
   std::vector<StateTensor> tensors;
   for (const char* name : {"a", "b", "c", "d", "e", "f", "g", "h"})
     tensors.push_back(
@@ -344,7 +344,7 @@ TEST(StateTable, TheSizeOfAllTensorsIsLimited) {
   EXPECT_THAT(problem(tensors, 1), HasSubstr("bytes together, up to 'i'"));
 }
 
-TEST(StateTable, AsksOfWhatIsntThereAreRefused) {
+TEST(StateTable, RefusesUnknownTensorsAndBoxes) {
   const StateTable table({{.name = "a", .dtype = at::kFloat, .shape = {4, 2}, .layout = layout({})}}, 2);
   EXPECT_THROW(table.pieces_of(-1), Error);
   EXPECT_THROW(table.pieces_of(2), Error);
@@ -360,7 +360,7 @@ TEST(StateTable, AsksOfWhatIsntThereAreRefused) {
 }
 
 // A million ranks: whoever looks for a few rows doesn't go through all of them.
-TEST(StateTable, LooksOnlyWhereTheElementsAre) {
+TEST(StateTable, SearchesOnlyIntersectingParts) {
   constexpr int64_t kRanks = 1'000'000;
   const StateTable table({{.name = "a",
                            .dtype = at::kFloat,

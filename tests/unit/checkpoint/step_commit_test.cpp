@@ -114,7 +114,7 @@ std::vector<int64_t> numbers(const std::vector<StepEntry>& steps) {
   return numbers;
 }
 
-// Whose step it is, if it is whole.
+// The run that a whole step belongs to.
 std::string owner_of(const fs::path& step) {
   return quick_problems(step).empty() ? read_manifest(step).run_id : "none: " + quick_problems(step).front();
 }
@@ -139,7 +139,7 @@ TEST_P(ExchangeOrNot, AStepAppearsAndIsReplaced) {
   EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
 }
 
-TEST_P(ExchangeOrNot, ALeftoverOfTheSameNamesIsInNobodysWay) {
+TEST_P(ExchangeOrNot, ReplacesALeftoverOfTheSameName) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   fs::create_directories(folder / str(".step-7.", kNew, ".old") / "half");
@@ -193,7 +193,7 @@ TEST_P(ExchangeOrNot, KilledWhileANewStepAppears) {
   EXPECT_THAT(counts, ElementsAre(0, 1));
 }
 
-// What a kill left, cleaned by runs that are killed too.
+// Leftovers of a kill, cleaned by runs that are killed too.
 TEST_P(ExchangeOrNot, KilledWhileCleaning) {
   int kills = 0;
   for (bool killed = true; killed; ++kills) {
@@ -216,8 +216,8 @@ TEST_P(ExchangeOrNot, KilledWhileCleaning) {
   EXPECT_GE(kills, 8);
 }
 
-// What a power loss leaves is what was synced: a kill doesn't lose the page cache.
-TEST_P(ExchangeOrNot, WhatHasToLastIsSyncedBeforeAnythingGoes) {
+// A power loss leaves only what was synced; a kill doesn't lose the page cache.
+TEST_P(ExchangeOrNot, SyncsBeforeRemoving) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
@@ -243,7 +243,7 @@ TEST_P(ExchangeOrNot, WhatHasToLastIsSyncedBeforeAnythingGoes) {
 INSTANTIATE_TEST_SUITE_P(StepCommit, ExchangeOrNot, ::testing::Bool(),
                          [](const auto& param) { return param.param ? "Exchange" : "TwoRenames"; });
 
-TEST(StepCommit, AFailedRenamePutsTheOldStepBack) {
+TEST(StepCommit, AFailedRenameRestoresTheOldStep) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
@@ -258,7 +258,7 @@ TEST(StepCommit, AFailedRenamePutsTheOldStepBack) {
 }
 
 // Not even a server that is away for seconds loses the old step, nor does what was pending then.
-TEST(StepCommit, WhereItCantBePutBackTheNextRunDoesIt) {
+TEST(StepCommit, TheNextRunRestoresTheOldStep) {
   const TempFolder folder;
   save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
@@ -275,7 +275,7 @@ TEST(StepCommit, WhereItCantBePutBackTheNextRunDoesIt) {
 }
 
 // The mirror of it: a step that was pruned half doesn't come back because another is pending.
-TEST(StepCommit, WhatIsHalfRemovedNeverComesBack) {
+TEST(StepCommit, NeverRestoresAHalfRemovedStep) {
   const TempFolder folder;
   fs::rename(save_checkpoint(folder.path(), of(kOld)), folder / str(".step-7.", kNew, ".old"));
   write_pending(folder.path(), of(kNew));
@@ -290,7 +290,7 @@ void write_model_alone(const fs::path& step) {
 }
 
 // A model that was exported is somebody's result; a state is what a run goes on from.
-TEST_P(ExchangeOrNot, WhatIsOfAnotherKindIsKept) {
+TEST_P(ExchangeOrNot, KeepsAStepOfAnotherKind) {
   const TempFolder folder;
   write_model_alone(folder / "step-7");
   write_pending(folder.path(), of(kNew));
@@ -312,7 +312,7 @@ TEST_P(ExchangeOrNot, WhatIsOfAnotherKindIsKept) {
   EXPECT_THAT(list_leftovers(folder.path()), ElementsAre());
 }
 
-TEST_P(ExchangeOrNot, NorIsItLostByAKill) {
+TEST_P(ExchangeOrNot, AKillKeepsAStepOfAnotherKind) {
   int kills = 0;
   for (bool killed = true; killed; ++kills) {
     const TempFolder folder;
@@ -361,7 +361,7 @@ TEST(StepCommit, KilledWhileRemoving) {
   EXPECT_GE(kills, 6);
 }
 
-TEST(StepCommit, WithoutTheLockNothingIsCleaned) {
+TEST(StepCommit, CleansNothingWithoutTheLock) {
   const TempFolder folder;
   write_pending(folder.path(), of(kNew));
   FolderLock lock(folder.path());
@@ -380,7 +380,7 @@ TEST(StepCommit, WithoutTheLockNothingIsCleaned) {
 }
 
 // A step is of no use in a folder whose own name was lost.
-TEST(StepCommit, TheFoldersAboveAreSyncedToo) {
+TEST(StepCommit, SyncsTheParentFolders) {
   const TempFolder folder;
   std::vector<std::string> calls;
   record = &calls;
@@ -403,7 +403,7 @@ TEST(StepCommit, CleaningTouchesNothingElse) {
     EXPECT_TRUE(fs::exists(folder / name));
 }
 
-TEST(StepCommit, SaysWhatIsReadOnly) {
+TEST(StepCommit, NamesAReadOnlyFolder) {
   const TempFolder folder;
   const fs::path step = save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
@@ -427,7 +427,7 @@ CheckpointToSave not_finite(int64_t step) {
   return save;
 }
 
-TEST(Prune, TakesTheOldest) {
+TEST(Prune, RemovesTheOldest) {
   const TempFolder folder;
   for (int64_t step : {1, 2, 3, 10}) save_checkpoint(folder.path(), of(kOld, step));
   const auto steps = list_steps(folder.path());
@@ -449,7 +449,7 @@ TEST(Prune, KeepsTheNewestFiniteStepThroughAnyNumberOfOthers) {
   EXPECT_THAT(numbers(list_steps(folder.path())), ElementsAre(2, 12, 13));
 }
 
-TEST(Prune, ADamagedStepIsNotTheGoodOne) {
+TEST(Prune, DoesNotKeepADamagedStepAsTheGoodOne) {
   const TempFolder folder;
   for (int64_t step : {1, 2, 3, 4}) save_checkpoint(folder.path(), of(kOld, step));
   std::ofstream(folder / "step-4/manifest.json") << "damaged";
@@ -457,7 +457,7 @@ TEST(Prune, ADamagedStepIsNotTheGoodOne) {
   EXPECT_THAT(numbers(steps_to_prune(list_steps(folder.path()), 1)), ElementsAre(1, 3));
 }
 
-TEST(Prune, NeitherModelsNorPendingStepsAreTaken) {
+TEST(Prune, LeavesModelsAndPendingSteps) {
   const TempFolder folder;
   for (int64_t step : {1, 5, 6}) save_checkpoint(folder.path(), of(kOld, step));
   for (const char* name : {"step-2", "step-9"}) {

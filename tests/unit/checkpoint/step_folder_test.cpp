@@ -51,7 +51,7 @@ TEST(StepFolder, ListsStepsByNumber) {
   EXPECT_FALSE(steps[2].has_manifest);
 }
 
-TEST(StepFolder, PassesOverStrangeNames) {
+TEST(StepFolder, IgnoresOtherNames) {
   const TempFolder folder;
   for (const char* name :
        {"step-007", "step--1", "step-+1", "step-99999999999999999999", "step-9223372036854775808", "step-",
@@ -63,7 +63,7 @@ TEST(StepFolder, PassesOverStrangeNames) {
   EXPECT_THAT(step_numbers(list_steps(folder.path())), ElementsAre(0, 9223372036854775807));
 }
 
-TEST(StepFolder, LinksAreNoSteps) {
+TEST(StepFolder, IgnoresLinks) {
   const TempFolder folder, elsewhere;
   save_checkpoint(elsewhere.path(), tiny(3));
   fs::create_directory_symlink(elsewhere / "step-3", folder / "step-3");
@@ -76,7 +76,7 @@ TEST(StepFolder, LinksAreNoSteps) {
   EXPECT_THAT(quick_problems(folder / "step-6"), ElementsAre(HasSubstr("manifest.json is no regular file")));
 }
 
-TEST(StepFolder, WhatIsNotThereHasNoSteps) {
+TEST(StepFolder, AMissingFolderHasNoSteps) {
   const TempFolder folder;
   EXPECT_THAT(list_steps(folder / "none"), ElementsAre());
   EXPECT_THAT(list_leftovers(folder / "none"), ElementsAre());
@@ -119,7 +119,7 @@ TEST(StepFolder, ListsLeftovers) {
   EXPECT_FALSE(lacks_successor(leftovers[2], folder.path()));
 }
 
-TEST(StepFolder, ListsWhatWasPutAside) {
+TEST(StepFolder, ListsFoldersPutAside) {
   const TempFolder folder;
   for (const char* name : {"step-2.model", "step-2.model.2", "step-10.state", "step-2.old", "step-02.model",
                            "step-2.modelling", "xstep-2.model", "step-2"})
@@ -128,7 +128,7 @@ TEST(StepFolder, ListsWhatWasPutAside) {
               ElementsAre(folder / "step-10.state", folder / "step-2.model", folder / "step-2.model.2"));
 }
 
-TEST(StepFolder, ProblemsWithoutReadingTensors) {
+TEST(StepFolder, FindsProblemsWithoutReadingTensors) {
   const TempFolder folder;
   const fs::path step = save_checkpoint(folder.path(), tiny(20));
   EXPECT_THAT(quick_problems(step), ElementsAre());
@@ -154,12 +154,12 @@ TEST(StepFolder, AStepUnderAnotherStepsNameIsAProblem) {
   const fs::path step = save_checkpoint(folder.path(), tiny(20));
   fs::rename(step, folder / "step-30");
   EXPECT_THAT(quick_problems(folder / "step-30"),
-              ElementsAre(HasSubstr("is of step 20, its folder's name of step 30")));
+              ElementsAre(HasSubstr("is of step 20, but its folder is named for step 30")));
   fs::rename(folder / "step-30", folder / "best");
   EXPECT_THAT(quick_problems(folder / "best"), ElementsAre());
 }
 
-TEST(StepFolder, TheNewestCompleteStep) {
+TEST(StepFolder, FindsTheNewestCompleteStep) {
   const TempFolder folder;
   for (int64_t step : {5, 10, 15, 20}) save_checkpoint(folder.path(), tiny(step));
   fs::create_directory(folder / "step-25");

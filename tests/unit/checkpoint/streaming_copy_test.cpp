@@ -11,7 +11,7 @@ namespace titan::checkpoint::detail {
 namespace {
 
 // Every start within a line, every end within one, and nothing around it.
-TEST(StreamingCopy, CopiesAllAndNothingElse) {
+TEST(StreamingCopy, CopiesExactlyTheRange) {
   constexpr size_t line = 64, most = 4 * line;
   std::vector<char> source(most + line);
   std::iota(source.begin(), source.end(), char{1});

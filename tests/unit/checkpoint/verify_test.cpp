@@ -103,7 +103,7 @@ TEST(Verify, LeavesNoPageOfTheFilesInMemory) {
   EXPECT_EQ(pages(), 0);
 }
 
-TEST(Verify, GoesOnAfterDamage) {
+TEST(Verify, ContinuesAfterDamage) {
   const TempFolder folder;
   CheckpointToSave save{.world_size = 2,
                         .tensors = {{"a", at::zeros({3 * kBlockBytes / 4}), {}},
@@ -128,12 +128,12 @@ TEST(Verify, GoesOnAfterDamage) {
         lines(verify_step(step, options)),
         ElementsAre(
             AllOf(HasSubstr("rank_00000.safetensors: is missing"), HasSubstr("parts of 2 tensors: 'a', 'b'")),
-            HasSubstr("rank_00001.safetensors: tensor 'a', block 0: the checksum isn't"),
-            HasSubstr("rank_00001.safetensors: tensor 'b', blocks 1 to 2: the checksum isn't")));
+            HasSubstr("rank_00001.safetensors: tensor 'a', block 0: the bytes don't match"),
+            HasSubstr("rank_00001.safetensors: tensor 'b', blocks 1 to 2: the bytes don't match")));
   }
 }
 
-TEST(Verify, AFolderThatIsNotThereIsAnError) {
+TEST(Verify, ReportsAMissingFolder) {
   const TempFolder folder;
   EXPECT_THROW(verify_step(folder / "none"), Error);
   EXPECT_THAT(lines(verify_step(folder.path())), ElementsAre(HasSubstr("manifest.json: is missing")));
@@ -146,7 +146,7 @@ TEST(Verify, AStepUnderAnotherStepsName) {
 }
 
 // Headers that a writer got wrong: as they were written, but not the manifest's.
-TEST(Verify, HeadersAgainstTheManifest) {
+TEST(Verify, ComparesHeadersWithTheManifest) {
   const TempFolder folder;
   CheckpointToSave save = small_checkpoint(5);
   const fs::path step = save_checkpoint(folder.path(), save);
@@ -159,13 +159,13 @@ TEST(Verify, HeadersAgainstTheManifest) {
   replace_bytes(step / kManifestName, to_text(manifest));
   const std::vector<std::string> found = lines(verify_step(step));
   EXPECT_THAT(found,
-              ::testing::Contains(HasSubstr("tensor 'model.embedding': what the header has of it is [0:")));
+              ::testing::Contains(HasSubstr("tensor 'model.embedding': the header's part of it is [0:")));
   EXPECT_THAT(found, ::testing::Contains(HasSubstr("tensor 'model.renamed': is missing from the file")));
-  EXPECT_THAT(
-      found, ::testing::Contains(HasSubstr("tensor 'model.norm': is in the file; the manifest has no part")));
+  EXPECT_THAT(found, ::testing::Contains(HasSubstr(
+                         "tensor 'model.norm': is in the file, but by the manifest it has no part")));
 }
 
-// Two steps of a run and the first of another one; each trial damages step-1, and it is mended behind it.
+// Two steps of a run and the first of another one; each trial damages step-1, and it is repaired afterwards.
 class RandomDamage : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -116,9 +116,9 @@ TEST(LaunchArguments, FinalCodes) {
 }
 
 TEST(LaunchArguments, WrongWords) {
-  EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2"}), HasSubstr("there is no program to start"));
+  EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2"}), HasSubstr("the program to start is missing"));
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2", "--"}),
-              HasSubstr("there is no program to start"));
+              HasSubstr("the program to start is missing"));
   EXPECT_THAT(problem_of(parse_launch_arguments, {"prog"}), HasSubstr("--nproc is required"));
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "two", "prog"}), HasSubstr("two"));
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2", "--log-ranks", "all", "prog"}),

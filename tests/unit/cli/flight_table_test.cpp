@@ -109,7 +109,7 @@ TEST_F(FlightTable, RowsAndColumnsAreChosen) {
   const std::string text = calls({.num_calls = 2, .ranks = {1}});
   EXPECT_THAT(text,
               AllOf(HasSubstr("rank 1"), Not(HasSubstr("rank 0")), HasSubstr("\n811 "), HasSubstr("\n812 "),
-                    Not(HasSubstr("\n810 ")), HasSubstr("  and 2 ranks more (--ranks shows others)\n")));
+                    Not(HasSubstr("\n810 ")), HasSubstr("  and 2 more ranks (choose them with --ranks)\n")));
   const std::string usual = calls();
   EXPECT_THAT(usual, AllOf(HasSubstr("\n803 "), Not(HasSubstr("\n802 "))));
 }
@@ -122,7 +122,7 @@ TEST_F(FlightTable, CulpritsHaveAColumn) {
     if (rank != 17) add_call(812, kWaits);
   }
   EXPECT_THAT(calls(), AllOf(HasSubstr("rank 6 "), Not(HasSubstr("rank 7 ")), HasSubstr("rank 17"),
-                             HasSubstr("MISSING"), HasSubstr("  and 12 ranks more")));
+                             HasSubstr("MISSING"), HasSubstr("  and 12 more ranks")));
 }
 
 TEST_F(FlightTable, RanksSayWhereTheyAre) {

@@ -38,8 +38,8 @@ TEST(LaunchTrain, RanksThatAreStartedAgainRefuseToGoBack) {
     EXPECT_EQ(refusal_of(by, 3, saves), "");
     EXPECT_EQ(refusal_of(by, 0, goes_back), "") << "without restarts it is loaded once";
     EXPECT_THAT(refusal_of(by, 3, goes_back),
-                AllOf(HasSubstr("--checkpoint.load_step = 5: with --max-restarts has to be -1"),
-                      HasSubstr("exclude_from_loading"), HasSubstr("with --max-restarts has to be empty")));
+                AllOf(HasSubstr("--checkpoint.load_step = 5: with --max-restarts must be -1"),
+                      HasSubstr("exclude_from_loading"), HasSubstr("with --max-restarts must be empty")));
   }
 }
 
@@ -48,7 +48,7 @@ TEST(LaunchTrain, RanksThatSaveNothingAreRefusedWhereRestartsWereAskedFor) {
   const std::vector<std::string> load_only = {"--checkpoint.enable", "--checkpoint.load_only"};
   EXPECT_THAT(refusal_of("titan", 3, {}), HasSubstr("checkpoint.enable"));
   EXPECT_THAT(refusal_of("titan", 3, load_only),
-              AllOf(HasSubstr("load_only"), HasSubstr("has to be false"), Not(HasSubstr("has to be true"))));
+              AllOf(HasSubstr("load_only"), HasSubstr("must be false"), Not(HasSubstr("must be true"))));
   EXPECT_EQ(refusal_of("torchrun", 3, {}), "");
 }
 

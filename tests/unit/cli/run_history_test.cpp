@@ -25,10 +25,10 @@ TEST(RunHistory, HowAProcessEnded) {
             "an error in fetching_batch of step 6 on rank 3 (node7)");
   EXPECT_EQ(end_of(log, 4'000'000'000, {other}, 3'200'000).kind,
             ProcessEnd::Kind::Silent);  // the next start's
-  EXPECT_EQ(end_of(log, 4'000'000).words, "at work");
+  EXPECT_EQ(end_of(log, 4'000'000).words, "running");
   EXPECT_EQ(end_of(log, 304'000'000).words, "silent for 5 min 1 s, in step");
   EXPECT_EQ(end_of(log, 304'000'000).kind, ProcessEnd::Kind::Silent);
-  EXPECT_EQ(end_of(log, 4'000'000'000, {}, 5'000'000).words, "killed, or lost");  // there is a next one
+  EXPECT_EQ(end_of(log, 4'000'000'000, {}, 5'000'000).words, "killed or lost");  // there is a next one
   ProcessLog failed = log;
   failed.events.push_back(event(Kind::Error, "fwd_bwd", 6, 4'000'000));
   EXPECT_EQ(end_of(failed, 5'000'000).kind, ProcessEnd::Kind::Failed);
@@ -89,7 +89,7 @@ TEST(RunHistory, AnotherRanksErrorIsHowItsStartEnded) {
   const RunHistory history = read_history(run.folder);
   // The second one begins at step 1 again, and takes the first one's place.
   ASSERT_EQ(history.processes.size(), 1u);
-  EXPECT_EQ(end_of(history, 0, history.processes[0].last_us()).words, "at work");
+  EXPECT_EQ(end_of(history, 0, history.processes[0].last_us()).words, "running");
   run.log(1, "20260101-000100-000000", 2, {"step 2 optim_error", "step 2 optim_end"});
   const RunHistory failed = read_history(run.folder);
   EXPECT_EQ(end_of(failed, 0, failed.processes[0].last_us()).words,
@@ -135,7 +135,7 @@ TEST(RunHistory, WhatIsNoRowIsPassedOver) {
   const auto path = fs::path(testing::TempDir()) / "bad_rows.jsonl";
   std::ofstream(path)
       << "{\"step\": 1, \"loss\": 3.5}\n{\"step\": 2, \"lo{\"step\": 3}\n{\"step\": 4, \"lr\": 1}\n";
-  const FigureRows rows(path);
+  const MetricRows rows(path);
   ASSERT_EQ(rows.size(), 2u);
   EXPECT_EQ(rows.step(1), 4);
   EXPECT_FALSE(rows.value(1, "loss"));
@@ -166,12 +166,12 @@ TEST(RunHistory, FiguresOfTheLastRows) {
   const auto path = std::filesystem::path(testing::TempDir()) / "figure_rows.jsonl";
   std::ofstream(path) << "{\"step\": 1, \"loss\": 3.5}\n{\"step\": 2, \"loss\": null}\n{\"step\": 3, "
                          "\"loss\": 2.5}\n{\"step\": 4, \"lo";
-  const FigureRows all(path), tail(path, 40);
+  const MetricRows all(path), tail(path, {.tail_bytes = 40});
   EXPECT_EQ(all.size(), 3u);
   EXPECT_EQ(all.curve("loss"), (Curve{{1, 3.5}, {3, 2.5}}));
   EXPECT_EQ(tail.first_step(), 3);
   EXPECT_EQ(tail.last("loss"), 2.5);
-  EXPECT_TRUE(FigureRows(path.parent_path() / "none.jsonl").empty());
+  EXPECT_TRUE(MetricRows(path.parent_path() / "none.jsonl").empty());
 }
 
 }  // namespace

@@ -97,12 +97,12 @@ TEST(SweepPlan, NamesAreFolders) {
 
 TEST(SweepPlan, WhatIsWrongWithAFile) {
   EXPECT_THAT(problems_of("[set]\ntraining.steps = 1\n"),
-              ElementsAre(HasSubstr("there is neither a [grid] nor a [run.NAME]")));
+              ElementsAre(HasSubstr("it has neither a [grid] nor a [run.NAME]")));
   EXPECT_THAT(problems_of("gird = 1\nbase = 3\nnproc = 0\n[grid]\noptimizer.lr = 1e-3\ntraining.steps = [2, "
                           "2]\njob.dump_folder = [\"a\"]\n"),
               ElementsAre(HasSubstr("sweep_plan.toml:1:1: gird: unknown"), HasSubstr("base: must be a path"),
                           HasSubstr("nproc: must be"), HasSubstr("optimizer.lr: must be a list"),
-                          HasSubstr("lists a value twice"), HasSubstr("is what a sweep sets itself")));
+                          HasSubstr("lists a value twice"), HasSubstr("is set by the sweep itself")));
   EXPECT_THAT(problems_of("run = 3\n[grid]\na.b = [1]\n"), ElementsAre(HasSubstr("[run.NAME]")));
 }
 

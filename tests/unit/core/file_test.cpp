@@ -97,7 +97,8 @@ TEST_F(FileTest, AFullDiskNamesPathReasonAndBytes) {
     message = message_of([&] { write_file_atomic(folder_ / "x", std::string(10000, 'a')); });
   }
   EXPECT_EQ(message, str("cannot write ", (folder_ / "x").string(),
-                         ": write failed: File too large (EFBIG) after 4096 bytes"));
+                         ": cannot reserve its space: File too large (EFBIG) after 0 bytes; 10000 bytes are "
+                         "needed, this process may write files of 4096 (ulimit -f)"));
   EXPECT_EQ(read_file(folder_ / "x"), "old");
   EXPECT_EQ(entries(), 1u);
 }

@@ -12,13 +12,13 @@ TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
   double before = seconds_since_process_start();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   double after = seconds_since_process_start();
-  EXPECT_GE(before, -0.02);  // the start is told in ticks of 10 ms
-  EXPECT_LT(before, 3600);   // the tests before this one took it; not since the boot, nor in ticks
+  EXPECT_GE(before, -0.02);  // the start time counts in ticks of 10 ms
+  EXPECT_LT(before, 3600);   // less than the tests before this one take: not since boot, not in ticks
   EXPECT_NEAR(after - before, 0.02, 0.5);
   EXPECT_GE(after - before, 0.02);
 }
 
-TEST(ProcessStats, TimeSinceLaunchCountsTheLauncherTo) {
+TEST(ProcessStats, TimeSinceLaunchIncludesTheLauncher) {
   const double launcher = seconds_since_process_start();
   pass_on_launch_time();
   EXPECT_NEAR(seconds_since_launch() - seconds_since_process_start(), launcher, 0.5);
@@ -30,7 +30,7 @@ TEST(ProcessStats, TimeSinceLaunchCountsTheLauncherTo) {
   EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5);
 }
 
-TEST(ProcessStats, ResidentMemoryIsPartOfTheMachines) {
+TEST(ProcessStats, ResidentMemoryIsLessThanTheMachines) {
   EXPECT_GT(peak_resident_gib(), 0.001);
   EXPECT_LT(peak_resident_gib(), machine_memory_gib());
 }

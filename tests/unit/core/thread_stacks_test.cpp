@@ -111,7 +111,7 @@ TEST(ThreadStacks, AThreadThatTakesNoSignalIsToldAsSuchAndNotWaitedFor) {
   ASSERT_TRUE(deaf);
   EXPECT_TRUE(deaf->frames.empty());
   EXPECT_THAT(deaf->state, HasSubstr("sleeping"));
-  EXPECT_THAT(to_text({*deaf}), HasSubstr("it took no signal"));
+  EXPECT_THAT(to_text({*deaf}), HasSubstr("it blocks the signal"));
 }
 
 TEST(ThreadStacks, EqualStacksAreWrittenOnce) {

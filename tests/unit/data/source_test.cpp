@@ -6,7 +6,6 @@
 
 #include <set>
 
-#include "data/sources/source.h"
 #include "fake_source.h"
 #include "temporary_folder.h"
 
@@ -163,7 +162,7 @@ TEST_F(SourceTest, SyntheticTextIsSeededAndReadableInParts) {
 }
 
 TEST_F(SourceTest, TheLoadedLibTorchHasHeaders) {
-  EXPECT_TRUE(std::filesystem::exists(torch_headers() / "ATen/ATen.h"));
+  EXPECT_GT(build("cpp_headers", "")->size(), 1000);
 }
 
 TEST_F(SourceTest, UsersAddKinds) {

@@ -200,5 +200,22 @@ TEST(BuildTokenizer, FindsOrRefuses) {
   EXPECT_NE(message.find("256"), message.npos);
 }
 
+TEST(TokenizerKinds, UsersAddKinds) {
+  class Offset : public ByteTokenizer {
+   public:
+    explicit Offset(std::string argument) : argument_(std::move(argument)) {}
+    std::string fingerprint() const override { return "offset " + argument_; }
+
+   private:
+    std::string argument_;
+  };
+  tokenizer_kinds().add("offset",
+                        [](const std::string& argument) { return std::make_shared<Offset>(argument); });
+  EXPECT_EQ(build_tokenizer("offset:3")->fingerprint(), "offset 3");
+  EXPECT_EQ(build_tokenizer("offset")->fingerprint(), "offset ");
+  EXPECT_TRUE(names_tokenizer_kind("bytes"));
+  EXPECT_FALSE(names_tokenizer_kind("assets/tokenizer"));
+}
+
 }  // namespace
 }  // namespace titan::data

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "dist/flight_record.h"
+#include "dist/side_thread.h"
 
 namespace titan::dist {
 namespace {
@@ -193,9 +194,10 @@ bool ends_within(const FlightRecorder& recorder, std::chrono::seconds limit) {
   return true;
 }
 
-TEST(DeviceSweep, FinishesWhatDevicesAreDoneWith) {
+TEST(SideThread, SweepsCallsThatDevicesHaveFinished) {
   auto recorder = std::make_shared<FlightRecorder>(4);
-  const DeviceSweep sweep(recorder, 1ms);
+  const SideThread sweep(
+      "sweep", [recorder] { recorder->sweep(); }, 1ms);
   std::atomic<bool> done{false};
   recorder->finish_when(recorder->start({}), [&] { return done.load(); });
   EXPECT_EQ(recorder->snapshot().back().state, CallState::Ordered);
@@ -204,11 +206,12 @@ TEST(DeviceSweep, FinishesWhatDevicesAreDoneWith) {
 }
 
 // Nobody waits for it for ever: not who records, nor who ends.
-TEST(DeviceSweep, ADriverThatHangsHoldsNobodyUp) {
+TEST(SideThread, AHangingDriverBlocksNobodyElse) {
   auto recorder = std::make_shared<FlightRecorder>(4);
   auto asked = std::make_shared<std::promise<void>>(), answer = std::make_shared<std::promise<void>>();
   {
-    const DeviceSweep sweep(recorder, 1ms);
+    const SideThread sweep(
+        "sweep", [recorder] { recorder->sweep(); }, 1ms);
     recorder->finish_when(recorder->start({}), [asked, answer] {
       asked->set_value();
       answer->get_future().wait();

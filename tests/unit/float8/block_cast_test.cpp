@@ -1,4 +1,4 @@
-// Casting blocks beside its composition of LibTorch's operations, and what that means.
+// Block casts equal their composition of LibTorch's operations, and mean what MXFP8 says.
 
 #include "float8/cast.h"
 
@@ -33,7 +33,7 @@ struct BlockCastTest : ::testing::TestWithParam<BlockForm> {
   }
 };
 
-// Whole and partial blocks and tiles, of each size's own magnitudes from denormals to infinities.
+// Whole and partial blocks and tiles, with magnitudes from denormals to infinities.
 TEST_P(BlockCastTest, EqualsTheComposition) {
   at::manual_seed(1);
   for (const auto& [rows, columns] : std::vector<std::pair<int64_t, int64_t>>{
@@ -44,7 +44,7 @@ TEST_P(BlockCastTest, EqualsTheComposition) {
   }
 }
 
-TEST_P(BlockCastTest, EqualsTheCompositionAtTheEnds) {
+TEST_P(BlockCastTest, EqualsTheCompositionAtTheEndsOfTheRange) {
   at::Tensor x = at::randn({64, 64});
   x[0][0] = INFINITY;
   x[1][40] = -NAN;
@@ -55,8 +55,8 @@ TEST_P(BlockCastTest, EqualsTheCompositionAtTheEnds) {
   expect_equals_composition(x.to(GetParam().from));
 }
 
-// 32 bytes and a scale, of a value's rounding error at the most: half of the last bit, or what saturates.
-TEST_P(BlockCastTest, ValuesAreNear) {
+// The error is at most rounding (half of the last bit) or saturation.
+TEST_P(BlockCastTest, ValuesAreWithinRounding) {
   at::manual_seed(2);
   const at::Tensor x = at::randn({40, 72}).to(GetParam().from);
   const at::Tensor wanted = (GetParam().transposed ? x.t() : x).to(at::kFloat);
@@ -87,8 +87,8 @@ INSTANTIATE_TEST_SUITE_P(All, BlockCastTest, ::testing::ValuesIn([] {
                                              form.transposed ? "_columns" : "_rows");
                          });
 
-// One of its elements isn't finite: so is the whole block, and no other.
-TEST(BlockCast, HidesNothing) {
+// If one element isn't finite, the whole block is NaN, and no other block.
+TEST(BlockCast, ABlockWithANanOrAnInfinityIsNan) {
   for (const double bad : {double{INFINITY}, -double{INFINITY}, double{NAN}})
     for (const BlockRounding rounding : {BlockRounding::Down, BlockRounding::Up}) {
       at::Tensor x = at::ones({2, 64});
@@ -99,7 +99,7 @@ TEST(BlockCast, HidesNothing) {
     }
 }
 
-TEST(BlockCast, OtherDtypesAndStridesAreTaken) {
+TEST(BlockCast, AcceptsOtherDtypesAndStrides) {
   const at::Tensor x = at::randn({64, 96});
   const auto wanted = cast_blocks(x, {});
   EXPECT_TRUE(at::equal(raw_bytes(cast_blocks(x.to(at::kDouble), {}).data), raw_bytes(wanted.data)));
@@ -107,7 +107,7 @@ TEST(BlockCast, OtherDtypesAndStridesAreTaken) {
   EXPECT_EQ(cast_blocks(x.to(at::kMeta), {.transposed = true}).data.sizes(), (std::vector<int64_t>{96, 64}));
 }
 
-TEST(BlockCast, SaysWhatItDoesntTake) {
+TEST(BlockCast, RefusesBadDtypesAndShapes) {
   EXPECT_THROW(cast_blocks(at::ones({2, 2}), {.dtype = at::kHalf}), Error);
   EXPECT_THROW(cast_blocks(at::ones({0, 2}), {}), Error);
   EXPECT_THROW(cast_blocks(at::ones({2}), {}), Error);

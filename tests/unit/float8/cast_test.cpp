@@ -13,7 +13,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// All NaNs as one: of two that meet in a product, a loop of LibTorch's takes either one's sign.
+// Treats all NaNs as equal: where two meet in a product, LibTorch's loops keep the sign of either.
 at::Tensor bytes(const at::Tensor& tensor) {
   const at::Tensor is_nan = at::isnan(tensor.to(at::kFloat));
   return tensor.contiguous().view(at::kByte).masked_fill(is_nan, 0x7f);
@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
       return cases;
     }()));
 
-// All numbers that a format has, all in the middle between two, and their neighbours.
+// All numbers of a format, all midpoints between two, and the midpoints' neighbours.
 TEST(Cast, RoundsTiesToEven) {
   for (const at::ScalarType to : {at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
     const at::Tensor all = at::arange(256).to(at::kByte).view(to).to(at::kFloat);
@@ -96,7 +96,7 @@ TEST(Cast, RoundsTiesToEven) {
   }
 }
 
-TEST(Cast, HoldsValuesWithinTheRange) {
+TEST(Cast, ClampsValuesToTheRange) {
   const at::Tensor x = at::tensor({1e6f, -1e6f, kInfinity, -kInfinity}).unsqueeze(0);
   const at::Tensor held = cast(x, at::ones({}), at::kFloat8_e4m3fn, false).to(at::kFloat);
   EXPECT_TRUE(at::equal(held, at::tensor({448.f, -448.f, 448.f, -448.f}).unsqueeze(0)));
@@ -119,7 +119,7 @@ TEST(Scale, PowersOfTwoAreRoundedDown) {
   EXPECT_TRUE(at::equal(scale, at::tensor({256.f, 128.f, 1.f, 0.5f})));
 }
 
-TEST(Cast, SaysWhatItTakes) {
+TEST(Cast, RefusesBadDtypesAndShapes) {
   EXPECT_THROW(amax(at::zeros({0, 4}), Over::Matrix), Error);
   EXPECT_THROW(cast(at::zeros({3, 4}), at::ones({4}), at::kFloat8_e4m3fn, false), Error);
   EXPECT_THROW(cast(at::zeros({3, 4}), at::ones({}), at::kHalf, false), Error);
@@ -134,7 +134,7 @@ TEST(Cast, KnowsSizesWithoutData) {
   EXPECT_EQ(scaled.scalar_type(), at::kFloat8_e5m2);
 }
 
-TEST(AmaxOfMany, EqualsEachOnesByItself) {
+TEST(AmaxOfMany, EqualsTheAmaxOfEachTensor) {
   at::manual_seed(5);
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     std::vector<at::Tensor> xs;

@@ -26,7 +26,7 @@ int64_t converted(const std::vector<LayerChoice>& choices) {
   return std::count_if(choices.begin(), choices.end(), [](const LayerChoice& c) { return c.reason.empty(); });
 }
 
-TEST(Convert, TakesAllLinearLayersButTheLossHead) {
+TEST(Convert, ConvertsAllLinearLayersExceptTheLossHead) {
   const auto model = small_model(32);
   const auto choices = convert(*model.ptr(), with({}));
   EXPECT_EQ(choices.size(), 15u);
@@ -47,7 +47,7 @@ TEST(Convert, GivesEachLayerProductsThatJoinTheOthers) {
   EXPECT_TRUE(wq->joins(*wk));
 }
 
-TEST(Convert, LeavesOutWhatAFilterNames) {
+TEST(Convert, SkipsLayersThatAFilterNames) {
   const auto model = small_model(32);
   const auto choices =
       convert(*model.ptr(), with({.filter_fqns = {"attention.wk", "layers.1.feed_forward"}}));
@@ -56,22 +56,22 @@ TEST(Convert, LeavesOutWhatAFilterNames) {
               HasSubstr("layers.*.attention.wk (2): named by filter_fqns (\"attention.wk\")"));
 }
 
-TEST(Convert, LeavesOutSizesThatAreNoMultiplesOf16) {
+TEST(Convert, SkipsSizesThatAreNotMultiplesOf16) {
   const auto model = small_model(40);
   const auto choices = convert(*model.ptr(), with({}));
   EXPECT_EQ(converted(choices), 0);
   EXPECT_THAT(summary("tensorwise", choices), HasSubstr("40 to 40 isn't in multiples of 16"));
 }
 
-TEST(Convert, TellsOfFiltersThatNameNothing) {
+TEST(Convert, ReportsFiltersThatNameNoLayer) {
   const auto model = small_model(32);
   const std::vector<std::string> filters = {"attention.wk", "output", kAutoFilter, "atention.wq"};
   const auto choices = convert(*model.ptr(), with({.filter_fqns = filters}));
   EXPECT_EQ(idle_filters(choices, filters), std::vector<std::string>{"atention.wq"});
 }
 
-// As tensor parallelism may leave them.
-TEST(Convert, TellsOfPartsThatTheHardwareCantMultiply) {
+// Tensor parallelism may leave such parts.
+TEST(Convert, ReportsPartsThatTheHardwareCannotMultiply) {
   for (const Arithmetic arithmetic : {Arithmetic::Emulated, Arithmetic::Hardware}) {
     const auto model = small_model(32);
     convert(*model.ptr(), with({.arithmetic = arithmetic}));
@@ -90,8 +90,8 @@ struct Limit {
   bool gains;
 };
 
-// On either side of torchao's thresholds.
-TEST(Convert, LeavesOutSmallLayersByTheRecipesThresholds) {
+// Sizes on both sides of torchao's thresholds.
+TEST(Convert, SkipsSmallLayersByTheRecipesThresholds) {
   for (const Limit& limit : {Limit{"tensorwise", 4096, 1024, false},
                              {"tensorwise", 4096, 1040, true},
                              {"tensorwise", 4112, 1024, true},
@@ -109,7 +109,7 @@ TEST(Convert, LeavesOutSmallLayersByTheRecipesThresholds) {
   }
 }
 
-TEST(Convert, SaysWhatItHasNoThresholdsFor) {
+TEST(Convert, RefusesTheAutoFilterForRecipesWithoutThresholds) {
   EXPECT_THROW(check_filters("rowwise_with_gw_hp", {kAutoFilter}), ConfigError);
   EXPECT_THROW(check_filters("tensorwide", {}), ConfigError);
   EXPECT_NO_THROW(check_filters("rowwise_with_gw_hp", {"output"}));

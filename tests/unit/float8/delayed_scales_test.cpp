@@ -1,6 +1,6 @@
-// Delayed scales beside a reference in Python (tests/data/golden/delayed_scaling.safetensors), and in layers.
+// Delayed scales equal a reference in Python (tests/data/golden/delayed_scaling.safetensors) and work in layers.
 
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ struct Layer {
 
 struct DelayedGolden : ::testing::TestWithParam<std::string> {};
 
-// Through a layer's input, whose format e4m3 is, or its output's gradient.
+// Casts through a layer's input (e4m3), or through its output's gradient (e5m2).
 TEST_P(DelayedGolden, ScalesCastsAndHistoriesAreBitEqual) {
   const std::string name = GetParam();
   const bool grad = name == "e5m2";
@@ -107,8 +107,8 @@ TEST(DelayedScales, TheFirstStepIsDynamic) {
   for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(results[i], results[i + 3])) << i;
 }
 
-// The reduction decides: what another rank saw is this rank's scale in the next step.
-TEST(DelayedScales, AreMadeOfAllRanksMagnitudes) {
+// A magnitude that another rank saw makes this rank's scale in the next step.
+TEST(DelayedScales, UseTheMagnitudesOfAllRanks) {
   Layer layer(delaying(true, false, false));
   layer.of().input(at::ones({2, 8}), true);
   layer.scales.update([](const at::Tensor& pending) { pending.mul_(7); });
@@ -116,7 +116,7 @@ TEST(DelayedScales, AreMadeOfAllRanksMagnitudes) {
   EXPECT_EQ(cast.scale.item<float>(), 448.0F / 7);
 }
 
-// What isn't trained on leaves no trace.
+// Casts outside of training leave no trace.
 TEST(DelayedScales, ValidationIsNotRemembered) {
   Layer layer(delaying(true, false, false));
   layer.of().input(at::ones({2, 8}), /*trains=*/true);
@@ -125,7 +125,7 @@ TEST(DelayedScales, ValidationIsNotRemembered) {
   EXPECT_EQ(layer.scales.history(0)[0][0].item<float>(), 1.0F);
 }
 
-// Ranks that share its matrices would have scales of their own in every step.
+// Otherwise ranks that share its matrices would have different scales in every step.
 TEST(DelayedScales, AFrozenLayersInputIsRemembered) {
   Layer layer(delaying(true, false, false));
   layer.linear->weight.set_requires_grad(false);
@@ -138,7 +138,7 @@ TEST(DelayedScales, AFrozenLayersInputIsRemembered) {
   EXPECT_EQ(layer.scales.history(0)[0][0].item<float>(), 3.0F);
 }
 
-TEST(DelayedScales, GoOnFromHistoriesThatWereWritten) {
+TEST(DelayedScales, ContinueFromLoadedHistories) {
   Layer before(delaying(true, true, true)), after(delaying(true, true, true));
   const at::Tensor x = at::randn({16, 8});
   before.linear(x).sum().backward();
@@ -152,7 +152,7 @@ TEST(DelayedScales, GoOnFromHistoriesThatWereWritten) {
   EXPECT_FALSE(at::equal(before.linear(other), after.linear(other)));
 }
 
-TEST(DelayedScales, LayersHaveTheirOwn) {
+TEST(DelayedScales, EachLayerHasItsOwn) {
   const models::Llama3 model(
       models::Llama3Args{.dim = 32, .n_layers = 2, .n_heads = 4, .vocab_size = 64, .multiple_of = 16},
       deferred(at::kMeta, at::kFloat));
@@ -166,7 +166,7 @@ TEST(DelayedScales, LayersHaveTheirOwn) {
   EXPECT_NE(scales.layers()[0].scales, scales.layers()[1].scales);
 }
 
-TEST(DelayedScales, AreOneAMatrix) {
+TEST(DelayedScales, RefuseRecipesThatScalePartsOfAMatrix) {
   EXPECT_THROW(recipe_of({.recipe_name = "rowwise", .delayed = {.weight = true}}), ConfigError);
   EXPECT_THROW(recipe_of({.recipe_name = "mxfp8_cublas", .delayed = {.input = true}}), ConfigError);
   EXPECT_THROW(products(delaying(false, true, false), Arithmetic::Emulated, ops::default_products(),

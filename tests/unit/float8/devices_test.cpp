@@ -1,6 +1,6 @@
-// What each device's kernels make is what LibTorch's operations make on the CPU, to the bit (a NaN's sign and
-// digits, which are each processor's own, left out); and the products of its Float8 units are the emulation's
-// within rounding. On a GPU where there is one.
+// Each device's kernels equal LibTorch's operations on the CPU to the bit (except for a NaN's sign and digits, which
+// depend on the processor), and the products of its Float8 units equal the emulation's within rounding. Runs on a
+// GPU where there is one.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 #include "dist/device_backend.h"
 #include "float8/cast.h"
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 
@@ -48,7 +48,7 @@ struct Float8Device : ::testing::TestWithParam<const char*> {
   at::Device device = at::Device(GetParam());
 };
 
-// Every NaN as one: their signs and digits are each processor's own.
+// Treats all NaNs as equal: their signs and digits depend on the processor.
 at::Tensor plain_bytes(const at::Tensor& tensor) {
   const at::Tensor here = tensor.cpu().contiguous();
   const at::Tensor is_nan = at::isnan(here.to(at::kFloat));
@@ -99,8 +99,8 @@ TEST_P(Float8Device, ScalesEqualTheComposition) {
             expect_same(
                 delayed_scale(there(magnitudes[i]), scale, to, power_of_two, records),
                 composite::delayed_scale(magnitudes[i].clone(), pending, history, to, power_of_two, records),
-                titan::str("delayed, of ", magnitudes[i].item<float>(), " behind ", largest));
-            expect_same(pending_there, pending, titan::str("pending, of ", magnitudes[i].item<float>()));
+                titan::str("delayed, ", magnitudes[i].item<float>(), " after ", largest));
+            expect_same(pending_there, pending, titan::str("pending, ", magnitudes[i].item<float>()));
           }
     }
 }
@@ -159,7 +159,7 @@ void expect_near_emulation(const char* recipe, Arithmetic arithmetic, at::Device
     EXPECT_LT(testing::relative_error(found[i], wanted[i]), 4e-3) << i;
 }
 
-TEST_P(RecipeOnGpu, ItsUnitsAndItsEmulationEqualTheCpu) {
+TEST_P(RecipeOnGpu, UnitsAndEmulationEqualTheCpu) {
   dist::DeviceBackend* backend = dist::open_cuda_plugin();
   if (!backend) GTEST_SKIP() << "no GPU is visible";
   const at::Device device(at::kCUDA, 0);
@@ -169,7 +169,7 @@ TEST_P(RecipeOnGpu, ItsUnitsAndItsEmulationEqualTheCpu) {
   expect_near_emulation(GetParam(), Arithmetic::Hardware, device);
 }
 
-// The case itself, where there is no GPU: a CPU has a product for one scale a matrix.
+// Checks the comparison itself without a GPU: a CPU has a product with one scale for each matrix.
 TEST(RecipeOnCpu, ItsProductEqualsTheEmulation) {
   expect_near_emulation("tensorwise", Arithmetic::Hardware, at::kCPU);
 }

@@ -1,11 +1,11 @@
-// MXFP8's casts, outputs and gradients beside torchao's (tests/data/golden/mxfp8.safetensors).
+// MXFP8's casts, outputs and gradients equal torchao's (tests/data/golden/mxfp8.safetensors).
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include "float8/cast.h"
+#include "float8/products.h"
 #include "float8/scaled_product.h"
-#include "titan/float8/convert.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 
@@ -76,7 +76,7 @@ TEST_P(Mxfp8Test, CastsAreBitEqual) {
   expect_cast(cast_blocks(weight, {.rounding = rounding, .transposed = true}), "grad_input.weight");
 }
 
-TEST_P(Mxfp8Test, OutputsAndGradientsAreNear) {
+TEST_P(Mxfp8Test, OutputsAndGradientsAreWithinRounding) {
   const at::Tensor x = given("x").requires_grad_(), weight = given("weight").requires_grad_();
   const at::Tensor y = ops::linear(x, weight, {}, scaled);
   expect_near(y.detach(), expected("output"), "output");
@@ -95,7 +95,7 @@ INSTANTIATE_TEST_SUITE_P(All, Mxfp8Test, ::testing::ValuesIn([] {
                          }()),
                          [](const auto& info) { return info.param.inputs + "_" + info.param.recipe; });
 
-TEST(Mxfp8, ScalesLieAsTheHardwareReadsThem) {
+TEST(Mxfp8, ScalesAreLaidOutForTheHardware) {
   for (const std::string name : {"layout.128x4", "layout.200x3", "layout.300x10"}) {
     const at::Tensor plain = mx_golden().tensor(name + ".plain").clone();
     const at::Tensor ours = blocked_layout(plain.view(at::kFloat8_e8m0fnu)).view(at::kByte);
@@ -103,7 +103,7 @@ TEST(Mxfp8, ScalesLieAsTheHardwareReadsThem) {
   }
 }
 
-TEST(Mxfp8, ColumnsByTheCompositionAreTheSame) {
+TEST(Mxfp8, ComposedColumnCastsGiveTheSameBits) {
   Recipe composed = recipes().get("mxfp8_cublas");
   composed.blocks.composed_columns = true;
   const at::Tensor x = at::randn({50, 64}, at::kBFloat16);
@@ -113,7 +113,7 @@ TEST(Mxfp8, ColumnsByTheCompositionAreTheSame) {
   EXPECT_TRUE(at::equal(ours.scale.view(at::kByte), theirs.scale.view(at::kByte)));
 }
 
-TEST(Mxfp8, KeepsAByteAnElementAndOneForEachBlock) {
+TEST(Mxfp8, KeepsOneByteForEachElementAndEachBlock) {
   const auto scaled = mx_products(recipes().get("mxfp8_cublas"));
   const Operand kept = scaled->kept(scaled->input(at::randn({64, 96}, at::kBFloat16), true));
   EXPECT_FALSE(kept.values.defined());
@@ -130,7 +130,7 @@ struct FourRanks final : ops::RankParts {
   }
 };
 
-TEST(Mxfp8, PartsAreWholeBlocksOrRefused) {
+TEST(Mxfp8, RefusesPartsThatCutBlocks) {
   const auto scaled =
       mx_products(recipes().get("mxfp8_cublas"))->for_parts({.in = std::make_shared<FourRanks>()});
   EXPECT_NO_THROW(scaled->input(at::randn({8, 64}), true));
@@ -142,7 +142,7 @@ TEST(Mxfp8, PartsAreWholeBlocksOrRefused) {
   }
 }
 
-TEST(Mxfp8, RecipesOfMixedScalesAreRefused) {
+TEST(Mxfp8, RefusesRecipesThatMixBlocksWithOtherScales) {
   Recipe recipe = recipes().get("mxfp8_cublas");
   recipe.output->right.granularity = Granularity::Vector;
   EXPECT_THROW(check("mixed", recipe), ConfigError);

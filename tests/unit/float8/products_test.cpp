@@ -1,6 +1,6 @@
-// Casts, outputs and gradients beside torchao's (tests/data/golden/float8.safetensors).
+// Casts, outputs and gradients equal torchao's (tests/data/golden/float8.safetensors).
 
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -80,7 +80,7 @@ TEST_P(TorchaoTest, CastsAreBitEqual) {
   expect_cast(grad_cast.down_columns, "grad_weight.grad", true);
 }
 
-TEST_P(TorchaoTest, OutputsAndGradientsAreNear) {
+TEST_P(TorchaoTest, OutputsAndGradientsAreWithinRounding) {
   const at::Tensor x = given("x").requires_grad_(), weight = given("weight").requires_grad_();
   const at::Tensor y = ops::linear(x, weight, {}, scaled);
   expect_near(y, expected("output"), "output");
@@ -106,20 +106,20 @@ struct RecipeTest : ::testing::TestWithParam<std::string> {
   std::shared_ptr<const ops::Products> scaled = emulated(GetParam());
 };
 
-// A sink that computes later, as zero-bubble schedules do.
+// A sink that defers weight gradients, as zero-bubble schedules do.
 struct LaterSink final : ops::GradSink {
   void accept(ops::WeightGrad grad) override { waiting.push_back(std::move(grad)); }
   void accept(const at::Tensor& /*grad*/, const at::Tensor& /*scale*/) override { FAIL(); }
   std::vector<ops::WeightGrad> waiting;
 };
 
-TEST_P(RecipeTest, AWeightGradientThatWaitsIsTheSame) {
+TEST_P(RecipeTest, ADeferredWeightGradientIsTheSame) {
   ops::linear(x, weight, {}, scaled).backward(grad);
   const at::Tensor at_once = weight.grad();
   const auto sink = std::make_shared<LaterSink>();
-  ops::linear(x, weight, {}, scaled, sink).backward(grad);
+  ops::linear(x, {weight, sink}, {}, scaled).backward(grad);
   ASSERT_EQ(sink->waiting.size(), 1u);
-  // Of each matrix the one form that the product reads waits with it.
+  // It keeps one form of each matrix: the one that the product reads.
   for (const Operand* operand : {&sink->waiting[0].grad_output_NO, &sink->waiting[0].input_NI}) {
     EXPECT_FALSE(operand->along_rows.defined());
     EXPECT_NE(operand->values.defined(), operand->down_columns.defined());
@@ -130,7 +130,7 @@ TEST_P(RecipeTest, AWeightGradientThatWaitsIsTheSame) {
   EXPECT_LT(relative_error(sum - 1, at_once), 4e-3);
 }
 
-// Added behind the product, in high precision; its gradient is the sum of the output's rows.
+// The bias is added after the product, in high precision; its gradient is the sum of the output's rows.
 TEST_P(RecipeTest, ABiasStaysInHighPrecision) {
   const at::Tensor bias = at::randn({16}, at::kBFloat16).requires_grad_();
   const at::Tensor plain = ops::linear(x, weight, {}, scaled), y = ops::linear(x, weight, bias, scaled);
@@ -141,7 +141,7 @@ TEST_P(RecipeTest, ABiasStaysInHighPrecision) {
   EXPECT_LT(relative_error(found[2], at::sum(grad.to(at::kFloat), at::IntArrayRef{0, 1})), 4e-3);
 }
 
-TEST_P(RecipeTest, JointLayersEqualLayersApart) {
+TEST_P(RecipeTest, JointLayersEqualSeparateLayers) {
   const at::Tensor other = (at::randn({48, 32}) * 0.05).to(at::kBFloat16).requires_grad_();
   const auto joint = ops::joint_linears(x, {{weight}, {other}}, scaled);
   EXPECT_TRUE(at::equal(joint[0], ops::linear(x, weight, {}, scaled)));
@@ -158,8 +158,8 @@ TEST_P(RecipeTest, JointLayersEqualLayersApart) {
 INSTANTIATE_TEST_SUITE_P(All, RecipeTest, ::testing::Values("tensorwise", "rowwise", "rowwise_with_gw_hp"),
                          [](const auto& info) { return info.param; });
 
-// A CPU multiplies by LibTorch's scaled product with one scale a matrix: in bf16 "tensorwise", in fp32 all
-// recipes, whose vectors are scaled behind it. 37 rows are no multiple of 16.
+// LibTorch's scaled product runs on a CPU with one scale for each matrix: "tensorwise" in bf16, and all recipes in
+// fp32, which scale vectors after it. 37 rows aren't a multiple of 16.
 TEST(Float8Products, TheHardwaresProductEqualsTheEmulation) {
   const std::vector<std::pair<const char*, at::ScalarType>> cases = {{"tensorwise", at::kBFloat16},
                                                                      {"tensorwise", at::kFloat},
@@ -181,7 +181,7 @@ TEST(Float8Products, TheHardwaresProductEqualsTheEmulation) {
   }
 }
 
-TEST(Float8Products, ScalesOfPowersOfTwoMayFollowTheRounding) {
+TEST(Float8Products, PowerOfTwoScalesCommuteWithRounding) {
   const auto by_rows = [](int64_t rows) {
     const at::Tensor values = at::randn({rows, 32}) * at::logspace(-6, 6, rows, 2).view({-1, 1});
     const at::Tensor scale = scale_of(amax(values, Over::Row), at::kFloat8_e4m3fn, /*power_of_two=*/true);
@@ -192,7 +192,7 @@ TEST(Float8Products, ScalesOfPowersOfTwoMayFollowTheRounding) {
   EXPECT_TRUE(at::equal(first, hardware_product(a, b, {.out_dtype = at::kBFloat16})));
 }
 
-TEST(Float8Products, KeepsAByteAnElementWhereTheRecipeAllows) {
+TEST(Float8Products, KeepsOneByteForEachElementWhereTheRecipeAllows) {
   const at::Tensor x = at::randn({32, 16}, at::kBFloat16);
   for (const char* recipe : {"tensorwise", "rowwise"}) {
     const Operand kept = emulated(recipe)->kept(emulated(recipe)->input(x, true));
@@ -203,7 +203,7 @@ TEST(Float8Products, KeepsAByteAnElementWhereTheRecipeAllows) {
   EXPECT_TRUE(high->kept(high->input(x, true)).values.is_same(x));
 }
 
-// Two halves of a matrix on two ranks, each of which the other's magnitudes are handed to.
+// One of two ranks that hold halves of a matrix: it receives the other's magnitudes.
 struct TwoParts final : ops::RankParts {
   explicit TwoParts(at::Tensor other) : other_(std::move(other)) {}
   int index() const override { return 0; }
@@ -217,7 +217,7 @@ struct TwoParts final : ops::RankParts {
   mutable int calls = 0;
 };
 
-TEST(Float8Products, AWeightsScaleIsMadeOnceForItsValues) {
+TEST(Float8Products, ComputesAWeightsScaleOnceForItsValues) {
   const auto parts = std::make_shared<TwoParts>(at::ones({}));
   const auto scaled = emulated("tensorwise")->for_parts({.in = parts});
   const at::Tensor weight = at::full({16, 32}, 2.0);
@@ -235,9 +235,8 @@ TEST(Float8Products, AWeightsScaleIsMadeOnceForItsValues) {
   EXPECT_EQ(parts->calls, 2);
 }
 
-// w2's input is made again by SwiGLU: nothing of it is kept but its scale, which the backward doesn't ask
-// for again.
-TEST(Float8Products, AnInputThatIsMadeAgainKeepsItsScale) {
+// SwiGLU recomputes w2's input: only its scale is kept, so the backward doesn't exchange magnitudes again.
+TEST(Float8Products, ARecomputedInputKeepsItsScale) {
   const auto parts = std::make_shared<TwoParts>(at::ones({}));
   const auto scaled = emulated("tensorwise")->for_parts({.in = parts});
   const at::Tensor gate = at::randn({8, 32}).requires_grad_(), up = at::randn({8, 32}).requires_grad_(),
@@ -264,7 +263,7 @@ TEST(Float8Products, PartsHaveTheScalesOfTheWhole) {
   }
 }
 
-TEST(Recipes, AreCheckedAndNamed) {
+TEST(Recipes, RefusesUnknownNamesAndWrongRecipes) {
   EXPECT_THROW(recipes().get("rowise"), ConfigError);
   EXPECT_THROW(check("wide", {.output = ProductCasts{{at::kFloat8_e5m2}, {at::kFloat8_e5m2}}}), ConfigError);
   EXPECT_THROW(check("half", {.output = ProductCasts{{at::kHalf}, {}}}), ConfigError);

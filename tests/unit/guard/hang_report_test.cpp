@@ -9,6 +9,8 @@
 #include <sstream>
 #include <thread>
 
+#include "dist/flight_record.h"
+#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 
@@ -39,7 +41,8 @@ class HangFiles : public ::testing::Test {
 };
 
 TEST_F(HangFiles, AreTheStacksWithTheirTimeAndTheRecord) {
-  leave_files(0, "where it is", folder_, dump_, "a hang", 60s);
+  SideThread thread("files");
+  leave_files({0, "where it is", folder_, dump_, "a hang"}, thread, 60s);
   EXPECT_TRUE(fs::exists(dump_->path()));
   EXPECT_THAT(text_in_file(stacks_path(folder_, 0)),
               ::testing::MatchesRegex("20[0-9-]+T[0-9:]+Z\nwhere it is"));
@@ -49,7 +52,8 @@ TEST_F(HangFiles, AreTheStacksWithTheirTimeAndTheRecord) {
 TEST_F(HangFiles, AreLeftWhereTheirFileSystemHangs) {
   const fs::path pipe = folder_ / ".rank_0.json.tmp";
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
-  leave_files(0, "where it is", folder_, dump_, "a hang", 200ms);
+  SideThread thread("files");
+  leave_files({0, "where it is", folder_, dump_, "a hang"}, thread, 200ms);
   EXPECT_FALSE(fs::exists(dump_->path()));
   std::signal(SIGPIPE, SIG_IGN);  // to a thread that writes behind the end of this
   const int reader = open(pipe.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);  // the thread is let go

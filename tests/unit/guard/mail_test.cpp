@@ -1,4 +1,4 @@
-// What ranks tell each other through a store, two of them in one process.
+// What two ranks tell each other through a store, both in one process.
 
 #include <gmock/gmock.h>
 #include <atomic>
@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "guard/mail.h"
+#include "titan/core/error.h"
 
 namespace titan::dist {
 namespace {
@@ -46,85 +47,84 @@ class CutStore : public c10d::Store {
   std::shared_ptr<std::atomic<bool>> is_cut_;
 };
 
-struct MailRank {
-  std::shared_ptr<Bell> bell = std::make_shared<Bell>();
-  std::shared_ptr<WatchdogMail> mail;
-
-  MailRank(WatchdogMail::Connect connect, int rank, std::chrono::milliseconds interval)
-      : mail(std::make_shared<WatchdogMail>(std::move(connect), bell, rank, 2)) {
-    mail->set_interval(interval);
-    mail->post({.number = 1, .what = "step"});
-    mail->start();
-  }
-  ~MailRank() { mail->stop({}); }
-};
-
-template <class Condition>
-bool comes(Condition condition, std::chrono::seconds limit = 60s) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    std::this_thread::sleep_for(1ms);
-  }
-  return true;
+Mail::Outbox beat_number(int64_t number) {
+  return {.beat = {.number = number, .what = "step"}, .verdict = {}, .record_request = ""};
 }
 
-// All ranks have to come to their end together, however seldom they tell what they are at.
-TEST(WatchdogMail, AVerdictIsHeardLongBeforeTheNextBeat) {
+// All ranks have to end together, however rarely they send beats.
+TEST(Mail, AVerdictArrivesWithoutABeat) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [store] { return store; };
-  MailRank first(connect, 0, 600s), second(connect, 1, 600s);
-  ASSERT_TRUE(comes([&] { return second.mail->is_connected(); }));
-  first.mail->condemn({.text = "rank 1 hangs", .culprits = {1}});
-  EXPECT_TRUE(second.bell->wait(60s));
-  ASSERT_TRUE(second.mail->verdict());
-  EXPECT_EQ(second.mail->verdict()->text, "rank 1 hangs");
-  EXPECT_TRUE(first.bell->wait(60s));
+  Mail first(connect, 0, 2), second(connect, 1, 2);
+  second.exchange(beat_number(1), /*everything=*/true);
+  Mail::Outbox outbox = beat_number(1);
+  outbox.verdict = Verdict{.text = "rank 1 hangs", .culprits = {1}};
+  first.exchange(outbox, /*everything=*/true);
+  const Mail::Inbox& inbox = second.exchange(beat_number(2), /*everything=*/false);
+  ASSERT_TRUE(inbox.verdict);
+  EXPECT_EQ(inbox.verdict->text, "rank 1 hangs");
+  EXPECT_EQ(first.exchange(beat_number(2), true).beats[1]->number, 1) << "no beat was sent";
 }
 
-TEST(WatchdogMail, ABrokenConnectionIsMadeAgain) {
+TEST(Mail, TheFirstVerdictHolds) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Mail first([store] { return store; }, 0, 2), second([store] { return store; }, 1, 2);
+  Mail::Outbox outbox = beat_number(1);
+  outbox.verdict = Verdict{.text = "rank 1 hangs"};
+  first.exchange(outbox, true);
+  outbox.verdict = Verdict{.text = "rank 0 hangs"};
+  EXPECT_EQ(second.exchange(outbox, true).verdict->text, "rank 1 hangs");
+}
+
+TEST(Mail, ReconnectsAfterABrokenConnection) {
   const auto server = c10::make_intrusive<c10d::HashStore>();
   const auto is_cut = std::make_shared<std::atomic<bool>>(false);
-  std::atomic<int> num_connections{0};
-  // The second try finds nobody, as where a host comes back slowly.
-  const auto connect = [&]() -> c10::intrusive_ptr<c10d::Store> {
+  int num_connections = 0;
+  // The second try finds nobody, as when a host comes back slowly.
+  const auto connect = [&]() -> StorePtr {
     if (++num_connections == 2) return {};
     return c10::make_intrusive<CutStore>(
         server, num_connections == 1 ? is_cut : std::make_shared<std::atomic<bool>>(false));
   };
-  MailRank first([server] { return server; }, 0, 10ms), second(connect, 1, 10ms);
-  const auto heard = [&](int64_t number) {
-    const auto beat = first.mail->beats()[1];
-    return beat && beat->number >= number;
-  };
-  ASSERT_TRUE(comes([&] { return heard(1); }));
+  Mail first([server] { return server; }, 0, 2), second(connect, 1, 2);
+  EXPECT_TRUE(second.exchange(beat_number(1), true).is_connected);
+  EXPECT_EQ(first.exchange(beat_number(1), true).beats[1]->number, 1);
   *is_cut = true;
-  ASSERT_TRUE(comes([&] { return !second.mail->is_connected(); }));
-  second.mail->post({.number = 2, .what = "step"});
-  EXPECT_TRUE(comes([&] { return heard(2); }));
-  EXPECT_TRUE(comes([&] { return second.mail->is_connected(); }));
+  EXPECT_FALSE(second.exchange(beat_number(2), true).is_connected);
+  const auto end = std::chrono::steady_clock::now() + 60s;
+  while (!second.exchange(beat_number(2), true).is_connected && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(10ms);
+  EXPECT_EQ(first.exchange(beat_number(2), true).beats[1]->number, 2);
   EXPECT_EQ(num_connections, 3);
 }
 
-// Another program's, of which nothing can be read, isn't a connection that broke.
-TEST(WatchdogMail, ABeatThatCantBeReadIsLeftOut) {
+// A beat of another program isn't a broken connection.
+TEST(Mail, IgnoresABeatThatCannotBeParsed) {
   const auto server = c10::make_intrusive<c10d::HashStore>();
   int num_connections = 0;
-  MailRank first(
+  Mail first(
       [&] {
         ++num_connections;
         return server;
       },
-      0, 10ms);
-  server->set("beat/1", std::vector<uint8_t>{'h', 'i'});
-  ASSERT_TRUE(comes([&] { return first.mail->beats()[0].has_value(); }));
-  std::this_thread::sleep_for(50ms);
-  server->set("beat/1", [] {
-    const std::string text = to_text(Beat{.number = 7, .what = "step"});
-    return std::vector<uint8_t>(text.begin(), text.end());
-  }());
-  EXPECT_TRUE(comes([&] { return first.mail->beats()[1].has_value(); }));
+      0, 2);
+  set_text(*server, "beat/1", "hi");
+  const Mail::Inbox& inbox = first.exchange(beat_number(1), true);
+  EXPECT_TRUE(inbox.beats[0]);
+  EXPECT_FALSE(inbox.beats[1]);
+  set_text(*server, "beat/1", to_text(Beat{.number = 7, .what = "step"}));
+  EXPECT_TRUE(first.exchange(beat_number(2), true).beats[1]);
   EXPECT_EQ(num_connections, 1);
+}
+
+TEST(Mail, CarriesARequestForRecords) {
+  const auto server = c10::make_intrusive<c10d::HashStore>();
+  Mail first([server] { return server; }, 0, 2), second([server] { return server; }, 1, 2);
+  Mail::Outbox outbox = beat_number(1);
+  outbox.record_request = "request";
+  EXPECT_EQ(first.exchange(outbox, true).record_request, "request");
+  EXPECT_EQ(second.exchange(beat_number(1), true).record_request, "request");
+  EXPECT_EQ(second.exchange(beat_number(2), true).num_record_requests, 1);
 }
 
 }  // namespace

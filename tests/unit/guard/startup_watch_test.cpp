@@ -16,17 +16,17 @@ namespace {
 
 constexpr int kNoted = 42, kNotEnded = 99;
 
-/// A start, in a process of its own.
+/// A start in a process of its own.
 struct Start {
   const char* name;
-  bool has_launcher = false;  ///< this process, which sends the signal
-  int note = 0;               ///< that the signal comes with
+  bool has_launcher = false;  ///< this process, which sends the signal, is the launcher
+  int note = 0;               ///< sent with the signal
   std::function<int(const StopCause&)> on_end = {};
   int expected_code = 0;
-  bool is_short = false;  ///< it is over before the signal has to be obeyed
+  bool is_short = false;  ///< ends before the signal must be obeyed
 };
 
-/// Says on `ready` that it can be sent signals.
+/// Writes to `ready` when it can receive signals.
 [[noreturn]] void begin(const Start& start, int ready) {
   const SignalWatch signals(start.has_launcher ? ::getppid() : 0);
   StartupWatch watch(start.on_end);
@@ -43,21 +43,21 @@ struct Start {
 
 int code_of(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status); }
 
-// All at once, as a start is left five seconds to end by itself.
-TEST(StartupWatch, EndsALongStartWithTheCodeOfItsCause) {
+// All starts run at once: each has five seconds to end by itself.
+TEST(StartupWatch, EndsALongStartWithTheExitCodeOfItsCause) {
   const auto code_of_agent = [](const StopCause& stop) { return stop.by_launcher ? 128 + stop.signal : 7; };
   const std::vector<Start> starts = {
       {.name = "told by the launcher", .has_launcher = true, .on_end = code_of_agent, .expected_code = 143},
-      {.name = "told by somebody else", .on_end = code_of_agent, .expected_code = 7},
-      {.name = "told as a peer has failed",
+      {.name = "told by another process", .on_end = code_of_agent, .expected_code = 7},
+      {.name = "told that a peer has failed",
        .has_launcher = true,
        .note = kPeerHasFailed,
        .on_end = code_of_agent,
        .expected_code = 0},
       {.name = "an end that fails",
-       .on_end = [](const StopCause& /*stop*/) -> int { throw Error("the test wants this end to fail"); },
+       .on_end = [](const StopCause& /*stop*/) -> int { throw Error("this end fails on purpose"); },
        .expected_code = 1},
-      {.name = "nobody asks for a code", .has_launcher = true, .expected_code = 0},
+      {.name = "without on_end", .has_launcher = true, .expected_code = 0},
       {.name = "a short start", .on_end = code_of_agent, .expected_code = kNoted, .is_short = true},
   };
   std::vector<pid_t> processes;

@@ -5,6 +5,7 @@
 #include <future>
 #include <thread>
 
+#include "guard/progress.h"
 #include "guard/verdict.h"
 #include "titan/core/error.h"
 #include "titan/guard/watchdog.h"
@@ -134,7 +135,7 @@ TEST(WatchdogVerdict, ARankUnderADebuggerHasAllTheTime) {
 
 TEST(WatchdogVerdict, OneThatHasLeftIsNeitherExpectedNorAnExcuse) {
   RankView left = working(1);
-  left.beat->left = true;
+  left.beat->state = RunState::Left;
   left.silent_ms = 100'000;
   EXPECT_FALSE(judge({working(0), left}, 2, kInterval));
   const auto verdict = judge({rank_at(0, ProgressKind::Checkpoint, "finish", 5001), left}, 2, kInterval);
@@ -146,7 +147,7 @@ TEST(WatchdogVerdict, OneThatHasLeftIsNeitherExpectedNorAnExcuse) {
 // It was unwound by an exception, and its process is slow to end.
 TEST(WatchdogVerdict, OneThatHasLeftIsNamedWhereAllOthersWait) {
   RankView left = working(1);
-  left.beat->left = true;
+  left.beat->state = RunState::Left;
   left.silent_ms = 100'000;
   const auto verdict = judge({waiting(0, 5001), left, waiting(2, 5001)}, 3, kInterval);
   ASSERT_TRUE(verdict);
@@ -182,7 +183,9 @@ TEST(WatchdogVerdict, BeatsSurviveTheirWay) {
   Beat beat = *waiting(3, 17).beat;
   beat.number = 9;
   beat.pids = "boot pid:[1]";
-  beat.traced = beat.left = beat.computes = true;
+  beat.state = RunState::Left;
+  beat.traced = beat.computes = true;
+  beat.life = "rank 3 (host node)";
   EXPECT_EQ(to_text(beat_from(to_text(beat))), to_text(beat));
   EXPECT_THROW(beat_from("hello"), Error);
 }

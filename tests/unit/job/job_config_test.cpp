@@ -63,6 +63,18 @@ TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
   EXPECT_NE(model[0].find("did you mean 'bigram'"), std::string::npos) << model[0];
 }
 
+TEST_F(JobConfigTest, ReadsTheChosenLossAndItsArguments) {
+  EXPECT_EQ(load({}).loss.name, "cross_entropy");
+  const JobConfig config = load({"--loss.name", "z_loss", "--loss.args.z_weight", "0.01"});
+  EXPECT_EQ(config.loss_args.fields.at(0).get(config.loss_args.settings.get()), config::Value(0.01));
+  const auto unknown = problems_of({"--loss.name", "zloss"});
+  ASSERT_EQ(unknown.size(), 1u);
+  EXPECT_NE(unknown[0].find("known: cross_entropy, label_smoothing, z_loss"), std::string::npos)
+      << unknown[0];
+  EXPECT_EQ(problems_of({"--loss.name", "label_smoothing", "--loss.args.epsilon", "2"}).size(), 1u);
+  EXPECT_EQ(problems_of({"--loss.args.epsilon", "0.1"}).size(), 1u) << "the cross-entropy has no arguments";
+}
+
 TEST_F(JobConfigTest, ChecksBetweenTablesComeTogether) {
   auto problems = problems_of({"--parallelism.data_parallel_shard_degree", "3", "--checkpoint.enable",
                                "--checkpoint.create_seed_checkpoint", "--model.args.vocab_size", "13"},

@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 
 #include "job/memory_report.h"
-#include "job/memory_table.h"
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/containers.h"
@@ -54,7 +53,7 @@ class MemoryReportTest : public ::testing::Test {
   }
 };
 
-TEST_F(MemoryReportTest, OneRankHasAllOfTheState) {
+TEST_F(MemoryReportTest, OneRankHoldsTheWholeState) {
   const MemoryReport all = report({});
   const double parameters = owned(all, "parameters");
   EXPECT_GT(parameters, 0);
@@ -65,7 +64,7 @@ TEST_F(MemoryReportTest, OneRankHasAllOfTheState) {
                              [](const auto& a, const auto& b) { return a.bytes > b.bytes; }));
 }
 
-TEST_F(MemoryReportTest, RanksShareTheStateAndGatherLayers) {
+TEST_F(MemoryReportTest, RanksShardTheStateAndGatherLayers) {
   const MemoryReport one = report({}), two = report({}, 2);
   EXPECT_NEAR(owned(two, "parameters"), owned(one, "parameters") / 2, owned(one, "parameters") / 20);
   EXPECT_GT(owned(two, "gathered parameters"), 0);
@@ -80,7 +79,7 @@ TEST_F(MemoryReportTest, ActivationsGrowWithTheBatch) {
   EXPECT_NEAR(saved(four, "training.local_batch_size = 2"), owned(four, "activations") / 2, 1);
 }
 
-TEST_F(MemoryReportTest, WhatASettingSavesIsWhatItThenTakes) {
+TEST_F(MemoryReportTest, PredictsWhatASettingSaves) {
   const MemoryReport plain = report({}), full = report({"--activation_checkpoint.mode", "full"});
   const double saving = saved(plain, "activation_checkpoint.mode = \"full\"");
   EXPECT_GT(saving, 0);
@@ -91,8 +90,7 @@ TEST_F(MemoryReportTest, WhatASettingSavesIsWhatItThenTakes) {
               owned(plain, "activations") - owned(half, "activations"), 1);
 }
 
-// What the run couldn't have isn't offered.
-TEST_F(MemoryReportTest, OnlySettingsThatPassTheirChecksAreOffered) {
+TEST_F(MemoryReportTest, SuggestsOnlySettingsThatPassTheirChecks) {
   const Words two_parts = {"--parallelism.context_parallel_degree", "2", "--training.seq_len", "4092"};
   const MemoryReport odd = report(two_parts, 2);  // 4,092 is four times 1,023
   EXPECT_EQ(saved(odd, "parallelism.context_parallel_degree = 4, on twice as many ranks"), 0);
@@ -102,7 +100,7 @@ TEST_F(MemoryReportTest, OnlySettingsThatPassTheirChecksAreOffered) {
   EXPECT_GT(saved(report({}), "training.seq_len = 2048"), 0);
 }
 
-TEST_F(MemoryReportTest, APipelinesFirstRankHasMoreUnderWay) {
+TEST_F(MemoryReportTest, TheFirstRankOfAPipelineHoldsMoreMicroBatches) {
   const Words pipeline = {"--parallelism.pipeline_parallel_degree", "2"};
   const auto words_of = [&](int rank) {
     const MemoryReport of_rank = report(pipeline, 2, rank);
@@ -143,8 +141,8 @@ class BufferedModel : public TrainableModel {
   Buffered model_;
 };
 
-// The table of rotations is made for as many positions as a sequence has; each rank has it whole.
-TEST_F(MemoryReportTest, BuffersAreOwnersToo) {
+// The rotation table has a row for each position of a sequence; it isn't sharded.
+TEST_F(MemoryReportTest, IncludesBuffers) {
   constexpr double kTable = 4096 * 16 * sizeof(float);  // head_dim: 256 / 16 heads
   EXPECT_EQ(owned(report({}), "buffers"), kTable);
   EXPECT_EQ(owned(report({}, 2), "buffers"), kTable);
@@ -152,7 +150,7 @@ TEST_F(MemoryReportTest, BuffersAreOwnersToo) {
   EXPECT_EQ(owned(report(longer), "buffers"), 2 * kTable);
 }
 
-TEST_F(MemoryReportTest, RegisteredBuffersAreNamed) {
+TEST_F(MemoryReportTest, NamesRegisteredBuffers) {
   if (!model_specs().contains("buffered"))
     register_model<BigramArgs>("buffered",
                                {.flavours = {{"debugmodel", {}}},
@@ -169,7 +167,7 @@ TEST_F(MemoryReportTest, RegisteredBuffersAreNamed) {
     if (owner.name == "buffers") EXPECT_EQ(owner.details, "seen 0.0000");
 }
 
-TEST(OutOfMemory, IsKnownByTypeAndByWords) {
+TEST(OutOfMemory, IsRecognizedByTypeAndByText) {
   EXPECT_TRUE(is_out_of_memory(std::bad_alloc()));
   EXPECT_TRUE(is_out_of_memory(c10::OutOfMemoryError({"f", "f.cpp", 1}, "CUDA out of memory. Tried to")));
   EXPECT_TRUE(is_out_of_memory(
@@ -179,7 +177,7 @@ TEST(OutOfMemory, IsKnownByTypeAndByWords) {
       Error("in action 1F0: connection closed\nThe first to fail was rank 0: CUDA out of memory")));
 }
 
-TEST(MemoryTable, NeighboursOfOneSizeShareAnEntry) {
+TEST(MemoryTable, JoinsNeighboursOfTheSameSize) {
   constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
   EXPECT_EQ(list_of({{"embedding", 0}, {"layers.0", kGib}, {"layers.1", kGib}, {"layers.2", 2 * kGib}}),
             "embedding 0.0000, layers.0 to layers.1 1.00 each, layers.2 2.00");

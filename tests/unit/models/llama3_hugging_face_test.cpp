@@ -30,7 +30,7 @@ SafetensorsFile recorded(const char* name) {
   return SafetensorsFile(std::string(TITAN_SOURCE_DIR "/tests/data/parity/mini/") + name);
 }
 
-TEST(Llama3HuggingFace, TheSameWeightsUnderBothNames) {
+TEST(Llama3HuggingFace, BothNamesHaveTheSameWeights) {
   const SafetensorsFile ours = recorded("titan.safetensors"), theirs = recorded("hf.safetensors");
   const HfModel model = hugging_face_model(mini());
   EXPECT_EQ(model.tensors.size(), ours.names().size());
@@ -47,7 +47,7 @@ TEST(Llama3HuggingFace, TheSameWeightsUnderBothNames) {
   }
 }
 
-TEST(Llama3HuggingFace, EveryBoxOfRows) {
+TEST(Llama3HuggingFace, ReordersEveryBoxOfRows) {
   const SafetensorsFile ours = recorded("titan.safetensors"), theirs = recorded("hf.safetensors");
   const std::string wk = "layers.1.attention.wk.weight", k_proj = "model.layers.1.self_attn.k_proj.weight";
   const at::Tensor a = ours.tensor(wk), b = theirs.tensor(k_proj);
@@ -60,7 +60,7 @@ TEST(Llama3HuggingFace, EveryBoxOfRows) {
     }
 }
 
-TEST(Llama3HuggingFace, ATiedMatrixIsThereOnce) {
+TEST(Llama3HuggingFace, ListsATiedMatrixOnce) {
   Llama3Args args = mini();
   args.tie_embeddings = true;
   const HfModel tied = hugging_face_model(args);
@@ -85,8 +85,8 @@ TEST(Llama3HuggingFace, SizesSurviveConfigJson) {
   }
 }
 
-// As transformers 5 writes it.
-TEST(Llama3HuggingFace, RopeParameters) {
+// The form that transformers 5 writes.
+TEST(Llama3HuggingFace, ReadsRopeParametersOfTransformers5) {
   HfConfig config = hugging_face_model(mini()).config;
   std::erase_if(config, [](const auto& entry) { return entry.first.starts_with("rope_"); });
   config["rope_parameters.rope_theta"] = 1234.0;
@@ -95,7 +95,7 @@ TEST(Llama3HuggingFace, RopeParameters) {
   EXPECT_FALSE(args_of_hugging_face(config).rope_scaling.enabled);
 }
 
-TEST(Llama3HuggingFace, AllProblemsTogether) {
+TEST(Llama3HuggingFace, ReportsAllProblemsTogether) {
   HfConfig config = hugging_face_model(mini()).config;
   config["architectures.0"] = "MixtralForCausalLM";
   config["hidden_act"] = "gelu";
@@ -117,7 +117,7 @@ TEST(Llama3HuggingFace, AllProblemsTogether) {
   }
 }
 
-TEST(Llama3HuggingFace, HeadsOfAnotherSizeAreRefused) {
+TEST(Llama3HuggingFace, RefusesHeadsOfAnotherSize) {
   HfConfig config = hugging_face_model(mini()).config;
   config["head_dim"] = int64_t{32};
   EXPECT_THROW(args_of_hugging_face(config), ConfigError);

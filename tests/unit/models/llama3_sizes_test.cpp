@@ -32,7 +32,7 @@ TEST(Llama3Sizes, CountFlopsAsTorchTitan) {
   EXPECT_EQ(flops_per_token(flavour("405B"), 8192), 2'625'449'459'712.0);
 }
 
-TEST(Llama3Sizes, ATiedMatrixCountsOnceAndComputes) {
+TEST(Llama3Sizes, ATiedMatrixCountsOnceButItsFlopsStay) {
   Llama3Args args = flavour("debugmodel");
   const double untied = flops_per_token(args, 128);
   args.tie_embeddings = true;
@@ -40,7 +40,7 @@ TEST(Llama3Sizes, ATiedMatrixCountsOnceAndComputes) {
   EXPECT_EQ(flops_per_token(args, 128), untied);
 }
 
-TEST(Llama3Sizes, ChecksFindWhatCantWork) {
+TEST(Llama3Sizes, CheckReportsImpossibleSizes) {
   for (const auto& [name, args] : llama3_flavours()) {
     std::vector<std::string> problems;
     check(args, problems);

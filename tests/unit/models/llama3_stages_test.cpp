@@ -1,4 +1,4 @@
-// Llama 3 cut into pipeline stages, against the whole.
+// Llama 3 cut into pipeline stages computes what the whole model does.
 
 #include <map>
 
@@ -40,8 +40,8 @@ std::vector<Llama3> build_stages(const Case& wanted) {
   return stages;
 }
 
-// Forward and backward through the stages, each with a graph of its own. Gradients by name, summed over
-// stages that share one.
+// Runs forward and backward through the stages, each with its own graph. Returns gradients by name, summed over
+// stages that share a parameter.
 std::map<std::string, at::Tensor> run(const std::vector<Llama3>& stages, const at::Tensor& tokens,
                                       const at::Tensor& labels, at::Tensor& loss) {
   std::vector<at::Tensor> inputs = {tokens}, outputs;
@@ -63,7 +63,7 @@ std::map<std::string, at::Tensor> run(const std::vector<Llama3>& stages, const a
 
 class Llama3Stages : public ::testing::TestWithParam<Case> {};
 
-TEST_P(Llama3Stages, ComputeWhatTheWholeDoes) {
+TEST_P(Llama3Stages, ComputeWhatTheWholeModelDoes) {
   const Llama3 whole(small_llama(GetParam().tied, 6), deferred(at::kCPU, at::kDouble));
   materialize(whole, 5);
   const at::Tensor tokens = at::randint(50, {2, 16}), labels = at::randint(50, {2, 16});
@@ -77,7 +77,7 @@ TEST_P(Llama3Stages, ComputeWhatTheWholeDoes) {
         << name;
 }
 
-// 8 stages of 6 layers: the first and the last have none.
+// With 8 stages of 6 layers, the first and the last have no layer.
 INSTANTIATE_TEST_SUITE_P(All, Llama3Stages,
                          ::testing::Values(Case{false, 2, false}, Case{false, 3, true}, Case{false, 8, false},
                                            Case{true, 2, false}, Case{true, 8, true}),
@@ -86,7 +86,7 @@ INSTANTIATE_TEST_SUITE_P(All, Llama3Stages,
                                       info.param.checkpoint ? "Checkpointed" : "");
                          });
 
-TEST(Llama3Stage, HaveTheirOwnParametersOnly) {
+TEST(Llama3Stage, HasOnlyItsOwnParameters) {
   std::vector<std::string> names;
   for (const Llama3& stage : build_stages({.num_stages = 8}))
     for (const Parameter& parameter : parameters(stage)) names.push_back(parameter.name);
@@ -96,14 +96,14 @@ TEST(Llama3Stage, HaveTheirOwnParametersOnly) {
   EXPECT_EQ(names, expected);
 }
 
-TEST(Llama3Stage, RotateWhereThereAreLayers) {
+TEST(Llama3Stage, HasARotaryTableIfItHasLayers) {
   const auto stages = build_stages({.num_stages = 8});
   EXPECT_FALSE(stages.front()->rotary);
   EXPECT_FALSE(stages.back()->rotary);
   EXPECT_TRUE(stages[1]->rotary);
 }
 
-TEST(Llama3Stage, TheLastOneAloneHasALoss) {
+TEST(Llama3Stage, OnlyTheLastOneHasALoss) {
   const auto stages = build_stages({.num_stages = 2});
   const at::Tensor tokens = at::zeros({1, 16}, at::kLong);
   EXPECT_THROW(stages[0](tokens, tokens, 16), Error);

@@ -38,7 +38,7 @@ TEST(Llama3, NamesItsParametersAsTorchTitan) {
   EXPECT_EQ(names, expected);
 }
 
-TEST(Llama3, HasAsManyParametersAsItSays) {
+TEST(Llama3, HasAsManyParametersAsNumParamsSays) {
   for (const auto& [name, args] : llama3_flavours()) {
     const Llama3 model(args, deferred(at::kMeta));
     int64_t count = 0;
@@ -49,7 +49,7 @@ TEST(Llama3, HasAsManyParametersAsItSays) {
 
 class Deferred405B : public ::testing::TestWithParam<at::DeviceType> {};
 
-TEST_P(Deferred405B, IsMadeInASecondAnd200MB) {
+TEST_P(Deferred405B, IsBuiltInOneSecondAnd200MB) {
   const int64_t before = resident_bytes();
   const std::clock_t start = std::clock();
   const Llama3 model(llama3_flavours().at("405B"), deferred(GetParam()));
@@ -86,7 +86,7 @@ TEST(Llama3, StartsFromTheSameBitsForTheSameSeed) {
   EXPECT_FALSE(weight(first).equal(weight(third)));
 }
 
-TEST(Llama3, GivesLogitsOrTheirLoss) {
+TEST(Llama3, ReturnsLogitsOrTheirLoss) {
   const Llama3 model(small_llama(false, 2), deferred(at::kCPU));
   materialize(model, 1);
   const at::Tensor tokens = at::randint(50, {3, 16}), labels = at::randint(50, {3, 16});
@@ -110,7 +110,7 @@ TEST(Llama3, ATiedModelHasOneMatrixWithBothGradients) {
   EXPECT_GT(row_norms.min().item<float>(), 0);
 }
 
-TEST(Llama3, DoesntLookAhead) {
+TEST(Llama3, DoesNotLookAhead) {
   const Llama3 model(small_llama(false, 2), deferred(at::kCPU));
   materialize(model, 1);
   at::NoGradGuard no_grad;
@@ -128,7 +128,7 @@ TEST(Llama3, RefusesSequencesBeyondItsTable) {
   EXPECT_THROW(model(at::zeros({1, 17}, at::kLong)), Error);
 }
 
-// A dry run: sizes of everything, data of nothing.
+// A dry run: all sizes, no data.
 TEST(Llama3, RunsForwardAndBackwardOnMeta) {
   const Llama3 model(llama3_flavours().at("debugmodel"), deferred(at::kMeta, at::kBFloat16));
   materialize(model, 1);

@@ -6,7 +6,7 @@
 
 namespace titan::models {
 
-/// Sizes of which none equals another's.
+/// All sizes differ from each other.
 inline Llama3Args small_llama(bool tied, int64_t num_layers) {
   return {.dim = 32,
           .n_layers = num_layers,

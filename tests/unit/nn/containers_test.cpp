@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <map>
 
 #include <ATen/ATen.h>
 
@@ -27,7 +26,7 @@ TEST(ModuleList, NamesAndIteratesItsChildren) {
   EXPECT_EQ(list->named_parameters().keys(), (std::vector<std::string>{"0.weight", "1.weight", "2.weight"}));
 }
 
-TEST(ModuleList, KeepsNamesThatAreGiven) {
+TEST(ModuleList, KeepsGivenNames) {
   ModuleList<Linear> list;
   list.insert("7", Linear(1, 1));
   list.insert("8", Linear(1, 1));
@@ -77,7 +76,7 @@ TEST(LayerSequence, NamesItsModules) {
   EXPECT_EQ(names.after, (Strings{"norm", "head"}));
 }
 
-TEST(LayerSequence, APartKeepsItsNames) {
+TEST(LayerSequence, KeepsNamesInAPart) {
   const Residual model = part_of({}, {"blocks.2", "blocks.3"});
   EXPECT_EQ(parameter_names(model),
             (Strings{"blocks.2.up.weight", "blocks.2.up.bias", "blocks.2.down.weight", "blocks.3.up.weight",
@@ -90,7 +89,7 @@ TEST(LayerSequence, APartKeepsItsNames) {
   EXPECT_EQ(model->blocks[1]->down->fqn(), "blocks.3.down");
 }
 
-TEST(LayerSequence, PartsKnowTheirEnds) {
+TEST(LayerSequence, KnowsFirstAndLastParts) {
   const Residual first = part_of({}, {"embedding"}), last = part_of({}, {"norm", "head"});
   EXPECT_TRUE(first->is_first() && !first->is_last() && first->blocks.empty());
   EXPECT_TRUE(last->is_last() && !last->is_first());
@@ -98,28 +97,28 @@ TEST(LayerSequence, PartsKnowTheirEnds) {
   EXPECT_TRUE(all->is_whole() && all->dropped_modules().empty());
 }
 
-TEST(LayerSequence, RemembersTheNamesOfWhatIsGone) {
+TEST(LayerSequence, RemembersDroppedModules) {
   const Residual model = part_of({.num_layers = 2}, {"embedding", "blocks.0", "blocks.1"});
   EXPECT_EQ(model->dropped_modules(), (Strings{"norm", "head"}));
   EXPECT_EQ(part_of({.num_layers = 2}, {"blocks.1", "norm", "head"})->dropped_modules(),
             (Strings{"embedding", "blocks.0", "blocks.0.up", "blocks.0.down"}));
 }
 
-TEST(LayerSequence, RefusesWhatIsNoPart) {
-  EXPECT_EQ(problems_of({}), Strings{"a stage has to have a module"});
+TEST(LayerSequence, RefusesUnknownNamesAndGaps) {
+  EXPECT_EQ(problems_of({}), Strings{"a stage must have a module"});
   EXPECT_EQ(problems_of({"blocks.5", "haed"}),
             (Strings{"the model calls no module 'blocks.5' in its sequence; did you mean 'blocks.0'?",
                      "the model calls no module 'haed' in its sequence; did you mean 'head'?"}));
   const Strings gap = problems_of({"blocks.1", "blocks.3"});
   ASSERT_EQ(gap.size(), 1u);
-  EXPECT_NE(gap[0].find("don't follow one another"), std::string::npos) << gap[0];
+  EXPECT_NE(gap[0].find("aren't consecutive"), std::string::npos) << gap[0];
   EXPECT_EQ(problems_of({"head", "norm"}).size(), 1u);
   Residual model = part_of({}, {"embedding", "blocks.0"});
   EXPECT_THROW(model->keep_layers({"embedding"}), Error);
 }
 
-// Only what is kept gets memory, and it is what the whole model has there.
-TEST(LayerSequence, APartStartsAsTheWholeDoes) {
+// Only kept modules get memory, with the whole model's values.
+TEST(LayerSequence, InitializesAPartLikeTheWhole) {
   const Residual all = whole(), model = part_of({}, {"blocks.3", "blocks.4", "norm"});
   materialize(all, 7);
   materialize(model, 7);
@@ -128,7 +127,7 @@ TEST(LayerSequence, APartStartsAsTheWholeDoes) {
   EXPECT_EQ(model->parameters().size(), 7u);
 }
 
-TEST(LayerSequence, TiedWeightsStayTiedByName) {
+TEST(LayerSequence, KeepsTiedWeightsTiedByName) {
   const ResidualSizes sizes{.tied = true};
   const Residual all = whole(sizes);
   const auto shared = all->shared_parameters();
@@ -148,7 +147,7 @@ TEST(LayerSequence, TiedWeightsStayTiedByName) {
   EXPECT_FALSE(last->head->weight.is_same(first->embedding->weight));
 }
 
-TEST(LayerSequence, ATiedStageWithBothEndsSharesWithNobody) {
+TEST(LayerSequence, SharesNothingWhenOneStageHasBothEnds) {
   const ResidualSizes sizes{.num_layers = 1, .tied = true};
   const Residual model = part_of(sizes, whole(sizes)->layer_names().all());
   EXPECT_FALSE(parameters(model).front().on_other_stages);
@@ -165,7 +164,7 @@ class StackImpl : public Module, public LayerSequence {
 };
 TITAN_MODULE(Stack);
 
-TEST(LayerSequence, ASequentialIsAListToo) {
+TEST(LayerSequence, SplitsASequential) {
   Stack stack;
   const at::Tensor x = at::randn({2, 4});
   const at::Tensor expected = stack->steps->named_children()["2"]->as<LinearImpl>()->forward(
@@ -175,8 +174,8 @@ TEST(LayerSequence, ASequentialIsAListToo) {
   EXPECT_TRUE(stack->is_last() && !stack->is_first());
 }
 
-// Fed from one to the next, the parts compute what the whole does, to the last bit.
-TEST(LayerSequence, PartsInARowAreTheWhole) {
+// Fed from one to the next, the parts compute the same bits as the whole.
+TEST(LayerSequence, ConsecutivePartsEqualTheWhole) {
   for (const bool tied : {false, true}) {
     const ResidualSizes sizes{.tied = tied};
     const Construct doubles = deferred(at::kCPU, at::kDouble);

@@ -25,7 +25,7 @@ struct LoggingHook : CallHook {
   std::string name;
 };
 
-// Runs the inside twice, as a checkpoint whose backward recomputes does.
+// Runs the inside twice, like a checkpoint that recomputes in its backward.
 struct RunTwice : CheckpointHook {
   explicit RunTwice(Log& log) : log(log) {}
   TensorList call(HookHost& /*host*/, const TensorList& inputs, Run run) override {
@@ -55,7 +55,7 @@ class AddImpl : public Module {
 };
 TITAN_MODULE(Add);
 
-TEST(Hooks, RunInTheirSlotsWhateverTheOrderTheyWereSetIn) {
+TEST(Hooks, RunInSlotOrder) {
   Log log;
   Add add;
   add->prepare_output_hook = std::make_shared<LoggingHook>(log, "output");
@@ -68,14 +68,14 @@ TEST(Hooks, RunInTheirSlotsWhateverTheOrderTheyWereSetIn) {
                       "input pre", "output post", "label post", "fsdp post"}));
 }
 
-TEST(Hooks, MayReplaceTensorsOnBothSides) {
+TEST(Hooks, MayReplaceInputsAndOutputs) {
   Add add;
   add->fsdp_hook = std::make_shared<DoublingHook>();
   EXPECT_EQ(add(at::ones({1}), std::optional(at::ones({1}))).item<double>(), 5);
   EXPECT_EQ(add(at::ones({1})).item<double>(), 3);
 }
 
-TEST(Hooks, AWrappedModuleIsEnteredThroughItsHolderOnly) {
+TEST(Hooks, WrappedModulesMustBeCalledThroughTheirHolder) {
   Add add;
   EXPECT_EQ(add->forward(at::ones({1})).item<double>(), 1);
   add->set_fqn("layers.2.add");
@@ -88,7 +88,7 @@ TEST(Hooks, AWrappedModuleIsEnteredThroughItsHolderOnly) {
   }
 }
 
-TEST(Hooks, AnErrorInForwardLeavesTheModuleUsable) {
+TEST(Hooks, ModuleStaysUsableAfterAnErrorInForward) {
   Add add;
   add->label_hook = std::make_shared<DoublingHook>();
   EXPECT_ANY_THROW(add(at::ones({2}), std::optional(at::ones({3}))));
@@ -97,7 +97,7 @@ TEST(Hooks, AnErrorInForwardLeavesTheModuleUsable) {
   EXPECT_NO_THROW(add(at::ones({1})));
 }
 
-TEST(Hooks, AWrappedModuleIsntMovedOrCloned) {
+TEST(Hooks, RefuseToMoveOrCloneAWrappedModule) {
   Linear linear(2, 3);
   EXPECT_NO_THROW(linear->to(at::kDouble));
   linear->fsdp_hook = std::make_shared<DoublingHook>();
@@ -108,12 +108,12 @@ TEST(Hooks, AWrappedModuleIsntMovedOrCloned) {
   EXPECT_THROW(around->to(at::kFloat), Error);
 }
 
-TEST(Hooks, ADeferredModuleIsntMovedOrCloned) {
+TEST(Hooks, RefuseToMoveADeferredModule) {
   Linear linear(2, 3, LinearOptions{.construct = deferred(at::kCPU)});
   EXPECT_THROW(linear->to(at::kDouble), Error);
 }
 
-TEST(Hooks, CoverLibTorchsModules) {
+TEST(Hooks, WorkOnLibTorchsModules) {
   using HookedLinear = Ref<Hooked<torch::nn::LinearImpl>>;
   HookedLinear linear(std::make_shared<Hooked<torch::nn::LinearImpl>>(torch::nn::LinearOptions(2, 2)));
   const at::Tensor x = at::randn({3, 2});
@@ -126,7 +126,7 @@ TEST(Hooks, CoverLibTorchsModules) {
 
 TEST(Hooks, NameModulesGivesDottedNames) {
   Sequential inner(Linear(2, 2), Linear(2, 2));
-  Sequential root(inner, Linear(2, 2));  // with one argument it would be another handle on `inner`
+  Sequential root(inner, Linear(2, 2));  // with one argument it would be another holder of `inner`
   name_modules(*root);
   EXPECT_EQ(inner->fqn(), "0");
   EXPECT_EQ(dynamic_cast<HookHost&>(*inner->children()[1]).fqn(), "0.1");

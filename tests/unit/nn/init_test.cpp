@@ -1,7 +1,5 @@
 #include "titan/nn/hooks.h"
 
-#include <cmath>
-
 #include <ATen/ATen.h>
 #include <algorithm>
 
@@ -52,7 +50,7 @@ TEST(InverseNormal, IsPreciseInCentreFlanksAndTails) {
   }
 }
 
-TEST(InverseNormal, HasALogarithmOfItsOwn) {
+TEST(InverseNormal, HasAPreciseLogarithm) {
   for (double x = 1e-300; x < 1e300; x *= 1.7)
     EXPECT_NEAR(fixed_log(x), std::log(x), 2.3e-16 * std::abs(std::log(x))) << x;
   EXPECT_EQ(fixed_log(1.0), 0);
@@ -85,9 +83,8 @@ TEST(InverseNormal, GivesTheSameBitsInBlocks) {
     }
 }
 
-// Where the probabilities that are left begin outside the centre, lanes behind the last element lie there
-// too.
-TEST(InverseNormal, WritesNothingBehindABlock) {
+// Probabilities that all lie outside the centre: lanes past the last element do too.
+TEST(InverseNormal, WritesNothingAfterABlock) {
   const NormalDraw draw{.offset = 0.95, .scale = 0.05, .mean = 1, .std = 2, .low = 4.5, .high = 5};
   for (const DrawLanes lanes : lanes_here())
     for (const int64_t count : {1, 2, 3, 5, 6, 7, 9, 243, 247, 248, 249}) {
@@ -153,8 +150,8 @@ TEST(Fill, DependsOnSeedAndName) {
       draw(normal, {16}, box, at::kFloat, 1, "a").equal(draw(normal, {16}, box, at::kFloat, 1, "b")));
 }
 
-// Pinned: whoever changes one of these changes every run's initial weights. The values are those of Philox
-// and FNV-1a written out in Python, through its statistics.NormalDist().inv_cdf.
+// Pinned: a change here changes every run's initial weights. The values come from Philox and FNV-1a written
+// out in Python, through its statistics.NormalDist().inv_cdf.
 TEST(Fill, GivesThePinnedFirstValues) {
   const at::Tensor values =
       draw(Init::normal(0, 1), {4}, whole_box({4}), at::kDouble, 42, "tok_embeddings.weight");
@@ -185,7 +182,7 @@ TEST(Fill, CutsATruncatedNormalAtItsBounds) {
               6e-3);  // of a normal cut at three standard deviations
 }
 
-TEST(Fill, WithFarBoundsIsThePlainNormal) {
+TEST(Fill, EqualsThePlainNormalForFarBounds) {
   const Box box = whole_box({1000});
   EXPECT_TRUE(
       draw(Init::truncated_normal(0.02, -2, 2), {1000}, box).equal(draw(Init::normal(0, 0.02), {1000}, box)));

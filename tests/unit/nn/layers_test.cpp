@@ -118,7 +118,7 @@ struct ZeroProducts : ops::Products {
   }
 };
 
-TEST(Linear, TakesOtherProducts) {
+TEST(Linear, UsesOtherProducts) {
   FeedForward feed_forward(FeedForwardOptions{
       .dim = 4, .hidden_dim = 8, .gate_init = Init::normal(0, 1), .output_init = Init::normal(0, 1)});
   const at::Tensor x = at::randn({2, 4});
@@ -147,6 +147,38 @@ TEST(LinearCrossEntropy, SharesTheEmbeddingsMatrix) {
   at::cross_entropy_loss(at::linear(at::embedding(leaf, tokens), leaf), tokens).backward();
   EXPECT_CLOSE(embedding->weight.grad(), leaf.grad(), 1e-5);
   EXPECT_THROW(LinearCrossEntropy(8, 14, LossHeadOptions{.tied_weight = embedding->weight}), Error);
+}
+
+TEST(Losses, ListTheKnownNamesForAnUnknownOne) {
+  try {
+    losses().get("zloss");
+    FAIL() << "expected an error";
+  } catch (const ConfigError& error) {
+    EXPECT_EQ(error.problems(),
+              std::vector<std::string>{"unknown loss 'zloss'; known: cross_entropy, label_smoothing, "
+                                       "z_loss; did you mean 'z_loss'?"});
+  }
+}
+
+TEST(Losses, DescribeTheirArguments) {
+  EXPECT_TRUE(losses().get("cross_entropy").fields.empty());
+  EXPECT_EQ(losses().get("cross_entropy").make(nullptr), nullptr);
+  ASSERT_EQ(losses().get("z_loss").fields.size(), 1u);
+  EXPECT_EQ(losses().get("z_loss").fields[0].key, "z_weight");
+  ASSERT_EQ(losses().get("label_smoothing").fields.size(), 1u);
+  EXPECT_EQ(losses().get("label_smoothing").fields[0].key, "epsilon");
+}
+
+TEST(Losses, ReplaceTheLossOfEveryHead) {
+  LinearCrossEntropy head(8, 13, LossHeadOptions{.init = Init::normal(0, 1)});
+  const at::Tensor hidden = at::randn({6, 8}), labels = at::randint(13, {6});
+  const LossKind& kind = losses().get("label_smoothing");
+  EXPECT_EQ(set_loss(*head, kind.make(kind.make_args().get())), 1);
+  EXPECT_CLOSE(head(hidden, labels, 6),
+               at::cross_entropy_loss(head(hidden), labels, {}, at::Reduction::Mean, -100, 0.1), 1e-5);
+  EXPECT_EQ(set_loss(*head, nullptr), 1);
+  EXPECT_CLOSE(head(hidden, labels, 6), at::cross_entropy_loss(head(hidden), labels), 1e-5);
+  EXPECT_EQ(set_loss(*Linear(2, 2), nullptr), 0);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-// A small model that names its sequence of layers, and isn't a Llama.
+// A small model besides Llama that names its sequence of layers.
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,6 @@
 #include "nn/trace_labels.h"
 
 #include <algorithm>
-#include <string>
-#include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
@@ -16,7 +14,7 @@
 namespace titan::nn {
 namespace {
 
-// What a profiler sees: names of the ranges of this thread, "(name" and ")".
+// The ranges of this thread as a profiler sees them: "(name" and ")".
 class Ranges {
  public:
   Ranges() {
@@ -51,7 +49,7 @@ class TracedLayerImpl : public Module {
     register_module("second", second);
   }
   at::Tensor forward(const at::Tensor& x) {
-    if (fails) throw std::runtime_error("asked for");
+    if (fails) throw std::runtime_error("requested failure");
     return second(first(x));
   }
   Linear first, second;
@@ -75,7 +73,7 @@ class TracedModelImpl : public Module, public LayerSequence {
 };
 TITAN_MODULE(TracedModel);
 
-TEST(TraceLabels, CallsAreRangesUnderTheModulesNames) {
+TEST(TraceLabels, NameCallsAfterModules) {
   TracedModel model;
   const Ranges ranges;
   {
@@ -86,7 +84,7 @@ TEST(TraceLabels, CallsAreRangesUnderTheModulesNames) {
                                   "(layers.1", "(layers.1.first", ")", "(layers.1.second", ")", ")", ")"}));
 }
 
-TEST(TraceLabels, NothingIsLeftOfThem) {
+TEST(TraceLabels, LeaveNothingAfterDestruction) {
   TracedModel model;
   const Ranges ranges;
   { const TraceLabels labels(model); }
@@ -95,7 +93,7 @@ TEST(TraceLabels, NothingIsLeftOfThem) {
   EXPECT_EQ(model->label_hook, nullptr);
 }
 
-TEST(TraceLabels, BackwardGoesFromLayerToLayer) {
+TEST(TraceLabels, NameTheBackwardOfLayers) {
   TracedModel model;
   const TraceLabels labels(model);
   const at::Tensor loss = model(at::ones({1, 4}).requires_grad_()).sum();
@@ -122,7 +120,7 @@ struct CallCounter : CallHook {
   int calls = 0;
 };
 
-TEST(TraceLabels, TheSlotsOwnHookGoesOn) {
+TEST(TraceLabels, KeepTheSlotsOwnHook) {
   TracedModel model;
   const auto own = std::make_shared<CallCounter>();
   model->layers[0]->label_hook = own;
@@ -134,7 +132,7 @@ TEST(TraceLabels, TheSlotsOwnHookGoesOn) {
   EXPECT_EQ(model->layers[0]->label_hook, own);
 }
 
-TEST(TraceLabels, AScopeEndsWhatAnExceptionLeft) {
+TEST(TraceLabels, ScopeClosesRangesAfterAnException) {
   TracedModel model;
   model->layers[1]->fails = true;
   const TraceLabels labels(model);
@@ -148,7 +146,7 @@ TEST(TraceLabels, AScopeEndsWhatAnExceptionLeft) {
   EXPECT_EQ(seen.back(), ")");
 }
 
-TEST(TraceLabels, JointProductsStayJoint) {
+TEST(TraceLabels, KeepJointProductsJoint) {
   Linear first(4, 4, LinearOptions{.bias = false}), second(4, 4, LinearOptions{.bias = false});
   first->set_fqn("layers.0.w1");
   second->set_fqn("layers.0.w3");

@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
 
-#include "titan/observe/stragglers.h"
+#include "observe/stragglers.h"
 
 namespace titan::train {
 namespace {
@@ -11,15 +11,15 @@ std::vector<RankPace> own_times(const std::vector<double>& seconds) {
   return ranks;
 }
 
-TEST(FindStraggler, EqualRanksHaveNone) {
+TEST(FindStraggler, FindsNoneAmongEqualRanks) {
   EXPECT_FALSE(find_straggler(own_times({1}), {}));
   EXPECT_FALSE(find_straggler(own_times({1, 1}), {}));
   EXPECT_FALSE(find_straggler(own_times({1, 1.01, 0.99, 1.02, 1}), {}));
   EXPECT_FALSE(find_straggler(own_times({0, 0, 0}), {}));
 }
 
-// The standard deviation of three values, with the slow one among them, is never three times off.
-TEST(FindStraggler, OneOfFewIsSeen) {
+// No value of three is ever three standard deviations off, if the deviation includes it.
+TEST(FindStraggler, FindsOneOfFewRanks) {
   for (const auto& times : {std::vector<double>{1, 3}, {1, 1.1, 3}, {1, 1, 1, 3}}) {
     const auto found = find_straggler(own_times(times), {});
     ASSERT_TRUE(found) << times.size();
@@ -29,7 +29,7 @@ TEST(FindStraggler, OneOfFewIsSeen) {
   }
 }
 
-TEST(FindStraggler, WhoCostsTheStepNothingIsNotNamed) {
+TEST(FindStraggler, IgnoresARankThatCostsTheStepLittle) {
   std::vector<RankPace> ranks = own_times({0.001, 0.001, 0.004});
   for (RankPace& rank : ranks) rank.step_s = 1;
   EXPECT_FALSE(find_straggler(ranks, {}));
@@ -39,13 +39,13 @@ TEST(FindStraggler, WhoCostsTheStepNothingIsNotNamed) {
   EXPECT_FALSE(find_straggler(ranks, {}, 0.1));
 }
 
-TEST(FindStraggler, OfTwoTheSlowerOneIsNamed) {
+TEST(FindStraggler, FindsTheSlowerOfTwo) {
   const auto found = find_straggler(own_times({2, 1}), {});
   ASSERT_TRUE(found);
   EXPECT_EQ(found->rank, 0);
 }
 
-TEST(FindStraggler, WhereRanksDifferAnywayMoreIsAskedFor) {
+TEST(FindStraggler, NeedsALargerDifferenceWhenRanksVary) {
   // Median 1.0, median absolute deviation 0.2: sigma 0.297.
   const std::vector<double> spread = {0.6, 0.8, 1.0, 1.2, 1.4};
   auto with = [&](double slow) {
@@ -59,25 +59,25 @@ TEST(FindStraggler, WhereRanksDifferAnywayMoreIsAskedFor) {
   EXPECT_NEAR(with(1.95)->deviation, 0.95 / 0.29652, 1e-3);
 }
 
-TEST(FindStraggler, TheRatioIsAskedForToo) {
-  const auto times = own_times({1, 1, 1, 1.15});  // 7.5 of the least sigma
+TEST(FindStraggler, NeedsTheRatioToo) {
+  const auto times = own_times({1, 1, 1, 1.15});  // 7.5 times the least sigma
   EXPECT_FALSE(find_straggler(times, {.sigma = 3, .ratio = 1.2}));
   EXPECT_TRUE(find_straggler(times, {.sigma = 3, .ratio = 1.1}));
   EXPECT_FALSE(find_straggler(times, {.sigma = 8, .ratio = 1.1}));
 }
 
-TEST(FindStraggler, StagesAreComparedAmongThemselves) {
+TEST(FindStraggler, ComparesRanksWithinTheirStage) {
   std::vector<RankPace> ranks = {
       {.own_s = 1, .stage = 0}, {.own_s = 1, .stage = 0}, {.own_s = 5, .stage = 1}, {.own_s = 5, .stage = 1}};
   EXPECT_FALSE(find_straggler(ranks, {}));
   ranks[1].own_s = 2;
   ASSERT_TRUE(find_straggler(ranks, {}));
   EXPECT_EQ(find_straggler(ranks, {})->rank, 1);
-  // One rank a stage: nothing to compare with.
+  // One rank per stage: nothing to compare with.
   EXPECT_FALSE(find_straggler({{.own_s = 1, .stage = 0}, {.own_s = 9, .stage = 1}}, {}));
 }
 
-TEST(FindStraggler, TheOneThatIsFurthestOff) {
+TEST(FindStraggler, FindsTheSlowestOfSeveral) {
   const auto found = find_straggler(own_times({1, 1, 1, 1, 2, 4, 1, 1}), {});
   ASSERT_TRUE(found);
   EXPECT_EQ(found->rank, 5);

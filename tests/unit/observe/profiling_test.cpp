@@ -10,7 +10,7 @@
 namespace titan::train {
 namespace {
 
-// Of the steps 1 to 12: '.', 'w', 'r' and 's'.
+// For steps 1 to 12: '.' none, 'w' warm-up, 'r' record, 's' record and save.
 std::string actions(const ProfilingSettings& settings) {
   std::string text;
   for (int64_t step = 1; step <= 12; ++step)
@@ -23,19 +23,19 @@ TEST(ProfileSchedule, WaitsWarmsUpAndRecordsTheLastSteps) {
   EXPECT_EQ(actions({.profile_freq = 4, .profiler_active = 1, .profiler_warmup = 3}), "wwwswwwswwws");
 }
 
-TEST(ProfileSchedule, NeedsNoWarmUp) {
+TEST(ProfileSchedule, WorksWithoutWarmUp) {
   EXPECT_EQ(actions({.profile_freq = 1, .profiler_active = 1, .profiler_warmup = 0}), "ssssssssssss");
   EXPECT_EQ(actions({.profile_freq = 12, .profiler_active = 1, .profiler_warmup = 0}), "...........s");
 }
 
-/// Notes what it is told, as the job's watchdog would be.
-class TraceWatcher final : public RunObserver {
+/// Records the calls that the job's watchdog would get.
+class CallRecorder final : public RunObserver {
  public:
-  void begin(Phase phase, int64_t step) override { told += str("begin ", name_of(phase), " ", step, "; "); }
+  void begin(Phase phase, int64_t step) override { calls += str("begin ", name_of(phase), " ", step, "; "); }
   void end(Phase phase, int64_t step, bool /*failed*/) override {
-    told += str("end ", name_of(phase), " ", step, "; ");
+    calls += str("end ", name_of(phase), " ", step, "; ");
   }
-  std::string told;
+  std::string calls;
 };
 
 StepProfiler::Options options_in(const std::filesystem::path& folder) {
@@ -53,25 +53,63 @@ void two_steps(StepProfiler& profiler) {
   }
 }
 
-// Writing a large trace takes longer than a step may, and isn't a hang.
-TEST(StepProfiler, TheWatchdogIsToldOfWritingAsOfASave) {
+// Writing a large trace may take longer than a step is allowed to, and isn't a hang.
+TEST(StepProfiler, ReportsWritingToTheWatchdogAsASave) {
   data::TemporaryFolder folder;
-  TraceWatcher watcher;
+  CallRecorder watchdog;
   StepProfiler profiler(options_in(folder.path() / "traces"));
-  profiler.tell_of_writing(watcher);
+  profiler.report_writing_to(watchdog);
   two_steps(profiler);
-  EXPECT_EQ(watcher.told, "begin save 2; end save 2; ");
+  EXPECT_EQ(watchdog.calls, "begin save 2; end save 2; ");
   EXPECT_TRUE(std::filesystem::exists(folder.path() / "traces/iteration_2/rank0_trace.json.gz"));
 }
 
-TEST(StepProfiler, WritingThatFailsEndsToo) {
+TEST(StepProfiler, EndsTheReportedSaveWhenWritingFails) {
   data::TemporaryFolder folder;
   std::ofstream(folder.path() / "traces") << "a file where the folder would be";
-  TraceWatcher watcher;
+  CallRecorder watchdog;
   StepProfiler profiler(options_in(folder.path() / "traces"));
-  profiler.tell_of_writing(watcher);
+  profiler.report_writing_to(watchdog);
   two_steps(profiler);
-  EXPECT_EQ(watcher.told, "begin save 2; end save 2; ");
+  EXPECT_EQ(watchdog.calls, "begin save 2; end save 2; ");
+}
+
+std::string joined(const EditedText& text) {
+  std::string all;
+  for (const std::string_view piece : text.pieces) all += piece;
+  return all;
+}
+
+// A GPU's events as Kineto writes them.
+constexpr const char* kTrace = R"(
+  {
+    "name": "thread_name", "ph": "M", "ts": 1.0, "pid": 0, "tid": 7,
+    "args": { "name": "stream 7 " }
+  },
+  {
+    "name": "thread_name", "ph": "M", "ts": 1.0, "pid": 0, "tid": 77,
+    "args": { "name": "stream 77 " }
+  },
+  {
+    "ph": "X", "cat": "user_annotation", "name": "stream: fsdp gather", "pid": 40, "tid": 40,
+    "ts": 1.0, "dur": 2.0
+  },
+  {
+    "ph": "X", "cat": "gpu_user_annotation", "name": "stream: fsdp gather", "pid": 0, "tid": 7,
+    "ts": 1.0, "dur": 2.0
+  })";
+
+TEST(StreamRows, AddsTheNameOfAMarkedStream) {
+  const std::string named = joined(with_stream_names(kTrace));
+  EXPECT_NE(named.find(R"("name": "stream 7 fsdp gather ")"), std::string::npos) << named;
+  EXPECT_NE(named.find(R"("name": "stream 77 ")"), std::string::npos) << named;
+  EXPECT_EQ(named.size(), std::string(kTrace).size() + std::string(" fsdp gather").size());
+}
+
+TEST(StreamRows, LeavesATraceWithoutMarksUnchanged) {
+  const std::string trace = R"({"name": "stream 7 "})";
+  EXPECT_EQ(joined(with_stream_names(trace)), trace);
+  EXPECT_EQ(joined(with_stream_names("")), "");
 }
 
 }  // namespace

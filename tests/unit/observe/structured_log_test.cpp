@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "observe/structured_file.h"
-#include "titan/observe/structured_log.h"
+#include "observe/structured_log.h"
 #include "titan/train/metrics.h"
 #include "unit/data/temporary_folder.h"
 
@@ -56,7 +56,7 @@ Rows rows_after(const fs::path& folder, const std::function<void(StructuredLog&)
   return rows_of(files.front());
 }
 
-TEST(StructuredLog, AStepsSpansAndItsFigures) {
+TEST(StructuredLog, WritesSpansAndMetricsOfAStep) {
   data::TemporaryFolder folder;
   const Rows rows = rows_after(folder.path(), [](StructuredLog& log) {
     RunObservers none;
@@ -98,7 +98,7 @@ TEST(StructuredLog, AStepsSpansAndItsFigures) {
   EXPECT_EQ(steps[1].at("relative_step"), 2);
 }
 
-TEST(StructuredLog, WhatFailsHasAnErrorBeforeItsEnd) {
+TEST(StructuredLog, WritesAnErrorBeforeTheEndOfAFailedSpan) {
   data::TemporaryFolder folder;
   const Rows rows = rows_after(folder.path(), [](StructuredLog& log) {
     try {
@@ -107,13 +107,13 @@ TEST(StructuredLog, WhatFailsHasAnErrorBeforeItsEnd) {
     } catch (const std::runtime_error&) {
     }
   });
-  ASSERT_EQ(rows.size(), 4u);  // behind the process's line
+  ASSERT_EQ(rows.size(), 4u);  // after the process's line
   EXPECT_EQ(rows[1].at("log_type_name"), "DataLoader.build_start");
   EXPECT_EQ(rows[2].at("log_type_name"), "DataLoader.build_error");
   EXPECT_EQ(rows[3].at("log_type_name"), "DataLoader.build_end");
 }
 
-TEST(StructuredLog, ThreadsShareItAndNothingIsLost) {
+TEST(StructuredLog, LosesNoEventOfSeveralThreads) {
   data::TemporaryFolder folder;
   constexpr int kThreads = 4, kEvents = 500;
   const Rows rows = rows_after(folder.path(), [](StructuredLog& log) {
@@ -128,7 +128,7 @@ TEST(StructuredLog, ThreadsShareItAndNothingIsLost) {
   for (size_t i = 0; i < rows.size(); ++i) EXPECT_EQ(rows[i].at("seq_id"), i);
 }
 
-TEST(StructuredLog, FlushedEventsAreInTheFile) {
+TEST(StructuredLog, WritesEventsToTheFileOnFlush) {
   data::TemporaryFolder folder;
   StructuredLog log({.folder = folder.path() / "logs"});
   log.instant("before");
@@ -138,7 +138,7 @@ TEST(StructuredLog, FlushedEventsAreInTheFile) {
   EXPECT_EQ(rows_named(rows_of(files[0]), "before").size(), 1u);
 }
 
-TEST(StructuredLog, TheOlderHalfGivesWay) {
+TEST(StructuredLog, DropsTheOlderHalfWhenFull) {
   data::TemporaryFolder folder;
   constexpr int64_t kMost = 40'000;
   {
@@ -153,7 +153,8 @@ TEST(StructuredLog, TheOlderHalfGivesWay) {
   ASSERT_EQ(files.size(), 2u);
   const Rows earlier = rows_of(files[0]), current = rows_of(files[1]);
   EXPECT_TRUE(files[0].string().ends_with(".earlier.jsonl"));
-  EXPECT_LT(fs::file_size(files[0]) + fs::file_size(files[1]), kMost + 10'000u);  // a flush's events over it
+  EXPECT_LT(fs::file_size(files[0]) + fs::file_size(files[1]),
+            kMost + 10'000u);  // exceeded by a flush's events
   EXPECT_TRUE(earlier.front().contains("environment"));
   EXPECT_TRUE(current.front().contains("environment"));
   EXPECT_EQ(current.back().at("value"), 999);
@@ -161,14 +162,14 @@ TEST(StructuredLog, TheOlderHalfGivesWay) {
   EXPECT_EQ(current.at(1).at("value").get<double>(), earlier.back().at("value").get<double>() + 1);
 }
 
-TEST(StructuredLog, NamesSortAsProcessesBegin) {
+TEST(StructuredLog, FileNamesSortByStartTime) {
   std::vector<std::string> stems;
   for (int i = 0; i < 20; ++i) {
     stems.push_back(structured_stem(2));
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   EXPECT_TRUE(std::is_sorted(stems.begin(), stems.end()));
-  // In UTC, wherever a process runs.
+  // In UTC, in whatever time zone a process runs.
   const char* zone = std::getenv("TZ");
   const std::string before = zone ? zone : "";
   setenv("TZ", "UTC+10", 1);
@@ -179,7 +180,7 @@ TEST(StructuredLog, NamesSortAsProcessesBegin) {
   EXPECT_GT(far, stems.back());
 }
 
-TEST(StructuredLog, ARunOutlivesALogThatCantBeWritten) {
+TEST(StructuredLog, WarnsOnceWhenItCannotBeWritten) {
   data::TemporaryFolder folder;
   std::ofstream(folder.path() / "a_file") << "in the way";
   ::testing::internal::CaptureStderr();
@@ -197,8 +198,8 @@ TEST(StructuredLog, ARunOutlivesALogThatCantBeWritten) {
   EXPECT_TRUE(fs::is_regular_file(folder.path() / "a_file"));
 }
 
-// A file system that comes back: the log goes on, and says how much it lost.
-TEST(StructuredLog, AnErrorCostsOnlyWhatIsToldMeanwhile) {
+// Once the file system is back, the log continues, and says how much it lost.
+TEST(StructuredLog, ContinuesAfterAnError) {
   data::TemporaryFolder folder;
   const fs::path logs = folder.path() / "logs";
   std::ofstream(logs) << "in the way";
@@ -220,14 +221,14 @@ TEST(StructuredLog, AnErrorCostsOnlyWhatIsToldMeanwhile) {
   EXPECT_EQ(rows_named(rows, "events_dropped")[0].at("value"), 2);
 }
 
-// Half a line may be at the end of what is there.
-TEST(StructuredLog, AFileGoesOnBehindHalfALine) {
+// The existing file may end within a line.
+TEST(StructuredLog, AppendsAfterHalfALine) {
   data::TemporaryFolder folder;
   StructuredFile file(folder.path(), "stem", 1000);
   file.open("{\"head\": 1}\n");
   file.append("{\"half");
   file.close();
-  file.go_on("{\"head\": 2}\n");
+  file.reopen("{\"head\": 2}\n");
   file.append("{\"whole\": 3}\n");
   std::ifstream stream(folder.path() / "stem.jsonl");
   std::vector<std::string> lines;
@@ -235,7 +236,7 @@ TEST(StructuredLog, AFileGoesOnBehindHalfALine) {
   EXPECT_EQ(lines, (std::vector<std::string>{"{\"head\": 1}", "{\"half", "{\"head\": 2}", "{\"whole\": 3}"}));
 }
 
-TEST(StructuredLog, OfManyProcessesTheNewestLogsStay) {
+TEST(StructuredLog, KeepsTheLogsOfTheNewestProcesses) {
   data::TemporaryFolder folder;
   const auto touch = [&](const std::string& name) { std::ofstream(folder.path() / name) << "{}\n"; };
   for (const char* time : {"20260101-000000-000001", "20260101-000000-000002", "20260102-000000-000000"}) {
@@ -255,8 +256,8 @@ TEST(StructuredLog, OfManyProcessesTheNewestLogsStay) {
   EXPECT_EQ(names[3], "train.global_rank_10.20250101-000000-000000-aaaaaa.jsonl");  // another rank's
 }
 
-// Events that were queued while the disk stood still.
-TEST(StructuredLog, ALargeBatchKeepsToTheLimitToo) {
+// Events may have been queued while the disk stalled.
+TEST(StructuredLog, KeepsItsLimitForALargeBatch) {
   data::TemporaryFolder folder;
   constexpr int64_t kMost = 80'000;
   {
@@ -271,7 +272,7 @@ TEST(StructuredLog, ALargeBatchKeepsToTheLimitToo) {
   EXPECT_LE(bytes, kMost * 5 / 4 + 2000u);
 }
 
-TEST(StructuredLog, TheWaitForOthersDataIsASpan) {
+TEST(StructuredLog, WritesTheWaitForOthersDataAsASpan) {
   data::TemporaryFolder folder;
   const Rows rows = rows_after(folder.path(), [](StructuredLog& log) {
     log.begin(Phase::Step, 1);
@@ -281,7 +282,7 @@ TEST(StructuredLog, TheWaitForOthersDataIsASpan) {
     log.begin(Phase::ForwardBackward, 1);
     log.end(Phase::ForwardBackward, 1, false);
     log.end(Phase::Step, 1, false);
-    log.begin(Phase::Step, 2);  // which all ranks agree not to make
+    log.begin(Phase::Step, 2);  // all ranks agree not to make it
     log.begin(Phase::Data, 2);
     log.end(Phase::Data, 2, false);
     log.end(Phase::Step, 2, false);
@@ -294,9 +295,9 @@ TEST(StructuredLog, TheWaitForOthersDataIsASpan) {
   EXPECT_EQ(rows_named(rows, "stopped").at(0).at("value"), 15);
 }
 
-// The training thread pays for a queue, not for a file: some 0.1 us an event. A write a line would take
+// The training thread pays for a queue, not for a file: about 0.1 us per event. A write per line would take
 // several.
-TEST(StructuredLog, AnEventCostsTheCallerLittle) {
+TEST(StructuredLog, CostsTheCallerLittlePerEvent) {
   data::TemporaryFolder folder;
   StructuredLog log({.folder = folder.path() / "logs"});
   double best_ns = 1e9;
@@ -311,7 +312,7 @@ TEST(StructuredLog, AnEventCostsTheCallerLittle) {
     best_ns = std::min(best_ns, took.count() / (2 * kPairs));
   }
   RecordProperty("ns_per_event", static_cast<int>(best_ns));
-  std::printf("%.0f ns an event\n", best_ns);
+  std::printf("%.0f ns per event\n", best_ns);
   EXPECT_LT(best_ns, 2000);
 }
 

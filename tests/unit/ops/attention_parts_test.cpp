@@ -40,25 +40,29 @@ void PrintTo(const Sizes& s, std::ostream* out) {
 // The operators' kernels, or LibTorch's whatever the dtype (what a GPU would take).
 enum class Kernels { Chosen, LibTorchs };
 
-void add_part(Kernels kernels, AttentionSum sum, const at::Tensor& q, const at::Tensor& k,
-              const at::Tensor& v, int64_t first_query) {
-  if (kernels == Kernels::Chosen) return attend(sum, q, k, v, first_query);
-  attend_by_libtorch(sum.out_BSHD, sum.log_sum_exp_BHS, q, k, v, first_query);
-}
+// Attention over one part of the keys, forward and backward.
+struct PartOfKeys {
+  Kernels kernels;
+  QueriesKeysValues in;
+  int64_t first_query;
 
-void add_part_backward(Kernels kernels, AttentionGradients grads, const at::Tensor& grad, const at::Tensor& q,
-                       const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
-                       const at::Tensor& log_sum_exp, int64_t first_query) {
-  if (kernels == Kernels::Chosen) return attend_backward(grads, grad, q, k, v, out, log_sum_exp, first_query);
-  attend_backward_by_libtorch(grads.q_BSHD, grads.k_BTKD, grads.v_BTKD, grad, q, k, v, out, log_sum_exp,
-                              first_query);
-}
+  void add_to(AttentionSum sum) const {
+    if (kernels == Kernels::Chosen) return attend(sum, in, first_query);
+    attend_by_libtorch(sum.out_BSHD, sum.log_sum_exp_BHS, in.q, in.k, in.v, first_query);
+  }
+  void add_gradients_to(AttentionGradients grads, const at::Tensor& grad,
+                        const AttentionSum& all_keys) const {
+    if (kernels == Kernels::Chosen) return attend_backward(grads, grad, in, all_keys, first_query);
+    attend_backward_by_libtorch(grads.q_BSHD, grads.k_BTKD, grads.v_BTKD, grad, in.q, in.k, in.v,
+                                all_keys.out_BSHD, all_keys.log_sum_exp_BHS, first_query);
+  }
+};
 
 struct Part {
   int64_t first_key, num_keys;
 };
 
-// The keys before the diagonal in three uneven parts, and the rest; the last comes first.
+// The keys before the diagonal in three uneven parts, and the rest; the rest comes first.
 std::vector<Part> parts_of(const Sizes& sizes) {
   std::vector<Part> parts = {{sizes.first_query, sizes.keys - sizes.first_query}};
   const int64_t before = sizes.first_query;
@@ -97,13 +101,15 @@ void expect_parts_equal_whole(const Case& the_case, double spread, double tolera
   const auto grads = AttentionGradients::zeros(in.q, in.k);
   for (const Part& part : parts_of(sizes)) {
     const auto keys = [&](const at::Tensor& x) { return x.narrow(1, part.first_key, part.num_keys); };
-    add_part(kernels, sum, in.q, keys(in.k), keys(in.v), sizes.first_query - part.first_key);
+    const PartOfKeys keys_seen{kernels, {in.q, keys(in.k), keys(in.v)}, sizes.first_query - part.first_key};
+    keys_seen.add_to(sum);
   }
   const at::Tensor out = sum.out_BSHD.to(dtype);
   for (const Part& part : parts_of(sizes)) {
     const auto keys = [&](const at::Tensor& x) { return x.narrow(1, part.first_key, part.num_keys); };
-    add_part_backward(kernels, {grads.q_BSHD, keys(grads.k_BTKD), keys(grads.v_BTKD)}, in.grad, in.q,
-                      keys(in.k), keys(in.v), out, sum.log_sum_exp_BHS, sizes.first_query - part.first_key);
+    const PartOfKeys keys_seen{kernels, {in.q, keys(in.k), keys(in.v)}, sizes.first_query - part.first_key};
+    keys_seen.add_gradients_to({grads.q_BSHD, keys(grads.k_BTKD), keys(grads.v_BTKD)}, in.grad,
+                               {out, sum.log_sum_exp_BHS});
   }
 
   std::vector<at::Tensor> wide;
@@ -117,17 +123,17 @@ void expect_parts_equal_whole(const Case& the_case, double spread, double tolera
   EXPECT_EQ(sum.out_BSHD.scalar_type(), dtype == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-TEST_P(AttentionParts, AddUpToTheWhole) {
+TEST_P(AttentionParts, EqualAttentionOverAllKeys) {
   expect_parts_equal_whole(GetParam(), 1, 3 * tolerance_of(std::get<0>(GetParam())));
 }
 
-// Scores differ much from part to part, so that later parts outweigh earlier ones and the other way round.
-TEST_P(AttentionParts, AddUpToTheWholeWithLargeScores) {
+// Scores differ a lot between parts, so that later parts outweigh earlier ones and vice versa.
+TEST_P(AttentionParts, EqualAttentionOverAllKeysWithLargeScores) {
   expect_parts_equal_whole(GetParam(), 8, 12 * tolerance_of(std::get<0>(GetParam())));
 }
 
-// A diagonal at the start, far behind it, in the middle of a block, with keys behind it that nobody sees; one
-// query and one key; heads that no vector and no panel divides.
+// A diagonal at the start, far after it, in the middle of a block, with keys after it that no query sees; one
+// query and one key; heads whose size is a multiple of no vector and no panel.
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionParts,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
@@ -136,41 +142,39 @@ INSTANTIATE_TEST_SUITE_P(
                                          Sizes{1, 1, 0, 2, 2, 6}, Sizes{50, 250, 101, 6, 2, 24},
                                          Sizes{97, 300, 203, 3, 3, 6}, Sizes{130, 260, 130, 2, 1, 80})));
 
-// What a GPU takes where it has no kernel, over several tiles, and with the log-sum-exp of more keys.
+// A GPU's last resort, over several tiles, and with the log-sum-exp of more keys.
 TEST(TiledAttention, EqualsTheKernels) {
   at::manual_seed(4);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16})
     for (const bool causal : {false, true}) {
       const Inputs in = random_inputs({600, 600, 0, 4, 2, 10}, dtype, 1);
-      const auto heads_first = [](const at::Tensor& x) { return x.transpose(1, 2); };
-      const at::Tensor q = heads_first(in.q), k = heads_first(in.k), v = heads_first(in.v),
-                       grad = heads_first(in.grad);
-      const KernelResult result = tiled_attention(q, k, v, causal),
-                         expected = run_attention_kernel(q, k, v, causal);
+      const QueriesKeysValues heads = heads_first(QueriesKeysValues{in.q, in.k, in.v});
+      const KernelResult result = tiled_attention(heads, causal),
+                         expected = run_attention_kernel(heads, causal);
       EXPECT_CLOSE(result.out, expected.out, 4 * tolerance_of(dtype));
       EXPECT_CLOSE(result.log_sum_exp, expected.log_sum_exp, 4 * tolerance_of(dtype));
-      const at::Tensor sums = expected.log_sum_exp + 1;
-      const KernelGradients grads = tiled_attention_backward(grad, q, k, v, expected.out, sums, causal),
-                            wanted = run_attention_kernel_backward(grad, q, k, v, expected.out, sums, causal);
+      const KernelResult more_keys{expected.out, expected.log_sum_exp + 1};
+      const at::Tensor grad = heads_first(in.grad);
+      const QueriesKeysValues grads = tiled_attention_backward(grad, heads, more_keys, causal),
+                              wanted = run_attention_kernel_backward(grad, heads, more_keys, causal);
       EXPECT_CLOSE(grads.q, wanted.q, 4 * tolerance_of(dtype));
       EXPECT_CLOSE(grads.k, wanted.k, 4 * tolerance_of(dtype));
       EXPECT_CLOSE(grads.v, wanted.v, 4 * tolerance_of(dtype));
     }
 }
 
-// Bytes at the most, in and behind the kernel, beyond what goes in.
+// Peak bytes during and after the kernel, beyond its inputs.
 int64_t peak_of_tiles(int64_t length, bool causal) {
   const Inputs in = random_inputs({length, length, 0, 1, 1, 8}, at::kFloat, 1);
-  const auto heads_first = [](const at::Tensor& x) { return x.transpose(1, 2); };
-  const at::Tensor q = heads_first(in.q), k = heads_first(in.k), v = heads_first(in.v);
+  const QueriesKeysValues heads = heads_first(QueriesKeysValues{in.q, in.k, in.v});
   const MemoryMeter meter;
-  const KernelResult result = tiled_attention(q, k, v, causal);
-  tiled_attention_backward(heads_first(in.grad), q, k, v, result.out, result.log_sum_exp, causal);
+  const KernelResult result = tiled_attention(heads, causal);
+  tiled_attention_backward(heads_first(in.grad), heads, result, causal);
   return meter.peak();
 }
 
-// Tiles are of 256 keys, whatever the sequence: some of them at a time are a small part of the whole matrix
-// of scores, and grow with the sequence only.
+// Tiles have 256 keys for any sequence: a few of them are a small part of the whole matrix of scores, and
+// grow only linearly with the sequence.
 TEST(TiledAttention, MakesNoMatrixOfAllScores) {
   for (const bool causal : {false, true}) {
     const int64_t half = peak_of_tiles(2048, causal), whole = peak_of_tiles(4096, causal);
@@ -186,22 +190,22 @@ TEST(AttentionPartsMask, CountsFromTheFirstQuery) {
   for (const int64_t first_query : {0, 1, 47, 48, 60, 149, 150, 1000}) {
     const Inputs in = random_inputs({100, 150, first_query, 2, 1, 16}, at::kFloat, 1);
     const auto sum = AttentionSum::of_no_keys(in.q);
-    attend(sum, in.q, in.k, in.v, first_query);
+    attend(sum, {in.q, in.k, in.v}, first_query);
     const auto wide = [](const at::Tensor& x) { return x.to(at::kDouble); };
     EXPECT_CLOSE(sum.out_BSHD, reference(wide(in.q), wide(in.k), wide(in.v), first_query), 3e-6)
         << first_query;
   }
 }
 
-// Rows of a sum are its memory: what a rank's second chunk sees is added there.
-TEST(AttentionPartsMask, RowsOfASumAreFilledInPlace) {
+// Rows of a sum are views: what a rank's second chunk sees is added there.
+TEST(AttentionPartsMask, FillsRowsOfASumInPlace) {
   at::manual_seed(3);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
     const Inputs in = random_inputs({40, 60, 60, 4, 2, 16}, dtype, 1);
     const auto whole = AttentionSum::of_no_keys(in.q), halves = AttentionSum::of_no_keys(in.q);
-    attend(whole, in.q, in.k, in.v, 60);
+    attend(whole, {in.q, in.k, in.v}, 60);
     for (const int64_t first : {0, 20})
-      attend(halves.rows(first, 20), in.q.narrow(1, first, 20), in.k, in.v, 60);
+      attend(halves.rows(first, 20), {in.q.narrow(1, first, 20), in.k, in.v}, 60);
     EXPECT_CLOSE(halves.out_BSHD, whole.out_BSHD, tolerance_of(dtype));
     EXPECT_CLOSE(halves.log_sum_exp_BHS, whole.log_sum_exp_BHS, tolerance_of(dtype));
   }
@@ -209,16 +213,16 @@ TEST(AttentionPartsMask, RowsOfASumAreFilledInPlace) {
 
 TEST(AttentionPartsMask, RefusesQueriesThatSeeNothing) {
   const Inputs in = random_inputs({4, 4, 0, 2, 2, 8}, at::kFloat, 1);
-  EXPECT_THROW(attend(AttentionSum::of_no_keys(in.q), in.q, in.k, in.v, -1), Error);
+  EXPECT_THROW(attend(AttentionSum::of_no_keys(in.q), {in.q, in.k, in.v}, -1), Error);
 }
 
 TEST(AttentionPartsMask, RunsOnMeta) {
   const at::Tensor q = at::empty({1, 8, 4, 16}, at::TensorOptions(at::kBFloat16).device(at::kMeta));
   const at::Tensor k = at::empty({1, 8, 2, 16}, q.options());
   const auto sum = AttentionSum::of_no_keys(q);
-  attend(sum, q, k, k, 0);
+  attend(sum, {q, k, k}, 0);
   EXPECT_EQ(sum.out_BSHD.scalar_type(), at::kFloat);
-  attend_backward(AttentionGradients::zeros(q, k), q, q, k, k, q, sum.log_sum_exp_BHS, 0);
+  attend_backward(AttentionGradients::zeros(q, k), q, {q, k, k}, {q, sum.log_sum_exp_BHS}, 0);
 }
 
 }  // namespace

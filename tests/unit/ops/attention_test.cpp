@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "ops/attention_kernels.h"
+#include "ops/saved_outputs.h"
 #include "titan/core/error.h"
 #include "titan/ops/functional.h"
 #include "unit/golden.h"
@@ -69,8 +70,8 @@ TEST_P(AttentionTest, EqualsItsDefinitionWithLargeScores) {
   expect_equal_to_definition(dtype(), sizes(), 8, 8 * tolerance_of(dtype()));
 }
 
-// One query, less than a block, whole blocks, and several with a rest; heads that no vector and no panel
-// divides.
+// One query, less than a block, whole blocks, several blocks and a rest; heads whose size is a multiple of no
+// vector and no panel.
 INSTANTIATE_TEST_SUITE_P(
     All, AttentionTest,
     ::testing::Combine(::testing::Values(at::kFloat, at::kDouble, at::kBFloat16),
@@ -97,7 +98,7 @@ TEST(Attention, DoesntDependOnTheNumberOfThreads) {
   for (size_t i = 0; i < 4; ++i) EXPECT_TRUE(at::equal(results[i], results[i + 4])) << i;
 }
 
-// LibTorch's CPU kernel takes the features of a head for adjacent.
+// LibTorch's CPU kernel assumes that the features of a head are adjacent.
 TEST(Attention, TakesTensorsOfAnyStrides) {
   at::manual_seed(3);
   for (const at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
@@ -157,28 +158,28 @@ struct KernelInputs {
   }
 };
 
-TEST(KernelAttention, EqualsOurs) {
+TEST(KernelAttention, EqualsOurKernel) {
   at::manual_seed(1);
   KernelInputs in;
   const at::Tensor expected = causal_attention(in.q, in.k, in.v);
   const auto expected_grads = in.backward(expected);
-  const at::Tensor out = kernel_attention(in.q, in.k, in.v);
+  const at::Tensor out = kernel_attention({in.q, in.k, in.v});
   EXPECT_TRUE(at::allclose(out, expected, 1e-10, 1e-12));
   const auto grads = in.backward(out);
   for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::allclose(grads[i], expected_grads[i], 1e-9, 1e-11)) << i;
 }
 
-TEST(KernelAttention, WhatWasKeptHasItsGradients) {
+TEST(KernelAttention, KeptResultsHaveGradients) {
   at::manual_seed(2);
   KernelInputs in;
   KeepAll outputs;
   at::Tensor first, second;
   {
     const ScopedSavedOutputs keeping(&outputs);
-    first = kernel_attention(in.q, in.k, in.v);
+    first = kernel_attention({in.q, in.k, in.v});
     EXPECT_EQ(outputs.outputs.size(), 2u);
     outputs.handing_back = true;
-    second = kernel_attention(in.q, in.k, in.v);
+    second = kernel_attention({in.q, in.k, in.v});
   }
   EXPECT_EQ(SavedOutputs::current(), nullptr);
   EXPECT_EQ(second.const_data_ptr(), first.const_data_ptr()) << "not computed again";

@@ -1,9 +1,7 @@
-// The products of attention's blocks, by both vectors whatever the processor has: without AVX-512 the
-// compiler makes wide vectors of narrower ones.
+// The products of attention's blocks, by both vector sizes on any processor: without AVX-512 the compiler
+// splits wide vectors.
 
 #include <gtest/gtest.h>
-#include <cmath>
-#include <vector>
 
 #include "ops/cpu/attention_kernel.h"
 
@@ -27,7 +25,7 @@ void expect_product(int64_t rows, int64_t depth, int64_t panels, bool adjacent_r
              before = whole_numbers(rows * c_stride, 11);
   const LeftFactor left{a.data(), adjacent_rows ? 1 : depth, adjacent_rows ? rows : 1};
   auto c = before;
-  multiply_panels<V, add>(c.data(), c_stride, left, b.data(), panel_stride, rows, depth, panels);
+  multiply_panels<V, add>({c.data(), c_stride}, left, {b.data(), panel_stride, panels}, rows, depth);
 
   auto expected = before;
   for (int64_t i = 0; i < rows; ++i) {
@@ -53,13 +51,13 @@ void expect_products() {
         }
 }
 
-TEST(SmallProducts, AnyNumberOfPanelsByNarrowVectors) { expect_products<Floats>(); }
-TEST(SmallProducts, AnyNumberOfPanelsByWideVectors) { expect_products<WideFloats>(); }
+TEST(CpuProducts, MultiplyAnyNumberOfPanelsByNarrowVectors) { expect_products<Floats>(); }
+TEST(CpuProducts, MultiplyAnyNumberOfPanelsByWideVectors) { expect_products<WideFloats>(); }
 
-TEST(SmallProducts, BlocksArePackedTransposedAndScaledWithZerosBehindTheLastRow) {
+TEST(CpuProducts, PackBlocksTransposedScaledAndPaddedWithZeros) {
   const auto matrix = whole_numbers(5 * 8, 23);
   std::vector<float> packed(6 * 3, -1.0f);
-  pack_blocks<2>(packed.data(), Rows<float>{matrix.data(), 8, 5, 3}, 6, 0.5f);
+  pack_blocks<2>(packed.data(), Rows<const float>{matrix.data(), 8, 5, 3}, 6, 0.5f);
   for (int64_t row = 0; row < 6; ++row)
     for (int64_t i = 0; i < 3; ++i)
       EXPECT_EQ(packed[static_cast<size_t>(row / 2 * 6 + i * 2 + row % 2)],
@@ -78,7 +76,7 @@ void expect_exponentials() {
   }
 }
 
-TEST(SmallProducts, ExponentialsByBothVectors) {
+TEST(CpuProducts, ComputeExponentialsByBothVectorSizes) {
   expect_exponentials<Floats>();
   expect_exponentials<WideFloats>();
 }

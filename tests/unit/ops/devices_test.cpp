@@ -1,6 +1,4 @@
-// Every operation on a GPU gives what it gives on the CPU, forward and backward.
-
-#include <functional>
+// Every operation gives the same results on a GPU as on the CPU, forward and backward.
 
 #include "dist/device_backend.h"
 #include "ops/attention_kernels.h"
@@ -39,9 +37,7 @@ const std::vector<DeviceCase>& cases() {
       {"linear",
        {{5, 16}, {24, 16}, {24}},
        {},
-       [](const Tensors& x, const Tensors&) {
-         return linear(x[0], x[1], x[2], default_products(), nullptr);
-       }},
+       [](const Tensors& x, const Tensors&) { return linear(x[0], x[1], x[2], default_products()); }},
       {"causal_attention",
        {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
        {},
@@ -49,11 +45,15 @@ const std::vector<DeviceCase>& cases() {
       {"kernel_attention",
        {{2, 33, 4, 16}, {2, 33, 2, 16}, {2, 33, 2, 16}},
        {},
-       [](const Tensors& x, const Tensors&) { return kernel_attention(x[0], x[1], x[2]); }},
+       [](const Tensors& x, const Tensors&) {
+         return kernel_attention({x[0], x[1], x[2]});
+       }},
       {"kernel_attention_of_odd_heads",
        {{2, 33, 4, 20}, {2, 33, 2, 20}, {2, 33, 2, 20}},
        {},
-       [](const Tensors& x, const Tensors&) { return kernel_attention(x[0], x[1], x[2]); }},
+       [](const Tensors& x, const Tensors&) {
+         return kernel_attention({x[0], x[1], x[2]});
+       }},
       {"embedding",
        {{7, 12}},
        {{3, 20}},
@@ -109,7 +109,7 @@ INSTANTIATE_TEST_SUITE_P(Operations, OnGpu,
                                   c10::toString(std::get<1>(info.param));
                          });
 
-// The cases themselves, where there is no GPU: fp32 against float64 on the CPU.
+// The cases themselves, also without a GPU: fp32 against float64 on the CPU.
 class InFp32 : public ::testing::TestWithParam<DeviceCase> {};
 
 TEST_P(InFp32, IsNearFloat64) {

@@ -25,7 +25,7 @@ TEST(Embedding, EqualsPyTorchs) {
   }
 }
 
-struct KeepingSink : GradSink {
+struct EmbeddingSink : GradSink {
   void accept(WeightGrad /*grad*/) override { FAIL() << "an embedding has no product"; }
   void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
     kept = scale.defined() ? grad_OI * scale : grad_OI;
@@ -35,7 +35,7 @@ struct KeepingSink : GradSink {
 
 TEST(Embedding, SumsBf16GradientsInFp32) {
   const at::Tensor weight = at::zeros({3, 130}, at::kBFloat16).requires_grad_();
-  const auto sink = std::make_shared<KeepingSink>();
+  const auto sink = std::make_shared<EmbeddingSink>();
   const at::Tensor tokens = at::ones({1000}, at::kLong);
   ops::embedding(weight, tokens, sink).backward(at::ones({1000, 130}, at::kBFloat16));
   EXPECT_EQ(sink->kept.scalar_type(), at::kFloat);
@@ -101,7 +101,7 @@ TEST(RmsNorm, GivesTheSameBitsForAnyNumberOfThreads) {
   EXPECT_TRUE(grads[0].equal(grads[1]) && grads[0].equal(grads[2]));
 }
 
-TEST(RmsNorm, TakesStridedInputAndNoRows) {
+TEST(RmsNorm, AcceptsStridedInputAndZeroRows) {
   const at::Tensor weight = at::randn({6});
   const at::Tensor x = at::randn({6, 4}).t();
   EXPECT_TRUE(rms_norm(x, weight, 1e-5).equal(rms_norm(x.contiguous(), weight, 1e-5)));
@@ -147,7 +147,7 @@ TEST(Rotary, TakesPositions) {
   EXPECT_TRUE(rotary(x.flip(1), table, order.flip(0)).equal(rotary(x, table).flip(1)));
 }
 
-TEST(Rotary, RefusesWhatIsOutsideItsTable) {
+TEST(Rotary, RefusesPositionsOutsideItsTable) {
   const Golden golden("rope");
   const at::Tensor x = golden["rotate.input"], table = table_of(golden);
   EXPECT_THROW(rotary(x, table.narrow(0, 0, 8)), Error);

@@ -14,8 +14,7 @@ constexpr double kTolerance = 1e-12;
 
 at::Tensor drawn(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble).requires_grad_(); }
 
-// Plays both ranks of a sequence cut in two whose halves are equal: what a peer would send is this rank's
-// own.
+// Plays both ranks of a sequence cut into two equal halves: a peer would send the same as this rank.
 class TwinExchange final : public SequenceExchange {
  public:
   explicit TwinExchange(bool at_once = false) : at_once_(at_once) {}
@@ -76,7 +75,7 @@ struct JointCase {
     for (const at::Tensor& weight : weights) outputs.push_back(linear(input, weight, {}, products));
     return outputs;
   }
-  // x's gradient, then the weights'; forgets them.
+  // x's gradient, then the weights'; resets them.
   std::vector<at::Tensor> take_gradients() {
     std::vector<at::Tensor> all{x.grad()};
     x.mutable_grad().reset();
@@ -105,10 +104,10 @@ void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tens
   }
 }
 
-// Index 3: every output takes part.
+// Index 3: no output is left out.
 class JointLinears : public ::testing::TestWithParam<size_t> {};
 
-TEST_P(JointLinears, EqualLayersApart) {
+TEST_P(JointLinears, EqualSeparateLayers) {
   JointCase c;
   const auto apart = c.apart(c.x);
   loss_of(apart, GetParam()).backward();
@@ -138,8 +137,8 @@ TEST_P(JointLinears, GatherASequenceOnce) {
 
 INSTANTIATE_TEST_SUITE_P(LeavingOut, JointLinears, ::testing::Values(0, 1, 2, 3));
 
-// Both ranks' summands are equal here, and so are the halves' sums: each gets x W^T of one half plus of the
-// other.
+// Both ranks' summands are equal here, and so are the halves' sums: each gets x W^T of one half plus that of
+// the other.
 TEST(ScatteredLinear, SumsPartsOfTheSequence) {
   const at::Tensor x = drawn({2, 6, 5}), weight = drawn({4, 5});
   const at::Tensor whole = linear(x, weight, {}, default_products());
@@ -161,14 +160,14 @@ TEST(ScatteredLinear, RefusesAnUnevenSequence) {
                Error);
 }
 
-TEST(JointLinears, NothingIsRecordedWithoutGradients) {
+TEST(JointLinears, RecordNothingWithoutGradients) {
   JointCase c;
   at::NoGradGuard no_grad;
   for (const at::Tensor& output : joint_linears(c.x, c.sinked(), c.products))
     EXPECT_FALSE(output.requires_grad());
 }
 
-TEST(JointLinears, FrozenWeightsHaveNoGradient) {
+TEST(JointLinears, GiveFrozenWeightsNoGradient) {
   JointCase c;
   c.weights[1].set_requires_grad(false);
   loss_of(joint_linears(c.x, c.sinked(), c.products), 3).backward();

@@ -43,24 +43,24 @@ TEST_F(LinearTest, EqualsLibTorchs) {
   EXPECT_CLOSE(bias.grad(), expected[2], 1e-14);
 }
 
-TEST_F(LinearTest, HandsTheWeightGradientToTheSinkAndAutogradNone) {
+TEST_F(LinearTest, GivesTheWeightGradientToTheSinkAndNotToAutograd) {
   const auto sink = std::make_shared<RecordingSink>();
-  linear(x, weight, {}, products, sink).backward(grad);
+  linear(x, {weight, sink}, {}, products).backward(grad);
   EXPECT_CLOSE(sink->sum, expected_grads()[1], 1e-14);
   EXPECT_FALSE(weight.grad().defined());
   EXPECT_TRUE(x.grad().defined());
 }
 
-TEST_F(LinearTest, AsksTheSinkOncePerUse) {
+TEST_F(LinearTest, CallsTheSinkOncePerUse) {
   const auto sink = std::make_shared<RecordingSink>();
-  const at::Tensor twice = linear(x, weight, {}, products, sink) + linear(x, weight, {}, products, sink);
+  const at::Tensor twice = linear(x, {weight, sink}, {}, products) + linear(x, {weight, sink}, {}, products);
   twice.backward(grad);
   EXPECT_CLOSE(sink->sum, expected_grads()[1] * 2, 1e-14);
 }
 
-TEST_F(LinearTest, ComputesOnlyWhatIsAskedFor) {
+TEST_F(LinearTest, ComputesOnlyRequestedGradients) {
   const auto sink = std::make_shared<RecordingSink>();
-  const at::Tensor y = linear(x, weight, {}, products, sink);
+  const at::Tensor y = linear(x, {weight, sink}, {}, products);
   EXPECT_CLOSE(torch::autograd::grad({y}, {x}, {grad})[0], expected_grads()[0], 1e-14);
   EXPECT_FALSE(sink->sum.defined());
 }
@@ -68,12 +68,12 @@ TEST_F(LinearTest, ComputesOnlyWhatIsAskedFor) {
 TEST_F(LinearTest, LeavesFrozenWeightsAlone) {
   weight.set_requires_grad(false);
   const auto sink = std::make_shared<RecordingSink>();
-  linear(x, weight, {}, products, sink).backward(grad);
+  linear(x, {weight, sink}, {}, products).backward(grad);
   EXPECT_FALSE(sink->sum.defined());
   EXPECT_TRUE(x.grad().defined());
 }
 
-TEST_F(LinearTest, SeesAWeightWhoseMemoryWentAndCameBack) {
+TEST_F(LinearTest, ReadsAWeightWhoseMemoryWasFreedAndRestored) {
   const auto expected = expected_grads();
   const at::Tensor values = weight.detach().clone();
   at::Tensor sharded = deferred_tensor({4, 5}, at::kDouble).requires_grad_();
@@ -105,23 +105,23 @@ TEST_F(LinearTest, RecordsNothingWithoutGradients) {
 
 }  // namespace
 
-// A product behind SwiGLU keeps no output of it ([Note: outputs made again]).
+// A product after SwiGLU doesn't keep its output ([Note: recomputed outputs]).
 
 namespace {
 
-struct Case {
+struct SwigluThenLinear {
   at::Tensor gate = at::linspace(-2, 3, 20, at::kDouble).view({4, 5}).requires_grad_(true);
   at::Tensor up = at::linspace(1, -1, 20, at::kDouble).view({4, 5}).requires_grad_(true);
   at::Tensor weight = at::linspace(-1, 2, 15, at::kDouble).view({3, 5}).requires_grad_(true);
 
-  at::Tensor product(const at::Tensor& x) const { return linear(x, weight, {}, default_products(), nullptr); }
+  at::Tensor product(const at::Tensor& x) const { return linear(x, weight, {}, default_products()); }
 };
 
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 WeakStorage memory_of(const at::Tensor& tensor) { return tensor.storage().getWeakStorageImpl(); }
 
-TEST(SavedInput, SwigluIsMadeAgainInTheBackward) {
-  const Case c;
+TEST(SavedInput, RecomputesSwigluInTheBackward) {
+  const SwigluThenLinear c;
   at::Tensor hidden = swiglu(c.gate, c.up);
   const WeakStorage hidden_memory = memory_of(hidden);
   const at::Tensor expected_hidden = hidden.detach().clone();
@@ -136,8 +136,8 @@ TEST(SavedInput, SwigluIsMadeAgainInTheBackward) {
   EXPECT_TRUE(at::allclose(c.gate.grad(), grad_hidden * c.up.detach() * s * (1 + c.gate.detach() * (1 - s))));
 }
 
-TEST(SavedInput, OtherInputsAreKept) {
-  const Case c;
+TEST(SavedInput, KeepsOtherInputs) {
+  const SwigluThenLinear c;
   at::Tensor hidden = swiglu(c.gate, c.up) * 2;
   const WeakStorage hidden_memory = memory_of(hidden);
   const at::Tensor out = c.product(hidden);
@@ -145,8 +145,8 @@ TEST(SavedInput, OtherInputsAreKept) {
   EXPECT_FALSE(hidden_memory.expired());
 }
 
-TEST(SavedInput, AGraphThatIsKeptIsWalkedAgain) {
-  const Case c;
+TEST(SavedInput, AllowsASecondBackwardOfAKeptGraph) {
+  const SwigluThenLinear c;
   const at::Tensor out = c.product(swiglu(c.gate, c.up)).sum();
   out.backward({}, /*keep_graph=*/true);
   const at::Tensor once = c.weight.grad().clone();
@@ -155,8 +155,8 @@ TEST(SavedInput, AGraphThatIsKeptIsWalkedAgain) {
   EXPECT_THROW(out.backward(), c10::Error);
 }
 
-TEST(SavedInput, WritingToWhatItIsMadeFromIsNoticed) {
-  const Case c;
+TEST(SavedInput, DetectsWritesToTheRecomputationsInputs) {
+  const SwigluThenLinear c;
   const at::Tensor gate = c.gate * 1;
   const at::Tensor out = c.product(swiglu(gate, c.up)).sum();
   gate.detach().mul_(2);

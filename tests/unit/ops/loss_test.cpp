@@ -1,10 +1,15 @@
 #include <gtest/gtest.h>
 
+#include <barrier>
+#include <thread>
+
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include "titan/core/error.h"
+#include "titan/nn/loss.h"
 #include "titan/ops/loss.h"
+#include "titan/tensor/placement.h"
 #include "unit/golden.h"
 
 namespace titan::ops {
@@ -102,22 +107,22 @@ TEST(LinearCrossEntropy, ComputesTheLossAloneWithoutGradients) {
   EXPECT_CLOSE(loss, at::cross_entropy_loss(logits, c.labels.flatten()), 1e-14);
 }
 
-struct KeepingSink : GradSink {
-  void accept(WeightGrad /*grad*/) override { FAIL() << "the head's gradient is computed already"; }
+struct LossSink : GradSink {
+  void accept(WeightGrad /*grad*/) override { FAIL() << "the head computes its gradient itself"; }
   void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
     kept = scale.defined() ? grad_OI * scale : grad_OI;
   }
   at::Tensor kept;
 };
 
-TEST(LinearCrossEntropy, HandsTheWeightGradientToTheSink) {
+TEST(LinearCrossEntropy, GivesTheWeightGradientToTheSink) {
   const HeadCase c;
   const at::Tensor weight = c.weight.clone().requires_grad_();
   linear_cross_entropy(c.hidden, weight, c.labels, options_for(c.count())).backward();
   const at::Tensor expected = weight.grad().clone();
   weight.mutable_grad() = at::Tensor();
   LossOptions options = options_for(c.count());
-  const auto sink = std::make_shared<KeepingSink>();
+  const auto sink = std::make_shared<LossSink>();
   options.weight_sink = sink;
   linear_cross_entropy(c.hidden, weight, c.labels, options).backward();
   EXPECT_CLOSE(sink->kept, expected, 1e-14);
@@ -133,6 +138,158 @@ TEST(LinearCrossEntropy, RefusesWrongLabels) {
   c.labels[0][0] = -1;
   EXPECT_THROW(linear_cross_entropy(c.hidden, c.weight, c.labels, options_for(1)), Error);
 }
+
+// ---- other losses (nn/loss.cpp's formulas), against PyTorch's operations in float64
+
+struct LossCase {
+  const char* name;
+  std::shared_ptr<const TokenLoss> loss;
+  std::function<at::Tensor(const at::Tensor& logits, const at::Tensor& labels)> sum;  // over valid tokens
+};
+
+void PrintTo(const LossCase& value, std::ostream* out) { *out << value.name; }
+
+std::shared_ptr<const TokenLoss> registered_loss(const char* name, const char* key, double value) {
+  const nn::LossKind& kind = nn::losses().get(name);
+  const auto args = kind.make_args();
+  for (const config::FieldInfo& field : kind.fields)
+    if (field.key == key) field.set(args.get(), config::Value(value));
+  return kind.make(args.get());
+}
+
+at::Tensor smoothed(const at::Tensor& logits, const at::Tensor& labels, double epsilon) {
+  return at::cross_entropy_loss(logits, labels, /*weight=*/{}, at::Reduction::Sum, kIgnoredLabel, epsilon);
+}
+
+const std::vector<LossCase>& loss_cases() {
+  static const std::vector<LossCase> cases = {
+      {"z_loss", registered_loss("z_loss", "z_weight", 0.3),
+       [](const at::Tensor& logits, const at::Tensor& labels) {
+         const at::Tensor squares = at::logsumexp(logits, {1}).square();
+         return smoothed(logits, labels, 0) + 0.3 * squares.masked_fill(labels.eq(kIgnoredLabel), 0).sum();
+       }},
+      {"label_smoothing", registered_loss("label_smoothing", "epsilon", 0.2),
+       [](const at::Tensor& logits, const at::Tensor& labels) { return smoothed(logits, labels, 0.2); }}};
+  return cases;
+}
+
+class Losses : public ::testing::TestWithParam<LossCase> {};
+
+// The kernels (float32, bf16, float64) and the composites (float16).
+TEST_P(Losses, EqualTheirFormulaAndItsGradients) {
+  const HeadCase c;
+  const at::Tensor hidden = c.hidden.clone().requires_grad_(), weight = c.weight.clone().requires_grad_();
+  const at::Tensor expected =
+      GetParam().sum(at::linear(hidden, weight).flatten(0, 1), c.labels.flatten()) / c.count();
+  expected.backward();
+  for (const at::ScalarType dtype : {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf})
+    for (const int64_t chunk_bytes : {int64_t{29 * 2 * 4}, int64_t{1} << 30}) {
+      const bool is_16bit = c10::elementSize(dtype) == 2;
+      const double tolerance = dtype == at::kDouble ? 1e-13 : is_16bit ? 3e-2 : 1e-5;
+      const at::Tensor h = c.hidden.to(dtype).requires_grad_(), w = c.weight.to(dtype).requires_grad_();
+      LossOptions options = options_for(c.count(), chunk_bytes);
+      options.loss = GetParam().loss;
+      const at::Tensor loss = linear_cross_entropy(h, w, c.labels, options);
+      loss.backward();
+      EXPECT_CLOSE(loss, expected, tolerance) << dtype;
+      EXPECT_CLOSE(h.grad(), hidden.grad(), tolerance) << dtype;
+      EXPECT_CLOSE(w.grad(), weight.grad(), tolerance) << dtype;
+    }
+}
+
+TEST_P(Losses, RefuseWrongLabels) {
+  HeadCase c;
+  c.labels[0][0] = 29;
+  LossOptions options = options_for(1);
+  options.loss = GetParam().loss;
+  EXPECT_THROW(linear_cross_entropy(c.hidden, c.weight, c.labels, options), Error);
+}
+
+// Threads as ranks that each hold rows of the vocabulary.
+class ThreadParts final : public RankParts {
+ public:
+  struct Board {
+    explicit Board(int count) : barrier(count), sent(static_cast<size_t>(count)) {}
+    std::barrier<> barrier;
+    std::vector<at::Tensor> sent;
+  };
+  ThreadParts(Board& board, int index) : board_(board), index_(index) {}
+  int index() const override { return index_; }
+  int count() const override { return static_cast<int>(board_.sent.size()); }
+  void all_gather(const at::Tensor& out, const at::Tensor& in, const char* /*phase*/) const override {
+    board_.sent[static_cast<size_t>(index_)] = in;
+    board_.barrier.arrive_and_wait();
+    for (int i = 0; i < count(); ++i) out[i].copy_(board_.sent[static_cast<size_t>(i)]);
+    board_.barrier.arrive_and_wait();
+  }
+
+ private:
+  Board& board_;
+  int index_;
+};
+
+struct RankResult {
+  at::Tensor loss, grad_hidden, grad_weight;
+};
+
+std::vector<RankResult> results_of_ranks(const HeadCase& c, const std::shared_ptr<const TokenLoss>& loss,
+                                         int count, bool gather_logits) {
+  ThreadParts::Board board(count);
+  std::vector<RankResult> results(static_cast<size_t>(count));
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < count; ++rank)
+    ranks.emplace_back([&, rank] {
+      const Chunk rows = chunk_of(c.weight.size(0), count, rank);
+      const at::Tensor hidden = c.hidden.clone().requires_grad_(),
+                       weight = c.weight.narrow(0, rows.offset, rows.length).clone().requires_grad_();
+      LossOptions options = options_for(c.count(), 29 * 8 * 5);
+      options.loss = loss;
+      options.part = {.first = rows.offset,
+                      .size = c.weight.size(0),
+                      .parts = std::make_shared<ThreadParts>(board, rank),
+                      .gather_logits = gather_logits};
+      const at::Tensor result = linear_cross_entropy(hidden, weight, c.labels, options);
+      result.backward();
+      results[static_cast<size_t>(rank)] = {result.detach(), hidden.grad(), weight.grad()};
+    });
+  for (std::thread& rank : ranks) rank.join();
+  return results;
+}
+
+void expect_parts_equal_whole(const HeadCase& c, const std::shared_ptr<const TokenLoss>& loss, int count) {
+  const at::Tensor hidden = c.hidden.clone().requires_grad_(), weight = c.weight.clone().requires_grad_();
+  LossOptions options = options_for(c.count());
+  options.loss = loss;
+  const at::Tensor expected = linear_cross_entropy(hidden, weight, c.labels, options);
+  expected.backward();
+  for (const bool gather_logits : {false, true}) {
+    const auto results = results_of_ranks(c, loss, count, gather_logits);
+    at::Tensor grad_hidden = at::zeros_like(hidden);
+    std::vector<at::Tensor> grad_weight;
+    for (const RankResult& result : results) {
+      EXPECT_TRUE(result.loss.equal(results[0].loss));
+      grad_hidden = grad_hidden + result.grad_hidden;
+      grad_weight.push_back(result.grad_weight);
+    }
+    EXPECT_CLOSE(results[0].loss, expected, 1e-13) << gather_logits;
+    EXPECT_CLOSE(grad_hidden, hidden.grad(), 1e-13) << gather_logits;
+    EXPECT_CLOSE(at::cat(grad_weight), weight.grad(), 1e-13) << gather_logits;
+  }
+}
+
+TEST_P(Losses, AreTheSameForASplitVocabulary) { expect_parts_equal_whole(HeadCase(), GetParam().loss, 3); }
+
+TEST_P(Losses, AllowPartsWithoutTokens) {
+  HeadCase c;
+  c.weight = at::randn({2, 24}, at::kDouble);
+  c.labels = at::randint(2, {3, 11});
+  expect_parts_equal_whole(c, GetParam().loss, 3);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Losses, ::testing::ValuesIn(loss_cases()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST(LinearCrossEntropy, IsTheSameForASplitVocabulary) { expect_parts_equal_whole(HeadCase(), nullptr, 3); }
 
 }  // namespace
 }  // namespace titan::ops

@@ -1,4 +1,4 @@
-// The Meta kernels that LibTorch has in Python only, against the CPU's: sizes, dtypes and strides.
+// The meta kernels that PyTorch implements in Python, against the CPU's: sizes, dtypes and strides.
 
 #include <gtest/gtest.h>
 #include <vector>
@@ -29,7 +29,7 @@ void expect_alike(const at::Tensor& meta, const at::Tensor& cpu) {
   EXPECT_EQ(meta.scalar_type(), cpu.scalar_type());
 }
 
-TEST(MetaKernels, OfEmbeddings) {
+TEST(MetaKernels, EqualTheCpusForEmbeddings) {
   const at::Tensor table = at::randn({7, 5}), rows = at::ones({4}, at::kLong);
   expect_alike(at::index_select(on_meta(table), 0, on_meta(rows)), at::index_select(table, 0, rows));
   expect_alike(at::index_select(on_meta(table), 1, on_meta(rows)), at::index_select(table, 1, rows));
@@ -38,12 +38,12 @@ TEST(MetaKernels, OfEmbeddings) {
                at::embedding_dense_backward(grad, tokens, 7, -1, false));
 }
 
-TEST(MetaKernels, OfWhere) {
+TEST(MetaKernels, EqualTheCpusForWhere) {
   const at::Tensor condition = at::ones({3, 1}, at::kBool), a = at::randn({3, 4}), b = at::randn({4});
   expect_alike(at::where(on_meta(condition), on_meta(a), on_meta(b)), at::where(condition, a, b));
 }
 
-TEST(MetaKernels, OfAttention) {
+TEST(MetaKernels, EqualTheCpusForAttention) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     const at::Tensor q = at::randn({2, 6, 4, 8}).to(dtype).transpose(1, 2);  // from [B, S, H, D]
     const at::Tensor k = at::randn({2, 6, 2, 8}).to(dtype).transpose(1, 2);
@@ -62,7 +62,7 @@ TEST(MetaKernels, OfAttention) {
   }
 }
 
-TEST(MetaKernels, OfScaledProducts) {
+TEST(MetaKernels, EqualTheCpusForScaledProducts) {
   const at::Tensor a = at::randn({16, 32}).to(at::kFloat8_e4m3fn);
   const at::Tensor b = at::randn({48, 32}).to(at::kFloat8_e4m3fn).t();
   const at::Tensor one = at::ones({});
@@ -71,7 +71,7 @@ TEST(MetaKernels, OfScaledProducts) {
                  at::_scaled_mm(a, b, one, one, {}, {}, dtype));
 }
 
-TEST(MetaKernels, OfFusedOptimizers) {
+TEST(MetaKernels, RunFusedOptimizers) {
   std::vector<at::Tensor> of_each;
   for (int i = 0; i < 4; ++i) of_each.push_back(at::zeros({3}, at::kMeta));
   const std::vector<at::Tensor> steps = {at::zeros({}, at::kMeta)};

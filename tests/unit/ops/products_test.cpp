@@ -18,7 +18,7 @@ class ProductsTest : public ::testing::TestWithParam<std::tuple<CpuMatmul, at::S
              grad = at::randn({33, 17}).to(dtype);
 };
 
-TEST_P(ProductsTest, AreTheThreeOfALinearLayer) {
+TEST_P(ProductsTest, ComputeTheThreeProductsOfALinearLayer) {
   EXPECT_CLOSE(products->forward(x, weight), x.to(at::kDouble).mm(weight.to(at::kDouble).t()),
                tolerance_of(dtype));
   EXPECT_CLOSE(products->grad_input(grad, weight), grad.to(at::kDouble).mm(weight.to(at::kDouble)),
@@ -35,7 +35,7 @@ TEST_P(ProductsTest, AddTheWeightGradientInTheBuffersPrecision) {
   EXPECT_CLOSE(out, grad.to(at::kDouble).t().mm(x.to(at::kDouble)) + 1, tolerance_of(dtype));
 }
 
-TEST_P(ProductsTest, TakeNoRowsAtAll) {
+TEST_P(ProductsTest, AcceptZeroRows) {
   const at::Tensor none = x.narrow(0, 0, 0), no_grad = grad.narrow(0, 0, 0);
   EXPECT_EQ(products->forward(none, weight).sizes(), at::IntArrayRef({0, 17}));
   EXPECT_EQ(products->grad_input(no_grad, weight).sizes(), at::IntArrayRef({0, 20}));
@@ -47,7 +47,7 @@ INSTANTIATE_TEST_SUITE_P(Policies, ProductsTest,
                                                               CpuMatmul::OneDnn),
                                             ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16)));
 
-TEST(Products, AreOneObjectForEachPolicy) { EXPECT_EQ(default_products(), default_products()); }
+TEST(Products, ShareOneObjectPerPolicy) { EXPECT_EQ(default_products(), default_products()); }
 
 }  // namespace
 }  // namespace titan::ops

@@ -34,7 +34,7 @@ double exact_norm(const std::vector<at::Tensor>& tensors) {
 
 class ClipDtypes : public ::testing::TestWithParam<at::ScalarType> {};
 
-TEST_P(ClipDtypes, NormIsThatOfDoubles) {
+TEST_P(ClipDtypes, ComputesTheNormInDouble) {
   at::manual_seed(1);
   std::vector<at::Tensor> grads = {at::randn({1000, 257}).to(GetParam()), at::randn({3}).to(GetParam()),
                                    at::randn({40, 30}).to(GetParam()).t(), at::empty({0, 4}, GetParam())};
@@ -61,14 +61,14 @@ TEST(Clip, ScalesDownToTheLimit) {
   EXPECT_NEAR(parameters[1].data.local.grad()[0].item<double>(), -0.4, 1e-6);
 }
 
-TEST(Clip, SmallGradientsStayBitForBit) {
+TEST(Clip, LeavesSmallGradientsUnchanged) {
   at::Tensor grad = at::randn({100}) * 1e-3;
   std::vector<Parameter> parameters = {with_grad("a", grad)};
   clip_grad_norm(parameters, 1.0);
   EXPECT_TRUE(at::equal(parameters[0].data.local.grad(), grad));
 }
 
-TEST(Clip, NothingToClip) {
+TEST(Clip, TheNormOfNoGradientsIsZero) {
   EXPECT_EQ(clip_grad_norm({}, 1.0).norm, 0);
   EXPECT_EQ(clip_grad_norm({make_parameter("a", at::ones({2}))}, 1.0).norm, 0);
 }
@@ -86,7 +86,7 @@ TEST(Clip, DoesNotDependOnTheNumberOfThreads) {
   at::set_num_threads(threads);
 }
 
-TEST(Clip, NonFiniteGradientsAreLeftAndReported) {
+TEST(Clip, LeavesAndReportsNonFiniteGradients) {
   for (double bad : {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
     at::Tensor grad = at::ones({5});
     grad[3] = bad;
@@ -103,8 +103,8 @@ TEST(Clip, LargeFloatsDoNotOverflow) {
   EXPECT_NEAR(clip_grad_norm(parameters).norm / 1e31, 1, 1e-6);
 }
 
-// What a GPU's host doesn't wait for gives the same numbers.
-TEST(Clip, LaunchedGivesTheSame) {
+// The form that a GPU's host doesn't wait for returns the same numbers.
+TEST(Clip, LaunchedNormEqualsTheBlockingOne) {
   at::manual_seed(2);
   const auto make = [](double scale) {
     at::manual_seed(2);
@@ -128,7 +128,7 @@ TEST(Clip, LaunchedGivesTheSame) {
   }
 }
 
-// A pipeline stage may have none; its rank judges the whole norm all the same.
+// A pipeline stage may have no parameters; its rank computes the whole norm all the same.
 TEST(Clip, LaunchedWithoutParametersHasOneValueForEachRankOfThePipeline) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 1, .fake_world_size = 3});
   const DeviceMesh pipeline = DeviceMesh::create(world, {{"pp", 3}});

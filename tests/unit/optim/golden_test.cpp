@@ -1,4 +1,4 @@
-// Against torch.optim, torch.nn.utils.clip_grad_norm_ and TorchTitan's schedules (tests/data/golden).
+// Equality with torch.optim, torch.nn.utils.clip_grad_norm_ and TorchTitan's schedules (tests/data/golden).
 
 #include <nlohmann/json.hpp>
 
@@ -64,9 +64,9 @@ TEST_P(Golden, Optimizers) {
         }
       }
       for (const auto& [parameter, state] : optimizer.state()) {
-        expect_close(state.exp_avg.local, read(file, run + "exp_avg." + parameter), tolerance(),
+        expect_close(state.at("exp_avg").local, read(file, run + "exp_avg." + parameter), tolerance(),
                      run + parameter);
-        expect_close(state.exp_avg_sq.local, read(file, run + "exp_avg_sq." + parameter), tolerance(),
+        expect_close(state.at("exp_avg_sq").local, read(file, run + "exp_avg_sq." + parameter), tolerance(),
                      run + parameter);
       }
     }

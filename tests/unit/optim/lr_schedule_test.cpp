@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+
 namespace titan::optim {
 namespace {
 
@@ -27,15 +30,15 @@ LrSchedulerSettings settings(int64_t warmup, std::optional<double> ratio, const 
 }
 
 // The numbers are TorchTitan's.
-TEST(LrSchedule, WarmupStableDecay) {
+TEST(LrSchedule, RisesStaysAndDecays) {
   expect_near(factors(settings(2, 0.8), 10), {.5, 1, 1, .875, .75, .625, .5, .375, .25, .125}, 1e-15);
 }
 
-TEST(LrSchedule, WithoutRatioEverythingAfterTheWarmupDecays) {
+TEST(LrSchedule, WithoutARatioAllStepsAfterTheWarmupDecay) {
   expect_near(factors(settings(2, {}), 10), {.5, 1, 1, .875, .75, .625, .5, .375, .25, .125}, 1e-15);
 }
 
-TEST(LrSchedule, DecayShapesWithAFloor) {
+TEST(LrSchedule, DecaysToAFloorInEachShape) {
   auto last_four = [](const char* type) {
     auto all = factors(settings(2, 0.5, type, 0.1), 10);
     return std::vector<double>(all.end() - 4, all.end());
@@ -45,24 +48,57 @@ TEST(LrSchedule, DecayShapesWithAFloor) {
   expect_near(last_four("cosine"), {.91406, .68906, .41094, .18594}, 5e-6);
 }
 
-TEST(LrSchedule, WarmupAndDecayAreCutToTheSchedule) {
+TEST(LrSchedule, CutsWarmupAndDecayToItsLength) {
   expect_near(factors(settings(200, {}), 4), {.25, .5, .75, 1}, 1e-15);
   expect_near(factors(settings(2, 1.0), 4), {.5, 1, 1, .5}, 1e-15);
 }
 
-TEST(LrSchedule, HalvesRoundToEvenAsInPython) {
+TEST(LrSchedule, RoundsHalvesToEvenAsPythonDoes) {
   // 5 * 0.5 = 2.5 rounds to 2 decaying steps, 7 * 0.5 = 3.5 to 4.
   expect_near(factors(settings(0, 0.5), 5), {1, 1, 1, 1, .5}, 1e-15);
   expect_near(factors(settings(0, 0.5), 7), {1, 1, 1, 1, .75, .5, .25}, 1e-15);
 }
 
-TEST(LrSchedule, TotalStepsReplaceTheRunsLengthAndTheFloorFollows) {
+TEST(LrSchedule, TotalStepsOverrideTheRunsLength) {
   LrSchedulerSettings short_schedule = settings(0, {}, "linear", 0.25);
   short_schedule.total_steps = 2;
   expect_near(factors(short_schedule, 5), {1, .625, .25, .25, .25}, 1e-15);
 }
 
-TEST(LrSchedule, OneStep) { expect_near(factors(settings(0, {}), 1), {1}, 0); }
+TEST(LrSchedule, HasOneStep) { expect_near(factors(settings(0, {}), 1), {1}, 0); }
+
+// ---- a registered schedule
+
+struct InverseSqrtArgs {
+  int64_t warmup = 4;
+};
+void describe(config::Table<InverseSqrtArgs>& table) {
+  table.field("warmup", &InverseSqrtArgs::warmup, "steps of linear warmup", config::at_least(1));
+}
+
+LrFactor inverse_sqrt(const InverseSqrtArgs& args, int64_t total_steps) {
+  return [=](int64_t step) {
+    if (step >= total_steps) return 0.0;
+    const double done = static_cast<double>(step + 1), warmup = static_cast<double>(args.warmup);
+    return std::min(done / warmup, std::sqrt(warmup / done));
+  };
+}
+
+TEST(RegisteredSchedule, TakesItsArgsAndLength) {
+  lr_schedules().add("inverse_sqrt", LrScheduleRule<InverseSqrtArgs>{inverse_sqrt});
+  const LrSchedule plain({.name = "inverse_sqrt"}, 64);
+  EXPECT_EQ(plain.factor(1), 0.5);
+  EXPECT_EQ(plain.factor(15), 0.5);
+  EXPECT_EQ(plain.factor(64), 0);
+  LrSchedulerSettings settings{.name = "inverse_sqrt", .total_steps = 8};
+  settings.args = std::make_shared<InverseSqrtArgs>(InverseSqrtArgs{1});
+  const LrSchedule other(settings, 64);
+  EXPECT_EQ(other.factor(3), 0.5);
+  EXPECT_EQ(other.factor(8), 0);
+  EXPECT_EQ(lr_schedules().get("inverse_sqrt").args.unread_keys(),
+            (std::vector<std::string>{"warmup_steps", "decay_ratio", "decay_type", "min_lr_factor"}));
+  EXPECT_THROW(LrSchedule({.name = "inverse_sqrd"}, 64), ConfigError);
+}
 
 }  // namespace
 }  // namespace titan::optim

@@ -74,16 +74,16 @@ TEST_P(OptimizerKinds, FollowsTheFormula) {
   auto state = optimizer.state();
   for (const auto& parameter : parameters) {
     at::Tensor flat = parameter.data.local.detach().to(at::kDouble).reshape(-1);
-    at::Tensor exp_avg = state.at(parameter.name).exp_avg.local.to(at::kDouble).reshape(-1);
+    at::Tensor exp_avg = state.at(parameter.name).at("exp_avg").local.to(at::kDouble).reshape(-1);
     for (int64_t i = 0; i < flat.numel(); ++i, ++element) {
       EXPECT_NEAR(flat[i].item<double>(), expected[element].value, tolerance());
       EXPECT_NEAR(exp_avg[i].item<double>(), expected[element].exp_avg, tolerance());
     }
-    EXPECT_EQ(state.at(parameter.name).step.local.item<float>(), 10);
+    EXPECT_EQ(state.at(parameter.name).at("step").local.item<float>(), 10);
   }
 }
 
-TEST_P(OptimizerKinds, ParametersWithoutGradientStay) {
+TEST_P(OptimizerKinds, LeavesParametersWithoutGradient) {
   std::vector<Parameter> parameters = {make_parameter("used", at::ones({3}, dtype())),
                                        make_parameter("unused", at::ones({3}, dtype()))};
   Optimizer optimizer(parameters, settings());
@@ -91,11 +91,11 @@ TEST_P(OptimizerKinds, ParametersWithoutGradientStay) {
   optimizer.step();
   EXPECT_TRUE(at::equal(parameters[1].data.local.detach(), at::ones({3}, dtype())));
   EXPECT_FALSE(at::equal(parameters[0].data.local.detach(), at::ones({3}, dtype())));
-  EXPECT_EQ(optimizer.state().at("unused").step.local.item<float>(), 0);
-  EXPECT_EQ(optimizer.state().at("used").step.local.item<float>(), 1);
+  EXPECT_EQ(optimizer.state().at("unused").at("step").local.item<float>(), 0);
+  EXPECT_EQ(optimizer.state().at("used").at("step").local.item<float>(), 1);
 }
 
-TEST_P(OptimizerKinds, GradientsOfAnotherLayout) {
+TEST_P(OptimizerKinds, AcceptsGradientsOfAnotherLayout) {
   at::Tensor values = at::randn({4, 6}, dtype()), grad = at::randn({6, 4}, dtype()).t();
   std::vector<Parameter> plain = {make_parameter("w", values)}, strided = {make_parameter("w", values)};
   set_grad(plain[0], grad.contiguous());
@@ -110,7 +110,7 @@ INSTANTIATE_TEST_SUITE_P(All, OptimizerKinds,
                                             ::testing::Values("fused", "foreach", "for-loop"),
                                             ::testing::Values(at::kFloat, at::kDouble)));
 
-TEST(Optimizer, Bfloat16ParametersAreStepped) {
+TEST(Optimizer, StepsBfloat16Parameters) {
   for (const char* implementation : {"fused", "foreach", "for-loop"}) {
     std::vector<Parameter> parameters = {make_parameter("w", at::ones({8}, at::kBFloat16))};
     Optimizer optimizer(parameters, {.lr = 0.5, .implementation = implementation, .param_groups = {}});
@@ -120,7 +120,7 @@ TEST(Optimizer, Bfloat16ParametersAreStepped) {
   }
 }
 
-TEST(Optimizer, AStepMayBeSkippedOnTheDevice) {
+TEST(Optimizer, SkipsAStepOnTheDevice) {
   std::vector<Parameter> skipping = {make_parameter("a", at::ones({4}))};
   std::vector<Parameter> plain = {make_parameter("a", at::ones({4}))};
   Optimizer with_skips(skipping, {.lr = 0.1}), without(plain, {.lr = 0.1});
@@ -130,8 +130,10 @@ TEST(Optimizer, AStepMayBeSkippedOnTheDevice) {
     with_skips.step_unless(at::full({}, skip ? 1.0 : 0.0, at::kFloat));
     if (!skip) without.step();
     EXPECT_TRUE(at::equal(skipping[0].data.local, plain[0].data.local));
-    EXPECT_TRUE(at::equal(with_skips.state().at("a").exp_avg.local, without.state().at("a").exp_avg.local));
-    EXPECT_TRUE(at::equal(with_skips.state().at("a").step.local, without.state().at("a").step.local));
+    EXPECT_TRUE(at::equal(with_skips.state().at("a").at("exp_avg").local,
+                          without.state().at("a").at("exp_avg").local));
+    EXPECT_TRUE(
+        at::equal(with_skips.state().at("a").at("step").local, without.state().at("a").at("step").local));
   }
   Optimizer foreach (plain, {.implementation = "foreach"});
   EXPECT_THROW(foreach.step_unless(at::zeros({})), Error);
@@ -146,7 +148,7 @@ TEST(Optimizer, FrozenParametersHaveNoState) {
   EXPECT_EQ(optimizer.state().count("w"), 1u);
 }
 
-TEST(Optimizer, RefusesWhatCanNotBeStepped) {
+TEST(Optimizer, RefusesParametersThatItCannotStep) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({3}))};
   parameters[0].data.local = parameters[0].data.local * 2;
   EXPECT_THROW(Optimizer(parameters, {}), Error);
@@ -155,7 +157,7 @@ TEST(Optimizer, RefusesWhatCanNotBeStepped) {
   EXPECT_THROW(Optimizer(parameters, {}), Error);
 }
 
-TEST(Optimizer, ZeroGrad) {
+TEST(Optimizer, ZeroGradFillsOrForgetsGradients) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({3}))};
   Optimizer optimizer(parameters, {});
   at::Tensor buffer = at::ones({3});
@@ -167,7 +169,7 @@ TEST(Optimizer, ZeroGrad) {
   EXPECT_FALSE(parameters[0].data.local.grad().defined());
 }
 
-TEST(Optimizer, GroupsByName) {
+TEST(Optimizer, AppliesGroupsByName) {
   std::vector<Parameter> parameters = {make_parameter("layers.0.norm.weight", at::ones({2}, at::kDouble)),
                                        make_parameter("layers.0.w1.weight", at::ones({2}, at::kDouble)),
                                        make_parameter("output.weight", at::ones({2}, at::kDouble))};
@@ -185,7 +187,7 @@ TEST(Optimizer, GroupsByName) {
   EXPECT_EQ(optimizer.lr(), 0.1);
 }
 
-TEST(Optimizer, BadGroupsAreAllNamed) {
+TEST(Optimizer, ReportsAllBadGroups) {
   std::vector<Parameter> parameters = {make_parameter("w", at::ones({2}))};
   OptimizerSettings settings{.param_groups = {"nrom: lr=1", "w: wd=1", "w: lr=-1", "w(: lr=1", "w",
                                               "w: beta1=1", "w: lr=inf", "w: lr"}};
@@ -197,6 +199,108 @@ TEST(Optimizer, BadGroupsAreAllNamed) {
     EXPECT_NE(error.problems()[0].find("matches no parameter"), std::string::npos);
     EXPECT_NE(error.problems()[1].find("unknown key 'wd'"), std::string::npos);
   }
+}
+
+// ---- a registered rule
+
+struct MomentumArgs {
+  double momentum = 0.5;
+  int64_t every = 1;
+};
+void describe(config::Table<MomentumArgs>& table) {
+  table.field("momentum", &MomentumArgs::momentum, "share of the last direction",
+              config::in_range_below(0, 1));
+  table.field("every", &MomentumArgs::every, "steps between updates", config::at_least(1));
+}
+
+void momentum_step(const MomentumArgs& args, const Update& update) {
+  for (size_t i = 0; i < update.params.size(); ++i) {
+    at::Tensor param = update.params[i], direction = update.state[0][i];
+    direction.mul_(args.momentum).add_(update.grads[i]);
+    if (update.steps[i].item<int64_t>() % args.every == 0) param.sub_(direction, update.lr);
+  }
+}
+
+class RegisteredRule : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    optimizers().add("momentum", OptimizerRule<MomentumArgs>{.state = {"direction"}, .step = momentum_step});
+  }
+  std::vector<Parameter> parameters{make_parameter("a.weight", at::ones({2})),
+                                    make_parameter("b.norm", at::ones({2}))};
+  void step(Optimizer& optimizer) {
+    for (const Parameter& parameter : parameters) set_grad(parameter, at::ones({2}));
+    optimizer.step();
+  }
+  double value(size_t i) const { return parameters[i].data.local[0].item<double>(); }
+};
+
+TEST_F(RegisteredRule, StepsWithItsDefaults) {
+  Optimizer optimizer(parameters, {.name = "momentum", .lr = 0.25});
+  step(optimizer);
+  optimizer.set_lr_factor(0.5);
+  step(optimizer);
+  EXPECT_EQ(value(0), 1 - 0.25 - 0.125 * 1.5);
+  EXPECT_FALSE(optimizer.can_skip_on_device());
+}
+
+TEST_F(RegisteredRule, TakesItsArgs) {
+  Optimizer optimizer(
+      parameters,
+      {.name = "momentum", .lr = 0.25, .args = std::make_shared<MomentumArgs>(MomentumArgs{0, 2})});
+  step(optimizer);
+  EXPECT_EQ(value(0), 1);
+  step(optimizer);
+  EXPECT_EQ(value(0), 0.75);
+}
+
+TEST_F(RegisteredRule, GroupsSetItsNumbers) {
+  Optimizer optimizer(parameters,
+                      {.name = "momentum", .lr = 0.25, .param_groups = {"norm: momentum=0, lr=0.5"}});
+  step(optimizer);
+  step(optimizer);
+  EXPECT_EQ(value(0), 1 - 0.25 - 0.25 * 1.5);
+  EXPECT_EQ(value(1), 0);
+  try {
+    Optimizer(parameters, {.name = "momentum", .param_groups = {"norm: beta1=0", "norm: momentum=1"}});
+    FAIL();
+  } catch (const ConfigError& error) {
+    ASSERT_EQ(error.problems().size(), 2u);
+    EXPECT_NE(error.problems()[0].find("known: lr momentum"), std::string::npos) << error.what();
+    EXPECT_NE(error.problems()[1].find("momentum must be from 0 to below 1, got '1'"), std::string::npos);
+  }
+}
+
+TEST_F(RegisteredRule, ItsStateIsNamedAndShared) {
+  Optimizer optimizer(parameters, {.name = "momentum"});
+  auto state = optimizer.state().at("a.weight");
+  ASSERT_EQ(state.size(), 2u);
+  EXPECT_EQ(state.at("step").local.item<float>(), 0);
+  EXPECT_EQ(state.at("direction").global_shape, (std::vector<int64_t>{2}));
+  step(optimizer);
+  EXPECT_EQ(state.at("direction").local[0].item<float>(), 1);
+  EXPECT_EQ(state.at("step").local.item<float>(), 1);
+}
+
+TEST_F(RegisteredRule, OthersAreRefusedByName) {
+  try {
+    Optimizer(parameters, {.name = "momentun"});
+    FAIL();
+  } catch (const ConfigError& error) {
+    EXPECT_NE(std::string(error.what()).find("Adam, AdamW, momentum; did you mean 'momentum'?"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_F(RegisteredRule, KnowsWhichKeysItReads) {
+  const OptimizerSpec& spec = optimizers().get("momentum");
+  EXPECT_EQ(spec.args.table().fields.size(), 2u);
+  EXPECT_EQ(spec.args.unread_keys(),
+            (std::vector<std::string>{"beta1", "beta2", "eps", "weight_decay", "implementation"}));
+  const OptimizerSpec& adamw = optimizers().get("AdamW");
+  EXPECT_TRUE(adamw.args.table().fields.empty());
+  EXPECT_TRUE(adamw.args.unread_keys().empty());
 }
 
 }  // namespace

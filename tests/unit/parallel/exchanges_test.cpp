@@ -7,7 +7,7 @@
 
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
-#include "titan/float8/convert.h"
+#include "float8/products.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 #include "unit/parallel/overlapped_mlp.h"
@@ -256,7 +256,7 @@ TEST(PeerMemoryExchange, RefusesOneRankAndTwoAtATime) {
 
 // That the double finds what the schedule must not do.
 
-std::string problems_of(const std::function<void(dist::PeerMemory&)>& rank) {
+std::string problems_of(const std::function<void(dist::SymmetricMemory&)>& rank) {
   const auto place = std::make_shared<MeetingPlace>(2);
   run_ranks(2, [&](int r) {
     ThreadPeerMemory memory(place, r, Queues::Beside);
@@ -274,7 +274,7 @@ const at::Tensor& kept() {
 }
 
 TEST(ThreadPeerMemory, FindsNothingInARightOrder) {
-  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+  const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     for (int i = 0; i < 3; ++i) {
       memory.write(1 - memory.rank(), 0, kept());
       memory.barrier();
@@ -287,7 +287,7 @@ TEST(ThreadPeerMemory, FindsNothingInARightOrder) {
 }
 
 TEST(ThreadPeerMemory, FindsReadsBeforeABarrier) {
-  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+  const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     const at::Tensor target = at::empty({32}, at::kDouble);
     memory.write(memory.rank(), 0, kept());
     memory.read(target, 1 - memory.rank(), 0);
@@ -297,7 +297,7 @@ TEST(ThreadPeerMemory, FindsReadsBeforeABarrier) {
 }
 
 TEST(ThreadPeerMemory, FindsASumThatDoesntWait) {
-  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+  const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     memory.write(1 - memory.rank(), 0, kept());
     memory.barrier();
     memory.mine(0, {32}, at::kDouble);
@@ -306,7 +306,7 @@ TEST(ThreadPeerMemory, FindsASumThatDoesntWait) {
 }
 
 TEST(ThreadPeerMemory, FindsWritesOverWhatAPeerStillReads) {
-  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+  const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     for (int i = 0; i < 2; ++i) {
       memory.write(1 - memory.rank(), 0, kept());
       memory.barrier();
@@ -318,7 +318,7 @@ TEST(ThreadPeerMemory, FindsWritesOverWhatAPeerStillReads) {
 }
 
 TEST(ThreadPeerMemory, FindsTensorsThatGoTooEarly) {
-  const std::string problems = problems_of([](dist::PeerMemory& memory) {
+  const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     memory.barrier();  // behind which the queue is late
     for (int i = 0; i < 8; ++i) memory.write(memory.rank(), 0, at::zeros({32}, at::kDouble));
     memory.wait(memory.now());

@@ -1,6 +1,6 @@
 #pragma once
 
-// dist::PeerMemory of ranks that are threads. Its queues are threads of their own that take their time, and
+// dist::SymmetricMemory of ranks that are threads. Its queues are threads of their own that take their time, and
 // everything keeps logical clocks (Mattern, "Virtual time and global states of distributed systems", 1989):
 // two accesses to one place, one of them a write, of which neither is ordered before the other, are reported
 // whenever they happen to run.
@@ -128,7 +128,7 @@ enum class Queues {
   InOrder  ///< each thing is done when it is asked for: the least that a device may do at a time
 };
 
-class ThreadPeerMemory final : public dist::PeerMemory {
+class ThreadPeerMemory final : public dist::SymmetricMemory {
  public:
   ThreadPeerMemory(std::shared_ptr<MeetingPlace> place, int rank, Queues queues)
       : place_(std::move(place)),

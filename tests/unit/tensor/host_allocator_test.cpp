@@ -15,14 +15,14 @@ namespace {
 
 constexpr int64_t kMiB = 1 << 20;
 
-// Installed for the whole program: its other tests run over it too.
+// Installed for the whole program: its other tests use it too.
 class HostAllocator : public ::testing::Test {
  protected:
   static void SetUpTestSuite() { install_host_allocator(); }
   static at::Tensor block(int64_t bytes) { return at::empty({bytes}, at::kByte); }
 };
 
-TEST_F(HostAllocator, AFreedBlockServesTheNextOfItsSize) {
+TEST_F(HostAllocator, ReusesAFreedBlockForTheSameSize) {
   const void* memory = block(3 * kMiB).data_ptr();
   const size_t mappings = host_memory_stats().num_mappings;
   const at::Tensor again = block(3 * kMiB), other = block(3 * kMiB);
@@ -33,10 +33,10 @@ TEST_F(HostAllocator, AFreedBlockServesTheNextOfItsSize) {
   EXPECT_EQ(other.fill_(1).sum().item<int64_t>(), 3 * kMiB);
 }
 
-TEST_F(HostAllocator, ALargeBlockIsNotSpentOnASmallOne) {
+TEST_F(HostAllocator, DoesntUseALargeBlockForASmallOne) {
   const void* memory = block(64 * kMiB).data_ptr();
   EXPECT_NE(block(2 * kMiB).data_ptr(), memory);
-  EXPECT_EQ(block(60 * kMiB).data_ptr(), memory) << "nine tenths of it";
+  EXPECT_EQ(block(60 * kMiB).data_ptr(), memory) << "it fills nine tenths";
 }
 
 TEST_F(HostAllocator, StepsAfterTheFirstMapNothing) {
@@ -58,12 +58,13 @@ TEST_F(HostAllocator, StepsAfterTheFirstMapNothing) {
   EXPECT_EQ(host_memory_stats().num_mappings, mappings);
 }
 
-TEST_F(HostAllocator, WhatIsKeptIsBoundedByWhatWasInUse) {
-  for (int64_t size = 100; size < 1000; size += 20) block(size * kMiB);  // untouched: they take no room
+TEST_F(HostAllocator, KeepsABoundedAmount) {
+  for (int64_t size = 100; size < 1000; size += 20)
+    block(size * kMiB);  // untouched, so they occupy no memory
   const HostMemoryStats stats = host_memory_stats();
   EXPECT_EQ(stats.in_use_bytes, 0u);
   EXPECT_LE(stats.kept_bytes, stats.peak_in_use_bytes + stats.peak_in_use_bytes / 16 + 64 * kMiB);
-  EXPECT_GE(stats.kept_bytes, static_cast<size_t>(900 * kMiB)) << "the last one at least";
+  EXPECT_GE(stats.kept_bytes, static_cast<size_t>(900 * kMiB)) << "at least the last one";
 }
 
 int64_t mapped_bytes() {
@@ -72,7 +73,7 @@ int64_t mapped_bytes() {
   return pages * 4096;
 }
 
-/// This process may map so many bytes more, as long as the object lives.
+/// Limits this process to mapping so many more bytes as long as the object lives.
 class AddressLimit {
  public:
   explicit AddressLimit(int64_t more) {
@@ -89,13 +90,13 @@ class AddressLimit {
   rlimit before_{};
 };
 
-TEST_F(HostAllocator, WhatIsKeptGoesBeforeMemoryRunsOut) {
+TEST_F(HostAllocator, GivesKeptBlocksBackBeforeMemoryRunsOut) {
   {
     const at::Tensor one = block(1200 * kMiB), two = block(1200 * kMiB);  // untouched
   }
   ASSERT_GE(host_memory_stats().kept_bytes, static_cast<size_t>(1200 * kMiB));
   const AddressLimit limit(64 * kMiB);
-  const at::Tensor more = block(120 * kMiB);  // nothing that is kept is of its size
+  const at::Tensor more = block(120 * kMiB);  // no kept block has its size
   EXPECT_EQ(host_memory_stats().in_use_bytes, static_cast<size_t>(120 * kMiB));
   EXPECT_EQ(host_memory_stats().kept_bytes, 0u);
   const HostMemoryStats before = host_memory_stats();
@@ -104,7 +105,7 @@ TEST_F(HostAllocator, WhatIsKeptGoesBeforeMemoryRunsOut) {
   EXPECT_EQ(host_memory_stats().peak_in_use_bytes, before.peak_in_use_bytes);
 }
 
-TEST_F(HostAllocator, BarePointersAreFreedWhereTheyCameFrom) {
+TEST_F(HostAllocator, FreesBarePointers) {
   for (const size_t bytes : {size_t{100}, static_cast<size_t>(3 * kMiB)}) {
     auto* memory = static_cast<char*>(c10::GetCPUAllocator()->raw_allocate(bytes));
     memory[0] = memory[bytes - 1] = 1;
@@ -113,7 +114,7 @@ TEST_F(HostAllocator, BarePointersAreFreedWhereTheyCameFrom) {
   EXPECT_EQ(host_memory_stats().in_use_bytes, 0u);
 }
 
-TEST_F(HostAllocator, SmallBlocksAreNotCounted) {
+TEST_F(HostAllocator, DoesntCountSmallBlocks) {
   const HostMemoryStats before = host_memory_stats();
   const at::Tensor small = block(kMiB - 1), none = block(0);
   EXPECT_EQ(small.fill_(1).sum().item<int64_t>(), kMiB - 1);

@@ -17,7 +17,7 @@ std::vector<int64_t> lengths(int64_t size, int64_t parts) {
 
 using Lengths = std::vector<int64_t>;
 
-TEST(Placement, ChunksAreThoseOfTorch) {
+TEST(Placement, ChunksEqualTorchs) {
   EXPECT_EQ(lengths(8, 4), (Lengths{2, 2, 2, 2}));
   EXPECT_EQ(lengths(7, 4), (Lengths{2, 2, 2, 1}));
   EXPECT_EQ(lengths(5, 4), (Lengths{2, 2, 1, 0}));
@@ -41,7 +41,7 @@ TEST(Placement, ChunksTileTheWhole) {
   }
 }
 
-TEST(Placement, WrongPartsAreRefused) {
+TEST(Placement, RefusesWrongParts) {
   EXPECT_THROW(chunk_of(4, 0, 0), Error);
   EXPECT_THROW(chunk_of(4, 2, 2), Error);
   EXPECT_THROW(chunk_of(4, 2, -1), Error);

@@ -25,7 +25,7 @@ bool is_mapped(const void* address) {
   return false;
 }
 
-TEST(ResidentMemory, IsZeroOfTheWantedSizesAndWritableToItsEnd) {
+TEST(ResidentMemory, IsZeroAndWritable) {
   const at::Tensor tensor = resident_zeros({kLarge / 7, 7}, at::kFloat);
   EXPECT_EQ(tensor.sizes(), at::IntArrayRef({kLarge / 7, 7}));
   EXPECT_TRUE(tensor.is_contiguous());
@@ -34,21 +34,21 @@ TEST(ResidentMemory, IsZeroOfTheWantedSizesAndWritableToItsEnd) {
   EXPECT_EQ(tensor.sum().item<double>(), static_cast<double>(tensor.numel()));
 }
 
-TEST(ResidentMemory, HoldsGradientsAsAnyTensor) {
+TEST(ResidentMemory, SupportsGradients) {
   const at::Tensor leaf = resident_zeros({kLarge}, at::kFloat).set_requires_grad(true);
   (leaf * 3).sum().backward();
   EXPECT_TRUE(leaf.grad().eq(3).all().item<bool>());
   EXPECT_TRUE(resident_empty({3}, at::kLong).copy_(at::ones({3}, at::kLong)).eq(1).all().item<bool>());
 }
 
-TEST(ResidentMemory, SmallBlocksAndOtherDevicesAreLibTorchs) {
+TEST(ResidentMemory, LeavesSmallBlocksAndOtherDevicesToLibTorch) {
   EXPECT_EQ(resident_zeros({3, 5}, at::kDouble).sum().item<double>(), 0);
   EXPECT_EQ(resident_zeros({0}, at::kFloat).numel(), 0);
   EXPECT_TRUE(resident_zeros({kLarge}, at::TensorOptions(at::kFloat).device(at::kMeta)).is_meta());
 }
 
 #if !defined(__SANITIZE_ADDRESS__)
-TEST(ResidentMemory, LargeBlocksBeginAtAHugePageAndGoBackToTheKernel) {
+TEST(ResidentMemory, MapsLargeBlocksAtHugePagesAndUnmapsThem) {
   const char* begin = nullptr;
   {
     const at::DataPtr memory = resident_memory(kLarge * 4, at::kCPU);

@@ -8,7 +8,7 @@
 
 #include "titan/dist/world.h"
 #include "titan/nn/linear.h"
-#include "titan/train/checkpoint_settings.h"
+#include "train/checkpoints/checkpoint_settings.h"
 
 namespace titan::train {
 namespace {

@@ -11,9 +11,9 @@
 #include "titan/nn/linear.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/train/step_runner.h"
-#include "titan/train/tied_gradients.h"
+#include "train/pipeline/pipeline_runner.h"
 #include "train/pipeline/running_step.h"
+#include "train/pipeline/tied_gradients.h"
 
 namespace titan::train {
 namespace {
@@ -57,9 +57,9 @@ pipeline::Schedule one_forward_one_backward(int count) {
 }
 
 // Rank `rank` of two.
-StepRunner runner_of(ProductStage& stage, int rank) {
+PipelineRunner runner_of(ProductStage& stage, int rank) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = 2});
-  return StepRunner({{&stage, rank}}, DeviceMesh::create(world, {{"pp", 2}})["pp"], at::kCPU);
+  return PipelineRunner({{&stage, rank}}, DeviceMesh::create(world, {{"pp", 2}})["pp"], at::kCPU);
 }
 
 std::string message_of(const std::function<void()>& call) {
@@ -76,7 +76,7 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 // As tanh does: a send mustn't look like a write to it.
 TEST(PipelineRunner, AStagesBackwardMayReadWhatWasSent) {
   ProductStage stage([](const at::Tensor& x) { return x.tanh(); });
-  StepRunner runner = runner_of(stage, 0);
+  PipelineRunner runner = runner_of(stage, 0);
   runner.run(runner.plan(one_forward_one_backward(3), boundaries()), micro_batches(3), 1);
   EXPECT_TRUE(stage.linear->weight.grad().defined());
 }
@@ -87,7 +87,7 @@ TEST(PipelineRunner, AnExceptionOfLibTorchNamesTheActionAndEndsThePipeline) {
     TORCH_CHECK(calls++ != 1, "no memory left");
     return x;
   });
-  StepRunner runner = runner_of(stage, 0);
+  PipelineRunner runner = runner_of(stage, 0);
   const StepPlan plan = runner.plan(one_forward_one_backward(2), boundaries());
   const auto run = [&] { runner.run(plan, micro_batches(2), 1); };
   const std::string message = message_of(run);
@@ -99,7 +99,7 @@ TEST(PipelineRunner, AnExceptionOfLibTorchNamesTheActionAndEndsThePipeline) {
 
 TEST(PipelineRunner, AScheduleThatCannotRunIsRefused) {
   ProductStage stage(unchanged);
-  StepRunner runner = runner_of(stage, 0);
+  PipelineRunner runner = runner_of(stage, 0);
   pipeline::Schedule schedule = one_forward_one_backward(2);
   std::erase(schedule.ranks[0], pipeline::Action{Kind::Backward, 0, 1});
   EXPECT_THROW(runner.plan(schedule, boundaries()), ConfigError);
@@ -125,14 +125,14 @@ class WatchedStage : public ProductStage {
 // One is in use, one is on its way.
 TEST(PipelineRunner, ReceivesIntoMemoryThatIsFreeAgain) {
   WatchedStage stage;
-  StepRunner runner = runner_of(stage, 1);
+  PipelineRunner runner = runner_of(stage, 1);
   runner.run(runner.plan(one_forward_one_backward(8), boundaries()), micro_batches(8), 1);
   EXPECT_EQ(stage.places.size(), 2u);
 }
 
 TEST(PipelineRunner, KeepsEveryInputThatABackwardWillRead) {
   WatchedStage stage;
-  StepRunner runner = runner_of(stage, 1);
+  PipelineRunner runner = runner_of(stage, 1);
   runner.run(runner.plan(complete(pipeline::make_schedule("GPipe", 2, 2, 8)), boundaries()), micro_batches(8),
              1);
   EXPECT_EQ(stage.places.size(), 8u);
@@ -140,7 +140,7 @@ TEST(PipelineRunner, KeepsEveryInputThatABackwardWillRead) {
 
 TEST(PipelineRunner, AnEvaluationForgetsAStagesInputWithItsForward) {
   WatchedStage stage;
-  StepRunner runner = runner_of(stage, 1);
+  PipelineRunner runner = runner_of(stage, 1);
   const StepPlan plan = runner.plan(complete(pipeline::make_forward_only_schedule({0, 1}, 8)), boundaries());
   const at::NoGradGuard no_grad;
   runner.run(plan, micro_batches(8), 1);
@@ -197,7 +197,7 @@ TEST(PipelineRunner, WithoutActionsForParametersEachStageReducesOnce) {
                                            {Kind::Backward, 1, m},
                                            {Kind::Backward, 0, m}})
       schedule.ranks[0].push_back(action);
-  StepRunner runner({{&first, 0}, {&second, 1}}, DeviceMesh(), at::kCPU);
+  PipelineRunner runner({{&first, 0}, {&second, 1}}, DeviceMesh(), at::kCPU);
   runner.run(runner.plan(schedule, boundaries()), micro_batches(2), 1);
   for (ProductStage* stage : {&first, &second})
     EXPECT_TRUE(parameters(stage->root())[0].data.local.grad().defined());

@@ -7,7 +7,8 @@
 #include <sstream>
 
 #include "core/durable.h"
-#include "titan/train/metrics.h"
+#include "observe/metrics_format.h"
+#include "titan/observe/metrics.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {
@@ -57,9 +58,9 @@ TEST(RunLog, ALoggerBeginsAnewOrGoesOn) {
   data::TemporaryFolder folder;
   const auto log = [&](std::optional<int64_t> behind, int64_t step) {
     MetricsLogger logger({.settings = {}, .folder = folder.path()});
-    if (behind) logger.begin_behind(*behind);
-    logger.log(metrics_of(step));
-    logger.log(ValidationMetrics{.step = step});
+    if (behind) logger.begin_after(*behind);
+    logger.logged(metrics_of(step));
+    logger.validated(ValidationMetrics{.step = step});
   };
   const fs::path rows = folder.path() / "metrics.jsonl", validation = folder.path() / "validation.jsonl";
   const std::string one = json_line(metrics_of(1)) + "\n", two = json_line(metrics_of(2)) + "\n",

@@ -1,8 +1,10 @@
-#include "titan/train/step_runner.h"
+#include "train/step_runner.h"
 
 #include <gtest/gtest.h>
 
-#include "titan/train/validation.h"
+#include "train/agreement.h"
+#include "train/pipeline/pipeline_runner.h"
+#include "train/policies/validation.h"
 #include "unit/train/toy_model.h"
 
 namespace titan::train {
@@ -34,25 +36,14 @@ data::Batch joined(const std::vector<data::Batch>& batches) {
   return batch_of(at::cat(tokens), at::cat(labels));
 }
 
-at::Tensor run(TrainableModel& model, const pipeline::Schedule& schedule,
-               const std::vector<data::Batch>& batches, int64_t tokens) {
-  StepRunner runner(model, at::kCPU);
-  return runner.run(runner.plan(schedule), batches, tokens);
+at::Tensor run(TrainableModel& model, const std::vector<data::Batch>& batches, int64_t tokens) {
+  return OneStageRunner(model, at::kCPU).forward_backward(batches, tokens);
 }
 
-ValidationResult validate_whole(TrainableModel& model, const ValidationBatches& batches,
-                                int64_t max_batches) {
-  StepRunner runner(model, at::kCPU);
-  return validate(runner, runner.plan(one_stage_forward_schedule(1)), Meshes(), batches, max_batches);
-}
-
-TEST(Schedule, OneStage) {
-  using Kind = pipeline::Action::Kind;
-  const std::vector<pipeline::Action> expected = {
-      {Kind::Forward, 0, 0}, {Kind::Backward, 0, 0}, {Kind::Forward, 0, 1}, {Kind::Backward, 0, 1}};
-  EXPECT_EQ(one_stage_schedule(2).ranks, (std::vector<std::vector<pipeline::Action>>{expected}));
-  EXPECT_EQ(one_stage_forward_schedule(1).ranks,
-            (std::vector<std::vector<pipeline::Action>>{{{Kind::Forward, 0, 0}}}));
+std::optional<ValidationResult> validate_whole(TrainableModel& model, const ValidationBatches& batches,
+                                               int64_t max_batches) {
+  OneStageRunner runner(model, at::kCPU);
+  return validate(runner, DeviceMesh(), batches, max_batches);
 }
 
 TEST(SplitRows, KeepsOrderAndCountsLabels) {
@@ -79,25 +70,25 @@ TEST(StepRunner, AccumulationEqualsOneLargeBatch) {
   BigramModel a(16, {.dtype = at::kDouble}), b(16, {.dtype = at::kDouble});
   int64_t tokens = count_valid_tokens(parts, DeviceMesh()).global;
 
-  double loss_a = run(a, one_stage_schedule(4), parts, tokens).item<double>();
-  double loss_b = run(b, one_stage_schedule(1), whole, tokens).item<double>();
+  double loss_a = run(a, parts, tokens).item<double>();
+  double loss_b = run(b, whole, tokens).item<double>();
   EXPECT_NEAR(loss_a, loss_b, 1e-14);
   at::Tensor gradient_a = a.model->parameters()[0].grad(), gradient_b = b.model->parameters()[0].grad();
   EXPECT_LT((gradient_a - gradient_b).norm().item<double>(), 1e-14 * 16);
 }
 
-TEST(StepRunner, ForwardScheduleLeavesNoGradient) {
+TEST(StepRunner, ForwardLeavesNoGradient) {
   auto batches = random_batches(1, 2);
   BigramModel model(16);
   at::NoGradGuard no_grad;
-  at::Tensor loss = run(model, one_stage_forward_schedule(1), batches, 10);
+  at::Tensor loss = OneStageRunner(model, at::kCPU).forward(batches[0], 10);
   EXPECT_EQ(loss.scalar_type(), at::kDouble);
   EXPECT_FALSE(model.model->parameters()[0].grad().defined());
 }
 
 TEST(StepRunner, RefusesAStepWithoutTokens) {
   BigramModel model(16);
-  EXPECT_THROW(run(model, one_stage_schedule(1), random_batches(1, 1), 0), Error);
+  EXPECT_THROW(run(model, random_batches(1, 1), 0), Error);
 }
 
 // Gives `batches` one after the other, then nothing.
@@ -105,6 +96,7 @@ ValidationBatches one_by_one(std::vector<data::Batch>& batches, size_t& next, bo
   return {[&]() -> std::optional<data::Batch> {
             return next < batches.size() ? std::optional(batches[next++]) : std::nullopt;
           },
+          [](const data::Batch& batch) { return std::optional(count_valid_tokens({batch}, DeviceMesh())); },
           run_dry};
 }
 
@@ -115,9 +107,9 @@ TEST(Validate, IsTheMeanOverAllTokensAndReturnsToTraining) {
   auto result = validate_whole(model, one_by_one(batches, next), -1);
   data::Batch whole = joined(batches);
   at::NoGradGuard no_grad;
-  EXPECT_NEAR(result.loss, model.loss(whole.input_BS, whole.labels_BS, whole.valid_tokens).item<double>(),
+  EXPECT_NEAR(result->loss, model.loss(whole.input_BS, whole.labels_BS, whole.valid_tokens).item<double>(),
               1e-13);
-  EXPECT_EQ(result.tokens, whole.valid_tokens);
+  EXPECT_EQ(result->tokens, whole.valid_tokens);
   EXPECT_TRUE(model.model->is_training());
 }
 
@@ -138,17 +130,18 @@ TEST(Validate, ABatchWithoutLabelsIsTheEndOfASetThatRunsDry) {
   size_t next = 0;
   auto result = validate_whole(model, one_by_one(batches, next, /*run_dry=*/true), -1);
   EXPECT_EQ(next, 2u);
-  EXPECT_EQ(result.tokens, batches[0].valid_tokens);
+  EXPECT_EQ(result->tokens, batches[0].valid_tokens);
   next = 0;
   result = validate_whole(model, one_by_one(batches, next), -1);
   EXPECT_EQ(next, 3u);
-  EXPECT_EQ(result.tokens, batches[0].valid_tokens + batches[2].valid_tokens);
+  EXPECT_EQ(result->tokens, batches[0].valid_tokens + batches[2].valid_tokens);
 }
 
 TEST(Validate, RefusesAnEmptySet) {
   BigramModel model(16);
-  ValidationBatches none{[] { return std::optional<data::Batch>(); }};
-  EXPECT_THROW(validate_whole(model, none, -1), ConfigError);
+  std::vector<data::Batch> none;
+  size_t next = 0;
+  EXPECT_THROW(validate_whole(model, one_by_one(none, next), -1), ConfigError);
 }
 
 }  // namespace

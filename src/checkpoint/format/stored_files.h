@@ -1,0 +1,62 @@
+#pragma once
+
+// Files of a checkpoint, in whatever storage (titan/checkpoint/storage.h) their path names.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/durable.h"
+#include "titan/checkpoint/storage.h"
+
+namespace titan::checkpoint::detail {
+
+/// An open file that knows its path and counts what is read. Safe to use from several threads.
+class InputFile {
+ public:
+  explicit InputFile(const std::filesystem::path& path) : path_(path), reader_(storage_of(path).open(path)) {}
+
+  const std::filesystem::path& path() const { return path_; }
+  int64_t num_bytes() const { return reader_->num_bytes(); }
+  int64_t bytes_read() const { return bytes_read_; }
+  void read(std::span<std::byte> into, int64_t offset) const {
+    reader_->read(into, offset);
+    bytes_read_ += static_cast<int64_t>(into.size());
+  }
+  void check_unchanged() const { reader_->check_unchanged(); }
+  void drop(int64_t offset, int64_t num_bytes) const { reader_->drop(offset, num_bytes); }
+
+ private:
+  std::filesystem::path path_;
+  std::unique_ptr<Storage::Reader> reader_;
+  mutable std::atomic<int64_t> bytes_read_{0};
+};
+
+/// Throws Error for a file of more than `most_bytes`, before memory is taken for it.
+std::string read_text(const std::filesystem::path& path, int64_t most_bytes = int64_t{1} << 30);
+/// Durable, but for its name.
+void write_text(const std::filesystem::path& path, std::string_view text);
+
+Storage::Kind kind_of(const std::filesystem::path& path);
+/// Itself a regular file, not a link to one.
+inline bool is_file(const std::filesystem::path& path) { return kind_of(path) == Storage::Kind::File; }
+/// Anything of that name, even a broken link.
+inline bool is_there(const std::filesystem::path& path) { return kind_of(path) != Storage::Kind::Nothing; }
+/// " is missing" or " is no regular file"
+std::string not_a_file(const std::filesystem::path& path);
+/// With everything in it; what can't be removed is left to the next run.
+void remove_quietly(const std::filesystem::path& path);
+
+/// The local storage's writer, with the given calls to the operating system.
+std::unique_ptr<Storage::Writer> local_writer(const std::filesystem::path& path, int64_t num_bytes,
+                                              FileCalls calls = {});
+
+/// The name of this machine; "?" where it has none.
+std::string own_host();
+
+}  // namespace titan::checkpoint::detail

@@ -1,0 +1,53 @@
+#pragma once
+
+// The products of a linear layer in Float8, as convert() gives them to layers and FSDP asks them.
+
+#include <memory>
+#include <optional>
+
+#include "titan/float8/convert.h"
+
+namespace titan::float8 {
+
+/// The products of a linear layer by `recipe`. `plain` computes the products that the recipe leaves out, and
+/// the emulation's. Thread-safe, except with delayed scales. They keep the scales of the last weight, so each
+/// layer should have products of its own: for_parts() of the same products. Casts are stored in ops::Operand:
+/// input() keeps for the backward what the recipe's weight gradient reads, one byte for each element where it
+/// reads Float8.
+///
+/// [Note: one scale over ranks] In a layer of parts (ops::SpreadFeatures), the scale of a matrix, and of
+/// vectors that lie across ranks, is made from the largest magnitude on all ranks, so that the parts hold what
+/// one rank would hold. This takes one small all-gather for each scale.
+///
+/// gather.in_float8 needs a recipe that casts a weight once (casts_weight_once). With delayed scales the
+/// products belong to one layer: they remember its magnitudes once DelayedScales collected them.
+std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmetic,
+                                              std::shared_ptr<const ops::Products> plain,
+                                              const GatherOptions& gather = {});
+
+/// How these products are computed; nullopt where they aren't Float8.
+std::optional<Arithmetic> arithmetic_of(const ops::Products& products);
+
+/// Whether these are products of a recipe that scales blocks.
+bool multiplies_blocks(const ops::Products& products);
+
+/// The histories of a layer with these products; null where nothing is delayed.
+std::shared_ptr<LayerScales> layer_scales(const ops::Products& products);
+
+/// How a weight is cast before any product asks for it.
+struct WeightGather {
+  at::ScalarType dtype = at::kFloat8_e4m3fn;
+  bool scales_at_once = false;
+  bool power_of_two_scales = false;
+  std::shared_ptr<const ops::RankParts> parts;  ///< ranks that share the scale; null: the weight is whole
+};
+
+/// For a weight that these products multiply; nullopt unless GatherOptions asked for it.
+std::optional<WeightGather> weight_gather(const ops::Products& products);
+
+/// The scale [] for a matrix whose largest magnitude is amax [], from `history`; notes amax as pending if
+/// `records`.
+at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at::ScalarType dtype,
+                         bool power_of_two, bool records);
+
+}  // namespace titan::float8

@@ -1,0 +1,113 @@
+#pragma once
+
+// Whether this rank makes progress ([Note: watchdog]).
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+#include "titan/guard/watchdog.h"
+
+namespace titan::dist {
+
+class FlightRecorder;
+
+using Milliseconds64 = std::chrono::duration<int64_t, std::milli>;
+
+/// How long something hasn't moved, from looks at it now and then. A look much later than the one before
+/// counts as `longest_gap` only: the whole process stood still, so nobody saw that the thing didn't move.
+class StallClock {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  /// `moved`: since the last look.
+  void look(Clock::time_point now, bool moved, Milliseconds64 longest_gap) {
+    const auto gap = last_ ? std::chrono::duration_cast<Milliseconds64>(now - *last_) : Milliseconds64(0);
+    last_ = now;
+    stalled_ = moved ? Milliseconds64(0) : stalled_ + std::min(gap, longest_gap);
+  }
+  Milliseconds64 stalled() const { return stalled_; }
+
+ private:
+  std::optional<Clock::time_point> last_;
+  Milliseconds64 stalled_{0};
+};
+
+/// What the training thread says it is doing, read by another thread. A reader that sees a phase also sees
+/// that it has begun: a new phase's limit never applies to the time that the phase before it took.
+class ProgressCell {
+ public:
+  struct Reading {
+    ProgressKind kind;
+    const char* what;
+    int64_t step;
+    uint64_t count;  ///< of calls of tell(), this or more
+  };
+
+  void tell() { count_.fetch_add(1, std::memory_order_release); }
+  void tell(ProgressKind kind, const char* what, int64_t step) {
+    tell();
+    step_.store(step, std::memory_order_release);
+    what_.store(what, std::memory_order_release);
+    kind_.store(kind, std::memory_order_release);
+  }
+  Reading read() const {
+    Reading reading{};
+    reading.kind = kind_.load(std::memory_order_acquire);
+    reading.what = what_.load(std::memory_order_acquire);
+    reading.step = step_.load(std::memory_order_acquire);
+    reading.count = count_.load(std::memory_order_acquire);
+    return reading;
+  }
+
+ private:
+  std::atomic<ProgressKind> kind_{ProgressKind::Idle};
+  std::atomic<const char*> what_{"start"};
+  std::atomic<int64_t> step_{-1};
+  std::atomic<uint64_t> count_{0};
+};
+
+/// Looks at all signs of progress that this rank shows.
+class OwnProgress {
+ public:
+  OwnProgress(const FlightRecorder& recorder, bool computing_is_progress)
+      : recorder_(recorder), computing_is_progress_(computing_is_progress) {}
+
+  /// Any one thread at a time; the rest of the class belongs to the thread that calls look().
+  ProgressCell& cell() { return cell_; }
+
+  void look(Milliseconds64 longest_gap);
+  const ProgressCell::Reading& reading() const { return reading_; }
+  /// How long there has been no sign.
+  Milliseconds64 stalled(const WatchdogLimits& limits) const;
+  /// Its processors work, which has stopped to count as a sign.
+  bool computes_in_vain(const WatchdogLimits& limits) const {
+    return stalled(limits) > with_computing_.stalled();
+  }
+
+ private:
+  struct Signs {
+    uint64_t progress = 0, calls = 0;
+    int64_t waited_ns = 0;
+    int64_t storage_mib = 0;
+    friend bool operator==(const Signs&, const Signs&) = default;
+  };
+  bool gave_sign();
+  bool is_busy(StallClock::Clock::time_point now);
+
+  const FlightRecorder& recorder_;
+  const bool computing_is_progress_;
+  ProgressCell cell_;
+  ProgressCell::Reading reading_ = cell_.read();
+  Signs last_signs_;
+  double last_processor_s_ = 0;
+  StallClock::Clock::time_point last_look_ = StallClock::Clock::now();
+  StallClock with_computing_, without_computing_;
+};
+
+/// A field of /proc/<pid>/status, "" where there is none.
+std::string process_field(const std::string& pid, const char* field);
+
+}  // namespace titan::dist

@@ -1,0 +1,94 @@
+#pragma once
+
+// [Note: stragglers]
+// In lockstep every rank takes equally long for a step, however slow one of them is. What tells them apart is
+// a rank's own time: that of data, forward, backward and optimizer, minus the time it was blocked waiting for
+// peers. A slow rank has a long own time and short waits; for the others it is the other way round.
+//
+// Times are the host's. With NCCL a collective doesn't block the host, so what a GPU computes can't be
+// measured this way: there the own time is only that of the data, which the host does wait for.
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "titan/config/table.h"
+#include "titan/dist/world.h"
+#include "titan/train/run_observer.h"
+
+namespace titan::train {
+
+class StructuredLog;
+
+/// [metrics.stragglers]
+struct StragglerSettings {
+  bool enable = true;
+  double sigma = 3;       ///< standard deviations above the median of the others
+  double ratio = 1.2;     ///< and times that median
+  int64_t intervals = 2;  ///< consecutive intervals of metrics.log_freq
+};
+
+void describe(config::Table<StragglerSettings>& table);
+
+/// Means per step, of one rank over one interval.
+struct RankPace {
+  double own_s = 0;
+  double wait_s = 0;
+  int stage = 0;      ///< pipeline rank: stages do different work
+  double step_s = 0;  ///< the whole step
+};
+
+struct Straggler {
+  int rank = 0;
+  RankPace pace;
+  double median_s = 0;   ///< own time of the other ranks of its stage
+  double deviation = 0;  ///< in standard deviations of theirs
+};
+
+/// Returns the rank that is slower than the other ranks of its stage by the most, if by more than the
+/// settings' limits and `least_share` of a step. The standard deviation is estimated from the median absolute
+/// deviation, which no single rank can spoil, and is at least 2 % of the median.
+std::optional<Straggler> find_straggler(const std::vector<RankPace>& ranks, const StragglerSettings& settings,
+                                        double least_share = 0.01);
+
+/// Compares the ranks at each logged step, by one all-gather of four numbers. Rank 0 logs when a rank becomes
+/// the straggler and when it has recovered. The first interval pays for lazy set-up and is ignored.
+class StragglerWatch : public RunObserver {
+ public:
+  /// Collective over the world. `log` may be null; it receives each rank's own_s and wait_s.
+  StragglerWatch(const dist::World& world, int stage, StragglerSettings settings, StructuredLog* log);
+
+  void begin(Phase phase, int64_t step) override;
+  void end(Phase phase, int64_t step, bool failed) override;
+  void logged(const StepMetrics& metrics) override;
+
+  /// Of the last interval; equal on all ranks.
+  const std::vector<RankPace>& paces() const { return paces_; }
+  const std::optional<Straggler>& straggler() const { return straggler_; }
+
+ private:
+  bool is_own(Phase phase) const;
+  void end_step();
+  void compare(int64_t step);
+  void update_straggler(int64_t step, const std::optional<Straggler>& found);
+  std::string warning_text(int64_t step) const;
+
+  dist::World world_;
+  int stage_;
+  StragglerSettings settings_;
+  StructuredLog* log_;
+  std::vector<std::string> hosts_;  // by rank
+  bool data_only_;                  // own time is only that of the data
+  int64_t steps_ = 0, own_ns_ = 0, wait_ns_ = 0, step_ns_ = 0;
+  int64_t step_start_ns_ = 0, phase_start_ns_ = 0, phase_waited_ns_ = 0;
+  std::optional<int64_t> fetched_waited_ns_;  // from a step's data until its forward begins
+  bool warmed_up_ = false;
+  std::vector<RankPace> paces_;
+  int candidate_ = -1;
+  int64_t intervals_ = 0;  // in a row with this candidate
+  int64_t absent_ = 0;     // in a row in which the straggler wasn't the slowest
+  std::optional<Straggler> straggler_;
+};
+
+}  // namespace titan::train

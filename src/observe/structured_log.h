@@ -1,0 +1,88 @@
+#pragma once
+
+// The structured log: what each rank did over time, for tools. A JSON object per line, for a span's start or
+// end or for an instant, in
+//   {dump_folder}/structured_logs/train.global_rank_<r>.<YYYYmmdd-HHMMSS-microseconds>-<6 characters>.jsonl
+// (UTC), with TorchTitan's fields and names (docs/observability.md). One file per process; `titan debug events`
+// merges those of all ranks into one trace, and `titan report` and `titan top` read them.
+//
+// The training thread puts events of fixed size into a queue, under a lock that is held for nanoseconds.
+// A thread of the log's own writes the queue out every second and whenever 64 KiB are waiting.
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "titan/config/table.h"
+#include "titan/train/run_observer.h"
+
+namespace titan::train {
+
+/// [metrics.structured_logs]
+struct StructuredLogSettings {
+  bool enable = true;
+  std::string folder = "structured_logs";  ///< under dump_folder
+  int64_t max_mib = 64;                    ///< per process; beyond that the older half is dropped
+  int64_t keep_latest_k = 50;              ///< how many processes of a rank keep their logs
+};
+
+void describe(config::Table<StructuredLogSettings>& table);
+
+class StructuredLog : public RunObserver {
+ public:
+  struct Options {
+    std::filesystem::path folder;
+    int rank = 0;
+    int local_rank = 0;
+    int64_t max_bytes = int64_t{64} << 20;
+    size_t kept_processes = 50;
+    std::chrono::milliseconds retry{60'000};  ///< after a failed write
+    std::string environment = "{}";           ///< for the first line: process_environment_json()
+  };
+
+  /// Touches no file: the log's thread creates folder and file. When it can't write, it warns, drops and
+  /// counts the events, and tries again every minute.
+  explicit StructuredLog(Options options);
+  /// Writes what is queued.
+  ~StructuredLog() override;
+
+  void begin(Phase phase, int64_t step) override;
+  void end(Phase phase, int64_t step, bool failed) override;
+  void logged(const StepMetrics& metrics) override;
+  void stopped(int signal) override;
+
+  // Thread-safe. Names and callers must outlive the log: use literals.
+  void instant(const char* name, std::optional<double> value = {}, const char* caller = "");
+  void start_span(const char* name, const char* caller = "");
+  void end_span(const char* name, bool failed, const char* caller = "");
+  /// Adds a span "startup" of `seconds` that ends now: the process before this object existed.
+  void startup(double seconds);
+
+  /// Returns when every event so far has been given to the operating system or reported as lost.
+  void flush();
+
+  struct Impl;
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+/// A span for a scope; does nothing when `log` is null.
+class StructuredSpan {
+ public:
+  StructuredSpan(StructuredLog* log, const char* name, const char* caller = "");
+  ~StructuredSpan();
+  StructuredSpan(const StructuredSpan&) = delete;
+  StructuredSpan& operator=(const StructuredSpan&) = delete;
+
+ private:
+  StructuredLog* log_;
+  const char* name_;
+  const char* caller_;
+  int exceptions_;
+};
+
+}  // namespace titan::train

@@ -1,0 +1,118 @@
+// [Note: Adam]
+// Kingma and Ba, 2015; with decoupled decay Loshchilov and Hutter, 2019. The order of operations is
+// torch.optim's, so that each implementation rounds as its namesake there:
+//   exp_avg <- lerp(exp_avg, grad, 1 - beta1);  exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) grad^2
+//   param <- param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^t) + eps)
+
+#include "optim/adam.h"
+
+#include <cmath>
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_addcdiv.h>
+#include <ATen/ops/_foreach_addcmul.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_sqrt.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+
+namespace titan::optim {
+namespace {
+
+enum class WeightDecay {
+  InGradient,  ///< Adam
+  Decoupled,   ///< AdamW
+};
+
+// The factors of the bias corrections at a parameter's step, computed in double.
+struct Corrections {
+  double step_size = 0;    // lr / (1 - beta1^t)
+  double denominator = 0;  // sqrt(1 - beta2^t)
+};
+
+Corrections corrections(const at::Tensor& step, double lr, const OptimizerSettings& settings) {
+  const double t = *step.const_data_ptr<float>();
+  return {lr / (1 - std::pow(settings.beta1, t)), std::sqrt(1 - std::pow(settings.beta2, t))};
+}
+
+void fused_step(WeightDecay decay, const OptimizerSettings& settings, const Update& update) {
+  using Kernel = decltype(&at::_ops::_fused_adamw_::call);
+  const Kernel kernel = decay == WeightDecay::Decoupled ? Kernel{&at::_ops::_fused_adamw_::call}
+                                                        : Kernel{&at::_ops::_fused_adam_::call};
+  kernel(update.params, update.grads, update.state[0], update.state[1], /*max_exp_avg_sqs=*/{}, update.steps,
+         update.lr, settings.beta1, settings.beta2, settings.weight_decay, settings.eps, /*amsgrad=*/false,
+         /*maximize=*/false, /*grad_scale=*/{},
+         /*found_inf=*/update.skip.defined() ? std::optional(update.skip) : std::nullopt);
+  // LibTorch's fused kernels write without raising version counters, by which sharding sees that its copies
+  // are stale.
+  for (const at::Tensor& param : update.params) param.unsafeGetTensorImpl()->bump_version();
+}
+
+void foreach_step(WeightDecay decay, const OptimizerSettings& settings, const Update& update) {
+  const auto& exp_avgs = update.state[0];
+  const auto& exp_avg_sqs = update.state[1];
+  std::vector<at::Tensor> grads = update.grads;
+  if (settings.weight_decay != 0 && decay == WeightDecay::Decoupled) {
+    at::_foreach_mul_(update.params, 1 - update.lr * settings.weight_decay);
+  } else if (settings.weight_decay != 0) {
+    grads = at::_foreach_add(grads, update.params, settings.weight_decay);
+  }
+  at::_foreach_lerp_(exp_avgs, grads, 1 - settings.beta1);
+  at::_foreach_mul_(exp_avg_sqs, settings.beta2);
+  at::_foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - settings.beta2);
+
+  std::vector<at::Scalar> step_sizes, denominators;
+  for (const at::Tensor& step : update.steps) {
+    const auto [step_size, denominator] = corrections(step, update.lr, settings);
+    step_sizes.emplace_back(-step_size);
+    denominators.emplace_back(denominator);
+  }
+  std::vector<at::Tensor> roots = at::_foreach_sqrt(exp_avg_sqs);
+  at::_foreach_div_(roots, denominators);
+  at::_foreach_add_(roots, settings.eps);
+  at::_foreach_addcdiv_(update.params, exp_avgs, roots, step_sizes);
+}
+
+void for_loop_step(WeightDecay decay, const OptimizerSettings& settings, const Update& update) {
+  for (size_t i = 0; i < update.params.size(); ++i) {
+    at::Tensor param = update.params[i], grad = update.grads[i];
+    at::Tensor exp_avg = update.state[0][i], exp_avg_sq = update.state[1][i];
+    if (settings.weight_decay != 0 && decay == WeightDecay::Decoupled) {
+      param.mul_(1 - update.lr * settings.weight_decay);
+    } else if (settings.weight_decay != 0) {
+      grad = grad.add(param, settings.weight_decay);
+    }
+    exp_avg.lerp_(grad, 1 - settings.beta1);
+    exp_avg_sq.mul_(settings.beta2).addcmul_(grad, grad, 1 - settings.beta2);
+    const auto [step_size, denominator] = corrections(update.steps[i], update.lr, settings);
+    param.addcdiv_(exp_avg, exp_avg_sq.sqrt().div_(denominator).add_(settings.eps), -step_size);
+  }
+}
+
+OptimizerSpec with_decay(WeightDecay decay) {
+  return OptimizerRule<OptimizerSettings>{
+      .state = {"exp_avg", "exp_avg_sq"},
+      .step =
+          [decay](const OptimizerSettings& settings, const Update& update) {
+            const auto step = settings.implementation == "fused"     ? fused_step
+                              : settings.implementation == "foreach" ? foreach_step
+                                                                     : for_loop_step;
+            step(decay, settings, update);
+          },
+      .runs_on_device =
+          [](const OptimizerSettings& settings) {
+            const std::string& name = settings.implementation;
+            TITAN_CHECK(name == "fused" || name == "foreach" || name == "for-loop",
+                        "optimizer.implementation: unknown '", name, "'; known: for-loop foreach fused");
+            return name == "fused";
+          }};
+}
+
+}  // namespace
+
+OptimizerSpec adamw() { return with_decay(WeightDecay::Decoupled); }
+OptimizerSpec adam() { return with_decay(WeightDecay::InGradient); }
+
+}  // namespace titan::optim

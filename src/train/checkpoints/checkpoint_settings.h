@@ -1,0 +1,59 @@
+#pragma once
+
+// [checkpoint]: the whole state, saved during training and loaded when a run resumes; the model alone, loaded
+// at the start and written after the last step, as one safetensors file or as a Hugging Face folder.
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "titan/config/table.h"
+
+namespace titan::checkpoint {
+enum class AsyncMode;
+}
+
+namespace titan::train {
+
+/// [checkpoint]
+struct CheckpointSettings {
+  bool enable = false;
+  std::string folder = "checkpoint";  ///< under dump_folder
+  int64_t interval = 500;             ///< steps from one save to the next
+  /// If `folder` has no complete step: a safetensors file, a folder with one (model.safetensors), a step's
+  /// folder, or with initial_load_in_hf a Hugging Face folder.
+  std::optional<std::string> initial_load_path;
+  bool initial_load_model_only = true;
+  bool initial_load_in_hf = false;  ///< initial_load_path, or else model.hf_assets_path, is a folder
+  bool last_save_model_only = true;
+  bool last_save_in_hf = false;          ///< a Hugging Face folder after the last step, not one file
+  std::string export_dtype = "float32";  ///< of the model alone
+  std::string async_mode = "disabled";   ///< "async": copied by then; "async_with_pinned_mem": copied later
+  int64_t keep_latest_k = 10;            ///< 0: all
+  int64_t load_step = -1;                ///< -1: the newest complete one
+  config::StringList exclude_from_loading;  ///< keys of objects
+  bool enable_first_step_checkpoint = false;
+  bool create_seed_checkpoint = false;
+  bool load_only = false;
+
+  std::string on_failure = "stop";  ///< or "continue": a failed save is logged
+  std::string when_busy = "wait";   ///< or "skip": a save that comes while another is under way
+  int64_t timeout_seconds = 1800;
+  bool convert_dtypes = false;
+
+  int64_t peer_interval = 0;             ///< steps from one state in the hosts' memory to the next; 0: none
+  std::string peer_folder = "/dev/shm";  ///< on each host
+};
+
+void describe(config::Table<CheckpointSettings>& table);
+
+checkpoint::AsyncMode async_mode(const CheckpointSettings& settings);
+
+/// The problems of exclude_from_loading in any case ...
+std::vector<std::string> exclusion_problems(const config::StringList& excluded);
+/// ... and if `known` is all that can be loaded.
+std::vector<std::string> unknown_exclusions(const config::StringList& excluded,
+                                            const std::vector<std::string>& known);
+
+}  // namespace titan::train

@@ -1,0 +1,159 @@
+#pragma once
+
+// When a run saves, and what it starts from: [checkpoint], between the trainer and the checkpointer.
+
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/hugging_face.h"
+#include "titan/dist/world.h"
+#include "titan/parallel/parameters.h"
+#include "titan/train/checkpoint_state.h"
+#include "train/checkpoints/checkpoint_settings.h"
+
+namespace titan::train {
+
+struct StepChoice;  // src/train/checkpoints/step_choice.h
+class PeerSaves;    // src/train/checkpoints/peer_saves.h
+
+/// The file in a step's folder that holds the model alone.
+inline constexpr const char* kModelFile = "model.safetensors";
+
+/// The model alone, written after the last step.
+struct ModelExport {
+  std::optional<at::ScalarType> dtype;  ///< unset: each parameter's own
+  std::optional<HfModel> hf;            ///< set: a folder in Hugging Face's format, not one file
+  std::filesystem::path hf_assets;      ///< folder whose tokenizer files are copied; empty: none
+};
+
+/// The start of a run whose own folder has no complete step.
+struct InitialState {
+  std::filesystem::path step_folder;  ///< of a checkpoint; empty: none
+  bool model_only = true;             ///< of step_folder
+  std::function<void()> load_model;   ///< from anywhere else; empty: the weights stay as they were drawn
+  std::string setting;                ///< the setting that names it, for messages; empty: none does
+};
+
+/// Keeps the state in the hosts' memory too, for ranks that are started again.
+struct PeerSettings {
+  int64_t interval = 1;          ///< steps
+  std::filesystem::path folder;  ///< on each host
+  std::string job;               ///< the same when the ranks are started again
+};
+
+class RunCheckpoints {
+ public:
+  struct Options {
+    CheckpointSettings settings;
+    std::filesystem::path folder;  ///< of the steps
+    std::string config;            ///< resolved, as TOML
+    InitialState initial = {};
+    std::optional<ModelExport> model_export = {};  ///< what the last save writes; unset: the whole state
+    std::optional<PeerSettings> peers = {};
+    std::vector<std::string> may_be_missing =
+        {};  ///< keys of objects that the checkpoint or the run may lack
+  };
+
+  /// `parameters`: of this rank's stages, for the model alone. Collective over the world, as are all calls
+  /// except add, check and failed.
+  RunCheckpoints(const dist::World& world, const Meshes& meshes, std::vector<Parameter> parameters,
+                 Options options);
+  ~RunCheckpoints();
+
+  /// `object` must outlive this. Call it before load().
+  void add(const std::string& key, checkpoint::Stateful& object);
+  /// Adds it as "rng".
+  void add_rng(RngState& rng);
+
+  /// Loads, in this order: the step of load_step or the newest complete one in the folder; the initial state;
+  /// nothing. If the newest step turns out to be damaged when it is read, the one before it is loaded. Logs
+  /// what was loaded, or why nothing was. Throws ConfigError for a step that was asked for and isn't
+  /// complete. True: the run resumes from its own folder.
+  bool load();
+
+  /// Loads all objects except `exclude` from the newest complete step of this run before `step`, or from an
+  /// older one if that is damaged. Steps of this run are those that it saved and those up to the one that it
+  /// resumed from; later ones may be another run's. Unset: there is none, and nothing is loaded. No save may
+  /// be in progress.
+  std::optional<int64_t> load_before(int64_t step, const std::vector<std::string>& exclude);
+
+  /// Saves the state after `step`. Throws as Checkpointer::save does, and for the last step whatever fails. A
+  /// save may be skipped, or may fail while training continues: see is_saved.
+  bool is_due(int64_t step, bool is_last) const;
+  void save(int64_t step, bool is_last);
+  /// Saves the whole state, after a save in progress. Throws unless it is complete.
+  void save_whole(int64_t step);
+  /// Whether the last save was of `step`, the whole state or what the run leaves at its end, and is complete.
+  /// No save may be in progress.
+  bool is_saved(int64_t step) const;
+  /// Whether the newest step in the folder is `step` and holds the model alone, which a run leaves at its
+  /// end. Always false for runs that only load, or began at a step of their choice.
+  bool has_model_alone(int64_t step) const;
+  /// Saves the model alone, as step 0.
+  void save_seed();
+
+  /// Saves in the hosts' memory, instead of or before the save on disk. Failures are logged.
+  bool is_due_in_memory(int64_t step) const;
+  void save_in_memory(int64_t step);
+  /// The state in memory may be newer than everything on disk.
+  bool keeps_in_memory() const { return peers_ != nullptr; }
+  /// The run resumed from the hosts' memory: that state isn't on disk.
+  bool resumed_from_memory() const { return from_memory_; }
+
+  /// Waits until no save reads the state. Call it before the state changes.
+  void wait_for_staging();
+  /// Throws if a save in the background has lost ranks.
+  void check();
+  /// A save in the background has failed, as far as this rank knows.
+  bool failed() const;
+  /// Waits for saves in progress; throws what went wrong with them.
+  void finish();
+  /// Finishes a run whose state is on disk: removes what is in memory.
+  void end();
+  double take_blocked_seconds();
+
+ private:
+  bool load_newest();
+  std::optional<int64_t> find_step() const;
+  StepChoice choose() const;
+  void warn_of_newer_steps(int64_t wanted) const;
+  void load_or_fall_back(int64_t step);
+  void load_step(int64_t step);
+  bool load_from_memory(std::optional<int64_t> on_disk);
+  checkpoint::Loaded load_generation(const std::filesystem::path& folder);
+  void announce_peers(bool resumes);
+  void load_initial();
+  checkpoint::Loaded load_whole(const std::filesystem::path& step_folder, std::vector<std::string> exclude);
+  void go_back_to(int64_t step, std::vector<std::string> exclude);
+  StepChoice choose_before(int64_t step) const;
+  bool is_of_this_run(int64_t step) const;
+  void start_save(int64_t step);
+  void load_model_of(const std::filesystem::path& step_folder);
+  void log_loaded(const checkpoint::Loaded& loaded, const std::filesystem::path& step_folder) const;
+  void check_exclusions() const;
+  void export_model(int64_t step);
+  void write_model(const std::filesystem::path& folder) const;
+
+  dist::World world_;
+  DeviceMesh pipeline_;
+  std::vector<Parameter> parameters_;
+  Options options_;
+  checkpoint::Checkpointer checkpointer_;
+  std::unique_ptr<PeerSaves> peers_;  // null: nothing is kept in memory
+  bool from_memory_ = false;
+  std::vector<std::string> keys_;
+  RngState* rng_ = nullptr;
+  int64_t loaded_step_ = -1;       // what the run resumed from or went back to; -1: nothing was loaded
+  std::set<int64_t> saved_steps_;  // whose save began, up to the step that the run went back to
+  int64_t last_saved_ = -1;        // the last of these; last_failure() may be about one that never began
+  int64_t exported_step_ = -1;     // the step whose model is the run's result
+};
+
+}  // namespace titan::train

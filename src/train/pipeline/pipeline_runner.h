@@ -1,0 +1,129 @@
+#pragma once
+
+// [Note: pipeline runner]
+// A schedule (parallel/pipeline_schedule.h) says what a rank does in one optimizer step: forwards and
+// backwards of its stages, messages to other ranks, and when parameters are gathered, freed and reduced. The
+// runner makes a plan of it once, with everything looked up, and runs that in every step (running_step.h).
+//
+// A schedule with Unshard actions takes the stages' parameters out of the hands of fully_shard's hooks
+// (ScheduledSharding). One without leaves them there: each layer gathers before its use.
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "titan/dist/device_mesh.h"
+#include "titan/parallel/pipeline_runtime.h"
+#include "titan/parallel/pipeline_schedule.h"
+#include "train/pipeline/tied_gradients.h"
+#include "train/step_runner.h"
+
+namespace titan::train {
+
+using Stage = ModelPart;
+
+/// A tensor that travels between two stages, as this rank has it.
+struct TensorType {
+  std::vector<int64_t> sizes;
+  at::ScalarType dtype = at::kFloat;
+  friend bool operator==(const TensorType&, const TensorType&) = default;
+};
+
+/// Each batch as micro-batches of `rows` rows, which divide it, sharing its memory.
+std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int64_t rows);
+
+/// A schedule as one rank runs it, with everything looked up: made once by PipelineRunner::plan, run many
+/// times.
+class StepPlan {
+ public:
+  int num_micro_batches() const { return num_micro_batches_; }
+
+  /// The runner's own.
+  struct Planned {
+    pipeline::Action action;
+    size_t stage = 0;             // among this rank's
+    size_t cell = 0;              // of this stage and micro-batch
+    int64_t neighbour_cell = -1;  // of the stage that takes the result, if it is on this rank
+    const pipeline::Link* link = nullptr;
+    size_t boundary = 0;  // of a transfer: the stage that it enters or, backwards, leaves
+    const char* label = "";
+    bool last_backward = false;
+    bool joined_with_next = false;  // a message that goes in one call with the next action's
+  };
+
+ private:
+  friend class PipelineRunner;
+  friend class RunningStep;
+  std::vector<Planned> actions_;
+  std::vector<TensorType> boundaries_;  // by the stage that they enter
+  int num_stages_ = 0;                  // on all ranks
+  int num_micro_batches_ = 0;
+};
+
+/// A schedule, and what enters each of its stages for one micro-batch.
+struct ScheduleParts {
+  pipeline::Schedule schedule;
+  std::vector<TensorType> boundaries;
+};
+
+/// When one action of a step ran, by the host's steady clock.
+struct ActionTime {
+  pipeline::Action action;
+  double start_s = 0;
+  double end_s = 0;
+  double waited_s = 0;  ///< the part of it spent waiting for another rank's message
+};
+
+/// Runs schedules on the stages of one rank.
+class PipelineRunner final : public StepRunner {
+ public:
+  /// `stages`: this rank's, in ascending order. `pp`: one axis.
+  PipelineRunner(std::vector<Stage> stages, const DeviceMesh& pp, at::Device device);
+
+  // ---- what the trainer calls
+
+  /// What forward_backward() and forward() run, on micro-batches of `micro_batch_rows` sequences. Collective
+  /// over pp.
+  void set_schedules(const ScheduleParts& training, const std::optional<ScheduleParts>& evaluation,
+                     int64_t micro_batch_rows, TiedGradients tied);
+  at::Tensor forward_backward(const std::vector<data::Batch>& batches, int64_t global_valid_tokens) override;
+  at::Tensor forward(const data::Batch& batch, int64_t global_valid_tokens) override;
+  const std::vector<Stage>& models() const override { return stages_; }
+
+  // ---- one schedule
+
+  /// boundaries[s]: what enters stage s (s >= 1) for one micro-batch. Throws ConfigError for a schedule of
+  /// several stages that check_schedule() refuses, and Error if its stages of this rank aren't the runner's.
+  /// Collective over pp.
+  StepPlan plan(const pipeline::Schedule& schedule, std::vector<TensorType> boundaries = {});
+  /// Returns the loss as forward_backward() does; 0 on ranks without the last stage. An exception becomes an
+  /// Error that names the action in which it occurred, and ends the pipeline: messages of that step may still
+  /// be on the way, so further runs are refused.
+  at::Tensor run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
+                 int64_t global_valid_tokens);
+  /// From now on each run() appends the times of its actions; null: no more. On a GPU they say when work was
+  /// queued.
+  void record_times(std::vector<ActionTime>* times) { times_ = times; }
+
+ private:
+  friend class RunningStep;
+  void prepare_step();
+  int64_t local_stage(int index) const;
+  void join_messages(StepPlan& plan, const pipeline::Schedule& schedule) const;
+  StepPlan::Planned planned(const pipeline::Action& action, const pipeline::Schedule& schedule) const;
+  std::string failure_of(const StepPlan& plan, size_t action, const std::string& reason) const;
+
+  std::vector<Stage> stages_;
+  pipeline::Links links_;
+  at::Device device_;
+  std::optional<StepPlan> training_, evaluation_;
+  int64_t micro_batch_rows_ = 0;
+  TiedGradients tied_;
+  std::vector<ScheduledSharding> shardings_;  // of the stages; empty while the hooks gather
+  std::vector<ActionTime>* times_ = nullptr;
+  bool failed_ = false;
+};
+
+}  // namespace titan::train

@@ -1,0 +1,131 @@
+#include "train/policies/step_numbers.h"
+
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+
+#include "titan/dist/collectives.h"
+#include "titan/dist/stream.h"
+
+namespace titan::train {
+
+namespace {
+
+constexpr dist::Label kFiniteLabel{"train::check_finite"};
+
+// What a rank contributes to the largest of all, so that it is from the lowest rank whose loss isn't finite.
+double flag_of(const dist::World& world, bool not_finite) {
+  return not_finite ? world.size() - world.rank() : 0;
+}
+
+int rank_from(const dist::World& world, double largest) {
+  return largest == 0 ? -1 : world.size() - static_cast<int>(largest);
+}
+
+class ReadAtOnce final : public StepNumbers {
+ public:
+  ReadAtOnce(TrainerParts& parts, double max_norm) : parts_(parts), max_norm_(max_norm) {}
+
+  void clip(int64_t step, const at::Tensor& loss) override {
+    values_ = {.step = step,
+               .grad_norm = optim::clip_grad_norm(parts_.parameters, max_norm_, parts_.meshes.pp)};
+    values_.local_loss = loss.item<double>();
+    const double flag = flag_of(parts_.world, !std::isfinite(values_.local_loss));
+    values_.loss_rank = rank_from(parts_.world, parts_.world.everyone()->max(flag, kFiniteLabel));
+  }
+  void update_weights() override {
+    if (values_.finite()) parts_.optimizer.step();
+  }
+  StepValues read() override { return values_; }
+  bool are_late() const override { return false; }
+
+ private:
+  TrainerParts& parts_;
+  double max_norm_;
+  StepValues values_;
+};
+
+// A copy from the device to the host that was queued.
+class QueuedValues {
+ public:
+  QueuedValues(int64_t step, const at::Tensor& loss, const at::Tensor& flag, optim::LaunchedGradNorm norm)
+      : step_(step), norm_(std::move(norm)) {
+    const at::Tensor values =
+        at::cat({loss.detach().to(at::kDouble).view({1}), flag.view({1}), norm_.squares});
+    const bool on_device = !values.is_cpu();
+    host_ = at::empty(values.sizes(), values.options().device(at::kCPU).pinned_memory(on_device));
+    host_.copy_(values, /*non_blocking=*/on_device);
+    copied_ = dist::Stream::current(values.device()).record();
+  }
+  StepValues read(const dist::World& world) {
+    copied_.synchronize();
+    const double* values = host_.const_data_ptr<double>();
+    return {.step = step_,
+            .local_loss = values[0],
+            .loss_rank = rank_from(world, values[1]),
+            .grad_norm = norm_.read(values + 2)};
+  }
+
+ private:
+  int64_t step_;
+  optim::LaunchedGradNorm norm_;
+  at::Tensor host_;  // [loss, flag, squares of ranks...], pinned where there is a GPU
+  dist::Event copied_;
+};
+
+class ReadLate final : public StepNumbers {
+ public:
+  ReadLate(TrainerParts& parts, double max_norm) : parts_(parts), max_norm_(max_norm) {}
+
+  void clip(int64_t step, const at::Tensor& loss) override {
+    const at::NoGradGuard no_grad;
+    const dist::World& world = parts_.world;
+    auto norm = optim::launch_clip_grad_norm(parts_.parameters, max_norm_, parts_.device, parts_.meshes.pp);
+    const at::Tensor flag =
+        at::where(loss.isfinite(), flag_of(world, false), flag_of(world, true)).to(at::kDouble);
+    if (world.size() > 1) world.everyone()->all_reduce(flag, dist::ReduceOp::Max, kFiniteLabel).wait();
+    skip_ = flag.gt(0).logical_or_(norm.norm.isfinite().logical_not_()).to(at::kFloat);
+    clipped_ = {step, loss, flag, std::move(norm)};
+  }
+  void update_weights() override {
+    const at::NoGradGuard no_grad;
+    parts_.optimizer.step_unless(skip_);
+    queued_.emplace(clipped_.step, clipped_.loss, clipped_.flag, std::move(clipped_.norm));
+    clipped_ = {};
+  }
+  StepValues read() override { return queued_->read(parts_.world); }
+  bool are_late() const override { return true; }
+
+ private:
+  struct Clipped {
+    int64_t step = 0;
+    at::Tensor loss, flag;
+    optim::LaunchedGradNorm norm;
+  };
+
+  TrainerParts& parts_;
+  double max_norm_;
+  at::Tensor skip_;
+  Clipped clipped_;
+  std::optional<QueuedValues> queued_;
+};
+
+}  // namespace
+
+std::unique_ptr<StepNumbers> make_step_numbers(TrainerParts& parts, double max_norm, bool late) {
+  if (late) return std::make_unique<ReadLate>(parts, max_norm);
+  return std::make_unique<ReadAtOnce>(parts, max_norm);
+}
+
+StepValues no_values(int64_t step) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  return {.step = step, .local_loss = kNan, .grad_norm = {.norm = kNan}};
+}
+
+}  // namespace titan::train
