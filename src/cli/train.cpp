@@ -17,6 +17,7 @@
 #include "cli/train_end.h"
 #include "core/process_stats.h"
 #include "dist/environment.h"
+#include "guard/flight_dump.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
 #include "job/checkpoint_job.h"
@@ -26,9 +27,9 @@
 #include "job/observers.h"
 #include "tensor/host_allocator.h"
 #include "titan/config/load.h"
-#include "titan/guard/watchdog.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
+#include "titan/guard/watchdog.h"
 #include "train/policies/interruption.h"
 
 namespace titan::cli {

@@ -29,7 +29,8 @@ class Reader final : public JsonEvents {
 
   std::string open(bool is_array) override {
     if (is_array && open_.empty()) return no_object();
-    if (open_.size() + skipped_ >= kMaxDepth) return problem(token_place(), str("nested deeper than ", kMaxDepth));
+    if (open_.size() + skipped_ >= kMaxDepth)
+      return problem(token_place(), str("nested deeper than ", kMaxDepth));
     const bool in_list = !open_.empty() && open_.back().is_list;
     if (skipped_ > 0 || (in_list && !is_array)) {
       ++skipped_;
@@ -91,7 +92,9 @@ class Reader final : public JsonEvents {
   std::string problem(const Place& place, const std::string& reason) const {
     return str(to_text(place), ": ", reason);
   }
-  std::string no_object() const { return problem(cursor_, "a config is an object: {\"section\": {\"key\": value}}"); }
+  std::string no_object() const {
+    return problem(cursor_, "a config is an object: {\"section\": {\"key\": value}}");
+  }
 
   // The parser has read just past the current token (and one byte more after a number, which can't start a
   // token), so the token starts after the end of the previous one and the separators.

@@ -14,7 +14,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "core/error_reason.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/collectives.h"

@@ -5,28 +5,22 @@
 #include <cmath>
 #include <functional>
 
-#include <nlohmann/json.hpp>
-
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
-
-const char* name_of(ProgressKind kind) {
-  static constexpr std::array names = {"idle", "data", "compute", "checkpoint", "validation"};
-  return names[static_cast<size_t>(kind)];
-}
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Beat, number, state, kind, what, step, stalled_ms, limit_ms, setting,
                                    silence_limit_ms, silence_setting, call, pid, host, pids, computes, traced,
                                    life)
 
 std::string to_text(const Beat& beat) {
-  return nlohmann::json(beat).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return json_text(nlohmann::json(beat));
 }
 
 Beat beat_from(std::string_view text) {
   try {
-    return nlohmann::json::parse(text).get<Beat>();
+    return parse_json(text).get<Beat>();
   } catch (const nlohmann::json::exception& error) {
     throw Error(str("cannot parse a rank's beat (do all ranks run the same program?): ", error.what()));
   }

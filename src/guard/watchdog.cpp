@@ -17,9 +17,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "core/thread_stacks.h"
+#include "core/threads.h"
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
-#include "core/threads.h"
 #include "dist/side_thread.h"
 #include "guard/failure.h"
 #include "guard/flight_dump.h"

@@ -5,8 +5,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "core/hash.h"
 #include "core/durable.h"
+#include "core/hash.h"
 #include "titan/core/error.h"
 
 namespace titan::train {

@@ -16,7 +16,6 @@ class AppendFile;
 
 namespace titan::train {
 
-
 /// Appends scalars to one event file in `folder`. Throws Error that names the file when it can't be written.
 class EventFileWriter {
  public:

@@ -10,8 +10,8 @@
 
 #include "distributed/float8_units.h"
 #include "float8/cast.h"
-#include "titan/core/error.h"
 #include "float8/products.h"
+#include "titan/core/error.h"
 #include "titan/nn/linear.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"

@@ -27,7 +27,9 @@ class DevicesApart final : public dist::DeviceBackend {
   std::string why_no_symmetric_memory(const std::string& address) const override {
     return rank_ == higher_ && address == str("host ", lower_) ? "nothing joins them" : "";
   }
-  std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const dist::GroupSpec&) override { return nullptr; }
+  std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const dist::GroupSpec&) override {
+    return nullptr;
+  }
   c10::DeviceType device_type() const override { return at::kCUDA; }
   int num_devices() const override { return 1; }
   void set_device(int) override {}

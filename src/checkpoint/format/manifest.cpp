@@ -22,7 +22,6 @@
 namespace titan::checkpoint {
 namespace {
 
-
 constexpr std::string_view kStart = R"({"titan_checkpoint":)";
 constexpr std::string_view kBeforeDigest = R"(,"digest":")";
 constexpr std::string_view kAfterDigest = "\",\n";
@@ -33,7 +32,7 @@ constexpr size_t kMaxTexts = 1'000;
 constexpr int64_t kMaxTensors = 10'000'000;
 constexpr int64_t kMaxLayouts = 100'000;
 constexpr int64_t kMaxAxes = 64;
-constexpr size_t kMaxDims = 64;
+constexpr size_t kMostDims = 64;
 constexpr int64_t kMaxFileBytes = int64_t{1} << 62;  // of all files together
 
 // ---- checks of values, before writing and after reading
@@ -196,7 +195,7 @@ class TableReader {
                          [this] { return add_axis(); }};
   JsonList layout_scope_{axis_scope_, kMaxAxes, [this] { return add_layout(); }};
   JsonList layouts_scope_{layout_scope_, kMaxLayouts};
-  JsonNumbers shape_scope_{shape_, kMaxDims};
+  JsonNumbers shape_scope_{shape_, kMostDims};
   JsonRecord tensor_scope_{
       JsonRecord::Form::Array,
       {{"name", &name_}, {"dtype", &dtype_}, {"shape", &shape_scope_}, {"layout", &layout_position_}},
@@ -294,9 +293,9 @@ std::string to_text(const Manifest& manifest) {
   std::string text =
       str("\"manifest\":{\"run_id\":\"", manifest.run_id, "\",\n\"step\":", manifest.step,
           ",\n\"library\":", json_quoted(manifest.library), ",\n\"num_threads\":", manifest.num_threads,
-          ",\n\"finite\":", manifest.finite ? "true" : "false", ",\n\"config\":", json_quoted(manifest.config),
-          ",\n\"texts\":", text_of(manifest.texts), ",\n", table_fields(manifest.table.tensors()),
-          ",\n\"files\":", text_of(manifest.files), "}}\n");
+          ",\n\"finite\":", manifest.finite ? "true" : "false",
+          ",\n\"config\":", json_quoted(manifest.config), ",\n\"texts\":", text_of(manifest.texts), ",\n",
+          table_fields(manifest.table.tensors()), ",\n\"files\":", text_of(manifest.files), "}}\n");
   text.insert(0, str(kStart, kFormatVersion, kBeforeDigest, digest_of(text), kAfterDigest));
   check_size(text.size());
   return text;

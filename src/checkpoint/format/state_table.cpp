@@ -126,7 +126,7 @@ std::string detail::name_problem(std::string_view name) {
     return str("has ", name.size(), " bytes; at most ", kMaxNameBytes, " are allowed");
   // Before the name is shown.
   if (std::any_of(name.begin(), name.end(), is_control)) return "contains control characters";
-  if (data::valid_utf8_prefix(name) != name.size()) return "isn't UTF-8";
+  if (valid_utf8_prefix(name) != name.size()) return "isn't UTF-8";
   for (std::string_view part : {"/", "\\", ".."})
     if (name.find(part) != std::string_view::npos) return str("'", name, "' contains '", part, "'");
   if (name == kMetadataKey) return str("'", name, "' is reserved by safetensors");

@@ -92,7 +92,7 @@ std::string to_text(const HfValue& value) {
 
 HfConfig detail::parse_hf_config(std::string_view text, const std::string& file) {
   HfConfig config;
-  for (const auto& [keys, value] : parse_json_leaves(text, kMaxConfigBytes, file)) {
+  for (const auto& [keys, value] : read_json_leaves(text, kMaxConfigBytes, file)) {
     // {"a.b": 1} and {"a": {"b": 1}} would be one.
     if (!config.emplace(dotted(keys), value).second)
       throw ConfigError(str(file, ": '", dotted(keys), "' occurs twice"));
@@ -103,7 +103,7 @@ HfConfig detail::parse_hf_config(std::string_view text, const std::string& file)
 std::map<std::string, std::string> detail::parse_hf_index(std::string_view text, const std::string& file) {
   std::map<std::string, std::string> map;
   std::vector<std::string> problems;
-  for (const auto& [keys, value] : parse_json_leaves(text, kMaxIndexBytes, file)) {
+  for (const auto& [keys, value] : read_json_leaves(text, kMaxIndexBytes, file)) {
     if (keys[0] != "weight_map") continue;
     const auto* shard = std::get_if<std::string>(&value);
     if (keys.size() == 2 && shard && is_plain_name(*shard)) {

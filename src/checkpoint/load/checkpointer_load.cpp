@@ -171,9 +171,8 @@ void read_stretch(const SavedState& saved, const NamedTensor& tensor, const Stre
 void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tensors, int num_threads) {
   std::vector<Stretch> stretches;
   for (size_t i = 0; i < tensors.size(); ++i) add_stretches(tensors, saved, i, stretches);
-  run_tasks(num_threads, stretches.size(), [&](size_t index) {
-    read_stretch(saved, tensors[stretches[index].tensor], stretches[index]);
-  });
+  run_tasks(num_threads, stretches.size(),
+            [&](size_t index) { read_stretch(saved, tensors[stretches[index].tensor], stretches[index]); });
 }
 
 // ---- lines of problems

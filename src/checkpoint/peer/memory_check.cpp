@@ -11,8 +11,8 @@
 #include "checkpoint/peer/free_memory.h"
 #include "checkpoint/peer/peer_folder.h"
 #include "checkpoint/save/rank_tree.h"
-#include "core/units.h"
 #include "core/durable.h"
+#include "core/units.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {

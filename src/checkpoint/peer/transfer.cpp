@@ -155,7 +155,6 @@ void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
     last_ = round;
   }
   const auto copy = [group = group_, transfers, progress, round] {
-    const dist::BackgroundCalls background;
     try {
       round->problem = transfer_files(*group, transfers, {progress, round->given_up});
     } catch (const std::exception& error) {

@@ -12,8 +12,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "checkpoint/save/shared_folder.h"
-#include "dist/flight_record.h"
 #include "core/threads.h"
+#include "dist/flight_record.h"
 
 namespace titan::checkpoint::detail {
 namespace {
@@ -66,18 +66,18 @@ bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, 
 }
 
 template <class Wire>
-void fields(Wire& wire, auto& answer) {
+void answer_fields(Wire& wire, auto& answer) {
   wire(answer.rank, answer.lost, answer.text);
 }
 
 std::string encode(const std::vector<Answer>& answers) {
   WireWriter out;
-  for (const Answer& answer : answers) fields(out, answer);
+  for (const Answer& answer : answers) answer_fields(out, answer);
   return out.take();
 }
 
 void decode(const std::string& bytes, std::vector<Answer>& answers) {
-  for (WireReader in(bytes); !in.done();) fields(in, answers.emplace_back());
+  for (WireReader in(bytes); !in.done();) answer_fields(in, answers.emplace_back());
 }
 
 Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {

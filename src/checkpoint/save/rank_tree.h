@@ -36,7 +36,7 @@ namespace titan::checkpoint::detail {
 // once, for both directions:
 //
 //   template <class Wire>
-//   void fields(Wire& wire, auto& answer) { wire(answer.rank, answer.lost, answer.text); }
+//   void answer_fields(Wire& wire, auto& answer) { wire(answer.rank, answer.lost, answer.text); }
 
 class WireWriter {
  public:

@@ -28,7 +28,7 @@ class Layouts {
 };
 
 template <class Wire>
-void fields(Wire& wire, auto& tensor) {
+void tensor_fields(Wire& wire, auto& tensor) {
   wire(tensor.name, tensor.dtype, tensor.shape);
 }
 
@@ -38,14 +38,14 @@ void axis_fields(Wire& wire, auto& axis) {
 }
 
 void write_tensor(WireWriter& out, const StateTensor& tensor) {
-  fields(out, tensor);
+  tensor_fields(out, tensor);
   out(tensor.layout->axes.size());
   for (const LayoutAxis& axis : tensor.layout->axes) axis_fields(out, axis);
 }
 
 StateTensor read_tensor(WireReader& in, Layouts& layouts) {
   StateTensor tensor;
-  fields(in, tensor);
+  tensor_fields(in, tensor);
   TensorLayout layout;
   for (auto left = in.get<size_t>(); left > 0; --left) axis_fields(in, layout.axes.emplace_back());
   tensor.layout = layouts.shared(std::move(layout));

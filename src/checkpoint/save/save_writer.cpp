@@ -36,7 +36,7 @@ void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector
 }
 
 template <class Wire>
-void fields(Wire& wire, auto& report) {
+void report_fields(Wire& wire, auto& report) {
   wire(report.step, report.failure, report.file.num_bytes, report.file.header_digest, report.finite,
        report.num_threads, report.texts);
 }
@@ -45,14 +45,14 @@ void fields(Wire& wire, auto& report) {
 
 std::string to_bytes(const SaveReport& report) {
   WireWriter out;
-  fields(out, report);
+  report_fields(out, report);
   return out.take();
 }
 
 SaveReport parse_report(const std::string& bytes) {
   SaveReport report;
   WireReader in(bytes);
-  fields(in, report);
+  report_fields(in, report);
   return report;
 }
 

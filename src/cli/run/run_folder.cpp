@@ -4,7 +4,6 @@
 #include <cmath>
 #include <fstream>
 
-
 #include "cli/checkpoint/commands.h"
 #include "cli/text.h"
 #include "config/differences.h"

@@ -22,8 +22,8 @@ LoaderState merge(const std::vector<LoaderState>& parts) {
   std::sort(whole.lanes.begin(), whole.lanes.end(),
             [](const auto& a, const auto& b) { return a.lane < b.lane; });
   for (int64_t lane = 0; lane < whole.num_lanes; ++lane)
-    TITAN_CHECK(lane < static_cast<int64_t>(whole.lanes.size()) && whole.lanes[lane].lane == lane,
-                "lane ", lane, " of ", whole.num_lanes, " is missing or duplicate in the loader states of all ranks");
+    TITAN_CHECK(lane < static_cast<int64_t>(whole.lanes.size()) && whole.lanes[lane].lane == lane, "lane ",
+                lane, " of ", whole.num_lanes, " is missing or duplicate in the loader states of all ranks");
   TITAN_CHECK(static_cast<int64_t>(whole.lanes.size()) == whole.num_lanes, "more loader states than lanes");
   return whole;
 }

@@ -20,7 +20,6 @@ using Components = std::vector<std::string>;
 
 bool is_hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
-
 // Adds what matches the components from `index` on below `folder` to `found`.
 void expand(const fs::path& folder, const Components& components, size_t index, std::set<fs::path>& found) {
   if (index == components.size()) {

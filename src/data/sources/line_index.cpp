@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-
 #include "core/hash.h"
 #include "core/json.h"
 #include "titan/core/error.h"
@@ -161,7 +160,8 @@ LineIndex::LineIndex(const LineIndexRequest& request) {
     if (!path.empty()) save(path, key);
   }
   if (entries_.empty())
-    throw ConfigError(str("no documents in ", request.files[0].path.string(), request.files.size() > 1 ? " and the other files" : ""));
+    throw ConfigError(str("no documents in ", request.files[0].path.string(),
+                          request.files.size() > 1 ? " and the other files" : ""));
 }
 
 bool LineIndex::load(const fs::path& path, uint64_t key) {

@@ -10,11 +10,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "float8/products.h"
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/fsdp/shard_layout.h"
 #include "titan/dist/collectives.h"
-#include "float8/products.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/tensor/dtensor.h"

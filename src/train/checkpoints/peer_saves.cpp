@@ -149,8 +149,8 @@ void PeerSaves::announce() {
   log::info_rank0(str("peer checkpoints: every ", settings_.interval, " step(s) the state is kept in ",
                       folder_->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
                       copies, "; up to ", size_text(memory.files_bytes), " a host there, and ",
-                      size_text(memory.staged_bytes), " while it is copied; ",
-                      size_text(memory.free_bytes), " are free"));
+                      size_text(memory.staged_bytes), " while it is copied; ", size_text(memory.free_bytes),
+                      " are free"));
 }
 
 PeerSaves::Damage PeerSaves::remove_damaged() {

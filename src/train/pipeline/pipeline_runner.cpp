@@ -4,7 +4,6 @@
 #include <exception>
 #include <set>
 
-#include "core/error_reason.h"
 #include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"

@@ -237,8 +237,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{"\"files\":[", "\"files\":[[1,\"x\"],", "files[0]: the digest has to be"},
         Hostile{"\"files\":[", "\"files\":[[1,\"" + kRunId + "\"],", "ranks"},
         Hostile{"\"train_state\":", "\"train/state\":", "a text's name 'train/state' contains '/'"},
-        Hostile{
-            "\"train_state\":", "\"dataloader\":", "manifest.texts.dataloader: duplicate key"},
+        Hostile{"\"train_state\":", "\"dataloader\":", "manifest.texts.dataloader: duplicate key"},
         Hostile{"\"train_state\":\"\"", "\"train_state\":{}",
                 "manifest.texts.train_state: an object, where none"}));
 

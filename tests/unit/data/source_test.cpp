@@ -161,9 +161,7 @@ TEST_F(SourceTest, SyntheticTextIsSeededAndReadableInParts) {
   }
 }
 
-TEST_F(SourceTest, TheLoadedLibTorchHasHeaders) {
-  EXPECT_GT(build("cpp_headers", "")->size(), 1000);
-}
+TEST_F(SourceTest, TheLoadedLibTorchHasHeaders) { EXPECT_GT(build("cpp_headers", "")->size(), 1000); }
 
 TEST_F(SourceTest, UsersAddKinds) {
   source_kinds().add("of_a_test", [](const SourceRequest& request) -> std::shared_ptr<const Source> {

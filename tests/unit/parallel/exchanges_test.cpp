@@ -5,9 +5,9 @@
 
 #include <ATen/ATen.h>
 
+#include "float8/products.h"
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
-#include "float8/products.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 #include "unit/parallel/overlapped_mlp.h"
