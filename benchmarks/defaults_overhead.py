@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
-"""What all that watches a run by default costs a step: structured logs, stragglers, watchdog, ring of collectives, signs of life.
+"""Measures what everything that watches a run by default costs a step: structured logs, stragglers, watchdog, ring of collectives, beats.
 
     benchmarks/defaults_overhead.py [--pairs 10] [--steps 60] [--small-pairs 10] [--small-steps 600] [--ranks 2] [--config FILE]
                                     [--only NAME] [--output FILE]
 
-What has a switch: the debug run, once as it is by default and once with these off, alternately, so that what else the machine does
-meets both; which of a pair comes first alternates too. Of each run the median step behind the first ten counts, of each pair the ratio
-of the two, and of all pairs the median ratio, with the quartiles beside it: where they are far apart the machine wasn't quiet, which
-the load that is printed says too. Beside it stands the same of the processor time of whole runs, which other work on the machine moves
-less. --only leaves all on but one (structured_logs, stragglers, watchdog, flight_record), to see what that one costs.
+Some parts have a switch. For these the script runs the debug run with everything on, as by default, and with these parts off. The runs
+alternate, and so does which one of a pair comes first, so that other work on the machine affects both. A run counts with its median step
+after the first ten, a pair with the ratio of its two runs, and all pairs with their median ratio and its quartiles. Quartiles that are far apart,
+like a high load average, mean that the machine wasn't quiet. The same ratio is printed for the processor time of whole runs, which other
+work on the machine affects less. --only NAME turns off only one part (structured_logs, stragglers, watchdog, flight_record).
 
-Steps of a machine that isn't quiet change by more than what is looked for. But all of this costs by the step, the collective and the
-second, and nothing by the size of a tensor. So the same model with the same modules and collectives, but small tensors and a row of a
-few tokens, pays as much a step in far shorter steps: that difference in milliseconds, over the debug run's step, is
-"small_percent", with its quartiles.
+On a machine that isn't quiet, steps vary by more than these parts cost. But the cost depends on the number of steps, collectives and seconds, and
+not on the size of a tensor. So the same model with the same modules and collectives, but with small tensors and a row of a few tokens, pays the same
+per step in far shorter steps. That difference in milliseconds, divided by the debug run's step, is "small_percent", with its quartiles.
 
-What has none: with --comm.trace_buf_size=0 no file is kept, but the last 1,024 calls are still recorded (the watchdog asks which one a
-rank waits in), and the ranks' signs of life go on. Their cost is added: calls a step, as a run's own record counts them, times what
-flight_record_bench has for one; and the processor time of all threads that watch, with a switch or without, of all processes of a run, as
-if all of it came off the step. "overhead_percent" is the sum, with "small_percent".
+Other parts have no switch. With --comm.trace_buf_size=0 no file is kept, but the last 1,024 calls are still recorded, because the watchdog
+asks which call a rank waits in, and the ranks' beats continue. Their cost is computed: the number of calls per step, from a run's own record, times
+the cost of one call in flight_record_bench; and the processor time of all watching threads (with a switch or without) in all processes of a run, as
+if all of it came off the step. "overhead_percent" is the sum of both and "small_percent".
 
-Prints a JSON object; --output writes it to a file. Needs build/bin/titan, build/bin/flight_record_bench and the config's data; itself
-only Python's standard library.
+Prints a JSON object; --output also writes it to a file. Needs build/bin/titan, build/bin/flight_record_bench and the config's data; the script
+itself uses only Python's standard library.
 """
 import argparse
 import json
@@ -47,11 +46,11 @@ OFF = {
 SMALL = ["--training.seq_len=16", "--training.local_batch_size=1", "--model.args.dim=64", "--model.args.vocab_size=2048"]
 WARM_UP = 10
 RUN_LIMIT_S = 1800
-SIGNS_S = 15  # so long their threads are looked at
+SIGNS_S = 15  # how long the processor time of the watching threads is measured
 
 
 def processor_seconds():
-    """Of all children that have ended."""
+    """Processor time of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -67,7 +66,7 @@ def environment_of(arguments):
 
 
 def run(arguments, steps, switches):
-    """The median step of a run, and its processor time, in seconds."""
+    """The median step and the processor time of a run, in seconds."""
     before = processor_seconds()
     with tempfile.TemporaryDirectory(prefix="titan_overhead_") as folder:
         command = command_of(arguments, folder, steps, switches)
@@ -79,7 +78,7 @@ def run(arguments, steps, switches):
 
 
 def sign_seconds(pids):
-    """Processor time, so far, of these processes' threads that watch and give signs of life, and of the store that takes them."""
+    """Processor time so far of these processes' threads that watch and send beats, and of the store that receives them."""
     total = 0
     for task in (task for pid in pids for task in pathlib.Path(f"/proc/{pid}/task").iterdir()):
         try:
@@ -87,7 +86,7 @@ def sign_seconds(pids):
             if name.startswith(("titan-", "pt_tcpstore")):
                 total += int((task / "schedstat").read_text().split()[0])
         except FileNotFoundError:
-            pass  # a thread of something else, which has ended
+            pass  # the thread has ended
     return total * 1e-9
 
 
@@ -95,12 +94,12 @@ def wait_for(condition, process):
     end = time.monotonic() + RUN_LIMIT_S
     while not condition():
         if process.poll() is not None or time.monotonic() > end:
-            sys.exit(f"a run of {TITAN} that was to go on ended, or didn't begin")
+            sys.exit(f"{TITAN} ended early, or didn't reach its first steps")
         time.sleep(0.2)
 
 
 def without_switch(arguments):
-    """Calls a step on rank 0 and nanoseconds a call, which have no switch, and seconds a second of the threads that watch."""
+    """The parts without a switch: calls per step on rank 0, nanoseconds per call, and processor seconds per second of the watching threads."""
     bench = json.loads(subprocess.run([CALL_BENCH], capture_output=True, text=True, check=True).stdout)
     with tempfile.TemporaryDirectory(prefix="titan_overhead_") as folder:
         metrics, record = pathlib.Path(folder) / "metrics.jsonl", pathlib.Path(folder) / "comm_traces/rank_0.json"
@@ -119,7 +118,7 @@ def without_switch(arguments):
         finally:
             process.terminate()
             process.wait()
-    # The calls of the start are among them: a little too many.
+    # The start's calls are included, so the number is a little too large.
     return {"calls_per_step": told["num_calls"] / max(1, told["step"]), "call_ns": bench["call_ns"], "signs_s_per_s": signs}
 
 
@@ -151,7 +150,7 @@ def main():
     parser.add_argument("--output", type=pathlib.Path)
     arguments = parser.parse_args()
     if min(arguments.pairs, arguments.small_pairs) < 2 or min(arguments.steps, arguments.small_steps) <= 2 * WARM_UP or arguments.ranks < 1:
-        parser.error(f"there have to be two pairs, more than {2 * WARM_UP} steps and one rank, at least")
+        parser.error(f"needs at least two pairs, more than {2 * WARM_UP} steps, and at least one rank")
     load_before = os.getloadavg()[0]
     always = without_switch(arguments)
     switches, pairs = measure(arguments, arguments.pairs, arguments.steps, [])

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How long `titan` takes to be built and linked again after one source file was touched, without a compiler cache, and prints one JSON object.
+"""Measures how long it takes to build and link `titan` again after one source file was touched, without a compiler cache. Prints one JSON object.
 
     benchmarks/rebuild_time.py [--files N] [--build DIR] [--output FILE]
 
-The N files (default 10) are one each of the library's batches (CMake's unity builds compile several sources as one; a few are compiled
-alone) that took longest when they were compiled last, by the build's own log (of a build without a compiler cache, too). Keys: unchanged_s (nothing touched), slowest_s,
-median_s, files (seconds by path). Run it on an idle machine, behind a build."""
+CMake's unity builds compile several sources as one batch; a few sources are compiled alone. The script touches one file in each of the N batches
+(default 10) that took longest in the last build, according to its log, which must also be of a build without a compiler cache. Keys: unchanged_s
+(nothing touched), slowest_s, median_s, files (seconds by path). Run it on an idle machine, after a build."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 def seconds_by_batch(build: pathlib.Path) -> dict[str, float]:
-    """Of the last compilation of each of the library's batches, and of the sources that stand in none."""
+    """Seconds of the last compilation of each batch, and of each source that is compiled alone."""
     seconds = {}
     for line in (build / ".ninja_log").read_text().splitlines()[1:]:
         start, end, _, output, _ = line.split("\t")
@@ -35,7 +35,7 @@ def first_source(build: pathlib.Path, batch: str) -> pathlib.Path:
     path = batch.removesuffix(".o")
     if "/Unity/" not in batch:
         return REPOSITORY / path.split(".dir/", 1)[1]
-    if not (build / path).exists():  # there were more batches once
+    if not (build / path).exists():  # the batch no longer exists
         return build / path
     return pathlib.Path(re.search(r'#include "(.+)"', (build / path).read_text()).group(1))
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=10)
     parser.add_argument("--build", type=pathlib.Path, default=REPOSITORY / "build")
-    parser.add_argument("--output", type=pathlib.Path, help="written too")
+    parser.add_argument("--output", type=pathlib.Path, help="also write the JSON object to this file")
     options = parser.parse_args()
     build_seconds(options.build)
     seconds = seconds_by_batch(options.build)

@@ -1,7 +1,7 @@
-# ccache where it is (it must not be needed), and the fastest linker at hand: linking is most of what one touched file costs.
+# Uses ccache if it is installed, and the fastest linker available: after one file was touched, linking takes most of the time.
 find_program(TITAN_CCACHE ccache)
 if(TITAN_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  # Precompiled headers hide their own macros and times from ccache.
+  # ccache can't see the macros and times inside precompiled headers.
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TITAN_CCACHE})
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
 endif()
@@ -12,5 +12,5 @@ if(TITAN_MOLD)
 elseif(TITAN_LLD)
   add_link_options(-fuse-ld=lld)
 endif()
-# Symbols that nobody needs at run time cost start-up; undefined ones are found at link time.
+# Libraries that a program doesn't use would cost start-up time.
 add_link_options(-Wl,--as-needed)

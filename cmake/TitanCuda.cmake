@@ -1,4 +1,4 @@
-# libtitan_cuda: NCCL groups, device set-up and memory figures. A plugin that the library opens when a GPU is visible.
+# libtitan_cuda: NCCL groups, device set-up and memory figures. The library opens this plugin when a GPU is visible.
 if(TITAN_CUDA STREQUAL "OFF")
   return()
 endif()
@@ -8,7 +8,7 @@ if(NOT TITAN_NVCC OR NOT TITAN_TORCH_HAS_CUDA)
   if(TITAN_CUDA STREQUAL "ON")
     message(FATAL_ERROR "TITAN_CUDA=ON needs nvcc (found: '${TITAN_NVCC}') and a LibTorch with CUDA (${TITAN_TORCH_DIR}: ${TITAN_TORCH_HAS_CUDA})")
   endif()
-  message(STATUS "The CUDA plugin is left out: nvcc '${TITAN_NVCC}', LibTorch with CUDA: ${TITAN_TORCH_HAS_CUDA}")
+  message(STATUS "The CUDA plugin isn't built: nvcc '${TITAN_NVCC}', LibTorch with CUDA: ${TITAN_TORCH_HAS_CUDA}")
   return()
 endif()
 if(NOT titan_cuda_sources)
@@ -17,8 +17,8 @@ endif()
 
 get_filename_component(cuda_root "${TITAN_NVCC}" DIRECTORY)
 get_filename_component(cuda_root "${cuda_root}" DIRECTORY)
-# Device code: kernels that know nothing of LibTorch, compiled by nvcc itself. (Making CUDA a language of the project takes seconds at
-# each configuration, and CMake 3.25 doesn't know the flags of nvcc 13.)
+# Device code: kernels that don't use LibTorch, compiled by nvcc directly. (Enabling CUDA as a language of the project would add seconds
+# to each configuration, and CMake 3.25 doesn't know the flags of nvcc 13.)
 set(TITAN_CUDA_ARCHITECTURES 89 90 100 CACHE STRING "Compute capabilities that kernels are compiled for")
 set(titan_cuda_objects)
 file(GLOB_RECURSE titan_cuda_kernels CONFIGURE_DEPENDS src/cuda_plugin/*.cu)
@@ -26,8 +26,8 @@ set(titan_nvcc_targets)
 foreach(architecture IN LISTS TITAN_CUDA_ARCHITECTURES)
   list(APPEND titan_nvcc_targets -gencode arch=compute_${architecture},code=sm_${architecture})
 endforeach()
-# For others the driver compiles at the first launch: from what is common to all that the kernels can run on (Float8 is emulated
-# below 8.9), and from the newest for devices that came later.
+# For other devices the driver compiles the kernels at the first launch: from the code for 8.0, the oldest that the kernels run on
+# (Float8 is emulated below 8.9), or from the code for the newest architecture above, for later devices.
 list(SORT TITAN_CUDA_ARCHITECTURES COMPARE NATURAL)
 list(GET TITAN_CUDA_ARCHITECTURES -1 titan_newest_architecture)
 foreach(architecture IN ITEMS 80 ${titan_newest_architecture})

@@ -1,4 +1,4 @@
-# cmake --install: the libraries, the program, the headers, and what find_package(Titan CONFIG) reads.
+# cmake --install installs the libraries, the program, the headers, and the package files for find_package(Titan CONFIG).
 include(CMakePackageConfigHelpers)
 
 set(titan_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/Titan")

@@ -1,7 +1,7 @@
 # titan_add_layer(<name> IN <library> [SOURCE_DIR dir] [NO_TORCH] [PCH target] [LINK libraries...])
-# The sources of one layer as a static library titan_<name> that is linked with the layers added before it, and with nothing added later:
-# the program titan_<name>_links, which holds all of the layer, does not link otherwise. Its objects are a part of the shared <library>.
-# Includes are checked by tests/style/check_layers.py.
+# Builds one layer's sources as a static library titan_<name>. It links with the layers added before it and with none added later: the
+# program titan_<name>_links, which contains the whole layer, would fail to link. The layer's objects also become part of the shared
+# <library>. tests/style/check_layers.py checks the includes.
 set(TITAN_LAYERS "" CACHE INTERNAL "")
 
 function(titan_add_layer name)
@@ -22,7 +22,7 @@ function(titan_add_layer name)
   target_include_directories(titan_${name} PUBLIC include PRIVATE src)
   target_compile_options(titan_${name} PRIVATE -Wall -Wextra $<$<BOOL:${TITAN_WERROR}>:-Werror>)
   if(TITAN_UNITY)
-    # Sources that are included by another one are headers to this warning.
+    # In a unity build one source includes others, which this warning takes for headers.
     target_compile_options(titan_${name} PRIVATE -Wno-subobject-linkage)
   endif()
   if(NOT ARG_NO_TORCH)
@@ -46,7 +46,7 @@ function(titan_add_layer name)
   endif()
 endfunction()
 
-# A precompiled header of cmake/, compiled with the layers' flags.
+# Builds a precompiled header of cmake/ with the layers' flags.
 function(titan_add_pch name header)
   get_filename_component(stem ${header} NAME_WE)
   if(NOT EXISTS ${PROJECT_SOURCE_DIR}/cmake/${stem}.cpp)

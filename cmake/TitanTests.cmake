@@ -1,14 +1,15 @@
-# titan_unit_test(<layer>): tests/unit/<layer>/**/*_test.cpp as one program and one test, unit.<layer>, label fast; one case of it:
-# build/bin/titan_<layer>_test --gtest_filter=Suite.Case. Random numbers, also of distributed tests, are seeded before each case
-# (tests/seed.cpp).
-# titan_distributed_test(<name> RANKS n... [TIMEOUT s] [LABELS l...] [CUDA]): tests/distributed/<name>.cpp as one program that each listed
-# number of local ranks runs; the time limit ends all of its processes. CUDA: again with --cuda, skipped where no GPU is visible.
+# titan_unit_test(<layer>) builds tests/unit/<layer>/**/*_test.cpp as one program and one test, unit.<layer>, with label fast. To run one
+# case: build/bin/titan_<layer>_test --gtest_filter=Suite.Case. tests/seed.cpp seeds random numbers before each case, also in distributed
+# tests.
+# titan_distributed_test(<name> RANKS n... [TIMEOUT s] [LABELS l...] [CUDA]) builds tests/distributed/<name>.cpp as one program, and adds a
+# test for each listed number of local ranks; the time limit ends all processes. With CUDA, each test also runs with --cuda, and is
+# skipped if no GPU is visible.
 include(GoogleTest)
 
-# Tests are compiled more often than they run for long: what they test is the optimized library.
+# Tests are compiled without optimization, because compiling them takes longer than running them. The library under test is optimized.
 set(TITAN_TEST_OPTIONS $<$<CONFIG:Release>:-O0>)
 
-# Their precompiled headers: one for tests of tensors, one for those that define modules.
+# Two precompiled headers for tests: one for tests with tensors, and one for tests that define modules.
 function(titan_add_test_pch name header)
   add_executable(${name} ${PROJECT_SOURCE_DIR}/cmake/pch_test.cpp)
   target_link_libraries(${name} PRIVATE libtitan GTest::gtest GTest::gmock)
@@ -28,7 +29,7 @@ function(titan_use_test_pch target pch)
   endif()
 endfunction()
 
-# What every test program has, compiled once.
+# The parts that every test program contains, compiled once.
 add_library(titan_test_seed OBJECT ${PROJECT_SOURCE_DIR}/tests/seed.cpp)
 add_library(titan_distributed_main OBJECT ${PROJECT_SOURCE_DIR}/tests/distributed/main.cpp)
 foreach(part titan_test_seed titan_distributed_main)
@@ -57,16 +58,16 @@ function(titan_unit_test layer)
   elseif(NOT layer MATCHES "^(core|config)$")
     titan_use_test_pch(${name} titan_pch_test)
   endif()
-  # One process for all: loading LibTorch takes longer than most of them.
+  # One process runs all cases: loading LibTorch takes longer than most cases.
   add_test(NAME unit.${layer} COMMAND ${name} --gtest_brief=1)
   set_tests_properties(unit.${layer} PROPERTIES LABELS "fast;ci" TIMEOUT 900)
-  # Those of kernels run on several threads. The others have one, as threads that share a core wait for each other.
+  # Tests of kernels run on several threads. The others use one thread, because threads that share a core wait for each other.
   if(layer MATCHES "^(tensor|ops|optim)$")
     set_tests_properties(unit.${layer} PROPERTIES PROCESSORS 2)
   else()
     set_tests_properties(unit.${layer} PROPERTIES ENVIRONMENT OMP_NUM_THREADS=1)
   endif()
-  # Two trees that are tested on one machine don't share files.
+  # Each build tree has its own temporary folder, so two trees can be tested on one machine.
   file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/test_tmp/${layer})
   set_property(TEST unit.${layer} APPEND PROPERTY ENVIRONMENT TEST_TMPDIR=${PROJECT_BINARY_DIR}/test_tmp/${layer}/)
 endfunction()

@@ -1,5 +1,5 @@
-# LibTorch, imported by path. find_package(Torch) of a CUDA wheel demands nvcc, probes for a GPU and links everything;
-# the library needs c10 and torch_cpu only, the CUDA plugin two more.
+# Imports LibTorch by path. find_package(Torch) of a CUDA wheel requires nvcc, probes for a GPU and links everything;
+# the library needs only c10 and torch_cpu, and the CUDA plugin two more.
 #
 # TITAN_TORCH_DIR: a `torch` folder of a Python environment or an unpacked libtorch archive (has lib/ and include/).
 
@@ -21,7 +21,7 @@ get_filename_component(TITAN_TORCH_DIR "${TITAN_TORCH_DIR}" ABSOLUTE)
 set(TITAN_TORCH_DIR "${TITAN_TORCH_DIR}" CACHE PATH "LibTorch: a folder with lib/ and include/" FORCE)
 set(TITAN_TORCH_LIB_DIR "${TITAN_TORCH_DIR}/lib")
 
-# Debian's libraries have GCC's new string; an archive from before LibTorch 2.7 may have the old one, and wouldn't link.
+# Debian's libraries use GCC's new std::string. An archive from before LibTorch 2.7 may use the old one, and wouldn't link.
 set(TITAN_TORCH_CXX11_ABI 1)
 if(EXISTS "${TITAN_TORCH_DIR}/share/cmake/Torch/TorchConfig.cmake")
   file(STRINGS "${TITAN_TORCH_DIR}/share/cmake/Torch/TorchConfig.cmake" _titan_abi REGEX "_GLIBCXX_USE_CXX11_ABI=[01]")
@@ -30,7 +30,7 @@ if(EXISTS "${TITAN_TORCH_DIR}/share/cmake/Torch/TorchConfig.cmake")
   endif()
 endif()
 if(NOT TITAN_TORCH_CXX11_ABI)
-  message(FATAL_ERROR "${TITAN_TORCH_DIR} was built with _GLIBCXX_USE_CXX11_ABI=0; take the cxx11-abi archive")
+  message(FATAL_ERROR "${TITAN_TORCH_DIR} was built with _GLIBCXX_USE_CXX11_ABI=0; use the cxx11-abi archive")
 endif()
 
 # One imported target per shared library of LibTorch.
@@ -46,11 +46,11 @@ endfunction()
 
 titan_import_torch(c10)
 titan_import_torch(torch_cpu)
-# As the wheel was built: c10d's headers hide what isn't defined here.
+# The definitions that the wheel was built with: without them c10d's headers hide these parts.
 target_compile_definitions(Titan::torch_cpu INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
 target_link_libraries(Titan::torch_cpu INTERFACE Titan::c10)
-# at::parallel_for is OpenMP in headers. The runtime is the one that LibTorch brings (libgomp.so.1 in a wheel, libgomp-<hash>.so.1 in an
-# archive): with a second one there would be two pools of threads.
+# at::parallel_for uses OpenMP in headers. It must use the runtime that LibTorch brings (libgomp.so.1 in a wheel, libgomp-<hash>.so.1 in an
+# archive): a second runtime would make a second pool of threads.
 target_compile_options(Titan::torch_cpu INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 file(GLOB _titan_openmp "${TITAN_TORCH_LIB_DIR}/libgomp*.so*")
 if(_titan_openmp)

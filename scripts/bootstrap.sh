@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes a fresh Debian 12 ready: system packages, and .venv with LibTorch (the PyPI wheel torch==2.11.0 and its CUDA wheels).
-# A second run finds everything in place and returns at once. With TITAN_TORCH_DIR set to an existing LibTorch (a `torch` folder of a
-# Python environment, or an unpacked libtorch archive) no wheel is installed.
+# Prepares a fresh Debian 12: installs system packages, and LibTorch in .venv (the PyPI wheel torch==2.11.0 and its CUDA wheels).
+# A second run finds everything in place and returns at once. If TITAN_TORCH_DIR names an existing LibTorch (the `torch` folder of a
+# Python environment, or an unpacked libtorch archive), no wheel is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# For the program: torch. For the tests that compare with Python: the others.
+# The program needs torch; the others serve the tests that compare with Python.
 python_packages=(torch==2.11.0 numpy tokenizers tensorboard safetensors torchao==0.17.0)
 packages=(g++ cmake ninja-build git pkg-config ccache mold python3 python3-venv
           libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev libpcre2-dev libxxhash-dev zlib1g-dev
@@ -22,12 +22,12 @@ install_torch() {
     [ -e "$TITAN_TORCH_DIR/lib/libtorch_cpu.so" ] || { say "TITAN_TORCH_DIR=$TITAN_TORCH_DIR has no lib/libtorch_cpu.so"; exit 1; }
     return 0
   fi
-  # Written last, so that an interrupted installation is taken up again.
+  # Written last, so that an interrupted installation is resumed.
   local stamp=.venv/.complete
   [ "$(cat $stamp 2>/dev/null)" = "${python_packages[*]}" ] && have_venv_torch && return 0
   say "installing ${python_packages[*]} into .venv (some GB)"
   [ -x .venv/bin/pip ] || /usr/bin/python3 -m venv .venv
-  # What is imported is compiled then: compiling all takes 15 s.
+  # Python compiles modules when it imports them; compiling all of them here would take 15 s.
   .venv/bin/pip install --quiet --disable-pip-version-check --no-compile "${python_packages[@]}"
   echo "${python_packages[*]}" >$stamp
 }

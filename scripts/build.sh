@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# build.sh TARGET...: sets up, configures the release preset when needed, and builds what is stale. Quiet when nothing is.
+# build.sh TARGET...: sets up, configures the release preset if necessary, and builds the targets. Prints nothing when all are up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/bootstrap.sh
 
-# One build at a time: two ninjas in one folder would spoil each other's files.
+# One build at a time: two ninjas in one folder would overwrite each other's files.
 mkdir -p build
 exec 9>build/.lock
 flock 9
@@ -14,7 +14,7 @@ configured_torch() { sed -n 's/^TITAN_TORCH_DIR:PATH=//p' build/CMakeCache.txt 2
 configure() {
   local log
   log=$(mktemp)
-  # With another LibTorch nothing that was found before holds.
+  # Another LibTorch invalidates everything in the cache.
   if ! cmake --preset release ${TITAN_TORCH_DIR:+--fresh "-DTITAN_TORCH_DIR=$TITAN_TORCH_DIR"} >"$log" 2>&1; then
     cat "$log" >&2
     rm -f "$log"
@@ -28,6 +28,6 @@ if [ ! -e build/build.ninja ] || [ CMakePresets.json -nt build/build.ninja ]; th
 elif [ -n "${TITAN_TORCH_DIR:-}" ] && [ "$(realpath -s "$TITAN_TORCH_DIR")" != "$(configured_torch)" ]; then
   configure
 fi
-# What ninja says when nothing is to do.
+# Ninja prints this when there is nothing to do.
 quiet='^ninja: no work to do|Re-checking globbed directories'
 cmake --build build --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target "$@" 2>&1 | { grep --line-buffered -vE "$quiet" || true; } >&2

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compares our tokenizer with Hugging Face's `tokenizers`: ids, decoded text, and speed on one thread, in the same run.
+"""Compares LibTitan's tokenizer with Hugging Face's `tokenizers`: ids, decoded text, and speed on one thread, in the same run.
 
     .venv/bin/python scripts/compare_tokenizers.py --bench build/bin/tokenizer_bench [--megabytes 10] [--min-speedup 2]
 
-Generates mixed text (code, accents, CJK, emoji, damaged UTF-8, long runs of spaces, special tokens, random code points), has
-both tokenize it with the repository's tokenizer, with a 32,000-token one trained on that text, and with small ones that
-exercise the other pre-tokenizers, and stops at the first difference. Prints a JSON object; exit status 1 when something
-differs or ours is less than --min-speedup times as fast. Installs `tokenizers` into this environment when it is missing.
+Generates mixed text (code, accents, CJK, emoji, damaged UTF-8, long runs of spaces, special tokens, random code points). Both
+sides tokenize it with the repository's tokenizer, with a 32,000-token tokenizer trained on that text, and with small tokenizers that
+exercise the other pre-tokenizers. Stops at the first difference. Prints a JSON object; exit status 1 if something differs or
+if LibTitan is less than --min-speedup times as fast. Installs `tokenizers` into this environment if it is missing.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SPECIALS = ["<|begin_of_text|>", "<|end_of_text|>", "<|begin_of", "<|", "<|end_o
 
 
 def code_texts() -> list[bytes]:
-    """A part of LibTorch's headers, or this repository's sources where torch isn't installed as a package."""
+    """Some of LibTorch's headers, or this repository's sources if torch isn't installed as a package."""
     torch = importlib.util.find_spec("torch")
     paths = sorted((pathlib.Path(torch.origin).parent / "include").rglob("*.h"))[::17] if torch else []
     return [path.read_bytes() for path in paths or sorted(REPOSITORY.glob("src/**/*.cpp"))]
@@ -104,7 +104,7 @@ def damaged(rng: random.Random, codes: list[bytes]) -> bytes:
 
 
 def make_documents(size: int, seed: int) -> list[bytes]:
-    """About `size` bytes: half of it code, as in a training mix; documents of up to some 100 kB, and one long run of spaces."""
+    """About `size` bytes, half of them code, as in a training mix: documents of up to about 100 kB, and one long run of spaces."""
     rng = random.Random(seed)
     codes = code_texts()
     makers = [prose, ideographs, pictures, spaces, code_points, specials, lambda r: damaged(r, codes)]
@@ -137,7 +137,7 @@ def split(pattern, behavior="isolated", invert=False, **byte_level):
 
 
 def variants(texts: list[str]):
-    """Small tokenizers, one for each form of pre-tokenizer that we claim to read."""
+    """Small tokenizers, one for each kind of pre-tokenizer that LibTitan supports."""
     byte_level = pre_tokenizers.ByteLevel
     forms = {
         "gpt2": byte_level(add_prefix_space=False),
@@ -167,7 +167,7 @@ def variants(texts: list[str]):
 
 
 def break_merges(path: pathlib.Path) -> None:
-    """Swaps distant merges, so that whole words in the vocabulary are no longer what their merges give."""
+    """Swaps distant merges, so that words in the vocabulary are no longer what their merges produce."""
     tree = json.loads(path.read_text())
     merges = tree["model"]["merges"]
     merges[10:40] = reversed(merges[10:40])
@@ -201,7 +201,7 @@ def difference(ours: list[int], theirs: list[int], text: str, tokenizer: Tokeniz
 
 
 def timed(runs: int, body):
-    """The result of `body`, and the median of its times."""
+    """The result of `body`, and the median of its running times."""
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()
@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bench", required=True, help="the tokenizer_bench program")
     parser.add_argument("--megabytes", type=float, default=10)
-    parser.add_argument("--runs", type=int, default=3, help="timed runs; the median counts")
+    parser.add_argument("--runs", type=int, default=3, help="number of timed runs; the median counts")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--min-speedup", type=float, default=0)
     args = parser.parse_args()

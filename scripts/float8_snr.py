@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The signal-to-noise ratio of each layer's gradients in every Float8 recipe: runs float8_snr_bench and keeps its table in docs/numerics.md.
+"""Measures the signal-to-noise ratio of each layer's gradients for every Float8 recipe: runs float8_snr_bench and writes its table to docs/numerics.md.
 
     scripts/float8_snr.py [--print] [OPTION OF float8_snr_bench]...
 
---print writes to the terminal. Needs build/bin/float8_snr_bench (scripts/build.sh benchmarks) and only Python's standard library.
+--print writes to the terminal instead. Needs build/bin/float8_snr_bench (scripts/build.sh benchmarks) and only Python's standard library.
 """
 
 import argparse
@@ -20,11 +20,11 @@ TITLE = "## Float8"
 
 HEAD = """{title}
 
-How much of a gradient is signal: 20 log10(‖g‖ / ‖g' − g‖) in decibels, g being fp32's gradient of a linear layer's weight and g' that of a
-recipe of [float8.md](float8.md), emulated, with the same weights and the same batch, after some steps of training. 20 dB are an error of a tenth; a
-layer's figure also holds the noise that came down from the layers behind it. Scales that are powers of two round alike where nothing saturates or
+The table shows how much of a gradient is signal: 20 log10(‖g‖ / ‖g' − g‖) in decibels. g is the gradient of a linear layer's weight in fp32, and g' is the
+same gradient with an emulated recipe of [float8.md](float8.md), with the same weights and batch, after some steps of training. 20 dB mean an error of a tenth. A
+layer's figure includes the noise that later layers pass down in the backward. Scales that are powers of two round alike if nothing saturates or
 comes near zero, so `rowwise` and `mxfp8_cublas_rceil` agree in a model as small and tame as this one; `mxfp8_cublas` saturates.
-`{command}` measured it on a CPU: a Llama of 4 layers over bytes.
+`{command}` measured a Llama of 4 layers over bytes on a CPU.
 
 """
 
@@ -41,7 +41,7 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--print", action="store_true", help="to the terminal")
+    parser.add_argument("--print", action="store_true", help="write to the terminal instead of the page")
     arguments, options = parser.parse_known_args()
     process = subprocess.run([PROGRAM, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=3600)
     if process.returncode != 0:

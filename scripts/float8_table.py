@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What Float8 does to a training step's speed and memory: our recipes beside bf16 and beside torchao's, eager and compiled, on one GPU.
+"""Measures what Float8 does to a training step's speed and memory on one GPU: LibTitan's recipes beside bf16, and beside torchao's, eager and compiled.
 
     scripts/float8_table.py [--name NAME] [--models 1b,3b,8b_8] [--recipes bf16,tensorwise,rowwise,rowwise_with_gw_hp] [--steps 5]
-    scripts/float8_table.py --quick      # small and emulated on a CPU: that all of it works
+    scripts/float8_table.py --quick      # small and emulated on a CPU, to check that everything works
 
-A row is a model with a recipe: tokens/s of the median step, peak memory, the share of amax, scales and casts in what a trace has of
-them and of matrix products, and the same of torchao. Among the products is the loss head's, which stays in bf16, so that the share of
-the Float8 layers alone is larger; what rescales a product's result, or lays scales out for it, isn't counted as a cast. 8b_8 is 8B's
-first eight layers; embedding and output are two matrices in all. On one rank our FSDP keeps the bf16 copy of the weights from step to
-step, which PyTorch's makes anew; PyTorch's loss makes its logits whole, and ours in parts. Recipes of MXFP8 stand beside nothing. What
-doesn't fit or run says so in its cell. Needs build/bin/titan and .venv; with --name it writes benchmarks/results/NAME.md.
+A row is a model with a recipe: tokens/s of the median step, peak memory, the share of amax, scales and casts in their own time and that of
+matrix products in a trace, and the same for torchao. The products include the loss head's, which stays in bf16, so the casts' share of
+the Float8 layers alone is larger. Rescaling a product's result and laying out scales for it don't count as casts. 8b_8 is 8B's
+first eight layers; embedding and output are two matrices in all models. On one rank LibTitan's FSDP keeps the bf16 copy of the weights
+from step to step, while PyTorch's makes it anew; PyTorch's loss computes all logits at once, LibTitan's in chunks. MXFP8 recipes have no
+torchao columns. If a combination doesn't fit or doesn't run, its cell says so. Needs build/bin/titan and .venv. --name writes benchmarks/results/NAME.md.
 """
 
 import argparse
@@ -35,11 +35,11 @@ MODELS = {
 }
 TORCHAO = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*TORCHAO, "mxfp8_cublas", "mxfp8_cublas_rceil")
-# Of a trace's events: kernels on a GPU, operations on a CPU. The first that matches counts.
+# Events of a trace: kernels on a GPU, operations on a CPU. The first pattern that matches decides.
 CASTS = re.compile(r"titan::float8")
 ATTENTION = re.compile(r"fmha|flash|attention", re.IGNORECASE)
 PRODUCTS = re.compile(r"^aten::(mm|bmm|_scaled_mm|addmm)$|gemm|nvjet|cutlass|xmma", re.IGNORECASE)
-LAST = 3  # steps of a trace
+LAST = 3  # number of traced steps
 
 
 def run(command: list) -> str:
@@ -118,7 +118,7 @@ def cells(result: dict) -> list[str]:
 
 
 def table(options: argparse.Namespace) -> str:
-    lines = ["| model | recipe | tokens/s | of bf16's | peak GiB | casts, of them and all products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB |"]
+    lines = ["| model | recipe | tokens/s | ratio to bf16 | peak GiB | casts, of casts and products | torchao, eager: tokens/s | GiB | compiled: tokens/s | GiB |"]
     lines.append("| --- " * 10 + "|")
     for name in options.models:
         base = None
@@ -150,18 +150,18 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small model on a CPU")
+    parser.add_argument("--quick", action="store_true", help="run a small model on a CPU")
     options = parser.parse_args()
     options.device = "cpu" if options.quick else "cuda"
     if options.quick:
         options.models, options.recipes, options.seq_len, options.steps, options.warmup = ["tiny"], list(RECIPES), 64, 2, 1
     for what, given, known in (("model", options.models, MODELS), ("recipe", options.recipes, RECIPES)):
         if unknown := [one for one in given if one not in known]:
-            parser.error(f"unknown {what} {', '.join(unknown)}; there are {', '.join(known)}")
+            parser.error(f"unknown {what}: {', '.join(unknown)}; known are {', '.join(known)}")
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
     commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
     head = f"# Float8 beside bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
-    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps behind {options.warmup}\n\n"
+    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup} warm-up steps\n\n"
     text = head + table(options)
     print(text)
     if options.name:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# format.sh [--check]: formats the C++ files (clang-format 14, as in Debian 12); with --check only names those that need it.
+# format.sh [--check]: formats the C++ files (clang-format 14, as in Debian 12). With --check it only lists the files that need formatting.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=(-i)

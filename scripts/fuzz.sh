@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # fuzz.sh [--build | --run] [--seconds N] [--seed N] [NAME...]: the fuzzers of tests/fuzz (libFuzzer under AddressSanitizer and
 # UndefinedBehaviorSanitizer), built in build-fuzz, then run for 30 s each, as many at a time as there are processors.
-#   scripts/fuzz.sh                                all
+#   scripts/fuzz.sh                                all of them
 #   scripts/fuzz.sh --seconds 3600 npy manifest    two of them, an hour each
 #   scripts/fuzz.sh --build                        builds only; --run runs only
-# Inputs that reach something new are kept in build-fuzz/corpus/NAME, those that break something in build-fuzz/found;
-# build-fuzz/bin/NAME_fuzz FILE runs one again. Exit status 77 where clang can't be had.
+# Inputs that reach new code are kept in build-fuzz/corpus/NAME, inputs that fail in build-fuzz/found;
+# build-fuzz/bin/NAME_fuzz FILE repeats one. Exit status 77 if clang can't be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The last names functions in reports.
+# llvm-14 is for function names in reports.
 packages=(clang-14 libclang-rt-14-dev llvm-14)
 build=true run=true seconds=30 seed=0
 
@@ -46,11 +46,11 @@ build_fuzzers() {
   exec 9>&-
 }
 
-# The whole report of a finding; of a run without one a line.
+# Prints the whole report of a failure, or one line if there was none.
 run_fuzzer() {
   local name=$1 program=build-fuzz/bin/$1_fuzz dictionary=tests/fuzz/dictionaries/$1.dict log=build-fuzz/$1.log
   if [ ! -x "$program" ]; then
-    say "skipped: there is no $program (scripts/fuzz.sh --build)"
+    say "skipped: there is no $program: run scripts/fuzz.sh --build"
     return 77
   fi
   mkdir -p "build-fuzz/corpus/$name" build-fuzz/found
@@ -65,7 +65,7 @@ run_fuzzer() {
   fi
   awk -v name="$name" '/ cov: /{for (i = 1; i < NF; ++i) if ($i == "cov:") covered = $(i + 1)}
     /number_of_executed_units/ {units = $2} /peak_rss_mb/ {memory = $2}
-    END {printf "fuzz: %s: %d inputs, %d places reached, at most %d MiB\n", name, units, covered, memory}' "$log"
+    END {printf "fuzz: %s: %d inputs, %d code locations reached, at most %d MiB\n", name, units, covered, memory}' "$log"
 }
 
 if $build; then build_fuzzers; fi

@@ -3,10 +3,10 @@
 
     .venv/bin/python scripts/make_delayed_scaling_golden.py
 
-torchao had delayed scaling until 0.8 and the installed one has none, so this is its arithmetic written once more
-(float8_utils.py: tensor_to_amax, amax_history_to_scale; float8_linear_utils.py: sync_float8_amax_and_scale_history), with
-two changes that docs/float8.md tells: a step's micro-batches count together, not the last of them alone, and what isn't
-finite isn't remembered. tests/data/golden/README.md says what the file holds.
+torchao had delayed scaling until 0.8. The installed version doesn't, so this script repeats its arithmetic
+(float8_utils.py: tensor_to_amax, amax_history_to_scale; float8_linear_utils.py: sync_float8_amax_and_scale_history) with
+two changes that docs/float8.md describes: all micro-batches of a step count, not only the last one, and values that aren't
+finite aren't remembered. tests/data/golden/README.md describes the file.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes tests/data/golden/pytorch_flight/rank_{0,1}.json: what PyTorch's Flight Recorder wrote of two gloo ranks, the second of which
-didn't come to the third call. It holds times and thread numbers, so no two runs write the same bytes.
+"""Makes tests/data/golden/pytorch_flight/rank_{0,1}.json: the files of PyTorch's Flight Recorder for two gloo ranks. The second rank
+never makes the third call. The files contain times and thread numbers, so no two runs write the same bytes.
 
     .venv/bin/python scripts/make_flight_golden.py
 """

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes tests/data/golden/float8.safetensors: what torchao gives for small linear layers, for the unit tests of float8.
+"""Makes tests/data/golden/float8.safetensors: torchao's results for small linear layers, for the unit tests of float8.
 
     .venv/bin/python scripts/make_float8_golden.py
 
-tests/data/golden/README.md says what the file holds.
+tests/data/golden/README.md describes the file.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def cast(tensor: Tensor, config: CastConfig, dim: int, power_of_two: bool):
 
 def casts(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
     """The operands of the three products: values as bytes, and scales."""
-    # Row by row for the first operand of x W^T, W, and of g W; column by column where rows are summed over.
+    # By rows for x and W in x W^T and for g in g W; by columns where the product sums over rows.
     operands = {
         "output.x": ("x", config.cast_config_input, -1),
         "output.weight": ("weight", config.cast_config_weight, -1),
@@ -59,7 +59,7 @@ def casts(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
 
 
 def layer(config: Float8LinearConfig, tensors: Tensors) -> Tensors:
-    """The output and the gradients by torchao's layer, emulated."""
+    """The output and the gradients of torchao's emulated layer."""
     linear = torch.nn.Linear(SIZES.features_in, SIZES.features_out, bias=False)
     linear.weight = torch.nn.Parameter(tensors["weight"].clone())
     float8 = Float8Linear.from_float(linear, dataclasses.replace(config, emulate=True))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes tests/data/golden: what PyTorch gives for small inputs, for the unit tests of nn and optim.
+"""Makes tests/data/golden: PyTorch's results for small inputs, for the unit tests of nn and optim.
 
     .venv/bin/python scripts/make_golden.py
 
-Inputs are drawn in fp32 and widened, so that they are the same numbers for both precisions. tests/data/golden/README.md says what
-the files hold.
+Inputs are drawn in fp32 and widened, so both precisions use the same numbers. tests/data/golden/README.md describes the
+files.
 """
 
 import json
@@ -48,7 +48,7 @@ def prefixed(prefix: str, tensors: Tensors) -> Tensors:
 
 
 def differentiated(function, inputs: Tensors, grad_output: Tensor | None = None) -> Tensors:
-    """`inputs`, the output, and the gradient of each floating input, for output gradient `grad_output` (none: a scalar output)."""
+    """`inputs`, the output, and the gradient of each floating-point input. `grad_output` is the output's gradient; without it the output is a scalar."""
     leaves = {n: t.clone().requires_grad_() if t.is_floating_point() else t for n, t in inputs.items()}
     output = function(**leaves)
     output.backward(grad_output)
@@ -59,7 +59,7 @@ def differentiated(function, inputs: Tensors, grad_output: Tensor | None = None)
 
 
 def of_module(module: nn.Module, call, input: Tensor, grad_output: Tensor) -> Tensors:
-    """`differentiated` over a module's input and parameters."""
+    """`differentiated` for a module's input and parameters."""
     names = {name.replace(".weight", ""): name for name, _ in module.named_parameters()}
 
     def function(input: Tensor, **weights: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def embedding(dtype: torch.dtype) -> Tensors:
 
 
 def cross_entropy(dtype: torch.dtype) -> Tensors:
-    """The loss head: logits = hidden weight^T, then the sum over labels that count, over `count`, which is larger than their
-    number, as if other ranks had labels too."""
+    """The loss head: logits = hidden weight^T, then the summed loss of valid labels divided by `count`. `count` is larger than
+    their number, as if other ranks had labels too."""
     labels = torch.tensor([[5, IGNORE_INDEX, 36, 0, 5, IGNORE_INDEX], [IGNORE_INDEX, 11, 12, 30, 2, 2]])
     count = 13
 

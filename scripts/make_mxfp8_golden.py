@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes tests/data/golden/mxfp8.safetensors: what torchao gives for small linear layers in MXFP8, for the unit tests of float8.
+"""Makes tests/data/golden/mxfp8.safetensors: torchao's results for small linear layers in MXFP8, for the unit tests of float8.
 
     .venv/bin/python scripts/make_mxfp8_golden.py
 
-tests/data/golden/README.md says what the file holds.
+tests/data/golden/README.md describes the file.
 """
 
 import pathlib
@@ -31,7 +31,7 @@ MODES = {"mxfp8_cublas": ScaleCalculationMode.FLOOR, "mxfp8_cublas_rceil": Scale
 
 
 def block_cases() -> dict[str, Tensors]:
-    """With largest magnitudes at and just above the end of the format's range."""
+    """The shared cases, and one whose largest magnitudes lie at and just above the end of the format's range."""
     shared = cases(SIZES)
     powers = torch.pow(2.0, torch.arange(SIZES.tokens) % 20 - 10.0).unsqueeze(1)
     edges = (powers * torch.tensor([448.0, 450.0]).repeat_interleave(BLOCK)).to(torch.bfloat16)
@@ -39,12 +39,12 @@ def block_cases() -> dict[str, Tensors]:
 
 
 def whole_blocks(tensor: Tensor) -> Tensor:
-    """With rows of zeros behind it: torchao takes whole blocks only, and zeros add nothing to sums."""
+    """The tensor with rows of zeros appended: torchao accepts only whole blocks, and zeros add nothing to sums."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % BLOCK))
 
 
 def casts(mode: ScaleCalculationMode, tensors: Tensors) -> Tensors:
-    """The operands of the three products, each vector that is summed over a row: values and exponents as bytes."""
+    """The operands of the three products, each with the summed dimension as rows: values and exponents as bytes."""
     x, weight, grad = (whole_blocks(tensors[name]) for name in ("x", "weight", "grad"))
     operands = {
         "output.x": tensors["x"],
@@ -62,7 +62,7 @@ def casts(mode: ScaleCalculationMode, tensors: Tensors) -> Tensors:
 
 
 def layer(mode: ScaleCalculationMode, tensors: Tensors) -> Tensors:
-    """The output and the gradients by torchao's products, emulated."""
+    """The output and the gradients of torchao's emulated products."""
     tokens = tensors["x"].shape[0]
     x = whole_blocks(tensors["x"]).requires_grad_()
     weight = tensors["weight"].clone().requires_grad_()
@@ -82,7 +82,7 @@ def layer(mode: ScaleCalculationMode, tensors: Tensors) -> Tensors:
 
 
 def layouts() -> Tensors:
-    """Exponents, and how cuBLAS reads them."""
+    """Exponents in plain order, and in the order in which cuBLAS reads them."""
     found = {}
     for rows, columns in ((128, 4), (200, 3), (300, 10)):
         scale = (torch.arange(rows * columns) % 251).to(torch.uint8).view(rows, columns)

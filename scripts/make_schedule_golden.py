@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes tests/data/schedules/*.csv: PyTorch's own pipeline schedules, action for action, which ours are compared with.
+"""Writes tests/data/schedules/*.csv: PyTorch's pipeline schedules, action for action, for the tests that compare LibTitan's with them.
 
     .venv/bin/python scripts/make_schedule_golden.py
 
-File names: <schedule>_<ranks>x<stages>x<micro-batches>.csv. Schedules of one stage a rank exist in PyTorch only as the code that runs them, so
-that code is run on a stage that writes down what it is told. complete_*.csv hold what PyTorch adds: sends, receives and parameter actions."""
+File names: <schedule>_<ranks>x<stages>x<micro-batches>.csv. Schedules with one stage per rank exist in PyTorch only as the code that runs them, so
+this script runs that code on a stage that records its actions. complete_*.csv also contain what PyTorch adds: sends, receives and parameter actions."""
 
 import csv
 import pathlib
@@ -36,7 +36,7 @@ COMPLETE = [("Interleaved1F1B", 2, 4, 4), ("Interleaved1F1B", 2, 8, 4), ("ZBVZer
 
 
 class RecordingStage:
-    """Stands for a stage: keeps the actions that it would take."""
+    """Stands in for a stage: records the actions that it is asked to perform."""
 
     def __init__(self, index: int):
         self.stage_index, self.actions = index, []

@@ -2,7 +2,7 @@
 """Trains the small tokenizer of configs/llama3_debug.toml: assets/tokenizer/{tokenizer,tokenizer_config}.json.
 
 A byte-level BPE of 2,048 tokens, specials included, with Llama 3's split pattern, trained on the C++ headers that ship with
-LibTorch. Needs the `tokenizers` package; the result is kept in the repository, so nobody needs to run this to train.
+LibTorch. Needs the `tokenizers` package. The repository contains the result, so training doesn't need this script.
 
     .venv/bin/python scripts/make_tokenizer.py [--headers FOLDER] [--output FOLDER]
 """

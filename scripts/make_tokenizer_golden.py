@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/unit/data/tokenizer_golden.json: short texts and the ids that the `tokenizers` package gives for them with
+"""Writes tests/unit/data/tokenizer_golden.json: short texts, and their ids from the `tokenizers` package with
 assets/tokenizer. scripts/compare_tokenizers.py compares far more text, but needs the package.
 
     .venv/bin/python scripts/make_tokenizer_golden.py

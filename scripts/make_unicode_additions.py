@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes src/data/tokenizer/unicode_additions.inc: what Unicode 15 to 16 added to each property that split patterns use.
+"""Writes src/data/tokenizer/unicode_additions.inc: the characters that Unicode 15 and 16 added to each property that split patterns use.
 
-PCRE2 of Debian 12 knows Unicode 14, the `tokenizers` package 16. Equal tokens need equal classes, so patterns get the difference
-spelled out: the code points that Unicode 14 left unassigned and that the package's own regular expressions find in a class.
+Debian 12's PCRE2 knows Unicode 14, the `tokenizers` package 16. Equal tokens need equal classes, so patterns spell out the
+difference: the code points that Unicode 14 leaves unassigned and that the package's own regular expressions find in a class.
 Needs a Python whose unicodedata is version 14 (3.11).
 
     .venv/bin/python scripts/make_unicode_additions.py
@@ -15,7 +15,7 @@ from tokenizers import Regex, pre_tokenizers
 
 CATEGORIES = "L Lu Ll Lt Lm Lo M Mn Mc Me N Nd Nl No P Pc Pd Ps Pe Pi Pf Po S Sm Sc Sk So Z Zs Zl Zp Cc Cf".split()
 SCRIPTS = "Arabic Bengali Cyrillic Devanagari Greek Han Hangul Hebrew Hiragana Katakana Latin Thai".split()
-OUTPUT = pathlib.Path(__file__).resolve().parent.parent / "src" / "data" / "unicode_additions.inc"
+OUTPUT = pathlib.Path(__file__).resolve().parent.parent / "src" / "data" / "tokenizer" / "unicode_additions.inc"
 
 
 def members(name: str, text: str) -> set[int]:
@@ -39,7 +39,7 @@ def main() -> None:
     text = "".join(map(chr, unassigned))
     lines = ["// Made by scripts/make_unicode_additions.py: {property, PCRE2's name of it, members new in Unicode 15 to 16}."]
     for name in CATEGORIES + SCRIPTS:
-        # Without "sc:" PCRE2 takes script extensions as well, which the package does not.
+        # Without "sc:" PCRE2 also matches script extensions, which the package doesn't.
         lines.append(f'{{"{name}", "{"sc:" * (name in SCRIPTS)}{name}", R"({as_class(members(name, text))})"}},')
     OUTPUT.write_text("\n".join(lines) + "\n")
 

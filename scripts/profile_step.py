@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Where the time of a training step goes, by sampling with perf (Debian: linux-perf).
+"""Shows where a training step's time goes, by sampling with perf (Debian: linux-perf).
 
     scripts/profile_step.py [--name NAME] [--rows debug_fp32_1,134m_bf16_2] [--steps 3]
 
-A row is MODEL_DTYPE_RANKS as in run_benchmarks.py. Samples of all ranks, taken after the start-up, are sorted by the function they fell
-into: matrix products (MKL, and oneDNN's generated code), attention, our other operations, LibTorch's elementwise ones, the optimizer,
-communication, memory that the kernel hands out, threads that wait for work, and the host's own work (autograd, dispatcher, allocation). Products that
-LibTorch's own attention asks MKL for count as products. Prints a table; with --name writes benchmarks/results/NAME.md.
+A row is MODEL_DTYPE_RANKS as in run_benchmarks.py. Samples of all ranks, taken after the start-up, are sorted by function:
+matrix products (MKL, and oneDNN's generated code), attention, LibTitan's other operations, LibTorch's elementwise operations, the optimizer,
+communication, memory that the kernel hands out, threads that wait for work, and the host's own work (autograd, dispatcher, allocation). Products
+that LibTorch's attention makes with MKL count as products. Prints a table; --name also writes benchmarks/results/NAME.md
+(benchmarks/README.md says how to publish it).
 """
 
 import argparse
@@ -24,14 +25,14 @@ TITAN = REPOSITORY / "build/bin/titan"
 ROWS = [f"{m}_{d}_{r}" for m in ("debug", "134m") for d in ("fp32", "bf16") for r in (1, 2)]
 START_UP_MS = 2500
 
-# The first that matches "dso symbol" counts.
+# The first pattern that matches "dso symbol" decides.
 CATEGORIES = [
     ("products", r"mkl_|gemm|gemv|dnnl|\[JIT\]"),
     ("attention", r"libtitan\S* .*(backward_head|attend_block|pack_queries|pack_keys|pack_rows|pack_panels|unpack_gradient|probabilities)|flash_attention"),
     ("optimizer and clipping", r"adam|sum_squares|sum_on_cpu|foreach"),
     ("communication", r"titan::dist|gloo|process_vm|tcp_|skb_|copy_user|_copy_to_iter|copyout|copyin|rep_movs|pin_user|get_user_pages|gup_|follow_page"),
-    ("other operations of ours", r"titan::ops"),
-    ("elementwise of LibTorch", r"at::native|vectorized|TensorIterator|Sleef|__exp|__log|libm\.|memcpy|memmove|memset"),
+    ("other LibTitan operations", r"titan::ops"),
+    ("elementwise operations of LibTorch", r"at::native|vectorized|TensorIterator|Sleef|__exp|__log|libm\.|memcpy|memmove|memset"),
     ("waiting threads", r"libgomp|libiomp|sched|futex|idle"),
     ("memory from the kernel", r"\[kernel"),
 ]
@@ -72,13 +73,13 @@ def main() -> None:
     options = parser.parse_args()
     rows = options.rows.split(",")
     if unknown := [row for row in rows if row not in ROWS]:
-        sys.exit(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+        sys.exit(f"unknown rows: {', '.join(unknown)}; known are {', '.join(ROWS)}")
     measured = {row: shares(row, options.steps) for row in rows}
     names = [name for name, _ in CATEGORIES] + [HOST]
     lines = [" | ".join(["", "% of samples", *rows, ""]).strip(), " | ".join(["", *["---"] * (len(rows) + 1), ""]).strip()]
     lines += [" | ".join(["", name, *(f"{measured[row][name]:.1f}" for row in rows), ""]).strip() for name in names]
     arguments = " ".join(sys.argv[1:])
-    facts = [f"- commit {commit()}, `scripts/profile_step.py {arguments}`", f"- {processor()}; {options.steps} steps, but for their first {START_UP_MS} ms"]
+    facts = [f"- commit {commit()}, `scripts/profile_step.py {arguments}`", f"- {processor()}; {options.steps} steps, without the first {START_UP_MS} ms"]
     text = "\n".join([f"# Where a step's time goes: {options.name or ''}", "", *facts, "", *lines, ""])
     print(text)
     if options.name:

@@ -1,20 +1,33 @@
 #!/usr/bin/env python3
-"""Runs our training beside the same model in PyTorch's FSDP2 and tensor parallelism, interleaved, and writes a table.
+"""Measures LibTitan's training beside the same model in PyTorch, in alternating runs, and prints a table.
 
     scripts/run_benchmarks.py [--quick] [--name NAME] [--rows debug_fp32_1,134m_bf16_2,host_fp32]
 
-A row is MODEL_DTYPE_RANKS (configs in benchmarks/configs; RANKS: 1 or 2 of FSDP; tp2, atp2 and cp2: tensor parallel, the same with
-overlap beside PyTorch's plain form, and context parallel, which PyTorch can't do on a CPU, so beside its FSDP; SCHEDULE2: pipeline
-parallel by that schedule, beside torch.distributed.pipelining's of the same name), host_DTYPE (host time per transformer block with tiny shapes), or a part
-alone: tokenizer (beside the `tokenizers` package), loader, init, optim, attention (a ring's blocks beside the whole),
-activation_checkpoint (memory and time of each policy), float8_snr (the recipes' gradients beside fp32's), flight_record (what a call's record costs: an error above a microsecond),
-float8 and float8_fp32 (casts, beside LibTorch's), overlap (products of a tensor-parallel rank part by part, beside at once, and joined
-ones, beside one a layer; overlap_whole: of a rank alone), pipeline_host (host time of a schedule's actions), bubble_SCHEDULE
-(a pipeline's bubble beside the simulator's), rank_file and rank_file_2 (a checkpoint's file beside the disk's own speed, by one process
-and by two); or checkpoint (beside torch.distributed.checkpoint). Prints a JSON object per row and, at the end, the tables; with
---name they are written to benchmarks/results/NAME.md too. Every figure is the median over the runs; both sides run alternately, with
-cores / ranks threads per rank. Needs build/bin/titan, the *_bench programs (scripts/build.sh benchmarks) and .venv; itself only Python's
-standard library.
+Rows of training are MODEL_DTYPE_RANKS, with the configs in benchmarks/configs. RANKS is
+  1, 2              ranks of FSDP, beside PyTorch's FSDP2
+  tp2               tensor parallelism, beside PyTorch's
+  atp2              asynchronous tensor parallelism, beside PyTorch's plain form
+  cp2               context parallelism, beside PyTorch's FSDP2 (PyTorch has no context parallelism on CPUs)
+  SCHEDULE2         a pipeline with that schedule, beside torch.distributed.pipelining with the same one
+Other rows with PyTorch beside:
+  host_DTYPE        host time per transformer block with tiny shapes; host_fp32_tp2: under tensor parallelism
+  checkpoint        saves and loads, beside torch.distributed.checkpoint
+Single parts:
+  tokenizer         beside the `tokenizers` package
+  loader, init, optim
+  attention         a ring's blocks beside the whole
+  activation_checkpoint      memory and time of each policy
+  float8_snr        gradients of each recipe beside fp32's
+  flight_record     the cost of recording a call; above a microsecond it is an error
+  float8, float8_fp32        casts, beside LibTorch's
+  overlap           products of a tensor-parallel rank in parts and joined, beside plain ones; overlap_whole: of a single rank
+  pipeline_host     host time of a schedule's actions
+  bubble_SCHEDULE   a pipeline's bubble beside the simulator's
+  rank_file, rank_file_2     a checkpoint's file beside the disk's own speed, with one and two processes
+
+Prints a JSON object per row and the tables at the end. --name also writes the tables to benchmarks/results/NAME.md; benchmarks/README.md
+says how to publish them. Every figure is the median over the runs. Both sides use cores / ranks threads per rank. Needs build/bin/titan,
+the *_bench programs (scripts/build.sh benchmarks) and .venv; the script itself uses only Python's standard library.
 """
 
 import argparse
@@ -41,7 +54,7 @@ PROGRAMS = REPOSITORY / "build/bin"
 TOKENIZER = REPOSITORY / "assets/tokenizer"
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 PIPELINE = [TITAN, "launch", "-n", "2", "--", PROGRAMS / "pipeline_bench", "--schedule"]
-CHECKPOINTS = "/var/tmp"  # on a disk, which /tmp needn't be
+CHECKPOINTS = "/var/tmp"  # on a disk; /tmp may be in memory
 PARTS = {
     "tokenizer": [PYTHON, "scripts/compare_tokenizers.py", "--bench", PROGRAMS / "tokenizer_bench", "--runs", "5"],
     "loader": [PROGRAMS / "loader_bench", "synthetic", "", TOKENIZER],
@@ -50,7 +63,7 @@ PARTS = {
     "attention": [PROGRAMS / "attention_bench"],
     "activation_checkpoint": [PROGRAMS / "activation_checkpoint_bench"],
     "float8_snr": [PROGRAMS / "float8_snr_bench"],
-    "flight_record": [PROGRAMS / "flight_record_bench", "--most", "1000"],  # more is an error
+    "flight_record": [PROGRAMS / "flight_record_bench", "--most", "1000"],  # more nanoseconds are an error
     "float8": [PROGRAMS / "float8_bench"],
     "float8_fp32": [PROGRAMS / "float8_bench", "--dtype", "float32"],
     "overlap": [PROGRAMS / "overlap_bench"],
@@ -70,7 +83,7 @@ RUN_LIMIT_S = 3600
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much is run. Sizes that are None come from the row's config."""
+    """How much to run. Sizes that are None come from the row's config."""
 
     runs: int = 5
     warmup: int = 2
@@ -97,9 +110,9 @@ def run(command: list, threads: int) -> Output:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen([str(part) for part in command], stdout=stdout, stderr=stderr, env=environment, cwd=REPOSITORY)
-        limit = threading.Timer(RUN_LIMIT_S, process.kill)  # ranks die with the process that started them
+        limit = threading.Timer(RUN_LIMIT_S, process.kill)  # ranks end with the process that started them
         limit.start()
-        _, status, usage = os.wait4(process.pid, 0)  # reaps it: only the caller of wait4 learns the peak memory
+        _, status, usage = os.wait4(process.pid, 0)  # wait4 reaps the process: only its caller learns the peak memory
         limit.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
         stdout.seek(0)
@@ -122,7 +135,7 @@ def last_json(text: str) -> dict:
 class TrainingRow:
     model: str
     dtype: str
-    kind: str  # of parallelism: "" (FSDP), "tp", "atp", "cp", or a pipeline schedule
+    kind: str  # kind of parallelism: "" (FSDP), "tp", "atp", "cp", or a pipeline schedule
     ranks: int
     plan: Plan
     local_batch_size: int
@@ -235,7 +248,7 @@ def flattened(value: dict, prefix: str = "") -> dict[str, str]:
 
 
 def median_text(texts: list[str]) -> str:
-    """Of numbers as they were printed; what isn't one is the same in all runs."""
+    """The median of printed numbers. Other texts are the same in all runs."""
     try:
         return f"{statistics.median(map(float, texts)):.4g}"
     except ValueError:
@@ -243,7 +256,7 @@ def median_text(texts: list[str]) -> str:
 
 
 def objects(text: str) -> dict:
-    """What a program printed: one JSON object, or several, then by the text that comes first in each."""
+    """The JSON objects that a program printed. Several are keyed by the first string in each."""
     found, at = [], text.find("{")
     while at >= 0:
         item, end = json.JSONDecoder().raw_decode(text, at)
@@ -261,7 +274,7 @@ def measure_part(name: str, plan: Plan) -> dict:
 
 
 def measure(name: str, plan: Plan) -> dict:
-    """Both sides' medians and, for each figure, ours / PyTorch's."""
+    """Both sides' medians, and for each figure the ratio of LibTitan's to PyTorch's."""
     if name in PARTS:
         return measure_part(name, plan)
     row = parse_row(name, plan)
@@ -276,7 +289,7 @@ def measure(name: str, plan: Plan) -> dict:
             except CommandFailed as error:
                 if side == "ours" or not isinstance(row, TrainingRow) or row.kind not in SCHEDULES:
                     raise
-                pytorch_error = str(error)  # some of its schedules don't run over gloo
+                pytorch_error = str(error)  # some of PyTorch's schedules don't run over gloo
     median = {
         side: {figure: statistics.median(result[figure] for result in results) for figure in results[0]} if results else None
         for side, results in runs.items()
@@ -284,7 +297,7 @@ def measure(name: str, plan: Plan) -> dict:
     if pytorch_error:
         return {"row": name} | median | {"pytorch_error": pytorch_error, "runs": runs}
     both = median["ours"].keys() & median["pytorch"].keys()
-    comparable = [figure for figure in median["ours"] if figure in both and median["pytorch"][figure] != 0]  # extra memory may be 0
+    comparable = [figure for figure in median["ours"] if figure in both and median["pytorch"][figure] != 0]  # extra memory can be 0
     ratio = {figure: median["ours"][figure] / median["pytorch"][figure] for figure in comparable}
     return {"row": name} | median | {"ratio": ratio, "runs": runs}
 
@@ -361,8 +374,8 @@ def environment(plan: Plan) -> list[str]:
     return [
         f"- commit {commit()}, `{arguments}`",
         f"- {processor()}; load average at the start {os.getloadavg()[0]:.1f}; PyTorch {version}",
-        f"- medians of {plan.runs} runs, interleaved where two sides are compared; in each of training the median of {plan.steps} steps after "
-        f"{plan.warmup} of warm-up, of parts what their programs do",
+        f"- medians of {plan.runs} runs, alternating where two sides are compared; a training run counts with the median of {plan.steps} steps after "
+        f"{plan.warmup} warm-up steps, a part with its program's own figures",
     ]
 
 
@@ -376,25 +389,25 @@ def report(name: str, facts: list[str], results: list[dict]) -> str:
     parts = [result for result in results if result["row"] in PARTS]
     host = [result for result in results if result["row"].startswith("host_")]
     if training:
-        lines += ["", "Training, ours and PyTorch's FSDP2 (tp, atp: its tensor parallelism). Start-up: process start to the start of the first step.", ""]
+        lines += ["", "Training with LibTitan and with PyTorch's FSDP2 (tp, atp: PyTorch's tensor parallelism). Start-up is the time from process start to the start of the first step.", ""]
         lines += training_table(training)
     if host:
         lines += ["", "Host time of a block's forward and backward under FSDP on one rank: batch 1, sequence 8, width 64.", ""]
         lines += host_table(host)
     for checkpoint in (result for result in results if result["row"] == "checkpoint"):
-        lines += ["", "A 134M Llama with AdamW's state, saved and loaded by 2 ranks: seconds, and MiB of memory above what a rank had.", ""]
+        lines += ["", "A 134M Llama with AdamW's state, saved and loaded by 2 ranks: seconds, and MiB of memory above what a rank had before.", ""]
         lines += checkpoint_table(checkpoint)
     if parts:
-        lines += ["", "Parts alone.", ""]
+        lines += ["", "Single parts.", ""]
         lines += parts_table(parts)
     return "\n".join(lines) + "\n"
 
 
 def parse_options() -> tuple[argparse.Namespace, Plan]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one run of few steps at small sizes: that all of it works")
+    parser.add_argument("--quick", action="store_true", help="one run of a few steps with small sizes, to check that everything works")
     parser.add_argument("--name", help="write benchmarks/results/NAME.md")
-    parser.add_argument("--rows", default=",".join(ROWS), help="comma list; default: all")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma list; default: all rows")
     for field in dataclasses.fields(Plan):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=None)
     options = parser.parse_args()
@@ -406,7 +419,7 @@ def main() -> int:
     options, plan = parse_options()
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
-        sys.exit(f"unknown rows {', '.join(unknown)}; there are {', '.join(ROWS)}")
+        sys.exit(f"unknown rows: {', '.join(unknown)}; known are {', '.join(ROWS)}")
     facts = environment(plan)
     results, failed = [], False
     for name in names:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# sanitize.sh asan|tsan [TEST...]: builds tests with a sanitizer (in build-asan or build-tsan) and runs each program whole.
-#   scripts/sanitize.sh asan                    unit tests of every layer, and the distributed ones at 2 ranks
-#   scripts/sanitize.sh tsan                    what has threads of its own: log, data, checkpoints, collectives, offload, pipelines
-#   scripts/sanitize.sh asan titan_data_test    some of them
+# sanitize.sh asan|tsan [TEST...]: builds tests with a sanitizer (in build-asan or build-tsan) and runs each program as a whole.
+#   scripts/sanitize.sh asan                    unit tests, and distributed tests with 2 ranks
+#   scripts/sanitize.sh tsan                    code with threads of its own: log, data, checkpoints, collectives, offload, pipelines
+#   scripts/sanitize.sh asan titan_data_test    only this test
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${1:-}
@@ -30,7 +30,7 @@ cmake --preset "$preset" >/dev/null
 cmake --build --preset "$preset" --parallel "${TITAN_BUILD_JOBS:-$(nproc)}" --target titan "${tests[@]}"
 
 bin=build-$preset/bin
-# The crash handler's tests want a process that dies of its own signals.
+# The crash handler's tests need a process that a signal can kill; a sanitizer handles signals itself.
 filter=--gtest_filter=-*CrashDeathTest*
 failed=()
 for test in "${tests[@]}"; do

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a run of the tests has left out, and why: a skipped test is no failure to ctest, so somebody has to look.
+"""Says which tests a run skipped, and why. ctest doesn't count a skipped test as a failure, so this script reports them.
 
     scripts/skipped_tests.py build/test_results.xml
 
-reads what `ctest --output-junit` wrote (scripts/test.sh does so). Tests for GPUs, and cases for another number of ranks, are counted; the
-others are listed with their reason, also where a test program has skipped some of its cases only. With TITAN_NO_SKIPS=1, for a machine that has all
-that the tests need, such a one is an error (exit status 1).
+It reads the output of `ctest --output-junit` (as scripts/test.sh writes it). Tests for GPUs and cases for another number of ranks are only counted. The
+others are listed with their reason, even if a test program skipped only some of its cases. With TITAN_NO_SKIPS=1, for a machine that has everything
+the tests need, a listed test is an error (exit status 1).
 """
 
 import os
@@ -13,19 +13,19 @@ import re
 import sys
 import xml.etree.ElementTree
 
-# What another test makes up for: the same cases on a GPU, on another number of ranks, or at night.
+# These cases run elsewhere: on a GPU, on another number of ranks, or in a nightly test.
 ELSEWHERE = re.compile(
     r"no GPU is visible|a GPU is visible|there is a GPU|this rank has a GPU|on GPUs only|from GPUs only|on a GPU has to be copied|symmetric memory may be there|"
     r"needs a peer|(needs|takes|made for) (\w+|\d x \d) ranks|takes a shard axis|takes one axis of ranks, or two|one rank |on one rank|of two ranks|hidden features don't divide|"
     r"the machine is too busy|a long form"
 )
 ON_A_GPU = re.compile(r"\.(cuda|nccl)$")
-# As googletest prints it, under `titan launch` too.
+# The line that googletest prints, also under `titan launch`.
 CASE = re.compile(r"^(?:\[rank \d+\] )?\S*?([^/\s]+:\d+): Skipped\n(?:\[rank \d+\] )?(.*)$", re.MULTILINE)
 
 
 def reasons(test: xml.etree.ElementTree.Element) -> list[str]:
-    """Of all that was skipped in a test, with the case's place where there is one."""
+    """The reasons for everything that a test skipped, with the place of the case if there is one."""
     output = test.findtext("system-out") or ""
     cases = [f"{place}: {reason.strip()}" for place, reason in CASE.findall(output)]
     if cases or test.find("skipped") is None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# update_docs.sh [FOLDER]: writes the generated pages (docs/config.md, docs/torchtitan_keys.md) and what is generated of
-# docs/pipeline_schedules.md (its table, images/pipeline) into FOLDER (default: docs).
+# update_docs.sh [FOLDER]: writes the generated pages (docs/config.md, docs/torchtitan_keys.md) and the generated parts of
+# docs/pipeline_schedules.md (its table, and images/pipeline) into FOLDER (default: docs).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$root/docs}

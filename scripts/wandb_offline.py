@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Turns a run's files into an offline Weights & Biases run, whose package (pip install wandb) is no dependency of ours.
+"""Turns a run's files into an offline Weights & Biases run. Only this script needs the package (pip install wandb).
 
     scripts/wandb_offline.py RUN [--output FOLDER]
-    wandb sync FOLDER/wandb/offline-run-*        # from a machine with a network, whenever you like
+    wandb sync FOLDER/wandb/offline-run-*        # later, from a machine with a network
 
 RUN is the run's job.dump_folder: metrics.jsonl and validation.jsonl become the run's history under TorchTitan's names
-(loss_metrics/global_avg_loss, ...), by step, and config.toml its configuration. These variables are TorchTitan's:
+(loss_metrics/global_avg_loss, ...), by step, and config.toml becomes its configuration. These variables are TorchTitan's:
 WANDB_TEAM, WANDB_PROJECT (default: torchtitan), WANDB_RUN_NAME (default: the folder's name), WANDB_RUN_ID, WANDB_RUN_NOTES,
-WANDB_RUN_TAGS (a,b), WANDB_RUN_GROUP, WANDB_RUN_JOB_TYPE, WANDB_RESUME_FROM, WANDB_FORK_FROM.
+WANDB_RUN_TAGS (a comma list), WANDB_RUN_GROUP, WANDB_RUN_JOB_TYPE, WANDB_RESUME_FROM, WANDB_FORK_FROM.
 """
 import argparse
 import json
@@ -101,7 +101,7 @@ def main():
     run, output = arguments.run, arguments.output or arguments.run
     steps = history(run)
     if not steps:
-        fail(f"{run} holds no run: there is no step in {run / 'metrics.jsonl'}")
+        fail(f"{run} holds no run: {run / 'metrics.jsonl'} has no step")
     try:
         import wandb
     except ImportError as error:
@@ -113,7 +113,7 @@ def main():
         logged.log(values, step=step)
     folder = logged.dir
     logged.finish()
-    print(f"{len(steps)} steps in {pathlib.Path(folder).parent}; wandb sync it from a machine with a network")
+    print(f"{len(steps)} steps in {pathlib.Path(folder).parent}; upload it with wandb sync from a machine with a network")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""Saves and loads a Llama with AdamW's state under FSDP2 by torch.distributed.checkpoint, over gloo on the CPU, and prints one JSON
-object: the other side of checkpoint_bench.
+"""Saves and loads a Llama with AdamW's state under FSDP2 with torch.distributed.checkpoint, over gloo on the CPU, and prints one JSON
+object. LibTitan's side is checkpoint_bench.
 
     .venv/bin/python benchmarks/pytorch/dcp_bench.py --model 134m --ranks 2 --checkpoints /var/tmp
 
-Keys, medians over the runs after one of warm-up, each of the slowest rank: save_s (dcp.save with its default writer, which syncs),
-async_blocked_s (how long dcp.async_save keeps its caller, with a stager that keeps its memory from save to save) and async_total_s
-(until it is written), async_default_blocked_s (the same with the stager of DCP's own choice, which takes its memory anew: as
-TorchTitan's mode `async` calls it), async_taken_s (all that it takes from what computes beside it, as checkpoint_bench counts it),
-load_s and load_warm_s (dcp.load into the tensors, with the files out of memory and in it); gigabytes (of all ranks' tensors); save_extra_mib and async_extra_mib (peak memory of a rank above what it had before).
+Keys are medians over the runs after one warm-up run, of the slowest rank in each:
+  save_s                    dcp.save with its default writer, which syncs
+  async_blocked_s           how long dcp.async_save keeps its caller, with a stager that keeps its memory from save to save
+  async_total_s             the same until the state is written
+  async_default_blocked_s   as async_blocked_s, with the stager that DCP chooses, which allocates its memory anew (as TorchTitan's mode `async`)
+  async_taken_s             everything that the save takes from computation beside it, as checkpoint_bench counts it
+  load_s, load_warm_s       dcp.load into the tensors, with the files outside and inside the page cache
+  gigabytes                 of all ranks' tensors
+  save_extra_mib, async_extra_mib   peak memory of a rank above what it had before
 """
 
 import argparse
@@ -28,7 +32,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="134m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--span", type=float, default=4, help="seconds of computing beside an asynchronous save")
+    parser.add_argument("--span", type=float, default=4, help="seconds of computation beside an asynchronous save")
     parser.add_argument("--checkpoints", default="/var/tmp", help="a folder on the disk to measure")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -43,7 +47,7 @@ def memory_mib(key: str) -> float:
 
 
 class ExtraMemory:
-    """The peak of the process's memory above what it has now."""
+    """The process's peak memory above its memory now."""
 
     def __init__(self):
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -92,8 +96,8 @@ def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
 
     folder = pathlib.Path(options.checkpoints) / f"dcp_bench.{pathlib.Path(options.folder).name}"
     background = dist.new_group(backend="gloo")
-    # DefaultStager gives its memory back after each save (and fails at the next, when it is used again). This one keeps it, but would
-    # pin it, which takes a GPU, unless it is there already.
+    # DefaultStager frees its memory after each save (and fails if it is used again). This stager keeps its memory. It would pin it,
+    # which needs a GPU, so the memory is allocated here.
     stager = BlockingAsyncStager(cache_staged_state_dict=True)
     figures: dict[str, list[float]] = {}
 
@@ -124,7 +128,7 @@ def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
         future = dcp.async_save(state, checkpoint_id=folder, process_group=background, async_stager=stager)
         return getattr(future, "upload_completion", future)
 
-    # As TorchTitan's mode `async` calls it.
+    # The call that TorchTitan's mode `async` makes.
     def async_save_by_default():
         future = dcp.async_save(state, checkpoint_id=folder, process_group=background)
         return getattr(future, "upload_completion", future)
@@ -162,7 +166,7 @@ def measure(options: argparse.Namespace, state: dict) -> dict[str, list[float]]:
         clear()
         products(0.3)
         timed("async_default_blocked_s", async_save_by_default).result()
-    # What a stager that keeps its memory takes once is of the first save: it counts there.
+    # The stager allocates its memory in the first save, so that save's extra memory counts.
     extra = max(figures.pop("async_extra_mib"))
     clear()
     return {name: values[1:] for name, values in figures.items()} | {"async_extra_mib": [extra] * options.runs}
@@ -191,7 +195,7 @@ def main() -> None:
     with open(os.path.join(options.folder, f"{options.rank}.json"), "w") as file:
         json.dump(result, file)
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter takes itself apart
+    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter shuts down
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a Llama in Float8 by torchao, on one GPU or (emulated) a CPU, and prints one JSON object: the other side of scripts/float8_table.py.
+"""Trains a Llama in Float8 with torchao, on one GPU or (emulated) on a CPU, and prints one JSON object for scripts/float8_table.py.
 
     .venv/bin/python benchmarks/pytorch/float8_train.py --args '{"dim": 2048, ...}' --recipe rowwise --compile --device cuda --seq-len 8192
 
---args: scripts/reference/llama3.py's ModelArgs. --recipe: bf16, tensorwise, rowwise, rowwise_with_gw_hp. Keys: tokens_per_s (of the
-median step behind the warm-up), peak_memory_gib (what the allocator had reserved; of a CPU the process's peak), loss (of each step),
-linears (how many run in Float8).
+--args takes the ModelArgs of scripts/reference/llama3.py. --recipe: bf16, tensorwise, rowwise, rowwise_with_gw_hp. Keys: tokens_per_s (of the
+median step after the warm-up), peak_memory_gib (reserved by the allocator; on a CPU the process's peak), loss (of each step),
+linears (how many layers run in Float8).
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
         for _ in range(options.warmup + options.steps):
             begin = time.perf_counter()
             tokens = torch.randint(args.vocab_size, shape, generator=generator).to(options.device)
-            loss, _ = trainer.step(tokens[:, :-1], tokens[:, 1:])  # which reads the loss: the device is done
+            loss, _ = trainer.step(tokens[:, :-1], tokens[:, 1:])  # the step reads the loss, so the device is done
             step_s.append(time.perf_counter() - begin)
             losses.append(loss)
         dist.destroy_process_group()

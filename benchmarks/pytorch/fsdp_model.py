@@ -1,4 +1,4 @@
-"""The reference Llama under PyTorch's FSDP2, wrapped, initialized and stepped as TorchTitan does it."""
+"""The reference Llama under PyTorch's FSDP2, wrapped, initialized and stepped as in TorchTitan."""
 
 import pathlib
 import sys
@@ -30,7 +30,7 @@ def policy(dtype: str) -> MixedPrecisionPolicy:
 
 
 def shard(model: Llama3, mesh: DeviceMesh, dtype: str) -> None:
-    """TorchTitan's groups: embedding, each block, [norm, output] (kept gathered, its backward comes first), root."""
+    """TorchTitan's groups: embedding, each block, [norm, output] (stays gathered, because its backward comes first), root."""
     settings = {"mesh": mesh, "mp_policy": policy(dtype)}
     fully_shard(model.tok_embeddings, reshard_after_forward=True, **settings)
     for layer in model.layers.values():
@@ -39,17 +39,17 @@ def shard(model: Llama3, mesh: DeviceMesh, dtype: str) -> None:
     fully_shard(model, **settings)
     if mesh.size() > 1:
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # the loss is divided by the global count already: sum
+            if isinstance(module, FSDPModule):  # the loss is already divided by the global count, so gradients are summed
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
 
-# Random initial weights on a CPU mesh repeat from shard to shard; a speed test doesn't mind.
+# Random initial weights on a CPU mesh repeat from shard to shard; that doesn't matter for speed.
 warnings.filterwarnings("ignore", message="DTensor random operators")
 
 
 def build_model(args: ModelArgs, mesh: DeviceMesh, dtype: str, convert: Callable[[Llama3], None] | None = None) -> Llama3:
-    """Made on the meta device, converted, sharded, then allocated and initialized shard by shard."""
+    """Builds the model on the meta device, converts and shards it, then allocates and initializes it shard by shard."""
     with torch.device("meta"):
         model = Llama3(args)
     if convert:
@@ -62,7 +62,7 @@ def build_model(args: ModelArgs, mesh: DeviceMesh, dtype: str, convert: Callable
 
 
 class Trainer:
-    """One optimizer step as TorchTitan's: token count over all ranks, forward, backward, clipping, fused AdamW, loss over all ranks."""
+    """One optimizer step as in TorchTitan: token count over all ranks, forward, backward, clipping, fused AdamW, loss over all ranks."""
 
     def __init__(self, model: Llama3, max_norm: float = 1.0):
         self.model = model
@@ -70,7 +70,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
 
     def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[float, float]:
-        """Loss over all ranks and gradient norm, on the host."""
+        """Returns the loss over all ranks and the gradient norm, on the host."""
         self.optimizer.zero_grad()
         count = (labels_BS != IGNORE_INDEX).sum()
         dist.all_reduce(count)

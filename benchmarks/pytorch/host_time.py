@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Host time of a transformer block under PyTorch's FSDP2 on one rank, or with --tp N its tensor parallelism with fake peers, with shapes so small that the arithmetic hardly counts.
+"""Measures host time of a transformer block under PyTorch's FSDP2 on one rank, or with --tp N under its tensor parallelism with fake peers. Shapes are so small that the arithmetic hardly counts.
 
     .venv/bin/python benchmarks/pytorch/host_time.py [--dtype bf16]
 
 Prints one JSON object: us_per_block, the median over repetitions of (forward + backward of 8 blocks) / 8, at batch 1, sequence 8,
-width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. One thread: what is measured is overhead.
+width 64, 4 heads, feed-forward 192; gradients are dropped between repetitions. One thread.
 """
 
 import argparse

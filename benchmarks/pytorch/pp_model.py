@@ -1,4 +1,4 @@
-"""The reference Llama under PyTorch's pipeline parallelism (torch.distributed.pipelining), split and stepped as TorchTitan does it."""
+"""The reference Llama under PyTorch's pipeline parallelism (torch.distributed.pipelining), split and stepped as in TorchTitan."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 class StageModel(nn.Module):
-    """Some of a Llama's modules, called in its order."""
+    """Some of a Llama's modules, called in the model's order."""
 
     def __init__(self, whole: Llama3, layers: range, first: bool, last: bool):
         super().__init__()
@@ -29,14 +29,14 @@ class StageModel(nn.Module):
 
 
 class Stage(PipelineStage):
-    """Of the exchange that opens the connections it leaves out what a rank would send to itself, which gloo can't: neighbours in a V."""
+    """Skips the messages to itself in the exchange that opens connections: gloo has none, and a V puts neighbouring stages on one rank."""
 
     def _get_init_p2p_neighbors_ops(self):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 def layers_of_stages(num_layers: int, stages: int) -> list[range]:
-    """TorchTitan's rule: embedding and head count for a layer each."""
+    """TorchTitan's rule: embedding and head each count as a layer."""
     share, rest = divmod(num_layers + 2, stages)
     counts = [share + (stage < rest) for stage in range(stages)]
     counts[0] -= 1
@@ -52,7 +52,7 @@ def stages_of_rank(schedule: str, rank: int, ranks: int, stages: int) -> list[in
 
 
 class PipelineTrainer:
-    """One optimizer step: the loss is divided by the token count before the backward, the gradient norm is over all stages."""
+    """One optimizer step. The loss is divided by the token count before the backward, and the gradient norm covers all stages."""
 
     def __init__(self, args: ModelArgs, schedule: str, rank: int, ranks: int, micro_batches: int, max_norm: float = 1.0):
         schedule_class = get_schedule_class(schedule)
@@ -89,7 +89,7 @@ class PipelineTrainer:
         return models
 
     def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[float, float]:
-        """Loss and gradient norm over all ranks, on the host."""
+        """Returns the loss and the gradient norm over all ranks, on the host."""
         self.optimizer.zero_grad()
         self.count = int((labels_BS != IGNORE_INDEX).sum())
         losses: list[Tensor] = []

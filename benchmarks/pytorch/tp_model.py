@@ -1,4 +1,4 @@
-"""The reference Llama under PyTorch's tensor, sequence and loss parallelism, planned and stepped as TorchTitan does it."""
+"""The reference Llama under PyTorch's tensor, sequence and loss parallelism, planned and stepped as in TorchTitan."""
 
 import torch
 from fsdp_model import IGNORE_INDEX, Llama3, ModelArgs, Trainer, summed_loss
@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def block_plan() -> dict:
-    """TorchTitan's for a transformer block."""
+    """TorchTitan's plan for a transformer block."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
@@ -33,7 +33,7 @@ def block_plan() -> dict:
 
 
 def parallelize(model: Llama3, mesh: DeviceMesh) -> None:
-    """TorchTitan's plan: sequence parallel between the products, one gather for wq, wk, wv and one for w1, w3."""
+    """TorchTitan's plan: sequence parallel between the products; one gather for wq, wk and wv, and one for w1 and w3."""
     parallelize_module(
         model,
         mesh,
@@ -48,7 +48,7 @@ def parallelize(model: Llama3, mesh: DeviceMesh) -> None:
 
 
 def build_model(args: ModelArgs, mesh: DeviceMesh) -> Llama3:
-    """Made on the meta device, cut, then allocated and initialized part by part."""
+    """Builds the model on the meta device, applies the plan, then allocates and initializes it part by part."""
     with torch.device("meta"):
         model = Llama3(args)
     parallelize(model, mesh)
@@ -59,7 +59,7 @@ def build_model(args: ModelArgs, mesh: DeviceMesh) -> Llama3:
 
 
 class TpTrainer(Trainer):
-    """All ranks have the same batch, and none of the loss is another's."""
+    """All ranks have the same batch, so the loss isn't summed over ranks."""
 
     def step(self, input_BS: Tensor, labels_BS: Tensor) -> tuple[float, float]:
         self.optimizer.zero_grad()

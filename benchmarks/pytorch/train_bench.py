@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Trains a Llama with PyTorch's FSDP2, or with --tp its tensor or with --pp its pipeline parallelism, over gloo on the CPU and prints one
-JSON object: the other side of `titan train`.
+"""Trains a Llama with PyTorch's FSDP2, with --tp its tensor parallelism or with --pp its pipelines, over gloo on the CPU. Prints one JSON
+object, to compare with `titan train`.
 
     .venv/bin/python benchmarks/pytorch/train_bench.py --model debug --dtype bf16 --ranks 2 --steps 5 --warmup 2
 
 Keys: tokens_per_s (all ranks' tokens of a step over the median step time after the warm-up), step_s (each step after the warm-up, of
 the slowest rank), loss (of each step, warm-up too), startup_s (process start to the start of the first step, slowest rank),
-peak_rss_mib (largest rank). A process per rank; each gets cores / ranks threads unless OMP_NUM_THREADS says otherwise.
+peak_rss_mib (largest rank). Each rank is a process with cores / ranks threads, unless OMP_NUM_THREADS says otherwise.
 """
 
 import argparse
@@ -34,16 +34,16 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="debug")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5, help="measured ones, after the warm-up")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--local-batch-size", type=int, help="sequences per rank; default: 8 (debug), 4 (134m)")
     parser.add_argument("--seq-len", type=int, help="default: 2048 (debug), 512 (134m)")
     parser.add_argument("--tp", action="store_true", help="tensor, sequence and loss parallel over all ranks, in fp32")
     parser.add_argument("--pp", metavar="SCHEDULE", help="pipeline parallel over all ranks, in fp32, by a schedule of torch.distributed.pipelining")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of a step, with --pp; divides the sequences")
+    parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches per step, with --pp; must divide the sequences")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--launch-s", type=float, help=argparse.SUPPRESS)  # that the process which started this rank had run
+    parser.add_argument("--launch-s", type=float, help=argparse.SUPPRESS)  # how long the process that started this rank had run
     options = parser.parse_args()
     if (options.tp or options.pp) and options.dtype != "fp32":
         parser.error("--tp and --pp run in fp32")
@@ -56,7 +56,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def seconds_since_process_start() -> float:
-    """By the kernel's clock ticks of 1/100 s, interpreter start and imports included."""
+    """Measured in the kernel's clock ticks of 1/100 s; includes interpreter start and imports."""
     start_ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     uptime = float(pathlib.Path("/proc/uptime").read_text().split()[0])
     return uptime - start_ticks / os.sysconf("SC_CLK_TCK")
@@ -101,7 +101,7 @@ def die_with_parent() -> None:
 
 
 def spawn(options: argparse.Namespace, *arguments: str) -> list[dict]:
-    """Runs this script once per rank, with more arguments; their results. Ends all when one fails."""
+    """Runs this script once per rank with additional arguments and returns the results. Ends all ranks when one fails."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     environment = {"OMP_NUM_THREADS": threads} | os.environ
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +140,7 @@ def main() -> None:
     result = run_rank(options)
     with open(os.path.join(options.folder, f"{options.rank}.json"), "w") as file:
         json.dump(result, file)
-    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter takes itself apart
+    os._exit(0)  # gloo's threads sometimes abort the process when the interpreter shuts down
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Checks our plain PyTorch model against TorchTitan's recorded runs: first logits, first gradient norms, 20 losses.
+"""Checks the plain PyTorch model against TorchTitan's recorded runs: first logits, first gradient norms, 20 losses.
 
     .venv/bin/python scripts/reference/check_parity.py [tests/data/parity/mini tests/data/parity/mini8]
 
-Prints the largest difference of each; exit status 1 when one is above its limit.
+Prints the largest difference of each kind; exit status 1 if one exceeds its limit.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def check_logits(run: RecordedRun, model: Llama3) -> float:
 
 
 def train(run: RecordedRun, model: Llama3) -> dict[str, float]:
-    """Replays the run; the largest difference of every kind."""
+    """Replays the run and returns the largest difference of each kind."""
     settings, steps = run.training, run.record["steps"]
     optimizer = torch.optim.AdamW(
         model.parameters(), settings["lr"], settings["betas"], settings["eps"], settings["weight_decay"], fused=True

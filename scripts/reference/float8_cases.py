@@ -1,4 +1,4 @@
-"""What the makers of Float8's golden files share: the inputs of small linear layers, and where the files lie."""
+"""Shared by the scripts that make Float8's golden files: the inputs of small linear layers, and the folder of the files."""
 
 import dataclasses
 import pathlib
@@ -8,7 +8,7 @@ import torch
 from safetensors_file import save
 from torch import Tensor
 
-warnings.filterwarnings("ignore")  # torchao's, at its import, about extensions that the reference doesn't need
+warnings.filterwarnings("ignore")  # torchao warns at its import about extensions that the reference doesn't need
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent.parent / "tests/data/golden"
 Tensors = dict[str, Tensor]
@@ -16,7 +16,7 @@ Tensors = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a linear layer; `padded_tokens`: a number of tokens that isn't in the multiples that a recipe asks for."""
+    """Sizes of a linear layer. `padded_tokens` is a number of tokens that isn't a multiple of what a recipe requires."""
 
     tokens: int
     features_in: int
@@ -29,7 +29,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def inputs(sizes: Sizes, dtype: torch.dtype, tokens: int | None = None) -> Tensors:
-    """x, weight and the output's gradient, of the magnitudes that they have in training."""
+    """x, weight and the output's gradient, with magnitudes as in training."""
     tokens = tokens or sizes.tokens
     drawn = {
         "x": (draw(1, tokens, sizes.features_in), 1.0),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of low rotary frequencies: wavelengths above original_length / low_freq_factor by `factor`, those
-    below original_length / high_freq_factor not at all, the ones between by a linear mix."""
+    """Llama 3.1 stretches low rotary frequencies: wavelengths above original_length / low_freq_factor by `factor`, wavelengths
+    below original_length / high_freq_factor not at all, and those between by a linear mix."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -48,7 +48,7 @@ class ModelArgs:
 
     @property
     def ffn_dim(self) -> int:
-        """2/3 of 4 dim, times the multiplier, rounded up; both truncations as TorchTitan's."""
+        """2/3 of 4 dim, times the multiplier, rounded up, with TorchTitan's two truncations."""
         width = int(2 * 4 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
@@ -75,7 +75,7 @@ def rope_table(args: ModelArgs, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rotate(x_BSHE: Tensor, table_SE2: Tensor) -> Tensor:
-    """Turns neighbouring features (2i, 2i+1) by the table's angles, in the table's precision."""
+    """Rotates neighbouring features (2i, 2i+1) by the table's angles, in the table's precision."""
     precise = x_BSHE.to(table_SE2.real.dtype)
     pairs = torch.view_as_complex(precise.unflatten(-1, (-1, 2)))
     turned = pairs * table_SE2[: x_BSHE.size(1), None, :]
@@ -135,11 +135,11 @@ class Llama3(nn.Module):
         self.register_buffer("rope", rope_table(args), persistent=False)
 
     def set_rope(self, dtype: torch.dtype = torch.float32) -> None:
-        """Computes the rotary table in `dtype`, whatever the buffer held."""
+        """Computes the rotary table in `dtype`, whatever the buffer contained."""
         self.rope = rope_table(self.args, dtype)
 
     def set_precision(self, dtype: torch.dtype) -> None:
-        """Parameters in `dtype`, and the rotary table in float64 for float64, else in fp32 (Module.to would round it)."""
+        """Converts parameters to `dtype`, and the rotary table to float64 for float64, otherwise to fp32 (Module.to would round it)."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         self.set_rope(torch.float64 if dtype == torch.float64 else torch.float32)
@@ -153,7 +153,7 @@ class Llama3(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """TorchTitan's distributions. The bounds ±2 of most are absolute, so that hardly anything is truncated."""
+        """TorchTitan's distributions. Most have absolute bounds of ±2, so hardly anything is truncated."""
         nn.init.normal_(self.tok_embeddings.weight)
         for index, layer in enumerate(self.layers.values()):
             attention, feed_forward = layer.attention, layer.feed_forward
@@ -173,14 +173,14 @@ IGNORE_INDEX = -100
 
 
 def summed_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Sum of the cross entropies of all labels that count, in at least fp32; divide by their global number before the backward."""
+    """The summed cross entropy of all valid labels, in at least fp32. Divide it by their global number before the backward."""
     logits = logits_BSV.flatten(0, 1)
     precise = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(precise, labels_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def lr_factor(step: int, total: int, warmup: int, decay_ratio: float | None, decay_type: str, floor: float) -> float:
-    """Factor on the peak learning rate at 0-based `step`: linear warmup, a stable part, decay to `floor`."""
+    """The factor on the peak learning rate at 0-based `step`: linear warmup, a stable part, decay to `floor`."""
     warmup = min(warmup, total)
     decay = total - warmup if decay_ratio is None else round(total * decay_ratio)
     decay = min(decay, total - warmup)

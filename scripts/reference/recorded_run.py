@@ -1,4 +1,4 @@
-"""A recorded run: weights with TorchTitan's names, the batches it was fed, and what the framework that recorded it got."""
+"""A recorded run: weights with TorchTitan's names, its batches, and the results of the framework that recorded it."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ class RecordedRun:
     training: dict
     weights: dict[str, Tensor]
     input: Tensor  # int64 [step, row, position]
-    labels: Tensor  # the same; IGNORE_INDEX doesn't count
+    labels: Tensor  # the same shape; IGNORE_INDEX doesn't count
     record: dict  # fixture.json
 
     def model(self, dtype: torch.dtype) -> Llama3:
@@ -56,5 +56,5 @@ def model_args(record: dict) -> ModelArgs:
 
 
 def loss_of(model: Llama3, input_BS: Tensor, labels_BS: Tensor) -> Tensor:
-    """Mean over the labels that count."""
+    """The mean loss over the valid labels."""
     return summed_loss(model(input_BS), labels_BS) / (labels_BS != IGNORE_INDEX).sum()

@@ -220,7 +220,7 @@ namespace {
 // A connection of its own: a call of the training thread that waits for a key blocks all others on the same
 // connection. Keys of its own, too: a process may have several watchdogs, one after the other.
 Mail::Connect connector(const World& world) {
-  const std::string prefix = str("watchdog/", world.store().add(str("watchdog/", world.rank()), 1), "/");
+  const std::string prefix = str("watchdog/", world.store().add(str("watchdog/", world.rank()), 1));
   // Not the world, which a thread that hangs here would keep from its end.
   auto job = StorePtr::reclaim_copy(&world.store());
   return [job, prefix]() -> StorePtr {

@@ -1,15 +1,14 @@
-// Your own training loop: an ordinary LibTorch module, generated data, FSDP, AdamW, checkpoints. The losses are
-// the same on any number of ranks, and a run resumes from the newest checkpoint in FOLDER:
+// Your own training loop: an ordinary LibTorch module, generated data, FSDP, AdamW and checkpoints. The losses
+// are the same on any number of ranks. A run resumes from the newest checkpoint in FOLDER:
 //   titan launch -n 2 -- ./custom_trainer FOLDER
 #include <cstdio>
+#include <filesystem>
 
 #include <ATen/ATen.h>
-#include <titan/checkpoint/step_folder.h>
 #include <titan/titan.h>
-#include <titan/train/checkpoint_state.h>
 #include <torch/nn/modules/linear.h>
 
-// Hooked makes LibTorch's own layers hookable; call them through Ref.
+// Hooked lets fully_shard wrap LibTorch's own layers. Call them through Ref.
 using Linear = titan::nn::Ref<titan::nn::Hooked<torch::nn::LinearImpl>>;
 
 class MlpImpl : public titan::nn::Module {
@@ -24,10 +23,10 @@ class MlpImpl : public titan::nn::Module {
 TITAN_MODULE(Mlp);
 
 int main(int argc, char** argv) try {
-  const titan::dist::World world = titan::dist::init();
+  const titan::dist::World world = titan::dist::init();  // torchrun, SLURM, MPI or titan launch: same code
   const auto mesh = titan::DeviceMesh::create(world, {{"dp_shard", -1}});
 
-  at::manual_seed(0);  // every rank builds the same values; fully_shard keeps this rank's part
+  at::manual_seed(0);  // all ranks draw the same weights; fully_shard keeps this rank's part
   Mlp model(16, 64);
   const titan::FsdpOptions fsdp{.mesh = mesh["dp_shard"]};
   titan::fully_shard(model->up, fsdp);
@@ -55,7 +54,7 @@ int main(int argc, char** argv) try {
 
   while (step < 50) {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(++step);  // the same data in every run
-    // Every rank has the global batch and computes its rows. The losses of all ranks add up to the mean.
+    // Every rank draws the global batch and computes its own rows. The ranks' losses add up to the mean.
     const at::Tensor x = at::randn({batch, 16}, generator);
     const at::Tensor y = (x.square().sum(1, true) - 16) / 8;
     const at::Tensor mine = at::arange(world.rank(), batch, world.size());

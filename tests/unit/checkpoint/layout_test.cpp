@@ -215,7 +215,7 @@ TEST(Layout, RefusesUnsoundLayouts) {
       {{{.name = "a", .size = 2, .stride = 1}}, "exactly one of them is -1"},
       {{{.name = "a", .size = 2, .stride = 1, .dim = 0, .only = 0}}, "exactly one of them is -1"},
       {{{.name = "a", .size = 2, .stride = 1, .dim = 2}}, "splits dim 2; the tensor has 2 dimensions"},
-      {{{.name = "a", .size = 2, .stride = 1, .dim = -2}}, "cuts dim -2"},
+      {{{.name = "a", .size = 2, .stride = 1, .dim = -2}}, "splits dim -2"},
       {{{.name = "a", .size = 2, .stride = 1, .only = 2}}, "no position 2 on it"},
       {{{.name = "a", .size = 2, .stride = 1, .only = -7}}, "no position -7 on it"},
       {{{.name = "a", .size = 2, .stride = 12, .dim = 0}}, "needs more than 12 ranks"},

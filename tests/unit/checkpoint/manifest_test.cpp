@@ -223,7 +223,7 @@ INSTANTIATE_TEST_SUITE_P(
         Hostile{kW, R"(["model.w","BF16",[7,[3]],0])", "manifest.tensors[2].shape[1]: an array, where none"},
         Hostile{kW, R"(["model.w","BF16",[7,"3"],0])", "manifest.tensors[2].shape[1]: a string, where none"},
         Hostile{kW, R"(["model.w","BF16",[],0])",
-                "tensor 'model.w': axis 'fsdp' (size 2, stride 1) cuts dim 0"},
+                "tensor 'model.w': axis 'fsdp' (size 2, stride 1) splits dim 0"},
         Hostile{kFsdp, R"("axis":"fsdp","size":3,"stride":1,"dim":0)", "isn't independent of a faster axis"},
         Hostile{kFsdp, R"("axis":"fsdp","size":2,"stride":4,"dim":0)", "needs more than 4 ranks"},
         Hostile{kFsdp, R"("axis":"fsdp","size":0,"stride":1,"dim":0)", "size has to be 2 or more"},

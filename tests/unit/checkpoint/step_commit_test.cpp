@@ -371,8 +371,8 @@ TEST(StepCommit, CleansNothingWithoutTheLock) {
   ::testing::internal::CaptureStderr();
   clean_leftovers(folder.path(), lock);
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-              AllOf(HasSubstr(pending_path(folder.path(), 7, kNew).string() + " is a run's"),
-                    HasSubstr("it is a whole step: rename it to " + (folder / "step-7").string())));
+              AllOf(HasSubstr(pending_path(folder.path(), 7, kNew).string() + " belongs to a run"),
+                    HasSubstr("this is a whole step: rename it to " + (folder / "step-7").string())));
   EXPECT_EQ(list_leftovers(folder.path()).size(), 2u);
   clean_leftovers(folder.path(), other);
   EXPECT_EQ(owner_of(folder / "step-7"), kOld);

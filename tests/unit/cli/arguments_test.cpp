@@ -133,7 +133,7 @@ TEST(LaunchArguments, Help) {
 
 TEST(CompareArguments, TwoRunsOrMore) {
   EXPECT_EQ(parse_compare_arguments({"a", "b", "c"}).runs, (Words{"a", "b", "c"}));
-  EXPECT_THAT(problem_of(parse_compare_arguments, {"a"}), HasSubstr("two runs or more"));
+  EXPECT_THAT(problem_of(parse_compare_arguments, {"a"}), HasSubstr("needs at least two runs"));
   EXPECT_THAT(problem_of(parse_compare_arguments, {"a", "--all", "b"}), HasSubstr("unknown option '--all'"));
   EXPECT_THAT(parse_compare_arguments({"--help"}).help, HasSubstr("usage: titan compare RUN RUN ..."));
 }

@@ -86,7 +86,7 @@ TEST(SweepPlan, NamedRunsComeInTheOrderOfTheFile) {
 TEST(SweepPlan, NamesAreFolders) {
   for (const char* name : {"", ".", ".."})
     EXPECT_THAT(problems_of(std::string("[run.\"") + name + "\"]\noptimizer.lr = 1.0\n"),
-                ElementsAre(HasSubstr("a run's name is that of its folder")))
+                ElementsAre(HasSubstr("a run's name must be valid as the name of its folder")))
         << name;
   // Taken names, and a cut within a character of several bytes.
   EXPECT_THAT(names_of(plan_of("[run.\"a/b#2\"]\n[run.\"a/b\"]\n[run.\"a_b\"]\n")),

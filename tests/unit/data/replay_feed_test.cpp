@@ -111,7 +111,7 @@ TEST_F(ReplayTest, PlacesOutsideTheRecordingAreRefused) {
        {LaneState{.lane = -1}, LaneState{.lane = 3}, LaneState{.lane = 0, .position = -1},
         LaneState{.lane = 0, .position = std::numeric_limits<int64_t>::max()},
         LaneState{.lane = 0, .epoch = 1}, LaneState{.lane = 0, .token_offset = 1}})
-    EXPECT_NE(message_of<Error>([&] { replay->open(place, 3); }).find("no such place"), std::string::npos);
+    EXPECT_NE(message_of<Error>([&] { replay->open(place, 3); }).find("no such position"), std::string::npos);
 }
 
 TEST_F(ReplayTest, WhatDoesNotFitIsNamed) {

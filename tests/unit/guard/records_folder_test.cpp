@@ -9,6 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "guard/mail.h"
 #include "dist/flight_record.h"
 #include "guard/flight_dump.h"
 #include "guard/flight_report.h"
@@ -33,7 +34,7 @@ class RecordsFolder : public ::testing::Test {
     return true;
   }
   std::string sign() const {
-    const auto bytes = world_.store().get("watchdog/1/beat/0");
+    const auto bytes = beats_->get("watchdog/1/beat/0");
     return {bytes.begin(), bytes.end()};
   }
   bool beats_go_on() const {
@@ -43,6 +44,7 @@ class RecordsFolder : public ::testing::Test {
   void request() const { std::ofstream(folder_ / kFlightRequest) << ""; }
 
   World world_ = init({.backend = "gloo", .device = "cpu"});
+  StorePtr beats_ = connect_again(world_.store());  // as the watchdog does
   fs::path folder_ =
       fs::path(::testing::TempDir()) /
       (std::string("records_") + ::testing::UnitTest::GetInstance()->current_test_info()->name());
@@ -61,7 +63,7 @@ TEST_F(RecordsFolder, GetsARecordOnRequest) {
 TEST_F(RecordsFolder, RecoversFromAFolderError) {
   fs::create_directories(folder_ / kFlightRequest / "something");
   const Watchdog watchdog(world_, {.folder = folder_, .record_prefix = "rank_"});
-  ASSERT_TRUE(comes([&] { return world_.store().check({"watchdog/1/beat/0"}); }));
+  ASSERT_TRUE(comes([&] { return beats_->check({"watchdog/1/beat/0"}); }));
   for (int i = 0; i < 3; ++i) EXPECT_TRUE(beats_go_on());
   fs::remove_all(folder_ / kFlightRequest);
   request();

@@ -186,7 +186,8 @@ TEST_P(Losses, EqualTheirFormulaAndItsGradients) {
     for (const int64_t chunk_bytes : {int64_t{29 * 2 * 4}, int64_t{1} << 30}) {
       const bool is_16bit = c10::elementSize(dtype) == 2;
       const double tolerance = dtype == at::kDouble ? 1e-13 : is_16bit ? 3e-2 : 1e-5;
-      const at::Tensor h = c.hidden.to(dtype).requires_grad_(), w = c.weight.to(dtype).requires_grad_();
+      const at::Tensor h = c.hidden.to(dtype).clone().requires_grad_();
+      const at::Tensor w = c.weight.to(dtype).clone().requires_grad_();
       LossOptions options = options_for(c.count(), chunk_bytes);
       options.loss = GetParam().loss;
       const at::Tensor loss = linear_cross_entropy(h, w, c.labels, options);
