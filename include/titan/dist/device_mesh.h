@@ -3,7 +3,6 @@
 // DeviceMesh: the ranks of the world as a grid with named axes, row-major, the last axis fastest.
 // Axes of size 1 cost nothing: no group is made for them.
 
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -31,10 +30,10 @@ class DeviceMesh {
   /// The sub-mesh of one or several axes that this rank is in: mesh["dp_shard"], mesh({"dp_replicate",
   /// "dp_shard"}).
   DeviceMesh operator[](std::string_view axis) const;
-  DeviceMesh operator()(std::initializer_list<std::string_view> axes) const;
+  DeviceMesh operator()(const std::vector<std::string>& axes) const;
   /// One axis of that name from several adjacent ones: flatten({"dp_shard", "cp"}, "fsdp"). Existing axes
   /// stay usable.
-  DeviceMesh flatten(std::initializer_list<std::string_view> axes, std::string name) const;
+  DeviceMesh flatten(const std::vector<std::string>& axes, std::string name) const;
 
   /// The sub-mesh with this one's axes and then `other`'s, of the same mesh. In which order they cut a tensor
   /// is the placements' affair: a row-major position in it counts the axes as they stand.

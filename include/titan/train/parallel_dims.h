@@ -34,10 +34,7 @@ struct ParallelismSettings {
   std::string async_tensor_parallel_transport = "auto";  ///< or "symmetric_memory", "send_receive"
   bool disable_loss_parallel = false;                    ///< compute the loss from gathered logits
 
-  int64_t context_parallel_degree = 1;
-  std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
-  std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
-  std::string context_parallel_attention = "ring";           ///< or "allgather_kv"
+  ContextParallelSettings context;  ///< context_parallel_degree, ...
 
   int64_t pipeline_parallel_degree = 1;             ///< ranks, which may have several stages each
   std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_generators.h
