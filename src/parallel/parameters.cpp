@@ -78,7 +78,7 @@ class ParameterList {
   std::vector<Parameter> list_;
 };
 
-// What a pipeline stage shares with others is the whole model's: its name there, and so the numbers it is
+// A parameter shared between pipeline stages has its name in the whole model, and so the numbers it is
 // drawn from.
 void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence) {
   for (const nn::SharedParameter& shared : sequence.shared_parameters())
@@ -99,7 +99,7 @@ void reset_buffers(torch::nn::Module& root, const at::Device& device) {
   for (const auto& module : root.modules(/*include_self=*/false)) reset(*module);
 }
 
-// Which of them have no values yet and are to be drawn.
+// True for each parameter that has no values yet and is to be drawn.
 std::vector<bool> find_deferred(const std::vector<Parameter>& list) {
   std::vector<bool> drawn;
   for (const Parameter& parameter : list) drawn.push_back(is_deferred(parameter.data.local));

@@ -78,7 +78,7 @@ int64_t DelayedGradients::bytes() const { return queue_->bytes(); }
 
 namespace {
 
-// Whoever has no context by now becomes a root; a state below one has it from its root.
+// A state without a context becomes a root; a state below a root has the root's context.
 std::vector<std::shared_ptr<fsdp::CommContext>> contexts_below(const nn::AnyRef& root) {
   std::vector<std::shared_ptr<fsdp::CommContext>> contexts;
   for (const auto& state : fsdp::states_below(root.module())) {

@@ -50,7 +50,7 @@ struct Case {
 };
 
 std::vector<Case> all_cases() {
-  const CheckpointOptions to_the_end{.early_stop = false};
+  const ActivationCheckpointOptions to_the_end{.early_stop = false};
   return {{"full", {FullRecompute{}, {}}},
           {"full to the end", {FullRecompute{}, to_the_end}},
           {"op", {SelectiveOp{}, {}}},

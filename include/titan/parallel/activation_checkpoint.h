@@ -58,7 +58,7 @@ struct MemoryBudget {
   SelectiveOp op = {};  ///< what "op" keeps
 };
 
-struct CheckpointOptions {
+struct ActivationCheckpointOptions {
   bool early_stop = true;  ///< a recompute ends with the last tensor that the backward needs
   bool preserve_rng_state =
       true;  ///< of LibTorch's default generators: the recompute draws what the forward drew
@@ -72,12 +72,12 @@ using LayersPolicy =
 /// Before or after other wrappers, before the first forward. Throws Error for a module that is wrapped
 /// already, and for OffloadActivations on a CPU.
 void checkpoint_activations(const nn::AnyRef& module, const ModulePolicy& policy,
-                            const CheckpointOptions& options = {});
+                            const ActivationCheckpointOptions& options = {});
 
 /// The layers of a model in the order of their calls; `first_number` is the first one's position in the whole
 /// model (a pipeline stage has a part of them).
 void checkpoint_activations(const std::vector<nn::AnyRef>& layers, const LayersPolicy& policy,
-                            const CheckpointOptions& options = {}, int64_t first_number = 0);
+                            const ActivationCheckpointOptions& options = {}, int64_t first_number = 0);
 
 /// True when a module at or below `root` is checkpointed.
 bool checkpoints_activations(const nn::AnyRef& root);

@@ -15,7 +15,7 @@
 
 namespace titan {
 
-/// Which tokens a rank holds.
+/// The tokens that a rank holds.
 enum class ContextLoadBalancer {
   /// A chunk from the front and its counterpart from the back: with a causal mask every rank has the same
   /// work. The sequence has to be a multiple of twice the ranks.

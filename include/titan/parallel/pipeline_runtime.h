@@ -80,7 +80,7 @@ class DelayedGradients {
   /// Computes them and adds them to what their groups have collected; then holds nothing.
   void compute();
   size_t size() const;
-  /// Of the tensors that are held, each storage once.
+  /// Bytes of the tensors that are held, each storage once.
   int64_t bytes() const;
 
  private:

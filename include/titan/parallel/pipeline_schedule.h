@@ -168,11 +168,11 @@ struct CheckOptions {
   /// A send waits while this many messages of its channel (directed pair of ranks) have been sent and no
   /// receive for them is posted; 0: each lasts until its receive is posted.
   int channel_capacity = 1;
-  /// Of one rank: micro-batches, counted per stage, between their F and the end of their B or W.
+  /// The limit for one rank: micro-batches, counted per stage, between their F and the end of their B or W.
   int max_live_activations = std::numeric_limits<int>::max();
 };
 
-/// What is wrong, and where.
+/// One problem and its place.
 struct Problem {
   int rank = -1;      ///< -1: with the whole schedule
   int position = -1;  ///< in the rank's list, from 0; -1: with the whole list
@@ -182,7 +182,7 @@ struct Problem {
 /// "rank 1, action 7 (2B3): ..."; actions are counted from 0.
 std::string to_string(const Problem& problem, const Schedule& schedule);
 
-/// What keeps the schedule from running; empty if it runs. In this order, and the first kind alone:
+/// The problems that keep the schedule from running; empty if it runs. In this order, and the first kind alone:
 ///   1. actions of unknown kind, on a wrong rank, of a stage or micro-batch that doesn't exist, twice, or
 ///   useless
 ///      (a send within a rank)
@@ -203,22 +203,22 @@ void check_schedule(const Schedule& schedule, const CheckOptions& options = {});
 //   with_parameter_actions(with_communication(schedule))
 //
 // [Note: what the runtime does with each]
-// Every directed pair of ranks has one channel, first in, first out. A send is started behind the action that
+// Every directed pair of ranks has one channel, first in, first out. A send is started after the action that
 // made its tensor and waited for when its buffer is needed again. A receive is posted, with a buffer of its
 // own, when the runtime meets it, and waited for by the F, B or I that works on it. Stages of one rank hand
 // over locally: no send, no receive. Unshard starts gathering; the stage's next F, B, I or W waits for it.
 
-/// Adds a send behind, and a receive ahead of, every F, B and I whose neighbour is on another rank.
+/// Adds a send after, and a receive before, every F, B and I whose neighbour is on another rank.
 /// On each channel the receives stand in the order of the sends. A receive stands one compute action ahead of
 /// its use, so one message is on its way while the rank computes; earlier only where a message used earlier
-/// is sent behind it, or where otherwise ranks would wait for each other in a circle. The result runs even
+/// is sent after it, or where otherwise ranks would wait for each other in a circle. The result runs even
 /// where a send lasts until its receive is posted (channel_capacity 0). Unchanged if the schedule has sends
 /// or receives. Throws ConfigError for a schedule that couldn't run (check_schedule()).
 Schedule with_communication(const Schedule& schedule);
 
 /// Adds Unshard and Reshard, such that no rank holds more than `max_gathered_stages` stages gathered: always
 /// those that it needs next, which gathers ahead of use. None is gathered at the end. Adds one Reduce per
-/// stage behind its last B or W (and behind the send that waits there: a peer needs it). Unshard and Reshard
+/// stage after its last B or W (and after the send that waits there: a peer needs it). Unshard and Reshard
 /// are left as they are if the schedule has any, Reduce likewise.
 Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages = 3);
 
@@ -228,7 +228,7 @@ Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stage
 using MayJoin = std::function<bool(const Action&, const Action&)>;
 
 /// By rank and action of a complete schedule (pipeline_completion.h): whether it is a message that goes in
-/// one call with the action behind it. So do messages that stand side by side, in the order of their channel,
+/// one call with the next action. So do messages that stand side by side, in the order of their channel,
 /// both where they are sent and where they are received. Where only the sends or only the receives do, they
 /// stay apart: a call is done when its last message is, and would keep the first from whoever could use it.
 /// A schedule that is free of circles stays so: nothing stands between the messages on either side.

@@ -3,7 +3,7 @@
 // How long a schedule takes and what it holds, for given costs, without running it.
 //
 // [Note: the model]
-// A rank does its actions one behind the other; only F, B (= I + W), I and W take time. What a neighbour on
+// A rank does its actions one after the other; only F, B (= I + W), I and W take time. What a neighbour on
 // another rank works on travels for `communication` beside all computation, from when it was both sent and
 // its receive posted (a schedule without communication: from when it was made). Channels hold as much as is
 // sent. Gathering and reducing parameters costs nothing. Times are in the costs' unit.

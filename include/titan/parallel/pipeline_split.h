@@ -1,6 +1,6 @@
 #pragma once
 
-// Which modules each pipeline stage has. Plain data, no tensors.
+// The modules of each pipeline stage. Plain data, no tensors.
 //
 // The split is TorchTitan's: layers are dealt evenly, the embedding and the head counting for some of them
 // (distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part); or it is given as lists, or found by
@@ -27,7 +27,7 @@ struct ModuleSequence {
 /// The modules of each stage, in call order. A stage without layers is legal, one without modules isn't.
 using StageModules = std::vector<std::vector<std::string>>;
 
-/// What the modules before and after the layers count for, in layers.
+/// The weight of the modules before and after the layers, in layers.
 struct EndWeights {
   int64_t first = 1;  ///< pipeline_parallel_first_stage_less_layers
   int64_t last = 1;   ///< pipeline_parallel_last_stage_less_layers
@@ -55,7 +55,7 @@ std::string short_list(const std::vector<std::string>& modules);
 // A pipeline goes as fast as its slowest stage, so the largest stage's forward and backward is what is made
 // as small as can be. The stages of one rank share its memory.
 
-/// Of one module of a sequence, on one rank.
+/// The cost of one module of a sequence on one rank.
 struct ModuleCost {
   double forward_s = 0;         ///< of one micro-batch
   double backward_s = 0;        ///< of one micro-batch, with what is computed again

@@ -114,7 +114,7 @@ enum class OverlapTransport {
 void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan,
                  OverlapTransport transport = OverlapTransport::Auto);
 
-/// What a model's own plan is made from.
+/// The settings that a model's own plan is made from.
 struct TensorParallelOptions {
   bool sequence_parallel = true;  ///< between the products each rank keeps a part of the sequence
   bool loss_parallel = true;      ///< false: the loss is computed from gathered logits

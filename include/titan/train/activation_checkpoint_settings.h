@@ -31,7 +31,7 @@ void describe(config::Table<ActivationCheckpointSettings>& table);
 /// How a model's layers are to be checkpointed.
 struct ActivationCheckpoint {
   std::optional<LayersPolicy> policy;  ///< empty: not at all
-  CheckpointOptions options;
+  ActivationCheckpointOptions options;
 };
 
 /// `group`: the ranks that have to come to one choice under a memory budget.

@@ -224,7 +224,7 @@ std::optional<LayerCosts> LayerProbe::costs() const {
   costs.full = costs.op = {inputs, *recompute_s_};
   costs.none.bytes = inputs + static_cast<double>(saved_.total());
   for (const Kept& kept : kept_) {
-    if (kept.num_saved == num_saved_) continue;  // behind the last saved tensor: not kept, and not run again
+    if (kept.num_saved == num_saved_) continue;  // after the last saved tensor: not kept, and not run again
     costs.op.bytes += kept.bytes;
     costs.op.recompute_s -= kept.seconds;
   }

@@ -18,7 +18,7 @@
 
 namespace titan::activations {
 
-/// What a layer keeps, least first.
+/// How much a layer keeps, least first.
 enum class Level { Full, Op, None };
 
 struct LevelCost {
@@ -124,7 +124,7 @@ class BudgetPlan {
 
 class BudgetHook final : public nn::CheckpointHook {
  public:
-  BudgetHook(std::shared_ptr<BudgetPlan> plan, size_t layer, const CheckpointOptions& options,
+  BudgetHook(std::shared_ptr<BudgetPlan> plan, size_t layer, const ActivationCheckpointOptions& options,
              std::shared_ptr<ProductChoice> products)
       : plan_(std::move(plan)), layer_(layer), options_(options), products_(std::move(products)) {}
   nn::TensorList call(nn::HookHost& host, const nn::TensorList& inputs, Run run) override;
@@ -134,7 +134,7 @@ class BudgetHook final : public nn::CheckpointHook {
 
   std::shared_ptr<BudgetPlan> plan_;
   size_t layer_;
-  CheckpointOptions options_;
+  ActivationCheckpointOptions options_;
   std::shared_ptr<ProductChoice> products_;
   std::shared_ptr<const ParameterStorages> parameters_;
 };

@@ -48,7 +48,7 @@ std::shared_ptr<Offloader> make_offloader(const nn::AnyRef& module, const Offloa
 /// Gives each of the layers its hook.
 struct ApplyToLayers {
   const std::vector<nn::AnyRef>& layers;
-  const CheckpointOptions& options;
+  const ActivationCheckpointOptions& options;
   int64_t first_number;
 
   void operator()(const FullRecompute& /*policy*/) const {
@@ -91,13 +91,13 @@ struct ApplyToLayers {
 }  // namespace
 
 void checkpoint_activations(const nn::AnyRef& module, const ModulePolicy& policy,
-                            const CheckpointOptions& options) {
+                            const ActivationCheckpointOptions& options) {
   const std::vector<nn::AnyRef> alone{module};
   std::visit(ApplyToLayers{alone, options, 0}, policy);
 }
 
 void checkpoint_activations(const std::vector<nn::AnyRef>& layers, const LayersPolicy& policy,
-                            const CheckpointOptions& options, int64_t first_number) {
+                            const ActivationCheckpointOptions& options, int64_t first_number) {
   if (layers.empty()) return;
   std::visit(ApplyToLayers{layers, options, first_number}, policy);
 }

@@ -34,7 +34,7 @@ class ProductChoice {
   int num_numbered_ = 0;
 };
 
-/// What one forward of a layer kept.
+/// The results that one forward of a layer kept.
 class KeptOutputs final : public ops::SavedOutputs {
  public:
   /// `module`: its name. `num_saved`: of tensors that autograd has saved in this forward so far. Both outlive
@@ -46,7 +46,7 @@ class KeptOutputs final : public ops::SavedOutputs {
   void keep(const at::Tensor& output) override;
   at::Tensor hand_back() override;
 
-  /// The forward is over, and the recompute will stop at its last saved tensor: what was kept behind that one
+  /// The forward is over, and the recompute will stop at its last saved tensor: what was kept after that one
   /// would never be asked for.
   void drop_unreachable();
   /// Around a recompute. One may run in the middle of the forward, for a backward that the module holds:
@@ -55,7 +55,7 @@ class KeptOutputs final : public ops::SavedOutputs {
   void stop_handing_back() { handing_back_ = false; }
 
  private:
-  /// Which operation a result is of.
+  /// The operation that gave a result.
   struct Source {
     ops::KeptKind kind;
     const c10::TensorImpl* weight;

@@ -48,7 +48,7 @@ class OffloadHooks final : public SavedVariableHooks {
   std::shared_ptr<OffloadFrame> frame_;
   std::shared_ptr<OffloadedStorage> storage_;
   at::Tensor stayed_;
-  // Of the tensor, which may be gone. LibTorch leaves the check to the hooks.
+  // The tensor's own counter; the tensor may be gone. LibTorch leaves the check to the hooks.
   c10::VariableVersion counter_;
   uint32_t version_ = 0;
   at::DimVector sizes_, strides_;
@@ -156,7 +156,7 @@ void OffloadFrame::begin_backward() {
   if (const auto before = before_.lock()) offloader_->stats.early_fetches += before->start_fetches();
 }
 
-// What was saved last is needed first.
+// Newest first: the backward needs it first.
 int64_t OffloadFrame::start_fetches() {
   fetching_ = true;
   int64_t num_started = 0;

@@ -18,8 +18,8 @@
 namespace titan::activations {
 
 /// [Note: offloading]
-/// What moves are storages: several nodes save one tensor, or views of one, and it travels once. The copy to
-/// the host runs on a stream of its own, behind the kernel that made the tensor; the device memory goes one
+/// Storages move: several nodes save one tensor, or views of one, and it travels once. The copy to
+/// the host runs on a stream of its own, after the kernel that made the tensor; the device memory goes one
 /// layer later, when the computation's stream has waited for the copy, so that a slow link holds the
 /// computation back instead of filling the device. In the backward, the first tensor that a layer asks for
 /// starts the copies of the layer before it: they run while this one computes. Device memory is taken and
@@ -55,13 +55,13 @@ struct OffloadSettings {
 struct OffloadStats {
   int64_t copies = 0;
   int64_t copied_bytes = 0;
-  int64_t early_fetches = 0;  ///< started by the layer behind
+  int64_t early_fetches = 0;  ///< started by the layer after it
   int64_t late_fetches = 0;   ///< by the layer itself
 };
 
 class OffloadFrame;
 
-/// What the layers of a list share.
+/// The state that the layers of a list share.
 class Offloader {
  public:
   explicit Offloader(const OffloadSettings& settings);

@@ -124,7 +124,7 @@ class RecomputeFrame::SlotHooks final : public SavedVariableHooks {
   int64_t slot_ = -1;
 };
 
-// What one recompute saves. A module may hold a backward of its own, so all of it is there while the run
+// The tensors that one recompute saves. A module may hold a backward of its own, so all of it is there while the run
 // lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
 class RecomputeFrame::Refill final : public SavedTensorHooks,
                                      public std::enable_shared_from_this<RecomputeFrame::Refill> {
@@ -195,7 +195,7 @@ class RecomputeFrame::Recomputing {
 };
 
 RecomputeFrame::RecomputeFrame(nn::HookHost& host, const TensorList& inputs, nn::CheckpointHook::Run run,
-                               const CheckpointOptions& options, const Parts& parts)
+                               const ActivationCheckpointOptions& options, const Parts& parts)
     : host_(host),
       run_(std::move(run)),
       options_(options),

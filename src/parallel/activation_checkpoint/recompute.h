@@ -19,7 +19,7 @@
 
 namespace titan::activations {
 
-/// Where LibTorch's default generators of the CPU and of `device` stand.
+/// The state of LibTorch's default generators of the CPU and of `device`.
 class RngState {
  public:
   explicit RngState(at::Device device);
@@ -47,7 +47,7 @@ class ScopedRngState {
   std::unique_ptr<const RngState> outer_;
 };
 
-/// What a checkpointed module was called with, for the calls that repeat it. Kept as any tensor that autograd
+/// The inputs of a checkpointed module, for the calls that repeat it. Kept as any tensor that autograd
 /// saves: a checkpoint around this one may compute them again in its turn.
 class ModuleInputs {
  public:
@@ -70,7 +70,7 @@ class ModuleInputs {
   const std::string& module_;
 };
 
-/// Where a module computes: the device of the first input that isn't in host memory (token ids may be).
+/// The device on which a module computes: that of the first input that isn't in host memory (token ids may be).
 at::Device compute_device(const nn::TensorList& inputs);
 
 // One forward of a checkpointed module whose saved tensors are computed again.
@@ -107,7 +107,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
 
   /// `host` is kept alive by `run`.
   RecomputeFrame(nn::HookHost& host, const nn::TensorList& inputs, nn::CheckpointHook::Run run,
-                 const CheckpointOptions& options, const Parts& parts);
+                 const ActivationCheckpointOptions& options, const Parts& parts);
   nn::TensorList forward(const nn::TensorList& inputs);
   std::unique_ptr<SavedVariableHooks> make() override;
   bool drop_tensors() const override { return true; }
@@ -145,7 +145,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
 
   nn::HookHost& host_;
   nn::CheckpointHook::Run run_;
-  CheckpointOptions options_;
+  ActivationCheckpointOptions options_;
   std::shared_ptr<FrameObserver> observer_;
   at::Device device_;
   ModuleInputs inputs_;
@@ -153,7 +153,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   std::unique_ptr<RngState> rng_state_;
   std::unique_ptr<KeptOutputs> kept_;
 
-  // Of the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of its
+  // Guards the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of its
   // forward lets go of it in the recompute, and with it of nodes that own slots.
   std::recursive_mutex mutex_;
   bool recomputing_ = false, forward_ended_ = false;
@@ -167,12 +167,13 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
 /// FullRecompute, or with `products` SelectiveOp.
 class RecomputeHook final : public nn::CheckpointHook {
  public:
-  explicit RecomputeHook(const CheckpointOptions& options, std::shared_ptr<ProductChoice> products = nullptr)
+  explicit RecomputeHook(const ActivationCheckpointOptions& options,
+                         std::shared_ptr<ProductChoice> products = nullptr)
       : options_(options), products_(std::move(products)) {}
   nn::TensorList call(nn::HookHost& host, const nn::TensorList& inputs, Run run) override;
 
  private:
-  CheckpointOptions options_;
+  ActivationCheckpointOptions options_;
   std::shared_ptr<ProductChoice> products_;
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What becomes of the tensors that autograd saves: the C++ side of PyTorch's saved-tensor hooks.
+// Hooks for the tensors that autograd saves: the C++ side of PyTorch's saved-tensor hooks.
 
 #include <memory>
 #include <vector>

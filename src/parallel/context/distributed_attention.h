@@ -1,6 +1,6 @@
 #pragma once
 
-// What the forms of attention over ranks have in common: the autograd node.
+// Attention over ranks: the ring, gathered keys, and the autograd node that both share.
 
 #include <memory>
 
@@ -19,7 +19,7 @@ class DistributedAttention {
   explicit DistributedAttention(SequenceLayout layout) : layout_(layout) {}
   virtual ~DistributedAttention() = default;
   const SequenceLayout& layout() const { return layout_; }
-  /// Of this rank's queries over the keys of all ranks.
+  /// Attention of this rank's queries over the keys of all ranks.
   virtual ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     dist::Label label) = 0;
   /// `grad` and `out` are of this rank's queries; the result is whole for this rank's queries, keys and

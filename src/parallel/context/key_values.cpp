@@ -25,7 +25,7 @@ at::Tensor Buffer::get(at::IntArrayRef sizes, const at::TensorOptions& options) 
   return last_;
 }
 
-// Even ranks send first, odd ones receive first. A backend that runs its calls one behind the other (NCCL)
+// Even ranks send first, odd ones receive first. A backend that runs its calls one after the other (NCCL)
 // would stand still if all of them sent; this way, in a ring of any size, somebody is at the other end.
 void RingExchange::start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
   const int rank = group_->rank(), size = group_->size();
@@ -83,7 +83,7 @@ class NeighbourRotation final : public KeyValueRotation {
     next_ = buffers_[1].get(current_.sizes(), current_.options());
     exchange_.start(current_, next_, label_);
   }
-  // What was computed with and sent on is done with: the transfer under the coming block goes there.
+  // The keys of the last block are computed with and sent on: the next transfer overwrites them.
   KeyValues hop(int i) override {
     exchange_.wait();
     std::swap(current_, next_);

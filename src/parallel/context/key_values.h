@@ -58,7 +58,7 @@ std::unique_ptr<KeyValueRotation> make_rotation(std::shared_ptr<dist::Group> gro
                                                 ContextRotateMethod method);
 
 /// Adds up what all ranks contribute to the gradients of each rank's keys and values. The sums go round the
-/// ring, from a rank to the next, one hop behind the keys: what rank r adds at hop i belongs to rank (r - i)
+/// ring, from a rank to the next, one hop after the keys: what rank r adds at hop i belongs to rank (r - i)
 /// mod N, and so does what it gets from rank r - 1, which added to it at hop i - 1. Transfers run under the
 /// computation of the next hop. In fp32 (float64 of float64) all the way.
 class GradientRing {
@@ -70,7 +70,7 @@ class GradientRing {
   KeyValues next();
   /// Passes on the sum so far, with this hop's contributions or (`contributed` false) without.
   void pass_on(bool contributed);
-  /// Of this rank's own keys; after the last hop. Valid until the next start().
+  /// The gradients of this rank's own keys, after the last hop. Valid until the next start().
   KeyValues finish();
 
  private:

@@ -1,11 +1,11 @@
 #pragma once
 
-// Which tokens of a sequence each rank holds, and which of their queries see which keys.
+// The tokens of a sequence that each rank holds, and the keys that their queries see.
 //
 // [Note: head and tail] Under a causal mask a late query has more keys than an early one. Cut into 2N chunks,
 // of which rank r holds r and 2N-1-r, a sequence gives all ranks the same work: against the keys of a rank
 // before it (by number), all its queries see that rank's first chunk and none the second; against those of a
-// rank behind it, its second chunk sees both chunks and its first none; against its own, the mask is causal
+// later rank, its second chunk sees both chunks and its first none; against its own, the mask is causal
 // in the order in which they lie.
 
 #include <cstdint>
@@ -43,7 +43,7 @@ class SequenceLayout {
   /// int64 [rank_length]: where the rank's tokens stand.
   at::Tensor positions(int rank, int64_t rank_length, at::Device device) const;
 
-  /// What the queries of `rank` have to do with the keys of `source`, each holding rank_length tokens.
+  /// The block of queries of `rank` and keys of `source` that meet, each holding rank_length tokens.
   std::optional<Block> block(int rank, int source, int64_t rank_length) const;
   /// The rank's i-th chunk of queries against the keys of the whole sequence, in order.
   Block block_of_whole(int rank, int i, int64_t rank_length) const;

@@ -32,7 +32,7 @@ class DelayedQueue {
   std::vector<Entry> entries_;
 };
 
-// Where FSDP hangs in the autograd graph: behind each compute parameter, and around each group's module.
+// FSDP's nodes in the autograd graph: after each compute parameter, and around each group's module.
 
 class ParamGroup;
 
@@ -52,7 +52,7 @@ class GroupSink : public ops::GradSink {
   size_t slot_;
 };
 
-/// Replaces the inputs that require gradients by themselves behind one identity node: `done` is called when
+/// Replaces the inputs that require gradients by the outputs of one identity node: `done` is called when
 /// the gradients of all of them are there, i.e. when the module's backward is over. False when no input
 /// requires a gradient.
 bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done);

@@ -106,7 +106,7 @@ void CommContext::end_forward() {
   if (!at::GradMode::is_enabled()) wait_for_copies();
 }
 
-// What the host may write or read from now on is still being copied.
+// The host may write shards and read gradients from now on; copies of them may still be running.
 void CommContext::wait_for_copies() const {
   if (!host_shards_) return;
   gather_stream.synchronize();
@@ -180,7 +180,7 @@ void CommContext::issue_gather() {
   if (group.backward_reads_parameters()) group.start_unshard();
 }
 
-// What this rank's backward never came to, others may have: they all wait for this rank's part.
+// Other ranks may reach visits that this rank's backward never reached: they wait for this rank's part.
 void CommContext::issue_remaining_gathers() {
   while (next_gather_ >= 0) {
     const int64_t visit = ends_[static_cast<size_t>(next_gather_)];
@@ -227,7 +227,7 @@ void CommContext::issue_reduction(ParamGroup& group) {
   advance_reductions(1);
 }
 
-// Those that had no place in the chain, and in the last micro-batch those that took part in an earlier one
+// Visits that had no place in the chain, and in the last micro-batch those that took part in an earlier one
 // only.
 void CommContext::issue_last_reductions() {
   for (auto visit = visits_.rbegin(); visit != visits_.rend(); ++visit)

@@ -41,7 +41,7 @@ class BufferPool {
   int64_t num_allocations_ = 0;
 };
 
-// What the groups below one root share: streams, buffers, and the order in which collectives are issued.
+// The state that groups below one root share: streams, buffers, and the order in which collectives are issued.
 
 class DelayedQueue;
 class ParamGroup;
@@ -81,9 +81,9 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   /// The gradient of visit's inputs is complete: frees the parameters and queues the reduction.
   void post_backward(int64_t iteration, int64_t visit);
 
-  /// Of the forwards that record gradients.
+  /// Index of the current gradient-recording forward.
   int64_t iteration() const { return iteration_; }
-  /// Of all forwards.
+  /// Number of all forwards so far.
   int64_t num_forwards() const { return num_forwards_; }
   /// All groups that share this context, in registration order; they live as long as it does.
   void add_group(ParamGroup* group) { groups_.push_back(group); }

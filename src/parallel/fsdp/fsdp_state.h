@@ -1,6 +1,6 @@
 #pragma once
 
-// What one fully_shard call hangs into the FSDP slot of its modules.
+// The hook that one fully_shard call puts into the FSDP slot of its modules.
 
 #include <cstdint>
 #include <memory>

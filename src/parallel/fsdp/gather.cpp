@@ -77,7 +77,7 @@ bool ParamGroup::lacks_float8_scales() const {
 
 // This group, or all that were written; never one whose bytes are in use: its products would read the new
 // scales before they are there. With tensor parallelism always all: a reduction over that axis for each group
-// would stand in the gather stream behind the gather before it, and the activations' collectives behind both.
+// would queue in the gather stream after the gather before it, and the activations' collectives after both.
 std::vector<ParamGroup*> ParamGroup::due_for_scales(const ops::RankParts* parts) {
   if (!float8_.how.scales_at_once && !parts) return {this};
   std::vector<ParamGroup*> due;
@@ -151,7 +151,7 @@ ops::Operand GatheredWeight::weight() const {
 // The shards' version counter rises with every write, whoever writes: optimizer, checkpoint or user.
 bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._version(); }
 
-// Who keeps what it made of a parameter's values, a scale say, goes by the parameter's version; a gather
+// A holder of something computed from a parameter, a scale say, checks the parameter's version; a gather
 // writes them past LibTorch.
 void ParamGroup::tell_of_new_values() {
   if (told_version_ == flat_shard_._version()) return;
@@ -262,7 +262,7 @@ void ParamGroup::unpack_gathered() {
     for (size_t i = 0; i < layout_.slots().size(); ++i) {
       const int64_t full_offset = wire_.offset(i) * layout_.num_ranks();
       take(full_offset, wire_.chunk(i));
-      // The alignment behind a chunk comes along, to the end of the region, so that the parameter itself is
+      // The alignment after a chunk comes along, to the end of the region, so that the parameter itself is
       // contiguous.
       take(full_offset + wire_.chunk(i) * layout_.num_ranks(),
            wire_.end(i) - wire_.offset(i) - wire_.chunk(i));

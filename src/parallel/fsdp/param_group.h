@@ -68,14 +68,14 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void cancel_unshard();
   /// Frees the compute parameters' memory where it is a gathered copy.
   void reshard();
-  /// What the policy asks for after a forward: reshard, keep, or keep a part on a smaller mesh.
+  /// Follows the policy after a forward: reshard, keep, or keep a part on a smaller mesh.
   void after_forward();
 
   // ---- reducing
   /// Adds scale * grad (the whole parameter's shape; `scale` a scalar tensor, undefined: 1) to what this
   /// backward has collected for a slot.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
-  /// Where weight gradients go that are put off; null: they are computed at once.
+  /// The queue of weight gradients that are put off; null: they are computed at once.
   DelayedQueue* delayed() const { return context_ ? context_->delayed() : nullptr; }
   /// Starts the reduction of what was collected; false when nothing is to wait for.
   bool start_reduce(bool last_micro_batch);
@@ -117,7 +117,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   int64_t sharded_bytes() const;
   /// A weight that was gathered in Float8, while it is there.
   ops::Operand float8_weight(size_t slot) const;
-  /// Of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
+  /// Bytes of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
   int64_t kept_gradient_bytes() const { return gradients_.kept_bytes(); }
   const FsdpOptions& options() const { return options_; }
   at::ScalarType param_dtype() const { return param_dtype_; }
@@ -178,7 +178,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   const char* name_ = "";
 };
 
-/// Where a layer finds its weight.
+/// The weight of a layer, as it was gathered.
 class GatheredWeight final : public ops::WeightSource {
  public:
   GatheredWeight(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}

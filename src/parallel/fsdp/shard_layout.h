@@ -3,7 +3,7 @@
 // [Note: FSDP tensors]
 // A group of P parameters over N ranks has
 //   compute parameter   what the modules hold: full shape, param_dtype; memory only while gathered
-//   flat shard  [S]     this rank's chunks of all parameters, one behind the other; the optimizer's memory
+//   flat shard  [S]     this rank's chunks of all parameters in a row; the optimizer's memory
 //   shard (leaf)        one parameter's part of the flat shard; what titan::parameters() hands out
 //   full buffer [N*S]   the gathered parameters: parameter p has the region [N*offset_p, N*(offset_p +
 //   chunk_p)) packed      [N, S]  what goes over the wire: row r is rank r's flat shard (or gradient for it)
@@ -20,7 +20,7 @@
 
 namespace titan::fsdp {
 
-/// Where one parameter lies. Offsets and counts in elements.
+/// The place of one parameter. Offsets and counts in elements.
 struct Slot {
   std::vector<int64_t> shape;  ///< of the whole parameter
   int64_t row_numel = 1;       ///< elements of one row (product of the dims after the first)
@@ -55,7 +55,7 @@ class ShardLayout {
   bool has_padding_ = false;
 };
 
-/// Where parameters lie while they travel and when they are gathered: as in the shards, but each in the dtype
+/// The places of parameters while they travel and when they are gathered: as in the shards, but each in the dtype
 /// that it travels in. Where these differ, lengths count bytes, else elements.
 class WireLayout {
  public:
@@ -65,7 +65,7 @@ class WireLayout {
   at::ScalarType dtype() const { return dtype_; }  ///< of the buffers: kByte where some are of a byte
   int64_t offset(size_t slot) const { return offsets_[slot]; }   ///< of its chunk in a rank's part
   int64_t chunk(size_t slot) const { return chunks_[slot]; }     ///< length of its chunk
-  int64_t end(size_t slot) const { return offsets_[slot + 1]; }  ///< of its chunk and the alignment behind it
+  int64_t end(size_t slot) const { return offsets_[slot + 1]; }  ///< of its chunk and the alignment after it
   int64_t part() const { return offsets_.back(); }               ///< length of a rank's part
 
  private:

@@ -105,7 +105,7 @@ std::optional<Action> receive_for(const Schedule& schedule, const Action& comput
   return Action{kind, compute.stage, compute.micro_batch};
 }
 
-std::optional<Action> send_behind(const Schedule& schedule, const Action& compute) {
+std::optional<Action> send_after(const Schedule& schedule, const Action& compute) {
   const bool forward = compute.kind == Kind::Forward;
   if (!forward && !makes_input_gradient(compute.kind)) return std::nullopt;
   const int target = compute.stage + (forward ? 1 : -1);

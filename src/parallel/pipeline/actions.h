@@ -18,7 +18,7 @@ std::string_view word_of(Action::Kind kind);
 /// Reads one action; nothing for any other text.
 std::optional<Action> parse_action(std::string_view text);
 
-// What an action needs of another stage, and how it travels: within a rank it is handed over, between ranks a
+// The input that an action needs from another stage, and how it travels: within a rank it is handed over, between ranks a
 // message brings it. Every directed pair of ranks has one channel, first in, first out, for whatever travels.
 
 /// The stage whose output (for F) or input gradient (for B and I) the action works on; none at the pipeline's
@@ -28,7 +28,7 @@ std::optional<int> source_stage(const Schedule& schedule, const Action& action);
 /// The receive that brings what an F, B or I works on; none where nothing has to travel.
 std::optional<Action> receive_for(const Schedule& schedule, const Action& compute);
 /// The send that carries on what an F, B or I made; none where nothing has to travel.
-std::optional<Action> send_behind(const Schedule& schedule, const Action& compute);
+std::optional<Action> send_after(const Schedule& schedule, const Action& compute);
 
 /// The two ends of a message.
 Action receive_of(const Action& send);
@@ -39,7 +39,7 @@ class Channels {
  public:
   explicit Channels(const Schedule& schedule);
   int size() const { return static_cast<int>(ends_.size()); }
-  /// Of a send or a receive between stages of different ranks.
+  /// The channel of a send or a receive between stages of different ranks.
   int of(const Action& message) const;
   int sender(int channel) const { return ends_[channel].sender; }
   int receiver(int channel) const { return ends_[channel].receiver; }

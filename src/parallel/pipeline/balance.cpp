@@ -210,7 +210,7 @@ class RankSearch {
   std::set<Fronts> dead_ends_;
 };
 
-// What a largest stage may take: the time of some run, and not less than `least`.
+// Candidates for the largest stage's time: the time of some run, and not less than `least`.
 std::vector<double> candidate_times(const Runs& runs, double least) {
   std::vector<double> times;
   for (int begin = 0; begin < runs.num_modules(); ++begin)

@@ -61,17 +61,21 @@ class Single {
   void add(const Args&... args) {
     check_.findings.add(rank_, position_, args...);
   }
+  /// Adds a problem and says that the check has failed.
+  template <class... Args>
+  bool refuse(const Args&... args) {
+    add(args...);
+    return false;
+  }
 
   bool in_range() {
-    if (static_cast<int>(action_.kind) >= kNumKinds) return add("is of no known kind"), false;
+    if (static_cast<int>(action_.kind) >= kNumKinds) return refuse("is of no known kind");
     if (action_.stage < 0 || action_.stage >= schedule_.num_stages)
-      return add("there is no stage ", action_.stage, "; the stages are 0 to ", schedule_.num_stages - 1),
-             false;
+      return refuse("there is no stage ", action_.stage, "; the stages are 0 to ", schedule_.num_stages - 1);
     if (is_parameter_action(action_.kind)) return true;
     if (action_.micro_batch < 0 || action_.micro_batch >= schedule_.num_micro_batches)
-      return add("there is no micro-batch ", action_.micro_batch, "; they are 0 to ",
-                 schedule_.num_micro_batches - 1),
-             false;
+      return refuse("there is no micro-batch ", action_.micro_batch, "; they are 0 to ",
+                    schedule_.num_micro_batches - 1);
     return true;
   }
 
@@ -81,13 +85,11 @@ class Single {
     const bool upward = action_.kind == Kind::SendForward || action_.kind == Kind::ReceiveBackward;
     const int other = action_.stage + (upward ? 1 : -1);
     if (other < 0 || other >= schedule_.num_stages)
-      return add("the ", upward ? "last" : "first", " stage has nobody to exchange ",
-                 forward ? "activations" : "gradients", " with there"),
-             false;
+      return refuse("the ", upward ? "last" : "first", " stage has nobody to exchange ",
+                    forward ? "activations" : "gradients", " with there");
     if (schedule_.rank_of_stage[other] == rank_)
-      return add("stages ", action_.stage, " and ", other, " are both on rank ", rank_,
-                 " and hand over without a message"),
-             false;
+      return refuse("stages ", action_.stage, " and ", other, " are both on rank ", rank_,
+                    " and hand over without a message");
     return true;
   }
 

@@ -26,7 +26,7 @@ class Findings {
   std::vector<Problem> problems_;
 };
 
-/// Where each action with a micro-batch stands in its rank's list.
+/// The position of each action with a micro-batch in its rank's list.
 class Positions {
  public:
   static constexpr int kNone = -1;
@@ -34,7 +34,7 @@ class Positions {
   int& of(const Action& action) { return positions_[static_cast<size_t>(action.kind)](action); }
   int of(const Action& action) const { return positions_[static_cast<size_t>(action.kind)](action); }
   bool has(const Action& action) const { return of(action) != kNone; }
-  /// Of the stage's B or I.
+  /// The position of the stage's B or I.
   int backward(int stage, int micro_batch) const;
 
  private:

@@ -27,14 +27,14 @@ class Order {
         return source();
       case Kind::Backward:
       case Kind::BackwardInput:
-        behind({Kind::Forward, action_.stage, action_.micro_batch});
+        needs({Kind::Forward, action_.stage, action_.micro_batch});
         return source();
       case Kind::BackwardWeight:
-        return behind({Kind::BackwardInput, action_.stage, action_.micro_batch});
+        return needs({Kind::BackwardInput, action_.stage, action_.micro_batch});
       case Kind::SendForward:
-        return behind({Kind::Forward, action_.stage, action_.micro_batch});
+        return needs({Kind::Forward, action_.stage, action_.micro_batch});
       case Kind::SendBackward:
-        return behind(backward_of(action_.stage));
+        return needs(backward_of(action_.stage));
       default:  // a receive may be posted at any time
         return;
     }
@@ -46,7 +46,7 @@ class Order {
     return positions_.has(whole) ? whole : Action{Kind::BackwardInput, stage, action_.micro_batch};
   }
 
-  void behind(const Action& needed) {
+  void needs(const Action& needed) {
     if (positions_.of(needed) > position_)
       check_.findings.add(rank_, position_, "needs ", needed, ", which is action ", positions_.of(needed));
   }
@@ -56,10 +56,10 @@ class Order {
     const auto stage = source_stage(schedule_, action_);
     if (!stage) return;
     if (schedule_.rank_of_stage[*stage] == rank_)
-      behind(action_.kind == Kind::Forward ? Action{Kind::Forward, *stage, action_.micro_batch}
-                                           : backward_of(*stage));
+      needs(action_.kind == Kind::Forward ? Action{Kind::Forward, *stage, action_.micro_batch}
+                                          : backward_of(*stage));
     else if (check_.communicates)
-      behind(*receive_for(schedule_, action_));
+      needs(*receive_for(schedule_, action_));
   }
 
   CheckCase& check_;
@@ -119,7 +119,7 @@ class ParameterOrder {
   void reduce(int stage, int position) {
     if (++stages_[stage].num_reductions > 1) add(position, "stage ", stage, " is reduced already");
     if (position < last_backward_[stage])
-      add(position, "gradients are reduced behind the stage's last backward, which is action ",
+      add(position, "gradients have to be reduced after the stage's last backward, which is action ",
           last_backward_[stage]);
   }
 
@@ -166,7 +166,7 @@ void check_channels(CheckCase& check) {
       if (send_of(receive) == sends[channel][i]) continue;
       check.findings.add(place.rank, place.position, "message ", i, " from rank ", channels.sender(channel),
                          " is ", sends[channel][i], "; receives stand in the order of the sends");
-      break;  // those behind it are out of order for the same reason
+      break;  // the later ones are out of order for the same reason
     }
 }
 
@@ -222,7 +222,7 @@ class Progress {
 
   static bool is_send(Kind kind) { return kind == Kind::SendForward || kind == Kind::SendBackward; }
 
-  // What the F, B or I works on is there: made, and, if messages are in the schedule, sent. That it was
+  // The input of the F, B or I is there: made, and, if messages are in the schedule, sent. That it was
   // received, and that what is made on the same rank stands ahead, is known already.
   bool can_run(const Action& action) const {
     if (is_send(action.kind)) return num_open_[channels_.of(action)] < check_.options.channel_capacity;
@@ -247,7 +247,7 @@ class Progress {
       --num_open_[channels_.of(done)];
       runnable_.wake(channels_.sender(channels_.of(done)));
     } else if (!check_.communicates) {
-      if (const auto send = send_behind(schedule_, done)) hand_over(*send);
+      if (const auto send = send_after(schedule_, done)) hand_over(*send);
     }
   }
 

@@ -71,7 +71,7 @@ class Completion {
   void list_messages() {
     for (const std::vector<Action>& actions : schedule_.ranks)
       for (const Action& action : actions)
-        if (const auto send = send_behind(schedule_, action)) {
+        if (const auto send = send_after(schedule_, action)) {
           std::vector<Message>& messages = messages_[channels_.of(*send)];
           number_of(receive_of(*send)) = static_cast<int>(messages.size());
           messages.push_back({receive_of(*send), 0});
@@ -87,7 +87,7 @@ class Completion {
         num_computed += is_compute(action.kind);
       }
     }
-    // A receive can't stand behind one of a later message.
+    // A receive can't come after that of a later message.
     for (std::vector<Message>& messages : messages_) {
       int latest = std::numeric_limits<int>::max();
       for (auto message = messages.rbegin(); message != messages.rend(); ++message)
@@ -126,7 +126,7 @@ class Completion {
       post_due(rank);
       if (!arrived(action)) return false;
       ++state.num_computed;
-      state.send = send_behind(schedule_, action);
+      state.send = send_after(schedule_, action);
     }
     state.actions.push_back(action);
     ++state.next;
@@ -183,7 +183,7 @@ bool has_kind(const Schedule& schedule, std::initializer_list<Kind> kinds) {
   return false;
 }
 
-/// Which of a rank's stages are gathered, while its actions are gone through.
+/// The stages of a rank that are gathered, while its actions are gone through.
 class Gathering {
  public:
   Gathering(const Actions& actions, int max_gathered) : max_gathered_(max_gathered) {
@@ -256,7 +256,7 @@ Actions with_reduction(const Actions& actions) {
   for (size_t i = 0; i < actions.size(); ++i)
     if (actions[i].kind == Kind::Backward || actions[i].kind == Kind::BackwardWeight)
       last[actions[i].stage] = i;
-  std::map<size_t, int> reduced;  // behind which action
+  std::map<size_t, int> reduced;  // by the action that it follows
   for (const auto& [stage, position] : last) {
     const bool send_waits =
         position + 1 < actions.size() && is_send_of(actions[position + 1], actions[position]);

@@ -46,7 +46,7 @@ class Reader {
   explicit Reader(const std::filesystem::path& file) : file_(file) { schedule_.name = file.stem().string(); }
 
   Schedule read(std::string_view text) {
-    // The last line's end, and empty lines behind it, begin no rank.
+    // The last line's end, and empty lines after it, begin no rank.
     const size_t last = text.find_last_not_of(" \t\r\n");
     text = text.substr(0, last == std::string_view::npos ? 0 : last + 1);
     schedule_.rank_of_stage.clear();

@@ -65,7 +65,7 @@ namespace {
 
 using Kind = Action::Kind;
 
-/// Which stage has its turn. Depth first: a round of micro-batches through the first of the rank's stages,
+/// The stage whose turn it is. Depth first: a round of micro-batches through the first of the rank's stages,
 /// the same through the second, and so on; then the next round. Backwards the other way round.
 class Turns {
  public:
@@ -78,10 +78,10 @@ class Turns {
     return stage(counts_.stages_per_rank() - 1 - step / per_round_ % counts_.stages_per_rank());
   }
   /// Forwards before the first backward: until the first micro-batch has reached the last of the rank's
-  /// stages, and `per_hop` for each rank behind this one.
+  /// stages, and `per_hop` for each later rank.
   int warmup(int per_hop) const {
-    const int behind = counts_.num_ranks - 1 - rank_;
-    return std::min((counts_.stages_per_rank() - 1) * per_round_ + per_hop * behind, num_steps());
+    const int later_ranks = counts_.num_ranks - 1 - rank_;
+    return std::min((counts_.stages_per_rank() - 1) * per_round_ + per_hop * later_ranks, num_steps());
   }
 
  private:
@@ -184,13 +184,13 @@ void zero_bubble_cooldown(V& v, const Counts& counts, int rank) {
 }
 
 void dual_pipe_warmup(V& v, const Counts& counts, int rank) {
-  const int behind = counts.num_ranks - rank - 1;
-  for (int i = 0; i < 2 * behind; ++i) v.list.forward(v.down);
+  const int later_ranks = counts.num_ranks - rank - 1;
+  for (int i = 0; i < 2 * later_ranks; ++i) v.list.forward(v.down);
   for (int i = 0; i < rank + 1; ++i) {
     v.list.forward(v.down);
     v.list.forward(v.up);
   }
-  for (int i = 0; i < behind; ++i) {
+  for (int i = 0; i < later_ranks; ++i) {
     v.split_backward(v.up);
     v.list.forward(v.up);
   }
@@ -211,7 +211,7 @@ void dual_pipe_steady(V& v, const Counts& counts, int rank) {
   }
 }
 
-// The second half of what is left is split: its W fill the gaps behind it.
+// The second half of what is left is split: its W fill the gaps after it.
 void dual_pipe_cooldown(V& v, const Counts& counts, int rank) {
   const int pairs = rank + 1, half = pairs / 2;
   bool split = false;

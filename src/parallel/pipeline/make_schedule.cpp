@@ -1,4 +1,4 @@
-// What is known of each schedule by its name, and the counts that it takes.
+// The traits of each schedule by its name, and the counts that it takes.
 
 #include <algorithm>
 #include <cctype>
@@ -123,7 +123,7 @@ std::optional<std::string> counts_problem(const ScheduleTraits& traits, int num_
   return micro_batches_problem(traits, num_ranks, num_stages, num_micro_batches);
 }
 
-// Schedules by name, their maps of stages to ranks, and passes one behind the other.
+// Schedules by name, their maps of stages to ranks, and repeated passes.
 
 namespace {
 

@@ -130,7 +130,7 @@ class Simulator {
     result_.timeline[rank].push_back({action, start, state.time});
     state.causes.push_back(cause);
     if (!communicates_)
-      if (const auto send = send_behind(schedule_, action)) communicate(rank, *send);
+      if (const auto send = send_after(schedule_, action)) communicate(rank, *send);
     return true;
   }
 

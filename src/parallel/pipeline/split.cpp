@@ -95,7 +95,7 @@ class ListChecker {
       return;
     }
     if (position->second < furthest_)
-      problems_.push_back(str("stage ", stage, ": '", name, "' stands behind '", known_[furthest_],
+      problems_.push_back(str("stage ", stage, ": '", name, "' is listed after '", known_[furthest_],
                               "', but the model calls it before"));
     furthest_ = std::max(furthest_, position->second);
   }
@@ -117,7 +117,7 @@ StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& 
 
 namespace {
 
-// "layers.7" is number 7 behind "layers."; -1 where a name doesn't end in a number.
+// "layers.7" is number 7 after "layers."; -1 where a name doesn't end in a number.
 std::pair<std::string, int64_t> numbered(const std::string& name) {
   const size_t begin = name.rfind('.') + 1;
   const std::string number = name.substr(begin);

@@ -95,7 +95,7 @@ std::string time_text(double time) {
 
 std::string cell_text(const Cell& cell, size_t width, bool colours) {
   if (!cell.action) return padded(".", width) + " ";
-  // Without a gap inside an action, with one behind its label.
+  // No gap inside an action, one after its label.
   const std::string text = cell.first ? padded(to_string(*cell.action), width) : std::string(width, '-');
   if (!colours) return text + " ";
   return std::string(colour_of(cell.action->kind)) + text + std::string(kPlain) + " ";

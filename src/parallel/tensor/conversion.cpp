@@ -103,7 +103,7 @@ std::string Conversion::collectives() const {
   return str(forward.empty() ? "-" : forward, " / ", backward.empty() ? "-" : backward);
 }
 
-// Whoever gathers parts later can't know that they weren't equal.
+// A later gather of the parts can't know that they weren't equal.
 void Conversion::check_even(const at::Tensor& tensor, int64_t dim) const {
   TITAN_CHECK(whole_ >= 0 || tensor.size(dim) % group_->count() == 0, "tensor parallel: dimension ", dim,
               " of ", tensor.sizes(), " at module '", module_, "' can't be cut into ", group_->count(),

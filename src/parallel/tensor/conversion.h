@@ -17,7 +17,7 @@
 
 namespace titan::tp {
 
-/// What happens to a tensor on its way.
+/// One step of a conversion.
 enum class Move { None, Gather, ReduceScatter, AllReduce, Slice, Unslice };
 
 /// "all-gather", "" for moves without communication.
@@ -60,7 +60,7 @@ class Conversion {
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 
-// What a plan hangs into the PrepareInput and PrepareOutput slots.
+// The hooks that a plan puts into the PrepareInput and PrepareOutput slots.
 
 /// Converts the floating-point tensors of a call with these numbers. Results without dimensions (a loss) are
 /// left alone. `style`: a literal, the name of the plan's style that asked for it.

@@ -192,7 +192,7 @@ void log_choice(const std::string& text) {
   log::info_rank0(str("asynchronous tensor parallelism: parts travel ", text));
 }
 
-// What ranks that are only played (a plan is printed) can't find out.
+// For --print-plan, where no real ranks exist that could find it out.
 std::string way_of_plan(OverlapTransport transport) {
   switch (transport) {
     case OverlapTransport::Auto:

@@ -40,11 +40,11 @@ class RankSum {
 
 /// [Note: order of sends]
 /// Each pair of ranks exchanges one message each way. A backend may queue all of a rank's messages on one
-/// stream (NCCL does), where a message that waits for its peer holds up those behind it. So all ranks go
+/// stream (NCCL does), where a message that waits for its peer holds up the later ones. So all ranks go
 /// through the same N rounds, in each of which they meet in disjoint pairs; in a pair the lower rank sends
 /// first and the higher one receives first.
 
-/// Whom `rank` of `size` meets in a round, itself in one of them.
+/// The rank that `rank` of `size` meets in a round; itself in one of them.
 inline int peer_in_round(int rank, int size, int round) { return ((round - rank) % size + size) % size; }
 
 class SendReceiveExchange final : public ops::SequenceExchange {
@@ -69,7 +69,7 @@ class SendReceiveExchange final : public ops::SequenceExchange {
 
 // Parts of a sequence travel through memory that the ranks read and write in each other's place.
 
-/// What all modules' exchanges share.
+/// The state that all modules' exchanges share.
 struct PeerPieces {
   std::unique_ptr<dist::PeerMemory> memory;
   bool taken = false;  ///< by an exchange that is under way
@@ -77,7 +77,7 @@ struct PeerPieces {
 
 class PeerMemoryExchange final : public ops::SequenceExchange {
  public:
-  /// Of at least two ranks.
+  /// For a group of at least two ranks.
   explicit PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces);
 
   int count() const override { return pieces_->memory->size(); }
@@ -107,7 +107,7 @@ class CollectiveExchange final : public ops::SequenceExchange {
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
 
  private:
-  // Of parts: nobody asks.
+  // Never called: this exchange is at once.
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
   std::unique_ptr<Scatter> scatter() const override;
 

@@ -187,7 +187,7 @@ class Parallelizer {
                                  gathers ? "all-gather / reduce-scatter" : "reduce-scatter / all-gather");
   }
 
-  // What split() noted of a module.
+  // The record that split() made of a module.
   static tp::SplitParams& parts_of(nn::HookHost& host) {
     return dynamic_cast<tp::SplitParams&>(*host.param_parts);
   }

@@ -14,9 +14,9 @@
 //    given to it before B was asked for, and the queue does nothing before what the computation had by then.
 //    The next exchange writes after the writer's B, which no queue passes before all have come to it. So one
 //    piece serves all exchanges, of whatever kind and size.
-// 3. The computation sees what arrived: it waits for a moment behind the read, or behind A. The queue sees
+// 3. The computation sees what arrived: it waits for a moment after the read, or after A. The queue sees
 //    what the computation made, a part or a summand, by the rule of 2; and neither the tensors it reads nor
-//    those it fills go before the computation has waited for a moment behind them, so the allocator hands
+//    those it fills go before the computation has waited for a moment after them, so the allocator hands
 //    their memory to nobody who would run before.
 // 4. Nobody waits for ever. The queue waits for computation that was there before, and the computation for
 //    moments that are in the queue already: in the order in which a rank asks for things, none waits for a
@@ -63,7 +63,7 @@ class Turn {
   bool& taken_;
 };
 
-// Where an error ends an exchange early, its tensors still may not go before the queue is through with them.
+// If an error ends an exchange early, its tensors still may not go before the queue is through with them.
 void wait_quietly(dist::PeerMemory& memory) {
   try {
     memory.wait(memory.now());

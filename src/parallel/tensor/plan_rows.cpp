@@ -50,7 +50,7 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
   count(row, conversion.traffic());
 }
 
-// Of products over one input the first exchanges it, and the others do nothing. Where nothing ran yet, all
+// The first of several products over one input exchanges it; the others do nothing. Before the first run, all
 // are told.
 void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
   const tp::Traffic& traffic = *split.exchanged();
@@ -78,7 +78,7 @@ void add_parameters(PlanRow& row, const SplitParams* split, bool ran) {
   if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
-// Of an all-reduce of what this rank has of the gradients that are summands, after fully_shard cut them.
+// Bytes of the all-reduce over this rank's shards of the gradients that are summands.
 int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
   const auto* group = dynamic_cast<const fsdp::ParamGroup*>(host.param_owner.get());
   if (!group) return 0;

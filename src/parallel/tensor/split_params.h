@@ -1,6 +1,6 @@
 #pragma once
 
-// What parallelize() noted of a module's own parameters.
+// The record that parallelize() keeps of a module's own parameters.
 
 #include <cstdint>
 #include <map>
@@ -35,10 +35,10 @@ class SplitParams final : public nn::ParamParts {
   const std::vector<PartOfParam>& parts() const { return parts_; }
   const DeviceMesh& axis() const { return axis_; }
   const char* style() const { return style_; }
-  /// Of the activations, for plan_rows(): "in Replicate; out Shard(-1)".
+  /// Layouts of the activations, for plan_rows(): "in Replicate; out Shard(-1)".
   void set_layouts(std::string layouts) { layouts_ = std::move(layouts); }
   const std::string& layouts() const { return layouts_; }
-  /// Of the exchange that the module's product is part of; null: none is. `collectives`: a literal, what it
+  /// Traffic of the exchange that the module's product is part of; null: none is. `collectives`: a literal, what it
   /// comes to, forward / backward.
   void set_exchanged(std::shared_ptr<const Traffic> exchanged, const char* collectives) {
     exchanged_ = std::move(exchanged);
@@ -46,7 +46,7 @@ class SplitParams final : public nn::ParamParts {
   }
   const std::shared_ptr<const Traffic>& exchanged() const { return exchanged_; }
   const char* exchanged_collectives() const { return exchanged_collectives_; }
-  /// Of the module's own gathers, as a loss head's.
+  /// Traffic of the module's own gathers, as a loss head's.
   const std::shared_ptr<Traffic>& traffic() const { return traffic_; }
 
   /// `data` describes this rank's part of the parameter as if it were a tensor of its own: the same elements

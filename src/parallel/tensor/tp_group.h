@@ -44,7 +44,7 @@ class TpGroup {
   mutable at::Tensor scratch_;
 };
 
-// What was moved among the ranks of the axis, counted for plan_rows().
+// Traffic among the ranks of the axis, counted for plan_rows().
 
 struct Traffic {
   int64_t calls = 0;

@@ -311,7 +311,7 @@ TEST(Errors, NameTheModuleThatSavesMore) {
     const at::Tensor y = at::linear(x, self.weight).exp();
     return self.calls++ > 0 ? y.exp() : y;
   };
-  const auto backward_of = [&](const CheckpointOptions& options) {
+  const auto backward_of = [&](const ActivationCheckpointOptions& options) {
     return message_of([&] { gradients_of(checkpointed(longer, options)); });
   };
   EXPECT_NE(backward_of({.early_stop = false}).find("the same path twice"), std::string::npos);

@@ -29,7 +29,7 @@ class LambdaImpl : public nn::Module {
 };
 TITAN_MODULE(Lambda);
 
-inline Lambda checkpointed(LambdaImpl::Body body, const CheckpointOptions& options = {},
+inline Lambda checkpointed(LambdaImpl::Body body, const ActivationCheckpointOptions& options = {},
                            const ModulePolicy& policy = FullRecompute{}) {
   Lambda module(std::move(body));
   module->set_fqn("layers.7");

@@ -129,9 +129,10 @@ TEST(PipelineCheck, Parameters) {
   EXPECT_EQ(first_problem("0UNSHARD,0F0,0B0,0RESHARD,0RESHARD"),
             "rank 0, action 4 (0RESHARD): stage 0 isn't gathered");
   EXPECT_EQ(first_problem("0UNSHARD,0F0,0B0"), "rank 0: stage 0 is left gathered at the end");
-  EXPECT_EQ(first_problem("0F0,0REDUCE_GRAD,0B0"),
-            "rank 0, action 1 (0REDUCE_GRAD): gradients are reduced behind the stage's last backward, which "
-            "is action 2");
+  EXPECT_EQ(
+      first_problem("0F0,0REDUCE_GRAD,0B0"),
+      "rank 0, action 1 (0REDUCE_GRAD): gradients have to be reduced after the stage's last backward, which "
+      "is action 2");
   EXPECT_EQ(first_problem("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD"),
             "rank 0, action 3 (0REDUCE_GRAD): stage 0 is reduced already");
   EXPECT_EQ(first_problem("0F0,1F0,1B0,0B0,0REDUCE_GRAD"), "rank 0: 1REDUCE_GRAD is missing");

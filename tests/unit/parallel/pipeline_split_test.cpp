@@ -131,7 +131,7 @@ TEST(PipelineSplit, ByListsTellsAllThatIsWrong) {
              "stage 2: the model has no module 'layer.2' that it calls in a row; did you mean 'layers.2'?",
              "no stage has layers.2"}));
   EXPECT_EQ(problems({{"tok_embeddings", "layers.1"}, {"layers.0", "layers.2", "norm", "output"}}),
-            Names{"stage 1: 'layers.0' stands behind 'layers.1', but the model calls it before"});
+            Names{"stage 1: 'layers.0' is listed after 'layers.1', but the model calls it before"});
 }
 
 TEST(PipelineSplit, ListsAreShortened) {
