@@ -93,15 +93,15 @@ bool is_stage_without_layers(TrainableModel& model) {
 // A family's or a user's plan may not know of an axis; then its ranks would all do the same.
 void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshes& meshes) {
   if (is_stage_without_layers(model)) return;
-  const auto check = [&](const char* kind, const DeviceMesh& mesh, bool used) {
-    if (mesh.size() == 1 || used) return;
-    throw ConfigError(str("parallelism.", kind, "_parallel_degree = ", mesh.size(),
-                          ": the parallelism plan of ",
+  const auto check = [&](const std::string& kind, const std::string& degree_key, int degree, bool used) {
+    if (degree == 1 || used) return;
+    throw ConfigError(str("parallelism.", degree_key, " = ", degree, ": the parallelism plan of ",
                           config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
                           " has no ", kind, " parallelism"));
   };
-  check("tensor", meshes.tp, !plan_rows(model.root()).empty());
-  check("context", meshes.cp, is_context_parallel(model.root()));
+  check("tensor", "tensor_parallel_degree", meshes.tp.size(), !plan_rows(model.root()).empty());
+  for (const Parallelism& each : chosen_parallelisms(config.parallelism))
+    check(each.kind, each.axis.degree_key, each.axis.degree, each.is_applied(model.root()));
 }
 
 // Nor of checkpointing; or there are fewer layers than are counted.
@@ -142,7 +142,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                   .overlap = asynchronous || gathers_activations_in_float8(config),
                   .transport =
                       asynchronous ? overlap_transport(config.parallelism) : OverlapTransport::AtOnce},
-       .context = context_parallel_options(config.parallelism),
+       .parallelisms = chosen_parallelisms(config.parallelism),
        .activations = activation_checkpoint(config.activation_checkpoint, meshes.stage.group())});
   check_float8_parts(config, model->root().module());
   check_plan_used(config, *model, meshes);
@@ -311,12 +311,14 @@ TrainerOptions build_options(const JobConfig& config, const dist::World& world) 
 }
 
 void describe_job(const JobConfig& config, const dist::World& world, const Meshes& meshes) {
+  std::string rows;
+  for (const Parallelism& each : chosen_parallelisms(config.parallelism))
+    if (each.axis.degree > 1) rows += str(", ", each.kind, " parallel ", each.axis.degree);
   ModelSizes sizes = config.spec().sizes(config.args());
   log::info_rank0(str(config.job.description, ": ", config.model.name, " ", config.model.flavor, ", ",
                       sizes.num_params, " parameters, on ", world.size(), " rank(s) of ",
                       world.device().str(), " over ", world.backend(), ", data parallel ", meshes.dp_degree(),
-                      meshes.cp.size() > 1 ? str(", context parallel ", meshes.cp.size()) : "",
-                      meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
+                      rows, meshes.tp.size() > 1 ? str(", tensor parallel ", meshes.tp.size()) : "",
                       meshes.pp.size() > 1 ? str(", pipeline parallel ", meshes.pp.size()) : "",
                       config.parallelism.plan.empty() ? "" : ", plan ", config.parallelism.plan));
 }

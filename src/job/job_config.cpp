@@ -30,6 +30,30 @@ config::DynamicTable resolve_model_args(const JobConfig& config, const config::O
           naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
 }
 
+using ParallelismArgs = std::map<std::string, std::shared_ptr<void>>;
+
+// The fields of every parallelism that a shared object registered, under "<name>.".
+config::DynamicTable resolve_parallelism_args(const JobConfig& config) {
+  config::DynamicTable table;
+  for (const std::string& name : parallelisms().names()) {
+    const ParallelismSpec& spec = *parallelisms().get(name);
+    if (!spec.key_prefix().starts_with("args.")) continue;  // [parallelism] has its keys
+    (*config.parallelism.args)[name] = spec.make_settings();
+    for (config::FieldInfo field : spec.fields()) {
+      field.key = name + "." + field.key;
+      field.get = [get = field.get, name](const void* all) {
+        return get(static_cast<const ParallelismArgs*>(all)->at(name).get());
+      };
+      field.set = [set = field.set, name](void* all, const config::Value& value) {
+        set(static_cast<ParallelismArgs*>(all)->at(name).get(), value);
+      };
+      table.fields.push_back(std::move(field));
+    }
+  }
+  if (!table.fields.empty()) table.settings = config.parallelism.args;
+  return table;
+}
+
 void add_model_tables(config::Schema& schema) {
   schema.add("model", &JobConfig::model, "what is trained");
   schema.add_dynamic<JobConfig>(
@@ -43,6 +67,9 @@ void add_training_tables(config::Schema& schema) {
   schema.add("training", &JobConfig::training, "what a step is made of");
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
+  schema.add_dynamic<JobConfig>("parallelism.args", &JobConfig::parallelism_args, resolve_parallelism_args,
+                                {"model", "experimental", "parallelism"},
+                                "settings of parallelisms that a shared object registers");
   schema.add("checkpoint", &JobConfig::checkpoint,
              "the whole state while training goes on; weights in at the start and out at the end");
   schema.add("activation_checkpoint", &JobConfig::activation_checkpoint, "recomputing activations");

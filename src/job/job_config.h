@@ -55,6 +55,7 @@ struct JobConfig {
   TrainingSettings training;
   data::DataSettings data;
   ParallelismSettings parallelism;
+  config::DynamicTable parallelism_args;  ///< [parallelism.args]; `settings` is parallelism.args
   CheckpointSettings checkpoint;
   ActivationCheckpointSettings activation_checkpoint;
   CompileSettings compile;

@@ -1,6 +1,6 @@
 // [Note: whose number it was]
 // One number goes its way through the ranks: forwards into the stages behind, and in the backward into those
-// before; from a layer that adds up parts over tensor- or context-parallel ranks into all of these. The rank
+// before; from a layer that adds up parts over ranks of a tensor-parallel axis or of one that shares rows into all of these. The rank
 // that made it is the first that it meets: in a forward rather than a backward, there in the first stage and
 // here in the last, and among ranks that call the same modules at the lowest count of calls. Of those that
 // come to it in the same call, one that was given such a number says more than one that has it out of a sum.
@@ -40,7 +40,7 @@ std::string place_in_order(const NanFinding& finding, int64_t stage) {
 // A probe sees what comes out of such a sum, not this rank's part of it.
 std::string who_adds_up(const Meshes& meshes) {
   std::string text;
-  for (const auto& [mesh, kind] : {std::pair(&meshes.tp, "tensor"), std::pair(&meshes.cp, "context")})
+  for (const auto& [mesh, kind] : {std::pair(&meshes.tp, "tensor"), std::pair(&meshes.rows, "row")})
     if (mesh->size() > 1)
       text += str("\n  ", kind, "-parallel ranks ", comma_separated(mesh->ranks()),
                   " exchange parts of such numbers: any of them may have made it");

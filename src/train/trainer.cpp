@@ -221,7 +221,7 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   metrics.step = progress_.step;
   metrics.loss = group->sum(values.local_loss, {"metrics::loss"});
   // Of the rows that this rank shares with its context-parallel peers, each of which has a part of the sum.
-  const double rows_loss = parts_.meshes.cp.group()->sum(values.local_loss, {"metrics::rows_loss"});
+  const double rows_loss = parts_.meshes.rows.group()->sum(values.local_loss, {"metrics::rows_loss"});
   const double local_mean =
       tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
                        : 0;

@@ -29,8 +29,8 @@
 #include "titan/core/error.h"
 #include "titan/core/registry.h"
 #include "titan/nn/hooks.h"
-#include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
+#include "titan/parallel/parallelism.h"
 #include "titan/parallel/tensor_parallel.h"
 #include "titan/train/activation_checkpoint_settings.h"
 
@@ -77,9 +77,10 @@ struct BuildOptions {
 /// How the built model is to be spread out.
 struct ParallelPlan {
   const Meshes& meshes;
-  FsdpOptions fsdp;                       ///< mesh, dtypes and policies are filled in from the settings
-  TensorParallelOptions tensor = {};      ///< for a plan over meshes.tp
-  ContextParallelOptions context = {};    ///< for context_parallel over meshes.cp
+  FsdpOptions fsdp;                   ///< mesh, dtypes and policies are filled in from the settings
+  TensorParallelOptions tensor = {};  ///< for a plan over meshes.tp
+  /// For apply_parallelisms over meshes.world.
+  std::vector<Parallelism> parallelisms = default_parallelisms();
   ActivationCheckpoint activations = {};  ///< for apply_activation_checkpoint
 };
 

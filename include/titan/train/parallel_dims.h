@@ -4,6 +4,8 @@
 // then meshes.
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -35,6 +37,12 @@ struct ParallelismSettings {
   bool disable_loss_parallel = false;                    ///< compute the loss from gathered logits
 
   ContextParallelSettings context;  ///< context_parallel_degree, ...
+  /// [parallelism.args]: settings of parallelisms that a shared object registered, by name. Copies share them.
+  std::shared_ptr<std::map<std::string, std::shared_ptr<void>>> args =
+      std::make_shared<std::map<std::string, std::shared_ptr<void>>>();
+
+  /// Settings of a registered parallelism; null where none were read: its defaults.
+  const void* settings_of(const std::string& name) const;
 
   int64_t pipeline_parallel_degree = 1;             ///< ranks, which may have several stages each
   std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_generators.h
@@ -57,15 +65,20 @@ void describe(config::Table<ParallelismSettings>& table);
 struct ParallelDims {
   int dp_replicate = 1;
   int dp_shard = 1;
-  int cp = 1;
-  bool sequence_parallel = true;  ///< tp ranks have parts of the sequence
-  int cp_chunks = 2;              ///< of a sequence, for each context-parallel rank
+  std::vector<RowAxis> rows = {};  ///< axes of registered parallelisms, whose ranks share rows
+  bool sequence_parallel = true;   ///< tp ranks have parts of the sequence
   int tp = 1;
   int pp = 1;
 
   /// Ranks that read different rows of a batch.
   int batch_degree() const { return dp_replicate * dp_shard; }
-  int world_size() const { return pp * dp_replicate * dp_shard * cp * tp; }
+  /// Ranks that share a row, tensor parallelism aside.
+  int row_degree() const {
+    int degree = 1;
+    for (const RowAxis& axis : rows) degree *= axis.degree;
+    return degree;
+  }
+  int world_size() const { return pp * dp_replicate * dp_shard * row_degree() * tp; }
 };
 
 /// What is wrong with the value of a key.
@@ -83,21 +96,22 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
                                    std::vector<std::string>& problems);
 
-/// What tensor and context parallelism ask of sequence length and model; adds what is wrong to
+/// The checks of tensor parallelism and of axes that share rows on sequence length and model; adds what is wrong to
 /// `problems`.
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<KeyedProblem>& problems);
 
-/// The grid pp, dp_replicate, dp_shard, cp, tp (row-major, tp fastest) and the sub-meshes that the trainer
-/// uses.
+/// The grid pp, dp_replicate, dp_shard, the axes that share rows ("cp"), tp (row-major, tp fastest) and the
+/// sub-meshes that the trainer uses.
 struct Meshes {
   DeviceMesh world;
   DeviceMesh pp;     ///< pipeline parallel, one axis
   DeviceMesh stage;  ///< ranks that have the same stages: all but pp, one axis
-  DeviceMesh fsdp;   ///< what parameters are sharded over: (dp_replicate,) dp_shard x cp, the latter one axis
+  DeviceMesh
+      fsdp;  ///< what parameters are sharded over: (dp_replicate,) dp_shard x rows, the latter one axis
   DeviceMesh batch;  ///< ranks that read different rows: dp_replicate x dp_shard, one axis
-  DeviceMesh loss;   ///< ranks whose losses add up: pp x dp_replicate x dp_shard x cp, one axis
-  DeviceMesh cp;     ///< context parallel, one axis
+  DeviceMesh loss;   ///< ranks whose losses add up: pp x dp_replicate x dp_shard x rows, one axis
+  DeviceMesh rows;   ///< ranks that share the rows of a batch, one axis
   DeviceMesh tp;     ///< tensor parallel, one axis
 
   int dp_rank() const;  ///< which lanes of the batch are this rank's
@@ -107,7 +121,10 @@ struct Meshes {
 /// Collective over the world.
 Meshes build_meshes(const dist::World& world, const ParallelDims& dims);
 
-ContextParallelOptions context_parallel_options(const ParallelismSettings& settings);
+/// The registered parallelisms with their settings in [parallelism].
+std::vector<Parallelism> chosen_parallelisms(const ParallelismSettings& settings);
+/// The axes of those that a mesh of this job has.
+std::vector<RowAxis> row_axes(const ParallelismSettings& settings);
 
 OverlapTransport overlap_transport(const ParallelismSettings& settings);
 

@@ -82,7 +82,7 @@ TokenCounts StopAgreement::count(const std::vector<data::Batch>& micro_batches, 
   counts.global = values[0];
   constexpr double stop = 1, fail = 2;
   double verdict = values[2] > 0 ? fail : values[1] > 0 ? stop : 0;
-  for (const DeviceMesh* mesh : {&meshes_.cp, &meshes_.tp, &meshes_.pp})
+  for (const DeviceMesh* mesh : {&meshes_.rows, &meshes_.tp, &meshes_.pp})
     if (mesh->size() > 1) verdict = mesh->group()->max(verdict, {"train::agree_to_stop"});
   agreed_ = agreed_ || verdict == stop;
   any_fails_ = any_fails_ || verdict == fail;
