@@ -193,7 +193,7 @@ DeviceMesh DeviceMesh::create(const dist::World& world, std::vector<MeshAxis> ax
   return DeviceMesh(make_mesh(std::make_shared<dist::World>(world), nullptr, std::move(layout)));
 }
 
-DeviceMesh DeviceMesh::operator[](std::string_view axis) const { return (*this)({axis}); }
+DeviceMesh DeviceMesh::operator[](std::string_view axis) const { return (*this)({std::string(axis)}); }
 
 DeviceMesh DeviceMesh::operator()(const std::vector<std::string>& axes) const {
   const Impl& own = impl_ ? *impl_ : default_mesh();
