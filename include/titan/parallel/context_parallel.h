@@ -6,9 +6,12 @@
 // 2023), or by gathering the keys. docs/context_parallel.md shows how.
 
 #include <cstdint>
+#include <memory>
+#include <string>
 
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/hooks.h"
+#include "titan/parallel/parallelism.h"
 
 namespace titan {
 
@@ -60,5 +63,22 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis,
 
 /// Whether context_parallel spreads the sequences of `root` or of a module below it.
 bool is_context_parallel(const nn::AnyRef& root);
+
+/// The same for a model's plan (ParallelPlan::parallelisms).
+Parallelism context_parallelism(const ContextParallelOptions& options = {});
+
+/// The keys of [parallelism] that begin with "context_parallel_".
+struct ContextParallelSettings {
+  int64_t degree = 1;
+  std::string load_balancer = "headtail";   ///< or "None": contiguous parts
+  std::string rotate_method = "allgather";  ///< or "alltoall"
+  std::string attention = "ring";           ///< or "allgather_kv"
+
+  ContextParallelOptions options() const;
+};
+void describe(config::Table<ContextParallelSettings>& table);
+
+/// What parallelisms() holds under "context".
+std::shared_ptr<const ParallelismSpec> context_parallelism_spec();
 
 }  // namespace titan

@@ -112,6 +112,59 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
   slot = std::make_shared<CutSequences>(layout, group->rank(), !is_part || sequence->is_first(), slot);
 }
 
+Parallelism context_parallelism(const ContextParallelOptions& options) {
+  return {.axis = {.name = "cp", .kind = "context"},
+          .apply = [options](const nn::AnyRef& root,
+                             const DeviceMesh& axis) { context_parallel(root, axis, options); },
+          .is_applied = is_context_parallel};
+}
+
+ContextParallelOptions ContextParallelSettings::options() const {
+  return {.load_balancer =
+              load_balancer == "headtail" ? ContextLoadBalancer::HeadTail : ContextLoadBalancer::None,
+          .rotate_method =
+              rotate_method == "allgather" ? ContextRotateMethod::AllGather : ContextRotateMethod::AllToAll,
+          .attention = attention == "ring" ? ContextAttention::Ring : ContextAttention::AllGatherKv};
+}
+
+void describe(config::Table<ContextParallelSettings>& table) {
+  using Settings = ContextParallelSettings;
+  config::Constraint balancers = config::one_of({"headtail", "None"});
+  balancers.allowed += " (\"ptrr\" balances the block masks of flex attention, which isn't here)";
+  table.field("degree", &Settings::degree, "ranks that share each sequence", config::at_least(1));
+  table.field("load_balancer", &Settings::load_balancer,
+              "how a sequence is dealt: an early with a late chunk to each rank, or contiguous parts",
+              balancers);
+  table.field("rotate_method", &Settings::rotate_method,
+              "how keys and values come to the other ranks: gathered at once, or passed around the ring",
+              config::one_of({"allgather", "alltoall"}));
+  table.field("attention", &Settings::attention,
+              "keys come block by block (\"ring\", which the rotate method is of), or all at once before any "
+              "attention: fewer collectives, for short sequences on fast links",
+              config::one_of({"ring", "allgather_kv"}));
+}
+
+std::shared_ptr<const ParallelismSpec> context_parallelism_spec() {
+  using Settings = ContextParallelSettings;
+  ParallelismKind<Settings> kind;
+  kind.axis = "cp";
+  kind.apply = [](const nn::AnyRef& root, const DeviceMesh& axis, const Settings& settings) {
+    context_parallel(root, axis, settings.options());
+  };
+  kind.is_applied = is_context_parallel;
+  kind.parts_per_rank = [](const Settings& settings) {
+    return settings.options().load_balancer == ContextLoadBalancer::HeadTail ? 2 : 1;
+  };
+  kind.find_problems = [](const Settings& settings) -> std::vector<SettingProblem> {
+    if (settings.attention == "ring" || settings.rotate_method == "allgather") return {};
+    return {{"context_parallel_rotate_method", str("is of the ring; context_parallel_attention = \"",
+                                                   settings.attention, "\" knows \"allgather\" only")}};
+  };
+  kind.key_prefix = "context_parallel_";
+  kind.always_in_mesh = true;
+  return std::make_shared<const detail::ParallelismOf<Settings>>("context", std::move(kind));
+}
+
 bool is_context_parallel(const nn::AnyRef& root) {
   for (const auto& module : root.module().modules()) {
     const auto* host = dynamic_cast<nn::HookHost*>(module.get());

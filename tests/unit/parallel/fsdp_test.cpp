@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include "parallel/pipeline_runtime.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
@@ -13,7 +14,6 @@
 #include "titan/nn/linear.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
-#include "titan/parallel/pipeline_runtime.h"
 
 namespace titan {
 namespace {
