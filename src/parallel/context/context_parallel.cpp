@@ -1,5 +1,6 @@
 #include "titan/parallel/context_parallel.h"
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -166,11 +167,10 @@ std::shared_ptr<const ParallelismSpec> context_parallelism_spec() {
 }
 
 bool is_context_parallel(const nn::AnyRef& root) {
-  for (const auto& module : root.module().modules()) {
-    const auto* host = dynamic_cast<nn::HookHost*>(module.get());
-    if (host && dynamic_cast<CutSequences*>(host->prepare_input_hook.get())) return true;
-  }
-  return false;
+  const auto hosts = nn::hook_hosts(root.module());
+  return std::any_of(hosts.begin(), hosts.end(), [](const nn::HookHost* host) {
+    return dynamic_cast<CutSequences*>(host->prepare_input_hook.get()) != nullptr;
+  });
 }
 
 }  // namespace titan

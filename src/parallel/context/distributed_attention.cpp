@@ -27,13 +27,12 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
     TITAN_CHECK(!at::GradMode::is_enabled(), name(),
                 " has no second derivative: call backward with create_graph = false");
     // All of them before the first collective: a checkpoint may run the module again for the first.
-    const at::Tensor queries = q.unpack(), keys = k.unpack(), values = v.unpack(),
-                     result = out.unpack(getptr()), sums = log_sum_exp.unpack();
-    const at::Tensor grad = grads[0].defined() ? grads[0] : at::zeros_like(result);
+    const SavedAttention saved{q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()),
+                               log_sum_exp.unpack()};
+    const at::Tensor grad = grads[0].defined() ? grads[0] : at::zeros_like(saved.out);
     ops::BelowAutograd guard;
-    const auto found = attention->backward(grad, queries, keys, values, result, sums,
-                                           {"context_parallel::backward", module});
-    const auto dtype = queries.scalar_type();
+    const auto found = attention->backward(saved, grad, {"context_parallel::backward", module});
+    const auto dtype = saved.q.scalar_type();
     return {found.q_BSHD.to(dtype), found.k_BTKD.to(dtype), found.v_BTKD.to(dtype)};
   }
   void release_variables() override {
@@ -147,10 +146,9 @@ ops::AttentionSum GatheredAttention::forward(const at::Tensor& q, const at::Tens
   return sum;
 }
 
-ops::AttentionGradients GatheredAttention::backward(const at::Tensor& grad, const at::Tensor& q,
-                                                    const at::Tensor& k, const at::Tensor& v,
-                                                    const at::Tensor& out, const at::Tensor& log_sum_exp,
+ops::AttentionGradients GatheredAttention::backward(const SavedAttention& saved, const at::Tensor& grad,
                                                     dist::Label label) {
+  const auto& [q, k, v, out, log_sum_exp] = saved;
   const KeyValues whole = gather({k, v}, label);
   const auto options = q.options().dtype(log_sum_exp.scalar_type());
   const at::Tensor grad_q = at::zeros(q.sizes(), options);
@@ -203,10 +201,9 @@ ops::AttentionSum RingAttention::forward(const at::Tensor& q, const at::Tensor& 
   return sum;
 }
 
-ops::AttentionGradients RingAttention::backward(const at::Tensor& grad, const at::Tensor& q,
-                                                const at::Tensor& k, const at::Tensor& v,
-                                                const at::Tensor& out, const at::Tensor& log_sum_exp,
+ops::AttentionGradients RingAttention::backward(const SavedAttention& saved, const at::Tensor& grad,
                                                 dist::Label label) {
+  const auto& [q, k, v, out, log_sum_exp] = saved;
   const at::ScalarType dtype = log_sum_exp.scalar_type();
   const at::Tensor grad_q = at::zeros(q.sizes(), q.options().dtype(dtype));
   KeyValues held{k, v};

@@ -12,6 +12,11 @@
 
 namespace titan::context {
 
+/// This rank's part of a forward, for the backward. Sizes as in ops::AttentionSum.
+struct SavedAttention {
+  at::Tensor q, k, v, out, log_sum_exp;
+};
+
 /// Attention as the ranks of a group compute it together. One serves all modules of a model, one call at a
 /// time: its buffers are used again.
 class DistributedAttention {
@@ -22,11 +27,10 @@ class DistributedAttention {
   /// Attention of this rank's queries over the keys of all ranks.
   virtual ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     dist::Label label) = 0;
-  /// `grad` and `out` are of this rank's queries; the result is whole for this rank's queries, keys and
-  /// values. Summed in at least fp32; a gradient may come rounded to the dtype of what it is of.
-  virtual ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                           const at::Tensor& v, const at::Tensor& out,
-                                           const at::Tensor& log_sum_exp, dist::Label label) = 0;
+  /// Whole gradients of this rank's queries, keys and values. Summed in at least fp32; a gradient may be
+  /// rounded to its tensor's dtype.
+  virtual ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
+                                           dist::Label label) = 0;
 
  private:
   SequenceLayout layout_;
@@ -54,8 +58,7 @@ class GatheredAttention final : public DistributedAttention {
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override;
-  ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+  ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
                                    dist::Label label) override;
 
  private:
@@ -63,7 +66,7 @@ class GatheredAttention final : public DistributedAttention {
   KeyValues reduce(const at::Tensor& whole, dist::Label label);
 
   std::shared_ptr<dist::Group> group_;
-  Buffer own_, by_rank_, in_order_, gradients_;
+  Scratch own_, by_rank_, in_order_, gradients_;
 };
 
 /// [Note: ring attention]
@@ -77,8 +80,7 @@ class RingAttention final : public DistributedAttention {
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override;
-  ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+  ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
                                    dist::Label label) override;
 
  private:

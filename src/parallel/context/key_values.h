@@ -4,21 +4,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "parallel/scratch.h"
 #include "titan/dist/collectives.h"
 #include "titan/parallel/context_parallel.h"
 
 namespace titan::context {
-
-/// Memory that is used again by every layer and step; grows to the longest sequence.
-class Buffer {
- public:
-  /// Contiguous; what is in it is anything. One at a time: the next call hands out the same memory.
-  at::Tensor get(at::IntArrayRef sizes, const at::TensorOptions& options);
-
- private:
-  at::Tensor memory_;  // bytes
-  at::Tensor last_;    // what was handed out: a model's layers ask for the same
-};
 
 /// Hands a tensor to the next rank of a group while it takes one from the rank before. One at a time.
 class RingExchange {
@@ -40,8 +30,8 @@ class RingExchange {
 struct KeyValues {
   at::Tensor k, v;
   static KeyValues of_packed(const at::Tensor& packed) { return {packed.select(0, 0), packed.select(0, 1)}; }
-  /// Copies both into one tensor [2, B, S, K, E] from `buffer`: a message.
-  at::Tensor pack(Buffer& buffer) const;
+  /// Copies both into one tensor [2, B, S, K, E] from `memory`: a message.
+  at::Tensor pack(Scratch& memory) const;
 };
 
 /// Brings the keys and values of all ranks past this one. At hop i they are those of rank (r - i) mod N.
@@ -74,7 +64,7 @@ class GradientRing {
   KeyValues finish();
 
  private:
-  Buffer buffers_[3];
+  Scratch buffers_[3];
   RingExchange exchange_;
   dist::Label label_;
   at::Tensor contributions_, received_, sending_;  // packed

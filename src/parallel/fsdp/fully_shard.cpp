@@ -18,14 +18,11 @@ constexpr double kMiB = 1024.0 * 1024.0;
 
 std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root) {
   std::vector<std::shared_ptr<FsdpState>> states;
-  const auto visit = [&](torch::nn::Module& module) {
-    const auto* host = dynamic_cast<nn::HookHost*>(&module);
-    auto state = host ? std::dynamic_pointer_cast<FsdpState>(host->fsdp_hook) : nullptr;
+  for (const nn::HookHost* host : nn::hook_hosts(root)) {
+    auto state = std::dynamic_pointer_cast<FsdpState>(host->fsdp_hook);
     if (state && std::find(states.begin(), states.end(), state) == states.end())
       states.push_back(std::move(state));
-  };
-  visit(root);
-  for (const auto& module : root.modules(/*include_self=*/false)) visit(*module);
+  }
   return states;
 }
 

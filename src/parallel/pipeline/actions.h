@@ -21,6 +21,15 @@ std::optional<Action> parse_action(std::string_view text);
 // The input that an action needs from another stage, and how it travels: within a rank it is handed over, between ranks a
 // message brings it. Every directed pair of ranks has one channel, first in, first out, for whatever travels.
 
+/// Whether a rank has an action of such a kind.
+template <class Predicate>
+bool any_kind(const Schedule& schedule, const Predicate& predicate) {
+  for (const auto& actions : schedule.ranks)
+    for (const Action& action : actions)
+      if (predicate(action.kind)) return true;
+  return false;
+}
+
 /// The stage whose output (for F) or input gradient (for B and I) the action works on; none at the pipeline's
 /// ends and for any other action.
 std::optional<int> source_stage(const Schedule& schedule, const Action& action);

@@ -176,13 +176,6 @@ namespace {
 using Kind = Action::Kind;
 using Actions = std::vector<Action>;
 
-bool has_kind(const Schedule& schedule, std::initializer_list<Kind> kinds) {
-  for (const Actions& actions : schedule.ranks)
-    for (const Action& action : actions)
-      if (std::find(kinds.begin(), kinds.end(), action.kind) != kinds.end()) return true;
-  return false;
-}
-
 /// The stages of a rank that are gathered, while its actions are gone through.
 class Gathering {
  public:
@@ -275,8 +268,9 @@ Actions with_reduction(const Actions& actions) {
 
 Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages) {
   TITAN_CHECK(max_gathered_stages >= 1, "max_gathered_stages is 1 or more, not ", max_gathered_stages);
-  const bool gathers = has_kind(schedule, {Kind::Unshard, Kind::Reshard}),
-             reduces = has_kind(schedule, {Kind::Reduce});
+  const bool gathers =
+                 any_kind(schedule, [](Kind kind) { return kind == Kind::Unshard || kind == Kind::Reshard; }),
+             reduces = any_kind(schedule, [](Kind kind) { return kind == Kind::Reduce; });
   Schedule whole = schedule;
   for (Actions& actions : whole.ranks) {
     if (!gathers) actions = with_gathering(actions, max_gathered_stages);

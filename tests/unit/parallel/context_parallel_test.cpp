@@ -94,8 +94,8 @@ TEST(SequenceLengths, ThatDontDivideAreRefused) {
   EXPECT_THROW(plain.check_length(10), Error);
 }
 
-TEST(ContextBuffer, IsUsedAgainForSmallerOnesOfAnyType) {
-  Buffer buffer;
+TEST(Scratch, SmallerTensorsOfAnyTypeReuseTheMemory) {
+  Scratch buffer;
   const at::Tensor large = buffer.get({4, 6}, at::TensorOptions(at::kDouble));
   const at::Tensor small = buffer.get({3, 5}, at::TensorOptions(at::kBFloat16));
   EXPECT_EQ(small.scalar_type(), at::kBFloat16);

@@ -36,7 +36,7 @@ class PlayedRank {
   void forward() { sum_ = attention_->forward(q_, kv_, kv_, kForward); }
   void backward() {
     const at::Tensor out = sum_.out_BSHD.to(at::kBFloat16);
-    attention_->backward(out, q_, kv_, kv_, out, sum_.log_sum_exp_BHS, kBackward);
+    attention_->backward({q_, kv_, kv_, out, sum_.log_sum_exp_BHS}, out, kBackward);
   }
 
   std::vector<dist::CallRecord> calls(std::string_view phase) const {
