@@ -40,7 +40,7 @@ struct ParallelismSettings {
   config::DynamicTable args = {};
 
   int64_t pipeline_parallel_degree = 1;             ///< ranks, which may have several stages each
-  std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_generators.h
+  std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_schedule.h
   std::string pipeline_parallel_schedule_csv;       ///< a file, in place of what the schedule's name makes
   int64_t pipeline_parallel_microbatch_size = 1;    ///< sequences; a divisor of the local batch size
   std::optional<int64_t> pipeline_parallel_max_live_activations;  ///< of a rank, per stage; unset: no limit

@@ -78,8 +78,8 @@ class ParameterList {
   std::vector<Parameter> list_;
 };
 
-// A parameter shared between pipeline stages has its name in the whole model, and so the numbers it is
-// drawn from.
+// A parameter shared between pipeline stages has its name in the whole model, so all copies are drawn with
+// the same numbers.
 void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence) {
   for (const nn::SharedParameter& shared : sequence.shared_parameters())
     for (Parameter& parameter : list) {
@@ -91,7 +91,7 @@ void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence
     }
 }
 
-// True for each parameter that has no values yet and is to be drawn.
+// True for each parameter without values, which has to be drawn.
 std::vector<bool> find_deferred(const std::vector<Parameter>& list) {
   std::vector<bool> drawn;
   for (const Parameter& parameter : list) drawn.push_back(is_deferred(parameter.data.local));
@@ -127,7 +127,7 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
              parameter.data.global_shape, parameter.data.box);
     torch::autograd::impl::bump_version(parameter.data.local);
   }
-  // The compute parameter's: the shard may be in host memory beside it.
+  // The device of the compute parameter, as its shard may be in host memory.
   const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].compute.device();
   for (nn::HookHost* host : hosts) host->reset_buffers(device);
 }

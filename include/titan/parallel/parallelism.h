@@ -69,13 +69,13 @@ struct ParallelismKind {
   std::function<bool(const nn::AnyRef& root)> is_applied;
   std::function<int(const Settings&)> parts_per_rank = {};                         ///< default: 1
   std::function<std::vector<SettingProblem>(const Settings&)> find_problems = {};  ///< default: none
-  /// What its keys in [parallelism] begin with. Default: "args.<name>.", a table of its own.
+  /// The prefix of its keys in [parallelism]. Default: "args.<name>.", a table of its own.
   std::string key_prefix = {};
   bool always_in_mesh = false;  ///< RowAxis::always_in_mesh
 };
 
-/// A registered parallelism with the type of its settings erased: `settings` is what make_settings() returned;
-/// null stands for the defaults where it is const.
+/// A registered parallelism with the type of its settings erased: `settings` is what make_settings()
+/// returned; null stands for the defaults where it is const.
 class ParallelismSpec {
  public:
   virtual ~ParallelismSpec() = default;

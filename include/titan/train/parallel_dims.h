@@ -37,8 +37,8 @@ struct RowMesh {
   DeviceMesh mesh;
 };
 
-/// The grid pp, dp_replicate, dp_shard, the axes whose ranks share rows (cp first), tp (row-major, tp fastest)
-/// and the sub-meshes that the trainer uses.
+/// The grid pp, dp_replicate, dp_shard, the axes whose ranks share rows (cp), tp (row-major, tp fastest) and the
+/// sub-meshes that the trainer uses.
 struct Meshes {
   DeviceMesh world;
   DeviceMesh pp;     ///< pipeline parallel, one axis

@@ -20,8 +20,8 @@ using context::SequenceLayout;
 
 bool is_of_sequences(const at::Tensor& input) { return input.scalar_type() == at::kLong && input.dim() == 2; }
 
-// Cuts whole sequences down to this rank's tokens at the top of the root's call. Hidden states that a
-// pipeline stage gets from the one before are of this rank's tokens already.
+// Cuts whole sequences down to this rank's tokens when the root is called. Hidden states from an earlier
+// pipeline stage have only this rank's tokens already.
 class CutSequences final : public nn::CallHook {
  public:
   CutSequences(SequenceLayout layout, int rank, bool expects_tokens, std::shared_ptr<nn::CallHook> inner)
@@ -54,10 +54,10 @@ class CutSequences final : public nn::CallHook {
   SequenceLayout layout_;
   int rank_;
   bool expects_tokens_;
-  std::shared_ptr<nn::CallHook> inner_;  // what was in the slot before
+  std::shared_ptr<nn::CallHook> inner_;  // the slot's previous hook
 };
 
-// Kept for the last lengths that came: those of training and of validation.
+// Caches the positions for recent lengths: those of training and of validation.
 class LocalPositions final : public nn::TokenPositions {
  public:
   LocalPositions(SequenceLayout layout, int rank) : layout_(layout), rank_(rank) {}

@@ -16,8 +16,8 @@ namespace {
 using ops::SavedVariable;
 using torch::autograd::variable_list;
 
-// Not ops::BackwardNode: the peers run their part of the backward whether or not this rank's output took part
-// in its loss, so a missing gradient is one of zeros.
+// Not an ops::BackwardNode: peers run their part of the backward even if this rank's loss doesn't depend on
+// its output, so a missing gradient counts as zeros.
 struct DistributedAttentionBackward final : torch::autograd::Node {
   SavedVariable q, k, v, out, log_sum_exp;
   std::shared_ptr<DistributedAttention> attention;
@@ -26,7 +26,7 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     TITAN_CHECK(!at::GradMode::is_enabled(), name(),
                 " has no second derivative: call backward with create_graph = false");
-    // All of them before the first collective: a checkpoint may run the module again for the first.
+    // Unpacked before the first collective: unpacking may make a checkpoint run the module again.
     const SavedAttention saved{q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()),
                                log_sum_exp.unpack()};
     const at::Tensor grad = grads[0].defined() ? grads[0] : at::zeros_like(saved.out);
@@ -43,8 +43,8 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
 
 using Result = std::tuple<at::Tensor, at::Tensor>;
 
-// Blocks are computed from the number of a rank's tokens, so a module that adds or drops some would see wrong
-// ones.
+// Blocks are computed from the number of a rank's tokens, so they would be wrong for a module that adds or
+// drops some.
 void check_inputs(const SequenceLayout& layout, const char* module, const at::Tensor& q, const at::Tensor& k,
                   const at::Tensor& v) {
   TITAN_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
@@ -224,7 +224,7 @@ ops::AttentionGradients RingAttention::backward(const SavedAttention& saved, con
     gradient_ring_.pass_on(block.has_value());
   }
   const KeyValues own = gradient_ring_.finish();
-  // The ring's memory is the next layer's; so these are copies, rounded on the way.
+  // The next layer reuses the ring's memory, so these are copies, already rounded.
   const auto copy = [&](const at::Tensor& x) {
     return x.to(k.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   };

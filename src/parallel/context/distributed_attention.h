@@ -17,8 +17,8 @@ struct SavedAttention {
   at::Tensor q, k, v, out, log_sum_exp;
 };
 
-/// Attention as the ranks of a group compute it together. One serves all modules of a model, one call at a
-/// time: its buffers are used again.
+/// Attention that the ranks of a group compute together. One object serves all modules of a model, one call
+/// at a time, because it reuses its buffers.
 class DistributedAttention {
  public:
   explicit DistributedAttention(SequenceLayout layout) : layout_(layout) {}
@@ -71,9 +71,9 @@ class GatheredAttention final : public DistributedAttention {
 
 /// [Note: ring attention]
 /// At hop i rank r has the keys and values of rank (r - i) mod N, and adds its queries' attention over them
-/// to a sum in fp32 ([Note: attention in parts]); the keys of hop i + 1 are on their way meanwhile. In the
-/// backward they come round once more; each hop gives gradients of the rank's own queries, and contributions
-/// to those of the keys at hand, which follow their keys on the ring and end at home.
+/// to a sum in fp32 ([Note: attention in parts]) while the keys of hop i + 1 travel. In the backward, keys
+/// travel around the ring again; each hop adds to the gradients of the rank's own queries and to those of the
+/// current keys, which follow their keys around the ring and end at the keys' own rank.
 class RingAttention final : public DistributedAttention {
  public:
   RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout, ContextRotateMethod method);

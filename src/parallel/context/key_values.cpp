@@ -10,7 +10,7 @@
 namespace titan::context {
 
 // Even ranks send first, odd ones receive first. A backend that runs its calls one after the other (NCCL)
-// would stand still if all of them sent; this way, in a ring of any size, somebody is at the other end.
+// would deadlock if all of them sent first; this order works in a ring of any size.
 void RingExchange::start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
   const int rank = group_->rank(), size = group_->size();
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
@@ -67,7 +67,7 @@ class NeighbourRotation final : public KeyValueRotation {
     next_ = buffers_[1].get(current_.sizes(), current_.options());
     exchange_.start(current_, next_, label_);
   }
-  // The keys of the last block are computed with and sent on: the next transfer overwrites them.
+  // The keys of the last block have been used and sent on: the next transfer overwrites them.
   KeyValues hop(int i) override {
     exchange_.wait();
     std::swap(current_, next_);

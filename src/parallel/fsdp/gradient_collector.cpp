@@ -100,7 +100,7 @@ void GradientCollector::open_collected() {
   zero_padding();
 }
 
-// Elements of no parameter travel too; they must not be NaN or slow denormals.
+// Padding travels, too; it must hold no NaN and no slow denormals.
 void GradientCollector::zero_padding() {
   if (!layout_.has_padding()) return;
   const int64_t stride = layout_.trainable_numel();

@@ -64,7 +64,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void start_unshard();
   /// Waits for it and gives the compute parameters their memory.
   void finish_unshard();
-  /// Takes back a gather that nobody will use.
+  /// Cancels an unused gather.
   void cancel_unshard();
   /// Frees the compute parameters' memory where it is a gathered copy.
   void reshard();
@@ -81,7 +81,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool start_reduce(bool last_micro_batch);
   /// Takes the next link of the reduction; true when the shards' gradients are complete.
   bool advance_reduce();
-  /// Earlier micro-batches left gradients that wait for the last one's reduction.
+  /// Whether gradients of earlier micro-batches wait for the last one's reduction.
   bool owes_reduction() const { return gradients_.owes_reduction(); }
   void discard_gradients() { gradients_.discard(); }
 

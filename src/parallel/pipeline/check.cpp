@@ -1,4 +1,4 @@
-// The checker: each action by itself, and whether all are there.
+// The checker: each action alone, and whether any is missing.
 
 #include "parallel/pipeline/check.h"
 

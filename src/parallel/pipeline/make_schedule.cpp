@@ -31,7 +31,7 @@ bool whole_rounds(int num_ranks, int num_micro_batches) {
          0;
 }
 
-// The nearest counts that do: below and above.
+// The nearest valid counts, below and above.
 std::string whole_rounds_nearby(int num_ranks, int num_micro_batches) {
   int below = num_micro_batches, above = num_micro_batches;
   while (!whole_rounds(num_ranks, below)) --below;
@@ -208,7 +208,7 @@ Schedule repeat(const Schedule& schedule, int times) {
 
 namespace {
 
-/// In steps of one forward a rank, as if all took equally long.
+/// Advances in steps of one forward per rank, as if all took the same time.
 class ForwardOnly {
  public:
   explicit ForwardOnly(Schedule& schedule)
@@ -226,8 +226,7 @@ class ForwardOnly {
     return done_[stage] < schedule_.num_micro_batches && (stage == 0 || done_[stage] < done_[stage - 1]);
   }
 
-  // Chosen for all ranks before any counts as done: what a stage computes is there for the next one a step
-  // later.
+  // Chooses for all ranks before any counts as done: the next stage can use a result one step later.
   void step() {
     std::vector<int> chosen;
     for (const std::vector<int>& stages : stages_) {

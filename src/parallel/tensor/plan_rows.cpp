@@ -51,7 +51,7 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
 }
 
 // The first of several products over one input exchanges it; the others do nothing. Before the first run, all
-// are told.
+// of them are shown.
 void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
   const tp::Traffic& traffic = *split.exchanged();
   if (ran && traffic.calls == 0) return;
