@@ -136,9 +136,10 @@ class RecomputeFrame::Refill final : public SavedTensorHooks,
     return tensors_.size() - 1;
   }
   const at::Tensor& tensor(size_t number) const {
-    TITAN_CHECK(number < tensors_.size(), "a backward through the recompute of '", module_,
-                "', which is over and has kept nothing: detach() what a checkpointed module keeps of its "
-                "forward beside its results");
+    TITAN_CHECK(
+        number < tensors_.size(), "a backward through the recompute of '", module_,
+        "', which has ended and kept nothing: detach() tensors that a checkpointed module keeps from its "
+        "forward beside its results");
     return tensors_[number];
   }
   void drop(size_t number) {
@@ -245,8 +246,8 @@ void RecomputeFrame::abandon(size_t slot) {
 at::Tensor RecomputeFrame::take(size_t slot) {
   const std::lock_guard lock(mutex_);
   TITAN_CHECK(!recomputing_, "while '", host_.fqn(),
-              "' was computed again, a backward came to its forward's graph: a checkpointed module can't "
-              "differentiate through what it kept of an earlier forward");
+              "' was recomputed, a backward reached its forward's graph: a checkpointed module can't "
+              "differentiate through tensors that it kept from an earlier forward");
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward_ != backward)
     for (Slot& each : slots_) each.value.reset();  // of a backward that didn't ask for them

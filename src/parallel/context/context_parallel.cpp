@@ -43,9 +43,10 @@ class CutSequences final : public nn::CallHook {
     std::optional<int64_t> length;
     for (const at::Tensor* input : inputs) {
       if (!is_of_sequences(*input)) continue;
-      TITAN_CHECK(!length || *length == input->size(1), "context_parallel: module '", host.fqn(),
-                  "' was called with int64 tensors of [batch, ", *length, "] and [batch, ", input->size(1),
-                  "]; all of two dimensions are cut as sequences, which have to be of one length");
+      TITAN_CHECK(
+          !length || *length == input->size(1), "context_parallel: module '", host.fqn(),
+          "' was called with int64 tensors of [batch, ", *length, "] and [batch, ", input->size(1),
+          "]; all int64 tensors of two dimensions are cut as sequences and must have the same length");
       length = input->size(1);
     }
     return length;
@@ -107,8 +108,9 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
   }
   const nn::LayerSequence* sequence = nn::layer_sequence(root);
   const bool is_part = sequence && !sequence->is_whole();
-  TITAN_CHECK(num_users > 0 || is_part, "context_parallel: no module below '", root.host().fqn(),
-              "' attends through a core (nn::Attention does; one's own implements nn::AttentionUser)");
+  TITAN_CHECK(
+      num_users > 0 || is_part, "context_parallel: no module below '", root.host().fqn(),
+      "' attends through a core (nn::Attention does; a module of your own implements nn::AttentionUser)");
   auto& slot = root.host().prepare_input_hook;
   slot = std::make_shared<CutSequences>(layout, group->rank(), !is_part || sequence->is_first(), slot);
 }
@@ -134,13 +136,13 @@ void describe(config::Table<ContextParallelSettings>& table) {
   balancers.allowed += " (\"ptrr\" balances the block masks of flex attention, which isn't here)";
   table.field("degree", &Settings::degree, "ranks that share each sequence", config::at_least(1));
   table.field("load_balancer", &Settings::load_balancer,
-              "how a sequence is dealt: an early with a late chunk to each rank, or contiguous parts",
+              "how a sequence is divided: an early and a late chunk for each rank, or contiguous parts",
               balancers);
   table.field("rotate_method", &Settings::rotate_method,
-              "how keys and values come to the other ranks: gathered at once, or passed around the ring",
+              "how keys and values reach the other ranks: gathered at once, or passed around the ring",
               config::one_of({"allgather", "alltoall"}));
   table.field("attention", &Settings::attention,
-              "keys come block by block (\"ring\", which the rotate method is of), or all at once before any "
+              "keys arrive block by block (\"ring\", which has the rotate method), or all at once before any "
               "attention: fewer collectives, for short sequences on fast links",
               config::one_of({"ring", "allgather_kv"}));
 }
@@ -158,8 +160,8 @@ std::shared_ptr<const ParallelismSpec> context_parallelism_spec() {
   };
   kind.find_problems = [](const Settings& settings) -> std::vector<SettingProblem> {
     if (settings.attention == "ring" || settings.rotate_method == "allgather") return {};
-    return {{"context_parallel_rotate_method", str("is of the ring; context_parallel_attention = \"",
-                                                   settings.attention, "\" knows \"allgather\" only")}};
+    return {{"context_parallel_rotate_method", str("is for ring attention; context_parallel_attention = \"",
+                                                   settings.attention, "\" supports \"allgather\" only")}};
   };
   kind.key_prefix = "context_parallel_";
   kind.always_in_mesh = true;

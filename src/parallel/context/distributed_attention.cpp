@@ -53,10 +53,9 @@ void check_inputs(const SequenceLayout& layout, const char* module, const at::Te
               "context parallelism: module '", module,
               "' has to attend with q [B, S, H, E] and k, v [B, S, K, E], H a multiple of K, got ", q.sizes(),
               ", ", k.sizes(), ", ", v.sizes());
-  TITAN_CHECK(
-      q.size(1) > 0 && q.size(1) % layout.chunks_per_rank() == 0, "context parallelism: module '", module,
-      "' attends with ", q.size(1), " tokens of this rank, which holds ", layout.chunks_per_rank(),
-      " chunks of one length; a module must neither add tokens to those that it is given nor drop any");
+  TITAN_CHECK(q.size(1) > 0 && q.size(1) % layout.chunks_per_rank() == 0, "context parallelism: module '",
+              module, "' attends with ", q.size(1), " tokens of this rank, which holds ",
+              layout.chunks_per_rank(), " chunks of one length; a module must not add or drop tokens");
 }
 
 }  // namespace

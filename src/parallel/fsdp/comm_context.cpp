@@ -119,8 +119,8 @@ void CommContext::cancel_prefetches() {
 
 int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
   TITAN_CHECK(!in_backward_, "the forward of '", group->name(),
-              "' was called inside a backward: wrap the module that is computed again (activation "
-              "checkpointing) in fully_shard, not modules inside of it");
+              "' was called inside a backward: wrap the module that is recomputed (activation "
+              "checkpointing) in fully_shard, not modules inside it");
   order_.push_back(group.get());
   group->remember_stream();
   group->start_unshard();

@@ -142,7 +142,7 @@ ops::Operand ParamGroup::float8_weight(size_t slot) const {
 
 ops::Operand GatheredWeight::weight() const {
   const auto group = group_.lock();
-  TITAN_CHECK(group, "a weight that was gathered in Float8 is used after its model's shards are gone");
+  TITAN_CHECK(group, "a weight that was gathered in Float8 is used after its model was destroyed");
   return group->float8_weight(slot_);
 }
 
@@ -153,9 +153,9 @@ bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._versio
 
 // A holder of something computed from a parameter, a scale say, checks the parameter's version; a gather
 // writes them past LibTorch.
-void ParamGroup::tell_of_new_values() {
-  if (told_version_ == flat_shard_._version()) return;
-  told_version_ = flat_shard_._version();
+void ParamGroup::bump_compute_versions() {
+  if (announced_version_ == flat_shard_._version()) return;
+  announced_version_ = flat_shard_._version();
   for (const ManagedParam& param : params_) {
     param.compute.unsafeGetTensorImpl()->bump_version();
     // A parameter may have been made as a view. LibTorch would take the group's node for outdated, and make
@@ -166,7 +166,7 @@ void ParamGroup::tell_of_new_values() {
 }
 
 void ParamGroup::start_unshard() {
-  tell_of_new_values();
+  bump_compute_versions();
   if (state_ == State::Gathered && (!stale() || holds_whole_parameters())) return;
   if (state_ == State::Gathering && !stale()) return;
   cancel_unshard();

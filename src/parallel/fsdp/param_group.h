@@ -132,7 +132,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void connect_gradients();
 
   bool stale() const;
-  void tell_of_new_values();
+  void bump_compute_versions();
   void alias_shards();
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
@@ -166,11 +166,11 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   Float8Weights float8_;  // none: all travel in param_dtype_
 
   State state_ = State::Sharded;
-  uint32_t gathered_version_ = 0;  // flat_shard_'s version when it was gathered last
-  uint32_t told_version_ = 0;      // flat_shard_'s version that the compute parameters' versions stand for
-  at::Tensor packed_;              // [parts, n]: on its way
-  at::Tensor full_;                // gathered memory of all compute parameters
-  at::Tensor kept_part_;           // to_size: this rank's part between forward and backward
+  uint32_t gathered_version_ = 0;   // flat_shard_'s version when it was gathered last
+  uint32_t announced_version_ = 0;  // flat_shard_'s version that the compute parameters' versions stand for
+  at::Tensor packed_;               // [parts, n]: on its way
+  at::Tensor full_;                 // gathered memory of all compute parameters
+  at::Tensor kept_part_;            // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;
   dist::Work gather_work_;
   dist::Stream forward_stream_;

@@ -104,7 +104,7 @@ class RankSearch {
       TITAN_CHECK(
           num_stages_ % num_ranks_ == 0 && rank_of_stage[static_cast<size_t>(stage)] ==
                                                (to_the_left(stage / num_ranks_) ? num_ranks_ - 1 - at : at),
-          "a balanced split with a memory limit knows loops and Vs of stages only");
+          "a balanced split with a memory limit supports loops and Vs of stages only");
     }
   }
 

@@ -266,7 +266,8 @@ Actions with_reduction(const Actions& actions) {
 }  // namespace
 
 Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages) {
-  TITAN_CHECK(max_gathered_stages >= 1, "max_gathered_stages is 1 or more, not ", max_gathered_stages);
+  TITAN_CHECK(max_gathered_stages >= 1, "expected max_gathered_stages of 1 or more, got ",
+              max_gathered_stages);
   const bool gathers =
                  any_kind(schedule, [](Kind kind) { return kind == Kind::Unshard || kind == Kind::Reshard; }),
              reduces = any_kind(schedule, [](Kind kind) { return kind == Kind::Reduce; });

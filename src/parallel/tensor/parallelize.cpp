@@ -220,7 +220,7 @@ class Parallelizer {
            const char* what) const {
     if (slot)
       throw ConfigError(
-          str("parallelize: something else prepares the ", what, " of module '", name_, "' already"));
+          str("parallelize: another hook prepares the ", what, " of module '", name_, "' already"));
     slot = std::make_shared<ConversionHook>(std::move(conversion), std::move(tensors), style_);
   }
 

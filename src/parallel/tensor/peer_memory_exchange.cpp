@@ -171,7 +171,7 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
 }  // namespace
 
 PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
-  TITAN_CHECK(count() > 1, "an exchange by peers' memory needs peers; the group has one rank");
+  TITAN_CHECK(count() > 1, "an exchange through symmetric memory needs two or more ranks; the group has one");
   traffic_->way = "through symmetric memory";
 }
 

@@ -142,7 +142,7 @@ TEST_F(JobConfigTest, ReshardSizeDividesTheShards) {
   EXPECT_TRUE(problems_of({"--parallelism.fsdp_reshard_after_forward", "2"}, 4).empty());
 }
 
-TEST_F(JobConfigTest, RotationIsOfTheRing) {
+TEST_F(JobConfigTest, RotationIsForTheRing) {
   const std::vector<std::string> words = {"--parallelism.context_parallel_degree", "2",
                                           "--parallelism.context_parallel_rotate_method", "alltoall"};
   EXPECT_TRUE(problems_of(words, 2).empty());
@@ -150,7 +150,7 @@ TEST_F(JobConfigTest, RotationIsOfTheRing) {
   gathered.insert(gathered.end(), {"--parallelism.context_parallel_attention", "allgather_kv"});
   const auto problems = problems_of(gathered, 2);
   ASSERT_EQ(problems.size(), 1u);
-  EXPECT_NE(problems[0].find("is of the ring; context_parallel_attention = \"allgather_kv\" knows"),
+  EXPECT_NE(problems[0].find("is for ring attention; context_parallel_attention = \"allgather_kv\" supports"),
             std::string::npos)
       << problems[0];
 }

@@ -73,7 +73,7 @@ TEST(PipelineCheck, RefusesWrongShapes) {
   schedule.num_micro_batches = 1 << 30;
   EXPECT_THAT(first_problem(schedule), HasSubstr("only 8 actions for 1073741824 micro-batches of 2 stages"));
   schedule.num_micro_batches = 0;
-  EXPECT_THAT(first_problem(schedule), HasSubstr("1 stage and 1 micro-batch or more"));
+  EXPECT_THAT(first_problem(schedule), HasSubstr("1 or more stages and micro-batches"));
   schedule.ranks.clear();
   EXPECT_EQ(first_problem(schedule), "there is no rank");
   EXPECT_THROW(find_problems(good, {.channel_capacity = -1}), Error);

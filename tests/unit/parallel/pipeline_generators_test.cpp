@@ -139,8 +139,8 @@ TEST(PipelineGenerators, RefusesWrongCountsAndNamesValidOnes) {
   EXPECT_THAT(problem_of_making("InterleavedZeroBubble", 4, 8, 9), HasSubstr("8 or 10 would do"));
   EXPECT_THAT(problem_of_making("ZBVZeroBubble", 4, 12, 8), HasSubstr("exactly two stages a rank, 8 in all"));
   EXPECT_THAT(problem_of_making("DualPipeV", 4, 8, 7), HasSubstr("at least 8 micro-batches"));
-  EXPECT_THAT(problem_of_making("GPipe", 0, 0, 8), HasSubstr("1 rank or more"));
-  EXPECT_THAT(problem_of_making("GPipe", 4, 4, 0), HasSubstr("1 micro-batch or more"));
+  EXPECT_THAT(problem_of_making("GPipe", 0, 0, 8), HasSubstr("1 or more pipeline ranks"));
+  EXPECT_THAT(problem_of_making("GPipe", 4, 4, 0), HasSubstr("1 or more micro-batches"));
 }
 
 TEST(PipelineGenerators, MapStagesToRanks) {

@@ -245,9 +245,9 @@ TEST(PipelineSimulation, RefusesWrongCosts) {
     return "no problem";
   };
   EXPECT_THAT(problem({.forward = {1, 2, 3}}),
-              HasSubstr("'forward' has 3 values; wanted is 1, or 1 for each of the 2 stages"));
+              HasSubstr("'forward' has 3 values; expected 1, or 1 for each of the 2 stages"));
   EXPECT_THAT(problem({.input = {}}), HasSubstr("'input' has 0 values"));
-  EXPECT_THAT(problem({.weight = {-1}}), HasSubstr("'weight' is 0 or more, not -1"));
+  EXPECT_THAT(problem({.weight = {-1}}), HasSubstr("'weight' of 0 or more, got -1"));
   EXPECT_THAT(problem({.communication = std::nan("")}), HasSubstr("'communication'"));
   EXPECT_THAT(problem({.loss = std::numeric_limits<double>::infinity()}), HasSubstr("'loss'"));
   EXPECT_EQ(problem({.forward = {0}, .input = {0}, .weight = {0}}), "no problem");

@@ -109,10 +109,10 @@ TEST(TensorPlan, RefusesToCutTwice) {
 TEST(TensorPlan, RefusesATakenSlot) {
   const PrepareInput input{Layout::invariant(), Layout::replicate()};
   expect_problem({{"layers.0", input}, {"layers.0", input}},
-                 "something else prepares the inputs of module 'layers.0' already");
+                 "another hook prepares the inputs of module 'layers.0' already");
   expect_problem(
       {{"layers.0.down", Rowwise{}}, {"layers.0.down", PrepareOutput{Layout::partial(), Layout::shard(1)}}},
-      "something else prepares the outputs of module 'layers.0.down' already");
+      "another hook prepares the outputs of module 'layers.0.down' already");
 }
 
 TEST(TensorPlan, RefusesUnknownConversions) {
