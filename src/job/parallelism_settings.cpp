@@ -128,14 +128,16 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
 
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
                            std::vector<KeyedProblem>& problems) {
-  std::string degrees = "tensor_parallel_degree";
+  std::string parts, degrees = "tensor_parallel_degree";
+  int64_t num_parts = 1;
   for (const RowAxis& axis : dims.rows) {
     degrees += " x " + axis.degree_key;
     if (axis.degree == 1) continue;
-    const int parts = axis.parts_per_rank;
-    check_factor(seq_len, parts * axis.degree, key, str(parts > 1 ? str(parts, " x ") : "", axis.degree_key),
-                 problems);
+    num_parts *= axis.parts_per_rank * axis.degree;
+    parts += str(parts.empty() ? "" : " x ", axis.parts_per_rank > 1 ? str(axis.parts_per_rank, " x ") : "",
+                 axis.degree_key);
   }
+  if (num_parts > 1) check_factor(seq_len, num_parts, key, parts, problems);
   if (dims.tp > 1 && dims.sequence_parallel)
     check_factor(seq_len, dims.tp * dims.row_degree(), key, degrees, problems);
 }

@@ -56,6 +56,11 @@ TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
   check_sequence_length({.rows = {{"cp", 4, 2, "context_parallel_degree"}}}, "validation.seq_len", 6,
                         problems);
   expect_one("validation.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8; 8 would do");
+  const ParallelDims two_axes{
+      .rows = {{"cp", 2, 2, "context_parallel_degree"}, {"slices", 3, 1, "args.slices.degree"}}};
+  check_sequence_length(two_axes, "training.seq_len", 16, problems);
+  expect_one("training.seq_len",
+             "isn't a multiple of 2 x context_parallel_degree x args.slices.degree = 12; 12 or 24 would do");
 }
 
 // Of 8 ranks, pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
