@@ -53,7 +53,7 @@ void shard_tail(const Llama3& model, const FsdpOptions& options) {
 // A whole model, or a pipeline stage, which has some of its modules.
 void parallelize_llama3(const Llama3& model, const train::ParallelPlan& plan) {
   parallelize(model, plan.meshes.tp, llama3_tp_plan(plan.tensor), plan.tensor.transport);
-  context_parallel(model, plan.meshes.cp, plan.context);
+  apply_parallelisms(model, plan.parallelisms, plan.meshes.world);
   apply_activation_checkpoint({model->layers.begin(), model->layers.end()}, plan.activations,
                               model->layers.first_number());
 

@@ -198,9 +198,9 @@ DeviceMesh DeviceMesh::create(const dist::World& world, std::vector<MeshAxis> ax
   return DeviceMesh(make_mesh(std::make_shared<dist::World>(world), nullptr, std::move(layout)));
 }
 
-DeviceMesh DeviceMesh::operator[](std::string_view axis) const { return (*this)({axis}); }
+DeviceMesh DeviceMesh::operator[](std::string_view axis) const { return (*this)({std::string(axis)}); }
 
-DeviceMesh DeviceMesh::operator()(std::initializer_list<std::string_view> axes) const {
+DeviceMesh DeviceMesh::operator()(const std::vector<std::string>& axes) const {
   const Impl& own = impl_ ? *impl_ : default_mesh();
   std::vector<LayoutAxis> layout;
   for (auto name : axes) layout.push_back(find_axis(own, name));
@@ -209,7 +209,7 @@ DeviceMesh DeviceMesh::operator()(std::initializer_list<std::string_view> axes) 
   return DeviceMesh(make_mesh(own.world, std::move(root), std::move(layout)));
 }
 
-DeviceMesh DeviceMesh::flatten(std::initializer_list<std::string_view> axes, std::string name) const {
+DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, std::string name) const {
   const Impl& own = impl_ ? *impl_ : default_mesh();
   LayoutAxis flat{std::move(name), {}};
   for (auto axis : axes) {

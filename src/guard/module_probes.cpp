@@ -7,11 +7,8 @@ namespace titan::train {
 namespace {
 
 void for_each_host(const std::vector<nn::AnyRef>& models, const std::function<void(nn::HookHost&)>& visit) {
-  for (const nn::AnyRef& model : models) {
-    visit(model.host());
-    for (const auto& module : model.module().modules(/*include_self=*/false))
-      if (auto* host = dynamic_cast<nn::HookHost*>(module.get())) visit(*host);
-  }
+  for (const nn::AnyRef& model : models)
+    for (nn::HookHost* host : nn::hook_hosts(model.module())) visit(*host);
 }
 
 using IsOurs = std::function<bool(const nn::CallHook&)>;

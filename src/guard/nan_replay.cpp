@@ -1,6 +1,6 @@
 // [Note: which rank made the number]
 // A number that isn't finite travels through the ranks: in the forward to later stages, in the backward to
-// earlier ones, and from a layer that sums parts over tensor- or context-parallel ranks to all of these. The
+// earlier ones, and from a layer that sums parts over tensor-parallel ranks, or over ranks that share rows, to all of these. The
 // rank that made it meets it first: in a forward rather than a backward; there in the first stage, here in
 // the last; and among ranks that call the same modules, at the lowest count of calls. Among ranks that meet
 // it in the same call, one that was given the number says more than one that got it out of a sum.
@@ -46,10 +46,13 @@ std::string place_in_order(const NanFinding& finding, int64_t stage) {
 // A probe sees the result of such a sum, not this rank's part of it.
 std::string who_adds_up(const Meshes& meshes) {
   std::string text;
-  for (const auto& [mesh, kind] : {std::pair(&meshes.tp, "tensor"), std::pair(&meshes.cp, "context")})
-    if (mesh->size() > 1)
-      text += str("\n  ", kind, "-parallel ranks ", comma_separated(mesh->ranks()),
+  const auto add = [&](const std::string& kind, const DeviceMesh& mesh) {
+    if (mesh.size() > 1)
+      text += str("\n  ", kind, "-parallel ranks ", comma_separated(mesh.ranks()),
                   " exchange parts of such numbers: any of them may have made it");
+  };
+  add("tensor", meshes.tp);
+  for (const RowMesh& axis : meshes.row_axes) add(axis.kind, axis.mesh);
   return text;
 }
 

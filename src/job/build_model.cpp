@@ -42,15 +42,15 @@ bool is_stage_without_layers(TrainableModel& model) {
 // A family's or a user's plan may ignore an axis; then its ranks would all do the same work.
 void check_plan_used(const JobConfig& config, TrainableModel& model, const Meshes& meshes) {
   if (is_stage_without_layers(model)) return;
-  const auto check = [&](const char* kind, const DeviceMesh& mesh, bool used) {
-    if (mesh.size() == 1 || used) return;
-    throw ConfigError(str("parallelism.", kind, "_parallel_degree = ", mesh.size(),
-                          ": the parallelism plan of ",
+  const auto check = [&](const std::string& kind, const std::string& degree_key, int degree, bool used) {
+    if (degree == 1 || used) return;
+    throw ConfigError(str("parallelism.", degree_key, " = ", degree, ": the parallelism plan of ",
                           config.parallelism.plan.empty() ? config.model.name : config.parallelism.plan,
                           " has no ", kind, " parallelism"));
   };
-  check("tensor", meshes.tp, !plan_rows(model.root()).empty());
-  check("context", meshes.cp, is_context_parallel(model.root()));
+  check("tensor", "tensor_parallel_degree", meshes.tp.size(), !plan_rows(model.root()).empty());
+  for (const auto& [axis, apply, is_applied] : chosen_parallelisms(config.parallelism))
+    check(axis.kind, axis.degree_key, axis.degree, is_applied(model.root()));
 }
 
 // A plan may also ignore checkpointing, or the model may have fewer layers than are counted.
@@ -104,7 +104,7 @@ std::unique_ptr<TrainableModel> build_model(const JobConfig& config, const Meshe
                   .overlap = asynchronous || gathers_activations_in_float8(config),
                   .transport =
                       asynchronous ? overlap_transport(config.parallelism) : OverlapTransport::AtOnce},
-       .context = context_parallel_options(config.parallelism),
+       .parallelisms = chosen_parallelisms(config.parallelism),
        .activations = activation_checkpoint(config.activation_checkpoint, meshes.stage.group())});
   check_float8_parts(config, model->root().module());
   check_plan_used(config, *model, meshes);

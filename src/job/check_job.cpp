@@ -44,16 +44,16 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
   check.require(
       parallelism.enable_async_tensor_parallel || parallelism.async_tensor_parallel_transport == "auto",
       "parallelism.async_tensor_parallel_transport", "is read only with enable_async_tensor_parallel");
-  check.require(parallelism.context_parallel_attention == "ring" ||
-                    parallelism.context_parallel_rotate_method == "allgather",
-                "parallelism.context_parallel_rotate_method",
-                str("is of the ring; context_parallel_attention = \"", parallelism.context_parallel_attention,
-                    "\" knows \"allgather\" only"));
+  for (const std::string& name : parallelisms().names())
+    for (const SettingProblem& problem :
+         parallelisms().get(name)->find_problems(parallelism.settings_of(name)))
+      check.require(false, "parallelism." + problem.key, problem.what);
   ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
-  check.require(
-      policy.kind != ReshardAfterForward::Kind::ToSize || dims.dp_shard * dims.cp % policy.size == 0,
-      "parallelism.fsdp_reshard_after_forward",
-      str("isn't a divisor of the ", dims.dp_shard * dims.cp, " ranks that parameters are sharded over"));
+  check.require(policy.kind != ReshardAfterForward::Kind::ToSize ||
+                    dims.dp_shard * dims.row_degree() % policy.size == 0,
+                "parallelism.fsdp_reshard_after_forward",
+                str("isn't a divisor of the ", dims.dp_shard * dims.row_degree(),
+                    " ranks that parameters are sharded over"));
   return dims.world_size() == world_size ? std::optional(dims.batch_degree()) : std::nullopt;
 }
 

@@ -53,7 +53,8 @@ void DryRun::run_stage(size_t i, const at::Tensor& input) {
 int smallest_world(const ParallelismSettings& settings) {
   const int64_t shard = std::max<int64_t>(settings.data_parallel_shard_degree, 1);
   return static_cast<int>(settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree *
-                          shard * settings.context_parallel_degree * settings.tensor_parallel_degree);
+                          shard * ParallelDims{.rows = row_axes(chosen_parallelisms(settings))}.row_degree() *
+                          settings.tensor_parallel_degree);
 }
 
 }  // namespace titan::train

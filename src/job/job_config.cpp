@@ -63,6 +63,29 @@ config::DynamicTable resolve_loss_args(const JobConfig& config, const config::Or
   return {kind->fields, kind->make_args()};
 }
 
+// The fields of every parallelism that a shared object registered, under "<name>.".
+config::DynamicTable resolve_parallelism_args() {
+  config::DynamicTable table;
+  const auto all = std::make_shared<ParallelismArgs>();
+  for (const std::string& name : parallelisms().names()) {
+    const ParallelismSpec& spec = *parallelisms().get(name);
+    if (!spec.has_args_table()) continue;
+    (*all)[name] = spec.make_settings();
+    for (config::FieldInfo field : spec.fields()) {
+      field.key = name + "." + field.key;
+      field.get = [get = field.get, name](const void* args) {
+        return get(static_cast<const ParallelismArgs*>(args)->at(name).get());
+      };
+      field.set = [set = field.set, name](void* args, const config::Value& value) {
+        set(static_cast<ParallelismArgs*>(args)->at(name).get(), value);
+      };
+      table.fields.push_back(std::move(field));
+    }
+  }
+  if (!table.fields.empty()) table.settings = all;
+  return table;
+}
+
 void add_model_tables(config::Schema& schema) {
   schema.add("model", &JobConfig::model, "what is trained");
   schema.add_dynamic<JobConfig>(
@@ -87,6 +110,10 @@ void add_training_tables(config::Schema& schema) {
   schema.add("training", &JobConfig::training, "what a step is made of");
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");
+  schema.add_dynamic<JobConfig>(
+      "parallelism.args", [](JobConfig& job) -> config::DynamicTable& { return job.parallelism.args; },
+      [](const JobConfig&) { return resolve_parallelism_args(); }, {"model", "experimental"},
+      "settings of parallelisms that a shared object registers, a table each");
   schema.add("checkpoint", &JobConfig::checkpoint,
              "saves of the whole state during training; weights read at the start and written at the end");
   schema.add("activation_checkpoint", &JobConfig::activation_checkpoint, "recomputing activations");

@@ -96,7 +96,8 @@ class Estimate {
   double shard_elements() const { return shard_elements_; }
   double shard_bytes() const { return shard_elements_ * element_size(config_.training.dtype); }
   bool gathers() const {
-    return dims_.dp_shard * dims_.cp > 1 || config_.training.mixed_precision_param != config_.training.dtype;
+    return dims_.dp_shard * dims_.row_degree() > 1 ||
+           config_.training.mixed_precision_param != config_.training.dtype;
   }
   double gathered_bytes() const {
     if (!gathers()) return 0;
@@ -252,9 +253,11 @@ class Savings {
     const int64_t half = config_.training.seq_len / 2;
     if (may_be(1, [&](JobConfig& job) { job.training.seq_len = half; }))
       add(str("training.seq_len = ", half), activations_ / 2);
-    const auto twice = 2 * config_.parallelism.context_parallel_degree;
-    if (may_be(2, [&](JobConfig& job) { job.parallelism.context_parallel_degree = twice; }))
-      add(str("parallelism.context_parallel_degree = ", twice, ", on twice as many ranks"), activations_ / 2);
+    for (const RowAxis& axis : row_axes(chosen_parallelisms(config_.parallelism))) {
+      const int twice = 2 * axis.degree;
+      if (may_be(2, [&](JobConfig& job) { job.parallelism.set_degree(axis.kind, twice); }))
+        add(str("parallelism.", axis.degree_key, " = ", twice, ", on twice as many ranks"), activations_ / 2);
+    }
   }
 
   void by_sharding() {

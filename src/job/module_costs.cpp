@@ -118,10 +118,12 @@ class Walk {
   double fixed_bytes(const torch::nn::Module& module) const {
     const double elements = num_elements(module) / dims_.tp;
     const auto trained = static_cast<double>(c10::elementSize(scalar_type(config_.training.dtype)));
-    return elements * (4 * trained / (dims_.dp_shard * dims_.cp) +
+    return elements * (4 * trained / (dims_.dp_shard * dims_.row_degree()) +
                        static_cast<double>(c10::elementSize(compute_dtype())));
   }
-  double rank_share() const { return 1.0 / (dims_.tp * dims_.cp); }  // of a micro-batch's activations
+  double rank_share() const {
+    return 1.0 / (dims_.tp * dims_.row_degree());
+  }  // of a micro-batch's activations
 
  private:
   BuildOptions options(at::Device device) const {

@@ -43,27 +43,6 @@ void describe_tensor_parallel(config::Table<ParallelismSettings>& table) {
       config::one_of({"auto", "symmetric_memory", "send_receive"}));
 }
 
-config::Constraint load_balancer() {
-  config::Constraint names = config::one_of({"headtail", "None"});
-  names.allowed += " (\"ptrr\" balances the block masks of flex attention, which isn't here)";
-  return names;
-}
-
-void describe_context_parallel(config::Table<ParallelismSettings>& table) {
-  table.field("context_parallel_degree", &ParallelismSettings::context_parallel_degree,
-              "ranks that share each sequence", config::at_least(1));
-  table.field("context_parallel_load_balancer", &ParallelismSettings::context_parallel_load_balancer,
-              "how a sequence is dealt: an early with a late chunk to each rank, or contiguous parts",
-              load_balancer());
-  table.field("context_parallel_rotate_method", &ParallelismSettings::context_parallel_rotate_method,
-              "how keys and values come to the other ranks: gathered at once, or passed around the ring",
-              config::one_of({"allgather", "alltoall"}));
-  table.field("context_parallel_attention", &ParallelismSettings::context_parallel_attention,
-              "keys come block by block (\"ring\", which the rotate method is of), or all at once before any "
-              "attention: fewer collectives, for short sequences on fast links",
-              config::one_of({"ring", "allgather_kv"}));
-}
-
 void refuse_expert_parallel(config::Table<ParallelismSettings>& table) {
   const char* experts = "there are no mixture-of-experts models yet";
   table.refused("expert_parallel_degree", int64_t{1}, experts);
@@ -73,8 +52,10 @@ void refuse_expert_parallel(config::Table<ParallelismSettings>& table) {
 }
 
 std::string product_of(const ParallelDims& dims) {
-  return str("dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, " x cp ", dims.cp, " x tp ",
-             dims.tp, " x pp ", dims.pp);
+  std::string rows;
+  for (const RowAxis& axis : dims.rows) rows += str(" x ", axis.name, " ", axis.degree);
+  return str("dp_replicate ", dims.dp_replicate, " x dp_shard ", dims.dp_shard, rows, " x tp ", dims.tp,
+             " x pp ", dims.pp);
 }
 
 void check_factor(int64_t value, int64_t divisor, const std::string& key, const std::string& divisor_name,
@@ -119,7 +100,7 @@ void describe(config::Table<ParallelismSettings>& table) {
       "plan", &ParallelismSettings::plan,
       "registered function that spreads the model out; empty: the model's own; see docs/extending.md");
   describe_tensor_parallel(table);
-  describe_context_parallel(table);
+  table.include("context_parallel_", &ParallelismSettings::context);
   describe_pipeline_parallel(table);
   refuse_expert_parallel(table);
 }
@@ -129,13 +110,12 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
   ParallelDims dims;
   dims.dp_replicate = static_cast<int>(settings.data_parallel_replicate_degree);
   dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
-  dims.cp = static_cast<int>(settings.context_parallel_degree);
-  dims.cp_chunks = settings.context_parallel_load_balancer == "headtail" ? 2 : 1;
+  dims.rows = row_axes(chosen_parallelisms(settings));
   dims.tp = static_cast<int>(settings.tensor_parallel_degree);
   dims.sequence_parallel = settings.enable_sequence_parallel;
   dims.pp = static_cast<int>(settings.pipeline_parallel_degree);
   if (dims.dp_shard == -1) {
-    int others = dims.dp_replicate * dims.cp * dims.tp * dims.pp;
+    int others = dims.dp_replicate * dims.row_degree() * dims.tp * dims.pp;
     dims.dp_shard = std::max(1, world_size / others);
   }
   if (dims.world_size() != world_size)
@@ -148,12 +128,18 @@ ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int worl
 
 void check_sequence_length(const ParallelDims& dims, const std::string& key, int64_t seq_len,
                            std::vector<KeyedProblem>& problems) {
-  if (dims.cp > 1)
-    check_factor(seq_len, dims.cp_chunks * dims.cp, key,
-                 str(dims.cp_chunks == 2 ? "2 x " : "", "context_parallel_degree"), problems);
+  std::string parts, degrees = "tensor_parallel_degree";
+  int64_t num_parts = 1;
+  for (const RowAxis& axis : dims.rows) {
+    degrees += " x " + axis.degree_key;
+    if (axis.degree == 1) continue;
+    num_parts *= axis.parts_per_rank * axis.degree;
+    parts += str(parts.empty() ? "" : " x ", axis.parts_per_rank > 1 ? str(axis.parts_per_rank, " x ") : "",
+                 axis.degree_key);
+  }
+  if (num_parts > 1) check_factor(seq_len, num_parts, key, parts, problems);
   if (dims.tp > 1 && dims.sequence_parallel)
-    check_factor(seq_len, dims.tp * dims.cp, key, "tensor_parallel_degree x context_parallel_degree",
-                 problems);
+    check_factor(seq_len, dims.tp * dims.row_degree(), key, degrees, problems);
 }
 
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
@@ -162,14 +148,33 @@ void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64
   if (dims.tp > 1) check_heads(sizes, dims.tp, problems);
 }
 
-ContextParallelOptions context_parallel_options(const ParallelismSettings& settings) {
-  return {
-      .load_balancer = settings.context_parallel_load_balancer == "headtail" ? ContextLoadBalancer::HeadTail
-                                                                             : ContextLoadBalancer::None,
-      .rotate_method = settings.context_parallel_rotate_method == "allgather" ? ContextRotateMethod::AllGather
-                                                                              : ContextRotateMethod::AllToAll,
-      .attention = settings.context_parallel_attention == "ring" ? ContextAttention::Ring
-                                                                 : ContextAttention::AllGatherKv};
+const void* ParallelismSettings::settings_of(const std::string& name) const {
+  if (name == "context") return &context;
+  const auto* all = static_cast<const ParallelismArgs*>(args.settings.get());
+  if (!all) return nullptr;
+  const auto found = all->find(name);
+  return found == all->end() ? nullptr : found->second.get();
+}
+
+void ParallelismSettings::set_degree(const std::string& name, int64_t degree) {
+  if (name == "context") {
+    context.degree = degree;
+    return;
+  }
+  const ParallelismSpec& spec = *parallelisms().get(name);
+  const auto* all = static_cast<const ParallelismArgs*>(args.settings.get());
+  const auto copy = all ? std::make_shared<ParallelismArgs>(*all) : std::make_shared<ParallelismArgs>();
+  std::shared_ptr<void>& own = (*copy)[name];
+  own = own ? spec.copy_settings(own.get()) : spec.make_settings();
+  spec.set_degree(own.get(), degree);
+  args.settings = copy;
+}
+
+std::vector<Parallelism> chosen_parallelisms(const ParallelismSettings& settings) {
+  std::vector<Parallelism> chosen;
+  for (const std::string& name : parallelisms().names())
+    chosen.push_back(parallelisms().get(name)->choose(settings.settings_of(name)));
+  return chosen;
 }
 
 OverlapTransport overlap_transport(const ParallelismSettings& settings) {

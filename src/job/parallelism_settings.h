@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "titan/config/schema.h"
 #include "titan/config/table.h"
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
@@ -34,13 +35,12 @@ struct ParallelismSettings {
   std::string async_tensor_parallel_transport = "auto";  ///< or "symmetric_memory", "send_receive"
   bool disable_loss_parallel = false;                    ///< compute the loss from gathered logits
 
-  int64_t context_parallel_degree = 1;
-  std::string context_parallel_load_balancer = "headtail";   ///< or "None": contiguous parts
-  std::string context_parallel_rotate_method = "allgather";  ///< or "alltoall"
-  std::string context_parallel_attention = "ring";           ///< or "allgather_kv"
+  ContextParallelSettings context;  ///< context_parallel_degree, ...
+  /// [parallelism.args]: the parallelisms that a shared object registered; `settings` are ParallelismArgs.
+  config::DynamicTable args = {};
 
   int64_t pipeline_parallel_degree = 1;             ///< ranks, which may have several stages each
-  std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_generators.h
+  std::string pipeline_parallel_schedule = "1F1B";  ///< in any case; see pipeline_schedule.h
   std::string pipeline_parallel_schedule_csv;       ///< a file, in place of what the schedule's name makes
   int64_t pipeline_parallel_microbatch_size = 1;    ///< sequences; a divisor of the local batch size
   std::optional<int64_t> pipeline_parallel_max_live_activations;  ///< of a rank, per stage; unset: no limit
@@ -51,6 +51,11 @@ struct ParallelismSettings {
   int64_t pipeline_parallel_last_stage_less_layers = 1;       ///< and the head
   std::optional<std::vector<config::StringList>>
       module_fqns_per_model_part;  ///< of each stage; unset: by the split
+
+  /// The settings of a registered parallelism; null where none were read: its defaults.
+  const void* settings_of(const std::string& name) const;
+  /// Leaves copies of these settings as they are.
+  void set_degree(const std::string& name, int64_t degree);
 };
 
 void describe(config::Table<ParallelismSettings>& table);
@@ -70,11 +75,13 @@ void check_sequence_length(const ParallelDims& dims, const std::string& key, int
 ParallelDims resolve_parallel_dims(const ParallelismSettings& settings, int world_size,
                                    std::vector<std::string>& problems);
 
-/// Checks sequence length and model against tensor and context parallelism; adds what is wrong to `problems`.
+/// Checks sequence length and model against tensor parallelism and axes that share rows; adds what is wrong to
+/// `problems`.
 void check_divisibility(const ParallelDims& dims, const ModelSizes& sizes, int64_t seq_len,
                         std::vector<KeyedProblem>& problems);
 
-ContextParallelOptions context_parallel_options(const ParallelismSettings& settings);
+/// All registered parallelisms with their settings in [parallelism].
+std::vector<Parallelism> chosen_parallelisms(const ParallelismSettings& settings);
 
 OverlapTransport overlap_transport(const ParallelismSettings& settings);
 

@@ -22,6 +22,16 @@ void name_modules(torch::nn::Module& root) {
     if (auto* host = dynamic_cast<HookHost*>(named.value().get())) host->set_fqn(named.key());
 }
 
+std::vector<HookHost*> hook_hosts(torch::nn::Module& root) {
+  std::vector<HookHost*> hosts;
+  const auto add = [&](torch::nn::Module& module) {
+    if (auto* host = dynamic_cast<HookHost*>(&module)) hosts.push_back(host);
+  };
+  add(root);  // which a shared pointer may not own
+  for (const auto& module : root.modules(/*include_self=*/false)) add(*module);
+  return hosts;
+}
+
 // Parameters without memory can't be copied, and a parameter can't change its device and stay the same
 // object.
 void Module::check_movable() const {

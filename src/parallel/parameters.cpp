@@ -78,8 +78,8 @@ class ParameterList {
   std::vector<Parameter> list_;
 };
 
-// A parameter shared between pipeline stages has its name in the whole model, and so the numbers it is
-// drawn from.
+// A parameter shared between pipeline stages has its name in the whole model, so all copies are drawn with
+// the same numbers.
 void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence) {
   for (const nn::SharedParameter& shared : sequence.shared_parameters())
     for (Parameter& parameter : list) {
@@ -91,15 +91,7 @@ void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence
     }
 }
 
-void reset_buffers(torch::nn::Module& root, const at::Device& device) {
-  const auto reset = [&](torch::nn::Module& module) {
-    if (auto* host = dynamic_cast<nn::HookHost*>(&module)) host->reset_buffers(device);
-  };
-  reset(root);
-  for (const auto& module : root.modules(/*include_self=*/false)) reset(*module);
-}
-
-// True for each parameter that has no values yet and is to be drawn.
+// True for each parameter without values, which has to be drawn.
 std::vector<bool> find_deferred(const std::vector<Parameter>& list) {
   std::vector<bool> drawn;
   for (const Parameter& parameter : list) drawn.push_back(is_deferred(parameter.data.local));
@@ -121,11 +113,9 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
   at::NoGradGuard no_grad;
   const std::vector<Parameter> list = parameters(root);
   const std::vector<bool> deferred = find_deferred(list);
-  for (const auto& module : root.module().modules()) {
-    auto* host = dynamic_cast<nn::HookHost*>(module.get());
-    if (auto* group = host ? dynamic_cast<ParamGroup*>(host->param_owner.get()) : nullptr)
-      group->allocate_shards();
-  }
+  const std::vector<nn::HookHost*> hosts = nn::hook_hosts(root.module());
+  for (const nn::HookHost* host : hosts)
+    if (auto* group = dynamic_cast<ParamGroup*>(host->param_owner.get())) group->allocate_shards();
   for (size_t i = 0; i < list.size(); ++i) {
     if (!deferred[i]) continue;
     const Parameter& parameter = list[i];
@@ -137,9 +127,9 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
              parameter.data.global_shape, parameter.data.box);
     torch::autograd::impl::bump_version(parameter.data.local);
   }
-  // The compute parameter's: the shard may be in host memory beside it.
+  // The device of the compute parameter, as its shard may be in host memory.
   const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].compute.device();
-  reset_buffers(root.module(), device);
+  for (nn::HookHost* host : hosts) host->reset_buffers(device);
 }
 
 }  // namespace titan

@@ -1,4 +1,4 @@
-#include "titan/parallel/pipeline_runtime.h"
+#include "parallel/pipeline_runtime.h"
 
 #include <algorithm>
 #include <set>

@@ -29,7 +29,7 @@ Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes
   meshes.batch.group()->all_reduce(sums, dist::ReduceOp::Sum, kCountLabel).wait();
   agreed.tokens.global = values[0];
   agreed.vote = values[2] > 0 ? Vote::Fail : values[1] > 0 ? Vote::Stop : Vote::Go;
-  for (const DeviceMesh* mesh : {&meshes.cp, &meshes.tp, &meshes.pp}) {
+  for (const DeviceMesh* mesh : {&meshes.rows, &meshes.tp, &meshes.pp}) {
     if (mesh->size() == 1) continue;
     const double highest = mesh->group()->max(static_cast<double>(agreed.vote), {"train::agree_to_stop"});
     agreed.vote = static_cast<Vote>(static_cast<int>(highest));

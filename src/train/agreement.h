@@ -18,7 +18,7 @@ struct Agreement {
   Vote vote = Vote::Go;  ///< the highest of all ranks
 };
 
-/// `batches`: this rank's of the step, before context parallelism cuts their rows. Collective over the world.
+/// `batches`: this rank's of the step, whole rows. Collective over the world.
 Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes);
 
 /// The counts alone. `batch_mesh`: the ranks that read different rows.

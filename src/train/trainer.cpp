@@ -213,8 +213,8 @@ void Trainer::log_step(const StepValues& values, const TokenCounts& tokens) {
   StepMetrics metrics;
   metrics.step = progress_.step;
   metrics.loss = group->sum(values.local_loss, {"metrics::loss"});
-  // Ranks that share rows (context parallelism) have a part of the rows' loss each.
-  const double rows_loss = parts_.meshes.cp.group()->sum(values.local_loss, {"metrics::rows_loss"});
+  // Ranks that share rows have a part of the rows' loss each.
+  const double rows_loss = parts_.meshes.rows.group()->sum(values.local_loss, {"metrics::rows_loss"});
   const double local_mean =
       tokens.local > 0 ? rows_loss * static_cast<double>(tokens.global) / static_cast<double>(tokens.local)
                        : 0;

@@ -21,7 +21,7 @@ constexpr size_t kMostStateShown = 200;  // of a text in a message
 
 // One of the ranks that share their rows speaks for all of them.
 bool speaks_for_its_rows(const Meshes& meshes) {
-  return meshes.pp.rank() == 0 && meshes.cp.rank() == 0 && meshes.tp.rank() == 0;
+  return meshes.pp.rank() == 0 && meshes.rows.rank() == 0 && meshes.tp.rank() == 0;
 }
 
 /// A table of all ranks' lanes.

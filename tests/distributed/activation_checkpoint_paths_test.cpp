@@ -107,7 +107,7 @@ TEST_F(CheckpointPaths, AModuleShardedInsideACheckpointedOneIsRefused) {
     loss.backward();
     FAIL() << "blocks were gathered inside a backward";
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("wrap the module that is computed again"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("wrap the module that is recomputed"), std::string::npos)
         << error.what();
   }
 }

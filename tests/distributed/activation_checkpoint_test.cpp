@@ -33,15 +33,15 @@ std::vector<train::ParallelDims> all_dims() {
   if (size > 1) all.push_back({.dp_replicate = size});
   if (size % 2 == 0) {
     all.push_back({.dp_shard = size / 2, .tp = 2});
-    all.push_back({.dp_shard = size / 2, .cp = 2});
+    all.push_back({.dp_shard = size / 2, .rows = {{"cp", 2}}});
   }
   if (size == 4) all.push_back({.dp_replicate = 2, .dp_shard = 2});
   return all;
 }
 
 std::string name_of(const train::ParallelDims& dims) {
-  return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp, " tp ",
-             dims.tp);
+  return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.row_degree(),
+             " tp ", dims.tp);
 }
 
 struct Case {
@@ -169,7 +169,7 @@ TEST(ActivationCheckpoint, KeptReduceScattersAndRingAttentionArentRepeated) {
   EXPECT_EQ(calls(tp, full) - calls(tp, none), kSteps * kLayers * 3);
   EXPECT_EQ(calls(tp, op) - calls(tp, none), kSteps * kLayers * 2);
 
-  const train::ParallelDims cp{.dp_shard = world().size() / 2, .cp = 2};
+  const train::ParallelDims cp{.dp_shard = world().size() / 2, .rows = {{"cp", 2}}};
   EXPECT_GT(calls(cp, full), calls(cp, none));
   EXPECT_EQ(calls(cp, op), calls(cp, none));
 }

@@ -22,8 +22,8 @@ namespace {
 using namespace titan::testing;  // NOLINT: these are the test's own words
 
 std::string name_of(const train::ParallelDims& dims) {
-  return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp, " tp ",
-             dims.tp);
+  return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.row_degree(),
+             " tp ", dims.tp);
 }
 
 std::vector<int> divisors(int number) {
@@ -38,8 +38,10 @@ std::vector<train::ParallelDims> all_dims(int size) {
   for (const int replicate : divisors(size))
     for (const int shard : divisors(size / replicate))
       for (const int cp : divisors(size / replicate / shard))
-        all.push_back(
-            {.dp_replicate = replicate, .dp_shard = shard, .cp = cp, .tp = size / replicate / shard / cp});
+        all.push_back({.dp_replicate = replicate,
+                       .dp_shard = shard,
+                       .rows = {{"cp", cp}},
+                       .tp = size / replicate / shard / cp});
   return all;
 }
 

@@ -43,12 +43,13 @@ double run_step(const ContextParallelOptions& options, const Dtypes& dtypes, int
   LlamaCase llama = mini_llama();
   llama.rows = 1;
   llama.seq_len = length;
-  const train::Meshes meshes = train::build_meshes(world(), {.dp_shard = 1, .cp = world().size()});
+  const train::Meshes meshes =
+      train::build_meshes(world(), {.dp_shard = 1, .rows = {{"cp", world().size()}}});
   auto model = build_llama(llama, dtypes.weights);
   llama_spec().parallelize(
       *model, {.meshes = meshes,
                .fsdp = {.mesh = meshes.fsdp, .param_dtype = dtypes.products, .reduce_dtype = dtypes.weights},
-               .context = options});
+               .parallelisms = {context_parallelism(options)}});
   materialize(model->root(), 3);
   const at::Tensor tokens = at::randint(256, {1, length}, at::TensorOptions(at::kLong)).to(device());
   at::Tensor loss = model->loss(tokens, tokens, length);

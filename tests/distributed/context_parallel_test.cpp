@@ -183,7 +183,7 @@ Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::Scalar
 }
 
 train::Meshes meshes_of(const CpLayout& layout) {
-  return train::build_meshes(world(), {.dp_shard = layout.shard, .cp = layout.cp});
+  return train::build_meshes(world(), {.dp_shard = layout.shard, .rows = {{"cp", layout.cp}}});
 }
 
 std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama, at::ScalarType dtype,
@@ -192,7 +192,8 @@ std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama
                                                           FsdpOptions fsdp = {}) {
   auto model = build_llama(llama, dtype);
   fsdp.mesh = meshes.fsdp;
-  llama_spec().parallelize(*model, {.meshes = meshes, .fsdp = fsdp, .context = options});
+  llama_spec().parallelize(*model,
+                           {.meshes = meshes, .fsdp = fsdp, .parallelisms = {context_parallelism(options)}});
   materialize(model->root(), kSeed);
   return model;
 }
@@ -345,8 +346,10 @@ TEST(ContextParallelLengths, MayDifferFromCallToCall) {
 // ---- with other parallelisms and checkpoints
 
 std::vector<train::ParallelDims> composed_dims(int world_size) {
-  if (world_size < 4) return {{.cp = world_size}};
-  return {{.cp = 2, .tp = 2}, {.dp_replicate = 2, .cp = 2}, {.dp_shard = 2, .cp = 2}};
+  if (world_size < 4) return {{.rows = {{"cp", world_size}}}};
+  return {{.rows = {{"cp", 2}}, .tp = 2},
+          {.dp_replicate = 2, .rows = {{"cp", 2}}},
+          {.dp_shard = 2, .rows = {{"cp", 2}}}};
 }
 
 struct Checkpoint {
@@ -363,8 +366,10 @@ std::unique_ptr<train::TrainableModel> build_composed(const LlamaCase& llama, at
     if (auto layer = std::dynamic_pointer_cast<models::TransformerBlockImpl>(module);
         layer && checkpoint.policy)
       checkpoint_activations(layer, *checkpoint.policy);
-  llama_spec().parallelize(
-      *model, {.meshes = meshes, .fsdp = {.mesh = meshes.fsdp}, .tensor = tensor, .context = form.options});
+  llama_spec().parallelize(*model, {.meshes = meshes,
+                                    .fsdp = {.mesh = meshes.fsdp},
+                                    .tensor = tensor,
+                                    .parallelisms = {context_parallelism(form.options)}});
   materialize(model->root(), kSeed);
   return model;
 }
@@ -389,10 +394,10 @@ TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
         for (const Checkpoint& checkpoint :
              {Checkpoint{"no checkpoint", {}}, Checkpoint{"full", FullRecompute{}},
               Checkpoint{"op", SelectiveOp{}}}) {
-          const std::string what =
-              titan::str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.cp,
-                         " tp ", dims.tp, tensor.sequence_parallel ? "" : " whole sequences", ", ", form.name,
-                         ", ", checkpoint.name);
+          const std::string what = titan::str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard,
+                                              " cp ", dims.row_degree(), " tp ", dims.tp,
+                                              tensor.sequence_parallel ? "" : " whole sequences", ", ",
+                                              form.name, ", ", checkpoint.name);
           auto model = build_composed(llama, dtype, meshes, form, tensor, checkpoint);
           const double share = run_rows(*model, batch, meshes);
           const double loss = meshes.loss.group()->sum(share, {.phase = "test::loss"});
@@ -444,7 +449,7 @@ TITAN_MODULE(OwnAttention);
 // layer computes.
 TEST(ContextParallelOwnModule, BackwardsComeInAnyOrder) {
   const int size = world().size();
-  const auto cp = meshes_of({1, size}).cp;
+  const auto cp = meshes_of({1, size}).rows;
   const at::Tensor tokens = at::randint(11, {2, 8 * size}, at::kLong),
                    shorter = at::randint(11, {3, 2 * size}, at::kLong);
   const OwnAttention single;
@@ -473,7 +478,7 @@ TEST(ContextParallelOwnModule, JoinsByTwoInterfaces) {
   expected.backward();
   for (const Form& form : forms()) {
     const OwnAttention model;
-    context_parallel(model, meshes_of({1, world().size()}).cp, form.options);
+    context_parallel(model, meshes_of({1, world().size()}).rows, form.options);
     EXPECT_TRUE(is_context_parallel(model));
     const at::Tensor share = model(tokens);
     share.backward();
@@ -539,7 +544,7 @@ TEST(ContextParallelRefuses, SequencesOfTwoLengths) {
 }
 
 TEST(ContextParallelRefuses, ToSpreadTwice) {
-  const DeviceMesh cp = meshes_of({1, world().size()}).cp;
+  const DeviceMesh cp = meshes_of({1, world().size()}).rows;
   const OwnAttention model;
   context_parallel(model, cp);
   const std::string message = message_of([&] { context_parallel(model, cp); });
@@ -562,14 +567,16 @@ TEST(ContextParallelRefuses, ModulesThatChangeTheNumberOfTokens) {
 TEST(ContextParallelRefuses, CallsWithoutTokens) {
   const int size = world().size();
   const OwnAttention model;
-  context_parallel(model, meshes_of({1, size}).cp);
+  context_parallel(model, meshes_of({1, size}).rows);
   const std::string message = message_of([&] { model(at::zeros({2, 4 * size}, at::kDouble)); });
   EXPECT_NE(message.find("without an int64 tensor of [batch, sequence]"), std::string::npos) << message;
 }
 
 TEST(ContextParallelRefuses, ModulesThatDontAttend) {
   const nn::Sequential model(nn::Linear(4, 4, nn::LinearOptions{}));
-  const std::string message = message_of([&] { context_parallel(model, meshes_of({1, world().size()}).cp); });
+  const std::string message = message_of([&] {
+    context_parallel(model, meshes_of({1, world().size()}).rows);
+  });
   EXPECT_NE(message.find("attends through a core"), std::string::npos) << message;
 }
 

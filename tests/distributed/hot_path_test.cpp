@@ -29,6 +29,7 @@
 #include "distributed/pipeline_case.h"
 #include "titan/core/error.h"
 #include "titan/float8/convert.h"
+#include "titan/parallel/context_parallel.h"
 
 namespace {
 
@@ -299,7 +300,7 @@ struct Way {
 };
 
 std::vector<Way> ways(int ranks) {
-  const train::ParallelDims shard{.dp_shard = ranks}, cp{.cp = ranks}, tp{.tp = ranks};
+  const train::ParallelDims shard{.dp_shard = ranks}, cp{.rows = {{"cp", ranks}}}, tp{.tp = ranks};
   return {
       {.name = "fsdp", .dims = shard},
       {.name = "ddp", .dims = {.dp_replicate = ranks}},
@@ -364,7 +365,7 @@ void for_each_way(const std::function<void(const Way&, const std::function<void(
     llama_spec().parallelize(*model, {.meshes = meshes,
                                       .fsdp = fsdp,
                                       .tensor = way.tensor,
-                                      .context = way.context,
+                                      .parallelisms = {context_parallelism(way.context)},
                                       .activations = {way.checkpointing, {}}});
     materialize(model->root(), kSeed);
     auto scales = float8::DelayedScales::collect({model->root().ptr().get()}, 16, device());

@@ -48,7 +48,7 @@ inline std::string name_of(const Variant& variant) {
   const train::ParallelDims& dims = variant.dims;
   return str(variant.schedule, " pp ", dims.pp, " stages ", variant.stages, " micro-batches ",
              variant.repeats, " x ", variant.micro_batches, " dp_replicate ", dims.dp_replicate, " dp_shard ",
-             dims.dp_shard, " cp ", dims.cp, " tp ", dims.tp, kTensorForms[variant.tensor].name,
+             dims.dp_shard, " cp ", dims.row_degree(), " tp ", dims.tp, kTensorForms[variant.tensor].name,
              " checkpointing ", kCheckpointing[variant.checkpointing].name);
 }
 
@@ -128,7 +128,7 @@ inline std::vector<data::Batch> micro_batches_of(const Batch& batch, int count) 
 inline std::vector<train::TensorType> boundaries_of(const LlamaCase& llama, const Precision& precision,
                                                     const Variant& variant, int64_t rows) {
   const int64_t cuts = variant.tensor_options().sequence_parallel ? variant.dims.tp : 1;
-  const int64_t positions = llama.seq_len / variant.dims.cp / cuts;
+  const int64_t positions = llama.seq_len / variant.dims.row_degree() / cuts;
   const train::TensorType hidden{{rows, positions, std::get<int64_t>(llama.args.at("dim"))},
                                  precision.compute};
   return std::vector<train::TensorType>(static_cast<size_t>(variant.stages), hidden);

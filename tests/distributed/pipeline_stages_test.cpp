@@ -9,6 +9,7 @@
 #include "distributed/outcome.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
+#include "titan/parallel/context_parallel.h"
 #include "titan/parallel/pipeline_split.h"
 
 namespace titan {
@@ -26,8 +27,9 @@ struct Variant {
 
 std::string name_of(const Variant& variant) {
   const TensorParallelOptions& tensor = variant.tensor;
-  return str(variant.num_stages, " stages, dp_shard ", variant.dims.dp_shard, " cp ", variant.dims.cp, " tp ",
-             variant.dims.tp, tensor.sequence_parallel ? "" : " without sequence parallel",
+  return str(variant.num_stages, " stages, dp_shard ", variant.dims.dp_shard, " cp ",
+             variant.dims.row_degree(), " tp ", variant.dims.tp,
+             tensor.sequence_parallel ? "" : " without sequence parallel",
              tensor.loss_parallel ? "" : " without loss parallel", tensor.overlap ? " overlapped" : "",
              variant.checkpointing ? " checkpointed" : "");
 }
@@ -50,7 +52,7 @@ Models build_stages(const LlamaCase& llama, const Precision& precision, const Va
                                {.meshes = meshes,
                                 .fsdp = fsdp,
                                 .tensor = variant.tensor,
-                                .context = variant.context,
+                                .parallelisms = {context_parallelism(variant.context)},
                                 .activations = {variant.checkpointing, {}}});
     materialize(model->root(), kSeed);
     models.push_back(std::move(model));
@@ -101,7 +103,7 @@ std::vector<Variant> variants() {
   const int size = world().size();
   std::vector<Variant> all = {{.dims = {.dp_shard = size}}};
   if (size % 2 != 0) return all;
-  const train::ParallelDims tp{.dp_shard = size / 2, .tp = 2}, cp{.dp_shard = size / 2, .cp = 2};
+  const train::ParallelDims tp{.dp_shard = size / 2, .tp = 2}, cp{.dp_shard = size / 2, .rows = {{"cp", 2}}};
   for (const TensorParallelOptions& options :
        {TensorParallelOptions{}, TensorParallelOptions{.sequence_parallel = false},
         TensorParallelOptions{.loss_parallel = false}, TensorParallelOptions{.overlap = true}})
@@ -109,7 +111,7 @@ std::vector<Variant> variants() {
   all.push_back({.dims = tp, .checkpointing = FullRecompute{}});
   all.push_back({.dims = cp, .checkpointing = SelectiveLayers{.n = 2}});
   all.push_back({.dims = cp, .context = {.attention = ContextAttention::AllGatherKv}});
-  if (size == 4) all.push_back({.dims = {.cp = 2, .tp = 2}, .checkpointing = SelectiveOp{}});
+  if (size == 4) all.push_back({.dims = {.rows = {{"cp", 2}}, .tp = 2}, .checkpointing = SelectiveOp{}});
   return all;
 }
 

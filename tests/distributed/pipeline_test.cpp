@@ -66,7 +66,8 @@ std::vector<train::ParallelDims> all_dims(int size) {
         for (const int cp : {1, 2, 4})
           for (const int tp : {1, 2, 4})
             if (replicate * shard * cp * tp == rest)
-              all.push_back({.dp_replicate = replicate, .dp_shard = shard, .cp = cp, .tp = tp, .pp = pp});
+              all.push_back(
+                  {.dp_replicate = replicate, .dp_shard = shard, .rows = {{"cp", cp}}, .tp = tp, .pp = pp});
   }
   return all;
 }
@@ -113,7 +114,7 @@ std::vector<Variant> layouts_of(const LlamaCase& llama) {
 std::vector<int> settings_of(const Variant& variant) {
   const auto& [dims, schedule, stages, micro_batches, repeats, checkpointing, tensor] = variant;
   const auto* traits = &pipeline::schedule_traits(schedule);
-  return {dims.dp_replicate + 10 * (dims.dp_shard + 10 * (dims.cp + 10 * (dims.tp + 10 * dims.pp))),
+  return {dims.dp_replicate + 10 * (dims.dp_shard + 10 * (dims.row_degree() + 10 * (dims.tp + 10 * dims.pp))),
           static_cast<int>(traits - pipeline::all_schedule_traits().data()),
           stages / dims.pp,
           100 * dims.pp + micro_batches,
@@ -128,8 +129,8 @@ std::vector<int> settings_of(const Variant& variant) {
 // they would be 17,000 on 8 ranks.
 bool is_crossed(const Variant& variant) {
   const train::ParallelDims& dims = variant.dims;
-  return dims.pp <= 4 && dims.dp_replicate == 1 && dims.dp_shard <= 2 && dims.cp <= 2 && dims.tp <= 2 &&
-         variant.repeats == 1 && variant.tensor == 0;
+  return dims.pp <= 4 && dims.dp_replicate == 1 && dims.dp_shard <= 2 && dims.row_degree() <= 2 &&
+         dims.tp <= 2 && variant.repeats == 1 && variant.tensor == 0;
 }
 
 // What covers the pairs of all settings, in an order that mixes them, so that it takes few; `crossed`: and

@@ -34,7 +34,7 @@ std::vector<ReplicaCase> cases() {
              kNorm,
              "ranks 0, 1 differ from each other of layers.0.attention_norm.weight"},
             {"TensorParallelWeights", {.tp = 2}, kWeight, ""},
-            {"ContextParallel", {.cp = 2}, kWeight, ""}};
+            {"ContextParallel", {.rows = {{"cp", 2}}}, kWeight, ""}};
   return {
       {"ReplicasOfShards", {.dp_replicate = 2, .dp_shard = 2}, kWeight, "ranks 1, 3 differ from each other"},
       {"TensorParallelReplicas", {.dp_replicate = 2, .tp = 2}, kWeight, "ranks 1, 3 differ from each other"},

@@ -25,15 +25,17 @@ using titan::testing::world;
 std::vector<ParallelDims> layouts() {
   const int size = world().size();
   std::vector<ParallelDims> all = {{.dp_shard = size}};
-  if (size > 1) all.insert(all.end(), {{.dp_replicate = size}, {.cp = size}, {.tp = size}, {.pp = size}});
+  if (size > 1)
+    all.insert(all.end(), {{.dp_replicate = size}, {.rows = {{"cp", size}}}, {.tp = size}, {.pp = size}});
   if (size == 4)
-    all.insert(all.end(), {{.dp_shard = 2, .tp = 2}, {.dp_replicate = 2, .pp = 2}, {.cp = 2, .pp = 2}});
+    all.insert(all.end(),
+               {{.dp_shard = 2, .tp = 2}, {.dp_replicate = 2, .pp = 2}, {.rows = {{"cp", 2}}, .pp = 2}});
   return all;
 }
 
 std::string name_of(const ParallelDims& dims) {
-  return str("pp ", dims.pp, ", dp ", dims.dp_replicate, " x ", dims.dp_shard, ", cp ", dims.cp, ", tp ",
-             dims.tp);
+  return str("pp ", dims.pp, ", dp ", dims.dp_replicate, " x ", dims.dp_shard, ", cp ", dims.row_degree(),
+             ", tp ", dims.tp);
 }
 
 data::Batch batch_of(int64_t valid_tokens) {
@@ -188,7 +190,7 @@ TEST(StopAgreement, CostsACallAnAxis) {
     };
     const uint64_t plain = calls_of([&] { count_valid_tokens(batches, meshes.batch); });
     const uint64_t agreed = calls_of([&] { count(stop, meshes, batches); });
-    const int axes = (dims.cp > 1) + (dims.tp > 1) + (dims.pp > 1);
+    const int axes = (dims.row_degree() > 1) + (dims.tp > 1) + (dims.pp > 1);
     EXPECT_EQ(agreed, plain + static_cast<uint64_t>(axes)) << name_of(dims);
   }
 }

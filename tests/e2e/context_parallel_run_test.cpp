@@ -103,7 +103,7 @@ TEST(ContextParallelRefusals, SayWhatWouldDo) {
   EXPECT_THAT(refusal(cp("2", "2",
                          {"--parallelism.context_parallel_rotate_method", "alltoall",
                           "--parallelism.context_parallel_attention", "allgather_kv"})),
-              HasSubstr("is of the ring"));
+              HasSubstr("is for ring attention"));
   EXPECT_THAT(refusal(cp("2", "2", {"--parallelism.context_parallel_load_balancer", "ptrr"})),
               HasSubstr("flex attention"));
 }

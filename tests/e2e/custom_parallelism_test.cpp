@@ -1,4 +1,5 @@
-// docs/examples/custom_parallelism: a plan of one's own for a model that isn't a Llama.
+// docs/examples/custom_parallelism: a plan for a model that isn't a Llama, and a parallelism with its own
+// communication, both registered by a shared object.
 
 #include <gmock/gmock.h>
 
@@ -33,6 +34,8 @@ struct Layout {
   Words words;
 };
 
+Words slices(const std::string& degree) { return {"--parallelism.args.slices.degree", degree}; }
+
 TEST(CustomParallelism, TheSameLossesOnEveryLayout) {
   const auto one = train(fresh_folder("one"), config("8") + kTp1);
   ASSERT_EQ(one.size(), 8u);
@@ -41,7 +44,12 @@ TEST(CustomParallelism, TheSameLossesOnEveryLayout) {
         Layout{"tp2_whole_sequence", {"--nproc", "2", "--parallelism.no_enable_sequence_parallel"}},
         Layout{"tp2_whole_logits", {"--nproc", "2", "--parallelism.disable_loss_parallel"}},
         Layout{"tp4", {"--nproc", "4", "--parallelism.tensor_parallel_degree", "4"}},
-        Layout{"tp2_fsdp2", {"--nproc", "4"}}}) {
+        Layout{"tp2_fsdp2", {"--nproc", "4"}}, Layout{"slices2", Words{"--nproc", "2"} + kTp1 + slices("2")},
+        Layout{"slices4", Words{"--nproc", "4"} + kTp1 + slices("4")},
+        Layout{"slices2_fsdp2", Words{"--nproc", "4"} + kTp1 + slices("2")},
+        Layout{"slices2_tp2", Words{"--nproc", "4"} + slices("2")},
+        Layout{"slices2_tp2_whole_sequence",
+               Words{"--nproc", "4", "--parallelism.no_enable_sequence_parallel"} + slices("2")}}) {
     const auto many = train(fresh_folder(layout.name), config("8") + layout.words);
     ASSERT_EQ(many.size(), one.size()) << layout.name;
     for (size_t i = 0; i < one.size(); ++i) {
@@ -56,16 +64,37 @@ TEST(CustomParallelism, PrintsItsPlan) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("averager small on 4 rank(s): dp_shard 2, tp 2"),
                                 HasSubstr("blocks.0..1.value"), HasSubstr("reduce-scatter / all-gather"),
-                                // Of a running sum LibTorch's library has no gradient without data.
+                                // LibTorch can't compute a running sum's gradient without data.
                                 HasSubstr("The step can't be run without data: aten::flip")));
 }
 
-// Without it the ranks of the tensor-parallel axis would all do the same.
-TEST(CustomParallelism, AModelsOwnPlanWithoutTensorParallelismIsRefused) {
-  const CommandResult result = try_train(config("2") + Words{"--nproc", "2", "--parallelism.plan="});
-  EXPECT_NE(result.status, 0);
-  EXPECT_THAT(result.err, HasSubstr("tensor_parallel_degree = 2: the parallelism plan of averager has no "
+// The ranks of an axis that the plan ignores would all do the same work.
+TEST(CustomParallelism, RefusesADegreeThatThePlanIgnores) {
+  const Words own_plan = config("2") + Words{"--nproc", "2", "--parallelism.plan="};
+  const CommandResult tensor = try_train(own_plan);
+  EXPECT_NE(tensor.status, 0);
+  EXPECT_THAT(tensor.err, HasSubstr("tensor_parallel_degree = 2: the parallelism plan of averager has no "
                                     "tensor parallelism"));
+  const CommandResult sliced = try_train(own_plan + kTp1 + slices("2"));
+  EXPECT_NE(sliced.status, 0);
+  EXPECT_THAT(sliced.err,
+              HasSubstr("parallelism.args.slices.degree = 2: the parallelism plan of averager has "
+                        "no slices parallelism"));
+}
+
+TEST(CustomParallelism, ChecksTheSettingsOfARegisteredParallelism) {
+  const auto error_of = [](const Words& words) {
+    const CommandResult result = try_train(config("2") + kTp1 + words);
+    EXPECT_NE(result.status, 0);
+    return result.err;
+  };
+  EXPECT_THAT(
+      error_of(Words{"--nproc", "3"} + slices("3")),
+      HasSubstr("training.seq_len = 128: isn't a multiple of args.slices.degree = 3; 126 or 129 would "
+                "do"));
+  EXPECT_THAT(error_of(Words{"--nproc", "4"} + slices("3")), HasSubstr("x cp 1 x slices 3 x tp 1"));
+  EXPECT_THAT(error_of(slices("0")), HasSubstr("parallelism.args.slices.degree"));
+  EXPECT_THAT(error_of({"--parallelism.args.slices.degre", "2"}), HasSubstr("unknown key"));
 }
 
 }  // namespace

@@ -120,7 +120,7 @@ TEST(ScheduleCommand, WhatIsWrongIsSaid) {
   EXPECT_THAT(wrong({"--forward-only", "--max-live", "7"}), HasSubstr("excludes"));
   EXPECT_THAT(wrong({"--svg", "a.svg", "--no-svg"}), HasSubstr("excludes"));
   EXPECT_THAT(wrong({"--microbatches", "8", "--times", "1000000"}), HasSubstr("at most 4194304 forwards"));
-  EXPECT_THAT(wrong({"--forward", "-1"}), HasSubstr("'forward' is 0 or more"));
+  EXPECT_THAT(wrong({"--forward", "-1"}), HasSubstr("'forward' of 0 or more"));
   EXPECT_THAT(wrong({"--nonsense"}), HasSubstr("titan schedule --help"));
   const auto path = fresh_folder("schedule") / "broken.csv";
   std::ofstream(path) << "0F0,0B0\n1F0,1X0\n";

@@ -1,10 +1,11 @@
-// A language model without attention, and a plan that spreads it over tensor-parallel ranks.
-// docs/adding_a_parallelism.md walks through it.
+// A language model without attention, and a plan that spreads it over tensor-parallel ranks, and over ranks that
+// have a slice of each sequence (slices.cpp). docs/adding_a_parallelism.md walks through it.
 //
 // A block averages the positions so far: y_t = x_t + out(mean(gelu(value(norm(x_1))), ...,
 // gelu(value(norm(x_t))))).
 #include <ATen/ATen.h>
 
+#include "slices.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
 #include "titan/nn/linear.h"
@@ -42,7 +43,7 @@ titan::nn::Linear linear(int64_t in, int64_t out, const Construct& construct) {
                            titan::nn::LinearOptions{.init = Init::normal(0, 0.05), .construct = construct});
 }
 
-class BlockImpl : public titan::nn::Module {
+class BlockImpl : public titan::nn::Module, public EarlierTokensUser {
  public:
   BlockImpl(const AveragerArgs& args, const Construct& construct)
       : norm_(args.dim, 1e-5, construct),
@@ -56,13 +57,20 @@ class BlockImpl : public titan::nn::Module {
   at::Tensor forward(const at::Tensor& x_BSD) {
     check_entered_through_ref();
     const at::Tensor value_BSH = at::gelu(value_(norm_(x_BSD)));
-    const at::Tensor count_S1 = at::arange(1, value_BSH.size(1) + 1, value_BSH.options()).unsqueeze(1);
-    return x_BSD + out_(at::cumsum(value_BSH, 1) / count_S1);
+    const int64_t num_tokens = value_BSH.size(1), before = earlier_ ? earlier_->count(num_tokens) : 0;
+    const at::Tensor count_S1 =
+        at::arange(before + 1, before + num_tokens + 1, value_BSH.options()).unsqueeze(1);
+    at::Tensor sum_BSH = at::cumsum(value_BSH, 1);
+    if (earlier_) sum_BSH = sum_BSH + earlier_->sum(value_BSH.sum(1)).unsqueeze(1);
+    return x_BSD + out_(sum_BSH / count_S1);
   }
+
+  void set_earlier_tokens(std::shared_ptr<EarlierTokens> earlier) override { earlier_ = std::move(earlier); }
 
  private:
   titan::nn::RMSNorm norm_;
   titan::nn::Linear value_, out_;
+  std::shared_ptr<EarlierTokens> earlier_;  // null: this rank has whole sequences
 };
 TITAN_MODULE(Block);
 
@@ -128,7 +136,8 @@ titan::TensorPlan features(const titan::TensorParallelOptions& options) {
 
 void spread_features(TrainableModel& trainable, const ParallelPlan& plan) {
   const Averager& model = dynamic_cast<AveragerModel&>(trainable).model;
-  titan::parallelize(model, plan.meshes.tp, features(plan.tensor));  // first: layers become parts
+  titan::parallelize(model, plan.meshes.tp, features(plan.tensor));        // first: layers become parts
+  titan::apply_parallelisms(model, plan.parallelisms, plan.meshes.world);  // slices
   for (const Block& block : model->blocks)
     titan::fully_shard(block, plan.fsdp);  // then the parts are sharded
   titan::fully_shard(model, plan.fsdp);
@@ -137,6 +146,7 @@ void spread_features(TrainableModel& trainable, const ParallelPlan& plan) {
 }  // namespace
 
 extern "C" void titan_register() {
+  register_slices();
   parallel_plans().add("spread_features", spread_features);
   register_model<AveragerArgs>(
       "averager",

@@ -76,10 +76,11 @@ class Schema {
 
   /// A table whose fields `resolve` returns once the tables `depends_on` are read without a problem.
   /// `resolve` gets the job read so far and, if it takes it, an Origins for messages. A ConfigError that it
-  /// throws joins the other problems. Help shows the table of a default job.
-  template <class Job, class Resolve>
-  void add_dynamic(std::string section, DynamicTable Job::*member, Resolve resolve,
-                   std::vector<std::string> depends_on, std::string meaning = {});
+  /// throws joins the other problems. Help shows the table of a default job. `table` is a member of the job,
+  /// or a function from Job& to DynamicTable&.
+  template <class Job, class Table, class Resolve>
+  void add_dynamic(std::string section, Table table, Resolve resolve, std::vector<std::string> depends_on,
+                   std::string meaning = {});
 
   const std::vector<Section>& sections() const { return sections_; }
   /// The field with that full name, or nullptr. Doesn't find dynamic fields.
@@ -114,8 +115,8 @@ void Schema::add(std::string section, S Job::*member, std::string meaning) {
   add_section(std::move(added));
 }
 
-template <class Job, class Resolve>
-void Schema::add_dynamic(std::string section, DynamicTable Job::*member, Resolve resolve,
+template <class Job, class Table, class Resolve>
+void Schema::add_dynamic(std::string section, Table table, Resolve resolve,
                          std::vector<std::string> depends_on, std::string meaning) {
   check_job(typeid(Job));
   Section added{std::move(section), std::move(meaning), {}, {}, {}, std::move(depends_on)};
@@ -128,7 +129,9 @@ void Schema::add_dynamic(std::string section, DynamicTable Job::*member, Resolve
       return resolve(job);
     }
   };
-  added.table_of = [member](void* job) -> DynamicTable& { return static_cast<Job*>(job)->*member; };
+  added.table_of = [table](void* job) -> DynamicTable& {
+    return std::invoke(table, *static_cast<Job*>(job));
+  };
   add_section(std::move(added));
 }
 

@@ -118,7 +118,13 @@ class Table {
 
   /// A sub-table (`[model.args]`, `[training.dataloader]`): fields get the keys "name.key".
   template <class Sub>
-  void table(std::string name, Sub S::*member);
+  void table(std::string name, Sub S::*member) {
+    include(name + ".", member);
+  }
+
+  /// The fields of a struct within S, each with `prefix` before its key.
+  template <class Sub>
+  void include(std::string prefix, Sub S::*member);
 
   const std::vector<FieldInfo>& fields() const { return fields_; }
 
@@ -243,16 +249,16 @@ void Table<S>::mapped(std::string key, std::string to_key, std::string reason) {
 
 template <class S>
 template <class Sub>
-void Table<S>::table(std::string name, Sub S::*member) {
+void Table<S>::include(std::string prefix, Sub S::*member) {
   Table<Sub> sub;
   describe(sub);
   const S defaults{};
   for (const FieldInfo& inner : sub.fields()) {
     FieldInfo field = detail::rebased(inner, member);
     field.default_value = field.get(&defaults);
-    field.key = name + "." + inner.key;
-    if (!field.mapped_to.empty()) field.mapped_to = name + "." + inner.mapped_to;
-    if (!field.only_where.empty()) field.only_where = name + "." + inner.only_where;
+    field.key = prefix + inner.key;
+    if (!field.mapped_to.empty()) field.mapped_to = prefix + inner.mapped_to;
+    if (!field.only_where.empty()) field.only_where = prefix + inner.only_where;
     fields_.push_back(std::move(field));
   }
 }

@@ -7,7 +7,6 @@
 //
 // Axes of size 1 cost nothing: no group is made for them.
 
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -34,10 +33,10 @@ class DeviceMesh {
   /// The sub-mesh of one or several axes that this rank is in: mesh["dp_shard"], mesh({"dp_replicate",
   /// "dp_shard"}).
   DeviceMesh operator[](std::string_view axis) const;
-  DeviceMesh operator()(std::initializer_list<std::string_view> axes) const;
+  DeviceMesh operator()(const std::vector<std::string>& axes) const;
   /// One axis of that name from several adjacent ones: flatten({"dp_shard", "cp"}, "fsdp"). Existing axes
   /// stay usable.
-  DeviceMesh flatten(std::initializer_list<std::string_view> axes, std::string name) const;
+  DeviceMesh flatten(const std::vector<std::string>& axes, std::string name) const;
 
   /// The sub-mesh with this one's axes followed by `other`'s; both belong to the same mesh. A row-major
   /// position counts the axes in this order. Placements decide in which order the axes shard a tensor.

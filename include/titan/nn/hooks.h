@@ -167,6 +167,10 @@ class HookHost {
 /// Sets fqn() of every hookable module below `root` (root itself: "").
 void name_modules(torch::nn::Module& root);
 
+/// The hookable modules of a model: `root`, if it is one, and those below it, in the order of
+/// torch::nn::Module::modules().
+std::vector<HookHost*> hook_hosts(torch::nn::Module& root);
+
 template <class Impl>
 class Ref;
 

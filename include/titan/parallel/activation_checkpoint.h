@@ -33,11 +33,11 @@ struct SelectiveOp {
   std::vector<std::string> recompute_products = {};
 };
 
-/// Moves what is saved to page-locked memory of the host while the forward goes on, and back one layer ahead
-/// of its use; nothing is computed again. GPUs only.
+/// Copies saved tensors to page-locked host memory during the forward, and back one layer ahead of their use;
+/// nothing is recomputed. GPUs only.
 struct OffloadActivations {
   int64_t min_bytes = 1 << 20;  ///< smaller ones stay
-  int64_t layers_kept = 1;      ///< so many of the last layers stay on the device: they are needed at once
+  int64_t layers_kept = 1;      ///< this many last layers stay on the device: they are needed at once
 };
 
 /// FullRecompute for every n-th layer of a list: n = 2 takes the 2nd, the 4th and so on, by its number.
@@ -45,24 +45,24 @@ struct SelectiveLayers {
   int64_t n = 2;
 };
 
-/// Chooses per layer between keeping all, SelectiveOp and FullRecompute, so that what the layers keep fits
-/// and the recomputes take the least time. Sizes and times are measured while the first step runs with
-/// FullRecompute; the choice is printed as a table. The keeping layers are the last ones, whose memory is
-/// free again when the first ones recompute.
+/// Chooses for each layer between keeping all, SelectiveOp and FullRecompute, so that the kept tensors fit
+/// the budget and recomputation takes the least time. Sizes and times are measured while the first step runs
+/// with FullRecompute; the choice is printed as a table. The keeping layers are the last ones, whose memory
+/// is free again when the first ones recompute.
 struct MemoryBudget {
   int64_t bytes = -1;     ///< of all layers together, for one forward; -1: by `fraction`
   double fraction = 0.5;  ///< of the way from FullRecompute of all layers (0) to keeping everything (1)
-  /// All ranks of it come to one choice; null: every rank chooses for itself. Required where a recompute
-  /// holds collectives.
+  /// Its ranks agree on one choice; null: every rank chooses for itself. Required where a recompute contains
+  /// collectives.
   std::shared_ptr<dist::Group> group = nullptr;
-  SelectiveOp op = {};  ///< what "op" keeps
+  SelectiveOp op = {};  ///< the policy for layers at the middle level
 };
 
 struct ActivationCheckpointOptions {
   bool early_stop = true;  ///< a recompute ends with the last tensor that the backward needs
   bool preserve_rng_state =
-      true;  ///< of LibTorch's default generators: the recompute draws what the forward drew
-  bool check_recompute = true;  ///< what is saved again has to be of the forward's shapes and dtypes
+      true;  ///< of LibTorch's default generators: the recompute draws the forward's numbers
+  bool check_recompute = true;  ///< recomputed tensors must have the forward's shapes and dtypes
 };
 
 using ModulePolicy = std::variant<FullRecompute, SelectiveOp, OffloadActivations>;

@@ -1,14 +1,17 @@
 #pragma once
 
 // Context parallelism: the tokens of a sequence are spread over the ranks of a mesh axis, so that activations
-// of a long sequence are divided by its size. All is local to a token but attention, in which the ranks'
-// queries meet the keys of all ranks: by a ring (Liu et al., "Ring Attention with Blockwise Transformers",
-// 2023), or by gathering the keys. docs/context_parallel.md shows how.
+// of a long sequence are divided by its size. Everything is local to a token except attention, where each
+// rank's queries need the keys of all ranks: by a ring (Liu et al., "Ring Attention with Blockwise
+// Transformers", 2023), or by gathering the keys. docs/context_parallel.md shows how.
 
 #include <cstdint>
+#include <memory>
+#include <string>
 
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/hooks.h"
+#include "titan/parallel/parallelism.h"
 
 namespace titan {
 
@@ -17,18 +20,17 @@ enum class ContextLoadBalancer {
   /// A chunk from the front and its counterpart from the back: with a causal mask every rank has the same
   /// work. The sequence has to be a multiple of twice the ranks.
   HeadTail,
-  None,  ///< one stretch; the last rank has most of the work, and the others wait for it
+  None,  ///< contiguous parts; the last rank has most of the work, and the others wait for it
 };
 
-/// How keys and values come round in a ring's forward.
+/// How a ring's forward moves keys and values.
 enum class ContextRotateMethod {
-  AllGather,  ///< one all-gather, under the rank's own block; holds the keys of the whole sequence for a
-              ///< layer
-  AllToAll,   ///< hop by hop between neighbours, each under the block before it; holds those of two ranks
+  AllGather,  ///< one all-gather during the rank's own block; holds one layer's keys of the whole sequence
+  AllToAll,   ///< hop by hop between neighbours, each during the block before it; holds the keys of two ranks
 };
 
 enum class ContextAttention {
-  Ring,         ///< block by block, merged by their log-sum-exp; gradients of keys go round hop by hop
+  Ring,         ///< block by block, merged by their log-sum-exp; gradients of keys travel hop by hop
   AllGatherKv,  ///< keys and values of the whole sequence at once, in order: fewer, larger kernels and
                 ///< collectives. For short sequences on fast links
 };
@@ -44,7 +46,7 @@ struct ContextParallelOptions {
 /// - a call of `root` takes whole sequences, the same on all ranks of the axis: its int64 arguments [B, S]
 ///   (tokens, labels; positions as [B, S] or [1, S]) are cut down to this rank's tokens, all others are left
 ///   as they are. Throws Error when S doesn't divide, or differs from one argument to the next;
-/// - a pipeline stage's hidden states (nn/layer_sequence.h) are of this rank's tokens, and aren't cut;
+/// - a pipeline stage's hidden states (nn/containers.h) are of this rank's tokens, and aren't cut;
 /// - modules below it see S / ranks tokens, and what `root` returns is of this rank's tokens: a loss is this
 ///   rank's share of the sum, gradients of parameters are this rank's summands (fully_shard's mesh includes
 ///   the axis, and sums them);
@@ -60,5 +62,22 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis,
 
 /// Whether context_parallel spreads the sequences of `root` or of a module below it.
 bool is_context_parallel(const nn::AnyRef& root);
+
+/// context_parallel() with these options, for ParallelPlan::parallelisms.
+Parallelism context_parallelism(const ContextParallelOptions& options = {});
+
+/// The keys of [parallelism] that begin with "context_parallel_".
+struct ContextParallelSettings {
+  int64_t degree = 1;
+  std::string load_balancer = "headtail";   ///< or "None": contiguous parts
+  std::string rotate_method = "allgather";  ///< or "alltoall"
+  std::string attention = "ring";           ///< or "allgather_kv"
+
+  ContextParallelOptions options() const;
+};
+void describe(config::Table<ContextParallelSettings>& table);
+
+/// The registry's entry "context".
+std::shared_ptr<const ParallelismSpec> context_parallelism_spec();
 
 }  // namespace titan

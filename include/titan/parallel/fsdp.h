@@ -1,6 +1,6 @@
 #pragma once
 
-// fully_shard: per-parameter sharding as FSDP2's. Each call makes one group = one all-gather before use and
+// fully_shard: per-parameter sharding as in FSDP2. Each call makes one group = one all-gather before use and
 // one reduce-scatter after; parameters are sharded on dim 0 over the mesh's last axis and replicated over the
 // one before (HSDP). DDP is (replicate N, shard 1), one rank is N = 1: the same engine.
 //
@@ -51,17 +51,17 @@ struct FsdpOptions {
   bool cpu_offload = false;  ///< shards in pinned host memory; GPUs only
 };
 
-/// Gathered copies follow the shards by themselves: every write to a shard by an operation of LibTorch or a
-/// collective raises its version counter, and the next use gathers again. Writes through data_ptr() or a
-/// detached handle (.data(), variable_data()) aren't seen.
+/// Gathered copies follow the shards: every write to a shard by a LibTorch operation or a collective raises
+/// its version counter, and the next use gathers again. Writes through data_ptr() or a detached handle
+/// (.data(), variable_data()) go unnoticed.
 void fully_shard(const nn::AnyRef& module, const FsdpOptions& options);
 void fully_shard(std::initializer_list<nn::AnyRef> modules, const FsdpOptions& options);
 
 /// Tells all groups below `root` whether the coming backward is the last of its optimizer step (default:
 /// true).
 void set_last_micro_batch(const nn::AnyRef& root, bool last);
-/// Drops gradients that were collected but not reduced yet, as of a step that was given up between two
-/// micro-batches; what the shards have as gradients is the optimizer's to zero. All ranks do the same.
+/// Drops gradients that were collected but not reduced, after a step that was abandoned between two
+/// micro-batches; the optimizer zeroes the shards' gradients. All ranks make the same call.
 void discard_gradients(const nn::AnyRef& root);
 /// Numbers for tests and logs, summed over the groups below `root`.
 struct FsdpStats {

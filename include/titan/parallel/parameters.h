@@ -1,6 +1,6 @@
 #pragma once
 
-// The one list that optimizer, clipping and checkpoint see.
+// The list of parameters that optimizer, clipping and checkpoints use.
 
 #include <cstdint>
 #include <string>
@@ -21,11 +21,10 @@ struct Parameter {
   at::Tensor compute;  ///< what the modules use; the same tensor as data.local without fully_shard
   nn::Init init;       ///< as declared by its module
   bool has_init = false;
-  /// A copy of it is on another pipeline stage (tied weights): equal at the start, and equal ever after if
-  /// the gradients of both are summed before the optimizer's step.
+  /// Another pipeline stage has a copy (tied weights). Copies are equal at the start, and stay equal if the
+  /// gradients of both are summed before the optimizer's step.
   bool on_other_stages = false;
-  /// One of the copies that an earlier stage's stands for where each parameter counts once: in norms and
-  /// files.
+  /// An earlier stage has the copy that counts where each parameter counts once: in norms and files.
   bool duplicate = false;
 };
 

@@ -1,9 +1,12 @@
 #pragma once
 
-// Pipeline schedules as values: what each pipeline rank does in one optimizer step, in order. Plain data, no
-// tensors: made by name (pipeline_generators.h) or read from a file (pipeline_csv.h), completed with sends,
-// receives and parameter actions (pipeline_completion.h), checked (pipeline_check.h), simulated
-// (pipeline_simulation.h), printed (pipeline_timeline.h), and run by train::StepRunner.
+// Pipeline schedules as values: the actions of each pipeline rank in one optimizer step, in order. Plain
+// data, no tensors: made by name or read from a file, completed with sends, receives and parameter actions,
+// checked, simulated and printed (pipeline_simulation.h), and run by train::StepRunner.
+//
+//   Schedule schedule = make_schedule("1F1B", /*num_ranks=*/4, /*num_stages=*/4, /*num_micro_batches=*/16);
+//   schedule = with_parameter_actions(with_communication(schedule));
+//   check_schedule(schedule);
 //
 // [Note: stages and ranks]
 // A model is cut into stages 0 .. num_stages-1; a pipeline rank owns one or several. Loop-shaped schedules
@@ -42,7 +45,7 @@ struct Action {
   friend bool operator==(const Action&, const Action&) = default;
 };
 
-/// F, B, I or W: what keeps a rank busy.
+/// F, B, I or W: an action that computes.
 constexpr bool is_compute(Action::Kind kind) { return kind <= Action::Kind::BackwardWeight; }
 /// A send or a receive.
 constexpr bool is_communication(Action::Kind kind) {
@@ -72,7 +75,7 @@ bool has_backward(const Schedule& schedule);
 bool has_communication(const Schedule& schedule);
 
 // Schedules by name. They hold compute actions (F, B, I, W) in PyTorch's order, which tests/data/schedules
-// proves; sends, receives and parameter actions are added by pipeline_completion.h.
+// proves; with_communication() and with_parameter_actions() add the rest.
 //
 //   GPipe                  all F, then all B (Huang et al. 2019)
 //   1F1B                   one F, one B in turn (Narayanan et al. 2019, PipeDream-Flush)
@@ -110,53 +113,53 @@ std::vector<std::string> schedule_names();
 /// By name, in any case. Throws ConfigError for an unknown one, with the nearest and all known names.
 const ScheduleTraits& schedule_traits(std::string_view name);
 
-/// One stage a rank, or two where the schedule wants several.
+/// One stage per rank, or two where the schedule needs several.
 int default_num_stages(const ScheduleTraits& traits, int num_ranks);
 
-/// Why the schedule can't have this many stages, and how many would do; nothing when it can.
+/// The reason why the schedule can't have this many stages, with valid numbers; nothing if it can.
 std::optional<std::string> stages_problem(const ScheduleTraits& traits, int num_ranks, int num_stages);
 
-/// The same of the stages and micro-batches.
+/// The same for the stages and micro-batches.
 std::optional<std::string> counts_problem(const ScheduleTraits& traits, int num_ranks, int num_stages,
                                           int num_micro_batches);
 
-/// Throws ConfigError for an unknown name and for counts that the schedule doesn't take.
+/// Throws ConfigError for an unknown name and for counts that the schedule doesn't allow.
 Schedule make_schedule(std::string_view name, int num_ranks, int num_stages, int num_micro_batches);
 
-/// Evaluation: every F once, on any map of stages to ranks (every rank owns a stage). A rank prefers the
-/// later stage of those that could run, so few inputs wait.
+/// Evaluation: every F once, on any map of stages to ranks (every rank owns a stage). Of its stages that can
+/// run, a rank runs the latest, so that few inputs wait.
 Schedule make_forward_only_schedule(const std::vector<int>& rank_of_stage, int num_micro_batches);
 
 /// Stage s on rank s % num_ranks.
 std::vector<int> loop_stage_map(int num_ranks, int num_stages);
-/// To and fro: 0 .. p-1, p-1 .. 0, 0 .. p-1, ...
+/// Back and forth: 0 .. p-1, p-1 .. 0, 0 .. p-1, ...
 std::vector<int> v_stage_map(int num_ranks, int num_stages);
 /// The map that the schedule's generator uses.
 std::vector<int> stage_map(const ScheduleTraits& traits, int num_ranks, int num_stages);
 
-/// The schedule `times` times over, micro-batches renumbered: gradient accumulation that needs no more memory
-/// than one pass. Of Reduce actions only the last pass's are kept.
+/// The schedule repeated `times` times, with micro-batches renumbered: gradient accumulation that needs no
+/// more memory than one pass. Only the last pass keeps its Reduce actions.
 Schedule repeat(const Schedule& schedule, int times);
 
 // Schedules as CSV files in TorchTitan's and PyTorch's format: a row per pipeline rank, a cell per action.
 //
-//   0F0,0F1,,,0B0,0B1        F, B, I, W with stage and micro-batch; an empty cell is a pause and means
-//   nothing 0UNSHARD,0F0,0SEND_F0    parameter actions and communication may stand in it too
-//   (0F3;1B2)OVERLAP_F_B     an F and a B side by side: read as the F, then the B
+//   0F0,0F1,,,0B0,0B1        F, B, I, W with stage and micro-batch; an empty cell is a pause, ignored here
+//   0UNSHARD,0F0,0SEND_F0    parameter actions and communication are allowed, too
+//   (0F3;1B2)OVERLAP_F_B     an overlapped F and B: read as the F, then the B
 
 /// Reads a schedule; the number of stages and micro-batches and the map of stages to ranks follow from the
-/// cells. `file` stands in messages and gives the schedule's name. Throws ConfigError with file:line:column
-/// for each cell that isn't an action, a stage on two ranks, a row without actions and stages that have none.
-/// Whether the schedule can run is check_schedule()'s business.
+/// cells. `file` is for messages and gives the schedule its name. Throws ConfigError with file:line:column
+/// for each cell that isn't an action, a stage on two ranks, and rows and stages without actions. Doesn't
+/// check whether the schedule can run: check_schedule() does.
 Schedule parse_schedule_csv(std::string_view text, const std::filesystem::path& file);
 
 /// As above, from a file.
 Schedule read_schedule_csv(const std::filesystem::path& file);
 
-/// All actions, a row per rank; parse_schedule_csv() gives the same schedule, but for the name.
+/// All actions, a row per rank; parse_schedule_csv() returns the same schedule, except for its name.
 std::string to_csv(const Schedule& schedule);
 
-// Whether a schedule can run, before it does. Time and memory grow linearly with its actions.
+// Checks whether a schedule can run. Time and memory grow linearly with its actions.
 
 enum class Purpose {
   Training,    ///< every stage's F and its whole (B) or split (I and W) backward, once per micro-batch
@@ -182,21 +185,18 @@ struct Problem {
 /// "rank 1, action 7 (2B3): ..."; actions are counted from 0.
 std::string to_string(const Problem& problem, const Schedule& schedule);
 
-/// The problems that keep the schedule from running; empty if it runs. In this order, and the first kind alone:
-///   1. actions of unknown kind, on a wrong rank, of a stage or micro-batch that doesn't exist, twice, or
-///   useless
-///      (a send within a rank)
-///   2. missing actions; a backward neither whole nor split. Sends and receives are complete or not there at
-///   all
-///   3. on one rank: actions ahead of what they work on; receives out of their sends' order; a stage's
-///   parameters
-///      used while not gathered, gathered twice or left gathered (if any Unshard or Reshard is there); a
-///      Reduce missing or ahead of the last backward (if any is there); too many live activations
-///   4. ranks that wait for each other in a circle
-/// The list ends after 20.
+/// The problems that keep the schedule from running; empty if it runs. Only the first of these kinds with
+/// problems is reported, at most 20 of them:
+///   1. actions of unknown kind, on a wrong rank, for a stage or micro-batch that doesn't exist, duplicate or
+///      useless (a send within a rank)
+///   2. missing actions; a backward neither whole nor split; some but not all sends and receives
+///   3. on one rank: actions before their inputs; receives out of the order of their sends; parameters used
+///      while not gathered, gathered twice or left gathered (if it has Unshard or Reshard); a Reduce
+///      missing or before the last backward (if it has any); too many live activations
+///   4. deadlocks
 std::vector<Problem> find_problems(const Schedule& schedule, const CheckOptions& options = {});
 
-/// Throws ConfigError with the schedule's name and what find_problems() finds.
+/// Throws ConfigError with the schedule's name and the problems of find_problems().
 void check_schedule(const Schedule& schedule, const CheckOptions& options = {});
 
 // From a schedule of compute actions to one that the runtime executes:
@@ -208,30 +208,30 @@ void check_schedule(const Schedule& schedule, const CheckOptions& options = {});
 // own, when the runtime meets it, and waited for by the F, B or I that works on it. Stages of one rank hand
 // over locally: no send, no receive. Unshard starts gathering; the stage's next F, B, I or W waits for it.
 
-/// Adds a send after, and a receive before, every F, B and I whose neighbour is on another rank.
-/// On each channel the receives stand in the order of the sends. A receive stands one compute action ahead of
-/// its use, so one message is on its way while the rank computes; earlier only where a message used earlier
-/// is sent after it, or where otherwise ranks would wait for each other in a circle. The result runs even
-/// where a send lasts until its receive is posted (channel_capacity 0). Unchanged if the schedule has sends
-/// or receives. Throws ConfigError for a schedule that couldn't run (check_schedule()).
+/// Adds a send after, and a receive before, every F, B and I whose neighbour is on another rank. On each
+/// channel, receives are in the order of the sends. A receive is one compute action ahead of its use, so that
+/// one message travels while the rank computes; it is earlier only where a message used earlier is sent after
+/// it, or where ranks would deadlock otherwise. The result runs even where sends block until their receive is
+/// posted (channel_capacity 0). A schedule with sends or receives is returned unchanged. Throws ConfigError
+/// for a schedule that can't run (check_schedule()).
 Schedule with_communication(const Schedule& schedule);
 
-/// Adds Unshard and Reshard, such that no rank holds more than `max_gathered_stages` stages gathered: always
-/// those that it needs next, which gathers ahead of use. None is gathered at the end. Adds one Reduce per
-/// stage after its last B or W (and after the send that waits there: a peer needs it). Unshard and Reshard
-/// are left as they are if the schedule has any, Reduce likewise.
+/// Adds Unshard and Reshard so that no rank holds more than `max_gathered_stages` gathered stages: always
+/// those that it needs next, so stages are gathered ahead of use. None is gathered at the end. Adds one
+/// Reduce per stage after its last B or W, and after the send that follows it, as a peer waits for that. A
+/// schedule that has Unshard or Reshard keeps its own, and likewise for Reduce.
 Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages = 3);
 
 // Messages of one schedule that can travel as one call, where the backend has such calls (NCCL's groups).
 
-/// Whether two sends, of one rank to one other, may be one call; both ends have to answer alike.
+/// Whether two sends from one rank to another may be one call; both ends have to give the same answer.
 using MayJoin = std::function<bool(const Action&, const Action&)>;
 
-/// By rank and action of a complete schedule (pipeline_completion.h): whether it is a message that goes in
-/// one call with the next action. So do messages that stand side by side, in the order of their channel,
-/// both where they are sent and where they are received. Where only the sends or only the receives do, they
-/// stay apart: a call is done when its last message is, and would keep the first from whoever could use it.
-/// A schedule that is free of circles stays so: nothing stands between the messages on either side.
+/// By rank and action of a complete schedule: whether it is a message that shares a call with the next
+/// action. Messages do if they are adjacent, in the order of their channel, both where they are sent and
+/// where they are received. If only the sends or only the receives are adjacent, they stay separate: a call
+/// is done when its last message is, so it would delay the first. This adds no deadlock, as no action is
+/// between the messages on either side.
 std::vector<std::vector<bool>> joined_with_next(const Schedule& schedule, const MayJoin& may_join);
 
 }  // namespace titan::pipeline

@@ -1,12 +1,12 @@
 #pragma once
 
-// How long a schedule takes and what it holds, for given costs, without running it.
+// The time and the live activations of a schedule for given costs, without running it.
 //
 // [Note: the model]
-// A rank does its actions one after the other; only F, B (= I + W), I and W take time. What a neighbour on
-// another rank works on travels for `communication` beside all computation, from when it was both sent and
-// its receive posted (a schedule without communication: from when it was made). Channels hold as much as is
-// sent. Gathering and reducing parameters costs nothing. Times are in the costs' unit.
+// A rank runs its actions one after the other; only F, B (= I + W), I and W take time. A message to another
+// rank takes `communication`, in parallel with all computation, from the time when it is sent and its receive
+// is posted (in a schedule without communication: when it is computed). Channels have no limit. Gathering and
+// reducing parameters costs nothing. Times are in the unit of the costs.
 
 #include <string>
 #include <vector>
@@ -47,7 +47,7 @@ struct PathEntry {
 
 struct Simulation {
   double makespan = 0;         ///< from 0 to the end of the last action
-  double bubble_fraction = 0;  ///< what the ranks don't compute of num_ranks * makespan
+  double bubble_fraction = 0;  ///< the idle part of num_ranks * makespan
   std::vector<RankFigures> ranks;
   std::vector<std::vector<Interval>> timeline;  ///< per rank: its F, B, I and W
   std::vector<PathEntry> critical_path;  ///< from an action that starts at 0 to the last: none can be later
@@ -60,7 +60,7 @@ Simulation simulate(const Schedule& schedule, const Costs& costs = {});
 // Simulated schedules for people: a table for the terminal, a drawing for documents.
 
 struct TableStyle {
-  int width = 100;       ///< characters a line; what is longer goes on in a further block of lines
+  int width = 100;       ///< characters per line; longer tables continue in another block of lines
   bool colours = false;  ///< by ANSI sequences
 };
 

@@ -4,7 +4,7 @@
 //
 // The split is TorchTitan's: layers are dealt evenly, the embedding and the head counting for some of them
 // (distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part); or it is given as lists, or found by
-// balanced_split (pipeline_balance.h).
+// balanced_split().
 
 #include <cstdint>
 #include <limits>
@@ -34,17 +34,17 @@ struct EndWeights {
 };
 
 /// The stages of a model with so many layers on each: ceil((layers + ends) / layers_per_stage). What schedule
-/// and ranks ask of their number is counts_problem()'s business (pipeline_generators.h).
+/// and ranks ask of their number is for counts_problem() to say.
 int count_stages(int64_t num_layers, EndWeights ends, int64_t layers_per_stage);
 
-/// TorchTitan's rule: of the layers and what the ends count for, every stage gets its whole share, the first
-/// stages one more where that doesn't come out even; the ends' weights are taken off the first and the last
-/// stage. One stage takes everything. Throws ConfigError for less than one stage, more stages than there is
-/// to share, or ends that weigh more than a share.
+/// TorchTitan's rule: layers, plus the weights of the ends, are divided evenly, with one more for the first
+/// stages where there is a remainder; then the ends' weights are subtracted from the first and the last
+/// stage. A single stage takes everything. Throws ConfigError for less than one stage, more stages than
+/// layers and weights, or ends that weigh more than a share.
 StageModules split_evenly(const ModuleSequence& sequence, int num_stages, EndWeights ends = {});
 
-/// As `lists` say. Throws ConfigError with all that is wrong: unknown modules (and what may have been meant),
-/// modules twice, missing or out of order, stages without modules.
+/// The split given by `lists`. Throws ConfigError with all problems: unknown modules (with the nearest name),
+/// modules that are duplicate, missing or out of order, stages without modules.
 StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& lists);
 
 /// "tok_embeddings, layers.0..7": names in call order, runs of layers short.
@@ -52,8 +52,8 @@ std::string short_list(const std::vector<std::string>& modules);
 
 // A split into stages that take the same time, from what each module costs. Plain data, no tensors.
 //
-// A pipeline goes as fast as its slowest stage, so the largest stage's forward and backward is what is made
-// as small as can be. The stages of one rank share its memory.
+// A pipeline is as fast as its slowest stage, so the split minimizes the largest stage's forward and
+// backward. The stages of one rank share its memory.
 
 /// The cost of one module of a sequence on one rank.
 struct ModuleCost {
@@ -66,7 +66,7 @@ struct ModuleCost {
 };
 
 struct BalanceOptions {
-  std::vector<int> rank_of_stage;  ///< loop_stage_map() or v_stage_map() of pipeline_generators.h
+  std::vector<int> rank_of_stage;                                 ///< loop_stage_map() or v_stage_map()
   double memory_bytes = std::numeric_limits<double>::infinity();  ///< that a rank has for all its stages
   std::vector<double> live_micro_batches = {1};  ///< at most, between F and B: of each stage, or one for all
 };

@@ -23,7 +23,7 @@
 
 namespace titan {
 
-/// How an activation lies over the ranks of the axis, and, which matters as much, how its gradient does:
+/// The layout of an activation over the ranks of the axis and, just as important, of its gradient:
 ///
 ///                value                      gradient
 ///   Shard(dim)   equal parts along dim      parts
@@ -33,7 +33,7 @@ namespace titan {
 struct ActivationLayout {
   enum class Kind { Shard, Replicate, Invariant, Partial };
   Kind kind = Kind::Invariant;
-  int64_t dim = 0;  ///< of Shard; negative ones count from the end
+  int64_t dim = 0;  ///< for Shard; negative values count from the end
 
   static ActivationLayout shard(int64_t dim) { return {Kind::Shard, dim}; }
   static ActivationLayout replicate() { return {Kind::Replicate, 0}; }
@@ -49,7 +49,7 @@ std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout);
 struct Colwise {
   ActivationLayout input = ActivationLayout::invariant();
   ActivationLayout output = ActivationLayout::shard(-1);
-  bool overlap = false;  ///< input Shard(1): multiply the parts that are there while the others travel
+  bool overlap = false;  ///< input Shard(1): multiply the parts that have arrived while others travel
 };
 
 /// Each rank multiplies its part of the input features: weight [out, in/N], and the summands become `output`.
@@ -94,9 +94,9 @@ using TensorPlan = std::vector<PlanEntry>;
 /// How the parts of overlapped products travel.
 enum class OverlapTransport {
   Auto,  ///< through symmetric memory where all ranks reach each other's, else by sends and receives
-  SymmetricMemory,  ///< or ConfigError that says why it can't be
+  SymmetricMemory,  ///< throws ConfigError with the reason if that is impossible
   SendReceive,
-  /// in one collective for all: nothing overlaps, but what travels is what the products multiply (Float8)
+  /// in one collective for all: nothing overlaps, but parts travel in the dtype of the products (Float8)
   AtOnce,
 };
 
@@ -105,7 +105,7 @@ enum class OverlapTransport {
 /// shards the parts; deferred parameters stay deferred. Parameters outside the plan stay whole on all ranks
 /// and must get whole gradients.
 ///
-/// The plan of a pipeline stage is that of the whole model (nn/layer_sequence.h): entries for modules of
+/// The plan of a pipeline stage is that of the whole model (nn/containers.h): entries for modules of
 /// other stages do nothing.
 ///
 /// Throws ConfigError naming all entries that match no module, meet one that can't be called through nn::Ref,
@@ -114,22 +114,22 @@ enum class OverlapTransport {
 void parallelize(const nn::AnyRef& root, const DeviceMesh& axis, const TensorPlan& plan,
                  OverlapTransport transport = OverlapTransport::Auto);
 
-/// The settings that a model's own plan is made from.
+/// Settings for a model's own plan.
 struct TensorParallelOptions {
   bool sequence_parallel = true;  ///< between the products each rank keeps a part of the sequence
   bool loss_parallel = true;      ///< false: the loss is computed from gathered logits
-  bool overlap = false;  ///< asynchronous: products run while their parts travel; needs sequence_parallel
+  bool overlap = false;           ///< run products while their parts travel; needs sequence_parallel
   OverlapTransport transport = OverlapTransport::Auto;  ///< of these parts
 };
 
-/// One module of the plan as it ran: what `titan train --print-plan` shows.
+/// One module of the plan as it ran, for `titan train --print-plan`.
 struct PlanRow {
   std::string module;
-  std::string style;        ///< "Rowwise"; of several entries for the module "SequenceParallel, PrepareInput"
+  std::string style;        ///< "Rowwise"; for several entries "SequenceParallel, PrepareInput"
   std::string weight;       ///< placements of the module's parameters, "" where they are whole
   std::string activation;   ///< "in Shard(1) -> Replicate; out Partial -> Shard(1)"
   std::string collectives;  ///< forward / backward: "all-gather / reduce-scatter"
-  std::string transport;    ///< how those go that are "in products": "sent and received"
+  std::string transport;    ///< the transport of those that are "in products": "sent and received"
   int64_t calls = 0;        ///< moves of activations and statistics, with and without communication
   int64_t bytes = 0;        ///< that this rank received in them since the model was parallelized, both ways
   int64_t gradient_bytes = 0;  ///< that it receives each time gradients are summed over the axis (norms')

@@ -57,7 +57,7 @@ struct ValidationMetrics {
 struct DeviceRate {
   double flops_per_token = 0;
   std::optional<double> peak_flops;  ///< of the device, in FLOP/s
-  int non_data_parallel_size = 1;    ///< ranks that share a token's work: cp x tp x pp
+  int non_data_parallel_size = 1;    ///< ranks that share the work on a row: rows x tp x pp
 };
 
 /// Counts tokens and time from one logged step to the next.
@@ -79,7 +79,7 @@ class MetricsWindow {
   /// Fills in rates, times and memory, and starts the next window.
   void close(StepMetrics& metrics);
   void fill_memory(double& gib, double& percent) const;
-  /// Tokens per second and device. cp x tp x pp ranks compute a rank's rows together.
+  /// Tokens per second and device. rows x tp x pp ranks compute a rank's rows together.
   double rate_of(int64_t local_tokens, double seconds) const;
 
  private:

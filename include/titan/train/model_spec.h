@@ -33,8 +33,8 @@
 #include "titan/core/registry.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/activation_checkpoint.h"
-#include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"
+#include "titan/parallel/parallelism.h"
 #include "titan/parallel/tensor_parallel.h"
 
 namespace titan::train {
@@ -55,7 +55,7 @@ class TrainableModel {
                           int64_t global_valid_tokens) = 0;
   /// For a pipeline stage that isn't the last: the tensor that goes to the next stage, of any shape and
   /// floating dtype. input: tokens at the first stage, else the hidden() of the stage before. The result is
-  /// this rank's part: for its tokens (context parallel), and with sequence parallelism for its part of them.
+  /// this rank's part: for its tokens (parallelisms that share rows), and with sequence parallelism for its part of them.
   /// The default throws Error: the model can't be a stage.
   virtual at::Tensor hidden(const at::Tensor& input);
 };
@@ -91,9 +91,10 @@ void apply_activation_checkpoint(const std::vector<nn::AnyRef>& layers,
 /// How a built model is spread out over the ranks.
 struct ParallelPlan {
   const Meshes& meshes;
-  FsdpOptions fsdp;                       ///< mesh, dtypes and policies are filled in from the settings
-  TensorParallelOptions tensor = {};      ///< for a plan over meshes.tp
-  ContextParallelOptions context = {};    ///< for context_parallel over meshes.cp
+  FsdpOptions fsdp;                   ///< mesh, dtypes and policies are filled in from the settings
+  TensorParallelOptions tensor = {};  ///< for a plan over meshes.tp
+  /// For apply_parallelisms over meshes.world.
+  std::vector<Parallelism> parallelisms = default_parallelisms();
   ActivationCheckpoint activations = {};  ///< for apply_activation_checkpoint
 };
 

@@ -151,7 +151,7 @@ pipeline::StageModules split_by_costs(const JobConfig& config, const pipeline::M
       throw KeyedProblem{kMemory,
                          "needs data_parallel_shard_degree, which parameters are shared by, in full"};
     dims.dp_shard = static_cast<int>(settings.data_parallel_shard_degree);
-    dims.cp = static_cast<int>(settings.context_parallel_degree);
+    dims.rows = row_axes(chosen_parallelisms(settings));
     dims.tp = static_cast<int>(settings.tensor_parallel_degree);
     options.memory_bytes = *gib * (1 << 30);
     options.live_micro_batches = live_micro_batches(config, map);

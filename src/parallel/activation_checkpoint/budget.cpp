@@ -67,7 +67,7 @@ std::vector<Level> solve(const std::vector<LayerCosts>& layers, double extra_byt
   return levels;
 }
 
-// The backward comes to the last layers first: what they keep is gone when the others recompute.
+// The backward reaches the last layers first, so their kept tensors are freed before the others recompute.
 void keep_in_last_layers(const std::vector<LayerCosts>& layers, std::vector<Level>& levels) {
   std::vector<bool> done(layers.size(), false);
   for (size_t i = 0; i < layers.size(); ++i) {
@@ -241,7 +241,7 @@ void BudgetPlan::measure(size_t layer, std::shared_ptr<LayerProbe> probe) {
   probes_[layer] = std::move(probe);
 }
 
-// On all ranks, as they go on to agree: a backward may have left a layer out on one of them.
+// On all ranks, as they are about to agree: one rank's backward may have skipped a layer.
 bool BudgetPlan::all_measured() const {
   const bool here =
       std::all_of(probes_.begin(), probes_.end(), [](const auto& probe) { return probe && probe->costs(); });
@@ -260,7 +260,7 @@ void BudgetPlan::decide() {
   probes_.clear();
 }
 
-// The largest of each number over the ranks; from there on all compute the same.
+// Takes the largest of each number over the ranks, so that all compute the same choice.
 void BudgetPlan::agree(std::vector<LayerCosts>& layers) const {
   if (!budget_.group || budget_.group->size() == 1) return;
   const auto visit = [&](const auto& each) {

@@ -32,8 +32,8 @@ struct LayerCosts {
   const LevelCost& at(Level level) const;
 };
 
-/// Gives layers of the same sizes the least of their measured times, and of those that Op spares: a single
-/// measurement has the noise of its moment in it.
+/// Gives layers of the same sizes the least of their measured times, and of their savings by Op, because a
+/// single measurement is noisy.
 void equalize_times(std::vector<LayerCosts>& layers);
 
 /// The levels of least total recompute time within `budget_bytes`; exact but for the rounding of sizes to
@@ -50,7 +50,7 @@ std::string describe_choice(const std::vector<LayerCosts>& layers, const std::ve
 
 // MemoryBudget: measures layers while they run with FullRecompute, then gives each its level.
 
-/// Bytes of different storages among the tensors that it is shown.
+/// Bytes of the tensors added to it, each storage once.
 class StorageBytes {
  public:
   void add(const at::Tensor& tensor);
@@ -64,9 +64,9 @@ class StorageBytes {
 };
 
 /// [Note: measuring a layer]
-/// One forward with FullRecompute tells all three levels: the storages that the graph would have saved are
-/// what keeping everything costs; the operations that SelectiveOp would keep are asked as they run, and
-/// timed; the recompute is timed as a whole, and that of SelectiveOp is the whole without those operations.
+/// One forward with FullRecompute measures all three levels: keeping everything costs the storages that the
+/// graph would have saved; the operations that SelectiveOp would keep are timed as they run; the recompute is
+/// timed as a whole, and SelectiveOp's recompute is that time minus those operations.
 class LayerProbe final : public FrameObserver, private ops::SavedOutputs {
  public:
   LayerProbe(std::shared_ptr<ProductChoice> products, std::shared_ptr<const ParameterStorages> parameters,

@@ -103,11 +103,9 @@ void checkpoint_activations(const std::vector<nn::AnyRef>& layers, const LayersP
 }
 
 bool checkpoints_activations(const nn::AnyRef& root) {
-  const auto modules = root.module().modules();
-  return std::any_of(modules.begin(), modules.end(), [](const auto& module) {
-    const auto* host = dynamic_cast<const nn::HookHost*>(module.get());
-    return host && host->checkpoint_hook;
-  });
+  const auto hosts = nn::hook_hosts(root.module());
+  return std::any_of(hosts.begin(), hosts.end(),
+                     [](const auto* host) { return host->checkpoint_hook != nullptr; });
 }
 
 }  // namespace titan

@@ -53,7 +53,7 @@ ops::SavedOutputs::Action KeptOutputs::next(ops::KeptKind kind, const at::Tensor
   if (!handing_back_) return Action::Keep;
   if (next_ == kept_.size()) return Action::Compute;
   TITAN_CHECK(kept_[next_].source == asking_, "recomputing '", module_,
-              "' came to its products and attentions in another order than the forward: a checkpointed "
+              "' ran its products and attentions in another order than the forward: a checkpointed "
               "module has to take the same path twice");
   return Action::HandBack;
 }

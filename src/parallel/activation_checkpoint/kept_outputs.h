@@ -1,6 +1,6 @@
 #pragma once
 
-// SelectiveOp: which results of a layer's forward are kept, and where they wait for the recompute.
+// SelectiveOp: the choice of results that a layer's forward keeps, and their storage until the recompute.
 
 #include <cstdint>
 #include <memory>
@@ -14,10 +14,10 @@
 namespace titan::activations {
 
 /// Every second product of one layer. [Note: every second product]
-/// TorchTitan counts the products of a layer as they run and keeps the 1st, 3rd, 5th and so on. Here the
-/// numbers belong to the modules: they are given in the order in which the layer's first forward came to
-/// them, and stay, so a forward that takes another path keeps what every other one keeps. A module is known
-/// by its weight, which is the same tensor object for life.
+/// TorchTitan counts the products of a layer as they run and keeps the 1st, 3rd, 5th and so on. Here modules
+/// have the numbers, given in the order in which the layer's first forward calls them, so that a forward that
+/// takes another path keeps the same results as every other one. A weight identifies its module: it stays the
+/// same tensor object.
 class ProductChoice {
  public:
   /// Throws Error when a name of the policy matches a module without a product.

@@ -124,8 +124,8 @@ class RecomputeFrame::SlotHooks final : public SavedVariableHooks {
   int64_t slot_ = -1;
 };
 
-// The tensors that one recompute saves. A module may hold a backward of its own, so all of it is there while the run
-// lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
+// The tensors that one recompute saves. A module may hold a backward of its own, so all of it is there while
+// the run lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
 class RecomputeFrame::Refill final : public SavedTensorHooks,
                                      public std::enable_shared_from_this<RecomputeFrame::Refill> {
  public:
@@ -136,9 +136,10 @@ class RecomputeFrame::Refill final : public SavedTensorHooks,
     return tensors_.size() - 1;
   }
   const at::Tensor& tensor(size_t number) const {
-    TITAN_CHECK(number < tensors_.size(), "a backward through the recompute of '", module_,
-                "', which is over and has kept nothing: detach() what a checkpointed module keeps of its "
-                "forward beside its results");
+    TITAN_CHECK(
+        number < tensors_.size(), "a backward through the recompute of '", module_,
+        "', which has ended and kept nothing: detach() tensors that a checkpointed module keeps from its "
+        "forward beside its results");
     return tensors_[number];
   }
   void drop(size_t number) {
@@ -172,7 +173,7 @@ std::unique_ptr<SavedVariableHooks> RecomputeFrame::Refill::make() {
   return std::make_unique<RefillHooks>(shared_from_this());
 }
 
-// The state of the frame while the module runs again, whichever way that ends.
+// The state of the frame during a recompute, restored also after an exception.
 class RecomputeFrame::Recomputing {
  public:
   explicit Recomputing(RecomputeFrame& frame) : frame_(frame), refill_(std::make_shared<Refill>(frame)) {
@@ -245,8 +246,8 @@ void RecomputeFrame::abandon(size_t slot) {
 at::Tensor RecomputeFrame::take(size_t slot) {
   const std::lock_guard lock(mutex_);
   TITAN_CHECK(!recomputing_, "while '", host_.fqn(),
-              "' was computed again, a backward came to its forward's graph: a checkpointed module can't "
-              "differentiate through what it kept of an earlier forward");
+              "' was recomputed, a backward reached its forward's graph: a checkpointed module can't "
+              "differentiate through tensors that it kept from an earlier forward");
   const int backward = torch::autograd::get_current_graph_task_id();
   if (backward_ != backward)
     for (Slot& each : slots_) each.value.reset();  // of a backward that didn't ask for them
@@ -276,8 +277,8 @@ void RecomputeFrame::recompute() {
   check_complete();
 }
 
-// A run that stopped early has saved what is needed, and can't tell what else it would have. During the
-// forward, which may hold a backward, the later slots aren't there yet.
+// A run that stopped early saved what is needed; what else it would save is unknown. During the forward,
+// which may contain a backward, later slots don't exist yet.
 void RecomputeFrame::check_complete() const {
   const bool whole = !options_.early_stop && options_.check_recompute && forward_ended_;
   const bool complete =
@@ -307,7 +308,7 @@ void RecomputeFrame::find_last_needed() {
 at::Tensor RecomputeFrame::refill(const at::Tensor& tensor) {
   at::Tensor bare = without_graph(tensor);
   const size_t i = num_refilled_++;
-  // Behind all that is needed: nothing, where the module caught the exception that would have ended it.
+  // All needed slots are filled. Does nothing where the module caught the exception that ends the run.
   if (i >= (options_.early_stop ? static_cast<size_t>(num_needed_) : slots_.size())) return bare;
   if (options_.check_recompute) check_slot(i, tensor);
   if (slots_[i].alive) {

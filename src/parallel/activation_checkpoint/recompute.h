@@ -70,16 +70,17 @@ class ModuleInputs {
   const std::string& module_;
 };
 
-/// The device on which a module computes: that of the first input that isn't in host memory (token ids may be).
+/// The device on which a module computes: that of the first input that isn't in host memory (token ids may
+/// be).
 at::Device compute_device(const nn::TensorList& inputs);
 
 // One forward of a checkpointed module whose saved tensors are computed again.
 
-/// Told of what a frame does, where sizes and times are measured.
+/// Observes a frame, to measure sizes and times.
 class FrameObserver {
  public:
   virtual ~FrameObserver() = default;
-  /// The forward's, where the frame keeps none itself; null: nobody is asked.
+  /// For the forward, if the frame keeps no outputs itself; null: none.
   virtual ops::SavedOutputs* outputs() = 0;
   virtual void saved(const at::Tensor& tensor) = 0;
   virtual void recomputing() = 0;
@@ -87,17 +88,16 @@ class FrameObserver {
 };
 
 /// [Note: recomputation]
-/// Each tensor that the forward saves becomes a slot: its number in the order of saving, and what it looked
-/// like. Nodes of the graph own their slots through the hooks that LibTorch keeps in the tensor's place; the
-/// hooks own the frame, and the frame the module's inputs. The first node that asks for a slot makes the
-/// frame run the module again: the i-th tensor saved by that run is slot i. A slot hands its tensor over
-/// once; the next question, or another backward, recomputes anew. Slots whose node is gone aren't filled, and
-/// when the last one of a living node is, the run is ended by an exception (EarlyStop) thrown where the
-/// tensor would have been saved: everything between is C++ with destructors.
+/// Each tensor that the forward saves becomes a slot: its number in the order of saving, with its shape and
+/// dtype. Nodes of the graph own their slots through the hooks that LibTorch keeps instead of the tensor; the
+/// hooks own the frame, and the frame owns the module's inputs. The first node that unpacks a slot makes the
+/// frame run the module again: the i-th tensor saved by that run fills slot i. A slot returns its tensor
+/// once; unpacking it again, or another backward, recomputes. Slots of destroyed nodes stay empty. When the
+/// last slot of a living node is filled, an exception (EarlyStop) ends the run where the tensor would be
+/// saved: everything it passes is C++ with destructors.
 ///
-/// Hooks take the place of LibTorch's check that a saved tensor hasn't been written to since, so the frame
-/// checks it: the inputs when the forward ends and again when it is to be repeated, a slot when it is asked
-/// for.
+/// With hooks, LibTorch doesn't check whether a saved tensor was written to, so the frame does: the inputs
+/// when the forward ends and before it is repeated, a slot when it is unpacked.
 class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_from_this<RecomputeFrame> {
  public:
   struct Parts {
@@ -153,8 +153,8 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   std::unique_ptr<RngState> rng_state_;
   std::unique_ptr<KeptOutputs> kept_;
 
-  // Guards the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of its
-  // forward lets go of it in the recompute, and with it of nodes that own slots.
+  // Guards the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of
+  // its forward lets go of it in the recompute, and with it of nodes that own slots.
   std::recursive_mutex mutex_;
   bool recomputing_ = false, forward_ended_ = false;
   std::vector<Slot> slots_;

@@ -16,10 +16,10 @@ using torch::autograd::SavedVariableHooks;
 
 /// [Note: saved tensors]
 /// LibTorch asks its autograd engine (Engine::get_default_saved_variable_hooks) for a pair of hooks each time
-/// it saves a tensor, by whatever operation. Python's engine answers with the hooks pushed in Python; the one
-/// of C++ with none. Ours is that engine with an answer: from install() on, what the innermost HooksScope of
-/// the thread says. So a checkpoint is PyTorch's non-reentrant one: the forward records its graph as ever,
-/// only without the tensors, and there is no backward inside the backward.
+/// any operation saves a tensor. Python's engine returns the hooks pushed in Python, the C++ engine none.
+/// Ours is the C++ engine, except that it returns the hooks of the thread's innermost HooksScope. So a
+/// checkpoint works like PyTorch's non-reentrant one: the forward records its graph as usual, only without
+/// the tensors, and no backward runs inside the backward.
 class SavedTensorHooks {
  public:
   virtual ~SavedTensorHooks() = default;
@@ -42,8 +42,8 @@ class HooksScope {
   ops::ScopedDroppedTensors dropping_;
 };
 
-/// Puts our engine in place, once per process. Throws Error where somebody else's runs backwards (Python's in
-/// a process that imported torch). No backward may be running.
+/// Installs our engine, once per process. Throws Error if another engine is in use (Python's, in a process
+/// that imported torch). No backward may be running.
 void install_saved_tensor_hooks();
 
 /// The same memory and version counter without the history.
@@ -57,8 +57,8 @@ class Module;
 
 namespace titan::activations {
 
-/// The storages of a module's parameters and buffers: what a graph saves of them is no activation. A sharded
-/// parameter keeps its storage object while its memory comes and goes.
+/// The storages of a module's parameters and buffers, which don't count as activations when a graph saves
+/// them. A sharded parameter keeps its storage object while its memory is freed and allocated.
 class ParameterStorages {
  public:
   ParameterStorages() = default;

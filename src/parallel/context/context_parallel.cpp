@@ -1,5 +1,6 @@
 #include "titan/parallel/context_parallel.h"
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -19,8 +20,8 @@ using context::SequenceLayout;
 
 bool is_of_sequences(const at::Tensor& input) { return input.scalar_type() == at::kLong && input.dim() == 2; }
 
-// Cuts whole sequences down to this rank's tokens at the top of the root's call. Hidden states that a
-// pipeline stage gets from the one before are of this rank's tokens already.
+// Cuts whole sequences down to this rank's tokens when the root is called. Hidden states from an earlier
+// pipeline stage have only this rank's tokens already.
 class CutSequences final : public nn::CallHook {
  public:
   CutSequences(SequenceLayout layout, int rank, bool expects_tokens, std::shared_ptr<nn::CallHook> inner)
@@ -42,9 +43,10 @@ class CutSequences final : public nn::CallHook {
     std::optional<int64_t> length;
     for (const at::Tensor* input : inputs) {
       if (!is_of_sequences(*input)) continue;
-      TITAN_CHECK(!length || *length == input->size(1), "context_parallel: module '", host.fqn(),
-                  "' was called with int64 tensors of [batch, ", *length, "] and [batch, ", input->size(1),
-                  "]; all of two dimensions are cut as sequences, which have to be of one length");
+      TITAN_CHECK(
+          !length || *length == input->size(1), "context_parallel: module '", host.fqn(),
+          "' was called with int64 tensors of [batch, ", *length, "] and [batch, ", input->size(1),
+          "]; all int64 tensors of two dimensions are cut as sequences and must have the same length");
       length = input->size(1);
     }
     return length;
@@ -53,10 +55,10 @@ class CutSequences final : public nn::CallHook {
   SequenceLayout layout_;
   int rank_;
   bool expects_tokens_;
-  std::shared_ptr<nn::CallHook> inner_;  // what was in the slot before
+  std::shared_ptr<nn::CallHook> inner_;  // the slot's previous hook
 };
 
-// Kept for the last lengths that came: those of training and of validation.
+// Caches the positions for recent lengths: those of training and of validation.
 class LocalPositions final : public nn::TokenPositions {
  public:
   LocalPositions(SequenceLayout layout, int rank) : layout_(layout), rank_(rank) {}
@@ -106,18 +108,71 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
   }
   const nn::LayerSequence* sequence = nn::layer_sequence(root);
   const bool is_part = sequence && !sequence->is_whole();
-  TITAN_CHECK(num_users > 0 || is_part, "context_parallel: no module below '", root.host().fqn(),
-              "' attends through a core (nn::Attention does; one's own implements nn::AttentionUser)");
+  TITAN_CHECK(
+      num_users > 0 || is_part, "context_parallel: no module below '", root.host().fqn(),
+      "' attends through a core (nn::Attention does; a module of your own implements nn::AttentionUser)");
   auto& slot = root.host().prepare_input_hook;
   slot = std::make_shared<CutSequences>(layout, group->rank(), !is_part || sequence->is_first(), slot);
 }
 
+Parallelism context_parallelism(const ContextParallelOptions& options) {
+  return {.axis = {.name = "cp", .kind = "context"},
+          .apply = [options](const nn::AnyRef& root,
+                             const DeviceMesh& axis) { context_parallel(root, axis, options); },
+          .is_applied = is_context_parallel};
+}
+
+ContextParallelOptions ContextParallelSettings::options() const {
+  return {.load_balancer =
+              load_balancer == "headtail" ? ContextLoadBalancer::HeadTail : ContextLoadBalancer::None,
+          .rotate_method =
+              rotate_method == "allgather" ? ContextRotateMethod::AllGather : ContextRotateMethod::AllToAll,
+          .attention = attention == "ring" ? ContextAttention::Ring : ContextAttention::AllGatherKv};
+}
+
+void describe(config::Table<ContextParallelSettings>& table) {
+  using Settings = ContextParallelSettings;
+  config::Constraint balancers = config::one_of({"headtail", "None"});
+  balancers.allowed += " (\"ptrr\" balances the block masks of flex attention, which isn't here)";
+  table.field("degree", &Settings::degree, "ranks that share each sequence", config::at_least(1));
+  table.field("load_balancer", &Settings::load_balancer,
+              "how a sequence is divided: an early and a late chunk for each rank, or contiguous parts",
+              balancers);
+  table.field("rotate_method", &Settings::rotate_method,
+              "how keys and values reach the other ranks: gathered at once, or passed around the ring",
+              config::one_of({"allgather", "alltoall"}));
+  table.field("attention", &Settings::attention,
+              "keys arrive block by block (\"ring\", which has the rotate method), or all at once before any "
+              "attention: fewer collectives, for short sequences on fast links",
+              config::one_of({"ring", "allgather_kv"}));
+}
+
+std::shared_ptr<const ParallelismSpec> context_parallelism_spec() {
+  using Settings = ContextParallelSettings;
+  ParallelismKind<Settings> kind;
+  kind.axis = "cp";
+  kind.apply = [](const nn::AnyRef& root, const DeviceMesh& axis, const Settings& settings) {
+    context_parallel(root, axis, settings.options());
+  };
+  kind.is_applied = is_context_parallel;
+  kind.parts_per_rank = [](const Settings& settings) {
+    return settings.options().load_balancer == ContextLoadBalancer::HeadTail ? 2 : 1;
+  };
+  kind.find_problems = [](const Settings& settings) -> std::vector<SettingProblem> {
+    if (settings.attention == "ring" || settings.rotate_method == "allgather") return {};
+    return {{"context_parallel_rotate_method", str("is for ring attention; context_parallel_attention = \"",
+                                                   settings.attention, "\" supports \"allgather\" only")}};
+  };
+  kind.key_prefix = "context_parallel_";
+  kind.always_in_mesh = true;
+  return std::make_shared<const detail::ParallelismOf<Settings>>("context", std::move(kind));
+}
+
 bool is_context_parallel(const nn::AnyRef& root) {
-  for (const auto& module : root.module().modules()) {
-    const auto* host = dynamic_cast<nn::HookHost*>(module.get());
-    if (host && dynamic_cast<CutSequences*>(host->prepare_input_hook.get())) return true;
-  }
-  return false;
+  const auto hosts = nn::hook_hosts(root.module());
+  return std::any_of(hosts.begin(), hosts.end(), [](const nn::HookHost* host) {
+    return dynamic_cast<CutSequences*>(host->prepare_input_hook.get()) != nullptr;
+  });
 }
 
 }  // namespace titan

@@ -16,8 +16,8 @@ namespace {
 using ops::SavedVariable;
 using torch::autograd::variable_list;
 
-// Not ops::BackwardNode: the peers run their part of the backward whether or not this rank's output took part
-// in its loss, so a missing gradient is one of zeros.
+// Not an ops::BackwardNode: peers run their part of the backward even if this rank's loss doesn't depend on
+// its output, so a missing gradient counts as zeros.
 struct DistributedAttentionBackward final : torch::autograd::Node {
   SavedVariable q, k, v, out, log_sum_exp;
   std::shared_ptr<DistributedAttention> attention;
@@ -26,14 +26,13 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override {
     TITAN_CHECK(!at::GradMode::is_enabled(), name(),
                 " has no second derivative: call backward with create_graph = false");
-    // All of them before the first collective: a checkpoint may run the module again for the first.
-    const at::Tensor queries = q.unpack(), keys = k.unpack(), values = v.unpack(),
-                     result = out.unpack(getptr()), sums = log_sum_exp.unpack();
-    const at::Tensor grad = grads[0].defined() ? grads[0] : at::zeros_like(result);
+    // Unpacked before the first collective: unpacking may make a checkpoint run the module again.
+    const SavedAttention saved{q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()),
+                               log_sum_exp.unpack()};
+    const at::Tensor grad = grads[0].defined() ? grads[0] : at::zeros_like(saved.out);
     ops::BelowAutograd guard;
-    const auto found = attention->backward(grad, queries, keys, values, result, sums,
-                                           {"context_parallel::backward", module});
-    const auto dtype = queries.scalar_type();
+    const auto found = attention->backward(saved, grad, {"context_parallel::backward", module});
+    const auto dtype = saved.q.scalar_type();
     return {found.q_BSHD.to(dtype), found.k_BTKD.to(dtype), found.v_BTKD.to(dtype)};
   }
   void release_variables() override {
@@ -44,8 +43,8 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
 
 using Result = std::tuple<at::Tensor, at::Tensor>;
 
-// Blocks are computed from the number of a rank's tokens, so a module that adds or drops some would see wrong
-// ones.
+// Blocks are computed from the number of a rank's tokens, so they would be wrong for a module that adds or
+// drops some.
 void check_inputs(const SequenceLayout& layout, const char* module, const at::Tensor& q, const at::Tensor& k,
                   const at::Tensor& v) {
   TITAN_CHECK(q.dim() == 4 && k.dim() == 4 && k.sizes() == v.sizes() && q.size(0) == k.size(0) &&
@@ -54,10 +53,9 @@ void check_inputs(const SequenceLayout& layout, const char* module, const at::Te
               "context parallelism: module '", module,
               "' has to attend with q [B, S, H, E] and k, v [B, S, K, E], H a multiple of K, got ", q.sizes(),
               ", ", k.sizes(), ", ", v.sizes());
-  TITAN_CHECK(
-      q.size(1) > 0 && q.size(1) % layout.chunks_per_rank() == 0, "context parallelism: module '", module,
-      "' attends with ", q.size(1), " tokens of this rank, which holds ", layout.chunks_per_rank(),
-      " chunks of one length; a module must neither add tokens to those that it is given nor drop any");
+  TITAN_CHECK(q.size(1) > 0 && q.size(1) % layout.chunks_per_rank() == 0, "context parallelism: module '",
+              module, "' attends with ", q.size(1), " tokens of this rank, which holds ",
+              layout.chunks_per_rank(), " chunks of one length; a module must not add or drop tokens");
 }
 
 }  // namespace
@@ -147,10 +145,9 @@ ops::AttentionSum GatheredAttention::forward(const at::Tensor& q, const at::Tens
   return sum;
 }
 
-ops::AttentionGradients GatheredAttention::backward(const at::Tensor& grad, const at::Tensor& q,
-                                                    const at::Tensor& k, const at::Tensor& v,
-                                                    const at::Tensor& out, const at::Tensor& log_sum_exp,
+ops::AttentionGradients GatheredAttention::backward(const SavedAttention& saved, const at::Tensor& grad,
                                                     dist::Label label) {
+  const auto& [q, k, v, out, log_sum_exp] = saved;
   const KeyValues whole = gather({k, v}, label);
   const auto options = q.options().dtype(log_sum_exp.scalar_type());
   const at::Tensor grad_q = at::zeros(q.sizes(), options);
@@ -203,10 +200,9 @@ ops::AttentionSum RingAttention::forward(const at::Tensor& q, const at::Tensor& 
   return sum;
 }
 
-ops::AttentionGradients RingAttention::backward(const at::Tensor& grad, const at::Tensor& q,
-                                                const at::Tensor& k, const at::Tensor& v,
-                                                const at::Tensor& out, const at::Tensor& log_sum_exp,
+ops::AttentionGradients RingAttention::backward(const SavedAttention& saved, const at::Tensor& grad,
                                                 dist::Label label) {
+  const auto& [q, k, v, out, log_sum_exp] = saved;
   const at::ScalarType dtype = log_sum_exp.scalar_type();
   const at::Tensor grad_q = at::zeros(q.sizes(), q.options().dtype(dtype));
   KeyValues held{k, v};
@@ -227,7 +223,7 @@ ops::AttentionGradients RingAttention::backward(const at::Tensor& grad, const at
     gradient_ring_.pass_on(block.has_value());
   }
   const KeyValues own = gradient_ring_.finish();
-  // The ring's memory is the next layer's; so these are copies, rounded on the way.
+  // The next layer reuses the ring's memory, so these are copies, already rounded.
   const auto copy = [&](const at::Tensor& x) {
     return x.to(k.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   };

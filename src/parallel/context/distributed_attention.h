@@ -12,8 +12,13 @@
 
 namespace titan::context {
 
-/// Attention as the ranks of a group compute it together. One serves all modules of a model, one call at a
-/// time: its buffers are used again.
+/// This rank's part of a forward, for the backward. Sizes as in ops::AttentionSum.
+struct SavedAttention {
+  at::Tensor q, k, v, out, log_sum_exp;
+};
+
+/// Attention that the ranks of a group compute together. One object serves all modules of a model, one call
+/// at a time, because it reuses its buffers.
 class DistributedAttention {
  public:
   explicit DistributedAttention(SequenceLayout layout) : layout_(layout) {}
@@ -22,11 +27,10 @@ class DistributedAttention {
   /// Attention of this rank's queries over the keys of all ranks.
   virtual ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     dist::Label label) = 0;
-  /// `grad` and `out` are of this rank's queries; the result is whole for this rank's queries, keys and
-  /// values. Summed in at least fp32; a gradient may come rounded to the dtype of what it is of.
-  virtual ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                           const at::Tensor& v, const at::Tensor& out,
-                                           const at::Tensor& log_sum_exp, dist::Label label) = 0;
+  /// Whole gradients of this rank's queries, keys and values. Summed in at least fp32; a gradient may be
+  /// rounded to its tensor's dtype.
+  virtual ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
+                                           dist::Label label) = 0;
 
  private:
   SequenceLayout layout_;
@@ -54,8 +58,7 @@ class GatheredAttention final : public DistributedAttention {
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override;
-  ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+  ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
                                    dist::Label label) override;
 
  private:
@@ -63,22 +66,21 @@ class GatheredAttention final : public DistributedAttention {
   KeyValues reduce(const at::Tensor& whole, dist::Label label);
 
   std::shared_ptr<dist::Group> group_;
-  Buffer own_, by_rank_, in_order_, gradients_;
+  Scratch own_, by_rank_, in_order_, gradients_;
 };
 
 /// [Note: ring attention]
 /// At hop i rank r has the keys and values of rank (r - i) mod N, and adds its queries' attention over them
-/// to a sum in fp32 ([Note: attention in parts]); the keys of hop i + 1 are on their way meanwhile. In the
-/// backward they come round once more; each hop gives gradients of the rank's own queries, and contributions
-/// to those of the keys at hand, which follow their keys on the ring and end at home.
+/// to a sum in fp32 ([Note: attention in parts]) while the keys of hop i + 1 travel. In the backward, keys
+/// travel around the ring again; each hop adds to the gradients of the rank's own queries and to those of the
+/// current keys, which follow their keys around the ring and end at the keys' own rank.
 class RingAttention final : public DistributedAttention {
  public:
   RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout, ContextRotateMethod method);
 
   ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             dist::Label label) override;
-  ops::AttentionGradients backward(const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k,
-                                   const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
+  ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
                                    dist::Label label) override;
 
  private:

@@ -9,24 +9,8 @@
 
 namespace titan::context {
 
-at::Tensor Buffer::get(at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
-  if (last_.defined() && last_.sizes() == sizes && last_.scalar_type() == dtype &&
-      last_.device() == options.device())
-    return last_;
-  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(options.dtype().itemsize());
-  if (!memory_.defined() || memory_.numel() < bytes || memory_.device() != options.device()) {
-    // The old memory goes before the new one comes.
-    last_.reset();
-    memory_.reset();
-    memory_ = at::empty({bytes}, options.dtype(at::kByte));
-  }
-  last_ = memory_.narrow(0, 0, bytes).view(dtype).view(sizes);
-  return last_;
-}
-
 // Even ranks send first, odd ones receive first. A backend that runs its calls one after the other (NCCL)
-// would stand still if all of them sent; this way, in a ring of any size, somebody is at the other end.
+// would deadlock if all of them sent first; this order works in a ring of any size.
 void RingExchange::start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
   const int rank = group_->rank(), size = group_->size();
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
@@ -40,8 +24,8 @@ void RingExchange::wait() {
   sent_.wait();
 }
 
-at::Tensor KeyValues::pack(Buffer& buffer) const {
-  at::Tensor packed = buffer.get({2, k.size(0), k.size(1), k.size(2), k.size(3)}, k.options());
+at::Tensor KeyValues::pack(Scratch& memory) const {
+  at::Tensor packed = memory.get({2, k.size(0), k.size(1), k.size(2), k.size(3)}, k.options());
   packed.select(0, 0).copy_(k);
   packed.select(0, 1).copy_(v);
   return packed;
@@ -67,7 +51,7 @@ class GatherRotation final : public KeyValueRotation {
 
  private:
   std::shared_ptr<dist::Group> group_;
-  Buffer own_, all_;
+  Scratch own_, all_;
   at::Tensor gathered_;  // [N, 2, B, S, K, E]
   dist::Work gathering_;
 };
@@ -83,7 +67,7 @@ class NeighbourRotation final : public KeyValueRotation {
     next_ = buffers_[1].get(current_.sizes(), current_.options());
     exchange_.start(current_, next_, label_);
   }
-  // The keys of the last block are computed with and sent on: the next transfer overwrites them.
+  // The keys of the last block have been used and sent on: the next transfer overwrites them.
   KeyValues hop(int i) override {
     exchange_.wait();
     std::swap(current_, next_);
@@ -94,7 +78,7 @@ class NeighbourRotation final : public KeyValueRotation {
  private:
   int num_ranks_;
   RingExchange exchange_;
-  Buffer buffers_[2];
+  Scratch buffers_[2];
   at::Tensor current_, next_;
   dist::Label label_;
 };

@@ -4,23 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "parallel/scratch.h"
 #include "titan/dist/collectives.h"
 #include "titan/parallel/context_parallel.h"
 
 namespace titan::context {
 
-/// Memory that is used again by every layer and step; grows to the longest sequence.
-class Buffer {
- public:
-  /// Contiguous; what is in it is anything. One at a time: the next call hands out the same memory.
-  at::Tensor get(at::IntArrayRef sizes, const at::TensorOptions& options);
-
- private:
-  at::Tensor memory_;  // bytes
-  at::Tensor last_;    // what was handed out: a model's layers ask for the same
-};
-
-/// Hands a tensor to the next rank of a group while it takes one from the rank before. One at a time.
+/// Sends a tensor to the next rank of a group while receiving one from the previous rank. One at a time.
 class RingExchange {
  public:
   explicit RingExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
@@ -40,11 +30,11 @@ class RingExchange {
 struct KeyValues {
   at::Tensor k, v;
   static KeyValues of_packed(const at::Tensor& packed) { return {packed.select(0, 0), packed.select(0, 1)}; }
-  /// Copies both into one tensor [2, B, S, K, E] from `buffer`: a message.
-  at::Tensor pack(Buffer& buffer) const;
+  /// Copies both into one tensor [2, B, S, K, E] from `memory`: a message.
+  at::Tensor pack(Scratch& memory) const;
 };
 
-/// Brings the keys and values of all ranks past this one. At hop i they are those of rank (r - i) mod N.
+/// Rotates the keys and values of all ranks through this one. At hop i they are those of rank (r - i) mod N.
 class KeyValueRotation {
  public:
   virtual ~KeyValueRotation() = default;
@@ -57,10 +47,10 @@ class KeyValueRotation {
 std::unique_ptr<KeyValueRotation> make_rotation(std::shared_ptr<dist::Group> group,
                                                 ContextRotateMethod method);
 
-/// Adds up what all ranks contribute to the gradients of each rank's keys and values. The sums go round the
-/// ring, from a rank to the next, one hop after the keys: what rank r adds at hop i belongs to rank (r - i)
-/// mod N, and so does what it gets from rank r - 1, which added to it at hop i - 1. Transfers run under the
-/// computation of the next hop. In fp32 (float64 of float64) all the way.
+/// Sums the contributions of all ranks to the gradients of each rank's keys and values. The sums travel
+/// around the ring one hop after the keys: rank r's contribution at hop i belongs to rank (r - i) mod N, and
+/// so does the sum that it receives from rank r - 1, which added to it at hop i - 1. Transfers run during the
+/// computation of the next hop. Sums are in fp32 (in float64 for float64).
 class GradientRing {
  public:
   explicit GradientRing(std::shared_ptr<dist::Group> group) : exchange_(std::move(group)) {}
@@ -74,7 +64,7 @@ class GradientRing {
   KeyValues finish();
 
  private:
-  Buffer buffers_[3];
+  Scratch buffers_[3];
   RingExchange exchange_;
   dist::Label label_;
   at::Tensor contributions_, received_, sending_;  // packed

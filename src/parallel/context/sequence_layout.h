@@ -35,12 +35,12 @@ class SequenceLayout {
   /// The number of the chunk that is the rank's `i`-th. Ascending in i.
   int chunk(int rank, int i) const { return i == 0 ? rank : num_chunks() - 1 - rank; }
 
-  /// Throws Error, with lengths that would do.
+  /// Throws Error that names valid lengths.
   void check_length(int64_t length) const;
 
   /// The rank's tokens of x, whose `dim` runs along the whole sequence. Contiguous.
   at::Tensor part(const at::Tensor& x, int64_t dim, int rank) const;
-  /// int64 [rank_length]: where the rank's tokens stand.
+  /// int64 [rank_length]: the positions of the rank's tokens.
   at::Tensor positions(int rank, int64_t rank_length, at::Device device) const;
 
   /// The block of queries of `rank` and keys of `source` that meet, each holding rank_length tokens.

@@ -18,7 +18,7 @@ void DelayedQueue::add(std::shared_ptr<ParamGroup> group, size_t slot, ops::DueG
   entries_.push_back({std::move(group), slot, {}, std::move(gradient)});
 }
 
-// Each entry goes when it is computed, so that memory falls on the way.
+// Each entry is freed once computed, so that memory falls on the way.
 void DelayedQueue::compute() {
   for (Entry& entry : entries_) {
     const Entry due = std::move(entry);
@@ -50,7 +50,7 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Stands where a leaf has AccumulateGrad: runs before all else that is ready, so that a group has its
+// Takes the place of a leaf's AccumulateGrad: runs before all other ready nodes, so that a group has its
 // gradients before its module's backward is over.
 class GradientNode : public Node {
  public:

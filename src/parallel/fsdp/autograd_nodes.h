@@ -1,6 +1,6 @@
 #pragma once
 
-// Weight gradients that a backward put off, with the groups that will take them.
+// Weight gradients that a backward delayed, with the groups that will take them.
 
 #include <cstdint>
 #include <functional>

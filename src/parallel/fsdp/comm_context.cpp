@@ -17,7 +17,7 @@ namespace titan::fsdp {
 
 namespace {
 
-// A buffer serves requests down to this share of its size: a block's buffer is not spent on a norm's.
+// A buffer serves requests of at least this share of its size, so that a norm doesn't take a block's buffer.
 constexpr double kSmallestUse = 0.8;
 
 }  // namespace
@@ -119,8 +119,8 @@ void CommContext::cancel_prefetches() {
 
 int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
   TITAN_CHECK(!in_backward_, "the forward of '", group->name(),
-              "' was called inside a backward: wrap the module that is computed again (activation "
-              "checkpointing) in fully_shard, not modules inside of it");
+              "' was called inside a backward: wrap the module that is recomputed (activation "
+              "checkpointing) in fully_shard, not modules inside it");
   order_.push_back(group.get());
   group->remember_stream();
   group->start_unshard();
@@ -131,8 +131,7 @@ int64_t CommContext::visit(const std::shared_ptr<ParamGroup>& group) {
   return static_cast<int64_t>(visits_.size()) - 1;
 }
 
-// Only where this forward has followed the last one so far: a model that takes another path gathers without
-// prefetching.
+// Only while this forward follows the last one: a model that takes another path gathers without prefetching.
 void CommContext::prefetch_forward() {
   const size_t next = order_.size();
   if (next < previous_order_.size() && order_.back() == previous_order_[next - 1])
@@ -159,7 +158,7 @@ void CommContext::start_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([self] { self->finish_backward(); });
 }
 
-// A backward that threw has no end: the engine runs no callbacks then.
+// After an exception in the backward, the engine runs no callbacks.
 void CommContext::abandon_backward() {
   in_backward_ = false;
   reducing_.clear();
@@ -227,8 +226,7 @@ void CommContext::issue_reduction(ParamGroup& group) {
   advance_reductions(1);
 }
 
-// Visits that had no place in the chain, and in the last micro-batch those that took part in an earlier one
-// only.
+// Visits outside the chain and, in the last micro-batch, those that only took part in an earlier one.
 void CommContext::issue_last_reductions() {
   for (auto visit = visits_.rbegin(); visit != visits_.rend(); ++visit)
     if (visit->with_backward && visit->at_end) issue_reduction(*visit->group);
@@ -238,8 +236,8 @@ void CommContext::issue_last_reductions() {
 }
 
 // A reduction is a chain: reduce-scatter, then perhaps an all-reduce, then the sum into the shard's gradient.
-// Each older one takes its next link when a younger one has been issued, so that something is always on the
-// wire while the backward computes.
+// An older reduction continues when a newer one has been issued, so that communication always runs while the
+// backward computes.
 void CommContext::advance_reductions(size_t num_young) {
   std::deque<ParamGroup*> unfinished;
   for (size_t i = 0; i < reducing_.size(); ++i) {
@@ -290,7 +288,7 @@ void CommContext::reshard() {
   for (ParamGroup* group : groups_) group->reshard();
 }
 
-// Last groups first, as a backward would: in one order on all ranks.
+// Last groups first, as in a backward: the same order on all ranks.
 void CommContext::reduce() {
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group)
     if ((*group)->start_reduce(/*last_micro_batch=*/true)) reducing_.push_back(*group);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Communication buffers, made once and handed around: from the third step on nothing is allocated.
+// Communication buffers, which are reused: from the third step on nothing is allocated.
 
 #include <cstdint>
 #include <deque>
@@ -41,31 +41,32 @@ class BufferPool {
   int64_t num_allocations_ = 0;
 };
 
-// The state that groups below one root share: streams, buffers, and the order in which collectives are issued.
+// The state that groups below one root share: streams, buffers, and the order in which collectives are
+// issued.
 
 class DelayedQueue;
 class ParamGroup;
 
 /// [Note: order of collectives]
 /// Every rank has to issue the same collectives in the same order, also where ranks use different parameters.
-/// A root forward records its visits to groups. Gathers of the next forward follow that list, and reductions
-/// of the backward its reverse. A backward comes to the groups in the reverse of the order in which their
-/// forwards ended, which is another one where a group lies around others (the outermost module's own, an
-/// embedding and the output that is tied to it): that is the order of its gathers. A visit that a rank's
-/// backward never reaches is gathered and reduced all the same, when its turn comes. Which visits take part
-/// follows from the forward alone: those with an output that requires a gradient. (Of a group that runs
-/// several times in one forward, all ranks' backwards have to reach the same runs; of a group of several
-/// modules, all ranks' forwards have to end with the same one.) Gathers and reductions
-/// use process groups of their own, so their mutual order is free.
+/// A root forward records its visits to groups. The next forward gathers in the order of that list, and the
+/// backward reduces in its reverse. A backward reaches the groups in the reverse of the order in which their
+/// forwards ended, and gathers in that order. (The two orders differ where a group encloses others: the
+/// outermost module's own, or an embedding with the output that is tied to it.) A visit that a rank's
+/// backward never reaches is gathered and reduced all the same, in its turn. The forward alone decides which
+/// visits take part: those with an output that requires a gradient. (If a group runs several times in one
+/// forward, all ranks' backwards have to reach the same runs; if it has several modules, all ranks' forwards
+/// have to end with the same one.) Gathers and reductions use separate process groups, so their relative
+/// order is free.
 class CommContext : public std::enable_shared_from_this<CommContext> {
  public:
   explicit CommContext(at::Device device);
   ~CommContext();
 
   /// Root's forward begins: keeps the last one's order for prefetching and, where gradients are recorded,
-  /// forgets its visits. What an exception left of an earlier backward is dropped.
+  /// clears its visits. Drops the remains of a backward that ended in an exception.
   void begin_forward();
-  /// Root's forward ends: what was prefetched and not used goes, before the optimizer may write the shards.
+  /// Root's forward ends: frees unused prefetches before the optimizer can write the shards.
   void end_forward();
   /// A group is about to run: gathers it, waits, and starts the gather of the group that came next the last
   /// time. Returns the visit's number, -1 where no gradients are recorded.
@@ -73,7 +74,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   /// The forward of the visit's group, or of one module of it, ends with an output that requires a gradient:
   /// it will have a backward.
   void expect_backward(int64_t visit);
-  /// None of its inputs does: nothing tells when its backward is over, and it is reduced after all others.
+  /// None of the visit's inputs requires a gradient, so the end of its backward is unknown: it is reduced
+  /// after all others.
   void reduce_at_end(int64_t visit);
   /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters`
   /// is false).
@@ -89,7 +91,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void add_group(ParamGroup* group) { groups_.push_back(group); }
   void remove_group(ParamGroup* group);
   const std::vector<ParamGroup*>& groups() const { return groups_; }
-  /// Drops gradients that were collected but never reduced: of a step that was given up.
+  /// Drops gradients that were collected but never reduced, after an abandoned step.
   void discard_gradients();
   /// A group's shards are in host memory ([Note: host shards]).
   void expect_host_shards() { host_shards_ = true; }

@@ -18,14 +18,11 @@ constexpr double kMiB = 1024.0 * 1024.0;
 
 std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root) {
   std::vector<std::shared_ptr<FsdpState>> states;
-  const auto visit = [&](torch::nn::Module& module) {
-    const auto* host = dynamic_cast<nn::HookHost*>(&module);
-    auto state = host ? std::dynamic_pointer_cast<FsdpState>(host->fsdp_hook) : nullptr;
+  for (const nn::HookHost* host : nn::hook_hosts(root)) {
+    auto state = std::dynamic_pointer_cast<FsdpState>(host->fsdp_hook);
     if (state && std::find(states.begin(), states.end(), state) == states.end())
       states.push_back(std::move(state));
-  };
-  visit(root);
-  for (const auto& module : root.modules(/*include_self=*/false)) visit(*module);
+  }
   return states;
 }
 
@@ -75,7 +72,7 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (context_->scheduled()) return pre_scheduled_forward(inputs);
   if (is_root_) context_->begin_forward();
   if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
-  // Modules of a list that an earlier forward left out, or never came to, don't count for this one.
+  // Modules of a list that an earlier forward skipped don't count in this one.
   if (std::exchange(forward_, context_->num_forwards()) != context_->num_forwards()) modules_entered_ = 0;
   if (!group_ || modules_entered_++ > 0) return;
   visit_ = context_->visit(group_);
@@ -89,7 +86,7 @@ void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
   if (!told) context_->reduce_at_end(visit_);
 }
 
-// Nothing is hung into the graph: it may be walked whenever the schedule says.
+// No node is added to the graph: the schedule decides when backwards run.
 void FsdpState::pre_scheduled_forward(const nn::TensorRefs& inputs) {
   if (options_.cast_forward_inputs && options_.param_dtype) cast(inputs, *options_.param_dtype);
   if (!group_) return;
@@ -171,7 +168,7 @@ void check_modules(const std::vector<nn::AnyRef>& modules) {
     TITAN_CHECK(!module.host().fsdp_hook, "fully_shard: '", module.module().name(), "' is wrapped already");
 }
 
-// There is no other memory to keep the shards in.
+// A CPU has no other memory for the shards.
 void check_offload(const std::vector<nn::AnyRef>& modules, const FsdpOptions& options) {
   if (!options.cpu_offload) return;
   for (const nn::AnyRef& module : modules)

@@ -33,7 +33,7 @@ at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const
 
 namespace {
 
-// How all uses of a parameter multiply it; none where one of them is no linear layer in Float8.
+// The Float8 recipe of all uses of a parameter; none unless every use is a linear layer in Float8.
 std::optional<float8::WeightGather> gather_of(const ManagedParam& param) {
   std::optional<float8::WeightGather> how;
   for (const ManagedParam::Use& use : param.uses) {
@@ -63,7 +63,7 @@ void ParamGroup::find_float8_weights() {
   wire_ = WireLayout(layout_, dtypes);
 }
 
-// A weight that isn't cut has the same magnitudes on all ranks of the axis, so one answer serves for all.
+// A weight that isn't cut has the same magnitudes on all ranks of the axis, so one result serves all.
 const ops::RankParts* ParamGroup::ranks_of_parts() const {
   for (const ParamGroup* group : context_->groups())
     if (group->float8_.how.parts) return group->float8_.how.parts.get();
@@ -142,20 +142,20 @@ ops::Operand ParamGroup::float8_weight(size_t slot) const {
 
 ops::Operand GatheredWeight::weight() const {
   const auto group = group_.lock();
-  TITAN_CHECK(group, "a weight that was gathered in Float8 is used after its model's shards are gone");
+  TITAN_CHECK(group, "a weight that was gathered in Float8 is used after its model was destroyed");
   return group->float8_weight(slot_);
 }
 
 // The gathering side of ParamGroup: shards to compute parameters and back.
 
-// The shards' version counter rises with every write, whoever writes: optimizer, checkpoint or user.
+// Every write raises the shards' version counter: by the optimizer, a checkpoint or a user.
 bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._version(); }
 
 // A holder of something computed from a parameter, a scale say, checks the parameter's version; a gather
 // writes them past LibTorch.
-void ParamGroup::tell_of_new_values() {
-  if (told_version_ == flat_shard_._version()) return;
-  told_version_ = flat_shard_._version();
+void ParamGroup::bump_compute_versions() {
+  if (announced_version_ == flat_shard_._version()) return;
+  announced_version_ = flat_shard_._version();
   for (const ManagedParam& param : params_) {
     param.compute.unsafeGetTensorImpl()->bump_version();
     // A parameter may have been made as a view. LibTorch would take the group's node for outdated, and make
@@ -166,7 +166,7 @@ void ParamGroup::tell_of_new_values() {
 }
 
 void ParamGroup::start_unshard() {
-  tell_of_new_values();
+  bump_compute_versions();
   if (state_ == State::Gathered && (!stale() || holds_whole_parameters())) return;
   if (state_ == State::Gathering && !stale()) return;
   cancel_unshard();

@@ -94,13 +94,13 @@ void GradientCollector::open_collected() {
     collected_ = flat_grad_;
     return;
   }
-  TITAN_CHECK(context_, "a backward through a sharded module whose model is gone");
+  TITAN_CHECK(context_, "a backward through a sharded module whose model was destroyed");
   const int64_t numel = layout_.trainable_numel() * layout_.num_ranks();
   collected_ = context_->pool.acquire(numel, config_.reduce_dtype, dist::Stream::current(config_.device));
   zero_padding();
 }
 
-// Elements of no parameter travel too; they must not be NaN or slow denormals.
+// Padding travels, too; it must hold no NaN and no slow denormals.
 void GradientCollector::zero_padding() {
   if (!layout_.has_padding()) return;
   const int64_t stride = layout_.trainable_numel();

@@ -27,8 +27,8 @@ namespace titan::fsdp {
 /// for both streams when the backward ends (and, without one, when the forward does), as it may write the
 /// shards and read the gradients from then on.
 ///
-/// Nothing of this asks whether the device is a GPU: beside a CPU "device" memory is other memory of the
-/// host, which is how it is tested.
+/// This code doesn't depend on a GPU: with a CPU as the device, "device memory" is other host memory, which
+/// the tests use.
 
 /// A flat tensor in host memory: pinned where `device` is a GPU. Zeros, or uninitialized.
 at::Tensor host_zeros(int64_t numel, at::ScalarType dtype, at::Device device);
@@ -77,7 +77,7 @@ class GradientCollector {
   bool advance_reduce();
   int64_t kept_bytes() const;
   bool owes_reduction() const { return owes_reduction_; }
-  /// Drops what was collected and not reduced, and waits for what is on the wire.
+  /// Drops collected gradients that weren't reduced, and waits for running collectives.
   void discard();
 
  private:

@@ -219,8 +219,8 @@ void ParamGroup::take_initial_values() {
   if (device_.is_meta() || std::none_of(params_.begin(), params_.end(), has_values)) return;
   for (const ManagedParam& param : params_)
     TITAN_CHECK(!is_deferred(param.compute),
-                "fully_shard: of the parameters of one group some have values and some (",
-                param.compute.sizes(), ") are deferred; construct all of them the same way");
+                "fully_shard: some parameters of one group have values and some (", param.compute.sizes(),
+                ") are deferred; construct all of them the same way");
   allocate_shards();
   for (size_t i = 0; i < params_.size(); ++i) {
     const Chunk rows = layout_.rows_of(i, shard_rank_);

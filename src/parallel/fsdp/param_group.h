@@ -64,7 +64,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void start_unshard();
   /// Waits for it and gives the compute parameters their memory.
   void finish_unshard();
-  /// Takes back a gather that nobody will use.
+  /// Cancels an unused gather.
   void cancel_unshard();
   /// Frees the compute parameters' memory where it is a gathered copy.
   void reshard();
@@ -81,7 +81,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool start_reduce(bool last_micro_batch);
   /// Takes the next link of the reduction; true when the shards' gradients are complete.
   bool advance_reduce();
-  /// Earlier micro-batches left gradients that wait for the last one's reduction.
+  /// Whether gradients of earlier micro-batches wait for the last one's reduction.
   bool owes_reduction() const { return gradients_.owes_reduction(); }
   void discard_gradients() { gradients_.discard(); }
 
@@ -132,7 +132,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void connect_gradients();
 
   bool stale() const;
-  void tell_of_new_values();
+  void bump_compute_versions();
   void alias_shards();
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
@@ -166,11 +166,11 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   Float8Weights float8_;  // none: all travel in param_dtype_
 
   State state_ = State::Sharded;
-  uint32_t gathered_version_ = 0;  // flat_shard_'s version when it was gathered last
-  uint32_t told_version_ = 0;      // flat_shard_'s version that the compute parameters' versions stand for
-  at::Tensor packed_;              // [parts, n]: on its way
-  at::Tensor full_;                // gathered memory of all compute parameters
-  at::Tensor kept_part_;           // to_size: this rank's part between forward and backward
+  uint32_t gathered_version_ = 0;   // flat_shard_'s version when it was gathered last
+  uint32_t announced_version_ = 0;  // flat_shard_'s version that the compute parameters' versions stand for
+  at::Tensor packed_;               // [parts, n]: on its way
+  at::Tensor full_;                 // gathered memory of all compute parameters
+  at::Tensor kept_part_;            // to_size: this rank's part between forward and backward
   int gathering_parts_ = 1;
   dist::Work gather_work_;
   dist::Stream forward_stream_;

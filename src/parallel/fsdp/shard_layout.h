@@ -2,11 +2,11 @@
 
 // [Note: FSDP tensors]
 // A group of P parameters over N ranks has
-//   compute parameter   what the modules hold: full shape, param_dtype; memory only while gathered
+//   compute parameter   in the modules: full shape, param_dtype; has memory only while gathered
 //   flat shard  [S]     this rank's chunks of all parameters in a row; the optimizer's memory
-//   shard (leaf)        one parameter's part of the flat shard; what titan::parameters() hands out
-//   full buffer [N*S]   the gathered parameters: parameter p has the region [N*offset_p, N*(offset_p +
-//   chunk_p)) packed      [N, S]  what goes over the wire: row r is rank r's flat shard (or gradient for it)
+//   shard (leaf)        one parameter's part of the flat shard, as titan::parameters() returns it
+//   full buffer [N*S]   the gathered parameters: p has the region [N*offset_p, N*(offset_p + chunk_p))
+//   packed      [N, S]  the data of a collective: row r is rank r's flat shard (or the gradient for it)
 // Each parameter is cut along dim 0 by torch.chunk's rule into chunks of ceil(rows/N) rows; a chunk that is
 // shorter is padded in the flat shard, so that every rank's S is equal. Trainable parameters come first:
 // gradients use the prefix S_trainable.
@@ -55,8 +55,8 @@ class ShardLayout {
   bool has_padding_ = false;
 };
 
-/// The places of parameters while they travel and when they are gathered: as in the shards, but each in the dtype
-/// that it travels in. Where these differ, lengths count bytes, else elements.
+/// The places of parameters while they travel and when they are gathered: as in the shards, but each in the
+/// dtype that it travels in. Where these differ, lengths count bytes, else elements.
 class WireLayout {
  public:
   WireLayout() = default;

@@ -34,14 +34,6 @@ std::optional<Kind> kind_of(std::string_view word) {
   return static_cast<Kind>(found - kWords.begin());
 }
 
-template <class Predicate>
-bool any_kind(const Schedule& schedule, const Predicate& predicate) {
-  for (const auto& actions : schedule.ranks)
-    for (const Action& action : actions)
-      if (predicate(action.kind)) return true;
-  return false;
-}
-
 }  // namespace
 
 std::string_view word_of(Kind kind) {

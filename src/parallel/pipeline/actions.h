@@ -18,16 +18,25 @@ std::string_view word_of(Action::Kind kind);
 /// Reads one action; nothing for any other text.
 std::optional<Action> parse_action(std::string_view text);
 
-// The input that an action needs from another stage, and how it travels: within a rank it is handed over, between ranks a
-// message brings it. Every directed pair of ranks has one channel, first in, first out, for whatever travels.
+// The input that an action needs from another stage, and how it travels: locally within a rank, by a message
+// between ranks. Every directed pair of ranks has one first-in, first-out channel for all messages.
+
+/// Whether a rank has an action of such a kind.
+template <class Predicate>
+bool any_kind(const Schedule& schedule, const Predicate& predicate) {
+  for (const auto& actions : schedule.ranks)
+    for (const Action& action : actions)
+      if (predicate(action.kind)) return true;
+  return false;
+}
 
 /// The stage whose output (for F) or input gradient (for B and I) the action works on; none at the pipeline's
 /// ends and for any other action.
 std::optional<int> source_stage(const Schedule& schedule, const Action& action);
 
-/// The receive that brings what an F, B or I works on; none where nothing has to travel.
+/// The receive of an F, B or I's input; none if no message is needed.
 std::optional<Action> receive_for(const Schedule& schedule, const Action& compute);
-/// The send that carries on what an F, B or I made; none where nothing has to travel.
+/// The send of an F, B or I's result; none if no message is needed.
 std::optional<Action> send_after(const Schedule& schedule, const Action& compute);
 
 /// The two ends of a message.
@@ -76,12 +85,12 @@ class PerMicroBatch {
   std::vector<T> values_;
 };
 
-/// Ranks that may be able to go on, each once, in the order in which they became so.
+/// Ranks that may be able to continue, each once, in the order in which they were woken.
 class Runnable {
  public:
   explicit Runnable(int num_ranks);
   void wake(int rank);
-  /// The next one; none when all have been looked at.
+  /// The next one; none when the queue is empty.
   std::optional<int> next();
 
  private:

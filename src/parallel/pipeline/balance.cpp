@@ -88,10 +88,10 @@ bool ranks_fit(const Runs& runs, const Bounds& bounds, const std::vector<int>& r
 }
 
 // [Note: ranks one after the other]
-// With several stages, a rank's memory joins runs of modules that lie far apart. Stages come in chunks of one
-// for each rank; in each chunk rank r's stage lies beside rank r - 1's, to the right of it or, on a V's way
-// back, to the left. So ranks are dealt with in order, each taking a run from every chunk, and where the
-// chunks' fronts stand is all that the later ranks need to know: fronts that lead nowhere are looked at once.
+// A rank with several stages has runs of modules that are far apart but share its memory. Stages form chunks
+// with one stage per rank; in each chunk rank r's stage is next to rank r - 1's, to the right of it or, on
+// the way back of a V, to the left. So ranks are handled in order, each takes a run from every chunk, and
+// later ranks depend only on the fronts of the chunks: fronts that lead to no solution are tried only once.
 class RankSearch {
  public:
   RankSearch(const Runs& runs, const std::vector<int>& rank_of_stage)
@@ -104,7 +104,7 @@ class RankSearch {
       TITAN_CHECK(
           num_stages_ % num_ranks_ == 0 && rank_of_stage[static_cast<size_t>(stage)] ==
                                                (to_the_left(stage / num_ranks_) ? num_ranks_ - 1 - at : at),
-          "a balanced split with a memory limit knows loops and Vs of stages only");
+          "a balanced split with a memory limit supports loops and Vs of stages only");
     }
   }
 

@@ -1,4 +1,4 @@
-// The checker: each action by itself, and whether all are there.
+// The checker: each action alone, and whether any is missing.
 
 #include "parallel/pipeline/check.h"
 
@@ -133,7 +133,7 @@ void check_shape(CheckCase& check) {
   const Schedule& schedule = check.schedule;
   if (schedule.ranks.empty()) return check.findings.add(-1, -1, "there is no rank");
   if (schedule.num_stages < 1 || schedule.num_micro_batches < 1)
-    return check.findings.add(-1, -1, "a schedule has 1 stage and 1 micro-batch or more, not ",
+    return check.findings.add(-1, -1, "a schedule needs 1 or more stages and micro-batches, got ",
                               schedule.num_stages, " and ", schedule.num_micro_batches);
   check_map(check);
   // Said here once, and the tables below are no larger than the schedule.
@@ -170,7 +170,8 @@ namespace {
 using Kind = Action::Kind;
 
 CheckCase make_case(const Schedule& schedule, const CheckOptions& options) {
-  TITAN_CHECK(options.channel_capacity >= 0, "channel_capacity is 0 or more, not ", options.channel_capacity);
+  TITAN_CHECK(options.channel_capacity >= 0, "expected channel_capacity of 0 or more, got ",
+              options.channel_capacity);
   CheckCase check{.schedule = schedule, .options = options};
   for (const std::vector<Action>& actions : schedule.ranks)
     for (const Action& action : actions) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The checker's parts, in the order in which they run: each relies on those before it having found nothing.
+// The checker's parts in the order in which they run. Each assumes that those before it found no problem.
 
 #include <utility>
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace titan::pipeline {
 
-/// Problems, as many as someone reads.
+/// A limited number of problems.
 class Findings {
  public:
   template <class... Args>

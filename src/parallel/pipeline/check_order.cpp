@@ -10,7 +10,7 @@ namespace {
 
 using Kind = Action::Kind;
 
-/// One action and what has to stand ahead of it on its rank.
+/// One action and the actions that have to precede it on its rank.
 class Order {
  public:
   Order(CheckCase& check, const Positions& positions, int rank, int position)
@@ -73,7 +73,7 @@ struct Place {
   int rank = 0, position = 0;
 };
 
-/// A stage's parameters while its rank's actions are gone through.
+/// The state of a stage's parameters while the checker walks its rank's actions.
 struct Parameters {
   bool gathered = false;
   int num_reductions = 0;
@@ -190,8 +190,8 @@ void check_live_activations(CheckCase& check) {
   }
 }
 
-// The checker: the ranks go through their actions without time, each as far as it can. What is left over then
-// waits in a circle.
+// The checker for deadlocks: runs the ranks' actions without time, each rank as far as possible. Ranks that
+// have actions left then wait for each other.
 
 namespace {
 
@@ -251,7 +251,7 @@ class Progress {
     }
   }
 
-  /// The rank that a standing rank waits for.
+  /// The rank that a blocked rank waits for.
   int waits_for(int rank) const {
     if (is_send(action(rank).kind)) return channels_.receiver(channels_.of(action(rank)));
     return channels_.sender(channels_.of(*receive_for(schedule_, action(rank))));
@@ -271,7 +271,7 @@ class Progress {
                forward ? "" : " (or its I)", " of rank ", waits_for(rank));
   }
 
-  // Every standing rank waits for a standing one, so the way from any ends in a circle.
+  // Every blocked rank waits for a blocked one, so following them from any rank leads to a cycle.
   void report_circle(int rank) {
     for (int i = 0; i < schedule_.num_ranks(); ++i) rank = waits_for(rank);
     std::string circle;

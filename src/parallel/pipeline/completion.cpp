@@ -1,6 +1,5 @@
-// Sends and receives for a schedule of compute actions. It is run once, without time, as the ranks would run
-// it with sends that last until their receive is posted; where that leads into a circle, a receive is posted
-// earlier.
+// Adds sends and receives to a schedule of compute actions. It runs the schedule once, without time, with
+// sends that block until their receive is posted; where that deadlocks, a receive is posted earlier.
 
 #include <algorithm>
 #include <limits>
@@ -16,7 +15,7 @@ namespace {
 
 using Kind = Action::Kind;
 
-/// How many compute actions stand between a receive and its use.
+/// The number of compute actions between a receive and its use.
 constexpr int kLead = 1;
 
 struct Message {
@@ -87,7 +86,7 @@ class Completion {
         num_computed += is_compute(action.kind);
       }
     }
-    // A receive can't come after that of a later message.
+    // Receives keep the order of their messages.
     for (std::vector<Message>& messages : messages_) {
       int latest = std::numeric_limits<int>::max();
       for (auto message = messages.rbegin(); message != messages.rend(); ++message)
@@ -116,7 +115,7 @@ class Completion {
     return true;
   }
 
-  // One action of a rank, or its waiting send; false where it can't go on.
+  // Runs one action of a rank, or its waiting send; false if it is blocked.
   bool step(int rank) {
     Rank& state = ranks_[rank];
     if (state.send) return send(state);
@@ -143,7 +142,7 @@ class Completion {
     return true;
   }
 
-  // All ranks stand. False when none of them stands at a send.
+  // All ranks are blocked. False if none of them is blocked at a send.
   bool post_for_a_waiting_send() {
     const auto waiting =
         std::find_if(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.send.has_value(); });
@@ -176,14 +175,7 @@ namespace {
 using Kind = Action::Kind;
 using Actions = std::vector<Action>;
 
-bool has_kind(const Schedule& schedule, std::initializer_list<Kind> kinds) {
-  for (const Actions& actions : schedule.ranks)
-    for (const Action& action : actions)
-      if (std::find(kinds.begin(), kinds.end(), action.kind) != kinds.end()) return true;
-  return false;
-}
-
-/// The stages of a rank that are gathered, while its actions are gone through.
+/// The gathered stages of a rank, during a walk through its actions.
 class Gathering {
  public:
   Gathering(const Actions& actions, int max_gathered) : max_gathered_(max_gathered) {
@@ -191,7 +183,7 @@ class Gathering {
       if (is_compute(actions[i].kind)) stages_[actions[i].stage].uses.push_back(i);
   }
 
-  // The stages that are needed next are to be gathered, the others not. Freed first: there is no room before.
+  // Gathers the stages that are needed next and frees the others: first frees, to make room.
   void prepare(size_t position, Actions& out) {
     const std::vector<int> wanted = needed_next(position);
     for (auto& [number, stage] : stages_)
@@ -274,9 +266,11 @@ Actions with_reduction(const Actions& actions) {
 }  // namespace
 
 Schedule with_parameter_actions(const Schedule& schedule, int max_gathered_stages) {
-  TITAN_CHECK(max_gathered_stages >= 1, "max_gathered_stages is 1 or more, not ", max_gathered_stages);
-  const bool gathers = has_kind(schedule, {Kind::Unshard, Kind::Reshard}),
-             reduces = has_kind(schedule, {Kind::Reduce});
+  TITAN_CHECK(max_gathered_stages >= 1, "expected max_gathered_stages of 1 or more, got ",
+              max_gathered_stages);
+  const bool gathers =
+                 any_kind(schedule, [](Kind kind) { return kind == Kind::Unshard || kind == Kind::Reshard; }),
+             reduces = any_kind(schedule, [](Kind kind) { return kind == Kind::Reduce; });
   Schedule whole = schedule;
   for (Actions& actions : whole.ranks) {
     if (!gathers) actions = with_gathering(actions, max_gathered_stages);

@@ -48,7 +48,7 @@ std::vector<Action> gpipe(const Counts& counts, int rank) {
 
 std::vector<Action> one_forward_one_backward(const Counts& counts, int rank) {
   RankList list(counts.num_stages);
-  // As many forwards ahead as it takes until the first gradient is back.
+  // Runs as many forwards ahead as fit before the first gradient returns.
   const int ahead = counts.num_ranks - 1 - rank;
   for (int i = 0; i < ahead; ++i) list.forward(rank);
   for (int i = ahead; i < counts.num_micro_batches; ++i) {
@@ -65,8 +65,8 @@ namespace {
 
 using Kind = Action::Kind;
 
-/// The stage whose turn it is. Depth first: a round of micro-batches through the first of the rank's stages,
-/// the same through the second, and so on; then the next round. Backwards the other way round.
+/// The next stage to run. Depth first: a round of micro-batches through the rank's first stage, the same
+/// through the second, and so on; then the next round. Backwards run in reverse.
 class Turns {
  public:
   Turns(const Counts& counts, int rank)
@@ -124,7 +124,7 @@ std::vector<Action> interleaved_zero_bubble(const Counts& counts, int rank) {
   for (int step = 0; step < steps; ++step) {
     if (step + warmup < steps) list.forward(turns.forward(step + warmup));
     list.input(turns.backward(step));
-    // The later the rank, the more W it holds back for the gaps at the end.
+    // Later ranks hold back more W for the gaps at the end.
     if (step >= rank) list.oldest_weight();
   }
   while (list.owes_weight()) list.oldest_weight();
@@ -231,7 +231,7 @@ void dual_pipe_cooldown(V& v, const Counts& counts, int rank) {
 }  // namespace
 
 std::vector<Action> zero_bubble_v(const Counts& counts, int rank) {
-  // Planned for as many micro-batches as fill the V; those that don't exist are left out afterwards.
+  // Plans for as many micro-batches as fill the V, then leaves out those that don't exist.
   const int planned = std::max(2 * counts.num_ranks - 1, counts.num_micro_batches);
   V v(counts, rank);
   zero_bubble_warmup(v, counts, rank);

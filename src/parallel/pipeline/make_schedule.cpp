@@ -31,7 +31,7 @@ bool whole_rounds(int num_ranks, int num_micro_batches) {
          0;
 }
 
-// The nearest counts that do: below and above.
+// The nearest valid counts, below and above.
 std::string whole_rounds_nearby(int num_ranks, int num_micro_batches) {
   int below = num_micro_batches, above = num_micro_batches;
   while (!whole_rounds(num_ranks, below)) --below;
@@ -94,7 +94,7 @@ int default_num_stages(const ScheduleTraits& traits, int num_ranks) {
 }
 
 std::optional<std::string> stages_problem(const ScheduleTraits& traits, int num_ranks, int num_stages) {
-  if (num_ranks < 1) return str("a pipeline has 1 rank or more, not ", num_ranks);
+  if (num_ranks < 1) return str("expected 1 or more pipeline ranks, got ", num_ranks);
   const auto wants = [&](const std::string& what) {
     return str(traits.name, " wants ", what, "; ", num_stages, num_stages == 1 ? " stage" : " stages", " on ",
                num_ranks, num_ranks == 1 ? " rank" : " ranks", " are something else");
@@ -119,7 +119,7 @@ std::optional<std::string> stages_problem(const ScheduleTraits& traits, int num_
 std::optional<std::string> counts_problem(const ScheduleTraits& traits, int num_ranks, int num_stages,
                                           int num_micro_batches) {
   if (auto problem = stages_problem(traits, num_ranks, num_stages)) return problem;
-  if (num_micro_batches < 1) return str("a step has 1 micro-batch or more, not ", num_micro_batches);
+  if (num_micro_batches < 1) return str("expected 1 or more micro-batches, got ", num_micro_batches);
   return micro_batches_problem(traits, num_ranks, num_stages, num_micro_batches);
 }
 
@@ -190,7 +190,7 @@ std::vector<int> stage_map(const ScheduleTraits& traits, int num_ranks, int num_
 }
 
 Schedule repeat(const Schedule& schedule, int times) {
-  TITAN_CHECK(times >= 1, "repeat() wants a schedule 1 time or more, not ", times);
+  TITAN_CHECK(times >= 1, "repeat(): expected 1 or more times, got ", times);
   TITAN_CHECK(times <= std::numeric_limits<int>::max() / schedule.num_micro_batches, "a schedule of ",
               schedule.num_micro_batches, " micro-batches can't be repeated ", times, " times");
   Schedule whole = schedule;
@@ -208,7 +208,7 @@ Schedule repeat(const Schedule& schedule, int times) {
 
 namespace {
 
-/// In steps of one forward a rank, as if all took equally long.
+/// Advances in steps of one forward per rank, as if all took the same time.
 class ForwardOnly {
  public:
   explicit ForwardOnly(Schedule& schedule)
@@ -226,8 +226,7 @@ class ForwardOnly {
     return done_[stage] < schedule_.num_micro_batches && (stage == 0 || done_[stage] < done_[stage - 1]);
   }
 
-  // Chosen for all ranks before any counts as done: what a stage computes is there for the next one a step
-  // later.
+  // Chooses for all ranks before any counts as done: the next stage can use a result one step later.
   void step() {
     std::vector<int> chosen;
     for (const std::vector<int>& stages : stages_) {
@@ -249,7 +248,7 @@ class ForwardOnly {
 
 Schedule make_forward_only_schedule(const std::vector<int>& rank_of_stage, int num_micro_batches) {
   TITAN_CHECK(!rank_of_stage.empty() && num_micro_batches >= 1,
-              "a forward-only schedule wants a stage and a micro-batch or more, not ", rank_of_stage.size(),
+              "a forward-only schedule needs 1 or more stages and micro-batches, got ", rank_of_stage.size(),
               " and ", num_micro_batches);
   const int num_ranks = *std::max_element(rank_of_stage.begin(), rank_of_stage.end()) + 1;
   for (int rank = 0; rank < num_ranks; ++rank)

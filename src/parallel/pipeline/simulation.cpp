@@ -18,13 +18,13 @@ constexpr PathEntry kNobody{-1, -1};
 
 void check_cost(double cost, std::string_view name) {
   if (!(cost >= 0) || !std::isfinite(cost))
-    throw ConfigError(str("the cost '", name, "' is 0 or more, not ", cost));
+    throw ConfigError(str("expected a cost '", name, "' of 0 or more, got ", cost));
 }
 
 void check_costs(const std::vector<double>& costs, std::string_view name, int num_stages) {
   if (costs.size() != 1 && costs.size() != static_cast<size_t>(num_stages))
     throw ConfigError(str("the cost '", name, "' has ", costs.size(),
-                          " values; wanted is 1, or 1 for each of the ", num_stages, " stages"));
+                          " values; expected 1, or 1 for each of the ", num_stages, " stages"));
   for (double cost : costs) check_cost(cost, name);
 }
 

@@ -62,7 +62,7 @@ class Slots {
     return std::isinf(shortest) ? 0 : std::max(shortest, simulation.makespan / kMostSlots);
   }
 
-  // The small amount: what rounding has left of a sum that would fall on a slot's middle.
+  // The small amount absorbs the rounding of a sum that falls on the middle of a slot.
   int index(double time) const { return static_cast<int>(std::floor(time / slot_ + 0.5 + 1e-9)); }
 
   void place(const Interval& interval) {

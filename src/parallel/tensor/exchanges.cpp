@@ -66,7 +66,7 @@ class ReceivedParts final : public ops::SequenceExchange::Gather {
   }
   ~ReceivedParts() override = default;
 
-  // In the order in which they were asked for.
+  // In the order of the requests.
   int next() override {
     const size_t step = step_++;
     if (step == 0) return group_.rank();
@@ -194,7 +194,7 @@ void log_choice(const std::string& text) {
   log::info_rank0(str("asynchronous tensor parallelism: parts travel ", text));
 }
 
-// For --print-plan, where no real ranks exist that could find it out.
+// For --print-plan, where there are no real ranks to ask.
 std::string way_of_plan(OverlapTransport transport) {
   switch (transport) {
     case OverlapTransport::Auto:

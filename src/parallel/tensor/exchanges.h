@@ -16,7 +16,7 @@
 
 namespace titan::tp {
 
-/// A sum over ranks, in the order in which they are added, which is theirs: every run has the same bits.
+/// A sum over ranks, added in rank order: every run has the same bits.
 /// 16-bit summands are added in fp32.
 class RankSum {
  public:
@@ -67,7 +67,7 @@ class SendReceiveExchange final : public ops::SequenceExchange {
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 
-// Parts of a sequence travel through memory that the ranks read and write in each other's place.
+// Parts of a sequence travel through memory that the ranks of an axis share.
 
 /// The state that all modules' exchanges share.
 struct PeerPieces {
@@ -82,7 +82,7 @@ class PeerMemoryExchange final : public ops::SequenceExchange {
 
   int count() const override { return pieces_->memory->size(); }
   const void* carrier() const override { return pieces_.get(); }
-  // One exchange at a time: the next begins when the object of the last is gone.
+  // One exchange at a time: the next one can begin when the last one's object is destroyed.
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
   std::unique_ptr<Scatter> scatter() const override;
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
@@ -107,7 +107,7 @@ class CollectiveExchange final : public ops::SequenceExchange {
   std::shared_ptr<const Traffic> traffic() const { return traffic_; }
 
  private:
-  // Never called: this exchange is at once.
+  // Never called: this exchange completes at once.
   std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
   std::unique_ptr<Scatter> scatter() const override;
 
@@ -116,25 +116,26 @@ class CollectiveExchange final : public ops::SequenceExchange {
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 
-// How the parts of overlapped products travel: through the memory of peers where all ranks of the axis reach
-// each other's, else by sends and receives.
+// Chooses the transport for parts of overlapped products: shared memory where all ranks of the axis reach it,
+// otherwise sends and receives.
 
 struct CountedExchange {
   std::shared_ptr<const ops::SequenceExchange> exchange;
   std::shared_ptr<const Traffic> traffic;
 };
 
-/// Why the ranks of `group` can't all share memory, the same text on each; empty: they can. Collective.
+/// The reason why the ranks of `group` can't all share memory, the same text on each; empty if they can.
+/// Collective.
 std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices);
 
-/// Makes modules' exchanges, all of one carrier. `module`: its name, interned.
+/// Makes the exchanges of modules, all with one transport. `module`: its name, interned.
 using MakeExchange = std::function<CountedExchange(const char* module)>;
 
-/// All ranks of `axis` come to this call. Rank 0 logs what was chosen. Throws ConfigError on all where
-/// symmetric memory was asked for and there is none.
+/// Collective over `axis`. Rank 0 logs the choice. Throws ConfigError on all ranks if symmetric memory was
+/// asked for and isn't available.
 MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport = OverlapTransport::Auto);
 
-/// OverlapTransport::AtOnce's.
+/// For OverlapTransport::AtOnce.
 MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group);
 
 }  // namespace titan::tp

@@ -163,13 +163,13 @@ class Parallelizer {
     prepare_output(host, conversion(style.from, style.to), style.tensors);
   }
 
-  // Nobody asked for this layer's communication to overlap, and a bias is in the way of products that do it.
+  // This layer has no `overlap`, and overlapped products take no bias.
   bool stays_apart(nn::HookHost& host) const {
     const auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
     return transport_ == OverlapTransport::AtOnce && (!linear || linear->bias.defined());
   }
 
-  // One carrier serves all: nn::linears() knows by it what may be gathered together.
+  // One transport for all: nn::linears() compares it to decide which layers gather together.
   void overlap(nn::HookHost& host, nn::Split split, ActivationLayout sequence, bool plain_features) {
     auto* linear = dynamic_cast<nn::LinearImpl*>(&host);
     if (!linear || linear->bias.defined() || sequence != ActivationLayout::shard(1) || !plain_features)
@@ -220,7 +220,7 @@ class Parallelizer {
            const char* what) const {
     if (slot)
       throw ConfigError(
-          str("parallelize: something else prepares the ", what, " of module '", name_, "' already"));
+          str("parallelize: another hook prepares the ", what, " of module '", name_, "' already"));
     slot = std::make_shared<ConversionHook>(std::move(conversion), std::move(tensors), style_);
   }
 
@@ -266,7 +266,7 @@ class Parallelizer {
       keep_whole(*child.value(), str(name, ".", child.key()), done);
   }
 
-  // A plan is the whole model's, and a pipeline stage has a part of its modules.
+  // A plan is for the whole model, and a pipeline stage has a part of its modules.
   bool is_of_another_stage(const std::string& pattern) const {
     if (!sequence_) return false;
     const auto& dropped = sequence_->dropped_modules();

@@ -1,7 +1,7 @@
-// [Note: what keeps peers' memory right]
+// [Note: order of accesses to shared memory]
 //
 // *Piece*: a rank's memory that its peers read and write. *Queue*: where a rank's copies and barriers run,
-// one after the other (dist/peer_memory.h). *Computation*: what the current stream does. *Exchange*: one
+// one after the other (dist::SymmetricMemory). *Computation*: what the current stream does. *Exchange*: one
 // gather or one scatter; all ranks make the same ones in the same order, one at a time. In each rank's queue:
 //
 //   gather   write own part to own piece | barrier A | read every peer's part           | barrier B
@@ -18,7 +18,7 @@
 //    what the computation made, a part or a summand, by the rule of 2; and neither the tensors it reads nor
 //    those it fills go before the computation has waited for a moment after them, so the allocator hands
 //    their memory to nobody who would run before.
-// 4. Nobody waits for ever. The queue waits for computation that was there before, and the computation for
+// 4. No rank waits forever. The queue waits for computation that was there before, and the computation for
 //    moments that are in the queue already: in the order in which a rank asks for things, none waits for a
 //    later one. Barriers come in the same order on all ranks. So even a device that does strictly one thing
 //    after the other (CUDA with one connection) comes to the end.
@@ -45,7 +45,7 @@ using Moment = dist::SymmetricMemory::Moment;
 
 int64_t buffer_bytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
-// The rank that `memory`'s meets at a step, itself at step 0 and at step N.
+// The peer of `memory`'s rank at a step; the rank itself at steps 0 and N.
 int peer_at(const dist::SymmetricMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
 
 // Holds the pieces for one exchange.
@@ -63,12 +63,12 @@ class Turn {
   bool& taken_;
 };
 
-// If an error ends an exchange early, its tensors must stay until the queue is done with them.
+// If an error ends an exchange early, its tensors must live until the queue is done with them.
 void wait_quietly(dist::SymmetricMemory& memory) {
   try {
     memory.wait(memory.now());
   } catch (const std::exception&) {
-    // The device has failed; the error that is on its way says so.
+    // The device has failed; the error in flight reports it.
   }
 }
 
@@ -171,7 +171,7 @@ class WrittenSummands final : public ops::SequenceExchange::Scatter {
 }  // namespace
 
 PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
-  TITAN_CHECK(count() > 1, "an exchange by peers' memory needs peers; the group has one rank");
+  TITAN_CHECK(count() > 1, "an exchange through symmetric memory needs two or more ranks; the group has one");
   traffic_->way = "through symmetric memory";
 }
 

@@ -51,7 +51,7 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
 }
 
 // The first of several products over one input exchanges it; the others do nothing. Before the first run, all
-// are told.
+// of them are shown.
 void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
   const tp::Traffic& traffic = *split.exchanged();
   if (ran && traffic.calls == 0) return;
@@ -100,10 +100,9 @@ int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
 
 std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
   std::vector<PlanRow> rows;
-  const auto modules = root.module().modules();
-  const bool ran = std::any_of(modules.begin(), modules.end(), [](const auto& module) {
-    const auto* host = dynamic_cast<const nn::HookHost*>(module.get());
-    const SplitParams* split = host ? tp::split_params(*host) : nullptr;
+  const auto hosts = nn::hook_hosts(root.module());
+  const bool ran = std::any_of(hosts.begin(), hosts.end(), [](const nn::HookHost* host) {
+    const SplitParams* split = tp::split_params(*host);
     return split && split->exchanged() && split->exchanged()->calls > 0;
   });
   const auto add = [&](const std::string& name, torch::nn::Module& module) {

@@ -30,7 +30,7 @@ class SplitParams final : public nn::ParamParts {
   SplitParams(DeviceMesh axis, const char* style) : axis_(std::move(axis)), style_(style) {}
 
   void add(PartOfParam part) { parts_.push_back(std::move(part)); }
-  /// Null for a parameter that the plan didn't speak of: whole, with whole gradients.
+  /// Null for a parameter outside the plan: whole, with whole gradients.
   const PartOfParam* find(std::string_view name) const;
   const std::vector<PartOfParam>& parts() const { return parts_; }
   const DeviceMesh& axis() const { return axis_; }
@@ -38,8 +38,8 @@ class SplitParams final : public nn::ParamParts {
   /// Layouts of the activations, for plan_rows(): "in Replicate; out Shard(-1)".
   void set_layouts(std::string layouts) { layouts_ = std::move(layouts); }
   const std::string& layouts() const { return layouts_; }
-  /// Traffic of the exchange that the module's product is part of; null: none is. `collectives`: a literal, what it
-  /// comes to, forward / backward.
+  /// Traffic of the exchange that the module's product is part of; null: none is. `collectives`: a literal,
+  /// what it comes to, forward / backward.
   void set_exchanged(std::shared_ptr<const Traffic> exchanged, const char* collectives) {
     exchanged_ = std::move(exchanged);
     exchanged_collectives_ = collectives;
@@ -63,7 +63,7 @@ class SplitParams final : public nn::ParamParts {
   const char* exchanged_collectives_ = "";
 };
 
-/// Null where the module was left alone.
+/// Null for a module outside the plan.
 const SplitParams* split_params(const nn::HookHost& host);
 
 }  // namespace titan::tp
@@ -84,7 +84,7 @@ struct NamedModule {
 
 class ParamCutter {
  public:
-  /// Knows what earlier calls cut in these modules.
+  /// Starts with the cuts that earlier calls made in these modules.
   ParamCutter(DeviceMesh axis, std::shared_ptr<const TpGroup> group, const std::vector<NamedModule>& modules);
 
   /// `tensor` is `param` of the module `host`, called `name`. Throws ConfigError when another module that

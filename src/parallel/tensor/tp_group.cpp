@@ -34,14 +34,6 @@ at::Tensor padded(const at::Tensor& tensor, int64_t dim, int64_t size) {
 
 TpGroup::TpGroup(const DeviceMesh& axis) : group_(axis.group()) {}
 
-at::Tensor TpGroup::scratch(at::IntArrayRef sizes, const at::TensorOptions& options) const {
-  const int64_t numel = c10::multiply_integers(sizes);
-  const int64_t bytes = numel * static_cast<int64_t>(options.dtype().itemsize());
-  if (!scratch_.defined() || scratch_.numel() < bytes || scratch_.device() != options.device())
-    scratch_ = at::empty({bytes}, options.dtype(at::kByte));
-  return scratch_.narrow(0, 0, bytes).view(c10::typeMetaToScalarType(options.dtype())).view(sizes);
-}
-
 at::Tensor TpGroup::gather(const at::Tensor& part, int64_t dim, int64_t whole, dist::Label label) const {
   const int64_t parts = count();
   const int64_t length = whole < 0 ? part.size(dim) : padded_chunk_length(whole, parts);
@@ -54,7 +46,7 @@ at::Tensor TpGroup::gather(const at::Tensor& part, int64_t dim, int64_t whole, d
     group_->all_gather(out.view(-1), mine.view(-1), label).wait();
   } else {
     const int64_t run = mine.numel() / outer;
-    const at::Tensor by_rank = scratch({parts, outer, run}, mine.options());
+    const at::Tensor by_rank = by_rank_.get({parts, outer, run}, mine.options());
     group_->all_gather(by_rank.view(-1), mine.view(-1), label).wait();
     out.view({outer, parts, run}).copy_(by_rank.transpose(0, 1));
   }
@@ -72,7 +64,7 @@ at::Tensor TpGroup::reduce_scatter(const at::Tensor& summand, int64_t dim, dist:
     group_->reduce_scatter(out.view(-1), all.view(-1), label).wait();
   } else {
     const int64_t run = out.numel() / outer;
-    const at::Tensor by_rank = scratch({parts, outer, run}, all.options());
+    const at::Tensor by_rank = by_rank_.get({parts, outer, run}, all.options());
     by_rank.copy_(all.view({outer, parts, run}).transpose(0, 1));
     group_->reduce_scatter(out.view(-1), by_rank.view(-1), label).wait();
   }

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "parallel/scratch.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/ops/products.h"
@@ -36,12 +37,10 @@ class TpGroup {
   const std::shared_ptr<dist::Group>& group() const { return group_; }
 
  private:
-  at::Tensor scratch(at::IntArrayRef sizes, const at::TensorOptions& options) const;
-
   std::shared_ptr<dist::Group> group_;
-  // Parts lie rank by rank on the wire, and interleaved in a batch. One buffer for the former: calls follow
-  // each other on one stream.
-  mutable at::Tensor scratch_;
+  // A collective has the parts in the order of the ranks, a batch interleaves them. One buffer holds the
+  // former, as calls follow each other on one stream.
+  mutable Scratch by_rank_;
 };
 
 // Traffic among the ranks of the axis, counted for plan_rows().

@@ -99,7 +99,10 @@ void TextState::loaded(const std::string& text) { load_(text); }
 
 RngState::RngState(const Meshes& meshes, at::Device device, uint64_t seed)
     : place_(describe_place(meshes, device)), seed_(seed), position_(meshes.loss.rank()) {
-  const DeviceMesh stage = meshes.world({"dp_replicate", "dp_shard", "cp", "tp"});
+  std::vector<std::string> axes;
+  for (const MeshAxis& axis : meshes.world.axes())
+    if (axis.name != "pp") axes.push_back(axis.name);
+  const DeviceMesh stage = meshes.world(axes);
   const auto add = [&](const char* kind, at::Device of) {
     generators_.push_back({str("pp", meshes.pp.rank(), ".", kind), of, rows_of_ranks(stage, state_of(of))});
   };

@@ -14,8 +14,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "parallel/pipeline_runtime.h"
 #include "titan/dist/device_mesh.h"
-#include "titan/parallel/pipeline_runtime.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "train/pipeline/tied_gradients.h"
 #include "train/step_runner.h"

@@ -51,7 +51,7 @@ TEST(ModuleCosts, CountMemoryOfARank) {
   const train::JobConfig config = debug_model({});
   const double elements = kLayerElements + 2 * kDim;
   EXPECT_DOUBLE_EQ(train::computed_costs(config)[1].fixed_bytes, elements * (4 * 4 + 2));
-  const train::ParallelDims dims{.dp_shard = 4, .cp = 2, .tp = 2};
+  const train::ParallelDims dims{.dp_shard = 4, .rows = {{"cp", 2}}, .tp = 2};
   EXPECT_DOUBLE_EQ(train::computed_costs(config, dims)[1].fixed_bytes, elements / 2 * (4 * 4 / 8.0 + 2));
   EXPECT_DOUBLE_EQ(train::computed_costs(config, dims)[1].activation_bytes,
                    train::computed_costs(config)[1].activation_bytes / 4);

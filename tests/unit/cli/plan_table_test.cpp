@@ -205,7 +205,7 @@ TEST(PlanTable, SmallestWorldIsTheProductOfTheDegrees) {
   EXPECT_EQ(train::smallest_world({.data_parallel_replicate_degree = 2,
                                    .data_parallel_shard_degree = 3,
                                    .tensor_parallel_degree = 4,
-                                   .context_parallel_degree = 5,
+                                   .context = {.degree = 5},
                                    .pipeline_parallel_degree = 2}),
             240);
 }

@@ -142,7 +142,7 @@ TEST_F(JobConfigTest, ReshardSizeDividesTheShards) {
   EXPECT_TRUE(problems_of({"--parallelism.fsdp_reshard_after_forward", "2"}, 4).empty());
 }
 
-TEST_F(JobConfigTest, RotationIsOfTheRing) {
+TEST_F(JobConfigTest, RotationIsForTheRing) {
   const std::vector<std::string> words = {"--parallelism.context_parallel_degree", "2",
                                           "--parallelism.context_parallel_rotate_method", "alltoall"};
   EXPECT_TRUE(problems_of(words, 2).empty());
@@ -150,9 +150,56 @@ TEST_F(JobConfigTest, RotationIsOfTheRing) {
   gathered.insert(gathered.end(), {"--parallelism.context_parallel_attention", "allgather_kv"});
   const auto problems = problems_of(gathered, 2);
   ASSERT_EQ(problems.size(), 1u);
-  EXPECT_NE(problems[0].find("is of the ring; context_parallel_attention = \"allgather_kv\" knows"),
+  EXPECT_NE(problems[0].find("is for ring attention; context_parallel_attention = \"allgather_kv\" supports"),
             std::string::npos)
       << problems[0];
+}
+
+struct DuplexSettings {
+  int64_t degree = 1;
+};
+
+void describe(config::Table<DuplexSettings>& table) {
+  table.field("degree", &DuplexSettings::degree, "ranks", config::at_least(1));
+}
+
+void register_duplex() {
+  if (parallelisms().contains("duplex")) return;
+  register_parallelism<DuplexSettings>(
+      "duplex", {.axis = "duplex",
+                 .apply = [](const nn::AnyRef&, const DeviceMesh&, const DuplexSettings&) {},
+                 .is_applied = [](const nn::AnyRef&) { return false; }});
+}
+
+TEST_F(JobConfigTest, RegisteredParallelismsReadTheirTable) {
+  register_duplex();
+  const JobConfig config =
+      load({"--parallelism.args.duplex.degree", "2", "--parallelism.context_parallel_degree", "2"}, 4);
+  const auto axes = row_axes(chosen_parallelisms(config.parallelism));
+  ASSERT_EQ(axes.size(), 2u);
+  EXPECT_EQ(axes[0].name, "cp");
+  EXPECT_EQ(axes[1].name, "duplex");
+  EXPECT_EQ(axes[1].degree, 2);
+  EXPECT_NE(config::print_toml(job_schema(), config).find("[parallelism.args.duplex]\ndegree = 2\n"),
+            std::string::npos);
+  EXPECT_EQ(problems_of({"--parallelism.args.duplex.degree", "3", "--training.seq_len", "8"}, 3).size(), 1u);
+  EXPECT_EQ(row_axes(chosen_parallelisms(load({}).parallelism)).size(), 1u);
+}
+
+TEST_F(JobConfigTest, ADegreeSetInACopyLeavesTheOriginal) {
+  register_duplex();
+  const JobConfig config = load({"--parallelism.args.duplex.degree", "2"}, 2);
+  ParallelismSettings changed = config.parallelism;
+  changed.set_degree("duplex", 4);
+  changed.set_degree("context", 8);
+  const auto degree_of = [](const ParallelismSettings& settings) {
+    return ParallelDims{.rows = row_axes(chosen_parallelisms(settings))}.row_degree();
+  };
+  EXPECT_EQ(degree_of(changed), 32);
+  EXPECT_EQ(degree_of(config.parallelism), 2);
+  ParallelismSettings made_in_code;
+  made_in_code.set_degree("duplex", 4);
+  EXPECT_EQ(degree_of(made_in_code), 4);
 }
 
 TEST_F(JobConfigTest, FilesAreLookedAtTogetherWithTheRest) {

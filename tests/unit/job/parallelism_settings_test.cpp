@@ -46,14 +46,21 @@ TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
   check_divisibility(dims, sizes, 64, problems);
   expect_one("parallelism.tensor_parallel_degree",
              "doesn't divide the model's 6 heads and 2 kv heads; degrees that do: 1, 2");
-  check_divisibility({.cp = 4}, sizes, 100, problems);
+  check_divisibility({.rows = {{"cp", 4, 2, "context_parallel_degree"}}}, sizes, 100, problems);
   expect_one("training.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8; 96 or 104 would do");
-  check_divisibility({.cp = 4, .cp_chunks = 1}, sizes, 100, problems);
+  check_divisibility({.rows = {{"cp", 4, 1, "context_parallel_degree"}}}, sizes, 100, problems);
   EXPECT_TRUE(problems.empty());
-  check_sequence_length({.cp = 4, .cp_chunks = 1}, "validation.seq_len", 102, problems);
+  check_sequence_length({.rows = {{"cp", 4, 1, "context_parallel_degree"}}}, "validation.seq_len", 102,
+                        problems);
   expect_one("validation.seq_len", "isn't a multiple of context_parallel_degree = 4; 100 or 104 would do");
-  check_sequence_length({.cp = 4}, "validation.seq_len", 6, problems);
+  check_sequence_length({.rows = {{"cp", 4, 2, "context_parallel_degree"}}}, "validation.seq_len", 6,
+                        problems);
   expect_one("validation.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8; 8 would do");
+  const ParallelDims two_axes{
+      .rows = {{"cp", 2, 2, "context_parallel_degree"}, {"slices", 3, 1, "args.slices.degree"}}};
+  check_sequence_length(two_axes, "training.seq_len", 16, problems);
+  expect_one("training.seq_len",
+             "isn't a multiple of 2 x context_parallel_degree x args.slices.degree = 12; 12 or 24 would do");
 }
 
 // Of 8 ranks, pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
@@ -87,19 +94,18 @@ TEST(ParallelDims, ThePipelineTakesItsShareOfTheWorld) {
 }
 
 TEST(ContextParallelSettings, BecomeOptions) {
-  ParallelismSettings settings{.context_parallel_degree = 2};
+  ParallelismSettings settings{.context = {.degree = 2}};
   std::vector<std::string> problems;
-  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).cp_chunks, 2);
-  EXPECT_EQ(context_parallel_options(settings).load_balancer, ContextLoadBalancer::HeadTail);
-  EXPECT_EQ(context_parallel_options(settings).rotate_method, ContextRotateMethod::AllGather);
-  EXPECT_EQ(context_parallel_options(settings).attention, ContextAttention::Ring);
-  settings.context_parallel_load_balancer = "None";
-  settings.context_parallel_rotate_method = "alltoall";
-  settings.context_parallel_attention = "allgather_kv";
-  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).cp_chunks, 1);
-  EXPECT_EQ(context_parallel_options(settings).load_balancer, ContextLoadBalancer::None);
-  EXPECT_EQ(context_parallel_options(settings).rotate_method, ContextRotateMethod::AllToAll);
-  EXPECT_EQ(context_parallel_options(settings).attention, ContextAttention::AllGatherKv);
+  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).rows.at(0).parts_per_rank, 2);
+  EXPECT_EQ(settings.context.options().load_balancer, ContextLoadBalancer::HeadTail);
+  EXPECT_EQ(settings.context.options().rotate_method, ContextRotateMethod::AllGather);
+  EXPECT_EQ(settings.context.options().attention, ContextAttention::Ring);
+  settings.context = {
+      .degree = 2, .load_balancer = "None", .rotate_method = "alltoall", .attention = "allgather_kv"};
+  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).rows.at(0).parts_per_rank, 1);
+  EXPECT_EQ(settings.context.options().load_balancer, ContextLoadBalancer::None);
+  EXPECT_EQ(settings.context.options().rotate_method, ContextRotateMethod::AllToAll);
+  EXPECT_EQ(settings.context.options().attention, ContextAttention::AllGatherKv);
 }
 
 TEST(ReshardPolicy, Names) {

@@ -33,7 +33,7 @@ struct NamedPolicy {
 
 class BitEqual : public ::testing::TestWithParam<NamedPolicy> {};
 
-TEST_P(BitEqual, LossAndGradientsAsWithout) {
+TEST_P(BitEqual, LossAndGradientsEqualThoseWithoutCheckpointing) {
   const auto& [name, policy, early_stop] = GetParam();
   const auto args = small_llama(4);
   const StepResult expected = run_steps(make_llama(args));
@@ -70,7 +70,7 @@ int64_t bytes_kept(const std::function<void(const models::TransformerBlock&)>& w
 
 constexpr int64_t kTokens = 2 * 16, kFloat = 4, kDim = 32, kHidden = 96, kKvDim = 16, kHeads = 4;
 
-TEST(KeptBytes, FullKeepsNothingButTheInput) {
+TEST(KeptBytes, FullKeepsOnlyTheInput) {
   EXPECT_EQ(bytes_kept([](const auto& block) { checkpoint_activations(block, FullRecompute{}); }), 0);
 }
 
@@ -78,7 +78,7 @@ TEST(KeptBytes, OpKeepsAttentionAndEverySecondProduct) {
   const int64_t wq = kDim, wv = kKvDim, w1 = kHidden, attention = kDim + kHeads;
   EXPECT_EQ(bytes_kept([](const auto& block) { checkpoint_activations(block, SelectiveOp{}); }),
             kTokens * kFloat * (wq + wv + w1 + attention));
-  // To the end, the last product is run again, or kept.
+  // Without early stop, the last product is recomputed or kept, too.
   EXPECT_EQ(bytes_kept([](const auto& block) {
               checkpoint_activations(block, SelectiveOp{}, {.early_stop = false});
             }),
@@ -87,12 +87,12 @@ TEST(KeptBytes, OpKeepsAttentionAndEverySecondProduct) {
 
 TEST(KeptBytes, NoneKeepsWhatTheBackwardReads) {
   const int64_t norms = 2 * (kDim + 1), attention = kDim + 2 * kKvDim + kDim + kHeads;
-  const int64_t residual = kDim, feed_forward = 2 * kHidden;  // SwiGLU's output is made again
+  const int64_t residual = kDim, feed_forward = 2 * kHidden;  // SwiGLU's output is recomputed
   EXPECT_EQ(bytes_kept([](const auto& /*block*/) {}),
             kTokens * kFloat * (norms + attention + residual + feed_forward));
 }
 
-TEST(KeptBytes, ABackwardLeavesNothing) {
+TEST(KeptBytes, ABackwardFreesEverything) {
   const auto model = make_llama();
   checkpoint_activations(layers_of(model), SelectiveOp{});
   run_steps(model);
@@ -103,7 +103,7 @@ TEST(KeptBytes, ABackwardLeavesNothing) {
   EXPECT_EQ(meter.bytes(), 0);
 }
 
-TEST(KeptBytes, PeakGrowsByTheInputsOfLayers) {
+TEST(KeptBytes, ThePeakGrowsByEachLayersInput) {
   const auto peak = [](int64_t num_layers, bool checkpoint) {
     const auto model = make_llama(small_llama(num_layers));
     if (checkpoint) checkpoint_activations(layers_of(model), FullRecompute{});
@@ -150,7 +150,7 @@ int64_t backward_units(const std::optional<ModulePolicy>& policy, bool early_sto
   return products->multiplications / (8 * 8 * 8);
 }
 
-TEST(Products, CostAsTorchTitans) {
+TEST(Products, CostTheSameAsInTorchTitan) {
   EXPECT_EQ(backward_units(std::nullopt), 8);
   EXPECT_EQ(backward_units(SelectiveOp{}), 9);
   EXPECT_EQ(backward_units(SelectiveOp{{"gate", "wq"}}), 10);
@@ -158,12 +158,12 @@ TEST(Products, CostAsTorchTitans) {
   EXPECT_EQ(backward_units(FullRecompute{}), 12);
 }
 
-TEST(Products, NamesAreNotShapes) {
+TEST(Products, AreChosenByNameNotByShape) {
   // gate's equal wq is counted as the first product, so output as the second.
   EXPECT_EQ(backward_units(SelectiveOp{{"gate"}}), 11);
 }
 
-// The first forward says who is kept, whatever order later ones call them in.
+// The first forward decides which modules keep their products, in whatever order later forwards call them.
 TEST(Products, AreChosenByModule) {
   class TurningImpl : public nn::Module {
    public:
@@ -197,14 +197,14 @@ TEST(Products, AreChosenByModule) {
   EXPECT_EQ(recomputed(), second_and_fourth);
 }
 
-TEST(Products, EarlyStopLeavesOutTheLast) {
+TEST(Products, EarlyStopSkipsTheLast) {
   EXPECT_EQ(backward_units(FullRecompute{}, /*early_stop=*/true), 10);
   EXPECT_EQ(backward_units(SelectiveOp{}, /*early_stop=*/true), 9);
 }
 
 class Recomputed : public ::testing::Test {
  protected:
-  // Names of the products that a block's backward runs again.
+  // Names of the products that a block's backward recomputes.
   std::set<std::string> recomputed(const ModulePolicy& policy, bool early_stop) {
     auto model = make_llama(small_llama(1));
     const models::TransformerBlock block = model->layers[0];
@@ -223,12 +223,12 @@ class Recomputed : public ::testing::Test {
   }
 };
 
-TEST_F(Recomputed, ByOpAreTorchTitans) {
+TEST_F(Recomputed, ProductsByOpEqualTorchTitan) {
   EXPECT_EQ(recomputed(SelectiveOp{}, /*early_stop=*/false),
             (std::set<std::string>{"attention.wk.weight", "attention.wo.weight", "feed_forward.w3.weight"}));
 }
 
-TEST_F(Recomputed, FullAllButTheLast) {
+TEST_F(Recomputed, ProductsByFullAreAllButTheLast) {
   EXPECT_EQ(
       recomputed(FullRecompute{}, /*early_stop=*/true),
       (std::set<std::string>{"attention.wq.weight", "attention.wk.weight", "attention.wv.weight",
@@ -272,7 +272,7 @@ TEST(Layers, AreCountedByNumber) {
 
 // ---- wrapping
 
-TEST(Wrapping, IsRefusedWhereItCantBe) {
+TEST(Wrapping, IsRefusedWhereItCannotWork) {
   const auto model = make_llama();
   checkpoint_activations(model->layers[0], FullRecompute{});
   EXPECT_NE(message_of([&] {
@@ -289,9 +289,9 @@ TEST(Wrapping, IsRefusedWhereItCantBe) {
             std::string::npos);
 }
 
-// ---- one inside another
+// ---- nested checkpoints
 
-TEST(Nested, InnerInputsAreComputedAgainToo) {
+TEST(Nested, InnerInputsAreRecomputedToo) {
   const auto args = small_llama(1);
   const StepResult expected = run_steps(make_llama(args));
   const auto model = make_llama(args);
@@ -308,7 +308,7 @@ TEST(Nested, InnerInputsAreComputedAgainToo) {
 
 // ---- a budget
 
-TEST(Budget, IsKept) {
+TEST(Budget, IsNotExceeded) {
   const auto kept = [](const std::optional<LayersPolicy>& policy) {
     const auto model = make_llama(small_llama(6));
     if (policy) checkpoint_activations(layers_of(model), *policy);

@@ -19,7 +19,7 @@ double bytes_of(const std::vector<LayerCosts>& layers, const Levels& levels) {
   return sum;
 }
 
-TEST(BudgetChoice, BothEnds) {
+TEST(BudgetChoice, KeepsAllOrOnlyInputsAtBothEnds) {
   const std::vector<LayerCosts> layers(4, layer(1e6, 3e6, 10e6, 3, 1));
   EXPECT_EQ(choose_levels(layers, 4e6), Levels(4, Level::Full));
   EXPECT_EQ(choose_levels(layers, 40e6), Levels(4, Level::None));
@@ -48,25 +48,25 @@ TEST(BudgetChoice, KeepsInTheLastOfEqualLayers) {
   EXPECT_LE(bytes_of(layers, levels), 30e6);
 }
 
-TEST(BudgetChoice, TimesOfEqualLayersAreTheLeast) {
+TEST(BudgetChoice, UsesTheLeastTimeAmongEqualLayers) {
   std::vector<LayerCosts> layers{layer(1, 2, 3, 5.0, 1.0), layer(1, 2, 3, 4.0, 2.5),
                                  layer(1, 2, 4, 9.0, 9.5)};
   equalize_times(layers);
   EXPECT_EQ(layers[0].full.recompute_s, 4.0);
-  EXPECT_EQ(layers[0].op.recompute_s, 2.5);  // 4.0 less the 1.5 that were spared at least
+  EXPECT_EQ(layers[0].op.recompute_s, 2.5);  // 4.0 minus the least saving, 1.5
   EXPECT_EQ(layers[1].op.recompute_s, 2.5);
-  EXPECT_EQ(layers[2].op.recompute_s, 9.5);  // of other sizes
+  EXPECT_EQ(layers[2].op.recompute_s, 9.5);  // has other sizes
 }
 
-TEST(BudgetChoice, UnequalLayers) {
-  // The second is cheap to keep and dear to recompute.
+TEST(BudgetChoice, HandlesUnequalLayers) {
+  // The second layer is cheap to keep and expensive to recompute.
   const std::vector<LayerCosts> layers{layer(1e6, 5e6, 20e6, 2, 1), layer(1e6, 2e6, 3e6, 9, 8),
                                        layer(1e6, 5e6, 20e6, 2, 1)};
   EXPECT_EQ(choose_levels(layers, 6e6), (Levels{Level::Full, Level::None, Level::Full}));
 }
 
-// Against every combination, for sizes that no unit divides.
-TEST(BudgetChoice, IsTheBest) {
+// Compared with every combination, for sizes that no unit divides.
+TEST(BudgetChoice, FindsTheOptimum) {
   const std::vector<LayerCosts> layers{
       layer(1.01e6, 2.3e6, 7.7e6, 3.1, 1.3), layer(0.97e6, 2.9e6, 9.1e6, 2.2, 0.7),
       layer(1.13e6, 1.7e6, 4.3e6, 1.9, 1.1), layer(0.89e6, 3.1e6, 5.9e6, 4.1, 2.3)};
@@ -88,7 +88,7 @@ TEST(BudgetChoice, IsTheBest) {
   }
 }
 
-TEST(BudgetChoice, TellsWhatItChose) {
+TEST(BudgetChoice, DescribesTheChoice) {
   const std::vector<LayerCosts> layers(3, layer(1 << 20, 2 << 20, 9 << 20, 0.002, 0.001));
   const std::string table = describe_choice(layers, {Level::Op, Level::Op, Level::None}, 14 << 20);
   EXPECT_NE(table.find("within 14.0 MiB"), std::string::npos) << table;
@@ -100,7 +100,7 @@ TEST(BudgetChoice, TellsWhatItChose) {
       << table;
 }
 
-TEST(BudgetChoice, FractionOfTheWay) {
+TEST(BudgetChoice, InterpolatesBetweenLeastAndMost) {
   const std::vector<LayerCosts> layers(2, layer(1e6, 3e6, 10e6, 3, 1));
   EXPECT_DOUBLE_EQ(budget_bytes_of(layers, -1, 0), 2e6);
   EXPECT_DOUBLE_EQ(budget_bytes_of(layers, -1, 0.5), 11e6);

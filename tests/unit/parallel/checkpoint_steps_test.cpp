@@ -1,5 +1,5 @@
-// Steps that aren't one forward and then its backward: several forwards under way, as in pipelines, models
-// and threads side by side, and steps that an exception ended.
+// Steps beyond one forward and its backward: several forwards in flight, as in pipelines, several models and
+// threads, and steps that end in an exception.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ TEST_P(CheckpointSteps, ForwardsAndBackwardsMayTakeAnyOrder) {
   }
 }
 
-TEST_P(CheckpointSteps, AForwardWhoseBackwardNeverComesLeavesNothing) {
+TEST_P(CheckpointSteps, AForwardWithoutABackwardLeavesNothing) {
   const models::Llama3 model = make();
   run_steps(model, 2);
   forget_gradients(model);
@@ -84,7 +84,7 @@ TEST_P(CheckpointSteps, AnExceptionLeavesNothingForTheNextStep) {
   }
 }
 
-TEST_P(CheckpointSteps, ModelsTakeTurns) {
+TEST_P(CheckpointSteps, ModelsCanAlternate) {
   const models::Llama3 a = make(3), b = make(2);
   const StepResult expected_a = run_steps(models::Llama3(small_llama(3))),
                    expected_b = run_steps(models::Llama3(small_llama(2)));
@@ -99,7 +99,7 @@ TEST_P(CheckpointSteps, ModelsTakeTurns) {
   }
 }
 
-TEST_P(CheckpointSteps, ThreadsHaveModelsOfTheirOwn) {
+TEST_P(CheckpointSteps, ThreadsCanRunSeparateModels) {
   const StepResult expected = run_steps(models::Llama3(small_llama(3)));
   constexpr size_t kThreads = 3;
   std::vector<models::Llama3> trained;

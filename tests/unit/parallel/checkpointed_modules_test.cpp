@@ -1,4 +1,4 @@
-// What a checkpointed module may be like and may do, and what it is told where it may not.
+// What checkpointed modules can do, and the errors for what they cannot do.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ at::Tensor two_layers(LambdaImpl& self, const at::Tensor& x) {
   return at::linear(at::tanh(at::linear(x, self.weight) * self.frozen), self.weight).exp();
 }
 
-TEST(Modules, OfLibTorchsOperations) {
+TEST(Modules, CanUseLibTorchsOperations) {
   const Gradients expected = gradients_of(Lambda(two_layers));
   const Lambda module = checkpointed(two_layers);
   const Gradients got = gradients_of(module);
@@ -36,14 +36,14 @@ TEST(Modules, OfLibTorchsOperations) {
   EXPECT_EQ(module->calls, 2);
 }
 
-TEST(Modules, WithInputsThatNeedNoGradient) {
+TEST(Modules, CanHaveInputsWithoutGradient) {
   const Gradients expected = gradients_of(Lambda(two_layers), false);
   const Gradients got = gradients_of(checkpointed(two_layers), false);
   EXPECT_FALSE(got.x.defined());
   EXPECT_TRUE(got.weight.equal(expected.weight));
 }
 
-TEST(Modules, CalledTwiceInOneForward) {
+TEST(Modules, CanBeCalledTwiceInOneForward) {
   const Gradients expected = gradients_of(Lambda(two_layers), true, 2);
   const Lambda module = checkpointed(two_layers);
   const Gradients got = gradients_of(module, true, 2);
@@ -52,7 +52,7 @@ TEST(Modules, CalledTwiceInOneForward) {
   EXPECT_EQ(module->calls, 4);
 }
 
-TEST(Modules, WithoutGradientsRunOnceAndSaveNothing) {
+TEST(Modules, RunOnceAndSaveNothingWithoutGradients) {
   const Lambda module = checkpointed(two_layers);
   const at::NoGradGuard no_grad;
   MemoryMeter meter;
@@ -62,7 +62,7 @@ TEST(Modules, WithoutGradientsRunOnceAndSaveNothing) {
   EXPECT_EQ(meter.bytes(), static_cast<int64_t>(y.nbytes()));
 }
 
-TEST(Modules, WithAGraphThatIsWalkedTwice) {
+TEST(Modules, SupportTwoBackwardsThroughOneGraph) {
   const Lambda module = checkpointed(two_layers);
   const at::Tensor x = at::ones({3, 4}).requires_grad_();
   const at::Tensor y = module(x).sum();
@@ -73,13 +73,13 @@ TEST(Modules, WithAGraphThatIsWalkedTwice) {
   EXPECT_EQ(module->calls, 3);
 }
 
-TEST(Modules, WhoseBackwardWantsOnePartOnly) {
+TEST(Modules, SupportABackwardOfTheInputAlone) {
   const Lambda module = checkpointed(two_layers);
   const Gradients expected = gradients_of(Lambda(two_layers));
   const at::Tensor x = at::linspace(-1, 1, 12).view({3, 4}).requires_grad_();
   const at::Tensor y = module(x).sum();
   EXPECT_TRUE(torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true)[0].equal(expected.x));
-  // The parameter has another value by now, and the tensors of the first backward aren't used again.
+  // The parameter has another value now, and the tensors of the first backward aren't reused.
   module->weight.data().mul_(0.5);
   const Lambda halved(two_layers);
   halved->weight.data().mul_(0.5);
@@ -88,7 +88,7 @@ TEST(Modules, WhoseBackwardWantsOnePartOnly) {
   EXPECT_TRUE(torch::autograd::grad({y}, {x})[0].equal(of_halved.x));
 }
 
-TEST(Modules, WithABackwardOfTheirOwn) {
+TEST(Modules, CanRunABackwardInTheirForward) {
   const auto body = [](LambdaImpl& self, const at::Tensor& x) {
     const at::Tensor inner = x.detach().requires_grad_();
     const at::Tensor slope = torch::autograd::grad({at::tanh(inner).sum()}, {inner})[0];
@@ -100,8 +100,8 @@ TEST(Modules, WithABackwardOfTheirOwn) {
   EXPECT_TRUE(got.weight.equal(expected.weight));
 }
 
-// A force from an energy: the recompute ends inside of the backward that the module holds.
-TEST(Modules, WhoseResultIsAGradient) {
+// A force computed from an energy: the recompute ends inside the module's own backward.
+TEST(Modules, CanReturnAGradient) {
   const auto force = [](LambdaImpl& self, const at::Tensor& x) {
     const at::Tensor energy = at::linear(x, self.weight).tanh().pow(2).sum();
     return torch::autograd::grad({energy}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0].exp();
@@ -114,8 +114,8 @@ TEST(Modules, WhoseResultIsAGradient) {
   }
 }
 
-// It takes the end of its recompute for a failure, and goes on another way.
-TEST(Modules, ThatCatchExceptions) {
+// The module mistakes the end of its recompute for a failure and takes another path.
+TEST(Modules, CanCatchExceptions) {
   const auto catching = [](LambdaImpl& self, const at::Tensor& x) {
     const at::Tensor y = at::linear(x, self.weight);
     try {
@@ -130,21 +130,21 @@ TEST(Modules, ThatCatchExceptions) {
   EXPECT_TRUE(got.weight.equal(expected.weight));
 }
 
-// Nobody but the module owns the node of what it keeps: that goes while the module is computed again.
+// Only the module owns the node of the tensor that it keeps, so the node dies during the recompute.
 at::Tensor keeping_a_norm(LambdaImpl& self, const at::Tensor& x) {
   const at::Tensor y = at::linear(x, self.weight).exp();
   self.kept = y.norm();
   return at::linear(y, self.weight).exp();
 }
 
-TEST(Modules, ThatKeepATensorWithItsGraph) {
+TEST(Modules, CanKeepATensorWithItsGraph) {
   const Gradients expected = gradients_of(Lambda(keeping_a_norm));
-  MemoryMeter meter;  // it knows the sizes of what is allocated from here on
+  MemoryMeter meter;  // measures allocations from here on
   Lambda module = checkpointed(keeping_a_norm);
   const Gradients got = gradients_of(module);
   EXPECT_TRUE(got.x.equal(expected.x));
   EXPECT_TRUE(got.weight.equal(expected.weight));
-  // The graph is the recompute's by now, which has kept nothing but the input that it starts from.
+  // The graph is now the recompute's, which kept only its own input.
   EXPECT_NE(message_of([&] { module->kept.backward(); }).find("detach() what a checkpointed module keeps"),
             std::string::npos);
   const int64_t scalar = 4, input = 3 * 4 * 4, before = meter.bytes();
@@ -152,7 +152,7 @@ TEST(Modules, ThatKeepATensorWithItsGraph) {
   EXPECT_GE(meter.bytes(), before - (scalar + input));
 }
 
-// Products a, b and c: a and c are kept. The slope is asked for between them.
+// Products a, b and c: a and c are kept. The module asks for the slope between them.
 class SlopedImpl : public nn::Module {
  public:
   SlopedImpl() {
@@ -176,7 +176,7 @@ class SlopedImpl : public nn::Module {
 };
 TITAN_MODULE(Sloped);
 
-TEST(Modules, WithABackwardOfTheirOwnBetweenKeptProducts) {
+TEST(Modules, CanRunABackwardBetweenKeptProducts) {
   const auto run = [](const std::optional<ModulePolicy>& policy, bool early_stop) {
     Sloped module;
     if (policy) checkpoint_activations(module, *policy, {.early_stop = early_stop});
@@ -208,7 +208,7 @@ class ManyImpl : public nn::Module {
 };
 TITAN_MODULE(Many);
 
-TEST(Modules, WithSeveralInputsAndOutputs) {
+TEST(Modules, CanHaveSeveralInputsAndOutputs) {
   const auto run = [](bool checkpoint, bool both) {
     Many module;
     if (checkpoint) checkpoint_activations(module, FullRecompute{});
@@ -225,13 +225,13 @@ TEST(Modules, WithSeveralInputsAndOutputs) {
   }
 }
 
-TEST(Modules, OneOfWhoseOutputsIsNotUsed) {
+TEST(Modules, CanHaveUnusedOutputs) {
   Many module;
   checkpoint_activations(module, FullRecompute{});
   const at::Tensor a = at::linspace(0, 1, 8).view({2, 4}).requires_grad_();
   {
     const auto [first, second] = module(a, std::nullopt, at::tensor({1, 0, 1}), 0.25);
-    first.sum().backward();  // the nodes of `second` die without asking
+    first.sum().backward();  // the nodes of `second` die without unpacking
   }
   Many plain;
   const at::Tensor b = at::linspace(0, 1, 8).view({2, 4}).requires_grad_();
@@ -245,7 +245,7 @@ at::Tensor with_dropout(LambdaImpl& self, const at::Tensor& x) {
   return at::dropout(at::linear(x, self.weight), 0.5, /*train=*/true).exp() * at::rand_like(x);
 }
 
-TEST(RandomNumbers, AreTheForwardsInTheRecompute) {
+TEST(RandomNumbers, RepeatInTheRecompute) {
   at::manual_seed(3);
   const Gradients expected = gradients_of(Lambda(with_dropout));
   const at::Tensor next = at::rand({4});
@@ -256,7 +256,7 @@ TEST(RandomNumbers, AreTheForwardsInTheRecompute) {
   EXPECT_TRUE(at::rand({4}).equal(next)) << "the recompute leaves the generator where it was";
 }
 
-TEST(RandomNumbers, AreOthersWithoutTheState) {
+TEST(RandomNumbers, DifferWithoutTheSavedState) {
   at::manual_seed(3);
   const Gradients expected = gradients_of(Lambda(with_dropout));
   at::manual_seed(3);
@@ -266,7 +266,7 @@ TEST(RandomNumbers, AreOthersWithoutTheState) {
 
 // ---- errors
 
-TEST(Errors, OfARecomputeComeOutOfTheBackward) {
+TEST(Errors, InARecomputePropagateOutOfTheBackward) {
   const Lambda module = checkpointed([](LambdaImpl& self, const at::Tensor& x) {
     const at::Tensor noise = at::rand({1});
     if (++self.calls == 2) throw std::runtime_error("the second run fails");
@@ -284,7 +284,7 @@ TEST(Errors, OfARecomputeComeOutOfTheBackward) {
   EXPECT_TRUE(at::GradMode::is_enabled());
   y.backward();  // the third run doesn't
   EXPECT_TRUE(x.grad().defined());
-  // And nothing of the checkpoint is left on this thread.
+  // This thread keeps no state of the checkpoint.
   MemoryMeter meter;
   { const at::Tensor z = at::ones({4}).requires_grad_().exp(); }
   EXPECT_EQ(meter.bytes(), 0);
@@ -319,7 +319,7 @@ TEST(Errors, NameTheModuleThatSavesMore) {
   EXPECT_EQ(backward_of({.early_stop = false, .check_recompute = false}), "no error");
 }
 
-TEST(Errors, OfShapesArentOursWithoutTheCheck) {
+TEST(Errors, AreLibTorchsOwnWithoutTheShapeCheck) {
   const auto shrinking = [](LambdaImpl& self, const at::Tensor& x) {
     return at::linear(x.narrow(0, 0, self.calls++ > 0 ? 2 : 3), self.weight).exp();
   };
@@ -330,7 +330,7 @@ TEST(Errors, OfShapesArentOursWithoutTheCheck) {
   EXPECT_EQ(backward_of(false).find("recomputing"), std::string::npos);
 }
 
-TEST(Errors, OfProductsInAnotherOrder) {
+TEST(Errors, ReportProductsInAnotherOrder) {
   class TurningImpl : public nn::Module {
    public:
     TurningImpl() {
@@ -351,8 +351,8 @@ TEST(Errors, OfProductsInAnotherOrder) {
             std::string::npos);
 }
 
-// LibTorch leaves the check of saved tensors to whoever has hooks.
-TEST(Errors, OfWritesToWhatWasSaved) {
+// LibTorch doesn't check saved tensors where hooks pack them.
+TEST(Errors, ReportWritesToSavedTensors) {
   const auto body = [](LambdaImpl& self, const at::Tensor& x) {
     const at::Tensor y = at::linear(x, self.weight).exp();
     return at::linear(y.mul_(2).sin(), self.weight);
@@ -366,7 +366,7 @@ TEST(Errors, OfWritesToWhatWasSaved) {
               std::string::npos);
 }
 
-TEST(Errors, OfWritesToInputs) {
+TEST(Errors, ReportWritesToInputs) {
   const at::Tensor x = at::ones({3, 4}).requires_grad_();
   const Lambda writing = checkpointed(
       [](LambdaImpl& self, const at::Tensor& input) { return at::linear(input.mul_(2), self.weight).exp(); });
@@ -384,7 +384,7 @@ TEST(Errors, OfWritesToInputs) {
             std::string::npos);
 }
 
-TEST(Errors, AGraphIsntDifferentiatedInItsOwnRecompute) {
+TEST(Errors, ReportABackwardInsideItsOwnRecompute) {
   const Lambda module = checkpointed([](LambdaImpl& self, const at::Tensor& x) {
     if (self.kept.defined()) self.kept.backward();
     const at::Tensor y = at::linear(x, self.weight);
@@ -402,8 +402,8 @@ torch::autograd::Engine& other_engine() {
   return engine;
 }
 
-TEST(ErrorsDeathTest, OfAnEngineThatIsntLibTorchs) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a process of its own, where ours isn't in place yet
+TEST(ErrorsDeathTest, ReportAnotherAutogradEngine) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, in which our engine isn't installed yet
   const auto refused = [] {
     torch::autograd::set_default_engine_stub(&other_engine);
     std::cerr << message_of([] { checkpointed(two_layers); });
@@ -412,7 +412,7 @@ TEST(ErrorsDeathTest, OfAnEngineThatIsntLibTorchs) {
   EXPECT_EXIT(refused(), ::testing::ExitedWithCode(0), "another one .Python's, after .import torch...");
 }
 
-TEST(Errors, AKeptResultIsNotWrittenTo) {
+TEST(Errors, ReportWritesToKeptResults) {
   class WritingImpl : public nn::Module {
    public:
     WritingImpl() { linear = register_module("linear", nn::Linear(4, 4)); }

@@ -1,5 +1,5 @@
-// Which tokens a rank holds and which pairs its blocks cover, for any number of ranks; sizes of a spread
-// model without its data.
+// The tokens that a rank holds and the pairs that its blocks cover, for any number of ranks; and the sizes of
+// a model under context parallelism, without data.
 
 #include "titan/parallel/context_parallel.h"
 
@@ -25,7 +25,7 @@ class SequenceLayoutTest : public ::testing::TestWithParam<Case> {
   int64_t length() const { return rank_length() * num_ranks(); }
   at::Tensor positions(int rank) const { return layout().positions(rank, rank_length(), at::kCPU); }
 
-  // Adds 1 for each pair of a query and a key that meet in `block`, at their positions.
+  // Adds 1 at the positions of each query and key that meet in `block`.
   static void count(at::Tensor& met, const Block& block, const at::Tensor& queries, const at::Tensor& keys) {
     for (int64_t i = 0; i < block.num_rows; ++i)
       for (int64_t j = 0; j < std::min(block.num_keys, block.first_query + i + 1); ++j)
@@ -71,8 +71,8 @@ INSTANTIATE_TEST_SUITE_P(All, SequenceLayoutTest,
                                             ::testing::Values(ContextLoadBalancer::HeadTail,
                                                               ContextLoadBalancer::None)));
 
-// The same work for all, which is what it is for.
-TEST(HeadTail, GivesAllRanksAsManyPairs) {
+// This is the purpose of head-tail balancing.
+TEST(HeadTail, GivesAllRanksTheSameNumberOfPairs) {
   const SequenceLayout layout(4, ContextLoadBalancer::HeadTail);
   for (int rank = 0; rank < 4; ++rank) {
     int64_t pairs = 0;
@@ -85,7 +85,7 @@ TEST(HeadTail, GivesAllRanksAsManyPairs) {
   }
 }
 
-TEST(SequenceLengths, ThatDontDivideAreRefused) {
+TEST(SequenceLengths, AreRefusedUnlessTheyDivide) {
   const SequenceLayout head_tail(3, ContextLoadBalancer::HeadTail), plain(3, ContextLoadBalancer::None);
   EXPECT_NO_THROW(head_tail.check_length(12));
   EXPECT_NO_THROW(plain.check_length(9));
@@ -94,8 +94,8 @@ TEST(SequenceLengths, ThatDontDivideAreRefused) {
   EXPECT_THROW(plain.check_length(10), Error);
 }
 
-TEST(ContextBuffer, IsUsedAgainForSmallerOnesOfAnyType) {
-  Buffer buffer;
+TEST(Scratch, SmallerTensorsOfAnyTypeReuseTheMemory) {
+  Scratch buffer;
   const at::Tensor large = buffer.get({4, 6}, at::TensorOptions(at::kDouble));
   const at::Tensor small = buffer.get({3, 5}, at::TensorOptions(at::kBFloat16));
   EXPECT_EQ(small.scalar_type(), at::kBFloat16);
@@ -104,7 +104,7 @@ TEST(ContextBuffer, IsUsedAgainForSmallerOnesOfAnyType) {
   EXPECT_NE(buffer.get({5, 6}, at::TensorOptions(at::kDouble)).data_ptr(), nullptr);
 }
 
-// One process plays a rank of 16, with sizes only, of 131,072 tokens.
+// One process plays one of 16 ranks, with sizes only: 131,072 tokens.
 TEST(ContextParallelOnMeta, ComputesSizesOfALongSequence) {
   const auto world = dist::init({.backend = "fake", .fake_rank = 5, .fake_world_size = 16});
   const DeviceMesh mesh = DeviceMesh::create(world, {{"cp", 16}});

@@ -1,5 +1,5 @@
-// Sends and receives of overlapped products on a backend that works off each rank's messages one after the
-// other, and starts none before its peer has come to it.
+// Sends and receives of overlapped products on a backend that processes each rank's messages one after the
+// other and starts none before the peer has reached it.
 
 #include <gtest/gtest.h>
 
@@ -34,7 +34,7 @@ std::deque<Message> messages_of(int rank, int size) {
 
 class ExchangeOrder : public ::testing::TestWithParam<int> {};
 
-TEST_P(ExchangeOrder, EndsWhereEachRankHasOneQueue) {
+TEST_P(ExchangeOrder, FinishesWithOneQueuePerRank) {
   const int size = GetParam();
   std::vector<std::deque<Message>> queues;
   for (int rank = 0; rank < size; ++rank) queues.push_back(messages_of(rank, size));
@@ -58,8 +58,8 @@ INSTANTIATE_TEST_SUITE_P(Sizes, ExchangeOrder, ::testing::Values(2, 3, 4, 5, 7, 
 
 }  // namespace
 
-// Overlapped products over memory that ranks read and write in each other's place, against the plain
-// products; and that no access to it goes unordered. The ranks are threads.
+// Overlapped products through memory that the ranks share, compared with plain products; every access to it
+// must be ordered. The ranks are threads.
 
 namespace {
 
@@ -83,7 +83,7 @@ struct Case {
 };
 class PeerMemoryExchangeTest : public ::testing::TestWithParam<Case> {};
 
-// The pieces grow with the second sequence, and serve a shorter one after it.
+// The buffers grow for the second sequence and are reused for a shorter one after it.
 TEST_P(PeerMemoryExchangeTest, EqualsPlainProducts) {
   const auto [ranks, queues] = GetParam();
   const std::vector<int64_t> sequences{12, 24, 12, 24};
@@ -128,19 +128,19 @@ MlpProducts products_of_parts(const char* recipe, const std::shared_ptr<const op
           .down = whole->for_parts({.in = parts})};
 }
 
-// The output's gradient is given, so that no cast hangs on the order of a sum over ranks.
+// The output's gradient is given, so that no cast depends on the order of a sum over ranks.
 void backward_of_factor(const MlpTensors& mlp, const at::Tensor& output) {
   (output * mlp.factor).sum().backward();
 }
 
-// What a rank receives in a forward and a backward: x and the output's gradient as bytes where one cast
-// serves all that multiply them, and summands in fp32.
+// Bytes that a rank receives in a forward and a backward: x and the output's gradient in Float8 where one
+// cast serves all products with them, and summands in fp32.
 int64_t bytes_received(const MlpTensors& part, int ranks, bool gathered_in_bytes) {
   const int64_t each = part.x.numel() + part.factor.numel();
   return (ranks - 1) * each * ((gathered_in_bytes ? 1 : 4) + 4);
 }
 
-TEST_P(PeerMemoryExchangeTest, MultipliesInFloat8WhatOneRankDoes) {
+TEST_P(PeerMemoryExchangeTest, EqualsOneRankInFloat8) {
   const auto [ranks, queues] = GetParam();
   for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp"}) {
     const auto place = std::make_shared<MeetingPlace>(ranks);
@@ -175,8 +175,8 @@ TEST_P(PeerMemoryExchangeTest, MultipliesInFloat8WhatOneRankDoes) {
 
 // ---- sums
 
-// Scatters that follow each other: nothing else keeps their summands apart.
-TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInSingleAndInRankOrder) {
+// Scatters in sequence: only their order keeps their summands apart.
+TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInFp32InRankOrder) {
   const auto [ranks, queues] = GetParam();
   constexpr int rounds = 3;
   const auto summand = [](int from, int to, int round) {
@@ -204,7 +204,7 @@ TEST_P(PeerMemoryExchangeTest, SumsSixteenBitNumbersInSingleAndInRankOrder) {
     }
 }
 
-// With some of the parts for nobody, or all.
+// Some or all of the parts are not used.
 TEST_P(PeerMemoryExchangeTest, GathersMayEndEarly) {
   const auto [ranks, queues] = GetParam();
   const auto place = std::make_shared<MeetingPlace>(ranks);
@@ -232,7 +232,7 @@ INSTANTIATE_TEST_SUITE_P(All, PeerMemoryExchangeTest,
                                       info.param.queues == Queues::Beside ? "Beside" : "InOrder");
                          });
 
-TEST(PeerMemoryExchange, CountsWhatTheRankReceives) {
+TEST(PeerMemoryExchange, CountsReceivedBytes) {
   const auto place = std::make_shared<MeetingPlace>(3);
   run_ranks(3, [&](int rank) {
     const auto exchange = exchange_of(place, rank, Queues::Beside);
@@ -247,14 +247,14 @@ TEST(PeerMemoryExchange, CountsWhatTheRankReceives) {
   });
 }
 
-TEST(PeerMemoryExchange, RefusesOneRankAndTwoAtATime) {
+TEST(PeerMemoryExchange, RefusesOneRankAndTwoScattersAtOnce) {
   EXPECT_THROW(exchange_of(std::make_shared<MeetingPlace>(1), 0, Queues::InOrder), Error);
   const auto exchange = exchange_of(std::make_shared<MeetingPlace>(2), 0, Queues::InOrder);
   const auto scatter = exchange->scatter();
   EXPECT_THROW(exchange->scatter(), std::exception);
 }
 
-// That the double finds what the schedule must not do.
+// The test double reports accesses that a schedule must not make.
 
 std::string problems_of(const std::function<void(dist::SymmetricMemory&)>& rank) {
   const auto place = std::make_shared<MeetingPlace>(2);
@@ -273,7 +273,7 @@ const at::Tensor& kept() {
   return tensor;
 }
 
-TEST(ThreadPeerMemory, FindsNothingInARightOrder) {
+TEST(ThreadPeerMemory, AcceptsACorrectOrder) {
   const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     for (int i = 0; i < 3; ++i) {
       memory.write(1 - memory.rank(), 0, kept());
@@ -305,7 +305,7 @@ TEST(ThreadPeerMemory, FindsASumThatDoesntWait) {
   EXPECT_NE(problems.find("isn't ordered after"), std::string::npos) << problems;
 }
 
-TEST(ThreadPeerMemory, FindsWritesOverWhatAPeerStillReads) {
+TEST(ThreadPeerMemory, FindsWritesDuringAPeersRead) {
   const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
     for (int i = 0; i < 2; ++i) {
       memory.write(1 - memory.rank(), 0, kept());
@@ -317,9 +317,9 @@ TEST(ThreadPeerMemory, FindsWritesOverWhatAPeerStillReads) {
   EXPECT_NE(problems.find("write by"), std::string::npos) << problems;
 }
 
-TEST(ThreadPeerMemory, FindsTensorsThatGoTooEarly) {
+TEST(ThreadPeerMemory, FindsTensorsFreedTooEarly) {
   const std::string problems = problems_of([](dist::SymmetricMemory& memory) {
-    memory.barrier();  // behind which the queue is late
+    memory.barrier();  // the queue is late after it
     for (int i = 0; i < 8; ++i) memory.write(memory.rank(), 0, at::zeros({32}, at::kDouble));
     memory.wait(memory.now());
   });

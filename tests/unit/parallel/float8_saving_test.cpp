@@ -1,4 +1,4 @@
-// What layers in Float8 keep between forward and backward where they share an input, and what they cast under
+// Memory that Float8 layers keep between forward and backward where they share an input, and their casts under
 // activation checkpointing.
 
 #include <ATen/ATen.h>
@@ -23,12 +23,12 @@ using testing::layers_of;
 using testing::relative_error;
 using testing::small_llama;
 
-// ---- layers of one input
+// ---- layers that share an input
 
 constexpr int64_t kWidth = 64, kRows = 96;
 constexpr int64_t kElements = kWidth * kRows, kScale = 4;
 
-// Three layers of one input, as attention has them.
+// Three layers with one input, as in attention.
 struct ThreeLayers {
   explicit ThreeLayers(const std::string& recipe, const std::vector<std::string>& filter_fqns = {},
                        at::ScalarType dtype = at::kBFloat16) {
@@ -75,7 +75,7 @@ TEST(Float8Saving, LayersOfOneRecipeKeepOneCast) {
   EXPECT_EQ(saved_bytes(ThreeLayers("mxfp8_cublas")), kElements + kElements / 32);
 }
 
-// The layer that a filter leaves in high precision reads the input itself; the others cast that again.
+// A layer that the filter leaves in high precision keeps the input itself; the others cast it again.
 TEST(Float8Saving, AFilteredLayersInputIsKeptOnce) {
   for (const char* filtered : {"0", "1", "2"}) {
     EXPECT_EQ(saved_bytes(ThreeLayers("tensorwise", {filtered})), 2 * kElements + kScale) << filtered;
@@ -88,7 +88,7 @@ TEST(Float8Saving, LayersWithScalesOfTheirOwnKeepTheInputOnce) {
   EXPECT_EQ(saved_bytes(ThreeLayers("delayed")), 2 * kElements + 3 * kScale);
 }
 
-TEST(Float8Saving, WhatAFrozenLayerReadsIsNotKept) {
+TEST(Float8Saving, AFrozenLayersInputIsNotKept) {
   const ThreeLayers filtered("tensorwise", {"1"});
   filtered.list[1]->weight.set_requires_grad(false);
   EXPECT_EQ(saved_bytes(filtered), kElements + kScale);
@@ -96,8 +96,8 @@ TEST(Float8Saving, WhatAFrozenLayerReadsIsNotKept) {
   EXPECT_EQ(saved_bytes(filtered), 0);
 }
 
-// Each layer called by itself gives the same bits; x's gradient is summed in another order.
-TEST(Float8Saving, LayersTogetherEqualLayersApart) {
+// Each layer called separately gives the same bits; x's gradient is summed in another order.
+TEST(Float8Saving, LayersTogetherEqualSeparateLayers) {
   for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_cublas", "delayed"}) {
     const std::vector<std::vector<std::string>> filters = {{}, {"0"}, {"1"}};
     for (const auto& filter : filters) {
@@ -126,7 +126,7 @@ TEST(Float8Saving, LayersTogetherEqualLayersApart) {
 
 // ---- casts under activation checkpointing
 
-// Casts of this thread, but for those of shapes alone.
+// Casts on this thread, except those of shapes alone.
 class CastCounter {
  public:
   CastCounter()
@@ -154,7 +154,7 @@ struct Casts {
   int forward = 0, backward = 0;
 };
 
-// Of one Llama block.
+// Casts of one Llama block.
 Casts casts_of(const std::string& recipe, const std::optional<LayersPolicy>& policy,
                bool with_gradients = true) {
   models::Llama3Args args = small_llama(1);
@@ -176,10 +176,10 @@ Casts casts_of(const std::string& recipe, const std::optional<LayersPolicy>& pol
   return casts;
 }
 
-// wq, wk and wv, wo, w1 and w3 keep a cast of their input each; w2's is made again.
+// There is one cast of the input of wq, wk and wv, of wo, and of w1 and w3; w2's is recomputed.
 constexpr int kInputs = 4, kWeights = 7, kKept = 3;
 
-TEST(Float8Checkpointing, AForwardCastsWhatItMultiplies) {
+TEST(Float8Checkpointing, AForwardCastsOnlyWhatItMultiplies) {
   for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_cublas"}) {
     const bool keeps_casts = std::string(recipe) != "rowwise_with_gw_hp";
     EXPECT_EQ(casts_of(recipe, {}, /*with_gradients=*/false).forward, kInputs + kWeights) << recipe;
@@ -189,9 +189,9 @@ TEST(Float8Checkpointing, AForwardCastsWhatItMultiplies) {
   }
 }
 
-// A recompute casts what it multiplies and what is kept: not w2's sides, as it ends before that product, nor
-// the weights of products that were kept (wq, wv, w1).
-TEST(Float8Checkpointing, ARecomputeCastsWhatItMultiplies) {
+// A recompute casts what it multiplies and keeps: not the operands of w2, as it ends before that product, and
+// not the weights of kept products (wq, wv, w1).
+TEST(Float8Checkpointing, ARecomputeCastsOnlyWhatItMultiplies) {
   for (const char* recipe : {"tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_cublas"}) {
     const int kept = std::string(recipe) != "rowwise_with_gw_hp" ? kKept : 0;
     const int none = casts_of(recipe, {}).backward;

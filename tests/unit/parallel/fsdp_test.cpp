@@ -1,10 +1,11 @@
-// What a process says when it reads a parameter that fully_shard has freed.
+// The crash message for a parameter that fully_shard has freed, and sharding under a pipeline schedule.
 
 #include <gtest/gtest.h>
 #include <csignal>
 
 #include <ATen/ATen.h>
 
+#include "parallel/pipeline_runtime.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
@@ -13,12 +14,11 @@
 #include "titan/nn/linear.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
-#include "titan/parallel/pipeline_runtime.h"
 
 namespace titan {
 namespace {
 
-// As a loop of a user's own, without the program's main().
+// Like a user's own training loop, without the program's main().
 nn::Linear used_layer() {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 2});
   nn::Linear layer(8, 8);
@@ -34,7 +34,7 @@ TEST(FreedParameterDeathTest, IsNamedByTheCrashHandlerOfDistInit) {
               "fatal signal SIGSEGV [^\n]*\n.titan. likely a sharded parameter used outside its module: ");
 }
 
-TEST(FreedParameterDeathTest, IsLeftToOthersWhoDeclineTheHandler) {
+TEST(FreedParameterDeathTest, IsNotReportedWithoutTheHandler) {
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(
       {
@@ -88,7 +88,7 @@ void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tens
   for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
 }
 
-TEST(ScheduledSharding, ForwardsMayComeBeforeBackwards) {
+TEST(ScheduledSharding, SeveralForwardsCanPrecedeBackwards) {
   const Net net = make_net();
   ScheduledSharding sharding{net};
   sharding.unshard();
@@ -128,7 +128,7 @@ TEST(ScheduledSharding, WeightGradientsCanWait) {
   expect_equal(gradients(net), gradients_of_two_backwards());
 }
 
-TEST(ScheduledSharding, DiscardLeavesNothingOfAStepThatFailed) {
+TEST(ScheduledSharding, DiscardRemovesAFailedStep) {
   const Net net = make_net();
   ScheduledSharding sharding{net};
   sharding.unshard();
@@ -144,7 +144,7 @@ TEST(ScheduledSharding, DiscardLeavesNothingOfAStepThatFailed) {
   expect_equal(gradients(net), gradients_of_two_backwards());
 }
 
-TEST(ScheduledSharding, AModelWithoutShardsIsLeftAlone) {
+TEST(ScheduledSharding, LeavesAModelWithoutShardsAlone) {
   const Net net;
   ScheduledSharding sharding{net};
   sharding.unshard();

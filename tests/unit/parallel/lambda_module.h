@@ -22,7 +22,7 @@ class LambdaImpl : public nn::Module {
   at::Tensor forward(const at::Tensor& x) { return body_(*this, x); }
   at::Tensor weight, frozen;
   int calls = 0;
-  at::Tensor kept;  // what a body keeps from one call to the next
+  at::Tensor kept;  // for a body to keep between calls
 
  private:
   Body body_;

@@ -1,5 +1,5 @@
-// The logic of offloading, with both memories a CPU's: what travels, when its device memory goes, and when it
-// comes back. No GPU has run it.
+// The logic of offloading, with both memories on a CPU: what is moved, when its device memory is freed, and
+// when it is fetched. No GPU has run it.
 
 #include "parallel/activation_checkpoint/offload.h"
 
@@ -26,7 +26,7 @@ std::shared_ptr<Offloader> offload(const std::vector<nn::AnyRef>& layers, int64_
   return offloader;
 }
 
-TEST(Offload, BitEqual) {
+TEST(Offload, GivesTheSameBits) {
   for (const int64_t layers_kept : {0, 1, 3}) {
     const auto args = small_llama(3);
     const StepResult expected = run_steps(models::Llama3(args));
@@ -56,7 +56,7 @@ struct Chain {
   at::Tensor x = at::linspace(-1, 0, 1024).view({32, 32}).requires_grad_();
 };
 
-TEST(Offload, AStorageTravelsOnceWhateverItsViews) {
+TEST(Offload, MovesEachStorageOnce) {
   Chain chain;
   const at::Tensor y = chain.layers[0](chain.x);
   // inner (as exp's output, as a view for the second exp's input, and for the product) and exp(inner).
@@ -64,7 +64,7 @@ TEST(Offload, AStorageTravelsOnceWhateverItsViews) {
   EXPECT_EQ(chain.offloader->stats.copied_bytes, 2 * 4096);
 }
 
-TEST(Offload, DeviceMemoryGoesOneLayerLater) {
+TEST(Offload, FreesDeviceMemoryOneLayerLater) {
   Chain chain;
   at::Tensor y = chain.layers[0](chain.x) * 0.01;
   EXPECT_FALSE(chain.layers[0]->hidden.expired()) << "its copy may still be under way";
@@ -77,7 +77,7 @@ TEST(Offload, DeviceMemoryGoesOneLayerLater) {
   EXPECT_EQ(chain.offloader->stats.copies, 4);
 }
 
-TEST(Offload, ComesBackOneLayerAhead) {
+TEST(Offload, FetchesOneLayerAhead) {
   Chain chain;
   at::Tensor y = chain.layers[0](chain.x) * 0.01;
   y = chain.layers[1](y) * 0.01;
@@ -94,17 +94,17 @@ TEST(Offload, ComesBackOneLayerAhead) {
   EXPECT_TRUE(chain.x.grad().equal(plain.x.grad()));
 }
 
-TEST(Offload, ALayerThatNobodyFetchedForFetchesItself) {
+TEST(Offload, ALayerWithoutPrefetchFetchesItself) {
   Chain chain;
   const at::Tensor y = chain.layers[0](chain.x);
-  const at::Tensor other = chain.layers[1](at::ones({32, 32}).requires_grad_());  // no part of y's backward
+  const at::Tensor other = chain.layers[1](at::ones({32, 32}).requires_grad_());  // not part of y's backward
   y.sum().backward();
   EXPECT_EQ(chain.offloader->stats.late_fetches, 2);
   EXPECT_EQ(chain.offloader->stats.early_fetches, 0);
   EXPECT_TRUE(chain.x.grad().defined());
 }
 
-TEST(Offload, AGraphMayBeWalkedTwice) {
+TEST(Offload, SupportsTwoBackwardsThroughOneGraph) {
   Chain chain;
   const at::Tensor y = chain.layers[1](chain.layers[0](chain.x) * 0.01).sum();
   y.backward({}, /*retain_graph=*/true);
@@ -122,8 +122,9 @@ TEST(Offload, SmallTensorsAndParametersStay) {
   const models::Llama3 moving(small_llama(1));
   const auto all = offload(layers_of(moving), 0, /*min_bytes=*/0);
   run_steps(moving);
-  // Of each of 48 tokens: the inputs of both norms and their scales, queries, keys, values, attention and its
-  // sums, and the two halves of the feed-forward ("None" of KeptBytes, and the layer's input). No parameter.
+  // For each of 48 tokens: the inputs of both norms and their scales, queries, keys, values, attention and its
+  // sums, and the two halves of the feed-forward (as in KeptBytes with "none", plus the layer's input). No
+  // parameter.
   EXPECT_EQ(all->stats.copied_bytes, 48 * 4 * ((2 * 33) + (32 + 2 * 16 + 32 + 4) + 32 + 2 * 96 + 32));
 }
 
@@ -139,7 +140,7 @@ TEST(Offload, ForwardsAndBackwardsMayTakeAnyOrder) {
   }
 }
 
-TEST(Offload, AForwardWhoseBackwardNeverComesLeavesNothing) {
+TEST(Offload, AForwardWithoutABackwardLeavesNothing) {
   const models::Llama3 model(small_llama(3));
   const auto offloader = offload(layers_of(model), 1);
   loss_of(model);  // LibTorch's own first allocations
@@ -148,8 +149,8 @@ TEST(Offload, AForwardWhoseBackwardNeverComesLeavesNothing) {
   EXPECT_EQ(meter.bytes(), 0);
 }
 
-// As LibTorch does where nobody has hooks: whether the tensor has left or stayed.
-TEST(Offload, AWriteToWhatWasSavedIsAnError) {
+// As LibTorch does without hooks, whether the tensor was moved or not.
+TEST(Offload, RefusesWritesToSavedTensors) {
   for (const int64_t layers_kept : {0, 1}) {
     Lambda layer([](LambdaImpl& self, const at::Tensor& x) {
       const at::Tensor y = at::linear(x, self.weight).exp();

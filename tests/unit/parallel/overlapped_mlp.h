@@ -1,6 +1,6 @@
 #pragma once
 
-// y = (tanh(x Up^T) * (x Gate^T)) Down^T, with its loss: whole, and as rank r of N has it with overlapped
+// y = (tanh(x Up^T) * (x Gate^T)) Down^T, with its loss: whole, and rank r's part of it with overlapped
 // products.
 
 #include <memory>
@@ -17,12 +17,12 @@ struct MlpTensors {
   at::Tensor up;      // [H, I]
   at::Tensor gate;    // [H, I]
   at::Tensor down;    // [O, H]
-  at::Tensor factor;  // [B, S, O], of the outputs in the loss
+  at::Tensor factor;  // [B, S, O], weights of the outputs in the loss
 
   std::vector<at::Tensor> leaves() const { return {x, up, gate, down}; }
 };
 
-/// The same on every rank: values of sines.
+/// Values of a sine, the same on every rank.
 inline MlpTensors whole_mlp(int64_t sequence, const at::TensorOptions& options) {
   constexpr int64_t batch = 2, in = 5, hidden = 24, out = 7;
   double phase = 0;
@@ -41,7 +41,7 @@ inline MlpTensors whole_mlp(int64_t sequence, const at::TensorOptions& options) 
   return mlp;
 }
 
-/// Leaves of its own.
+/// Copies that are autograd leaves.
 inline MlpTensors part_of(const MlpTensors& whole, int rank, int count) {
   const auto part = [&](const at::Tensor& tensor, int64_t dim) {
     return tensor.detach().chunk(count, dim)[static_cast<size_t>(rank)].clone().requires_grad_();
@@ -57,7 +57,7 @@ inline MlpTensors part_of(const MlpTensors& whole, int rank, int count) {
 
 inline at::Tensor activation(const at::Tensor& up, const at::Tensor& gate) { return at::tanh(up) * gate; }
 
-/// Of the three layers; of a rank's parts up and gate are cut by columns, down by rows.
+/// Runs the three layers. In a rank's parts, up and gate are cut by columns, down by rows.
 struct MlpProducts {
   std::shared_ptr<const ops::Products> up = ops::default_products();
   std::shared_ptr<const ops::Products> gate = up;
@@ -81,7 +81,8 @@ inline void backward(const MlpTensors& mlp, const at::Tensor& output) {
   (output.pow(2) * mlp.factor).sum().backward();
 }
 
-/// What rank `rank` should have of the whole's output (`which` 0), or of the gradient of leaf which - 1.
+/// The part that rank `rank` should have: of the whole output (`which` 0) or of the gradient of leaf
+/// which - 1.
 inline at::Tensor expected_part(const MlpTensors& whole, const at::Tensor& output, size_t which, int rank,
                                 int count) {
   constexpr int64_t dims[] = {1, 1, 0, 0, 1};

@@ -1,6 +1,6 @@
 #pragma once
 
-// Every named schedule at every count that it takes, up to a size.
+// Every named schedule at every allowed count, up to a size.
 
 #include <string>
 #include <vector>

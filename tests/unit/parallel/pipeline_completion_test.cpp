@@ -26,7 +26,8 @@ int count(const Schedule& schedule, Kind kind) {
   return number;
 }
 
-/// How many compute actions stand between each receive and its use; those that could stand further ahead.
+/// The number of compute actions between each receive and its use; and the receives that could be posted
+/// earlier.
 std::vector<int> leads(const Schedule& schedule) {
   std::vector<int> result;
   for (const auto& actions : schedule.ranks)
@@ -47,7 +48,7 @@ std::vector<int> leads(const Schedule& schedule) {
   return result;
 }
 
-TEST(PipelineCompletion, RunsWhereASendLastsUntilItsReceiveIsPosted) {
+TEST(PipelineCompletion, RunsWhereSendsBlock) {
   for (const auto& one : pipeline_cases(5, 12)) {
     const Schedule plain = one.make(), whole = with_communication(plain);
     const auto problems = find_problems(whole, {.channel_capacity = 0});
@@ -57,10 +58,10 @@ TEST(PipelineCompletion, RunsWhereASendLastsUntilItsReceiveIsPosted) {
   }
 }
 
-TEST(PipelineCompletion, ReceivesStandOneActionAheadOfTheirUse) {
+TEST(PipelineCompletion, PostsReceivesOneActionAheadOfTheirUse) {
   for (const auto& one : pipeline_cases(5, 12))
     for (int lead : leads(with_communication(one.make()))) EXPECT_GE(lead, 1) << one.text();
-  // And no further where nothing forces them: one buffer more than is in use.
+  // They are not posted earlier unless they must be: that takes one buffer more than is in use.
   for (const char* name : {"GPipe", "1F1B", "Interleaved1F1B"}) {
     const int stages = default_num_stages(schedule_traits(name), 4);
     for (int lead : leads(with_communication(make_schedule(name, 4, stages, 8)))) EXPECT_EQ(lead, 1) << name;
@@ -74,9 +75,9 @@ TEST(PipelineCompletion, StagesOfOneRankExchangeNoMessages) {
   EXPECT_EQ(count(with_communication(make_schedule("LoopedBFS", 1, 3, 4)), Kind::SendForward), 0);
 }
 
-// Why transfers aren't batched (docs/decisions/pipelines.md): a result is sent behind the action that gave
-// it.
-TEST(PipelineCompletion, NoTwoSendsStandTogether) {
+// The reason why transfers aren't batched (docs/decisions/pipelines.md): a result is sent right after the
+// action that computed it.
+TEST(PipelineCompletion, SendsAreNeverAdjacent) {
   const auto sends = [](const Action& action) {
     return action.kind == Kind::SendForward || action.kind == Kind::SendBackward;
   };
@@ -88,7 +89,7 @@ TEST(PipelineCompletion, NoTwoSendsStandTogether) {
           << one.text();
 }
 
-TEST(PipelineCompletion, A1F1BByHand) {
+TEST(PipelineCompletion, Matches1F1BByHand) {
   const Schedule whole = with_parameter_actions(with_communication(make_schedule("1F1B", 2, 2, 2)));
   EXPECT_EQ(to_csv(whole),
             "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1,0REDUCE_GRAD,0RESHARD\n"
@@ -104,14 +105,14 @@ TEST(PipelineCompletion, IsIdempotent) {
   }
 }
 
-TEST(PipelineCompletion, EitherMayComeFirst) {
+TEST(PipelineCompletion, CompletesMessagesAndParametersInEitherOrder) {
   for (const auto& one : pipeline_cases(4, 6)) {
     const Schedule whole = with_communication(with_parameter_actions(one.make()));
     EXPECT_TRUE(find_problems(whole, {.channel_capacity = 0}).empty()) << one.text();
   }
 }
 
-TEST(PipelineCompletion, ParametersAreGatheredForUseAndNoMoreThanAllowed) {
+TEST(PipelineCompletion, GathersParametersForUseWithinTheLimit) {
   for (const auto& one : pipeline_cases(3, 8))
     for (int most : {1, 2, 3}) {
       const Schedule whole = with_parameter_actions(with_communication(one.make()), most);
@@ -128,17 +129,17 @@ TEST(PipelineCompletion, ParametersAreGatheredForUseAndNoMoreThanAllowed) {
   EXPECT_THROW(with_parameter_actions(make_schedule("GPipe", 1, 1, 1), 0), Error);
 }
 
-TEST(PipelineCompletion, OneReductionAStageBehindItsLastBackward) {
+TEST(PipelineCompletion, ReducesEachStageOnceAfterItsLastBackward) {
   for (const auto& one : pipeline_cases(4, 6)) {
     const Schedule whole = with_parameter_actions(with_communication(one.make()));
     EXPECT_EQ(count(whole, Kind::Reduce), one.num_stages) << one.text();
   }
-  // What a file says already is left.
+  // Actions that a file has already stay.
   const Schedule file = parse_schedule_csv("0F0,0B0,0REDUCE_GRAD", "a.csv");
   EXPECT_EQ(to_csv(with_parameter_actions(file)), "0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n");
 }
 
-TEST(PipelineCompletion, WhatCannotRunIsRefused) {
+TEST(PipelineCompletion, RefusesWhatCannotRun) {
   EXPECT_THROW(with_communication(parse_schedule_csv("0F0,0B0\n1F0\n", "a.csv")), ConfigError);
   EXPECT_THROW(with_communication(parse_schedule_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "a.csv")),
                ConfigError);
@@ -148,7 +149,7 @@ using titan::testing::pipeline_cases;
 
 bool always(const Action&, const Action&) { return true; }
 
-// "SEND_F0+SEND_F1": what goes in one call, by rank.
+// "SEND_F0+SEND_F1": the messages of one call, by rank.
 std::vector<std::string> calls_of(const std::string& csv, const MayJoin& may_join = always) {
   const Schedule schedule = parse_schedule_csv(csv, "by hand");
   const auto joined = joined_with_next(schedule, may_join);
@@ -166,19 +167,19 @@ std::vector<std::string> calls_of(const std::string& csv, const MayJoin& may_joi
   return calls;
 }
 
-TEST(PipelineBatches, WhereBothEndsStandTogether) {
+TEST(PipelineBatches, JoinMessagesAdjacentAtBothEnds) {
   EXPECT_THAT(calls_of("0F0,0F1,0F2,0SEND_F0,0SEND_F1,0SEND_F2,0RECV_B0,0B0,0RECV_B1,0B1,0RECV_B2,0B2\n"
                        "1RECV_F0,1RECV_F1,1RECV_F2,1F0,1F1,1F2,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2\n"),
               ::testing::ElementsAre("0SEND_F0+0SEND_F1+0SEND_F2", "1RECV_F0+1RECV_F1+1RECV_F2"));
 }
 
-TEST(PipelineBatches, NotWhereOneEndAloneStandsTogether) {
+TEST(PipelineBatches, NeedAdjacentMessagesAtBothEnds) {
   EXPECT_THAT(calls_of("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
                        "1RECV_F0,1RECV_F1,1F0,1F1,1B0,1B1,1SEND_B0,1SEND_B1\n"),
               ::testing::ElementsAre("", ""));
 }
 
-TEST(PipelineBatches, NotAcrossChannels) {
+TEST(PipelineBatches, StayWithinAChannel) {
   // Rank 1 sends both ways.
   EXPECT_THAT(
       calls_of("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
@@ -187,7 +188,7 @@ TEST(PipelineBatches, NotAcrossChannels) {
       ::testing::ElementsAre("", "", ""));
 }
 
-TEST(PipelineBatches, NotWhatMayNotBeJoined) {
+TEST(PipelineBatches, LeaveOutWhatMayNotBeJoined) {
   const auto first_two = [](const Action& one, const Action&) { return one.micro_batch == 0; };
   EXPECT_THAT(calls_of("0F0,0F1,0F2,0SEND_F0,0SEND_F1,0SEND_F2,0RECV_B0,0B0,0RECV_B1,0B1,0RECV_B2,0B2\n"
                        "1RECV_F0,1RECV_F1,1RECV_F2,1F0,1F1,1F2,1B0,1SEND_B0,1B1,1SEND_B1,1B2,1SEND_B2\n",
@@ -195,7 +196,7 @@ TEST(PipelineBatches, NotWhatMayNotBeJoined) {
               ::testing::ElementsAre("0SEND_F0+0SEND_F1", "1RECV_F0+1RECV_F1"));
 }
 
-// Each result is sent behind the action that made it, which no batch holds up.
+// Each result is sent right after the action that computed it; no batch delays it.
 TEST(PipelineBatches, GeneratedSchedulesHaveNone) {
   for (const auto& one : pipeline_cases(5, 12))
     for (const std::vector<bool>& joined : joined_with_next(with_communication(one.make()), always))

@@ -25,7 +25,7 @@ std::string problem_of(const std::string& text) {
   return "no problem";
 }
 
-TEST(PipelineCsv, EveryCellIsWhatItSays) {
+TEST(PipelineCsv, ReadsEveryCell) {
   const Schedule schedule = parse_schedule_csv(
       "0UNSHARD,0F0,0SEND_F0,,0RECV_B0, 0I0 ,0W0,0RESHARD,0REDUCE_GRAD\r\n"
       "1RECV_F0,1F0,1B0,1SEND_B0\r\n\r\n",
@@ -43,13 +43,13 @@ TEST(PipelineCsv, EveryCellIsWhatItSays) {
                                              Action{Kind::Backward, 1, 0}, Action{Kind::SendBackward, 1, 0}));
 }
 
-TEST(PipelineCsv, OverlappedPairsAreTheForwardThenTheBackward) {
+TEST(PipelineCsv, ReadsOverlappedPairsForwardFirst) {
   const Schedule schedule = parse_schedule_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1", "a.csv");
   EXPECT_THAT(schedule.ranks[0], ElementsAre(Action{Kind::Forward, 0, 0}, Action{Kind::Forward, 0, 1},
                                              Action{Kind::Backward, 0, 0}, Action{Kind::Backward, 0, 1}));
 }
 
-TEST(PipelineCsv, EverySchedulesRoundTrip) {
+TEST(PipelineCsv, EveryScheduleRoundTrips) {
   for (const auto& one : titan::testing::pipeline_cases(3, 6))
     for (Schedule schedule : {one.make(), with_parameter_actions(with_communication(one.make()))}) {
       Schedule read = parse_schedule_csv(to_csv(schedule), "a.csv");
@@ -92,8 +92,8 @@ TEST(PipelineCsv, ErrorsNameLineAndColumn) {
     EXPECT_THAT(problem_of(empty), StartsWith("a.csv:1:1: no actions"));
 }
 
-// Texts with something wrong are read or refused, and what is read can be checked.
-TEST(PipelineCsv, DamagedTextsAreReadOrRefused) {
+// Damaged texts are read or refused; a schedule that was read can be checked.
+TEST(PipelineCsv, ReadsOrRefusesDamagedTexts) {
   constexpr std::string_view kPieces = "0123456789FBIW,;()\r\n _SENDRCVUHAGOLP\"-x";
   const std::string text =
       to_csv(with_parameter_actions(with_communication(make_schedule("ZBVZeroBubble", 2, 4, 3))));
@@ -121,7 +121,7 @@ TEST(PipelineCsv, DamagedTextsAreReadOrRefused) {
   EXPECT_GT(num_refused, 1000);
 }
 
-TEST(PipelineCsv, AFileThatIsNotThere) { EXPECT_THROW(read_schedule_csv("/nowhere/a.csv"), Error); }
+TEST(PipelineCsv, RefusesAMissingFile) { EXPECT_THROW(read_schedule_csv("/nowhere/a.csv"), Error); }
 
 }  // namespace
 }  // namespace titan::pipeline

@@ -1,5 +1,5 @@
-// 10,000 schedules with something wrong in most of them: the checker accepts exactly those that run to their
-// end when they are simply tried.
+// 10,000 schedules, most of them with an error: the checker accepts exactly those that run to their end in a
+// simple trial run.
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace {
 using Kind = Action::Kind;
 using Key = std::array<int, 3>;
 
-/// Tries the actions one by one, with sets and maps. Shares nothing with the checker.
+/// Runs the actions one by one, with sets and maps. Shares no code with the checker.
 class Trial {
  public:
   Trial(const Schedule& schedule, const CheckOptions& options) : schedule_(schedule), options_(options) {
@@ -213,7 +213,7 @@ class Mutator {
   std::mt19937& random_;
 };
 
-// As it comes, with messages, with parameter actions, with both.
+// As generated, with messages, with parameter actions, with both.
 Schedule form_of(const Schedule& plain, int form) {
   if (form == 0) return plain;
   if (form == 1) return with_communication(plain);
@@ -221,7 +221,7 @@ Schedule form_of(const Schedule& plain, int form) {
   return with_parameter_actions(with_communication(plain), 2);
 }
 
-TEST(PipelineFuzz, TheCheckerAcceptsExactlyWhatRuns) {
+TEST(PipelineFuzz, CheckerAcceptsExactlyWhatRuns) {
   constexpr int kSchedules = 10000;
   const auto cases = titan::testing::pipeline_cases(4, 5);
   std::mt19937 random(20240607);

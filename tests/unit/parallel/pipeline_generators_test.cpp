@@ -68,7 +68,7 @@ std::vector<int> order_of(const Schedule& schedule, int rank, Action::Kind kind,
   return micro_batches;
 }
 
-TEST(PipelineGenerators, EqualPyTorchsActionForAction) {
+TEST(PipelineGenerators, EqualPyTorchActionForAction) {
   const auto files = golden_files(false);
   ASSERT_GE(files.size(), 30u);
   for (const auto& file : files) {
@@ -78,7 +78,7 @@ TEST(PipelineGenerators, EqualPyTorchsActionForAction) {
   }
 }
 
-TEST(PipelineGenerators, ParameterActionsEqualPyTorchs) {
+TEST(PipelineGenerators, ParameterActionsEqualPyTorch) {
   const auto files = golden_files(true);
   ASSERT_GE(files.size(), 4u);
   for (const auto& file : files) {
@@ -90,7 +90,7 @@ TEST(PipelineGenerators, ParameterActionsEqualPyTorchs) {
   }
 }
 
-TEST(PipelineGenerators, EveryScheduleCanRunAtEveryCountItTakes) {
+TEST(PipelineGenerators, EveryScheduleRunsAtEveryAllowedCount) {
   const auto cases = pipeline_cases();
   ASSERT_GT(cases.size(), 500u);
   for (const PipelineCase& one : cases) {
@@ -101,7 +101,7 @@ TEST(PipelineGenerators, EveryScheduleCanRunAtEveryCountItTakes) {
   }
 }
 
-TEST(PipelineGenerators, TraitsAreTrue) {
+TEST(PipelineGenerators, TraitsMatchTheSchedules) {
   for (const PipelineCase& one : pipeline_cases(4, 9)) {
     const ScheduleTraits& traits = schedule_traits(one.name);
     if (traits.splits_backward) continue;
@@ -119,7 +119,7 @@ TEST(PipelineGenerators, TraitsAreTrue) {
   }
 }
 
-TEST(PipelineGenerators, NamesInAnyCase) {
+TEST(PipelineGenerators, NamesIgnoreCase) {
   EXPECT_THAT(schedule_names(), ElementsAre("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS",
                                             "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"));
   EXPECT_EQ(make_schedule("zbvzerobubble", 2, 4, 4).name, "ZBVZeroBubble");
@@ -128,7 +128,7 @@ TEST(PipelineGenerators, NamesInAnyCase) {
               AllOf(HasSubstr("'1F1'"), HasSubstr("did you mean '1F1B'"), HasSubstr("'DualPipeV'")));
 }
 
-TEST(PipelineGenerators, WrongCountsAreRefusedWithTheRightOnes) {
+TEST(PipelineGenerators, RefusesWrongCountsAndNamesValidOnes) {
   EXPECT_THAT(problem_of_making("GPipe", 4, 8, 8), HasSubstr("one stage a rank, 4 in all"));
   EXPECT_THAT(problem_of_making("1F1B", 4, 4, 3),
               AllOf(HasSubstr("at least 4 micro-batches"), HasSubstr("not 3")));
@@ -139,11 +139,11 @@ TEST(PipelineGenerators, WrongCountsAreRefusedWithTheRightOnes) {
   EXPECT_THAT(problem_of_making("InterleavedZeroBubble", 4, 8, 9), HasSubstr("8 or 10 would do"));
   EXPECT_THAT(problem_of_making("ZBVZeroBubble", 4, 12, 8), HasSubstr("exactly two stages a rank, 8 in all"));
   EXPECT_THAT(problem_of_making("DualPipeV", 4, 8, 7), HasSubstr("at least 8 micro-batches"));
-  EXPECT_THAT(problem_of_making("GPipe", 0, 0, 8), HasSubstr("1 rank or more"));
-  EXPECT_THAT(problem_of_making("GPipe", 4, 4, 0), HasSubstr("1 micro-batch or more"));
+  EXPECT_THAT(problem_of_making("GPipe", 0, 0, 8), HasSubstr("1 or more pipeline ranks"));
+  EXPECT_THAT(problem_of_making("GPipe", 4, 4, 0), HasSubstr("1 or more micro-batches"));
 }
 
-TEST(PipelineGenerators, StageMaps) {
+TEST(PipelineGenerators, MapStagesToRanks) {
   EXPECT_THAT(loop_stage_map(3, 7), ElementsAre(0, 1, 2, 0, 1, 2, 0));
   EXPECT_THAT(v_stage_map(3, 9), ElementsAre(0, 1, 2, 2, 1, 0, 0, 1, 2));
   EXPECT_EQ(stage_map(schedule_traits("DualPipeV"), 2, 4), v_stage_map(2, 4));
@@ -170,7 +170,7 @@ TEST(PipelineGenerators, ForwardOnlyRunsOnAnyMap) {
   EXPECT_THROW(make_forward_only_schedule({0}, 0), Error);
 }
 
-TEST(PipelineGenerators, RepeatedSchedulesRunAndHoldNoMore) {
+TEST(PipelineGenerators, RepeatedSchedulesRunWithoutMoreActivations) {
   for (const ScheduleTraits& traits : all_schedule_traits()) {
     const Schedule once = make_schedule(traits.name, 2, default_num_stages(traits, 2), 4);
     const Schedule thrice = repeat(once, 3);

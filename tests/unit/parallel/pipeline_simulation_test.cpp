@@ -62,9 +62,9 @@ TEST(PipelineSimulation, BubbleOfInterleaved1F1BIsDividedByStagesPerRank) {
       }
 }
 
-// With F = I = W no rank waits between its first and its last action: what is left of the bubble is that rank
-// r starts r later (Qi et al. 2024, section 6). And no more is live than in 1F1B: p micro-batches of two
-// stages.
+// With F = I = W no rank waits between its first and its last action: the remaining bubble is that rank r
+// starts r later (Qi et al. 2024, section 6). No more activations are live than in 1F1B: p micro-batches of
+// two stages.
 TEST(PipelineSimulation, ZbvHasNoBubbleWithinARank) {
   for (int p = 1; p <= 8; ++p)
     for (int m : {2 * p, 2 * p + 1, 4 * p}) {
@@ -77,7 +77,7 @@ TEST(PipelineSimulation, ZbvHasNoBubbleWithinARank) {
     }
 }
 
-// Splitting the backward fills the gap: less idle than the same without (Qi et al. 2024, table 2).
+// Splitting the backward fills the gap: ranks idle less than without it (Qi et al. 2024, table 2).
 TEST(PipelineSimulation, ZeroBubbleWaitsLessThanInterleaved) {
   for (int p : {2, 4, 8})
     for (int m : {p, 2 * p, 4 * p}) {
@@ -87,7 +87,7 @@ TEST(PipelineSimulation, ZeroBubbleWaitsLessThanInterleaved) {
     }
 }
 
-TEST(PipelineSimulation, LiveActivationsOfThePapers) {
+TEST(PipelineSimulation, LiveActivationsMatchThePapers) {
   for (int p : {1, 2, 4, 5})
     for (int m : {p, 3 * p}) {
       const Simulation gpipe = simulate(make_schedule("GPipe", p, p, m)),
@@ -103,7 +103,7 @@ TEST(PipelineSimulation, LiveActivationsOfThePapers) {
     }
 }
 
-TEST(PipelineSimulation, WhatASplitBackwardKeeps) {
+TEST(PipelineSimulation, CountsWhatASplitBackwardKeeps) {
   const Simulation simulation = simulate(parse_schedule_csv("0F0,0F1,0I0,0I1,0F2,0W0,0W1,0I2,0W2", "a.csv"));
   EXPECT_EQ(simulation.ranks[0].peak_live, 3);
   EXPECT_EQ(simulation.ranks[0].peak_before_input, 2);
@@ -114,7 +114,7 @@ TEST(PipelineSimulation, WhatASplitBackwardKeeps) {
 }
 
 // F 2, I 3, W 4, a message 1, the loss 5.
-TEST(PipelineSimulation, TwoRanksByHand) {
+TEST(PipelineSimulation, MatchesTwoRanksByHand) {
   const Costs costs{.forward = {2}, .input = {3}, .weight = {4}, .communication = 1, .loss = 5};
   const Simulation simulation = simulate(parse_schedule_csv("0F0,0B0\n1F0,1I0,1W0", "a.csv"), costs);
   const auto times = [&](int rank, int index) {
@@ -132,7 +132,7 @@ TEST(PipelineSimulation, TwoRanksByHand) {
               ElementsAre(PathEntry{0, 0}, PathEntry{1, 0}, PathEntry{1, 1}, PathEntry{0, 1}));
 }
 
-// A message starts when its receive is posted: here behind 0F1, not at 1I0's end.
+// A message starts when its receive is posted: here after 0F1, not at the end of 1I0.
 TEST(PipelineSimulation, LateReceivesCostTime) {
   const std::string rank_1 = "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1";
   const Costs costs{.forward = {10, 1}, .input = {1}, .weight = {1}, .communication = 4};
@@ -144,7 +144,7 @@ TEST(PipelineSimulation, LateReceivesCostTime) {
   EXPECT_EQ(time_of("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1"), 24);
 }
 
-/// The start of every action by going over all of them until nothing changes.
+/// The start of every action, found by visiting all of them until nothing changes.
 std::map<std::pair<int, std::string>, double> relaxed_starts(const Schedule& schedule, const Costs& costs) {
   std::map<std::pair<int, std::string>, double> starts, ends;
   const auto cost = [&](const Action& action) {
@@ -206,7 +206,7 @@ TEST(PipelineSimulation, TheCriticalPathIsTheMakespan) {
       const PathEntry* previous = nullptr;
       for (const PathEntry& entry : simulation.critical_path) {
         const Interval& interval = simulation.timeline[entry.rank][entry.index];
-        // On from the same rank's last action or, a message later, from what it worked on.
+        // It starts when the rank's last action ends or, a message later, the action that made its input.
         const bool follows = previous && previous->rank == entry.rank && previous->index + 1 == entry.index;
         if (previous && interval.start - time > 1e-9) time += costs.communication;
         EXPECT_NEAR(interval.start, time, 1e-9) << one.text();
@@ -218,8 +218,8 @@ TEST(PipelineSimulation, TheCriticalPathIsTheMakespan) {
     }
 }
 
-// At no latency, receives one action ahead never delay anything.
-TEST(PipelineSimulation, CommunicationChangesNothingButForLatency) {
+// Without latency, receives that are posted one action ahead never delay anything.
+TEST(PipelineSimulation, CommunicationCostsOnlyItsLatency) {
   for (const auto& one : pipeline_cases(4, 8)) {
     const double plain = simulate(one.make()).makespan;
     EXPECT_NEAR(simulate(with_parameter_actions(with_communication(one.make()))).makespan, plain, 1e-9)
@@ -229,12 +229,12 @@ TEST(PipelineSimulation, CommunicationChangesNothingButForLatency) {
   }
 }
 
-TEST(PipelineSimulation, ForwardOnlySchedules) {
+TEST(PipelineSimulation, SimulatesForwardOnlySchedules) {
   const Simulation simulation = simulate(make_forward_only_schedule(loop_stage_map(4, 8), 8));
-  EXPECT_EQ(simulation.makespan, 2 * 8 + 3);  // nobody waits but at the ends
+  EXPECT_EQ(simulation.makespan, 2 * 8 + 3);  // ranks wait only at the ends
 }
 
-TEST(PipelineSimulation, WrongCosts) {
+TEST(PipelineSimulation, RefusesWrongCosts) {
   const Schedule schedule = make_schedule("1F1B", 2, 2, 2);
   const auto problem = [&](const Costs& costs) -> std::string {
     try {
@@ -245,9 +245,9 @@ TEST(PipelineSimulation, WrongCosts) {
     return "no problem";
   };
   EXPECT_THAT(problem({.forward = {1, 2, 3}}),
-              HasSubstr("'forward' has 3 values; wanted is 1, or 1 for each of the 2 stages"));
+              HasSubstr("'forward' has 3 values; expected 1, or 1 for each of the 2 stages"));
   EXPECT_THAT(problem({.input = {}}), HasSubstr("'input' has 0 values"));
-  EXPECT_THAT(problem({.weight = {-1}}), HasSubstr("'weight' is 0 or more, not -1"));
+  EXPECT_THAT(problem({.weight = {-1}}), HasSubstr("'weight' of 0 or more, got -1"));
   EXPECT_THAT(problem({.communication = std::nan("")}), HasSubstr("'communication'"));
   EXPECT_THAT(problem({.loss = std::numeric_limits<double>::infinity()}), HasSubstr("'loss'"));
   EXPECT_EQ(problem({.forward = {0}, .input = {0}, .weight = {0}}), "no problem");
@@ -265,14 +265,14 @@ int count(const std::string& text, const std::string& part) {
 
 Simulation one_f_one_b() { return simulate(make_schedule("1F1B", 2, 2, 2)); }
 
-TEST(PipelineTimeline, ATableByHand) {
+TEST(PipelineTimeline, MatchesATableByHand) {
   EXPECT_EQ(to_table(one_f_one_b()),
             "time    0                   5\n"
             "rank 0  0F0 0F1 .   .   0B0 --- .   0B1 ---\n"
             "rank 1  .   1F0 1B0 --- 1F1 1B1 --- .   .\n");
 }
 
-TEST(PipelineTimeline, LongTablesGoOnBelow) {
+TEST(PipelineTimeline, LongTablesContinueBelow) {
   EXPECT_EQ(to_table(one_f_one_b(), {.width = 30}),
             "time    0\n"
             "rank 0  0F0 0F1 .   .   0B0\n"
@@ -283,12 +283,12 @@ TEST(PipelineTimeline, LongTablesGoOnBelow) {
             "rank 1  1B1 --- .   .\n");
 }
 
-TEST(PipelineTimeline, ColoursOnlyWhereAsked) {
+TEST(PipelineTimeline, ColoursOnlyOnRequest) {
   EXPECT_THAT(to_table(one_f_one_b()), Not(HasSubstr("\033")));
   EXPECT_EQ(count(to_table(one_f_one_b(), {.colours = true}), "\033[0m"), 4 + 8);
 }
 
-TEST(PipelineTimeline, UnevenCosts) {
+TEST(PipelineTimeline, DrawsUnevenCosts) {
   const Simulation simulation =
       simulate(make_schedule("GPipe", 1, 1, 1), {.forward = {0.5}, .input = {1}, .weight = {0}});
   EXPECT_EQ(to_table(simulation), "time    0\nrank 0  0F0 0B0 ---\n");
@@ -313,8 +313,8 @@ TEST(PipelineTimeline, DrawingsHaveABoxForEveryAction) {
   EXPECT_TRUE(svg.starts_with("<svg ") && svg.ends_with("</svg>\n"));
 }
 
-// Nothing overlaps on a rank, and all lies within the picture.
-TEST(PipelineTimeline, BoxesStandSideBySide) {
+// Boxes of one rank don't overlap, and all of them are inside the picture.
+TEST(PipelineTimeline, BoxesDontOverlap) {
   const Schedule schedule = make_schedule("DualPipeV", 2, 4, 6);
   const std::string svg =
       to_svg(schedule, simulate(schedule, {.forward = {1, 2, 1, 3}, .communication = 0.3}), "t");
@@ -332,7 +332,7 @@ TEST(PipelineTimeline, BoxesStandSideBySide) {
   EXPECT_GE(boxes, 2 * 4 * 6);
 }
 
-TEST(PipelineTimeline, DrawingsOfNothing) {
+TEST(PipelineTimeline, DrawsEmptySchedules) {
   const Schedule schedule = make_schedule("GPipe", 1, 1, 1);
   const std::string svg =
       to_svg(schedule, simulate(schedule, {.forward = {0}, .input = {0}, .weight = {0}}), "t");

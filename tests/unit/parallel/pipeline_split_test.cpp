@@ -44,7 +44,7 @@ Names problems_of(const Call& call) {
   return {};
 }
 
-TEST(PipelineSplit, IsTorchTitans) {
+TEST(PipelineSplit, EqualsTorchTitan) {
   EXPECT_EQ(short_lists(split_evenly(llama(32), 4)), (Names{"tok_embeddings, layers.0..7", "layers.8..16",
                                                             "layers.17..24", "layers.25..31, norm, output"}));
   EXPECT_EQ(layers_in(split_evenly(llama(32), 8)), (std::vector{4, 5, 4, 4, 4, 4, 4, 3}));
@@ -66,13 +66,13 @@ TEST(PipelineSplit, OneStageTakesEverything) {
   EXPECT_EQ(split_evenly(llama(3), 1, {9, 9}), StageModules{llama(3).names()});
 }
 
-TEST(PipelineSplit, EndsWeighWhatTheyAreSaidTo) {
+TEST(PipelineSplit, EndsCountAsConfigured) {
   EXPECT_EQ(layers_in(split_evenly(llama(8), 4, {0, 0})), (std::vector{2, 2, 2, 2}));
   EXPECT_EQ(layers_in(split_evenly(llama(8), 4, {0, 2})), (std::vector{3, 3, 2, 0}));
   EXPECT_EQ(layers_in(split_evenly(llama(8), 4, {3, 1})), (std::vector{0, 3, 3, 2}));
 }
 
-// Whatever the sizes, a split is the sequence in order.
+// A split is always the sequence in order.
 TEST(PipelineSplit, TakesEveryModuleOnce) {
   for (int layers = 1; layers <= 20; ++layers)
     for (int stages = 1; stages <= layers + 2; ++stages) {
@@ -83,7 +83,7 @@ TEST(PipelineSplit, TakesEveryModuleOnce) {
     }
 }
 
-TEST(PipelineSplit, RefusesWhatCantBeDealt) {
+TEST(PipelineSplit, RefusesImpossibleSplits) {
   EXPECT_EQ(problems_of([] { split_evenly(llama(6), 0); }), Names{"a model can't be cut into 0 stages"});
   EXPECT_EQ(problems_of([] { split_evenly(llama(6), 9); }),
             Names{"9 stages are more than the 6 layers and the embedding and head, which count for 1 and 1"});
@@ -99,7 +99,7 @@ TEST(PipelineSplit, RefusesWhatCantBeDealt) {
       }),
       Names{"the last stage's ends count for 3 layers (pipeline_parallel_last_stage_less_layers), but a "
             "stage has 2"});
-  // Nothing stands before the layers, and all of the first stage's share is taken off.
+  // No module comes before the layers, and the whole share of the first stage is taken off.
   const ModuleSequence headless{{}, {"layers.0", "layers.1"}, {}};
   EXPECT_EQ(problems_of([&] {
               split_evenly(headless, 3, {1, 0});
@@ -114,12 +114,12 @@ TEST(PipelineSplit, CountsStagesByTheirLayers) {
   EXPECT_EQ(count_stages(126, {0, 0}, 1), 126);
 }
 
-TEST(PipelineSplit, ByListsTakesThemAsTheyAre) {
+TEST(PipelineSplit, TakesListsAsGiven) {
   const StageModules lists = {{"tok_embeddings"}, {"layers.0", "layers.1", "norm"}, {"output"}};
   EXPECT_EQ(split_by_lists(llama(2), lists), lists);
 }
 
-TEST(PipelineSplit, ByListsTellsAllThatIsWrong) {
+TEST(PipelineSplit, ReportsAllProblemsOfLists) {
   const auto problems = [](const StageModules& lists) {
     return problems_of([&] { split_by_lists(llama(3), lists); });
   };
@@ -134,7 +134,7 @@ TEST(PipelineSplit, ByListsTellsAllThatIsWrong) {
             Names{"stage 1: 'layers.0' is listed after 'layers.1', but the model calls it before"});
 }
 
-TEST(PipelineSplit, ListsAreShortened) {
+TEST(PipelineSplit, ShortensLists) {
   EXPECT_EQ(short_list({}), "");
   EXPECT_EQ(short_list({"a.0", "a.1", "a.3", "b.4", "c"}), "a.0..1, a.3, b.4, c");
   EXPECT_EQ(short_list({"layers.9", "layers.10", "layers.11"}), "layers.9..11");
@@ -208,8 +208,8 @@ TEST(PipelineBalance, GivesAHeavyHeadAStageOfItsOwn) {
   EXPECT_EQ(balanced_counts(seconds({0, 1, 1, 1, 1, 0, 3}), {.rank_of_stage = {0, 1, 2}}), (Counts{3, 3, 1}));
 }
 
-// Two stages of 4 are as slow as one; the others share what is left evenly.
-TEST(PipelineBalance, SharesEvenlyWhatTheSlowestLeaves) {
+// Two stages of 4 take as long as one; the others share the rest evenly.
+TEST(PipelineBalance, SharesTheRestEvenly) {
   EXPECT_EQ(balanced_counts(seconds({4, 1, 1, 1, 1, 1, 1}), {.rank_of_stage = {0, 1, 2}}), (Counts{1, 3, 3}));
 }
 
@@ -217,7 +217,7 @@ TEST(PipelineBalance, OneStageTakesEverything) {
   EXPECT_EQ(balanced_counts(seconds({1, 2, 3}), {.rank_of_stage = {0}}), Counts{3});
 }
 
-// The same memory twice on a rank doesn't fit; with other partners it does.
+// Two large stages don't fit on one rank; paired with smaller ones they do.
 TEST(PipelineBalance, StagesOfOneRankShareItsMemory) {
   std::vector<ModuleCost> costs = seconds({1, 1, 1, 1, 1, 1});
   for (const size_t heavy : {0, 5}) costs[heavy].fixed_bytes = 10;
@@ -228,7 +228,7 @@ TEST(PipelineBalance, StagesOfOneRankShareItsMemory) {
 }
 
 // The first stage of 1F1B holds the most micro-batches, so it gets fewer layers where memory is short.
-TEST(PipelineBalance, StagesWithMoreMicroBatchesGetLessWhereMemoryIsShort) {
+TEST(PipelineBalance, StagesWithMoreMicroBatchesGetFewerLayersWhereMemoryIsShort) {
   std::vector<ModuleCost> costs = seconds({1, 1, 1, 1, 1, 1, 1, 1});
   for (ModuleCost& cost : costs) cost.activation_bytes = 1;
   BalanceOptions options{.rank_of_stage = loop_stage_map(4, 4),
@@ -239,7 +239,7 @@ TEST(PipelineBalance, StagesWithMoreMicroBatchesGetLessWhereMemoryIsShort) {
   EXPECT_EQ(balanced_counts(costs, options), (Counts{1, 2, 3, 2}));
 }
 
-TEST(PipelineBalance, IsTheBestThereIs) {
+TEST(PipelineBalance, FindsTheOptimum) {
   std::mt19937 random(3);
   const auto draw = [&](int most) { return static_cast<double>(random() % static_cast<unsigned>(most + 1)); };
   int binding = 0, impossible = 0;
@@ -273,8 +273,8 @@ TEST(PipelineBalance, IsTheBestThereIs) {
   EXPECT_GT(impossible, 20);
 }
 
-// 126 layers with embedding, norm and head, on 16 ranks of two stages each, whose memory binds.
-TEST(PipelineBalance, IsQuickAtRealSizes) {
+// 126 layers with embedding, norm and head, on 16 ranks with two stages each and a binding memory limit.
+TEST(PipelineBalance, IsFastAtRealSizes) {
   std::vector<ModuleCost> costs(129,
                                 {.forward_s = 1, .backward_s = 2, .fixed_bytes = 1, .activation_bytes = 0.1});
   costs[0] = {.forward_s = 0.01, .backward_s = 0.1, .fixed_bytes = 0.65};

@@ -1,5 +1,5 @@
-// When the messages of a ring are launched and waited for, in which order, and how many bytes they bring. One
-// process plays each rank in turn; its record of calls tells.
+// The times and order in which the messages of a ring are launched and waited for, and their bytes. One
+// process plays each rank in turn and reads its record of calls.
 
 #include <algorithm>
 #include <string_view>
@@ -20,7 +20,7 @@ using testing::Message;
 
 constexpr dist::Label kForward{.phase = "test::forward"}, kBackward{.phase = "test::backward"};
 
-/// A rank of `size` that attends; what it gets from others is made up.
+/// One of `size` ranks that attend; the data from the others is made up.
 class PlayedRank {
  public:
   PlayedRank(int rank, int size, const ContextParallelOptions& options)
@@ -36,7 +36,7 @@ class PlayedRank {
   void forward() { sum_ = attention_->forward(q_, kv_, kv_, kForward); }
   void backward() {
     const at::Tensor out = sum_.out_BSHD.to(at::kBFloat16);
-    attention_->backward(out, q_, kv_, kv_, out, sum_.log_sum_exp_BHS, kBackward);
+    attention_->backward({q_, kv_, kv_, out, sum_.log_sum_exp_BHS}, out, kBackward);
   }
 
   std::vector<dist::CallRecord> calls(std::string_view phase) const {
@@ -54,9 +54,9 @@ class PlayedRank {
   ops::AttentionSum sum_;
 };
 
-// ---- transfers under the kernels
+// ---- transfers during the kernels
 
-/// The calls when a kernel starts.
+/// The calls at the time a kernel starts.
 struct Moment {
   size_t launched, under_way;
   bool operator==(const Moment&) const = default;
@@ -71,7 +71,7 @@ Moment moment_of(const std::vector<dist::CallRecord>& calls) {
   return {calls.size(), static_cast<size_t>(std::count_if(calls.begin(), calls.end(), is_under_way))};
 }
 
-// What the observer of LibTorch's calls, a plain function, looks at and writes to.
+// State of the observer of LibTorch's calls, which is a plain function.
 struct Watched {
   const PlayedRank* rank;
   const char* kernel;
@@ -104,8 +104,8 @@ constexpr ContextLoadBalancer kHeadTail = ContextLoadBalancer::HeadTail;
 
 class RingOverlap : public ::testing::TestWithParam<int> {};  // a rank of kRanks
 
-// A send and a receive under each block but the last; one gather under the first.
-TEST_P(RingOverlap, KeysComeUnderTheBlockBefore) {
+// A send and a receive run during each block but the last; or one gather during the first.
+TEST_P(RingOverlap, ReceivesKeysDuringTheBlockBefore) {
   PlayedRank hops(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
   EXPECT_EQ(moments_of(hops, "titan::attend_", kForward, [&] { hops.forward(); }),
             (std::vector<Moment>{{2, 2}, {4, 2}, {6, 2}, {6, 0}}));
@@ -114,8 +114,8 @@ TEST_P(RingOverlap, KeysComeUnderTheBlockBefore) {
             (std::vector<Moment>{{1, 1}, {1, 0}, {1, 0}, {1, 0}}));
 }
 
-// And the gradients that they got so far under each but the first.
-TEST_P(RingOverlap, GradientsFollowUnderTheNextBlock) {
+// The sums of gradients so far are passed on during each block but the first.
+TEST_P(RingOverlap, ReceivesGradientsDuringTheNextBlock) {
   PlayedRank hops(GetParam(), kRanks, {kHeadTail, ContextRotateMethod::AllToAll, ContextAttention::Ring});
   hops.forward();
   EXPECT_EQ(moments_of(hops, "titan::attend_backward_", kBackward, [&] { hops.backward(); }),
@@ -128,12 +128,12 @@ TEST_P(RingOverlap, GradientsFollowUnderTheNextBlock) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, RingOverlap, ::testing::Range(0, kRanks));
 
-// ---- one queue a rank
+// ---- one queue per rank
 
 class RingOrder : public ::testing::TestWithParam<std::tuple<int, ContextLoadBalancer, ContextRotateMethod>> {
 };
 
-TEST_P(RingOrder, EndsWhereEachRankHasOneQueue) {
+TEST_P(RingOrder, FinishesWithOneQueuePerRank) {
   const auto& [size, balancer, rotate] = GetParam();
   std::vector<std::deque<Message>> queues(static_cast<size_t>(size));
   for (int rank = 0; rank < size; ++rank) {
@@ -155,29 +155,29 @@ INSTANTIATE_TEST_SUITE_P(Sizes, RingOrder,
                                             ::testing::Values(ContextRotateMethod::AllGather,
                                                               ContextRotateMethod::AllToAll)));
 
-// A check of the check: if all ranks sent first, none would come to receive.
-TEST(SerialQueues, StandStillWhereAllSendFirst) {
+// Tests the test double: if all ranks send first, none reaches its receive.
+TEST(SerialQueues, DeadlockWhereAllSendFirst) {
   std::vector<std::deque<Message>> queues;
   for (int rank = 0; rank < 3; ++rank) queues.push_back({{(rank + 1) % 3, true}, {(rank + 2) % 3, false}});
   EXPECT_FALSE(testing::all_arrive(queues));
 }
 
-// ---- how much comes
+// ---- received bytes
 
-/// In units of a rank's own keys and values.
+/// Received data, in units of a rank's own keys and values.
 int64_t units_received(const PlayedRank& rank, dist::Label label) {
   int64_t bytes = 0;
   for (const dist::CallRecord& call : rank.calls(label.phase)) {
     if (call.op == dist::CollectiveOp::Receive) bytes += call.bytes;
-    // The larger side is told, of which the rank's own part doesn't come.
+    // Records have the larger side, which includes the rank's own part.
     if (call.op == dist::CollectiveOp::AllGather || call.op == dist::CollectiveOp::ReduceScatter)
       bytes += call.bytes / kRanks * (kRanks - 1);
   }
   return bytes / rank.bytes_of_keys_and_values();
 }
 
-// The table of docs/context_parallel.md; numbers in fp32 are two of bfloat16.
-TEST(ContextTraffic, IsWhatTheDocsSay) {
+// The table in docs/context_parallel.md; an fp32 number counts as two in bfloat16.
+TEST(ContextTraffic, MatchesTheDocs) {
   constexpr int kOthers = kRanks - 1;
   struct Row {
     ContextParallelOptions options;

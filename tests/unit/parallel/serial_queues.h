@@ -1,7 +1,7 @@
 #pragma once
 
-// A backend that works off each rank's messages one after the other, and starts none before its peer has come
-// to it (NCCL's sends and receives on one stream).
+// A backend that processes each rank's messages one after the other and starts none before the peer has
+// reached it (NCCL's sends and receives on one stream).
 
 #include <deque>
 #include <vector>
@@ -13,7 +13,7 @@ struct Message {
   bool is_send;
 };
 
-/// Whether all messages come through; else some ranks wait for each other for ever.
+/// Whether all messages are delivered; otherwise some ranks wait for each other forever.
 inline bool all_arrive(std::vector<std::deque<Message>> queues) {
   for (bool moved = true; moved;) {
     moved = false;

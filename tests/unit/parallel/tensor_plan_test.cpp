@@ -1,4 +1,5 @@
-// What parallelize() refuses, what it leaves behind, and how its rows tell: one rank of the `fake` backend.
+// The plans that parallelize() refuses, its effect on a model, and the rows that describe it: one rank of the
+// `fake` backend.
 
 #include <string>
 #include <vector>
@@ -87,7 +88,7 @@ TEST(TensorPlan, RefusesEntriesThatMatchNothing) {
   expect_problem({{"layers.*", Colwise{}}, {"*.up", Colwise{}}}, "'*.up' matches no module");
 }
 
-TEST(TensorPlan, TellsAllProblemsAtOnce) {
+TEST(TensorPlan, ReportsAllProblemsAtOnce) {
   EXPECT_EQ(problems_of({{"a", Colwise{}}, {"layers.0.up", Colwise{}}, {"b", Rowwise{}}}).size(), 2u);
 }
 
@@ -105,16 +106,16 @@ TEST(TensorPlan, RefusesToCutTwice) {
                  "module 'layers.0.norm' is cut by two entries");
 }
 
-TEST(TensorPlan, RefusesASlotThatIsTaken) {
+TEST(TensorPlan, RefusesATakenSlot) {
   const PrepareInput input{Layout::invariant(), Layout::replicate()};
   expect_problem({{"layers.0", input}, {"layers.0", input}},
-                 "something else prepares the inputs of module 'layers.0' already");
+                 "another hook prepares the inputs of module 'layers.0' already");
   expect_problem(
       {{"layers.0.down", Rowwise{}}, {"layers.0.down", PrepareOutput{Layout::partial(), Layout::shard(1)}}},
-      "something else prepares the outputs of module 'layers.0.down' already");
+      "another hook prepares the outputs of module 'layers.0.down' already");
 }
 
-TEST(TensorPlan, RefusesConversionsThatDontExist) {
+TEST(TensorPlan, RefusesUnknownConversions) {
   const std::vector<std::pair<Layout, Layout>> impossible = {{Layout::replicate(), Layout::invariant()},
                                                              {Layout::replicate(), Layout::partial()},
                                                              {Layout::invariant(), Layout::partial()},
@@ -125,7 +126,7 @@ TEST(TensorPlan, RefusesConversionsThatDontExist) {
                    str("module 'layers.0': an activation can't go from ", from, " to ", to));
 }
 
-TEST(TensorPlan, ComesBeforeFullyShard) {
+TEST(TensorPlan, RefusesShardedModules) {
   const TokenNet net;
   const DeviceMesh mesh = axis();
   fully_shard(net, {.mesh = mesh});
@@ -153,7 +154,7 @@ TEST(TensorPlan, RefusesTiedWeightsThatAreCutDifferently) {
                  "modules 'tokens' and 'head' share parameter 'weight' but are cut differently");
 }
 
-// The other would look rows up that are elsewhere.
+// Otherwise the other module would look up rows that are on other ranks.
 TEST(TensorPlan, RefusesTiedWeightsThatOnlyOneEntryCuts) {
   expect_problem({{"head", Colwise{}}}, "module 'tokens' shares its parameter 'weight' with 'head'");
   expect_problem({{"tokens", Rowwise{}}}, "module 'head' shares its parameter 'weight' with 'tokens'");
@@ -169,7 +170,7 @@ TEST(TensorPlan, KnowsWhatAnEarlierPlanCut) {
   EXPECT_EQ(net->tokens->weight.sizes().vec(), sizes);
 }
 
-TEST(TensorPlan, TakesAModuleOfTwoNamesOnce) {
+TEST(TensorPlan, AppliesOnceToAModuleWithTwoNames) {
   nn::Sequential twice;
   const nn::RMSNorm norm(6);
   twice->push_back(norm);
@@ -178,24 +179,24 @@ TEST(TensorPlan, TakesAModuleOfTwoNamesOnce) {
   for (const PlanRow& row : plan_rows(twice)) EXPECT_EQ(row.weight, "weight Replicate");
 }
 
-TEST(TensorPlan, RefusesNumbersOfTensorsThatArentDifferent) {
+TEST(TensorPlan, RefusesDuplicateTensorNumbers) {
   const PrepareInput twice{Layout::invariant(), Layout::replicate(), {0, 0}};
   expect_problem({{"layers.0", twice}}, "module 'layers.0' are not all different");
 }
 
-TEST(TensorPlan, RefusesSplitsThatAModuleDoesntKnow) {
+TEST(TensorPlan, RefusesSplitsThatAModuleDoesNotSupport) {
   expect_error({{"head", Rowwise{}}}, "the loss head 'head' can be split by columns (its vocabulary) only");
   expect_error({{"layers.0.norm", Rowwise{}}}, "don't know how to cut parameter 'weight' [6] of module");
 }
 
-// Its weight has two dimensions as well, but lookups in a part of it would be of other tokens.
+// Its weight has two dimensions, too, but a lookup in a part of it would return another token's row.
 TEST(TensorPlan, RefusesLibTorchsEmbedding) {
   const nn::Ref<nn::Hooked<torch::nn::EmbeddingImpl>> embedding(torch::nn::EmbeddingOptions(10, 6));
   for (const ParallelStyle& style : {ParallelStyle(Colwise{}), ParallelStyle(Rowwise{})})
     EXPECT_THROW(parallelize(embedding, axis(), {{"", style}}), Error);
 }
 
-TEST(TensorPlan, WantsAMeshOfOneAxis) {
+TEST(TensorPlan, NeedsAMeshOfOneAxis) {
   const auto world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 4});
   EXPECT_THROW(parallelize(TokenNet(), DeviceMesh::create(world, {{"a", 2}, {"b", 2}}), {}), Error);
 }
@@ -207,8 +208,8 @@ TEST(TensorPlan, OnOneRankChangesNothing) {
   EXPECT_TRUE(plan_rows(net).empty());
 }
 
-// The last rank's rows are fewer, or none.
-TEST(TensorPlan, CutsAsTorchChunk) {
+// The last rank has fewer rows, or none.
+TEST(TensorPlan, CutsLikeTorchChunk) {
   const std::vector<int64_t> expected = {3, 3, 3, 1};
   for (int rank = 0; rank < 4; ++rank) {
     const nn::Linear linear(6, 10, nn::LinearOptions{.construct = deferred(at::kCPU)});
@@ -221,7 +222,7 @@ TEST(TensorPlan, CutsAsTorchChunk) {
   EXPECT_EQ(five->weight.size(0), 0);
 }
 
-TEST(TensorPlan, ParametersTellWhatTheyArePartsOf) {
+TEST(TensorPlan, ParametersDescribeTheirWholeTensor) {
   const nn::Linear linear(6, 10, nn::LinearOptions{.bias = true});
   parallelize(linear, axis(4, 2), {{"", Rowwise{}}});
   const auto list = parameters(linear);
@@ -243,7 +244,7 @@ PlanRow row_of(const std::vector<PlanRow>& rows, const std::string& module) {
   return {};
 }
 
-TEST(PlanRows, NameStylesPlacementsAndCollectives) {
+TEST(PlanRows, ShowStylesPlacementsAndCollectives) {
   const TokenNet net;
   const Layout stream = Layout::shard(1);
   parallelize(net, axis(),
@@ -262,7 +263,7 @@ TEST(PlanRows, NameStylesPlacementsAndCollectives) {
   EXPECT_EQ(modules, (std::vector<std::string>{"tokens", "layers.0.norm", "layers.0.up", "layers.0.down",
                                                "layers.1.norm", "layers.1.up", "layers.1.down", "head"}));
 
-  // Of a whole activation, this rank receives one half from the other, both ways.
+  // This rank receives one half of a whole activation from the other rank, in both directions.
   const int64_t half = rows * sequence * 6 * 4 / 2;
   const PlanRow norm = row_of(table, "layers.1.norm");
   EXPECT_EQ(norm.style, "SequenceParallel, PrepareOutput");
@@ -283,11 +284,11 @@ TEST(PlanRows, NameStylesPlacementsAndCollectives) {
   EXPECT_EQ(down.bytes, 2 * half);
   const PlanRow head = row_of(table, "head");
   EXPECT_EQ(head.collectives, "all-gather per chunk / -; all-gather / reduce-scatter");
-  // And two statistics of each token, in double.
+  // Plus two statistics of each token, in double.
   EXPECT_EQ(head.bytes, 2 * half + 2 * rows * sequence * 8);
 }
 
-TEST(PlanRows, TellOfOverlapBeforeAnythingRan) {
+TEST(PlanRows, ShowOverlapBeforeAnyForward) {
   const nn::Linear linear(6, 10);
   parallelize(linear, axis(), {{"", Colwise{.input = Layout::shard(1), .overlap = true}}});
   const PlanRow row = row_of(plan_rows(linear), "");

@@ -1,9 +1,8 @@
 #pragma once
 
-// dist::SymmetricMemory of ranks that are threads. Its queues are threads of their own that take their time, and
-// everything keeps logical clocks (Mattern, "Virtual time and global states of distributed systems", 1989):
-// two accesses to one place, one of them a write, of which neither is ordered before the other, are reported
-// whenever they happen to run.
+// dist::SymmetricMemory for ranks that are threads. Its queues are threads, too, with pauses. Every access has
+// a logical clock (Mattern, "Virtual time and global states of distributed systems", 1989): two unordered
+// accesses to one place, one of them a write, are reported, whenever they actually run.
 
 #include <chrono>
 #include <condition_variable>
@@ -30,14 +29,14 @@ namespace titan::testing {
 
 constexpr auto kPatience = std::chrono::seconds(20);
 
-/// How much of each actor's doings an actor comes after. Actor 2r is rank r's computation, 2r + 1 its queue.
+/// For each actor, how many of its events happened before. Actor 2r is rank r's computation, 2r + 1 its queue.
 using Clock = std::vector<int64_t>;
 
 inline void join(Clock& clock, const Clock& other) {
   for (size_t i = 0; i < clock.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
-/// One rank's memory, and who was where in it.
+/// One rank's memory, with a record of accesses.
 class Piece {
  public:
   explicit Piece(int64_t bytes)
@@ -47,7 +46,7 @@ class Piece {
   at::Tensor part(int64_t offset, int64_t bytes) const { return bytes_.narrow(0, offset, bytes); }
   char* data(int64_t offset) const { return static_cast<char*>(bytes_.data_ptr()) + offset; }
 
-  /// Text of what is wrong with it, or "".
+  /// Describes the conflict, or returns "".
   std::string note(size_t actor, Clock& clock, bool writes, int64_t offset, int64_t bytes) {
     const std::lock_guard lock(mutex_);
     std::string problem;
@@ -73,13 +72,13 @@ class Piece {
   std::vector<Access> accesses_;
 };
 
-/// Where the ranks meet, and what they did wrong.
+/// Shared by all ranks: barriers, and a list of conflicts.
 class MeetingPlace {
  public:
   explicit MeetingPlace(int size) : size_(size) {}
   int size() const { return size_; }
 
-  /// Waits for all ranks' `number`th barrier of this kind; `clock` comes after those of all.
+  /// Waits until all ranks reach their `number`th barrier of this kind; `clock` is then after all of theirs.
   void meet(const std::string& kind, int64_t number, Clock& clock) {
     std::unique_lock lock(mutex_);
     Meeting& meeting = meetings_[{kind, number}];
@@ -124,8 +123,8 @@ class MeetingPlace {
 };
 
 enum class Queues {
-  Beside,  ///< each a thread, with pauses
-  InOrder  ///< each thing is done when it is asked for: the least that a device may do at a time
+  Beside,  ///< each is a thread, with pauses
+  InOrder  ///< each request is carried out at once: the least concurrency of a device
 };
 
 class ThreadPeerMemory final : public dist::SymmetricMemory {
@@ -197,7 +196,7 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
     if (!problem.empty()) place_->report(str("piece ", piece, ", from byte ", offset, ": ", problem));
   }
 
-  // Holds the tensor's memory weakly: who asks for a copy has to keep it.
+  // Holds the tensor's memory weakly: the caller must keep it alive.
   void copy(const at::Tensor& tensor, int peer, int64_t offset, bool writes) {
     TITAN_CHECK(tensor.is_contiguous() && offset % kAlignment == 0, "not a piece's part");
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
@@ -269,7 +268,7 @@ class ThreadPeerMemory final : public dist::SymmetricMemory {
   std::thread thread_;
 };
 
-/// What ranks that are threads tell each other beside their memory. It orders none of the accesses to that.
+/// Messages between ranks that are threads, beside their memory. They order no access to that memory.
 class ThreadRankParts final : public ops::RankParts {
  public:
   struct Shared {

@@ -1,7 +1,7 @@
 #pragma once
 
-// The ways between pipeline ranks: one for each direction between two ranks, so that what travels one way
-// waits for nothing that travels the other.
+// The links between pipeline ranks: one for each direction between two ranks, so that messages in one
+// direction never wait for those in the other.
 
 #include <cstdint>
 #include <map>
@@ -18,7 +18,7 @@
 namespace titan::pipeline {
 
 /// One direction between this rank and another. Messages arrive in the order in which they are sent, so both
-/// sides have to call in one order.
+/// sides make their calls in the same order.
 class Link {
  public:
   Link() = default;
@@ -44,10 +44,10 @@ class Links {
   explicit Links(DeviceMesh pp) : pp_(std::move(pp)) {}
   /// Makes the links that a schedule's stages need, where they don't exist yet.
   void connect(const Schedule& schedule);
-  /// To or from the rank at this position of the mesh; connect() has made it.
+  /// The link to or from the rank at this position of the mesh, which connect() has made.
   const Link& to(int rank) const { return links_.at({pp_.rank(), rank}); }
   const Link& from(int rank) const { return links_.at({rank, pp_.rank()}); }
-  /// For good: dist::Group::close(), of all links.
+  /// Permanent: dist::Group::close() for all links.
   void close() const;
   const DeviceMesh& mesh() const { return pp_; }
 
@@ -68,8 +68,8 @@ class CommContext;
 class DelayedQueue;
 }  // namespace fsdp
 
-/// Weight gradients of one backward that were put off: the W of a schedule that splits its backwards. Holds
-/// what they are computed from, a layer's input and the gradient of its output.
+/// Delayed weight gradients of one backward: the W of a schedule that splits its backwards. Holds their
+/// operands, a layer's input and the gradient of its output.
 class DelayedGradients {
  public:
   DelayedGradients();
@@ -88,10 +88,10 @@ class DelayedGradients {
   std::unique_ptr<fsdp::DelayedQueue> queue_;
 };
 
-/// Takes the groups that fully_shard made at and below a root out of the hands of their hooks, for good: from
-/// now on they are gathered, freed and reduced by the calls below, the same ones in the same order on all
-/// ranks of their meshes. Whole gradients are kept from one backward to the next until reduce(). A root
-/// without fully_shard is left as it is, and all calls do nothing.
+/// Permanently takes control of the groups that fully_shard made at and below a root: from now on, the calls
+/// below gather, free and reduce them instead of their hooks. All ranks of their meshes make the same calls
+/// in the same order. Whole gradients are kept from one backward to the next until reduce(). A root without
+/// fully_shard is left as it is, and all calls do nothing.
 class ScheduledSharding {
  public:
   explicit ScheduledSharding(nn::AnyRef root);
@@ -108,12 +108,12 @@ class ScheduledSharding {
   void reduce();
   /// Waits for reduce(), and frees what is gathered still: the optimizer may write.
   void finish();
-  /// Drops gradients that were collected but not reduced: of a step that was given up.
+  /// Drops gradients that were collected but not reduced, after an abandoned step.
   void discard();
 
-  /// From now on until stop_delaying(), weight gradients of products and embeddings go into `target`; those
-  /// that come without a sink, and norms', which their input's gradient yields on the way, are computed as
-  /// ever.
+  /// From now on until stop_delaying(), weight gradients of products and embeddings go into `target`. Those
+  /// without a sink, and those of norms, which are computed together with their input's gradient, are
+  /// computed at once as usual.
   void delay_weight_gradients(DelayedGradients& target);
   void stop_delaying();
 
