@@ -14,9 +14,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Beat, number, state, kind, what, step, stalle
                                    silence_limit_ms, silence_setting, call, pid, host, pids, computes, traced,
                                    life)
 
-std::string to_text(const Beat& beat) {
-  return json_text(nlohmann::json(beat));
-}
+std::string to_text(const Beat& beat) { return json_text(nlohmann::json(beat)); }
 
 Beat beat_from(std::string_view text) {
   try {

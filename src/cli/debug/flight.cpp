@@ -205,9 +205,7 @@ fs::path record_folder(const fs::path& folder) {
 void print_flight(const fs::path& folder, const FlightTableOptions& options) {
   const auto files = dist::read_flight_folder(folder);
   const dist::FlightReport report = dist::make_flight_report(files);
-  std::fputs((report.summary + "\n\n").c_str(), stdout);
-  std::fputs(flight_records_table(files).c_str(), stdout);
-  std::fputs(flight_calls_table(files, report, options).c_str(), stdout);
+  print(str(report.summary, "\n\n", flight_records_table(files), flight_calls_table(files, report, options)));
 }
 
 /// When each record was written, by file.
@@ -260,17 +258,14 @@ void wait_for(NewRecords& records, double limit_s) {
 int debug_flight(const Arguments& words) {
   fs::path folder;
   FlightTableOptions options;
-  Parser parser("titan debug flight", "titan debug flight FOLDER [--last N] [--ranks R,R]", kFlightNotes);
-  parser.app.add_option("FOLDER", folder, "the folder of the records")->required()->type_name("FOLDER");
-  parser.app.add_option("--last", options.num_calls, "how many calls (default 10)")
-      ->check(CLI::Range(1, 1000000))
-      ->type_name("N");
+  Parser parser("titan debug flight", "FOLDER [--last N] [--ranks R,R]", kFlightNotes);
+  parser.path("FOLDER", folder, "the folder of the records");
+  parser.number("--last", options.num_calls, CLI::Range(1, 1'000'000), "how many calls (default 10)");
   parser.app
       .add_option("--ranks", options.ranks, "only columns of these ranks (default: culprits and some others)")
       ->delimiter(',')
       ->type_name("R[,R...]");
-  const std::string help = parser.parse(words);
-  if (!help.empty()) return print(help);
+  parser.parse(words);
   print_flight(record_folder(folder), options);
   return 0;
 }
@@ -278,13 +273,11 @@ int debug_flight(const Arguments& words) {
 int debug_dump(const Arguments& words) {
   fs::path run;
   double limit_s = 10;
-  Parser parser("titan debug dump", "titan debug dump RUN [--seconds S]", kDumpNotes);
-  parser.app.add_option("RUN", run, "the running job's folder")->required()->type_name("FOLDER");
-  parser.app.add_option("--seconds", limit_s, "how long to wait for the records (default 10)")
-      ->check(CLI::Range(0.1, 3600.0))
-      ->type_name("S");
-  const std::string help = parser.parse(words);
-  if (!help.empty()) return print(help);
+  Parser parser("titan debug dump", "RUN [--seconds S]", kDumpNotes);
+  parser.path("RUN", run, "the running job's folder");
+  parser.number("--seconds", limit_s, CLI::Range(0.1, 3600.0),
+                "how long to wait for the records (default 10)", "S");
+  parser.parse(words);
   const fs::path folder = record_folder(run);
   if (!fs::is_directory(folder)) throw Error(str(folder.string(), ": not a folder"));
   NewRecords records(folder);

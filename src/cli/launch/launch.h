@@ -80,7 +80,4 @@ struct LaunchOptions {
 /// program can't be started (at a restart that counts as a failure). Throws ConfigError for bad options.
 int launch_local(const LaunchOptions& options);
 
-/// `titan launch`; `arguments` are the words after "launch".
-int launch_command(const std::vector<std::string>& arguments);
-
 }  // namespace titan::cli

@@ -1,4 +1,4 @@
-#include "cli/report/chart.h"
+#include "cli/report/page.h"
 
 #include <algorithm>
 #include <array>

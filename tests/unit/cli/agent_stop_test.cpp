@@ -1,4 +1,4 @@
-#include "cli/train_end.h"
+#include "cli/launch/launch_train.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -9,12 +9,12 @@ namespace {
 
 TEST(AgentStop, OnlyAnAgentsThatWouldStartTheRanksAgainIsAnError) {
   const dist::Launch agent{.by = "torchrun", .max_restarts = 3};
-  EXPECT_EQ(code_behind_stop(agent, {.signal = SIGTERM, .rank = 1, .by_launcher = true}), 128 + SIGTERM);
-  EXPECT_EQ(code_behind_stop(agent, {.signal = SIGTERM, .rank = 1}), 0) << "somebody's own kill PID";
-  EXPECT_EQ(code_behind_stop(agent, {}), 0) << "the run is through";
+  EXPECT_EQ(code_after_stop(agent, {.signal = SIGTERM, .rank = 1, .by_launcher = true}), 128 + SIGTERM);
+  EXPECT_EQ(code_after_stop(agent, {.signal = SIGTERM, .rank = 1}), 0) << "somebody's own kill PID";
+  EXPECT_EQ(code_after_stop(agent, {}), 0) << "the run is through";
   const train::StopCause stop{.signal = SIGTERM, .rank = 0, .by_launcher = true};
-  EXPECT_EQ(code_behind_stop({.by = "torchrun"}, stop), 0) << "nobody would start them again";
-  EXPECT_EQ(code_behind_stop({.by = "titan", .max_restarts = 3}, stop), 0);
+  EXPECT_EQ(code_after_stop({.by = "torchrun"}, stop), 0) << "nobody would start them again";
+  EXPECT_EQ(code_after_stop({.by = "titan", .max_restarts = 3}, stop), 0);
 }
 
 TEST(AgentStop, WhoPassesSignalsOn) {

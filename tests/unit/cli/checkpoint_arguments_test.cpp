@@ -60,8 +60,8 @@ TEST(CheckpointArguments, WhatIsMissingOrWrongIsSaid) {
 
 TEST(CheckpointArguments, CommandsAreNamed) {
   EXPECT_THAT(problem_of(checkpoint_command, {}),
-              HasSubstr("There are: ls, info, verify, diff, prune, convert"));
-  EXPECT_THAT(problem_of(checkpoint_command, {"verfy", "a"}), HasSubstr("unknown command 'verfy'"));
+              HasSubstr("needs a command: ls, info, verify, diff, prune, convert"));
+  EXPECT_THAT(problem_of(checkpoint_command, {"verfy", "a"}), HasSubstr("unknown command 'verfy'; did you mean 'verify'?"));
 }
 
 TEST(CheckpointArguments, AFilterOfTensorsIsARegularExpression) {

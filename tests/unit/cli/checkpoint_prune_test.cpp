@@ -52,7 +52,7 @@ TEST(CheckpointPrune, WithoutLocksItIsForcedOrRefused) {
   } catch (const Error& error) {
     problem = error.what();
   }
-  EXPECT_THAT(problem, HasSubstr("no locks; --force"));
+  EXPECT_THAT(problem, HasSubstr("has no locks; if none does, add --force"));
   EXPECT_EQ(num_steps_in(folder.path()), 3u);
   Arguments forced = words;
   forced.push_back("--force");
@@ -82,8 +82,8 @@ TEST(CheckpointPrune, LsTellsWhatMadeWay) {
   ::testing::internal::CaptureStdout();
   checkpoint_ls({folder.path().string()});
   const std::string text = ::testing::internal::GetCapturedStdout();
-  EXPECT_THAT(text, HasSubstr("step-2.model: made way"));
-  EXPECT_THAT(text, HasSubstr(".step-9.ab.replaced: making way"));
+  EXPECT_THAT(text, HasSubstr("step-2.model: put aside"));
+  EXPECT_THAT(text, HasSubstr(".step-9.ab.replaced: being replaced"));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "cli/launch/places.h"
+#include "cli/launch/group.h"
 
 #include <gtest/gtest.h>
 

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "job/job_config.h"
 
 namespace titan::cli {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cli/report/chart.h"
 #include "cli/report/page.h"
 #include "cli/text.h"
 #include "unit/cli/logged_run.h"

@@ -1,4 +1,4 @@
-#include "cli/sweep/plan.h"
+#include "cli/sweep/sweep.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,8 +1,8 @@
-#include "cli/sweep/runs.h"
+#include "cli/sweep/sweep.h"
 
 #include <csignal>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "unit/cli/logged_run.h"
 
 namespace titan::cli::sweep {

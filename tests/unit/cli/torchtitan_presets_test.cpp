@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "job/job_config.h"
 #include "unit/cli/words.h"
 

@@ -16,7 +16,6 @@
 #include <thread>
 #include <utility>
 
-#include "cli/commands.h"
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
@@ -221,7 +220,6 @@ constexpr const char* kTopNotes =
     "once.\n";
 
 struct TopArguments {
-  std::string help;
   std::filesystem::path run;
   bool once = false;
   double interval_s = 1;
@@ -230,17 +228,14 @@ struct TopArguments {
 
 TopArguments parse_top_arguments(const Arguments& words) {
   TopArguments arguments;
-  Parser parser("titan top", "titan top RUN [--once] [--interval S] [--ranks N]", kTopNotes);
-  parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
-  parser.app.add_flag("--once", arguments.once, "print once, and stop");
-  parser.app.add_option("--interval", arguments.interval_s, "seconds between updates (default 1)")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 3600.0).description(""));
-  parser.app
-      .add_option("--ranks", arguments.most_ranks, "show at most N ranks (default: as many as fit, or 16)")
-      ->type_name("N")
-      ->check(CLI::Range(1, 65536).description(""));
-  arguments.help = parser.parse(words);
+  Parser parser("titan top", "RUN [--once] [--interval S] [--ranks N]", kTopNotes);
+  parser.path("RUN", arguments.run, "a run's folder");
+  parser.flag("--once", arguments.once, "print once, and stop");
+  parser.number("--interval", arguments.interval_s, CLI::Range(0.1, 3600.0),
+                "seconds between updates (default 1)", "S");
+  parser.number("--ranks", arguments.most_ranks, CLI::Range(1, 65536),
+                "show at most N ranks (default: as many as fit, or 16)");
+  parser.parse(words);
   return arguments;
 }
 
@@ -295,7 +290,6 @@ void repaint(const std::string& text) {
 
 int top_command(const Arguments& words) {
   const TopArguments arguments = parse_top_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
   if (on_terminal) {
     // Otherwise each line is a write. (With a null buffer glibc uses a kilobyte, whatever size is given.)
