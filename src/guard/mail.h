@@ -13,7 +13,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include "guard/verdict.h"
+#include "guard/progress.h"
 
 namespace c10d {
 class Store;

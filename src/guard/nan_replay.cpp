@@ -5,7 +5,7 @@
 // the last; and among ranks that call the same modules, at the lowest count of calls. Among ranks that meet
 // it in the same call, one that was given the number says more than one that got it out of a sum.
 
-#include "guard/nan_replay.h"
+#include "guard/policies.h"
 
 #include <exception>
 #include <iomanip>

@@ -21,7 +21,6 @@
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
 #include "dist/side_thread.h"
-#include "guard/failure.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 #include "guard/mail.h"

@@ -95,8 +95,7 @@ TEST(LaunchArguments, LeavesTheProgramsWordsAlone) {
     EXPECT_EQ(options.log_rank, "all");
     EXPECT_EQ(options.command, program);
   }
-  EXPECT_EQ(parse_launch_arguments({"-n", "1", "--", "--prog", "--"}).command,
-            (Words{"--prog", "--"}));
+  EXPECT_EQ(parse_launch_arguments({"-n", "1", "--", "--prog", "--"}).command, (Words{"--prog", "--"}));
 }
 
 TEST(LaunchArguments, ReadsFinalCodes) {

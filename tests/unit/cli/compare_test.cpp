@@ -30,7 +30,7 @@ TEST(Compare, ReadsSettingsAndSteps) {
   EXPECT_EQ(keys_of({run}), (std::set<std::string>{"optimizer.lr"}));
 }
 
-TEST(Compare, LossesPartAtTheFirstDifferentDouble) {
+TEST(Compare, FindsTheFirstStepWithDifferentLosses) {
   const RunFolder a =
       read_compared_run(run_folder("part_a", "",
                                    "{\"step\": 1, \"loss\": 1}\n{\"step\": 5, \"loss\": 0.5}\n"

@@ -1,6 +1,6 @@
 #pragma once
 
-// A run's folder with logs of its ranks, as a test wants them.
+// A run's folder with logs of its ranks, written by a test.
 
 #include <gtest/gtest.h>
 

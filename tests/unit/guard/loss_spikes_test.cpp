@@ -1,4 +1,4 @@
-#include "guard/loss_spikes.h"
+#include "guard/policies.h"
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>

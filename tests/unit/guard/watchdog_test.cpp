@@ -6,7 +6,6 @@
 #include <thread>
 
 #include "guard/progress.h"
-#include "guard/verdict.h"
 #include "titan/core/error.h"
 #include "titan/guard/watchdog.h"
 
