@@ -16,6 +16,7 @@
 #include <thread>
 #include <utility>
 
+#include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
@@ -117,10 +118,11 @@ std::string validation_line(const MetricRows& validations) {
 
 std::string checkpoint_line(const RunFolder& run) {
   if (run.setting("checkpoint.enable") != "true") return "checkpoints are off\n";
-  const auto last = newest_checkpoint(run.checkpoint_folder());
-  if (!last) return "no checkpoint yet\n";
-  return str("last checkpoint: step ", last->step, ", ", last->written, ", ", size_text(last->num_bytes),
-             ", ", printable(last->state), "\n");
+  const auto steps = checkpoint::list_steps(run.checkpoint_folder());
+  if (steps.empty()) return "no checkpoint yet\n";
+  const StepHealth last = examine_step(steps.back());
+  return str("last checkpoint: step ", last.entry.step, ", ", last.written(), ", ", size_text(last.num_bytes),
+             ", ", printable(last.state()), "\n");
 }
 
 double value_or(const LoggedEvent* event, double missing) {
@@ -292,7 +294,7 @@ int top_command(const Arguments& words) {
   const TopArguments arguments = parse_top_arguments(words);
   const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
   if (on_terminal) {
-    // Otherwise each line is a write. (With a null buffer glibc uses a kilobyte, whatever size is given.)
+    // Otherwise each line is a write. (With a null buffer glibc ignores the size and uses a kilobyte.)
     static char screen[kScreenBytes];
     std::setvbuf(stdout, screen, _IOFBF, sizeof screen);
     std::fputs("\033[2J", stdout);

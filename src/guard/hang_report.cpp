@@ -85,7 +85,7 @@ std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank)
   return folder / str("stacks_", rank, ".txt");
 }
 
-// What hung the job may be the same file system.
+// The same file system may have hung the job.
 void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
   thread.post([files] {
     if (!files.folder.empty())

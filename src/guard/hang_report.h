@@ -1,6 +1,6 @@
 #pragma once
 
-// What a rank leaves behind when the job hangs or when it fails: a report, files, and the reason.
+// The report, the files and the reason that a rank leaves when the job hangs or when it fails.
 
 #include <chrono>
 #include <filesystem>
@@ -42,7 +42,7 @@ void end_process_after(std::chrono::seconds limit);
 /// Begins the reason of records that are written because a rank failed.
 inline constexpr const char* kFailureOf = "failure of ";
 
-/// What a rank that fails knows.
+/// The facts that a failing rank knows.
 struct FailureScene {
   int rank = 0, size = 1;
   std::string failure;  ///< one line

@@ -29,7 +29,7 @@ double processor_seconds() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
-// What the kernel has fetched from storage for this process, or is to bring there; not what a cache had.
+// MiB that the kernel has read from storage for this process, or has to write there; reads from a cache do not count.
 int64_t storage_mib() {
   std::ifstream file("/proc/self/io");
   std::string name;

@@ -40,7 +40,7 @@ class StallClock {
   Milliseconds64 stalled_{0};
 };
 
-/// What the training thread says it is doing, read by another thread. A reader that sees a phase also sees
+/// The phase that the training thread reports, read by another thread. A reader that sees a phase also sees
 /// that it has begun: a new phase's limit never applies to the time that the phase before it took.
 class ProgressCell {
  public:
@@ -118,7 +118,7 @@ std::string process_field(const std::string& pid, const char* field);
 /// How far a rank's training is: only one that runs is judged. Ended: its watchdog is gone, too.
 enum class RunState : uint8_t { NotBegun, Runs, Left, Ended };
 
-/// What a rank tells the others, again and again.
+/// The state that a rank sends the others, again and again.
 struct Beat {
   int64_t number = 0;  ///< counts up
   RunState state = RunState::Runs;
@@ -128,7 +128,7 @@ struct Beat {
   int64_t stalled_ms = 0;        ///< time without a sign of progress
   int64_t limit_ms = 0;          ///< for its kind of progress
   std::string setting = {};      ///< where that comes from
-  int64_t silence_limit_ms = 0;  ///< for the time without a beat: these are sent whatever the rank is doing
+  int64_t silence_limit_ms = 0;  ///< for the time without a beat: beats do not depend on what the rank does
   std::string silence_setting = {};
   std::string call = {};  ///< the call of its peers that it waits for; "": none
   int pid = 0;
@@ -145,7 +145,7 @@ std::string to_text(const Beat& beat);
 /// Throws Error.
 Beat beat_from(std::string_view text);
 
-/// What another rank knows about a rank.
+/// The view that another rank has of a rank.
 struct RankView {
   int rank = 0;
   std::optional<Beat> beat;  ///< its last; none: it hasn't begun

@@ -221,7 +221,7 @@ class TensorBoardSink final : public MetricsSink {
                        {"memory/max_reserved(%)", m.memory_percent},
                        {"n_tokens_seen", static_cast<double>(m.n_tokens_seen)},
                        {"lr", m.lr}};
-    // What is unknown has no tag, rather than a misleading zero.
+    // An unknown value has no tag, because a zero would mislead.
     const auto add_if_known = [&](const char* tag, const auto& value) {
       if (value) scalars.emplace_back(tag, static_cast<double>(*value));
     };

@@ -6,10 +6,14 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "cli/commands.h"
+#include "titan/checkpoint/manifest.h"
+#include "titan/checkpoint/step_folder.h"
 
 namespace titan::cli {
 
@@ -76,8 +80,23 @@ int checkpoint_prune(const Arguments& words);
 std::filesystem::path steps_folder(const std::filesystem::path& given, std::string_view command);
 /// The folder of one step. The checkpoint in it may be damaged.
 std::filesystem::path step_folder(const std::filesystem::path& given, std::string_view command);
-/// Whether a folder has only a model: model.safetensors, or Hugging Face's form.
-bool holds_model_only(const std::filesystem::path& folder);
+
+/// The files and the health of a step, without reading its tensors.
+struct StepHealth {
+  checkpoint::StepEntry entry;
+  std::optional<checkpoint::Manifest> manifest = {};  ///< if it is valid
+  bool model_only = false;                 ///< the folder has model.safetensors, or Hugging Face's form
+  std::vector<std::string> problems = {};  ///< empty: complete, or only a model
+  int64_t num_bytes = 0;
+  int64_t num_files = 0;
+
+  /// "complete", "model only" or "damaged"
+  const char* state_word() const;
+  /// The same on one line with the first problem; `titan checkpoint verify` prints the others.
+  std::string state() const;
+  std::string written(bool utc = false) const;
+};
+StepHealth examine_step(const checkpoint::StepEntry& entry);
 
 /// The option --tensors REGEX.
 void add_tensors(Parser& parser, std::string& pattern);

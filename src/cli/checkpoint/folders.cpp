@@ -1,4 +1,4 @@
-// What the commands of `titan checkpoint` share: the folder that a path means, the filter of tensors, and the
+// Shared by the commands of `titan checkpoint`: the folder that a path means, the filter of tensors, and the
 // progress line.
 
 #include <unistd.h>
@@ -8,12 +8,10 @@
 #include <exception>
 #include <regex>
 #include <system_error>
-#include <vector>
 
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
-#include "core/units.h"
-#include "titan/checkpoint/step_folder.h"
+#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -118,11 +116,57 @@ void check_folder(const fs::path& given, std::string_view command) {
                       newest.empty() ? "" : str(" in ", parent.string(), newest)));
 }
 
-}  // namespace
-
 bool holds_model_only(const fs::path& folder) {
   if (fs::exists(folder / checkpoint::kManifestName)) return false;
   return fs::exists(folder / "model.safetensors") || fs::exists(folder / "model.safetensors.index.json");
+}
+
+// Counts the files that exist, whether or not the manifest has them. A run may be removing them.
+void count_files(StepHealth& health) {
+  std::error_code gone;
+  for (fs::directory_iterator entry(health.entry.path, gone); !gone && entry != fs::directory_iterator();
+       entry.increment(gone)) {
+    std::error_code ignored;
+    if (entry->is_symlink(ignored) || !entry->is_regular_file(ignored)) continue;
+    const auto num_bytes = entry->file_size(ignored);
+    if (ignored) continue;
+    ++health.num_files;
+    health.num_bytes += static_cast<int64_t>(num_bytes);
+  }
+}
+
+}  // namespace
+
+StepHealth examine_step(const checkpoint::StepEntry& entry) {
+  StepHealth health{.entry = entry, .model_only = holds_model_only(entry.path)};
+  count_files(health);
+  if (health.model_only) return health;
+  try {
+    if (entry.has_manifest) health.manifest = checkpoint::read_manifest(entry.path);
+    health.problems = health.manifest ? checkpoint::quick_problems(entry.path, *health.manifest)
+                                      : checkpoint::quick_problems(entry.path);
+  } catch (const Error& error) {
+    health.problems = {error.what()};
+  }
+  return health;
+}
+
+const char* StepHealth::state_word() const {
+  if (model_only) return "model only";
+  return problems.empty() ? "complete" : "damaged";
+}
+
+std::string StepHealth::state() const {
+  std::string text = state_word();
+  if (manifest && !manifest->finite) text += ", not all finite";
+  if (problems.empty()) return text;
+  text += ": " + problems.front();
+  if (problems.size() > 1) text += str(" (and ", problems.size() - 1, " more)");
+  return text;
+}
+
+std::string StepHealth::written(bool utc) const {
+  return written_text(entry.has_manifest ? entry.path / checkpoint::kManifestName : entry.path, utc);
 }
 
 fs::path steps_folder(const fs::path& given, std::string_view command) {

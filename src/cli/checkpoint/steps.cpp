@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <limits>
-#include <optional>
 #include <thread>
-#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -14,7 +12,6 @@
 #include "cli/text.h"
 #include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
-#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
@@ -81,72 +78,15 @@ namespace fs = std::filesystem;
 using namespace checkpoint;
 using Json = nlohmann::ordered_json;
 
-struct StepHealth {
-  StepEntry entry;
-  std::optional<Manifest> manifest;  // if it is valid
-  bool model_only = false;
-  std::vector<std::string> problems;  // empty: complete, or a model
-  int64_t num_bytes = 0;
-  int64_t num_files = 0;
-};
-
-// Counts the files that exist, whatever the manifest says. A run may be removing them.
-void count_files(StepHealth& health) {
-  std::error_code gone;
-  for (fs::directory_iterator entry(health.entry.path, gone); !gone && entry != fs::directory_iterator();
-       entry.increment(gone)) {
-    std::error_code ignored;
-    if (entry->is_symlink(ignored) || !entry->is_regular_file(ignored)) continue;
-    const auto num_bytes = entry->file_size(ignored);
-    if (ignored) continue;
-    ++health.num_files;
-    health.num_bytes += static_cast<int64_t>(num_bytes);
-  }
-}
-
-StepHealth examine(const StepEntry& entry) {
-  StepHealth health{
-      .entry = entry, .manifest = {}, .model_only = holds_model_only(entry.path), .problems = {}};
-  count_files(health);
-  if (health.model_only) return health;
-  try {
-    if (entry.has_manifest) health.manifest = read_manifest(entry.path);
-    health.problems =
-        health.manifest ? quick_problems(entry.path, *health.manifest) : quick_problems(entry.path);
-  } catch (const Error& error) {
-    health.problems = {error.what()};
-  }
-  return health;
-}
-
-const char* state_word(const StepHealth& health) {
-  if (health.model_only) return "model only";
-  return health.problems.empty() ? "complete" : "damaged";
-}
-
-// One line with the first problem; `titan checkpoint verify` prints the others.
-std::string state_text(const StepHealth& health) {
-  std::string text = state_word(health);
-  if (health.manifest && !health.manifest->finite) text += ", not all finite";
-  if (health.problems.empty()) return text;
-  text += ": " + health.problems.front();
-  if (health.problems.size() > 1) text += str(" (and ", health.problems.size() - 1, " more)");
-  return text;
-}
-
-fs::path dated_file(const StepHealth& health) {
-  return health.entry.has_manifest ? health.entry.path / kManifestName : health.entry.path;
-}
-
 std::string table_of(const std::vector<StepHealth>& steps) {
   TextTable table{.rows = {{"step", "size", "files", "tensors", "written", "library", "state"}},
                   .right = {true, true, true, true}};
   for (const StepHealth& health : steps) {
     const auto& manifest = health.manifest;
-    table.rows.push_back(
-        {std::to_string(health.entry.step), size_text(health.num_bytes), std::to_string(health.num_files),
-         manifest ? std::to_string(manifest->table.tensors().size()) : "-", written_text(dated_file(health)),
-         manifest ? manifest->library : "-", state_text(health)});
+    table.rows.push_back({std::to_string(health.entry.step), size_text(health.num_bytes),
+                          std::to_string(health.num_files),
+                          manifest ? std::to_string(manifest->table.tensors().size()) : "-", health.written(),
+                          manifest ? manifest->library : "-", health.state()});
   }
   return to_string(table);
 }
@@ -154,11 +94,11 @@ std::string table_of(const std::vector<StepHealth>& steps) {
 Json json_of(const StepHealth& health) {
   Json step = {{"step", health.entry.step},
                {"path", health.entry.path.string()},
-               {"state", state_word(health)},
+               {"state", health.state_word()},
                {"problems", health.problems},
                {"bytes", health.num_bytes},
                {"files", health.num_files},
-               {"written", written_text(dated_file(health), /*utc=*/true)}};
+               {"written", health.written(/*utc=*/true)}};
   if (!health.manifest) return step;
   step["tensors"] = health.manifest->table.tensors().size();
   step["run_id"] = health.manifest->run_id;
@@ -207,7 +147,7 @@ int checkpoint_ls(const Arguments& words) {
   const fs::path folder = steps_folder(arguments.folder, "ls");
   std::vector<StepHealth> steps;
   for (const StepEntry& entry : list_steps(folder)) {
-    StepHealth health = examine(entry);
+    StepHealth health = examine_step(entry);
     if (fs::exists(entry.path)) steps.push_back(std::move(health));  // else a run has just removed it
   }
   const std::vector<Leftover> leftovers = list_leftovers(folder);

@@ -1,6 +1,6 @@
 #pragma once
 
-// `titan debug COMMAND`: joins what the ranks of a job left behind.
+// `titan debug COMMAND`: joins the records and logs that the ranks of a job left.
 
 #include <functional>
 #include <string>

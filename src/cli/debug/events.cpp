@@ -10,6 +10,7 @@
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -27,7 +28,7 @@ class TraceWriter {
   }
   void add(const ordered_json& object) {
     append_(first_ ? "\n" : ",\n");
-    append_(object.dump(-1, ' ', false, ordered_json::error_handler_t::replace));
+    append_(json_text(object));
     first_ = false;
   }
   void end() { append_("\n]}\n"); }

@@ -72,7 +72,7 @@ std::string call_tensors_text(const FlightCall& call) {
   return text;
 }
 
-/// What a rank did with a call: "1.2 ms", "waits 12.0 s".
+/// How a call went on a rank: "1.2 ms", "waits 12.0 s".
 std::string call_state_text(const FlightFile& file, const FlightCall& call) {
   const std::string since = duration_text(file.time_ns - call.start_ns);
   switch (call.state) {

@@ -52,7 +52,7 @@ std::string describe(int status) {
 /// Whether its watchdog gave up on a peer.
 bool gave_up(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == dist::kHungExitCode; }
 
-/// Whether a signal ended it that nobody sends to a whole job, and that no failure of a peer causes.
+/// Whether a signal ended it that is not sent to a whole job, and that no failure of a peer causes.
 bool is_own_end(int status) {
   if (!WIFSIGNALED(status)) return false;
   const int signal = WTERMSIG(status);
@@ -194,7 +194,7 @@ void RankGroup::reap() {
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (!reap(ranks_[i])) continue;
     const int status = ranks_[i].status;
-    // Of several at once, a rank that a signal ended is the cause.
+    // If several fail at once, a rank that a signal ended is the cause.
     if (failed(status) && (failed_now < 0 || WIFSIGNALED(status))) failed_now = static_cast<int>(i);
   }
   if (failed_now >= 0) note_failure(failed_now);

@@ -52,7 +52,7 @@ class RankGroup {
   /// After a request to end: the ranks that didn't return 0, and how they ended; empty: all returned 0.
   std::string ended_badly() const;
   bool has_failed() const { return first_failed_ >= 0; }  ///< a rank failed, asked to end or not
-  /// Of the rank that failed first; 128 + signal if a signal ended it.
+  /// The exit code of the rank that failed first; 128 + signal if a signal ended it.
   int exit_code() const;
   /// Ranks that failed by themselves, not because others did: those that a signal ended, hung ones, or else the
   /// first one.

@@ -23,7 +23,7 @@ static_assert(kFailureGrace < dist::kJobEndsWithin);
 /// Exit code of a rank that refuses its settings, as of titan::cli::main() and of many programs.
 inline constexpr int kRefusedSettingsCode = 2;
 
-/// What happens when a rank is lost: when it was killed, crashed, ended with an error, or hung.
+/// How the launcher reacts when a rank is lost: when it was killed, crashed, ended with an error, or hung.
 struct RestartOptions {
   int max_restarts = 0;  ///< the loss after that many ends the job
   /// The smallest group. If it is smaller than the job, a lost rank's place stays empty for `rejoin_after`;

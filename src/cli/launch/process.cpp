@@ -37,7 +37,7 @@ struct Pipe {
   int fds[2];
 };
 
-/// What the child needs, allocated before the fork: between fork and exec nothing may allocate.
+/// The data of the child, allocated before the fork: between fork and exec nothing may allocate.
 struct Prepared {
   explicit Prepared(const ChildSpec& spec) : inherited_fd(spec.inherited_fd) {
     for (char** entry = environ; *entry; ++entry) {

@@ -30,7 +30,7 @@ std::string paragraph(std::string_view text);
 
 struct PageInput {
   RunHistory run;
-  /// What each rank's newest process logged every log_freq steps; of at most kMostRanks ranks.
+  /// The instants and errors that each rank's newest process logged, for at most kMostRanks ranks.
   std::vector<ProcessLog> ranks;
   int num_ranks = 0;   ///< ranks that have a log
   int64_t now_us = 0;  ///< when the page is made

@@ -27,7 +27,7 @@ struct LoggedEvent {
   int64_t relative_step = 0;  ///< of its process, from 1; 0 before the first
 };
 
-/// What one process logged, in order of time.
+/// The events that one process logged, in order of time.
 struct ProcessLog {
   int rank = 0;
   int64_t pid = 0;
@@ -77,9 +77,9 @@ struct RankError {
 std::vector<RankError> errors_in(const std::vector<ProcessLog>& ranks);
 
 struct RunHistory : RunFolder {
-  /// Of rank 0, by start time. If the run started anew in this folder, earlier processes aren't part of it.
+  /// The processes of rank 0, by start time. If the run started anew in this folder, earlier ones aren't part of it.
   std::vector<ProcessLog> processes;
-  /// Of other ranks, for starts in which rank 0 was killed before it could log its end.
+  /// Errors of other ranks, for starts in which rank 0 was killed before it could log its end.
   std::vector<RankError> errors;
 };
 

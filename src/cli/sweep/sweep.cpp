@@ -38,7 +38,7 @@ constexpr int64_t kEndOfLog = 1 << 20;
 
 std::filesystem::path state_file(const std::filesystem::path& folder) { return folder / "sweep_run.json"; }
 
-// By the rule of `titan train`, with the folder as this process sees it.
+// Applies the rule of `titan train`, with the folder as this process sees it.
 bool holds_last_step(const std::filesystem::path& folder) {
   train::JobConfig job;
   config::load(train::job_schema(), {folder / "config.toml", {}}, job);
@@ -285,7 +285,7 @@ int Sweep::do_run(size_t index, const HeldSignals& signals) {
   const ChildEnd end = run_child(command(index), signals);
   state.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   state.exit_code = end.exit_code;
-  // A run that was told to stop, by anyone, ends with 0, too.
+  // A run also exits with 0 if anyone asked it to stop.
   state.finished = end.exit_code == 0 && is_finished(folder(index), end.told_to_end != 0);
   write_run_state(folder(index), state);
   if (end.exit_code != 0) log::warning(str(place, " ended with exit code ", end.exit_code));

@@ -238,7 +238,7 @@ TEST(FlightFileErrors, NameThePlace) {
   EXPECT_THAT(error_of("{"), HasSubstr("rank_0.json: isn't JSON"));
   EXPECT_THAT(error_of("[]"), HasSubstr("isn't a flight record"));
   EXPECT_THAT(error_of("\x80\x02}"), HasSubstr("is a pickle"));
-  EXPECT_THAT(error_of(R"({"version": "2.10"})", "record"), HasSubstr("doesn't tell its rank"));
+  EXPECT_THAT(error_of(R"({"version": "2.10"})", "record"), HasSubstr("the record has no rank"));
   EXPECT_THAT(error_of(R"({"version": "2.10", "entries": [{"record_id": "a"}]})"),
               HasSubstr("rank_0.json: entries[0].record_id isn't a whole number"));
   EXPECT_THAT(error_of(R"({"version": "2.10", "entries": [{"record_id": 1, "process_group": ["0", ""],
