@@ -97,10 +97,11 @@ void add_read(Parser& parser, const std::string& name, const char* type, const s
 
 /// Adds --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace. `default_grace` describes the
 /// default of --grace.
-void add_restart_options(Parser& parser, RestartWords& words, const char* default_grace) {
-  parser.number("--max-restarts", words.max_restarts, CLI::Range(0, 1'000'000),
+void add_restart_options(Parser& parser, RestartOptions& restarts, const char* default_grace,
+                         const std::function<void(milliseconds)>& set_grace) {
+  parser.number("--max-restarts", restarts.max_restarts, CLI::Range(0, 1'000'000),
                 "restart the ranks when one is lost, at most K times (default 0)", "K");
-  parser.number("--min-ranks", words.min_ranks, CLI::Range(1, kMostRanks),
+  parser.number("--min-ranks", restarts.min_ranks, CLI::Range(1, kMostRanks),
                 "with --max-restarts: continue without lost ranks while at least M are left (default: N, all "
                 "are restarted at once)",
                 "M");
@@ -108,23 +109,27 @@ void add_restart_options(Parser& parser, RestartWords& words, const char* defaul
       parser, "--rejoin-after", "S",
       "with --min-ranks: seconds until a lost rank's place is used again, or never (default 60); SIGUSR2 "
       "brings all back at once",
-      [&words](const std::string& text) {
-        words.rejoin_after.reset();
+      [&restarts](const std::string& text) {
+        restarts.rejoin_after.reset();
         if (text != "never")
-          words.rejoin_after = read_seconds("--rejoin-after", text, "a number of seconds or 'never'");
+          restarts.rejoin_after = read_seconds("--rejoin-after", text, "a number of seconds or 'never'");
       });
   add_read(parser, "--longest-delay", "S",
            "with --max-restarts: the longest wait before a restart, in seconds; waits grow while groups fail "
            "early (default 60)",
-           [&words](const std::string& text) {
-             words.longest_delay = read_seconds("--longest-delay", text, "a number of seconds");
+           [&restarts](const std::string& text) {
+             restarts.longest_delay = read_seconds("--longest-delay", text, "a number of seconds");
            });
   add_read(parser, "--grace", "S",
            str("seconds that ranks get for a last checkpoint when they are asked to end (default: ",
                default_grace, ")"),
-           [&words](const std::string& text) {
-             words.stop_grace = read_seconds("--grace", text, "a number of seconds");
+           [set_grace](const std::string& text) {
+             set_grace(read_seconds("--grace", text, "a number of seconds"));
            });
+}
+
+void check_restarts(const Parser& parser, const RestartOptions& restarts) {
+  if (restarts.max_restarts == 0 && restarts.min_ranks > 0) parser.refuse("--min-ranks needs --max-restarts");
 }
 
 CLI::Option* add_ranks(Parser& parser, int& num_ranks) {
@@ -228,24 +233,13 @@ void add_costs(Parser& parser, pipeline::Costs& costs) {
 
 }  // namespace
 
-void RestartWords::apply(LaunchOptions& options) const {
-  options.restarts.max_restarts = max_restarts;
-  options.restarts.min_ranks = min_ranks;
-  options.restarts.rejoin_after = rejoin_after;
-  options.restarts.longest_delay = longest_delay;
-  if (stop_grace) options.stop_grace = *stop_grace;
-}
-
-void RestartWords::check_unused(const char* command) const {
-  if (min_ranks > 0) throw ConfigError(str(command, ": --min-ranks needs --max-restarts"));
-}
-
 TrainArguments parse_train_arguments(const Arguments& words) {
   TrainArguments arguments;
   Parser parser("titan train", "[CONFIG] [options] [--section.key value ...]", kTrainNotes);
   add_ranks(parser, arguments.num_ranks);
   add_log_rank(parser, arguments.log_rank);
-  add_restart_options(parser, arguments.restarts, "the limits for a step and a save");
+  add_restart_options(parser, arguments.restarts, "the limits for a step and a save",
+                      [&](milliseconds grace) { arguments.stop_grace = grace; });
   parser.flag("--print-config", arguments.print_config, "print the resolved config as TOML, and stop");
   parser.flag("--print-plan", arguments.print_plan,
               "print what tensor parallelism does to each module and how many bytes it moves per step, and "
@@ -253,6 +247,7 @@ TrainArguments parse_train_arguments(const Arguments& words) {
   parser.app.allow_extras();
   check_short_options(parser, words);
   parser.parse(words);
+  check_restarts(parser, arguments.restarts);
   sort_words(parser, arguments, parser.app.remaining());
   const auto named = config::override_value(arguments.overrides, "job.config_file");
   if (named && *named != "none") take_config(parser, arguments, *named);
@@ -261,12 +256,12 @@ TrainArguments parse_train_arguments(const Arguments& words) {
 
 LaunchOptions parse_launch_arguments(const Arguments& words) {
   LaunchOptions options;
-  RestartWords restarts;
   int unit = 1;
   Parser parser("titan launch", "-n N [options] [--] program [arguments ...]", kLaunchNotes);
   add_ranks(parser, options.num_ranks)->required();
   add_log_rank(parser, options.log_rank);
-  add_restart_options(parser, restarts, "30");
+  add_restart_options(parser, options.restarts, "30",
+                      [&](milliseconds grace) { options.stop_grace = grace; });
   parser.number(
       "--multiple-of", unit, CLI::Range(1, kMostRanks),
       "smaller groups have a multiple of N ranks: the product of a mesh's fixed degrees (default 1)");
@@ -277,6 +272,7 @@ LaunchOptions parse_launch_arguments(const Arguments& words) {
       [&](const std::string& text) { options.restarts.final_codes = read_codes("--final-codes", text); });
   parser.app.prefix_command();
   parser.parse(words);
+  check_restarts(parser, options.restarts);
   options.command = parser.app.remaining();
   if (!options.command.empty() && options.command.front() == "--") {
     options.command.erase(options.command.begin());
@@ -284,8 +280,6 @@ LaunchOptions parse_launch_arguments(const Arguments& words) {
     parser.refuse_option(options.command.front());
   }
   if (options.command.empty()) parser.refuse("the program to start is missing");
-  if (restarts.max_restarts == 0) restarts.check_unused("titan launch");
-  restarts.apply(options);
   options.restarts.fits = [unit](int size) { return size % unit == 0; };
   return options;
 }

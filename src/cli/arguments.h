@@ -6,7 +6,6 @@
 #include <chrono>
 #include <filesystem>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -15,19 +14,6 @@
 #include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::cli {
-
-/// The options that `titan launch` and `titan train --nproc` share, about lost ranks.
-struct RestartWords {
-  int max_restarts = 0;
-  int min_ranks = 0;
-  std::optional<std::chrono::milliseconds> rejoin_after = RestartOptions().rejoin_after;
-  std::optional<std::chrono::milliseconds> stop_grace = {};  ///< unset: not given
-  std::chrono::milliseconds longest_delay = RestartOptions().longest_delay;
-
-  void apply(LaunchOptions& options) const;
-  /// Throws ConfigError for --min-ranks without --max-restarts.
-  void check_unused(const char* command) const;
-};
 
 // Each parse function throws ConfigError for an unknown word or an invalid value, and HelpText when the words
 // ask for help.
@@ -38,7 +24,8 @@ struct TrainArguments {
   std::filesystem::path config;
   int num_ranks = 0;  ///< 0: --nproc wasn't given
   std::string log_rank = "0";
-  RestartWords restarts;
+  RestartOptions restarts;
+  std::optional<std::chrono::milliseconds> stop_grace;  ///< unset: --grace wasn't given
   bool print_config = false;
   bool print_plan = false;
   std::vector<std::string> overrides;  ///< the settings, for config::load

@@ -214,12 +214,10 @@ View look_at(const fs::path& run, RankTails& tails, const ViewOptions& options) 
 }
 
 constexpr const char* kTopNotes =
-    "RUN is a run's job.dump_folder. Shows progress, speed, losses and the last checkpoint, and for each "
-    "rank its\n"
-    "phase, its own time per step, its waits for peers and its memory, until the run ends or Ctrl-C. Reads "
-    "only the\n"
-    "run's files, so it works on any machine that sees them. Without a terminal, or with --once, it prints "
-    "once.\n";
+    R"(RUN is a run's job.dump_folder. Shows progress, speed, losses and the last checkpoint, and for each rank its
+phase, its own time per step, its waits for peers and its memory, until the run ends or Ctrl-C. Reads only the
+run's files, so it works on any machine that sees them. Without a terminal, or with --once, it prints once.
+)";
 
 struct TopArguments {
   std::filesystem::path run;

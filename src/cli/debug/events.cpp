@@ -146,11 +146,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kEventsNotes =
-    "RUN is a run's job.dump_folder, or the folder of its structured logs. Prints where each rank's time "
-    "went,\n"
-    "by kind of span. --perfetto writes all spans and instants as one trace for ui.perfetto.dev, with the "
-    "ranks\n"
-    "below each other on one clock. Works while the run is running.\n";
+    R"(RUN is a run's job.dump_folder, or the folder of its structured logs. Prints where each rank's time went,
+by kind of span. --perfetto writes all spans and instants as one trace for ui.perfetto.dev, with the ranks
+below each other on one clock. Works while the run is running.
+)";
 
 struct EventsArguments {
   fs::path run, perfetto;

@@ -183,18 +183,16 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFlightNotes =
-    "FOLDER has the ranks' flight records: a run's job.dump_folder, its comm_traces, or JSON files of "
-    "PyTorch's\n"
-    "Flight Recorder. Prints a line that says which rank is missing from which call, then the calls around "
-    "that\n"
-    "one, with a column per rank: how long the call took or has been waiting, or that the rank is missing.\n";
+    R"(FOLDER has the ranks' flight records: a run's job.dump_folder, its comm_traces, or JSON files of PyTorch's
+Flight Recorder. Prints a line that says which rank is missing from which call, then the calls around that
+one, with a column per rank: how long the call took or has been waiting, or that the rank is missing.
+)";
 
 constexpr const char* kDumpNotes =
-    "RUN is the job.dump_folder of a running job. All its ranks write their flight records within seconds, "
-    "and\n"
-    "continue; then titan debug flight shows them. kill -QUIT does the same for one rank, and for all ranks "
-    "of a\n"
-    "host when sent to titan launch or titan train --nproc.\n";
+    R"(RUN is the job.dump_folder of a running job. All its ranks write their flight records within seconds, and
+continue; then titan debug flight shows them. kill -QUIT does the same for one rank, and for all ranks of a
+host when sent to titan launch or titan train --nproc.
+)";
 
 // `folder`: a run's, or that of the records itself.
 fs::path record_folder(const fs::path& folder) {

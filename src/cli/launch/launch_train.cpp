@@ -86,7 +86,7 @@ class RestartProblems {
 
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                           const config::Origins& origins) {
-  if (arguments.restarts.max_restarts == 0) return arguments.restarts.check_unused("titan train");
+  if (arguments.restarts.max_restarts == 0) return;
   if (arguments.num_ranks == 0) throw ConfigError("titan train: --max-restarts needs --nproc");
   RestartProblems problems(config, origins);
   problems.find_without_saves();
@@ -111,11 +111,11 @@ void check_launched_restarts(const dist::Launch& launch, const train::JobConfig&
 
 void set_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                         const config::Origins& origins, LaunchOptions& options) {
-  arguments.restarts.apply(options);
+  options.restarts = arguments.restarts;
   RestartOptions& restarts = options.restarts;
   restarts.fits = [&](int num_ranks) { return misfit(config, origins, num_ranks).empty(); };
   // The ranks' own watchdogs end hangs.
-  if (!arguments.restarts.stop_grace) options.stop_grace = longest_stop(config);
+  options.stop_grace = arguments.stop_grace.value_or(longest_stop(config));
   const int most = options.num_ranks - 1, least = restarts.min_ranks;
   if (least == 0 || least > most) return;
   keep_validation(arguments, config, options.command);

@@ -208,11 +208,10 @@ namespace titan::cli {
 namespace {
 
 constexpr const char* kReportNotes =
-    "RUN is a run's job.dump_folder. Writes one HTML file that needs no network and no other file: loss, "
-    "gradient\n"
-    "norm, throughput, memory, where the time went, ranks, validation, checkpoints, starts, configuration "
-    "and\n"
-    "environment. Works while the run is running; call it again for a new page.\n";
+    R"(RUN is a run's job.dump_folder. Writes one HTML file that needs no network and no other file: loss, gradient
+norm, throughput, memory, where the time went, ranks, validation, checkpoints, starts, configuration and
+environment. Works while the run is running; call it again for a new page.
+)";
 
 }  // namespace
 

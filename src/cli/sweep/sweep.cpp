@@ -167,16 +167,15 @@ namespace {
 using namespace sweep;
 
 constexpr const char* kSweepNotes =
-    "FILE is TOML: base = a config, folder = where the runs go, nproc = ranks of each run; [set] settings of "
-    "all\n"
-    "runs, [grid] lists of values (every combination is run), [run.NAME] settings of a named run.\n"
-    "\n"
-    "All runs are checked before the first one starts. When the command is given again, finished runs are\n"
-    "skipped; a run that was killed or failed is started again, and resumes from its checkpoints if it has "
-    "any.\n"
-    "At the end, prints a line per run and the tables of titan compare.\n"
-    "\n"
-    "In a SLURM job array (sbatch --array=0-N), each task does the run with its index.\n";
+    R"(FILE is TOML: base = a config, folder = where the runs go, nproc = ranks of each run; [set] settings of all
+runs, [grid] lists of values (every combination is run), [run.NAME] settings of a named run.
+
+All runs are checked before the first one starts. When the command is given again, finished runs are
+skipped; a run that was killed or failed is started again, and resumes from its checkpoints if it has any.
+At the end, prints a line per run and the tables of titan compare.
+
+In a SLURM job array (sbatch --array=0-N), each task does the run with its index.
+)";
 
 struct SweepArguments {
   std::filesystem::path file;
