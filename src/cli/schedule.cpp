@@ -27,14 +27,7 @@ constexpr size_t kMostPathEntries = 24;
 constexpr size_t kMostDrawn = 50'000;       // actions in a drawing that nobody asked for
 constexpr int64_t kMostForwards = 1 << 22;  // a larger table is unreadable and may not fit in memory
 
-template <class... Args>
-std::string format(const char* pattern, const Args&... args) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, args...);
-  return text;
-}
-
-std::string percent(double fraction) { return format("%.1f %%", 100 * std::max(0.0, fraction)); }
+std::string percent(double fraction) { return number("%.1f %%", 100 * std::max(0.0, fraction)); }
 
 void check_size(int64_t num_stages, int64_t num_micro_batches) {
   if (num_stages * num_micro_batches > kMostForwards)
@@ -121,7 +114,7 @@ std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_
         simulate(make_schedule(traits.name, num_ranks, num_stages, num_micro_batches), costs);
     bubble = percent(simulation.bubble_fraction);
     // Counts micro-batches of all stages of a rank, so that schedules with one and with several stages compare.
-    live = format("%.3g", most(simulation, &RankFigures::peak_live) / (1.0 * num_stages / num_ranks));
+    live = number("%.3g", most(simulation, &RankFigures::peak_live) / (1.0 * num_stages / num_ranks));
   }
   return str("| ", traits.name, " | ", stages_text(traits.stages_per_rank), " | ",
              rule_text(traits.micro_batch_rule), " | ", traits.splits_backward ? "yes" : "no", " | ",
@@ -141,18 +134,19 @@ std::string stages_of(const Schedule& schedule, int rank) {
 
 // A line for each rank, and the critical path.
 std::string figures(const Schedule& schedule, const Simulation& simulation) {
-  std::string text =
-      format("makespan %.6g, bubble ", simulation.makespan) + percent(simulation.bubble_fraction) + "\n\n";
-  text += "rank   stages            busy      idle    bubble   live   before I   owed W\n";
+  TextTable table{.rows = {{"rank", "stages", "busy", "idle", "bubble", "live", "before I", "owed W"}},
+                  .right = {true, false, true, true, true, true, true, true}};
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     const RankFigures& figures = simulation.ranks[rank];
     const double idle = simulation.makespan - figures.busy;
-    text +=
-        format("%4d   %-12s %9.6g %9.4g %9s %6d %10d %8d\n", rank, stages_of(schedule, rank).c_str(),
-               figures.busy, idle, percent(simulation.makespan > 0 ? idle / simulation.makespan : 0).c_str(),
-               figures.peak_live, figures.peak_before_input, figures.peak_owed_weight);
+    table.rows.push_back(
+        {std::to_string(rank), stages_of(schedule, rank), number("%.6g", figures.busy), number("%.4g", idle),
+         percent(simulation.makespan > 0 ? idle / simulation.makespan : 0), std::to_string(figures.peak_live),
+         std::to_string(figures.peak_before_input), std::to_string(figures.peak_owed_weight)});
   }
-  return text + "\ncritical path:" + path_text(simulation) + "\n";
+  return str("makespan ", number("%.6g", simulation.makespan), ", bubble ",
+             percent(simulation.bubble_fraction), "\n\n", to_string(table),
+             "\ncritical path:", path_text(simulation), "\n");
 }
 
 // All named schedules as a Markdown table. A dash means that the schedule does not allow these counts.

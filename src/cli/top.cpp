@@ -20,9 +20,7 @@
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
-#include "config/differences.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 
@@ -65,9 +63,7 @@ Figures read_figures(const fs::path& folder, RankTails& tails) {
   if (!trains && figures.ranks.empty())
     throw ConfigError(
         str(folder.string(), " holds no run: it has neither a config.toml nor structured logs"));
-  if (trains) figures.run.settings = config::printed_settings(read_file(folder / "config.toml"));
-  figures.run.steps = MetricRows(folder / "metrics.jsonl", {.tail_bytes = kRowsTail});
-  figures.run.validations = MetricRows(folder / "validation.jsonl", {.tail_bytes = kRowsTail});
+  if (trains) figures.run = read_run_folder(folder, {.tail_bytes = kRowsTail});
   return figures;
 }
 

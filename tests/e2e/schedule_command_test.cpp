@@ -76,7 +76,7 @@ TEST(ScheduleCommand, DrawsTheTimelineUnasked) {
   EXPECT_THAT(taken.out, HasSubstr("bubble 5.9 %"));
   const CommandResult large = run({titan_program(), "schedule", "--microbatches", "8192"});
   EXPECT_EQ(large.status, 0) << large.err;
-  EXPECT_THAT(large.err, HasSubstr("--svg FILE draws it nevertheless"));
+  EXPECT_THAT(large.err, HasSubstr("use --svg FILE to draw it anyway"));
 }
 
 TEST(ScheduleCommand, ForwardOnlyAndRepeated) {

@@ -1,7 +1,5 @@
 #include <algorithm>
 #include <cstdio>
-#include <ctime>
-#include <fstream>
 #include <map>
 #include <set>
 #include <thread>
@@ -35,15 +33,10 @@ std::string duration_text(int64_t ns) {
 }
 
 std::string clock_text(int64_t ns) {
-  const std::time_t seconds = ns / 1'000'000'000;
-  std::tm parts{};
-  localtime_r(&seconds, &parts);
-  char text[32];
-  std::strftime(text, sizeof text, "%H:%M:%S", &parts);
-  return str(text, number(".%03.0f", static_cast<double>(ns / 1'000'000 % 1000)));
+  const std::string date_and_time = local_time(ns / 1000);
+  return date_and_time.substr(date_and_time.find(' ') + 1) +
+         number(".%03.0f", static_cast<double>(ns / 1'000'000 % 1000));
 }
-
-using Row = std::vector<std::string>;
 
 std::string place_text(const FlightFile& file) {
   std::string text = file.activity.empty() ? "-" : str(file.activity, ", step ", file.step);
@@ -168,7 +161,8 @@ std::string flight_calls_table(const std::vector<FlightFile>& files, const Fligh
     shown.erase(shown.begin(), shown.end() - options.num_calls);
   for (const int64_t sequence : shown) {
     const FlightCall& call = *lane.calls.at(sequence).begin()->second;
-    Row row = {std::to_string(sequence), call.op, call_text(call), call_tensors_text(call)};
+    std::vector<std::string> row = {std::to_string(sequence), call.op, call_text(call),
+                                    call_tensors_text(call)};
     for (const int rank : ranks) row.push_back(cell_of(by_rank, lane, sequence, rank));
     table.rows.push_back(std::move(row));
   }
