@@ -1,13 +1,29 @@
 #pragma once
 
-// Everything that a training loop of one's own needs. The program's parts (config, trainer, command line)
-// have headers of their own.
+// Everything that a training loop of your own needs: device meshes, sharding and tensor, context and data
+// parallelism, optimizers, clipping, batches of text, and checkpoints. Link Titan::train, which holds all of
+// it. docs/examples/custom_trainer is such a loop, and includes no other header of LibTitan.
+//
+//   const titan::dist::World world = titan::dist::init();
+//   const auto mesh = titan::DeviceMesh::create(world, {{"dp_shard", -1}});
+//   titan::fully_shard(model, {.mesh = mesh["dp_shard"]});
+//
+// What watches a run, what guards it, and the command line have headers of their own (link Titan::titan).
 
+#include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/core/crash.h"
+#include "titan/core/error.h"
+#include "titan/core/log.h"
+#include "titan/data/feed.h"
+#include "titan/data/loader.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/dist/world.h"
-#include "titan/guard/watchdog.h"
+#include "titan/nn/containers.h"
+#include "titan/nn/layers.h"
+#include "titan/nn/linear.h"
+#include "titan/nn/loss.h"
 #include "titan/nn/module.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"
@@ -18,3 +34,4 @@
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/tensor_parallel.h"
 #include "titan/tensor/dtensor.h"
+#include "titan/train/checkpoint_state.h"

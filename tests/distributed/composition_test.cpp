@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "distributed/outcome.h"
+#include "job/parallelism_settings.h"
 #include "titan/core/error.h"
 
 namespace titan {

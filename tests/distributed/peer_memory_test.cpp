@@ -48,9 +48,9 @@ class DevicesApart final : public dist::DeviceBackend {
 TEST(PeerMemoryChoice, AllRanksHearOfAPairThatIsApart) {
   const auto group = world().everyone();
   const int last = group->size() - 1;
-  EXPECT_EQ(why_no_symmetric_memory(*group, DevicesApart(group->rank(), 0, last)),
+  EXPECT_EQ(why_not_all_share(*group, DevicesApart(group->rank(), 0, last)),
             str("rank ", last, " can't share memory with rank 0: nothing joins them"));
-  EXPECT_EQ(why_no_symmetric_memory(*group, DevicesApart(group->rank(), -1, -1)), "");
+  EXPECT_EQ(why_not_all_share(*group, DevicesApart(group->rank(), -1, -1)), "");
 }
 
 TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {

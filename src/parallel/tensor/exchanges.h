@@ -125,7 +125,7 @@ struct CountedExchange {
 };
 
 /// Why the ranks of `group` can't all share memory, the same text on each; empty: they can. Collective.
-std::string why_no_symmetric_memory(dist::Group& group, const dist::DeviceBackend& devices);
+std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& devices);
 
 /// Makes modules' exchanges, all of one carrier. `module`: its name, interned.
 using MakeExchange = std::function<CountedExchange(const char* module)>;

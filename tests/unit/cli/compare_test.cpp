@@ -11,7 +11,7 @@ namespace {
 
 std::filesystem::path run_folder(const std::string& name, const std::string& config,
                                  const std::string& metrics) {
-  auto folder = std::filesystem::path(testing::TempDir()) / "run_record_test" / name;
+  auto folder = std::filesystem::path(::testing::TempDir()) / "run_record_test" / name;
   std::filesystem::create_directories(folder);
   std::ofstream(folder / "config.toml") << config;
   std::ofstream(folder / "metrics.jsonl") << metrics;

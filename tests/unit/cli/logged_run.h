@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 /// A run's folder with logs of its ranks.
 struct LoggedRun {
-  explicit LoggedRun(const char* name) : folder(fs::path(testing::TempDir()) / name) {
+  explicit LoggedRun(const char* name) : folder(fs::path(::testing::TempDir()) / name) {
     fs::remove_all(folder);
     fs::create_directories(folder / "structured_logs");
     std::ofstream(folder / "config.toml") << "[training]\nsteps = 100\n";

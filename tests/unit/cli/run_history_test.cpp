@@ -132,7 +132,7 @@ TEST(RunHistory, ReadsSettingsAsToml) {
 }
 
 TEST(RunHistory, SkipsLinesThatAreNotRows) {
-  const auto path = fs::path(testing::TempDir()) / "bad_rows.jsonl";
+  const auto path = fs::path(::testing::TempDir()) / "bad_rows.jsonl";
   std::ofstream(path)
       << "{\"step\": 1, \"loss\": 3.5}\n{\"step\": 2, \"lo{\"step\": 3}\n{\"step\": 4, \"lr\": 1}\n";
   const MetricRows rows(path);
@@ -163,7 +163,7 @@ TEST(Perfetto, UsesDurationsOfTheSteadyClock) {
 }
 
 TEST(RunHistory, ReadsTheLastRows) {
-  const auto path = std::filesystem::path(testing::TempDir()) / "figure_rows.jsonl";
+  const auto path = std::filesystem::path(::testing::TempDir()) / "figure_rows.jsonl";
   std::ofstream(path) << "{\"step\": 1, \"loss\": 3.5}\n{\"step\": 2, \"loss\": null}\n{\"step\": 3, "
                          "\"loss\": 2.5}\n{\"step\": 4, \"lo";
   const MetricRows all(path), tail(path, {.tail_bytes = 40});

@@ -14,7 +14,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
 Plan plan_of(const std::string& toml) {
-  const auto file = std::filesystem::path(testing::TempDir()) / "sweep_plan.toml";
+  const auto file = std::filesystem::path(::testing::TempDir()) / "sweep_plan.toml";
   std::ofstream(file) << toml;
   return read_plan(file);
 }
@@ -44,7 +44,7 @@ TEST(SweepPlan, RunsEveryCombinationOfAGrid) {
   EXPECT_EQ(plan.folder, "outputs/sweep_plan");
   EXPECT_THAT(
       plan.train_words(plan.runs[1]),
-      ElementsAre(testing::TempDir() + "configs/a.toml", "--training.steps=7", "--optimizer.lr=0.001",
+      ElementsAre(::testing::TempDir() + "configs/a.toml", "--training.steps=7", "--optimizer.lr=0.001",
                   "--model.args.n_layers=4", "--job.dump_folder=outputs/sweep_plan/lr=0.001,n_layers=4"));
 }
 

@@ -15,9 +15,10 @@ class RunWatchdogs : public ::testing::Test {
                                      std::function<void(const std::string&)> on_hang = {}) const {
     dist::WatchdogLimits limits;
     limits.compute = {compute, "compute.limit"};
-    return std::make_unique<RunWatchdog>(
-        world_, dist::WatchdogOptions{.limits = limits, .on_hang = std::move(on_hang)}, limits,
-        std::vector<nn::AnyRef>{model_});
+    auto watchdog = std::make_shared<dist::Watchdog>(
+        world_, dist::WatchdogOptions{.judges = false, .on_hang = std::move(on_hang)});
+    return std::make_unique<RunWatchdog>(std::move(watchdog), limits, limits,
+                                         std::vector<nn::AnyRef>{model_});
   }
 
   dist::World world_ = dist::init({.backend = "gloo", .device = "cpu"});

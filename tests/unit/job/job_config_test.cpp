@@ -291,7 +291,7 @@ TEST_F(JobConfigTest, PrintedConfigReadsBack) {
   JobConfig config =
       load({"--training.steps", "7", "--model.args.vocab_size", "5", "--optimizer.lr", "1.5e-7"});
   std::string printed = config::print_toml(job_schema(), config);
-  auto path = std::filesystem::path(testing::TempDir()) / "job_config_test.toml";
+  auto path = std::filesystem::path(::testing::TempDir()) / "job_config_test.toml";
   std::ofstream(path) << printed;
   JobConfig again;
   config::load(job_schema(), {path, {}}, again);

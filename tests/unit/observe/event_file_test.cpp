@@ -42,7 +42,7 @@ TEST(Crc32c, KnownValues) {
 }
 
 TEST(EventFileWriter, WritesRecordsWithChecksums) {
-  auto folder = std::filesystem::path(testing::TempDir()) / "event_file_test";
+  auto folder = std::filesystem::path(::testing::TempDir()) / "event_file_test";
   std::filesystem::remove_all(folder);
   std::filesystem::path path;
   {
