@@ -355,9 +355,6 @@ std::string RankGroup::report() const {
   return text + thick + "\n";
 }
 
-using std::chrono::milliseconds;
-using std::chrono::seconds;
-
 namespace {
 constexpr int kMostDoubled = 64;
 }
