@@ -1,102 +1,153 @@
-// titan::cli::main: finds the command, runs it, and is the one place that catches.
+// titan::cli::main: finds the command, runs it, and is the one place that catches errors. `titan`,
+// `titan checkpoint` and `titan debug` are command groups: each has a table of commands here.
 
+#include "cli/commands.h"
+
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <exception>
-#include <functional>
-#include <map>
 
 #include <c10/util/Exception.h>
 
-#include "cli/builtin_models.h"
-#include "cli/commands.h"
-#include "cli/launch/launch.h"
+#include "cli/arguments.h"
+#include "cli/checkpoint/commands.h"
+#include "cli/debug/commands.h"
 #include "cli/text.h"
+#include "job/job_config.h"
 #include "titan/cli/main.h"
+#include "titan/config/load.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
+#include "titan/models/llama3.h"
 #include "titan/train/run_end.h"
 
 namespace titan::cli {
+
+void register_builtin_models() {
+  static const bool once = [] {
+    models::register_llama3();
+    return true;
+  }();
+  (void)once;
+}
 
 namespace {
 
 constexpr int kFailure = 1;
 constexpr int kUsage = 2;
 
-constexpr const char* kHelp =
-    "titan: pre-training of language models\n"
-    "\n"
-    "  titan train [CONFIG] [--nproc N] [--section.key value ...]   train; --help lists every setting\n"
-    "  titan launch -n N [--log-rank RANKS] -- program [...]        start ranks of any program on this "
-    "machine\n"
-    "  titan compare RUN RUN ...                                    settings, losses and speed side by side\n"
-    "  titan sweep FILE                                             runs that differ in some settings, one "
-    "after another\n"
-    "  titan top RUN                                                a run that is under way, on the "
-    "terminal\n"
-    "  titan report RUN                                             a run as one HTML page\n"
-    "  titan schedule [--schedule NAME] [--pp N] [--microbatches N] what a pipeline schedule looks like and "
-    "costs\n"
-    "  titan checkpoint ls|info|verify|diff|prune|convert ...       look into checkpoints, check and convert "
-    "them\n"
-    "  titan debug flight|dump|events ...                           who is missing where a job hangs; what "
-    "ranks left behind, joined\n"
-    "  titan docs config|torchtitan-keys                            the generated pages of docs/\n"
-    "  titan help, titan --version\n"
-    "\n"
-    "torchrun --no-python, srun and mpirun start `titan train` as well.\n";
+struct Command {
+  const char* name;
+  const char* usage;  ///< the words after the name
+  const char* meaning;
+  int (*run)(const Arguments& words);
+};
 
-int help(const Arguments&) { return print(kHelp); }
+struct CommandGroup {
+  std::string name;   ///< "titan checkpoint"
+  std::string title;  ///< first line of the help
+  std::vector<Command> commands;
+  std::string notes;  ///< last lines of the help
+};
 
-int version(const Arguments&) { return print(str("titan ", kVersion, "\n")); }
+const CommandGroup kTitan = {
+    .name = "titan",
+    .title = "titan: pre-training of language models",
+    .commands = {{"train", "[CONFIG] [--nproc N] [--section.key value ...]",
+                  "train a model; --help lists every setting", train_command},
+                 {"launch", "-n N [--log-rank RANKS] -- program [...]",
+                  "start ranks of any program on this machine", launch_command},
+                 {"compare", "RUN RUN ...", "compare the settings, losses and speed of runs",
+                  compare_command},
+                 {"sweep", "FILE", "train runs that differ in some settings, one after another",
+                  sweep_command},
+                 {"top", "RUN", "watch a run on the terminal", top_command},
+                 {"report", "RUN", "write a run's report: one HTML page", report_command},
+                 {"schedule", "[--schedule NAME] [--pp N] [--microbatches N]",
+                  "show a pipeline schedule and what it costs", schedule_command},
+                 {"checkpoint", "ls|info|verify|diff|prune|convert ...",
+                  "inspect, check and convert checkpoints", checkpoint_command},
+                 {"debug", "flight|dump|events ...",
+                  "find the missing rank when a job hangs; join the ranks' logs", debug_command},
+                 {"docs", "config|torchtitan-keys", "print a generated page of docs/", docs_command}},
+    .notes =
+        "  titan help, titan --version\n\ntorchrun --no-python, srun and mpirun start `titan train` as "
+        "well.\n"};
 
-const std::map<std::string, std::function<int(const Arguments&)>>& commands() {
-  static const std::map<std::string, std::function<int(const Arguments&)>> table = {
-      {"train", train_command},
-      {"launch", launch_command},
-      {"compare", compare_command},
-      {"checkpoint", checkpoint_command},
-      {"debug", debug_command},
-      {"docs", docs_command},
-      {"report", report_command},
-      {"schedule", schedule_command},
-      {"sweep", sweep_command},
-      {"top", top_command},
-      {"help", help},
-      {"--help", help},
-      {"-h", help},
-      {"--version", version}};
-  return table;
+const CommandGroup kCheckpoint = {
+    .name = "titan checkpoint",
+    .title = "usage: titan checkpoint COMMAND ...",
+    .commands =
+        {{"ls", "FOLDER", "list the steps of a run and their state", checkpoint_ls},
+         {"info", "STEP_FOLDER [--stats] [--tensors REGEX]", "show what a checkpoint holds", checkpoint_info},
+         {"verify", "STEP_FOLDER [--threads N]", "compare every byte with its checksum", checkpoint_verify},
+         {"diff", "A B [--tensors REGEX]", "show what differs between two checkpoints", checkpoint_diff},
+         {"prune", "FOLDER --keep K [--dry-run]", "remove all but the newest steps", checkpoint_prune},
+         {"convert", "FROM TO", "convert between a step's model, a Hugging Face folder and one file",
+          checkpoint_convert}},
+    .notes = "\ntitan checkpoint COMMAND --help says more. None of these commands starts a job.\n"};
+
+const CommandGroup kDebug = {
+    .name = "titan debug",
+    .title = "usage: titan debug COMMAND ...",
+    .commands = {{"dump", "RUN", "make a running job write its flight records now", debug_dump},
+                 {"flight", "FOLDER [--last N]", "show which rank is missing from which collective call",
+                  debug_flight},
+                 {"events", "RUN [--perfetto FILE]", "join the ranks' structured logs to one trace",
+                  debug_events}},
+    .notes = "\ntitan debug COMMAND --help says more. None of these commands starts a job.\n"};
+
+std::string help_of(const CommandGroup& group) {
+  const std::string prefix = &group == &kTitan ? "  titan " : "  ";
+  TextTable table;
+  for (const Command& command : group.commands)
+    table.rows.push_back({str(prefix, command.name, " ", command.usage), command.meaning});
+  return str(group.title, "\n\n", to_string(table), group.notes);
 }
 
-std::string unknown_command(const std::string& name) {
-  std::vector<std::string> known;
-  for (const auto& [command, run] : commands()) known.push_back(command);
-  auto near = nearest_names(name, known, 1);
-  return str("unknown command '", name, "'", near.empty() ? "" : str("; did you mean '", near.front(), "'?"),
-             " (see titan help)");
+std::string names_of(const CommandGroup& group) {
+  std::string names;
+  for (const Command& command : group.commands) names += str(names.empty() ? "" : ", ", command.name);
+  return names;
+}
+
+// Runs the command that the first word names.
+int dispatch(const CommandGroup& group, const Arguments& words) {
+  if (words.empty())
+    throw ConfigError(
+        str(group.name, " needs a command: ", names_of(group), " (see ", group.name, " --help)"));
+  const std::string& name = words.front();
+  if (name == "--help" || name == "-h" || name == "help") throw HelpText{help_of(group)};
+  std::vector<std::string> known = {"help"};
+  for (const Command& command : group.commands) {
+    if (name == command.name) return command.run(Arguments(words.begin() + 1, words.end()));
+    known.push_back(command.name);
+  }
+  const auto near = nearest_names(name, known, 1);
+  throw ConfigError(str("unknown command '", name, "'",
+                        near.empty() ? "." : str("; did you mean '", near.front(), "'?"), " Commands of ",
+                        group.name, ": ", names_of(group), " (see ", group.name, " --help)"));
 }
 
 int run(const Arguments& words) {
   if (words.empty()) {
-    help({});
+    print(help_of(kTitan));
     return kUsage;
   }
-  auto command = commands().find(words.front());
-  if (command == commands().end()) throw ConfigError(unknown_command(words.front()));
-  return command->second(Arguments(words.begin() + 1, words.end()));
+  if (words.front() == "--version") return print(str("titan ", kVersion, "\n"));
+  return dispatch(kTitan, words);
 }
 
-// Who speaks: with several ranks the reader has to know which one.
-std::string speaker() {
-  log::Settings settings = log::settings();
-  return settings.rank >= 0 && settings.world_size > 1 ? str("titan: rank ", settings.rank, ": ") : "titan: ";
+// With several ranks, a message says which rank it is from.
+void print_error(const std::string& message) {
+  const log::Settings settings = log::settings();
+  const bool is_one_of_many = settings.rank >= 0 && settings.world_size > 1;
+  std::fputs(str("titan: ", is_one_of_many ? str("rank ", settings.rank, ": ") : "", message, "\n").c_str(),
+             stderr);
 }
-
-void print_error(const std::string& message) { std::fputs((speaker() + message + "\n").c_str(), stderr); }
 
 void print_problems(const ConfigError& error) {
   if (error.problems().size() == 1) return print_error(error.problems().front());
@@ -107,13 +158,19 @@ void print_problems(const ConfigError& error) {
 
 }  // namespace
 
+int checkpoint_command(const Arguments& words) { return dispatch(kCheckpoint, words); }
+
+int debug_command(const Arguments& words) { return dispatch(kDebug, words); }
+
 int main(int argc, char** argv) {
   install_crash_handler();
-  // A file-size limit then is an error of the write, with the file's name, and no death by signal.
+  // Exceeding a file-size limit then is an error of the write, which names the file, rather than a fatal signal.
   std::signal(SIGXFSZ, SIG_IGN);
   try {
     register_builtin_models();
     return run(Arguments(argv + std::min(argc, 1), argv + argc));
+  } catch (const HelpText& help) {
+    return print(help.text);
   } catch (const ConfigError& error) {
     print_problems(error);
     return kUsage;
@@ -129,6 +186,43 @@ int main(int argc, char** argv) {
     print_error("error: an exception of unknown type");
   }
   return kFailure;
+}
+
+// titan docs: the pages of docs/ that are generated from the settings' descriptions. scripts/update_docs.sh
+// writes them, and a test compares them.
+
+namespace {
+
+constexpr const char* kConfigHead = R"(# Settings
+
+Generated by `scripts/update_docs.sh` from the descriptions in the code; edit those.
+
+A config is TOML (or JSON, the same tree). `include = ["base.toml"]` at its top reads other files first. Every key can be
+given on the command line too: `titan train config.toml --training.steps 100`. An optional setting that isn't set shows as
+`unset`; on the command line `none` unsets it.
+
+)";
+
+constexpr const char* kKeysHead = R"(# TorchTitan's settings
+
+Generated by `scripts/update_docs.sh`. The table has every key of TorchTitan 0.2.2's configuration and what LibTitan does with it:
+**accepted** (same meaning), **mapped** (same meaning as the key shown), **refused** (only the default shown is allowed; the
+note says why), **refused with** a key (the same while that key is on; while it is off, TorchTitan doesn't read this one
+either, and any valid value is allowed), **without effect** (any valid value is allowed; only for keys about how Python works,
+and the note says which).
+
+Defaults differ on purpose where they name data: `training.dataset`, `validation.dataset` and `model.hf_assets_path` name
+files that every machine with the source tree has. And `activation_checkpoint.mode` is `"none"`, not `"selective"` with every
+second layer, and `early_stop` is on: the numbers are the same, and a run that has enough memory isn't slowed down.
+
+)";
+
+}  // namespace
+
+int docs_command(const Arguments& words) {
+  const bool is_config = parse_docs_arguments(words) == "config";
+  return print(is_config ? kConfigHead + config::markdown(train::job_schema())
+                         : kKeysHead + config::key_table(train::job_schema(), train::torchtitan_keys()));
 }
 
 }  // namespace titan::cli

@@ -1,7 +1,6 @@
 #pragma once
 
-// The commands of the program. `arguments` are the words after the command's name. They return the exit code;
-// errors pass through.
+// The commands of the program. Each takes the words after its name and returns the exit code. Errors pass through.
 
 #include <string>
 #include <vector>
@@ -10,14 +9,24 @@ namespace titan::cli {
 
 using Arguments = std::vector<std::string>;
 
-int train_command(const Arguments& arguments);
-int checkpoint_command(const Arguments& arguments);
-int compare_command(const Arguments& arguments);
-int debug_command(const Arguments& arguments);
-int docs_command(const Arguments& arguments);
-int report_command(const Arguments& arguments);
-int schedule_command(const Arguments& arguments);
-int sweep_command(const Arguments& arguments);
-int top_command(const Arguments& arguments);
+/// Thrown by a command's parser when the words ask for help. main() prints the text.
+struct HelpText {
+  std::string text;
+};
+
+/// Registers the models that come with the library. An explicit call, because a linker may drop a file of the
+/// library whose only use is a static initializer. Does nothing the second time.
+void register_builtin_models();
+
+int checkpoint_command(const Arguments& words);
+int compare_command(const Arguments& words);
+int debug_command(const Arguments& words);
+int docs_command(const Arguments& words);
+int launch_command(const Arguments& words);
+int report_command(const Arguments& words);
+int schedule_command(const Arguments& words);
+int sweep_command(const Arguments& words);
+int top_command(const Arguments& words);
+int train_command(const Arguments& words);
 
 }  // namespace titan::cli

@@ -1,5 +1,5 @@
-// titan compare: the settings that differ between runs, their losses and speeds side by side, and where the
-// losses part.
+// titan compare: the settings that differ between runs, their losses and speeds side by side, and the first step
+// at which the losses differ.
 
 #include "cli/compare.h"
 
@@ -8,7 +8,6 @@
 #include <cstdio>
 
 #include "cli/arguments.h"
-#include "cli/commands.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
 
@@ -52,54 +51,62 @@ double value_at(const MetricRows& rows, int64_t step, const char* key) {
 
 }  // namespace
 
-Parting compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps) {
-  Parting parting;
+LossDifference compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps) {
+  LossDifference found;
   for (int64_t step : steps) {
     const double first = value_at(a, step, "loss"), second = value_at(b, step, "loss");
     if (first == second || (std::isnan(first) && std::isnan(second))) continue;
-    if (!parting.first_step) parting.first_step = step;
+    if (!found.first_step) found.first_step = step;
     const double difference = std::abs(first - second);
-    if (difference >= parting.largest_difference) {
-      parting.largest_difference = difference;
-      parting.largest_step = step;
+    if (difference >= found.largest_difference) {
+      found.largest_difference = difference;
+      found.largest_step = step;
     }
   }
-  return parting;
+  return found;
 }
 
 namespace {
 
-constexpr int kColumn = 24;
+constexpr size_t kMostChars = 24;
 
-std::string cell(const std::string& text) {
-  std::string shown = text.size() > kColumn ? "..." + text.substr(text.size() - kColumn + 3) : text;
-  return std::string(kColumn - std::min<size_t>(kColumn, shown.size()), ' ') + shown + "  ";
-}
+/// A column for each run, under its folder.
+class RunTable {
+ public:
+  RunTable(const std::vector<RunFolder>& runs, const char* corner)
+      : runs_(runs), table_{{}, std::vector<bool>(runs.size() + 1, true)} {
+    add(corner, [](const RunFolder& run) { return run.folder.string(); });
+  }
+  template <class TextOf>
+  void add(const std::string& head, const TextOf& text_of) {
+    auto& row = table_.rows.emplace_back(1, cell(head));
+    for (const RunFolder& run : runs_) row.push_back(cell(text_of(run)));
+  }
+  void print_under(const char* title) const { print(str(title, "\n", to_string(table_))); }
 
-template <class TextOf>
-void print_row(const std::vector<RunFolder>& runs, const std::string& head, const TextOf& text_of) {
-  std::string line = cell(head);
-  for (const RunFolder& run : runs) line += cell(text_of(run));
-  std::printf("%s\n", line.c_str());
-}
+ private:
+  // Keeps the end of a long text: names of folders and settings differ there.
+  static std::string cell(const std::string& text) {
+    return text.size() > kMostChars ? "..." + text.substr(text.size() - kMostChars + 3) : text;
+  }
 
-void print_heads(const std::vector<RunFolder>& runs, const char* first) {
-  print_row(runs, first, [](const RunFolder& run) { return run.folder.string(); });
-}
+  const std::vector<RunFolder>& runs_;
+  TextTable table_;
+};
 
 void print_settings(const std::vector<RunFolder>& runs) {
-  std::printf("settings that differ\n");
-  print_heads(runs, "");
+  RunTable table(runs, "");
   bool any = false;
   for (const std::string& key : keys_of(runs)) {
     if (same_setting(runs, key)) continue;
-    print_row(runs, key, [&](const RunFolder& run) {
+    table.add(key, [&](const RunFolder& run) {
       const std::string value = run.setting(key);
       return value.empty() ? "unset" : value;
     });
     any = true;
   }
-  if (!any) std::printf("%s\n", cell("(none)").c_str());
+  if (!any) table.add("(none)", [](const RunFolder&) { return ""; });
+  table.print_under("settings that differ");
 }
 
 // About 20 lines for long runs, always with the first and the last step.
@@ -112,37 +119,37 @@ std::vector<int64_t> shown_steps(const std::vector<int64_t>& steps) {
 }
 
 void print_losses(const std::vector<RunFolder>& runs, Series series, const char* title) {
-  std::printf("\n%s\n", title);
-  print_heads(runs, "step");
+  RunTable table(runs, "step");
   for (int64_t step : shown_steps(common_steps(runs, series)))
-    print_row(runs, std::to_string(step), [&](const RunFolder& run) {
+    table.add(std::to_string(step), [&](const RunFolder& run) {
       return number("%.6f", value_at(run.*series, step, "loss")) +
              number(" (%.0f)", value_at(run.*series, step, "tps"));
     });
+  table.print_under(title);
 }
 
 void print_speed(const std::vector<RunFolder>& runs) {
-  std::printf("\nmedian over the steps after the first\n");
-  print_heads(runs, "");
-  const auto print_median = [&](const char* head, const char* key, const char* format) {
-    print_row(runs, head, [&](const RunFolder& run) {
+  RunTable table(runs, "");
+  const auto add_median = [&](const char* head, const char* key, const char* format) {
+    table.add(head, [&](const RunFolder& run) {
       return number(format, median_after_first(run.steps.curve(key)).value_or(std::nan("")));
     });
   };
-  print_median("tokens/s per device", "tps", "%.1f");
-  print_median("seconds per step", "step_s", "%.4f");
+  add_median("tokens/s per device", "tps", "%.1f");
+  add_median("seconds per step", "step_s", "%.4f");
+  table.print_under("\nmedian over the steps after the first");
 }
 
-void print_parting(const std::vector<RunFolder>& runs, Series series, const char* losses) {
+void print_differences(const std::vector<RunFolder>& runs, Series series, const char* losses) {
   const std::vector<int64_t> steps = common_steps(runs, series);
   std::printf("\n");
   for (size_t i = 1; i < runs.size(); ++i) {
-    const Parting parting = compare_losses(runs.front().*series, runs[i].*series, steps);
+    const LossDifference found = compare_losses(runs.front().*series, runs[i].*series, steps);
     const std::string name = runs[i].folder.string();
-    if (parting.first_step)
-      std::printf("%s: the %s part at step %lld; largest difference %.3g at step %lld\n", name.c_str(),
-                  losses, static_cast<long long>(*parting.first_step), parting.largest_difference,
-                  static_cast<long long>(parting.largest_step));
+    if (found.first_step)
+      std::printf("%s: the %s first differ at step %lld; largest difference %.3g at step %lld\n",
+                  name.c_str(), losses, static_cast<long long>(*found.first_step), found.largest_difference,
+                  static_cast<long long>(found.largest_step));
     else
       std::printf("%s: all %zu %s are equal, bit for bit\n", name.c_str(), steps.size(), losses);
   }
@@ -151,19 +158,17 @@ void print_parting(const std::vector<RunFolder>& runs, Series series, const char
 }  // namespace
 
 int compare_command(const Arguments& words) {
-  const CompareArguments arguments = parse_compare_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   std::vector<RunFolder> runs;
-  for (const std::string& folder : arguments.runs) runs.push_back(read_compared_run(folder));
+  for (const std::string& folder : parse_compare_arguments(words)) runs.push_back(read_compared_run(folder));
   if (common_steps(runs, &RunFolder::steps).empty())
     throw ConfigError("these runs have no logged step in common");
   const bool validated = !common_steps(runs, &RunFolder::validations).empty();
   print_settings(runs);
-  print_losses(runs, &RunFolder::steps, "loss (tokens/s)");
-  if (validated) print_losses(runs, &RunFolder::validations, "validation loss (tokens/s)");
+  print_losses(runs, &RunFolder::steps, "\nloss (tokens/s)");
+  if (validated) print_losses(runs, &RunFolder::validations, "\nvalidation loss (tokens/s)");
   print_speed(runs);
-  print_parting(runs, &RunFolder::steps, "losses");
-  if (validated) print_parting(runs, &RunFolder::validations, "validation losses");
+  print_differences(runs, &RunFolder::steps, "losses");
+  if (validated) print_differences(runs, &RunFolder::validations, "validation losses");
   return 0;
 }
 

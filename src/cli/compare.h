@@ -1,6 +1,6 @@
 #pragma once
 
-// Comparing runs: settings that differ, and where their losses part.
+// Compares runs: which settings differ, and from which step on their losses do.
 
 #include <cstdint>
 #include <optional>
@@ -12,7 +12,7 @@
 
 namespace titan::cli {
 
-/// Throws ConfigError when the folder holds no run, Error for a line of its metrics that isn't a step's.
+/// Throws ConfigError if the folder holds no run, and Error if a line of its metrics isn't a logged step.
 RunFolder read_compared_run(const std::filesystem::path& folder);
 
 /// The names of all settings but `job.dump_folder`, which always differs.
@@ -23,12 +23,12 @@ bool same_setting(const std::vector<RunFolder>& runs, const std::string& key);
 using Series = MetricRows RunFolder::*;
 std::vector<int64_t> common_steps(const std::vector<RunFolder>& runs, Series series);
 
-struct Parting {
+struct LossDifference {
   std::optional<int64_t> first_step;  ///< the first step whose losses aren't the same double
   double largest_difference = 0;
   int64_t largest_step = 0;
 };
-/// Over `steps`, which both must have.
-Parting compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps);
+/// `steps`: steps that both runs have.
+LossDifference compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps);
 
 }  // namespace titan::cli

@@ -2,21 +2,38 @@
 
 // CLI11 with our usage line, and with ConfigError for errors.
 
+#include <filesystem>
 #include <string>
-#include <vector>
 
 #include <CLI/CLI.hpp>
 
+#include "cli/commands.h"
+
 namespace titan::cli {
 
-/// Parses the command line of one command.
+/// Parses the command line of one command. Values that are bound to options must outlive it.
 class Parser {
  public:
-  /// `name`: "titan train". `usage`: without the word "usage".
-  Parser(std::string name, std::string usage, std::string explanation);
+  /// `name`: "titan train". `usage`: the words after the name. `notes` ends the help text.
+  Parser(std::string name, const std::string& usage, std::string notes);
 
-  /// Returns the help text if the words ask for it. Throws ConfigError.
-  std::string parse(const std::vector<std::string>& words);
+  /// A required argument without a name, such as a folder.
+  void path(const std::string& name, std::filesystem::path& value, const std::string& text);
+  void flag(const std::string& name, bool& value, const std::string& text) {
+    app.add_flag(name, value, text);
+  }
+  void file(const std::string& name, std::filesystem::path& value, const std::string& text) {
+    app.add_option(name, value, text)->type_name("FILE");
+  }
+  /// A number from `least` to `most`; the help calls it `type`.
+  template <class Number>
+  CLI::Option* number(const std::string& name, Number& value, const CLI::Range& range,
+                      const std::string& text, const std::string& type = "N") {
+    return app.add_option(name, value, text)->type_name(type)->check(CLI::Range(range).description(""));
+  }
+
+  /// Throws HelpText if the words ask for help, and ConfigError if they are wrong.
+  void parse(const Arguments& words);
 
   [[noreturn]] void refuse(const std::string& problem) const;
   [[noreturn]] void refuse_option(const std::string& word) const;

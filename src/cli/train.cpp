@@ -10,11 +10,8 @@
 #include <limits>
 
 #include "cli/arguments.h"
-#include "cli/commands.h"
-#include "cli/launch/launch.h"
 #include "cli/launch/launch_train.h"
 #include "cli/text.h"
-#include "cli/train_end.h"
 #include "core/process_stats.h"
 #include "dist/environment.h"
 #include "guard/flight_dump.h"
@@ -41,10 +38,13 @@ constexpr const char* kOnTerminal = "TITAN_ON_TERMINAL";
 /// Tells them that the files of this config have been checked.
 constexpr const char* kFilesChecked = "TITAN_FILES_CHECKED";
 
-int print_help(const TrainArguments& arguments) {
-  std::fputs(arguments.help.c_str(), stdout);
-  std::fputs(config::help_text(train::job_schema()).c_str(), stdout);
-  return 0;
+// The help text ends with all settings.
+TrainArguments parse(const Arguments& words) {
+  try {
+    return parse_train_arguments(words);
+  } catch (const HelpText& help) {
+    throw HelpText{help.text + config::help_text(train::job_schema())};
+  }
 }
 
 struct LoadedJob {
@@ -159,8 +159,7 @@ int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist
                         : is_rank_of_a_job(launch) ? launch.size
                                                    : train::smallest_world(job.config.parallelism);
   train::check_job(job.config, job.origins, num_ranks, train::JobFiles::Ignore);
-  std::fputs(train::plan_table(job.config, num_ranks).c_str(), stdout);
-  return 0;
+  return print(train::plan_table(job.config, num_ranks));
 }
 
 void check_requeue(const train::FaultToleranceSettings& settings) {
@@ -217,11 +216,10 @@ int run_rank(const train::JobConfig& config, const dist::Launch& launch, const t
 }  // namespace
 
 int train_command(const Arguments& words) {
-  TrainArguments arguments = parse_train_arguments(words);
-  if (!arguments.help.empty()) return print_help(arguments);
-  LoadedJob job = load_job(arguments);
+  const TrainArguments arguments = parse(words);
+  const LoadedJob job = load_job(arguments);
   if (arguments.print_config) return print(config::print_toml(train::job_schema(), job.config));
-  dist::Launch launch = dist::read_launch(dist::process_environment());
+  const dist::Launch launch = dist::read_launch(dist::process_environment());
   if (arguments.print_plan) return print_plan(arguments, job, launch);
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));

@@ -173,7 +173,7 @@ void write_tensor(SignalSafeJson& json, const CallRecord& call, const CallSizes&
   json.raw("]");
 }
 
-// As PyTorch does: "nccl:send 0->1" with ranks of the group.
+// The same form as in PyTorch: "nccl:send 0->1" with ranks of the group.
 void write_name(SignalSafeJson& json, const CallRecord& call, int rank) {
   json.raw_field("profiling_name", "\"titan:");
   json.raw(name_of(call.op));

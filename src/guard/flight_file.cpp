@@ -287,7 +287,8 @@ FlightFile parse_flight_file(const std::string& text, const std::filesystem::pat
   const auto rank = rank_in(name);
   FlightReader(file, parse_json(text, name)).read();
   if (!file.is_titan && rank) file.rank = *rank;
-  if (file.rank < 0) throw Error(str(name.string(), ": doesn't tell its rank, nor does its name end in one"));
+  if (file.rank < 0)
+    throw Error(str(name.string(), ": the record has no rank, and its name doesn't end in one"));
   return file;
 }
 

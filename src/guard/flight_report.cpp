@@ -97,7 +97,7 @@ JoinedFlights join_flights(const std::vector<FlightFile>& files) {
   return joined;
 }
 
-/// What differs between two calls that should be the same; "" if they may be.
+/// The difference between two calls that should be the same; "" if there is none.
 std::string difference(const FlightLane& lane, const FlightCall& a, const FlightCall& b) {
   if (lane.from < 0 && a.op != b.op) return "operation";
   if (!a.dtypes.empty() && !b.dtypes.empty() && a.dtypes != b.dtypes) return "dtype";

@@ -69,7 +69,7 @@ struct FlightLane {
   std::string group, purpose;
   std::vector<int> ranks;  ///< world ranks in group order
   int from = -1, to = -1;  ///< ranks of the group; -1: collectives
-  /// By sequence number, then world rank. Both sides of a message have the same number.
+  /// Calls by sequence number, then world rank. Both sides of a message have the same number.
   std::map<int64_t, std::map<int, const FlightCall*>> calls;
 
   /// The world ranks that take part: of a message, its two.
@@ -84,7 +84,7 @@ enum class FlightVerdict {
   Deadlock,  ///< ranks wait for each other, in different calls
   Unknown,   ///< ranks wait for others that are alive, but whose records aren't here
   AllThere,  ///< ranks wait in a call that all have made
-  NoWait     ///< nobody waits
+  NoWait     ///< no rank waits
 };
 
 struct FlightReport {

@@ -2,14 +2,21 @@
 
 #include <signal.h>
 #include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <ctime>
+#include <exception>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "core/thread_stacks.h"
 #include "dist/flight_record.h"
 #include "dist/side_thread.h"
 #include "guard/flight_dump.h"
+#include "guard/flight_report.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
@@ -78,7 +85,7 @@ std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank)
   return folder / str("stacks_", rank, ".txt");
 }
 
-// What hung the job may be the same file system.
+// The same file system may have hung the job.
 void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
   thread.post([files] {
     if (!files.folder.empty())
@@ -96,6 +103,94 @@ void end_process_after(std::chrono::seconds limit) {
   sigaddset(&alarms, SIGALRM);
   pthread_sigmask(SIG_UNBLOCK, &alarms, nullptr);
   alarm(static_cast<unsigned>(limit.count()));
+}
+
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kFailuresKey = "failures";
+constexpr const char* kExplanationKey = "explanation";
+constexpr const char* kReadKey = "explanations_read";
+
+constexpr auto kExplanationLimit = 6s;
+constexpr auto kJoinLimit =
+    1s;  // for joining the records once they are read, which takes half as long as reading
+constexpr auto kReadLimit = 1s;
+static_assert(1s + kExplanationLimit + kReadLimit <= kExplainsWithin);
+
+// Returns the ranks whose count of beats doesn't change while three more are due.
+std::string lost_ranks(c10d::Store& store, int rank, int size) {
+  const auto before = read_beats(store, size);
+  std::this_thread::sleep_for(7 * slowest_beat(size) / 2);
+  const auto after = read_beats(store, size);
+  std::string text;
+  int count = 0;
+  for (int other = 0; other < size; ++other) {
+    const auto &was = before[static_cast<size_t>(other)], &is = after[static_cast<size_t>(other)];
+    const bool has_ended = is && is->state == RunState::Ended;
+    if (other == rank || has_ended || (is && (!was || was->number != is->number))) continue;
+    if (++count > 4) continue;
+    text += str(text.empty() ? "lost: " : "; ",
+                is ? is->life : str("rank ", other, ", which never sent a sign of life"));
+  }
+  return count > 4 ? str(text, " and ", count - 4, " more ranks") : text;
+}
+
+// Without a lost rank, those whose record isn't there have left it on another file system.
+std::string find_cause(c10d::Store& store, const FailureScene& scene) {
+  const auto end = Clock::now() + kExplanationLimit;
+  std::string text = scene.size > 1 ? lost_ranks(store, scene.rank, scene.size) : "";
+  if (text.empty() && !scene.records.empty() && scene.size > 1)
+    text = flight_summary(scene.records, {.all_ranks_live = true, .end = end - kJoinLimit});
+  return str(text, text.empty() ? "" : "; ", "first to fail was rank ", scene.rank, ": ", scene.failure);
+}
+
+// Rank 0's process may keep the store, and is about to end.
+void let_others_read(c10d::Store& store, int size) {
+  const auto end = Clock::now() + kReadLimit;
+  while (Clock::now() < end && store.add(kReadKey, 0) + 1 < size) std::this_thread::sleep_for(20ms);
+}
+
+std::string wait_for_explanation(c10d::Store& store) {
+  const auto end = Clock::now() + kExplanationLimit;
+  while (!store.check({kExplanationKey})) {
+    if (Clock::now() > end)
+      return str("the rank that failed first didn't find the cause within ", kExplanationLimit.count(), " s");
+    std::this_thread::sleep_for(20ms);
+  }
+  std::string text = get_text(store, kExplanationKey);
+  store.add(kReadKey, 1);
+  return text;
+}
+
+}  // namespace
+
+std::string explain_failure(const FailureScene& scene) {
+  try {
+    const StorePtr store = scene.connect();
+    if (!store) throw Error("the store is gone");
+    const bool is_first = store->add(kFailuresKey, 1) == 1;
+    std::string text;
+    if (is_first) {
+      request_records(*store, str(kFailureOf, "rank ", scene.rank, ": ", scene.failure));
+      text = find_cause(*store, scene);
+      set_text(*store, kExplanationKey, text);
+    } else {
+      text = wait_for_explanation(*store);
+    }
+    if (scene.rank == 0) let_others_read(*store, scene.size);
+    return text;
+  } catch (const std::exception&) {
+    return explain_alone(
+        scene, "the job's store is gone, and with it the process that keeps it, rank 0 or its launcher");
+  }
+}
+
+std::string explain_alone(const FailureScene& scene, const std::string& known) {
+  return str(known, scene.first_rank_life.empty() ? "" : ": " + scene.first_rank_life, "; this is rank ",
+             scene.rank, ": ", scene.failure);
 }
 
 }  // namespace titan::dist

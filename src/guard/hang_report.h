@@ -1,13 +1,13 @@
 #pragma once
 
-// What a rank leaves behind when the job hangs.
+// The report, the files and the reason that a rank leaves when the job hangs or when it fails.
 
 #include <chrono>
 #include <filesystem>
 #include <memory>
 #include <string>
 
-#include "guard/verdict.h"
+#include "guard/mail.h"
 
 namespace titan::dist {
 
@@ -38,5 +38,24 @@ void leave_files(const HangFiles& files, SideThread& thread, std::chrono::millis
 
 /// From now on the process ends by itself after `limit`, with kHungExitCode, whatever its threads wait for.
 void end_process_after(std::chrono::seconds limit);
+
+/// Begins the reason of records that are written because a rank failed.
+inline constexpr const char* kFailureOf = "failure of ";
+
+/// The facts that a failing rank knows.
+struct FailureScene {
+  int rank = 0, size = 1;
+  std::string failure;  ///< one line
+  Mail::Connect connect;
+  std::filesystem::path records;  ///< folder of the flight records; empty: none are written
+  std::string first_rank_life;    ///< what rank 0, whose process may keep the store, said last; may be empty
+};
+
+/// The same line on all ranks that fail. Blocks as long as the store does; otherwise returns within
+/// kExplainsWithin.
+std::string explain_failure(const FailureScene& scene);
+
+/// The line of a rank that cannot ask the others: `known` says why.
+std::string explain_alone(const FailureScene& scene, const std::string& known);
 
 }  // namespace titan::dist

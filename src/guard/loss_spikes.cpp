@@ -1,4 +1,4 @@
-#include "guard/loss_spikes.h"
+#include "guard/policies.h"
 
 #include <algorithm>
 #include <cmath>

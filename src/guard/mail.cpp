@@ -5,10 +5,10 @@
 #include <exception>
 #include <utility>
 
-#include <nlohmann/json.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "core/json_tree.h"
 #include "dist/rendezvous.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -31,12 +31,14 @@ c10d::Store& served_store(c10d::Store& store) {
 }
 
 std::string to_text(const Verdict& verdict) {
-  return nlohmann::json{{"text", verdict.text}, {"silent", verdict.silent}, {"culprits", verdict.culprits}}
-      .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return json_text(
+      nlohmann::json{{"text", verdict.text}, {"silent", verdict.silent}, {"culprits", verdict.culprits}});
 }
 
 Verdict verdict_from(const std::string& text) {
-  const auto json = nlohmann::json::parse(text);
+  std::string problem;
+  const auto json = parse_json(text, &problem);
+  if (!problem.empty()) throw Error("cannot parse a verdict about a hang: " + problem);
   return {json.at("text").get<std::string>(), json.at("silent").get<std::vector<int>>(),
           json.at("culprits").get<std::vector<int>>()};
 }

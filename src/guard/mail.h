@@ -1,6 +1,6 @@
 #pragma once
 
-// What the ranks' watchdogs tell each other, as keys of the job's store. The store is a process that may
+// The messages between the ranks' watchdogs, as keys of the job's store. The store is a process that may
 // itself hang, and then a call to it never returns: so every function here may block for ever, and belongs on
 // a SideThread.
 
@@ -13,7 +13,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include "guard/verdict.h"
+#include "guard/progress.h"
 
 namespace c10d {
 class Store;

@@ -5,7 +5,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include <torch/nn/module.h>
 
 #include "titan/nn/hooks.h"
 
@@ -36,15 +39,44 @@ class ModuleProbe : public nn::CallHook {
 
 using MakeProbe = std::function<std::shared_ptr<ModuleProbe>(std::shared_ptr<nn::CallHook> inner)>;
 
+inline void for_each_host(const std::vector<nn::AnyRef>& models,
+                          const std::function<void(nn::HookHost&)>& visit) {
+  for (const nn::AnyRef& model : models)
+    for (nn::HookHost* host : nn::hook_hosts(model.module())) visit(*host);
+}
+
 /// Adds a probe to every hookable module of `models`, roots included.
-void add_probes(const std::vector<nn::AnyRef>& models, const MakeProbe& make);
+inline void add_probes(const std::vector<nn::AnyRef>& models, const MakeProbe& make) {
+  for_each_host(models, [&](nn::HookHost& host) { host.label_hook = make(host.label_hook); });
+}
+
 /// Adds a probe to the roots only.
-void add_root_probes(const std::vector<nn::AnyRef>& models, const MakeProbe& make);
-/// Removes the probes that `is_ours`, wherever they are in a chain of probes.
-void remove_probes(const std::vector<nn::AnyRef>& models,
-                   const std::function<bool(const nn::CallHook&)>& is_ours);
+inline void add_root_probes(const std::vector<nn::AnyRef>& models, const MakeProbe& make) {
+  for (const nn::AnyRef& model : models) model.host().label_hook = make(model.host().label_hook);
+}
+
+using IsOurs = std::function<bool(const nn::CallHook&)>;
+
+/// The chain of probes without those that are ours.
+inline std::shared_ptr<nn::CallHook> without_probes(const std::shared_ptr<nn::CallHook>& hook,
+                                                    const IsOurs& is_ours) {
+  const auto probe = std::dynamic_pointer_cast<ModuleProbe>(hook);
+  if (!probe) return hook;
+  auto inner = without_probes(probe->inner(), is_ours);
+  if (is_ours(*probe)) return inner;
+  probe->set_inner(std::move(inner));
+  return hook;
+}
+
+/// Removes the probes that are ours, wherever they are in a chain of probes.
+inline void remove_probes(const std::vector<nn::AnyRef>& models, const IsOurs& is_ours) {
+  for_each_host(models,
+                [&](nn::HookHost& host) { host.label_hook = without_probes(host.label_hook, is_ours); });
+}
 
 /// For messages: "'layers.3.attention'", or "model" for a root.
-std::string module_name(const nn::HookHost& host);
+inline std::string module_name(const nn::HookHost& host) {
+  return host.fqn().empty() ? "model" : "'" + host.fqn() + "'";
+}
 
 }  // namespace titan::train

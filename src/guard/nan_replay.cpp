@@ -5,7 +5,7 @@
 // the last; and among ranks that call the same modules, at the lowest count of calls. Among ranks that meet
 // it in the same call, one that was given the number says more than one that got it out of a sum.
 
-#include "guard/nan_replay.h"
+#include "guard/policies.h"
 
 #include <exception>
 #include <iomanip>
@@ -80,7 +80,7 @@ Said gather_first(const dist::World& world, const std::string& key, const std::s
 
 }  // namespace
 
-// What is known already is logged first, in case the replay doesn't come to its end.
+// Logs the known facts first, in case the replay does not finish.
 std::string NanReplay::explain(Trainer& trainer, const NonFiniteStep& step) {
   log::warning_rank0(step.problem +
                      ". The step is run again to find the module and the rank that it comes from");

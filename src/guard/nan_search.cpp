@@ -309,7 +309,7 @@ class NanProbe final : public ModuleProbe {
 
   StatePtr state_;
   size_t model_;
-  // Of the current call. A call that an exception ends leaves them to the next one.
+  // For the current call. If an exception ends a call, the next call finds them here.
   TensorList inputs_;
   std::shared_ptr<SearchedCall> call_;
   uint64_t first_number_ = 0;
@@ -339,7 +339,7 @@ void NanSearch::set_step(int64_t step) { state_->set_step(step); }
 
 std::optional<NanFinding> NanSearch::first() const { return state_->first(); }
 
-// By now the gradients are summed over the ranks.
+// The gradients are summed over the ranks by now.
 void NanSearch::check_gradients(const std::vector<Parameter>& parameters) const {
   const Parameter* parameter = first_nonfinite_gradient(parameters);
   if (!parameter) return;

@@ -1,4 +1,4 @@
-#include "guard/replica_check.h"
+#include "guard/policies.h"
 
 #include <algorithm>
 #include <map>

@@ -1,6 +1,6 @@
 #pragma once
 
-// What guards a run and hears of its phases: the watchdog, the flight recorder, the search for NaN.
+// Observers that guard a run by its phases: the watchdog, the flight recorder, the search for NaN.
 
 #include <memory>
 #include <vector>

@@ -21,7 +21,6 @@
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
 #include "dist/side_thread.h"
-#include "guard/failure.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 #include "guard/mail.h"
@@ -90,7 +89,7 @@ std::string on_one_line(std::string text) {
   return text;
 }
 
-/// What the side threads leave for the watchdog thread. Shared, as they may outlive the watchdog.
+/// Data that the side threads leave for the watchdog thread. Shared, because these threads may outlive the watchdog.
 class Desk {
  public:
   void leave_mail(const Mail::Inbox& inbox) {
@@ -175,7 +174,7 @@ class Watchdog::Impl {
   void begin_judging();
   void write_record(const std::string& reason, FlightExtent extent);
 
-  // Of the watchdog thread, under mutex_.
+  // Used by the watchdog thread, under mutex_.
   void run();
   std::optional<Verdict> turn();
   void look();
@@ -293,7 +292,7 @@ void Watchdog::Impl::begin_judging() {
   }
   state_ = RunState::Runs;
   prepare_thread_stacks();
-  // Those of an earlier start would be taken for this one's.
+  // Stacks of an earlier start would look like this start's.
   std::error_code none;
   if (!options_.folder.empty()) std::filesystem::remove(stacks_path(options_.folder, world_.rank()), none);
 }
@@ -525,7 +524,7 @@ std::string Watchdog::Impl::explain(const std::string& failure) {
   if (within(kExplainsWithin - kRecordWithin, explain_it)) return *text;
   return explain_alone(scene,
                        "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
-                       "launcher keeps, nor the ranks' records told why");
+                       "launcher keeps, nor the ranks' records say why");
 }
 
 Watchdog::Watchdog(const World& world, WatchdogOptions options) {

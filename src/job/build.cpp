@@ -4,9 +4,7 @@
 
 #include "core/process_stats.h"
 #include "dist/device_backend.h"
-#include "guard/loss_spikes.h"
-#include "guard/nan_replay.h"
-#include "guard/replica_check.h"
+#include "guard/policies.h"
 #include "guard/run_observers.h"
 #include "job/checkpoint_job.h"
 #include "job/float8_job.h"

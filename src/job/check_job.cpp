@@ -238,6 +238,16 @@ void check_fault_tolerance(Check& check) {
                 "goes back to checkpoints, which takes checkpoint.enable = true and no load_only");
 }
 
+void check_metrics(Check& check) {
+  for (const std::string& sink : check.config.metrics.sinks) {
+    try {
+      metrics_sinks().get(sink);
+    } catch (const ConfigError& error) {
+      check.problems.push_back(check.origins.problem("metrics.sinks", error.what()));
+    }
+  }
+}
+
 void check_validation(Check& check, int world_size) {
   const ValidationSettings& validation = check.config.validation;
   if (!validation.enable) return;
@@ -264,6 +274,7 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check_profiling(check);
   check_checkpoint(check, world_size);
   check_fault_tolerance(check);
+  check_metrics(check);
   check_validation(check, world_size);
   CheckedFiles checked;
   if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);

@@ -7,7 +7,7 @@
 
 #include "job/parallelism_settings.h"
 #include "job/settings.h"
-#include "observe/profiling_settings.h"
+#include "observe/profiling.h"
 #include "observe/stragglers.h"
 #include "observe/structured_log.h"
 #include "titan/config/load.h"

@@ -13,8 +13,8 @@
 #include <c10/core/Device.h>
 
 #include "nn/trace_labels.h"
-#include "observe/profiling_settings.h"
 #include "observe/structured_log.h"
+#include "titan/config/table.h"
 #include "titan/nn/hooks.h"
 #include "titan/train/run_observer.h"
 
@@ -23,6 +23,19 @@ struct RecordFunction;
 }
 
 namespace titan::train {
+
+/// [profiling]
+struct ProfilingSettings {
+  bool enable_profiling = false;
+  std::string save_traces_folder = "profile_traces";  ///< under dump_folder
+  int64_t profile_freq = 10;                          ///< steps from one trace, or snapshot, to the next
+  int64_t profiler_active = 1;                        ///< steps in a trace: the last of each profile_freq
+  int64_t profiler_warmup = 3;  ///< steps before them in which the profiler is set up already
+  bool enable_memory_snapshot = false;
+  std::string save_memory_snapshot_folder = "memory_snapshot";  ///< under dump_folder
+};
+
+void describe(config::Table<ProfilingSettings>& table);
 
 enum class ProfileAction { None, WarmUp, Record, RecordAndSave };
 

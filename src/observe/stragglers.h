@@ -63,7 +63,7 @@ class StragglerWatch : public RunObserver {
   void end(Phase phase, int64_t step, bool failed) override;
   void logged(const StepMetrics& metrics) override;
 
-  /// Of the last interval; equal on all ranks.
+  /// Results of the last interval; equal on all ranks.
   const std::vector<RankPace>& paces() const { return paces_; }
   const std::optional<Straggler>& straggler() const { return straggler_; }
 

@@ -68,8 +68,11 @@ class ProgressState : public checkpoint::Stateful {
     const int64_t own = speaks_ ? parts_.window.local_tokens_seen() : 0;
     nlohmann::json tree{{"step", progress_.step}, {"tokens", progress_.tokens_before}};
     for (const auto& [name, policy] : parts_.policies)
-      if (const std::string state = policy->state(); !state.empty())
-        tree[name] = nlohmann::json::parse(state);
+      if (const std::string state = policy->state(); !state.empty()) {
+        std::string problem;
+        tree[name] = parse_json(state, &problem);
+        TITAN_CHECK(problem.empty(), "the state of trainer policy '", name, "' is ", problem);
+      }
     return {.tensors = {}, .text = std::to_string(own), .merge = [tree](const auto& texts) {
               nlohmann::json merged = tree;
               int64_t tokens = tree["tokens"];

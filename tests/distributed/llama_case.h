@@ -10,7 +10,7 @@
 
 #include <ATen/ATen.h>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/parallel/parameters.h"

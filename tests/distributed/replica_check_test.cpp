@@ -1,7 +1,7 @@
 // Who has copies of what, over each way of having them: a bit that flips on one rank is found where another
 // rank has the same part, and named.
 
-#include "guard/replica_check.h"
+#include "guard/policies.h"
 
 #include <gtest/gtest.h>
 

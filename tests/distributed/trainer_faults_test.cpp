@@ -7,7 +7,7 @@
 #include <ATen/ops/equal.h>
 
 #include "distributed/trainer_case.h"
-#include "guard/replica_check.h"
+#include "guard/policies.h"
 #include "titan/train/run_end.h"
 #include "train/policies/interruption.h"
 #include "train/policies/nonfinite_steps.h"

@@ -142,7 +142,7 @@ TEST(CheckpointCommands, InfoWithFigures) {
   EXPECT_THAT(line_with(text, "none"),
               MatchesRegex("none +float32 +\\[0\\] +-?nan +-?nan +-?nan +-?nan +0 +0 +whole; 2 copies"));
   EXPECT_THAT(line_with(text, "stage"),
-              MatchesRegex("stage +bfloat16 +\\[2\\] +-3 +0 +-3 +-3 +4.24264 +0 +whole; on pp 1 alone"));
+              MatchesRegex("stage +bfloat16 +\\[2\\] +-3 +0 +-3 +-3 +4.24264 +0 +whole; only on pp 1"));
   EXPECT_THAT(line_with(text, "finite"), HasSubstr("not all"));
   const json all = json::parse(succeeds({"info", "--stats", "--json", "--tensors", "^a$|stage", step}));
   ASSERT_EQ(all["tensors"].size(), 2u);
@@ -151,14 +151,14 @@ TEST(CheckpointCommands, InfoWithFigures) {
   EXPECT_EQ(all["tensors"][1]["shape"], json::array({2}));
   EXPECT_THAT(fails(2, {"info", step, "--tensors", "nothing"}),
               HasSubstr("no tensor's name matches 'nothing'"));
-  EXPECT_THAT(fails(2, {"info", step, "--tensors", "("}), HasSubstr("is no regular expression"));
+  EXPECT_THAT(fails(2, {"info", step, "--tensors", "("}), HasSubstr("is not a regular expression"));
 }
 
 TEST(CheckpointCommands, VerifyNamesAllDamage) {
   const SavedRun saved("verify");
   const fs::path step = saved.steps / "step-20";
   EXPECT_THAT(succeeds({"verify", step.string()}),
-              AllOf(StartsWith(step.string() + " is whole: 6 tensors in 4 files, 1.2 MB read in "),
+              AllOf(StartsWith(step.string() + " is intact: 6 tensors in 4 files, 1.2 MB read in "),
                     HasSubstr("GB/s")));
   const fs::path file = step / checkpoint::file_name(1);
   std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
@@ -216,7 +216,7 @@ TEST(CheckpointCommands, DiffOfDifferentMeshes) {
   EXPECT_THAT(text,
               HasSubstr("settings that differ\n  training.seed: unset | 1\n  training.steps: 20 | 40\n"));
   EXPECT_THAT(text, HasSubstr("dataloader\n  only in A\n"));
-  EXPECT_THAT(text, HasSubstr("train_state: what differs\n  /tokens: 20480 | 1\n"));
+  EXPECT_THAT(text, HasSubstr("train_state: values that differ\n  /tokens: 20480 | 1\n"));
   EXPECT_THAT(text, HasSubstr("\n5 of 7 tensors differ\n"));
   EXPECT_THAT(fails(1, {"diff", in_a, other, "--tensors", "scale"}), HasSubstr("0 of 1 tensor differ"));
   EXPECT_THAT(fails(2, {"diff", in_a, other, "--tensors", "scales"}), HasSubstr("no tensor's name matches"));
@@ -243,9 +243,9 @@ TEST(CheckpointCommands, ConvertTakesTheModelOutOfAState) {
 
   const std::string new_folder = (saved.folder / "hf").string(), new_file = new_folder + ".safetensors";
   EXPECT_THAT(fails(2, {"convert", step.string(), new_folder}),
-              HasSubstr("manifest.json doesn't tell which model it is; add --config"));
+              HasSubstr("manifest.json doesn't say which model it is; add --config"));
   EXPECT_THAT(fails(2, {"convert", saved.steps.string(), new_folder}),
-              HasSubstr("is no step's folder but a run's; the newest step in it is "));
+              HasSubstr("is a run's folder, not a step's; the newest step in it is "));
   // Flipped in the half of rank 1, which is read behind rank 0's.
   const fs::path file = step / checkpoint::file_name(1);
   std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
@@ -270,7 +270,7 @@ TEST(CheckpointCommands, PruneKeepsWhatItShould) {
   const std::vector<std::string> before = left();
   const std::string dry = succeeds({"prune", saved.folder.string(), "--keep", "1", "--dry-run"});
   EXPECT_EQ(dry, str("would remove ", (saved.steps / ".step-50.abc.tmp").string(),
-                     ", if no run writes here\nwould remove ", (saved.steps / "step-10").string(),
+                     ", unless a run writes here\nwould remove ", (saved.steps / "step-10").string(),
                      "\n3 steps of 4 would stay\n"));
   EXPECT_EQ(left(), before);
   {
@@ -292,19 +292,19 @@ TEST(CheckpointCommands, AWrongFolderIsExplained) {
   for (const char* command : {"info", "verify"}) {
     EXPECT_THAT(fails(2, {command, saved.folder.string()}),
                 HasSubstr(saved.folder.string() +
-                          " is no step's folder but a run's; the newest step in it is " + newest));
+                          " is a run's folder, not a step's; the newest step in it is " + newest));
     EXPECT_THAT(fails(2, {command, steps + "/step-50"}),
                 HasSubstr("there is no folder " + steps + "/step-50 in " + steps +
                           "; the newest step in it is " + newest));
-    EXPECT_THAT(fails(2, {command, steps + "/step-30"}), HasSubstr("holds a model alone"));
+    EXPECT_THAT(fails(2, {command, steps + "/step-30"}), HasSubstr("holds only a model"));
     EXPECT_THAT(fails(2, {command, steps + "/step-20/manifest.json"}),
-                HasSubstr("is a file; a folder is wanted"));
+                HasSubstr("is a file, not a folder"));
   }
   EXPECT_THAT(fails(2, {"ls", steps + "/step-20"}),
-              HasSubstr("is one step; what is wanted is the folder that holds it: " + steps));
+              HasSubstr("is one step; give the folder that holds it: " + steps));
   const fs::path empty = fresh_folder("empty");
   EXPECT_THAT(fails(2, {"ls", empty.string()}), HasSubstr("there are no checkpoints in " + empty.string()));
-  EXPECT_THAT(fails(2, {"verify", empty.string()}), HasSubstr("is no checkpoint: it has no manifest.json"));
+  EXPECT_THAT(fails(2, {"verify", empty.string()}), HasSubstr("is not a checkpoint: it has no manifest.json"));
   EXPECT_THAT(fails(2, {"prune", empty.string() + "/none", "--keep", "1"}), HasSubstr("there is no folder"));
   EXPECT_THAT(fails(2, {"show"}), HasSubstr("unknown command 'show'"));
   std::ofstream(empty / ".lock") << "";

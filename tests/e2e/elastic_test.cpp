@@ -221,7 +221,7 @@ TEST(Elastic, WhatARestartCantGoOnFromIsRefused) {
     EXPECT_EQ(result.status, 2);
     return result.err;
   };
-  EXPECT_THAT(refused({}), HasSubstr("there is no --nproc"));
+  EXPECT_THAT(refused({}), HasSubstr("--max-restarts needs --nproc"));
   EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.no_enable"}),
               HasSubstr("with --max-restarts must be true"));
   EXPECT_THAT(refused({"--nproc", "2", "--checkpoint.load_step", "5"}),
@@ -247,7 +247,7 @@ TEST(Elastic, LaunchedRanksRefuseWhatARestartCantGoOnFrom) {
   EXPECT_EQ(refused.status, 2) << refused.err;
   EXPECT_THAT(refused.err,
               HasSubstr("--checkpoint.load_step = 5: with --max-restarts must be -1, the newest: "
-                        "each restart would go back to this step"));
+                        "otherwise each restart goes back to this step"));
   EXPECT_THAT(launched({}, {"--checkpoint.load_step", "5"}).err,
               ::testing::Not(HasSubstr("with --max-restarts")));
 }

@@ -453,7 +453,7 @@ TEST(LaunchRestart, WrongUse) {
   };
   EXPECT_THAT(error_of({"-n", "2", "--max-restarts", "1", "--min-ranks", "3"}),
               HasSubstr("--min-ranks is 3; allowed: 1 to the number of ranks, 2"));
-  EXPECT_THAT(error_of({"-n", "2", "--min-ranks", "1"}), HasSubstr("without --max-restarts"));
+  EXPECT_THAT(error_of({"-n", "2", "--min-ranks", "1"}), HasSubstr("needs --max-restarts"));
   EXPECT_THAT(error_of({"-n", "2", "--max-restarts", "-1"}), HasSubstr("--max-restarts"));
   EXPECT_THAT(error_of({"-n", "2", "--max-restarts", "1", "--rejoin-after", "soon"}),
               HasSubstr("'soon' isn't a number of seconds or 'never'"));

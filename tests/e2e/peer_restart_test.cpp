@@ -296,7 +296,7 @@ TEST_F(PeerRestart, WhatCantBeSavedStaysInMemory) {
   EXPECT_TRUE(std::any_of(left.begin(), left.end(), [&](const fs::path& path) {
     return told.err.find("stays in " + path.string() + " ") != std::string::npos;
   })) << told.err;
-  EXPECT_THAT(told.err, AllOf(HasSubstr("isn't there"), HasSubstr("To go on from it, copy that folder to")));
+  EXPECT_THAT(told.err, AllOf(HasSubstr("isn't there"), HasSubstr("To resume from it, copy that folder to")));
 }
 
 TEST_F(PeerRestart, WhereNobodyStartsRanksAgainItIsRefused) {

@@ -67,16 +67,16 @@ TEST(ScheduleCommand, DrawsTheTimelineUnasked) {
   };
   const CommandResult drawn = there("");
   EXPECT_EQ(drawn.status, 0) << drawn.err;
-  EXPECT_THAT(drawn.err, HasSubstr("the timeline is drawn in schedule.svg"));
+  EXPECT_THAT(drawn.err, HasSubstr("wrote the timeline to schedule.svg"));
   EXPECT_TRUE(text_of(folder / "schedule.svg") ==
               text_of(source_file("docs/images/pipeline/ZBVZeroBubble.svg")));
   const CommandResult taken = there("rm schedule.svg && mkdir schedule.svg && ");
   EXPECT_EQ(taken.status, 0) << taken.err;
-  EXPECT_THAT(taken.err, HasSubstr("the timeline isn't drawn: "));
+  EXPECT_THAT(taken.err, HasSubstr("cannot draw the timeline: "));
   EXPECT_THAT(taken.out, HasSubstr("bubble 5.9 %"));
   const CommandResult large = run({titan_program(), "schedule", "--microbatches", "8192"});
   EXPECT_EQ(large.status, 0) << large.err;
-  EXPECT_THAT(large.err, HasSubstr("--svg FILE draws it nevertheless"));
+  EXPECT_THAT(large.err, HasSubstr("use --svg FILE to draw it anyway"));
 }
 
 TEST(ScheduleCommand, ForwardOnlyAndRepeated) {

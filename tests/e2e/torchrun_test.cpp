@@ -140,7 +140,7 @@ TEST(Torchrun, AgentsThatAreLostAndOthersThatJoinDontChangeTheRun) {
     EXPECT_EQ(result.status, 0) << result.err;
     log += result.err;
   }
-  EXPECT_THAT(log, HasSubstr("exit code 143, behind which the other agents start theirs again"));
+  EXPECT_THAT(log, HasSubstr("exit code 143, so that the other agents restart their ranks"));
   const Curve expected = curve_of(straight);
   ASSERT_EQ(expected.size(), static_cast<size_t>(kSteps));
   expect_near(curve_of(run), expected);

@@ -244,7 +244,7 @@ TEST(Seeds, DropoutRepeatsAndFollowsDebugSeed) {
   }
 }
 
-TEST(Compare, ShowsWhatDiffersAndWhereTheyPart) {
+TEST(Compare, ShowsDifferentSettingsAndTheFirstDifferentLoss) {
   auto a = fresh_folder("a"), b = fresh_folder("b"), c = fresh_folder("c");
   train(a, model("4"));
   train(b, model("4") + Words{"--optimizer.lr", "1e-4"});
@@ -252,7 +252,7 @@ TEST(Compare, ShowsWhatDiffersAndWhereTheyPart) {
   CommandResult result = run({titan_program(), "compare", a.string(), b.string(), c.string()});
   EXPECT_EQ(result.status, 0) << result.err;
   // The first step's loss doesn't see the learning rate.
-  EXPECT_THAT(result.out, AllOf(HasSubstr("optimizer.lr"), HasSubstr("the losses part at step 2"),
+  EXPECT_THAT(result.out, AllOf(HasSubstr("optimizer.lr"), HasSubstr("the losses first differ at step 2"),
                                 HasSubstr("all 4 losses are equal, bit for bit")));
 }
 

@@ -73,7 +73,7 @@ class NanSearch {
   /// For messages.
   void set_step(int64_t step);
 
-  /// What was noted, once the backward has returned.
+  /// The first finding, once the backward has returned.
   std::optional<NanFinding> first() const;
 
   /// Throws Error that names the first parameter whose gradient isn't finite. To be called after the

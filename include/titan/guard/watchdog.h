@@ -54,7 +54,7 @@ inline constexpr std::chrono::seconds kJobEndsWithin{10};
 /// The exit code of a process that hangs, or whose peers do.
 inline constexpr int kHungExitCode = 124;
 
-/// What a rank is doing. Idle has no limit.
+/// The kind of work that a rank does. Idle has no limit.
 enum class ProgressKind : uint8_t { Idle, Data, Compute, Checkpoint, Validation };
 
 /// "idle", "data", "compute", "checkpoint", "validation"
@@ -115,7 +115,7 @@ class Watchdog {
   /// From now on this rank does `kind`. `what` (a literal, or as long-lived) and `step` (-1: none) are for
   /// messages.
   void progress(ProgressKind kind, const char* what, int64_t step = -1);
-  /// What this rank does makes progress.
+  /// This rank made progress.
   void progress();
 
   /// Changes the limits, as a first step may take longer than later ones; begins to judge where that was off.

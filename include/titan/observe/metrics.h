@@ -32,7 +32,7 @@ struct MetricsSettings {
   std::string save_tb_folder = "tb";  ///< under dump_folder
   /// Every rank writes its metrics, not only rank 0: rank r into rank_<r> under dump_folder.
   bool save_for_all_ranks = false;
-  /// Of one device, in FLOP/s; unset: by the device's name, unknown for CPUs.
+  /// Peak FLOP/s of one device; unset: by the device's name, unknown for CPUs.
   std::optional<double> peak_flops;
 };
 

@@ -1,9 +1,8 @@
-// titan checkpoint convert: from a saved state, a Hugging Face folder or our one file to one of the latter
-// two, without a job.
-
-#include <cstdio>
+// titan checkpoint convert: turns a saved state, a Hugging Face folder or our safetensors file into one of the
+// latter two, without a job.
 
 #include "cli/checkpoint/commands.h"
+#include "cli/parser.h"
 #include "cli/text.h"
 #include "config/differences.h"
 #include "job/job_config.h"
@@ -20,6 +19,18 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char* kConvertNotes =
+    R"(FROM is one of:
+  the folder of a run's step: if TO ends in .safetensors, its model becomes that file, for
+    checkpoint.initial_load_path; otherwise TO becomes a Hugging Face folder (config.json, and model.safetensors or
+    shards with an index);
+  a Hugging Face folder: TO becomes a file;
+  such a file: TO becomes a Hugging Face folder.
+A Hugging Face folder also gets the tokenizer's files from the config's model.hf_assets_path. When a step is read,
+every block is compared with its checksum. Whatever the model's size, 16 MiB are read and written at a time. TO must
+not exist yet, and appears when it is complete.
+)";
+
 [[noreturn]] void refuse_to_convert(const std::string& problem) {
   throw ConfigError(str("titan checkpoint convert: ", problem));
 }
@@ -30,8 +41,8 @@ train::JobConfig load_config(const config::Sources& sources) {
   return config;
 }
 
-// What tells a run's model, and of that nothing else: the rest may be of another version. Empty: nothing
-// does.
+// The settings of a run's model, as TOML; "" if the config doesn't name a model. Leaves out the other settings,
+// which may be from another version.
 std::string model_settings(const checkpoint::Manifest& manifest) {
   std::string toml;
   bool is_named = false;
@@ -47,7 +58,7 @@ train::JobConfig config_of(const checkpoint::SavedState& state, const fs::path& 
   const fs::path manifest = state.folder() / checkpoint::kManifestName;
   const std::string settings = model_settings(state.manifest());
   if (settings.empty())
-    refuse_to_convert(str(manifest.string(), " doesn't tell which model it is; add --config"));
+    refuse_to_convert(str(manifest.string(), " doesn't say which model it is; add --config"));
   return load_config({.file = str(manifest.string(), ", config"), .overrides = {}, .toml = settings});
 }
 
@@ -60,7 +71,7 @@ HfModel configured_model(const train::JobConfig& config) {
   return *std::move(model);
 }
 
-ConvertOptions options_of(const ConvertArguments& arguments, Progress& progress) {
+ConvertOptions options_of(const ConvertArguments& arguments, ProgressLine& progress) {
   ConvertOptions options;
   if (!arguments.dtype.empty()) options.dtype = train::scalar_type(arguments.dtype);
   options.folder.shard_bytes = static_cast<int64_t>(arguments.shard_gb * 1e9);
@@ -85,8 +96,8 @@ void from_hugging_face(const ConvertArguments& arguments, const ConvertOptions& 
 void from_file(const fs::path& file, const ConvertArguments& arguments, ConvertOptions options) {
   if (is_named_as_file(arguments.to))
     refuse_to_convert(str(file.string(),
-                          " is one file already; a Hugging Face folder, which it can become, "
-                          "has a name without .safetensors"));
+                          " is one file already. It can become a Hugging Face folder: give TO a name without "
+                          ".safetensors"));
   if (arguments.config.empty())
     refuse_to_convert(
         str(file.string(), " doesn't say how many heads its model has; add --config, the run's config.toml"));
@@ -107,9 +118,9 @@ void convert_folder(const ConvertArguments& arguments, const ConvertOptions& opt
   const auto has = [&](const char* name) { return fs::exists(arguments.from / name); };
   if (has(checkpoint::kManifestName)) return from_state(arguments, options);
   if (has("config.json") || has("model.safetensors.index.json")) return from_hugging_face(arguments, options);
-  // As a run leaves it behind its last step.
+  // A run leaves this file after its last step.
   if (has(train::kModelFile)) return from_file(arguments.from / train::kModelFile, arguments, options);
-  step_folder(arguments.from, "convert");  // says which one may have been meant
+  step_folder(arguments.from, "convert");  // throws, and names the folder that the user may have meant
   refuse_to_convert(str(arguments.from.string(),
                         " holds no manifest.json (a saved state), no config.json (Hugging Face) and no ",
                         train::kModelFile));
@@ -118,8 +129,8 @@ void convert_folder(const ConvertArguments& arguments, const ConvertOptions& opt
 void convert(const ConvertArguments& arguments) {
   if (!fs::exists(arguments.from)) refuse_to_convert(str("there is nothing at ", arguments.from.string()));
   if (fs::exists(fs::symlink_status(arguments.to)))
-    refuse_to_convert(str(arguments.to.string(), " is there already; remove it or take another name"));
-  Progress progress;
+    refuse_to_convert(str(arguments.to.string(), " exists already; remove it or choose another name"));
+  ProgressLine progress;
   const ConvertOptions options = options_of(arguments, progress);
   fs::is_directory(arguments.from) ? convert_folder(arguments, options)
                                    : from_file(arguments.from, arguments, options);
@@ -127,12 +138,32 @@ void convert(const ConvertArguments& arguments) {
 
 }  // namespace
 
+ConvertArguments parse_convert_arguments(const Arguments& words) {
+  ConvertArguments arguments;
+  Parser parser("titan checkpoint convert", "FROM TO [--config FILE] [--dtype DTYPE] [--shard-gb SIZE]",
+                kConvertNotes);
+  parser.path("FROM", arguments.from,
+              "a step's folder, a Hugging Face folder, or a safetensors file that titan wrote");
+  parser.path("TO", arguments.to, "a file NAME.safetensors, or a Hugging Face folder");
+  parser.file(
+      "--config", arguments.config,
+      "a run's config with its [model]; needed to write a Hugging Face folder from a file (a step has its "
+      "own config); a Hugging Face folder that is read must match it");
+  parser.app
+      .add_option("--dtype", arguments.dtype,
+                  "float32, bfloat16 or float16 (default: each tensor keeps its own)")
+      ->type_name("DTYPE")
+      ->check(CLI::IsMember({"float32", "bfloat16", "float16"}).description(""));
+  parser.number("--shard-gb", arguments.shard_gb, CLI::Range(1e-6, 1e6),
+                "largest file of a folder, in 10^9 bytes (default 5)", "SIZE");
+  parser.parse(words);
+  return arguments;
+}
+
 int checkpoint_convert(const Arguments& words) {
   const ConvertArguments arguments = parse_convert_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   convert(arguments);
-  std::printf("%s\n", arguments.to.c_str());
-  return 0;
+  return print(arguments.to.string() + "\n");
 }
 
 }  // namespace titan::cli

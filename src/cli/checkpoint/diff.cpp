@@ -1,9 +1,8 @@
-// What differs between two texts: settings, or JSON by its leaves.
+// titan checkpoint diff: shows what differs between two checkpoints, whatever meshes they were saved on.
 
 #include <algorithm>
 #include <cstdio>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -12,6 +11,7 @@
 
 #include "cli/checkpoint/commands.h"
 #include "cli/checkpoint/tensor_figures.h"
+#include "cli/parser.h"
 #include "cli/text.h"
 #include "config/differences.h"
 #include "core/json_tree.h"
@@ -20,11 +20,6 @@
 
 namespace titan::cli {
 
-/// "training.steps: 10 | 20", a line each, of resolved configs; job.dump_folder doesn't count.
-std::vector<std::string> config_differences(const std::string& a, const std::string& b);
-/// "/step: 10 | 20" of JSON, by leaves; of other texts where they part. Empty: they are equal.
-std::vector<std::string> text_differences(const std::string& a, const std::string& b);
-
 namespace {
 
 using nlohmann::json;
@@ -32,18 +27,17 @@ using Values = std::map<std::string, std::string>;
 
 constexpr size_t kMostValueChars = 60;
 
-std::optional<json> parse(const std::string& text) {
-  json value = parse_json(text);
-  if (!value.is_object() && !value.is_array()) return std::nullopt;
-  return value;
-}
+constexpr const char* kDiffNotes =
+    R"(The two checkpoints may be saved on different meshes. A tensor differs if any bit does; the norm of the difference
+is relative to A's norm. In the configs, job.dump_folder is ignored; run, step and library are only shown.
+The exit code is 1 if the checkpoints differ.
+)";
 
 Values leaves_of(const json& value) {
   Values leaves;
   if (value.empty()) return leaves;
   const json flat = value.flatten();  // items() refers to it
-  for (const auto& [path, leaf] : flat.items())
-    leaves[path] = leaf.dump(-1, ' ', false, json::error_handler_t::replace);
+  for (const auto& [path, leaf] : flat.items()) leaves[path] = titan::json_text(leaf);
   return leaves;
 }
 
@@ -68,29 +62,22 @@ std::vector<std::string> differences(const Values& a, const Values& b) {
   return lines;
 }
 
-std::string parting(const std::string& a, const std::string& b) {
-  const auto [at_a, at_b] = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
-  return str(a.size(), " bytes | ", b.size(), " bytes, which part at byte ", at_a - a.begin());
-}
-
-}  // namespace
-
+// "training.steps: 10 | 20", a line for each setting of two resolved configs. Ignores job.dump_folder.
 std::vector<std::string> config_differences(const std::string& a, const std::string& b) {
   Values in_a = config::printed_settings(a), in_b = config::printed_settings(b);
   for (Values* values : {&in_a, &in_b}) values->erase("job.dump_folder");
   return differences(in_a, in_b);
 }
 
+// "/step: 10 | 20", a line for each leaf of two JSON texts; one line for other texts. Empty: the texts, or their
+// leaves, are equal.
 std::vector<std::string> text_differences(const std::string& a, const std::string& b) {
   if (a == b) return {};
-  const auto in_a = parse(a), in_b = parse(b);
-  if (!in_a || !in_b) return {parting(a, b)};
-  return differences(leaves_of(*in_a), leaves_of(*in_b));  // none: written in another way
+  const json in_a = parse_json(a), in_b = parse_json(b);
+  if (in_a.is_structured() && in_b.is_structured()) return differences(leaves_of(in_a), leaves_of(in_b));
+  const auto at = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
+  return {str(a.size(), " bytes | ", b.size(), " bytes, first difference at byte ", at)};
 }
-
-// titan checkpoint diff: what differs between two checkpoints, whatever meshes they were saved on.
-
-namespace {
 
 using namespace checkpoint;
 
@@ -104,7 +91,7 @@ const StateTensor* find(const SavedState& state, const std::string& name) {
   return position ? &state.table().tensors()[*position] : nullptr;
 }
 
-// Whole tensors are never in memory: both are read in the slabs that suit the larger elements.
+// Reads both tensors slab by slab, so that neither is in memory as a whole. Slabs suit the larger element type.
 TensorDifference compare(const Pair& states, const StateTensor& a, const StateTensor& b) {
   TensorDifference difference;
   const auto element_size =
@@ -120,7 +107,7 @@ std::string figures_text(const TensorDifference& difference) {
              ", relative norm ", number("%.3g", difference.relative_norm()));
 }
 
-// Empty: they are equal.
+// "" if the tensors are equal.
 std::string tensor_text(const Pair& states, const std::string& name) {
   const StateTensor *a = find(states.a, name), *b = find(states.b, name);
   if (a == nullptr || b == nullptr) return a == nullptr ? "only in B" : "only in A";
@@ -150,7 +137,7 @@ void print_head(const char* letter, const SavedState& state) {
               plural(manifest.table.world_size(), "rank").c_str(), manifest.library.c_str());
 }
 
-// Returns how many differ, and prints each as soon as it is known.
+// Prints each difference as soon as it is found. Returns how many tensors differ.
 size_t print_tensors(const Pair& states, const std::vector<std::string>& names) {
   size_t count = 0;
   for (const std::string& name : names) {
@@ -180,16 +167,25 @@ size_t print_texts(const Manifest& a, const Manifest& b) {
     if (in_a == a.texts.end() || in_b == b.texts.end())
       count += print_lines(key, {in_a == a.texts.end() ? "only in B" : "only in A"});
     else
-      count += print_lines(key + ": what differs", text_differences(in_a->second, in_b->second));
+      count += print_lines(key + ": values that differ", text_differences(in_a->second, in_b->second));
   }
   return count;
 }
 
 }  // namespace
 
+DiffArguments parse_diff_arguments(const Arguments& words) {
+  DiffArguments arguments;
+  Parser parser("titan checkpoint diff", "A B [--tensors REGEX]", kDiffNotes);
+  parser.path("A", arguments.a, "the folder of one step");
+  parser.path("B", arguments.b, "the folder of another step");
+  add_tensors(parser, arguments.tensors);
+  parser.parse(words);
+  return arguments;
+}
+
 int checkpoint_diff(const Arguments& words) {
   const DiffArguments arguments = parse_diff_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   const SavedState a(step_folder(arguments.a, "diff")), b(step_folder(arguments.b, "diff"));
   const std::vector<std::string> names = names_of({a, b}, arguments.tensors);
   print_head("A", a);

@@ -1,4 +1,4 @@
-// titan checkpoint info: what a checkpoint holds.
+// titan checkpoint info: shows what a checkpoint holds.
 
 #include <algorithm>
 #include <cstdio>
@@ -7,6 +7,7 @@
 
 #include "cli/checkpoint/commands.h"
 #include "cli/checkpoint/tensor_figures.h"
+#include "cli/parser.h"
 #include "cli/text.h"
 #include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
@@ -20,7 +21,13 @@ namespace fs = std::filesystem;
 using namespace checkpoint;
 using Json = nlohmann::ordered_json;
 
-// Of the trainer's text; empty where there is none or it has another form.
+constexpr const char* kInfoNotes =
+    R"(Layout: which axes of the run's mesh shard a tensor, and along which dimensions. Statistics are over the finite
+elements (std over all of them). At most 16 MiB are in memory at a time. For a float8 tensor, statistics are over
+its raw values.
+)";
+
+// From the trainer's text; "" if the checkpoint has no such text, or one in another form.
 std::string tokens_seen(const Manifest& manifest) {
   const auto text = manifest.texts.find("train_state");
   if (text == manifest.texts.end()) return "";
@@ -30,11 +37,11 @@ std::string tokens_seen(const Manifest& manifest) {
 
 std::string texts_text(const Manifest& manifest) {
   std::string text;
-  for (const auto& [key, value] : manifest.texts)
+  const auto add = [&](const std::string& key, const std::string& value) {
     text += str(text.empty() ? "" : ", ", key, " (", size_text(static_cast<int64_t>(value.size())), ")");
-  if (!manifest.config.empty())
-    text += str(text.empty() ? "" : ", ", "config (", size_text(static_cast<int64_t>(manifest.config.size())),
-                ")");
+  };
+  for (const auto& [key, value] : manifest.texts) add(key, value);
+  if (!manifest.config.empty()) add("config", manifest.config);
   return text.empty() ? "none" : text;
 }
 
@@ -134,7 +141,7 @@ Json tensor_json(const SavedState& state, const StateTensor& tensor, bool stats)
   return object;
 }
 
-std::string json_text(const SavedState& state, const std::vector<StateTensor>& tensors, bool stats) {
+Json json_of(const SavedState& state, const std::vector<StateTensor>& tensors, bool stats) {
   const Manifest& manifest = state.manifest();
   Json all = {{"folder", state.folder().string()},
               {"run_id", manifest.run_id},
@@ -151,20 +158,29 @@ std::string json_text(const SavedState& state, const std::vector<StateTensor>& t
               {"config", manifest.config},
               {"tensors", Json::array()}};
   for (const StateTensor& tensor : tensors) all["tensors"].push_back(tensor_json(state, tensor, stats));
-  return all.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return all;
 }
 
 }  // namespace
 
+InfoArguments parse_info_arguments(const Arguments& words) {
+  InfoArguments arguments;
+  Parser parser("titan checkpoint info", "STEP_FOLDER [--stats] [--tensors REGEX] [--json]", kInfoNotes);
+  parser.path("STEP_FOLDER", arguments.folder, "the folder of one step");
+  parser.flag("--stats", arguments.stats,
+              "read the tensors and print mean, std, min, max, norm and the count of non-finite elements");
+  add_tensors(parser, arguments.tensors);
+  parser.flag("--json", arguments.json, "print JSON, for programs");
+  parser.parse(words);
+  return arguments;
+}
+
 int checkpoint_info(const Arguments& words) {
   const InfoArguments arguments = parse_info_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   const SavedState state(step_folder(arguments.folder, "info"));
   const std::vector<StateTensor> tensors = by_name(state.table(), arguments.tensors);
-  const std::string text = arguments.json
-                               ? json_text(state, tensors, arguments.stats)
-                               : str(header_text(state), "\n", tensors_text(state, tensors, arguments.stats));
-  return print(text);
+  if (arguments.json) return print(titan::json_text(json_of(state, tensors, arguments.stats), 2) + "\n");
+  return print(str(header_text(state), "\n", tensors_text(state, tensors, arguments.stats)));
 }
 
 }  // namespace titan::cli

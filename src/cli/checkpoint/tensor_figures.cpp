@@ -68,7 +68,7 @@ void TensorStats::add(const at::Tensor& slab) {
   num_not_finite += values.numel() - count;
   if (count == 0) return;
   if (count < values.numel()) values = values.masked_select(finite);
-  // Chan, Golub, LeVeque: means and squares about them of two parts put together.
+  // Merges the means and the squares about them of two parts (Chan, Golub, LeVeque 1983).
   const double slab_mean = values.mean().item<double>(), all = static_cast<double>(before + count);
   const double distance = before == 0 ? 0 : slab_mean - mean;
   squares_about_mean_ += sum_of_squares(values - slab_mean) +
@@ -134,7 +134,7 @@ std::string layout_text(const StateTensor& tensor, int64_t world_size) {
   std::string cuts, places;
   for (const LayoutAxis& axis : tensor.layout->axes) {
     if (axis.only >= 0)
-      places += str("; on ", axis.name, " ", axis.only, " alone");
+      places += str("; only on ", axis.name, " ", axis.only);
     else if (axis.size > 1)
       cuts += str(cuts.empty() ? "" : ", ", "dim ", axis.dim, " by ", axis.name, " ", axis.size);
   }
@@ -149,7 +149,7 @@ std::string mesh_text(const StateTable& table) {
       if (axis.size > 1) axes.emplace(-axis.stride, axis.name, axis.size);
   std::string text;
   for (const auto& [stride, name, size] : axes) text += str(text.empty() ? "" : ", ", name, " ", size);
-  return text.empty() ? "no tensor is cut" : text;
+  return text.empty() ? "no tensor is sharded" : text;
 }
 
 }  // namespace titan::cli

@@ -1,6 +1,6 @@
 #pragma once
 
-// `titan debug COMMAND`: joins what the ranks of a job left behind.
+// `titan debug COMMAND`: joins the records and logs that the ranks of a job left.
 
 #include <functional>
 #include <string>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/run/structured_events.h"
+#include "cli/run/run_history.h"
 #include "guard/flight_report.h"
 
 namespace titan::cli {

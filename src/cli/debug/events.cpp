@@ -8,8 +8,9 @@
 
 #include "cli/debug/commands.h"
 #include "cli/parser.h"
-#include "cli/run/structured_events.h"
+#include "cli/run/run_history.h"
 #include "cli/text.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -27,7 +28,7 @@ class TraceWriter {
   }
   void add(const ordered_json& object) {
     append_(first_ ? "\n" : ",\n");
-    append_(object.dump(-1, ' ', false, ordered_json::error_handler_t::replace));
+    append_(json_text(object));
     first_ = false;
   }
   void end() { append_("\n]}\n"); }
@@ -145,26 +146,23 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kEventsNotes =
-    "RUN is a run's job.dump_folder, or the folder of its structured logs. Prints where each rank's time "
-    "went,\n"
-    "by kind of span. --perfetto writes all spans and instants as one trace for ui.perfetto.dev, with the "
-    "ranks\n"
-    "below each other on one clock. Works while the run is running.\n";
+    R"(RUN is a run's job.dump_folder, or the folder of its structured logs. Prints where each rank's time went,
+by kind of span. --perfetto writes all spans and instants as one trace for ui.perfetto.dev, with the ranks
+below each other on one clock. Works while the run is running.
+)";
 
 struct EventsArguments {
-  std::string help;
-  fs::path run;
-  fs::path perfetto;
+  fs::path run, perfetto;
   std::vector<int> ranks;  // empty: all
   std::vector<int64_t> steps;
 };
 
 EventsArguments parse_events_arguments(const Arguments& words) {
   EventsArguments arguments;
-  Parser parser("titan debug events",
-                "titan debug events RUN [--perfetto FILE] [--ranks R,R] [--steps FIRST,LAST]", kEventsNotes);
-  parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
-  parser.app.add_option("--perfetto", arguments.perfetto, "write one trace of all ranks")->type_name("FILE");
+  Parser parser("titan debug events", "RUN [--perfetto FILE] [--ranks R,R] [--steps FIRST,LAST]",
+                kEventsNotes);
+  parser.path("RUN", arguments.run, "a run's folder");
+  parser.file("--perfetto", arguments.perfetto, "write one trace of all ranks");
   parser.app.add_option("--ranks", arguments.ranks, "only these ranks")
       ->delimiter(',')
       ->type_name("R[,R...]");
@@ -172,7 +170,7 @@ EventsArguments parse_events_arguments(const Arguments& words) {
       ->delimiter(',')
       ->expected(2)
       ->type_name("FIRST,LAST");
-  arguments.help = parser.parse(words);
+  parser.parse(words);
   return arguments;
 }
 
@@ -229,16 +227,14 @@ int write_trace(const std::vector<ProcessFiles>& logs, const ReadOptions& option
   write_file_atomic(path, [&](const AppendBytes& append) {
     write_perfetto(next, [&](std::string_view text) { append(std::as_bytes(std::span(text))); });
   });
-  std::printf("%s: %s; open it at ui.perfetto.dev\n", path.c_str(),
-              str(logs.size(), logs.size() == 1 ? " process" : " processes").c_str());
-  return 0;
+  return print(str(path.string(), ": ", logs.size(), logs.size() == 1 ? " process" : " processes",
+                   "; open it at ui.perfetto.dev\n"));
 }
 
 }  // namespace
 
 int debug_events(const Arguments& words) {
   const EventsArguments arguments = parse_events_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   const std::vector<ProcessFiles> logs = wanted_logs(arguments);
   ReadOptions options;
   if (arguments.steps.size() == 2) {

@@ -1,7 +1,5 @@
 #include <algorithm>
 #include <cstdio>
-#include <ctime>
-#include <fstream>
 #include <map>
 #include <set>
 #include <thread>
@@ -35,15 +33,10 @@ std::string duration_text(int64_t ns) {
 }
 
 std::string clock_text(int64_t ns) {
-  const std::time_t seconds = ns / 1'000'000'000;
-  std::tm parts{};
-  localtime_r(&seconds, &parts);
-  char text[32];
-  std::strftime(text, sizeof text, "%H:%M:%S", &parts);
-  return str(text, number(".%03.0f", static_cast<double>(ns / 1'000'000 % 1000)));
+  const std::string date_and_time = local_time(ns / 1000);
+  return date_and_time.substr(date_and_time.find(' ') + 1) +
+         number(".%03.0f", static_cast<double>(ns / 1'000'000 % 1000));
 }
-
-using Row = std::vector<std::string>;
 
 std::string place_text(const FlightFile& file) {
   std::string text = file.activity.empty() ? "-" : str(file.activity, ", step ", file.step);
@@ -72,7 +65,7 @@ std::string call_tensors_text(const FlightCall& call) {
   return text;
 }
 
-/// What a rank did with a call: "1.2 ms", "waits 12.0 s".
+/// How a call went on a rank: "1.2 ms", "waits 12.0 s".
 std::string call_state_text(const FlightFile& file, const FlightCall& call) {
   const std::string since = duration_text(file.time_ns - call.start_ns);
   switch (call.state) {
@@ -168,7 +161,8 @@ std::string flight_calls_table(const std::vector<FlightFile>& files, const Fligh
     shown.erase(shown.begin(), shown.end() - options.num_calls);
   for (const int64_t sequence : shown) {
     const FlightCall& call = *lane.calls.at(sequence).begin()->second;
-    Row row = {std::to_string(sequence), call.op, call_text(call), call_tensors_text(call)};
+    std::vector<std::string> row = {std::to_string(sequence), call.op, call_text(call),
+                                    call_tensors_text(call)};
     for (const int rank : ranks) row.push_back(cell_of(by_rank, lane, sequence, rank));
     table.rows.push_back(std::move(row));
   }
@@ -183,18 +177,16 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFlightNotes =
-    "FOLDER has the ranks' flight records: a run's job.dump_folder, its comm_traces, or JSON files of "
-    "PyTorch's\n"
-    "Flight Recorder. Prints a line that says which rank is missing from which call, then the calls around "
-    "that\n"
-    "one, with a column per rank: how long the call took or has been waiting, or that the rank is missing.\n";
+    R"(FOLDER has the ranks' flight records: a run's job.dump_folder, its comm_traces, or JSON files of PyTorch's
+Flight Recorder. Prints a line that says which rank is missing from which call, then the calls around that
+one, with a column per rank: how long the call took or has been waiting, or that the rank is missing.
+)";
 
 constexpr const char* kDumpNotes =
-    "RUN is the job.dump_folder of a running job. All its ranks write their flight records within seconds, "
-    "and\n"
-    "continue; then titan debug flight shows them. kill -QUIT does the same for one rank, and for all ranks "
-    "of a\n"
-    "host when sent to titan launch or titan train --nproc.\n";
+    R"(RUN is the job.dump_folder of a running job. All its ranks write their flight records within seconds, and
+continue; then titan debug flight shows them. kill -QUIT does the same for one rank, and for all ranks of a
+host when sent to titan launch or titan train --nproc.
+)";
 
 // `folder`: a run's, or that of the records itself.
 fs::path record_folder(const fs::path& folder) {
@@ -205,9 +197,7 @@ fs::path record_folder(const fs::path& folder) {
 void print_flight(const fs::path& folder, const FlightTableOptions& options) {
   const auto files = dist::read_flight_folder(folder);
   const dist::FlightReport report = dist::make_flight_report(files);
-  std::fputs((report.summary + "\n\n").c_str(), stdout);
-  std::fputs(flight_records_table(files).c_str(), stdout);
-  std::fputs(flight_calls_table(files, report, options).c_str(), stdout);
+  print(str(report.summary, "\n\n", flight_records_table(files), flight_calls_table(files, report, options)));
 }
 
 /// When each record was written, by file.
@@ -260,17 +250,14 @@ void wait_for(NewRecords& records, double limit_s) {
 int debug_flight(const Arguments& words) {
   fs::path folder;
   FlightTableOptions options;
-  Parser parser("titan debug flight", "titan debug flight FOLDER [--last N] [--ranks R,R]", kFlightNotes);
-  parser.app.add_option("FOLDER", folder, "the folder of the records")->required()->type_name("FOLDER");
-  parser.app.add_option("--last", options.num_calls, "how many calls (default 10)")
-      ->check(CLI::Range(1, 1000000))
-      ->type_name("N");
+  Parser parser("titan debug flight", "FOLDER [--last N] [--ranks R,R]", kFlightNotes);
+  parser.path("FOLDER", folder, "the folder of the records");
+  parser.number("--last", options.num_calls, CLI::Range(1, 1'000'000), "how many calls (default 10)");
   parser.app
       .add_option("--ranks", options.ranks, "only columns of these ranks (default: culprits and some others)")
       ->delimiter(',')
       ->type_name("R[,R...]");
-  const std::string help = parser.parse(words);
-  if (!help.empty()) return print(help);
+  parser.parse(words);
   print_flight(record_folder(folder), options);
   return 0;
 }
@@ -278,13 +265,11 @@ int debug_flight(const Arguments& words) {
 int debug_dump(const Arguments& words) {
   fs::path run;
   double limit_s = 10;
-  Parser parser("titan debug dump", "titan debug dump RUN [--seconds S]", kDumpNotes);
-  parser.app.add_option("RUN", run, "the running job's folder")->required()->type_name("FOLDER");
-  parser.app.add_option("--seconds", limit_s, "how long to wait for the records (default 10)")
-      ->check(CLI::Range(0.1, 3600.0))
-      ->type_name("S");
-  const std::string help = parser.parse(words);
-  if (!help.empty()) return print(help);
+  Parser parser("titan debug dump", "RUN [--seconds S]", kDumpNotes);
+  parser.path("RUN", run, "the running job's folder");
+  parser.number("--seconds", limit_s, CLI::Range(0.1, 3600.0),
+                "how long to wait for the records (default 10)", "S");
+  parser.parse(words);
   const fs::path folder = record_folder(run);
   if (!fs::is_directory(folder)) throw Error(str(folder.string(), ": not a folder"));
   NewRecords records(folder);

@@ -10,17 +10,11 @@
 #include "checkpoint/peer/peer_folder.h"
 #include "cli/arguments.h"
 #include "cli/launch/group.h"
-#include "cli/launch/places.h"
-#include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
 
-int launch_command(const std::vector<std::string>& words) {
-  const LaunchArguments arguments = parse_launch_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
-  return launch_local(arguments.options);
-}
+int launch_command(const Arguments& words) { return launch_local(parse_launch_arguments(words)); }
 
 // The local launcher: starts groups of ranks, one after another, until a group is done or a restart is useless.
 // launch/group.h is about one group; launch/places.h decides which places a group may use.

@@ -23,7 +23,7 @@ static_assert(kFailureGrace < dist::kJobEndsWithin);
 /// Exit code of a rank that refuses its settings, as of titan::cli::main() and of many programs.
 inline constexpr int kRefusedSettingsCode = 2;
 
-/// What happens when a rank is lost: when it was killed, crashed, ended with an error, or hung.
+/// How the launcher reacts when a rank is lost: when it was killed, crashed, ended with an error, or hung.
 struct RestartOptions {
   int max_restarts = 0;  ///< the loss after that many ends the job
   /// The smallest group. If it is smaller than the job, a lost rank's place stays empty for `rejoin_after`;
@@ -79,8 +79,5 @@ struct LaunchOptions {
 /// end, or the exit code of the rank that failed first (128 + signal when a signal ended it), or 127 when the
 /// program can't be started (at a restart that counts as a failure). Throws ConfigError for bad options.
 int launch_local(const LaunchOptions& options);
-
-/// `titan launch`; `arguments` are the words after "launch".
-int launch_command(const std::vector<std::string>& arguments);
 
 }  // namespace titan::cli

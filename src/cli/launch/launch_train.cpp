@@ -1,10 +1,21 @@
 #include "cli/launch/launch_train.h"
 
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <thread>
 
 #include "titan/core/error.h"
+#include "titan/core/log.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/run_end.h"
+#include "train/policies/interruption.h"
 
 namespace titan::cli {
 
@@ -75,7 +86,7 @@ class RestartProblems {
 
 void check_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                           const config::Origins& origins) {
-  if (arguments.restarts.max_restarts == 0) return arguments.restarts.check_unused("titan train");
+  if (arguments.restarts.max_restarts == 0) return;
   if (arguments.num_ranks == 0) throw ConfigError("titan train: --max-restarts needs --nproc");
   RestartProblems problems(config, origins);
   problems.find_without_saves();
@@ -100,11 +111,11 @@ void check_launched_restarts(const dist::Launch& launch, const train::JobConfig&
 
 void set_train_restarts(const TrainArguments& arguments, const train::JobConfig& config,
                         const config::Origins& origins, LaunchOptions& options) {
-  arguments.restarts.apply(options);
+  options.restarts = arguments.restarts;
   RestartOptions& restarts = options.restarts;
   restarts.fits = [&](int num_ranks) { return misfit(config, origins, num_ranks).empty(); };
   // The ranks' own watchdogs end hangs.
-  if (!arguments.restarts.stop_grace) options.stop_grace = longest_stop(config);
+  options.stop_grace = arguments.stop_grace.value_or(longest_stop(config));
   const int most = options.num_ranks - 1, least = restarts.min_ranks;
   if (least == 0 || least > most) return;
   keep_validation(arguments, config, options.command);
@@ -112,6 +123,89 @@ void set_train_restarts(const TrainArguments& arguments, const train::JobConfig&
     if (restarts.fits(size)) return;
   throw ConfigError(str("--min-ranks ", least, ": the job runs on no number of ranks from ", least, " to ",
                         most, ". On ", most, ": ", misfit(config, origins, most)));
+}
+
+int code_after_stop(const dist::Launch& launch, const train::StopCause& stop) {
+  if (stop.signal == 0 || !stop.by_launcher || launch.by != "torchrun" || launch.max_restarts == 0) return 0;
+  const int code = 128 + stop.signal;
+  log::info(str("an agent of torchrun sent ", train::signal_name(stop.signal),
+                " to its ranks before the run was finished: exit code ", code,
+                ", so that the other agents restart their ranks"));
+  return code;
+}
+
+int signaling_launcher(const dist::Launch& launch) {
+  return launch.by == "titan" || launch.by == "torchrun" ? ::getppid() : 0;
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::seconds kLongestRequeue{30};
+
+/// The signal mask of the program: blocks nothing, unlike this process, whose threads leave signals to the SignalWatch.
+class PlainSignals {
+ public:
+  PlainSignals() {
+    ::posix_spawnattr_init(&attributes_);
+    sigset_t none, all;
+    ::sigemptyset(&none);
+    ::sigfillset(&all);
+    ::posix_spawnattr_setsigmask(&attributes_, &none);
+    ::posix_spawnattr_setsigdefault(&attributes_, &all);
+    ::posix_spawnattr_setflags(&attributes_, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  }
+  ~PlainSignals() { ::posix_spawnattr_destroy(&attributes_); }
+  PlainSignals(const PlainSignals&) = delete;
+  PlainSignals& operator=(const PlainSignals&) = delete;
+  const posix_spawnattr_t* get() const { return &attributes_; }
+
+ private:
+  posix_spawnattr_t attributes_{};
+};
+
+// Returns the status that waitpid gives.
+int wait_for_end(pid_t child, const std::string& what) {
+  const auto deadline = Clock::now() + kLongestRequeue;
+  int status = 0;
+  while (::waitpid(child, &status, WNOHANG) != child) {
+    if (Clock::now() > deadline) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, &status, 0);
+      throw Error(str(what, " didn't end within ", kLongestRequeue.count(), " s"));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return status;
+}
+
+}  // namespace
+
+// SLURM_JOB_ID of an array's task may also be the number of the whole array.
+std::string slurm_job(const dist::Environment& environment) {
+  const auto array = environment("SLURM_ARRAY_JOB_ID"), task = environment("SLURM_ARRAY_TASK_ID");
+  if (array && task) return str(*array, "_", *task);
+  return environment("SLURM_JOB_ID").value_or("");
+}
+
+bool requeues_on(const config::StringList& signals, int signal) {
+  return signal != 0 && std::count(signals.begin(), signals.end(), train::signal_name(signal)) > 0;
+}
+
+void requeue(const std::string& job) {
+  const std::string what = "scontrol requeue " + job;
+  std::string program = "scontrol", verb = "requeue", argument = job;
+  char* words[] = {program.data(), verb.data(), argument.data(), nullptr};
+  const PlainSignals signals;
+  pid_t child = -1;
+  const int error = ::posix_spawnp(&child, "scontrol", nullptr, signals.get(), words, environ);
+  TITAN_CHECK(error == 0, what, ": ", std::strerror(error));
+  const int status = wait_for_end(child, what);
+  TITAN_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, what, " failed (",
+              WIFEXITED(status) ? "exit code " : "signal ",
+              WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status),
+              "): the job is not back in the queue");
+  log::info("the job is back in SLURM's queue: " + what);
 }
 
 }  // namespace titan::cli

@@ -1,4 +1,4 @@
-#include "cli/report/chart.h"
+#include "cli/report/page.h"
 
 #include <algorithm>
 #include <array>
@@ -11,6 +11,7 @@
 
 #include "cli/report/page.h"
 #include "cli/text.h"
+#include "core/json_tree.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::report {
@@ -208,9 +209,7 @@ class ScriptData {
     }
     all_.push_back({{"name", name}, {"x", places}, {"step", steps}, {"y", values}});
   }
-  std::string text() const {
-    return all_.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
-  }
+  std::string text() const { return json_text(all_); }
 
  private:
   nlohmann::ordered_json all_ = nlohmann::ordered_json::array();

@@ -4,7 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "cli/report/chart.h"
 #include "cli/report/page.h"
 #include "cli/text.h"
 #include "titan/core/error.h"

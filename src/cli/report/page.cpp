@@ -1,7 +1,14 @@
+// titan report: a run as one HTML page.
+
 #include "cli/report/page.h"
 
+#include <cstdint>
+#include <cstdio>
+
+#include "cli/parser.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
+#include "titan/core/file.h"
 #include "titan/core/version.h"
 
 namespace titan::cli::report {
@@ -94,4 +101,134 @@ std::string page(const PageInput& input) {
              "</footer>\n</main>\n<script>", kPageScript, "</script>\n</body>\n</html>\n");
 }
 
+const char* const kPageStyle = R"css(
+:root { color-scheme: light dark;
+  --bg: #f6f7f9; --card: #ffffff; --text: #1c2330; --soft: #5d6778; --line: #e1e5eb; --accent: #1f5fd6;
+  --good: #147a4b; --bad: #bb2b2b; --warn: #96600a; --row: #f1f4f8;
+  --c0: #1f5fd6; --c1: #d9650b; --c2: #138a5e; --c3: #8a3fd1; --c4: #c2255c; --c5: #0d8ba1; --c6: #8b6b11; --c7: #68717f; }
+@media (prefers-color-scheme: dark) { :root {
+  --bg: #12151b; --card: #1b2029; --text: #e4e8ef; --soft: #98a3b5; --line: #2d3541; --accent: #7aa7ff;
+  --good: #58c999; --bad: #ff8a80; --warn: #e8b45c; --row: #222834;
+  --c0: #7aa7ff; --c1: #ff9d57; --c2: #4fcb9a; --c3: #c49bff; --c4: #ff7fa8; --c5: #55c9dd; --c6: #d8b85a; --c7: #a3adbb; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--bg); color: var(--text);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+main { max-width: 1240px; margin: 0 auto; padding: 28px 20px 60px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 2px; }
+h2 { font-size: 18px; margin: 0 0 12px; }
+p { margin: 0 0 10px; color: var(--soft); }
+code { font: 13px/1.5 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; }
+nav { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 14px 0 20px; }
+nav a { color: var(--accent); text-decoration: none; }
+nav a:hover { text-decoration: underline; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px; margin: 0 0 18px; }
+.state { display: inline-block; padding: 1px 10px; border-radius: 999px; border: 1px solid currentColor; font-size: 13px; }
+.good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; }
+.tile { border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
+.tile small { display: block; color: var(--soft); font-size: 13px; }
+.tile b { font-size: 20px; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 22px 26px; }
+.chart { margin: 0; position: relative; }
+figcaption { font-weight: 600; margin-bottom: 4px; }
+figcaption small { color: var(--soft); font-weight: 400; font-size: 13px; }
+.chart svg { display: block; width: 100%; height: auto; }
+.axes text { fill: var(--soft); font-size: 11.5px; font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--line); }
+.line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+.restart { stroke: var(--warn); stroke-dasharray: 3 3; }
+.cursor { stroke: var(--soft); stroke-dasharray: 2 3; visibility: hidden; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 14px; font-size: 13px; color: var(--soft); }
+.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 5px; vertical-align: -1px; }
+.tip { position: absolute; display: none; pointer-events: none; background: var(--card); border: 1px solid var(--line);
+  border-radius: 6px; padding: 5px 9px; font-size: 13px; box-shadow: 0 2px 10px rgba(0, 0, 0, .18); white-space: nowrap; z-index: 1; }
+.tip i { display: inline-block; width: 9px; height: 9px; border-radius: 2px; margin-right: 5px; }
+.line.s0, .dot.s0 { stroke: var(--c0); } .line.s1, .dot.s1 { stroke: var(--c1); } .line.s2, .dot.s2 { stroke: var(--c2); }
+.line.s3, .dot.s3 { stroke: var(--c3); } .line.s4, .dot.s4 { stroke: var(--c4); } .line.s5, .dot.s5 { stroke: var(--c5); }
+.line.s6, .dot.s6 { stroke: var(--c6); } .line.s7, .dot.s7 { stroke: var(--c7); }
+.dot.s0, .bar.s0 { fill: var(--c0); } .dot.s1, .bar.s1 { fill: var(--c1); } .dot.s2, .bar.s2 { fill: var(--c2); }
+.dot.s3, .bar.s3 { fill: var(--c3); } .dot.s4, .bar.s4 { fill: var(--c4); } .dot.s5, .bar.s5 { fill: var(--c5); }
+.dot.s6, .bar.s6 { fill: var(--c6); } .dot.s7, .bar.s7 { fill: var(--c7); }
+i.s0 { background: var(--c0); } i.s1 { background: var(--c1); } i.s2 { background: var(--c2); } i.s3 { background: var(--c3); }
+i.s4 { background: var(--c4); } i.s5 { background: var(--c5); } i.s6 { background: var(--c6); } i.s7 { background: var(--c7); }
+.scroll { overflow-x: auto; margin: 6px 0 4px; }
+table { border-collapse: collapse; min-width: min(100%, 460px); font-size: 14px; }
+th { text-align: left; color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--line); }
+th, td { padding: 4px 26px 4px 0; vertical-align: top; white-space: nowrap; }
+td { border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+tbody tr:last-child td { border-bottom: 0; }
+.n { text-align: right; font-variant-numeric: tabular-nums; }
+tr.changed td { background: var(--row); font-weight: 600; }
+tr.bad td { color: var(--bad); } tr.warn td { color: var(--warn); }
+.wrap td:last-child { white-space: normal; }
+footer { color: var(--soft); font-size: 13px; }
+@media print { body { background: #fff; } section { break-inside: avoid; } nav { display: none; } }
+)css";
+
+const char* const kPageScript = R"js(
+// Shows the values at the pointer; the page is complete without it.
+for (const chart of document.querySelectorAll("figure.chart")) {
+  const svg = chart.querySelector("svg"), cursor = chart.querySelector(".cursor"), tip = chart.querySelector(".tip");
+  const series = JSON.parse(chart.querySelector("script").textContent);
+  const nearest = (xs, x) => {
+    let low = 0, high = xs.length - 1;
+    while (high - low > 1) { const middle = (low + high) >> 1; if (xs[middle] < x) low = middle; else high = middle; }
+    return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+  };
+  const hide = () => { cursor.style.visibility = "hidden"; tip.style.display = "none"; };
+  svg.addEventListener("pointerleave", hide);
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
+    const x = (event.clientX - box.left) * scale;
+    const found = series.filter(s => s.x.length).map((s, i) => ({ s, i: series.indexOf(s), at: nearest(s.x, x) }));
+    if (!found.length) return hide();
+    const best = found.reduce((a, b) => Math.abs(a.s.x[a.at] - x) <= Math.abs(b.s.x[b.at] - x) ? a : b);
+    const place = best.s.x[best.at];
+    cursor.setAttribute("x1", place); cursor.setAttribute("x2", place); cursor.style.visibility = "visible";
+    tip.replaceChildren();
+    const line = text => { const row = document.createElement("div"); row.append(text); tip.append(row); return row; };
+    line("step " + best.s.step[best.at].toLocaleString("en"));
+    for (const { s, i, at } of found) {
+      if (Math.abs(s.x[at] - place) > 4) continue;
+      const row = line((series.length > 1 ? s.name + ": " : "") + Number(s.y[at].toPrecision(6)).toLocaleString("en", { maximumSignificantDigits: 6 }));
+      if (series.length > 1) { const mark = document.createElement("i"); mark.className = "s" + i % 8; row.prepend(mark); }
+    }
+    tip.style.display = "block";
+    const left = place / scale, width = tip.offsetWidth, room = box.width;
+    tip.style.left = (left + width + 16 < room ? left + 12 : Math.max(0, left - width - 12)) + "px";
+    tip.style.top = svg.offsetTop + 12 + "px";
+  });
+}
+)js";
+
 }  // namespace titan::cli::report
+
+namespace titan::cli {
+
+namespace {
+
+constexpr const char* kReportNotes =
+    R"(RUN is a run's job.dump_folder. Writes one HTML file that needs no network and no other file: loss, gradient
+norm, throughput, memory, where the time went, ranks, validation, checkpoints, starts, configuration and
+environment. Works while the run is running; call it again for a new page.
+)";
+
+}  // namespace
+
+int report_command(const Arguments& words) {
+  std::filesystem::path run, output;
+  Parser parser("titan report", "RUN [-o FILE]", kReportNotes);
+  parser.path("RUN", run, "a run's folder");
+  parser.file("-o,--output", output, "the file to write (default: RUN/report.html)");
+  parser.parse(words);
+  if (output.empty()) output = run / "report.html";
+  report::PageInput input;
+  input.run = read_history(run);
+  input.ranks = newest_of_ranks(run, report::kMostRanks, {.spans = false});
+  input.num_ranks = static_cast<int>(newest_files(run, SIZE_MAX / 2).size());
+  input.now_us = now_us();
+  write_file_atomic(output, report::page(input));
+  return print(output.string() + "\n");
+}
+
+}  // namespace titan::cli

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "cli/checkpoint/commands.h"
 #include "cli/report/page.h"
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
@@ -162,13 +163,14 @@ std::string validation_section(const PageInput& input) {
 }
 
 std::string checkpoints_section(const PageInput& input) {
-  const std::vector<CheckpointRow> steps = list_checkpoints(input.run.checkpoint_folder());
+  const auto steps = checkpoint::list_steps(input.run.checkpoint_folder());
   if (steps.empty()) return section("checkpoints", "Checkpoints", paragraph("There are none."));
   HtmlTable table{.heads = {"step", "written", "size", "state"}, .numbers = {true, false, true}};
-  for (const CheckpointRow& row : steps) {
-    table.rows.push_back(
-        {short_number(static_cast<double>(row.step)), row.written, size_text(row.num_bytes), row.state});
-    table.row_classes.push_back(row.usable ? "" : "bad");
+  for (const checkpoint::StepEntry& entry : steps) {
+    const StepHealth health = examine_step(entry);
+    table.rows.push_back({short_number(static_cast<double>(entry.step)), health.written(),
+                          size_text(health.num_bytes), health.state()});
+    table.row_classes.push_back(health.problems.empty() ? "" : "bad");
   }
   return section("checkpoints", "Checkpoints", to_html(table));
 }

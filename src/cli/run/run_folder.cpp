@@ -4,12 +4,9 @@
 #include <cmath>
 #include <fstream>
 
-#include "cli/checkpoint/commands.h"
-#include "cli/text.h"
 #include "config/differences.h"
 #include "config/document.h"
 #include "core/json_tree.h"
-#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
@@ -25,29 +22,6 @@ std::string text_of_toml(const std::string& value) {
   if (!document.problems.empty() || document.leaves.size() != 1) return value;
   const auto* text = std::get_if<std::string>(&document.leaves.front().value.value);
   return text ? *text : value;
-}
-
-int64_t bytes_in(const fs::path& folder) {
-  int64_t bytes = 0;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(folder, error))
-    if (entry.is_regular_file(error)) bytes += static_cast<int64_t>(entry.file_size(error));
-  return bytes;
-}
-
-CheckpointRow row_of(const checkpoint::StepEntry& entry) {
-  CheckpointRow row{
-      .step = entry.step,
-      .num_bytes = bytes_in(entry.path),
-      .written = written_text(entry.has_manifest ? entry.path / checkpoint::kManifestName : entry.path)};
-  if (holds_model_only(entry.path)) {
-    row.state = "model only";
-    return row;
-  }
-  const std::vector<std::string> problems = checkpoint::quick_problems(entry.path);
-  row.usable = problems.empty();
-  row.state = problems.empty() ? "complete" : "damaged: " + problems.front();
-  return row;
 }
 
 }  // namespace
@@ -143,17 +117,6 @@ fs::path folder_of_setting(const fs::path& run, const std::string& key, const st
   const auto settings = config::printed_settings(read_file(run / "config.toml"));
   const auto given = settings.find(key);
   return run / (given == settings.end() ? usual : text_of_toml(given->second));
-}
-
-std::vector<CheckpointRow> list_checkpoints(const fs::path& folder) {
-  std::vector<CheckpointRow> rows;
-  for (const checkpoint::StepEntry& entry : checkpoint::list_steps(folder)) rows.push_back(row_of(entry));
-  return rows;
-}
-
-std::optional<CheckpointRow> newest_checkpoint(const fs::path& folder) {
-  const std::vector<checkpoint::StepEntry> entries = checkpoint::list_steps(folder);
-  return entries.empty() ? std::nullopt : std::optional(row_of(entries.back()));
 }
 
 }  // namespace titan::cli

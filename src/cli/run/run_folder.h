@@ -20,7 +20,7 @@ namespace titan::cli {
 /// Values of a metric by step: (step, value). Rows without a number (an infinite loss is null) are left out.
 using Curve = std::vector<std::pair<double, double>>;
 
-/// What to do with lines that aren't rows. A full disk or a power failure leaves such lines.
+/// How lines that aren't rows are handled. A full disk or a power failure leaves such lines.
 enum class BadLines { Skip, Refuse };
 
 /// Rows of metrics.jsonl or validation.jsonl.
@@ -65,7 +65,7 @@ struct RunFolder {
   MetricRows steps;
   MetricRows validations;  ///< by the training step that they followed
 
-  /// As TOML; "" when the run has no such setting.
+  /// The value as TOML; "" if the run has no such setting.
   std::string setting(const std::string& key) const;
   /// A string's value, without quotes and escapes.
   std::string text_setting(const std::string& key) const;
@@ -79,19 +79,5 @@ RunFolder read_run_folder(const std::filesystem::path& folder, const MetricRows:
 /// The folder within a run's folder that the setting `key` names; `usual`: its default.
 std::filesystem::path folder_of_setting(const std::filesystem::path& run, const std::string& key,
                                         const std::string& usual);
-
-/// A checkpoint, without looking into its tensors.
-struct CheckpointRow {
-  int64_t step = 0;
-  int64_t num_bytes = 0;
-  std::string written = {};  ///< local time
-  std::string state = {};    ///< "complete", "model only", or what is wrong
-  bool usable = true;
-};
-
-/// Ascending; none without the folder.
-std::vector<CheckpointRow> list_checkpoints(const std::filesystem::path& folder);
-/// Looks at the last checkpoint only.
-std::optional<CheckpointRow> newest_checkpoint(const std::filesystem::path& folder);
 
 }  // namespace titan::cli

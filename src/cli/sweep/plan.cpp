@@ -1,4 +1,4 @@
-#include "cli/sweep/plan.h"
+#include "cli/sweep/sweep.h"
 
 #include <algorithm>
 #include <map>

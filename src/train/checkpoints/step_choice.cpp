@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/format/rank_file.h"
+#include "core/json_tree.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
@@ -68,8 +69,15 @@ std::string to_text(const StepChoice& choice) {
   return dump(tree);
 }
 
+nlohmann::json parse_shared(const std::string& text) {
+  std::string problem;
+  nlohmann::json tree = parse_json(text, &problem);
+  if (!problem.empty()) throw Error("cannot read what rank 0 sent about the step to load: " + problem);
+  return tree;
+}
+
 StepChoice from_text(const std::string& text) {
-  const auto tree = nlohmann::json::parse(text);
+  const auto tree = parse_shared(text);
   StepChoice choice;
   if (const int64_t step = tree.at("step"); step >= 0) choice.step = step;
   tree.at("passed_over").get_to(choice.passed_over);
@@ -156,7 +164,7 @@ ManifestSummary read_summary(const fs::path& step_folder, const dist::World& wor
       tree = {{"error", error.what()}};
     }
   }
-  tree = nlohmann::json::parse(share_text(dump(tree), world));
+  tree = parse_shared(share_text(dump(tree), world));
   if (tree.contains("error")) throw Error(tree["error"].get<std::string>());
   return {tree.at("step"), tree.at("rng")};
 }

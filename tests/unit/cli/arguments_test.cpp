@@ -12,7 +12,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(TrainArguments, ConfigOptionsAndSettings) {
+TEST(TrainArguments, SeparatesConfigOptionsAndSettings) {
   auto arguments = parse_train_arguments({"--nproc", "2", "a.toml", "--training.steps", "5", "--log-rank=all",
                                           "--training.global_batch_size", "-1", "--debug.deterministic"});
   EXPECT_EQ(arguments.config, "a.toml");
@@ -22,7 +22,7 @@ TEST(TrainArguments, ConfigOptionsAndSettings) {
             (Words{"--training.steps", "5", "--training.global_batch_size", "-1", "--debug.deterministic"}));
 }
 
-TEST(TrainArguments, WithoutAConfigValuesStayWithTheirSettings) {
+TEST(TrainArguments, KeepsValuesWithTheirSettingsWithoutAConfig) {
   auto arguments = parse_train_arguments(
       {"--training.steps", "5", "--optimizer.lr", "-1e-3", "--job.description=--x = [y]", "--log-rank", "0"});
   EXPECT_EQ(arguments.config, "");
@@ -30,23 +30,23 @@ TEST(TrainArguments, WithoutAConfigValuesStayWithTheirSettings) {
             (Words{"--training.steps", "5", "--optimizer.lr", "-1e-3", "--job.description=--x = [y]"}));
 }
 
-TEST(TrainArguments, FlagsMayComeLast) {
+TEST(TrainArguments, AcceptsFlagsAfterSettings) {
   auto arguments = parse_train_arguments({"a.toml", "--training.steps=5", "--print-config", "--nproc=3"});
   EXPECT_TRUE(arguments.print_config);
   EXPECT_EQ(arguments.num_ranks, 3);
   EXPECT_EQ(arguments.overrides, Words{"--training.steps=5"});
 }
 
-TEST(TrainArguments, OfSeveralTheLastCounts) {
+TEST(TrainArguments, UsesTheLastOfRepeatedOptions) {
   EXPECT_EQ(parse_train_arguments({"a.toml", "-n", "2", "--nproc", "3", "-n4"}).num_ranks, 4);
 }
 
-TEST(TrainArguments, ConfigFileByItsTorchTitanName) {
+TEST(TrainArguments, AcceptsTorchTitansNameOfTheConfigFile) {
   EXPECT_EQ(parse_train_arguments({"--job.config_file", "a.toml"}).config, "a.toml");
   EXPECT_THROW(parse_train_arguments({"a.toml", "--job.config_file=b.toml"}), ConfigError);
 }
 
-TEST(TrainArguments, WrongWords) {
+TEST(TrainArguments, RefusesWrongWords) {
   EXPECT_THAT(problem_of(parse_train_arguments, {"a.toml", "b.toml"}),
               AllOf(HasSubstr("a.toml"), HasSubstr("b.toml")));
   EXPECT_THAT(problem_of(parse_train_arguments, {"--nprocs", "2"}),
@@ -62,7 +62,7 @@ TEST(TrainArguments, WrongWords) {
   EXPECT_THAT(problem_of(parse_train_arguments, {"-x", "a.toml"}), HasSubstr("unknown option '-x'"));
 }
 
-TEST(TrainArguments, AValueThatBeginsWithADash) {
+TEST(TrainArguments, RefusesAnAmbiguousValueThatBeginsWithADash) {
   EXPECT_EQ(parse_train_arguments({"a.toml", "--job.description", "-x"}).overrides,
             (Words{"--job.description", "-x"}));
   for (const char* value : {"-n", "-n5", "-hello"}) {
@@ -71,39 +71,36 @@ TEST(TrainArguments, AValueThatBeginsWithADash) {
     const std::string written = str("--job.description=", value);
     EXPECT_EQ(parse_train_arguments({"a.toml", written}).overrides, Words{written});
   }
-  EXPECT_NE(parse_train_arguments({"a.toml", "--debug.deterministic", "-h"}).help, "");
+  EXPECT_NE(help_of(parse_train_arguments, {"a.toml", "--debug.deterministic", "-h"}), "");
   EXPECT_EQ(parse_train_arguments({"a.toml", "--debug.deterministic", "--nproc", "2"}).num_ranks, 2);
 }
 
-TEST(TrainArguments, HelpHasEveryOption) {
-  const std::string help = parse_train_arguments({"a.toml", "--training.steps", "1", "--help"}).help;
+TEST(TrainArguments, ListsEveryOptionInTheHelp) {
+  const std::string help = help_of(parse_train_arguments, {"a.toml", "--training.steps", "1", "--help"});
   for (const char* word :
        {"usage: titan train [CONFIG] [options] [--section.key value ...]", "-h,--help", "-n,--nproc N",
         "--log-rank RANKS", "--print-config", "CONFIG is a TOML or JSON file"})
     EXPECT_THAT(help, HasSubstr(word));
-  EXPECT_EQ(parse_train_arguments({"a.toml"}).help, "");
+  EXPECT_EQ(help_of(parse_train_arguments, {"a.toml"}), "");
 }
 
-TEST(LaunchArguments, TheProgramsWordsAreItsOwn) {
+TEST(LaunchArguments, LeavesTheProgramsWordsAlone) {
   const Words program = {"prog", "-n", "3", "--log-rank", "--", "--help", "-1", ""};
   for (const Words& before : {Words{"-n", "2", "--log-rank", "all", "--"}, Words{"-n", "2", "--log-rank=all"},
                               Words{"--nproc=2", "--log-rank", "all"}}) {
     Words words = before;
     words.insert(words.end(), program.begin(), program.end());
-    const LaunchArguments arguments = parse_launch_arguments(words);
-    EXPECT_EQ(arguments.help, "");
-    EXPECT_EQ(arguments.options.num_ranks, 2);
-    EXPECT_EQ(arguments.options.log_rank, "all");
-    EXPECT_EQ(arguments.options.command, program);
+    const LaunchOptions options = parse_launch_arguments(words);
+    EXPECT_EQ(options.num_ranks, 2);
+    EXPECT_EQ(options.log_rank, "all");
+    EXPECT_EQ(options.command, program);
   }
-  EXPECT_EQ(parse_launch_arguments({"-n", "1", "--", "--prog", "--"}).options.command,
-            (Words{"--prog", "--"}));
+  EXPECT_EQ(parse_launch_arguments({"-n", "1", "--", "--prog", "--"}).command, (Words{"--prog", "--"}));
 }
 
-TEST(LaunchArguments, FinalCodes) {
+TEST(LaunchArguments, ReadsFinalCodes) {
   const auto codes = [](const Words& words) {
-    return parse_launch_arguments(Words{"-n", "2"} + words + Words{"--", "prog"})
-        .options.restarts.final_codes;
+    return parse_launch_arguments(Words{"-n", "2"} + words + Words{"--", "prog"}).restarts.final_codes;
   };
   EXPECT_EQ(codes({}), (std::set<int>{2, 3}));
   EXPECT_EQ(codes({"--final-codes", "1,64,255"}), (std::set<int>{1, 64, 255}));
@@ -115,7 +112,7 @@ TEST(LaunchArguments, FinalCodes) {
         << wrong;
 }
 
-TEST(LaunchArguments, WrongWords) {
+TEST(LaunchArguments, RefusesWrongWords) {
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2"}), HasSubstr("the program to start is missing"));
   EXPECT_THAT(problem_of(parse_launch_arguments, {"-n", "2", "--"}),
               HasSubstr("the program to start is missing"));
@@ -125,25 +122,25 @@ TEST(LaunchArguments, WrongWords) {
               HasSubstr("unknown option '--log-ranks'; did you mean '--log-rank'?"));
 }
 
-TEST(LaunchArguments, Help) {
-  const std::string help = parse_launch_arguments({"-h"}).help;
+TEST(LaunchArguments, PrintsHelp) {
+  const std::string help = help_of(parse_launch_arguments, {"-h"});
   for (const char* word : {"usage: titan launch -n N", "-n,--nproc N", "--log-rank RANKS", "exit code"})
     EXPECT_THAT(help, HasSubstr(word));
 }
 
-TEST(CompareArguments, TwoRunsOrMore) {
-  EXPECT_EQ(parse_compare_arguments({"a", "b", "c"}).runs, (Words{"a", "b", "c"}));
-  EXPECT_THAT(problem_of(parse_compare_arguments, {"a"}), HasSubstr("needs at least two runs"));
+TEST(CompareArguments, NeedsTwoRuns) {
+  EXPECT_EQ(parse_compare_arguments({"a", "b", "c"}), (Words{"a", "b", "c"}));
+  EXPECT_THAT(problem_of(parse_compare_arguments, {"a"}), HasSubstr("at least two runs"));
   EXPECT_THAT(problem_of(parse_compare_arguments, {"a", "--all", "b"}), HasSubstr("unknown option '--all'"));
-  EXPECT_THAT(parse_compare_arguments({"--help"}).help, HasSubstr("usage: titan compare RUN RUN ..."));
+  EXPECT_THAT(help_of(parse_compare_arguments, {"--help"}), HasSubstr("usage: titan compare RUN RUN ..."));
 }
 
-TEST(DocsArguments, OnePage) {
-  EXPECT_EQ(parse_docs_arguments({"config"}).page, "config");
+TEST(DocsArguments, TakesOnePage) {
+  EXPECT_EQ(parse_docs_arguments({"config"}), "config");
   EXPECT_THAT(problem_of(parse_docs_arguments, {"confg"}),
               AllOf(HasSubstr("confg"), HasSubstr("torchtitan-keys")));
   EXPECT_THAT(problem_of(parse_docs_arguments, {}), HasSubstr("PAGE is required"));
-  EXPECT_THAT(parse_docs_arguments({"-h"}).help, HasSubstr("usage: titan docs"));
+  EXPECT_THAT(help_of(parse_docs_arguments, {"-h"}), HasSubstr("usage: titan docs"));
 }
 
 }  // namespace

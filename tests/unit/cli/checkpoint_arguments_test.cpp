@@ -22,13 +22,13 @@ TEST(CheckpointArguments, ConvertTakesWordsInAnyOrder) {
   EXPECT_EQ(arguments.shard_gb, 0.5);
 }
 
-TEST(CheckpointArguments, ConvertRefuses) {
+TEST(CheckpointArguments, ConvertRefusesWrongWords) {
   EXPECT_THAT(problem_of(parse_convert_arguments, {"a"}), HasSubstr("TO is required"));
   EXPECT_THAT(problem_of(parse_convert_arguments, {"a", "b", "--dtype", "int8"}), HasSubstr("int8"));
   EXPECT_THAT(problem_of(parse_convert_arguments, {"a", "b", "--shard-gb", "0"}), HasSubstr("--shard-gb"));
 }
 
-TEST(CheckpointArguments, OfEachCommand) {
+TEST(CheckpointArguments, AreParsedForEachCommand) {
   const auto ls = parse_ls_arguments({"--json", "runs/a"});
   EXPECT_EQ(ls.folder, "runs/a");
   EXPECT_TRUE(ls.json);
@@ -48,7 +48,7 @@ TEST(CheckpointArguments, OfEachCommand) {
   EXPECT_TRUE(prune.force);
 }
 
-TEST(CheckpointArguments, WhatIsMissingOrWrongIsSaid) {
+TEST(CheckpointArguments, NameWhatIsMissingOrWrong) {
   EXPECT_THAT(problem_of(parse_ls_arguments, {}),
               AllOf(HasSubstr("FOLDER is required"), HasSubstr("titan checkpoint ls --help")));
   EXPECT_THAT(problem_of(parse_verify_arguments, {"a", "--threads", "0"}), HasSubstr("--threads"));
@@ -58,13 +58,14 @@ TEST(CheckpointArguments, WhatIsMissingOrWrongIsSaid) {
   EXPECT_THAT(problem_of(parse_info_arguments, {"a", "b"}), HasSubstr("titan checkpoint info --help"));
 }
 
-TEST(CheckpointArguments, CommandsAreNamed) {
+TEST(CheckpointArguments, ListTheCommands) {
   EXPECT_THAT(problem_of(checkpoint_command, {}),
-              HasSubstr("There are: ls, info, verify, diff, prune, convert"));
-  EXPECT_THAT(problem_of(checkpoint_command, {"verfy", "a"}), HasSubstr("unknown command 'verfy'"));
+              HasSubstr("needs a command: ls, info, verify, diff, prune, convert"));
+  EXPECT_THAT(problem_of(checkpoint_command, {"verfy", "a"}),
+              HasSubstr("unknown command 'verfy'; did you mean 'verify'?"));
 }
 
-TEST(CheckpointArguments, AFilterOfTensorsIsARegularExpression) {
+TEST(CheckpointArguments, FilterTensorsByARegularExpression) {
   EXPECT_TRUE(tensor_filter("")("model.w"));
   EXPECT_TRUE(tensor_filter("layers\\.[01]\\.")("model.layers.1.w"));
   EXPECT_FALSE(tensor_filter("layers\\.[01]\\.")("model.layers.10.w"));

@@ -1,4 +1,4 @@
-// What a job would save, planned without the job: meta tensors, one rank of the `fake` backend at a time.
+// Plans what a job would save, without the job: meta tensors, one rank of the `fake` backend at a time.
 
 #include <ctime>
 #include <fstream>
@@ -32,7 +32,7 @@ struct NamedTensor {
   DTensor data;
 };
 
-// Parameters, what AdamW remembers of each, and the random generators of all ranks of the stage.
+// The parameters, AdamW's state of each, and the random generators of all ranks of the stage.
 std::vector<NamedTensor> state_of(const train::DryRun& run) {
   std::vector<NamedTensor> state;
   for (const auto& model : run.models())
@@ -66,8 +66,7 @@ std::vector<StateTensor> described(const std::vector<NamedTensor>& state, const 
   return tensors;
 }
 
-// --- layouts of what wrappers make
-// -----------------------------------------------------------------------------
+// Layouts of parallelized models.
 
 std::string name_of_mesh(const Words& degrees) {
   std::string name;
@@ -77,7 +76,7 @@ std::string name_of_mesh(const Words& degrees) {
 
 class ParallelLayouts : public ::testing::TestWithParam<Words> {};
 
-// "tp", "2" to "--parallelism.tensor_parallel_degree", "2".
+// Turns "tp", "2" into "--parallelism.tensor_parallel_degree", "2".
 Words arguments_of(const Words& degrees) {
   const std::map<std::string, std::string> keys = {{"pp", "pipeline_parallel_degree"},
                                                    {"replicate", "data_parallel_replicate_degree"},
@@ -92,12 +91,12 @@ Words arguments_of(const Words& degrees) {
   return words;
 }
 
-// One rank's layouts say of all ranks of its stage what these have.
-TEST_P(ParallelLayouts, OfOneRankAreRightForAll) {
+// A rank's layouts describe the parts of all ranks of its stage.
+TEST_P(ParallelLayouts, OfOneRankDescribeAllRanks) {
   constexpr int kRanks = 8;
   const train::JobConfig config = load_preset("llama3_debug", kRanks, arguments_of(GetParam()));
   std::map<std::string, TensorLayout> layouts;
-  // Elements that no rank has counted yet; of the copies of a part the first counts.
+  // Elements that no rank has counted yet. Only the first copy of a part counts.
   std::map<std::string, int64_t> left;
   for (int rank = 0; rank < kRanks; ++rank) {
     SCOPED_TRACE(str("rank ", rank));
@@ -131,8 +130,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ParallelLayouts,
                                            Words{"pp", "2", "replicate", "2", "cp", "2", "shard", "1"}),
                          [](const auto& info) { return name_of_mesh(info.param); });
 
-// --- 405B on 4,096 ranks
-// ------------------------------------------------------------------------------------------
+// 405B on 4,096 ranks.
 
 constexpr int kManyRanks = 4096;
 
@@ -150,7 +148,7 @@ struct Large {
 
 class LargePlans : public ::testing::TestWithParam<Large> {};
 
-// What the stages have, which a job's ranks hear from each other; without a pipeline there is nobody to tell.
+// The tensors of each stage, which the ranks of a job send each other. Empty without a pipeline.
 std::vector<std::string> texts_of_stages(const train::JobConfig& config, int stages) {
   std::vector<std::string> texts;
   for (int stage = 0; stage < stages && stages > 1; ++stage) {
@@ -176,11 +174,10 @@ int64_t bytes_of(const StateTable& table) {
   return bytes;
 }
 
-// Of computing, which is all that a rank does in what is measured here: not what other programs take
-// meanwhile.
+// Processor time, so that other programs don't count: what is measured here only computes.
 double seconds_from(std::clock_t start) { return static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC; }
 
-// The lanes of the data of one of `dp_degree` ranks that read other rows, as they stand late in a long run.
+// The data lanes of one of the `dp_degree` ranks that read rows of their own, late in a long run.
 std::string lanes_text(int64_t dp_rank, int64_t dp_degree, int64_t num_lanes) {
   data::LoaderState state{.steps = 1'000'000,
                           .num_lanes = num_lanes,
@@ -194,7 +191,8 @@ std::string lanes_text(int64_t dp_rank, int64_t dp_degree, int64_t num_lanes) {
   return data::to_json(state);
 }
 
-// What all ranks of a job tell rank 0 behind their files; of those that share their rows one speaks.
+// The reports that all ranks of a job send rank 0 after they wrote their files. Only one of the ranks that share rows
+// reports texts.
 std::vector<std::string> reports_of(int64_t dp_degree, int64_t num_lanes, const checkpoint::FileRecord& file,
                                     bool with_texts) {
   std::vector<std::string> reports;
@@ -215,7 +213,7 @@ int64_t total_size(const std::vector<std::string>& texts) {
   return bytes;
 }
 
-// As rank 0 does behind the gathering.
+// Makes the manifest as rank 0 does after gathering the reports.
 std::string manifest_text(const StateTable& table, const std::string& config,
                           const std::vector<std::string>& reports) {
   checkpoint::Manifest manifest{.run_id = checkpoint::digest_of("run"),
@@ -241,7 +239,7 @@ std::string manifest_text(const StateTable& table, const std::string& config,
   return to_text(manifest);
 }
 
-TEST_P(LargePlans, AreQuickAndSmall) {
+TEST_P(LargePlans, AreFastAndSmall) {
   const train::JobConfig config =
       load_preset(GetParam().preset, kManyRanks, arguments_of(GetParam().degrees));
   std::string first_text;
@@ -266,10 +264,10 @@ TEST_P(LargePlans, AreQuickAndSmall) {
     const std::string settings = config::print_toml(train::job_schema(), config);
     const double seconds = seconds_from(start);
 
-    // Layers: 9 parameters each; embedding, norm and head. A generator a rank, by stages.
+    // 9 parameters per layer, embedding, norm and head. The generators of a stage are one tensor.
     EXPECT_EQ(table.tensors().size(), 4u * (126 * 9 + 3) + static_cast<size_t>(pipeline.size()));
     EXPECT_EQ(bytes_of(table) / 1'000'000'000, 3 * 4 * 405'853'388'800 / 1'000'000'000);
-    // Stages have layers or less, and the largest matrix is cut among the ranks of one.
+    // Stages differ by some layers, and the largest matrix is sharded over the ranks of one stage.
     const int64_t own_bytes = bytes_of(table, pieces);
     EXPECT_NEAR(static_cast<double>(own_bytes), static_cast<double>(bytes_of(table)) / kManyRanks,
                 0.15 * static_cast<double>(bytes_of(table)) / kManyRanks);
@@ -288,15 +286,15 @@ TEST_P(LargePlans, AreQuickAndSmall) {
     RecordProperty("manifest_bytes", static_cast<int>(text.size()));
     EXPECT_LT(text.size(), 5'000'000u);
 
-    // Of a file size and digest, of which the digest takes 32 bytes, and seven numbers; the texts add the
-    // lanes of each rank that reads rows of its own, with the fingerprint of the data, and a count of tokens.
+    // A report has a digest of 32 bytes and seven numbers. The texts add a count of tokens, and for each rank that reads
+    // rows of its own the lanes and the fingerprint of the data.
     const int64_t without_texts = total_size(reports_of(dp_degree, num_lanes, record, /*with_texts=*/false));
     EXPECT_EQ(without_texts, kManyRanks * (32 + 7 * 8));
     const int64_t of_texts = total_size(reports) - without_texts;
     RecordProperty("gathered_bytes", str(without_texts, " and of texts ", of_texts));
     EXPECT_LT(of_texts, kManyRanks * 20 + dp_degree * 300 + num_lanes * 40);
 
-    // The ranks don't have to agree on more: each plans the same.
+    // Each rank makes the same plan, so the ranks exchange nothing else.
     const std::string table_text =
         text.substr(text.find("\"layouts\""), text.find("\"files\"") - text.find("\"layouts\""));
     if (rank == 0) first_text = table_text;

@@ -1,4 +1,4 @@
-// titan checkpoint prune and ls where a file system, or another run, makes it hard.
+// titan checkpoint prune and ls on difficult file systems and next to other runs.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,10 +17,10 @@
 #include "unit/checkpoint/temp_folder.h"
 
 namespace {
-int prune_flock_errno = 0;  // what flock fails with; 0: it works
+int prune_flock_errno = 0;  // the errno with which flock fails; 0: it works
 }
 
-// In place of the C library's, also for the library under test.
+// Replaces the C library's flock, also for the library under test.
 extern "C" __attribute__((visibility("default"))) int flock(int descriptor, int operation) noexcept {
   if (prune_flock_errno == 0) return static_cast<int>(syscall(SYS_flock, descriptor, operation));
   errno = prune_flock_errno;
@@ -41,7 +41,7 @@ void save_steps(const std::filesystem::path& folder) {
 
 size_t num_steps_in(const std::filesystem::path& folder) { return checkpoint::list_steps(folder).size(); }
 
-TEST(CheckpointPrune, WithoutLocksItIsForcedOrRefused) {
+TEST(CheckpointPrune, NeedsForceWithoutLocks) {
   const TempFolder folder;
   save_steps(folder.path());
   const Arguments words = {folder.path().string(), "--keep", "2"};
@@ -52,7 +52,7 @@ TEST(CheckpointPrune, WithoutLocksItIsForcedOrRefused) {
   } catch (const Error& error) {
     problem = error.what();
   }
-  EXPECT_THAT(problem, HasSubstr("no locks; --force"));
+  EXPECT_THAT(problem, HasSubstr("has no locks; if none does, add --force"));
   EXPECT_EQ(num_steps_in(folder.path()), 3u);
   Arguments forced = words;
   forced.push_back("--force");
@@ -61,8 +61,8 @@ TEST(CheckpointPrune, WithoutLocksItIsForcedOrRefused) {
   EXPECT_EQ(num_steps_in(folder.path()), 2u);
 }
 
-// As lost+found in the folder of a run that has a disk to itself.
-TEST(CheckpointPrune, FoldersThatCantBeReadAreNotLookedInto) {
+// A run that has a disk to itself has a folder lost+found.
+TEST(CheckpointPrune, SkipsFoldersThatCannotBeRead) {
   const TempFolder folder;
   save_steps(folder / "checkpoint");
   std::filesystem::create_directory(folder / "lost+found");
@@ -74,7 +74,7 @@ TEST(CheckpointPrune, FoldersThatCantBeReadAreNotLookedInto) {
   EXPECT_EQ(result.status, 0) << result.message;
 }
 
-TEST(CheckpointPrune, LsTellsWhatMadeWay) {
+TEST(CheckpointPrune, LsShowsReplacedSteps) {
   const TempFolder folder;
   save_steps(folder.path());
   std::filesystem::create_directory(folder / "step-2.model");
@@ -82,8 +82,8 @@ TEST(CheckpointPrune, LsTellsWhatMadeWay) {
   ::testing::internal::CaptureStdout();
   checkpoint_ls({folder.path().string()});
   const std::string text = ::testing::internal::GetCapturedStdout();
-  EXPECT_THAT(text, HasSubstr("step-2.model: made way"));
-  EXPECT_THAT(text, HasSubstr(".step-9.ab.replaced: making way"));
+  EXPECT_THAT(text, HasSubstr("step-2.model: put aside"));
+  EXPECT_THAT(text, HasSubstr(".step-9.ab.replaced: being replaced"));
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ TEST(Compare, ReadsSettingsAndSteps) {
   EXPECT_EQ(keys_of({run}), (std::set<std::string>{"optimizer.lr"}));
 }
 
-TEST(Compare, LossesPartAtTheFirstDifferentDouble) {
+TEST(Compare, FindsTheFirstStepWithDifferentLosses) {
   const RunFolder a =
       read_compared_run(run_folder("part_a", "",
                                    "{\"step\": 1, \"loss\": 1}\n{\"step\": 5, \"loss\": 0.5}\n"
@@ -41,9 +41,9 @@ TEST(Compare, LossesPartAtTheFirstDifferentDouble) {
                                    "{\"step\": 10, \"loss\": 0}\n"));
   auto steps = common_steps({a, b}, &RunFolder::steps);
   EXPECT_EQ(steps, (std::vector<int64_t>{1, 5}));
-  Parting parting = compare_losses(a.steps, b.steps, steps);
-  EXPECT_EQ(parting.first_step, 5);
-  EXPECT_EQ(parting.largest_difference, 0.25);
+  LossDifference found = compare_losses(a.steps, b.steps, steps);
+  EXPECT_EQ(found.first_step, 5);
+  EXPECT_EQ(found.largest_difference, 0.25);
   EXPECT_FALSE(compare_losses(a.steps, a.steps, steps).first_step);
 }
 

@@ -1,4 +1,4 @@
-// The ranks' last calls side by side, from records as ranks leave them.
+// The ranks' last calls side by side, from the records that ranks leave.
 
 #include "cli/debug/commands.h"
 
@@ -18,7 +18,7 @@ using ::testing::Not;
 
 constexpr int64_t kMs = 1'000'000;
 
-/// Records that were left at 100 s by ranks of a group of all of them.
+/// Records that ranks wrote at 100 s. All ranks are in one group.
 class FlightTable : public ::testing::Test {
  protected:
   void add_rank(int rank, int world_size = 3) {
@@ -35,7 +35,7 @@ class FlightTable : public ::testing::Test {
     files_.push_back(file);
   }
 
-  /// Of the rank that was added last; it took `took_ms`, or has been waited for since it began, at 98 s.
+  /// Adds a call to the rank that was added last. It began at 98 s and took `took_ms`; kWaits: it still waits.
   dist::FlightCall& add_call(int64_t sequence, int64_t took_ms) {
     dist::FlightCall call;
     call.record = call.sequence = sequence;
@@ -59,7 +59,7 @@ class FlightTable : public ::testing::Test {
   std::vector<dist::FlightFile> files_;
 };
 
-TEST_F(FlightTable, ARankThatIsntThereIsMissing) {
+TEST_F(FlightTable, MarksAMissingRank) {
   for (const int rank : {0, 1, 2}) {
     add_rank(rank);
     add_call(811, 12 + rank);
@@ -73,8 +73,8 @@ TEST_F(FlightTable, ARankThatIsntThereIsMissing) {
       "812  all_gather  fsdp::unshard layers.5  Float [4,8] to [12,8]  waits 2.0 s  MISSING  waits 2.0 s\n");
 }
 
-// A rank whose ring begins later, and one that left no record.
-TEST_F(FlightTable, WhatIsntKnownIsSaid) {
+// The ring of rank 1 begins later, and rank 2 left no record.
+TEST_F(FlightTable, MarksUnknownCalls) {
   add_rank(0);
   add_call(811, 12);
   add_call(812, kWaits);
@@ -85,7 +85,7 @@ TEST_F(FlightTable, WhatIsntKnownIsSaid) {
   EXPECT_THAT(text, HasSubstr("waits 2.0 s  failed         no record\n"));
 }
 
-TEST_F(FlightTable, ACallThatDiffersIsShown) {
+TEST_F(FlightTable, ShowsACallThatDiffers) {
   for (const int rank : {0, 1, 2}) {
     add_rank(rank);
     auto& call = add_call(812, kWaits);
@@ -99,8 +99,8 @@ TEST_F(FlightTable, ACallThatDiffersIsShown) {
               HasSubstr("  waits 2.0 s  waits 2.0 s  waits 2.0 s (broadcast odd::one more Float [7])\n"));
 }
 
-// The calls up to the one in question and two behind it, of the columns that are asked for.
-TEST_F(FlightTable, RowsAndColumnsAreChosen) {
+// Shows the calls up to the one in question and the two after it, in the requested columns.
+TEST_F(FlightTable, SelectsRowsAndColumns) {
   for (const int rank : {0, 1, 2}) {
     add_rank(rank);
     for (int64_t sequence = 800; sequence <= 811; ++sequence) add_call(sequence, 1);
@@ -114,8 +114,7 @@ TEST_F(FlightTable, RowsAndColumnsAreChosen) {
   EXPECT_THAT(usual, AllOf(HasSubstr("\n803 "), Not(HasSubstr("\n802 "))));
 }
 
-// Of many ranks the one that is missing is there.
-TEST_F(FlightTable, CulpritsHaveAColumn) {
+TEST_F(FlightTable, GivesCulpritsAColumnAmongManyRanks) {
   for (int rank = 0; rank < 20; ++rank) {
     add_rank(rank, 20);
     add_call(811, 1);
@@ -125,7 +124,7 @@ TEST_F(FlightTable, CulpritsHaveAColumn) {
                              HasSubstr("MISSING"), HasSubstr("  and 12 more ranks")));
 }
 
-TEST_F(FlightTable, RanksSayWhereTheyAre) {
+TEST_F(FlightTable, ShowsWhatEachRankIsDoing) {
   add_rank(0);
   add_call(811, 1);
   files_.back().activity = "data";
@@ -137,7 +136,7 @@ TEST_F(FlightTable, RanksSayWhereTheyAre) {
   EXPECT_THAT(text, HasSubstr("  -                           0      request\n"));
 }
 
-TEST_F(FlightTable, WithoutCallsThereIsNone) {
+TEST_F(FlightTable, SaysThatThereAreNoCalls) {
   add_rank(0);
   EXPECT_EQ(calls(), "\nNo calls are recorded.\n");
 }

@@ -1,4 +1,4 @@
-#include "cli/launch/places.h"
+#include "cli/launch/group.h"
 
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ RankPlaces places_for(int num_places, int min_ranks, std::function<bool(int)> fi
                      .fits = std::move(fits)});
 }
 
-TEST(RankPlaces, AreLostForATime) {
+TEST(RankPlaces, ReturnAfterATime) {
   RankPlaces places = places_for(4, 2);
   EXPECT_EQ(places.available(kStart), Places({0, 1, 2, 3}));
   EXPECT_FALSE(places.next_growth(4));
@@ -31,16 +31,16 @@ TEST(RankPlaces, AreLostForATime) {
   EXPECT_EQ(places.available(kStart + seconds(15)), Places({0, 1, 2, 3}));
 }
 
-// A broken one is tried again less and less often.
-TEST(RankPlaces, ThatAreLostAgainAreLostForTwiceAsLong) {
+// A broken place is used less and less often.
+TEST(RankPlaces, StayAwayTwiceAsLongWhenLostAgain) {
   RankPlaces places = places_for(2, 1);
   RankPlaces::Time now = kStart;
   for (const int absence : {10, 20, 40, 80, 160, 320, 640, 640}) {
     places.lose(1, now);
     EXPECT_EQ(places.next_growth(1), now + seconds(absence));
-    now += seconds(absence + 5);  // it dies as it starts
+    now += seconds(absence + 5);  // the rank dies as it starts
   }
-  places.lose(1, now + seconds(700));  // it did well for longer than it was away
+  places.lose(1, now + seconds(700));  // it ran for longer than it was away
   EXPECT_EQ(places.next_growth(1), now + seconds(710));
   places.lose(1, now + seconds(711));
   places.bring_back();
@@ -48,7 +48,7 @@ TEST(RankPlaces, ThatAreLostAgainAreLostForTwiceAsLong) {
   EXPECT_EQ(places.next_growth(1), now + seconds(722));
 }
 
-TEST(RankPlaces, TooFewAreNone) {
+TEST(RankPlaces, AreNotAvailableBelowTheMinimum) {
   RankPlaces places = places_for(3, 2);
   places.lose(0, kStart);
   places.lose(2, kStart + seconds(1));
@@ -58,13 +58,13 @@ TEST(RankPlaces, TooFewAreNone) {
   EXPECT_EQ(places.available(kStart), Places({0, 1, 2}));
 }
 
-TEST(RankPlaces, StayWhereGroupsAreOfOneSize) {
+TEST(RankPlaces, AreNeverLostWhenGroupsNeedAll) {
   RankPlaces places = places_for(2, 2);
   places.lose(1, kStart);
   EXPECT_EQ(places.available(kStart), Places({0, 1}));
 }
 
-TEST(RankPlaces, GroupsFitTheMesh) {
+TEST(RankPlaces, FormGroupsThatFitTheMesh) {
   RankPlaces places = places_for(6, 2, [](int size) { return size % 2 == 0; });
   places.lose(5, kStart);
   EXPECT_EQ(places.available(kStart), Places({0, 1, 2, 3}));
@@ -72,10 +72,10 @@ TEST(RankPlaces, GroupsFitTheMesh) {
   places.lose(0, kStart + seconds(3));
   places.lose(1, kStart + seconds(4));
   EXPECT_EQ(places.available(kStart + seconds(4)), Places({2, 3}));
-  EXPECT_EQ(places.next_growth(2), kStart + seconds(10));  // four: 2, 3, 4 and 5
+  EXPECT_EQ(places.next_growth(2), kStart + seconds(10));  // the places 2, 3, 4 and 5
 }
 
-TEST(RankPlaces, WithoutATimeOnlyASignalBringsThemBack) {
+TEST(RankPlaces, ReturnOnlyBySignalWithoutATime) {
   RankPlaces places({.num_places = 2, .min_ranks = 1, .rejoin_after = std::nullopt});
   places.lose(0, kStart);
   EXPECT_FALSE(places.next_growth(1));
@@ -96,12 +96,12 @@ TEST(RestartDelay, GrowsWithEachShortRun) {
   EXPECT_EQ(restart_delay(1000, seconds(0)), seconds(0));
 }
 
-TEST(DevicesOfPlaces, LeaveOutThoseOfOthers) {
+TEST(DevicesOfPlaces, LeaveOutDevicesOfOtherPlaces) {
   EXPECT_EQ(devices_of_places({0, 2}, 3, "GPU-a,GPU-b,GPU-c", 0), "GPU-a,GPU-c");
   EXPECT_EQ(devices_of_places({1, 3}, 4, std::nullopt, 8), "1,3");
-  EXPECT_FALSE(devices_of_places({0, 1}, 2, "0,1", 8)) << "all are taken";
-  EXPECT_FALSE(devices_of_places({0}, 4, "0,1", 8)) << "shared";
-  EXPECT_FALSE(devices_of_places({0}, 4, std::nullopt, 0)) << "none";
+  EXPECT_FALSE(devices_of_places({0, 1}, 2, "0,1", 8)) << "all places are used";
+  EXPECT_FALSE(devices_of_places({0}, 4, "0,1", 8)) << "places share GPUs";
+  EXPECT_FALSE(devices_of_places({0}, 4, std::nullopt, 0)) << "there is no GPU";
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "cli/launch/signals.h"
+#include "cli/launch/process.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -12,25 +12,25 @@ namespace {
 
 void wait_out_same_signal() { std::this_thread::sleep_for(kSameSignal + std::chrono::milliseconds(50)); }
 
-TEST(SecondRequest, TheFirstLetsItsWorkEnd) {
+TEST(SecondRequest, ComesAfterAFirstRequest) {
   SignalReader signals;
   SecondRequest request(std::nullopt);
   EXPECT_FALSE(request.has_come(signals));
   wait_out_same_signal();
   raise(SIGTERM);
   EXPECT_FALSE(request.has_come(signals));
-  raise(SIGINT);  // what comes with it is one with it
+  raise(SIGINT);  // within a second it is the same request
   EXPECT_FALSE(request.has_come(signals));
   wait_out_same_signal();
   raise(SIGUSR2);
   raise(SIGQUIT);
-  EXPECT_FALSE(request.has_come(signals)) << "they don't ask for the end";
+  EXPECT_FALSE(request.has_come(signals)) << "these don't ask for the end";
   raise(SIGTERM);
   EXPECT_TRUE(request.has_come(signals));
   EXPECT_TRUE(request.has_come(signals));
 }
 
-TEST(SecondRequest, OfAJobThatIsAskedTheNextIsTheSecond) {
+TEST(SecondRequest, IsTheNextOneIfTheJobWasAsked) {
   SignalReader signals;
   SecondRequest request(SecondRequest::Clock::now());
   raise(SIGINT);
@@ -39,12 +39,12 @@ TEST(SecondRequest, OfAJobThatIsAskedTheNextIsTheSecond) {
   raise(SIGHUP);
   EXPECT_TRUE(request.has_come(signals));
 
-  SecondRequest of_long_ago(SecondRequest::Clock::now() - 2 * kSameSignal);
+  SecondRequest after_an_old_one(SecondRequest::Clock::now() - 2 * kSameSignal);
   raise(SIGTERM);
-  EXPECT_TRUE(of_long_ago.has_come(signals));
+  EXPECT_TRUE(after_an_old_one.has_come(signals));
 }
 
-TEST(TakenSignals, ThoseThatHaveAHandlerOrAreReadFromADescriptor) {
+TEST(TakenSignals, IncludeHandledOnesAndOnesReadFromADescriptor) {
   EXPECT_FALSE(takes(getpid(), SIGUSR2));
   {
     SignalReader signals;
@@ -54,13 +54,13 @@ TEST(TakenSignals, ThoseThatHaveAHandlerOrAreReadFromADescriptor) {
   const auto before = signal(SIGUSR2, [](int) {});
   EXPECT_TRUE(takes(getpid(), SIGUSR2));
   signal(SIGUSR2, SIG_IGN);
-  EXPECT_FALSE(takes(getpid(), SIGUSR2)) << "nothing would come of it";
+  EXPECT_FALSE(takes(getpid(), SIGUSR2)) << "it is ignored";
   signal(SIGUSR2, before);
   EXPECT_FALSE(takes(999'999'999, SIGUSR2)) << "there is no such process";
 }
 
-// As a shell does while it starts a program: what is sent to it then ends it as soon as the program runs.
-TEST(TakenSignals, OneThatBlocksAllSignalsTakesNone) {
+// A shell blocks all signals while it starts a program. A signal that comes then ends the program as soon as it runs.
+TEST(TakenSignals, AreNoneWhileAllSignalsAreBlocked) {
   sigset_t set, before;
   sigemptyset(&set);
   sigaddset(&set, SIGUSR2);
@@ -75,14 +75,14 @@ TEST(TakenSignals, OneThatBlocksAllSignalsTakesNone) {
   sigprocmask(SIG_SETMASK, &before, nullptr);
 }
 
-/// A process of `group` (0: its own) that does `action` at SIGQUIT, and otherwise waits.
+/// Starts a process in `group` (0: its own) that runs `action` at SIGQUIT, and otherwise waits.
 pid_t start_waiting(pid_t group, void (*action)(int)) {
   int ready[2];
   EXPECT_EQ(pipe(ready), 0);
   const pid_t process = fork();
   if (process == 0) {
     setpgid(0, group);
-    alarm(60);  // whatever becomes of the test
+    alarm(60);  // even if the test dies
     signal(SIGQUIT, action);
     if (write(ready[1], "r", 1) != 1) _exit(1);
     while (true) pause();
@@ -100,19 +100,19 @@ int status_of(pid_t process) {
   return status;
 }
 
-TEST(TakenSignals, OfAGroupOnlyThoseWithAHandlerAreSentOne) {
+TEST(TakenSignals, GoOnlyToProcessesOfTheGroupWithAHandler) {
   const pid_t ignores = start_waiting(0, SIG_IGN);
   const pid_t dies_of_it = start_waiting(ignores, SIG_DFL);
-  EXPECT_EQ(signal_takers(ignores, SIGQUIT), 0) << "neither would say anything";
+  EXPECT_EQ(signal_takers(ignores, SIGQUIT), 0) << "neither has a handler";
   const pid_t answers = start_waiting(ignores, [](int) { _exit(42); });
-  const pid_t of_another_group = start_waiting(0, [](int) { _exit(43); });
+  const pid_t in_another_group = start_waiting(0, [](int) { _exit(43); });
   EXPECT_EQ(signal_takers(ignores, SIGQUIT), 1);
   const int answer = status_of(answers);
   EXPECT_TRUE(WIFEXITED(answer) && WEXITSTATUS(answer) == 42) << answer;
-  for (const pid_t process : {ignores, dies_of_it, of_another_group}) {
+  for (const pid_t process : {ignores, dies_of_it, in_another_group}) {
     kill(process, SIGKILL);
     const int status = status_of(process);
-    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "it had ended before: " << status;
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "it ended earlier: " << status;
   }
 }
 

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 
@@ -14,7 +14,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-/// What keeps a rank from these settings; `by`: who may start it again, and how often.
+/// The problem that a rank finds in its settings when `by` may restart it `max_restarts` times; "" if none.
 std::string refusal_of(const std::string& by, int max_restarts, const std::vector<std::string>& settings) {
   register_builtin_models();
   train::JobConfig config;
@@ -30,21 +30,21 @@ std::string refusal_of(const std::string& by, int max_restarts, const std::vecto
   }
 }
 
-TEST(LaunchTrain, RanksThatAreStartedAgainRefuseToGoBack) {
+TEST(LaunchTrain, RestartedRanksRefuseAFixedLoadStep) {
   const std::vector<std::string> saves = {"--checkpoint.enable"};
   const std::vector<std::string> goes_back = {"--checkpoint.enable", "--checkpoint.load_step", "5",
                                               "--checkpoint.exclude_from_loading", "optimizer"};
   for (const char* by : {"titan", "torchrun"}) {
     EXPECT_EQ(refusal_of(by, 3, saves), "");
-    EXPECT_EQ(refusal_of(by, 0, goes_back), "") << "without restarts it is loaded once";
+    EXPECT_EQ(refusal_of(by, 0, goes_back), "") << "without restarts the step is loaded once";
     EXPECT_THAT(refusal_of(by, 3, goes_back),
                 AllOf(HasSubstr("--checkpoint.load_step = 5: with --max-restarts must be -1"),
                       HasSubstr("exclude_from_loading"), HasSubstr("with --max-restarts must be empty")));
   }
 }
 
-// Agents of torchrun's kind have restarts by default.
-TEST(LaunchTrain, RanksThatSaveNothingAreRefusedWhereRestartsWereAskedFor) {
+// torchrun's agents restart ranks by default.
+TEST(LaunchTrain, RefusesRestartsWithoutSaves) {
   const std::vector<std::string> load_only = {"--checkpoint.enable", "--checkpoint.load_only"};
   EXPECT_THAT(refusal_of("titan", 3, {}), HasSubstr("checkpoint.enable"));
   EXPECT_THAT(refusal_of("titan", 3, load_only),

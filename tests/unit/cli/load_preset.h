@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "job/job_config.h"
 
 namespace titan::cli {
 
-/// configs/<preset>.toml, checked for `world_size` ranks but for files. Throws ConfigError.
+/// configs/<preset>.toml, checked for `world_size` ranks, without its files. Throws ConfigError.
 inline train::JobConfig load_preset(const std::string& preset, int world_size,
                                     std::vector<std::string> overrides = {}) {
   register_builtin_models();

@@ -1,6 +1,6 @@
 #pragma once
 
-// A run's folder with logs of its ranks, as a test wants them.
+// A run's folder with logs of its ranks, written by a test.
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/run/structured_events.h"
+#include "cli/run/run_history.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {

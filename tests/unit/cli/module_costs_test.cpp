@@ -47,7 +47,7 @@ TEST(ModuleCosts, CountBytes) {
   EXPECT_GT(costs[1].forward_s, kLayerElements * 2);
 }
 
-TEST(ModuleCosts, CountMemoryOfARank) {
+TEST(ModuleCosts, CountTheMemoryOfARank) {
   const train::JobConfig config = debug_model({});
   const double elements = kLayerElements + 2 * kDim;
   EXPECT_DOUBLE_EQ(train::computed_costs(config)[1].fixed_bytes, elements * (4 * 4 + 2));
@@ -57,7 +57,7 @@ TEST(ModuleCosts, CountMemoryOfARank) {
                    train::computed_costs(config)[1].activation_bytes / 4);
 }
 
-TEST(ModuleCosts, ChargeLayersForWhatTheyComputeAgain) {
+TEST(ModuleCosts, IncludeRecomputation) {
   const auto kept = train::computed_costs(debug_model({}));
   const auto full = train::computed_costs(debug_model({"--activation_checkpoint.mode", "full"}));
   const auto some = train::computed_costs(debug_model({"--activation_checkpoint.mode", "selective"}));
@@ -69,7 +69,7 @@ TEST(ModuleCosts, ChargeLayersForWhatTheyComputeAgain) {
   for (const size_t i : {0, 7, 8}) EXPECT_DOUBLE_EQ(full[i].backward_s, kept[i].backward_s);
 }
 
-TEST(ModuleCosts, AreMeasuredOnADevice) {
+TEST(ModuleCosts, CanBeMeasuredOnADevice) {
   const train::JobConfig config = debug_model({"--training.mixed_precision_param", "float32"});
   const auto costs = train::measured_costs(config, at::kCPU, {}, /*repeats=*/1);
   const auto computed = train::computed_costs(config);
@@ -79,11 +79,11 @@ TEST(ModuleCosts, AreMeasuredOnADevice) {
     EXPECT_GT(costs[i].backward_s, 0) << i;
     EXPECT_DOUBLE_EQ(costs[i].activation_bytes, computed[i].activation_bytes) << i;
   }
-  EXPECT_EQ(costs[1].forward_s, costs[6].forward_s);  // of one shape: measured once
+  EXPECT_EQ(costs[1].forward_s, costs[6].forward_s);  // layers of the same shape are measured once
   EXPECT_GT(costs[1].time_s(), costs[7].time_s());
 }
 
-// A large vocabulary makes the head as slow as several layers, and the last stage is given fewer.
+// A large vocabulary makes the head as slow as several layers, so the last stage gets fewer layers.
 TEST(ModuleCosts, BalanceAPipeline) {
   const Words words = {"--parallelism.pipeline_parallel_degree",
                        "2",
@@ -116,8 +116,8 @@ std::vector<std::string> problems_of(const Words& words) {
   return {};
 }
 
-// 1F1B's first stage holds a micro-batch more than the last: with little memory it has fewer layers.
-TEST(ModuleCosts, BalanceAPipelineWithinAMemory) {
+// In 1F1B the first stage holds one more micro-batch than the last. With little memory it gets fewer layers.
+TEST(ModuleCosts, BalanceAPipelineWithinAMemoryLimit) {
   Words words = {"--parallelism.pipeline_parallel_degree",
                  "2",
                  "--parallelism.pipeline_parallel_split",
@@ -131,7 +131,7 @@ TEST(ModuleCosts, BalanceAPipelineWithinAMemory) {
   };
   const size_t unlimited = first_stage().size();
   const auto costs = train::computed_costs(load_preset("llama3_debug", 2, words));
-  double bytes = 0;  // of the first stage, which holds two micro-batches
+  double bytes = 0;  // in the first stage, which holds two micro-batches
   for (size_t i = 0; i < unlimited; ++i) bytes += costs[i].fixed_bytes + 2 * costs[i].activation_bytes;
   words.insert(words.end(), {"--parallelism.pipeline_parallel_split_memory_gib",
                              std::to_string(0.99 * bytes / (1 << 30))});
@@ -143,7 +143,7 @@ TEST(ModuleCosts, BalanceAPipelineWithinAMemory) {
       << problems_of(words)[0];
 }
 
-TEST(ModuleCosts, AMemoryLimitNeedsToKnowWhatFor) {
+TEST(ModuleCosts, RefuseAMemoryLimitWithoutABalancedSplit) {
   const Words limit = {"--parallelism.pipeline_parallel_degree", "2",
                        "--parallelism.pipeline_parallel_split_memory_gib", "1"};
   ASSERT_EQ(problems_of(limit).size(), 1u);

@@ -1,4 +1,4 @@
-// The configs that ship with LibTitan pass every check that needs no files, on the ranks that they are for.
+// The configs that ship with LibTitan pass every check that needs no files, on the numbers of ranks that they are for.
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ std::vector<std::string> problems_of(const std::string& preset, int world_size,
   }
 }
 
-TEST(OwnPresets, FitTheRanksTheyAreFor) {
+TEST(OwnPresets, PassAllChecksOnTheirNumbersOfRanks) {
   const std::vector<std::pair<std::string, std::vector<int>>> presets = {
       {"llama3_debug", {1, 2, 3, 4}},
       {"llama3_8b", {8, 16}},
@@ -40,7 +40,7 @@ TEST(OwnPresets, FitTheRanksTheyAreFor) {
     }
 }
 
-TEST(OwnPresets, ADegreeThatDoesNotFitIsSeen) {
+TEST(OwnPresets, RefuseADegreeThatDoesNotFit) {
   EXPECT_EQ(problems_of("llama3_8b", 8, {"--parallelism.data_parallel_shard_degree", "3"}).size(), 1u);
   EXPECT_EQ(problems_of("llama3_8b", 8, {"--parallelism.fsdp_reshard_after_forward", "3"}).size(), 1u);
 }

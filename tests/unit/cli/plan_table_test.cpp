@@ -17,7 +17,7 @@ std::string table_of(int world_size, const Words& words) {
   return train::plan_table(load_preset("llama3_debug", world_size, words), world_size);
 }
 
-// The last word of each line, by its first.
+// The last word of each line, by its first word.
 std::map<std::string, int64_t> bytes_in(const std::string& table) {
   std::map<std::string, int64_t> bytes;
   std::istringstream lines(table);
@@ -30,7 +30,7 @@ std::map<std::string, int64_t> bytes_in(const std::string& table) {
   return bytes;
 }
 
-TEST(PlanTable, OfTheDebugModel) {
+TEST(PlanTable, ShowsTheDebugModel) {
   const std::string expected =
       R"(llama3 debugmodel on 4 rank(s): dp_shard 2, tp 2
 rank 0 keeps 1541760 of 6163712 parameters; its part of a step: 1 micro-batch(es) of 4 x 256 tokens
@@ -56,14 +56,14 @@ all                                                                             
 }
 
 constexpr int64_t kModelDim = 256, kLayers = 6,
-                  kBatchTokens = 4 * 256;  // of the debug model, and of its micro-batch
+                  kBatchTokens = 4 * 256;  // the debug model and its micro-batch
 
-// Of an fp32 gradient of a norm, twice around.
+// An fp32 gradient of a norm goes around twice.
 constexpr int64_t kNorms = 2 * kLayers + 1, kNormBytes = 2 * 4 * kModelDim;
 
-// With N ranks each receives N - 1 of N parts of an activation in bfloat16: for a block's two inputs and two
-// outputs, embedding and head, once forward and once backward.
-TEST(PlanTable, BytesGrowWithTheRanks) {
+// Each of N ranks receives N - 1 of N parts of a bfloat16 activation, once in the forward and once in the backward: for a
+// block's two inputs and two outputs, the embedding and the head.
+TEST(PlanTable, CountsMoreBytesForMoreRanks) {
   for (const int64_t ranks : {2, 4, 8}) {
     const auto bytes = bytes_in(
         table_of(static_cast<int>(ranks), {"--parallelism.tensor_parallel_degree", std::to_string(ranks)}));
@@ -78,8 +78,9 @@ TEST(PlanTable, BytesGrowWithTheRanks) {
   }
 }
 
-// Sequence parallelism turns an all-reduce into its two halves, and moves as much, norms' gradients aside.
-TEST(PlanTable, AllReducesMoveAsMuch) {
+// Sequence parallelism splits an all-reduce into its two halves. These move as many bytes, except for the gradients of
+// norms.
+TEST(PlanTable, CountsTheSameBytesForAllReduces) {
   const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
   Words whole = tp;
   whole.push_back("--parallelism.no_enable_sequence_parallel");
@@ -96,13 +97,13 @@ TEST(PlanTable, CountsEveryMicroBatchAndEveryRecomputation) {
   recomputed.insert(recomputed.end(), {"--activation_checkpoint.mode", "full"});
   const int64_t once = bytes_in(table_of(2, tp)).at("all");
   EXPECT_EQ(bytes_in(table_of(2, accumulated)).at("all"), 3 * once);
-  // The forward's half of a layer's bytes again, but for its last product's, which nothing needs.
+  // Repeats the forward's half of a layer's bytes, without its last product, which nothing needs.
   const int64_t layer = kBatchTokens * kModelDim * 2 / 2;
   EXPECT_EQ(bytes_in(table_of(2, recomputed)).at("all"), once + kLayers * 3 * layer);
 }
 
-// What a block's preparation gathers without overlap, the first product over that input gathers with it.
-TEST(PlanTable, OverlappedProductsMoveAsMuchModuleByModule) {
+// With overlap, the first product gathers the block's input; without overlap, the block's preparation does.
+TEST(PlanTable, CountsTheSameBytesForOverlappedProducts) {
   const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
   Words words = tp;
   words.emplace_back("--parallelism.enable_async_tensor_parallel");
@@ -121,8 +122,8 @@ TEST(PlanTable, OverlappedProductsMoveAsMuchModuleByModule) {
   EXPECT_NE(table.find("reduce-scatter / all-gather in products "), std::string::npos) << table;
 }
 
-// Of the eight moves of a layer's activations the four that gather take half the bytes.
-TEST(PlanTable, InFloat8ActivationsAreGatheredInAByte) {
+// Four of the eight moves of a layer's activations are gathers, which take half the bytes.
+TEST(PlanTable, CountsOneByteForGatheredFloat8Activations) {
   const Words tp = {"--parallelism.tensor_parallel_degree", "2"};
   Words words = tp;
   words.insert(words.end(),
@@ -137,7 +138,7 @@ TEST(PlanTable, InFloat8ActivationsAreGatheredInAByte) {
   EXPECT_LT(static_cast<double>(bytes_in(table).at("all")), 0.85 * high);
 }
 
-TEST(PlanTable, TellsHowOverlappedPartsTravel) {
+TEST(PlanTable, ShowsTheTransportOfOverlappedParts) {
   const auto table_with = [](const std::string& transport) {
     return table_of(
         2, {"--parallelism.tensor_parallel_degree", "2", "--parallelism.enable_async_tensor_parallel",
@@ -150,7 +151,7 @@ TEST(PlanTable, TellsHowOverlappedPartsTravel) {
   EXPECT_NE(table_with("auto").find("sent and received, or through symmetric memory"), std::string::npos);
 }
 
-TEST(PlanTable, WithoutTensorParallelismSaysSo) {
+TEST(PlanTable, SaysThatThereIsNoTensorParallelism) {
   EXPECT_NE(table_of(2, {}).find("no tensor parallelism (parallelism.tensor_parallel_degree = 1)"),
             std::string::npos);
 }
@@ -174,22 +175,22 @@ no tensor parallelism (parallelism.tensor_parallel_degree = 1): every module is 
             expected);
 }
 
-TEST(PlanTable, TellsWhatStagesShare) {
+TEST(PlanTable, ListsParametersThatStagesShare) {
   const std::string table =
       table_of(2, {"--parallelism.pipeline_parallel_degree", "2", "--model.args.tie_embeddings"});
   EXPECT_NE(table.find("tok_embeddings.weight is on the stages 0, 1\n"), std::string::npos) << table;
   EXPECT_NE(table.find("the first rank with the loss is 1\n"), std::string::npos) << table;
 }
 
-// Each rank shows its own stages' modules.
-TEST(PlanTable, ShowsTensorParallelismOfTheRanksStages) {
+// The table has the modules of the rank's own stages only.
+TEST(PlanTable, ShowsTensorParallelismOfOwnStages) {
   const std::string table = table_of(
       4, {"--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"});
   EXPECT_NE(table.find("layers.0..2.attention.wq"), std::string::npos) << table;
   EXPECT_EQ(table.find("\noutput "), std::string::npos) << table;
 }
 
-TEST(PlanTable, ShowsWhatEachOfTheRanksStagesOverlaps) {
+TEST(PlanTable, ShowsOverlapOfAllOwnStages) {
   const std::string table =
       table_of(4, {"--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule",
                    "ZBVZeroBubble", "--parallelism.tensor_parallel_degree", "2",
@@ -200,7 +201,7 @@ TEST(PlanTable, ShowsWhatEachOfTheRanksStagesOverlaps) {
   EXPECT_EQ(table.find("\nin products: "), table.rfind("\nin products: ")) << table;
 }
 
-TEST(PlanTable, SmallestWorldIsTheProductOfTheDegrees) {
+TEST(PlanTable, ComputesTheSmallestWorldFromTheDegrees) {
   EXPECT_EQ(train::smallest_world({}), 1);
   EXPECT_EQ(train::smallest_world({.data_parallel_replicate_degree = 2,
                                    .data_parallel_shard_degree = 3,

@@ -24,13 +24,13 @@ struct Recipe {
 
 class Recipes : public ::testing::TestWithParam<Recipe> {};
 
-// Elements along `dim` of part `index` of `count`, as torch.chunk.
+// The length of part `index` of `count` parts, as in torch.chunk.
 int64_t chunk_length(int64_t size, int64_t count, int64_t index) {
   const int64_t length = (size + count - 1) / count;
   return std::clamp<int64_t>(size - index * length, 0, length);
 }
 
-// What the placements say of this rank's part: tensor parallelism cuts first, FSDP its parts.
+// The sizes of this rank's part by the placements: tensor parallelism shards first, then FSDP shards its parts.
 std::vector<int64_t> expected_sizes(const DTensor& data, const train::Meshes& meshes) {
   std::vector<int64_t> sizes = data.global_shape;
   const auto& axes = data.mesh.axes();
@@ -63,7 +63,7 @@ void expect_own_part_only(const Parameter& parameter, const train::Meshes& meshe
   EXPECT_EQ(parameter.data.local.sizes(), expected_sizes(parameter.data, meshes)) << parameter.name;
 }
 
-TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
+TEST_P(Recipes, BuildAndRunAtRealSize) {
   const auto [name, world_size] = GetParam();
   const auto start = std::chrono::steady_clock::now();
   const train::JobConfig config = load_preset(name, world_size);
@@ -81,7 +81,7 @@ TEST_P(Recipes, BuildAndRunAtTheirRealSize) {
       EXPECT_EQ(local.grad().sizes(), local.sizes()) << parameter.name;
       mine += local.numel();
       total += static_cast<double>(parameter.data.global_numel());
-      // The most that rounding up along a cut dimension and norms kept whole by tp may add.
+      // The most that norms, which tp replicates, and rounding up along a sharded dimension may add.
       rows += parameter.data.global_numel() / parameter.data.global_shape[0];
     }
     if (run.meshes().pp.size() == 1) {
@@ -107,8 +107,8 @@ INSTANTIATE_TEST_SUITE_P(All, Recipes,
 
 class PipelineRecipes : public ::testing::TestWithParam<Recipe> {};
 
-// One rank of each host: between them they have every parameter, once.
-TEST_P(PipelineRecipes, StagesTogetherAreTheModel) {
+// One rank of each stage: together they have every parameter once.
+TEST_P(PipelineRecipes, StagesCoverTheModelOnce) {
   const auto [name, world_size] = GetParam();
   const train::JobConfig config = load_preset(name, world_size);
   double total = 0;
@@ -130,9 +130,8 @@ INSTANTIATE_TEST_SUITE_P(All, PipelineRecipes,
                                            Recipe{"llama3_405b_pp_interleaved", 512}),
                          name_of_recipe);
 
-// Not on meta tensors: a rank of 70B with a stage of one layer, 3.4 GB, gets memory for its part of it and no
-// more.
-TEST(PipelineStageMemory, ARankAllocatesWhatItOwns) {
+// Uses real memory, not meta tensors: a rank of 70B whose stage is one layer of 3.4 GB allocates only its part of it.
+TEST(PipelineStageMemory, AllocatesOnlyTheRanksPart) {
   const int stages = 82, ranks_of_stage = 128, world_size = stages * ranks_of_stage;
   const train::JobConfig config =
       load_preset("llama3_70b_2d", world_size,
@@ -147,7 +146,7 @@ TEST(PipelineStageMemory, ARankAllocatesWhatItOwns) {
     const auto models = train::build_stages(config, plan, train::build_job_meshes(config, world), at::kCPU);
     ASSERT_EQ(models.size(), 1u);
     int64_t whole = 0;
-    std::map<const void*, size_t> memory;  // parameters may share some
+    std::map<const void*, size_t> memory;  // by address: parameters may share memory
     for (const Parameter& parameter : parameters(models[0]->root())) {
       const auto& storage = parameter.data.local.storage();
       memory[storage.data()] = storage.nbytes();

@@ -1,11 +1,10 @@
-// Pieces of titan report: scales, curves, words, sections.
+// Parts of titan report: scales, curves, texts, sections.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "cli/report/chart.h"
 #include "cli/report/page.h"
 #include "cli/text.h"
 #include "unit/cli/logged_run.h"
@@ -13,21 +12,21 @@
 namespace titan::cli::report {
 namespace {
 
-TEST(ReportScale, MarksAreRoundAndCoverTheValues) {
+TEST(ReportScale, HasRoundMarksThatCoverTheValues) {
   const Scale scale(0.37, 4.2, false, true);
   EXPECT_EQ(scale.marks(), (std::vector<double>{0, 1, 2, 3, 4, 5}));
   EXPECT_DOUBLE_EQ(scale.place(0), 0);
   EXPECT_DOUBLE_EQ(scale.place(5), 1);
 }
 
-TEST(ReportScale, WithoutWideningTheEndsStay) {
+TEST(ReportScale, KeepsItsEndsWithoutWidening) {
   const Scale scale(1, 97, false, false);
   EXPECT_DOUBLE_EQ(scale.place(1), 0);
   EXPECT_DOUBLE_EQ(scale.place(97), 1);
   EXPECT_EQ(scale.marks(), (std::vector<double>{20, 40, 60, 80}));
 }
 
-TEST(ReportScale, DecadesAndSingleValues) {
+TEST(ReportScale, HandlesDecadesAndSingleValues) {
   const Scale decades(0.02, 300, true, true);
   EXPECT_EQ(decades.marks().size(), 6u);
   EXPECT_DOUBLE_EQ(decades.place(0.01), 0);
@@ -39,8 +38,8 @@ TEST(ReportScale, DecadesAndSingleValues) {
   }
 }
 
-// A loss at a rate of 0 whose sum is rounded in another order: no marks fit between, and none are looked for.
-TEST(ReportScale, ValuesThatDifferByTheirRoundingAreOne) {
+// With a learning rate of 0, losses differ only by the order of a sum. No marks fit between such values.
+TEST(ReportScale, TreatsRoundingDifferencesAsOneValue) {
   for (const bool log : {false, true})
     for (const double value : {2.5, -2.5, 1e-300, 3e8}) {
       double high = value;
@@ -54,7 +53,7 @@ TEST(ReportScale, ValuesThatDifferByTheirRoundingAreOne) {
     }
 }
 
-TEST(ReportScale, MarksAreShort) {
+TEST(ReportScale, PrintsShortMarks) {
   EXPECT_EQ(mark_text(0.25, 0.05), "0.25");
   EXPECT_EQ(mark_text(3, 1), "3");
   EXPECT_EQ(mark_text(2'500'000, 500'000), "2.5M");
@@ -74,14 +73,14 @@ TEST(ReportChart, ThinningKeepsPeaksAndOrder) {
   EXPECT_EQ(thinned(curve, 20'000), curve);
 }
 
-TEST(ReportChart, APeakIsAtThePlotsTop) {
+TEST(ReportChart, DrawsAPeakAtTheTop) {
   const std::string html = to_html(Chart{.title = "a < b", .series = {{"x", {{1, 0}, {2, 10}, {3, 0}}}}});
   EXPECT_NE(html.find("d=\"M58.0 216.0L298.0 10.0L538.0 216.0\""), std::string::npos) << html;
   EXPECT_NE(html.find("a &lt; b"), std::string::npos);
   EXPECT_EQ(to_html(Chart{.title = "none", .series = {{"x", {}}}}), "");
 }
 
-TEST(ReportWords, NumbersAndDurations) {
+TEST(ReportText, FormatsNumbersAndDurations) {
   EXPECT_EQ(short_number(1234567), "1,234,567");
   EXPECT_EQ(short_number(-1000), "-1,000");
   EXPECT_EQ(short_number(2.718281828), "2.7183");
@@ -101,7 +100,7 @@ PageInput page_input(const LoggedRun& run) {
   return input;
 }
 
-// A save behind the last step, and what a killed process left of a step, are no part of one.
+// A save after the last step, and the unfinished step of a killed process, do not count.
 TEST(ReportTime, PartsAddUpToTheSteps) {
   const LoggedRun run("time_split");
   run.log(0, "20260101-000000-000000", 1,
@@ -115,7 +114,7 @@ TEST(ReportTime, PartsAddUpToTheSteps) {
   EXPECT_EQ(html.find("<td>saving</td>"), std::string::npos) << html;
 }
 
-TEST(ReportValidation, ARowHasItsOwnFigures) {
+TEST(ReportValidation, ShowsEachRowsOwnNumbers) {
   const LoggedRun run("validations");
   std::ofstream(run.folder / "validation.jsonl")
       << "{\"step\": 1, \"loss\": null, \"tps\": 11}\n{\"step\": 2, \"loss\": 2.5, \"tps\": 22}\n";

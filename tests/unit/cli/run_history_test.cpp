@@ -1,4 +1,4 @@
-// What a run's folder says: rows, settings, and how its processes ended.
+// A run's folder: rows, settings, and how its processes ended.
 
 #include "cli/run/run_history.h"
 
@@ -15,7 +15,7 @@ LoggedEvent event(LoggedEvent::Kind kind, const std::string& name, int64_t step,
   return {.kind = kind, .name = name, .time_us = time_us, .value = {}, .step = step};
 }
 
-TEST(RunHistory, HowAProcessEnded) {
+TEST(RunHistory, TellsHowAProcessEnded) {
   using Kind = LoggedEvent::Kind;
   ProcessLog log;
   log.events = {event(Kind::Start, "step", 5, 1'000'000), event(Kind::End, "step", 5, 2'000'000),
@@ -24,11 +24,11 @@ TEST(RunHistory, HowAProcessEnded) {
   EXPECT_EQ(end_of(log, 4'000'000'000, {other}).words,
             "an error in fetching_batch of step 6 on rank 3 (node7)");
   EXPECT_EQ(end_of(log, 4'000'000'000, {other}, 3'200'000).kind,
-            ProcessEnd::Kind::Silent);  // the next start's
+            ProcessEnd::Kind::Silent);  // the error belongs to the next start
   EXPECT_EQ(end_of(log, 4'000'000).words, "running");
   EXPECT_EQ(end_of(log, 304'000'000).words, "silent for 5 min 1 s, in step");
   EXPECT_EQ(end_of(log, 304'000'000).kind, ProcessEnd::Kind::Silent);
-  EXPECT_EQ(end_of(log, 4'000'000'000, {}, 5'000'000).words, "killed or lost");  // there is a next one
+  EXPECT_EQ(end_of(log, 4'000'000'000, {}, 5'000'000).words, "killed or lost");  // there is a next process
   ProcessLog failed = log;
   failed.events.push_back(event(Kind::Error, "fwd_bwd", 6, 4'000'000));
   EXPECT_EQ(end_of(failed, 5'000'000).kind, ProcessEnd::Kind::Failed);
@@ -47,7 +47,7 @@ TEST(RunHistory, HowAProcessEnded) {
   EXPECT_EQ(end_of(torn, 4'000'000'000).words, "an error in teardown of step 6");
 }
 
-TEST(RunHistory, StepsThatWereMade) {
+TEST(RunHistory, CountsTrainedSteps) {
   using Kind = LoggedEvent::Kind;
   ProcessLog log;
   const auto add = [&](Kind kind, const char* name, int64_t step, int64_t relative) {
@@ -56,20 +56,20 @@ TEST(RunHistory, StepsThatWereMade) {
   };
   for (int64_t step = 41; step <= 43; ++step) {  // the log's beginning was rotated away
     add(Kind::Start, "step", step, step - 4);
-    if (step < 43) add(Kind::End, "fwd_bwd", step, step - 4);  // the last is a stop's
+    if (step < 43) add(Kind::End, "fwd_bwd", step, step - 4);  // in the last step the ranks agree to stop
     add(Kind::End, "step", step, step - 4);
   }
   EXPECT_EQ(steps_of(log).first, 5);
   EXPECT_EQ(steps_of(log).last, 42);
 }
 
-TEST(RunHistory, ALogsNameSaysWhenItsProcessBegan) {
+TEST(RunHistory, ReadsTheStartTimeFromALogsName) {
   const ProcessFiles files{.rank = 3, .stem = "train.global_rank_3.19700102-000001-000250-abcdef"};
   EXPECT_EQ(start_us(files), 86'401'000'250);
   EXPECT_EQ(start_us({.rank = 3, .stem = "train.global_rank_3.yesterday"}), 0);
 }
 
-TEST(RunHistory, RanksThatTheRunHasNoMoreOfAreLeftOut) {
+TEST(RunHistory, LeavesOutRanksThatTheRunNoLongerHas) {
   const LoggedRun run("fewer_ranks");
   for (int rank = 0; rank < 4; ++rank) run.log(rank, "20260101-000000-000000", 4, {"step 5 own_s 9"});
   for (int rank = 0; rank < 3; ++rank) run.log(rank, "20260101-010000-000000", 3, {"step 6 own_s 1"});
@@ -78,7 +78,7 @@ TEST(RunHistory, RanksThatTheRunHasNoMoreOfAreLeftOut) {
   for (const ProcessLog& rank : ranks) EXPECT_EQ(rank.events.back().step, 6);
 }
 
-TEST(RunHistory, AnotherRanksErrorIsHowItsStartEnded) {
+TEST(RunHistory, ExplainsAnEndByAnotherRanksError) {
   const LoggedRun run("others_error");
   const std::vector<std::string> cut = {"step 1 step_start", "step 1 fwd_bwd_start", "step 1 fwd_bwd_end",
                                         "step 1 step_end", "step 2 step_start"};
@@ -87,7 +87,7 @@ TEST(RunHistory, AnotherRanksErrorIsHowItsStartEnded) {
   run.log(0, "20260101-000100-000000", 2, cut);
   run.log(1, "20260101-000100-000000", 2, cut);
   const RunHistory history = read_history(run.folder);
-  // The second one begins at step 1 again, and takes the first one's place.
+  // The second process begins at step 1 again, so it replaces the first one.
   ASSERT_EQ(history.processes.size(), 1u);
   EXPECT_EQ(end_of(history, 0, history.processes[0].last_us()).words, "running");
   run.log(1, "20260101-000100-000000", 2, {"step 2 optim_error", "step 2 optim_end"});
@@ -104,7 +104,7 @@ std::vector<std::string> many_steps(int64_t first, int64_t last) {
   return lines;
 }
 
-TEST(RankTails, FiguresThatHaveLeftTheTailAreStillKnown) {
+TEST(RankTails, RememberNumbersFromBeforeTheTail) {
   const LoggedRun run("tails");
   std::vector<std::string> lines = {"step 1 own_s 0.5", "step 1 memory_gib 2"};
   for (const std::string& line : many_steps(2, 40)) lines.push_back(line);
@@ -115,7 +115,7 @@ TEST(RankTails, FiguresThatHaveLeftTheTailAreStillKnown) {
   EXPECT_EQ(first.last("own_s")->value, 0.5);
   EXPECT_EQ(first.last("step")->step, 40);
   EXPECT_LT(first.events.size(), 40u);
-  // Behind a rotation most of the tail is in the earlier file.
+  // After a rotation, most of the tail is in the earlier file.
   run.log(0, "20260101-000000-000000", 1, many_steps(2, 40), ".earlier");
   run.log(0, "20260101-000000-000000", 1, many_steps(41, 42));
   const ProcessLog second = tails.read(run.folder).at(0);
@@ -125,13 +125,13 @@ TEST(RankTails, FiguresThatHaveLeftTheTailAreStillKnown) {
   EXPECT_EQ(second.last("own_s")->value, 0.5);
 }
 
-TEST(RunHistory, SettingsAreReadAsToml) {
+TEST(RunHistory, ReadsSettingsAsToml) {
   const LoggedRun run("escapes");
   std::ofstream(run.folder / "config.toml") << "[job]\ndescription = \"a \\\"b\\\" \\\\ c\"\n";
   EXPECT_EQ(read_history(run.folder).text_setting("job.description"), "a \"b\" \\ c");
 }
 
-TEST(RunHistory, WhatIsNoRowIsPassedOver) {
+TEST(RunHistory, SkipsLinesThatAreNotRows) {
   const auto path = fs::path(::testing::TempDir()) / "bad_rows.jsonl";
   std::ofstream(path)
       << "{\"step\": 1, \"loss\": 3.5}\n{\"step\": 2, \"lo{\"step\": 3}\n{\"step\": 4, \"lr\": 1}\n";
@@ -143,11 +143,11 @@ TEST(RunHistory, WhatIsNoRowIsPassedOver) {
   EXPECT_FALSE(rows.value(0, "lr"));
 }
 
-TEST(Perfetto, DurationsAreThoseOfTheSteadyClock) {
+TEST(Perfetto, UsesDurationsOfTheSteadyClock) {
   using Kind = LoggedEvent::Kind;
   ProcessLog log;
   log.environment = nlohmann::ordered_json::object();
-  // The wall clock is set back within the span.
+  // The wall clock is set back during the span.
   log.events = {event(Kind::Start, "step", 1, 9'000'000), event(Kind::End, "step", 1, 8'000'000)};
   log.events.back().value = 1500.5;
   std::string text;
@@ -162,7 +162,7 @@ TEST(Perfetto, DurationsAreThoseOfTheSteadyClock) {
   EXPECT_NE(text.find("\"X\""), std::string::npos);
 }
 
-TEST(RunHistory, FiguresOfTheLastRows) {
+TEST(RunHistory, ReadsTheLastRows) {
   const auto path = std::filesystem::path(::testing::TempDir()) / "figure_rows.jsonl";
   std::ofstream(path) << "{\"step\": 1, \"loss\": 3.5}\n{\"step\": 2, \"loss\": null}\n{\"step\": 3, "
                          "\"loss\": 2.5}\n{\"step\": 4, \"lo";

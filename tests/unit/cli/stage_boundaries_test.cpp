@@ -1,4 +1,4 @@
-// What travels between the stages of the debug Llama, on one rank, from a run on meta tensors.
+// The tensors that one rank sends between the stages of the debug Llama, from a run on meta tensors.
 
 #include <gtest/gtest.h>
 
@@ -32,7 +32,7 @@ TEST(StageBoundaries, AreHiddenStatesInTheComputeDtype) {
   EXPECT_EQ(boundaries_of(4, 1, {}, 1, 128)[1], (TensorType{{1, 128, 256}, at::kBFloat16}));
 }
 
-TEST(StageBoundaries, AreThisRanksPartOfTheSequence) {
+TEST(StageBoundaries, ArePartsOfTheSequence) {
   for (const int rank : {0, 3}) {
     EXPECT_EQ(boundaries_of(4, rank, kTp)[1].sizes, (std::vector<int64_t>{1, 128, 256}));
     EXPECT_EQ(boundaries_of(4, rank, kTp + Words{"--parallelism.no_enable_sequence_parallel"})[1].sizes,
@@ -44,7 +44,7 @@ TEST(StageBoundaries, AreThisRanksPartOfTheSequence) {
             (std::vector<int64_t>{1, 64, 256}));
 }
 
-// Stages without layers and those in the middle take what they get as it is, under every kind of parallelism.
+// Stages without layers and stages in the middle pass tensors on unchanged, under every parallelism.
 TEST(StageBoundaries, AreTheSameBetweenAllStages) {
   const Words eight = {"--parallelism.pipeline_parallel_degree", "8", "--training.local_batch_size", "8"};
   const auto boundaries = boundaries_of(32, 31, eight + kTp + kCp);

@@ -1,4 +1,4 @@
-#include "cli/sweep/plan.h"
+#include "cli/sweep/sweep.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ std::vector<std::string> problems_of(const std::string& toml) {
   return {};
 }
 
-TEST(SweepPlan, AGridIsEveryCombination) {
+TEST(SweepPlan, RunsEveryCombinationOfAGrid) {
   const Plan plan = plan_of(
       "base = \"configs/a.toml\"\nnproc = 2\n[set]\ntraining.steps = 7\n[grid]\noptimizer.lr = [1e-3, 3e-4]\n"
       "model.args.n_layers = [2, 4]\n");
@@ -48,7 +48,7 @@ TEST(SweepPlan, AGridIsEveryCombination) {
                   "--model.args.n_layers=4", "--job.dump_folder=outputs/sweep_plan/lr=0.001,n_layers=4"));
 }
 
-TEST(SweepPlan, NamedRunsAndValuesOfAllKinds) {
+TEST(SweepPlan, ReadsNamedRunsAndAllKindsOfValues) {
   const Plan plan = plan_of(
       "folder = \"runs\"\n[run.plain]\n[run.\"two words\"]\ncheckpoint.enable = true\n"
       "checkpoint.exclude_from_loading = [\"optimizer\", \"rng\"]\nmodel.name = \"llama3\"\n");
@@ -60,7 +60,7 @@ TEST(SweepPlan, NamedRunsAndValuesOfAllKinds) {
                                             Setting{"model.name", "llama3"}));
 }
 
-TEST(SweepPlan, NamedRunsTimesAGridAndWhoWins) {
+TEST(SweepPlan, RunsEachNamedRunAtEachGridPoint) {
   const Plan plan = plan_of(
       "[set]\noptimizer.lr = 1.0\n[grid]\noptimizer.lr = [2.0, 3.0]\n[run.a]\noptimizer.lr = "
       "4.0\n[run.b]\ntraining.steps = 5\n");
@@ -68,7 +68,7 @@ TEST(SweepPlan, NamedRunsTimesAGridAndWhoWins) {
   EXPECT_EQ(plan.runs[0].settings.back(), (Setting{"optimizer.lr", "2.0"}));
 }
 
-TEST(SweepPlan, AxesThatEndAlikeAreNamedInFull) {
+TEST(SweepPlan, NamesAxesWithTheSameEndInFull) {
   const Plan plan = plan_of(
       "[grid]\ntraining.seq_len = [8]\nvalidation.seq_len = [16]\ntraining.dataset_path = [\"a/b\", "
       "\"a_b\"]\n");
@@ -76,26 +76,26 @@ TEST(SweepPlan, AxesThatEndAlikeAreNamedInFull) {
                                           "training.seq_len=8,validation.seq_len=16,dataset_path=a_b#2"));
 }
 
-// Indices of --only and of job arrays are those of the file.
-TEST(SweepPlan, NamedRunsComeInTheOrderOfTheFile) {
+// --only and job arrays use the order of the file.
+TEST(SweepPlan, KeepsTheOrderOfTheFile) {
   EXPECT_THAT(names_of(plan_of(
                   "[run.zebra]\n[run.ape]\ntraining.steps = 2\n[run.bear]\n[run.cat.optimizer]\nlr = 1.0\n")),
               ElementsAre("zebra", "ape", "bear", "cat"));
 }
 
-TEST(SweepPlan, NamesAreFolders) {
+TEST(SweepPlan, MakesNamesValidAsFolders) {
   for (const char* name : {"", ".", ".."})
     EXPECT_THAT(problems_of(std::string("[run.\"") + name + "\"]\noptimizer.lr = 1.0\n"),
                 ElementsAre(HasSubstr("a run's name must be valid as the name of its folder")))
         << name;
-  // Taken names, and a cut within a character of several bytes.
+  // Names that are taken, and a cut within a multi-byte character.
   EXPECT_THAT(names_of(plan_of("[run.\"a/b#2\"]\n[run.\"a/b\"]\n[run.\"a_b\"]\n")),
               ElementsAre("a_b#2", "a_b", "a_b#3"));
   std::string longest(119, 'x');
   EXPECT_THAT(names_of(plan_of("[run.\"" + longest + "\u00e4\u00e4\"]\n")), ElementsAre(longest));
 }
 
-TEST(SweepPlan, WhatIsWrongWithAFile) {
+TEST(SweepPlan, ReportsAllProblemsOfAFile) {
   EXPECT_THAT(problems_of("[set]\ntraining.steps = 1\n"),
               ElementsAre(HasSubstr("it has neither a [grid] nor a [run.NAME]")));
   EXPECT_THAT(problems_of("gird = 1\nbase = 3\nnproc = 0\n[grid]\noptimizer.lr = 1e-3\ntraining.steps = [2, "

@@ -1,14 +1,14 @@
-#include "cli/sweep/runs.h"
+#include "cli/sweep/sweep.h"
 
 #include <csignal>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "unit/cli/logged_run.h"
 
 namespace titan::cli::sweep {
 namespace {
 
-/// Of 100 steps; `enable`: of [checkpoint].
+/// A run of 100 steps. `enable`: the value of checkpoint.enable.
 LoggedRun run_of_100(const char* enable) {
   register_builtin_models();
   LoggedRun run("sweep_run_state");
@@ -26,14 +26,14 @@ constexpr const char* kFirst = "20261121-234000-000001";
 constexpr const char* kSecond = "20261121-235000-000001";
 const std::string kStopped = str("step 100 stopped ", SIGTERM);
 
-TEST(SweepRunState, ARunThatCameToItsEndWentThrough) {
+TEST(SweepRunState, IsFinishedAfterTheRunsEnd) {
   const LoggedRun run = run_of_100("false");
   run.log(0, kFirst, 1, {"step 100 step_end", "step 100 teardown_start", "step 100 teardown_end"});
   EXPECT_TRUE(is_finished(run.folder, false));
   EXPECT_TRUE(is_finished(run.folder, true)) << "the signal came too late";
 }
 
-TEST(SweepRunState, OneThatWasStoppedDidnt) {
+TEST(SweepRunState, IsNotFinishedAfterAStop) {
   const LoggedRun run = run_of_100("true");
   run.log(0, kFirst, 1, {"step 60 teardown_start", str("step 60 stopped ", SIGTERM), "step 60 teardown_end"});
   leave_model(run, "step-60");
@@ -41,25 +41,25 @@ TEST(SweepRunState, OneThatWasStoppedDidnt) {
   EXPECT_FALSE(is_finished(run.folder, false));
 }
 
-// All that is missing is the last validation, which titan train doesn't make up for.
-TEST(SweepRunState, OneThatWasStoppedBehindItsLastStepDid) {
+// Only the last validation is missing, and titan train doesn't repeat that.
+TEST(SweepRunState, IsFinishedWhenStoppedAfterTheLastStep) {
   const LoggedRun run = run_of_100("true");
   run.log(0, kFirst, 1, {"step 100 teardown_start", kStopped, "step 100 teardown_end"});
-  EXPECT_FALSE(is_finished(run.folder, true)) << "nothing is saved";
+  EXPECT_FALSE(is_finished(run.folder, true)) << "the step isn't saved";
   leave_model(run, "step-100");
   EXPECT_TRUE(is_finished(run.folder, true));
-  EXPECT_TRUE(is_finished(run.folder, false)) << "given again, titan train has nothing to do";
+  EXPECT_TRUE(is_finished(run.folder, false)) << "titan train would have nothing left to do";
 }
 
-TEST(SweepRunState, StepsInTheFolderOfARunWithoutCheckpointsAreNotIts) {
+TEST(SweepRunState, IgnoresStepsInTheFolderOfARunWithoutCheckpoints) {
   const LoggedRun run = run_of_100("false");
   run.log(0, kFirst, 1, {"step 100 teardown_start", kStopped, "step 100 teardown_end"});
   leave_model(run, "step-100");
   EXPECT_FALSE(is_finished(run.folder, false));
 }
 
-// Exit code 0, and not a word in a log: that of the process before, which was killed, tells nothing.
-TEST(SweepRunState, OneThatWasStoppedWhileItStartedDidnt) {
+// The process exited with 0 before it logged anything. The previous process was killed, so its log doesn't show an end.
+TEST(SweepRunState, IsNotFinishedWhenStoppedDuringTheStart) {
   const LoggedRun run = run_of_100("false");
   run.log(0, kFirst, 1, {"step 60 step_start", "step 60 step_end"});
   EXPECT_FALSE(is_finished(run.folder, false));
@@ -69,7 +69,7 @@ TEST(SweepRunState, OneThatWasStoppedWhileItStartedDidnt) {
   EXPECT_FALSE(is_finished(run.folder, false));
 }
 
-TEST(SweepRunState, WithoutLogsTheStepsTellUnlessItWasToldToEnd) {
+TEST(SweepRunState, DependsOnTheStepsWithoutLogs) {
   const LoggedRun run = run_of_100("false");
   std::ofstream(run.folder / "metrics.jsonl") << "{\"step\": 90, \"loss\": 1.0}\n";
   EXPECT_FALSE(is_finished(run.folder, false));

@@ -1,9 +1,8 @@
-// TorchTitan's own Llama configs are read as they are; what they may turn on and doesn't exist yet is
-// refused, each with its remedy.
+// TorchTitan's own Llama configs are accepted unchanged. A feature that does not exist here is refused with a remedy.
 
 #include <gtest/gtest.h>
 
-#include "cli/builtin_models.h"
+#include "cli/commands.h"
 #include "job/job_config.h"
 #include "unit/cli/words.h"
 
@@ -27,15 +26,15 @@ std::vector<std::string> problems_of(const std::string& preset, std::vector<std:
 
 class Preset : public testing::TestWithParam<std::string> {};
 
-TEST_P(Preset, IsReadAsItIs) {
+TEST_P(Preset, IsAcceptedUnchanged) {
   std::vector<std::string> problems = problems_of(GetParam());
   EXPECT_TRUE(problems.empty()) << ConfigError(problems).what();
 }
 
 using Problems = std::vector<std::string>;
 
-// Of keys that TorchTitan doesn't read unless their feature is on.
-TEST_P(Preset, WhatMeansNothingIsRefused) {
+// Includes keys that TorchTitan reads only when their feature is on.
+TEST_P(Preset, RefusesInvalidValues) {
   const std::vector<std::pair<std::string, std::string>> nonsense = {
       {"--checkpoint.async_mode", "nonsense"},
       {"--checkpoint.keep_latest_k", "1"},
@@ -53,7 +52,7 @@ TEST_P(Preset, WhatMeansNothingIsRefused) {
     EXPECT_EQ(problems_of(GetParam(), {key, value}).size(), 1u) << key;
 }
 
-TEST_P(Preset, SavesAndResumesAsAsked) {
+TEST_P(Preset, AcceptsCheckpointSettings) {
   const Words on = {"--checkpoint.enable", "--checkpoint.interval", "1000"};
   for (const Words& words :
        {Words{}, Words{"--checkpoint.async_mode", "async"}, Words{"--checkpoint.keep_latest_k", "2"},

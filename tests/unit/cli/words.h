@@ -3,20 +3,31 @@
 // Command lines of tests.
 
 #include <string>
-#include <vector>
 
+#include "cli/commands.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
 
-using Words = std::vector<std::string>;
+using Words = Arguments;
 
 inline Words operator+(Words words, const Words& more) {
   words.insert(words.end(), more.begin(), more.end());
   return words;
 }
 
-/// What `parse` says is wrong with `words`.
+/// The help text that `words` ask for; "" if they don't.
+template <class Parse>
+std::string help_of(const Parse& parse, const Words& words) {
+  try {
+    parse(words);
+  } catch (const HelpText& help) {
+    return help.text;
+  }
+  return "";
+}
+
+/// The problem that `parse` finds in `words`.
 template <class Parse>
 std::string problem_of(const Parse& parse, const Words& words) {
   try {

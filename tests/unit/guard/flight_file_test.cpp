@@ -1,4 +1,4 @@
-// Records written and read back, PyTorch's, and damaged ones.
+// Flight records: written and read back, PyTorch's, and damaged ones.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ CallRecord call_of(const GroupRecord* group, CollectiveOp op, int peer = -1) {
   return call;
 }
 
-TEST_F(FlightFiles, WhatIsWrittenIsReadBack) {
+TEST_F(FlightFiles, ReadBackWhatIsWritten) {
   auto recorder = std::make_shared<FlightRecorder>(16);
   const GroupRecord* dp = recorder->add_group("dp_shard", "checkpoint", {0, 1});
   const GroupRecord* pp = recorder->add_group("pp", "", {1, 5});
@@ -87,7 +87,7 @@ TEST_F(FlightFiles, WhatIsWrittenIsReadBack) {
   EXPECT_EQ(receive.state, FlightState::Waiting);
 }
 
-TEST_F(FlightFiles, TheRingsLastCallsOnly) {
+TEST_F(FlightFiles, HaveOnlyTheRingsLastCalls) {
   auto recorder = std::make_shared<FlightRecorder>(4);
   const GroupRecord* group = recorder->add_group("dp", "", {0, 1});
   for (int i = 0; i < 10; ++i) recorder->start(call_of(group, CollectiveOp::AllReduce));
@@ -99,7 +99,7 @@ TEST_F(FlightFiles, TheRingsLastCallsOnly) {
   EXPECT_FALSE(file.is_whole);
 }
 
-TEST_F(FlightFiles, AFailuresHasTheLastCallsAndThoseThatHaventEnded) {
+TEST_F(FlightFiles, HaveLastAndUnfinishedCallsAfterAFailure) {
   auto recorder = std::make_shared<FlightRecorder>(5000);
   const GroupRecord* group = recorder->add_group("dp", "", {0, 1});
   for (uint64_t i = 0; i < 4000; ++i) {
@@ -116,7 +116,7 @@ TEST_F(FlightFiles, AFailuresHasTheLastCallsAndThoseThatHaventEnded) {
   EXPECT_EQ(read_flight_file(dump.path()).calls.size(), 4000U);
 }
 
-TEST_F(FlightFiles, CallsBesideTheTrainingAreReadAsSuch) {
+TEST_F(FlightFiles, MarkCallsInTheBackground) {
   auto recorder = std::make_shared<FlightRecorder>(4);
   const GroupRecord* group = recorder->add_group("checkpoint", "", {0, 1});
   recorder->start(call_of(group, CollectiveOp::AllReduce));
@@ -131,8 +131,8 @@ TEST_F(FlightFiles, CallsBesideTheTrainingAreReadAsSuch) {
   EXPECT_TRUE(file.calls[1].background);
 }
 
-// Ranks that are about to end don't read for longer than they have.
-TEST_F(FlightFiles, ReadingHasAnEnd) {
+// Ranks that are about to end have little time to read.
+TEST_F(FlightFiles, AreReadUntilATimeLimit) {
   FlightDump dump(std::make_shared<FlightRecorder>(4), options(0));
   ASSERT_EQ(dump.write("test"), 0);
   const auto now = std::chrono::steady_clock::now();
@@ -141,28 +141,28 @@ TEST_F(FlightFiles, ReadingHasAnEnd) {
   EXPECT_THAT(flight_summary(folder_, {.end = now}), HasSubstr("take longer to read than there is time"));
 }
 
-TEST_F(FlightFiles, AnEarlierRunsFileGoes) {
+TEST_F(FlightFiles, ReplaceTheFileOfAnEarlierRun) {
   std::filesystem::create_directories(folder_);
   std::ofstream(folder_ / "rank_0.json") << "old";
   FlightDump dump(std::make_shared<FlightRecorder>(4), options(0));
   EXPECT_FALSE(std::filesystem::exists(dump.path()));
 }
 
-TEST_F(FlightFiles, AFolderThatIsGoneIsAnError) {
+TEST_F(FlightFiles, ReportAMissingFolder) {
   FlightDump dump(std::make_shared<FlightRecorder>(4), options(0));
   std::filesystem::remove_all(folder_);
   EXPECT_EQ(dump.write("test"), ENOENT);
 }
 
-TEST_F(FlightFiles, SigquitWritesAndTheProcessGoesOn) {
+TEST_F(FlightFiles, AreWrittenAtSigquitWhileTheProcessContinues) {
   auto recorder = std::make_shared<FlightRecorder>(4);
   FlightDump dump(recorder, options(0, /*on_signals=*/true));
   ASSERT_EQ(raise(SIGQUIT), 0);
   EXPECT_EQ(read_flight_file(dump.path()).reason, "SIGQUIT");
 }
 
-// A rank that is about to end, or hasn't begun, isn't ended by who asks what it does.
-TEST_F(FlightFiles, SigquitEndsNoProcessBeforeOrAfterwards) {
+// Users also send SIGQUIT to ranks that haven't begun or are about to end.
+TEST_F(FlightFiles, SurviveSigquitBeforeAndAfterRecording) {
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   const auto ask = [&] {
     survive_sigquit();
@@ -174,7 +174,7 @@ TEST_F(FlightFiles, SigquitEndsNoProcessBeforeOrAfterwards) {
   EXPECT_EXIT(ask(), ::testing::ExitedWithCode(0), "");
 }
 
-/// As PyTorch 2.11 writes it: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, dump_json.
+/// A record as PyTorch 2.11 writes it: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, dump_json.
 std::string torch_file(int missing_from) {
   std::string entries;
   for (int seq = 1; seq < missing_from; ++seq) {
@@ -192,7 +192,7 @@ std::string torch_file(int missing_from) {
              entries, "]}");
 }
 
-TEST_F(FlightFiles, PyTorchsRecords) {
+TEST_F(FlightFiles, ReadPyTorchsRecords) {
   std::filesystem::create_directories(folder_);
   std::ofstream(folder_ / "nccl_trace_rank_0") << torch_file(4);
   std::ofstream(folder_ / "nccl_trace_rank_1") << torch_file(3);
@@ -206,9 +206,9 @@ TEST_F(FlightFiles, PyTorchsRecords) {
       HasSubstr("rank 1 is missing from _all_gather_base #3 of group 'default_pg', where rank 0 waits"));
 }
 
-// Two gloo ranks' own files, the second of which didn't come to the third call
+// Files that two gloo ranks of PyTorch wrote. The second rank didn't reach the third call
 // (scripts/make_flight_golden.py).
-TEST(FlightGolden, FilesThatPyTorchWrote) {
+TEST(FlightGolden, ReadsFilesOfPyTorch) {
   const auto files =
       read_flight_folder(std::filesystem::path(TITAN_SOURCE_DIR) / "tests/data/golden/pytorch_flight");
   ASSERT_EQ(files.size(), 2U);
@@ -238,7 +238,7 @@ TEST(FlightFileErrors, NameThePlace) {
   EXPECT_THAT(error_of("{"), HasSubstr("rank_0.json: isn't JSON"));
   EXPECT_THAT(error_of("[]"), HasSubstr("isn't a flight record"));
   EXPECT_THAT(error_of("\x80\x02}"), HasSubstr("is a pickle"));
-  EXPECT_THAT(error_of(R"({"version": "2.10"})", "record"), HasSubstr("doesn't tell its rank"));
+  EXPECT_THAT(error_of(R"({"version": "2.10"})", "record"), HasSubstr("the record has no rank"));
   EXPECT_THAT(error_of(R"({"version": "2.10", "entries": [{"record_id": "a"}]})"),
               HasSubstr("rank_0.json: entries[0].record_id isn't a whole number"));
   EXPECT_THAT(error_of(R"({"version": "2.10", "entries": [{"record_id": 1, "process_group": ["0", ""],
@@ -249,7 +249,7 @@ TEST(FlightFileErrors, NameThePlace) {
   EXPECT_THAT(error_of(std::string(40, '[') + std::string(40, ']')), HasSubstr("nested deeper"));
 }
 
-TEST_F(FlightFiles, FoldersWithoutRecordsAndWithTwoOfARank) {
+TEST_F(FlightFiles, RefuseFoldersWithoutRecordsOrWithTwoOfARank) {
   std::filesystem::create_directories(folder_);
   EXPECT_THROW(read_flight_folder(folder_), Error);
   std::ofstream(folder_ / "a_0") << torch_file(2);

@@ -1,4 +1,4 @@
-// Who is missing from what, from records as ranks leave them.
+// Finds which rank is missing from which call, from the records that ranks leave.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ using ::testing::Not;
 
 constexpr int64_t kSecond = 1'000'000'000;
 
-/// A record as a rank would leave it at second 100.
+/// A record that a rank writes at second 100.
 class Records {
  public:
   FlightFile& rank(int rank, int world_size = 3) {
@@ -62,7 +62,7 @@ class Records {
   std::vector<FlightFile> files_;
 };
 
-TEST(FlightReport, ARankThatIsElsewhereIsMissing) {
+TEST(FlightReport, NamesARankThatIsElsewhere) {
   Records records;
   for (const int rank : {0, 1, 2}) records.call(rank, "fsdp", {0, 1, 2}, 811, FlightState::Finished);
   for (const int rank : {0, 2}) records.call(rank, "fsdp", {0, 1, 2}, 812, FlightState::Waiting);
@@ -79,7 +79,7 @@ TEST(FlightReport, ARankThatIsElsewhereIsMissing) {
       "#811 of group 'fsdp' (fsdp::unshard layers.5)");
 }
 
-TEST(FlightReport, ARankWithoutARecordIsGone) {
+TEST(FlightReport, NamesARankWithoutARecord) {
   Records records;
   for (const int rank : {0, 2}) records.call(rank, "fsdp", {0, 1, 2}, 7, FlightState::Failed);
   const FlightReport report = records.report();
@@ -88,8 +88,8 @@ TEST(FlightReport, ARankWithoutARecordIsGone) {
               AllOf(HasSubstr("rank 1 is missing from all_gather #7"), HasSubstr("left no record: killed")));
 }
 
-// 0 waits for 1, which waits for 2, which is at its data: 2 it is.
-TEST(FlightReport, TheCulpritIsFoundThroughOthers) {
+// Rank 0 waits for 1, which waits for 2, which loads data: 2 is the culprit.
+TEST(FlightReport, FollowsWaitsToTheCulprit) {
   Records records;
   records.call(0, "tp", {0, 1}, 3, FlightState::Waiting);
   records.call(1, "dp", {1, 2}, 9, FlightState::Waiting);
@@ -100,7 +100,7 @@ TEST(FlightReport, TheCulpritIsFoundThroughOthers) {
   EXPECT_THAT(report.summary, HasSubstr("#9 of group 'dp'"));
 }
 
-TEST(FlightReport, RanksThatWaitForEachOther) {
+TEST(FlightReport, FindsRanksThatWaitForEachOther) {
   Records records;
   records.call(0, "a", {0, 1}, 0, FlightState::Waiting);
   records.call(1, "b", {0, 1}, 0, FlightState::Waiting);
@@ -111,7 +111,7 @@ TEST(FlightReport, RanksThatWaitForEachOther) {
                                     HasSubstr("rank 1 waits in all_gather #0 of group 'b'")));
 }
 
-TEST(FlightReport, DifferentCallsOfOneNumberAreADesync) {
+TEST(FlightReport, FindsDifferentCallsWithTheSameNumber) {
   Records records;
   for (const int rank : {0, 2}) records.call(rank, "fsdp", {0, 1, 2}, 5, FlightState::Waiting);
   records.call(1, "fsdp", {0, 1, 2}, 5, FlightState::Waiting, "reduce_scatter");
@@ -123,7 +123,7 @@ TEST(FlightReport, DifferentCallsOfOneNumberAreADesync) {
                     HasSubstr("rank 1 calls reduce_scatter #5")));
 }
 
-TEST(FlightReport, ShapeDtypeAndPlaceAreCompared) {
+TEST(FlightReport, ComparesShapeDtypeAndPlace) {
   const auto summary = [](auto&& change) {
     Records records;
     records.call(0, "fsdp", {0, 1}, 5, FlightState::Waiting);
@@ -138,7 +138,7 @@ TEST(FlightReport, ShapeDtypeAndPlaceAreCompared) {
               AllOf(HasSubstr("in the place in the program"), HasSubstr("fsdp::unshard layers.6")));
 }
 
-TEST(FlightReport, AReceiveWithoutItsSend) {
+TEST(FlightReport, FindsAReceiveWithoutItsSend) {
   Records records;
   FlightCall& receive = records.call(1, "pp", {0, 1}, 2, FlightState::Waiting, "receive");
   receive.from = 0;
@@ -149,7 +149,7 @@ TEST(FlightReport, AReceiveWithoutItsSend) {
   EXPECT_THAT(report.summary, HasSubstr("receive #2 from rank 0 to rank 1 of group 'pp'"));
 }
 
-TEST(FlightReport, AllAreThere) {
+TEST(FlightReport, FindsThatAllRanksArePresent) {
   Records records;
   for (const int rank : {0, 1, 2}) records.call(rank, "fsdp", {0, 1, 2}, 5, FlightState::Waiting);
   const FlightReport report = records.report();
@@ -157,8 +157,8 @@ TEST(FlightReport, AllAreThere) {
   EXPECT_THAT(report.summary, HasSubstr("all ranks have come to all_gather #5"));
 }
 
-// A prefetch that nobody waits for yet isn't where a rank is.
-TEST(FlightReport, NobodyWaits) {
+// A rank is not at a prefetch that nothing waits for yet.
+TEST(FlightReport, IgnoresAPrefetchWithoutAWait) {
   Records records;
   records.call(0, "fsdp", {0, 1, 2}, 5, FlightState::Launched);
   records.call(1, "fsdp", {0, 1, 2}, 4, FlightState::Finished);
@@ -167,7 +167,7 @@ TEST(FlightReport, NobodyWaits) {
   EXPECT_THAT(report.summary, HasSubstr("no rank waits"));
 }
 
-TEST(FlightReport, GroupsOfEqualNamesAreApart) {
+TEST(FlightReport, SeparatesGroupsWithEqualNames) {
   Records records;
   records.call(0, "tp", {0, 1}, 3, FlightState::Waiting);
   records.call(1, "tp", {0, 1}, 3, FlightState::Waiting);
@@ -176,8 +176,8 @@ TEST(FlightReport, GroupsOfEqualNamesAreApart) {
   EXPECT_THAT(report.culprits, ElementsAre(3));
 }
 
-// A save in the background waits for minutes, and hangs nobody.
-TEST(FlightReport, WorkBesideTheTrainingIsAsideWhileTheTrainingWaits) {
+// A background save may wait for minutes without a hang.
+TEST(FlightReport, IgnoresBackgroundWorkWhileTheTrainingWaits) {
   Records records;
   for (const int rank : {0, 1})
     records.call(rank, "checkpoint", {0, 1, 2}, 3, FlightState::Waiting).background = true;
@@ -188,7 +188,7 @@ TEST(FlightReport, WorkBesideTheTrainingIsAsideWhileTheTrainingWaits) {
   EXPECT_THAT(report.summary, HasSubstr("rank 1 (host node1) is missing from all_gather #5 of group 'fsdp'"));
 }
 
-TEST(FlightReport, AFailureThatWasGotOverIsNoWait) {
+TEST(FlightReport, IgnoresAFailureThatTheRankSurvived) {
   Records records;
   FlightCall& failed = records.call(0, "probe", {0, 1}, 0, FlightState::Failed);
   failed.end_ns = failed.start_ns + 1;
@@ -198,8 +198,8 @@ TEST(FlightReport, AFailureThatWasGotOverIsNoWait) {
   EXPECT_EQ(records.report().verdict, FlightVerdict::NoWait);
 }
 
-// Records of other hosts may lie on other file systems.
-TEST(FlightReport, ARankThatLivesIsntBlamedForItsRecord) {
+// Records of other hosts may be on other file systems.
+TEST(FlightReport, DoesNotBlameALiveRankWithoutARecord) {
   Records records;
   for (const int rank : {0, 1}) records.call(rank, "fsdp", {0, 1, 2}, 5, FlightState::Waiting);
   EXPECT_THAT(records.report().culprits, ElementsAre(2));
@@ -210,7 +210,7 @@ TEST(FlightReport, ARankThatLivesIsntBlamedForItsRecord) {
                                     HasSubstr("whether rank 2 has come to it isn't known here: alive")));
 }
 
-TEST(FlightReport, AFolderThatCantBeReadIsSaidSo) {
+TEST(FlightReport, ReportsAFolderThatCannotBeRead) {
   EXPECT_THAT(flight_summary("/no/such/folder"), HasSubstr("/no/such/folder"));
 }
 

@@ -1,4 +1,4 @@
-// What a rank leaves behind when the job hangs, and that it ends.
+// The files that a rank leaves when the job hangs, and the end of its process.
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -40,7 +40,7 @@ class HangFiles : public ::testing::Test {
   std::shared_ptr<FlightDump> dump_;
 };
 
-TEST_F(HangFiles, AreTheStacksWithTheirTimeAndTheRecord) {
+TEST_F(HangFiles, HaveTheStacksTheirTimeAndTheRecord) {
   SideThread thread("files");
   leave_files({0, "where it is", folder_, dump_, "a hang"}, thread, 60s);
   EXPECT_TRUE(fs::exists(dump_->path()));
@@ -48,21 +48,21 @@ TEST_F(HangFiles, AreTheStacksWithTheirTimeAndTheRecord) {
               ::testing::MatchesRegex("20[0-9-]+T[0-9:]+Z\nwhere it is"));
 }
 
-// What hangs the job may be the file system that they go to.
-TEST_F(HangFiles, AreLeftWhereTheirFileSystemHangs) {
+// The file system of the files may be what hangs the job.
+TEST_F(HangFiles, AreGivenUpWhenTheirFileSystemHangs) {
   const fs::path pipe = folder_ / ".rank_0.json.tmp";
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   SideThread thread("files");
   leave_files({0, "where it is", folder_, dump_, "a hang"}, thread, 200ms);
   EXPECT_FALSE(fs::exists(dump_->path()));
-  std::signal(SIGPIPE, SIG_IGN);  // to a thread that writes behind the end of this
-  const int reader = open(pipe.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);  // the thread is let go
+  std::signal(SIGPIPE, SIG_IGN);  // for a thread that writes after the end of this test
+  const int reader = open(pipe.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);  // lets the thread continue
   ASSERT_GE(reader, 0);
   std::this_thread::sleep_for(100ms);
   close(reader);
 }
 
-TEST(HungProcess, EndsWithItsExitCodeWhateverItWaitsFor) {
+TEST(HungProcess, EndsWithItsExitCodeWhileItWaits) {
   ::testing::FLAGS_gtest_death_test_style = "threadsafe";
   const auto wait = [] {
     end_process_after(1s);
@@ -71,7 +71,7 @@ TEST(HungProcess, EndsWithItsExitCodeWhateverItWaitsFor) {
   EXPECT_EXIT(wait(), ::testing::ExitedWithCode(kHungExitCode), "");
 }
 
-TEST(OpenCall, OfTheCheckpointerIsWaitedForOnlyWhileOneSavesOrLoads) {
+TEST(OpenCall, IncludesTheCheckpointersOnlyDuringSavesAndLoads) {
   FlightRecorder recorder(4);
   {
     const BackgroundCalls background;

@@ -1,4 +1,4 @@
-#include "guard/loss_spikes.h"
+#include "guard/policies.h"
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -14,17 +14,17 @@ FaultToleranceSettings rule(double sigma, int64_t window) {
 
 TEST(LossSpikes, AreOffByDefault) { EXPECT_EQ(FaultToleranceSettings{}.spike_sigma, 0); }
 
-TEST(LossSpikes, LieAboveMeanAndDeviations) {
+TEST(LossSpikes, AreAboveTheMeanByDeviations) {
   LossSpikes spikes(rule(2, 4));
   for (const double loss : {1.0, 3.0, 1.0, 3.0}) EXPECT_FALSE(spikes.add(loss)) << loss;
   EXPECT_EQ(spikes.mean(), 2);
   EXPECT_EQ(spikes.deviation(), 1);
-  EXPECT_FALSE(spikes.add(4));  // 2 + 2 * 1 is the border, and no spike; the window is 3 1 3 4 now
+  EXPECT_FALSE(spikes.add(4));  // exactly at the limit of 2 + 2 * 1: not a spike; the window now is 3 1 3 4
   EXPECT_NEAR(spikes.mean(), 2.75, 1e-12);
   EXPECT_TRUE(spikes.add(6));
   EXPECT_EQ(spikes.last(), 6);
-  EXPECT_NEAR(spikes.mean(), 2.75, 1e-12) << "a spike isn't one of the losses that the next is compared with";
-  EXPECT_FALSE(spikes.add(-100)) << "a loss that falls is welcome";
+  EXPECT_NEAR(spikes.mean(), 2.75, 1e-12) << "the next loss isn't compared with a spike";
+  EXPECT_FALSE(spikes.add(-100)) << "a loss that falls is not a spike";
 }
 
 TEST(LossSpikes, NeedAWholeWindow) {
@@ -33,7 +33,7 @@ TEST(LossSpikes, NeedAWholeWindow) {
   EXPECT_TRUE(spikes.add(1e6));
 }
 
-TEST(LossSpikes, GoOnBehindACheckpoint) {
+TEST(LossSpikes, ContinueAfterACheckpoint) {
   LossSpikes before(rule(3, 4));
   for (const double loss : {1.1, 1.2, 1.3, 1.4, 1.5}) before.add(loss);
   LossSpikes after(rule(3, 4));
@@ -43,7 +43,7 @@ TEST(LossSpikes, GoOnBehindACheckpoint) {
   EXPECT_TRUE(after.add(2));
 }
 
-TEST(LossSpikes, RewindsAreLimitedWhateverIsGoneBackTo) {
+TEST(LossSpikes, LimitRewindsAcrossLoads) {
   LossSpikes spikes(rule(3, 4));
   const std::string first = spikes.state();
   for (int i = 0; i < 2; ++i) {
@@ -55,16 +55,16 @@ TEST(LossSpikes, RewindsAreLimitedWhateverIsGoneBackTo) {
   EXPECT_THROW(spikes.check_rewinds_left("step 5"), Error);
 }
 
-TEST(LossSpikes, ThatComeAgainAreGoneBackFromTwiceAsFar) {
+TEST(LossSpikes, RewindTwiceAsFarWhenTheyReturn) {
   FaultToleranceSettings settings = rule(3, 50);
   settings.spike_rewind_steps = 30;
   LossSpikes spikes(settings);
   EXPECT_EQ(spikes.rewind_distance(100), 30);
   const std::string before = spikes.state();
   spikes.count_rewind(100);
-  spikes.load(before);  // which the run goes back to
+  spikes.load(before);  // the state to which the run rewinds
   EXPECT_EQ(spikes.rewind_distance(120), 60);
-  EXPECT_EQ(spikes.rewind_distance(151), 30) << "another one";
+  EXPECT_EQ(spikes.rewind_distance(151), 30) << "another spike";
   spikes.count_rewind(120);
   EXPECT_EQ(spikes.rewind_distance(121), 120);
   LossSpikes restarted(settings);
@@ -73,7 +73,7 @@ TEST(LossSpikes, ThatComeAgainAreGoneBackFromTwiceAsFar) {
   EXPECT_EQ(restarted.num_rewinds(), 2);
 }
 
-TEST(LossSpikes, AStateOfSomethingElseIsRefused) {
+TEST(LossSpikes, RefuseAnInvalidState) {
   LossSpikes spikes(rule(3, 4));
   for (const char* text :
        {"{\"window\": \"no\", \"num_rewinds\": 0}", "{\"window\": [null], \"num_rewinds\": 0}",

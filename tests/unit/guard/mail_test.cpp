@@ -1,4 +1,4 @@
-// What two ranks tell each other through a store, both in one process.
+// Messages of two ranks through a store, both in one process.
 
 #include <gmock/gmock.h>
 #include <atomic>

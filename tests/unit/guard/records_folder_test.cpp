@@ -1,4 +1,4 @@
-// Beats are sent whatever the folder of the flight records does.
+// The watchdog sends beats even if the folder of the flight records fails or hangs.
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -59,7 +59,7 @@ TEST_F(RecordsFolder, GetsARecordOnRequest) {
   EXPECT_EQ(read_flight_file(record_).reason, "request");
 }
 
-// A request that can't be removed is an error at every look, until it is gone.
+// A request that can't be removed is an error at every check until it is gone.
 TEST_F(RecordsFolder, RecoversFromAFolderError) {
   fs::create_directories(folder_ / kFlightRequest / "something");
   const Watchdog watchdog(world_, {.folder = folder_, .record_prefix = "rank_"});
@@ -70,7 +70,7 @@ TEST_F(RecordsFolder, RecoversFromAFolderError) {
   EXPECT_TRUE(comes([&] { return fs::exists(record_); }));
 }
 
-// A pipe that nobody reads stands for a file system that doesn't answer.
+// A pipe that nobody reads simulates a file system that doesn't answer.
 TEST_F(RecordsFolder, DelaysNoBeatWhenItHangs) {
   const fs::path pipe = folder_ / ".rank_0.json.tmp";
   fs::create_directories(folder_);
@@ -82,7 +82,7 @@ TEST_F(RecordsFolder, DelaysNoBeatWhenItHangs) {
     std::this_thread::sleep_for(100ms);
     for (int i = 0; i < 3; ++i) EXPECT_TRUE(beats_go_on());
   }
-  // Lets the thread go.
+  // Lets the thread continue.
   const int reader = open(pipe.c_str(), O_RDONLY | O_CLOEXEC);
   ASSERT_GE(reader, 0);
   char bytes[4096];

@@ -6,7 +6,6 @@
 #include <thread>
 
 #include "guard/progress.h"
-#include "guard/verdict.h"
 #include "titan/core/error.h"
 #include "titan/guard/watchdog.h"
 
@@ -21,7 +20,7 @@ using ::testing::Not;
 
 constexpr int64_t kInterval = 500;
 
-/// At step 7 of a training with limits of five seconds.
+/// A beat at step 7 of a training with limits of five seconds.
 RankView rank_at(int rank, ProgressKind kind, const char* what, int64_t stalled_ms,
                  const std::string& call = "") {
   Beat beat{.kind = kind, .what = what, .step = 7, .stalled_ms = stalled_ms, .limit_ms = 5000};
@@ -39,13 +38,13 @@ RankView waiting(int rank, int64_t stalled_ms) {
 
 RankView working(int rank) { return rank_at(rank, ProgressKind::Compute, "forward_backward", 0); }
 
-TEST(WatchdogVerdict, ARankThatGoesOnIsLeftAlone) {
+TEST(WatchdogVerdict, LeavesAProgressingRankAlone) {
   EXPECT_FALSE(judge({working(0)}, 1, kInterval));
   EXPECT_FALSE(judge({working(0), waiting(1, 4900)}, 2, kInterval));
   EXPECT_FALSE(judge({rank_at(0, ProgressKind::Idle, "prompt", 900'000)}, 1, kInterval));
 }
 
-TEST(WatchdogVerdict, ASilentRankIsNamedBeforeThoseThatWaitForIt) {
+TEST(WatchdogVerdict, NamesASilentRankBeforeRanksThatWaitForIt) {
   RankView silent = working(1);
   silent.silent_ms = 5200;
   silent.process = "stopped by a signal";
@@ -61,8 +60,8 @@ TEST(WatchdogVerdict, ASilentRankIsNamedBeforeThoseThatWaitForIt) {
   EXPECT_THAT(verdict->culprits, ElementsAre(1));
 }
 
-// A frozen process loads no data: its beats would come.
-TEST(WatchdogVerdict, SilenceHasComputesLimitWhateverTheRankWasAt) {
+// A silent process is frozen: one that loads data would still send beats.
+TEST(WatchdogVerdict, UsesTheComputeLimitForSilence) {
   RankView silent = rank_at(1, ProgressKind::Data, "data", 0);
   silent.beat->limit_ms = 600'000;
   silent.beat->setting = "comm.data_timeout_seconds";
@@ -75,13 +74,13 @@ TEST(WatchdogVerdict, SilenceHasComputesLimitWhateverTheRankWasAt) {
               HasSubstr("(limit 5 s, comm.train_timeout_seconds), last seen in data of step 7"));
 }
 
-TEST(WatchdogVerdict, ABeatThatIsLateByAnIntervalIsNoSilence) {
+TEST(WatchdogVerdict, AllowsABeatToBeOneIntervalLate) {
   RankView late = rank_at(1, ProgressKind::Compute, "forward_backward", 4800);
   late.silent_ms = 2 * kInterval;
   EXPECT_FALSE(judge({working(0), late}, 2, kInterval));
 }
 
-TEST(WatchdogVerdict, OneThatStandsStillOutsideOfACallIsNamed) {
+TEST(WatchdogVerdict, NamesARankThatStallsOutsideACall) {
   const RankView stuck = rank_at(2, ProgressKind::Data, "data", 5001);
   const auto verdict = judge({waiting(0, 4000), waiting(1, 4000), stuck}, 3, kInterval);
   ASSERT_TRUE(verdict);
@@ -91,20 +90,20 @@ TEST(WatchdogVerdict, OneThatStandsStillOutsideOfACallIsNamed) {
   EXPECT_THAT(verdict->culprits, ElementsAre(2));
 }
 
-TEST(WatchdogVerdict, WhoeverKeepsTheOthersWaitingIsNamedEvenWhileItComputes) {
+TEST(WatchdogVerdict, NamesAComputingRankThatOthersWaitFor) {
   const auto verdict = judge({waiting(0, 5001), working(1)}, 2, kInterval);
   ASSERT_TRUE(verdict);
   EXPECT_THAT(verdict->text, AllOf(HasSubstr("rank 1 of 2 (node, pid 101) doesn't come to what the others"),
                                    HasSubstr("rank 0 waits in all_gather #3")));
 }
 
-TEST(WatchdogVerdict, AnExcuseIsntForgottenAtOnce) {
+TEST(WatchdogVerdict, KeepsAnExcuseForAWhile) {
   RankView saving = rank_at(1, ProgressKind::Checkpoint, "save", 6000);
   saving.beat->limit_ms = saving.beat->silence_limit_ms = 60'000;
   saving.silent_ms = 4 * kInterval;  // its last beat is late
   EXPECT_TRUE(has_excuse({waiting(0, 5001), saving}, kInterval));
   EXPECT_FALSE(judge({waiting(0, 5001), saving}, 2, kInterval));
-  // It goes on; what the others said last is of before.
+  // It continues, but the last beats of the others are older.
   RankView stale = waiting(0, 30'000);
   stale.unexcused_ms = 1000;
   EXPECT_FALSE(has_excuse({stale, working(1)}, kInterval));
@@ -113,27 +112,27 @@ TEST(WatchdogVerdict, AnExcuseIsntForgottenAtOnce) {
   EXPECT_TRUE(judge({stale, working(1)}, 2, kInterval));
 }
 
-TEST(WatchdogVerdict, ARankIsExcusedWhileAnotherLoadsSavesOrValidatesInTime) {
+TEST(WatchdogVerdict, ExcusesWaitsForLoadingSavingAndValidating) {
   for (const auto kind : {ProgressKind::Data, ProgressKind::Checkpoint, ProgressKind::Validation}) {
     RankView other = rank_at(1, kind, "save", 6000);
     other.beat->limit_ms = 60'000;
     EXPECT_FALSE(judge({waiting(0, 5001), other}, 2, kInterval)) << name_of(kind);
     other.beat->stalled_ms = 60'001;
     EXPECT_TRUE(judge({waiting(0, 5001), other}, 2, kInterval)) << name_of(kind);
-    // But not where it waits itself.
+    // Not if the other rank itself waits in a call.
     EXPECT_TRUE(judge({waiting(0, 5001), rank_at(1, kind, "save", 1000, "broadcast #1")}, 2, kInterval))
         << name_of(kind);
   }
 }
 
-TEST(WatchdogVerdict, ARankUnderADebuggerHasAllTheTime) {
+TEST(WatchdogVerdict, ExcusesARankUnderADebugger) {
   RankView traced = working(1);
   traced.silent_ms = 100'000;
   traced.beat->traced = true;
   EXPECT_FALSE(judge({waiting(0, 5001), traced}, 2, kInterval));
 }
 
-TEST(WatchdogVerdict, OneThatHasLeftIsNeitherExpectedNorAnExcuse) {
+TEST(WatchdogVerdict, NeitherExpectsNorExcusesByARankThatHasLeft) {
   RankView left = working(1);
   left.beat->state = RunState::Left;
   left.silent_ms = 100'000;
@@ -144,8 +143,8 @@ TEST(WatchdogVerdict, OneThatHasLeftIsNeitherExpectedNorAnExcuse) {
   EXPECT_THAT(verdict->silent, ElementsAre(1));
 }
 
-// It was unwound by an exception, and its process is slow to end.
-TEST(WatchdogVerdict, OneThatHasLeftIsNamedWhereAllOthersWait) {
+// An exception ended its training, and its process ends slowly.
+TEST(WatchdogVerdict, NamesARankThatHasLeftIfAllOthersWait) {
   RankView left = working(1);
   left.beat->state = RunState::Left;
   left.silent_ms = 100'000;
@@ -157,7 +156,7 @@ TEST(WatchdogVerdict, OneThatHasLeftIsNamedWhereAllOthersWait) {
   EXPECT_THAT(verdict->silent, ElementsAre(1));
 }
 
-TEST(WatchdogVerdict, OneThatComputesForEverIsToldAsSuch) {
+TEST(WatchdogVerdict, SaysThatARankComputesForever) {
   RankView stuck = rank_at(0, ProgressKind::Compute, "forward_backward", 50'001);
   stuck.beat->computes = true;
   const auto verdict = judge({stuck}, 1, kInterval);
@@ -166,20 +165,20 @@ TEST(WatchdogVerdict, OneThatComputesForEverIsToldAsSuch) {
               HasSubstr("(limit 5 s, comm.train_timeout_seconds), though its processors work"));
 }
 
-TEST(WatchdogVerdict, OneThatNeverCameIsNamedByThoseThatWait) {
+TEST(WatchdogVerdict, NamesARankThatNeverBegan) {
   const auto verdict = judge({waiting(0, 5001), {1, std::nullopt, 0, ""}}, 2, kInterval);
   ASSERT_TRUE(verdict);
   EXPECT_THAT(verdict->text, HasSubstr("rank 1 of 2 hasn't begun to train"));
 }
 
-TEST(WatchdogVerdict, RanksThatAllWaitMakeDifferentCalls) {
+TEST(WatchdogVerdict, FindsDifferentCallsIfAllRanksWait) {
   const auto verdict = judge({waiting(0, 5001), waiting(1, 4000)}, 2, kInterval);
   ASSERT_TRUE(verdict);
   EXPECT_THAT(verdict->text,
               AllOf(HasSubstr("wait for each other"), HasSubstr("rank 0 waits"), HasSubstr("rank 1 waits")));
 }
 
-TEST(WatchdogVerdict, BeatsSurviveTheirWay) {
+TEST(WatchdogVerdict, KeepsBeatsThroughText) {
   Beat beat = *waiting(3, 17).beat;
   beat.number = 9;
   beat.pids = "boot pid:[1]";
@@ -190,7 +189,7 @@ TEST(WatchdogVerdict, BeatsSurviveTheirWay) {
   EXPECT_THROW(beat_from("hello"), Error);
 }
 
-TEST(StallClock, CountsWhatItSees) {
+TEST(StallClock, CountsOnlyWhatItSees) {
   StallClock clock;
   auto now = StallClock::Clock::now();
   const auto look = [&](std::chrono::milliseconds later, bool moved) {
@@ -201,11 +200,11 @@ TEST(StallClock, CountsWhatItSees) {
   EXPECT_EQ(look(500ms, false), 500);
   EXPECT_EQ(look(500ms, false), 1000);
   EXPECT_EQ(look(500ms, true), 0);
-  // The process was stopped for an hour: all others may have been.
+  // The process was stopped for an hour, perhaps like all others.
   EXPECT_EQ(look(3600s, false), 2000);
 }
 
-/// Of one rank, which then is its own judge.
+/// The watchdog of a job with one rank, which judges itself.
 std::string hang(WatchdogOptions options, const std::function<void(Watchdog&)>& work,
                  std::chrono::milliseconds wait) {
   auto verdict = std::make_shared<std::promise<std::string>>();
@@ -221,7 +220,7 @@ WatchdogLimits limits_of(std::chrono::milliseconds time) {
   return {.data = {time, "data.limit"}, .compute = {time}, .checkpoint = {time}, .validation = {time}};
 }
 
-TEST(Watchdog, SeesThatNothingGoesOn) {
+TEST(Watchdog, FindsAStall) {
   const std::string verdict = hang(
       {.limits = limits_of(300ms)},
       [](Watchdog& watchdog) { watchdog.progress(ProgressKind::Data, "batch", 4); }, 20s);
@@ -229,7 +228,7 @@ TEST(Watchdog, SeesThatNothingGoesOn) {
                              HasSubstr("limit 0.3 s, data.limit")));
 }
 
-// Twenty times as often as it has to.
+// Reports progress twenty times as often as required.
 TEST(Watchdog, LeavesSlowProgressAlone) {
   const std::string verdict = hang(
       {.limits = limits_of(2s)},
@@ -245,7 +244,7 @@ TEST(Watchdog, LeavesSlowProgressAlone) {
   EXPECT_EQ(verdict, "");
 }
 
-/// False: a machine that is busy otherwise didn't let it.
+/// False: the machine was too busy for it.
 bool compute_for(std::chrono::milliseconds time) {
   const auto end = std::chrono::steady_clock::now() + time;
   const std::clock_t before = std::clock();
@@ -256,15 +255,15 @@ bool compute_for(std::chrono::milliseconds time) {
   return worked_s > 0.6 * std::chrono::duration<double>(time).count();
 }
 
-/// Far from all limits but those of the kinds that are looked at.
+/// Limits that are far away, except for the kinds under test.
 WatchdogLimits limits_of_work(std::chrono::milliseconds time) {
   WatchdogLimits limits = limits_of(time);
   limits.validation.time = 600s;
   return limits;
 }
 
-// On a GPU the host's processor only waits for it, except where it reads.
-TEST(Watchdog, ARankThatComputesDoesntHang) {
+// With a GPU, the processor works only for reads and writes; otherwise it waits for the device.
+TEST(Watchdog, CountsComputingAsProgress) {
   for (const auto& [kind, is_gpu] : {std::pair(ProgressKind::Compute, false),
                                      {ProgressKind::Data, true},
                                      {ProgressKind::Checkpoint, true}}) {
@@ -281,7 +280,7 @@ TEST(Watchdog, ARankThatComputesDoesntHang) {
   }
 }
 
-/// The verdict on a thread that never does anything but compute.
+/// The verdict on a thread that only computes.
 std::string compute_for_ever(const WatchdogOptions& options) {
   std::atomic<bool> ends{false};
   std::thread computes;
@@ -299,13 +298,13 @@ std::string compute_for_ever(const WatchdogOptions& options) {
   return verdict;
 }
 
-TEST(Watchdog, OnAGpuAProcessorOnlyWaits) {
+TEST(Watchdog, IgnoresAProcessorThatSpinsForAGpu) {
   EXPECT_THAT(compute_for_ever({.limits = limits_of_work(500ms), .computing_is_progress = false}),
               HasSubstr("hangs in step 1"));
 }
 
-// The longest limit is where it ends.
-TEST(Watchdog, AnEndlessLoopIsFoundInTheEnd) {
+// After the longest limit.
+TEST(Watchdog, FindsAnEndlessLoopEventually) {
   EXPECT_THAT(compute_for_ever({.limits = limits_of(500ms)}), HasSubstr("hangs in step 1"));
 }
 
@@ -318,8 +317,8 @@ int64_t written_bytes() {
   return 0;
 }
 
-// A checkpoint of some minutes more than the limit, on slow storage.
-TEST(Watchdog, ASaveThatWritesGoesOn) {
+// A checkpoint on slow storage may take minutes longer than the limit.
+TEST(Watchdog, CountsWritesOfASaveAsProgress) {
   const auto path = std::filesystem::path(::testing::TempDir()) / "slow_save";
   const std::string piece(4 << 20, 'x');
   const int64_t before = written_bytes();
@@ -343,7 +342,7 @@ TEST(Watchdog, ASaveThatWritesGoesOn) {
   EXPECT_EQ(verdict, "");
 }
 
-TEST(Watchdog, AnEarlierStartsStacksGo) {
+TEST(Watchdog, RemovesStacksOfAnEarlierStart) {
   const auto folder = std::filesystem::path(::testing::TempDir()) / "old_stacks";
   std::filesystem::create_directories(folder);
   std::ofstream(folder / "stacks_0.txt") << "old";
@@ -352,8 +351,8 @@ TEST(Watchdog, AnEarlierStartsStacksGo) {
   EXPECT_FALSE(std::filesystem::exists(folder / "stacks_0.txt"));
 }
 
-// Who reads a phase has to see that it has begun: else its limit would meet the time of the one before.
-TEST(ProgressCell, APhaseIsntReadBeforeItsBegin) {
+// A reader that sees a phase must also see that it has begun. Otherwise its limit would apply to the previous phase's time.
+TEST(ProgressCell, ShowsAPhaseOnlyAfterItsBegin) {
   ProgressCell cell;
   std::atomic<bool> ends{false};
   std::thread trains([&] {
@@ -368,7 +367,7 @@ TEST(ProgressCell, APhaseIsntReadBeforeItsBegin) {
   trains.join();
 }
 
-TEST(Watchdog, LimitsChangeWhileItWatches) {
+TEST(Watchdog, AcceptsNewLimitsWhileItWatches) {
   const std::string verdict = hang(
       {.limits = limits_of(600s)},
       [](Watchdog& watchdog) {
@@ -380,8 +379,8 @@ TEST(Watchdog, LimitsChangeWhileItWatches) {
   EXPECT_THAT(verdict, HasSubstr("hangs in save of step 2"));
 }
 
-// What a step pays for it: printed, as a bound that no busy machine breaks would say nothing.
-TEST(Watchdog, ProgressCostsNanoseconds) {
+// Prints the cost for a step: a bound that holds on every busy machine would show nothing.
+TEST(Watchdog, ReportsProgressWithinNanoseconds) {
   const World world = init({.backend = "gloo", .device = "cpu"});
   Watchdog watchdog(world, {});
   constexpr int kCalls = 1'000'000;
@@ -389,7 +388,7 @@ TEST(Watchdog, ProgressCostsNanoseconds) {
   for (int i = 0; i < kCalls; ++i) watchdog.progress(ProgressKind::Compute, "step", i);
   const double ns = 1e9 * static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC / kCalls;
   std::printf("{\"ns_per_progress\": %.1f}\n", ns);
-  EXPECT_LT(ns, 100) << "of processor time: a lock or a system call got into it";
+  EXPECT_LT(ns, 100) << "ns of processor time: there may be a lock or a system call in it";
 }
 
 }  // namespace

@@ -63,6 +63,14 @@ TEST_F(JobConfigTest, UnknownNamesListTheKnown) {
   EXPECT_NE(model[0].find("did you mean 'bigram'"), std::string::npos) << model[0];
 }
 
+TEST_F(JobConfigTest, RefusesAnUnknownMetricsSink) {
+  const auto problems = problems_of({"--metrics.sinks", "jsonl,consol"});
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_NE(problems[0].find("metrics.sinks"), std::string::npos) << problems[0];
+  EXPECT_NE(problems[0].find("known: console, jsonl, tensorboard; did you mean 'console'?"), std::string::npos)
+      << problems[0];
+}
+
 TEST_F(JobConfigTest, ReadsTheChosenLossAndItsArguments) {
   EXPECT_EQ(load({}).loss.name, "cross_entropy");
   const JobConfig config = load({"--loss.name", "z_loss", "--loss.args.z_weight", "0.01"});

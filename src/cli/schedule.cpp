@@ -1,4 +1,4 @@
-// titan schedule: what a pipeline schedule looks like, how long it takes and what it holds, without a model.
+// titan schedule: draws a pipeline schedule and reports its time and its live activations, without a model.
 
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -24,24 +24,15 @@ namespace {
 using namespace pipeline;
 
 constexpr size_t kMostPathEntries = 24;
-constexpr size_t kMostDrawn = 50'000;       // actions, where nobody asked for the drawing
-constexpr int64_t kMostForwards = 1 << 22;  // a table of more says nothing, and may not fit in memory
+constexpr size_t kMostDrawn = 50'000;       // actions in a drawing that nobody asked for
+constexpr int64_t kMostForwards = 1 << 22;  // a larger table is unreadable and may not fit in memory
 
-template <class... Args>
-std::string format(const char* pattern, const Args&... args) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, args...);
-  return text;
-}
-
-std::string percent(double fraction) { return format("%.1f %%", 100 * std::max(0.0, fraction)); }
-
-std::string plural(int count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }
+std::string percent(double fraction) { return number("%.1f %%", 100 * std::max(0.0, fraction)); }
 
 void check_size(int64_t num_stages, int64_t num_micro_batches) {
   if (num_stages * num_micro_batches > kMostForwards)
     throw ConfigError(str("titan schedule: ", num_micro_batches, " micro-batches of ", num_stages,
-                          " stages are too many to look at; at most ", kMostForwards, " forwards are taken"));
+                          " stages are too many: at most ", kMostForwards, " forwards are allowed"));
 }
 
 Schedule make(const ScheduleArguments& arguments) {
@@ -64,7 +55,7 @@ std::string title_of(const Schedule& schedule) {
              schedule.num_micro_batches == 1 ? " micro-batch" : " micro-batches");
 }
 
-// For people at a terminal that shows colours; https://no-color.org.
+// Colours only on a terminal; NO_COLOR turns them off (https://no-color.org).
 TableStyle table_style() {
   if (!isatty(STDOUT_FILENO)) return {};
   TableStyle style{.colours = std::getenv("NO_COLOR") == nullptr};
@@ -73,7 +64,7 @@ TableStyle table_style() {
   return style;
 }
 
-// The middle of a long one is left out.
+// Leaves out the middle of a long path.
 std::string path_text(const Simulation& simulation) {
   const auto& path = simulation.critical_path;
   std::string text;
@@ -122,15 +113,15 @@ std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_
     const Simulation simulation =
         simulate(make_schedule(traits.name, num_ranks, num_stages, num_micro_batches), costs);
     bubble = percent(simulation.bubble_fraction);
-    // In micro-batches of all that a rank owns, so that one and several stages a rank compare.
-    live = format("%.3g", most(simulation, &RankFigures::peak_live) / (1.0 * num_stages / num_ranks));
+    // Counts micro-batches of all stages of a rank, so that schedules with one and with several stages compare.
+    live = number("%.3g", most(simulation, &RankFigures::peak_live) / (1.0 * num_stages / num_ranks));
   }
   return str("| ", traits.name, " | ", stages_text(traits.stages_per_rank), " | ",
              rule_text(traits.micro_batch_rule), " | ", traits.splits_backward ? "yes" : "no", " | ",
              traits.memory_grows ? "yes" : "no", " | ", bubble, " | ", live, " |\n");
 }
 
-// "0 4", or "0 4 .. 60".
+// The stages of a rank: "0 4", or "0 4 .. 60" for a long list.
 std::string stages_of(const Schedule& schedule, int rank) {
   std::vector<int> stages;
   for (int stage = 0; stage < schedule.num_stages; ++stage)
@@ -141,23 +132,24 @@ std::string stages_of(const Schedule& schedule, int rank) {
   return all ? text : str(text, " .. ", stages.back());
 }
 
-// The figures of each rank, and the critical path.
+// A line for each rank, and the critical path.
 std::string figures(const Schedule& schedule, const Simulation& simulation) {
-  std::string text =
-      format("makespan %.6g, bubble ", simulation.makespan) + percent(simulation.bubble_fraction) + "\n\n";
-  text += "rank   stages            busy      idle    bubble   live   before I   owed W\n";
+  TextTable table{.rows = {{"rank", "stages", "busy", "idle", "bubble", "live", "before I", "owed W"}},
+                  .right = {true, false, true, true, true, true, true, true}};
   for (int rank = 0; rank < schedule.num_ranks(); ++rank) {
     const RankFigures& figures = simulation.ranks[rank];
     const double idle = simulation.makespan - figures.busy;
-    text +=
-        format("%4d   %-12s %9.6g %9.4g %9s %6d %10d %8d\n", rank, stages_of(schedule, rank).c_str(),
-               figures.busy, idle, percent(simulation.makespan > 0 ? idle / simulation.makespan : 0).c_str(),
-               figures.peak_live, figures.peak_before_input, figures.peak_owed_weight);
+    table.rows.push_back(
+        {std::to_string(rank), stages_of(schedule, rank), number("%.6g", figures.busy), number("%.4g", idle),
+         percent(simulation.makespan > 0 ? idle / simulation.makespan : 0), std::to_string(figures.peak_live),
+         std::to_string(figures.peak_before_input), std::to_string(figures.peak_owed_weight)});
   }
-  return text + "\ncritical path:" + path_text(simulation) + "\n";
+  return str("makespan ", number("%.6g", simulation.makespan), ", bubble ",
+             percent(simulation.bubble_fraction), "\n\n", to_string(table),
+             "\ncritical path:", path_text(simulation), "\n");
 }
 
-// All named schedules, in Markdown. A dash stands where one can't be made for these counts.
+// All named schedules as a Markdown table. A dash means that the schedule does not allow these counts.
 std::string list_of_schedules(int num_ranks, int num_micro_batches, const Costs& costs) {
   std::string text = str(
       "| Schedule | Stages a rank | Micro-batches | Splits the backward | Memory grows with them | Bubble | "
@@ -167,7 +159,7 @@ std::string list_of_schedules(int num_ranks, int num_micro_batches, const Costs&
   return text;
 }
 
-// A drawing that nobody asked for by name doesn't have to succeed.
+// Without --svg the drawing is optional: a failure is reported, and the command continues.
 void draw(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
   const bool is_named = !arguments.svg.empty();
   const std::filesystem::path path = is_named ? arguments.svg : "schedule.svg";
@@ -175,13 +167,13 @@ void draw(const ScheduleArguments& arguments, const Schedule& schedule, const Si
   for (const auto& actions : schedule.ranks) num_actions += actions.size();
   try {
     if (!is_named && num_actions > kMostDrawn)
-      throw Error(str("it has ", num_actions, " actions; --svg FILE draws it nevertheless"));
+      throw Error(str("it has ", num_actions, " actions; use --svg FILE to draw it anyway"));
     const std::string title = str(title_of(schedule), "; bubble ", percent(simulation.bubble_fraction));
     write_file_atomic(path, to_svg(schedule, simulation, title));
-    std::fputs(str("the timeline is drawn in ", path.string(), "\n").c_str(), stderr);
+    std::fputs(str("wrote the timeline to ", path.string(), "\n").c_str(), stderr);
   } catch (const Error& error) {
     if (is_named) throw;
-    std::fputs(str("the timeline isn't drawn: ", error.what(), "\n").c_str(), stderr);
+    std::fputs(str("cannot draw the timeline: ", error.what(), "\n").c_str(), stderr);
   }
 }
 
@@ -194,12 +186,9 @@ void write_files(const ScheduleArguments& arguments, const Schedule& schedule, c
 
 int schedule_command(const Arguments& words) {
   const ScheduleArguments arguments = parse_schedule_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   if (arguments.list) {
     check_size(2 * arguments.num_ranks, arguments.num_micro_batches);
-    const std::string list =
-        list_of_schedules(arguments.num_ranks, arguments.num_micro_batches, arguments.costs);
-    return print(list);
+    return print(list_of_schedules(arguments.num_ranks, arguments.num_micro_batches, arguments.costs));
   }
   Schedule schedule = make(arguments);
   check_size(schedule.num_stages, int64_t{schedule.num_micro_batches} * arguments.times);
@@ -210,9 +199,8 @@ int schedule_command(const Arguments& words) {
   if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
   const Simulation simulation = simulate(schedule, arguments.costs);
   write_files(arguments, schedule, simulation);
-  const std::string text = title_of(schedule) + "\n\n" + to_table(simulation, table_style()) + "\n" +
-                           figures(schedule, simulation);
-  return print(text);
+  return print(str(title_of(schedule), "\n\n", to_table(simulation, table_style()), "\n",
+                   figures(schedule, simulation)));
 }
 
 }  // namespace titan::cli

@@ -16,13 +16,11 @@
 #include <thread>
 #include <utility>
 
-#include "cli/commands.h"
+#include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
-#include "config/differences.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 
@@ -65,9 +63,7 @@ Figures read_figures(const fs::path& folder, RankTails& tails) {
   if (!trains && figures.ranks.empty())
     throw ConfigError(
         str(folder.string(), " holds no run: it has neither a config.toml nor structured logs"));
-  if (trains) figures.run.settings = config::printed_settings(read_file(folder / "config.toml"));
-  figures.run.steps = MetricRows(folder / "metrics.jsonl", {.tail_bytes = kRowsTail});
-  figures.run.validations = MetricRows(folder / "validation.jsonl", {.tail_bytes = kRowsTail});
+  if (trains) figures.run = read_run_folder(folder, {.tail_bytes = kRowsTail});
   return figures;
 }
 
@@ -118,10 +114,11 @@ std::string validation_line(const MetricRows& validations) {
 
 std::string checkpoint_line(const RunFolder& run) {
   if (run.setting("checkpoint.enable") != "true") return "checkpoints are off\n";
-  const auto last = newest_checkpoint(run.checkpoint_folder());
-  if (!last) return "no checkpoint yet\n";
-  return str("last checkpoint: step ", last->step, ", ", last->written, ", ", size_text(last->num_bytes),
-             ", ", printable(last->state), "\n");
+  const auto steps = checkpoint::list_steps(run.checkpoint_folder());
+  if (steps.empty()) return "no checkpoint yet\n";
+  const StepHealth last = examine_step(steps.back());
+  return str("last checkpoint: step ", last.entry.step, ", ", last.written(), ", ", size_text(last.num_bytes),
+             ", ", printable(last.state()), "\n");
 }
 
 double value_or(const LoggedEvent* event, double missing) {
@@ -213,15 +210,12 @@ View look_at(const fs::path& run, RankTails& tails, const ViewOptions& options) 
 }
 
 constexpr const char* kTopNotes =
-    "RUN is a run's job.dump_folder. Shows progress, speed, losses and the last checkpoint, and for each "
-    "rank its\n"
-    "phase, its own time per step, its waits for peers and its memory, until the run ends or Ctrl-C. Reads "
-    "only the\n"
-    "run's files, so it works on any machine that sees them. Without a terminal, or with --once, it prints "
-    "once.\n";
+    R"(RUN is a run's job.dump_folder. Shows progress, speed, losses and the last checkpoint, and for each rank its
+phase, its own time per step, its waits for peers and its memory, until the run ends or Ctrl-C. Reads only the
+run's files, so it works on any machine that sees them. Without a terminal, or with --once, it prints once.
+)";
 
 struct TopArguments {
-  std::string help;
   std::filesystem::path run;
   bool once = false;
   double interval_s = 1;
@@ -230,17 +224,14 @@ struct TopArguments {
 
 TopArguments parse_top_arguments(const Arguments& words) {
   TopArguments arguments;
-  Parser parser("titan top", "titan top RUN [--once] [--interval S] [--ranks N]", kTopNotes);
-  parser.app.add_option("RUN", arguments.run, "a run's folder")->required()->type_name("FOLDER");
-  parser.app.add_flag("--once", arguments.once, "print once, and stop");
-  parser.app.add_option("--interval", arguments.interval_s, "seconds between updates (default 1)")
-      ->type_name("S")
-      ->check(CLI::Range(0.1, 3600.0).description(""));
-  parser.app
-      .add_option("--ranks", arguments.most_ranks, "show at most N ranks (default: as many as fit, or 16)")
-      ->type_name("N")
-      ->check(CLI::Range(1, 65536).description(""));
-  arguments.help = parser.parse(words);
+  Parser parser("titan top", "RUN [--once] [--interval S] [--ranks N]", kTopNotes);
+  parser.path("RUN", arguments.run, "a run's folder");
+  parser.flag("--once", arguments.once, "print once, and stop");
+  parser.number("--interval", arguments.interval_s, CLI::Range(0.1, 3600.0),
+                "seconds between updates (default 1)", "S");
+  parser.number("--ranks", arguments.most_ranks, CLI::Range(1, 65536),
+                "show at most N ranks (default: as many as fit, or 16)");
+  parser.parse(words);
   return arguments;
 }
 
@@ -295,10 +286,9 @@ void repaint(const std::string& text) {
 
 int top_command(const Arguments& words) {
   const TopArguments arguments = parse_top_arguments(words);
-  if (!arguments.help.empty()) return print(arguments.help);
   const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
   if (on_terminal) {
-    // Otherwise each line is a write. (With a null buffer glibc uses a kilobyte, whatever size is given.)
+    // Otherwise each line is a write. (With a null buffer glibc ignores the size and uses a kilobyte.)
     static char screen[kScreenBytes];
     std::setvbuf(stdout, screen, _IOFBF, sizeof screen);
     std::fputs("\033[2J", stdout);
