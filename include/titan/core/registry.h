@@ -15,6 +15,11 @@
 
 #include "titan/core/error.h"
 
+// Generated, and not there while the library itself is compiled.
+#if __has_include("titan/core/build_stamp.h")
+#include "titan/core/build_stamp.h"
+#endif
+
 namespace titan {
 
 /// Thread-safe. Values are never removed, so references stay valid.
