@@ -4,12 +4,12 @@
 #   scripts/fuzz.sh                                all
 #   scripts/fuzz.sh --seconds 3600 npy manifest    two of them, an hour each
 #   scripts/fuzz.sh --build                        builds only; --run runs only
-# Inputs that reach something new are kept in build-fuzz/corpus/NAME, those that break something in build-fuzz/found;
-# build-fuzz/bin/NAME_fuzz FILE runs one again. Exit status 77 where clang can't be had.
+# Inputs that reach new code are kept in build-fuzz/corpus/NAME, findings in build-fuzz/found; build-fuzz/bin/NAME_fuzz FILE
+# runs one again. Exit status 77 if clang can't be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The last names functions in reports.
+# The last package names functions in reports.
 packages=(clang-14 libclang-rt-14-dev llvm-14)
 build=true run=true seconds=30 seed=0
 
@@ -46,7 +46,7 @@ build_fuzzers() {
   exec 9>&-
 }
 
-# The whole report of a finding; of a run without one a line.
+# Prints the whole report of a finding, or one line for a run without one.
 run_fuzzer() {
   local name=$1 program=build-fuzz/bin/$1_fuzz dictionary=tests/fuzz/dictionaries/$1.dict log=build-fuzz/$1.log
   if [ ! -x "$program" ]; then

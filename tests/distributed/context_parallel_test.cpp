@@ -16,7 +16,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr uint64_t kSeed = 3;
 
@@ -44,7 +44,7 @@ double gradient_tolerance(at::ScalarType dtype) {
 // ---- attention alone
 
 struct Heads {
-  int64_t batch, chunk, heads, kv_heads, size;  // `chunk`: tokens of a 2N-th of the sequence
+  int64_t batch, chunk, heads, kv_heads, size;  // `chunk`: tokens in a 2N-th of the sequence
 };
 
 void PrintTo(const Heads& h, std::ostream* out) {
@@ -79,7 +79,7 @@ TEST_P(ContextAttentionTest, EqualsAttentionOverTheWholeSequence) {
     const context::SequenceLayout layout(world().size(), form.options.load_balancer);
     context::ContextCore core(make_attention(layout, form.options), "test");
     const auto mine = [&](const at::Tensor& x) { return layout.part(x, 1, world().rank()); };
-    // Twice: the second time over memory that the first has used.
+    // Twice: the second time in memory that the first one used.
     for (int round = 0; round < 2; ++round) {
       std::vector<at::Tensor> parts;
       for (const at::Tensor& t : {q, k, v}) parts.push_back(mine(t).requires_grad_());
@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(All, ContextAttentionTest,
                                                               Heads{3, 50, 3, 3, 24},
                                                               Heads{1, 9, 2, 1, 20})));
 
-// A head's features needn't lie side by side, and the gradient of a sum is one number everywhere.
+// A head's features needn't be adjacent, and the gradient of a sum is one number everywhere.
 TEST(ContextAttentionStrides, MayBeAny) {
   const int64_t length = 10;
   const auto make = [&](int64_t heads) { return at::randn({2, 16, heads, length}).transpose(1, 3); };
@@ -127,7 +127,7 @@ TEST(ContextAttentionStrides, MayBeAny) {
     }
 }
 
-// Passes a tensor on, and no gradient back.
+// Passes a tensor on, but no gradient back.
 struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -136,8 +136,8 @@ struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   }
 };
 
-// Its queries count for nothing, but its keys and values do for the others.
-TEST(ContextAttentionGradient, ARankWithoutOneTakesPart) {
+// Its queries don't count, but its keys and values do for the others.
+TEST(ContextAttentionGradient, ARankWithoutOneParticipates) {
   at::manual_seed(6);
   const int size = world().size(), rank = world().rank();
   const context::SequenceLayout layout(size, ContextLoadBalancer::HeadTail);
@@ -197,7 +197,7 @@ std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama
   return model;
 }
 
-/// Each group of cp ranks takes its rows, whole; this rank's share of the loss.
+/// Each group of cp ranks takes whole rows; this rank's share of the loss.
 double run_rows(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
                 bool backward = true) {
   const int64_t num_valid = batch.num_valid();
@@ -225,7 +225,7 @@ void expect_equal(train::TrainableModel& model, double loss, const Reference& re
   }
 }
 
-/// As random_batch, for few rows too.
+/// Like random_batch, but also for few rows.
 Batch batch_of(const LlamaCase& llama, uint64_t seed) {
   at::manual_seed(seed);
   const int64_t vocab_size = std::get<int64_t>(llama.args.at("vocab_size"));
@@ -262,24 +262,24 @@ void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dt
 
 class ContextParallelParity : public ::testing::TestWithParam<at::ScalarType> {};
 
-TEST_P(ContextParallelParity, LossAndEveryGradientEqualOneRanks) {
+TEST_P(ContextParallelParity, LossAndEveryGradientMatchOneRank) {
   const LlamaCase llama = few_rows(4, 96);
   expect_parity(llama, batch_of(llama, 1), GetParam(), forms());
 }
 
-TEST_P(ContextParallelParity, OneRowOfOneTokenAChunk) {
+TEST_P(ContextParallelParity, OneRowOfOneTokenPerChunk) {
   const LlamaCase llama = few_rows(1, 2 * world().size());
   expect_parity(llama, batch_of(llama, 2), GetParam(), forms());
 }
 
 // Without a load balancer the sequence needn't be a multiple of twice the ranks.
-TEST_P(ContextParallelParity, AnOddNumberOfTokensARank) {
+TEST_P(ContextParallelParity, OddNumberOfTokensPerRank) {
   const LlamaCase llama = few_rows(2, 5 * world().size());
   expect_parity(llama, batch_of(llama, 7), GetParam(), {forms()[3], forms()[4], forms()[5]});
 }
 
 // Rank 0's tokens have no label that counts, and one row none at all.
-TEST_P(ContextParallelParity, ARankWithoutLabels) {
+TEST_P(ContextParallelParity, RankWithoutLabels) {
   const LlamaCase llama = few_rows(2, 48);
   const std::vector<Form> balanced = {forms()[0], forms()[1], forms()[2]};
   Batch batch = batch_of(llama, 3);
@@ -318,8 +318,8 @@ TEST(ContextParallelBf16, IsNearOneRank) {
   }
 }
 
-// Validation runs without gradients and over sequences of another length, in between training steps.
-TEST(ContextParallelLengths, MayDifferFromCallToCall) {
+// Validation runs without gradients and over sequences of another length, between training steps.
+TEST(ContextParallelLengths, MayDifferBetweenCalls) {
   const LlamaCase llama = few_rows(2, 48);
   const LlamaCase shorter = few_rows(2, 4 * world().size());
   const Batch batch = batch_of(llama, 5), other = batch_of(shorter, 6);
@@ -371,8 +371,7 @@ std::unique_ptr<train::TrainableModel> build_composed(const LlamaCase& llama, at
 
 class ContextParallelComposed : public ::testing::TestWithParam<at::ScalarType> {};
 
-// A checkpoint changes no bit: the recompute goes round the ring as the forward did, or is handed what it
-// gave.
+// A checkpoint changes no bit: the recompute goes round the ring as the forward did, or reuses its result.
 TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
   const at::ScalarType dtype = GetParam();
   const LlamaCase llama = few_rows(4, 48);
@@ -411,9 +410,9 @@ TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelComposed, ::testing::Values(at::kFloat, at::kDouble),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
-// ---- a module of one's own
+// ---- a user's module
 
-// Attends and knows positions by itself.
+// Computes attention and positions by itself.
 class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn::PositionUser {
  public:
   OwnAttentionImpl() {
@@ -440,9 +439,9 @@ class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn:
 };
 TITAN_MODULE(OwnAttention);
 
-// As micro-batches in a pipeline, and models that take turns: calls share no more than the memory in which a
+// As with micro-batches in a pipeline, and models that take turns: calls share only the memory in which a
 // layer computes.
-TEST(ContextParallelOwnModule, BackwardsComeInAnyOrder) {
+TEST(ContextParallelOwnModule, BackwardsMayRunInAnyOrder) {
   const int size = world().size();
   const auto cp = meshes_of({1, size}).cp;
   const at::Tensor tokens = at::randint(11, {2, 8 * size}, at::kLong),
@@ -498,7 +497,7 @@ std::string message_of(const std::function<void()>& call) {
   return "no error";
 }
 
-TEST(ContextParallelRefuses, SequencesThatDontDivide) {
+TEST(ContextParallelRefuses, SequencesThatDoNotDivide) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   auto model = build_spread_llama(llama, at::kFloat, meshes_of({1, size}), {});
@@ -512,8 +511,8 @@ TEST(ContextParallelRefuses, SequencesThatDontDivide) {
       << message;
 }
 
-// The root was entered; what it gathered for the call must not be in the way of the next.
-TEST(ContextParallelRefuses, AndTakesTheNextCall) {
+// The root was entered; its gathers for the failed call must not block the next one.
+TEST(ContextParallelRefuses, AndAcceptsTheNextCall) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   const Batch batch = batch_of(llama, 10);
@@ -538,7 +537,7 @@ TEST(ContextParallelRefuses, SequencesOfTwoLengths) {
       << message;
 }
 
-TEST(ContextParallelRefuses, ToSpreadTwice) {
+TEST(ContextParallelRefuses, ToBeAppliedTwice) {
   const DeviceMesh cp = meshes_of({1, world().size()}).cp;
   const OwnAttention model;
   context_parallel(model, cp);
@@ -567,7 +566,7 @@ TEST(ContextParallelRefuses, CallsWithoutTokens) {
   EXPECT_NE(message.find("without an int64 tensor of [batch, sequence]"), std::string::npos) << message;
 }
 
-TEST(ContextParallelRefuses, ModulesThatDontAttend) {
+TEST(ContextParallelRefuses, ModulesWithoutAttention) {
   const nn::Sequential model(nn::Linear(4, 4, nn::LinearOptions{}));
   const std::string message = message_of([&] { context_parallel(model, meshes_of({1, world().size()}).cp); });
   EXPECT_NE(message.find("attends through a core"), std::string::npos) << message;

@@ -20,7 +20,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr uint64_t kSeed = 3;
 
@@ -48,7 +48,7 @@ Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::Scalar
   return reference;
 }
 
-// The largest differences seen, for the log.
+// The largest deviations, for the log.
 struct Worst {
   double loss = 0;
   double gradient = 0;
@@ -81,7 +81,7 @@ struct ParityCase {
 
 class FsdpParity : public ::testing::TestWithParam<ParityCase> {};
 
-TEST_P(FsdpParity, LossAndEveryGradientEqualOneRanks) {
+TEST_P(FsdpParity, LossAndEveryGradientMatchOneRank) {
   const auto& [llama, dtype] = GetParam();
   int size = world().size(), rank = world().rank();
   Batch batch = random_batch(llama, 1);
@@ -121,13 +121,13 @@ INSTANTIATE_TEST_SUITE_P(
 
 struct InitCase {
   LlamaCase llama;
-  at::ScalarType dtype;  // of the weights that the optimizer owns
+  at::ScalarType dtype;  // dtype of the optimizer's weights
 };
 
 class FsdpInit : public ::testing::TestWithParam<InitCase> {};
 
-// No rank ever holds a whole parameter here, and yet the parts make one rank's weights, bit for bit.
-TEST_P(FsdpInit, EveryLayoutStartsFromOneRanksBits) {
+// No rank ever holds a whole parameter here, yet the parts are one rank's weights, bit for bit.
+TEST_P(FsdpInit, EveryLayoutStartsFromTheSameBits) {
   const auto& [llama, dtype] = GetParam();
   auto single = build_llama(llama, dtype);
   materialize(single->root(), kSeed);
@@ -155,7 +155,8 @@ INSTANTIATE_TEST_SUITE_P(
                       InitCase{uneven_llama(), at::kBFloat16}, InitCase{tied_llama(), at::kFloat}),
     [](const auto& info) { return info.param.llama.name + c10::toString(info.param.dtype); });
 
-// With bfloat16 parameters the sharded model computes what FSDP on one rank does; sums differ by their order.
+// With bfloat16 parameters the sharded model computes what FSDP on one rank does; only the order of sums
+// differs.
 TEST(FsdpParityBf16, IsNearOneRank) {
   LlamaCase llama = uneven_llama();
   int size = world().size(), rank = world().rank();
@@ -214,7 +215,7 @@ std::vector<StepResult> train_mini(train::TrainableModel& model, int rank, int d
   return results;
 }
 
-TEST(FsdpParityRun, IsTorchTitansAndOneRanks) {
+TEST(FsdpParityRun, MatchesTorchTitanAndOneRank) {
   auto fixture = nlohmann::json::parse(read_file(kMini / "fixture.json"));
   const auto& steps = fixture.at("steps");
   auto num_steps = static_cast<int64_t>(steps.size());
@@ -239,7 +240,7 @@ TEST(FsdpParityRun, IsTorchTitansAndOneRanks) {
 
 // ---- memory
 
-// Bytes of parameters, gradients and optimizer state that a rank owns.
+// Bytes of parameters, gradients and optimizer state on a rank.
 int64_t owned_bytes(train::TrainableModel& model) {
   auto list = parameters(model.root());
   optim::Optimizer optimizer(list, {});
@@ -253,7 +254,7 @@ int64_t owned_bytes(train::TrainableModel& model) {
   return bytes;
 }
 
-TEST(FsdpMemory, IsOneNthOfOneRanks) {
+TEST(FsdpMemory, IsOneNthOfThatOfOneRank) {
   LlamaCase llama = mini_llama();
   int size = world().size(), rank = world().rank();
   Batch batch = random_batch(llama, 1);
@@ -269,7 +270,7 @@ TEST(FsdpMemory, IsOneNthOfOneRanks) {
   if (rank == 0) EXPECT_GE(share, 0.95);
 }
 
-TEST(FsdpMemory, FewGroupsAreGatheredAndBuffersAreMadeOnce) {
+TEST(FsdpMemory, GathersFewGroupsAndAllocatesBuffersOnce) {
   LlamaCase llama = uneven_llama();
   int size = world().size(), rank = world().rank();
   if (size == 1) GTEST_SKIP() << "one rank gathers nothing";

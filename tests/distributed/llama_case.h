@@ -1,6 +1,6 @@
 #pragma once
 
-// Small Llamas, whole and spread out, that are fed the same batches: what the parity tests compare.
+// Small Llamas, whole and spread out, that get the same batches: the parity tests compare them.
 
 #include <algorithm>
 #include <map>
@@ -41,7 +41,7 @@ inline LlamaCase mini_llama() {
           .seq_len = 64};
 }
 
-/// Nothing that 2, 3 or 4 divide evenly: 42 features of 7 heads, 250 tokens, 5 layers.
+/// Nothing that 2, 3 or 4 divide evenly: 42 features in 7 heads, 250 tokens, 5 layers.
 inline LlamaCase uneven_llama() {
   return {.name = "uneven",
           .args = {{"dim", int64_t{42}},
@@ -55,7 +55,7 @@ inline LlamaCase uneven_llama() {
           .seq_len = 19};
 }
 
-/// Embedding and output are one matrix.
+/// Embedding and output share one matrix.
 inline LlamaCase tied_llama() {
   LlamaCase llama = mini_llama();
   llama.name = "tied";
@@ -91,7 +91,7 @@ struct Layout {
   int shard = 1;
 };
 
-/// Of all ranks: FSDP, DDP, and HSDP where there are 4.
+/// Layouts of all ranks: FSDP, DDP, and HSDP with 4 ranks.
 inline std::vector<Layout> layouts(int world_size) {
   std::vector<Layout> all{{1, world_size}};
   if (world_size > 1) all.push_back({world_size, 1});
@@ -103,7 +103,7 @@ inline train::Meshes meshes_of(const Layout& layout) {
   return train::build_meshes(world(), {.dp_replicate = layout.replicate, .dp_shard = layout.shard});
 }
 
-/// `fsdp.mesh` is filled in.
+/// Fills in `fsdp.mesh`.
 inline std::unique_ptr<train::TrainableModel> build_sharded_llama(const LlamaCase& llama,
                                                                   at::ScalarType dtype,
                                                                   const train::Meshes& meshes,
@@ -125,7 +125,7 @@ struct Batch {
   }
 };
 
-/// The same on every rank. Labels are masked unevenly over the rows, one row wholly.
+/// The same on every rank. Labels are masked unevenly over the rows, one row completely.
 inline Batch random_batch(const LlamaCase& llama, uint64_t seed) {
   at::manual_seed(seed);
   int64_t vocab_size = std::get<int64_t>(llama.args.at("vocab_size"));

@@ -1,7 +1,7 @@
 #pragma once
 
 // The ranks that run a distributed test. `titan launch` starts the test program on each; every rank runs
-// every test, in one order.
+// every test in the same order.
 
 #include <c10/core/TensorOptions.h>
 
@@ -9,13 +9,13 @@
 
 namespace titan::testing {
 
-/// Made by main(), ended by it.
+/// main() creates it and ends it.
 const dist::World& world();
 
 /// Whether the test was started with --all: the nightly form of tests that otherwise run a selection.
 bool all_cases();
 
-/// What the tests that ask for it compute on: cpu, or with --device cuda this rank's GPU.
+/// The device for tests that ask for it: cpu, or with --device cuda this rank's GPU.
 inline at::Device device() { return world().device(); }
 inline at::TensorOptions options_of(at::ScalarType dtype) {
   return at::TensorOptions().dtype(dtype).device(device());

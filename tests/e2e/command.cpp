@@ -43,7 +43,7 @@ bool is_free(int port) {
   return is_free;
 }
 
-// Below the ports that the system hands out to whoever asks for any, as the tests beside this one do.
+// Below the ports that the system hands out on request, as it does to the tests that run beside this one.
 int find_port() {
   const int first = 10000 + getpid() * 7 % 20000;
   for (int port = first; port < first + 1000; ++port)

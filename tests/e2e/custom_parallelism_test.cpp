@@ -1,4 +1,4 @@
-// docs/examples/custom_parallelism: a plan of one's own for a model that isn't a Llama.
+// docs/examples/custom_parallelism: a user's plan for a model that isn't a Llama.
 
 #include <gmock/gmock.h>
 
@@ -33,7 +33,7 @@ struct Layout {
   Words words;
 };
 
-TEST(CustomParallelism, TheSameLossesOnEveryLayout) {
+TEST(CustomParallelism, HasTheSameLossesOnEveryLayout) {
   const auto one = train(fresh_folder("one"), config("8") + kTp1);
   ASSERT_EQ(one.size(), 8u);
   for (const Layout& layout :
@@ -56,12 +56,12 @@ TEST(CustomParallelism, PrintsItsPlan) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(result.out, AllOf(HasSubstr("averager small on 4 rank(s): dp_shard 2, tp 2"),
                                 HasSubstr("blocks.0..1.value"), HasSubstr("reduce-scatter / all-gather"),
-                                // Of a running sum LibTorch's library has no gradient without data.
+                                // LibTorch has no gradient of a running sum without data.
                                 HasSubstr("The step can't be run without data: aten::flip")));
 }
 
-// Without it the ranks of the tensor-parallel axis would all do the same.
-TEST(CustomParallelism, AModelsOwnPlanWithoutTensorParallelismIsRefused) {
+// Without such a plan all ranks of the tensor-parallel axis would do the same work.
+TEST(CustomParallelism, RefusesTensorParallelismThatThePlanLacks) {
   const CommandResult result = try_train(config("2") + Words{"--nproc", "2", "--parallelism.plan="});
   EXPECT_NE(result.status, 0);
   EXPECT_THAT(result.err, HasSubstr("tensor_parallel_degree = 2: the parallelism plan of averager has no "

@@ -1,5 +1,5 @@
-// Lost ranks of a pipeline and of context parallelism: what is left is a group that the mesh fits, and the
-// run stays the one that nobody disturbed.
+// A pipeline and context parallelism lose ranks: the rest form a group that fits the mesh, and the run stays
+// the same as an undisturbed one.
 
 #include <signal.h>
 
@@ -21,13 +21,13 @@ namespace fs = std::filesystem;
 struct Mesh {
   const char* name;
   Words words;
-  bool grows;  // by time, behind the loss
+  bool grows;  // by time, after the loss
 };
 void PrintTo(const Mesh& mesh, std::ostream* out) { *out << mesh.name; }
 
 class ElasticMesh : public ::testing::TestWithParam<Mesh> {
  protected:
-  /// 4 ranks, of which pairs make a replica: 24 steps, saved behind each fifth.
+  /// 4 ranks, a replica for every pair: 24 steps, saved after every fifth.
   Words words() const {
     return resumable(config_) + Words{"--nproc",          "4",  "--training.local_batch_size", "2",
                                       "--training.steps", "24", "--lr_scheduler.total_steps",  "24"} +
@@ -36,7 +36,7 @@ class ElasticMesh : public ::testing::TestWithParam<Mesh> {
   Command start(const Words& more) const {
     return start_held(words() + more + Words{"--job.dump_folder", run_.string()}, steps_);
   }
-  /// The ranks that wait in front of `step`, once there are so many; else none.
+  /// The ranks that wait before `step`, once there are that many; otherwise none.
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks) const {
     std::vector<int> ranks;
     const bool came = wait_until([&] {
@@ -50,7 +50,7 @@ class ElasticMesh : public ::testing::TestWithParam<Mesh> {
   const HeldSteps steps_{fresh_folder("steps")};
 };
 
-TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
+TEST_P(ElasticMesh, ContinuesOnTheRemainingRanks) {
   const bool grows = GetParam().grows;
   const auto straight = fresh_folder("straight");
   train_log(straight, words());
@@ -62,14 +62,15 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
   ASSERT_EQ(first.size(), 4u);
   const auto lost = Clock::now();
   ::kill(first[2], SIGKILL);
-  steps_.let_go(12);  // to the others, which can't make this step without it
+  steps_.let_go(12);  // the others can't make this step without it
 
   ASSERT_TRUE(wait_until([&] {
     const std::vector<int> now = ranks_of(job);
     return now.size() == 2 &&
            std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
   }));
-  // The smaller group makes its steps, however long that takes here, before the launcher can call them back.
+  // The smaller group makes its steps, however long that takes here, before the launcher can bring the others
+  // back.
   if (grows) job.signal(SIGSTOP);
   EXPECT_EQ(wait_for(job, 18, 2).size(), 2u) << "step " << last_logged_step(run_);
   if (grows) {

@@ -67,8 +67,8 @@ for steps in 40 80; do
 done
 "$titan" report "$work/run"
 
-# The page says how its script went in attributes that the DOM dump shows: what went wrong, noted from before any other script runs; and,
-# when all is loaded, how many charts show values under a pointer that is moved over them. Nothing can be looked up by name.
+# The page reports on its script in attributes that the DOM dump shows: errors, recorded from before any other script runs; and, once all is
+# loaded, how many charts show values under a pointer that is moved over them. There is no network, so no name can be resolved.
 watch() {
   python3 - "$1" "$2" <<'PY'
 import sys
@@ -103,7 +103,7 @@ open(sys.argv[2], "w", encoding="utf-8").write(page.replace("<head>", "<head>" +
 PY
 }
 watch "$work/run/report.html" "$work/watched.html"
-# What the test itself has to see: a script that fails, and one that doesn't parse.
+# The test itself has to detect a script that fails, and one that doesn't parse.
 sed 's|const series = JSON.parse(|const series = JSON.parsed(|' "$work/run/report.html" >"$work/failing.html"
 sed 's|const nearest = |const const nearest = |' "$work/run/report.html" >"$work/unparsed.html"
 for broken in failing unparsed; do
