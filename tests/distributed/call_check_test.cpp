@@ -15,6 +15,7 @@ namespace {
 using dist::ReduceOp;
 using ::testing::AllOf;
 using ::testing::AnyOf;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::world;
 
@@ -22,16 +23,6 @@ constexpr dist::Label kHere = {"fsdp::reduce", "layers.7"};
 
 /// The rank that makes a different call.
 bool is_odd_one() { return world().rank() == world().size() - 1; }
-
-template <class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 class CallCheck : public ::testing::Test {
  protected:

@@ -3,8 +3,13 @@
 // A state for the checkpoint tests: tensors of several dtypes and sizes whose every value is a function of
 // the tensor's name and the step, split for any mesh of (pp, dp, tp).
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
+#include <exception>
 #include <map>
 #include <string>
 #include <vector>
@@ -15,6 +20,7 @@
 #include "titan/checkpoint/checkpointer.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
+#include "titan/dist/world.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::testing {
@@ -186,6 +192,21 @@ inline void check_saved(const std::filesystem::path& step_folder, int64_t step) 
                   "' isn't what was saved");
     }
   }
+}
+
+/// Joins a job's world on the CPU, runs `act(world)` and ends the process: with exit code 3 if it throws.
+template <class Act>
+[[noreturn]] void run_rank(std::chrono::seconds timeout, const Act& act) {
+  int code = 0;
+  try {
+    const dist::World world = dist::init({.backend = "gloo", .device = "cpu", .timeout = timeout});
+    act(world);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    code = 3;
+  }
+  std::fflush(nullptr);
+  _exit(code);
 }
 
 }  // namespace titan::testing

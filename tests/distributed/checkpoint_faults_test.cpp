@@ -26,20 +26,6 @@ using ::testing::HasSubstr;
 
 constexpr int kRanks = 4;
 
-/// Removed after the test.
-struct TempFolder {
-  TempFolder() {
-    std::string name = (fs::temp_directory_path() / "titan_faults_XXXXXX").string();
-    if (!mkdtemp(name.data())) throw Error("mkdtemp: " + name);
-    path = name;
-  }
-  ~TempFolder() {
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-  }
-  fs::path path;
-};
-
 std::vector<std::string> launch_words(int num_ranks, const std::vector<std::string>& words) {
   const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
   std::vector<std::string> all = {bin + "titan", "launch", "-n", std::to_string(num_ranks),

@@ -151,15 +151,7 @@ void act(const dist::World& world, const Words& words) {
 }  // namespace titan::testing
 
 int main(int argc, char** argv) {
-  try {
-    const auto world =
-        titan::dist::init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(30)});
+  titan::testing::run_rank(std::chrono::seconds(30), [&](const auto& world) {
     titan::testing::act(world, {argv + 1, argv + argc});
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    std::fflush(nullptr);
-    _exit(3);
-  }
-  std::fflush(nullptr);
-  _exit(0);
+  });
 }

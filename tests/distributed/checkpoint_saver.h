@@ -70,16 +70,6 @@ inline std::vector<std::string> leftovers(const fs::path& folder) {
   return names;
 }
 
-template <class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 struct Saver {
   explicit Saver(const SaveOptions& options) : job(world()), checkpointer(world(), {}, options) {
     job.add_to(checkpointer);

@@ -168,20 +168,6 @@ std::vector<CpLayout> cp_layouts(int world_size) {
   return {{1, world_size}};
 }
 
-struct Reference {
-  double loss = 0;
-  std::map<std::string, at::Tensor> gradients;
-};
-
-Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype) {
-  auto model = build_llama(llama, dtype);
-  materialize(model->root(), kSeed);
-  Reference reference{forward_backward(*model, batch, 0, 1, 1), {}};
-  for (const Parameter& parameter : parameters(model->root()))
-    reference.gradients[parameter.name] = parameter.data.local.grad();
-  return reference;
-}
-
 train::Meshes meshes_of(const CpLayout& layout) {
   return train::build_meshes(world(), {.dp_shard = layout.shard, .cp = layout.cp});
 }
@@ -213,7 +199,7 @@ double run_spread(train::TrainableModel& model, const Batch& batch, const train:
   return world().everyone()->sum(run_rows(model, batch, meshes, backward), {.phase = "test::loss"});
 }
 
-void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
+void expect_equal(train::TrainableModel& model, double loss, const LlamaStep& reference, at::ScalarType dtype,
                   const std::string& what, double& worst) {
   EXPECT_NEAR(loss, reference.loss, dtype == at::kDouble ? 1e-12 : 5e-6) << what;
   const auto list = parameters(model.root());
@@ -246,7 +232,7 @@ LlamaCase few_rows(int64_t rows, int64_t seq_len) {
 
 void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype,
                    const std::vector<Form>& all_forms) {
-  const Reference reference = run_on_one_rank(llama, batch, dtype);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   double worst = 0;
   for (const CpLayout& layout : cp_layouts(world().size())) {
     const train::Meshes meshes = meshes_of(layout);
@@ -296,7 +282,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelParity, ::testing::Values(at::kF
 TEST(ContextParallelBf16, IsNearOneRank) {
   const LlamaCase llama = few_rows(4, 96);
   const Batch batch = batch_of(llama, 4);
-  const Reference reference = run_on_one_rank(llama, batch, at::kFloat);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kFloat, kSeed);
   const FsdpOptions bf16{.mesh = {}, .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
   auto single = build_llama(llama, at::kFloat);
   const train::Meshes alone;
@@ -323,7 +309,7 @@ TEST(ContextParallelLengths, MayDifferBetweenCalls) {
   const LlamaCase llama = few_rows(2, 48);
   const LlamaCase shorter = few_rows(2, 4 * world().size());
   const Batch batch = batch_of(llama, 5), other = batch_of(shorter, 6);
-  const Reference reference = run_on_one_rank(llama, batch, at::kDouble);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kSeed);
   auto single = build_llama(llama, at::kDouble);
   materialize(single->root(), kSeed);
   const train::Meshes meshes = meshes_of({1, world().size()});
@@ -376,7 +362,7 @@ TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
   const at::ScalarType dtype = GetParam();
   const LlamaCase llama = few_rows(4, 48);
   const Batch batch = batch_of(llama, 8);
-  const Reference reference = run_on_one_rank(llama, batch, dtype);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   double worst = 0;
   for (const train::ParallelDims& dims : composed_dims(world().size())) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
@@ -516,7 +502,7 @@ TEST(ContextParallelRefuses, AndAcceptsTheNextCall) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   const Batch batch = batch_of(llama, 10);
-  const Reference reference = run_on_one_rank(llama, batch, at::kDouble);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kSeed);
   const train::Meshes meshes = meshes_of({1, size});
   auto model = build_spread_llama(llama, at::kDouble, meshes, {});
   const at::Tensor tokens = at::zeros({2, 5 * size}, at::TensorOptions(at::kLong).device(device()));

@@ -33,28 +33,13 @@ Tolerance tolerance_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? Tolerance{1e-12, 1e-10} : Tolerance{5e-6, 1e-5};
 }
 
-struct Reference {
-  double loss = 0;
-  std::map<std::string, at::Tensor> gradients;
-};
-
-Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype) {
-  auto model = build_llama(llama, dtype);
-  materialize(model->root(), kSeed);
-  Reference reference{forward_backward(*model, batch, 0, 1, 1), {}};
-  for (const Parameter& parameter : parameters(model->root())) {
-    reference.gradients[parameter.name] = parameter.data.local.grad();
-  }
-  return reference;
-}
-
 // The largest deviations, for the log.
 struct Worst {
   double loss = 0;
   double gradient = 0;
 };
 
-void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
+void expect_equal(train::TrainableModel& model, double loss, const LlamaStep& reference, at::ScalarType dtype,
                   const std::string& what, Worst& worst) {
   Tolerance tolerance = tolerance_of(dtype);
   EXPECT_NEAR(loss, reference.loss, tolerance.loss) << what;
@@ -85,7 +70,7 @@ TEST_P(FsdpParity, LossAndEveryGradientMatchOneRank) {
   const auto& [llama, dtype] = GetParam();
   int size = world().size(), rank = world().rank();
   Batch batch = random_batch(llama, 1);
-  Reference reference = run_on_one_rank(llama, batch, dtype);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   Worst worst;
   for (const Layout& layout : layouts(size)) {
     train::Meshes meshes = meshes_of(layout);

@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 
 #include "cli/builtin_models.h"
+#include "distributed/layouts.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/parallel/parameters.h"
@@ -86,19 +87,6 @@ inline std::unique_ptr<train::TrainableModel> build_llama(const LlamaCase& llama
   return llama_spec().build(args.get(), {.construct = deferred(device(), dtype), .seq_len = llama.seq_len});
 }
 
-struct Layout {
-  int replicate = 1;
-  int shard = 1;
-};
-
-/// Layouts of all ranks: FSDP, DDP, and HSDP with 4 ranks.
-inline std::vector<Layout> layouts(int world_size) {
-  std::vector<Layout> all{{1, world_size}};
-  if (world_size > 1) all.push_back({world_size, 1});
-  if (world_size == 4) all.push_back({2, 2});
-  return all;
-}
-
 inline train::Meshes meshes_of(const Layout& layout) {
   return train::build_meshes(world(), {.dp_replicate = layout.replicate, .dp_shard = layout.shard});
 }
@@ -152,6 +140,22 @@ inline double forward_backward(train::TrainableModel& model, const Batch& batch,
     loss += part_loss.item<double>();
   }
   return degree > 1 ? world().everyone()->sum(loss, {.phase = "test::loss"}) : loss;
+}
+
+/// The loss and gradients of one forward and backward.
+struct LlamaStep {
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients;
+};
+
+inline LlamaStep run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype,
+                                 uint64_t seed) {
+  auto model = build_llama(llama, dtype);
+  materialize(model->root(), seed);
+  LlamaStep step{forward_backward(*model, batch, 0, 1, 1), {}};
+  for (const Parameter& parameter : parameters(model->root()))
+    step.gradients[parameter.name] = parameter.data.local.grad();
+  return step;
 }
 
 inline void forget_gradients(train::TrainableModel& model) {

@@ -29,21 +29,9 @@ using ::testing::Not;
 using ::testing::SizeIs;
 using Words = std::vector<std::string>;
 
-/// Removed after the test.
+/// The folders of a job's hosts.
 class Hosts {
  public:
-  Hosts() {
-    std::string name = (fs::temp_directory_path() / "titan_peers_XXXXXX").string();
-    if (!mkdtemp(name.data())) throw Error("mkdtemp: " + name);
-    path_ = name;
-  }
-  ~Hosts() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  Hosts(const Hosts&) = delete;
-  Hosts& operator=(const Hosts&) = delete;
-
   CommandResult start(const std::string& hosts, const Words& what, Command::Variables variables = {}) const {
     const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
     Words words = {bin + "titan", "launch", "-n", std::to_string(hosts.size()),
@@ -100,7 +88,8 @@ class Hosts {
   }
 
  private:
-  fs::path path_;
+  const TempFolder folder_;
+  const fs::path& path_ = folder_.path;
 };
 
 TEST(PeerCheckpoints, EachHostHasItsFilesAndThoseOfThePreviousHost) {

@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "distributed/layouts.h"
 #include "distributed/toy_model.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
@@ -23,18 +24,6 @@ inline at::Tensor input_rows(int64_t rows, int64_t dim, at::ScalarType dtype) {
 /// Rows of the global batch that this rank computes: r, r + N, ...
 inline at::Tensor my_rows(const at::Tensor& batch, int rank, int size) {
   return batch.slice(0, rank, batch.size(0), size).contiguous();
-}
-
-struct Layout {
-  int replicate = 1;
-  int shard = 1;
-};
-
-inline std::vector<Layout> layouts(int world_size) {
-  std::vector<Layout> all{{1, world_size}};
-  if (world_size > 1) all.push_back({world_size, 1});
-  if (world_size == 4) all.push_back({2, 2});
-  return all;
 }
 
 inline DeviceMesh mesh_of(const Layout& layout) {

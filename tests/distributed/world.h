@@ -5,6 +5,9 @@
 
 #include <c10/core/TensorOptions.h>
 
+#include <string>
+
+#include "titan/core/error.h"
 #include "titan/dist/world.h"
 
 namespace titan::testing {
@@ -19,6 +22,17 @@ bool all_cases();
 inline at::Device device() { return world().device(); }
 inline at::TensorOptions options_of(at::ScalarType dtype) {
   return at::TensorOptions().dtype(dtype).device(device());
+}
+
+/// The message of the Error that `call` throws; "" if it throws none.
+template <class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
 }
 
 }  // namespace titan::testing

@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 std::filesystem::path make_folder() {
-  std::string path = (std::filesystem::temp_directory_path() / "titan_command_XXXXXX").string();
+  std::string path = (std::filesystem::temp_directory_path() / "titan_test_XXXXXX").string();
   if (!mkdtemp(path.data())) throw std::runtime_error("mkdtemp: " + path);
   return path;
 }
@@ -56,6 +56,13 @@ double seconds_since(Clock::time_point start) {
 }
 
 }  // namespace
+
+TempFolder::TempFolder() : path(make_folder()) {}
+
+TempFolder::~TempFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path, ignored);
+}
 
 MachineLag::MachineLag() {
   thread_ = std::jthread([this](const std::stop_token& stop) {

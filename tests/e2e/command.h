@@ -56,6 +56,16 @@ class MachineLag {
   std::jthread thread_;
 };
 
+/// A folder for temporary files; removed with its contents.
+class TempFolder {
+ public:
+  TempFolder();
+  ~TempFolder();
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+  const std::filesystem::path path;
+};
+
 /// A port for a job's store that no other job on this host uses: the same for a whole test.
 std::string some_port();
 

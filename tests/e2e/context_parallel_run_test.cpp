@@ -38,13 +38,9 @@ TEST_P(ContextParallelRun, LogsTheSameNumbersAsWithoutIt) {
   train(plain, base + without_cp(layout));
   train(folder, base + layout.words);
 
-  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
-  ASSERT_EQ(steps.size(), 4u);
-  ASSERT_EQ(expected.size(), 4u);
+  expect_same_metrics(folder, plain);
+  const Lines steps = read_lines(folder / "metrics.jsonl");
   for (size_t i = 0; i < steps.size(); ++i) {
-    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
     EXPECT_EQ(steps[i].at("n_tokens_seen"), static_cast<int64_t>(4 * 48 * (i + 1))) << i;
     const double tokens_of_a_rank = 4.0 * 48 / layout.ranks;
     EXPECT_NEAR(steps[i].at("tps").get<double>() * steps[i].at("step_s").get<double>(), tokens_of_a_rank,

@@ -3,7 +3,6 @@
 
 #include <signal.h>
 
-#include <algorithm>
 #include <chrono>
 
 #include "e2e/held_steps.h"
@@ -38,12 +37,7 @@ class ElasticMesh : public ::testing::TestWithParam<Mesh> {
   }
   /// The ranks that wait before `step`, once there are that many; otherwise none.
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks) const {
-    std::vector<int> ranks;
-    const bool came = wait_until([&] {
-      ranks = ranks_of(job);
-      return ranks.size() == num_ranks && steps_.are_held(ranks, step);
-    });
-    return came ? ranks : std::vector<int>();
+    return ranks_once(job, num_ranks, [&](const auto& ranks) { return steps_.are_held(ranks, step); });
   }
 
   const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run");
@@ -64,11 +58,7 @@ TEST_P(ElasticMesh, ContinuesOnTheRemainingRanks) {
   ::kill(first[2], SIGKILL);
   steps_.let_go(12);  // the others can't make this step without it
 
-  ASSERT_TRUE(wait_until([&] {
-    const std::vector<int> now = ranks_of(job);
-    return now.size() == 2 &&
-           std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
-  }));
+  ASSERT_TRUE(are_replaced(job, first, 2));
   // The smaller group makes its steps, however long that takes here, before the launcher can bring the others
   // back.
   if (grows) job.signal(SIGSTOP);
@@ -86,7 +76,7 @@ TEST_P(ElasticMesh, ContinuesOnTheRemainingRanks) {
               AllOf(HasSubstr("rank 2 is lost"), HasSubstr("start 2 (restart 1 of 3): 2 of 4 ranks")));
   if (grows) {
     EXPECT_THAT(result.err, HasSubstr("start 3 (restart 1 of 3): 4 of 4 ranks"));
-    EXPECT_GE(number_behind(result.err, "resuming after step "), 17) << result.err;
+    EXPECT_GE(number_after(result.err, "resuming after step "), 17) << result.err;
   }
   expect_near(curve_of(run_), curve_of(straight));
 }

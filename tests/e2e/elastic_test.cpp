@@ -31,16 +31,18 @@ Words elastic_words(const Words& words, const fs::path& run) {
                        "--rejoin-after",    "never",      "--longest-delay", "0"};
 }
 
+/// The ranks, as soon as that many have logged a step from `step` on; otherwise none.
+std::vector<int> ranks_that_train(const Command& job, size_t count, const fs::path& run, int64_t step) {
+  return ranks_once(job, count, [&](const auto&) { return last_logged_step(run) >= step; });
+}
+
 // Four ranks lose one at a time; once two are left, the other two are brought back.
 void disturb(const Command& job, const fs::path& run, int number, std::mt19937& random) {
-  int num_ranks = 4;
+  size_t num_ranks = 4;
   for (int i = 1; i <= number; ++i) {
-    std::vector<int> ranks;
-    ASSERT_TRUE(wait_until([&] {
-      ranks = ranks_of(job);
-      return static_cast<int>(ranks.size()) == num_ranks && last_logged_step(run) >= i * kStepsBetween;
-    })) << "disturbance "
-        << i << ": " << ranks.size() << " ranks, step " << last_logged_step(run);
+    const std::vector<int> ranks = ranks_that_train(job, num_ranks, run, i * kStepsBetween);
+    ASSERT_FALSE(ranks.empty()) << "disturbance " << i << ": " << ranks_of(job).size() << " ranks, step "
+                                << last_logged_step(run);
     usleep(static_cast<useconds_t>(random() % 50'000));
     if (num_ranks == 2) {
       job.signal(SIGUSR2);
@@ -49,11 +51,7 @@ void disturb(const Command& job, const fs::path& run, int number, std::mt19937& 
       ::kill(ranks[random() % ranks.size()], SIGKILL);
       --num_ranks;
     }
-    // The next ranks are other processes.
-    ASSERT_TRUE(wait_until([&] {
-      const std::vector<int> now = ranks_of(job);
-      return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
-    }));
+    ASSERT_TRUE(are_replaced(job, ranks));
   }
 }
 
@@ -87,16 +85,6 @@ TEST(Elastic, KillingAndReturningRanksDoesNotChangeTheRun) {
   const Curve expected = curve_of(straight);
   ASSERT_EQ(expected.size(), static_cast<size_t>(steps));
   expect_near(curve_of(run), expected);
-}
-
-/// The ranks, as soon as that many have logged a step from `step` on; otherwise none.
-std::vector<int> ranks_that_train(const Command& job, size_t count, const fs::path& run, int64_t step) {
-  std::vector<int> ranks;
-  const bool come = wait_until([&] {
-    ranks = ranks_of(job);
-    return ranks.size() == count && last_logged_step(run) >= step;
-  });
-  return come ? ranks : std::vector<int>();
 }
 
 // The others' watchdogs give up on it, and the launcher sees that it was stopped.
@@ -146,19 +134,15 @@ TEST(Elastic, GrowingLosesNoStep) {
   ASSERT_EQ(first.size(), 4u);
   ::kill(first[3], SIGKILL);
   // The ranks of the smaller group, not two that remain of the larger one; and steps that it made itself.
-  ASSERT_TRUE(wait_until([&] {
-    const std::vector<int> now = ranks_of(job);
-    return now.size() == 2 &&
-           std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
-  }));
+  ASSERT_TRUE(are_replaced(job, first, 2));
   const int64_t logged = last_logged_step(run);
   ASSERT_TRUE(wait_until([&] { return last_logged_step(run) >= std::max<int64_t>(6, logged + 1); }));
   job.signal(SIGUSR2);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
-  const int64_t stopped = number_behind(result.err, "stops the run after step ");
+  const int64_t stopped = number_after(result.err, "stops the run after step ");
   EXPECT_GE(stopped, 6) << result.err;
-  EXPECT_EQ(number_behind(result.err, "resuming after step "), stopped) << result.err;
+  EXPECT_EQ(number_after(result.err, "resuming after step "), stopped) << result.err;
   EXPECT_THAT(result.err, HasSubstr("the state after step " + std::to_string(stopped) + " is saved"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
   EXPECT_EQ(curve_of(run).size(), 150u);

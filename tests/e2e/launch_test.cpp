@@ -229,22 +229,32 @@ TEST(Init, TorchrunStartsTitanTrain) {
   EXPECT_EQ(read_metrics(folder).size(), 5U);
 }
 
+constexpr const char* kPython = TITAN_SOURCE_DIR "/.venv/bin/python";
+
+/// The store of a torchrun agent, which runs `more` lines of Python first.
+struct AgentStore {
+  explicit AgentStore(const std::string& more = "")
+      : program({kPython, "-c",
+                 "import time, torch.distributed as d\n"
+                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n" +
+                     more + "print('port', store.port, 'open', flush=True)\ntime.sleep(280)"}) {
+    if (!program.wait_for_output("open", 200)) return;
+    std::smatch found;
+    const std::string out = program.output();
+    if (std::regex_search(out, found, std::regex("port ([0-9]+)"))) port = found[1];
+  }
+  Command program;
+  std::string port;  // "": it didn't start
+};
+
 // A rank that fails on one host restarts the ranks of all hosts, but counts as a restart only there; the
 // agent's store stays the same.
 TEST(Init, TorchrunAgentsMayCountRestartsDifferently) {
-  const std::string python = TITAN_SOURCE_DIR "/.venv/bin/python";
-  if (!std::filesystem::exists(python)) GTEST_SKIP() << "no .venv";
-  Command agent({python, "-c",
-                 "import time, torch.distributed as d\n"
-                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-                 "print('port', store.port, 'open', flush=True)\n"
-                 "time.sleep(280)"});
-  ASSERT_TRUE(agent.wait_for_output("open", 200));
-  std::smatch port;
-  const std::string out = agent.output();
-  ASSERT_TRUE(std::regex_search(out, port, std::regex("port ([0-9]+)")));
+  if (!std::filesystem::exists(kPython)) GTEST_SKIP() << "no .venv";
+  const AgentStore agent;
+  ASSERT_NE(agent.port, "");
   const auto variables = [&](const char* rank, const char* restarts) -> Command::Variables {
-    auto some = plain(rank, "2", port[1]);
+    auto some = plain(rank, "2", agent.port);
     some.merge(Command::Variables{{"TORCHELASTIC_RUN_ID", "x"},
                                   {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                                   {"TORCHELASTIC_RESTART_COUNT", restarts}});
@@ -257,22 +267,14 @@ TEST(Init, TorchrunAgentsMayCountRestartsDifferently) {
 
 // An earlier rank 0 recorded a port that now belongs to another job, whose store has the same keys.
 TEST(Init, IgnoresAnotherJobsStoreAtAnOldPort) {
-  const std::string python = TITAN_SOURCE_DIR "/.venv/bin/python";
-  if (!std::filesystem::exists(python)) GTEST_SKIP() << "no .venv";
-  Command agent({python, "-c",
-                 "import time, torch.distributed as d\n"
-                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-                 "other = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-                 "other.set('titan/own_number', '7-7')\n"
-                 "store.set('titan/port', f'{other.port} 8-8')\n"
-                 "print('port', store.port, 'open', flush=True)\n"
-                 "time.sleep(280)"});
-  ASSERT_TRUE(agent.wait_for_output("open", 200));
-  std::smatch port;
-  const std::string out = agent.output();
-  ASSERT_TRUE(std::regex_search(out, port, std::regex("port ([0-9]+)")));
+  if (!std::filesystem::exists(kPython)) GTEST_SKIP() << "no .venv";
+  const AgentStore agent(
+      "other = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+      "other.set('titan/own_number', '7-7')\n"
+      "store.set('titan/port', f'{other.port} 8-8')\n");
+  ASSERT_NE(agent.port, "");
   const auto variables = [&](const char* rank) -> Command::Variables {
-    auto some = plain(rank, "2", port[1]);
+    auto some = plain(rank, "2", agent.port);
     some.merge(Command::Variables{{"TORCHELASTIC_RUN_ID", "x"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
     return some;
   };

@@ -48,6 +48,26 @@ bool wait_until(const Condition& holds, double limit_s = 60) {
   return true;
 }
 
+/// The job's ranks, once there are `count` of them and `holds(ranks)` is true; none if that takes too long.
+template <class Condition>
+std::vector<int> ranks_once(const Command& job, size_t count, const Condition& holds) {
+  std::vector<int> ranks;
+  const bool come = wait_until([&] {
+    ranks = ranks_of(job);
+    return ranks.size() == count && holds(ranks);
+  });
+  return come ? ranks : std::vector<int>();
+}
+
+/// Waits until the launcher has replaced the ranks `before` by `count` others (0: any number).
+inline bool are_replaced(const Command& job, const std::vector<int>& before, size_t count = 0) {
+  return wait_until([&] {
+    const std::vector<int> now = ranks_of(job);
+    return (count == 0 ? !now.empty() : now.size() == count) &&
+           std::find_first_of(now.begin(), now.end(), before.begin(), before.end()) == now.end();
+  });
+}
+
 /// Kills all of them with SIGKILL before the launcher can see one end and end the others for it. True: they
 /// are gone, and the launcher has noticed.
 inline bool kill_all_ranks(const Command& job) {
@@ -76,7 +96,7 @@ inline std::mt19937 random_generator() {
 }
 
 /// The number after the last `mark` in a text; -1 if there is none.
-inline int64_t number_behind(const std::string& text, const std::string& mark) {
+inline int64_t number_after(const std::string& text, const std::string& mark) {
   const size_t at = text.rfind(mark);
   return at == std::string::npos ? -1 : std::strtoll(text.c_str() + at + mark.size(), nullptr, 10);
 }

@@ -62,14 +62,11 @@ class PeerRestart : public ::testing::Test {
   /// Returns its ranks, which wait before `step`, once the state after `kept` is in memory, by default any
   /// (some states are skipped when they come fast).
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks = 3, int64_t kept = -1) const {
-    std::vector<int> ranks;
-    const bool came = wait_until([&] {
-      ranks = ranks_of(job);
-      return ranks.size() == num_ranks && steps_.are_held(ranks, step) &&
-             (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
+    const std::vector<int> ranks = ranks_once(job, num_ranks, [&](const auto& waiting) {
+      return steps_.are_held(waiting, step) && (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
     });
-    EXPECT_TRUE(came) << ranks.size() << " ranks, step " << last_logged_step(run_);
-    return came ? ranks : std::vector<int>();
+    EXPECT_FALSE(ranks.empty()) << ranks_of(job).size() << " ranks, step " << last_logged_step(run_);
+    return ranks;
   }
   /// Kills one of its ranks before `step`. Returns when others have started, which go past it.
   void kill_rank(const Command& job, size_t rank, int64_t step, size_t num_ranks = 3,
@@ -78,13 +75,10 @@ class PeerRestart : public ::testing::Test {
     ASSERT_FALSE(ranks.empty());
     ::kill(ranks.at(rank), SIGKILL);
     steps_.let_go(step);  // the others notice the loss within the step
-    ASSERT_TRUE(wait_until([&] {
-      const std::vector<int> now = ranks_of(job);
-      return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
-    }));
+    ASSERT_TRUE(are_replaced(job, ranks));
   }
 
-  /// The sizes of a complete state: its files keep them.
+  /// Damages a complete state; its files keep their sizes.
   static void damage(const fs::path& state) {
     int num_damaged = 0;
     for (const auto& file : fs::directory_iterator(state)) {
@@ -250,7 +244,7 @@ TEST_F(PeerRestart, LeavesNothingInMemoryAfterGivingUp) {
   const CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 128 + SIGKILL);
   EXPECT_TRUE(fs::is_empty(memory_));
-  const int64_t step = number_behind(result.err, "the state after step ");
+  const int64_t step = number_after(result.err, "the state after step ");
   EXPECT_GE(step, 1);
   EXPECT_TRUE(fs::exists(step_folder(run_, static_cast<int>(step)))) << result.err;
 }
@@ -268,7 +262,7 @@ TEST_F(PeerRestart, LosesNoStepWhenStoppedBetweenTwoStarts) {
   job.signal(SIGTERM);
   const CommandResult told = job.wait(60);
   EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  const int64_t step = number_behind(told.err, "the state after step ");
+  const int64_t step = number_after(told.err, "the state after step ");
   EXPECT_EQ(step, kept) << told.err;
   EXPECT_THAT(told.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
   EXPECT_TRUE(fs::is_empty(memory_));

@@ -44,18 +44,6 @@ Words rows_of(const Layout& layout) {
           "--training.global_batch_size",  std::to_string(4 * layout.batch_ranks)};
 }
 
-void expect_same_metrics(const std::filesystem::path& folder, const std::filesystem::path& plain) {
-  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
-  ASSERT_EQ(steps.size(), 4u);
-  ASSERT_EQ(expected.size(), 4u);
-  for (size_t i = 0; i < steps.size(); ++i) {
-    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
-    EXPECT_EQ(steps[i].at("n_tokens_seen"), expected[i].at("n_tokens_seen")) << i;
-  }
-}
-
 class PipelineRun : public ::testing::TestWithParam<Layout> {};
 
 // Four layers, so that two stages per rank have something to do.

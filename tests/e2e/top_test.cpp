@@ -24,9 +24,9 @@ std::string picture_of(TerminalCommand& top) {
   return screen.is_whole() ? screen.text() : "";
 }
 
-int64_t step_of(const std::string& picture) { return number_behind(picture, "\nstep "); }
+int64_t step_of(const std::string& picture) { return number_after(picture, "\nstep "); }
 int64_t checkpoint_of(const std::string& picture) {
-  return number_behind(picture, "\nlast checkpoint: step ");
+  return number_after(picture, "\nlast checkpoint: step ");
 }
 
 // Nothing of earlier pictures remains: one line of each kind, and one per rank.

@@ -23,15 +23,15 @@ BEHIND = re.compile(r"\bbehind\b(?:\s+(\w+))?(?:\s+(\w+))?", re.I)
 BEHIND_THINGS = {"firewall", "interface", "interfaces", "scenes", "proxy", "door", "header", "registry", "flag"}
 BEFORE_BEHIND = re.compile(
     r"(?:\b(?:decision|idea|reason|reasoning|design|theory)s?|\b(?:lag|lags|lagging|fall|falls|falling|far|steps?)|\bleav\w+\s+(?:\w+\s+){0,3}?(?:nothing|it|them|files?)|\bleft)\s+$", re.I)
-# After "left behind" the sentence ends or names who left it: "left behind a step" is about time.
-ENDS = re.compile(r"\s*(?:$|[.,;:!?)\"'`|]|by\b|\\n)")
+# After "left behind" the sentence ends, or says by whom or when; "left behind a step" is about time.
+ENDS = re.compile(r"\s*(?:$|[.,;:!?)\"'`|]|by\b|when\b|if\b|\\n)")
 
 ANYWHERE = [
     (re.compile(r"\bby another road\b", re.I), "name the call: 'called without nn::Ref'"),
     (re.compile(r"\bgo(?:es)? on behind\b", re.I), "'resumes after', 'continues after'"),
     (re.compile(r"\bstands there twice\b", re.I), "'duplicate'"),
 ]
-IN_COMMENTS = [(re.compile(r"\b(?:is|are)(?: not|n't)? told\b(?! to\b)", re.I), "'is reported', 'learns of', 'is given'")]
+IN_COMMENTS = [(re.compile(r"\b(?:is|are)(?: not|n't)? told\b(?! (?:to|that|about|when|how)\b)", re.I), "'is reported', 'learns of', 'is given'")]
 OPENINGS = [
     (re.compile(r"Of (?!course\b)"), "begin with the noun: 'The index of ...'"),
     (re.compile(r"Who(?:se)? (?!.*\?)"), "begin with the noun: 'The rank that ...'"),
