@@ -5,7 +5,7 @@
                                     [--only NAME] [--output FILE]
 
 What has a switch: the debug run, once as it is by default and once with these off, alternately, so that what else the machine does
-meets both; which of a pair comes first alternates too. Of each run the median step behind the first ten counts, of each pair the ratio
+meets both; which of a pair comes first alternates too. Of each run the median step after the first ten counts, of each pair the ratio
 of the two, and of all pairs the median ratio, with the quartiles beside it: where they are far apart the machine wasn't quiet, which
 the load that is printed says too. Beside it stands the same of the processor time of whole runs, which other work on the machine moves
 less. --only leaves all on but one (structured_logs, stragglers, watchdog, flight_record), to see what that one costs.
@@ -51,7 +51,7 @@ SIGNS_S = 15  # so long their threads are looked at
 
 
 def processor_seconds():
-    """Of all children that have ended."""
+    """The processor time of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

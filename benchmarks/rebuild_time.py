@@ -5,7 +5,7 @@
 
 The N files (default 10) are one each of the library's batches (CMake's unity builds compile several sources as one; a few are compiled
 alone) that took longest when they were compiled last, by the build's own log (of a build without a compiler cache, too). Keys: unchanged_s (nothing touched), slowest_s,
-median_s, files (seconds by path). Run it on an idle machine, behind a build."""
+median_s, files (seconds by path). Run it on an idle machine, after a build."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 def seconds_by_batch(build: pathlib.Path) -> dict[str, float]:
-    """Of the last compilation of each of the library's batches, and of the sources that stand in none."""
+    """The time of the last compilation of each of the library's batches, and of the sources outside of them."""
     seconds = {}
     for line in (build / ".ninja_log").read_text().splitlines()[1:]:
         start, end, _, output, _ = line.split("\t")

@@ -22,7 +22,7 @@ HEAD = """{title}
 
 How much of a gradient is signal: 20 log10(‖g‖ / ‖g' − g‖) in decibels, g being fp32's gradient of a linear layer's weight and g' that of a
 recipe of [float8.md](float8.md), emulated, with the same weights and the same batch, after some steps of training. 20 dB are an error of a tenth; a
-layer's figure also holds the noise that came down from the layers behind it. Scales that are powers of two round alike where nothing saturates or
+layer's figure also holds the noise that came down from later layers. Scales that are powers of two round alike where nothing saturates or
 comes near zero, so `rowwise` and `mxfp8_cublas_rceil` agree in a model as small and tame as this one; `mxfp8_cublas` saturates.
 `{command}` measured it on a CPU: a Llama of 4 layers over bytes.
 

@@ -35,7 +35,7 @@ MODELS = {
 }
 TORCHAO = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*TORCHAO, "mxfp8_cublas", "mxfp8_cublas_rceil")
-# Of a trace's events: kernels on a GPU, operations on a CPU. The first that matches counts.
+# Kinds of a trace's events: kernels on a GPU, operations on a CPU. The first that matches counts.
 CASTS = re.compile(r"titan::float8")
 ATTENTION = re.compile(r"fmha|flash|attention", re.IGNORECASE)
 PRODUCTS = re.compile(r"^aten::(mm|bmm|_scaled_mm|addmm)$|gemm|nvjet|cutlass|xmma", re.IGNORECASE)
@@ -161,7 +161,7 @@ def main() -> None:
     versions = run([PYTHON, "-c", "import torch, torchao; print(f'PyTorch {torch.__version__}, torchao {torchao.__version__}')"]).strip().splitlines()[-1]
     commit = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
     head = f"# Float8 beside bf16 and torchao: {options.name or options.device}\n\n- commit {commit}, `scripts/float8_table.py {' '.join(sys.argv[1:])}`\n"
-    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps behind {options.warmup}\n\n"
+    head += f"- {machine(options.device)}; {versions}; batches of 1 × {options.seq_len} tokens; median of {options.steps} steps after {options.warmup}\n\n"
     text = head + table(options)
     print(text)
     if options.name:

@@ -39,7 +39,7 @@ def block_cases() -> dict[str, Tensors]:
 
 
 def whole_blocks(tensor: Tensor) -> Tensor:
-    """With rows of zeros behind it: torchao takes whole blocks only, and zeros add nothing to sums."""
+    """Appends rows of zeros: torchao takes whole blocks only, and zeros add nothing to sums."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[0] % BLOCK))
 
 

@@ -4,7 +4,7 @@
     .venv/bin/python scripts/make_schedule_golden.py
 
 File names: <schedule>_<ranks>x<stages>x<micro-batches>.csv. Schedules of one stage a rank exist in PyTorch only as the code that runs them, so
-that code is run on a stage that writes down what it is told. complete_*.csv hold what PyTorch adds: sends, receives and parameter actions."""
+that code is run on a stage that records its calls. complete_*.csv hold what PyTorch adds: sends, receives and parameter actions."""
 
 import csv
 import pathlib

@@ -129,7 +129,7 @@ def main():
     if arguments.print:
         print(text)
     else:
-        _, title, float8 = PAGE.read_text().partition("\n## Float8: losses\n")  # by hand, and behind it scripts/float8_snr.py's
+        _, title, float8 = PAGE.read_text().partition("\n## Float8: losses\n")  # by hand, followed by scripts/float8_snr.py's
         PAGE.write_text(text + title + float8)
 
 

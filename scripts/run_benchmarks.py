@@ -235,7 +235,7 @@ def flattened(value: dict, prefix: str = "") -> dict[str, str]:
 
 
 def median_text(texts: list[str]) -> str:
-    """Of numbers as they were printed; what isn't one is the same in all runs."""
+    """The median of numbers as they were printed; other texts are the same in all runs."""
     try:
         return f"{statistics.median(map(float, texts)):.4g}"
     except ValueError:

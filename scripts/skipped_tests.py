@@ -25,7 +25,7 @@ CASE = re.compile(r"^(?:\[rank \d+\] )?\S*?([^/\s]+:\d+): Skipped\n(?:\[rank \d+
 
 
 def reasons(test: xml.etree.ElementTree.Element) -> list[str]:
-    """Of all that was skipped in a test, with the case's place where there is one."""
+    """The reasons for everything that was skipped in a test, with the case's place where there is one."""
     output = test.findtext("system-out") or ""
     cases = [f"{place}: {reason.strip()}" for place, reason in CASE.findall(output)]
     if cases or test.find("skipped") is None:

@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/pytorch/float8_train.py --args '{"dim": 2048, ...}' --recipe rowwise --compile --device cuda --seq-len 8192
 
 --args: scripts/reference/llama3.py's ModelArgs. --recipe: bf16, tensorwise, rowwise, rowwise_with_gw_hp. Keys: tokens_per_s (of the
-median step behind the warm-up), peak_memory_gib (what the allocator had reserved; of a CPU the process's peak), loss (of each step),
+median step after the warm-up), peak_memory_gib (what the allocator had reserved; of a CPU the process's peak), loss (of each step),
 linears (how many run in Float8).
 """
 

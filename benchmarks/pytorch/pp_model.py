@@ -29,7 +29,7 @@ class StageModel(nn.Module):
 
 
 class Stage(PipelineStage):
-    """Of the exchange that opens the connections it leaves out what a rank would send to itself, which gloo can't: neighbours in a V."""
+    """Opens the connections without a rank's messages to itself, which gloo can't send: neighbours in a V."""
 
     def _get_init_p2p_neighbors_ops(self):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]

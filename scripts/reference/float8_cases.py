@@ -16,7 +16,7 @@ Tensors = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a linear layer; `padded_tokens`: a number of tokens that isn't in the multiples that a recipe asks for."""
+    """A linear layer's sizes; `padded_tokens`: a number of tokens that isn't a multiple of what a recipe asks for."""
 
     tokens: int
     features_in: int

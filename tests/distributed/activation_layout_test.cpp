@@ -103,33 +103,24 @@ class Conversions : public ::testing::TestWithParam<int64_t> {
     const int64_t n = world().size();
     return numbers({2 * n, 3 * n, n});
   }
+
+  template <class Prepare>
+  void check() const {
+    const at::Tensor value = whole(), gradient = whole().cos();
+    for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
+      const std::string what = str(from, " -> ", to);
+      const Net net = net_with(Prepare{from, to});
+      const at::Tensor x = value_in(from, value).requires_grad_();
+      const at::Tensor y = net->pass(x);
+      expect_near(y, value_in(to, value), what);
+      y.backward(gradient_in(to, gradient));
+      expect_gradient(from, x.grad(), gradient, what);
+    }
+  }
 };
 
-TEST_P(Conversions, OfArgumentsKeepValueAndGradient) {
-  const at::Tensor value = whole(), gradient = whole().cos();
-  for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
-    const std::string what = str(from, " -> ", to);
-    const Net net = net_with(PrepareInput{from, to});
-    const at::Tensor x = value_in(from, value).requires_grad_();
-    const at::Tensor y = net->pass(x);
-    expect_near(y, value_in(to, value), what);
-    y.backward(gradient_in(to, gradient));
-    expect_gradient(from, x.grad(), gradient, what);
-  }
-}
-
-TEST_P(Conversions, OfResultsKeepValueAndGradient) {
-  const at::Tensor value = whole(), gradient = whole().cos();
-  for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
-    const std::string what = str(from, " -> ", to);
-    const Net net = net_with(PrepareOutput{from, to});
-    const at::Tensor x = value_in(from, value).requires_grad_();
-    const at::Tensor y = net->pass(x);
-    expect_near(y, value_in(to, value), what);
-    y.backward(gradient_in(to, gradient));
-    expect_gradient(from, x.grad(), gradient, what);
-  }
-}
+TEST_P(Conversions, OfArgumentsKeepValueAndGradient) { check<PrepareInput>(); }
+TEST_P(Conversions, OfResultsKeepValueAndGradient) { check<PrepareOutput>(); }
 
 // A sum's gradient is one number with strides of zero, and a transposed value isn't contiguous.
 TEST_P(Conversions, TakeTensorsOfAnyStrides) {

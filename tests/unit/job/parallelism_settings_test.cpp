@@ -56,7 +56,7 @@ TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
   expect_one("validation.seq_len", "isn't a multiple of 2 x context_parallel_degree = 8; 8 would do");
 }
 
-// Of 8 ranks, pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
+// 8 ranks as pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
 TEST(ParallelDims, LayOutTheRanks) {
   using Ranks = std::vector<int>;
   std::set<Ranks> pp, fsdp, tp, stage;
