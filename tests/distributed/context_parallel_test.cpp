@@ -427,7 +427,7 @@ TITAN_MODULE(OwnAttention);
 
 // As with micro-batches in a pipeline, and models that take turns: calls share only the memory in which a
 // layer computes.
-TEST(ContextParallelOwnModule, BackwardsMayRunInAnyOrder) {
+TEST(ContextParallelCustomModule, BackwardsMayRunInAnyOrder) {
   const int size = world().size();
   const auto cp = meshes_of({1, size}).cp;
   const at::Tensor tokens = at::randint(11, {2, 8 * size}, at::kLong),
@@ -450,7 +450,7 @@ TEST(ContextParallelOwnModule, BackwardsMayRunInAnyOrder) {
   }
 }
 
-TEST(ContextParallelOwnModule, JoinsByTwoInterfaces) {
+TEST(ContextParallelCustomModule, JoinsByTwoInterfaces) {
   const int64_t length = 4 * world().size();
   const at::Tensor tokens = at::randint(11, {2, length}, at::kLong);
   const OwnAttention single;

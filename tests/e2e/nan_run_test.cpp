@@ -90,7 +90,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param.name; });
 
 // Both stages have it in their forward, and the loss belongs to the second.
-TEST(NanRunOfStages, TracesALossToTheStageBefore) {
+TEST(NanRunInAPipeline, TracesALossToTheStageBefore) {
   const Words words =
       train_words(resumable(fresh_folder("config")) + ranks(2) +
                   Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libspoiler.so",

@@ -26,7 +26,7 @@ pictures=${2:-$work}
 mkdir -p "$pictures"
 cat >"$work/config.toml" <<'TOML'
 [job]
-description = "A small Llama, two ranks, taken up again once"
+description = "A small Llama, two ranks, resumed once"
 [model]
 hf_assets_path = "bytes"
 [model.args]
@@ -117,7 +117,7 @@ browse() {
 browse --dump-dom "file://$work/watched.html" >"$work/dom.html" || { cat "$work/chromium.log"; exit 1; }
 for broken in failing unparsed; do
   browse --dump-dom "file://$work/$broken.watched.html" >"$work/$broken.dom.html"
-  grep -q 'data-problems="' "$work/$broken.dom.html" || { echo "a script that is broken ($broken) isn't seen"; exit 1; }
+  grep -q 'data-problems="' "$work/$broken.dom.html" || { echo "the broken script ($broken) isn't detected"; exit 1; }
   grep -q 'data-shows="0"' "$work/$broken.dom.html" || { echo "charts of a broken script ($broken) show values"; exit 1; }
 done
 browse --window-size=1280,3000 --screenshot="$pictures/light.png" "file://$work/run/report.html" || { cat "$work/chromium.log"; exit 1; }
@@ -169,8 +169,8 @@ for name, blue in (("light", (0x1f, 0x5f, 0xd6)),):
     seen = colours(f"{sys.argv[2]}/{name}.png")
     assert len(set(seen)) > 100, (name, len(set(seen)))
     near = sum(max(abs(a - b) for a, b in zip(pixel, blue)) < 40 for pixel in seen)
-    assert near > 20, (name, "no curve is seen", near)
+    assert near > 20, (name, "no curve is visible", near)
 light, dark = (sum(sum(pixel) for pixel in colours(f"{sys.argv[2]}/{name}.png", 400)) for name in ("light", "dark"))
-assert dark < light / 2, "dark isn't dark"
+assert dark < light / 2, "the dark page isn't dark"
 print("the report is drawn, light and dark")
 PY

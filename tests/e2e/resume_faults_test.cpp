@@ -235,9 +235,9 @@ struct Full {
 };
 void PrintTo(const Full& full, std::ostream* out) { *out << full.percent << " %"; }
 
-class DiskOfAStepAndAPart : public ::testing::TestWithParam<Full> {};
+class NearlyFullDisk : public ::testing::TestWithParam<Full> {};
 
-TEST_P(DiskOfAStepAndAPart, KeepsTheStepBeforeAndReportsHowMuchIsMissing) {
+TEST_P(NearlyFullDisk, KeepsTheStepBeforeAndReportsHowMuchIsMissing) {
   const auto measured = fresh_folder("measured");
   const Words words = resumable(fresh_folder("config")) +
                       Words{"--training.steps", "12", "--checkpoint.async_mode", GetParam().mode};
@@ -275,7 +275,7 @@ TEST_P(DiskOfAStepAndAPart, KeepsTheStepBeforeAndReportsHowMuchIsMissing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(FullDisk, DiskOfAStepAndAPart,
+INSTANTIATE_TEST_SUITE_P(FullDisk, NearlyFullDisk,
                          ::testing::Values(Full{10, "disabled"}, Full{50, "async"},
                                            Full{99, "async_with_pinned_mem"}),
                          [](const auto& info) { return str("Free", info.param.percent); });

@@ -63,4 +63,4 @@ missing = call(str(run), packages=packages)
 assert missing.returncode == 1 and "pip install wandb" in missing.stderr, missing.stderr
 none = call(str(folder / "nothing"), packages=packages)
 assert none.returncode == 1 and "holds no run" in none.stderr, none.stderr
-print("what wandb is told is right")
+print("wandb gets the right values")
