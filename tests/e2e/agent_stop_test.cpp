@@ -11,9 +11,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
 constexpr int kNumRanks = 2;
 
 // Only one rank hears from the agent, and the first rank learns from it that this isn't somebody's kill: both

@@ -1,7 +1,6 @@
 // titan checkpoint ls, info, verify, diff and prune as a user runs them. One process saved the checkpoints in
 // place of all ranks.
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -15,13 +14,9 @@
 namespace titan::testing {
 namespace {
 
-namespace fs = std::filesystem;
 using nlohmann::json;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::MatchesRegex;
-using ::testing::Not;
 using ::testing::StartsWith;
 
 CommandResult titan_checkpoint(const Words& words) {

@@ -10,7 +10,16 @@
 #include <thread>
 #include <vector>
 
+#include <gmock/gmock.h>
+
 namespace titan::testing {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct CommandResult {
   int status = 0;        ///< exit code, or 128 + signal

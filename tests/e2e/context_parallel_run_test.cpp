@@ -1,13 +1,9 @@
 // `titan train` with sequences split over ranks: one rank's losses, and the same numbers in the logs.
 
-#include <gmock/gmock.h>
-
 #include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 struct Layout {
   const char* name;

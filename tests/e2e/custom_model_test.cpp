@@ -1,13 +1,9 @@
 // docs/examples/custom_model: a user's model, as a shared object and as a binary.
 
-#include <gmock/gmock.h>
-
 #include "e2e/training.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 Words config(const std::string& steps) {
   return {source_file("docs/examples/custom_model/ngram.toml"), "--training.steps", steps,

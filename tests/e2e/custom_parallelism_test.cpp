@@ -1,14 +1,9 @@
 // docs/examples/custom_parallelism: a user's plan for a model that isn't a Llama.
 
-#include <gmock/gmock.h>
-
 #include "e2e/training.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 const Words kTp1 = {"--parallelism.tensor_parallel_degree", "1"};
 

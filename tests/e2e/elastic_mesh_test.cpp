@@ -12,10 +12,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
-namespace fs = std::filesystem;
 
 struct Mesh {
   const char* name;

@@ -15,10 +15,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
 constexpr int kStepsBetween = 15;  // between two disturbances
 
 int num_disturbances() {

@@ -1,6 +1,5 @@
 // Each problem is reported once, clearly, and by an exit code: 2 for settings, 1 for the environment.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -14,10 +13,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 Words model() {
   return {source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",

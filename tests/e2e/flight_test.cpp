@@ -1,7 +1,6 @@
 // A rank is lost, a job hangs or crashes: one line names the rank, and the ranks' calls can be read
 // afterwards.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 
 #include <chrono>
@@ -14,11 +13,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 double seconds_after(Clock::time_point start) {

@@ -1,8 +1,6 @@
 // `titan train` in Float8: its losses beside those of high precision, on every layout, across a resume, and
 // with the recipe of docs/examples/custom_float8. Emulated unless the GPU has units for the recipe.
 
-#include <gmock/gmock.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <numeric>
@@ -13,10 +11,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 // Recipes that aren't registered here (delayed scales and the custom recipe) use rowwise's settings.
 bool has_units(const std::string& recipe) {

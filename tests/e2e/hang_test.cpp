@@ -1,7 +1,6 @@
 // A rank that hangs is found within its limit and named in one line, and the job ends with every live rank's
 // stacks and calls on disk. TITAN_TEST_HANGS: "all" for the long forms, under the nightly label.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,13 +17,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using Clock = std::chrono::steady_clock;
-namespace fs = std::filesystem;
 
 constexpr int kRanks = 3;
 constexpr int kHungExitCode = 124;  // dist/watchdog.h

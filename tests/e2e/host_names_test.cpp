@@ -4,16 +4,12 @@
 #include <fstream>
 #include <optional>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "e2e/training.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
 
 // become NAME OTHER'S_NAME OTHER'S_ADDRESS: a host's set-up; await FILE: waits for what the other host does.
 constexpr const char* kHost = R"(

@@ -1,7 +1,5 @@
 // Runs that read and write Hugging Face folders on several layouts, and `titan checkpoint convert`.
 
-#include <gmock/gmock.h>
-
 #include <fstream>
 #include <iterator>
 
@@ -9,10 +7,6 @@
 
 namespace titan::testing {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 const std::string kMini = source_file("tests/data/parity/mini");
 const std::string kConfig = kMini + "/replay.toml";

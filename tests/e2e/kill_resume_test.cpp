@@ -17,9 +17,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
-namespace fs = std::filesystem;
 
 constexpr int kSteps = 60;
 

@@ -12,7 +12,6 @@
 #include <fstream>
 #include <sstream>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "e2e/training.h"
@@ -20,10 +19,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
 /// Ranks that set their `traps`, report themselves, then run `rest`; `$start` is the number of earlier

@@ -10,7 +10,6 @@
 #include <optional>
 #include <regex>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "e2e/live_run.h"
@@ -18,9 +17,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 const std::string kTitan = TITAN_BINARY_DIR "/bin/titan";
 const std::string kRankProgram = TITAN_BINARY_DIR "/bin/rank_program";

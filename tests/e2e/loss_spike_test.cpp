@@ -8,11 +8,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
-
 constexpr int kRows = 4, kSeqLen = 48;
 
 void write_npy(const fs::path& path, const std::vector<std::vector<int32_t>>& steps) {

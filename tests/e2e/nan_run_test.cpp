@@ -1,17 +1,10 @@
 // A NaN on one rank: debug.nan_trace, debug.detect_anomaly and the replay of the step where a run stops name
 // the module; with fault_tolerance.on_nonfinite = "skip" all ranks skip the step.
 
-#include <gmock/gmock.h>
-
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 struct Layout {
   const char* name;

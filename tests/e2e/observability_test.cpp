@@ -9,17 +9,10 @@
 #include <sstream>
 #include <thread>
 
-#include <gmock/gmock.h>
-
 #include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 std::string text_of(const fs::path& file) {
   std::ostringstream text;

@@ -12,12 +12,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
-
 class PeerRestart : public ::testing::Test {
  protected:
   /// 40 steps; on disk only the model after the last, unless `more` says otherwise.

@@ -1,7 +1,6 @@
 // `titan train` with a pipeline: one rank's losses, the same numbers in the logs and in validation, and the
 // reports of a lost rank.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -14,10 +13,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::HasSubstr;
 
 struct Layout {
   const char* name;

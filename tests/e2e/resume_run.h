@@ -2,8 +2,6 @@
 
 // Runs that stop and resume: the small model with its state saved.
 
-#include <gmock/gmock.h>
-
 #include <map>
 
 #include "e2e/small_run.h"

@@ -5,9 +5,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-
 constexpr double kRounding = 1e-5;
 
 struct Layout {

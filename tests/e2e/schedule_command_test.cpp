@@ -1,6 +1,5 @@
 // titan schedule as a user runs it.
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,10 +10,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 CommandResult schedule(const Words& words) {
   const bool draws = std::find(words.begin(), words.end(), "--svg") != words.end();

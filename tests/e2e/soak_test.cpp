@@ -19,8 +19,6 @@
 namespace titan::testing {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr int kRanks = 2;
 constexpr int64_t kMebi = 1 << 20;
 constexpr int64_t kManySteps = 10'000;

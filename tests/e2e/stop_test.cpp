@@ -17,12 +17,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
-
 constexpr int kNumRanks = 2;
 constexpr std::array kSignals = {SIGTERM, SIGUSR1, SIGINT};
 constexpr double kGraceS = 30;

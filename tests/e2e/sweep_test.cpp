@@ -5,17 +5,10 @@
 #include <sstream>
 #include <thread>
 
-#include <gmock/gmock.h>
-
 #include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 struct SweepCase {
   fs::path folder;

@@ -3,20 +3,12 @@
 #include <csignal>
 #include <sstream>
 
-#include <gmock/gmock.h>
-
 #include "e2e/live_run.h"
 #include "e2e/small_run.h"
 #include "e2e/terminal.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
 
 /// "": it is being painted right now.
 std::string picture_of(TerminalCommand& top) {

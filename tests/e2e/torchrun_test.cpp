@@ -12,9 +12,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
 std::string torchrun_program() { return source_file(".venv/bin/torchrun"); }
 
 Words run_of(int steps) {

@@ -1,6 +1,5 @@
 // The command's other faces: help, the printed config, the logs, comparisons.
 
-#include <gmock/gmock.h>
 #include <poll.h>
 #include <pty.h>
 #include <signal.h>
@@ -18,10 +17,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 Words model(const std::string& steps) {
   return {source_file("docs/examples/custom_model/ngram.toml"),
