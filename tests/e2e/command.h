@@ -65,6 +65,17 @@ class MachineLag {
   std::jthread thread_;
 };
 
+/// False if `holds()` hasn't come true within the limit.
+template <class Condition>
+bool wait_until(const Condition& holds, double limit_s = 60) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+  }
+  return true;
+}
+
 /// A folder for temporary files; removed with its contents.
 class TempFolder {
  public:

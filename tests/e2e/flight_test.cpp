@@ -8,6 +8,7 @@
 #include <sstream>
 #include <thread>
 
+#include "e2e/live_run.h"
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
@@ -17,13 +18,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_after(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-std::vector<int> children_of(int pid) {
-  std::vector<int> children;
-  std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
-  for (int child; file >> child;) children.push_back(child);
-  return children;
 }
 
 std::string contents(const fs::path& path) {

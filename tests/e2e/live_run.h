@@ -38,16 +38,6 @@ inline bool is_running(int pid) {
   return name_end != std::string::npos && line.compare(name_end, 3, ") Z") != 0;
 }
 
-template <class Condition>
-bool wait_until(const Condition& holds, double limit_s = 60) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
-  while (!holds()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    usleep(3000);
-  }
-  return true;
-}
-
 /// The job's ranks, once there are `count` of them and `holds(ranks)` is true; none if that takes too long.
 template <class Condition>
 std::vector<int> ranks_once(const Command& job, size_t count, const Condition& holds) {

@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <fstream>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -31,12 +30,6 @@ inline Lines whole_rows(const std::filesystem::path& run) {
     if (auto row = nlohmann::json::parse(line, nullptr, false); row.is_object())
       lines.push_back(std::move(row));
   return lines;
-}
-
-/// False if it hasn't come true within a minute.
-inline bool wait_until(const std::function<bool()>& holds) {
-  for (int i = 0; i < 2400 && !holds(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(25));
-  return holds();
 }
 
 // A small Llama over the bytes of text, validated over shorter sequences than it trains on. The validation
