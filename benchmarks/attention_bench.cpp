@@ -113,7 +113,7 @@ int main(int argc, char** argv) {
     const int64_t mine = options.length / options.ranks, chunk = mine / 2;
     measure(options, "ring: own keys", mine, mine, 0);
     measure(options, "ring: keys of a rank before", mine, chunk, chunk);
-    measure(options, "ring: keys of a rank behind", chunk, mine, mine);
+    measure(options, "ring: keys of a rank after", chunk, mine, mine);
     measure(options, "gathered: rank 0's first chunk", chunk, chunk, 0);
     measure(options, "gathered: rank 0's last chunk", chunk, options.length, options.length - chunk);
     return 0;

@@ -11,12 +11,12 @@
 // and async_extra_mib (peak memory of a rank above what it had before).
 //
 // What computes beside a copy computes slower: staged_blocked_s is staged_called_s, the time in the call, the
-// wait for the copy behind the T ms, and staged_lost_s, which is as long as the products that weren't done in
+// wait for the copy after the T ms, and staged_lost_s, which is as long as the products that weren't done in
 // the T ms would have taken, by the number of those done in T ms just before, with nothing under way. (A save
-// with the copy in its call stands behind T ms of computing too, as in a run.)
+// with the copy in its call also comes after T ms of computing, as in a run.)
 //
 // async_taken_s and staged_taken_s: all that such a save takes from what computes beside it, from the call
-// until long behind its end: --span-ms (4,000; longer, if it isn't on disk by then), less the time that the
+// until long after its end: --span-ms (4,000; longer, if it isn't on disk by then), less the time that the
 // products done meanwhile take with nothing under way.
 //
 // Then the same in memory (--memory DIR, default /dev/shm): memory_blocked_s, memory_total_s (until the
@@ -214,7 +214,7 @@ class Bench {
   }
   void barrier() { mesh_.group()->barrier({"bench::barrier"}).wait(); }
 
-  // Of the slowest rank; the first run is the warm-up's, whose memory counts.
+  // Records the slowest rank's value; the first run is the warm-up, and only its memory counts.
   void add(const std::string& name, double value, int run) {
     value = mesh_.group()->max(value, {"bench::figure"});
     if (run >= 0 || name.ends_with("_mib")) figures_[name].push_back(value);

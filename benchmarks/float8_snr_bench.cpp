@@ -89,7 +89,7 @@ void run_backward(const models::Llama3& model, const Batch& batch) {
   model(batch.tokens, batch.labels, batch.labels.numel()).backward();
 }
 
-// Of the linear layers in blocks, in fp32.
+// The gradients of the linear layers in blocks, in fp32.
 Gradients gradients(const models::Llama3& model, const Batch& batch) {
   const auto all = parameters(model);
   for (const Parameter& parameter : all) parameter.data.local.mutable_grad().reset();

@@ -25,7 +25,8 @@ double median_ns(const Init& init, at::Tensor& weight, int runs) {
   std::vector<double> times;
   for (int i = 0; i < runs; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    titan::nn::fill(weight, init, 1, "layers.0.attention.wq.weight", weight.sizes(), {{0}, {weight.numel()}});
+    titan::nn::fill(weight, init, {1, "layers.0.attention.wq.weight"}, weight.sizes(),
+                    {{0}, {weight.numel()}});
     const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - begin;
     times.push_back(took.count() / static_cast<double>(weight.numel()));
   }

@@ -119,7 +119,7 @@ class SummandsThatStay final : public ops::SequenceExchange::Scatter {
   Tensors summands_;
 };
 
-// Of rank 0 of N.
+// The exchange of rank 0 of N.
 class NoWire final : public ops::SequenceExchange {
  public:
   explicit NoWire(int64_t count) : count_(static_cast<int>(count)) {}

@@ -107,7 +107,7 @@ std::vector<data::Batch> random_micro_batches(int count, int64_t seq_len) {
   return batches;
 }
 
-// Of each stage, over all ranks: what its F, I and W take. A schedule may split some backwards and others
+// The time of each stage's F, I and W, over all ranks. A schedule may split some backwards and others
 // not: a whole one is I and W to the simulator, and I where none is split.
 pipeline::Costs measured_costs(const std::vector<train::ActionTime>& times, int num_stages,
                                const DeviceMesh& pp) {

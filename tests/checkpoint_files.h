@@ -1,6 +1,6 @@
 #pragma once
 
-// Checkpoints for tests, saved by one process that plays all ranks.
+// Checkpoints for tests, saved by one process in place of all ranks.
 
 #include <algorithm>
 #include <filesystem>
@@ -97,8 +97,8 @@ inline std::filesystem::path save_checkpoint(const std::filesystem::path& steps,
   return checkpoint::step_path(steps, save.step);
 }
 
-/// A model and its moments on dp 2 x tp 2, of the given step, small: float32, bfloat16, a scalar, an integer,
-/// a tensor without elements, one cut unevenly, and one of more than a block.
+/// A small model and its moments on dp 2 x tp 2, at the given step: float32, bfloat16, a scalar, an integer,
+/// an empty tensor, one split unevenly, and one of more than a block.
 inline CheckpointToSave small_checkpoint(int64_t step = 1) {
   const auto dp = [](int64_t dim) { return cut("dp_shard", 2, 2, dim); };
   const auto tp = [](int64_t dim) { return cut("tp", 2, 1, dim); };

@@ -1,6 +1,6 @@
 #pragma once
 
-// What a scope allocates, measured from tensors.
+// Measures the tensor memory that a scope allocates.
 
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace titan::testing {
 
-/// Bytes of tensors that this thread holds more than at the start of the scope.
+/// The growth of this thread's tensor memory since the start of the scope, in bytes.
 class MemoryMeter {
  public:
   MemoryMeter() : guard_(c10::DebugInfoKind::PROFILER_STATE, state_) {}

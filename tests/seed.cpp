@@ -1,5 +1,5 @@
 // Linked into every test program that uses LibTorch: each test starts from the same random numbers, whatever
-// ran before it. at::manual_seed inside a test still decides for what follows it.
+// ran before it. at::manual_seed inside a test still overrides it.
 
 #include <ATen/Context.h>
 #include <gtest/gtest.h>

@@ -149,8 +149,8 @@ class CudaSymmetricMemory final : public SymmetricMemory {
     auto peers = symm::rendezvous(piece, group_.name());
     TITAN_CHECK(peers && peers->get_rank() == rank_ && peers->get_world_size() == size_,
                 "the rendezvous of symmetric memory came back without its peers");
-    // The last exchange ended with a barrier behind which nobody is in the old pieces: when this queue is
-    // through, so are the peers in this rank's.
+    // The last exchange ended with a barrier after which no rank uses the old pieces: when this queue is
+    // finished, the peers are finished with this rank's pieces.
     queue_.synchronize();
     piece_ = std::move(piece);
     peers_ = std::move(peers);

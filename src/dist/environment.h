@@ -1,7 +1,7 @@
 #pragma once
 
-// Who started this process, according to the environment. Reading is separate from connecting, so that every
-// combination can be tested without a process.
+// The launcher that started this process, according to the environment. Reading is separate from connecting,
+// so that every combination can be tested without a process.
 
 #include <functional>
 #include <optional>

@@ -33,7 +33,7 @@ struct NamedBytes {
 /// "layers.0 to layers.31 0.30 each, output 0.61", in GiB: neighbours of about the same size share an entry.
 std::string list_of(const std::vector<NamedBytes>& list);
 
-/// Of one rank, at the peak of a step: the end of the last forward before a backward.
+/// One rank's memory at the peak of a step: the end of the last forward before a backward.
 struct MemoryReport {
   std::vector<MemoryOwner> owners;    ///< largest first
   std::vector<MemorySaving> savings;  ///< largest first; each on its own

@@ -31,7 +31,7 @@ struct Probe {
   bool is_last = false;
   at::Tensor input = {}, labels = {};
 
-  // Of the last module: the loss.
+  // The last module returns the loss.
   at::Tensor forward() const {
     return is_last ? stage->loss(input, labels, labels.numel()) : stage->hidden(input);
   }

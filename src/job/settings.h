@@ -62,7 +62,7 @@ struct JobSettings {
 
 /// [debug]
 struct DebugSettings {
-  /// Of weights, of the data's order where data.seed is unset, and, raised by the data-parallel rank, of
+  /// Seeds the weights, the data's order where data.seed is unset, and, plus the data-parallel rank,
   /// LibTorch's own generators (dropout). Unset: 0, so that equal configs give equal runs.
   std::optional<int64_t> seed;
   bool deterministic = false;

@@ -154,8 +154,8 @@ void check_box(const at::Tensor& local, at::IntArrayRef global_shape, const Box&
 
 }  // namespace
 
-void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_view name,
-          at::IntArrayRef global_shape, const Box& box) {
+void fill(const at::Tensor& local, const Init& init, const InitStream& stream, at::IntArrayRef global_shape,
+          const Box& box) {
   check_box(local, global_shape, box);
   if (local.numel() == 0 || local.is_meta()) return;
   if (init.kind == Init::Kind::Constant) {
@@ -164,11 +164,12 @@ void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_
   }
   if (!local.is_cpu()) {
     const at::Tensor host = at::empty(local.sizes(), local.options().device(at::kCPU));
-    fill(host, init, seed, name, global_shape, box);
+    fill(host, init, stream, global_shape, box);
     local.copy_(host);
     return;
   }
-  const Elements elements{RandomStream(seed, fnv1a_64(name)), make_draw(init), BoxRows(global_shape, box)};
+  const Elements elements{RandomStream(stream.seed, fnv1a_64(stream.name)), make_draw(init),
+                          BoxRows(global_shape, box)};
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, local.scalar_type(), "titan::nn::fill", [&] {
     at::parallel_for(0, local.numel(), /*grain_size=*/4096, [&](int64_t begin, int64_t end) {
       draw_range(local.mutable_data_ptr<scalar_t>(), begin, end, elements);

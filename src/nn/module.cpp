@@ -49,7 +49,7 @@ at::Tensor Module::register_init_parameter(const std::string& name, at::IntArray
   if (!construct.deferred) {
     param_storage::allocate(parameter);
     const Box whole{std::vector<int64_t>(sizes.size(), 0), sizes.vec()};
-    if (!parameter.is_meta()) fill(parameter, init, /*seed=*/0, name, sizes, whole);
+    if (!parameter.is_meta()) fill(parameter, init, {.seed = 0, .name = name}, sizes, whole);
   }
   param_inits_.push_back({name, init});
   return register_parameter(name, parameter);

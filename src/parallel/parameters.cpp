@@ -123,7 +123,7 @@ void materialize(const nn::AnyRef& root, uint64_t seed) {
                 "' is deferred, but its module declares no distribution for it");
     if (is_deferred(parameter.data.local)) param_storage::allocate(parameter.data.local);
     if (parameter.data.local.is_meta() || parameter.data.local.numel() == 0) continue;
-    nn::fill(parameter.data.local.variable_data(), parameter.init, seed, parameter.name,
+    nn::fill(parameter.data.local.variable_data(), parameter.init, {seed, parameter.name},
              parameter.data.global_shape, parameter.data.box);
     torch::autograd::impl::bump_version(parameter.data.local);
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <ostream>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -11,30 +10,6 @@
 #include "titan/core/error.h"
 
 namespace titan {
-
-std::ostream& operator<<(std::ostream& out, const Placement& placement) {
-  switch (placement.kind) {
-    case Placement::Kind::Shard:
-      return out << "Shard(" << placement.dim << ")";
-    case Placement::Kind::Replicate:
-      return out << "Replicate";
-    case Placement::Kind::Partial:
-      return out << "Partial";
-  }
-  return out;
-}
-
-int64_t padded_chunk_length(int64_t size, int64_t parts) {
-  TITAN_CHECK(size >= 0 && parts > 0, "can't split a size of ", size, " in ", parts, " parts");
-  return (size + parts - 1) / parts;
-}
-
-Chunk chunk_of(int64_t size, int64_t parts, int64_t index) {
-  TITAN_CHECK(index >= 0 && index < parts, "no part ", index, " of ", parts);
-  int64_t length = padded_chunk_length(size, parts);
-  int64_t offset = std::min(index * length, size);
-  return {offset, std::min(length, size - offset)};
-}
 
 namespace {
 
@@ -263,8 +238,6 @@ void cut(DTensor& tensor, const Placements& target) {
 }
 
 }  // namespace
-
-int64_t Box::numel() const { return product_of(length); }
 
 int64_t DTensor::global_numel() const { return product_of(global_shape); }
 

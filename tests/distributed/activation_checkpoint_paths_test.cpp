@@ -1,5 +1,5 @@
-// Activation checkpointing where a step doesn't go straight through on several ranks: backwards inside a
-// module, exceptions in a recompute, layers that one rank's backward leaves out, modules sharded inside.
+// Activation checkpointing in unusual steps on several ranks: backwards inside a module, exceptions in a
+// recompute, layers that one rank's backward skips, modules sharded inside.
 
 #include <gtest/gtest.h>
 
@@ -16,9 +16,9 @@
 namespace titan {
 namespace {
 
-using namespace testing;  // NOLINT: these are the test's own words
+using namespace testing;  // NOLINT: the test's own names
 
-/// Takes a slope by a backward of its own.
+/// Computes a slope with a backward of its own.
 class SlopedImpl : public nn::Module {
  public:
   SlopedImpl() { weight = register_parameter("weight", BlockImpl::values({6, 6}, options_of(at::kDouble))); }
@@ -66,7 +66,7 @@ class CheckpointPaths : public ::testing::Test {
     fully_shard(net, fsdp);
     return net;
   }
-  // One step, each gradient against one rank's.
+  // One step; compares each gradient with one rank's.
   void expect_right_step(const Net& net, const std::string& what) const {
     const Net reference;
     loss_of(reference(batch)).backward();
@@ -83,12 +83,12 @@ class CheckpointPaths : public ::testing::Test {
   }
 };
 
-TEST_F(CheckpointPaths, ABackwardInsideAModuleDoesntEndFsdps) {
+TEST_F(CheckpointPaths, NestedBackwardDoesNotEndFsdpsBackward) {
   const Net net = sharded_net();
   for (int step = 0; step < 3; ++step) expect_right_step(net, str("step ", step));
 }
 
-TEST_F(CheckpointPaths, ARecomputeThatThrowsIsForgotten) {
+TEST_F(CheckpointPaths, RecoversFromARecomputeThatThrows) {
   Net net = sharded_net();
   for (int attempt = 0; attempt < 2; ++attempt) {
     const at::Tensor loss = loss_of(net(mine));
@@ -99,7 +99,7 @@ TEST_F(CheckpointPaths, ARecomputeThatThrowsIsForgotten) {
   }
 }
 
-TEST_F(CheckpointPaths, AModuleShardedInsideACheckpointedOneIsRefused) {
+TEST_F(CheckpointPaths, RefusesAModuleShardedInsideACheckpointedOne) {
   Toy model = sharded_toy({}, at::kDouble, fsdp);
   checkpoint_activations(model, FullRecompute{});
   const at::Tensor loss = loss_of(model(my_rows(input_rows(12, 6, at::kDouble), rank, size)));
@@ -112,8 +112,8 @@ TEST_F(CheckpointPaths, AModuleShardedInsideACheckpointedOneIsRefused) {
   }
 }
 
-// It has nothing to tell of that layer; the others don't decide without it.
-TEST_F(CheckpointPaths, ABudgetWaitsForARankWhoseBackwardLeavesALayerOut) {
+// That rank has no measurement of the layer; the others don't decide without it.
+TEST_F(CheckpointPaths, BudgetWaitsForARankWhoseBackwardSkipsALayer) {
   const ToyOptions options{.num_blocks = 4};
   const auto kept_by = [&](Toy& model) {
     MemoryMeter meter;
@@ -133,7 +133,7 @@ TEST_F(CheckpointPaths, ABudgetWaitsForARankWhoseBackwardLeavesALayerOut) {
   model->path.detached = rank == size - 1 ? 1 : -1;
   kept_by(model);
   model->path.detached = -1;
-  EXPECT_EQ(kept_by(model), inputs) << "one rank hasn't measured";
+  EXPECT_EQ(kept_by(model), inputs) << "one rank hasn't measured the layer";
   EXPECT_EQ(kept_by(model), everything);
 }
 

@@ -1,5 +1,6 @@
-// Activation checkpointing inside FSDP, HSDP, tensor and context parallelism: the same bits as without, no
-// backward of FSDP that ends early, and one choice on all ranks. Against one rank: composition_test.cpp.
+// Activation checkpointing inside FSDP, HSDP, tensor and context parallelism: bit-equal to none, FSDP's
+// backward doesn't end early, and all ranks make the same choice. composition_test.cpp compares with one
+// rank.
 
 #include <gtest/gtest.h>
 
@@ -16,7 +17,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr uint64_t kSeed = 3;
 
@@ -70,7 +71,7 @@ std::unique_ptr<train::TrainableModel> build(const train::Meshes& meshes,
 
 struct Outcome {
   std::vector<double> losses;
-  std::vector<at::Tensor> gradients;  // this rank's parts, of the last step
+  std::vector<at::Tensor> gradients;  // this rank's parts, from the last step
   int64_t max_gathered = 0, gathered = 0;
 };
 
@@ -98,9 +99,9 @@ Outcome run(train::TrainableModel& model, const train::Meshes& meshes, int micro
   return outcome;
 }
 
-// On every layout.
+// Runs on every layout.
 void expect_bit_equal_to_none(const std::vector<Case>& cases) {
-  // Otherwise some of a GPU's kernels add up in any order.
+  // Otherwise some GPU kernels sum in any order.
   if (device().is_cuda()) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   for (const train::ParallelDims& dims : all_dims()) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
@@ -125,11 +126,11 @@ void expect_bit_equal_to_none(const std::vector<Case>& cases) {
 
 TEST(ActivationCheckpoint, IsBitEqualToNoneOnEveryLayout) { expect_bit_equal_to_none(all_cases()); }
 
-// Bytes of the GPU's that a forward leaves for its backward.
+// GPU bytes that a forward keeps for its backward.
 int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationCheckpoint& checkpoint) {
   const auto allocated = [] { return dist::device_backend()->memory(device().index()).allocated_bytes; };
   const auto model = build(meshes, checkpoint);
-  run(*model, meshes, 1);  // what every later step holds as well
+  run(*model, meshes, 1);  // allocates what every later step holds as well
   forget_gradients(*model);
   const Batch batch = random_batch(deep_llama(), 1), mine = batch.rows(meshes.dp_rank(), meshes.dp_degree());
   const int64_t before = allocated();
@@ -139,8 +140,9 @@ int64_t held_on_the_gpu(const train::Meshes& meshes, const train::ActivationChec
   return held;
 }
 
-// Written, never run: no GPU was there. offload_test.cpp has its logic, with both memories a CPU's.
-TEST(ActivationCheckpoint, OffloadedActivationsLeaveTheGpuAndComeBackTheSame) {
+// Written, but never run: no GPU was available. offload_test.cpp tests the logic, with CPU memory on both
+// sides.
+TEST(ActivationCheckpoint, OffloadedActivationsReturnUnchanged) {
   if (!device().is_cuda()) GTEST_SKIP() << "activations are offloaded from GPUs only";
   const train::ActivationCheckpoint offload{OffloadActivations{.min_bytes = 1024}, {}};
   expect_bit_equal_to_none({{"offload", offload}});
@@ -150,9 +152,9 @@ TEST(ActivationCheckpoint, OffloadedActivationsLeaveTheGpuAndComeBackTheSame) {
   }
 }
 
-// A layer's recompute gathers, multiplies and reduce-scatters, and gathers for its second half; what comes
-// behind the last saved tensor isn't run.
-TEST(ActivationCheckpoint, KeptReduceScattersAndRingAttentionArentRepeated) {
+// A layer's recompute gathers, multiplies and reduce-scatters, and gathers for its second half; nothing after
+// the last saved tensor runs.
+TEST(ActivationCheckpoint, DoesNotRepeatKeptReduceScattersAndRingAttention) {
   if (world().size() == 1) GTEST_SKIP() << "one rank has nobody to exchange with";
   const auto calls = [](const train::ParallelDims& dims, const train::ActivationCheckpoint& checkpoint) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
@@ -183,7 +185,7 @@ class SlowProducts : public CountingProducts {
   }
 };
 
-TEST(ActivationCheckpoint, AMemoryBudgetIsSpentAlikeOnAllRanks) {
+TEST(ActivationCheckpoint, SpendsAMemoryBudgetTheSameWayOnAllRanks) {
   const train::Meshes meshes = train::build_meshes(world(), {.dp_shard = world().size()});
   for (const double fraction : {0.2, 0.5, 0.8}) {
     const auto model = build(meshes, {MemoryBudget{.fraction = fraction, .group = world().everyone()}, {}});

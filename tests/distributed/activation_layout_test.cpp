@@ -1,4 +1,5 @@
-// Every conversion of an activation against what its two layouts mean, for the value and for the gradient.
+// Compares every conversion of an activation with the definition of its two layouts, for the value and for
+// the gradient.
 
 #include <string>
 #include <vector>
@@ -14,10 +15,10 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 using Layout = ActivationLayout;
 
-/// Gives back what it was called with.
+/// Returns what it was called with.
 class PassImpl : public nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {
@@ -46,7 +47,7 @@ Net net_with(const ParallelStyle& style) {
 
 at::Tensor numbers(at::IntArrayRef sizes) { return BlockImpl::values(sizes, options_of(at::kDouble)); }
 
-// Summands differ from rank to rank and come to 1.
+// Summands differ between ranks and add up to 1.
 double share() {
   const int size = world().size();
   return world().rank() == 0 ? 1 - 0.25 * (size - 1) : 0.25;
@@ -56,7 +57,7 @@ at::Tensor part(const at::Tensor& whole, int64_t dim) {
   return whole.tensor_split(world().size(), dim)[static_cast<size_t>(world().rank())].contiguous();
 }
 
-// What this rank holds of a value, or of a gradient, in this layout: the table at ActivationLayout.
+// This rank's part of a value, or of a gradient, in this layout: the table at ActivationLayout.
 at::Tensor value_in(const Layout& layout, const at::Tensor& whole) {
   if (layout.kind == Layout::Kind::Shard) return part(whole, layout.dim);
   return layout.kind == Layout::Kind::Partial ? whole * share() : whole.clone();
@@ -77,7 +78,7 @@ void expect_near(const at::Tensor& got, const at::Tensor& expected, const std::s
   EXPECT_LE((got - expected).abs().max().item<double>(), 1e-12) << what;
 }
 
-// The gradient of the whole, in `layout`: summands may be any that come to it.
+// The whole gradient, in `layout`: summands may be any that add up to it.
 void expect_gradient(const Layout& layout, const at::Tensor& got, const at::Tensor& whole,
                      const std::string& what) {
   if (layout.kind == Layout::Kind::Replicate) return expect_near(sum_over_ranks(got), whole, what);
@@ -97,40 +98,31 @@ std::vector<Pair> pairs_with(const Layout& shard) {
 
 class Conversions : public ::testing::TestWithParam<int64_t> {
  protected:
-  // Three dimensions of different sizes, each of them so many parts.
+  // Three dimensions of different sizes, each divisible into that many parts.
   at::Tensor whole() const {
     const int64_t n = world().size();
     return numbers({2 * n, 3 * n, n});
   }
+
+  template <class Prepare>
+  void check() const {
+    const at::Tensor value = whole(), gradient = whole().cos();
+    for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
+      const std::string what = str(from, " -> ", to);
+      const Net net = net_with(Prepare{from, to});
+      const at::Tensor x = value_in(from, value).requires_grad_();
+      const at::Tensor y = net->pass(x);
+      expect_near(y, value_in(to, value), what);
+      y.backward(gradient_in(to, gradient));
+      expect_gradient(from, x.grad(), gradient, what);
+    }
+  }
 };
 
-TEST_P(Conversions, OfArgumentsKeepValueAndGradient) {
-  const at::Tensor value = whole(), gradient = whole().cos();
-  for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
-    const std::string what = str(from, " -> ", to);
-    const Net net = net_with(PrepareInput{from, to});
-    const at::Tensor x = value_in(from, value).requires_grad_();
-    const at::Tensor y = net->pass(x);
-    expect_near(y, value_in(to, value), what);
-    y.backward(gradient_in(to, gradient));
-    expect_gradient(from, x.grad(), gradient, what);
-  }
-}
+TEST_P(Conversions, OfArgumentsKeepValueAndGradient) { check<PrepareInput>(); }
+TEST_P(Conversions, OfResultsKeepValueAndGradient) { check<PrepareOutput>(); }
 
-TEST_P(Conversions, OfResultsKeepValueAndGradient) {
-  const at::Tensor value = whole(), gradient = whole().cos();
-  for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
-    const std::string what = str(from, " -> ", to);
-    const Net net = net_with(PrepareOutput{from, to});
-    const at::Tensor x = value_in(from, value).requires_grad_();
-    const at::Tensor y = net->pass(x);
-    expect_near(y, value_in(to, value), what);
-    y.backward(gradient_in(to, gradient));
-    expect_gradient(from, x.grad(), gradient, what);
-  }
-}
-
-// A sum's gradient is one number under strides of zero, a transposed value isn't contiguous.
+// A sum's gradient is one number with strides of zero, and a transposed value isn't contiguous.
 TEST_P(Conversions, TakeTensorsOfAnyStrides) {
   const at::Tensor value = whole();
   for (const auto& [from, to] : pairs_with(Layout::shard(GetParam()))) {
@@ -159,7 +151,7 @@ TEST(Conversion, TakesFloatingTensorsByNumber) {
   expect_near(got[2], part(b, 0), "number 1");
 }
 
-TEST(Conversion, RefusesANumberThatTheCallDoesntHave) {
+TEST(Conversion, RefusesANumberOutOfRange) {
   const Net net = net_with(PrepareInput{Layout::invariant(), Layout::replicate(), {1}});
   EXPECT_THROW(
       {
@@ -186,7 +178,7 @@ TEST(Conversion, RefusesPartsOfUnequalLength) {
     const Net net = net_with(PrepareInput{from, Layout::shard(1)});
     try {
       net->pass(numbers({2, odd}));
-      ADD_FAILURE() << from << " -> Shard(1) of " << odd << " was taken";
+      ADD_FAILURE() << from << " -> Shard(1) of " << odd << " was accepted";
     } catch (const Error& error) {
       const std::string expected = str("dimension 1 of [2, ", odd, "] at module 'pass' can't be cut into ",
                                        world().size(), " equal parts");
@@ -195,7 +187,7 @@ TEST(Conversion, RefusesPartsOfUnequalLength) {
   }
 }
 
-TEST(Conversion, RefusesADimensionThatTheTensorDoesntHave) {
+TEST(Conversion, RefusesADimensionOutOfRange) {
   for (const int64_t dim : {2, -3}) {
     const Net net = net_with(PrepareInput{Layout::invariant(), Layout::shard(dim)});
     EXPECT_THROW(net->pass(numbers({12, 12})), Error);

@@ -1,5 +1,5 @@
-// debug.check_collectives: ranks that fell out of step are told so, on all of them, with what each called.
-// Started with --check-collectives; without it (one rank, in the ordinary run) there is nothing to compare.
+// debug.check_collectives: when ranks fall out of step, all of them report what each one called. Started with
+// --check-collectives; without it (one rank, in the ordinary run) there is nothing to compare.
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -15,30 +15,21 @@ namespace {
 using dist::ReduceOp;
 using ::testing::AllOf;
 using ::testing::AnyOf;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::world;
 
 constexpr dist::Label kHere = {"fsdp::reduce", "layers.7"};
 
-/// The one that does something else.
+/// The rank that makes a different call.
 bool is_odd_one() { return world().rank() == world().size() - 1; }
-
-template <class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 class CallCheck : public ::testing::Test {
  protected:
   void SetUp() override {
     if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   }
-  /// A group of the test's own: what goes wrong in it stays there.
+  /// The test's own group: errors stay inside it.
   std::shared_ptr<dist::Group> group() const {
     return world().group(world().everyone()->ranks(), "checked",
                          ::testing::UnitTest::GetInstance()->current_test_info()->name());
@@ -80,7 +71,7 @@ TEST_F(CallCheck, CallsMayOverlap) {
     EXPECT_EQ(outs[call].sum().item<double>(), 100.0 * call * group->size());
 }
 
-TEST_F(CallCheck, ADifferentOperation) {
+TEST_F(CallCheck, ReportsADifferentOperation) {
   auto group = this->group();
   at::Tensor tensor = at::zeros({8});
   const std::string error = error_of([&] {
@@ -93,7 +84,7 @@ TEST_F(CallCheck, ADifferentOperation) {
                     HasSubstr(the_odd_one() + "broadcast #1 from its rank 0 of Float [8] in metrics::loss")));
 }
 
-TEST_F(CallCheck, ADifferentShape) {
+TEST_F(CallCheck, ReportsADifferentShape) {
   auto group = this->group();
   at::Tensor tensor = at::zeros({is_odd_one() ? 9 : 8});
   const std::string error = error_of([&] { group->all_reduce(tensor, ReduceOp::Sum, kHere).wait(); });
@@ -101,7 +92,7 @@ TEST_F(CallCheck, ADifferentShape) {
                            HasSubstr(the_odd_one() + "all_reduce #1 (sum) of Float [9]")));
 }
 
-TEST_F(CallCheck, ADifferentDtype) {
+TEST_F(CallCheck, ReportsADifferentDtype) {
   auto group = this->group();
   at::Tensor tensor = at::zeros({8}, is_odd_one() ? at::kDouble : at::kFloat);
   const std::string error = error_of([&] { group->all_reduce(tensor, ReduceOp::Sum, kHere).wait(); });
@@ -109,7 +100,7 @@ TEST_F(CallCheck, ADifferentDtype) {
                            HasSubstr(the_odd_one() + "all_reduce #1 (sum) of Double [8]")));
 }
 
-TEST_F(CallCheck, ADifferentReduction) {
+TEST_F(CallCheck, ReportsADifferentReduction) {
   auto group = this->group();
   at::Tensor tensor = at::zeros({8});
   const std::string error = error_of(
@@ -117,8 +108,8 @@ TEST_F(CallCheck, ADifferentReduction) {
   EXPECT_THAT(error, AllOf(HasSubstr("(sum)"), HasSubstr("(max)")));
 }
 
-// A rank that leaves out a layer: the same operation and sizes, elsewhere in the program.
-TEST_F(CallCheck, ASkippedCallAmongEqualOnes) {
+// A rank skips a layer: the same operation and sizes, elsewhere in the program.
+TEST_F(CallCheck, ReportsASkippedCallAmongEqualOnes) {
   auto group = this->group();
   at::Tensor tensor = at::zeros({8});
   const std::string error = error_of([&] {
@@ -128,7 +119,7 @@ TEST_F(CallCheck, ASkippedCallAmongEqualOnes) {
   EXPECT_THAT(error, AllOf(HasSubstr("of layers.1"), HasSubstr("of layers.0")));
 }
 
-TEST_F(CallCheck, AMissingCallEndsInATimeOut) {
+TEST_F(CallCheck, MissingCallTimesOut) {
   auto group = this->group();
   group->set_timeout(std::chrono::milliseconds(500));
   if (!is_odd_one()) {
@@ -141,10 +132,10 @@ TEST_F(CallCheck, AMissingCallEndsInATimeOut) {
   world().everyone()->barrier(kHere).wait();
 }
 
-// The receiver is told; the sender has gone on, and learns of it when its send finds nobody.
-TEST_F(CallCheck, WhatIsReceivedIsWhatWasSent) {
+// The receiver reports it; the sender has moved on, and learns of it when its next send finds no receiver.
+TEST_F(CallCheck, ReportsAReceiveThatDiffersFromTheSend) {
   auto group = this->group();
-  // Only the sender waits for somebody who won't come.
+  // Only the sender waits for a rank that won't come.
   if (world().rank() == 0) group->set_timeout(std::chrono::milliseconds(500));
   at::Tensor eight = at::zeros({8}), nine = at::zeros({9});
   std::string error = "none of the two";

@@ -1,10 +1,15 @@
 #pragma once
 
-// A state for the tests of checkpoints: tensors of several dtypes and sizes, whose every value is a function
-// of the tensor's name and the step, cut as any mesh of (pp, dp, tp) has them.
+// A state for the checkpoint tests: tensors of several dtypes and sizes whose every value is a function of
+// the tensor's name and the step, split for any mesh of (pp, dp, tp).
+
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
+#include <cstdio>
+#include <exception>
 #include <map>
 #include <string>
 #include <vector>
@@ -15,6 +20,7 @@
 #include "titan/checkpoint/checkpointer.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
+#include "titan/dist/world.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::testing {
@@ -25,7 +31,7 @@ struct Layout {
   std::string name() const { return titan::str("pp", pp, "_dp", dp, "_tp", tp); }
 };
 
-/// All layouts of the tests that so many ranks make.
+/// All layouts of the tests for that many ranks.
 inline std::vector<Layout> layouts_of(int num_ranks) {
   const std::vector<Layout> all = {{1, 1, 1}, {1, 2, 1}, {1, 1, 2}, {2, 1, 1}, {1, 3, 1}, {3, 1, 1},
                                    {1, 4, 1}, {1, 2, 2}, {2, 1, 2}, {2, 2, 1}, {1, 1, 4}};
@@ -51,11 +57,11 @@ struct TensorCase {
   std::vector<int64_t> shape;
   at::ScalarType dtype;
   int64_t dp_dim = -1, tp_dim = -1;  // -1: replicated
-  int stage = 0;                     // modulo the pipeline's stages
+  int stage = 0;                     // modulo the number of pipeline stages
   int also_on = -1;                  // a later stage that has it too
 };
 
-/// Sizes that don't divide, parts without elements, both axes on one dimension, scalars.
+/// Sizes that don't divide evenly, empty parts, both axes on one dimension, scalars.
 inline std::vector<TensorCase> toy_tensors() {
   std::vector<TensorCase> tensors = {{"embedding", {9, 4}, at::kFloat, 0, 1, 0, 1},
                                      {"steps", {}, at::kLong, -1, -1, 0, -1}};
@@ -80,7 +86,7 @@ inline std::vector<TensorCase> toy_tensors() {
 /// An object of such tensors, on the world's device.
 class ToyState : public checkpoint::Stateful {
  public:
-  /// Those of this rank's stage. `key`: the object's, a part of the values' names.
+  /// The tensors of this rank's stage. `key`: the object's, a part of the values' names.
   ToyState(std::string key, const DeviceMesh& mesh, const std::vector<TensorCase>& cases)
       : key_(std::move(key)) {
     const int stages = mesh.size("pp"), mine = mesh.coordinate("pp");
@@ -105,7 +111,7 @@ class ToyState : public checkpoint::Stateful {
     for (auto& tensor : tensors_) tensor.data.local.copy_(expected(tensor, step));
     text_ = titan::str(key_, " at ", step);
   }
-  /// The names of what isn't as fill(step) made it.
+  /// The names of tensors that differ from fill(step).
   std::vector<std::string> wrong(int64_t step) const {
     std::vector<std::string> names;
     for (const auto& tensor : tensors_)
@@ -139,7 +145,7 @@ class ToyState : public checkpoint::Stateful {
   std::vector<checkpoint::ObjectTensor> tensors_;
 };
 
-/// "model", "optimizer" and the mesh that they are cut by.
+/// "model", "optimizer" and the mesh that splits them.
 struct ToyJob {
   explicit ToyJob(const dist::World& world, const Layout& layout,
                   const std::vector<TensorCase>& cases = toy_tensors())
@@ -158,12 +164,12 @@ struct ToyJob {
     model.fill(step);
     optimizer.fill(step);
   }
-  /// Throws Error that names what isn't as fill(step) made it.
+  /// Throws Error that names tensors which differ from fill(step).
   void check(int64_t step) const {
     std::string wrong;
     for (const auto& [key, state] : {std::pair("model.", &model), std::pair("optimizer.", &optimizer)})
       for (const std::string& name : state->wrong(step)) wrong += titan::str(" ", key, name);
-    TITAN_CHECK(wrong.empty(), "not as they were at step ", step, ":", wrong);
+    TITAN_CHECK(wrong.empty(), "differ from step ", step, ":", wrong);
   }
 
   DeviceMesh mesh;
@@ -173,7 +179,7 @@ struct ToyJob {
 /// Throws Error unless the checkpoint holds, bit for bit, what fill(step) makes of both objects.
 inline void check_saved(const std::filesystem::path& step_folder, int64_t step) {
   const checkpoint::SavedState saved(step_folder);
-  TITAN_CHECK(saved.manifest().step == step, step_folder.string(), " is of step ", saved.manifest().step);
+  TITAN_CHECK(saved.manifest().step == step, step_folder.string(), " holds step ", saved.manifest().step);
   TITAN_CHECK(saved.table().tensors().size() == 2 * toy_tensors().size(), step_folder.string(), " has ",
               saved.table().tensors().size(), " tensors");
   for (const char* key : {"model", "optimizer"}) {
@@ -186,6 +192,21 @@ inline void check_saved(const std::filesystem::path& step_folder, int64_t step) 
                   "' isn't what was saved");
     }
   }
+}
+
+/// Joins a job's world on the CPU, runs `act(world)` and ends the process: with exit code 3 if it throws.
+template <class Act>
+[[noreturn]] void run_rank(std::chrono::seconds timeout, const Act& act) {
+  int code = 0;
+  try {
+    const dist::World world = dist::init({.backend = "gloo", .device = "cpu", .timeout = timeout});
+    act(world);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    code = 3;
+  }
+  std::fflush(nullptr);
+  _exit(code);
 }
 
 }  // namespace titan::testing

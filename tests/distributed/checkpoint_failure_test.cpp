@@ -1,4 +1,4 @@
-// What one rank can't do when a step is saved is the failure of all; and the tree over which they hear of it.
+// One rank's failure to save a step is a failure on all ranks; and the tree through which they learn of it.
 
 #include <sys/resource.h>
 
@@ -31,12 +31,12 @@ struct Fault {
 };
 
 bool happens_on(SavePhase phase, int rank) {
-  if (phase == SavePhase::Plan) return false;  // the first save is through
+  if (phase == SavePhase::Plan) return false;  // the first save is done
   return rank == 0 ||
          (phase != SavePhase::WriteManifest && phase != SavePhase::Commit && phase != SavePhase::Prune);
 }
 
-TEST(Failure, AtAnyPhaseTrainingGoesOnWhereAsked) {
+TEST(Failure, AtAnyPhaseTrainingContinuesOnRequest) {
   const SharedFolder folder;
   Fault fault;
   Saver saver({.folder = folder, .keep_latest = 100, .stop_on_failure = false, .on_phase = fault.hook()});
@@ -47,7 +47,7 @@ TEST(Failure, AtAnyPhaseTrainingGoesOnWhereAsked) {
       fault = {static_cast<SavePhase>(phase), rank};
       saver.fill_and_save(++step);
       saver.checkpointer.finish();
-      // Behind the verdict of rank 0 a failure is its rank's alone.
+      // After rank 0's verdict a failure affects its own rank alone.
       const bool heard = fault.phase != SavePhase::Verdict || rank == 0 || is_last();
       const bool failed = happens_on(fault.phase, rank) && fault.phase != SavePhase::Prune && heard;
       EXPECT_NE(saver.checkpointer.last_failure().empty(), failed) << to_string(fault.phase);
@@ -89,7 +89,7 @@ TEST(Failure, StopsAllRanksWithItsCause) {
   }
 }
 
-TEST(Failure, OfAPlanIsOnlyThatSaves) {
+TEST(Failure, OfAPlanAffectsOnlyThatSave) {
   const SharedFolder folder;
   for (const bool stops : {false, true}) {
     const fs::path here = folder / (stops ? "stops" : "goes_on");
@@ -97,7 +97,7 @@ TEST(Failure, OfAPlanIsOnlyThatSaves) {
     Saver saver({.folder = here, .stop_on_failure = stops, .on_phase = fault.hook()});
     bool began = true;
     const std::string error = error_of([&] { began = saver.checkpointer.save(1); });
-    EXPECT_EQ(began, stops) << "it threw, or it said so";
+    EXPECT_EQ(began, stops) << "it threw, or it returned false";
     EXPECT_THAT(
         stops ? error : saver.checkpointer.last_failure(),
         AllOf(HasSubstr("checkpoint of step 1: "), HasSubstr(last_rank()), HasSubstr("told to fail")));
@@ -110,8 +110,8 @@ TEST(Failure, OfAPlanIsOnlyThatSaves) {
   }
 }
 
-// It is through with its own part then, and waits for the others as long as they may take.
-TEST(Failure, ARankThatFailedWaitsForTheOthers) {
+// It has finished its own part by then, and waits for the others within their time limit.
+TEST(Failure, AFailedRankWaitsForTheOthers) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   const SharedFolder folder;
   bool armed = false;
@@ -135,7 +135,7 @@ TEST(Failure, ARankThatFailedWaitsForTheOthers) {
 }
 
 // As on a full disk: one rank's file can't grow.
-TEST(Failure, AFileThatCannotBeWritten) {
+TEST(Failure, ToWriteAFileIsReported) {
   const SharedFolder folder;
   Saver saver({.folder = folder, .stop_on_failure = false});
   saver.fill_and_save(1);
@@ -152,7 +152,7 @@ TEST(Failure, AFileThatCannotBeWritten) {
   check_saved(step_path(folder, 3), 3);
 }
 
-/// Whose state can't be had.
+/// An object whose state can't be read.
 struct Faulty : Stateful {
   ObjectState state() override {
     if (fails) throw Error("no state today");
@@ -162,7 +162,7 @@ struct Faulty : Stateful {
   bool fails = false;
 };
 
-TEST(Failure, AStateThatCannotBeHad) {
+TEST(Failure, ToReadTheStateIsReported) {
   const SharedFolder folder;
   Faulty faulty;
   Checkpointer checkpointer(world(), {}, {.folder = folder, .async = AsyncMode::Copied});
@@ -182,7 +182,7 @@ TEST(Failure, AStateThatCannotBeHad) {
 
 // --- the tree
 
-TEST(RankTree, ItsShape) {
+TEST(RankTree, HasTheExpectedShape) {
   using detail::children_of;
   EXPECT_EQ(children_of(0, 8), (std::vector<int>{1, 2, 4}));
   EXPECT_EQ(children_of(4, 8), (std::vector<int>{5, 6}));
@@ -196,12 +196,12 @@ TEST(RankTree, ItsShape) {
         parents[static_cast<size_t>(child)] = rank;
       }
     }
-    EXPECT_EQ(std::count(parents.begin(), parents.end(), -1), 1) << "rank 0's alone";
+    EXPECT_EQ(std::count(parents.begin(), parents.end(), -1), 1) << "only rank 0 has none";
   }
   EXPECT_EQ(detail::height_of(0, 4096), 12);
 }
 
-TEST(RankTree, EveryAnswerGoesUpAndTheVerdictDown) {
+TEST(RankTree, CollectsEveryAnswerAndSpreadsTheVerdict) {
   const auto group = world().group(world().everyone()->ranks(), "tree", "tree test");
   const std::vector<std::string> hosts(static_cast<size_t>(world().size()), "here");
   detail::RankTree tree(
@@ -229,7 +229,7 @@ TEST(RankTree, EveryAnswerGoesUpAndTheVerdictDown) {
   EXPECT_EQ(detail::any_text(tree, is_last() ? "mine" : ""), "mine");
 }
 
-// Its calls are made by other threads than training's, whose limit gets shorter behind the first step.
+// Its calls run on other threads than training's, whose time limit gets shorter after the first step.
 TEST(RankTree, KeepsItsTimeLimit) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   const auto before = world().timeout();

@@ -1,4 +1,4 @@
-// Whole jobs, started and killed: what is left behind loads, and is what was saved.
+// Whole jobs are started and killed: the checkpoints that they leave load, and hold what was saved.
 
 #include <signal.h>
 
@@ -26,20 +26,6 @@ using ::testing::HasSubstr;
 
 constexpr int kRanks = 4;
 
-/// Gone behind the test.
-struct TempFolder {
-  TempFolder() {
-    std::string name = (fs::temp_directory_path() / "titan_faults_XXXXXX").string();
-    if (!mkdtemp(name.data())) throw Error("mkdtemp: " + name);
-    path = name;
-  }
-  ~TempFolder() {
-    std::error_code ignored;
-    fs::remove_all(path, ignored);
-  }
-  fs::path path;
-};
-
 std::vector<std::string> launch_words(int num_ranks, const std::vector<std::string>& words) {
   const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
   std::vector<std::string> all = {bin + "titan", "launch", "-n", std::to_string(num_ranks),
@@ -50,7 +36,7 @@ std::vector<std::string> launch_words(int num_ranks, const std::vector<std::stri
 
 const Command::Variables kOneThread = {{"OMP_NUM_THREADS", "1"}};
 
-/// This process's own world: of one rank.
+/// This process's own world of one rank.
 const dist::World& alone() {
   static const dist::World world = dist::init({.backend = "gloo", .device = "cpu"});
   return world;
@@ -63,7 +49,7 @@ std::vector<std::string> names_in(const fs::path& folder) {
   return names;
 }
 
-/// Every step that is listed is whole and what it should be. Returns the newest.
+/// Checks that every listed step is complete and has the expected values. Returns the newest.
 int64_t check_steps(const fs::path& folder) {
   std::vector<std::string> problems;
   const auto newest = checkpoint::newest_complete(folder, problems);
@@ -78,7 +64,8 @@ int64_t check_steps(const fs::path& folder) {
   return last;
 }
 
-/// The next run: on one rank, loads the newest step (0: none is there), and leaves nothing of the run before.
+/// The next run: on one rank, loads the newest step (0: there is none), and removes all leftovers of the run
+/// before.
 void check_next_run(const fs::path& folder, int64_t newest) {
   ToyJob job(alone());
   checkpoint::Checkpointer checkpointer(alone(), {}, {.folder = folder});
@@ -93,7 +80,7 @@ void check_next_run(const fs::path& folder, int64_t newest) {
 
 // --- every layout to every other
 
-TEST(Reshard, EveryLayoutIsLoadedByEveryOther) {
+TEST(Reshard, EveryLayoutLoadsEveryOther) {
   const TempFolder folder;
   size_t num_layouts = 0;
   for (int ranks = 1; ranks <= 4; ++ranks) {
@@ -120,8 +107,8 @@ struct FaultCase {
   std::string mode;
 };
 
-// Of the two cases of a phase and a way one is of the mode that shipped configs have, staged, by turns on the
-// first rank and on the last.
+// Each phase and way has two cases; one uses the mode of the shipped configs, staged, on the first rank and
+// on the last in turn.
 std::vector<FaultCase> fault_cases(const std::vector<std::string>& ways) {
   std::vector<FaultCase> cases;
   int turn = 0;
@@ -148,9 +135,9 @@ void check_fault(const FaultCase& fault) {
                                                 std::to_string(fault.rank), fault.mode}),
                           kOneThread, 180);
   const bool pruning_failed = fault.phase == SavePhase::Prune && fault.how == "throw";
-  // The step is complete; that an older one stays is logged.
+  // The step is complete; a message says that an older one stays.
   EXPECT_EQ(result.status == 0, pruning_failed) << result.err;
-  EXPECT_NE(result.status, 128 + SIGKILL) << "it didn't end by itself: " << result.err;
+  EXPECT_NE(result.status, 128 + SIGKILL) << "it had to be killed: " << result.err;
   if (fault.how == "hang" || (fault.how == "throw" && !pruning_failed))
     EXPECT_THAT(result.err, HasSubstr(titan::str("rank ", fault.rank, " ("))) << "the culprit is named";
   const bool complete = fault.phase == SavePhase::Verdict || fault.phase == SavePhase::Prune;
@@ -169,14 +156,14 @@ void check_faults(const std::vector<FaultCase>& cases, int at_once) {
     });
 }
 
-TEST(Faults, TheStepBeforeLoadsWhateverHappens) {
+TEST(Faults, StepBeforeLoadsAfterAnyFault) {
   alone();
   check_faults(fault_cases({"throw", "exit"}), 2);
 }
 
-TEST(Faults, NorDoesARankThatHangsStopTheOthersFromEnding) {
+TEST(Faults, OtherRanksEndIfOneHangs) {
   alone();
-  check_faults(fault_cases({"hang"}), 5);  // which wait most of the time
+  check_faults(fault_cases({"hang"}), 5);  // these wait most of the time
 }
 
 // --- killed at any moment
@@ -192,18 +179,18 @@ void kill_rank(const fs::path& folder, int rank) {
   if (pid > 0) kill(pid, SIGKILL);
 }
 
-TEST(Kills, TheNewestCompleteStepIsWhatWasSaved) {
+TEST(Kills, NewestCompleteStepIsWhatWasSaved) {
   const TempFolder folder;
   const fs::path steps = folder.path / "steps";
-  // Another seed each time, told to whoever wants to see the same again.
+  // Seeded differently each time; the output names the seed, so that a run can be repeated.
   const uint64_t seed = std::random_device()();
   std::mt19937_64 random(seed);
   SCOPED_TRACE(titan::str("seed ", seed));
   int64_t newest = 0;
   for (int trial = 0; trial < num_kills(); ++trial) {
-    const int victim = static_cast<int>(random() % (kRanks + 2));  // two in six: all
+    const int victim = static_cast<int>(random() % (kRanks + 2));  // two in six: all of them
     Command job(launch_words(kRanks, {"forever", folder.path}), kOneThread);
-    // A save that begins behind another knows that one complete: something has to be there in the end.
+    // A save that begins after another one knows that one to be complete: in the end there must be a step.
     const bool is_last_chance = newest == 0 && trial + 1 == num_kills();
     ASSERT_TRUE(job.wait_for_output(is_last_chance ? "begun 2\n" : "begun", 120)) << job.wait(0).err;
     std::this_thread::sleep_for(std::chrono::microseconds(random() % 300'000));

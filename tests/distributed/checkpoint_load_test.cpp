@@ -1,4 +1,4 @@
-// Loading by all ranks of a job, folders that they can't use, and what they are told.
+// Loading on all ranks of a job, unusable folders, and the messages about them.
 
 #include <algorithm>
 #include <fstream>
@@ -41,7 +41,7 @@ std::vector<TensorCase> changed_tensors() {
   return tensors;
 }
 
-TEST(Load, EveryDifferenceIsToldBeforeAnythingChanges) {
+TEST(Load, ReportsEveryDifferenceBeforeAnythingChanges) {
   const SharedFolder folder;
   LoadCase test(folder);
   ToyJob job(world(), {1, world().size(), 1}, changed_tensors());
@@ -51,7 +51,7 @@ TEST(Load, EveryDifferenceIsToldBeforeAnythingChanges) {
   job.fill(5);
   try {
     test.checkpointer.load(test.path);
-    ADD_FAILURE() << "loaded";
+    ADD_FAILURE() << "the checkpoint was loaded";
   } catch (const ConfigError& error) {
     const std::string what = error.what();
     for (const char* part :
@@ -65,7 +65,7 @@ TEST(Load, EveryDifferenceIsToldBeforeAnythingChanges) {
   EXPECT_THAT(job.model.wrong(5), ::testing::IsEmpty());
 }
 
-TEST(Load, OneRanksDifferenceKeepsAllFromLoading) {
+TEST(Load, ADifferenceOnOneRankStopsAll) {
   const SharedFolder folder;
   LoadCase test(folder);
   ToyJob job(world());
@@ -77,7 +77,7 @@ TEST(Load, OneRanksDifferenceKeepsAllFromLoading) {
   EXPECT_THAT(job.optimizer.wrong(5), ::testing::IsEmpty());
 }
 
-TEST(Load, WhatIsExcludedKeepsWhatItHas) {
+TEST(Load, ExcludedTensorsKeepTheirValues) {
   const SharedFolder folder;
   LoadCase test(folder);
   ToyJob job(world());
@@ -94,7 +94,7 @@ TEST(Load, WhatIsExcludedKeepsWhatItHas) {
               HasSubstr("'optimiser' is to be excluded, but neither"));
 }
 
-TEST(Load, DtypesAreConvertedOnRequest) {
+TEST(Load, ConvertsDtypesOnRequest) {
   const SharedFolder folder;
   LoadCase test(folder);
   std::vector<TensorCase> tensors = toy_tensors();
@@ -112,7 +112,7 @@ TEST(Load, DtypesAreConvertedOnRequest) {
   }
 }
 
-TEST(Load, DamageIsNamedOnAllRanks) {
+TEST(Load, ReportsDamageOnAllRanks) {
   const SharedFolder folder;
   LoadCase test(folder);
   meet();
@@ -137,7 +137,7 @@ int64_t bytes_of(const StateTensor& tensor, const Box& box) {
   return box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
 }
 
-// Of what is read of a piece: the runs of bytes that lie together there, each with at most a block more at
+// What is read of a piece: the runs of bytes that are contiguous there, each with at most one more block at
 // either end, and no block twice.
 int64_t most_bytes(const StateTensor& tensor, const Box& piece, const Box& wanted) {
   Box both = piece;
@@ -161,8 +161,8 @@ int64_t header_bytes(const Manifest& manifest, int64_t rank) {
 }
 
 struct Amount {
-  int64_t own = 0;    // of this rank's parts
-  int64_t whole = 0;  // of the pieces that have some of them
+  int64_t own = 0;    // bytes of this rank's parts
+  int64_t whole = 0;  // bytes of the pieces that hold some of them
   int64_t most = 0;
 };
 
@@ -187,8 +187,9 @@ Amount amount_of(const Manifest& manifest, ToyState& state) {
   return amount;
 }
 
-// Four ranks along dp saved it; all of this world's along dp load it, and all along tp, where rows are cut.
-TEST(Load, ReadsTheBlocksOfItsOwnPartsAlone) {
+// Four ranks along dp saved it; all ranks of this world load it along dp, then all along tp, where rows are
+// split.
+TEST(Load, ReadsOnlyTheBlocksOfItsOwnParts) {
   const SharedFolder folder;
   const std::vector<TensorCase> cases = {{"short_rows", {12'000, 300}, at::kFloat, 0, 1},
                                          {"long_rows", {4, 1'200'000}, at::kFloat, 0, 1},
@@ -215,9 +216,9 @@ TEST(Load, ReadsTheBlocksOfItsOwnPartsAlone) {
     const Amount amount = amount_of(loaded.manifest, model);
     EXPECT_GE(loaded.num_bytes_read, amount.own);
     EXPECT_LE(loaded.num_bytes_read, amount.most);
-    // Files of two ranks, or of one, are read whole, and each once.
+    // Files of one or two ranks are read whole, and each once.
     if (layout.dp == size && 4 % size == 0) EXPECT_EQ(loaded.num_bytes_read, amount.whole);
-    // Of rows that are longer than a few blocks a part is read, of shorter ones all.
+    // Rows longer than a few blocks are read in part, shorter ones whole.
     if (layout.tp > 1) {
       const int64_t short_rows = int64_t{12'000} * 300 * 4, long_rows = int64_t{4} * 1'200'000 * 4;
       EXPECT_GE(loaded.num_bytes_read, short_rows);
@@ -226,7 +227,7 @@ TEST(Load, ReadsTheBlocksOfItsOwnPartsAlone) {
   }
 }
 
-TEST(Load, AFolderThatIsNotThere) {
+TEST(Load, NamesAMissingFolder) {
   const SharedFolder folder;
   LoadCase test(folder);
   EXPECT_THAT(error_of([&] { test.checkpointer.load(folder / "step-9"); }), HasSubstr("step-9"));
@@ -234,7 +235,7 @@ TEST(Load, AFolderThatIsNotThere) {
 
 // --- folders
 
-TEST(Folder, OneThatIsNotSharedIsRefusedByName) {
+TEST(Folder, RefusesAFolderThatIsNotShared) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   const SharedFolder folder;
   const fs::path mine = folder / (is_last() ? "b" : "a");
@@ -246,25 +247,25 @@ TEST(Folder, OneThatIsNotSharedIsRefusedByName) {
   EXPECT_THAT(error, HasSubstr("what rank 0 wrote"));
 }
 
-TEST(Folder, OneThatCannotBeMade) {
+TEST(Folder, NamesAFolderThatCannotBeCreated) {
   const std::string error =
       error_of([] { Checkpointer checkpointer(world(), {}, {.folder = "/proc/titan_checkpoints"}); });
   EXPECT_THAT(error, HasSubstr("/proc/titan_checkpoints"));
   EXPECT_THAT(error, HasSubstr("rank 0 ("));
 }
 
-TEST(Folder, ASecondWriterIsRefused) {
+TEST(Folder, RefusesASecondWriter) {
   const SharedFolder folder;
   Saver saver({.folder = folder});
   EXPECT_THAT(error_of([&] { Checkpointer second(world(), {}, {.folder = folder}); }),
               HasSubstr("is being written to by"));
 }
 
-TEST(Folder, OptionsOutOfRangeAreToldTogether) {
+TEST(Folder, ReportsAllOptionsOutOfRangeTogether) {
   try {
     Checkpointer checkpointer(world(), {},
                               {.keep_latest = -1, .timeout = std::chrono::seconds(0), .num_threads = 0});
-    ADD_FAILURE() << "made";
+    ADD_FAILURE() << "the checkpointer was built";
   } catch (const ConfigError& error) {
     EXPECT_EQ(error.problems().size(), 4u) << error.what();
   }

@@ -1,14 +1,14 @@
-// What the tests of checkpoints start as a rank:
+// The rank program of the checkpoint tests:
 //   checkpoint_program save FOLDER
-//       under every layout of so many ranks, FOLDER/LAYOUT
+//       under every layout of that many ranks, FOLDER/LAYOUT
 //   checkpoint_program load FOLDER
-//       each of these under every layout of so many ranks
+//       each of these under every layout of that many ranks
 //   checkpoint_program fail FOLDER PHASE HOW RANK MODE
 //       step 1 is saved; step 2 fails (1 where PHASE is Plan, which no later one has): at PHASE of the save
 //       RANK does HOW (throw, exit or hang). MODE: disabled, copied, staged
 //   checkpoint_program forever FOLDER
-//       loads the newest step, checks it, saves those that follow
-// A failure ends a rank with 3.
+//       loads the newest step, checks it, and saves the following ones
+// A failure ends a rank with exit code 3.
 
 #include <unistd.h>
 
@@ -93,7 +93,7 @@ void save_and_fail(const dist::World& world, const Words& words) {
   options.async = mode_of(words.at(5));
   options.on_phase = [&](SavePhase at) {
     if (!armed || !chosen || at != phase) return;
-    // A rank may come to the verdict before rank 0 has renamed, which its end would take along.
+    // A rank may reach the verdict before rank 0 has renamed the folder, and its end would stop rank 0.
     if (at == SavePhase::Verdict)
       while (!std::filesystem::exists(checkpoint::step_path(options.folder, 2))) usleep(1000);
     fail_as(words.at(3));
@@ -123,7 +123,7 @@ void save_forever(const dist::World& world, const std::filesystem::path& folder)
   job.add_to(checkpointer);
   std::vector<std::string> problems;
   const auto newest = checkpoint::newest_complete(options.folder, problems);
-  // Every rank has looked before the first goes on and changes the folder.
+  // Every rank looks before the first one continues and changes the folder.
   world.everyone()->barrier({"checkpoint_program::start"}).wait();
   if (newest) {
     checkpointer.load(checkpoint::step_path(options.folder, *newest));
@@ -151,15 +151,7 @@ void act(const dist::World& world, const Words& words) {
 }  // namespace titan::testing
 
 int main(int argc, char** argv) {
-  try {
-    const auto world =
-        titan::dist::init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(30)});
+  titan::testing::run_rank(std::chrono::seconds(30), [&](const auto& world) {
     titan::testing::act(world, {argv + 1, argv + argc});
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    std::fflush(nullptr);
-    _exit(3);
-  }
-  std::fflush(nullptr);
-  _exit(0);
+  });
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// For the tests of checkpoints that all ranks run: a folder for all, a job that saves there, and what is
-// found in the folder.
+// For checkpoint tests that run on all ranks: a shared folder, a job that saves there, and checks of the
+// folder's contents.
 
 #include <cstdlib>
 #include <filesystem>
@@ -24,7 +24,7 @@ inline constexpr dist::Label kLabel{.phase = "checkpoint test"};
 
 inline void meet() { world().everyone()->barrier(kLabel).wait(); }
 
-/// The same on all ranks; gone behind the test.
+/// The same on all ranks; removed after the test.
 class SharedFolder {
  public:
   SharedFolder() {
@@ -33,7 +33,7 @@ class SharedFolder {
     path_ = world().everyone()->all_gather_text(name, kLabel)[0];
   }
   ~SharedFolder() {
-    // Only a test that passed comes here on all ranks.
+    // Only a test that passed gets here on all ranks.
     if (::testing::Test::HasFailure()) return;
     meet();
     std::error_code ignored;
@@ -46,7 +46,7 @@ class SharedFolder {
   fs::path path_;
 };
 
-/// "rank 3 (", which a message about the last rank has; alone, a rank isn't told its number.
+/// "rank 3 (", part of a message about the last rank; a single rank isn't given its number.
 inline std::string last_rank() {
   return world().size() == 1 ? "" : titan::str("rank ", world().size() - 1, " (");
 }
@@ -68,16 +68,6 @@ inline std::vector<std::string> leftovers(const fs::path& folder) {
     if (name != ".lock" && !name.starts_with("step-")) names.push_back(name);
   }
   return names;
-}
-
-template <class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 struct Saver {

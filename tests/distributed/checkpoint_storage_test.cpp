@@ -1,4 +1,4 @@
-// Checkpoints in a storage that is registered from outside, as a user's own would be.
+// Checkpoints in a storage that a user registers.
 
 #include <cstring>
 #include <map>
@@ -159,7 +159,7 @@ RedirectedStorage& redirected() {
   return *storage;
 }
 
-TEST(Storage, ARegisteredStorageHoldsWholeCheckpoints) {
+TEST(Storage, RegisteredStorageHoldsWholeCheckpoints) {
   if (world().size() > 1) GTEST_SKIP() << "ranks are processes, which share no memory";
   memory();
   const fs::path folder = "memory://runs/first";  // the same as memory:/runs/first
@@ -208,7 +208,7 @@ TEST(Storage, RanksShareARegisteredStorage) {
   EXPECT_FALSE(fs::exists("there:")) << "nothing bypasses the storage";
 }
 
-TEST(Storage, AFailedSaveLeavesNothingThere) {
+TEST(Storage, FailedSaveLeavesNothing) {
   const SharedFolder shared;
   redirected();
   ToyJob job(world(), {1, 1, world().size()});
@@ -224,7 +224,7 @@ TEST(Storage, AFailedSaveLeavesNothingThere) {
   EXPECT_THAT(list_steps(shared / "steps"), IsEmpty());
 }
 
-TEST(Storage, UnknownSchemesAndModelFilesAreRefused) {
+TEST(Storage, RefusesUnknownSchemesAndModelFiles) {
   const auto message_of = [](const auto& call) -> std::string {
     try {
       call();

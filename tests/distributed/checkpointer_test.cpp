@@ -1,4 +1,4 @@
-// Saving by all ranks of a job: what is in the files, and when it is taken.
+// Saving on all ranks of a job: the contents of the files, and the moment at which they are taken.
 
 #include <atomic>
 #include <limits>
@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 using namespace titan::testing;
 
-TEST(Checkpointer, WhatIsSavedIsLoadedBitForBit) {
+TEST(Checkpointer, LoadsSavedStateBitForBit) {
   const SharedFolder folder;
   for (const Layout& layout : layouts_of(world().size())) {
     const fs::path here = folder / layout.name();
@@ -41,8 +41,8 @@ TEST(Checkpointer, WhatIsSavedIsLoadedBitForBit) {
   }
 }
 
-// The bytes of all files together are the tensors' once, however many ranks have copies.
-TEST(Checkpointer, ReplicasAreWrittenOnce) {
+// All files together hold the tensors' bytes once, however many ranks have copies.
+TEST(Checkpointer, WritesReplicasOnce) {
   const SharedFolder folder;
   const std::vector<TensorCase> replicated = {{"weight", {64, 8}, at::kFloat}, {"bias", {32}, at::kFloat}};
   ToyJob job(world(), {1, 1, world().size()}, replicated);
@@ -64,10 +64,10 @@ TEST(Checkpointer, ReplicasAreWrittenOnce) {
   EXPECT_GT(smallest, 0) << "all ranks write a part";
 }
 
-TEST(Checkpointer, OnTheSameMeshARankReadsItsOwnFileOnce) {
+TEST(Checkpointer, ReadsItsOwnFileOnceOnTheSameMesh) {
   const SharedFolder folder;
   const int64_t rows = 1500 * world().size();  // more than a block each
-  // More than is read at once (load_state.cpp); of four such parts each rank would make the whole.
+  // More than is read at once (load_state.cpp); four such parts per rank make up the whole.
   const int64_t many = (world().size() <= 2 ? 14000 : 8) * world().size();
   ToyJob job(world(), {1, world().size(), 1},
              {{"huge", {many, 768}, at::kFloat, 0, -1},
@@ -84,7 +84,7 @@ TEST(Checkpointer, OnTheSameMeshARankReadsItsOwnFileOnce) {
   EXPECT_EQ(loaded.num_bytes_read, static_cast<int64_t>(size));
 }
 
-/// Holds up the background thread at a phase until it is opened.
+/// Stops the background thread at a phase until it is opened.
 struct Gate {
   std::atomic<bool> open{false};
   std::function<void(SavePhase)> at(SavePhase phase) {
@@ -94,7 +94,7 @@ struct Gate {
   }
 };
 
-TEST(Async, CopiedIsTheStateAtTheCall) {
+TEST(Async, CopiedModeSavesTheStateAtTheCall) {
   const SharedFolder folder;
   Gate gate;
   Saver saver({.folder = folder, .async = AsyncMode::Copied, .on_phase = gate.at(SavePhase::MakeFolder)});
@@ -108,7 +108,7 @@ TEST(Async, CopiedIsTheStateAtTheCall) {
 }
 
 // Large enough that a GPU is still copying when the call returns.
-TEST(Async, CopiedIsTheStateAtTheCallHoweverLarge) {
+TEST(Async, CopiedModeSavesALargeStateAtTheCall) {
   const SharedFolder folder;
   ToyJob job(world(), {1, world().size(), 1}, {{"large", {1024 * world().size(), 2048}, at::kFloat, 0, -1}});
   Checkpointer checkpointer(world(), {}, {.folder = folder, .async = AsyncMode::Copied});
@@ -122,7 +122,7 @@ TEST(Async, CopiedIsTheStateAtTheCallHoweverLarge) {
   EXPECT_TRUE(at::equal(large, at::ones_like(large)));
 }
 
-TEST(Async, StagedIsTheStateUntilItIsStaged) {
+TEST(Async, StagedModeSavesTheStateUntilItIsStaged) {
   const SharedFolder folder;
   Gate gate;
   Saver saver({.folder = folder, .async = AsyncMode::Staged, .on_phase = gate.at(SavePhase::MakeFolder)});
@@ -137,7 +137,7 @@ TEST(Async, StagedIsTheStateUntilItIsStaged) {
   }
 }
 
-TEST(Async, ASecondSaveWaits) {
+TEST(Async, SecondSaveWaits) {
   const SharedFolder folder;
   Gate gate;
   Saver saver({.folder = folder, .async = AsyncMode::Copied, .on_phase = gate.at(SavePhase::WriteFile)});
@@ -154,8 +154,8 @@ TEST(Async, ASecondSaveWaits) {
   check_saved(step_path(folder, 2), 2);
 }
 
-// All ranks skip when one is busy.
-TEST(Async, ASecondSaveIsSkippedWhereAsked) {
+// All ranks skip if one is busy.
+TEST(Async, SkipsASecondSaveOnRequest) {
   const SharedFolder folder;
   Gate gate;
   gate.open = !is_last();
@@ -174,7 +174,7 @@ TEST(Async, ASecondSaveIsSkippedWhereAsked) {
   EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{1, 3}));
 }
 
-TEST(Staging, TheBufferIsUsedAgain) {
+TEST(Staging, ReusesTheBuffer) {
   ToyJob job(world());
   const std::vector<detail::KeyedState> states = [&] {
     std::vector<detail::KeyedState> list;
@@ -206,8 +206,8 @@ TEST(Staging, TheBufferIsUsedAgain) {
   }
 }
 
-// Without a copy: what is written is the tensors' own memory.
-TEST(Staging, WrittenFromWhereItIs) {
+// Without a copy: the tensors' own memory is written.
+TEST(Staging, WritesWithoutACopy) {
   if (!device().is_cpu()) GTEST_SKIP() << "what is on a GPU has to be copied";
   ToyJob job(world());
   std::vector<detail::KeyedState> states;
@@ -224,7 +224,7 @@ TEST(Staging, WrittenFromWhereItIs) {
   EXPECT_FALSE(plan.pieces().empty());
 }
 
-TEST(Checkpointer, StridedTensorsAreSavedAndLoaded) {
+TEST(Checkpointer, SavesAndLoadsStridedTensors) {
   const SharedFolder folder;
   for (const AsyncMode mode : {AsyncMode::Disabled, AsyncMode::Copied}) {
     ToyJob job(world());
@@ -258,7 +258,7 @@ TEST(Checkpointer, TensorsMayMoveButNotChange) {
   EXPECT_THAT(error, HasSubstr(last_rank()));
 }
 
-TEST(Checkpointer, RanksHaveTheSameObjects) {
+TEST(Checkpointer, RequiresTheSameObjectsOnAllRanks) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   const SharedFolder folder;
   ToyJob job(world());
@@ -269,7 +269,7 @@ TEST(Checkpointer, RanksHaveTheSameObjects) {
   EXPECT_THAT(steps_in(folder), ::testing::IsEmpty());
 }
 
-TEST(Checkpointer, AStepSavedAgainIsReplaced) {
+TEST(Checkpointer, ReplacesAStepSavedAgain) {
   const SharedFolder folder;
   Saver saver({.folder = folder});
   saver.fill_and_save(1);
@@ -282,7 +282,7 @@ TEST(Checkpointer, AStepSavedAgainIsReplaced) {
   saver.job.check(2);
 }
 
-TEST(Checkpointer, OlderStepsArePruned) {
+TEST(Checkpointer, PrunesOlderSteps) {
   const SharedFolder folder;
   Saver saver({.folder = folder, .keep_latest = 2});
   for (int64_t step = 1; step <= 4; ++step) saver.fill_and_save(step);
@@ -292,8 +292,8 @@ TEST(Checkpointer, OlderStepsArePruned) {
   check_saved(step_path(folder, 3), 3);
 }
 
-// As behind load_step: the newer ones are another run's past.
-TEST(Checkpointer, NewerStepsDontMakeASavedOneOld) {
+// As after load_step: the newer ones are another run's past.
+TEST(Checkpointer, NewerStepsDoNotMakeASavedOneOld) {
   const SharedFolder folder;
   Saver saver({.folder = folder, .keep_latest = 2});
   for (const int64_t step : {7, 8, 1, 2, 3}) saver.fill_and_save(step);
@@ -301,7 +301,7 @@ TEST(Checkpointer, NewerStepsDontMakeASavedOneOld) {
   EXPECT_EQ(steps_in(folder), (std::vector<int64_t>{2, 3, 7, 8}));
 }
 
-TEST(Checkpointer, TheLastFiniteStepIsKept) {
+TEST(Checkpointer, KeepsTheLastFiniteStep) {
   const SharedFolder folder;
   Saver saver({.folder = folder, .keep_latest = 1});
   saver.fill_and_save(1);
@@ -316,8 +316,8 @@ TEST(Checkpointer, TheLastFiniteStepIsKept) {
   EXPECT_FALSE(read_manifest(step_path(folder, 3)).finite);
 }
 
-// Training goes on meanwhile: removing a large step takes longer than its collectives wait.
-TEST(Checkpointer, NobodyWaitsForPruning) {
+// Training continues meanwhile: removing a large step takes longer than its collectives wait.
+TEST(Checkpointer, PrunesWithoutBlocking) {
   const SharedFolder folder;
   Gate gate;
   gate.open = true;
@@ -330,14 +330,14 @@ TEST(Checkpointer, NobodyWaitsForPruning) {
     gate.open = true;
   });
   saver.fill_and_save(2);
-  EXPECT_FALSE(gate.open) << "this save has waited until the older step was removed";
+  EXPECT_FALSE(gate.open) << "this save waited until the older step was removed";
   gate.open = true;
   saver.checkpointer.finish();
   EXPECT_EQ(steps_in(folder), std::vector<int64_t>{2});
 }
 
-// Each has groups of its own: what one's background thread says isn't heard by the other's.
-TEST(Checkpointer, TwoSaveAtOnce) {
+// Each has its own groups: one's background thread can't receive the other's messages.
+TEST(Checkpointer, TwoCheckpointersSaveAtOnce) {
   const SharedFolder folder;
   Gate gate;
   Saver first({.folder = folder / "first",
@@ -355,8 +355,8 @@ TEST(Checkpointer, TwoSaveAtOnce) {
   check_saved(step_path(folder / "second", 2), 2);
 }
 
-// Another run's, or a disk's that can't be written to.
-TEST(Checkpointer, OnlyReadingLeavesTheFolderAlone) {
+// The folder belongs to another run, or to a disk that can't be written to.
+TEST(Checkpointer, ReadingLeavesTheFolderUnchanged) {
   const SharedFolder folder;
   Saver writer({.folder = folder});
   writer.fill_and_save(1);
@@ -375,19 +375,19 @@ TEST(Checkpointer, OnlyReadingLeavesTheFolderAlone) {
   EXPECT_FALSE(fs::exists(folder / "none"));
 }
 
-TEST(Checkpointer, WhatAKilledStartLeftIsRemoved) {
+TEST(Checkpointer, RemovesLeftoversOfAKilledStart) {
   const SharedFolder folder;
   if (world().rank() == 0)
     for (const char* name : {".probe", "..probe.123.4.tmp", ".step-3.ab.tmp"})
       fs::create_directory(folder / name);
   meet();
   const Saver saver({.folder = folder});
-  meet();  // the folder's own probe goes when all have seen it
+  meet();  // the folder's own probe is removed once all have seen it
   EXPECT_THAT(leftovers(folder), ::testing::IsEmpty());
   meet();
 }
 
-/// Whose text is all ranks'.
+/// An object whose text combines all ranks' texts.
 struct Merged : Stateful {
   ObjectState state() override {
     return {{}, titan::str("r", world().rank()), [](const std::vector<std::string>& texts) {
@@ -400,7 +400,7 @@ struct Merged : Stateful {
   std::string text;
 };
 
-TEST(Checkpointer, TextsAreMerged) {
+TEST(Checkpointer, MergesTexts) {
   const SharedFolder folder;
   Merged merged;
   Checkpointer checkpointer(world(), {}, {.folder = folder});

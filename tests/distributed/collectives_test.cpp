@@ -1,4 +1,4 @@
-// Every collective over the real backend, against what the definition says, and what happens when ranks
+// Compares every collective over the real backend with its definition, and tests what happens when ranks
 // disagree.
 
 #include "titan/dist/collectives.h"
@@ -21,7 +21,7 @@ using testing::options_of;
 using testing::world;
 constexpr dist::Label kLabel = {"test::phase", "layers.0"};
 
-/// Part `part` of what `rank` contributes: small whole numbers, exact in bf16.
+/// Part `part` of `rank`'s contribution: small whole numbers, exact in bf16.
 at::Tensor contribution(int rank, int part, int64_t n, at::ScalarType dtype) {
   return (at::arange(n, at::kLong).remainder(5) + rank + 2 * part).to(device(), dtype);
 }
@@ -40,7 +40,7 @@ class Collectives : public ::testing::TestWithParam<at::ScalarType> {
   const at::ScalarType dtype = GetParam();
 };
 
-// Sizes around the thresholds at which backends change their algorithm, and odd ones.
+// Sizes around the thresholds at which backends switch algorithms, and odd ones.
 const std::vector<int64_t> kSizes = {1, 7, 1000, 70001};
 
 TEST_P(Collectives, AllGather) {
@@ -51,7 +51,7 @@ TEST_P(Collectives, AllGather) {
   }
 }
 
-// A dimension for the ranks, in front of those of a part.
+// A dimension for the ranks, before those of a part.
 TEST_P(Collectives, AllGatherOfPartsWithMoreDimensions) {
   const at::Tensor mine = contribution(rank, 0, 12, dtype).view({2, 3, 2});
   const at::Tensor out = at::zeros({size, 2, 3, 2}, options_of(dtype));
@@ -60,7 +60,7 @@ TEST_P(Collectives, AllGatherOfPartsWithMoreDimensions) {
     EXPECT_TRUE(out[r].equal(contribution(r, 0, 12, dtype).view({2, 3, 2}))) << r;
 }
 
-TEST_P(Collectives, AllGatherFromItsOwnPlace) {
+TEST_P(Collectives, AllGatherInPlace) {
   const int64_t n = 1000;
   at::Tensor out = at::zeros({size * n}, options_of(dtype));
   at::Tensor mine = out.narrow(0, rank * n, n);
@@ -76,7 +76,7 @@ TEST_P(Collectives, ReduceScatter) {
     group.reduce_scatter(out, in, kLabel).wait();
     for (int r = 0; r < size; ++r) expected += contribution(r, rank, n, dtype);
     EXPECT_TRUE(out.equal(expected)) << n;
-    EXPECT_TRUE(in.equal(before)) << "the input is left alone";
+    EXPECT_TRUE(in.equal(before)) << "the input is unchanged";
   }
 }
 
@@ -122,15 +122,15 @@ TEST_P(Collectives, SendAndReceiveAroundTheRing) {
   to_right.wait();
   to_left.wait();
   EXPECT_TRUE(from_left.equal(contribution(left, 0, 1000, dtype)));
-  // With two ranks both come from the same peer, in the order they were sent: what went to its right, then to
-  // its left.
+  // With two ranks both messages come from the same peer, in the order of sending: first the one to its
+  // right, then the one to its left.
   EXPECT_TRUE(from_right.equal(contribution(right, 0, 1000, dtype) + 1));
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, Collectives, ::testing::Values(at::kFloat, at::kBFloat16, at::kDouble),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
-TEST(HostValues, SumsMaximaAndTexts) {
+TEST(HostValues, CombineSumsMaximaAndTexts) {
   auto& group = *world().everyone();
   const int size = group.size();
   EXPECT_EQ(group.sum(0.5 * group.rank(), kLabel), 0.25 * size * (size - 1));
@@ -141,7 +141,7 @@ TEST(HostValues, SumsMaximaAndTexts) {
   for (int r = 0; r < size; ++r) EXPECT_EQ(texts[r], std::string(static_cast<size_t>(r), 'x'));
 }
 
-TEST(Overlap, CallsInFlightKeepTheirResultsApart) {
+TEST(Overlap, CallsInFlightKeepSeparateResults) {
   auto& group = *world().everyone();
   const int size = group.size();
   std::vector<at::Tensor> outs;
@@ -157,7 +157,7 @@ TEST(Overlap, CallsInFlightKeepTheirResultsApart) {
   }
 }
 
-TEST(Overlap, ADroppedWorkIsFinished) {
+TEST(Overlap, DroppedWorkIsFinished) {
   auto& group = *world().everyone();
   at::Tensor tensor = at::ones({100000}, options_of(at::kFloat));
   static_cast<void>(group.all_reduce(tensor, ReduceOp::Sum, kLabel));
@@ -176,7 +176,7 @@ TEST(Meshes, GroupsAlongAxesOfTheRealWorld) {
 }
 
 // Rank 0 waits for a call that the others never make.
-TEST(Failures, ATimeOutNamesTheCall) {
+TEST(Failures, TimeoutNamesTheCall) {
   if (world().size() == 1) GTEST_SKIP() << "needs a peer";
   auto group = world().group(world().everyone()->ranks(), "lonely", "time-out test");
   group->set_timeout(std::chrono::milliseconds(300));
@@ -184,7 +184,7 @@ TEST(Failures, ATimeOutNamesTheCall) {
     at::Tensor tensor = at::zeros({8}, options_of(at::kFloat));
     try {
       group->all_reduce(tensor, ReduceOp::Sum, {"fsdp::reduce", "layers.7"}).wait();
-      ADD_FAILURE() << "nobody else called";
+      ADD_FAILURE() << "a call without its peers returned";
     } catch (const Error& error) {
       EXPECT_THAT(error.what(),
                   ::testing::HasSubstr("all_reduce #1 in group 'lonely' failed on its rank 0 of"));
@@ -195,7 +195,7 @@ TEST(Failures, ATimeOutNamesTheCall) {
   world().everyone()->barrier(kLabel).wait();
 }
 
-// Ranks that lost their common order are told what each calls. Sockets can't tell.
+// Ranks that lost their common order report what each one calls. Sockets can't detect it.
 TEST(Failures, DifferentCallsAreNamed) {
   auto group = world().group(world().everyone()->ranks(), "mixed up", "mismatch test");
   if (world().size() == 1 || group->backend_name() != "host") GTEST_SKIP() << "needs a peer on this host";
@@ -205,7 +205,7 @@ TEST(Failures, DifferentCallsAreNamed) {
       group->all_reduce(tensor, ReduceOp::Sum, kLabel).wait();
     else
       group->broadcast(tensor, 0, kLabel).wait();
-    ADD_FAILURE() << "the calls differ";
+    ADD_FAILURE() << "different calls were accepted";
   } catch (const Error& error) {
     const std::string what = error.what();
     const bool named = what.find("calls all_reduce of 32 bytes") != std::string::npos ||

@@ -1,8 +1,8 @@
 // Every product of data, context and tensor parallelism, with activation checkpointing and accumulation,
 // against the same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default
 // as many combinations as it takes for each pair of settings to meet; with --all all of them. The largest
-// deviations are printed as JSON lines, which scripts/numerics.py collects. At every number of ranks each
-// test has layouts: 3 ranks get models of sizes that 3 divides.
+// deviations are printed as JSON lines, which scripts/numerics.py collects. Each test has layouts for every
+// number of ranks: 3 ranks use models whose sizes 3 divides.
 
 #include <cmath>
 #include <iterator>
@@ -19,7 +19,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 std::string name_of(const train::ParallelDims& dims) {
   return str("dp_replicate ", dims.dp_replicate, " dp_shard ", dims.dp_shard, " cp ", dims.row_degree(),
@@ -55,7 +55,7 @@ struct Variant {
   train::ParallelDims dims;
   TensorParallelOptions tensor;
   int micro_batches = 1;
-  bool reduce_every = true;  // micro-batch; else the last one's reduction is of their sum
+  bool reduce_every = true;  // every micro-batch; otherwise the last one reduces their sum
   size_t checkpointing = 0;
 };
 
@@ -97,7 +97,7 @@ Outcome run_spread(const LlamaCase& llama, const Batch& batch, const Precision& 
   return outcome_of(*model, meshes.loss.group()->sum(loss, {.phase = "test::loss"}));
 }
 
-// || a - b || of all gradients together.
+// || a - b || over all gradients together.
 double distance(const Outcome& a, const Outcome& b) {
   double sum = 0;
   for (const auto& [name, gradient] : a.gradients)
@@ -105,9 +105,9 @@ double distance(const Outcome& a, const Outcome& b) {
   return std::sqrt(sum);
 }
 
-// Rounding to 16 bits hits other summands in another layout: as far from fp32 as one rank's is allowed twice.
-// One rank's norm may be right by chance, so norms are held to how far apart the gradients are, which no
-// norms can be farther.
+// Rounding to 16 bits hits other summands in another layout: twice one rank's distance from fp32 is allowed.
+// One rank's norm may be right by chance, so norms are compared with how far apart the gradients are, which
+// no norms can exceed.
 void expect_as_close(const Outcome& got, const Outcome& one_rank, const Outcome& exact,
                      const std::string& what, Worst& worst) {
   EXPECT_LE(std::abs(got.loss - exact.loss), 2 * std::abs(one_rank.loss - exact.loss)) << what;
@@ -133,13 +133,13 @@ bool fits(const LlamaCase& llama, const Variant& variant) {
   return problems.empty() && llama.rows % rows == 0;
 }
 
-// Of tensor-parallel ones also without sequence and loss parallelism, and overlapped.
+// Tensor-parallel layouts also run without sequence and loss parallelism, and overlapped.
 std::vector<TensorParallelOptions> tensor_options(const train::ParallelDims& dims) {
   if (dims.tp == 1) return {{}};
   return {{}, {.sequence_parallel = false}, {.loss_parallel = false}, {.overlap = true}};
 }
 
-// What a variant sets, as numbers.
+// A variant's settings, as numbers.
 std::vector<int> settings_of(const Variant& variant, size_t number_of_dims) {
   const TensorParallelOptions& tensor = variant.tensor;
   const int tensor_option = !tensor.sequence_parallel ? 1
@@ -150,7 +150,7 @@ std::vector<int> settings_of(const Variant& variant, size_t number_of_dims) {
           static_cast<int>(variant.checkpointing)};
 }
 
-// The order mixes the settings, so that few variants cover the pairs. A single micro-batch comes to the same
+// The order mixes the settings, so that few variants cover the pairs. A single micro-batch reaches the same
 // settings again after half of the shifts.
 std::vector<Variant> variants_of(const LlamaCase& llama) {
   std::vector<Variant> all;
@@ -177,11 +177,11 @@ std::vector<Variant> variants_of(const LlamaCase& llama) {
 
 // ---- models
 
-// Of 3 ranks (or 6): whole heads, rows and tokens for each.
+// For 3 ranks (or 6): whole heads, rows and tokens for each.
 bool in_thirds() { return world().size() % 3 == 0; }
 int64_t by_ranks(int64_t usual, int64_t of_thirds) { return in_thirds() ? of_thirds : usual; }
 
-// 4 heads of which each has its keys, or 2 key heads; 6 and 3 in thirds.
+// 4 heads with their own keys, or 2 key heads; 6 and 3 for thirds.
 int64_t heads() { return by_ranks(4, 6); }
 int64_t key_heads() { return by_ranks(4, 3); }
 
@@ -197,7 +197,7 @@ LlamaCase small(const std::string& name, std::map<std::string, config::Value> ch
   return llama;
 }
 
-// Neither the vocabulary nor the feed-forward divides by 2, 3 or 4, and at 3 and 4 ranks each has one key
+// 2, 3 and 4 divide neither the vocabulary nor the feed-forward, and with 3 and 4 ranks each has one key
 // head.
 LlamaCase odd_sizes() {
   return small("odd_sizes", {{"vocab_size", int64_t{251}},
@@ -205,14 +205,14 @@ LlamaCase odd_sizes() {
                              {"n_heads", by_ranks(8, 6)},
                              {"n_kv_heads", key_heads()}});
 }
-// Of 3 ranks one has none of the 4 features between the products; of 4 ranks one has none of 5.
+// With 3 ranks one rank has none of the 4 features between the products; with 4 ranks one has none of 5.
 LlamaCase tiny_feed_forward() {
   return small("tiny_feed_forward", {{"dim", by_ranks(8, 12)},
                                      {"n_kv_heads", key_heads()},
                                      {"multiple_of", int64_t{1}},
                                      {"ffn_dim_multiplier", in_thirds() ? 0.14 : 0.24}});
 }
-// Of 4 tokens over 3 ranks one rank has none, as of 5 over 4.
+// With 4 tokens over 3 ranks one rank has none, and so with 5 over 4.
 LlamaCase tiny_vocabulary() {
   return small("tiny_vocabulary", {{"vocab_size", by_ranks(5, 4)}, {"n_kv_heads", key_heads()}});
 }
@@ -226,7 +226,7 @@ LlamaCase one_row() {
 
 LlamaCase mini() { return small("mini"); }
 
-// Made in the test, when the number of ranks is known.
+// Built in the test, once the number of ranks is known.
 struct CompositionCase {
   const char* name;
   LlamaCase (*make_llama)();
@@ -272,7 +272,7 @@ TEST(CompositionIn16Bits, IsAsCloseToFp32AsOneRank) {
 
 using Masking = void (*)(Batch&);
 
-// All of the rows that rank 0 of a data-parallel pair (or three) reads.
+// All rows that rank 0 of a data-parallel pair (or three) reads.
 void mask_one_rank(Batch& batch) { batch.labels.slice(0, 0, {}, by_ranks(2, 3)).fill_(-100); }
 void keep_one_token(Batch& batch) {
   const int64_t label = batch.labels.max().item<int64_t>();
@@ -312,7 +312,7 @@ TEST(CompositionWithoutTokens, GivesZeros) {
 
 // ---- initial weights
 
-TEST(CompositionInit, EveryLayoutStartsFromOneRanksBits) {
+TEST(CompositionInit, EveryLayoutStartsFromTheSameBits) {
   const LlamaCase llama = odd_sizes();
   auto single = build_llama(llama, at::kFloat);
   materialize(single->root(), kSeed);

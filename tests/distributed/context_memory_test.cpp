@@ -1,6 +1,5 @@
-// A sequence of 16,384 tokens: activations are divided by the ranks, and there is never a matrix of scores.
-// A program of its own, as the most memory of a process is what is looked at; on a GPU the most of its
-// allocator.
+// A sequence of 16,384 tokens: activations are divided among the ranks, and there is never a matrix of
+// scores. A program of its own, because it measures a process's peak memory; on a GPU the allocator's peak.
 
 #include <cmath>
 #include <fstream>
@@ -15,15 +14,15 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
-// From here on peak_mib() counts anew, where the kernel lets us; else from the process's start.
+// Resets peak_mib() where the kernel allows it; otherwise it counts from the process's start.
 void reset_peak() {
   if (device().is_cuda()) return dist::device_backend()->reset_peak_memory(device().index());
   std::ofstream("/proc/self/clear_refs") << "5";
 }
 
-// Most resident memory, or most in tensors of the GPU.
+// Peak resident memory, or peak in tensors of the GPU.
 double peak_mib() {
   if (device().is_cuda())
     return static_cast<double>(dist::device_backend()->memory(device().index()).peak_allocated_bytes) /
@@ -34,7 +33,7 @@ double peak_mib() {
   throw Error("/proc/self/status has no line VmHWM");
 }
 
-// Of weights and products.
+// Dtypes of weights and of products.
 struct Dtypes {
   at::ScalarType weights, products;
 };
@@ -66,13 +65,13 @@ struct MemoryCase {
 
 class ContextMemory : public ::testing::TestWithParam<MemoryCase> {};
 
-// Scores of one head of this rank would be 8192 x 16384 numbers: 512 MiB in fp32, four times that for all. In
-// float64, of 8192 tokens, half as much, and everything else is as large.
+// One head's scores on this rank would be 8192 x 16384 numbers: 512 MiB in fp32, four times that for all
+// heads. In float64, with 8192 tokens, half as much, and everything else is as large.
 TEST_P(ContextMemory, IsLinearInTheSequence) {
   const auto& [name, options, dtypes, length] = GetParam();
   if (device().is_cuda() && dtypes.weights == at::kDouble)
     GTEST_SKIP() << "a GPU computes it by tiles, whose memory the unit test of tiled attention bounds";
-  run_step(options, dtypes, 512);  // what isn't the sequence's
+  run_step(options, dtypes, 512);  // allocates what doesn't depend on the sequence
   reset_peak();
   const double before = peak_mib();
   const double loss = run_step(options, dtypes, length);
@@ -98,7 +97,7 @@ INSTANTIATE_TEST_SUITE_P(
                       MemoryCase{"Fp32GatheredKeys",
                                  {kHeadTail, ContextRotateMethod::AllGather, ContextAttention::AllGatherKv},
                                  {at::kFloat, at::kFloat}},
-                      // By LibTorch's kernel.
+                      // With LibTorch's kernel.
                       MemoryCase{"Fp64AllGather",
                                  {kHeadTail, ContextRotateMethod::AllGather, ContextAttention::Ring},
                                  {at::kDouble, at::kDouble},

@@ -16,7 +16,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr uint64_t kSeed = 3;
 
@@ -44,7 +44,7 @@ double gradient_tolerance(at::ScalarType dtype) {
 // ---- attention alone
 
 struct Heads {
-  int64_t batch, chunk, heads, kv_heads, size;  // `chunk`: tokens of a 2N-th of the sequence
+  int64_t batch, chunk, heads, kv_heads, size;  // `chunk`: tokens in a 2N-th of the sequence
 };
 
 void PrintTo(const Heads& h, std::ostream* out) {
@@ -79,7 +79,7 @@ TEST_P(ContextAttentionTest, EqualsAttentionOverTheWholeSequence) {
     const context::SequenceLayout layout(world().size(), form.options.load_balancer);
     context::ContextCore core(make_attention(layout, form.options), "test");
     const auto mine = [&](const at::Tensor& x) { return layout.part(x, 1, world().rank()); };
-    // Twice: the second time over memory that the first has used.
+    // Twice: the second time in memory that the first one used.
     for (int round = 0; round < 2; ++round) {
       std::vector<at::Tensor> parts;
       for (const at::Tensor& t : {q, k, v}) parts.push_back(mine(t).requires_grad_());
@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(All, ContextAttentionTest,
                                                               Heads{3, 50, 3, 3, 24},
                                                               Heads{1, 9, 2, 1, 20})));
 
-// A head's features needn't lie side by side, and the gradient of a sum is one number everywhere.
+// A head's features needn't be adjacent, and the gradient of a sum is one number everywhere.
 TEST(ContextAttentionStrides, MayBeAny) {
   const int64_t length = 10;
   const auto make = [&](int64_t heads) { return at::randn({2, 16, heads, length}).transpose(1, 3); };
@@ -127,7 +127,7 @@ TEST(ContextAttentionStrides, MayBeAny) {
     }
 }
 
-// Passes a tensor on, and no gradient back.
+// Passes a tensor on, but no gradient back.
 struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -136,8 +136,8 @@ struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
   }
 };
 
-// Its queries count for nothing, but its keys and values do for the others.
-TEST(ContextAttentionGradient, ARankWithoutOneTakesPart) {
+// Its queries don't count, but its keys and values do for the others.
+TEST(ContextAttentionGradient, ARankWithoutOneParticipates) {
   at::manual_seed(6);
   const int size = world().size(), rank = world().rank();
   const context::SequenceLayout layout(size, ContextLoadBalancer::HeadTail);
@@ -168,20 +168,6 @@ std::vector<CpLayout> cp_layouts(int world_size) {
   return {{1, world_size}};
 }
 
-struct Reference {
-  double loss = 0;
-  std::map<std::string, at::Tensor> gradients;
-};
-
-Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype) {
-  auto model = build_llama(llama, dtype);
-  materialize(model->root(), kSeed);
-  Reference reference{forward_backward(*model, batch, 0, 1, 1), {}};
-  for (const Parameter& parameter : parameters(model->root()))
-    reference.gradients[parameter.name] = parameter.data.local.grad();
-  return reference;
-}
-
 train::Meshes meshes_of(const CpLayout& layout) {
   return train::build_meshes(world(), {.dp_shard = layout.shard, .rows = {{"cp", layout.cp}}});
 }
@@ -198,7 +184,7 @@ std::unique_ptr<train::TrainableModel> build_spread_llama(const LlamaCase& llama
   return model;
 }
 
-/// Each group of cp ranks takes its rows, whole; this rank's share of the loss.
+/// Each group of cp ranks takes whole rows; this rank's share of the loss.
 double run_rows(train::TrainableModel& model, const Batch& batch, const train::Meshes& meshes,
                 bool backward = true) {
   const int64_t num_valid = batch.num_valid();
@@ -214,7 +200,7 @@ double run_spread(train::TrainableModel& model, const Batch& batch, const train:
   return world().everyone()->sum(run_rows(model, batch, meshes, backward), {.phase = "test::loss"});
 }
 
-void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
+void expect_equal(train::TrainableModel& model, double loss, const LlamaStep& reference, at::ScalarType dtype,
                   const std::string& what, double& worst) {
   EXPECT_NEAR(loss, reference.loss, dtype == at::kDouble ? 1e-12 : 5e-6) << what;
   const auto list = parameters(model.root());
@@ -226,7 +212,7 @@ void expect_equal(train::TrainableModel& model, double loss, const Reference& re
   }
 }
 
-/// As random_batch, for few rows too.
+/// Like random_batch, but also for few rows.
 Batch batch_of(const LlamaCase& llama, uint64_t seed) {
   at::manual_seed(seed);
   const int64_t vocab_size = std::get<int64_t>(llama.args.at("vocab_size"));
@@ -247,7 +233,7 @@ LlamaCase few_rows(int64_t rows, int64_t seq_len) {
 
 void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype,
                    const std::vector<Form>& all_forms) {
-  const Reference reference = run_on_one_rank(llama, batch, dtype);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   double worst = 0;
   for (const CpLayout& layout : cp_layouts(world().size())) {
     const train::Meshes meshes = meshes_of(layout);
@@ -263,24 +249,24 @@ void expect_parity(const LlamaCase& llama, const Batch& batch, at::ScalarType dt
 
 class ContextParallelParity : public ::testing::TestWithParam<at::ScalarType> {};
 
-TEST_P(ContextParallelParity, LossAndEveryGradientEqualOneRanks) {
+TEST_P(ContextParallelParity, LossAndEveryGradientMatchOneRank) {
   const LlamaCase llama = few_rows(4, 96);
   expect_parity(llama, batch_of(llama, 1), GetParam(), forms());
 }
 
-TEST_P(ContextParallelParity, OneRowOfOneTokenAChunk) {
+TEST_P(ContextParallelParity, OneRowOfOneTokenPerChunk) {
   const LlamaCase llama = few_rows(1, 2 * world().size());
   expect_parity(llama, batch_of(llama, 2), GetParam(), forms());
 }
 
 // Without a load balancer the sequence needn't be a multiple of twice the ranks.
-TEST_P(ContextParallelParity, AnOddNumberOfTokensARank) {
+TEST_P(ContextParallelParity, OddNumberOfTokensPerRank) {
   const LlamaCase llama = few_rows(2, 5 * world().size());
   expect_parity(llama, batch_of(llama, 7), GetParam(), {forms()[3], forms()[4], forms()[5]});
 }
 
 // Rank 0's tokens have no label that counts, and one row none at all.
-TEST_P(ContextParallelParity, ARankWithoutLabels) {
+TEST_P(ContextParallelParity, RankWithoutLabels) {
   const LlamaCase llama = few_rows(2, 48);
   const std::vector<Form> balanced = {forms()[0], forms()[1], forms()[2]};
   Batch batch = batch_of(llama, 3);
@@ -297,7 +283,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelParity, ::testing::Values(at::kF
 TEST(ContextParallelBf16, IsNearOneRank) {
   const LlamaCase llama = few_rows(4, 96);
   const Batch batch = batch_of(llama, 4);
-  const Reference reference = run_on_one_rank(llama, batch, at::kFloat);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kFloat, kSeed);
   const FsdpOptions bf16{.mesh = {}, .param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
   auto single = build_llama(llama, at::kFloat);
   const train::Meshes alone;
@@ -319,12 +305,12 @@ TEST(ContextParallelBf16, IsNearOneRank) {
   }
 }
 
-// Validation runs without gradients and over sequences of another length, in between training steps.
-TEST(ContextParallelLengths, MayDifferFromCallToCall) {
+// Validation runs without gradients and over sequences of another length, between training steps.
+TEST(ContextParallelLengths, MayDifferBetweenCalls) {
   const LlamaCase llama = few_rows(2, 48);
   const LlamaCase shorter = few_rows(2, 4 * world().size());
   const Batch batch = batch_of(llama, 5), other = batch_of(shorter, 6);
-  const Reference reference = run_on_one_rank(llama, batch, at::kDouble);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kSeed);
   auto single = build_llama(llama, at::kDouble);
   materialize(single->root(), kSeed);
   const train::Meshes meshes = meshes_of({1, world().size()});
@@ -376,13 +362,12 @@ std::unique_ptr<train::TrainableModel> build_composed(const LlamaCase& llama, at
 
 class ContextParallelComposed : public ::testing::TestWithParam<at::ScalarType> {};
 
-// A checkpoint changes no bit: the recompute goes round the ring as the forward did, or is handed what it
-// gave.
+// A checkpoint changes no bit: the recompute goes round the ring as the forward did, or reuses its result.
 TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
   const at::ScalarType dtype = GetParam();
   const LlamaCase llama = few_rows(4, 48);
   const Batch batch = batch_of(llama, 8);
-  const Reference reference = run_on_one_rank(llama, batch, dtype);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   double worst = 0;
   for (const train::ParallelDims& dims : composed_dims(world().size())) {
     const train::Meshes meshes = train::build_meshes(world(), dims);
@@ -416,9 +401,9 @@ TEST_P(ContextParallelComposed, EqualsOneRankAndCheckpointsChangeNoBit) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ContextParallelComposed, ::testing::Values(at::kFloat, at::kDouble),
                          [](const auto& info) { return std::string(c10::toString(info.param)); });
 
-// ---- a module of one's own
+// ---- a user's module
 
-// Attends and knows positions by itself.
+// Computes attention and positions by itself.
 class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn::PositionUser {
  public:
   OwnAttentionImpl() {
@@ -445,9 +430,9 @@ class OwnAttentionImpl : public nn::Module, public nn::AttentionUser, public nn:
 };
 TITAN_MODULE(OwnAttention);
 
-// As micro-batches in a pipeline, and models that take turns: calls share no more than the memory in which a
+// As with micro-batches in a pipeline, and models that take turns: calls share only the memory in which a
 // layer computes.
-TEST(ContextParallelOwnModule, BackwardsComeInAnyOrder) {
+TEST(ContextParallelCustomModule, BackwardsMayRunInAnyOrder) {
   const int size = world().size();
   const auto cp = meshes_of({1, size}).rows;
   const at::Tensor tokens = at::randint(11, {2, 8 * size}, at::kLong),
@@ -470,7 +455,7 @@ TEST(ContextParallelOwnModule, BackwardsComeInAnyOrder) {
   }
 }
 
-TEST(ContextParallelOwnModule, JoinsByTwoInterfaces) {
+TEST(ContextParallelCustomModule, JoinsByTwoInterfaces) {
   const int64_t length = 4 * world().size();
   const at::Tensor tokens = at::randint(11, {2, length}, at::kLong);
   const OwnAttention single;
@@ -503,7 +488,7 @@ std::string message_of(const std::function<void()>& call) {
   return "no error";
 }
 
-TEST(ContextParallelRefuses, SequencesThatDontDivide) {
+TEST(ContextParallelRefuses, SequencesThatDoNotDivide) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   auto model = build_spread_llama(llama, at::kFloat, meshes_of({1, size}), {});
@@ -517,12 +502,12 @@ TEST(ContextParallelRefuses, SequencesThatDontDivide) {
       << message;
 }
 
-// The root was entered; what it gathered for the call must not be in the way of the next.
-TEST(ContextParallelRefuses, AndTakesTheNextCall) {
+// The root was entered; its gathers for the failed call must not block the next one.
+TEST(ContextParallelRefuses, AndAcceptsTheNextCall) {
   const int size = world().size();
   const LlamaCase llama = few_rows(2, 6 * size);
   const Batch batch = batch_of(llama, 10);
-  const Reference reference = run_on_one_rank(llama, batch, at::kDouble);
+  const LlamaStep reference = run_on_one_rank(llama, batch, at::kDouble, kSeed);
   const train::Meshes meshes = meshes_of({1, size});
   auto model = build_spread_llama(llama, at::kDouble, meshes, {});
   const at::Tensor tokens = at::zeros({2, 5 * size}, at::TensorOptions(at::kLong).device(device()));
@@ -543,7 +528,7 @@ TEST(ContextParallelRefuses, SequencesOfTwoLengths) {
       << message;
 }
 
-TEST(ContextParallelRefuses, ToSpreadTwice) {
+TEST(ContextParallelRefuses, ToBeAppliedTwice) {
   const DeviceMesh cp = meshes_of({1, world().size()}).rows;
   const OwnAttention model;
   context_parallel(model, cp);
@@ -572,7 +557,7 @@ TEST(ContextParallelRefuses, CallsWithoutTokens) {
   EXPECT_NE(message.find("without an int64 tensor of [batch, sequence]"), std::string::npos) << message;
 }
 
-TEST(ContextParallelRefuses, ModulesThatDontAttend) {
+TEST(ContextParallelRefuses, ModulesWithoutAttention) {
   const nn::Sequential model(nn::Linear(4, 4, nn::LinearOptions{}));
   const std::string message = message_of([&] {
     context_parallel(model, meshes_of({1, world().size()}).rows);

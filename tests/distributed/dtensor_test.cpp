@@ -24,7 +24,7 @@ at::Tensor sample(at::IntArrayRef shape) {
   return at::arange(numel, options_of(at::kDouble)).view(shape) + 1;
 }
 
-// A whole tensor under any placements: each rank holds rank + 1 parts of the sum along a Partial axis.
+// A whole tensor under any placements: along a Partial axis each rank holds rank + 1 parts of the sum.
 DTensor place(const at::Tensor& whole, const DeviceMesh& mesh, const Placements& placements) {
   Placements cut = placements;
   double share = 1;
@@ -70,14 +70,14 @@ void check_changes(const DeviceMesh& mesh, const std::vector<Placements>& states
   }
 }
 
-TEST(DTensorDistributed, OneAxis) {
+TEST(DTensorDistributed, RedistributesOverOneAxis) {
   DeviceMesh mesh = DeviceMesh::create(world(), {{"dp", world().size()}});
   for (std::vector<int64_t> shape : {std::vector<int64_t>{8, 4}, {7, 5}, {1, 3}, {0, 2}}) {
     check_changes(mesh, {{S0}, {S1}, {R}, {P}}, shape);
   }
 }
 
-TEST(DTensorDistributed, TwoAxes) {
+TEST(DTensorDistributed, RedistributesOverTwoAxes) {
   if (world().size() != 4) GTEST_SKIP() << "needs 4 ranks";
   DeviceMesh mesh = DeviceMesh::create(world(), {{"dp", 2}, {"tp", 2}});
   std::vector<Placements> states;
@@ -90,7 +90,7 @@ TEST(DTensorDistributed, TwoAxes) {
 
 // A tensor-parallel part that fully_shard splits again lies elsewhere than the rule says: the inner axis
 // splits first.
-TEST(DTensorDistributed, PartsThatDoNotFollowTheRule) {
+TEST(DTensorDistributed, GathersPartsThatDoNotFollowTheRule) {
   if (world().size() != 4) GTEST_SKIP() << "needs 4 ranks";
   DeviceMesh mesh = DeviceMesh::create(world(), {{"dp", 2}, {"tp", 2}});
   at::Tensor whole = sample({7, 3});
@@ -106,7 +106,7 @@ TEST(DTensorDistributed, PartsThatDoNotFollowTheRule) {
   EXPECT_EQ(redistribute(tensor, {S0, S0}).box, tensor.box);
 }
 
-TEST(DTensorDistributed, EveryDtypeIsGathered) {
+TEST(DTensorDistributed, GathersEveryDtype) {
   DeviceMesh mesh = DeviceMesh::create(world(), {{"dp", world().size()}});
   for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kLong,
                      at::kInt, at::kShort, at::kChar, at::kByte, at::kBool}) {
@@ -116,7 +116,7 @@ TEST(DTensorDistributed, EveryDtypeIsGathered) {
   }
 }
 
-TEST(DTensorDistributed, SourceStaysAsItWas) {
+TEST(DTensorDistributed, LeavesTheSourceUnchanged) {
   DeviceMesh mesh = DeviceMesh::create(world(), {{"dp", world().size()}});
   DTensor tensor = place(sample({6, 2}), mesh, {P});
   at::Tensor before = tensor.local.clone();

@@ -1,6 +1,6 @@
-// One linear layer in Float8 over several ranks, with a given input and a given gradient of its output: what
-// the products multiply is then one rank's to the bit, so results differ by the order of sums alone. Whole
-// models, where a later cast may round such a difference the other way: float8_test.cpp.
+// One linear layer in Float8 over several ranks, with a given input and a given gradient of its output: the
+// products multiply exactly one rank's values, so results differ only by the order of sums. float8_test.cpp
+// tests whole models, where a later cast may round such a difference the other way.
 
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ namespace {
 using testing::device;
 using testing::world;
 
-// Parts of 2, 3 and 4 ranks are whole blocks of 32 features.
+// Parts for 2, 3 and 4 ranks are whole blocks of 32 features.
 constexpr int64_t kRows = 12, kLength = 24, kFeatures = 384;
 
 class OneLayerImpl : public nn::Module {
@@ -40,7 +40,7 @@ class OneLayerImpl : public nn::Module {
 };
 TITAN_MODULE(OneLayer);
 
-// ---- what
+// ---- cases
 
 struct Kind {
   std::string name;
@@ -50,7 +50,7 @@ struct Kind {
 
 Kind shipped(const std::string& name) { return {name, float8::recipes().get(name)}; }
 
-// "rowwise" rounds its scales to powers of two; without that, scaling itself rounds too.
+// "rowwise" rounds its scales to powers of two; without that, scaling rounds too.
 Kind with_any_scale(const std::string& name) {
   Kind kind = shipped(name);
   kind.name += ", any scale";
@@ -65,7 +65,7 @@ Kind delayed() {
   return kind;
 }
 
-// Emulated, and in the units of a GPU that has them. A CPU has a product of its own for one scale a matrix.
+// Emulated, and in the units of a GPU that has them. A CPU has its own product for one scale per matrix.
 std::vector<Kind> in_all_units(const std::vector<Kind>& kinds) {
   std::vector<Kind> all = kinds;
   for (Kind kind : kinds) {
@@ -84,7 +84,7 @@ std::vector<Kind> kinds() {
                        shipped("mxfp8_cublas"), shipped("mxfp8_cublas_rceil"), delayed()});
 }
 
-// ---- where
+// ---- layouts
 
 struct Form {
   const char* name;
@@ -94,7 +94,7 @@ struct Form {
 
 const Form kWhole{"whole", {}};
 
-// Activations whole between the layers, or in parts of the sequence, which the layers gather and scatter.
+// Activations are whole between the layers, or split along the sequence, which the layers gather and scatter.
 std::vector<Form> forms_in_parts() {
   using Layout = ActivationLayout;
   const Layout whole = Layout::invariant(), sequence = Layout::shard(1), features = Layout::shard(-1);
@@ -133,7 +133,7 @@ std::vector<Place> places() {
 
 // ---- a step
 
-// Drawn by `step`, the same on every rank: x, or the gradient of y.
+// Drawn from `step`, the same on every rank: x, or the gradient of y.
 at::Tensor drawn(uint64_t seed, int step) {
   at::manual_seed(seed + 100 * static_cast<uint64_t>(step));
   const at::Tensor values = at::randn({kRows, kLength, kFeatures}) * (step == 0 ? 1.7 : 2.9);
@@ -166,7 +166,7 @@ struct Reference {
   at::Tensor grad_weight;
 };
 
-// All parts of the batch one by one, as each has scales of its own.
+// All parts of the batch one by one, as each has its own scales.
 Reference on_one_rank(const Kind& kind, int count) {
   const OneLayer layer = converted(kind, {});
   materialize(layer, 7);
@@ -228,17 +228,17 @@ void expect_one_ranks_products(const Kind& kind, const std::vector<float8::Gathe
   }
 }
 
-TEST(Float8Layer, EveryLayoutMultipliesWhatOneRankDoes) {
+TEST(Float8Layer, EveryLayoutMultipliesTheSameAsOneRank) {
   for (const Kind& kind : kinds()) expect_one_ranks_products(kind, {{}});
 }
 
-TEST(Float8Layer, AGatheredWeightIsTheOneThatIsMultiplied) {
+TEST(Float8Layer, MultipliesTheGatheredWeight) {
   for (const Kind& kind : in_all_units({shipped("tensorwise")}))
     expect_one_ranks_products(kind, {{.in_float8 = true}, {.in_float8 = true, .scales_at_once = true}});
 }
 
-// What makes the comparison sharp: a scale that isn't a power of two rounds in scaling, too.
-TEST(Float8Layer, ScalesAreNoPowersOfTwo) {
+// The comparison is sharp because a scale that isn't a power of two rounds in scaling, too.
+TEST(Float8Layer, ScalesAreNotPowersOfTwo) {
   for (const uint64_t seed : {1, 2}) {
     const at::Tensor matrix = drawn(seed, kSteps - 1).view({-1, kFeatures});
     for (const auto over : {float8::Over::Matrix, float8::Over::Row, float8::Over::Column}) {
@@ -250,9 +250,9 @@ TEST(Float8Layer, ScalesAreNoPowersOfTwo) {
   }
 }
 
-// And what it would find: a scale of a rank's own part in place of the whole matrix's is a thousand times
-// further away.
-TEST(Float8Layer, AnotherScaleIsFarAway) {
+// The error that it would detect: using the scale of a rank's own part for the whole matrix is a thousand
+// times further off.
+TEST(Float8Layer, AnotherScaleGivesFarOtherResults) {
   const at::Tensor matrix = drawn(1, 0).view({-1, kFeatures});
   const auto values = [&](double factor) {
     const at::Tensor scale = float8::scale_of(float8::amax(matrix, float8::Over::Matrix) * factor,

@@ -1,5 +1,5 @@
-// No second copy of a weight outlives the layer's use of it: neither the casts that a product reads, nor what
-// they are cast of, the weights in bf16 or as the bytes that were gathered.
+// No second copy of a weight outlives its use by the layer: neither the casts that a product reads, nor their
+// sources, the weights in bf16 or as gathered bytes.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -10,17 +10,17 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing::stack;  // NOLINT: these are the test's own words
+using namespace titan::testing::stack;  // NOLINT: the test's own names
 using testing::device;
 using testing::world;
 
-// Activations of the test have other sizes than weights, and than a rank's part of one.
+// The test's activations have other sizes than weights and a rank's parts of them.
 constexpr int64_t kWeight = kDim * kHidden, kBatch = 3, kSequence = 32;
 static_assert(kBatch * kSequence * kDim != kWeight && kBatch * kSequence * kHidden != kWeight);
 
 bool has_weights_size(int64_t numel) { return numel == kWeight || numel == kWeight / world().size(); }
 
-// The memory of casts of weights while it is there.
+// Tracks the memory of casts of weights while it lives.
 class WeightCasts {
  public:
   void note(const std::string& name, const std::vector<c10::IValue>& outputs) {
@@ -47,7 +47,7 @@ int64_t num_weights_with_memory(const StackBlock& block) {
   return count;
 }
 
-// Behind each block's forward and backward; by then the next one's backward has fetched its weights.
+// After each block's forward and backward; by then the next one's backward has fetched its weights.
 void expect_no_copies(const Case& c) {
   SCOPED_TRACE(name_of(c));
   Spread spread = make(c);
@@ -56,8 +56,8 @@ void expect_no_copies(const Case& c) {
   const testing::OperationWatch watch(
       [&](const std::string& name, const auto& outputs) { casts.note(name, outputs); });
   int num_looks = 0;
-  const auto look = [&](const char* behind, int next) {
-    SCOPED_TRACE(str("behind a ", behind, ", before block ", next));
+  const auto look = [&](const char* pass, int next) {
+    SCOPED_TRACE(str("after a ", pass, ", before block ", next));
     ++num_looks;
     EXPECT_EQ(casts.num_alive(), 0);
     EXPECT_EQ(fsdp_stats(spread.model).gathered_groups, next >= 0 ? 1 : 0);
@@ -66,21 +66,21 @@ void expect_no_copies(const Case& c) {
       EXPECT_EQ(num_weights_with_memory(spread.model->blocks[static_cast<size_t>(block)]), 0) << block;
     }
   };
-  // A gradient comes to what a block reads when that block's backward is over.
-  const auto look_behind_backward = [&](const at::Tensor& read, int next) {
+  // A block's input gets its gradient when that block's backward is over.
+  const auto look_after_backward = [&](const at::Tensor& read, int next) {
     read.register_hook([&look, next](const at::Tensor& gradient) {
       look("backward", next);
       return gradient;
     });
   };
   int num_forwards = 0;
-  spread.model->behind_block = [&](const at::Tensor& h) {
+  spread.model->after_block = [&](const at::Tensor& h) {
     look("forward", -1);
-    if (const int block = num_forwards++ % kBlocks; block + 1 < kBlocks) look_behind_backward(h, block);
+    if (const int block = num_forwards++ % kBlocks; block + 1 < kBlocks) look_after_backward(h, block);
   };
   for (int step = 0; step < kSteps; ++step) {
     const at::Tensor x = at::randn({kBatch, kSequence, kDim}).to(device(), at::kBFloat16).requires_grad_();
-    look_behind_backward(x, -1);
+    look_after_backward(x, -1);
     loss_of(spread.model, x).backward();
     if (!scales.empty())
       scales.update([](const at::Tensor& pending) {
@@ -92,15 +92,15 @@ void expect_no_copies(const Case& c) {
   EXPECT_GE(casts.num_seen(), size_t{3 * kBlocks * kSteps});
 }
 
-TEST(Float8Memory, CopiesOfAWeightGoWithTheLayersUseOfIt) {
+TEST(Float8Memory, FreesCopiesOfAWeightAfterTheLayerUsesIt) {
   std::vector<Layout> all = layouts();
-  if (world().size() > 1) all.push_back({.replicate = world().size()});  // each rank with whole shards
+  if (world().size() > 1) all.push_back({.replicate = world().size()});  // each rank has whole shards
   for (const Layout& layout : all)
     for (const std::string& recipe : kRecipes)
       expect_no_copies({.recipe = recipe, .layout = layout, .fsdp = {.param_dtype = at::kBFloat16}});
 }
 
-TEST(Float8Memory, GatheredBytesGoWithTheLayersUseOfThem) {
+TEST(Float8Memory, FreesGatheredBytesAfterTheLayerUsesThem) {
   for (const bool at_once : {false, true})
     expect_no_copies({.layout = {.shard = world().size()},
                       .gather = {.in_float8 = true, .scales_at_once = at_once},

@@ -1,6 +1,6 @@
-// A Llama in Float8 cut into pipeline stages, with FSDP and tensor parallelism around it, beside one rank: in
-// every recipe, with weights gathered in Float8, put-off weight gradients, activation checkpoints and frozen
-// weights. A layer by itself: float8_layer_test.cpp.
+// A Llama in Float8 cut into pipeline stages, with FSDP and tensor parallelism around it, against one rank:
+// in every recipe, with weights gathered in Float8, delayed weight gradients, activation checkpoints and
+// frozen weights. float8_layer_test.cpp tests a single layer.
 
 #include <gtest/gtest.h>
 
@@ -15,10 +15,9 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
-// Parts of 2 ranks are whole blocks of 32 features; with embedding and head there is one for each of 8
-// stages.
+// Parts for 2 ranks are whole blocks of 32 features; with embedding and head each of 8 stages has one layer.
 LlamaCase blocky_llama() {
   LlamaCase llama = mini_llama();
   llama.name = "blocky";
@@ -30,9 +29,9 @@ LlamaCase blocky_llama() {
 
 struct Case {
   std::string recipe = "tensorwise";  ///< "delayed": with all three scales of the step before
-  bool gathered = false;              ///< weights travel in Float8
+  bool gathered = false;              ///< weights are sent in Float8
   bool frozen = false;
-  bool scales_at_once = false;  ///< of gathered weights
+  bool scales_at_once = false;  ///< for gathered weights
 };
 
 const std::vector<Case> kCases = {{"tensorwise"},
@@ -43,8 +42,8 @@ const std::vector<Case> kCases = {{"tensorwise"},
                                   {"mxfp8_cublas"},
                                   {"delayed"}};
 
-// A whole layer, and single weights of others: one of three that share an input, one that multiplies what is
-// made again.
+// A whole layer, and single weights of others: one of three that share an input, and one that multiplies a
+// recomputed input.
 bool is_frozen(const std::string& name) {
   return name.starts_with("layers.1.") || name == "layers.0.attention.wk.weight" ||
          name == "layers.2.feed_forward.w2.weight";
@@ -62,7 +61,7 @@ void convert(torch::nn::Module& model, const Case& c) {
     if (is_frozen(named.key())) named.value().set_requires_grad(false);
 }
 
-// The second step's scales may be the first one's.
+// The second step may use the first one's scales.
 constexpr int kSteps = 2;
 
 void collect_gradients(const std::vector<Parameter>& parameters, Outcome& outcome) {
@@ -75,7 +74,7 @@ void forget_gradients_of(const std::vector<Parameter>& parameters) {
   for (const Parameter& parameter : parameters) at::Tensor(parameter.data.local).mutable_grad().reset();
 }
 
-// The micro-batches of all ranks one by one: activations have scales of their own in each.
+// All ranks' micro-batches one by one: activations have their own scales in each.
 Outcome on_one_rank(const LlamaCase& llama, const Batch& batch, const Case& c, int micro_batches) {
   auto model = build_llama(llama, at::kFloat);
   convert(model->root().module(), c);
@@ -92,7 +91,7 @@ Outcome on_one_rank(const LlamaCase& llama, const Batch& batch, const Case& c, i
   return outcome;
 }
 
-// This rank's stages. Layers gather what they multiply, as a run in Float8 has it.
+// This rank's stages. Layers gather their operands, as in a Float8 run.
 class StagedRun {
  public:
   StagedRun(const LlamaCase& llama, const Batch& batch, const Case& c, const Variant& variant)
@@ -146,7 +145,7 @@ struct Place {
   int stages;
 };
 
-// The second schedule puts weight gradients off.
+// The second schedule delays weight gradients.
 std::vector<Place> places() {
   std::vector<train::ParallelDims> all = {{.pp = 2}};
   if (world().size() == 4) all = {{.dp_shard = 2, .pp = 2}, {.tp = 2, .pp = 2}, {.pp = 4}};
@@ -164,9 +163,9 @@ std::string name_of(const Case& c, const Variant& variant) {
              testing::name_of(variant));
 }
 
-TEST(Float8Pipeline, StagesHaveOneRanksGradients) {
+TEST(Float8Pipeline, StagesMatchOneRank) {
   LlamaCase llama = blocky_llama();
-  std::map<std::pair<size_t, int>, Outcome> on_one;  // by case and parts of the batch: places share them
+  std::map<std::pair<size_t, int>, Outcome> on_one;  // by case and parts of the batch: layouts share them
   for (const Place& place : places()) {
     Variant variant{place.dims, place.schedule, place.stages, 2 * place.dims.pp};
     const int parts = place.dims.batch_degree() * variant.num_micro_batches();
@@ -187,10 +186,10 @@ TEST(Float8Pipeline, StagesHaveOneRanksGradients) {
   }
 }
 
-// Of each stage of a rank, however many micro-batches there are and in whatever order they come: weights are
-// gathered once a step. With tensor parallelism that axis is asked once too; how often for activations, the
-// second step without gathers tells.
-TEST(Float8Pipeline, AStagesScalesTakeOnePassAndOneReductionOverEachAxisAStep) {
+// For each stage of a rank, however many micro-batches there are and in whatever order they come: weights are
+// gathered once a step. With tensor parallelism there is one reduction over that axis too; the second step,
+// without gathers, shows how many are for activations.
+TEST(Float8Pipeline, StageScalesTakeOnePassAndOneReductionPerAxisAndStep) {
   if (world().size() == 2) GTEST_SKIP() << "takes a shard axis beside the stages";
   LlamaCase llama = blocky_llama();
   for (const Place& place : places()) {

@@ -1,5 +1,5 @@
-// Scales that ranks make together: how often they ask each other, and that they are those of the weights as
-// they are now.
+// Scales that ranks compute together: how often they communicate, and that the scales fit the current
+// weights.
 
 #include <limits>
 
@@ -9,13 +9,13 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing::stack;  // NOLINT: these are the test's own words
+using namespace titan::testing::stack;  // NOLINT: the test's own names
 using testing::calls_of;
 using testing::world;
 
-// A weight's scale is asked for once a step, an activation's once a product that it is cast for: the inputs
-// of w1 and w3 and of w2, and three gradients.
-TEST(Float8, ScalesOverTheAxisAreAskedForOnce) {
+// A weight's scale is reduced once a step, an activation's once for each product that it is cast for: the
+// inputs of w1 and w3 and of w2, and three gradients.
+TEST(Float8, ReducesScalesOverTheAxisOnce) {
   if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
   const Spread spread = make({.layout = {.tp = 2, .plan = sequence_plan()}, .mixed = true});
   for (int step = 0; step < 2; ++step) {
@@ -28,8 +28,8 @@ TEST(Float8, ScalesOverTheAxisAreAskedForOnce) {
   }
 }
 
-// A step is what writes the shards.
-TEST(Float8, ScalesAreReducedOnceAStepOrOnceAGroup) {
+// A step writes the shards.
+TEST(Float8, ReducesScalesOncePerStepOrGroup) {
   if (world().size() == 1) GTEST_SKIP() << "one rank has no one to ask";
   for (const bool at_once : {false, true}) {
     const Spread spread =
@@ -45,10 +45,10 @@ TEST(Float8, ScalesAreReducedOnceAStepOrOnceAGroup) {
   }
 }
 
-// Also with tensor parallelism, whose ranks share a scale: of all weights one pass finds the magnitudes, and
-// one reduction over each axis makes them those of the whole, however many micro-batches the step has. An
-// activation's scale stays its own.
-TEST(Float8, AllWeightsTakeOnePassAndOneReductionOverEachAxis) {
+// Also with tensor parallelism, whose ranks share a scale: one pass finds the magnitudes of all weights, and
+// one reduction over each axis combines them, however many micro-batches the step has. An activation's scale
+// stays separate.
+TEST(Float8, AllWeightsTakeOnePassAndOneReductionPerAxis) {
   if (world().size() == 1 || world().size() == 3) GTEST_SKIP() << "takes one axis of ranks, or two";
   const bool two_axes = world().size() == 4;
   const Spread spread = make({.layout = {.shard = 2, .tp = two_axes ? 2 : 1, .plan = sequence_plan()},
@@ -77,7 +77,7 @@ TEST(Float8, AllWeightsTakeOnePassAndOneReductionOverEachAxis) {
   }
 }
 
-// A step writes the shards: what is gathered then has new scales.
+// A step writes the shards: the next gather has new scales.
 TEST(Float8, ScalesFollowTheWeights) {
   const Layout layout{.shard = world().size()};
   for (const bool at_once : {false, true}) {
@@ -97,7 +97,7 @@ TEST(Float8, ScalesFollowTheWeights) {
   }
 }
 
-TEST(Float8, ANanInOneShardSpoilsTheWholeWeight) {
+TEST(Float8, NanInOneShardReachesTheWholeWeight) {
   const Spread spread = make({.layout = {.shard = world().size()}, .gather = {.in_float8 = true}});
   at::NoGradGuard no_grad;
   if (world().rank() == world().size() - 1)

@@ -1,6 +1,6 @@
 #pragma once
 
-// Feed-forward blocks in Float8, spread out by FSDP and tensor parallelism, beside those of one rank.
+// Feed-forward blocks in Float8, spread by FSDP and tensor parallelism, compared with one rank's.
 
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@
 
 namespace titan::testing::stack {
 
-// Parts of 2 and 4 ranks are whole blocks of 32 features.
+// Parts for 2 and 4 ranks are whole blocks of 32 features.
 inline constexpr int64_t kDim = 32, kHidden = 128, kRows = 8, kLength = 16;
 inline constexpr int kBlocks = 3;
 
@@ -73,12 +73,12 @@ class StackImpl : public nn::Module {
     at::Tensor h = x;
     for (const StackBlock& block : blocks) {
       h = block(h);
-      if (behind_block) behind_block(h);
+      if (after_block) after_block(h);
     }
     return h;
   }
   nn::ModuleList<StackBlock> blocks;
-  std::function<void(const at::Tensor&)> behind_block;  ///< is told its output
+  std::function<void(const at::Tensor&)> after_block;  ///< called with its output
 };
 TITAN_MODULE(Stack);
 
@@ -88,11 +88,11 @@ inline const TensorPlan kPlan = {
     {"blocks.*.feed_forward.w3", kColumns},
     {"blocks.*.feed_forward.w2", Rowwise{}},
     {"blocks.*.feed_forward", PrepareInput{ActivationLayout::invariant(), ActivationLayout::replicate()}}};
-// Of each group's weights the first alone is cut.
+// Only the first of each group's weights is split.
 inline const TensorPlan kFirstWeightAlone = {
     {"blocks.*.feed_forward.w1", Colwise{.output = ActivationLayout::invariant()}}};
 
-// The stream in parts of the sequence; for a block with a norm.
+// The residual stream is split along the sequence; for a block with a norm.
 inline TensorPlan sequence_plan() {
   const auto sequence = ActivationLayout::shard(1), whole = ActivationLayout::invariant();
   const Colwise columns{.input = sequence, .overlap = true};
@@ -119,7 +119,7 @@ inline std::vector<Layout> layouts() {
   return all;
 }
 
-// "delayed": tensorwise with all three scales of the step before.
+// "delayed": tensorwise with all three scales from the step before.
 inline const std::vector<std::string> kRecipes = {"tensorwise", "rowwise", "rowwise_with_gw_hp",
                                                   "mxfp8_cublas", "delayed"};
 
@@ -182,15 +182,15 @@ inline at::Tensor global_batch() {
 
 inline at::Tensor loss_of(const Stack& model, const at::Tensor& x) { return model(x).pow(2).sum(); }
 
-// The second step gathers by the first one's order, and reads its magnitudes where scales are delayed.
+// The second step gathers in the first one's order, and reads its magnitudes where scales are delayed.
 inline constexpr int kSteps = 2;
 
 struct Outcome {
-  double loss = 0;                              // of all ranks
-  std::map<std::string, at::Tensor> gradients;  // whole; of frozen parameters undefined
+  double loss = 0;                              // over all ranks
+  std::map<std::string, at::Tensor> gradients;  // whole; undefined for frozen parameters
 };
 
-// The micro-batches of all ranks one by one on each rank: the scales of activations are theirs.
+// Each rank computes all ranks' micro-batches one by one: activations are scaled per micro-batch.
 inline Outcome one_ranks(const Case& c, int parts) {
   Stack model(c.mixed);
   if (c.frozen) freeze(model);

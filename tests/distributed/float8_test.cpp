@@ -1,22 +1,22 @@
-// Layers in Float8 under FSDP and tensor parallelism have one rank's loss and gradients, with activation
-// checkpoints and frozen weights too. What travels: float8_wire_test.cpp; scales: float8_scales_test.cpp; a
-// layer by itself: float8_layer_test.cpp; pipelines: float8_pipeline_test.cpp.
+// Layers in Float8 under FSDP and tensor parallelism have one rank's loss and gradients, also with activation
+// checkpoints and frozen weights. float8_wire_test.cpp tests what is sent, float8_scales_test.cpp scales,
+// float8_layer_test.cpp a single layer, float8_pipeline_test.cpp pipelines.
 
 #include "distributed/float8_stack.h"
 
 namespace titan {
 namespace {
 
-using namespace titan::testing::stack;  // NOLINT: these are the test's own words
+using namespace titan::testing::stack;  // NOLINT: the test's own names
 using testing::device;
 using testing::world;
 
-TEST(Float8, EveryLayoutHasOneRanksGradients) {
+TEST(Float8, EveryLayoutMatchesOneRank) {
   for (const std::string& recipe : kRecipes)
     for (const Layout& layout : layouts()) expect_one_ranks({.recipe = recipe, .layout = layout});
 }
 
-TEST(Float8, GatheredInFloat8LossAndGradientsAreOneRanks) {
+TEST(Float8, GatheringInFloat8MatchesOneRank) {
   for (const Layout& layout : layouts())
     for (const bool at_once : {false, true})
       for (const ReshardAfterForward& reshard : {ReshardAfterForward::always(), ReshardAfterForward::never()})
@@ -26,8 +26,8 @@ TEST(Float8, GatheredInFloat8LossAndGradientsAreOneRanks) {
                           .mixed = at_once});
 }
 
-// Also where they share a gather, a cast of their input or a node of the graph with others that learn.
-TEST(Float8, FrozenWeightsLeaveOneRanksGradients) {
+// Also where they share a gather, a cast of their input or a graph node with trainable weights.
+TEST(Float8, FrozenWeightsMatchOneRank) {
   for (const Layout& layout : layouts()) {
     for (const std::string& recipe : kRecipes)
       expect_one_ranks({.recipe = recipe, .layout = layout, .mixed = true, .frozen = true});
@@ -69,9 +69,9 @@ TEST(Float8, RecomputingActivationsChangesNoBit) {
   }
 }
 
-// A CPU has a product of matrices with one scale each, which wants its operands as a GPU's units do: also of
-// bytes that were gathered, turned for the backward.
-TEST(Float8, ProductsOfTheProcessorHaveOneRanksLossAndGradients) {
+// A CPU has a product of matrices with one scale each, which needs its operands laid out as a GPU's units do:
+// also for gathered bytes, transposed for the backward.
+TEST(Float8, CpuProductsMatchOneRank) {
   if (!device().is_cpu()) GTEST_SKIP() << "the other tests multiply in the units of a GPU";
   for (const Layout& layout : layouts())
     for (const bool in_float8 : {false, true})
@@ -81,8 +81,8 @@ TEST(Float8, ProductsOfTheProcessorHaveOneRanksLossAndGradients) {
                         .arithmetic = float8::Arithmetic::Hardware});
 }
 
-// Activations are gathered by the layers that multiply them, in one collective or part by part.
-TEST(Float8, ASequenceInPartsHasOneRanksLossAndGradients) {
+// The layers that multiply activations gather them, in one collective or part by part.
+TEST(Float8, SequenceInPartsMatchesOneRank) {
   const int size = world().size();
   if (size == 3) GTEST_SKIP() << "hidden features don't divide by 3 x 16";
   for (const auto transport : {OverlapTransport::AtOnce, OverlapTransport::SendReceive})
@@ -98,7 +98,7 @@ TEST(Float8, ASequenceInPartsHasOneRanksLossAndGradients) {
     }
 }
 
-TEST(Float8, APartThatIsKeptForTheBackwardIsOfBytesToo) {
+TEST(Float8, PartsKeptForTheBackwardAreBytesToo) {
   if (world().size() != 4) GTEST_SKIP() << "takes a shard axis of 4";
   for (const bool mixed : {false, true})
     expect_one_ranks({.layout = {.shard = 4},
@@ -107,8 +107,8 @@ TEST(Float8, APartThatIsKeptForTheBackwardIsOfBytesToo) {
                       .mixed = mixed});
 }
 
-// The weights that aren't cut have no ranks to share a scale with; those that are do.
-TEST(Float8, WeightsOfAGroupMayBeCutOrNot) {
+// Unsplit weights have no ranks to share a scale with; split ones do.
+TEST(Float8, GroupsMayMixSplitAndWholeWeights) {
   if (world().size() != 4) GTEST_SKIP() << "takes 2 x 2 ranks";
   for (const bool at_once : {false, true})
     expect_one_ranks({.layout = {.shard = 2, .tp = 2, .plan = kFirstWeightAlone},

@@ -21,22 +21,21 @@ inline float8::Arithmetic arithmetic_of(const std::string& recipe) {
   return arithmetic_of(float8::recipes().get(recipe == "delayed" ? "tensorwise" : recipe));
 }
 
-/// [Note: roundings that flip]
-/// What a layer multiplies is one rank's to the bit as long as its input is (float8_layer_test.cpp). But sums
-/// in another order differ in fp32's last bits, and now and then a later layer's cast rounds such a value the
-/// other way: by up to an eighth of it in e4m3, a quarter in e5m2. One such value of a matrix of 4096 (a
-/// weight, or a rank's activations) moves a gradient by some 1/8 / sqrt(4096) = 2e-3 of its norm.
-/// The worst on 2 to 8 ranks was 8.4e-5 in pipelines and 6.1e-6 elsewhere, with losses off by 7.7e-7; on
-/// another processor other values flip. Ranks that each scaled their part by themselves were off by 0.25 to
-/// 0.4.
+/// [Note: roundings that flip] The operands of a layer equal one rank's exactly as long as its input does
+/// (float8_layer_test.cpp). But sums in another order differ in fp32's last bits, and now and then a later
+/// layer's cast rounds such a value the other way: by up to an eighth of it in e4m3, a quarter in e5m2. One
+/// such value in a matrix of 4096 (a weight, or a rank's activations) moves a gradient by some 1/8 /
+/// sqrt(4096) = 2e-3 of its norm. The worst on 2 to 8 ranks was 8.4e-5 in pipelines and 6.1e-6 elsewhere,
+/// with losses off by 7.7e-7; on another processor other values flip. Ranks that each scaled their part by
+/// themselves were off by 0.25 to 0.4.
 struct Nearness {
-  double sums = 1e-6;       ///< of one layer's results, whose input is given
+  double sums = 1e-6;       ///< one layer's results, for a given input
   double loss = 1e-4;       ///< of a model
   double gradients = 3e-3;  ///< each
 };
 
-/// A GPU's units sum in fewer bits than fp32 has (Hopper's keep some 14), so that sums in another order are
-/// further apart, and more casts flip. No GPU was there to measure by how much: guesses, never met.
+/// A GPU's units sum in fewer bits than fp32 (Hopper's keep some 14), so sums in another order are further
+/// apart, and more casts flip. These are guesses: no GPU was available to measure.
 inline Nearness nearness_of(float8::Arithmetic arithmetic) {
   if (device().is_cuda() && arithmetic == float8::Arithmetic::Hardware)
     return {.sums = 5e-3, .loss = 2e-3, .gradients = 5e-2};

@@ -1,4 +1,4 @@
-// What travels between ranks that multiply in Float8: bytes, and of which values.
+// The bytes that ranks in Float8 send, and the values they stand for.
 
 #include "distributed/float8_stack.h"
 #include "distributed/recorded_calls.h"
@@ -8,7 +8,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing::stack;  // NOLINT: these are the test's own words
+using namespace titan::testing::stack;  // NOLINT: the test's own names
 using testing::calls_of;
 using testing::world;
 
@@ -20,13 +20,13 @@ int64_t gathered_bytes(const Spread& spread) {
   return sum;
 }
 
-// Of [rows, columns] over the ranks: chunks of whole rows, to multiples of 16 elements.
+// The bytes of [rows, columns] over the ranks: chunks of whole rows, padded to multiples of 16 elements.
 int64_t padded(int64_t rows, int64_t columns) {
   const int64_t ranks = world().size(), chunk = (rows + ranks - 1) / ranks * columns;
   return ranks * ((chunk + 15) / 16 * 16);
 }
 
-TEST(Float8, HalfOfBf16sBytesTravel) {
+TEST(Float8, SendsHalfTheBytesOfBf16) {
   if (world().size() == 1) GTEST_SKIP() << "nothing travels on one rank";
   const auto bytes = [](bool in_float8, bool mixed) {
     return gathered_bytes(make({.layout = {.shard = world().size()},
@@ -42,8 +42,8 @@ TEST(Float8, HalfOfBf16sBytesTravel) {
   EXPECT_EQ(bytes(true, true), weights + 2 * others);
 }
 
-// What a product reads is the cast of the whole fp32 weight; what doesn't travel in Float8 is in bf16. Also
-// of rows that don't divide by the ranks, and from a part that was kept on a smaller mesh.
+// A product reads the cast of the whole fp32 weight; what isn't sent in Float8 is in bf16. Also for rows that
+// the ranks don't divide evenly, and from a part that was kept on a smaller mesh.
 TEST(Float8, GatheredBytesAreTheCastOfTheWholeWeight) {
   if (world().size() == 1) GTEST_SKIP() << "nothing travels on one rank";
   const bool fours = world().size() == 4;
@@ -88,21 +88,21 @@ TEST(Float8, GatheredBytesAreTheCastOfTheWholeWeight) {
   EXPECT_EQ(compared, 2 * 3 * kBlocks);
 }
 
-TEST(Float8, ARecipeThatCastsAWeightInTwoWaysIsntGathered) {
+TEST(Float8, DoesNotGatherAWeightThatIsCastInTwoWays) {
   EXPECT_THROW(
       make({.recipe = "rowwise", .layout = {.shard = world().size()}, .gather = {.in_float8 = true}}), Error);
 }
 
-// Of a block's two: of an input and of a gradient.
+// A block's two gathers: of an input and of a gradient.
 int64_t num_narrow_gathers(const std::string& recipe) {
   if (recipe == "tensorwise") return 2 * kBlocks;
   return recipe == "delayed" ? kBlocks : 0;
 }
 
-// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward: a byte an element
-// where one cast serves all that multiply it. (Delayed, w1 and w3 have scales of their own.) What is summed
-// stays in bf16.
-TEST(Float8, ActivationsTravelAsBytes) {
+// w1 and w3 share a gather of their input, and w2's gradient is gathered in the backward: one byte per
+// element where one cast serves all the products. (With delayed scales w1 and w3 have their own.) Sums stay
+// in bf16.
+TEST(Float8, SendsActivationsAsBytes) {
   if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
   for (const std::string& recipe : kRecipes) {
     SCOPED_TRACE(recipe);
@@ -130,7 +130,7 @@ TEST(Float8, ActivationsTravelAsBytes) {
 }
 
 // Asynchronous: the same bytes, a rank's part in each message.
-TEST(Float8, PartsOfActivationsTravelAsBytes) {
+TEST(Float8, SendsPartsOfActivationsAsBytes) {
   if (world().size() != 2) GTEST_SKIP() << "takes two ranks";
   for (const std::string& recipe : kRecipes) {
     SCOPED_TRACE(recipe);

@@ -1,4 +1,4 @@
-// fully_shard against the same network unsharded: values, every gradient, and what is gathered when.
+// fully_shard against the same network unsharded: values, every gradient, and which groups are gathered when.
 
 #include <functional>
 #include <optional>
@@ -16,7 +16,7 @@
 namespace titan {
 namespace {
 
-using namespace testing;  // NOLINT: these are the test's own words
+using namespace testing;  // NOLINT: the test's own names
 
 class FsdpEngine : public ::testing::TestWithParam<at::ScalarType> {};
 
@@ -25,7 +25,7 @@ TEST_P(FsdpEngine, EqualsOneRankOverLayoutsPoliciesAndMicroBatches) {
 }
 INSTANTIATE_TEST_SUITE_P(Dtypes, FsdpEngine, ::testing::Values(at::kFloat, at::kDouble));
 
-TEST(FsdpEngineMemory, AtMostTwoGroupsAreGatheredAndBuffersAreMadeOnce) {
+TEST(FsdpEngineMemory, GathersAtMostTwoGroupsAndAllocatesBuffersOnce) {
   const int size = testing::world().size(), rank = testing::world().rank();
   if (size == 1) GTEST_SKIP() << "one rank gathers nothing";
   const ToyOptions options{.num_blocks = 6};
@@ -51,7 +51,7 @@ TEST(FsdpEngineMemory, AtMostTwoGroupsAreGatheredAndBuffersAreMadeOnce) {
   }
 }
 
-TEST(FsdpEngineMemory, KeptGradientsAreCounted) {
+TEST(FsdpEngineMemory, CountsKeptGradients) {
   const int size = testing::world().size();
   for (const bool reduce_every : {true, false}) {
     Toy model = sharded_toy({.dim = 64, .hidden = 64}, at::kFloat,
@@ -80,7 +80,7 @@ TEST(FsdpEngineShards, AreOneNthAndStartFromTheGivenValues) {
   }
 }
 
-/// Two branches of which each rank takes one, and an embedding whose weight is the output's too.
+/// Two branches, one of which each rank takes, and an embedding whose weight is also the output's.
 class BranchesImpl : public nn::Module {
  public:
   explicit BranchesImpl(at::ScalarType dtype) {
@@ -122,7 +122,7 @@ TEST(FsdpEngineUnused, MayDifferBetweenRanksAndTiedGradientsAreSummedOnce) {
   }
 }
 
-TEST(FsdpEngineStale, WritesToShardsAreSeenByTheNextForward) {
+TEST(FsdpEngineStale, NextForwardSeesWritesToShards) {
   const int size = testing::world().size();
   const at::Tensor x = input_rows(2, 6, at::kFloat);
   for (const auto param_dtype : {at::kFloat, at::kBFloat16}) {
@@ -140,8 +140,8 @@ TEST(FsdpEngineStale, WritesToShardsAreSeenByTheNextForward) {
   }
 }
 
-// Of whole shards too, as one rank's and DDP's are: casts of them go where gathered copies would.
-TEST(FsdpEngineCast, GoesWithItsUse) {
+// Also for whole shards, as on one rank and in DDP: their casts are freed like gathered copies.
+TEST(FsdpEngineCast, IsFreedAfterUse) {
   const int size = testing::world().size();
   const at::Tensor x = input_rows(2, 6, at::kFloat);
   for (const bool keeps : {false, true}) {
@@ -161,9 +161,9 @@ TEST(FsdpEngineCast, GoesWithItsUse) {
   }
 }
 
-// What the outermost group computes in bf16 leaves it in another type, exactly; gradients come back through
-// the cast.
-TEST(FsdpEngineOutput, HasTheDtypeAskedFor) {
+// The outermost group computes in bf16 and returns another dtype, exactly; gradients pass back through the
+// cast.
+TEST(FsdpEngineOutput, HasTheRequestedDtype) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options{.num_blocks = 1};
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
@@ -188,19 +188,19 @@ TEST(FsdpEngineOutput, HasTheDtypeAskedFor) {
     EXPECT_TRUE(at::equal(got[i].data.local.grad(), expected[i].data.local.grad())) << got[i].name;
 }
 
-TEST(FsdpEngineMisuse, AnOptimizerOverComputeParametersIsAnError) {
+TEST(FsdpEngineMisuse, RefusesAnOptimizerOverComputeParameters) {
   const int size = testing::world().size();
   Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});
   try {
     torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
-    FAIL() << "LibTorch's optimizer took them";
+    FAIL() << "LibTorch's optimizer accepted them";
   } catch (const c10::Error& error) {
     EXPECT_NE(std::string(error.what()).find("can't optimize a non-leaf Tensor"), std::string::npos)
         << error.what();
   }
 }
 
-TEST(FsdpEngineMisuse, IsNamed) {
+TEST(FsdpEngineMisuse, IsReported) {
   const int size = testing::world().size();
   Toy model = sharded_toy({}, at::kFloat, {.mesh = mesh_of({1, size})});
   model(input_rows(2, 6, at::kFloat));
@@ -211,7 +211,7 @@ TEST(FsdpEngineMisuse, IsNamed) {
   for (const auto& enter : other_roads) {
     try {
       enter();
-      FAIL() << "forward by another road was accepted";
+      FAIL() << "a forward without nn::Ref was accepted";
     } catch (const Error& error) {
       EXPECT_NE(std::string(error.what()).find("'block1'"), std::string::npos) << error.what();
     }

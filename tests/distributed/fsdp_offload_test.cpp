@@ -1,5 +1,5 @@
-// Shards in host memory beside the device ([Note: host shards]), against the plain engine and one rank.
-// Beside a CPU the "device" memory is other memory of the host, which shows everything but the streams.
+// Shards in host memory beside the device ([Note: host shards]), against the plain engine and one rank. On a
+// CPU the "device" memory is other host memory, which tests everything but the streams.
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@
 namespace titan {
 namespace {
 
-using namespace testing;  // NOLINT: these are the test's own words
+using namespace testing;  // NOLINT: the test's own names
 
 Toy offloaded_toy(const ToyOptions& options, at::ScalarType dtype, FsdpOptions fsdp) {
   fsdp.cpu_offload = true;
@@ -29,7 +29,7 @@ Toy offloaded_toy(const ToyOptions& options, at::ScalarType dtype, FsdpOptions f
   return model;
 }
 
-// A GPU's sums are in another order than the CPU's.
+// A GPU sums in another order than the CPU.
 void expect_same(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
   if (testing::device().is_cpu()) {
     EXPECT_TRUE(at::equal(got, expected)) << what;
@@ -47,8 +47,8 @@ TEST_P(FsdpOffload, EqualsOneRankOverLayoutsPoliciesAndMicroBatches) {
   expect_one_ranks_gradients(offloaded_toy, GetParam(), tolerance());
 }
 
-// Gradients that weren't set to none are added to, on the host.
-TEST_P(FsdpOffload, GradientsAddUpOverSteps) {
+// Gradients that weren't set to none accumulate on the host.
+TEST_P(FsdpOffload, AccumulatesGradientsOverSteps) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options;
   const at::Tensor batch = input_rows(12, options.dim, GetParam());
@@ -62,8 +62,8 @@ TEST_P(FsdpOffload, GradientsAddUpOverSteps) {
 }
 INSTANTIATE_TEST_SUITE_P(Dtypes, FsdpOffload, ::testing::Values(at::kFloat, at::kDouble));
 
-// The same bits as the plain engine's: the copies round nothing.
-TEST(FsdpOffloadMixed, TypesOfComputationAndReductionAreThePlainEngines) {
+// Bit-equal to the plain engine: the copies round nothing.
+TEST(FsdpOffloadMixed, UsesThePlainEnginesDtypes) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options;
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
@@ -79,7 +79,7 @@ TEST(FsdpOffloadMixed, TypesOfComputationAndReductionAreThePlainEngines) {
       for (size_t i = 0; i < got.size(); ++i) {
         const at::Tensor &grad = got[i].data.local.grad(), &wanted = expected[i].data.local.grad();
         const std::string what = titan::str(got[i].name, " reduced in ", reduce, ", step ", step);
-        // One rank alone has nothing to reduce, and keeps gradients in the shards' type.
+        // A single rank has nothing to reduce, and keeps gradients in the shards' dtype.
         if (reduce == at::kFloat) {
           expect_same(grad, wanted, what);
         } else {
@@ -90,7 +90,7 @@ TEST(FsdpOffloadMixed, TypesOfComputationAndReductionAreThePlainEngines) {
   }
 }
 
-TEST(FsdpOffloadMemory, ComputeParametersAreCopiesThatComeAndGo) {
+TEST(FsdpOffloadMemory, ComputeParametersAreTemporaryCopies) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options{.num_blocks = 6};
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
@@ -110,8 +110,8 @@ TEST(FsdpOffloadMemory, ComputeParametersAreCopiesThatComeAndGo) {
   }
 }
 
-// Optimizer, clipping and the model's file see shards like any others.
-TEST(FsdpOffloadTraining, StepsClippingAndFilesAreThePlainEngines) {
+// Optimizer, clipping and the model's file treat shards like any others.
+TEST(FsdpOffloadTraining, StepsClippingAndFilesMatchThePlainEngine) {
   const int size = testing::world().size(), rank = testing::world().rank();
   const ToyOptions options;
   const at::Tensor rows = my_rows(input_rows(12, options.dim, at::kFloat), rank, size);
@@ -141,10 +141,10 @@ TEST(FsdpOffloadTraining, StepsClippingAndFilesAreThePlainEngines) {
   const auto read = parameters(loaded);
   for (size_t i = 0; i < got.size(); ++i)
     EXPECT_TRUE(at::equal(read[i].data.local, got[i].data.local)) << got[i].name;
-  EXPECT_TRUE(at::equal(loaded(rows), offloaded(rows))) << "the next gather takes what was loaded";
+  EXPECT_TRUE(at::equal(loaded(rows), offloaded(rows))) << "the next gather reads the loaded values";
 }
 
-TEST(FsdpOffloadTraining, InitialWeightsHaveThePlainEnginesBits) {
+TEST(FsdpOffloadTraining, InitialWeightsMatchThePlainEngineBitForBit) {
   const FsdpOptions fsdp{.mesh = mesh_of({1, testing::world().size()}), .cpu_offload = true};
   const nn::LinearOptions deferred_linear{.init = nn::Init::normal(0, 1),
                                           .construct = deferred(testing::device(), at::kFloat)};

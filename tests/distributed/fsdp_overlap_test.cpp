@@ -1,5 +1,5 @@
-// What fully_shard does while a block computes: which gathers and reductions are under way, how much memory
-// they take, and that a step of a model that has settled makes no texts.
+// What fully_shard does while a block computes: which gathers and reductions are in flight, how much memory
+// they take, and that a settled model's step builds no strings.
 
 #include <algorithm>
 #include <chrono>
@@ -17,7 +17,7 @@
 
 namespace {
 
-// Of this thread; a backward on a CPU runs on the thread that calls it.
+// Counted on this thread; a backward on a CPU runs on the thread that calls it.
 thread_local int64_t num_news = 0;
 
 }  // namespace
@@ -33,10 +33,10 @@ void operator delete(void* memory, size_t /*bytes*/) noexcept { std::free(memory
 namespace titan {
 namespace {
 
-using namespace testing;  // NOLINT: these are the test's own words
+using namespace testing;  // NOLINT: the test's own names
 
 enum class Pass { Forward, Backward };
-/// Called when a block's forward begins, and in the midst of its backward.
+/// Called when a block's forward begins, and in the middle of its backward.
 using Watch = std::function<void(Pass, int64_t block)>;
 
 constexpr int64_t kDim = 64, kHidden = 128;
@@ -59,7 +59,7 @@ class WatchedBlockImpl : public nn::Module {
 
  private:
   int64_t index_;
-  const Watch& watch_;  // the net's
+  const Watch& watch_;  // owned by the net
 };
 TITAN_MODULE(WatchedBlock);
 
@@ -82,7 +82,7 @@ class WatchedNetImpl : public nn::Module {
 };
 TITAN_MODULE(WatchedNet);
 
-/// What the ring of calls and the blocks tell of one step.
+/// What the ring of calls and the blocks show about one step.
 class StepRecord {
  public:
   void see(Pass pass, int64_t block) {
@@ -93,13 +93,13 @@ class StepRecord {
   void end() { calls_ = world().recorder().snapshot(); }
 
   /// The block's call number `nth` of this phase was launched before the other block computed, and waited for
-  /// behind that.
+  /// after that.
   void expect_under_way(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
     const std::string what = str(phase, " of block ", block, " while block ", computing, " computes");
     const std::optional<dist::CallRecord> call = find(phase, block, nth);
     ASSERT_TRUE(call) << what;
-    EXPECT_LT(call->number, moments_.at({pass, computing}).num_calls) << what << ": it was launched late";
-    EXPECT_GT(call->end_ns, moments_.at({pass, computing}).time_ns) << what << ": it was waited for early";
+    EXPECT_LT(call->number, moments_.at({pass, computing}).num_calls) << what << ": launched too late";
+    EXPECT_GT(call->end_ns, moments_.at({pass, computing}).time_ns) << what << ": waited for too early";
   }
   void expect_not_yet(const char* phase, int64_t block, size_t nth, Pass pass, int64_t computing) const {
     const std::optional<dist::CallRecord> call = find(phase, block, nth);
@@ -131,8 +131,8 @@ class FsdpOverlap : public ::testing::Test {
   int size = world().size(), rank = world().rank();
   at::Tensor mine = my_rows(input_rows(12, kDim, at::kFloat), rank, size);
 
-  /// The outermost group lies around the blocks; with `ends_are_one` the first and the last block are one
-  /// group as well, as an embedding and the output that is tied to it.
+  /// The outermost group encloses the blocks; with `ends_are_one` the first and the last block form one group
+  /// as well, like an embedding and a tied output.
   void shard(WatchedNet& net, const Layout& layout, bool ends_are_one = false) const {
     const FsdpOptions fsdp{.mesh = mesh_of(layout)};
     auto& blocks = net->blocks;
@@ -144,7 +144,7 @@ class FsdpOverlap : public ::testing::Test {
   }
   void step(WatchedNet& net) const { loss_of(net(mine)).backward(); }
 
-  /// The third step: the first one finds the order, of which later ones make use.
+  /// The third step: the first one finds the order, which later ones use.
   StepRecord record_step(const Layout& layout, bool ends_are_one = false) const {
     WatchedNet net(kNumBlocks, "block");
     shard(net, layout, ends_are_one);
@@ -157,7 +157,7 @@ class FsdpOverlap : public ::testing::Test {
   }
 };
 
-TEST_F(FsdpOverlap, TheNextBlockIsGatheredWhileOneComputes) {
+TEST_F(FsdpOverlap, GathersTheNextBlockWhileOneComputes) {
   for (const Layout& layout : layouts(size)) {
     if (layout.shard == 1) continue;
     const StepRecord record = record_step(layout);
@@ -172,7 +172,7 @@ TEST_F(FsdpOverlap, TheNextBlockIsGatheredWhileOneComputes) {
   }
 }
 
-TEST_F(FsdpOverlap, AGroupAroundTheOthersDoesntGatherThemAllAtOnce) {
+TEST_F(FsdpOverlap, OuterGroupDoesNotGatherAllOthersAtOnce) {
   for (const Layout& layout : layouts(size)) {
     if (layout.shard == 1) continue;
     const StepRecord record = record_step(layout, /*ends_are_one=*/true);
@@ -184,13 +184,13 @@ TEST_F(FsdpOverlap, AGroupAroundTheOthersDoesntGatherThemAllAtOnce) {
   }
 }
 
-TEST_F(FsdpOverlap, ABlocksGradientsAreReducedWhileTheNextOnesBackwardComputes) {
+TEST_F(FsdpOverlap, ReducesGradientsDuringTheNextBlocksBackward) {
   for (const Layout& layout : layouts(size)) {
     const StepRecord record = record_step(layout);
     const char* first = layout.shard > 1 ? "fsdp::reduce_scatter" : "fsdp::all_reduce";
     for (int64_t block = 1; block < kNumBlocks; ++block)
       record.expect_under_way(first, block, 0, Pass::Backward, block - 1);
-    // The sum over replicas follows when the next block's gradients are on their way.
+    // The sum over replicas follows once the next block's gradients are in flight.
     if (layout.shard == 1 || layout.replicate == 1) continue;
     for (int64_t block = 2; block < kNumBlocks; ++block)
       record.expect_under_way("fsdp::all_reduce", block, 0, Pass::Backward, block - 2);
@@ -201,10 +201,10 @@ bool has_memory(const WatchedBlock& block) {
   return block->up.storage().nbytes() > 0 || block->down.storage().nbytes() > 0;
 }
 
-// Storages, as the modules have them; and tensors that stay between steps. Of these one block's buffer is for
-// what is gathered, one for what is on its way, two for gradients (collected, and on the wire), and two parts
-// for sums on their way to the gradients of earlier steps.
-TEST_F(FsdpOverlap, OneBlockHasMemoryAndBuffersAreFourBlocks) {
+// Storages, as the modules have them; and tensors that stay between steps. One block's buffer holds gathered
+// parameters, one a gather in flight, two hold gradients (collected, and in flight), and two parts hold sums
+// on their way to the gradients of earlier steps.
+TEST_F(FsdpOverlap, OneBlockIsGatheredAndBuffersAreFourBlocks) {
   if (device().is_cuda()) GTEST_SKIP() << "counts gloo's copies in the host's memory too";
   for (const int64_t num_blocks : {4, 9}) {
     WatchedNet net(num_blocks, "block");
@@ -228,7 +228,7 @@ TEST_F(FsdpOverlap, OneBlockHasMemoryAndBuffersAreFourBlocks) {
   }
 }
 
-/// The least of some steps once two have settled what is kept.
+/// The smallest count of some steps, once two have settled what is kept.
 int64_t news_of_a_step(const std::function<void()>& step) {
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int i = 0; i < 6; ++i) {
@@ -241,7 +241,7 @@ int64_t news_of_a_step(const std::function<void()>& step) {
 
 constexpr const char* kLongName = "a_block_by_a_name_for_which_no_string_has_room_inside_of_itself_";
 
-TEST_F(FsdpOverlap, AStepMakesNoTexts) {
+TEST_F(FsdpOverlap, StepBuildsNoStrings) {
   if (device().is_cuda()) GTEST_SKIP() << "counts on one thread, where a GPU's backward has its own";
   const auto news = [&](int64_t num_blocks, const char* name, const std::optional<Layout>& layout) {
     WatchedNet net(num_blocks, name);
@@ -255,8 +255,8 @@ TEST_F(FsdpOverlap, AStepMakesNoTexts) {
   for (const Layout& layout : layouts(size)) {
     EXPECT_EQ(news(6, kLongName, layout), news(6, "b", layout)) << "a module's name was copied in a step";
     const double engine = for_a_block(layout) - plain;
-    // 81, 50 and 85 by g++ 12, two gathers and a reduction or two among them: a text for each call, or an
-    // entry of a map, would be more than these two.
+    // 81, 50 and 85 with g++ 12, including two gathers and a reduction or two: a string for each call, or a
+    // map entry, would be more than these two.
     const int most = 2 + (layout.shard == 1 ? 50 : layout.replicate == 1 ? 81 : 85);
     EXPECT_LE(engine, most) << "replicate " << layout.replicate << " shard " << layout.shard
                             << ": allocations that fully_shard adds to a block's step";

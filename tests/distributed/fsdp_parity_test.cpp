@@ -20,7 +20,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr uint64_t kSeed = 3;
 
@@ -33,28 +33,13 @@ Tolerance tolerance_of(at::ScalarType dtype) {
   return dtype == at::kDouble ? Tolerance{1e-12, 1e-10} : Tolerance{5e-6, 1e-5};
 }
 
-struct Reference {
-  double loss = 0;
-  std::map<std::string, at::Tensor> gradients;
-};
-
-Reference run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype) {
-  auto model = build_llama(llama, dtype);
-  materialize(model->root(), kSeed);
-  Reference reference{forward_backward(*model, batch, 0, 1, 1), {}};
-  for (const Parameter& parameter : parameters(model->root())) {
-    reference.gradients[parameter.name] = parameter.data.local.grad();
-  }
-  return reference;
-}
-
-// The largest differences seen, for the log.
+// The largest deviations, for the log.
 struct Worst {
   double loss = 0;
   double gradient = 0;
 };
 
-void expect_equal(train::TrainableModel& model, double loss, const Reference& reference, at::ScalarType dtype,
+void expect_equal(train::TrainableModel& model, double loss, const LlamaStep& reference, at::ScalarType dtype,
                   const std::string& what, Worst& worst) {
   Tolerance tolerance = tolerance_of(dtype);
   EXPECT_NEAR(loss, reference.loss, tolerance.loss) << what;
@@ -81,11 +66,11 @@ struct ParityCase {
 
 class FsdpParity : public ::testing::TestWithParam<ParityCase> {};
 
-TEST_P(FsdpParity, LossAndEveryGradientEqualOneRanks) {
+TEST_P(FsdpParity, LossAndEveryGradientMatchOneRank) {
   const auto& [llama, dtype] = GetParam();
   int size = world().size(), rank = world().rank();
   Batch batch = random_batch(llama, 1);
-  Reference reference = run_on_one_rank(llama, batch, dtype);
+  const LlamaStep reference = run_on_one_rank(llama, batch, dtype, kSeed);
   Worst worst;
   for (const Layout& layout : layouts(size)) {
     train::Meshes meshes = meshes_of(layout);
@@ -121,13 +106,13 @@ INSTANTIATE_TEST_SUITE_P(
 
 struct InitCase {
   LlamaCase llama;
-  at::ScalarType dtype;  // of the weights that the optimizer owns
+  at::ScalarType dtype;  // dtype of the optimizer's weights
 };
 
 class FsdpInit : public ::testing::TestWithParam<InitCase> {};
 
-// No rank ever holds a whole parameter here, and yet the parts make one rank's weights, bit for bit.
-TEST_P(FsdpInit, EveryLayoutStartsFromOneRanksBits) {
+// No rank ever holds a whole parameter here, yet the parts are one rank's weights, bit for bit.
+TEST_P(FsdpInit, EveryLayoutStartsFromTheSameBits) {
   const auto& [llama, dtype] = GetParam();
   auto single = build_llama(llama, dtype);
   materialize(single->root(), kSeed);
@@ -155,7 +140,8 @@ INSTANTIATE_TEST_SUITE_P(
                       InitCase{uneven_llama(), at::kBFloat16}, InitCase{tied_llama(), at::kFloat}),
     [](const auto& info) { return info.param.llama.name + c10::toString(info.param.dtype); });
 
-// With bfloat16 parameters the sharded model computes what FSDP on one rank does; sums differ by their order.
+// With bfloat16 parameters the sharded model computes what FSDP on one rank does; only the order of sums
+// differs.
 TEST(FsdpParityBf16, IsNearOneRank) {
   LlamaCase llama = uneven_llama();
   int size = world().size(), rank = world().rank();
@@ -214,7 +200,7 @@ std::vector<StepResult> train_mini(train::TrainableModel& model, int rank, int d
   return results;
 }
 
-TEST(FsdpParityRun, IsTorchTitansAndOneRanks) {
+TEST(FsdpParityRun, MatchesTorchTitanAndOneRank) {
   auto fixture = nlohmann::json::parse(read_file(kMini / "fixture.json"));
   const auto& steps = fixture.at("steps");
   auto num_steps = static_cast<int64_t>(steps.size());
@@ -239,7 +225,7 @@ TEST(FsdpParityRun, IsTorchTitansAndOneRanks) {
 
 // ---- memory
 
-// Bytes of parameters, gradients and optimizer state that a rank owns.
+// Bytes of parameters, gradients and optimizer state on a rank.
 int64_t owned_bytes(train::TrainableModel& model) {
   auto list = parameters(model.root());
   optim::Optimizer optimizer(list, {});
@@ -253,7 +239,7 @@ int64_t owned_bytes(train::TrainableModel& model) {
   return bytes;
 }
 
-TEST(FsdpMemory, IsOneNthOfOneRanks) {
+TEST(FsdpMemory, IsOneNthOfThatOfOneRank) {
   LlamaCase llama = mini_llama();
   int size = world().size(), rank = world().rank();
   Batch batch = random_batch(llama, 1);
@@ -269,7 +255,7 @@ TEST(FsdpMemory, IsOneNthOfOneRanks) {
   if (rank == 0) EXPECT_GE(share, 0.95);
 }
 
-TEST(FsdpMemory, FewGroupsAreGatheredAndBuffersAreMadeOnce) {
+TEST(FsdpMemory, GathersFewGroupsAndAllocatesBuffersOnce) {
   LlamaCase llama = uneven_llama();
   int size = world().size(), rank = world().rank();
   if (size == 1) GTEST_SKIP() << "one rank gathers nothing";

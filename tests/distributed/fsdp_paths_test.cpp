@@ -1,4 +1,4 @@
-// fully_shard where a step doesn't go straight through: other paths, several backwards, exceptions.
+// fully_shard in unusual steps: other paths, several backwards, exceptions.
 
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/fsdp_state.h"
@@ -6,7 +6,7 @@
 namespace titan {
 namespace {
 
-using namespace testing;  // NOLINT: these are the test's own words
+using namespace testing;  // NOLINT: the test's own names
 
 constexpr double kTolerance = 1e-12;
 
@@ -22,8 +22,8 @@ class FsdpPaths : public ::testing::Test {
   }
 };
 
-// What is prefetched for a block that isn't called mustn't serve the step after.
-TEST_F(FsdpPaths, ASkippedBlocksGatherDoesntOutliveTheOptimizerStep) {
+// A prefetch for a block that isn't called mustn't serve the next step.
+TEST_F(FsdpPaths, SkippedBlocksGatherDoesNotOutliveTheOptimizerStep) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   for (int step = 0; step < 4; ++step) {
     reference->path.skipped = model->path.skipped = step == 1 ? 2 : -1;
@@ -54,7 +54,7 @@ TEST_F(FsdpPaths, OneForwardMayHaveTwoBackwards) {
   }
 }
 
-// The ranks' backwards differ: what one doesn't come to, it gathers and reduces for the others.
+// The ranks' backwards differ: a rank gathers and reduces for the others the blocks that it skips.
 TEST_F(FsdpPaths, RanksMayUseDifferentBlocks) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   model->path.detached = rank % 2 == 0 ? -1 : 1;
@@ -71,7 +71,7 @@ TEST_F(FsdpPaths, RanksMayUseDifferentBlocks) {
 }
 
 // Its gradient was collected and waits for the last micro-batch's reduction, which it takes no part in.
-TEST_F(FsdpPaths, ABlockMayBeMissingFromTheLastMicroBatch) {
+TEST_F(FsdpPaths, LastMicroBatchMaySkipABlock) {
   for (const Layout& layout : layouts(size)) {
     for (const bool reduce_every : {true, false}) {
       Toy reference(kOptions, at::kDouble);
@@ -93,7 +93,7 @@ TEST_F(FsdpPaths, ABlockMayBeMissingFromTheLastMicroBatch) {
   }
 }
 
-TEST_F(FsdpPaths, AStepThatWasGivenUpLeavesNothing) {
+TEST_F(FsdpPaths, AbandonedStepLeavesNothing) {
   for (const Layout& layout : layouts(size)) {
     for (const bool reduce_every : {true, false}) {
       Toy reference(kOptions, at::kDouble);
@@ -112,7 +112,7 @@ TEST_F(FsdpPaths, AStepThatWasGivenUpLeavesNothing) {
   }
 }
 
-TEST_F(FsdpPaths, AForwardThatThrowsIsForgotten) {
+TEST_F(FsdpPaths, RecoversFromAForwardThatThrows) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   loss_of(reference(batch)).backward();
   for (const int64_t failing : {int64_t{-1}, int64_t{0}, int64_t{2}}) {
@@ -126,7 +126,7 @@ TEST_F(FsdpPaths, AForwardThatThrowsIsForgotten) {
   }
 }
 
-TEST_F(FsdpPaths, ABackwardThatThrowsIsForgotten) {
+TEST_F(FsdpPaths, RecoversFromABackwardThatThrows) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   loss_of(reference(batch)).backward();
   for (int attempt = 0; attempt < 3; ++attempt) {
@@ -141,7 +141,7 @@ TEST_F(FsdpPaths, ABackwardThatThrowsIsForgotten) {
   }
 }
 
-TEST_F(FsdpPaths, AForwardWithoutGradientsMayComeBetweenForwardAndBackward) {
+TEST_F(FsdpPaths, ForwardWithoutGradientsMayRunBetweenForwardAndBackward) {
   for (const auto policy : {ReshardAfterForward{}, ReshardAfterForward::never()}) {
     FsdpOptions options = fsdp();
     options.reshard_after_forward = policy;
@@ -157,7 +157,7 @@ TEST_F(FsdpPaths, AForwardWithoutGradientsMayComeBetweenForwardAndBackward) {
   }
 }
 
-TEST_F(FsdpPaths, ABlockMayBeTakenOut) {
+TEST_F(FsdpPaths, BlocksMayBeRemoved) {
   Toy reference(kOptions, at::kDouble), model = sharded_toy(kOptions, at::kDouble, fsdp());
   for (int step = 0; step < 4; ++step) {
     if (step == 2) {
@@ -174,7 +174,7 @@ TEST_F(FsdpPaths, ABlockMayBeTakenOut) {
   }
 }
 
-TEST_F(FsdpPaths, TheModelsEndFreesItsGroups) {
+TEST_F(FsdpPaths, DestroyingTheModelFreesItsGroups) {
   std::vector<std::weak_ptr<fsdp::ParamGroup>> groups;
   {
     Toy model = sharded_toy(kOptions, at::kDouble, fsdp());
@@ -185,7 +185,7 @@ TEST_F(FsdpPaths, TheModelsEndFreesItsGroups) {
   for (const auto& group : groups) EXPECT_TRUE(group.expired());
 }
 
-TEST_F(FsdpPaths, AParameterOfTwoGroupsIsRefused) {
+TEST_F(FsdpPaths, RefusesAParameterOfTwoGroups) {
   for (const bool frozen : {false, true}) {
     Toy model(kOptions, at::kDouble);
     if (frozen) model->blocks[0]->bias.set_requires_grad(false);

@@ -1,9 +1,9 @@
-// What forwards and backwards of a settled model don't do, through all the modules that have collectives, and
-// in Float8. They make no text, hash none and look none up: what libtitan calls for these is in libstdc++ and
-// libc, and is seen here; calls from LibTorch, or from this program, don't count. Not seen are texts of up to
-// fifteen characters that are never compared, those that stay or that another thread gives back, and maps
-// whose keys are no texts. And they read no number from a tensor by item() and its like, for which the host
-// would wait for a device; copies to the host and reads of its memory aren't seen.
+// Forwards and backwards of a settled model build, hash and look up no strings, in all modules that have
+// collectives, and in Float8. libtitan's calls for these go to libstdc++ and libc, and are intercepted here;
+// calls from LibTorch, or from this program, don't count. Three things go unseen: strings of up to fifteen
+// characters that are never compared, those that stay or that another thread frees, and maps with other keys.
+// And the model reads no number from a tensor through item() and the like, for which the host would wait for
+// a device; copies to the host and reads of its memory go unseen.
 
 #include <execinfo.h>
 #include <link.h>
@@ -33,7 +33,7 @@
 
 namespace {
 
-/// Where an object's code lies.
+/// The address range of an object's code.
 struct Code {
   uintptr_t begin = 0, end = 0;
   bool has(const void* address) const {
@@ -42,7 +42,7 @@ struct Code {
   }
 };
 
-/// Of the first loaded object whose path has `part` in it; "" is the program itself.
+/// The first loaded object whose path contains `part`; "" is the program itself.
 Code code_of(const char* part) {
   struct Search {
     const char* part;
@@ -72,7 +72,7 @@ struct Stack {
   int depth = 0;
 };
 
-/// Of operator new, on behalf of libtitan.
+/// Memory from operator new, on behalf of libtitan.
 struct Memory {
   const char* bytes = nullptr;
   size_t size = 0;
@@ -86,11 +86,11 @@ struct Seen {
   const char* first = nullptr;
   Stack first_stack;
   std::string first_text;
-  std::vector<Memory> memory;  // that this thread hasn't given back
+  std::vector<Memory> memory;  // that this thread hasn't freed
 };
 thread_local Seen* seen = nullptr;
 
-/// While it lives, what is called isn't meant. Empty where nobody watches.
+/// Calls don't count while it lives. Empty where nothing is being watched.
 class Looking {
  public:
   Looking() : seen_(seen) { seen = nullptr; }
@@ -105,7 +105,7 @@ class Looking {
   Seen* const seen_;
 };
 
-/// Whether libtitan has asked for it, itself or by libstdc++.
+/// Whether libtitan asked for it, directly or through libstdc++.
 bool is_libtitans(const Seen& seen, const Stack& stack) {
   int caller = 0;
   while (caller < stack.depth &&
@@ -137,9 +137,9 @@ bool is_printable(const char* text, size_t size) {
 
 void see_new(void* memory, size_t size) {
   const Looking looking;
-  // Shorter texts lie in their objects.
+  // Shorter strings are stored in their objects.
   if (!looking || size <= 16) return;
-  // Another thread may have given back what was here.
+  // Another thread may have freed this memory.
   std::erase_if(looking->memory, [memory](const Memory& one) { return one.bytes == memory; });
   Memory got{static_cast<const char*>(memory), size, {}};
   got.stack.depth = ::backtrace(got.stack.frames, kDepth);
@@ -148,8 +148,8 @@ void see_new(void* memory, size_t size) {
   looking->memory.push_back(got);
 }
 
-/// A text leaves what no numbers and no pointers do: eight and more printable characters from the start on,
-/// and a zero behind them.
+/// A string leaves a trace that numbers and pointers don't: eight or more printable characters from the
+/// start, and a zero after them.
 void look_for_text(Seen& seen, const Memory& memory) {
   const char* end = memory.bytes;
   while (end < memory.bytes + memory.size && *end >= ' ' && *end <= '~') ++end;
@@ -171,7 +171,7 @@ void see_delete(const void* memory) {
 
 }  // namespace
 
-// These stand before the libraries' own. What they do is what those do.
+// These replace the libraries' functions, and do the same.
 void* operator new(size_t size) {
   void* const memory = std::malloc(std::max<size_t>(size, 1));
   if (memory == nullptr) throw std::bad_alloc();
@@ -184,8 +184,8 @@ void operator delete(void* memory) noexcept {
 }
 void operator delete(void* memory, size_t /*size*/) noexcept { operator delete(memory); }
 
-// Of std::map and std::set with texts as keys, and of == of texts. Sizes and strides are compared by it too:
-// numbers, whose bytes are no letters.
+// Used by std::map and std::set with string keys, and by == of strings. Sizes and strides are compared with
+// it too: numbers, whose bytes aren't letters.
 extern "C" int memcmp(const void* a, const void* b, size_t size) {
   const auto* left = static_cast<const unsigned char*>(a);
   const auto* right = static_cast<const unsigned char*>(b);
@@ -196,7 +196,7 @@ extern "C" int memcmp(const void* a, const void* b, size_t size) {
     if (left[i] != right[i]) return left[i] < right[i] ? -1 : 1;
   return 0;
 }
-// libstdc++ calls it for dynamic_cast, of types' names.
+// libstdc++ calls it in dynamic_cast, with types' names.
 extern "C" int strcmp(const char* a, const char* b) {
   if (seen != nullptr && seen->libtitan.has(__builtin_return_address(0)))
     see("texts were compared", &Seen::compared);
@@ -205,7 +205,7 @@ extern "C" int strcmp(const char* a, const char* b) {
 }
 
 namespace std {
-// Of std::unordered_map and std::unordered_set with texts as keys.
+// Used by std::unordered_map and std::unordered_set with string keys.
 size_t _Hash_bytes(const void* bytes, size_t size, size_t seed) {
   see("a text was hashed", &Seen::hashed);
   size_t hash = seed ^ 14695981039346656037ULL;
@@ -218,13 +218,14 @@ size_t _Hash_bytes(const void* bytes, size_t size, size_t seed) {
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
-/// Sees what this thread does until it is asked.
+/// Watches this thread until it is asked.
 class Watching {
  public:
   Watching() {
-    TITAN_CHECK(seen_.libtitan.end > 0 && seen_.libstdcxx.end > 0, "the libraries aren't in this process");
+    TITAN_CHECK(seen_.libtitan.end > 0 && seen_.libstdcxx.end > 0,
+                "the libraries aren't loaded in this process");
     seen_.memory.reserve(4096);
     seen = &seen_;
   }
@@ -251,8 +252,8 @@ class Watching {
 
 std::atomic<int64_t> num_host_reads{0};
 
-/// Counts the numbers that are read from tensors while it lives, by any thread: on a GPU a backward has its
-/// own.
+/// Counts the numbers that any thread reads from tensors while it lives: on a GPU a backward has its own
+/// thread.
 class HostReads {
  public:
   HostReads()
@@ -275,7 +276,8 @@ class HostReads {
   at::CallbackHandle callback_;
 };
 
-/// Enough layers that what each of them did would be seen, and names for which no text has room in itself.
+/// Enough layers to show anything that each of them does, and names too long to be stored in their string
+/// objects.
 LlamaCase small_llama() {
   return {.name = "small",
           .args = {{"dim", int64_t{64}},
@@ -295,7 +297,7 @@ struct Way {
   TensorParallelOptions tensor = {};
   ContextParallelOptions context = {};
   std::optional<LayersPolicy> checkpointing = {};
-  const char* recipe = nullptr;  ///< of Float8; "delayed": tensorwise, with scales of the steps before
+  const char* recipe = nullptr;  ///< Float8's; "delayed": tensorwise, with scales from the steps before
   bool scales_at_once = false;
 };
 
@@ -345,13 +347,13 @@ void expect_nothing(Watching& watching, const std::string& what) {
   EXPECT_EQ(seen.made + seen.compared + seen.hashed, 0) << what << ": " << watching.first();
 }
 
-/// As an optimizer does: what was made of a weight before is stale.
+/// As an optimizer does: anything derived from the old weights is stale.
 void write_weights(const std::vector<Parameter>& list) {
   at::NoGradGuard no_grad;
   for (const Parameter& parameter : list) at::Tensor(parameter.data.local).mul_(1);
 }
 
-/// Called for each way with a step of its model, which has settled.
+/// Called for each way with a step of its settled model.
 void for_each_way(const std::function<void(const Way&, const std::function<void()>& step)>& call) {
   const LlamaCase llama = small_llama();
   const Batch batch = random_batch(llama, 1);
@@ -386,7 +388,7 @@ void for_each_way(const std::function<void(const Way&, const std::function<void(
   }
 }
 
-TEST(HotPath, ASettledModelMakesAndLooksUpNoTexts) {
+TEST(HotPath, SettledModelBuildsAndLooksUpNoStrings) {
   for_each_way([](const Way& way, const std::function<void()>& step) {
     Watching watching;
     step();
@@ -394,11 +396,12 @@ TEST(HotPath, ASettledModelMakesAndLooksUpNoTexts) {
   });
 }
 
-TEST(HotPath, ASettledModelReadsNoNumbersFromTensors) {
+TEST(HotPath, SettledModelReadsNoNumbersFromTensors) {
   for_each_way([](const Way& way, const std::function<void()>& step) {
     const HostReads reads;
     step();
-    // Tokens and labels of a vocabulary in parts are checked: on a device by an assertion, on a CPU at once.
+    // Tokens and labels for a split vocabulary are checked: on a device by an assertion, on a CPU
+    // immediately.
     EXPECT_EQ(reads.count(), way.dims.tp > 1 && device().is_cpu() ? 2 : 0) << way.name;
   });
   const HostReads reads;
@@ -406,7 +409,7 @@ TEST(HotPath, ASettledModelReadsNoNumbersFromTensors) {
   EXPECT_EQ(reads.count(), 1);
 }
 
-TEST(HotPath, ASettledPipelineMakesNoTextsAndReadsNoNumbers) {
+TEST(HotPath, SettledPipelineBuildsNoStringsAndReadsNoNumbers) {
   LlamaCase llama = small_llama();
   llama.args["n_layers"] = int64_t{6};
   const Batch batch = random_batch(llama, 1);
@@ -439,17 +442,17 @@ TEST(HotPath, ASettledPipelineMakesNoTextsAndReadsNoNumbers) {
   }
 }
 
-// The tests above see what they are to see, each kind of it.
-TEST(HotPath, TextsAreSeen) {
+// The tests above can detect every kind.
+TEST(HotPath, DetectsStrings) {
   const auto model = build_llama(small_llama(), at::kFloat);
   {
     Watching watching;
-    EXPECT_FALSE(parameters(model->root()).empty());  // by their names
+    EXPECT_FALSE(parameters(model->root()).empty());  // by name
     EXPECT_GT(watching.end().made, 0);
   }
   {
     Watching watching;
-    convert(*model, "tensorwise");  // but those that are named
+    convert(*model, "tensorwise");  // but only the named ones
     EXPECT_GT(watching.end().compared, 0);
   }
   {
@@ -462,7 +465,7 @@ TEST(HotPath, TextsAreSeen) {
     dist::read_launch([&](const char* name) {
       const auto found = variables.find(name);
       return found == variables.end() ? std::nullopt : std::optional(found->second);
-    });  // a job's port is made from its name
+    });  // a job's port is derived from its name
     EXPECT_GT(watching.end().hashed, 0);
   }
 }

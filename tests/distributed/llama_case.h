@@ -1,6 +1,6 @@
 #pragma once
 
-// Small Llamas, whole and spread out, that are fed the same batches: what the parity tests compare.
+// Small Llamas, whole and spread out, that get the same batches: the parity tests compare them.
 
 #include <algorithm>
 #include <map>
@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 
 #include "cli/commands.h"
+#include "distributed/layouts.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/parallel/parameters.h"
@@ -41,7 +42,7 @@ inline LlamaCase mini_llama() {
           .seq_len = 64};
 }
 
-/// Nothing that 2, 3 or 4 divide evenly: 42 features of 7 heads, 250 tokens, 5 layers.
+/// Nothing that 2, 3 or 4 divide evenly: 42 features in 7 heads, 250 tokens, 5 layers.
 inline LlamaCase uneven_llama() {
   return {.name = "uneven",
           .args = {{"dim", int64_t{42}},
@@ -55,7 +56,7 @@ inline LlamaCase uneven_llama() {
           .seq_len = 19};
 }
 
-/// Embedding and output are one matrix.
+/// Embedding and output share one matrix.
 inline LlamaCase tied_llama() {
   LlamaCase llama = mini_llama();
   llama.name = "tied";
@@ -86,24 +87,11 @@ inline std::unique_ptr<train::TrainableModel> build_llama(const LlamaCase& llama
   return llama_spec().build(args.get(), {.construct = deferred(device(), dtype), .seq_len = llama.seq_len});
 }
 
-struct Layout {
-  int replicate = 1;
-  int shard = 1;
-};
-
-/// Of all ranks: FSDP, DDP, and HSDP where there are 4.
-inline std::vector<Layout> layouts(int world_size) {
-  std::vector<Layout> all{{1, world_size}};
-  if (world_size > 1) all.push_back({world_size, 1});
-  if (world_size == 4) all.push_back({2, 2});
-  return all;
-}
-
 inline train::Meshes meshes_of(const Layout& layout) {
   return train::build_meshes(world(), {.dp_replicate = layout.replicate, .dp_shard = layout.shard});
 }
 
-/// `fsdp.mesh` is filled in.
+/// Fills in `fsdp.mesh`.
 inline std::unique_ptr<train::TrainableModel> build_sharded_llama(const LlamaCase& llama,
                                                                   at::ScalarType dtype,
                                                                   const train::Meshes& meshes,
@@ -125,7 +113,7 @@ struct Batch {
   }
 };
 
-/// The same on every rank. Labels are masked unevenly over the rows, one row wholly.
+/// The same on every rank. Labels are masked unevenly over the rows, one row completely.
 inline Batch random_batch(const LlamaCase& llama, uint64_t seed) {
   at::manual_seed(seed);
   int64_t vocab_size = std::get<int64_t>(llama.args.at("vocab_size"));
@@ -152,6 +140,22 @@ inline double forward_backward(train::TrainableModel& model, const Batch& batch,
     loss += part_loss.item<double>();
   }
   return degree > 1 ? world().everyone()->sum(loss, {.phase = "test::loss"}) : loss;
+}
+
+/// The loss and gradients of one forward and backward.
+struct LlamaStep {
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients;
+};
+
+inline LlamaStep run_on_one_rank(const LlamaCase& llama, const Batch& batch, at::ScalarType dtype,
+                                 uint64_t seed) {
+  auto model = build_llama(llama, dtype);
+  materialize(model->root(), seed);
+  LlamaStep step{forward_backward(*model, batch, 0, 1, 1), {}};
+  for (const Parameter& parameter : parameters(model->root()))
+    step.gradients[parameter.name] = parameter.data.local.grad();
+  return step;
 }
 
 inline void forget_gradients(train::TrainableModel& model) {

@@ -1,5 +1,5 @@
 // The main function of every distributed test: one process per rank, started by `titan launch`. Rank 0 prints
-// what gtest prints; the others speak only when they fail.
+// gtest's output; the others print only failures.
 
 #include <unistd.h>
 
@@ -24,7 +24,7 @@ class FailurePrinter : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo& test) override {
     test_ = std::string(test.test_suite_name()) + "." + test.name();
   }
-  // gtest holds its lock here: asking it for the running test would wait forever.
+  // gtest holds its lock here: asking it for the running test would deadlock.
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
     std::fprintf(stderr, "%s failed on rank %d\n%s:%d\n%s\n", test_.c_str(), this_world->rank(),
@@ -34,8 +34,8 @@ class FailurePrinter : public testing::EmptyTestEventListener {
   std::string test_;
 };
 
-/// A rank whose test failed may have left out calls that its peers wait for: it ends at once, and the
-/// launcher ends them.
+/// A rank whose test failed may have skipped calls that its peers wait for: it ends at once, and the launcher
+/// ends them.
 class EndAtFailure : public testing::EmptyTestEventListener {
   void OnTestEnd(const testing::TestInfo& test) override {
     if (!test.result()->Failed()) return;
@@ -52,17 +52,16 @@ void choose_output(int rank) {
     printer = new FailurePrinter;
   }
   listeners.Append(new EndAtFailure);
-  listeners.Append(
-      printer);  // after the line above: gtest goes through its listeners backwards when a test ends
+  listeners.Append(printer);  // after the line above: gtest calls its listeners in reverse when a test ends
 }
 
 titan::dist::InitOptions options_from(const std::vector<std::string>& words) {
   titan::dist::InitOptions options{.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(60)};
   for (const std::string& word : words) {
     if (word == "--sockets") options.direct_memory = false;  // as if the ranks were on several hosts
-    if (word == "--cuda") options.device = "cuda";           // all ranks on what GPUs there are, hence gloo
+    if (word == "--cuda") options.device = "cuda";           // all ranks share the GPUs there are, hence gloo
     if (word == "--check-collectives") options.check_collectives = true;
-    if (word == "--all") run_all_cases = true;  // not only what covers the rest
+    if (word == "--all") run_all_cases = true;  // not only a selection that covers the rest
   }
   return options;
 }

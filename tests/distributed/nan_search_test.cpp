@@ -80,7 +80,7 @@ Toy make_toy(Where where, bool checkpoints) {
   return model;
 }
 
-/// Returns what one step of a toy throws on this rank; "": nothing.
+/// Returns the error of one step of a toy model on this rank; "": none.
 using MakeSearch = std::unique_ptr<NanSearch> (*)(const nn::AnyRef& model, int rank);
 std::string failure_of_step(MakeSearch make_search, Where where, bool checkpoints) {
   Toy model = make_toy(where, checkpoints);
@@ -119,7 +119,7 @@ TEST(NanSearch, RemovesItsHooks) {
   EXPECT_FALSE(model->label_hook);
 }
 
-TEST(NanSearch, RemovesItsHooksFromUnderOthers) {
+TEST(NanSearch, RemovesItsHooksBeneathOthers) {
   Toy model = make_toy(Where::Nowhere, false);
   const auto before = model->blocks[1]->label_hook;
   auto inner = search_operations(model);
@@ -147,7 +147,7 @@ TEST(TensorNumbers, DescribeTheFiniteElements) {
   EXPECT_THAT(train::describe_numbers(angles), HasSubstr("1 NaN, 0 Inf"));
 }
 
-// Forward and backward complete as they would without the search.
+// Forward and backward complete as without the search.
 TEST(NanSearch, NotesTheFirstFindingInsteadOfThrowing) {
   int64_t before = 0;
   for (const Where where : {Where::Nowhere, Where::Forward, Where::Backward}) {
@@ -185,7 +185,7 @@ TEST_P(NanFound, InTheForward) {
                     HasSubstr("mean"), HasSubstr("up: Float [7, 6]")));
 }
 
-TEST_P(NanFound, InTheBackwardAlone) {
+TEST_P(NanFound, OnlyInTheBackward) {
   const std::string failure = failure_of_step(search_modules, Where::Backward, GetParam());
   EXPECT_THAT(failure, AllOf(HasSubstr(place() + "the backward of module 'block1' is the first to give a "
                                                  "gradient that isn't finite"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# on_gpu.sh COMMAND...: runs it where a GPU is visible, or as many as TITAN_TEST_GPUS says; elsewhere says so and ends with 77, by
-# which ctest counts the test as skipped.
+# on_gpu.sh COMMAND...: runs it if a GPU is visible, or as many as TITAN_TEST_GPUS says; otherwise prints that and exits with 77, so that
+# ctest counts the test as skipped.
 if [ ! -e /dev/nvidia0 ] || [ "${CUDA_VISIBLE_DEVICES-all}" = "" ]; then
   echo "skipped: no GPU is visible"
   exit 77

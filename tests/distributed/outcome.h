@@ -1,6 +1,6 @@
 #pragma once
 
-// What a step gave, on one rank and spread out, and how far apart the two are.
+// The results of a step, on one rank and spread out, and how far apart the two are.
 
 #include <algorithm>
 #include <cmath>
@@ -29,7 +29,7 @@ inline constexpr Precision kFloat64{"float64", at::kDouble, at::kDouble};
 inline constexpr Precision kFloat32{"float32", at::kFloat, at::kFloat};
 inline constexpr Precision kBfloat16{"bfloat16", at::kFloat, at::kBFloat16};
 
-// What one forward and backward gave.
+// The results of one forward and backward.
 struct Outcome {
   double loss = 0;
   double norm = 0;
@@ -55,7 +55,7 @@ inline Outcome run_on_one_rank(const LlamaCase& llama, const Batch& batch, const
   return outcome_of(*model, forward_backward(*model, batch, 0, 1, 1));
 }
 
-// The largest deviations of a test, for the log.
+// A test's largest deviations, for the log.
 struct Worst {
   size_t layouts = 0;
   double loss = 0;
@@ -73,7 +73,7 @@ struct Worst {
   }
 };
 
-// Of what `got` has: a pipeline rank has its stages' gradients.
+// Compares only the gradients in `got`: a pipeline rank has its stages'.
 inline void expect_close(const Outcome& got, const Outcome& expected, double tolerance,
                          const std::string& what, Worst& worst) {
   EXPECT_NEAR(got.loss, expected.loss, tolerance * std::max(1.0, std::abs(expected.loss))) << what;
@@ -97,7 +97,7 @@ inline void expect_equal(const Outcome& got, const Outcome& expected, double tol
   expect_close(got, expected, tolerance, what, worst);
 }
 
-// Keeps a variant when a pair of its settings hasn't met before.
+// Keeps a variant if a pair of its settings is new.
 class PairwiseCover {
  public:
   bool add(const std::vector<int>& settings) {

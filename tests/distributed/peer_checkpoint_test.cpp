@@ -1,5 +1,5 @@
-// Jobs whose hosts are folders: what is left of them when ranks and hosts are lost is found, and is what was
-// saved.
+// Jobs whose hosts are folders: after ranks and hosts are lost, the remaining files are found and hold what
+// was saved.
 
 #include <algorithm>
 #include <cstdlib>
@@ -29,21 +29,9 @@ using ::testing::Not;
 using ::testing::SizeIs;
 using Words = std::vector<std::string>;
 
-/// Gone behind the test.
+/// The folders of a job's hosts.
 class Hosts {
  public:
-  Hosts() {
-    std::string name = (fs::temp_directory_path() / "titan_peers_XXXXXX").string();
-    if (!mkdtemp(name.data())) throw Error("mkdtemp: " + name);
-    path_ = name;
-  }
-  ~Hosts() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  Hosts(const Hosts&) = delete;
-  Hosts& operator=(const Hosts&) = delete;
-
   CommandResult start(const std::string& hosts, const Words& what, Command::Variables variables = {}) const {
     const std::string bin = std::string(TITAN_BINARY_DIR) + "/bin/";
     Words words = {bin + "titan", "launch", "-n", std::to_string(hosts.size()),
@@ -57,7 +45,7 @@ class Hosts {
     const auto result = start(hosts, {"save", std::to_string(first), std::to_string(last)});
     ASSERT_EQ(result.status, 0) << result.err;
   }
-  /// "newest 2": which was found, loaded and what was saved; else what went wrong.
+  /// "newest 2": found, loaded, and equal to what was saved; otherwise the problem.
   std::string load(const std::string& hosts) const {
     const auto result = start(hosts, {"load"});
     const auto at = result.out.find("newest ");
@@ -68,7 +56,7 @@ class Hosts {
   void copy_to(const Hosts& other) const {
     fs::copy(path_, other.path_, fs::copy_options::recursive | fs::copy_options::overwrite_existing);
   }
-  /// Of a host's generations: "step-2/rank_00000.safetensors".
+  /// Files of a host's generations: "step-2/rank_00000.safetensors".
   Words files_of(char host) const {
     Words files;
     for (const auto& entry : fs::recursive_directory_iterator(path_ / titan::str("host_", host)))
@@ -77,7 +65,7 @@ class Hosts {
     std::sort(files.begin(), files.end());
     return files;
   }
-  /// The last byte of each of the host's files, or of the one of `rank`.
+  /// Changes the last byte of each of the host's files, or of `rank`'s.
   void flip_bytes(char host, int rank = -1) const {
     for (const auto& entry : fs::recursive_directory_iterator(path_ / titan::str("host_", host))) {
       if (entry.path().extension() != ".safetensors") continue;
@@ -90,7 +78,7 @@ class Hosts {
     }
   }
   bool empty(char host) const { return fs::is_empty(path_ / titan::str("host_", host)); }
-  /// Of jobs and runs, ascending.
+  /// Folders of jobs and runs, ascending.
   std::vector<fs::path> folders_of(char host) const {
     std::vector<fs::path> folders;
     for (const auto& entry : fs::directory_iterator(path_ / titan::str("host_", host)))
@@ -100,10 +88,11 @@ class Hosts {
   }
 
  private:
-  fs::path path_;
+  const TempFolder folder_;
+  const fs::path& path_ = folder_.path;
 };
 
-TEST(PeerCheckpoints, EachHostHasItsFilesAndThoseOfTheHostBefore) {
+TEST(PeerCheckpoints, EachHostHasItsFilesAndThoseOfThePreviousHost) {
   const Hosts hosts;
   hosts.save("aabc", 1, 3);
   EXPECT_THAT(hosts.files_of('a'),
@@ -119,7 +108,7 @@ TEST(PeerCheckpoints, EachHostHasItsFilesAndThoseOfTheHostBefore) {
   EXPECT_TRUE(hosts.empty('a') && hosts.empty('b') && hosts.empty('c'));
 }
 
-TEST(PeerCheckpoints, OneHostKeepsOneOfEachAndServesAnyNumberOfRanks) {
+TEST(PeerCheckpoints, OneHostKeepsOneCopyAndServesAnyNumberOfRanks) {
   const Hosts hosts;
   hosts.save("aaa", 1, 2);
   EXPECT_THAT(hosts.files_of('a'),
@@ -130,8 +119,9 @@ TEST(PeerCheckpoints, OneHostKeepsOneOfEachAndServesAnyNumberOfRanks) {
   EXPECT_EQ(hosts.load("a"), "newest 4");
 }
 
-// Each with what the others left: a lost host's files are found as copies, wherever the ranks are.
-TEST(PeerCheckpoints, ALostHostsFilesAreFoundAsCopies) {
+// Each start with the files that the others left: a lost host's files are found as copies, wherever the ranks
+// are.
+TEST(PeerCheckpoints, FindsCopiesOfALostHostsFiles) {
   const Hosts saved;
   saved.save("aabb", 1, 2);
   for (const auto& [lost, next] :
@@ -144,7 +134,7 @@ TEST(PeerCheckpoints, ALostHostsFilesAreFoundAsCopies) {
   }
 }
 
-TEST(PeerCheckpoints, WithBothCopiesTheGenerationIsLost) {
+TEST(PeerCheckpoints, LosingBothCopiesLosesTheGeneration) {
   const Hosts hosts;
   hosts.save("abc", 1, 2);
   const Hosts one_lost;
@@ -154,12 +144,12 @@ TEST(PeerCheckpoints, WithBothCopiesTheGenerationIsLost) {
   hosts.lose('b');
   hosts.lose('c');
   EXPECT_EQ(hosts.load("a"), "newest none");
-  EXPECT_THAT(hosts.files_of('a'), IsEmpty()) << "what is of no use is removed";
+  EXPECT_THAT(hosts.files_of('a'), IsEmpty()) << "useless files are removed";
 }
 
-// What is damaged at one host lies at another: that is loaded, and what was damaged is said. `ab` has both
-// files twice, and each of them damaged once.
-TEST(PeerCheckpoints, DamageGivesWayToTheSoundCopy) {
+// A file that is damaged on one host has a copy on another: the copy is loaded, and the damage reported. `ab`
+// has both files twice, and each of them damaged once.
+TEST(PeerCheckpoints, LoadsTheIntactCopyOfADamagedFile) {
   const Hosts hosts;
   hosts.save("ab", 1, 2);
   hosts.flip_bytes('a', 0);
@@ -173,14 +163,14 @@ TEST(PeerCheckpoints, DamageGivesWayToTheSoundCopy) {
                     Not(ContainsRegex("(damaged: rank .*){3}"))));
   EXPECT_EQ(hosts.load("ab"), "newest 3");
 
-  // Also where what is damaged may be brought to a host that has nothing.
+  // Also where the damaged file may be sent to a host that has nothing.
   const Hosts three;
   three.save("abc", 1, 2);
   three.flip_bytes('a');
   EXPECT_EQ(three.load("dabc"), "newest 2");
 }
 
-TEST(PeerCheckpoints, DamageOfBothCopiesIsFoundBeforeItIsUsed) {
+TEST(PeerCheckpoints, DetectsDamageOfBothCopiesBeforeUse) {
   const Hosts hosts;
   hosts.save("ab", 1, 2);
   hosts.flip_bytes('a');
@@ -189,7 +179,7 @@ TEST(PeerCheckpoints, DamageOfBothCopiesIsFoundBeforeItIsUsed) {
               AllOf(HasSubstr("newest 2"), HasSubstr("host_a"), HasSubstr("host_b"), HasSubstr("checksum")));
 }
 
-TEST(PeerCheckpoints, AFileOfTheWrongSizeGivesWayToItsCopy) {
+TEST(PeerCheckpoints, LoadsTheCopyOfAFileOfTheWrongSize) {
   const Hosts hosts;
   hosts.save("ab", 1, 2);
   fs::resize_file(hosts.folders_of('a').front() / "step-2" / checkpoint::file_name(0), 100);
@@ -198,9 +188,9 @@ TEST(PeerCheckpoints, AFileOfTheWrongSizeGivesWayToItsCopy) {
   EXPECT_THAT(loaded.err, AllOf(HasSubstr("passed over"), HasSubstr("has 100 bytes instead of")));
 }
 
-// The copies of the second generation stand still at one rank: it is given up, none is begun while they are
-// on their way, and behind that states are kept as before.
-TEST(PeerCheckpoints, CopiesThatTakeTooLongCostTheirGenerationAlone) {
+// The copies of the second generation stall on one rank: it is given up, none is begun while they are in
+// flight, and after that states are kept as before.
+TEST(PeerCheckpoints, SlowCopiesCostOnlyTheirGeneration) {
   const Hosts hosts;
   const auto result = hosts.start("ab", {"stall"});
   ASSERT_EQ(result.status, 0) << result.out << result.err;
@@ -216,8 +206,8 @@ TEST(PeerCheckpoints, CopiesThatTakeTooLongCostTheirGenerationAlone) {
               ElementsAre("step-4/rank_00000.safetensors", "step-4/rank_00001.safetensors"));
 }
 
-// The thread that trains comes to all calls, so training's ranks are all there.
-TEST(PeerCheckpoints, ARankThatIsLostToTheSavesAloneEndsNothing) {
+// The training thread takes part in all calls, so all training ranks are alive.
+TEST(PeerCheckpoints, ARankLostOnlyToSavesEndsNothing) {
   const Hosts hosts;
   const auto result = hosts.start("ab", {"lose"});
   ASSERT_EQ(result.status, 0) << result.out << result.err;
@@ -228,9 +218,9 @@ TEST(PeerCheckpoints, ARankThatIsLostToTheSavesAloneEndsNothing) {
   EXPECT_EQ(hosts.load("ab"), "newest 1");
 }
 
-// The same mark and another job: what an earlier one left is removed where it saved in the same folder, and
-// nobody is at work there.
-TEST(PeerCheckpoints, AnEarlierJobsFolderIsRemovedIfItIsTheRuns) {
+// The same mark and another job: an earlier job's files are removed if it saved in the same folder and is no
+// longer running.
+TEST(PeerCheckpoints, RemovesAnEarlierJobsFolderOfTheSameRun) {
   const Hosts hosts;
   const auto save_as = [&](const std::string& job, const std::string& owner) {
     return hosts.start("a", {"save", "1", "1"}, {{"TITAN_TEST_JOB", job}, {"TITAN_TEST_OWNER", owner}});
@@ -248,12 +238,12 @@ TEST(PeerCheckpoints, AnEarlierJobsFolderIsRemovedIfItIsTheRuns) {
   }
   EXPECT_THAT(save_as("fourth", "/runs/one").err, HasSubstr("which an earlier job of this run left"));
   EXPECT_THAT(hosts.folders_of('a'), AllOf(SizeIs(2), Not(Contains(first.front()))))
-      << "the copy's and its own";
+      << "the copy's folder and its own";
 }
 
-// Whoever ends in whatever phase of the second generation: of the first or the second everything is there,
-// also when a host is lost with it. From the manifest on the other host may have the second one.
-TEST(PeerCheckpoints, AnInterruptedGenerationLeavesTheOneBefore) {
+// A rank ends in some phase of the second generation: either the first or the second is complete, even if a
+// host is lost with it. From the manifest on the other host may have the second one.
+TEST(PeerCheckpoints, InterruptedGenerationLeavesTheOneBefore) {
   int number = 0;
   for (const std::string phase : {"MakeFolder", "WriteFile", "WriteChunk", "SyncFile", "Gather", "CopyPiece",
                                   "WriteManifest", "Commit", "Prune"}) {
@@ -262,7 +252,7 @@ TEST(PeerCheckpoints, AnInterruptedGenerationLeavesTheOneBefore) {
     const Hosts hosts;
     const auto failed = hosts.start("aabb", {"fail", phase, "exit", by_root ? "0" : "2"});
     EXPECT_NE(failed.status, 0);
-    EXPECT_NE(failed.status, 128 + SIGKILL) << "it didn't end by itself: " << failed.err;
+    EXPECT_NE(failed.status, 128 + SIGKILL) << "it had to be killed: " << failed.err;
     if (!by_root) hosts.lose('b');
     const std::string found = hosts.load(by_root ? "aabb" : "aa");
     if (phase == "Prune")
@@ -274,7 +264,7 @@ TEST(PeerCheckpoints, AnInterruptedGenerationLeavesTheOneBefore) {
   }
 }
 
-TEST(PeerCheckpoints, ARankThatHangsOrFailsIsNamed) {
+TEST(PeerCheckpoints, NamesARankThatHangsOrFails) {
   const Hosts hosts;
   EXPECT_THAT(
       hosts.start("ab", {"fail", "WriteFile", "throw", "1"}).err,

@@ -1,4 +1,4 @@
-// Which ranks share memory: all agree. And on GPUs, overlapped products through it against the plain ones.
+// All ranks agree on which ranks share memory; and on GPUs, overlapped products through it equal plain ones.
 
 #include <cstdlib>
 
@@ -17,9 +17,9 @@
 namespace titan::tp {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
-// Devices of which one pair is apart, as the higher rank of them sees it.
+// Devices with one pair that can't share memory, as the higher rank of the two sees it.
 class DevicesApart final : public dist::DeviceBackend {
  public:
   DevicesApart(int rank, int lower, int higher) : rank_(rank), lower_(lower), higher_(higher) {}
@@ -45,7 +45,7 @@ class DevicesApart final : public dist::DeviceBackend {
   int rank_, lower_, higher_;
 };
 
-TEST(PeerMemoryChoice, AllRanksHearOfAPairThatIsApart) {
+TEST(PeerMemoryChoice, AllRanksLearnOfAPairWithoutPeerAccess) {
   const auto group = world().everyone();
   const int last = group->size() - 1;
   EXPECT_EQ(why_not_all_share(*group, DevicesApart(group->rank(), 0, last)),
@@ -53,7 +53,7 @@ TEST(PeerMemoryChoice, AllRanksHearOfAPairThatIsApart) {
   EXPECT_EQ(why_not_all_share(*group, DevicesApart(group->rank(), -1, -1)), "");
 }
 
-TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {
+TEST(PeerMemoryChoice, SendsPartsWithoutNccl) {
   const DeviceMesh mesh = DeviceMesh::create(world(), {{"tp", world().size()}});
   const CountedExchange chosen = choose_exchange(mesh["tp"])("");
   EXPECT_EQ(dynamic_cast<const PeerMemoryExchange*>(chosen.exchange.get()), nullptr);
@@ -61,7 +61,7 @@ TEST(PeerMemoryChoice, WithoutNcclPartsAreSent) {
   EXPECT_EQ(chosen.traffic->calls, 0);
 }
 
-TEST(PeerMemoryChoice, TheSettingsMayChoose) {
+TEST(PeerMemoryChoice, SettingsOverrideTheChoice) {
   const DeviceMesh mesh = DeviceMesh::create(world(), {{"tp", world().size()}});
   const CountedExchange sent = choose_exchange(mesh["tp"], OverlapTransport::SendReceive)("");
   EXPECT_EQ(dynamic_cast<const PeerMemoryExchange*>(sent.exchange.get()), nullptr);
@@ -76,10 +76,10 @@ TEST(PeerMemoryChoice, TheSettingsMayChoose) {
   EXPECT_NE(problem.find("\"symmetric_memory\": the backend is"), std::string::npos) << problem;
 }
 
-// Written, never run: no GPU was there.
+// Written, but never run: no GPU was available.
 TEST(PeerMemoryOnGpu, EqualsPlainProducts) {
   if (!device().is_cuda()) GTEST_SKIP() << "on GPUs only";
-  setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", 1);  // ranks share one where there are too few
+  setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1", 1);  // ranks share GPUs where there are too few
   const auto group = world().everyone();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world().store());
   const auto exchange = std::make_shared<const PeerMemoryExchange>(

@@ -1,18 +1,18 @@
-// What the tests of peer checkpoints start as a rank. HOSTS has a letter for each rank: ranks of one letter
-// share FOLDER/host_LETTER, as those of a host share its memory.
+// The rank program of the peer checkpoint tests. HOSTS has a letter for each rank: ranks of one letter share
+// FOLDER/host_LETTER, as ranks on a host share its memory.
 //   peer_program FOLDER HOSTS save FIRST LAST          these steps, each to its end
 //   peer_program FOLDER HOSTS fail PHASE HOW RANK      step 1 is saved; in the save of step 2, RANK at PHASE
 //                                                      does HOW: throw, exit or hang
 //   peer_program FOLDER HOSTS stall                    step 1 is saved; in the save of step 2 rank 1's copies
-//                                                      stand still until that of step 3 was skipped for them;
+//                                                      stall until that of step 3 was skipped for them;
 //                                                      then step 4 is saved. Prints how each went
 //   peer_program FOLDER HOSTS lose                     step 1 is saved; in the save of step 2 rank 1 writes
-//   for
-//                                                      ever. Prints how the next one went
-//   peer_program FOLDER HOSTS load                     prints "newest N" (or "none") and what is damaged,
-//                                                      loads it and checks it
-//   peer_program FOLDER HOSTS end                      the job has come to its end
-// A failure ends a rank with 3. TITAN_TEST_JOB, TITAN_TEST_RUN and TITAN_TEST_OWNER: whose folder it is.
+//                                                      forever. Prints how the next one went
+//   peer_program FOLDER HOSTS load                     prints "newest N" (or "none") and the damage; loads and
+//                                                      checks it
+//   peer_program FOLDER HOSTS end                      the job has ended
+// A failure ends a rank with exit code 3. TITAN_TEST_JOB, TITAN_TEST_RUN and TITAN_TEST_OWNER: the folder's
+// owner.
 
 #include <unistd.h>
 
@@ -38,9 +38,9 @@ using checkpoint::SaveOptions;
 using checkpoint::SavePhase;
 using Words = std::vector<std::string>;
 
-// Of saves that go well: only a machine that stands still takes so long.
+// For saves that succeed: only a stalled machine takes that long.
 constexpr std::chrono::seconds kAmple(40);
-// Of those in which somebody is waited for in vain.
+// For saves in which a rank is waited for in vain.
 constexpr std::chrono::seconds kShort(15);
 
 std::string variable(const char* name, const std::string& otherwise) {
@@ -60,7 +60,7 @@ std::shared_ptr<PeerFolder> open(const dist::World& world, const Words& words) {
                                                           .owner = variable("TITAN_TEST_OWNER", "here")});
 }
 
-/// The state as ranks cut it that are all along dp.
+/// The state, split as by ranks that are all along dp.
 struct PeerJob {
   PeerJob(const dist::World& world, const Words& words, SaveOptions options = {.timeout = kAmple})
       : folder(open(world, words)), job(world), checkpointer(world, {}, with_peers(std::move(options))) {
@@ -104,11 +104,11 @@ void save_and_fail_at(const dist::World& world, const Words& words) {
   peer.save(1);
   armed = true;
   peer.save(2);
-  // What is left behind an answer: the removal of what was before.
+  // The work after an answer: removing the previous files.
   peer.save(3);
 }
 
-// Six pieces on each rank: room for saying early that the rest doesn't come.
+// Six pieces on each rank: enough to report early that the rest won't come.
 std::vector<TensorCase> large_tensors(int num_ranks) {
   return {{"large", {num_ranks, 2'650'000}, at::kLong, 0, -1, 0, -1}};
 }
@@ -122,7 +122,7 @@ void stall_copies(const dist::World& world, const Words& words) {
   options.stop_on_failure = false;
   options.on_phase = [&](SavePhase at) {
     if (!armed || world.rank() != 1 || at != SavePhase::CopyPiece) return;
-    // The first time is in front of the first piece.
+    // The first time is before the first piece.
     if (++num_pieces == 2)
       while (stands_still) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   };
@@ -138,7 +138,7 @@ void stall_copies(const dist::World& world, const Words& words) {
   tell("step 2: " + peer.checkpointer.last_failure());
   tell(titan::str("step 3: ", peer.checkpointer.save(3) ? "begun" : "skipped"));
   stands_still = false;
-  // What is still on its way has to come first.
+  // Copies that are still in flight have to arrive first.
   while (!peer.checkpointer.save(4)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   if (world.rank() == 1) std::cout << "pieces: " << num_pieces - 1 << std::endl;
   peer.checkpointer.finish();
@@ -161,7 +161,7 @@ void lose_rank(const dist::World& world, const Words& words) {
   try {
     peer.save(2);
   } catch (const Error& error) {
-    TITAN_CHECK(world.rank() == 1, "who waited for rank 1 doesn't go on: ", error.what());
+    TITAN_CHECK(world.rank() == 1, "a rank that waited for rank 1 failed: ", error.what());
   }
   const bool begun = peer.checkpointer.save(3);
   if (world.rank() == 0) std::cout << "step 3: " << (begun ? "begun" : "skipped") << std::endl;
@@ -188,7 +188,7 @@ void load_newest(const dist::World& world, const Words& words) {
     }
   }
   peer.job.check(*newest);
-  // Going on is possible from there.
+  // Training can continue from there.
   peer.save(*newest + 1);
 }
 
@@ -207,15 +207,7 @@ void act(const dist::World& world, const Words& words) {
 }  // namespace titan::testing
 
 int main(int argc, char** argv) {
-  try {
-    const auto world =
-        titan::dist::init({.backend = "gloo", .device = "cpu", .timeout = titan::testing::kAmple});
+  titan::testing::run_rank(titan::testing::kAmple, [&](const auto& world) {
     titan::testing::act(world, {argv + 1, argv + argc});
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    std::fflush(nullptr);
-    _exit(3);
-  }
-  std::fflush(nullptr);
-  _exit(0);
+  });
 }

@@ -1,5 +1,5 @@
-// Messages that go in one call, over a backend that has such calls, stricter than NCCL: a batched message
-// never meets one that isn't. A call is done when its last message is.
+// Messages sent in one call, over a backend that has such calls, stricter than NCCL: a batched message never
+// matches a single one. A call is done when its last message is.
 
 #include <algorithm>
 
@@ -21,7 +21,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
@@ -40,7 +40,7 @@ class AllOf final : public c10d::Work {
   std::vector<WorkPtr> works_;
 };
 
-// What batches hold, by the tag, is apart from what they don't.
+// The tag keeps batched messages apart from single ones.
 class BatchingBackend final : public c10d::Backend {
  public:
   explicit BatchingBackend(c10::intrusive_ptr<c10d::Backend> gloo)
@@ -79,7 +79,7 @@ class BatchingBackend final : public c10d::Backend {
   std::vector<WorkPtr> works_;
 };
 
-// The two ranks once more, whose pipeline's links have batches.
+// The two ranks once more, with batches on the pipeline's links.
 class BatchingWorld {
  public:
   explicit BatchingWorld(const std::string& name) : impl_(std::make_shared<dist::World::Impl>()) {
@@ -149,8 +149,8 @@ TEST(MessageBatches, ArriveInOneCall) {
               ::testing::ElementsAre(2, 3));
 }
 
-// What a rank that joined other messages than its peer would come to.
-TEST(MessageBatches, OneThatMeetsASingleMessageIsNamed) {
+// What happens to a rank that groups other messages than its peer.
+TEST(MessageBatches, ReportsABatchThatMeetsASingleMessage) {
   BatchingWorld batching("mismatch");
   const auto group = batching.get().group({0, 1}, "", "pipeline.down");
   const Tensors two = {at::zeros({3}), at::zeros({3})};
@@ -163,7 +163,7 @@ TEST(MessageBatches, OneThatMeetsASingleMessageIsNamed) {
     } catch (const Error& error) {
       EXPECT_THAT(error.what(), ::testing::HasSubstr("[2, 3]"));
     }
-    // What was sent comes to its end, past the group.
+    // The sent message is received outside the group.
     batching.down->startCoalescing();
     for (const at::Tensor& tensor : two) {
       Tensors part = {tensor};
@@ -174,8 +174,8 @@ TEST(MessageBatches, OneThatMeetsASingleMessageIsNamed) {
   world().everyone()->barrier({"test::end"}).wait();
 }
 
-// Its first message, so that nothing is on its way to the other rank.
-TEST(MessageBatches, OneThatFailsIsClosed) {
+// Its first message, so that nothing is in flight to the other rank.
+TEST(MessageBatches, ClosesABatchThatFails) {
   BatchingWorld batching("failure");
   if (world().rank() != 0) return;
   const auto group = batching.get().group({0, 1}, "", "pipeline.down");
@@ -189,7 +189,7 @@ TEST(MessageBatches, OneThatFailsIsClosed) {
   EXPECT_FALSE(batching.down->is_open());
 }
 
-TEST(MessageBatches, AreRefusedWhereThereAreNone) {
+TEST(MessageBatches, AreRefusedWithoutBackendSupport) {
   const auto group = world().everyone();
   EXPECT_FALSE(group->has_batches(at::kCPU));
   try {
@@ -200,8 +200,8 @@ TEST(MessageBatches, AreRefusedWhereThereAreNone) {
   }
 }
 
-// Two forwards at once, of which both ends hand over the results together, then one by itself; backwards the
-// receives alone stand side by side.
+// Two forwards at once: both ends exchange the results together, then one by itself; in the backward only the
+// receives are adjacent.
 constexpr const char* kSchedule =
     "0F0,0F1,0SEND_F0,0SEND_F1,0F2,0SEND_F2,0RECV_B0,0RECV_B1,0B0,0B1,0RECV_B2,0B2\n"
     "1RECV_F0,1RECV_F1,1F1,1F0,1B0,1SEND_B0,1RECV_F2,1B1,1SEND_B1,1F2,1B2,1SEND_B2\n";
@@ -210,7 +210,7 @@ pipeline::Schedule schedule() {
   return pipeline::with_parameter_actions(pipeline::parse_schedule_csv(kSchedule, "by hand"));
 }
 
-TEST(MessageBatches, AreSentWhereBothEndsStandTogether) {
+TEST(MessageBatches, AreSentWhereBothEndsPairMessages) {
   BatchingWorld batching("schedule");
   const DeviceMesh pp = train::build_meshes(batching.get(), {.pp = 2}).pp;
   expect_equals_one_rank(pp, schedule(), {StageKind::Tanh, StageKind::Product});

@@ -34,11 +34,11 @@ inline const TensorForm kTensorForms[] = {{"", {}},
 struct Variant {
   train::ParallelDims dims;
   std::string schedule;
-  int stages = 1;  // of all ranks
+  int stages = 1;  // on all ranks together
   int micro_batches = 1;
-  int repeats = 1;           // of the schedule, for accumulation
-  size_t checkpointing = 0;  // of kCheckpointing
-  size_t tensor = 0;         // of kTensorForms
+  int repeats = 1;           // repetitions of the schedule, for accumulation
+  size_t checkpointing = 0;  // index into kCheckpointing
+  size_t tensor = 0;         // index into kTensorForms
 
   int num_micro_batches() const { return micro_batches * repeats; }
   const TensorParallelOptions& tensor_options() const { return kTensorForms[tensor].options; }
@@ -62,7 +62,7 @@ inline pipeline::ModuleSequence sequence_of(const LlamaCase& llama) {
 struct StageOptions {
   pipeline::EndWeights ends = {};
   TensorParallelOptions tensor = {};
-  std::function<void(torch::nn::Module&)> convert = {};  ///< of each stage, before it is spread out
+  std::function<void(torch::nn::Module&)> convert = {};  ///< applied to each stage before it is spread out
 };
 
 // The stages of this rank.

@@ -1,4 +1,4 @@
-// What the stages of a schedule hold at most, and how much they compute: as the simulator and the papers say.
+// The most that a schedule's stages hold, and how much they compute, match the simulator and the papers.
 
 #include <algorithm>
 #include <iterator>
@@ -15,12 +15,12 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 constexpr int kMicroBatches = 8;
 
-// Wide enough that activations outweigh what the runner itself keeps, and without a vocabulary to speak of.
-// The ends weigh nothing, so that every stage has as many layers.
+// Wide enough that activations outweigh the runner's own memory, with a tiny vocabulary. The ends weigh
+// nothing, so every stage has as many layers.
 LlamaCase model() {
   LlamaCase llama = mini_llama();
   llama.args["n_layers"] = int64_t{8};
@@ -31,15 +31,15 @@ LlamaCase model() {
   return llama;
 }
 
-// Of a layer F keeps what each norm and product reads, q, k, v and what attention gave (8 D, with D the
+// F keeps of a layer the inputs of each norm and product, q, k, v and attention's result (8 D, with D the
 // width), and gate and up (2 F, with F the feed-forward's). I leaves for W the inputs of its products and the
-// gradients of their outputs (8 D + 3 F: w2's input is made for it).
+// gradients of their outputs (8 D + 3 F: w2's input is recomputed for it).
 double owed_share() {
   const double ffn = 3;  // F / D of mini_llama
   return (8 + 3 * ffn) / (8 + 2 * ffn);
 }
 
-// What the schedule holds on this rank at most, in a stage's micro-batches between F and I.
+// The most that the schedule holds on this rank, in a stage's micro-batches between F and I.
 double held_at_most(const pipeline::Schedule& schedule, int rank) {
   using Kind = pipeline::Action::Kind;
   double held = 0, peak = 0;
@@ -54,7 +54,7 @@ double held_at_most(const pipeline::Schedule& schedule, int rank) {
 }
 
 struct Measured {
-  double peak_bytes = 0;  // beyond what is there before the step
+  double peak_bytes = 0;  // beyond what exists before the step
   int64_t multiplications = 0;
   pipeline::RankFigures simulated;
   double held = 0;  // held_at_most()
@@ -72,7 +72,7 @@ Measured run(std::string_view schedule, int stages, size_t checkpointing = 0) {
   const Batch batch = random_batch(llama, 1);
   const auto micro_batches = micro_batches_of(batch, kMicroBatches);
   const train::StepPlan plan = runner.plan(built.schedule(), boundaries_of(llama, kFloat32, variant, 1));
-  runner.run(plan, micro_batches, batch.num_valid());  // makes the gradients
+  runner.run(plan, micro_batches, batch.num_valid());  // allocates the gradients
   products->multiplications = 0;
   const MemoryMeter meter;
   runner.run(plan, micro_batches, batch.num_valid());
@@ -81,10 +81,10 @@ Measured run(std::string_view schedule, int stages, size_t checkpointing = 0) {
           held_at_most(built.schedule(), meshes.pp.rank())};
 }
 
-// GPipe holds all micro-batches: what one takes on this rank.
+// GPipe holds all micro-batches: the size of one on this rank.
 double bytes_of_micro_batch() { return run("GPipe", world().size()).peak_bytes / kMicroBatches; }
 
-// In micro-batches, of each rank.
+// In micro-batches, for each rank.
 void print_row(std::string_view schedule, double peak, double simulated, double held) {
   char mine[64];
   std::snprintf(mine, sizeof mine, "%.2f (%.2f, %.2f)", peak, simulated, held);
@@ -94,8 +94,8 @@ void print_row(std::string_view schedule, double peak, double simulated, double 
   if (world().rank() == 0) std::puts(row.c_str());
 }
 
-// The simulator counts what is between I and W as whole; with its own size the bound is narrower.
-TEST(PipelineMemory, IsWhatTheSimulatorSays) {
+// The simulator counts tensors between I and W as whole; with their own size the bound is narrower.
+TEST(PipelineMemory, MatchesTheSimulator) {
   const double whole = bytes_of_micro_batch();
   for (const pipeline::ScheduleTraits& traits : pipeline::all_schedule_traits()) {
     const int stages = pipeline::default_num_stages(traits, world().size());
@@ -117,7 +117,7 @@ TEST(PipelineMemory, ZeroBubbleOnAVNeedsNoMoreThan1F1B) {
   EXPECT_LE(largest(run("ZBVZeroBubble", 2 * world().size())), 1.2 * largest(run("1F1B", world().size())));
 }
 
-// Of all ranks: a loop and a V give them other stages.
+// Summed over all ranks: a loop and a V give them other stages.
 int64_t multiplications_of(std::string_view schedule, size_t checkpointing) {
   const Measured measured = run(schedule, 2 * world().size(), checkpointing);
   return world().everyone()->sum(measured.multiplications, {.phase = "test::multiplications"});

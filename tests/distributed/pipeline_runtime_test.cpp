@@ -1,6 +1,6 @@
-// Stages unlike a Llama's, on two pipeline ranks, against the same products on one: frozen ones, ones without
-// parameters, ones that don't use their input or whose backward reads what they have sent; and that what was
-// sent doesn't stay.
+// Stages unlike a Llama's, on two pipeline ranks, against the same products on one: frozen stages, stages
+// without parameters, stages that don't use their input or whose backward reads what they have sent; and sent
+// tensors are freed.
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 pipeline::Schedule schedule_of(const std::string& name, size_t num_stages, int count) {
   return pipeline::with_parameter_actions(
@@ -28,7 +28,7 @@ void expect_equals_one_rank(const char* schedule, const std::vector<StageKind>& 
                          kinds);
 }
 
-TEST(PipelineRuntime, StagesOfAnyKindEqualOneRank) {
+TEST(PipelineRuntime, StagesOfAnyKindMatchOneRank) {
   using enum StageKind;
   for (const std::vector<StageKind>& kinds : {std::vector{Tanh, Product},
                                               {Frozen, Product},
@@ -46,8 +46,8 @@ TEST(PipelineRuntime, StagesOfAnyKindEqualOneRank) {
   }
 }
 
-// gloo doesn't tell by itself that a message has arrived.
-TEST(PipelineRuntime, WhatWasSentGoesWhileTheStepGoesOn) {
+// gloo doesn't report by itself that a message has arrived.
+TEST(PipelineRuntime, FreesSentTensorsDuringTheStep) {
   constexpr int kMany = 32;
   const DeviceMesh pp = train::build_meshes(world(), {.pp = 2}).pp;
   SmallStage stage(StageKind::Product, pp.rank());

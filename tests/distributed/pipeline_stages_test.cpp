@@ -1,6 +1,5 @@
 // A Llama cut into pipeline stages, each spread over all ranks and run one after the other, against the same
-// model on one rank: what stages do under tensor and context parallelism, without schedules and transfers
-// around them.
+// model on one rank: stages under tensor and context parallelism, without schedules and transfers.
 
 #include <cmath>
 
@@ -15,7 +14,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 struct Variant {
   train::ParallelDims dims;
@@ -60,7 +59,7 @@ Models build_stages(const LlamaCase& llama, const Precision& precision, const Va
   return models;
 }
 
-// Of this rank's rows; each stage has a graph of its own.
+// For this rank's rows; each stage has its own graph.
 double run_in_a_row(const Models& models, const Batch& batch, int64_t num_valid) {
   std::vector<at::Tensor> inputs = {batch.tokens.to(device())}, outputs;
   for (size_t i = 0; i + 1 < models.size(); ++i) {
@@ -73,7 +72,7 @@ double run_in_a_row(const Models& models, const Batch& batch, int64_t num_valid)
   return loss.item<double>();
 }
 
-// Gradients of a parameter that two stages have belong together.
+// The gradients of a parameter on two stages add up.
 Outcome outcome_of_stages(const Models& models, double loss) {
   Outcome outcome{loss, 0, {}};
   for (const auto& model : models)
@@ -117,8 +116,8 @@ std::vector<Variant> variants() {
 
 class PipelineStages : public ::testing::TestWithParam<Precision> {};
 
-// Three layers as two stages, as three, and as five of which the first and the last have none.
-TEST_P(PipelineStages, InARowAreTheModel) {
+// Three layers as two stages, as three, and as five, the first and last of which have none.
+TEST_P(PipelineStages, RunInSequenceEqualTheModel) {
   const Precision precision = GetParam();
   for (const bool tied : {false, true}) {
     LlamaCase llama = tied ? tied_llama() : mini_llama();

@@ -1,7 +1,7 @@
 // Every schedule, with data, context and tensor parallelism and activation checkpointing around it, against
 // the same model on one rank: the loss, the gradient norm, and every parameter's gradient. By default as many
-// combinations as it takes for each pair of settings to meet; with --all what is_crossed names, whole, too.
-// The largest deviations are printed as JSON lines, which scripts/numerics.py collects.
+// combinations as it takes for each pair of settings to meet; with --all also the full product that
+// is_crossed names. The largest deviations are printed as JSON lines, which scripts/numerics.py collects.
 
 #include <cstdio>
 #include <iterator>
@@ -16,7 +16,7 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 
 // Each parameter counts on one stage.
 void expect_all_counted(const std::vector<Parameter>& parameters, const train::Meshes& meshes,
@@ -27,7 +27,7 @@ void expect_all_counted(const std::vector<Parameter>& parameters, const train::M
   EXPECT_EQ(counted, static_cast<int64_t>(reference.gradients.size())) << what;
 }
 
-// Two steps, so that what the first one leaves behind shows.
+// Two steps, so that leftovers of the first one show.
 Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision& precision,
                      const Variant& variant, const Outcome& reference) {
   const train::Meshes meshes = train::build_meshes(world(), variant.dims);
@@ -53,9 +53,9 @@ Outcome run_pipeline(const LlamaCase& llama, const Batch& batch, const Precision
   return outcome;
 }
 
-// ---- which
+// ---- cases
 
-// pp, and what the rest of the ranks does: at most two kinds of it at 8 ranks.
+// pp, and the layout of the other ranks: at most two layouts with 8 ranks.
 std::vector<train::ParallelDims> all_dims(int size) {
   std::vector<train::ParallelDims> all;
   for (const int pp : {2, 4, 8}) {
@@ -72,12 +72,14 @@ std::vector<train::ParallelDims> all_dims(int size) {
   return all;
 }
 
-// More than two rounds of micro-batches where the schedule takes that many, else one and a micro-batch.
+// More than two rounds of micro-batches where the schedule accepts that, otherwise one round plus a
+// micro-batch.
 int odd_count(const pipeline::ScheduleTraits& traits, int pp, int stages) {
   return pipeline::counts_problem(traits, pp, stages, 2 * pp + 1) ? pp + 1 : 2 * pp + 1;
 }
 
-// What a schedule takes of pp, 2 pp and an odd count, and each of them as half of an accumulation.
+// The counts that a schedule accepts among pp, 2 pp and an odd one, and each of them as half of an
+// accumulation.
 std::vector<Variant> variants_of_schedule(const pipeline::ScheduleTraits& traits,
                                           const train::ParallelDims& dims) {
   std::vector<Variant> variants;
@@ -110,7 +112,8 @@ std::vector<Variant> layouts_of(const LlamaCase& llama) {
   return layouts;
 }
 
-// As numbers. Counts of micro-batches are told apart by pp, so that every schedule meets all of them at each.
+// As numbers. Counts of micro-batches are distinguished by pp, so that every schedule meets all of them at
+// each.
 std::vector<int> settings_of(const Variant& variant) {
   const auto& [dims, schedule, stages, micro_batches, repeats, checkpointing, tensor] = variant;
   const auto* traits = &pipeline::schedule_traits(schedule);
@@ -123,7 +126,7 @@ std::vector<int> settings_of(const Variant& variant) {
           static_cast<int>(tensor)};
 }
 
-// What --all runs whole, for the first model: every schedule at pp 2 and 4 with each count of
+// With --all the first model runs this full product: every schedule at pp 2 and 4 with each count of
 // micro-batches and each kind of checkpointing, composed with dp_shard 2, cp 2 and tp 2. HSDP, DDP, larger
 // degrees, the forms of tensor parallelism and accumulation meet these, and each other, in pairs: together
 // they would be 17,000 on 8 ranks.
@@ -133,9 +136,9 @@ bool is_crossed(const Variant& variant) {
          dims.tp <= 2 && variant.repeats == 1 && variant.tensor == 0;
 }
 
-// What covers the pairs of all settings, in an order that mixes them, so that it takes few; `crossed`: and
-// all of those above. On more than 4 ranks, which CI's cores have to share, without --all only what
-// is_crossed is covered, as to where it lies, its schedule and its checkpointing.
+// Covers the pairs of all settings in an order that mixes them, so that few cases are enough; `crossed`: adds
+// all of those above. On more than 4 ranks, which share CI's cores, without --all only is_crossed is covered,
+// by its layout, schedule and checkpointing.
 std::vector<Variant> variants_of(const LlamaCase& llama, bool crossed) {
   constexpr size_t kKinds = std::size(kCheckpointing), kForms = std::size(kTensorForms);
   std::vector<Variant> all;
@@ -170,7 +173,7 @@ LlamaCase small(const std::string& name, std::map<std::string, config::Value> ch
   for (auto& [key, value] : changes) llama.args[key] = value;
   return llama;
 }
-// Two stages have no layer, the others one each, and the vocabulary doesn't divide.
+// Two stages have no layer, the others one each, and the vocabulary doesn't divide evenly.
 LlamaCase shallow() { return small("shallow", {{"n_layers", int64_t{2}}, {"vocab_size", int64_t{251}}}); }
 LlamaCase tied() { return small("tied", {{"tie_embeddings", true}}); }
 

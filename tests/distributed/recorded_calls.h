@@ -1,6 +1,6 @@
 #pragma once
 
-// The collectives and the operations that a piece of code asks for.
+// Records the collectives and operations that a piece of code calls.
 
 #include <cstring>
 #include <functional>
@@ -27,7 +27,7 @@ std::vector<dist::CallRecord> calls_of(const char* phase, const Run& run) {
   return calls;
 }
 
-/// Tells of each operation of the dispatcher, on any thread, while this is there. One at a time.
+/// Reports each operation of the dispatcher, on any thread, while it lives. One at a time.
 class OperationWatch {
  public:
   using Watch = std::function<void(const std::string& name, const std::vector<c10::IValue>& outputs)>;

@@ -1,5 +1,5 @@
-// Who has copies of what, over each way of having them: a bit that flips on one rank is found where another
-// rank has the same part, and named.
+// The ranks that hold copies of each parameter, for each way of replicating: a bit that flips on one rank is
+// found where another rank has the same part, and that rank is named.
 
 #include "guard/policies.h"
 
@@ -16,8 +16,8 @@ using titan::testing::world;
 struct ReplicaCase {
   const char* name;
   ParallelDims dims;
-  const char* parameter;  ///< of which one rank's first bit flips
-  const char* found;      ///< when rank 1's did; empty: nobody has a copy
+  const char* parameter;  ///< one rank flips its first bit
+  const char* found;      ///< the report when rank 1's flipped; empty: there is no copy
 };
 
 std::vector<ReplicaCase> cases() {
@@ -68,7 +68,7 @@ TEST(ReplicaCheck, FindsABitThatFlips) {
     const Meshes meshes = build_meshes(world(), which.dims);
     const auto model = build(meshes);
     const std::vector<Parameter> parameters = titan::parameters(model->root());
-    EXPECT_EQ(found_in(parameters), "") << which.name << ": nothing has flipped yet";
+    EXPECT_EQ(found_in(parameters), "") << which.name << ": no bit has flipped yet";
     const auto flipped = std::find_if(parameters.begin(), parameters.end(),
                                       [&](const Parameter& each) { return each.name == which.parameter; });
     ASSERT_NE(flipped, parameters.end()) << which.parameter;

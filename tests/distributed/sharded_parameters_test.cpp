@@ -1,4 +1,4 @@
-// What works on the list of parameters (gradient norm, optimizer, model files), with parameters sharded and
+// Functions on the list of parameters (gradient norm, optimizer, model files), with parameters sharded and
 // replicated over meshes.
 
 #include <unistd.h>
@@ -47,7 +47,7 @@ Whole make_whole(const std::string& name, at::IntArrayRef shape, std::vector<Pla
   return {name, values, draw(), std::move(placements)};
 }
 
-// The same on every rank. With 4 ranks two axes, else one.
+// The same on every rank. Two axes with 4 ranks, otherwise one.
 struct Job {
   DeviceMesh mesh;
   std::vector<Whole> wholes;
@@ -88,7 +88,7 @@ TEST(ShardedParameters, GradNormCountsEachElementOnce) {
   for (const auto& norm : norms) EXPECT_EQ(norm, norms.front());
 }
 
-TEST(ShardedParameters, ParametersOnSeveralMeshes) {
+TEST(ShardedParameters, GradNormSpansSeveralMeshes) {
   Job job = make_job();
   Whole alone = make_whole("alone", {3}, {});
   job.wholes.push_back(alone);
@@ -96,7 +96,7 @@ TEST(ShardedParameters, ParametersOnSeveralMeshes) {
   EXPECT_NEAR(optim::clip_grad_norm(job.parameters).norm / norm_of(job.wholes), 1, 1e-13);
 }
 
-TEST(ShardedParameters, ARankWithoutGradientTakesPart) {
+TEST(ShardedParameters, ARankWithoutGradientParticipates) {
   Job job = make_job();
   for (auto& parameter : job.parameters) {
     if (world().rank() == 0) parameter.data.local.mutable_grad().reset();
@@ -107,7 +107,7 @@ TEST(ShardedParameters, ARankWithoutGradientTakesPart) {
 TEST(ShardedParameters, NonFiniteGradientsNameTheirRank) {
   Job job = make_job();
   int culprit = world().size() - 1;
-  // Only a parameter that is sharded over everyone surely counts on the last rank.
+  // Only a parameter that is sharded over everyone is certain to count on the last rank.
   if (world().rank() == culprit) job.parameters[0].data.local.mutable_grad().fill_(std::nan(""));
   auto result = optim::clip_grad_norm(job.parameters, 1.0);
   EXPECT_EQ(result.nonfinite_rank, culprit);
@@ -115,7 +115,7 @@ TEST(ShardedParameters, NonFiniteGradientsNameTheirRank) {
 }
 
 // Up to the last bits: the kernels' vectors begin elsewhere.
-TEST(ShardedParameters, OptimizerStepsShardsAsTheWhole) {
+TEST(ShardedParameters, OptimizerStepsShardsLikeTheWhole) {
   Job job = make_job();
   std::vector<Parameter> wholes;
   for (auto whole : job.wholes) {
@@ -150,7 +150,7 @@ std::filesystem::path shared_file(const std::string& name) {
          name;
 }
 
-TEST(ShardedParameters, ModelFileHoldsTheWhole) {
+TEST(ShardedParameters, ModelFileHoldsWholeParameters) {
   Job job = make_job();
   auto path = shared_file("model.safetensors");
   if (world().rank() == 0) std::filesystem::create_directory(path.parent_path());

@@ -1,6 +1,6 @@
 #pragma once
 
-// Stages unlike a Llama's, with a product or less in each, and what they come to on one rank.
+// Stages unlike a Llama's, with at most one product each, and their results on one rank.
 
 #include <algorithm>
 #include <functional>
@@ -117,7 +117,7 @@ inline Expected on_one_rank(const std::vector<StageKind>& kinds, int count) {
   return expected;
 }
 
-// Two steps: what the first one leaves must not show in the second.
+// Two steps: leftovers of the first one must not show in the second.
 inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedule& schedule,
                                    const std::vector<StageKind>& kinds) {
   std::string name = schedule.name;
@@ -153,7 +153,7 @@ inline void expect_equals_one_rank(const DeviceMesh& pp, const pipeline::Schedul
     }
     ASSERT_TRUE(got.defined()) << name << ", stage " << stages[i].index;
     const at::Tensor wanted =
-        gradient.defined() ? gradient : at::zeros_like(got);  // in front of one that ignores
+        gradient.defined() ? gradient : at::zeros_like(got);  // before a stage that ignores its input
     EXPECT_LE((got - wanted).norm().item<double>(), 1e-12 * std::max(1.0, wanted.norm().item<double>()))
         << name << ", stage " << stages[i].index;
   }

@@ -1,4 +1,4 @@
-// A signal to one rank is known to all behind the same count of tokens, however the ranks are laid out.
+// All ranks learn of a signal to one of them after the same count of tokens, on every layout.
 
 #include "train/policies/stop_on_signal.h"
 
@@ -50,7 +50,7 @@ void send_to_myself(int signal) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// Rows that take longer than the first look at the store.
+// Rows that take longer than the first check of the store.
 class SlowFeed : public data::Feed {
  public:
   void check_shape(int64_t, int64_t) const override {}
@@ -112,8 +112,8 @@ TEST(StopAgreement, AnyRankStopsAll) {
   }
 }
 
-// Also while another asks to stop.
-TEST(StopAgreement, AFailureIsKnownToAllRanks) {
+// Also while another rank asks to stop.
+TEST(StopAgreement, AllRanksLearnOfAFailure) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     for (int fails = 0; fails < world().size(); ++fails) {
@@ -128,7 +128,7 @@ TEST(StopAgreement, AFailureIsKnownToAllRanks) {
   }
 }
 
-TEST(StopAgreement, TheLowestRankOfSeveralIsNamed) {
+TEST(StopAgreement, NamesTheLowestOfSeveralRanks) {
   const SignalWatch watch;
   StopOnSignal stop(world());
   const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
@@ -140,7 +140,7 @@ TEST(StopAgreement, TheLowestRankOfSeveralIsNamed) {
   EXPECT_FALSE(stop.stop_cause()->by_launcher);
 }
 
-TEST(StopAgreement, ThatALauncherSentItIsKnownToAll) {
+TEST(StopAgreement, AllRanksLearnThatALauncherSentIt) {
   const bool is_sender = world().rank() == world().size() - 1;
   const SignalWatch watch(is_sender ? ::getpid() : 0);
   StopOnSignal stop(world());
@@ -151,15 +151,15 @@ TEST(StopAgreement, ThatALauncherSentItIsKnownToAll) {
   EXPECT_TRUE(stop.stop_cause()->by_launcher);
 }
 
-// Nothing is noted where nobody watches: a program of one's own keeps its signals.
-TEST(StopAgreement, WithoutAWatchNobodyIsAsked) {
+// Without a watch nothing is recorded: a user's program keeps its own signal handling.
+TEST(StopAgreement, IgnoresSignalsWithoutAWatch) {
   StopOnSignal stop(world());
   const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   EXPECT_EQ(count(stop, meshes).vote, Vote::Go);
 }
 
-// A job may train twice: what one was asked is no request to the next.
-TEST(StopAgreement, TheNextOneWasntAsked) {
+// A job may train twice: a request to the first trainer doesn't apply to the next.
+TEST(StopAgreement, DoesNotCarryOverToTheNextTrainer) {
   const Meshes meshes = build_meshes(world(), {.dp_shard = world().size()});
   {
     const SignalWatch watch;
@@ -168,7 +168,7 @@ TEST(StopAgreement, TheNextOneWasntAsked) {
     EXPECT_EQ(count(first, meshes).vote, Vote::Stop);
     world().everyone()->barrier({"test::stop"}).wait();
     std::this_thread::sleep_for(
-        std::chrono::milliseconds(200));  // for the watch's thread, which tells the store
+        std::chrono::milliseconds(200));  // for the watch's thread, which writes to the store
   }
   const SignalWatch watch;
   StopOnSignal next(world());
@@ -177,8 +177,9 @@ TEST(StopAgreement, TheNextOneWasntAsked) {
   EXPECT_EQ(count(next, meshes).vote, Vote::Go);
 }
 
-// Over data-parallel ranks nothing but what a step exchanges anyway, else a call along each further axis.
-TEST(StopAgreement, CostsACallAnAxis) {
+// Over data-parallel ranks it needs only what a step exchanges anyway, otherwise one call along each further
+// axis.
+TEST(StopAgreement, CostsOneCallPerAxis) {
   for (const ParallelDims& dims : layouts()) {
     const Meshes meshes = build_meshes(world(), dims);
     StopOnSignal stop(world());

@@ -1,4 +1,4 @@
-// A rank that is slow on purpose: own times, waits, and who is named when.
+// A rank that is slow on purpose: own times, waits, and when it is named.
 
 #include <chrono>
 #include <thread>
@@ -16,12 +16,13 @@ namespace {
 
 using titan::testing::world;
 
-constexpr int kSteps = 2;  // of an interval
+constexpr int kSteps = 2;  // in an interval
 constexpr double kShort_s = 0.02, kLong_s = 0.42;
 
 void work_for(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-/// An interval of a training loop whose rank `slow` takes longer (-1: none), for its data or for its forward.
+/// One interval of a training loop in which rank `slow` takes longer (-1: none), for its data or for its
+/// forward.
 void run_interval(StragglerWatch& watch, int slow, int64_t& step, Phase where = Phase::ForwardBackward) {
   const double mine = world().rank() == slow ? kLong_s : kShort_s;
   for (int i = 0; i < kSteps; ++i) {
@@ -45,11 +46,11 @@ void run_interval(StragglerWatch& watch, int slow, int64_t& step, Phase where = 
 
 int named(const StragglerWatch& watch) { return watch.straggler() ? watch.straggler()->rank : -1; }
 
-TEST(Stragglers, ASlowRankIsNamedUntilItIsFastAgain) {
+TEST(Stragglers, NamesASlowRankUntilItRecovers) {
   StragglerWatch watch(world(), /*stage=*/0, {.ratio = 2, .intervals = 2}, nullptr);
   const int slow = world().size() - 1;
   int64_t step = 0;
-  run_interval(watch, slow, step);  // the first pays for set-up
+  run_interval(watch, slow, step);  // the first includes set-up
   EXPECT_TRUE(watch.paces().empty());
   run_interval(watch, slow, step);
   EXPECT_EQ(named(watch), -1);  // once isn't enough
@@ -61,7 +62,7 @@ TEST(Stragglers, ASlowRankIsNamedUntilItIsFastAgain) {
   EXPECT_GE(last.own_s, kLong_s);
   EXPECT_GE(fast.own_s, kShort_s);
   EXPECT_LT(fast.own_s, last.own_s / 2);
-  // What the others don't have to do, they wait.
+  // The others wait for as long.
   EXPECT_GT(fast.wait_s, (kLong_s - kShort_s) / 2);
   EXPECT_LT(last.wait_s, fast.wait_s);
 
@@ -70,7 +71,7 @@ TEST(Stragglers, ASlowRankIsNamedUntilItIsFastAgain) {
 }
 
 // The others wait where the ranks' tokens are counted.
-TEST(Stragglers, WhoseDataComeLateIsSeenInTheWaitsToo) {
+TEST(Stragglers, NamesARankWithSlowData) {
   StragglerWatch watch(world(), 0, {.ratio = 2, .intervals = 1}, nullptr);
   const int slow = world().size() - 1;
   int64_t step = 0;
@@ -83,8 +84,8 @@ TEST(Stragglers, WhoseDataComeLateIsSeenInTheWaitsToo) {
   EXPECT_GE(fast.step_s, kLong_s / 2);
 }
 
-// Each interval another one: none of them holds the others up.
-TEST(Stragglers, WhereRanksTakeTurnsTheFirstDoesntStayNamed) {
+// Another rank each interval: none of them holds the others up.
+TEST(Stragglers, StopsNamingTheFirstWhenRanksTakeTurns) {
   const int last = world().size() - 1;
   if (last < 2) GTEST_SKIP() << "of two ranks one is always the slower";
   StragglerWatch watch(world(), 0, {.ratio = 2, .intervals = 2}, nullptr);
@@ -96,7 +97,7 @@ TEST(Stragglers, WhereRanksTakeTurnsTheFirstDoesntStayNamed) {
   EXPECT_EQ(named(watch), -1);
 }
 
-TEST(Stragglers, ComparingIsOneCallAnInterval) {
+TEST(Stragglers, ComparesInOneCallPerInterval) {
   StragglerWatch watch(world(), 0, {}, nullptr);
   int64_t step = 0;
   run_interval(watch, -1, step);

@@ -1,5 +1,5 @@
-// Modules of a user's own and of LibTorch, cut by plans, against the same modules on one rank: every
-// parameter's gradient, with and without fully_shard, over backwards that add up.
+// Modules of users and of LibTorch, split by plans, against the same modules on one rank: every parameter's
+// gradient, with and without fully_shard, over backwards that accumulate.
 
 #include <string>
 #include <vector>
@@ -20,12 +20,13 @@
 namespace titan {
 namespace {
 
-using namespace titan::testing;  // NOLINT: these are the test's own words
+using namespace titan::testing;  // NOLINT: the test's own names
 using Layout = ActivationLayout;
 
 Construct deferred_here() { return deferred(device(), at::kDouble); }
 
-/// y = x K + b with K: [in, out], the transpose of what Linear keeps: it has to say itself how it is cut.
+/// y = x K + b with K: [in, out], the transpose of Linear's weight: it has to describe itself how it is
+/// split.
 class OwnProductImpl : public nn::Module, public nn::Splittable {
  public:
   OwnProductImpl(int64_t in, int64_t out) {
@@ -117,7 +118,7 @@ TensorPlan by_sequence() {
       {"head", Colwise{.input = Layout::shard(1), .output = Layout::invariant()}},
   };
 }
-// Activations whole between the products, each of which converts for itself.
+// Activations are whole between the products, each of which converts for itself.
 TensorPlan by_product() {
   return {
       {"embedding", Rowwise{}},
@@ -127,7 +128,7 @@ TensorPlan by_product() {
       {"head", Colwise{.output = Layout::invariant()}},
   };
 }
-// Whole modules that see summands of their outputs' gradients, or a part of the tokens.
+// Whole modules that receive summands of their outputs' gradients, or a part of the tokens.
 TensorPlan whole_modules() {
   return {
       {"mix", SequenceParallel{}},
@@ -143,15 +144,15 @@ struct Case {
   const char* name;
   TensorPlan (*plan)();
   bool sharded;    // by fully_shard too
-  int backwards;   // that add up
-  bool last_only;  // all but the last are told not to be the last micro-batch
+  int backwards;   // that accumulate
+  bool last_only;  // all but the last are marked as not the last micro-batch
 };
 
 void PrintTo(const Case& test, std::ostream* out) { *out << test.name; }
 
 class TensorParallel : public ::testing::TestWithParam<Case> {};
 
-// The same weights in every layout: the deferred ones by name, LibTorch's by the generator.
+// The same weights in every layout: deferred ones by name, LibTorch's from the generator.
 Net build() {
   at::manual_seed(7);
   return Net();
@@ -185,7 +186,7 @@ void expect_equal_gradients(const nn::AnyRef& model, const nn::AnyRef& reference
     DTensor gradient = got[i].data;
     gradient.local = gradient.local.grad();
     const at::Tensor wanted = expected[i].data.local.grad();
-    EXPECT_GT(wanted.norm().item<double>(), 0) << got[i].name << " compares nothing";
+    EXPECT_GT(wanted.norm().item<double>(), 0) << got[i].name << " is all zeros, so nothing is compared";
     EXPECT_LE(relative_error(full_tensor(gradient), wanted), 1e-10) << what << " " << got[i].name;
   }
 }
@@ -278,7 +279,8 @@ TensorPlan tied_plan(const Layout& stream) {
   return plan;
 }
 
-// By sequence or by product, with or without fully_shard, for every loss: the vocabulary is split over all ranks.
+// By sequence or by product, with or without fully_shard, for every loss: the vocabulary is split over all
+// ranks.
 class TiedTensorParallel : public ::testing::TestWithParam<std::tuple<bool, bool, const char*>> {};
 
 TEST_P(TiedTensorParallel, EqualsOneRank) {
@@ -313,7 +315,7 @@ INSTANTIATE_TEST_SUITE_P(Tied, TiedTensorParallel,
 
 // ---- values
 
-TEST(TensorParallelValues, OfModulesThatHadTheirsAreCutFromThem) {
+TEST(TensorParallelValues, AreSplitFromExistingValues) {
   const auto axis = DeviceMesh::create(world(), {{"tp", world().size()}});
   const Net whole = build(), net = build();
   parallelize(net, axis, by_product());
@@ -323,8 +325,8 @@ TEST(TensorParallelValues, OfModulesThatHadTheirsAreCutFromThem) {
   EXPECT_NE(net->mlp->gate->weight.storage().data(), weight.storage().data());
 }
 
-// One row over several ranks: all but one have none, nor anything to shard.
-TEST(TensorParallelValues, PartsWithoutElementsHaveGradientsWithoutElements) {
+// One row over several ranks: all but one have no row, and nothing to shard.
+TEST(TensorParallelValues, EmptyPartsHaveEmptyGradients) {
   const int tp = world().size() == 4 ? 2 : world().size();
   const auto mesh = DeviceMesh::create(world(), {{"dp", world().size() / tp}, {"tp", tp}});
   const nn::Linear linear(kDim, 1, nn::LinearOptions{.bias = true, .construct = deferred_here()});
@@ -345,7 +347,7 @@ TEST(TensorParallelValues, PartsWithoutElementsHaveGradientsWithoutElements) {
 }
 
 // Without gathering the logits, each rank has those of its part of the vocabulary.
-TEST(TensorParallelValues, LogitsOfALossHeadStayParts) {
+TEST(TensorParallelValues, LossHeadKeepsLogitsSplit) {
   const auto axis = DeviceMesh::create(world(), {{"tp", world().size()}});
   const nn::LinearCrossEntropy whole(kDim, kVocab, loss_head()), head(kDim, kVocab, loss_head());
   parallelize(head, axis, {{"", Colwise{}}});

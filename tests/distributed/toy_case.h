@@ -1,6 +1,6 @@
 #pragma once
 
-// The toy network sharded in every layout, beside the same network on one rank.
+// The toy network sharded in every layout, compared with the same network on one rank.
 
 #include <string>
 #include <vector>
@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "distributed/layouts.h"
 #include "distributed/toy_model.h"
 #include "distributed/world.h"
 #include "titan/core/error.h"
@@ -25,18 +26,6 @@ inline at::Tensor my_rows(const at::Tensor& batch, int rank, int size) {
   return batch.slice(0, rank, batch.size(0), size).contiguous();
 }
 
-struct Layout {
-  int replicate = 1;
-  int shard = 1;
-};
-
-inline std::vector<Layout> layouts(int world_size) {
-  std::vector<Layout> all{{1, world_size}};
-  if (world_size > 1) all.push_back({world_size, 1});
-  if (world_size == 4) all.push_back({2, 2});
-  return all;
-}
-
 inline DeviceMesh mesh_of(const Layout& layout) {
   return DeviceMesh::create(world(), {{"dp_replicate", layout.replicate}, {"dp_shard", layout.shard}});
 }
@@ -49,10 +38,10 @@ inline Toy sharded_toy(const ToyOptions& options, at::ScalarType dtype, const Fs
   return model;
 }
 
-/// The loss is a sum, so gradients of all ranks' rows add up to the whole batch's.
+/// The loss is a sum, so the gradients of all ranks' rows add up to the whole batch's.
 inline at::Tensor loss_of(const at::Tensor& output) { return output.pow(2).sum() / 8; }
 
-/// Wherever the two lie.
+/// Wherever the two are stored.
 inline double relative_error(const at::Tensor& got, const at::Tensor& expected) {
   const at::Tensor wanted = expected.to(at::kCPU, at::kDouble);
   const double norm = wanted.norm().item<double>();
@@ -69,7 +58,7 @@ inline void expect_equal_gradients(const Toy& sharded, const Toy& reference, dou
       continue;
     }
     DTensor grad = parameter.data;
-    // A group that took no part in the step has none, on all ranks.
+    // A group that took no part in the step has no gradient on any rank.
     const at::Tensor& local = parameter.data.local.grad();
     grad.local = local.defined() ? local : at::zeros_like(parameter.data.local);
     const at::Tensor whole = full_tensor(grad);
@@ -91,8 +80,8 @@ inline void run_micro_batches(Toy& model, const at::Tensor& rows, int count) {
 }
 
 /// Three steps of toys with a frozen and an unused parameter, in every layout, with every policy, way to
-/// reduce and number of micro-batches: each gradient against one rank's, and nothing is left gathered.
-/// `make(options, dtype, fsdp)` shards one.
+/// reduce and number of micro-batches: compares each gradient with one rank's, and checks that nothing stays
+/// gathered. `make(options, dtype, fsdp)` shards one.
 template <class Make>
 void expect_one_ranks_gradients(const Make& make, at::ScalarType dtype, double tolerance) {
   using Policy = ReshardAfterForward;

@@ -1,7 +1,7 @@
 #pragma once
 
-// A small network with what makes sharding hard: rows that no number of ranks divides, a parameter that isn't
-// used, a frozen one, a tied one, and residual connections.
+// A small network that is hard to shard: rows that no number of ranks divides, an unused parameter, a frozen
+// one, a tied one, and residual connections.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/linear.h>
@@ -27,7 +27,7 @@ class BlockImpl : public nn::Module {
     check_entered_through_ref();
     return x + at::linear(at::tanh(at::linear(x, up)), down, bias);
   }
-  /// Fixed values without a generator, so that all ranks and all layouts start equal.
+  /// Fixed values without a generator, so that all ranks and layouts start equal.
   static at::Tensor values(at::IntArrayRef sizes, const at::TensorOptions& options) {
     const int64_t numel = c10::multiply_integers(sizes);
     const at::Tensor index = at::arange(numel, at::TensorOptions().dtype(at::kDouble));
@@ -48,12 +48,12 @@ struct ToyOptions {
   bool extra_unused = false;
 };
 
-/// Which way a forward takes.
+/// The path of a forward.
 struct ToyPath {
   int64_t skipped = -1;           // block that isn't called
-  int64_t detached = -1;          // block whose output isn't used, but for its value
+  int64_t detached = -1;          // block whose output is used only for its value
   int64_t failing = -1;           // block before which the forward throws
-  int64_t failing_backward = -1;  // block behind which the backward throws
+  int64_t failing_backward = -1;  // block after which the backward throws
 };
 
 class ToyImpl : public nn::Module {

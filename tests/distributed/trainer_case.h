@@ -1,6 +1,6 @@
 #pragma once
 
-// A trainer with a model small enough to be followed, on all ranks of the test, and ways to make it go wrong.
+// A trainer with a model small enough to follow, on all ranks of the test, and ways to make it fail.
 
 #include <fstream>
 #include <functional>
@@ -32,10 +32,10 @@ inline constexpr int64_t kVocabSize = 258;
 inline constexpr int64_t kRows = 6;
 inline constexpr int64_t kSeqLen = 8;
 
-// The rank whose numbers go wrong: one in the middle, where there are three.
+// The rank whose numbers are wrong: one in the middle, if there are three.
 inline int bad_rank() { return world().size() / 2; }
 
-// What is wrong, at every step.
+// The fault, at every step.
 enum class Fault { None, InfiniteLoss, InfiniteGradient, InfiniteWeightGradient, LossAlone };
 
 // Recorded steps in memory: the tokens count up, and `empty_step` has no label.
@@ -77,7 +77,7 @@ class CountedFeed : public data::Feed {
   int64_t empty_step_;
 };
 
-// Makes the gradient of the module's own parameters infinite, and none that a module is given or gives.
+// Makes the gradient of the module's own parameters infinite, but not those of its inputs and outputs.
 class SpoilWeightGradient : public nn::CallHook {
  public:
   explicit SpoilWeightGradient(std::shared_ptr<nn::CallHook> outside) : outside_(std::move(outside)) {}
@@ -97,7 +97,7 @@ class SpoilWeightGradient : public nn::CallHook {
 
 class FaultyModel : public BigramModel {
  public:
-  /// `fault`: from the `first`th forward on.
+  /// `fault`: from forward number `first` on.
   FaultyModel(const nn::Construct& construct, Fault fault, int first,
               std::function<void(const at::Tensor& tokens_BS)> at_forward)
       : BigramModel(kVocabSize, construct),
@@ -139,17 +139,17 @@ struct Job {
   std::filesystem::path folder = {};  // of rank 0's metrics; empty: none
   std::function<void(const at::Tensor& tokens_BS)> at_forward = {};
   std::filesystem::path checkpoints = {};  // empty: none
-  bool saves_whole = false;                // after each step; else the model after the last
-  bool exports_model = false;              // after the last also where states are saved
+  bool saves_whole = false;                // after each step; otherwise the model after the last
+  bool exports_model = false;              // after the last step also where states are saved
   int64_t schedule_steps = 0;              // 0: options.steps
   int64_t keep_latest = 10;                // checkpoints
-  int64_t save_interval = 1;               // of the whole state
+  int64_t save_interval = 1;               // between whole states
   int replicate = 1;                       // data-parallel ranks with a copy each
-  // At the beginning of each phase.
+  // Called at the beginning of each phase.
   std::function<void(Phase, int64_t step, const std::vector<Parameter>&)> at_phase = {};
 };
 
-/// One number of the bad rank's shard.
+/// Changes one number of the bad rank's shard.
 inline void spoil_gradient(const std::vector<Parameter>& parameters, double value) {
   if (world().rank() != bad_rank()) return;
   at::NoGradGuard no_grad;
@@ -201,7 +201,7 @@ inline std::shared_ptr<const data::Feed> documents() {
                                             std::make_shared<data::ByteTokenizer>(), data::PackingOptions{});
 }
 
-// A trainer, and the weights it began with.
+// A trainer, and its initial weights.
 struct Started {
   Trainer trainer;
   std::vector<Parameter> parameters;

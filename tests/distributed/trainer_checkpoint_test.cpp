@@ -1,5 +1,5 @@
-// What the trainer owes to a save that goes on beside it, and what the log tells of its cost. Beside the
-// toy's weights stands a parameter so large that copying and writing it takes longer than the steps do.
+// The trainer while a save runs beside it, and the logged cost of saves. Beside the toy's weights there is a
+// parameter so large that copying and writing it takes longer than the steps do.
 
 #include <gmock/gmock.h>
 #include <sys/resource.h>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kLargeBytes = int64_t{48} << 20;
 
-// Before the others by name, so that theirs are copied last.
+// Sorted before the others by name, so that theirs are copied last.
 Parameter large_parameter(const DeviceMesh& mesh, int64_t bytes) {
   DTensor data{.local = at::zeros({bytes / 4}),
                .mesh = mesh,
@@ -27,7 +27,7 @@ Trainer trainer_that_saves(const std::string& async_mode, bool late, const std::
                            const CheckpointSettings& given = {}, decltype(Job::at_phase) at_phase = {},
                            const char* buffer = nullptr, int64_t large_bytes = kLargeBytes,
                            int64_t steps = 3) {
-  // Of a run without an end nothing is logged behind step 1.
+  // A run without an end logs nothing after step 1.
   const int64_t freq = steps == 3 ? 1 : steps;
   Job job{.options = {.steps = steps, .log_freq = freq, .read_late = late}, .folder = folder};
   job.at_phase = std::move(at_phase);
@@ -64,7 +64,7 @@ at::Tensor saved_table(const std::filesystem::path& folder, int64_t step) {
   return checkpoint::SavedState(checkpoint::step_path(folder / "checkpoint", step)).read("model.table");
 }
 
-TEST(TrainerCheckpoints, TheWeightsChangeWhenTheyAreCopied) {
+TEST(TrainerCheckpoints, WeightsChangeOnlyAfterTheyAreCopied) {
   for (const bool late : {false, true}) {
     const SharedFolder folder;
     trainer_that_saves("disabled", late, folder.path / "plain").train();
@@ -74,30 +74,30 @@ TEST(TrainerCheckpoints, TheWeightsChangeWhenTheyAreCopied) {
           at::equal(saved_table(folder.path / "plain", step), saved_table(folder.path / "beside", step)))
           << "step " << step << (late ? ", read late" : "");
     EXPECT_FALSE(at::equal(saved_table(folder.path / "plain", 1), saved_table(folder.path / "plain", 2)));
-    world().everyone()->barrier({"test::saved"}).wait();  // before the folder goes
+    world().everyone()->barrier({"test::saved"}).wait();  // before the folder is removed
   }
 }
 
-TEST(TrainerCheckpoints, TheTimeOfASaveIsntThatOfASteps) {
+TEST(TrainerCheckpoints, SaveTimeIsNotStepTime) {
   const SharedFolder folder;
-  // Far longer than a step takes, also where other programs run.
+  // Far longer than a step takes, even beside other programs.
   trainer_that_saves("disabled", false, folder.path, {}, {}, nullptr, 6 * kLargeBytes).train();
   if (world().rank() == 0) {
     const auto lines = logged(folder.path);
     ASSERT_EQ(lines.size(), 3u);
-    int num_shorter = 0;  // one is enough: a step that holds a save is never shorter than it
-    for (const size_t behind_a_save : {1u, 2u}) {
-      const double saving = lines[behind_a_save].at("checkpoint_s"), step = lines[behind_a_save].at("step_s");
+    int num_shorter = 0;  // one is enough: a step that holds a save is never shorter than the save
+    for (const size_t after_a_save : {1u, 2u}) {
+      const double saving = lines[after_a_save].at("checkpoint_s"), step = lines[after_a_save].at("step_s");
       EXPECT_GT(saving, 0.01);
       num_shorter += step < saving;
     }
-    EXPECT_GT(num_shorter, 0) << "step_s holds checkpoint_s";
+    EXPECT_GT(num_shorter, 0) << "step_s includes checkpoint_s";
   }
   world().everyone()->barrier({"test::saved"}).wait();
 }
 
-// Whoever goes on behind a step doesn't validate it again.
-TEST(TrainerCheckpoints, AStepIsValidatedBeforeItIsSaved) {
+// A run that resumes after a step doesn't validate it again.
+TEST(TrainerCheckpoints, ValidatesAStepBeforeSavingIt) {
   const SharedFolder folder;
   std::vector<Phase> phases;
   const auto at_phase = [&](Phase phase, int64_t, const std::vector<Parameter>&) {
@@ -109,7 +109,7 @@ TEST(TrainerCheckpoints, AStepIsValidatedBeforeItIsSaved) {
   world().everyone()->barrier({"test::saved"}).wait();
 }
 
-TEST(TrainerCheckpoints, BuffersThatArentSavedAreTold) {
+TEST(TrainerCheckpoints, ReportsBuffersThatAreNotSaved) {
   const SharedFolder folder;
   const auto log_of = [&](const char* buffer) {
     ::testing::internal::CaptureStderr();
@@ -135,7 +135,7 @@ void limit_files(bool limited) {
 }
 
 // A save that fails is only logged; but the last one is the run's result.
-TEST(TrainerCheckpoints, TheLastStateHasToBeSaved) {
+TEST(TrainerCheckpoints, FailsIfTheLastStateIsNotSaved) {
   const SharedFolder folder;
   const auto at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>&) {
     if (phase == Phase::Save) limit_files(step != 2);
@@ -149,8 +149,8 @@ TEST(TrainerCheckpoints, TheLastStateHasToBeSaved) {
   world().everyone()->barrier({"test::saved"}).wait();
 }
 
-// Without another save that would come upon it.
-TEST(TrainerCheckpoints, AFailureInTheBackgroundStopsTheRunAtAStep) {
+// Without another save that would notice it.
+TEST(TrainerCheckpoints, BackgroundFailureStopsTheRunAtAStep) {
   const SharedFolder folder;
   constexpr int64_t far = 1'000'000;
   int64_t last = 0;
@@ -171,8 +171,8 @@ TEST(TrainerCheckpoints, AFailureInTheBackgroundStopsTheRunAtAStep) {
   world().everyone()->barrier({"test::stopped"}).wait();
 }
 
-// As one whose last step's model is there: nothing is trained, logged or written a second time.
-TEST(TrainerCheckpoints, ARunWhoseDataHaveEndedHasEnded) {
+// As when the last step's model exists: nothing is trained, logged or written a second time.
+TEST(TrainerCheckpoints, ARunOutOfDataHasEnded) {
   const SharedFolder folder;
   const auto train_and_count = [&](int64_t num_steps) {
     int64_t steps = 0;
@@ -197,7 +197,7 @@ TEST(TrainerCheckpoints, ARunWhoseDataHaveEndedHasEnded) {
   EXPECT_EQ(train_and_count(5), 0);
   EXPECT_EQ(std::filesystem::last_write_time(model), written);
   if (world().rank() == 0) EXPECT_EQ(logged(folder.path).size(), 5u);
-  // More of the data: behind the last whole state, which is of step 4.
+  // More data: after the last whole state, which is from step 4.
   EXPECT_EQ(train_and_count(7), 3);
   EXPECT_TRUE(folder.has("checkpoint/step-7/model.safetensors"));
   world().everyone()->barrier({"test::saved"}).wait();

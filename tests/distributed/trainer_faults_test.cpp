@@ -1,5 +1,5 @@
-// Steps that go wrong, and ranks that compute something else: what a trainer skips, what it stops at, and
-// that all ranks do the same.
+// Steps that go wrong, and ranks that compute different numbers: which steps a trainer skips, when it stops,
+// and that all ranks do the same.
 
 #include <signal.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ namespace {
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-/// Weights and moments as they are.
+/// The current weights and moments.
 struct Snapshot {
   std::map<std::string, at::Tensor> tensors;
 
@@ -57,7 +57,7 @@ class Skip : public ::testing::TestWithParam<SkipCase> {
   }
 };
 
-// One rank's gradient shard: the peers hear of it by the norm alone.
+// One rank's gradient shard: its peers see it only through the norm.
 TEST_P(Skip, LeavesWeightsAndMomentsBitEqual) {
   constexpr int64_t kBad = 3;
   data::TemporaryFolder folder;
@@ -80,14 +80,14 @@ TEST_P(Skip, LeavesWeightsAndMomentsBitEqual) {
   started = &job;
   EXPECT_EQ(message_of_training(job.trainer), "no error");
   EXPECT_EQ(compared, 1);
-  EXPECT_FALSE(before.equals(job)) << "nothing was trained behind the step that was skipped";
+  EXPECT_FALSE(before.equals(job)) << "nothing was trained after the skipped step";
   if (world().rank() != 0) return;
   std::vector<int64_t> skipped;
   for (const auto& line : logged(folder.path())) skipped.push_back(line.at("skipped_steps"));
   EXPECT_EQ(skipped, (std::vector<int64_t>{0, 0, 1, 1, 1}));
 }
 
-TEST_P(Skip, IsLimitedInARow) {
+TEST_P(Skip, HasALimitOfConsecutiveSteps) {
   Started job = start({.options = options(9),
                        .fault_tolerance = skip({.max_nonfinite_in_a_row = 2}),
                        .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
@@ -99,7 +99,7 @@ TEST_P(Skip, IsLimitedInARow) {
   EXPECT_TRUE(contains(message, "number 3 in a row")) << message;
 }
 
-TEST_P(Skip, IsLimitedInAll) {
+TEST_P(Skip, HasALimitForTheWholeRun) {
   Started job = start({.options = options(20),
                        .fault_tolerance = skip({.max_nonfinite_steps = 3}),
                        .at_phase = [](Phase phase, int64_t step, const std::vector<Parameter>& parameters) {
@@ -110,7 +110,7 @@ TEST_P(Skip, IsLimitedInAll) {
   EXPECT_TRUE(contains(message, "step 8: ") && contains(message, "number 4 of this run")) << message;
 }
 
-// Nor is its folder given up for later ones, however many would have come.
+// Its folder isn't given up for later ones either, however many would have come.
 TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
   const SharedFolder folder;
   Started job = start({.options = options(16),
@@ -132,8 +132,8 @@ TEST_P(Skip, KeepsTheLastFiniteCheckpoint) {
   EXPECT_TRUE(folder.has("step-16"));  // the last one is the run's result
 }
 
-// Not an interval later.
-TEST_P(Skip, PutsASaveOff) {
+// Not by a whole interval.
+TEST_P(Skip, PostponesASave) {
   const SharedFolder folder;
   Started job = start({.options = options(12),
                        .fault_tolerance = skip(),
@@ -153,8 +153,8 @@ TEST_P(Skip, PutsASaveOff) {
   EXPECT_TRUE(folder.has("step-10"));
 }
 
-// A stop has no later step to wait for: what can be had of the run is saved.
-TEST_P(Skip, SavesNeverthelessWhenItIsStopped) {
+// A stop has no later step to wait for: it saves what there is of the run.
+TEST_P(Skip, SavesAnywayWhenStopped) {
   const SharedFolder folder;
   const SignalWatch watch;
   Started job = start({.options = options(16),
@@ -183,8 +183,8 @@ INSTANTIATE_TEST_SUITE_P(Trainer, Skip,
                                            SkipCase{"InfReadLate", kInf, true}),
                          [](const auto& info) { return info.param.name; });
 
-// A count goes on where it was.
-TEST(Trainer, SkippedStepsAreCountedOverRestarts) {
+// The count continues across restarts.
+TEST(Trainer, CountsSkippedStepsAcrossRestarts) {
   const SharedFolder folder;
   FaultToleranceSettings settings{.on_nonfinite = "skip", .max_nonfinite_steps = 3};
   std::string message;
@@ -202,8 +202,8 @@ TEST(Trainer, SkippedStepsAreCountedOverRestarts) {
   EXPECT_TRUE(contains(message, "step 7: ") && contains(message, "number 4 of this run")) << message;
 }
 
-// A run that goes back has skipped what it has skipped.
-TEST(NonFiniteSteps, AStateThatIsGoneBackToTakesNoneBack) {
+// A run that rewinds has still skipped its earlier steps.
+TEST(NonFiniteSteps, AreStillCountedAfterARewind) {
   NonFiniteSteps steps({.on_nonfinite = "skip", .max_nonfinite_steps = 3});
   const std::string before = steps.state();
   const auto explain = [] { return std::string(); };
@@ -214,8 +214,8 @@ TEST(NonFiniteSteps, AStateThatIsGoneBackToTakesNoneBack) {
   EXPECT_EQ(steps.in_a_row(), 0);
 }
 
-// Storage that doesn't answer may do so at the next start: what the settings ask for isn't refused.
-TEST(Trainer, AFolderThatCantBeListedIsNoWrongSetting) {
+// Storage that doesn't answer may do so at the next start: the settings themselves aren't refused.
+TEST(Trainer, AnUnlistableFolderIsNotAConfigError) {
   const SharedFolder folder;
   const std::filesystem::path checkpoints = folder.path / "checkpoint";
   Started job = start({.options = {.steps = 2}, .checkpoints = checkpoints, .saves_whole = true});
@@ -227,9 +227,9 @@ TEST(Trainer, AFolderThatCantBeListedIsNoWrongSetting) {
   world().everyone()->barrier({"test::folder"}).wait();
   try {
     job.trainer.train();
-    FAIL() << "it was listed";
+    FAIL() << "the folder was listed";
   } catch (const ConfigError& error) {
-    FAIL() << "a wrong setting: " << error.what();
+    FAIL() << "reported as a wrong setting: " << error.what();
   } catch (const Error& error) {
     EXPECT_TRUE(contains(error.what(), "checkpoint")) << error.what();
   }
@@ -251,7 +251,7 @@ TEST(BitSum, SeesEveryBit) {
   EXPECT_EQ(bit_sum(at::empty({0})).item<int64_t>(), 0);
 }
 
-TEST(Differing, NamesWhoIsNotLikeMost) {
+TEST(Differing, NamesRanksThatDifferFromTheMajority) {
   using Ranks = std::vector<size_t>;
   EXPECT_EQ(differing({7}), Ranks());
   EXPECT_EQ(differing({7, 7, 7}), Ranks());
@@ -266,8 +266,8 @@ void flip_a_bit(const at::Tensor& tensor) {
   *static_cast<uint8_t*>(tensor.detach().mutable_data_ptr()) ^= 1;
 }
 
-// Compared every other step, so that a flip in the third is found behind the fourth.
-TEST(Replicas, OneThatDiffersIsNamedByAllRanks) {
+// Compared every other step, so that a flip in the third is found after the fourth.
+TEST(Replicas, AllRanksNameOneThatDiffers) {
   const int size = world().size();
   Started job = start({.options = {.steps = 9},
                        .fault_tolerance = {.check_replicas_freq = 2},
@@ -285,8 +285,8 @@ TEST(Replicas, OneThatDiffersIsNamedByAllRanks) {
   EXPECT_TRUE(contains(message, who)) << message;
 }
 
-// One copy is what is saved, and what all load: they are compared before, whenever that is.
-TEST(Replicas, ThatDifferArentSaved) {
+// One copy is saved, and all ranks load it: they are compared first, whenever that is.
+TEST(Replicas, AreNotSavedIfTheyDiffer) {
   if (world().size() == 1) return;
   const SharedFolder folder;
   Started job = start({.options = {.steps = 9},
@@ -310,7 +310,7 @@ TEST(Replicas, ThatDifferArentSaved) {
   EXPECT_FALSE(folder.has("step-8"));
 }
 
-TEST(Replicas, ThoseOfASoundRunStayEqual) {
+TEST(Replicas, StayEqualInASoundRun) {
   int compared = 0;
   Started job = start({.options = {.steps = 4},
                        .fault_tolerance = {.check_replicas_freq = 1},

@@ -1,4 +1,4 @@
-// Policies of a user's own: registered by name, called in every trainer, saved with it.
+// Users' policies: registered by name, called in every trainer, saved with it.
 
 #include <map>
 #include <string>
@@ -11,11 +11,11 @@
 namespace titan::train {
 namespace {
 
-/// What a policy of these tests does, and what it saw.
+/// What the policy of these tests does, and what it saw.
 struct Wanted {
-  bool registered = false;  // for the trainers of this test alone
+  bool registered = false;  // for this test's trainers alone
   int64_t stop_after = -1;  // the bad rank votes so after this step
-  bool skips = false;       // steps whose numbers aren't finite
+  bool skips = false;       // steps with non-finite numbers
   std::vector<int64_t> judged, ended, saved;
   std::string state = "1";
   std::string loaded;
@@ -83,7 +83,7 @@ TEST_F(TrainerPolicyTest, OneRanksVoteStopsAllRanksAndSaves) {
   world().everyone()->barrier({"test::saved"}).wait();
 }
 
-TEST_F(TrainerPolicyTest, MaySkipAStepThatIsNotFinite) {
+TEST_F(TrainerPolicyTest, MaySkipANonFiniteStep) {
   wanted.skips = true;
   Started job = start({.fault = Fault::InfiniteLoss, .first_faulty_forward = 2, .options = {.steps = 3}});
   EXPECT_EQ(message_of_training(job.trainer), "no error");
@@ -91,7 +91,7 @@ TEST_F(TrainerPolicyTest, MaySkipAStepThatIsNotFinite) {
   EXPECT_EQ(wanted.ended, (Steps{1, 2, 3}));
 }
 
-TEST_F(TrainerPolicyTest, StateIsSavedAndLoaded) {
+TEST_F(TrainerPolicyTest, SavesAndLoadsItsState) {
   const SharedFolder folder;
   wanted.state = R"({"seen":7})";
   for (const int64_t steps : {2, 3}) {

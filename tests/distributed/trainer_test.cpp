@@ -1,5 +1,4 @@
-// The training loop itself, with a model small enough to be followed: what it logs, when it ends, what it
-// refuses.
+// The training loop itself, with a model small enough to follow: what it logs, when it ends, what it refuses.
 
 #include <ATen/ops/equal.h>
 
@@ -14,18 +13,18 @@ TEST(Trainer, StepsChangeTheWeights) {
   EXPECT_FALSE(job.weights_are_unchanged());
 }
 
-// The verdict on the host at once, and on the device with the host a step behind.
+// The host judges at once, and with the device's verdict one step late.
 class NonFinite : public ::testing::TestWithParam<bool> {
  protected:
   static TrainerOptions options() { return {.steps = 3, .read_late = GetParam()}; }
-  // The one that is told, though a second step may have been launched by then.
+  // The step that is reported, although a second step may have been launched by then.
   static void expect_first_step(const std::string& message) {
     EXPECT_TRUE(contains(message, "step 1: ")) << message;
   }
 };
 
-// Its peers' gradients are infinite too, as soon as they are reduced: only the loss tells whose it is.
-TEST_P(NonFinite, ALossIsToldByAllRanksWithItsRank) {
+// Its peers' gradients are infinite too, as soon as they are reduced: only the loss shows which rank it is.
+TEST_P(NonFinite, AllRanksReportTheRankOfALoss) {
   Started job = start({.fault = Fault::InfiniteLoss, .options = options()});
   std::string message = message_of_training(job.trainer);
   expect_first_step(message);
@@ -35,7 +34,7 @@ TEST_P(NonFinite, ALossIsToldByAllRanksWithItsRank) {
 }
 
 // It is in every shard of the sum, so the name is the first shard's.
-TEST_P(NonFinite, AGradientIsToldByAllRanksWithItsShard) {
+TEST_P(NonFinite, AllRanksReportTheShardOfAGradient) {
   Started job = start({.fault = Fault::InfiniteGradient, .options = options()});
   std::string message = message_of_training(job.trainer);
   expect_first_step(message);
@@ -43,8 +42,8 @@ TEST_P(NonFinite, AGradientIsToldByAllRanksWithItsShard) {
   EXPECT_TRUE(job.weights_are_unchanged());
 }
 
-// From the second step on the host may judge it behind the next one's launch.
-TEST_P(NonFinite, AGradientIsTracedToItsRankAndModule) {
+// From the second step on the host may judge it after the next one's launch.
+TEST_P(NonFinite, TracesAGradientToItsRankAndModule) {
   for (const int step : {1, 2}) {
     Started job =
         start({.fault = Fault::InfiniteGradient, .first_faulty_forward = step, .options = options()});
@@ -56,8 +55,8 @@ TEST_P(NonFinite, AGradientIsTracedToItsRankAndModule) {
   }
 }
 
-// The second time nothing goes wrong, as after a fault of a processor. Late, the step behind it has begun.
-TEST_P(NonFinite, AGradientThatIsFiniteTheSecondTimeIsToldSo) {
+// The replay finds nothing wrong, as after a processor fault. With late reads the next step has begun.
+TEST_P(NonFinite, ReportsAGradientThatIsFiniteOnReplay) {
   std::vector<at::Tensor> batches;
   Started job = start({.options = options(),
                        .at_forward = [&](const at::Tensor& tokens) { batches.push_back(tokens.clone()); },
@@ -73,12 +72,12 @@ TEST_P(NonFinite, AGradientThatIsFiniteTheSecondTimeIsToldSo) {
       << message;
   EXPECT_TRUE(contains(message, "Run again, all of its numbers are finite")) << message;
   ASSERT_EQ(batches.size(), GetParam() ? 4u : 3u);
-  EXPECT_TRUE(at::equal(batches.back(), batches[1])) << "the batch of that step";
-  EXPECT_FALSE(at::equal(batches[0], batches[1])) << "each step has its own";
+  EXPECT_TRUE(at::equal(batches.back(), batches[1])) << "the replayed batch";
+  EXPECT_FALSE(at::equal(batches[0], batches[1])) << "each step has its own batch";
 }
 
-// No module's output or gradient: the parameter is named.
-TEST_P(NonFinite, AWeightsOwnGradientIsToldWithItsName) {
+// Neither a module's output nor its gradient: the parameter is named.
+TEST_P(NonFinite, NamesAWeightWithItsOwnGradient) {
   for (const int step : {1, 2}) {
     Started job =
         start({.fault = Fault::InfiniteWeightGradient, .first_faulty_forward = step, .options = options()});
@@ -88,8 +87,8 @@ TEST_P(NonFinite, AWeightsOwnGradientIsToldWithItsName) {
   }
 }
 
-// No gradient passes what is added to it.
-TEST_P(NonFinite, ALossIsntToldToBeFiniteTheSecondTime) {
+// The added term passes no gradient.
+TEST_P(NonFinite, ReplayBlamesTheLossOnly) {
   Started job = start({.fault = Fault::LossAlone, .first_faulty_forward = 2, .options = options()});
   const std::string message = message_of_training(job.trainer);
   EXPECT_TRUE(contains(message, str("step 2: the loss isn't finite on rank ", bad_rank()))) << message;
@@ -97,7 +96,7 @@ TEST_P(NonFinite, ALossIsntToldToBeFiniteTheSecondTime) {
       << message;
 }
 
-TEST_P(NonFinite, AStepThatFailsTheSecondTimeDoesntHideWhatWasWrong) {
+TEST_P(NonFinite, AFailingReplayDoesNotHideTheProblem) {
   int calls = 0;
   Started job =
       start({.fault = Fault::InfiniteGradient, .options = options(), .at_forward = [&](const at::Tensor&) {
@@ -112,7 +111,7 @@ TEST_P(NonFinite, AStepThatFailsTheSecondTimeDoesntHideWhatWasWrong) {
 INSTANTIATE_TEST_SUITE_P(Trainer, NonFinite, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "ReadLate" : "ReadAtOnce"; });
 
-TEST(Trainer, ReadingLateChangesNoWeight) {
+TEST(Trainer, LateReadsChangeNoWeight) {
   std::vector<at::Tensor> weights;
   for (bool late : {false, true}) {
     Started job = start({.options = {.steps = 5, .read_late = late}});
@@ -122,13 +121,13 @@ TEST(Trainer, ReadingLateChangesNoWeight) {
   EXPECT_LE((weights[0] - weights[1]).abs().max().item<double>(), 1e-6);
 }
 
-TEST(Trainer, AStepWithoutLabelsLeavesTheWeights) {
+TEST(Trainer, StepWithoutLabelsKeepsTheWeights) {
   Started job = start({.feed = std::make_shared<CountedFeed>(1, /*empty_step=*/1), .options = {.steps = 1}});
   job.trainer.train();
   EXPECT_TRUE(job.weights_are_unchanged());
 }
 
-TEST(Trainer, AStepWithoutLabelsIsAStepOfTheSchedule) {
+TEST(Trainer, StepWithoutLabelsAdvancesTheSchedule) {
   data::TemporaryFolder folder;
   Started job = start({.feed = std::make_shared<CountedFeed>(4, /*empty_step=*/2),
                        .options = {.steps = 4, .log_freq = 1},
@@ -154,7 +153,7 @@ TEST(Trainer, LogsTheFirstStepAndEveryLogFreq) {
   EXPECT_EQ(steps, (std::vector<int64_t>{1, 3, 6}));
 }
 
-// Data that ends makes an earlier step the last, which is saved as such.
+// Data that run out make an earlier step the last, which is saved as such.
 TEST(Trainer, EndsWithItsDataAndSavesTheModel) {
   const SharedFolder folder;
   int64_t forwards = 0;
@@ -168,7 +167,7 @@ TEST(Trainer, EndsWithItsDataAndSavesTheModel) {
 }
 
 // The step's own rate, batch and tokens, and no more steps than there are.
-TEST(Trainer, GoesOnWhereAnotherStopped) {
+TEST(Trainer, ResumesWhereAnotherStopped) {
   data::TemporaryFolder log;
   const SharedFolder folder;
   for (const int64_t steps : {2, 4}) {
@@ -192,8 +191,8 @@ TEST(Trainer, GoesOnWhereAnotherStopped) {
   }
 }
 
-// What a step made infinite isn't there to be loaded, whenever the host hears of it.
-TEST(Trainer, SavesNothingBehindAStepThatIsNotFinite) {
+// A state that a step made infinite can't be loaded later, whenever the host notices it.
+TEST(Trainer, SavesNothingAfterANonFiniteStep) {
   for (const bool late : {false, true}) {
     const SharedFolder folder;
     Started job = start({.fault = Fault::InfiniteLoss,
@@ -206,7 +205,7 @@ TEST(Trainer, SavesNothingBehindAStepThatIsNotFinite) {
 }
 
 // The first step may take long, as it sets things up; a rank that is late in a later one is lost.
-TEST(Trainer, TheTrainTimeoutHoldsFromTheSecondStepOn) {
+TEST(Trainer, TrainTimeoutAppliesFromTheSecondStep) {
   const std::chrono::seconds before = world().timeout();
   std::vector<std::chrono::seconds> timeouts;
   Started job = start({.options = {.steps = 3, .train_timeout_s = 17},

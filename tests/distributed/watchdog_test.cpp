@@ -1,5 +1,5 @@
-// What ranks tell each other through the store: all of them learn of the one that hangs. Whole jobs are
-// tests/e2e/hang_test.cpp's.
+// Ranks communicate through the store: all of them learn of one that hangs. tests/e2e/hang_test.cpp tests
+// whole jobs.
 
 #include "titan/guard/watchdog.h"
 
@@ -28,7 +28,7 @@ WatchdogOptions options_within(std::chrono::milliseconds time, std::promise<std:
       .on_hang = [&verdict](const std::string& text) { verdict.set_value(text); }};
 }
 
-/// Goes on until there is a verdict or `limit` is over.
+/// Continues until there is a verdict or `limit` is over.
 std::string go_on(Watchdog& watchdog, std::future<std::string>& verdict, std::chrono::milliseconds limit) {
   const auto end = std::chrono::steady_clock::now() + limit;
   while (std::chrono::steady_clock::now() < end) {
@@ -38,8 +38,8 @@ std::string go_on(Watchdog& watchdog, std::future<std::string>& verdict, std::ch
   return "";
 }
 
-// Whichever rank it is: also the one that comes to the verdicts.
-TEST(Watchdog, AllRanksLearnOfTheOneThatHangs) {
+// Any rank, including the one that reaches the verdicts.
+TEST(Watchdog, AllRanksLearnOfAHungRank) {
   for (int culprit = 0; culprit < world().size(); ++culprit) {
     std::promise<std::string> promise;
     auto verdict = promise.get_future();
@@ -47,7 +47,7 @@ TEST(Watchdog, AllRanksLearnOfTheOneThatHangs) {
     {
       WatchdogOptions options = options_within(1s, promise);
       options.limits.compute.time =
-          60s;  // silence's too: a rank that gets no processor for a while isn't lost
+          60s;  // also the limit of silence: a rank that gets no processor for a while isn't lost
       Watchdog watchdog(world(), options);
       if (world().rank() == culprit) {
         watchdog.progress(ProgressKind::Data, "batch", 3);
@@ -64,7 +64,7 @@ TEST(Watchdog, AllRanksLearnOfTheOneThatHangs) {
   }
 }
 
-TEST(Watchdog, OneThatIsThroughIsntMissed) {
+TEST(Watchdog, ToleratesAFinishedRank) {
   std::promise<std::string> promise;
   auto verdict = promise.get_future();
   {
@@ -74,7 +74,7 @@ TEST(Watchdog, OneThatIsThroughIsntMissed) {
   world().everyone()->barrier({"test"}).wait();
 }
 
-TEST(Watchdog, ARankIsExcusedWhileAnotherOneSaves) {
+TEST(Watchdog, ToleratesAWaitWhileAnotherRankSaves) {
   std::promise<std::string> promise;
   auto verdict = promise.get_future();
   WatchdogOptions options = options_within(2s, promise);
@@ -84,7 +84,7 @@ TEST(Watchdog, ARankIsExcusedWhileAnotherOneSaves) {
     const bool saves = world().rank() == world().size() - 1;
     watchdog.progress(saves ? ProgressKind::Checkpoint : ProgressKind::Compute, saves ? "save" : "step", 3);
     if (saves) std::this_thread::sleep_for(5s);
-    // It computes again before it comes, while what the others told last is of before.
+    // It computes again before it comes, while the others' last reports are from before.
     if (saves) watchdog.progress(ProgressKind::Compute, "step", 3);
     if (saves) std::this_thread::sleep_for(300ms);
     world().everyone()->barrier({"test::others_wait"}).wait();

@@ -1,24 +1,38 @@
 #pragma once
 
 // The ranks that run a distributed test. `titan launch` starts the test program on each; every rank runs
-// every test, in one order.
+// every test in the same order.
 
 #include <c10/core/TensorOptions.h>
 
+#include <string>
+
+#include "titan/core/error.h"
 #include "titan/dist/world.h"
 
 namespace titan::testing {
 
-/// Made by main(), ended by it.
+/// main() creates it and ends it.
 const dist::World& world();
 
 /// Whether the test was started with --all: the nightly form of tests that otherwise run a selection.
 bool all_cases();
 
-/// What the tests that ask for it compute on: cpu, or with --device cuda this rank's GPU.
+/// The device for tests that ask for it: cpu, or with --device cuda this rank's GPU.
 inline at::Device device() { return world().device(); }
 inline at::TensorOptions options_of(at::ScalarType dtype) {
   return at::TensorOptions().dtype(dtype).device(device());
+}
+
+/// The message of the Error that `call` throws; "" if it throws none.
+template <class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
 }
 
 }  // namespace titan::testing

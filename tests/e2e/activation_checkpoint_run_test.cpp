@@ -1,5 +1,5 @@
-// `titan train` with every mode of [activation_checkpoint]: the losses and norms of a run without, to the
-// bit.
+// `titan train` in every mode of [activation_checkpoint] has the losses and norms of a run without it, to the
+// last bit.
 
 #include "e2e/training.h"
 
@@ -43,7 +43,7 @@ TEST(ActivationCheckpointRun, EveryModeHasTheSameNumbers) {
   EXPECT_EQ(numbers_of("budget", mode("memory_budget")), expected);
 }
 
-TEST(ActivationCheckpointRun, AlsoUnderTensorParallelism) {
+TEST(ActivationCheckpointRun, EveryModeHasTheSameNumbersUnderTensorParallelism) {
   const Words tp{"--parallelism.tensor_parallel_degree", "2"};
   const auto expected = numbers_of("none", tp);
   EXPECT_EQ(numbers_of("full", tp + mode("full")), expected);
@@ -51,7 +51,7 @@ TEST(ActivationCheckpointRun, AlsoUnderTensorParallelism) {
   EXPECT_EQ(numbers_of("budget", tp + mode("memory_budget")), expected);
 }
 
-TEST(ActivationCheckpointRun, ABudgetIsToldAsATable) {
+TEST(ActivationCheckpointRun, PrintsABudgetAsATable) {
   const auto result = try_train(small_run() + mode("memory_budget") +
                                 Words{"--job.dump_folder", fresh_folder("table").string()});
   EXPECT_EQ(result.status, 0) << result.err;
@@ -66,7 +66,7 @@ std::string refusal(const Words& words) {
   return result.err;
 }
 
-TEST(ActivationCheckpointRun, WhatCantBeIsRefused) {
+TEST(ActivationCheckpointRun, RefusesImpossibleSettings) {
   if (!tests_on_gpu())
     EXPECT_NE(
         refusal(mode("offload")).find("activation_checkpoint.mode = offload: moves activations from a GPU"),

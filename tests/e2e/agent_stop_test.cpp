@@ -1,5 +1,5 @@
-// An agent of torchrun's that stops its ranks while they start. Here the test is the agent: it has the ranks
-// as its children, and its variables around them. The real one's: torchrun_test.cpp.
+// A torchrun agent that stops its ranks while they start. The test plays the agent: the ranks are its
+// children and run under an agent's variables. torchrun_test.cpp uses a real agent.
 
 #include <signal.h>
 
@@ -11,14 +11,11 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
 constexpr int kNumRanks = 2;
 
-// Only one of them hears of it from the agent, and only by the other's word does the first rank know that it
-// isn't somebody's kill: both ends have to tell the other agents that the job goes on.
-TEST(AgentStopRun, OfOneRankWhileAllStartEndsAllAsKilled) {
+// Only one rank hears from the agent, and the first rank learns from it that this isn't somebody's kill: both
+// ends have to tell the other agents that the job continues.
+TEST(AgentStopRun, StoppingOneRankDuringTheStartEndsAllAsKilled) {
   const fs::path states = fresh_folder("states"), run = fresh_folder("run");
   std::ofstream(states / "hold_building") << "\n";
   const Words words = resumable(fresh_folder("config")) +

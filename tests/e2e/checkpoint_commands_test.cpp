@@ -1,7 +1,6 @@
-// titan checkpoint ls, info, verify, diff and prune as a user runs them. What they look at was saved by the
-// library, one process in the place of all ranks.
+// titan checkpoint ls, info, verify, diff and prune as a user runs them. One process saved the checkpoints in
+// place of all ranks.
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -15,13 +14,9 @@
 namespace titan::testing {
 namespace {
 
-namespace fs = std::filesystem;
 using nlohmann::json;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::MatchesRegex;
-using ::testing::Not;
 using ::testing::StartsWith;
 
 CommandResult titan_checkpoint(const Words& words) {
@@ -31,7 +26,7 @@ CommandResult titan_checkpoint(const Words& words) {
 std::string succeeds(const Words& words) {
   const CommandResult result = titan_checkpoint(words);
   EXPECT_EQ(result.status, 0) << result.out << result.err;
-  EXPECT_EQ(result.err, "");  // no terminal, no progress
+  EXPECT_EQ(result.err, "");  // no terminal, so no progress
   return result.out;
 }
 
@@ -41,7 +36,8 @@ std::string fails(int status, const Words& words) {
   return status == 2 ? result.err : result.out;
 }
 
-// A run's folder with steps 10 and 20, a model alone as step 30, a damaged step 40, and what a kill left.
+// A run's folder with steps 10 and 20, a model alone as step 30, a damaged step 40, and the leftovers of a
+// kill.
 struct SavedRun {
   explicit SavedRun(const std::string& name) : folder(fresh_folder(name)), steps(folder / "checkpoint") {
     for (int64_t step : {10, 20, 40}) save_checkpoint(steps, small_checkpoint(step));
@@ -62,7 +58,7 @@ std::string line_with(const std::string& text, const std::string& begin) {
   return "";
 }
 
-TEST(CheckpointCommands, LsOfARunsFolderAndOfItsCheckpoints) {
+TEST(CheckpointCommands, LsListsARunFolderAndItsCheckpoints) {
   const SavedRun saved("ls");
   const std::string text = succeeds({"ls", saved.folder.string()});
   EXPECT_EQ(succeeds({"ls", saved.steps.string()}), text);
@@ -78,7 +74,7 @@ TEST(CheckpointCommands, LsOfARunsFolderAndOfItsCheckpoints) {
   EXPECT_THAT(text, HasSubstr("\n.step-50.abc.tmp: being written, or left by a run that was killed\n"));
 }
 
-TEST(CheckpointCommands, LsForPrograms) {
+TEST(CheckpointCommands, LsPrintsJson) {
   const SavedRun saved("ls_json");
   const json all = json::parse(succeeds({"ls", "--json", saved.folder.string()}));
   EXPECT_EQ(all["folder"], saved.steps.string());
@@ -92,7 +88,7 @@ TEST(CheckpointCommands, LsForPrograms) {
   EXPECT_EQ(all["leftovers"], json::array({(saved.steps / ".step-50.abc.tmp").string()}));
 }
 
-TEST(CheckpointCommands, InfoSaysWhatACheckpointHolds) {
+TEST(CheckpointCommands, InfoDescribesACheckpoint) {
   const SavedRun saved("info");
   const std::string text = succeeds({"info", (saved.steps / "step-20").string()});
   EXPECT_THAT(line_with(text, "run"), HasSubstr("0123456789abcdef0123456789abcdef"));
@@ -111,8 +107,8 @@ TEST(CheckpointCommands, InfoSaysWhatACheckpointHolds) {
   EXPECT_THAT(line_with(text, "optimizer.step"), MatchesRegex("optimizer.step +int64 .*"));
 }
 
-// Writing a tree takes the stack for each of its levels.
-TEST(CheckpointCommands, InfoOfATextThatIsNestedDeep) {
+// Writing a tree uses the stack for each level.
+TEST(CheckpointCommands, InfoHandlesDeeplyNestedJson) {
   CheckpointToSave save{.world_size = 1, .tensors = {{"a", at::ones({2}), {}}}};
   save.texts["train_state"] =
       R"({"tokens": )" + std::string(1'000'000, '[') + std::string(1'000'000, ']') + "}";
@@ -122,7 +118,7 @@ TEST(CheckpointCommands, InfoOfATextThatIsNestedDeep) {
   EXPECT_THAT(line_with(text, "tokens seen"), HasSubstr("not recorded"));
 }
 
-TEST(CheckpointCommands, InfoWithFigures) {
+TEST(CheckpointCommands, InfoPrintsTensorStatistics) {
   const fs::path folder = fresh_folder("stats");
   const float inf = std::numeric_limits<float>::infinity();
   CheckpointToSave save{
@@ -137,7 +133,7 @@ TEST(CheckpointCommands, InfoWithFigures) {
               MatchesRegex("tensor +dtype +shape +mean +std +min +max +norm +not finite +layout"));
   EXPECT_THAT(line_with(text, "a "),
               MatchesRegex("a +float32 +\\[2, 3\\] +3 +1.87083 +1 +6 +7.07107 +2 +dim 1 by tp 2"));
-  // 0 ... 6 over and over: mean 3, variance 4, but for the 714286th turn that is cut short.
+  // 0 ... 6 repeated: mean 3, variance 4, but for the 714286th round, which is cut short.
   EXPECT_THAT(line_with(text, "large"), MatchesRegex("large .* +3 +2 +0 +6 +8062.26 +0 +dim 0 by tp 2"));
   EXPECT_THAT(line_with(text, "none"),
               MatchesRegex("none +float32 +\\[0\\] +-?nan +-?nan +-?nan +-?nan +0 +0 +whole; 2 copies"));
@@ -154,7 +150,7 @@ TEST(CheckpointCommands, InfoWithFigures) {
   EXPECT_THAT(fails(2, {"info", step, "--tensors", "("}), HasSubstr("is not a regular expression"));
 }
 
-TEST(CheckpointCommands, VerifyNamesAllDamage) {
+TEST(CheckpointCommands, VerifyReportsAllDamage) {
   const SavedRun saved("verify");
   const fs::path step = saved.steps / "step-20";
   EXPECT_THAT(succeeds({"verify", step.string()}),
@@ -176,7 +172,7 @@ TEST(CheckpointCommands, VerifyNamesAllDamage) {
                     HasSubstr("rank_00003.safetensors: is missing")));
 }
 
-TEST(CheckpointCommands, DiffOfDifferentMeshes) {
+TEST(CheckpointCommands, DiffComparesDifferentMeshes) {
   const fs::path folder = fresh_folder("diff");
   const CheckpointToSave a = small_checkpoint(5);
   CheckpointToSave b = a;
@@ -222,8 +218,8 @@ TEST(CheckpointCommands, DiffOfDifferentMeshes) {
   EXPECT_THAT(fails(2, {"diff", in_a, other, "--tensors", "scales"}), HasSubstr("no tensor's name matches"));
 }
 
-// Of all kinds of tensors, and of the model alone.
-TEST(CheckpointCommands, ConvertTakesTheModelOutOfAState) {
+// For a whole state with every kind of tensor, and for a model alone.
+TEST(CheckpointCommands, ConvertExtractsTheModelFromAState) {
   const SavedRun saved("convert");
   const fs::path step = saved.steps / "step-20", to = saved.folder / "model.safetensors";
   EXPECT_EQ(succeeds({"convert", step.string(), to.string()}), to.string() + "\n");
@@ -246,7 +242,7 @@ TEST(CheckpointCommands, ConvertTakesTheModelOutOfAState) {
               HasSubstr("manifest.json doesn't say which model it is; add --config"));
   EXPECT_THAT(fails(2, {"convert", saved.steps.string(), new_folder}),
               HasSubstr("is a run's folder, not a step's; the newest step in it is "));
-  // Flipped in the half of rank 1, which is read behind rank 0's.
+  // Flipped in rank 1's half, which is read after rank 0's.
   const fs::path file = step / checkpoint::file_name(1);
   std::fstream bytes(file, std::ios::in | std::ios::out | std::ios::binary);
   bytes.seekp(-20'000, std::ios::end);
@@ -258,7 +254,7 @@ TEST(CheckpointCommands, ConvertTakesTheModelOutOfAState) {
   EXPECT_FALSE(fs::exists(new_file));
 }
 
-TEST(CheckpointCommands, PruneKeepsWhatItShould) {
+TEST(CheckpointCommands, PruneKeepsTheRequestedSteps) {
   const SavedRun saved("prune");
   const auto left = [&] {
     std::vector<std::string> names;
@@ -282,11 +278,11 @@ TEST(CheckpointCommands, PruneKeepsWhatItShould) {
   }
   const CommandResult pruned = titan_checkpoint({"prune", saved.folder.string(), "--keep", "1"});
   EXPECT_EQ(pruned.out, str("removed ", (saved.steps / "step-10").string(), "\n3 steps of 4 stay\n"));
-  // The damaged step is the newest, the good one is kept for it, and the model is nobody's to remove.
+  // The damaged step is the newest, so the good one before it is kept; the model is never removed.
   EXPECT_THAT(left(), ::testing::ElementsAre(".lock", "step-20", "step-30", "step-40"));
 }
 
-TEST(CheckpointCommands, AWrongFolderIsExplained) {
+TEST(CheckpointCommands, ExplainsAWrongFolder) {
   const SavedRun saved("wrong");
   const std::string steps = saved.steps.string(), newest = steps + "/step-40";
   for (const char* command : {"info", "verify"}) {

@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 std::filesystem::path make_folder() {
-  std::string path = (std::filesystem::temp_directory_path() / "titan_command_XXXXXX").string();
+  std::string path = (std::filesystem::temp_directory_path() / "titan_test_XXXXXX").string();
   if (!mkdtemp(path.data())) throw std::runtime_error("mkdtemp: " + path);
   return path;
 }
@@ -43,7 +43,7 @@ bool is_free(int port) {
   return is_free;
 }
 
-// Below the ports that the system hands out to whoever asks for any, as the tests beside this one do.
+// Below the ports that the system hands out on request, as it does to the tests that run beside this one.
 int find_port() {
   const int first = 10000 + getpid() * 7 % 20000;
   for (int port = first; port < first + 1000; ++port)
@@ -56,6 +56,13 @@ double seconds_since(Clock::time_point start) {
 }
 
 }  // namespace
+
+TempFolder::TempFolder() : path(make_folder()) {}
+
+TempFolder::~TempFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path, ignored);
+}
 
 MachineLag::MachineLag() {
   thread_ = std::jthread([this](const std::stop_token& stop) {

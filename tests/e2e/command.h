@@ -1,6 +1,6 @@
 #pragma once
 
-// Runs programs from a test: several at once, with their own variables, output kept, time limited.
+// Runs programs from a test: several at once, with their own variables, captured output and a time limit.
 
 #include <atomic>
 #include <chrono>
@@ -10,7 +10,16 @@
 #include <thread>
 #include <vector>
 
+#include <gmock/gmock.h>
+
 namespace titan::testing {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 struct CommandResult {
   int status = 0;        ///< exit code, or 128 + signal
@@ -28,12 +37,12 @@ class Command {
   ~Command();
 
   int pid() const { return pid_; }
-  /// Sends a signal to the program alone.
+  /// Sends a signal only to the program.
   void signal(int number) const;
   std::string output() const;  ///< standard output so far
-  /// Waits until standard output contains `text`; false when it didn't within the limit.
+  /// Waits until standard output contains `text`; false if it didn't within the limit.
   bool wait_for_output(const std::string& text, double limit_s = 30) const;
-  /// The same of standard error.
+  /// The same for standard error.
   bool wait_for_errors(const std::string& text, double limit_s = 30) const;
   /// Waits for the end; kills it after the limit (status 128 + 9).
   CommandResult wait(double limit_s = 60);
@@ -44,8 +53,8 @@ class Command {
   std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
 };
 
-/// How late a thread of this process gets its turn, all in all, while it lives: by so much a bound on a time
-/// is missed on a machine that has more to do, and is nobody's fault.
+/// How late this process's threads are scheduled, in all, while it lives: on a busy machine time limits may
+/// be missed by that much without any fault.
 class MachineLag {
  public:
   MachineLag();
@@ -56,7 +65,28 @@ class MachineLag {
   std::jthread thread_;
 };
 
-/// A port for a job's store, of no other job on this host: the same for a whole test.
+/// False if `holds()` hasn't come true within the limit.
+template <class Condition>
+bool wait_until(const Condition& holds, double limit_s = 60) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
+  while (!holds()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+  }
+  return true;
+}
+
+/// A folder for temporary files; removed with its contents.
+class TempFolder {
+ public:
+  TempFolder();
+  ~TempFolder();
+  TempFolder(const TempFolder&) = delete;
+  TempFolder& operator=(const TempFolder&) = delete;
+  const std::filesystem::path path;
+};
+
+/// A port for a job's store that no other job on this host uses: the same for a whole test.
 std::string some_port();
 
 CommandResult run(const std::vector<std::string>& words, const Command::Variables& variables = {},

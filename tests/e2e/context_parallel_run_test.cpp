@@ -1,13 +1,9 @@
-// `titan train` with sequences spread over ranks: one rank's losses, and the same numbers in the logs.
-
-#include <gmock/gmock.h>
+// `titan train` with sequences split over ranks: one rank's losses, and the same numbers in the logs.
 
 #include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 struct Layout {
   const char* name;
@@ -23,7 +19,7 @@ Words cp(const std::string& ranks, const std::string& degree, const Words& more 
 
 class ContextParallelRun : public ::testing::TestWithParam<Layout> {};
 
-// Other layouts with as many ranks that read rows give the same mean of every rank's rows.
+// Other layouts with as many ranks that read rows give the same mean over every rank's rows.
 Words rows_of(const Layout& layout) {
   const std::string rows = std::to_string(4 / layout.batch_ranks);
   return {"--training.local_batch_size", rows, "--validation.local_batch_size", rows};
@@ -31,20 +27,16 @@ Words rows_of(const Layout& layout) {
 
 Words without_cp(const Layout& layout) { return {"--nproc", std::to_string(layout.batch_ranks)}; }
 
-TEST_P(ContextParallelRun, LogsWhatTheSameRowsGiveWithoutIt) {
+TEST_P(ContextParallelRun, LogsTheSameNumbersAsWithoutIt) {
   const Layout& layout = GetParam();
   const Words base = small_run(fresh_folder("config")) + rows_of(layout);
   const auto folder = fresh_folder("spread"), plain = fresh_folder("plain");
   train(plain, base + without_cp(layout));
   train(folder, base + layout.words);
 
-  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
-  ASSERT_EQ(steps.size(), 4u);
-  ASSERT_EQ(expected.size(), 4u);
+  expect_same_metrics(folder, plain);
+  const Lines steps = read_lines(folder / "metrics.jsonl");
   for (size_t i = 0; i < steps.size(); ++i) {
-    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
     EXPECT_EQ(steps[i].at("n_tokens_seen"), static_cast<int64_t>(4 * 48 * (i + 1))) << i;
     const double tokens_of_a_rank = 4.0 * 48 / layout.ranks;
     EXPECT_NEAR(steps[i].at("tps").get<double>() * steps[i].at("step_s").get<double>(), tokens_of_a_rank,
@@ -72,7 +64,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return std::string(info.param.name); });
 
 // TorchTitan's weights and batches, for all 20 steps.
-TEST(ContextParallelReplay, GivesOneRanksLosses) {
+TEST(ContextParallelReplay, MatchesOneRank) {
   const std::string folder = source_file("tests/data/parity/mini");
   const Words replay = {folder + "/replay.toml", "--training.dataset_path", folder,
                         "--checkpoint.initial_load_path", folder + "/titan.safetensors"};
@@ -83,7 +75,7 @@ TEST(ContextParallelReplay, GivesOneRanksLosses) {
   for (size_t i = 0; i < one.size(); ++i) EXPECT_NEAR(two[i].loss, one[i].loss, 5e-6) << i;
 }
 
-// Before any process computes.
+// Refused before any process computes.
 std::string refusal(const Words& words) {
   const CommandResult result = try_train(
       Words{source_file("tests/data/parity/mini/replay.toml"), "--training.dataset_path",
@@ -93,7 +85,7 @@ std::string refusal(const Words& words) {
   return result.err;
 }
 
-TEST(ContextParallelRefusals, SayWhatWouldDo) {
+TEST(ContextParallelRefusals, SuggestWhatWouldWork) {
   EXPECT_THAT(
       refusal(cp("3", "3")),
       HasSubstr(

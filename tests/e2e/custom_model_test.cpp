@@ -1,13 +1,9 @@
-// docs/examples/custom_model: a model of one's own in the program, by either road.
-
-#include <gmock/gmock.h>
+// docs/examples/custom_model: a user's model, as a shared object and as a binary.
 
 #include "e2e/training.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 Words config(const std::string& steps) {
   return {source_file("docs/examples/custom_model/ngram.toml"), "--training.steps", steps,
@@ -18,13 +14,13 @@ Words by_import() {
   return {"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libngram.so"};
 }
 
-TEST(CustomModel, TrainsBySharedObject) {
+TEST(CustomModel, TrainsFromASharedObject) {
   auto steps = train(fresh_folder("run"), config("20") + by_import());
   ASSERT_EQ(steps.size(), 20u);
   EXPECT_LT(steps.back().loss, steps.front().loss - 1.5);
 }
 
-TEST(CustomModel, TrainsByABinaryOfItsOwn) {
+TEST(CustomModel, TrainsFromItsOwnBinary) {
   auto folder = fresh_folder("run");
   CommandResult result = run(Words{built("ngram_titan"), "train"} + config("3") +
                                  Words{"--nproc", "2", "--job.dump_folder", folder.string()} + device_words(),
@@ -39,14 +35,14 @@ TEST(CustomModel, IsUnknownWithoutTheImport) {
   EXPECT_THAT(result.err, HasSubstr("unknown model 'ngram'"));
 }
 
-TEST(CustomModel, AnObjectThatIsntThereIsNamed) {
+TEST(CustomModel, NamesAMissingSharedObject) {
   CommandResult result = try_train(config("3") + Words{"--experimental.custom_import", "no_such.so"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("no_such.so"));
   EXPECT_THAT(result.err, HasSubstr("custom_import"));
 }
 
-TEST(CustomModel, TheSameLossesOnAnyNumberOfRanks) {
+TEST(CustomModel, HasTheSameLossesOnAnyNumberOfRanks) {
   Words words = config("8") + by_import() + Words{"--training.global_batch_size", "8"};
   auto one = train(fresh_folder("one"), words);
   for (const char* ranks : {"2", "3"}) {
@@ -57,7 +53,7 @@ TEST(CustomModel, TheSameLossesOnAnyNumberOfRanks) {
   }
 }
 
-TEST(CustomModel, TheSameLossesFromPipelines) {
+TEST(CustomModel, HasTheSameLossesInPipelines) {
   const Words words = config("8") + by_import();
   const auto one = train(fresh_folder("one"), words);
   const Words two = words + Words{"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"};
@@ -74,7 +70,7 @@ TEST(CustomModel, TheSameLossesFromPipelines) {
   }
 }
 
-TEST(CustomModel, APlanByNameTakesTheModelsOwnPlace) {
+TEST(CustomModel, ANamedPlanReplacesTheModelsOwn) {
   Words words = config("6") + by_import() + Words{"--nproc", "2"};
   auto folder = fresh_folder("plan");
   CommandResult result =
@@ -84,7 +80,7 @@ TEST(CustomModel, APlanByNameTakesTheModelsOwnPlace) {
   EXPECT_EQ(losses(read_metrics(folder)), losses(train(fresh_folder("own"), words)));
 }
 
-TEST(CustomModel, AnUnknownPlanIsNamed) {
+TEST(CustomModel, NamesAnUnknownPlan) {
   CommandResult result = try_train(config("3") + by_import() + Words{"--parallelism.plan", "keep_gatherd"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("parallelism.plan"));

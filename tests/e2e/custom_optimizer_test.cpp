@@ -5,9 +5,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-
 const Words kTensor2 = {"--training.local_batch_size", "4", "--parallelism.tensor_parallel_degree", "2"};
 const Words kPipeline2 = {"--training.local_batch_size", "4", "--parallelism.pipeline_parallel_degree", "2"};
 
@@ -26,7 +23,7 @@ TEST(CustomOptimizer, LossFalls) {
   EXPECT_LT(steps.back().loss, steps.front().loss - 1);
 }
 
-TEST(CustomOptimizer, ResumesOnTheSameRanksToTheLastBit) {
+TEST(CustomOptimizer, ResumesBitEqualOnTheSameRanks) {
   const Words words = lion(resumable(fresh_folder("config"))) + ranks(2);
   const auto straight = fresh_folder("straight"), run = fresh_folder("run");
   train(straight, words);
@@ -35,7 +32,7 @@ TEST(CustomOptimizer, ResumesOnTheSameRanksToTheLastBit) {
   EXPECT_EQ(curve_of(run), curve_of(straight));
 }
 
-// Every part of the run has another layout: its state is resharded four times.
+// Every part of the run has another layout: the state is resharded four times.
 TEST(CustomOptimizer, ResumesOnOtherRanksWithTheSameCurve) {
   const Words words = lion(resumable(fresh_folder("config")));
   const auto straight = fresh_folder("straight"), run = fresh_folder("run");
@@ -46,11 +43,11 @@ TEST(CustomOptimizer, ResumesOnOtherRanksWithTheSameCurve) {
   expect_near(curve_of(run), curve_of(straight));
 }
 
-TEST(CustomOptimizer, ItsStateIsItsOwn) {
+TEST(CustomOptimizer, SavesItsOwnState) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
   train(run, part_of_run(lion(words), 5));
-  EXPECT_THAT(train_log(run, words, 2), HasSubstr("exp_avg_sq"));  // which only AdamW has
+  EXPECT_THAT(train_log(run, words, 2), HasSubstr("exp_avg_sq"));  // only AdamW has it
 }
 
 TEST(CustomOptimizer, TakesItsSettingsFromItsTable) {
@@ -64,7 +61,7 @@ TEST(CustomOptimizer, TakesItsSettingsFromItsTable) {
   EXPECT_NE(curve_of(group).at(2), curve_of(plain).at(2));
 }
 
-TEST(CustomOptimizer, RefusesSettingsThatItDoesNotRead) {
+TEST(CustomOptimizer, RefusesUnknownSettings) {
   const Words words = lion(resumable(fresh_folder("config")));
   const auto errors = [&](const Words& more) {
     const CommandResult result = try_train(words + more);

@@ -1,15 +1,11 @@
 // docs/examples/custom_parallelism: a plan for a model that isn't a Llama, and a parallelism with its own
 // communication, both registered by a shared object.
 
-#include <gmock/gmock.h>
 
 #include "e2e/training.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 const Words kTp1 = {"--parallelism.tensor_parallel_degree", "1"};
 
@@ -36,7 +32,7 @@ struct Layout {
 
 Words slices(const std::string& degree) { return {"--parallelism.args.slices.degree", degree}; }
 
-TEST(CustomParallelism, TheSameLossesOnEveryLayout) {
+TEST(CustomParallelism, HasTheSameLossesOnEveryLayout) {
   const auto one = train(fresh_folder("one"), config("8") + kTp1);
   ASSERT_EQ(one.size(), 8u);
   for (const Layout& layout :

@@ -1,9 +1,8 @@
-// Lost ranks of a pipeline and of context parallelism: what is left is a group that the mesh fits, and the
-// run stays the one that nobody disturbed.
+// A pipeline and context parallelism lose ranks: the rest form a group that fits the mesh, and the run stays
+// the same as an undisturbed one.
 
 #include <signal.h>
 
-#include <algorithm>
 #include <chrono>
 
 #include "e2e/held_steps.h"
@@ -13,21 +12,18 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
-namespace fs = std::filesystem;
 
 struct Mesh {
   const char* name;
   Words words;
-  bool grows;  // by time, behind the loss
+  bool grows;  // by time, after the loss
 };
 void PrintTo(const Mesh& mesh, std::ostream* out) { *out << mesh.name; }
 
 class ElasticMesh : public ::testing::TestWithParam<Mesh> {
  protected:
-  /// 4 ranks, of which pairs make a replica: 24 steps, saved behind each fifth.
+  /// 4 ranks, a replica for every pair: 24 steps, saved after every fifth.
   Words words() const {
     return resumable(config_) + Words{"--nproc",          "4",  "--training.local_batch_size", "2",
                                       "--training.steps", "24", "--lr_scheduler.total_steps",  "24"} +
@@ -36,21 +32,16 @@ class ElasticMesh : public ::testing::TestWithParam<Mesh> {
   Command start(const Words& more) const {
     return start_held(words() + more + Words{"--job.dump_folder", run_.string()}, steps_);
   }
-  /// The ranks that wait in front of `step`, once there are so many; else none.
+  /// The ranks that wait before `step`, once there are that many; otherwise none.
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks) const {
-    std::vector<int> ranks;
-    const bool came = wait_until([&] {
-      ranks = ranks_of(job);
-      return ranks.size() == num_ranks && steps_.are_held(ranks, step);
-    });
-    return came ? ranks : std::vector<int>();
+    return ranks_once(job, num_ranks, [&](const auto& ranks) { return steps_.are_held(ranks, step); });
   }
 
   const fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run");
   const HeldSteps steps_{fresh_folder("steps")};
 };
 
-TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
+TEST_P(ElasticMesh, ContinuesOnTheRemainingRanks) {
   const bool grows = GetParam().grows;
   const auto straight = fresh_folder("straight");
   train_log(straight, words());
@@ -62,14 +53,11 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
   ASSERT_EQ(first.size(), 4u);
   const auto lost = Clock::now();
   ::kill(first[2], SIGKILL);
-  steps_.let_go(12);  // to the others, which can't make this step without it
+  steps_.let_go(12);  // the others can't make this step without it
 
-  ASSERT_TRUE(wait_until([&] {
-    const std::vector<int> now = ranks_of(job);
-    return now.size() == 2 &&
-           std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
-  }));
-  // The smaller group makes its steps, however long that takes here, before the launcher can call them back.
+  ASSERT_TRUE(are_replaced(job, first, 2));
+  // The smaller group makes its steps, however long that takes here, before the launcher can bring the others
+  // back.
   if (grows) job.signal(SIGSTOP);
   EXPECT_EQ(wait_for(job, 18, 2).size(), 2u) << "step " << last_logged_step(run_);
   if (grows) {
@@ -85,7 +73,7 @@ TEST_P(ElasticMesh, GoesOnWithTheRanksThatAreLeft) {
               AllOf(HasSubstr("rank 2 is lost"), HasSubstr("start 2 (restart 1 of 3): 2 of 4 ranks")));
   if (grows) {
     EXPECT_THAT(result.err, HasSubstr("start 3 (restart 1 of 3): 4 of 4 ranks"));
-    EXPECT_GE(number_behind(result.err, "resuming after step "), 17) << result.err;
+    EXPECT_GE(number_after(result.err, "resuming after step "), 17) << result.err;
   }
   expect_near(curve_of(run_), curve_of(straight));
 }

@@ -1,6 +1,6 @@
-// A run whose ranks are killed and come back is the run that nobody disturbed: 4, 3, 2 and again 4 ranks
-// share the same rows of each step. TITAN_TEST_KILLS: how many disturbances; 3 without, many under the
-// nightly label.
+// A run whose ranks are killed and return equals an undisturbed run: 4, 3, 2 and again 4 ranks share the same
+// rows of each step. TITAN_TEST_KILLS sets the number of disturbances; 3 by default, many under the nightly
+// label.
 
 #include <signal.h>
 #include <unistd.h>
@@ -15,11 +15,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
-constexpr int kStepsBetween = 15;  // two disturbances
+constexpr int kStepsBetween = 15;  // between two disturbances
 
 int num_disturbances() {
   const char* number = std::getenv("TITAN_TEST_KILLS");
@@ -31,16 +27,18 @@ Words elastic_words(const Words& words, const fs::path& run) {
                        "--rejoin-after",    "never",      "--longest-delay", "0"};
 }
 
-// Four ranks lose one at a time; of two, the other two are called back.
+/// The ranks, as soon as that many have logged a step from `step` on; otherwise none.
+std::vector<int> ranks_that_train(const Command& job, size_t count, const fs::path& run, int64_t step) {
+  return ranks_once(job, count, [&](const auto&) { return last_logged_step(run) >= step; });
+}
+
+// Four ranks lose one at a time; once two are left, the other two are brought back.
 void disturb(const Command& job, const fs::path& run, int number, std::mt19937& random) {
-  int num_ranks = 4;
+  size_t num_ranks = 4;
   for (int i = 1; i <= number; ++i) {
-    std::vector<int> ranks;
-    ASSERT_TRUE(wait_until([&] {
-      ranks = ranks_of(job);
-      return static_cast<int>(ranks.size()) == num_ranks && last_logged_step(run) >= i * kStepsBetween;
-    })) << "disturbance "
-        << i << ": " << ranks.size() << " ranks, step " << last_logged_step(run);
+    const std::vector<int> ranks = ranks_that_train(job, num_ranks, run, i * kStepsBetween);
+    ASSERT_FALSE(ranks.empty()) << "disturbance " << i << ": " << ranks_of(job).size() << " ranks, step "
+                                << last_logged_step(run);
     usleep(static_cast<useconds_t>(random() % 50'000));
     if (num_ranks == 2) {
       job.signal(SIGUSR2);
@@ -49,15 +47,11 @@ void disturb(const Command& job, const fs::path& run, int number, std::mt19937& 
       ::kill(ranks[random() % ranks.size()], SIGKILL);
       --num_ranks;
     }
-    // What comes next are other processes.
-    ASSERT_TRUE(wait_until([&] {
-      const std::vector<int> now = ranks_of(job);
-      return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
-    }));
+    ASSERT_TRUE(are_replaced(job, ranks));
   }
 }
 
-TEST(Elastic, RanksThatAreKilledAndComeBackDontChangeTheRun) {
+TEST(Elastic, KillingAndReturningRanksDoesNotChangeTheRun) {
   const int number = num_disturbances(), steps = (number + 2) * kStepsBetween;
   Words words = resumable(fresh_folder("config")) + Words{"--nproc",
                                                           "4",
@@ -69,7 +63,7 @@ TEST(Elastic, RanksThatAreKilledAndComeBackDontChangeTheRun) {
                                                           "2",
                                                           "--checkpoint.keep_latest_k",
                                                           "3"};
-  // Over many steps rounding grows: in double precision it stays below what is compared.
+  // Rounding grows over many steps: in double precision it stays below the tolerance.
   if (number > 3)
     for (const char* key : {"dtype", "mixed_precision_param", "mixed_precision_reduce"})
       words = words + Words{std::string("--training.") + key, "float64"};
@@ -89,18 +83,8 @@ TEST(Elastic, RanksThatAreKilledAndComeBackDontChangeTheRun) {
   expect_near(curve_of(run), expected);
 }
 
-/// As soon as so many have logged a step from `step` on; else none.
-std::vector<int> ranks_that_train(const Command& job, size_t count, const fs::path& run, int64_t step) {
-  std::vector<int> ranks;
-  const bool come = wait_until([&] {
-    ranks = ranks_of(job);
-    return ranks.size() == count && last_logged_step(run) >= step;
-  });
-  return come ? ranks : std::vector<int>();
-}
-
 // The others' watchdogs give up on it, and the launcher sees that it was stopped.
-TEST(Elastic, AHungRankIsLeftOut) {
+TEST(Elastic, ContinuesWithoutAHungRank) {
   const auto run = fresh_folder("run");
   const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
                                                                 "3",
@@ -123,9 +107,9 @@ TEST(Elastic, AHungRankIsLeftOut) {
   EXPECT_EQ(curve_of(run).size(), 40u);
 }
 
-// What the smaller group has done since its start is on disk only because it was asked to stop. Over pairs of
-// tensor-parallel ranks, which share their rows.
-TEST(Elastic, TheLargerGroupLosesNoStep) {
+// The steps of the smaller group since its start are on disk only because it was asked to stop. Over
+// tensor-parallel pairs, which share their rows.
+TEST(Elastic, GrowingLosesNoStep) {
   const auto run = fresh_folder("run"), bin = fresh_folder("bin"), told = fake_scontrol(bin, 0);
   const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
                                                                 "4",
@@ -145,28 +129,24 @@ TEST(Elastic, TheLargerGroupLosesNoStep) {
   const std::vector<int> first = ranks_that_train(job, 4, run, 2);
   ASSERT_EQ(first.size(), 4u);
   ::kill(first[3], SIGKILL);
-  // The smaller group's, not two that are left of the larger one; and steps that it has made itself.
-  ASSERT_TRUE(wait_until([&] {
-    const std::vector<int> now = ranks_of(job);
-    return now.size() == 2 &&
-           std::find_first_of(now.begin(), now.end(), first.begin(), first.end()) == now.end();
-  }));
+  // The ranks of the smaller group, not two that remain of the larger one; and steps that it made itself.
+  ASSERT_TRUE(are_replaced(job, first, 2));
   const int64_t logged = last_logged_step(run);
   ASSERT_TRUE(wait_until([&] { return last_logged_step(run) >= std::max<int64_t>(6, logged + 1); }));
   job.signal(SIGUSR2);
   const CommandResult result = job.wait(90);
   ASSERT_EQ(result.status, 0) << result.err;
-  const int64_t stopped = number_behind(result.err, "stops the run after step ");
+  const int64_t stopped = number_after(result.err, "stops the run after step ");
   EXPECT_GE(stopped, 6) << result.err;
-  EXPECT_EQ(number_behind(result.err, "resuming after step "), stopped) << result.err;
+  EXPECT_EQ(number_after(result.err, "resuming after step "), stopped) << result.err;
   EXPECT_THAT(result.err, HasSubstr("the state after step " + std::to_string(stopped) + " is saved"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("2 of 4 ranks"), HasSubstr("4 of 4 ranks")));
   EXPECT_EQ(curve_of(run).size(), 150u);
-  EXPECT_FALSE(fs::exists(told)) << "ranks that the launcher starts again put the job back into the queue";
+  EXPECT_FALSE(fs::exists(told)) << "ranks that the launcher restarts put the job back into the queue";
 }
 
-// As many rows a batch as the whole job's ranks have, whatever is left of them.
-TEST(Elastic, ValidationStaysTheSame) {
+// A batch has as many rows as the whole job has ranks, whatever number remains.
+TEST(Elastic, ValidationIsTheSameOnFewerRanks) {
   const auto config = fresh_folder("config"), straight = fresh_folder("straight"), run = fresh_folder("run");
   const Words words = resumable(config) + Words{"--nproc",
                                                 "3",
@@ -196,8 +176,8 @@ TEST(Elastic, ValidationStaysTheSame) {
   }
 }
 
-// A state that is wrong in itself isn't gone on from by itself.
-TEST(Elastic, ARunThatIsUnsoundIsntStartedAgain) {
+// An unsound state is never resumed from automatically.
+TEST(Elastic, DoesNotRestartAnUnsoundRun) {
   const auto run = fresh_folder("run");
   const Words words = resumable(fresh_folder("config")) + Words{"--nproc",
                                                                 "2",
@@ -214,7 +194,7 @@ TEST(Elastic, ARunThatIsUnsoundIsntStartedAgain) {
                                 ::testing::Not(HasSubstr("is lost"))));
 }
 
-TEST(Elastic, WhatARestartCantGoOnFromIsRefused) {
+TEST(Elastic, RefusesSettingsThatPreventARestart) {
   const Words words = resumable(fresh_folder("config")) + Words{"--max-restarts", "1"};
   const auto refused = [&](const Words& more) {
     const CommandResult result = try_train(words + more);
@@ -234,8 +214,8 @@ TEST(Elastic, WhatARestartCantGoOnFromIsRefused) {
               HasSubstr("--min-ranks 2: the job runs on no number of ranks from 2 to 3"));
 }
 
-// The same of ranks that titan launch, or torchrun, starts again.
-TEST(Elastic, LaunchedRanksRefuseWhatARestartCantGoOnFrom) {
+// The same for ranks that titan launch or torchrun restarts.
+TEST(Elastic, LaunchedRanksRefuseSettingsThatPreventARestart) {
   const Words words = resumable(fresh_folder("config")) +
                       Words{"--job.dump_folder", fresh_folder("run").string(), "--training.steps", "5"};
   const auto launched = [&](const Words& launcher, const Words& more) {

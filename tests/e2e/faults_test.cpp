@@ -1,6 +1,5 @@
-// What goes wrong is told once, clearly, and by an exit code: 2 for settings, 1 for the world.
+// Each problem is reported once, clearly, and by an exit code: 2 for settings, 1 for the environment.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -15,16 +14,12 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-
 Words model() {
   return {source_file("docs/examples/custom_model/ngram.toml"), "--experimental.custom_import",
           std::string(TITAN_BINARY_DIR) + "/lib/libngram.so", "--training.steps", "3"};
 }
 
-TEST(Faults, AllProblemsOfAConfigAtOnce) {
+TEST(Faults, ReportsAllProblemsOfAConfigAtOnce) {
   auto path = fresh_folder("config") / "bad.toml";
   std::ofstream(path) << "[training]\nstepz = 5\nseq_len = 0\n[optimizer]\nlr = \"fast\"\n";
   CommandResult result = try_train({path.string()});
@@ -35,13 +30,13 @@ TEST(Faults, AllProblemsOfAConfigAtOnce) {
   EXPECT_THAT(result.err, Not(HasSubstr("#0")));  // no backtrace
 }
 
-TEST(Faults, UnknownFlavor) {
+TEST(Faults, NamesAnUnknownFlavor) {
   CommandResult result = try_train(model() + Words{"--model.flavor", "smal"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, AllOf(HasSubstr("smal"), HasSubstr("did you mean 'small'")));
 }
 
-TEST(Faults, WrongWorldSizeIsToldBeforeAnyRankStarts) {
+TEST(Faults, ReportsAWrongWorldSizeBeforeAnyRankStarts) {
   CommandResult result =
       try_train(model() + Words{"--nproc", "2", "--parallelism.data_parallel_shard_degree", "3"});
   EXPECT_EQ(result.status, 2);
@@ -49,7 +44,7 @@ TEST(Faults, WrongWorldSizeIsToldBeforeAnyRankStarts) {
   EXPECT_THAT(result.err, Not(HasSubstr("[rank")));
 }
 
-TEST(Faults, APeerThatDoesntComeIsNamedAfterTheInitTimeout) {
+TEST(Faults, NamesAMissingPeerAfterTheInitTimeout) {
   const CommandResult result =
       run(train_words(model() + Words{"--comm.init_timeout_seconds", "2", "--job.dump_folder",
                                       fresh_folder("run").string()}),
@@ -64,7 +59,7 @@ TEST(Faults, APeerThatDoesntComeIsNamedAfterTheInitTimeout) {
   EXPECT_LT(result.elapsed_s, 40);  // not the minutes of the default
 }
 
-TEST(Faults, WhatTheJobReadsIsLookedAtBeforeAnyRankStarts) {
+TEST(Faults, ChecksInputFilesBeforeAnyRankStarts) {
   CommandResult result =
       try_train(model() + Words{"--nproc", "2", "--training.dataset", "cpp_header", "--model.hf_assets_path",
                                 "no/assets", "--parallelism.data_parallel_shard_degree", "3"});
@@ -80,7 +75,7 @@ TEST(Faults, WhatTheJobReadsIsLookedAtBeforeAnyRankStarts) {
                                 HasSubstr("the 20 steps recorded"), Not(HasSubstr("[rank"))));
 }
 
-TEST(Faults, ASharedObjectThatIsntThere) {
+TEST(Faults, NamesAMissingSharedObject) {
   CommandResult result = try_train({"--experimental.custom_import", "./no/such.so"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr((std::filesystem::current_path() / "no/such.so").string()));
@@ -89,7 +84,7 @@ TEST(Faults, ASharedObjectThatIsntThere) {
   EXPECT_THAT(result.err, HasSubstr("LD_LIBRARY_PATH"));
 }
 
-TEST(Faults, AConfigBehindASwitch) {
+TEST(Faults, ExplainsAConfigFileAfterASwitch) {
   CommandResult result = try_train({"--validation.enable", "config.toml"});
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("config.toml was read as the value of --validation.enable: "
@@ -102,8 +97,8 @@ std::string contents(const std::filesystem::path& path) {
   return text.str();
 }
 
-// Weights that turn out to be none: found when everything else is in place.
-TEST(Faults, AStartThatFailsLeavesAnEarlierRunsRecordAlone) {
+// These weights turn out to be unreadable, which is found once everything else is in place.
+TEST(Faults, AFailedStartKeepsAnEarlierRunsRecord) {
   auto folder = fresh_folder("run");
   Words words = model() + Words{"--job.dump_folder", folder.string()};
   ASSERT_EQ(try_train(words).status, 0);
@@ -119,7 +114,7 @@ TEST(Faults, AStartThatFailsLeavesAnEarlierRunsRecordAlone) {
   EXPECT_EQ(contents(folder / "metrics.jsonl"), metrics);
 }
 
-TEST(Faults, OffloadingWithoutAGpu) {
+TEST(Faults, RefusesOffloadingWithoutAGpu) {
   for (const char* device : {"cpu", "auto"}) {
     CommandResult result =
         try_train(model() + Words{"--training.enable_cpu_offload", "--training.device", device});
@@ -129,13 +124,13 @@ TEST(Faults, OffloadingWithoutAGpu) {
   }
 }
 
-TEST(Faults, AFolderThatCantBeMade) {
+TEST(Faults, NamesAFolderThatCannotBeCreated) {
   CommandResult result = try_train(model() + Words{"--job.dump_folder", "/proc/titan"});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, HasSubstr("/proc/titan"));
 }
 
-TEST(Faults, AReadOnlyFolder) {
+TEST(Faults, NamesAReadOnlyFolder) {
   using std::filesystem::perms;
   // Root may write anywhere.
   const Words nobody = {"setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"};
@@ -152,7 +147,7 @@ TEST(Faults, AReadOnlyFolder) {
 }
 
 // A file-size limit fails writes as a full disk does, for every user and without a disk to fill.
-TEST(Faults, AFullDiskForTheLogs) {
+TEST(Faults, ReportsAFullDiskForTheLogs) {
   auto folder = fresh_folder("full");
   Words words = train_words(model()) + Words{"--training.steps",  "60",           "--metrics.log_freq", "1",
                                              "--job.dump_folder", folder.string()};
@@ -163,7 +158,8 @@ TEST(Faults, AFullDiskForTheLogs) {
   EXPECT_THAT(result.err, HasSubstr("metrics.jsonl"));
 }
 
-// Too large a step makes the next one's loss infinite, on every rank: the lowest is named, and all say so.
+// Too large a step makes the next loss infinite on every rank: the lowest rank is named, and all ranks report
+// it.
 TEST(Faults, NonFiniteNumbersStopAllRanks) {
   CommandResult result = try_train(
       model() + Words{"--nproc", "2", "--optimizer.lr", "1e30", "--training.max_norm", "1e30",
@@ -173,7 +169,7 @@ TEST(Faults, NonFiniteNumbersStopAllRanks) {
                                 HasSubstr("optimizer step was not taken")));
 }
 
-/// A run that goes on until it is stopped, in its steps by now.
+/// A run that continues until it is stopped; it is in its steps by now.
 Command start_endless_run(const std::string& num_ranks) {
   auto folder = fresh_folder("run");
   Words words = train_words(model()) +
@@ -193,11 +189,11 @@ TEST(Faults, CtrlCEndsARunAndItsRanks) {
   CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 0) << "the ranks agreed to stop";
   EXPECT_THAT(result.err, HasSubstr("stops the run after step"));
-  for (int rank : ranks) EXPECT_NE(::kill(rank, 0), 0) << rank << " is still there";
+  for (int rank : ranks) EXPECT_NE(::kill(rank, 0), 0) << rank << " is still running";
   EXPECT_THAT(result.err, Not(HasSubstr("failed first")));  // asked to end, not failed
 }
 
-TEST(Faults, AKilledRankEndsTheJobWithItsName) {
+TEST(Faults, NamesAKilledRankAndEndsTheJob) {
   Command job = start_endless_run("3");
   std::vector<int> ranks = children_of(job.pid());
   ASSERT_EQ(ranks.size(), 3u);
@@ -209,7 +205,7 @@ TEST(Faults, AKilledRankEndsTheJobWithItsName) {
   EXPECT_THAT(result.err, HasSubstr("rank 1 of 3 failed first"));
 }
 
-TEST(Faults, ARankOfALauncherDoesntStartRanks) {
+TEST(Faults, ALaunchedRankDoesNotStartRanks) {
   Words words = train_words(model()) + Words{"--nproc", "2"};
   CommandResult result =
       run(words, {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "1"}});
@@ -217,7 +213,7 @@ TEST(Faults, ARankOfALauncherDoesntStartRanks) {
   EXPECT_THAT(result.err, HasSubstr("--nproc"));
 }
 
-TEST(Faults, PrintedConfigsNeedNoLaunch) {
+TEST(Faults, PrintsAConfigWithoutLaunching) {
   Words words = train_words(model()) + Words{"--print-config"};
   CommandResult result = run(words, {{"RANK", "7"}, {"OMPI_COMM_WORLD_SIZE", "2"}});
   EXPECT_EQ(result.status, 0) << result.err;
@@ -225,7 +221,7 @@ TEST(Faults, PrintedConfigsNeedNoLaunch) {
 }
 
 // As in an sbatch script, and in the shell of `srun --pty`.
-TEST(Faults, AShellOfSlurmsMayStartRanks) {
+TEST(Faults, ASlurmShellMayStartRanks) {
   const std::map<std::string, std::string> shared = {
       {"SLURM_PROCID", "0"}, {"SLURM_LOCALID", "0"}, {"SLURM_JOB_ID", "1"}, {"OMP_NUM_THREADS", "1"}};
   Command::Variables script = shared, shell = shared;
@@ -240,7 +236,7 @@ TEST(Faults, AShellOfSlurmsMayStartRanks) {
   }
 }
 
-TEST(Faults, UnknownCommandsAndOptions) {
+TEST(Faults, NamesUnknownCommandsAndOptions) {
   CommandResult command = run({titan_program(), "trian"});
   EXPECT_EQ(command.status, 2);
   EXPECT_THAT(command.err, HasSubstr("did you mean 'train'"));

@@ -1,7 +1,6 @@
-// A rank is lost, a job hangs or crashes: who it was is told in one line, and what the ranks did can be read
+// A rank is lost, a job hangs or crashes: one line names the rank, and the ranks' calls can be read
 // afterwards.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 
 #include <chrono>
@@ -9,27 +8,16 @@
 #include <sstream>
 #include <thread>
 
+#include "e2e/live_run.h"
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
 double seconds_after(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-std::vector<int> children_of(int pid) {
-  std::vector<int> children;
-  std::ifstream file("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) + "/children");
-  for (int child; file >> child;) children.push_back(child);
-  return children;
 }
 
 std::string contents(const fs::path& path) {
@@ -38,7 +26,7 @@ std::string contents(const fs::path& path) {
   return text.str();
 }
 
-/// A run of three ranks, one of which makes a call of its own in its seventh step.
+/// A run of three ranks, one of which makes an extra call in its seventh step.
 class OddRank : public ::testing::Test {
  protected:
   CommandResult run_odd(const Words& words) const {
@@ -52,17 +40,17 @@ class OddRank : public ::testing::Test {
   fs::path folder_ = fresh_folder("run");
 };
 
-TEST_F(OddRank, IsNamedBeforeTheCallByTheCheck) {
+TEST_F(OddRank, IsNamedByTheCallCheckBeforeTheCall) {
   const CommandResult result = run_odd({"--debug.check_collectives", "--comm.train_timeout_seconds", "300"});
   EXPECT_EQ(result.status, 1) << result.err;
   EXPECT_THAT(result.err,
               ContainsRegex("the job fails: .*the ranks of the group don't make the same call: ranks "
                             "0, 2 call [a-z_]+ #[0-9]+[^\n]*; rank 1 calls broadcast #[0-9]+ from its "
                             "rank 0 of Float \\[7\\] in odd::one of more"));
-  EXPECT_LT(result.elapsed_s, 100) << "no time limit is waited for";
+  EXPECT_LT(result.elapsed_s, 100) << "it waits for no time limit";
 }
 
-TEST_F(OddRank, IsNamedByTheRecordsWithoutIt) {
+TEST_F(OddRank, IsNamedByFlightRecordsWithoutTheCheck) {
   const CommandResult result = run_odd({"--comm.train_timeout_seconds", "5"});
   EXPECT_NE(result.status, 0);
   const CommandResult told = run({titan_program(), "debug", "flight", folder_.string()});
@@ -71,7 +59,7 @@ TEST_F(OddRank, IsNamedByTheRecordsWithoutIt) {
                               HasSubstr("rank 1 calls broadcast #"), HasSubstr("(odd::one more)")));
 }
 
-/// A run of three ranks that goes on until it is stopped, in its steps by now.
+/// A run of three ranks that continues until it is stopped; it is in its steps by now.
 class Flight : public ::testing::Test {
  protected:
   Command start(const Words& more = {}) {
@@ -93,7 +81,7 @@ class Flight : public ::testing::Test {
   fs::path record(int rank) const {
     return folder_ / "comm_traces" / ("rank_" + std::to_string(rank) + ".json");
   }
-  // On a machine with other work a rank's disk and processors may be others' for long.
+  // On a busy machine other programs may hold a rank's disk and processors for long.
   bool comes(const fs::path& path, double limit_s = 60) const {
     const auto start = Clock::now();
     while (!fs::exists(path) && seconds_after(start) < limit_s)
@@ -104,7 +92,7 @@ class Flight : public ::testing::Test {
     const size_t logged = read_logged();
     for (int i = 0; i < 1200 && read_logged() == logged; ++i)
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    EXPECT_GT(read_logged(), logged) << "the job goes on";
+    EXPECT_GT(read_logged(), logged) << "the job continues";
   }
   CommandResult flight() const { return run({titan_program(), "debug", "flight", folder_.string()}); }
   CommandResult ask_for_records() const {
@@ -114,7 +102,7 @@ class Flight : public ::testing::Test {
   fs::path folder_ = fresh_folder("run");
 };
 
-TEST_F(Flight, AKilledRankIsNamedWithItsHostAndItsLastCall) {
+TEST_F(Flight, NamesAKilledRankWithItsHostAndLastCall) {
   Command job = start();
   const auto ranks = children_of(job.pid());
   ASSERT_EQ(ranks.size(), 3U);
@@ -136,8 +124,8 @@ TEST_F(Flight, AKilledRankIsNamedWithItsHostAndItsLastCall) {
                               HasSubstr("no record")));
 }
 
-// Its store goes with it: the others know what it said last.
-TEST_F(Flight, TheFirstRankIsNamedToo) {
+// The store ends with it: the others know what it reported last.
+TEST_F(Flight, NamesAKilledRankZero) {
   Command job = start();
   const auto ranks = children_of(job.pid());
   ASSERT_EQ(ranks.size(), 3U);
@@ -150,11 +138,11 @@ TEST_F(Flight, TheFirstRankIsNamedToo) {
                                             "\\), last heard of at .* its last call being [a-z_]+ #[0-9]+")));
 }
 
-TEST_F(Flight, RecordsOnRequestWhileTheJobGoesOn) {
+TEST_F(Flight, WritesRecordsOnRequestWhileTheJobContinues) {
   Command job = start();
   const CommandResult dump = ask_for_records();
   EXPECT_EQ(dump.status, 0) << dump.err;
-  // Whose calls are shown depends on where the ranks are at that moment: gradients have a group of their own.
+  // The calls that are shown depend on where the ranks are at that moment: gradients have their own group.
   EXPECT_THAT(dump.out, AllOf(HasSubstr("3 ranks wrote their records"),
                               ContainsRegex("group '(world|dp_shard\\.reduce)[^\n]*, its collectives:\n"
                                             " *# +operation +in +of +rank 0 +rank 1 +rank 2 *\n"
@@ -170,7 +158,7 @@ TEST_F(Flight, RecordsOnRequestWhileTheJobGoesOn) {
   job.wait(30);
 }
 
-TEST_F(Flight, TheLauncherPassesTheWishForRecordsOn) {
+TEST_F(Flight, LauncherForwardsARequestForRecords) {
   Command job = start();
   job.signal(SIGQUIT);
   for (const int rank : {0, 1, 2}) {
@@ -182,7 +170,7 @@ TEST_F(Flight, TheLauncherPassesTheWishForRecordsOn) {
   EXPECT_EQ(job.wait(30).status, 0);
 }
 
-TEST_F(Flight, ACrashLeavesItsRecord) {
+TEST_F(Flight, ACrashLeavesARecord) {
   Command job = start();
   const auto ranks = children_of(job.pid());
   ASSERT_EQ(ranks.size(), 3U);
@@ -196,19 +184,19 @@ TEST_F(Flight, ACrashLeavesItsRecord) {
   EXPECT_EQ(flight().status, 0);
 }
 
-TEST_F(Flight, NothingIsKeptWithoutEntries) {
+TEST_F(Flight, RecordsNothingWithZeroEntries) {
   Command job = start({"--comm.trace_buf_size", "0"});
   const CommandResult dump = run({titan_program(), "debug", "dump", folder_.string(), "--seconds", "1"});
   EXPECT_NE(dump.status, 0);
-  ASSERT_EQ(children_of(job.pid()).size(), 3U) << "the job goes on";
+  ASSERT_EQ(children_of(job.pid()).size(), 3U) << "the job continues";
   ASSERT_EQ(::kill(children_of(job.pid())[1], SIGTERM), 0);
   const CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 0) << result.err;
   for (int rank = 0; rank < 3; ++rank) EXPECT_FALSE(fs::exists(record(rank)));
 }
 
-// Another folder than the default's is found by the run's configuration.
-TEST_F(Flight, RecordsInAFolderOfAnotherName) {
+// A folder other than the default is found through the run's configuration.
+TEST_F(Flight, WritesRecordsToAFolderOfAnotherName) {
   Command job = start({"--comm.save_traces_folder", "calls"});
   const CommandResult dump = ask_for_records();
   EXPECT_EQ(dump.status, 0) << dump.err;
@@ -218,7 +206,7 @@ TEST_F(Flight, RecordsInAFolderOfAnotherName) {
   job.wait(30);
 }
 
-TEST(FlightCommand, BadFoldersAndFiles) {
+TEST(FlightCommand, ExplainsBadFoldersAndFiles) {
   CommandResult result = run({titan_program(), "debug", "flight", "/no/such"});
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, HasSubstr("/no/such: not a folder"));
@@ -232,8 +220,8 @@ TEST(FlightCommand, BadFoldersAndFiles) {
   EXPECT_THAT(result.out, HasSubstr("--last"));
 }
 
-// Asked of a job of three ranks, of which two don't answer.
-TEST(FlightCommand, ADumpTellsHowManyRanksAnswered) {
+// A job of three ranks is asked; two don't answer.
+TEST(FlightCommand, DumpReportsHowManyRanksAnswered) {
   const fs::path folder = fresh_folder("records");
   Command dump({titan_program(), "debug", "dump", folder.string(), "--seconds", "2"});
   for (int i = 0; i < 3000 && !fs::exists(folder / "dump_request"); ++i)
@@ -247,8 +235,8 @@ TEST(FlightCommand, ADumpTellsHowManyRanksAnswered) {
               HasSubstr("1 of 3 ranks wrote their records to " + folder.string() + " within 2 s"));
 }
 
-// Comparing calls changes no number.
-TEST_F(Flight, ComparedCallsTrainAsOthersDo) {
+// Checking calls changes no number.
+TEST_F(Flight, CheckingCallsDoesNotChangeNumbers) {
   const Words words = {source_file("docs/examples/custom_model/ngram.toml"),
                        "--experimental.custom_import",
                        std::string(TITAN_BINARY_DIR) + "/lib/libngram.so",

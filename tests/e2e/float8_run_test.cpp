@@ -1,7 +1,5 @@
 // `titan train` in Float8: its losses beside those of high precision, on every layout, across a resume, and
-// by a recipe from docs/examples/custom_float8. Emulated, but on a GPU that has units for the recipe.
-
-#include <gmock/gmock.h>
+// with the recipe of docs/examples/custom_float8. Emulated unless the GPU has units for the recipe.
 
 #include <algorithm>
 #include <cstdlib>
@@ -14,11 +12,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-
-// What isn't registered here, delayed scales and a recipe of one's own, takes what rowwise does.
+// Recipes that aren't registered here (delayed scales and the custom recipe) use rowwise's settings.
 bool has_units(const std::string& recipe) {
   const auto& known = float8::recipes();
   auto* backend = tests_on_gpu() ? dist::open_cuda_plugin() : nullptr;
@@ -30,8 +24,8 @@ Words emulated(const std::string& table, const std::string& recipe) {
   return has_units(recipe) ? Words{} : Words{"--" + table + ".emulate"};
 }
 
-// "delayed": tensorwise with a history of four steps; "mxfp8...": without the layers whose blocks two ranks
-// would cut.
+// "delayed": tensorwise with a history of four steps; "mxfp8...": without the layers whose blocks would be
+// split between two ranks.
 Words recipe(const std::string& name) {
   const std::string type = "--quantize.linear.float8.scaling_type_";
   if (name == "delayed")
@@ -68,17 +62,18 @@ void expect_near(const std::vector<Logged>& ours, const std::vector<Logged>& wan
   }
 }
 
-// What Float8 may do to these losses: some times what it does (4e-4), far less than a step does (1e-2).
+// The tolerance of Float8's effect on these losses: several times the effect seen (4e-4), far less than one
+// step's (1e-2).
 constexpr double kEffect = 2e-3;
 
 struct Float8Run : ::testing::TestWithParam<const char*> {};
 
-// Activations have the scale of their micro-batch, so each layout has one rank's: a row each. What is left is
-// the order of sums, which now and then rounds a value the other way. Float8 itself changed these losses by
-// up to 8e-5 (rowwise_with_gw_hp) to 4e-4 (delayed), in micro-batches of two rows.
-TEST_P(Float8Run, LayoutsHaveOneRanksLosses) {
+// Activations are scaled by micro-batch, so each layout's micro-batches are one rank's: one row each. Only
+// the order of sums differs, which now and then rounds a value the other way. Float8 itself changed these
+// losses by up to 8e-5 (rowwise_with_gw_hp) to 4e-4 (delayed), in micro-batches of two rows.
+TEST_P(Float8Run, LayoutsMatchOneRank) {
   const Words words = recipe(GetParam());
-  // A GPU's units sum in fewer bits than fp32 has; how far apart that leaves layouts was never measured.
+  // A GPU's units sum in fewer bits than fp32; how far apart that leaves layouts was never measured.
   const bool units = has_units(GetParam());
   const auto one = run("one", words + Words{"--training.local_batch_size", "1"});
   const std::vector<std::pair<const char*, Words>> layouts = {
@@ -97,7 +92,7 @@ TEST_P(Float8Run, LayoutsHaveOneRanksLosses) {
   }
 }
 
-TEST(Float8, WeightsGatheredInFloat8HaveTheSameLosses) {
+TEST(Float8, GatheringWeightsInFloat8KeepsTheLosses) {
   const Words words = recipe("tensorwise") + Words{"--training.local_batch_size", "2", "--nproc", "2"};
   const std::string key = "--quantize.linear.float8.";
   const auto plain = run("plain", words);
@@ -107,10 +102,10 @@ TEST(Float8, WeightsGatheredInFloat8HaveTheSameLosses) {
               plain, 0);
 }
 
-TEST_P(Float8Run, LossesAreNearHighPrecisions) {
+TEST_P(Float8Run, LossesAreNearHighPrecision) {
   const auto high = run("high", {}), low = run("low", recipe(GetParam()));
   ASSERT_EQ(low.size(), high.size());
-  EXPECT_NE(low[0].loss, high[0].loss);  // it does something
+  EXPECT_NE(low[0].loss, high[0].loss);  // Float8 has an effect
   for (size_t i = 0; i < high.size(); ++i) {
     EXPECT_NEAR(low[i].loss, high[i].loss, kEffect);
     EXPECT_NEAR(low[i].grad_norm, high[i].grad_norm, kEffect * high[i].grad_norm);
@@ -122,8 +117,8 @@ INSTANTIATE_TEST_SUITE_P(All, Float8Run,
                                            "mxfp8_cublas"),
                          [](const auto& info) { return std::string(info.param); });
 
-// The debug model in bf16. A few steps in CI; the nightly test does 200 (tests/nightly).
-TEST(Float8, TheLossFallsAsInBf16) {
+// The debug model in bf16. CI runs a few steps; the nightly test runs 200 (tests/nightly).
+TEST(Float8, LossFallsAsInBf16) {
   const char* asked = std::getenv("TITAN_TEST_FLOAT8_STEPS");
   const std::string steps = asked ? asked : "4";
   const Words words = {source_file("configs/llama3_debug.toml"),
@@ -155,25 +150,25 @@ TEST(Float8, RecomputingActivationsChangesNothing) {
   }
 }
 
-TEST(Float8, ARunMaySwitchRecipesAtAResume) {
+TEST(Float8, ResumesWithAnotherRecipe) {
   const auto folder = fresh_folder("run");
   const Words words =
       small_run(folder) + Words{"--validation.no_enable", "--checkpoint.enable", "--checkpoint.interval", "2",
                                 "--checkpoint.no_last_save_model_only"};
-  // Stopped at the same step: the learning rates are those of a run of two steps.
+  // Both stop at the same step: the learning rates are those of a run of two steps.
   const auto half = Words{"--training.steps", "2"};
   train(folder / "high", words + half);
   const auto high = train(folder / "high", words);
   const auto first = train(folder / "switched", words + recipe("rowwise") + half);
   const auto switched = train(folder / "switched", words + recipe("tensorwise"));
-  // A run from scratch would have rows of its own for these.
+  // A run from scratch would use its own rows.
   ASSERT_EQ(switched.size(), 4u);
   for (size_t i = 0; i < first.size(); ++i) EXPECT_EQ(switched[i].loss, first[i].loss);
   EXPECT_NEAR(switched.back().loss, high.back().loss, kEffect);
 }
 
 // The second step already reads the history.
-TEST(Float8, DelayedScalesGoOnWhereTheyWere) {
+TEST(Float8, ResumesDelayedScales) {
   const auto folder = fresh_folder("run");
   const Words words = small_run(folder) + recipe("delayed") +
                       Words{"--validation.no_enable", "--checkpoint.enable", "--checkpoint.interval", "2"};
@@ -192,8 +187,8 @@ TEST(Float8, DelayedScalesGoOnWhereTheyWere) {
   EXPECT_NE(dynamic[3].loss, whole[3].loss);
 }
 
-// What is saved are the shards that the bytes are cast from, and a load makes what was cast of them stale.
-TEST(Float8, WeightsGatheredInFloat8AreSavedInHighPrecision) {
+// The shards, which the bytes are cast from, are saved; a load makes earlier casts stale.
+TEST(Float8, SavesWeightsGatheredInFloat8InHighPrecision) {
   const auto folder = fresh_folder("run");
   const std::string key = "--quantize.linear.float8.";
   const Words words = small_run(folder) + recipe("tensorwise") +
@@ -230,13 +225,13 @@ TEST(Float8, WeightsGatheredInFloat8AreSavedInHighPrecision) {
   }
 }
 
-// Into delayed scales, which begin anew, and out of them, which leaves their histories.
-TEST(Float8, ARunMaySwitchToDelayedScalesAndBack) {
+// To delayed scales, which start from nothing, and back, which drops their histories.
+TEST(Float8, SwitchesToDelayedScalesAndBack) {
   const auto folder = fresh_folder("run");
   const Words words =
       small_run(folder) + Words{"--validation.no_enable", "--checkpoint.enable", "--checkpoint.interval", "1",
                                 "--checkpoint.no_last_save_model_only"};
-  // Each a step longer: the learning rates are those of short runs.
+  // Each run is a step longer: the learning rates are those of short runs.
   const auto in_four_parts = [&](const std::string& name, const std::vector<Words>& parts) {
     std::vector<Logged> last;
     for (size_t i = 0; i < parts.size(); ++i)
@@ -250,7 +245,7 @@ TEST(Float8, ARunMaySwitchToDelayedScalesAndBack) {
   EXPECT_NEAR(switched.back().loss, high.back().loss, kEffect);
 }
 
-TEST(Float8, BlocksAreNotCut) {
+TEST(Float8, RefusesToSplitBlocks) {
   const auto folder = fresh_folder("run");
   const CommandResult result = try_train(small_run(folder) + recipe("mxfp8_cublas") +
                                          Words{"--job.dump_folder", folder.string(), "--nproc", "2",
@@ -261,8 +256,8 @@ TEST(Float8, BlocksAreNotCut) {
   EXPECT_THAT(result.err, HasSubstr("filter_fqns"));
 }
 
-TEST(Float8, SaysWhichLayersRunInIt) {
-  // Of the whole model, whatever the first rank has of it.
+TEST(Float8, ReportsWhichLayersUseIt) {
+  // For the whole model, whatever part of it the first rank has.
   const std::vector<Words> layouts = {
       {},
       {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"}};
@@ -285,7 +280,7 @@ TEST(Float8, SaysWhichLayersRunInIt) {
   }
 }
 
-TEST(Float8, ARecipeOfOnesOwn) {
+TEST(Float8, RunsACustomRecipe) {
   const Words own = recipe("rowwise_e5m2") + Words{"--experimental.custom_import",
                                                    std::string(TITAN_BINARY_DIR) + "/lib/librowwise_e5m2.so"};
   const auto ours = run("own", own), theirs = run("rowwise", recipe("rowwise"));

@@ -1,7 +1,6 @@
-// A rank that hangs: found within its limit, named in one line, and the job ends, with every live rank's
+// A rank that hangs is found within its limit and named in one line, and the job ends with every live rank's
 // stacks and calls on disk. TITAN_TEST_HANGS: "all" for the long forms, under the nightly label.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,18 +17,12 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using Clock = std::chrono::steady_clock;
-namespace fs = std::filesystem;
 
 constexpr int kRanks = 3;
 constexpr int kHungExitCode = 124;  // dist/watchdog.h
-constexpr double kFoundWithin = 5;  // behind the limit
-constexpr double kEndsWithin = 10;  // behind the verdict
+constexpr double kFoundWithin = 5;  // after the limit
+constexpr double kEndsWithin = 10;  // after the verdict
 
 bool in_full() {
   const char* wanted = std::getenv("TITAN_TEST_HANGS");
@@ -60,7 +53,7 @@ class Hang : public ::testing::Test {
     return {"--comm.init_timeout_seconds", "60", "--comm.train_timeout_seconds", std::to_string(train_s)};
   }
 
-  // Steps without end, of a few milliseconds.
+  // Steps without end, a few milliseconds each.
   void start(const Words& words, const Command::Variables& variables = {}) {
     Command::Variables all = {{"OMP_NUM_THREADS", "1"}};
     all.insert(variables.begin(), variables.end());
@@ -83,12 +76,12 @@ class Hang : public ::testing::Test {
     return rows;
   }
 
-  // The verdict is told within `limit_s` and a look or two, and within ten seconds from then the job is over.
+  // The verdict comes within `limit_s` and a look or two, and the job ends within ten seconds from then.
   void expect_end(Clock::time_point since, double limit_s) {
     expect_end_of([since] { return seconds_since(since); }, limit_s);
   }
 
-  // `hangs_for_s`: how long it has hung by now.
+  // `hangs_for_s`: how long the rank has hung so far.
   void expect_end_of(const std::function<double()>& hangs_for_s, double limit_s, double start_s = 0) {
     if (pids_.empty())
       ASSERT_TRUE(wait_until([this] { return (pids_ = ranks_of(*job_)).size() == kRanks; })) << pids_.size();
@@ -106,7 +99,7 @@ class Hang : public ::testing::Test {
     EXPECT_TRUE(std::none_of(pids_.begin(), pids_.end(), is_running)) << "a rank outlives its job";
   }
 
-  // For hangs right behind a step.
+  // For hangs right after a step.
   double seconds_since_last_step() const {
     const auto logged = fs::last_write_time(run_ / "metrics.jsonl");
     return std::chrono::duration<double>(fs::file_time_type::clock::now() - logged).count();
@@ -116,7 +109,7 @@ class Hang : public ::testing::Test {
     return run_ / "comm_traces" / ("rank_" + std::to_string(rank) + ".json");
   }
 
-  // What the ranks' records say together.
+  // The combined report of the ranks' records.
   std::string told_by_records() const {
     const CommandResult told = run({titan_program(), "debug", "flight", run_.string()});
     EXPECT_EQ(told.status, 0) << told.err;
@@ -126,7 +119,7 @@ class Hang : public ::testing::Test {
   void expect_dumps(const std::vector<int>& live) {
     for (const int rank : live) {
       EXPECT_THAT(text_of(record_of(rank)), HasSubstr("\"reason\": \"rank "))
-          << "the verdict, of rank " << rank;
+          << "the verdict on rank " << rank;
       expect_stacks({rank});
     }
   }
@@ -147,10 +140,10 @@ class Hang : public ::testing::Test {
   CommandResult result_;
 };
 
-// As the kernel has it: rank 1 does nothing at all, not even tell that it hangs.
-TEST_F(Hang, AStoppedRankIsNamedByTheOthers) {
+// Stopped by the kernel: rank 1 does nothing at all, and can't report that it hangs.
+TEST_F(Hang, NamesAStoppedRank) {
   ASSERT_NO_FATAL_FAILURE(start(limits(6)));
-  sleep_s(1.5);  // a beat or two behind the first step
+  sleep_s(1.5);  // a beat or two after the first step
   const auto stopped = Clock::now();
   ASSERT_EQ(::kill(pids_[1], SIGSTOP), 0);
   expect_end(stopped, 6);
@@ -166,8 +159,8 @@ TEST_F(Hang, AStoppedRankIsNamedByTheOthers) {
   EXPECT_THAT(result_.err, AllOf(HasSubstr("rank 0 waits in "), HasSubstr("rank 2 waits in ")));
 }
 
-// Which keeps the store that the others speak through.
-TEST_F(Hang, AStoppedRankZeroIsNamedToo) {
+// Rank 0 serves the store through which the others communicate.
+TEST_F(Hang, NamesAStoppedRankZero) {
   ASSERT_NO_FATAL_FAILURE(start(limits(5) + Words{"--log-rank", "all"}));
   const auto stopped = Clock::now();
   ASSERT_EQ(::kill(pids_[0], SIGSTOP), 0);
@@ -177,8 +170,8 @@ TEST_F(Hang, AStoppedRankZeroIsNamedToo) {
   EXPECT_THAT(result_.err, HasSubstr("has given no sign of life"));
 }
 
-// Its first step ends the long limit of a start, though it isn't the run's.
-TEST_F(Hang, ARunThatGoesOnHasTheLimitOfTraining) {
+// The first step after a resume ends the long limit of the start, though it isn't the run's first.
+TEST_F(Hang, ResumedRunUsesTheTrainTimeout) {
   train(run_, part_of_run(resumable(config_) + Words{"--training.seq_len", "16"}, 3) + ranks(kRanks));
   ASSERT_NO_FATAL_FAILURE(
       start(limits(5) + Words{"--checkpoint.enable", "--checkpoint.interval", "1000000"}));
@@ -186,13 +179,13 @@ TEST_F(Hang, ARunThatGoesOnHasTheLimitOfTraining) {
   const auto stopped = Clock::now();
   ASSERT_EQ(::kill(pids_[1], SIGSTOP), 0);
   expect_end(stopped, 5);
-  EXPECT_EQ(whole_rows(run_).at(3).at("step"), 4) << "it didn't go on from step 3";
+  EXPECT_EQ(whole_rows(run_).at(3).at("step"), 4) << "it didn't resume after step 3";
   EXPECT_THAT(result_.err, ContainsRegex("rank 1 of 3 \\([^)]*\\) has given no sign of life for [0-9.]* s "
                                          "\\(limit 5 s, comm.train_timeout_seconds\\)"));
 }
 
 // The others wait for it, in a call whose own limit is longer than the one for data.
-TEST_F(Hang, ARankThatWaitsForDataIsNamed) {
+TEST_F(Hang, NamesARankThatWaitsForData) {
   const auto began = Clock::now();
   const std::string stall = "2 60 " + (run_ / "stalls").string();
   job_.emplace(
@@ -212,7 +205,7 @@ TEST_F(Hang, ARankThatWaitsForDataIsNamed) {
   expect_dumps({0, 1, 2});
 }
 
-/// In front of whose second call in a step a rank stands, and what its stack has then.
+/// A rank stops before its second call of this kind in a step; `stack` is what its stack shows then.
 struct Operator {
   const char* name;
   const char* op;
@@ -220,8 +213,8 @@ struct Operator {
 };
 void PrintTo(const Operator& op, std::ostream* out) { *out << op.name; }
 
-/// A rank that stands still in the midst of its step while its process lives, and its watchdog with it: so it
-/// tells of itself, where it hangs.
+/// A rank that stops in the middle of a step while its process, and its watchdog, stay alive: it reports
+/// itself where it hangs.
 class HangingStep : public Hang, public ::testing::WithParamInterface<Operator> {
  protected:
   static constexpr int kStep = 4;
@@ -239,10 +232,10 @@ class HangingStep : public Hang, public ::testing::WithParamInterface<Operator> 
   }
 };
 
-TEST_P(HangingStep, IsNamedWithItsPhaseAndWhereItStands) {
+TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
   ASSERT_NO_FATAL_FAILURE(start_and_hang(GetParam().op));
   expect_end(Clock::now(), 5);
-  // Which of the ranks is overdue first is a matter of when they look: the one that hangs, or its peers.
+  // The rank that hangs or one of its peers may be overdue first, depending on when they look.
   const std::string who = "rank 1 of 3 \\([^)]*, pid " + std::to_string(pids_[1]) + "\\) ";
   const std::string where = "forward_backward of step " + std::to_string(kStep) + ", ";
   const std::string limit = "\\(limit 5 s, comm.train_timeout_seconds\\)";
@@ -266,9 +259,9 @@ INSTANTIATE_TEST_SUITE_P(Compute, HangingStep,
                                                     "titan::train::GraphRoot::backward("}),
                          [](const auto& info) { return info.param.name; });
 
-// As where the file system that it writes to hangs, which takes no record either: here a pipe that nobody
-// reads. The stacks are printed, and the job ends as it should.
-TEST_F(Hang, ASaveThatHangsIsNamed) {
+// As if the file system that it writes to hung and took no record either: here a pipe that nobody reads. The
+// stacks are printed, and the job ends normally.
+TEST_F(Hang, NamesARankWhoseSaveHangs) {
   const auto began = Clock::now();
   fs::create_directories(run_ / "comm_traces");
   ASSERT_EQ(::mkfifo((run_ / "comm_traces" / ".rank_1.json.tmp").c_str(), 0600), 0);
@@ -296,22 +289,22 @@ void stop_for_a_while(const std::vector<int>& pids, double seconds) {
   sleep_s(0.5);
 }
 
-// One rank that lags behind within the limit, then all of them stopped for longer than it, as by a debugger
-// or the machine's owner.
-TEST_F(Hang, SlowRanksAndStoppedJobsAreLeftAlone) {
+// One rank lags within the limit; then all are stopped for longer than it, as by a debugger or the machine's
+// owner.
+TEST_F(Hang, ToleratesSlowRanksAndPausedJobs) {
   ASSERT_NO_FATAL_FAILURE(start(limits(6)));
   for (int i = 0; i < (in_full() ? 20 : 2); ++i) stop_for_a_while({pids_[i % 3]}, 1);
   stop_for_a_while(pids_, 7.5);
   const int rows = read_metrics_rows();
   for (int i = 0; i < 500 && read_metrics_rows() == rows; ++i) sleep_s(0.02);
-  EXPECT_GT(read_metrics_rows(), rows) << "it goes on";
+  EXPECT_GT(read_metrics_rows(), rows) << "the run continues";
   job_->signal(SIGINT);
   result_ = job_->wait(20);
   EXPECT_THAT(result_.err, Not(HasSubstr("hangs")));
 }
 
-// Any rank, again and again.
-TEST_F(Hang, NightlyEveryRankInTurn) {
+// Each rank, repeatedly.
+TEST_F(Hang, NightlyNamesEachRankInTurn) {
   if (!in_full()) GTEST_SKIP() << "a long form: TITAN_TEST_HANGS=all";
   for (int i = 0; i < 12 && !HasFailure(); ++i) {
     fs::remove_all(run_);

@@ -1,5 +1,5 @@
-// An object in the checkpoints whose state one rank never gives: a save that hangs. As
-// `--experimental.custom_import`; TITAN_TEST_HANGING_RANK says which rank.
+// An object in the checkpoints whose state one rank never returns: a save that hangs. Load it with
+// `--experimental.custom_import`; TITAN_TEST_HANGING_RANK sets the rank.
 
 #include <unistd.h>
 

@@ -1,8 +1,8 @@
-// Holds a run in front of a step until a test lets it go. As `--experimental.custom_import`: each rank waits
-// in front of step N as long as the folder that TITAN_TEST_STEPS names has the file hold.N, and leaves the
-// file held.N.PID when it begins to. With TITAN_TEST_HELD_NORM=K it waits within the step, in front of the
-// K-th norm that it computes there; 0: in front of its first forward. TITAN_TEST_HELD_OP has another operator
-// take the norm's place, and with TITAN_TEST_HELD_RANK only this rank waits.
+// Holds a run before a step until a test releases it. Load it with `--experimental.custom_import`: each rank
+// waits before step N while the folder in TITAN_TEST_STEPS has the file hold.N, and writes the file
+// held.N.PID when it begins to wait. With TITAN_TEST_HELD_NORM=K it waits within the step, before the K-th
+// norm that it computes there; 0: before its first forward. TITAN_TEST_HELD_OP names another operator in
+// place of the norm, and with TITAN_TEST_HELD_RANK only that rank waits.
 
 #include <unistd.h>
 
@@ -25,7 +25,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Waits for as long as the folder has the file of `step`, once it has said so.
+/// Says that it waits, then waits while the folder has the file of `step`.
 void wait_while_held(const fs::path& folder, int64_t step) {
   const fs::path hold = folder / ("hold." + std::to_string(step));
   if (!fs::exists(hold)) return;
@@ -74,7 +74,7 @@ class HeldNorm : public titan::train::RunObserver {
 }  // namespace
 
 extern "C" void titan_register() {
-  // Where the parts of a run are seen; nothing of it is saved.
+  // Checkpointed objects see the parts of a run; this one saves nothing.
   titan::train::saved_objects().add(
       "held_step", [](titan::train::TrainerParts& parts) -> std::unique_ptr<titan::checkpoint::Stateful> {
         const char* rank = std::getenv("TITAN_TEST_HELD_RANK");

@@ -1,6 +1,6 @@
 #pragma once
 
-// The steps in front of which a run waits (held_step.cpp), so that what a test does there it does in time.
+// Steps that a run waits before (held_step.cpp), so that a test acts at a known time.
 
 #include <algorithm>
 #include <filesystem>
@@ -17,7 +17,7 @@ class HeldSteps {
  public:
   explicit HeldSteps(std::filesystem::path folder) : folder_(std::move(folder)) {}
 
-  /// What a run that is to wait takes.
+  /// The arguments of a run that waits.
   static std::vector<std::string> words() {
     return {"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libheld_step.so"};
   }
@@ -36,7 +36,7 @@ class HeldSteps {
   const std::filesystem::path folder_;
 };
 
-/// On one thread a rank; waits in front of the steps that are held.
+/// One thread per rank; waits before the steps that are held.
 inline Command start_held(const std::vector<std::string>& train, const HeldSteps& steps) {
   Command::Variables variables = steps.variables();
   variables["OMP_NUM_THREADS"] = "1";

@@ -1,10 +1,9 @@
-// Hosts whose own names are loopback addresses: 127.0.1.1, as Debian's /etc/hosts has it. Each is made of the
-// kernel's namespaces, with a network, a name and a table of names of its own.
+// Hosts whose own names are loopback addresses: 127.0.1.1, as in Debian's /etc/hosts. Each host is built from
+// the kernel's namespaces, with its own network, name and table of names.
 
 #include <fstream>
 #include <optional>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "e2e/training.h"
@@ -12,10 +11,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
-// become NAME OTHER'S_NAME OTHER'S_ADDRESS: what a host does first; await FILE: what the other does.
+// become NAME OTHER'S_NAME OTHER'S_ADDRESS: a host's set-up; await FILE: waits for what the other host does.
 constexpr const char* kHost = R"(
 become() {
   hostname $1 && ip link set lo up || exit 77
@@ -29,7 +25,7 @@ await() {
 }
 )";
 
-// Serves the store. To the other host its name is the address of its end of the link.
+// Serves the store. The other host knows its name as the address of its end of the link.
 constexpr const char* kFirst = R"(
 ip link add end1 type veth peer name end2 || exit 77
 unshare --net --mount --uts sh $FOLDER/second.sh & second=$!
@@ -48,7 +44,7 @@ ip addr add ${NETWORK}2$MASK dev end2 && ip link set end2 up && touch $FOLDER/se
 RANK=1 $PROGRAM
 )";
 
-/// nullopt where there are no namespaces, or not the tools.
+/// nullopt where namespaces or the tools are missing.
 std::optional<CommandResult> run_as_host(const fs::path& folder, const std::string& script,
                                          const std::string& network = "", const std::string& mask = "") {
   auto result = run(Words{"unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "sh", "-c"} +
@@ -66,7 +62,7 @@ std::optional<CommandResult> run_as_host(const fs::path& folder, const std::stri
   return result;
 }
 
-TEST(HostNames, OneHostWhoseNameIsALoopbackAddress) {
+TEST(HostNames, OneHostNamedByALoopbackAddress) {
   const auto plain =
       run_as_host(fresh_folder("plain"),
                   "become first second 192.168.77.2; RANK=1 $PROGRAM & RANK=0 $PROGRAM && wait $!");
@@ -95,14 +91,14 @@ void expect_two_hosts_meet(const std::string& network, const std::string& mask) 
     EXPECT_THAT(both->out, HasSubstr(line)) << network << ": " << both->err;
 }
 
-// The first's way to the store, by its own name, doesn't leave it: its loopback address is no use to the
-// second. On either side of 127.0.1.1, as gloo lets the ranks of larger addresses connect to those of smaller
-// ones.
-TEST(HostNames, TwoHostsWhoseNamesAreLoopbackAddresses) {
+// The first host reaches the store by its own name without leaving the host: its loopback address is no use
+// to the second. Tested on either side of 127.0.1.1, as gloo lets the ranks of larger addresses connect to
+// those of smaller ones.
+TEST(HostNames, TwoHostsNamedByLoopbackAddresses) {
   for (const char* network : {"10.0.77.", "192.168.77."}) expect_two_hosts_meet(network, "/24");
 }
 
-TEST(HostNames, TwoHostsThatHaveIpv6AloneBetweenThem) { expect_two_hosts_meet("fd00:77::", "/64 nodad"); }
+TEST(HostNames, TwoHostsWithOnlyIpv6BetweenThem) { expect_two_hosts_meet("fd00:77::", "/64 nodad"); }
 
 }  // namespace
 }  // namespace titan::testing

@@ -1,6 +1,4 @@
-// Hugging Face folders in and out of runs, on several layouts, and `titan checkpoint convert`.
-
-#include <gmock/gmock.h>
+// Runs that read and write Hugging Face folders on several layouts, and `titan checkpoint convert`.
 
 #include <fstream>
 #include <iterator>
@@ -9,10 +7,6 @@
 
 namespace titan::testing {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 const std::string kMini = source_file("tests/data/parity/mini");
 const std::string kConfig = kMini + "/replay.toml";
@@ -30,7 +24,7 @@ void expect_converted(const fs::path& from, const fs::path& to, const Words& wor
   const CommandResult result = convert(from, to, words);
   ASSERT_EQ(result.status, 0) << result.err;
   EXPECT_EQ(result.out, to.string() + "\n");
-  EXPECT_EQ(result.err, "");  // no terminal, no progress
+  EXPECT_EQ(result.err, "");  // no terminal, so no progress
 }
 
 std::string bytes_of(const fs::path& file) {
@@ -64,7 +58,7 @@ TEST_P(HuggingFaceLayouts, ReadsAndWritesFolders) {
                            "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"};
   const auto expected = losses(train(ours, replay("2") + in_file + GetParam().words));
   EXPECT_EQ(losses(train(theirs, replay("2") + in_folder + GetParam().words)), expected);
-  // The same last weights, whichever way they went.
+  // Both ways lead to the same last weights.
   expect_converted(theirs / step, folder / "theirs.safetensors");
   expect_converted(ours / step / "model.safetensors", folder / "through", {"--config", kConfig});
   expect_converted(folder / "through", folder / "ours.safetensors", {"--config", kConfig});
@@ -79,7 +73,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Layout{"Pp2", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}}),
     [](const auto& info) { return std::string(info.param.name); });
 
-TEST(HuggingFace, ATiedMatrixOnTwoStages) {
+TEST(HuggingFace, SupportsATiedMatrixOnTwoStages) {
   const fs::path folder = fresh_folder("run");
   const Words tied = replay("2") + Words{"--model.args.tie_embeddings", "--checkpoint.initial_load_path",
                                          "none", "--checkpoint.last_save_in_hf"};
@@ -95,12 +89,12 @@ TEST(HuggingFace, ATiedMatrixOnTwoStages) {
   for (size_t step = 0; step < one.size(); ++step) EXPECT_NEAR(two[step], one[step], 5e-6);
 }
 
-TEST(HuggingFace, TheTokenizerGoesAlong) {
+TEST(HuggingFace, CopiesTheTokenizer) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder), assets = folder / "assets";
   fs::copy(weights, assets);
   std::ofstream(assets / "tokenizer.json") << "{}";
-  std::ofstream(assets / "notes.txt") << "not a tokenizer's";
-  // Without initial_load_path the folder of the assets is meant.
+  std::ofstream(assets / "notes.txt") << "not part of a tokenizer";
+  // Without initial_load_path the assets' folder is used.
   train(folder / "out",
         replay("1") + Words{"--checkpoint.initial_load_path", "none", "--checkpoint.initial_load_in_hf",
                             "--checkpoint.last_save_in_hf", "--model.hf_assets_path", assets.string(),
@@ -111,7 +105,7 @@ TEST(HuggingFace, TheTokenizerGoesAlong) {
   EXPECT_THAT(bytes_of(step / "config.json"), HasSubstr("\"torch_dtype\": \"bfloat16\""));
 }
 
-TEST(HuggingFace, AllDifferencesBeforeTheStart) {
+TEST(HuggingFace, ReportsAllDifferencesBeforeTheStart) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
   const CommandResult result = try_train(
       replay("1") + Words{"--checkpoint.initial_load_path", weights.string(),
@@ -125,7 +119,7 @@ TEST(HuggingFace, AllDifferencesBeforeTheStart) {
     EXPECT_THAT(result.err, HasSubstr(expected));
 }
 
-// What a run writes of its model after the last step, made of the whole state of that step.
+// A run's model after the last step, extracted from the whole state of that step.
 void expect_state_converts(const std::string& name, const Words& layout, const std::string& dtype) {
   SCOPED_TRACE(name);
   const fs::path folder = fresh_folder(name);
@@ -140,17 +134,17 @@ void expect_state_converts(const std::string& name, const Words& layout, const s
   const std::string expected = bytes_of(folder / "alone/checkpoint/step-2/model.safetensors");
   ASSERT_GT(expected.size(), 100'000u);
   EXPECT_TRUE(bytes_of(folder / "model.safetensors") == expected);
-  // The saved config tells the model: no --config.
+  // The saved config describes the model, so --config isn't needed.
   expect_converted(step, folder / "hf", in_dtype);
   expect_converted(folder / "hf", folder / "back.safetensors", {"--config", kConfig});
   EXPECT_TRUE(bytes_of(folder / "back.safetensors") == expected);
-  // And the model that a run left alone, by the name of its folder.
+  // Also from a model that a run saved alone, by the name of its folder.
   expect_converted(folder / "alone/checkpoint/step-2", folder / "hf_of_alone", {"--config", kConfig});
   EXPECT_TRUE(bytes_of(folder / "hf_of_alone/model.safetensors") ==
               bytes_of(folder / "hf/model.safetensors"));
 }
 
-TEST(Convert, ASavedStateOfAnyMeshToTheModelAlone) {
+TEST(Convert, ExtractsTheModelFromAStateOfAnyMesh) {
   expect_state_converts(
       "fsdp_tp",
       {"--nproc", "4", "--training.local_batch_size", "2", "--parallelism.tensor_parallel_degree", "2"},
@@ -158,7 +152,7 @@ TEST(Convert, ASavedStateOfAnyMeshToTheModelAlone) {
   expect_state_converts("pp", {"--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"}, "bfloat16");
 }
 
-TEST(Convert, WhatItCannotDo) {
+TEST(Convert, ExplainsWhatItCannotDo) {
   const fs::path folder = fresh_folder("run"), weights = recorded_folder(folder);
   const std::string file = kMini + "/titan.safetensors";
   const auto problem = [&](const CommandResult& result) {

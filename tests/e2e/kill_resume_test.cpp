@@ -1,5 +1,5 @@
-// SIGKILL at any time, of one rank or of all: the newest complete step loads, and the run goes on as if
-// nothing had been. TITAN_TEST_KILLS: how often in each mode; 12 without, 100 under the nightly label.
+// SIGKILL at any time, of one rank or of all: the newest complete step loads, and the run continues as if
+// undisturbed. TITAN_TEST_KILLS sets the number in each mode; 12 by default, 100 under the nightly label.
 
 #include <signal.h>
 #include <sys/stat.h>
@@ -17,9 +17,7 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
-namespace fs = std::filesystem;
 
 constexpr int kSteps = 60;
 
@@ -28,7 +26,7 @@ int num_kills() {
   return kills ? std::atoi(kills) : 12;
 }
 
-// Only their names, as whoever looks for a checkpoint sees them.
+// Only their names, as code that looks for a checkpoint sees them.
 std::optional<int> newest_listed(const fs::path& run) {
   std::optional<int> newest;
   if (!fs::exists(run / "checkpoint")) return newest;
@@ -61,7 +59,7 @@ double seconds_since(Clock::time_point start) {
 
 void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-// Written anew when a run has loaded what it goes on from.
+// Rewritten when a run has loaded the step that it resumes from.
 std::optional<ino_t> record_of(const fs::path& run) {
   struct stat status {};
   return ::stat((run / "config.toml").c_str(), &status) == 0 ? std::optional(status.st_ino) : std::nullopt;
@@ -84,10 +82,10 @@ class Killed : public ::testing::TestWithParam<const char*> {
     step_s_ = seconds_since(start) / kSteps;
   }
 
-  // In one of the modes; the other may be killed while it saves more often.
+  // In one mode; in the other a kill may hit a save more often.
   static bool validates() { return std::string(GetParam()) == "disabled"; }
 
-  // Steps and losses.
+  // Logged steps and losses.
   static std::vector<std::pair<int64_t, double>> validated(const fs::path& run) {
     std::vector<std::pair<int64_t, double>> rows;
     for (const auto& row : read_lines(run / "validation.jsonl"))
@@ -97,8 +95,8 @@ class Killed : public ::testing::TestWithParam<const char*> {
 
   double random_up_to(double seconds) { return std::uniform_real_distribution<>(0, seconds)(random_); }
 
-  // Behind any of the steps that are left: by what is logged, as a time would be another step on a machine
-  // that has more to do now. Then somewhere in the three that follow, or in the run's end.
+  // Waits for any remaining step in the log, as a fixed time would reach another step on a busy machine. Then
+  // kills within the next three steps, or in the run's end.
   void wait_for_any_step(const Command& job, std::optional<int> newest) {
     const int first = newest.value_or(0) + 1;
     const int step = std::uniform_int_distribution<>(std::min(first, kSteps), kSteps)(random_);
@@ -106,7 +104,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
     sleep_s(random_up_to(3 * step_s_));
   }
 
-  // Now and then while it starts, else while it trains or ends.
+  // Sometimes while it starts, otherwise while it trains or ends.
   void run_and_kill(const Words& words) {
     const std::optional<int> newest = newest_listed(folder_);
     const std::optional<ino_t> record = record_of(folder_);
@@ -127,7 +125,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
     }
     const CommandResult result = job.wait(60);
     if (result.err.find("resuming after step") != std::string::npos)
-      EXPECT_THAT(result.err, HasSubstr("behind step " + std::to_string(newest.value_or(-1)) + ","));
+      EXPECT_THAT(result.err, HasSubstr("resuming after step " + std::to_string(newest.value_or(-1)) + ","));
   }
 
   fs::path folder_ = fresh_folder("run");
@@ -135,7 +133,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
   double startup_s_ = 0, step_s_ = 0;
 };
 
-TEST_P(Killed, AtAnyTimeARunGoesOnAsIfNothingHadBeen) {
+TEST_P(Killed, AtAnyTimeARunResumesUnchanged) {
   const Words words = resumable(fresh_folder("config")) +
                       Words{"--nproc",
                             "2",

@@ -1,5 +1,5 @@
-// Lost ranks and what the launcher makes of them, with shell scripts as ranks: each appends a line to a file
-// of the test's when it starts, and then does as its script says.
+// How the launcher handles lost ranks, with shell scripts as ranks: each appends a line to a file of the test
+// when it starts, then does what its script says.
 
 #include <signal.h>
 #include <sys/ptrace.h>
@@ -12,7 +12,6 @@
 #include <fstream>
 #include <sstream>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "e2e/training.h"
@@ -20,14 +19,11 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
-/// Ranks that set their `traps`, tell what they are, then run `rest`; `$start` is how often the ranks were
-/// started before, and `together` waits until all have told.
+/// Ranks that set their `traps`, report themselves, then run `rest`; `$start` is the number of earlier
+/// starts, and `together` waits until all have reported.
 Words job(const std::filesystem::path& folder, const Words& options, const std::string& rest,
           const std::string& traps = ":") {
   const std::string file = (folder / "starts").string();
@@ -53,12 +49,12 @@ bool wait_for_starts(const std::filesystem::path& folder, size_t count, double l
   return true;
 }
 
-TEST(LaunchRestart, ALostRankIsStartedAgainWithAllOthers) {
+TEST(LaunchRestart, RestartsAllRanksAfterALoss) {
   const auto folder = fresh_folder("run");
   const auto result = run(job(folder, {"-n", "3", "--max-restarts", "2"},
                               "together; if [ $start = 0 ]; then [ $RANK = 1 ] && kill -9 $$; sleep 60; fi"));
   EXPECT_EQ(result.status, 0) << result.err;
-  EXPECT_LT(result.elapsed_s, 30);  // nobody slept a minute
+  EXPECT_LT(result.elapsed_s, 30);  // nobody slept for the whole minute
   EXPECT_THAT(starts(folder),
               UnorderedElementsAre("0: 0/3", "0: 1/3", "0: 2/3", "1: 0/3", "1: 1/3", "1: 2/3"));
   EXPECT_THAT(result.err, AllOf(HasSubstr("rank 1 of 3 failed first: killed by signal 9"),
@@ -66,7 +62,7 @@ TEST(LaunchRestart, ALostRankIsStartedAgainWithAllOthers) {
                                 HasSubstr("start 2 (restart 1 of 2): 3 of 3 ranks, at places 0, 1, 2")));
 }
 
-TEST(LaunchRestart, GivesUpAfterSoManyWithTheLastExitCode) {
+TEST(LaunchRestart, GivesUpAfterMaxRestartsWithTheLastExitCode) {
   const auto folder = fresh_folder("run");
   const auto result = run(job(folder, {"-n", "1", "--max-restarts", "2"}, "exit $((10 + start))"));
   EXPECT_EQ(result.status, 12);
@@ -74,13 +70,13 @@ TEST(LaunchRestart, GivesUpAfterSoManyWithTheLastExitCode) {
   EXPECT_THAT(result.err, HasSubstr("giving up after 2 restart(s) (--max-restarts)"));
 }
 
-TEST(LaunchRestart, NoneUnlessAskedFor) {
+TEST(LaunchRestart, DoesNotRestartByDefault) {
   const auto folder = fresh_folder("run");
   EXPECT_EQ(run(job(folder, {"-n", "1"}, "exit 5")).status, 5);
   EXPECT_EQ(starts(folder).size(), 1u);
 }
 
-TEST(LaunchRestart, GoesOnWithoutLostRanksAsLongAsEnoughAreLeft) {
+TEST(LaunchRestart, ContinuesWithoutLostRanksWhileEnoughRemain) {
   const auto folder = fresh_folder("run");
   const auto result =
       run(job(folder, {"-n", "4", "--max-restarts", "5", "--min-ranks", "2", "--rejoin-after", "never"},
@@ -88,11 +84,11 @@ TEST(LaunchRestart, GoesOnWithoutLostRanksAsLongAsEnoughAreLeft) {
   EXPECT_EQ(result.status, 0) << result.err;
   EXPECT_THAT(starts(folder), UnorderedElementsAre("0: 0/4", "0: 1/4", "0: 2/4", "0: 3/4", "1: 0/3", "1: 1/3",
                                                    "1: 2/3", "2: 0/2", "2: 1/2"));
-  // The second to be lost was rank 1 of the places 0, 2, 3.
+  // The second rank to be lost was rank 1 of the places 0, 2, 3.
   EXPECT_THAT(result.err, HasSubstr("2 of 4 ranks, at places 0, 3"));
 }
 
-TEST(LaunchRestart, GroupsHaveAMultipleOfTheUnit) {
+TEST(LaunchRestart, GroupSizesAreMultiplesOfTheUnit) {
   const auto folder = fresh_folder("run");
   const auto result = run(job(
       folder,
@@ -103,7 +99,7 @@ TEST(LaunchRestart, GroupsHaveAMultipleOfTheUnit) {
               UnorderedElementsAre("0: 0/4", "0: 1/4", "0: 2/4", "0: 3/4", "1: 0/2", "1: 1/2"));
 }
 
-TEST(LaunchRestart, APlaceComesBackAfterATimeAndTheGroupGrows) {
+TEST(LaunchRestart, GrowsWhenAPlaceReturnsAfterATime) {
   const auto folder = fresh_folder("run");
   const std::string script =
       "together; if [ $start = 0 ] && [ $RANK = 2 ]; then kill -9 $$; fi;"
@@ -117,7 +113,7 @@ TEST(LaunchRestart, APlaceComesBackAfterATimeAndTheGroupGrows) {
   EXPECT_THAT(result.err, HasSubstr("start 3 (restart 1 of 1): 3 of 3 ranks"));  // growing isn't counted
 }
 
-TEST(LaunchRestart, ASignalBringsLostPlacesBack) {
+TEST(LaunchRestart, SignalReturnsLostPlaces) {
   const auto folder = fresh_folder("run");
   Command launcher(job(folder,
                        {"-n", "2", "--max-restarts", "1", "--min-ranks", "1", "--rejoin-after", "never"},
@@ -131,7 +127,7 @@ TEST(LaunchRestart, ASignalBringsLostPlacesBack) {
   EXPECT_THAT(starts(folder), UnorderedElementsAre("0: 0/2", "0: 1/2", "1: 0/1", "2: 0/2", "2: 1/2"));
 }
 
-TEST(LaunchRestart, WaitsWhereTooFewAreLeft) {
+TEST(LaunchRestart, WaitsWhileTooFewRanksRemain) {
   const auto folder = fresh_folder("run");
   Command launcher(job(folder,
                        {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
@@ -146,7 +142,7 @@ TEST(LaunchRestart, WaitsWhereTooFewAreLeft) {
   EXPECT_THAT(result.err, HasSubstr("too few ranks are left for --min-ranks 2; waiting for SIGUSR2"));
 }
 
-TEST(LaunchRestart, AStoppedRankIsTheLostOneNotWhoGaveUpOnIt) {
+TEST(LaunchRestart, BlamesAStoppedRankNotThePeersThatGaveUpOnIt) {
   const auto folder = fresh_folder("run");
   const std::string pid = (folder / "pid").string();
   const auto result =
@@ -158,14 +154,14 @@ TEST(LaunchRestart, AStoppedRankIsTheLostOneNotWhoGaveUpOnIt) {
                   ")/status; do sleep 0.05;"
                   "done; [ $RANK = 0 ] && exit 6; sleep 60"));
   EXPECT_EQ(result.status, 0) << result.err;
-  EXPECT_LT(result.elapsed_s, 30);  // a stopped process hears no SIGTERM: its grace isn't waited for
+  EXPECT_LT(result.elapsed_s, 30);  // a stopped process gets no SIGTERM, so its grace period is skipped
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("rank 0 of 3 failed first: exit code 6"), HasSubstr("rank 1 is lost (hung"),
                     HasSubstr("2 of 3 ranks, at places 0, 2")));
 }
 
-TEST(LaunchRestart, RanksThatReturn0WhenToldToEndHaveEndedWell) {
-  ::signal(SIGHUP, SIG_DFL);  // under nohup it is ignored, and would be so by the launcher
+TEST(LaunchRestart, RanksThatReturn0WhenAskedToEndSucceed) {
+  ::signal(SIGHUP, SIG_DFL);  // under nohup it is ignored, and the launcher would inherit that
   for (const int signal : {SIGTERM, SIGINT, SIGUSR1, SIGHUP}) {
     const auto folder = fresh_folder("run");
     Command launcher(job(folder, {"-n", "2", "--max-restarts", "3"}, "while :; do sleep 0.05; done",
@@ -174,12 +170,12 @@ TEST(LaunchRestart, RanksThatReturn0WhenToldToEndHaveEndedWell) {
     launcher.signal(signal);
     const auto result = launcher.wait(20);
     EXPECT_EQ(result.status, 0) << signal;
-    EXPECT_EQ(starts(folder).size(), 2u) << "no restart";
+    EXPECT_EQ(starts(folder).size(), 2u) << "the ranks were restarted";
     EXPECT_THAT(result.err, Not(HasSubstr("failed first")));
   }
 }
 
-TEST(LaunchRestart, RanksHaveTheGraceToSaveAndASecondSignalEndsIt) {
+TEST(LaunchRestart, SecondSignalEndsTheGracePeriod) {
   const auto folder = fresh_folder("run");
   const std::string slow = "trap 'sleep 1; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
   Command patient(job(folder, {"-n", "1", "--grace", "20"}, slow));
@@ -196,14 +192,14 @@ TEST(LaunchRestart, RanksHaveTheGraceToSaveAndASecondSignalEndsIt) {
       job(folder, {"-n", "1", "--grace", "20"}, "trap '' TERM; echo ready; while :; do sleep 1; done"));
   ASSERT_TRUE(twice.wait_for_output("ready"));
   twice.signal(SIGTERM);
-  usleep(3'000'000);  // no longer the same one, however late the first was handled
+  usleep(3'000'000);  // not the same signal any more, however late the first was handled
   twice.signal(SIGTERM);
-  const auto result = twice.wait(15);  // before the grace is over
+  const auto result = twice.wait(15);  // before the grace period is over
   EXPECT_EQ(result.status, 128 + SIGTERM);
 }
 
-// A terminal that closes, `timeout` and systemd send two for one.
-TEST(LaunchRestart, TwoSignalsAtOnceAreOne) {
+// A terminal that closes, `timeout` and systemd send two signals for one.
+TEST(LaunchRestart, CountsTwoSignalsAtOnceAsOne) {
   const auto folder = fresh_folder("run");
   Command launcher(job(folder, {"-n", "2", "--grace", "20"}, "while :; do sleep 0.05; done",
                        "trap 'sleep 1.5; exit 0' TERM INT"));
@@ -214,8 +210,8 @@ TEST(LaunchRestart, TwoSignalsAtOnceAreOne) {
   EXPECT_EQ(launcher.wait(20).status, 0);
 }
 
-// Also where a shell has started the launcher in its background, and so had it ignored.
-TEST(LaunchRestart, SigquitGoesToTheRanksAndEndsNothing) {
+// Also if a shell started the launcher in its background, with the signal ignored.
+TEST(LaunchRestart, ForwardsSigquitAndEndsNothing) {
   for (const Words& shell : {Words{}, Words{"sh", "-c", "trap '' QUIT; exec \"$0\" \"$@\""}}) {
     const auto folder = fresh_folder("run");
     Command launcher(shell + job(folder, {"-n", "2", "--log-rank", "all"},
@@ -224,7 +220,7 @@ TEST(LaunchRestart, SigquitGoesToTheRanksAndEndsNothing) {
     ASSERT_TRUE(launcher.wait_for_output("[rank 0] ready"));
     ASSERT_TRUE(launcher.wait_for_output("[rank 1] ready"));
     launcher.signal(SIGQUIT);
-    if (shell.empty()) {  // a shell can't set a trap for what it was started to ignore; titan train can
+    if (shell.empty()) {  // a shell can't trap a signal that it was started to ignore; titan train can
       EXPECT_TRUE(launcher.wait_for_output("[rank 0] asked"));
       EXPECT_TRUE(launcher.wait_for_output("[rank 1] asked"));
     }
@@ -234,8 +230,8 @@ TEST(LaunchRestart, SigquitGoesToTheRanksAndEndsNothing) {
   }
 }
 
-// As one in its first moments.
-TEST(LaunchRestart, SigquitIsntSentToARankThatItWouldEnd) {
+// As in a rank's first moments.
+TEST(LaunchRestart, DoesNotSendSigquitToARankThatItWouldEnd) {
   const auto folder = fresh_folder("run");
   Command launcher(
       job(folder, {"-n", "2", "--log-rank", "all"},
@@ -252,7 +248,7 @@ TEST(LaunchRestart, SigquitIsntSentToARankThatItWouldEnd) {
   EXPECT_THAT(result.err, Not(HasSubstr("rank 1 doesn't take")));
 }
 
-TEST(LaunchRestart, RefusedSettingsAndUnsoundRunsAreFinal) {
+TEST(LaunchRestart, NeverRetriesRefusedSettingsOrUnsoundRuns) {
   for (const char* code : {"2", "3"}) {
     const auto folder = fresh_folder("run");
     const auto result = run(job(folder, {"-n", "1", "--max-restarts", "2"}, std::string("exit ") + code));
@@ -287,8 +283,8 @@ double seconds_since_death(const std::filesystem::path& folder) {
   return std::chrono::duration<double>(std::filesystem::file_time_type::clock::now() - died).count();
 }
 
-// Who explains a failure needs seconds to hear that another rank is silent (dist::kExplainsWithin).
-TEST(LaunchRestart, RanksHaveTheTimeToTellWhatAFailureComesFrom) {
+// A rank that explains a failure needs seconds to notice that another rank is silent (dist::kExplainsWithin).
+TEST(LaunchRestart, GivesRanksTimeToExplainAFailure) {
   const auto folder = fresh_folder("run");
   const MachineLag lag;
   const auto result = run(job(folder, {"-n", "3", "--log-rank", "all"},
@@ -299,8 +295,8 @@ TEST(LaunchRestart, RanksHaveTheTimeToTellWhatAFailureComesFrom) {
   EXPECT_THAT(result.out, AllOf(HasSubstr("[rank 0] explained"), HasSubstr("[rank 2] explained")));
 }
 
-// All the same a rank that doesn't end is gone when the job has to be over.
-TEST(LaunchRestart, ALostRankEndsTheJobWithinTenSeconds) {
+// Even so, a rank that doesn't end is gone when the job has to be over.
+TEST(LaunchRestart, EndsTheJobWithinTenSecondsOfALoss) {
   const auto folder = fresh_folder("run");
   const MachineLag lag;
   const auto result = run(
@@ -309,7 +305,7 @@ TEST(LaunchRestart, ALostRankEndsTheJobWithinTenSeconds) {
   EXPECT_EQ(result.status, 128 + SIGKILL);
 }
 
-// As nohup has SIGHUP, and a shell SIGINT for what runs in its background.
+// As nohup ignores SIGHUP, and a shell ignores SIGINT for a background job.
 TEST(LaunchRestart, IgnoredSignalsStayIgnored) {
   const auto folder = fresh_folder("run");
   const std::string done = (folder / "done").string();
@@ -326,8 +322,8 @@ TEST(LaunchRestart, IgnoredSignalsStayIgnored) {
   EXPECT_EQ(result.status, 0) << result.err;
 }
 
-// As some daemons have it: children would vanish, and nobody hear how they ended.
-TEST(LaunchRestart, AParentThatIgnoresItsChildrensEnds) {
+// Some daemons ignore SIGCHLD: children would vanish without reporting how they ended.
+TEST(LaunchRestart, WorksUnderAParentThatIgnoresSigchld) {
   const auto folder = fresh_folder("run");
   const auto result = run(Words{"env", "--ignore-signal=CHLD"} +
                               job(folder, {"-n", "2"}, "together; [ $RANK = 1 ] && exit 7; sleep 30"),
@@ -335,8 +331,9 @@ TEST(LaunchRestart, AParentThatIgnoresItsChildrensEnds) {
   EXPECT_EQ(result.status, 7) << result.err;
 }
 
-// A rank that gave up on its peers (exit code 124) names nobody: who then doesn't end is the one that hung.
-TEST(LaunchRestart, WhoDoesntEndBehindAGivenUpJobIsTheLostOne) {
+// A rank that gave up on its peers (exit code 124) names nobody: the rank that then doesn't end is the one
+// that hung.
+TEST(LaunchRestart, BlamesTheRankThatDoesNotEndAfterItsPeersGaveUp) {
   const auto folder = fresh_folder("run");
   const auto result =
       run(job(folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
@@ -349,8 +346,8 @@ TEST(LaunchRestart, WhoDoesntEndBehindAGivenUpJobIsTheLostOne) {
                                 HasSubstr("2 of 3 ranks, at places 0, 1")));
 }
 
-// Told by whoever can't be ended: here a debugger keeps what is left of the process.
-TEST(LaunchRestart, AProcessThatDoesntEndIsTold) {
+// Reported when a process can't be ended: here a debugger keeps the rest of it.
+TEST(LaunchRestart, ReportsAProcessThatDoesNotEnd) {
   const auto folder = fresh_folder("run");
   const std::string file = (folder / "pid").string();
   Command launcher(job(folder, {"-n", "1", "--grace", "0.2"},
@@ -360,7 +357,7 @@ TEST(LaunchRestart, AProcessThatDoesntEndIsTold) {
   std::ifstream(file) >> pid;
   if (::ptrace(PTRACE_SEIZE, pid, nullptr, nullptr) != 0) GTEST_SKIP() << "ptrace: " << std::strerror(errno);
   launcher.signal(SIGTERM);
-  // Each signal stops it for its debugger, which lets it go on; its end is kept for longer.
+  // Each signal stops it for its debugger, which continues it; its end takes longer.
   siginfo_t seen{};
   while (::waitid(P_PID, static_cast<id_t>(pid), &seen, WSTOPPED | WEXITED | WNOWAIT | __WALL) == 0 &&
          seen.si_code == CLD_TRAPPED) {
@@ -375,8 +372,8 @@ TEST(LaunchRestart, AProcessThatDoesntEndIsTold) {
   EXPECT_THAT(result.err, HasSubstr("rank 0 (pid " + std::to_string(pid) + ", state "));
 }
 
-// The smaller group didn't stop as it was asked to: its steps are lost, and nobody says that they aren't.
-TEST(LaunchRestart, RanksThatDontEndWellForALargerGroupAreTold) {
+// The smaller group didn't stop as asked: its steps are lost, and nothing may claim otherwise.
+TEST(LaunchRestart, ReportsRanksThatFailWhileGrowing) {
   const auto folder = fresh_folder("run");
   const auto result = run(job(
       folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "3", "--grace", "0.5"},
@@ -389,8 +386,8 @@ TEST(LaunchRestart, RanksThatDontEndWellForALargerGroupAreTold) {
               HasSubstr("not all ranks ended well: rank 1 (it was killed because it didn't end in time)"));
 }
 
-// The threads of a rank are its part of the host's cores, however many ranks are left.
-TEST(LaunchRestart, FewerRanksHaveNoMoreThreads) {
+// A rank's threads are its share of the host's cores, however many ranks remain.
+TEST(LaunchRestart, FewerRanksUseNoMoreThreads) {
   const auto folder = fresh_folder("run");
   const std::string threads = (folder / "threads").string();
   const auto result =
@@ -401,13 +398,13 @@ TEST(LaunchRestart, FewerRanksHaveNoMoreThreads) {
           {{"OMP_NUM_THREADS", ""}});
   EXPECT_EQ(result.status, 0) << result.err;
   std::ifstream file(threads);
-  int before = 0, behind = -1;
-  file >> before >> behind;
-  EXPECT_EQ(behind, before);
+  int before = 0, after = -1;
+  file >> before >> after;
+  EXPECT_EQ(after, before);
 }
 
-// It is being replaced, and back a moment later.
-TEST(LaunchRestart, AProgramThatIsGoneIsTriedAgain) {
+// The program is being replaced, and back a moment later.
+TEST(LaunchRestart, RetriesAMissingProgram) {
   const auto folder = fresh_folder("run");
   const std::string program = (folder / "program").string();
   std::ofstream(program) << "#!/bin/sh\n[ $TITAN_RESTART_COUNT -gt 0 ] && exit 0\nmv " << program << " "
@@ -421,10 +418,10 @@ TEST(LaunchRestart, AProgramThatIsGoneIsTriedAgain) {
   EXPECT_THAT(result.err, HasSubstr("cannot start '" + program + "': No such file or directory"));
   EXPECT_EQ(run({titan_program(), "launch", "-n", "1", "--max-restarts", "9", "--", program + ".new"}).status,
             127)
-      << "that never was there";
+      << "for a program that never existed";
 }
 
-TEST(LaunchRestart, EachStartHasAStoreOfItsOwn) {
+TEST(LaunchRestart, EachStartHasItsOwnStore) {
   const auto result =
       run({titan_program(), "launch", "-n", "2", "--max-restarts", "2", "--log-rank", "all", "--", "sh", "-c",
            built("rank_program") + " 30 && [ $TITAN_RESTART_COUNT = 2 ] || exit 1"},
@@ -435,7 +432,7 @@ TEST(LaunchRestart, EachStartHasAStoreOfItsOwn) {
   EXPECT_EQ(met, 6u) << result.out;
 }
 
-TEST(LaunchRestart, TheGpusOfLostPlacesAreLeftOut) {
+TEST(LaunchRestart, HidesTheGpusOfLostPlaces) {
   const auto folder = fresh_folder("run");
   const auto result =
       run(job(folder, {"-n", "3", "--max-restarts", "1", "--min-ranks", "2", "--rejoin-after", "never"},
@@ -445,7 +442,7 @@ TEST(LaunchRestart, TheGpusOfLostPlacesAreLeftOut) {
   EXPECT_THAT(result.out, HasSubstr("gpus=2,7")) << result.err;
 }
 
-TEST(LaunchRestart, WrongUse) {
+TEST(LaunchRestart, ExplainsWrongUsage) {
   const auto error_of = [](const Words& options) {
     const auto result = run(Words{titan_program(), "launch"} + options + Words{"--", "true"});
     EXPECT_EQ(result.status, 2);

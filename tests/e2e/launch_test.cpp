@@ -10,7 +10,6 @@
 #include <optional>
 #include <regex>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "e2e/live_run.h"
@@ -18,9 +17,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 const std::string kTitan = TITAN_BINARY_DIR "/bin/titan";
 const std::string kRankProgram = TITAN_BINARY_DIR "/bin/rank_program";
@@ -51,7 +47,7 @@ std::vector<int> pids_in(const std::string& out) {
   return pids;
 }
 
-TEST(Launch, RanksMeet) {
+TEST(Launch, RanksConnect) {
   const auto result = run(launch(3, {kRankProgram}, "all"));
   EXPECT_EQ(result.status, 0) << result.err;
   for (const char* line : {"[rank 0] rank 0 of 3, local 0 of 3, by titan, sum 3", "[rank 1] rank 1 of 3",
@@ -84,7 +80,7 @@ TEST(Launch, KeepsLinesWhole) {
   EXPECT_EQ(count, 1200);
 }
 
-TEST(Launch, ShowsALastLineWithoutAnEnd) {
+TEST(Launch, ShowsALastLineWithoutANewline) {
   EXPECT_EQ(run(launch(1, shell("printf half"))).out, "[rank 0] half\n");
 }
 
@@ -107,23 +103,23 @@ TEST(Launch, DividesTheCores) {
   EXPECT_EQ(threads(2), "[rank 0] " + std::to_string(std::max(1, CPU_COUNT(&cores) / 2)) + "\n");
 }
 
-TEST(Launch, PassesTheFirstFailuresExitCodeOnAndShowsItLast) {
+TEST(Launch, ReturnsTheFirstFailuresExitCodeAndShowsItLast) {
   const auto script = "if [ $RANK = 1 ]; then echo the reason >&2; exit 7; fi; sleep 60";
   const auto result = run(launch(3, shell(script)));
   EXPECT_EQ(result.status, 7);
-  EXPECT_LT(result.elapsed_s, 30);  // nobody slept a minute
+  EXPECT_LT(result.elapsed_s, 30);  // nobody slept for the whole minute
   EXPECT_THAT(result.err, HasSubstr("rank 1 of 3 failed first: exit code 7"));
   EXPECT_THAT(result.err.substr(result.err.find("failed first")), HasSubstr("  the reason\n"));
 }
 
-TEST(Launch, AnErrorThatReachesThePeersIsStillTheFirstRanks) {
+TEST(Launch, BlamesTheRankThatFailedFirst) {
   const auto result = run(launch(3, {kRankProgram, "30", "throw", "2"}));
   EXPECT_EQ(result.status, 3);
   EXPECT_THAT(result.err, HasSubstr("rank 2 of 3 failed first: exit code 3"));
   EXPECT_THAT(result.err, HasSubstr("rank 2 was told to throw"));
 }
 
-TEST(Launch, AKilledRankEndsTheJobWithItsName) {
+TEST(Launch, NamesAKilledRankAndEndsTheJob) {
   Command job(launch(3, {kRankProgram, "60", "hang"}, "all"));
   ASSERT_TRUE(job.wait_for_output("rank 0 of") && job.wait_for_output("rank 1 of") &&
               job.wait_for_output("rank 2 of"));
@@ -140,14 +136,14 @@ TEST(Launch, AKilledRankEndsTheJobWithItsName) {
   EXPECT_THAT(result.err, HasSubstr("rank 1 of 3 failed first: killed by signal 9"));
 }
 
-TEST(Launch, RanksThatIgnoreTheRequestAreKilled) {
+TEST(Launch, KillsRanksThatIgnoreTheRequestToEnd) {
   const auto failed = std::filesystem::temp_directory_path() / ("titan_failed_" + std::to_string(getpid()));
   const auto script = "trap '' TERM; if [ $RANK = 0 ]; then sleep 1; : >" + failed.string() +
                       "; exit 4; fi; while :; do sleep 1; done";
   const MachineLag lag;
   const auto result = run(launch(2, shell(script)));
   EXPECT_EQ(result.status, 4);
-  // From the failure on the others have nine seconds to explain themselves, and all is over within ten.
+  // After the failure the others have nine seconds to explain themselves, and all is over within ten.
   const std::chrono::duration<double> after =
       std::filesystem::file_time_type::clock::now() - std::filesystem::last_write_time(failed);
   EXPECT_GT(after.count(), 8.5);
@@ -175,13 +171,13 @@ TEST(Launch, RanksDieWithTheLauncher) {
   for (int pid : pids) EXPECT_TRUE(dies_within(pid, 5)) << pid;
 }
 
-TEST(Launch, TwoJobsAtOnceTakeDifferentPorts) {
+TEST(Launch, ConcurrentJobsUseDifferentPorts) {
   std::vector<Command> jobs;
   for (int i = 0; i < 3; ++i) jobs.emplace_back(launch(2, {kRankProgram}));
   for (auto& job : jobs) EXPECT_EQ(job.wait().status, 0);
 }
 
-TEST(Launch, WrongUse) {
+TEST(Launch, ExplainsWrongUsage) {
   EXPECT_EQ(run(launch(2, {"/no/such/program"})).status, 127);
   EXPECT_THAT(run(launch(2, {"/no/such/program"})).err,
               HasSubstr("cannot start '/no/such/program': No such file"));
@@ -190,7 +186,7 @@ TEST(Launch, WrongUse) {
   EXPECT_THAT(run(launch(2, {"true"}, "2")).err, HasSubstr("'2' isn't a rank from 0 to 1"));
 }
 
-/// Two ranks, each with its own variables.
+/// Two ranks with different variables.
 std::vector<CommandResult> run_ranks(const std::vector<Command::Variables>& ranks,
                                      const std::string& timeout_s = "30") {
   std::vector<Command> commands;
@@ -229,22 +225,32 @@ TEST(Init, TorchrunStartsTitanTrain) {
   EXPECT_EQ(read_metrics(folder).size(), 5U);
 }
 
-// A rank that fails on one host restarts the ranks of all, but counts as a restart there alone; the agent's
-// store stays the same.
-TEST(Init, TorchrunsAgentsMayCountRestartsDifferently) {
-  const std::string python = TITAN_SOURCE_DIR "/.venv/bin/python";
-  if (!std::filesystem::exists(python)) GTEST_SKIP() << "no .venv";
-  Command agent({python, "-c",
+constexpr const char* kPython = TITAN_SOURCE_DIR "/.venv/bin/python";
+
+/// The store of a torchrun agent, which runs `more` lines of Python first.
+struct AgentStore {
+  explicit AgentStore(const std::string& more = "")
+      : program({kPython, "-c",
                  "import time, torch.distributed as d\n"
-                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-                 "print('port', store.port, 'open', flush=True)\n"
-                 "time.sleep(280)"});
-  ASSERT_TRUE(agent.wait_for_output("open", 200));
-  std::smatch port;
-  const std::string out = agent.output();
-  ASSERT_TRUE(std::regex_search(out, port, std::regex("port ([0-9]+)")));
+                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n" +
+                     more + "print('port', store.port, 'open', flush=True)\ntime.sleep(280)"}) {
+    if (!program.wait_for_output("open", 200)) return;
+    std::smatch found;
+    const std::string out = program.output();
+    if (std::regex_search(out, found, std::regex("port ([0-9]+)"))) port = found[1];
+  }
+  Command program;
+  std::string port;  // "": it didn't start
+};
+
+// A rank that fails on one host restarts the ranks of all hosts, but counts as a restart only there; the
+// agent's store stays the same.
+TEST(Init, TorchrunAgentsMayCountRestartsDifferently) {
+  if (!std::filesystem::exists(kPython)) GTEST_SKIP() << "no .venv";
+  const AgentStore agent;
+  ASSERT_NE(agent.port, "");
   const auto variables = [&](const char* rank, const char* restarts) -> Command::Variables {
-    auto some = plain(rank, "2", port[1]);
+    auto some = plain(rank, "2", agent.port);
     some.merge(Command::Variables{{"TORCHELASTIC_RUN_ID", "x"},
                                   {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                                   {"TORCHELASTIC_RESTART_COUNT", restarts}});
@@ -255,29 +261,21 @@ TEST(Init, TorchrunsAgentsMayCountRestartsDifferently) {
       EXPECT_THAT(result.out, HasSubstr("by torchrun, sum 1")) << result.err;
 }
 
-// A port that an earlier rank 0 wrote up is another job's by now, whose store has the same keys.
-TEST(Init, AnotherJobsStoreAtAnOldPortIsNotTaken) {
-  const std::string python = TITAN_SOURCE_DIR "/.venv/bin/python";
-  if (!std::filesystem::exists(python)) GTEST_SKIP() << "no .venv";
-  Command agent({python, "-c",
-                 "import time, torch.distributed as d\n"
-                 "store = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-                 "other = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-                 "other.set('titan/own_number', '7-7')\n"
-                 "store.set('titan/port', f'{other.port} 8-8')\n"
-                 "print('port', store.port, 'open', flush=True)\n"
-                 "time.sleep(280)"});
-  ASSERT_TRUE(agent.wait_for_output("open", 200));
-  std::smatch port;
-  const std::string out = agent.output();
-  ASSERT_TRUE(std::regex_search(out, port, std::regex("port ([0-9]+)")));
+// An earlier rank 0 recorded a port that now belongs to another job, whose store has the same keys.
+TEST(Init, IgnoresAnotherJobsStoreAtAnOldPort) {
+  if (!std::filesystem::exists(kPython)) GTEST_SKIP() << "no .venv";
+  const AgentStore agent(
+      "other = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+      "other.set('titan/own_number', '7-7')\n"
+      "store.set('titan/port', f'{other.port} 8-8')\n");
+  ASSERT_NE(agent.port, "");
   const auto variables = [&](const char* rank) -> Command::Variables {
-    auto some = plain(rank, "2", port[1]);
+    auto some = plain(rank, "2", agent.port);
     some.merge(Command::Variables{{"TORCHELASTIC_RUN_ID", "x"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
     return some;
   };
   Command early({kRankProgram, "30"}, variables("1"));
-  sleep(2);  // in which it finds the other store
+  sleep(2);  // the time in which it finds the other store
   Command late({kRankProgram, "30"}, variables("0"));
   EXPECT_THAT(late.wait(40).out, HasSubstr("by torchrun, sum 1"));
   EXPECT_THAT(early.wait(40).out, HasSubstr("by torchrun, sum 1"));
@@ -310,7 +308,7 @@ TEST(Init, UnderOpenMpi) {
   EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by openmpi, sum 1")) << results[1].err;
 }
 
-TEST(Init, CountsLocalRanksWhereNobodyTells) {
+TEST(Init, CountsLocalRanksIfTheLauncherDoesNot) {
   const auto results = run_ranks({plain("0", "2", some_port()), plain("1", "2", some_port())});
   EXPECT_THAT(results[1].out, HasSubstr("rank 1 of 2, local 1 of 2, by env")) << results[1].err;
 }
@@ -331,7 +329,7 @@ TEST(Init, NamesRankZeroWhenItIsMissing) {
   EXPECT_THAT(results[0].err, HasSubstr("missing: 0"));
 }
 
-TEST(Init, WrongWorldSizeIsToldOnAllRanks) {
+TEST(Init, ReportsAWrongWorldSizeOnAllRanks) {
   for (const auto& result : run_ranks({plain("0", "2", some_port()), plain("1", "3", some_port())}, "40")) {
     EXPECT_EQ(result.status, 3);
     EXPECT_THAT(result.err, HasSubstr("WORLD_SIZE has to be the same on all ranks"));
@@ -339,7 +337,7 @@ TEST(Init, WrongWorldSizeIsToldOnAllRanks) {
   }
 }
 
-TEST(Init, ATakenPortIsNamed) {
+TEST(Init, NamesAPortInUse) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
@@ -355,14 +353,14 @@ TEST(Init, ATakenPortIsNamed) {
   EXPECT_LT(results[0].elapsed_s, 30);
 }
 
-// What Debian's /etc/hosts says of a host's own name (host_names_test.cpp has the names).
-TEST(Init, ALoopbackAddressOfAnotherNumber) {
+// As Debian's /etc/hosts has it for a host's own name (host_names_test.cpp tests the names).
+TEST(Init, AcceptsAnyLoopbackAddress) {
   std::vector<Command::Variables> ranks = {plain("0", "2", some_port()), plain("1", "2", some_port())};
   for (auto& variables : ranks) variables["MASTER_ADDR"] = "127.0.1.1";
   for (const auto& result : run_ranks(ranks)) EXPECT_THAT(result.out, HasSubstr("sum 1")) << result.err;
 }
 
-/// `command` in a network of its own that has no address but ::1; nullopt where that isn't allowed.
+/// Runs `command` in a network of its own whose only address is ::1; nullopt where that isn't allowed.
 std::optional<CommandResult> run_with_ipv6_alone(const std::string& command) {
   const std::string script =
       "ip link set lo up && ip -6 addr show dev lo | grep -q ::1 && ip addr del 127.0.0.1/8 dev lo || exit "
@@ -373,7 +371,7 @@ std::optional<CommandResult> run_with_ipv6_alone(const std::string& command) {
   return result;
 }
 
-TEST(Init, ALoopbackOfIpv6Alone) {
+TEST(Init, WorksWithOnlyAnIpv6Loopback) {
   const auto launched =
       run_with_ipv6_alone(kTitan + " launch -n 2 --log-rank all -- " + kRankProgram + " 30");
   if (!launched) GTEST_SKIP() << "no network namespaces here";
@@ -387,7 +385,7 @@ TEST(Init, ALoopbackOfIpv6Alone) {
   EXPECT_THAT(plain->out, HasSubstr("rank 1 of 2, local 1 of 2, by env, sum 1"));
 }
 
-TEST(Init, LaunchersThatDisagree) {
+TEST(Init, ReportsLaunchersThatDisagree) {
   auto variables = plain("0", "2", some_port());
   variables["SLURM_PROCID"] = "0";
   variables["SLURM_NTASKS"] = "4";

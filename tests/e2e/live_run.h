@@ -1,6 +1,6 @@
 #pragma once
 
-// A run that a test looks at, and disturbs, while it goes on.
+// A run that a test watches and disturbs while it continues.
 
 #include <signal.h>
 #include <unistd.h>
@@ -29,7 +29,7 @@ inline std::vector<int> children_of(int pid) {
 /// The processes of its ranks.
 inline std::vector<int> ranks_of(const Command& job) { return children_of(job.pid()); }
 
-/// Not ended, whoever may still have to hear of its end.
+/// True until it has ended, even if others have yet to notice its end.
 inline bool is_running(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
@@ -38,18 +38,28 @@ inline bool is_running(int pid) {
   return name_end != std::string::npos && line.compare(name_end, 3, ") Z") != 0;
 }
 
+/// The job's ranks, once there are `count` of them and `holds(ranks)` is true; none if that takes too long.
 template <class Condition>
-bool wait_until(const Condition& holds, double limit_s = 60) {
-  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit_s);
-  while (!holds()) {
-    if (std::chrono::steady_clock::now() > end) return false;
-    usleep(3000);
-  }
-  return true;
+std::vector<int> ranks_once(const Command& job, size_t count, const Condition& holds) {
+  std::vector<int> ranks;
+  const bool come = wait_until([&] {
+    ranks = ranks_of(job);
+    return ranks.size() == count && holds(ranks);
+  });
+  return come ? ranks : std::vector<int>();
 }
 
-/// With SIGKILL, all of them before the launcher can see one go, and end the others for it. True: they are
-/// gone, and it has noticed.
+/// Waits until the launcher has replaced the ranks `before` by `count` others (0: any number).
+inline bool are_replaced(const Command& job, const std::vector<int>& before, size_t count = 0) {
+  return wait_until([&] {
+    const std::vector<int> now = ranks_of(job);
+    return (count == 0 ? !now.empty() : now.size() == count) &&
+           std::find_first_of(now.begin(), now.end(), before.begin(), before.end()) == now.end();
+  });
+}
+
+/// Kills all of them with SIGKILL before the launcher can see one end and end the others for it. True: they
+/// are gone, and the launcher has noticed.
 inline bool kill_all_ranks(const Command& job) {
   const std::vector<int> ranks = ranks_of(job);
   job.signal(SIGSTOP);
@@ -67,7 +77,7 @@ inline int64_t last_logged_step(const std::filesystem::path& run) {
   return step;
 }
 
-/// Seeded anew each time, which a failure tells; TITAN_TEST_SEED repeats it.
+/// Seeded differently each time; a failure prints the seed, and TITAN_TEST_SEED repeats it.
 inline std::mt19937 random_generator() {
   const char* given = std::getenv("TITAN_TEST_SEED");
   const auto seed = given ? static_cast<uint32_t>(std::strtoul(given, nullptr, 10)) : std::random_device()();
@@ -75,8 +85,8 @@ inline std::mt19937 random_generator() {
   return std::mt19937(seed);
 }
 
-/// What stands behind the last `mark` in a text, as a number; -1: it isn't there.
-inline int64_t number_behind(const std::string& text, const std::string& mark) {
+/// The number after the last `mark` in a text; -1 if there is none.
+inline int64_t number_after(const std::string& text, const std::string& mark) {
   const size_t at = text.rfind(mark);
   return at == std::string::npos ? -1 : std::strtoll(text.c_str() + at + mark.size(), nullptr, 10);
 }

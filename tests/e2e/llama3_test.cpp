@@ -1,4 +1,4 @@
-// The README's first command, short: Llama 3 on real text over two ranks.
+// The README's first command, shortened: Llama 3 on real text over two ranks.
 
 #include <algorithm>
 #include <fstream>
@@ -15,7 +15,7 @@ Words debug_config() {
           source_file("assets/tokenizer")};
 }
 
-// The share of a step that waits for data: the median over the steps behind the first, which starts the
+// The share of a step that waits for data: the median over the steps after the first, which starts the
 // threads.
 double waiting_for_data(const std::filesystem::path& folder) {
   std::ifstream file(folder / "metrics.jsonl");
@@ -29,16 +29,16 @@ double waiting_for_data(const std::filesystem::path& folder) {
   return shares.at(shares.size() / 2);
 }
 
-TEST(Llama3Debug, LossFallsOnTwoRanksThatDontWaitForData) {
+TEST(Llama3Debug, LossFallsOnTwoRanksWithoutWaitingForData) {
   auto folder = fresh_folder("run");
   auto steps = train(folder, debug_config() + Words{"--nproc", "2", "--training.steps", "12"});
   ASSERT_EQ(steps.size(), 12u);
-  EXPECT_NEAR(steps.front().loss, 7.8, 0.5);  // ln 2048 = 7.62, and a little from unequal initial logits
+  EXPECT_NEAR(steps.front().loss, 7.8, 0.5);  // ln 2048 = 7.62, plus a little for unequal initial logits
   EXPECT_LT(steps.back().loss, steps.front().loss - 1);
   EXPECT_LT(waiting_for_data(folder), 0.01);
 }
 
-// What a run ends with: losses, norms and the model's file.
+// The results of a run: losses, norms and the model's file.
 struct Outcome {
   std::vector<double> numbers;
   std::string weights;
@@ -61,7 +61,7 @@ Outcome outcome_of(const std::string& name, const Words& words) {
   return outcome;
 }
 
-// Two threads a rank: how work is cut between them must not show.
+// Two threads a rank: how work is divided among them must not change results.
 TEST(Llama3Debug, TwoRunsAreBitEqual) {
   const Outcome first = outcome_of("first", {"--debug.deterministic"});
   EXPECT_EQ(first.numbers.size(), 8u);
@@ -69,11 +69,11 @@ TEST(Llama3Debug, TwoRunsAreBitEqual) {
   EXPECT_TRUE(outcome_of("second", {"--debug.deterministic"}) == first);
   EXPECT_TRUE(outcome_of("warn_only", {"--debug.deterministic", "--debug.deterministic_warn_only"}) == first);
   if (tests_on_gpu()) return;
-  // On the CPU the kernels are deterministic without being told.
+  // On the CPU the kernels are deterministic by default.
   for (const char* name : {"third", "fourth"}) EXPECT_TRUE(outcome_of(name, {}) == first) << name;
 }
 
-// One rank in bfloat16 keeps a cast of its weights: it has to follow the optimizer.
+// One rank in bfloat16 keeps a cast of its weights, which has to follow the optimizer.
 TEST(Llama3Debug, LossFallsOnOneRank) {
   for (const char* implementation : {"fused", "foreach"}) {
     auto steps = train(fresh_folder(implementation),

@@ -1,5 +1,5 @@
-// A batch that the loss jumps at: the run goes back to a checkpoint and on behind that batch, as if it had
-// never been among the data.
+// A batch makes the loss jump: the run rewinds to a checkpoint and skips that batch, as if it had never been
+// in the data.
 
 #include <random>
 
@@ -7,11 +7,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
 
 constexpr int kRows = 4, kSeqLen = 48;
 
@@ -29,7 +24,7 @@ void write_npy(const fs::path& path, const std::vector<std::vector<int32_t>>& st
                static_cast<std::streamsize>(step.size() * sizeof(int32_t)));
 }
 
-/// Tokens that count up and are soon learned; in `strange` batches (from 1) they are any others.
+/// Tokens that count up and are soon learned; `strange` batches (from 1) hold random ones.
 fs::path write_recording(const std::string& name, int num_batches, const std::vector<int>& strange,
                          const std::vector<int>& left_out = {}) {
   std::vector<std::vector<int32_t>> inputs, labels;
@@ -82,8 +77,8 @@ class LossSpike : public ::testing::TestWithParam<SpikeCase> {
   fs::path config_ = fresh_folder("config"), run_ = fresh_folder("run"), straight_ = fresh_folder("straight");
 };
 
-// Behind step 20 come the batches 26, 27, ...: those that a run without 21 to 25 sees there.
-TEST_P(LossSpike, ARunGoesBackAndOnBehindItsBatch) {
+// After step 20 come the batches 26, 27, ...: those that a run without 21 to 25 sees there.
+TEST_P(LossSpike, RewindsTheRunAndSkipsItsBatch) {
   const fs::path data = write_recording("data", 40, {25}),
                  without = write_recording("without", 40, {}, {21, 22, 23, 24, 25});
   train_log(straight_, recorded_run(config_, without, 35) + layout());
@@ -96,7 +91,7 @@ TEST_P(LossSpike, ARunGoesBackAndOnBehindItsBatch) {
 }
 
 // The losses that the rule compares with are in the checkpoint.
-TEST_P(LossSpike, IsTheSameBehindARestart) {
+TEST_P(LossSpike, IsTheSameAfterARestart) {
   const fs::path data = write_recording("data", 40, {25});
   train_log(straight_, recorded_run(config_, data, 35) + kRule + layout());
   train_log(run_, recorded_run(config_, data, 23) + kRule + layout());
@@ -117,24 +112,24 @@ INSTANTIATE_TEST_SUITE_P(
                                                       "--training.local_batch_size", "4"})}),
     [](const auto& info) { return info.param.name; });
 
-// As far as asked, or as far as there are checkpoints; a spike soon behind it takes it twice as far. What the
-// run has learned is saved behind its next step.
-TEST(LossSpikes, AreGoneBackFromAsFarAsAsked) {
+// The configured distance, or as far as there are checkpoints; a spike soon after a rewind doubles it. What
+// the run learned is saved after its next step.
+TEST(LossSpikes, RewindByTheConfiguredNumberOfSteps) {
   const fs::path config = fresh_folder("config"), run = fresh_folder("run");
   const Words words =
       recorded_run(config, write_recording("data", 80, {28, 45}), 50) + kRule + ranks(2) +
       Words{"--fault_tolerance.spike_rewind_steps", "6", "--fault_tolerance.spike_window", "12",
             "--fault_tolerance.spike_sigma",        "3", "--checkpoint.keep_latest_k",     "0"};
   const std::string log = train_log(run, words);
-  // 28 - 6 = 22; behind step 20 come the batches 29 ..., so that 45 is the batch of step 37: 37 - 12 = 25.
+  // 28 - 6 = 22; after step 20 come the batches 29 ..., so 45 is the batch of step 37: 37 - 12 = 25.
   EXPECT_THAT(log, AllOf(HasSubstr("step 28: the loss of"), HasSubstr("Rewinding to step 20 and skipping")));
   EXPECT_THAT(log, AllOf(HasSubstr("step 37: the loss of"), HasSubstr("Rewinding to step 25 and skipping")));
-  EXPECT_TRUE(fs::exists(step_folder(run, 21))) << "behind the first step of the rewound run";
+  EXPECT_TRUE(fs::exists(step_folder(run, 21))) << "saved after the first step of the rewound run";
   EXPECT_EQ(curve_of(run).size(), 50u);
 }
 
-// The number of rewinds is in what is saved right behind one.
-TEST(LossSpikes, AreCountedOverARestart) {
+// The number of rewinds is in the checkpoint that is saved right after one.
+TEST(LossSpikes, AreCountedAcrossARestart) {
   const fs::path config = fresh_folder("config"), run = fresh_folder("run");
   const Words words = recorded_run(config, write_recording("data", 80, {25, 45}), 22) + kRule + ranks(2) +
                       Words{"--fault_tolerance.max_rewinds", "1"};
@@ -143,8 +138,8 @@ TEST(LossSpikes, AreCountedOverARestart) {
               HasSubstr("has gone back 1 times already"));
 }
 
-// Three ranks' random numbers aren't two ranks': the state is that of more ranks than go back to it.
-TEST(LossSpikes, AfterALossAreGoneBackFromOnFewerRanks) {
+// Three ranks' random numbers don't fit two ranks: the state is from more ranks than rewind to it.
+TEST(LossSpikes, RewindOnFewerRanksAfterALoss) {
   const fs::path config = fresh_folder("config"), run = fresh_folder("run");
   const Words words = recorded_run(config, write_recording("data", 60, {24}), 20) + kRule;
   train_log(run, words + ranks(3));
@@ -153,8 +148,8 @@ TEST(LossSpikes, AfterALossAreGoneBackFromOnFewerRanks) {
   EXPECT_EQ(curve_of(run).size(), 30u);
 }
 
-// Another run's steps lie in the folder, behind the one that this run went on from.
-TEST(LossSpikes, AreNotGoneBackFromToAnotherRun) {
+// The folder holds another run's steps, after the one that this run resumed from.
+TEST(LossSpikes, DoNotRewindToAnotherRun) {
   const fs::path config = fresh_folder("config"), run = fresh_folder("run");
   const Words words = recorded_run(config, write_recording("data", 80, {24}), 22) + kRule;
   train_log(run, words);
@@ -163,8 +158,8 @@ TEST(LossSpikes, AreNotGoneBackFromToAnotherRun) {
   EXPECT_THAT(log, HasSubstr("Rewinding to step 15"));
 }
 
-// Of the steps before, the newest is damaged. A byte of the tensors' is another one.
-TEST(LossSpikes, AreGoneBackFromPastDamage) {
+// The newest step before the spike is damaged: one byte of a tensor differs.
+TEST(LossSpikes, RewindPastDamagedCheckpoints) {
   const fs::path config = fresh_folder("config"), run = fresh_folder("run");
   const Words words = recorded_run(config, write_recording("data", 60, {24}), 22) + kRule;
   train_log(run, words);
@@ -178,7 +173,7 @@ TEST(LossSpikes, AreGoneBackFromPastDamage) {
   EXPECT_THAT(log, AllOf(HasSubstr("passed over"), HasSubstr("Rewinding to step 15")));
 }
 
-TEST(LossSpikes, StopARunThatHasGoneBackOftenEnough) {
+TEST(LossSpikes, StopARunAfterTheLastAllowedRewind) {
   const fs::path config = fresh_folder("config"), run = fresh_folder("run");
   const Words words = recorded_run(config, write_recording("data", 60, {25, 36}), 35) + kRule + ranks(2);
   const std::string log = train_log(run, words + Words{"--fault_tolerance.max_rewinds", "1"}, 3);
@@ -187,8 +182,8 @@ TEST(LossSpikes, StopARunThatHasGoneBackOftenEnough) {
   EXPECT_FALSE(fs::exists(step_folder(run, 35)));
 }
 
-// Nothing to go back to.
-TEST(LossSpikes, BeforeTheFirstCheckpointAreTold) {
+// There is nothing to rewind to.
+TEST(LossSpikes, AreReportedBeforeTheFirstCheckpoint) {
   const fs::path config = fresh_folder("config");
   const Words words = recorded_run(config, write_recording("data", 40, {25}), 30) + kRule +
                       Words{"--checkpoint.interval", "100"};
@@ -196,14 +191,14 @@ TEST(LossSpikes, BeforeTheFirstCheckpointAreTold) {
               HasSubstr("there is no complete checkpoint to go back to"));
 }
 
-TEST(LossSpikes, WithoutTheRuleAreLeftAlone) {
+TEST(LossSpikes, AreIgnoredWithoutTheRule) {
   const fs::path config = fresh_folder("config");
   const std::string log =
       train_log(fresh_folder("run"), recorded_run(config, write_recording("data", 40, {25}), 30));
   EXPECT_THAT(log, Not(HasSubstr("spike")));
 }
 
-TEST(LossSpikes, NeedCheckpoints) {
+TEST(LossSpikes, RequireCheckpoints) {
   const fs::path config = fresh_folder("config");
   const CommandResult result = try_train(recorded_run(config, write_recording("data", 40, {}), 30) + kRule +
                                          Words{"--checkpoint.no_enable"});

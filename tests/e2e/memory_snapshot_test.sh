@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# memory_snapshot_test.sh PYTHON TITAN TEXT...: memory snapshots of a run on the CPU are what PyTorch's memory viewer reads: its keys, by Python's
-# pickle; events that lead to the segments and blocks at the end; and, where PYTHON has torch, torch.cuda._memory_viz over it.
+# memory_snapshot_test.sh PYTHON TITAN TEXT...: PyTorch's memory viewer can read the memory snapshots of a run on the CPU: its keys, through
+# Python's pickle; events that lead to the segments and blocks at the end; and, where PYTHON has torch, torch.cuda._memory_viz.
 set -euo pipefail
 python=$1 titan=$2 text=$3
 run=$(mktemp -d)

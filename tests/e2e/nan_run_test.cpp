@@ -1,17 +1,10 @@
-// A NaN on one rank: debug.nan_trace, debug.detect_anomaly and the step that is run again where a run stops
-// name the module; with fault_tolerance.on_nonfinite = "skip" the step is passed over on all ranks.
-
-#include <gmock/gmock.h>
+// A NaN on one rank: debug.nan_trace, debug.detect_anomaly and the replay of the step where a run stops name
+// the module; with fault_tolerance.on_nonfinite = "skip" all ranks skip the step.
 
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 struct Layout {
   const char* name;
@@ -37,7 +30,7 @@ class NanRun : public ::testing::TestWithParam<Layout> {
   std::string rank() const { return "rank " + std::to_string(GetParam().spoiled_rank) + ": "; }
 };
 
-TEST_P(NanRun, AForwardsModuleIsNamed) {
+TEST_P(NanRun, NamesTheModuleOfAForward) {
   const CommandResult result = run_spoiled("layers.1.feed_forward.w2 forward", {"--debug.nan_trace"});
   EXPECT_EQ(result.status, 1) << result.err;
   EXPECT_THAT(result.err, AllOf(ContainsRegex("step [1-4], " + rank() +
@@ -46,7 +39,7 @@ TEST_P(NanRun, AForwardsModuleIsNamed) {
                                 HasSubstr("1 NaN, 0 Inf"), HasSubstr("input 0: "), HasSubstr("weight: ")));
 }
 
-TEST_P(NanRun, ABackwardsModuleIsNamed) {
+TEST_P(NanRun, NamesTheModuleOfABackward) {
   const CommandResult result = run_spoiled("layers.1.feed_forward.w2 backward", {"--debug.nan_trace"});
   EXPECT_EQ(result.status, 1) << result.err;
   EXPECT_THAT(
@@ -56,8 +49,8 @@ TEST_P(NanRun, ABackwardsModuleIsNamed) {
                     "that isn't finite"));
 }
 
-// The step is run again for it: nothing was turned on before.
-TEST_P(NanRun, AGradientThatIsntFiniteIsTracedToItsRankAndModule) {
+// The step is replayed for it: no trace was on before.
+TEST_P(NanRun, TracesANonFiniteGradientToItsRankAndModule) {
   const CommandResult result = run_spoiled("layers.1.feed_forward.w2 backward", {});
   EXPECT_EQ(result.status, 3) << result.err;
   for (int rank_that_tells = 0; rank_that_tells < GetParam().ranks; ++rank_that_tells) {
@@ -89,8 +82,8 @@ INSTANTIATE_TEST_SUITE_P(
                               "4"}}),
     [](const auto& info) { return info.param.name; });
 
-// Both stages have it in their forward, and the loss is the second one's.
-TEST(NanRunOfStages, ALossIsTracedToTheStageBefore) {
+// Both stages have it in their forward, and the loss belongs to the second.
+TEST(NanRunInAPipeline, TracesALossToTheStageBefore) {
   const Words words =
       train_words(resumable(fresh_folder("config")) + ranks(2) +
                   Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libspoiler.so",
@@ -105,8 +98,8 @@ TEST(NanRunOfStages, ALossIsTracedToTheStageBefore) {
                                   "'layers.0.feed_forward.w2' is the first that isn't finite, though its")));
 }
 
-/// Two ranks, of which the second one's numbers are spoiled from the second step on: a step calls each module
-/// twice (spoiler.cpp).
+/// Two ranks; the second one's numbers are spoiled from the second step on: a step calls each module twice
+/// (spoiler.cpp).
 struct SkipLayout {
   const char* name;
   const char* where;
@@ -117,7 +110,7 @@ void PrintTo(const SkipLayout& layout, std::ostream* out) { *out << layout.name;
 
 class SkippedSteps : public ::testing::TestWithParam<SkipLayout> {
  protected:
-  /// Ends behind `steps` of them, and saves the model there.
+  /// Ends after `steps` of them, and saves the model there.
   CommandResult run_steps(int steps, const std::filesystem::path& folder) {
     const Words words = resumable(fresh_folder("config")) + GetParam().words + ranks(2) +
                         Words{"--experimental.custom_import",
@@ -135,7 +128,7 @@ class SkippedSteps : public ::testing::TestWithParam<SkipLayout> {
   }
 };
 
-TEST_P(SkippedSteps, LeaveTheWeightsAsTheyWereAndAreCounted) {
+TEST_P(SkippedSteps, LeaveTheWeightsUnchangedAndAreCounted) {
   const auto sound = fresh_folder("sound"), spoiled = fresh_folder("spoiled");
   CommandResult result = run_steps(1, sound);
   ASSERT_EQ(result.status, 0) << result.err;
@@ -165,7 +158,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, SkippedSteps,
                                                 "--parallelism.pipeline_parallel_microbatch_size", "2"}}),
                          [](const auto& info) { return info.param.name; });
 
-TEST(NanRunTraces, DontChangeARunsNumbers) {
+TEST(NanRunTraces, DoNotChangeARunsNumbers) {
   const auto config = fresh_folder("config");
   const auto plain = train(fresh_folder("plain"), small_run(config));
   const auto traced =

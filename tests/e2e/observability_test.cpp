@@ -1,4 +1,4 @@
-// A run seen from its files: the ranks' logs, titan debug events, top and report.
+// What a run's files show: the ranks' logs, titan debug events, top and report.
 
 #include <algorithm>
 #include <cmath>
@@ -9,17 +9,10 @@
 #include <sstream>
 #include <thread>
 
-#include <gmock/gmock.h>
-
 #include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 std::string text_of(const fs::path& file) {
   std::ostringstream text;
@@ -27,7 +20,7 @@ std::string text_of(const fs::path& file) {
   return text.str();
 }
 
-// By rank, of the newest process.
+// By rank, for the newest process.
 std::map<int, Lines> structured_logs(const fs::path& run) {
   std::map<int, Lines> logs;
   std::set<fs::path> files;
@@ -46,7 +39,7 @@ int64_t count_named(const Lines& lines, const std::string& name) {
 
 CommandResult titan(const Words& words) { return run(Words{titan_program()} + words, {}, 30); }
 
-TEST(Observability, EachRanksLogAndOneTraceOfAll) {
+TEST(Observability, WritesALogPerRankAndOneTraceOfAll) {
   const auto folder = fresh_folder("run");
   train(folder / "out", Words{"--nproc", "2"} + small_run(folder));
   const auto logs = structured_logs(folder / "out");
@@ -59,7 +52,7 @@ TEST(Observability, EachRanksLogAndOneTraceOfAll) {
     }
     EXPECT_EQ(count_named(lines, "eval_end"), 3);
     EXPECT_EQ(count_named(lines, "memory_gib"), 4);
-    EXPECT_EQ(count_named(lines, "own_s"), 3);  // the first interval pays for set-up
+    EXPECT_EQ(count_named(lines, "own_s"), 3);  // the first interval includes set-up
     EXPECT_EQ(lines.back().at("log_type_name"), "teardown_end");
     for (size_t i = 0; i < lines.size(); ++i) EXPECT_EQ(lines[i].at("seq_id"), i);
   }
@@ -86,7 +79,7 @@ TEST(Observability, EachRanksLogAndOneTraceOfAll) {
   EXPECT_EQ(counters, (std::map<int, int64_t>{{0, 4}, {1, 4}}));
 }
 
-TEST(Observability, TheLogCanBeOff) {
+TEST(Observability, LogCanBeOff) {
   const auto folder = fresh_folder("run");
   train(folder / "out", small_run(folder) + Words{"--metrics.structured_logs.no_enable"});
   EXPECT_FALSE(fs::exists(folder / "out" / "structured_logs"));
@@ -98,8 +91,8 @@ TEST(Observability, TheLogCanBeOff) {
   EXPECT_THAT(events.err, HasSubstr("holds no structured logs"));
 }
 
-// Whose data come late: the step takes as long on all ranks, but only one of them works for so long.
-TEST(Observability, ASlowRankIsNamed) {
+// Its data are slow: the step takes as long on all ranks, but only this rank works that long.
+TEST(Observability, NamesASlowRank) {
   const auto folder = fresh_folder("run");
   const CommandResult result = try_train(
       Words{"--nproc", "3"} + small_run(folder) +
@@ -132,7 +125,7 @@ TEST(Observability, ASlowRankIsNamed) {
   }
 }
 
-TEST(Observability, ARunStoppedByASignalSaysSo) {
+TEST(Observability, RecordsAStopByASignal) {
   const auto folder = fresh_folder("run");
   Command training(train_words(small_run(folder) + Words{"--training.steps=100000", "--job.dump_folder",
                                                          (folder / "out").string()}),
@@ -143,14 +136,14 @@ TEST(Observability, ARunStoppedByASignalSaysSo) {
   const auto last = whole_rows(folder / "out").back().at("step").get<int64_t>();
   const CommandResult top = titan({"top", (folder / "out").string()});
   EXPECT_THAT(top.out, HasSubstr("stopped by SIGTERM"));
-  EXPECT_THAT(top.out, HasSubstr("step " + std::to_string(last) + " of 100000"));  // none that wasn't made
+  EXPECT_THAT(top.out, HasSubstr("step " + std::to_string(last) + " of 100000"));  // no step that wasn't made
   ASSERT_EQ(titan({"report", (folder / "out").string()}).status, 0);
   const std::string page = text_of(folder / "out" / "report.html");
   EXPECT_THAT(page, HasSubstr("<td>stopped by SIGTERM</td>"));
   EXPECT_THAT(page, HasSubstr("<td>1 to " + std::to_string(last) + "</td>"));
 }
 
-TEST(Observability, TopOfARunUnderWayAndOfAnEndedOne) {
+TEST(Observability, TopShowsARunningAndAnEndedRun) {
   const auto folder = fresh_folder("run");
   const Words words =
       small_run(folder) + Words{"--training.steps=100000", "--job.dump_folder", (folder / "out").string()};
@@ -158,7 +151,7 @@ TEST(Observability, TopOfARunUnderWayAndOfAnEndedOne) {
   CommandResult top;
   wait_until([&] {
     if (whole_rows(folder / "out").size() <= 3) return false;
-    top = titan({"top", (folder / "out").string()});  // no terminal: once
+    top = titan({"top", (folder / "out").string()});  // not a terminal: prints once
     return top.out.find("left") != std::string::npos && top.out.find("running") != std::string::npos;
   });
   training.signal(SIGKILL);
@@ -185,7 +178,7 @@ Words checkpointing(int steps) {
           "--training.steps=" + std::to_string(steps), "--lr_scheduler.total_steps=8"};
 }
 
-TEST(Observability, TopKnowsTheLastCheckpoint) {
+TEST(Observability, TopShowsTheLastCheckpoint) {
   const auto folder = fresh_folder("run");
   train(folder / "out", small_run(folder) + checkpointing(3));
   CommandResult top = titan({"top", (folder / "out").string()});
@@ -196,7 +189,7 @@ TEST(Observability, TopKnowsTheLastCheckpoint) {
   EXPECT_THAT(top.out, HasSubstr("\nno checkpoint yet\n"));
 }
 
-TEST(Observability, AReportIsOnePageWithEverythingInIt) {
+TEST(Observability, ReportIsOneSelfContainedPage) {
   const auto folder = fresh_folder("run");
   const Words words =
       Words{"--nproc", "2"} + small_run(folder) + Words{"--job.description", "two <b>ranks</b> & a restart"};
@@ -216,10 +209,10 @@ TEST(Observability, AReportIsOnePageWithEverythingInIt) {
   EXPECT_THAT(page, HasSubstr("<td>1 to 4</td>"));  // both starts
   EXPECT_THAT(page, HasSubstr("<td>5 to 8</td>"));
   EXPECT_THAT(page, HasSubstr("<line class=\"restart\""));
-  // Nothing is fetched.
+  // The page loads nothing from elsewhere.
   for (const char* reference : {"http:", "https:", " src=", "<link", "@import", "url("})
     EXPECT_THAT(page, Not(HasSubstr(reference)));
-  // The pages of the parts and of the whole are closed.
+  // The elements of the parts and of the page are closed.
   for (const char* tag : {"section", "figure", "table", "svg", "script", "div", "main", "body", "html"}) {
     const auto count = [&](const std::string& text) {
       int64_t found = 0;

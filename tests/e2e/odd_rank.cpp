@@ -1,5 +1,5 @@
-// A rank that makes a call which no other one makes, before its seventh step: ranks that fell out of step. As
-// `--experimental.custom_import`, in a run that saves checkpoints; TITAN_TEST_ODD_RANK says which rank.
+// A rank that makes an extra call before its seventh step: ranks that fell out of step. Load it with
+// `--experimental.custom_import` in a run that saves checkpoints; TITAN_TEST_ODD_RANK sets the rank.
 
 #include <cstdlib>
 #include <memory>
@@ -37,7 +37,7 @@ class NoState : public titan::checkpoint::Stateful {
 
 }  // namespace
 
-// What is saved is the one thing that is given a trainer's parts.
+// Only checkpointed objects are given a trainer's parts.
 extern "C" void titan_register() {
   titan::train::saved_objects().add("odd", [](titan::train::TrainerParts& parts) {
     parts.observers.push_back(std::make_unique<OddRank>(parts.world));

@@ -1,4 +1,4 @@
-// TorchTitan's own losses, from its weights and batches (tests/data/parity/README.md), and one rank's losses
+// TorchTitan's own losses from its weights and batches (tests/data/parity/README.md), and one rank's losses
 // on every layout.
 
 #include <cmath>
@@ -40,7 +40,7 @@ void expect_near(const std::vector<Logged>& found, const std::vector<Logged>& ex
 
 class Parity : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(Parity, OneRankGivesTorchTitansLosses) {
+TEST_P(Parity, OneRankMatchesTorchTitan) {
   expect_near(train(fresh_folder("run"), replay(GetParam())), recorded(GetParam()), 1e-5);
 }
 
@@ -72,7 +72,7 @@ const Words kPipelineAndData = {
 
 class Layouts : public ::testing::TestWithParam<Layout> {};
 
-TEST_P(Layouts, GiveOneRanksLosses) {
+TEST_P(Layouts, MatchOneRank) {
   const std::string fixture = GetParam().fixture;
   auto one = train(fresh_folder("one"), replay(fixture));
   auto other = train(fresh_folder("other"), replay(fixture) + GetParam().words);
@@ -83,7 +83,7 @@ TEST_P(Layouts, GiveOneRanksLosses) {
 INSTANTIATE_TEST_SUITE_P(
     All, Layouts,
     ::testing::Values(Layout{"Fsdp2", {"--nproc", "2", "--training.local_batch_size", "2"}},
-                      // Four rows over three ranks: two of them have a row that doesn't count.
+                      // Four rows over three ranks: two of them have a padding row.
                       Layout{"Fsdp3", {"--nproc", "3", "--training.local_batch_size", "2"}},
                       Layout{"Fsdp4", {"--nproc", "4", "--training.local_batch_size", "1"}},
                       Layout{"Fsdp2ReshardNever",
@@ -136,9 +136,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Layout{"Pp2Fsdp2", kPipelineAndData}),
     [](const auto& info) { return std::string(info.param.name); });
 
-// ---- heads that can't be spread
+// ---- heads that can't be split
 
-// Of 4 heads and 2 key heads; before a rank starts, so nobody writes anything.
+// 4 heads and 2 key heads; refused before a rank starts, so nothing is written.
 TEST(TensorParallelRefusal, NamesTheDegreesThatWork) {
   for (const char* degree : {"3", "4"}) {
     const auto folder = fresh_folder("refused");
@@ -188,7 +188,7 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
 
 class ModelFile : public ::testing::TestWithParam<Layout> {};
 
-TEST_P(ModelFile, OfManyRanksIsOneRanks) {
+TEST_P(ModelFile, OfManyRanksEqualsThatOfOneRank) {
   const auto one = fresh_folder("one"), spread = fresh_folder("spread");
   const auto file = std::filesystem::path("checkpoint/step-20/model.safetensors");
   train(one, replay("mini"));
@@ -202,7 +202,7 @@ TEST_P(ModelFile, OfManyRanksIsOneRanks) {
     EXPECT_LE(relative_error(found.at(name), values), 1e-4) << name;
   }
 
-  // And it is read by any layout.
+  // Any layout reads it.
   const Words again = replay("mini") + Words{"--checkpoint.initial_load_path", (spread / file).string(),
                                              "--training.steps", "2"};
   const auto wanted = train(fresh_folder("again"), again);

@@ -1,5 +1,5 @@
-// A run that keeps its state in memory, and whose ranks are killed: it goes on from there, without a state on
-// disk, and is the run that nobody disturbed.
+// A run that keeps its state in memory loses ranks: it resumes from memory, without a state on disk, and
+// equals an undisturbed run.
 
 #include <signal.h>
 
@@ -12,15 +12,9 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
-
 class PeerRestart : public ::testing::Test {
  protected:
-  /// 40 steps; on disk nothing but the model after the last, unless `more` says so.
+  /// 40 steps; on disk only the model after the last, unless `more` says otherwise.
   Words words(const Words& more = {}) const {
     return resumable(config_) + Words{"--nproc",
                                       "3",
@@ -41,7 +35,7 @@ class PeerRestart : public ::testing::Test {
 
   Command start(const Words& train) const { return start_held(train, steps_); }
 
-  /// Complete ones. What goes while it looks isn't there.
+  /// The complete ones. One that disappears while it looks is left out.
   std::vector<fs::path> generations() const {
     std::vector<fs::path> found;
     for (const fs::path& folder : entries_of(memory_))
@@ -52,39 +46,33 @@ class PeerRestart : public ::testing::Test {
   static int64_t step_of(const fs::path& generation) {
     return std::stoll(generation.filename().string().substr(5));
   }
-  /// -1: none is.
+  /// -1: there is none.
   int64_t newest_kept() const {
     int64_t newest = -1;
     for (const fs::path& path : generations()) newest = std::max(newest, step_of(path));
     return newest;
   }
 
-  /// Returns its ranks, which wait in front of `step`, when the state behind `kept` is in memory, by default
-  /// any (of states that come fast some are skipped).
+  /// Returns its ranks, which wait before `step`, once the state after `kept` is in memory, by default any
+  /// (some states are skipped when they come fast).
   std::vector<int> wait_for(const Command& job, int64_t step, size_t num_ranks = 3, int64_t kept = -1) const {
-    std::vector<int> ranks;
-    const bool came = wait_until([&] {
-      ranks = ranks_of(job);
-      return ranks.size() == num_ranks && steps_.are_held(ranks, step) &&
-             (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
+    const std::vector<int> ranks = ranks_once(job, num_ranks, [&](const auto& waiting) {
+      return steps_.are_held(waiting, step) && (kept < 0 ? newest_kept() > 0 : newest_kept() == kept);
     });
-    EXPECT_TRUE(came) << ranks.size() << " ranks, step " << last_logged_step(run_);
-    return came ? ranks : std::vector<int>();
+    EXPECT_FALSE(ranks.empty()) << ranks_of(job).size() << " ranks, step " << last_logged_step(run_);
+    return ranks;
   }
-  /// One of its ranks, in front of `step`. Returns when others are there, which come past it.
+  /// Kills one of its ranks before `step`. Returns when others have started, which go past it.
   void kill_rank(const Command& job, size_t rank, int64_t step, size_t num_ranks = 3,
                  int64_t kept = -1) const {
     const std::vector<int> ranks = wait_for(job, step, num_ranks, kept);
     ASSERT_FALSE(ranks.empty());
     ::kill(ranks.at(rank), SIGKILL);
-    steps_.let_go(step);  // the others meet the loss within the step
-    ASSERT_TRUE(wait_until([&] {
-      const std::vector<int> now = ranks_of(job);
-      return !now.empty() && std::find(ranks.begin(), ranks.end(), now.front()) == ranks.end();
-    }));
+    steps_.let_go(step);  // the others notice the loss within the step
+    ASSERT_TRUE(are_replaced(job, ranks));
   }
 
-  /// Of a state that is complete: its files keep their sizes.
+  /// Damages a complete state; its files keep their sizes.
   static void damage(const fs::path& state) {
     int num_damaged = 0;
     for (const auto& file : fs::directory_iterator(state)) {
@@ -123,7 +111,7 @@ class PeerRestart : public ::testing::Test {
   }
 };
 
-TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
+TEST_F(PeerRestart, ResumesFromMemoryWithoutReadingTheDisk) {
   steps_.hold(11);
   steps_.hold(23);
   Command job = start(with_peers("1"));
@@ -135,13 +123,13 @@ TEST_F(PeerRestart, AKilledRankCostsNoReadOfTheDisk) {
               AllOf(HasSubstr("restart 2 of 9"), HasSubstr("is in memory; the newest on disk is none"),
                     HasSubstr("loaded from " + memory_.string()), HasSubstr("on one host")));
   EXPECT_THAT(result.err, Not(HasSubstr("loaded from " + run_.string())));
-  EXPECT_TRUE(fs::is_empty(memory_)) << "the job's folder goes with it";
+  EXPECT_TRUE(fs::is_empty(memory_)) << "the job's folder is removed with it";
   expect_same_curve(words(), 0);
 }
 
-// A lost rank costs what was done since the last multiple of five. The disk has a state too, of fewer steps,
-// whose files nobody reads: that they are damaged isn't noticed.
-TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
+// A lost rank costs the steps since the last multiple of five. The disk has an older state too, whose files
+// nobody reads: their damage goes unnoticed.
+TEST_F(PeerRestart, RepeatsOnlyTheStepsSinceTheLastState) {
   steps_.hold(6);
   steps_.hold(13);
   steps_.hold(18);
@@ -156,7 +144,7 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
     ASSERT_TRUE(wait_until([&] { return fs::exists(step_folder(run_, static_cast<int>(on_disk))); }));
     damage(step_folder(run_, static_cast<int>(on_disk)));
     ::kill(ranks.at(kept % 2), SIGKILL);
-    steps_.let_go(held);  // the others meet the loss within the step
+    steps_.let_go(held);  // the others notice the loss within the step
   }
   const CommandResult result = job.wait(100);
   ASSERT_EQ(result.status, 0) << result.err;
@@ -169,7 +157,7 @@ TEST_F(PeerRestart, AStateEachFiveStepsCostsAKilledRankNoMore) {
   expect_same_curve(words(), 0);
 }
 
-TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
+TEST_F(PeerRestart, FewerRanksResumeFromTheSameMemory) {
   const Words elastic = {"--min-ranks", "2", "--rejoin-after", "never"};
   steps_.hold(11);
   Command job = start(with_peers("1", elastic));
@@ -180,13 +168,13 @@ TEST_F(PeerRestart, FewerRanksGoOnFromTheSameMemory) {
   expect_same_curve(words(), 1e-5);
 }
 
-TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
+TEST_F(PeerRestart, FallsBackToTheDiskIfMemoryIsDamaged) {
   const Words on_disk = {"--checkpoint.interval",      "41", "--training.steps", "80",
                          "--lr_scheduler.total_steps", "80"};
   steps_.hold(44);
   Command job = start(with_peers("42", on_disk));
   ASSERT_FALSE(wait_for(job, 44, 3, /*kept=*/42).empty());
-  const auto kept = generations();  // the one before may be there still
+  const auto kept = generations();  // the one before may still be there
   const auto newest =
       std::find_if(kept.begin(), kept.end(), [](const auto& path) { return step_of(path) == 42; });
   ASSERT_NE(newest, kept.end());
@@ -199,8 +187,8 @@ TEST_F(PeerRestart, DamageInMemoryGivesWayToTheDisk) {
   expect_same_curve(words(on_disk), 0);
 }
 
-// Its launcher is killed, so that nobody tidies up; the next one is another job in the same folder.
-TEST_F(PeerRestart, AnotherJobStartsAnew) {
+// Its launcher is killed, so nothing is cleaned up; the next one is another job in the same folder.
+TEST_F(PeerRestart, AnotherJobStartsFromScratch) {
   {
     steps_.hold(6);
     Command job = start(with_peers("1"));
@@ -219,8 +207,8 @@ TEST_F(PeerRestart, AnotherJobStartsAnew) {
   expect_same_curve(words(), 0);
 }
 
-// The copy has the first one's mark, and is another run: what is in memory stays the first one's.
-TEST_F(PeerRestart, ACopiedRunLeavesTheFirstOnesMemoryAlone) {
+// The copy has the original's mark but is another run: memory keeps the original's state.
+TEST_F(PeerRestart, ACopiedRunLeavesTheOriginalsMemoryAlone) {
   steps_.hold(8);
   Command job = start(with_peers("1"));
   ASSERT_FALSE(wait_for(job, 8).empty());
@@ -238,8 +226,8 @@ TEST_F(PeerRestart, ACopiedRunLeavesTheFirstOnesMemoryAlone) {
   expect_same_curve(words(), 0);
 }
 
-// What its ranks would have gone on from is on disk then.
-TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
+// The state that its ranks would have resumed from is on disk then.
+TEST_F(PeerRestart, LeavesNothingInMemoryAfterGivingUp) {
   steps_.hold(4);
   steps_.hold(8);
   Command job = start(with_peers("1", {}, "1"));
@@ -250,13 +238,13 @@ TEST_F(PeerRestart, AJobThatGivesUpLeavesNothingInMemory) {
   const CommandResult result = job.wait(60);
   EXPECT_EQ(result.status, 128 + SIGKILL);
   EXPECT_TRUE(fs::is_empty(memory_));
-  const int64_t step = number_behind(result.err, "the state after step ");
+  const int64_t step = number_after(result.err, "the state after step ");
   EXPECT_GE(step, 1);
   EXPECT_TRUE(fs::exists(step_folder(run_, static_cast<int>(step)))) << result.err;
 }
 
-// Told to end while no rank runs: nobody is there to save, and on disk there is nothing.
-TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
+// It is told to end while no rank runs: no rank is there to save, and the disk holds nothing.
+TEST_F(PeerRestart, LosesNoStepWhenStoppedBetweenTwoStarts) {
   const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
   steps_.hold(11);
   Command job = start(with_peers("1", elastic));
@@ -268,7 +256,7 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
   job.signal(SIGTERM);
   const CommandResult told = job.wait(60);
   EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  const int64_t step = number_behind(told.err, "the state after step ");
+  const int64_t step = number_after(told.err, "the state after step ");
   EXPECT_EQ(step, kept) << told.err;
   EXPECT_THAT(told.err, AllOf(HasSubstr("too few ranks are left"), HasSubstr("is saved: ")));
   EXPECT_TRUE(fs::is_empty(memory_));
@@ -280,8 +268,8 @@ TEST_F(PeerRestart, AJobThatIsToldToEndBetweenTwoStartsLosesNoStep) {
   expect_same_curve(words(), 0);
 }
 
-// The run's storage is away.
-TEST_F(PeerRestart, WhatCantBeSavedStaysInMemory) {
+// The run's storage is gone.
+TEST_F(PeerRestart, KeepsTheStateInMemoryIfSavingFails) {
   const Words elastic = {"--min-ranks", "1", "--rejoin-after", "never"};
   steps_.hold(4);
   Command job = start(with_peers("1", elastic));
@@ -291,7 +279,7 @@ TEST_F(PeerRestart, WhatCantBeSavedStaysInMemory) {
   job.signal(SIGTERM);
   const CommandResult told = job.wait(60);
   EXPECT_EQ(told.status, 128 + SIGTERM) << told.err;
-  // One before it may be there, and one that was on its way.
+  // An earlier state may be there, and one that was being written.
   const auto left = generations();
   EXPECT_TRUE(std::any_of(left.begin(), left.end(), [&](const fs::path& path) {
     return told.err.find("stays in " + path.string() + " ") != std::string::npos;
@@ -299,7 +287,7 @@ TEST_F(PeerRestart, WhatCantBeSavedStaysInMemory) {
   EXPECT_THAT(told.err, AllOf(HasSubstr("isn't there"), HasSubstr("To resume from it, copy that folder to")));
 }
 
-TEST_F(PeerRestart, WhereNobodyStartsRanksAgainItIsRefused) {
+TEST_F(PeerRestart, IsRefusedIfNothingRestartsRanks) {
   const auto refused = [&](const Words& more) {
     const CommandResult result =
         try_train(resumable(config_) + Words{"--checkpoint.peer_interval", "1"} + more);

@@ -1,7 +1,6 @@
-// `titan train` with a pipeline: one rank's losses, the same numbers in the logs and in validation, and what
-// is told when a rank is lost.
+// `titan train` with a pipeline: one rank's losses, the same numbers in the logs and in validation, and the
+// reports of a lost rank.
 
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -14,10 +13,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::HasSubstr;
 
 struct Layout {
   const char* name;
@@ -44,22 +39,10 @@ Words rows_of(const Layout& layout) {
           "--training.global_batch_size",  std::to_string(4 * layout.batch_ranks)};
 }
 
-void expect_same_metrics(const std::filesystem::path& folder, const std::filesystem::path& plain) {
-  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
-  ASSERT_EQ(steps.size(), 4u);
-  ASSERT_EQ(expected.size(), 4u);
-  for (size_t i = 0; i < steps.size(); ++i) {
-    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
-    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
-    EXPECT_EQ(steps[i].at("n_tokens_seen"), expected[i].at("n_tokens_seen")) << i;
-  }
-}
-
 class PipelineRun : public ::testing::TestWithParam<Layout> {};
 
-// Four layers, so that two stages a rank have something to do.
-TEST_P(PipelineRun, LogsWhatTheSameRowsGiveWithoutIt) {
+// Four layers, so that two stages per rank have something to do.
+TEST_P(PipelineRun, LogsTheSameNumbersAsWithoutPipelining) {
   const Layout& layout = GetParam();
   const Words base =
       small_run(fresh_folder("config")) + rows_of(layout) + Words{"--model.args.n_layers", "4"};
@@ -93,9 +76,9 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"Pp2Cp2", 1, pp("4", "2", "Interleaved1F1B", {"--parallelism.context_parallel_degree", "2"})}),
     [](const auto& info) { return std::string(info.param.name); });
 
-// What the layouts above leave out, beside one run without a pipeline. By the time they take, four layers
-// are cut otherwise than by default, which leaves the last stage none.
-TEST(PipelineSchedulesRun, LogWhatTheSameRowsGiveWithoutThem) {
+// The schedules that the layouts above leave out, beside one run without a pipeline. Split by their times the
+// four layers land otherwise than by default, which leaves the last stage none.
+TEST(PipelineSchedulesRun, LogTheSameNumbersAsWithoutPipelining) {
   const Words base =
       small_run(fresh_folder("config")) + rows_of({"", 1, {}}) + Words{"--model.args.n_layers", "4"};
   const auto plain = fresh_folder("plain");
@@ -113,8 +96,8 @@ TEST(PipelineSchedulesRun, LogWhatTheSameRowsGiveWithoutThem) {
   }
 }
 
-// Stages at both ends have the matrix; the file has it once, and gives it to both again.
-TEST(PipelineModelFile, TiedWeightsAreWrittenOnceAndReadByBothStages) {
+// The first and the last stage have the matrix; the file has it once and gives it to both again.
+TEST(PipelineModelFile, HasTiedWeightsOnceForBothStages) {
   const Words base =
       small_run(fresh_folder("config")) + Words{"--model.args.tie_embeddings", "--checkpoint.enable",
                                                 "--training.local_batch_size", "4", "--validation.no_enable"};
@@ -129,11 +112,11 @@ TEST(PipelineModelFile, TiedWeightsAreWrittenOnceAndReadByBothStages) {
   const auto spread = train(fresh_folder("again_spread"), again + pp("2", "2", "ZBVZeroBubble"));
   ASSERT_EQ(spread.size(), wanted.size());
   for (size_t i = 0; i < wanted.size(); ++i) EXPECT_NEAR(spread[i].loss, wanted[i].loss, 5e-6) << i;
-  EXPECT_LT(wanted[0].loss, expected[0].loss - 0.1);  // it was read
+  EXPECT_LT(wanted[0].loss, expected[0].loss - 0.1);  // the model was read
 }
 
-// The stages' products in bfloat16, and so what travels between them; sums and weights in float32.
-TEST(PipelinePrecision, InBfloat16FollowsOneRank) {
+// The stages' products, and so the tensors sent between them, are in bfloat16; sums and weights in float32.
+TEST(PipelinePrecision, Bfloat16FollowsOneRank) {
   const Words base =
       small_run(fresh_folder("config")) + Words{"--training.local_batch_size", "4", "--validation.no_enable",
                                                 "--training.mixed_precision_param", "bfloat16"};
@@ -146,8 +129,8 @@ TEST(PipelinePrecision, InBfloat16FollowsOneRank) {
   }
 }
 
-// Of 4 MiB two forwards of the first stage get 2 MiB each, the last stage's one all of it.
-TEST(PipelineMemoryBudget, IsSharedByTheForwardsUnderWay) {
+// Out of 4 MiB the first stage's two forwards get 2 MiB each, the last stage's single one all of it.
+TEST(PipelineMemoryBudget, IsSharedByConcurrentForwards) {
   const CommandResult result = try_train(
       small_run(fresh_folder("config")) +
       pp("2", "2", "1F1B",
@@ -160,8 +143,8 @@ TEST(PipelineMemoryBudget, IsSharedByTheForwardsUnderWay) {
 
 // ---- a loss that isn't finite
 
-// The others have none; the gradients of all stages are its consequence.
-TEST(PipelineFaults, ALossThatIsNotFiniteIsToldWithTheLastStagesRank) {
+// The other ranks have no loss; the gradients of all stages follow from it.
+TEST(PipelineFaults, ReportsANonFiniteLossWithTheLastStagesRank) {
   const CommandResult result =
       try_train(small_run(fresh_folder("config")) +
                 pp("2", "2", "1F1B",
@@ -185,9 +168,9 @@ Command start_rank(int rank, int size, const std::string& port, const Words& wor
 }
 
 struct Killed {
-  int pp;  // of 4 ranks; with 2, two ranks share a stage's parameters
+  int pp;  // out of 4 ranks; with 2, two ranks share a stage's parameters
   int rank;
-  int norm = 6;  // of the step, in front of which the rank is; 0: its first forward
+  int norm = 6;  // norm of the step before which the rank waits; 0: its first forward
 };
 void PrintTo(const Killed& killed, std::ostream* out) {
   *out << "rank " << killed.rank << ", pp " << killed.pp << ", norm " << killed.norm;
@@ -195,10 +178,10 @@ void PrintTo(const Killed& killed, std::ostream* out) {
 
 class LostRank : public ::testing::TestWithParam<Killed> {};
 
-// Without a launcher that would end them: every rank finds out by itself, also those whose neighbours live,
-// and where the lost one kept the store through which ranks tell each other, or who keeps it is the only one
-// to meet the loss.
-TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
+// Without a launcher to end them, every rank finds out by itself: also ranks whose neighbours live, and also
+// if the lost rank served the store through which ranks report, or the rank that serves it is the only one to
+// notice the loss.
+TEST_P(LostRank, IsNamedByAllRanksWithTheirCurrentAction) {
   const int lost = GetParam().rank;
   const auto folder = fresh_folder("run");
   const HeldSteps steps(fresh_folder("steps"));
@@ -210,10 +193,10 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
                             "1000000",
                             "--validation.no_enable",
                             "--training.local_batch_size",
-                            "8",  // micro-batches, of which the lost rank is among the first
+                            "8",  // micro-batches; the lost rank is among the first
                             "--training.global_batch_size",
                             std::to_string(8 * 4 / GetParam().pp),
-                            "--checkpoint.enable",  // with which the library is asked
+                            "--checkpoint.enable",  // so that the library is loaded
                             "--checkpoint.interval",
                             "1000000",
                             "--parallelism.pipeline_parallel_degree",
@@ -231,12 +214,12 @@ TEST_P(LostRank, IsNamedByAllWithTheActionTheyWereIn) {
   std::this_thread::sleep_for(
       std::chrono::milliseconds(500));  // until the others wait for it in their actions
   ranks[static_cast<size_t>(lost)].signal(SIGKILL);
-  // At once, as a launcher does: of a process that has ended, others on its host hear when it is waited for.
+  // Reaped at once, as a launcher does: others on its host notice a process's end only when it is waited for.
   std::vector<std::future<CommandResult>> ends;
   for (Command& rank : ranks)
     ends.push_back(std::async(std::launch::async, [&rank] { return rank.wait(60); }));
-  // By the neighbours that exchange messages with it; where ranks share parameters, the first to fail may
-  // have waited for those, and says what all ranks tell of themselves in the store.
+  // Named by the neighbours that exchange messages with it; where ranks share parameters, the first to fail
+  // may have waited for those, and repeats what all ranks report in the store.
   const std::string number = std::to_string(lost);
   const std::string by_neighbours = "rank " + number + " of the job";
   const ::testing::Matcher<const std::string&> named =

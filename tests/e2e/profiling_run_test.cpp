@@ -1,4 +1,4 @@
-// [profiling]: what traces hold, which steps they are of, and that nothing else changes.
+// [profiling]: what traces contain, which steps they cover, and that nothing else changes.
 
 #include <gmock/gmock.h>
 #include <zlib.h>
@@ -16,7 +16,7 @@ namespace {
 
 using nlohmann::json;
 
-// Throws for what isn't a whole gzip file: its checksum is looked at with the last byte.
+// Throws unless the gzip file is complete: its checksum is verified with the last byte.
 std::string unzipped(const std::filesystem::path& path) {
   gzFile file = ::gzopen(path.c_str(), "rb");
   if (!file) throw Error(path.string() + " isn't there");
@@ -44,7 +44,7 @@ struct Trace {
     return found;
   }
   bool has(const std::string& name) const { return !named(name).empty(); }
-  /// Whose names begin so.
+  /// Events whose names begin so.
   std::vector<json> beginning(const std::string& name) const {
     std::vector<json> found;
     for (const json& range : ranges)
@@ -79,7 +79,7 @@ Words profiled(int freq, int warmup = 1, int active = 1) {
 
 Words ranks(int count) { return {"--nproc", str(count), "--training.local_batch_size", str(4 / count)}; }
 
-TEST(Profiling, EachWindowIsATraceWithModulesAndPhases) {
+TEST(Profiling, WritesATracePerWindowWithModulesAndPhases) {
   const auto folder = fresh_folder("run"), plain = fresh_folder("plain");
   const auto steps = train(folder, small_run(folder) + ranks(1) + profiled(2));
   EXPECT_EQ(losses(steps), losses(train(plain, small_run(plain) + ranks(1)))) << "a trace changes nothing";
@@ -105,10 +105,10 @@ TEST(Profiling, EachWindowIsATraceWithModulesAndPhases) {
   const auto& iterations = folder / "profile_traces";
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(iterations), {}), 2);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(iterations / "iteration_2"), {}), 1)
-      << "nothing but the trace";
+      << "only the trace";
 }
 
-TEST(Profiling, EachRanksCollectivesHaveBytesAndAGroup) {
+TEST(Profiling, RecordsBytesAndGroupsOfCollectives) {
   const auto folder = fresh_folder("run");
   train(folder, small_run(folder) + ranks(2) + profiled(2));
   for (const int rank : {0, 1}) {
@@ -128,7 +128,7 @@ TEST(Profiling, EachRanksCollectivesHaveBytesAndAGroup) {
   }
 }
 
-TEST(Profiling, APipelinesActionsAreInIt) {
+TEST(Profiling, ShowsPipelineActions) {
   const auto folder = fresh_folder("run");
   train(folder, small_run(folder) +
                     Words{"--nproc", "2", "--training.local_batch_size", "4",
@@ -142,8 +142,8 @@ TEST(Profiling, APipelinesActionsAreInIt) {
   }
 }
 
-// A recompute that stops early leaves modules by an exception.
-TEST(Profiling, RecomputesAreRangesOfTheirOwn) {
+// A recompute that stops early leaves modules through an exception.
+TEST(Profiling, ShowsRecomputesAsSeparateRanges) {
   const auto folder = fresh_folder("run");
   train(folder, small_run(folder) + ranks(1) + profiled(2) +
                     Words{"--activation_checkpoint.mode", "full", "--validation.enable", "false"});
@@ -155,7 +155,7 @@ TEST(Profiling, RecomputesAreRangesOfTheirOwn) {
   EXPECT_TRUE(is_within_one(recomputes[0], trace.named("layers.1 backward")));
 }
 
-TEST(Profiling, StepsAreCountedFromTheRunsFirst) {
+TEST(Profiling, CountsStepsFromTheRunsFirst) {
   const auto folder = fresh_folder("run");
   const Words words = small_run(folder) + ranks(1) +
                       Words{"--checkpoint.enable",
@@ -173,20 +173,20 @@ TEST(Profiling, StepsAreCountedFromTheRunsFirst) {
   EXPECT_EQ(steps, (std::set<std::string>{"ProfilerStep#3", "ProfilerStep#4"}));
 }
 
-TEST(Profiling, TrainingThatEndsInAWindowWritesWhatThereIs) {
+TEST(Profiling, WritesAPartialWindowWhenTrainingEnds) {
   const auto folder = fresh_folder("run");
   train(folder, small_run(folder) + ranks(1) + profiled(5, 1, 2));
   EXPECT_TRUE(Trace(folder, 4).has("ProfilerStep#4"));
 }
 
-TEST(Profiling, OffItWritesNothing) {
+TEST(Profiling, WritesNothingWhenOff) {
   const auto folder = fresh_folder("run");
   train(folder, small_run(folder) + ranks(1));
   EXPECT_FALSE(std::filesystem::exists(folder / "profile_traces"));
   EXPECT_FALSE(std::filesystem::exists(folder / "memory_snapshot"));
 }
 
-TEST(Profiling, AWindowHasToHoldItsSteps) {
+TEST(Profiling, RefusesAWindowShorterThanItsSteps) {
   const auto folder = fresh_folder("run");
   const CommandResult result = try_train(small_run(folder) + profiled(3, 3, 1));
   EXPECT_EQ(result.status, 2);
@@ -194,7 +194,7 @@ TEST(Profiling, AWindowHasToHoldItsSteps) {
   EXPECT_THAT(result.err, ::testing::HasSubstr("profiler_warmup + profiler_active = 4"));
 }
 
-TEST(Profiling, ATraceThatCantBeWrittenCostsTheTraceAndNotTheRun) {
+TEST(Profiling, ContinuesIfATraceCannotBeWritten) {
   const auto folder = fresh_folder("run");
   std::ofstream(folder / "profile_traces") << "a file where the folder would be";
   const CommandResult result =
@@ -205,8 +205,8 @@ TEST(Profiling, ATraceThatCantBeWrittenCostsTheTraceAndNotTheRun) {
     EXPECT_THAT(result.err, ::testing::HasSubstr(str("cannot write the trace of step ", step, ": ")));
 }
 
-// The first activation, of 4 Mi tokens, is larger than all addresses that the process may have.
-TEST(Profiling, OutOfMemoryTellsTheOwnersAndWhatWouldTakeLess) {
+// The first activation, of 4 Mi tokens, exceeds the process's address limit.
+TEST(Profiling, OutOfMemoryReportsTheOwnersAndWhatWouldSaveMemory) {
   const auto folder = fresh_folder("run");
   const Words words = {"bash", "-c", "ulimit -v 12000000; exec \"$@\"", "bash"};
   const CommandResult result =

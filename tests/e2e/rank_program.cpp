@@ -1,5 +1,5 @@
-// What the launch tests start as a rank: meets the others, sums the ranks, says who it is, then does as it is
-// told.
+// The rank program of the launch tests: joins the others, sums the ranks, prints who it is, then does what
+// its arguments say.
 //   rank_program [timeout_s] [throw RANK | exit RANK CODE | hang]
 
 #include <unistd.h>
@@ -17,7 +17,7 @@ namespace {
 void act(const titan::dist::World& world, const std::vector<std::string>& words) {
   if (words.empty()) return;
   if (words[0] == "hang") {
-    // All wait for a call that never comes: for one that dies, the others notice.
+    // All wait for a call that never comes: the others notice one that dies.
     if (world.rank() == 0) world.everyone()->barrier({"rank_program::hang"}).wait();
     while (true) pause();
   }

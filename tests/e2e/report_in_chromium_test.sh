@@ -26,7 +26,7 @@ pictures=${2:-$work}
 mkdir -p "$pictures"
 cat >"$work/config.toml" <<'TOML'
 [job]
-description = "A small Llama, two ranks, taken up again once"
+description = "A small Llama, two ranks, resumed once"
 [model]
 hf_assets_path = "bytes"
 [model.args]
@@ -67,8 +67,8 @@ for steps in 40 80; do
 done
 "$titan" report "$work/run"
 
-# The page says how its script went in attributes that the DOM dump shows: what went wrong, noted from before any other script runs; and,
-# when all is loaded, how many charts show values under a pointer that is moved over them. Nothing can be looked up by name.
+# The page reports on its script in attributes that the DOM dump shows: errors, recorded from before any other script runs; and, once all is
+# loaded, how many charts show values under a pointer that is moved over them. There is no network, so no name can be resolved.
 watch() {
   python3 - "$1" "$2" <<'PY'
 import sys
@@ -103,7 +103,7 @@ open(sys.argv[2], "w", encoding="utf-8").write(page.replace("<head>", "<head>" +
 PY
 }
 watch "$work/run/report.html" "$work/watched.html"
-# What the test itself has to see: a script that fails, and one that doesn't parse.
+# The test itself has to detect a script that fails, and one that doesn't parse.
 sed 's|const series = JSON.parse(|const series = JSON.parsed(|' "$work/run/report.html" >"$work/failing.html"
 sed 's|const nearest = |const const nearest = |' "$work/run/report.html" >"$work/unparsed.html"
 for broken in failing unparsed; do
@@ -117,7 +117,7 @@ browse() {
 browse --dump-dom "file://$work/watched.html" >"$work/dom.html" || { cat "$work/chromium.log"; exit 1; }
 for broken in failing unparsed; do
   browse --dump-dom "file://$work/$broken.watched.html" >"$work/$broken.dom.html"
-  grep -q 'data-problems="' "$work/$broken.dom.html" || { echo "a script that is broken ($broken) isn't seen"; exit 1; }
+  grep -q 'data-problems="' "$work/$broken.dom.html" || { echo "the broken script ($broken) isn't detected"; exit 1; }
   grep -q 'data-shows="0"' "$work/$broken.dom.html" || { echo "charts of a broken script ($broken) show values"; exit 1; }
 done
 browse --window-size=1280,3000 --screenshot="$pictures/light.png" "file://$work/run/report.html" || { cat "$work/chromium.log"; exit 1; }
@@ -169,8 +169,8 @@ for name, blue in (("light", (0x1f, 0x5f, 0xd6)),):
     seen = colours(f"{sys.argv[2]}/{name}.png")
     assert len(set(seen)) > 100, (name, len(set(seen)))
     near = sum(max(abs(a - b) for a, b in zip(pixel, blue)) < 40 for pixel in seen)
-    assert near > 20, (name, "no curve is seen", near)
+    assert near > 20, (name, "no curve is visible", near)
 light, dark = (sum(sum(pixel) for pixel in colours(f"{sys.argv[2]}/{name}.png", 400)) for name in ("light", "dark"))
-assert dark < light / 2, "dark isn't dark"
+assert dark < light / 2, "the dark page isn't dark"
 print("the report is drawn, light and dark")
 PY

@@ -1,4 +1,4 @@
-// Damaged checkpoints, full disks, folders that can't be written: what a run makes of them.
+// How a run handles damaged checkpoints, full disks, and folders that can't be written.
 
 #include <unistd.h>
 
@@ -10,11 +10,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 void flip_a_bit(const std::filesystem::path& file, int64_t from_end) {
   std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
@@ -33,20 +28,20 @@ void PrintTo(const Damage& damage, std::ostream* out) { *out << damage.name; }
 
 class DamagedStep : public ::testing::TestWithParam<Damage> {};
 
-TEST_P(DamagedStep, GivesWayToTheOneBefore) {
+TEST_P(DamagedStep, FallsBackToTheStepBefore) {
   const Words words = resumable(fresh_folder("config")) + ranks(2);
   const auto run = fresh_folder("run");
   train(run, part_of_run(words, 15));
   const Curve before = curve_of(run);
   GetParam().make(step_folder(run, 15));
-  // One that was asked for is an error.
+  // Damage to a step that was requested is an error.
   EXPECT_THAT(try_train(words + Words{"--job.dump_folder", run.string(), "--checkpoint.load_step", "15"}).err,
               HasSubstr(GetParam().told));
   EXPECT_EQ(curve_of(run), before);
-  // To a later end: one that has come to its end reads no state.
-  EXPECT_THAT(train_log(run, part_of_run(words, 16)),
-              AllOf(HasSubstr("passed over: "), HasSubstr(GetParam().told),
-                    HasSubstr("the run goes on behind step 10")));
+  // With more steps to go: a run at its end reads no state.
+  EXPECT_THAT(
+      train_log(run, part_of_run(words, 16)),
+      AllOf(HasSubstr("passed over: "), HasSubstr(GetParam().told), HasSubstr("resuming after step 10")));
   Curve after = curve_of(run);
   ASSERT_EQ(after.size(), 16u);
   after.erase(16);
@@ -77,7 +72,7 @@ using std::filesystem::perms;
 
 constexpr perms kReadOnly = perms::owner_read | perms::owner_exec | perms::others_read | perms::others_exec;
 
-// The words in front of a command that make it a user whom a folder's mode stops: root may write anywhere.
+// The words before a command that run it as a user whom a folder's mode stops: root may write anywhere.
 Words as_user() {
   const Words nobody = {"setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"};
   return ::geteuid() == 0 ? nobody : Words{};
@@ -93,7 +88,7 @@ std::filesystem::path folder_of_user(const std::string& name) {
   return dump;
 }
 
-TEST(ReadOnlyFolder, IsToldAtTheStart) {
+TEST(ReadOnlyFolder, IsReportedAtTheStart) {
   if (!user_can_train()) GTEST_SKIP() << "a user without rights can't run " << titan_program();
   const auto config = fresh_folder("config"), dump = folder_of_user("run");
   std::filesystem::permissions(dump / "checkpoint", kReadOnly);
@@ -123,7 +118,7 @@ Words endless(const std::string& name, const std::filesystem::path& dump, const 
                                        "--checkpoint.on_failure", on_failure});
 }
 
-TEST(ReadOnlyFolder, OneThatBecomesSoStopsTheRun) {
+TEST(ReadOnlyFolder, StopsTheRunIfItBecomesReadOnly) {
   if (!user_can_train()) GTEST_SKIP() << "a user without rights can't run " << titan_program();
   const auto dump = folder_of_user("run");
   Command job(endless("run", dump, "stop"), {{"OMP_NUM_THREADS", "1"}});
@@ -135,7 +130,7 @@ TEST(ReadOnlyFolder, OneThatBecomesSoStopsTheRun) {
   expect_whole(step_folder(dump, static_cast<int>(newest_step(dump))));
 }
 
-TEST(ReadOnlyFolder, OneThatIsSoForAWhileIsWrittenToAgain) {
+TEST(ReadOnlyFolder, IsWrittenToAgainOnceItIsWritable) {
   if (!user_can_train()) GTEST_SKIP() << "a user without rights can't run " << titan_program();
   const auto dump = folder_of_user("run");
   Command job(endless("run", dump, "continue"), {{"OMP_NUM_THREADS", "1"}});
@@ -149,7 +144,7 @@ TEST(ReadOnlyFolder, OneThatIsSoForAWhileIsWrittenToAgain) {
     const int64_t first = last_row();
     return wait_until([&] { return last_row() >= first + number; });
   };
-  // The save that was under way has ended, and then two more are due.
+  // The save in progress has ended, and two more are due.
   ASSERT_TRUE(wait_for_steps(6)) << job.wait(0).err;
   const int64_t before = newest_step(dump);
   ASSERT_TRUE(wait_for_steps(12)) << job.wait(0).err;
@@ -170,7 +165,7 @@ CommandResult train_with_file_limit(int kib, const Words& words) {
   return run({"/bin/bash", "-c", command}, {{"OMP_NUM_THREADS", "1"}}, 100);
 }
 
-// The state is of 1.6 MB, the model alone of 0.5.
+// The state has 1.6 MB, the model alone 0.5.
 TEST(FullDisk, StopsTheRunOrIsLogged) {
   for (const std::string mode : {"disabled", "async", "async_with_pinned_mem"}) {
     const Words words = resumable(fresh_folder("config")) + Words{"--checkpoint.async_mode", mode};
@@ -191,8 +186,8 @@ TEST(FullDisk, StopsTheRunOrIsLogged) {
   }
 }
 
-// Whatever training would do without it.
-TEST(FullDisk, ASeedThatIsNotSavedIsAnError) {
+// Regardless of what training would do without it.
+TEST(FullDisk, IsAnErrorForASeed) {
   const auto run = fresh_folder("run");
   const CommandResult result =
       train_with_file_limit(400, resumable(fresh_folder("config")) +
@@ -203,7 +198,7 @@ TEST(FullDisk, ASeedThatIsNotSavedIsAnError) {
               AllOf(HasSubstr("rank_00000.safetensors"), Not(HasSubstr("the seed checkpoint is in"))));
 }
 
-/// A small file system, gone with the object.
+/// A small file system that is unmounted with the object.
 class SmallDisk {
  public:
   SmallDisk(const std::filesystem::path& folder, const std::string& size) : folder_(folder) {
@@ -219,7 +214,7 @@ class SmallDisk {
   bool mounted_ = false;
 };
 
-// What a file takes there.
+// The space that a file takes there.
 int64_t on_disk(const std::filesystem::path& folder) {
   constexpr int64_t page = 4096;
   int64_t bytes = 0;
@@ -228,16 +223,16 @@ int64_t on_disk(const std::filesystem::path& folder) {
   return bytes;
 }
 
-/// Of a step's rank file so much is free when the disk holds the step before.
+/// The share of a step's rank file that is free when the disk holds the step before.
 struct Full {
   int percent;
   const char* mode;
 };
 void PrintTo(const Full& full, std::ostream* out) { *out << full.percent << " %"; }
 
-class DiskOfAStepAndAPart : public ::testing::TestWithParam<Full> {};
+class NearlyFullDisk : public ::testing::TestWithParam<Full> {};
 
-TEST_P(DiskOfAStepAndAPart, LeavesTheStepBeforeAndSaysHowMuchIsMissing) {
+TEST_P(NearlyFullDisk, KeepsTheStepBeforeAndReportsHowMuchIsMissing) {
   const auto measured = fresh_folder("measured");
   const Words words = resumable(fresh_folder("config")) +
                       Words{"--training.steps", "12", "--checkpoint.async_mode", GetParam().mode};
@@ -252,9 +247,9 @@ TEST_P(DiskOfAStepAndAPart, LeavesTheStepBeforeAndSaysHowMuchIsMissing) {
     std::filesystem::create_directory(folder / "checkpoint");
     const SmallDisk disk(folder / "checkpoint", std::to_string(disk_bytes));
     if (!disk.mounted()) GTEST_SKIP() << "no file system can be mounted here";
-    // The model alone, of a third of the state, has room where a half is free.
+    // The model alone, a third of the state, fits where half is free.
     const bool goes_on = on_failure == "continue", has_room_at_the_end = GetParam().percent >= 50;
-    // Long enough for what fails in the background to be heard of.
+    // Long enough for a background failure to be noticed.
     const Words steps = goes_on ? Words{} : Words{"--training.steps", "1000"};
     const std::string log = train_log(folder, words + steps + Words{"--checkpoint.on_failure", on_failure},
                                       goes_on && has_room_at_the_end ? 0 : 1);
@@ -275,13 +270,13 @@ TEST_P(DiskOfAStepAndAPart, LeavesTheStepBeforeAndSaysHowMuchIsMissing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(FullDisk, DiskOfAStepAndAPart,
+INSTANTIATE_TEST_SUITE_P(FullDisk, NearlyFullDisk,
                          ::testing::Values(Full{10, "disabled"}, Full{50, "async"},
                                            Full{99, "async_with_pinned_mem"}),
                          [](const auto& info) { return str("Free", info.param.percent); });
 
 // Two runs that write to one folder would take each other's steps for their own.
-TEST(TwoRuns, DontShareAFolder) {
+TEST(TwoRuns, CannotShareAFolder) {
   const auto folder = fresh_folder("run");
   const Words words = resumable(fresh_folder("config")) + Words{"--job.dump_folder", folder.string()};
   Command first(train_words(words + Words{"--training.steps", "1000000", "--checkpoint.interval", "1"}),

@@ -1,8 +1,6 @@
 #pragma once
 
-// Runs that stop and go on: the small model with its state saved.
-
-#include <gmock/gmock.h>
+// Runs that stop and resume: the small model with its state saved.
 
 #include <map>
 
@@ -10,7 +8,7 @@
 
 namespace titan::testing {
 
-/// Text of its own, as a run goes on only over the data that it began with.
+/// Its own text, as a run resumes only over the data that it began with.
 inline std::string write_text(const std::filesystem::path& folder) {
   const std::vector<std::string> words = {"a",   "run",  "that", "goes", "on",  "is",
                                           "the", "same", "step", "by",   "step"};
@@ -23,7 +21,7 @@ inline std::string write_text(const std::filesystem::path& folder) {
   return (folder / "text.txt").string();
 }
 
-/// A scontrol that writes down its words, in front of the real one's place.
+/// A scontrol that records its arguments, found before the real one.
 inline std::filesystem::path fake_scontrol(const std::filesystem::path& folder, int code) {
   const std::filesystem::path program = folder / "scontrol";
   std::ofstream(program) << "#!/bin/sh\necho \"$@\" >> " << (folder / "told").string() << "\nexit " << code
@@ -32,7 +30,7 @@ inline std::filesystem::path fake_scontrol(const std::filesystem::path& folder, 
   return folder / "told";
 }
 
-/// 20 steps of the small run, whatever the number of ranks: each of them is four rows that the ranks share.
+/// 20 steps of the small run, whatever the number of ranks: each step has four rows, which the ranks share.
 /// Saves in folder/checkpoint.
 inline Words resumable(const std::filesystem::path& config_folder) {
   return small_run(config_folder) + Words{"--training.dataset_path",
@@ -76,7 +74,7 @@ inline std::string bytes_of(const std::filesystem::path& path) {
   return bytes.str();
 }
 
-/// What can be compared of the logged steps to the last bit, by step; a last row that a kill cut is left out.
+/// The bit-comparable numbers of the logged steps, by step; a last row that a kill cut short is left out.
 using Curve = std::map<int64_t, std::vector<double>>;
 inline Curve curve_of(const std::filesystem::path& run) {
   std::ifstream file(run / "metrics.jsonl");
@@ -93,18 +91,18 @@ inline Curve curve_of(const std::filesystem::path& run) {
   return curve;
 }
 
-/// The same run on other ranks, as far as sums in another order leave it.
+/// The same run on other ranks, up to rounding from another order of sums.
 inline void expect_near(const Curve& found, const Curve& expected) {
   ASSERT_EQ(found.size(), expected.size());
   for (const auto& [step, numbers] : expected) {
     EXPECT_NEAR(found.at(step)[0], numbers[0], 1e-5) << "loss of step " << step;
     EXPECT_NEAR(found.at(step)[1], numbers[1], 1e-4) << "gradient norm of step " << step;
     EXPECT_EQ(found.at(step)[2], numbers[2]) << "learning rate of step " << step;
-    EXPECT_EQ(found.at(step)[3], numbers[3]) << "tokens seen behind step " << step;
+    EXPECT_EQ(found.at(step)[3], numbers[3]) << "tokens seen after step " << step;
   }
 }
 
-/// `train`, which tells what the log said.
+/// Runs `train` and returns its log.
 inline std::string train_log(const std::filesystem::path& run, const Words& words, int expected_status = 0) {
   const CommandResult result = try_train(words + Words{"--job.dump_folder", run.string()}, 100);
   EXPECT_EQ(result.status, expected_status) << result.err << result.out;

@@ -1,12 +1,9 @@
-// A run that stops and goes on is the same run: to the last bit on the same ranks, within rounding on others.
+// A run that stops and resumes is the same run: bit-equal on the same ranks, within rounding on others.
 
 #include "e2e/resume_run.h"
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr double kRounding = 1e-5;
 
@@ -27,8 +24,8 @@ const Words kReplicate2 = {"--parallelism.data_parallel_replicate_degree", "2",
 
 class SameRanks : public ::testing::TestWithParam<Layout> {};
 
-// Twice and three times interrupted: what is wrong only behind a second resumption is seen too.
-TEST_P(SameRanks, SplitRunsAreTheSameRun) {
+// Interrupted two and three times: a fault that shows only after a second resume is seen too.
+TEST_P(SameRanks, ResumeBitEqual) {
   const Words words = resumable(fresh_folder("config")) + GetParam().words;
   const auto straight = fresh_folder("straight");
   train(straight, words);
@@ -61,7 +58,7 @@ void PrintTo(const Chain& chain, std::ostream* out) { *out << chain.name; }
 
 class OtherRanks : public ::testing::TestWithParam<Chain> {};
 
-TEST_P(OtherRanks, GoOnWithinRounding) {
+TEST_P(OtherRanks, ResumeWithinRounding) {
   const Words words = resumable(fresh_folder("config"));
   const auto straight = fresh_folder("straight"), run = fresh_folder("run");
   train(straight, words);
@@ -94,7 +91,7 @@ INSTANTIATE_TEST_SUITE_P(Resume, OtherRanks,
 
 // ---- modes of saving
 
-// A rank's file behind its header, in which the run's id stands.
+// A rank's file after its header, which holds the run's id.
 std::string tensors_of(const std::filesystem::path& file) {
   const std::string bytes = bytes_of(file);
   uint64_t header = 0;
@@ -103,8 +100,8 @@ std::string tensors_of(const std::filesystem::path& file) {
   return bytes.substr(std::min<size_t>(bytes.size(), sizeof header + header));
 }
 
-// The state of a step, whatever training did while it was written.
-TEST(Saving, InTheBackgroundWritesTheSame) {
+// The state of a step, whatever training does while it is written.
+TEST(Saving, InTheBackgroundWritesTheSameFiles) {
   const Words words = part_of_run(resumable(fresh_folder("config")), 6) +
                       Words{"--checkpoint.interval", "1", "--nproc", "2", "--checkpoint.async_mode"};
   const auto expected = fresh_folder("disabled");
@@ -130,7 +127,7 @@ TEST(Saving, KeepsTheNewest) {
   EXPECT_EQ(names_in(run / "checkpoint"), (std::vector<std::string>{".lock", "step-8", "step-9"}));
 }
 
-TEST(Saving, AfterTheFirstStepAndTheLast) {
+TEST(Saving, FollowsTheFirstStepAndTheLast) {
   const auto run = fresh_folder("run");
   train(run, resumable(fresh_folder("config")) +
                  Words{"--training.steps", "4", "--checkpoint.enable_first_step_checkpoint"});
@@ -140,19 +137,19 @@ TEST(Saving, AfterTheFirstStepAndTheLast) {
   EXPECT_EQ(names_in(step_folder(run, 4)), (std::vector<std::string>{"model.safetensors"}));
 }
 
-// What the steps waited for is told, and isn't theirs.
-TEST(Saving, IsAFieldOfTheMetrics) {
+// The time that steps wait for a save is reported, but not as theirs.
+TEST(Saving, IsTimedInTheMetrics) {
   const auto run = fresh_folder("run");
   train(run, part_of_run(resumable(fresh_folder("config")), 6) + Words{"--checkpoint.interval", "2"});
   const Lines rows = read_lines(run / "metrics.jsonl");
   ASSERT_EQ(rows.size(), 6u);
-  double behind_saves = 0, elsewhere = 0;
+  double after_saves = 0, elsewhere = 0;
   for (const auto& row : rows) {
     const int64_t step = row.at("step");
     const double seconds = row.at("checkpoint_s");
-    (step == 3 || step == 5 ? behind_saves : elsewhere) += seconds;  // of the window behind the save
+    (step == 3 || step == 5 ? after_saves : elsewhere) += seconds;  // of the window after the save
   }
-  EXPECT_GT(behind_saves, elsewhere);
+  EXPECT_GT(after_saves, elsewhere);
   const auto off = fresh_folder("off");
   train(off, small_run(fresh_folder("config")) + Words{"--training.steps", "1"});
   EXPECT_FALSE(read_lines(off / "metrics.jsonl").at(0).contains("checkpoint_s"));
@@ -160,7 +157,7 @@ TEST(Saving, IsAFieldOfTheMetrics) {
 
 // ---- what is loaded
 
-TEST(Loading, AStepThatIsNamed) {
+TEST(Loading, ResumesFromANamedStep) {
   const Words words = resumable(fresh_folder("config")) + Words{"--checkpoint.interval", "2"};
   const auto run = fresh_folder("run");
   train(run, part_of_run(words, 8));
@@ -168,7 +165,7 @@ TEST(Loading, AStepThatIsNamed) {
   EXPECT_THAT(train_log(run, part_of_run(words, 5) + Words{"--checkpoint.load_step", "4"}),
               AllOf(HasSubstr("resuming after step 4"), HasSubstr("newer steps stay in"),
                     HasSubstr("(6, 8); until this run is past them")));
-  const Curve after = curve_of(run);  // rows behind step 4 are gone but for the new one
+  const Curve after = curve_of(run);  // rows after step 4 are gone but for the new one
   ASSERT_EQ(after.size(), 5u);
   for (const auto& [step, numbers] : after) EXPECT_EQ(numbers, before.at(step)) << step;
   EXPECT_THAT(train_log(run, words + Words{"--checkpoint.load_step", "3"}, 2),
@@ -176,7 +173,7 @@ TEST(Loading, AStepThatIsNamed) {
                     HasSubstr("the complete steps 2, 4, 5, 6, 8")));
 }
 
-TEST(Loading, RowsOfValidationGoOnToo) {
+TEST(Loading, ContinuesTheRowsOfValidation) {
   const Words words =
       resumable(fresh_folder("config")) + Words{"--validation.enable", "--validation.freq", "2"};
   const auto straight = fresh_folder("straight"), run = fresh_folder("run");
@@ -194,7 +191,7 @@ TEST(Loading, RowsOfValidationGoOnToo) {
 
 Words without(const std::string& keys) { return {"--checkpoint.exclude_from_loading", keys}; }
 
-TEST(Loading, WhatIsExcludedStartsAnew) {
+TEST(Loading, ExcludedPartsStartFromScratch) {
   const Words words = resumable(fresh_folder("config"));
   const auto whole = fresh_folder("whole");
   train(whole, part_of_run(words, 6));
@@ -207,20 +204,20 @@ TEST(Loading, WhatIsExcludedStartsAnew) {
     EXPECT_THAT(train_log(run, part_of_run(words, 6) + without(keys)), HasSubstr("not loaded: "));
     return curve_of(run);
   };
-  // The schedule alone: the same batch and so the same loss, at the first step's rate.
+  // Only the schedule restarts: the same batch and so the same loss, at the first step's rate.
   EXPECT_EQ(go_on("lr_scheduler").at(6)[0], before.at(6)[0]);
   EXPECT_EQ(go_on("lr_scheduler").at(6)[2], before.at(1)[2]);
-  // The data alone: the first step's batch, which the model knows by now.
+  // Only the data restart: the first step's batch, which the model knows by now.
   EXPECT_NE(go_on("dataloader").at(6)[0], before.at(6)[0]);
   EXPECT_LT(go_on("dataloader").at(6)[0], before.at(1)[0]);
   EXPECT_EQ(go_on("dataloader").at(6)[2], before.at(6)[2]);
-  // The count of steps alone.
+  // Only the count of steps restarts.
   const Curve counted_anew = go_on("train_state");
   EXPECT_EQ(counted_anew.size(), 6u);
   EXPECT_EQ(counted_anew.at(1)[0], before.at(6)[0]);
 }
 
-TEST(Loading, WhatCantBeExcluded) {
+TEST(Loading, RefusesPartsThatCannotBeExcluded) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
   EXPECT_THAT(train_log(run, words + without("model"), 2), HasSubstr("it can't be excluded"));
@@ -230,7 +227,7 @@ TEST(Loading, WhatCantBeExcluded) {
                     HasSubstr("did you mean 'dataloader'?")));
 }
 
-TEST(Loading, AStepOfAnotherRun) {
+TEST(Loading, StartsFromAStepOfAnotherRun) {
   const Words words = resumable(fresh_folder("config"));
   const auto first = fresh_folder("first");
   train(first, part_of_run(words, 6));
@@ -243,7 +240,7 @@ TEST(Loading, AStepOfAnotherRun) {
   const auto whole = fresh_folder("whole");
   train(whole, part_of_run(from, 6) + Words{"--checkpoint.no_initial_load_model_only"});
   EXPECT_EQ(curve_of(whole), (Curve{{6, before.at(6)}}));
-  // Now the run has steps of its own.
+  // Now the run has its own steps.
   EXPECT_THAT(train_log(whole, part_of_run(from, 7)), HasSubstr("checkpoint.initial_load_path isn't used"));
   const Words from_gone = words + Words{"--checkpoint.initial_load_path", (first / "gone").string()};
   EXPECT_THAT(train_log(whole, part_of_run(from_gone, 8)),
@@ -253,8 +250,8 @@ TEST(Loading, AStepOfAnotherRun) {
               HasSubstr("it holds steps, of which one has to be named: step-5, step-6"));
 }
 
-// TorchTitan looks at whether the folder is there.
-TEST(Loading, AnEmptyFolderOfTheRunsOwnDoesntHideTheInitialWeights) {
+// TorchTitan checks whether the folder exists.
+TEST(Loading, LoadsInitialWeightsIfTheRunsFolderIsEmpty) {
   const Words words = resumable(fresh_folder("config"));
   const auto first = fresh_folder("first"), run = fresh_folder("run");
   train(first, part_of_run(words, 5));
@@ -264,7 +261,7 @@ TEST(Loading, AnEmptyFolderOfTheRunsOwnDoesntHideTheInitialWeights) {
               HasSubstr("initial weights come from"));
 }
 
-TEST(Loading, ARunThatEndedWithTheModelAloneGoesOnBehindItsLastState) {
+TEST(Loading, ResumesFromTheLastStateOfARunThatEndedWithTheModel) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
   train(run, words + Words{"--training.steps", "7"});
@@ -273,8 +270,8 @@ TEST(Loading, ARunThatEndedWithTheModelAloneGoesOnBehindItsLastState) {
   EXPECT_EQ(curve_of(run).size(), 20u);
 }
 
-// Nor touching the records of the run that did.
-TEST(Loading, AndSavingNothing) {
+// And without touching the records of the run that did save.
+TEST(Loading, WorksWithoutSaving) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
   train(run, part_of_run(words, 5));
@@ -287,8 +284,8 @@ TEST(Loading, AndSavingNothing) {
   EXPECT_EQ(names_in(run / "checkpoint"), (std::vector<std::string>{".lock", "step-5"}));
 }
 
-// A requeued job doesn't train its last interval again, nor write its result twice.
-TEST(Loading, ARunThatHasEndedSaysSo) {
+// A requeued job neither repeats its last interval nor writes its result twice.
+TEST(Loading, ReportsThatARunHasEnded) {
   const Words words = resumable(fresh_folder("config")) + Words{"--training.steps", "7"};
   const auto run = fresh_folder("run");
   train(run, words);
@@ -302,7 +299,7 @@ TEST(Loading, ARunThatHasEndedSaysSo) {
               HasSubstr("resuming after step 5"));
 }
 
-TEST(Loading, WhatIsOtherThanItWasIsTold) {
+TEST(Loading, ReportsWhatHasChanged) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
   train(run, part_of_run(words, 5));
@@ -318,7 +315,7 @@ TEST(Loading, WhatIsOtherThanItWasIsTold) {
   EXPECT_THAT(other.err, ::testing::Not(HasSubstr("dump_folder:")));
 }
 
-TEST(Loading, ASeedOfOneRankByTwo) {
+TEST(Loading, LoadsASeedOfOneRankOnTwo) {
   const Words words = resumable(fresh_folder("config")) + Words{"--training.steps", "3"};
   const auto run = fresh_folder("run"), plain = fresh_folder("plain");
   train_log(run, words + Words{"--checkpoint.create_seed_checkpoint", "--debug.seed", "7"});
@@ -331,8 +328,8 @@ TEST(Loading, ASeedOfOneRankByTwo) {
               HasSubstr("is done by one rank"));
 }
 
-// Dropout draws from LibTorch's generators, which are of the state too.
-TEST(Loading, RandomNumbersGoOn) {
+// Dropout draws from LibTorch's generators, which are part of the state too.
+TEST(Loading, RandomNumbersContinue) {
   const auto config = fresh_folder("config");
   const Words words = {source_file("docs/examples/custom_model/ngram.toml"),
                        "--experimental.custom_import",
@@ -368,7 +365,7 @@ TEST(Loading, RandomNumbersGoOn) {
   EXPECT_NE(curve_of(run).at(5), expected.at(5));
 }
 
-TEST(Loading, AnObjectOfTheUsers) {
+TEST(Loading, RestoresAnObjectOfTheUser) {
   const std::string library = std::string(TITAN_BINARY_DIR) + "/lib/libsaved_object.so";
   const Words words = resumable(fresh_folder("config")) + ranks(2),
               more = words + Words{"--experimental.custom_import", library};
@@ -376,7 +373,7 @@ TEST(Loading, AnObjectOfTheUsers) {
   train(run, part_of_run(more, 10));
   EXPECT_THAT(train_log(run, part_of_run(more, 11)),
               HasSubstr("the counter stood at 2, and in its tensor at 2"));
-  // A state from before it joined, and one that has it in a run that hasn't.
+  // A state from before the object joined, and one with it in a run that lacks it.
   EXPECT_THAT(train_log(run, words, 2), HasSubstr("save_counter"));
   const auto older = fresh_folder("older");
   train(older, part_of_run(words, 5));
@@ -384,7 +381,7 @@ TEST(Loading, AnObjectOfTheUsers) {
   EXPECT_THAT(train_log(older, more + without("save_counter")), HasSubstr("resuming after step 5"));
 }
 
-TEST(Loading, OtherDataAreToldAndCanBeLeftOut) {
+TEST(Loading, ReportsOtherDataUnlessExcluded) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
   train(run, part_of_run(words, 5));

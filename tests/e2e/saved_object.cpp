@@ -1,5 +1,4 @@
-// An object of a user's own that joins the checkpoints of `titan train`: it counts how often it was saved, in
-// a tensor and in a text.
+// A user's object that joins the checkpoints of `titan train`: it counts its saves in a tensor and in a text.
 
 #include <memory>
 #include <string>

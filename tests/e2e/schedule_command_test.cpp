@@ -1,6 +1,5 @@
 // titan schedule as a user runs it.
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,10 +10,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 CommandResult schedule(const Words& words) {
   const bool draws = std::find(words.begin(), words.end(), "--svg") != words.end();
@@ -35,7 +30,7 @@ TEST(ScheduleCommand, PrintsTimelineAndFigures) {
                                 HasSubstr("critical path: 0F0"), Not(HasSubstr("\033"))));
 }
 
-TEST(ScheduleCommand, CostsPerStage) {
+TEST(ScheduleCommand, AcceptsCostsPerStage) {
   const CommandResult result = schedule({"--pp", "2", "--microbatches", "2", "--forward", "1,2", "--input=2",
                                          "--weight", "0.5", "--communication", "0.25", "--loss", "1"});
   EXPECT_EQ(result.status, 0) << result.err;
@@ -43,7 +38,7 @@ TEST(ScheduleCommand, CostsPerStage) {
   EXPECT_THAT(result.out, HasSubstr("makespan 15"));
 }
 
-TEST(ScheduleCommand, FilesGoOutAndComeBack) {
+TEST(ScheduleCommand, WritesAndReadsFiles) {
   const auto folder = fresh_folder("schedule");
   const std::string csv = folder / "a.csv", again = folder / "b.csv", svg = folder / "a.svg";
   const Words words = {"--schedule", "Interleaved1F1B", "--pp", "2", "--microbatches", "4"};
@@ -57,8 +52,8 @@ TEST(ScheduleCommand, FilesGoOutAndComeBack) {
   EXPECT_EQ(second.out.substr(second.out.find('\n')), first.out.substr(first.out.find('\n')));
 }
 
-// In the current folder, if it can be written there.
-TEST(ScheduleCommand, DrawsTheTimelineUnasked) {
+// In the current folder, if that is writable.
+TEST(ScheduleCommand, DrawsTheTimelineByDefault) {
   const auto folder = fresh_folder("schedule");
   const auto there = [&](const std::string& before) {
     return run({"/bin/sh", "-c",
@@ -79,7 +74,7 @@ TEST(ScheduleCommand, DrawsTheTimelineUnasked) {
   EXPECT_THAT(large.err, HasSubstr("use --svg FILE to draw it anyway"));
 }
 
-TEST(ScheduleCommand, ForwardOnlyAndRepeated) {
+TEST(ScheduleCommand, SimulatesForwardOnlyAndRepeatedSchedules) {
   const CommandResult forward = schedule({"--pp", "2", "--microbatches", "3", "--forward-only"});
   EXPECT_THAT(forward.out, AllOf(HasSubstr("1F2"), Not(HasSubstr("B0")), HasSubstr("makespan 4")));
   const CommandResult twice =
@@ -106,7 +101,7 @@ TEST(ScheduleCommand, HelpNamesEveryOption) {
     EXPECT_THAT(result.out, HasSubstr(option));
 }
 
-TEST(ScheduleCommand, WhatIsWrongIsSaid) {
+TEST(ScheduleCommand, ExplainsWrongInput) {
   const auto wrong = [](const Words& words) {
     const CommandResult result = schedule(words);
     EXPECT_EQ(result.status, 2) << result.out;
@@ -130,7 +125,7 @@ TEST(ScheduleCommand, WhatIsWrongIsSaid) {
   EXPECT_THAT(wrong({"--from-csv", path.string(), "--pp", "2"}), HasSubstr("excludes"));
 }
 
-TEST(ScheduleCommand, DocumentsAreCurrent) {
+TEST(ScheduleCommand, DocumentsAreUpToDate) {
   EXPECT_THAT(text_of(source_file("docs/pipeline_schedules.md")), HasSubstr(schedule({"--list"}).out))
       << "run scripts/update_docs.sh";
   const auto drawn = fresh_folder("schedule") / "drawn.svg";

@@ -1,4 +1,4 @@
-// A data source that is slow on rank 1: short documents, each of which takes a while to come.
+// A data source that is slow on rank 1: short documents, each of which takes a while to load.
 
 #include <chrono>
 #include <cstdlib>

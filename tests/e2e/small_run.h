@@ -1,10 +1,9 @@
 #pragma once
 
-// A small Llama that trains and validates in a second, on any layout, and what it logs.
+// A small Llama that trains and validates in a second, on any layout, and its logs.
 
 #include <chrono>
 #include <fstream>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -23,7 +22,7 @@ inline Lines read_lines(const std::filesystem::path& file) {
   return lines;
 }
 
-/// Of a run that may be under way: the rows of metrics.jsonl that are whole.
+/// The complete rows of metrics.jsonl, of a run that may still be going.
 inline Lines whole_rows(const std::filesystem::path& run) {
   std::ifstream stream(run / "metrics.jsonl");
   Lines lines;
@@ -33,14 +32,8 @@ inline Lines whole_rows(const std::filesystem::path& run) {
   return lines;
 }
 
-/// False where it hasn't come true within a minute.
-inline bool wait_until(const std::function<bool()>& holds) {
-  for (int i = 0; i < 2400 && !holds(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(25));
-  return holds();
-}
-
-// A small Llama over the bytes of text, validated over shorter sequences than it trains on. What is validated
-// fills three of four rows, the last in part.
+// A small Llama over the bytes of text, validated over shorter sequences than it trains on. The validation
+// text fills three of four rows, the last in part.
 inline constexpr const char* kSmallRun = R"(
 [model]
 name = "llama3"
@@ -79,7 +72,7 @@ inline Words small_run(const std::filesystem::path& folder) {
           "--validation.dataset_path", (folder / "short.txt").string()};
 }
 
-/// After the steps 1, 2 and 4 of two such runs.
+/// Compares two such runs after the steps 1, 2 and 4.
 inline void expect_same_validation(const std::filesystem::path& folder, const std::filesystem::path& plain) {
   const Lines validated = read_lines(folder / "validation.jsonl"),
               wanted = read_lines(plain / "validation.jsonl");
@@ -87,6 +80,19 @@ inline void expect_same_validation(const std::filesystem::path& folder, const st
   ASSERT_EQ(wanted.size(), 3u);
   for (size_t i = 0; i < validated.size(); ++i)
     EXPECT_NEAR(validated[i].at("loss"), wanted[i].at("loss"), 5e-6) << i;
+}
+
+/// Compares the logged steps of two such runs.
+inline void expect_same_metrics(const std::filesystem::path& folder, const std::filesystem::path& plain) {
+  const Lines steps = read_lines(folder / "metrics.jsonl"), expected = read_lines(plain / "metrics.jsonl");
+  ASSERT_EQ(steps.size(), 4u);
+  ASSERT_EQ(expected.size(), 4u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_NEAR(steps[i].at("loss"), expected[i].at("loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("max_loss"), expected[i].at("max_loss"), 5e-6) << i;
+    EXPECT_NEAR(steps[i].at("grad_norm"), expected[i].at("grad_norm"), 1e-5) << i;
+    EXPECT_EQ(steps[i].at("n_tokens_seen"), expected[i].at("n_tokens_seen")) << i;
+  }
 }
 
 }  // namespace titan::testing

@@ -1,4 +1,4 @@
-// A run of many steps, with all that a run does: what it holds of its machine stays as it is. 300 steps;
+// A long run with everything turned on: its use of the machine stays constant. 300 steps;
 // TITAN_TEST_SOAK_STEPS=10000 in the nightly run.
 
 #include <unistd.h>
@@ -19,12 +19,10 @@
 namespace titan::testing {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr int kRanks = 2;
 constexpr int64_t kMebi = 1 << 20;
 constexpr int64_t kManySteps = 10'000;
-// Of what is written for each step, in bytes.
+// Bytes written for each step.
 constexpr int64_t kMostRow = 600, kMostEvents = 700, kMostPrinted = 600;
 
 int64_t num_steps() {
@@ -32,13 +30,13 @@ int64_t num_steps() {
   return steps ? std::atoll(steps) : 300;
 }
 
-// A kilobyte that is lost each step would be several times of that. Of few steps the heap's own settling is
+// Leaking a kilobyte each step would exceed this several times. Over few steps the heap's own settling is
 // more.
 int64_t most_growth(int64_t resident_bytes) {
   return num_steps() < kManySteps ? 4 * kMebi : resident_bytes / 100;
 }
 
-/// By what tells one from the next: files by their number and what they are, threads by id and name.
+/// Names that tell entries apart: files by number and target, threads by id and name.
 using Names = std::set<std::string>;
 
 struct Held {
@@ -57,7 +55,7 @@ Names files_of(const fs::path& process) {
   std::error_code gone;
   for (const auto& entry : fs::directory_iterator(process / "fd", gone)) {
     const fs::path target = fs::read_symlink(entry.path(), gone);
-    // The logs begin new files now and then; count_entries looks at those.
+    // The logs begin new files now and then; count_entries checks those.
     if (!gone && target.parent_path().filename() != "structured_logs")
       files.insert(entry.path().filename().string() + " " + target.string());
   }
@@ -82,7 +80,7 @@ Held held_by(int pid, int64_t step) {
   return {step, resident * ::sysconf(_SC_PAGESIZE), files_of(process), threads_of(process)};
 }
 
-// By the end of its metrics, however many there are.
+// The last lines of its metrics, however many there are.
 int64_t last_step(const fs::path& run) {
   std::ifstream rows(run / "metrics.jsonl", std::ios::ate);
   const auto size = static_cast<int64_t>(rows.tellg());
@@ -94,7 +92,7 @@ int64_t last_step(const fs::path& run) {
   return step;
 }
 
-// Of the ranks, as their logs say.
+// The ranks' pids, from their logs.
 std::vector<int> pids_of(const fs::path& run) {
   std::vector<int> pids;
   std::error_code none;
@@ -106,7 +104,7 @@ std::vector<int> pids_of(const fs::path& run) {
   return pids;
 }
 
-/// Looks at processes again and again, as long as it lives.
+/// Samples processes repeatedly while it lives.
 class Watcher {
  public:
   Watcher(fs::path run, std::vector<int> pids)
@@ -144,9 +142,9 @@ Names in_both(const Names& some, const Names& others) {
   return both;
 }
 
-/// What was held all through a stretch of steps, and the least memory. A save or a validation opens files and
-/// starts threads of its own, however long it takes on a busy machine: none of them lasts, as a third of the
-/// stretch has several saves, one after another. What is left behind does.
+/// What a process held throughout a stretch of steps, and its least memory. A save or a validation opens
+/// files and starts threads, however long it takes on a busy machine: none of them lasts, as a third of the
+/// stretch has several saves, one after another. Leaks do.
 struct Stretch {
   int64_t num_samples = 0;
   Held always;
@@ -154,7 +152,7 @@ struct Stretch {
   Stretch(const std::vector<Held>& samples, int64_t first, int64_t last) {
     always.resident_bytes = INT64_MAX;
     const int64_t third = (last - first) / 3;
-    Names begun, ended;  // threads: a list of them is cut short where one ends that is being listed
+    Names begun, ended;  // threads: a list of them is cut short if one of them ends meanwhile
     for (const Held& held : samples) {
       if (held.step < first || held.step > last) continue;
       always.files = num_samples++ == 0 ? held.files : in_both(always.files, held.files);
@@ -189,7 +187,7 @@ int64_t bytes_below(const fs::path& folder) {
   return bytes;
 }
 
-TEST(Soak, WhatARunHoldsStaysAsItIs) {
+TEST(Soak, ResourceUseStaysConstant) {
   const int64_t steps = num_steps(), interval = std::max<int64_t>(10, steps / 30);
   const auto folder = fresh_folder("soak");
   const fs::path run = folder / "run";
@@ -220,11 +218,11 @@ TEST(Soak, WhatARunHoldsStaysAsItIs) {
     expect_no_growth(pid, early.always, late.always);
   }
 
-  // As much for the last step as for the first.
+  // The last step has as many as the first.
   EXPECT_LE(static_cast<int64_t>(fs::file_size(run / "metrics.jsonl")), kMostRow * steps);
   EXPECT_LE(bytes_below(run / "tb"), kMostEvents * steps);
   EXPECT_LE(static_cast<int64_t>(result.out.size() + result.err.size()), kMostPrinted * steps);
-  // Each rank's log was rotated, and keeps to its limit.
+  // Each rank's log was rotated and keeps to its limit.
   EXPECT_EQ(count_entries(run / "structured_logs"), 2 * kRanks);
   EXPECT_LE(bytes_below(run / "structured_logs"), kRanks * kMebi * 3 / 2);
   EXPECT_LE(count_entries(run / "checkpoint"), 4);  // two steps, the lock, what is being removed

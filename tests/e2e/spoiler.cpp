@@ -1,6 +1,6 @@
-// Spoils one module's numbers on one rank, in a forward or in a backward alone. As
-// `--experimental.custom_import`, in a run that saves checkpoints; TITAN_TEST_SPOILED is
-// "RANK MODULE forward|backward".
+// Spoils one module's numbers on one rank, in a forward or only in a backward. Load it with
+// `--experimental.custom_import` in a run that saves checkpoints; TITAN_TEST_SPOILED is "RANK MODULE
+// forward|backward".
 
 #include <cstdlib>
 #include <limits>
@@ -26,7 +26,7 @@ at::Tensor spoiled(const at::Tensor& tensor) {
   return tensor + mask;
 }
 
-// Inside of the hook that it finds, as if the module itself did it. Not in its first two calls.
+// Inside the hook that it finds, as if the module itself did it. Not in its first two calls.
 class Spoiler : public CallHook {
  public:
   Spoiler(std::shared_ptr<CallHook> outside, bool in_forward)
@@ -50,7 +50,7 @@ class Spoiler : public CallHook {
   int num_calls_ = 0;
 };
 
-// Nothing to save: it joins the checkpoints for being called once all is built.
+// It saves nothing: it joins the checkpoints to be called once all is built.
 class Nothing : public titan::checkpoint::Stateful {
  public:
   titan::checkpoint::ObjectState state() override { return {.tensors = {}, .text = ""}; }

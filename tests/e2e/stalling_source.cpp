@@ -1,6 +1,6 @@
-// Documents that one rank reads a few of, and then waits forever: a file system that hangs. As
-// `--experimental.custom_import`; the source's path is "RANK READS FILE": which rank, how many it reads
-// before, and a file that it makes when it stalls.
+// Documents of which one rank reads a few and then waits forever: a file system that hangs. Load it with
+// `--experimental.custom_import`; the source's path is "RANK READS FILE": the rank, the number it reads
+// first, and a file that it creates when it stalls.
 
 #include <unistd.h>
 

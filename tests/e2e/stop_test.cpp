@@ -1,5 +1,5 @@
-// A signal to one rank, in every phase of a run: all ranks stop behind the same step, save once and end with
-// 0. TITAN_TEST_SIGNALS: how often in each phase; 2 without, 20 under the nightly label.
+// A signal to one rank, in every phase of a run: all ranks stop after the same step, save once and exit with
+// 0. TITAN_TEST_SIGNALS sets the number per phase; 2 by default, 20 under the nightly label.
 
 #include <signal.h>
 #include <unistd.h>
@@ -17,12 +17,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::AnyOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
-
 constexpr int kNumRanks = 2;
 constexpr std::array kSignals = {SIGTERM, SIGUSR1, SIGINT};
 constexpr double kGraceS = 30;
@@ -34,7 +28,7 @@ int num_trials() {
 
 void sleep_s(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
-// Until it does, a signal does what it does to any program.
+// Until it does, a signal has its default effect.
 bool notes_signals(int pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/status");
   for (std::string line; std::getline(file, line);)
@@ -58,10 +52,10 @@ bool has_pending_step(const fs::path& run) {
   return false;
 }
 
-/// Two ranks of which one is sent a signal.
+/// Two ranks; one of them gets a signal.
 class Stop : public ::testing::Test {
  protected:
-  // So many steps that none of these runs is through before the signal.
+  // So many steps that no run finishes before the signal.
   Words endless() const {
     return resumable(config_) + Words{"--training.steps", "100000", "--checkpoint.interval", "100000"};
   }
@@ -79,7 +73,7 @@ class Stop : public ::testing::Test {
     for (const int pid : ranks_) ASSERT_TRUE(wait_until([&] { return notes_signals(pid); }));
   }
 
-  // `meanwhile`: what is done when the rank has noted the signal.
+  // `meanwhile` runs once the rank has noted the signal.
   void expect_stop(int rank, int signal, const std::function<void()>& meanwhile = {}) {
     ASSERT_EQ(::kill(ranks_[static_cast<size_t>(rank)], signal), 0);
     if (meanwhile) meanwhile();
@@ -87,7 +81,7 @@ class Stop : public ::testing::Test {
     EXPECT_EQ(result_.status, 0) << result_.err;
     const std::string who = "SIG" + std::string(::sigabbrev_np(signal)) + " on rank " + std::to_string(rank);
     const auto in_training = AllOf(HasSubstr(who + " stops the run"), HasSubstr("training stopped"));
-    // A start that takes longer than a signal is left to wait is left at once.
+    // A start that outlasts a signal's grace period is abandoned at once.
     if (at_start_)
       EXPECT_THAT(result_.err,
                   AnyOf(in_training, HasSubstr("stops the run before it began: nothing was trained")));
@@ -95,7 +89,7 @@ class Stop : public ::testing::Test {
       EXPECT_THAT(result_.err, in_training);
   }
 
-  // Once, with the state behind the last step that was logged.
+  // Saved once, with the state after the last step that was logged.
   void expect_saved_once() {
     EXPECT_EQ(saved_steps(run_), (std::vector<int>{last_logged()})) << result_.err;
     EXPECT_FALSE(has_pending_step(run_));
@@ -103,7 +97,7 @@ class Stop : public ::testing::Test {
 
   int last_logged() const { return static_cast<int>(last_logged_step(run_)); }
 
-  // `at` waits for the phase. Ranks and signals take turns.
+  // `at` waits for the phase. Ranks and signals alternate.
   void try_often(const Words& words, const std::function<void()>& at, const std::function<void()>& expect) {
     for (int trial = 0; trial < num_trials() && !HasFailure(); ++trial) {
       start(words);
@@ -114,7 +108,7 @@ class Stop : public ::testing::Test {
     }
   }
 
-  /// Endless, with an object in its checkpoints that waits or fails as files in saves_ say.
+  /// An endless run with an object in its checkpoints that waits or fails as files in saves_ say.
   Words held(const Words& words) const {
     return endless() +
            Words{"--experimental.custom_import", std::string(TITAN_BINARY_DIR) + "/lib/libwaiting_state.so"} +
@@ -124,7 +118,7 @@ class Stop : public ::testing::Test {
   void unset(const char* file) const { fs::remove(saves_ / file); }
   bool is_set(const std::string& file) const { return fs::exists(saves_ / file); }
 
-  // Each once, as is what the run stopped behind.
+  // Each step is saved once, and so is the one that the run stopped after.
   void expect_every_second_saved_once() {
     std::vector<int> wanted;
     for (int step = 2; step < last_logged(); step += 2) wanted.push_back(step);
@@ -148,11 +142,11 @@ class Stop : public ::testing::Test {
   std::optional<Command> job_;
   std::vector<int> ranks_;
   CommandResult result_;
-  bool at_start_ = false;  // the signal may meet a start
+  bool at_start_ = false;  // the signal may arrive during a start
   std::mt19937 random_ = random_generator();
 };
 
-TEST_F(Stop, WithinAStep) {
+TEST_F(Stop, DuringAStep) {
   try_often(
       endless(),
       [&] {
@@ -162,8 +156,8 @@ TEST_F(Stop, WithinAStep) {
       [&] { expect_saved_once(); });
 }
 
-// Of a set that takes a minute.
-TEST_F(Stop, WithinAValidation) {
+// Over a set that takes a minute.
+TEST_F(Stop, DuringAValidation) {
   try_often(
       endless() + Words{"--validation.enable", "--validation.freq", "1", "--validation.local_batch_size", "1",
                         "--validation.dataset_path", source_file("docs/*.md")},
@@ -178,8 +172,8 @@ TEST_F(Stop, WithinAValidation) {
       });
 }
 
-// The run has come to its end: what that leaves is saved, once, and nothing else.
-TEST_F(Stop, WithinTheLastValidation) {
+// The run has reached its end: its result is saved, once, and nothing else.
+TEST_F(Stop, DuringTheLastValidation) {
   const Words words = endless() + Words{"--training.steps",
                                         "1",
                                         "--validation.enable",
@@ -199,7 +193,7 @@ TEST_F(Stop, WithinTheLastValidation) {
 }
 
 // To the rank that waits for data, and to the one that waits for that rank.
-TEST_F(Stop, WhileDataIsAwaited) {
+TEST_F(Stop, WhileWaitingForData) {
   const fs::path stalled = config_ / "stalled";
   const Words words =
       endless() +
@@ -211,7 +205,7 @@ TEST_F(Stop, WhileDataIsAwaited) {
       [&] {
         ASSERT_TRUE(wait_until([&] { return fs::exists(stalled); }));
         int before = 0;
-        // All that was read before is used up.
+        // The data read ahead is used up.
         do {
           before = last_logged();
           sleep_s(0.5);
@@ -221,8 +215,8 @@ TEST_F(Stop, WhileDataIsAwaited) {
       [&] { expect_saved_once(); });
 }
 
-// The one that is being saved, or the one behind it: on the thread that trains, or beside it.
-TEST_F(Stop, WhileACheckpointIsSaved) {
+// During the save in progress or the one after it: on the training thread, or in the background.
+TEST_F(Stop, WhileSavingACheckpoint) {
   const char* holds[] = {"hold_saving", "hold_writing"};
   const char* waits[] = {"saving.0", "writing.0"};
   const auto trials = static_cast<size_t>(std::max(num_trials(), 3));
@@ -241,14 +235,14 @@ TEST_F(Stop, WhileACheckpointIsSaved) {
   }
 }
 
-// Every step's save is skipped for that of the first, so that the one it stops behind isn't saved by then.
-TEST_F(Stop, BehindASaveThatWasSkipped) {
+// Every step's save is skipped for the first one's, so that the step it stops after isn't saved by then.
+TEST_F(Stop, AfterASkippedSave) {
   set("hold_writing");
   start(held({"--checkpoint.interval", "1", "--checkpoint.when_busy", "skip", "--checkpoint.async_mode",
               "async_with_pinned_mem"}));
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 4; }));
   expect_stop(0, SIGTERM, [&] {
-    // Until all have agreed on a step to stop behind, and train no more.
+    // Until all have agreed on a step to stop after, and train no more.
     for (int64_t before = -1; before != last_logged(); sleep_s(0.5)) before = last_logged();
     unset("hold_writing");
   });
@@ -257,8 +251,8 @@ TEST_F(Stop, BehindASaveThatWasSkipped) {
   expect_newest_is_last_logged();
 }
 
-// Every other save fails, the stop's own then succeeds.
-TEST_F(Stop, BehindASaveThatFailed) {
+// Every other save fails; the stop's own then succeeds.
+TEST_F(Stop, AfterAFailedSave) {
   set("fail_every_other");
   for (const int at_least : {3, 4}) {
     start(held({"--checkpoint.interval", "1", "--checkpoint.on_failure", "continue"}));
@@ -269,8 +263,8 @@ TEST_F(Stop, BehindASaveThatFailed) {
   }
 }
 
-// Nobody is told that it is saved, and the job doesn't end well.
-TEST_F(Stop, WhoseOwnSaveFailsIsAnError) {
+// Nothing reports it as saved, and the job ends with an error.
+TEST_F(Stop, IsAnErrorIfItsOwnSaveFails) {
   set("fail_saves");
   start(held({"--checkpoint.on_failure", "continue"}));
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
@@ -282,8 +276,8 @@ TEST_F(Stop, WhoseOwnSaveFailsIsAnError) {
   EXPECT_TRUE(saved_steps(run_).empty());
 }
 
-// To all ranks by the launcher, twice as a terminal that closes does. Over a tensor-parallel pair.
-TEST_F(Stop, ByTheLauncher) {
+// The launcher sends it to all ranks, twice as a closing terminal does. Over a tensor-parallel pair.
+TEST_F(Stop, ThroughTheLauncher) {
   start(endless() + Words{"--parallelism.tensor_parallel_degree", "2"});
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 3; }));
   job_->signal(SIGTERM);
@@ -294,7 +288,7 @@ TEST_F(Stop, ByTheLauncher) {
 }
 
 // Anywhere from the rendezvous to the first steps.
-TEST_F(Stop, AtTheStart) {
+TEST_F(Stop, DuringTheStart) {
   at_start_ = true;
   try_often(
       endless(), [&] { sleep_s(random_up_to(0.6)); },
@@ -305,8 +299,8 @@ TEST_F(Stop, AtTheStart) {
       });
 }
 
-// Longer than a signal is left to wait: what is being built isn't waited for, on any rank.
-TEST_F(Stop, WithinAStartThatTakesLong) {
+// Longer than a signal's grace period: no rank waits for what is being built.
+TEST_F(Stop, DuringALongStart) {
   set("hold_building");
   start(held({}));
   ASSERT_TRUE(wait_until([&] { return is_set("building.0") && is_set("building.1"); }));
@@ -317,8 +311,8 @@ TEST_F(Stop, WithinAStartThatTakesLong) {
   EXPECT_TRUE(saved_steps(run_).empty());
 }
 
-// What was loaded isn't saved again.
-TEST_F(Stop, WhileACheckpointIsLoaded) {
+// The loaded state isn't saved again.
+TEST_F(Stop, WhileLoadingACheckpoint) {
   const Words words = held({});
   start(words);
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 3; }));
@@ -338,7 +332,7 @@ TEST_F(Stop, WhileACheckpointIsLoaded) {
   EXPECT_EQ(saved_steps(run_), (std::vector<int>{step}));
 }
 
-TEST_F(Stop, ARunGoesOnAsIfItHadNotBeenStopped) {
+TEST_F(Stop, ResumesAsIfItHadNotBeenStopped) {
   const Words words = resumable(config_) + Words{"--training.steps", "40"};
   const fs::path straight = fresh_folder("straight");
   train_log(straight, words + ranks(kNumRanks));
@@ -346,13 +340,13 @@ TEST_F(Stop, ARunGoesOnAsIfItHadNotBeenStopped) {
   ASSERT_TRUE(wait_until([&] { return last_logged() >= 6; }));
   expect_stop(1, SIGTERM);
   const int stopped_at = last_logged();
-  EXPECT_LT(stopped_at, 40) << "the run was through before the signal came";
+  EXPECT_LT(stopped_at, 40) << "the run ended before the signal came";
   train_log(run_, words + ranks(kNumRanks));
   EXPECT_EQ(curve_of(run_), curve_of(straight));
 }
 
-// A rank whose peer hangs can't stop with it; a second signal ends it whatever it waits for.
-TEST_F(Stop, ASecondSignalEndsARankAtOnce) {
+// A rank whose peer hangs can't stop with it; a second signal ends it wherever it waits.
+TEST_F(Stop, SecondSignalEndsARankAtOnce) {
   for (int trial = 0; trial < num_trials() && !HasFailure(); ++trial) {
     start(endless());
     ASSERT_TRUE(wait_until([&] { return last_logged() >= 2; }));
@@ -381,7 +375,7 @@ TEST_F(Stop, WithoutALauncherAndWithoutCheckpoints) {
 struct Requeued {
   const char* name;
   int signal;
-  int code;  // of scontrol
+  int code;  // exit code of scontrol
   Command::Variables slurm;
   std::string told;
   int status;
@@ -391,7 +385,7 @@ void PrintTo(const Requeued& requeued, std::ostream* out) { *out << requeued.nam
 
 class Requeue : public ::testing::TestWithParam<Requeued> {};
 
-TEST_P(Requeue, BehindTheSave) {
+TEST_P(Requeue, FollowsTheSave) {
   const Requeued& how = GetParam();
   const fs::path bin = fresh_folder("bin"), run = fresh_folder("run");
   const fs::path told = fake_scontrol(bin, how.code);
@@ -413,7 +407,7 @@ TEST_P(Requeue, BehindTheSave) {
   EXPECT_EQ(line, how.told);
 }
 
-// Not to the rank that runs scontrol: that one has to hear of the signal.
+// Not to the rank that runs scontrol: that one has to notice the signal.
 class RequeueAtTheStart : public Stop {
  protected:
   void start_and_stop(int code_of_scontrol, int signal) {
@@ -439,26 +433,26 @@ class RequeueAtTheStart : public Stop {
   fs::path told_;
 };
 
-TEST_F(RequeueAtTheStart, BehindALongOne) {
+TEST_F(RequeueAtTheStart, FollowsALongStart) {
   ASSERT_NO_FATAL_FAILURE(start_and_stop(0, SIGUSR1));
   EXPECT_EQ(result_.status, 0) << result_.err;
   EXPECT_EQ(told(), "requeue 123;");
 }
 
-TEST_F(RequeueAtTheStart, ByOtherSignalsThereIsNone) {
+TEST_F(RequeueAtTheStart, DoesNotFollowOtherSignals) {
   ASSERT_NO_FATAL_FAILURE(start_and_stop(0, SIGTERM));
   EXPECT_EQ(result_.status, 0) << result_.err;
   EXPECT_EQ(told(), "");
 }
 
-TEST_F(RequeueAtTheStart, OneThatFailsIsAnError) {
+TEST_F(RequeueAtTheStart, IsAnErrorIfItFails) {
   ASSERT_NO_FATAL_FAILURE(start_and_stop(1, SIGUSR1));
   EXPECT_EQ(result_.status, 1) << result_.err;
   EXPECT_THAT(result_.err, HasSubstr("scontrol requeue 123 failed"));
 }
 
-// Told while no rank runs that could do it: the launcher does.
-TEST_F(Stop, BetweenTwoStartsTheLauncherRequeues) {
+// The signal comes while no rank runs that could requeue: the launcher does it.
+TEST_F(Stop, LauncherRequeuesBetweenTwoStarts) {
   const fs::path bin = fresh_folder("bin"), told = fake_scontrol(bin, 0);
   variables_["PATH"] = bin.string() + ":" + std::getenv("PATH");
   variables_["SLURM_JOB_ID"] = "123";

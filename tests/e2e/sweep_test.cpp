@@ -5,17 +5,10 @@
 #include <sstream>
 #include <thread>
 
-#include <gmock/gmock.h>
-
 #include "e2e/small_run.h"
 
 namespace titan::testing {
 namespace {
-
-namespace fs = std::filesystem;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 struct SweepCase {
   fs::path folder;
@@ -40,7 +33,7 @@ struct SweepCase {
 
 constexpr const char* kGrid = "[grid]\noptimizer.lr = [1e-3, 2e-3]\ntraining.seq_len = [16, 32]\n";
 
-TEST(Sweep, AGridIsRunAndThenPassedOver) {
+TEST(Sweep, RunsAGridOnceAndThenSkipsIt) {
   const SweepCase sweep(kGrid);
   const CommandResult result = sweep.run();
   ASSERT_EQ(result.status, 0) << result.err;
@@ -50,7 +43,7 @@ TEST(Sweep, AGridIsRunAndThenPassedOver) {
     EXPECT_THAT(result.out, HasSubstr(name));
   }
   EXPECT_THAT(result.out, ContainsRegex("[^t] finished"));
-  EXPECT_THAT(result.out, HasSubstr("settings that differ"));  // titan compare's
+  EXPECT_THAT(result.out, HasSubstr("settings that differ"));  // printed by titan compare
   EXPECT_NE(read_metrics(sweep.runs / "lr=0.001,seq_len=16").back().loss,
             read_metrics(sweep.runs / "lr=0.002,seq_len=16").back().loss);
 
@@ -61,7 +54,7 @@ TEST(Sweep, AGridIsRunAndThenPassedOver) {
   EXPECT_EQ(fs::last_write_time(sweep.runs / "lr=0.001,seq_len=16" / "metrics.jsonl"), written);
 }
 
-TEST(Sweep, AKilledRunGoesOnAndFinishedOnesAreKept) {
+TEST(Sweep, ResumesAKilledRunAndKeepsFinishedOnes) {
   const SweepCase sweep(
       "checkpoint.enable = true\ncheckpoint.interval = 5\n[run.short]\ntraining.steps = "
       "3\n[run.long]\ntraining.steps = 200\n");
@@ -87,7 +80,7 @@ TEST(Sweep, AKilledRunGoesOnAndFinishedOnesAreKept) {
   EXPECT_EQ(read_metrics(second).size(), 200u);
 }
 
-TEST(Sweep, AllRunsAreCheckedBeforeTheFirstStarts) {
+TEST(Sweep, ChecksAllRunsBeforeStartingTheFirst) {
   const SweepCase sweep(
       "[run.good]\noptimizer.lr = 1e-3\n[run.bad]\noptimizer.lrr = 1e-3\n[run.worse]\ntraining.steps = 0\n");
   const CommandResult result = sweep.run();
@@ -98,7 +91,7 @@ TEST(Sweep, AllRunsAreCheckedBeforeTheFirstStarts) {
   EXPECT_FALSE(fs::exists(sweep.runs));
 }
 
-TEST(Sweep, AFolderWithAnotherRunIsLeftAlone) {
+TEST(Sweep, LeavesAFolderWithAnotherRunAlone) {
   const SweepCase sweep("[run.one]\noptimizer.lr = 1e-3\n");
   ASSERT_EQ(sweep.run().status, 0);
   std::ofstream(sweep.file, std::ios::app) << "training.seq_len = 24\n";
@@ -107,8 +100,8 @@ TEST(Sweep, AFolderWithAnotherRunIsLeftAlone) {
   EXPECT_THAT(result.err, HasSubstr("holds a run with other settings (training.seq_len: 48 | 24)"));
 }
 
-// Somebody's run, of which no sweep knows.
-TEST(Sweep, AFolderWithSomebodysRunIsLeftAlone) {
+// Another user's run, which belongs to no sweep.
+TEST(Sweep, LeavesARunOfNoSweepAlone) {
   const SweepCase sweep("[run.one]\noptimizer.lr = 1e-3\n");
   train(sweep.runs / "one", small_run(sweep.folder));
   const auto rows = read_metrics(sweep.runs / "one").size();
@@ -118,7 +111,7 @@ TEST(Sweep, AFolderWithSomebodysRunIsLeftAlone) {
   EXPECT_EQ(read_metrics(sweep.runs / "one").size(), rows);
 }
 
-TEST(Sweep, ATaskOfASlurmArrayDoesItsRun) {
+TEST(Sweep, SlurmArrayTaskRunsItsRun) {
   const SweepCase sweep(kGrid);
   const CommandResult result = sweep.run({}, {{"SLURM_ARRAY_TASK_ID", "2"}});
   ASSERT_EQ(result.status, 0) << result.err;
@@ -133,9 +126,9 @@ TEST(Sweep, ATaskOfASlurmArrayDoesItsRun) {
   EXPECT_THAT(beyond.err, HasSubstr("sbatch --array=0-3"));
 }
 
-TEST(Sweep, AFailedRunIsTriedAgainAndTheOthersAreDone) {
+TEST(Sweep, RetriesAFailedRunAndFinishesTheOthers) {
   const SweepCase sweep("[run.first]\noptimizer.lr = 1e-3\n[run.second]\noptimizer.lr = 2e-3\n");
-  fs::create_directories(sweep.runs / "first" / "metrics.jsonl");  // in the log's way
+  fs::create_directories(sweep.runs / "first" / "metrics.jsonl");  // in place of the log
   const CommandResult result = sweep.run();
   EXPECT_EQ(result.status, 1);
   EXPECT_THAT(result.err, HasSubstr("run 0 of 2 (first) ended with exit code 1"));
@@ -147,8 +140,8 @@ TEST(Sweep, AFailedRunIsTriedAgainAndTheOthersAreDone) {
 
 int64_t num_rows(const fs::path& run) { return static_cast<int64_t>(whole_rows(run).size()); }
 
-// SLURM's --signal=USR1@300, too: the run saves what it has.
-TEST(Sweep, ASignalEndsTheRunAndTheSweep) {
+// Also SLURM's --signal=USR1@300: the run saves its state.
+TEST(Sweep, SignalEndsTheRunAndTheSweep) {
   for (const int signal : {SIGTERM, SIGUSR1}) {
     const SweepCase sweep(
         "checkpoint.enable = true\ncheckpoint.interval = 100000\n[run.one]\ntraining.steps = 100000\n"
@@ -167,7 +160,7 @@ TEST(Sweep, ASignalEndsTheRunAndTheSweep) {
 }
 
 // All steps are made and the model is saved: the same run again would have nothing to do.
-TEST(Sweep, ARunThatWasStoppedWithinItsLastValidationHasFinished) {
+TEST(Sweep, ARunStoppedDuringItsLastValidationIsFinished) {
   const SweepCase sweep(
       "checkpoint.enable = true\nlr_scheduler.total_steps = 20\n[run.one]\ntraining.steps = "
       "1\nvalidation.enable = true\n"
@@ -181,15 +174,15 @@ TEST(Sweep, ARunThatWasStoppedWithinItsLastValidationHasFinished) {
   const CommandResult result = command.wait();
   EXPECT_EQ(result.status, 128 + SIGTERM) << result.err;
   EXPECT_THAT(result.err, HasSubstr("SIGTERM on rank 0 stops the run after step 1"));
-  EXPECT_FALSE(fs::exists(run / "validation.jsonl")) << "the validation was through";
+  EXPECT_FALSE(fs::exists(run / "validation.jsonl")) << "the validation was finished";
   EXPECT_THAT(sweep.run({"--list"}).out, ContainsRegex("[^t] finished"));
   const CommandResult again = sweep.run();
   EXPECT_EQ(again.status, 0) << again.err;
   EXPECT_THAT(again.err, HasSubstr("run 0 of 1 (one) is finished already"));
 }
 
-// Under nohup, whose user has left.
-TEST(Sweep, AnIgnoredSignalEndsNothing) {
+// Under nohup, after its user has logged out.
+TEST(Sweep, IgnoredSignalEndsNothing) {
   const SweepCase sweep("[run.one]\ntraining.steps = 100000\n");
   const fs::path run = sweep.runs / "one";
   Command command(Words{"env", "--ignore-signal=HUP"} + sweep.words(),
@@ -198,13 +191,13 @@ TEST(Sweep, AnIgnoredSignalEndsNothing) {
   command.signal(SIGHUP);
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
   const int64_t rows = num_rows(run);
-  EXPECT_TRUE(wait_until([&] { return num_rows(run) > rows; })) << "the run goes on";
+  EXPECT_TRUE(wait_until([&] { return num_rows(run) > rows; })) << "the run continues";
   command.signal(SIGTERM);
   EXPECT_EQ(command.wait().status, 128 + SIGTERM);
 }
 
-// To know what a run is at. Its launcher passes it on to the ranks.
-TEST(Sweep, SigquitGoesToTheRanksAndEndsNothing) {
+// To see where a run is. Its launcher forwards it to the ranks.
+TEST(Sweep, ForwardsSigquitAndEndsNothing) {
   const SweepCase sweep("[run.one]\ntraining.steps = 100000\n");
   std::stringstream text;
   text << "nproc = 2\n" << std::ifstream(sweep.file).rdbuf();
@@ -216,13 +209,13 @@ TEST(Sweep, SigquitGoesToTheRanksAndEndsNothing) {
   for (const char* record : {"rank_0.json", "rank_1.json"})
     ASSERT_TRUE(wait_until([&] { return fs::exists(run / "comm_traces" / record); })) << record;
   const int64_t rows = num_rows(run);
-  EXPECT_TRUE(wait_until([&] { return num_rows(run) > rows; })) << "the run goes on";
+  EXPECT_TRUE(wait_until([&] { return num_rows(run) > rows; })) << "the run continues";
   command.signal(SIGTERM);
   EXPECT_EQ(command.wait().status, 128 + SIGTERM);
 }
 
-// A signal to the run itself, as of a node's agent: it ends well, and is gone on with later.
-TEST(Sweep, ARunThatWasToldToStopIsNotFinished) {
+// A signal to the run itself, as from a node's agent: it ends cleanly and is resumed later.
+TEST(Sweep, AStoppedRunIsNotFinished) {
   const SweepCase sweep("[run.one]\ntraining.steps = 100000\n");
   Command command(sweep.words(), {{"OMP_NUM_THREADS", "1"}, {"SLURM_ARRAY_TASK_ID", ""}});
   const fs::path logs = sweep.runs / "one" / "structured_logs";

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tensorboard_test.sh PYTHON TITAN CONFIG IMPORT: event files that we write are read by the tensorboard package, value by value.
+# tensorboard_test.sh PYTHON TITAN CONFIG IMPORT: the tensorboard package reads our event files, value by value.
 # The package is installed beside TITAN's build the first time; without network the test is skipped (exit 77).
 set -euo pipefail
 python=$1 titan=$2 config=$3 import=$4

@@ -1,6 +1,6 @@
 #pragma once
 
-// A terminal, as far as a program that paints one needs it.
+// A terminal, as far as a program that paints on one needs it.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -19,8 +19,8 @@
 
 namespace titan::testing {
 
-/// What stands on it. Knows the control sequences that titan uses, and throws at any other: a mode that a
-/// program sets and doesn't take back would be one.
+/// The text on it. Knows the control sequences that titan uses, and throws on any other, for instance a mode
+/// that a program sets and doesn't reset.
 class Screen {
  public:
   Screen(size_t rows, size_t columns) : rows_(rows, std::string(columns, ' ')) {}
@@ -30,23 +30,26 @@ class Screen {
     while (const size_t used = take()) pending_.erase(0, used);
   }
 
-  /// Without what is blank at the ends of lines and of the screen.
+  /// Without blanks at the ends of lines and of the screen.
   std::string text() const {
     std::string text;
     for (const std::string& row : rows_) text += row.substr(0, row.find_last_not_of(' ') + 1) + "\n";
     return text.substr(0, text.find_last_not_of('\n') + 1);
   }
-  bool is_whole() const { return is_whole_; }  ///< what began at the top has come to its end
-  bool is_plain() const { return is_plain_; }  ///< what is written next has no colour
-  size_t column() const { return column_; }    ///< where what is written next stands
+  bool is_whole() const { return is_whole_; }  ///< the sequence that began last is complete
+  bool is_plain() const { return is_plain_; }  ///< text written next has no colour
+  size_t column() const { return column_; }    ///< where text written next goes
   size_t num_scrolled() const { return num_scrolled_; }
 
  private:
-  // How much of what is pending it was; 0: it isn't all there yet.
+  // How much of the pending text it was; 0: it isn't complete yet.
   size_t take() {
     if (pending_.empty()) return 0;
     const char c = pending_.front();
-    if (c != '\033') return put(c), 1;
+    if (c != '\033') {
+      put(c);
+      return 1;
+    }
     const size_t end = pending_.find_first_not_of("[?;0123456789", 1);
     if (end == std::string::npos) return 0;
     control(pending_.substr(1, end));
@@ -114,7 +117,7 @@ class TerminalCommand {
     arguments.push_back(nullptr);
     int other_end = -1;
     if (::openpty(&terminal_, &other_end, nullptr, nullptr, &size) != 0) throw std::runtime_error("openpty");
-    ::fcntl(terminal_, F_SETFD, FD_CLOEXEC);  // or programs that are started behind this one keep it open
+    ::fcntl(terminal_, F_SETFD, FD_CLOEXEC);  // or programs that are started after this one keep it open
     ::tcgetattr(terminal_, &before_);
     pid_ = ::fork();
     if (pid_ == 0) {
@@ -138,20 +141,20 @@ class TerminalCommand {
     if (::write(terminal_, keys.data(), keys.size()) < 0) throw std::runtime_error("write to the terminal");
   }
 
-  /// What has been painted by now.
+  /// Everything painted so far.
   const Screen& screen() {
     read();
     return screen_;
   }
   const std::string& bytes() const { return bytes_; }
-  /// The terminal is in the mode that it was in.
+  /// The terminal is in its original mode.
   bool is_as_before() const {
     termios now{};
     ::tcgetattr(terminal_, &now);
     return std::memcmp(&now, &before_, sizeof(now)) == 0;
   }
 
-  /// It has ended: its exit code, or 128 + signal.
+  /// Waits for its end: its exit code, or 128 + signal.
   bool has_ended() {
     int status = 0;
     if (pid_ < 0 || ::waitpid(pid_, &status, WNOHANG) != pid_) return pid_ < 0;

@@ -1,9 +1,7 @@
-// titan top on a terminal: what stands there while a run goes on, and what is left behind.
+// titan top on a terminal: what it shows while a run continues, and what it leaves there at the end.
 
 #include <csignal>
 #include <sstream>
-
-#include <gmock/gmock.h>
 
 #include "e2e/live_run.h"
 #include "e2e/small_run.h"
@@ -12,24 +10,18 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
-namespace fs = std::filesystem;
-
-/// "": it is being painted just now.
+/// "": it is being painted right now.
 std::string picture_of(TerminalCommand& top) {
   const Screen& screen = top.screen();
   return screen.is_whole() ? screen.text() : "";
 }
 
-int64_t step_of(const std::string& picture) { return number_behind(picture, "\nstep "); }
+int64_t step_of(const std::string& picture) { return number_after(picture, "\nstep "); }
 int64_t checkpoint_of(const std::string& picture) {
-  return number_behind(picture, "\nlast checkpoint: step ");
+  return number_after(picture, "\nlast checkpoint: step ");
 }
 
-// Nothing of earlier pictures is left in it: a line of each kind, and of each rank.
+// Nothing of earlier pictures remains: one line of each kind, and one per rank.
 void expect_one_picture(const std::string& picture) {
   std::istringstream lines(picture);
   std::string kinds;
@@ -43,7 +35,7 @@ void expect_one_picture(const std::string& picture) {
   EXPECT_EQ(kinds, "RUN step loss last  rank 0 1 ") << picture;
 }
 
-TEST(Top, OnATerminalItRepaintsUntilTheRunEnds) {
+TEST(Top, RepaintsATerminalUntilTheRunEnds) {
   const fs::path folder = fresh_folder("run"), run = folder / "out";
   Command training(
       train_words(Words{"--nproc", "2"} + small_run(folder) +
@@ -53,7 +45,7 @@ TEST(Top, OnATerminalItRepaintsUntilTheRunEnds) {
   ASSERT_TRUE(wait_until([&] { return fs::exists(run / "checkpoint" / "step-10"); }));
   const Words words = {titan_program(), "top", run.string(), "--interval", "0.1"};
   TerminalCommand wide(words, 30, 120);
-  // Lines that are longer than it, and no more of them than it needs.
+  // Longer lines than the terminal, and no more of them than needed.
   TerminalCommand narrow(Words{"env", "NO_COLOR=1"} + words, 12, 40);
 
   std::string first, later, cut;
@@ -94,9 +86,9 @@ TEST(Top, OnATerminalItRepaintsUntilTheRunEnds) {
   EXPECT_THAT(last, HasSubstr("stopped by SIGTERM"));
   EXPECT_EQ(step_of(last), last_logged_step(run)) << last;
   expect_one_picture(last);
-  EXPECT_EQ(wide.screen().column(), 0u) << "the shell's next line stands behind the last one";
+  EXPECT_EQ(wide.screen().column(), 0u) << "the shell's next line follows the last one";
 
-  for (TerminalCommand* top : {&wide, &narrow}) {  // as the shell finds them
+  for (TerminalCommand* top : {&wide, &narrow}) {  // as the shell will find them
     EXPECT_TRUE(top->is_as_before());
     EXPECT_TRUE(top->screen().is_plain());
   }

@@ -1,5 +1,5 @@
-// Under torchrun's agents, of which ranks are killed, or which are lost with their ranks and come back: what
-// is there is started again, and the run goes on. Skipped where .venv has no torchrun.
+// Under torchrun's agents, whose ranks are killed, or which are lost with their ranks and return: the
+// remaining ranks are restarted, and the run continues. Skipped where .venv has no torchrun.
 
 #include <signal.h>
 
@@ -12,9 +12,6 @@
 namespace titan::testing {
 namespace {
 
-using ::testing::HasSubstr;
-namespace fs = std::filesystem;
-
 std::string torchrun_program() { return source_file(".venv/bin/torchrun"); }
 
 Words run_of(int steps) {
@@ -22,7 +19,7 @@ Words run_of(int steps) {
                                                    "--lr_scheduler.total_steps", std::to_string(steps)};
 }
 
-TEST(Torchrun, AnAgentsKilledRankIsStartedAgain) {
+TEST(Torchrun, RestartsAKilledRank) {
   if (!fs::exists(torchrun_program())) GTEST_SKIP() << "there is no " << torchrun_program();
   const fs::path straight = fresh_folder("straight"), run = fresh_folder("run");
   const Words words = run_of(60);
@@ -43,7 +40,7 @@ TEST(Torchrun, AnAgentsKilledRankIsStartedAgain) {
   EXPECT_EQ(curve_of(run), curve_of(straight));
 }
 
-/// A host's agent with its one rank; the first serves the agents' store. Agents of torch 2.11 that share
+/// A host's agent with one rank; the first agent serves the agents' store. Agents of torch 2.11 that share
 /// their store with the ranks wait for each other until they time out when another joins (docs/elastic.md).
 class Agent {
  public:
@@ -56,20 +53,20 @@ class Agent {
                      program,
                  {{"OMP_NUM_THREADS", "1"}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"}}) {}
 
-  /// That train, or are about to: the agent has no other children that live.
+  /// Ranks that train, or are about to: the agent has no other live children.
   std::vector<int> ranks() const {
     std::vector<int> found;
     for (const int child : ranks_of(command_))
       if (is_running(child)) found.push_back(child);
     return found;
   }
-  /// As a host that is lost: the agent hasn't the time to tell anybody.
+  /// As when a host is lost: the agent has no time to tell anybody.
   void lose() {
     const std::vector<int> lost = ranks();
     command_.signal(SIGKILL);
     for (const int rank : lost) ::kill(rank, SIGKILL);
   }
-  /// As one whose host is told to make room: it stops its ranks, and ends.
+  /// As when a host has to make room: it stops its ranks, and ends.
   void leave() {
     command_.signal(SIGTERM);
     EXPECT_NE(command_.wait(60).status, 0);
@@ -104,14 +101,14 @@ std::vector<int> ranks_of(const std::list<Agent>& agents) {
                                        << last_logged_step(run) << ", not at " << step;
 }
 
-// Four hosts with a rank each, of which one is lost, one is told to leave, and two others join later. Each
-// start's agents agree anew on who is there.
-TEST(Torchrun, AgentsThatAreLostAndOthersThatJoinDontChangeTheRun) {
+// Four hosts with a rank each: one is lost, one is told to leave, and two others join later. At each start
+// the agents agree again on who is there.
+TEST(Torchrun, LosingAndAddingAgentsDoesNotChangeTheRun) {
   if (!fs::exists(torchrun_program())) GTEST_SKIP() << "there is no " << torchrun_program();
   constexpr int kSteps = 2000;
   const fs::path straight = fresh_folder("straight"), run = fresh_folder("run");
   Words words = run_of(kSteps) + Words{"--checkpoint.interval", "20", "--checkpoint.keep_latest_k", "3"};
-  // Over many steps rounding grows: in double precision it stays below what is compared.
+  // Rounding grows over many steps: in double precision it stays below the tolerance.
   for (const char* key : {"dtype", "mixed_precision_param", "mixed_precision_reduce"})
     words = words + Words{std::string("--training.") + key, "float64"};
   train_log(straight, words + ranks(4));
@@ -132,7 +129,7 @@ TEST(Torchrun, AgentsThatAreLostAndOthersThatJoinDontChangeTheRun) {
   const int64_t step = last_logged_step(run);
   for (int i = 0; i < 2; ++i) agents.emplace_back(port, false, program);
   ASSERT_TRUE(train_together(agents, before, run, step + 30));
-  EXPECT_LT(last_logged_step(run), kSteps) << "it was over before the others joined";
+  EXPECT_LT(last_logged_step(run), kSteps) << "the run ended before the others joined";
 
   std::string log;
   for (Agent& agent : agents) {

@@ -1,6 +1,5 @@
 // The command's other faces: help, the printed config, the logs, comparisons.
 
-#include <gmock/gmock.h>
 #include <poll.h>
 #include <pty.h>
 #include <signal.h>
@@ -18,10 +17,6 @@
 
 namespace titan::testing {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 Words model(const std::string& steps) {
   return {source_file("docs/examples/custom_model/ngram.toml"),
@@ -58,14 +53,14 @@ TEST(TrainCommand, PrintedConfigReadsBack) {
   EXPECT_EQ(second.out, first.out);
 }
 
-TEST(TrainCommand, TheRunsOwnConfigRepeatsIt) {
+TEST(TrainCommand, SavedConfigRepeatsTheRun) {
   auto folder = fresh_folder("run");
   auto first = train(folder, model("3"));
   auto again = train(fresh_folder("again"), {(folder / "config.toml").string()});
   EXPECT_EQ(losses(again), losses(first));
 }
 
-TEST(TrainCommand, EveryLoggedStepHasAllNumbers) {
+TEST(TrainCommand, LogsAllNumbersOfEveryStep) {
   auto folder = fresh_folder("run");
   train(folder, model("2"));
   std::ifstream file(folder / "metrics.jsonl");
@@ -79,7 +74,7 @@ TEST(TrainCommand, EveryLoggedStepHasAllNumbers) {
       EXPECT_GT(object[key].is_number() ? object[key].get<double>() : 0, 0) << key;
     EXPECT_GE(object["data_loading_s"].get<double>(), 0);
     EXPECT_LT(object["data_loading_s"].get<double>(), object["step_s"].get<double>() + 1);
-    if (!tests_on_gpu()) EXPECT_TRUE(object["mfu"].is_null());  // nobody knows a CPU's peak
+    if (!tests_on_gpu()) EXPECT_TRUE(object["mfu"].is_null());  // a CPU's peak is unknown
     EXPECT_EQ(object["n_tokens_seen"], step * 4 * 128);
     EXPECT_EQ(object.contains("startup_s"), step == 1);
   }
@@ -97,8 +92,8 @@ TEST(TrainCommand, ValidationGoesToItsOwnFile) {
   EXPECT_LT(found[1], found[0]);
 }
 
-// Three ranks share out ten documents, so some are through before others.
-TEST(TrainCommand, AWholeSetIsValidatedAlikeOnAnyNumberOfRanks) {
+// Three ranks share ten documents, so some finish before others.
+TEST(TrainCommand, ValidatesAWholeSetTheSameOnAnyNumberOfRanks) {
   auto set = fresh_folder("set");
   for (int i = 0; i < 10; ++i)
     std::ofstream(set / (std::to_string(i) + ".txt")) << std::string(static_cast<size_t>(30 + 97 * i), 'x');
@@ -115,7 +110,7 @@ TEST(TrainCommand, AWholeSetIsValidatedAlikeOnAnyNumberOfRanks) {
   EXPECT_NEAR(found[0], found[1], 0.02);  // packed into one lane and into three
 }
 
-TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
+TEST(TrainCommand, LastStepWritesALoadableModel) {
   auto folder = fresh_folder("run");
   auto written = train(folder, model("3") + Words{"--checkpoint.enable"});
   auto file = folder / "checkpoint" / "step-3" / "model.safetensors";
@@ -127,10 +122,10 @@ TEST(TrainCommand, LastStepWritesTheModelAndItLoads) {
                                          file.string(), "--nproc", "2", "--training.local_batch_size", "2"});
   ASSERT_EQ(first.size(), 2u);
   EXPECT_NEAR(first[0].loss, second[0].loss, 5e-6);
-  EXPECT_LT(first[0].loss, written[0].loss - 0.05);  // the same tokens, with what three steps have learnt
+  EXPECT_LT(first[0].loss, written[0].loss - 0.05);  // the same tokens, after three steps of training
 }
 
-TEST(TrainCommand, OtherRanksMetricsLieBesideRankZeros) {
+TEST(TrainCommand, WritesOtherRanksMetricsBesideRankZeros) {
   auto folder = fresh_folder("run");
   auto zero = train(folder, model("2") + Words{"--nproc", "2", "--metrics.save_for_all_ranks"});
   EXPECT_EQ(zero.size(), 2u);
@@ -138,7 +133,7 @@ TEST(TrainCommand, OtherRanksMetricsLieBesideRankZeros) {
   EXPECT_FALSE(std::filesystem::exists(folder / "rank_0"));
 }
 
-TEST(TrainCommand, WhatKeptGradientsTakeIsToldOnce) {
+TEST(TrainCommand, ReportsTheMemoryOfKeptGradientsOnce) {
   const Words accumulation = {
       "--nproc", "2", "--training.local_batch_size", "1", "--training.global_batch_size", "4"};
   const auto log_of = [&](const Words& words) {
@@ -155,13 +150,13 @@ TEST(TrainCommand, WhatKeptGradientsTakeIsToldOnce) {
   ASSERT_TRUE(std::regex_search(log, parameters, std::regex("([0-9]+) parameters, on 2 rank"))) << log;
   ASSERT_TRUE(std::regex_search(log, kept, std::regex(told + "([0-9.]+) MiB on each rank"))) << log;
   EXPECT_EQ(log.find(told), log.rfind(told));
-  // fp32, and a little for parts of equal size.
+  // fp32, plus a little for parts of equal size.
   const double whole = 4 * std::stod(parameters[1]);
   EXPECT_GE(std::stod(kept[1]) * 1024 * 1024, 0.999 * whole);
   EXPECT_LE(std::stod(kept[1]) * 1024 * 1024, 1.05 * whole);
 }
 
-/// What `titan train words...` writes onto a terminal of its own.
+/// The output of `titan train words...` on its own terminal.
 std::string train_on_terminal(const Words& words) {
   const Words command = train_words(words);
   std::vector<char*> arguments;
@@ -193,8 +188,8 @@ std::string train_on_terminal(const Words& words) {
   return shown;
 }
 
-// By the ranks of --nproc, whose own output is a pipe to their parent.
-TEST(TrainCommand, ColoursAndRemainingTimeAreForTerminals) {
+// From the ranks of --nproc, whose own output is a pipe to their parent.
+TEST(TrainCommand, PrintsColoursAndRemainingTimeOnlyOnTerminals) {
   const auto words = [](const char* ranks) {
     return model("3") + Words{"--nproc",
                               ranks,
@@ -218,7 +213,7 @@ double first_loss(const Words& words) {
   return steps.empty() ? 0 : steps[0].loss;
 }
 
-TEST(Seeds, TheDatasOrderFollowsDebugSeedUnlessItHasItsOwn) {
+TEST(Seeds, DataOrderFollowsDebugSeedUnlessItHasItsOwn) {
   const Words seed = {"--debug.seed", "7"};
   const double loss = first_loss(seed);
   EXPECT_EQ(first_loss(seed + Words{"--data.seed", "7"}), loss);
@@ -227,7 +222,7 @@ TEST(Seeds, TheDatasOrderFollowsDebugSeedUnlessItHasItsOwn) {
   EXPECT_EQ(first_loss({}), first_loss({"--debug.seed", "0", "--data.seed", "0"}));
 }
 
-// The same weights and tokens each time: what is left are the numbers that the model draws itself.
+// The same weights and tokens each time: only the numbers that the model itself draws differ.
 TEST(Seeds, DropoutRepeatsAndFollowsDebugSeed) {
   auto folder = fresh_folder("weights");
   train(folder, model("1") + Words{"--checkpoint.enable"});

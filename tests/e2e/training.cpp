@@ -29,7 +29,7 @@ std::string source_file(const std::string& name) { return std::string(TITAN_SOUR
 
 std::filesystem::path fresh_folder(const std::string& name) {
   const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
-  // Of this tree and device alone: others may be tested beside it.
+  // Named after this tree and device: others may be tested at the same time.
   std::string who = TITAN_BINARY_DIR;
   for (const char* variable : {"TITAN_TEST_DEVICE", "TITAN_TEST_BACKEND"})
     if (const char* value = std::getenv(variable)) who += std::string(" ") + value;

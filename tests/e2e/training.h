@@ -1,6 +1,6 @@
 #pragma once
 
-// Runs `titan train` from a test and reads what it left.
+// Runs `titan train` from a test and reads its results.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ struct Logged {
   double lr = 0;
 };
 
-/// Throws when the file isn't there or a line has no such members.
+/// Throws if the file is missing or a line lacks such members.
 std::vector<Logged> read_metrics(const std::filesystem::path& dump_folder);
 
 std::vector<double> losses(const std::vector<Logged>& steps);
@@ -43,8 +43,8 @@ std::string source_file(const std::string& name);
 /// A new empty folder below the test's temporary one, named after the running test.
 std::filesystem::path fresh_folder(const std::string& name);
 
-/// Tests train on the CPU, on every machine. With TITAN_TEST_DEVICE=cuda they do on the GPU, which all ranks
-/// share (gloo lets them), or on one each with TITAN_TEST_BACKEND=nccl.
+/// Tests train on the CPU on every machine. With TITAN_TEST_DEVICE=cuda they use the GPU, which all ranks
+/// share (gloo allows that), or one GPU each with TITAN_TEST_BACKEND=nccl.
 bool tests_on_gpu();
 Words device_words();
 
@@ -54,7 +54,7 @@ Words train_words(const Words& words);
 /// Runs it with one thread a rank, so that sums don't depend on the machine, or with `threads`.
 CommandResult try_train(const Words& words, double limit_s = 60, int threads = 1);
 
-/// The same with `--job.dump_folder folder`, which has to succeed.
+/// The same with `--job.dump_folder folder`; it has to succeed.
 std::vector<Logged> train(const std::filesystem::path& folder, const Words& words, double limit_s = 100,
                           int threads = 1);
 

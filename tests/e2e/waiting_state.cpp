@@ -1,12 +1,12 @@
-// An object in the checkpoints that waits or fails where a test says so, by files in the folder that
-// TITAN_TEST_SAVES names. As `--experimental.custom_import`.
-//   hold_saving     state() of a save waits as long as the file is there, in the thread that trains
-//   hold_writing    so does rank 0's part behind it, in the background of an asynchronous save
+// An object in the checkpoints that waits or fails as files in the folder TITAN_TEST_SAVES say. Load it with
+// `--experimental.custom_import`.
+//   hold_saving     state() of a save waits while the file is there, in the training thread
+//   hold_writing    so does rank 0's part after it, in the background of an asynchronous save
 //   hold_loading    so does loaded()
 //   hold_building   so does the rank that makes the object, while the run starts
 //   fail_saves      saves fail; fail_every_other: the first, the third ...
-// Who waits leaves a file: saving.RANK, writing.RANK, loading.RANK, building.RANK. Each save leaves a dot in
-// the file saves.
+// A rank that waits leaves a file: saving.RANK, writing.RANK, loading.RANK, building.RANK. Each save appends
+// a dot to the file saves.
 
 #include <atomic>
 #include <chrono>

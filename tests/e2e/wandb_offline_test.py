@@ -1,5 +1,5 @@
-"""wandb_offline_test.py SCRIPT: what scripts/wandb_offline.py hands to the wandb package, by a stand-in that writes it down; and what
-it says where the package is missing or there is no run."""
+"""wandb_offline_test.py SCRIPT: what scripts/wandb_offline.py passes to the wandb package, as recorded by a stand-in, and its
+messages if the package or the run is missing."""
 import json
 import os
 import pathlib
@@ -33,7 +33,7 @@ run.mkdir()
 
 def call(*words, packages=None, **variables):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "PYTHON"))}
-    # A C locale, with which Python would read text as ASCII.
+    # In a C locale Python would read text as ASCII.
     environment.update(variables, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", TOLD=str(folder / "told.json"))
     if packages:
         environment["PYTHONPATH"] = str(packages)
@@ -63,4 +63,4 @@ missing = call(str(run), packages=packages)
 assert missing.returncode == 1 and "pip install wandb" in missing.stderr, missing.stderr
 none = call(str(folder / "nothing"), packages=packages)
 assert none.returncode == 1 and "holds no run" in none.stderr, none.stderr
-print("what wandb is told is right")
+print("wandb gets the right values")

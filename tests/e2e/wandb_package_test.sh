@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# wandb_package_test.sh PYTHON TITAN CONFIG IMPORT SCRIPT: a run's figures, made an offline run by SCRIPT (scripts/wandb_offline.py) with the real
-# package, are read back from it by the package's own reader, value by value. It is installed beside TITAN's build the first time; where it
-# can't be, the test is skipped (exit 77).
+# wandb_package_test.sh PYTHON TITAN CONFIG IMPORT SCRIPT: SCRIPT (scripts/wandb_offline.py) turns a run's metrics into an offline run with the
+# real package, and the package's own reader reads them back, value by value. It is installed beside TITAN's build the first time; where that
+# fails, the test is skipped (exit 77).
 set -euo pipefail
 python=$1 titan=$2 config=$3 import=$4 script=$5
 package=wandb==0.29.0 # the last that has a reader in Python
@@ -15,7 +15,7 @@ trap 'rm -rf "$run"' EXIT
 "$titan" train "$config" --experimental.custom_import "$import" --job.dump_folder "$run/out" --training.steps 4 --training.device cpu \
   --metrics.log_freq 1 --validation.enable --validation.freq 2 --validation.steps 1 --validation.seq_len 64
 
-# A home of its own, and nobody to talk to: offline needs no key and no network.
+# A separate home folder and no server: offline mode needs no key and no network.
 unset "${!WANDB_@}"
 export HOME="$run/home" PYTHONPATH="$packages" https_proxy=http://127.0.0.1:9 http_proxy=http://127.0.0.1:9
 mkdir "$HOME"

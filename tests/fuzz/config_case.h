@@ -1,6 +1,6 @@
 #pragma once
 
-// What the fuzzers of TOML and JSON configs do with a file, beyond reading it.
+// The common part of the TOML and JSON config fuzzers, beyond reading the file.
 
 #include <algorithm>
 
@@ -28,7 +28,7 @@ inline void require_sound(const config::Document& document, std::string_view tex
   for (const config::Heading& heading : document.headings) require_places(heading.place, text, file);
 }
 
-/// Fills settings of every kind from the file; what was filled in can be printed, and reads back the same.
+/// Fills settings of every kind from the file; the result can be printed, and reads back the same.
 inline void load_as_job(const std::string& name, std::string_view text) {
   using namespace config::sample;
   static const ScratchFolder folder;

@@ -1,4 +1,4 @@
-// A rank's flight record, ours or PyTorch's, and what is made of it beside a sound one of another rank.
+// A rank's flight record, ours or PyTorch's, and its report beside a valid one of another rank.
 
 #include "guard/flight_report.h"
 
@@ -28,7 +28,7 @@ void fuzz_input(std::string_view input) {
     require(call.group < file.groups.size(), "a call has a group");
   const std::vector<dist::FlightFile> files = {sound_record(), std::move(file)};
   const dist::FlightReport report = dist::make_flight_report(files);
-  require(!report.summary.empty(), "records come to something");
+  require(!report.summary.empty(), "a report has a summary");
   require(report.lane >= report.lanes.size() || report.lanes[report.lane].calls.contains(report.sequence),
           "the call that a report is about is there");
 }

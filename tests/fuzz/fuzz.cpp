@@ -10,8 +10,8 @@
 namespace titan::fuzz {
 namespace {
 
-// A parser may take memory in proportion to what a file holds, not to what it claims to hold: while an input
-// is looked at, one allocation is at most twice the input, or this.
+// A parser may allocate memory in proportion to a file's size, not to the size it claims: while an input is
+// parsed, one allocation is at most twice the input, or this.
 constexpr size_t kAlwaysAllowed = size_t{1} << 20;
 
 std::atomic<size_t> limit{SIZE_MAX};
@@ -19,7 +19,7 @@ std::atomic<size_t> limit{SIZE_MAX};
 void check_allocation(const volatile void*, size_t size) {
   if (size <= limit) return;
   const size_t allowed = limit.exchange(SIZE_MAX);  // a report may need memory itself
-  std::fprintf(stderr, "an allocation of %zu bytes, at most %zu are allowed for this input\n", size, allowed);
+  std::fprintf(stderr, "an allocation of %zu bytes; at most %zu are allowed for this input\n", size, allowed);
   std::abort();
 }
 
@@ -29,7 +29,7 @@ void ignore_free(const volatile void*) {}
 
 void require(bool condition, const char* what) {
   if (condition) return;
-  std::fprintf(stderr, "not so: %s\n", what);
+  std::fprintf(stderr, "failed: %s\n", what);
   std::abort();
 }
 
@@ -37,7 +37,7 @@ void require_refusal(const Error& error, std::string_view file) {
   const std::string_view message = error.what();
   if (dynamic_cast<const InternalError*>(&error) == nullptr && message.find(file) != message.npos) return;
   std::fprintf(stderr, "the error: %s\n", error.what());
-  require(false, "a refused file is named, and isn't a bug's doing");
+  require(false, "a refusal names the file and isn't an internal error");
 }
 
 }  // namespace titan::fuzz

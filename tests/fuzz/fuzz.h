@@ -1,10 +1,9 @@
 #pragma once
 
-// A fuzzer: a program of libFuzzer's (https://llvm.org/docs/LibFuzzer.html) that hands mutations of the files
-// in tests/fuzz/corpus/<name> to a parser, under AddressSanitizer and UndefinedBehaviorSanitizer. It defines
-// fuzz_input(). A finding ends the program: what a sanitizer reports, an exception that isn't the refusal
-// that the parser's header promises, an allocation that the file only claims to need (fuzz.cpp), a broken
-// require().
+// A fuzzer: a libFuzzer program (https://llvm.org/docs/LibFuzzer.html) that passes mutations of the files in
+// tests/fuzz/corpus/<name> to a parser, under AddressSanitizer and UndefinedBehaviorSanitizer. It defines
+// fuzz_input(). These end the program: a sanitizer's report, an exception other than the refusal that the
+// parser's header promises, an allocation that the file merely claims to need (fuzz.cpp), a failed require().
 
 #include <string>
 #include <string_view>
@@ -14,16 +13,16 @@
 
 namespace titan::fuzz {
 
-/// What the fuzzer is about. `input` lies on the heap, exactly as large as it is.
+/// The fuzzer's test of one input. `input` is on the heap, in an allocation of exactly its size.
 void fuzz_input(std::string_view input);
 
-/// Ends the program, saying so, unless `condition` holds.
+/// Ends the program with a message unless `condition` holds.
 void require(bool condition, const char* what);
 
-/// Requires that an Error is a refusal: not a bug's, and naming `file`.
+/// Requires that an Error is a refusal: not an internal error, and naming `file`.
 void require_refusal(const Error& error, std::string_view file);
 
-/// Whether `parse` takes the input. It refuses by an Error that names `file`.
+/// Whether `parse` accepts the input. It refuses with an Error that names `file`.
 template <class Parse>
 bool accepted(std::string_view file, Parse&& parse) {
   try {

@@ -17,7 +17,7 @@ void fuzz_input(std::string_view text) {
   for (const auto& [tensor, file] : index) {
     require(file.find('/') == file.npos && file != "." && file != "..", "a shard is in the folder itself");
     require(file.ends_with(".safetensors"), "a shard is a safetensors file");
-    require(file.find('\0') == file.npos, "a file's name is what the system sees of it");
+    require(file.find('\0') == file.npos, "a file's name has no zero byte");
   }
 }
 

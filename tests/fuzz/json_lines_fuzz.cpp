@@ -22,7 +22,7 @@ void read_all(const std::filesystem::path& path, const char* on_bad_line) {
   }
 }
 
-// As it is done in memory of exactly the line's size: a mapped file hides a byte read behind its end.
+// In memory of exactly the line's size, as in use: a mapped file hides a read past its end.
 void read_lines(std::string_view file) {
   while (!file.empty()) {
     const size_t end = std::min(file.find('\n'), file.size());

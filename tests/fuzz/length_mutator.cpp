@@ -1,5 +1,5 @@
-// Mutations of a safetensors file. Most change the length of the JSON text, so that by the 8 bytes that say
-// it everything else would be refused unread: these bytes are mostly set right again.
+// Mutations of a safetensors file. Most change the length of the JSON text, and its 8-byte length field would
+// then make the parser refuse everything unread: that field is usually corrected afterwards.
 
 #include <cstddef>
 #include <cstdint>

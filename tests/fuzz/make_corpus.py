@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the fuzzers' seeds (tests/fuzz/corpus): small valid files of every kind, and some with what readers disagree on.
+"""Writes the fuzzers' seeds (tests/fuzz/corpus): small valid files of every kind, and some with contents that readers disagree on.
 
 The files are kept in the repository; nobody needs to run this to fuzz. What isn't written here once broke something.
 """
@@ -140,7 +140,7 @@ def tokenizer_seeds() -> None:
             "model": {"type": "BPE", "ignore_merges": False, "merges": [["b", "c"], ["a", "b"], ["a", "bc"]], "vocab": vocabulary}}
 
     def text(tree: dict, config: dict | None = None) -> str:
-        # What changes in front, and the vocabulary, which is long, last.
+        # The varying parts first, and the long vocabulary last.
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":")) + ("" if config is None else "\n====\n" + json.dumps(config))
 
     write("tokenizer/llama3.txt", text(tree))

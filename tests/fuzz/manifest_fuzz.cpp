@@ -1,5 +1,5 @@
-// A checkpoint's manifest.json, the plan that is made of it (which rank's file has which part of a tensor),
-// and the loader's state among its texts.
+// A checkpoint's manifest.json, the plan made from it (which rank's file has which part of a tensor), and the
+// loader's state among its texts.
 
 #include "titan/checkpoint/manifest.h"
 
@@ -17,7 +17,7 @@ using checkpoint::StateTable;
 constexpr const char* kFile = "strange/manifest.json";
 constexpr int64_t kFewPlans = 20'000;
 
-// With a digest that fits: otherwise every mutation would be refused at once, and nothing behind it be tried.
+// With a matching digest: otherwise every mutation would be refused at once, and nothing after it be tested.
 std::string with_digest(std::string_view text) {
   text.remove_prefix(std::min(text.find('\n') + 1, text.size()));
   return str(R"({"titan_checkpoint":)", checkpoint::kFormatVersion, R"(,"digest":")",
@@ -26,7 +26,7 @@ std::string with_digest(std::string_view text) {
 
 Box whole(const std::vector<int64_t>& shape) { return {std::vector<int64_t>(shape.size(), 0), shape}; }
 
-// Each element is in one piece: counted by ranks, and found by box.
+// Each element is in exactly one piece, counted by rank and found by box.
 void require_tiled(const StateTable& table) {
   const size_t num_tensors = table.tensors().size();
   if (static_cast<int64_t>(num_tensors) * table.world_size() > kFewPlans) return;
@@ -35,13 +35,13 @@ void require_tiled(const StateTable& table) {
   for (int64_t rank = 0; rank < table.world_size(); ++rank)
     for (const checkpoint::Piece& piece : table.pieces_of(rank)) left[piece.tensor] -= piece.box.numel();
   for (size_t i = 0; i < num_tensors; ++i) {
-    require(left[i] == 0, "the ranks' pieces are the tensor");
+    require(left[i] == 0, "the ranks' pieces make up the tensor");
     int64_t missing = whole(table.tensors()[i].shape).numel();
     for (const checkpoint::Source& source : table.sources_of(i, whole(table.tensors()[i].shape))) {
       require(source.rank >= 0 && source.rank < table.world_size(), "a piece is in a rank's file");
       missing -= source.box.numel();
     }
-    require(missing == 0, "the pieces that are found are the tensor");
+    require(missing == 0, "the pieces found by box make up the tensor");
   }
 }
 
@@ -58,8 +58,7 @@ void fuzz_input(std::string_view text) {
   const std::string valid = with_digest(text);
   if (!accepted(kFile, [&] { manifest = checkpoint::parse_manifest(valid, kFile); })) return;
   require_tiled(manifest.table);
-  for (const auto& text : manifest.texts)
-    accepted("a loader's state", [&] { require_reads_back(text.second); });
+  for (const auto& text : manifest.texts) accepted("data loader", [&] { require_reads_back(text.second); });
   const std::string written = checkpoint::to_text(manifest);
   require(checkpoint::to_text(checkpoint::parse_manifest(written, kFile)) == written,
           "a manifest reads back");

@@ -1,4 +1,5 @@
-// Meshes need the whole of communication. What reads a manifest has none, only what lies in the same source.
+// Meshes need all of the communication code. The manifest parser has no mesh; its source file merely refers
+// to some.
 
 #include <cstdlib>
 

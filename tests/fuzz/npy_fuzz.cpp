@@ -17,7 +17,8 @@ void fuzz_input(std::string_view file) {
   require(header.data_start <= file.size(), "the elements begin in the file");
   int64_t bytes = sizeof(int32_t);
   for (int64_t size : header.shape)
-    require(size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes), "the sizes' product is a number");
+    require(size >= 0 && !__builtin_mul_overflow(bytes, size, &bytes),
+            "the product of the sizes fits 64 bits");
   require(header.data_start + static_cast<size_t>(bytes) == file.size(), "the elements end with the file");
 }
 

@@ -1,5 +1,5 @@
-// `pre_tokenizer` of a tokenizer.json, with its regular expressions, and behind a line of its own, "====",
-// text that it splits.
+// `pre_tokenizer` of a tokenizer.json, with its regular expressions, then a line "====", then text that it
+// splits.
 
 #include "core/utf8.h"
 #include "data/tokenizer/pre_tokenizer.h"
@@ -12,7 +12,7 @@ constexpr const char* kFile = "strange/tokenizer.json";
 constexpr std::string_view kSeparator = "\n====\n";
 constexpr size_t kMostText = 256;  // a hostile pattern may take a tenth of a second at each byte
 
-// Whether all of the text is in the words that it is split into: nothing is left out or put before.
+// Whether the words hold exactly the text: nothing is left out or added.
 bool keeps_text(const JsonFile& file) {
   const std::string json = file.tree().dump();
   return json.find("Removed") == json.npos && json.find("ByteLevel") == json.npos;
@@ -22,11 +22,11 @@ void split(const data::PreTokenizer& pre_tokenizer, std::string_view text, bool 
   data::PreTokenizer::Scratch scratch;
   std::string words;
   pre_tokenizer.split(text, scratch, [&](std::string_view word) {
-    require(!word.empty(), "a word has bytes");
+    require(!word.empty(), "a word is not empty");
     require(valid_utf8_prefix(word) == word.size(), "characters stay whole");
     words += word;
   });
-  require(!keeps || words == text, "the words are the text");
+  require(!keeps || words == text, "the words make up the text");
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ RankFileHeader parse(std::string_view file) {
 }
 
 void require_sound(const RankFile::Entry& entry, size_t file_size) {
-  require(entry.offset >= 0 && entry.num_bytes >= 0, "an entry has a place");
+  require(entry.offset >= 0 && entry.num_bytes >= 0, "an entry has an offset and a size");
   require(static_cast<size_t>(entry.offset + entry.num_bytes) <= file_size, "an entry lies in the file");
   require(entry.box.offset.size() == entry.box.length.size(), "a box has as many offsets as lengths");
   require(static_cast<int64_t>(entry.checksums.size()) == checkpoint::detail::num_blocks(entry.num_bytes),
@@ -53,7 +53,7 @@ void require_reads_back(const RankFileHeader& header, std::string_view file) {
   std::string again = bytes;
   again.resize(total);
   const RankFileHeader read = parse(again);
-  require(read.identity == header.identity, "whose file it is reads back");
+  require(read.identity == header.identity, "the identity reads back");
   require(read.entries.size() == header.entries.size(), "as many tensors read back");
   for (const auto& [name, entry] : header.entries) {
     const RankFile::Entry& other = read.entries.at(name);

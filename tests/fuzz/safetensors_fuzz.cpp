@@ -1,4 +1,4 @@
-// The header of a safetensors file, and what is believed of it.
+// The header of a safetensors file.
 
 #include "checkpoint/format/safetensors_header.h"
 
@@ -44,11 +44,11 @@ void fuzz_input(std::string_view file) {
   std::vector<SafetensorsEntry> entries;
   for (const std::string& name : header.names) {
     const SafetensorsInfo& info = header.tensors.at(name);
-    require(info.offset >= 0 && info.num_bytes >= 0, "a tensor has a place");
+    require(info.offset >= 0 && info.num_bytes >= 0, "a tensor has an offset and a size");
     require(static_cast<size_t>(info.offset + info.num_bytes) <= file.size(), "a tensor lies in the file");
     entries.push_back({name, info.dtype, info.shape});
   }
-  // What was accepted can be written, and is the same then.
+  // An accepted header can be written, and reads back the same.
   const std::string bytes = detail::make_safetensors_header(entries, header.metadata);
   const std::string again = bytes + std::string(total_bytes(header), '\0');
   require_same(header, parse(again));

@@ -1,5 +1,4 @@
-// tokenizer.json, and behind a line of its own, "====", tokenizer_config.json; then text through the
-// tokenizer.
+// tokenizer.json, then a line "====", then tokenizer_config.json; then text through the tokenizer.
 
 #include "data/tokenizer/bpe_tokenizer.h"
 #include "fuzz.h"
@@ -30,7 +29,7 @@ void fuzz_input(std::string_view input) {
   std::unique_ptr<data::BpeTokenizer> tokenizer;
   if (!accepted(path.parent_path().string(), [&] { tokenizer = std::make_unique<data::BpeTokenizer>(path); }))
     return;
-  // A pattern that takes too many steps is given up, which names the pattern and not the file.
+  // A pattern that takes too many steps is given up; the error names the pattern and not the file.
   accepted("", [&] { use(*tokenizer); });
 }
 

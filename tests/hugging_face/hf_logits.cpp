@@ -1,6 +1,6 @@
-// hf_logits FOLDER WEIGHTS OUTPUT: our logits, for transformers_test.py, of the model whose config.json is in
-// FOLDER, with the weights in the one file WEIGHTS. The tokens are [2, 64], (7919 b + 10473 s + 1) modulo the
-// vocabulary at row b, position s.
+// hf_logits FOLDER WEIGHTS OUTPUT: our logits, for transformers_test.py, for the model in FOLDER's
+// config.json with the weights in the single file WEIGHTS. The tokens are [2, 64], (7919 b + 10473 s + 1)
+// modulo the vocabulary at row b, position s.
 
 #include <ATen/ATen.h>
 
@@ -32,10 +32,14 @@ void write_logits(const std::filesystem::path& folder, const std::filesystem::pa
 
 int main(int argc, char** argv) {
   try {
-    if (argc != 4) return std::fputs("usage: hf_logits FOLDER WEIGHTS OUTPUT\n", stderr), 2;
+    if (argc != 4) {
+      std::fputs("usage: hf_logits FOLDER WEIGHTS OUTPUT\n", stderr);
+      return 2;
+    }
     titan::write_logits(argv[1], argv[2], argv[3]);
     return 0;
   } catch (const std::exception& error) {
-    return std::fprintf(stderr, "hf_logits: %s\n", error.what()), 1;
+    std::fprintf(stderr, "hf_logits: %s\n", error.what());
+    return 1;
   }
 }

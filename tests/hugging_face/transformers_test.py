@@ -29,7 +29,7 @@ LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high
 
 
 def tokens(vocabulary: int) -> torch.Tensor:
-    """As hf_logits.cpp."""
+    """The same tokens as in hf_logits.cpp."""
     return (7919 * torch.arange(2)[:, None] + 10473 * torch.arange(64)[None, :] + 1) % vocabulary
 
 
@@ -53,7 +53,7 @@ class Titan:
 
 
 def difference(name: str, ours: torch.Tensor, others: torch.Tensor) -> bool:
-    """Prints it; true when it is too large."""
+    """Prints the difference; true if it is too large."""
     worst = (ours - others).abs().max().item()
     failed = not worst <= LIMIT or ours.std().item() < 0.1
     print(f"{name:40} {worst:.2e}  limit {LIMIT:.0e}  std of the logits {ours.std().item():.2f}  {'TOO LARGE' if failed else 'ok'}")
@@ -68,7 +68,7 @@ def written_here(titan: Titan, shard_gb: str) -> bool:
 
 
 def debug_model(titan: Titan) -> bool:
-    """The debug config's, as a run of it leaves it in the end."""
+    """The debug config's model, as a run writes it at its end."""
     words = ["--job.dump_folder", titan.folder / "run", "--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size", "1",
              "--training.device", "cpu", "--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]  # fmt: skip
     subprocess.run([titan.options.titan, "train", DEBUG, *words], check=True, cwd=SOURCE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

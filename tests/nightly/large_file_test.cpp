@@ -1,4 +1,4 @@
-// A single text file of 1 GB feeds all lanes evenly: pieces of it are dealt, not files.
+// A single text file of 1 GB feeds all lanes evenly: lanes are given parts of it, not files.
 
 #include <algorithm>
 #include <fstream>
@@ -52,7 +52,7 @@ TEST(LargeFile, FeedsAllLanesEvenly) {
   EXPECT_GE(static_cast<double>(*least) / static_cast<double>(*most), 0.99);
   int64_t all = 0;
   for (const int64_t count : tokens) all += count;
-  // A label is missing for what begins each lane; BOS and EOS add a token each.
+  // The first token of each lane is no label; BOS and EOS add a token each.
   EXPECT_NEAR(static_cast<double>(all), static_cast<double>(kBytes), 1e5);
 }
 

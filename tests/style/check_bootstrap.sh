@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# check_bootstrap.sh SOURCE_FOLDER: on a machine that is set up, setting it up again does nothing, within 3 s.
+# check_bootstrap.sh SOURCE_FOLDER: on a machine that is set up, a second bootstrap does nothing, within 3 s.
 set -euo pipefail
 cd "$1"
 if [ -z "${TITAN_TORCH_DIR:-}" ] && [ ! -e .venv/.complete ]; then
   echo "not set up by scripts/bootstrap.sh"
   exit 77
 fi
-# A test installs nothing.
+# A test must not install anything.
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 for tool in apt-get sudo; do
@@ -18,5 +18,5 @@ start=$(date +%s%N)
 output=$(PATH="$tools:$PATH" scripts/bootstrap.sh 2>&1) || true
 took_ms=$((($(date +%s%N) - start) / 1000000))
 echo "took $took_ms ms"
-[ -z "$output" ] || { echo "there was something left to do: $output"; exit 1; }
+[ -z "$output" ] || { echo "the second bootstrap still did something: $output"; exit 1; }
 [ "$took_ms" -le 3000 ]

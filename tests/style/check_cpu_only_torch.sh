@@ -24,5 +24,5 @@ if grep -q '^titan_cuda:' <<< "$targets"; then
   echo "the plugin is built without a CUDA LibTorch"
   exit 1
 fi
-# One layer that includes LibTorch's headers through the given folder.
+# Builds one layer that includes LibTorch's headers through the given folder.
 cmake --build "$folder/build" --target titan_tensor > "$folder/log" 2>&1 || { tail -20 "$folder/log"; exit 1; }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every public header compiles alone, and none includes a header of CUDA, NCCL or all of LibTorch. check_headers.py SOURCE_DIR BUILD_DIR
 
-A header is compiled with the flags of a layer that uses as much of LibTorch as it does, behind that layer's precompiled header, which makes it a
+A header is compiled with the flags of a layer that uses as much of LibTorch as it does, after that layer's precompiled header, which makes it a
 fraction of a second instead of 3 to 15 s. So what LibTorch's headers bring along isn't missed; what isn't included from here is. By clang, which
 reads precompiled headers in a third of GCC's time; where there is none, by the build's compiler."""
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# check_help_time.sh TITAN: `titan train --help` ends within 0.3 s, as the best of up to twenty; on a machine where loading LibTorch alone
-# takes longer, within 60 ms of that. The two are measured in turn, until they are so.
+# check_help_time.sh TITAN: `titan train --help` ends within 0.3 s, best of up to twenty; on a machine where loading LibTorch alone
+# takes longer, within 60 ms of that. The two are measured in turn until the limit is met.
 set -euo pipefail
 
 # took_ms COMMAND...
@@ -12,7 +12,7 @@ took_ms() {
 }
 
 help=$("$1" train --help)
-# All of it, though the program leaves in a hurry.
+# The output is complete, although the program exits without cleaning up.
 for key in --nproc --training.steps --debug.deterministic_warn_only; do
   grep -qe "$key" <<<"$help" || { echo "the help lacks $key"; exit 1; }
 done

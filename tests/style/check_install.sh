@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs into an empty folder, builds docs/examples/custom_trainer against it, and runs it with one and two ranks: the loss falls, and
-# both give the same curve. Three ranks then go on behind what two have saved. check_install.sh BUILD_DIR SOURCE_DIR
+# both give the same curve. Three ranks then resume what two have saved. check_install.sh BUILD_DIR SOURCE_DIR
 set -euo pipefail
 build=$1
 source=$2
@@ -16,7 +16,7 @@ cmake --build "$folder/build"
 python3 - "$folder/one" "$folder/two" "$folder/three" <<'PY'
 import re, sys
 one, two, three = ([float(x) for x in re.findall(r"loss ([0-9.]+)", open(path).read())] for path in sys.argv[1:])
-assert len(three) == 1 and abs(three[0] - one[-1]) <= 1e-4 * one[-1], f"going on behind step 40: {one} {three}"
+assert len(three) == 1 and abs(three[0] - one[-1]) <= 1e-4 * one[-1], f"resuming after step 40: {one} {three}"
 assert len(one) == len(two) == 5, (one, two)
 assert one[-1] < 0.8 * one[0], f"the loss didn't fall: {one}"
 assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(one, two)), f"two ranks differ: {one} {two}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fails on an include that goes up the table of layers (docs/architecture.md): a layer uses those before it, never one behind it."""
+"""Fails on an include that goes up the table of layers (docs/architecture.md): a layer uses those before it, never one after it."""
 
 import pathlib
 import re

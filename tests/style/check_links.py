@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Relative links of README.md and of every page in docs and benchmarks point to what exists; one that is labelled as a file by its name
-(`x_test`, `x.h`) points to that file, not to its folder. README.md's C++ lines stand in an example that a test builds."""
+"""Relative links of README.md and of every page in docs and benchmarks point to what exists; a link that is labelled with a
+file's name (`x_test`, `x.h`) points to that file, not to its folder. README.md's C++ lines are part of an example that a test builds."""
 
 import pathlib
 import re
@@ -37,7 +37,7 @@ def problems_of_snippet(root: pathlib.Path) -> list[str]:
         for line in block.splitlines():
             code = re.sub(r"\s+", " ", line.split("  //")[0]).strip()
             if code not in ("", "...") and code not in known:
-                problems.append(f"README.md: '{code}' stands in no example")
+                problems.append(f"README.md: '{code}' is in no example")
     return problems
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""scripts/skipped_tests.py on made-up results: check_skipped_tests.py SOURCE_DIR"""
+"""Runs scripts/skipped_tests.py on made-up results: check_skipped_tests.py SOURCE_DIR"""
 
 import os
 import pathlib

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How many ranks scripts/train.sh starts, in a copy whose build, titan and GPUs are made up.
+# Checks how many ranks scripts/train.sh starts, in a copy with a fake build, titan and GPUs.
 set -euo pipefail
 source_root=$1
 root=$(mktemp -d)

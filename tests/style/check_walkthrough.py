@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/one_training_step.md names files in backticks and functions in bold: each file has to exist, and each function has to stand in one of
+"""docs/one_training_step.md names files in backticks and functions in bold: each file has to exist, and each function has to be in one of
 the files named in its section. README.md's five files have to exist too."""
 
 import pathlib

@@ -139,12 +139,16 @@ void write_hf_folder(const std::filesystem::path& folder, const HfModel& model,
 void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
                    const std::filesystem::path& folder);
 
-/// Writes all parameters, cast to `export_dtype` (default: each its own), as a folder (write_hf_folder).
-/// Collective as save_model, one tensor at a time. When it can't be written, every rank throws Error.
+struct HfSaveOptions {
+  HfWriteOptions folder = {};
+  std::optional<at::ScalarType> export_dtype = std::nullopt;  ///< of all tensors; unset: each keeps its own
+  DeviceMesh pipeline = {};                                   ///< the axis of the stages, if there are any
+};
+
+/// Writes all parameters as a folder (write_hf_folder). Collective as save_model, one tensor at a time. When
+/// it can't be written, every rank throws Error.
 void save_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
-                   const std::filesystem::path& folder, const HfWriteOptions& options,
-                   std::optional<at::ScalarType> export_dtype = std::nullopt,
-                   const DeviceMesh& pipeline = {});
+                   const std::filesystem::path& folder, const HfSaveOptions& options = {});
 
 // ---- converting without a job. Reads and writes 16 MiB at a time, so that memory doesn't depend on the
 // model's size. Throws ConfigError where the source isn't `model`'s weights.

@@ -51,16 +51,22 @@ struct ParamInit {
   Init init;
 };
 
+/// The random numbers of one parameter.
+struct InitStream {
+  uint64_t seed = 0;
+  std::string_view name;  ///< the parameter's full name
+};
+
 /// Fills `local` (any float dtype, contiguous, the part `box` of a tensor of `global_shape`) with its
-/// elements of the stream (seed, name). Values are computed in double and rounded once to `local`'s dtype.
+/// elements of the stream. Values are computed in double and rounded once to `local`'s dtype.
 /// Computed on the CPU; other devices get a copy.
 ///
 /// Initial weights don't depend on the layout: each element is one uniform number from Philox4x32-10, keyed
 /// by seed, parameter name and the element's global index, and mapped to a (truncated) normal by the inverse
 /// distribution function (Wichura, AS241) in fixed-order double arithmetic: the same bits on any rank and
 /// mesh.
-void fill(const at::Tensor& local, const Init& init, uint64_t seed, std::string_view name,
-          at::IntArrayRef global_shape, const Box& box);
+void fill(const at::Tensor& local, const Init& init, const InitStream& stream, at::IntArrayRef global_shape,
+          const Box& box);
 
 // [Note: hook slots]
 // A call through nn::Ref runs, outside in:

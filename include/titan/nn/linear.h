@@ -59,7 +59,7 @@ class WeightedModule : public Module {
 
 struct LinearOptions {
   bool bias = false;
-  /// Of the weight; default: uniform in +-1/sqrt(in), as is the bias (torch.nn.Linear's).
+  /// The weight's initial values; default: uniform in +-1/sqrt(in), as is the bias (torch.nn.Linear's).
   std::optional<Init> init = std::nullopt;
   Construct construct = {};
 };

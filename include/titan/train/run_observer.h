@@ -1,7 +1,7 @@
 #pragma once
 
-// What watches a run (watchdog, metrics, event log, profiler) is told here what the trainer does. An observer
-// changes nothing about the run; what decides about it is a policy (policy.h).
+// The interface through which the watchdog, metrics, event log and profiler see what the trainer does. An
+// observer changes nothing about the run; a policy (policy.h) may.
 
 #include <array>
 #include <cstdint>

@@ -7,7 +7,6 @@
 
 #include "checkpoint/format/names.h"
 #include "checkpoint/format/safetensors_header.h"
-#include "checkpoint/format/stored_files.h"
 #include "core/json.h"
 #include "titan/core/error.h"
 
@@ -312,11 +311,6 @@ Manifest parse_manifest(std::string_view text, const std::filesystem::path& path
   } catch (const Error& error) {
     throw Error(str(path.string(), ": ", error.what()));
   }
-}
-
-Manifest read_manifest(const std::filesystem::path& folder) {
-  const std::filesystem::path path = folder / kManifestName;
-  return parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
 }
 
 }  // namespace titan::checkpoint

@@ -122,6 +122,11 @@ std::vector<fs::path> list_put_aside(const fs::path& folder) {
   return paths;
 }
 
+Manifest read_manifest(const fs::path& folder) {
+  const fs::path path = folder / kManifestName;
+  return parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
+}
+
 std::vector<std::string> quick_problems(const fs::path& step_folder, const Manifest& manifest) {
   std::vector<std::string> problems;
   if (auto problem = detail::step_name_problem(step_folder, manifest)) problems.push_back(*problem);

@@ -1,13 +1,11 @@
-// Reading a Hugging Face folder: its JSON files, the order of its rows, and the checks of its shards.
+// Reading a Hugging Face folder: its files and their checks, the order of its rows. hf_json.cpp parses its JSON.
 
 #include <algorithm>
 #include <set>
 
 #include <ATen/ops/empty.h>
-#include <nlohmann/json.hpp>
 
 #include "checkpoint/hugging_face/hf_json.h"
-#include "core/json.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -19,19 +17,6 @@ namespace fs = std::filesystem;
 
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
-constexpr size_t kMaxConfigBytes = 1 << 20;
-constexpr size_t kMaxIndexBytes = 100'000'000;
-
-bool is_plain_name(const std::string& name) {
-  return name.find_first_of(std::string_view("/\0", 2)) == std::string::npos && !name.starts_with('.') &&
-         name.ends_with(".safetensors");
-}
-
-std::string dotted(const JsonPath& keys) {
-  std::string text;
-  for (const std::string& key : keys) text += (text.empty() ? "" : ".") + key;
-  return text;
-}
 
 // "" where `file` is a regular file in the folder.
 std::string problem_of_file(const fs::path& folder, const fs::path& file) {
@@ -77,46 +62,7 @@ int64_t span(int64_t length, int64_t stride) { return (length - 1) * stride + 1;
 
 }  // namespace
 
-// ---- JSON
-
-std::string to_text(const HfValue& value) {
-  const auto text = [](const auto& held) {
-    if constexpr (std::is_same_v<decltype(held), const std::monostate&>) {
-      return std::string("null");
-    } else {
-      return nlohmann::json(held).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-    }
-  };
-  return std::visit(text, value);
-}
-
-HfConfig detail::parse_hf_config(std::string_view text, const std::string& file) {
-  HfConfig config;
-  for (const auto& [keys, value] : read_json_leaves(text, kMaxConfigBytes, file)) {
-    // {"a.b": 1} and {"a": {"b": 1}} would be one.
-    if (!config.emplace(dotted(keys), value).second)
-      throw ConfigError(str(file, ": '", dotted(keys), "' occurs twice"));
-  }
-  return config;
-}
-
-std::map<std::string, std::string> detail::parse_hf_index(std::string_view text, const std::string& file) {
-  std::map<std::string, std::string> map;
-  std::vector<std::string> problems;
-  for (const auto& [keys, value] : read_json_leaves(text, kMaxIndexBytes, file)) {
-    if (keys[0] != "weight_map") continue;
-    const auto* shard = std::get_if<std::string>(&value);
-    if (keys.size() == 2 && shard && is_plain_name(*shard)) {
-      map.emplace(keys[1], *shard);
-    } else {
-      problems.push_back(str(file, ": weight_map: '", keys.size() > 1 ? keys[1] : "", "' is in ",
-                             to_text(value), "; allowed: the name of a .safetensors file in the folder"));
-    }
-  }
-  if (problems.empty() && map.empty()) problems.push_back(str(file, ": weight_map names no tensors"));
-  if (!problems.empty()) throw ConfigError(std::move(problems));
-  return map;
-}
+// ---- config.json
 
 HfConfig read_hf_config(const fs::path& folder) {
   const fs::path path = folder / "config.json";

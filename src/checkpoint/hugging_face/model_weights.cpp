@@ -255,17 +255,16 @@ void load_hf_model(const std::vector<Parameter>& parameters, const HfModel& mode
 }
 
 void save_hf_model(const std::vector<Parameter>& parameters, const HfModel& model,
-                   const std::filesystem::path& folder, const HfWriteOptions& options,
-                   std::optional<at::ScalarType> export_dtype, const DeviceMesh& pipeline) {
+                   const std::filesystem::path& folder, const HfSaveOptions& options) {
   const ByName tensors = by_name(model);
   at::NoGradGuard no_grad;
-  write_gathered(parameters, folder, export_dtype, pipeline, [&](GatheredModel& gathered) {
+  write_gathered(parameters, folder, options.export_dtype, options.pipeline, [&](GatheredModel& gathered) {
     std::vector<HfEntry> entries;
     for (const SafetensorsEntry& entry : gathered.entries())
       entries.push_back({&tensor_of(tensors, entry.name, entry.shape), entry.dtype});
     TITAN_CHECK(entries.size() == tensors.size(), folder.string(), ": the model has ", entries.size(),
                 " parameters, Hugging Face's form of it ", tensors.size());
-    write_hf_folder(folder, model, entries, options, [&](size_t index, const AppendTensor& append) {
+    write_hf_folder(folder, model, entries, options.folder, [&](size_t index, const AppendTensor& append) {
       append(reorder_rows(gathered.gather(index), entries[index].tensor->rotary_head_dim,
                           RowOrder::HuggingFace));
     });

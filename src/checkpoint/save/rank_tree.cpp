@@ -255,7 +255,7 @@ std::string RankTree::send_down(const Verdict& verdict) {
   for (size_t i = children_.size(); i-- > 0;) {
     const int child = children_[i];
     try {
-      // A child that was lost may only be late; it is told if it comes, but not waited for.
+      // A child that was lost may only be late; it gets the verdict if it comes, but isn't waited for.
       const Milliseconds limit = lost_[i] ? Milliseconds(0) : options_.timeout;
       if (!send_within(limit, group_, child, bytes, kDown) && !lost_[i])
         problem = titan::str(name_of(child), " took no verdict within ", seconds(limit), " s");

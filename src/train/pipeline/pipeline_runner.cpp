@@ -188,7 +188,7 @@ at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Bat
   size_t action = 0;
   try {
     RunningStep step(*this, plan, micro_batches,
-                     global_valid_tokens);  // destroyed before its failure is told
+                     global_valid_tokens);  // destroyed before its failure is reported
     for (; action < plan.actions_.size(); ++action)
       times_ ? step.perform_timed(plan.actions_[action], *times_) : step.perform(plan.actions_[action]);
     return step.finish();

@@ -60,8 +60,12 @@ TITAN_INTERPOSED int rename(const char* from, const char* to) noexcept {
   if (renames_until_failure > 0) {
     --renames_until_failure;
   } else if (renames_until_failure == 0) {
-    if (--failing_renames == 0) renames_until_failure = kNever, failing_renames = 1;
-    return errno = EIO, -1;
+    if (--failing_renames == 0) {
+      renames_until_failure = kNever;
+      failing_renames = 1;
+    }
+    errno = EIO;
+    return -1;
   }
   note("rename", from);
   return call(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0u);
@@ -408,8 +412,14 @@ TEST(StepCommit, NamesAReadOnlyFolder) {
   const fs::path step = save_checkpoint(folder.path(), of(kOld));
   write_pending(folder.path(), of(kNew));
   fs::permissions(folder.path(), fs::perms(0555));
-  const auto commit = as_nobody([&]() -> std::string { return commit_step(folder.path(), 7, kNew), ""; });
-  const auto removal = as_nobody([&]() -> std::string { return remove_step({7, step, true}, kNew), ""; });
+  const auto commit = as_nobody([&] {
+    commit_step(folder.path(), 7, kNew);
+    return std::string();
+  });
+  const auto removal = as_nobody([&] {
+    remove_step({7, step, true}, kNew);
+    return std::string();
+  });
   fs::permissions(folder.path(), fs::perms(0755));
   EXPECT_EQ(commit.status, 1);
   EXPECT_EQ(commit.message, str("cannot exchange ", pending_path(folder.path(), 7, kNew).string(), " and ",

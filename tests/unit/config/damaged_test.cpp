@@ -59,13 +59,13 @@ void try_many(std::string_view original, Read read) {
 TEST(Damaged, Toml) { try_many(kToml, read_toml); }
 TEST(Damaged, Json) { try_many(kJson, read_json); }
 
-// Every character behind a number, also where toml++ takes it to be impossible.
+// Every character after a number, also where toml++ assumes it to be impossible.
 TEST(Damaged, NumbersThatGoOnAsLetters) {
   for (const char* letter : {"\u00a1", "\u015a", "\u0416", "\u1681", "\u2030", "\ufefe", "\U00010400"})
     EXPECT_THROW(read_toml(std::string("x = 1.") + letter + "3", "f"), ConfigError) << letter;
 }
 
-TEST(Damaged, NothingHidesBehindAZero) {
+TEST(Damaged, RefusesTextAfterAZeroByte) {
   EXPECT_THROW(read_json(std::string_view("{}\n\0{", 5), "f"), ConfigError);
   EXPECT_THROW(read_toml(std::string_view("a = 1\n\0b", 8), "f"), ConfigError);
 }

@@ -13,7 +13,7 @@ namespace {
 
 Job awkward_job() {
   Job job = load_words({"--model.name=large", "--model.args.dim=3"}).job;
-  job.training.dataset = std::string("q\"\\ \n\t\x01\x7f # ä 🙂") + '\0' + "behind a zero";
+  job.training.dataset = std::string("q\"\\ \n\t\x01\x7f # ä 🙂") + '\0' + "after a zero";
   job.training.dataset_path = "";
   job.training.seq_len = std::numeric_limits<int64_t>::max();
   job.training.max_norm = std::numeric_limits<double>::infinity();

@@ -186,7 +186,7 @@ inline Result load_sample(const Sources& sources) {
   return result;
 }
 
-/// Of a file with this text.
+/// Loads a file with this text.
 inline Result load_text(const std::string& text, const std::string& name = "a.toml",
                         std::vector<std::string> overrides = {}) {
   ConfigFolder folder;

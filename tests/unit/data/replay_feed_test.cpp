@@ -104,7 +104,7 @@ TEST_F(ReplayTest, FiniteRecordingsEnd) {
   EXPECT_EQ(labels, (std::vector<int64_t>{-100, -100}));
 }
 
-// Of a checkpoint, which may be a stranger's.
+// Places come from a checkpoint, which may be untrusted.
 TEST_F(ReplayTest, PlacesOutsideTheRecordingAreRefused) {
   auto replay = feed(input_, labels_, 100, true);
   for (const LaneState& place :

@@ -13,7 +13,7 @@
 
 namespace {
 
-// Of this thread, in all of this program.
+// Counts this thread's allocations in the whole program.
 thread_local int64_t num_allocations = 0;
 
 }  // namespace

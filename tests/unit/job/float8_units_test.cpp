@@ -1,4 +1,4 @@
-// Which GPUs multiply in Float8 and in MXFP8, and what the others are told.
+// Which GPUs multiply in Float8 and in MXFP8, and the errors on the others.
 
 #include <gtest/gtest.h>
 

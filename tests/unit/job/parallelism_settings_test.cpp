@@ -63,7 +63,7 @@ TEST(ParallelDims, DivisibilityOfHeadsAndSequence) {
              "isn't a multiple of 2 x context_parallel_degree x args.slices.degree = 12; 12 or 24 would do");
 }
 
-// Of 8 ranks, pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
+// 8 ranks as pipeline 2 x dp_shard 2 x tp 2: the pipeline is the slowest axis.
 TEST(ParallelDims, LayOutTheRanks) {
   using Ranks = std::vector<int>;
   std::set<Ranks> pp, fsdp, tp, stage;

@@ -16,7 +16,7 @@ Box whole_box(at::IntArrayRef shape) { return {std::vector<int64_t>(shape.size()
 at::Tensor draw(const Init& init, at::IntArrayRef shape, const Box& box, at::ScalarType dtype = at::kFloat,
                 uint64_t seed = 7, const char* name = "layers.3.attention.wq.weight") {
   at::Tensor local = at::empty(box.length, dtype);
-  fill(local, init, seed, name, shape, box);
+  fill(local, init, {seed, name}, shape, box);
   return local;
 }
 

@@ -62,7 +62,10 @@ class Trial {
   bool exists(int stage) const { return stage >= 0 && stage < schedule_.num_stages; }
   int rank_of(int stage) const { return schedule_.rank_of_stage[stage]; }
   bool evaluates() const { return options_.purpose == Purpose::Evaluation; }
-  bool breaks() { return broken_ = true, false; }
+  bool breaks() {
+    broken_ = true;
+    return false;
+  }
 
   // False: not yet, or never (broken_).
   bool take(int rank, const Action& action) {

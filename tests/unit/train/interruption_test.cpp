@@ -71,7 +71,7 @@ TEST(Interruption, WhoSentItIsKnown) {
               42);
 }
 
-// What a launcher passes on comes right behind what the whole process group was sent.
+// A launcher's forwarded signal arrives right after the one that the whole process group was sent.
 TEST_P(EachSignal, TwiceAtOnceIsOne) {
   const int signal = GetParam();
   int code = 0;

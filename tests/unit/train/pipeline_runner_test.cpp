@@ -23,7 +23,7 @@ using Kind = pipeline::Action::Kind;
 
 constexpr int64_t kDim = 4;
 
-// A product, and what comes behind it.
+// A product and the operation after it.
 class ProductStage : public TrainableModel {
  public:
   explicit ProductStage(Function behind) : linear(kDim, kDim), behind_(std::move(behind)) {}
@@ -182,7 +182,7 @@ TEST(ReceiveBuffers, StayWithAGraphThatSavedThem) {
   EXPECT_EQ(again._version(), 0);
 }
 
-// Two stages on one rank, and two ranks that share the parameters: each stage's gradients are summed behind
+// Two stages on one rank, and two ranks that share the parameters: each stage's gradients are summed after
 // its own last backward.
 TEST(PipelineRunner, WithoutActionsForParametersEachStageReducesOnce) {
   const dist::World world = dist::init({.backend = "fake", .fake_rank = 0, .fake_world_size = 2});

@@ -72,7 +72,7 @@ TEST_F(RunMarks, OfAFolderMadeAnewOrWithoutAWholeMarkAreNew) {
 
 }  // namespace
 
-// Which step a run goes on behind, and which it has come to.
+// Which step a run resumes after, and which it has reached.
 
 namespace {
 
@@ -92,7 +92,7 @@ void save_model_alone(const std::filesystem::path& folder, int64_t step) {
   std::ofstream(checkpoint::step_path(folder, step) / "model.safetensors") << "a model";
 }
 
-// Behind it a run would overflow at once, again and again.
+// A run that resumed from it would overflow at once, again and again.
 TEST(StepChoice, PassesOverAStateThatOverflowed) {
   const TempFolder folder;
   const double infinity = std::numeric_limits<double>::infinity();
