@@ -293,14 +293,14 @@ TEST(CheckpointCommands, ExplainsAWrongFolder) {
                 HasSubstr("there is no folder " + steps + "/step-50 in " + steps +
                           "; the newest step in it is " + newest));
     EXPECT_THAT(fails(2, {command, steps + "/step-30"}), HasSubstr("holds only a model"));
-    EXPECT_THAT(fails(2, {command, steps + "/step-20/manifest.json"}),
-                HasSubstr("is a file, not a folder"));
+    EXPECT_THAT(fails(2, {command, steps + "/step-20/manifest.json"}), HasSubstr("is a file, not a folder"));
   }
   EXPECT_THAT(fails(2, {"ls", steps + "/step-20"}),
               HasSubstr("is one step; give the folder that holds it: " + steps));
   const fs::path empty = fresh_folder("empty");
   EXPECT_THAT(fails(2, {"ls", empty.string()}), HasSubstr("there are no checkpoints in " + empty.string()));
-  EXPECT_THAT(fails(2, {"verify", empty.string()}), HasSubstr("is not a checkpoint: it has no manifest.json"));
+  EXPECT_THAT(fails(2, {"verify", empty.string()}),
+              HasSubstr("is not a checkpoint: it has no manifest.json"));
   EXPECT_THAT(fails(2, {"prune", empty.string() + "/none", "--keep", "1"}), HasSubstr("there is no folder"));
   EXPECT_THAT(fails(2, {"show"}), HasSubstr("unknown command 'show'"));
   std::ofstream(empty / ".lock") << "";

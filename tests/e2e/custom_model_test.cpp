@@ -1,5 +1,8 @@
 // docs/examples/custom_model: a user's model, as a shared object and as a binary.
 
+#include <fstream>
+#include <iterator>
+
 #include "e2e/training.h"
 
 namespace titan::testing {
@@ -40,6 +43,31 @@ TEST(CustomModel, NamesAMissingSharedObject) {
   EXPECT_EQ(result.status, 2);
   EXPECT_THAT(result.err, HasSubstr("no_such.so"));
   EXPECT_THAT(result.err, HasSubstr("custom_import"));
+}
+
+// A stamp in the file names the build that it was compiled against.
+TEST(CustomModel, RefusesASharedObjectOfAnotherBuild) {
+  std::ifstream library(std::string(TITAN_BINARY_DIR) + "/lib/libngram.so", std::ios::binary);
+  std::string bytes(std::istreambuf_iterator<char>(library), {});
+  const std::string stamp = "titan build stamp: LibTitan ";
+  const size_t at = bytes.find(stamp);
+  ASSERT_NE(at, std::string::npos);
+  const auto refusal_of = [&](const char* name) {
+    const auto file = fresh_folder(name) / "libngram.so";
+    std::filesystem::create_directories(file.parent_path());
+    std::ofstream(file, std::ios::binary) << bytes;
+    const CommandResult result =
+        try_train(config("3") + Words{"--experimental.custom_import", file.string()});
+    EXPECT_EQ(result.status, 2);
+    EXPECT_THAT(result.err, HasSubstr("experimental.custom_import"));
+    return result.err;
+  };
+  bytes.replace(at + stamp.size(), 5, "9.9.9");
+  EXPECT_THAT(refusal_of("other"), AllOf(HasSubstr("was compiled against LibTitan 9.9.9 (build "),
+                                         HasSubstr("but this program is LibTitan ")));
+  for (size_t next = bytes.find(stamp); next != std::string::npos; next = bytes.find(stamp, next))
+    bytes.replace(next, 5, "TITAN");
+  EXPECT_THAT(refusal_of("none"), HasSubstr("doesn't say which build of LibTitan it was compiled against"));
 }
 
 TEST(CustomModel, HasTheSameLossesOnAnyNumberOfRanks) {

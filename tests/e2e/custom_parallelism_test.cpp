@@ -1,7 +1,6 @@
 // docs/examples/custom_parallelism: a plan for a model that isn't a Llama, and a parallelism with its own
 // communication, both registered by a shared object.
 
-
 #include "e2e/training.h"
 
 namespace titan::testing {

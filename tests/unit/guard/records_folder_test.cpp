@@ -9,10 +9,10 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "guard/mail.h"
 #include "dist/flight_record.h"
 #include "guard/flight_dump.h"
 #include "guard/flight_report.h"
+#include "guard/mail.h"
 #include "titan/guard/watchdog.h"
 namespace titan::dist {
 namespace {

@@ -67,7 +67,8 @@ TEST_F(JobConfigTest, RefusesAnUnknownMetricsSink) {
   const auto problems = problems_of({"--metrics.sinks", "jsonl,consol"});
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_NE(problems[0].find("metrics.sinks"), std::string::npos) << problems[0];
-  EXPECT_NE(problems[0].find("known: console, jsonl, tensorboard; did you mean 'console'?"), std::string::npos)
+  EXPECT_NE(problems[0].find("known: console, jsonl, tensorboard; did you mean 'console'?"),
+            std::string::npos)
       << problems[0];
 }
 
