@@ -92,6 +92,8 @@ std::string on_one_line(std::string text) {
 /// Data that the side threads leave for the watchdog thread. Shared, because these threads may outlive the watchdog.
 class Desk {
  public:
+  explicit Desk(int num_ranks) { inbox_.beats.resize(static_cast<size_t>(num_ranks)); }
+
   void leave_mail(const Mail::Inbox& inbox) {
     bool is_news = false;
     {
@@ -208,7 +210,7 @@ class Watchdog::Impl {
   Clock::time_point last_excuse_{};    // when a rank was last seen that others may have to wait for
   Clock::time_point next_beat_{}, next_exchange_{};
 
-  const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>();
+  const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>(world_.size());
   const std::shared_ptr<Mail> mail_;
   SideThread store_thread_, file_thread_;
   std::thread thread_;
@@ -262,7 +264,6 @@ Watchdog::Impl::Impl(const World& world, WatchdogOptions options)
       mail_(std::make_shared<Mail>(connect_, world.rank(), world.size())),
       store_thread_("titan-beats"),
       file_thread_("titan-records", request_finder(world, records_, desk_), kLookForRequests) {
-  inbox_.beats.resize(static_cast<size_t>(world.size()));
   outbox_.beat.pid = getpid();
   outbox_.beat.host = host_name();
   outbox_.beat.pids = pid_numbering();
@@ -476,6 +477,7 @@ std::optional<Verdict> Watchdog::Impl::find_verdict() {
 void Watchdog::Impl::end(const Verdict& verdict) {
   if (options_.on_hang) return options_.on_hang(verdict.text);
   end_process_after(kHangEndsWithin);  // even if one of the following blocks
+  desk_->failure_is_recorded = true;  // a call that fails because the culprit ends doesn't replace the record
   log::error("the job hangs: " + verdict.text);
   const int rank = world_.rank();
   const std::string report = hang_report(rank, outbox_.beat, world_.recorder());
@@ -509,7 +511,7 @@ std::string Watchdog::Impl::explain(const std::string& failure) {
                      .connect = connect_,
                      .records = records_ ? records_->folder() : "",
                      .first_rank_life = ""};
-  if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && !rank0.empty() && rank0[0])
+  if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && rank0[0])
     scene.first_rank_life = rank0[0]->life;
   // The state when the first rank failed says more than the state after the failures that followed.
   if (records_ && !desk_->failure_is_recorded) {

@@ -1,5 +1,5 @@
 // Forwards and backwards of a settled model build, hash and look up no strings, in all modules that have
-// collectives, and in Float8. libtitan's calls for these go to libstdc++ and libc, and are intercepted here;
+// collectives, and in Float8. Calls of libtitan_train for these go to libstdc++ and libc, and are intercepted here;
 // calls from LibTorch, or from this program, don't count. Three things go unseen: strings of up to fifteen
 // characters that are never compared, those that stay or that another thread frees, and maps with other keys.
 // And the model reads no number from a tensor through item() and the like, for which the host would wait for
@@ -81,7 +81,7 @@ struct Memory {
 
 /// What was seen on this thread: a backward on a CPU runs on the thread that calls it.
 struct Seen {
-  Code libtitan = code_of("libtitan.so"), libstdcxx = code_of("libstdc++.so"), program = code_of("");
+  Code libtitan = code_of("libtitan_train.so"), libstdcxx = code_of("libstdc++.so"), program = code_of("");
   int64_t made = 0, compared = 0, hashed = 0;
   const char* first = nullptr;
   Stack first_stack;

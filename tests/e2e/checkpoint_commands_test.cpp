@@ -163,10 +163,11 @@ TEST(CheckpointCommands, VerifyReportsAllDamage) {
   bytes.close();
   fs::resize_file(step / checkpoint::file_name(3), 100);
   const std::string text = fails(1, {"verify", step.string(), "--threads", "2"});
-  EXPECT_THAT(text,
-              MatchesRegex(file.string() + ": tensor '[a-z.]+', block 0: the checksum .*\n" +
-                           (step / checkpoint::file_name(3)).string() + ": .*parts of .* tensors: .*\n" +
-                           step.string() + " is damaged in 2 places: .*\n"));
+  EXPECT_THAT(
+      text,
+      MatchesRegex(file.string() + ": tensor '[a-z.]+', block 0: the bytes don't match their checksum\n" +
+                   (step / checkpoint::file_name(3)).string() + ": .*parts of .* tensors: .*\n" +
+                   step.string() + " is damaged in 2 places: .*\n"));
   EXPECT_THAT(fails(1, {"verify", (saved.steps / "step-40").string()}),
               AllOf(HasSubstr("rank_00002.safetensors: is missing"),
                     HasSubstr("rank_00003.safetensors: is missing")));

@@ -209,7 +209,7 @@ TEST_F(Flight, WritesRecordsToAFolderOfAnotherName) {
 TEST(FlightCommand, ExplainsBadFoldersAndFiles) {
   CommandResult result = run({titan_program(), "debug", "flight", "/no/such"});
   EXPECT_EQ(result.status, 1);
-  EXPECT_THAT(result.err, HasSubstr("/no/such: not a folder"));
+  EXPECT_THAT(result.err, HasSubstr("/no/such: isn't a folder"));
   const fs::path folder = fresh_folder("bad");
   std::ofstream(folder / "rank_0.json") << "{\"version\": \"2.10\", \"entries\": 3}";
   result = run({titan_program(), "debug", "flight", folder.string()});

@@ -256,7 +256,7 @@ TEST_P(HangingStep, IsReportedWithItsPhaseAndStack) {
 INSTANTIATE_TEST_SUITE_P(Compute, HangingStep,
                          ::testing::Values(Operator{"Forward", "titan::rms_norm", "titan::ops::rms_norm("},
                                            Operator{"Backward", "titan::rms_norm_backward",
-                                                    "titan::train::GraphRoot::backward("}),
+                                                    "titan::train::OneStageRunner::forward_backward("}),
                          [](const auto& info) { return info.param.name; });
 
 // As if the file system that it writes to hung and took no record either: here a pipe that nobody reads. The

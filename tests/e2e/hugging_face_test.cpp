@@ -162,7 +162,7 @@ TEST(Convert, ExplainsWhatItCannotDo) {
   EXPECT_THAT(problem(convert(file, folder / "new")), HasSubstr("add --config"));
   EXPECT_THAT(problem(convert(file, folder / "new.safetensors")), HasSubstr("is one file already"));
   EXPECT_THAT(problem(convert(folder / "gone", folder / "new")), HasSubstr("there is nothing at"));
-  EXPECT_THAT(problem(convert(file, weights, {"--config", kConfig})), HasSubstr("is there already"));
+  EXPECT_THAT(problem(convert(file, weights, {"--config", kConfig})), HasSubstr("exists already"));
   EXPECT_THAT(problem(convert(file, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),
               HasSubstr("'layers.31.attention.wq.weight' is missing"));
   EXPECT_THAT(problem(convert(weights, folder / "new", {"--config", source_file("configs/llama3_8b.toml")})),

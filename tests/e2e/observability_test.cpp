@@ -168,7 +168,7 @@ TEST(Observability, TopShowsARunningAndAnEndedRun) {
   EXPECT_THAT(ended.out, HasSubstr("step 4 of 4"));
   EXPECT_THAT(ended.out, HasSubstr("validation loss"));
   // Its rank's step, phase, own time and waits, then its memory.
-  EXPECT_THAT(ended.out, ContainsRegex("rank +host +step +at +own ms +waits ms +memory GiB +said"));
+  EXPECT_THAT(ended.out, ContainsRegex("rank +host +step +at +own ms +waits ms +memory GiB +event"));
   EXPECT_THAT(ended.out, ContainsRegex("\n +0 +[^ ]+ +4 .* 0\\.[0-9]+ \\([0-9.]+ %\\) "));
   EXPECT_EQ(titan({"top", (folder / "none").string()}).status, 2);
 }

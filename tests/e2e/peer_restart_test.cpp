@@ -282,7 +282,7 @@ TEST_F(PeerRestart, KeepsTheStateInMemoryIfSavingFails) {
   // An earlier state may be there, and one that was being written.
   const auto left = generations();
   EXPECT_TRUE(std::any_of(left.begin(), left.end(), [&](const fs::path& path) {
-    return told.err.find("stays in " + path.string() + " ") != std::string::npos;
+    return told.err.find("remains in " + path.string() + " ") != std::string::npos;
   })) << told.err;
   EXPECT_THAT(told.err, AllOf(HasSubstr("isn't there"), HasSubstr("To resume from it, copy that folder to")));
 }

@@ -257,7 +257,7 @@ TEST_P(NearlyFullDisk, KeepsTheStepBeforeAndReportsHowMuchIsMissing) {
                 AllOf(HasSubstr("checkpoint of step 10: "), HasSubstr("rank_00000.safetensors"),
                       HasSubstr(str(" ", file_bytes, " bytes are needed, ")), HasSubstr(" bytes are free")));
     if (goes_on && !has_room_at_the_end)
-      EXPECT_THAT(log, ContainsRegex("model.safetensors: .* [0-9]+ bytes are needed, [0-9]+ bytes are free"));
+      EXPECT_THAT(log, ContainsRegex("model.safetensors: [0-9]+ bytes are needed, [0-9]+ bytes are free"));
     if (goes_on) {
       EXPECT_EQ(curve_of(folder).size(), 12u);
     } else {

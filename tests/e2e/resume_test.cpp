@@ -220,7 +220,7 @@ TEST(Loading, ExcludedPartsStartFromScratch) {
 TEST(Loading, RefusesPartsThatCannotBeExcluded) {
   const Words words = resumable(fresh_folder("config"));
   const auto run = fresh_folder("run");
-  EXPECT_THAT(train_log(run, words + without("model"), 2), HasSubstr("it can't be excluded"));
+  EXPECT_THAT(train_log(run, words + without("model"), 2), HasSubstr("the model can't be excluded"));
   EXPECT_THAT(train_log(run, words + without("optimizer"), 2), HasSubstr("exclude lr_scheduler as well"));
   EXPECT_THAT(train_log(run, words + without("data_loader"), 2),
               AllOf(HasSubstr("known: model, optimizer, lr_scheduler, dataloader, train_state, rng"),

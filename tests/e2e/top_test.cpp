@@ -57,7 +57,7 @@ TEST(Top, RepaintsATerminalUntilTheRunEnds) {
       first,
       AllOf(HasSubstr("running"), ContainsRegex(" of 100000  \\[[#-]+\\] [0-9]+ %  .* per step  .* left\n"),
             ContainsRegex("\nlast checkpoint: step [0-9]+, 20[0-9-]+ [0-9:]+, [0-9.]+ [kM]B, complete\n"),
-            ContainsRegex("\nrank +host +step +at +own ms +waits ms +memory GiB +said")));
+            ContainsRegex("\nrank +host +step +at +own ms +waits ms +memory GiB +event")));
   for (const char* rank : {"0", "1"})
     EXPECT_THAT(first, ContainsRegex(std::string("\n +") + rank +
                                      " +[^ ]+ +[0-9]+ .* [0-9]+\\.[0-9]+ \\([0-9.]+ %\\) "));

@@ -139,7 +139,7 @@ class RecomputeFrame::Refill final : public SavedTensorHooks,
     TITAN_CHECK(
         number < tensors_.size(), "a backward through the recompute of '", module_,
         "', which has ended and kept nothing: detach() tensors that a checkpointed module keeps from its "
-        "forward beside its results");
+        "forward, other than its results");
     return tensors_[number];
   }
   void drop(size_t number) {

@@ -145,7 +145,7 @@ TEST(Modules, CanKeepATensorWithItsGraph) {
   EXPECT_TRUE(got.x.equal(expected.x));
   EXPECT_TRUE(got.weight.equal(expected.weight));
   // The graph is now the recompute's, which kept only its own input.
-  EXPECT_NE(message_of([&] { module->kept.backward(); }).find("detach() what a checkpointed module keeps"),
+  EXPECT_NE(message_of([&] { module->kept.backward(); }).find("detach() tensors that a checkpointed module keeps"),
             std::string::npos);
   const int64_t scalar = 4, input = 3 * 4 * 4, before = meter.bytes();
   module->kept.reset();
@@ -347,7 +347,7 @@ TEST(Errors, ReportProductsInAnotherOrder) {
   module->set_fqn("layers.7");
   checkpoint_activations(module, SelectiveOp{});
   const at::Tensor y = module(at::ones({2, 4}).requires_grad_()).sum();
-  EXPECT_NE(message_of([&] { y.backward(); }).find("recomputing 'layers.7' came to its products"),
+  EXPECT_NE(message_of([&] { y.backward(); }).find("recomputing 'layers.7' ran its products"),
             std::string::npos);
 }
 
@@ -391,7 +391,7 @@ TEST(Errors, ReportABackwardInsideItsOwnRecompute) {
     self.kept = y.tanh().sum();
     return y.exp();
   });
-  EXPECT_NE(message_of([&] { gradients_of(module); }).find("what it kept of an earlier forward"),
+  EXPECT_NE(message_of([&] { gradients_of(module); }).find("tensors that it kept from an earlier forward"),
             std::string::npos);
 }
 
