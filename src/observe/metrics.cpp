@@ -1,144 +1,15 @@
 #include "titan/observe/metrics.h"
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
-#include <cmath>
-#include <cstdio>
 #include <ctime>
 
 #include "core/durable.h"
-#include "observe/event_file.h"
 #include "observe/metrics_format.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
 namespace titan::train {
-
-namespace {
-
-// TorchTitan's colors.
-struct Palette {
-  const char* red = "\033[31m";
-  const char* green = "\033[32m";
-  const char* yellow = "\033[33m";
-  const char* blue = "\033[34m";
-  const char* magenta = "\033[35m";
-  const char* cyan = "\033[36m";
-  const char* orange = "\033[38;2;180;60;0m";
-  const char* turquoise = "\033[38;2;54;234;195m";
-  const char* reset = "\033[39m";
-};
-constexpr Palette kColor;
-constexpr Palette kPlain{"", "", "", "", "", "", "", "", ""};
-
-template <class... Args>
-std::string print(const char* format, Args... args) {
-  char buffer[128];
-  int length = std::snprintf(buffer, sizeof buffer, format, args...);
-  return std::string(buffer, static_cast<size_t>(std::min<int>(length, sizeof buffer - 1)));
-}
-
-// 1234567.891 with 2 decimals -> "1,234,567.89"
-std::string with_commas(double value, int decimals) {
-  std::string text = print("%.*f", decimals, value);
-  size_t end = text.find('.');
-  if (end == std::string::npos) end = text.size();
-  size_t first_digit = text[0] == '-' ? 1 : 0;
-  for (size_t at = end; at > first_digit + 3; at -= 3) text.insert(at - 3, 1, ',');
-  return text;
-}
-
-std::string memory_field(double gib, double percent) {
-  return print("memory: %5.2fGiB(%.2f%%)", gib, percent);
-}
-
-std::string mfu_field(const std::optional<double>& mfu) {
-  return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A";
-}
-
-// Builds {"a": 1, "b": 2.5}. NaN and infinities, which JSON lacks, become null.
-class JsonObject {
- public:
-  JsonObject& add(const char* key, double value) {
-    char digits[32];
-    auto end = std::to_chars(digits, digits + sizeof digits, value).ptr;
-    return put(key, std::isfinite(value) ? std::string(digits, end) : "null");
-  }
-  JsonObject& add(const char* key, int64_t value) { return put(key, std::to_string(value)); }
-  JsonObject& add(const char* key, const std::optional<double>& value) {
-    return value ? add(key, *value) : put(key, "null");
-  }
-  std::string text() const { return text_ + "}"; }
-
- private:
-  JsonObject& put(const char* key, const std::string& value) {
-    text_ += str(text_.size() > 1 ? ", " : "", '"', key, "\": ", value);
-    return *this;
-  }
-  std::string text_ = "{";
-};
-
-}  // namespace
-
-std::string console_line(const StepMetrics& m, bool color) {
-  const Palette& c = color ? kColor : kPlain;
-  return str(c.red, print("step: %2lld", static_cast<long long>(m.step)), "  ",  //
-             c.green, print("loss: %8.5f", m.loss), "  ",                        //
-             c.orange, print("grad_norm: %7.4f", m.grad_norm), "  ",             //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",    //
-             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",           //
-             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                 //
-             c.magenta, mfu_field(m.mfu), c.reset);
-}
-
-std::string console_line(const ValidationMetrics& m, bool color) {
-  const Palette& c = color ? kColor : kPlain;
-  return str(c.yellow, print("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
-             c.green, print("loss: %7.4f", m.loss), "  ",                                    //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                //
-             c.blue, "tps: ", with_commas(std::round(m.tps), 0), c.reset);
-}
-
-std::string json_line(const StepMetrics& m) {
-  JsonObject object;
-  object.add("step", m.step).add("loss", m.loss).add("max_loss", m.max_loss).add("grad_norm", m.grad_norm);
-  object.add("lr", m.lr).add("tps", m.tps).add("tflops", m.tflops).add("mfu", m.mfu);
-  object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
-  if (m.active_gib) object.add("active_gib", m.active_gib).add("active_percent", m.active_percent);
-  if (m.alloc_retries) object.add("alloc_retries", *m.alloc_retries).add("num_ooms", m.num_ooms.value_or(0));
-  object.add("data_loading_s", m.data_loading_s).add("step_s", m.step_s);
-  object.add("n_tokens_seen", m.n_tokens_seen);
-  if (m.skipped_steps) object.add("skipped_steps", *m.skipped_steps);
-  if (m.checkpoint_s) object.add("checkpoint_s", m.checkpoint_s);
-  if (m.startup_s) object.add("startup_s", m.startup_s);
-  return object.text();
-}
-
-std::string json_line(const ValidationMetrics& m) {
-  JsonObject object;
-  object.add("step", m.step).add("loss", m.loss).add("tps", m.tps);
-  object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
-  return object.text();
-}
-
-std::string progress(int64_t step, int64_t total_steps, double seconds_left) {
-  auto left = static_cast<long long>(seconds_left + 0.5);
-  char text[64];
-  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left",
-                static_cast<long long>(100 * step / total_steps), left / 3600, left / 60 % 60, left % 60);
-  return text;
-}
-
-std::optional<double> RemainingTime::seconds_left(int64_t step, double now_s) {
-  if (first_step_ < 0) {
-    first_step_ = step;
-    first_s_ = now_s;
-    return std::nullopt;
-  }
-  const double step_s = (now_s - first_s_) / static_cast<double>(std::max<int64_t>(1, step - first_step_));
-  return step_s * static_cast<double>(total_steps_ - step);
-}
 
 namespace {
 
@@ -316,17 +187,13 @@ void MetricsLogger::begin_after(int64_t step) {
   for (const auto& sink : sinks_) sink->begin_after(step);
 }
 
-void MetricsLogger::begin_if_needed() {
-  if (!begun_) begin_after(0);
-}
-
 void MetricsLogger::logged(const StepMetrics& metrics) {
-  begin_if_needed();
+  if (!begun_) begin_after(0);
   for (const auto& sink : sinks_) sink->log(metrics);
 }
 
 void MetricsLogger::validated(const ValidationMetrics& metrics) {
-  begin_if_needed();
+  if (!begun_) begin_after(0);
   for (const auto& sink : sinks_) sink->log(metrics);
 }
 

@@ -178,13 +178,9 @@ void StepProfiler::begin_step(int64_t step) {
   const bool records = action == ProfileAction::Record || action == ProfileAction::RecordAndSave;
   if (recording_ && !records) discard();  // the run was rewound to an earlier step
   if (action == ProfileAction::None || recording_) return;
-  if (!prepared_) prepare();
-  if (records) start();
-}
-
-void StepProfiler::prepare() {
-  profiler::prepareProfiler(profiler_config(), activities(options_.device));
+  if (!prepared_) profiler::prepareProfiler(profiler_config(), activities(options_.device));
   prepared_ = true;
+  if (records) start();
 }
 
 void StepProfiler::start() {

@@ -81,7 +81,6 @@ class StepProfiler final : public RunObserver {
 
  private:
   void begin_step(int64_t step);
-  void prepare();
   void start();
   void stop(int64_t step);
   void save(int64_t step);

@@ -10,7 +10,6 @@
 
 #include "core/process_stats.h"
 #include "dist/flight_record.h"
-#include "observe/structured_file.h"
 #include "observe/structured_log.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
