@@ -2,9 +2,7 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <set>
-#include <utility>
 
 #include "config/document.h"
 #include "core/utf8.h"
@@ -214,16 +212,12 @@ struct Converted {
   std::string problem = {};  ///< empty if `value` is valid
 };
 
-Converted convert_refused(const FieldInfo& field, const Raw& raw) {
-  std::optional<Value> value = is_null(raw) ? Value() : as_kind(field.kind, raw);
-  if (value == field.default_value) return {field.default_value};
-  return {{}, refusal(field)};
-}
-
 /// Checks type, constraint and refusal. The caller checks refusals that depend on another key.
 Converted convert(const FieldInfo& field, const Raw& raw) {
-  bool is_refused = field.role == FieldInfo::Role::Refused;
-  if (is_refused && field.only_where.empty()) return convert_refused(field, raw);
+  if (field.role == FieldInfo::Role::Refused && field.only_where.empty()) {
+    std::optional<Value> value = is_null(raw) ? Value() : as_kind(field.kind, raw);
+    return value == field.default_value ? Converted{*value} : Converted{{}, refusal(field)};
+  }
   bool any_kind = field.role != FieldInfo::Role::Setting && field.optional;  // an unset default has no type
   if (any_kind && is_null(raw)) return {};
   if (any_kind && !field.constraint.accepts) return {Value(to_text(raw))};
@@ -325,7 +319,8 @@ class Loader {
       take_text(sources.toml, sources.file.string());
     else if (!sources.file.empty())
       for (const Document& document : read_documents(sources.file, problems_)) take(document);
-    for (Assignment& assignment : read_words(sources.overrides, problems_)) take(std::move(assignment));
+    for (Assignment& assignment : read_words(sources.overrides, problems_))
+      assignments_.push_back(std::move(assignment));
   }
 
   Origins run() {
@@ -333,7 +328,9 @@ class Loader {
     for (const Section& section : schema_.sections())
       if (section.resolve) apply_dynamic(section);
     if (!problems_.empty()) throw ConfigError(std::move(problems_));
-    note_defaults();
+    for_each_field(schema_, job_, [&](const std::string& name, const FieldInfo& field, const void* settings) {
+      origins_.set_default(name, to_text(field.get(settings)));
+    });
     return std::move(origins_);
   }
 
@@ -361,11 +358,9 @@ class Loader {
       std::string target = catalog_.find(leaf.name).name;
       if (!targets.insert(target).second)
         report(assignment, "the same setting has another name, which is given too");
-      take(std::move(assignment));
+      assignments_.push_back(std::move(assignment));
     }
   }
-
-  void take(Assignment assignment) { assignments_.push_back(std::move(assignment)); }
 
   void report_heading(const Heading& heading) {
     const FieldInfo* field = catalog_.described(heading.name);
@@ -407,7 +402,9 @@ class Loader {
     for (size_t i = 0; i < meant.size(); ++i) {
       Catalog::Entry entry = catalog_.find(meant[i].name);
       if (entry.field == nullptr) {
-        report(meant[i], unknown_problem(meant[i].name));
+        report(meant[i], catalog_.is_table(meant[i].name)
+                             ? "is a table of settings, not a value"
+                             : "unknown key" + catalog_.suggest_key(meant[i].name));
       } else if (last[entry.field] == i) {
         apply(meant[i], entry, settings);
       }
@@ -451,20 +448,9 @@ class Loader {
     return {positive, "", Word("false")};
   }
 
-  std::string unknown_problem(const std::string& name) const {
-    if (catalog_.is_table(name)) return str("is a table of settings, not a value");
-    return "unknown key" + catalog_.suggest_key(name);
-  }
-
   void report(const Assignment& assignment, const std::string& what) {
     problem_tables_.emplace(table_of(assignment.name));
     problems_.push_back(shown(assignment) + ": " + what);
-  }
-
-  void note_defaults() {
-    for_each_field(schema_, job_, [&](const std::string& name, const FieldInfo& field, const void* settings) {
-      origins_.set_default(name, to_text(field.get(settings)));
-    });
   }
 
   const Schema& schema_;

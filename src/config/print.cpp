@@ -6,7 +6,6 @@
 #include <sstream>
 
 #include "config/document.h"
-#include "titan/config/load.h"
 
 namespace titan::config {
 namespace {

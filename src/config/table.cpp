@@ -174,12 +174,19 @@ FieldInfo memberless(std::string key, Value default_value, FieldInfo::Role role,
 
 }  // namespace detail
 
-namespace {
+void Schema::check_job(const std::type_info& type) const {
+  TITAN_INTERNAL_ASSERT(type == *job_type_, "a table of another struct than the schema's");
+}
 
-void check_fields(const Section& section) {
+void Schema::add_section(Section section) {
+  for (const Section& other : sections_)
+    TITAN_INTERNAL_ASSERT(other.name != section.name, "table [", section.name, "] is added twice");
   std::set<std::string> keys;
-  for (const FieldInfo& field : section.fields) {
+  for (FieldInfo& field : section.fields) {
+    field.default_value = field.get(defaults());
     std::string name = section.name + "." + field.key;
+    TITAN_INTERNAL_ASSERT(find(name) == nullptr, name, " is described twice, in [", section.name,
+                          "] and another table");
     TITAN_INTERNAL_ASSERT(keys.insert(field.key).second, name, " is described twice");
     bool is_set = !std::holds_alternative<std::monostate>(field.default_value);
     TITAN_INTERNAL_ASSERT(
@@ -189,24 +196,6 @@ void check_fields(const Section& section) {
   for (const FieldInfo& field : section.fields)
     TITAN_INTERNAL_ASSERT(field.mapped_to.empty() || keys.count(field.mapped_to) != 0, section.name, ".",
                           field.key, " refers to ", field.mapped_to, ", which isn't there");
-}
-
-}  // namespace
-
-void Schema::check_job(const std::type_info& type) const {
-  TITAN_INTERNAL_ASSERT(type == *job_type_, "a table of another struct than the schema's");
-}
-
-void Schema::add_section(Section section) {
-  for (const Section& other : sections_)
-    TITAN_INTERNAL_ASSERT(other.name != section.name, "table [", section.name, "] is added twice");
-  for (FieldInfo& field : section.fields) {
-    field.default_value = field.get(defaults());
-    std::string name = section.name + "." + field.key;
-    TITAN_INTERNAL_ASSERT(find(name) == nullptr, name, " is described twice, in [", section.name,
-                          "] and another table");
-  }
-  check_fields(section);
   sections_.push_back(std::move(section));
 }
 

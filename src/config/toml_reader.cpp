@@ -18,7 +18,6 @@
 #include <tuple>
 
 #include "config/document.h"
-#include "titan/core/error.h"
 
 namespace titan::config {
 namespace {

@@ -1,21 +1,15 @@
 #include "titan/observe/metrics.h"
 
 #include <algorithm>
-#include <chrono>
 #include <ctime>
 
-#include "core/durable.h"
 #include "observe/metrics_format.h"
-#include "titan/core/error.h"
+#include "observe/structured_log.h"
 #include "titan/core/log.h"
 
 namespace titan::train {
 
 namespace {
-
-double steady_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 class ConsoleSink final : public MetricsSink {
  public:
@@ -33,7 +27,7 @@ class ConsoleSink final : public MetricsSink {
  private:
   std::string progress_text(int64_t step) {
     if (!on_terminal_ || total_steps_ <= 0) return "";
-    const auto left = remaining_.seconds_left(step, steady_s());
+    const auto left = remaining_.seconds_left(step, 1e-9 * static_cast<double>(steady_now_ns()));
     return left ? progress(step, total_steps_, *left) : "";
   }
 

@@ -2,11 +2,8 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <charconv>
-#include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 
 #include "core/hash.h"
@@ -31,16 +28,9 @@ struct Palette {
 constexpr Palette kColor;
 constexpr Palette kPlain{"", "", "", "", "", "", "", "", ""};
 
-template <class... Args>
-std::string print(const char* format, Args... args) {
-  char buffer[128];
-  int length = std::snprintf(buffer, sizeof buffer, format, args...);
-  return std::string(buffer, static_cast<size_t>(std::min<int>(length, sizeof buffer - 1)));
-}
-
 // 1234567.891 with 2 decimals -> "1,234,567.89"
 std::string with_commas(double value, int decimals) {
-  std::string text = print("%.*f", decimals, value);
+  std::string text = formatted("%.*f", decimals, value);
   size_t end = text.find('.');
   if (end == std::string::npos) end = text.size();
   size_t first_digit = text[0] == '-' ? 1 : 0;
@@ -49,11 +39,11 @@ std::string with_commas(double value, int decimals) {
 }
 
 std::string memory_field(double gib, double percent) {
-  return print("memory: %5.2fGiB(%.2f%%)", gib, percent);
+  return formatted("memory: %5.2fGiB(%.2f%%)", gib, percent);
 }
 
 std::string mfu_field(const std::optional<double>& mfu) {
-  return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A";
+  return mfu ? formatted("mfu: %.2f%%", *mfu) : "mfu: N/A";
 }
 
 // Builds {"a": 1, "b": 2.5}. NaN and infinities, which JSON lacks, become null.
@@ -82,20 +72,20 @@ class JsonObject {
 
 std::string console_line(const StepMetrics& m, bool color) {
   const Palette& c = color ? kColor : kPlain;
-  return str(c.red, print("step: %2lld", static_cast<long long>(m.step)), "  ",  //
-             c.green, print("loss: %8.5f", m.loss), "  ",                        //
-             c.orange, print("grad_norm: %7.4f", m.grad_norm), "  ",             //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",    //
-             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",           //
-             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                 //
+  return str(c.red, formatted("step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, formatted("loss: %8.5f", m.loss), "  ",                        //
+             c.orange, formatted("grad_norm: %7.4f", m.grad_norm), "  ",             //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",        //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",               //
+             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                     //
              c.magenta, mfu_field(m.mfu), c.reset);
 }
 
 std::string console_line(const ValidationMetrics& m, bool color) {
   const Palette& c = color ? kColor : kPlain;
-  return str(c.yellow, print("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
-             c.green, print("loss: %7.4f", m.loss), "  ",                                    //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                //
+  return str(c.yellow, formatted("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, formatted("loss: %7.4f", m.loss), "  ",                                    //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                    //
              c.blue, "tps: ", with_commas(std::round(m.tps), 0), c.reset);
 }
 
@@ -123,10 +113,8 @@ std::string json_line(const ValidationMetrics& m) {
 
 std::string progress(int64_t step, int64_t total_steps, double seconds_left) {
   auto left = static_cast<long long>(seconds_left + 0.5);
-  char text[64];
-  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left",
-                static_cast<long long>(100 * step / total_steps), left / 3600, left / 60 % 60, left % 60);
-  return text;
+  return formatted("  %3lld%% %lld:%02lld:%02lld left", static_cast<long long>(100 * step / total_steps),
+                   left / 3600, left / 60 % 60, left % 60);
 }
 
 std::optional<double> RemainingTime::seconds_left(int64_t step, double now_s) {

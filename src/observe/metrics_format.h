@@ -4,7 +4,9 @@
 // files, which are TFRecords (length and data, each with a masked CRC-32C) of `tensorflow.Event` messages.
 // https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -15,6 +17,14 @@
 #include "titan/train/metrics.h"
 
 namespace titan::train {
+
+/// What printf writes, up to 127 characters.
+template <class... Args>
+std::string formatted(const char* format, Args... args) {
+  char text[128];
+  const int length = std::snprintf(text, sizeof text, format, args...);
+  return std::string(text, static_cast<size_t>(std::min<int>(length, sizeof text - 1)));
+}
 
 /// Two spaces between fields; ANSI colors when `color`.
 std::string console_line(const StepMetrics& metrics, bool color);

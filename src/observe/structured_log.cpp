@@ -11,7 +11,6 @@
 #include <condition_variable>
 #include <cstdio>
 #include <ctime>
-#include <exception>
 #include <fstream>
 #include <iterator>
 #include <limits>
@@ -20,8 +19,6 @@
 #include <random>
 #include <system_error>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include <ATen/Parallel.h>
 #include <torch/version.h>
@@ -65,18 +62,18 @@ struct StructuredEvent {
 constexpr uint8_t kSavesTag = 1;
 constexpr uint8_t kValidatesTag = 2;
 
-template <class Number>
-void append_number(std::string& text, Number value) {
-  std::array<char, 32> digits{};
-  text.append(digits.data(), std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr);
+/// Appends `key` and the number, which `format` may limit to so many digits.
+template <class Number, class... Format>
+void append_number(std::string& text, const char* key, Number value, Format... format) {
+  std::array<char, 48> digits{};
+  text += key;
+  text.append(digits.data(),
+              std::to_chars(digits.data(), digits.data() + digits.size(), value, format...).ptr);
 }
 
 // With microseconds, as traces show them.
-void append_milliseconds(std::string& text, double value) {
-  std::array<char, 48> digits{};
-  const auto end =
-      std::to_chars(digits.data(), digits.data() + digits.size(), value, std::chars_format::fixed, 3);
-  text.append(digits.data(), end.ptr);
+void append_milliseconds(std::string& text, const char* key, double value) {
+  append_number(text, key, value, std::chars_format::fixed, 3);
 }
 
 /// `format` takes the date down to the second; the microseconds follow in six digits.
@@ -128,46 +125,32 @@ class EventLines {
 
   void append(std::string& text, const StructuredEvent& event) {
     append_head(text, event.steady_ns, event.kind == EventKind::Instant ? "instant" : "event");
-    text += ", \"log_type_name\": \"";
-    text += event.name;
-    text += suffix_of(event.kind);
-    text += "\", \"value\": ";
+    text.append(", \"log_type_name\": \"").append(event.name).append(suffix_of(event.kind)).append("\"");
     if (!std::isfinite(event.value))
-      text += "null";
+      text += ", \"value\": null";
     else if (event.kind == EventKind::Instant)
-      append_number(text, event.value);
+      append_number(text, ", \"value\": ", event.value);
     else
-      append_milliseconds(text, event.value);
-    text += ", \"delta_ms\": ";
-    append_milliseconds(text, std::max(0.0, static_cast<double>(event.steady_ns - previous_ns_) * 1e-6));
+      append_milliseconds(text, ", \"value\": ", event.value);
+    append_milliseconds(
+        text, ", \"delta_ms\": ", std::max(0.0, static_cast<double>(event.steady_ns - previous_ns_) * 1e-6));
     previous_ns_ = event.steady_ns;
-    text += ", \"step\": ";
-    append_number(text, event.step);
-    text += ", \"relative_step\": ";
-    append_number(text, event.relative_step);
+    append_number(text, ", \"step\": ", event.step);
+    append_number(text, ", \"relative_step\": ", event.relative_step);
     append_tags(text, event.step_tags);
     text += identity_;
-    text += ", \"tid\": ";
-    append_number(text, static_cast<int64_t>(event.thread));
-    text += ", \"caller\": \"";
-    text += event.caller;
-    text += "\"}\n";
+    append_number(text, ", \"tid\": ", static_cast<int64_t>(event.thread));
+    text.append(", \"caller\": \"").append(event.caller).append("\"}\n");
   }
 
  private:
   void append_head(std::string& text, int64_t steady_ns, const char* type) {
     const int64_t wall_us = (steady_ns + offset_ns_) / 1000;
-    text += "{\"seq_id\": ";
-    append_number(text, sequence_++);
-    text += ", \"time\": \"";
-    text += utc_text(wall_us, "%Y-%m-%dT%H:%M:%S.");
-    text += "Z\", \"time_ms\": ";
-    append_number(text, wall_us / 1000);
-    text += ", \"time_us\": ";
-    append_number(text, wall_us);
-    text += ", \"log_type\": \"";
-    text += type;
-    text += '"';
+    append_number(text, "{\"seq_id\": ", sequence_++);
+    text.append(", \"time\": \"").append(utc_text(wall_us, "%Y-%m-%dT%H:%M:%S.")).append("Z\"");
+    append_number(text, ", \"time_ms\": ", wall_us / 1000);
+    append_number(text, ", \"time_us\": ", wall_us);
+    text.append(", \"log_type\": \"").append(type).append("\"");
   }
 
   int64_t process_start_ns_;

@@ -5,7 +5,6 @@
 #include <exception>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cstring>
 #include <limits>
+#include <set>
 
 #include "core/hash.h"
 #include "titan/core/error.h"
@@ -25,7 +26,7 @@ class HeaderReader {
       accept(",");
     }
     if (!rest_.empty()) refuse("the header has text after its dictionary");
-    if (seen_ != 7) refuse("the header lacks one of descr, fortran_order, shape");
+    if (seen_.size() != 3) refuse("the header lacks one of descr, fortran_order, shape");
     return shape_;
   }
 
@@ -61,23 +62,16 @@ class HeaderReader {
 
   void member(std::string_view key) {
     expect(":");
+    if (!seen_.insert(key).second) refuse("the header has a duplicate key");
     if (key == "descr") {
-      see(1);
       if (auto type = quoted(); type != "<i4") refuse(str("its type is ", type, ", expected <i4 (int32)"));
     } else if (key == "fortran_order") {
-      see(2);
       if (!accept("False")) refuse("it is in Fortran order; save it in C order");
     } else if (key == "shape") {
-      see(4);
       tuple();
     } else {
       refuse(str("the header has the unknown key '", key, "'"));
     }
-  }
-
-  void see(int key) {
-    if (seen_ & key) refuse("the header has a duplicate key");
-    seen_ |= key;
   }
 
   void tuple() {
@@ -103,7 +97,7 @@ class HeaderReader {
 
   std::string_view rest_;
   const std::string& path_;
-  int seen_ = 0;
+  std::set<std::string_view> seen_;
   std::array<int64_t, 3> shape_{};
 };
 

@@ -210,56 +210,6 @@ std::string_view bytes_of(std::span<const LineEntry> entries) {
 
 bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == line.npos; }
 
-// Reads files line by line and collects documents and problems.
-class Builder {
- public:
-  explicit Builder(const LineIndexRequest& request) : request_(request) {}
-
-  std::vector<LineEntry> run() {
-    for (size_t i = 0; i < request_.files.size(); ++i) read_lines(static_cast<int32_t>(i));
-    if (num_skipped_ > 0)
-      log::warning_rank0(str("skipped ", num_skipped_, " broken lines of JSON Lines files", examples_));
-    return std::move(entries_);
-  }
-
- private:
-  void read_lines(int32_t file) {
-    if (request_.files[file].size == 0) return;  // an empty file can't be mapped
-    MappedFile mapped(request_.files[file].path);
-    std::string_view text = mapped.text();
-    int64_t number = 0;
-    for (size_t begin = 0; begin < text.size();) {
-      size_t end = std::min(text.find('\n', begin), text.size());
-      add({.offset = static_cast<int64_t>(begin),
-           .line_bytes = static_cast<int64_t>(end - begin),
-           .text_bytes = 0,
-           .file = file},
-          text.substr(begin, end - begin), ++number);
-      begin = end + 1;
-    }
-  }
-
-  void add(LineEntry entry, std::string_view line, int64_t number) {
-    if (is_blank(line)) return;
-    std::string problem;
-    auto document = text_of_line(line, request_.text_field, problem);
-    if (!document) return report(str(request_.files[entry.file].path.string(), ":", number, ": ", problem));
-    entry.text_bytes = static_cast<int64_t>(document->size());
-    entries_.push_back(entry);
-  }
-
-  void report(const std::string& problem) {
-    if (!request_.skip_bad_lines)
-      throw ConfigError(str(problem, " (data.on_bad_line = \"skip\" leaves such lines out)"));
-    if (num_skipped_++ < kReportedLines) examples_ += "\n  " + problem;
-  }
-
-  const LineIndexRequest& request_;
-  std::vector<LineEntry> entries_;
-  int64_t num_skipped_ = 0;
-  std::string examples_;
-};
-
 /// Finds one string member of an object, without building a tree.
 class TextMember final : public JsonEvents {
  public:
@@ -320,12 +270,51 @@ std::optional<std::string> text_of_line(std::string_view line, const std::string
   return problem.empty() ? std::move(text) : std::nullopt;
 }
 
+namespace {
+
+// The documents of all files. Broken lines end it, or are counted and left out.
+std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
+  std::vector<LineEntry> documents;
+  int64_t num_skipped = 0;
+  std::string examples;
+  for (size_t i = 0; i < request.files.size(); ++i) {
+    const FileEntry& file = request.files[i];
+    if (file.size == 0) continue;  // an empty file can't be mapped
+    const MappedFile mapped(file.path);
+    const std::string_view text = mapped.text();
+    int64_t number = 0;
+    for (size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
+      end = std::min(text.find('\n', begin), text.size());
+      const std::string_view line = text.substr(begin, end - begin);
+      ++number;
+      if (is_blank(line)) continue;
+      std::string problem;
+      if (const auto document = text_of_line(line, request.text_field, problem)) {
+        documents.push_back({.offset = static_cast<int64_t>(begin),
+                             .line_bytes = static_cast<int64_t>(line.size()),
+                             .text_bytes = static_cast<int64_t>(document->size()),
+                             .file = static_cast<int32_t>(i)});
+        continue;
+      }
+      problem = str(file.path.string(), ":", number, ": ", problem);
+      if (!request.skip_bad_lines)
+        throw ConfigError(str(problem, " (data.on_bad_line = \"skip\" leaves such lines out)"));
+      if (num_skipped++ < kReportedLines) examples += "\n  " + problem;
+    }
+  }
+  if (num_skipped > 0)
+    log::warning_rank0(str("skipped ", num_skipped, " broken lines of JSON Lines files", examples));
+  return documents;
+}
+
+}  // namespace
+
 LineIndex::LineIndex(const LineIndexRequest& request) {
   uint64_t key = key_of(request);
   fs::path path =
       request.cache_folder.empty() ? fs::path() : request.cache_folder / str("jsonl-", hex(key), ".index");
   if (path.empty() || !load(path, key)) {
-    built_ = Builder(request).run();
+    built_ = find_documents(request);
     entries_ = built_;
     if (!path.empty()) save(path, key);
   }

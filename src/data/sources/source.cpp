@@ -3,11 +3,9 @@
 #include <link.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "core/hash.h"
 #include "data/sources/files.h"
-#include "titan/core/error.h"
 
 namespace titan::data {
 namespace {

@@ -71,7 +71,7 @@ class AddedTokens {
 constexpr char32_t kAlphabetEnd = 0x100 + 68;  // 68 bytes have no visible character
 
 // Visible Latin-1 characters represent themselves; the other bytes are U+0100 and up, in order.
-constexpr std::array<char32_t, 256> make_alphabet() {
+constexpr std::array<char32_t, 256> kAlphabet = [] {
   std::array<char32_t, 256> alphabet{};
   char32_t next = 0x100;
   for (int byte = 0; byte < 256; ++byte) {
@@ -79,18 +79,14 @@ constexpr std::array<char32_t, 256> make_alphabet() {
     alphabet[byte] = visible ? static_cast<char32_t>(byte) : next++;
   }
   return alphabet;
-}
+}();
 
-constexpr std::array<char32_t, 256> kAlphabet = make_alphabet();
-
-constexpr std::array<int, kAlphabetEnd> make_inverse() {
+constexpr std::array<int, kAlphabetEnd> kInverse = [] {
   std::array<int, kAlphabetEnd> inverse{};
   for (int& byte : inverse) byte = -1;
   for (int byte = 0; byte < 256; ++byte) inverse[kAlphabet[byte]] = byte;
   return inverse;
-}
-
-constexpr std::array<int, kAlphabetEnd> kInverse = make_inverse();
+}();
 
 /// The bytes that `token` represents, unless it contains a character outside the alphabet.
 std::optional<std::string> bytes_from_alphabet(std::string_view token) {
@@ -144,7 +140,8 @@ namespace fs = std::filesystem;
 // Reads one file into a Definition.
 class Reader {
  public:
-  Reader(const fs::path& path, const std::string& text, Definition& out) : file_(path, text), out_(out) {}
+  Reader(const fs::path& path, const std::string& text, Definition& out)
+      : file_(path, text), model_(file_.need(file_.tree(), "model")), out_(out) {}
 
   void read() {
     check_model();
@@ -161,16 +158,15 @@ class Reader {
 
  private:
   void check_model() const {
-    const Json& model = file_.need(file_.tree(), "model");
-    std::string type = file_.get<std::string>(model, "type", "BPE");
+    std::string type = file_.get<std::string>(model_, "type", "BPE");
     if (type != "BPE")
       file_.refuse(str("model type '", type, "' is not supported; supported: BPE (byte-level)"));
-    if (file_.get(model, "byte_fallback", false))
+    if (file_.get(model_, "byte_fallback", false))
       file_.refuse("byte_fallback is not supported: it isn't byte-level BPE");
-    if (file_.get(model, "dropout", 0.0) != 0)
+    if (file_.get(model_, "dropout", 0.0) != 0)
       file_.refuse("dropout would make data random; remove it from the model");
     for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
-      if (!file_.get<std::string>(model, key, "").empty()) file_.refuse(str(key, " is not supported"));
+      if (!file_.get<std::string>(model_, key, "").empty()) file_.refuse(str(key, " is not supported"));
   }
 
   void check_normalizer() const {
@@ -189,11 +185,11 @@ class Reader {
   }
 
   void read_vocabulary() {
-    const Json& vocabulary = file_.need(file_.need(file_.tree(), "model"), "vocab");
+    const Json& vocabulary = file_.need(model_, "vocab");
     if (!vocabulary.is_object()) file_.refuse("model.vocab is not an object of tokens and ids");
     for (const auto& [token, id] : vocabulary.items()) name_id(token, id);
     read_byte_ids();
-    if (!file_.get(file_.need(file_.tree(), "model"), "ignore_merges", false)) return;
+    if (!file_.get(model_, "ignore_merges", false)) return;
     for (const auto& [token, id] : ids_)
       if (auto bytes = bytes_from_alphabet(token)) out_.whole_words.emplace(*bytes, id);
   }
@@ -224,7 +220,7 @@ class Reader {
   }
 
   void read_merges() {
-    const Json& merges = file_.need(file_.need(file_.tree(), "model"), "merges");
+    const Json& merges = file_.need(model_, "merges");
     if (!merges.is_array()) file_.refuse("model.merges is not a list");
     out_.merges = MergeTable(merges.size());
     uint32_t rank = 0;
@@ -311,6 +307,7 @@ class Reader {
   }
 
   const JsonFile file_;
+  const Json& model_;
   Definition& out_;
   std::unordered_map<std::string, int32_t> ids_;
 };

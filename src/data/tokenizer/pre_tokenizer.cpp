@@ -6,7 +6,6 @@
 #include <pcre2.h>
 
 #include "core/utf8.h"
-#include "titan/core/error.h"
 
 namespace titan::data {
 namespace {
