@@ -1,13 +1,230 @@
 #include "titan/observe/metrics.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
 #include <ctime>
 
+#include "core/hash.h"
 #include "observe/metrics_format.h"
 #include "observe/structured_log.h"
 #include "titan/core/log.h"
 
 namespace titan::train {
+
+namespace {
+
+// TorchTitan's colors.
+struct Palette {
+  const char* red = "\033[31m";
+  const char* green = "\033[32m";
+  const char* yellow = "\033[33m";
+  const char* blue = "\033[34m";
+  const char* magenta = "\033[35m";
+  const char* cyan = "\033[36m";
+  const char* orange = "\033[38;2;180;60;0m";
+  const char* turquoise = "\033[38;2;54;234;195m";
+  const char* reset = "\033[39m";
+};
+constexpr Palette kColor;
+constexpr Palette kPlain{"", "", "", "", "", "", "", "", ""};
+
+// 1234567.891 with 2 decimals -> "1,234,567.89"
+std::string with_commas(double value, int decimals) {
+  std::string text = formatted("%.*f", decimals, value);
+  size_t end = text.find('.');
+  if (end == std::string::npos) end = text.size();
+  size_t first_digit = text[0] == '-' ? 1 : 0;
+  for (size_t at = end; at > first_digit + 3; at -= 3) text.insert(at - 3, 1, ',');
+  return text;
+}
+
+std::string memory_field(double gib, double percent) {
+  return formatted("memory: %5.2fGiB(%.2f%%)", gib, percent);
+}
+
+std::string mfu_field(const std::optional<double>& mfu) {
+  return mfu ? formatted("mfu: %.2f%%", *mfu) : "mfu: N/A";
+}
+
+// Builds {"a": 1, "b": 2.5}. NaN and infinities, which JSON lacks, become null.
+class JsonObject {
+ public:
+  JsonObject& add(const char* key, double value) {
+    char digits[32];
+    auto end = std::to_chars(digits, digits + sizeof digits, value).ptr;
+    return put(key, std::isfinite(value) ? std::string(digits, end) : "null");
+  }
+  JsonObject& add(const char* key, int64_t value) { return put(key, std::to_string(value)); }
+  JsonObject& add(const char* key, const std::optional<double>& value) {
+    return value ? add(key, *value) : put(key, "null");
+  }
+  std::string text() const { return text_ + "}"; }
+
+ private:
+  JsonObject& put(const char* key, const std::string& value) {
+    text_ += str(text_.size() > 1 ? ", " : "", '"', key, "\": ", value);
+    return *this;
+  }
+  std::string text_ = "{";
+};
+
+}  // namespace
+
+std::string console_line(const StepMetrics& m, bool color) {
+  const Palette& c = color ? kColor : kPlain;
+  return str(c.red, formatted("step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, formatted("loss: %8.5f", m.loss), "  ",                        //
+             c.orange, formatted("grad_norm: %7.4f", m.grad_norm), "  ",             //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",        //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",               //
+             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                     //
+             c.magenta, mfu_field(m.mfu), c.reset);
+}
+
+std::string console_line(const ValidationMetrics& m, bool color) {
+  const Palette& c = color ? kColor : kPlain;
+  return str(c.yellow, formatted("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, formatted("loss: %7.4f", m.loss), "  ",                                    //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                    //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), c.reset);
+}
+
+std::string json_line(const StepMetrics& m) {
+  JsonObject object;
+  object.add("step", m.step).add("loss", m.loss).add("max_loss", m.max_loss).add("grad_norm", m.grad_norm);
+  object.add("lr", m.lr).add("tps", m.tps).add("tflops", m.tflops).add("mfu", m.mfu);
+  object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
+  if (m.active_gib) object.add("active_gib", m.active_gib).add("active_percent", m.active_percent);
+  if (m.alloc_retries) object.add("alloc_retries", *m.alloc_retries).add("num_ooms", m.num_ooms.value_or(0));
+  object.add("data_loading_s", m.data_loading_s).add("step_s", m.step_s);
+  object.add("n_tokens_seen", m.n_tokens_seen);
+  if (m.skipped_steps) object.add("skipped_steps", *m.skipped_steps);
+  if (m.checkpoint_s) object.add("checkpoint_s", m.checkpoint_s);
+  if (m.startup_s) object.add("startup_s", m.startup_s);
+  return object.text();
+}
+
+std::string json_line(const ValidationMetrics& m) {
+  JsonObject object;
+  object.add("step", m.step).add("loss", m.loss).add("tps", m.tps);
+  object.add("memory_gib", m.memory_gib).add("memory_percent", m.memory_percent);
+  return object.text();
+}
+
+std::string progress(int64_t step, int64_t total_steps, double seconds_left) {
+  auto left = static_cast<long long>(seconds_left + 0.5);
+  return formatted("  %3lld%% %lld:%02lld:%02lld left", static_cast<long long>(100 * step / total_steps),
+                   left / 3600, left / 60 % 60, left % 60);
+}
+
+std::optional<double> RemainingTime::seconds_left(int64_t step, double now_s) {
+  if (first_step_ < 0) {
+    first_step_ = step;
+    first_s_ = now_s;
+    return std::nullopt;
+  }
+  const double step_s = (now_s - first_s_) / static_cast<double>(std::max<int64_t>(1, step - first_step_));
+  return step_s * static_cast<double>(total_steps_ - step);
+}
+
+// ---- event files
+
+namespace {
+
+// Protobuf's wire format, as far as an Event with scalars needs it:
+// https://protobuf.dev/programming-guides/encoding/
+enum WireType : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+void put_varint(std::string& out, uint64_t value) {
+  for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>(value | 0x80));
+  out.push_back(static_cast<char>(value));
+}
+
+void put_tag(std::string& out, uint32_t field, WireType type) { put_varint(out, field << 3 | type); }
+
+// Both formats are little-endian, as every machine that LibTorch runs on.
+template <class T>
+void put_raw(std::string& out, T value) {
+  char bytes[sizeof value];
+  std::memcpy(bytes, &value, sizeof value);
+  out.append(bytes, sizeof value);
+}
+
+void put_bytes(std::string& out, uint32_t field, const std::string& bytes) {
+  put_tag(out, field, kBytes);
+  put_varint(out, bytes.size());
+  out += bytes;
+}
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// Event { double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5; }
+std::string event_head() {
+  std::string event;
+  put_tag(event, 1, kFixed64);
+  put_raw(event, now_s());
+  return event;
+}
+
+// Summary.Value { string tag = 1; float simple_value = 2; }
+std::string summary_value(const std::string& tag, double value) {
+  std::string message;
+  put_bytes(message, 1, tag);
+  put_tag(message, 2, kFixed32);
+  put_raw(message, static_cast<float>(value));
+  return message;
+}
+
+// TFRecord's masking, so that a checksum of data that itself holds checksums stays strong.
+uint32_t masked_crc(std::string_view bytes) {
+  uint32_t crc = crc32c(bytes);
+  return ((crc >> 15) | (crc << 17)) + 0xa282ead8u;
+}
+
+std::filesystem::path new_event_file(const std::filesystem::path& folder) {
+  char host[256] = "localhost";
+  ::gethostname(host, sizeof host - 1);
+  // The name that TensorBoard looks for: "tfevents", a time, a host; the process id keeps two runs of a
+  // second apart.
+  return folder / str("events.out.tfevents.", static_cast<int64_t>(now_s()), ".", host, ".", ::getpid());
+}
+
+}  // namespace
+
+EventFileWriter::EventFileWriter(const std::filesystem::path& folder)
+    : file_(new_event_file(folder), /*truncate=*/false) {
+  std::string version = event_head();
+  put_bytes(version, 3, "brain.Event:2");
+  append_record(version);
+}
+
+void EventFileWriter::write(int64_t step, const std::vector<std::pair<std::string, double>>& scalars) {
+  std::string event = event_head();
+  put_tag(event, 2, kVarint);
+  put_varint(event, static_cast<uint64_t>(step));
+  std::string summary;
+  for (const auto& [tag, value] : scalars) put_bytes(summary, 1, summary_value(tag, value));
+  put_bytes(event, 5, summary);
+  append_record(event);
+}
+
+void EventFileWriter::append_record(const std::string& event) {
+  std::string length;
+  put_raw(length, static_cast<uint64_t>(event.size()));
+  std::string record = length;
+  put_raw(record, masked_crc(length));
+  record += event;
+  put_raw(record, masked_crc(event));
+  file_.append(record);
+}
+
+// ---- sinks
 
 namespace {
 

@@ -544,13 +544,4 @@ void StructuredLog::flush() {
   impl_->written.wait(lock, [&] { return impl_->flushes_done >= mine; });
 }
 
-StructuredSpan::StructuredSpan(StructuredLog* log, const char* name, const char* caller)
-    : log_(log), name_(name), caller_(caller), exceptions_(std::uncaught_exceptions()) {
-  if (log_) log_->start_span(name_, caller_);
-}
-
-StructuredSpan::~StructuredSpan() {
-  if (log_) log_->end_span(name_, std::uncaught_exceptions() > exceptions_, caller_);
-}
-
 }  // namespace titan::train

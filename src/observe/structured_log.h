@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -80,8 +81,13 @@ class StructuredLog : public RunObserver {
 /// A span for a scope; does nothing when `log` is null.
 class StructuredSpan {
  public:
-  StructuredSpan(StructuredLog* log, const char* name, const char* caller = "");
-  ~StructuredSpan();
+  StructuredSpan(StructuredLog* log, const char* name, const char* caller = "")
+      : log_(log), name_(name), caller_(caller) {
+    if (log_) log_->start_span(name_, caller_);
+  }
+  ~StructuredSpan() {
+    if (log_) log_->end_span(name_, std::uncaught_exceptions() > exceptions_, caller_);
+  }
   StructuredSpan(const StructuredSpan&) = delete;
   StructuredSpan& operator=(const StructuredSpan&) = delete;
 
@@ -89,7 +95,7 @@ class StructuredSpan {
   StructuredLog* log_;
   const char* name_;
   const char* caller_;
-  int exceptions_;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 /// A JSON object for a log's first line: versions, machine, device, place in the job, command line, threads.
@@ -126,6 +132,7 @@ class StructuredFile {
 /// so that names sort by start time: on any host, across clock changes, and within a second.
 std::string structured_stem(int rank);
 
+/// The steady clock, in nanoseconds.
 int64_t steady_now_ns();
 
 }  // namespace titan::train

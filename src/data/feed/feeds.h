@@ -120,7 +120,6 @@ class PackedFeed : public Feed {
   PackingOptions options_;
 };
 
-
 // ---- recorded batches, in NumPy's .npy files, versions 1 to 3, of little-endian int32
 
 struct NpyHeader {

@@ -31,31 +31,25 @@ std::string difference_of(std::string_view name, std::string_view before, std::s
   return str(name, " was '", before, "', is '", now, "'");
 }
 
-using FingerprintParts = std::vector<std::pair<std::string_view, std::string_view>>;
-
-FingerprintParts split_fingerprint(std::string_view text) {
-  FingerprintParts parts;
-  while (!text.empty()) {
-    const std::string_view part = text.substr(0, text.find("; "));
-    text.remove_prefix(std::min(text.size(), part.size() + 2));
-    const size_t name = std::min(part.size(), part.find(" = "));
-    parts.emplace_back(part.substr(0, name), part.substr(std::min(part.size(), name + 3)));
-  }
-  return parts;
+/// Takes the first "name = value; " off the text.
+std::pair<std::string_view, std::string_view> take_part(std::string_view& text) {
+  const std::string_view part = text.substr(0, text.find("; "));
+  text.remove_prefix(std::min(text.size(), part.size() + 2));
+  const size_t name = std::min(part.size(), part.find(" = "));
+  return {part.substr(0, name), part.substr(std::min(part.size(), name + 3))};
 }
 
 /// "order was 'shuffled by 3', is 'shuffled by 4'; ...". Two fingerprints with different parts are shown whole.
-std::string fingerprint_difference(const std::string& before, const std::string& now) {
-  const FingerprintParts old_parts = split_fingerprint(before), new_parts = split_fingerprint(now);
-  bool alike = old_parts.size() == new_parts.size();
+std::string fingerprint_difference(std::string_view before, std::string_view now) {
   std::string difference;
-  for (size_t i = 0; alike && i < old_parts.size(); ++i) {
-    alike = old_parts[i].first == new_parts[i].first;
-    if (old_parts[i].second == new_parts[i].second) continue;
-    difference += str(difference.empty() ? "" : "; ",
-                      difference_of(old_parts[i].first, old_parts[i].second, new_parts[i].second));
+  for (std::string_view old_parts = before, new_parts = now; !old_parts.empty() || !new_parts.empty();) {
+    const auto [old_name, old_value] = take_part(old_parts);
+    const auto [name, value] = take_part(new_parts);
+    if (name != old_name) return difference_of("the whole", before, now);
+    if (value != old_value)
+      difference += (difference.empty() ? "" : "; ") + difference_of(name, old_value, value);
   }
-  return alike ? difference : difference_of("the whole", before, now);
+  return difference;
 }
 
 }  // namespace
