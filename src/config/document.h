@@ -3,15 +3,18 @@
 // [Note: from files to settings]
 // A Document is a parsed TOML or JSON file, before its keys mean anything: leaves with a dotted name, a place
 // and a Raw value. An Assignment is a leaf or a command-line word: "this key was given this value there".
-// load.cpp looks up each assignment's field in the Catalog, converts its value (convert.h), and sets it.
+// load.cpp looks up each assignment's field in the Catalog, converts its value, and sets it.
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
 #include <vector>
+
+#include "titan/config/load.h"
 
 namespace titan::config {
 
@@ -61,9 +64,6 @@ Document read_json(std::string_view text, const std::string& file);
 /// "prefix.key"; a key with other characters than letters, digits, '_' and '-' is quoted.
 std::string joined(const std::string& prefix, std::string_view key);
 
-/// Moves `place` past `text`. Columns count UTF-8 characters, as toml++ does.
-void advance(Place& place, std::string_view text);
-
 /// The deepest nesting and the most bytes of a config.
 inline constexpr size_t kMaxDepth = 64;
 inline constexpr size_t kMaxBytes = size_t{16} << 20;
@@ -77,14 +77,19 @@ struct Assignment {
   std::variant<Raw, Word> given;
 };
 
-/// How every message about it begins: "configs/a.toml:3:1: training.steps = 0" or "--training.steps = 0".
-std::string to_text(const Assignment& assignment);
-
 /// The file and everything it includes, in order of precedence: the last one wins. Files that can't be read
 /// are added to `problems`, and the others are returned.
 std::vector<Document> read_documents(const std::filesystem::path& file, std::vector<std::string>& problems);
 
 /// Command-line words as assignments; '-' in names becomes '_'.
 std::vector<Assignment> read_words(const std::vector<std::string>& words, std::vector<std::string>& problems);
+
+/// Calls `visit` for every field of a job, dynamic ones too, in the schema's order.
+using FieldVisitor =
+    std::function<void(const std::string& name, const FieldInfo& field, const void* settings)>;
+void for_each_field(const Schema& schema, const void* job, const FieldVisitor& visit);
+
+/// "not supported: <reason>", or "not supported with <key>: <reason>".
+std::string unsupported_text(const FieldInfo& field);
 
 }  // namespace titan::config

@@ -1,25 +1,292 @@
-#include "titan/config/load.h"
-
 #include <algorithm>
-#include <map>
-#include <optional>
+#include <charconv>
+#include <cmath>
+#include <limits>
 #include <set>
-#include <utility>
-#include <vector>
 
-#include "catalog.h"
 #include "config/document.h"
-#include "convert.h"
+#include "core/utf8.h"
 
 namespace titan::config {
 namespace {
+
+// ---- names
+
+/// "training" of "training.seq_len", and "seq_len"; the table of a name without dot is "".
+std::string_view table_of(std::string_view name) {
+  size_t dot = name.rfind('.');
+  return dot == std::string_view::npos ? std::string_view() : name.substr(0, dot);
+}
+std::string_view key_of(std::string_view name) { return name.substr(name.rfind('.') + 1); }
+
+/// "; did you mean 'a' or 'b'?", or nothing when there are none.
+std::string did_you_mean(const std::vector<std::string>& names) {
+  if (names.empty()) return {};
+  std::string listed;
+  for (const auto& name : names) listed += str(listed.empty() ? "" : " or ", "'", name, "'");
+  return "; did you mean " + listed + "?";
+}
+
+/// The names in a schema, and suggestions for unknown ones.
+class Catalog {
+ public:
+  explicit Catalog(const Schema& schema) {
+    for (const Section& section : schema.sections()) {
+      add_fields(section.name, section.fields);
+      if (!section.resolve) continue;
+      dynamic_.push_back(&section);
+      add_table(section.name);
+    }
+    for (const auto& [name, field] : fields_)
+      if (!field->only_where.empty()) switch_of(name, *field);
+  }
+
+  /// Adds the fields of a dynamic section once they are known.
+  void add_fields(const std::string& section, const std::vector<FieldInfo>& fields) {
+    for (const FieldInfo& field : fields) {
+      names_.push_back(section + "." + field.key);
+      fields_[names_.back()] = &field;
+      add_table(table_of(names_.back()));
+    }
+  }
+
+  struct Entry {
+    std::string name;  ///< full
+    const FieldInfo* field = nullptr;
+  };
+  /// The field with that full name, or the target if it is mapped. field == nullptr: none.
+  Entry find(std::string_view name) const {
+    const FieldInfo* field = described(name);
+    if (field == nullptr || field->role != FieldInfo::Role::Mapped) return {std::string(name), field};
+    return find(str(section_of(name, *field), field->mapped_to));
+  }
+
+  /// Like find(), but doesn't follow mappings.
+  const FieldInfo* described(std::string_view name) const {
+    auto found = fields_.find(name);
+    return found == fields_.end() ? nullptr : found->second;
+  }
+
+  /// The key in FieldInfo::only_where of the field with that full name, from its own table or another.
+  const FieldInfo& switch_of(std::string_view name, const FieldInfo& field) const {
+    const FieldInfo* found = described(str(section_of(name, field), field.only_where));
+    if (found == nullptr) found = described(field.only_where);
+    TITAN_INTERNAL_ASSERT(found != nullptr, name, " refers to ", field.only_where, ", which isn't there");
+    return *found;
+  }
+
+  /// Whether it is a dynamic section or a field's name starts with "table.".
+  bool is_table(std::string_view name) const { return tables_.find(name) != tables_.end(); }
+
+  /// The dynamic section that `name` is or lies in, or nullptr.
+  const Section* dynamic_section_of(std::string_view name) const {
+    for (const Section* section : dynamic_)
+      if (name == section->name || name.starts_with(section->name + ".")) return section;
+    return nullptr;
+  }
+
+  /// "; did you mean 'training.seq_len'?", or nothing. Tries, in this order: a typo in the key, the right key
+  /// in another table, a typo in both.
+  std::string suggest_key(std::string_view name) const {
+    constexpr size_t kMostTables = 3;
+    std::string key(key_of(name));
+    std::vector<std::string> siblings, elsewhere, similar;
+    for (const std::string& known : names_) {
+      if (table_of(known) == table_of(name)) siblings.emplace_back(key_of(known));
+      if (key_of(known) == key && elsewhere.size() < kMostTables) elsewhere.push_back(known);
+      if (!nearest_names(key, {std::string(key_of(known))}).empty()) similar.push_back(known);
+    }
+    auto slips = nearest_names(key, siblings, 1);
+    if (!slips.empty()) return did_you_mean({str(table_of(name), ".", slips.front())});
+    if (!elsewhere.empty()) return did_you_mean(elsewhere);
+    return did_you_mean(nearest_names(name, similar, 1));
+  }
+
+  std::string suggest_table(std::string_view name) const {
+    auto near = nearest_names(name, {tables_.begin(), tables_.end()}, 1);
+    return near.empty() ? "" : str("; did you mean [", near.front(), "]?");
+  }
+
+ private:
+  /// "training." of the field's full name. A key may hold dots.
+  static std::string_view section_of(std::string_view name, const FieldInfo& field) {
+    return name.substr(0, name.size() - field.key.size());
+  }
+
+  void add_table(std::string_view name) {
+    for (; !name.empty(); name = table_of(name)) tables_.emplace(name);
+  }
+
+  std::vector<std::string> names_;  // in the schema's order, for suggestions
+  std::map<std::string, const FieldInfo*, std::less<>> fields_;
+  std::set<std::string, std::less<>> tables_;
+  std::vector<const Section*> dynamic_;
+};
+
+// ---- conversion of a value to a field's type
+
+constexpr double kExactInts = 9007199254740992.0;  // 2^53: larger floats don't identify an int
+
+template <class T>
+std::optional<T> as(const Raw& raw) {
+  const auto* value = std::get_if<T>(&raw.value);
+  return value == nullptr ? std::nullopt : std::optional(*value);
+}
+
+std::optional<Value> as_int(const Raw& raw) {
+  const auto real = as<double>(raw);
+  if (real && std::trunc(*real) == *real && std::abs(*real) <= kExactInts) return static_cast<int64_t>(*real);
+  return as<int64_t>(raw);
+}
+
+std::optional<Value> as_float(const Raw& raw) {
+  if (const auto integer = as<int64_t>(raw)) return static_cast<double>(*integer);
+  if (const auto real = as<double>(raw); real && !std::isnan(*real)) return *real;
+  const auto text = as<std::string>(raw);  // JSON has no literal for infinity
+  if (text == "inf") return std::numeric_limits<double>::infinity();
+  if (text == "-inf") return -std::numeric_limits<double>::infinity();
+  return std::nullopt;
+}
+
+/// The items of a list, if it is one and `to_item` accepts each.
+template <class Item, class ToItem>
+std::optional<std::vector<Item>> as_list(const Raw& raw, const ToItem& to_item) {
+  const auto* items = std::get_if<Raw::List>(&raw.value);
+  if (items == nullptr) return std::nullopt;
+  std::vector<Item> list;
+  for (const Raw& raw_item : *items) {
+    std::optional<Item> item = to_item(raw_item);
+    if (!item) return std::nullopt;
+    list.push_back(std::move(*item));
+  }
+  return list;
+}
+
+std::optional<StringList> as_strings(const Raw& raw) { return as_list<std::string>(raw, as<std::string>); }
+
+std::optional<Value> as_kind(Kind kind, const Raw& raw) {
+  switch (kind) {
+    case Kind::Bool:
+      return as<bool>(raw);
+    case Kind::Int:
+      return as_int(raw);
+    case Kind::Float:
+      return as_float(raw);
+    case Kind::String:
+      return as<std::string>(raw);
+    case Kind::StringList:
+      return as_strings(raw);
+    case Kind::StringLists:
+      return as_list<StringList>(raw, as_strings);
+  }
+  return std::nullopt;
+}
+
+bool is_null(const Raw& raw) { return std::holds_alternative<Raw::Null>(raw.value); }
+
+/// "an int", "a list of strings".
+std::string with_article(Kind kind) { return str(kind == Kind::Int ? "an " : "a ", name_of(kind)); }
+
+std::string type_problem(const FieldInfo& field, const Raw& raw) {
+  bool wants_list = field.kind == Kind::StringList || field.kind == Kind::StringLists;
+  if (wants_list && std::holds_alternative<Raw::List>(raw.value))
+    return "must be " + with_article(field.kind);
+  return str("must be ", with_article(field.kind), ", not ", type_of(raw));
+}
+
+std::string constraint_problem(const FieldInfo& field, const Value& value) {
+  std::string problem = "must be " + field.constraint.allowed;
+  const auto* text = std::get_if<std::string>(&value);
+  return text == nullptr ? problem : problem + did_you_mean(nearest_names(*text, field.constraint.names, 1));
+}
+
+/// "not supported: <reason>; only false is accepted".
+std::string refusal(const FieldInfo& field) {
+  bool unset = std::holds_alternative<std::monostate>(field.default_value);
+  return str(unsupported_text(field),
+             unset ? "; it has to stay unset" : str("; only ", to_text(field.default_value), " is accepted"));
+}
+
+struct Converted {
+  Value value;
+  std::string problem = {};  ///< empty if `value` is valid
+};
+
+/// Checks type, constraint and refusal. The caller checks refusals that depend on another key.
+Converted convert(const FieldInfo& field, const Raw& raw) {
+  if (field.role == FieldInfo::Role::Refused && field.only_where.empty()) {
+    std::optional<Value> value = is_null(raw) ? Value() : as_kind(field.kind, raw);
+    return value == field.default_value ? Converted{*value} : Converted{{}, refusal(field)};
+  }
+  bool any_kind = field.role != FieldInfo::Role::Setting && field.optional;  // an unset default has no type
+  if (any_kind && is_null(raw)) return {};
+  if (any_kind && !field.constraint.accepts) return {Value(to_text(raw))};
+  if (is_null(raw))
+    return field.optional ? Converted{} : Converted{{}, "must be " + with_article(field.kind) + ", not null"};
+  auto value = as_kind(field.kind, raw);
+  if (!value) return {{}, type_problem(field, raw)};
+  if (field.constraint.accepts && !field.constraint.accepts(*value))
+    return {{}, constraint_problem(field, *value)};
+  return {std::move(*value)};
+}
+
+template <class Number>
+std::optional<Number> parsed(std::string_view word) {
+  Number number{};
+  auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), number);
+  if (error != std::errc() || end != word.data() + word.size()) return std::nullopt;
+  return number;
+}
+
+Raw raw_number(std::string_view word) {
+  if (auto integer = parsed<int64_t>(word)) return {*integer};
+  if (auto real = parsed<double>(word)) return {*real};
+  return {std::string(word)};
+}
+
+template <class ToItem>
+Raw raw_list(std::string_view word, char separator, const ToItem& item_of) {
+  Raw::List items;
+  while (!word.empty()) {
+    size_t end = std::min(word.find(separator), word.size());
+    items.push_back(item_of(word.substr(0, end)));
+    word.remove_prefix(std::min(end + 1, word.size()));
+  }
+  return {std::move(items)};
+}
+
+Raw raw_string(std::string_view word) { return {std::string(word)}; }
+
+Raw raw_strings(std::string_view word) { return raw_list(word, ',', raw_string); }
+
+/// Parses a command-line word for the field's kind: "none" unsets, "a,b" is a list, "a,b;c" a list of lists.
+/// A word that doesn't fit stays a string, which convert() refuses.
+Raw raw_of_word(const FieldInfo& field, std::string_view word) {
+  if (field.optional && (word == "none" || word == "None")) return {Raw::Null{}};
+  switch (field.kind) {
+    case Kind::Bool:
+      return word == "true" || word == "false" ? Raw{word == "true"} : raw_string(word);
+    case Kind::Int:
+    case Kind::Float:
+      return raw_number(word);
+    case Kind::String:
+      return raw_string(word);
+    case Kind::StringList:
+      return raw_strings(word);
+    case Kind::StringLists:
+      return raw_list(word, ';', raw_strings);
+  }
+  return raw_string(word);
+}
+
+// ---- assignments and the loader
 
 /// Long values are cut between UTF-8 characters, so that a message is one line.
 std::string shortened(const std::string& text) {
   constexpr size_t kLongest = 100;
   if (text.size() <= kLongest) return text;
   size_t end = kLongest;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  while (end > 0 && !starts_character(text[end])) --end;
   return text.substr(0, end) + "...";
 }
 
@@ -27,6 +294,13 @@ std::string shown_value(const Assignment& assignment) {
   if (const auto* raw = std::get_if<Raw>(&assignment.given)) return shortened(to_text(*raw));
   const Word& word = std::get<Word>(assignment.given);
   return word ? shortened(*word) : "";
+}
+
+/// How every message about it begins: "configs/a.toml:3:1: training.steps = 0" or "--training.steps = 0".
+std::string shown(const Assignment& assignment) {
+  std::string value = shown_value(assignment);
+  std::string setting = value.empty() ? assignment.name : assignment.name + " = " + value;
+  return assignment.place.empty() ? "--" + setting : assignment.place + ": " + setting;
 }
 
 /// nullopt for a bare `--name` whose field isn't a bool.
@@ -45,24 +319,25 @@ class Loader {
       take_text(sources.toml, sources.file.string());
     else if (!sources.file.empty())
       for (const Document& document : read_documents(sources.file, problems_)) take(document);
-    for (Assignment& assignment : read_words(sources.overrides, problems_)) take(std::move(assignment));
+    for (Assignment& assignment : read_words(sources.overrides, problems_))
+      assignments_.push_back(std::move(assignment));
   }
 
   Origins run() {
-    apply_static();
+    apply_in(nullptr, job_);
     for (const Section& section : schema_.sections())
       if (section.resolve) apply_dynamic(section);
     if (!problems_.empty()) throw ConfigError(std::move(problems_));
-    note_defaults();
+    for_each_field(schema_, job_, [&](const std::string& name, const FieldInfo& field, const void* settings) {
+      origins_.set_default(name, to_text(field.get(settings)));
+    });
     return std::move(origins_);
   }
 
  private:
   void take_text(const std::string& toml, const std::string& name) {
     try {
-      const Document document = read_toml(toml, name);
-      problems_.insert(problems_.end(), document.problems.begin(), document.problems.end());
-      take(document);
+      take(read_toml(toml, name));
     } catch (const ConfigError& error) {
       problems_.push_back(error.what());
     }
@@ -83,11 +358,9 @@ class Loader {
       std::string target = catalog_.find(leaf.name).name;
       if (!targets.insert(target).second)
         report(assignment, "the same setting has another name, which is given too");
-      take(std::move(assignment));
+      assignments_.push_back(std::move(assignment));
     }
   }
-
-  void take(Assignment assignment) { assignments_.push_back(std::move(assignment)); }
 
   void report_heading(const Heading& heading) {
     const FieldInfo* field = catalog_.described(heading.name);
@@ -95,11 +368,6 @@ class Loader {
                                         : str("unknown table", catalog_.suggest_table(heading.name));
     problem_tables_.emplace(table_of(heading.name));
     problems_.push_back(str(to_text(heading.place), ": [", heading.name, "]: ", what));
-  }
-
-  void apply_static() {
-    auto is_static = [&](const Assignment& given) { return !catalog_.dynamic_section_of(given.name); };
-    apply_if(is_static, job_);
   }
 
   /// A dynamic table can't be judged if a table it depends on has a problem. A problem at the top ("") may
@@ -119,25 +387,24 @@ class Loader {
       return;
     }
     catalog_.add_fields(section.name, table.fields);
-    auto is_here = [&](const Assignment& given) {
-      return catalog_.dynamic_section_of(given.name) == &section;
-    };
-    apply_if(is_here, table.settings.get());
+    apply_in(&section, table.settings.get());
   }
 
-  /// Reports every unknown key. If a key has several values, the last one counts, and only that one is
+  /// Applies the assignments of one dynamic section, or of all other tables (nullptr). Reports every unknown
+  /// key. If a key has several values, the last one counts, and only that one is
   /// judged: a command line can correct a file.
-  template <class Predicate>
-  void apply_if(const Predicate& is_meant, void* settings) {
+  void apply_in(const Section* dynamic, void* settings) {
     std::vector<Assignment> meant;
     for (const Assignment& assignment : assignments_)
-      if (is_meant(assignment)) meant.push_back(without_no(assignment));
+      if (catalog_.dynamic_section_of(assignment.name) == dynamic) meant.push_back(without_no(assignment));
     std::map<const FieldInfo*, size_t> last;
     for (size_t i = 0; i < meant.size(); ++i) last[catalog_.find(meant[i].name).field] = i;
     for (size_t i = 0; i < meant.size(); ++i) {
       Catalog::Entry entry = catalog_.find(meant[i].name);
       if (entry.field == nullptr) {
-        report(meant[i], unknown_problem(meant[i].name));
+        report(meant[i], catalog_.is_table(meant[i].name)
+                             ? "is a table of settings, not a value"
+                             : "unknown key" + catalog_.suggest_key(meant[i].name));
       } else if (last[entry.field] == i) {
         apply(meant[i], entry, settings);
       }
@@ -161,7 +428,9 @@ class Loader {
   void check_refused_where(const void* settings) {
     for (const auto& [assignment, field] : refused_where_) {
       const FieldInfo& where = catalog_.switch_of(assignment.name, *field);
-      if (is_on(where, where.get(settings))) report(assignment, refusal(*field));
+      const Value value = where.get(settings);
+      const bool is_on = where.kind == Kind::Bool ? value == Value(true) : value != where.default_value;
+      if (is_on) report(assignment, refusal(*field));
     }
     refused_where_.clear();
   }
@@ -179,25 +448,9 @@ class Loader {
     return {positive, "", Word("false")};
   }
 
-  std::string unknown_problem(const std::string& name) const {
-    if (catalog_.is_table(name)) return str("is a table of settings, not a value");
-    return "unknown key" + catalog_.suggest_key(name);
-  }
-
   void report(const Assignment& assignment, const std::string& what) {
     problem_tables_.emplace(table_of(assignment.name));
-    problems_.push_back(to_text(assignment) + ": " + what);
-  }
-
-  void note_defaults() {
-    for (const Section& section : schema_.sections()) {
-      for (const FieldInfo& field : section.fields)
-        origins_.set_default(section.name + "." + field.key, to_text(field.get(job_)));
-      if (!section.resolve) continue;
-      const DynamicTable& table = section.table_of(job_);
-      for (const FieldInfo& field : table.fields)
-        origins_.set_default(section.name + "." + field.key, to_text(field.get(table.settings.get())));
-    }
+    problems_.push_back(shown(assignment) + ": " + what);
   }
 
   const Schema& schema_;
@@ -211,12 +464,6 @@ class Loader {
 };
 
 }  // namespace
-
-std::string to_text(const Assignment& assignment) {
-  std::string value = shown_value(assignment);
-  std::string setting = value.empty() ? assignment.name : assignment.name + " = " + value;
-  return assignment.place.empty() ? "--" + setting : assignment.place + ": " + setting;
-}
 
 namespace detail {
 

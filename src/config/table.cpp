@@ -1,10 +1,11 @@
-#include "titan/config/table.h"
+// Values, constraints, and the tables of a schema.
 
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <set>
 
-#include "titan/core/error.h"
+#include "titan/config/load.h"
 
 namespace titan::config {
 namespace {
@@ -51,21 +52,9 @@ struct TextOf {
 }  // namespace
 
 std::string_view name_of(Kind kind) {
-  switch (kind) {
-    case Kind::Bool:
-      return "bool";
-    case Kind::Int:
-      return "int";
-    case Kind::Float:
-      return "float";
-    case Kind::String:
-      return "string";
-    case Kind::StringList:
-      return "list of strings";
-    case Kind::StringLists:
-      return "list of lists of strings";
-  }
-  TITAN_INTERNAL_ASSERT(false, "kind ", static_cast<int>(kind));
+  constexpr std::string_view kNames[] = {
+      "bool", "int", "float", "string", "list of strings", "list of lists of strings"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 Kind kind_of(const Value& value) {
@@ -97,9 +86,6 @@ std::string quoted(std::string_view text) {
 
 namespace {
 
-/// A number as people write it in a sentence: "1", not "1.0".
-std::string number(double value) { return str(value); }
-
 Constraint numeric(std::string allowed, std::function<bool(double)> accepts) {
   auto check = [accepts = std::move(accepts)](const Value& value) {
     if (const auto* integer = std::get_if<int64_t>(&value)) return accepts(static_cast<double>(*integer));
@@ -127,30 +113,102 @@ Constraint one_of(std::vector<std::string> names) {
 }
 
 Constraint at_least(double lowest) {
-  return numeric("at least " + number(lowest), [=](double value) { return value >= lowest; });
+  return numeric(str("at least ", lowest), [=](double value) { return value >= lowest; });
 }
 
 Constraint finite_at_least(double lowest) {
-  return numeric(str("finite and at least ", number(lowest)),
+  return numeric(str("finite and at least ", lowest),
                  [=](double value) { return std::isfinite(value) && value >= lowest; });
 }
 
 Constraint above(double bound) {
-  return numeric("above " + number(bound), [=](double value) { return value > bound; });
+  return numeric(str("above ", bound), [=](double value) { return value > bound; });
 }
 
 Constraint in_range(double lowest, double highest) {
-  return numeric(str("from ", number(lowest), " to ", number(highest)),
+  return numeric(str("from ", lowest, " to ", highest),
                  [=](double value) { return value >= lowest && value <= highest; });
 }
 
 Constraint in_range_below(double lowest, double bound) {
-  return numeric(str("from ", number(lowest), " to below ", number(bound)),
+  return numeric(str("from ", lowest, " to below ", bound),
                  [=](double value) { return value >= lowest && value < bound; });
 }
 
 Constraint positive_or_minus_one() {
   return numeric("positive, or -1", [](double value) { return value >= 1 || value == -1; });
+}
+
+// ---- schema
+
+std::string Origins::origin_of(std::string_view name) const {
+  auto found = given_.find(name);
+  if (found == given_.end()) return "default";
+  return found->second.place.empty() ? "command line" : found->second.place;
+}
+
+std::string Origins::problem(std::string_view name, std::string_view what) const {
+  if (auto given = given_.find(name); given != given_.end()) {
+    const auto& [place, shown] = given->second;
+    return str(place.empty() ? "--" : place + ": ", name, shown.empty() ? "" : " = ", shown, ": ", what);
+  }
+  auto found = defaults_.find(name);
+  if (found == defaults_.end()) return str(name, ": ", what);
+  return str(name, " = ", found->second, " (default): ", what);
+}
+
+namespace detail {
+
+FieldInfo memberless(std::string key, Value default_value, FieldInfo::Role role, std::string reason) {
+  FieldInfo info;
+  info.key = std::move(key);
+  info.kind = kind_of(default_value);
+  info.optional = std::holds_alternative<std::monostate>(default_value);
+  info.role = role;
+  info.reason = std::move(reason);
+  info.get = [default_value](const void*) { return default_value; };
+  info.set = [](void*, const Value&) {};
+  info.default_value = std::move(default_value);
+  return info;
+}
+
+}  // namespace detail
+
+void Schema::check_job(const std::type_info& type) const {
+  TITAN_INTERNAL_ASSERT(type == *job_type_, "a table of another struct than the schema's");
+}
+
+void Schema::add_section(Section section) {
+  for (const Section& other : sections_)
+    TITAN_INTERNAL_ASSERT(other.name != section.name, "table [", section.name, "] is added twice");
+  std::set<std::string> keys;
+  for (FieldInfo& field : section.fields) {
+    field.default_value = field.get(defaults());
+    std::string name = section.name + "." + field.key;
+    TITAN_INTERNAL_ASSERT(find(name) == nullptr, name, " is described twice, in [", section.name,
+                          "] and another table");
+    TITAN_INTERNAL_ASSERT(keys.insert(field.key).second, name, " is described twice");
+    bool is_set = !std::holds_alternative<std::monostate>(field.default_value);
+    TITAN_INTERNAL_ASSERT(
+        !is_set || !field.constraint.accepts || field.constraint.accepts(field.default_value), name,
+        "'s default ", to_text(field.default_value), " isn't ", field.constraint.allowed);
+  }
+  for (const FieldInfo& field : section.fields)
+    TITAN_INTERNAL_ASSERT(field.mapped_to.empty() || keys.count(field.mapped_to) != 0, section.name, ".",
+                          field.key, " refers to ", field.mapped_to, ", which isn't there");
+  sections_.push_back(std::move(section));
+}
+
+const FieldInfo* Schema::find(std::string_view full_name) const {
+  for (const Section& section : sections_) {
+    bool below = full_name.size() > section.name.size() && full_name.starts_with(section.name) &&
+                 full_name[section.name.size()] == '.';
+    if (!below) continue;
+    std::string_view key = full_name.substr(section.name.size() + 1);
+    for (const FieldInfo& field : section.fields)
+      if (field.key == key) return &field;
+  }
+  return nullptr;
 }
 
 }  // namespace titan::config

@@ -18,8 +18,6 @@
 #include <tuple>
 
 #include "config/document.h"
-#include "titan/config/table.h"
-#include "titan/core/error.h"
 
 namespace titan::config {
 namespace {

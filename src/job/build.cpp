@@ -12,7 +12,6 @@
 #include "job/pipeline/stages.h"
 #include "observe/profiling.h"
 #include "observe/stragglers.h"
-#include "observe/structured_file.h"
 #include "observe/structured_log.h"
 #include "titan/config/load.h"
 #include "titan/core/file.h"

@@ -4,7 +4,7 @@
 #include <cctype>
 #include <filesystem>
 
-#include "data/feed/replay_feed.h"
+#include "data/feed/feeds.h"
 #include "data/sources/files.h"
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "titan/config/schema.h"
 #include "titan/config/table.h"
 #include "titan/parallel/context_parallel.h"
 #include "titan/parallel/fsdp.h"

@@ -8,7 +8,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "titan/config/table.h"
-#include "titan/data/settings.h"
+#include "titan/data/loader.h"
 
 namespace titan::train {
 

@@ -1,16 +1,16 @@
 #include "titan/observe/metrics.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <charconv>
-#include <chrono>
 #include <cmath>
-#include <cstdio>
+#include <cstring>
 #include <ctime>
 
-#include "core/durable.h"
-#include "observe/event_file.h"
+#include "core/hash.h"
 #include "observe/metrics_format.h"
-#include "titan/core/error.h"
+#include "observe/structured_log.h"
 #include "titan/core/log.h"
 
 namespace titan::train {
@@ -32,16 +32,9 @@ struct Palette {
 constexpr Palette kColor;
 constexpr Palette kPlain{"", "", "", "", "", "", "", "", ""};
 
-template <class... Args>
-std::string print(const char* format, Args... args) {
-  char buffer[128];
-  int length = std::snprintf(buffer, sizeof buffer, format, args...);
-  return std::string(buffer, static_cast<size_t>(std::min<int>(length, sizeof buffer - 1)));
-}
-
 // 1234567.891 with 2 decimals -> "1,234,567.89"
 std::string with_commas(double value, int decimals) {
-  std::string text = print("%.*f", decimals, value);
+  std::string text = formatted("%.*f", decimals, value);
   size_t end = text.find('.');
   if (end == std::string::npos) end = text.size();
   size_t first_digit = text[0] == '-' ? 1 : 0;
@@ -50,11 +43,11 @@ std::string with_commas(double value, int decimals) {
 }
 
 std::string memory_field(double gib, double percent) {
-  return print("memory: %5.2fGiB(%.2f%%)", gib, percent);
+  return formatted("memory: %5.2fGiB(%.2f%%)", gib, percent);
 }
 
 std::string mfu_field(const std::optional<double>& mfu) {
-  return mfu ? print("mfu: %.2f%%", *mfu) : "mfu: N/A";
+  return mfu ? formatted("mfu: %.2f%%", *mfu) : "mfu: N/A";
 }
 
 // Builds {"a": 1, "b": 2.5}. NaN and infinities, which JSON lacks, become null.
@@ -83,20 +76,20 @@ class JsonObject {
 
 std::string console_line(const StepMetrics& m, bool color) {
   const Palette& c = color ? kColor : kPlain;
-  return str(c.red, print("step: %2lld", static_cast<long long>(m.step)), "  ",  //
-             c.green, print("loss: %8.5f", m.loss), "  ",                        //
-             c.orange, print("grad_norm: %7.4f", m.grad_norm), "  ",             //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",    //
-             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",           //
-             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                 //
+  return str(c.red, formatted("step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, formatted("loss: %8.5f", m.loss), "  ",                        //
+             c.orange, formatted("grad_norm: %7.4f", m.grad_norm), "  ",             //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",        //
+             c.blue, "tps: ", with_commas(std::round(m.tps), 0), "  ",               //
+             c.cyan, "tflops: ", with_commas(m.tflops, 2), "  ",                     //
              c.magenta, mfu_field(m.mfu), c.reset);
 }
 
 std::string console_line(const ValidationMetrics& m, bool color) {
   const Palette& c = color ? kColor : kPlain;
-  return str(c.yellow, print("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
-             c.green, print("loss: %7.4f", m.loss), "  ",                                    //
-             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                //
+  return str(c.yellow, formatted("validate step: %2lld", static_cast<long long>(m.step)), "  ",  //
+             c.green, formatted("loss: %7.4f", m.loss), "  ",                                    //
+             c.turquoise, memory_field(m.memory_gib, m.memory_percent), "  ",                    //
              c.blue, "tps: ", with_commas(std::round(m.tps), 0), c.reset);
 }
 
@@ -124,10 +117,8 @@ std::string json_line(const ValidationMetrics& m) {
 
 std::string progress(int64_t step, int64_t total_steps, double seconds_left) {
   auto left = static_cast<long long>(seconds_left + 0.5);
-  char text[64];
-  std::snprintf(text, sizeof text, "  %3lld%% %lld:%02lld:%02lld left",
-                static_cast<long long>(100 * step / total_steps), left / 3600, left / 60 % 60, left % 60);
-  return text;
+  return formatted("  %3lld%% %lld:%02lld:%02lld left", static_cast<long long>(100 * step / total_steps),
+                   left / 3600, left / 60 % 60, left % 60);
 }
 
 std::optional<double> RemainingTime::seconds_left(int64_t step, double now_s) {
@@ -140,11 +131,102 @@ std::optional<double> RemainingTime::seconds_left(int64_t step, double now_s) {
   return step_s * static_cast<double>(total_steps_ - step);
 }
 
+// ---- event files
+
 namespace {
 
-double steady_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+// Protobuf's wire format, as far as an Event with scalars needs it:
+// https://protobuf.dev/programming-guides/encoding/
+enum WireType : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+void put_varint(std::string& out, uint64_t value) {
+  for (; value >= 0x80; value >>= 7) out.push_back(static_cast<char>(value | 0x80));
+  out.push_back(static_cast<char>(value));
 }
+
+void put_tag(std::string& out, uint32_t field, WireType type) { put_varint(out, field << 3 | type); }
+
+// Both formats are little-endian, as every machine that LibTorch runs on.
+template <class T>
+void put_raw(std::string& out, T value) {
+  char bytes[sizeof value];
+  std::memcpy(bytes, &value, sizeof value);
+  out.append(bytes, sizeof value);
+}
+
+void put_bytes(std::string& out, uint32_t field, const std::string& bytes) {
+  put_tag(out, field, kBytes);
+  put_varint(out, bytes.size());
+  out += bytes;
+}
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// Event { double wall_time = 1; int64 step = 2; string file_version = 3; Summary summary = 5; }
+std::string event_head() {
+  std::string event;
+  put_tag(event, 1, kFixed64);
+  put_raw(event, now_s());
+  return event;
+}
+
+// Summary.Value { string tag = 1; float simple_value = 2; }
+std::string summary_value(const std::string& tag, double value) {
+  std::string message;
+  put_bytes(message, 1, tag);
+  put_tag(message, 2, kFixed32);
+  put_raw(message, static_cast<float>(value));
+  return message;
+}
+
+// TFRecord's masking, so that a checksum of data that itself holds checksums stays strong.
+uint32_t masked_crc(std::string_view bytes) {
+  uint32_t crc = crc32c(bytes);
+  return ((crc >> 15) | (crc << 17)) + 0xa282ead8u;
+}
+
+std::filesystem::path new_event_file(const std::filesystem::path& folder) {
+  char host[256] = "localhost";
+  ::gethostname(host, sizeof host - 1);
+  // The name that TensorBoard looks for: "tfevents", a time, a host; the process id keeps two runs of a
+  // second apart.
+  return folder / str("events.out.tfevents.", static_cast<int64_t>(now_s()), ".", host, ".", ::getpid());
+}
+
+}  // namespace
+
+EventFileWriter::EventFileWriter(const std::filesystem::path& folder)
+    : file_(new_event_file(folder), /*truncate=*/false) {
+  std::string version = event_head();
+  put_bytes(version, 3, "brain.Event:2");
+  append_record(version);
+}
+
+void EventFileWriter::write(int64_t step, const std::vector<std::pair<std::string, double>>& scalars) {
+  std::string event = event_head();
+  put_tag(event, 2, kVarint);
+  put_varint(event, static_cast<uint64_t>(step));
+  std::string summary;
+  for (const auto& [tag, value] : scalars) put_bytes(summary, 1, summary_value(tag, value));
+  put_bytes(event, 5, summary);
+  append_record(event);
+}
+
+void EventFileWriter::append_record(const std::string& event) {
+  std::string length;
+  put_raw(length, static_cast<uint64_t>(event.size()));
+  std::string record = length;
+  put_raw(record, masked_crc(length));
+  record += event;
+  put_raw(record, masked_crc(event));
+  file_.append(record);
+}
+
+// ---- sinks
+
+namespace {
 
 class ConsoleSink final : public MetricsSink {
  public:
@@ -162,7 +244,7 @@ class ConsoleSink final : public MetricsSink {
  private:
   std::string progress_text(int64_t step) {
     if (!on_terminal_ || total_steps_ <= 0) return "";
-    const auto left = remaining_.seconds_left(step, steady_s());
+    const auto left = remaining_.seconds_left(step, 1e-9 * static_cast<double>(steady_now_ns()));
     return left ? progress(step, total_steps_, *left) : "";
   }
 
@@ -316,17 +398,13 @@ void MetricsLogger::begin_after(int64_t step) {
   for (const auto& sink : sinks_) sink->begin_after(step);
 }
 
-void MetricsLogger::begin_if_needed() {
-  if (!begun_) begin_after(0);
-}
-
 void MetricsLogger::logged(const StepMetrics& metrics) {
-  begin_if_needed();
+  if (!begun_) begin_after(0);
   for (const auto& sink : sinks_) sink->log(metrics);
 }
 
 void MetricsLogger::validated(const ValidationMetrics& metrics) {
-  begin_if_needed();
+  if (!begun_) begin_after(0);
   for (const auto& sink : sinks_) sink->log(metrics);
 }
 

@@ -1,14 +1,30 @@
 #pragma once
 
-// The text forms of metrics: TorchTitan's console line, and a JSON object per row.
+// The forms that metrics are written in: TorchTitan's console line, a JSON object per row, and TensorBoard's event
+// files, which are TFRecords (length and data, each with a masked CRC-32C) of `tensorflow.Event` messages.
+// https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/util/event.proto
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <filesystem>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "core/durable.h"
 #include "titan/train/metrics.h"
 
 namespace titan::train {
+
+/// What printf writes, up to 127 characters.
+template <class... Args>
+std::string formatted(const char* format, Args... args) {
+  char text[128];
+  const int length = std::snprintf(text, sizeof text, format, args...);
+  return std::string(text, static_cast<size_t>(std::min<int>(length, sizeof text - 1)));
+}
 
 /// Two spaces between fields; ANSI colors when `color`.
 std::string console_line(const StepMetrics& metrics, bool color);
@@ -33,6 +49,22 @@ class RemainingTime {
   int64_t total_steps_;
   int64_t first_step_ = -1;
   double first_s_ = 0;
+};
+
+/// Appends scalars to one event file in `folder`. Throws Error that names the file when it can't be written.
+class EventFileWriter {
+ public:
+  explicit EventFileWriter(const std::filesystem::path& folder);
+
+  /// One event with all `scalars` (tag, value) of a step. TensorBoard keeps values as float32.
+  void write(int64_t step, const std::vector<std::pair<std::string, double>>& scalars);
+  void sync() { file_.sync(); }
+  const std::filesystem::path& path() const { return file_.path(); }
+
+ private:
+  void append_record(const std::string& event);
+
+  AppendFile file_;
 };
 
 }  // namespace titan::train

@@ -2,10 +2,8 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <map>
 #include <set>
-#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -14,7 +12,6 @@
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <nlohmann/json.hpp>
 
-#include "core/durable.h"
 #include "core/units.h"
 #include "dist/device_backend.h"
 #include "dist/trace_range.h"
@@ -135,8 +132,8 @@ ProfileAction profile_action(const ProfilingSettings& settings, int64_t step) {
   return ProfileAction::None;
 }
 
-EditedText with_stream_names(std::string_view trace) {
-  EditedText text;
+std::vector<std::string_view> with_stream_names(std::string_view trace) {
+  std::vector<std::string_view> pieces;
   const auto names = marked_streams(trace);
   size_t done = 0;
   for (size_t at = trace.find(kRow); !names.empty() && at != trace.npos; at = trace.find(kRow, at + 1)) {
@@ -144,13 +141,11 @@ EditedText with_stream_names(std::string_view trace) {
     const auto named = names.find(number);
     if (named == names.end()) continue;
     const size_t end = at + kRow.size() + number.size();
-    text.pieces.push_back(trace.substr(done, end - done));
-    text.inserted.push_back(" " + std::string(named->second));
-    text.pieces.push_back(text.inserted.back());
+    pieces.insert(pieces.end(), {trace.substr(done, end - done), " ", named->second});
     done = end;
   }
-  text.pieces.push_back(trace.substr(done));
-  return text;
+  pieces.push_back(trace.substr(done));
+  return pieces;
 }
 
 StepProfiler::StepProfiler(Options options) : options_(std::move(options)) {}
@@ -178,13 +173,9 @@ void StepProfiler::begin_step(int64_t step) {
   const bool records = action == ProfileAction::Record || action == ProfileAction::RecordAndSave;
   if (recording_ && !records) discard();  // the run was rewound to an earlier step
   if (action == ProfileAction::None || recording_) return;
-  if (!prepared_) prepare();
-  if (records) start();
-}
-
-void StepProfiler::prepare() {
-  profiler::prepareProfiler(profiler_config(), activities(options_.device));
+  if (!prepared_) profiler::prepareProfiler(profiler_config(), activities(options_.device));
   prepared_ = true;
+  if (records) start();
 }
 
 void StepProfiler::start() {
@@ -223,7 +214,7 @@ void StepProfiler::save(int64_t step) {
   profiler::disableProfiler()->save(plain.path());
   const MappedFile trace(plain.path());
   const auto path = folder / str("rank", options_.rank, "_trace.json.gz");
-  write_gzip_atomic(path, with_stream_names(trace.text()).pieces);
+  write_gzip_atomic(path, with_stream_names(trace.text()));
   log::info_rank0(str("profiling: wrote ", path.string(), " in ", seconds_since(start), " s"));
 }
 

@@ -3,7 +3,6 @@
 // [profiling]: traces of steps for Perfetto, and memory snapshots for PyTorch's viewer.
 
 #include <cstdint>
-#include <deque>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -44,15 +43,9 @@ enum class ProfileAction { None, WarmUp, Record, RecordAndSave };
 /// a resumed run profiles the same steps as an uninterrupted one.
 ProfileAction profile_action(const ProfilingSettings& settings, int64_t step);
 
-/// A text in pieces, some of them inserted.
-struct EditedText {
-  std::vector<std::string_view> pieces;
-  std::deque<std::string> inserted;  ///< what the inserted pieces point to
-};
-
 /// Adds names to the stream numbers of `trace`, Kineto's JSON: "stream 20" becomes "stream 20 fsdp gather".
-/// Unchanged when no stream was marked.
-EditedText with_stream_names(std::string_view trace);
+/// Unchanged when no stream was marked. The pieces make up the text and point into `trace`.
+std::vector<std::string_view> with_stream_names(std::string_view trace);
 
 /// Records steps with LibTorch's profiler (Kineto), and writes each window as
 /// {folder}/iteration_{step}/rank{rank}_trace.json.gz. Modules have labels only while a window is open. If a
@@ -81,7 +74,6 @@ class StepProfiler final : public RunObserver {
 
  private:
   void begin_step(int64_t step);
-  void prepare();
   void start();
   void stop(int64_t step);
   void save(int64_t step);

@@ -1,21 +1,17 @@
 #include "observe/stragglers.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
-#include <utility>
 
 #include <ATen/ops/empty.h>
 
 #include "core/process_stats.h"
 #include "dist/flight_record.h"
-#include "observe/structured_file.h"
+#include "observe/metrics_format.h"
 #include "observe/structured_log.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/metrics.h"
 
 namespace titan::train {
 
@@ -49,12 +45,6 @@ constexpr int64_t kFigures = 4;       // exchanged per rank
 constexpr double kLeastShare = 0.01;  // of a step that a straggler costs
 // The host runs at most one step ahead of its device: data that is a little late holds nobody up.
 constexpr double kLeastDataShare = 0.1;
-
-std::string digits(const char* format, double value) {
-  std::array<char, 48> text{};
-  std::snprintf(text.data(), text.size(), format, value);
-  return text.data();
-}
 
 }  // namespace
 
@@ -181,12 +171,12 @@ void StragglerWatch::update_straggler(int64_t step, const std::optional<Straggle
 std::string StragglerWatch::warning_text(int64_t step) const {
   const Straggler& slow = *straggler_;
   return str("step ", step, ": rank ", slow.rank, " (", hosts_[static_cast<size_t>(slow.rank)],
-             ") holds the others up: ", digits("%.4f", slow.pace.own_s),
+             ") holds the others up: ", formatted("%.4f", slow.pace.own_s),
              data_only_ ? " s per step waiting for data; the median of the others is "
                         : " s per step of its own, without waits; the median of the others is ",
-             digits("%.4f", slow.median_s), " s (", digits("%.1f", slow.pace.own_s / slow.median_s),
-             " times, ", digits("%.0f", slow.deviation), " sigma). It waited ",
-             digits("%.4f", slow.pace.wait_s), " s per step for its peers.");
+             formatted("%.4f", slow.median_s), " s (", formatted("%.1f", slow.pace.own_s / slow.median_s),
+             " times, ", formatted("%.0f", slow.deviation), " sigma). It waited ",
+             formatted("%.4f", slow.pace.wait_s), " s per step for its peers.");
 }
 
 }  // namespace titan::train

@@ -11,13 +11,21 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include <c10/core/Device.h>
+
+#include "core/durable.h"
 #include "titan/config/table.h"
 #include "titan/train/run_observer.h"
+
+namespace titan::dist {
+class World;
+}
 
 namespace titan::train {
 
@@ -73,8 +81,13 @@ class StructuredLog : public RunObserver {
 /// A span for a scope; does nothing when `log` is null.
 class StructuredSpan {
  public:
-  StructuredSpan(StructuredLog* log, const char* name, const char* caller = "");
-  ~StructuredSpan();
+  StructuredSpan(StructuredLog* log, const char* name, const char* caller = "")
+      : log_(log), name_(name), caller_(caller) {
+    if (log_) log_->start_span(name_, caller_);
+  }
+  ~StructuredSpan() {
+    if (log_) log_->end_span(name_, std::uncaught_exceptions() > exceptions_, caller_);
+  }
   StructuredSpan(const StructuredSpan&) = delete;
   StructuredSpan& operator=(const StructuredSpan&) = delete;
 
@@ -82,7 +95,44 @@ class StructuredSpan {
   StructuredLog* log_;
   const char* name_;
   const char* caller_;
-  int exceptions_;
+  int exceptions_ = std::uncaught_exceptions();
 };
+
+/// A JSON object for a log's first line: versions, machine, device, place in the job, command line, threads.
+std::string process_environment_json(const dist::World& world, at::Device device);
+
+/// Bounded by `max_bytes`: `<stem>.jsonl` takes half of them. When that is full it becomes
+/// `<stem>.earlier.jsonl`, replacing the previous such file, and a new one starts with `head`.
+class StructuredFile {
+ public:
+  StructuredFile(std::filesystem::path folder, std::string stem, int64_t max_bytes)
+      : folder_(std::move(folder)), stem_(std::move(stem)), max_bytes_(max_bytes) {}
+
+  bool is_open() const { return file_ != nullptr; }
+  bool is_full() const { return is_open() && written_ >= max_bytes_ / 2; }
+  /// Opens the first file, or the next one. Throws Error.
+  void open(const std::string& head);
+  /// After an error: close, then reopen() to append. The file may end within a line.
+  void close() { file_.reset(); }
+  void reopen(const std::string& head);
+  /// Throws Error.
+  void append(const std::string& lines);
+
+ private:
+  std::filesystem::path path(const char* suffix) const { return folder_ / (stem_ + suffix); }
+
+  std::filesystem::path folder_;
+  std::string stem_;
+  int64_t max_bytes_;
+  int64_t written_ = 0;
+  std::unique_ptr<AppendFile> file_;
+};
+
+/// "train.global_rank_3.20261121-234000-123456-a1b2c3", for a process that starts now. UTC with microseconds,
+/// so that names sort by start time: on any host, across clock changes, and within a second.
+std::string structured_stem(int rank);
+
+/// The steady clock, in nanoseconds.
+int64_t steady_now_ns();
 
 }  // namespace titan::train

@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "data/feed/replay_feed.h"
+#include "data/feed/feeds.h"
 #include "distributed/llama_case.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"

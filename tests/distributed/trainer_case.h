@@ -11,7 +11,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
-#include "data/feed/packed_feed.h"
+#include "data/feed/feeds.h"
 #include "distributed/world.h"
 #include "job/build.h"
 #include "titan/core/error.h"

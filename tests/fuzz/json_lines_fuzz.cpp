@@ -1,6 +1,6 @@
 // A JSON Lines file: indexed, then every document read by the index.
 
-#include "data/sources/line_index.h"
+#include "data/sources/files.h"
 
 #include "core/utf8.h"
 #include "fuzz.h"

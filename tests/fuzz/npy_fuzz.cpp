@@ -1,6 +1,6 @@
 // The header of a .npy file.
 
-#include "data/feed/replay_feed.h"
+#include "data/feed/feeds.h"
 
 #include "fuzz.h"
 

@@ -7,7 +7,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "data/feed/packed_feed.h"
+#include "data/feed/feeds.h"
 #include "titan/data/loader.h"
 #include "titan/data/source.h"
 #include "titan/data/tokenizer.h"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Relative links of README.md and of every page in docs and benchmarks point to what exists; a link that is labelled with a
+"""Relative links of README.md, CONTRIBUTING.md and every page in docs and benchmarks point to what exists; a link that is labelled with a
 file's name (`x_test`, `x.h`) points to that file, not to its folder. README.md's C++ lines are part of an example that a test builds."""
 
 import pathlib
@@ -10,7 +10,8 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
 def pages_of(root: pathlib.Path) -> list[pathlib.Path]:
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md")), *sorted((root / "benchmarks").glob("*.md"))]
+    folders = [page for name in ("docs", "benchmarks") for page in sorted((root / name).rglob("*.md"))]
+    return [root / "README.md", root / "CONTRIBUTING.md", *folders]
 
 
 def problems_of_links(root: pathlib.Path, page: pathlib.Path) -> list[str]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """docs/one_training_step.md names files in backticks and functions in bold: each file has to exist, and each function has to be in one of
-the files named in its section. README.md's five files have to exist too."""
+the files named in its section. The source files that README.md names have to exist too."""
 
 import pathlib
 import re

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -93,51 +94,6 @@ struct FieldInfo {
   std::function<void(void* settings, const Value&)> set;  ///< the value already has the right alternative
 };
 
-/// Collects the fields of one settings struct S (default-constructible: its member initializers are the
-/// defaults). Member types: bool, int64_t, double, std::string, StringList, std::vector<StringList>, and
-/// std::optional of these.
-template <class S>
-class Table {
- public:
-  template <class T>
-  void field(std::string key, T S::*member, std::string meaning, Constraint constraint = {});
-
-  /// A key of TorchTitan whose feature doesn't exist here: only `only_value` is accepted; `{}` means unset,
-  /// so every value is refused. `only_where` names a key in this table ("enable") or another
-  /// ("fault_tolerance.enable"). While that key is off (false, or for other kinds the default), any value
-  /// that `constraint` accepts is allowed.
-  void refused(std::string key, Value only_value, std::string reason, std::string only_where = {},
-               Constraint constraint = {});
-
-  /// A key of TorchTitan about Python internals, which have no counterpart here. Use refused() for a feature
-  /// that doesn't exist.
-  void without_effect(std::string key, Value default_value, std::string reason, Constraint constraint = {});
-
-  /// An older name of `to_key`.
-  void mapped(std::string key, std::string to_key, std::string reason);
-
-  /// A sub-table (`[model.args]`, `[training.dataloader]`): fields get the keys "name.key".
-  template <class Sub>
-  void table(std::string name, Sub S::*member) {
-    include(name + ".", member);
-  }
-
-  /// The fields of a struct within S, each with `prefix` before its key.
-  template <class Sub>
-  void include(std::string prefix, Sub S::*member);
-
-  const std::vector<FieldInfo>& fields() const { return fields_; }
-
- private:
-  std::vector<FieldInfo> fields_;
-};
-
-}  // namespace titan::config
-
-namespace titan::config {
-
-// Templates of table.h.
-
 namespace detail {
 
 template <class T>
@@ -148,25 +104,6 @@ template <class T>
 struct Optional<std::optional<T>> : std::true_type {
   using Inner = T;
 };
-
-template <class T>
-constexpr Kind kind_for() {
-  if constexpr (std::is_same_v<T, bool>) {
-    return Kind::Bool;
-  } else if constexpr (std::is_same_v<T, int64_t>) {
-    return Kind::Int;
-  } else if constexpr (std::is_same_v<T, double>) {
-    return Kind::Float;
-  } else if constexpr (std::is_same_v<T, std::string>) {
-    return Kind::String;
-  } else if constexpr (std::is_same_v<T, StringList>) {
-    return Kind::StringList;
-  } else {
-    static_assert(std::is_same_v<T, std::vector<StringList>>,
-                  "settings are bool, int64_t, double, std::string or lists");
-    return Kind::StringLists;
-  }
-}
 
 template <class T>
 Value to_value(const T& member) {
@@ -205,62 +142,91 @@ FieldInfo memberless(std::string key, Value default_value, FieldInfo::Role role,
 
 }  // namespace detail
 
+/// Collects the fields of one settings struct S (default-constructible: its member initializers are the
+/// defaults). Member types: bool, int64_t, double, std::string, StringList, std::vector<StringList>, and
+/// std::optional of these.
 template <class S>
-template <class T>
-void Table<S>::field(std::string key, T S::*member, std::string meaning, Constraint constraint) {
-  FieldInfo info;
-  info.key = std::move(key);
-  info.kind = detail::kind_for<typename detail::Optional<T>::Inner>();
-  info.optional = detail::Optional<T>::value;
-  info.meaning = std::move(meaning);
-  info.constraint = std::move(constraint);
-  info.default_value = detail::to_value(S{}.*member);
-  info.get = [member](const void* settings) {
-    return detail::to_value(static_cast<const S*>(settings)->*member);
-  };
-  info.set = [member](void* settings, const Value& value) {
-    detail::assign(static_cast<S*>(settings)->*member, value);
-  };
-  fields_.push_back(std::move(info));
-}
-
-template <class S>
-void Table<S>::refused(std::string key, Value only_value, std::string reason, std::string only_where,
-                       Constraint constraint) {
-  fields_.push_back(
-      detail::memberless(std::move(key), std::move(only_value), FieldInfo::Role::Refused, std::move(reason)));
-  fields_.back().only_where = std::move(only_where);
-  fields_.back().constraint = std::move(constraint);
-}
-
-template <class S>
-void Table<S>::without_effect(std::string key, Value default_value, std::string reason,
-                              Constraint constraint) {
-  fields_.push_back(detail::memberless(std::move(key), std::move(default_value),
-                                       FieldInfo::Role::WithoutEffect, std::move(reason)));
-  fields_.back().constraint = std::move(constraint);
-}
-
-template <class S>
-void Table<S>::mapped(std::string key, std::string to_key, std::string reason) {
-  fields_.push_back(detail::memberless(std::move(key), {}, FieldInfo::Role::Mapped, std::move(reason)));
-  fields_.back().mapped_to = std::move(to_key);
-}
-
-template <class S>
-template <class Sub>
-void Table<S>::include(std::string prefix, Sub S::*member) {
-  Table<Sub> sub;
-  describe(sub);
-  const S defaults{};
-  for (const FieldInfo& inner : sub.fields()) {
-    FieldInfo field = detail::rebased(inner, member);
-    field.default_value = field.get(&defaults);
-    field.key = prefix + inner.key;
-    if (!field.mapped_to.empty()) field.mapped_to = prefix + inner.mapped_to;
-    if (!field.only_where.empty()) field.only_where = prefix + inner.only_where;
-    fields_.push_back(std::move(field));
+class Table {
+ public:
+  template <class T>
+  void field(std::string key, T S::*member, std::string meaning, Constraint constraint = {}) {
+    FieldInfo info;
+    info.key = std::move(key);
+    info.kind = kind_of(Value(typename detail::Optional<T>::Inner()));
+    info.optional = detail::Optional<T>::value;
+    info.meaning = std::move(meaning);
+    info.constraint = std::move(constraint);
+    info.default_value = detail::to_value(S{}.*member);
+    info.get = [member](const void* settings) {
+      return detail::to_value(static_cast<const S*>(settings)->*member);
+    };
+    info.set = [member](void* settings, const Value& value) {
+      detail::assign(static_cast<S*>(settings)->*member, value);
+    };
+    add(std::move(info));
   }
-}
+
+  /// A key of TorchTitan whose feature doesn't exist here: only `only_value` is accepted; `{}` means unset,
+  /// so every value is refused. `only_where` names a key in this table ("enable") or another
+  /// ("fault_tolerance.enable"). While that key is off (false, or for other kinds the default), any value
+  /// that `constraint` accepts is allowed.
+  void refused(std::string key, Value only_value, std::string reason, std::string only_where = {},
+               Constraint constraint = {}) {
+    FieldInfo& info = add(detail::memberless(std::move(key), std::move(only_value), FieldInfo::Role::Refused,
+                                             std::move(reason)));
+    info.only_where = std::move(only_where);
+    info.constraint = std::move(constraint);
+  }
+
+  /// A key of TorchTitan about Python internals, which have no counterpart here. Use refused() for a feature
+  /// that doesn't exist.
+  void without_effect(std::string key, Value default_value, std::string reason, Constraint constraint = {}) {
+    add(detail::memberless(std::move(key), std::move(default_value), FieldInfo::Role::WithoutEffect,
+                           std::move(reason)))
+        .constraint = std::move(constraint);
+  }
+
+  /// An older name of `to_key`.
+  void mapped(std::string key, std::string to_key, std::string reason) {
+    add(detail::memberless(std::move(key), {}, FieldInfo::Role::Mapped, std::move(reason))).mapped_to =
+        std::move(to_key);
+  }
+
+  /// A sub-table (`[model.args]`, `[training.dataloader]`): fields get the keys "name.key".
+  template <class Sub>
+  void table(std::string name, Sub S::*member) {
+    include(name + ".", member);
+  }
+
+  /// The fields of a struct within S, each with `prefix` before its key.
+  template <class Sub>
+  void include(std::string prefix, Sub S::*member) {
+    Table<Sub> sub;
+    describe(sub);
+    const S defaults{};
+    for (const FieldInfo& inner : sub.fields()) {
+      FieldInfo field = detail::rebased(inner, member);
+      field.default_value = field.get(&defaults);
+      field.key = prefix + inner.key;
+      if (!field.mapped_to.empty()) field.mapped_to = prefix + inner.mapped_to;
+      if (!field.only_where.empty()) field.only_where = prefix + inner.only_where;
+      add(std::move(field));
+    }
+  }
+
+  const std::vector<FieldInfo>& fields() const { return fields_; }
+
+ private:
+  FieldInfo& add(FieldInfo field) { return fields_.emplace_back(std::move(field)); }
+
+  std::vector<FieldInfo> fields_;
+};
+
+/// Settings whose fields depend on other settings: the model decides what `[model.args]` contains. Copies
+/// share `settings`.
+struct DynamicTable {
+  std::vector<FieldInfo> fields;   ///< get and set take settings.get()
+  std::shared_ptr<void> settings;  ///< starts with the defaults; nullptr: no such table
+};
 
 }  // namespace titan::config

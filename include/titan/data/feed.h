@@ -74,7 +74,8 @@ class Feed : public std::enable_shared_from_this<Feed> {
   /// one that ends with the first step in which no lane of any rank has a label.
   virtual std::optional<int64_t> num_steps() const { return std::nullopt; }
 
-  /// Differs between feeds whose lanes may differ.
+  /// Differs between feeds whose lanes may differ. Written as "source = ...; order = ...", it lets an error
+  /// name the part that has changed; names contain no "=" or ";".
   virtual std::string fingerprint() const = 0;
 };
 

@@ -19,10 +19,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/config/table.h"
 #include "titan/data/feed.h"
-#include "titan/data/settings.h"
 
 namespace titan::data {
+
+/// [training.dataloader], [validation.dataloader]: when batches are prepared; doesn't change their contents.
+struct DataloaderSettings {
+  int64_t num_workers = 0;                 ///< threads that tokenize and pack; 0: one
+  bool pin_memory = false;                 ///< page-locked batches; always used when training on a GPU
+  std::optional<int64_t> prefetch_factor;  ///< steps prepared ahead; unset: 2
+};
+void describe(config::Table<DataloaderSettings>& table);
 
 /// What a loader needs to continue: one row per lane, which any number of ranks can share.
 struct LoaderState {

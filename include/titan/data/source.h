@@ -11,12 +11,29 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "titan/config/table.h"
 #include "titan/core/registry.h"
-#include "titan/data/settings.h"
 
 namespace titan::data {
+
+/// [data]: how documents are found, cut and dealt. The contents of a batch depend on these, not on the number
+/// of ranks.
+struct DataSettings {
+  config::StringList extensions;     ///< of files in a folder, with the dot; empty: those of the kind
+  std::string text_field = "text";   ///< JSON Lines: the member with a document's text
+  std::string on_bad_line = "stop";  ///< JSON Lines: "stop" or "skip"
+  int64_t piece_bytes = 256 << 10;   ///< longer documents are cut into pieces of this size, dealt separately
+  bool shuffle = true;               ///< deal pieces in a pseudo-random order, a new one each epoch
+  std::optional<int64_t> seed;       ///< of that order, and of synthetic text; unset: debug.seed
+  int64_t synthetic_documents = 4096;  ///< documents of the synthetic data set
+  std::string cache_folder;            ///< for indexes; empty: {job.dump_folder}/data_cache
+
+  uint64_t seed_or_default() const { return static_cast<uint64_t>(seed.value_or(0)); }
+};
+void describe(config::Table<DataSettings>& table);
 
 /// A fixed list of texts with random access. Immutable and thread-safe, because the loader's threads share
 /// it.

@@ -74,8 +74,6 @@ class MetricsLogger : public RunObserver {
   void flush() override;
 
  private:
-  void begin_if_needed();
-
   std::vector<std::unique_ptr<MetricsSink>> sinks_;
   bool begun_ = false;
 };

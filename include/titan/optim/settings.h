@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "titan/config/schema.h"
+#include "titan/config/table.h"
 
 namespace titan::optim {
 

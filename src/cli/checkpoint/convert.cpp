@@ -4,7 +4,6 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/text.h"
-#include "config/differences.h"
 #include "job/job_config.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/saved_state.h"

@@ -13,9 +13,9 @@
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/parser.h"
 #include "cli/text.h"
-#include "config/differences.h"
 #include "core/json_tree.h"
 #include "titan/checkpoint/saved_state.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {

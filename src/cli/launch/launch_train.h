@@ -12,7 +12,7 @@
 #include "cli/arguments.h"
 #include "dist/environment.h"
 #include "job/job_config.h"
-#include "titan/config/schema.h"
+#include "titan/config/load.h"
 #include "titan/config/table.h"
 #include "titan/train/run_end.h"
 

@@ -8,7 +8,6 @@
 #include "cli/report/page.h"
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
-#include "config/differences.h"
 #include "job/job_config.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <fstream>
 
-#include "config/differences.h"
 #include "config/document.h"
 #include "core/json_tree.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 

@@ -21,7 +21,6 @@
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
-#include "config/differences.h"
 #include "core/json_tree.h"
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"

@@ -5,12 +5,10 @@
 #include <exception>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 
-#include "data/fingerprint.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
@@ -29,37 +27,92 @@ bool is_ours_alone(const at::Tensor& tensor) {
   return true;
 }
 
+std::string difference_of(std::string_view name, std::string_view before, std::string_view now) {
+  return str(name, " was '", before, "', is '", now, "'");
+}
+
+/// Takes the first "name = value; " off the text.
+std::pair<std::string_view, std::string_view> take_part(std::string_view& text) {
+  const std::string_view part = text.substr(0, text.find("; "));
+  text.remove_prefix(std::min(text.size(), part.size() + 2));
+  const size_t name = std::min(part.size(), part.find(" = "));
+  return {part.substr(0, name), part.substr(std::min(part.size(), name + 3))};
+}
+
+/// "order was 'shuffled by 3', is 'shuffled by 4'; ...". Two fingerprints with different parts are shown whole.
+std::string fingerprint_difference(std::string_view before, std::string_view now) {
+  std::string difference;
+  for (std::string_view old_parts = before, new_parts = now; !old_parts.empty() || !new_parts.empty();) {
+    const auto [old_name, old_value] = take_part(old_parts);
+    const auto [name, value] = take_part(new_parts);
+    if (name != old_name) return difference_of("the whole", before, now);
+    if (value != old_value)
+      difference += (difference.empty() ? "" : "; ") + difference_of(name, old_value, value);
+  }
+  return difference;
+}
+
 }  // namespace
 
-struct PrefetchOptions {
-  int64_t num_rows = 1;  ///< of a step, with padding after the lanes
-  int64_t seq_len = 1;
-  int64_t num_workers = 1;
-  int64_t num_ahead = 2;  ///< steps prepared before they are taken
-  bool pin_memory = false;
-};
+void describe(config::Table<DataloaderSettings>& table) {
+  table.field("num_workers", &DataloaderSettings::num_workers, "threads that tokenize and pack ahead; 0: one",
+              config::in_range(0, 256));
+  table.without_effect("persistent_workers", false,
+                       "keeps Python's worker processes; threads live as long as their loader");
+  table.field("pin_memory", &DataloaderSettings::pin_memory,
+              "page-locked batches, which copy to a GPU asynchronously; training on a GPU always uses them");
+  table.field("prefetch_factor", &DataloaderSettings::prefetch_factor, "steps prepared ahead; unset: 2",
+              config::in_range(1, 1024));
+}
 
 /// A step's rows. `valid` and `states` have one entry per lane.
 struct PreparedStep {
-  at::Tensor input;   ///< int64 [num_rows, seq_len]
+  at::Tensor input;   ///< int64 [num_rows, seq_len], with padding after the lanes
   at::Tensor labels;  ///< as input
   std::vector<int64_t> valid;
   std::vector<LaneState> states;  ///< after this step
 };
 
 /// Prepares the steps of one rank in threads. A ring of slots holds a step's rows each. Worker w of W fills
-/// rows w, w + W, ... of one step after another, and waits when it is `num_ahead` steps ahead of the last
-/// step taken. Each lane belongs to one worker, so its order of samples doesn't depend on timing.
+/// rows w, w + W, ... of one step after another, and waits when it is `prefetch_factor` steps ahead of the
+/// last step taken. Each lane belongs to one worker, so its order of samples doesn't depend on timing.
 class Prefetcher {
  public:
   /// Starts at once.
-  Prefetcher(std::vector<std::unique_ptr<Lane>> lanes, const PrefetchOptions& options);
-  ~Prefetcher();
+  Prefetcher(std::vector<std::unique_ptr<Lane>> lanes, int64_t num_rows, const LoaderOptions& options)
+      : lanes_(std::move(lanes)),
+        num_lanes_(static_cast<int64_t>(lanes_.size())),
+        num_rows_(num_rows),
+        seq_len_(options.seq_len),
+        num_workers_(std::clamp<int64_t>(options.settings.num_workers, 1, std::max<int64_t>(1, num_lanes_))),
+        num_ahead_(options.settings.prefetch_factor.value_or(2)),
+        pin_memory_(options.settings.pin_memory),
+        slots_(num_ahead_ + kSlotsInUse) {
+    TITAN_INTERNAL_ASSERT(num_lanes_ <= num_rows_ && num_ahead_ >= 1);
+    for (int64_t worker = 0; worker < num_workers_; ++worker)
+      workers_.emplace_back([this, worker](std::stop_token stop) { work(stop, worker); });
+  }
+  ~Prefetcher() {
+    for (auto& worker : workers_) worker.request_stop();
+  }
 
   /// Waits for the next step. Throws what preparing it threw, also at every later call.
-  PreparedStep take();
+  PreparedStep take() {
+    std::unique_lock lock(mutex_);
+    Slot& slot = slot_of(num_taken_);
+    changed_.wait(lock, [&] { return is_ready(); });
+    if (slot.error) std::rethrow_exception(slot.error);
+    PreparedStep step = slot.step;  // shares the tensors; prepare() checks whether they can be reused
+    ++num_taken_;
+    changed_.notify_all();
+    return step;
+  }
+
   /// Waits up to `longest`; returns whether take() would return at once.
-  bool wait(std::chrono::milliseconds longest);
+  bool wait(std::chrono::milliseconds longest) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, longest, [&] { return is_ready(); });
+  }
 
  private:
   struct Slot {
@@ -69,117 +122,75 @@ class Prefetcher {
     std::exception_ptr error;
   };
 
+  Slot& slot_of(int64_t step) { return slots_[step % slots_.size()]; }
+
   // Whether the slot that take() reads is filled or has failed.
-  bool is_ready() const;
-  void work(std::stop_token stop, int64_t worker);
-  // The slot for `step`, ready to be written, or nullptr when stopped.
-  Slot* wait_for_slot(int64_t step, std::stop_token stop);
-  void prepare(Slot& slot, int64_t step);
-  void fill_rows(Slot& slot, int64_t worker);
-  void finish(Slot& slot, std::exception_ptr error);
+  bool is_ready() {
+    const Slot& slot = slot_of(num_taken_);
+    return slot.error || (slot.prepared_for == num_taken_ && slot.num_done == num_workers_);
+  }
+
+  void work(std::stop_token stop, int64_t worker) {
+    for (int64_t step = 0;; ++step) {
+      Slot& slot = slot_of(step);
+      std::exception_ptr error;
+      try {
+        if (!wait_for_slot(slot, step, stop)) return;
+        fill_rows(slot.step, worker);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      std::lock_guard lock(mutex_);
+      ++slot.num_done;
+      if (error && !slot.error) slot.error = error;
+      changed_.notify_all();
+      if (error) return;
+    }
+  }
+
+  // Returns whether the slot is ready to be written for `step`; false when stopped.
+  bool wait_for_slot(Slot& slot, int64_t step, std::stop_token stop) {
+    std::unique_lock lock(mutex_);
+    if (!changed_.wait(lock, stop, [&] { return step < num_taken_ + num_ahead_; }) || stop.stop_requested())
+      return false;
+    if (slot.prepared_for != step) prepare(slot, step);
+    return true;
+  }
+
+  void prepare(Slot& slot, int64_t step) {
+    slot.num_done = 0;
+    slot.step.valid.assign(lanes_.size(), 0);
+    slot.step.states.resize(lanes_.size());
+    for (at::Tensor* tensor : {&slot.step.input, &slot.step.labels}) {
+      // A copy to the device may still read pinned memory that nobody holds; only LibTorch's allocator knows.
+      if (!pin_memory_ && is_ours_alone(*tensor)) continue;
+      *tensor = at::empty({num_rows_, seq_len_}, at::TensorOptions(at::kLong).pinned_memory(pin_memory_));
+    }
+    slot.step.input.narrow(0, num_lanes_, num_rows_ - num_lanes_).zero_();
+    slot.step.labels.narrow(0, num_lanes_, num_rows_ - num_lanes_).fill_(kIgnoredLabel);
+    slot.prepared_for = step;
+  }
+
+  void fill_rows(PreparedStep& step, int64_t worker) {
+    auto length = static_cast<size_t>(seq_len_);
+    auto* input = step.input.mutable_data_ptr<int64_t>();
+    auto* labels = step.labels.mutable_data_ptr<int64_t>();
+    for (size_t row = worker; row < lanes_.size(); row += num_workers_) {
+      step.valid[row] = lanes_[row]->fill(
+          {.input = {input + row * length, length}, .labels = {labels + row * length, length}});
+      step.states[row] = lanes_[row]->state();
+    }
+  }
 
   std::vector<std::unique_ptr<Lane>> lanes_;
-  PrefetchOptions options_;
+  const int64_t num_lanes_, num_rows_, seq_len_, num_workers_, num_ahead_;
+  const bool pin_memory_;
   std::vector<Slot> slots_;
   int64_t num_taken_ = 0;
   std::mutex mutex_;
   std::condition_variable_any changed_;
   std::vector<std::jthread> workers_;  // last: they stop and join before what they use is destroyed
 };
-
-Prefetcher::Prefetcher(std::vector<std::unique_ptr<Lane>> lanes, const PrefetchOptions& options)
-    : lanes_(std::move(lanes)), options_(options), slots_(options.num_ahead + kSlotsInUse) {
-  auto num_lanes = static_cast<int64_t>(lanes_.size());
-  TITAN_INTERNAL_ASSERT(num_lanes <= options_.num_rows && options_.num_ahead >= 1);
-  options_.num_workers = std::clamp<int64_t>(options_.num_workers, 1, std::max<int64_t>(1, num_lanes));
-  for (int64_t worker = 0; worker < options_.num_workers; ++worker)
-    workers_.emplace_back([this, worker](std::stop_token stop) { work(stop, worker); });
-}
-
-Prefetcher::~Prefetcher() {
-  for (auto& worker : workers_) worker.request_stop();
-}
-
-bool Prefetcher::is_ready() const {
-  const Slot& slot = slots_[num_taken_ % slots_.size()];
-  return slot.error || (slot.prepared_for == num_taken_ && slot.num_done == options_.num_workers);
-}
-
-bool Prefetcher::wait(std::chrono::milliseconds longest) {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, longest, [&] { return is_ready(); });
-}
-
-PreparedStep Prefetcher::take() {
-  std::unique_lock lock(mutex_);
-  Slot& slot = slots_[num_taken_ % slots_.size()];
-  changed_.wait(lock, [&] { return is_ready(); });
-  if (slot.error) std::rethrow_exception(slot.error);
-  PreparedStep step = slot.step;  // shares the tensors; prepare() checks whether they can be reused
-  ++num_taken_;
-  changed_.notify_all();
-  return step;
-}
-
-void Prefetcher::work(std::stop_token stop, int64_t worker) {
-  for (int64_t step = 0;; ++step) {
-    Slot* slot = nullptr;
-    std::exception_ptr error;
-    try {
-      slot = wait_for_slot(step, stop);
-      if (!slot) return;
-      fill_rows(*slot, worker);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    finish(slot ? *slot : slots_[step % slots_.size()], error);
-    if (error) return;
-  }
-}
-
-Prefetcher::Slot* Prefetcher::wait_for_slot(int64_t step, std::stop_token stop) {
-  std::unique_lock lock(mutex_);
-  if (!changed_.wait(lock, stop, [&] { return step < num_taken_ + options_.num_ahead; }) ||
-      stop.stop_requested())
-    return nullptr;
-  Slot& slot = slots_[step % slots_.size()];
-  if (slot.prepared_for != step) prepare(slot, step);
-  return &slot;
-}
-
-void Prefetcher::prepare(Slot& slot, int64_t step) {
-  slot.num_done = 0;
-  slot.step.valid.assign(lanes_.size(), 0);
-  slot.step.states.resize(lanes_.size());
-  auto options = at::TensorOptions(at::kLong).pinned_memory(options_.pin_memory);
-  for (at::Tensor* tensor : {&slot.step.input, &slot.step.labels}) {
-    // A copy to the device may still read pinned memory that nobody holds; only LibTorch's allocator knows.
-    if (!options_.pin_memory && is_ours_alone(*tensor)) continue;
-    *tensor = at::empty({options_.num_rows, options_.seq_len}, options);
-  }
-  auto num_lanes = static_cast<int64_t>(lanes_.size());
-  slot.step.input.narrow(0, num_lanes, options_.num_rows - num_lanes).zero_();
-  slot.step.labels.narrow(0, num_lanes, options_.num_rows - num_lanes).fill_(kIgnoredLabel);
-  slot.prepared_for = step;
-}
-
-void Prefetcher::fill_rows(Slot& slot, int64_t worker) {
-  auto length = static_cast<size_t>(options_.seq_len);
-  auto* input = slot.step.input.mutable_data_ptr<int64_t>();
-  auto* labels = slot.step.labels.mutable_data_ptr<int64_t>();
-  for (size_t row = worker; row < lanes_.size(); row += options_.num_workers) {
-    slot.step.valid[row] = lanes_[row]->fill(
-        {.input = {input + row * length, length}, .labels = {labels + row * length, length}});
-    slot.step.states[row] = lanes_[row]->state();
-  }
-}
-
-void Prefetcher::finish(Slot& slot, std::exception_ptr error) {
-  std::lock_guard lock(mutex_);
-  ++slot.num_done;
-  if (error && !slot.error) slot.error = error;
-  changed_.notify_all();
-}
 
 // ---- the loader
 
@@ -248,12 +259,8 @@ Prefetcher& DataLoader::prefetcher() {
   if (prefetcher_) return *prefetcher_;
   std::vector<std::unique_ptr<Lane>> lanes;
   for (const auto& state : lanes_) lanes.push_back(feed_->open(state, num_lanes()));
-  PrefetchOptions options{.num_rows = num_micro_batches() * options_.local_batch_size,
-                          .seq_len = options_.seq_len,
-                          .num_workers = options_.settings.num_workers,
-                          .num_ahead = options_.settings.prefetch_factor.value_or(2),
-                          .pin_memory = options_.settings.pin_memory};
-  prefetcher_ = std::make_unique<Prefetcher>(std::move(lanes), options);
+  prefetcher_ = std::make_unique<Prefetcher>(std::move(lanes),
+                                             num_micro_batches() * options_.local_batch_size, options_);
   return *prefetcher_;
 }
 

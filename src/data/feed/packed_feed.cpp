@@ -1,4 +1,4 @@
-#include "data/feed/packed_feed.h"
+#include "data/feed/feeds.h"
 
 #include <algorithm>
 #include <bit>
@@ -6,7 +6,6 @@
 
 #include "core/hash.h"
 #include "core/utf8.h"
-#include "data/fingerprint.h"
 #include "titan/core/error.h"
 
 namespace titan::data {
@@ -94,16 +93,74 @@ class PackedLane : public Lane {
   PackedLane(std::shared_ptr<const PackedFeed> feed, const LaneState& state, int64_t num_lanes)
       : feed_(std::move(feed)), state_(state), num_lanes_(num_lanes) {}
 
-  int64_t fill(Row row) override;
+  int64_t fill(Row row) override {
+    size_t length = row.input.size();
+    take(length + 1);
+    size_t valid = sample_.empty() ? 0 : sample_.size() - 1;
+    std::copy_n(sample_.begin(), valid, row.input.begin());
+    std::copy_n(sample_.begin() + (valid > 0), valid, row.labels.begin());
+    std::fill(row.input.begin() + valid, row.input.end(), 0);
+    std::fill(row.labels.begin() + valid, row.labels.end(), kIgnoredLabel);
+    return static_cast<int64_t>(valid);
+  }
+
   LaneState state() const override { return state_; }
 
  private:
   bool is_dry() const { return !feed_->options().repeat && state_.epoch > 0; }
-  void open_piece();
-  void encode_block();
-  void go_to_next_piece();
+  void open_piece() {
+    piece_ = feed_->piece_at(state_.epoch, state_.position);
+    feed_->read(piece_, text_);
+    is_open_ = true;
+    is_encoded_ = false;
+    encoded_ = 0;
+    encode_block();
+    // A lane that resumes from a saved state encodes the tokens before it again.
+    int64_t used = state_.token_offset;
+    while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
+      used -= static_cast<int64_t>(block_.size());
+      encode_block();
+    }
+    TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " is at token ",
+                state_.token_offset, " of a piece with fewer tokens: its state belongs to other data");
+    next_ = static_cast<size_t>(used);
+  }
+
+  void encode_block() {
+    block_.clear();
+    next_ = 0;
+    encoded_ = feed_->encode_block(piece_, text_, encoded_, block_);
+    is_encoded_ = encoded_ == text_.size();
+  }
+
+  void go_to_next_piece() {
+    empty_pieces_ = state_.token_offset > 0 ? 0 : empty_pieces_ + 1;
+    TITAN_CHECK(empty_pieces_ <= feed_->num_pieces(),
+                "the data set holds no tokens: all its documents are empty");
+    state_.position += num_lanes_;
+    // With more lanes than pieces, a lane may skip whole epochs.
+    state_.epoch += state_.position / feed_->num_pieces();
+    state_.position %= feed_->num_pieces();
+    state_.token_offset = 0;
+    is_open_ = false;
+  }
+
   // Takes up to `count` tokens of the stream, fewer only at its end.
-  void take(size_t count);
+  void take(size_t count) {
+    sample_.clear();
+    while (sample_.size() < count && !is_dry()) {
+      if (!is_open_) open_piece();
+      size_t taken = std::min(count - sample_.size(), block_.size() - next_);
+      sample_.insert(sample_.end(), block_.begin() + next_, block_.begin() + next_ + taken);
+      next_ += taken;
+      state_.token_offset += static_cast<int64_t>(taken);
+      if (next_ < block_.size()) continue;
+      if (!is_encoded_)
+        encode_block();
+      else if (sample_.size() < count)
+        go_to_next_piece();
+    }
+  }
 
   std::shared_ptr<const PackedFeed> feed_;
   LaneState state_;
@@ -121,70 +178,6 @@ class PackedLane : public Lane {
 
   std::vector<int32_t> sample_;
 };
-
-int64_t PackedLane::fill(Row row) {
-  size_t length = row.input.size();
-  take(length + 1);
-  size_t valid = sample_.empty() ? 0 : sample_.size() - 1;
-  std::copy_n(sample_.begin(), valid, row.input.begin());
-  std::copy_n(sample_.begin() + (valid > 0), valid, row.labels.begin());
-  std::fill(row.input.begin() + valid, row.input.end(), 0);
-  std::fill(row.labels.begin() + valid, row.labels.end(), kIgnoredLabel);
-  return static_cast<int64_t>(valid);
-}
-
-void PackedLane::take(size_t count) {
-  sample_.clear();
-  while (sample_.size() < count && !is_dry()) {
-    if (!is_open_) open_piece();
-    size_t taken = std::min(count - sample_.size(), block_.size() - next_);
-    sample_.insert(sample_.end(), block_.begin() + next_, block_.begin() + next_ + taken);
-    next_ += taken;
-    state_.token_offset += static_cast<int64_t>(taken);
-    if (next_ < block_.size()) continue;
-    if (!is_encoded_)
-      encode_block();
-    else if (sample_.size() < count)
-      go_to_next_piece();
-  }
-}
-
-void PackedLane::open_piece() {
-  piece_ = feed_->piece_at(state_.epoch, state_.position);
-  feed_->read(piece_, text_);
-  is_open_ = true;
-  is_encoded_ = false;
-  encoded_ = 0;
-  encode_block();
-  // A lane that resumes from a saved state encodes the tokens before it again.
-  int64_t used = state_.token_offset;
-  while (used > static_cast<int64_t>(block_.size()) && !is_encoded_) {
-    used -= static_cast<int64_t>(block_.size());
-    encode_block();
-  }
-  TITAN_CHECK(used <= static_cast<int64_t>(block_.size()), "lane ", state_.lane, " is at token ",
-              state_.token_offset, " of a piece with fewer tokens: its state belongs to other data");
-  next_ = static_cast<size_t>(used);
-}
-
-void PackedLane::encode_block() {
-  block_.clear();
-  next_ = 0;
-  encoded_ = feed_->encode_block(piece_, text_, encoded_, block_);
-  is_encoded_ = encoded_ == text_.size();
-}
-
-void PackedLane::go_to_next_piece() {
-  empty_pieces_ = state_.token_offset > 0 ? 0 : empty_pieces_ + 1;
-  TITAN_CHECK(empty_pieces_ <= feed_->num_pieces(),
-              "the data set holds no tokens: all its documents are empty");
-  state_.position += num_lanes_;
-  // With more lanes than pieces, a lane may skip whole epochs.
-  state_.epoch += state_.position / feed_->num_pieces();
-  state_.position %= feed_->num_pieces();
-  state_.token_offset = 0;
-  is_open_ = false;
-}
 
 // Changing it changes the tokens where no line ends near the end of a block.
 constexpr size_t kBlockBytes = 16 << 10;
@@ -263,10 +256,23 @@ size_t PackedFeed::encode_block(const Piece& piece, std::string_view text, size_
 }
 
 std::string PackedFeed::fingerprint() const {
-  return join_fingerprint({{"source", pieces_.source().fingerprint()},
-                           {"tokenizer", tokenizer_->fingerprint()},
-                           {"pieces", str(options_.piece_bytes, " bytes")},
-                           {"order", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is"}});
+  return str("source = ", pieces_.source().fingerprint(), "; tokenizer = ", tokenizer_->fingerprint(),
+             "; pieces = ", options_.piece_bytes,
+             " bytes; order = ", options_.shuffle ? str("shuffled by ", options_.seed) : "as it is");
+}
+
+std::shared_ptr<const Feed> build_feed(const FeedRequest& request) {
+  if (request.dataset == "tokens")
+    return std::make_shared<ReplayFeed>(request.source.path, request.model_vocab_size, !request.repeat);
+  TITAN_CHECK(request.tokenizer, "data set '", request.dataset, "' needs a tokenizer");
+  check_vocabulary(*request.tokenizer, request.model_vocab_size);
+  const DataSettings& settings = request.source.settings;
+  PackingOptions packing{.piece_bytes = settings.piece_bytes,
+                         .shuffle = settings.shuffle && request.repeat,
+                         .seed = settings.seed_or_default(),
+                         .repeat = request.repeat};
+  return std::make_shared<PackedFeed>(build_source(request.dataset, request.source), request.tokenizer,
+                                      packing);
 }
 
 }  // namespace titan::data

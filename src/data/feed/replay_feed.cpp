@@ -1,9 +1,10 @@
-#include "data/feed/replay_feed.h"
+#include "data/feed/feeds.h"
 
 #include <algorithm>
 #include <charconv>
 #include <cstring>
 #include <limits>
+#include <set>
 
 #include "core/hash.h"
 #include "titan/core/error.h"
@@ -25,7 +26,7 @@ class HeaderReader {
       accept(",");
     }
     if (!rest_.empty()) refuse("the header has text after its dictionary");
-    if (seen_ != 7) refuse("the header lacks one of descr, fortran_order, shape");
+    if (seen_.size() != 3) refuse("the header lacks one of descr, fortran_order, shape");
     return shape_;
   }
 
@@ -61,23 +62,16 @@ class HeaderReader {
 
   void member(std::string_view key) {
     expect(":");
+    if (!seen_.insert(key).second) refuse("the header has a duplicate key");
     if (key == "descr") {
-      see(1);
       if (auto type = quoted(); type != "<i4") refuse(str("its type is ", type, ", expected <i4 (int32)"));
     } else if (key == "fortran_order") {
-      see(2);
       if (!accept("False")) refuse("it is in Fortran order; save it in C order");
     } else if (key == "shape") {
-      see(4);
       tuple();
     } else {
       refuse(str("the header has the unknown key '", key, "'"));
     }
-  }
-
-  void see(int key) {
-    if (seen_ & key) refuse("the header has a duplicate key");
-    seen_ |= key;
   }
 
   void tuple() {
@@ -103,7 +97,7 @@ class HeaderReader {
 
   std::string_view rest_;
   const std::string& path_;
-  int seen_ = 0;
+  std::set<std::string_view> seen_;
   std::array<int64_t, 3> shape_{};
 };
 
@@ -113,13 +107,16 @@ uint64_t little_endian(std::string_view bytes) {
   return value;
 }
 
+std::string shape_text(const std::array<int64_t, 3>& shape) {
+  return str("[", shape[0], ", ", shape[1], ", ", shape[2], "]");
+}
+
 void check_size(const std::array<int64_t, 3>& shape, size_t payload, const std::string& path) {
   int64_t bytes = sizeof(int32_t);
   bool overflow = false;
   for (int64_t size : shape) overflow = overflow || __builtin_mul_overflow(bytes, size, &bytes);
   if (!overflow && static_cast<size_t>(bytes) == payload) return;
-  throw ConfigError(str(path, ": shape [", shape[0], ", ", shape[1], ", ", shape[2],
-                        "] of int32 does not fit the ", payload,
+  throw ConfigError(str(path, ": shape ", shape_text(shape), " of int32 does not fit the ", payload,
                         " bytes that follow the header: the file is cut short or damaged"));
 }
 
@@ -141,15 +138,12 @@ NpyHeader parse_npy_header(std::string_view file, const std::string& path) {
   return header;
 }
 
-NpyArray::NpyArray(const std::filesystem::path& path) : path_(path), file_(path) {
-  NpyHeader header = parse_npy_header(file_.text(), path.string());
-  data_ = header.data_start;
-  shape_ = header.shape;
-}
+NpyArray::NpyArray(const std::filesystem::path& path)
+    : path_(path), file_(path), header_(parse_npy_header(file_.text(), path.string())) {}
 
 void NpyArray::read_row(int64_t i, int64_t j, std::span<int64_t> row) const {
-  size_t first = static_cast<size_t>(i * shape_[1] + j) * shape_[2];
-  const char* at = file_.text().data() + data_ + first * sizeof(int32_t);
+  size_t first = static_cast<size_t>(i * shape()[1] + j) * shape()[2];
+  const char* at = file_.text().data() + header_.data_start + first * sizeof(int32_t);
   for (int64_t& value : row) {
     int32_t element;  // elements may be unaligned
     std::memcpy(&element, at, sizeof element);
@@ -175,10 +169,6 @@ class ReplayLane : public Lane {
   LaneState state_;
 };
 
-std::string shape_of(const NpyArray& array) {
-  return str("[", array.shape()[0], ", ", array.shape()[1], ", ", array.shape()[2], "]");
-}
-
 std::filesystem::path file_in(const std::filesystem::path& folder, const char* name) {
   auto path = folder / name;
   if (!std::filesystem::exists(path))
@@ -195,16 +185,16 @@ ReplayFeed::ReplayFeed(const std::filesystem::path& folder, int64_t vocab_size, 
       vocab_size_(vocab_size),
       finite_(finite) {
   if (input_.shape() != labels_.shape())
-    throw ConfigError(
-        str(input_.path().string(), " has shape ", shape_of(input_), " but labels.npy ", shape_of(labels_)));
-  fingerprint_ =
-      str("tokens:", shape_of(input_), ":", hex(hash_bytes(labels_.bytes(), hash_bytes(input_.bytes()))));
+    throw ConfigError(str(input_.path().string(), " has shape ", shape_text(input_.shape()),
+                          " but labels.npy ", shape_text(labels_.shape())));
+  fingerprint_ = str("tokens:", shape_text(input_.shape()), ":",
+                     hex(hash_bytes(labels_.bytes(), hash_bytes(input_.bytes()))));
 }
 
 void ReplayFeed::check_shape(int64_t num_lanes, int64_t seq_len) const {
   if (num_lanes == input_.shape()[1] && seq_len == input_.shape()[2]) return;
   throw ConfigError(str("the recorded batches in ", input_.path().parent_path().string(),
-                        " are [steps, global batch, sequence] = ", shape_of(input_),
+                        " are [steps, global batch, sequence] = ", shape_text(input_.shape()),
                         ", but the config asks for a global batch of ", num_lanes, " sequences of ", seq_len,
                         " tokens: set training.global_batch_size and training.seq_len to the recording's"));
 }

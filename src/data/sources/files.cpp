@@ -10,13 +10,15 @@
 #include <set>
 
 #include "core/hash.h"
+#include "core/json.h"
 #include "titan/core/error.h"
+#include "titan/core/log.h"
 
 namespace titan::data {
 namespace {
 
 namespace fs = std::filesystem;
-using Components = std::vector<std::string>;
+using Components = std::vector<fs::path>;
 
 bool is_hidden(const fs::path& path) { return path.filename().string().starts_with('.'); }
 
@@ -26,7 +28,7 @@ void expand(const fs::path& folder, const Components& components, size_t index, 
     if (fs::exists(folder)) found.insert(folder);
     return;
   }
-  const std::string& component = components[index];
+  const std::string component = components[index].string();
   if (!is_glob(component)) return expand(folder / component, components, index + 1, found);
   bool any_depth = component == "**";
   if (any_depth) expand(folder, components, index + 1, found);
@@ -43,29 +45,21 @@ void expand(const fs::path& folder, const Components& components, size_t index, 
 
 bool is_glob(const std::string& path) { return path.find_first_of("*?[") != path.npos; }
 
-fs::path glob_base(const std::string& pattern) {
-  fs::path base;
-  for (const auto& component : fs::path(pattern)) {
-    if (is_glob(component.string())) break;
-    base /= component;
-  }
-  return base;
-}
-
 std::vector<fs::path> expand_glob(const std::string& pattern) {
-  fs::path base = glob_base(pattern);
-  Components components;
-  bool below_base = false;
-  for (const auto& component : fs::path(pattern)) {
-    below_base = below_base || is_glob(component.string());
-    if (below_base) components.push_back(component.string());
-  }
+  const fs::path path(pattern);
   std::set<fs::path> found;
-  expand(base, components, 0, found);
+  expand({}, {path.begin(), path.end()}, 0, found);
   return {found.begin(), found.end()};
 }
 
 namespace {
+
+// The part of a glob before its first component with a wildcard.
+fs::path glob_base(const fs::path& pattern) {
+  fs::path base;
+  for (auto component = pattern.begin(); !is_glob(component->string()); ++component) base /= *component;
+  return base;
+}
 
 constexpr size_t kSampledFiles = 256;
 constexpr int64_t kSampleBytes = 4096;
@@ -185,6 +179,179 @@ void read_range(const FileEntry& file, int64_t begin, int64_t count, std::string
                 " bytes it had at the start");
     done += got;
   }
+}
+
+// ---- the index of JSON Lines files
+
+namespace {
+
+constexpr char kMagic[8] = {'T', 'I', 'T', 'L', 'I', 'N', 'E', '1'};
+constexpr int kReportedLines = 5;  // further broken lines are only counted
+
+struct Header {
+  char magic[8];
+  uint64_t key;  // of the files, the member and the rule
+  uint64_t entries;
+  uint64_t checksum;  // of the entries' bytes
+};
+
+uint64_t key_of(const LineIndexRequest& request) {
+  uint64_t key = hash_bytes(request.text_field, request.skip_bad_lines);
+  for (const auto& file : request.files) {
+    key = hash_bytes(fs::absolute(file.path).lexically_normal().string(), key);
+    key = mix(mix(key ^ static_cast<uint64_t>(file.size)) ^ static_cast<uint64_t>(file.modified));
+  }
+  return key;
+}
+
+std::string_view bytes_of(std::span<const LineEntry> entries) {
+  return {reinterpret_cast<const char*>(entries.data()), entries.size_bytes()};
+}
+
+bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == line.npos; }
+
+/// Finds one string member of an object, without building a tree.
+class TextMember final : public JsonEvents {
+ public:
+  explicit TextMember(const std::string& name) : name_(name) {}
+
+  std::string null() override { return scalar(); }
+  std::string boolean(bool) override { return scalar(); }
+  std::string integer(int64_t) override { return scalar(); }
+  std::string large_integer(uint64_t) override { return scalar(); }
+  std::string real(double) override { return scalar(); }
+  std::string text(std::string& value) override {
+    if (depth_ == 1 && is_member_) text_ = std::move(value);
+    return depth_ == 0 ? kNoObject : "";
+  }
+  std::string key(std::string& key) override {
+    if (depth_ == 1) is_member_ = key == name_;
+    if (depth_ == 1 && is_member_) found_ = true;
+    return "";
+  }
+  std::string open(bool is_array) override {
+    if (depth_ == 0 && is_array) return kNoObject;
+    if (depth_++ == 1 && is_member_) text_.reset();
+    return "";
+  }
+  std::string close() override {
+    --depth_;
+    return "";
+  }
+  std::string syntax_error(size_t, const std::string& reason) override { return "broken JSON: " + reason; }
+
+  bool found() const { return found_; }
+  std::optional<std::string> take() { return std::move(text_); }
+
+ private:
+  std::string scalar() {
+    if (depth_ == 1 && is_member_) text_.reset();
+    return depth_ == 0 ? kNoObject : "";
+  }
+
+  static constexpr const char* kNoObject = "not a JSON object";
+  const std::string& name_;
+  size_t depth_ = 0;
+  bool is_member_ = false, found_ = false;
+  std::optional<std::string> text_;  // of the last member of that name
+};
+
+}  // namespace
+
+std::optional<std::string> text_of_line(std::string_view line, const std::string& text_field,
+                                        std::string& problem) {
+  TextMember member(text_field);
+  problem = read_json(line, member);
+  auto text = member.take();
+  if (problem.empty() && !member.found())
+    problem = str("no member '", text_field, "' (data.text_field names it)");
+  else if (problem.empty() && !text)
+    problem = str("member '", text_field, "' is not a string");
+  return problem.empty() ? std::move(text) : std::nullopt;
+}
+
+namespace {
+
+// The documents of all files. Broken lines end it, or are counted and left out.
+std::vector<LineEntry> find_documents(const LineIndexRequest& request) {
+  std::vector<LineEntry> documents;
+  int64_t num_skipped = 0;
+  std::string examples;
+  for (size_t i = 0; i < request.files.size(); ++i) {
+    const FileEntry& file = request.files[i];
+    if (file.size == 0) continue;  // an empty file can't be mapped
+    const MappedFile mapped(file.path);
+    const std::string_view text = mapped.text();
+    int64_t number = 0;
+    for (size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
+      end = std::min(text.find('\n', begin), text.size());
+      const std::string_view line = text.substr(begin, end - begin);
+      ++number;
+      if (is_blank(line)) continue;
+      std::string problem;
+      if (const auto document = text_of_line(line, request.text_field, problem)) {
+        documents.push_back({.offset = static_cast<int64_t>(begin),
+                             .line_bytes = static_cast<int64_t>(line.size()),
+                             .text_bytes = static_cast<int64_t>(document->size()),
+                             .file = static_cast<int32_t>(i)});
+        continue;
+      }
+      problem = str(file.path.string(), ":", number, ": ", problem);
+      if (!request.skip_bad_lines)
+        throw ConfigError(str(problem, " (data.on_bad_line = \"skip\" leaves such lines out)"));
+      if (num_skipped++ < kReportedLines) examples += "\n  " + problem;
+    }
+  }
+  if (num_skipped > 0)
+    log::warning_rank0(str("skipped ", num_skipped, " broken lines of JSON Lines files", examples));
+  return documents;
+}
+
+}  // namespace
+
+LineIndex::LineIndex(const LineIndexRequest& request) {
+  uint64_t key = key_of(request);
+  fs::path path =
+      request.cache_folder.empty() ? fs::path() : request.cache_folder / str("jsonl-", hex(key), ".index");
+  if (path.empty() || !load(path, key)) {
+    built_ = find_documents(request);
+    entries_ = built_;
+    if (!path.empty()) save(path, key);
+  }
+  if (entries_.empty())
+    throw ConfigError(str("no documents in ", request.files[0].path.string(),
+                          request.files.size() > 1 ? " and the other files" : ""));
+}
+
+bool LineIndex::load(const fs::path& path, uint64_t key) {
+  if (!fs::exists(path) || fs::file_size(path) < sizeof(Header)) return false;
+  MappedFile mapped(path);
+  Header header;
+  std::memcpy(&header, mapped.bytes().data(), sizeof header);
+  auto payload = mapped.text().substr(sizeof header);
+  bool whole = std::memcmp(header.magic, kMagic, sizeof kMagic) == 0 && header.key == key &&
+               payload.size() % sizeof(LineEntry) == 0 &&
+               payload.size() / sizeof(LineEntry) == header.entries && hash_bytes(payload) == header.checksum;
+  if (!whole) {
+    log::warning(str("index ", path.string(), " is damaged or of another version: building it again"));
+    return false;
+  }
+  // The header is a multiple of the entries' alignment, and a mapping begins at a page.
+  entries_ = {reinterpret_cast<const LineEntry*>(payload.data()), header.entries};
+  mapped_ = std::move(mapped);
+  return true;
+}
+
+void LineIndex::save(const fs::path& path, uint64_t key) const {
+  Header header{
+      .magic = {}, .key = key, .entries = entries_.size(), .checksum = hash_bytes(bytes_of(entries_))};
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+  make_folder(path.parent_path());
+  // Several ranks may do this at once: each writes the same bytes under its own temporary name.
+  write_file_atomic(path, [&](const AppendBytes& append) {
+    append(std::as_bytes(std::span(&header, 1)));
+    append(std::as_bytes(entries_));
+  });
 }
 
 }  // namespace titan::data

@@ -3,12 +3,9 @@
 #include <link.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "core/hash.h"
 #include "data/sources/files.h"
-#include "data/sources/line_index.h"
-#include "titan/core/error.h"
 
 namespace titan::data {
 namespace {
@@ -172,10 +169,34 @@ class SyntheticSource : public Source {
 
 std::shared_ptr<const Source> make_synthetic(const SourceRequest& request) {
   const DataSettings& settings = request.settings;
-  return std::make_shared<SyntheticSource>(settings.synthetic_documents, seed_or_default(settings));
+  return std::make_shared<SyntheticSource>(settings.synthetic_documents, settings.seed_or_default());
 }
 
 }  // namespace
+
+// Large enough that every cut makes progress past a damaged character.
+constexpr double kSmallestPiece = 64;
+
+void describe(config::Table<DataSettings>& table) {
+  table.field(
+      "extensions", &DataSettings::extensions,
+      "extensions of the files taken from a folder, with the dot; empty: those of the data set (cpp_headers, "
+      "jsonl) or all");
+  table.field("text_field", &DataSettings::text_field, "jsonl: the member with a document's text");
+  table.field("on_bad_line", &DataSettings::on_bad_line, "jsonl: what to do with a broken line",
+              config::one_of({"stop", "skip"}));
+  table.field("piece_bytes", &DataSettings::piece_bytes,
+              "documents longer than this are cut into pieces that are dealt separately",
+              config::at_least(kSmallestPiece));
+  table.field("shuffle", &DataSettings::shuffle,
+              "deal documents in a pseudo-random order, a new one each epoch");
+  table.field("seed", &DataSettings::seed, "seed of that order and of synthetic text; unset: debug.seed",
+              config::at_least(0));
+  table.field("synthetic_documents", &DataSettings::synthetic_documents,
+              "documents of the data set 'synthetic'", config::at_least(1));
+  table.field("cache_folder", &DataSettings::cache_folder,
+              "where indexes are kept; empty: data_cache in job.dump_folder");
+}
 
 Registry<SourceFactory>& source_kinds() {
   // Made at first use, so that a user's shared object can add to it from a static initializer.

@@ -7,6 +7,7 @@
 // into words; the bytes of each word are merged pair by pair, lowest rank first. The result equals the
 // `tokenizers` package token for token, which scripts/compare_tokenizers.py checks.
 
+#include <array>
 #include <mutex>
 
 #include "titan/data/tokenizer.h"
@@ -38,8 +39,7 @@ class BpeTokenizer : public Tokenizer {
   std::string fingerprint() const override;
 
  private:
-  class Lease;
-  void encode_plain(std::string_view text, bpe::Context& context, std::vector<int32_t>& ids) const;
+  std::unique_ptr<bpe::Context> borrow_context() const;
 
   std::unique_ptr<const bpe::Definition> definition_;
   // Each call borrows a context (regex stack, word cache, buffers) and returns it, so that there are as many
@@ -47,5 +47,9 @@ class BpeTokenizer : public Tokenizer {
   mutable std::mutex idle_mutex_;
   mutable std::vector<std::unique_ptr<bpe::Context>> idle_;
 };
+
+/// The code point of each byte in GPT-2's printable alphabet, in which a vocabulary file writes every byte as
+/// one visible character ("Ġ" is a space).
+const std::array<char32_t, 256>& byte_alphabet();
 
 }  // namespace titan::data

@@ -1,29 +1,13 @@
 #include "data/tokenizer/merges.h"
 
 #include <algorithm>
-#include <bit>
-#include <functional>
 
 namespace titan::data {
 namespace {
 
 constexpr size_t kScanned = 48;  // above, the queue is faster than scanning
 
-constexpr uint64_t kNothing = ~uint64_t{0};  // the pair doesn't merge
-
 }  // namespace
-
-MergeTable::MergeTable(size_t num_merges)
-    : slots_(std::bit_ceil(2 * num_merges + 2)),
-      mask_(slots_.size() - 1),
-      shift_(64 - std::countr_zero(slots_.size())) {}
-
-void MergeTable::add(int32_t left, int32_t right, Merge merge) {
-  uint64_t key = key_of(left, right);
-  size_t slot = slot_of(key);
-  while (slots_[slot].key != kEmpty && slots_[slot].key != key) slot = (slot + 1) & mask_;
-  slots_[slot] = {key, merge};
-}
 
 void WordMerger::merge(const MergeTable& table, std::vector<int32_t>& ids) {
   if (ids.size() < 2) return;
@@ -48,36 +32,21 @@ void WordMerger::merge_by_scanning(const MergeTable& table, std::vector<int32_t>
   }
 }
 
-WordMerger::Candidate WordMerger::candidate(const MergeTable& table, int32_t left) const {
-  if (left < 0 || symbols_[left].next < 0) return kNothing;
+void WordMerger::push_candidate(const MergeTable& table, int32_t left) {
+  if (left < 0 || symbols_[left].next < 0) return;
   uint32_t rank = table.find(symbols_[left].id, symbols_[symbols_[left].next].id).rank;
-  return rank == Merge::kNever ? kNothing : uint64_t{rank} << 32 | static_cast<uint32_t>(left);
-}
-
-void WordMerger::push(Candidate candidate) {
-  if (candidate == kNothing) return;
-  queue_.push_back(candidate);
-  std::push_heap(queue_.begin(), queue_.end(), std::greater<>());
-}
-
-WordMerger::Candidate WordMerger::pop() {
-  std::pop_heap(queue_.begin(), queue_.end(), std::greater<>());
-  Candidate top = queue_.back();
-  queue_.pop_back();
-  return top;
+  if (rank != Merge::kNever) queue_.push(uint64_t{rank} << 32 | static_cast<uint32_t>(left));
 }
 
 void WordMerger::merge_by_queue(const MergeTable& table, std::vector<int32_t>& ids) {
   constexpr int32_t kGone = -1;  // merged into its left neighbour
   auto count = static_cast<int32_t>(ids.size());
   symbols_.clear();
-  queue_.clear();
   for (int32_t i = 0; i < count; ++i) symbols_.push_back({ids[i], i - 1, i + 1 < count ? i + 1 : -1});
-  for (int32_t i = 0; i < count; ++i)
-    if (Candidate pair = candidate(table, i); pair != kNothing) queue_.push_back(pair);
-  std::make_heap(queue_.begin(), queue_.end(), std::greater<>());
+  for (int32_t i = 0; i < count; ++i) push_candidate(table, i);
   while (!queue_.empty()) {
-    Candidate top = pop();
+    const Candidate top = queue_.top();
+    queue_.pop();
     auto position = static_cast<int32_t>(top & 0xFFFFFFFF);
     Symbol& left = symbols_[position];
     if (left.id == kGone || left.next < 0) continue;
@@ -88,8 +57,8 @@ void WordMerger::merge_by_queue(const MergeTable& table, std::vector<int32_t>& i
     right.id = kGone;
     left.next = right.next;
     if (left.next >= 0) symbols_[left.next].previous = position;
-    push(candidate(table, left.previous));
-    push(candidate(table, position));
+    push_candidate(table, left.previous);
+    push_candidate(table, position);
   }
   ids.clear();
   for (int32_t i = 0; i >= 0; i = symbols_[i].next) ids.push_back(symbols_[i].id);

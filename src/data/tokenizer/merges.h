@@ -2,9 +2,12 @@
 
 // The merges of a byte-pair encoding: which two neighbouring tokens become which token, in which order.
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <queue>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -23,9 +26,18 @@ struct Merge {
 /// (left id, right id) -> Merge: a flat hash table, at most half full.
 class MergeTable {
  public:
-  explicit MergeTable(size_t num_merges = 0);
+  explicit MergeTable(size_t num_merges = 0)
+      : slots_(std::bit_ceil(2 * num_merges + 2)),
+        mask_(slots_.size() - 1),
+        shift_(64 - std::countr_zero(slots_.size())) {}
+
   /// A later merge of the same pair replaces an earlier one.
-  void add(int32_t left, int32_t right, Merge merge);
+  void add(int32_t left, int32_t right, Merge merge) {
+    uint64_t key = key_of(left, right);
+    size_t slot = slot_of(key);
+    while (slots_[slot].key != kEmpty && slots_[slot].key != key) slot = (slot + 1) & mask_;
+    slots_[slot] = {key, merge};
+  }
 
   Merge find(int32_t left, int32_t right) const {
     uint64_t key = key_of(left, right);
@@ -73,13 +85,11 @@ class WordMerger {
   // first, then leftmost). Its merge is looked up again when its turn comes, because a neighbour may have
   // changed.
   using Candidate = uint64_t;
-  Candidate candidate(const MergeTable& table, int32_t left) const;
-  void push(Candidate candidate);
-  Candidate pop();
+  void push_candidate(const MergeTable& table, int32_t left);
 
   std::vector<Merge> pairs_;
   std::vector<Symbol> symbols_;
-  std::vector<Candidate> queue_;
+  std::priority_queue<Candidate, std::vector<Candidate>, std::greater<>> queue_;  // empty between words
 };
 
 /// Remembers the ids of words: text repeats its words, so most never reach the merges. Two direct-mapped
@@ -89,20 +99,17 @@ class WordCache {
  public:
   static constexpr size_t kLongest = 48;
 
-  WordCache() : short_(kShortSlots), long_(kLongSlots) {}
-
   /// Appends the ids of `word` (not empty) to `ids`, or returns false.
-  bool append(std::string_view word, std::vector<int32_t>& ids) {
-    if (word.size() <= ShortKey::kBytes) return append_from(short_slot(word), ShortKey(word), ids);
-    if (word.size() <= LongKey::kBytes) return append_from(long_slot(word), LongKey(word), ids);
-    return false;
+  bool append(std::string_view word, std::vector<int32_t>& ids) const {
+    if (word.size() <= ShortKey::kBytes) return short_.append(ShortKey(word), ids);
+    return word.size() <= LongKey::kBytes && long_.append(LongKey(word), ids);
   }
 
   void remember(std::string_view word, std::span<const int32_t> ids) {
     if (word.size() <= ShortKey::kBytes)
-      store(short_slot(word), ShortKey(word), ids);
+      short_.remember(ShortKey(word), ids);
     else if (word.size() <= LongKey::kBytes)
-      store(long_slot(word), LongKey(word), ids);
+      long_.remember(LongKey(word), ids);
   }
 
  private:
@@ -147,44 +154,43 @@ class WordCache {
     explicit LongKey(std::string_view word) : size(static_cast<uint8_t>(word.size())) {
       std::memcpy(bytes, word.data(), word.size());
     }
+    uint64_t hash() const { return hash_bytes({bytes, size}); }
     bool operator==(const LongKey& o) const {
       return size == o.size && std::memcmp(bytes, o.bytes, size) == 0;
     }
   };
 
-  template <class Key, size_t kIds>
-  struct Entry {
-    Key key;
-    uint8_t count = 0;
-    int32_t ids[kIds];
+  template <class Key, size_t kIds, int kBits>
+  class Slots {
+   public:
+    bool append(const Key& key, std::vector<int32_t>& ids) const {
+      const Entry& entry = entries_[slot_of(key)];
+      if (!(entry.key == key)) return false;
+      ids.insert(ids.end(), entry.ids, entry.ids + entry.count);
+      return true;
+    }
+    void remember(const Key& key, std::span<const int32_t> ids) {
+      if (ids.size() > kIds) return;
+      Entry& entry = entries_[slot_of(key)];
+      entry.key = key;
+      entry.count = static_cast<uint8_t>(ids.size());
+      std::memcpy(entry.ids, ids.data(), ids.size_bytes());
+    }
+
+   private:
+    struct Entry {
+      Key key;
+      uint8_t count = 0;
+      int32_t ids[kIds];
+    };
+    static_assert(sizeof(Entry) % 64 == 0);
+    static size_t slot_of(const Key& key) { return key.hash() >> (64 - kBits); }
+
+    std::vector<Entry> entries_ = std::vector<Entry>(size_t{1} << kBits);
   };
-  using ShortEntry = Entry<ShortKey, 9>;
-  using LongEntry = Entry<LongKey, 19>;
-  static_assert(sizeof(ShortEntry) == 64 && sizeof(LongEntry) == 128);
 
-  static constexpr int kShortBits = 14, kLongBits = 12;
-  static constexpr size_t kShortSlots = size_t{1} << kShortBits, kLongSlots = size_t{1} << kLongBits;
-
-  ShortEntry& short_slot(std::string_view word) { return short_[ShortKey(word).hash() >> (64 - kShortBits)]; }
-  LongEntry& long_slot(std::string_view word) { return long_[hash_bytes(word) >> (64 - kLongBits)]; }
-
-  template <class E, class Key>
-  static bool append_from(const E& entry, const Key& key, std::vector<int32_t>& ids) {
-    if (!(entry.key == key)) return false;
-    ids.insert(ids.end(), entry.ids, entry.ids + entry.count);
-    return true;
-  }
-
-  template <class Key, size_t kIds>
-  static void store(Entry<Key, kIds>& entry, const Key& key, std::span<const int32_t> ids) {
-    if (ids.size() > kIds) return;
-    entry.key = key;
-    entry.count = static_cast<uint8_t>(ids.size());
-    std::memcpy(entry.ids, ids.data(), ids.size_bytes());
-  }
-
-  std::vector<ShortEntry> short_;
-  std::vector<LongEntry> long_;
+  Slots<ShortKey, 9, 14> short_;
+  Slots<LongKey, 19, 12> long_;
 };
 
 }  // namespace titan::data

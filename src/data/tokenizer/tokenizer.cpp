@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "data/tokenizer/bpe_tokenizer.h"
-#include "titan/core/error.h"
 
 namespace titan::data {
 

@@ -9,10 +9,10 @@
 #include <ATen/Parallel.h>
 #include <torch/version.h>
 
-#include "config/differences.h"
 #include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"

@@ -10,7 +10,6 @@
 
 #include "titan/config/table.h"
 #include "titan/data/loader.h"
-#include "titan/data/settings.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/train/policy.h"
 #include "train/step_runner.h"

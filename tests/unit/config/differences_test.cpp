@@ -1,4 +1,4 @@
-#include "config/differences.h"
+#include "titan/config/load.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

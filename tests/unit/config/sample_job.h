@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "titan/config/load.h"
-#include "titan/config/schema.h"
 #include "titan/core/file.h"
 
 namespace titan::config::sample {

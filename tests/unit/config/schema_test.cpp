@@ -1,4 +1,4 @@
-#include "titan/config/schema.h"
+#include "titan/config/load.h"
 
 #include <gtest/gtest.h>
 

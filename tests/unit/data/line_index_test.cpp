@@ -1,4 +1,4 @@
-#include "data/sources/line_index.h"
+#include "data/sources/files.h"
 
 #include <gtest/gtest.h>
 

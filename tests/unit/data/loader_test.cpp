@@ -10,7 +10,7 @@
 #include <set>
 #include <thread>
 
-#include "data/feed/packed_feed.h"
+#include "data/feed/feeds.h"
 #include "fake_source.h"
 #include "temporary_folder.h"
 #include "titan/data/tokenizer.h"

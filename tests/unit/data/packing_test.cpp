@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/utf8.h"
-#include "data/feed/packed_feed.h"
+#include "data/feed/feeds.h"
 #include "titan/core/error.h"
 #include "unit/data/fake_source.h"
 

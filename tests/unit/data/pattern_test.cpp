@@ -1,4 +1,4 @@
-#include "data/tokenizer/pattern.h"
+#include "data/tokenizer/pre_tokenizer.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "data/feed/replay_feed.h"
+#include "data/feed/feeds.h"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,6 @@
 
 #include "core/utf8.h"
 #include "data/tokenizer/bpe_tokenizer.h"
-#include "data/tokenizer/tokenizer_json.h"
 #include "temporary_folder.h"
 #include "titan/core/error.h"
 

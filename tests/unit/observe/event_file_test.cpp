@@ -1,4 +1,4 @@
-#include "observe/event_file.h"
+#include "observe/metrics_format.h"
 
 #include <gtest/gtest.h>
 

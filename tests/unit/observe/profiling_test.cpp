@@ -74,9 +74,9 @@ TEST(StepProfiler, EndsTheReportedSaveWhenWritingFails) {
   EXPECT_EQ(watchdog.calls, "begin save 2; end save 2; ");
 }
 
-std::string joined(const EditedText& text) {
+std::string joined(const std::vector<std::string_view>& pieces) {
   std::string all;
-  for (const std::string_view piece : text.pieces) all += piece;
+  for (const std::string_view piece : pieces) all += piece;
   return all;
 }
 

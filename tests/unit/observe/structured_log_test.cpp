@@ -12,7 +12,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include "observe/structured_file.h"
 #include "observe/structured_log.h"
 #include "titan/train/metrics.h"
 #include "unit/data/temporary_folder.h"
