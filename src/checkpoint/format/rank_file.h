@@ -27,8 +27,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include "checkpoint/format/stored_files.h"
 #include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/storage.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::checkpoint {
@@ -87,7 +87,7 @@ class RankFile {
   /// `identity`, a malformed header, boxes that don't match their tensors' shapes.
   RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record);
 
-  const std::filesystem::path& path() const;
+  const detail::InputFile& file() const;
   const std::vector<std::string>& names() const;
   /// Throws Error where there is none.
   const Entry& entry(std::string_view name) const;
@@ -100,9 +100,6 @@ class RankFile {
 
   /// Reads and checks all blocks; `progress` gets the number of bytes. Throws Error.
   void verify(const std::function<void(int64_t bytes)>& progress = {}) const;
-
-  /// Bytes read so far, headers included, through all copies of this handle.
-  int64_t bytes_read() const;
 
  private:
   struct Impl;
@@ -124,6 +121,9 @@ uint64_t checksum_of(std::span<const std::byte> block);
 bool all_finite(std::span<const std::byte> bytes, at::ScalarType dtype);
 
 // ---- the header
+
+/// "0:512,256:512": begin:end of each dimension.
+std::string box_text(const Box& box);
 
 /// Per piece, its blocks' checksums.
 using Checksums = std::vector<std::vector<uint64_t>>;

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "checkpoint/format/stored_files.h"
-#include "checkpoint/save/rank_tree.h"
 #include "core/durable.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
@@ -42,11 +41,6 @@ int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const
   const auto turn = static_cast<size_t>(file + to_place);
   const std::vector<int>& ranks = places.ranks_of(holders[turn % holders.size()]);
   return ranks[static_cast<size_t>(file) % ranks.size()];
-}
-
-template <class Wire>
-void fields(Wire& wire, auto& generation) {
-  wire(generation.step, generation.digest, generation.num_files, generation.ranks);
 }
 
 }  // namespace
@@ -89,18 +83,6 @@ std::string place_identity(const fs::path& folder) {
   } catch (const Error&) {  // hidden in some containers; then the host's name has to do
   }
   return titan::str(own_host(), " ", boot, " ", status.st_dev, " ", status.st_ino);
-}
-
-std::string to_bytes(const std::vector<HeldGeneration>& held) {
-  WireWriter out;
-  for (const HeldGeneration& generation : held) fields(out, generation);
-  return out.take();
-}
-
-std::vector<HeldGeneration> parse_held(const std::string& bytes) {
-  std::vector<HeldGeneration> held;
-  for (WireReader in(bytes); !in.done();) fields(in, held.emplace_back());
-  return held;
 }
 
 std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector<std::string>& problems) {

@@ -44,10 +44,8 @@ struct HeldGeneration {
   std::string digest;  ///< of the manifest: tells different generations of one step apart
   int64_t num_files = 0;
   std::vector<int64_t> ranks;  ///< whose files are there, in the size that the manifest records
+  static void fields(auto& wire, auto& self) { wire(self.step, self.digest, self.num_files, self.ranks); }
 };
-std::string to_bytes(const std::vector<HeldGeneration>& held);
-/// Throws Error.
-std::vector<HeldGeneration> parse_held(const std::string& bytes);
 
 /// The generations in a folder whose manifest is valid, with their files of the right size; a line in
 /// `problems` for every other one.

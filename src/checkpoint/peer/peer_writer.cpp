@@ -3,9 +3,13 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <optional>
 #include <utility>
 
+#include <ATen/ops/zeros.h>
+
 #include "checkpoint/format/stored_files.h"
+#include "checkpoint/save/rank_tree.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
@@ -47,7 +51,7 @@ std::string PeerWriter::busy_reason() const {
 
 SaveOutcome PeerWriter::write(const SaveJob& job) {
   const auto start = Clock::now();
-  const auto answers = tree_.gather(to_bytes(write_file(job)));
+  const auto answers = tree_.gather(to_wire(write_file(job)));
   Verdict verdict = tree_.spread(is_root() ? manifest_or_failure(job, answers) : Verdict{});
   const std::string text = manifest_in(verdict);
   if (text.empty()) return give_up(job.step, {failure_in(verdict), verdict.lost});
@@ -126,6 +130,178 @@ void PeerWriter::prune(int64_t step) {
     log::warning(titan::str("peer checkpoint of step ", step,
                             " is complete, but the previous one couldn't be removed: ", error.what()));
   }
+}
+
+namespace {
+
+constexpr dist::Label kCopyLabel{.phase = "checkpoint::copy"};
+// One byte after the bytes of each piece.
+constexpr std::byte kContinues{0}, kEndsHere{1};
+
+// One file in transit. Only a lost peer makes it throw.
+class MovingFile {
+ public:
+  MovingFile(const FileTransfer& transfer, const std::atomic<bool>* ends_early)
+      : transfer_(transfer),
+        ends_early_(ends_early),
+        piece_(at::zeros({std::min(kTransferBytes, transfer.num_bytes) + 1}, at::kByte)) {
+    attempt([&] {
+      if (!transfer.sends) {
+        output_ = storage_of(transfer.path).create(transfer.path, transfer.num_bytes);
+        return;
+      }
+      input_.emplace(transfer.path);
+      TITAN_CHECK(input_->num_bytes() == transfer.num_bytes, transfer.path.string(), " has ",
+                  input_->num_bytes(), " bytes instead of ", transfer.num_bytes);
+    });
+  }
+
+  bool done() const { return ended_ || offset_ == transfer_.num_bytes; }
+  const std::string& problem() const { return problem_; }
+
+  void start(dist::Group& group) {
+    length_ = std::min(kTransferBytes, transfer_.num_bytes - offset_);
+    const at::Tensor part = piece_.narrow(0, 0, length_ + 1);
+    if (transfer_.sends) {
+      if (ends_early_ && *ends_early_) fail(titan::str("was given up at byte ", offset_));
+      attempt([&] { input_->read({bytes(), static_cast<size_t>(length_)}, offset_); });
+      bytes()[length_] = problem_.empty() ? kContinues : kEndsHere;
+      work_.emplace(group.send(part, transfer_.peer, kCopyLabel));
+    } else {
+      work_.emplace(group.receive(part, transfer_.peer, kCopyLabel));
+    }
+  }
+
+  void wait() {
+    work_->wait();
+    work_.reset();
+    ended_ = bytes()[length_] == kEndsHere;
+    if (!transfer_.sends) {
+      if (ended_)
+        fail(titan::str("is incomplete: rank ", transfer_.peer, " stopped sending at byte ", offset_));
+      attempt([&] {
+        const std::span<const std::byte> part(bytes(), static_cast<size_t>(length_));
+        output_->write({&part, 1}, offset_);
+      });
+    }
+    offset_ += length_;
+  }
+
+  void finish() {
+    if (output_) attempt([&] { output_->finish(); });
+  }
+
+ private:
+  // After the first problem nothing is tried.
+  template <class Part>
+  void attempt(Part part) {
+    if (!problem_.empty()) return;
+    try {
+      part();
+    } catch (const std::exception& error) {
+      problem_ = error.what();
+      output_.reset();
+    }
+  }
+
+  void fail(const std::string& what) {
+    attempt([&] {
+      throw Error(titan::str(transfer_.path.string(), " (", transfer_.num_bytes, " bytes) ", what));
+    });
+  }
+
+  std::byte* bytes() { return static_cast<std::byte*>(piece_.mutable_data_ptr()); }
+
+  FileTransfer transfer_;
+  const std::atomic<bool>* ends_early_;
+  at::Tensor piece_;
+  std::optional<InputFile> input_;
+  std::unique_ptr<Storage::Writer> output_;
+  std::optional<dist::Work> work_;
+  int64_t offset_ = 0, length_ = 0;
+  bool ended_ = false;  // by its sender, before everything was sent
+  std::string problem_;
+};
+
+}  // namespace
+
+std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& transfers,
+                           const TransferOptions& options) {
+  std::vector<std::unique_ptr<MovingFile>> files;
+  for (const FileTransfer& transfer : transfers)
+    files.push_back(std::make_unique<MovingFile>(transfer, options.ends_early.get()));
+  while (true) {
+    std::vector<MovingFile*> moving;
+    for (const auto& file : files)
+      if (!file->done()) moving.push_back(file.get());
+    if (moving.empty()) break;
+    // A rank that sends to the next one receives from the one before: all have to be started before any is
+    // awaited.
+    for (MovingFile* file : moving) file->start(group);
+    for (MovingFile* file : moving) file->wait();
+    if (options.progress) options.progress();
+  }
+  std::string problem;
+  for (const auto& file : files) {
+    file->finish();
+    if (problem.empty()) problem = file->problem();
+  }
+  return problem;
+}
+
+// Shared with the thread that copies, which may outlive the rest.
+struct PeerCopies::Round {
+  explicit Round(int64_t number) : step(number) {}
+
+  void end(const std::string& lost) {
+    const std::lock_guard lock(mutex);
+    ended = true;
+    connection_lost = lost;
+  }
+
+  const int64_t step;
+  std::shared_ptr<std::atomic<bool>> given_up = std::make_shared<std::atomic<bool>>(false);
+  std::string problem;  // of files; written before it has ended
+  std::mutex mutex;     // guards what follows
+  bool ended = false;
+  std::string connection_lost;
+};
+
+void PeerCopies::make(int64_t step, const std::vector<FileTransfer>& transfers,
+                      std::chrono::milliseconds limit, const std::function<void()>& progress) {
+  const auto round = std::make_shared<Round>(step);
+  {
+    const std::lock_guard lock(mutex_);
+    last_ = round;
+  }
+  const auto copy = [group = group_, transfers, progress, round] {
+    try {
+      round->problem = transfer_files(*group, transfers, {progress, round->given_up});
+    } catch (const std::exception& error) {
+      round->end(error.what());
+      throw;
+    }
+    round->end("");
+  };
+  if (!within_in_background(limit, copy)) {
+    *round->given_up = true;
+    throw Error(
+        titan::str("the copies weren't made within ", static_cast<double>(limit.count()) / 1000, " s"));
+  }
+  if (!round->problem.empty()) throw Error(round->problem);
+}
+
+std::string PeerCopies::busy_reason() const {
+  std::shared_ptr<Round> round;
+  {
+    const std::lock_guard lock(mutex_);
+    round = last_;
+  }
+  if (!round) return "";
+  const std::lock_guard lock(round->mutex);
+  if (!round->ended) return titan::str("the copies of step ", round->step, " are still on their way");
+  if (round->connection_lost.empty()) return "";
+  return titan::str("copies can't be made since those of step ", round->step, ": ", round->connection_lost);
 }
 
 }  // namespace titan::checkpoint::detail

@@ -19,7 +19,6 @@ namespace titan::checkpoint::detail {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
 
 // Rank 0 has to see what the ranks report: a file system that isn't shared (any more) is found here.
 void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector<SaveReport>& reports) {
@@ -35,26 +34,7 @@ void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector
   }
 }
 
-template <class Wire>
-void report_fields(Wire& wire, auto& report) {
-  wire(report.step, report.failure, report.file.num_bytes, report.file.header_digest, report.finite,
-       report.num_threads, report.texts);
-}
-
 }  // namespace
-
-std::string to_bytes(const SaveReport& report) {
-  WireWriter out;
-  report_fields(out, report);
-  return out.take();
-}
-
-SaveReport parse_report(const std::string& bytes) {
-  SaveReport report;
-  WireReader in(bytes);
-  report_fields(in, report);
-  return report;
-}
 
 // ---- what both kinds of saving share
 
@@ -139,7 +119,7 @@ Verdict SaveWriter::conclude(const SaveJob& job, const std::vector<Answer>& answ
     std::vector<Answer> problems = answers;
     for (size_t i = 0; i < answers.size(); ++i) {
       if (answers[i].lost) continue;
-      reports.push_back(parse_report(answers[i].text));
+      reports.push_back(from_wire<SaveReport>(answers[i].text));
       problems[i].text = reports.back().failure;
       if (reports.back().step != job.step)
         problems[i].text = titan::str("is at the checkpoint of step ", reports.back().step);
@@ -163,9 +143,9 @@ std::string SaveWriter::summary(const char* what, int64_t step, int64_t num_byte
 // ---- one folder that all ranks share
 
 SaveOutcome StepWriter::write(const SaveJob& job) {
-  const auto start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   const SaveReport own = write_file(job);
-  const auto answers = tree_.gather(to_bytes(own));
+  const auto answers = tree_.gather(to_wire(own));
   int64_t num_bytes = 0;
   Verdict verdict;
   std::string late;
@@ -184,9 +164,7 @@ SaveOutcome StepWriter::write(const SaveJob& job) {
   if (verdict.text.empty()) verdict.text = late;
   if (!verdict.text.empty())
     return {titan::str("checkpoint of step ", job.step, ": ", verdict.text), verdict.lost};
-  if (is_root())
-    log::info(summary("checkpoint", job.step, num_bytes,
-                      std::chrono::duration<double>(Clock::now() - start).count()));
+  if (is_root()) log::info(summary("checkpoint", job.step, num_bytes, seconds_since(start)));
   return {};
 }
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "checkpoint/save/rank_tree.h"
-#include "checkpoint/save/staging.h"
+#include "checkpoint/save/save_plan.h"
 #include "titan/checkpoint/checkpointer.h"
 
 namespace titan::checkpoint::detail {
@@ -44,10 +44,11 @@ struct SaveReport {
   bool finite = true;
   int64_t num_threads = 0;
   std::vector<std::string> texts;  // of the objects that merge theirs, in the order of their keys
+  static void fields(auto& wire, auto& self) {
+    wire(self.step, self.failure, self.file.num_bytes, self.file.header_digest, self.finite, self.num_threads,
+         self.texts);
+  }
 };
-std::string to_bytes(const SaveReport& report);
-/// Throws Error.
-SaveReport parse_report(const std::string& bytes);
 
 class SaveWriter {
  public:

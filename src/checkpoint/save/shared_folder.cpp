@@ -1,4 +1,4 @@
-#include "checkpoint/save/shared_folder.h"
+// Whether all ranks, on whatever hosts, mean the same folder by its path.
 
 #include <algorithm>
 #include <exception>
@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "checkpoint/format/stored_files.h"
-#include "checkpoint/save/rank_tree.h"
+#include "checkpoint/save/checkpointer_impl.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {
@@ -21,6 +21,7 @@ constexpr std::chrono::milliseconds kLongestDelay(60'000);
 
 struct Greeting {
   std::string host, run_id, problem;  // the last two are rank 0's
+  static void fields(auto& wire, auto& self) { wire(self.host, self.run_id, self.problem); }
 };
 
 bool has_probe(const fs::path& folder, const std::string& run_id) {
@@ -64,33 +65,19 @@ Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
   return greeting;
 }
 
-// Returns rank 0's problem.
-std::string greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
-  WireWriter out;
-  out(own.host, own.run_id, own.problem);
-  std::vector<Greeting> greetings;
-  for (const std::string& text : group.all_gather_text(out.take(), kOpenLabel)) {
-    Greeting& greeting = greetings.emplace_back();
-    WireReader{text}(greeting.host, greeting.run_id, greeting.problem);
+// Returns rank 0's.
+Greeting greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
+  Greeting first;
+  for (const std::string& text : group.all_gather_text(to_wire(own), kOpenLabel)) {
+    const auto greeting = from_wire<Greeting>(text);
+    if (opened.hosts.empty()) first = greeting;
     opened.hosts.push_back(greeting.host);
   }
-  opened.run_id = greetings[0].run_id;
-  return greetings[0].problem;
+  opened.run_id = first.run_id;
+  return first;
 }
 
 }  // namespace
-
-std::string rank_on(size_t rank, const std::string& host) {
-  return titan::str("rank ", rank, " (", host, ")");
-}
-
-std::string random_id() {
-  constexpr const char* digits = "0123456789abcdef";
-  std::random_device source;
-  std::string id;
-  while (id.size() < 32) id += digits[source() % 16];
-  return id;
-}
 
 OpenedFolder open_to_read(dist::Group& group) {
   OpenedFolder opened;
@@ -103,7 +90,7 @@ OpenedFolder open_shared_folder(dist::Group& group, const fs::path& folder,
   OpenedFolder opened;
   const bool is_root = group.rank() == 0;
   const std::string problem =
-      greet(group, is_root ? prepare(folder, opened) : Greeting{own_host(), "", ""}, opened);
+      greet(group, is_root ? prepare(folder, opened) : Greeting{own_host(), "", ""}, opened).problem;
   if (!problem.empty())
     throw Error(titan::str("checkpoints can't be saved: ", rank_on(0, opened.hosts[0]), ": ", problem));
   const auto problems = group.all_gather_text(problem_of(folder, opened.run_id, timeout), kOpenLabel);

@@ -1,4 +1,4 @@
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -140,7 +140,7 @@ TEST(OpenFiles, KeepsTheMostRecentlyUsedFilesOpen) {
   {
     const auto first = files.use(manifest, 0), second = files.use(manifest, 1);
     EXPECT_TRUE(use(3));  // these two are in use, and stay
-    EXPECT_EQ(first.file().path(), step / file_name(0));
+    EXPECT_EQ(first->file().path(), step / file_name(0));
   }
   fs::remove(step / file_name(2));
   EXPECT_THROW(files.use(manifest, 2), Error);
