@@ -61,6 +61,9 @@ class WireWriter {
       for (const auto& each : value) put(each);
     } else if constexpr (requires { value.second; }) {
       (*this)(value.first, value.second);
+    } else if constexpr (requires { value.has_value(); }) {
+      put(value.has_value());
+      if (value) put(*value);
     } else {
       Value::fields(*this, value);
     }
@@ -96,6 +99,8 @@ class WireReader {
     } else if constexpr (requires(Value pair) { pair.second; }) {
       return Value{get<std::remove_const_t<typename Value::first_type>>(),
                    get<typename Value::second_type>()};
+    } else if constexpr (requires(Value value) { value.has_value(); }) {
+      return get<bool>() ? Value(get<typename Value::value_type>()) : Value();
     } else {
       Value value;
       Value::fields(*this, value);

@@ -2,6 +2,7 @@
 
 // When a run saves, and what it starts from: [checkpoint], between the trainer and the checkpointer.
 
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -112,7 +113,7 @@ class RunCheckpoints {
   /// Throws if a save in the background has lost ranks.
   void check();
   /// A save in the background has failed, as far as this rank knows.
-  bool failed() const;
+  bool failed() const { return checkpointer_.failed(); }
   /// Waits for saves in progress; throws what went wrong with them.
   void finish();
   /// Finishes a run whose state is on disk: removes what is in memory.
@@ -122,9 +123,9 @@ class RunCheckpoints {
  private:
   bool load_newest();
   std::optional<int64_t> find_step() const;
-  StepChoice choose() const;
   void warn_of_newer_steps(int64_t wanted) const;
   void load_or_fall_back(int64_t step);
+  std::exception_ptr damage_found_by(const std::function<void()>& load, int64_t step) const;
   void load_step(int64_t step);
   bool load_from_memory(std::optional<int64_t> on_disk);
   checkpoint::Loaded load_generation(const std::filesystem::path& folder);

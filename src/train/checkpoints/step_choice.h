@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "titan/dist/collectives.h"
 #include "titan/dist/world.h"
 
 namespace titan::train {
@@ -17,7 +18,7 @@ struct StepChoice {
   std::optional<int64_t> step = {};           ///< unset: there is none
   std::vector<std::string> passed_over = {};  ///< why newer steps aren't used, a line each
   std::string error = {};                     ///< about a step that was asked for; else empty
-  std::string failure = {};                   ///< why the folder couldn't be read; else empty
+  static void fields(auto& wire, auto& self) { wire(self.step, self.passed_over, self.error); }
 };
 
 /// The newest sound step before `before`, as far as that can be seen without reading its tensors. A step
@@ -38,11 +39,16 @@ std::vector<std::string> find_damage(const std::filesystem::path& step_folder, c
 struct ManifestSummary {
   int64_t step = 0;
   std::string rng_place;  ///< RngState::place; empty: generators weren't saved
+  static void fields(auto& wire, auto& self) { wire(self.step, self.rng_place); }
 };
 /// Rank 0 reads it; if it can't, every rank throws Error. Collective over the world.
 ManifestSummary read_summary(const std::filesystem::path& step_folder, const dist::World& world);
 
-/// Gives rank 0's choice to all ranks, which throw its failure. Collective over the world.
-StepChoice share(const StepChoice& choice, const dist::World& world);
+/// What `part` returns on rank 0, on all ranks; what it throws there, every rank throws as Error. Collective over
+/// the world.
+std::string from_rank_0(const dist::World& world, dist::Label label,
+                        const std::function<std::string()>& part);
+/// The same for a choice.
+StepChoice choose_on_rank_0(const dist::World& world, const std::function<StepChoice()>& choose);
 
 }  // namespace titan::train
