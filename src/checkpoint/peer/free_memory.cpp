@@ -258,43 +258,6 @@ struct RankMemory {
   }
 };
 
-// The memory that the ranks of a job need, by rank and place.
-class Needs {
- public:
-  Needs(const detail::PeerPlaces& places, std::vector<RankMemory> ranks)
-      : places_(places), ranks_(std::move(ranks)) {}
-
-  PeerFolder::Memory of(int place) const {
-    PeerFolder::Memory need;
-    for (const int rank : places_.ranks_of(place)) {
-      need.staged_bytes += at(rank).size.staged_bytes;
-      need.files_bytes += file_bytes_of(rank);
-    }
-    return need;
-  }
-
-  // The ranks of a host may be in one control group or in several.
-  std::optional<detail::MemoryUse> tightest_of(int place) const {
-    std::vector<detail::MemoryNeed> needs;
-    for (const int rank : places_.ranks_of(place))
-      needs.push_back({file_bytes_of(rank) + at(rank).size.staged_bytes, at(rank).limits});
-    return detail::tightest(needs);
-  }
-
- private:
-  const RankMemory& at(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
-
-  // The bytes of the files that a rank writes, including those that it receives, in two generations.
-  int64_t file_bytes_of(int rank) const {
-    int64_t bytes = at(rank).size.file_bytes;
-    for (const int source : places_.copy_sources(rank)) bytes += at(source).size.file_bytes;
-    return 2 * bytes;
-  }
-
-  const detail::PeerPlaces& places_;
-  std::vector<RankMemory> ranks_;
-};
-
 void check_folder(const PeerFolder::Memory& need, const fs::path& path) {
   if (need.files_bytes <= need.free_bytes) return;
   throw Error(titan::str("two generations take ", size_text(need.files_bytes), " in ", path.string(),
@@ -321,19 +284,40 @@ PeerFolder::Memory PeerFolder::check_memory(const SaveSize& own) {
   std::vector<RankMemory> ranks;
   for (const std::string& text : group_->all_gather_text(detail::to_wire(mine), kMemoryLabel))
     ranks.push_back(detail::from_wire<RankMemory>(text));
-  const Needs needs(places_, std::move(ranks));
+  // The bytes of the files that a rank writes, including those that it receives, in two generations.
+  const auto file_bytes_of = [&](int rank) {
+    int64_t bytes = ranks[static_cast<size_t>(rank)].size.file_bytes;
+    for (const int source : places_.copy_sources(rank))
+      bytes += ranks[static_cast<size_t>(source)].size.file_bytes;
+    return 2 * bytes;
+  };
+  const auto need_of = [&](int place) {
+    Memory need;
+    for (const int rank : places_.ranks_of(place)) {
+      need.staged_bytes += ranks[static_cast<size_t>(rank)].size.staged_bytes;
+      need.files_bytes += file_bytes_of(rank);
+    }
+    return need;
+  };
   Memory most;
   for (int place = 0; place < num_places(); ++place) {
-    const Memory need = needs.of(place);
+    const Memory need = need_of(place);
     if (need.files_bytes > most.files_bytes) most = need;
   }
   require_on_all([&] {
     const int place = places_.place_of(world_.rank());
-    Memory here = needs.of(place);
+    Memory here = need_of(place);
     here.free_bytes = most.free_bytes = free_space(path_) + held;
     most.in_memory = is_memory(path_);
     if (is_leader()) check_folder(here, path_);
-    const auto use = most.in_memory ? needs.tightest_of(place) : std::nullopt;
+    if (!most.in_memory) return;
+    // The ranks of a host may be in one control group or in several.
+    std::vector<detail::MemoryNeed> needs;
+    for (const int rank : places_.ranks_of(place)) {
+      const RankMemory& memory = ranks[static_cast<size_t>(rank)];
+      needs.push_back({file_bytes_of(rank) + memory.size.staged_bytes, memory.limits});
+    }
+    const auto use = detail::tightest(needs);
     if (!use) return;
     if (is_leader()) check_limit(*use);
     most.free_bytes = std::min(most.free_bytes, use->limit.free_bytes);

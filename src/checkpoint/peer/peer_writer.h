@@ -61,47 +61,32 @@ struct TransferOptions {
 std::string transfer_files(dist::Group& group, const std::vector<FileTransfer>& transfers,
                            const TransferOptions& options = {});
 
-/// The copies of one generation after the other.
-class PeerCopies {
- public:
-  /// `group`: used by nobody else.
-  explicit PeerCopies(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
-
-  /// This rank's transfers of a generation, while all others make theirs; only when busy_reason() is empty on
-  /// all ranks. Throws Error where they aren't complete within `limit`: then they are given up.
-  void make(int64_t step, const std::vector<FileTransfer>& transfers, std::chrono::milliseconds limit,
-            const std::function<void()>& progress = {});
-  /// Why no copies can be made: earlier ones are still in transit, or lost their connections; empty: they
-  /// can. By any thread.
-  std::string busy_reason() const;
-
- private:
-  struct Round;
-
-  std::shared_ptr<dist::Group> group_;
-  mutable std::mutex mutex_;
-  std::shared_ptr<Round> last_;
-};
-
 // ---- generations
 
 class PeerWriter : public SaveWriter {
  public:
-  /// `copies`: a group for them alone; null where there is one place.
+  /// `copies`: a group that nobody else uses; null where there is one place.
   PeerWriter(SaveOptions options, std::string run_id, RankTree tree, std::shared_ptr<dist::Group> copies);
   SaveOutcome write(const SaveJob& job) override;
   void prune(int64_t step) override;
+  /// Copies of an earlier generation are still in transit, or lost their connections.
   std::string busy_reason() const override;
 
  private:
+  struct Round;
+
   Verdict manifest_or_failure(const SaveJob& job, const std::vector<Answer>& answers) const;
   /// Runs `part`; all ranks' problems together.
   Verdict on_all(const std::function<void()>& part);
+  /// This rank's transfers of a generation, while all others make theirs. Throws Error where they aren't
+  /// complete within the time limit: then they are given up.
   void copy_files(const Manifest& manifest);
   void commit(const Manifest& manifest);
   SaveOutcome give_up(int64_t step, const Verdict& verdict) const;
 
-  std::unique_ptr<PeerCopies> copies_;  // null: there is one place
+  std::shared_ptr<dist::Group> copies_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<Round> last_round_;
 };
 
 }  // namespace titan::checkpoint::detail

@@ -458,8 +458,7 @@ void Checkpointer::Impl::make_plan(int64_t step, std::string& problem, std::vect
     std::string own = plan_->digest();
     for (const auto& [key, state] : states) own += titan::str(" ", key, state.merge ? "+" : "");
     const auto answers = control_->gather(own);
-    throw_agreed(
-        control_->spread(unequal(*control_, answers, "has other objects, tensors or layouts than")));
+    throw_agreed(control_->spread(unequal(*control_, answers, "has other objects, tensors or layouts than")));
   } catch (const Error&) {
     plan_.reset();
     throw;

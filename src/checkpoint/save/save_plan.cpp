@@ -26,30 +26,16 @@ namespace {
 
 constexpr dist::Label kPlanLabel{.phase = "checkpoint::plan"};
 
-// Thousands of tensors have a few layouts.
-class Layouts {
- public:
-  std::shared_ptr<const TensorLayout> shared(TensorLayout layout) {
-    auto& known = known_[layout];
-    if (!known) known = std::make_shared<const TensorLayout>(std::move(layout));
-    return known;
-  }
-
- private:
-  std::map<TensorLayout, std::shared_ptr<const TensorLayout>> known_;
-};
-
 void axis_fields(auto& wire, auto& axis) { wire(axis.name, axis.size, axis.stride, axis.dim, axis.only); }
 
 std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline) {
   std::vector<StateTensor> own;
-  Layouts layouts;
   for (const NamedTensor& tensor : tensors)
     if (!tensor.duplicate)
       own.push_back({.name = tensor.name,
                      .dtype = tensor.data.local.scalar_type(),
                      .shape = tensor.data.global_shape,
-                     .layout = layouts.shared(layout_of(tensor.data, pipeline))});
+                     .layout = std::make_shared<const TensorLayout>(layout_of(tensor.data, pipeline))});
   return own;
 }
 
@@ -80,14 +66,13 @@ std::string encode_stage(const std::vector<StateTensor>& tensors) {
 
 std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts) {
   std::vector<StateTensor> tensors;
-  Layouts layouts;
   for (const std::string& text : texts) {
     for (WireReader in(text); !in.done();) {
       StateTensor& tensor = tensors.emplace_back();
       in(tensor.name, tensor.dtype, tensor.shape);
       TensorLayout layout;
       for (auto left = in.get<size_t>(); left > 0; --left) axis_fields(in, layout.axes.emplace_back());
-      tensor.layout = layouts.shared(std::move(layout));
+      tensor.layout = std::make_shared<const TensorLayout>(std::move(layout));
     }
   }
   return tensors;

@@ -44,7 +44,7 @@ struct PlannedPiece {
 };
 
 /// The texts that the ranks of a pipeline send each other: one stage's tensors as text, and from all stages'
-/// texts all tensors, with equal layouts shared. Throws Error for a text that ends early.
+/// texts all tensors. Throws Error for a text that ends early.
 std::string encode_stage(const std::vector<StateTensor>& tensors);
 std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts);
 
