@@ -12,7 +12,6 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/model_spec.h"
-#include "train/checkpoints/step_choice.h"
 
 namespace titan::train {
 

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <utility>
 
+#include <c10/util/StringUtil.h>
+
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/stored_files.h"
 #include "core/json.h"
@@ -75,32 +77,21 @@ void check_files(const std::vector<FileRecord>& files) {
 
 // ---- writing: a line for each tensor, layout, text and file, for people and their tools
 
-std::string joined(const std::vector<std::string>& elements, const char* separator = ",\n") {
-  std::string text;
-  for (const std::string& element : elements) {
-    if (!text.empty()) text += separator;
-    text += element;
-  }
-  return text;
-}
-
 std::string text_of(const TensorLayout& layout) {
   std::vector<std::string> axes;
   for (const LayoutAxis& axis : layout.axes)
     axes.push_back(str(R"({"axis":)", json_quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)",
                        axis.stride, R"(,"dim":)", axis.dim, R"(,"only":)", axis.only, "}"));
-  return "[" + joined(axes, ",") + "]";
+  return "[" + c10::Join(",", axes) + "]";
 }
 
 std::string text_of(const StateTensor& tensor, size_t layout) {
-  std::vector<std::string> sizes;
-  for (const int64_t size : tensor.shape) sizes.push_back(std::to_string(size));
   return str("[", json_quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
-             joined(sizes, ","), "],", layout, "]");
+             c10::Join(",", tensor.shape), "],", layout, "]");
 }
 
 std::string list_of(const std::vector<std::string>& elements) {
-  return str("[", elements.empty() ? "" : "\n", joined(elements), "]");
+  return str("[", elements.empty() ? "" : "\n", c10::Join(",\n", elements), "]");
 }
 
 // "layouts", each once, and "tensors", which refer to them by position.
@@ -119,7 +110,7 @@ std::string table_fields(const std::vector<StateTensor>& tensors) {
 std::string text_of(const std::map<std::string, std::string>& texts) {
   std::vector<std::string> fields;
   for (const auto& [key, value] : texts) fields.push_back(str(json_quoted(key), ":", json_quoted(value)));
-  return str("{", fields.empty() ? "" : "\n", joined(fields), "}");
+  return str("{", fields.empty() ? "" : "\n", c10::Join(",\n", fields), "}");
 }
 
 std::string text_of(const std::vector<FileRecord>& files) {

@@ -470,6 +470,50 @@ WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identi
   return {.record = {.num_bytes = num_bytes, .header_digest = digest_of(header)}, .finite = writer.finite()};
 }
 
+RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank) {
+  const std::filesystem::path path = step_folder / file_name(rank);
+  if (!is_file(path))
+    throw Error(titan::str(path.string(), not_a_file(path), is_there(path) ? "; links aren't followed" : ""));
+  const FileIdentity identity{manifest.run_id, manifest.step, rank, manifest.table.world_size()};
+  return RankFile(path, identity, manifest.files.at(static_cast<size_t>(rank)));
+}
+
+std::shared_ptr<const RankFile> OpenFiles::use(const Manifest& manifest, int64_t rank) {
+  const std::shared_ptr<Slot> slot = take_slot(rank);
+  // Other threads wait here for this file, and for no other.
+  const std::lock_guard lock(slot->opening);
+  if (!slot->file) slot->file = open_rank_file(folder_, manifest, rank);
+  return {slot, &*slot->file};
+}
+
+std::shared_ptr<OpenFiles::Slot> OpenFiles::take_slot(int64_t rank) {
+  const std::lock_guard lock(mutex_);
+  if (!slots_.contains(rank) && slots_.size() >= most_open_) close_oldest();
+  std::shared_ptr<Slot>& slot = slots_[rank];
+  if (!slot) slot = std::make_shared<Slot>();
+  slot->last_use = ++num_uses_;
+  return slot;
+}
+
+void OpenFiles::close_oldest() {
+  auto oldest = slots_.end();
+  for (auto slot = slots_.begin(); slot != slots_.end(); ++slot) {
+    if (slot->second.use_count() > 1) continue;
+    if (oldest == slots_.end() || slot->second->last_use < oldest->second->last_use) oldest = slot;
+  }
+  if (oldest == slots_.end()) return;  // all are being read: one more than usual stays open for a while
+  if (oldest->second->file) bytes_of_closed_ += oldest->second->file->file().bytes_read();
+  slots_.erase(oldest);
+}
+
+int64_t OpenFiles::bytes_read() const {
+  const std::lock_guard lock(mutex_);
+  int64_t bytes = bytes_of_closed_;
+  for (const auto& [rank, slot] : slots_)
+    if (slot->file) bytes += slot->file->file().bytes_read();
+  return bytes;
+}
+
 }  // namespace detail
 
 int64_t rank_file_bytes(const FileIdentity& identity, std::span<const PieceToWrite> pieces) {

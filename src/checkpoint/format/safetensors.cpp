@@ -266,6 +266,13 @@ std::string_view safetensors_name_of(c10::ScalarType dtype) {
   TITAN_CHECK(false, "safetensors can't hold tensors of dtype ", c10::toString(dtype));
 }
 
+std::string no_tensor_text(const std::string& path, std::string_view name,
+                           const std::vector<std::string>& known) {
+  std::string text = str(path, ": no tensor '", name, "'");
+  for (const auto& near : nearest_names(name, known, 3)) text += str("; there is '", near, "'");
+  return text;
+}
+
 bool is_inside(const Box& box, const std::vector<int64_t>& shape) {
   if (box.offset.size() != shape.size() || box.length.size() != shape.size()) return false;
   for (size_t dim = 0; dim < shape.size(); ++dim)
@@ -391,9 +398,7 @@ bool SafetensorsFile::contains(std::string_view name) const {
 const SafetensorsInfo& SafetensorsFile::info(std::string_view name) const {
   auto found = contents_->header.tensors.find(name);
   if (found != contents_->header.tensors.end()) return found->second;
-  std::string message = str(path().string(), ": no tensor '", name, "'");
-  for (const auto& near : nearest_names(name, names(), 3)) message += str("; there is '", near, "'");
-  throw Error(message);
+  throw Error(detail::no_tensor_text(path().string(), name, names()));
 }
 
 at::Tensor SafetensorsFile::tensor(std::string_view name) const {

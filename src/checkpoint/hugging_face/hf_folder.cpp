@@ -9,6 +9,7 @@
 #include <set>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/accumulate.h>
 #include <nlohmann/json.hpp>
 
@@ -45,12 +46,6 @@ constexpr size_t kMaxIndexBytes = 100'000'000;
 bool is_plain_name(const std::string& name) {
   return name.find_first_of(std::string_view("/\0", 2)) == std::string::npos && !name.starts_with('.') &&
          name.ends_with(".safetensors");
-}
-
-std::string dotted(const JsonPath& keys) {
-  std::string text;
-  for (const std::string& key : keys) text += (text.empty() ? "" : ".") + key;
-  return text;
 }
 
 nlohmann::json json_of(const HfValue& value) {
@@ -372,8 +367,8 @@ HfConfig detail::parse_hf_config(std::string_view text, const std::string& file)
   HfConfig config;
   for (const auto& [keys, value] : read_json_leaves(text, kMaxConfigBytes, file)) {
     // {"a.b": 1} and {"a": {"b": 1}} would be one.
-    if (!config.emplace(dotted(keys), value).second)
-      throw ConfigError(str(file, ": '", dotted(keys), "' occurs twice"));
+    const std::string key = c10::Join(".", keys);
+    if (!config.emplace(key, value).second) throw ConfigError(str(file, ": '", key, "' occurs twice"));
   }
   return config;
 }

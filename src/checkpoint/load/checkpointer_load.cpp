@@ -11,6 +11,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
 
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/save/checkpointer_impl.h"
@@ -42,9 +43,7 @@ constexpr size_t kShownProblems = 100;
 std::string object_key(const std::string& name) { return name.substr(0, name.find('.')); }
 
 std::string quoted_list(const std::vector<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += titan::str(text.empty() ? "'" : ", '", name, "'");
-  return text.empty() ? "none" : text;
+  return names.empty() ? "none" : titan::str("'", c10::Join("', '", names), "'");
 }
 
 std::set<std::string> keys_in(const Manifest& manifest) {
@@ -175,11 +174,11 @@ void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tenso
 
 // ---- lines of problems
 
-std::string joined_lines(const std::vector<std::string>& lines) {
-  std::string text;
-  for (size_t i = 0; i < std::min(lines.size(), kShownProblems); ++i) text += (i == 0 ? "" : "\n") + lines[i];
-  if (lines.size() > kShownProblems) text += titan::str("\nand ", lines.size() - kShownProblems, " more");
-  return text;
+std::string joined_lines(std::vector<std::string> lines) {
+  const size_t num_lines = lines.size();
+  lines.resize(std::min(num_lines, kShownProblems));
+  if (num_lines > kShownProblems) lines.push_back(titan::str("and ", num_lines - kShownProblems, " more"));
+  return c10::Join("\n", lines);
 }
 
 std::vector<std::string> lines_of(const std::string& text) {

@@ -8,10 +8,11 @@
 #include <tuple>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 
 #include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/stored_files.h"
-#include "checkpoint/load/open_files.h"
 #include "core/threads.h"
 #include "titan/core/error.h"
 
@@ -65,54 +66,6 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
 
 }  // namespace
 
-namespace detail {
-
-RankFile open_rank_file(const fs::path& step_folder, const Manifest& manifest, int64_t rank) {
-  const fs::path path = step_folder / file_name(rank);
-  if (!is_file(path))
-    throw Error(titan::str(path.string(), not_a_file(path), is_there(path) ? "; links aren't followed" : ""));
-  const FileIdentity identity{manifest.run_id, manifest.step, rank, manifest.table.world_size()};
-  return RankFile(path, identity, manifest.files.at(static_cast<size_t>(rank)));
-}
-
-std::shared_ptr<const RankFile> OpenFiles::use(const Manifest& manifest, int64_t rank) {
-  const std::shared_ptr<Slot> slot = take_slot(rank);
-  // Other threads wait here for this file, and for no other.
-  const std::lock_guard lock(slot->opening);
-  if (!slot->file) slot->file = open_rank_file(folder_, manifest, rank);
-  return {slot, &*slot->file};
-}
-
-std::shared_ptr<OpenFiles::Slot> OpenFiles::take_slot(int64_t rank) {
-  const std::lock_guard lock(mutex_);
-  if (!slots_.contains(rank) && slots_.size() >= most_open_) close_oldest();
-  std::shared_ptr<Slot>& slot = slots_[rank];
-  if (!slot) slot = std::make_shared<Slot>();
-  slot->last_use = ++num_uses_;
-  return slot;
-}
-
-void OpenFiles::close_oldest() {
-  auto oldest = slots_.end();
-  for (auto slot = slots_.begin(); slot != slots_.end(); ++slot) {
-    if (slot->second.use_count() > 1) continue;
-    if (oldest == slots_.end() || slot->second->last_use < oldest->second->last_use) oldest = slot;
-  }
-  if (oldest == slots_.end()) return;  // all are being read: one more than usual stays open for a while
-  if (oldest->second->file) bytes_of_closed_ += oldest->second->file->file().bytes_read();
-  slots_.erase(oldest);
-}
-
-int64_t OpenFiles::bytes_read() const {
-  const std::lock_guard lock(mutex_);
-  int64_t bytes = bytes_of_closed_;
-  for (const auto& [rank, slot] : slots_)
-    if (slot->file) bytes += slot->file->file().bytes_read();
-  return bytes;
-}
-
-}  // namespace detail
-
 struct SavedState::Impl {
   fs::path folder;
   Manifest manifest;
@@ -131,9 +84,7 @@ const StateTensor& SavedState::tensor(std::string_view name) const {
   if (const auto position = table().find(name)) return table().tensors()[*position];
   std::vector<std::string> known;
   for (const StateTensor& tensor : table().tensors()) known.push_back(tensor.name);
-  std::string message = titan::str(folder().string(), ": no tensor '", name, "'");
-  for (const auto& near : nearest_names(name, known, 3)) message += titan::str("; there is '", near, "'");
-  throw Error(message);
+  throw Error(titan::detail::no_tensor_text(folder().string(), name, known));
 }
 
 void SavedState::read(std::string_view name, const Box& box, const at::Tensor& target) const {
@@ -240,9 +191,7 @@ std::string tensors_text(const StateTable& table, int64_t rank) {
 int64_t total_bytes(const StateTable& table) {
   int64_t bytes = 0;
   for (const StateTensor& tensor : table.tensors()) {
-    int64_t elements = 1;
-    for (int64_t length : tensor.shape) elements *= length;
-    bytes += elements * static_cast<int64_t>(c10::elementSize(tensor.dtype));
+    bytes += c10::multiply_integers(tensor.shape) * static_cast<int64_t>(c10::elementSize(tensor.dtype));
   }
   return bytes;
 }

@@ -171,53 +171,26 @@ void detail::throw_if(const Verdict& verdict) {
 
 // ---- the background thread
 
-// Shared with the thread, which may outlive the object.
-struct detail::Background::State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::function<void()> job;
-  bool busy = false;
-  bool ending = false;
-
-  void run() {
-    const dist::BackgroundCalls background;
-    std::unique_lock lock(mutex);
-    while (true) {
-      changed.wait(lock, [this] { return job || ending; });
-      if (!job) return;
-      lock.unlock();
-      job();
-      job = nullptr;  // releases what it held before anybody is told that it is done
-      lock.lock();
-      busy = false;
-      changed.notify_all();
-    }
-  }
-};
-
-detail::Background::Background() : state_(std::make_shared<State>()) {
-  SignalsBlocked blocked;
-  thread_ = std::thread([state = state_] { state->run(); });
-  pthread_setname_np(thread_.native_handle(), "checkpoint");
-}
-
 detail::Background::~Background() {
-  bool busy = false;
-  {
-    std::lock_guard lock(state_->mutex);
-    state_->ending = true;
-    busy = state_->busy;
-  }
-  state_->changed.notify_all();
-  busy ? thread_.detach() : thread_.join();
+  if (!thread_.joinable()) return;
+  busy() ? thread_.detach() : thread_.join();
 }
 
 void detail::Background::start(std::function<void()> job) {
-  std::lock_guard lock(state_->mutex);
-  TITAN_INTERNAL_ASSERT(!state_->busy, "a second job while one is in progress");
-  state_->job = std::move(job);
+  TITAN_INTERNAL_ASSERT(!busy(), "a second job while one is in progress");
+  if (thread_.joinable()) thread_.join();
+  SignalsBlocked blocked;
+  std::lock_guard lock(state_->mutex);  // until then the thread can't end
+  thread_ = std::thread([state = state_, job = std::move(job)]() mutable {
+    const dist::BackgroundCalls background;
+    job();
+    job = nullptr;  // releases what it held before anybody is told that it is done
+    std::lock_guard lock(state->mutex);
+    state->busy = false;
+    state->changed.notify_all();
+  });
   state_->busy = true;
-  state_->changed.notify_all();
+  pthread_setname_np(thread_.native_handle(), "checkpoint");
 }
 
 bool detail::Background::busy() const {
@@ -270,11 +243,9 @@ Checkpointer::Impl::Impl(const dist::World& given, const DeviceMesh& stages, Sav
     writer_ = std::make_shared<detail::PeerWriter>(options, folder_.run_id, tree(save_group_), copy_group);
   else
     writer_ = std::make_shared<detail::StepWriter>(options, folder_.run_id, tree(save_group_));
-  background_.emplace();
 }
 
 Checkpointer::Impl::~Impl() {
-  if (!background_) return;
   try {
     const bool told = progress_->told;
     const std::string problem = wait_for_last();
@@ -400,7 +371,7 @@ bool Checkpointer::Impl::save(int64_t step) {
 
 std::string Checkpointer::Impl::skip_reason() const {
   std::lock_guard lock(progress_->mutex);
-  if (background_->busy()) return titan::str("that of step ", progress_->step, kBusy);
+  if (background_.busy()) return titan::str("that of step ", progress_->step, kBusy);
   if (options.peers && progress_->outcome.lost)
     return titan::str("the ranks fell out of step in that of step ", progress_->step);
   return writer_->busy_reason();
@@ -513,8 +484,8 @@ void Checkpointer::Impl::start(SaveJob job) {
   }
   // The thread may outlive this object, so it owns what it uses.
   const auto shared_job = std::make_shared<SaveJob>(std::move(job));
-  background_->start([=, progress = progress_, writer = writer_, buffer = buffer_, options = options,
-                      is_root = world.rank() == 0] {
+  background_.start([=, progress = progress_, writer = writer_, buffer = buffer_, options = options,
+                     is_root = world.rank() == 0] {
     if (later) {
       copy_or_note(*shared_job, options);
       set_staged(*progress);
@@ -550,7 +521,7 @@ std::string Checkpointer::Impl::late_text() const {
 
 std::string Checkpointer::Impl::wait_for_last() {
   const auto start = Clock::now();
-  if (background_->wait([&] { return takes_too_long(start); })) return failure();
+  if (background_.wait([&] { return takes_too_long(start); })) return failure();
   std::lock_guard lock(progress_->mutex);
   return late_text();
 }

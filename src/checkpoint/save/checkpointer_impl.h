@@ -18,15 +18,14 @@
 #include "checkpoint/save/save_plan.h"
 #include "checkpoint/save/save_writer.h"
 #include "titan/checkpoint/checkpointer.h"
-#include "titan/checkpoint/step_folder.h"
 
 namespace titan::checkpoint {
 namespace detail {
 
-/// A thread that does one job at a time.
+/// Does one job at a time, on a thread of its own.
 class Background {
  public:
-  Background();
+  Background() = default;
   /// A job in progress is abandoned.
   ~Background();
   Background(const Background&) = delete;
@@ -39,8 +38,13 @@ class Background {
   bool wait(const std::function<bool()>& give_up) const;
 
  private:
-  struct State;
-  std::shared_ptr<State> state_;
+  // Shared with the thread, which may outlive the object.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool busy = false;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
   std::thread thread_;
 };
 
@@ -55,21 +59,6 @@ struct Progress {
   SaveCounts counts;
   bool told = false;  // the failure was thrown
 };
-
-struct OpenedFolder {
-  std::optional<FolderLock> lock;  // rank 0's, of a folder that is written to
-  std::string run_id;              // the same on all ranks
-  std::vector<std::string> hosts;  // by rank
-};
-
-/// Collective. Rank 0 makes and locks the folder, removes leftovers, and writes a file there that all other
-/// ranks have to see within a minute or half of `timeout`, the group's. Throws the same Error on all ranks:
-/// what rank 0 couldn't do, or which ranks don't see its file.
-OpenedFolder open_shared_folder(dist::Group& group, const std::filesystem::path& folder,
-                                std::chrono::milliseconds timeout);
-
-/// Collective. Reads, makes and removes nothing: a folder that is only read from may be another run's.
-OpenedFolder open_to_read(dist::Group& group);
 
 /// Throws Error when there is a text.
 void throw_if(const Verdict& verdict);
@@ -136,7 +125,7 @@ struct Checkpointer::Impl {
   std::shared_ptr<detail::Progress> progress_ = std::make_shared<detail::Progress>();
   std::optional<detail::SavePlan> plan_;
   std::shared_ptr<detail::Staging> staging_;  // of the last save
-  std::optional<detail::Background> background_;
+  detail::Background background_;
   std::string told_reason_;  // why a save was last skipped, as logged
 };
 

@@ -21,6 +21,10 @@
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace titan::checkpoint::detail {
 namespace {
 
@@ -104,10 +108,7 @@ SavePlan::SavePlan(const std::vector<NamedTensor>& tensors, const dist::World& w
     known_.push_back({tensor.name, tensor.data.local.scalar_type(), tensor.data.global_shape, tensor.data.box,
                       tensor.duplicate});
   }
-  plan_pieces(tensors, world.rank());
-}
-
-void SavePlan::plan_pieces(const std::vector<NamedTensor>& tensors, int64_t rank) {
+  const int64_t rank = world.rank();
   std::map<std::string_view, size_t> positions;
   for (size_t i = 0; i < tensors.size(); ++i)
     if (!tensors[i].duplicate) positions.emplace(tensors[i].name, i);
@@ -153,13 +154,7 @@ at::Tensor part_of(const at::Tensor& local, const PlannedPiece& piece) {
   return part;
 }
 
-}  // namespace titan::checkpoint::detail
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
-namespace titan::checkpoint::detail {
+// ---- copying
 
 #ifdef __SSE2__
 
@@ -197,16 +192,6 @@ int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / un
 
 bool is_direct(const PlannedPiece& piece, const at::Tensor& local) {
   return piece.is_whole_rows && local.is_cpu() && local.is_contiguous();
-}
-
-const char* first_byte(const PlannedPiece& piece, const at::Tensor& local) {
-  const auto* bytes = static_cast<const char*>(local.const_data_ptr());
-  if (piece.start.empty()) return bytes;
-  return bytes + piece.start[0] * local.stride(0) * static_cast<int64_t>(local.itemsize());
-}
-
-at::Tensor tensor_at(char* memory, const PlannedPiece& piece, at::ScalarType dtype) {
-  return at::from_blob(memory, piece.box.length, at::TensorOptions().dtype(dtype));
 }
 
 }  // namespace
@@ -260,7 +245,8 @@ Staging::Staging(const SavePlan& plan, const std::vector<NamedTensor>& tensors, 
       pieces_.push_back({piece.name, piece.box, part_of(local, piece)});
       continue;
     }
-    at::Tensor target = tensor_at(buffer.data() + offsets[i], piece, local.scalar_type());
+    at::Tensor target =
+        at::from_blob(buffer.data() + offsets[i], piece.box.length, at::dtype(local.scalar_type()));
     add(piece, local, target);
     pieces_.push_back({piece.name, piece.box, std::move(target)});
   }
@@ -272,7 +258,7 @@ void Staging::add(const PlannedPiece& piece, const at::Tensor& local, const at::
     list.push_back({part_of(local, piece), target});
     return;
   }
-  const char* from = first_byte(piece, local);
+  const auto* from = static_cast<const char*>(part_of(local, piece).const_data_ptr());
   auto* to = static_cast<char*>(target.mutable_data_ptr());
   for (int64_t done = 0; done < piece.num_bytes; done += kCopyBytes)
     bytes_.push_back({from + done, to + done, std::min(kCopyBytes, piece.num_bytes - done)});

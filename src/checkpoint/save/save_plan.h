@@ -69,8 +69,6 @@ class SavePlan {
     bool duplicate;
   };
 
-  void plan_pieces(const std::vector<NamedTensor>& tensors, int64_t rank);
-
   std::vector<Known> known_;
   StateTable table_;
   std::vector<PlannedPiece> pieces_;

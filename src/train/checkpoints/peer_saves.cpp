@@ -15,7 +15,6 @@
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "train/checkpoints/step_choice.h"
 
 namespace titan::train {
 

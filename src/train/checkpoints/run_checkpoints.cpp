@@ -10,6 +10,7 @@
 #include <limits>
 
 #include <ATen/Parallel.h>
+#include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
 #include "config/differences.h"
@@ -24,7 +25,6 @@
 #include "titan/core/version.h"
 #include "titan/train/trainer.h"
 #include "train/checkpoints/peer_saves.h"
-#include "train/checkpoints/step_choice.h"
 
 namespace titan::train {
 
@@ -82,13 +82,13 @@ void warn_of_differences(const checkpoint::Manifest& manifest) {
 // Settings that may change the result; those of folders and logs don't.
 void warn_of_changed_settings(const std::string& saved, const std::string& now) {
   constexpr size_t kMostTold = 20;
-  const auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
-  std::string text;
-  for (size_t i = 0; i < std::min(changed.size(), kMostTold); ++i)
-    text += str(i == 0 ? "" : "; ", changed[i]);
-  if (changed.size() > kMostTold) text += str("; and ", changed.size() - kMostTold, " more");
-  if (!changed.empty())
-    log::warning_rank0("settings aren't those of the checkpoint (its | this run's): " + text);
+  auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
+  if (changed.empty()) return;
+  const size_t num_changed = changed.size();
+  changed.resize(std::min(num_changed, kMostTold));
+  if (num_changed > kMostTold) changed.push_back(str("and ", num_changed - kMostTold, " more"));
+  log::warning_rank0("settings aren't those of the checkpoint (its | this run's): " +
+                     c10::Join("; ", changed));
 }
 
 // A state in memory is damaged, as all ranks have found.

@@ -1,4 +1,4 @@
-#include "train/checkpoints/step_choice.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 #include <algorithm>
 
@@ -7,8 +7,6 @@
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
-#include "titan/dist/collectives.h"
-#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 

@@ -1,4 +1,4 @@
-#include "checkpoint/peer/generations.h"
+#include "checkpoint/peer/peer_folder.h"
 #include "checkpoint/save/rank_tree.h"
 
 #include <fstream>

@@ -6,7 +6,7 @@
 
 #include <thread>
 
-#include "checkpoint/load/open_files.h"
+#include "checkpoint/format/rank_file.h"
 #include "checkpoint_files.h"
 #include "temp_folder.h"
 #include "titan/core/error.h"
