@@ -1,6 +1,5 @@
 #include "titan/checkpoint/manifest.h"
 
-#include <algorithm>
 #include <charconv>
 #include <iomanip>
 #include <sstream>

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <utility>
 
 #include "checkpoint/format/safetensors_header.h"
 #include "core/hash.h"
@@ -380,42 +379,20 @@ std::span<const std::byte> bytes_of(const PieceToWrite& piece, int64_t begin, in
   return {static_cast<const std::byte*>(piece.data.const_data_ptr()) + begin, static_cast<size_t>(num_bytes)};
 }
 
-// Writes chunks, from several threads, and computes what the header says of their blocks.
-class ChunkWriter {
- public:
-  ChunkWriter(Storage::Writer& file, int64_t data_start, std::span<const PieceToWrite> pieces)
-      : file_(file), data_start_(data_start), pieces_(pieces), checksums_(blank_checksums(pieces)) {}
+// What the header says of the blocks, computed by several threads.
+struct BlockSummary {
+  Checksums checksums;
+  std::atomic<bool> finite{true};
 
-  void write(const Chunk& chunk) {
-    std::vector<std::span<const std::byte>> parts;
-    parts.reserve(chunk.segments.size());
-    for (const Segment& segment : chunk.segments) {
-      check(segment);
-      parts.push_back(bytes_of(pieces_[segment.piece], segment.begin, segment.num_bytes));
-    }
-    file_.write(parts, data_start_ + chunk.offset);
-  }
-
-  const Checksums& checksums() const { return checksums_; }
-  bool finite() const { return finite_; }
-
- private:
-  // Each block is a different element of `checksums_`, so threads don't conflict.
-  void check(const Segment& segment) {
-    const PieceToWrite& piece = pieces_[segment.piece];
+  // Each block is a different element of `checksums`, so threads don't conflict.
+  void add(const PieceToWrite& piece, const Segment& segment) {
     const int64_t end = segment.begin + segment.num_bytes;
     for (int64_t at = segment.begin; at < end; at += kBlockBytes) {
       const auto block = bytes_of(piece, at, std::min(kBlockBytes, end - at));
-      checksums_[segment.piece][static_cast<size_t>(at / kBlockBytes)] = checksum_of(block);
-      if (!all_finite(block, piece.data.scalar_type())) finite_ = false;
+      checksums[segment.piece][static_cast<size_t>(at / kBlockBytes)] = checksum_of(block);
+      if (!all_finite(block, piece.data.scalar_type())) finite = false;
     }
   }
-
-  Storage::Writer& file_;
-  const int64_t data_start_;
-  const std::span<const PieceToWrite> pieces_;
-  Checksums checksums_;
-  std::atomic<bool> finite_{true};
 };
 
 int64_t total_bytes(size_t header_bytes, std::span<const PieceToWrite> pieces) {
@@ -452,22 +429,29 @@ WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identi
                             std::span<const PieceToWrite> pieces, const WriteOptions& options) {
   TITAN_CHECK(options.num_threads >= 1, "a file needs at least one thread to write it, not ",
               options.num_threads);
-  const auto header_bytes = make_rank_file_header(identity, pieces, blank_checksums(pieces)).size();
+  BlockSummary blocks{.checksums = blank_checksums(pieces)};
+  const auto header_bytes = make_rank_file_header(identity, pieces, blocks.checksums).size();
   const int64_t num_bytes = total_bytes(header_bytes, pieces);
   const auto file = create(num_bytes);
-  ChunkWriter writer(*file, static_cast<int64_t>(header_bytes), pieces);
   const std::vector<Chunk> chunks = plan_chunks(pieces);
   run_tasks(options.num_threads, chunks.size(), [&](size_t index) {
-    writer.write(chunks[index]);
-    if (options.progress) options.progress(chunks[index].num_bytes);
+    const Chunk& chunk = chunks[index];
+    std::vector<std::span<const std::byte>> parts;
+    for (const Segment& segment : chunk.segments) {
+      const PieceToWrite& piece = pieces[segment.piece];
+      blocks.add(piece, segment);
+      parts.push_back(bytes_of(piece, segment.begin, segment.num_bytes));
+    }
+    file->write(parts, static_cast<int64_t>(header_bytes) + chunk.offset);
+    if (options.progress) options.progress(chunk.num_bytes);
   });
   // Last: a file without its header can't be mistaken for a whole one.
-  const std::string header = make_rank_file_header(identity, pieces, writer.checksums());
+  const std::string header = make_rank_file_header(identity, pieces, blocks.checksums);
   TITAN_INTERNAL_ASSERT(header.size() == header_bytes, "checksums have a fixed width");
   const auto bytes = std::as_bytes(std::span(header));
   file->write({&bytes, 1}, 0);
   file->finish();
-  return {.record = {.num_bytes = num_bytes, .header_digest = digest_of(header)}, .finite = writer.finite()};
+  return {.record = {.num_bytes = num_bytes, .header_digest = digest_of(header)}, .finite = blocks.finite};
 }
 
 RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank) {

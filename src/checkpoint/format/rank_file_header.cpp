@@ -7,7 +7,6 @@
 #include <array>
 #include <charconv>
 #include <cstring>
-#include <optional>
 
 #include "checkpoint/format/safetensors_header.h"
 #include "core/hash.h"
@@ -114,12 +113,12 @@ std::optional<std::vector<uint64_t>> parse_checksums(std::string_view text, int6
 RankFile::Entry parse_entry(std::string_view value, const SafetensorsInfo& info, const std::string& where) {
   const size_t prefix = value.find(kChecksumPrefix);
   TITAN_CHECK(prefix != std::string_view::npos, where, "its metadata has no '", kChecksumPrefix, "'");
-  std::string_view box_text = value.substr(0, prefix);
-  const bool spaced = box_text.empty() || box_text.ends_with(' ');
-  if (!box_text.empty() && spaced) box_text.remove_suffix(1);
-  auto box = parse_box(box_text);
-  TITAN_CHECK(box && spaced && box_text.empty() == info.shape.empty(), where, "'", box_text, "' isn't a box");
-  TITAN_CHECK(box->length == info.shape, where, "its box '", box_text, "' isn't of its shape ",
+  std::string_view ranges = value.substr(0, prefix);
+  const bool spaced = ranges.empty() || ranges.ends_with(' ');
+  if (!ranges.empty() && spaced) ranges.remove_suffix(1);
+  auto box = parse_box(ranges);
+  TITAN_CHECK(box && spaced && ranges.empty() == info.shape.empty(), where, "'", ranges, "' isn't a box");
+  TITAN_CHECK(box->length == info.shape, where, "its box '", ranges, "' isn't of its shape ",
               at::IntArrayRef(info.shape));
   const int64_t count = num_blocks(info.num_bytes);
   auto checksums = parse_checksums(value.substr(prefix + kChecksumPrefix.size()), count);

@@ -7,9 +7,7 @@
 #include <bit>
 #include <cstring>
 #include <deque>
-#include <optional>
 #include <set>
-#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>

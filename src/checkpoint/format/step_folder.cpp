@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
-#include <functional>
 #include <iterator>
-#include <string_view>
 #include <utility>
 
 #include "checkpoint/format/stored_files.h"

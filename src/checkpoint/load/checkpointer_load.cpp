@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
-#include <map>
 #include <numeric>
 #include <set>
 #include <sstream>

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <deque>
 #include <mutex>
-#include <optional>
-#include <span>
 #include <tuple>
 
 #include <ATen/ops/empty.h>

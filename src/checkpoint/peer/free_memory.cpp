@@ -10,7 +10,6 @@
 #include <charconv>
 #include <fstream>
 #include <map>
-#include <optional>
 #include <sstream>
 #include <string_view>
 #include <utility>

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
-#include <map>
-#include <set>
 #include <utility>
 
 #include <c10/util/StringUtil.h>
@@ -17,8 +15,6 @@
 #include "checkpoint/peer/peer_writer.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/durable.h"
-#include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"

@@ -21,7 +21,6 @@
 // then new copies can be made. Copies that take too long end the generation and nothing else.
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>

@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <cctype>
-#include <chrono>
 #include <exception>
 #include <numeric>
 #include <string_view>
@@ -23,7 +22,6 @@
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/dist/world.h"
 
 namespace titan::checkpoint {
 

@@ -81,7 +81,7 @@ struct Checkpointer::Impl {
   std::string wait_for_verdict();
   Loaded load(const std::filesystem::path& step_folder, const LoadOptions& options);
 
-  /// Of the objects with these keys; null: of all.
+  /// The states of the objects with these keys; null: of all.
   std::vector<detail::KeyedState> states(const std::set<std::string>* keys = nullptr) const;
 
   /// In a wait since `start`: this rank's own part of the save takes too long.

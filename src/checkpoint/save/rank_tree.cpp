@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <exception>
 #include <iterator>
 #include <optional>
-#include <set>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdint>
 #include <cstring>
-#include <exception>
 #include <map>
 #include <memory>
 
@@ -19,7 +17,6 @@
 #include "core/threads.h"
 #include "tensor/param_storage.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

@@ -1,10 +1,8 @@
 #include "checkpoint/save/save_writer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <exception>
-#include <random>
 #include <thread>
 #include <utility>
 
@@ -12,7 +10,6 @@
 
 #include "checkpoint/format/stored_files.h"
 #include "core/units.h"
-#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <exception>
-#include <functional>
 #include <limits>
 
 #include <ATen/Parallel.h>
@@ -15,7 +13,6 @@
 
 #include "config/differences.h"
 #include "core/units.h"
-#include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
