@@ -17,7 +17,8 @@
 //   const auto newest = newest_complete(folder, problems);
 //   if (newest) checkpointer.load(step_path(folder, *newest));
 //   at::Tensor weight = SavedState(step_path(folder, 500)).read("model.norm.weight");
-//   for (const auto& damage : verify_step(step_path(folder, 500)).damages) std::puts(to_string(damage).c_str());
+//   for (const Damage& damage : verify_step(step_path(folder, 500)).damages)
+//     std::puts(to_string(damage).c_str());
 
 #include <cstdint>
 #include <filesystem>
@@ -77,8 +78,8 @@ bool lacks_successor(const Leftover& leftover, const std::filesystem::path& fold
 /// Folders that made way for another kind of step, by name: "step-7.model", "step-7.state.2".
 std::vector<std::filesystem::path> list_put_aside(const std::filesystem::path& folder);
 
-// ---- reading one: whole tensors or boxes of them, assembled from whichever ranks' files hold the pieces; and
-// the check of every byte against its checksum
+// ---- reading one: whole tensors or boxes of them, assembled from whichever ranks' files hold the pieces;
+// and the check of every byte against its checksum
 
 /// A handle, safe to use from several threads. A rank's file is opened when a piece of it is first needed;
 /// when there are many, the most recently used ones stay open.

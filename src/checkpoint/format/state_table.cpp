@@ -114,91 +114,10 @@ void add_cuts(const DTensor& tensor, TensorLayout& layout) {
   }
 }
 
-}  // namespace
-
-TensorLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline) {
-  TITAN_CHECK(pipeline.num_axes() <= 1, "a pipeline has one axis, not ", pipeline.num_axes());
-  check_shape(tensor.global_shape);
-  TensorLayout layout;
-  if (pipeline.size() > 1) {
-    layout.axes.push_back(axis_of(pipeline, pipeline.axes()[0]));
-    layout.axes.back().only = pipeline.rank();
-  }
-  add_cuts(tensor, layout);
-  const int64_t rank = this_rank(tensor.mesh.num_axes() > 0 ? tensor.mesh : pipeline);
-  const Box box = box_of(layout, tensor.global_shape, rank);
-  TITAN_CHECK(box == tensor.box, "rank ", rank, "'s part of a tensor of ",
-              at::IntArrayRef(tensor.global_shape), " begins at ", at::IntArrayRef(tensor.box.offset),
-              " and has sizes ", at::IntArrayRef(tensor.box.length), "; its placements say ",
-              at::IntArrayRef(box.offset), " and ", at::IntArrayRef(box.length));
-  return layout;
-}
-
-void check_layout(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t world_size) {
-  TITAN_CHECK(world_size >= 1, "a world of ", world_size, " ranks");
-  check_shape(shape);
-  for (const LayoutAxis& axis : layout.axes) check_axis(axis, static_cast<int64_t>(shape.size()));
-  // From the fastest digit up: each begins at or above the end of the one below, and the last one's end
-  // divides the world size. So every combination of positions on the axes occurs with every combination of
-  // the digits between.
-  int64_t below = 1;
-  for (const LayoutAxis* axis : fastest_first(layout)) {
-    TITAN_CHECK(axis->stride % below == 0, described(*axis),
-                " isn't independent of a faster axis: its stride is no multiple of ", below);
-    TITAN_CHECK(axis->stride <= world_size / axis->size, described(*axis), " needs more than ", world_size,
-                " ranks");
-    below = axis->stride * axis->size;
-  }
-  TITAN_CHECK(world_size % below == 0, "axes that repeat every ", below, " ranks can't divide ", world_size,
-              " ranks");
-}
-
-bool holds(const TensorLayout& layout, int64_t rank) {
-  return std::all_of(layout.axes.begin(), layout.axes.end(), [&](const LayoutAxis& axis) {
-    return axis.only == -1 || axis.only == position_on(axis, rank);
-  });
-}
-
-Box box_of(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t rank) {
-  Box box{std::vector<int64_t>(shape.size(), 0), shape};
-  for (const LayoutAxis& axis : layout.axes) {
-    if (axis.dim == -1) continue;
-    const auto dim = static_cast<size_t>(axis.dim);
-    const Chunk chunk = chunk_of(box.length[dim], axis.size, position_on(axis, rank));
-    box.offset[dim] += chunk.offset;
-    box.length[dim] = chunk.length;
-  }
-  return box;
-}
-
-int64_t num_replicas(const TensorLayout& layout, int64_t world_size) {
-  for (const LayoutAxis& axis : layout.axes) world_size /= axis.size;
-  return world_size;
-}
-
-int64_t replica_of(const TensorLayout& layout, int64_t world_size, int64_t rank) {
-  const std::vector<Gap> gaps = gaps_fastest_first(layout, world_size);
-  int64_t replica = 0;
-  for (auto gap = gaps.rbegin(); gap != gaps.rend(); ++gap)
-    replica = replica * gap->size + rank / gap->stride % gap->size;
-  return replica;
-}
-
-int64_t rank_of_replica(const TensorLayout& layout, int64_t world_size, int64_t replica) {
-  int64_t rank = 0;
-  for (const Gap& gap : gaps_fastest_first(layout, world_size)) {
-    rank += replica % gap.size * gap.stride;
-    replica /= gap.size;
-  }
-  return rank;
-}
-
 // [Note: which rank writes what] A part that several ranks hold is cut into about as many pieces as it has
 // MiB, at most one per copy and one per row. The pieces are dealt to the copies of a layout's parts in turn,
 // the largest first: then no copy has more to write than another by more than one piece. All parts of a
 // tensor are dealt as its first one is, the largest.
-
-namespace {
 
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
 // Sums of sizes that a file claims can't overflow.
@@ -293,6 +212,85 @@ int64_t num_pieces_of(const Box& largest_part, int64_t num_bytes, int64_t num_re
 }
 
 }  // namespace
+
+TensorLayout layout_of(const DTensor& tensor, const DeviceMesh& pipeline) {
+  TITAN_CHECK(pipeline.num_axes() <= 1, "a pipeline has one axis, not ", pipeline.num_axes());
+  check_shape(tensor.global_shape);
+  TensorLayout layout;
+  if (pipeline.size() > 1) {
+    layout.axes.push_back(axis_of(pipeline, pipeline.axes()[0]));
+    layout.axes.back().only = pipeline.rank();
+  }
+  add_cuts(tensor, layout);
+  const int64_t rank = this_rank(tensor.mesh.num_axes() > 0 ? tensor.mesh : pipeline);
+  const Box box = box_of(layout, tensor.global_shape, rank);
+  TITAN_CHECK(box == tensor.box, "rank ", rank, "'s part of a tensor of ",
+              at::IntArrayRef(tensor.global_shape), " begins at ", at::IntArrayRef(tensor.box.offset),
+              " and has sizes ", at::IntArrayRef(tensor.box.length), "; its placements say ",
+              at::IntArrayRef(box.offset), " and ", at::IntArrayRef(box.length));
+  return layout;
+}
+
+void check_layout(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t world_size) {
+  TITAN_CHECK(world_size >= 1, "a world of ", world_size, " ranks");
+  check_shape(shape);
+  for (const LayoutAxis& axis : layout.axes) check_axis(axis, static_cast<int64_t>(shape.size()));
+  // From the fastest digit up: each begins at or above the end of the one below, and the last one's end
+  // divides the world size. So every combination of positions on the axes occurs with every combination of
+  // the digits between.
+  int64_t below = 1;
+  for (const LayoutAxis* axis : fastest_first(layout)) {
+    TITAN_CHECK(axis->stride % below == 0, described(*axis),
+                " isn't independent of a faster axis: its stride is no multiple of ", below);
+    TITAN_CHECK(axis->stride <= world_size / axis->size, described(*axis), " needs more than ", world_size,
+                " ranks");
+    below = axis->stride * axis->size;
+  }
+  TITAN_CHECK(world_size % below == 0, "axes that repeat every ", below, " ranks can't divide ", world_size,
+              " ranks");
+}
+
+bool holds(const TensorLayout& layout, int64_t rank) {
+  return std::all_of(layout.axes.begin(), layout.axes.end(), [&](const LayoutAxis& axis) {
+    return axis.only == -1 || axis.only == position_on(axis, rank);
+  });
+}
+
+Box box_of(const TensorLayout& layout, const std::vector<int64_t>& shape, int64_t rank) {
+  Box box{std::vector<int64_t>(shape.size(), 0), shape};
+  for (const LayoutAxis& axis : layout.axes) {
+    if (axis.dim == -1) continue;
+    const auto dim = static_cast<size_t>(axis.dim);
+    const Chunk chunk = chunk_of(box.length[dim], axis.size, position_on(axis, rank));
+    box.offset[dim] += chunk.offset;
+    box.length[dim] = chunk.length;
+  }
+  return box;
+}
+
+int64_t num_replicas(const TensorLayout& layout, int64_t world_size) {
+  for (const LayoutAxis& axis : layout.axes) world_size /= axis.size;
+  return world_size;
+}
+
+int64_t replica_of(const TensorLayout& layout, int64_t world_size, int64_t rank) {
+  const std::vector<Gap> gaps = gaps_fastest_first(layout, world_size);
+  int64_t replica = 0;
+  for (auto gap = gaps.rbegin(); gap != gaps.rend(); ++gap)
+    replica = replica * gap->size + rank / gap->stride % gap->size;
+  return replica;
+}
+
+int64_t rank_of_replica(const TensorLayout& layout, int64_t world_size, int64_t replica) {
+  int64_t rank = 0;
+  for (const Gap& gap : gaps_fastest_first(layout, world_size)) {
+    rank += replica % gap.size * gap.stride;
+    replica /= gap.size;
+  }
+  return rank;
+}
+
+// ---- the table
 
 std::string detail::name_problem(std::string_view name) {
   const auto is_control = [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; };

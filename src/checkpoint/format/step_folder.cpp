@@ -73,91 +73,6 @@ fs::path without_slash(const fs::path& folder) {
   return folder.has_filename() ? folder : folder.parent_path();
 }
 
-}  // namespace
-
-std::optional<std::string> detail::step_name_problem(const fs::path& step_folder, const Manifest& manifest) {
-  const auto step = step_of_name(without_slash(step_folder).filename().string());
-  if (!step || *step == manifest.step) return std::nullopt;
-  return str((step_folder / kManifestName).string(), " is of step ", manifest.step,
-             ", but its folder is named for step ", *step);
-}
-
-fs::path step_path(const fs::path& folder, int64_t step) { return folder / str(kPrefix, step); }
-
-fs::path pending_path(const fs::path& folder, int64_t step, const std::string& run_id) {
-  return hidden_path(folder, step, run_id, ".tmp");
-}
-
-std::vector<StepEntry> list_steps(const fs::path& folder) {
-  std::vector<StepEntry> steps;
-  for (const std::string& name : storage_of(folder).list(folder)) {
-    const auto step = step_of_name(name);
-    if (!step || detail::kind_of(folder / name) != Storage::Kind::Folder) continue;
-    steps.push_back({*step, folder / name, detail::is_file(folder / name / kManifestName)});
-  }
-  std::ranges::sort(steps, {}, &StepEntry::step);
-  return steps;
-}
-
-std::vector<Leftover> list_leftovers(const fs::path& folder) {
-  std::vector<Leftover> leftovers;
-  for (const std::string& name : storage_of(folder).list(folder)) {
-    auto leftover = leftover_of_name(name);
-    if (!leftover) continue;
-    leftover->path = folder / name;
-    leftovers.push_back(*std::move(leftover));
-  }
-  std::ranges::sort(leftovers, {}, &Leftover::path);
-  return leftovers;
-}
-
-bool lacks_successor(const Leftover& leftover, const fs::path& folder) {
-  return leftover.kind == LeftoverKind::Replaced && !detail::is_there(step_path(folder, leftover.step));
-}
-
-std::vector<fs::path> list_put_aside(const fs::path& folder) {
-  std::vector<fs::path> paths;
-  for (const std::string& name : storage_of(folder).list(folder))
-    if (is_put_aside(name)) paths.push_back(folder / name);
-  std::sort(paths.begin(), paths.end());
-  return paths;
-}
-
-Manifest read_manifest(const fs::path& folder) {
-  const fs::path path = folder / kManifestName;
-  return parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
-}
-
-std::vector<std::string> quick_problems(const fs::path& step_folder, const Manifest& manifest) {
-  std::vector<std::string> problems;
-  if (auto problem = detail::step_name_problem(step_folder, manifest)) problems.push_back(*problem);
-  for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
-    const fs::path file = step_folder / file_name(static_cast<int64_t>(rank));
-    if (auto problem = size_problem(file, manifest.files[rank].num_bytes)) problems.push_back(*problem);
-  }
-  return problems;
-}
-
-std::vector<std::string> quick_problems(const fs::path& step_folder) {
-  const fs::path manifest = step_folder / kManifestName;
-  if (!detail::is_file(manifest)) return {manifest.string() + detail::not_a_file(manifest)};
-  try {
-    return quick_problems(step_folder, read_manifest(step_folder));
-  } catch (const Error& error) {
-    return {error.what()};
-  }
-}
-
-std::optional<int64_t> newest_complete(const fs::path& folder, std::vector<std::string>& problems) {
-  const std::vector<StepEntry> steps = list_steps(folder);
-  for (auto entry = steps.rbegin(); entry != steps.rend(); ++entry) {
-    const auto found = quick_problems(entry->path);
-    if (found.empty()) return entry->step;
-    problems.insert(problems.end(), found.begin(), found.end());
-  }
-  return std::nullopt;
-}
-
 // [Note: what a kill leaves]
 //
 // A step gets its name by one rename. Where an older step has the name, the two names are exchanged at one
@@ -175,9 +90,6 @@ std::optional<int64_t> newest_complete(const fs::path& folder, std::vector<std::
 // A folder to be removed is renamed to .old first, which nothing restores, since it may be half empty. So
 // .replaced is always whole.
 
-namespace {
-
-namespace fs = std::filesystem;
 using detail::is_there;
 
 fs::path removed_path(const fs::path& folder, int64_t step, const std::string& run_id) {
@@ -291,6 +203,91 @@ bool is_good(const StepEntry& step) {
 }
 
 }  // namespace
+
+std::optional<std::string> detail::step_name_problem(const fs::path& step_folder, const Manifest& manifest) {
+  const auto step = step_of_name(without_slash(step_folder).filename().string());
+  if (!step || *step == manifest.step) return std::nullopt;
+  return str((step_folder / kManifestName).string(), " is of step ", manifest.step,
+             ", but its folder is named for step ", *step);
+}
+
+fs::path step_path(const fs::path& folder, int64_t step) { return folder / str(kPrefix, step); }
+
+fs::path pending_path(const fs::path& folder, int64_t step, const std::string& run_id) {
+  return hidden_path(folder, step, run_id, ".tmp");
+}
+
+std::vector<StepEntry> list_steps(const fs::path& folder) {
+  std::vector<StepEntry> steps;
+  for (const std::string& name : storage_of(folder).list(folder)) {
+    const auto step = step_of_name(name);
+    if (!step || detail::kind_of(folder / name) != Storage::Kind::Folder) continue;
+    steps.push_back({*step, folder / name, detail::is_file(folder / name / kManifestName)});
+  }
+  std::ranges::sort(steps, {}, &StepEntry::step);
+  return steps;
+}
+
+std::vector<Leftover> list_leftovers(const fs::path& folder) {
+  std::vector<Leftover> leftovers;
+  for (const std::string& name : storage_of(folder).list(folder)) {
+    auto leftover = leftover_of_name(name);
+    if (!leftover) continue;
+    leftover->path = folder / name;
+    leftovers.push_back(*std::move(leftover));
+  }
+  std::ranges::sort(leftovers, {}, &Leftover::path);
+  return leftovers;
+}
+
+bool lacks_successor(const Leftover& leftover, const fs::path& folder) {
+  return leftover.kind == LeftoverKind::Replaced && !detail::is_there(step_path(folder, leftover.step));
+}
+
+std::vector<fs::path> list_put_aside(const fs::path& folder) {
+  std::vector<fs::path> paths;
+  for (const std::string& name : storage_of(folder).list(folder))
+    if (is_put_aside(name)) paths.push_back(folder / name);
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+Manifest read_manifest(const fs::path& folder) {
+  const fs::path path = folder / kManifestName;
+  return parse_manifest(detail::read_text(path, kMaxManifestBytes), path);
+}
+
+std::vector<std::string> quick_problems(const fs::path& step_folder, const Manifest& manifest) {
+  std::vector<std::string> problems;
+  if (auto problem = detail::step_name_problem(step_folder, manifest)) problems.push_back(*problem);
+  for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
+    const fs::path file = step_folder / file_name(static_cast<int64_t>(rank));
+    if (auto problem = size_problem(file, manifest.files[rank].num_bytes)) problems.push_back(*problem);
+  }
+  return problems;
+}
+
+std::vector<std::string> quick_problems(const fs::path& step_folder) {
+  const fs::path manifest = step_folder / kManifestName;
+  if (!detail::is_file(manifest)) return {manifest.string() + detail::not_a_file(manifest)};
+  try {
+    return quick_problems(step_folder, read_manifest(step_folder));
+  } catch (const Error& error) {
+    return {error.what()};
+  }
+}
+
+std::optional<int64_t> newest_complete(const fs::path& folder, std::vector<std::string>& problems) {
+  const std::vector<StepEntry> steps = list_steps(folder);
+  for (auto entry = steps.rbegin(); entry != steps.rend(); ++entry) {
+    const auto found = quick_problems(entry->path);
+    if (found.empty()) return entry->step;
+    problems.insert(problems.end(), found.begin(), found.end());
+  }
+  return std::nullopt;
+}
+
+// ---- writing and removing
 
 FolderLock::FolderLock(const fs::path& folder) : lock_(storage_of(folder).lock(folder)) {}
 

@@ -62,82 +62,9 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
   return problems;
 }
 
-}  // namespace
-
-struct SavedState::Impl {
-  fs::path folder;
-  Manifest manifest;
-  detail::OpenFiles files;
-};
-
-SavedState::SavedState(const fs::path& step_folder) : SavedState(step_folder, read_manifest(step_folder)) {}
-SavedState::SavedState(const fs::path& step_folder, Manifest manifest)
-    : impl_(new Impl{step_folder, std::move(manifest), {step_folder, kMostOpenFiles}}) {}
-
-const fs::path& SavedState::folder() const { return impl_->folder; }
-const Manifest& SavedState::manifest() const { return impl_->manifest; }
-int64_t SavedState::bytes_read() const { return impl_->files.bytes_read(); }
-
-const StateTensor& SavedState::tensor(std::string_view name) const {
-  if (const auto position = table().find(name)) return table().tensors()[*position];
-  std::vector<std::string> known;
-  for (const StateTensor& tensor : table().tensors()) known.push_back(tensor.name);
-  throw Error(titan::detail::no_tensor_text(folder().string(), name, known));
-}
-
-void SavedState::read(std::string_view name, const Box& box, const at::Tensor& target) const {
-  const StateTensor& wanted = tensor(name);
-  TITAN_CHECK(target.scalar_type() == wanted.dtype, folder().string(), ": tensor '", name, "' is of ",
-              c10::toString(wanted.dtype), ", not ", c10::toString(target.scalar_type()));
-  TITAN_CHECK(target.sizes() == at::IntArrayRef(box.length), "a box of lengths ", at::IntArrayRef(box.length),
-              " of tensor '", name, "' can't be read into a tensor of shape ", target.sizes());
-  for (const Source& source : table().sources_of(*table().find(name), box)) {
-    const auto file = impl_->files.use(manifest(), source.rank);
-    check_entry(*file, wanted, source.box);
-    file->read(name, box, target);
-  }
-}
-
-at::Tensor SavedState::read(std::string_view name) const {
-  const StateTensor& wanted = tensor(name);
-  at::Tensor whole = at::empty(wanted.shape, at::dtype(wanted.dtype));
-  read(name, Box{std::vector<int64_t>(wanted.shape.size(), 0), wanted.shape}, whole);
-  return whole;
-}
-
-std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_size, int64_t most_bytes) {
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return {};
-  if (shape.empty()) return {Box{}};
-  // The dimension to cut: several of its indices fit, but not one index of the dimension before.
-  int64_t index_bytes = element_size;
-  for (int64_t length : shape) index_bytes *= length;
-  size_t cut = 0;
-  for (;; ++cut) {
-    index_bytes /= shape[cut];
-    if (index_bytes <= most_bytes || cut + 1 == shape.size()) break;
-  }
-  const int64_t step = std::max<int64_t>(1, most_bytes / index_bytes);
-  std::vector<Box> slabs;
-  std::vector<int64_t> offset(shape.size(), 0);
-  while (true) {
-    std::vector<int64_t> length = shape;
-    std::fill(length.begin(), length.begin() + static_cast<std::ptrdiff_t>(cut), 1);
-    length[cut] = std::min(step, shape[cut] - offset[cut]);
-    slabs.push_back({offset, length});
-    offset[cut] += length[cut];
-    for (size_t dim = cut; offset[dim] == shape[dim]; --dim) {  // carry
-      if (dim == 0) return slabs;
-      offset[dim] = 0;
-      ++offset[dim - 1];
-    }
-  }
-}
-
 // [Note: verifying] Threads take spans of a few blocks from one queue, in the order of the files: so the disk
 // is read forwards, and one large file keeps all threads busy. A file is open from its first span to its
 // last.
-
-namespace {
 
 constexpr int64_t kSpanBlocks = 8;
 constexpr size_t kMostNames = 5;
@@ -148,8 +75,8 @@ std::string without_path(std::string message, const fs::path& path) {
   return message.substr(std::min(message.size(), message.find_first_not_of(": ")));
 }
 
-// No page that was read stays in memory: a large checkpoint doesn't push everything else out. (What the kernel
-// keeps in a larger unit that extends beyond a span's bytes goes with the whole file.)
+// No page that was read stays in memory: a large checkpoint doesn't push everything else out. (What the
+// kernel keeps in a larger unit that extends beyond a span's bytes goes with the whole file.)
 struct FileUnderCheck {
   RankFile rank_file;
   int64_t rank;
@@ -304,6 +231,77 @@ VerifyReport manifest_report(const fs::path& path, const std::string& what) {
 }
 
 }  // namespace
+
+struct SavedState::Impl {
+  fs::path folder;
+  Manifest manifest;
+  detail::OpenFiles files;
+};
+
+SavedState::SavedState(const fs::path& step_folder) : SavedState(step_folder, read_manifest(step_folder)) {}
+SavedState::SavedState(const fs::path& step_folder, Manifest manifest)
+    : impl_(new Impl{step_folder, std::move(manifest), {step_folder, kMostOpenFiles}}) {}
+
+const fs::path& SavedState::folder() const { return impl_->folder; }
+const Manifest& SavedState::manifest() const { return impl_->manifest; }
+int64_t SavedState::bytes_read() const { return impl_->files.bytes_read(); }
+
+const StateTensor& SavedState::tensor(std::string_view name) const {
+  if (const auto position = table().find(name)) return table().tensors()[*position];
+  std::vector<std::string> known;
+  for (const StateTensor& tensor : table().tensors()) known.push_back(tensor.name);
+  throw Error(titan::detail::no_tensor_text(folder().string(), name, known));
+}
+
+void SavedState::read(std::string_view name, const Box& box, const at::Tensor& target) const {
+  const StateTensor& wanted = tensor(name);
+  TITAN_CHECK(target.scalar_type() == wanted.dtype, folder().string(), ": tensor '", name, "' is of ",
+              c10::toString(wanted.dtype), ", not ", c10::toString(target.scalar_type()));
+  TITAN_CHECK(target.sizes() == at::IntArrayRef(box.length), "a box of lengths ", at::IntArrayRef(box.length),
+              " of tensor '", name, "' can't be read into a tensor of shape ", target.sizes());
+  for (const Source& source : table().sources_of(*table().find(name), box)) {
+    const auto file = impl_->files.use(manifest(), source.rank);
+    check_entry(*file, wanted, source.box);
+    file->read(name, box, target);
+  }
+}
+
+at::Tensor SavedState::read(std::string_view name) const {
+  const StateTensor& wanted = tensor(name);
+  at::Tensor whole = at::empty(wanted.shape, at::dtype(wanted.dtype));
+  read(name, Box{std::vector<int64_t>(wanted.shape.size(), 0), wanted.shape}, whole);
+  return whole;
+}
+
+std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_size, int64_t most_bytes) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return {};
+  if (shape.empty()) return {Box{}};
+  // The dimension to cut: several of its indices fit, but not one index of the dimension before.
+  int64_t index_bytes = element_size;
+  for (int64_t length : shape) index_bytes *= length;
+  size_t cut = 0;
+  for (;; ++cut) {
+    index_bytes /= shape[cut];
+    if (index_bytes <= most_bytes || cut + 1 == shape.size()) break;
+  }
+  const int64_t step = std::max<int64_t>(1, most_bytes / index_bytes);
+  std::vector<Box> slabs;
+  std::vector<int64_t> offset(shape.size(), 0);
+  while (true) {
+    std::vector<int64_t> length = shape;
+    std::fill(length.begin(), length.begin() + static_cast<std::ptrdiff_t>(cut), 1);
+    length[cut] = std::min(step, shape[cut] - offset[cut]);
+    slabs.push_back({offset, length});
+    offset[cut] += length[cut];
+    for (size_t dim = cut; offset[dim] == shape[dim]; --dim) {  // carry
+      if (dim == 0) return slabs;
+      offset[dim] = 0;
+      ++offset[dim - 1];
+    }
+  }
+}
+
+// ---- verifying
 
 std::string to_string(const Damage& damage) {
   const std::string tensor = damage.tensor.empty() ? "" : titan::str(": tensor '", damage.tensor, "'");

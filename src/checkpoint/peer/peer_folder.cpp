@@ -189,8 +189,8 @@ std::vector<fs::path> peer_folders(const fs::path& parent) {
 }
 
 // Left by a job whose launcher was killed: nobody else removes them. A run's mark may have been copied with
-// the run's folder (train/checkpoints/peer_saves.h), so the mark alone isn't enough. The lock is held by whoever is using a
-// folder.
+// the run's folder (train/checkpoints/peer_saves.h), so the mark alone isn't enough. The lock is held by
+// whoever is using a folder.
 void remove_earlier_jobs(const fs::path& own, const PeerFolder::Options& options) {
   for (const fs::path& folder : peer_folders(options.parent)) {
     if (folder == own || !folder.filename().string().ends_with("-" + short_digest(options.run))) continue;
@@ -288,6 +288,28 @@ std::optional<LeftState> save_newest_generation(const fs::path& folder,
     state.problem = error.what();
   }
   return state;
+}
+
+// ---- which generation the ranks continue from, and how its files get to where they are read.
+
+constexpr dist::Label kPeerLoadLabel{.phase = "checkpoint::peer_load"};
+
+// Removed, so that a later start doesn't count on it either. Throws Error where the file exists but can't be
+// opened: that says nothing about its contents.
+std::string remove_if_damaged(const fs::path& folder, const Manifest& manifest, int64_t file) {
+  const fs::path path = folder / file_name(file);
+  if (fs::exists(path)) const detail::InputFile opened(path);
+  try {
+    detail::open_rank_file(folder, manifest, file).verify();
+    return "";
+  } catch (const Error& error) {
+    detail::remove_quietly(path);
+    return error.what();
+  }
+}
+
+bool is_at(const std::vector<int>& places, int place) {
+  return std::find(places.begin(), places.end(), place) != places.end();
 }
 
 }  // namespace
@@ -401,34 +423,6 @@ std::vector<LeftState> end_peer_folders(const fs::path& parent, const std::strin
   }
   return states;
 }
-
-// PeerFolder: which generation the ranks continue from, and how its files get to where they are read.
-
-namespace {
-
-namespace fs = std::filesystem;
-
-constexpr dist::Label kPeerLoadLabel{.phase = "checkpoint::peer_load"};
-
-// Removed, so that a later start doesn't count on it either. Throws Error where the file exists but can't be
-// opened: that says nothing about its contents.
-std::string remove_if_damaged(const fs::path& folder, const Manifest& manifest, int64_t file) {
-  const fs::path path = folder / file_name(file);
-  if (fs::exists(path)) const detail::InputFile opened(path);
-  try {
-    detail::open_rank_file(folder, manifest, file).verify();
-    return "";
-  } catch (const Error& error) {
-    detail::remove_quietly(path);
-    return error.what();
-  }
-}
-
-bool is_at(const std::vector<int>& places, int place) {
-  return std::find(places.begin(), places.end(), place) != places.end();
-}
-
-}  // namespace
 
 std::optional<int64_t> PeerFolder::choose_newest() {
   std::vector<std::string> problems;

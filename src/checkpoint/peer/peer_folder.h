@@ -32,8 +32,8 @@
 namespace titan::checkpoint {
 namespace detail {
 
-// ---- which places hold which files of which generation, who keeps whose copy, and which files have to be sent
-// where: arithmetic, the same on all ranks
+// ---- which places hold which files of which generation, who keeps whose copy, and which files have to be
+// sent where: arithmetic, the same on all ranks
 
 /// Which ranks share a folder of a host's memory. Places are numbered by their lowest rank.
 class PeerPlaces {

@@ -69,8 +69,8 @@ Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
 
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
-// ---- arrivals: the job's store says which call each rank has reached, so that a rank that waits in vain for one
-// that passes on others' answers can look up which of them is missing
+// ---- arrivals: the job's store says which call each rank has reached, so that a rank that waits in vain for
+// one that passes on others' answers can look up which of them is missing
 
 // This rank has reached call number `call`. Doesn't throw.
 void tell_arrival(const dist::World& world, const std::string& prefix, int64_t call) {

@@ -34,8 +34,8 @@
 
 namespace titan::checkpoint::detail {
 
-// ---- messages: numbers, texts, lists, maps and structs of them in one string, between ranks of one build. A struct
-// names its fields once, for both directions:
+// ---- messages: numbers, texts, lists, maps and structs of them in one string, between ranks of one build. A
+// struct names its fields once, for both directions:
 //
 //   static void fields(auto& wire, auto& self) { wire(self.rank, self.lost, self.text); }
 

@@ -54,6 +54,17 @@ std::vector<StateTensor> all_tensors(const std::vector<NamedTensor>& tensors, co
   return pipeline.size() > 1 ? decode_stages(texts) : own;
 }
 
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+// Large enough to be worth a thread's time.
+constexpr int64_t kCopyBytes = int64_t{16} << 20;
+
+int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+bool is_direct(const PlannedPiece& piece, const at::Tensor& local) {
+  return piece.is_whole_rows && local.is_cpu() && local.is_contiguous();
+}
+
 }  // namespace
 
 std::string encode_stage(const std::vector<StateTensor>& tensors) {
@@ -177,21 +188,6 @@ void streaming_copy(void* to, const void* from, size_t num_bytes) {
 void streaming_copy(void* to, const void* from, size_t num_bytes) { std::memcpy(to, from, num_bytes); }
 
 #endif
-
-namespace {
-
-constexpr int64_t kAlignment = 64;
-constexpr int64_t kHugePageBytes = int64_t{2} << 20;
-// Large enough to be worth a thread's time.
-constexpr int64_t kCopyBytes = int64_t{16} << 20;
-
-int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
-
-bool is_direct(const PlannedPiece& piece, const at::Tensor& local) {
-  return piece.is_whole_rows && local.is_cpu() && local.is_contiguous();
-}
-
-}  // namespace
 
 StagingBuffer::~StagingBuffer() { release(); }
 

@@ -172,8 +172,8 @@ void RunCheckpoints::load_or_fall_back(int64_t step) {
   load_or_fall_back(*before.step);
 }
 
-// Null: `load` succeeded. Otherwise what it threw where the step is damaged, of which it then warns; throws any
-// other failure.
+// Null: `load` succeeded. Otherwise what it threw where the step is damaged, of which this warns; any other
+// failure passes through.
 std::exception_ptr RunCheckpoints::damage_found_by(const std::function<void()>& load, int64_t step) const {
   std::exception_ptr failure;
   try {
@@ -224,8 +224,8 @@ void RunCheckpoints::warn_of_newer_steps(int64_t wanted) const {
                      "); until this run is past them, a start without load_step resumes from those"));
 }
 
-// What rank 0 can't read is an Error on all ranks, not a ConfigError: storage that doesn't answer may do so at the
-// next start.
+// What rank 0 can't read is an Error on all ranks, not a ConfigError: storage that doesn't answer may do so
+// at the next start.
 std::optional<int64_t> RunCheckpoints::find_step() const {
   const int64_t wanted = options_.settings.load_step;
   const StepChoice choice = choose_on_rank_0(world_, [&] {

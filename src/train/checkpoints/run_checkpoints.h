@@ -55,8 +55,8 @@ struct ManifestSummary {
 /// Rank 0 reads it; if it can't, every rank throws Error. Collective over the world.
 ManifestSummary read_summary(const std::filesystem::path& step_folder, const dist::World& world);
 
-/// What `part` returns on rank 0, on all ranks; what it throws there, every rank throws as Error. Collective over
-/// the world.
+/// What `part` returns on rank 0, on all ranks; what it throws there, every rank throws as Error. Collective
+/// over the world.
 std::string from_rank_0(const dist::World& world, dist::Label label,
                         const std::function<std::string()>& part);
 /// The same for a choice.
