@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <ATen/ops/from_blob.h>
+
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/save/rank_tree.h"
 #include "titan/checkpoint/step_folder.h"
@@ -100,9 +102,17 @@ std::vector<std::string> find_damage(const fs::path& step_folder, const dist::Wo
 
 std::string from_rank_0(const dist::World& world, dist::Label label,
                         const std::function<std::string()>& part) {
-  std::string text, problem;
-  if (world.rank() == 0) problem = problem_of([&] { text = part(); });
-  const std::string shared = world.everyone()->all_gather_text(to_wire(problem, text), label).front();
+  std::string text, problem, shared;
+  if (world.rank() == 0) {
+    problem = problem_of([&] { text = part(); });
+    shared = to_wire(problem, text);
+  }
+  // Not all_gather_text: it takes as much memory for each rank as the longest text has bytes.
+  const auto group = world.everyone();
+  shared.resize(static_cast<size_t>(group->sum(static_cast<int64_t>(shared.size()), label)));
+  if (world.size() > 1)
+    group->broadcast(at::from_blob(shared.data(), {static_cast<int64_t>(shared.size())}, at::kByte), 0, label)
+        .wait();
   WireReader{shared}(problem, text);
   if (!problem.empty()) throw Error(problem);
   return text;
