@@ -70,7 +70,7 @@ at::Tensor reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrde
 void reorder_rows(const at::Tensor& rows, int64_t rotary_head_dim, RowOrder to, const at::Tensor& target);
 
 /// The part `box`, in terms of the order `to`, of the tensor `name` that `file` holds in the other order.
-/// Reads the heads that the part has rows of.
+/// Reads the rows of that part, and at most as many rows between them.
 at::Tensor read_reordered(const SafetensorsFile& file, const std::string& name, const Box& box,
                           int64_t rotary_head_dim, RowOrder to);
 
