@@ -251,17 +251,14 @@ std::string_view without_padding(std::string_view json) {
 }  // namespace
 
 std::optional<c10::ScalarType> dtype_of_safetensors_name(std::string_view name) {
-  for (const auto& [row_name, dtype] : kDtypes) {
-    if (row_name == name) return dtype;
-  }
-  return std::nullopt;
+  const auto* const row = std::ranges::find(kDtypes, name, &Row::first);
+  return row == kDtypes.end() ? std::nullopt : std::optional(row->second);
 }
 
 std::string_view safetensors_name_of(c10::ScalarType dtype) {
-  for (const auto& [name, row_dtype] : kDtypes) {
-    if (row_dtype == dtype) return name;
-  }
-  TITAN_CHECK(false, "safetensors can't hold tensors of dtype ", c10::toString(dtype));
+  const auto* const row = std::ranges::find(kDtypes, dtype, &Row::second);
+  TITAN_CHECK(row != kDtypes.end(), "safetensors can't hold tensors of dtype ", c10::toString(dtype));
+  return row->first;
 }
 
 std::string no_tensor_text(const std::string& path, std::string_view name,

@@ -384,7 +384,7 @@ std::vector<Source> StateTable::sources_of(size_t tensor, const Box& wanted) con
               "': the wanted box isn't inside the tensor");
   if (wanted.numel() == 0) return {};
   const TensorLayout& layout = *tensors_[tensor].layout;
-  const auto [num_pieces, first_writer] = splits_[tensor];
+  const int64_t num_pieces = splits_[tensor].num_pieces, first_writer = splits_[tensor].first_writer;
   std::vector<Source> sources;
   const auto add_pieces = [&](const Box& part, int64_t rank) {
     const Range pieces =
