@@ -12,7 +12,6 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/model_spec.h"
-#include "train/checkpoints/step_choice.h"
 
 namespace titan::train {
 
@@ -126,9 +125,7 @@ std::optional<int64_t> end_of_run(const JobConfig& config) {
 
 bool run_has_ended(const JobConfig& config, const dist::World& world) {
   if (!leaves_its_end(config.checkpoint)) return false;
-  StepChoice last;
-  if (world.rank() == 0) last.step = end_of_run(config);
-  last = share(last, world);
+  const StepChoice last = choose_on_rank_0(world, [&] { return StepChoice{.step = end_of_run(config)}; });
   if (last.step)
     log::info_rank0(
         str("this run is complete: ", checkpoint::step_path(steps_folder(config), *last.step).string(),

@@ -18,7 +18,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include "titan/checkpoint/checkpointer.h"
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/tensor/dtensor.h"

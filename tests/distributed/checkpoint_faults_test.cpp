@@ -14,7 +14,6 @@
 
 #include "distributed/checkpoint_case.h"
 #include "e2e/command.h"
-#include "titan/checkpoint/saved_state.h"
 #include "titan/checkpoint/step_folder.h"
 
 namespace titan::testing {

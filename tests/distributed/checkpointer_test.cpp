@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/format/rank_file.h"
-#include "checkpoint/save/staging.h"
+#include "checkpoint/save/save_plan.h"
 #include "distributed/checkpoint_saver.h"
 
 namespace titan::checkpoint {
@@ -67,7 +67,7 @@ TEST(Checkpointer, WritesReplicasOnce) {
 TEST(Checkpointer, ReadsItsOwnFileOnceOnTheSameMesh) {
   const SharedFolder folder;
   const int64_t rows = 1500 * world().size();  // more than a block each
-  // More than is read at once (load_state.cpp); four such parts per rank make up the whole.
+  // More than is read at once (checkpointer_load.cpp); four such parts per rank make up the whole.
   const int64_t many = (world().size() <= 2 ? 14000 : 8) * world().size();
   ToyJob job(world(), {1, world().size(), 1},
              {{"huge", {many, 768}, at::kFloat, 0, -1},

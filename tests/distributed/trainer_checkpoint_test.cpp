@@ -5,7 +5,6 @@
 #include <sys/resource.h>
 
 #include "distributed/trainer_case.h"
-#include "titan/checkpoint/saved_state.h"
 #include "titan/checkpoint/step_folder.h"
 
 namespace titan::train {

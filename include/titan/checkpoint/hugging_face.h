@@ -31,7 +31,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "titan/checkpoint/safetensors.h"
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/parallel/parameters.h"
 
 namespace titan {

@@ -122,7 +122,6 @@ class StateTable {
     int64_t num_pieces = 1;
     int64_t first_writer = 0;
   };
-  class Search;
 
   void deal_pieces();
 

@@ -79,6 +79,8 @@ struct SafetensorsEntry {
   std::vector<int64_t> shape;
 };
 
+int64_t num_bytes(const SafetensorsEntry& entry);
+
 /// The order in which tensors are written: by element size, largest first, so that each is aligned, then by
 /// name.
 void sort_for_file(std::vector<SafetensorsEntry>& entries);

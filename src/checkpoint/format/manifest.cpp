@@ -1,12 +1,14 @@
 #include "titan/checkpoint/manifest.h"
 
-#include <algorithm>
 #include <charconv>
 #include <iomanip>
 #include <sstream>
+#include <utility>
 
-#include "checkpoint/format/names.h"
+#include <c10/util/StringUtil.h>
+
 #include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/format/stored_files.h"
 #include "core/json.h"
 #include "titan/core/error.h"
 
@@ -58,13 +60,6 @@ void check_size(size_t num_bytes) {
               " bytes; at most ", kMaxManifestBytes, " are allowed");
 }
 
-// Before they are copied.
-void check_size_of_texts(const Manifest& manifest) {
-  size_t num_bytes = manifest.config.size() + manifest.library.size();
-  for (const auto& [key, text] : manifest.texts) num_bytes += text.size();
-  check_size(num_bytes);
-}
-
 void check_files(const std::vector<FileRecord>& files) {
   TITAN_CHECK(!files.empty() && files.size() <= static_cast<size_t>(kMaxRanks), files.size(), " files; 1 to ",
               kMaxRanks, " are allowed");
@@ -81,32 +76,21 @@ void check_files(const std::vector<FileRecord>& files) {
 
 // ---- writing: a line for each tensor, layout, text and file, for people and their tools
 
-std::string joined(const std::vector<std::string>& elements, const char* separator = ",\n") {
-  std::string text;
-  for (const std::string& element : elements) {
-    if (!text.empty()) text += separator;
-    text += element;
-  }
-  return text;
-}
-
 std::string text_of(const TensorLayout& layout) {
   std::vector<std::string> axes;
   for (const LayoutAxis& axis : layout.axes)
     axes.push_back(str(R"({"axis":)", json_quoted(axis.name), R"(,"size":)", axis.size, R"(,"stride":)",
                        axis.stride, R"(,"dim":)", axis.dim, R"(,"only":)", axis.only, "}"));
-  return "[" + joined(axes, ",") + "]";
+  return "[" + c10::Join(",", axes) + "]";
 }
 
 std::string text_of(const StateTensor& tensor, size_t layout) {
-  std::vector<std::string> sizes;
-  for (const int64_t size : tensor.shape) sizes.push_back(std::to_string(size));
   return str("[", json_quoted(tensor.name), ",\"", titan::detail::safetensors_name_of(tensor.dtype), "\",[",
-             joined(sizes, ","), "],", layout, "]");
+             c10::Join(",", tensor.shape), "],", layout, "]");
 }
 
 std::string list_of(const std::vector<std::string>& elements) {
-  return str("[", elements.empty() ? "" : "\n", joined(elements), "]");
+  return str("[", elements.empty() ? "" : "\n", c10::Join(",\n", elements), "]");
 }
 
 // "layouts", each once, and "tensors", which refer to them by position.
@@ -125,7 +109,7 @@ std::string table_fields(const std::vector<StateTensor>& tensors) {
 std::string text_of(const std::map<std::string, std::string>& texts) {
   std::vector<std::string> fields;
   for (const auto& [key, value] : texts) fields.push_back(str(json_quoted(key), ":", json_quoted(value)));
-  return str("{", fields.empty() ? "" : "\n", joined(fields), "}");
+  return str("{", fields.empty() ? "" : "\n", c10::Join(",\n", fields), "}");
 }
 
 std::string text_of(const std::vector<FileRecord>& files) {
@@ -137,23 +121,22 @@ std::string text_of(const std::vector<FileRecord>& files) {
 
 // ---- reading
 
-class TableReader {
+// Reads the JSON; the form of its beginning is check_digest's matter.
+class ManifestReader {
  public:
-  TableReader() = default;
-  TableReader(const TableReader&) = delete;
-
-  JsonScope& layouts() { return layouts_scope_; }
-  JsonScope& tensors() { return tensors_scope_; }
-
-  // Once. Throws Error for a tensor whose layout doesn't exist.
-  std::vector<StateTensor> take() {
+  Manifest read(std::string_view text) {
+    const std::string problem = read_json(text, root_scope_);
+    TITAN_CHECK(problem.empty(), problem);
+    check_values(manifest_);
+    check_files(manifest_.files);
     for (size_t i = 0; i < tensors_.size(); ++i) {
       const int64_t position = layout_positions_[i];
       TITAN_CHECK(position >= 0 && position < static_cast<int64_t>(layouts_.size()), "tensors[", i,
                   "]: layout ", position, " of ", layouts_.size());
       tensors_[i].layout = layouts_[static_cast<size_t>(position)];
     }
-    return std::move(tensors_);
+    manifest_.table = StateTable(std::move(tensors_), static_cast<int64_t>(manifest_.files.size()));
+    return std::move(manifest_);
   }
 
  private:
@@ -161,9 +144,12 @@ class TableReader {
     layout_.axes.push_back(axis_);
     return "";
   }
+  std::string add_file() {
+    manifest_.files.push_back(std::move(file_));
+    return "";
+  }
   std::string add_layout() {
-    layouts_.push_back(std::make_shared<const TensorLayout>(std::move(layout_)));
-    layout_ = {};
+    layouts_.push_back(std::make_shared<const TensorLayout>(std::exchange(layout_, {})));
     return "";
   }
   std::string add_tensor() {
@@ -174,18 +160,23 @@ class TableReader {
     return "";
   }
 
+  Manifest manifest_;
   std::vector<std::shared_ptr<const TensorLayout>> layouts_;
   std::vector<StateTensor> tensors_;
   std::vector<int64_t> layout_positions_;  // of each tensor
 
-  // The element that is being read.
+  // What is being read.
+  int64_t format_ = 0;
+  std::string digest_;
+  FileRecord file_;
   TensorLayout layout_;
   LayoutAxis axis_;
   std::string name_, dtype_;
   std::vector<int64_t> shape_;
   int64_t layout_position_ = 0;
 
-  JsonRecord axis_scope_{JsonRecord::Form::Object,
+  using Form = JsonRecord::Form;
+  JsonRecord axis_scope_{Form::Object,
                          {{"axis", &axis_.name},
                           {"size", &axis_.size},
                           {"stride", &axis_.stride},
@@ -196,41 +187,16 @@ class TableReader {
   JsonList layouts_scope_{layout_scope_, kMaxLayouts};
   JsonNumbers shape_scope_{shape_, kMostDims};
   JsonRecord tensor_scope_{
-      JsonRecord::Form::Array,
+      Form::Array,
       {{"name", &name_}, {"dtype", &dtype_}, {"shape", &shape_scope_}, {"layout", &layout_position_}},
       [this] { return add_tensor(); }};
   JsonList tensors_scope_{tensor_scope_, kMaxTensors};
-};
-
-// Reads the JSON; the form of its beginning is check_digest's matter.
-class ManifestReader {
- public:
-  std::string read(std::string_view text) { return read_json(text, root_scope_); }
-
-  Manifest take() {
-    check_values(manifest_);
-    check_files(manifest_.files);
-    manifest_.table = StateTable(table_.take(), static_cast<int64_t>(manifest_.files.size()));
-    return std::move(manifest_);
-  }
-
- private:
-  std::string add_file() {
-    manifest_.files.push_back(std::move(file_));
-    return "";
-  }
-
-  Manifest manifest_;
-  FileRecord file_;
-  int64_t format_ = 0;
-  std::string digest_;
-  TableReader table_;
   JsonTexts texts_scope_{manifest_.texts, kMaxTexts};
-  JsonRecord file_scope_{JsonRecord::Form::Array,
+  JsonRecord file_scope_{Form::Array,
                          {{"num_bytes", &file_.num_bytes}, {"header_digest", &file_.header_digest}},
                          [this] { return add_file(); }};
   JsonList files_scope_{file_scope_, kMaxRanks};
-  JsonRecord manifest_scope_{JsonRecord::Form::Object,
+  JsonRecord manifest_scope_{Form::Object,
                              {{"run_id", &manifest_.run_id},
                               {"step", &manifest_.step},
                               {"library", &manifest_.library},
@@ -238,12 +204,11 @@ class ManifestReader {
                               {"finite", &manifest_.finite},
                               {"config", &manifest_.config},
                               {"texts", &texts_scope_},
-                              {"layouts", &table_.layouts()},
-                              {"tensors", &table_.tensors()},
+                              {"layouts", &layouts_scope_},
+                              {"tensors", &tensors_scope_},
                               {"files", &files_scope_}}};
   JsonRecord root_scope_{
-      JsonRecord::Form::Object,
-      {{"titan_checkpoint", &format_}, {"digest", &digest_}, {"manifest", &manifest_scope_}}};
+      Form::Object, {{"titan_checkpoint", &format_}, {"digest", &digest_}, {"manifest", &manifest_scope_}}};
 };
 
 // Removes `expected` from the front of `text`.
@@ -285,7 +250,9 @@ std::string file_name(int64_t rank) {
 
 std::string to_text(const Manifest& manifest) {
   check_values(manifest);
-  check_size_of_texts(manifest);
+  size_t num_text_bytes = manifest.config.size() + manifest.library.size();
+  for (const auto& [key, text] : manifest.texts) num_text_bytes += text.size();
+  check_size(num_text_bytes);  // before they are copied
   check_files(manifest.files);
   TITAN_CHECK(static_cast<int64_t>(manifest.files.size()) == manifest.table.world_size(), "a manifest with ",
               manifest.files.size(), " files of a table for ", manifest.table.world_size(), " ranks");
@@ -304,10 +271,7 @@ Manifest parse_manifest(std::string_view text, const std::filesystem::path& path
   try {
     check_size(text.size());
     check_digest(text);
-    ManifestReader reader;
-    const std::string problem = reader.read(text);
-    TITAN_CHECK(problem.empty(), problem);
-    return reader.take();
+    return ManifestReader().read(text);
   } catch (const Error& error) {
     throw Error(str(path.string(), ": ", error.what()));
   }

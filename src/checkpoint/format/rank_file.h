@@ -19,6 +19,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,8 +29,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include "checkpoint/format/stored_files.h"
 #include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/storage.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::checkpoint {
@@ -87,7 +89,7 @@ class RankFile {
   /// `identity`, a malformed header, boxes that don't match their tensors' shapes.
   RankFile(const std::filesystem::path& path, const FileIdentity& identity, const FileRecord& record);
 
-  const std::filesystem::path& path() const;
+  const detail::InputFile& file() const;
   const std::vector<std::string>& names() const;
   /// Throws Error where there is none.
   const Entry& entry(std::string_view name) const;
@@ -100,9 +102,6 @@ class RankFile {
 
   /// Reads and checks all blocks; `progress` gets the number of bytes. Throws Error.
   void verify(const std::function<void(int64_t bytes)>& progress = {}) const;
-
-  /// Bytes read so far, headers included, through all copies of this handle.
-  int64_t bytes_read() const;
 
  private:
   struct Impl;
@@ -124,6 +123,9 @@ uint64_t checksum_of(std::span<const std::byte> block);
 bool all_finite(std::span<const std::byte> bytes, at::ScalarType dtype);
 
 // ---- the header
+
+/// "0:512,256:512": begin:end of each dimension.
+std::string box_text(const Box& box);
 
 /// Per piece, its blocks' checksums.
 using Checksums = std::vector<std::vector<uint64_t>>;
@@ -173,6 +175,42 @@ using CreateFile = std::function<std::unique_ptr<Storage::Writer>(int64_t num_by
 /// As write_rank_file, to the file that `create` makes.
 WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identity,
                             std::span<const PieceToWrite> pieces, const WriteOptions& options);
+
+// ---- the files of a checkpoint that is being read
+
+/// Opens a rank's file in a step's folder. Throws Error as RankFile does, and for anything but a regular file
+/// of that folder: a link may point anywhere.
+RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank);
+
+/// Opens files when they are first needed, and closes the least recently used one when `most_open` are open:
+/// a process has a limited number of descriptors, and a checkpoint may have thousands of files.
+class OpenFiles {
+ public:
+  OpenFiles(std::filesystem::path step_folder, size_t most_open)
+      : folder_(std::move(step_folder)), most_open_(most_open) {}
+
+  /// The file stays open as long as the pointer lives.
+  std::shared_ptr<const RankFile> use(const Manifest& manifest, int64_t rank);
+  /// From all files, including those that were closed.
+  int64_t bytes_read() const;
+
+ private:
+  struct Slot {
+    std::mutex opening;
+    std::optional<RankFile> file;
+    uint64_t last_use = 0;
+  };
+
+  std::shared_ptr<Slot> take_slot(int64_t rank);
+  void close_oldest();
+
+  const std::filesystem::path folder_;
+  const size_t most_open_;
+  mutable std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<Slot>> slots_;  // one that is in use has other owners
+  uint64_t num_uses_ = 0;
+  int64_t bytes_of_closed_ = 0;
+};
 
 }  // namespace detail
 }  // namespace titan::checkpoint

@@ -1,13 +1,19 @@
+#include "checkpoint/format/rank_file.h"
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <optional>
+#include <cstring>
 
-#include "checkpoint/format/rank_file.h"
 #include "checkpoint/format/safetensors_header.h"
+#include "core/hash.h"
 #include "titan/core/error.h"
 
-namespace titan::checkpoint::detail {
+namespace titan::checkpoint {
+namespace detail {
 namespace {
 
 constexpr const char* kFormat = "titan rank file 1";
@@ -21,23 +27,13 @@ bool is_reserved(std::string_view name) {
 
 // ---- making
 
-void append_hex(std::string& text, uint64_t value) {
-  for (int shift = 60; shift >= 0; shift -= 4) text += "0123456789abcdef"[(value >> shift) & 15];
-}
-
 std::string metadata_value(const Box& box, const std::vector<uint64_t>& checksums) {
-  std::string text;
-  for (size_t dim = 0; dim < box.offset.size(); ++dim) {
-    if (dim > 0) text += ',';
-    text += std::to_string(box.offset[dim]);
-    text += ':';
-    text += std::to_string(box.offset[dim] + box.length[dim]);
-  }
+  std::string text = box_text(box);
   if (!text.empty()) text += ' ';
   text += kChecksumPrefix;
   for (size_t block = 0; block < checksums.size(); ++block) {
     if (block > 0) text += ',';
-    append_hex(text, checksums[block]);
+    text += hex(checksums[block]);
   }
   return text;
 }
@@ -117,12 +113,12 @@ std::optional<std::vector<uint64_t>> parse_checksums(std::string_view text, int6
 RankFile::Entry parse_entry(std::string_view value, const SafetensorsInfo& info, const std::string& where) {
   const size_t prefix = value.find(kChecksumPrefix);
   TITAN_CHECK(prefix != std::string_view::npos, where, "its metadata has no '", kChecksumPrefix, "'");
-  std::string_view box_text = value.substr(0, prefix);
-  const bool spaced = box_text.empty() || box_text.ends_with(' ');
-  if (!box_text.empty() && spaced) box_text.remove_suffix(1);
-  auto box = parse_box(box_text);
-  TITAN_CHECK(box && spaced && box_text.empty() == info.shape.empty(), where, "'", box_text, "' isn't a box");
-  TITAN_CHECK(box->length == info.shape, where, "its box '", box_text, "' isn't of its shape ",
+  std::string_view ranges = value.substr(0, prefix);
+  const bool spaced = ranges.empty() || ranges.ends_with(' ');
+  if (!ranges.empty() && spaced) ranges.remove_suffix(1);
+  auto box = parse_box(ranges);
+  TITAN_CHECK(box && spaced && ranges.empty() == info.shape.empty(), where, "'", ranges, "' isn't a box");
+  TITAN_CHECK(box->length == info.shape, where, "its box '", ranges, "' isn't of its shape ",
               at::IntArrayRef(info.shape));
   const int64_t count = num_blocks(info.num_bytes);
   auto checksums = parse_checksums(value.substr(prefix + kChecksumPrefix.size()), count);
@@ -158,7 +154,30 @@ FileIdentity parse_identity(const titan::detail::SafetensorsHeader& header, cons
           .world_size = number("world_size")};
 }
 
+// ---- checksums
+
+// Adding one to the last place of an exponent carries into the sign bit exactly if the exponent is all ones.
+// Every instruction set can vectorize that, unlike comparisons of 64-bit words.
+template <class Word>
+bool no_full_exponent(std::span<const std::byte> bytes, Word exponent, Word last_place) {
+  constexpr Word kSign = static_cast<Word>(Word{1} << (8 * sizeof(Word) - 1));
+  Word carried = 0;
+  for (size_t i = 0; i < bytes.size() / sizeof(Word); ++i) {
+    Word word;
+    std::memcpy(&word, bytes.data() + i * sizeof word, sizeof word);
+    carried = static_cast<Word>(carried | static_cast<Word>((word & exponent) + last_place));
+  }
+  return (carried & kSign) == 0;
+}
+
 }  // namespace
+
+std::string box_text(const Box& box) {
+  std::string text;
+  for (size_t dim = 0; dim < box.offset.size(); ++dim)
+    text += str(dim == 0 ? "" : ",", box.offset[dim], ":", box.offset[dim] + box.length[dim]);
+  return text;
+}
 
 Checksums blank_checksums(std::span<const PieceToWrite> pieces) {
   Checksums checksums;
@@ -215,4 +234,32 @@ std::string difference(const FileIdentity& found, const FileIdentity& expected) 
   return "";
 }
 
-}  // namespace titan::checkpoint::detail
+uint64_t checksum_of(std::span<const std::byte> block) { return XXH3_64bits(block.data(), block.size()); }
+
+bool all_finite(std::span<const std::byte> bytes, at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return no_full_exponent<uint64_t>(bytes, 0x7ff0'0000'0000'0000, 0x0010'0000'0000'0000);
+    case at::kFloat:
+      return no_full_exponent<uint32_t>(bytes, 0x7f80'0000, 0x0080'0000);
+    case at::kHalf:
+      return no_full_exponent<uint16_t>(bytes, 0x7c00, 0x0400);
+    case at::kBFloat16:
+      return no_full_exponent<uint16_t>(bytes, 0x7f80, 0x0080);
+    case at::kFloat8_e5m2:
+      return no_full_exponent<uint8_t>(bytes, 0x7c, 0x04);
+    case at::kFloat8_e4m3fn:  // has no infinities, and one NaN: all ones
+      return no_full_exponent<uint8_t>(bytes, 0x7f, 0x01);
+    default:
+      return true;
+  }
+}
+
+}  // namespace detail
+
+std::string digest_of(std::string_view bytes) {
+  const XXH128_hash_t hash = XXH3_128bits(bytes.data(), bytes.size());
+  return hex(hash.high64) + hex(hash.low64);
+}
+
+}  // namespace titan::checkpoint

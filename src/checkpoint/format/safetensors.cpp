@@ -1,18 +1,351 @@
 #include "titan/checkpoint/safetensors.h"
 
 #include <sys/mman.h>
+
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <deque>
+#include <set>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/accumulate.h>
+#include <nlohmann/json.hpp>
 
 #include "checkpoint/format/safetensors_header.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 
+// [Note: rules of the header] They are those of the format's reference reader, and where that is lax, of its
+// specification: the length is at most 100 MB and inside the file; the text is UTF-8, starts with '{' and is
+// padded with spaces only; no key is duplicated (readers that keep the first and readers that keep the last
+// would see different files); `__metadata__` maps strings to strings; sizes are computed with overflow
+// checks; sorted by offset, the tensors start at 0, touch each other and end with the file. The text is read
+// by events, not into a tree, so nesting deeper than a header's three levels is refused at once.
+
+static_assert(std::endian::native == std::endian::little, "tensors are mapped as they lie in the file");
+
 namespace titan {
+namespace detail {
+namespace {
+
+using Row = std::pair<std::string_view, c10::ScalarType>;
+constexpr std::array<Row, 12> kDtypes = {{
+    {"F64", c10::ScalarType::Double},
+    {"F32", c10::ScalarType::Float},
+    {"F16", c10::ScalarType::Half},
+    {"BF16", c10::ScalarType::BFloat16},
+    {"F8_E4M3", c10::ScalarType::Float8_e4m3fn},
+    {"F8_E5M2", c10::ScalarType::Float8_e5m2},
+    {"I64", c10::ScalarType::Long},
+    {"I32", c10::ScalarType::Int},
+    {"I16", c10::ScalarType::Short},
+    {"I8", c10::ScalarType::Char},
+    {"U8", c10::ScalarType::Byte},
+    {"BOOL", c10::ScalarType::Bool},
+}};
+
+using nlohmann::json;
+
+constexpr uint64_t kMaxHeaderBytes = 100'000'000;
+constexpr size_t kMaxRank = 64;
+// In memory a tensor takes several times its text.
+constexpr size_t kMaxTensors = 1'000'000;
+constexpr size_t kMaxMetadata = kMaxTensors + 1'000;  // a rank's file has one for each tensor
+constexpr const char* kMetadataKey = "__metadata__";
+
+// One entry while it is being read.
+struct RawEntry {
+  std::string name;
+  std::optional<std::string> dtype;
+  std::optional<std::vector<uint64_t>> shape;
+  std::optional<std::vector<uint64_t>> data_offsets;
+};
+
+bool has_control_character(std::string_view text) {
+  return std::any_of(text.begin(), text.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; });
+}
+
+// The parser's events, checked against the header's grammar. A handler that returns false stops the parser;
+// `problem` says why.
+class HeaderEvents final : public nlohmann::json_sax<json> {
+ public:
+  std::deque<RawEntry> entries;  // a vector of many small ones would take a multiple of the text at once
+  SafetensorsMetadata metadata;
+  std::string problem;
+
+  bool null() override { return unexpected("null"); }
+  bool boolean(bool) override { return unexpected("a boolean"); }
+  bool number_integer(number_integer_t) override { return unexpected("a negative number"); }
+  bool number_float(number_float_t, const string_t&) override {
+    return unexpected("a number that is no 64-bit integer");
+  }
+  bool binary(binary_t&) override { return unexpected("binary data"); }
+
+  bool number_unsigned(number_unsigned_t value) override {
+    if (state_ != State::Array) return unexpected("a number");
+    array_->push_back(value);
+    if (array_->size() > kMaxRank) return fail(str("an array of more than ", kMaxRank, " numbers"));
+    return true;
+  }
+
+  bool string(string_t& value) override {
+    if (state_ == State::Metadata) {
+      if (metadata.size() == kMaxMetadata) return fail(str("more than ", kMaxMetadata, " keys of metadata"));
+      metadata[key_] = value;
+      return true;
+    }
+    if (state_ != State::Entry || key_ != "dtype") return unexpected("a string");
+    entries.back().dtype = value;
+    return true;
+  }
+
+  bool start_object(std::size_t) override {
+    if (state_ == State::Start) return enter(State::Root);
+    if (state_ != State::Root) return unexpected("an object");
+    if (key_ == kMetadataKey) return enter(State::Metadata);
+    if (entries.size() == kMaxTensors) return fail(str("more than ", kMaxTensors, " tensors"));
+    entries.push_back({.name = key_, .dtype = {}, .shape = {}, .data_offsets = {}});
+    return enter(State::Entry);
+  }
+
+  bool end_object() override {
+    if (state_ == State::Entry) {
+      const RawEntry& entry = entries.back();
+      // At once: an incomplete entry takes much less text than memory.
+      if (!entry.dtype || !entry.shape || !entry.data_offsets)
+        return fail(str("tensor '", entry.name, "': needs dtype, shape and data_offsets"));
+    }
+    return enter(state_ == State::Root ? State::End : State::Root);
+  }
+
+  bool start_array(std::size_t) override {
+    if (state_ != State::Entry) return unexpected("an array");
+    if (key_ == "shape") {
+      array_ = &entries.back().shape.emplace();
+    } else if (key_ == "data_offsets") {
+      array_ = &entries.back().data_offsets.emplace();
+    } else {
+      return unexpected("an array");
+    }
+    return enter(State::Array);
+  }
+
+  bool end_array() override { return enter(State::Entry); }
+
+  bool key(string_t& value) override {
+    key_ = value;
+    if (state_ == State::Root) return root_key();
+    if (state_ == State::Metadata)
+      return metadata.count(key_) == 0 || fail(str("metadata key '", key_, "' occurs twice"));
+    return entry_key();
+  }
+
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception& error) override {
+    return fail(str("header is not valid JSON at byte ", position, ": ", error.what()));
+  }
+
+ private:
+  enum class State { Start, Root, Metadata, Entry, Array, End };
+
+  bool enter(State state) {
+    state_ = state;
+    return true;
+  }
+
+  bool root_key() {
+    if (has_control_character(key_)) return fail("a tensor's name contains control characters");
+    return names_.insert(key_).second || fail(str("tensor '", key_, "' occurs twice"));
+  }
+
+  bool entry_key() {
+    const RawEntry& entry = entries.back();
+    bool known = key_ == "dtype" || key_ == "shape" || key_ == "data_offsets";
+    if (!known) return fail(str("tensor '", entry.name, "': unknown key '", key_, "'"));
+    bool twice = (key_ == "dtype" && entry.dtype) || (key_ == "shape" && entry.shape) ||
+                 (key_ == "data_offsets" && entry.data_offsets);
+    return !twice || fail(str("tensor '", entry.name, "': key '", key_, "' occurs twice"));
+  }
+
+  bool unexpected(const char* what) {
+    if (state_ == State::Metadata) return fail(str("metadata '", key_, "' must be a string, not ", what));
+    if (state_ == State::Start) return fail(str("header must be an object, not ", what));
+    if (state_ == State::Root)
+      return fail(str("tensor '", key_, "' must be described by an object, not ", what));
+    return fail(str("tensor '", entries.back().name, "': ", what, " in '", key_, "'"));
+  }
+
+  bool fail(std::string message) {
+    problem = std::move(message);
+    return false;
+  }
+
+  State state_ = State::Start;
+  std::string key_;
+  std::vector<uint64_t>* array_ = nullptr;
+  std::set<std::string> names_;
+};
+
+// The size of the tensor in bytes; empty when it doesn't fit into 63 bits. Sizes of 0 count as 1 for that,
+// because strides are products too.
+std::optional<int64_t> checked_num_bytes(const std::vector<uint64_t>& shape, size_t element_size) {
+  int64_t num_bytes = static_cast<int64_t>(element_size);
+  bool empty = false;
+  for (uint64_t size : shape) {
+    empty |= size == 0;
+    if (size > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+    int64_t factor = std::max<int64_t>(static_cast<int64_t>(size), 1);
+    if (__builtin_mul_overflow(num_bytes, factor, &num_bytes)) return std::nullopt;
+  }
+  return empty ? 0 : num_bytes;
+}
+
+SafetensorsInfo checked_info(const RawEntry& entry, size_t data_start, size_t data_bytes,
+                             const std::string& where) {
+  TITAN_CHECK(entry.dtype && entry.shape && entry.data_offsets, where, "needs dtype, shape and data_offsets");
+  auto dtype = dtype_of_safetensors_name(*entry.dtype);
+  TITAN_CHECK(dtype, where, "unknown dtype '", *entry.dtype, "'");
+  TITAN_CHECK(entry.data_offsets->size() == 2, where, "data_offsets must be two numbers");
+  uint64_t begin = (*entry.data_offsets)[0], end = (*entry.data_offsets)[1];
+  TITAN_CHECK(begin <= end && end <= data_bytes, where, "bytes ", begin, " to ", end,
+              " are outside the file's data part of ", data_bytes, " bytes");
+  auto num_bytes = checked_num_bytes(*entry.shape, c10::elementSize(*dtype));
+  TITAN_CHECK(num_bytes, where, "the shape's size overflows");
+  TITAN_CHECK(static_cast<uint64_t>(*num_bytes) == end - begin, where, "shape and dtype make ", *num_bytes,
+              " bytes, data_offsets ", end - begin);
+  return {.dtype = *dtype,
+          .shape = {entry.shape->begin(), entry.shape->end()},
+          .offset = static_cast<int64_t>(data_start + begin),
+          .num_bytes = *num_bytes};
+}
+
+// Sorted by offset (tensors without elements first among equals), each has to start where the one before
+// ended.
+void check_tiling(SafetensorsHeader& header, size_t data_start, size_t file_size, const std::string& path) {
+  auto place = [&](const std::string& name) {
+    const auto& info = header.tensors.at(name);
+    return std::pair{info.offset, info.num_bytes};
+  };
+  std::sort(header.names.begin(), header.names.end(),
+            [&](const std::string& a, const std::string& b) { return place(a) < place(b); });
+  int64_t position = static_cast<int64_t>(data_start);
+  for (const auto& name : header.names) {
+    auto [offset, num_bytes] = place(name);
+    TITAN_CHECK(offset == position, path, ": tensor '", name,
+                "': ", offset < position ? "overlaps the one before" : "leaves a hole before it",
+                " (starts at byte ", offset, " of the file, expected ", position, ")");
+    position = offset + num_bytes;
+  }
+  TITAN_CHECK(position == static_cast<int64_t>(file_size), path, ": the tensors end at byte ", position,
+              ", the file at ", file_size);
+}
+
+std::string_view without_padding(std::string_view json) {
+  return json.substr(0, json.find_last_not_of(' ') + 1);
+}
+
+}  // namespace
+
+std::optional<c10::ScalarType> dtype_of_safetensors_name(std::string_view name) {
+  const auto* const row = std::ranges::find(kDtypes, name, &Row::first);
+  return row == kDtypes.end() ? std::nullopt : std::optional(row->second);
+}
+
+std::string_view safetensors_name_of(c10::ScalarType dtype) {
+  const auto* const row = std::ranges::find(kDtypes, dtype, &Row::second);
+  TITAN_CHECK(row != kDtypes.end(), "safetensors can't hold tensors of dtype ", c10::toString(dtype));
+  return row->first;
+}
+
+std::string no_tensor_text(const std::string& path, std::string_view name,
+                           const std::vector<std::string>& known) {
+  std::string text = str(path, ": no tensor '", name, "'");
+  for (const auto& near : nearest_names(name, known, 3)) text += str("; there is '", near, "'");
+  return text;
+}
+
+bool is_inside(const Box& box, const std::vector<int64_t>& shape) {
+  if (box.offset.size() != shape.size() || box.length.size() != shape.size()) return false;
+  for (size_t dim = 0; dim < shape.size(); ++dim)
+    if (box.offset[dim] < 0 || box.length[dim] < 0 || box.offset[dim] > shape[dim] ||
+        box.length[dim] > shape[dim] - box.offset[dim])
+      return false;
+  return true;
+}
+
+size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path) {
+  TITAN_CHECK(file_size >= sizeof(uint64_t) && beginning.size() >= sizeof(uint64_t), path,
+              ": not a safetensors file: ", file_size, " bytes, at least 8 expected");
+  uint64_t length = 0;
+  std::memcpy(&length, beginning.data(), sizeof length);
+  TITAN_CHECK(length <= kMaxHeaderBytes, path, ": header of ", length, " bytes; at most ", kMaxHeaderBytes,
+              " are allowed");
+  TITAN_CHECK(length <= file_size - sizeof length, path, ": truncated: header of ", length,
+              " bytes in a file of ", file_size);
+  return length;
+}
+
+SafetensorsHeader parse_safetensors_header(std::string_view json_text, size_t data_start, size_t file_size,
+                                           const std::string& path) {
+  std::string_view text = without_padding(json_text);
+  TITAN_CHECK(text.starts_with('{') && text.ends_with('}'), path,
+              ": header must start with '{' and end with '}', padded with spaces only");
+  // The parser takes a NUL for the end of its input.
+  TITAN_CHECK(text.find('\0') == std::string_view::npos, path, ": header contains a NUL byte");
+  HeaderEvents events;
+  bool valid =
+      json::sax_parse(text.begin(), text.end(), &events, json::input_format_t::json, /*strict=*/true);
+  TITAN_CHECK(valid, path, ": ", events.problem);
+
+  SafetensorsHeader header;
+  header.metadata = std::move(events.metadata);
+  for (const auto& entry : events.entries) {
+    std::string where = str(path, ": tensor '", entry.name, "': ");
+    header.tensors.emplace(entry.name, checked_info(entry, data_start, file_size - data_start, where));
+    header.names.push_back(entry.name);
+  }
+  check_tiling(header, data_start, file_size, path);
+  return header;
+}
+
+std::string make_safetensors_header(const std::vector<SafetensorsEntry>& entries,
+                                    const SafetensorsMetadata& metadata) {
+  TITAN_CHECK(entries.size() <= kMaxTensors && metadata.size() <= kMaxMetadata, "a file of ", entries.size(),
+              " tensors and ", metadata.size(), " metadata; at most ", kMaxTensors, " and ", kMaxMetadata,
+              " are allowed");
+  nlohmann::ordered_json root = nlohmann::ordered_json::object();
+  if (!metadata.empty()) root[kMetadataKey] = metadata;
+  // An ordered object is a list; looking up each name in it would take quadratic time.
+  auto& members = root.get_ref<nlohmann::ordered_json::object_t&>();
+  std::set<std::string_view> names;
+  int64_t position = 0;
+  for (const auto& entry : entries) {
+    TITAN_CHECK(entry.name != kMetadataKey && !has_control_character(entry.name), "'", entry.name,
+                "' can't name a tensor");
+    TITAN_CHECK(names.insert(entry.name).second, "tensor '", entry.name, "' is given twice");
+    auto num_bytes =
+        checked_num_bytes({entry.shape.begin(), entry.shape.end()}, c10::elementSize(entry.dtype));
+    TITAN_CHECK(num_bytes, "tensor '", entry.name, "': the shape's size overflows");
+    nlohmann::ordered_json value = {{"dtype", safetensors_name_of(entry.dtype)},
+                                    {"shape", entry.shape},
+                                    {"data_offsets", {position, position + *num_bytes}}};
+    members.push_back({entry.name, std::move(value)});
+    position += *num_bytes;
+  }
+  std::string text = root.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  uint64_t length = text.size();
+  TITAN_CHECK(length <= kMaxHeaderBytes, "a header of ", length, " bytes is above the format's limit");
+  std::string bytes(sizeof length, '\0');
+  std::memcpy(bytes.data(), &length, sizeof length);
+  return bytes + text;
+}
+
+}  // namespace detail
 
 struct SafetensorsFile::Contents {
   std::filesystem::path path;
@@ -32,13 +365,9 @@ bool is_aligned(const void* address, size_t alignment) {
 }
 
 void check_box(const Box& box, const SafetensorsInfo& info, std::string_view name, const std::string& path) {
-  bool fits = box.offset.size() == info.shape.size() && box.length.size() == info.shape.size();
-  for (size_t dim = 0; fits && dim < info.shape.size(); ++dim) {
-    fits = box.offset[dim] >= 0 && box.length[dim] >= 0 && box.offset[dim] <= info.shape[dim] &&
-           box.length[dim] <= info.shape[dim] - box.offset[dim];
-  }
-  TITAN_CHECK(fits, path, ": tensor '", name, "' of shape ", at::IntArrayRef(info.shape), " has no part at ",
-              at::IntArrayRef(box.offset), " of lengths ", at::IntArrayRef(box.length));
+  TITAN_CHECK(detail::is_inside(box, info.shape), path, ": tensor '", name, "' of shape ",
+              at::IntArrayRef(info.shape), " has no part at ", at::IntArrayRef(box.offset), " of lengths ",
+              at::IntArrayRef(box.length));
 }
 
 }  // namespace
@@ -64,9 +393,7 @@ bool SafetensorsFile::contains(std::string_view name) const {
 const SafetensorsInfo& SafetensorsFile::info(std::string_view name) const {
   auto found = contents_->header.tensors.find(name);
   if (found != contents_->header.tensors.end()) return found->second;
-  std::string message = str(path().string(), ": no tensor '", name, "'");
-  for (const auto& near : nearest_names(name, names(), 3)) message += str("; there is '", near, "'");
-  throw Error(message);
+  throw Error(detail::no_tensor_text(path().string(), name, names()));
 }
 
 at::Tensor SafetensorsFile::tensor(std::string_view name) const {
@@ -113,35 +440,15 @@ void SafetensorsFile::read_slice(std::string_view name, const Box& box, const at
   at::from_blob(target.data_ptr(), bytes.sizes(), at::dtype(at::kByte)).copy_(bytes);
 }
 
-namespace {
-
-void check_announced(const at::Tensor& tensor, const SafetensorsEntry& entry) {
-  TITAN_CHECK(tensor.sizes() == at::IntArrayRef(entry.shape) && tensor.scalar_type() == entry.dtype,
-              "tensor '", entry.name, "' is ", tensor.sizes(), " of ", tensor.scalar_type(),
-              ", announced as ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
+int64_t num_bytes(const SafetensorsEntry& entry) {
+  return c10::multiply_integers(entry.shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
 }
-
-void append_tensor(const AppendBytes& append, const at::Tensor& tensor) {
-  at::Tensor data = tensor.detach().to(at::kCPU).contiguous();
-  append({static_cast<const std::byte*>(data.const_data_ptr()), data.nbytes()});
-}
-
-int64_t file_bytes(const std::string& header, const std::vector<SafetensorsEntry>& entries) {
-  auto bytes = static_cast<int64_t>(header.size());
-  for (const SafetensorsEntry& entry : entries)
-    bytes += c10::multiply_integers(entry.shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
-  return bytes;
-}
-
-}  // namespace
 
 void sort_for_file(std::vector<SafetensorsEntry>& entries) {
-  auto key = [](const SafetensorsEntry& entry) {
+  std::ranges::sort(entries, {}, [](const SafetensorsEntry& entry) {
     return std::pair<int64_t, const std::string&>(-static_cast<int64_t>(c10::elementSize(entry.dtype)),
                                                   entry.name);
-  };
-  std::sort(entries.begin(), entries.end(),
-            [&](const SafetensorsEntry& a, const SafetensorsEntry& b) { return key(a) < key(b); });
+  });
 }
 
 void write_safetensors_in_parts(const std::filesystem::path& path,
@@ -159,19 +466,25 @@ void write_safetensors_in_parts(const std::filesystem::path& path,
                     "': a part of ", rows.numel(), " elements of ", rows.scalar_type(), ", expected at most ",
                     missing, " of ", entry.dtype);
         missing -= rows.numel();
-        append_tensor(append, rows);
+        const at::Tensor data = rows.detach().to(at::kCPU).contiguous();
+        append({static_cast<const std::byte*>(data.const_data_ptr()), data.nbytes()});
       });
       TITAN_CHECK(missing == 0, "tensor '", entry.name, "': its parts lack ", missing, " elements");
     }
   };
-  write_file_atomic(path, write, file_bytes(header, entries));
+  auto file_bytes = static_cast<int64_t>(header.size());
+  for (const SafetensorsEntry& entry : entries) file_bytes += num_bytes(entry);
+  write_file_atomic(path, write, file_bytes);
 }
 
 void write_safetensors(const std::filesystem::path& path, const std::vector<SafetensorsEntry>& entries,
                        const SafetensorsMetadata& metadata, const ProduceTensor& produce) {
   write_safetensors_in_parts(path, entries, metadata, [&](size_t index, const AppendTensor& append) {
     const at::Tensor tensor = produce(index);
-    check_announced(tensor, entries[index]);
+    const SafetensorsEntry& entry = entries[index];
+    TITAN_CHECK(tensor.sizes() == at::IntArrayRef(entry.shape) && tensor.scalar_type() == entry.dtype,
+                "tensor '", entry.name, "' is ", tensor.sizes(), " of ", tensor.scalar_type(),
+                ", announced as ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
     append(tensor);
   });
 }

@@ -26,6 +26,13 @@ struct SafetensorsHeader {
   SafetensorsMetadata metadata;
 };
 
+/// "PATH: no tensor 'NAME'; there is 'NEAR'"
+std::string no_tensor_text(const std::string& path, std::string_view name,
+                           const std::vector<std::string>& known);
+
+/// Whether a box is a part of a tensor of this shape.
+bool is_inside(const Box& box, const std::vector<int64_t>& shape);
+
 /// The length of the JSON header, from a file's beginning: 8 bytes, or all of a shorter file.
 size_t checked_header_length(std::string_view beginning, size_t file_size, const std::string& path);
 

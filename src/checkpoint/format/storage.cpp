@@ -9,6 +9,7 @@
 #include <array>
 #include <cctype>
 #include <cerrno>
+#include <random>
 #include <system_error>
 
 #include "checkpoint/format/stored_files.h"
@@ -299,6 +300,14 @@ std::unique_ptr<Storage::Writer> local_writer(const fs::path& path, int64_t num_
 std::string own_host() {
   std::array<char, 256> name{};
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "?";
+}
+
+std::string random_id() {
+  constexpr const char* digits = "0123456789abcdef";
+  std::random_device source;
+  std::string id;
+  while (id.size() < 32) id += digits[source() % 16];
+  return id;
 }
 
 }  // namespace detail

@@ -1,17 +1,20 @@
 #pragma once
 
-// Files of a checkpoint, in whatever storage (titan/checkpoint/storage.h) their path names.
+// Files of a checkpoint, in whatever storage (titan/checkpoint/storage.h) their path names, and the names in
+// them.
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 
 #include "core/durable.h"
+#include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/storage.h"
 
 namespace titan::checkpoint::detail {
@@ -58,5 +61,16 @@ std::unique_ptr<Storage::Writer> local_writer(const std::filesystem::path& path,
 
 /// The name of this machine; "?" where it has none.
 std::string own_host();
+/// 32 hexadecimal digits.
+std::string random_id();
+
+/// Why a tensor, an axis or a text can't have this name; empty: it can. Names appear in files, listings and
+/// error messages, and must not be mistaken for paths.
+std::string name_problem(std::string_view name);
+
+/// A folder "step-N" whose manifest is another step's was renamed, or mixed from two. A copy under any other
+/// name is what its manifest says.
+std::optional<std::string> step_name_problem(const std::filesystem::path& step_folder,
+                                             const Manifest& manifest);
 
 }  // namespace titan::checkpoint::detail

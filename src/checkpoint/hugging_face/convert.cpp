@@ -1,6 +1,8 @@
 // Converting weights between a saved state, one safetensors file and a Hugging Face folder, without a job.
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <set>
 #include <string_view>
 
@@ -19,81 +21,58 @@ constexpr std::string_view kModelPrefix = "model.";
 
 // ---- where weights come from
 
-class WeightSource {
- public:
-  virtual ~WeightSource() = default;
-  // For messages.
-  virtual std::string path() const = 0;
-  virtual std::vector<std::string> names() const = 0;
-  // Dtype and shape; nullopt: it has no such tensor.
-  virtual std::optional<SafetensorsEntry> find(const std::string& name) const = 0;
-  // Fills `target`, contiguous and of the source's dtype, with the elements in `box`; keeps no memory.
-  virtual void read(const std::string& name, const Box& box, const at::Tensor& target) const = 0;
+struct WeightSource {
+  std::string path;                // for messages
+  std::vector<std::string> names;  // in the source's order
+  std::map<std::string, SafetensorsEntry> tensors = {};
+  // Fills a tensor, contiguous and of the source's dtype, with the elements in the box; keeps no memory.
+  std::function<void(const std::string& name, const Box& box, const at::Tensor& target)> read = {};
 };
 
 // Files are memory-mapped: their pages are dropped after each read.
-class FileWeights : public WeightSource {
- public:
-  explicit FileWeights(const std::filesystem::path& file) : file_(file) {}
-  std::string path() const override { return file_.path().string(); }
-  std::vector<std::string> names() const override { return file_.names(); }
-  std::optional<SafetensorsEntry> find(const std::string& name) const override {
-    if (!file_.contains(name)) return std::nullopt;
-    return SafetensorsEntry{name, file_.info(name).dtype, file_.info(name).shape};
-  }
-  void read(const std::string& name, const Box& box, const at::Tensor& target) const override {
-    file_.read_slice(name, box, target);
-    file_.drop_pages();
-  }
+void read_and_drop(const SafetensorsFile& file, const std::string& name, const Box& box,
+                   const at::Tensor& target) {
+  file.read_slice(name, box, target);
+  file.drop_pages();
+}
 
- private:
-  SafetensorsFile file_;
-};
+WeightSource weights_of(const SafetensorsFile& file) {
+  WeightSource source{.path = file.path().string(), .names = file.names()};
+  for (const std::string& name : file.names())
+    source.tensors[name] = {name, file.info(name).dtype, file.info(name).shape};
+  source.read = [file](const std::string& name, const Box& box, const at::Tensor& target) {
+    read_and_drop(file, name, box, target);
+  };
+  return source;
+}
 
-// The shards of a Hugging Face folder, under its names. The folder outlives it.
-class FolderWeights : public WeightSource {
- public:
-  explicit FolderWeights(const HfFolder& folder) : folder_(folder) {}
-  std::string path() const override { return folder_.path().string(); }
-  std::vector<std::string> names() const override { return folder_.names(); }
-  std::optional<SafetensorsEntry> find(const std::string& name) const override {
-    if (!folder_.contains(name)) return std::nullopt;
-    const SafetensorsInfo& info = folder_.file_of(name).info(name);
-    return SafetensorsEntry{name, info.dtype, info.shape};
+// The shards of a Hugging Face folder, under its names.
+WeightSource weights_of(const HfFolder& folder) {
+  WeightSource source{.path = folder.path().string(), .names = folder.names()};
+  for (const std::string& name : folder.names()) {
+    const SafetensorsInfo& info = folder.file_of(name).info(name);
+    source.tensors[name] = {name, info.dtype, info.shape};
   }
-  void read(const std::string& name, const Box& box, const at::Tensor& target) const override {
-    folder_.file_of(name).read_slice(name, box, target);
-    folder_.file_of(name).drop_pages();
-  }
-
- private:
-  const HfFolder& folder_;
-};
+  source.read = [folder](const std::string& name, const Box& box, const at::Tensor& target) {
+    read_and_drop(folder.file_of(name), name, box, target);
+  };
+  return source;
+}
 
 // A saved state's tensors "model.NAME", as NAME.
-class StateWeights : public WeightSource {
- public:
-  explicit StateWeights(checkpoint::SavedState state) : state_(std::move(state)) {}
-  std::string path() const override { return state_.folder().string(); }
-  std::vector<std::string> names() const override {
-    std::vector<std::string> names;
-    for (const checkpoint::StateTensor& tensor : state_.table().tensors())
-      if (tensor.name.starts_with(kModelPrefix)) names.push_back(tensor.name.substr(kModelPrefix.size()));
-    return names;
+WeightSource weights_of(const checkpoint::SavedState& state) {
+  WeightSource source{.path = state.folder().string(), .names = {}};
+  for (const checkpoint::StateTensor& tensor : state.table().tensors()) {
+    if (!tensor.name.starts_with(kModelPrefix)) continue;
+    const std::string name = tensor.name.substr(kModelPrefix.size());
+    source.names.push_back(name);
+    source.tensors[name] = {name, tensor.dtype, tensor.shape};
   }
-  std::optional<SafetensorsEntry> find(const std::string& name) const override {
-    const auto position = state_.table().find(std::string(kModelPrefix) + name);
-    if (!position) return std::nullopt;
-    const checkpoint::StateTensor& tensor = state_.table().tensors()[*position];
-    return SafetensorsEntry{name, tensor.dtype, tensor.shape};
-  }
-  void read(const std::string& name, const Box& box, const at::Tensor& target) const override {
-    state_.read(std::string(kModelPrefix) + name, box, target);
-  }
-
- private:
-  checkpoint::SavedState state_;
-};
+  source.read = [state](const std::string& name, const Box& box, const at::Tensor& target) {
+    state.read(std::string(kModelPrefix) + name, box, target);
+  };
+  return source;
+}
 
 // ---- a piece at a time
 
@@ -133,7 +112,7 @@ class Converter {
   // Appends the source's tensor `name`, in the order and dtype in which it is written.
   void append(const std::string& name, at::ScalarType dtype, int64_t rotary_head_dim,
               const AppendTensor& append) {
-    const SafetensorsEntry entry = source_.find(name).value();
+    const SafetensorsEntry& entry = source_.tensors.at(name);
     for (const Box& box : pieces_of(entry, rotary_head_dim)) {
       at::Tensor piece = part_of(read_, box.length, entry.dtype);
       source_.read(name, box, piece);
@@ -161,28 +140,26 @@ class Converter {
 
 std::vector<std::string> differences(const WeightSource& source, const HfModel& model) {
   std::vector<std::string> problems;
-  const std::string path = source.path();
+  const std::string& path = source.path;
   std::set<std::string> expected;
   for (const HfTensor& tensor : model.tensors) {
     expected.insert(tensor.name);
-    const auto found = source.find(tensor.name);
-    if (!found) {
+    const auto found = source.tensors.find(tensor.name);
+    if (found == source.tensors.end())
       problems.push_back(titan::str(path, ": '", tensor.name, "' is missing"));
-    } else if (found->shape != tensor.shape) {
-      problems.push_back(titan::str(path, ": '", tensor.name, "' has shape ", at::IntArrayRef(found->shape),
+    else if (const auto& shape = found->second.shape; shape != tensor.shape)
+      problems.push_back(titan::str(path, ": '", tensor.name, "' has shape ", at::IntArrayRef(shape),
                                     ", the model's has ", at::IntArrayRef(tensor.shape)));
-    }
   }
-  for (const std::string& name : source.names())
+  for (const std::string& name : source.names)
     if (!expected.count(name))
       problems.push_back(titan::str(path, ": '", name, "' is not a parameter of the model"));
   return problems;
 }
 
-int64_t total_bytes(const std::vector<SafetensorsEntry>& entries) {
+int64_t total_bytes(const auto& entries) {
   int64_t total = 0;
-  for (const SafetensorsEntry& entry : entries)
-    total += c10::multiply_integers(entry.shape) * static_cast<int64_t>(c10::elementSize(entry.dtype));
+  for (const auto& entry : entries) total += num_bytes(entry);
   return total;
 }
 
@@ -192,19 +169,33 @@ void write_as_hf(const WeightSource& source, const std::filesystem::path& folder
   auto problems = differences(source, model);
   if (!problems.empty()) throw ConfigError(std::move(problems));
   std::vector<HfEntry> entries;
-  int64_t total = 0;
-  for (const HfTensor& tensor : model.tensors) {
-    entries.push_back({&tensor, options.dtype.value_or(source.find(tensor.name)->dtype)});
-    total += num_bytes(entries.back());
-  }
+  for (const HfTensor& tensor : model.tensors)
+    entries.push_back({&tensor, options.dtype.value_or(source.tensors.at(tensor.name).dtype)});
   // Each tensor is aligned in this order.
-  std::stable_sort(entries.begin(), entries.end(), [](const HfEntry& a, const HfEntry& b) {
-    return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
-  });
-  Converter converter(source, total, RowOrder::HuggingFace, options);
+  std::ranges::stable_sort(entries, std::greater(),
+                           [](const HfEntry& entry) { return c10::elementSize(entry.dtype); });
+  Converter converter(source, total_bytes(entries), RowOrder::HuggingFace, options);
   write_hf_folder(folder, model, entries, options.folder, [&](size_t index, const AppendTensor& append) {
     const HfTensor& tensor = *entries[index].tensor;
     converter.append(tensor.name, entries[index].dtype, tensor.rotary_head_dim, append);
+  });
+}
+
+// `hf_name` is the source's name of a tensor.
+void write_as_file(const WeightSource& source, const std::filesystem::path& file,
+                   const std::vector<HfTensor>& tensors, const ConvertOptions& options) {
+  std::map<std::string, const HfTensor*> by_name;
+  std::vector<SafetensorsEntry> entries;
+  for (const HfTensor& tensor : tensors) {
+    by_name.emplace(tensor.name, &tensor);
+    entries.push_back(
+        {tensor.name, options.dtype.value_or(source.tensors.at(tensor.hf_name).dtype), tensor.shape});
+  }
+  sort_for_file(entries);
+  Converter converter(source, total_bytes(entries), RowOrder::Ours, options);
+  write_safetensors_in_parts(file, entries, {}, [&](size_t index, const AppendTensor& append) {
+    const HfTensor& tensor = *by_name.at(entries[index].name);
+    converter.append(tensor.hf_name, entries[index].dtype, tensor.rotary_head_dim, append);
   });
 }
 
@@ -215,47 +206,28 @@ void convert_from_hf(const std::filesystem::path& folder, const std::filesystem:
   const HfFolder files(folder);
   auto problems = tensor_differences(files, model);
   if (!problems.empty()) throw ConfigError(std::move(problems));
-  const FolderWeights source(files);
-  std::map<std::string, const HfTensor*> tensors;
-  std::vector<SafetensorsEntry> entries;
-  for (const HfTensor& tensor : model.tensors) {
-    tensors.emplace(tensor.name, &tensor);
-    entries.push_back(
-        {tensor.name, options.dtype.value_or(source.find(tensor.hf_name)->dtype), tensor.shape});
-  }
-  sort_for_file(entries);
-  Converter converter(source, total_bytes(entries), RowOrder::Ours, options);
-  write_safetensors_in_parts(file, entries, {}, [&](size_t index, const AppendTensor& append) {
-    const HfTensor& tensor = *tensors.at(entries[index].name);
-    converter.append(tensor.hf_name, entries[index].dtype, tensor.rotary_head_dim, append);
-  });
+  write_as_file(weights_of(files), file, model.tensors, options);
 }
 
 void convert_to_hf(const std::filesystem::path& file, const std::filesystem::path& folder,
                    const HfModel& model, const ConvertOptions& options) {
-  write_as_hf(FileWeights(file), folder, model, options);
+  write_as_hf(weights_of(SafetensorsFile(file)), folder, model, options);
 }
 
 void convert_state(const checkpoint::SavedState& state, const std::filesystem::path& file,
                    const ConvertOptions& options) {
-  const StateWeights source(state);
-  std::vector<SafetensorsEntry> entries;
-  for (const std::string& name : source.names()) {
-    entries.push_back(source.find(name).value());
-    if (options.dtype) entries.back().dtype = *options.dtype;
-  }
-  if (entries.empty())
-    throw ConfigError(titan::str(source.path(), ": has no model: no tensor's name begins with 'model.'"));
-  sort_for_file(entries);
-  Converter converter(source, total_bytes(entries), RowOrder::Ours, options);
-  write_safetensors_in_parts(file, entries, {}, [&](size_t index, const AppendTensor& append) {
-    converter.append(entries[index].name, entries[index].dtype, /*rotary_head_dim=*/0, append);
-  });
+  const WeightSource source = weights_of(state);
+  std::vector<HfTensor> tensors;
+  for (const auto& [name, entry] : source.tensors)
+    tensors.push_back({.name = name, .hf_name = name, .shape = entry.shape});
+  if (tensors.empty())
+    throw ConfigError(titan::str(source.path, ": has no model: no tensor's name begins with 'model.'"));
+  write_as_file(source, file, tensors, options);
 }
 
 void convert_state_to_hf(const checkpoint::SavedState& state, const std::filesystem::path& folder,
                          const HfModel& model, const ConvertOptions& options) {
-  write_as_hf(StateWeights(state), folder, model, options);
+  write_as_hf(weights_of(state), folder, model, options);
 }
 
 }  // namespace titan

@@ -5,11 +5,11 @@
 #include <exception>
 #include <map>
 #include <set>
-#include <sstream>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include "checkpoint/save/rank_tree.h"
 #include "tensor/param_storage.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
@@ -41,34 +41,10 @@ bool any_rank(const DeviceMesh& mesh, bool value) {
 // Parallel pipelines each have a part of every stage; one of them carries whole tensors.
 bool has_writer(const DeviceMesh& pipeline) { return pipeline.ranks().front() == 0; }
 
-// The text that a stage sends its peers, a line for each tensor: dtype, shape, and the name, which may
-// contain spaces.
-std::string describe(const std::vector<SafetensorsEntry>& entries) {
-  std::string text;
-  for (const SafetensorsEntry& entry : entries) {
-    text += titan::str(static_cast<int>(entry.dtype), " ", entry.shape.size());
-    for (const int64_t size : entry.shape) text += titan::str(" ", size);
-    text += " " + entry.name + "\n";
-  }
-  return text;
-}
-
-std::vector<SafetensorsEntry> parse_entries(const std::string& text) {
-  std::vector<SafetensorsEntry> entries;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    std::istringstream fields(line);
-    int dtype = 0;
-    size_t dims = 0;
-    fields >> dtype >> dims;
-    SafetensorsEntry entry{"", static_cast<at::ScalarType>(dtype), std::vector<int64_t>(dims)};
-    for (int64_t& size : entry.shape) fields >> size;
-    fields.get();
-    std::getline(fields, entry.name);
-    entries.push_back(std::move(entry));
-  }
-  return entries;
-}
+// What a stage tells its peers of a tensor.
+struct SentEntry : SafetensorsEntry {
+  static void fields(auto& wire, auto& self) { wire(self.name, self.dtype, self.shape); }
+};
 
 // The tensors of the file in its order (sort_for_file), each gathered from all ranks of its stage when it is
 // asked for, and brought to the pipeline's first rank. A name on several stages is taken from the first.
@@ -78,18 +54,18 @@ class GatheredModel {
   GatheredModel(const std::vector<Parameter>& parameters, std::optional<at::ScalarType> export_dtype,
                 const DeviceMesh& pipeline)
       : pipeline_(pipeline) {
-    std::vector<SafetensorsEntry> own;
+    std::vector<SentEntry> own;
     for (const auto& parameter : parameters) {
       if (parameter.duplicate) continue;
       TITAN_CHECK(parameters_.emplace(parameter.name, &parameter).second,
                   "two parameters have the same name, '", parameter.name, "'");
       at::ScalarType dtype = export_dtype.value_or(parameter.data.local.scalar_type());
-      own.push_back({parameter.name, dtype, parameter.data.global_shape});
+      own.push_back({{parameter.name, dtype, parameter.data.global_shape}});
     }
-    std::vector<std::string> texts = {describe(own)};
+    std::vector<std::string> texts = {checkpoint::detail::to_wire(own)};
     if (pipeline_.size() > 1) texts = pipeline_.group()->all_gather_text(texts[0], kLabel);
     for (size_t rank = 0; rank < texts.size(); ++rank)
-      for (SafetensorsEntry& entry : parse_entries(texts[rank]))
+      for (SentEntry& entry : checkpoint::detail::from_wire<std::vector<SentEntry>>(texts[rank]))
         if (owners_.emplace(entry.name, static_cast<int>(rank)).second) entries_.push_back(std::move(entry));
     sort_for_file(entries_);
   }
@@ -158,29 +134,13 @@ void check_materialized(const Parameter& parameter) {
               "' has no memory yet: materialize() the model first");
 }
 
-// The names of the parameters of all ranks of the pipeline together (collective over it); none without a
-// pipeline.
-std::set<std::string> names_of_pipeline(const std::vector<Parameter>& parameters,
-                                        const DeviceMesh& pipeline) {
-  std::set<std::string> names;
-  if (pipeline.size() == 1) return names;
-  std::string own;
-  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
-  for (const std::string& text : pipeline.group()->all_gather_text(own, kLabel)) {
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) names.insert(line);
-  }
-  return names;
-}
-
-// Why `file` doesn't hold the weights of `parameters` and of the other stages, a line each.
+// Why `file` doesn't hold the weights of `parameters` and of the other stages, whose names are among
+// `expected`, a line each.
 std::vector<std::string> differences(const std::vector<Parameter>& parameters,
-                                     const std::set<std::string>& other_stages, const SafetensorsFile& file) {
+                                     const std::set<std::string>& expected, const SafetensorsFile& file) {
   std::vector<std::string> problems;
-  std::set<std::string> expected = other_stages;
   const std::string path = file.path().string();
   for (const auto& parameter : parameters) {
-    expected.insert(parameter.name);
     if (!file.contains(parameter.name)) {
       problems.push_back(titan::str(path, ": parameter '", parameter.name, "' is missing"));
     } else if (const auto& shape = file.info(parameter.name).shape; shape != parameter.data.global_shape) {
@@ -216,9 +176,11 @@ const HfTensor& tensor_of(const ByName& tensors, const std::string& name, const 
 
 void load_model(const std::vector<Parameter>& parameters, const std::filesystem::path& path,
                 const DeviceMesh& pipeline) {
-  const std::set<std::string> other_stages = names_of_pipeline(parameters, pipeline);
+  std::vector<std::string> own;
+  for (const Parameter& parameter : parameters) own.push_back(parameter.name);
+  const auto expected = checkpoint::detail::names_of_stages(own, pipeline, kLabel);
   SafetensorsFile file(path);
-  auto problems = differences(parameters, other_stages, file);
+  auto problems = differences(parameters, expected, file);
   if (!problems.empty()) throw ConfigError(std::move(problems));
   at::NoGradGuard no_grad;
   for (const auto& parameter : parameters) {

@@ -3,19 +3,19 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
-#include <map>
 #include <numeric>
 #include <set>
 #include <sstream>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
 
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/save/checkpointer_impl.h"
 #include "core/threads.h"
-#include "titan/checkpoint/saved_state.h"
+#include "core/units.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -25,13 +25,10 @@ using detail::agree;
 using detail::Answer;
 using detail::NamedTensor;
 using detail::problem_of;
-using detail::shape_text;
 using detail::throw_if;
 using detail::Verdict;
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr dist::Label kLoadLabel{.phase = "checkpoint::load"};
 // Bytes that a thread reads at once: enough to keep a disk busy, little compared with the tensors.
@@ -44,9 +41,7 @@ constexpr size_t kShownProblems = 100;
 std::string object_key(const std::string& name) { return name.substr(0, name.find('.')); }
 
 std::string quoted_list(const std::vector<std::string>& names) {
-  std::string text;
-  for (const auto& name : names) text += titan::str(text.empty() ? "'" : ", '", name, "'");
-  return text.empty() ? "none" : text;
+  return names.empty() ? "none" : titan::str("'", c10::Join("', '", names), "'");
 }
 
 std::set<std::string> keys_in(const Manifest& manifest) {
@@ -97,8 +92,8 @@ std::string difference_of(const NamedTensor& tensor, const LoadOptions& options,
   if (!position) return titan::str("tensor '", tensor.name, "' isn't in the checkpoint");
   const StateTensor& saved = manifest.table.tensors()[*position];
   if (saved.shape != tensor.data.global_shape)
-    return titan::str("tensor '", tensor.name, "' has shape ", shape_text(saved.shape),
-                      " in the checkpoint, here it has ", shape_text(tensor.data.global_shape));
+    return titan::str("tensor '", tensor.name, "' has shape ", at::IntArrayRef(saved.shape),
+                      " in the checkpoint, here it has ", at::IntArrayRef(tensor.data.global_shape));
   const at::ScalarType dtype = tensor.data.local.scalar_type();
   if (saved.dtype == dtype || options.convert_dtypes) return "";
   return titan::str("tensor '", tensor.name, "' is ", saved.dtype, " in the checkpoint, here it is ", dtype,
@@ -177,11 +172,11 @@ void read_tensors(const SavedState& saved, const std::vector<NamedTensor>& tenso
 
 // ---- lines of problems
 
-std::string joined_lines(const std::vector<std::string>& lines) {
-  std::string text;
-  for (size_t i = 0; i < std::min(lines.size(), kShownProblems); ++i) text += (i == 0 ? "" : "\n") + lines[i];
-  if (lines.size() > kShownProblems) text += titan::str("\nand ", lines.size() - kShownProblems, " more");
-  return text;
+std::string joined_lines(std::vector<std::string> lines) {
+  const size_t num_lines = lines.size();
+  lines.resize(std::min(num_lines, kShownProblems));
+  if (num_lines > kShownProblems) lines.push_back(titan::str("and ", num_lines - kShownProblems, " more"));
+  return c10::Join("\n", lines);
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
@@ -215,17 +210,6 @@ void Checkpointer::Impl::check_problems(const std::filesystem::path& folder,
   if (!lines.empty()) throw ConfigError(std::move(lines));
 }
 
-std::set<std::string> Checkpointer::Impl::names_of_all_stages(const std::vector<NamedTensor>& tensors) const {
-  detail::WireWriter out;
-  for (const NamedTensor& tensor : tensors) out(tensor.name);
-  std::vector<std::string> stages = {out.take()};
-  if (pipeline.size() > 1) stages = pipeline.group()->all_gather_text(stages[0], kLoadLabel);
-  std::set<std::string> names;
-  for (const std::string& stage : stages)
-    for (detail::WireReader in(stage); !in.done();) names.insert(in.get<std::string>());
-  return names;
-}
-
 std::vector<NamedTensor> Checkpointer::Impl::tensors_to_load(const std::filesystem::path& folder,
                                                              const LoadOptions& load_options,
                                                              const Manifest& manifest,
@@ -234,8 +218,10 @@ std::vector<NamedTensor> Checkpointer::Impl::tensors_to_load(const std::filesyst
   for (const auto& [key, object] : objects) registered.push_back(key);
   keys = keys_to_load(registered, load_options, manifest, problems);
   std::vector<NamedTensor> tensors;
-  throw_if(agree(*control_, problem_of([&] { tensors = detail::tensors_of(states(keys)); })));
-  const auto names = names_of_all_stages(tensors);
+  throw_if(agree(*control_, problem_of([&] { tensors = detail::tensors_of(states(&keys)); })));
+  std::vector<std::string> own;
+  for (const NamedTensor& tensor : tensors) own.push_back(tensor.name);
+  const auto names = detail::names_of_stages(own, pipeline, kLoadLabel);
   for (const NamedTensor& tensor : tensors)
     if (std::string problem = difference_of(tensor, load_options, manifest); !problem.empty())
       problems.push_back(std::move(problem));
@@ -247,7 +233,7 @@ std::vector<NamedTensor> Checkpointer::Impl::tensors_to_load(const std::filesyst
 }
 
 Loaded Checkpointer::Impl::load(const std::filesystem::path& folder, const LoadOptions& load_options) {
-  const auto start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   throw_if(agree(*control_, wait_for_last()));
   std::optional<SavedState> saved;
   throw_if(agree(*control_, problem_of([&] { saved.emplace(folder); })));
@@ -270,7 +256,7 @@ Loaded Checkpointer::Impl::load(const std::filesystem::path& folder, const LoadO
     for (const std::string& key : keys) objects.at(key)->loaded(loaded.manifest.texts[key]);
   }));
   loaded.num_bytes_read = saved->bytes_read();
-  loaded.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  loaded.seconds = seconds_since(start);
   log::debug(
       titan::str("loaded ", folder.string(), " (step ", loaded.manifest.step, ") in ", loaded.seconds, " s"));
   return loaded;

@@ -1,11 +1,17 @@
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 
 #include <algorithm>
+#include <deque>
+#include <mutex>
+#include <tuple>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
 
+#include "checkpoint/format/rank_file.h"
+#include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/stored_files.h"
-#include "checkpoint/load/open_files.h"
+#include "core/threads.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {
@@ -16,41 +22,25 @@ namespace fs = std::filesystem;
 // Well below the 1024 descriptors that a process may have by default.
 constexpr size_t kMostOpenFiles = 256;
 
-std::string text_of(const Box& box) {
-  std::string text;
-  for (size_t dim = 0; dim < box.offset.size(); ++dim)
-    text += titan::str(dim == 0 ? "" : ",", box.offset[dim], ":", box.offset[dim] + box.length[dim]);
-  return titan::str("[", text, "]");
-}
-
 std::string entry_problem(const RankFile::Entry& entry, const StateTensor& tensor, const Box& box) {
   if (entry.dtype != tensor.dtype)
     return titan::str("is of ", c10::toString(entry.dtype), "; the manifest says ",
                       c10::toString(tensor.dtype));
   if (entry.box != box)
-    return titan::str("is ", text_of(entry.box), " of it; the manifest says ", text_of(box));
+    return titan::str("is [", detail::box_text(entry.box), "] of it; the manifest says [",
+                      detail::box_text(box), "]");
   return "";
 }
 
-}  // namespace
-
-namespace detail {
-
-RankFile open_rank_file(const fs::path& step_folder, const Manifest& manifest, int64_t rank) {
-  const fs::path path = step_folder / file_name(rank);
-  if (!is_file(path))
-    throw Error(titan::str(path.string(), not_a_file(path), is_there(path) ? "; links aren't followed" : ""));
-  const FileIdentity identity{manifest.run_id, manifest.step, rank, manifest.table.world_size()};
-  return RankFile(path, identity, manifest.files.at(static_cast<size_t>(rank)));
-}
-
+// Throws Error unless the header's entry is what the manifest says of this piece.
 void check_entry(const RankFile& file, const StateTensor& tensor, const Box& box) {
   const std::string problem = entry_problem(file.entry(tensor.name), tensor, box);
   if (!problem.empty())
-    throw Error(
-        titan::str(file.path().string(), ": its header's part of tensor '", tensor.name, "' ", problem));
+    throw Error(titan::str(file.file().path().string(), ": its header's part of tensor '", tensor.name, "' ",
+                           problem));
 }
 
+// Where a header's entries contradict the manifest: a line for each tensor.
 std::map<std::string, std::string> header_problems(const RankFile& file, const StateTable& table,
                                                    int64_t rank) {
   std::map<std::string, std::string> problems;
@@ -72,53 +62,175 @@ std::map<std::string, std::string> header_problems(const RankFile& file, const S
   return problems;
 }
 
-OpenFiles::Lease OpenFiles::use(const Manifest& manifest, int64_t rank) {
-  Slot& slot = take_slot(rank);
-  try {
-    // Other threads wait here for this file, and for no other.
-    const std::lock_guard lock(slot.opening);
-    if (!slot.file) slot.file = open_rank_file(folder_, manifest, rank);
-  } catch (...) {
-    release(slot);
-    throw;
+// [Note: verifying] Threads take spans of a few blocks from one queue, in the order of the files: so the disk
+// is read forwards, and one large file keeps all threads busy. A file is open from its first span to its
+// last.
+
+constexpr int64_t kSpanBlocks = 8;
+constexpr size_t kMostNames = 5;
+
+// For a message about a file whose path is shown already.
+std::string without_path(std::string message, const fs::path& path) {
+  if (message.starts_with(path.string())) message.erase(0, path.string().size());
+  return message.substr(std::min(message.size(), message.find_first_not_of(": ")));
+}
+
+// No page that was read stays in memory: a large checkpoint doesn't push everything else out. (What the
+// kernel keeps in a larger unit that extends beyond a span's bytes goes with the whole file.)
+struct FileUnderCheck {
+  RankFile rank_file;
+  int64_t rank;
+  ~FileUnderCheck() { rank_file.file().drop(0, 0); }
+};
+
+// Some blocks of a tensor's piece.
+struct BlockSpan {
+  std::shared_ptr<const FileUnderCheck> file;
+  std::string tensor;
+  const RankFile::Entry* entry = nullptr;  // of `file`
+  int64_t first_block = 0;
+  int64_t num_blocks = 0;
+};
+
+std::vector<BlockSpan> spans_of(const std::shared_ptr<const FileUnderCheck>& file) {
+  std::vector<BlockSpan> spans;
+  for (const std::string& name : file->rank_file.names()) {
+    const RankFile::Entry& entry = file->rank_file.entry(name);
+    const auto num_blocks = static_cast<int64_t>(entry.checksums.size());
+    for (int64_t block = 0; block < num_blocks; block += kSpanBlocks)
+      spans.push_back({file, name, &entry, block, std::min(kSpanBlocks, num_blocks - block)});
   }
-  return Lease(*this, slot);
+  return spans;
 }
 
-OpenFiles::Slot& OpenFiles::take_slot(int64_t rank) {
-  const std::lock_guard lock(mutex_);
-  if (slots_.find(rank) == slots_.end() && slots_.size() >= most_open_) close_oldest();
-  Slot& slot = slots_[rank];
-  ++slot.num_users;
-  slot.last_use = ++num_uses_;
-  return slot;
+// The tensors that are lost with a file: "; it has parts of 14 tensors: 'a', 'b', ...".
+std::string tensors_text(const StateTable& table, int64_t rank) {
+  const std::vector<Piece> pieces = table.pieces_of(rank);
+  std::string text =
+      titan::str("; it has parts of ", pieces.size(), pieces.size() == 1 ? " tensor" : " tensors");
+  for (size_t i = 0; i < std::min(pieces.size(), kMostNames); ++i)
+    text += titan::str(i == 0 ? ": '" : ", '", table.tensors()[pieces[i].tensor].name, "'");
+  return text + (pieces.size() > kMostNames ? ", ..." : "");
 }
 
-void OpenFiles::release(Slot& slot) {
-  const std::lock_guard lock(mutex_);
-  --slot.num_users;
-}
-
-void OpenFiles::close_oldest() {
-  auto oldest = slots_.end();
-  for (auto slot = slots_.begin(); slot != slots_.end(); ++slot) {
-    if (slot->second.num_users > 0) continue;
-    if (oldest == slots_.end() || slot->second.last_use < oldest->second.last_use) oldest = slot;
+int64_t total_bytes(const StateTable& table) {
+  int64_t bytes = 0;
+  for (const StateTensor& tensor : table.tensors()) {
+    bytes += c10::multiply_integers(tensor.shape) * static_cast<int64_t>(c10::elementSize(tensor.dtype));
   }
-  if (oldest == slots_.end()) return;  // all are being read: one more than usual stays open for a while
-  if (oldest->second.file) bytes_of_closed_ += oldest->second.file->bytes_read();
-  slots_.erase(oldest);
-}
-
-int64_t OpenFiles::bytes_read() const {
-  const std::lock_guard lock(mutex_);
-  int64_t bytes = bytes_of_closed_;
-  for (const auto& [rank, slot] : slots_)
-    if (slot.file) bytes += slot.file->bytes_read();
   return bytes;
 }
 
-}  // namespace detail
+// Neighbouring blocks with the same problem.
+bool continues(const Damage& last, const Damage& next) {
+  return next.num_blocks > 0 && last.first_block + last.num_blocks == next.first_block &&
+         std::tie(last.file, last.tensor, last.what) == std::tie(next.file, next.tensor, next.what);
+}
+
+class VerifyWork {
+ public:
+  // The arguments outlive it.
+  VerifyWork(const fs::path& step_folder, const Manifest& manifest, const VerifyOptions& options)
+      : folder_(step_folder), manifest_(manifest), options_(options), total_(total_bytes(manifest.table)) {}
+
+  // Takes spans until none is left. By any number of threads.
+  void run() {
+    std::vector<std::byte> buffer;
+    while (const auto span = next()) check(*span, buffer);
+  }
+
+  // After all threads have returned.
+  VerifyReport report() {
+    std::stable_sort(found_.begin(), found_.end(), [](const Found& a, const Found& b) {
+      return std::tie(a.rank, a.offset) < std::tie(b.rank, b.offset);
+    });
+    VerifyReport report{.damages = {},
+                        .num_files = manifest_.table.world_size(),
+                        .num_tensors = static_cast<int64_t>(manifest_.table.tensors().size()),
+                        .num_bytes = done_};
+    for (Found& found : found_) {
+      if (!report.damages.empty() && continues(report.damages.back(), found.damage))
+        ++report.damages.back().num_blocks;
+      else
+        report.damages.push_back(std::move(found.damage));
+    }
+    return report;
+  }
+
+ private:
+  struct Found {
+    int64_t rank = 0;
+    int64_t offset = 0;  // in the file
+    Damage damage;
+  };
+
+  std::optional<BlockSpan> next() {
+    const std::lock_guard lock(mutex_);
+    while (spans_.empty() && rank_ < manifest_.table.world_size()) open_next();
+    if (spans_.empty()) return std::nullopt;
+    BlockSpan span = std::move(spans_.front());
+    spans_.pop_front();
+    return span;
+  }
+
+  void open_next() {
+    const int64_t rank = rank_++;
+    try {
+      const std::shared_ptr<const FileUnderCheck> file(
+          new FileUnderCheck{detail::open_rank_file(folder_, manifest_, rank), rank});
+      for (const auto& [name, what] : header_problems(file->rank_file, manifest_.table, rank))
+        found_.push_back({rank, 0, {file->rank_file.file().path(), name, 0, 0, what}});
+      for (BlockSpan& span : spans_of(file)) spans_.push_back(std::move(span));
+    } catch (const Error& error) {
+      const fs::path path = folder_ / file_name(rank);
+      const std::string what = without_path(error.what(), path) + tensors_text(manifest_.table, rank);
+      found_.push_back({rank, 0, {path, "", 0, 0, what}});
+    }
+  }
+
+  void check(const BlockSpan& span, std::vector<std::byte>& buffer) {
+    const RankFile::Entry& entry = *span.entry;
+    const detail::InputFile& file = span.file->rank_file.file();
+    for (int64_t block = span.first_block; block < span.first_block + span.num_blocks; ++block) {
+      const int64_t begin = block * kBlockBytes, length = std::min(kBlockBytes, entry.num_bytes - begin);
+      buffer.resize(static_cast<size_t>(length));
+      std::string what;
+      try {
+        file.read(buffer, entry.offset + begin);
+        if (detail::checksum_of(buffer) != entry.checksums[static_cast<size_t>(block)])
+          what = "the bytes don't match their checksum";
+      } catch (const Error& error) {
+        what = without_path(error.what(), file.path());
+      }
+      const std::lock_guard lock(mutex_);
+      if (!what.empty())
+        found_.push_back(
+            {span.file->rank, entry.offset + begin, {file.path(), span.tensor, block, 1, std::move(what)}});
+      done_ += length;
+      if (options_.progress) options_.progress(done_, total_);
+    }
+    file.drop(entry.offset + span.first_block * kBlockBytes, span.num_blocks * kBlockBytes);
+  }
+
+  const fs::path& folder_;
+  const Manifest& manifest_;
+  const VerifyOptions& options_;
+  const int64_t total_;
+
+  std::mutex mutex_;
+  int64_t rank_ = 0;
+  std::deque<BlockSpan> spans_;
+  std::vector<Found> found_;
+  int64_t done_ = 0;
+};
+
+VerifyReport manifest_report(const fs::path& path, const std::string& what) {
+  VerifyReport report;
+  report.damages.push_back({path, "", 0, 0, without_path(what, path)});
+  return report;
+}
+
+}  // namespace
 
 struct SavedState::Impl {
   fs::path folder;
@@ -138,9 +250,7 @@ const StateTensor& SavedState::tensor(std::string_view name) const {
   if (const auto position = table().find(name)) return table().tensors()[*position];
   std::vector<std::string> known;
   for (const StateTensor& tensor : table().tensors()) known.push_back(tensor.name);
-  std::string message = titan::str(folder().string(), ": no tensor '", name, "'");
-  for (const auto& near : nearest_names(name, known, 3)) message += titan::str("; there is '", near, "'");
-  throw Error(message);
+  throw Error(titan::detail::no_tensor_text(folder().string(), name, known));
 }
 
 void SavedState::read(std::string_view name, const Box& box, const at::Tensor& target) const {
@@ -150,9 +260,9 @@ void SavedState::read(std::string_view name, const Box& box, const at::Tensor& t
   TITAN_CHECK(target.sizes() == at::IntArrayRef(box.length), "a box of lengths ", at::IntArrayRef(box.length),
               " of tensor '", name, "' can't be read into a tensor of shape ", target.sizes());
   for (const Source& source : table().sources_of(*table().find(name), box)) {
-    const auto lease = impl_->files.use(manifest(), source.rank);
-    detail::check_entry(lease.file(), wanted, source.box);
-    lease.file().read(name, box, target);
+    const auto file = impl_->files.use(manifest(), source.rank);
+    check_entry(*file, wanted, source.box);
+    file->read(name, box, target);
   }
 }
 
@@ -189,6 +299,38 @@ std::vector<Box> slabs_of(const std::vector<int64_t>& shape, int64_t element_siz
       ++offset[dim - 1];
     }
   }
+}
+
+// ---- verifying
+
+std::string to_string(const Damage& damage) {
+  const std::string tensor = damage.tensor.empty() ? "" : titan::str(": tensor '", damage.tensor, "'");
+  std::string blocks;
+  if (damage.num_blocks == 1) blocks = titan::str(", block ", damage.first_block);
+  if (damage.num_blocks > 1)
+    blocks = titan::str(", blocks ", damage.first_block, " to ", damage.first_block + damage.num_blocks - 1);
+  return titan::str(damage.file.string(), tensor, blocks, ": ", damage.what);
+}
+
+VerifyReport verify_step(const fs::path& step_folder, const VerifyOptions& options) {
+  const Storage::Kind kind = detail::kind_of(step_folder);
+  if (kind == Storage::Kind::Nothing || kind == Storage::Kind::File)
+    throw Error(titan::str("there is no folder ", step_folder.string()));
+  const fs::path path = step_folder / kManifestName;
+  if (!detail::is_file(path)) return manifest_report(path, detail::not_a_file(path).substr(1));
+  Manifest manifest;
+  try {
+    manifest = read_manifest(step_folder);
+  } catch (const Error& error) {
+    return manifest_report(path, error.what());
+  }
+  VerifyWork work(step_folder, manifest, options);
+  const int num_threads = std::max(1, options.num_threads);
+  run_tasks(num_threads, static_cast<size_t>(num_threads), [&](size_t) { work.run(); });
+  VerifyReport report = work.report();
+  if (const auto problem = detail::step_name_problem(step_folder, manifest))
+    report.damages.insert(report.damages.begin(), {path, "", 0, 0, without_path(*problem, path)});
+  return report;
 }
 
 }  // namespace titan::checkpoint

@@ -25,6 +25,7 @@ struct MemoryLimit {
   std::string id;  ///< the same for all processes that share it
   std::string name;
   int64_t free_bytes = 0;
+  static void fields(auto& wire, auto& self) { wire(self.id, self.name, self.free_bytes); }
 };
 
 /// This process's limits: the host's, and those of its control groups (version 1 and 2) and all groups above

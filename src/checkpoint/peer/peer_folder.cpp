@@ -6,15 +6,145 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
+#include <utility>
+
+#include <c10/util/StringUtil.h>
 
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/format/stored_files.h"
+#include "checkpoint/peer/peer_writer.h"
 #include "checkpoint/save/rank_tree.h"
-#include "checkpoint/save/shared_folder.h"
 #include "core/durable.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/core/log.h"
+
+namespace titan::checkpoint::detail {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Most files of a generation are at other places.
+std::vector<int64_t> files_in(const fs::path& folder, const Manifest& manifest,
+                              std::vector<std::string>& problems) {
+  std::vector<int64_t> ranks;
+  for (size_t rank = 0; rank < manifest.files.size(); ++rank) {
+    const fs::path file = folder / file_name(static_cast<int64_t>(rank));
+    const Storage::Status found = storage_of(file).status(file);
+    if (found.kind != Storage::Kind::File) continue;
+    if (found.num_bytes == manifest.files[rank].num_bytes)
+      ranks.push_back(static_cast<int64_t>(rank));
+    else
+      problems.push_back(titan::str(file.string(), " has ", found.num_bytes, " bytes instead of ",
+                                    manifest.files[rank].num_bytes));
+  }
+  return ranks;
+}
+
+// Takes turns without counting who sends how much.
+int sender_of(int64_t file, int to_place, const std::vector<int>& holders, const PeerPlaces& places) {
+  const auto turn = static_cast<size_t>(file + to_place);
+  const std::vector<int>& ranks = places.ranks_of(holders[turn % holders.size()]);
+  return ranks[static_cast<size_t>(file) % ranks.size()];
+}
+
+}  // namespace
+
+PeerPlaces::PeerPlaces(const std::vector<std::string>& identities) {
+  std::map<std::string, int> known;
+  for (size_t rank = 0; rank < identities.size(); ++rank) {
+    const auto [entry, is_new] = known.emplace(identities[rank], size());
+    if (is_new) ranks_of_.emplace_back();
+    place_of_.push_back(entry->second);
+    ranks_of_[static_cast<size_t>(entry->second)].push_back(static_cast<int>(rank));
+  }
+}
+
+int PeerPlaces::copy_target(int rank) const {
+  if (size() < 2) return -1;
+  const int place = place_of(rank);
+  const std::vector<int>& own = ranks_of(place);
+  const std::vector<int>& next = ranks_of((place + 1) % size());
+  const auto position = static_cast<size_t>(std::find(own.begin(), own.end(), rank) - own.begin());
+  return next[position % next.size()];
+}
+
+std::vector<int> PeerPlaces::copy_sources(int rank) const {
+  std::vector<int> sources;
+  if (size() < 2) return sources;
+  for (const int source : ranks_of((place_of(rank) + size() - 1) % size()))
+    if (copy_target(source) == rank) sources.push_back(source);
+  return sources;
+}
+
+// Inodes alone are equal on hosts that boot alike, and hosts may share a name.
+std::string place_identity(const fs::path& folder) {
+  struct stat status = {};
+  if (::stat(folder.c_str(), &status) != 0)
+    throw Error(titan::str("cannot look at ", folder.string(), ": ", titan::detail::errno_text(errno)));
+  std::string boot;
+  try {
+    boot = read_file("/proc/sys/kernel/random/boot_id");
+  } catch (const Error&) {  // hidden in some containers; then the host's name has to do
+  }
+  return titan::str(own_host(), " ", boot, " ", status.st_dev, " ", status.st_ino);
+}
+
+std::vector<HeldGeneration> held_generations(const fs::path& folder, std::vector<std::string>& problems) {
+  std::vector<HeldGeneration> held;
+  for (const StepEntry& entry : list_steps(folder)) {
+    try {
+      const Manifest manifest = read_manifest(entry.path);
+      TITAN_CHECK(manifest.step == entry.step, entry.path.string(), " is of step ", manifest.step);
+      held.push_back({entry.step, digest_of(to_text(manifest)), static_cast<int64_t>(manifest.files.size()),
+                      files_in(entry.path, manifest, problems)});
+    } catch (const Error& error) {
+      problems.push_back(error.what());
+    }
+  }
+  return held;
+}
+
+bool ChosenGeneration::is_whole() const {
+  return std::none_of(holders.begin(), holders.end(), [](const auto& places) { return places.empty(); });
+}
+
+std::optional<ChosenGeneration> newest_generation(const std::vector<std::vector<HeldGeneration>>& held) {
+  std::map<std::pair<int64_t, std::string>, ChosenGeneration> found;
+  for (size_t place = 0; place < held.size(); ++place) {
+    for (const HeldGeneration& part : held[place]) {
+      ChosenGeneration& whole = found[{part.step, part.digest}];
+      whole.step = part.step;
+      whole.digest = part.digest;
+      whole.holders.resize(static_cast<size_t>(part.num_files));
+      whole.has_manifest.resize(held.size());
+      whole.has_manifest[place] = true;
+      for (const int64_t rank : part.ranks)
+        whole.holders.at(static_cast<size_t>(rank)).push_back(static_cast<int>(place));
+    }
+  }
+  const auto newest =
+      std::find_if(found.rbegin(), found.rend(), [](const auto& entry) { return entry.second.is_whole(); });
+  return newest == found.rend() ? std::nullopt : std::optional(newest->second);
+}
+
+std::vector<FileMove> moves_for(const std::vector<std::set<int64_t>>& wanted,
+                                const std::vector<std::vector<int>>& holders, const PeerPlaces& places) {
+  std::vector<FileMove> moves;
+  for (int place = 0; place < places.size(); ++place) {
+    std::set<int64_t> coming;
+    for (const int rank : places.ranks_of(place)) {
+      for (const int64_t file : wanted[static_cast<size_t>(rank)]) {
+        const std::vector<int>& at = holders.at(static_cast<size_t>(file));
+        if (std::find(at.begin(), at.end(), place) != at.end() || !coming.insert(file).second) continue;
+        moves.push_back({file, sender_of(file, place, at, places), rank});
+      }
+    }
+  }
+  return moves;
+}
+
+}  // namespace titan::checkpoint::detail
 
 namespace titan::checkpoint {
 namespace {
@@ -59,8 +189,8 @@ std::vector<fs::path> peer_folders(const fs::path& parent) {
 }
 
 // Left by a job whose launcher was killed: nobody else removes them. A run's mark may have been copied with
-// the run's folder (train/run_mark.h), so the mark alone isn't enough. The lock is held by whoever is using a
-// folder.
+// the run's folder (train/checkpoints/peer_saves.h), so the mark alone isn't enough. The lock is held by
+// whoever is using a folder.
 void remove_earlier_jobs(const fs::path& own, const PeerFolder::Options& options) {
   for (const fs::path& folder : peer_folders(options.parent)) {
     if (folder == own || !folder.filename().string().ends_with("-" + short_digest(options.run))) continue;
@@ -160,6 +290,28 @@ std::optional<LeftState> save_newest_generation(const fs::path& folder,
   return state;
 }
 
+// ---- which generation the ranks continue from, and how its files get to where they are read.
+
+constexpr dist::Label kPeerLoadLabel{.phase = "checkpoint::peer_load"};
+
+// Removed, so that a later start doesn't count on it either. Throws Error where the file exists but can't be
+// opened: that says nothing about its contents.
+std::string remove_if_damaged(const fs::path& folder, const Manifest& manifest, int64_t file) {
+  const fs::path path = folder / file_name(file);
+  if (fs::exists(path)) const detail::InputFile opened(path);
+  try {
+    detail::open_rank_file(folder, manifest, file).verify();
+    return "";
+  } catch (const Error& error) {
+    detail::remove_quietly(path);
+    return error.what();
+  }
+}
+
+bool is_at(const std::vector<int>& places, int place) {
+  return std::find(places.begin(), places.end(), place) != places.end();
+}
+
 }  // namespace
 
 PeerFolder::PeerFolder(const dist::World& world, Options options)
@@ -203,9 +355,8 @@ std::vector<std::string> PeerFolder::problems_of_all(const std::function<void()>
 }
 
 void PeerFolder::on_all(const std::function<void()>& own) const {
-  std::string text;
-  for (const std::string& problem : problems_of_all(own)) text += (text.empty() ? "" : "; ") + problem;
-  if (!text.empty()) throw Error(text);
+  const auto problems = problems_of_all(own);
+  if (!problems.empty()) throw Error(c10::Join("; ", problems));
 }
 
 void PeerFolder::require_on_all(const std::function<void()>& own) const {
@@ -271,6 +422,115 @@ std::vector<LeftState> end_peer_folders(const fs::path& parent, const std::strin
     }
   }
   return states;
+}
+
+std::optional<int64_t> PeerFolder::choose_newest() {
+  std::vector<std::string> problems;
+  std::string own;
+  on_all([&] {
+    if (is_leader()) own = detail::to_wire(detail::held_generations(path_, problems));
+  });
+  for (const std::string& problem : problems) log::warning("peer checkpoints: passed over: " + problem);
+  std::vector<std::vector<detail::HeldGeneration>> held;
+  for (const std::string& text : gather(own))
+    held.push_back(detail::from_wire<std::vector<detail::HeldGeneration>>(text));
+  chosen_ = detail::newest_generation(held);
+  const auto place = static_cast<size_t>(places_.place_of(world_.rank()));
+  // A host that was away may have another generation of the same step.
+  const bool has_it = chosen_ && chosen_->has_manifest[place];
+  on_all([&] { remove_generations(has_it ? std::optional(chosen_->step) : std::nullopt); });
+  if (!chosen_) return std::nullopt;
+  take_manifest();
+  return chosen_->step;
+}
+
+// Places without the manifest get it from the first one that has it.
+void PeerFolder::take_manifest() {
+  const std::vector<bool>& has = chosen_->has_manifest;
+  const auto first = static_cast<int>(std::find(has.begin(), has.end(), true) - has.begin());
+  if (std::find(has.begin(), has.end(), false) == has.end()) return;
+  const fs::path folder = step_path(path_, chosen_->step);
+  const int place = places_.place_of(world_.rank());
+  std::string text;
+  on_all([&] {
+    if (is_leader() && place == first) text = read_file(folder / kManifestName);
+  });
+  text = gather(text)[static_cast<size_t>(first)];
+  on_all([&] {
+    if (!is_leader() || has[static_cast<size_t>(place)]) return;
+    make_folder(folder);
+    write_file_atomic(folder / kManifestName, text);
+  });
+}
+
+void PeerFolder::bring_files(const Manifest& manifest, const std::set<int64_t>& ranks) {
+  TITAN_CHECK(chosen_ && chosen_->step == manifest.step, "peer checkpoints: files of step ", manifest.step,
+              " are requested, but that generation wasn't chosen");
+  const int place = places_.place_of(world_.rank());
+  std::set<int64_t> missing = ranks;
+  std::erase_if(missing,
+                [&](int64_t file) { return is_at(chosen_->holders.at(static_cast<size_t>(file)), place); });
+  std::vector<std::set<int64_t>> wanted;
+  for (const std::string& text : group_->all_gather_text(detail::to_wire(missing), kPeerLoadLabel))
+    wanted.push_back(detail::from_wire<std::set<int64_t>>(text));
+  const auto moves = detail::moves_for(wanted, chosen_->holders, places_);
+  const fs::path folder = step_path(path_, manifest.step);
+  int64_t num_bytes = 0;
+  on_all([&] {
+    std::string problem;
+    // In one order on all ranks, so that no two wait for each other; moves between other pairs run at the
+    // same time.
+    for (const detail::FileMove& move : moves) {
+      const int64_t file_bytes = manifest.files.at(static_cast<size_t>(move.file)).num_bytes;
+      num_bytes += file_bytes;
+      const bool sends = move.from == world_.rank();
+      if (!sends && move.to != world_.rank()) continue;
+      const auto text = detail::transfer_files(*group_, {{.path = folder / file_name(move.file),
+                                                          .num_bytes = file_bytes,
+                                                          .peer = sends ? move.to : move.from,
+                                                          .sends = sends}});
+      if (problem.empty()) problem = text;
+    }
+    TITAN_CHECK(problem.empty(), problem);
+  });
+  for (const detail::FileMove& move : moves)
+    chosen_->holders[static_cast<size_t>(move.file)].push_back(places_.place_of(move.to));
+  if (!moves.empty())
+    log::info_rank0(titan::str("peer checkpoints: ", moves.size(), " file(s) of step ", manifest.step, ", ",
+                               static_cast<double>(num_bytes) * 1e-9, " GB, came from other hosts' memory"));
+}
+
+// The ranks of a place share the work on its files.
+std::map<int64_t, std::string> PeerFolder::remove_own_damaged() const {
+  const fs::path folder = step_path(path_, chosen_->step);
+  const Manifest manifest = read_manifest(folder);
+  const int place = places_.place_of(world_.rank());
+  const std::vector<int>& ranks = places_.ranks_of(place);
+  std::map<int64_t, std::string> damage;
+  size_t turn = 0;
+  for (size_t file = 0; file < chosen_->holders.size(); ++file) {
+    if (!is_at(chosen_->holders[file], place) || ranks[turn++ % ranks.size()] != world_.rank()) continue;
+    const auto number = static_cast<int64_t>(file);
+    const std::string what = remove_if_damaged(folder, manifest, number);
+    if (!what.empty()) damage[number] = what;
+  }
+  return damage;
+}
+
+PeerFolder::Damage PeerFolder::remove_damaged() {
+  TITAN_CHECK(chosen_, "peer checkpoints: no generation was chosen whose files could be checked");
+  std::map<int64_t, std::string> own;
+  on_all([&] { own = remove_own_damaged(); });
+  const auto all = group_->all_gather_text(detail::to_wire(own), kPeerLoadLabel);
+  Damage damage;
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    for (const auto& [file, what] : detail::from_wire<decltype(own)>(all[rank])) {
+      std::erase(chosen_->holders.at(static_cast<size_t>(file)), places_.place_of(static_cast<int>(rank)));
+      damage.found.push_back(titan::str(detail::rank_on(rank, hosts_[rank]), ": ", what));
+    }
+  }
+  damage.is_whole = chosen_->is_whole();
+  return damage;
 }
 
 }  // namespace titan::checkpoint

@@ -1,7 +1,6 @@
 #pragma once
 
-// The parts of a Checkpointer. Created in checkpointer.cpp; saves in checkpointer_save.cpp, loads in
-// load/checkpointer_load.cpp.
+// The parts of a Checkpointer. Saves in checkpointer.cpp, loads in load/checkpointer_load.cpp.
 
 #include <chrono>
 #include <condition_variable>
@@ -18,17 +17,15 @@
 #include "checkpoint/save/rank_tree.h"
 #include "checkpoint/save/save_plan.h"
 #include "checkpoint/save/save_writer.h"
-#include "checkpoint/save/shared_folder.h"
-#include "checkpoint/save/staging.h"
 #include "titan/checkpoint/checkpointer.h"
 
 namespace titan::checkpoint {
 namespace detail {
 
-/// A thread that does one job at a time.
+/// Does one job at a time, on a thread of its own.
 class Background {
  public:
-  Background();
+  Background() = default;
   /// A job in progress is abandoned.
   ~Background();
   Background(const Background&) = delete;
@@ -41,8 +38,13 @@ class Background {
   bool wait(const std::function<bool()>& give_up) const;
 
  private:
-  struct State;
-  std::shared_ptr<State> state_;
+  // Shared with the thread, which may outlive the object.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool busy = false;
+  };
+  std::shared_ptr<State> state_ = std::make_shared<State>();
   std::thread thread_;
 };
 
@@ -67,16 +69,11 @@ struct Checkpointer::Impl {
   Impl(const dist::World& world, const DeviceMesh& pipeline, SaveOptions options);
   ~Impl();
 
-  SaveSize plan();
   bool save(int64_t step);
-  void wait_for_staging();
   /// The failure of an earlier save that stops the run; empty where there is none. Marks it as told.
   std::string failure();
   /// Whether there is one; `only_lost`: because of lost ranks.
   bool stops(bool only_lost = false) const;
-  /// Whether or not it stops the run.
-  std::string last_failure() const;
-  SaveCounts counts() const;
   /// Waits for the save in progress; returns what is wrong with it.
   std::string wait_for_last();
   /// The same, but not for the pruning after it, which may take longer than the other ranks' next collective
@@ -84,17 +81,9 @@ struct Checkpointer::Impl {
   std::string wait_for_verdict();
   Loaded load(const std::filesystem::path& step_folder, const LoadOptions& options);
 
-  std::vector<detail::KeyedState> states(const std::set<std::string>& keys) const;
-  std::vector<detail::KeyedState> states() const;
+  /// The states of the objects with these keys; null: of all.
+  std::vector<detail::KeyedState> states(const std::set<std::string>* keys = nullptr) const;
 
-  dist::World world;
-  DeviceMesh pipeline;
-  SaveOptions options;
-  std::map<std::string, Stateful*> objects;
-  bool used = false;  // saved or loaded
-  double blocked_seconds = 0;
-
- private:
   /// In a wait since `start`: this rank's own part of the save takes too long.
   bool takes_too_long(std::chrono::steady_clock::time_point start) const;
   std::string late_text() const;
@@ -106,25 +95,26 @@ struct Checkpointer::Impl {
   /// Collective, once.
   void make_plan(int64_t step, std::string& problem, std::vector<detail::KeyedState>& states,
                  std::vector<detail::NamedTensor>& tensors);
-  /// Collective.
-  void check_equal_plans(const std::vector<detail::KeyedState>& states);
   /// Collective: lays out this rank's copies; all ranks throw where one can't.
   void lay_out(int64_t step, std::string problem, std::vector<detail::KeyedState>& states,
                detail::SaveJob& job);
-  void enter(SavePhase phase) const {
-    if (options.on_phase) options.on_phase(phase);
-  }
   /// Records a save that failed on all ranks alike before anything was written.
   void note_failed(const std::string& failure);
   void start(detail::SaveJob job);
 
-  std::set<std::string> names_of_all_stages(const std::vector<detail::NamedTensor>& tensors) const;
   /// Collective: the tensors to load; all ranks throw everything that is wrong.
   std::vector<detail::NamedTensor> tensors_to_load(const std::filesystem::path& folder,
                                                    const LoadOptions& load_options, const Manifest& manifest,
                                                    std::set<std::string>& keys);
   /// Collective. Throws ConfigError with all ranks' problems.
   void check_problems(const std::filesystem::path& folder, const std::vector<std::string>& problems);
+
+  dist::World world;
+  DeviceMesh pipeline;
+  SaveOptions options;
+  std::map<std::string, Stateful*> objects;
+  bool used = false;  // saved or loaded
+  double blocked_seconds = 0;
 
   // The control tree's group is used by the training thread, the other by the background thread.
   std::shared_ptr<dist::Group> control_group_, save_group_;
@@ -135,7 +125,7 @@ struct Checkpointer::Impl {
   std::shared_ptr<detail::Progress> progress_ = std::make_shared<detail::Progress>();
   std::optional<detail::SavePlan> plan_;
   std::shared_ptr<detail::Staging> staging_;  // of the last save
-  std::optional<detail::Background> background_;
+  detail::Background background_;
   std::string told_reason_;  // why a save was last skipped, as logged
 };
 

@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <bit>
-#include <exception>
+#include <iterator>
 #include <optional>
-#include <set>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "checkpoint/save/shared_folder.h"
 #include "core/threads.h"
 #include "dist/flight_record.h"
 
@@ -65,30 +63,43 @@ bool send_within(Milliseconds limit, const std::shared_ptr<dist::Group>& group, 
       limit, [group, peer, text = std::move(text), label] { send_text(*group, peer, text, label); });
 }
 
-template <class Wire>
-void answer_fields(Wire& wire, auto& answer) {
-  wire(answer.rank, answer.lost, answer.text);
-}
-
-std::string encode(const std::vector<Answer>& answers) {
-  WireWriter out;
-  for (const Answer& answer : answers) answer_fields(out, answer);
-  return out.take();
-}
-
-void decode(const std::string& bytes, std::vector<Answer>& answers) {
-  for (WireReader in(bytes); !in.done();) answer_fields(in, answers.emplace_back());
-}
-
 Milliseconds time_until(Clock::time_point end, Milliseconds at_least) {
   return std::max(std::chrono::duration_cast<Milliseconds>(end - Clock::now()), at_least);
 }
 
 double seconds(Milliseconds time) { return static_cast<double>(time.count()) / 1000; }
 
-int64_t call_of(c10d::Store& store, const std::string& key) {
-  if (!store.check({key})) return -1;
-  return std::stoll(store.get_to_str(key));
+// ---- arrivals: the job's store says which call each rank has reached, so that a rank that waits in vain for
+// one that passes on others' answers can look up which of them is missing
+
+// This rank has reached call number `call`. Doesn't throw.
+void tell_arrival(const dist::World& world, const std::string& prefix, int64_t call) {
+  try {
+    within_in_background(kLongestAnswer, [world, prefix, call] {
+      world.store().set(titan::str(prefix, world.rank()), std::to_string(call));
+    });
+  } catch (const std::exception&) {
+    // Only messages get less precise.
+  }
+}
+
+// The ranks of first ... last - 1 that haven't reached it. Empty where the store doesn't answer.
+std::vector<int> missing_arrivals(const dist::World& world, const std::string& prefix, int first, int last,
+                                  int64_t call) {
+  auto found = std::make_shared<std::vector<int>>();
+  const auto look = [found, world, prefix, first, last, call] {
+    for (int rank = first; rank < last; ++rank) {
+      const std::string key = titan::str(prefix, rank);
+      if (!world.store().check({key}) || std::stoll(world.store().get_to_str(key)) < call)
+        found->push_back(rank);
+    }
+  };
+  try {
+    if (!within_in_background(kLongestAnswer, look)) return {};
+  } catch (const std::exception&) {
+    return {};
+  }
+  return *found;
 }
 
 }  // namespace
@@ -116,37 +127,15 @@ bool within_in_background(std::chrono::milliseconds limit, std::function<void()>
   });
 }
 
-std::string Arrivals::key_of(int rank) const { return titan::str("checkpoint/", name_, "/", rank); }
-
-void Arrivals::tell(int64_t call) const {
-  const auto set = [arrivals = *this, call] {
-    arrivals.world_.store().set(arrivals.key_of(arrivals.world_.rank()), std::to_string(call));
-  };
-  try {
-    within_in_background(kLongestAnswer, set);
-  } catch (const std::exception&) {
-    // Only messages get less precise.
-  }
-}
-
-std::vector<int> Arrivals::missing(int first, int last, int64_t call) const {
-  auto found = std::make_shared<std::vector<int>>();
-  const auto look = [found, arrivals = *this, first, last, call] {
-    for (int rank = first; rank < last; ++rank)
-      if (call_of(arrivals.world_.store(), arrivals.key_of(rank)) < call) found->push_back(rank);
-  };
-  try {
-    if (!within_in_background(kLongestAnswer, look)) return {};
-  } catch (const std::exception&) {
-    return {};
-  }
-  return *found;
+std::string rank_on(size_t rank, const std::string& host) {
+  return titan::str("rank ", rank, " (", host, ")");
 }
 
 RankTree::RankTree(const dist::World& world, std::shared_ptr<dist::Group> group, const TreeOptions& options)
-    : group_(std::move(group)),
+    : world_(world),
+      group_(std::move(group)),
       options_(options),
-      arrivals_(world, options.run_id + "/" + options.name),
+      arrivals_(titan::str("checkpoint/", options.run_id, "/", options.name, "/")),
       children_(children_of(group_->rank(), group_->size())),
       grace_(std::clamp(options.timeout / 10, Milliseconds(200), Milliseconds(5000))) {
   // Once, because several threads make the calls; nobody else may set it (dist::kOwnTimeout).
@@ -163,7 +152,7 @@ std::vector<Answer> RankTree::gather(std::string own) {
   std::vector<Answer> answers = {{.rank = rank(), .text = std::move(own)}};
   if (!out_of_step_.empty()) return answers;
   ++call_;
-  if (size() > 1) arrivals_.tell(call_);
+  if (size() > 1) tell_arrival(world_, arrivals_, call_);
   lost_.assign(children_.size(), false);
   const Milliseconds limit = options_.timeout + height_of(rank(), size()) * grace_;
   const auto end = Clock::now() + limit;
@@ -172,10 +161,10 @@ std::vector<Answer> RankTree::gather(std::string own) {
       const auto text = receive_within(time_until(end, grace_), group_, children_[i], kUp);
       lost_[i] = !text;
       if (text) {
-        decode(*text, answers);
-        continue;
+        std::ranges::move(from_wire<std::vector<Answer>>(*text), std::back_inserter(answers));
+      } else {
+        std::ranges::move(lost_below(children_[i], limit), std::back_inserter(answers));
       }
-      for (Answer& lost : lost_below(children_[i], limit)) answers.push_back(std::move(lost));
     } catch (const std::exception& error) {
       lost_[i] = true;
       answers.push_back({children_[i], titan::str("is lost: ", error.what()), true});
@@ -190,7 +179,7 @@ std::vector<Answer> RankTree::gather(std::string own) {
 // The child itself may only be waiting for another rank.
 std::vector<Answer> RankTree::lost_below(int child, Milliseconds waited) const {
   const int end = end_below(child, size());
-  std::vector<int> missing = arrivals_.missing(child, end, call_);
+  std::vector<int> missing = missing_arrivals(world_, arrivals_, child, end, call_);
   std::string what = titan::str("didn't answer within ", seconds(waited), " s");
   if (missing.empty()) {
     missing = {child};
@@ -205,7 +194,7 @@ void RankTree::send_up(const std::vector<Answer>& answers) {
   const int parent = parent_of(rank());
   try {
     // The parent may still be busy with its own part.
-    if (!send_within(2 * longest_gather(), group_, parent, encode(answers), kUp))
+    if (!send_within(2 * longest_gather(), group_, parent, to_wire(answers), kUp))
       cut_off_ = titan::str(name_of(parent), " took no answer within ", seconds(2 * longest_gather()), " s");
   } catch (const std::exception& error) {
     cut_off_ = titan::str(name_of(parent), " is lost: ", error.what());
@@ -222,11 +211,7 @@ Verdict RankTree::receive_verdict() const {
   const Milliseconds limit = options_.timeout + longest_gather() + (depth + 1) * grace_;
   try {
     const auto text = receive_within(limit, group_, parent, kDown);
-    if (text) {
-      Verdict verdict;
-      WireReader{*text}(verdict.lost, verdict.text);
-      return verdict;
-    }
+    if (text) return from_wire<Verdict>(*text);
   } catch (const std::exception& error) {
     return {titan::str(name_of(parent), " is lost: ", error.what()), true};
   }
@@ -249,9 +234,7 @@ Verdict RankTree::spread(Verdict verdict) {
 // Returns which child was lost; empty: none.
 std::string RankTree::send_down(const Verdict& verdict) {
   std::string problem;
-  WireWriter out;
-  out(verdict.lost, verdict.text);
-  const std::string bytes = out.take();
+  const std::string bytes = to_wire(verdict);
   for (size_t i = children_.size(); i-- > 0;) {
     const int child = children_[i];
     try {
@@ -300,6 +283,15 @@ Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const 
 Verdict agree(RankTree& tree, const std::string& problem) {
   const auto answers = tree.gather(problem);
   return tree.spread(tree.rank() == 0 ? merged_problems(tree, answers) : Verdict{});
+}
+
+std::set<std::string> names_of_stages(const std::vector<std::string>& own, const DeviceMesh& pipeline,
+                                      dist::Label label) {
+  std::set<std::string> names(own.begin(), own.end());
+  if (pipeline.size() == 1) return names;
+  for (const std::string& stage : pipeline.group()->all_gather_text(to_wire(own), label))
+    names.merge(from_wire<std::set<std::string>>(stage));
+  return names;
 }
 
 std::string any_text(RankTree& tree, const std::string& text) {

@@ -20,6 +20,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -28,15 +29,15 @@
 
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
+#include "titan/dist/device_mesh.h"
 #include "titan/dist/world.h"
 
 namespace titan::checkpoint::detail {
 
-// ---- messages: numbers, texts and lists of them in one string, between ranks of one build. A type names its fields
-// once, for both directions:
+// ---- messages: numbers, texts, lists, maps and structs of them in one string, between ranks of one build. A
+// struct names its fields once, for both directions:
 //
-//   template <class Wire>
-//   void answer_fields(Wire& wire, auto& answer) { wire(answer.rank, answer.lost, answer.text); }
+//   static void fields(auto& wire, auto& self) { wire(self.rank, self.lost, self.text); }
 
 class WireWriter {
  public:
@@ -52,13 +53,19 @@ class WireWriter {
     if constexpr (std::is_arithmetic_v<Value> || std::is_enum_v<Value>) {
       const auto number = static_cast<int64_t>(value);
       bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number));
-    } else {
+    } else if constexpr (std::is_convertible_v<Value, std::string_view>) {
       put(value.size());
-      if constexpr (std::is_convertible_v<Value, std::string_view>) {
-        bytes_.append(value);
-      } else {
-        for (const auto& each : value) put(each);
-      }
+      bytes_.append(value);
+    } else if constexpr (requires { value.begin(); }) {
+      put(value.size());
+      for (const auto& each : value) put(each);
+    } else if constexpr (requires { value.second; }) {
+      (*this)(value.first, value.second);
+    } else if constexpr (requires { value.has_value(); }) {
+      put(value.has_value());
+      if (value) put(*value);
+    } else {
+      Value::fields(*this, value);
     }
   }
 
@@ -84,11 +91,20 @@ class WireReader {
     } else if constexpr (std::is_same_v<Value, std::string>) {
       const auto size = get<size_t>();
       return std::string(next(size));
-    } else {
+    } else if constexpr (requires(Value values) { values.begin(); }) {
       Value values;
       for (auto left = get<size_t>(); left > 0; --left)
         values.insert(values.end(), get<typename Value::value_type>());
       return values;
+    } else if constexpr (requires(Value pair) { pair.second; }) {
+      return Value{get<std::remove_const_t<typename Value::first_type>>(),
+                   get<typename Value::second_type>()};
+    } else if constexpr (requires(Value value) { value.has_value(); }) {
+      return get<bool>() ? Value(get<typename Value::value_type>()) : Value();
+    } else {
+      Value value;
+      Value::fields(*this, value);
+      return value;
     }
   }
 
@@ -103,6 +119,18 @@ class WireReader {
   std::string_view left_;
 };
 
+template <class... Values>
+std::string to_wire(const Values&... values) {
+  WireWriter out;
+  out(values...);
+  return out.take();
+}
+/// Throws Error for a text that ends early.
+template <class Value>
+Value from_wire(std::string_view bytes) {
+  return WireReader(bytes).get<Value>();
+}
+
 // ---- the tree
 
 /// As within(); the flight recorder counts the collectives of `call` as background calls.
@@ -115,11 +143,13 @@ struct Answer {
   int rank = 0;
   std::string text;   // of a lost rank: how it was lost
   bool lost = false;  // the ranks are out of step: the tree can't be used any more
+  static void fields(auto& wire, auto& self) { wire(self.rank, self.lost, self.text); }
 };
 
 struct Verdict {
   std::string text;
   bool lost = false;
+  static void fields(auto& wire, auto& self) { wire(self.lost, self.text); }
 };
 
 struct TreeOptions {
@@ -129,23 +159,8 @@ struct TreeOptions {
   std::chrono::milliseconds timeout{};
 };
 
-/// Records in the job's store which call each rank has reached: a rank that waits in vain for one that passes
-/// on others' answers looks up which of them is missing.
-class Arrivals {
- public:
-  /// `name`: the same on all ranks, and used by nobody else.
-  Arrivals(const dist::World& world, std::string name) : world_(world), name_(std::move(name)) {}
-  /// This rank has reached call number `call`. Doesn't throw.
-  void tell(int64_t call) const;
-  /// The ranks of first ... last - 1 that haven't reached it. Empty where the store doesn't answer.
-  std::vector<int> missing(int first, int last, int64_t call) const;
-
- private:
-  std::string key_of(int rank) const;
-
-  dist::World world_;
-  std::string name_;
-};
+/// "rank 3 (host)"
+std::string rank_on(size_t rank, const std::string& host);
 
 /// Used by one thread.
 class RankTree {
@@ -173,9 +188,10 @@ class RankTree {
   std::string send_down(const Verdict& verdict);
   Milliseconds longest_gather() const;
 
+  dist::World world_;
   std::shared_ptr<dist::Group> group_;
   TreeOptions options_;
-  Arrivals arrivals_;
+  std::string arrivals_;  // the beginning of the store keys that say which call each rank has reached
   std::vector<int> children_;
   std::vector<bool> lost_;  // of children_: in this call
   Milliseconds grace_{};
@@ -201,6 +217,9 @@ Verdict unequal(const RankTree& tree, const std::vector<Answer>& answers, const 
 Verdict agree(RankTree& tree, const std::string& problem);
 /// The text of the lowest rank that has one; empty: none has. Throws Error where a rank is lost.
 std::string any_text(RankTree& tree, const std::string& text);
+/// The names that any stage of `pipeline` has. Collective over it.
+std::set<std::string> names_of_stages(const std::vector<std::string>& own, const DeviceMesh& pipeline,
+                                      dist::Label label);
 /// Runs `part`; what it throws, as text; empty: nothing.
 template <class Part>
 std::string problem_of(const Part& part) {

@@ -1,66 +1,42 @@
 #include "checkpoint/save/save_plan.h"
 
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <map>
 #include <memory>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/ScalarType.h>
 
 #include "checkpoint/save/rank_tree.h"
+#include "core/threads.h"
 #include "tensor/param_storage.h"
 #include "titan/core/error.h"
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace titan::checkpoint::detail {
 namespace {
 
 constexpr dist::Label kPlanLabel{.phase = "checkpoint::plan"};
 
-// Thousands of tensors have a few layouts.
-class Layouts {
- public:
-  std::shared_ptr<const TensorLayout> shared(TensorLayout layout) {
-    auto& known = known_[layout];
-    if (!known) known = std::make_shared<const TensorLayout>(std::move(layout));
-    return known;
-  }
-
- private:
-  std::map<TensorLayout, std::shared_ptr<const TensorLayout>> known_;
-};
-
-template <class Wire>
-void tensor_fields(Wire& wire, auto& tensor) {
-  wire(tensor.name, tensor.dtype, tensor.shape);
-}
-
-template <class Wire>
-void axis_fields(Wire& wire, auto& axis) {
-  wire(axis.name, axis.size, axis.stride, axis.dim, axis.only);
-}
-
-void write_tensor(WireWriter& out, const StateTensor& tensor) {
-  tensor_fields(out, tensor);
-  out(tensor.layout->axes.size());
-  for (const LayoutAxis& axis : tensor.layout->axes) axis_fields(out, axis);
-}
-
-StateTensor read_tensor(WireReader& in, Layouts& layouts) {
-  StateTensor tensor;
-  tensor_fields(in, tensor);
-  TensorLayout layout;
-  for (auto left = in.get<size_t>(); left > 0; --left) axis_fields(in, layout.axes.emplace_back());
-  tensor.layout = layouts.shared(std::move(layout));
-  return tensor;
-}
+void axis_fields(auto& wire, auto& axis) { wire(axis.name, axis.size, axis.stride, axis.dim, axis.only); }
 
 std::vector<StateTensor> own_tensors(const std::vector<NamedTensor>& tensors, const DeviceMesh& pipeline) {
   std::vector<StateTensor> own;
-  Layouts layouts;
   for (const NamedTensor& tensor : tensors)
     if (!tensor.duplicate)
       own.push_back({.name = tensor.name,
                      .dtype = tensor.data.local.scalar_type(),
                      .shape = tensor.data.global_shape,
-                     .layout = layouts.shared(layout_of(tensor.data, pipeline))});
+                     .layout = std::make_shared<const TensorLayout>(layout_of(tensor.data, pipeline))});
   return own;
 }
 
@@ -78,26 +54,40 @@ std::vector<StateTensor> all_tensors(const std::vector<NamedTensor>& tensors, co
   return pipeline.size() > 1 ? decode_stages(texts) : own;
 }
 
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+// Large enough to be worth a thread's time.
+constexpr int64_t kCopyBytes = int64_t{16} << 20;
+
+int64_t rounded_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+bool is_direct(const PlannedPiece& piece, const at::Tensor& local) {
+  return piece.is_whole_rows && local.is_cpu() && local.is_contiguous();
+}
+
 }  // namespace
 
 std::string encode_stage(const std::vector<StateTensor>& tensors) {
   WireWriter out;
-  for (const StateTensor& tensor : tensors) write_tensor(out, tensor);
+  for (const StateTensor& tensor : tensors) {
+    out(tensor.name, tensor.dtype, tensor.shape, tensor.layout->axes.size());
+    for (const LayoutAxis& axis : tensor.layout->axes) axis_fields(out, axis);
+  }
   return out.take();
 }
 
 std::vector<StateTensor> decode_stages(const std::vector<std::string>& texts) {
   std::vector<StateTensor> tensors;
-  Layouts layouts;
-  for (const std::string& text : texts)
-    for (WireReader in(text); !in.done();) tensors.push_back(read_tensor(in, layouts));
+  for (const std::string& text : texts) {
+    for (WireReader in(text); !in.done();) {
+      StateTensor& tensor = tensors.emplace_back();
+      in(tensor.name, tensor.dtype, tensor.shape);
+      TensorLayout layout;
+      for (auto left = in.get<size_t>(); left > 0; --left) axis_fields(in, layout.axes.emplace_back());
+      tensor.layout = std::make_shared<const TensorLayout>(std::move(layout));
+    }
+  }
   return tensors;
-}
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) text += titan::str(text.empty() ? "" : ", ", size);
-  return "[" + text + "]";
 }
 
 std::vector<NamedTensor> tensors_of(const std::vector<KeyedState>& states) {
@@ -109,8 +99,8 @@ std::vector<NamedTensor> tensors_of(const std::vector<KeyedState>& states) {
       TITAN_CHECK(local.defined() && !is_deferred(local), "checkpoint: tensor '", name,
                   "' has no memory (yet)");
       TITAN_CHECK(local.sizes() == at::IntArrayRef(tensor.data.box.length), "checkpoint: tensor '", name,
-                  "' has a local part of shape ", shape_text(local.sizes().vec()), ", its box says ",
-                  shape_text(tensor.data.box.length));
+                  "' has a local part of shape ", local.sizes(), ", its box says ",
+                  at::IntArrayRef(tensor.data.box.length));
       tensors.push_back({name, tensor.data, tensor.duplicate});
     }
   }
@@ -126,10 +116,7 @@ SavePlan::SavePlan(const std::vector<NamedTensor>& tensors, const dist::World& w
     known_.push_back({tensor.name, tensor.data.local.scalar_type(), tensor.data.global_shape, tensor.data.box,
                       tensor.duplicate});
   }
-  plan_pieces(tensors, world.rank());
-}
-
-void SavePlan::plan_pieces(const std::vector<NamedTensor>& tensors, int64_t rank) {
+  const int64_t rank = world.rank();
   std::map<std::string_view, size_t> positions;
   for (size_t i = 0; i < tensors.size(); ++i)
     if (!tensors[i].duplicate) positions.emplace(tensors[i].name, i);
@@ -162,8 +149,8 @@ void SavePlan::check_same(const std::vector<NamedTensor>& tensors) const {
                       now.data.global_shape == before.global_shape && now.data.box == before.box &&
                       now.duplicate == before.duplicate;
     TITAN_CHECK(same, "checkpoint: tensor ", i, " is '", now.name, "' (", now.data.local.scalar_type(), " ",
-                shape_text(now.data.global_shape), "), at the first save it was '", before.name, "' (",
-                before.dtype, " ", shape_text(before.global_shape),
+                at::IntArrayRef(now.data.global_shape), "), at the first save it was '", before.name, "' (",
+                before.dtype, " ", at::IntArrayRef(before.global_shape),
                 "): names, dtypes, shapes and layouts must not change");
   }
 }
@@ -173,6 +160,133 @@ at::Tensor part_of(const at::Tensor& local, const PlannedPiece& piece) {
   for (size_t dim = 0; dim < piece.start.size(); ++dim)
     part = part.narrow(static_cast<int64_t>(dim), piece.start[dim], piece.box.length[dim]);
   return part;
+}
+
+// ---- copying
+
+#ifdef __SSE2__
+
+void streaming_copy(void* to, const void* from, size_t num_bytes) {
+  constexpr size_t line = 64, word = sizeof(__m128i);
+  auto* target = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  const size_t head = std::min(num_bytes, (line - reinterpret_cast<uintptr_t>(target) % line) % line);
+  std::memcpy(target, source, head);
+  size_t done = head;
+  for (; done + line <= num_bytes; done += line) {
+    for (size_t i = 0; i < line; i += word) {
+      const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + done + i));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + done + i), value);
+    }
+  }
+  _mm_sfence();
+  std::memcpy(target + done, source + done, num_bytes - done);
+}
+
+#else
+
+void streaming_copy(void* to, const void* from, size_t num_bytes) { std::memcpy(to, from, num_bytes); }
+
+#endif
+
+StagingBuffer::~StagingBuffer() { release(); }
+
+void StagingBuffer::release() {
+  if (data_ && !locked_.defined()) ::munmap(data_, static_cast<size_t>(num_bytes_));
+  locked_.reset();
+  data_ = nullptr;
+  num_bytes_ = 0;
+}
+
+void StagingBuffer::reserve(int64_t num_bytes, bool page_locked) {
+  if (num_bytes <= num_bytes_) return;
+  release();
+  num_bytes = rounded_up(num_bytes, kHugePageBytes);
+  if (page_locked) {
+    locked_ = at::empty({num_bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+    data_ = static_cast<char*>(locked_.mutable_data_ptr());
+  } else {
+    void* memory = ::mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TITAN_CHECK(memory != MAP_FAILED, "no host memory for the copy of a checkpoint: ", num_bytes,
+                " bytes: ", std::strerror(errno));
+    // Fewer page faults at the first copy; where the kernel refuses, it is only slower.
+    ::madvise(memory, static_cast<size_t>(num_bytes), MADV_HUGEPAGE);
+    data_ = static_cast<char*>(memory);
+  }
+  num_bytes_ = num_bytes;
+}
+
+Staging::Staging(const SavePlan& plan, const std::vector<NamedTensor>& tensors, StagingBuffer& buffer,
+                 bool in_place) {
+  at::NoGradGuard no_grad;
+  int64_t needed = 0;
+  bool from_device = false;
+  std::vector<int64_t> offsets;  // -1: written in place
+  for (const PlannedPiece& piece : plan.pieces()) {
+    const at::Tensor& local = tensors[piece.source].data.local;
+    offsets.push_back(in_place && is_direct(piece, local) ? -1 : needed);
+    if (offsets.back() >= 0) needed += rounded_up(piece.num_bytes, kAlignment);
+    from_device = from_device || !local.is_cpu();
+  }
+  buffer.reserve(needed, from_device);
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    const PlannedPiece& piece = plan.pieces()[i];
+    const at::Tensor& local = tensors[piece.source].data.local;
+    alive_.push_back(local);
+    if (offsets[i] < 0) {
+      pieces_.push_back({piece.name, piece.box, part_of(local, piece)});
+      continue;
+    }
+    at::Tensor target =
+        at::from_blob(buffer.data() + offsets[i], piece.box.length, at::dtype(local.scalar_type()));
+    add(piece, local, target);
+    pieces_.push_back({piece.name, piece.box, std::move(target)});
+  }
+}
+
+void Staging::add(const PlannedPiece& piece, const at::Tensor& local, const at::Tensor& target) {
+  if (!is_direct(piece, local)) {
+    auto& list = local.is_cpu() ? tensors_ : device_;
+    list.push_back({part_of(local, piece), target});
+    return;
+  }
+  const auto* from = static_cast<const char*>(part_of(local, piece).const_data_ptr());
+  auto* to = static_cast<char*>(target.mutable_data_ptr());
+  for (int64_t done = 0; done < piece.num_bytes; done += kCopyBytes)
+    bytes_.push_back({from + done, to + done, std::min(kCopyBytes, piece.num_bytes - done)});
+}
+
+void Staging::launch_from_device() {
+  if (device_.empty()) return;
+  at::NoGradGuard no_grad;
+  const at::Device device = device_.front().from.device();
+  const dist::Stream side = dist::Stream::create(device);
+  dist::name_stream("checkpoint copies", side);
+  side.wait(dist::Stream::current(device));
+  dist::StreamGuard guard(side);
+  for (const TensorCopy& copy : device_) {
+    copy.to.copy_(copy.from, /*non_blocking=*/true);
+    side.keep_alive(copy.from);
+  }
+  copied_ = side.record();
+}
+
+void Staging::copy_from_host(int num_threads) const {
+  run_tasks(num_threads, bytes_.size() + tensors_.size(), [this](size_t index) {
+    if (index < bytes_.size()) {
+      const BytesCopy& copy = bytes_[index];
+      streaming_copy(copy.to, copy.from, static_cast<size_t>(copy.num_bytes));
+      return;
+    }
+    at::NoGradGuard no_grad;
+    const TensorCopy& copy = tensors_[index - bytes_.size()];
+    copy.to.copy_(copy.from);
+  });
+}
+
+void Staging::order_current_stream() const {
+  if (!device_.empty()) dist::Stream::current(device_.front().from.device()).wait(copied_);
 }
 
 }  // namespace titan::checkpoint::detail

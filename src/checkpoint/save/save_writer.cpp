@@ -1,16 +1,15 @@
 #include "checkpoint/save/save_writer.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include <torch/headeronly/version.h>
 
 #include "checkpoint/format/stored_files.h"
 #include "core/units.h"
-#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
@@ -19,7 +18,6 @@ namespace titan::checkpoint::detail {
 namespace {
 
 namespace fs = std::filesystem;
-using Clock = std::chrono::steady_clock;
 
 // Rank 0 has to see what the ranks report: a file system that isn't shared (any more) is found here.
 void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector<SaveReport>& reports) {
@@ -35,26 +33,71 @@ void check_sizes(const fs::path& folder, const RankTree& tree, const std::vector
   }
 }
 
-template <class Wire>
-void report_fields(Wire& wire, auto& report) {
-  wire(report.step, report.failure, report.file.num_bytes, report.file.header_digest, report.finite,
-       report.num_threads, report.texts);
+// Whether all ranks, on whatever hosts, mean the same folder by its path.
+
+constexpr dist::Label kOpenLabel{.phase = "checkpoint::open_folder"};
+constexpr const char* kProbeName = ".probe";
+// A network file system may show a new file later elsewhere: NFS caches a folder's contents this long.
+constexpr std::chrono::milliseconds kLongestDelay(60'000);
+
+struct Greeting {
+  std::string host, run_id, problem;  // the last two are rank 0's
+  static void fields(auto& wire, auto& self) { wire(self.host, self.run_id, self.problem); }
+};
+
+bool has_probe(const fs::path& folder, const std::string& run_id) {
+  try {
+    return read_text(folder / kProbeName) == run_id;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+std::string folder_problem(const fs::path& folder, const std::string& run_id,
+                           std::chrono::milliseconds timeout) {
+  const auto end = std::chrono::steady_clock::now() + std::min(kLongestDelay, timeout / 2);
+  while (!has_probe(folder, run_id)) {
+    if (std::chrono::steady_clock::now() > end)
+      return titan::str("doesn't see in ", folder.string(), " what rank 0 wrote there");
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  const std::string problem = storage_of(folder).write_problem(folder);
+  return problem.empty() ? "" : titan::str("can't write to ", folder.string(), ": ", problem);
+}
+
+// Left by runs that were killed just then; earlier versions had temporary names for it, too.
+void remove_probes(const fs::path& folder) {
+  for (const std::string& name : storage_of(folder).list(folder)) {
+    const bool half_written = name.starts_with(titan::str(".", kProbeName, ".")) && name.ends_with(".tmp");
+    if (name == kProbeName || half_written) remove_quietly(folder / name);
+  }
+}
+
+// Rank 0's part, before the others look.
+Greeting prepare(const fs::path& folder, OpenedFolder& opened) {
+  Greeting greeting{own_host(), random_id(), ""};
+  greeting.problem = problem_of([&] {
+    opened.lock.emplace(folder);
+    clean_leftovers(folder, *opened.lock);
+    if (opened.lock->held()) remove_probes(folder);
+    write_text(folder / kProbeName, greeting.run_id);
+  });
+  return greeting;
+}
+
+// Returns rank 0's.
+Greeting greet(dist::Group& group, const Greeting& own, OpenedFolder& opened) {
+  Greeting first;
+  for (const std::string& text : group.all_gather_text(to_wire(own), kOpenLabel)) {
+    const auto greeting = from_wire<Greeting>(text);
+    if (opened.hosts.empty()) first = greeting;
+    opened.hosts.push_back(greeting.host);
+  }
+  opened.run_id = first.run_id;
+  return first;
 }
 
 }  // namespace
-
-std::string to_bytes(const SaveReport& report) {
-  WireWriter out;
-  report_fields(out, report);
-  return out.take();
-}
-
-SaveReport parse_report(const std::string& bytes) {
-  SaveReport report;
-  WireReader in(bytes);
-  report_fields(in, report);
-  return report;
-}
 
 // ---- what both kinds of saving share
 
@@ -139,7 +182,7 @@ Verdict SaveWriter::conclude(const SaveJob& job, const std::vector<Answer>& answ
     std::vector<Answer> problems = answers;
     for (size_t i = 0; i < answers.size(); ++i) {
       if (answers[i].lost) continue;
-      reports.push_back(parse_report(answers[i].text));
+      reports.push_back(from_wire<SaveReport>(answers[i].text));
       problems[i].text = reports.back().failure;
       if (reports.back().step != job.step)
         problems[i].text = titan::str("is at the checkpoint of step ", reports.back().step);
@@ -163,9 +206,9 @@ std::string SaveWriter::summary(const char* what, int64_t step, int64_t num_byte
 // ---- one folder that all ranks share
 
 SaveOutcome StepWriter::write(const SaveJob& job) {
-  const auto start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   const SaveReport own = write_file(job);
-  const auto answers = tree_.gather(to_bytes(own));
+  const auto answers = tree_.gather(to_wire(own));
   int64_t num_bytes = 0;
   Verdict verdict;
   std::string late;
@@ -184,9 +227,7 @@ SaveOutcome StepWriter::write(const SaveJob& job) {
   if (verdict.text.empty()) verdict.text = late;
   if (!verdict.text.empty())
     return {titan::str("checkpoint of step ", job.step, ": ", verdict.text), verdict.lost};
-  if (is_root())
-    log::info(summary("checkpoint", job.step, num_bytes,
-                      std::chrono::duration<double>(Clock::now() - start).count()));
+  if (is_root()) log::info(summary("checkpoint", job.step, num_bytes, seconds_since(start)));
   return {};
 }
 
@@ -215,6 +256,31 @@ void StepWriter::prune(int64_t step) {
     log::error(titan::str("checkpoint of step ", step,
                           " is complete, but an older one couldn't be removed: ", error.what()));
   }
+}
+
+OpenedFolder open_to_read(dist::Group& group) {
+  OpenedFolder opened;
+  greet(group, {own_host(), random_id(), ""}, opened);
+  return opened;
+}
+
+OpenedFolder open_shared_folder(dist::Group& group, const fs::path& folder,
+                                std::chrono::milliseconds timeout) {
+  OpenedFolder opened;
+  const bool is_root = group.rank() == 0;
+  const std::string problem =
+      greet(group, is_root ? prepare(folder, opened) : Greeting{own_host(), "", ""}, opened).problem;
+  if (!problem.empty())
+    throw Error(titan::str("checkpoints can't be saved: ", rank_on(0, opened.hosts[0]), ": ", problem));
+  const auto problems = group.all_gather_text(folder_problem(folder, opened.run_id, timeout), kOpenLabel);
+  if (is_root) remove_quietly(folder / kProbeName);
+  std::string all;
+  for (size_t rank = 0; rank < problems.size(); ++rank)
+    if (!problems[rank].empty())
+      all += titan::str(all.empty() ? "" : "; ", rank_on(rank, opened.hosts[rank]), " ", problems[rank]);
+  if (!all.empty())
+    throw Error("the folder of the checkpoints has to be one that all ranks share and can write to: " + all);
+  return opened;
 }
 
 }  // namespace titan::checkpoint::detail

@@ -5,16 +5,20 @@
 // PeerWriter's (folders in the hosts' memory).
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "checkpoint/save/rank_tree.h"
-#include "checkpoint/save/staging.h"
+#include "checkpoint/save/save_plan.h"
 #include "titan/checkpoint/checkpointer.h"
+#include "titan/checkpoint/step_folder.h"
 
 namespace titan::checkpoint::detail {
 
@@ -44,10 +48,11 @@ struct SaveReport {
   bool finite = true;
   int64_t num_threads = 0;
   std::vector<std::string> texts;  // of the objects that merge theirs, in the order of their keys
+  static void fields(auto& wire, auto& self) {
+    wire(self.step, self.failure, self.file.num_bytes, self.file.header_digest, self.finite, self.num_threads,
+         self.texts);
+  }
 };
-std::string to_bytes(const SaveReport& report);
-/// Throws Error.
-SaveReport parse_report(const std::string& bytes);
 
 class SaveWriter {
  public:
@@ -104,5 +109,22 @@ class StepWriter : public SaveWriter {
  private:
   void complete(const SaveJob& job, const std::vector<SaveReport>& reports);
 };
+
+// ---- whether all ranks, on whatever hosts, mean the same folder by its path
+
+struct OpenedFolder {
+  std::optional<FolderLock> lock;  // rank 0's, of a folder that is written to
+  std::string run_id;              // the same on all ranks
+  std::vector<std::string> hosts;  // by rank
+};
+
+/// Collective. Rank 0 makes and locks the folder, removes leftovers, and writes a file there that all other
+/// ranks have to see within a minute or half of `timeout`, the group's. Throws the same Error on all ranks:
+/// what rank 0 couldn't do, or which ranks don't see its file.
+OpenedFolder open_shared_folder(dist::Group& group, const std::filesystem::path& folder,
+                                std::chrono::milliseconds timeout);
+
+/// Collective. Reads, makes and removes nothing: a folder that is only read from may be another run's.
+OpenedFolder open_to_read(dist::Group& group);
 
 }  // namespace titan::checkpoint::detail

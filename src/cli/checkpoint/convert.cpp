@@ -6,7 +6,7 @@
 #include "cli/text.h"
 #include "job/job_config.h"
 #include "titan/checkpoint/hugging_face.h"
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/train/model_spec.h"

@@ -10,7 +10,7 @@
 #include "cli/parser.h"
 #include "cli/text.h"
 #include "core/json_tree.h"
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {

@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "titan/checkpoint/manifest.h"
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/tensor/placement.h"
 
 namespace titan::cli {

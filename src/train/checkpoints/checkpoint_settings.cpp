@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <c10/util/StringUtil.h>
+
 #include "titan/checkpoint/checkpointer.h"
 #include "titan/core/error.h"
 
@@ -104,12 +106,6 @@ void describe_model_alone(config::Table<CheckpointSettings>& table) {
                 "fault_tolerance.enable");
 }
 
-std::string joined(const std::vector<std::string>& names) {
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
-}
-
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
@@ -149,7 +145,7 @@ std::vector<std::string> unknown_exclusions(const config::StringList& excluded,
   for (const std::string& key : excluded) {
     if (contains(known, key)) continue;
     auto near = nearest_names(key, known, 1);
-    problems.push_back(str("'", key, "' isn't saved; known: ", joined(known),
+    problems.push_back(str("'", key, "' isn't saved; known: ", c10::Join(", ", known),
                            near.empty() ? "" : str("; did you mean '", near.front(), "'?")));
   }
   return problems;

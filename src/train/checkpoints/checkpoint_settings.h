@@ -3,7 +3,6 @@
 // [checkpoint]: the whole state, saved during training and loaded when a run resumes; the model alone, loaded
 // at the start and written after the last step, as one safetensors file or as a Hugging Face folder.
 
-#include <filesystem>
 #include <optional>
 #include <string>
 #include <vector>

@@ -4,7 +4,6 @@
 #include <mutex>
 
 #include <ATen/Context.h>
-#include <ATen/core/grad_mode.h>
 
 #include "titan/core/error.h"
 

@@ -2,13 +2,13 @@
 
 #include <sys/stat.h>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
-#include <exception>
 #include <optional>
-#include <random>
 #include <sstream>
+#include <utility>
 
+#include "checkpoint/format/stored_files.h"
+#include "checkpoint/save/rank_tree.h"
 #include "core/units.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
@@ -23,6 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kRunMark = ".peer_run";
+constexpr dist::Label kPeerLabel{"train::peer_saves"};
 
 // The content of the file. It has no device numbers: those of one network file system differ from host to
 // host and from boot to boot.
@@ -45,11 +46,6 @@ std::optional<Marked> read_mark(const fs::path& folder) {
   return whole && !marked.run.empty() ? std::optional(marked) : std::nullopt;
 }
 
-std::string random_run() {
-  std::random_device source;
-  return checkpoint::digest_of(str(source(), " ", source(), " ", source(), " ", source()));
-}
-
 // The place where the run saves; its number is filled in later.
 Marked place_of(const fs::path& folder) {
   struct stat status = {};
@@ -67,41 +63,10 @@ bool is_same_run(const Marked& saved, const Marked& now) {
   return !fs::exists(saved.path, ignored) || fs::equivalent(saved.path, now.path, ignored);
 }
 
-}  // namespace
-
-RunMark run_mark(const fs::path& folder) {
-  Marked now = place_of(folder);
-  const std::optional<Marked> saved = read_mark(folder);
-  now.run = saved && is_same_run(*saved, now) ? saved->run : random_run();
-  if (!saved || to_text(*saved) != to_text(now)) write_file_atomic(folder / kRunMark, to_text(now));
-  return {.run = now.run, .folder = str(now.path, " (inode ", now.inode, ")")};
-}
-
-namespace {
-
-namespace fs = std::filesystem;
-
-constexpr dist::Label kPeerLabel{"train::peer_saves"};
-// Rank 0's mark, on all ranks.
-RunMark shared_mark(const dist::World& world, const fs::path& folder) {
-  RunMark mark;
-  std::string problem;
-  try {
-    if (world.rank() == 0) mark = run_mark(folder);
-  } catch (const std::exception& error) {
-    problem = error.what();
-  }
-  const auto of_rank_0 = [&](const std::string& text) {
-    return world.everyone()->all_gather_text(text, kPeerLabel).front();
-  };
-  problem = of_rank_0(problem);
-  if (!problem.empty()) throw Error(problem);
-  return {.run = of_rank_0(mark.run), .folder = of_rank_0(mark.folder)};
-}
-
 std::shared_ptr<checkpoint::PeerFolder> open_folder(const dist::World& world, const PeerSettings& settings,
                                                     const fs::path& disk) {
-  const RunMark mark = shared_mark(world, disk);
+  const auto mark = checkpoint::detail::from_wire<RunMark>(
+      from_rank_0(world, kPeerLabel, [&] { return checkpoint::detail::to_wire(run_mark(disk)); }));
   return std::make_shared<checkpoint::PeerFolder>(world,
                                                   checkpoint::PeerFolder::Options{.parent = settings.folder,
                                                                                   .job = settings.job,
@@ -122,39 +87,34 @@ checkpoint::SaveOptions peer_options(checkpoint::SaveOptions options,
 
 }  // namespace
 
+RunMark run_mark(const fs::path& folder) {
+  Marked now = place_of(folder);
+  const std::optional<Marked> saved = read_mark(folder);
+  now.run = saved && is_same_run(*saved, now) ? saved->run : checkpoint::detail::random_id();
+  if (!saved || to_text(*saved) != to_text(now)) write_file_atomic(folder / kRunMark, to_text(now));
+  return {.run = now.run, .folder = str(now.path, " (inode ", now.inode, ")")};
+}
+
 PeerSaves::PeerSaves(const dist::World& world, const DeviceMesh& pipeline, const PeerSettings& settings,
                      const checkpoint::SaveOptions& disk)
-    : settings_(settings),
-      folder_(open_folder(world, settings, disk.folder)),
-      saver_(world, pipeline, peer_options(disk, folder_)) {}
-
-fs::path PeerSaves::step_path(int64_t step) const { return checkpoint::step_path(folder_->path(), step); }
-
-bool PeerSaves::holds(const fs::path& step_folder) const {
-  return step_folder.parent_path() == folder_->path();
-}
-
-void PeerSaves::add_bringer(checkpoint::LoadOptions& options) const {
-  options.bring_files = [folder = folder_](const checkpoint::Manifest& manifest,
-                                           const std::set<int64_t>& ranks) {
-    folder->bring_files(manifest, ranks);
-  };
-}
+    : folder(open_folder(world, settings, disk.folder)),
+      saver(world, pipeline, peer_options(disk, folder)),
+      settings_(settings) {}
 
 void PeerSaves::announce() {
-  const checkpoint::PeerFolder::Memory memory = folder_->check_memory(saver_.plan());
-  const std::string copies = folder_->num_places() > 1
-                                 ? str("each file on two of ", folder_->num_places(), " hosts")
+  const checkpoint::PeerFolder::Memory memory = folder->check_memory(saver.plan());
+  const std::string copies = folder->num_places() > 1
+                                 ? str("each file on two of ", folder->num_places(), " hosts")
                                  : "on one host, without copies, which would be lost with it";
   log::info_rank0(str("peer checkpoints: every ", settings_.interval, " step(s) the state is kept in ",
-                      folder_->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
+                      folder->path().string(), memory.in_memory ? "" : " (on a disk, not in memory)", ", ",
                       copies, "; up to ", size_text(memory.files_bytes), " a host there, and ",
                       size_text(memory.staged_bytes), " while it is copied; ", size_text(memory.free_bytes),
                       " are free"));
 }
 
 PeerSaves::Damage PeerSaves::remove_damaged() {
-  const auto [found, is_whole] = folder_->remove_damaged();
+  const auto [found, is_whole] = folder->remove_damaged();
   for (const std::string& damage : found)
     log::warning_rank0("peer checkpoints: damaged, and removed: " + damage);
   if (found.empty()) return Damage::None;
@@ -166,7 +126,7 @@ PeerSaves::Damage PeerSaves::remove_damaged() {
 
 void PeerSaves::save(int64_t step) {
   try {
-    saver_.save(step);
+    saver.save(step);
   } catch (const Error& error) {
     log::warning_rank0(str("peer checkpoints: the state of step ", step, " isn't kept: ", error.what()));
   }
@@ -174,14 +134,14 @@ void PeerSaves::save(int64_t step) {
 
 void PeerSaves::finish() {
   try {
-    saver_.finish();
+    saver.finish();
   } catch (const Error& error) {
     log::warning(str("the state isn't kept in memory: ", error.what()));
   }
 }
 
 void PeerSaves::tell_failures() const {
-  const checkpoint::SaveCounts counts = saver_.counts();
+  const checkpoint::SaveCounts counts = saver.counts();
   if (counts.failed == 0) return;
   log::warning_rank0(str("peer checkpoints: ", counts.complete, " states were kept, ", counts.failed,
                          " couldn't be, and ", counts.skipped, " were skipped for others on their way"));
@@ -190,7 +150,7 @@ void PeerSaves::tell_failures() const {
 void PeerSaves::remove() {
   if (std::exchange(removed_, true)) return;
   try {
-    folder_->remove();
+    folder->remove();
   } catch (const Error& error) {
     log::warning_rank0(str("peer checkpoints: ", error.what()));
   }

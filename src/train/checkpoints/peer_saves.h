@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "checkpoint/peer/peer_folder.h"
@@ -18,6 +17,7 @@ namespace titan::train {
 struct RunMark {
   std::string run;     ///< of this run alone: 32 hexadecimal digits
   std::string folder;  ///< where it saves now, for comparing and for people: path and inode
+  static void fields(auto& wire, auto& self) { wire(self.run, self.folder); }
 };
 
 /// The mark of the run that saves in `folder`, from a file there, which is made if it doesn't exist. A run
@@ -28,45 +28,34 @@ RunMark run_mark(const std::filesystem::path& folder);
 class PeerSaves {
  public:
   /// `disk`: how the run saves on disk; rank 0 leaves a mark in that folder, by which the states in memory
-  /// are known as this run's. Collective over the world, as are all calls except add, is_due and the getters.
+  /// are known as this run's. Collective over the world, as are all calls except is_due.
   PeerSaves(const dist::World& world, const DeviceMesh& pipeline, const PeerSettings& settings,
             const checkpoint::SaveOptions& disk);
 
-  void add(const std::string& key, checkpoint::Stateful& object) { saver_.add(key, object); }
   bool is_due(int64_t step) const { return step % settings_.interval == 0; }
   /// Starts to keep the state. Failures are only logged: the run can do without the copy in memory.
   void save(int64_t step);
-  void wait_for_staging() { saver_.wait_for_staging(); }
   /// Waits for what is in progress; logs as save() does.
   void finish();
-  double take_blocked_seconds() { return saver_.take_blocked_seconds(); }
   /// Logs how many states weren't kept, if any failed.
   void tell_failures() const;
 
-  /// The newest generation's step.
-  std::optional<int64_t> choose_newest() { return folder_->choose_newest(); }
-  std::filesystem::path step_path(int64_t step) const;
-  /// Whether it belongs to a state in memory, not to one on disk.
-  bool holds(const std::filesystem::path& step_folder) const;
-  /// For loading the chosen generation.
-  void add_bringer(checkpoint::LoadOptions& options) const;
   /// None: the load failed for another reason. Mended: there are sound copies of everything that was damaged,
   /// so another load may succeed. Lost: some of it has no sound copy.
   enum class Damage { None, Mended, Lost };
   /// After loading the chosen generation failed: looks for damage, logs what it found, and removes it.
   Damage remove_damaged();
-  /// From now on nothing in memory is resumed from.
-  void forget() { folder_->forget(); }
   /// Logs what is kept where, and how much memory it takes. Throws ConfigError if a host has too little
   /// memory.
   void announce();
   /// The run's state is on disk: removes what is in memory. Logs failures.
   void remove();
 
+  const std::shared_ptr<checkpoint::PeerFolder> folder;
+  checkpoint::Checkpointer saver;
+
  private:
   PeerSettings settings_;
-  std::shared_ptr<checkpoint::PeerFolder> folder_;
-  checkpoint::Checkpointer saver_;
   bool removed_ = false;
 };
 

@@ -1,24 +1,27 @@
 #include "train/checkpoints/run_checkpoints.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <exception>
 #include <limits>
 
 #include <ATen/Parallel.h>
+#include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
 #include "core/units.h"
+#include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
+#include "titan/core/file.h"
 #include "titan/core/log.h"
 #include "titan/core/version.h"
 #include "titan/train/trainer.h"
 #include "train/checkpoints/peer_saves.h"
-#include "train/checkpoints/step_choice.h"
 
 namespace titan::train {
 
@@ -27,6 +30,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr dist::Label kLabel{"train::checkpoint"};
+constexpr dist::Label kExportLabel{"train::export_model"};
 constexpr int64_t kAnyStep = std::numeric_limits<int64_t>::max();
 
 checkpoint::SaveOptions save_options(const RunCheckpoints::Options& options) {
@@ -75,13 +79,27 @@ void warn_of_differences(const checkpoint::Manifest& manifest) {
 // Settings that may change the result; those of folders and logs don't.
 void warn_of_changed_settings(const std::string& saved, const std::string& now) {
   constexpr size_t kMostTold = 20;
-  const auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
-  std::string text;
-  for (size_t i = 0; i < std::min(changed.size(), kMostTold); ++i)
-    text += str(i == 0 ? "" : "; ", changed[i]);
-  if (changed.size() > kMostTold) text += str("; and ", changed.size() - kMostTold, " more");
-  if (!changed.empty())
-    log::warning_rank0("settings aren't those of the checkpoint (its | this run's): " + text);
+  auto changed = config::setting_differences(saved, now, {"job", "metrics", "comm", "checkpoint"});
+  if (changed.empty()) return;
+  const size_t num_changed = changed.size();
+  changed.resize(std::min(num_changed, kMostTold));
+  if (num_changed > kMostTold) changed.push_back(str("and ", num_changed - kMostTold, " more"));
+  log::warning_rank0("settings aren't those of the checkpoint (its | this run's): " +
+                     c10::Join("; ", changed));
+}
+
+// A state in memory is damaged, as all ranks have found.
+class DamagedGeneration : public Error {
+ public:
+  using Error::Error;
+};
+
+// Runs `part` on rank 0; all ranks throw what it throws.
+void on_rank_0(const dist::World& world, const std::function<void()>& part) {
+  from_rank_0(world, kExportLabel, [&] {
+    part();
+    return std::string();
+  });
 }
 
 }  // namespace
@@ -101,7 +119,7 @@ RunCheckpoints::~RunCheckpoints() = default;
 
 void RunCheckpoints::add(const std::string& key, checkpoint::Stateful& object) {
   checkpointer_.add(key, object);
-  if (peers_) peers_->add(key, object);
+  if (peers_) peers_->saver.add(key, object);
   keys_.push_back(key);
 }
 
@@ -122,7 +140,7 @@ bool RunCheckpoints::load_newest() {
   if (!step) {
     load_initial();
     loaded_step_ = 0;
-    if (peers_) peers_->forget();
+    if (peers_) peers_->folder->forget();
     return false;
   }
   if (!options_.initial.setting.empty())
@@ -130,7 +148,7 @@ bool RunCheckpoints::load_newest() {
                            options_.folder.string()));
   load_or_fall_back(*step);
   // If the disk was damaged, its step may be older than the one in memory, so that is forgotten only now.
-  if (peers_ && (loaded_step_ == *step || !load_from_memory(loaded_step_))) peers_->forget();
+  if (peers_ && (loaded_step_ == *step || !load_from_memory(loaded_step_))) peers_->folder->forget();
   return true;
 }
 
@@ -144,23 +162,32 @@ void RunCheckpoints::load_step(int64_t step) {
 // Checksums are compared while tensors are read. What was loaded by then is overwritten by an older step, and
 // only by a whole one: the run never starts from parts.
 void RunCheckpoints::load_or_fall_back(int64_t step) {
+  if (options_.settings.load_step >= 0) return load_step(step);
+  const std::exception_ptr failure = damage_found_by([&] { load_step(step); }, step);
+  if (!failure) return;
+  const StepChoice before = choose_before(step);
+  // Step 0 holds the model alone, so the optimizer would keep what was read until here.
+  if (before.step.value_or(0) == 0) std::rethrow_exception(failure);
+  warn_passed_over(before.passed_over);
+  load_or_fall_back(*before.step);
+}
+
+// Null: `load` succeeded. Otherwise what it threw where the step is damaged, of which this warns; any other
+// failure passes through.
+std::exception_ptr RunCheckpoints::damage_found_by(const std::function<void()>& load, int64_t step) const {
   std::exception_ptr failure;
   try {
-    return load_step(step);
+    load();
+    return nullptr;
   } catch (const ConfigError&) {
     throw;  // the checkpoint is another run's: looking for damage would take long
   } catch (const Error&) {
     failure = std::current_exception();
   }
-  if (options_.settings.load_step >= 0) std::rethrow_exception(failure);
   const auto damages = find_damage(checkpoint::step_path(options_.folder, step), world_);
   if (damages.empty()) std::rethrow_exception(failure);
   warn_passed_over(damages);
-  const StepChoice before = share(world_.rank() == 0 ? choose_before(step) : StepChoice{}, world_);
-  // Step 0 holds the model alone, so the optimizer would keep what was read until here.
-  if (before.step.value_or(0) == 0) std::rethrow_exception(failure);
-  warn_passed_over(before.passed_over);
-  load_or_fall_back(*before.step);
+  return failure;
 }
 
 void RunCheckpoints::load_initial() {
@@ -175,26 +202,10 @@ void RunCheckpoints::load_initial() {
   log_loaded(load_whole(initial.step_folder, options_.settings.exclude_from_loading), initial.step_folder);
 }
 
-// Called by rank 0. All ranks throw its failure, not a ConfigError: storage that doesn't answer may do so at
-// the next start.
-StepChoice RunCheckpoints::choose() const {
-  const int64_t wanted = options_.settings.load_step;
-  try {
-    StepChoice choice =
-        wanted >= 0 ? choose_step(options_.folder, wanted) : choose_newest(options_.folder, kAnyStep);
-    if (wanted >= 0 && choice.error.empty() && !options_.settings.load_only) warn_of_newer_steps(wanted);
-    return choice;
-  } catch (const Error& error) {
-    return {.failure = error.what()};
-  }
-}
-
 StepChoice RunCheckpoints::choose_before(int64_t step) const {
-  try {
+  return choose_on_rank_0(world_, [&] {
     return choose_newest(options_.folder, step, [this](int64_t each) { return is_of_this_run(each); });
-  } catch (const Error& error) {
-    return {.failure = error.what()};
-  }
+  });
 }
 
 // Until a step is loaded, they count as this run's.
@@ -213,8 +224,16 @@ void RunCheckpoints::warn_of_newer_steps(int64_t wanted) const {
                      "); until this run is past them, a start without load_step resumes from those"));
 }
 
+// What rank 0 can't read is an Error on all ranks, not a ConfigError: storage that doesn't answer may do so
+// at the next start.
 std::optional<int64_t> RunCheckpoints::find_step() const {
-  const StepChoice choice = share(world_.rank() == 0 ? choose() : StepChoice{}, world_);
+  const int64_t wanted = options_.settings.load_step;
+  const StepChoice choice = choose_on_rank_0(world_, [&] {
+    if (wanted < 0) return choose_newest(options_.folder, kAnyStep);
+    const StepChoice asked_for = choose_step(options_.folder, wanted);
+    if (asked_for.error.empty() && !options_.settings.load_only) warn_of_newer_steps(wanted);
+    return asked_for;
+  });
   if (!choice.error.empty()) throw ConfigError(choice.error);
   warn_passed_over(choice.passed_over);
   if (!choice.step)
@@ -232,7 +251,11 @@ checkpoint::Loaded RunCheckpoints::load_whole(const fs::path& step_folder, std::
       rng_ && std::find(options.exclude.begin(), options.exclude.end(), "rng") == options.exclude.end();
   const bool reseeds = wants_rng && saved.rng_place != rng_->place();
   if (reseeds) options.exclude.push_back("rng");
-  if (peers_ && peers_->holds(step_folder)) peers_->add_bringer(options);
+  if (peers_ && step_folder.parent_path() == peers_->folder->path())
+    options.bring_files = [folder = peers_->folder](const checkpoint::Manifest& manifest,
+                                                    const std::set<int64_t>& ranks) {
+      folder->bring_files(manifest, ranks);
+    };
   checkpoint::Loaded loaded = checkpointer_.load(step_folder, options);
   if (!reseeds) return loaded;
   rng_->reseed(saved.step);
@@ -274,29 +297,19 @@ void RunCheckpoints::check_exclusions() const {
   if (!problems.empty()) throw ConfigError(std::move(problems));
 }
 
-// Going back within a run.
+// ---- going back within a run
 
 // Step 0, a seed, holds the model alone. As at a start, what was read of a damaged step is overwritten by an
 // older one.
 std::optional<int64_t> RunCheckpoints::load_before(int64_t step, const std::vector<std::string>& exclude) {
   // States in memory are from the steps that are undone.
-  if (peers_) peers_->forget();
+  if (peers_) peers_->folder->forget();
   for (std::exception_ptr failure;;) {
-    const StepChoice choice = share(world_.rank() == 0 ? choose_before(step) : StepChoice{}, world_);
-    step = choice.step.value_or(0);
+    step = choose_before(step).step.value_or(0);
     if (step == 0 && failure) std::rethrow_exception(failure);
     if (step == 0) return std::nullopt;
-    try {
-      go_back_to(step, exclude);
-      return step;
-    } catch (const ConfigError&) {
-      throw;
-    } catch (const Error&) {
-      failure = std::current_exception();
-    }
-    const auto damages = find_damage(checkpoint::step_path(options_.folder, step), world_);
-    if (damages.empty()) std::rethrow_exception(failure);
-    for (const std::string& damage : damages) log::warning_rank0("passed over: " + damage);
+    failure = damage_found_by([&] { go_back_to(step, exclude); }, step);
+    if (!failure) return step;
   }
 }
 
@@ -309,17 +322,7 @@ void RunCheckpoints::go_back_to(int64_t step, std::vector<std::string> exclude) 
   loaded_step_ = std::min(loaded_step_, step);
 }
 
-// RunCheckpoints: what is kept in memory of the hosts, and going on from it.
-
-namespace {
-
-/// A state in memory is damaged, as all ranks have found.
-class DamagedGeneration : public Error {
- public:
-  using Error::Error;
-};
-
-}  // namespace
+// ---- what is kept in memory of the hosts, and going on from it
 
 bool RunCheckpoints::is_due_in_memory(int64_t step) const { return peers_ && peers_->is_due(step); }
 
@@ -369,7 +372,7 @@ checkpoint::Loaded RunCheckpoints::load_generation(const std::filesystem::path& 
 // The newer state counts, and memory's if both are of the same step. An unused one stays until the disk's is
 // loaded.
 bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
-  const auto step = peers_->choose_newest();
+  const auto step = peers_->folder->choose_newest();
   const bool is_asked_for = options_.settings.load_step >= 0;
   if (!step || is_asked_for || on_disk.value_or(-1) > *step) {
     if (step)
@@ -381,17 +384,119 @@ bool RunCheckpoints::load_from_memory(std::optional<int64_t> on_disk) {
   log::info_rank0(str("peer checkpoints: step ", *step, " is in memory; the newest on disk is ",
                       on_disk ? str("step ", *on_disk) : "none"));
   try {
-    const auto folder = peers_->step_path(*step);
+    const fs::path folder = checkpoint::step_path(peers_->folder->path(), *step);
     log_loaded(load_generation(folder), folder);
     loaded_step_ = *step;
     from_memory_ = true;
   } catch (const DamagedGeneration& error) {
     log::warning_rank0(str("passed over: step ", *step, " in memory: ", error.what()));
-    peers_->forget();
+    peers_->folder->forget();
     // What was read of it is overwritten only by a whole state; the next start finds nothing in memory.
     if (on_disk.value_or(0) == 0) throw;
   }
   return from_memory_;
+}
+
+// ---- what is saved, and when
+
+bool RunCheckpoints::is_due(int64_t step, bool is_last) const {
+  const CheckpointSettings& settings = options_.settings;
+  if (settings.load_only) return false;
+  return is_last || (settings.enable_first_step_checkpoint && step == 1) || step % settings.interval == 0;
+}
+
+void RunCheckpoints::wait_for_staging() {
+  checkpointer_.wait_for_staging();
+  if (peers_) peers_->saver.wait_for_staging();
+}
+
+void RunCheckpoints::check() {
+  if (checkpointer_.lost_ranks()) checkpointer_.check();
+}
+
+void RunCheckpoints::finish() {
+  checkpointer_.finish();
+  if (peers_) peers_->finish();
+}
+
+double RunCheckpoints::take_blocked_seconds() {
+  return checkpointer_.take_blocked_seconds() + (peers_ ? peers_->saver.take_blocked_seconds() : 0);
+}
+
+// The last save is the run's result: it isn't skipped, and the run waits for it.
+void RunCheckpoints::save(int64_t step, bool is_last) {
+  if (!is_last) return start_save(step);
+  if (!options_.model_export) return save_whole(step);
+  finish();
+  export_model(step);
+}
+
+// A save that was skipped, or failed before it was written, leaves the one before as the last.
+void RunCheckpoints::start_save(int64_t step) {
+  if (!checkpointer_.save(step)) return;
+  saved_steps_.insert(step);
+  last_saved_ = step;
+}
+
+void RunCheckpoints::save_whole(int64_t step) {
+  finish();
+  start_save(step);
+  finish();
+  // Even if training continues after a failed save (on_failure).
+  if (!is_saved(step)) throw Error(checkpointer_.last_failure());
+}
+
+bool RunCheckpoints::is_saved(int64_t step) const {
+  return step == exported_step_ || (step == last_saved_ && checkpointer_.last_failure().empty());
+}
+
+bool RunCheckpoints::has_model_alone(int64_t step) const {
+  if (options_.settings.load_only || options_.settings.load_step >= 0) return false;
+  const StepChoice alone = choose_on_rank_0(world_, [&] {
+    const fs::path manifest = checkpoint::step_path(options_.folder, step) / checkpoint::kManifestName;
+    const bool is_alone =
+        last_step_in(options_.folder) == step &&
+        checkpoint::storage_of(manifest).status(manifest).kind == checkpoint::Storage::Kind::Nothing;
+    return StepChoice{.step = is_alone ? std::optional(step) : std::nullopt};
+  });
+  return alone.step.has_value();
+}
+
+void RunCheckpoints::save_seed() {
+  save_whole(0);
+  log::info_rank0(str("the seed checkpoint is in ", checkpoint::step_path(options_.folder, 0).string()));
+}
+
+// A step's folder gets its name once everything in it is written, as for whole states.
+void RunCheckpoints::export_model(int64_t step) {
+  // The ranks wait for the one that writes, which may take longer than a step's collectives may.
+  world_.set_timeout(std::chrono::seconds(options_.settings.timeout_seconds));
+  const std::string id = checkpoint::digest_of(str(::getpid(), " ", step, " ", options_.config));
+  const fs::path pending = checkpoint::pending_path(options_.folder, step, id);
+  on_rank_0(world_, [&] { make_folder(pending); });
+  try {
+    write_model(pending);
+  } catch (const Error&) {
+    std::error_code ignored;  // the next run tries again
+    if (world_.rank() == 0) fs::remove_all(pending, ignored);
+    throw;
+  }
+  on_rank_0(world_, [&] { checkpoint::commit_step(options_.folder, step, id); });
+  exported_step_ = step;
+  const fs::path folder = checkpoint::step_path(options_.folder, step);
+  log::info_rank0(
+      str("the model is in ", (options_.model_export->hf ? folder : folder / kModelFile).string()));
+}
+
+void RunCheckpoints::write_model(const fs::path& folder) const {
+  const ModelExport& how = *options_.model_export;
+  if (how.hf)
+    save_hf_model(parameters_, *how.hf, folder,
+                  {.folder = {.assets = how.hf_assets, .in_place = true},
+                   .export_dtype = how.dtype,
+                   .pipeline = pipeline_});
+  else
+    save_model(parameters_, folder / kModelFile, how.dtype, pipeline_);
 }
 
 }  // namespace titan::train

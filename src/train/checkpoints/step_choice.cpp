@@ -1,24 +1,24 @@
-#include "train/checkpoints/step_choice.h"
+#include "train/checkpoints/run_checkpoints.h"
 
 #include <algorithm>
-#include <cstring>
 
-#include <ATen/ops/empty.h>
-#include <nlohmann/json.hpp>
+#include <ATen/ops/from_blob.h>
 
 #include "checkpoint/format/rank_file.h"
-#include "core/json_tree.h"
+#include "checkpoint/save/rank_tree.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
-#include "titan/dist/collectives.h"
-#include "train/checkpoints/run_checkpoints.h"
 
 namespace titan::train {
 
 namespace {
 
 namespace fs = std::filesystem;
+using checkpoint::detail::from_wire;
+using checkpoint::detail::problem_of;
+using checkpoint::detail::to_wire;
+using checkpoint::detail::WireReader;
 
 constexpr dist::Label kChoiceLabel{"train::step_choice"};
 
@@ -41,49 +41,6 @@ std::string complete_steps(const fs::path& folder) {
   for (const checkpoint::StepEntry& entry : checkpoint::list_steps(folder))
     if (problems_with(entry.path).empty()) steps += str(steps.empty() ? "" : ", ", entry.step);
   return steps.empty() ? "there is no complete step" : "there are the complete steps " + steps;
-}
-
-// Names of files may not be UTF-8.
-std::string dump(const nlohmann::json& tree) {
-  return tree.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
-// Gives rank 0's text to all ranks.
-std::string share_text(const std::string& text, const dist::World& world) {
-  if (world.size() == 1) return text;
-  const auto group = world.everyone();
-  const bool is_first = world.rank() == 0;
-  const int64_t length = group->sum(static_cast<int64_t>(is_first ? text.size() : 0), kChoiceLabel);
-  at::Tensor bytes = at::empty({length}, at::kByte);
-  if (is_first) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  group->broadcast(bytes, 0, kChoiceLabel).wait();
-  return {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(length)};
-}
-
-std::string to_text(const StepChoice& choice) {
-  nlohmann::json tree;
-  tree["step"] = choice.step.value_or(-1);
-  tree["passed_over"] = choice.passed_over;
-  tree["error"] = choice.error;
-  tree["failure"] = choice.failure;
-  return dump(tree);
-}
-
-nlohmann::json parse_shared(const std::string& text) {
-  std::string problem;
-  nlohmann::json tree = parse_json(text, &problem);
-  if (!problem.empty()) throw Error("cannot read what rank 0 sent about the step to load: " + problem);
-  return tree;
-}
-
-StepChoice from_text(const std::string& text) {
-  const auto tree = parse_shared(text);
-  StepChoice choice;
-  if (const int64_t step = tree.at("step"); step >= 0) choice.step = step;
-  tree.at("passed_over").get_to(choice.passed_over);
-  tree.at("error").get_to(choice.error);
-  tree.at("failure").get_to(choice.failure);
-  return choice;
 }
 
 }  // namespace
@@ -126,8 +83,7 @@ StepChoice choose_step(const fs::path& folder, int64_t wanted) {
 }
 
 std::vector<std::string> find_damage(const fs::path& step_folder, const dist::World& world) {
-  std::string mine;
-  try {
+  const std::string mine = problem_of([&] {
     const checkpoint::Manifest manifest = checkpoint::read_manifest(step_folder);
     const auto num_files = static_cast<int64_t>(manifest.files.size());
     for (int64_t rank = world.rank(); rank < num_files; rank += world.size()) {
@@ -136,9 +92,7 @@ std::vector<std::string> find_damage(const fs::path& step_folder, const dist::Wo
                            manifest.files[static_cast<size_t>(rank)])
           .verify();
     }
-  } catch (const Error& error) {
-    mine = error.what();
-  }
+  });
   std::vector<std::string> damages;
   for (const std::string& damage : world.everyone()->all_gather_text(mine, kChoiceLabel))
     if (!damage.empty() && std::find(damages.begin(), damages.end(), damage) == damages.end())
@@ -146,27 +100,34 @@ std::vector<std::string> find_damage(const fs::path& step_folder, const dist::Wo
   return damages;
 }
 
-StepChoice share(const StepChoice& choice, const dist::World& world) {
-  const StepChoice shared =
-      world.size() == 1 ? choice : from_text(share_text(world.rank() == 0 ? to_text(choice) : "", world));
-  if (!shared.failure.empty()) throw Error(shared.failure);
-  return shared;
+std::string from_rank_0(const dist::World& world, dist::Label label,
+                        const std::function<std::string()>& part) {
+  std::string text, problem, shared;
+  if (world.rank() == 0) {
+    problem = problem_of([&] { text = part(); });
+    shared = to_wire(problem, text);
+  }
+  // Not all_gather_text: it takes as much memory for each rank as the longest text has bytes.
+  const auto group = world.everyone();
+  shared.resize(static_cast<size_t>(group->sum(static_cast<int64_t>(shared.size()), label)));
+  if (world.size() > 1)
+    group->broadcast(at::from_blob(shared.data(), {static_cast<int64_t>(shared.size())}, at::kByte), 0, label)
+        .wait();
+  WireReader{shared}(problem, text);
+  if (!problem.empty()) throw Error(problem);
+  return text;
+}
+
+StepChoice choose_on_rank_0(const dist::World& world, const std::function<StepChoice()>& choose) {
+  return from_wire<StepChoice>(from_rank_0(world, kChoiceLabel, [&] { return to_wire(choose()); }));
 }
 
 ManifestSummary read_summary(const fs::path& step_folder, const dist::World& world) {
-  nlohmann::json tree = nlohmann::json::object();
-  if (world.rank() == 0) {
-    try {
-      const checkpoint::Manifest manifest = checkpoint::read_manifest(step_folder);
-      const auto place = manifest.texts.find("rng");
-      tree = {{"step", manifest.step}, {"rng", place == manifest.texts.end() ? "" : place->second}};
-    } catch (const Error& error) {
-      tree = {{"error", error.what()}};
-    }
-  }
-  tree = parse_shared(share_text(dump(tree), world));
-  if (tree.contains("error")) throw Error(tree["error"].get<std::string>());
-  return {tree.at("step"), tree.at("rng")};
+  return from_wire<ManifestSummary>(from_rank_0(world, kChoiceLabel, [&] {
+    const checkpoint::Manifest manifest = checkpoint::read_manifest(step_folder);
+    const auto place = manifest.texts.find("rng");
+    return to_wire(ManifestSummary{manifest.step, place == manifest.texts.end() ? "" : place->second});
+  }));
 }
 
 }  // namespace titan::train

@@ -1,4 +1,5 @@
-#include "checkpoint/peer/generations.h"
+#include "checkpoint/peer/peer_folder.h"
+#include "checkpoint/save/rank_tree.h"
 
 #include <fstream>
 
@@ -48,13 +49,13 @@ TEST(PeerGenerations, NeverMixesGenerationsOfOneStep) {
 
 TEST(PeerGenerations, RoundTripsAsBytes) {
   const std::vector<HeldGeneration> all = {held(7, 4, {0, 3}, "x"), held(9, 1, {}, "y")};
-  const auto back = parse_held(to_bytes(all));
+  const auto back = from_wire<std::vector<HeldGeneration>>(to_wire(all));
   ASSERT_THAT(back, SizeIs(2));
   EXPECT_EQ(back[0].digest, "x");
   EXPECT_THAT(back[0].ranks, ElementsAre(0, 3));
   EXPECT_EQ(back[1].step, 9);
   EXPECT_EQ(back[1].num_files, 1);
-  EXPECT_THROW(parse_held(to_bytes(all).substr(0, 20)), Error);
+  EXPECT_THROW(from_wire<std::vector<HeldGeneration>>(to_wire(all).substr(0, 20)), Error);
 }
 
 TEST(PeerGenerations, CountsOnlyFilesOfTheRightSize) {

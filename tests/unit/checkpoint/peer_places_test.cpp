@@ -1,4 +1,4 @@
-#include "checkpoint/peer/generations.h"
+#include "checkpoint/peer/peer_folder.h"
 
 #include <filesystem>
 #include <set>

@@ -10,7 +10,7 @@
 #include "checkpoint/peer/peer_folder.h"
 #include "checkpoint_files.h"
 #include "temp_folder.h"
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint {

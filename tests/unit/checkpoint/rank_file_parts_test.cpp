@@ -53,7 +53,7 @@ struct Written {
   // Reads `target_box` to `target`, which holds something else, and compares all of it, and the bytes read.
   void check(const Box& target_box, at::Tensor target) const {
     const at::Tensor before = target.clone();
-    const int64_t read_before = file->bytes_read();
+    const int64_t read_before = file->file().bytes_read();
     file->read("a", target_box, target);
     const Box both = intersection(box, target_box);
     at::Tensor expected = before;
@@ -61,7 +61,7 @@ struct Written {
     ASSERT_TRUE(same_bits(target, expected))
         << "at " << at::IntArrayRef(target_box.offset) << " of " << at::IntArrayRef(target_box.length);
     const int64_t bytes = both.numel() == 0 ? 0 : block_bytes(box, both, data.element_size());
-    ASSERT_EQ(file->bytes_read() - read_before, bytes);
+    ASSERT_EQ(file->file().bytes_read() - read_before, bytes);
   }
 
   TempFolder folder;
@@ -139,16 +139,16 @@ TEST(RankFileParts, RandomBoxesOfLargeTensors) {
 // The rows of a rank, of whole blocks: exactly their bytes.
 TEST(RankFileParts, RowsCostTheirOwnBytes) {
   const Written written(box_at({0, 0}, {64, 65536}), sample(at::kFloat, {64, 65536}));
-  const int64_t before = written.file->bytes_read();
+  const int64_t before = written.file->file().bytes_read();
   written.check(box_at({16, 0}, {16, 65536}), filled({16, 65536}, at::kFloat));
-  EXPECT_EQ(written.file->bytes_read() - before, 16 * 65536 * 4);
+  EXPECT_EQ(written.file->file().bytes_read() - before, 16 * 65536 * 4);
 }
 
 TEST(RankFileParts, NothingIsReadBetweenFarRuns) {
   const Written written(box_at({0, 0}, {4, 3 * 262144}), sample(at::kFloat, {4, 3 * 262144}));
-  const int64_t before = written.file->bytes_read();
+  const int64_t before = written.file->file().bytes_read();
   written.check(box_at({0, 5}, {4, 10}), filled({4, 10}, at::kFloat));
-  EXPECT_EQ(written.file->bytes_read() - before, 4 * kBlockBytes);
+  EXPECT_EQ(written.file->file().bytes_read() - before, 4 * kBlockBytes);
 }
 
 }  // namespace

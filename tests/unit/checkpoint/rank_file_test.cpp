@@ -56,7 +56,7 @@ TEST(RankFile, RoundTripsEverythingBitForBit) {
     EXPECT_EQ(file.entry(expected.name).box, expected.box) << expected.name;
     EXPECT_EQ(file.entry(expected.name).offset % static_cast<int64_t>(expected.data.element_size()), 0);
   }
-  EXPECT_EQ(file.bytes_read(), written.record.num_bytes);
+  EXPECT_EQ(file.file().bytes_read(), written.record.num_bytes);
   EXPECT_NE(complaint([&] { file.entry("nothing"); }).find("nothing"), std::string::npos);
 }
 
@@ -65,11 +65,11 @@ TEST(RankFile, VerifyReadsEveryByteOfTheTensors) {
   const auto pieces = all_kinds();
   const WrittenFile written = write_rank_file(folder / "a.safetensors", kIdentity, pieces);
   const RankFile file(folder / "a.safetensors", kIdentity, written.record);
-  const int64_t header_bytes = file.bytes_read();
+  const int64_t header_bytes = file.file().bytes_read();
   int64_t told = 0;
   file.verify([&](int64_t bytes) { told += bytes; });
   EXPECT_EQ(header_bytes + told, written.record.num_bytes);
-  EXPECT_EQ(file.bytes_read(), written.record.num_bytes);
+  EXPECT_EQ(file.file().bytes_read(), written.record.num_bytes);
 }
 
 TEST(RankFile, IsWellFormedSafetensors) {

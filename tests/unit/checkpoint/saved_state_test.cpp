@@ -1,4 +1,4 @@
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 
 #include <thread>
 
-#include "checkpoint/load/open_files.h"
+#include "checkpoint/format/rank_file.h"
 #include "checkpoint_files.h"
 #include "temp_folder.h"
 #include "titan/core/error.h"
@@ -140,7 +140,7 @@ TEST(OpenFiles, KeepsTheMostRecentlyUsedFilesOpen) {
   {
     const auto first = files.use(manifest, 0), second = files.use(manifest, 1);
     EXPECT_TRUE(use(3));  // these two are in use, and stay
-    EXPECT_EQ(first.file().path(), step / file_name(0));
+    EXPECT_EQ(first->file().path(), step / file_name(0));
   }
   fs::remove(step / file_name(2));
   EXPECT_THROW(files.use(manifest, 2), Error);

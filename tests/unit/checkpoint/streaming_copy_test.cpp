@@ -1,4 +1,4 @@
-#include "checkpoint/save/staging.h"
+#include "checkpoint/save/save_plan.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,6 +1,6 @@
 // Damage of every kind, at random: each is found, and the file and what is in it named.
 
-#include "titan/checkpoint/saved_state.h"
+#include "titan/checkpoint/step_folder.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -202,7 +202,7 @@ std::vector<std::string> reports_of(int64_t dp_degree, int64_t num_lanes, const 
         .step = 1'000'000, .failure = {}, .file = file, .num_threads = 8, .texts = {}};
     if (with_texts)  // "dataloader" and "train_state"
       report.texts = {speaks ? lanes_text(rank, dp_degree, num_lanes) : "", speaks ? "123456789012" : "0"};
-    reports.push_back(to_bytes(report));
+    reports.push_back(checkpoint::detail::to_wire(report));
   }
   return reports;
 }
@@ -227,7 +227,7 @@ std::string manifest_text(const StateTable& table, const std::string& config,
   std::vector<data::LoaderState> lanes;
   int64_t tokens = 0;
   for (const std::string& bytes : reports) {
-    const auto report = checkpoint::detail::parse_report(bytes);
+    const auto report = checkpoint::detail::from_wire<checkpoint::detail::SaveReport>(bytes);
     manifest.files.push_back(report.file);
     if (!report.texts[0].empty()) lanes.push_back(data::loader_state_from_json(report.texts[0]));
     tokens += std::stoll(report.texts[1]);

@@ -6,7 +6,6 @@
 #include "checkpoint_files.h"
 #include "titan/checkpoint/step_folder.h"
 #include "train/checkpoints/peer_saves.h"
-#include "train/checkpoints/step_choice.h"
 #include "unit/checkpoint/temp_folder.h"
 
 namespace titan::train {

@@ -1,12 +1,12 @@
-#include <algorithm>
-#include <cstring>
-#include <iomanip>
-#include <sstream>
-#include <utility>
-
 #include "checkpoint/format/rank_file.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
 #include "checkpoint/format/safetensors_header.h"
-#include "checkpoint/format/stored_files.h"
+#include "core/hash.h"
+#include "core/threads.h"
 #include "titan/core/error.h"
 
 // [Note: reading a box of a tensor]
@@ -94,12 +94,6 @@ class BoxRuns {
   int64_t from_ = 0, to_ = 0;
   bool done_ = false;
 };
-
-std::string hex(uint64_t value) {
-  std::ostringstream text;
-  text << std::hex << std::setw(16) << std::setfill('0') << value;
-  return text.str();
-}
 
 class BlockReader {
  public:
@@ -345,13 +339,13 @@ RankFile::RankFile(const std::filesystem::path& path, const FileIdentity& identi
   if (!other.empty()) throw Error(str(path.string(), ": ", other));
 }
 
-const std::filesystem::path& RankFile::path() const { return impl_->file.path(); }
+const detail::InputFile& RankFile::file() const { return impl_->file; }
 const std::vector<std::string>& RankFile::names() const { return impl_->header.names; }
-int64_t RankFile::bytes_read() const { return impl_->file.bytes_read(); }
 
 const RankFile::Entry& RankFile::entry(std::string_view name) const {
   const auto found = impl_->header.entries.find(name);
-  if (found == impl_->header.entries.end()) throw Error(str(path().string(), ": has no tensor '", name, "'"));
+  if (found == impl_->header.entries.end())
+    throw Error(str(impl_->file.path().string(), ": has no tensor '", name, "'"));
   return found->second;
 }
 
@@ -373,6 +367,148 @@ void RankFile::verify(const std::function<void(int64_t bytes)>& progress) const 
   impl_->file.drop(0, 0);  // pages that several tensors share
   impl_->file.check_unchanged();
   if (!problems.empty()) throw Error(problems);
+}
+
+namespace detail {
+namespace {
+
+// One vector per segment; Linux takes 1,024 at once.
+constexpr size_t kMaxSegments = 512;
+
+std::span<const std::byte> bytes_of(const PieceToWrite& piece, int64_t begin, int64_t num_bytes) {
+  return {static_cast<const std::byte*>(piece.data.const_data_ptr()) + begin, static_cast<size_t>(num_bytes)};
+}
+
+// What the header says of the blocks, computed by several threads.
+struct BlockSummary {
+  Checksums checksums;
+  std::atomic<bool> finite{true};
+
+  // Each block is a different element of `checksums`, so threads don't conflict.
+  void add(const PieceToWrite& piece, const Segment& segment) {
+    const int64_t end = segment.begin + segment.num_bytes;
+    for (int64_t at = segment.begin; at < end; at += kBlockBytes) {
+      const auto block = bytes_of(piece, at, std::min(kBlockBytes, end - at));
+      checksums[segment.piece][static_cast<size_t>(at / kBlockBytes)] = checksum_of(block);
+      if (!all_finite(block, piece.data.scalar_type())) finite = false;
+    }
+  }
+};
+
+int64_t total_bytes(size_t header_bytes, std::span<const PieceToWrite> pieces) {
+  auto total = static_cast<int64_t>(header_bytes);
+  for (const PieceToWrite& piece : pieces) total += static_cast<int64_t>(piece.data.nbytes());
+  return total;
+}
+
+}  // namespace
+
+std::vector<Chunk> plan_chunks(std::span<const PieceToWrite> pieces) {
+  std::vector<Chunk> chunks;
+  int64_t offset = 0;
+  for (size_t piece = 0; piece < pieces.size(); ++piece) {
+    const auto num_bytes = static_cast<int64_t>(pieces[piece].data.nbytes());
+    for (int64_t begin = 0; begin < num_bytes;) {
+      const int64_t left = num_bytes - begin;
+      const bool fits = !chunks.empty() && chunks.back().segments.size() < kMaxSegments &&
+                        kChunkBytes - chunks.back().num_bytes >= std::min(left, kBlockBytes);
+      if (!fits) chunks.push_back({.offset = offset, .num_bytes = 0, .segments = {}});
+      Chunk& chunk = chunks.back();
+      const int64_t room = kChunkBytes - chunk.num_bytes;
+      const int64_t taken = left <= room ? left : room / kBlockBytes * kBlockBytes;
+      chunk.segments.push_back({piece, begin, taken});
+      chunk.num_bytes += taken;
+      begin += taken;
+      offset += taken;
+    }
+  }
+  return chunks;
+}
+
+WrittenFile write_rank_file(const CreateFile& create, const FileIdentity& identity,
+                            std::span<const PieceToWrite> pieces, const WriteOptions& options) {
+  TITAN_CHECK(options.num_threads >= 1, "a file needs at least one thread to write it, not ",
+              options.num_threads);
+  BlockSummary blocks{.checksums = blank_checksums(pieces)};
+  const auto header_bytes = make_rank_file_header(identity, pieces, blocks.checksums).size();
+  const int64_t num_bytes = total_bytes(header_bytes, pieces);
+  const auto file = create(num_bytes);
+  const std::vector<Chunk> chunks = plan_chunks(pieces);
+  run_tasks(options.num_threads, chunks.size(), [&](size_t index) {
+    const Chunk& chunk = chunks[index];
+    std::vector<std::span<const std::byte>> parts;
+    for (const Segment& segment : chunk.segments) {
+      const PieceToWrite& piece = pieces[segment.piece];
+      blocks.add(piece, segment);
+      parts.push_back(bytes_of(piece, segment.begin, segment.num_bytes));
+    }
+    file->write(parts, static_cast<int64_t>(header_bytes) + chunk.offset);
+    if (options.progress) options.progress(chunk.num_bytes);
+  });
+  // Last: a file without its header can't be mistaken for a whole one.
+  const std::string header = make_rank_file_header(identity, pieces, blocks.checksums);
+  TITAN_INTERNAL_ASSERT(header.size() == header_bytes, "checksums have a fixed width");
+  const auto bytes = std::as_bytes(std::span(header));
+  file->write({&bytes, 1}, 0);
+  file->finish();
+  return {.record = {.num_bytes = num_bytes, .header_digest = digest_of(header)}, .finite = blocks.finite};
+}
+
+RankFile open_rank_file(const std::filesystem::path& step_folder, const Manifest& manifest, int64_t rank) {
+  const std::filesystem::path path = step_folder / file_name(rank);
+  if (!is_file(path))
+    throw Error(titan::str(path.string(), not_a_file(path), is_there(path) ? "; links aren't followed" : ""));
+  const FileIdentity identity{manifest.run_id, manifest.step, rank, manifest.table.world_size()};
+  return RankFile(path, identity, manifest.files.at(static_cast<size_t>(rank)));
+}
+
+std::shared_ptr<const RankFile> OpenFiles::use(const Manifest& manifest, int64_t rank) {
+  const std::shared_ptr<Slot> slot = take_slot(rank);
+  // Other threads wait here for this file, and for no other.
+  const std::lock_guard lock(slot->opening);
+  if (!slot->file) slot->file = open_rank_file(folder_, manifest, rank);
+  return {slot, &*slot->file};
+}
+
+std::shared_ptr<OpenFiles::Slot> OpenFiles::take_slot(int64_t rank) {
+  const std::lock_guard lock(mutex_);
+  if (!slots_.contains(rank) && slots_.size() >= most_open_) close_oldest();
+  std::shared_ptr<Slot>& slot = slots_[rank];
+  if (!slot) slot = std::make_shared<Slot>();
+  slot->last_use = ++num_uses_;
+  return slot;
+}
+
+void OpenFiles::close_oldest() {
+  auto oldest = slots_.end();
+  for (auto slot = slots_.begin(); slot != slots_.end(); ++slot) {
+    if (slot->second.use_count() > 1) continue;
+    if (oldest == slots_.end() || slot->second->last_use < oldest->second->last_use) oldest = slot;
+  }
+  if (oldest == slots_.end()) return;  // all are being read: one more than usual stays open for a while
+  if (oldest->second->file) bytes_of_closed_ += oldest->second->file->file().bytes_read();
+  slots_.erase(oldest);
+}
+
+int64_t OpenFiles::bytes_read() const {
+  const std::lock_guard lock(mutex_);
+  int64_t bytes = bytes_of_closed_;
+  for (const auto& [rank, slot] : slots_)
+    if (slot->file) bytes += slot->file->file().bytes_read();
+  return bytes;
+}
+
+}  // namespace detail
+
+int64_t rank_file_bytes(const FileIdentity& identity, std::span<const PieceToWrite> pieces) {
+  const auto header = detail::make_rank_file_header(identity, pieces, detail::blank_checksums(pieces));
+  return detail::total_bytes(header.size(), pieces);
+}
+
+WrittenFile write_rank_file(const std::filesystem::path& path, const FileIdentity& identity,
+                            std::span<const PieceToWrite> pieces, const WriteOptions& options) {
+  return detail::write_rank_file([&](int64_t num_bytes) { return storage_of(path).create(path, num_bytes); },
+                                 identity, pieces, options);
 }
 
 }  // namespace titan::checkpoint
