@@ -5,9 +5,12 @@
 
 #include <torch/nn/module.h>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
 #include "float8/cast.h"
 #include "float8/products.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/loss.h"
 
 namespace titan::float8 {
@@ -151,6 +154,55 @@ std::string summary(const std::string& recipe_name, const std::vector<LayerChoic
     text += titan::str(names, count > 1 ? titan::str(" (", count, ")") : "", ": ", reason);
   }
   return text;
+}
+
+// ---- delayed scales
+
+DelayedScales DelayedScales::collect(const std::vector<torch::nn::Module*>& roots, int64_t history_len,
+                                     at::Device device) {
+  DelayedScales all;
+  for (const torch::nn::Module* root : roots)
+    for (const auto& named : root->named_modules(/*name_prefix=*/"", /*include_self=*/false))
+      if (const auto* linear = dynamic_cast<const nn::LinearImpl*>(named.value().get()))
+        if (auto scales = layer_scales(*linear->products()))
+          all.layers_.push_back({named.key(), std::move(scales)});
+  const auto rows = static_cast<int64_t>(3 * all.layers_.size());
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
+  all.history_ = at::zeros({rows, history_len}, options);
+  all.largest_ = at::zeros({rows}, options);
+  all.pending_ = at::zeros({rows}, options);
+  int64_t row = 0;
+  for (const Layer& layer : all.layers_)
+    for (DelayedScale* scale : {&layer.scales->input, &layer.scales->weight, &layer.scales->grad_output}) {
+      *scale = {all.largest_[row], all.pending_[row]};
+      ++row;
+    }
+  return all;
+}
+
+at::Tensor DelayedScales::history(size_t i) const {
+  return history_.narrow(0, 3 * static_cast<int64_t>(i), 3);
+}
+
+void DelayedScales::refresh() {
+  largest_.copy_(history_.amax(1));
+  for (const Layer& layer : layers_) layer.scales->ready = true;
+}
+
+void DelayedScales::update(const std::function<void(const at::Tensor&)>& reduce_max) {
+  const at::NoGradGuard no_grad;
+  reduce_max(pending_);
+  const int64_t kept = history_.size(1) - 1;
+  if (kept > 0) history_.narrow(1, 1, kept).copy_(history_.narrow(1, 0, kept).clone());
+  history_.select(1, 0).copy_(pending_);
+  refresh();
+  pending_.zero_();
+}
+
+void DelayedScales::loaded() {
+  const at::NoGradGuard no_grad;
+  refresh();
+  pending_.zero_();
 }
 
 }  // namespace titan::float8

@@ -1,6 +1,6 @@
 #include "titan/nn/module.h"
 
-#include "tensor/param_storage.h"
+#include "tensor/model_memory.h"
 #include "titan/core/error.h"
 
 namespace titan::nn {

@@ -12,7 +12,7 @@
 
 #include "ops/saved_outputs.h"
 #include "titan/core/error.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::ops {
 

@@ -42,8 +42,8 @@ struct Lookup {
   }
 
   at::Tensor weight_gradient(const at::Tensor& grad) const {
-    using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-    static const auto op = find_operator<Signature>("titan::embedding_backward");
+    static const auto op =
+        find_operator<decltype(composite::embedding_backward)>("titan::embedding_backward");
     if (num_rows == 0)
       return at::zeros({0, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
     return op.call(foreign.defined() ? grad.masked_fill(foreign.unsqueeze(-1), 0) : grad, rows, num_rows);
@@ -74,9 +74,7 @@ struct RmsNormBackward final : BackwardNode {
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
-    using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                         const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>("titan::rms_norm_backward");
+    static const auto op = find_operator<decltype(composite::rms_norm_backward)>("titan::rms_norm_backward");
     const at::Tensor scales = weight.unpack();
     auto [grad_x, grad_weight] = op.call(grad, x.unpack(), scales, rstd.unpack());
     variable_list grads(2);
@@ -99,8 +97,7 @@ struct RmsNormBackward final : BackwardNode {
 // ---- rotary positions
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions, bool inverse) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool);
-  static const auto op = find_operator<Signature>("titan::rotary");
+  static const auto op = find_operator<decltype(composite::rotary)>("titan::rotary");
   return op.call(x, table, positions.defined() ? std::optional(positions) : std::nullopt, inverse);
 }
 
@@ -142,8 +139,7 @@ void check_rotary(const at::Tensor& x, const at::Tensor& table, const at::Tensor
 using GateAndUp = std::pair<at::Tensor, at::Tensor>;
 
 at::Tensor swiglu_forward(const GateAndUp& in) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("titan::swiglu");
+  static const auto op = find_operator<decltype(composite::swiglu)>("titan::swiglu");
   BelowAutograd guard;
   return op.call(in.first, in.second);
 }
@@ -156,9 +152,7 @@ struct SwigluBackward final : RecomputingNode {
     return swiglu_forward(*unpacked_);
   }
   variable_list backward(const at::Tensor& grad) override {
-    using Signature =
-        std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>("titan::swiglu_backward");
+    static const auto op = find_operator<decltype(composite::swiglu_backward)>("titan::swiglu_backward");
     if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
     const GateAndUp in = *std::exchange(unpacked_, std::nullopt);
     auto [grad_gate, grad_up] = op.call(grad, in.first, in.second);
@@ -202,8 +196,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink) {
   TITAN_CHECK(weight_D.dim() == 1 && x.dim() >= 1 && x.size(-1) == weight_D.size(0), "rms_norm: x ",
               x.sizes(), " doesn't fit weight ", weight_D.sizes());
-  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, double);
-  static const auto op = find_operator<Signature>("titan::rms_norm");
+  static const auto op = find_operator<decltype(composite::rms_norm)>("titan::rms_norm");
   at::Tensor y, rstd;
   {
     BelowAutograd guard;

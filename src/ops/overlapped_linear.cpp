@@ -1,4 +1,4 @@
-// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/products.h). The rows
+// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/linear.h). The rows
 // of an operand arrive part by part, and products multiply each as it comes; sums leave the same way.
 
 #include <ATen/core/grad_mode.h>

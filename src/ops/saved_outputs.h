@@ -94,8 +94,7 @@ void hand_back_each(SavedOutputs& outputs, std::tuple<Tensors...>& results) {
 template <class Compute>
 auto kept(KeptKind kind, const at::Tensor& weight, const Compute& compute) -> decltype(compute()) {
   SavedOutputs* outputs = SavedOutputs::current();
-  if (!outputs) return compute();
-  const SavedOutputs::Action action = outputs->next(kind, weight);
+  const auto action = outputs ? outputs->next(kind, weight) : SavedOutputs::Action::Compute;
   decltype(compute()) result;
   if (action == SavedOutputs::Action::HandBack) {
     detail::hand_back_each(*outputs, result);

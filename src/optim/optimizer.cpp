@@ -18,9 +18,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "optim/adam.h"
-#include "tensor/param_storage.h"
-#include "tensor/resident_memory.h"
+#include "tensor/model_memory.h"
 #include "titan/core/error.h"
 
 namespace titan::optim {
@@ -45,16 +43,6 @@ void describe(config::Table<OptimizerSettings>& table) {
               "weight_decay; the first match counts, and every regex must match a parameter");
   table.refused("early_step_in_backward", false,
                 "an optimizer inside the backward makes clipping meaningless");
-}
-
-Registry<OptimizerSpec>& optimizers() {
-  static Registry<OptimizerSpec>& registry = *[] {
-    auto* made = new Registry<OptimizerSpec>("optimizer");
-    made->add("AdamW", adamw());
-    made->add("Adam", adam());
-    return made;
-  }();
-  return registry;
 }
 
 namespace {

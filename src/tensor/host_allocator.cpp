@@ -8,7 +8,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include "tensor/memory_history.h"
-#include "tensor/resident_memory.h"
+#include "tensor/model_memory.h"
 
 namespace titan {
 
