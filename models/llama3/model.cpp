@@ -38,31 +38,22 @@ nn::RotaryOptions rotary_options(const Llama3Args& args, const nn::Construct& co
   return options;
 }
 
-nn::Attention make_attention(int64_t layer_id, const Llama3Args& args, const nn::RotaryEmbedding& rotary,
-                             const nn::Construct& construct) {
-  const nn::AttentionOptions options{.dim = args.dim,
-                                     .num_heads = args.n_heads,
-                                     .num_kv_heads = args.num_kv_heads(),
-                                     .input_init = projection_init(0.02),
-                                     .output_init = residual_init(layer_id, args),
-                                     .construct = construct};
-  return nn::Attention(options, rotary);
-}
-
-nn::FeedForward make_feed_forward(int64_t layer_id, const Llama3Args& args, const nn::Construct& construct) {
-  return nn::FeedForward(nn::FeedForwardOptions{.dim = args.dim,
-                                                .hidden_dim = args.ffn_hidden_dim(),
-                                                .gate_init = projection_init(0.02),
-                                                .output_init = residual_init(layer_id, args),
-                                                .construct = construct});
-}
-
 }  // namespace
 
 TransformerBlockImpl::TransformerBlockImpl(int64_t layer_id, const Llama3Args& args,
                                            const nn::RotaryEmbedding& rotary, const nn::Construct& construct)
-    : attention(make_attention(layer_id, args, rotary, construct)),
-      feed_forward(make_feed_forward(layer_id, args, construct)),
+    : attention(nn::AttentionOptions{.dim = args.dim,
+                                     .num_heads = args.n_heads,
+                                     .num_kv_heads = args.num_kv_heads(),
+                                     .input_init = projection_init(0.02),
+                                     .output_init = residual_init(layer_id, args),
+                                     .construct = construct},
+                rotary),
+      feed_forward(nn::FeedForwardOptions{.dim = args.dim,
+                                          .hidden_dim = args.ffn_hidden_dim(),
+                                          .gate_init = projection_init(0.02),
+                                          .output_init = residual_init(layer_id, args),
+                                          .construct = construct}),
       attention_norm(args.dim, args.norm_eps, construct),
       ffn_norm(args.dim, args.norm_eps, construct) {
   register_module("attention", attention);

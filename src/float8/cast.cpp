@@ -120,34 +120,6 @@ namespace {
 
 using DataAndScale = std::tuple<at::Tensor, at::Tensor>;
 
-at::Tensor amax_meta(const at::Tensor& x, std::optional<int64_t> dim) {
-  const auto options = x.options().dtype(at::kFloat);
-  return dim ? at::empty({x.size(1 - *dim), 1}, options) : at::empty({}, options);
-}
-at::Tensor amax_many_meta(at::TensorList xs) {
-  return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
-}
-at::Tensor scale_meta(const at::Tensor& amax, at::ScalarType /*dtype*/, bool /*power_of_two*/) {
-  return at::empty(amax.sizes(), amax.options());
-}
-at::Tensor cast_meta(const at::Tensor& x, const at::Tensor& /*scale*/, at::ScalarType dtype,
-                     bool transposed) {
-  const auto options = x.options().dtype(dtype);
-  return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
-}
-DataAndScale cast_blocks_meta(const at::Tensor& x, at::ScalarType dtype, bool /*round_up*/, bool transposed) {
-  const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
-  const int64_t blocks = (elements + kBlock - 1) / kBlock;
-  return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
-          at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
-}
-
-at::Tensor delayed_scale_meta(const at::Tensor& amax, const at::Tensor& /*pending*/,
-                              const at::Tensor& /*largest*/, at::ScalarType /*dtype*/, bool /*power_of_two*/,
-                              bool /*records*/) {
-  return at::empty({}, amax.options());
-}
-
 TORCH_LIBRARY_FRAGMENT(titan, m) {
   // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1]; of each x, [n].
   m.def("float8_amax(Tensor x, int? dim) -> Tensor");
@@ -171,12 +143,28 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_delayed_scale", composite::delayed_scale);
 }
 TORCH_LIBRARY_IMPL(titan, Meta, m) {
-  m.impl("float8_amax", amax_meta);
-  m.impl("float8_amax_many", amax_many_meta);
-  m.impl("float8_scale", scale_meta);
-  m.impl("float8_cast", cast_meta);
-  m.impl("float8_cast_blocks", cast_blocks_meta);
-  m.impl("float8_delayed_scale", delayed_scale_meta);
+  using In = const at::Tensor&;
+  m.impl("float8_amax", [](In x, std::optional<int64_t> dim) {
+    const auto options = x.options().dtype(at::kFloat);
+    return dim ? at::empty({x.size(1 - *dim), 1}, options) : at::empty({}, options);
+  });
+  m.impl("float8_amax_many", [](at::TensorList xs) {
+    return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
+  });
+  m.impl("float8_scale",
+         [](In amax, at::ScalarType, bool) { return at::empty(amax.sizes(), amax.options()); });
+  m.impl("float8_cast", [](In x, In, at::ScalarType dtype, bool transposed) {
+    const auto options = x.options().dtype(dtype);
+    return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
+  });
+  m.impl("float8_cast_blocks", [](In x, at::ScalarType dtype, bool, bool transposed) -> DataAndScale {
+    const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+    const int64_t blocks = (elements + kBlock - 1) / kBlock;
+    return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
+            at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
+  });
+  m.impl("float8_delayed_scale",
+         [](In amax, In, In, at::ScalarType, bool, bool) { return at::empty({}, amax.options()); });
 }
 
 void check_matrix(const at::Tensor& x) {

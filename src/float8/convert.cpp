@@ -119,13 +119,13 @@ std::vector<std::string> unfit_parts(torch::nn::Module& root) {
   std::vector<std::string> lines;
   for (const auto& named : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
     const auto* linear = dynamic_cast<nn::LinearImpl*>(named.value().get());
-    const auto arithmetic = linear ? arithmetic_of(*linear->products()) : std::nullopt;
-    if (!arithmetic) continue;
+    const auto layer = linear ? float8_layer(*linear->products()) : std::nullopt;
+    if (!layer) continue;
     const int64_t in = linear->weight.size(1), out = linear->weight.size(0);
-    const bool blocks = multiplies_blocks(*linear->products());
+    const bool blocks = scales_blocks(*layer->recipe);
     const int64_t multiple = blocks ? kBlock : kMultiple;
     const bool odd = in % multiple != 0 || out % multiple != 0;
-    if (in == 0 || out == 0 || (odd && (blocks || *arithmetic == Arithmetic::Hardware)))
+    if (in == 0 || out == 0 || (odd && (blocks || layer->arithmetic == Arithmetic::Hardware)))
       lines.push_back(titan::str(named.key(), ": ", in, " to ", out));
   }
   return lines;
@@ -164,8 +164,8 @@ DelayedScales DelayedScales::collect(const std::vector<torch::nn::Module*>& root
   for (const torch::nn::Module* root : roots)
     for (const auto& named : root->named_modules(/*name_prefix=*/"", /*include_self=*/false))
       if (const auto* linear = dynamic_cast<const nn::LinearImpl*>(named.value().get()))
-        if (auto scales = layer_scales(*linear->products()))
-          all.layers_.push_back({named.key(), std::move(scales)});
+        if (const auto layer = float8_layer(*linear->products()); layer && layer->scales)
+          all.layers_.push_back({named.key(), layer->scales});
   const auto rows = static_cast<int64_t>(3 * all.layers_.size());
   const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
   all.history_ = at::zeros({rows, history_len}, options);

@@ -312,9 +312,7 @@ class Float8Products final : public Products {
                         .parts = layer_.spread.in ? layer_.spread.in : layer_.spread.out};
   }
 
-  const std::shared_ptr<LayerScales>& scales() const { return layer_.scales; }
-  const Recipe& recipe() const { return *layer_.recipe; }
-  Arithmetic arithmetic() const { return layer_.arithmetic; }
+  Float8Layer layer() const { return {layer_.recipe, layer_.arithmetic, layer_.scales}; }
 
  private:
   ScaledMatrix x_rows(const Operand& x) const {
@@ -427,30 +425,16 @@ class Float8Products final : public Products {
   mutable WeightScales weight_scales_;  // this layer's
 };
 
-const Float8Products* float8_of(const ops::Products& products) {
-  return dynamic_cast<const Float8Products*>(&products);
-}
-
 }  // namespace
 
+std::optional<Float8Layer> float8_layer(const ops::Products& products) {
+  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
+  return scaled ? std::optional(scaled->layer()) : std::nullopt;
+}
+
 std::optional<WeightGather> weight_gather(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
+  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
   return scaled ? scaled->weight_gather() : std::nullopt;
-}
-
-std::optional<Arithmetic> arithmetic_of(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
-  return scaled ? std::optional(scaled->arithmetic()) : std::nullopt;
-}
-
-bool multiplies_blocks(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
-  return scaled && scales_blocks(scaled->recipe());
-}
-
-std::shared_ptr<LayerScales> layer_scales(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
-  return scaled ? scaled->scales() : nullptr;
 }
 
 std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmetic,

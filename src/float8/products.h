@@ -25,14 +25,15 @@ std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmet
                                               std::shared_ptr<const ops::Products> plain,
                                               const GatherOptions& gather = {});
 
-/// How these products are computed; nullopt where they aren't Float8.
-std::optional<Arithmetic> arithmetic_of(const ops::Products& products);
+/// What a layer with these products computes.
+struct Float8Layer {
+  std::shared_ptr<const Recipe> recipe;
+  Arithmetic arithmetic;
+  std::shared_ptr<LayerScales> scales;  ///< the histories; null where nothing is delayed
+};
 
-/// Whether these are products of a recipe that scales blocks.
-bool multiplies_blocks(const ops::Products& products);
-
-/// The histories of a layer with these products; null where nothing is delayed.
-std::shared_ptr<LayerScales> layer_scales(const ops::Products& products);
+/// Nullopt where the products aren't Float8.
+std::optional<Float8Layer> float8_layer(const ops::Products& products);
 
 /// How a weight is cast before any product asks for it.
 struct WeightGather {

@@ -48,8 +48,6 @@ at::Tensor* differentiable(const TensorRefs& tensors) {
   return found == tensors.end() ? nullptr : *found;
 }
 
-}  // namespace
-
 /// The open range of one model's backward.
 class BackwardRanges {
  public:
@@ -71,30 +69,44 @@ class BackwardRanges {
   std::string module_;
 };
 
-TraceHook::TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward)
-    : inner_(std::move(inner)), backward_(std::move(backward)) {}
+/// A label hook that opens ranges of the profiler around `inner`, the slot's own hook.
+class TraceHook final : public CallHook {
+ public:
+  /// `backward`: null unless this module's backward is a range too.
+  TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward)
+      : inner_(std::move(inner)), backward_(std::move(backward)) {}
 
-void TraceHook::pre_forward(HookHost& host, const TensorRefs& inputs) {
-  OpenRange& range = open_range(host);
-  if (inner_) inner_->pre_forward(host, inputs);
-  at::Tensor* input = backward_ && at::GradMode::is_enabled() ? differentiable(inputs) : nullptr;
-  if (!input) return;
-  range.with_backward = true;
-  input->register_hook(
-      [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->end(module); });
-}
+  const std::shared_ptr<CallHook>& inner() const { return inner_; }
 
-void TraceHook::post_forward(HookHost& host, const TensorRefs& outputs) {
-  if (inner_) inner_->post_forward(host, outputs);
-  const auto range = std::find_if(open_ranges.rbegin(), open_ranges.rend(),
-                                  [&](const auto& each) { return each->host == &host; });
-  if (range == open_ranges.rend()) return;
-  at::Tensor* output = (*range)->with_backward ? differentiable(outputs) : nullptr;
-  if (output)
-    output->register_hook(
-        [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->begin(module); });
-  close_ranges_down_to(static_cast<size_t>(open_ranges.rend() - range - 1));
-}
+  void pre_forward(HookHost& host, const TensorRefs& inputs) override {
+    OpenRange& range = open_range(host);
+    if (inner_) inner_->pre_forward(host, inputs);
+    at::Tensor* input = backward_ && at::GradMode::is_enabled() ? differentiable(inputs) : nullptr;
+    if (!input) return;
+    range.with_backward = true;
+    input->register_hook(
+        [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->end(module); });
+  }
+
+  void post_forward(HookHost& host, const TensorRefs& outputs) override {
+    if (inner_) inner_->post_forward(host, outputs);
+    const auto range = std::find_if(open_ranges.rbegin(), open_ranges.rend(),
+                                    [&](const auto& each) { return each->host == &host; });
+    if (range == open_ranges.rend()) return;
+    at::Tensor* output = (*range)->with_backward ? differentiable(outputs) : nullptr;
+    if (output)
+      output->register_hook([ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) {
+        ranges->begin(module);
+      });
+    close_ranges_down_to(static_cast<size_t>(open_ranges.rend() - range - 1));
+  }
+
+ private:
+  std::shared_ptr<CallHook> inner_;
+  std::shared_ptr<BackwardRanges> backward_;
+};
+
+}  // namespace
 
 bool only_traces(const std::shared_ptr<CallHook>& label_hook) {
   const auto* tracing = dynamic_cast<const TraceHook*>(label_hook.get());

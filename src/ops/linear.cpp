@@ -112,26 +112,6 @@ class PlainProducts : public Products {
 
 }  // namespace
 
-void Products::add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const {
-  out_OI.add_(grad_weight(grad_NO, x_NI));
-}
-
-at::Tensor Products::add_grad_input(const at::Tensor& sum_NI, const Operand& grad_NO,
-                                    const Operand& weight_OI) const {
-  return sum_NI.add_(grad_input(grad_NO, weight_OI));
-}
-
-Operand Products::scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
-Operand Products::input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
-Operand Products::kept(const Operand& x_NI) const { return x_NI; }
-Operand Products::grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
-  return grad_NO;
-}
-Operand Products::weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
-Operand Products::part(const at::Tensor& rows, Pass /*pass*/, bool /*trains*/) const { return rows; }
-bool Products::multiplies_rows_apart(Pass /*pass*/) const { return true; }
-std::shared_ptr<const Products> Products::for_parts(const SpreadFeatures& /*parts*/) const { return nullptr; }
-
 SharedProducts default_products(CpuMatmul policy) {
   static const auto mkl = std::make_shared<const PlainProducts>(false, false);
   static const auto onednn = std::make_shared<const PlainProducts>(true, true);

@@ -212,51 +212,53 @@ struct Optimizer::Impl {
   double lr_factor = 1;
   std::vector<Batch> batches;
 
-  void allocate_state(Batch& batch) const;
-  Update update_of(const Batch& batch) const;
-  void step(Batch& batch, const at::Tensor& skip) const;
+  // At the first use: zeroing twice the model's size would otherwise delay start-up.
+  void allocate_state(Batch& batch) const {
+    if (batch.step_counts.defined()) return;
+    const auto count = static_cast<int64_t>(batch.parameters.size());
+    const at::Device device = runs_on_device ? batch.local(0).device() : at::Device(at::kCPU);
+    batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(device));
+    batch.state.resize(spec.state.size());
+    for (const Parameter& parameter : batch.parameters)
+      for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
+  }
+
+  // The parameters that have a gradient now.
+  Update update_of(const Batch& batch) const {
+    Update update;
+    update.lr = batch.group.lr * lr_factor;
+    update.state.resize(batch.state.size());
+    for (size_t i = 0; i < batch.parameters.size(); ++i) {
+      const at::Tensor& param = batch.local(i);
+      if (!param.grad().defined()) continue;
+      update.params.push_back(param);
+      update.grads.push_back(laid_out_as(param, param.grad()));
+      for (size_t k = 0; k < batch.state.size(); ++k) update.state[k].push_back(batch.state[k][i]);
+      update.steps.push_back(batch.step_counts[static_cast<int64_t>(i)]);
+    }
+    return update;
+  }
+
+  void step(const at::Tensor& skip) {
+    const at::NoGradGuard no_grad;
+    for (Batch& batch : batches) step(batch, skip);
+  }
+
+  void step(Batch& batch, const at::Tensor& skip) const {
+    allocate_state(batch);
+    Update update = update_of(batch);
+    if (update.params.empty()) return;
+    const at::Tensor counted =
+        skip.defined() ? skip.neg().add_(1) : at::ones({}, batch.step_counts.options());
+    if (update.params.size() == batch.parameters.size()) {
+      batch.step_counts.add_(counted);
+    } else {
+      for (at::Tensor& count : update.steps) count.add_(counted);
+    }
+    update.skip = skip;
+    spec.step(batch.group.args.get(), update);
+  }
 };
-
-// At the first use: zeroing twice the model's size would otherwise delay start-up.
-void Optimizer::Impl::allocate_state(Batch& batch) const {
-  if (batch.step_counts.defined()) return;
-  const auto count = static_cast<int64_t>(batch.parameters.size());
-  const at::Device device = runs_on_device ? batch.local(0).device() : at::Device(at::kCPU);
-  batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(device));
-  batch.state.resize(spec.state.size());
-  for (const Parameter& parameter : batch.parameters)
-    for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
-}
-
-// The parameters that have a gradient now.
-Update Optimizer::Impl::update_of(const Batch& batch) const {
-  Update update;
-  update.lr = batch.group.lr * lr_factor;
-  update.state.resize(batch.state.size());
-  for (size_t i = 0; i < batch.parameters.size(); ++i) {
-    const at::Tensor& param = batch.local(i);
-    if (!param.grad().defined()) continue;
-    update.params.push_back(param);
-    update.grads.push_back(laid_out_as(param, param.grad()));
-    for (size_t k = 0; k < batch.state.size(); ++k) update.state[k].push_back(batch.state[k][i]);
-    update.steps.push_back(batch.step_counts[static_cast<int64_t>(i)]);
-  }
-  return update;
-}
-
-void Optimizer::Impl::step(Batch& batch, const at::Tensor& skip) const {
-  allocate_state(batch);
-  Update update = update_of(batch);
-  if (update.params.empty()) return;
-  const at::Tensor counted = skip.defined() ? skip.neg().add_(1) : at::ones({}, batch.step_counts.options());
-  if (update.params.size() == batch.parameters.size()) {
-    batch.step_counts.add_(counted);
-  } else {
-    for (at::Tensor& count : update.steps) count.add_(counted);
-  }
-  update.skip = skip;
-  spec.step(batch.group.args.get(), update);
-}
 
 Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
                      const std::vector<std::string>& elsewhere)
@@ -271,17 +273,13 @@ Optimizer::~Optimizer() = default;
 Optimizer::Optimizer(Optimizer&&) noexcept = default;
 Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
-void Optimizer::step() {
-  const at::NoGradGuard no_grad;
-  for (Batch& batch : impl_->batches) impl_->step(batch, {});
-}
+void Optimizer::step() { impl_->step({}); }
 
 void Optimizer::step_unless(const at::Tensor& skip) {
   TITAN_CHECK(can_skip_on_device(),
               "this optimizer can't skip a step on the device; Adam and AdamW can with "
               "optimizer.implementation = 'fused'");
-  const at::NoGradGuard no_grad;
-  for (Batch& batch : impl_->batches) impl_->step(batch, skip);
+  impl_->step(skip);
 }
 
 bool Optimizer::can_skip_on_device() const { return impl_->runs_on_device; }

@@ -101,32 +101,38 @@ class Products {
   virtual at::Tensor grad_weight(const Operand& grad_NO, const Operand& x_NI) const = 0;
   /// sum + g W, perhaps in sum's memory. The default computes grad_input and adds.
   virtual at::Tensor add_grad_input(const at::Tensor& sum_NI, const Operand& grad_NO,
-                                    const Operand& weight_OI) const;
+                                    const Operand& weight_OI) const {
+    return sum_NI.add_(grad_input(grad_NO, weight_OI));
+  }
   /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
-  virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const;
+  virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const {
+    out_OI.add_(grad_weight(grad_NO, x_NI));
+  }
 
   /// x with the scale that all its casts share, if they share one: it must be known before the first product.
   /// `trains`: true in a training step even if this layer is frozen, false in validation.
-  virtual Operand scaled(const Operand& x_NI, bool trains) const;
+  virtual Operand scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
   /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
-  virtual Operand input(const Operand& x_NI, bool trains) const;
+  virtual Operand input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
   /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the
   /// backward.
-  virtual Operand kept(const Operand& x_NI) const;
+  virtual Operand kept(const Operand& x_NI) const { return x_NI; }
   /// g for those of the two backward products that will use it.
-  virtual Operand grad(const Operand& grad_NO, bool for_input, bool for_weight) const;
+  virtual Operand grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
+    return grad_NO;
+  }
   /// W for several products of one pass, for example over parts of x.
-  virtual Operand weight(const Operand& weight_OI, Pass pass) const;
+  virtual Operand weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
 
   /// [Note: parts of rows] Each rank has some rows of x (in a backward: of g), and all rows will be gathered.
   /// The form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the whole.
-  virtual Operand part(const at::Tensor& rows, Pass pass, bool trains) const;
+  virtual Operand part(const at::Tensor& rows, Pass /*pass*/, bool /*trains*/) const { return rows; }
   /// Whether multiplying some rows alone gives the same rows as multiplying all. If not, values that were
   /// sent are multiplied once all have arrived.
-  virtual bool multiplies_rows_apart(Pass pass) const;
+  virtual bool multiplies_rows_apart(Pass /*pass*/) const { return true; }
 
   /// These products for a layer whose features are split; null: they are the same for any layer.
-  virtual std::shared_ptr<const Products> for_parts(const SpreadFeatures& parts) const;
+  virtual std::shared_ptr<const Products> for_parts(const SpreadFeatures& /*parts*/) const { return nullptr; }
   /// Whether input() of one serves the other, so that the layers may be computed as one node.
   virtual bool joins(const Products& other) const { return this == &other; }
 };

@@ -59,13 +59,41 @@ template <class Settings>
 class RegisteredArgs {
  public:
   template <class Args>
-  static RegisteredArgs of();
+  static RegisteredArgs of() {
+    RegisteredArgs result;
+    config::Table<Args> table;
+    describe(table);
+    result.fields_ = table.fields();
+    result.has_table_ = !std::is_same_v<Args, Settings>;
+    result.make_ = [](const Settings& settings) {
+      if constexpr (std::is_same_v<Args, Settings>) {
+        return std::make_shared<Args>(settings);
+      } else {
+        const auto* args = static_cast<const Args*>(settings.args.get());
+        return args ? std::make_shared<Args>(*args) : std::make_shared<Args>();
+      }
+    };
+    return result;
+  }
 
   const std::vector<config::FieldInfo>& fields() const { return fields_; }
   /// The table "args" with its defaults; empty where the entry has none.
-  config::DynamicTable table() const;
+  config::DynamicTable table() const {
+    return has_table_ ? config::DynamicTable{fields_, make_({})} : config::DynamicTable{};
+  }
   /// Keys of Settings that mean nothing to this entry.
-  std::vector<std::string> unread_keys() const;
+  std::vector<std::string> unread_keys() const {
+    std::vector<std::string> keys;
+    if (!has_table_) return keys;
+    config::Table<Settings> table;
+    describe(table);
+    const auto& shared = Settings::kSharedKeys;
+    for (const config::FieldInfo& field : table.fields())
+      if (field.role == config::FieldInfo::Role::Setting &&
+          std::find(shared.begin(), shared.end(), field.key) == shared.end())
+        keys.push_back(field.key);
+    return keys;
+  }
   /// An Args of its own with the values of `settings`.
   std::shared_ptr<void> make(const Settings& settings) const { return make_(settings); }
 
@@ -107,7 +135,15 @@ struct OptimizerRule {
 class OptimizerSpec {
  public:
   template <class Args>
-  OptimizerSpec(OptimizerRule<Args> rule);  // NOLINT(google-explicit-constructor): for Registry::add
+  OptimizerSpec(OptimizerRule<Args> rule)  // NOLINT(google-explicit-constructor): for Registry::add
+      : args(RegisteredArgs<OptimizerSettings>::of<Args>()),
+        state(std::move(rule.state)),
+        step([step = std::move(rule.step)](const void* args, const Update& update) {
+          step(*static_cast<const Args*>(args), update);
+        }),
+        runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
+          return runs && runs(*static_cast<const Args*>(args));
+        }) {}
 
   RegisteredArgs<OptimizerSettings> args;
   std::vector<std::string> state;
@@ -155,56 +191,5 @@ class Optimizer {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
-
-// ---- templates
-
-template <class Settings>
-template <class Args>
-RegisteredArgs<Settings> RegisteredArgs<Settings>::of() {
-  RegisteredArgs result;
-  config::Table<Args> table;
-  describe(table);
-  result.fields_ = table.fields();
-  result.has_table_ = !std::is_same_v<Args, Settings>;
-  result.make_ = [](const Settings& settings) {
-    if constexpr (std::is_same_v<Args, Settings>) {
-      return std::make_shared<Args>(settings);
-    } else {
-      const auto* args = static_cast<const Args*>(settings.args.get());
-      return args ? std::make_shared<Args>(*args) : std::make_shared<Args>();
-    }
-  };
-  return result;
-}
-
-template <class Settings>
-config::DynamicTable RegisteredArgs<Settings>::table() const {
-  return has_table_ ? config::DynamicTable{fields_, make_({})} : config::DynamicTable{};
-}
-
-template <class Settings>
-std::vector<std::string> RegisteredArgs<Settings>::unread_keys() const {
-  std::vector<std::string> keys;
-  if (!has_table_) return keys;
-  config::Table<Settings> table;
-  describe(table);
-  const auto& shared = Settings::kSharedKeys;
-  for (const config::FieldInfo& field : table.fields())
-    if (field.role == config::FieldInfo::Role::Setting &&
-        std::find(shared.begin(), shared.end(), field.key) == shared.end())
-      keys.push_back(field.key);
-  return keys;
-}
-
-template <class Args>
-OptimizerSpec::OptimizerSpec(OptimizerRule<Args> rule)
-    : args(RegisteredArgs<OptimizerSettings>::of<Args>()),
-      state(std::move(rule.state)),
-      step([step = std::move(rule.step)](const void* args, const Update& update) {
-        step(*static_cast<const Args*>(args), update);
-      }),
-      runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
-        return runs && runs(*static_cast<const Args*>(args));
-      }) {}
 
 }  // namespace titan::optim
