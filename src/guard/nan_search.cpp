@@ -33,7 +33,7 @@
 #include <torch/nn/module.h>
 
 #include "guard/module_probes.h"
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::train {

@@ -18,7 +18,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::optim {

@@ -9,7 +9,7 @@
 
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/gradient_collector.h"
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/nn/layers.h"
 #include "titan/optim/clip.h"

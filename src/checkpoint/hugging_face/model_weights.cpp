@@ -10,7 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"

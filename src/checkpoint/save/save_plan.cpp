@@ -6,7 +6,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "checkpoint/save/rank_tree.h"
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::checkpoint::detail {

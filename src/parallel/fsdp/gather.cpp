@@ -9,7 +9,7 @@
 
 #include "float8/cast.h"
 #include "parallel/fsdp/param_group.h"
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
 

@@ -12,7 +12,7 @@
 #include "parallel/fsdp/autograd_nodes.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/interned.h"
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"

@@ -13,7 +13,7 @@
 #include "parallel/tensor/conversion.h"
 #include "parallel/tensor/exchanges.h"
 #include "parallel/tensor/split_params.h"
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/ops/functional.h"
 #include "titan/ops/linear.h"

@@ -9,7 +9,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/nn/containers.h"

@@ -1,4 +1,4 @@
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 
 #include <cstdint>
 #include <fstream>

@@ -1,11 +1,17 @@
-#include "tensor/model_memory.h"
+#include "tensor/memory.h"
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <list>
+#include <mutex>
 #include <new>
+#include <string>
+#include <unordered_map>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/variable.h>
@@ -16,6 +22,11 @@
 namespace titan {
 
 namespace {
+
+struct Pages {
+  char* begin = nullptr;
+  size_t bytes = 0;
+};
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
@@ -30,13 +41,13 @@ class OutOfMemory final : public std::bad_alloc {
   std::string message_;
 };
 
-}  // namespace
-
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// A huge page must begin at a multiple of its size: more is mapped than needed, and the ends go back.
+// At least `bytes`, zero, as huge pages where possible; blocks that hold one begin at a huge page. Occupies memory when
+// first touched. Throws a std::bad_alloc that names the size.
 Pages map_pages(size_t bytes) {
   bytes = whole_pages(bytes);
+  // A huge page must begin at a multiple of its size: more is mapped than needed, and the ends go back.
   const size_t slack = bytes >= kHugePage ? kHugePage : 0;
   void* mapped =
       ::mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, 0);
@@ -60,8 +71,6 @@ void unmap_pages(const Pages& pages) {
   if (MemoryHistory* history = memory_history()) history->unmapped(pages.begin);
   ::munmap(pages.begin, pages.bytes);
 }
-
-namespace {
 
 // Below it, the rest of a page and a system call cost more than a hole in the heap.
 constexpr size_t kSmallestMapping = size_t{1} << 20;
@@ -121,6 +130,119 @@ at::Tensor resident_empty(at::IntArrayRef sizes, const at::TensorOptions& option
   return is_mapped(bytes, options.device()) ? mapped_tensor(sizes, bytes, options)
                                             : at::empty(sizes, options);
 }
+
+// ---- the tensors of a step
+
+namespace {
+
+constexpr size_t kSmallest = size_t{1} << 20;
+constexpr size_t kSlack = size_t{64} << 20;
+// A kept block serves requests down to this share of its size.
+constexpr double kSmallestUse = 0.9;
+
+class HostAllocator final : public c10::Allocator {
+ public:
+  at::DataPtr allocate(size_t bytes) override {
+    if (bytes < kSmallest) return c10::GetDefaultCPUAllocator()->allocate(bytes);
+    char* begin = take(whole_pages(bytes));
+    return {begin, begin, &free_block, at::kCPU};
+  }
+  // LibTorch's matrix products allocate and free by bare pointers.
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+  HostMemoryStats stats() {
+    const std::lock_guard lock(mutex_);
+    return stats_;
+  }
+
+ private:
+  static void free_block(void* begin);
+
+  char* take(size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    Pages pages = take_kept(bytes);
+    if (!pages.begin) pages = map(bytes);
+    stats_.in_use_bytes += pages.bytes;
+    stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
+    in_use_.emplace(pages.begin, pages.bytes);
+    if (MemoryHistory* history = memory_history()) history->allocated(pages.begin, bytes);
+    return pages.begin;
+  }
+
+  Pages map(size_t bytes) {
+    const size_t in_use = stats_.in_use_bytes + bytes, peak = std::max(stats_.peak_in_use_bytes, in_use);
+    while (!kept_.empty() && in_use + stats_.kept_bytes > peak + peak / 16 + kSlack) drop_oldest();
+    Pages pages;
+    try {
+      pages = map_pages(bytes);
+    } catch (const std::bad_alloc&) {
+      // Where a process's memory is limited (ulimit -v, a cgroup), giving kept blocks back may suffice.
+      if (kept_.empty()) throw;
+      while (!kept_.empty()) drop_oldest();
+      pages = map_pages(bytes);
+    }
+    ++stats_.num_mappings;
+    return pages;
+  }
+
+  // The smallest that is large enough; among equals the one freed last, as its pages may be in a cache.
+  Pages take_kept(size_t bytes) {
+    auto best = kept_.end();
+    for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+      if (it->bytes < bytes || static_cast<double>(bytes) < kSmallestUse * static_cast<double>(it->bytes))
+        continue;
+      if (best == kept_.end() || it->bytes < best->bytes) best = it;
+      if (best->bytes == bytes) break;
+    }
+    if (best == kept_.end()) return {};
+    const Pages pages = *best;
+    kept_.erase(best);
+    stats_.kept_bytes -= pages.bytes;
+    return pages;
+  }
+
+  /// False for a block that this allocator didn't make.
+  bool keep(void* begin) {
+    const std::lock_guard lock(mutex_);
+    const auto block = in_use_.find(begin);
+    if (block == in_use_.end()) return false;
+    if (MemoryHistory* history = memory_history()) history->freed(begin);
+    kept_.push_front({static_cast<char*>(begin), block->second});
+    in_use_.erase(block);
+    stats_.in_use_bytes -= kept_.front().bytes;
+    stats_.kept_bytes += kept_.front().bytes;
+    return true;
+  }
+
+  void drop_oldest() {
+    stats_.kept_bytes -= kept_.back().bytes;
+    unmap_pages(kept_.back());
+    kept_.pop_back();
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, size_t> in_use_;
+  std::list<Pages> kept_;  // last freed first; a few hundred at most
+  HostMemoryStats stats_;
+};
+
+// Never destroyed: tensors outlive main.
+HostAllocator& allocator() {
+  static auto* instance = new HostAllocator();
+  return *instance;
+}
+
+void HostAllocator::free_block(void* begin) {
+  if (!allocator().keep(begin)) c10::GetDefaultCPUAllocator()->raw_deallocate(begin);
+}
+
+}  // namespace
+
+void install_host_allocator() { c10::SetCPUAllocator(&allocator(), /*priority=*/1); }
+
+HostMemoryStats host_memory_stats() { return allocator().stats(); }
 
 // ---- tensors whose memory comes and goes
 

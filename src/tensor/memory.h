@@ -1,8 +1,9 @@
 #pragma once
 
-// Memory of tensors that live as long as the model. Memory straight from the kernel: for shards, gradients, optimizer
-// state, communication buffers. And the only code that replaces the memory of a parameter: the TensorImpl, and so every
-// handle and every view that autograd saved, stays; its storage gets and loses its bytes.
+// Where the memory of tensors comes from. What lives as long as the model (shards, gradients, optimizer state,
+// communication buffers) has pages of its own from the kernel. In `titan train`, the tensors of a training step come from
+// an allocator that keeps what is freed. And here is the only code that replaces the memory of a parameter: the
+// TensorImpl, and so every handle and every view that autograd saved, stays; its storage gets and loses its bytes.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,18 +15,6 @@
 namespace titan {
 
 // ---- straight from the kernel
-
-struct Pages {
-  char* begin = nullptr;
-  size_t bytes = 0;
-};
-
-/// `bytes`, rounded up to whole pages.
-size_t whole_pages(size_t bytes);
-/// At least `bytes`, zero, as huge pages where possible; blocks that hold one begin at a huge page. Occupies
-/// memory when first touched. Throws a std::bad_alloc that names the size.
-Pages map_pages(size_t bytes);
-void unmap_pages(const Pages& pages);
 
 /// [Note: resident memory]
 /// Large blocks on a CPU come straight from the kernel. On malloc's heap, among activations that come and go,
@@ -40,6 +29,28 @@ at::DataPtr resident_memory(size_t bytes, at::Device device);
 at::Tensor resident_zeros(at::IntArrayRef sizes, const at::TensorOptions& options);
 /// at::empty in such memory.
 at::Tensor resident_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+// ---- the tensors of a step
+
+/// [Note: host allocator]
+/// A step asks for the same large blocks again and again. malloc either gives each back to the kernel, which
+/// hands out zeroed pages one fault at a time (5 % of a step), or keeps all in one heap, where a third of the
+/// activations' size is lost between blocks. This allocator maps each block of 1 MiB or more separately, with
+/// huge pages, keeps freed ones, and gives them to the next request of about their size. It keeps a bounded
+/// amount: if a new mapping would bring the total above the highest use so far plus a sixteenth and 64 MiB,
+/// the longest unused blocks go back first. Smaller blocks are malloc's.
+
+/// Makes it LibTorch's CPU allocator until the process ends. Existing tensors keep their memory.
+void install_host_allocator();
+
+/// Counts of blocks of 1 MiB and more.
+struct HostMemoryStats {
+  size_t in_use_bytes = 0;
+  size_t kept_bytes = 0;  ///< free but mapped
+  size_t peak_in_use_bytes = 0;
+  size_t num_mappings = 0;  ///< since the start
+};
+HostMemoryStats host_memory_stats();
 
 // ---- tensors whose memory comes and goes
 
