@@ -393,10 +393,7 @@ at::Tensor kernel_attention(const QueriesKeysValues& in) {
     node->k = save_input(in.k);
     node->v = save_input(in.v);
   }
-  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&] {
-    BelowAutograd guard;
-    return op.call(in.q, in.k, in.v);
-  });
+  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&] { return op.call(in.q, in.k, in.v); });
   if (!node) return out;
   set_history(out, node);
   node->out = SavedVariable(out, /*is_output=*/true);

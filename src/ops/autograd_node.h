@@ -21,9 +21,6 @@ using torch::autograd::SavedVariable;
 using torch::autograd::set_history;
 using torch::autograd::variable_list;
 
-/// In its scope, LibTorch's operations aren't recorded and make no views in autograd's sense.
-using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
-
 inline void refuse_second_derivative(const torch::autograd::Node& node) {
   TITAN_CHECK(!at::GradMode::is_enabled(), node.name(),
               " has no second derivative: call backward with create_graph = false");

@@ -140,8 +140,7 @@ using GateAndUp = std::pair<at::Tensor, at::Tensor>;
 
 at::Tensor swiglu_forward(const GateAndUp& in) {
   static const auto op = find_operator<decltype(composite::swiglu)>("titan::swiglu");
-  BelowAutograd guard;
-  return op.call(in.first, in.second);
+  return below_autograd([&] { return op.call(in.first, in.second); });
 }
 
 struct SwigluBackward final : RecomputingNode {
@@ -177,13 +176,8 @@ at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
               weight_VD.sizes());
   TITAN_CHECK(tokens.scalar_type() == at::kLong, "embedding: expected int64 tokens, got ",
               tokens.scalar_type());
-  std::optional<Lookup> lookup;
-  at::Tensor out;
-  {
-    BelowAutograd guard;
-    lookup.emplace(tokens, part, weight_VD.size(0));
-    out = lookup->forward(weight_VD);
-  }
+  Lookup lookup = below_autograd([&] { return Lookup(tokens, part, weight_VD.size(0)); });
+  const at::Tensor out = below_autograd([&] { return lookup.forward(weight_VD); });
   if (!compute_requires_grad(weight_VD)) return out;
   const auto node = record<EmbeddingBackward>(out, weight_VD);
   node->lookup = std::move(lookup);
@@ -197,11 +191,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
   TITAN_CHECK(weight_D.dim() == 1 && x.dim() >= 1 && x.size(-1) == weight_D.size(0), "rms_norm: x ",
               x.sizes(), " doesn't fit weight ", weight_D.sizes());
   static const auto op = find_operator<decltype(composite::rms_norm)>("titan::rms_norm");
-  at::Tensor y, rstd;
-  {
-    BelowAutograd guard;
-    std::tie(y, rstd) = op.call(x, weight_D, eps);
-  }
+  const auto [y, rstd] = below_autograd([&] { return op.call(x, weight_D, eps); });
   if (!compute_requires_grad(x, weight_D)) return y;
   const auto node = record<RmsNormBackward>(y, x, weight_D);
   node->x = save_input(x);
@@ -213,11 +203,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
 
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions) {
   check_rotary(x_BSHD, table_PD, positions);
-  at::Tensor out;
-  {
-    BelowAutograd guard;
-    out = rotate(x_BSHD, table_PD, positions, /*inverse=*/false);
-  }
+  const at::Tensor out =
+      below_autograd([&] { return rotate(x_BSHD, table_PD, positions, /*inverse=*/false); });
   if (!compute_requires_grad(x_BSHD)) return out;
   const auto node = record<RotaryBackward>(out, x_BSHD);
   node->table = table_PD;
@@ -229,7 +216,7 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   TITAN_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
               "swiglu: expected two tensors of one shape and dtype, got ", gate.scalar_type(), " ",
               gate.sizes(), " and ", up.scalar_type(), " ", up.sizes());
-  at::Tensor out = swiglu_forward({gate, up});
+  const at::Tensor out = swiglu_forward({gate, up});
   if (!compute_requires_grad(gate, up)) return out;
   const auto node = record<SwigluBackward>(out, gate, up);
   node->gate = save_input(gate);

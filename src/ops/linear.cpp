@@ -171,18 +171,13 @@ std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<Sin
   const auto node = make_joint_node<LinearsBackward>(x, weights, products, bias);
   const std::vector<bool> keeps = keeps_of(node, weights);
   JointInput input(products, keeps);
-  Operand rows;
-  {
-    BelowAutograd guard;
-    rows = as_rows(x);
-  }
+  const Operand rows = below_autograd([&] { return as_rows(x); });
   for (size_t i = 0; i < weights.size(); ++i) input.scaled(i, rows);
   if (any_of(keeps)) node->x.save(x, rows, input);  // before the products ([Note: kept outputs])
   if (node) node->x_sizes = x.sizes().vec();
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < weights.size(); ++i) {
     outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
-      BelowAutograd guard;
       const at::Tensor y = products[i]->forward(input.cast(i, rows), operand_of(weights[i]));
       if (bias.defined()) y.add_(bias);
       return y.view(with_features(x.sizes(), weights[i].weight.size(0)));
