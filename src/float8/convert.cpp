@@ -17,10 +17,8 @@ namespace titan::float8 {
 
 namespace {
 
-constexpr int64_t kMultiple = 16;  // of sizes that the hardware takes
-int64_t multiple_for(const std::string& recipe_name) {
-  return scales_blocks(recipes().get(recipe_name)) ? kBlock : kMultiple;
-}
+// What the hardware takes sizes in multiples of.
+int64_t multiple_for(const Recipe& recipe) { return scales_blocks(recipe) ? kBlock : 16; }
 
 struct Sizes {
   int64_t in, out;
@@ -32,18 +30,18 @@ bool too_small(const std::string& recipe_name, const Sizes& size) {
   return size.out <= 2048 || size.in <= 1024 || (size.out <= 4096 && size.in <= 2048);
 }
 
-bool auto_filtered(const ConvertOptions& options) {
-  return std::count(options.filter_fqns.begin(), options.filter_fqns.end(), kAutoFilter) > 0;
+bool auto_filtered(const std::vector<std::string>& filter_fqns) {
+  return std::count(filter_fqns.begin(), filter_fqns.end(), kAutoFilter) > 0;
 }
 
 std::string why_not(const std::string& fqn, const Sizes& size, const ConvertOptions& options) {
   for (const std::string& part : options.filter_fqns)
     if (part != kAutoFilter && fqn.find(part) != std::string::npos)
       return titan::str("named by filter_fqns (\"", part, "\")");
-  const int64_t multiple = multiple_for(options.recipe_name);
+  const int64_t multiple = multiple_for(recipes().get(options.recipe_name));
   if (size.in % multiple != 0 || size.out % multiple != 0)
     return titan::str(size.in, " to ", size.out, " isn't in multiples of ", multiple);
-  if (auto_filtered(options) && too_small(options.recipe_name, size))
+  if (auto_filtered(options.filter_fqns) && too_small(options.recipe_name, size))
     return titan::str(size.in, " to ", size.out, " is too small to gain (", kAutoFilter, ")");
   return "";
 }
@@ -66,7 +64,7 @@ std::string pattern_of(const std::string& fqn) {
 void check_filters(const std::string& recipe_name, const std::vector<std::string>& filter_fqns) {
   check(recipe_name, recipes().get(recipe_name));
   const bool known = recipe_name == "tensorwise" || recipe_name == "rowwise";
-  if (std::count(filter_fqns.begin(), filter_fqns.end(), kAutoFilter) > 0 && !known)
+  if (auto_filtered(filter_fqns) && !known)
     throw ConfigError(titan::str("\"", kAutoFilter,
                                  "\" has thresholds for the recipes tensorwise and rowwise only, not for ",
                                  recipe_name, "; name the layers in filter_fqns"));
@@ -122,10 +120,10 @@ std::vector<std::string> unfit_parts(torch::nn::Module& root) {
     const auto layer = linear ? float8_layer(*linear->products()) : std::nullopt;
     if (!layer) continue;
     const int64_t in = linear->weight.size(1), out = linear->weight.size(0);
-    const bool blocks = scales_blocks(*layer->recipe);
-    const int64_t multiple = blocks ? kBlock : kMultiple;
+    const int64_t multiple = multiple_for(*layer->recipe);
     const bool odd = in % multiple != 0 || out % multiple != 0;
-    if (in == 0 || out == 0 || (odd && (blocks || layer->arithmetic == Arithmetic::Hardware)))
+    const bool must_fit = scales_blocks(*layer->recipe) || layer->arithmetic == Arithmetic::Hardware;
+    if (in == 0 || out == 0 || (odd && must_fit))
       lines.push_back(titan::str(named.key(), ": ", in, " to ", out));
   }
   return lines;

@@ -8,6 +8,8 @@
 
 namespace titan::nn {
 
+class BackwardRanges;
+
 /// Whether a trace is the only user of a module's label slot.
 bool only_traces(const std::shared_ptr<CallHook>& label_hook);
 
@@ -21,12 +23,12 @@ class TraceLabels {
  public:
   explicit TraceLabels(const AnyRef& root);
   ~TraceLabels();
-  TraceLabels(TraceLabels&&) noexcept;
+  TraceLabels(TraceLabels&&) noexcept = default;
   TraceLabels& operator=(TraceLabels&&) = delete;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;  // keeps them alive
+  std::shared_ptr<BackwardRanges> backward_;                 // null: moved from
 };
 
 /// At its end, closes the ranges that modules opened on this thread in the scope and left open: for callers

@@ -193,12 +193,6 @@ std::vector<Batch> make_batches(const std::vector<Parameter>& parameters, const 
   return batches;
 }
 
-DTensor laid_out_as(const DTensor& like, const at::Tensor& local) {
-  DTensor result = like;
-  result.local = local;
-  return result;
-}
-
 DTensor replicated_scalar(const DeviceMesh& mesh, const at::Tensor& value) {
   return {value, mesh, std::vector<Placement>(mesh.num_axes(), Placement::replicate()), {}, {}};
 }
@@ -310,8 +304,10 @@ std::map<std::string, Optimizer::ParameterState> Optimizer::state() {
     for (size_t i = 0; i < batch.parameters.size(); ++i) {
       const DTensor& data = batch.parameters[i].data;
       ParameterState& state = result[batch.parameters[i].name];
-      for (size_t k = 0; k < batch.state.size(); ++k)
-        state.emplace(impl_->spec.state[k], laid_out_as(data, batch.state[k][i]));
+      for (size_t k = 0; k < batch.state.size(); ++k) {
+        DTensor& kept = state.emplace(impl_->spec.state[k], data).first->second;
+        kept.local = batch.state[k][i];
+      }
       state.emplace("step", replicated_scalar(data.mesh, batch.step_counts[static_cast<int64_t>(i)]));
     }
   }

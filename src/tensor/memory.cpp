@@ -256,10 +256,6 @@ void release_owner(void* context) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
 }
 
-int64_t bytes_needed(const at::Tensor& tensor) {
-  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
-}
-
 }  // namespace
 
 at::Tensor deferred_tensor(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -288,7 +284,7 @@ void allocate(const at::Tensor& tensor) {
   c10::StorageImpl* storage = storage_impl(tensor);
   TITAN_INTERNAL_ASSERT(storage->nbytes() == 0, "allocate: the storage holds ", storage->nbytes(), " bytes");
   TITAN_INTERNAL_ASSERT(tensor.storage_offset() == 0, "allocate: the tensor is a part of its storage");
-  const auto bytes = static_cast<size_t>(bytes_needed(tensor));
+  const size_t bytes = tensor.nbytes();
   storage->set_data_ptr_noswap(resident_memory(bytes, tensor.device()));
   storage->set_nbytes(bytes);
 }
@@ -298,7 +294,7 @@ void bind(const at::Tensor& tensor, const at::Tensor& owner, int64_t byte_offset
   c10::StorageImpl* memory = storage_impl(owner);
   const auto first =
       static_cast<size_t>(owner.storage_offset()) * owner.element_size() + static_cast<size_t>(byte_offset);
-  const auto bytes = static_cast<size_t>(bytes_needed(tensor));
+  const size_t bytes = tensor.nbytes();
   TITAN_INTERNAL_ASSERT(first + bytes <= memory->nbytes(), "bind: bytes ", first, " to ", first + bytes,
                         " of ", memory->nbytes());
   char* data = owner.device().is_meta() ? nullptr : static_cast<char*>(memory->mutable_data()) + first;

@@ -141,7 +141,6 @@ template <class Impl>
 class Ref : public torch::nn::ModuleHolder<Impl> {
  public:
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
-  using ImplType = Impl;
 
   /// Calls forward through the hook slots. Arguments are taken by value where a hook may replace them.
   template <class... Args>
