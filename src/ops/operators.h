@@ -2,8 +2,8 @@
 
 // Our operators: how to call one through LibTorch's dispatcher, and their composites, which are written in
 // LibTorch's operations. Composites run on devices and dtypes without a kernel of their own, and kernels are
-// tested against them. Arguments and results are those of the schemas in operators.cpp. CPU kernels choose their
-// template argument by a tensor's dtype.
+// tested against them. Arguments and results are those of the schemas in operators.cpp. CPU kernels choose
+// their template argument by a tensor's dtype.
 
 #include <optional>
 #include <tuple>

@@ -8,10 +8,10 @@
 //
 //   at::Tensor y = kept(KeptKind::Product, weight, [&] { return products->forward(x, weight); });
 //
-// The code inside runs below autograd: the operation records its node around it, with the inputs of this run, so
-// that a result that was handed back has the same gradients as a computed one. It saves its inputs
-// before the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer
-// never runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
+// The code inside runs below autograd: the operation records its node around it, with the inputs of this run,
+// so that a result that was handed back has the same gradients as a computed one. It saves its inputs before
+// the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer never
+// runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
 
 #include <tuple>
 #include <utility>

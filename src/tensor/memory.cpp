@@ -43,8 +43,8 @@ class OutOfMemory final : public std::bad_alloc {
 
 size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// At least `bytes`, zero, as huge pages where possible; blocks that hold one begin at a huge page. Occupies memory when
-// first touched. Throws a std::bad_alloc that names the size.
+// At least `bytes`, zero, as huge pages where possible; blocks that hold one begin at a huge page. Occupies
+// memory when first touched. Throws a std::bad_alloc that names the size.
 Pages map_pages(size_t bytes) {
   bytes = whole_pages(bytes);
   // A huge page must begin at a multiple of its size: more is mapped than needed, and the ends go back.

@@ -1,9 +1,10 @@
 #pragma once
 
-// Where the memory of tensors comes from. What lives as long as the model (shards, gradients, optimizer state,
-// communication buffers) has pages of its own from the kernel. In `titan train`, the tensors of a training step come from
-// an allocator that keeps what is freed. And here is the only code that replaces the memory of a parameter: the
-// TensorImpl, and so every handle and every view that autograd saved, stays; its storage gets and loses its bytes.
+// Where the memory of tensors comes from. What lives as long as the model (shards, gradients, optimizer
+// state, communication buffers) has pages of its own from the kernel. In `titan train`, the tensors of a
+// training step come from an allocator that keeps what is freed. And here is the only code that replaces the
+// memory of a parameter: the TensorImpl, and so every handle and every view that autograd saved, stays; its
+// storage gets and loses its bytes.
 
 #include <cstddef>
 #include <cstdint>

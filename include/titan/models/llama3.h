@@ -86,8 +86,8 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
  public:
   explicit Llama3Impl(const Llama3Args& args, const nn::Construct& construct = {});
 
-  /// tokens: int64 [B, S]; result: logits [B, S, V]. Or with labels, int64 [B, S], where -100 doesn't count: the
-  /// sum of the token losses over `global_valid_tokens`, a scalar, at least fp32.
+  /// tokens: int64 [B, S]; result: logits [B, S, V]. Or with labels, int64 [B, S], where -100 doesn't count:
+  /// the sum of the token losses over `global_valid_tokens`, a scalar, at least fp32.
   at::Tensor forward(const at::Tensor& input, const at::Tensor& labels_BS = {},
                      int64_t global_valid_tokens = 0);
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// Linear layers: their three matrix products as an interface (the output, the input's gradient and the weight's
-// gradient), and layers as nodes of the autograd graph, one by one, several over one input, or exchanging a
-// sequence between ranks while they multiply.
+// Linear layers: their three matrix products as an interface (the output, the input's gradient and the
+// weight's gradient), and layers as nodes of the autograd graph, one by one, several over one input, or
+// exchanging a sequence between ranks while they multiply.
 //
 //   at::Tensor y = ops::linear(x, weight, bias, ops::default_products());
 //
@@ -209,7 +209,8 @@ at::Tensor linear(const at::Tensor& x, const SinkedWeight& weight, const at::Ten
 /// y_i = x W_i^T as one node. x: [..., I]; y_i: [..., O_i]. In the backward the products add up the gradients
 /// of x (Products::add_grad_input); separate layers would leave autograd a sum of [..., I] tensors. x is cast
 /// once and kept once ([Note: an input of several layers]).
-/// `products`: one for each weight; those that join share x's casts. `bias`: [O] of the only layer, or undefined.
+/// `products`: one for each weight; those that join share x's casts. `bias`: [O] of the only layer, or
+/// undefined.
 std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                       const std::vector<SharedProducts>& products,
                                       const at::Tensor& bias = {});

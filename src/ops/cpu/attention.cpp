@@ -421,8 +421,9 @@ TITAN_CPU_CLONES void unpack_gradient(simd::Rows<Out> to, const std::vector<floa
   simd::unpack_rows(to, from.data(), shape.padded_size(), scale);
 }
 
-// The gradients of q, k and v: written (Out = T) or, with `add`, added to (Out = float). A thread takes the key/value heads one by one with all query heads that read them, so that no two threads
-// write to one gradient.
+// The gradients of q, k and v: written (Out = T) or, with `add`, added to (Out = float). A thread takes the
+// key/value heads one by one with all query heads that read them, so that no two threads write to one
+// gradient.
 template <class T, class Out>
 void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues& in,
                         const AttentionOutputs& results, int64_t first_query, bool add) {
