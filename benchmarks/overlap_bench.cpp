@@ -201,7 +201,7 @@ std::vector<ops::SinkedWeight> sinked(const Tensors& weights) {
 Group layers_of_one_input(const Options& options, const std::string& name,
                           const std::vector<int64_t>& features) {
   const int64_t width = options.sizes().width;
-  const auto products = ops::default_products();
+  const std::vector products(features.size(), ops::default_products());
   const at::Tensor x = leaf(at::randn({1, options.tokens, width}, options.tensors())),
                    part = leaf(x.narrow(1, 0, options.tokens / options.tp));
   Tensors weights;
@@ -218,7 +218,7 @@ Group layers_of_one_input(const Options& options, const std::string& name,
   }
   group.variants.push_back({"joined",
                             [=] {
-                              const at::Tensor y = ops::joint_linears(x, together, products)[0];
+                              const at::Tensor y = ops::linear(x, together[0], {}, products[0]);
                               Tensors outputs = y.split_with_sizes(features, -1);
                               for (at::Tensor& output : outputs) output = output.contiguous();
                               return outputs;
@@ -234,7 +234,8 @@ Group summed_layer(const Options& options, const std::string& name, int64_t in) 
   const at::Tensor x = leaf(at::randn({1, options.tokens, in}, options.tensors()));
   const auto weight = sinked({leaf(at::randn({options.sizes().width, in}, options.tensors()))});
   Group group{name, {x}, {}};
-  group.variants.push_back({"apart", [=] { return ops::joint_linears(x, weight, products); }, {}, {}});
+  group.variants.push_back(
+      {"apart", [=] { return Tensors{ops::linear(x, weight[0], {}, products)}; }, {}, {}});
   if (options.tp > 1) {
     const auto exchange = std::make_shared<const NoWire>(options.tp);
     group.variants.push_back(

@@ -23,7 +23,7 @@
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/models/llama3.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_simulation.h"

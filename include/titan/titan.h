@@ -22,7 +22,6 @@
 #include "titan/dist/world.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/linear.h"
 #include "titan/nn/loss.h"
 #include "titan/nn/module.h"
 #include "titan/optim/clip.h"

@@ -38,31 +38,22 @@ nn::RotaryOptions rotary_options(const Llama3Args& args, const nn::Construct& co
   return options;
 }
 
-nn::Attention make_attention(int64_t layer_id, const Llama3Args& args, const nn::RotaryEmbedding& rotary,
-                             const nn::Construct& construct) {
-  const nn::AttentionOptions options{.dim = args.dim,
-                                     .num_heads = args.n_heads,
-                                     .num_kv_heads = args.num_kv_heads(),
-                                     .input_init = projection_init(0.02),
-                                     .output_init = residual_init(layer_id, args),
-                                     .construct = construct};
-  return nn::Attention(options, rotary);
-}
-
-nn::FeedForward make_feed_forward(int64_t layer_id, const Llama3Args& args, const nn::Construct& construct) {
-  return nn::FeedForward(nn::FeedForwardOptions{.dim = args.dim,
-                                                .hidden_dim = args.ffn_hidden_dim(),
-                                                .gate_init = projection_init(0.02),
-                                                .output_init = residual_init(layer_id, args),
-                                                .construct = construct});
-}
-
 }  // namespace
 
 TransformerBlockImpl::TransformerBlockImpl(int64_t layer_id, const Llama3Args& args,
                                            const nn::RotaryEmbedding& rotary, const nn::Construct& construct)
-    : attention(make_attention(layer_id, args, rotary, construct)),
-      feed_forward(make_feed_forward(layer_id, args, construct)),
+    : attention(nn::AttentionOptions{.dim = args.dim,
+                                     .num_heads = args.n_heads,
+                                     .num_kv_heads = args.num_kv_heads(),
+                                     .input_init = projection_init(0.02),
+                                     .output_init = residual_init(layer_id, args),
+                                     .construct = construct},
+                rotary),
+      feed_forward(nn::FeedForwardOptions{.dim = args.dim,
+                                          .hidden_dim = args.ffn_hidden_dim(),
+                                          .gate_init = projection_init(0.02),
+                                          .output_init = residual_init(layer_id, args),
+                                          .construct = construct}),
       attention_norm(args.dim, args.norm_eps, construct),
       ffn_norm(args.dim, args.norm_eps, construct) {
   register_module("attention", attention);
@@ -104,23 +95,67 @@ void Llama3Impl::layers_dropped() {
   rotary = nullptr;
 }
 
-at::Tensor Llama3Impl::hidden_states(const at::Tensor& input) {
-  at::Tensor h_BSD = tok_embeddings ? tok_embeddings(input) : input;
-  for (const TransformerBlock& layer : layers) h_BSD = layer(h_BSD);
-  return norm ? norm(h_BSD) : h_BSD;
-}
-
-at::Tensor Llama3Impl::forward(const at::Tensor& input) {
-  check_entered_through_ref();
-  const at::Tensor h_BSD = hidden_states(input);
-  return output ? output(h_BSD) : h_BSD;
-}
-
 at::Tensor Llama3Impl::forward(const at::Tensor& input, const at::Tensor& labels_BS,
                                int64_t global_valid_tokens) {
   check_entered_through_ref();
-  TITAN_CHECK(output, "llama3: only the last pipeline stage has `output` and computes the loss");
-  return output(hidden_states(input), labels_BS, global_valid_tokens);
+  TITAN_CHECK(output || !labels_BS.defined(),
+              "llama3: only the last pipeline stage has `output` and computes the loss");
+  at::Tensor h_BSD = tok_embeddings ? tok_embeddings(input) : input;
+  for (const TransformerBlock& layer : layers) h_BSD = layer(h_BSD);
+  if (norm) h_BSD = norm(h_BSD);
+  if (!output) return h_BSD;
+  return labels_BS.defined() ? output(h_BSD, labels_BS, global_valid_tokens) : output(h_BSD);
+}
+
+// ---- the model as the trainer sees it
+
+namespace {
+
+class TrainableLlama3 final : public train::TrainableModel {
+ public:
+  explicit TrainableLlama3(Llama3 model) : model_(std::move(model)) {}
+  nn::AnyRef root() override { return model_; }
+  at::Tensor hidden(const at::Tensor& input) override {
+    TITAN_CHECK(!model_->output, "llama3: a stage with `output` returns a loss, not hidden states");
+    return model_(input);
+  }
+  at::Tensor loss(const at::Tensor& input, const at::Tensor& labels_BS,
+                  int64_t global_valid_tokens) override {
+    return model_(input, labels_BS, global_valid_tokens);
+  }
+  const Llama3& model() const { return model_; }
+
+ private:
+  Llama3 model_;
+};
+
+train::ModelSizes sizes_of(const Llama3Args& args) {
+  return {.num_layers = args.n_layers,
+          .num_heads = args.n_heads,
+          .num_kv_heads = args.num_kv_heads(),
+          .vocab_size = args.vocab_size,
+          .num_params = num_params(args)};
+}
+
+std::unique_ptr<train::TrainableModel> build(Llama3Args args, const train::BuildOptions& options) {
+  if (options.seq_len > 0) args.max_seq_len = options.seq_len;
+  return std::make_unique<TrainableLlama3>(Llama3(args, options.construct));
+}
+
+}  // namespace
+
+void register_llama3() {
+  train::register_model<Llama3Args>(
+      "llama3", {.flavours = llama3_flavours(),
+                 .sizes = sizes_of,
+                 .flops_per_token = flops_per_token,
+                 .check = check,
+                 .build = build,
+                 .parallelize =
+                     [](train::TrainableModel& model, const train::ParallelPlan& plan) {
+                       parallelize_llama3(dynamic_cast<TrainableLlama3&>(model).model(), plan);
+                     },
+                 .hugging_face = {.model = hugging_face_model, .args = args_of_hugging_face}});
 }
 
 }  // namespace titan::models

@@ -22,7 +22,7 @@
 #include "job/job_config.h"
 #include "job/memory_report.h"
 #include "job/observers.h"
-#include "tensor/host_allocator.h"
+#include "tensor/memory.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"

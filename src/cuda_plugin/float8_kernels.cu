@@ -246,9 +246,15 @@ void with_source(Source source, Launch launch) {
     launch(__nv_bfloat16{});
 }
 
-template <class Kernel4, class Kernel5>
-auto of_format(Format format, Kernel4 e4m3, Kernel5 e5m2) {
-  return format == Format::E4m3 ? e4m3 : e5m2;
+// launch.operator()<format>(T{})
+template <class Launch>
+void with_types(Format format, Source source, Launch launch) {
+  with_source(source, [&]<class T>(T value) {
+    if (format == Format::E4m3)
+      launch.template operator()<Format::E4m3>(value);
+    else
+      launch.template operator()<Format::E5m2>(value);
+  });
 }
 
 }  // namespace
@@ -297,19 +303,17 @@ void launch_delayed_scale(float* out, const DelayedScale& delayed, const ScaleOp
 
 void launch_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
-  with_source(x.source, [&]<class T>(T) {
-    const auto kernel = of_format(options.format, cast_kernel<Format::E4m3, T>, cast_kernel<Format::E5m2, T>);
-    kernel<<<blocks_for(count, kThreads * 8), kThreads, 0, stream>>>(out, static_cast<const T*>(x.data),
-                                                                     x.columns, count, options);
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    cast_kernel<format><<<blocks_for(count, kThreads * 8), kThreads, 0, stream>>>(
+        out, static_cast<const T*>(x.data), x.columns, count, options);
   });
 }
 
 void launch_transposed_cast(uint8_t* out, const Matrix& x, const CastOptions& options, cudaStream_t stream) {
   const dim3 grid(parts_of(x.rows, kTile), parts_of(x.columns, kTile));
-  with_source(x.source, [&]<class T>(T) {
-    const auto kernel = of_format(options.format, transposed_cast_kernel<Format::E4m3, T>,
-                                  transposed_cast_kernel<Format::E5m2, T>);
-    kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns, options);
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    transposed_cast_kernel<format>
+        <<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns, options);
   });
 }
 
@@ -318,11 +322,9 @@ void launch_cast_row_blocks(const CastBlocks& out, const Matrix& x, const BlockO
   const int64_t warps = x.rows * parts_of(x.columns, kBlock);
   const auto grid =
       static_cast<unsigned>(std::clamp<int64_t>(parts_of(warps, kThreads / kWarp), 1, kMaxGrid));
-  with_source(x.source, [&]<class T>(T) {
-    const auto kernel =
-        of_format(options.format, row_blocks_kernel<Format::E4m3, T>, row_blocks_kernel<Format::E5m2, T>);
-    kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns,
-                                          options.round_up);
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    row_blocks_kernel<format><<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows,
+                                                             x.columns, options.round_up);
   });
 }
 
@@ -330,11 +332,9 @@ void launch_cast_column_blocks(const CastBlocks& out, const Matrix& x, const Blo
                                cudaStream_t stream) {
   const dim3 grid(parts_of(x.columns, kThreads),
                   static_cast<unsigned>(std::clamp<int64_t>(parts_of(x.rows, kBlock), 1, kMaxGrid)));
-  with_source(x.source, [&]<class T>(T) {
-    const auto kernel = of_format(options.format, column_blocks_kernel<Format::E4m3, T>,
-                                  column_blocks_kernel<Format::E5m2, T>);
-    kernel<<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows, x.columns,
-                                          options.round_up);
+  with_types(options.format, x.source, [&]<Format format, class T>(T) {
+    column_blocks_kernel<format><<<grid, kThreads, 0, stream>>>(out, static_cast<const T*>(x.data), x.rows,
+                                                                x.columns, options.round_up);
   });
 }
 

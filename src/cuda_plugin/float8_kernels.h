@@ -42,7 +42,8 @@ struct ScaleOptions {
 void launch_scale(float* out, const float* amax, int64_t count, const ScaleOptions& options,
                   cudaStream_t stream);
 
-/// What a delayed scale comes from (delayed_scales.h); all pointers are to one fp32 on the device.
+/// What a delayed scale comes from ([Note: delayed scales] in titan/float8/convert.h); all pointers are to
+/// one fp32 on the device.
 struct DelayedScale {
   const float* amax = nullptr;
   float* pending = nullptr;

@@ -5,6 +5,7 @@
 #include "float8/cast.h"
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include <torch/library.h>
@@ -16,7 +17,9 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/isnan.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 
@@ -101,6 +104,14 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
   return {data, exponents.to(at::kByte).view(at::kFloat8_e8m0fnu)};
 }
 
+at::Tensor delayed_scale(const at::Tensor& amax, const at::Tensor& pending, const at::Tensor& largest,
+                         at::ScalarType dtype, bool power_of_two, bool records) {
+  const at::Tensor finite = at::isfinite(amax);
+  if (records) pending.copy_(at::maximum(pending, at::where(finite, amax, 0.0)));
+  const at::Tensor scale = scale_of(at::where(largest.gt(0), largest, amax), dtype, power_of_two);
+  return at::where(finite, scale, std::numeric_limits<double>::quiet_NaN());
+}
+
 }  // namespace composite
 
 // ---- shapes, and registration
@@ -108,28 +119,6 @@ std::tuple<at::Tensor, at::Tensor> cast_blocks(const at::Tensor& x, at::ScalarTy
 namespace {
 
 using DataAndScale = std::tuple<at::Tensor, at::Tensor>;
-
-at::Tensor amax_meta(const at::Tensor& x, std::optional<int64_t> dim) {
-  const auto options = x.options().dtype(at::kFloat);
-  return dim ? at::empty({x.size(1 - *dim), 1}, options) : at::empty({}, options);
-}
-at::Tensor amax_many_meta(at::TensorList xs) {
-  return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
-}
-at::Tensor scale_meta(const at::Tensor& amax, at::ScalarType /*dtype*/, bool /*power_of_two*/) {
-  return at::empty(amax.sizes(), amax.options());
-}
-at::Tensor cast_meta(const at::Tensor& x, const at::Tensor& /*scale*/, at::ScalarType dtype,
-                     bool transposed) {
-  const auto options = x.options().dtype(dtype);
-  return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
-}
-DataAndScale cast_blocks_meta(const at::Tensor& x, at::ScalarType dtype, bool /*round_up*/, bool transposed) {
-  const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
-  const int64_t blocks = (elements + kBlock - 1) / kBlock;
-  return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
-          at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
-}
 
 TORCH_LIBRARY_FRAGMENT(titan, m) {
   // Largest magnitude of x [N, K], fp32: [], along dim 1 [N, 1], along dim 0 [K, 1]; of each x, [n].
@@ -140,6 +129,10 @@ TORCH_LIBRARY_FRAGMENT(titan, m) {
   m.def("float8_cast(Tensor x, Tensor scale, ScalarType dtype, bool transposed) -> Tensor");
   // x [N, K] -> data [N, K'], exponents [N, K' / 32], K' whole blocks; transposed [K, N'].
   m.def("float8_cast_blocks(Tensor x, ScalarType dtype, bool round_up, bool transposed) -> (Tensor, Tensor)");
+  // All [], fp32. pending = max(pending, amax) if `records`.
+  m.def(
+      "float8_delayed_scale(Tensor amax, Tensor(a!) pending, Tensor largest, ScalarType dtype, bool "
+      "power_of_two, bool records) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_amax", composite::amax);
@@ -147,13 +140,31 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("float8_scale", composite::scale_of);
   m.impl("float8_cast", composite::cast);
   m.impl("float8_cast_blocks", composite::cast_blocks);
+  m.impl("float8_delayed_scale", composite::delayed_scale);
 }
 TORCH_LIBRARY_IMPL(titan, Meta, m) {
-  m.impl("float8_amax", amax_meta);
-  m.impl("float8_amax_many", amax_many_meta);
-  m.impl("float8_scale", scale_meta);
-  m.impl("float8_cast", cast_meta);
-  m.impl("float8_cast_blocks", cast_blocks_meta);
+  using In = const at::Tensor&;
+  m.impl("float8_amax", [](In x, std::optional<int64_t> dim) {
+    const auto options = x.options().dtype(at::kFloat);
+    return dim ? at::empty({x.size(1 - *dim), 1}, options) : at::empty({}, options);
+  });
+  m.impl("float8_amax_many", [](at::TensorList xs) {
+    return at::empty({static_cast<int64_t>(xs.size())}, xs[0].options().dtype(at::kFloat));
+  });
+  m.impl("float8_scale",
+         [](In amax, at::ScalarType, bool) { return at::empty(amax.sizes(), amax.options()); });
+  m.impl("float8_cast", [](In x, In, at::ScalarType dtype, bool transposed) {
+    const auto options = x.options().dtype(dtype);
+    return transposed ? at::empty({x.size(1), x.size(0)}, options) : at::empty(x.sizes(), options);
+  });
+  m.impl("float8_cast_blocks", [](In x, at::ScalarType dtype, bool, bool transposed) -> DataAndScale {
+    const int64_t vectors = x.size(transposed ? 1 : 0), elements = x.size(transposed ? 0 : 1);
+    const int64_t blocks = (elements + kBlock - 1) / kBlock;
+    return {at::empty({vectors, blocks * kBlock}, x.options().dtype(dtype)),
+            at::empty({vectors, blocks}, x.options().dtype(at::kFloat8_e8m0fnu))};
+  });
+  m.impl("float8_delayed_scale",
+         [](In amax, In, In, at::ScalarType, bool, bool) { return at::empty({}, amax.options()); });
 }
 
 void check_matrix(const at::Tensor& x) {
@@ -172,8 +183,7 @@ double largest_value(at::ScalarType dtype) {
 
 at::Tensor amax(const at::Tensor& x, Over over) {
   check_matrix(x);
-  static const auto operation =
-      ops::find_operator<at::Tensor(const at::Tensor&, std::optional<int64_t>)>("titan::float8_amax");
+  static const auto operation = ops::find_operator<decltype(composite::amax)>("titan::float8_amax");
   const std::optional<int64_t> dim = over == Over::Row ? std::optional<int64_t>(1) : 0;
   return operation.call(x, over == Over::Matrix ? std::nullopt : dim);
 }
@@ -182,20 +192,18 @@ at::Tensor amax_many(at::TensorList xs) {
   TITAN_CHECK(!xs.empty(), "float8: amax_many() of no tensors");
   for (const at::Tensor& x : xs)
     TITAN_CHECK(x.numel() > 0, "float8: amax_many() of an empty tensor ", x.sizes());
-  static const auto operation = ops::find_operator<at::Tensor(at::TensorList)>("titan::float8_amax_many");
+  static const auto operation = ops::find_operator<decltype(composite::amax_many)>("titan::float8_amax_many");
   return operation.call(xs);
 }
 
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two) {
-  static const auto operation =
-      ops::find_operator<at::Tensor(const at::Tensor&, at::ScalarType, bool)>("titan::float8_scale");
+  static const auto operation = ops::find_operator<decltype(composite::scale_of)>("titan::float8_scale");
   return operation.call(amax, dtype, power_of_two);
 }
 
 at::Tensor cast(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, bool transposed) {
   largest_value(dtype);  // throws for another dtype
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, at::ScalarType, bool);
-  static const auto operation = ops::find_operator<Signature>("titan::float8_cast");
+  static const auto operation = ops::find_operator<decltype(composite::cast)>("titan::float8_cast");
   const int64_t rows = transposed ? x.size(1) : x.size(0);
   TITAN_CHECK(
       x.dim() == 2 && scale.scalar_type() == at::kFloat && (scale.numel() == 1 || scale.numel() == rows),
@@ -208,12 +216,19 @@ ops::ScaledMatrix cast_blocks(const at::Tensor& x, const BlockCast& options) {
   largest_value(options.dtype);  // throws for another dtype
   check_matrix(x);
   const bool round_up = options.rounding == BlockRounding::Up;
-  using Signature = DataAndScale(const at::Tensor&, at::ScalarType, bool, bool);
-  static const auto operation = ops::find_operator<Signature>("titan::float8_cast_blocks");
+  static const auto operation =
+      ops::find_operator<decltype(composite::cast_blocks)>("titan::float8_cast_blocks");
   auto [data, scale] = options.composed && !x.is_meta()
                            ? composite::cast_blocks(x, options.dtype, round_up, options.transposed)
                            : operation.call(x, options.dtype, round_up, options.transposed);
   return {std::move(data), std::move(scale)};
+}
+
+at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at::ScalarType dtype,
+                         bool power_of_two, bool records) {
+  static const auto operation =
+      ops::find_operator<decltype(composite::delayed_scale)>("titan::float8_delayed_scale");
+  return operation.call(amax, history.pending, history.largest, dtype, power_of_two, records);
 }
 
 // 2^(e - 127) by its bits; for 0 that is a denormal.

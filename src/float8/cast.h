@@ -20,8 +20,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "titan/float8/recipe.h"
-#include "titan/ops/products.h"
+#include "titan/float8/convert.h"
+#include "titan/ops/linear.h"
 
 namespace titan::float8 {
 
@@ -39,6 +39,11 @@ at::Tensor amax_many(at::TensorList xs);
 /// The largest value of `dtype` / max(amax, 1e-12), computed in double, rounded to fp32. With `power_of_two`,
 /// rounded down to one.
 at::Tensor scale_of(const at::Tensor& amax, at::ScalarType dtype, bool power_of_two);
+
+/// The scale [] for a matrix whose largest magnitude is amax [], from `history`; notes amax as pending if
+/// `records`.
+at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at::ScalarType dtype,
+                         bool power_of_two, bool records);
 
 /// x * scale in fp32, clamped to the format's range, rounded to nearest, ties to even. scale: [], or one for
 /// each row of the result. Result: [N, K], or [K, N] if `transposed`.
@@ -75,7 +80,7 @@ inline bool in_blocks(const ops::ScaledMatrix& matrix) {
 }
 
 /// The operations as compositions of LibTorch's: they run where there is no kernel, and kernels equal them
-/// bit for bit. Arguments as in the schemas of cast.cpp and delayed_scales.cpp.
+/// bit for bit. Arguments as in the schemas of cast.cpp.
 namespace composite {
 
 at::Tensor amax(const at::Tensor& x, std::optional<int64_t> dim);

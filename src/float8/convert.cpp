@@ -5,19 +5,20 @@
 
 #include <torch/nn/module.h>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
 #include "float8/cast.h"
 #include "float8/products.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/loss.h"
 
 namespace titan::float8 {
 
 namespace {
 
-constexpr int64_t kMultiple = 16;  // of sizes that the hardware takes
-int64_t multiple_for(const std::string& recipe_name) {
-  return scales_blocks(recipes().get(recipe_name)) ? kBlock : kMultiple;
-}
+// What the hardware takes sizes in multiples of.
+int64_t multiple_for(const Recipe& recipe) { return scales_blocks(recipe) ? kBlock : 16; }
 
 struct Sizes {
   int64_t in, out;
@@ -29,18 +30,18 @@ bool too_small(const std::string& recipe_name, const Sizes& size) {
   return size.out <= 2048 || size.in <= 1024 || (size.out <= 4096 && size.in <= 2048);
 }
 
-bool auto_filtered(const ConvertOptions& options) {
-  return std::count(options.filter_fqns.begin(), options.filter_fqns.end(), kAutoFilter) > 0;
+bool auto_filtered(const std::vector<std::string>& filter_fqns) {
+  return std::count(filter_fqns.begin(), filter_fqns.end(), kAutoFilter) > 0;
 }
 
 std::string why_not(const std::string& fqn, const Sizes& size, const ConvertOptions& options) {
   for (const std::string& part : options.filter_fqns)
     if (part != kAutoFilter && fqn.find(part) != std::string::npos)
       return titan::str("named by filter_fqns (\"", part, "\")");
-  const int64_t multiple = multiple_for(options.recipe_name);
+  const int64_t multiple = multiple_for(recipes().get(options.recipe_name));
   if (size.in % multiple != 0 || size.out % multiple != 0)
     return titan::str(size.in, " to ", size.out, " isn't in multiples of ", multiple);
-  if (auto_filtered(options) && too_small(options.recipe_name, size))
+  if (auto_filtered(options.filter_fqns) && too_small(options.recipe_name, size))
     return titan::str(size.in, " to ", size.out, " is too small to gain (", kAutoFilter, ")");
   return "";
 }
@@ -63,7 +64,7 @@ std::string pattern_of(const std::string& fqn) {
 void check_filters(const std::string& recipe_name, const std::vector<std::string>& filter_fqns) {
   check(recipe_name, recipes().get(recipe_name));
   const bool known = recipe_name == "tensorwise" || recipe_name == "rowwise";
-  if (std::count(filter_fqns.begin(), filter_fqns.end(), kAutoFilter) > 0 && !known)
+  if (auto_filtered(filter_fqns) && !known)
     throw ConfigError(titan::str("\"", kAutoFilter,
                                  "\" has thresholds for the recipes tensorwise and rowwise only, not for ",
                                  recipe_name, "; name the layers in filter_fqns"));
@@ -116,13 +117,13 @@ std::vector<std::string> unfit_parts(torch::nn::Module& root) {
   std::vector<std::string> lines;
   for (const auto& named : root.named_modules(/*name_prefix=*/"", /*include_self=*/false)) {
     const auto* linear = dynamic_cast<nn::LinearImpl*>(named.value().get());
-    const auto arithmetic = linear ? arithmetic_of(*linear->products()) : std::nullopt;
-    if (!arithmetic) continue;
+    const auto layer = linear ? float8_layer(*linear->products()) : std::nullopt;
+    if (!layer) continue;
     const int64_t in = linear->weight.size(1), out = linear->weight.size(0);
-    const bool blocks = multiplies_blocks(*linear->products());
-    const int64_t multiple = blocks ? kBlock : kMultiple;
+    const int64_t multiple = multiple_for(*layer->recipe);
     const bool odd = in % multiple != 0 || out % multiple != 0;
-    if (in == 0 || out == 0 || (odd && (blocks || *arithmetic == Arithmetic::Hardware)))
+    const bool must_fit = scales_blocks(*layer->recipe) || layer->arithmetic == Arithmetic::Hardware;
+    if (in == 0 || out == 0 || (odd && must_fit))
       lines.push_back(titan::str(named.key(), ": ", in, " to ", out));
   }
   return lines;
@@ -151,6 +152,55 @@ std::string summary(const std::string& recipe_name, const std::vector<LayerChoic
     text += titan::str(names, count > 1 ? titan::str(" (", count, ")") : "", ": ", reason);
   }
   return text;
+}
+
+// ---- delayed scales
+
+DelayedScales DelayedScales::collect(const std::vector<torch::nn::Module*>& roots, int64_t history_len,
+                                     at::Device device) {
+  DelayedScales all;
+  for (const torch::nn::Module* root : roots)
+    for (const auto& named : root->named_modules(/*name_prefix=*/"", /*include_self=*/false))
+      if (const auto* linear = dynamic_cast<const nn::LinearImpl*>(named.value().get()))
+        if (const auto layer = float8_layer(*linear->products()); layer && layer->scales)
+          all.layers_.push_back({named.key(), layer->scales});
+  const auto rows = static_cast<int64_t>(3 * all.layers_.size());
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
+  all.history_ = at::zeros({rows, history_len}, options);
+  all.largest_ = at::zeros({rows}, options);
+  all.pending_ = at::zeros({rows}, options);
+  int64_t row = 0;
+  for (const Layer& layer : all.layers_)
+    for (DelayedScale* scale : {&layer.scales->input, &layer.scales->weight, &layer.scales->grad_output}) {
+      *scale = {all.largest_[row], all.pending_[row]};
+      ++row;
+    }
+  return all;
+}
+
+at::Tensor DelayedScales::history(size_t i) const {
+  return history_.narrow(0, 3 * static_cast<int64_t>(i), 3);
+}
+
+void DelayedScales::refresh() {
+  largest_.copy_(history_.amax(1));
+  for (const Layer& layer : layers_) layer.scales->ready = true;
+}
+
+void DelayedScales::update(const std::function<void(const at::Tensor&)>& reduce_max) {
+  const at::NoGradGuard no_grad;
+  reduce_max(pending_);
+  const int64_t kept = history_.size(1) - 1;
+  if (kept > 0) history_.narrow(1, 1, kept).copy_(history_.narrow(1, 0, kept).clone());
+  history_.select(1, 0).copy_(pending_);
+  refresh();
+  pending_.zero_();
+}
+
+void DelayedScales::loaded() {
+  const at::NoGradGuard no_grad;
+  refresh();
+  pending_.zero_();
 }
 
 }  // namespace titan::float8

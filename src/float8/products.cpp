@@ -5,15 +5,93 @@
 #include <map>
 #include <mutex>
 
-#include <ATen/core/Tensor.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/StorageImpl.h>
 
 #include "float8/cast.h"
-#include "float8/scaled_product.h"
 #include "titan/core/error.h"
 
 namespace titan::float8 {
+
+// ---- one product of two matrices in 8 bits
+
+// Within a tile, vector v lies at 16 (v mod 32) + 4 (v / 32): four groups of 32 side by side.
+at::Tensor blocked_layout(const at::Tensor& scale) {
+  const auto missing_to = [](int64_t size, int64_t multiple) {
+    return (multiple - size % multiple) % multiple;
+  };
+  at::Tensor bytes = scale.contiguous().view(at::kByte);
+  bytes = at::constant_pad_nd(bytes, {0, missing_to(scale.size(1), 4), 0, missing_to(scale.size(0), 128)});
+  const int64_t rows = bytes.size(0) / 128, columns = bytes.size(1) / 4;
+  return bytes.view({rows, 4, 32, columns, 4})
+      .permute({0, 3, 2, 1, 4})
+      .contiguous()
+      .view({-1})
+      .view(at::kFloat8_e8m0fnu);
+}
+
+namespace {
+
+constexpr int64_t kAlignment = 16;  // of the summed dimension, in elements
+
+bool by_vector(const ops::ScaledMatrix& matrix) { return matrix.scale.numel() > 1; }
+
+// Contiguous rows of a length that the hardware takes. A zero adds nothing to a sum.
+at::Tensor aligned(const at::Tensor& data) {
+  const int64_t rest = data.size(1) % kAlignment;
+  if (rest == 0) return data.contiguous();
+  const at::Tensor bytes = at::constant_pad_nd(data.view(at::kByte), {0, kAlignment - rest});
+  return bytes.view(data.scalar_type());
+}
+
+// [vectors, 1], from either kind of scale.
+at::Tensor per_vector(const ops::ScaledMatrix& matrix) {
+  const at::Tensor inverse = matrix.scale.reciprocal();
+  return by_vector(matrix) ? inverse : inverse.expand({matrix.data.size(0), 1}).contiguous();
+}
+
+}  // namespace
+
+at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
+                            const ScaledProductOptions& options) {
+  if (in_blocks(a_NK))
+    return at::_scaled_mm(a_NK.data, b_MK.data.t(), blocked_layout(a_NK.scale), blocked_layout(b_MK.scale),
+                          /*bias=*/{}, /*scale_result=*/{}, options.out_dtype);
+  const at::Tensor a = aligned(a_NK.data), b = aligned(b_MK.data);
+  const auto multiply = [&](const at::Tensor& scale_a, const at::Tensor& scale_b, at::ScalarType dtype) {
+    return at::_scaled_mm(a, b.t(), scale_a, scale_b, /*bias=*/{}, /*scale_result=*/{}, dtype,
+                          options.fast_accumulation);
+  };
+  if (!by_vector(a_NK) && !by_vector(b_MK))
+    return multiply(a_NK.scale.reciprocal().reshape({}), b_MK.scale.reciprocal().reshape({}),
+                    options.out_dtype);
+  const at::Tensor scale_a = per_vector(a_NK), scale_b = per_vector(b_MK).t();
+  // The kernel with a scale for each row returns only bf16, and is slow unless it accumulates fast. The kernel
+  // for whole matrices returns the sums in fp32, to be scaled afterwards.
+  if (options.fast_accumulation && options.out_dtype == at::kBFloat16)
+    return multiply(scale_a, scale_b, options.out_dtype);
+  // Rounding to bf16 and scaling by a power of two commute (except for denormals): then the sums are half as
+  // wide.
+  const bool rounded_first = options.power_of_two_scales && options.out_dtype == at::kBFloat16;
+  const at::Tensor one = at::ones({}, scale_a.options());
+  return multiply(one, one, rounded_first ? at::kBFloat16 : at::kFloat)
+      .mul_(scale_a)
+      .mul_(scale_b)
+      .to(options.out_dtype);
+}
+
+// Scales before multiplying, as torchao does, so that nothing overflows fp32 unless the result does.
+at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
+                            const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options) {
+  const auto values = [](const ops::ScaledMatrix& matrix) {
+    return in_blocks(matrix) ? block_values(matrix) : matrix.data.to(at::kFloat).div_(matrix.scale);
+  };
+  return plain.forward(values(a_NK), values(b_MK)).to(options.out_dtype);
+}
 
 namespace {
 
@@ -234,9 +312,7 @@ class Float8Products final : public Products {
                         .parts = layer_.spread.in ? layer_.spread.in : layer_.spread.out};
   }
 
-  const std::shared_ptr<LayerScales>& scales() const { return layer_.scales; }
-  const Recipe& recipe() const { return *layer_.recipe; }
-  Arithmetic arithmetic() const { return layer_.arithmetic; }
+  Float8Layer layer() const { return {layer_.recipe, layer_.arithmetic, layer_.scales}; }
 
  private:
   ScaledMatrix x_rows(const Operand& x) const {
@@ -349,30 +425,16 @@ class Float8Products final : public Products {
   mutable WeightScales weight_scales_;  // this layer's
 };
 
-const Float8Products* float8_of(const ops::Products& products) {
-  return dynamic_cast<const Float8Products*>(&products);
-}
-
 }  // namespace
 
+std::optional<Float8Layer> float8_layer(const ops::Products& products) {
+  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
+  return scaled ? std::optional(scaled->layer()) : std::nullopt;
+}
+
 std::optional<WeightGather> weight_gather(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
+  const auto* scaled = dynamic_cast<const Float8Products*>(&products);
   return scaled ? scaled->weight_gather() : std::nullopt;
-}
-
-std::optional<Arithmetic> arithmetic_of(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
-  return scaled ? std::optional(scaled->arithmetic()) : std::nullopt;
-}
-
-bool multiplies_blocks(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
-  return scaled && scales_blocks(scaled->recipe());
-}
-
-std::shared_ptr<LayerScales> layer_scales(const ops::Products& products) {
-  const Float8Products* scaled = float8_of(products);
-  return scaled ? scaled->scales() : nullptr;
 }
 
 std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmetic,

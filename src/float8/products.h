@@ -25,14 +25,15 @@ std::shared_ptr<const ops::Products> products(Recipe recipe, Arithmetic arithmet
                                               std::shared_ptr<const ops::Products> plain,
                                               const GatherOptions& gather = {});
 
-/// How these products are computed; nullopt where they aren't Float8.
-std::optional<Arithmetic> arithmetic_of(const ops::Products& products);
+/// What a layer with these products computes.
+struct Float8Layer {
+  std::shared_ptr<const Recipe> recipe;
+  Arithmetic arithmetic;
+  std::shared_ptr<LayerScales> scales;  ///< the histories; null where nothing is delayed
+};
 
-/// Whether these are products of a recipe that scales blocks.
-bool multiplies_blocks(const ops::Products& products);
-
-/// The histories of a layer with these products; null where nothing is delayed.
-std::shared_ptr<LayerScales> layer_scales(const ops::Products& products);
+/// Nullopt where the products aren't Float8.
+std::optional<Float8Layer> float8_layer(const ops::Products& products);
 
 /// How a weight is cast before any product asks for it.
 struct WeightGather {
@@ -45,9 +46,25 @@ struct WeightGather {
 /// For a weight that these products multiply; nullopt unless GatherOptions asked for it.
 std::optional<WeightGather> weight_gather(const ops::Products& products);
 
-/// The scale [] for a matrix whose largest magnitude is amax [], from `history`; notes amax as pending if
-/// `records`.
-at::Tensor delayed_scale(const at::Tensor& amax, const DelayedScale& history, at::ScalarType dtype,
-                         bool power_of_two, bool records);
+// ---- one product of two matrices in 8 bits
+
+struct ScaledProductOptions {
+  at::ScalarType out_dtype = at::kFloat;
+  bool fast_accumulation = false;
+  bool power_of_two_scales = false;
+};
+
+/// a b^T by at::_scaled_mm, summed in fp32. a: [N, K], b: [M, K]; K is padded with zeros to a multiple of 16.
+/// Matrices in blocks need compute capability 10.0.
+at::Tensor hardware_product(const ops::ScaledMatrix& a_NK, const ops::ScaledMatrix& b_MK,
+                            const ScaledProductOptions& options);
+
+/// The same from the values in fp32: only rounding within fp32 differs from the hardware's.
+at::Tensor emulated_product(const ops::Products& plain, const ops::ScaledMatrix& a_NK,
+                            const ops::ScaledMatrix& b_MK, const ScaledProductOptions& options);
+
+/// Scales [vectors, blocks] as cuBLAS reads them ("1D block scaling factors layout"): tiles of 128 vectors by
+/// four blocks, 512 bytes each, one after the other, padded with zeros.
+at::Tensor blocked_layout(const at::Tensor& scale);
 
 }  // namespace titan::float8

@@ -82,7 +82,7 @@ bool scales_blocks(const Recipe& recipe) {
 }
 
 // Scales for vectors need the same units as scales for matrices: at::_scaled_mm has kernels for them, or they
-// are applied after the product (scaled_product.cpp).
+// are applied after the product (hardware_product in products.cpp).
 int first_capability(const Recipe& recipe) { return scales_blocks(recipe) ? 100 : 89; }
 
 void check(const std::string& name, const Recipe& recipe) {

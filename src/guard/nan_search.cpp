@@ -33,7 +33,7 @@
 #include <torch/nn/module.h>
 
 #include "guard/module_probes.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::train {

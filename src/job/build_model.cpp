@@ -6,7 +6,7 @@
 #include "job/float8_job.h"
 #include "job/pipeline/stages.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/loss.h"
 
 namespace titan::train {

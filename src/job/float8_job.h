@@ -8,7 +8,7 @@
 
 #include "job/job_config.h"
 #include "titan/float8/convert.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 #include "titan/train/trainer.h"
 
 namespace titan::train {

@@ -1,9 +1,17 @@
 #include "titan/nn/module.h"
 
-#include "tensor/param_storage.h"
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <set>
+
+#include "tensor/memory.h"
 #include "titan/core/error.h"
+#include "titan/nn/containers.h"
 
 namespace titan::nn {
+
+// ---- modules
 
 void HookHost::check_entered_through_ref() const {
   TITAN_CHECK(
@@ -54,5 +62,195 @@ at::Tensor Module::register_init_parameter(const std::string& name, at::IntArray
   param_inits_.push_back({name, init});
   return register_parameter(name, parameter);
 }
+
+// ---- containers
+
+ptrdiff_t LayerList::note_erased(const std::string& name) {
+  const auto found = std::find(names_.begin(), names_.end(), name);
+  TITAN_CHECK(found != names_.end(), "there is no element '", name, "' to erase");
+  const ptrdiff_t position = found - names_.begin();
+  if (position == 0) ++first_number_;
+  names_.erase(found);
+  return position;
+}
+
+void SequentialImpl::erase(const std::string& name) {
+  calls_.erase(calls_.begin() + note_erased(name));
+  unregister_module(name);
+}
+
+at::Tensor SequentialImpl::forward(const at::Tensor& x) {
+  check_entered_through_ref();
+  at::Tensor y = x;
+  for (const auto& call : calls_) y = call(y);
+  return y;
+}
+
+namespace {
+
+void append(std::vector<std::string>& to, const std::vector<std::string>& from) {
+  to.insert(to.end(), from.begin(), from.end());
+}
+
+// A list's elements, by their names in the model.
+std::vector<std::string> element_names(const std::string& list, const LayerList& elements) {
+  std::vector<std::string> names;
+  for (const std::string& name : elements.names()) names.push_back(str(list, ".", name));
+  return names;
+}
+
+void add_names_below(const torch::nn::Module& module, const std::string& name,
+                     std::vector<std::string>& names) {
+  names.push_back(name);
+  for (const auto& child : module.named_children())
+    add_names_below(*child.value(), str(name, ".", child.key()), names);
+}
+
+// Where `wanted` begins in `all`. Throws ConfigError unless `all` contains it without gaps.
+size_t position_of_run(const std::vector<std::string>& wanted, const std::vector<std::string>& all) {
+  std::vector<std::string> problems;
+  for (const std::string& name : wanted) {
+    if (std::find(all.begin(), all.end(), name) != all.end()) continue;
+    const auto near = nearest_names(name, all, 1);
+    problems.push_back(str("the model calls no module '", name, "' in its sequence",
+                           near.empty() ? "" : str("; did you mean '", near[0], "'?")));
+  }
+  if (wanted.empty()) problems.push_back("a stage must have a module");
+  if (!problems.empty()) throw ConfigError(std::move(problems));
+  const auto found = std::search(all.begin(), all.end(), wanted.begin(), wanted.end());
+  if (found == all.end())
+    throw ConfigError(
+        str("the modules from '", wanted.front(), "' to '", wanted.back(),
+            "' aren't consecutive in the model: it calls them in another order, or others in between"));
+  return static_cast<size_t>(found - all.begin());
+}
+
+// A use of a parameter below a module.
+struct Use {
+  at::Tensor parameter;
+  std::string name;  // dotted, from the root
+  const HookHost* host;
+  std::string local_name;
+};
+
+void add_uses(const torch::nn::Module& module, const std::string& prefix, std::vector<Use>& uses) {
+  const auto* host = dynamic_cast<const HookHost*>(&module);
+  for (const auto& named : module.named_parameters(/*recurse=*/false))
+    uses.push_back({named.value(), prefix + named.key(), host, named.key()});
+  for (const auto& child : module.named_children())
+    add_uses(*child.value(), prefix + child.key() + ".", uses);
+}
+
+// The name in `modules` of the module that has `parameter` below it, or "".
+std::string module_of(const std::string& parameter, const std::set<std::string>& modules) {
+  for (size_t dot = parameter.find('.'); dot != std::string::npos; dot = parameter.find('.', dot + 1))
+    if (const std::string name = parameter.substr(0, dot); modules.contains(name)) return name;
+  return "";
+}
+
+void note_init(ParamInit& init, const Use& use) {
+  if (!use.host) return;
+  for (const ParamInit& declared : use.host->param_inits())
+    if (declared.name == use.local_name) init = declared;
+}
+
+}  // namespace
+
+std::vector<std::string> LayerSequence::Names::all() const {
+  std::vector<std::string> names = before;
+  append(names, layers);
+  append(names, after);
+  return names;
+}
+
+LayerSequence::Names LayerSequence::layer_names() const {
+  const auto is_list = [](const Part& part) { return part.list != nullptr; };
+  const auto first = std::find_if(parts_.begin(), parts_.end(), is_list);
+  const auto last = std::find_if(parts_.rbegin(), parts_.rend(), is_list).base();  // one past it
+  Names names;
+  for (auto part = parts_.begin(); part != parts_.end(); ++part) {
+    if (part->list) {
+      append(names.layers, element_names(part->name, *part->list));
+    } else if (first != parts_.end() && part < first) {
+      names.before.push_back(part->name);
+    } else {
+      (first != parts_.end() && part >= last ? names.after : names.layers).push_back(part->name);
+    }
+  }
+  return names;
+}
+
+torch::nn::Module& LayerSequence::module() const {
+  auto* module = dynamic_cast<torch::nn::Module*>(const_cast<LayerSequence*>(this));
+  TITAN_CHECK(module, "a LayerSequence must be a torch::nn::Module too");
+  return *module;
+}
+
+void LayerSequence::keep_layers(const std::vector<std::string>& names) {
+  if (auto* host = dynamic_cast<HookHost*>(this)) host->refuse_if_wrapped("keep_layers");
+  TITAN_CHECK(is_whole(), "keep_layers: layers of this model were dropped already");
+  const std::vector<std::string> all = layer_names().all();
+  const size_t begin = position_of_run(names, all), end = begin + names.size();
+  const std::set<std::string> kept(names.begin(), names.end());
+  if (kept.size() == all.size()) return;
+
+  for (SharedParameter& shared : find_shared()) {
+    const auto is_kept = [&](const std::string& name) { return kept.contains(name); };
+    const auto num_kept = std::count_if(shared.modules.begin(), shared.modules.end(), is_kept);
+    if (num_kept > 0 && num_kept < std::ssize(shared.modules)) shared_.push_back(std::move(shared));
+  }
+  for (const Part& part : parts_) {
+    const auto elements = part.list ? element_names(part.name, *part.list) : std::vector{part.name};
+    for (const std::string& name : elements)
+      if (!kept.contains(name)) drop(part, name);
+  }
+  std::erase_if(parts_, [&](const Part& part) { return !part.list && !kept.contains(part.name); });
+  first_ = first_ && begin == 0;
+  last_ = last_ && end == all.size();
+  layers_dropped();
+}
+
+void LayerSequence::drop(const Part& part, const std::string& name) {
+  const auto child = module().named_children()[part.name];
+  if (part.list) {
+    const std::string element = name.substr(part.name.size() + 1);
+    add_names_below(*child->named_children()[element], name, dropped_);
+    part.list->erase(element);
+  } else {
+    add_names_below(*child, name, dropped_);
+    module().unregister_module(part.name);
+    part.forget();
+  }
+}
+
+std::vector<SharedParameter> LayerSequence::find_shared() const {
+  const std::vector<std::string> all = layer_names().all();
+  const std::set<std::string> modules(all.begin(), all.end());
+  std::vector<Use> uses;
+  add_uses(module(), "", uses);
+  std::vector<SharedParameter> found;
+  std::map<const at::TensorImpl*, size_t> known;
+  for (const Use& use : uses) {
+    const auto [at, is_new] = known.try_emplace(use.parameter.unsafeGetTensorImpl(), found.size());
+    if (is_new) found.push_back({use.name, {}, {}, use.parameter});
+    SharedParameter& shared = found[at->second];
+    note_init(shared.init, use);
+    const std::string user = module_of(use.name, modules);
+    const bool listed = std::find(shared.modules.begin(), shared.modules.end(), user) != shared.modules.end();
+    if (!user.empty() && !listed) shared.modules.push_back(user);
+  }
+  std::erase_if(found, [](const SharedParameter& each) { return each.modules.size() < 2; });
+  for (SharedParameter& shared : found)
+    std::sort(shared.modules.begin(), shared.modules.end(), [&](const auto& a, const auto& b) {
+      return std::find(all.begin(), all.end(), a) < std::find(all.begin(), all.end(), b);
+    });
+  return found;
+}
+
+std::vector<SharedParameter> LayerSequence::shared_parameters() const {
+  return is_whole() ? find_shared() : shared_;
+}
+
+LayerSequence* layer_sequence(const AnyRef& model) { return dynamic_cast<LayerSequence*>(&model.module()); }
 
 }  // namespace titan::nn

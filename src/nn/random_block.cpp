@@ -197,17 +197,8 @@ TITAN_CPU_CLONES void normals_of_block(double* z, int64_t count, const NormalDra
 }  // namespace
 
 DrawLanes best_draw_lanes() {
-  static const DrawLanes best = [] {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-      return DrawLanes::Avx512;
-    if (__builtin_cpu_supports("avx2")) return DrawLanes::Avx2;
-#endif
-    return DrawLanes::Portable;
-  }();
-  return best;
+  const ops::CpuFeatures& cpu = ops::cpu_features();
+  return cpu.avx512 ? DrawLanes::Avx512 : cpu.avx2 ? DrawLanes::Avx2 : DrawLanes::Portable;
 }
 
 RandomStream::RandomStream(uint64_t seed, uint64_t name_hash)

@@ -51,23 +51,9 @@ void round_to_floats(float* to, const double* from, int64_t count);
 // Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
 // function from (key, counter) to 128 random bits, so that the n-th number needs none of the n-1 before it.
 
-using PhiloxBlock = std::array<uint32_t, 4>;
-
 inline constexpr int kPhiloxRounds = 10;
 inline constexpr uint32_t kPhiloxMul0 = 0xD2511F53, kPhiloxMul1 = 0xCD9E8D57;
 inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
-
-inline PhiloxBlock philox4x32_10(PhiloxBlock counter, std::array<uint32_t, 2> key) {
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const uint64_t product0 = uint64_t{kPhiloxMul0} * counter[0],
-                   product1 = uint64_t{kPhiloxMul1} * counter[2];
-    counter = {static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(product1),
-               static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(product0)};
-    key[0] += kPhiloxWeyl0;
-    key[1] += kPhiloxWeyl1;
-  }
-  return counter;
-}
 
 // The inverse of the normal distribution function with the same bits on every machine: +, -, *, / and sqrt of
 // IEEE doubles in a fixed order, without libm, whose logarithms differ between versions. V is a double or a
@@ -132,38 +118,25 @@ namespace as241 {
 inline constexpr double kCentreTop[] = {
     3.3871328727963666080e0,  1.3314166789178437745e+2, 1.9715909503065514427e+3, 1.3731693765509461125e+4,
     4.5921953931549871457e+4, 6.7265770927008700853e+4, 3.3430575583588128105e+4, 2.5090809287301226727e+3};
-inline constexpr double kCentreBottom[] = {1.0,
-                                           4.2313330701600911252e+1,
-                                           6.8718700749205790830e+2,
-                                           5.3941960214247511077e+3,
-                                           2.1213794301586595867e+4,
-                                           3.9307895800092710610e+4,
-                                           2.8729085735721942674e+4,
-                                           5.2264952788528545610e+3};
+inline constexpr double kCentreBottom[] = {
+    1.0000000000000000000e+0, 4.2313330701600911252e+1, 6.8718700749205790830e+2, 5.3941960214247511077e+3,
+    2.1213794301586595867e+4, 3.9307895800092710610e+4, 2.8729085735721942674e+4, 5.2264952788528545610e+3};
 inline constexpr double kFlankTop[] = {1.42343711074968357734e0,  4.63033784615654529590e0,
                                        5.76949722146069140550e0,  3.64784832476320460504e0,
                                        1.27045825245236838258e0,  2.41780725177450611770e-1,
                                        2.27238449892691845833e-2, 7.74545014278341407640e-4};
-inline constexpr double kFlankBottom[] = {1.0,
-                                          2.05319162663775882187e0,
-                                          1.67638483018380384940e0,
-                                          6.89767334985100004550e-1,
-                                          1.48103976427480074590e-1,
-                                          1.51986665636164571966e-2,
-                                          5.47593808499534494600e-4,
-                                          1.05075007164441684324e-9};
+inline constexpr double kFlankBottom[] = {1.0000000000000000000e+0,  2.05319162663775882187e0,
+                                          1.67638483018380384940e0,  6.89767334985100004550e-1,
+                                          1.48103976427480074590e-1, 1.51986665636164571966e-2,
+                                          5.47593808499534494600e-4, 1.05075007164441684324e-9};
 inline constexpr double kTailTop[] = {6.65790464350110377720e0,  5.46378491116411436990e0,
                                       1.78482653991729133580e0,  2.96560571828504891230e-1,
                                       2.65321895265761230930e-2, 1.24266094738807843860e-3,
                                       2.71155556874348757815e-5, 2.01033439929228813265e-7};
-inline constexpr double kTailBottom[] = {1.0,
-                                         5.99832206555887937690e-1,
-                                         1.36929880922735805310e-1,
-                                         1.48753612908506148525e-2,
-                                         7.86869131145613259100e-4,
-                                         1.84631831751005468180e-5,
-                                         1.42151175831644588870e-7,
-                                         2.04426310338993978564e-15};
+inline constexpr double kTailBottom[] = {1.0000000000000000000e+0,  5.99832206555887937690e-1,
+                                         1.36929880922735805310e-1, 1.48753612908506148525e-2,
+                                         7.86869131145613259100e-4, 1.84631831751005468180e-5,
+                                         1.42151175831644588870e-7, 2.04426310338993978564e-15};
 inline constexpr double kCentre = 0.425;  ///< |p - 1/2| up to which the centre's function holds
 inline constexpr double kFlank = 5.0;     ///< r up to which the flank's does
 

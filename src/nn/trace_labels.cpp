@@ -19,6 +19,27 @@
 
 namespace titan::nn {
 
+/// The open range of one model's backward.
+class BackwardRanges {
+ public:
+  void begin(const std::string& module) {
+    record_ = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    module_ = module;
+    record_->before(std::string_view(module + " backward"));
+  }
+  void end(const std::string& module) {
+    if (module == module_) close();
+  }
+  void close() {
+    record_.reset();
+    module_.clear();
+  }
+
+ private:
+  std::unique_ptr<at::RecordFunction> record_;
+  std::string module_;
+};
+
 namespace {
 
 struct OpenRange {
@@ -48,94 +69,73 @@ at::Tensor* differentiable(const TensorRefs& tensors) {
   return found == tensors.end() ? nullptr : *found;
 }
 
-}  // namespace
-
-/// The open range of one model's backward.
-class BackwardRanges {
+/// A label hook that opens ranges of the profiler around `inner`, the slot's own hook.
+class TraceHook final : public CallHook {
  public:
-  void begin(const std::string& module) {
-    record_ = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
-    module_ = module;
-    record_->before(std::string_view(module + " backward"));
+  /// `backward`: null unless this module's backward is a range too.
+  TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward)
+      : inner_(std::move(inner)), backward_(std::move(backward)) {}
+
+  const std::shared_ptr<CallHook>& inner() const { return inner_; }
+
+  void pre_forward(HookHost& host, const TensorRefs& inputs) override {
+    OpenRange& range = open_range(host);
+    if (inner_) inner_->pre_forward(host, inputs);
+    at::Tensor* input = backward_ && at::GradMode::is_enabled() ? differentiable(inputs) : nullptr;
+    if (!input) return;
+    range.with_backward = true;
+    input->register_hook(
+        [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->end(module); });
   }
-  void end(const std::string& module) {
-    if (module == module_) close();
-  }
-  void close() {
-    record_.reset();
-    module_.clear();
+
+  void post_forward(HookHost& host, const TensorRefs& outputs) override {
+    if (inner_) inner_->post_forward(host, outputs);
+    const auto range = std::find_if(open_ranges.rbegin(), open_ranges.rend(),
+                                    [&](const auto& each) { return each->host == &host; });
+    if (range == open_ranges.rend()) return;
+    at::Tensor* output = (*range)->with_backward ? differentiable(outputs) : nullptr;
+    if (output)
+      output->register_hook([ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) {
+        ranges->begin(module);
+      });
+    close_ranges_down_to(static_cast<size_t>(open_ranges.rend() - range - 1));
   }
 
  private:
-  std::unique_ptr<at::RecordFunction> record_;
-  std::string module_;
+  std::shared_ptr<CallHook> inner_;
+  std::shared_ptr<BackwardRanges> backward_;
 };
 
-TraceHook::TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward)
-    : inner_(std::move(inner)), backward_(std::move(backward)) {}
-
-void TraceHook::pre_forward(HookHost& host, const TensorRefs& inputs) {
-  OpenRange& range = open_range(host);
-  if (inner_) inner_->pre_forward(host, inputs);
-  at::Tensor* input = backward_ && at::GradMode::is_enabled() ? differentiable(inputs) : nullptr;
-  if (!input) return;
-  range.with_backward = true;
-  input->register_hook(
-      [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->end(module); });
-}
-
-void TraceHook::post_forward(HookHost& host, const TensorRefs& outputs) {
-  if (inner_) inner_->post_forward(host, outputs);
-  const auto range = std::find_if(open_ranges.rbegin(), open_ranges.rend(),
-                                  [&](const auto& each) { return each->host == &host; });
-  if (range == open_ranges.rend()) return;
-  at::Tensor* output = (*range)->with_backward ? differentiable(outputs) : nullptr;
-  if (output)
-    output->register_hook(
-        [ranges = backward_, module = host.fqn()](const at::Tensor& /*gradient*/) { ranges->begin(module); });
-  close_ranges_down_to(static_cast<size_t>(open_ranges.rend() - range - 1));
-}
+}  // namespace
 
 bool only_traces(const std::shared_ptr<CallHook>& label_hook) {
   const auto* tracing = dynamic_cast<const TraceHook*>(label_hook.get());
   return tracing && !tracing->inner();
 }
 
-struct TraceLabels::Impl {
-  std::vector<std::shared_ptr<torch::nn::Module>> modules;  // keeps them alive
-  std::shared_ptr<BackwardRanges> backward = std::make_shared<BackwardRanges>();
-
-  static HookHost* host_of(const std::shared_ptr<torch::nn::Module>& module) {
-    return dynamic_cast<HookHost*>(module.get());
-  }
-
-  void label(const std::shared_ptr<torch::nn::Module>& module, const std::vector<std::string>& layers) {
-    HookHost* host = host_of(module);
-    if (!host) return;
-    const bool is_layer = std::find(layers.begin(), layers.end(), host->fqn()) != layers.end();
-    host->label_hook = std::make_shared<TraceHook>(host->label_hook, is_layer ? backward : nullptr);
-    modules.push_back(module);
-  }
-};
-
-TraceLabels::TraceLabels(const AnyRef& root) : impl_(std::make_unique<Impl>()) {
+TraceLabels::TraceLabels(const AnyRef& root) : backward_(std::make_shared<BackwardRanges>()) {
   std::vector<std::string> layers;
   if (const LayerSequence* sequence = layer_sequence(root)) layers = sequence->layer_names().all();
-  impl_->label(root.ptr(), layers);
-  for (const auto& module : root.module().modules(/*include_self=*/false)) impl_->label(module, layers);
+  const auto label = [&](const std::shared_ptr<torch::nn::Module>& module) {
+    auto* host = dynamic_cast<HookHost*>(module.get());
+    if (!host) return;
+    const bool is_layer = std::find(layers.begin(), layers.end(), host->fqn()) != layers.end();
+    host->label_hook = std::make_shared<TraceHook>(host->label_hook, is_layer ? backward_ : nullptr);
+    modules_.push_back(module);
+  };
+  label(root.ptr());
+  for (const auto& module : root.module().modules(/*include_self=*/false)) label(module);
 }
-
-TraceLabels::TraceLabels(TraceLabels&&) noexcept = default;
 
 // Later labels of a module stay: they have this one's hook inside.
 TraceLabels::~TraceLabels() {
-  if (!impl_) return;
-  impl_->backward->close();
-  for (const auto& module : impl_->modules) {
-    HookHost* host = Impl::host_of(module);
-    if (const auto* tracing = dynamic_cast<const TraceHook*>(host->label_hook.get())) {
+  if (!backward_) return;
+  backward_->close();
+  for (const auto& module : modules_) {
+    std::shared_ptr<CallHook>& hook = dynamic_cast<HookHost&>(*module).label_hook;
+    if (const auto* tracing = dynamic_cast<const TraceHook*>(hook.get())) {
       std::shared_ptr<CallHook> inner = tracing->inner();
-      host->label_hook = std::move(inner);
+      hook = std::move(inner);
     }
   }
 }

@@ -10,20 +10,6 @@ namespace titan::nn {
 
 class BackwardRanges;
 
-/// A label hook that opens ranges of the profiler around `inner`, the slot's own hook.
-class TraceHook final : public CallHook {
- public:
-  /// `backward`: null unless this module's backward is a range too.
-  TraceHook(std::shared_ptr<CallHook> inner, std::shared_ptr<BackwardRanges> backward);
-  void pre_forward(HookHost& host, const TensorRefs& inputs) override;
-  void post_forward(HookHost& host, const TensorRefs& outputs) override;
-  const std::shared_ptr<CallHook>& inner() const { return inner_; }
-
- private:
-  std::shared_ptr<CallHook> inner_;
-  std::shared_ptr<BackwardRanges> backward_;
-};
-
 /// Whether a trace is the only user of a module's label slot.
 bool only_traces(const std::shared_ptr<CallHook>& label_hook);
 
@@ -37,12 +23,12 @@ class TraceLabels {
  public:
   explicit TraceLabels(const AnyRef& root);
   ~TraceLabels();
-  TraceLabels(TraceLabels&&) noexcept;
+  TraceLabels(TraceLabels&&) noexcept = default;
   TraceLabels& operator=(TraceLabels&&) = delete;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;  // keeps them alive
+  std::shared_ptr<BackwardRanges> backward_;                 // null: moved from
 };
 
 /// At its end, closes the ranges that modules opened on this thread in the scope and left open: for callers

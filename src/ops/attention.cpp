@@ -1,10 +1,33 @@
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
+#include <ATen/SDPBackend.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/logaddexp.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/SmallVector.h>
 
-#include "ops/attention_kernels.h"
+#include "ops/attention.h"
 #include "ops/autograd_node.h"
 #include "ops/operators.h"
 
@@ -12,74 +35,327 @@ namespace titan::ops {
 
 namespace {
 
-// Attention as one node of the graph. q, k, v and out are [B, S, H, D]; log_sum_exp is the implementation's
-// own.
-struct AttentionBackward : BackwardNode {
+using at::SDPBackend;
+using at::Tensor;
+
+using Qkv = QueriesKeysValues;
+
+constexpr double kNoDropout = 0.0;
+
+// What scaled_dot_product_attention would choose, except for its last resort, the whole matrix of scores:
+// here SDPBackend::math means tiles of it.
+SDPBackend choose(const Qkv& in, bool causal) {
+  const bool grouped = in.q.size(1) != in.k.size(1);
+  const auto choice = static_cast<SDPBackend>(
+      at::_fused_sdp_choice(in.q, in.k, in.v, /*attn_mask=*/{}, kNoDropout, causal, /*scale=*/{}, grouped));
+  // It pads heads for flash, which supports only multiples of 8 features.
+  if (choice == SDPBackend::flash_attention && in.q.size(3) % 8 != 0) return SDPBackend::math;
+  if (choice == SDPBackend::flash_attention || choice == SDPBackend::cudnn_attention) return choice;
+  // It doesn't choose the efficient kernel for grouped heads, which that doesn't support; here each head of a
+  // group is a call of its own.
+  const bool takes_groups = grouped && in.q.scalar_type() == at::kFloat && in.q.size(3) % 4 == 0;
+  return choice == SDPBackend::efficient_attention || takes_groups ? SDPBackend::efficient_attention
+                                                                   : SDPBackend::math;
+}
+
+// State of a dropout that isn't used.
+Tensor no_seed(const Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
+// The same for a kernel that wants one state.
+Tensor no_state(const Tensor& like) { return at::zeros({2}, like.options().dtype(at::kUInt64)); }
+
+// ---- the CPU's
+
+KernelResult flash_on_cpu(const Qkv& any, bool causal) {
+  const Qkv in = with_adjacent_features(any);
+  auto [out, log_sum_exp] =
+      at::_scaled_dot_product_flash_attention_for_cpu(in.q, in.k, in.v, kNoDropout, causal);
+  return {out, log_sum_exp};
+}
+
+Qkv flash_on_cpu_backward(const Tensor& grad, const Qkv& any, const KernelResult& result, bool causal) {
+  const Qkv in = with_adjacent_features(any);
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      with_adjacent_features(grad), in.q, in.k, in.v, with_adjacent_features(result.out), result.log_sum_exp,
+      kNoDropout, causal);
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- flash
+
+KernelResult flash(const Qkv& in, bool causal) {
+  auto result = at::_scaled_dot_product_flash_attention(in.q, in.k, in.v, kNoDropout, causal);
+  return {std::get<0>(result), std::get<1>(result)};
+}
+
+Qkv flash_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_backward(
+      grad, in.q, in.k, in.v, result.out, result.log_sum_exp.contiguous(), /*cum_seq_q=*/{}, /*cum_seq_k=*/{},
+      in.q.size(2), in.k.size(2), kNoDropout, causal, no_state(in.q), no_seed(in.q));
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- cuDNN
+
+KernelResult cudnn(const Qkv& in, bool causal) {
+  auto result = at::_scaled_dot_product_cudnn_attention(in.q, in.k, in.v, /*attn_bias=*/{},
+                                                        /*compute_log_sumexp=*/true, kNoDropout, causal);
+  const Tensor& log_sum_exp = std::get<1>(result);
+  return {std::get<0>(result), log_sum_exp.dim() == 4 ? log_sum_exp.squeeze(-1) : log_sum_exp};
+}
+
+Qkv cudnn_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_cudnn_attention_backward(
+      grad, in.q, in.k, in.v, result.out, result.log_sum_exp.contiguous().unsqueeze(-1), no_seed(in.q),
+      no_seed(in.q), /*attn_bias=*/{}, /*cum_seq_q=*/{}, /*cum_seq_k=*/{}, in.q.size(2), in.k.size(2),
+      kNoDropout, causal);
+  return {grad_q, grad_k, grad_v};
+}
+
+// ---- memory-efficient
+
+// Its log-sum-exp has a multiple of this many rows.
+constexpr int64_t kEfficientAlignment = 32;
+
+// Query heads g, G + g, ... read the key heads 0, 1, ...: with groups of G, one call for each g and no copies
+// of keys.
+Tensor heads_of_group(const Tensor& x, int64_t g, int64_t group) {
+  return group == 1 ? x : x.unflatten(1, {-1, group}).select(2, g);
+}
+
+KernelResult efficient(const Qkv& in, bool causal) {
+  const Tensor& q = in.q;
+  const int64_t group = q.size(1) / in.k.size(1);
+  KernelResult result{at::empty_like(q),
+                      at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
+  for (int64_t g = 0; g < group; ++g) {
+    auto part = at::_scaled_dot_product_efficient_attention(heads_of_group(q, g, group), in.k, in.v,
+                                                            /*attn_bias=*/{}, /*compute_log_sumexp=*/true,
+                                                            kNoDropout, causal);
+    heads_of_group(result.out, g, group).copy_(std::get<0>(part));
+    heads_of_group(result.log_sum_exp, g, group).copy_(std::get<1>(part).narrow(2, 0, q.size(2)));
+  }
+  return result;
+}
+
+Qkv efficient_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  const int64_t group = in.q.size(1) / in.k.size(1), rest = -in.q.size(2) % kEfficientAlignment;
+  const Tensor padded = rest == 0 ? result.log_sum_exp
+                                  : at::constant_pad_nd(result.log_sum_exp, {0, rest + kEfficientAlignment});
+  Qkv grads{at::empty_like(in.q), at::zeros_like(in.k), at::zeros_like(in.v)};
+  for (int64_t g = 0; g < group; ++g) {
+    const auto mine = [&](const Tensor& x) { return heads_of_group(x, g, group); };
+    auto part = at::_scaled_dot_product_efficient_attention_backward(
+        mine(grad), mine(in.q), in.k, in.v, /*attn_bias=*/{}, mine(result.out), mine(padded).contiguous(),
+        no_seed(in.q), no_seed(in.q), kNoDropout, /*grad_input_mask=*/{true, true, true, false}, causal);
+    mine(grads.q).copy_(std::get<0>(part));
+    grads.k.add_(std::get<1>(part));
+    grads.v.add_(std::get<2>(part));
+  }
+  return grads;
+}
+
+// ---- parts of the keys
+
+// into += part, as results of one softmax over the keys of both. Sequence first.
+void merge_attention(Tensor& into_BSHD, Tensor& into_log_sum_exp_BHS, const KernelResult& part) {
+  const Tensor sums = part.log_sum_exp.to(into_log_sum_exp_BHS.scalar_type());
+  // The part's share of the sum; all of it where there was nothing (-inf).
+  const Tensor weight = at::sigmoid(sums - into_log_sum_exp_BHS).transpose(1, 2).unsqueeze(-1);
+  into_BSHD.lerp_(part.out.to(into_BSHD.scalar_type()), weight);
+  at::logaddexp_out(into_log_sum_exp_BHS, into_log_sum_exp_BHS, sums);
+}
+
+// The kernels support no mask and the causal one. Where queries see `first_query` keys more than a diagonal
+// shows, these are a part without a mask, and the rest is a causal one.
+struct KeyRange {
+  int64_t first, count;
+  bool causal;
+};
+
+c10::SmallVector<KeyRange, 2> key_ranges(int64_t num_queries, int64_t num_keys, int64_t first_query) {
+  if (first_query >= num_keys - 1) return {{0, num_keys, false}};
+  c10::SmallVector<KeyRange, 2> ranges;
+  if (first_query > 0) ranges.push_back({0, first_query, false});
+  // Keys that no query sees are left out: kernels disagree on where to put a diagonal that isn't square.
+  const int64_t on_diagonal = std::min(num_queries, num_keys - first_query);
+  TITAN_CHECK(on_diagonal == num_queries, "attention in parts: ", num_queries, " queries from position ",
+              first_query, " on see a diagonal of only ", on_diagonal,
+              " keys; LibTorch's kernels need a square one, or no mask");
+  ranges.push_back({first_query, on_diagonal, true});
+  return ranges;
+}
+
+// ---- tiles: B batch, K key heads, G query heads that share one, S queries, T keys of a tile, D features
+
+constexpr int64_t kTile = 256;
+
+// What all tiles share: the scaled queries.
+struct TiledQueries {
+  int64_t group;
+  Tensor q_BKGSD;
+  at::ScalarType wide;
+
+  explicit TiledQueries(const Qkv& in)
+      : group(in.q.size(1) / in.k.size(1)),
+        q_BKGSD(grouped(in.q) / std::sqrt(static_cast<double>(in.q.size(3)))),
+        wide(composite::accumulate_type(in.q)) {}
+  /// x [B, H, S, ...] in at least fp32.
+  Tensor grouped(const Tensor& x) const {
+    return x.to(composite::accumulate_type(x)).unflatten(1, {-1, group});
+  }
+};
+
+// Keys first .. first + count, and the queries that see any of them.
+struct Tile {
+  int64_t first, count, first_query;
+  bool causal;
+
+  Tensor keys(const Tensor& x, at::ScalarType dtype) const {
+    return x.narrow(2, first, count).to(dtype).unsqueeze(2);  // [B, K, 1, T, D]
+  }
+  /// From x [B, K, G, S, ...].
+  Tensor queries(const Tensor& x) const { return x.narrow(3, first_query, x.size(3) - first_query); }
+
+  Tensor scores(const TiledQueries& of, const Tensor& keys_BK1TD) const {
+    Tensor scores = at::matmul(queries(of.q_BKGSD), keys_BK1TD.transpose(-1, -2));
+    if (!causal) return scores;
+    const Tensor hidden = at::ones({scores.size(-2), count}, scores.options().dtype(at::kBool)).triu_(1);
+    return scores.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  }
+};
+
+template <class Visit>
+void for_each_tile(const Qkv& in, bool causal, Visit visit) {
+  const int64_t keys = causal ? std::min(in.k.size(2), in.q.size(2)) : in.k.size(2);
+  for (int64_t first = 0; first < keys; first += kTile)
+    visit(Tile{first, std::min(kTile, keys - first), causal ? first : 0, causal});
+}
+
+}  // namespace
+
+KernelResult run_attention_kernel(const Qkv& in, bool causal) {
+  if (in.q.is_cpu()) return flash_on_cpu(in, causal);
+  switch (choose(in, causal)) {
+    case SDPBackend::flash_attention:
+      return flash(in, causal);
+    case SDPBackend::cudnn_attention:
+      return cudnn(in, causal);
+    case SDPBackend::efficient_attention:
+      return efficient(in, causal);
+    default:
+      return tiled_attention(in, causal);
+  }
+}
+
+Qkv run_attention_kernel_backward(const Tensor& grad, const Qkv& in, const KernelResult& result,
+                                  bool causal) {
+  if (in.q.is_cpu()) return flash_on_cpu_backward(grad, in, result, causal);
+  switch (choose(in, causal)) {
+    case SDPBackend::flash_attention:
+      return flash_backward(grad, in, result, causal);
+    case SDPBackend::cudnn_attention:
+      return cudnn_backward(grad, in, result, causal);
+    case SDPBackend::efficient_attention:
+      return efficient_backward(grad, in, result, causal);
+    default:
+      return tiled_attention_backward(grad, in, result, causal);
+  }
+}
+
+KernelResult tiled_attention(const Qkv& in, bool causal) {
+  const TiledQueries of(in);
+  const Tensor& q = in.q;
+  Tensor out = at::zeros(q.sizes(), q.options().dtype(of.wide));
+  Tensor log_sum_exp =
+      at::full({q.size(0), q.size(1), q.size(2)}, -std::numeric_limits<double>::infinity(), out.options());
+  for_each_tile(in, causal, [&](const Tile& tile) {
+    const Tensor scores = tile.scores(of, tile.keys(in.k, of.wide));
+    const Tensor sums = at::logsumexp(scores, {-1}, /*keepdim=*/true);
+    const Tensor part = at::matmul((scores - sums).exp_(), tile.keys(in.v, of.wide));
+    const int64_t rows = q.size(2) - tile.first_query;
+    Tensor into = heads_first(out.narrow(2, tile.first_query, rows)),
+           into_sums = log_sum_exp.narrow(2, tile.first_query, rows);
+    merge_attention(into, into_sums, {heads_first(part.flatten(1, 2)), sums.squeeze(-1).flatten(1, 2)});
+  });
+  return {out.to(q.scalar_type()), log_sum_exp};
+}
+
+Qkv tiled_attention_backward(const Tensor& grad, const Qkv& in, const KernelResult& result, bool causal) {
+  const TiledQueries of(in);
+  const double scale = 1 / std::sqrt(static_cast<double>(in.q.size(3)));
+  const auto zeros_like = [&](const Tensor& x) { return at::zeros(x.sizes(), x.options().dtype(of.wide)); };
+  Qkv grads{zeros_like(in.q), zeros_like(in.k), zeros_like(in.v)};
+  const Tensor grad_BKGSD = of.grouped(grad), sums_BKGS1 = of.grouped(result.log_sum_exp).unsqueeze(-1);
+  const Tensor delta_BKGS1 = (grad_BKGSD * of.grouped(result.out)).sum(-1, /*keepdim=*/true);
+  for_each_tile(in, causal, [&](const Tile& tile) {
+    const Tensor keys = tile.keys(in.k, of.wide), values = tile.keys(in.v, of.wide),
+                 grad_out = tile.queries(grad_BKGSD);
+    const Tensor p = (tile.scores(of, keys) - tile.queries(sums_BKGS1)).exp_();
+    const Tensor ds = p * (at::matmul(grad_out, values.transpose(-1, -2)) - tile.queries(delta_BKGS1));
+    tile.queries(of.grouped(grads.q)).add_(at::matmul(ds, keys), scale);
+    const auto of_keys = [&](const Tensor& x) { return x.narrow(2, tile.first, tile.count); };
+    of_keys(grads.k).add_(at::matmul(ds.transpose(-1, -2), tile.queries(of.q_BKGSD)).sum(2));
+    of_keys(grads.v).add_(at::matmul(p.transpose(-1, -2), grad_out).sum(2));
+  });
+  return grads;
+}
+
+void attend_by_libtorch(Tensor& out, Tensor& log_sum_exp, const Tensor& q, const Tensor& k, const Tensor& v,
+                        int64_t first_query) {
+  for (const KeyRange& range : key_ranges(q.size(1), k.size(1), first_query)) {
+    const auto keys = [&](const Tensor& x) { return x.narrow(1, range.first, range.count); };
+    const KernelResult part = run_attention_kernel(heads_first(Qkv{q, keys(k), keys(v)}), range.causal);
+    merge_attention(out, log_sum_exp, {heads_first(part.out), part.log_sum_exp});
+  }
+}
+
+void attend_backward_by_libtorch(Tensor& grad_q, Tensor& grad_k, Tensor& grad_v, const Tensor& grad,
+                                 const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                                 const Tensor& log_sum_exp, int64_t first_query) {
+  for (const KeyRange& range : key_ranges(q.size(1), k.size(1), first_query)) {
+    const auto keys = [&](const Tensor& x) { return x.narrow(1, range.first, range.count); };
+    const Qkv grads =
+        heads_first(run_attention_kernel_backward(heads_first(grad), heads_first(Qkv{q, keys(k), keys(v)}),
+                                                  {heads_first(out), log_sum_exp}, range.causal));
+    grad_q.add_(grads.q);
+    keys(grad_k).add_(grads.k);
+    keys(grad_v).add_(grads.v);
+  }
+}
+
+std::tuple<Tensor, Tensor> causal_attention_by_libtorch(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const KernelResult result = run_attention_kernel(heads_first(Qkv{q, k, v}), /*causal=*/true);
+  return {heads_first(result.out), result.log_sum_exp};
+}
+
+std::tuple<Tensor, Tensor, Tensor> causal_attention_backward_by_libtorch(const Tensor& grad, const Tensor& q,
+                                                                         const Tensor& k, const Tensor& v,
+                                                                         const Tensor& out,
+                                                                         const Tensor& log_sum_exp) {
+  const Qkv grads = heads_first(run_attention_kernel_backward(
+      heads_first(grad), heads_first(Qkv{q, k, v}), {heads_first(out), log_sum_exp}, /*causal=*/true));
+  return {grads.q, grads.k, grads.v};
+}
+
+// ---- attention as a node of the graph
+
+namespace {
+
+// q, k, v and out are [B, S, H, D]; log_sum_exp is the implementation's own.
+struct CausalAttentionBackward final : BackwardNode {
   SavedVariable q, k, v, out, log_sum_exp;
 
-  void save_inputs(const QueriesKeysValues& in) {
-    q = save_input(in.q);
-    k = save_input(in.k);
-    v = save_input(in.v);
+  variable_list backward(const Tensor& grad) override {
+    using Signature = decltype(causal_attention_backward_by_libtorch);
+    static const auto op = find_operator<Signature>("titan::causal_attention_backward");
+    auto [grad_q, grad_k, grad_v] =
+        op.call(grad, q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()), log_sum_exp.unpack());
+    return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
   }
-  void save_results(const at::Tensor& result, const at::Tensor& sums) {
-    out = SavedVariable(result, /*is_output=*/true);
-    log_sum_exp = save_input(sums);
-  }
-  QueriesKeysValues unpack_inputs() const { return {q.unpack(), k.unpack(), v.unpack()}; }
   void release_variables() override {
     for (SavedVariable* saved : {&q, &k, &v, &out, &log_sum_exp}) saved->reset_data();
   }
-};
-
-// compute() returns (out, log_sum_exp), below autograd; a checkpoint may keep both ([Note: kept outputs]).
-// NodeType: an AttentionBackward.
-template <class NodeType, class Compute>
-at::Tensor recorded_attention(const QueriesKeysValues& in, const Compute& compute) {
-  std::shared_ptr<NodeType> node;
-  if (compute_requires_grad(in.q, in.k, in.v)) {
-    node = make_node<NodeType>(in.q, in.k, in.v);
-    node->save_inputs(in);
-  }
-  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&]() -> std::tuple<at::Tensor, at::Tensor> {
-    BelowAutograd guard;
-    return compute();
-  });
-  if (!node) return out;
-  set_history(out, node);
-  node->save_results(out, log_sum_exp);
-  return out;
-}
-
-struct CausalAttentionBackward final : AttentionBackward {
-  variable_list backward(const at::Tensor& grad) override {
-    using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                                     const at::Tensor&, const at::Tensor&,
-                                                                     const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>("titan::causal_attention_backward");
-    const QueriesKeysValues in = unpack_inputs();
-    auto [grad_q, grad_k, grad_v] =
-        op.call(grad, in.q, in.k, in.v, out.unpack(getptr()), log_sum_exp.unpack());
-    return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
-  }
   std::string name() const override { return "titan::causal_attention backward"; }
-};
-
-at::Tensor own_attention(const QueriesKeysValues& in) {
-  using Signature =
-      std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("titan::causal_attention");
-  return recorded_attention<CausalAttentionBackward>(in, [&] { return op.call(in.q, in.k, in.v); });
-}
-
-struct KernelAttentionBackward final : AttentionBackward {
-  variable_list backward(const at::Tensor& grad) override {
-    const QueriesKeysValues grads = heads_first(run_attention_kernel_backward(
-        heads_first(grad), heads_first(unpack_inputs()),
-        {heads_first(out.unpack(getptr())), log_sum_exp.unpack()}, /*causal=*/true));
-    return {grads.q, grads.k, grads.v};
-  }
-  std::string name() const override { return "titan::causal_attention backward (LibTorch's kernel)"; }
 };
 
 at::Tensor libtorchs_attention(const QueriesKeysValues& in) {
@@ -106,11 +382,23 @@ void check_part(const char* op, const QueriesKeysValues& in, int64_t first_query
 
 }  // namespace
 
+// A checkpoint may keep both results ([Note: kept outputs]).
 at::Tensor kernel_attention(const QueriesKeysValues& in) {
-  return recorded_attention<KernelAttentionBackward>(in, [&]() -> std::tuple<at::Tensor, at::Tensor> {
-    const KernelResult result = run_attention_kernel(heads_first(in), /*causal=*/true);
-    return {heads_first(result.out), result.log_sum_exp};
-  });
+  using Signature = decltype(causal_attention_by_libtorch);
+  static const auto op = find_operator<Signature>("titan::causal_attention");
+  std::shared_ptr<CausalAttentionBackward> node;
+  if (compute_requires_grad(in.q, in.k, in.v)) {
+    node = make_node<CausalAttentionBackward>(in.q, in.k, in.v);
+    node->q = save_input(in.q);
+    node->k = save_input(in.k);
+    node->v = save_input(in.v);
+  }
+  const auto [out, log_sum_exp] = kept(KeptKind::Attention, {}, [&] { return op.call(in.q, in.k, in.v); });
+  if (!node) return out;
+  set_history(out, node);
+  node->out = SavedVariable(out, /*is_output=*/true);
+  node->log_sum_exp = save_input(log_sum_exp);
+  return out;
 }
 
 at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, const at::Tensor& v_BSKD) {
@@ -118,9 +406,9 @@ at::Tensor causal_attention(const at::Tensor& q_BSHD, const at::Tensor& k_BSKD, 
   check_shapes("causal_attention", in, "[B, S, K, D]");
   TITAN_CHECK(q_BSHD.size(1) == k_BSKD.size(1), "causal_attention: ", q_BSHD.size(1), " queries and ",
               k_BSKD.size(1), " keys; expected as many");
-  if (q_BSHD.is_cpu() || q_BSHD.is_meta()) return own_attention(in);
   const bool is_16bit = q_BSHD.scalar_type() == at::kBFloat16 || q_BSHD.scalar_type() == at::kHalf;
-  if (SavedOutputs::current() && is_16bit) return kernel_attention(in);
+  const bool kept_by_kernel = SavedOutputs::current() && is_16bit;
+  if (q_BSHD.is_cpu() || q_BSHD.is_meta() || kept_by_kernel) return kernel_attention(in);
   return libtorchs_attention(in);
 }
 
@@ -136,9 +424,7 @@ AttentionSum AttentionSum::rows(int64_t first, int64_t count) const {
 
 void attend(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query) {
   check_part("attend", in, first_query);
-  using Signature =
-      void(at::Tensor&, at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t);
-  static const auto op = find_operator<Signature>("titan::attend_");
+  static const auto op = find_operator<decltype(attend_by_libtorch)>("titan::attend_");
   BelowAutograd guard;
   at::Tensor out = sum.out_BSHD, log_sum_exp = sum.log_sum_exp_BHS;
   op.call(out, log_sum_exp, in.q, in.k, in.v, first_query);
@@ -153,9 +439,7 @@ AttentionGradients AttentionGradients::zeros(const at::Tensor& q_BSHD, const at:
 void attend_backward(const AttentionGradients& grads, const at::Tensor& grad_BSHD,
                      const QueriesKeysValues& in, const AttentionSum& all_keys, int64_t first_query) {
   check_part("attend_backward", in, first_query);
-  using Signature = void(at::Tensor&, at::Tensor&, at::Tensor&, const at::Tensor&, const at::Tensor&,
-                         const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t);
-  static const auto op = find_operator<Signature>("titan::attend_backward_");
+  static const auto op = find_operator<decltype(attend_backward_by_libtorch)>("titan::attend_backward_");
   BelowAutograd guard;
   at::Tensor grad_q = grads.q_BSHD, grad_k = grads.k_BTKD, grad_v = grads.v_BTKD;
   op.call(grad_q, grad_k, grad_v, grad_BSHD, in.q, in.k, in.v, all_keys.out_BSHD, all_keys.log_sum_exp_BHS,

@@ -12,7 +12,7 @@
 
 #include "ops/saved_outputs.h"
 #include "titan/core/error.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::ops {
 
@@ -20,9 +20,6 @@ using torch::autograd::compute_requires_grad;
 using torch::autograd::SavedVariable;
 using torch::autograd::set_history;
 using torch::autograd::variable_list;
-
-/// In its scope, LibTorch's operations aren't recorded and make no views in autograd's sense.
-using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 inline void refuse_second_derivative(const torch::autograd::Node& node) {
   TITAN_CHECK(!at::GradMode::is_enabled(), node.name(),

@@ -42,8 +42,8 @@ struct Lookup {
   }
 
   at::Tensor weight_gradient(const at::Tensor& grad) const {
-    using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-    static const auto op = find_operator<Signature>("titan::embedding_backward");
+    static const auto op =
+        find_operator<decltype(composite::embedding_backward)>("titan::embedding_backward");
     if (num_rows == 0)
       return at::zeros({0, grad.size(-1)}, grad.options().dtype(composite::accumulate_type(grad)));
     return op.call(foreign.defined() ? grad.masked_fill(foreign.unsqueeze(-1), 0) : grad, rows, num_rows);
@@ -74,9 +74,7 @@ struct RmsNormBackward final : BackwardNode {
   std::shared_ptr<GradSink> weight_sink;
 
   variable_list backward(const at::Tensor& grad) override {
-    using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
-                                                         const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>("titan::rms_norm_backward");
+    static const auto op = find_operator<decltype(composite::rms_norm_backward)>("titan::rms_norm_backward");
     const at::Tensor scales = weight.unpack();
     auto [grad_x, grad_weight] = op.call(grad, x.unpack(), scales, rstd.unpack());
     variable_list grads(2);
@@ -99,8 +97,7 @@ struct RmsNormBackward final : BackwardNode {
 // ---- rotary positions
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& table, const at::Tensor& positions, bool inverse) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool);
-  static const auto op = find_operator<Signature>("titan::rotary");
+  static const auto op = find_operator<decltype(composite::rotary)>("titan::rotary");
   return op.call(x, table, positions.defined() ? std::optional(positions) : std::nullopt, inverse);
 }
 
@@ -142,10 +139,8 @@ void check_rotary(const at::Tensor& x, const at::Tensor& table, const at::Tensor
 using GateAndUp = std::pair<at::Tensor, at::Tensor>;
 
 at::Tensor swiglu_forward(const GateAndUp& in) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("titan::swiglu");
-  BelowAutograd guard;
-  return op.call(in.first, in.second);
+  static const auto op = find_operator<decltype(composite::swiglu)>("titan::swiglu");
+  return below_autograd([&] { return op.call(in.first, in.second); });
 }
 
 struct SwigluBackward final : RecomputingNode {
@@ -156,9 +151,7 @@ struct SwigluBackward final : RecomputingNode {
     return swiglu_forward(*unpacked_);
   }
   variable_list backward(const at::Tensor& grad) override {
-    using Signature =
-        std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>("titan::swiglu_backward");
+    static const auto op = find_operator<decltype(composite::swiglu_backward)>("titan::swiglu_backward");
     if (!unpacked_) unpacked_ = {gate.unpack(), up.unpack()};
     const GateAndUp in = *std::exchange(unpacked_, std::nullopt);
     auto [grad_gate, grad_up] = op.call(grad, in.first, in.second);
@@ -183,13 +176,8 @@ at::Tensor embedding(const at::Tensor& weight_VD, const at::Tensor& tokens,
               weight_VD.sizes());
   TITAN_CHECK(tokens.scalar_type() == at::kLong, "embedding: expected int64 tokens, got ",
               tokens.scalar_type());
-  std::optional<Lookup> lookup;
-  at::Tensor out;
-  {
-    BelowAutograd guard;
-    lookup.emplace(tokens, part, weight_VD.size(0));
-    out = lookup->forward(weight_VD);
-  }
+  Lookup lookup = below_autograd([&] { return Lookup(tokens, part, weight_VD.size(0)); });
+  const at::Tensor out = below_autograd([&] { return lookup.forward(weight_VD); });
   if (!compute_requires_grad(weight_VD)) return out;
   const auto node = record<EmbeddingBackward>(out, weight_VD);
   node->lookup = std::move(lookup);
@@ -202,13 +190,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                     const std::shared_ptr<GradSink>& weight_sink) {
   TITAN_CHECK(weight_D.dim() == 1 && x.dim() >= 1 && x.size(-1) == weight_D.size(0), "rms_norm: x ",
               x.sizes(), " doesn't fit weight ", weight_D.sizes());
-  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, double);
-  static const auto op = find_operator<Signature>("titan::rms_norm");
-  at::Tensor y, rstd;
-  {
-    BelowAutograd guard;
-    std::tie(y, rstd) = op.call(x, weight_D, eps);
-  }
+  static const auto op = find_operator<decltype(composite::rms_norm)>("titan::rms_norm");
+  const auto [y, rstd] = below_autograd([&] { return op.call(x, weight_D, eps); });
   if (!compute_requires_grad(x, weight_D)) return y;
   const auto node = record<RmsNormBackward>(y, x, weight_D);
   node->x = save_input(x);
@@ -220,11 +203,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_D, double eps,
 
 at::Tensor rotary(const at::Tensor& x_BSHD, const at::Tensor& table_PD, const at::Tensor& positions) {
   check_rotary(x_BSHD, table_PD, positions);
-  at::Tensor out;
-  {
-    BelowAutograd guard;
-    out = rotate(x_BSHD, table_PD, positions, /*inverse=*/false);
-  }
+  const at::Tensor out =
+      below_autograd([&] { return rotate(x_BSHD, table_PD, positions, /*inverse=*/false); });
   if (!compute_requires_grad(x_BSHD)) return out;
   const auto node = record<RotaryBackward>(out, x_BSHD);
   node->table = table_PD;
@@ -236,7 +216,7 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   TITAN_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
               "swiglu: expected two tensors of one shape and dtype, got ", gate.scalar_type(), " ",
               gate.sizes(), " and ", up.scalar_type(), " ", up.sizes());
-  at::Tensor out = swiglu_forward({gate, up});
+  const at::Tensor out = swiglu_forward({gate, up});
   if (!compute_requires_grad(gate, up)) return out;
   const auto node = record<SwigluBackward>(out, gate, up);
   node->gate = save_input(gate);

@@ -101,8 +101,7 @@ struct ChunkLoop {
   // Each of these sums the chunk's losses and replaces the logits by their gradient.
 
   at::Tensor loss_of_whole_(at::Tensor& logits, const at::Tensor& labels) const {
-    using Signature = at::Tensor(at::Tensor&, const at::Tensor&, bool);
-    static const auto fused = find_operator<Signature>("titan::cross_entropy_");
+    static const auto fused = find_operator<decltype(composite::cross_entropy_)>("titan::cross_entropy_");
     if (!options.loss) return fused.call(logits, labels, with_grad());
     return loss_of_statistics_(logits, labels, 0, own_statistics(logits, labels, 0).unsqueeze(0));
   }
@@ -133,8 +132,7 @@ struct ChunkLoop {
 
   // [2, N], or [3, N] with the sum of the logits where the loss needs their mean.
   at::Tensor own_statistics(const at::Tensor& logits, const at::Tensor& labels, int64_t first) const {
-    using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-    static const auto op = find_operator<Signature>("titan::vocabulary_stats");
+    static const auto op = find_operator<decltype(composite::vocabulary_stats)>("titan::vocabulary_stats");
     const at::Tensor statistics = op.call(logits, labels, first);
     if (!options.loss || !options.loss->needs_mean()) return statistics;
     return at::cat({statistics, logits.sum({1}, /*keepdim=*/false, at::kDouble).unsqueeze(0)});
@@ -143,9 +141,7 @@ struct ChunkLoop {
   // parts: [parts, 2 or 3, N].
   at::Tensor loss_of_statistics_(at::Tensor& logits, const at::Tensor& labels, int64_t first,
                                  const at::Tensor& parts) const {
-    using Signature =
-        void(at::Tensor&, const at::Tensor&, int64_t, const at::Tensor&, const std::optional<at::Tensor>&);
-    static const auto grad_ = find_operator<Signature>("titan::vocabulary_grad_");
+    static const auto grad_ = find_operator<decltype(composite::vocabulary_grad_)>("titan::vocabulary_grad_");
     const at::Tensor ignored = labels.eq(kIgnoredLabel);
     TokenStatistics tokens{log_sum_exp(parts.select(1, 0)), parts.select(1, 1).sum(0), {}};
     if (!options.loss) {

@@ -17,7 +17,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
-#include "ops/attention_kernels.h"
+#include "ops/attention.h"
 #include "titan/core/error.h"
 #include "titan/ops/loss.h"
 
@@ -146,7 +146,7 @@ TORCH_LIBRARY(titan, m) {
   m.def("rotary(Tensor x, Tensor table, Tensor? positions, bool inverse) -> Tensor");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)");
-  // Causal, without a composite: devices without our kernels use LibTorch's scaled_dot_product_attention.
+  // Causal. On a GPU, attention whose results no checkpoint keeps is LibTorch's scaled_dot_product_attention.
   m.def("causal_attention(Tensor q, Tensor k, Tensor v) -> (Tensor out, Tensor log_sum_exp)");
   m.def(
       "causal_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum_exp) "
@@ -178,6 +178,8 @@ TORCH_LIBRARY_IMPL(titan, CompositeExplicitAutograd, m) {
   m.impl("rotary", composite::rotary);
   m.impl("swiglu", composite::swiglu);
   m.impl("swiglu_backward", composite::swiglu_backward);
+  m.impl("causal_attention", causal_attention_by_libtorch);
+  m.impl("causal_attention_backward", causal_attention_backward_by_libtorch);
   m.impl("attend_", attend_by_libtorch);
   m.impl("attend_backward_", attend_backward_by_libtorch);
   m.impl("cross_entropy_", composite::cross_entropy_);

@@ -2,13 +2,17 @@
 
 // Our operators: how to call one through LibTorch's dispatcher, and their composites, which are written in
 // LibTorch's operations. Composites run on devices and dtypes without a kernel of their own, and kernels are
-// tested against them. Arguments and results are those of the schemas in operators.cpp.
+// tested against them. Arguments and results are those of the schemas in operators.cpp. CPU kernels choose
+// their template argument by a tensor's dtype.
 
 #include <optional>
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/BFloat16.h>
+
+#include "titan/core/error.h"
 
 namespace titan::ops {
 
@@ -40,4 +44,31 @@ inline at::ScalarType accumulate_type(const at::Tensor& tensor) {
 }
 
 }  // namespace composite
+
+namespace cpu {
+
+/// Whether all tensors have the same dtype, one that CPU kernels exist for.
+template <class... Tensors>
+bool have_kernel(const at::Tensor& first, const Tensors&... others) {
+  const at::ScalarType dtype = first.scalar_type();
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kDouble;
+  return known && ((others.scalar_type() == dtype) && ...);
+}
+
+/// Calls kernel(static_cast<T*>(nullptr)) with T of the tensor's dtype, one that have_kernel() accepts.
+template <class Kernel>
+void dispatch(const at::Tensor& tensor, Kernel&& kernel) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return kernel(static_cast<float*>(nullptr));
+    case at::kBFloat16:
+      return kernel(static_cast<c10::BFloat16*>(nullptr));
+    case at::kDouble:
+      return kernel(static_cast<double*>(nullptr));
+    default:
+      TITAN_INTERNAL_ASSERT(false, "no CPU kernel for ", tensor.scalar_type());
+  }
+}
+
+}  // namespace cpu
 }  // namespace titan::ops

@@ -1,4 +1,4 @@
-// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/products.h). The rows
+// Linear layers whose sequence is split over ranks ([Note: parts of rows] in titan/ops/linear.h). The rows
 // of an operand arrive part by part, and products multiply each as it comes; sums leave the same way.
 
 #include <ATen/core/grad_mode.h>
@@ -21,12 +21,6 @@ at::Tensor SequenceExchange::scatter_whole(const at::Tensor& /*summand*/) const 
 namespace {
 
 using Sizes = std::vector<int64_t>;
-
-template <class Run>
-auto below_autograd(const Run& run) {
-  BelowAutograd guard;
-  return run();
-}
 
 // Some operations and backends don't support 8-bit floating-point numbers.
 at::Tensor as_bytes(const at::Tensor& tensor) {
@@ -281,7 +275,6 @@ std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < weights.size(); ++i)
     outputs.push_back(kept(KeptKind::Product, weights[i].weight, [&] {
-      BelowAutograd guard;
       return gathered.output(i, weights[i], with_features(sizes, weights[i].weight.size(0)));
     }));
   below_autograd([&] { gathered.finish(); });
@@ -309,7 +302,6 @@ at::Tensor scattered_linear(const at::Tensor& x, const SinkedWeight& weight, con
   }
   const Sizes sizes = with_features(x.sizes(), weight.weight.size(0));
   const at::Tensor y = kept(KeptKind::ReduceScatter, weight.weight, [&] {
-    BelowAutograd guard;
     const Operand cast = products->input(input, trains);
     if (exchange->at_once())
       return exchange->scatter_whole(products->forward(cast, operand_of(weight)).view(sizes));

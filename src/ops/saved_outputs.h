@@ -8,17 +8,26 @@
 //
 //   at::Tensor y = kept(KeptKind::Product, weight, [&] { return products->forward(x, weight); });
 //
-// The code inside must be below autograd: the operation records its node around it, with the inputs of this
-// run, so that a result that was handed back has the same gradients as a computed one. It saves its inputs
-// before the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer
-// never runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
+// The code inside runs below autograd: the operation records its node around it, with the inputs of this run,
+// so that a result that was handed back has the same gradients as a computed one. It saves its inputs before
+// the call: a recomputation stops at the last tensor that is saved, so the last operation of a layer never
+// runs twice. Collectives may be in flight inside the call, but not where a tensor is saved.
 
 #include <tuple>
 #include <utility>
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
 namespace titan::ops {
+
+/// In its scope, LibTorch's operations aren't recorded and make no views in autograd's sense.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+template <class Run>
+auto below_autograd(const Run& run) {
+  BelowAutograd guard;
+  return run();
+}
 
 /// The kind of an operation, by which a policy decides.
 enum class KeptKind { Product, Attention, ReduceScatter };
@@ -94,14 +103,13 @@ void hand_back_each(SavedOutputs& outputs, std::tuple<Tensors...>& results) {
 template <class Compute>
 auto kept(KeptKind kind, const at::Tensor& weight, const Compute& compute) -> decltype(compute()) {
   SavedOutputs* outputs = SavedOutputs::current();
-  if (!outputs) return compute();
-  const SavedOutputs::Action action = outputs->next(kind, weight);
+  const auto action = outputs ? outputs->next(kind, weight) : SavedOutputs::Action::Compute;
   decltype(compute()) result;
   if (action == SavedOutputs::Action::HandBack) {
     detail::hand_back_each(*outputs, result);
     return result;
   }
-  result = compute();
+  result = below_autograd(compute);
   if (action == SavedOutputs::Action::Keep) detail::keep_each(*outputs, result);
   return result;
 }

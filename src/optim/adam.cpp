@@ -4,8 +4,6 @@
 //   exp_avg <- lerp(exp_avg, grad, 1 - beta1);  exp_avg_sq <- beta2 exp_avg_sq + (1 - beta2) grad^2
 //   param <- param - lr / (1 - beta1^t) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^t) + eps)
 
-#include "optim/adam.h"
-
 #include <cmath>
 
 #include <ATen/ops/_foreach_add.h>
@@ -17,6 +15,8 @@
 #include <ATen/ops/_foreach_sqrt.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+
+#include "titan/optim/optimizer.h"
 
 namespace titan::optim {
 namespace {
@@ -112,7 +112,14 @@ OptimizerSpec with_decay(WeightDecay decay) {
 
 }  // namespace
 
-OptimizerSpec adamw() { return with_decay(WeightDecay::Decoupled); }
-OptimizerSpec adam() { return with_decay(WeightDecay::InGradient); }
+Registry<OptimizerSpec>& optimizers() {
+  static Registry<OptimizerSpec>& registry = *[] {
+    auto* made = new Registry<OptimizerSpec>("optimizer");
+    made->add("AdamW", with_decay(WeightDecay::Decoupled));
+    made->add("Adam", with_decay(WeightDecay::InGradient));
+    return made;
+  }();
+  return registry;
+}
 
 }  // namespace titan::optim

@@ -18,9 +18,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "optim/adam.h"
-#include "tensor/param_storage.h"
-#include "tensor/resident_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::optim {
@@ -45,16 +43,6 @@ void describe(config::Table<OptimizerSettings>& table) {
               "weight_decay; the first match counts, and every regex must match a parameter");
   table.refused("early_step_in_backward", false,
                 "an optimizer inside the backward makes clipping meaningless");
-}
-
-Registry<OptimizerSpec>& optimizers() {
-  static Registry<OptimizerSpec>& registry = *[] {
-    auto* made = new Registry<OptimizerSpec>("optimizer");
-    made->add("AdamW", adamw());
-    made->add("Adam", adam());
-    return made;
-  }();
-  return registry;
 }
 
 namespace {
@@ -205,12 +193,6 @@ std::vector<Batch> make_batches(const std::vector<Parameter>& parameters, const 
   return batches;
 }
 
-DTensor laid_out_as(const DTensor& like, const at::Tensor& local) {
-  DTensor result = like;
-  result.local = local;
-  return result;
-}
-
 DTensor replicated_scalar(const DeviceMesh& mesh, const at::Tensor& value) {
   return {value, mesh, std::vector<Placement>(mesh.num_axes(), Placement::replicate()), {}, {}};
 }
@@ -224,51 +206,53 @@ struct Optimizer::Impl {
   double lr_factor = 1;
   std::vector<Batch> batches;
 
-  void allocate_state(Batch& batch) const;
-  Update update_of(const Batch& batch) const;
-  void step(Batch& batch, const at::Tensor& skip) const;
+  // At the first use: zeroing twice the model's size would otherwise delay start-up.
+  void allocate_state(Batch& batch) const {
+    if (batch.step_counts.defined()) return;
+    const auto count = static_cast<int64_t>(batch.parameters.size());
+    const at::Device device = runs_on_device ? batch.local(0).device() : at::Device(at::kCPU);
+    batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(device));
+    batch.state.resize(spec.state.size());
+    for (const Parameter& parameter : batch.parameters)
+      for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
+  }
+
+  // The parameters that have a gradient now.
+  Update update_of(const Batch& batch) const {
+    Update update;
+    update.lr = batch.group.lr * lr_factor;
+    update.state.resize(batch.state.size());
+    for (size_t i = 0; i < batch.parameters.size(); ++i) {
+      const at::Tensor& param = batch.local(i);
+      if (!param.grad().defined()) continue;
+      update.params.push_back(param);
+      update.grads.push_back(laid_out_as(param, param.grad()));
+      for (size_t k = 0; k < batch.state.size(); ++k) update.state[k].push_back(batch.state[k][i]);
+      update.steps.push_back(batch.step_counts[static_cast<int64_t>(i)]);
+    }
+    return update;
+  }
+
+  void step(const at::Tensor& skip) {
+    const at::NoGradGuard no_grad;
+    for (Batch& batch : batches) step(batch, skip);
+  }
+
+  void step(Batch& batch, const at::Tensor& skip) const {
+    allocate_state(batch);
+    Update update = update_of(batch);
+    if (update.params.empty()) return;
+    const at::Tensor counted =
+        skip.defined() ? skip.neg().add_(1) : at::ones({}, batch.step_counts.options());
+    if (update.params.size() == batch.parameters.size()) {
+      batch.step_counts.add_(counted);
+    } else {
+      for (at::Tensor& count : update.steps) count.add_(counted);
+    }
+    update.skip = skip;
+    spec.step(batch.group.args.get(), update);
+  }
 };
-
-// At the first use: zeroing twice the model's size would otherwise delay start-up.
-void Optimizer::Impl::allocate_state(Batch& batch) const {
-  if (batch.step_counts.defined()) return;
-  const auto count = static_cast<int64_t>(batch.parameters.size());
-  const at::Device device = runs_on_device ? batch.local(0).device() : at::Device(at::kCPU);
-  batch.step_counts = at::zeros({count}, at::dtype(at::kFloat).device(device));
-  batch.state.resize(spec.state.size());
-  for (const Parameter& parameter : batch.parameters)
-    for (auto& tensors : batch.state) tensors.push_back(zero_state(parameter.data.local));
-}
-
-// The parameters that have a gradient now.
-Update Optimizer::Impl::update_of(const Batch& batch) const {
-  Update update;
-  update.lr = batch.group.lr * lr_factor;
-  update.state.resize(batch.state.size());
-  for (size_t i = 0; i < batch.parameters.size(); ++i) {
-    const at::Tensor& param = batch.local(i);
-    if (!param.grad().defined()) continue;
-    update.params.push_back(param);
-    update.grads.push_back(laid_out_as(param, param.grad()));
-    for (size_t k = 0; k < batch.state.size(); ++k) update.state[k].push_back(batch.state[k][i]);
-    update.steps.push_back(batch.step_counts[static_cast<int64_t>(i)]);
-  }
-  return update;
-}
-
-void Optimizer::Impl::step(Batch& batch, const at::Tensor& skip) const {
-  allocate_state(batch);
-  Update update = update_of(batch);
-  if (update.params.empty()) return;
-  const at::Tensor counted = skip.defined() ? skip.neg().add_(1) : at::ones({}, batch.step_counts.options());
-  if (update.params.size() == batch.parameters.size()) {
-    batch.step_counts.add_(counted);
-  } else {
-    for (at::Tensor& count : update.steps) count.add_(counted);
-  }
-  update.skip = skip;
-  spec.step(batch.group.args.get(), update);
-}
 
 Optimizer::Optimizer(const std::vector<Parameter>& parameters, const OptimizerSettings& settings,
                      const std::vector<std::string>& elsewhere)
@@ -283,17 +267,13 @@ Optimizer::~Optimizer() = default;
 Optimizer::Optimizer(Optimizer&&) noexcept = default;
 Optimizer& Optimizer::operator=(Optimizer&&) noexcept = default;
 
-void Optimizer::step() {
-  const at::NoGradGuard no_grad;
-  for (Batch& batch : impl_->batches) impl_->step(batch, {});
-}
+void Optimizer::step() { impl_->step({}); }
 
 void Optimizer::step_unless(const at::Tensor& skip) {
   TITAN_CHECK(can_skip_on_device(),
               "this optimizer can't skip a step on the device; Adam and AdamW can with "
               "optimizer.implementation = 'fused'");
-  const at::NoGradGuard no_grad;
-  for (Batch& batch : impl_->batches) impl_->step(batch, skip);
+  impl_->step(skip);
 }
 
 bool Optimizer::can_skip_on_device() const { return impl_->runs_on_device; }
@@ -324,8 +304,10 @@ std::map<std::string, Optimizer::ParameterState> Optimizer::state() {
     for (size_t i = 0; i < batch.parameters.size(); ++i) {
       const DTensor& data = batch.parameters[i].data;
       ParameterState& state = result[batch.parameters[i].name];
-      for (size_t k = 0; k < batch.state.size(); ++k)
-        state.emplace(impl_->spec.state[k], laid_out_as(data, batch.state[k][i]));
+      for (size_t k = 0; k < batch.state.size(); ++k) {
+        DTensor& kept = state.emplace(impl_->spec.state[k], data).first->second;
+        kept.local = batch.state[k][i];
+      }
       state.emplace("step", replicated_scalar(data.mesh, batch.step_counts[static_cast<int64_t>(i)]));
     }
   }

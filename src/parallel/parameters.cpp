@@ -10,7 +10,7 @@
 #include "parallel/fsdp/param_group.h"
 #include "parallel/interned.h"
 #include "parallel/tensor/split_params.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 

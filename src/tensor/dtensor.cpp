@@ -1,11 +1,11 @@
 #include "titan/tensor/dtensor.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/accumulate.h>
 
 #include "titan/core/error.h"
 
@@ -17,10 +17,6 @@ using Placements = std::vector<Placement>;
 
 constexpr dist::Label kGatherLabel{.phase = "tensor::gather"};
 constexpr dist::Label kReduceLabel{.phase = "tensor::reduce"};
-
-int64_t product_of(const std::vector<int64_t>& sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
-}
 
 // ---- putting a tensor together from its parts on several ranks
 
@@ -239,7 +235,7 @@ void cut(DTensor& tensor, const Placements& target) {
 
 }  // namespace
 
-int64_t DTensor::global_numel() const { return product_of(global_shape); }
+int64_t DTensor::global_numel() const { return c10::multiply_integers(global_shape); }
 
 Box local_box(const std::vector<int64_t>& global_shape, const DeviceMesh& mesh, const Placements& placements,
               const std::vector<int>& cut_order) {

@@ -15,7 +15,7 @@ namespace titan {
 
 /// [Note: memory history]
 /// In the viewer's terms a segment is memory from the kernel, and a block is a tensor's part of it. Here a
-/// segment is one mapping (tensor/resident_memory.h) with one block, in use or kept for the next request.
+/// segment is one mapping (tensor/memory.h) with one block, in use or kept for the next request.
 /// Blocks below 1 MiB are malloc's and aren't recorded. Each event has its call stack as addresses; names are
 /// looked up when a snapshot is written.
 class MemoryHistory {

@@ -11,7 +11,7 @@
 #include "dist/flight_record.h"
 #include "distributed/llama_case.h"
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "unit/parallel/checkpoint_case.h"
 
 namespace titan {

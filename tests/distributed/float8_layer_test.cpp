@@ -12,7 +12,7 @@
 #include "float8/cast.h"
 #include "float8/products.h"
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/tensor_parallel.h"

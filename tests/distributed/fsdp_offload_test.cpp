@@ -9,9 +9,9 @@
 
 #include "distributed/toy_case.h"
 #include "parallel/fsdp/gradient_collector.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/checkpoint/safetensors.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/optimizer.h"
 

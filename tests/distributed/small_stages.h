@@ -12,7 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/module.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"

@@ -11,7 +11,6 @@
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/linear.h"
 #include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"

@@ -6,7 +6,6 @@
 
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/linear.h"
 #include "titan/nn/module.h"
 #include "titan/train/model_spec.h"
 

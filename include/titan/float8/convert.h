@@ -16,7 +16,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "titan/float8/recipe.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace torch::nn {
 class Module;

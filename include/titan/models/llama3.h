@@ -86,16 +86,14 @@ class Llama3Impl : public nn::Module, public nn::LayerSequence {
  public:
   explicit Llama3Impl(const Llama3Args& args, const nn::Construct& construct = {});
 
-  /// tokens: int64 [B, S]; logits: [B, S, V].
-  at::Tensor forward(const at::Tensor& input);
-  /// labels: int64 [B, S], -100 doesn't count. The sum of the token losses over `global_valid_tokens`: a
-  /// scalar, at least fp32.
-  at::Tensor forward(const at::Tensor& input, const at::Tensor& labels_BS, int64_t global_valid_tokens);
+  /// tokens: int64 [B, S]; result: logits [B, S, V]. Or with labels, int64 [B, S], where -100 doesn't count:
+  /// the sum of the token losses over `global_valid_tokens`, a scalar, at least fp32.
+  at::Tensor forward(const at::Tensor& input, const at::Tensor& labels_BS = {},
+                     int64_t global_valid_tokens = 0);
 
   const Llama3Args& args() const { return args_; }
 
  private:
-  at::Tensor hidden_states(const at::Tensor& input);
   void layers_dropped() override;
   Llama3Args args_;
 

@@ -13,7 +13,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 #include "titan/tensor/placement.h"
 
 namespace torch::nn {

@@ -11,7 +11,7 @@
 
 #include "titan/config/table.h"
 #include "titan/core/registry.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/ops/loss.h"
 
 namespace titan::nn {

@@ -141,7 +141,6 @@ template <class Impl>
 class Ref : public torch::nn::ModuleHolder<Impl> {
  public:
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
-  using ImplType = Impl;
 
   /// Calls forward through the hook slots. Arguments are taken by value where a hook may replace them.
   template <class... Args>
@@ -150,7 +149,14 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     DepthGuard entered(host);
     if (!host.is_wrapped() && !host.label_hook) return impl().forward(std::forward<Args>(args)...);
     auto arguments = std::tuple<std::decay_t<Args>...>(std::forward<Args>(args)...);
-    return call_hooked(host, arguments);
+    TensorRefs inputs = tensor_refs(arguments);
+    if (host.fsdp_hook) host.fsdp_hook->pre_forward(host, inputs);
+    if (host.label_hook) host.label_hook->pre_forward(host, inputs);
+    auto result = host.checkpoint_hook ? call_checkpointed(host, arguments) : call_inner(host, arguments);
+    TensorRefs outputs = tensor_refs(result);
+    if (host.label_hook) host.label_hook->post_forward(host, outputs);
+    if (host.fsdp_hook) host.fsdp_hook->post_forward(host, outputs);
+    return result;
   }
 
  private:
@@ -163,20 +169,9 @@ class Ref : public torch::nn::ModuleHolder<Impl> {
     HookHost& host;
   };
 
+  // Inlined, so that a wrapped module adds one frame to a stack trace.
   template <class Arguments>
-  auto call_hooked(HookHost& host, Arguments& arguments) const {
-    TensorRefs inputs = tensor_refs(arguments);
-    if (host.fsdp_hook) host.fsdp_hook->pre_forward(host, inputs);
-    if (host.label_hook) host.label_hook->pre_forward(host, inputs);
-    auto result = host.checkpoint_hook ? call_checkpointed(host, arguments) : call_inner(host, arguments);
-    TensorRefs outputs = tensor_refs(result);
-    if (host.label_hook) host.label_hook->post_forward(host, outputs);
-    if (host.fsdp_hook) host.fsdp_hook->post_forward(host, outputs);
-    return result;
-  }
-
-  template <class Arguments>
-  auto call_inner(HookHost& host, Arguments& arguments) const {
+  [[gnu::always_inline]] auto call_inner(HookHost& host, Arguments& arguments) const {
     if (host.prepare_input_hook) host.prepare_input_hook->pre_forward(host, tensor_refs(arguments));
     auto result = std::apply([this](auto&... values) { return impl().forward(values...); }, arguments);
     if (host.prepare_output_hook) host.prepare_output_hook->post_forward(host, tensor_refs(result));

@@ -5,7 +5,7 @@
 //
 //   at::Tensor h = ops::rms_norm(ops::embedding(weight, tokens), scale, 1e-5);
 
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::ops {
 

@@ -1,15 +1,191 @@
 #pragma once
 
-// Linear layers as nodes of the autograd graph: one layer, several layers of one input, and layers that
-// exchange a sequence between ranks while they multiply.
+// Linear layers: their three matrix products as an interface (the output, the input's gradient and the
+// weight's gradient), and layers as nodes of the autograd graph, one by one, several over one input, or
+// exchanging a sequence between ranks while they multiply.
 //
 //   at::Tensor y = ops::linear(x, weight, bias, ops::default_products());
+//
+// Float8 recipes implement the products outside ops. A model's layers take an implementation of your own with
+//
+//   nn::set_products(*model, std::make_shared<MyProducts>());
 
-#include "titan/ops/products.h"
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace titan::config {
+template <class S>
+class Table;
+}
 
 namespace titan::ops {
 
+// ---- products
+
+/// The phase of gathers of Float8 scales, which --print-plan lists apart from other gathers.
+inline constexpr const char* kScalesPhase = "tp::float8_scales";
+
+/// The ranks that hold the parts of one tensor. Implemented over process groups in parallel/tensor, so that
+/// ops don't depend on them.
+class RankParts {
+ public:
+  virtual ~RankParts() = default;
+  virtual int index() const = 0;  ///< this rank's part
+  virtual int count() const = 0;
+  /// out: [count, n], from every rank's in: [n]. Later work on the current stream sees the result. `phase`: a
+  /// string literal that names the purpose in records of calls.
+  virtual void all_gather(const at::Tensor& out, const at::Tensor& in, const char* phase) const = 0;
+};
+
+/// Rows [first, first + rows of the local weight) of a vocabulary of `size`, cut as torch.chunk does.
+struct VocabularyPart {
+  int64_t first = 0;
+  int64_t size = 0;
+  std::shared_ptr<const RankParts> parts;  ///< null: the vocabulary is whole
+  bool gather_logits = false;              ///< gather each chunk's whole logits instead of sums over parts
+};
+
+/// A matrix in fewer bits: its values are data / scale. Products sum over the rows of `data`, so a matrix
+/// that is summed down its columns is stored transposed.
+struct ScaledMatrix {
+  at::Tensor data;   ///< [vectors, elements] in an 8-bit floating-point dtype; may be a transposed view
+  at::Tensor scale;  ///< fp32: [] for the whole matrix or [vectors, 1] for each vector; Float8_e8m0fnu:
+                     ///< [vectors, blocks of 32 elements], a factor on data (float8/cast.h)
+  bool defined() const { return data.defined(); }
+};
+
+/// [Note: operands]
+/// Each of a linear layer's three matrices is multiplied twice: along its rows (x and W for the output, g for
+/// the input's gradient) and down its columns (W for the input's gradient, g and x for the weight's). Plain
+/// products read `values`. Low-precision recipes cast a matrix once for all products that can use the result
+/// and may then drop `values`. A product that needs a missing form makes it from `values`.
+struct Operand {
+  Operand() = default;
+  Operand(at::Tensor matrix)  // NOLINT(google-explicit-constructor): a matrix is an operand
+      : values(std::move(matrix)), dtype(values.scalar_type()) {}
+
+  at::Tensor values;                  ///< undefined where the scaled forms suffice
+  at::ScalarType dtype = at::kFloat;  ///< of `values`, present or not, and of a product's result
+  ScaledMatrix along_rows, down_columns;
+};
+
+/// Where a weight's values are while its parameter has no memory, for example gathered in fewer bits.
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+  /// Each product asks again: the memory comes and goes with the layer's use.
+  virtual Operand weight() const = 0;
+};
+
+/// Which features of a layer are split over ranks (tensor parallelism); null: each rank has all of them.
+struct SpreadFeatures {
+  std::shared_ptr<const RankParts> in, out;
+};
+
+/// A layer's pass: y = x W^T or dx = g W.
+enum class Pass { Forward, Backward };
+
+/// y = x W^T, dx = g W, dW = g^T x, with x: [N, in], W: [out, in], g, y: [N, out]. Results have the operands'
+/// dtype. Operands ([Note: operands]) are plain matrices or what input() and grad() returned.
+class Products {
+ public:
+  virtual ~Products() = default;
+  virtual at::Tensor forward(const Operand& x_NI, const Operand& weight_OI) const = 0;
+  virtual at::Tensor grad_input(const Operand& grad_NO, const Operand& weight_OI) const = 0;
+  virtual at::Tensor grad_weight(const Operand& grad_NO, const Operand& x_NI) const = 0;
+  /// sum + g W, perhaps in sum's memory. The default computes grad_input and adds.
+  virtual at::Tensor add_grad_input(const at::Tensor& sum_NI, const Operand& grad_NO,
+                                    const Operand& weight_OI) const {
+    return sum_NI.add_(grad_input(grad_NO, weight_OI));
+  }
+  /// out (fp32 or the weight's dtype, [O, I]) += g^T x. The default computes grad_weight and adds.
+  virtual void add_grad_weight(const at::Tensor& out_OI, const Operand& grad_NO, const Operand& x_NI) const {
+    out_OI.add_(grad_weight(grad_NO, x_NI));
+  }
+
+  /// x with the scale that all its casts share, if they share one: it must be known before the first product.
+  /// `trains`: true in a training step even if this layer is frozen, false in validation.
+  virtual Operand scaled(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
+  /// x (plain, or scaled()'s result) for a forward, cast once for several weights.
+  virtual Operand input(const Operand& x_NI, bool /*trains*/) const { return x_NI; }
+  /// The form of x (plain, or from the two above) that grad_weight needs; only this is kept until the
+  /// backward.
+  virtual Operand kept(const Operand& x_NI) const { return x_NI; }
+  /// g for those of the two backward products that will use it.
+  virtual Operand grad(const Operand& grad_NO, bool /*for_input*/, bool /*for_weight*/) const {
+    return grad_NO;
+  }
+  /// W for several products of one pass, for example over parts of x.
+  virtual Operand weight(const Operand& weight_OI, Pass /*pass*/) const { return weight_OI; }
+
+  /// [Note: parts of rows] Each rank has some rows of x (in a backward: of g), and all rows will be gathered.
+  /// The form of this rank's rows [n, F] that is sent: the values, or a cast with the scale of the whole.
+  virtual Operand part(const at::Tensor& rows, Pass /*pass*/, bool /*trains*/) const { return rows; }
+  /// Whether multiplying some rows alone gives the same rows as multiplying all. If not, values that were
+  /// sent are multiplied once all have arrived.
+  virtual bool multiplies_rows_apart(Pass /*pass*/) const { return true; }
+
+  /// These products for a layer whose features are split; null: they are the same for any layer.
+  virtual std::shared_ptr<const Products> for_parts(const SpreadFeatures& /*parts*/) const { return nullptr; }
+  /// Whether input() of one serves the other, so that the layers may be computed as one node.
+  virtual bool joins(const Products& other) const { return this == &other; }
+};
+
+/// How fp32 products run on a CPU. LibTorch sends them to MKL, which is slow on AMD processors; oneDNN isn't.
+/// Auto decides by processor vendor: a choice by timing would break bit-equal reruns.
+enum class CpuMatmul { Auto, Mkl, OneDnn };
+
 using SharedProducts = std::shared_ptr<const Products>;
+
+/// LibTorch's plain products under that policy; thread-safe, stateless.
+SharedProducts default_products(CpuMatmul policy = CpuMatmul::Auto);
+
+/// [ops]: which kernels compute.
+struct OpsSettings {
+  std::string cpu_matmul = "auto";  ///< "auto", "mkl", "onednn"
+
+  CpuMatmul cpu_matmul_policy() const;
+};
+void describe(config::Table<OpsSettings>& table);
+
+// ---- gradients of weights
+
+/// A weight gradient that is ready to be computed: what a linear layer's backward hands to its sink.
+struct WeightGrad {
+  std::shared_ptr<const Products> products;
+  Operand grad_output_NO;
+  Operand input_NI;
+  at::Tensor compute() const { return products->grad_weight(grad_output_NO, input_NI); }
+  void add_to(const at::Tensor& out_OI) const { products->add_grad_weight(out_OI, grad_output_NO, input_NI); }
+};
+
+/// A gradient that isn't a matrix product: an embedding's, computed when due, or a norm's, computed already.
+struct DueGradient {
+  std::function<at::Tensor()> compute;
+  std::vector<at::Tensor> reads;  ///< what `compute` keeps alive, for memory accounting
+};
+
+/// Takes one weight's gradients, one call per use and backward. An implementation computes at once (into an
+/// fp32 buffer that it owns) or keeps the WeightGrad for later (zero-bubble schedules). A weight without a
+/// sink gets its gradient from autograd.
+class GradSink {
+ public:
+  virtual ~GradSink() = default;
+  virtual void accept(WeightGrad grad) = 0;
+  /// A computed gradient (the loss head's accumulated buffer): adds scale * grad. `scale` is a scalar tensor
+  /// on the gradient's device, so that the host doesn't wait for it; undefined: 1.
+  virtual void accept(const at::Tensor& grad_OI, const at::Tensor& scale) = 0;
+  /// The default computes it at once.
+  virtual void accept(DueGradient gradient) { accept(gradient.compute(), {}); }
+};
+
+// ---- layers
 
 /// A weight [O, I], the sink of its gradient (null: autograd) and the source of its values (null: itself).
 struct SinkedWeight {
@@ -33,13 +209,11 @@ at::Tensor linear(const at::Tensor& x, const SinkedWeight& weight, const at::Ten
 /// y_i = x W_i^T as one node. x: [..., I]; y_i: [..., O_i]. In the backward the products add up the gradients
 /// of x (Products::add_grad_input); separate layers would leave autograd a sum of [..., I] tensors. x is cast
 /// once and kept once ([Note: an input of several layers]).
-/// `products`: one for each weight; those that join share x's casts.
+/// `products`: one for each weight; those that join share x's casts. `bias`: [O] of the only layer, or
+/// undefined.
 std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                      const std::vector<SharedProducts>& products);
-inline std::vector<at::Tensor> joint_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                             const SharedProducts& products) {
-  return joint_linears(x, weights, std::vector(weights.size(), products));
-}
+                                      const std::vector<SharedProducts>& products,
+                                      const at::Tensor& bias = {});
 
 /// Brings a sequence that is split over ranks together, and splits sums of it again, part by part, so that
 /// products run on the parts that have arrived while the others travel. Implemented over process groups in
@@ -93,11 +267,6 @@ class SequenceExchange {
 std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
                                          const std::vector<SharedProducts>& products,
                                          const std::shared_ptr<const SequenceExchange>& exchange);
-inline std::vector<at::Tensor> gathered_linears(const at::Tensor& x, const std::vector<SinkedWeight>& weights,
-                                                const SharedProducts& products,
-                                                const std::shared_ptr<const SequenceExchange>& exchange) {
-  return gathered_linears(x, weights, std::vector(weights.size(), products), exchange);
-}
 
 /// A product whose results are summands: x: [B, S, I/N]; weight: [O, I/N]; result: this rank's part [B, S/N,
 /// O] of the sum. The backward gathers the gradient part by part.

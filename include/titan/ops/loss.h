@@ -6,7 +6,7 @@
 //   at::Tensor loss = ops::linear_cross_entropy(
 //       hidden, weight, labels, {.global_valid_tokens = count, .products = ops::default_products()});
 
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::ops {
 

@@ -5,14 +5,33 @@
 //   titan::optim::LrSchedule schedule({.warmup_steps = 100, .decay_type = "cosine"}, /*training_steps=*/5000);
 //   optimizer.set_lr_factor(schedule.factor(step));
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
-#include "titan/core/registry.h"
-#include "titan/optim/settings.h"
+#include "titan/optim/optimizer.h"
 
 namespace titan::optim {
+
+/// [lr_scheduler]. Schedules of their own have the rest of their settings in [lr_scheduler.args].
+struct LrSchedulerSettings {
+  std::string name = "warmup_stable_decay";  ///< an entry of lr_schedules()
+  int64_t warmup_steps = 200;
+  std::optional<int64_t> total_steps;  ///< length of the schedule; unset: training.steps
+  std::optional<double> decay_ratio;   ///< part of total_steps that decays; unset: all after the warmup
+  std::string decay_type = "linear";
+  double min_lr_factor = 0;  ///< floor of the decay, as a part of the peak
+  /// [lr_scheduler.args]: the Args that the schedule was registered with; null: their defaults.
+  std::shared_ptr<const void> args = {};
+
+  /// Keys that every schedule reads.
+  static constexpr std::array kSharedKeys = {"name", "total_steps"};
+};
+void describe(config::Table<LrSchedulerSettings>& table);
 
 /// The factor on the peak learning rate at a 0-based step. A pure function, so there is no state to save.
 using LrFactor = std::function<double(int64_t step)>;

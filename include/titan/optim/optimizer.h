@@ -11,21 +11,99 @@
 // stepped like a whole tensor and nothing is communicated. docs/examples/custom_optimizer/lion.cpp registers
 // a rule.
 
+#include <algorithm>
+#include <array>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "titan/config/table.h"
 #include "titan/core/registry.h"
-#include "titan/optim/settings.h"
 #include "titan/parallel/parameters.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::optim {
+
+// ---- settings; keys and defaults are TorchTitan's
+
+/// [optimizer]. Rules of their own have the rest of their settings in [optimizer.args].
+struct OptimizerSettings {
+  std::string name = "AdamW";  ///< an entry of optimizers()
+  double lr = 8e-4;            ///< peak; the schedule multiplies it by a factor
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;  ///< applies to every parameter, norms too, as in TorchTitan
+  std::string implementation = "fused";
+  /// Exceptions for some parameters, one "regex: key=value, ..." each: "norm: weight_decay=0". Keys are lr and
+  /// the rule's numbers. A parameter follows the first entry whose regex is found in its name.
+  config::StringList param_groups = {};
+  /// [optimizer.args]: the Args that the rule was registered with; null: their defaults.
+  std::shared_ptr<const void> args = {};
+
+  /// Keys that every rule reads.
+  static constexpr std::array kSharedKeys = {"name", "lr", "param_groups"};
+};
+void describe(config::Table<OptimizerSettings>& table);
+
+/// The settings of a registered entry, their type erased. Args is a struct with a
+/// `describe(config::Table<Args>&)` beside it, whose fields are the keys of [optimizer.args] or
+/// [lr_scheduler.args]; or it is Settings, and the entry reads [optimizer] or [lr_scheduler] itself.
+template <class Settings>
+class RegisteredArgs {
+ public:
+  template <class Args>
+  static RegisteredArgs of() {
+    RegisteredArgs result;
+    config::Table<Args> table;
+    describe(table);
+    result.fields_ = table.fields();
+    result.has_table_ = !std::is_same_v<Args, Settings>;
+    result.make_ = [](const Settings& settings) {
+      if constexpr (std::is_same_v<Args, Settings>) {
+        return std::make_shared<Args>(settings);
+      } else {
+        const auto* args = static_cast<const Args*>(settings.args.get());
+        return args ? std::make_shared<Args>(*args) : std::make_shared<Args>();
+      }
+    };
+    return result;
+  }
+
+  const std::vector<config::FieldInfo>& fields() const { return fields_; }
+  /// The table "args" with its defaults; empty where the entry has none.
+  config::DynamicTable table() const {
+    return has_table_ ? config::DynamicTable{fields_, make_({})} : config::DynamicTable{};
+  }
+  /// Keys of Settings that mean nothing to this entry.
+  std::vector<std::string> unread_keys() const {
+    std::vector<std::string> keys;
+    if (!has_table_) return keys;
+    config::Table<Settings> table;
+    describe(table);
+    const auto& shared = Settings::kSharedKeys;
+    for (const config::FieldInfo& field : table.fields())
+      if (field.role == config::FieldInfo::Role::Setting &&
+          std::find(shared.begin(), shared.end(), field.key) == shared.end())
+        keys.push_back(field.key);
+    return keys;
+  }
+  /// An Args of its own with the values of `settings`.
+  std::shared_ptr<void> make(const Settings& settings) const { return make_(settings); }
+
+ private:
+  std::vector<config::FieldInfo> fields_;
+  std::function<std::shared_ptr<void>(const Settings&)> make_;
+  bool has_table_ = true;
+};
+
+// ---- rules
 
 /// What a rule updates in one call: parameters that share device, dtype and settings. Entry i of each list
 /// belongs to one parameter.
@@ -57,7 +135,15 @@ struct OptimizerRule {
 class OptimizerSpec {
  public:
   template <class Args>
-  OptimizerSpec(OptimizerRule<Args> rule);  // NOLINT(google-explicit-constructor): for Registry::add
+  OptimizerSpec(OptimizerRule<Args> rule)  // NOLINT(google-explicit-constructor): for Registry::add
+      : args(RegisteredArgs<OptimizerSettings>::of<Args>()),
+        state(std::move(rule.state)),
+        step([step = std::move(rule.step)](const void* args, const Update& update) {
+          step(*static_cast<const Args*>(args), update);
+        }),
+        runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
+          return runs && runs(*static_cast<const Args*>(args));
+        }) {}
 
   RegisteredArgs<OptimizerSettings> args;
   std::vector<std::string> state;
@@ -105,18 +191,5 @@ class Optimizer {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
-
-// ---- templates
-
-template <class Args>
-OptimizerSpec::OptimizerSpec(OptimizerRule<Args> rule)
-    : args(RegisteredArgs<OptimizerSettings>::of<Args>()),
-      state(std::move(rule.state)),
-      step([step = std::move(rule.step)](const void* args, const Update& update) {
-        step(*static_cast<const Args*>(args), update);
-      }),
-      runs_on_device([runs = std::move(rule.runs_on_device)](const void* args) {
-        return runs && runs(*static_cast<const Args*>(args));
-      }) {}
 
 }  // namespace titan::optim

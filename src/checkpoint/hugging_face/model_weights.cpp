@@ -10,7 +10,7 @@
 #include <ATen/ops/empty.h>
 
 #include "checkpoint/save/rank_tree.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"

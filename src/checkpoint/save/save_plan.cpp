@@ -15,7 +15,7 @@
 
 #include "checkpoint/save/rank_tree.h"
 #include "core/threads.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 #ifdef __SSE2__

@@ -15,7 +15,6 @@
 #include <ATen/ops/empty.h>
 
 #include "float8/cast.h"
-#include "ops/cpu/dtype.h"
 #include "ops/cpu/simd.h"
 
 namespace titan::float8 {

@@ -1,21 +1,457 @@
 // The attention operators on a CPU: by our kernels in fp32, and in bf16 where they were measured to be faster
 // or LibTorch's products of 16-bit matrices are slow; otherwise by LibTorch's flash attention.
+//
+// [Note: flash attention] (Dao, "FlashAttention-2", 2023.) Scores exist for one block of queries and one of
+// keys at a time. The forward keeps a running maximum and sum for each query and rescales its result when the
+// maximum grows; it returns log(sum(exp(score))), from which the backward recomputes the probabilities. With
+// delta_i = dO_i . O_i:
+//   P = exp(Q K^T - lse)   dV = P^T dO   dP = dO V^T   dS = P (dP - delta)   dQ = dS K   dK = dS^T Q
+// The scale 1/sqrt(D) is applied to Q. All five products run on packed panels ([Note: panels]). LibTorch's
+// kernel calls a BLAS for each small block, which costs more than the products themselves for heads of 16 to
+// 64 features.
+//
+// The running maximum and sum may come from other keys: a forward that starts from an earlier result and its
+// lse continues it. And a backward over some of the keys takes the lse and O of all of them. That is how a
+// sequence is attended part by part (parallel/context).
 
+#include <algorithm>
+#include <limits>
 #include <tuple>
+#include <type_traits>
 
 #include <torch/library.h>
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include "ops/attention_kernels.h"
-#include "ops/cpu/attention_kernel.h"
+#include "ops/attention.h"
+#include "ops/cpu/panels.h"
 #include "ops/cpu_features.h"
 
 namespace titan::ops {
 
 namespace {
 
-using cpu::AttentionStart;
+using simd::kPanel;
+using simd::LeftFactor;
+
+// ---- how the kernels find a head in memory
+
+/// Queries in a block: a multiple of kTileRows and kPanel, so that it is whole tiles in either orientation.
+constexpr int64_t kQueries = 48;
+constexpr int64_t kKeysForward = 96;
+constexpr int64_t kKeysBackward = 48;  // its two blocks of scores share the first-level cache
+
+struct Shape {
+  int64_t batch, queries, keys, heads, kv_heads, size;
+  int64_t first_query;  // query i sees the keys 0 .. first_query + i
+
+  Shape(const at::Tensor& q, const at::Tensor& k, int64_t first_query)
+      : batch(q.size(0)),
+        queries(q.size(1)),
+        keys(k.size(1)),
+        heads(q.size(2)),
+        kv_heads(k.size(2)),
+        size(q.size(3)),
+        first_query(first_query) {}
+
+  int64_t group() const { return heads / kv_heads; }
+  // Whole blocks of either direction.
+  int64_t padded_queries() const { return simd::round_up(queries, kKeysForward); }
+  int64_t padded_keys() const { return simd::round_up(keys, kKeysForward); }
+  int64_t padded_size() const { return simd::round_up(size, kPanel); }
+  int64_t size_panels() const { return padded_size() / kPanel; }
+  float scale() const { return 1.0f / std::sqrt(static_cast<float>(size)); }
+  size_t packed_queries() const { return static_cast<size_t>(padded_queries() * padded_size()); }
+  size_t packed_keys() const { return static_cast<size_t>(padded_keys() * padded_size()); }
+  /// How many of the `width` keys from `key` on query i sees.
+  TITAN_INLINE int64_t seen(int64_t i, int64_t key, int64_t width) const {
+    return std::clamp<int64_t>(first_query + i + 1 - key, 0, width);
+  }
+  /// Keys that the queries before `end` see.
+  int64_t keys_before(int64_t end) const { return std::min(keys, first_query + end); }
+  /// The first query that sees `key`, rounded down to the start of its block.
+  int64_t first_block_that_sees(int64_t key) const {
+    return std::max<int64_t>(0, key - first_query) / kQueries * kQueries;
+  }
+};
+
+/// x [B, S, heads, size] in memory; the features of a head are adjacent, other strides are free. T: const or
+/// not.
+template <class T>
+struct Heads {
+  T* data;
+  int64_t batch_stride, row_stride, head_stride;
+
+  explicit Heads(const at::Tensor& x)
+      : data(pointer(x)), batch_stride(x.stride(0)), row_stride(x.stride(1)), head_stride(x.stride(2)) {}
+  T* at(int64_t b, int64_t head, int64_t row = 0) const {
+    return data + b * batch_stride + head * head_stride + row * row_stride;
+  }
+  simd::Rows<T> rows(int64_t b, int64_t head, int64_t first, int64_t count, int64_t size) const {
+    return {at(b, head, first), row_stride, count, size};
+  }
+
+ private:
+  static T* pointer(const at::Tensor& x) {
+    if constexpr (std::is_const_v<T>) {
+      return x.const_data_ptr<std::remove_const_t<T>>();
+    } else {
+      return x.mutable_data_ptr<T>();
+    }
+  }
+};
+
+/// log(sum(exp(score))) of one head's queries in memory.
+struct LogSumRows {
+  float* data;
+  int64_t stride;
+};
+/// The same [B, H, S] of all heads.
+struct LogSums {
+  float* data;
+  int64_t batch_stride, head_stride, row_stride;
+
+  explicit LogSums(const at::Tensor& x)
+      : data(x.mutable_data_ptr<float>()),
+        batch_stride(x.stride(0)),
+        head_stride(x.stride(1)),
+        row_stride(x.stride(2)) {}
+  LogSumRows rows(int64_t b, int64_t head, int64_t first = 0) const {
+    return {data + b * batch_stride + head * head_stride + first * row_stride, row_stride};
+  }
+};
+
+/// Where the forward starts from.
+enum class AttentionStart {
+  Nothing,  ///< the sum is only written
+  Partial,  ///< it holds a result over other keys (log_sum_exp -inf: over none); Out is float
+};
+
+// ---- forward
+
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+
+// Replaces a row of scores by exp(score - maximum), with zeros where the query doesn't look; returns the
+// factor by which earlier results must be scaled.
+template <class V>
+TITAN_INLINE float softmax_row(float* scores, int64_t seen, int64_t width, float& maximum, float& sum) {
+  constexpr int64_t lanes = simd::kFloatsOf<V>;
+  simd::IntsOf<V> lane;
+  for (int i = 0; i < lanes; ++i) lane[i] = i;
+  V best = simd::broadcast<V>(maximum);
+  for (int64_t j = 0; j < seen; j += lanes) {
+    const V s = simd::load_vector<V>(scores + j);
+    const V looked_at = lane < static_cast<int>(seen - j) ? s : best;
+    best = looked_at > best ? looked_at : best;
+  }
+  const float top = simd::largest(best);
+  const float correction = maximum == kLowest ? 0.0f : std::exp(maximum - top);
+  V total{};
+  for (int64_t j = 0; j < seen; j += lanes) {
+    V p = simd::exp(simd::load_vector<V>(scores + j) - top);
+    p = lane < static_cast<int>(seen - j) ? p : V{};
+    total += p;
+    simd::store(scores + j, p);
+  }
+  for (int64_t j = simd::round_up(seen, lanes); j < width; ++j) scores[j] = 0;
+  maximum = top;
+  sum = sum * correction + simd::sum(total);
+  return correction;
+}
+
+struct ForwardScratch {
+  std::vector<float> keys, values;          // panels of K^T and V of one head
+  std::vector<float> queries, scores, out;  // of one block
+  std::vector<float> maximum, sum;
+
+  explicit ForwardScratch(const Shape& shape)
+      : keys(shape.packed_keys()),
+        values(shape.packed_keys()),
+        queries(static_cast<size_t>(kQueries * shape.size)),
+        scores(static_cast<size_t>(kQueries * kKeysForward)),
+        out(static_cast<size_t>(kQueries * shape.padded_size())),
+        maximum(kQueries),
+        sum(kQueries) {}
+};
+
+template <class T>
+TITAN_CPU_CLONES void pack_keys_values(ForwardScratch& scratch, const Shape& shape, simd::Rows<const T> k,
+                                       simd::Rows<const T> v) {
+  simd::pack_transposed_panels(scratch.keys.data(), k, shape.padded_keys());
+  simd::pack_panels(scratch.values.data(), v, shape.padded_keys(), 1.0f);
+}
+
+// Where a block of queries comes from and goes to.
+template <class T, class Out>
+struct Block {
+  simd::Rows<const T> queries;
+  int64_t first;  // query
+  simd::Rows<Out> out;
+  LogSumRows log_sums;
+};
+
+TITAN_INLINE void start_from_nothing(ForwardScratch& scratch) {
+  std::fill(scratch.maximum.begin(), scratch.maximum.end(), kLowest);
+  std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0f);
+  std::fill(scratch.out.begin(), scratch.out.end(), 0.0f);
+}
+
+// A finished softmax is a running one whose maximum is its log-sum and whose sum is 1.
+template <class T>
+TITAN_INLINE void start_from_partial(ForwardScratch& scratch, const Shape& shape,
+                                     const Block<T, float>& block) {
+  for (int64_t i = 0; i < block.out.count; ++i) {
+    const float log_sum = block.log_sums.data[i * block.log_sums.stride];
+    if (log_sum < kLowest) continue;  // -inf: no key yet
+    scratch.maximum[static_cast<size_t>(i)] = log_sum;
+    scratch.sum[static_cast<size_t>(i)] = 1;
+    std::copy_n(block.out.data + i * block.out.stride, shape.size,
+                scratch.out.data() + i * shape.padded_size());
+  }
+}
+
+template <class V, class T, class Out>
+TITAN_INLINE void attend_block_by(const Block<T, Out>& block, ForwardScratch& scratch, const Shape& shape,
+                                  AttentionStart start) {
+  const int64_t size = shape.size, wide = shape.padded_size(), count = block.queries.count;
+  simd::pack_blocks<kQueries>(scratch.queries.data(), block.queries, kQueries, shape.scale());
+  start_from_nothing(scratch);
+  if constexpr (std::is_same_v<Out, float>) {
+    if (start == AttentionStart::Partial) start_from_partial(scratch, shape, block);
+  }
+  float* scores = scratch.scores.data();
+  const int64_t keys = shape.keys_before(block.first + count);
+  for (int64_t key = 0; key < keys; key += kKeysForward) {
+    const int64_t width = std::min(kKeysForward, simd::round_up(keys - key, kPanel));
+    simd::multiply_panels<V, false>({scores, kKeysForward}, {scratch.queries.data(), 1, kQueries},
+                                    {scratch.keys.data() + key * size, size * kPanel, width / kPanel},
+                                    kQueries, size);
+    for (int64_t i = 0; i < kQueries; ++i) {
+      const int64_t seen = shape.seen(block.first + i, key, std::min(width, keys - key));
+      const auto row = static_cast<size_t>(i);
+      const float correction =
+          softmax_row<V>(scores + i * kKeysForward, seen, width, scratch.maximum[row], scratch.sum[row]);
+      if (correction == 1.0f) continue;
+      for (int64_t d = 0; d < wide; ++d) scratch.out[static_cast<size_t>(i * wide + d)] *= correction;
+    }
+    simd::multiply_panels<V, true>(
+        {scratch.out.data(), wide}, {scores, kKeysForward, 1},
+        {scratch.values.data() + key * kPanel, shape.padded_keys() * kPanel, shape.size_panels()}, kQueries,
+        width);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const auto row = static_cast<size_t>(i);
+    block.log_sums.data[i * block.log_sums.stride] = scratch.maximum[row] + std::log(scratch.sum[row]);
+    simd::unpack_rows<Out>({block.out.data + i * block.out.stride, 0, 1, size}, scratch.out.data() + i * wide,
+                           0, 1.0f / scratch.sum[row]);
+  }
+}
+
+template <class T, class Out>
+TITAN_CPU_CLONES void attend_block(const Block<T, Out>& block, ForwardScratch& scratch, const Shape& shape,
+                                   AttentionStart start) {
+  attend_block_by<simd::Floats>(block, scratch, shape, start);
+}
+template <class T, class Out>
+TITAN_WIDE void attend_block_wide(const Block<T, Out>& block, ForwardScratch& scratch, const Shape& shape,
+                                  AttentionStart start) {
+  attend_block_by<simd::WideFloats>(block, scratch, shape, start);
+}
+
+/// sum = softmax(q k^T / sqrt(size)) v over what `start` says and the keys that each query sees. T: float or
+/// BFloat16; Out: T or float. Features adjacent in all tensors.
+template <class T, class Out>
+void attention_forward(const AttentionSum& sum, const QueriesKeysValues& in, int64_t first_query,
+                       AttentionStart start) {
+  const Shape shape(in.q, in.k, first_query);
+  const Heads<const T> queries(in.q), keys(in.k), values(in.v);
+  const Heads<Out> results(sum.out_BSHD);
+  const LogSums sums(sum.log_sum_exp_BHS);
+  const int64_t blocks = (shape.queries + kQueries - 1) / kQueries;
+  const auto attend = simd::have_wide_vectors() ? attend_block_wide<T, Out> : attend_block<T, Out>;
+  at::parallel_for(0, shape.batch * shape.heads * blocks, 1, [&](int64_t begin, int64_t end) {
+    ForwardScratch scratch(shape);
+    int64_t packed = -1;
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t first = item % blocks * kQueries, head = item / blocks % shape.heads,
+                    b = item / blocks / shape.heads, kv_head = head / shape.group();
+      const int64_t wanted = b * shape.kv_heads + kv_head;
+      if (std::exchange(packed, wanted) != wanted)
+        pack_keys_values<T>(scratch, shape, keys.rows(b, kv_head, 0, shape.keys, shape.size),
+                            values.rows(b, kv_head, 0, shape.keys, shape.size));
+      const int64_t count = std::min(kQueries, shape.queries - first);
+      attend({.queries = queries.rows(b, head, first, count, shape.size),
+              .first = first,
+              .out = results.rows(b, head, first, count, shape.size),
+              .log_sums = sums.rows(b, head, first)},
+             scratch, shape, start);
+    }
+  });
+}
+
+// ---- backward
+
+/// The forward's results over all keys and the gradient of `out`.
+struct AttentionOutputs {
+  at::Tensor grad, out, log_sum_exp;
+};
+
+struct BackwardScratch {
+  std::vector<float> keys, keys_t, values_t;  // panels of K, K^T, V^T of one head
+  // Q (scaled) and dO of one head: blocks, and panels.
+  std::vector<float> queries, query_panels, grads, grad_panels;
+  std::vector<float> log_sum_exp, delta;
+  std::vector<float> grad_q, grad_k, grad_v;      // [padded length, padded size]
+  std::vector<float> probabilities, grad_scores;  // of one block
+
+  explicit BackwardScratch(const Shape& shape) {
+    for (auto* packed : {&keys, &keys_t, &values_t, &grad_k, &grad_v}) packed->resize(shape.packed_keys());
+    for (auto* packed : {&queries, &query_panels, &grads, &grad_panels, &grad_q})
+      packed->resize(shape.packed_queries());
+    for (auto* row : {&log_sum_exp, &delta}) row->resize(static_cast<size_t>(shape.padded_queries()));
+    for (auto* block : {&probabilities, &grad_scores}) block->resize(kQueries * kKeysBackward);
+  }
+};
+
+template <class T>
+TITAN_CPU_CLONES void pack_keys_values(BackwardScratch& scratch, const Shape& shape, simd::Rows<const T> k,
+                                       simd::Rows<const T> v) {
+  simd::pack_panels(scratch.keys.data(), k, shape.padded_keys(), 1.0f);
+  simd::pack_transposed_panels(scratch.keys_t.data(), k, shape.padded_keys());
+  simd::pack_transposed_panels(scratch.values_t.data(), v, shape.padded_keys());
+  std::fill(scratch.grad_k.begin(), scratch.grad_k.end(), 0.0f);
+  std::fill(scratch.grad_v.begin(), scratch.grad_v.end(), 0.0f);
+}
+
+// One head's queries and their results.
+template <class T>
+struct QueryRows {
+  simd::Rows<const T> q, grad, out;
+  LogSumRows log_sums;
+};
+
+template <class T>
+TITAN_CPU_CLONES void pack_queries(BackwardScratch& scratch, const Shape& shape, const QueryRows<T>& rows) {
+  simd::pack_blocks<kQueries>(scratch.queries.data(), rows.q, shape.padded_queries(), shape.scale());
+  simd::pack_panels(scratch.query_panels.data(), rows.q, shape.padded_queries(), shape.scale());
+  simd::pack_blocks<kQueries>(scratch.grads.data(), rows.grad, shape.padded_queries(), 1.0f);
+  simd::pack_panels(scratch.grad_panels.data(), rows.grad, shape.padded_queries(), 1.0f);
+  for (int64_t row = 0; row < shape.queries; ++row) {
+    float dot = 0;
+    for (int64_t d = 0; d < shape.size; ++d)
+      dot += static_cast<float>(rows.out.data[row * rows.out.stride + d]) *
+             static_cast<float>(rows.grad.data[row * rows.grad.stride + d]);
+    scratch.delta[static_cast<size_t>(row)] = dot;
+    scratch.log_sum_exp[static_cast<size_t>(row)] = rows.log_sums.data[row * rows.log_sums.stride];
+  }
+  std::fill(scratch.grad_q.begin(), scratch.grad_q.end(), 0.0f);
+}
+
+// Replaces scores by probabilities, and the gradients of probabilities by those of scores.
+template <class V>
+TITAN_INLINE void probabilities_of_block(BackwardScratch& scratch, const Shape& shape, int64_t query,
+                                         int64_t key) {
+  const int64_t width = std::min(kKeysBackward, shape.keys - key);
+  for (int64_t i = 0; i < kQueries; ++i) {
+    float *p = scratch.probabilities.data() + i * kKeysBackward,
+          *ds = scratch.grad_scores.data() + i * kKeysBackward;
+    const float log_sum = scratch.log_sum_exp[static_cast<size_t>(query + i)],
+                delta = scratch.delta[static_cast<size_t>(query + i)];
+    const int64_t seen = shape.seen(query + i, key, width);
+    for (int64_t j = 0; j < seen; j += simd::kFloatsOf<V>) {
+      const V probability = simd::exp(simd::load_vector<V>(p + j) - log_sum);
+      simd::store(p + j, probability);
+      simd::store(ds + j, probability * (simd::load_vector<V>(ds + j) - delta));
+    }
+    for (int64_t j = seen; j < kKeysBackward; ++j) p[j] = ds[j] = 0;
+  }
+}
+
+// Adds one head's queries to the gradients of its keys and values, and computes their own.
+template <class V>
+TITAN_INLINE void backward_head_by(BackwardScratch& scratch, const Shape& shape) {
+  const int64_t size = shape.size, wide = shape.padded_size(), panels = shape.size_panels(),
+                panel_of_keys = shape.padded_keys() * kPanel,
+                panel_of_queries = shape.padded_queries() * kPanel, key_panels = kKeysBackward / kPanel;
+  float *p = scratch.probabilities.data(), *ds = scratch.grad_scores.data();
+  for (int64_t key = 0; key < shape.keys; key += kKeysBackward) {
+    for (int64_t query = shape.first_block_that_sees(key); query < shape.queries; query += kQueries) {
+      const LeftFactor q{scratch.queries.data() + query * size, 1, kQueries},
+          grad{scratch.grads.data() + query * size, 1, kQueries};
+      simd::multiply_panels<V, false>({p, kKeysBackward}, q,
+                                      {scratch.keys_t.data() + key * size, size * kPanel, key_panels},
+                                      kQueries, size);
+      simd::multiply_panels<V, false>({ds, kKeysBackward}, grad,
+                                      {scratch.values_t.data() + key * size, size * kPanel, key_panels},
+                                      kQueries, size);
+      probabilities_of_block<V>(scratch, shape, query, key);
+      simd::multiply_panels<V, true>({scratch.grad_v.data() + key * wide, wide}, {p, 1, kKeysBackward},
+                                     {scratch.grad_panels.data() + query * kPanel, panel_of_queries, panels},
+                                     kKeysBackward, kQueries);
+      simd::multiply_panels<V, true>({scratch.grad_k.data() + key * wide, wide}, {ds, 1, kKeysBackward},
+                                     {scratch.query_panels.data() + query * kPanel, panel_of_queries, panels},
+                                     kKeysBackward, kQueries);
+      simd::multiply_panels<V, true>({scratch.grad_q.data() + query * wide, wide}, {ds, kKeysBackward, 1},
+                                     {scratch.keys.data() + key * kPanel, panel_of_keys, panels}, kQueries,
+                                     kKeysBackward);
+    }
+  }
+}
+
+TITAN_CPU_CLONES void backward_head(BackwardScratch& scratch, const Shape& shape) {
+  backward_head_by<simd::Floats>(scratch, shape);
+}
+TITAN_WIDE void backward_head_wide(BackwardScratch& scratch, const Shape& shape) {
+  backward_head_by<simd::WideFloats>(scratch, shape);
+}
+
+// to (+)= scale * from
+template <class Out>
+TITAN_CPU_CLONES void unpack_gradient(simd::Rows<Out> to, const std::vector<float>& from, const Shape& shape,
+                                      float scale, bool add) {
+  if constexpr (std::is_same_v<Out, float>) {
+    if (add) {
+      for (int64_t row = 0; row < to.count; ++row)
+        for (int64_t d = 0; d < to.size; ++d)
+          to.data[row * to.stride + d] += scale * from[static_cast<size_t>(row * shape.padded_size() + d)];
+      return;
+    }
+  }
+  simd::unpack_rows(to, from.data(), shape.padded_size(), scale);
+}
+
+// The gradients of q, k and v: written (Out = T) or, with `add`, added to (Out = float). A thread takes the
+// key/value heads one by one with all query heads that read them, so that no two threads write to one
+// gradient.
+template <class T, class Out>
+void attention_backward(const QueriesKeysValues& grads, const QueriesKeysValues& in,
+                        const AttentionOutputs& results, int64_t first_query, bool add) {
+  const Shape shape(in.q, in.k, first_query);
+  const Heads<const T> queries(in.q), keys(in.k), values(in.v), outs(results.out), out_grads(results.grad);
+  const Heads<Out> grad_q(grads.q), grad_k(grads.k), grad_v(grads.v);
+  const LogSums sums(results.log_sum_exp);
+  const auto backward = simd::have_wide_vectors() ? backward_head_wide : backward_head;
+  at::parallel_for(0, shape.batch * shape.kv_heads, 1, [&](int64_t begin, int64_t end) {
+    BackwardScratch scratch(shape);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t b = item / shape.kv_heads, kv_head = item % shape.kv_heads;
+      const auto keys_of = [&](const auto& x) { return x.rows(b, kv_head, 0, shape.keys, shape.size); };
+      pack_keys_values<T>(scratch, shape, keys_of(keys), keys_of(values));
+      for (int64_t head = kv_head * shape.group(); head < (kv_head + 1) * shape.group(); ++head) {
+        const auto queries_of = [&](const auto& x) { return x.rows(b, head, 0, shape.queries, shape.size); };
+        pack_queries<T>(scratch, shape,
+                        {queries_of(queries), queries_of(out_grads), queries_of(outs), sums.rows(b, head)});
+        backward(scratch, shape);
+        unpack_gradient<Out>(queries_of(grad_q), scratch.grad_q, shape, shape.scale(), add);
+      }
+      unpack_gradient<Out>(keys_of(grad_k), scratch.grad_k, shape, 1.0f, add);
+      unpack_gradient<Out>(keys_of(grad_v), scratch.grad_v, shape, 1.0f, add);
+    }
+  });
+}
+
+// ---- the operators
 
 // On AMD's processors with AVX-512 in bf16 too (docs/decisions/cpu_attention.md has the times).
 bool have_own_kernel(const at::Tensor& q) {
@@ -31,15 +467,12 @@ void dispatch_own(const at::Tensor& q, Kernel&& kernel) {
 
 std::tuple<at::Tensor, at::Tensor> causal_attention_cpu(const at::Tensor& q, const at::Tensor& k,
                                                         const at::Tensor& v) {
-  if (!have_own_kernel(q)) {
-    const KernelResult result = run_attention_kernel(heads_first({q, k, v}), /*causal=*/true);
-    return {heads_first(result.out), result.log_sum_exp};
-  }
+  if (!have_own_kernel(q)) return causal_attention_by_libtorch(q, k, v);
   const AttentionSum sum{at::empty(q.sizes(), q.options()),
                          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
   dispatch_own(q, [&]<class T>(T*) {
-    cpu::attention_forward<T, T>(sum, with_adjacent_features({q, k, v}), /*first_query=*/0,
-                                 AttentionStart::Nothing);
+    attention_forward<T, T>(sum, with_adjacent_features({q, k, v}), /*first_query=*/0,
+                            AttentionStart::Nothing);
   });
   return {sum.out_BSHD, sum.log_sum_exp_BHS};
 }
@@ -47,19 +480,15 @@ std::tuple<at::Tensor, at::Tensor> causal_attention_cpu(const at::Tensor& q, con
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_cpu(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& out, const at::Tensor& log_sum_exp) {
-  if (!have_own_kernel(q)) {
-    const QueriesKeysValues grads = heads_first(run_attention_kernel_backward(
-        heads_first(grad), heads_first({q, k, v}), {heads_first(out), log_sum_exp}, /*causal=*/true));
-    return {grads.q, grads.k, grads.v};
-  }
+  if (!have_own_kernel(q)) return causal_attention_backward_by_libtorch(grad, q, k, v, out, log_sum_exp);
   const QueriesKeysValues grads{at::empty(q.sizes(), q.options()), at::empty(k.sizes(), k.options()),
                                 at::empty(v.sizes(), v.options())};
   dispatch_own(q, [&]<class T>(T*) {
-    cpu::attention_backward<T, T>(grads, with_adjacent_features({q, k, v}),
-                                  {.grad = with_adjacent_features(grad),
-                                   .out = with_adjacent_features(out),
-                                   .log_sum_exp = log_sum_exp},
-                                  /*first_query=*/0, /*add=*/false);
+    attention_backward<T, T>(grads, with_adjacent_features({q, k, v}),
+                             {.grad = with_adjacent_features(grad),
+                              .out = with_adjacent_features(out),
+                              .log_sum_exp = log_sum_exp},
+                             /*first_query=*/0, /*add=*/false);
   });
   return {grads.q, grads.k, grads.v};
 }
@@ -68,8 +497,8 @@ void attend_cpu(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, c
                 const at::Tensor& v, int64_t first_query) {
   if (!have_own_kernel(q)) return attend_by_libtorch(out, log_sum_exp, q, k, v, first_query);
   dispatch_own(q, [&]<class T>(T*) {
-    cpu::attention_forward<T, float>({out, log_sum_exp}, with_adjacent_features({q, k, v}), first_query,
-                                     AttentionStart::Partial);
+    attention_forward<T, float>({out, log_sum_exp}, with_adjacent_features({q, k, v}), first_query,
+                                AttentionStart::Partial);
   });
 }
 
@@ -79,11 +508,11 @@ void attend_backward_cpu(at::Tensor& grad_q, at::Tensor& grad_k, at::Tensor& gra
   if (!have_own_kernel(q))
     return attend_backward_by_libtorch(grad_q, grad_k, grad_v, grad, q, k, v, out, log_sum_exp, first_query);
   dispatch_own(q, [&]<class T>(T*) {
-    cpu::attention_backward<T, float>({grad_q, grad_k, grad_v}, with_adjacent_features({q, k, v}),
-                                      {.grad = with_adjacent_features(grad),
-                                       .out = with_adjacent_features(out),
-                                       .log_sum_exp = log_sum_exp},
-                                      first_query, /*add=*/true);
+    attention_backward<T, float>({grad_q, grad_k, grad_v}, with_adjacent_features({q, k, v}),
+                                 {.grad = with_adjacent_features(grad),
+                                  .out = with_adjacent_features(out),
+                                  .log_sum_exp = log_sum_exp},
+                                 first_query, /*add=*/true);
   });
 }
 

@@ -9,7 +9,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 
-#include "ops/cpu/dtype.h"
 #include "ops/cpu/simd.h"
 #include "ops/operators.h"
 #include "titan/ops/loss.h"

@@ -7,7 +7,7 @@
 #include "parallel/activation_checkpoint/saved_tensor_hooks.h"
 #include "titan/core/error.h"
 #include "titan/nn/hooks.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 
 namespace titan::activations {
 

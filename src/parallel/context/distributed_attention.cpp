@@ -73,7 +73,6 @@ at::Tensor ContextCore::attend(const at::Tensor& q, const at::Tensor& k, const a
     node->v = ops::save_input(v);
   }
   const auto [out, log_sum_exp] = ops::kept(ops::KeptKind::Attention, {}, [&]() -> Result {
-    ops::BelowAutograd guard;
     const ops::AttentionSum sum = attention_->forward(q, k, v, {"context_parallel::forward", module_});
     return {sum.out_BSHD.to(q.scalar_type()), sum.log_sum_exp_BHS};
   });

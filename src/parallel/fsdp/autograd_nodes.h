@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "titan/nn/hooks.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::fsdp {
 

@@ -9,7 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "parallel/fsdp/param_group.h"
-#include "tensor/resident_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
 

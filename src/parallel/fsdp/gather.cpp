@@ -9,9 +9,9 @@
 
 #include "float8/cast.h"
 #include "parallel/fsdp/param_group.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 
 namespace titan::fsdp {
 

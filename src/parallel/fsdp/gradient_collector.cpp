@@ -9,8 +9,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "parallel/fsdp/comm_context.h"
-#include "tensor/param_storage.h"
-#include "tensor/resident_memory.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::fsdp {

@@ -12,11 +12,11 @@
 #include "parallel/fsdp/autograd_nodes.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/interned.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/fsdp.h"
 
 namespace titan::fsdp {

@@ -13,11 +13,10 @@
 #include "parallel/tensor/conversion.h"
 #include "parallel/tensor/exchanges.h"
 #include "parallel/tensor/split_params.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/linear.h"
 #include "titan/nn/loss.h"
 
 namespace titan {

@@ -6,7 +6,7 @@
 
 #include "parallel/interned.h"
 #include "parallel/tensor/conversion.h"
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 
 namespace titan::tp {

@@ -12,7 +12,7 @@
 #include "parallel/tensor/tp_group.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/hooks.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::tp {

@@ -11,7 +11,7 @@
 #include "parallel/scratch.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::tp {
 

@@ -8,7 +8,7 @@
 #include "float8/cast.h"
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "unit/golden.h"
 
 namespace titan::float8 {

@@ -5,7 +5,6 @@
 
 #include "float8/cast.h"
 #include "float8/products.h"
-#include "float8/scaled_product.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "float8/cast.h"
-#include "float8/scaled_product.h"
 #include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
@@ -143,7 +142,7 @@ TEST_P(RecipeTest, ABiasStaysInHighPrecision) {
 
 TEST_P(RecipeTest, JointLayersEqualSeparateLayers) {
   const at::Tensor other = (at::randn({48, 32}) * 0.05).to(at::kBFloat16).requires_grad_();
-  const auto joint = ops::joint_linears(x, {{weight}, {other}}, scaled);
+  const auto joint = ops::joint_linears(x, {{weight}, {other}}, {scaled, scaled});
   EXPECT_TRUE(at::equal(joint[0], ops::linear(x, weight, {}, scaled)));
   EXPECT_TRUE(at::equal(joint[1], ops::linear(x, other, {}, scaled)));
   const at::Tensor other_grad = at::randn(joint[1].sizes(), at::kBFloat16);

@@ -2,10 +2,10 @@
 
 #include <ATen/ATen.h>
 
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
 #include "unit/nn/residual_model.h"
 

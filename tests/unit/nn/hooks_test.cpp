@@ -6,7 +6,7 @@
 
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 
 namespace titan::nn {
 namespace {

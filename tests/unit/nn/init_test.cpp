@@ -26,6 +26,21 @@ at::Tensor part(at::Tensor whole, const Box& box) {
   return whole.contiguous();
 }
 
+using PhiloxBlock = std::array<uint32_t, 4>;
+
+// The definition, for one counter, which all of the stream's kernels must agree with.
+PhiloxBlock philox4x32_10(PhiloxBlock counter, std::array<uint32_t, 2> key) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t product0 = uint64_t{kPhiloxMul0} * counter[0],
+                   product1 = uint64_t{kPhiloxMul1} * counter[2];
+    counter = {static_cast<uint32_t>(product1 >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(product1),
+               static_cast<uint32_t>(product0 >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(product0)};
+    key[0] += kPhiloxWeyl0;
+    key[1] += kPhiloxWeyl1;
+  }
+  return counter;
+}
+
 // The known answers of Random123's kat_vectors.
 TEST(Philox, GivesTheKnownAnswers) {
   EXPECT_EQ(philox4x32_10({0, 0, 0, 0}, {0, 0}),

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
 #include "titan/nn/loss.h"

@@ -8,7 +8,7 @@
 
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/nn/module.h"
 
 namespace titan::nn {

@@ -1,6 +1,6 @@
 // Attention over keys that come in parts, forward and backward, against attention over all of them.
 
-#include "ops/attention_kernels.h"
+#include "ops/attention.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

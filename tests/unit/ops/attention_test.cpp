@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
-#include "ops/attention_kernels.h"
+#include "ops/attention.h"
 #include "ops/saved_outputs.h"
 #include "titan/core/error.h"
 #include "titan/ops/functional.h"

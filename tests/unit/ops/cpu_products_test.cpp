@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "ops/cpu/attention_kernel.h"
+#include "ops/cpu/panels.h"
 
 namespace titan::ops::simd {
 namespace {

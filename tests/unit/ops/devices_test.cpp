@@ -1,7 +1,7 @@
 // Every operation gives the same results on a GPU as on the CPU, forward and backward.
 
 #include "dist/device_backend.h"
-#include "ops/attention_kernels.h"
+#include "ops/attention.h"
 #include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
 #include "titan/ops/loss.h"

@@ -3,7 +3,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/ops/linear.h"
 #include "unit/golden.h"
 
@@ -63,7 +63,7 @@ class TwinExchange final : public SequenceExchange {
 struct JointCase {
   at::Tensor x = drawn({2, 3, 5});
   std::vector<at::Tensor> weights{drawn({4, 5}), drawn({7, 5}), drawn({2, 5})};
-  std::shared_ptr<const Products> products = default_products();
+  std::vector<SharedProducts> products{weights.size(), default_products()};
 
   std::vector<SinkedWeight> sinked() const {
     std::vector<SinkedWeight> result;
@@ -72,7 +72,7 @@ struct JointCase {
   }
   std::vector<at::Tensor> apart(const at::Tensor& input) const {
     std::vector<at::Tensor> outputs;
-    for (const at::Tensor& weight : weights) outputs.push_back(linear(input, weight, {}, products));
+    for (const at::Tensor& weight : weights) outputs.push_back(linear(input, weight, {}, products[0]));
     return outputs;
   }
   // x's gradient, then the weights'; resets them.

@@ -3,11 +3,10 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/ops/functional.h"
 #include "titan/ops/linear.h"
-#include "titan/ops/products.h"
 #include "unit/golden.h"
 
 namespace titan::ops {

@@ -1,4 +1,4 @@
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

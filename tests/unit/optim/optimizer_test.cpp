@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "unit/optim/make_parameters.h"
 

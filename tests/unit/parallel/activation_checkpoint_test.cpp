@@ -8,7 +8,7 @@
 #include <set>
 
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "unit/parallel/checkpoint_case.h"
 #include "unit/parallel/lambda_module.h"
 

@@ -15,8 +15,8 @@
 #include "memory_meter.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/hooks.h"
-#include "titan/nn/linear.h"
-#include "titan/ops/products.h"
+#include "titan/nn/layers.h"
+#include "titan/ops/linear.h"
 #include "titan/parallel/activation_checkpoint.h"
 
 namespace titan::testing {

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "ops/saved_outputs.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "unit/parallel/checkpoint_case.h"
 

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "unit/parallel/checkpoint_case.h"
 #include "unit/parallel/lambda_module.h"

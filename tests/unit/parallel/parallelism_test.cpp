@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "titan/dist/world.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 
 namespace titan {
 namespace registered {

@@ -9,12 +9,11 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
-#include "tensor/param_storage.h"
+#include "tensor/memory.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
-#include "titan/nn/linear.h"
 #include "titan/nn/loss.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/parameters.h"

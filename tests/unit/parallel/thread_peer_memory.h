@@ -23,7 +23,7 @@
 
 #include "dist/device_backend.h"
 #include "titan/core/error.h"
-#include "titan/ops/products.h"
+#include "titan/ops/linear.h"
 
 namespace titan::testing {
 

@@ -1,4 +1,4 @@
-#include "tensor/host_allocator.h"
+#include "tensor/memory.h"
 
 #include <sys/resource.h>
 

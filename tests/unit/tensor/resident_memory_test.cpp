@@ -1,4 +1,4 @@
-#include "tensor/resident_memory.h"
+#include "tensor/memory.h"
 
 #include <cstdint>
 #include <fstream>

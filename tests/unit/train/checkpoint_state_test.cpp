@@ -7,7 +7,7 @@
 #include <ATen/ATen.h>
 
 #include "titan/dist/world.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "train/checkpoints/checkpoint_settings.h"
 
 namespace titan::train {

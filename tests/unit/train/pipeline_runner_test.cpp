@@ -8,7 +8,7 @@
 
 #include "job/pipeline/stages.h"
 #include "titan/core/error.h"
-#include "titan/nn/linear.h"
+#include "titan/nn/layers.h"
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "train/pipeline/pipeline_runner.h"

@@ -3,6 +3,8 @@
 // Attention through LibTorch's kernels that return and take the log-sum-exp, and from its matrix products
 // where it has no such kernel.
 
+#include <tuple>
+
 #include "titan/ops/functional.h"
 
 namespace titan::ops {
@@ -42,7 +44,12 @@ QueriesKeysValues tiled_attention_backward(const at::Tensor& grad, const Queries
 
 // Sequence first again, as everywhere else.
 
-/// The operators titan::attend_ and titan::attend_backward_ (operators.cpp) by these kernels.
+/// The operators titan::causal_attention, titan::attend_ and their backwards (operators.cpp) by these kernels.
+std::tuple<at::Tensor, at::Tensor> causal_attention_by_libtorch(const at::Tensor& q, const at::Tensor& k,
+                                                                const at::Tensor& v);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward_by_libtorch(
+    const at::Tensor& grad, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& out, const at::Tensor& log_sum_exp);
 void attend_by_libtorch(at::Tensor& out, at::Tensor& log_sum_exp, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v, int64_t first_query);
 void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Tensor& grad_v,
@@ -50,8 +57,7 @@ void attend_backward_by_libtorch(at::Tensor& grad_q, at::Tensor& grad_k, at::Ten
                                  const at::Tensor& v, const at::Tensor& out, const at::Tensor& log_sum_exp,
                                  int64_t first_query);
 
-/// Differentiable causal attention by the kernel that LibTorch's scaled_dot_product_attention would choose,
-/// as a node whose results checkpointing may keep.
+/// Causal attention by titan::causal_attention, as a node whose results checkpointing may keep.
 at::Tensor kernel_attention(const QueriesKeysValues& in);
 
 }  // namespace titan::ops
