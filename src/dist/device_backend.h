@@ -125,13 +125,9 @@ DeviceBackend* device_backend();
 /// True where the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
 bool gpu_visible();
 
-struct DeviceSituation {
-  std::string wanted;            ///< InitOptions::device
-  bool gpu_visible = false;      ///< the driver shows one
-  std::filesystem::path plugin;  ///< which may not exist
-};
-
 /// A warning that the job runs on the CPU beside a GPU because the plugin wasn't built; empty otherwise.
-std::string missing_plugin_warning(const DeviceSituation& situation);
+/// `wanted`: InitOptions::device. `gpu_visible`: the driver shows one. `plugin`: its file, which may not exist.
+std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
+                                   const std::filesystem::path& plugin);
 
 }  // namespace titan::dist

@@ -87,11 +87,10 @@ void name_stream(std::string name, const Stream& stream) {
   const std::lock_guard lock(names.mutex);
   const auto known = std::find_if(names.list.begin(), names.list.end(),
                                   [&](const NamedStream& each) { return each.name == name; });
-  if (known == names.list.end()) {
+  if (known == names.list.end())
     names.list.push_back({std::move(name), stream});
-  } else {
+  else
     known->stream = stream;
-  }
 }
 
 std::vector<NamedStream> named_streams() {

@@ -58,13 +58,7 @@ std::map<std::string, std::vector<int>> ranks_seen(const std::vector<FlightFile>
 }
 
 std::string sizes_text(const std::vector<std::vector<int64_t>>& all) {
-  std::string text;
-  for (const auto& sizes : all) {
-    text += text.empty() ? "[" : ", [";
-    for (size_t i = 0; i < sizes.size(); ++i) text += str(i > 0 ? ", " : "", sizes[i]);
-    text += "]";
-  }
-  return text;
+  return list_str(all, ", ", [](const auto& sizes) { return str("[", list_str(sizes), "]"); });
 }
 
 /// Operations whose parts may differ from rank to rank by definition.
@@ -143,6 +137,8 @@ struct Blocked {
   const FlightCall* call;
   size_t lane;
   std::vector<int> missing;
+
+  int64_t start_ns() const { return call->start_ns; }
 };
 
 std::string seconds_text(int64_t ns) {
@@ -232,12 +228,12 @@ class Investigation {
     // The largest set first: the other ranks are the ones to look at.
     std::stable_sort(kinds.begin(), kinds.end(),
                      [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
-    std::string text;
-    for (const auto& [call, ranks] : kinds) {
+    const std::string text = list_str(kinds, "; ", [&](const auto& kind) {
+      const auto& [call, ranks] = kind;
       const std::string tensors = describe_tensors(*call);
-      text += str(text.empty() ? "" : "; ", name_ranks(ranks), ranks.size() > 1 ? " call " : " calls ",
-                  describe(lane, *call), tensors.empty() ? "" : " of ", tensors);
-    }
+      return str(name_ranks(ranks), ranks.size() > 1 ? " call " : " calls ", describe(lane, *call),
+                 tensors.empty() ? "" : " of ", tensors);
+    });
     report_.culprits.clear();
     for (size_t i = 1; i < kinds.size(); ++i)
       report_.culprits.insert(report_.culprits.end(), kinds[i].second.begin(), kinds[i].second.end());
@@ -255,8 +251,7 @@ class Investigation {
   bool find_missing() {
     const Blocked* first = nullptr;
     for (const Blocked& blocked : blocked_)
-      if (!blocked.missing.empty() && (!first || blocked.call->start_ns < first->call->start_ns))
-        first = &blocked;
+      if (!blocked.missing.empty() && (!first || blocked.start_ns() < first->start_ns())) first = &blocked;
     if (!first) return false;
     std::set<int> visited;
     const Blocked* at = first;
@@ -312,7 +307,7 @@ class Investigation {
   }
 
   static std::string waited(const Blocked& blocked) {
-    return seconds_text(blocked.file->time_ns - blocked.call->start_ns);
+    return seconds_text(blocked.file->time_ns - blocked.start_ns());
   }
 
   std::string host_of(const std::vector<int>& ranks) const {
@@ -345,23 +340,21 @@ class Investigation {
 
   void tell_deadlock(const Blocked& start) {
     std::string text;
-    std::vector<int> ring;
-    for (const Blocked* at = &start; at && std::find(ring.begin(), ring.end(), at->file->rank) == ring.end();
+    std::vector<int>& ring = report_.culprits;
+    ring.clear();
+    for (const Blocked* at = &start; at && std::ranges::find(ring, at->file->rank) == ring.end();
          at = blocked_of(at->missing.front())) {
       ring.push_back(at->file->rank);
       text += str(text.empty() ? "" : "; ", "rank ", at->file->rank, " waits in ",
                   describe(report_.lanes[at->lane], *at->call), " for ", name_ranks(at->missing));
     }
-    report_.culprits = ring;
     settle(FlightVerdict::Deadlock, start.lane, start.call->sequence,
            str("ranks wait for each other, in different calls: ", text));
   }
 
   bool find_all_there() {
     if (blocked_.empty()) return false;
-    const Blocked& first = *std::min_element(
-        blocked_.begin(), blocked_.end(),
-        [](const Blocked& a, const Blocked& b) { return a.call->start_ns < b.call->start_ns; });
+    const Blocked& first = *std::ranges::min_element(blocked_, {}, &Blocked::start_ns);
     settle(FlightVerdict::AllThere, first.lane, first.call->sequence,
            str("all ranks have come to ", describe(report_.lanes[first.lane], *first.call), ", where rank ",
                first.file->rank, " waits for ", waited(first),

@@ -2,7 +2,7 @@
 
 #include <ATen/Context.h>
 
-#include "core/process_stats.h"
+#include "core/process.h"
 #include "dist/device_backend.h"
 #include "guard/policies.h"
 #include "guard/run_observers.h"

@@ -22,10 +22,9 @@
 #include <torch/version.h>
 #include <nlohmann/json.hpp>
 
-#include "core/process_stats.h"
+#include "core/process.h"
 #include "dist/device_backend.h"
 #include "titan/core/error.h"
-#include "titan/core/version.h"
 #include "titan/dist/world.h"
 
 namespace titan::train {

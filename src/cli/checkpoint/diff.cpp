@@ -14,7 +14,7 @@
 #include "cli/parser.h"
 #include "cli/text.h"
 #include "config/differences.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/checkpoint/saved_state.h"
 #include "titan/core/error.h"
 

@@ -6,7 +6,7 @@
 
 #include "config/differences.h"
 #include "config/document.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 

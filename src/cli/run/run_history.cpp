@@ -11,7 +11,7 @@
 #include <tuple>
 
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "train/policies/interruption.h"

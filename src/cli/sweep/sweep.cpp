@@ -22,7 +22,7 @@
 #include "cli/run/run_history.h"
 #include "cli/text.h"
 #include "config/differences.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"
 #include "titan/config/load.h"

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "data/tokenizer/pattern.h"
 
 namespace titan::data {

@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/hash.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "core/utf8.h"
 #include "data/tokenizer/pre_tokenizer.h"
 #include "titan/core/error.h"

@@ -10,12 +10,12 @@
 #include <torch/version.h>
 
 #include "config/differences.h"
+#include "core/process.h"
 #include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/core/version.h"
 #include "titan/train/trainer.h"
 #include "train/checkpoints/peer_saves.h"
 #include "train/checkpoints/step_choice.h"

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/format/rank_file.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
