@@ -4,11 +4,11 @@
 #include <cctype>
 #include <cmath>
 
+#include "core/file.h"
 #include "core/utf8.h"
 #include "titan/config/load.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::config {
 namespace {

@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/file.h"
 #include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan {
 

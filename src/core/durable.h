@@ -4,7 +4,7 @@
 // A durable file is whole or not there, also after a power failure:
 //
 //   OutputFile          known size, written in any order by several threads, synced by finish()
-//   write_file_atomic   (titan/core/file.h) an OutputFile under a temporary name, renamed, its folder synced
+//   write_file_atomic   (core/file.h) an OutputFile under a temporary name, renamed, its folder synced
 //   write_gzip_atomic   the same, compressed
 //   AppendFile          a log: each append reaches the operating system, sync() reaches the disk
 //

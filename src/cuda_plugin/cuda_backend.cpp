@@ -23,8 +23,8 @@
 
 #include "core/process.h"
 #include "dist/device_backend.h"
+#include "dist/stream.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 namespace titan::dist {
 

@@ -2,7 +2,7 @@
 
 // What a kind of device adds to the library: groups over its interconnect, choosing the device, memory that
 // ranks share, memory figures. The CUDA one lives in the plugin libtitan_cuda.so, so that a machine without a
-// GPU never loads a CUDA library. Streams and events are in titan/dist/stream.h.
+// GPU never loads a CUDA library. Streams and events are in dist/stream.h.
 
 #include <chrono>
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "titan/dist/stream.h"
+#include "dist/stream.h"
 
 namespace c10d {
 class Backend;

@@ -1,4 +1,4 @@
-#include "titan/dist/stream.h"
+#include "dist/stream.h"
 
 #include <algorithm>
 #include <mutex>

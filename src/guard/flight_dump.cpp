@@ -18,11 +18,11 @@
 #include <string_view>
 #include <vector>
 
+#include "core/file.h"
 #include "core/process.h"
 #include "dist/flight_record.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::dist {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/file.h"
 #include "guard/flight_report.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::dist {
 namespace {

@@ -12,13 +12,13 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "core/file.h"
 #include "core/threads.h"
 #include "core/units.h"
 #include "dist/flight_record.h"
 #include "guard/flight_dump.h"
 #include "guard/flight_report.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::dist {

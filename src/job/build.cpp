@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 
+#include "core/file.h"
 #include "core/process.h"
 #include "dist/device_backend.h"
 #include "guard/policies.h"
@@ -15,7 +16,6 @@
 #include "observe/structured_file.h"
 #include "observe/structured_log.h"
 #include "titan/config/load.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 #include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"

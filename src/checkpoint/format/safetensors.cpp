@@ -8,9 +8,9 @@
 #include <c10/util/accumulate.h>
 
 #include "checkpoint/format/safetensors_header.h"
+#include "core/file.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan {
 

@@ -6,9 +6,9 @@
 #include <ATen/ops/empty.h>
 
 #include "checkpoint/hugging_face/hf_json.h"
+#include "core/file.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan {
 namespace {

@@ -9,10 +9,10 @@
 #include <nlohmann/json.hpp>
 
 #include "core/durable.h"
+#include "core/file.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan {
 namespace {

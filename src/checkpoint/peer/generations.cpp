@@ -10,10 +10,10 @@
 #include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/durable.h"
+#include "core/file.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::checkpoint::detail {
 namespace {

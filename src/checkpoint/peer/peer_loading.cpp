@@ -10,8 +10,8 @@
 #include "checkpoint/peer/transfer.h"
 #include "checkpoint/save/rank_tree.h"
 #include "checkpoint/save/shared_folder.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::checkpoint {

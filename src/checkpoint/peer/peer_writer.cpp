@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "checkpoint/format/stored_files.h"
+#include "core/file.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::checkpoint::detail {

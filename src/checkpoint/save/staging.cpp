@@ -12,8 +12,8 @@
 #include <ATen/ops/from_blob.h>
 
 #include "core/threads.h"
+#include "dist/stream.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 #ifdef __SSE2__
 #include <emmintrin.h>

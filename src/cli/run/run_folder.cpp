@@ -6,9 +6,9 @@
 
 #include "config/differences.h"
 #include "config/document.h"
+#include "core/file.h"
 #include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 

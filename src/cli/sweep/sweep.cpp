@@ -22,12 +22,12 @@
 #include "cli/run/run_history.h"
 #include "cli/text.h"
 #include "config/differences.h"
+#include "core/file.h"
 #include "core/json.h"
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::cli::sweep {

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "titan/core/file.h"
+#include "core/file.h"
 #include "titan/data/feed.h"
 
 namespace titan::data {

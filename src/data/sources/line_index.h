@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
+#include "core/file.h"
 #include "data/sources/files.h"
-#include "titan/core/file.h"
 
 namespace titan::data {
 

@@ -4,12 +4,12 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/file.h"
 #include "core/hash.h"
 #include "core/json.h"
 #include "core/utf8.h"
 #include "data/tokenizer/pre_tokenizer.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::data {
 

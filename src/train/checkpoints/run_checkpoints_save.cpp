@@ -5,12 +5,12 @@
 #include <exception>
 #include <functional>
 
+#include "core/file.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 #include "train/checkpoints/peer_saves.h"
 #include "train/checkpoints/run_checkpoints.h"

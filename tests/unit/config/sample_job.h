@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "core/file.h"
 #include "titan/config/load.h"
 #include "titan/config/schema.h"
-#include "titan/core/file.h"
 
 namespace titan::config::sample {
 
