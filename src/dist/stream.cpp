@@ -85,8 +85,7 @@ void name_stream(std::string name, const Stream& stream) {
   if (!stream.on_device()) return;
   StreamNames& names = stream_names();
   const std::lock_guard lock(names.mutex);
-  const auto known = std::find_if(names.list.begin(), names.list.end(),
-                                  [&](const NamedStream& each) { return each.name == name; });
+  const auto known = std::ranges::find(names.list, name, &NamedStream::name);
   if (known == names.list.end())
     names.list.push_back({std::move(name), stream});
   else

@@ -67,30 +67,6 @@ bool has_uneven_parts(const std::string& op) {
          op.find("coalesced") != std::string::npos;
 }
 
-/// The calls of all files, by lane.
-struct JoinedFlights {
-  std::vector<FlightLane> lanes;
-  std::unordered_map<const FlightCall*, size_t> lane_of;
-};
-
-/// If a rank made several calls under one number (PyTorch's coalesced ones), the first stands for all.
-JoinedFlights join_flights(const std::vector<FlightFile>& files) {
-  const auto seen = ranks_seen(files);
-  std::map<LaneKey, size_t> index;
-  JoinedFlights joined;
-  for (const FlightFile& file : files)
-    for (const FlightCall& call : file.calls) {
-      const FlightGroup& group = file.groups[call.group];
-      const std::vector<int>& ranks = group.ranks.empty() ? seen.at(group.name) : group.ranks;
-      const auto [at, is_new] =
-          index.try_emplace({group.name, group.purpose, ranks, call.from, call.to}, joined.lanes.size());
-      if (is_new) joined.lanes.push_back({group.name, group.purpose, ranks, call.from, call.to, {}});
-      joined.lanes[at->second].calls[call.sequence].emplace(file.rank, &call);
-      joined.lane_of[&call] = at->second;
-    }
-  return joined;
-}
-
 /// The difference between two calls that should be the same; "" if there is none.
 std::string difference(const FlightLane& lane, const FlightCall& a, const FlightCall& b) {
   if (lane.from < 0 && a.op != b.op) return "operation";
@@ -149,11 +125,10 @@ std::string seconds_text(int64_t ns) {
 
 class Investigation {
  public:
-  Investigation(const std::vector<FlightFile>& files, JoinedFlights joined, bool all_ranks_live,
-                FlightReport& report)
-      : files_(files), lane_of_(std::move(joined.lane_of)), all_ranks_live_(all_ranks_live), report_(report) {
-    report_.lanes = std::move(joined.lanes);
+  Investigation(const std::vector<FlightFile>& files, bool all_ranks_live, FlightReport& report)
+      : files_(files), all_ranks_live_(all_ranks_live), report_(report) {
     for (const FlightFile& file : files_) by_rank_[file.rank] = &file;
+    join_calls();
   }
 
   void solve() {
@@ -166,6 +141,23 @@ class Investigation {
   }
 
  private:
+  // Sorts the calls of all files into lanes. If a rank made several calls under one number (PyTorch's coalesced
+  // ones), the first stands for all.
+  void join_calls() {
+    const auto seen = ranks_seen(files_);
+    std::map<LaneKey, size_t> index;
+    for (const FlightFile& file : files_)
+      for (const FlightCall& call : file.calls) {
+        const FlightGroup& group = file.groups[call.group];
+        const std::vector<int>& ranks = group.ranks.empty() ? seen.at(group.name) : group.ranks;
+        const auto [at, is_new] =
+            index.try_emplace({group.name, group.purpose, ranks, call.from, call.to}, report_.lanes.size());
+        if (is_new) report_.lanes.push_back({group.name, group.purpose, ranks, call.from, call.to, {}});
+        report_.lanes[at->second].calls[call.sequence].emplace(file.rank, &call);
+        lane_of_[&call] = at->second;
+      }
+  }
+
   // Work beside the training may wait for long: it matters only where nothing else waits.
   void find_blocked(bool background) {
     for (const FlightFile& file : files_)
@@ -191,8 +183,7 @@ class Investigation {
 
   // The rank has made calls since.
   static bool was_survived(const FlightFile& file, const FlightCall& failed) {
-    return failed.end_ns > 0 &&
-           std::any_of(file.calls.begin(), file.calls.end(), [&](const FlightCall& call) {
+    return failed.end_ns > 0 && std::ranges::any_of(file.calls, [&](const FlightCall& call) {
              return call.background == failed.background && call.start_ns > failed.end_ns;
            });
   }
@@ -381,7 +372,7 @@ class Investigation {
 
 FlightReport make_flight_report(const std::vector<FlightFile>& files, const FlightReportOptions& options) {
   FlightReport report;
-  Investigation(files, join_flights(files), options.all_ranks_live, report).solve();
+  Investigation(files, options.all_ranks_live, report).solve();
   return report;
 }
 

@@ -237,8 +237,8 @@ class LabelledNode final : public torch::autograd::FunctionPostHook {
 };
 
 bool is_labelled(const Node& node) {
-  return std::any_of(node.post_hooks().begin(), node.post_hooks().end(),
-                     [](const auto& hook) { return dynamic_cast<const LabelledNode*>(hook.get()); });
+  return std::ranges::any_of(node.post_hooks(),
+                             [](const auto& hook) { return dynamic_cast<const LabelledNode*>(hook.get()); });
 }
 
 // A leaf's node belongs to no forward.
