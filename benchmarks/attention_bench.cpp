@@ -17,8 +17,8 @@
 
 #include <ATen/ATen.h>
 
+#include "dist/stream.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 #include "titan/dist/world.h"
 #include "titan/ops/functional.h"
 

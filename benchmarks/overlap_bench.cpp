@@ -24,9 +24,9 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "dist/stream.h"
 #include "parallel/tensor/exchanges.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 #include "titan/dist/world.h"
 #include "titan/ops/linear.h"
 

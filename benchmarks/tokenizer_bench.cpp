@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/data/tokenizer.h"
 
 namespace {

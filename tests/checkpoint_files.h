@@ -12,9 +12,9 @@
 #include <ATen/ATen.h>
 
 #include "checkpoint/format/rank_file.h"
+#include "core/file.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
-#include "titan/core/file.h"
 
 namespace titan::testing {
 

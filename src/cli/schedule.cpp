@@ -12,8 +12,8 @@
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/text.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_simulation.h"
 

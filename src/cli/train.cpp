@@ -12,7 +12,7 @@
 #include "cli/arguments.h"
 #include "cli/launch/launch_train.h"
 #include "cli/text.h"
-#include "core/process_stats.h"
+#include "core/process.h"
 #include "dist/environment.h"
 #include "guard/flight_dump.h"
 #include "guard/startup_watch.h"
@@ -98,7 +98,7 @@ void requeue_if_wanted(const train::JobConfig& config, int signal) {
 int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   if (::isatty(STDERR_FILENO)) ::setenv(kOnTerminal, "1", /*overwrite=*/1);
   ::setenv(kFilesChecked, "1", /*overwrite=*/1);
-  train::pass_on_launch_time();
+  pass_on_launch_time();
   LaunchOptions options;
   options.num_ranks = arguments.num_ranks;
   options.command = rank_command(arguments);

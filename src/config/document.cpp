@@ -7,7 +7,10 @@
 
 #include "core/json.h"
 #include "core/utf8.h"
-#include "titan/core/file.h"
+#include "core/file.h"
+#include "titan/config/load.h"
+#include "titan/config/table.h"
+#include "titan/core/error.h"
 
 namespace titan::config {
 namespace {

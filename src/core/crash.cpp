@@ -97,11 +97,10 @@ void wait_for_end() {
 }
 
 void handle(int signal, siginfo_t* info, void*) {
-  if (reporting.test_and_set()) {
+  if (reporting.test_and_set())
     wait_for_end();
-  } else {
+  else
     report(signal, info);
-  }
   struct sigaction default_action = {};
   default_action.sa_handler = SIG_DFL;
   sigaction(signal, &default_action, nullptr);

@@ -4,13 +4,13 @@
 // A durable file is whole or not there, also after a power failure:
 //
 //   OutputFile          known size, written in any order by several threads, synced by finish()
-//   write_file_atomic   (titan/core/file.h) an OutputFile under a temporary name, renamed, its folder synced
+//   write_file_atomic   (core/file.h) an OutputFile under a temporary name, renamed, its folder synced
 //   write_gzip_atomic   the same, compressed
 //   AppendFile          a log: each append reaches the operating system, sync() reaches the disk
 //
 // Folders are written under a temporary name, synced, renamed, and their parent synced, with the calls at the
 // end. Every Error names the path and the reason. Only flight dumps are written elsewhere
-// (dist/flight_dump.cpp): a signal handler may call nothing of this.
+// (guard/flight_dump.cpp): a signal handler may call nothing of this.
 
 #include <fcntl.h>
 #include <sys/uio.h>
@@ -113,10 +113,6 @@ bool exchange_folders(const std::filesystem::path& a, const std::filesystem::pat
 void remove_folder(const std::filesystem::path& folder);
 /// Whether something has that name, even a broken link.
 bool is_there(const std::filesystem::path& path);
-/// Whether the path itself is a folder, not a link to one.
-bool is_own_folder(const std::filesystem::path& path);
-/// Whether the path itself is a regular file, not a link to one.
-bool is_own_file(const std::filesystem::path& path);
 
 }  // namespace detail
 }  // namespace titan

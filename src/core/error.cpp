@@ -11,13 +11,7 @@
 namespace titan {
 namespace {
 
-std::string join_lines(const std::vector<std::string>& lines) {
-  std::string text;
-  for (const auto& line : lines) text += (text.empty() ? "" : "\n") + line;
-  return text;
-}
-
-/// "src/parallel/fsdp.cpp", wherever the library was built.
+/// "src/dist/world.cpp", wherever the library was built.
 std::string_view path_in_project(std::string_view path) {
   for (std::string_view root : {"/src/", "/include/", "/models/", "/tests/"}) {
     size_t at = path.rfind(root);
@@ -71,7 +65,7 @@ bool contains_either_way(std::string_view a, std::string_view b) {
 }  // namespace
 
 ConfigError::ConfigError(std::vector<std::string> problems)
-    : Error(join_lines(problems)), problems_(std::move(problems)) {}
+    : Error(list_str(problems, "\n")), problems_(std::move(problems)) {}
 
 namespace detail {
 
@@ -106,8 +100,7 @@ std::vector<std::string> nearest_names(std::string_view name, const std::vector<
     size_t tolerated = std::max<size_t>(1, std::max(wanted.size(), other.size()) / 3);
     if (distance <= tolerated || contains_either_way(wanted, other)) near.push_back({distance, &candidate});
   }
-  std::stable_sort(near.begin(), near.end(),
-                   [](const auto& a, const auto& b) { return a.distance < b.distance; });
+  std::ranges::stable_sort(near, {}, &Candidate::distance);
   std::vector<std::string> names;
   for (size_t i = 0; i < std::min(limit, near.size()); ++i) names.push_back(*near[i].name);
   return names;

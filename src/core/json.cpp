@@ -1,10 +1,9 @@
 #include "core/json.h"
 
 #include <algorithm>
-#include <limits>
+#include <array>
 #include <set>
-
-#include "core/json_tree.h"
+#include <type_traits>
 
 namespace titan {
 namespace {
@@ -97,14 +96,18 @@ std::string read_json(std::string_view text, JsonEvents& events) {
 
 namespace {
 
-std::string expected(const JsonTarget& target) {
+const char* named(bool is_array) { return is_array ? "an array" : "an object"; }
+const char* named(const JsonValue& value) {
+  static constexpr std::array names = {"a string", "a number", "true or false"};
+  return names[value.index()];
+}
+
+const char* expected(const JsonTarget& target) {
   if (std::holds_alternative<std::string*>(target)) return "a string";
   if (std::holds_alternative<int64_t*>(target)) return "an integer";
   if (std::holds_alternative<bool*>(target)) return "true or false";
-  return std::get<JsonScope*>(target)->is_array() ? "an array" : "an object";
+  return named(std::get<JsonScope*>(target)->is_array());
 }
-
-const char* named(bool is_array) { return is_array ? "an array" : "an object"; }
 
 /// Keys in messages are cut: a file may hold any.
 std::string shortened(const std::string& key) { return key.size() <= 60 ? key : key.substr(0, 60) + "..."; }
@@ -115,17 +118,11 @@ class ScopeEvents final : public JsonEvents {
   explicit ScopeEvents(JsonScope& root) : root_(root) {}
 
   std::string null() override { return placed("null"); }
-  std::string boolean(bool value) override {
-    return placed(open_.empty() ? kNoObject : open_.back()->boolean(value));
-  }
-  std::string integer(int64_t value) override {
-    return placed(open_.empty() ? kNoObject : open_.back()->number(value));
-  }
+  std::string boolean(bool value) override { return take(value); }
+  std::string integer(int64_t value) override { return take(value); }
   std::string large_integer(uint64_t value) override { return placed(JsonEvents::large_integer(value)); }
   std::string real(double value) override { return placed(JsonEvents::real(value)); }
-  std::string text(std::string& value) override {
-    return placed(open_.empty() ? kNoObject : open_.back()->text(value));
-  }
+  std::string text(std::string& value) override { return take(std::move(value)); }
   std::string key(std::string& key) override { return placed(open_.back()->key(key)); }
 
   std::string open(bool is_array) override {
@@ -143,6 +140,9 @@ class ScopeEvents final : public JsonEvents {
   }
 
  private:
+  std::string take(JsonValue value) {
+    return placed(open_.empty() ? kNoObject : open_.back()->value(std::move(value)));
+  }
   std::string placed(std::string problem) const {
     std::string place;
     if (problem.empty()) return problem;
@@ -158,9 +158,10 @@ class ScopeEvents final : public JsonEvents {
 }  // namespace
 
 std::string JsonScope::key(const std::string&) { return "a key"; }
-std::string JsonScope::text(std::string&) { return "a string, where none is expected"; }
-std::string JsonScope::number(int64_t) { return "a number, where none is expected"; }
-std::string JsonScope::boolean(bool) { return "true or false, where neither is expected"; }
+std::string JsonScope::value(JsonValue value) {
+  const bool is_bool = std::holds_alternative<bool>(value);
+  return str(named(value), is_bool ? ", where neither is expected" : ", where none is expected");
+}
 std::string JsonScope::open(bool is_array, JsonScope*&) {
   return str(named(is_array), ", where none is expected");
 }
@@ -174,8 +175,7 @@ void JsonRecord::begin() {
 }
 
 std::string JsonRecord::key(const std::string& key) {
-  const auto field =
-      std::find_if(fields_.begin(), fields_.end(), [&](const Field& known) { return known.name == key; });
+  const auto field = std::ranges::find(fields_, key, &Field::name);
   in_field_ = field != fields_.end();
   if (!in_field_) return str("unknown key '", shortened(key), "'");
   current_ = static_cast<size_t>(field - fields_.begin());
@@ -197,20 +197,17 @@ std::string JsonRecord::next(const JsonTarget*& target) {
   return "";
 }
 
-template <class Value>
-std::string JsonRecord::put(Value value, const char* what) {
+std::string JsonRecord::value(JsonValue value) {
   const JsonTarget* target = nullptr;
   std::string problem = next(target);
   if (!problem.empty()) return problem;
-  auto* const* place = std::get_if<Value*>(target);
-  if (place == nullptr) return str(what, "; expected ", expected(*target));
-  **place = std::move(value);
-  return "";
+  const auto put = [&](auto& held) {
+    auto* const* place = std::get_if<std::remove_reference_t<decltype(held)>*>(target);
+    if (place != nullptr) **place = std::move(held);
+    return place != nullptr;
+  };
+  return std::visit(put, value) ? "" : str(named(value), "; expected ", expected(*target));
 }
-
-std::string JsonRecord::text(std::string& value) { return put(std::move(value), "a string"); }
-std::string JsonRecord::number(int64_t value) { return put(value, "a number"); }
-std::string JsonRecord::boolean(bool value) { return put(value, "true or false"); }
 
 std::string JsonRecord::open(bool is_array, JsonScope*& inside) {
   const JsonTarget* target = nullptr;
@@ -238,6 +235,8 @@ std::string JsonList::unexpected(const char* what) {
   return str(what, "; expected ", named(element_.is_array()));
 }
 
+std::string JsonList::value(JsonValue value) { return unexpected(named(value)); }
+
 std::string JsonList::open(bool is_array, JsonScope*& inside) {
   if (is_array != element_.is_array()) return unexpected(named(is_array));
   if (++count_ > limit_) return str("more than ", limit_, " elements");
@@ -247,9 +246,11 @@ std::string JsonList::open(bool is_array, JsonScope*& inside) {
 
 std::string JsonList::position() const { return count_ > 0 ? str("[", count_ - 1, "]") : ""; }
 
-std::string JsonNumbers::number(int64_t value) {
+std::string JsonNumbers::value(JsonValue value) {
+  const auto* number = std::get_if<int64_t>(&value);
+  if (number == nullptr) return JsonScope::value(std::move(value));
   if (values_.size() == limit_) return str("more than ", limit_, " numbers");
-  values_.push_back(value);
+  values_.push_back(*number);
   return "";
 }
 
@@ -261,8 +262,10 @@ std::string JsonTexts::key(const std::string& key) {
   return texts_.emplace(key, "").second ? "" : "duplicate key";
 }
 
-std::string JsonTexts::text(std::string& value) {
-  texts_[key_] = std::move(value);
+std::string JsonTexts::value(JsonValue value) {
+  auto* text = std::get_if<std::string>(&value);
+  if (text == nullptr) return JsonScope::value(std::move(value));
+  texts_[key_] = std::move(*text);
   return "";
 }
 

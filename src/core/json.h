@@ -7,19 +7,25 @@
 //   events   read_json() hands each token to a JsonEvents, which has a grammar of its own
 //   form     JsonRecord, JsonList, ...: objects and arrays of a fixed form, read into variables
 //   leaves   read_json_leaves(): every scalar with the path to it
-//   tree     parse_json() and JsonFile (core/json_tree.h): a nlohmann::json of at most kMaxJsonDepth levels
+//   tree     parse_json() and JsonFile: a nlohmann::json of at most kMaxJsonDepth levels
 //
 // NUL bytes, invalid UTF-8 and anything after the value are errors in all of them.
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
+#include <limits>
 #include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "titan/core/error.h"
 
 namespace titan {
 
@@ -62,6 +68,9 @@ std::string read_json(std::string_view text, JsonEvents& events);
 
 // ---- objects and arrays of a fixed form
 
+/// A value that is neither object nor array.
+using JsonValue = std::variant<std::string, int64_t, bool>;
+
 /// The inside of an object or array. Each call returns what is wrong, or "".
 class JsonScope {
  public:
@@ -70,9 +79,7 @@ class JsonScope {
   /// Called at the beginning of each object or array that uses this scope; there may be many.
   virtual void begin() = 0;
   virtual std::string key(const std::string& key);
-  virtual std::string text(std::string& value);
-  virtual std::string number(int64_t value);
-  virtual std::string boolean(bool value);
+  virtual std::string value(JsonValue value);
   /// An object or array begins; `inside` will take its contents.
   virtual std::string open(bool is_array, JsonScope*& inside);
   virtual std::string end() = 0;
@@ -97,17 +104,13 @@ class JsonRecord final : public JsonScope {
   bool is_array() const override { return form_ == Form::Array; }
   void begin() override;
   std::string key(const std::string& key) override;
-  std::string text(std::string& value) override;
-  std::string number(int64_t value) override;
-  std::string boolean(bool value) override;
+  std::string value(JsonValue value) override;
   std::string open(bool is_array, JsonScope*& inside) override;
   std::string end() override;
   std::string position() const override;
 
  private:
   std::string next(const JsonTarget*& target);
-  template <class Value>
-  std::string put(Value value, const char* what);
 
   Form form_;
   std::vector<Field> fields_;
@@ -124,9 +127,7 @@ class JsonList final : public JsonScope {
       : element_(element), limit_(limit), taken_(std::move(taken)) {}
   bool is_array() const override { return true; }
   void begin() override { count_ = 0; }
-  std::string text(std::string&) override { return unexpected("a string"); }
-  std::string number(int64_t) override { return unexpected("a number"); }
-  std::string boolean(bool) override { return unexpected("true or false"); }
+  std::string value(JsonValue value) override;
   std::string open(bool is_array, JsonScope*& inside) override;
   std::string end() override { return taken_ ? taken_() : ""; }
   std::string position() const override;
@@ -146,7 +147,7 @@ class JsonNumbers final : public JsonScope {
   JsonNumbers(std::vector<int64_t>& values, size_t limit) : values_(values), limit_(limit) {}
   bool is_array() const override { return true; }
   void begin() override { values_.clear(); }
-  std::string number(int64_t value) override;
+  std::string value(JsonValue value) override;
   std::string end() override { return ""; }
   std::string position() const override;
 
@@ -162,7 +163,7 @@ class JsonTexts final : public JsonScope {
   bool is_array() const override { return false; }
   void begin() override { texts_.clear(); }
   std::string key(const std::string& key) override;
-  std::string text(std::string& value) override;
+  std::string value(JsonValue value) override;
   std::string end() override { return ""; }
   std::string position() const override;
 
@@ -188,5 +189,101 @@ using JsonLeaves = std::map<JsonPath, JsonScalar>;
 /// `file` for a key given twice (readers differ in which one counts), for control characters in a key, and
 /// when the paths of all leaves take many times the text (each element of a list repeats the list's key).
 JsonLeaves read_json_leaves(std::string_view text, size_t max_bytes, const std::string& file);
+
+// ---- trees
+
+/// Counts are added and doubled without a further check.
+constexpr int64_t kMaxJsonCount = std::numeric_limits<int64_t>::max() / 4;
+
+/// What is wrong with a text before it is parsed: a NUL byte, or nesting deeper than kMaxJsonDepth (copying
+/// and printing a tree takes stack for each level). "" if nothing is.
+std::string json_text_problem(std::string_view text);
+
+/// The tree; a discarded one (`is_discarded()`, of no type) if the text isn't JSON of at most kMaxJsonDepth
+/// levels, and then `problem` says why.
+template <class Json = nlohmann::json>
+Json parse_json(std::string_view text, std::string* problem = nullptr) {
+  std::string wrong = json_text_problem(text);
+  Json tree(Json::value_t::discarded);
+  try {
+    if (wrong.empty()) tree = Json::parse(text);
+  } catch (const typename Json::exception& error) {  // also for a number out of range
+    wrong = "not JSON: " + json_error_reason(error.what());
+  }
+  if (problem != nullptr) *problem = std::move(wrong);
+  return tree;
+}
+
+/// The value in one line, or with an `indent` in several. U+FFFD replaces what isn't UTF-8.
+template <class Json>
+std::string json_text(const Json& value, int indent = -1) {
+  return value.dump(indent, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
+}
+
+/// A whole number from 0 to kMaxJsonCount, or nullopt.
+template <class Json>
+std::optional<int64_t> json_count(const Json& value) {
+  if (!value.is_number_unsigned()) return std::nullopt;
+  const auto count = value.template get<uint64_t>();
+  if (count > static_cast<uint64_t>(kMaxJsonCount)) return std::nullopt;
+  return static_cast<int64_t>(count);
+}
+
+/// The same of a member; nullopt also if `object` has no such member or isn't an object.
+template <class Json>
+std::optional<int64_t> json_count(const Json& object, const char* key) {
+  if (!object.is_object()) return std::nullopt;
+  const auto member = object.find(key);
+  return member == object.end() ? std::nullopt : json_count(*member);
+}
+
+/// A JSON object from a file; every error names the file.
+class JsonFile {
+ public:
+  using Json = nlohmann::json;
+
+  /// Throws ConfigError when `text` isn't a JSON object of at most kMaxJsonDepth levels.
+  JsonFile(std::filesystem::path path, std::string_view text);
+
+  const std::filesystem::path& path() const { return path_; }
+  const Json& tree() const { return tree_; }
+
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw ConfigError(str(path_.string(), ": ", what));
+  }
+
+  /// The member, or nullptr if it is missing or null.
+  static const Json* find(const Json& object, const char* key) {
+    if (!object.is_object()) return nullptr;
+    auto found = object.find(key);
+    return found == object.end() || found->is_null() ? nullptr : &*found;
+  }
+
+  /// The member; throws ConfigError if it is missing.
+  const Json& need(const Json& object, const char* key) const {
+    const Json* value = find(object, key);
+    if (!value) refuse(str("'", key, "' is missing"));
+    return *value;
+  }
+
+  /// The member as a T, or `otherwise` if it is missing; throws ConfigError if it has another type.
+  template <class T>
+  T get(const Json& object, const char* key, T otherwise) const {
+    const Json* value = find(object, key);
+    if (!value) return otherwise;
+    try {
+      return value->get<T>();
+    } catch (const Json::exception&) {
+      refuse(str("'", key, "' has the wrong type: ", value->dump().substr(0, 80)));
+    }
+  }
+
+  /// The member `type`, by which Hugging Face tells parts apart; "?" if there is none.
+  std::string type_of(const Json& part) const { return get<std::string>(part, "type", "?"); }
+
+ private:
+  std::filesystem::path path_;
+  Json tree_;
+};
 
 }  // namespace titan

@@ -6,6 +6,7 @@
 #include <spdlog/sinks/base_sink.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <memory>
 #include <mutex>
@@ -14,17 +15,19 @@
 namespace titan::log {
 namespace {
 
+struct LevelForm {
+  spdlog::level::level_enum level;
+  std::string_view color;
+};
+// By Level, whose order is spdlog's.
+constexpr std::array<LevelForm, 4> kLevels = {{{spdlog::level::debug, "\033[36m"},
+                                               {spdlog::level::info, "\033[32m"},
+                                               {spdlog::level::warn, "\033[33m"},
+                                               {spdlog::level::err, "\033[31m"}}};
+
+spdlog::level::level_enum level_of(Level level) { return kLevels[static_cast<size_t>(level)].level; }
 std::string_view color_of(spdlog::level::level_enum level) {
-  switch (level) {
-    case spdlog::level::debug:
-      return "\033[36m";
-    case spdlog::level::info:
-      return "\033[32m";
-    case spdlog::level::warn:
-      return "\033[33m";
-    default:
-      return "\033[31m";
-  }
+  return kLevels[static_cast<size_t>(level - spdlog::level::debug)].color;
 }
 
 void write_all(std::string_view text) {
@@ -59,19 +62,6 @@ class LineSink : public spdlog::sinks::base_sink<std::mutex> {
 
   bool color_ = false;
 };
-
-spdlog::level::level_enum level_of(Level level) {
-  switch (level) {
-    case Level::Debug:
-      return spdlog::level::debug;
-    case Level::Info:
-      return spdlog::level::info;
-    case Level::Warning:
-      return spdlog::level::warn;
-    default:
-      return spdlog::level::err;
-  }
-}
 
 class Log {
  public:

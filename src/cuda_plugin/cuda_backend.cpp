@@ -21,10 +21,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include "core/process.h"
 #include "dist/device_backend.h"
-#include "dist/rendezvous.h"
+#include "dist/stream.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 namespace titan::dist {
 

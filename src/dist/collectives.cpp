@@ -7,18 +7,19 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <unordered_map>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 
 #include "dist/backends.h"
-#include "dist/call_checker.h"
 #include "dist/device_backend.h"
 #include "dist/flight_record.h"
-#include "dist/trace_range.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
@@ -52,15 +53,8 @@ class StagingPool {
 namespace {
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::Max:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::Min:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::Sum:
-      break;
-  }
-  return c10d::ReduceOp::SUM;
+  if (op == ReduceOp::Sum) return c10d::ReduceOp::SUM;
+  return op == ReduceOp::Max ? c10d::ReduceOp::MAX : c10d::ReduceOp::MIN;
 }
 
 void copy_into(const at::Tensor& out, const at::Tensor& in) {
@@ -71,6 +65,31 @@ void copy_into(const at::Tensor& out, const at::Tensor& in) {
   at::Tensor target = out.variable_data();
   target.view(-1).copy_(in.reshape(-1), /*non_blocking=*/true);
 }
+
+/// In traces: a collective's launch, or the wait for it, on the CPU: "all_gather fsdp::all_gather layers.3",
+/// with bytes and group. NCCL records the device's part.
+class CollectiveRange {
+ public:
+  /// `prefix` comes before the name.
+  CollectiveRange(const char* prefix, const CallRecord& call, int group_size) {
+    auto recorders = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    if (!recorders.has_value()) return;
+    record_.emplace(std::move(*recorders));
+    const std::unordered_map<std::string, c10::IValue> details = {
+        {"bytes", call.bytes},
+        {"group", call.group->name},
+        {"group_size", group_size},
+        {"group_call", static_cast<int64_t>(call.sequence)},
+        {"dtype", std::string(c10::toString(call.dtype))},
+        {"peer", call.peer}};
+    const std::string name = str(prefix, name_of(call.op), *call.phase ? " " : "", call.phase,
+                                 *call.module ? " " : "", call.module);
+    record_->before(std::string_view(name), &details);
+  }
+
+ private:
+  std::optional<at::RecordFunction> record_;
+};
 
 }  // namespace
 
@@ -90,7 +109,7 @@ struct Work::State {
   CallChecker* checker = nullptr;  // of the group, which outlives its calls
 
   void wait() {
-    const CollectiveRange traced(CollectiveRange::Part::Wait, call, group_size);
+    const CollectiveRange traced("wait ", call, group_size);
     recorder->wait(number);
     try {
       if (checker && call.op == CollectiveOp::Receive) checker->check_received(call);
@@ -266,7 +285,7 @@ Work Group::launch(CallRecord call, const at::Tensor& out, const at::Tensor& in,
   state->recorder = recorder_;
   state->checker = checker_.get();
   state->number = recorder_->start(call);
-  const CollectiveRange traced(CollectiveRange::Part::Launch, call, size());
+  const CollectiveRange traced("", call, size());
   try {
     if (checker_) check(call);
     state->work = start(backend, received, sent);

@@ -3,11 +3,9 @@
 
 #include "dist/device_backend.h"
 
-#include <dirent.h>
 #include <dlfcn.h>
 #include <unistd.h>
 #include <cstdlib>
-#include <filesystem>
 #include <mutex>
 
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -20,12 +18,9 @@ namespace {
 DeviceBackend* opened_backend = nullptr;  // set once, by open_cuda_plugin; the plugin is never closed
 
 bool has_entries(const char* folder) {
-  DIR* directory = opendir(folder);
-  if (!directory) return false;
-  int entries = 0;
-  while (const dirent* entry = readdir(directory)) entries += entry->d_name[0] != '.';
-  closedir(directory);
-  return entries > 0;
+  std::error_code error;
+  const std::filesystem::directory_iterator first(folder, error);
+  return !error && first != std::filesystem::directory_iterator();
 }
 
 DeviceBackend* load(const std::filesystem::path& path) {
@@ -74,11 +69,12 @@ DeviceBackend* open_cuda_plugin() {
 
 DeviceBackend* device_backend() { return opened_backend; }
 
-std::string missing_plugin_warning(const DeviceSituation& situation) {
-  if (situation.wanted == "cpu" || !situation.gpu_visible) return "";
+std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
+                                   const std::filesystem::path& plugin) {
+  if (wanted == "cpu" || !gpu_visible) return "";
   std::error_code ignored;
-  if (std::filesystem::exists(situation.plugin, ignored)) return "";
-  return str("a GPU is visible, but this job runs on the CPU: ", situation.plugin.string(),
+  if (std::filesystem::exists(plugin, ignored)) return "";
+  return str("a GPU is visible, but this job runs on the CPU: ", plugin.string(),
              " wasn't built. Install nvcc and a LibTorch with CUDA, configure and build again (target "
              "titan_cuda), or set training.device = \"cpu\"");
 }

@@ -2,7 +2,7 @@
 
 // What a kind of device adds to the library: groups over its interconnect, choosing the device, memory that
 // ranks share, memory figures. The CUDA one lives in the plugin libtitan_cuda.so, so that a machine without a
-// GPU never loads a CUDA library. Streams and events are in titan/dist/stream.h.
+// GPU never loads a CUDA library. Streams and events are in dist/stream.h.
 
 #include <chrono>
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
-#include "titan/dist/stream.h"
+#include "dist/stream.h"
 
 namespace c10d {
 class Backend;
@@ -125,13 +125,9 @@ DeviceBackend* device_backend();
 /// True where the driver shows a GPU and CUDA_VISIBLE_DEVICES doesn't hide it. Touches no CUDA library.
 bool gpu_visible();
 
-struct DeviceSituation {
-  std::string wanted;            ///< InitOptions::device
-  bool gpu_visible = false;      ///< the driver shows one
-  std::filesystem::path plugin;  ///< which may not exist
-};
-
 /// A warning that the job runs on the CPU beside a GPU because the plugin wasn't built; empty otherwise.
-std::string missing_plugin_warning(const DeviceSituation& situation);
+/// `wanted`: InitOptions::device. `gpu_visible`: the driver shows one. `plugin`: its file, which may not exist.
+std::string missing_plugin_warning(const std::string& wanted, bool gpu_visible,
+                                   const std::filesystem::path& plugin);
 
 }  // namespace titan::dist

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <limits>
 #include <set>
-#include <utility>
 
 #include "titan/core/error.h"
 
@@ -34,6 +33,11 @@ int position(const LayoutAxis& axis, int rank) {
   return coordinate;
 }
 
+std::string names_of(const std::vector<MeshAxis>& axes) {
+  const auto form = [](const MeshAxis& axis) { return str(axis.name, "=", axis.size); };
+  return axes.empty() ? "no axes" : list_str(axes, ", ", form);
+}
+
 }  // namespace
 
 struct DeviceMesh::Impl {
@@ -47,36 +51,22 @@ struct DeviceMesh::Impl {
   mutable std::shared_ptr<dist::Group> group;  // made at the first call
   mutable std::vector<LayoutAxis> flattened;   // of a root: axes from flatten(), for mesh["fsdp"]
 
-  const LayoutAxis* find(std::string_view name) const;
+  const LayoutAxis* find(std::string_view name) const {
+    for (const auto* list : {&layout, &std::as_const(flattened)})
+      for (const auto& axis : *list)
+        if (axis.name == name) return &axis;
+    return nullptr;
+  }
   const Impl& top() const { return root ? *root : *this; }
 };
 
 namespace {
 
-std::string names_of(const std::vector<MeshAxis>& axes) {
-  std::string text;
-  for (const auto& axis : axes) text += str(text.empty() ? "" : ", ", axis.name, "=", axis.size);
-  return text.empty() ? "no axes" : text;
-}
-
-}  // namespace
-
-const LayoutAxis* DeviceMesh::Impl::find(std::string_view name) const {
-  for (const auto* list : {&layout, &std::as_const(flattened)}) {
-    for (const auto& axis : *list) {
-      if (axis.name == name) return &axis;
-    }
-  }
-  return nullptr;
-}
-
-namespace {
-
 /// Whether all parts of `axis` are among the mesh's.
 bool is_within(const LayoutAxis& axis, const DeviceMesh::Impl& mesh) {
-  return std::all_of(axis.size_stride.begin(), axis.size_stride.end(), [&](const auto& part) {
-    return std::any_of(mesh.layout.begin(), mesh.layout.end(), [&](const LayoutAxis& own) {
-      return std::find(own.size_stride.begin(), own.size_stride.end(), part) != own.size_stride.end();
+  return std::ranges::all_of(axis.size_stride, [&](const auto& part) {
+    return std::ranges::any_of(mesh.layout, [&](const LayoutAxis& own) {
+      return std::ranges::find(own.size_stride, part) != own.size_stride.end();
     });
   });
 }
@@ -95,23 +85,16 @@ const LayoutAxis& find_axis(const DeviceMesh::Impl& mesh, std::string_view name)
 
 /// All ranks that differ from `rank` only along `layout`, row-major, and rank's position among them.
 void fill_ranks(DeviceMesh::Impl& mesh, int rank) {
-  int base = rank;
-  std::vector<std::pair<int, int>> parts;
-  for (const auto& axis : mesh.layout) {
+  mesh.ranks = {rank};
+  for (const auto& axis : mesh.layout)
     for (auto [size, stride] : axis.size_stride) {
-      base -= rank / stride % size * stride;
-      parts.emplace_back(size, stride);
+      const int own_offset = rank / stride % size * stride;
+      std::vector<int> next;
+      for (int first : mesh.ranks)
+        for (int i = 0; i < size; ++i) next.push_back(first - own_offset + i * stride);
+      mesh.ranks = std::move(next);
     }
-  }
-  mesh.ranks = {base};
-  for (auto [size, stride] : parts) {
-    std::vector<int> next;
-    for (int first : mesh.ranks) {
-      for (int i = 0; i < size; ++i) next.push_back(first + i * stride);
-    }
-    mesh.ranks = std::move(next);
-  }
-  mesh.rank = static_cast<int>(std::find(mesh.ranks.begin(), mesh.ranks.end(), rank) - mesh.ranks.begin());
+  mesh.rank = static_cast<int>(std::ranges::find(mesh.ranks, rank) - mesh.ranks.begin());
 }
 
 std::shared_ptr<DeviceMesh::Impl> make_mesh(std::shared_ptr<const dist::World> world,
@@ -141,9 +124,8 @@ void check_order(const std::vector<LayoutAxis>& layout, const DeviceMesh::Impl& 
 
 std::string divisors(int number) {
   std::string text;
-  for (int i = 1; i <= number; ++i) {
+  for (int i = 1; i <= number; ++i)
     if (number % i == 0) text += str(text.empty() ? "" : ", ", i);
-  }
   return text;
 }
 
@@ -167,12 +149,11 @@ void resolve_sizes(std::vector<MeshAxis>& axes, int world_size) {
   check_axes(axes);
   int64_t known = 1;
   MeshAxis* unknown = nullptr;
-  for (auto& axis : axes) {
+  for (auto& axis : axes)
     if (axis.size == -1)
       unknown = &axis;
     else
       known *= axis.size;
-  }
   if (unknown && world_size % known == 0) {
     unknown->size = static_cast<int>(world_size / known);
   } else if (unknown || known != world_size) {
@@ -182,12 +163,12 @@ void resolve_sizes(std::vector<MeshAxis>& axes, int world_size) {
   }
 }
 
-const DeviceMesh::Impl& default_mesh() {
-  static const auto mesh = make_mesh(nullptr, nullptr, {});
-  return *mesh;
-}
-
 }  // namespace
+
+const DeviceMesh::Impl& DeviceMesh::own() const {
+  static const auto default_mesh = make_mesh(nullptr, nullptr, {});
+  return impl_ ? *impl_ : *default_mesh;
+}
 
 DeviceMesh DeviceMesh::create(const dist::World& world, std::vector<MeshAxis> axes) {
   resolve_sizes(axes, world.size());
@@ -201,22 +182,19 @@ DeviceMesh DeviceMesh::create(const dist::World& world, std::vector<MeshAxis> ax
 DeviceMesh DeviceMesh::operator[](std::string_view axis) const { return (*this)({std::string(axis)}); }
 
 DeviceMesh DeviceMesh::operator()(const std::vector<std::string>& axes) const {
-  const Impl& own = impl_ ? *impl_ : default_mesh();
   std::vector<LayoutAxis> layout;
-  for (auto name : axes) layout.push_back(find_axis(own, name));
-  check_order(layout, own);
-  auto root = own.root ? own.root : impl_;
-  return DeviceMesh(make_mesh(own.world, std::move(root), std::move(layout)));
+  for (const auto& name : axes) layout.push_back(find_axis(own(), name));
+  check_order(layout, own());
+  return DeviceMesh(make_mesh(own().world, own().root ? own().root : impl_, std::move(layout)));
 }
 
 DeviceMesh DeviceMesh::flatten(const std::vector<std::string>& axes, std::string name) const {
-  const Impl& own = impl_ ? *impl_ : default_mesh();
   LayoutAxis flat{std::move(name), {}};
-  for (auto axis : axes) {
-    const auto& parts = find_axis(own, axis).size_stride;
+  for (const auto& axis : axes) {
+    const auto& parts = find_axis(own(), axis).size_stride;
     flat.size_stride.insert(flat.size_stride.end(), parts.begin(), parts.end());
   }
-  const Impl& top = own.top();
+  const Impl& top = own().top();
   if (const auto* known = top.find(flat.name)) {
     TITAN_CHECK(known->size_stride == flat.size_stride, "the mesh (", names_of(top.axes), ") has an axis '",
                 flat.name, "' of other ranks");
@@ -239,58 +217,36 @@ DeviceMesh DeviceMesh::joined(const DeviceMesh& other) const {
 
 int DeviceMesh::num_axes() const { return static_cast<int>(axes().size()); }
 int DeviceMesh::size() const { return static_cast<int>(ranks().size()); }
-int DeviceMesh::rank() const { return impl_ ? impl_->rank : 0; }
+int DeviceMesh::rank() const { return own().rank; }
 
-int DeviceMesh::size(std::string_view axis) const {
-  return find_axis(impl_ ? *impl_ : default_mesh(), axis).size();
-}
-
-bool DeviceMesh::has(std::string_view axis) const {
-  return find_axis_or_null(impl_ ? *impl_ : default_mesh(), axis) != nullptr;
-}
-
+int DeviceMesh::size(std::string_view axis) const { return find_axis(own(), axis).size(); }
+bool DeviceMesh::has(std::string_view axis) const { return find_axis_or_null(own(), axis) != nullptr; }
 int DeviceMesh::coordinate(std::string_view axis) const {
-  const Impl& own = impl_ ? *impl_ : default_mesh();
-  return position(find_axis(own, axis), own.world ? own.world->rank() : 0);
+  return position(find_axis(own(), axis), own().world ? own().world->rank() : 0);
 }
-
-const std::vector<MeshAxis>& DeviceMesh::axes() const { return (impl_ ? *impl_ : default_mesh()).axes; }
-const std::vector<int>& DeviceMesh::ranks() const { return (impl_ ? *impl_ : default_mesh()).ranks; }
+const std::vector<MeshAxis>& DeviceMesh::axes() const { return own().axes; }
+const std::vector<int>& DeviceMesh::ranks() const { return own().ranks; }
 
 const dist::World& DeviceMesh::world() const {
   TITAN_CHECK(impl_ && impl_->world, "a default-made DeviceMesh has no world; make it by DeviceMesh::create");
   return *impl_->world;
 }
 
-namespace {
-
-/// "dp_shard", or "dp_replicate x dp_shard".
-std::string group_name(const DeviceMesh& mesh) {
-  std::string name;
-  for (const auto& axis : mesh.axes()) name += str(name.empty() ? "" : " x ", axis.name);
-  return name.empty() ? "self" : name;
-}
-
-}  // namespace
-
 std::shared_ptr<dist::Group> DeviceMesh::group() const {
-  const Impl& own = impl_ ? *impl_ : default_mesh();
-  if (!own.group) {
-    own.group = size() == 1 ? dist::Group::alone(group_name(*this), own.ranks[0])
-                            : own.world->group(own.ranks, group_name(*this));
-  }
-  return own.group;
+  auto& group = own().group;
+  if (group) return group;
+  // "dp_shard", or "dp_replicate x dp_shard"
+  const auto name_of = [](const MeshAxis& axis) { return axis.name; };
+  const std::string name = axes().empty() ? "self" : list_str(axes(), " x ", name_of);
+  group = size() == 1 ? dist::Group::alone(name, ranks()[0]) : own().world->group(ranks(), name);
+  return group;
 }
 
 std::shared_ptr<dist::Group> DeviceMesh::group(std::string_view axis) const { return (*this)[axis].group(); }
 
 bool operator==(const DeviceMesh& a, const DeviceMesh& b) {
-  const auto& left = a.axes();
-  const auto& right = b.axes();
-  return a.ranks() == b.ranks() && std::equal(left.begin(), left.end(), right.begin(), right.end(),
-                                              [](const MeshAxis& x, const MeshAxis& y) {
-                                                return x.name == y.name && x.size == y.size;
-                                              });
+  const auto same = [](const MeshAxis& x, const MeshAxis& y) { return x.name == y.name && x.size == y.size; };
+  return a.ranks() == b.ranks() && std::ranges::equal(a.axes(), b.axes(), same);
 }
 
 }  // namespace titan

@@ -2,15 +2,13 @@
 
 #include <charconv>
 #include <cstdlib>
-#include <vector>
+#include <initializer_list>
 
 #include "titan/core/error.h"
 
 namespace titan::dist {
-namespace {
 
-/// Splits at commas outside brackets.
-std::vector<std::string_view> split(std::string_view list) {
+std::vector<std::string_view> split_list(std::string_view list) {
   std::vector<std::string_view> parts;
   size_t start = 0;
   int depth = 0;
@@ -27,13 +25,21 @@ std::vector<std::string_view> split(std::string_view list) {
   return parts;
 }
 
-int to_number(std::string_view digits, std::string_view list) {
-  int number = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
-  if (digits.empty() || error != std::errc() || end != digits.data() + digits.size() || number < 0) {
-    throw ConfigError(str("SLURM list '", list, "': '", digits, "' isn't a number"));
-  }
+namespace {
+
+/// A text that is a non-negative number as a whole.
+template <class Int>
+std::optional<Int> number_of(std::string_view text) {
+  Int number = 0;
+  const char* end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, number);
+  if (result.ec != std::errc() || result.ptr != end || number < 0) return {};
   return number;
+}
+
+int to_number(std::string_view digits, std::string_view list) {
+  if (const auto number = number_of<int>(digits)) return *number;
+  throw ConfigError(str("SLURM list '", list, "': '", digits, "' isn't a number"));
 }
 
 /// "01-03" -> 01 02 03, as wide as the first bound; "7" -> 7.
@@ -57,11 +63,10 @@ std::vector<std::string> expand(std::string_view name, std::string_view list) {
   const size_t close = name.find(']', open);
   if (close == std::string_view::npos) throw ConfigError(str("SLURM list '", list, "': '[' without ']'"));
   std::vector<std::string> numbers, names;
-  for (auto range : split(name.substr(open + 1, close - open - 1))) expand_range(range, list, numbers);
+  for (auto range : split_list(name.substr(open + 1, close - open - 1))) expand_range(range, list, numbers);
   const auto tails = expand(name.substr(close + 1), list);
-  for (const auto& number : numbers) {
+  for (const auto& number : numbers)
     for (const auto& tail : tails) names.push_back(str(name.substr(0, open), number, tail));
-  }
   return names;
 }
 
@@ -69,7 +74,7 @@ std::vector<std::string> expand(std::string_view name, std::string_view list) {
 
 std::vector<std::string> parse_node_list(std::string_view list) {
   std::vector<std::string> names;
-  for (auto part : split(list)) {
+  for (auto part : split_list(list)) {
     if (part.empty()) throw ConfigError(str("SLURM list '", list, "' has an empty name"));
     for (auto& name : expand(part, list)) names.push_back(std::move(name));
   }
@@ -78,7 +83,7 @@ std::vector<std::string> parse_node_list(std::string_view list) {
 
 std::vector<int> parse_task_counts(std::string_view list) {
   std::vector<int> counts;
-  for (auto part : split(list)) {
+  for (auto part : split_list(list)) {
     const size_t times = part.find("(x");
     const int count = to_number(part.substr(0, times), list);
     int repeat = 1;
@@ -108,36 +113,37 @@ class Reader {
   explicit Reader(const Environment& environment) : environment_(environment) {}
 
   std::optional<std::string> text(const char* name) const { return environment_(name); }
-  bool has(const char* name) const { return environment_(name).has_value(); }
+  /// The first of these that is set.
+  std::optional<std::string> first_of(std::initializer_list<const char*> names) const {
+    for (const char* name : names)
+      if (auto value = text(name)) return value;
+    return {};
+  }
+  bool has(const char* name) const { return text(name).has_value(); }
 
   template <class Int = int>
   Int number(const char* name, Int fallback) {
-    const auto value = environment_(name);
+    const auto value = text(name);
     if (!value) return fallback;
-    Int number = 0;
-    const char* end = value->data() + value->size();
-    const auto result = std::from_chars(value->data(), end, number);
-    if (result.ec == std::errc() && result.ptr == end && number >= 0) return number;
+    if (const auto number = number_of<Int>(*value)) return *number;
     problems.push_back(str(name, "=", *value, " isn't a non-negative number"));
     return fallback;
   }
 
   std::optional<Claim> claim(std::string by, const char* rank_variable, const char* size_variable) {
     if (!has(rank_variable) && !has(size_variable)) return {};
-    for (const char* name : {rank_variable, size_variable}) {
-      if (!has(name)) {
-        const char* other = name == rank_variable ? size_variable : rank_variable;
-        problems.push_back(str(other, "=", *text(other), " is set but ", name, " isn't: both or neither"));
-        return {};
-      }
+    if (has(rank_variable) != has(size_variable)) {
+      const bool has_rank = has(rank_variable);
+      const char *given = has_rank ? rank_variable : size_variable,
+                 *missing = has_rank ? size_variable : rank_variable;
+      problems.push_back(str(given, "=", *text(given), " is set but ", missing, " isn't: both or neither"));
+      return {};
     }
-    Claim claim{std::move(by), rank_variable, size_variable};
-    claim.rank = number(rank_variable, 0);
-    claim.size = number(size_variable, 1);
-    if (claim.size < 1 || claim.rank >= claim.size) {
+    Claim claim{std::move(by), rank_variable, size_variable, number(rank_variable, 0),
+                number(size_variable, 1)};
+    if (claim.size < 1 || claim.rank >= claim.size)
       problems.push_back(
           str(rank_variable, "=", claim.rank, " isn't a rank of ", size_variable, "=", claim.size));
-    }
     return claim;
   }
 
@@ -161,28 +167,20 @@ int64_t slurm_step(Reader& env) {
 std::optional<Claim> slurm_claim(Reader& env) {
   // A job script or a shell in an allocation also has SLURM_PROCID=0 and the allocation's size, but is alone.
   if (!env.has("SLURM_PROCID") || slurm_step(env) == kNoStep) return {};
-  for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}) {
+  for (const char* size : {"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"})
     if (env.has(size)) return env.claim("slurm", "SLURM_PROCID", size);
-  }
   return env.claim("slurm", "SLURM_PROCID", "SLURM_NPROCS");
 }
 
 void check_agreement(Reader& env, const Claim& a, const Claim& b) {
-  if (a.size != b.size) {
-    env.problems.push_back(str(a.size_variable, "=", a.size, " (", a.by, ") but ", b.size_variable, "=",
-                               b.size, " (", b.by, "): unset the one that doesn't belong to this job"));
-  } else if (a.rank != b.rank &&
-             a.by != "openmpi") {  // mpirun hands its ranks the SLURM task of its own shell
-    env.problems.push_back(str(a.rank_variable, "=", a.rank, " (", a.by, ") but ", b.rank_variable, "=",
-                               b.rank, " (", b.by, "): unset the one that doesn't belong to this job"));
-  }
-}
-
-std::string slurm_node_list(const Reader& env) {
-  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
-    if (auto list = env.text(name)) return *list;
-  }
-  return "";
+  const auto refuse = [&](const char* variable, int value, const char* other, int other_value) {
+    env.problems.push_back(str(variable, "=", value, " (", a.by, ") but ", other, "=", other_value, " (",
+                               b.by, "): unset the one that doesn't belong to this job"));
+  };
+  if (a.size != b.size)
+    refuse(a.size_variable, a.size, b.size_variable, b.size);
+  else if (a.rank != b.rank && a.by != "openmpi")  // mpirun hands its ranks the SLURM task of its own shell
+    refuse(a.rank_variable, a.rank, b.rank_variable, b.rank);
 }
 
 /// Outside the range that kernels give to clients; two jobs on one host get different ports.
@@ -193,12 +191,11 @@ int slurm_port(Reader& env) {
 }
 
 void read_slurm(Reader& env, Launch& launch) {
-  const auto nodes = slurm_node_list(env);
-  if (launch.store_host.empty() && !nodes.empty()) launch.store_host = parse_node_list(nodes).front();
+  const auto nodes = env.first_of({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
+  if (launch.store_host.empty() && nodes) launch.store_host = parse_node_list(*nodes).front();
   if (launch.store_port == 0) launch.store_port = slurm_port(env);
   launch.local_rank = env.number("SLURM_LOCALID", -1);
-  auto counts = env.text("SLURM_STEP_TASKS_PER_NODE");
-  if (!counts) counts = env.text("SLURM_TASKS_PER_NODE");
+  const auto counts = env.first_of({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
   if (!counts) return;
   const auto per_node = parse_task_counts(*counts);
   const size_t node = static_cast<size_t>(env.number("SLURM_NODEID", 0));
@@ -212,7 +209,7 @@ void read_open_mpi(Reader& env, Launch& launch) {
   if (launch.store_host.empty() && one_host) launch.store_host = "127.0.0.1";
   if (launch.store_port == 0 && one_host) {
     // All ranks of one mpirun see the same job identifier, and it differs between jobs of a host.
-    const auto job = env.text("PMIX_NAMESPACE").value_or(env.text("OMPI_MCA_ess_base_jobid").value_or(""));
+    const auto job = env.first_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}).value_or("");
     launch.store_port = 12000 + static_cast<int>(std::hash<std::string>()(job) % 20000);
   }
 }
@@ -251,17 +248,15 @@ Launch read_launch(const Environment& environment) {
   Reader env(environment);
   const bool elastic = env.has("TORCHELASTIC_RUN_ID"), titan = env.has("TITAN_LAUNCH");
   const auto variables = env.claim(elastic ? "torchrun" : titan ? "titan" : "env", "RANK", "WORLD_SIZE");
-  // torchrun and titan launch start their ranks themselves, inside a task of SLURM or MPI.
-  const bool inside_a_task = elastic || titan;
   std::optional<Claim> open_mpi, slurm;
-  if (!inside_a_task) {
+  // torchrun and titan launch start their ranks themselves, inside a task of SLURM or MPI.
+  if (!elastic && !titan) {
     open_mpi = env.claim("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
     slurm = slurm_claim(env);
   }
   std::vector<Claim> claims;
-  for (const auto& claim : {variables, open_mpi, slurm}) {
+  for (const auto& claim : {variables, open_mpi, slurm})
     if (claim) claims.push_back(*claim);
-  }
 
   Launch launch;
   launch.store_host = env.text("MASTER_ADDR").value_or("");
@@ -283,35 +278,22 @@ Launch read_launch(const Environment& environment) {
   return launch;
 }
 
-namespace {
-
-JobIdentity of_titan(const Launch& launch, const Environment& environment) {
-  if (launch.max_restarts == 0)
-    return {.id = "", .problem = "the launcher restarts no ranks: give it --max-restarts"};
-  const auto id = environment("TITAN_JOB_ID");
-  return id ? JobIdentity{*id, ""}
-            : JobIdentity{"", "TITAN_JOB_ID isn't set; titan launch of this version sets it"};
-}
-
-JobIdentity of_torchrun(const Environment& environment) {
-  const std::string id = environment("TORCHELASTIC_RUN_ID").value_or("none");
-  // "none" is what jobs without a name have.
-  if (id == "none") return {.id = "", .problem = "torchrun was given no --rdzv-id, which tells jobs apart"};
-  return {"torchrun " + id, ""};
-}
-
-JobIdentity of_slurm(const Environment& environment) {
-  const auto id = environment("SLURM_JOB_ID");
-  return id ? JobIdentity{"slurm " + *id, ""} : JobIdentity{"", "SLURM_JOB_ID isn't set"};
-}
-
-}  // namespace
-
 JobIdentity read_job_identity(const Environment& environment) {
   const Launch launch = read_launch(environment);
-  if (launch.by == "titan") return of_titan(launch, environment);
-  if (launch.by == "torchrun") return of_torchrun(environment);
-  if (launch.by == "slurm") return of_slurm(environment);
+  const auto identity = [](const std::string& prefix, const auto& id, const char* problem) {
+    return id ? JobIdentity{prefix + *id, ""} : JobIdentity{"", problem};
+  };
+  if (launch.by == "titan" && launch.max_restarts == 0)
+    return {.id = "", .problem = "the launcher restarts no ranks: give it --max-restarts"};
+  if (launch.by == "titan")
+    return identity("", environment("TITAN_JOB_ID"),
+                    "TITAN_JOB_ID isn't set; titan launch of this version sets it");
+  if (launch.by == "torchrun") {
+    auto id = environment("TORCHELASTIC_RUN_ID");
+    if (id == "none") id.reset();  // what jobs without a name have
+    return identity("torchrun ", id, "torchrun was given no --rdzv-id, which tells jobs apart");
+  }
+  if (launch.by == "slurm") return identity("slurm ", environment("SLURM_JOB_ID"), "SLURM_JOB_ID isn't set");
   return {.id = "",
           .problem = launch.by == "none"
                          ? "nobody launched this rank"

@@ -37,6 +37,9 @@ struct Launch {
 /// rank outside the world, or two launchers that disagree about rank or size.
 Launch read_launch(const Environment& environment);
 
+/// Splits at commas outside brackets.
+std::vector<std::string_view> split_list(std::string_view list);
+
 /// SLURM's list of nodes: "gpu[01-03,7],login1" -> gpu01 gpu02 gpu03 gpu7 login1; several brackets in one
 /// name multiply, the last fastest. Throws ConfigError for anything else.
 std::vector<std::string> parse_node_list(std::string_view list);

@@ -10,8 +10,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <mutex>
-#include <thread>
 #include <utility>
 
 #include "titan/core/error.h"
@@ -44,7 +42,6 @@ int64_t end_in(uint64_t mark, const CallRecord& call) {
   if (mark >> 48 != (call.number & 0xffff)) return 0;
   return call.start_ns + static_cast<int64_t>((mark - static_cast<uint64_t>(call.start_ns)) & kTimeMask);
 }
-bool has_ended(CallState state) { return state == CallState::Finished || state == CallState::Failed; }
 
 template <size_t N>
 void copy_end(char (&to)[N], std::string_view text) {

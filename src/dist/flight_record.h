@@ -6,7 +6,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -48,6 +47,7 @@ enum class CallState : uint8_t { Launched, Waiting, Ordered, Finished, Failed };
 
 /// "launched", ...
 const char* name_of(CallState state);
+inline bool has_ended(CallState state) { return state == CallState::Finished || state == CallState::Failed; }
 
 /// Sizes of a tensor. If it has more dims than are kept, the first ones are multiplied.
 struct CallSizes {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "dist/backends.h"
+#include "dist/environment.h"
 
 // LibTorch's header of the gloo backend is guarded by the macro that its own build sets.
 #ifndef USE_C10D_GLOO
@@ -13,16 +14,6 @@
 
 namespace titan::dist {
 namespace {
-
-std::vector<std::string> split_at_commas(const std::string& text) {
-  std::vector<std::string> parts;
-  size_t start = 0;
-  for (size_t comma; (comma = text.find(',', start)) != std::string::npos; start = comma + 1) {
-    parts.push_back(text.substr(start, comma - start));
-  }
-  parts.push_back(text.substr(start));
-  return parts;
-}
 
 /// "127.0.0.1", or "::1" on a host that has no IPv4 at all.
 std::string loopback_address() {
@@ -76,7 +67,8 @@ std::string address_towards(const std::string& host) {
 GlooAddress choose_gloo_address(const std::optional<std::string>& interfaces, bool one_host,
                                 const std::string& other_host) {
   GlooAddress address;
-  if (interfaces) address.interfaces = split_at_commas(*interfaces);
+  if (interfaces)
+    for (const auto name : split_list(*interfaces)) address.interfaces.emplace_back(name);
   address.address = one_host ? loopback_address() : address_towards(other_host);
   return address;
 }

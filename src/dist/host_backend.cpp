@@ -3,27 +3,259 @@
 // beginning with the next rank, so that not all read from one; sums are still added in rank order, so that
 // every run gives the same bits.
 
-#include "dist/backends.h"
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "dist/backends.h"
 #include "dist/flight_record.h"
-#include "host_channel.h"
-#include "host_sum.h"
+#include "dist/host_sum.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
 namespace {
+
+// ---- the channel
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, long milliseconds) {
+  const timespec time{milliseconds / 1000, (milliseconds % 1000) * 1000000};
+  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+/// Rank 0 makes it: a file without a name that goes with the last process that has it open. The others open
+/// it through rank 0's descriptor.
+int make_shared_file(c10d::Store& store, size_t bytes) {
+  int file = memfd_create("titan_group", MFD_CLOEXEC);
+  if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) != 0) {
+    close(file);
+    file = -1;
+  }
+  store.set("file", file >= 0 ? str("/proc/", getpid(), "/fd/", file) : "none");
+  return file;
+}
+
+int open_shared_file(c10d::Store& store) {
+  return open(store.get_to_str("file").c_str(), O_RDWR | O_CLOEXEC);
+}
+
+bool read_process(int pid, const void* source, void* target, uint64_t bytes) {
+  auto* to = static_cast<char*>(target);
+  auto* from = static_cast<const char*>(source);
+  while (bytes > 0) {
+    const iovec local{to, bytes}, remote{const_cast<char*>(from), bytes};
+    const ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return false;
+    to += n;
+    from += n;
+    bytes -= static_cast<uint64_t>(n);
+  }
+  return true;
+}
+
+/// What a rank posts for one call. `op` and `bytes` must be equal on all ranks, or the call fails.
+struct Posting {
+  uint32_t op = 0;  ///< a CollectiveOp
+  uint64_t bytes = 0;
+  const void* address = nullptr;
+};
+
+/// The meeting place of a group's ranks on one host: a small block of shared memory in which each rank posts
+/// its call and where its tensor is. The others copy from there with process_vm_readv: once, without sockets
+/// or staging buffers.
+class HostChannel {
+ public:
+  explicit HostChannel(const GroupSpec& spec)
+      : rank_(spec.rank),
+        size_(spec.size),
+        timeout_(spec.timeout.count()),
+        block_bytes_(kHeaderBytes + sizeof(Slot) * static_cast<size_t>(spec.size)) {}
+  ~HostChannel() {
+    if (block_) munmap(block_, block_bytes_);
+    if (file_ >= 0) close(file_);
+  }
+  HostChannel(const HostChannel&) = delete;
+  HostChannel& operator=(const HostChannel&) = delete;
+
+  // The ranks find out by trying whether the kernel or container allows this: all of them attach(), agree
+  // (over sockets) that all could, do the same for can_read(), and drop the channel otherwise.
+
+  bool attach(c10d::Store& store) {
+    // Where Yama lets only ancestors read a process (ptrace_scope 1), this lets every process of the same
+    // user.
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+    const int file = rank_ == 0 ? make_shared_file(store, block_bytes_) : open_shared_file(store);
+    if (file < 0) return false;
+    void* memory = mmap(nullptr, block_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (rank_ == 0)
+      file_ = file;
+    else
+      close(file);
+    if (memory == MAP_FAILED) return false;
+    // Fresh pages are zero, which is what every field starts from.
+    block_ = static_cast<Block*>(memory);
+    Slot& mine = slot(rank_);
+    mine.token = kToken + static_cast<uint64_t>(rank_);
+    mine.posting.address = &mine.token;
+    mine.pid.store(getpid());
+    return true;
+  }
+
+  bool can_read() {
+    if (file_ >= 0) close(std::exchange(file_, -1));
+    for (int peer = 0; peer < size_; ++peer) {
+      const Slot& theirs = slot(peer);
+      uint64_t token = 0;
+      if (!read_process(theirs.pid, theirs.posting.address, &token, sizeof(token))) return false;
+      if (token != kToken + static_cast<uint64_t>(peer)) return false;
+    }
+    return true;
+  }
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout.count(); }
+
+  /// Begins the next call: the others may read `posting.address` until finish() returns.
+  void post(const Posting& posting) {
+    TITAN_CHECK(broken_.empty(), "an earlier call of the group failed: ", broken_);
+    mine_ = posting;
+    Slot& mine = slot(rank_);
+    mine.posting = posting;
+    mine.posted.store(++call_);
+    ring();
+  }
+
+  /// Waits until `peer` is at this call too. Throws Error naming it when it doesn't come in time, has ended,
+  /// gave up, or made another call.
+  void meet(int peer) {
+    wait_for(peer, slot(peer).posted, "come to");
+    // Nobody posts the next call before all have finished this one, so the posting belongs to this call.
+    const Posting& theirs = slot(peer).posting;
+    if (theirs.op == mine_.op && theirs.bytes == mine_.bytes) return;
+    const auto name = [](const Posting& posting) {
+      return str(name_of(static_cast<CollectiveOp>(posting.op)), " of ", posting.bytes, " bytes");
+    };
+    fail(peer, str("calls ", name(theirs), " where this rank calls ", name(mine_)));
+  }
+
+  /// Copies `bytes` from `peer`'s tensor, `offset` bytes into it. Between meet(peer) and finish().
+  void read(int peer, uint64_t offset, void* target, uint64_t bytes) {
+    const Slot& theirs = slot(peer);
+    const auto* source = static_cast<const char*>(theirs.posting.address) + offset;
+    if (!read_process(theirs.pid, source, target, bytes))
+      fail(peer, str("can't be read: ", std::strerror(errno)));
+  }
+
+  /// Says that this rank is done reading, and waits until the others are.
+  void finish() {
+    slot(rank_).finished.store(call_);
+    ring();
+    for (int peer = 0; peer < size_; ++peer) wait_for(peer, slot(peer).finished, "finish");
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  // Each has a cache line and its neighbour: ranks write their own slot only.
+  struct alignas(128) Slot {
+    std::atomic<uint64_t> posted;    // the number of the call that is posted
+    std::atomic<uint64_t> finished;  // the number of the last call whose reads are done
+    std::atomic<uint32_t> gave_up;
+    std::atomic<int32_t> pid;
+    uint64_t token;  // every peer reads it once: does process_vm_readv work, and is it the right process?
+    Posting posting;
+  };
+  struct Block {
+    alignas(128) std::atomic<uint32_t> bell;  // changes with every slot; the ranks sleep on it
+  };
+  static constexpr uint64_t kToken = 0x7469746e686f7374;
+  static constexpr size_t kHeaderBytes = 128;
+
+  Slot& slot(int rank) const {
+    auto* first = reinterpret_cast<char*>(block_) + kHeaderBytes;
+    return reinterpret_cast<Slot*>(first)[rank];
+  }
+
+  void ring() const {
+    block_->bell.fetch_add(1);
+    futex_wake_all(block_->bell);
+  }
+
+  /// Waits until `value` of `peer` reaches this call's number.
+  void wait_for(int peer, const std::atomic<uint64_t>& value, const char* what) {
+    constexpr long longest_sleep_ms = 50;  // between looks at whether the peer is still there
+    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_);
+    while (value.load() < call_) {
+      const uint32_t seen = block_->bell.load();
+      if (value.load() >= call_) return;
+      check_alive(peer, value);
+      if (Clock::now() > deadline)
+        fail(peer, str("didn't ", what, " the call within ", static_cast<double>(timeout_) / 1000, " s"));
+      futex_wait(block_->bell, seen, longest_sleep_ms);
+    }
+  }
+
+  void check_alive(int peer, const std::atomic<uint64_t>& value) {
+    const Slot& theirs = slot(peer);
+    const bool ended = kill(theirs.pid, 0) != 0 && errno == ESRCH;
+    const bool gave_up = theirs.gave_up.load();
+    // It may have done its part just before it left.
+    if ((!ended && !gave_up) || value.load() >= call_) return;
+    fail(peer, ended ? str("has ended (its pid was ", theirs.pid.load(), ")")
+                     : "gave up after an error of its own");
+  }
+
+  /// Tells the others that this rank makes no more calls, and throws.
+  [[noreturn]] void fail(int peer, const std::string& reason) {
+    broken_ = str("rank ", peer, " of the group ", reason);
+    slot(rank_).gave_up.store(1);
+    ring();
+    throw Error(broken_);
+  }
+
+  const int rank_, size_;
+  std::atomic<int64_t> timeout_;  // milliseconds
+  Block* block_ = nullptr;
+  size_t block_bytes_ = 0;
+  int file_ = -1;  // rank 0's, until all have opened it
+  uint64_t call_ = 0;
+  Posting mine_;
+  std::string broken_;  // after an error the ranks are out of step: every later call fails
+};
+
+// ---- the calls
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
@@ -186,9 +418,8 @@ class HostCollectives {
     Reducer* reducer = reducer_of(own.scalar_type(), op);
     const uint64_t item = own.itemsize();
     char* part = scratch(part_, Reducer::kCapacity * item);
-    for (int peer = 0; peer < size(); ++peer) {
+    for (int peer = 0; peer < size(); ++peer)
       if (peer != rank()) channel_->meet(peer);
-    }
     for (int64_t at = 0; at < length; at += Reducer::kCapacity) {
       const int64_t n = std::min(Reducer::kCapacity, length - at);
       const uint64_t offset = (start + at) * item;

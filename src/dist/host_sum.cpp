@@ -1,8 +1,7 @@
-#include "host_sum.h"
+#include "dist/host_sum.h"
 
 #include <algorithm>
-#include <array>
-#include <type_traits>
+#include <iterator>
 #include <vector>
 
 #include <c10/util/BFloat16.h>
@@ -33,46 +32,33 @@ inline float from_bfloat16(uint16_t bits) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16);
 }
 
-TITAN_WIDE void sum_float(float* acc, const float* part, int64_t n) {
+TITAN_WIDE void sum(float* acc, const float* part, int64_t n) {
   for (int64_t i = 0; i < n; ++i) acc[i] += part[i];
 }
-TITAN_WIDE void sum_double(double* acc, const double* part, int64_t n) {
+TITAN_WIDE void sum(double* acc, const double* part, int64_t n) {
   for (int64_t i = 0; i < n; ++i) acc[i] += part[i];
 }
-TITAN_WIDE void sum_bfloat16(float* acc, const uint16_t* part, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) acc[i] += from_bfloat16(part[i]);
+TITAN_WIDE void sum(float* acc, const c10::BFloat16* part, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) acc[i] += from_bfloat16(part[i].x);
 }
-TITAN_WIDE void widen_bfloat16(float* acc, const uint16_t* part, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) acc[i] = from_bfloat16(part[i]);
+TITAN_WIDE void widen(float* acc, const c10::BFloat16* part, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) acc[i] = from_bfloat16(part[i].x);
 }
-TITAN_WIDE void round_bfloat16(uint16_t* target, const float* acc, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) target[i] = to_bfloat16(acc[i]);
+TITAN_WIDE void round_to(c10::BFloat16* target, const float* acc, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) target[i].x = to_bfloat16(acc[i]);
 }
 
-void sum(float* acc, const float* part, int64_t n) { sum_float(acc, part, n); }
-void sum(double* acc, const double* part, int64_t n) { sum_double(acc, part, n); }
-void sum(float* acc, const c10::BFloat16* part, int64_t n) {
-  sum_bfloat16(acc, reinterpret_cast<const uint16_t*>(part), n);
-}
 template <class Acc, class T>
 void sum(Acc* acc, const T* part, int64_t n) {
   for (int64_t i = 0; i < n; ++i) acc[i] += static_cast<Acc>(part[i]);
 }
-
 template <class Acc, class T>
 void widen(Acc* acc, const T* part, int64_t n) {
-  if constexpr (std::is_same_v<T, c10::BFloat16>)
-    widen_bfloat16(acc, reinterpret_cast<const uint16_t*>(part), n);
-  else
-    std::copy(part, part + n, acc);
+  std::copy(part, part + n, acc);
 }
-
-template <class Acc, class T>
+template <class T, class Acc>
 void round_to(T* target, const Acc* acc, int64_t n) {
-  if constexpr (std::is_same_v<T, c10::BFloat16>)
-    round_bfloat16(reinterpret_cast<uint16_t*>(target), acc, n);
-  else
-    std::copy(acc, acc + n, target);
+  std::copy(acc, acc + n, target);
 }
 
 template <class T, class Acc>
@@ -101,39 +87,42 @@ class TypedReducer final : public Reducer {
   std::vector<Acc> acc_;
 };
 
-}  // namespace
-
-std::unique_ptr<Reducer> make_reducer(c10::ScalarType dtype, ReduceOp op) {
-  switch (dtype) {
-    case c10::kFloat:
-      return std::make_unique<TypedReducer<float, float>>(op);
-    case c10::kDouble:
-      return std::make_unique<TypedReducer<double, double>>(op);
-    case c10::kBFloat16:
-      return std::make_unique<TypedReducer<c10::BFloat16, float>>(op);
-    case c10::kHalf:
-      return std::make_unique<TypedReducer<c10::Half, float>>(op);
-    case c10::kLong:
-      return std::make_unique<TypedReducer<int64_t, int64_t>>(op);
-    case c10::kInt:
-      return std::make_unique<TypedReducer<int32_t, int32_t>>(op);
-    case c10::kShort:
-      return std::make_unique<TypedReducer<int16_t, int16_t>>(op);
-    case c10::kByte:
-      return std::make_unique<TypedReducer<uint8_t, uint8_t>>(op);
-    case c10::kChar:
-      return std::make_unique<TypedReducer<int8_t, int8_t>>(op);
-    case c10::kBool:
-      return std::make_unique<TypedReducer<uint8_t, uint8_t>>(op == ReduceOp::Sum ? ReduceOp::Max : op);
-    default:
-      throw Error(titan::str("ranks of one host can't reduce ", dtype));
-  }
+template <class T, class Acc>
+std::unique_ptr<Reducer> make_typed(ReduceOp op) {
+  return std::make_unique<TypedReducer<T, Acc>>(op);
+}
+std::unique_ptr<Reducer> make_of_bools(ReduceOp op) {
+  return make_typed<uint8_t, uint8_t>(op == ReduceOp::Sum ? ReduceOp::Max : op);
 }
 
-bool can_reduce(c10::ScalarType dtype) {
-  constexpr std::array known = {c10::kFloat, c10::kDouble, c10::kBFloat16, c10::kHalf, c10::kLong,
-                                c10::kInt,   c10::kShort,  c10::kByte,     c10::kChar, c10::kBool};
-  return std::find(known.begin(), known.end(), dtype) != known.end();
+struct ReducerOfType {
+  c10::ScalarType dtype;
+  std::unique_ptr<Reducer> (*make)(ReduceOp op);
+};
+constexpr ReducerOfType kReducers[] = {{c10::kFloat, make_typed<float, float>},
+                                       {c10::kDouble, make_typed<double, double>},
+                                       {c10::kBFloat16, make_typed<c10::BFloat16, float>},
+                                       {c10::kHalf, make_typed<c10::Half, float>},
+                                       {c10::kLong, make_typed<int64_t, int64_t>},
+                                       {c10::kInt, make_typed<int32_t, int32_t>},
+                                       {c10::kShort, make_typed<int16_t, int16_t>},
+                                       {c10::kByte, make_typed<uint8_t, uint8_t>},
+                                       {c10::kChar, make_typed<int8_t, int8_t>},
+                                       {c10::kBool, make_of_bools}};
+
+const ReducerOfType* find_reducer(c10::ScalarType dtype) {
+  const auto* found = std::ranges::find(kReducers, dtype, &ReducerOfType::dtype);
+  return found == std::end(kReducers) ? nullptr : found;
+}
+
+}  // namespace
+
+bool can_reduce(c10::ScalarType dtype) { return find_reducer(dtype) != nullptr; }
+
+std::unique_ptr<Reducer> make_reducer(c10::ScalarType dtype, ReduceOp op) {
+  const ReducerOfType* reducer = find_reducer(dtype);
+  if (!reducer) throw Error(titan::str("ranks of one host can't reduce ", dtype));
+  return reducer->make(op);
 }
 
 }  // namespace titan::dist

@@ -13,8 +13,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <random>
+#include <span>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -24,24 +24,11 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "core/process.h"
 #include "dist/backends.h"
 #include "titan/core/error.h"
 
 namespace titan::dist {
-
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
-std::string boot_id() {
-  std::string id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
-  return id;
-}
-
-std::string host_identity() { return host_name() + "/" + boot_id(); }
 
 namespace {
 
@@ -251,8 +238,7 @@ std::string register_rank(c10d::Store& store, const Launch& launch) {
 
 std::string list_ranks(const std::vector<int>& ranks) {
   constexpr size_t most = 32;
-  std::string text;
-  for (size_t i = 0; i < std::min(most, ranks.size()); ++i) text += str(i ? ", " : "", ranks[i]);
+  const std::string text = list_str(std::span(ranks).first(std::min(most, ranks.size())));
   return ranks.size() > most ? str(text, ", ... (", ranks.size(), " in all)") : text;
 }
 

@@ -42,12 +42,6 @@ void leave(c10d::Store& store, const Launch& launch);
 /// Whether something listens there.
 bool accepts_connections(const std::string& host, int port);
 
-std::string host_name();
-/// The kernel's identifier of this start of the machine.
-std::string boot_id();
-/// Equal for two ranks of one host; containers with names of their own count as hosts.
-std::string host_identity();
-
 /// getnameinfo's flags for a call from the code at `code`: a library of LibTorch's gets no names
 /// ([Note: names of peers] in rendezvous.cpp).
 int name_flags(const void* code, int flags);

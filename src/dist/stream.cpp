@@ -1,4 +1,4 @@
-#include "titan/dist/stream.h"
+#include "dist/stream.h"
 
 #include <algorithm>
 #include <mutex>
@@ -85,13 +85,11 @@ void name_stream(std::string name, const Stream& stream) {
   if (!stream.on_device()) return;
   StreamNames& names = stream_names();
   const std::lock_guard lock(names.mutex);
-  const auto known = std::find_if(names.list.begin(), names.list.end(),
-                                  [&](const NamedStream& each) { return each.name == name; });
-  if (known == names.list.end()) {
+  const auto known = std::ranges::find(names.list, name, &NamedStream::name);
+  if (known == names.list.end())
     names.list.push_back({std::move(name), stream});
-  } else {
+  else
     known->stream = stream;
-  }
 }
 
 std::vector<NamedStream> named_streams() {

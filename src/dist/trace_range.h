@@ -3,7 +3,6 @@
 // Named ranges in traces of LibTorch's profiler (observe/profiling.h turns it on).
 
 #include <optional>
-#include <string>
 #include <string_view>
 #include <utility>
 
@@ -26,21 +25,6 @@ class TraceRange {
   }
   TraceRange(const TraceRange&) = delete;
   TraceRange& operator=(const TraceRange&) = delete;
-
- private:
-  std::optional<at::RecordFunction> record_;
-};
-
-struct CallRecord;
-
-/// A collective's launch, or the wait for it, on the CPU: "all_gather fsdp::all_gather layers.3", with bytes
-/// and group. NCCL records the device's part.
-class CollectiveRange {
- public:
-  enum class Part { Launch, Wait };
-  CollectiveRange(Part part, const CallRecord& call, int group_size);
-  CollectiveRange(const CollectiveRange&) = delete;
-  CollectiveRange& operator=(const CollectiveRange&) = delete;
 
  private:
   std::optional<at::RecordFunction> record_;

@@ -6,18 +6,15 @@
 #include "titan/dist/world.h"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
-#include <functional>
 #include <numeric>
 #include <thread>
-#include <vector>
 
 #include <ATen/ops/full.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "core/hash.h"
 #include "dist/backends.h"
-#include "dist/call_checker.h"
 #include "dist/device_backend.h"
 #include "dist/world_impl.h"
 #include "titan/core/crash.h"
@@ -53,15 +50,14 @@ std::unique_ptr<GroupBackends> World::Impl::make_backends(const std::vector<int>
 }
 
 bool World::Impl::on_one_host(const std::vector<int>& ranks) const {
-  return std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return hosts[rank] == hosts[ranks[0]]; });
+  return std::ranges::all_of(ranks, [&](int rank) { return hosts[rank] == hosts[ranks[0]]; });
 }
 
 namespace {
 
-/// Short for any number of ranks: first, last, count and a hash (FNV-1a).
+/// Short for any number of ranks: first, last, count and a hash.
 std::string fingerprint(const std::vector<int>& ranks) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const int rank : ranks) hash = (hash ^ static_cast<uint64_t>(rank)) * 1099511628211ULL;
+  const uint64_t hash = hash_bytes({reinterpret_cast<const char*>(ranks.data()), ranks.size() * sizeof(int)});
   return str(ranks.front(), "-", ranks.back(), "x", ranks.size(), ".", hash);
 }
 
@@ -162,32 +158,27 @@ void count_local_ranks(Launch& launch, const std::vector<Peer>& peers) {
 
 /// A host to find the route to the others by: the store's; on the store's own host, another rank's.
 std::string other_host(const Launch& launch, const std::vector<Peer>& peers) {
-  const auto other =
-      std::find_if(peers.begin(), peers.end(), [](const Peer& peer) { return !peer.address.empty(); });
+  const auto other = std::ranges::find_if(peers, [](const Peer& peer) { return !peer.address.empty(); });
   return peers[launch.rank].address.empty() && other != peers.end() ? other->address : launch.store_host;
 }
 
 DeviceBackend* choose_devices(const InitOptions& options, int rank) {
-  if (options.device != "auto" && options.device != "cpu" && options.device != "cuda") {
+  if (options.device != "auto" && options.device != "cpu" && options.device != "cuda")
     throw ConfigError(str("device '", options.device, "' isn't one of auto, cpu, cuda"));
-  }
   DeviceBackend* devices = options.device == "cpu" ? nullptr : open_cuda_plugin();
-  if (options.device == "cuda" && !devices) {
+  if (options.device == "cuda" && !devices)
     throw ConfigError("device 'cuda': no GPU is visible to this process, or libtitan_cuda wasn't built");
-  }
-  const std::string warning = missing_plugin_warning({options.device, gpu_visible(), cuda_plugin_path()});
+  const std::string warning = missing_plugin_warning(options.device, gpu_visible(), cuda_plugin_path());
   if (!warning.empty() && rank == 0) log::warning(warning);
   return devices;
 }
 
 std::string choose_backend(const InitOptions& options, const DeviceBackend* devices) {
   if (options.backend == "auto") return devices ? "nccl" : "gloo";
-  if (options.backend != "gloo" && options.backend != "nccl") {
+  if (options.backend != "gloo" && options.backend != "nccl")
     throw ConfigError(str("backend '", options.backend, "' isn't one of auto, gloo, nccl, fake"));
-  }
-  if (options.backend == "nccl" && !devices) {
+  if (options.backend == "nccl" && !devices)
     throw ConfigError("backend 'nccl' needs a GPU, and none is visible to this process");
-  }
   return options.backend;
 }
 
@@ -209,11 +200,12 @@ World make_fake_world(const InitOptions& options) {
         str("fake_rank ", options.fake_rank, " isn't a rank of fake_world_size ", options.fake_world_size));
   }
   auto impl = std::make_shared<World::Impl>();
-  impl->launch.by = "fake";
-  impl->launch.rank = options.fake_rank;
-  impl->launch.size = options.fake_world_size;
-  impl->launch.local_rank = 0;
-  impl->launch.local_size = 1;
+  impl->launch = {.by = "fake",
+                  .rank = options.fake_rank,
+                  .size = options.fake_world_size,
+                  .local_rank = 0,
+                  .local_size = 1,
+                  .store_host = ""};
   impl->backend = "fake";
   impl->timeout = options.timeout;
   impl->store = make_private_store();
@@ -239,8 +231,7 @@ World init(const InitOptions& options) {
   count_local_ranks(impl->launch, rendezvous.peers);
   for (const auto& peer : rendezvous.peers) impl->hosts.push_back(peer.host);
   impl->direct_memory = options.direct_memory;
-  const auto& hosts = impl->hosts;
-  const bool one_host = std::count(hosts.begin(), hosts.end(), hosts[0]) == impl->launch.size;
+  const bool one_host = std::ranges::count(impl->hosts, impl->hosts[0]) == impl->launch.size;
   impl->gloo = choose_gloo_address(environment("GLOO_SOCKET_IFNAME"), one_host,
                                    other_host(impl->launch, rendezvous.peers));
   choose_device(*impl);
@@ -277,9 +268,7 @@ std::string tell_failure(const World& world, const std::string& message,
   bool is_told = false;
   try {
     c10d::Store& store = world.store();
-    const std::vector<uint8_t> told =
-        store.compareSet(kFirst, std::vector<uint8_t>{}, {mine.begin(), mine.end()});
-    const std::string first(told.begin(), told.end());
+    const std::string first = store.compareSet(kFirst, "", mine);
     store.add(kTold, 1);
     is_told = true;
     let_go();

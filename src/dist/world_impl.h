@@ -1,6 +1,6 @@
 #pragma once
 
-// What a World holds. Filled in by init.cpp; world.cpp makes its groups.
+// What a World holds. world.cpp fills it in and makes its groups.
 
 #include <chrono>
 #include <exception>
@@ -13,12 +13,12 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "core/threads.h"
 #include "dist/backends.h"
 #include "dist/device_backend.h"
 #include "dist/environment.h"
 #include "dist/flight_record.h"
 #include "dist/rendezvous.h"
-#include "dist/side_thread.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/world.h"

@@ -13,17 +13,16 @@
 #include <atomic>
 #include <cerrno>
 #include <cstddef>
-#include <cstdint>
 #include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "core/file.h"
+#include "core/process.h"
 #include "dist/flight_record.h"
-#include "dist/rendezvous.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::dist {
 namespace {
@@ -38,9 +37,33 @@ class SignalSafeJson {
   void raw(std::string_view text) noexcept {
     for (const char byte : text) put(byte);
   }
-  void number(int64_t value) noexcept;
+  void number(int64_t value) noexcept {
+    char digits[20];
+    size_t count = 0;
+    auto left = value < 0 ? ~static_cast<uint64_t>(value) + 1 : static_cast<uint64_t>(value);
+    do digits[count++] = static_cast<char>('0' + left % 10);
+    while ((left /= 10) > 0);
+    if (value < 0) put('-');
+    while (count > 0) put(digits[--count]);
+  }
   /// In quotes. Bytes that JSON doesn't take are written as escapes, those above 127 as a question mark.
-  void text(std::string_view value) noexcept;
+  void text(std::string_view value) noexcept {
+    put('"');
+    for (const char byte : value) {
+      const auto code = static_cast<unsigned char>(byte);
+      if (byte == '"' || byte == '\\') {
+        put('\\');
+        put(byte);
+      } else if (code < 0x20) {
+        raw("\\u00");
+        put("0123456789abcdef"[code >> 4]);
+        put("0123456789abcdef"[code & 15]);
+      } else {
+        put(code < 0x7f ? byte : '?');
+      }
+    }
+    put('"');
+  }
   /// `, "name": `
   void key(std::string_view name) noexcept {
     raw(", ");
@@ -60,7 +83,18 @@ class SignalSafeJson {
     raw(value);
   }
   /// Writes the rest. Returns the errno of the first write that failed, or 0.
-  int flush() noexcept;
+  int flush() noexcept {
+    size_t done = 0;
+    while (done < used_ && error_ == 0) {
+      const ssize_t written = ::write(file_, buffer_.data() + done, used_ - done);
+      if (written > 0)
+        done += static_cast<size_t>(written);
+      else if (written == 0 || errno != EINTR)
+        error_ = written == 0 ? EIO : errno;
+    }
+    used_ = 0;
+    return error_;
+  }
 
  private:
   void put(char byte) noexcept {
@@ -74,47 +108,6 @@ class SignalSafeJson {
   int error_ = 0;
 };
 
-void SignalSafeJson::number(int64_t value) noexcept {
-  char digits[20];
-  size_t count = 0;
-  auto left = value < 0 ? ~static_cast<uint64_t>(value) + 1 : static_cast<uint64_t>(value);
-  do digits[count++] = static_cast<char>('0' + left % 10);
-  while ((left /= 10) > 0);
-  if (value < 0) put('-');
-  while (count > 0) put(digits[--count]);
-}
-
-void SignalSafeJson::text(std::string_view value) noexcept {
-  put('"');
-  for (const char byte : value) {
-    const auto code = static_cast<unsigned char>(byte);
-    if (byte == '"' || byte == '\\') {
-      put('\\');
-      put(byte);
-    } else if (code < 0x20) {
-      raw("\\u00");
-      put("0123456789abcdef"[code >> 4]);
-      put("0123456789abcdef"[code & 15]);
-    } else {
-      put(code < 0x7f ? byte : '?');
-    }
-  }
-  put('"');
-}
-
-int SignalSafeJson::flush() noexcept {
-  size_t done = 0;
-  while (done < used_ && error_ == 0) {
-    const ssize_t written = ::write(file_, buffer_.data() + done, used_ - done);
-    if (written > 0)
-      done += static_cast<size_t>(written);
-    else if (written == 0 || errno != EINTR)
-      error_ = written == 0 ? EIO : errno;
-  }
-  used_ = 0;
-  return error_;
-}
-
 int64_t clock_ns(clockid_t clock) {
   timespec now{};
   clock_gettime(clock, &now);
@@ -127,23 +120,14 @@ struct WallClock {
   int64_t of(int64_t steady_ns) const { return steady_ns > 0 ? wall - (steady - steady_ns) : 0; }
 };
 
-void write_list(SignalSafeJson& json, std::span<const int64_t> numbers) {
+template <class Int>
+void write_list(SignalSafeJson& json, std::span<const Int> numbers) {
   json.raw("[");
   for (size_t i = 0; i < numbers.size(); ++i) {
     if (i > 0) json.raw(", ");
     json.number(numbers[i]);
   }
   json.raw("]");
-}
-
-// "[0, 1, 2]", in quotes: PyTorch's form.
-void write_ranks(SignalSafeJson& json, const GroupRecord& group) {
-  json.raw("\"[");
-  for (size_t i = 0; i < group.ranks.size(); ++i) {
-    if (i > 0) json.raw(", ");
-    json.number(group.ranks[i]);
-  }
-  json.raw("]\"");
 }
 
 void write_groups(SignalSafeJson& json, const FlightRecorder& recorder) {
@@ -156,9 +140,9 @@ void write_groups(SignalSafeJson& json, const FlightRecorder& recorder) {
     json.raw("\"");
     json.text_field("desc", group->name);
     json.text_field("purpose", group->purpose);
-    json.key("ranks");
-    write_ranks(json, *group);
-    json.raw(group->previous != nullptr ? "}," : "}");
+    json.raw_field("ranks", "\"");  // "[0, 1, 2]", in quotes: PyTorch's form
+    write_list<int>(json, group->ranks);
+    json.raw(group->previous != nullptr ? "\"}," : "\"}");
   }
   json.raw("}");
 }
@@ -166,7 +150,7 @@ void write_groups(SignalSafeJson& json, const FlightRecorder& recorder) {
 void write_tensor(SignalSafeJson& json, const CallRecord& call, const CallSizes& sizes, bool is_input) {
   json.raw_field(is_input ? "input_sizes" : "output_sizes", "[");
   const auto num_dims = std::min<int64_t>(sizes.num_dims, CallSizes::kMaxDims);
-  if (num_dims >= 0) write_list(json, {sizes.dims.data(), static_cast<size_t>(num_dims)});
+  if (num_dims >= 0) write_list<int64_t>(json, {sizes.dims.data(), static_cast<size_t>(num_dims)});
   json.raw("]");
   json.raw_field(is_input ? "input_dtypes" : "output_dtypes", "[");
   if (call.dtype != c10::ScalarType::Undefined) json.text(c10::toString(call.dtype));
@@ -188,19 +172,9 @@ void write_name(SignalSafeJson& json, const CallRecord& call, int rank) {
 }
 
 // "started" means in PyTorch that its watchdog saw the call start; here, that somebody waits for it.
-const char* state_of(const CallRecord& call) {
-  switch (call.state) {
-    case CallState::Launched:
-      return "scheduled";
-    case CallState::Waiting:
-    case CallState::Ordered:
-      return "started";
-    case CallState::Finished:
-      return "completed";
-    case CallState::Failed:
-      break;
-  }
-  return "failed";
+const char* name_in_files(CallState state) {
+  static constexpr std::array names = {"scheduled", "started", "started", "completed", "failed"};
+  return names[static_cast<size_t>(state)];
 }
 
 void write_call(SignalSafeJson& json, const CallRecord& call, int rank, const WallClock& clock) {
@@ -227,13 +201,9 @@ void write_call(SignalSafeJson& json, const CallRecord& call, int rank, const Wa
   json.number_field("bytes", call.bytes);
   json.number_field("time_created_ns", clock.of(call.start_ns));
   json.number_field("time_discovered_completed_ns", clock.of(call.end_ns));
-  json.text_field("state", state_of(call));
+  json.text_field("state", name_in_files(call.state));
   if (call.background) json.raw_field("background", "true");
   json.raw_field("retired", call.end_ns > 0 ? "true}" : "false}");
-}
-
-bool is_open(const CallRecord& call) {
-  return call.state != CallState::Finished && call.state != CallState::Failed;
 }
 
 // With FlightExtent::Last: the last calls, and older ones that haven't ended.
@@ -245,7 +215,7 @@ void write_calls(SignalSafeJson& json, const FlightRecorder& recorder, int rank,
   bool first = true;
   CallRecord call;
   for (uint64_t number = next - kept; number < next; ++number) {
-    if (!recorder.read(number, call) || (number < next - last && !is_open(call))) continue;
+    if (!recorder.read(number, call) || (number < next - last && has_ended(call.state))) continue;
     json.raw(first ? "\n" : ",\n");
     first = false;
     write_call(json, call, rank, clock);
@@ -262,6 +232,33 @@ struct FlightDump::Writer {
     mutable std::array<char, 32 * 1024> buffer;
   };
 
+  Writer(std::shared_ptr<const FlightRecorder> calls, Options given)
+      : recorder(std::move(calls)), options(std::move(given)), host(host_name()) {
+    make_folder(options.folder);
+    // The process may have changed its folder when a handler runs.
+    options.folder = std::filesystem::absolute(options.folder);
+    path = options.folder / str(options.prefix, options.rank, ".json");
+    target_name = path.string();
+    const auto temporary = [&](const char* kind) {
+      return (options.folder / str(".", options.prefix, options.rank, ".json.", kind)).string();
+    };
+    target.temporary = temporary("tmp");
+    handler_target.temporary = temporary("signal.tmp");
+    std::filesystem::remove(path);
+  }
+
+  int write(const char* reason, FlightExtent extent) {
+    std::lock_guard lock(mutex);
+    return write_to(target, reason, extent);
+  }
+  /// With async-signal-safe functions only. Does nothing while another handler writes.
+  int write_in_handler(const char* reason) {
+    if (in_handler.test_and_set()) return EBUSY;
+    const int error = write_to(handler_target, reason, FlightExtent::All);
+    in_handler.clear();
+    return error;
+  }
+
   std::shared_ptr<const FlightRecorder> recorder;
   Options options;
   std::filesystem::path path;
@@ -270,12 +267,46 @@ struct FlightDump::Writer {
   std::atomic_flag in_handler = ATOMIC_FLAG_INIT;
   Target target, handler_target;
 
-  Writer(std::shared_ptr<const FlightRecorder> calls, Options given);
-  int write(const char* reason, FlightExtent extent);
-  int write_in_handler(const char* reason);
-  int write_to(const Target& to, const char* reason, FlightExtent extent) const;
-  int write_temporary(const Target& to, const char* reason, FlightExtent extent) const;
-  void write_header(SignalSafeJson& json, const char* reason, const WallClock& clock) const;
+ private:
+  int write_to(const Target& to, const char* reason, FlightExtent extent) const {
+    if (const int error = write_temporary(to, reason, extent)) {
+      unlink(to.temporary.c_str());
+      return error;
+    }
+    return rename(to.temporary.c_str(), target_name.c_str()) == 0 ? 0 : errno;
+  }
+
+  int write_temporary(const Target& to, const char* reason, FlightExtent extent) const {
+    const int file = open(to.temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+    if (file < 0) return errno;
+    const WallClock clock;
+    SignalSafeJson json(file, to.buffer);
+    write_header(json, reason, clock);
+    write_groups(json, *recorder);
+    write_calls(json, *recorder, options.rank, clock, extent);
+    json.raw("}\n");
+    int error = json.flush();
+    if (error == 0 && fsync(file) != 0 && errno != EINVAL) error = errno;
+    close(file);
+    return error;
+  }
+
+  void write_header(SignalSafeJson& json, const char* reason, const WallClock& clock) const {
+    const Activity activity = recorder->activity();
+    json.raw("{\"version\": \"2.10\"");
+    json.raw_field("titan", "{\"rank\": ");
+    json.number(options.rank);
+    json.number_field("world_size", options.world_size);
+    json.text_field("host", host);
+    json.number_field("pid", getpid());
+    json.text_field("reason", reason);
+    json.number_field("time_ns", clock.wall);
+    json.number_field("num_calls", static_cast<int64_t>(recorder->num_calls()));
+    json.text_field("activity", activity.name);
+    json.number_field("step", activity.step);
+    json.number_field("activity_since_ns", clock.of(activity.since_ns));
+    json.raw("}");
+  }
 };
 
 namespace {
@@ -309,21 +340,6 @@ void watch_signals(const std::shared_ptr<FlightDump::Writer>& writer) {
 
 }  // namespace
 
-FlightDump::Writer::Writer(std::shared_ptr<const FlightRecorder> calls, Options given)
-    : recorder(std::move(calls)), options(std::move(given)), host(host_name()) {
-  make_folder(options.folder);
-  // The process may have changed its folder when a handler runs.
-  options.folder = std::filesystem::absolute(options.folder);
-  path = options.folder / str(options.prefix, options.rank, ".json");
-  target_name = path.string();
-  const auto temporary = [&](const char* kind) {
-    return (options.folder / str(".", options.prefix, options.rank, ".json.", kind)).string();
-  };
-  target.temporary = temporary("tmp");
-  handler_target.temporary = temporary("signal.tmp");
-  std::filesystem::remove(path);
-}
-
 FlightDump::FlightDump(std::shared_ptr<const FlightRecorder> recorder, Options options)
     : writer_(std::make_shared<Writer>(std::move(recorder), std::move(options))) {
   if (writer_->options.on_signals) watch_signals(writer_);
@@ -341,66 +357,11 @@ int FlightDump::write(const char* reason, FlightExtent extent) noexcept {
   return writer_->write(reason, extent);
 }
 
-int FlightDump::write_in_handler(const char* reason) noexcept { return writer_->write_in_handler(reason); }
-
 void survive_sigquit() {
   struct sigaction action = {};
   action.sa_handler = on_quit;
   action.sa_flags = SA_RESTART;
   sigaction(SIGQUIT, &action, nullptr);
-}
-
-int FlightDump::Writer::write(const char* reason, FlightExtent extent) {
-  std::lock_guard lock(mutex);
-  return write_to(target, reason, extent);
-}
-
-int FlightDump::Writer::write_in_handler(const char* reason) {
-  if (in_handler.test_and_set()) return EBUSY;
-  const int error = write_to(handler_target, reason, FlightExtent::All);
-  in_handler.clear();
-  return error;
-}
-
-int FlightDump::Writer::write_to(const Target& to, const char* reason, FlightExtent extent) const {
-  if (const int error = write_temporary(to, reason, extent)) {
-    unlink(to.temporary.c_str());
-    return error;
-  }
-  return rename(to.temporary.c_str(), target_name.c_str()) == 0 ? 0 : errno;
-}
-
-int FlightDump::Writer::write_temporary(const Target& to, const char* reason, FlightExtent extent) const {
-  const int file = open(to.temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (file < 0) return errno;
-  const WallClock clock;
-  SignalSafeJson json(file, to.buffer);
-  write_header(json, reason, clock);
-  write_groups(json, *recorder);
-  write_calls(json, *recorder, options.rank, clock, extent);
-  json.raw("}\n");
-  int error = json.flush();
-  if (error == 0 && fsync(file) != 0 && errno != EINVAL) error = errno;
-  close(file);
-  return error;
-}
-
-void FlightDump::Writer::write_header(SignalSafeJson& json, const char* reason,
-                                      const WallClock& clock) const {
-  const Activity activity = recorder->activity();
-  json.raw("{\"version\": \"2.10\"");
-  json.raw_field("titan", "{\"rank\": ");
-  json.number(options.rank);
-  json.number_field("world_size", options.world_size);
-  json.text_field("host", host);
-  json.number_field("pid", getpid());
-  json.text_field("reason", reason);
-  json.number_field("time_ns", clock.wall);
-  json.number_field("num_calls", static_cast<int64_t>(recorder->num_calls()));
-  json.text_field("activity", activity.name);
-  json.number_field("step", activity.step);
-  json.number_field("activity_since_ns", clock.of(activity.since_ns));
-  json.raw("}");
 }
 
 }  // namespace titan::dist

@@ -42,8 +42,6 @@ class FlightDump {
   /// Writes the file beside its place and renames it there; a later one replaces it. Takes no memory and asks
   /// no device. `reason` is one line. Returns errno, or 0.
   int write(const char* reason, FlightExtent extent = FlightExtent::All) noexcept;
-  /// The same with async-signal-safe functions only. Does nothing while another handler writes.
-  int write_in_handler(const char* reason) noexcept;
 
   const std::filesystem::path& path() const;
   const std::filesystem::path& folder() const;

@@ -1,14 +1,12 @@
 #include <algorithm>
 #include <charconv>
-#include <map>
 #include <optional>
-#include <set>
 
 #include <nlohmann/json.hpp>
 
+#include "core/file.h"
 #include "guard/flight_report.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::dist {
 namespace {
@@ -19,95 +17,109 @@ constexpr int kMaxDepth = 16;
 constexpr uintmax_t kMostFileBytes = uintmax_t{1} << 30;
 constexpr int kMostRanks = 1 << 24;
 
-/// A place in a file, for error messages.
-struct Place {
-  std::string text;
-  Place at(const std::string& key) const { return {text + (text.ends_with(": ") ? "" : ".") + key}; }
-  [[noreturn]] void refuse(const std::string& what) const { throw Error(text + " " + what); }
-};
+/// A value in a file, and its place there for error messages.
+class Value {
+ public:
+  Value(const Json& json, std::string place) : json_(json), place_(std::move(place)) {}
 
-const Json* find_member(const Json& table, const char* key) {
-  const auto found = table.find(key);
-  return found == table.end() || found->is_null() ? nullptr : &*found;
-}
+  [[noreturn]] void refuse(const std::string& what) const { throw Error(place_ + " " + what); }
+  Value at(const std::string& key, const Json& json) const {
+    return {json, place_ + (place_.ends_with(": ") ? "" : ".") + key};
+  }
+  /// Nothing if the member is missing or null.
+  std::optional<Value> find(const char* key) const {
+    const auto found = json_.find(key);
+    if (found == json_.end() || found->is_null()) return std::nullopt;
+    return at(key, *found);
+  }
+  Value need(const char* key) const {
+    if (auto found = find(key)) return std::move(*found);
+    at(key, json_).refuse("isn't there");
+  }
 
-const Json& member(const Json& table, const char* key, const Place& place) {
-  const Json* found = find_member(table, key);
-  if (!found) place.at(key).refuse("isn't there");
-  return *found;
-}
+  bool is_table() const { return json_.is_object(); }
+  const Json& table() const {
+    if (!is_table()) refuse("isn't a table");
+    return json_;
+  }
+  const Json& list() const {
+    if (!json_.is_array()) refuse("isn't a list");
+    return json_;
+  }
+  bool is_true() const { return json_.is_boolean() && json_.get<bool>(); }
+  std::string text() const { return text(json_); }
+  int64_t whole() const { return whole(json_); }
+  int rank() const { return rank(json_); }
 
-// Times of day, counts, sizes: the difference of any two of them is representable, too.
-int64_t whole(const Json& value, const Place& place) {
-  constexpr int64_t most = int64_t{1} << 62;
-  if (!value.is_number_integer()) place.refuse("isn't a whole number");
-  const auto number = value.get<int64_t>();
-  if (number < 0 || number > most) place.refuse(str("is ", value.dump(), ", not in 0..", most));
-  return number;
-}
+  // These read a value inside this one. Messages give this one's place.
 
-int small_whole(const Json& value, const Place& place) {
-  const int64_t number = whole(value, place);
-  if (number >= kMostRanks)
-    place.refuse(str("is ", number, "; fewer than ", kMostRanks, " ranks are possible"));
-  return static_cast<int>(number);
-}
+  std::string text(const Json& value) const {
+    if (value.is_string()) return value.get<std::string>();
+    refuse("isn't a text");
+  }
+  // Times of day, counts, sizes: the difference of any two of them is representable, too.
+  int64_t whole(const Json& value) const {
+    constexpr int64_t most = int64_t{1} << 62;
+    if (!value.is_number_integer()) refuse("isn't a whole number");
+    const auto number = value.get<int64_t>();
+    if (number < 0 || number > most) refuse(str("is ", value.dump(), ", not in 0..", most));
+    return number;
+  }
+  /// Or a number of ranks.
+  int rank(const Json& value) const {
+    const int64_t number = whole(value);
+    if (number >= kMostRanks) refuse(str("is ", number, "; fewer than ", kMostRanks, " ranks are possible"));
+    return static_cast<int>(number);
+  }
 
-int64_t whole_or(const Json& table, const char* key, int64_t otherwise, const Place& place) {
-  const Json* found = find_member(table, key);
-  return found ? whole(*found, place.at(key)) : otherwise;
-}
+  int64_t whole_or(const char* key, int64_t otherwise) const {
+    const auto found = find(key);
+    return found ? found->whole() : otherwise;
+  }
+  /// "" if the member is missing.
+  std::string text_of(const char* key) const {
+    const auto found = find(key);
+    return found ? found->text() : "";
+  }
 
-std::string text_of(const Json& value, const Place& place) {
-  if (value.is_string()) return value.get<std::string>();
-  place.refuse("isn't a text");
-}
-
-std::string text_or(const Json& table, const char* key, const Place& place) {
-  const Json* found = find_member(table, key);
-  return found ? text_of(*found, place.at(key)) : "";
-}
-
-const Json& list_of(const Json& value, const Place& place) {
-  if (value.is_array()) return value;
-  place.refuse("isn't a list");
-}
-
-/// "[0, 1, 2]", or a list of numbers.
-std::vector<int> ranks_of(const Json& value, const Place& place) {
-  std::vector<int> ranks;
-  if (value.is_array()) {
-    for (const Json& rank : value) ranks.push_back(small_whole(rank, place));
+  /// "[0, 1, 2]", or a list of numbers.
+  std::vector<int> ranks() const {
+    const Json parsed = json_.is_array() ? Json() : Json::parse(text(), nullptr, /*allow_exceptions=*/false);
+    const Json& list = json_.is_array() ? json_ : parsed;
+    if (!list.is_array()) refuse("isn't a list of ranks, as \"[0, 1]\"");
+    std::vector<int> ranks;
+    for (const Json& each : list) ranks.push_back(rank(each));
     return ranks;
   }
-  const Json ranks_list = Json::parse(text_of(value, place), nullptr, /*allow_exceptions=*/false);
-  if (!ranks_list.is_array()) place.refuse("isn't a list of ranks, as \"[0, 1]\"");
-  for (const Json& rank : ranks_list) ranks.push_back(small_whole(rank, place));
-  return ranks;
-}
-
-std::vector<std::vector<int64_t>> sizes_of(const Json& value, const Place& place) {
-  std::vector<std::vector<int64_t>> all;
-  for (const Json& sizes : list_of(value, place)) {
-    all.emplace_back();
-    for (const Json& size : list_of(sizes, place)) all.back().push_back(whole(size, place));
+  std::vector<std::vector<int64_t>> sizes() const {
+    std::vector<std::vector<int64_t>> all;
+    for (const Json& sizes : list()) {
+      if (!sizes.is_array()) refuse("isn't a list");
+      all.emplace_back();
+      for (const Json& size : sizes) all.back().push_back(whole(size));
+    }
+    return all;
   }
-  return all;
-}
 
-FlightState state_from(const std::string& name, const Place& place) {
+ private:
+  const Json& json_;
+  std::string place_;
+};
+
+FlightState state_from(const Value& value) {
   static const std::map<std::string, FlightState> states = {{"scheduled", FlightState::Launched},
                                                             {"started", FlightState::Waiting},
                                                             {"completed", FlightState::Finished},
                                                             {"failed", FlightState::Failed}};
-  const auto found = states.find(name);
+  const auto found = states.find(value.text());
   if (found == states.end())
-    place.refuse(str("is '", name, "'; known are scheduled, started, completed, failed"));
+    value.refuse(str("is '", value.text(), "'; known are scheduled, started, completed, failed"));
   return found->second;
 }
 
 /// "titan:send 0->1": what it does, and between whom.
-void set_operation(FlightCall& call, std::string name, const Place& place) {
+void set_operation(FlightCall& call, const Value& value) {
+  std::string name = value.text();
   if (const size_t colon = name.find(':'); colon != std::string::npos) name.erase(0, colon + 1);
   const size_t space = name.find(' ');
   call.op = name.substr(0, space);
@@ -118,7 +130,7 @@ void set_operation(FlightCall& call, std::string name, const Place& place) {
   int left = -1, right = -1;
   std::from_chars(pair.data(), pair.data() + arrow, left);
   std::from_chars(pair.data() + arrow + 2, pair.data() + pair.size(), right);
-  if (left < 0 || right < 0) place.refuse(str("is '", name, "', which names no two ranks"));
+  if (left < 0 || right < 0) value.refuse(str("is '", name, "', which names no two ranks"));
   const bool sends = pair[arrow] == '-';
   call.op = sends ? "send" : "receive";
   call.from = sends ? left : right;
@@ -128,43 +140,37 @@ void set_operation(FlightCall& call, std::string name, const Place& place) {
 class FlightReader {
  public:
   FlightReader(FlightFile& file, const Json& root)
-      : file_(file), root_(root), place_{str(file.path.string(), ": ")} {}
+      : file_(file), root_(root, str(file.path.string(), ": ")) {}
 
   void read() {
-    if (!root_.is_object() || !find_member(root_, "version"))
-      place_.refuse("isn't a flight record: it has no member 'version'");
-    read_titan();
-    if (const Json* groups = find_member(root_, "pg_config")) read_groups(*groups);
-    if (const Json* calls = find_member(root_, "entries")) read_calls(*calls);
+    if (!root_.is_table() || !root_.find("version"))
+      root_.refuse("isn't a flight record: it has no member 'version'");
+    if (const auto titan = root_.find("titan")) read_titan(*titan);
+    if (const auto groups = root_.find("pg_config")) read_groups(*groups);
+    if (const auto calls = root_.find("entries")) read_calls(*calls);
   }
 
  private:
-  void read_titan() {
-    const Json* titan = find_member(root_, "titan");
-    if (!titan) return;
-    const Place place = place_.at("titan");
-    if (!titan->is_object()) place.refuse("isn't a table");
+  void read_titan(const Value& titan) {
+    titan.table();
     file_.is_titan = true;
-    file_.rank = small_whole(member(*titan, "rank", place), place.at("rank"));
-    if (const Json* size = find_member(*titan, "world_size"))
-      file_.world_size = small_whole(*size, place.at("world_size"));
-    file_.host = text_or(*titan, "host", place);
-    file_.reason = text_or(*titan, "reason", place);
-    file_.activity = text_or(*titan, "activity", place);
-    file_.step = whole_or(*titan, "step", 0, place);
-    file_.time_ns = whole_or(*titan, "time_ns", 0, place);
-    file_.activity_since_ns = whole_or(*titan, "activity_since_ns", 0, place);
+    file_.rank = titan.need("rank").rank();
+    if (const auto size = titan.find("world_size")) file_.world_size = size->rank();
+    file_.host = titan.text_of("host");
+    file_.reason = titan.text_of("reason");
+    file_.activity = titan.text_of("activity");
+    file_.step = titan.whole_or("step", 0);
+    file_.time_ns = titan.whole_or("time_ns", 0);
+    file_.activity_since_ns = titan.whole_or("activity_since_ns", 0);
   }
 
-  void read_groups(const Json& groups) {
-    const Place place = place_.at("pg_config");
-    if (!groups.is_object()) place.refuse("isn't a table");
-    for (const auto& [name, info] : groups.items()) {
-      const Place here = place.at(name);
-      if (!info.is_object()) here.refuse("isn't a table");
-      FlightGroup group{text_or(info, "desc", here), text_or(info, "purpose", here), {}};
+  void read_groups(const Value& groups) {
+    for (const auto& [name, json] : groups.table().items()) {
+      const Value info = groups.at(name, json);
+      info.table();
+      FlightGroup group{info.text_of("desc"), info.text_of("purpose"), {}};
       if (group.name.empty() || group.name == "undefined") group.name = name;
-      if (const Json* ranks = find_member(info, "ranks")) group.ranks = ranks_of(*ranks, here.at("ranks"));
+      if (const auto ranks = info.find("ranks")) group.ranks = ranks->ranks();
       add_group(name, std::move(group));
     }
   }
@@ -174,13 +180,14 @@ class FlightReader {
     return group_index_[name] = file_.groups.size() - 1;
   }
 
-  size_t group_of(const Json& entry, const Place& place) {
-    const Json& names = list_of(member(entry, "process_group", place), place.at("process_group"));
-    if (names.empty()) place.at("process_group").refuse("is empty");
-    const std::string name = text_of(names[0], place.at("process_group"));
+  size_t group_of(const Value& entry) {
+    const Value process_group = entry.need("process_group");
+    const Json& names = process_group.list();
+    if (names.empty()) process_group.refuse("is empty");
+    const std::string name = process_group.text(names[0]);
     const auto found = group_index_.find(name);
     if (found != group_index_.end()) return found->second;
-    const std::string title = names.size() > 1 ? text_of(names[1], place.at("process_group")) : "";
+    const std::string title = names.size() > 1 ? process_group.text(names[1]) : "";
     if (title.empty()) return add_group(name, {name, "", {}});
     return add_group(name, {title, "", title == "default_pg" ? ranks_of_nameless() : std::vector<int>()});
   }
@@ -191,46 +198,40 @@ class FlightReader {
     return nameless != group_index_.end() ? file_.groups[nameless->second].ranks : std::vector<int>();
   }
 
-  void read_calls(const Json& entries) {
+  void read_calls(const Value& entries) {
     size_t index = 0;
-    for (const Json& entry : list_of(entries, place_.at("entries"))) {
-      const Place place = place_.at(str("entries[", index++, "]"));
-      if (!entry.is_object()) place.refuse("isn't a table");
-      file_.calls.push_back(call_of(entry, place));
+    for (const Json& json : entries.list()) {
+      const Value entry = root_.at(str("entries[", index++, "]"), json);
+      entry.table();
+      file_.calls.push_back(call_of(entry));
     }
-    std::stable_sort(file_.calls.begin(), file_.calls.end(),
-                     [](const FlightCall& a, const FlightCall& b) { return a.record < b.record; });
+    std::ranges::stable_sort(file_.calls, {}, &FlightCall::record);
     file_.is_whole = file_.calls.empty() || file_.calls.front().record == 0;
-    if (!file_.is_titan) count_pairs();
+    if (file_.is_titan) return;
+    count_pairs();
     for (const FlightCall& call : file_.calls)
-      file_.time_ns = file_.is_titan ? file_.time_ns : std::max({file_.time_ns, call.start_ns, call.end_ns});
+      file_.time_ns = std::max({file_.time_ns, call.start_ns, call.end_ns});
   }
 
-  FlightCall call_of(const Json& entry, const Place& place) {
+  FlightCall call_of(const Value& entry) {
     FlightCall call;
-    call.record = whole(member(entry, "record_id", place), place.at("record_id"));
-    call.group = group_of(entry, place);
-    set_operation(call, text_of(member(entry, "profiling_name", place), place.at("profiling_name")),
-                  place.at("profiling_name"));
-    call.sequence = whole_or(entry, call.is_pair() ? "p2p_seq_id" : "collective_seq_id", 0, place);
-    if (const Json* background = find_member(entry, "background"))
-      call.background = background->is_boolean() && background->get<bool>();
-    call.phase = text_or(entry, "phase", place);
-    call.module = text_or(entry, "module", place);
-    if (const Json* sizes = find_member(entry, "input_sizes"))
-      call.in_sizes = sizes_of(*sizes, place.at("input_sizes"));
-    if (const Json* sizes = find_member(entry, "output_sizes"))
-      call.out_sizes = sizes_of(*sizes, place.at("output_sizes"));
-    if (const Json* dtypes = find_member(entry, "input_dtypes"))
-      for (const Json& dtype : list_of(*dtypes, place.at("input_dtypes")))
-        call.dtypes.push_back(text_of(dtype, place.at("input_dtypes")));
-    call.start_ns = whole_or(entry, "time_created_ns", 0, place);
-    call.end_ns = whole_or(entry, "time_discovered_completed_ns", 0, place);
-    call.state = state_from(text_of(member(entry, "state", place), place.at("state")), place.at("state"));
+    call.record = entry.need("record_id").whole();
+    call.group = group_of(entry);
+    set_operation(call, entry.need("profiling_name"));
+    call.sequence = entry.whole_or(call.is_pair() ? "p2p_seq_id" : "collective_seq_id", 0);
+    if (const auto background = entry.find("background")) call.background = background->is_true();
+    call.phase = entry.text_of("phase");
+    call.module = entry.text_of("module");
+    if (const auto sizes = entry.find("input_sizes")) call.in_sizes = sizes->sizes();
+    if (const auto sizes = entry.find("output_sizes")) call.out_sizes = sizes->sizes();
+    if (const auto dtypes = entry.find("input_dtypes"))
+      for (const Json& dtype : dtypes->list()) call.dtypes.push_back(dtypes->text(dtype));
+    call.start_ns = entry.whole_or("time_created_ns", 0);
+    call.end_ns = entry.whole_or("time_discovered_completed_ns", 0);
+    call.state = state_from(entry.need("state"));
     // PyTorch leaves gloo's calls "scheduled", but marks those that are done as retired.
-    const Json* retired = find_member(entry, "retired");
-    const bool is_retired = retired && retired->is_boolean() && retired->get<bool>();
-    if (!file_.is_titan && is_retired && call.state != FlightState::Failed)
+    const auto retired = entry.find("retired");
+    if (!file_.is_titan && retired && retired->is_true() && call.state != FlightState::Failed)
       call.state = FlightState::Finished;
     return call;
   }
@@ -246,8 +247,7 @@ class FlightReader {
   }
 
   FlightFile& file_;
-  const Json& root_;
-  Place place_;
+  const Value root_;
   std::map<std::string, size_t> group_index_;
 };
 
@@ -263,7 +263,7 @@ std::optional<int> rank_in(const std::filesystem::path& path) {
   return rank;
 }
 
-Json parse_json(const std::string& text, const std::filesystem::path& name) {
+Json parse_record(const std::string& text, const std::filesystem::path& name) {
   // The first byte of a pickle.
   if (text.starts_with("\x80"))
     throw Error(str(name.string(),
@@ -285,7 +285,8 @@ FlightFile parse_flight_file(const std::string& text, const std::filesystem::pat
   FlightFile file;
   file.path = name;
   const auto rank = rank_in(name);
-  FlightReader(file, parse_json(text, name)).read();
+  const Json record = parse_record(text, name);
+  FlightReader(file, record).read();
   if (!file.is_titan && rank) file.rank = *rank;
   if (file.rank < 0)
     throw Error(str(name.string(), ": the record has no rank, and its name doesn't end in one"));
@@ -315,17 +316,13 @@ std::vector<FlightFile> read_flight_folder(const std::filesystem::path& folder,
   }
   if (files.empty())
     throw Error(str(folder.string(), ": has no flight record; their names end in the rank, as rank_0.json"));
-  const auto newest =
-      std::max_element(files.begin(), files.end(),
-                       [](const FlightFile& a, const FlightFile& b) { return a.time_ns < b.time_ns; });
-  const int world_size = newest->world_size;
+  const int world_size = std::ranges::max_element(files, {}, &FlightFile::time_ns)->world_size;
   std::erase_if(files, [&](const FlightFile& file) { return file.world_size != world_size; });
-  std::sort(files.begin(), files.end(),
-            [](const FlightFile& a, const FlightFile& b) { return a.rank < b.rank; });
-  for (size_t i = 1; i < files.size(); ++i)
-    if (files[i].rank == files[i - 1].rank)
-      throw Error(str(files[i - 1].path.string(), " and ", files[i].path.filename().string(),
-                      " are both of rank ", files[i].rank));
+  std::ranges::sort(files, {}, &FlightFile::rank);
+  const auto two = std::ranges::adjacent_find(files, {}, &FlightFile::rank);
+  if (two != files.end())
+    throw Error(str(two->path.string(), " and ", std::next(two)->path.filename().string(),
+                    " are both of rank ", two->rank));
   return files;
 }
 

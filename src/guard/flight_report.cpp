@@ -58,43 +58,13 @@ std::map<std::string, std::vector<int>> ranks_seen(const std::vector<FlightFile>
 }
 
 std::string sizes_text(const std::vector<std::vector<int64_t>>& all) {
-  std::string text;
-  for (const auto& sizes : all) {
-    text += text.empty() ? "[" : ", [";
-    for (size_t i = 0; i < sizes.size(); ++i) text += str(i > 0 ? ", " : "", sizes[i]);
-    text += "]";
-  }
-  return text;
+  return list_str(all, ", ", [](const auto& sizes) { return str("[", list_str(sizes), "]"); });
 }
 
 /// Operations whose parts may differ from rank to rank by definition.
 bool has_uneven_parts(const std::string& op) {
   return op.find("alltoall") != std::string::npos || op == "gather" || op == "scatter" ||
          op.find("coalesced") != std::string::npos;
-}
-
-/// The calls of all files, by lane.
-struct JoinedFlights {
-  std::vector<FlightLane> lanes;
-  std::unordered_map<const FlightCall*, size_t> lane_of;
-};
-
-/// If a rank made several calls under one number (PyTorch's coalesced ones), the first stands for all.
-JoinedFlights join_flights(const std::vector<FlightFile>& files) {
-  const auto seen = ranks_seen(files);
-  std::map<LaneKey, size_t> index;
-  JoinedFlights joined;
-  for (const FlightFile& file : files)
-    for (const FlightCall& call : file.calls) {
-      const FlightGroup& group = file.groups[call.group];
-      const std::vector<int>& ranks = group.ranks.empty() ? seen.at(group.name) : group.ranks;
-      const auto [at, is_new] =
-          index.try_emplace({group.name, group.purpose, ranks, call.from, call.to}, joined.lanes.size());
-      if (is_new) joined.lanes.push_back({group.name, group.purpose, ranks, call.from, call.to, {}});
-      joined.lanes[at->second].calls[call.sequence].emplace(file.rank, &call);
-      joined.lane_of[&call] = at->second;
-    }
-  return joined;
 }
 
 /// The difference between two calls that should be the same; "" if there is none.
@@ -143,6 +113,8 @@ struct Blocked {
   const FlightCall* call;
   size_t lane;
   std::vector<int> missing;
+
+  int64_t start_ns() const { return call->start_ns; }
 };
 
 std::string seconds_text(int64_t ns) {
@@ -153,11 +125,10 @@ std::string seconds_text(int64_t ns) {
 
 class Investigation {
  public:
-  Investigation(const std::vector<FlightFile>& files, JoinedFlights joined, bool all_ranks_live,
-                FlightReport& report)
-      : files_(files), lane_of_(std::move(joined.lane_of)), all_ranks_live_(all_ranks_live), report_(report) {
-    report_.lanes = std::move(joined.lanes);
+  Investigation(const std::vector<FlightFile>& files, bool all_ranks_live, FlightReport& report)
+      : files_(files), all_ranks_live_(all_ranks_live), report_(report) {
     for (const FlightFile& file : files_) by_rank_[file.rank] = &file;
+    join_calls();
   }
 
   void solve() {
@@ -170,6 +141,23 @@ class Investigation {
   }
 
  private:
+  // Sorts the calls of all files into lanes. If a rank made several calls under one number (PyTorch's coalesced
+  // ones), the first stands for all.
+  void join_calls() {
+    const auto seen = ranks_seen(files_);
+    std::map<LaneKey, size_t> index;
+    for (const FlightFile& file : files_)
+      for (const FlightCall& call : file.calls) {
+        const FlightGroup& group = file.groups[call.group];
+        const std::vector<int>& ranks = group.ranks.empty() ? seen.at(group.name) : group.ranks;
+        const auto [at, is_new] =
+            index.try_emplace({group.name, group.purpose, ranks, call.from, call.to}, report_.lanes.size());
+        if (is_new) report_.lanes.push_back({group.name, group.purpose, ranks, call.from, call.to, {}});
+        report_.lanes[at->second].calls[call.sequence].emplace(file.rank, &call);
+        lane_of_[&call] = at->second;
+      }
+  }
+
   // Work beside the training may wait for long: it matters only where nothing else waits.
   void find_blocked(bool background) {
     for (const FlightFile& file : files_)
@@ -195,8 +183,7 @@ class Investigation {
 
   // The rank has made calls since.
   static bool was_survived(const FlightFile& file, const FlightCall& failed) {
-    return failed.end_ns > 0 &&
-           std::any_of(file.calls.begin(), file.calls.end(), [&](const FlightCall& call) {
+    return failed.end_ns > 0 && std::ranges::any_of(file.calls, [&](const FlightCall& call) {
              return call.background == failed.background && call.start_ns > failed.end_ns;
            });
   }
@@ -232,12 +219,12 @@ class Investigation {
     // The largest set first: the other ranks are the ones to look at.
     std::stable_sort(kinds.begin(), kinds.end(),
                      [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
-    std::string text;
-    for (const auto& [call, ranks] : kinds) {
+    const std::string text = list_str(kinds, "; ", [&](const auto& kind) {
+      const auto& [call, ranks] = kind;
       const std::string tensors = describe_tensors(*call);
-      text += str(text.empty() ? "" : "; ", name_ranks(ranks), ranks.size() > 1 ? " call " : " calls ",
-                  describe(lane, *call), tensors.empty() ? "" : " of ", tensors);
-    }
+      return str(name_ranks(ranks), ranks.size() > 1 ? " call " : " calls ", describe(lane, *call),
+                 tensors.empty() ? "" : " of ", tensors);
+    });
     report_.culprits.clear();
     for (size_t i = 1; i < kinds.size(); ++i)
       report_.culprits.insert(report_.culprits.end(), kinds[i].second.begin(), kinds[i].second.end());
@@ -255,8 +242,7 @@ class Investigation {
   bool find_missing() {
     const Blocked* first = nullptr;
     for (const Blocked& blocked : blocked_)
-      if (!blocked.missing.empty() && (!first || blocked.call->start_ns < first->call->start_ns))
-        first = &blocked;
+      if (!blocked.missing.empty() && (!first || blocked.start_ns() < first->start_ns())) first = &blocked;
     if (!first) return false;
     std::set<int> visited;
     const Blocked* at = first;
@@ -312,7 +298,7 @@ class Investigation {
   }
 
   static std::string waited(const Blocked& blocked) {
-    return seconds_text(blocked.file->time_ns - blocked.call->start_ns);
+    return seconds_text(blocked.file->time_ns - blocked.start_ns());
   }
 
   std::string host_of(const std::vector<int>& ranks) const {
@@ -345,23 +331,21 @@ class Investigation {
 
   void tell_deadlock(const Blocked& start) {
     std::string text;
-    std::vector<int> ring;
-    for (const Blocked* at = &start; at && std::find(ring.begin(), ring.end(), at->file->rank) == ring.end();
+    std::vector<int>& ring = report_.culprits;
+    ring.clear();
+    for (const Blocked* at = &start; at && std::ranges::find(ring, at->file->rank) == ring.end();
          at = blocked_of(at->missing.front())) {
       ring.push_back(at->file->rank);
       text += str(text.empty() ? "" : "; ", "rank ", at->file->rank, " waits in ",
                   describe(report_.lanes[at->lane], *at->call), " for ", name_ranks(at->missing));
     }
-    report_.culprits = ring;
     settle(FlightVerdict::Deadlock, start.lane, start.call->sequence,
            str("ranks wait for each other, in different calls: ", text));
   }
 
   bool find_all_there() {
     if (blocked_.empty()) return false;
-    const Blocked& first = *std::min_element(
-        blocked_.begin(), blocked_.end(),
-        [](const Blocked& a, const Blocked& b) { return a.call->start_ns < b.call->start_ns; });
+    const Blocked& first = *std::ranges::min_element(blocked_, {}, &Blocked::start_ns);
     settle(FlightVerdict::AllThere, first.lane, first.call->sequence,
            str("all ranks have come to ", describe(report_.lanes[first.lane], *first.call), ", where rank ",
                first.file->rank, " waits for ", waited(first),
@@ -388,7 +372,7 @@ class Investigation {
 
 FlightReport make_flight_report(const std::vector<FlightFile>& files, const FlightReportOptions& options) {
   FlightReport report;
-  Investigation(files, join_flights(files), options.all_ranks_live, report).solve();
+  Investigation(files, options.all_ranks_live, report).solve();
   return report;
 }
 

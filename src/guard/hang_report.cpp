@@ -4,42 +4,41 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <ctime>
 #include <exception>
+#include <span>
 #include <thread>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "core/thread_stacks.h"
+#include "core/file.h"
+#include "core/threads.h"
+#include "core/units.h"
 #include "dist/flight_record.h"
-#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
 #include "guard/flight_report.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::dist {
 
 namespace {
 
-constexpr size_t kShownCalls = 8;
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
 
-double seconds_since(int64_t start_ns) {
-  using namespace std::chrono;
-  const auto now = duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-  return std::round(static_cast<double>(now - start_ns) / 1e7) / 100;
-}
+constexpr size_t kShownCalls = 8;
 
 std::string last_calls(const FlightRecorder& recorder) {
   const auto calls = recorder.snapshot();
   if (calls.empty()) return "no collective was called\n";
   std::string text = "its last calls:\n";
-  for (size_t i = calls.size() - std::min(calls.size(), kShownCalls); i < calls.size(); ++i)
-    text += str("  ", calls[i].number, " ", calls[i].describe(), ", ", calls[i].bytes, " bytes, ",
-                name_of(calls[i].state), ", ", seconds_since(calls[i].start_ns), " s ago\n");
+  for (const CallRecord& call : std::span(calls).last(std::min(calls.size(), kShownCalls))) {
+    const Clock::time_point start{std::chrono::nanoseconds(call.start_ns)};
+    text += str("  ", call.number, " ", call.describe(), ", ", call.bytes, " bytes, ", name_of(call.state),
+                ", ", std::round(seconds_since(start) * 100) / 100, " s ago\n");
+  }
   return text;
 }
 
@@ -56,15 +55,6 @@ std::string time_now() {
   char text[40];
   std::strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%SZ", &parts);
   return text;
-}
-
-void write_report(const std::filesystem::path& path, const std::string& text) {
-  try {
-    make_folder(path.parent_path());
-    write_file_atomic(path, text);
-  } catch (const std::exception& error) {
-    log::error(str("the stacks can't be written: ", error.what()));
-  }
 }
 
 extern "C" void end_hung_process(int /*signal*/) { _exit(kHungExitCode); }
@@ -88,8 +78,14 @@ std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank)
 // The same file system may have hung the job.
 void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
   thread.post([files] {
-    if (!files.folder.empty())
-      write_report(stacks_path(files.folder, files.rank), time_now() + "\n" + files.report);
+    try {
+      if (!files.folder.empty()) {
+        make_folder(files.folder);
+        write_file_atomic(stacks_path(files.folder, files.rank), time_now() + "\n" + files.report);
+      }
+    } catch (const std::exception& error) {
+      log::error(str("the stacks can't be written: ", error.what()));
+    }
     if (files.records) files.records->write(files.reason.c_str(), FlightExtent::Last);
   });
   if (!thread.wait(limit))
@@ -106,9 +102,6 @@ void end_process_after(std::chrono::seconds limit) {
 }
 
 namespace {
-
-using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
 
 constexpr const char* kFailuresKey = "failures";
 constexpr const char* kExplanationKey = "explanation";
@@ -160,7 +153,7 @@ std::string wait_for_explanation(c10d::Store& store) {
       return str("the rank that failed first didn't find the cause within ", kExplanationLimit.count(), " s");
     std::this_thread::sleep_for(20ms);
   }
-  std::string text = get_text(store, kExplanationKey);
+  std::string text = store.get_to_str(kExplanationKey);
   store.add(kReadKey, 1);
   return text;
 }
@@ -176,7 +169,7 @@ std::string explain_failure(const FailureScene& scene) {
     if (is_first) {
       request_records(*store, str(kFailureOf, "rank ", scene.rank, ": ", scene.failure));
       text = find_cause(*store, scene);
-      set_text(*store, kExplanationKey, text);
+      store->set(kExplanationKey, text);
     } else {
       text = wait_for_explanation(*store);
     }

@@ -9,11 +9,14 @@
 
 #include "guard/mail.h"
 
+namespace titan {
+class SideThread;
+}
+
 namespace titan::dist {
 
 class FlightDump;
 class FlightRecorder;
-class SideThread;
 
 /// The call that this rank, or its device, waits for: "all_gather #12 of group 'dp_shard' (fsdp::unshard
 /// layers.3)"; "": none. The checkpointer's own calls count only while the rank loads or saves.

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <numeric>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "dist/rendezvous.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -70,37 +71,26 @@ std::chrono::milliseconds slowest_beat(int num_ranks) {
   return std::chrono::milliseconds(std::clamp(num_ranks, 500, 1000));
 }
 
-std::string get_text(c10d::Store& store, const std::string& key) {
-  const std::vector<uint8_t> bytes = store.get(key);
-  return {bytes.begin(), bytes.end()};
-}
-
-void set_text(c10d::Store& store, const std::string& key, const std::string& text) {
-  store.set(key, std::vector<uint8_t>(text.begin(), text.end()));
-}
-
 std::vector<std::optional<Beat>> read_beats(c10d::Store& store, int num_ranks) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < num_ranks; ++rank) keys.push_back(beat_key(rank));
+  std::vector<int> ranks(static_cast<size_t>(num_ranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto keys = [&] {
+    std::vector<std::string> keys;
+    for (const int rank : ranks) keys.push_back(beat_key(rank));
+    return keys;
+  };
   // multiGet() would wait for a key that doesn't exist yet.
-  const bool all_exist = store.check(keys);
-  std::vector<int> ranks;
-  for (int rank = 0; rank < num_ranks; ++rank)
-    if (all_exist || store.check({beat_key(rank)})) ranks.push_back(rank);
+  if (!store.check(keys())) std::erase_if(ranks, [&](int rank) { return !store.check({beat_key(rank)}); });
   std::vector<std::optional<Beat>> beats(static_cast<size_t>(num_ranks));
   if (ranks.empty()) return beats;
-  if (!all_exist) {
-    keys.clear();
-    for (const int rank : ranks) keys.push_back(beat_key(rank));
-  }
-  const auto values = store.multiGet(keys);
+  const auto values = store.multiGet(keys());
   for (size_t i = 0; i < ranks.size(); ++i)
     beats[static_cast<size_t>(ranks[i])] = parse_beat(ranks[i], {values[i].begin(), values[i].end()});
   return beats;
 }
 
 void request_records(c10d::Store& store, const std::string& reason) {
-  set_text(store, kReasonKey, reason);
+  store.set(kReasonKey, reason);
   store.add(kRequestsKey, 1);
 }
 
@@ -114,7 +104,7 @@ const Mail::Inbox& Mail::exchange(const Outbox& outbox, bool everything) {
     inbox_.is_connected = connect();
     if (!inbox_.is_connected) return inbox_;
     if (everything || is_new) {
-      set_text(*store_, beat_key(rank_), dist::to_text(outbox.beat));
+      store_->set(beat_key(rank_), dist::to_text(outbox.beat));
       exchange_requests(outbox);
       exchange_end(outbox);
       fetch_beats();
@@ -154,19 +144,16 @@ void Mail::exchange_requests(const Outbox& outbox) {
   if (!outbox.record_request.empty()) request_records(*store_, outbox.record_request);
   const int64_t num_requests = store_->add(kRequestsKey, 0);
   if (num_requests == inbox_.num_record_requests) return;
-  inbox_.record_request = get_text(*store_, kReasonKey);
+  inbox_.record_request = store_->get_to_str(kReasonKey);
   inbox_.num_record_requests = num_requests;
 }
 
 void Mail::exchange_verdict(const Outbox& outbox) {
   if (inbox_.verdict) return;
   if (outbox.verdict) {
-    const std::string mine = to_text(*outbox.verdict);
-    const std::vector<uint8_t> first =
-        store_->compareSet(kVerdictKey, std::vector<uint8_t>{}, {mine.begin(), mine.end()});
-    inbox_.verdict = verdict_from({first.begin(), first.end()});
+    inbox_.verdict = verdict_from(store_->compareSet(kVerdictKey, "", to_text(*outbox.verdict)));
   } else if (store_->check({kVerdictKey})) {
-    inbox_.verdict = verdict_from(get_text(*store_, kVerdictKey));
+    inbox_.verdict = verdict_from(store_->get_to_str(kVerdictKey));
   }
 }
 

@@ -30,9 +30,6 @@ StorePtr connect_again(c10d::Store& store);
 /// The longest time between two beats of a rank. In a large job it is longer, to relieve the store.
 std::chrono::milliseconds slowest_beat(int num_ranks);
 
-std::string get_text(c10d::Store& store, const std::string& key);
-void set_text(c10d::Store& store, const std::string& key, const std::string& text);
-
 /// The last beats of the first `num_ranks` ranks; nullopt for a rank without one, or whose beat can't be
 /// parsed.
 std::vector<std::optional<Beat>> read_beats(c10d::Store& store, int num_ranks);

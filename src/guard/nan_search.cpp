@@ -71,12 +71,13 @@ const Parameter* first_nonfinite_gradient(const std::vector<Parameter>& paramete
 /// Shared by the probes, and by the threads of a backward.
 class NanSearch::State {
  public:
-  explicit State(const Options& options) : options_(options) {}
+  explicit State(const Options& given) : options(given) {}
 
-  const Options& options() const { return options_; }
-  void set_step(int64_t step) { step_ = step; }
+  const Options options;
+  std::atomic<int64_t> step{0};
+
   /// "step 7, rank 1"
-  std::string where() const { return titan::str("step ", step_.load(), ", rank ", options_.rank); }
+  std::string where() const { return titan::str("step ", step.load(), ", rank ", options.rank); }
 
   /// Counts a check; false: there is a finding, so there is nothing left to look for.
   bool start_check() {
@@ -89,7 +90,7 @@ class NanSearch::State {
   }
   /// `numbers` describes the tensors, for the end of the text. It needs memory, which may be short.
   void found(NanFinding finding, const std::function<std::string()>& numbers) {
-    if (options_.on_finding == OnFinding::Throw) throw Error(finding.text + numbers());
+    if (options.on_finding == OnFinding::Throw) throw Error(finding.text + numbers());
     try {
       finding.text += numbers();
     } catch (const std::exception&) {
@@ -102,8 +103,6 @@ class NanSearch::State {
   }
 
  private:
-  Options options_;
-  std::atomic<int64_t> step_{0};
   mutable std::mutex mutex_;
   std::optional<NanFinding> first_;
   std::atomic<bool> has_found_{false};
@@ -238,8 +237,8 @@ class LabelledNode final : public torch::autograd::FunctionPostHook {
 };
 
 bool is_labelled(const Node& node) {
-  return std::any_of(node.post_hooks().begin(), node.post_hooks().end(),
-                     [](const auto& hook) { return dynamic_cast<const LabelledNode*>(hook.get()); });
+  return std::ranges::any_of(node.post_hooks(),
+                             [](const auto& hook) { return dynamic_cast<const LabelledNode*>(hook.get()); });
 }
 
 // A leaf's node belongs to no forward.
@@ -271,7 +270,7 @@ class NanProbe final : public ModuleProbe {
 
  protected:
   void before(nn::HookHost& host, const TensorRefs& inputs) override {
-    if (state_->options().modules) {
+    if (state_->options.modules) {
       inputs_ = detached(inputs);
       call_ = std::make_shared<SearchedCall>(
           SearchedCall{state_, model_, module_name(host), host.as_module().weak_from_this(), inputs_, {}});
@@ -280,9 +279,9 @@ class NanProbe final : public ModuleProbe {
     first_number_ = at::sequence_number::peek();
   }
   void after(nn::HookHost& host, const TensorRefs& outputs) override {
-    if (state_->options().operations && at::GradMode::is_enabled())
+    if (state_->options.operations && at::GradMode::is_enabled())
       label_nodes(outputs, first_number_, module_name(host), state_);
-    if (!state_->options().modules) return;
+    if (!state_->options.modules) return;
     check_outputs(host, outputs);
     if (at::GradMode::is_enabled()) probe_outputs(outputs, call_);
     inputs_.clear();
@@ -328,14 +327,14 @@ NanSearch::NanSearch(const std::vector<nn::AnyRef>& models, const Options& optio
 }
 
 NanSearch::~NanSearch() {
-  if (state_->options().operations) AnomalyMode::set_enabled(anomaly_mode_was_on_);
+  if (state_->options.operations) AnomalyMode::set_enabled(anomaly_mode_was_on_);
   remove_probes(models_, [&](const nn::CallHook& hook) {
     const auto* probe = dynamic_cast<const NanProbe*>(&hook);
     return probe && probe->is_of(state_);
   });
 }
 
-void NanSearch::set_step(int64_t step) { state_->set_step(step); }
+void NanSearch::set_step(int64_t step) { state_->step = step; }
 
 std::optional<NanFinding> NanSearch::first() const { return state_->first(); }
 

@@ -2,15 +2,13 @@
 
 #include <time.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <fstream>
 #include <functional>
-#include <string>
+#include <span>
 #include <utility>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "dist/flight_record.h"
 #include "titan/core/error.h"
 
@@ -53,16 +51,6 @@ std::chrono::milliseconds longest_computing(const WatchdogLimits& limits, Progre
 }
 
 }  // namespace
-
-std::string process_field(const std::string& pid, const char* field) {
-  std::ifstream file("/proc/" + pid + "/status");
-  std::string name, value;
-  while (file >> name) {
-    std::getline(file >> std::ws, value);
-    if (name == field) return value;
-  }
-  return "";
-}
 
 void OwnProgress::look(Milliseconds64 longest_gap) {
   const auto now = StallClock::Clock::now();
@@ -170,24 +158,24 @@ std::string complaint(const RankView& view, int64_t interval_ms) {
 
 using Views = std::vector<const RankView*>;
 
-std::string list_culprits(const Views& culprits, int size, int64_t interval_ms) {
+/// What `form` makes of the first ones.
+std::string list_some(const Views& ranks, const std::function<std::string(const RankView*)>& form) {
   constexpr size_t most = 4;
-  std::string text;
-  for (size_t i = 0; i < std::min(most, culprits.size()); ++i)
-    text += str(i ? "; " : "", name_rank(*culprits[i], size), " ", complaint(*culprits[i], interval_ms));
-  if (culprits.size() > most) text += str("; and ", culprits.size() - most, " other ranks");
-  return text;
+  const std::string text = list_str(std::span(ranks).first(std::min(most, ranks.size())), "; ", form);
+  return ranks.size() > most ? str(text, "; and ", ranks.size() - most, " other ranks") : text;
+}
+
+std::string list_culprits(const Views& culprits, int size, int64_t interval_ms) {
+  return list_some(culprits, [&](const RankView* view) {
+    return str(name_rank(*view, size), " ", complaint(*view, interval_ms));
+  });
 }
 
 std::string list_waiting(const Views& waiting) {
-  constexpr size_t most = 4;
-  std::string text;
-  for (size_t i = 0; i < std::min(most, waiting.size()); ++i)
-    text += str(i ? "; " : "", "rank ", waiting[i]->rank, " waits in ", waiting[i]->beat->call, ", in ",
-                phase_of(*waiting[i]->beat), ", for ", in_seconds(waiting[i]->beat->stalled_ms), " (",
-                limit_of(*waiting[i]->beat), ")");
-  if (waiting.size() > most) text += str("; and ", waiting.size() - most, " other ranks");
-  return text;
+  return list_some(waiting, [](const RankView* view) {
+    return str("rank ", view->rank, " waits in ", view->beat->call, ", in ", phase_of(*view->beat), ", for ",
+               in_seconds(view->beat->stalled_ms), " (", limit_of(*view->beat), ")");
+  });
 }
 
 using Condition = std::function<bool(const RankView&)>;
@@ -202,8 +190,7 @@ Views select(const std::vector<RankView>& ranks, const Condition& condition) {
 }  // namespace
 
 bool has_excuse(const std::vector<RankView>& ranks, int64_t interval_ms) {
-  return std::any_of(ranks.begin(), ranks.end(),
-                     [&](const RankView& view) { return is_excuse(view, interval_ms); });
+  return std::ranges::any_of(ranks, [&](const RankView& view) { return is_excuse(view, interval_ms); });
 }
 
 std::optional<Verdict> judge(const std::vector<RankView>& ranks, int size, int64_t interval_ms) {

@@ -112,9 +112,6 @@ class OwnProgress {
   StallClock with_computing_, without_computing_;
 };
 
-/// A field of /proc/<pid>/status, "" where there is none.
-std::string process_field(const std::string& pid, const char* field);
-
 /// How far a rank's training is: only one that runs is judged. Ended: its watchdog is gone, too.
 enum class RunState : uint8_t { NotBegun, Runs, Left, Ended };
 

@@ -18,7 +18,6 @@
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -49,12 +48,18 @@ StopCause cause_here() { return {.signal = noted_signal(), .by_launcher = noted_
 }  // namespace
 
 struct StartupWatch::Impl {
-  void watch(const std::stop_token& stop);
-  void look();
-  bool is_told_long_ago();
-  void leave();
-  StopCause cause_of_all() const;
-  void wait_for_others() const;
+  void watch(const std::stop_token& stop) {
+    std::unique_lock lock(mutex);
+    try {
+      while (!changed.wait_for(lock, stop, kLook, [&] { return stop.stop_requested(); })) {
+        if (stop.stop_requested()) return;
+        look();
+      }
+    } catch (const std::exception& error) {
+      log::warning(str("the job's store does not answer: a signal takes effect at the first step (",
+                       error.what(), ")"));
+    }
+  }
 
   std::mutex mutex;
   std::condition_variable_any changed;
@@ -65,79 +70,66 @@ struct StartupWatch::Impl {
   std::optional<Clock::time_point> told_at;
   std::function<int(const StopCause&)> on_end;
   std::jthread thread;
-};
 
-bool StartupWatch::Impl::is_told_long_ago() {
-  if (noted_signal() == 0) return false;
-  if (!told_at) told_at = Clock::now();
-  return Clock::now() - *told_at >= kShortStart;
-}
-
-// Called under the lock: a rank can't become ready while it ends.
-void StartupWatch::Impl::look() {
-  const bool wishes = is_told_long_ago();
-  if (!store) {
-    if (wishes && !ready) leave();
-    return;
-  }
-  if (wishes) {
-    const std::string wish = std::to_string(noted_signal() + (noted_by_launcher() ? kByLauncher : 0));
-    store->compareSet(kWish, std::vector<uint8_t>{},
-                      {wish.begin(), wish.end()});  // the first rank's wish counts
-  }
-  if (!ready && store->check({kWish})) store->set(kEnd, "");
-  if (store->check({kEnd})) leave();
-}
-
-void StartupWatch::Impl::watch(const std::stop_token& stop) {
-  std::unique_lock lock(mutex);
-  try {
-    while (!changed.wait_for(lock, stop, kLook, [&] { return stop.stop_requested(); })) {
-      if (stop.stop_requested()) return;
-      look();
+ private:
+  // Called under the lock: a rank can't become ready while it ends.
+  void look() {
+    const bool wishes = is_told_long_ago();
+    if (!store) {
+      if (wishes && !ready) leave();
+      return;
     }
-  } catch (const std::exception& error) {
-    log::warning(
-        str("the job's store does not answer: a signal takes effect at the first step (", error.what(), ")"));
+    if (wishes) {
+      const std::string wish = std::to_string(noted_signal() + (noted_by_launcher() ? kByLauncher : 0));
+      store->compareSet(kWish, "", wish);  // the first rank's wish counts
+    }
+    if (!ready && store->check({kWish})) store->set(kEnd, "");
+    if (store->check({kEnd})) leave();
   }
-}
 
-StopCause StartupWatch::Impl::cause_of_all() const {
-  if (!store) return cause_here();
-  const std::vector<uint8_t> text = store->get(kWish);
-  const int wish = std::stoi(std::string(text.begin(), text.end()));
-  return {.signal = wish % kByLauncher, .by_launcher = wish >= kByLauncher};
-}
-
-void StartupWatch::Impl::wait_for_others() const {
-  const auto deadline = Clock::now() + kLeaving;
-  store->add(kLeft, 1);
-  while (store->add(kLeft, 0) < world->size() && Clock::now() < deadline) std::this_thread::sleep_for(kLook);
-  // Rank 0's process hosts the store.
-  if (world->rank() == 0) std::this_thread::sleep_for(2 * kLook);
-}
-
-// Exits without destructors: threads and peers may be anywhere.
-void StartupWatch::Impl::leave() {
-  StopCause cause = cause_here();
-  int code = 0;
-  log::info(str(cause.signal == 0 ? std::string("a signal to another rank") : signal_name(cause.signal),
-                " stops the run before it began: nothing was trained"));
-  try {
-    cause = cause_of_all();
-    if (store) wait_for_others();
-  } catch (const std::exception&) {
-    // Rank 0's process has exited.
+  bool is_told_long_ago() {
+    if (noted_signal() == 0) return false;
+    if (!told_at) told_at = Clock::now();
+    return Clock::now() - *told_at >= kShortStart;
   }
-  try {
-    if (on_end && !peer_has_failed()) code = on_end(cause);
-  } catch (const std::exception& error) {
-    log::error(error.what());
-    code = 1;
+
+  StopCause cause_of_all() const {
+    if (!store) return cause_here();
+    const int wish = std::stoi(store->get_to_str(kWish));
+    return {.signal = wish % kByLauncher, .by_launcher = wish >= kByLauncher};
   }
-  std::fflush(nullptr);
-  std::_Exit(code);
-}
+
+  void wait_for_others() const {
+    const auto deadline = Clock::now() + kLeaving;
+    store->add(kLeft, 1);
+    while (store->add(kLeft, 0) < world->size() && Clock::now() < deadline)
+      std::this_thread::sleep_for(kLook);
+    // Rank 0's process hosts the store.
+    if (world->rank() == 0) std::this_thread::sleep_for(2 * kLook);
+  }
+
+  // Exits without destructors: threads and peers may be anywhere.
+  void leave() {
+    StopCause cause = cause_here();
+    int code = 0;
+    log::info(str(cause.signal == 0 ? std::string("a signal to another rank") : signal_name(cause.signal),
+                  " stops the run before it began: nothing was trained"));
+    try {
+      cause = cause_of_all();
+      if (store) wait_for_others();
+    } catch (const std::exception&) {
+      // Rank 0's process has exited.
+    }
+    try {
+      if (on_end && !peer_has_failed()) code = on_end(cause);
+    } catch (const std::exception& error) {
+      log::error(error.what());
+      code = 1;
+    }
+    std::fflush(nullptr);
+    std::_Exit(code);
+  }
+};
 
 StartupWatch::StartupWatch(std::function<int(const StopCause&)> on_end) : impl_(std::make_unique<Impl>()) {
   impl_->on_end = std::move(on_end);

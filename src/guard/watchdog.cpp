@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -16,11 +17,9 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "core/thread_stacks.h"
+#include "core/process.h"
 #include "core/threads.h"
 #include "dist/flight_record.h"
-#include "dist/rendezvous.h"
-#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 #include "guard/mail.h"
@@ -46,14 +45,6 @@ constexpr auto kCulpritsFirst = 1500ms;
 
 constexpr auto kLookForRequests = 500ms;
 
-// The time between two beats, by the limits alone; it decides how old a beat may be before its rank counts as
-// silent.
-milliseconds patience(const WatchdogLimits& limits) {
-  const auto shortest =
-      std::min({limits.data.time, limits.compute.time, limits.checkpoint.time, limits.validation.time});
-  return std::clamp<milliseconds>(shortest / 10, 50ms, 2000ms);
-}
-
 // The other ranks learn of a verdict later than the first one by this much at most.
 milliseconds verdict_interval(int size) { return milliseconds(std::clamp(size, 250, 1000)); }
 
@@ -65,7 +56,7 @@ std::string pid_numbering() {
 
 std::string process_state(const Beat& other, const Beat& mine) {
   if (other.pids != mine.pids) return "";
-  const std::string state = process_field(std::to_string(other.pid), "State:");
+  const std::string state = status_field(std::to_string(other.pid), "State");
   if (state.empty()) return "gone";
   if (state.starts_with("T")) return "stopped by a signal";
   if (state.starts_with("t")) return "stopped by a debugger";
@@ -138,86 +129,6 @@ class Desk {
   std::atomic<bool> record_is_requested_{false};
 };
 
-}  // namespace
-
-const char* name_of(ProgressKind kind) {
-  static constexpr std::array names = {"idle", "data", "compute", "checkpoint", "validation"};
-  return names[static_cast<size_t>(kind)];
-}
-
-const TimeLimit& WatchdogLimits::of(ProgressKind kind) const {
-  static const TimeLimit none;
-  switch (kind) {
-    case ProgressKind::Data:
-      return data;
-    case ProgressKind::Compute:
-      return compute;
-    case ProgressKind::Checkpoint:
-      return checkpoint;
-    case ProgressKind::Validation:
-      return validation;
-    case ProgressKind::Idle:
-      break;
-  }
-  return none;
-}
-
-class Watchdog::Impl {
- public:
-  Impl(const World& world, WatchdogOptions options);
-  ~Impl();
-
-  ProgressCell& cell() { return progress_.cell(); }
-  void set_limits(const WatchdogLimits& limits);
-  void leave();
-  std::string explain(const std::string& failure);
-
- private:
-  void begin_judging();
-  void write_record(const std::string& reason, FlightExtent extent);
-
-  // Used by the watchdog thread, under mutex_.
-  void run();
-  std::optional<Verdict> turn();
-  void look();
-  void exchange(bool everything);
-  void serve_record_requests();
-  Beat beat_now();
-  std::string life() const;
-  RankView view_of(int rank) const;
-  std::vector<RankView> views() const;
-  std::optional<Verdict> find_verdict();
-  void end(const Verdict& verdict);
-  void meet_at_end(size_t num_ranks, milliseconds limit);
-
-  milliseconds patience_ms() const { return patience(options_.limits); }
-  milliseconds beat_interval() const { return std::min(patience_ms(), slowest_beat(world_.size())); }
-
-  const World world_;
-  const Mail::Connect connect_;
-  WatchdogOptions options_;
-  std::shared_ptr<FlightDump> records_;  // null: none are written
-  OwnProgress progress_;
-
-  mutable std::mutex mutex_;  // for what follows, which the watchdog thread uses
-  bool stops_ = false;
-  RunState state_ = RunState::NotBegun;
-  Mail::Outbox outbox_;
-  Mail::Inbox inbox_;
-  int64_t num_served_requests_ = 0;
-  std::vector<StallClock> silences_;   // by rank, since its last beat
-  std::vector<int64_t> last_numbers_;  // of these beats
-  Clock::time_point last_excuse_{};    // when a rank was last seen that others may have to wait for
-  Clock::time_point next_beat_{}, next_exchange_{};
-
-  const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>(world_.size());
-  const std::shared_ptr<Mail> mail_;
-  SideThread store_thread_, file_thread_;
-  std::thread thread_;
-};
-
-namespace {
-
 // A connection of its own: a call of the training thread that waits for a key blocks all others on the same
 // connection. Keys of its own, too: a process may have several watchdogs, one after the other.
 Mail::Connect connector(const World& world) {
@@ -253,281 +164,330 @@ std::shared_ptr<FlightDump> make_records(const World& world, const WatchdogOptio
 
 }  // namespace
 
-Watchdog::Impl::Impl(const World& world, WatchdogOptions options)
-    : world_(world),
-      connect_(connector(world)),
-      options_(std::move(options)),
-      records_(make_records(world, options_)),
-      progress_(world.recorder(), options_.computing_is_progress),
-      silences_(static_cast<size_t>(world.size())),
-      last_numbers_(static_cast<size_t>(world.size()), -1),
-      mail_(std::make_shared<Mail>(connect_, world.rank(), world.size())),
-      store_thread_("titan-beats"),
-      file_thread_("titan-records", request_finder(world, records_, desk_), kLookForRequests) {
-  outbox_.beat.pid = getpid();
-  outbox_.beat.host = host_name();
-  outbox_.beat.pids = pid_numbering();
-  if (options_.judges) begin_judging();
-  thread_ = std::thread([this] {
-    pthread_setname_np(pthread_self(), "titan-watchdog");
-    run();
-  });
+const char* name_of(ProgressKind kind) {
+  static constexpr std::array names = {"idle", "data", "compute", "checkpoint", "validation"};
+  return names[static_cast<size_t>(kind)];
 }
 
-Watchdog::Impl::~Impl() {
-  {
-    const std::lock_guard lock(mutex_);
-    stops_ = true;
+const TimeLimit& WatchdogLimits::of(ProgressKind kind) const {
+  static const TimeLimit none;
+  const std::array limits = {&none, &data, &compute, &checkpoint, &validation};
+  return *limits[static_cast<size_t>(kind)];
+}
+
+class Watchdog::Impl {
+ public:
+  Impl(const World& world, WatchdogOptions options)
+      : world_(world),
+        connect_(connector(world)),
+        options_(std::move(options)),
+        records_(make_records(world, options_)),
+        progress_(world.recorder(), options_.computing_is_progress),
+        silences_(static_cast<size_t>(world.size())),
+        last_numbers_(static_cast<size_t>(world.size()), -1),
+        mail_(std::make_shared<Mail>(connect_, world.rank(), world.size())),
+        store_thread_("titan-beats"),
+        file_thread_("titan-records", request_finder(world, records_, desk_), kLookForRequests) {
+    outbox_.beat.pid = getpid();
+    outbox_.beat.host = host_name();
+    outbox_.beat.pids = pid_numbering();
+    if (options_.judges) begin_judging();
+    thread_ = std::thread([this] {
+      pthread_setname_np(pthread_self(), "titan-watchdog");
+      run();
+    });
   }
-  desk_->wake();
-  thread_.join();
-  state_ = RunState::Ended;
-  outbox_.beat = beat_now();
-  store_thread_.post([mail = mail_, outbox = outbox_] { mail->exchange(outbox, /*everything=*/true); });
-}
 
-void Watchdog::Impl::begin_judging() {
-  if (state_ != RunState::NotBegun) {
-    state_ = RunState::Runs;
-    return;
+  ~Impl() {
+    {
+      const std::lock_guard lock(mutex_);
+      stops_ = true;
+    }
+    desk_->wake();
+    thread_.join();
+    state_ = RunState::Ended;
+    outbox_.beat = beat_now();
+    store_thread_.post([mail = mail_, outbox = outbox_] { mail->exchange(outbox, /*everything=*/true); });
   }
-  state_ = RunState::Runs;
-  prepare_thread_stacks();
-  // Stacks of an earlier start would look like this start's.
-  std::error_code none;
-  if (!options_.folder.empty()) std::filesystem::remove(stacks_path(options_.folder, world_.rank()), none);
-}
 
-void Watchdog::Impl::set_limits(const WatchdogLimits& limits) {
-  {
-    const std::lock_guard lock(mutex_);
-    options_.limits = limits;
-    begin_judging();
-    next_beat_ = {};
+  ProgressCell& cell() { return progress_.cell(); }
+
+  void set_limits(const WatchdogLimits& limits) {
+    {
+      const std::lock_guard lock(mutex_);
+      options_.limits = limits;
+      begin_judging();
+      next_beat_ = {};
+    }
+    desk_->wake();
   }
-  desk_->wake();
-}
 
-void Watchdog::Impl::leave() {
-  {
-    const std::lock_guard lock(mutex_);
-    state_ = RunState::Left;
-    next_beat_ = {};
+  void leave() {
+    {
+      const std::lock_guard lock(mutex_);
+      state_ = RunState::Left;
+      next_beat_ = {};
+    }
+    desk_->wake();
   }
-  desk_->wake();
-}
 
-void Watchdog::Impl::run() {
-  milliseconds pause{0};
-  while (true) {
-    desk_->sleep(std::min(pause, verdict_interval(world_.size())));
-    std::unique_lock lock(mutex_);
-    pause = beat_interval();
-    if (stops_) return;
-    const auto verdict = turn();
-    if (!verdict) continue;
-    lock.unlock();
-    return end(*verdict);
+  std::string explain(const std::string& failure) {
+    FailureScene scene{.rank = world_.rank(),
+                       .size = world_.size(),
+                       .failure = on_one_line(failure),
+                       .connect = connect_,
+                       .records = records_ ? records_->folder() : "",
+                       .first_rank_life = ""};
+    if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && rank0[0])
+      scene.first_rank_life = rank0[0]->life;
+    // The state when the first rank failed says more than the state after the failures that followed.
+    if (records_ && !desk_->failure_is_recorded) {
+      write_record(scene.failure, FlightExtent::Last);
+      file_thread_.wait(kRecordWithin);
+    }
+    const auto text = std::make_shared<std::string>();
+    const auto explain_it = [scene, text] {
+      const BackgroundCalls background;
+      *text = explain_failure(scene);
+    };
+    if (within(kExplainsWithin - kRecordWithin, explain_it)) return *text;
+    return explain_alone(
+        scene,
+        "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
+        "launcher keeps, nor the ranks' records say why");
   }
-}
 
-std::optional<Verdict> Watchdog::Impl::turn() {
-  const auto now = Clock::now();
-  inbox_ = desk_->inbox();
-  serve_record_requests();
-  const bool beats = now >= next_beat_;
-  if (beats) {
-    next_beat_ = now + beat_interval();
-    look();
+ private:
+  void begin_judging() {
+    if (std::exchange(state_, RunState::Runs) != RunState::NotBegun) return;
+    prepare_thread_stacks();
+    // Stacks of an earlier start would look like this start's.
+    std::error_code none;
+    if (!options_.folder.empty()) std::filesystem::remove(stacks_path(options_.folder, world_.rank()), none);
   }
-  std::optional<Verdict> verdict;
-  if (state_ != RunState::Left) verdict = inbox_.verdict;
-  if (!verdict && beats && state_ == RunState::Runs) verdict = outbox_.verdict = find_verdict();
-  exchange(beats || verdict);
-  return verdict;
-}
 
-// Rank 0 hears nobody while its own connection is broken. For another rank, a connection that can't be made
-// again may mean that rank 0's process, which keeps the store, is gone.
-void Watchdog::Impl::look() {
-  const auto longest_gap = patience_ms() * 4;
-  progress_.look(longest_gap);
-  outbox_.beat = beat_now();
-  const auto now = Clock::now();
-  const bool is_deaf = world_.rank() == 0 && !inbox_.is_connected;
-  for (size_t rank = 0; rank < inbox_.beats.size(); ++rank) {
-    const auto& beat = inbox_.beats[rank];
-    if (!beat) continue;
-    const bool is_new = std::exchange(last_numbers_[rank], beat->number) != beat->number;
-    silences_[rank].look(now, is_new || is_deaf, longest_gap);
+  void write_record(const std::string& reason, FlightExtent extent) {
+    file_thread_.post([records = records_, reason, extent] {
+      if (const int error = records->write(reason.c_str(), extent))
+        log::warning(str("cannot write the flight record ", records->path().string(), ": errno ", error));
+    });
   }
-}
 
-// One exchange at a time. A store that hangs keeps its thread, and then nothing is sent.
-void Watchdog::Impl::exchange(bool everything) {
-  const auto now = Clock::now();
-  if (!everything && now < next_exchange_) return;
-  if (!store_thread_.is_idle() && !outbox_.verdict) {
-    if (everything) next_beat_ = {};
-    return;
+  // Used by the watchdog thread, under mutex_.
+
+  void run() {
+    milliseconds pause{0};
+    while (true) {
+      desk_->sleep(std::min(pause, verdict_interval(world_.size())));
+      std::unique_lock lock(mutex_);
+      pause = beat_interval();
+      if (stops_) return;
+      const auto verdict = turn();
+      if (!verdict) continue;
+      lock.unlock();
+      return end(*verdict);
+    }
   }
-  next_exchange_ = now + verdict_interval(world_.size());
-  store_thread_.post([mail = mail_, desk = desk_, outbox = outbox_, everything] {
-    desk->leave_mail(mail->exchange(outbox, everything));
-  });
-  outbox_.record_request.clear();
-}
 
-void Watchdog::Impl::write_record(const std::string& reason, FlightExtent extent) {
-  file_thread_.post([records = records_, reason, extent] {
-    if (const int error = records->write(reason.c_str(), extent))
-      log::warning(str("cannot write the flight record ", records->path().string(), ": errno ", error));
-  });
-}
-
-void Watchdog::Impl::serve_record_requests() {
-  if (!records_) return;
-  if (desk_->take_record_request()) {
-    outbox_.record_request = "request";
-    next_beat_ = {};
+  std::optional<Verdict> turn() {
+    const auto now = Clock::now();
+    inbox_ = desk_->inbox();
+    serve_record_requests();
+    const bool beats = now >= next_beat_;
+    if (beats) {
+      next_beat_ = now + beat_interval();
+      look();
+    }
+    std::optional<Verdict> verdict;
+    if (state_ != RunState::Left) verdict = inbox_.verdict;
+    if (!verdict && beats && state_ == RunState::Runs) verdict = outbox_.verdict = find_verdict();
+    exchange(beats || verdict);
+    return verdict;
   }
-  if (inbox_.num_record_requests == num_served_requests_) return;
-  num_served_requests_ = inbox_.num_record_requests;
-  if (desk_->failure_is_recorded) return;
-  const bool is_failure = inbox_.record_request.starts_with(kFailureOf);
-  desk_->failure_is_recorded = is_failure;
-  write_record(inbox_.record_request, is_failure ? FlightExtent::Last : FlightExtent::All);
-}
 
-Beat Watchdog::Impl::beat_now() {
-  Beat beat = outbox_.beat;
-  ++beat.number;
-  beat.state = state_;
-  beat.kind = progress_.reading().kind;
-  beat.what = progress_.reading().what;
-  beat.step = progress_.reading().step;
-  beat.stalled_ms = progress_.stalled(options_.limits).count();
-  beat.computes = progress_.computes_in_vain(options_.limits);
-  const TimeLimit& limit = options_.limits.of(beat.kind);
-  beat.limit_ms = limit.time.count();
-  beat.setting = limit.setting;
-  beat.silence_limit_ms = options_.limits.compute.time.count();
-  beat.silence_setting = options_.limits.compute.setting;
-  // Reading the ring is worth its cost only for a rank that stands still.
-  const bool stands_still = beat.stalled_ms > patience_ms().count();
-  beat.call = stands_still ? open_call(world_.recorder(), beat.kind) : "";
-  const std::string tracer = process_field("self", "TracerPid:");
-  beat.traced = !tracer.empty() && tracer != "0";
-  beat.life = life();
-  return beat;
-}
-
-std::string Watchdog::Impl::life() const {
-  std::string text = str("rank ", world_.rank(), " (host ", outbox_.beat.host, ", pid ", outbox_.beat.pid,
-                         "), last heard of at ", time_of_day());
-  const Activity activity = world_.recorder().activity();
-  if (*activity.name) text += str(" at ", activity.name, " of step ", activity.step);
-  CallRecord call;
-  const uint64_t num_calls = world_.recorder().num_calls();
-  if (num_calls == 0 || !world_.recorder().read(num_calls - 1, call))
-    return text + ", before its first recorded call";
-  return text + str(", its last call being ", call.describe(), ", ", name_of(call.state));
-}
-
-RankView Watchdog::Impl::view_of(int rank) const {
-  if (rank == world_.rank()) return {rank, outbox_.beat, 0, ""};
-  const auto i = static_cast<size_t>(rank);
-  RankView view{rank, inbox_.beats[i], silences_[i].stalled().count(), ""};
-  if (!view.beat) return view;
-  // Silence is noticed here, so by this rank's limit: the other may have sent its first step's.
-  view.beat->silence_limit_ms = outbox_.beat.silence_limit_ms;
-  view.beat->silence_setting = outbox_.beat.silence_setting;
-  // Other ranks' waits may end the job before the silence alone would.
-  if (2 * view.silent_ms > view.beat->silence_limit_ms) {
-    view.process = process_state(*view.beat, outbox_.beat);
-    view.beat->traced = view.beat->traced || view.process == "stopped by a debugger";
+  // Rank 0 hears nobody while its own connection is broken. For another rank, a connection that can't be made
+  // again may mean that rank 0's process, which keeps the store, is gone.
+  void look() {
+    const auto longest_gap = patience() * 4;
+    progress_.look(longest_gap);
+    outbox_.beat = beat_now();
+    const auto now = Clock::now();
+    const bool is_deaf = world_.rank() == 0 && !inbox_.is_connected;
+    for (size_t rank = 0; rank < inbox_.beats.size(); ++rank) {
+      const auto& beat = inbox_.beats[rank];
+      if (!beat) continue;
+      const bool is_new = std::exchange(last_numbers_[rank], beat->number) != beat->number;
+      silences_[rank].look(now, is_new || is_deaf, longest_gap);
+    }
   }
-  return view;
-}
 
-// Rank 0 judges all ranks. Where it doesn't, another rank judges rank 0 and itself.
-std::vector<RankView> Watchdog::Impl::views() const {
-  if (world_.rank() == 0) {
-    std::vector<RankView> all;
-    for (int rank = 0; rank < world_.size(); ++rank) all.push_back(view_of(rank));
-    return all;
+  // One exchange at a time. A store that hangs keeps its thread, and then nothing is sent.
+  void exchange(bool everything) {
+    const auto now = Clock::now();
+    if (!everything && now < next_exchange_) return;
+    if (!store_thread_.is_idle() && !outbox_.verdict) {
+      if (everything) next_beat_ = {};
+      return;
+    }
+    next_exchange_ = now + verdict_interval(world_.size());
+    store_thread_.post([mail = mail_, desk = desk_, outbox = outbox_, everything] {
+      desk->leave_mail(mail->exchange(outbox, everything));
+    });
+    outbox_.record_request.clear();
   }
-  RankView rank0 = view_of(0);
-  const bool rank0_judges =
-      rank0.beat && rank0.beat->state == RunState::Runs && rank0.silent_ms <= outbox_.beat.silence_limit_ms;
-  if (rank0_judges) return {};
-  return {std::move(rank0), view_of(world_.rank())};
-}
 
-std::optional<Verdict> Watchdog::Impl::find_verdict() {
-  std::vector<RankView> ranks = views();
-  const auto now = Clock::now();
-  const int64_t interval_ms = patience_ms().count();
-  if (has_excuse(ranks, interval_ms)) last_excuse_ = now;
-  for (RankView& view : ranks)
-    view.unexcused_ms = std::chrono::duration_cast<milliseconds>(now - last_excuse_).count();
-  return judge(ranks, world_.size(), interval_ms);
-}
-
-void Watchdog::Impl::end(const Verdict& verdict) {
-  if (options_.on_hang) return options_.on_hang(verdict.text);
-  end_process_after(kHangEndsWithin);  // even if one of the following blocks
-  desk_->failure_is_recorded = true;  // a call that fails because the culprit ends doesn't replace the record
-  log::error("the job hangs: " + verdict.text);
-  const int rank = world_.rank();
-  const std::string report = hang_report(rank, outbox_.beat, world_.recorder());
-  log::error("the job hangs: " + report);
-  leave_files({rank, report, options_.folder, records_, verdict.text}, file_thread_, kFilesWithin);
-  const auto is_among = [](int one, const std::vector<int>& ranks) {
-    return std::find(ranks.begin(), ranks.end(), one) != ranks.end();
-  };
-  meet_at_end(static_cast<size_t>(world_.size()) - verdict.silent.size(),
-              is_among(0, verdict.silent) ? 1s : kAllFilesWithin);
-  // Again at the end, for readers of a job's last lines.
-  log::error("the job hangs: " + verdict.text);
-  if (!is_among(rank, verdict.culprits)) std::this_thread::sleep_for(kCulpritsFirst);
-  std::_Exit(kHungExitCode);
-}
-
-// Until this many ranks have written their files.
-void Watchdog::Impl::meet_at_end(size_t num_ranks, milliseconds limit) {
-  const auto end = Clock::now() + limit;
-  outbox_.has_written = true;
-  while (Clock::now() < end && static_cast<size_t>(desk_->inbox().num_written) < num_ranks) {
-    exchange(/*everything=*/true);
-    desk_->sleep(50ms);
+  void serve_record_requests() {
+    if (!records_) return;
+    if (desk_->take_record_request()) {
+      outbox_.record_request = "request";
+      next_beat_ = {};
+    }
+    if (inbox_.num_record_requests == num_served_requests_) return;
+    num_served_requests_ = inbox_.num_record_requests;
+    if (desk_->failure_is_recorded) return;
+    const bool is_failure = inbox_.record_request.starts_with(kFailureOf);
+    desk_->failure_is_recorded = is_failure;
+    write_record(inbox_.record_request, is_failure ? FlightExtent::Last : FlightExtent::All);
   }
-}
 
-std::string Watchdog::Impl::explain(const std::string& failure) {
-  FailureScene scene{.rank = world_.rank(),
-                     .size = world_.size(),
-                     .failure = on_one_line(failure),
-                     .connect = connect_,
-                     .records = records_ ? records_->folder() : "",
-                     .first_rank_life = ""};
-  if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && rank0[0])
-    scene.first_rank_life = rank0[0]->life;
-  // The state when the first rank failed says more than the state after the failures that followed.
-  if (records_ && !desk_->failure_is_recorded) {
-    write_record(scene.failure, FlightExtent::Last);
-    file_thread_.wait(kRecordWithin);
+  Beat beat_now() {
+    Beat beat = outbox_.beat;
+    ++beat.number;
+    beat.state = state_;
+    beat.kind = progress_.reading().kind;
+    beat.what = progress_.reading().what;
+    beat.step = progress_.reading().step;
+    beat.stalled_ms = progress_.stalled(options_.limits).count();
+    beat.computes = progress_.computes_in_vain(options_.limits);
+    const TimeLimit& limit = options_.limits.of(beat.kind);
+    beat.limit_ms = limit.time.count();
+    beat.setting = limit.setting;
+    beat.silence_limit_ms = options_.limits.compute.time.count();
+    beat.silence_setting = options_.limits.compute.setting;
+    // Reading the ring is worth its cost only for a rank that stands still.
+    const bool stands_still = beat.stalled_ms > patience().count();
+    beat.call = stands_still ? open_call(world_.recorder(), beat.kind) : "";
+    const std::string tracer = status_field("self", "TracerPid");
+    beat.traced = !tracer.empty() && tracer != "0";
+    beat.life = life();
+    return beat;
   }
-  const auto text = std::make_shared<std::string>();
-  const auto explain_it = [scene, text] {
-    const BackgroundCalls background;
-    *text = explain_failure(scene);
-  };
-  if (within(kExplainsWithin - kRecordWithin, explain_it)) return *text;
-  return explain_alone(scene,
-                       "no rank is known to be lost: within 8 s neither the job's store, which rank 0 or its "
-                       "launcher keeps, nor the ranks' records say why");
-}
+
+  std::string life() const {
+    std::string text = str("rank ", world_.rank(), " (host ", outbox_.beat.host, ", pid ", outbox_.beat.pid,
+                           "), last heard of at ", time_of_day());
+    const Activity activity = world_.recorder().activity();
+    if (*activity.name) text += str(" at ", activity.name, " of step ", activity.step);
+    CallRecord call;
+    const uint64_t num_calls = world_.recorder().num_calls();
+    if (num_calls == 0 || !world_.recorder().read(num_calls - 1, call))
+      return text + ", before its first recorded call";
+    return text + str(", its last call being ", call.describe(), ", ", name_of(call.state));
+  }
+
+  RankView view_of(int rank) const {
+    if (rank == world_.rank()) return {rank, outbox_.beat, 0, ""};
+    const auto i = static_cast<size_t>(rank);
+    RankView view{rank, inbox_.beats[i], silences_[i].stalled().count(), ""};
+    if (!view.beat) return view;
+    // Silence is noticed here, so by this rank's limit: the other may have sent its first step's.
+    view.beat->silence_limit_ms = outbox_.beat.silence_limit_ms;
+    view.beat->silence_setting = outbox_.beat.silence_setting;
+    // Other ranks' waits may end the job before the silence alone would.
+    if (2 * view.silent_ms > view.beat->silence_limit_ms) {
+      view.process = process_state(*view.beat, outbox_.beat);
+      view.beat->traced = view.beat->traced || view.process == "stopped by a debugger";
+    }
+    return view;
+  }
+
+  // Rank 0 judges all ranks. Where it doesn't, another rank judges rank 0 and itself.
+  std::vector<RankView> views() const {
+    if (world_.rank() == 0) {
+      std::vector<RankView> all;
+      for (int rank = 0; rank < world_.size(); ++rank) all.push_back(view_of(rank));
+      return all;
+    }
+    RankView rank0 = view_of(0);
+    const bool rank0_judges =
+        rank0.beat && rank0.beat->state == RunState::Runs && rank0.silent_ms <= outbox_.beat.silence_limit_ms;
+    if (rank0_judges) return {};
+    return {std::move(rank0), view_of(world_.rank())};
+  }
+
+  std::optional<Verdict> find_verdict() {
+    std::vector<RankView> ranks = views();
+    const auto now = Clock::now();
+    const int64_t interval_ms = patience().count();
+    if (has_excuse(ranks, interval_ms)) last_excuse_ = now;
+    for (RankView& view : ranks)
+      view.unexcused_ms = std::chrono::duration_cast<milliseconds>(now - last_excuse_).count();
+    return judge(ranks, world_.size(), interval_ms);
+  }
+
+  void end(const Verdict& verdict) {
+    if (options_.on_hang) return options_.on_hang(verdict.text);
+    end_process_after(kHangEndsWithin);  // even if one of the following blocks
+    desk_->failure_is_recorded =
+        true;  // a call that fails because the culprit ends doesn't replace the record
+    log::error("the job hangs: " + verdict.text);
+    const int rank = world_.rank();
+    const std::string report = hang_report(rank, outbox_.beat, world_.recorder());
+    log::error("the job hangs: " + report);
+    leave_files({rank, report, options_.folder, records_, verdict.text}, file_thread_, kFilesWithin);
+    const auto is_among = [](int one, const std::vector<int>& ranks) {
+      return std::find(ranks.begin(), ranks.end(), one) != ranks.end();
+    };
+    meet_at_end(static_cast<size_t>(world_.size()) - verdict.silent.size(),
+                is_among(0, verdict.silent) ? 1s : kAllFilesWithin);
+    // Again at the end, for readers of a job's last lines.
+    log::error("the job hangs: " + verdict.text);
+    if (!is_among(rank, verdict.culprits)) std::this_thread::sleep_for(kCulpritsFirst);
+    std::_Exit(kHungExitCode);
+  }
+
+  // Until this many ranks have written their files.
+  void meet_at_end(size_t num_ranks, milliseconds limit) {
+    const auto end = Clock::now() + limit;
+    outbox_.has_written = true;
+    while (Clock::now() < end && static_cast<size_t>(desk_->inbox().num_written) < num_ranks) {
+      exchange(/*everything=*/true);
+      desk_->sleep(50ms);
+    }
+  }
+
+  // The time between two beats, by the limits alone; it decides how old a beat may be before its rank counts
+  // as silent.
+  milliseconds patience() const {
+    const WatchdogLimits& limits = options_.limits;
+    const auto shortest =
+        std::min({limits.data.time, limits.compute.time, limits.checkpoint.time, limits.validation.time});
+    return std::clamp<milliseconds>(shortest / 10, 50ms, 2000ms);
+  }
+  milliseconds beat_interval() const { return std::min(patience(), slowest_beat(world_.size())); }
+
+  const World world_;
+  const Mail::Connect connect_;
+  WatchdogOptions options_;
+  std::shared_ptr<FlightDump> records_;  // null: none are written
+  OwnProgress progress_;
+
+  mutable std::mutex mutex_;  // for what follows, which the watchdog thread uses
+  bool stops_ = false;
+  RunState state_ = RunState::NotBegun;
+  Mail::Outbox outbox_;
+  Mail::Inbox inbox_;
+  int64_t num_served_requests_ = 0;
+  std::vector<StallClock> silences_;   // by rank, since its last beat
+  std::vector<int64_t> last_numbers_;  // of these beats
+  Clock::time_point last_excuse_{};    // when a rank was last seen that others may have to wait for
+  Clock::time_point next_beat_{}, next_exchange_{};
+
+  const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>(world_.size());
+  const std::shared_ptr<Mail> mail_;
+  SideThread store_thread_, file_thread_;
+  std::thread thread_;
+};
 
 Watchdog::Watchdog(const World& world, WatchdogOptions options) {
   if (world.backend() != "fake") impl_ = std::make_unique<Impl>(world, std::move(options));

@@ -2,7 +2,8 @@
 
 #include <ATen/Context.h>
 
-#include "core/process_stats.h"
+#include "core/file.h"
+#include "core/process.h"
 #include "dist/device_backend.h"
 #include "guard/policies.h"
 #include "guard/run_observers.h"
@@ -14,7 +15,6 @@
 #include "observe/stragglers.h"
 #include "observe/structured_log.h"
 #include "titan/config/load.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 #include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"

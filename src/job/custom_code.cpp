@@ -7,10 +7,10 @@
 #include <set>
 #include <string>
 
+#include "core/file.h"
 #include "job/job_config.h"
 #include "titan/core/build_stamp.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::train {
 

@@ -21,7 +21,7 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
-#include "core/process_stats.h"
+#include "core/process.h"
 #include "dist/device_backend.h"
 #include "job/dry_run.h"
 #include "job/module_costs.h"

@@ -11,9 +11,9 @@
 #include <ATen/ops/randn.h>
 #include <torch/nn/module.h>
 
+#include "dist/stream.h"
 #include "parallel/activation_checkpoint/budget.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"

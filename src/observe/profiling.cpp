@@ -12,14 +12,15 @@
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <nlohmann/json.hpp>
 
+#include "core/durable.h"
+#include "core/file.h"
 #include "core/units.h"
 #include "dist/device_backend.h"
+#include "dist/stream.h"
 #include "dist/trace_range.h"
 #include "tensor/memory_history.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
-#include "titan/dist/stream.h"
 
 // From kineto_shim.h, which includes a header of Kineto's that LibTorch doesn't ship.
 namespace torch::autograd::profiler {

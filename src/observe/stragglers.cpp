@@ -5,7 +5,7 @@
 
 #include <ATen/ops/empty.h>
 
-#include "core/process_stats.h"
+#include "core/process.h"
 #include "dist/flight_record.h"
 #include "observe/metrics_format.h"
 #include "observe/structured_log.h"

@@ -23,13 +23,12 @@
 #include <ATen/Parallel.h>
 #include <torch/version.h>
 
-#include "core/json_tree.h"
-#include "core/process_stats.h"
+#include "core/json.h"
+#include "core/process.h"
 #include "core/threads.h"
 #include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/core/version.h"
 #include "titan/dist/world.h"
 #include "titan/train/metrics.h"
 

@@ -1,6 +1,6 @@
 #include "titan/train/metrics.h"
 
-#include "core/process_stats.h"
+#include "core/process.h"
 #include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"

@@ -6,7 +6,7 @@
 #include <torch/nn/module.h>
 #include <nlohmann/json.hpp>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/data/loader.h"

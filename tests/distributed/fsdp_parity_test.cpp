@@ -8,10 +8,10 @@
 #include <gtest/gtest.h>
 
 #include "data/feed/feeds.h"
+#include "core/file.h"
 #include "distributed/llama_case.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"

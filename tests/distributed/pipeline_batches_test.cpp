@@ -10,7 +10,6 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "dist/backends.h"
-#include "dist/call_checker.h"
 #include "dist/flight_record.h"
 #include "dist/world_impl.h"
 #include "distributed/small_stages.h"

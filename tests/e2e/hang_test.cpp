@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRanks = 3;
-constexpr int kHungExitCode = 124;  // dist/watchdog.h
+constexpr int kHungExitCode = 124;  // titan/guard/watchdog.h
 constexpr double kFoundWithin = 5;  // after the limit
 constexpr double kEndsWithin = 10;  // after the verdict
 

@@ -10,6 +10,7 @@
 //
 //   TITAN_CHECK(rank < size, "expected a rank below ", size, ", got ", rank);
 
+#include <functional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -25,6 +26,14 @@ std::string str(const Args&... args) {
   std::ostringstream out;
   (out << ... << args);
   return out.str();
+}
+
+/// The printed forms of the elements, or of what `form` makes of each: `list_str(ranks)` is "0, 3, 5".
+template <class Range, class Form = std::identity>
+std::string list_str(const Range& elements, std::string_view separator = ", ", const Form& form = {}) {
+  std::string text;
+  for (const auto& element : elements) text += str(text.empty() ? "" : separator, form(element));
+  return text;
 }
 
 /// A broken contract or a failed environment. The message says what was expected, what was found, and what to

@@ -61,10 +61,10 @@ class Registry {
   }
 
   std::string unknown(const std::string& name) const {
-    std::string known;
-    for (const auto& [each, value] : entries_) known += (known.empty() ? "" : ", ") + each;
-    std::string message = str("unknown ", kind_, " '", name, "'; known: ", known.empty() ? "none" : known);
-    auto near = nearest_names(name, names_unlocked(), 1);
+    const auto known = names_unlocked();
+    std::string message =
+        str("unknown ", kind_, " '", name, "'; known: ", known.empty() ? "none" : list_str(known));
+    auto near = nearest_names(name, known, 1);
     return near.empty() ? message : str(message, "; did you mean '", near.front(), "'?");
   }
 

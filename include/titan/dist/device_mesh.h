@@ -66,7 +66,8 @@ class DeviceMesh {
 
  private:
   explicit DeviceMesh(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
-  std::shared_ptr<const Impl> impl_;
+  const Impl& own() const;
+  std::shared_ptr<const Impl> impl_;  // null: the mesh of one rank without axes
 };
 
 }  // namespace titan

@@ -15,9 +15,9 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/format/safetensors_header.h"
+#include "core/file.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 // [Note: rules of the header] They are those of the format's reference reader, and where that is lax, of its
 // specification: the length is at most 100 MB and inside the file; the text is UTF-8, starts with '{' and is

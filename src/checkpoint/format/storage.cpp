@@ -14,8 +14,8 @@
 
 #include "checkpoint/format/stored_files.h"
 #include "core/durable.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::checkpoint {

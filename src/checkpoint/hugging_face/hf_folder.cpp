@@ -17,8 +17,8 @@
 #include "core/durable.h"
 #include "core/json.h"
 #include "titan/checkpoint/storage.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan {
 namespace {

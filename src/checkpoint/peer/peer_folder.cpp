@@ -15,8 +15,8 @@
 #include "checkpoint/peer/peer_writer.h"
 #include "checkpoint/save/rank_tree.h"
 #include "core/durable.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::checkpoint::detail {

@@ -13,7 +13,7 @@
 
 #include "checkpoint/format/rank_file.h"
 #include "titan/checkpoint/checkpointer.h"
-#include "titan/dist/stream.h"
+#include "dist/stream.h"
 
 namespace titan::checkpoint::detail {
 

@@ -9,10 +9,10 @@
 #include <torch/headeronly/version.h>
 
 #include "checkpoint/format/stored_files.h"
+#include "core/process.h"
 #include "core/units.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/core/version.h"
 
 namespace titan::checkpoint::detail {
 namespace {

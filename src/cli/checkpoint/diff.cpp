@@ -13,7 +13,7 @@
 #include "cli/checkpoint/tensor_figures.h"
 #include "cli/parser.h"
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"

@@ -10,7 +10,7 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 

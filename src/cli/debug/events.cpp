@@ -10,9 +10,9 @@
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/file.h"
+#include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 

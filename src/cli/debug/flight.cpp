@@ -8,10 +8,10 @@
 #include "cli/parser.h"
 #include "cli/run/run_folder.h"
 #include "cli/text.h"
+#include "core/file.h"
 #include "guard/flight_dump.h"
 #include "guard/flight_report.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 

@@ -9,9 +9,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "cli/report/page.h"
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::report {

@@ -7,9 +7,9 @@
 
 #include "cli/parser.h"
 #include "cli/text.h"
+#include "core/file.h"
+#include "core/process.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
-#include "titan/core/version.h"
 
 namespace titan::cli::report {
 

@@ -5,10 +5,10 @@
 #include <fstream>
 
 #include "config/document.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/config/load.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli {
 

@@ -11,9 +11,9 @@
 #include <tuple>
 
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/file.h"
+#include "core/json.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "train/policies/interruption.h"
 
 namespace titan::cli {

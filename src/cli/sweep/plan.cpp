@@ -5,11 +5,11 @@
 #include <set>
 
 #include "config/document.h"
+#include "core/file.h"
 #include "job/job_config.h"
 #include "titan/config/load.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::cli::sweep {
 

@@ -21,12 +21,12 @@
 #include "cli/parser.h"
 #include "cli/run/run_history.h"
 #include "cli/text.h"
-#include "core/json_tree.h"
+#include "core/json.h"
+#include "titan/config/load.h"
+#include "core/file.h"
 #include "job/checkpoint_job.h"
 #include "job/job_config.h"
-#include "titan/config/load.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::cli::sweep {

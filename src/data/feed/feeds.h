@@ -17,7 +17,7 @@
 #include <string_view>
 #include <vector>
 
-#include "titan/core/file.h"
+#include "core/file.h"
 #include "titan/data/feed.h"
 
 namespace titan::data {

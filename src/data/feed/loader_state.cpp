@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <array>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/data/loader.h"
 

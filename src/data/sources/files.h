@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "titan/core/file.h"
+#include "core/file.h"
 
 namespace titan::data {
 

@@ -5,12 +5,12 @@
 #include <unordered_map>
 
 #include "core/hash.h"
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "core/utf8.h"
 #include "data/tokenizer/merges.h"
 #include "data/tokenizer/pre_tokenizer.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
+#include "core/file.h"
 
 namespace titan::data {
 namespace {

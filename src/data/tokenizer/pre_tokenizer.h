@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 
 struct pcre2_real_code_8;
 struct pcre2_real_match_data_8;

@@ -11,9 +11,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include "dist/stream.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/dist/stream.h"
 
 namespace titan::activations {
 

@@ -4,8 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "dist/stream.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 namespace titan::activations {
 

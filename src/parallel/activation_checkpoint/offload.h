@@ -11,8 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "dist/stream.h"
 #include "parallel/activation_checkpoint/saved_tensor_hooks.h"
-#include "titan/dist/stream.h"
 #include "titan/nn/hooks.h"
 
 namespace titan::activations {

@@ -8,10 +8,10 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "dist/stream.h"
 #include "parallel/fsdp/param_group.h"
 #include "tensor/memory.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 namespace titan::fsdp {
 

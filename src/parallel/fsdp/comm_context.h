@@ -9,7 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "titan/dist/stream.h"
+#include "dist/stream.h"
 
 namespace titan::fsdp {
 

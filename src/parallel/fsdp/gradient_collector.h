@@ -10,10 +10,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "dist/stream.h"
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/shard_layout.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/stream.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
 

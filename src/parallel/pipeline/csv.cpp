@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "core/file.h"
 #include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::pipeline {

@@ -9,11 +9,11 @@
 
 #include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
+#include "core/file.h"
 #include "core/units.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::train {

@@ -6,6 +6,7 @@
 
 #include "checkpoint/format/rank_file.h"
 #include "checkpoint/save/rank_tree.h"
+#include "core/json.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
 #include "titan/core/error.h"

@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/train/metrics.h"

@@ -10,8 +10,8 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
+#include "dist/stream.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/stream.h"
 
 namespace titan::train {
 

@@ -7,10 +7,10 @@
 #include <cerrno>
 #include <fstream>
 
+#include "core/file.h"
 #include "temp_folder.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "unit/checkpoint/in_child.h"
 
 namespace {

@@ -9,9 +9,9 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/format/rank_file.h"
+#include "core/file.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "unit/checkpoint/temp_folder.h"
 
 namespace titan::checkpoint {

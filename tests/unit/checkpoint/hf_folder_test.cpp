@@ -9,8 +9,8 @@
 #include <fstream>
 
 #include "checkpoint_files.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "unit/checkpoint/temp_folder.h"
 
 namespace titan {

@@ -6,12 +6,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "core/file.h"
 #include "sample_manifest.h"
 #include "temp_folder.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::checkpoint::detail {
 namespace {

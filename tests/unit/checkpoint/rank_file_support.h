@@ -10,8 +10,8 @@
 #include <ATen/ATen.h>
 
 #include "checkpoint/format/rank_file.h"
+#include "core/file.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "unit/checkpoint/temp_folder.h"
 
 namespace titan::checkpoint::testing {

@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "core/file.h"
 #include "titan/config/load.h"
-#include "titan/core/file.h"
+#include "titan/config/table.h"
 
 namespace titan::config::sample {
 

@@ -1,4 +1,4 @@
-#include "titan/core/file.h"
+#include "core/file.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 #include <string>
 
-#include "core/json_tree.h"
+#include "core/json.h"
 
 namespace titan {
 namespace {

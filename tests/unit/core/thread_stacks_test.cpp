@@ -1,4 +1,4 @@
-#include "core/thread_stacks.h"
+#include "core/threads.h"
 
 #include <gmock/gmock.h>
 #include <pthread.h>

@@ -72,11 +72,11 @@ using ::testing::HasSubstr;
 
 TEST(DeviceChoice, AGpuWithoutThePluginIsTold) {
   const std::string here = "/proc/self/exe", nowhere = "/nowhere/libtitan_cuda.so";
-  EXPECT_THAT(missing_plugin_warning({"auto", true, nowhere}),
+  EXPECT_THAT(missing_plugin_warning("auto", true, nowhere),
               AllOf(HasSubstr(nowhere), HasSubstr("nvcc"), HasSubstr("training.device = \"cpu\"")));
-  EXPECT_EQ(missing_plugin_warning({"auto", true, here}), "");
-  EXPECT_EQ(missing_plugin_warning({"auto", false, nowhere}), "");
-  EXPECT_EQ(missing_plugin_warning({"cpu", true, nowhere}), "");
+  EXPECT_EQ(missing_plugin_warning("auto", true, here), "");
+  EXPECT_EQ(missing_plugin_warning("auto", false, nowhere), "");
+  EXPECT_EQ(missing_plugin_warning("cpu", true, nowhere), "");
 }
 
 }  // namespace

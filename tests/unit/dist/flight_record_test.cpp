@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
+#include "core/threads.h"
 #include "dist/flight_record.h"
-#include "dist/side_thread.h"
 
 namespace titan::dist {
 namespace {

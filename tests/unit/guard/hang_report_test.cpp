@@ -9,8 +9,8 @@
 #include <sstream>
 #include <thread>
 
+#include "core/threads.h"
 #include "dist/flight_record.h"
-#include "dist/side_thread.h"
 #include "guard/flight_dump.h"
 #include "guard/hang_report.h"
 

@@ -100,7 +100,7 @@ TEST(Mail, ReconnectsAfterABrokenConnection) {
 
 // A beat of another program isn't a broken connection.
 TEST(Mail, IgnoresABeatThatCannotBeParsed) {
-  const auto server = c10::make_intrusive<c10d::HashStore>();
+  const StorePtr server = c10::make_intrusive<c10d::HashStore>();
   int num_connections = 0;
   Mail first(
       [&] {
@@ -108,11 +108,11 @@ TEST(Mail, IgnoresABeatThatCannotBeParsed) {
         return server;
       },
       0, 2);
-  set_text(*server, "beat/1", "hi");
+  server->set("beat/1", "hi");
   const Mail::Inbox& inbox = first.exchange(beat_number(1), true);
   EXPECT_TRUE(inbox.beats[0]);
   EXPECT_FALSE(inbox.beats[1]);
-  set_text(*server, "beat/1", to_text(Beat{.number = 7, .what = "step"}));
+  server->set("beat/1", to_text(Beat{.number = 7, .what = "step"}));
   EXPECT_TRUE(first.exchange(beat_number(2), true).beats[1]);
   EXPECT_EQ(num_connections, 1);
 }

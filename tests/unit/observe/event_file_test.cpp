@@ -4,9 +4,9 @@
 
 #include <cstring>
 
+#include "core/file.h"
 #include "core/hash.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 
 namespace titan::train {
 namespace {

@@ -8,9 +8,9 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include "core/file.h"
 #include "observe/metrics_format.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {

@@ -5,9 +5,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "core/file.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"
-#include "titan/core/file.h"
 #include "titan/optim/clip.h"
 #include "titan/optim/lr_schedule.h"
 #include "titan/optim/optimizer.h"

@@ -3,12 +3,12 @@
 #include <cstdlib>
 #include <thread>
 
-#include "core/process_stats.h"
+#include "core/process.h"
 
-namespace titan::train {
+namespace titan {
 namespace {
 
-TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
+TEST(Process, TimeSinceStartGrowsWithTheClock) {
   double before = seconds_since_process_start();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   double after = seconds_since_process_start();
@@ -18,7 +18,7 @@ TEST(ProcessStats, TimeSinceStartGrowsWithTheClock) {
   EXPECT_GE(after - before, 0.02);
 }
 
-TEST(ProcessStats, TimeSinceLaunchIncludesTheLauncher) {
+TEST(Process, TimeSinceLaunchIncludesTheLauncher) {
   const double launcher = seconds_since_process_start();
   pass_on_launch_time();
   EXPECT_NEAR(seconds_since_launch() - seconds_since_process_start(), launcher, 0.5);
@@ -30,10 +30,10 @@ TEST(ProcessStats, TimeSinceLaunchIncludesTheLauncher) {
   EXPECT_NEAR(seconds_since_launch(), seconds_since_process_start(), 0.5);
 }
 
-TEST(ProcessStats, ResidentMemoryIsLessThanTheMachines) {
+TEST(Process, ResidentMemoryIsLessThanTheMachines) {
   EXPECT_GT(peak_resident_gib(), 0.001);
   EXPECT_LT(peak_resident_gib(), machine_memory_gib());
 }
 
 }  // namespace
-}  // namespace titan::train
+}  // namespace titan

@@ -1,4 +1,4 @@
-#include "core/process_stats.h"
+#include "core/process.h"
 
 #include <sys/resource.h>
 #include <time.h>
@@ -12,7 +12,7 @@
 
 #include "titan/core/error.h"
 
-namespace titan::train {
+namespace titan {
 
 namespace {
 
@@ -38,6 +38,24 @@ std::string host_name() {
   std::array<char, 256> name{};
   ::gethostname(name.data(), name.size() - 1);
   return name.data();
+}
+
+std::string boot_id() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id;
+}
+
+std::string host_identity() { return host_name() + "/" + boot_id(); }
+
+std::string status_field(const std::string& process, const std::string& field) {
+  std::ifstream file("/proc/" + process + "/status");
+  for (std::string line; std::getline(file, line);)
+    if (line.starts_with(field + ":")) {
+      const size_t value = line.find_first_not_of(" \t", field.size() + 1);
+      return value == std::string::npos ? "" : line.substr(value);
+    }
+  return "";
 }
 
 double seconds_since_process_start() {
@@ -68,4 +86,4 @@ double machine_memory_gib() {
   return pages * static_cast<double>(::sysconf(_SC_PAGE_SIZE)) / 1024.0 / kKibPerGib;
 }
 
-}  // namespace titan::train
+}  // namespace titan
