@@ -11,6 +11,9 @@
 
 namespace titan::cli {
 
+/// The largest number of ranks that a command takes.
+inline constexpr int kMostRanks = 65536;
+
 /// Parses the command line of one command. Values that are bound to options must outlive it.
 class Parser {
  public:

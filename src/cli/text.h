@@ -1,9 +1,10 @@
 #pragma once
 
-// Numbers and tables for people.
+// Numbers and times for people.
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@ int print(const std::string& text);
 
 /// printf of one number.
 std::string number(const char* format, double value);
+/// The same; `none` without a value.
+std::string number_or_none(const char* format, const std::optional<double>& value, const char* none = "");
 /// "1 file", "2 files"
 std::string plural(int64_t count, const char* noun);
 /// "[2, 3]"
@@ -32,12 +35,5 @@ std::string duration(double seconds);
 std::string local_time(int64_t time_us);
 /// For a terminal: replaces control characters by '?'.
 std::string printable(std::string text);
-
-/// Rows of equal length, the first one with the column heads. Columns are as wide as necessary.
-struct TextTable {
-  std::vector<std::vector<std::string>> rows;
-  std::vector<bool> right;  ///< right-aligned columns; missing: left
-};
-std::string to_string(const TextTable& table);
 
 }  // namespace titan::cli

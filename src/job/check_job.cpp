@@ -1,10 +1,22 @@
-// Checks between tables, before anything is started.
+// Checks between tables and of the files that a job reads, before anything is started: a wrong name then costs no minute of
+// a cluster.
 
 #include <algorithm>
+#include <cctype>
+#include <filesystem>
 
+#include <c10/util/StringUtil.h>
+
+#include "data/feed/replay_feed.h"
+#include "data/sources/files.h"
 #include "dist/device_backend.h"
+#include "job/checkpoint_job.h"
 #include "job/job_config.h"
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
+#include "titan/checkpoint/step_folder.h"
+#include "titan/checkpoint/storage.h"
+#include "titan/data/source.h"
+#include "titan/data/tokenizer.h"
 #include "titan/float8/convert.h"
 
 namespace titan::train {
@@ -16,25 +28,38 @@ struct Check {
   const config::Origins& origins;
   std::vector<std::string> problems = {};
 
-  void require(bool holds, std::string_view key, const std::string& what) {
-    if (!holds) problems.push_back(origins.problem(key, what));
+  void report(std::string_view key, const std::string& what) {
+    problems.push_back(origins.problem(key, what));
   }
-  void add(const std::vector<KeyedProblem>& found) {
-    for (const KeyedProblem& problem : found) problems.push_back(origins.problem(problem.key, problem.what));
+  void require(bool holds, std::string_view key, const std::string& what) {
+    if (!holds) report(key, what);
+  }
+  void report_all(const std::vector<KeyedProblem>& found) {
+    for (const KeyedProblem& problem : found) report(problem.key, problem.what);
+  }
+  /// Reports the errors of `action` as problems of `key`.
+  template <class Action>
+  void judge(std::string_view key, Action action) {
+    try {
+      action();
+    } catch (const ConfigError& error) {
+      for (const std::string& problem : error.problems()) report(key, problem);
+    } catch (const Error& error) {
+      report(key, error.what());
+    }
   }
 };
 
 /// Returns the data-parallel degree, where the degrees fit.
 std::optional<int> check_parallelism(Check& check, int world_size) {
-  std::vector<std::string> problems;
-  ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, problems);
-  for (const std::string& problem : problems)
-    check.problems.push_back(check.origins.problem("parallelism.data_parallel_shard_degree", problem));
+  const ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size);
+  const auto world_problem = world_size_problem(dims, world_size);
+  if (world_problem) check.report("parallelism.data_parallel_shard_degree", *world_problem);
   std::vector<KeyedProblem> misfits;
   check_divisibility(dims, check.config.spec().sizes(check.config.args()), check.config.training.seq_len,
                      misfits);
   check_pipeline(check.config, dims, misfits);
-  check.add(misfits);
+  check.report_all(misfits);
 
   const ParallelismSettings& parallelism = check.config.parallelism;
   check.require(!parallelism.enable_async_tensor_parallel ||
@@ -47,23 +72,19 @@ std::optional<int> check_parallelism(Check& check, int world_size) {
   for (const std::string& name : parallelisms().names())
     for (const SettingProblem& problem :
          parallelisms().get(name)->find_problems(parallelism.settings_of(name)))
-      check.require(false, "parallelism." + problem.key, problem.what);
-  ReshardAfterForward policy = reshard_policy(check.config.parallelism.fsdp_reshard_after_forward);
+      check.report("parallelism." + problem.key, problem.what);
+  const ReshardAfterForward policy = reshard_policy(parallelism.fsdp_reshard_after_forward);
   check.require(policy.kind != ReshardAfterForward::Kind::ToSize ||
                     dims.dp_shard * dims.row_degree() % policy.size == 0,
                 "parallelism.fsdp_reshard_after_forward",
                 str("isn't a divisor of the ", dims.dp_shard * dims.row_degree(),
                     " ranks that parameters are sharded over"));
-  return dims.world_size() == world_size ? std::optional(dims.batch_degree()) : std::nullopt;
+  return world_problem ? std::nullopt : std::optional(dims.batch_degree());
 }
 
 void check_plan(Check& check) {
   const std::string& plan = check.config.parallelism.plan;
-  try {
-    if (!plan.empty()) parallel_plans().get(plan);
-  } catch (const ConfigError& error) {
-    check.problems.push_back(check.origins.problem("parallelism.plan", error.problems().front()));
-  }
+  if (!plan.empty()) check.judge("parallelism.plan", [&] { parallel_plans().get(plan); });
 }
 
 void check_model(Check& check) {
@@ -103,16 +124,14 @@ void check_float8_gather(Check& check) {
 }
 
 void check_recipe(Check& check, const char* key, const float8::ConvertOptions& options, bool blocks) {
-  try {
+  check.judge(key, [&] {
     float8::check_filters(options.recipe_name, options.filter_fqns);
     const bool has_blocks = float8::scales_blocks(float8::recipe_of(options));
     check.require(
         has_blocks == blocks, key,
         str(options.recipe_name, has_blocks ? " scales blocks: it is one of quantize.linear.mx"
                                             : " scales no blocks: it is one of quantize.linear.float8"));
-  } catch (const ConfigError& error) {
-    check.problems.push_back(check.origins.problem(key, error.problems().front()));
-  }
+  });
 }
 
 void check_float8(Check& check) {
@@ -224,7 +243,7 @@ void check_checkpoint(Check& check, int world_size) {
                 "would leave these out again");
   check_model_alone(check);
   for (const std::string& problem : exclusion_problems(checkpoint.exclude_from_loading))
-    check.problems.push_back(check.origins.problem("checkpoint.exclude_from_loading", problem));
+    check.report("checkpoint.exclude_from_loading", problem);
   check.require(!checkpoint.create_seed_checkpoint || world_size == 1, "checkpoint.create_seed_checkpoint",
                 str("is done by one rank, and there are ", world_size));
   check.require(!checkpoint.create_seed_checkpoint || !checkpoint.load_only,
@@ -239,13 +258,8 @@ void check_fault_tolerance(Check& check) {
 }
 
 void check_metrics(Check& check) {
-  for (const std::string& sink : check.config.metrics.sinks) {
-    try {
-      metrics_sinks().get(sink);
-    } catch (const ConfigError& error) {
-      check.problems.push_back(check.origins.problem("metrics.sinks", error.what()));
-    }
-  }
+  for (const std::string& sink : check.config.metrics.sinks)
+    check.judge("metrics.sinks", [&] { metrics_sinks().get(sink); });
 }
 
 void check_validation(Check& check, int world_size) {
@@ -253,11 +267,184 @@ void check_validation(Check& check, int world_size) {
   if (!validation.enable) return;
   check.require(validation.seq_len <= check.config.training.seq_len, "validation.seq_len",
                 str("is longer than training.seq_len = ", check.config.training.seq_len));
-  std::vector<std::string> told_already;
-  const ParallelDims dims = resolve_parallel_dims(check.config.parallelism, world_size, told_already);
   std::vector<KeyedProblem> misfits;
-  check_sequence_length(dims, "validation.seq_len", validation.seq_len, misfits);
-  check.add(misfits);
+  check_sequence_length(resolve_parallel_dims(check.config.parallelism, world_size), "validation.seq_len",
+                        validation.seq_len, misfits);
+  check.report_all(misfits);
+}
+
+// What the job reads: data sets, recorded batches, tokenizer, initial weights. Looks at no more than names, headers and
+// the tokenizer, so that it takes well under a second.
+
+namespace fs = std::filesystem;
+
+bool is_there(const fs::path& path) {
+  std::error_code ignored;
+  return fs::exists(path, ignored);
+}
+
+bool is_folder(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_directory(path, ignored);
+}
+
+/// The place where a setting's file was looked for.
+std::string place_of(const fs::path& path) {
+  if (path.is_absolute()) return path.string();
+  const fs::path here = fs::current_path();
+  return str((here / path).lexically_normal().string(),
+             " (relative to the working directory, not to the config file)");
+}
+
+/// The data of [training] or [validation].
+struct DatasetUse {
+  std::string table;
+  std::string dataset;
+  std::string path;
+  std::optional<int64_t> global_batch;  ///< sequences; unset: not to be judged
+  std::string batch_key;                ///< which setting decides it
+  int64_t seq_len = 0;
+  std::optional<int64_t> steps;  ///< how many will be read; unset: as many as there are
+
+  std::string key(const char* name) const { return table + "." + name; }
+};
+
+std::string unknown_dataset(const std::string& name) {
+  std::vector<std::string> known = data::source_kinds().names();
+  known.push_back(kRecordedTokens);
+  const auto near = nearest_names(name, known, 1);
+  return str("unknown data set; known: ", c10::Join(", ", known),
+             near.empty() ? "" : str("; did you mean '", near.front(), "'?"));
+}
+
+void check_path(Check& check, const DatasetUse& use) {
+  if (is_there(use.path)) return;
+  if (!data::is_glob(use.path)) {
+    check.report(use.key("dataset_path"), "there is nothing at " + place_of(use.path));
+  } else if (data::expand_glob(use.path).empty()) {
+    check.report(use.key("dataset_path"), "nothing matches " + place_of(use.path));
+  }
+}
+
+// Only a user's own kind of source knows what a path means to it.
+void check_source(Check& check, const DatasetUse& use) {
+  std::string kind = use.dataset;
+  std::transform(kind.begin(), kind.end(), kind.begin(), [](unsigned char c) { return std::tolower(c); });
+  if (!data::source_kinds().contains(kind))
+    return check.report(use.key("dataset"), unknown_dataset(use.dataset));
+  const bool needs_path = kind == "text" || kind == "jsonl";
+  if (needs_path && use.path.empty())
+    return check.report(use.key("dataset"),
+                        str("needs ", use.key("dataset_path"), ": a file, a folder or a glob"));
+  if ((needs_path || kind == "cpp_headers") && !use.path.empty()) check_path(check, use);
+}
+
+void check_recorded_shape(Check& check, const DatasetUse& use, const std::array<int64_t, 3>& shape) {
+  const auto [steps, batch, seq_len] = shape;
+  if (use.steps && *use.steps > steps)
+    check.report(use.key("steps"), str("is more than the ", steps, " steps recorded in ", use.path));
+  if (use.global_batch && *use.global_batch != batch)
+    check.report(use.batch_key, str("makes batches of ", *use.global_batch, " sequences, but ", use.path,
+                                    " records batches of ", batch));
+  if (use.seq_len != seq_len)
+    check.report(use.key("seq_len"), str("isn't the ", seq_len, " tokens of the sequences in ", use.path));
+}
+
+void check_recording(Check& check, const DatasetUse& use) {
+  const std::string key = use.key("dataset_path");
+  for (const char* name : {"input.npy", "labels.npy"}) {
+    if (!use.path.empty() && is_there(fs::path(use.path) / name)) continue;
+    const std::string missing =
+        use.path.empty() ? "" : str("there is no ", place_of(fs::path(use.path) / name), "; ");
+    return check.report(key, str(missing, "\"tokens\" wants a folder with input.npy and labels.npy"));
+  }
+  check.judge(key, [&] {
+    const data::NpyArray input(fs::path(use.path) / "input.npy"), labels(fs::path(use.path) / "labels.npy");
+    if (input.shape() != labels.shape()) throw ConfigError("input.npy and labels.npy have different shapes");
+    check_recorded_shape(check, use, input.shape());
+  });
+}
+
+void check_dataset(Check& check, const DatasetUse& use) {
+  use.dataset == kRecordedTokens ? check_recording(check, use) : check_source(check, use);
+}
+
+void check_training_data(Check& check, std::optional<int> dp_degree) {
+  const TrainingSettings& training = check.config.training;
+  const bool is_given = training.global_batch_size > 0;
+  std::optional<int64_t> batch;
+  if (is_given) batch = training.global_batch_size;
+  if (!is_given && dp_degree) batch = training.local_batch_size * *dp_degree;
+  check_dataset(check, {.table = "training",
+                        .dataset = training.dataset,
+                        .path = training.dataset_path.value_or(""),
+                        .global_batch = batch,
+                        .batch_key = is_given ? "training.global_batch_size" : "training.local_batch_size",
+                        .seq_len = training.seq_len,
+                        .steps = training.steps});
+}
+
+void check_validation_data(Check& check, std::optional<int> dp_degree) {
+  const ValidationSettings& validation = check.config.validation;
+  if (!validation.enable) return;
+  std::optional<int64_t> batch;
+  if (dp_degree) batch = validation.local_batch_size * *dp_degree;
+  check_dataset(check, {.table = "validation",
+                        .dataset = validation.dataset,
+                        .path = validation.dataset_path.value_or(""),
+                        .global_batch = batch,
+                        .batch_key = "validation.local_batch_size",
+                        .seq_len = validation.seq_len,
+                        .steps = std::nullopt});
+}
+
+std::shared_ptr<const data::Tokenizer> check_tokenizer(Check& check) {
+  const JobConfig& config = check.config;
+  if (!config.reads_text()) return nullptr;
+  constexpr const char* kKey = "model.hf_assets_path";
+  const fs::path assets = config.model.hf_assets_path;
+  const fs::path file = is_folder(assets) ? assets / "tokenizer.json" : assets;
+  if (!data::names_tokenizer_kind(assets.string()) && !is_there(file)) {
+    check.report(
+        kKey, str("there is no ", place_of(file), "; allowed: a folder with tokenizer.json, or \"bytes\""));
+    return nullptr;
+  }
+  std::shared_ptr<const data::Tokenizer> tokenizer;
+  check.judge(kKey, [&] {
+    tokenizer = data::build_tokenizer(assets);
+    data::check_vocabulary(*tokenizer, config.spec().sizes(config.args()).vocab_size);
+  });
+  return tokenizer;
+}
+
+std::string steps_in(const fs::path& folder) {
+  std::vector<std::string> steps;
+  for (const checkpoint::StepEntry& entry : checkpoint::list_steps(folder))
+    steps.push_back(entry.path.filename());
+  return steps.empty() ? "" : "; it holds steps, of which one has to be named: " + c10::Join(", ", steps);
+}
+
+void check_initial_state(Check& check) {
+  const CheckpointSettings& checkpoint = check.config.checkpoint;
+  if (!checkpoint.enable) return;
+  // A run that resumes from a step of its own doesn't need it any more.
+  std::vector<std::string> ignored;
+  if (checkpoint::newest_complete(checkpoint::joined(check.config.job.dump_folder, checkpoint.folder),
+                                  ignored))
+    return;
+  constexpr const char* kKey = "checkpoint.initial_load_path";
+  const InitialSource source = initial_source(check.config);
+  if (source.kind == InitialKind::HuggingFace)
+    return check.judge(checkpoint.initial_load_path ? kKey : "model.hf_assets_path",
+                       [&] { check_hf_config(check.config, source.path); });
+  if (source.kind == InitialKind::Nothing)
+    return check.report(kKey, str("there is no safetensors file at ", place_of(source.path),
+                                  ", nor a step's folder", steps_in(source.path)));
+  if (source.kind == InitialKind::ModelFile && !checkpoint.initial_load_model_only)
+    return check.report("checkpoint.initial_load_model_only",
+                        str(source.path.string(), " holds the model alone"));
+  if (source.kind == InitialKind::Step)
+    for (const std::string& problem : checkpoint::quick_problems(source.path)) check.report(kKey, problem);
 }
 
 }  // namespace
@@ -277,7 +464,12 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   check_metrics(check);
   check_validation(check, world_size);
   CheckedFiles checked;
-  if (files == JobFiles::Check) checked = check_files(config, origins, dp_degree, check.problems);
+  if (files == JobFiles::Check) {
+    checked.tokenizer = check_tokenizer(check);
+    check_training_data(check, dp_degree);
+    check_validation_data(check, dp_degree);
+    check_initial_state(check);
+  }
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));
   return checked;
 }

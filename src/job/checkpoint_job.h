@@ -17,12 +17,6 @@
 
 namespace titan::train {
 
-/// The configured model's form. Throws ConfigError where its family has none.
-HfModel configured_hf_model(const JobConfig& config);
-
-/// The folder that checkpoint.initial_load_in_hf reads: initial_load_path, or else model.hf_assets_path.
-std::filesystem::path initial_hf_folder(const JobConfig& config);
-
 /// Throws ConfigError with every difference between a folder's config.json and the configured model.
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
 
@@ -30,7 +24,8 @@ void check_hf_config(const JobConfig& config, const std::filesystem::path& folde
 enum class InitialKind { None, Nothing, ModelFile, Step, HuggingFace };
 struct InitialSource {
   InitialKind kind = InitialKind::None;
-  std::filesystem::path path;  ///< of the file, or the folder
+  /// The file, or the folder: for Hugging Face's initial_load_path, or else model.hf_assets_path.
+  std::filesystem::path path;
 };
 /// Looks at the files. Nothing: the path holds none of the other kinds.
 InitialSource initial_source(const JobConfig& config);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/commands.h"
 #include "titan/guard/watchdog.h"
 #include "titan/train/run_end.h"
 
@@ -54,6 +55,10 @@ struct LaunchOptions {
   /// Its exceptions pass through.
   std::function<void(int signal)> on_end_without_ranks = {};
 };
+
+/// `titan launch -n N [--log-rank RANKS] [--max-restarts K ...] [--] program [arguments ...]`: everything after
+/// the program's name belongs to the program. Throws as parse_train_arguments().
+LaunchOptions parse_launch_arguments(const Arguments& words);
 
 /// Runs `command` once per rank and waits for all of them.
 ///

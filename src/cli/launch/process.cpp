@@ -129,12 +129,22 @@ ListeningSocket::~ListeningSocket() {
   if (fd >= 0) close(fd);
 }
 
-std::string process_state(pid_t pid) {
-  std::ifstream status(str("/proc/", pid, "/status"));
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with("State:\t")) return line.substr(7);
-  return "unknown";
+namespace {
+
+/// The value of "NAME:" in a process's status.
+std::optional<std::string> status_field(pid_t pid, const std::string& name) {
+  std::ifstream file(str("/proc/", pid, "/status"));
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with(name + ":")) continue;
+    const size_t start = line.find_first_not_of(" \t", name.size() + 1);
+    return start == std::string::npos ? std::string() : line.substr(start);
+  }
+  return std::nullopt;
 }
+
+}  // namespace
+
+std::string process_state(pid_t pid) { return status_field(pid, "State").value_or("unknown"); }
 
 int num_cores() {
   cpu_set_t cores;
@@ -246,17 +256,21 @@ bool is_ignored(int signal) {
   return sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
 }
 
+sigset_t launcher_signals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (int signal : {SIGCHLD, SIGQUIT}) sigaddset(&signals, signal);
+  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2})
+    if (!is_ignored(signal)) sigaddset(&signals, signal);
+  return signals;
+}
+
 bool asks_for_end(int signal) { return signal != SIGCHLD && signal != SIGUSR2 && signal != SIGQUIT; }
 
 SignalReader::SignalReader() {
   // If a process ignores SIGCHLD, its children vanish without their exit status.
   child_action_ = signal(SIGCHLD, SIG_DFL);
-  sigset_t wanted;
-  sigemptyset(&wanted);
-  sigaddset(&wanted, SIGCHLD);
-  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2})
-    if (!is_ignored(signal)) sigaddset(&wanted, signal);
-  sigaddset(&wanted, SIGQUIT);
+  const sigset_t wanted = launcher_signals();
   pthread_sigmask(SIG_BLOCK, &wanted, &before_);
   fd_ = signalfd(-1, &wanted, SFD_NONBLOCK | SFD_CLOEXEC);
   pipe_action_ = signal(SIGPIPE, SIG_IGN);
@@ -288,17 +302,6 @@ bool SecondRequest::has_come(const SignalReader& signals) {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// The value of "NAME:" in a process's status.
-std::optional<std::string> status_field(pid_t pid, const std::string& name) {
-  std::ifstream file(fs::path("/proc") / std::to_string(pid) / "status");
-  for (std::string line; std::getline(file, line);) {
-    if (!line.starts_with(name + ":")) continue;
-    const size_t start = line.find_first_not_of(" \t", name.size() + 1);
-    return start == std::string::npos ? std::string() : line.substr(start);
-  }
-  return std::nullopt;
-}
 
 uint64_t bit_of(int signal) { return uint64_t{1} << (signal - 1); }
 

@@ -124,6 +124,9 @@ inline constexpr std::chrono::seconds kSameSignal{1};
 /// Whether this process ignores `signal`, as under nohup or in a shell's background. If such a signal were
 /// blocked, it would still be delivered to a descriptor.
 bool is_ignored(int signal);
+/// The signals that end a launcher or are passed on to its ranks, without those that this process was started to ignore;
+/// SIGCHLD; and SIGQUIT, which ends nothing, and which shells ignore for background jobs.
+sigset_t launcher_signals();
 /// Whether a signal that a SignalReader reads asks for the job's end.
 bool asks_for_end(int signal);
 

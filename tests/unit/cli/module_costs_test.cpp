@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_split.h"
 #include "unit/cli/load_preset.h"

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "job/build.h"
-#include "job/job_config.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_split.h"
@@ -42,10 +41,6 @@ StagePlan plan_stages(const JobConfig& config);
 /// Checks the settings of a pipeline; adds what is wrong to `problems`. `dims` is resolved.
 void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems);
 
-/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nullopt if
-/// the schedule is made by its name. Throws ConfigError.
-std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings);
-
 /// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
 int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
 
@@ -66,7 +61,7 @@ BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::De
                            int64_t num_batches);
 
 /// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
-int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
+int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank);
 
 /// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can
 /// be.
