@@ -37,10 +37,6 @@ Parser::Parser(std::string name, const std::string& usage, std::string notes) : 
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 }
 
-void Parser::path(const std::string& name, std::filesystem::path& value, const std::string& text) {
-  app.add_option(name, value, text)->required()->type_name("PATH");
-}
-
 void Parser::parse(const Arguments& words) {
   try {
     app.parse(Arguments(words.rbegin(), words.rend()));  // CLI11 takes them from the back
@@ -96,9 +92,9 @@ void add_read(Parser& parser, const std::string& name, const char* type, const s
 }
 
 /// Adds --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace. `default_grace` describes the
-/// default of --grace.
-void add_restart_options(Parser& parser, RestartOptions& restarts, const char* default_grace,
-                         const std::function<void(milliseconds)>& set_grace) {
+/// default of --grace, whose value becomes `grace`.
+template <class Grace>
+void add_restart_options(Parser& parser, RestartOptions& restarts, const char* default_grace, Grace& grace) {
   parser.number("--max-restarts", restarts.max_restarts, CLI::Range(0, 1'000'000),
                 "restart the ranks when one is lost, at most K times (default 0)", "K");
   parser.number("--min-ranks", restarts.min_ranks, CLI::Range(1, kMostRanks),
@@ -120,12 +116,11 @@ void add_restart_options(Parser& parser, RestartOptions& restarts, const char* d
            [&restarts](const std::string& text) {
              restarts.longest_delay = read_seconds("--longest-delay", text, "a number of seconds");
            });
-  add_read(parser, "--grace", "S",
-           str("seconds that ranks get for a last checkpoint when they are asked to end (default: ",
-               default_grace, ")"),
-           [set_grace](const std::string& text) {
-             set_grace(read_seconds("--grace", text, "a number of seconds"));
-           });
+  add_read(
+      parser, "--grace", "S",
+      str("seconds that ranks get for a last checkpoint when they are asked to end (default: ", default_grace,
+          ")"),
+      [&grace](const std::string& text) { grace = read_seconds("--grace", text, "a number of seconds"); });
 }
 
 void check_restarts(const Parser& parser, const RestartOptions& restarts) {
@@ -137,10 +132,8 @@ CLI::Option* add_ranks(Parser& parser, int& num_ranks) {
 }
 
 void add_log_rank(Parser& parser, std::string& log_rank) {
-  parser.app
-      .add_option("--log-rank", log_rank,
-                  "ranks whose output is shown: 0 (default), a list such as 0,3, all, none")
-      ->type_name("RANKS");
+  parser.value("--log-rank", log_rank, "RANKS",
+               "ranks whose output is shown: 0 (default), a list such as 0,3, all, none");
 }
 
 bool is_setting(const std::string& word) {
@@ -204,8 +197,7 @@ TrainArguments parse_train_arguments(const Arguments& words) {
   Parser parser("titan train", "[CONFIG] [options] [--section.key value ...]", kTrainNotes);
   add_ranks(parser, arguments.num_ranks);
   add_log_rank(parser, arguments.log_rank);
-  add_restart_options(parser, arguments.restarts, "the limits for a step and a save",
-                      [&](milliseconds grace) { arguments.stop_grace = grace; });
+  add_restart_options(parser, arguments.restarts, "the limits for a step and a save", arguments.stop_grace);
   parser.flag("--print-config", arguments.print_config, "print the resolved config as TOML, and stop");
   parser.flag("--print-plan", arguments.print_plan,
               "print what tensor parallelism does to each module and how many bytes it moves per step, and "
@@ -226,8 +218,7 @@ LaunchOptions parse_launch_arguments(const Arguments& words) {
   Parser parser("titan launch", "-n N [options] [--] program [arguments ...]", kLaunchNotes);
   add_ranks(parser, options.num_ranks)->required();
   add_log_rank(parser, options.log_rank);
-  add_restart_options(parser, options.restarts, "30",
-                      [&](milliseconds grace) { options.stop_grace = grace; });
+  add_restart_options(parser, options.restarts, "30", options.stop_grace);
   parser.number(
       "--multiple-of", unit, CLI::Range(1, kMostRanks),
       "smaller groups have a multiple of N ranks: the product of a mesh's fixed degrees (default 1)");

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "cli/parser.h"
 #include "cli/run_folder.h"
@@ -95,16 +94,15 @@ void print_speed(const std::vector<RunFolder>& runs) {
 
 void print_differences(const std::vector<RunFolder>& runs, Series series, const char* losses) {
   const std::vector<int64_t> steps = common_steps(runs, series);
-  std::printf("\n");
+  print("\n");
   for (size_t i = 1; i < runs.size(); ++i) {
     const LossDifference found = compare_losses(runs.front().*series, runs[i].*series, steps);
-    const std::string name = runs[i].folder.string();
+    print(runs[i].folder.string() + ": ");
     if (found.first_step)
-      std::printf("%s: the %s first differ at step %lld; largest difference %.3g at step %lld\n",
-                  name.c_str(), losses, static_cast<long long>(*found.first_step), found.largest_difference,
-                  static_cast<long long>(found.largest_step));
+      print(str("the ", losses, " first differ at step ", *found.first_step, "; largest difference ",
+                number("%.3g", found.largest_difference), " at step ", found.largest_step, "\n"));
     else
-      std::printf("%s: all %zu %s are equal, bit for bit\n", name.c_str(), steps.size(), losses);
+      print(str("all ", steps.size(), " ", losses, " are equal, bit for bit\n"));
   }
 }
 

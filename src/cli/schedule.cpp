@@ -57,8 +57,7 @@ CSV files are TorchTitan's: a row per rank, a cell per action.
 
 void add_costs(Parser& parser, Costs& costs) {
   const auto per_stage = [&parser](const char* name, std::vector<double>& values, const char* text) {
-    parser.app.add_option(name, values, text)
-        ->type_name("T[,T...]")
+    parser.value(name, values, "T[,T...]", text)
         ->delimiter(',')
         ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
         ->allow_extra_args(false);
@@ -66,21 +65,16 @@ void add_costs(Parser& parser, Costs& costs) {
   per_stage("--forward", costs.forward, "time of an F (default 1)");
   per_stage("--input", costs.input, "time of an I (default 1)");
   per_stage("--weight", costs.weight, "time of a W (default 1)");
-  parser.app
-      .add_option("--communication", costs.communication, "time of a message between ranks (default 0)")
-      ->type_name("T");
-  parser.app.add_option("--loss", costs.loss, "time of the loss, added to the last stage's F (default 0)")
-      ->type_name("T");
+  parser.value("--communication", costs.communication, "T", "time of a message between ranks (default 0)");
+  parser.value("--loss", costs.loss, "T", "time of the loss, added to the last stage's F (default 0)");
 }
 
 ScheduleArguments parse_schedule_arguments(const Arguments& words) {
   ScheduleArguments arguments;
   Parser parser("titan schedule", "[--schedule NAME] [--pp N] [--microbatches N] [options]", kScheduleNotes);
   const CLI::Range ranks(1, kMostRanks), micro_batches(1, kMostMicroBatches);
-  parser.app
-      .add_option("--schedule", arguments.schedule,
-                  "the schedule's name, in upper or lower case (default 1F1B)")
-      ->type_name("NAME");
+  parser.value("--schedule", arguments.schedule, "NAME",
+               "the schedule's name, in upper or lower case (default 1F1B)");
   parser.number("--pp", arguments.num_ranks, ranks, "pipeline ranks (default 4)");
   parser.number("--microbatches", arguments.num_micro_batches, micro_batches,
                 "micro-batches of a step (default 8)");
@@ -161,25 +155,14 @@ std::string path_text(const Simulation& simulation) {
 }
 
 const char* stages_text(StagesPerRank stages) {
-  switch (stages) {
-    case StagesPerRank::One:
-      return "1";
-    case StagesPerRank::Several:
-      return "2 or more, in a loop";
-    default:
-      return "2, in a V";
-  }
+  if (stages == StagesPerRank::One) return "1";
+  return stages == StagesPerRank::Several ? "2 or more, in a loop" : "2, in a V";
 }
 
 const char* rule_text(MicroBatchRule rule) {
-  switch (rule) {
-    case MicroBatchRule::Any:
-      return "any number";
-    case MicroBatchRule::AtLeastStages:
-      return "at least the stages";
-    default:
-      return "a multiple of max(1, micro-batches / ranks)";
-  }
+  if (rule == MicroBatchRule::Any) return "any number";
+  return rule == MicroBatchRule::AtLeastStages ? "at least the stages"
+                                               : "a multiple of max(1, micro-batches / ranks)";
 }
 
 std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_batches, const Costs& costs) {

@@ -41,8 +41,6 @@ std::string number_or_none(const char* format, const std::optional<double>& valu
   return value ? number(format, *value) : none;
 }
 
-std::string plural(int64_t count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }
-
 std::string shape_text(const std::vector<int64_t>& shape) { return "[" + c10::Join(", ", shape) + "]"; }
 
 std::string written_text(const std::filesystem::path& file, bool utc) {

@@ -2,6 +2,7 @@
 
 // Numbers and times for people.
 
+#include <concepts>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "core/units.h"
+#include "titan/core/error.h"
 
 namespace titan::cli {
 
@@ -20,7 +22,9 @@ std::string number(const char* format, double value);
 /// The same; `none` without a value.
 std::string number_or_none(const char* format, const std::optional<double>& value, const char* none = "");
 /// "1 file", "2 files"
-std::string plural(int64_t count, const char* noun);
+std::string plural(std::integral auto count, const char* noun) {
+  return str(count, " ", noun, count == 1 ? "" : "s");
+}
 /// "[2, 3]"
 std::string shape_text(const std::vector<int64_t>& shape);
 

@@ -22,7 +22,6 @@
 #include "guard/flight_dump.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
-#include "job/checkpoint_job.h"
 #include "job/dry_run.h"
 #include "tensor/host_allocator.h"
 #include "titan/config/load.h"

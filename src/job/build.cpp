@@ -6,7 +6,6 @@
 #include "dist/device_backend.h"
 #include "guard/policies.h"
 #include "guard/run_observers.h"
-#include "job/checkpoint_job.h"
 #include "job/pipeline_stages.h"
 #include "observe/profiling.h"
 #include "observe/stragglers.h"

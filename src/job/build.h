@@ -3,6 +3,8 @@
 // From settings to a trainer. check_job() has passed before, so what fails here is the environment: files,
 // memory, peers.
 
+#include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +16,7 @@
 #include "titan/float8/convert.h"
 #include "titan/guard/watchdog.h"
 #include "titan/train/trainer.h"
+#include "train/checkpoints/run_checkpoints.h"
 #include "train/step_runner.h"
 
 namespace titan::train {
@@ -51,6 +54,32 @@ TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings,
 /// already. Collective over the world.
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,
                       const CheckedFiles& checked = {}, const std::shared_ptr<dist::Watchdog>& watchdog = {});
+
+// Checkpoints: the initial weights, the run's own states, and Hugging Face folders.
+
+/// Throws ConfigError with every difference between a folder's config.json and the configured model.
+void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
+
+/// The kinds of initial weights.
+enum class InitialKind { None, Nothing, ModelFile, Step, HuggingFace };
+struct InitialSource {
+  InitialKind kind = InitialKind::None;
+  /// The file, or the folder: for Hugging Face's initial_load_path, or else model.hf_assets_path.
+  std::filesystem::path path;
+};
+/// Looks at the files. Nothing: the path holds none of the other kinds.
+InitialSource initial_source(const JobConfig& config);
+
+/// The step with which the run is complete, if its folder holds that and the settings don't ask for an
+/// earlier one. Looks from this process alone.
+std::optional<int64_t> end_of_run(const JobConfig& config);
+/// Whether there is one, as rank 0 sees it; if so, logs it. Collective over the world.
+bool run_has_ended(const JobConfig& config, const dist::World& world);
+
+/// Null where checkpoints are off. Collective over the world.
+std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
+                                                  const Meshes& meshes,
+                                                  const std::vector<Parameter>& parameters);
 
 // Float8 and MXFP8
 

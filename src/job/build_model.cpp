@@ -38,7 +38,7 @@ constexpr ConverterKeys kFloat8Keys{float8::kConverter, "quantize.linear.float8.
 constexpr ConverterKeys kMxKeys{float8::kMxConverter, "quantize.linear.mx.emulate"};
 
 std::optional<Gpu> gpu_at(at::Device device) {
-  auto* backend = device.is_cpu() ? nullptr : dist::device_backend();
+  auto* backend = device.is_cpu() || device.is_meta() ? nullptr : dist::device_backend();
   if (!backend) return std::nullopt;
   return Gpu{backend->device_name(device.index()), backend->compute_capability(device.index())};
 }
@@ -46,8 +46,7 @@ std::optional<Gpu> gpu_at(at::Device device) {
 // On the meta device nothing is multiplied.
 float8::Arithmetic arithmetic_on(at::Device device, const std::string& recipe, bool emulate,
                                  const ConverterKeys& keys) {
-  if (emulate || device.is_meta()) return float8::Arithmetic::Emulated;
-  return choose_arithmetic(float8::recipes().get(recipe), gpu_at(device), emulate, keys);
+  return choose_arithmetic(float8::recipes().get(recipe), gpu_at(device), emulate || device.is_meta(), keys);
 }
 
 float8::ConvertOptions float8_options(const float8::Float8Settings& settings, at::Device device) {

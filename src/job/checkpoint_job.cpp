@@ -1,4 +1,4 @@
-#include "job/checkpoint_job.h"
+// Checkpoints of a job, from its settings.
 
 #include "dist/environment.h"
 #include "job/build.h"

@@ -20,7 +20,6 @@
 #include "core/units.h"
 #include "dist/device_backend.h"
 #include "job/dry_run.h"
-#include "job/module_costs.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/nn/containers.h"

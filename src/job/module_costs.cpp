@@ -1,4 +1,4 @@
-#include "job/module_costs.h"
+// What each module of a model's sequence costs: module by module, each built on its own.
 
 #include <algorithm>
 #include <chrono>
@@ -13,13 +13,13 @@
 #include <torch/nn/module.h>
 
 #include "core/units.h"
+#include "job/pipeline_stages.h"
 #include "parallel/activation_checkpoint/budget.h"
 #include "titan/core/error.h"
 #include "titan/dist/stream.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
-#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
@@ -121,7 +121,7 @@ class Walk {
     return elements * (4 * trained / (dims_.dp_shard * dims_.row_degree()) +
                        static_cast<double>(c10::elementSize(compute_dtype())));
   }
-  // Of a micro-batch's activations.
+  // The share of a micro-batch's activations.
   double rank_share() const { return 1.0 / (dims_.tp * dims_.row_degree()); }
 
  private:

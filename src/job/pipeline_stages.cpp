@@ -10,7 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include "job/module_costs.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/parallel/pipeline_simulation.h"

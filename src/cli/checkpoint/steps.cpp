@@ -45,9 +45,8 @@ void ProgressLine::show(int64_t bytes, int64_t total) {
 }
 
 void add_tensors(Parser& parser, std::string& pattern) {
-  parser.app
-      .add_option("--tensors", pattern, "only tensors with a name in which this regular expression matches")
-      ->type_name("REGEX");
+  parser.value("--tensors", pattern, "REGEX",
+               "only tensors with a name in which this regular expression matches");
 }
 
 std::function<bool(const std::string&)> tensor_filter(const std::string& pattern) {
@@ -293,16 +292,10 @@ Json json_of(const StepHealth& health) {
   return step;
 }
 
-const char* meaning_of(LeftoverKind kind) {
-  switch (kind) {
-    case LeftoverKind::Pending:
-      return "being written, or left by a run that was killed";
-    case LeftoverKind::Replaced:
-      return "being replaced by another step, or left by a run that was killed";
-    case LeftoverKind::Removed:
-      return "being removed, or left by a run that was killed";
-  }
-  return "";
+// What happens to it, unless a run that was killed has left it.
+const char* fate_of(LeftoverKind kind) {
+  if (kind == LeftoverKind::Pending) return "written";
+  return kind == LeftoverKind::Replaced ? "replaced by another step" : "removed";
 }
 
 std::string others_text(const fs::path& folder, const std::vector<Leftover>& leftovers) {
@@ -310,7 +303,8 @@ std::string others_text(const fs::path& folder, const std::vector<Leftover>& lef
   for (const fs::path& path : list_put_aside(folder))
     text += str(path.filename().string(), ": put aside when a new step took its name\n");
   for (const Leftover& leftover : leftovers)
-    text += str(leftover.path.filename().string(), ": ", meaning_of(leftover.kind), "\n");
+    text += str(leftover.path.filename().string(), ": being ", fate_of(leftover.kind),
+                ", or left by a run that was killed\n");
   return text;
 }
 
@@ -373,8 +367,7 @@ int checkpoint_verify(const Arguments& words) {
   const std::string amount = amount_text(report, seconds_since(start));
   for (const Damage& damage : report.damages) std::printf("%s\n", to_string(damage).c_str());
   if (report.damages.empty()) return print(str(folder.string(), " is intact: ", amount, "\n"));
-  print(str(folder.string(), " is damaged in ", plural(static_cast<int64_t>(report.damages.size()), "place"),
-            ": ", amount, "\n"));
+  print(str(folder.string(), " is damaged in ", plural(report.damages.size(), "place"), ": ", amount, "\n"));
   return 1;
 }
 
@@ -417,8 +410,8 @@ int checkpoint_prune(const Arguments& words) {
   arguments.dry_run ? print_dry_run(arguments, folder) : prune(arguments, folder);
   const size_t removed = arguments.dry_run ? steps_to_prune(list_steps(folder), arguments.keep).size()
                                            : before - list_steps(folder).size();
-  return print(str(plural(static_cast<int64_t>(before - removed), "step"), " of ", before,
-                   arguments.dry_run ? " would stay\n" : " stay\n"));
+  return print(
+      str(plural(before - removed, "step"), " of ", before, arguments.dry_run ? " would stay\n" : " stay\n"));
 }
 
 }  // namespace titan::cli

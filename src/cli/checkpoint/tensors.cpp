@@ -375,16 +375,14 @@ std::vector<std::string> differences(const Values& a, const Values& b) {
   std::set<std::string> keys;
   for (const Values& values : {a, b})
     for (const auto& [key, value] : values) keys.insert(key);
-  const auto value = [](const Values& values, const std::string& key) {
+  const auto value_in = [](const Values& values, const std::string& key) {
     const auto found = values.find(key);
-    return found == values.end() ? std::string("unset") : shortened(found->second);
+    return found == values.end() ? std::string("unset") : found->second;
   };
   std::vector<std::string> lines;
-  for (const std::string& key : keys) {
-    const auto in_a = a.find(key), in_b = b.find(key);
-    if (in_a != a.end() && in_b != b.end() && in_a->second == in_b->second) continue;
-    lines.push_back(str(key, ": ", value(a, key), " | ", value(b, key)));
-  }
+  for (const std::string& key : keys)
+    if (const std::string in_a = value_in(a, key), in_b = value_in(b, key); in_a != in_b)
+      lines.push_back(str(key, ": ", shortened(in_a), " | ", shortened(in_b)));
   return lines;
 }
 
@@ -516,7 +514,7 @@ int checkpoint_diff(const Arguments& words) {
   print_head("B", b);
   const size_t tensors = print_tensors({a, b}, names);
   const size_t texts = print_texts(a.manifest(), b.manifest());
-  std::printf("\n%zu of %s %s\n", tensors, plural(static_cast<int64_t>(names.size()), "tensor").c_str(),
+  std::printf("\n%zu of %s %s\n", tensors, plural(names.size(), "tensor").c_str(),
               tensors == 1 ? "differs" : "differ");
   return tensors + texts == 0 ? 0 : 1;
 }

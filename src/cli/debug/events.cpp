@@ -206,11 +206,8 @@ int debug_events(const Arguments& words) {
                 kEventsNotes);
   parser.path("RUN", run, "a run's folder");
   parser.file("--perfetto", perfetto, "write one trace of all ranks");
-  parser.app.add_option("--ranks", ranks, "only these ranks")->delimiter(',')->type_name("R[,R...]");
-  parser.app.add_option("--steps", steps, "only events of these steps")
-      ->delimiter(',')
-      ->expected(2)
-      ->type_name("FIRST,LAST");
+  parser.value("--ranks", ranks, "R[,R...]", "only these ranks")->delimiter(',');
+  parser.value("--steps", steps, "FIRST,LAST", "only events of these steps")->delimiter(',')->expected(2);
   parser.parse(words);
   const std::vector<ProcessFiles> logs = wanted_logs(run, {ranks.begin(), ranks.end()});
   const ReadOptions options{.first_step = steps[0], .last_step = steps[1]};

@@ -240,10 +240,10 @@ int debug_flight(const Arguments& words) {
   Parser parser("titan debug flight", "FOLDER [--last N] [--ranks R,R]", kFlightNotes);
   parser.path("FOLDER", folder, "the folder of the records");
   parser.number("--last", options.num_calls, CLI::Range(1, 1'000'000), "how many calls (default 10)");
-  parser.app
-      .add_option("--ranks", options.ranks, "only columns of these ranks (default: culprits and some others)")
-      ->delimiter(',')
-      ->type_name("R[,R...]");
+  parser
+      .value("--ranks", options.ranks, "R[,R...]",
+             "only columns of these ranks (default: culprits and some others)")
+      ->delimiter(',');
   parser.parse(words);
   print_flight(record_folder(folder), options);
   return 0;

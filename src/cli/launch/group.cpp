@@ -11,18 +11,23 @@
 
 #include "cli/launch/group.h"
 
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <sstream>
+#include <deque>
 #include <utility>
-
-#include <c10/util/StringUtil.h>
 
 #include "titan/core/error.h"
 #include "titan/guard/watchdog.h"
@@ -35,6 +40,205 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
+constexpr size_t kTailLines = 50;
+constexpr size_t kLongestLine = 64 * 1024;  // longer lines are shown in pieces, to bound memory
+
+struct Child {
+  pid_t pid = -1;
+  int stdout_fd = -1;  ///< reading ends of its pipes, owned by the caller
+  int stderr_fd = -1;
+  int exec_errno = 0;  ///< not 0: the program couldn't be started; its process has ended
+};
+
+struct Pipe {
+  Pipe() { TITAN_CHECK(pipe2(fds, O_CLOEXEC) == 0, "pipe: ", std::strerror(errno)); }
+  int take_reading_end() {
+    close(fds[1]);
+    return fds[0];
+  }
+  int fds[2];
+};
+
+/// The data of the child, allocated before the fork: between fork and exec nothing may allocate.
+struct Prepared {
+  Prepared(const std::vector<std::string>& command, const Variables& set, int inherited)
+      : words(command), inherited_fd(inherited) {
+    const std::set<std::string> unset = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
+                                         "TORCHELASTIC_RESTART_COUNT", "TITAN_STORE_FD"};
+    for (char** entry = environ; *entry; ++entry) {
+      const std::string name(*entry, std::strcspn(*entry, "="));
+      if (!set.contains(name) && !unset.contains(name)) texts.emplace_back(*entry);
+    }
+    for (const auto& [name, value] : set) texts.push_back(name + "=" + value);
+    for (auto& text : texts) variables.push_back(text.data());
+    variables.push_back(nullptr);
+    for (auto& word : words) arguments.push_back(word.data());
+    arguments.push_back(nullptr);
+  }
+
+  std::vector<std::string> words, texts;
+  std::vector<char*> variables, arguments;
+  int inherited_fd;  // stays open in the child
+};
+
+[[noreturn]] void run_child(const Prepared& prepared, pid_t parent, const Pipe& out, const Pipe& err,
+                            const Pipe& status) {
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(1);  // the parent died before the line above
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  signal(SIGPIPE, SIG_DFL);
+  const int empty = open("/dev/null", O_RDONLY);
+  dup2(empty, STDIN_FILENO);
+  dup2(out.fds[1], STDOUT_FILENO);
+  dup2(err.fds[1], STDERR_FILENO);
+  if (prepared.inherited_fd >= 0) fcntl(prepared.inherited_fd, F_SETFD, 0);
+  execvpe(prepared.arguments[0], prepared.arguments.data(), prepared.variables.data());
+  const int error = errno;
+  static_cast<void>(!write(status.fds[1], &error, sizeof(error)));
+  _exit(127);
+}
+
+/// Starts the program in its own process group, with no signal blocked and empty standard input. It is killed
+/// when this process ends. Throws Error when no process or pipe is available.
+Child start_child(const Prepared& prepared) {
+  Pipe out, err, status;
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  TITAN_CHECK(pid >= 0, "fork: ", std::strerror(errno));
+  if (pid == 0) run_child(prepared, parent, out, err, status);
+  setpgid(pid, pid);  // here, too, so that a signal to the group reaches it right away
+  Child child{pid, out.take_reading_end(), err.take_reading_end()};
+  const int status_fd = status.take_reading_end();
+  ssize_t n;
+  // The status pipe closes when the program starts.
+  while ((n = read(status_fd, &child.exec_errno, sizeof(child.exec_errno))) < 0 && errno == EINTR) {
+  }
+  close(status_fd);
+  return child;
+}
+
+/// A socket that listens on a free port of 127.0.0.1, or of ::1 if there is no such address.
+struct ListeningSocket {
+  ListeningSocket() {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    sockaddr_in6 address6{};
+    address6.sin6_family = AF_INET6;
+    address6.sin6_addr = in6addr_loopback;
+    if (listen_at(&address)) {
+      host = "127.0.0.1";
+      port = ntohs(address.sin_port);
+    } else {
+      TITAN_CHECK(listen_at(&address6),
+                  "cannot listen on a port of 127.0.0.1 or ::1: ", std::strerror(errno));
+      host = "::1";
+      port = ntohs(address6.sin6_port);
+    }
+  }
+  ~ListeningSocket() {
+    if (fd >= 0) close(fd);
+  }
+  ListeningSocket(const ListeningSocket&) = delete;
+  ListeningSocket& operator=(const ListeningSocket&) = delete;
+
+  int fd = -1;
+  std::string host;
+  int port = 0;
+
+ private:
+  template <class Address>
+  bool listen_at(Address* address) {
+    auto* generic = reinterpret_cast<sockaddr*>(address);
+    socklen_t size = sizeof(*address);
+    if (fd >= 0) close(fd);
+    fd = socket(generic->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    return fd >= 0 && bind(fd, generic, size) == 0 && listen(fd, SOMAXCONN) == 0 &&
+           getsockname(fd, generic, &size) == 0;
+  }
+};
+
+// The number of cores that this process may use.
+int num_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) return 1;
+  return std::max(1, CPU_COUNT(&cores));
+}
+
+/// The last lines of one rank, from both its streams, for the report of a failure.
+struct Tail {
+  void add(std::string_view line) {
+    if (lines.size() == kTailLines) lines.pop_front();
+    lines.emplace_back(line);
+  }
+
+  std::deque<std::string> lines;
+};
+
+/// One stream of one rank (the non-blocking reading end of a pipe), in whole lines. Owns the descriptor.
+class OutputPipe {
+ public:
+  /// `target`: the descriptor to write tagged lines to; -1: only keep the tail.
+  OutputPipe(int fd, int target, int rank, Tail& tail)
+      : fd_(fd), target_(target), tag_(str("[rank ", rank, "] ")), tail_(&tail) {
+    fcntl(fd_, F_SETFL, O_NONBLOCK);
+  }
+
+  ~OutputPipe() {
+    if (fd_ >= 0) finish();
+  }
+  OutputPipe(const OutputPipe&) = delete;
+  OutputPipe& operator=(const OutputPipe&) = delete;
+
+  int fd() const { return fd_; }  ///< -1 after the end
+  /// Passes on what is available now.
+  void drain() {
+    char buffer[16 * 1024];
+    while (fd_ >= 0) {
+      const ssize_t n = read(fd_, buffer, sizeof(buffer));
+      if (n > 0) {
+        take({buffer, static_cast<size_t>(n)});
+      } else if (n == 0) {
+        finish();
+      } else if (errno != EINTR) {
+        return;  // EAGAIN: nothing more for now
+      }
+    }
+  }
+
+ private:
+  void take(std::string_view bytes) {
+    std::string shown;
+    partial_ += bytes;
+    size_t start = 0;
+    for (size_t end;
+         (end = partial_.find('\n', start)) != std::string::npos || partial_.size() - start > kLongestLine;) {
+      if (end == std::string::npos) end = start + kLongestLine;
+      const auto line = std::string_view(partial_).substr(start, end - start);
+      tail_->add(line);
+      shown.append(tag_).append(line).append("\n");
+      start = end + (partial_[end] == '\n');
+    }
+    partial_.erase(0, start);
+    if (target_ >= 0 && !shown.empty()) write_all(target_, shown);
+  }
+
+  void finish() {
+    if (!partial_.empty()) take("\n");
+    close(fd_);
+    fd_ = -1;
+  }
+
+  int fd_;
+  int target_;
+  std::string tag_;
+  std::string partial_;  // an incomplete line
+  Tail* tail_;
+};
+
 /// How long the other ranks get when one fails after a request to end.
 constexpr auto kStopAfterFailure = seconds(30);
 /// How long ranks that give up on a peer take to end, each by its own watchdog: the last one hears of the verdict
@@ -42,8 +246,6 @@ constexpr auto kStopAfterFailure = seconds(30);
 constexpr auto kWatchdogsEnd = dist::kHangEndsWithin + seconds(2);
 /// After this time a process that SIGKILL hasn't ended is reported.
 constexpr auto kDying = seconds(5);
-/// How many times an absence may be longer than the first.
-constexpr int kMostDoubled = 64;
 
 bool failed(int status) { return !WIFEXITED(status) || WEXITSTATUS(status) != 0; }
 
@@ -65,15 +267,15 @@ bool is_own_end(int status) {
 
 using Clock = std::chrono::steady_clock;
 
-std::vector<std::string> device_names(const std::optional<std::string>& visible, int num_devices) {
-  std::vector<std::string> names;
-  if (!visible) {
-    for (int device = 0; device < num_devices; ++device) names.push_back(std::to_string(device));
-    return names;
+int parse_rank(std::string_view text, int num_ranks) {
+  int rank = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size() || rank < 0 ||
+      rank >= num_ranks) {
+    throw ConfigError(
+        str("--log-rank: '", text, "' isn't a rank from 0 to ", num_ranks - 1, ", 'all' or 'none'"));
   }
-  std::istringstream list(*visible);
-  for (std::string name; std::getline(list, name, ',');) names.push_back(name);
-  return names;
+  return rank;
 }
 
 /// A group while it runs.
@@ -134,14 +336,9 @@ class RankGroup {
   };
 
   bool start(int rank, const ListeningSocket& store) {
-    const ChildSpec spec{.command = options_.command,
-                         .set = variables_of(rank, store),
-                         .unset = {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-                                   "TORCHELASTIC_RESTART_COUNT", "TITAN_STORE_FD"},
-                         .inherited_fd = rank == 0 ? store.fd : -1};
     Child child;
     try {
-      child = start_child(spec);
+      child = start_child({options_.job.command, variables_of(rank, store), rank == 0 ? store.fd : -1});
     } catch (const Error& error) {
       start_error_ = error.what();
       return false;
@@ -167,7 +364,7 @@ class RankGroup {
                       {"TITAN_LAUNCH", "1"}});
     if (rank == 0) variables["TITAN_STORE_FD"] = std::to_string(store.fd);
     if (!std::getenv("OMP_NUM_THREADS")) {
-      variables["OMP_NUM_THREADS"] = std::to_string(std::max(1, num_cores() / options_.num_places));
+      variables["OMP_NUM_THREADS"] = std::to_string(std::max(1, num_cores() / options_.job.num_ranks));
     }
     // The ranks write to pipes, but their output ends up on a terminal.
     if (isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR")) variables["FORCE_COLOR"] = "1";
@@ -244,7 +441,8 @@ class RankGroup {
       return;
     }
     const bool hung = gave_up(ranks_[rank].status);
-    kill_at_ = Clock::now() + (hung ? std::max<milliseconds>(options_.grace, kWatchdogsEnd) : options_.grace);
+    kill_at_ = Clock::now() +
+               (hung ? std::max<milliseconds>(options_.job.grace, kWatchdogsEnd) : options_.job.grace);
     // Only the ranks get the reason, not the processes that they have started.
     tell_why(train::kPeerHasFailed);
     signal_all(SIGTERM);
@@ -291,7 +489,7 @@ class RankGroup {
   }
 
   void tell_ranks(int signal) {
-    if (!kill_at_) kill_at_ = Clock::now() + options_.stop_grace;
+    if (!kill_at_) kill_at_ = Clock::now() + options_.job.stop_grace;
     signal_all(signal);
   }
 
@@ -382,15 +580,15 @@ class RankGroup {
     for (int other : lost())
       if (ranks_[other].hung)
         text += str("rank ", other, " ", how_lost(other), " (pid ", ranks_[other].pid, ")\n");
-    text += thin + (rank.tail.lines().empty() ? "\nIt printed nothing.\n" : "\nIts last lines:\n");
-    for (const auto& line : rank.tail.lines()) text += "  " + line + "\n";
+    text += thin + (rank.tail.lines.empty() ? "\nIt printed nothing.\n" : "\nIts last lines:\n");
+    for (const auto& line : rank.tail.lines) text += "  " + line + "\n";
     return text + thick + "\n";
   }
 
   GroupOptions options_;
   SignalReader& signals_;
   std::vector<Rank> ranks_;
-  std::vector<OutputPipe> pipes_;
+  std::deque<OutputPipe> pipes_;  // they don't move
   Clock::time_point started_ = Clock::now();
   std::optional<Clock::time_point> kill_at_;    // set when the ranks are asked to end
   std::optional<Clock::time_point> killed_at_;  // when they were first killed
@@ -407,76 +605,18 @@ class RankGroup {
 
 }  // namespace
 
+ShownRanks::ShownRanks(const std::string& text, int num_ranks) : all_(text == "all") {
+  if (all_ || text == "none") return;
+  size_t start = 0;
+  while (start <= text.size()) {
+    const size_t comma = std::min(text.find(',', start), text.size());
+    ranks_.insert(parse_rank(std::string_view(text).substr(start, comma - start), num_ranks));
+    start = comma + 1;
+  }
+}
+
 GroupEnd run_group(int num_ranks, GroupOptions options, SignalReader& signals) {
   return RankGroup(num_ranks, std::move(options), signals).run();
-}
-
-RankPlaces::RankPlaces(Options options)
-    : options_(std::move(options)),
-      free_at_(options_.num_places, Time::min()),
-      absences_(options_.num_places, milliseconds(0)) {}
-
-void RankPlaces::lose(int place, Time now) {
-  if (options_.min_ranks >= options_.num_places) return;
-  if (!options_.rejoin_after) {
-    free_at_[place] = Time::max();
-    return;
-  }
-  milliseconds& absence = absences_[place];
-  const bool comes_again = absence.count() > 0 && now < free_at_[place] + absence;
-  absence =
-      comes_again ? std::min(2 * absence, kMostDoubled * *options_.rejoin_after) : *options_.rejoin_after;
-  free_at_[place] = now + absence;
-}
-
-void RankPlaces::bring_back() {
-  std::fill(free_at_.begin(), free_at_.end(), Time::min());
-  std::fill(absences_.begin(), absences_.end(), milliseconds(0));
-}
-
-int RankPlaces::largest_fit(int num_free) const {
-  for (int size = num_free; size >= options_.min_ranks; --size)
-    if (!options_.fits || options_.fits(size)) return size;
-  return 0;
-}
-
-std::vector<int> RankPlaces::available(Time now) const {
-  std::vector<int> places;
-  for (int place = 0; place < options_.num_places; ++place)
-    if (free_at_[place] <= now) places.push_back(place);
-  places.resize(largest_fit(static_cast<int>(places.size())));
-  return places;
-}
-
-std::optional<RankPlaces::Time> RankPlaces::next_growth(int size) const {
-  std::vector<Time> times = free_at_;
-  std::sort(times.begin(), times.end());
-  for (int num_free = size + 1; num_free <= options_.num_places; ++num_free) {
-    const Time time = times[num_free - 1];
-    if (time == Time::max()) break;
-    if (largest_fit(num_free) > size) return time;
-  }
-  return std::nullopt;
-}
-
-milliseconds restart_delay(int num_short_runs, milliseconds longest) {
-  if (num_short_runs <= 1) return milliseconds(0);
-  return std::min<milliseconds>(longest, seconds(1 << std::min(num_short_runs - 2, 20)));
-}
-
-std::optional<std::string> devices_of_places(const std::vector<int>& places, int num_places,
-                                             const std::optional<std::string>& visible, int num_devices) {
-  const std::vector<std::string> names = device_names(visible, num_devices);
-  if (static_cast<int>(places.size()) == num_places || static_cast<int>(names.size()) < num_places) return {};
-  std::vector<std::string> own;
-  for (int place : places) own.push_back(names[place]);
-  return c10::Join(",", own);
-}
-
-int num_gpus_of_host() {
-  std::error_code none;
-  std::filesystem::directory_iterator gpus("/proc/driver/nvidia/gpus", none);
-  return none ? 0 : static_cast<int>(std::distance(begin(gpus), end(gpus)));
 }
 
 }  // namespace titan::cli

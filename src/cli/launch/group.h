@@ -1,24 +1,38 @@
 #pragma once
 
-// A group of ranks, from the start of the first process to the end of the last one; and the places where groups may
-// run.
+// A group of ranks, from the start of the first process to the end of the last one.
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "cli/launch/process.h"
+#include "cli/launch/launch.h"
+#include "cli/launch/signals.h"
 
 namespace titan::cli {
 
+/// Environment variables of a child, added to this process's.
+using Variables = std::map<std::string, std::string>;
+
+/// Which ranks' lines are shown.
+class ShownRanks {
+ public:
+  /// "0", "0,3", "all" or "none"; throws ConfigError for others.
+  ShownRanks(const std::string& text, int num_ranks);
+  bool contains(int rank) const { return all_ || ranks_.count(rank) != 0; }
+
+ private:
+  bool all_ = false;
+  std::set<int> ranks_;
+};
+
 struct GroupOptions {
-  const std::vector<std::string>& command;
+  const LaunchOptions& job;
   const ShownRanks& shown;
-  std::chrono::milliseconds grace;
-  std::chrono::milliseconds stop_grace;
-  int num_places;       ///< places that share the host's cores
   Variables variables;  ///< for every rank, besides those that identify it
   /// When the group should stop because a larger one could start. Called again after each SIGUSR2, after
   /// `on_rejoin`.
@@ -59,49 +73,5 @@ struct GroupEnd {
 
 /// Starts the ranks and waits for the end of the last one.
 GroupEnd run_group(int num_ranks, GroupOptions options, SignalReader& signals);
-
-/// A job of N ranks has N places on its host, each with its own GPU if there are enough. A lost rank's place stays
-/// empty for a while, in case the place caused the loss.
-class RankPlaces {
- public:
-  using Time = std::chrono::steady_clock::time_point;
-  struct Options {
-    int num_places = 1;
-    int min_ranks = 1;
-    std::optional<std::chrono::milliseconds> rejoin_after = {};  ///< unset: after bring_back()
-    std::function<bool(int)> fits = {};                          ///< unset: any number
-  };
-
-  explicit RankPlaces(Options options);
-
-  /// Leaves the place empty: twice as long as last time if it hasn't been in use that long, so that a broken GPU
-  /// causes fewer and fewer restarts. Does nothing if groups must have the full size.
-  void lose(int place, Time now);
-  void bring_back();
-
-  /// The places for a group that starts now: the lowest ones, as many as are available and fit. Empty: too few.
-  std::vector<int> available(Time now) const;
-  /// When a group could have more than `size` ranks; nullopt: not before bring_back().
-  std::optional<Time> next_growth(int size) const;
-
- private:
-  int largest_fit(int num_free) const;
-
-  Options options_;
-  std::vector<Time> free_at_;                        // by place
-  std::vector<std::chrono::milliseconds> absences_;  // the last absence of each
-};
-
-/// How long to wait before a start after `num_short_runs` starts in a row that failed early: 0 after the first,
-/// then 1, 2, 4 ... s, at most `longest`.
-std::chrono::milliseconds restart_delay(int num_short_runs, std::chrono::milliseconds longest);
-
-/// The GPUs of `places` for CUDA_VISIBLE_DEVICES, taken from `visible` (the variable's value; nullopt: devices
-/// 0 to `num_devices` - 1). nullopt: leave the variable as it is, because all places are used or there are fewer
-/// GPUs than places.
-std::optional<std::string> devices_of_places(const std::vector<int>& places, int num_places,
-                                             const std::optional<std::string>& visible, int num_devices);
-/// The number of GPUs of this host; doesn't use CUDA.
-int num_gpus_of_host();
 
 }  // namespace titan::cli

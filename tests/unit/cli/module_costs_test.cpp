@@ -1,4 +1,3 @@
-#include "job/module_costs.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "cli/sweep/sweep.h"
+#include "cli/sweep.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
