@@ -265,16 +265,6 @@ int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   return launch_local(options);
 }
 
-// cuBLAS reads it when its first handle is made.
-void set_determinism_environment(const train::DebugSettings& debug) {
-  if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
-}
-
-// Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
-void set_profiler_environment(const train::ProfilingSettings& profiling) {
-  if (profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
-}
-
 // The host allocator keeps what tensors free; this keeps what libraries free, like the packed operands of matrix
 // products.
 void keep_freed_memory() {
@@ -344,8 +334,10 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
 
 int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked) {
   keep_freed_memory();
-  set_determinism_environment(config.debug);
-  set_profiler_environment(config.profiling);
+  // cuBLAS reads it when its first handle is made.
+  if (config.debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  // Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
+  if (config.profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
   const train::SignalWatch signals(signaling_launcher(launch));
   const auto code_after = [&](const train::StopCause& stop) {

@@ -370,33 +370,20 @@ struct Check {
     use.dataset == kRecordedTokens ? check_recording(use) : check_source(use);
   }
 
-  void check_training_data(std::optional<int> dp_degree) {
-    const TrainingSettings& training = config.training;
-    const bool is_given = training.global_batch_size > 0;
+  /// `settings`: the table of that name. `global_batch`: sequences; not positive: those of all ranks.
+  void check_data(const std::string& table, const auto& settings, int64_t global_batch,
+                  std::optional<int> dp_degree, std::optional<int64_t> steps) {
+    const bool is_given = global_batch > 0;
     std::optional<int64_t> batch;
-    if (is_given) batch = training.global_batch_size;
-    if (!is_given && dp_degree) batch = training.local_batch_size * *dp_degree;
-    check_dataset({.table = "training",
-                   .dataset = training.dataset,
-                   .path = training.dataset_path.value_or(""),
+    if (is_given) batch = global_batch;
+    if (!is_given && dp_degree) batch = settings.local_batch_size * *dp_degree;
+    check_dataset({.table = table,
+                   .dataset = settings.dataset,
+                   .path = settings.dataset_path.value_or(""),
                    .global_batch = batch,
-                   .batch_key = is_given ? "training.global_batch_size" : "training.local_batch_size",
-                   .seq_len = training.seq_len,
-                   .steps = training.steps});
-  }
-
-  void check_validation_data(std::optional<int> dp_degree) {
-    const ValidationSettings& validation = config.validation;
-    if (!validation.enable) return;
-    std::optional<int64_t> batch;
-    if (dp_degree) batch = validation.local_batch_size * *dp_degree;
-    check_dataset({.table = "validation",
-                   .dataset = validation.dataset,
-                   .path = validation.dataset_path.value_or(""),
-                   .global_batch = batch,
-                   .batch_key = "validation.local_batch_size",
-                   .seq_len = validation.seq_len,
-                   .steps = std::nullopt});
+                   .batch_key = table + (is_given ? ".global_batch_size" : ".local_batch_size"),
+                   .seq_len = settings.seq_len,
+                   .steps = steps});
   }
 
   std::shared_ptr<const data::Tokenizer> check_tokenizer() {
@@ -459,8 +446,10 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
   CheckedFiles checked;
   if (files == JobFiles::Check) {
     checked.tokenizer = check.check_tokenizer();
-    check.check_training_data(dp_degree);
-    check.check_validation_data(dp_degree);
+    const TrainingSettings& training = config.training;
+    check.check_data("training", training, training.global_batch_size, dp_degree, training.steps);
+    if (config.validation.enable)
+      check.check_data("validation", config.validation, /*global_batch=*/-1, dp_degree, std::nullopt);
     check.check_initial_state();
   }
   if (!check.problems.empty()) throw ConfigError(std::move(check.problems));

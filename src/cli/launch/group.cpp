@@ -23,10 +23,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <set>
 #include <utility>
 
 #include "titan/core/error.h"
@@ -239,6 +239,9 @@ class OutputPipe {
   Tail* tail_;
 };
 
+/// Between SIGTERM to the ranks that are left after a failure and their SIGKILL: time to report what they saw.
+constexpr seconds kFailureGrace = dist::kExplainsWithin + seconds(1);
+static_assert(kFailureGrace < dist::kJobEndsWithin);
 /// How long the other ranks get when one fails after a request to end.
 constexpr auto kStopAfterFailure = seconds(30);
 /// How long ranks that give up on a peer take to end, each by its own watchdog: the last one hears of the verdict
@@ -266,17 +269,6 @@ bool is_own_end(int status) {
 }
 
 using Clock = std::chrono::steady_clock;
-
-int parse_rank(std::string_view text, int num_ranks) {
-  int rank = -1;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size() || rank < 0 ||
-      rank >= num_ranks) {
-    throw ConfigError(
-        str("--log-rank: '", text, "' isn't a rank from 0 to ", num_ranks - 1, ", 'all' or 'none'"));
-  }
-  return rank;
-}
 
 /// A group while it runs.
 class RankGroup {
@@ -441,8 +433,7 @@ class RankGroup {
       return;
     }
     const bool hung = gave_up(ranks_[rank].status);
-    kill_at_ = Clock::now() +
-               (hung ? std::max<milliseconds>(options_.job.grace, kWatchdogsEnd) : options_.job.grace);
+    kill_at_ = Clock::now() + (hung ? std::max(kFailureGrace, kWatchdogsEnd) : kFailureGrace);
     // Only the ranks get the reason, not the processes that they have started.
     tell_why(train::kPeerHasFailed);
     signal_all(SIGTERM);
@@ -604,16 +595,6 @@ class RankGroup {
 };
 
 }  // namespace
-
-ShownRanks::ShownRanks(const std::string& text, int num_ranks) : all_(text == "all") {
-  if (all_ || text == "none") return;
-  size_t start = 0;
-  while (start <= text.size()) {
-    const size_t comma = std::min(text.find(',', start), text.size());
-    ranks_.insert(parse_rank(std::string_view(text).substr(start, comma - start), num_ranks));
-    start = comma + 1;
-  }
-}
 
 GroupEnd run_group(int num_ranks, GroupOptions options, SignalReader& signals) {
   return RankGroup(num_ranks, std::move(options), signals).run();

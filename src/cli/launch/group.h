@@ -6,7 +6,6 @@
 #include <functional>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -17,18 +16,6 @@ namespace titan::cli {
 
 /// Environment variables of a child, added to this process's.
 using Variables = std::map<std::string, std::string>;
-
-/// Which ranks' lines are shown.
-class ShownRanks {
- public:
-  /// "0", "0,3", "all" or "none"; throws ConfigError for others.
-  ShownRanks(const std::string& text, int num_ranks);
-  bool contains(int rank) const { return all_ || ranks_.count(rank) != 0; }
-
- private:
-  bool all_ = false;
-  std::set<int> ranks_;
-};
 
 struct GroupOptions {
   const LaunchOptions& job;

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <unistd.h>
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <random>
@@ -45,6 +46,17 @@ std::vector<std::string> device_names(const std::optional<std::string>& visible,
   std::istringstream list(*visible);
   for (std::string name; std::getline(list, name, ',');) names.push_back(name);
   return names;
+}
+
+int parse_rank(std::string_view text, int num_ranks) {
+  int rank = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size() || rank < 0 ||
+      rank >= num_ranks) {
+    throw ConfigError(
+        str("--log-rank: '", text, "' isn't a rank from 0 to ", num_ranks - 1, ", 'all' or 'none'"));
+  }
+  return rank;
 }
 
 class Launcher {
@@ -240,6 +252,16 @@ class Launcher {
 
 }  // namespace
 
+ShownRanks::ShownRanks(const std::string& text, int num_ranks) : all_(text == "all") {
+  if (all_ || text == "none") return;
+  size_t start = 0;
+  while (start <= text.size()) {
+    const size_t comma = std::min(text.find(',', start), text.size());
+    ranks_.insert(parse_rank(std::string_view(text).substr(start, comma - start), num_ranks));
+    start = comma + 1;
+  }
+}
+
 RankPlaces::RankPlaces(Options options)
     : options_(std::move(options)),
       free_at_(options_.num_places, Time::min()),
@@ -290,7 +312,7 @@ std::optional<RankPlaces::Time> RankPlaces::next_growth(int size) const {
 
 milliseconds restart_delay(int num_short_runs, milliseconds longest) {
   if (num_short_runs <= 1) return milliseconds(0);
-  return std::min<milliseconds>(longest, seconds(1 << std::min(num_short_runs - 2, 20)));
+  return std::min<milliseconds>(longest, std::chrono::seconds(1 << std::min(num_short_runs - 2, 20)));
 }
 
 std::optional<std::string> devices_of_places(const std::vector<int>& places, int num_places,

@@ -12,14 +12,9 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "titan/guard/watchdog.h"
 #include "titan/train/run_end.h"
 
 namespace titan::cli {
-
-/// Between SIGTERM to the ranks that are left after a failure and their SIGKILL: time to report what they saw.
-inline constexpr std::chrono::seconds kFailureGrace = dist::kExplainsWithin + std::chrono::seconds(1);
-static_assert(kFailureGrace < dist::kJobEndsWithin);
 
 /// Exit code of a rank that refuses its settings, as of titan::cli::main() and of many programs.
 inline constexpr int kRefusedSettingsCode = 2;
@@ -44,8 +39,7 @@ struct LaunchOptions {
   int num_ranks = 1;
   std::vector<std::string> command;  ///< program (looked up in PATH) and its arguments
   std::string log_rank = "0";        ///< the ranks whose output is shown: "0", "0,3", "all", "none"
-  std::chrono::milliseconds grace = kFailureGrace;
-  /// The same after a request to stop, when ranks may save; at most 30 s once a rank has ended with an error.
+  /// Between a request to stop and SIGKILL, when ranks may save; at most 30 s once a rank has ended with an error.
   std::chrono::milliseconds stop_grace{30000};
   RestartOptions restarts = {};
   /// Where ranks keep states in memory for the next start (checkpoint.peer_folder). When the job ends, a state
@@ -59,6 +53,18 @@ struct LaunchOptions {
 /// `titan launch -n N [--log-rank RANKS] [--max-restarts K ...] [--] program [arguments ...]`: everything after
 /// the program's name belongs to the program. Throws as parse_train_arguments().
 LaunchOptions parse_launch_arguments(const Arguments& words);
+
+/// Which ranks' lines are shown.
+class ShownRanks {
+ public:
+  /// "0", "0,3", "all" or "none"; throws ConfigError for others.
+  ShownRanks(const std::string& text, int num_ranks);
+  bool contains(int rank) const { return all_ || ranks_.count(rank) != 0; }
+
+ private:
+  bool all_ = false;
+  std::set<int> ranks_;
+};
 
 /// A job of N ranks has N places on its host, each with its own GPU if there are enough. A lost rank's place stays
 /// empty for a while, in case the place caused the loss.
