@@ -1,10 +1,12 @@
-#include "cli/arguments.h"
+// The command lines of titan's commands, parsed by CLI11, and those of `titan train` and `titan launch`, which share
+// options.
 
 #include <cmath>
 #include <functional>
 #include <memory>
 
 #include "cli/parser.h"
+#include "cli/train.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 
@@ -35,10 +37,6 @@ Parser::Parser(std::string name, const std::string& usage, std::string notes) : 
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 }
 
-void Parser::path(const std::string& name, std::filesystem::path& value, const std::string& text) {
-  app.add_option(name, value, text)->required()->type_name("PATH");
-}
-
 void Parser::parse(const Arguments& words) {
   try {
     app.parse(Arguments(words.rbegin(), words.rend()));  // CLI11 takes them from the back
@@ -66,8 +64,6 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr double kLongestSeconds = 1e6;
-constexpr int kMostRanks = 65536;
-constexpr int kMostMicroBatches = 1 << 20;
 
 milliseconds read_seconds(const std::string& option, const std::string& text, const char* allowed) {
   double seconds = 0;
@@ -96,9 +92,9 @@ void add_read(Parser& parser, const std::string& name, const char* type, const s
 }
 
 /// Adds --max-restarts, --min-ranks, --rejoin-after, --longest-delay and --grace. `default_grace` describes the
-/// default of --grace.
-void add_restart_options(Parser& parser, RestartOptions& restarts, const char* default_grace,
-                         const std::function<void(milliseconds)>& set_grace) {
+/// default of --grace, whose value becomes `grace`.
+template <class Grace>
+void add_restart_options(Parser& parser, RestartOptions& restarts, const char* default_grace, Grace& grace) {
   parser.number("--max-restarts", restarts.max_restarts, CLI::Range(0, 1'000'000),
                 "restart the ranks when one is lost, at most K times (default 0)", "K");
   parser.number("--min-ranks", restarts.min_ranks, CLI::Range(1, kMostRanks),
@@ -120,12 +116,11 @@ void add_restart_options(Parser& parser, RestartOptions& restarts, const char* d
            [&restarts](const std::string& text) {
              restarts.longest_delay = read_seconds("--longest-delay", text, "a number of seconds");
            });
-  add_read(parser, "--grace", "S",
-           str("seconds that ranks get for a last checkpoint when they are asked to end (default: ",
-               default_grace, ")"),
-           [set_grace](const std::string& text) {
-             set_grace(read_seconds("--grace", text, "a number of seconds"));
-           });
+  add_read(
+      parser, "--grace", "S",
+      str("seconds that ranks get for a last checkpoint when they are asked to end (default: ", default_grace,
+          ")"),
+      [&grace](const std::string& text) { grace = read_seconds("--grace", text, "a number of seconds"); });
 }
 
 void check_restarts(const Parser& parser, const RestartOptions& restarts) {
@@ -137,10 +132,8 @@ CLI::Option* add_ranks(Parser& parser, int& num_ranks) {
 }
 
 void add_log_rank(Parser& parser, std::string& log_rank) {
-  parser.app
-      .add_option("--log-rank", log_rank,
-                  "ranks whose output is shown: 0 (default), a list such as 0,3, all, none")
-      ->type_name("RANKS");
+  parser.value("--log-rank", log_rank, "RANKS",
+               "ranks whose output is shown: 0 (default), a list such as 0,3, all, none");
 }
 
 bool is_setting(const std::string& word) {
@@ -197,40 +190,6 @@ go to all ranks and end the job; SIGUSR2 brings lost ranks back; SIGQUIT goes to
 the job continues. See docs/elastic.md.
 )";
 
-constexpr const char* kCompareNotes =
-    R"(RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps and
-validations side by side, and the first step at which a loss differs from the first run's.
-)";
-
-constexpr const char* kScheduleNotes =
-    R"(Prints what each pipeline rank does over time, the duration of the step, the bubble (the share of time that
-ranks wait), the live activations of each rank (one per stage and micro-batch; from F to the end of B or W,
-from F to the end of B or I, from I to W) and the critical path.
-
-2F5 is stage 2's forward of micro-batch 5; B the backward, or I (input gradients) and W (weight
-gradients). Costs are in any unit; B costs I + W. A list of costs has one value per stage. Schedules:
-GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
-CSV files are TorchTitan's: a row per rank, a cell per action.
-)";
-
-void add_costs(Parser& parser, pipeline::Costs& costs) {
-  const auto per_stage = [&parser](const char* name, std::vector<double>& values, const char* text) {
-    parser.app.add_option(name, values, text)
-        ->type_name("T[,T...]")
-        ->delimiter(',')
-        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-        ->allow_extra_args(false);
-  };
-  per_stage("--forward", costs.forward, "time of an F (default 1)");
-  per_stage("--input", costs.input, "time of an I (default 1)");
-  per_stage("--weight", costs.weight, "time of a W (default 1)");
-  parser.app
-      .add_option("--communication", costs.communication, "time of a message between ranks (default 0)")
-      ->type_name("T");
-  parser.app.add_option("--loss", costs.loss, "time of the loss, added to the last stage's F (default 0)")
-      ->type_name("T");
-}
-
 }  // namespace
 
 TrainArguments parse_train_arguments(const Arguments& words) {
@@ -238,8 +197,7 @@ TrainArguments parse_train_arguments(const Arguments& words) {
   Parser parser("titan train", "[CONFIG] [options] [--section.key value ...]", kTrainNotes);
   add_ranks(parser, arguments.num_ranks);
   add_log_rank(parser, arguments.log_rank);
-  add_restart_options(parser, arguments.restarts, "the limits for a step and a save",
-                      [&](milliseconds grace) { arguments.stop_grace = grace; });
+  add_restart_options(parser, arguments.restarts, "the limits for a step and a save", arguments.stop_grace);
   parser.flag("--print-config", arguments.print_config, "print the resolved config as TOML, and stop");
   parser.flag("--print-plan", arguments.print_plan,
               "print what tensor parallelism does to each module and how many bytes it moves per step, and "
@@ -260,8 +218,7 @@ LaunchOptions parse_launch_arguments(const Arguments& words) {
   Parser parser("titan launch", "-n N [options] [--] program [arguments ...]", kLaunchNotes);
   add_ranks(parser, options.num_ranks)->required();
   add_log_rank(parser, options.log_rank);
-  add_restart_options(parser, options.restarts, "30",
-                      [&](milliseconds grace) { options.stop_grace = grace; });
+  add_restart_options(parser, options.restarts, "30", options.stop_grace);
   parser.number(
       "--multiple-of", unit, CLI::Range(1, kMostRanks),
       "smaller groups have a multiple of N ranks: the product of a mesh's fixed degrees (default 1)");
@@ -282,64 +239,6 @@ LaunchOptions parse_launch_arguments(const Arguments& words) {
   if (options.command.empty()) parser.refuse("the program to start is missing");
   options.restarts.fits = [unit](int size) { return size % unit == 0; };
   return options;
-}
-
-Arguments parse_compare_arguments(const Arguments& words) {
-  Parser parser("titan compare", "RUN RUN ...", kCompareNotes);
-  parser.app.allow_extras();
-  parser.parse(words);
-  const Arguments runs = parser.app.remaining();
-  for (const std::string& word : runs)
-    if (word.starts_with("-")) parser.refuse_option(word);
-  if (runs.size() < 2) parser.refuse("needs at least two runs");
-  return runs;
-}
-
-std::string parse_docs_arguments(const Arguments& words) {
-  std::string page;
-  Parser parser("titan docs", "config|torchtitan-keys",
-                "Prints a generated page of docs/, for scripts/update_docs.sh.\n");
-  parser.app.add_option("PAGE", page, "which page")
-      ->required()
-      ->check(CLI::IsMember({"config", "torchtitan-keys"}));
-  parser.parse(words);
-  return page;
-}
-
-ScheduleArguments parse_schedule_arguments(const Arguments& words) {
-  ScheduleArguments arguments;
-  Parser parser("titan schedule", "[--schedule NAME] [--pp N] [--microbatches N] [options]", kScheduleNotes);
-  const CLI::Range ranks(1, kMostRanks), micro_batches(1, kMostMicroBatches);
-  parser.app
-      .add_option("--schedule", arguments.schedule,
-                  "the schedule's name, in upper or lower case (default 1F1B)")
-      ->type_name("NAME");
-  parser.number("--pp", arguments.num_ranks, ranks, "pipeline ranks (default 4)");
-  parser.number("--microbatches", arguments.num_micro_batches, micro_batches,
-                "micro-batches of a step (default 8)");
-  parser.number("--stages", arguments.num_stages, ranks,
-                "total number of stages (default: one per rank, or two if the schedule needs several)");
-  parser.number("--times", arguments.times, micro_batches,
-                "repeat the schedule N times, as in gradient accumulation");
-  parser.flag("--forward-only", arguments.forward_only,
-              "only the forwards, as in validation, on the schedule's stages");
-  parser.flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
-  parser.flag("--list", arguments.list,
-              "print a table of all schedules for --pp and --microbatches, and stop");
-  add_costs(parser, arguments.costs);
-  parser.file("--from-csv", arguments.from_csv, "read the schedule and its counts from a file");
-  parser.file("--csv", arguments.csv, "write the schedule to a file");
-  parser.file("--svg", arguments.svg, "draw the timeline to this file (default schedule.svg)");
-  parser.app.add_flag("--no-svg", arguments.no_svg, "draw no timeline")->excludes("--svg");
-  parser.number("--max-live", arguments.max_live, micro_batches,
-                "refuse a schedule in which a rank holds more live activations, counted per stage");
-  const auto exclude = [&](const char* option, std::initializer_list<const char*> others) {
-    for (const char* other : others) parser.app.get_option(option)->excludes(parser.app.get_option(other));
-  };
-  exclude("--max-live", {"--forward-only", "--list"});
-  exclude("--from-csv", {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"});
-  parser.parse(words);
-  return arguments;
 }
 
 }  // namespace titan::cli

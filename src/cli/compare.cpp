@@ -1,74 +1,24 @@
 // titan compare: the settings that differ between runs, their losses and speeds side by side, and the first step
 // at which the losses differ.
 
-#include "cli/compare.h"
-
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
-#include "cli/arguments.h"
+#include "cli/parser.h"
+#include "cli/run_folder.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {
 
-RunFolder read_compared_run(const std::filesystem::path& folder) {
-  for (const char* name : {"config.toml", "metrics.jsonl"})
-    if (!std::filesystem::exists(folder / name))
-      throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
-  return read_run_folder(folder, {.bad_lines = BadLines::Refuse});
-}
-
-std::set<std::string> keys_of(const std::vector<RunFolder>& runs) {
-  std::set<std::string> keys;
-  for (const RunFolder& run : runs)
-    for (const auto& [key, value] : run.settings) keys.insert(key);
-  keys.erase("job.dump_folder");
-  return keys;
-}
-
-bool same_setting(const std::vector<RunFolder>& runs, const std::string& key) {
-  return std::all_of(runs.begin(), runs.end(),
-                     [&](const RunFolder& run) { return run.setting(key) == runs.front().setting(key); });
-}
-
-std::vector<int64_t> common_steps(const std::vector<RunFolder>& runs, Series series) {
-  std::set<int64_t> steps;
-  const MetricRows& first = runs.front().*series;
-  for (size_t row = 0; row < first.size(); ++row)
-    if (std::all_of(runs.begin(), runs.end(),
-                    [&](const RunFolder& run) { return (run.*series).row_of(first.step(row)).has_value(); }))
-      steps.insert(first.step(row));
-  return {steps.begin(), steps.end()};
-}
-
-namespace {
-
-double value_at(const MetricRows& rows, int64_t step, const char* key) {
-  return rows.value(rows.row_of(step).value(), key).value_or(std::nan(""));
-}
-
-}  // namespace
-
-LossDifference compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps) {
-  LossDifference found;
-  for (int64_t step : steps) {
-    const double first = value_at(a, step, "loss"), second = value_at(b, step, "loss");
-    if (first == second || (std::isnan(first) && std::isnan(second))) continue;
-    if (!found.first_step) found.first_step = step;
-    const double difference = std::abs(first - second);
-    if (difference >= found.largest_difference) {
-      found.largest_difference = difference;
-      found.largest_step = step;
-    }
-  }
-  return found;
-}
-
 namespace {
 
 constexpr size_t kMostChars = 24;
+
+constexpr const char* kCompareNotes =
+    R"(RUN is a run's job.dump_folder. Prints the settings that differ, loss and tokens/s of the logged steps and
+validations side by side, and the first step at which a loss differs from the first run's.
+)";
 
 /// A column for each run, under its folder.
 class RunTable {
@@ -98,7 +48,9 @@ void print_settings(const std::vector<RunFolder>& runs) {
   RunTable table(runs, "");
   bool any = false;
   for (const std::string& key : keys_of(runs)) {
-    if (same_setting(runs, key)) continue;
+    if (std::ranges::all_of(
+            runs, [&](const RunFolder& run) { return run.setting(key) == runs.front().setting(key); }))
+      continue;
     table.add(key, [&](const RunFolder& run) {
       const std::string value = run.setting(key);
       return value.empty() ? "unset" : value;
@@ -122,8 +74,8 @@ void print_losses(const std::vector<RunFolder>& runs, Series series, const char*
   RunTable table(runs, "step");
   for (int64_t step : shown_steps(common_steps(runs, series)))
     table.add(std::to_string(step), [&](const RunFolder& run) {
-      return number("%.6f", value_at(run.*series, step, "loss")) +
-             number(" (%.0f)", value_at(run.*series, step, "tps"));
+      return number("%.6f", (run.*series).value_at_step(step, "loss")) +
+             number(" (%.0f)", (run.*series).value_at_step(step, "tps"));
     });
   table.print_under(title);
 }
@@ -142,24 +94,30 @@ void print_speed(const std::vector<RunFolder>& runs) {
 
 void print_differences(const std::vector<RunFolder>& runs, Series series, const char* losses) {
   const std::vector<int64_t> steps = common_steps(runs, series);
-  std::printf("\n");
+  print("\n");
   for (size_t i = 1; i < runs.size(); ++i) {
     const LossDifference found = compare_losses(runs.front().*series, runs[i].*series, steps);
-    const std::string name = runs[i].folder.string();
+    print(runs[i].folder.string() + ": ");
     if (found.first_step)
-      std::printf("%s: the %s first differ at step %lld; largest difference %.3g at step %lld\n",
-                  name.c_str(), losses, static_cast<long long>(*found.first_step), found.largest_difference,
-                  static_cast<long long>(found.largest_step));
+      print(str("the ", losses, " first differ at step ", *found.first_step, "; largest difference ",
+                number("%.3g", found.largest_difference), " at step ", found.largest_step, "\n"));
     else
-      std::printf("%s: all %zu %s are equal, bit for bit\n", name.c_str(), steps.size(), losses);
+      print(str("all ", steps.size(), " ", losses, " are equal, bit for bit\n"));
   }
 }
 
 }  // namespace
 
 int compare_command(const Arguments& words) {
+  Parser parser("titan compare", "RUN RUN ...", kCompareNotes);
+  parser.app.allow_extras();
+  parser.parse(words);
+  const Arguments folders = parser.app.remaining();
+  for (const std::string& word : folders)
+    if (word.starts_with("-")) parser.refuse_option(word);
+  if (folders.size() < 2) parser.refuse("needs at least two runs");
   std::vector<RunFolder> runs;
-  for (const std::string& folder : parse_compare_arguments(words)) runs.push_back(read_compared_run(folder));
+  for (const std::string& folder : folders) runs.push_back(read_compared_run(folder));
   if (common_steps(runs, &RunFolder::steps).empty())
     throw ConfigError("these runs have no logged step in common");
   const bool validated = !common_steps(runs, &RunFolder::validations).empty();

@@ -11,6 +11,9 @@
 
 namespace titan::cli {
 
+/// The largest number of ranks that a command takes.
+inline constexpr int kMostRanks = 65536;
+
 /// Parses the command line of one command. Values that are bound to options must outlive it.
 class Parser {
  public:
@@ -18,18 +21,26 @@ class Parser {
   Parser(std::string name, const std::string& usage, std::string notes);
 
   /// A required argument without a name, such as a folder.
-  void path(const std::string& name, std::filesystem::path& value, const std::string& text);
+  void path(const std::string& name, std::filesystem::path& value, const std::string& text) {
+    this->value(name, value, "PATH", text)->required();
+  }
   void flag(const std::string& name, bool& value, const std::string& text) {
     app.add_flag(name, value, text);
   }
-  void file(const std::string& name, std::filesystem::path& value, const std::string& text) {
-    app.add_option(name, value, text)->type_name("FILE");
+  /// An option with a value, which the help calls `type`.
+  template <class Value>
+  CLI::Option* value(const std::string& name, Value& value, const std::string& type,
+                     const std::string& text) {
+    return app.add_option(name, value, text)->type_name(type);
   }
-  /// A number from `least` to `most`; the help calls it `type`.
+  void file(const std::string& name, std::filesystem::path& value, const std::string& text) {
+    this->value(name, value, "FILE", text);
+  }
+  /// A number from `least` to `most`.
   template <class Number>
   CLI::Option* number(const std::string& name, Number& value, const CLI::Range& range,
                       const std::string& text, const std::string& type = "N") {
-    return app.add_option(name, value, text)->type_name(type)->check(CLI::Range(range).description(""));
+    return this->value(name, value, type, text)->check(CLI::Range(range).description(""));
   }
 
   /// Throws HelpText if the words ask for help, and ConfigError if they are wrong.

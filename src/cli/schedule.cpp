@@ -9,8 +9,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cli/arguments.h"
-#include "cli/commands.h"
+#include "cli/parser.h"
 #include "cli/text.h"
 #include "core/file.h"
 #include "titan/core/error.h"
@@ -23,9 +22,86 @@ namespace {
 
 using namespace pipeline;
 
+constexpr int kMostMicroBatches = 1 << 20;
 constexpr size_t kMostPathEntries = 24;
 constexpr size_t kMostDrawn = 50'000;       // actions in a drawing that nobody asked for
 constexpr int64_t kMostForwards = 1 << 22;  // a larger table is unreadable and may not fit in memory
+
+/// `titan schedule --pp N --microbatches N [--schedule NAME] ...` or `titan schedule --from-csv FILE ...`
+struct ScheduleArguments {
+  std::string schedule = "1F1B";
+  int num_ranks = 4;
+  int num_stages = 0;  ///< 0: the fewest that the schedule allows
+  int num_micro_batches = 8;
+  int times = 1;
+  bool list = false;
+  bool forward_only = false;
+  bool complete = false;
+  Costs costs;
+  int max_live = 0;  ///< 0: no limit
+  bool no_svg = false;
+  std::filesystem::path from_csv, csv;  ///< empty: none
+  std::filesystem::path svg;            ///< empty: schedule.svg in the current folder, if possible
+};
+
+constexpr const char* kScheduleNotes =
+    R"(Prints what each pipeline rank does over time, the duration of the step, the bubble (the share of time that
+ranks wait), the live activations of each rank (one per stage and micro-batch; from F to the end of B or W,
+from F to the end of B or I, from I to W) and the critical path.
+
+2F5 is stage 2's forward of micro-batch 5; B the backward, or I (input gradients) and W (weight
+gradients). Costs are in any unit; B costs I + W. A list of costs has one value per stage. Schedules:
+GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
+CSV files are TorchTitan's: a row per rank, a cell per action.
+)";
+
+void add_costs(Parser& parser, Costs& costs) {
+  const auto per_stage = [&parser](const char* name, std::vector<double>& values, const char* text) {
+    parser.value(name, values, "T[,T...]", text)
+        ->delimiter(',')
+        ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+        ->allow_extra_args(false);
+  };
+  per_stage("--forward", costs.forward, "time of an F (default 1)");
+  per_stage("--input", costs.input, "time of an I (default 1)");
+  per_stage("--weight", costs.weight, "time of a W (default 1)");
+  parser.value("--communication", costs.communication, "T", "time of a message between ranks (default 0)");
+  parser.value("--loss", costs.loss, "T", "time of the loss, added to the last stage's F (default 0)");
+}
+
+ScheduleArguments parse_schedule_arguments(const Arguments& words) {
+  ScheduleArguments arguments;
+  Parser parser("titan schedule", "[--schedule NAME] [--pp N] [--microbatches N] [options]", kScheduleNotes);
+  const CLI::Range ranks(1, kMostRanks), micro_batches(1, kMostMicroBatches);
+  parser.value("--schedule", arguments.schedule, "NAME",
+               "the schedule's name, in upper or lower case (default 1F1B)");
+  parser.number("--pp", arguments.num_ranks, ranks, "pipeline ranks (default 4)");
+  parser.number("--microbatches", arguments.num_micro_batches, micro_batches,
+                "micro-batches of a step (default 8)");
+  parser.number("--stages", arguments.num_stages, ranks,
+                "total number of stages (default: one per rank, or two if the schedule needs several)");
+  parser.number("--times", arguments.times, micro_batches,
+                "repeat the schedule N times, as in gradient accumulation");
+  parser.flag("--forward-only", arguments.forward_only,
+              "only the forwards, as in validation, on the schedule's stages");
+  parser.flag("--complete", arguments.complete, "add sends, receives and parameter actions, as a run does");
+  parser.flag("--list", arguments.list,
+              "print a table of all schedules for --pp and --microbatches, and stop");
+  add_costs(parser, arguments.costs);
+  parser.file("--from-csv", arguments.from_csv, "read the schedule and its counts from a file");
+  parser.file("--csv", arguments.csv, "write the schedule to a file");
+  parser.file("--svg", arguments.svg, "draw the timeline to this file (default schedule.svg)");
+  parser.app.add_flag("--no-svg", arguments.no_svg, "draw no timeline")->excludes("--svg");
+  parser.number("--max-live", arguments.max_live, micro_batches,
+                "refuse a schedule in which a rank holds more live activations, counted per stage");
+  const auto exclude = [&](const char* option, std::initializer_list<const char*> others) {
+    for (const char* other : others) parser.app.get_option(option)->excludes(parser.app.get_option(other));
+  };
+  exclude("--max-live", {"--forward-only", "--list"});
+  exclude("--from-csv", {"--schedule", "--pp", "--microbatches", "--stages", "--forward-only", "--list"});
+  parser.parse(words);
+  return arguments;
+}
 
 std::string percent(double fraction) { return number("%.1f %%", 100 * std::max(0.0, fraction)); }
 
@@ -78,32 +154,15 @@ std::string path_text(const Simulation& simulation) {
   return text;
 }
 
-int most(const Simulation& simulation, int RankFigures::*figure) {
-  int value = 0;
-  for (const RankFigures& rank : simulation.ranks) value = std::max(value, rank.*figure);
-  return value;
-}
-
 const char* stages_text(StagesPerRank stages) {
-  switch (stages) {
-    case StagesPerRank::One:
-      return "1";
-    case StagesPerRank::Several:
-      return "2 or more, in a loop";
-    default:
-      return "2, in a V";
-  }
+  if (stages == StagesPerRank::One) return "1";
+  return stages == StagesPerRank::Several ? "2 or more, in a loop" : "2, in a V";
 }
 
 const char* rule_text(MicroBatchRule rule) {
-  switch (rule) {
-    case MicroBatchRule::Any:
-      return "any number";
-    case MicroBatchRule::AtLeastStages:
-      return "at least the stages";
-    default:
-      return "a multiple of max(1, micro-batches / ranks)";
-  }
+  if (rule == MicroBatchRule::Any) return "any number";
+  return rule == MicroBatchRule::AtLeastStages ? "at least the stages"
+                                               : "a multiple of max(1, micro-batches / ranks)";
 }
 
 std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_batches, const Costs& costs) {
@@ -114,7 +173,8 @@ std::string list_row(const ScheduleTraits& traits, int num_ranks, int num_micro_
         simulate(make_schedule(traits.name, num_ranks, num_stages, num_micro_batches), costs);
     bubble = percent(simulation.bubble_fraction);
     // Counts micro-batches of all stages of a rank, so that schedules with one and with several stages compare.
-    live = number("%.3g", most(simulation, &RankFigures::peak_live) / (1.0 * num_stages / num_ranks));
+    live = number("%.3g", std::ranges::max(simulation.ranks, {}, &RankFigures::peak_live).peak_live /
+                              (1.0 * num_stages / num_ranks));
   }
   return str("| ", traits.name, " | ", stages_text(traits.stages_per_rank), " | ",
              rule_text(traits.micro_batch_rule), " | ", traits.splits_backward ? "yes" : "no", " | ",
@@ -177,11 +237,6 @@ void draw(const ScheduleArguments& arguments, const Schedule& schedule, const Si
   }
 }
 
-void write_files(const ScheduleArguments& arguments, const Schedule& schedule, const Simulation& simulation) {
-  if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));
-  if (!arguments.no_svg) draw(arguments, schedule, simulation);
-}
-
 }  // namespace
 
 int schedule_command(const Arguments& words) {
@@ -198,7 +253,8 @@ int schedule_command(const Arguments& words) {
                               .max_live_activations = arguments.max_live});
   if (arguments.complete) schedule = with_parameter_actions(with_communication(schedule));
   const Simulation simulation = simulate(schedule, arguments.costs);
-  write_files(arguments, schedule, simulation);
+  if (!arguments.csv.empty()) write_file_atomic(arguments.csv, to_csv(schedule));
+  if (!arguments.no_svg) draw(arguments, schedule, simulation);
   return print(str(title_of(schedule), "\n\n", to_table(simulation, table_style()), "\n",
                    figures(schedule, simulation)));
 }

@@ -2,11 +2,12 @@
 
 #include <sys/stat.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <ctime>
+
+#include <c10/util/StringUtil.h>
 
 #include "titan/core/error.h"
 
@@ -36,13 +37,11 @@ std::string number(const char* format, double value) {
   return text.data();
 }
 
-std::string plural(int64_t count, const char* noun) { return str(count, " ", noun, count == 1 ? "" : "s"); }
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (size_t i = 0; i < shape.size(); ++i) text += str(i == 0 ? "" : ", ", shape[i]);
-  return "[" + text + "]";
+std::string number_or_none(const char* format, const std::optional<double>& value, const char* none) {
+  return value ? number(format, *value) : none;
 }
+
+std::string shape_text(const std::vector<int64_t>& shape) { return "[" + c10::Join(", ", shape) + "]"; }
 
 std::string written_text(const std::filesystem::path& file, bool utc) {
   struct stat status = {};
@@ -73,26 +72,6 @@ std::string local_time(int64_t time_us) { return time_text(time_us / 1'000'000, 
 std::string printable(std::string text) {
   for (char& c : text)
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  return text;
-}
-
-std::string to_string(const TextTable& table) {
-  std::vector<size_t> widths;
-  for (const auto& row : table.rows) {
-    widths.resize(std::max(widths.size(), row.size()), 0);
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text;
-  for (const auto& row : table.rows) {
-    std::string line;
-    for (size_t i = 0; i < row.size(); ++i) {
-      const std::string padding(widths[i] - row[i].size(), ' ');
-      const bool right = i < table.right.size() && table.right[i];
-      line += str(i == 0 ? "" : "  ", right ? padding : "", row[i], right ? "" : padding);
-    }
-    line.erase(line.find_last_not_of(' ') + 1);
-    text += line + "\n";
-  }
   return text;
 }
 

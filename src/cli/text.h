@@ -1,13 +1,16 @@
 #pragma once
 
-// Numbers and tables for people.
+// Numbers and times for people.
 
+#include <concepts>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/units.h"
+#include "titan/core/error.h"
 
 namespace titan::cli {
 
@@ -16,8 +19,12 @@ int print(const std::string& text);
 
 /// printf of one number.
 std::string number(const char* format, double value);
+/// The same; `none` without a value.
+std::string number_or_none(const char* format, const std::optional<double>& value, const char* none = "");
 /// "1 file", "2 files"
-std::string plural(int64_t count, const char* noun);
+std::string plural(std::integral auto count, const char* noun) {
+  return str(count, " ", noun, count == 1 ? "" : "s");
+}
 /// "[2, 3]"
 std::string shape_text(const std::vector<int64_t>& shape);
 
@@ -32,12 +39,5 @@ std::string duration(double seconds);
 std::string local_time(int64_t time_us);
 /// For a terminal: replaces control characters by '?'.
 std::string printable(std::string text);
-
-/// Rows of equal length, the first one with the column heads. Columns are as wide as necessary.
-struct TextTable {
-  std::vector<std::vector<std::string>> rows;
-  std::vector<bool> right;  ///< right-aligned columns; missing: left
-};
-std::string to_string(const TextTable& table);
 
 }  // namespace titan::cli

@@ -18,7 +18,7 @@
 
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
-#include "cli/run/run_history.h"
+#include "cli/run_folder.h"
 #include "cli/text.h"
 #include "titan/core/error.h"
 
@@ -121,19 +121,16 @@ std::string checkpoint_line(const RunFolder& run) {
              ", ", printable(last.state()), "\n");
 }
 
-double value_or(const LoggedEvent* event, double missing) {
-  return event && event->value ? *event->value : missing;
+std::string milliseconds_text(const std::optional<double>& seconds) {
+  return seconds ? number("%.1f", *seconds * 1e3) : "-";
 }
 
-std::string milliseconds(const LoggedEvent* seconds) {
-  return seconds && seconds->value ? number("%.1f", *seconds->value * 1e3) : "-";
-}
-
+// -1: there is only one rank, or no rank has said how long it takes.
 int slowest_rank(const std::vector<ProcessLog>& ranks) {
   int slowest = -1;
   double most = 0;
   for (const ProcessLog& rank : ranks)
-    if (const double own = value_or(rank.last("own_s"), 0); own > most) {
+    if (const double own = rank.value("own_s").value_or(0); own > most) {
       most = own;
       slowest = rank.rank;
     }
@@ -149,9 +146,8 @@ std::set<int> shown_ranks(const std::vector<ProcessLog>& ranks, int slowest, siz
 }
 
 std::string memory_text(const ProcessLog& rank) {
-  const LoggedEvent *gib = rank.last("memory_gib"), *percent = rank.last("memory_percent");
-  if (!gib || !gib->value) return "-";
-  return number("%.2f", *gib->value) + number(" (%.1f %%)", value_or(percent, 0));
+  const auto gib = rank.value("memory_gib");
+  return gib ? number("%.2f", *gib) + number(" (%.1f %%)", rank.value("memory_percent").value_or(0)) : "-";
 }
 
 std::string ranks_table(const Figures& figures, int64_t now, const ViewOptions& options) {
@@ -167,8 +163,8 @@ std::string ranks_table(const Figures& figures, int64_t now, const ViewOptions& 
     const std::string phase = phase_of(rank);
     table.rows.push_back({std::to_string(rank.rank), printable(rank.host),
                           std::to_string(rank.events.empty() ? 0 : rank.events.back().step),
-                          phase.empty() ? "-" : phase, milliseconds(rank.last("own_s")),
-                          milliseconds(rank.last("wait_s")), memory_text(rank),
+                          phase.empty() ? "-" : phase, milliseconds_text(rank.value("own_s")),
+                          milliseconds_text(rank.value("wait_s")), memory_text(rank),
                           duration(std::max(0.0, silent_s)) + " ago", rank.rank == slowest ? "slowest" : ""});
   }
   std::string text = to_string(table);
@@ -215,26 +211,6 @@ phase, its own time per step, its waits for peers and its memory, until the run 
 run's files, so it works on any machine that sees them. Without a terminal, or with --once, it prints once.
 )";
 
-struct TopArguments {
-  std::filesystem::path run;
-  bool once = false;
-  double interval_s = 1;
-  int most_ranks = 0;
-};
-
-TopArguments parse_top_arguments(const Arguments& words) {
-  TopArguments arguments;
-  Parser parser("titan top", "RUN [--once] [--interval S] [--ranks N]", kTopNotes);
-  parser.path("RUN", arguments.run, "a run's folder");
-  parser.flag("--once", arguments.once, "print once, and stop");
-  parser.number("--interval", arguments.interval_s, CLI::Range(0.1, 3600.0),
-                "seconds between updates (default 1)", "S");
-  parser.number("--ranks", arguments.most_ranks, CLI::Range(1, 65536),
-                "show at most N ranks (default: as many as fit, or 16)");
-  parser.parse(words);
-  return arguments;
-}
-
 constexpr size_t kLinesAboveRanks = 10;
 
 // Zeros if unknown.
@@ -243,12 +219,13 @@ winsize terminal_size() {
   return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size : winsize{};
 }
 
-ViewOptions options_for(const TopArguments& arguments, bool on_terminal) {
+// `most_ranks`: 0 for as many as fit.
+ViewOptions options_for(int most_ranks, bool on_terminal) {
   ViewOptions options{.color = on_terminal && !std::getenv("NO_COLOR")};
   const winsize size = on_terminal ? terminal_size() : winsize{};
   if (size.ws_row > 0)
     options.most_ranks = size.ws_row > kLinesAboveRanks ? size.ws_row - kLinesAboveRanks : 1;
-  if (arguments.most_ranks > 0) options.most_ranks = static_cast<size_t>(arguments.most_ranks);
+  if (most_ranks > 0) options.most_ranks = static_cast<size_t>(most_ranks);
   return options;
 }
 
@@ -285,8 +262,19 @@ void repaint(const std::string& text) {
 }  // namespace
 
 int top_command(const Arguments& words) {
-  const TopArguments arguments = parse_top_arguments(words);
-  const bool on_terminal = ::isatty(STDOUT_FILENO) && !arguments.once;
+  fs::path run;
+  bool once = false;
+  double interval_s = 1;
+  int most_ranks = 0;
+  Parser parser("titan top", "RUN [--once] [--interval S] [--ranks N]", kTopNotes);
+  parser.path("RUN", run, "a run's folder");
+  parser.flag("--once", once, "print once, and stop");
+  parser.number("--interval", interval_s, CLI::Range(0.1, 3600.0), "seconds between updates (default 1)",
+                "S");
+  parser.number("--ranks", most_ranks, CLI::Range(1, kMostRanks),
+                "show at most N ranks (default: as many as fit, or 16)");
+  parser.parse(words);
+  const bool on_terminal = ::isatty(STDOUT_FILENO) && !once;
   if (on_terminal) {
     // Otherwise each line is a write. (With a null buffer glibc ignores the size and uses a kilobyte.)
     static char screen[kScreenBytes];
@@ -295,10 +283,10 @@ int top_command(const Arguments& words) {
   }
   RankTails tails(kEventsTail, kMostRanksRead);
   while (true) {
-    const View view = look_at(arguments.run, tails, options_for(arguments, on_terminal));
+    const View view = look_at(run, tails, options_for(most_ranks, on_terminal));
     on_terminal ? repaint(view.text) : static_cast<void>(std::fputs(view.text.c_str(), stdout));
     if (!on_terminal || view.ended) return 0;
-    std::this_thread::sleep_for(std::chrono::duration<double>(arguments.interval_s));
+    std::this_thread::sleep_for(std::chrono::duration<double>(interval_s));
   }
 }
 

@@ -1,35 +1,85 @@
 // titan train: settings, then either ranks on this machine (--nproc) or this process's part of a job.
 
+#include "cli/train.h"
+
 #include <malloc.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <limits>
+#include <thread>
 
-#include "cli/arguments.h"
-#include "cli/launch/launch_train.h"
 #include "cli/text.h"
 #include "core/process.h"
 #include "dist/environment.h"
 #include "guard/flight_dump.h"
 #include "guard/startup_watch.h"
 #include "job/build.h"
-#include "job/checkpoint_job.h"
 #include "job/dry_run.h"
 #include "job/job_config.h"
-#include "job/memory_report.h"
-#include "job/observers.h"
 #include "tensor/memory.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/guard/watchdog.h"
+#include "titan/train/parallel_dims.h"
 #include "train/policies/interruption.h"
 
 namespace titan::cli {
+
+namespace {
+
+// Throws ConfigError for settings that keep restarted ranks from resuming where the last ones were. `must_save`: from a
+// checkpoint. `may_shrink`: fewer ranks may be restarted.
+void check_resumable(const train::JobConfig& config, const config::Origins& origins, bool must_save,
+                     bool may_shrink) {
+  std::vector<std::string> problems;
+  const auto require = [&](bool holds, const char* key, const char* what) {
+    if (!holds) problems.push_back(origins.problem(key, str("with --max-restarts ", what)));
+  };
+  const train::CheckpointSettings& checkpoint = config.checkpoint;
+  if (must_save) {
+    require(checkpoint.enable, "checkpoint.enable", "must be true: restarted ranks resume from a checkpoint");
+    require(!checkpoint.load_only, "checkpoint.load_only",
+            "must be false: otherwise there is no checkpoint to resume from");
+  }
+  require(checkpoint.load_step == -1, "checkpoint.load_step",
+          "must be -1, the newest: otherwise each restart goes back to this step");
+  require(checkpoint.exclude_from_loading.empty(), "checkpoint.exclude_from_loading",
+          "must be empty: otherwise each restart leaves these out again");
+  require(!may_shrink || config.training.global_batch_size != -1, "training.global_batch_size",
+          "and --min-ranks must be a number: with -1 it depends on the number of ranks, so fewer ranks would "
+          "train a different run");
+  if (!problems.empty()) throw ConfigError(problems);
+}
+
+}  // namespace
+
+void check_launched_restarts(const dist::Launch& launch, const train::JobConfig& config,
+                             const config::Origins& origins) {
+  if (launch.max_restarts > 0)
+    check_resumable(config, origins, /*must_save=*/launch.by == "titan", /*may_shrink=*/false);
+}
+
+int code_after_stop(const dist::Launch& launch, const train::StopCause& stop) {
+  if (stop.signal == 0 || !stop.by_launcher || launch.by != "torchrun" || launch.max_restarts == 0) return 0;
+  const int code = 128 + stop.signal;
+  log::info(str("an agent of torchrun sent ", train::signal_name(stop.signal),
+                " to its ranks before the run was finished: exit code ", code,
+                ", so that the other agents restart their ranks"));
+  return code;
+}
+
+int signaling_launcher(const dist::Launch& launch) {
+  return launch.by == "titan" || launch.by == "torchrun" ? ::getppid() : 0;
+}
 
 namespace {
 
@@ -89,10 +139,117 @@ std::vector<std::string> rank_command(const TrainArguments& arguments) {
   return command;
 }
 
-// Called after a stop by `signal`; 0: none.
+void check_train_restarts(const TrainArguments& arguments, const LoadedJob& job) {
+  const int least = arguments.restarts.min_ranks;
+  if (arguments.restarts.max_restarts == 0) return;
+  if (arguments.num_ranks == 0) throw ConfigError("titan train: --max-restarts needs --nproc");
+  check_resumable(job.config, job.origins, /*must_save=*/true,
+                  /*may_shrink=*/least > 0 && least < arguments.num_ranks);
+}
+
+/// Why the job can't run on `num_ranks` ranks; "": it can.
+std::string misfit(const LoadedJob& job, int num_ranks) {
+  try {
+    train::check_job(job.config, job.origins, num_ranks, train::JobFiles::Ignore);
+    return "";
+  } catch (const ConfigError& error) {
+    return error.problems().front();
+  }
+}
+
+// A step, perhaps the first one, a save in progress, and the last save.
+std::chrono::seconds longest_stop(const train::JobConfig& config) {
+  const int64_t step_s = std::max(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds);
+  return std::chrono::seconds(step_s +
+                              (config.checkpoint.enable ? 2 * config.checkpoint.timeout_seconds : 0));
+}
+
+// The validation batch keeps its full size, too, so that losses before and after the loss of a rank are
+// comparable.
+void keep_validation(const TrainArguments& arguments, const train::JobConfig& config,
+                     std::vector<std::string>& command) {
+  const train::ValidationSettings& validation = config.validation;
+  if (!validation.enable || validation.global_batch_size != -1) return;
+  const train::ParallelDims dims = train::resolve_parallel_dims(config.parallelism, arguments.num_ranks);
+  command.push_back("--validation.global_batch_size");
+  command.push_back(std::to_string(validation.local_batch_size * dims.batch_degree()));
+}
+
+// For numbers of ranks on which the job can run, with the settings that make fewer ranks train the same run. `job` must
+// outlive `options`.
+void set_train_restarts(const TrainArguments& arguments, const LoadedJob& job, LaunchOptions& options) {
+  options.restarts = arguments.restarts;
+  RestartOptions& restarts = options.restarts;
+  restarts.fits = [&job](int num_ranks) { return misfit(job, num_ranks).empty(); };
+  // The ranks' own watchdogs end hangs.
+  options.stop_grace = arguments.stop_grace.value_or(longest_stop(job.config));
+  const int most = options.num_ranks - 1, least = restarts.min_ranks;
+  if (least == 0 || least > most) return;
+  keep_validation(arguments, job.config, options.command);
+  for (int size = most; size >= least; --size)
+    if (restarts.fits(size)) return;
+  throw ConfigError(str("--min-ranks ", least, ": the job runs on no number of ranks from ", least, " to ",
+                        most, ". On ", most, ": ", misfit(job, most)));
+}
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::seconds kLongestRequeue{30};
+
+// Returns the status that waitpid gives.
+int wait_for_end(pid_t child, const std::string& what) {
+  const auto deadline = Clock::now() + kLongestRequeue;
+  int status = 0;
+  while (::waitpid(child, &status, WNOHANG) != child) {
+    if (Clock::now() > deadline) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, &status, 0);
+      throw Error(str(what, " didn't end within ", kLongestRequeue.count(), " s"));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  return status;
+}
+
+// This process's job, as `scontrol requeue` takes it; in a job array, only this task. "" if SLURM didn't start the process.
+// SLURM_JOB_ID of an array's task may also be the number of the whole array.
+std::string slurm_job() {
+  const dist::Environment environment = dist::process_environment();
+  const auto array = environment("SLURM_ARRAY_JOB_ID"), task = environment("SLURM_ARRAY_TASK_ID");
+  if (array && task) return str(*array, "_", *task);
+  return environment("SLURM_JOB_ID").value_or("");
+}
+
+// Runs `scontrol requeue JOB`.
+void requeue(const std::string& job) {
+  const std::string what = "scontrol requeue " + job;
+  std::string program = "scontrol", verb = "requeue", argument = job;
+  char* words[] = {program.data(), verb.data(), argument.data(), nullptr};
+  // The program blocks no signals, unlike this process, whose threads leave signals to the SignalWatch.
+  posix_spawnattr_t plain;
+  sigset_t none, all;
+  ::sigemptyset(&none);
+  ::sigfillset(&all);
+  ::posix_spawnattr_init(&plain);
+  ::posix_spawnattr_setsigmask(&plain, &none);
+  ::posix_spawnattr_setsigdefault(&plain, &all);
+  ::posix_spawnattr_setflags(&plain, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  pid_t child = -1;
+  const int error = ::posix_spawnp(&child, "scontrol", nullptr, &plain, words, environ);
+  ::posix_spawnattr_destroy(&plain);
+  TITAN_CHECK(error == 0, what, ": ", std::strerror(error));
+  const int status = wait_for_end(child, what);
+  TITAN_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, what, " failed (",
+              WIFEXITED(status) ? "exit code " : "signal ",
+              WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status),
+              "): the job is not back in the queue");
+  log::info("the job is back in SLURM's queue: " + what);
+}
+
+// fault_tolerance.requeue_on: a job goes back into SLURM's queue after a stop by `signal`; 0: none.
 void requeue_if_wanted(const train::JobConfig& config, int signal) {
   if (train::group_grows()) return;  // the launcher starts the ranks again itself
-  if (requeues_on(config.fault_tolerance.requeue_on, signal)) requeue(slurm_job(dist::process_environment()));
+  const auto& signals = config.fault_tolerance.requeue_on;
+  if (signal != 0 && std::ranges::count(signals, train::signal_name(signal)) > 0) requeue(slurm_job());
 }
 
 int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
@@ -104,19 +261,9 @@ int launch_ranks(const TrainArguments& arguments, const LoadedJob& job) {
   options.command = rank_command(arguments);
   options.log_rank = arguments.log_rank;
   options.memory_folder = job.config.checkpoint.peer_folder;
-  set_train_restarts(arguments, job.config, job.origins, options);
+  set_train_restarts(arguments, job, options);
   options.on_end_without_ranks = [&](int signal) { requeue_if_wanted(job.config, signal); };
   return launch_local(options);
-}
-
-// cuBLAS reads it when its first handle is made.
-void set_determinism_environment(const train::DebugSettings& debug) {
-  if (debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
-}
-
-// Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
-void set_profiler_environment(const train::ProfilingSettings& profiling) {
-  if (profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
 }
 
 // The host allocator keeps what tensors free; this keeps what libraries free, like the packed operands of matrix
@@ -163,7 +310,7 @@ int print_plan(const TrainArguments& arguments, const LoadedJob& job, const dist
 }
 
 void check_requeue(const train::FaultToleranceSettings& settings) {
-  if (!settings.requeue_on.empty() && slurm_job(dist::process_environment()).empty())
+  if (!settings.requeue_on.empty() && slurm_job().empty())
     throw ConfigError(
         "fault_tolerance.requeue_on puts a SLURM job back into its queue, and SLURM hasn't started this one "
         "(SLURM_JOB_ID isn't set)");
@@ -188,8 +335,10 @@ train::RunEnd run_trainer(const train::JobConfig& config, const dist::World& wor
 
 int run_rank(const train::JobConfig& config, const dist::Launch& launch, const train::CheckedFiles& checked) {
   keep_freed_memory();
-  set_determinism_environment(config.debug);
-  set_profiler_environment(config.profiling);
+  // cuBLAS reads it when its first handle is made.
+  if (config.debug.deterministic) ::setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", /*overwrite=*/0);
+  // Kineto reads it when it starts. Without a GPU it would log an error; level 5 silences it.
+  if (config.profiling.enable_profiling) ::setenv("KINETO_LOG_LEVEL", "5", /*overwrite=*/0);
   if (config.comm.trace_buf_size > 0) dist::survive_sigquit();
   const train::SignalWatch signals(signaling_launcher(launch));
   const auto code_after = [&](const train::StopCause& stop) {
@@ -223,7 +372,7 @@ int train_command(const Arguments& words) {
   if (arguments.print_plan) return print_plan(arguments, job, launch);
   if (arguments.num_ranks > 0 && is_rank_of_a_job(launch))
     throw ConfigError(str("--nproc starts ranks, but this process is itself a rank started by ", launch.by));
-  check_train_restarts(arguments, job.config, job.origins);
+  check_train_restarts(arguments, job);
   const bool starts_ranks = arguments.num_ranks > 1 || arguments.restarts.max_restarts > 0;
   if (!starts_ranks) check_launched_restarts(launch, job.config, job.origins);
   // The parent checks, too, so that a wrong setting is reported once, before any rank exists.

@@ -1,11 +1,13 @@
 #pragma once
 
-// Sizes and times as people read them.
+// Sizes, times and tables as people read them.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <vector>
 
 namespace titan {
 
@@ -30,6 +32,32 @@ inline std::string size_text(int64_t bytes) {
 /// By the steady clock.
 inline double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Rows of equal length, the first one with the column heads. Columns are as wide as necessary.
+struct TextTable {
+  std::vector<std::vector<std::string>> rows;
+  std::vector<bool> right;  ///< right-aligned columns; missing: left
+};
+
+inline std::string to_string(const TextTable& table) {
+  std::vector<size_t> widths;
+  for (const auto& row : table.rows) {
+    widths.resize(std::max(widths.size(), row.size()), 0);
+    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : table.rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      const std::string padding(widths[i] - row[i].size(), ' ');
+      const bool right = i < table.right.size() && table.right[i];
+      line += (i == 0 ? "" : "  ") + (right ? padding + row[i] : row[i] + padding);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    text += line + "\n";
+  }
+  return text;
 }
 
 }  // namespace titan

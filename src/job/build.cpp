@@ -7,19 +7,18 @@
 #include "dist/device_backend.h"
 #include "guard/policies.h"
 #include "guard/run_observers.h"
-#include "job/checkpoint_job.h"
-#include "job/float8_job.h"
-#include "job/observers.h"
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
 #include "observe/profiling.h"
 #include "observe/stragglers.h"
 #include "observe/structured_log.h"
 #include "titan/config/load.h"
 #include "titan/core/log.h"
+#include "titan/data/feed.h"
 #include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"
 #include "train/policies/nonfinite_steps.h"
 #include "train/policies/stop_on_signal.h"
+#include "train/policies/validation.h"
 
 namespace titan::train {
 
@@ -177,6 +176,34 @@ TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings,
   return policies;
 }
 
+namespace {
+
+// `table`: [training] or [validation].
+template <class Table>
+data::DataLoader build_loader(const JobConfig& config, const Meshes& meshes, const Table& table,
+                              const std::shared_ptr<const data::Tokenizer>& tokenizer, bool repeat) {
+  data::DataSettings settings = config.data;
+  if (!settings.seed) settings.seed = config.debug.seed;
+  const std::filesystem::path cache = settings.cache_folder;
+  const data::FeedRequest feed{.dataset = table.dataset,
+                               .source = {table.dataset_path.value_or(""), settings,
+                                          cache.empty() ? dump_folder(config) / "data_cache" : cache},
+                               .tokenizer = table.dataset == kRecordedTokens ? nullptr : tokenizer,
+                               .model_vocab_size = config.spec().sizes(config.args()).vocab_size,
+                               .repeat = repeat};
+  data::LoaderOptions options{.dp_rank = meshes.dp_rank(),
+                              .dp_size = meshes.dp_degree(),
+                              .global_batch_size = table.global_batch_size,
+                              .local_batch_size = table.local_batch_size,
+                              .seq_len = table.seq_len,
+                              .settings = table.dataloader};
+  // A copy from pageable memory would make the host wait for the GPU.
+  options.settings.pin_memory |= meshes.world.world().device().is_cuda();
+  return data::DataLoader(data::build_feed(feed), options);
+}
+
+}  // namespace
+
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal,
                       const CheckedFiles& checked, const std::shared_ptr<dist::Watchdog>& watchdog) {
   check_offload(config, world.device());
@@ -184,16 +211,22 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   auto structured_log = build_structured_log(config, world);
   set_determinism(config.debug);
   const at::Device device = world.device();
-  start_memory_history(config, device);
+  // Before anything that the snapshots should show is allocated.
+  if (config.profiling.enable_memory_snapshot) record_memory_history(device);
   Meshes meshes = build_job_meshes(config, world);
   describe_job(config, world, meshes);
   seed_generators(config.debug, meshes);
-  const auto tokenizer = build_job_tokenizer(config, checked);
+  auto tokenizer = checked.tokenizer;
+  if (!tokenizer && config.reads_text()) tokenizer = data::build_tokenizer(config.model.hf_assets_path);
   StructuredLog* const log = structured_log.get();
-  auto loader =
-      in_span(log, "DataLoader.build", [&] { return build_training_loader(config, meshes, tokenizer); });
-  auto validation =
-      in_span(log, "Validator.build", [&] { return build_validation(config, meshes, tokenizer); });
+  auto loader = in_span(log, "DataLoader.build", [&] {
+    return build_loader(config, meshes, config.training, tokenizer, /*repeat=*/true);
+  });
+  auto validation = in_span(log, "Validator.build", [&]() -> std::unique_ptr<TrainerPolicy> {
+    if (!config.validation.enable) return nullptr;
+    return std::make_unique<Validation>(
+        config.validation, build_loader(config, meshes, config.validation, tokenizer, /*repeat=*/false));
+  });
   auto [models, parameters, runner] = in_span(log, "model_parallelism_init", [&] {
     return build_models(config, meshes, loader.num_micro_batches());
   });
@@ -213,7 +246,7 @@ Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on
   if (auto scales = build_delayed_scales(config, models, meshes, checkpoints.get()))
     policies.push_back({"float8_scales", std::move(scales)});
   auto observers = build_observers(config, world, meshes, std::move(structured_log), on_terminal);
-  StepProfiler* const profiler = add_profilers(observers, config, world, models, log);
+  StepProfiler* const profiler = add_profilers(observers, config, world, roots(models), log);
   if (config.debug.nan_trace || config.debug.detect_anomaly)
     observers.push_back(
         std::make_unique<NanWatch>(roots(models), parameters,

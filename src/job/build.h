@@ -3,18 +3,21 @@
 // From settings to a trainer. check_job() has passed before, so what fails here is the environment: files,
 // memory, peers.
 
+#include <cstdint>
+#include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "job/job_config.h"
+#include "observe/profiling.h"
 #include "titan/dist/world.h"
+#include "titan/float8/convert.h"
+#include "titan/guard/watchdog.h"
 #include "titan/train/trainer.h"
+#include "train/checkpoints/run_checkpoints.h"
 #include "train/step_runner.h"
-
-namespace titan::dist {
-class Watchdog;
-}
 
 namespace titan::train {
 
@@ -41,16 +44,6 @@ struct BuiltModels {
 /// For steps of `num_batches` batches. Collective over the world.
 BuiltModels build_models(const JobConfig& config, const Meshes& meshes, int64_t num_batches);
 
-/// The tokenizer of training and validation, from `checked` if it is there; null if both replay recorded
-/// tokens.
-std::shared_ptr<const data::Tokenizer> build_job_tokenizer(const JobConfig& config,
-                                                           const CheckedFiles& checked);
-data::DataLoader build_training_loader(const JobConfig& config, const Meshes& meshes,
-                                       const std::shared_ptr<const data::Tokenizer>& tokenizer);
-/// Null if [validation] is off.
-std::unique_ptr<TrainerPolicy> build_validation(const JobConfig& config, const Meshes& meshes,
-                                                const std::shared_ptr<const data::Tokenizer>& tokenizer);
-
 /// What [fault_tolerance] asks for, and stopping on signals. Collective over the world.
 TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings, const dist::World& world);
 
@@ -61,5 +54,91 @@ TrainerPolicies fault_tolerance_policies(const FaultToleranceSettings& settings,
 /// already. Collective over the world.
 Trainer build_trainer(const JobConfig& config, const dist::World& world, bool on_terminal = false,
                       const CheckedFiles& checked = {}, const std::shared_ptr<dist::Watchdog>& watchdog = {});
+
+// Checkpoints: the initial weights, the run's own states, and Hugging Face folders.
+
+/// Throws ConfigError with every difference between a folder's config.json and the configured model.
+void check_hf_config(const JobConfig& config, const std::filesystem::path& folder);
+
+/// The kinds of initial weights.
+enum class InitialKind { None, Nothing, ModelFile, Step, HuggingFace };
+struct InitialSource {
+  InitialKind kind = InitialKind::None;
+  /// The file, or the folder: for Hugging Face's initial_load_path, or else model.hf_assets_path.
+  std::filesystem::path path;
+};
+/// Looks at the files. Nothing: the path holds none of the other kinds.
+InitialSource initial_source(const JobConfig& config);
+
+/// The step with which the run is complete, if its folder holds that and the settings don't ask for an
+/// earlier one. Looks from this process alone.
+std::optional<int64_t> end_of_run(const JobConfig& config);
+/// Whether there is one, as rank 0 sees it; if so, logs it. Collective over the world.
+bool run_has_ended(const JobConfig& config, const dist::World& world);
+
+/// Null where checkpoints are off. Collective over the world.
+std::unique_ptr<RunCheckpoints> build_checkpoints(const JobConfig& config, const dist::World& world,
+                                                  const Meshes& meshes,
+                                                  const std::vector<Parameter>& parameters);
+
+// Float8 and MXFP8
+
+struct Gpu {
+  std::string name;
+  int compute_capability = 0;  ///< 90: 9.0
+};
+
+/// A table of the configuration that converts linear layers.
+struct ConverterKeys {
+  const char* converter = "";  ///< its name in model.converters
+  const char* emulate = "";    ///< the key that does without units
+};
+
+/// How the products of `recipe` run on `gpu`, or on a CPU (nullopt). Throws ConfigError where it has no units
+/// for them, unless they are emulated.
+float8::Arithmetic choose_arithmetic(const float8::Recipe& recipe, const std::optional<Gpu>& gpu,
+                                     bool emulate, const ConverterKeys& keys);
+
+/// Logs which layers of the whole model run in Float8 and why the others don't, and warns of filters that
+/// name none. Called by one rank.
+void log_float8_layers(const JobConfig& config);
+
+/// Key of the histories in a checkpoint, which may lack them: a run may change its scaling when it resumes.
+inline constexpr const char* kDelayedScales = "float8_scales";
+
+/// Updates the scales before each optimizer step; null if none are delayed. Joins the checkpoints (null:
+/// there are none), which may not outlive the result.
+std::unique_ptr<TrainerPolicy> build_delayed_scales(
+    const JobConfig& config, const std::vector<std::unique_ptr<TrainableModel>>& models, const Meshes& meshes,
+    RunCheckpoints* checkpoints);
+
+// What watches and guards a run.
+
+/// The watchdog's limits until the process's first step is over, which sets up everything lazy.
+dist::WatchdogLimits startup_limits(const CommSettings& comm, const CheckpointSettings& checkpoint);
+/// The watchdog's limits after the first step.
+dist::WatchdogLimits training_limits(const CommSettings& comm, const CheckpointSettings& checkpoint);
+
+/// The time limit of collectives during the first step: longer than the watchdog's, which knows more about a
+/// hang. Without a watchdog it is train_timeout_seconds.
+int64_t collective_timeout_s(const CommSettings& comm, const CheckpointSettings& checkpoint);
+
+/// The watchdog of this rank, with the files of [comm]. It judges nothing until a RunWatchdog sets its limits.
+std::shared_ptr<dist::Watchdog> make_watchdog(const JobConfig& config, const dist::World& world);
+
+/// FLOP/s that mfu is a share of: metrics.peak_flops, or the peak of a known device. The known peaks are for
+/// bfloat16; for a job that multiplies in 8 bits there is none, so mfu is N/A, as in TorchTitan.
+std::optional<double> job_peak_flops(const JobConfig& config, const std::string& device_name);
+
+/// Dense bfloat16 peak of a device by its name ("NVIDIA H100 PCIe"), in FLOP/s; nullopt for an unknown name.
+std::optional<double> peak_flops_of(const std::string& device_name);
+
+/// Warns when the device's peak isn't known.
+DeviceRate device_rate(const JobConfig& config, const Meshes& meshes, at::Device device);
+
+/// Adds the profilers that the settings ask for. Returns the one that writes traces, or null. `log` may be
+/// null.
+StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, const dist::World& world,
+                            std::vector<nn::AnyRef> models, StructuredLog* log);
 
 }  // namespace titan::train

@@ -1,8 +1,7 @@
-#include "job/checkpoint_job.h"
-
-#include "job/float8_job.h"
+// Checkpoints of a job, from its settings.
 
 #include "dist/environment.h"
+#include "job/build.h"
 #include "titan/checkpoint/hugging_face.h"
 #include "titan/checkpoint/manifest.h"
 #include "titan/checkpoint/safetensors.h"
@@ -15,6 +14,11 @@
 
 namespace titan::train {
 
+namespace {
+
+namespace fs = std::filesystem;
+
+// Throws ConfigError where the model's family has no such form.
 HfModel configured_hf_model(const JobConfig& config) {
   auto model = config.spec().hugging_face(config.args());
   if (!model)
@@ -22,9 +26,7 @@ HfModel configured_hf_model(const JobConfig& config) {
   return *std::move(model);
 }
 
-std::filesystem::path initial_hf_folder(const JobConfig& config) {
-  return config.checkpoint.initial_load_path.value_or(config.model.hf_assets_path);
-}
+}  // namespace
 
 void check_hf_config(const JobConfig& config, const std::filesystem::path& folder) {
   const HfModel configured = configured_hf_model(config);
@@ -33,8 +35,6 @@ void check_hf_config(const JobConfig& config, const std::filesystem::path& folde
 }
 
 namespace {
-
-namespace fs = std::filesystem;
 
 std::function<void()> load_hf(const JobConfig& config, const fs::path& folder,
                               const std::vector<Parameter>& parameters) {
@@ -102,7 +102,8 @@ std::optional<PeerSettings> peer_settings(const CheckpointSettings& settings) {
 
 InitialSource initial_source(const JobConfig& config) {
   const CheckpointSettings& settings = config.checkpoint;
-  if (settings.initial_load_in_hf) return {InitialKind::HuggingFace, initial_hf_folder(config)};
+  if (settings.initial_load_in_hf)
+    return {InitialKind::HuggingFace, settings.initial_load_path.value_or(config.model.hf_assets_path)};
   if (!settings.initial_load_path) return {};
   const fs::path path = *settings.initial_load_path;
   std::error_code ignored;

@@ -1,15 +1,18 @@
 #pragma once
 
 // One rank of a job without running it: the model at its real size on meta tensors, its peers played by the
-// `fake` backend. Memory and time don't grow with the sizes of the model.
+// `fake` backend. Memory and time don't grow with the sizes of the model. The plan's table and the memory report
+// are made from it.
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "job/job_config.h"
-#include "job/pipeline/stages.h"
+#include <c10/core/Device.h>
+
+#include "job/pipeline_stages.h"
 #include "titan/dist/world.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
@@ -53,5 +56,43 @@ int smallest_world(const ParallelismSettings& settings);
 /// activations, collectives, and the bytes that rank 0 receives in them ("?" where the model uses an
 /// operation that LibTorch can't run on meta tensors). Layers whose rows are equal share one.
 std::string plan_table(const JobConfig& config, int world_size);
+
+// What uses a rank's memory, and which settings would use less: for a run that is out of memory.
+
+struct MemoryOwner {
+  std::string name;
+  double bytes = 0;
+  std::string details;  ///< how the number comes about
+};
+
+struct NamedBytes {
+  std::string name;
+  double bytes = 0;
+};
+
+/// "layers.0 to layers.31 0.30 each, output 0.61", in GiB: neighbours of about the same size share an entry.
+std::string list_of(const std::vector<NamedBytes>& list);
+
+/// One rank's memory at the peak of a step: the end of the last forward before a backward.
+struct MemoryReport {
+  std::vector<MemoryOwner> owners;  ///< largest first
+  std::vector<NamedBytes> savings;  ///< "training.local_batch_size = 4"; largest first, each on its own
+  double total_bytes() const;
+};
+
+/// Computed from sizes by a DryRun: it needs no device memory and no peers.
+/// Not included: temporary memory of operations, buffers of the communication library, and fragmentation of
+/// the allocator. The config must have passed check_job() for that world size.
+MemoryReport memory_report(const JobConfig& config, int world_size, int rank, c10::Device device);
+
+/// A line for each owner and each saving.
+std::string table_of(const MemoryReport& report);
+
+/// Whether a host or device ran out of memory: by the exception's type, or by its text.
+bool is_out_of_memory(const std::exception& error);
+
+/// For the log of the rank that ran out: the report as a table, and how much was in use. "" when there is no
+/// report, as for models that don't name their layers.
+std::string explain_out_of_memory(const JobConfig& config, const dist::World& world);
 
 }  // namespace titan::train

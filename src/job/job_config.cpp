@@ -20,10 +20,14 @@ auto naming(const config::Origins& origins, std::string_view key, Action action)
   }
 }
 
-// A shared object may register the model that [model] names, so it is opened before the name is looked up.
-config::DynamicTable resolve_model_args(const JobConfig& config, const config::Origins& origins) {
+// It may register what other tables name, so it comes before names are looked up.
+void open_custom_code(const JobConfig& config, const config::Origins& origins) {
   naming(origins, "experimental.custom_import",
          [&] { import_custom_code(config.experimental.custom_import); });
+}
+
+config::DynamicTable resolve_model_args(const JobConfig& config, const config::Origins& origins) {
+  open_custom_code(config, origins);
   const ModelSpec* spec = naming(origins, "model.name", [&] { return &config.spec(); });
   return {spec->arg_fields(),
           naming(origins, "model.flavor", [&] { return spec->make_args(config.model.flavor); })};
@@ -44,17 +48,8 @@ config::DynamicTable resolve_args(const Registry<Spec>& registry, const std::str
   return spec->args.table();
 }
 
-config::DynamicTable resolve_optimizer_args(const JobConfig& config, const config::Origins& origins) {
-  return resolve_args(optim::optimizers(), "optimizer", config.optimizer.name, origins);
-}
-
-config::DynamicTable resolve_lr_scheduler_args(const JobConfig& config, const config::Origins& origins) {
-  return resolve_args(optim::lr_schedules(), "lr_scheduler", config.lr_scheduler.name, origins);
-}
-
 config::DynamicTable resolve_loss_args(const JobConfig& config, const config::Origins& origins) {
-  naming(origins, "experimental.custom_import",
-         [&] { import_custom_code(config.experimental.custom_import); });
+  open_custom_code(config, origins);
   const nn::LossKind* kind =
       naming(origins, "loss.name", [&] { return &nn::losses().get(config.loss.name); });
   return {kind->fields, kind->make_args()};
@@ -97,13 +92,21 @@ void add_model_tables(config::Schema& schema) {
 void add_training_tables(config::Schema& schema) {
   schema.add("optimizer", &JobConfig::optimizer, "how parameters are stepped");
   // [model.args] has opened the shared object that may register them.
-  schema.add_dynamic<JobConfig>("optimizer.args", &JobConfig::optimizer_args, resolve_optimizer_args,
-                                {"model", "experimental", "optimizer"},
-                                "settings of a registered optimizer; AdamW and Adam have none here");
+  schema.add_dynamic<JobConfig>(
+      "optimizer.args", &JobConfig::optimizer_args,
+      [](const JobConfig& job, const config::Origins& origins) {
+        return resolve_args(optim::optimizers(), "optimizer", job.optimizer.name, origins);
+      },
+      {"model", "experimental", "optimizer"},
+      "settings of a registered optimizer; AdamW and Adam have none here");
   schema.add("lr_scheduler", &JobConfig::lr_scheduler, "the learning rate over the run");
-  schema.add_dynamic<JobConfig>("lr_scheduler.args", &JobConfig::lr_scheduler_args, resolve_lr_scheduler_args,
-                                {"model", "experimental", "lr_scheduler"},
-                                "settings of a registered schedule; warmup_stable_decay has none here");
+  schema.add_dynamic<JobConfig>(
+      "lr_scheduler.args", &JobConfig::lr_scheduler_args,
+      [](const JobConfig& job, const config::Origins& origins) {
+        return resolve_args(optim::lr_schedules(), "lr_scheduler", job.lr_scheduler.name, origins);
+      },
+      {"model", "experimental", "lr_scheduler"},
+      "settings of a registered schedule; warmup_stable_decay has none here");
   schema.add("training", &JobConfig::training, "what a step is made of");
   schema.add("data", &JobConfig::data, "how documents are found, cut and dealt");
   schema.add("parallelism", &JobConfig::parallelism, "how ranks share the work");

@@ -1,11 +1,11 @@
 #pragma once
 
+// All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes its own table.
+
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "job/parallelism_settings.h"
 #include "job/settings.h"
 #include "observe/profiling.h"
 #include "observe/stragglers.h"
@@ -23,23 +23,14 @@
 #include "train/policies/fault_tolerance_settings.h"
 #include "train/policies/validation.h"
 
-namespace titan::train {
-
-/// Every key of TorchTitan 0.2.2's JobConfig with its default there: what docs/torchtitan_keys.md goes
-/// through.
-const std::vector<config::ForeignKey>& torchtitan_keys();
-
-}  // namespace titan::train
-
 namespace titan::data {
-
-// All tables of a run. Only the command line and the trainer's builder see the whole; everything else takes
-// its own table.
-
 class Tokenizer;
-}  // namespace titan::data
+}
 
 namespace titan::train {
+
+/// The data set of recorded batches, which needs no tokenizer.
+inline constexpr const char* kRecordedTokens = "tokens";
 
 struct JobConfig {
   JobSettings job;
@@ -72,11 +63,19 @@ struct JobConfig {
 
   const ModelSpec& spec() const { return *model_specs().get(model.name); }
   const void* args() const { return model_args.settings.get(); }
+  /// Whether training or validation needs the tokenizer.
+  bool reads_text() const {
+    return training.dataset != kRecordedTokens ||
+           (validation.enable && validation.dataset != kRecordedTokens);
+  }
 };
 
 /// The tables of JobConfig under their names. [model.args] is resolved once [model] and [experimental] are
 /// read, after the shared object of experimental.custom_import was opened.
 const config::Schema& job_schema();
+
+/// Every key of TorchTitan 0.2.2's JobConfig with its default there, for docs/torchtitan_keys.md.
+const std::vector<config::ForeignKey>& torchtitan_keys();
 
 /// Whether check_job looks at what the job will read: data sets, recorded batches, tokenizer, initial
 /// weights.
@@ -96,11 +95,5 @@ CheckedFiles check_job(const JobConfig& config, const config::Origins& origins, 
 /// Opens a shared object and calls its `extern "C" void titan_register()`, once per path; "" does nothing.
 /// Throws ConfigError when it can't be opened or has no such function.
 void import_custom_code(const std::string& path);
-
-/// Adds to `problems` what is wrong with what the job reads: data sets, recorded batches, tokenizer, initial
-/// weights. Looks at no more than names, headers and the tokenizer, so that it takes well under a second.
-/// `dp_degree` is unset where the degrees are wrong themselves; then batches aren't judged.
-CheckedFiles check_files(const JobConfig& config, const config::Origins& origins,
-                         std::optional<int> dp_degree, std::vector<std::string>& problems);
 
 }  // namespace titan::train

@@ -5,27 +5,21 @@
 // reshard_after_forward = "never" keeps them. Growing with the batch: activations, of as many micro-batches as
 // are in flight.
 
-#include "job/memory_report.h"
-
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <functional>
 #include <iomanip>
 #include <map>
 #include <new>
-#include <numeric>
 #include <set>
-#include <sstream>
 
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 #include "core/process.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
 #include "job/dry_run.h"
-#include "job/module_costs.h"
-#include "job/pipeline/stages.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/nn/containers.h"
@@ -35,22 +29,12 @@ namespace titan::train {
 
 namespace {
 
-constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
+constexpr double kSavingWorthShowing = 1 << 20;
 constexpr double kLayersInUse = 2;  // the one that computes, and one in communication
-
-std::string padded(const std::string& text, size_t width) {
-  return text + std::string(width - std::min(width, text.size()), ' ');
-}
-
-std::string right(const std::string& text, size_t width) {
-  return std::string(width - std::min(width, text.size()), ' ') + text;
-}
 
 // Small sizes get enough digits to tell them apart.
 std::string gib(double bytes) {
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(bytes < 0.1 * kGib ? 4 : 2) << bytes / kGib;
-  return text.str();
+  return str(std::fixed, std::setprecision(bytes < 0.1 * kGiB ? 4 : 2), bytes / kGiB);
 }
 
 double element_size(const std::string& dtype) {
@@ -77,112 +61,110 @@ std::vector<NamedBytes> buffers_of(const torch::nn::Module& root) {
   return bytes;
 }
 
-class Estimate {
- public:
-  Estimate(const JobConfig& config, int world_size, int rank)
-      : config_(config), run_(config, world_size, rank), dims_(dims_of(config, world_size)) {
-    for (const int stage : run_.stages()) {
-      const auto& modules = run_.plan().modules[static_cast<size_t>(stage)];
-      modules_.insert(modules.begin(), modules.end());
+// What one rank has and does.
+struct Estimate {
+  Estimate(const JobConfig& job, int world_size, int rank)
+      : config(job), run(job, world_size, rank), dims(resolve_parallel_dims(job.parallelism, world_size)) {
+    for (const int stage : run.stages()) {
+      const auto& names = run.plan().modules[static_cast<size_t>(stage)];
+      modules.insert(names.begin(), names.end());
     }
-    for (const auto& model : run_.models()) {
+    for (const auto& model : run.models()) {
       for (const Parameter& parameter : parameters(model->root())) count(parameter);
-      const std::vector<NamedBytes> buffers = buffers_of(model->root().module());
-      buffers_.insert(buffers_.end(), buffers.begin(), buffers.end());
+      const std::vector<NamedBytes> found = buffers_of(model->root().module());
+      buffers.insert(buffers.end(), found.begin(), found.end());
     }
-    num_under_way_ = most_under_way(config, run_.plan(), dims_.pp, run_.meshes().pp.rank());
+    num_under_way = most_under_way(config, run.plan(), run.meshes().pp.rank());
   }
 
-  double shard_elements() const { return shard_elements_; }
-  double shard_bytes() const { return shard_elements_ * element_size(config_.training.dtype); }
+  void count(const Parameter& parameter) {
+    shard_elements += static_cast<double>(parameter.data.local.numel());
+    const auto whole = static_cast<double>(parameter.compute.numel());
+    all_elements += whole;
+    // "layers.3.attention.wq.weight" belongs to the group "layers.3".
+    const size_t first = parameter.name.find('.'), second = parameter.name.find('.', first + 1);
+    double& group = group_elements[parameter.name.substr(0, second)];
+    group += whole;
+    largest_group = std::max(largest_group, group);
+  }
+
+  double shard_bytes() const { return shard_elements * element_size(config.training.dtype); }
   bool gathers() const {
-    return dims_.dp_shard * dims_.row_degree() > 1 ||
-           config_.training.mixed_precision_param != config_.training.dtype;
+    return dims.dp_shard * dims.row_degree() > 1 ||
+           config.training.mixed_precision_param != config.training.dtype;
+  }
+  double elements_in_use(bool some_layers) const {
+    return some_layers ? std::min(all_elements, kLayersInUse * largest_group) : all_elements;
   }
   double gathered_bytes() const {
     if (!gathers()) return 0;
-    return elements_in_use(reshards()) * element_size(config_.training.mixed_precision_param);
+    return elements_in_use(reshards()) * element_size(config.training.mixed_precision_param);
   }
   double unreduced_bytes() const {
     if (!gathers()) return 0;
-    const bool kept = !config_.parallelism.fsdp_reduce_every_micro_batch || dims_.pp > 1;
-    return elements_in_use(!kept || run_.num_micro_batches() == 1) *
-           element_size(config_.training.mixed_precision_reduce);
+    const bool kept = !config.parallelism.fsdp_reduce_every_micro_batch || dims.pp > 1;
+    return elements_in_use(!kept || run.num_micro_batches() == 1) *
+           element_size(config.training.mixed_precision_reduce);
   }
-  const std::vector<NamedBytes>& buffers() const { return buffers_; }
-  int num_under_way() const { return num_under_way_; }
   bool reshards() const {
-    return dims_.pp == 1 && reshard_policy(config_.parallelism.fsdp_reshard_after_forward).kind !=
-                                ReshardAfterForward::Kind::Never;
+    return dims.pp == 1 && reshard_policy(config.parallelism.fsdp_reshard_after_forward).kind !=
+                               ReshardAfterForward::Kind::Never;
   }
-  const DryRun& run() const { return run_; }
-  const ParallelDims& dims() const { return dims_; }
 
   // For this rank's modules, under settings that may differ from the run's.
-  std::vector<NamedBytes> activations(JobConfig config) const {
+  std::vector<NamedBytes> activations(JobConfig changed) const {
     // Costs are per micro-batch.
-    if (dims_.pp == 1)
-      config.parallelism.pipeline_parallel_microbatch_size = config.training.local_batch_size;
-    const std::vector<std::string> names = sequence_names(config);
-    const auto costs = computed_costs(config, dims_);
-    const double each = static_cast<double>(num_under_way_) / static_cast<double>(run_.stages().size());
+    if (dims.pp == 1)
+      changed.parallelism.pipeline_parallel_microbatch_size = changed.training.local_batch_size;
+    const std::vector<std::string> names = sequence_names(changed);
+    const auto costs = computed_costs(changed, dims);
+    const double each = static_cast<double>(num_under_way) / static_cast<double>(run.stages().size());
     std::vector<NamedBytes> bytes;
     for (size_t i = 0; i < names.size(); ++i)
-      if (modules_.empty() || modules_.count(names[i]) > 0)
+      if (modules.empty() || modules.contains(names[i]))
         bytes.push_back({names[i], each * costs[i].activation_bytes});
     return bytes;
   }
 
- private:
-  static ParallelDims dims_of(const JobConfig& config, int world_size) {
-    std::vector<std::string> checked_before;
-    return resolve_parallel_dims(config.parallelism, world_size, checked_before);
-  }
-
-  void count(const Parameter& parameter) {
-    shard_elements_ += static_cast<double>(parameter.data.local.numel());
-    const auto whole = static_cast<double>(parameter.compute.numel());
-    all_elements_ += whole;
-    // "layers.3.attention.wq.weight" belongs to the group "layers.3".
-    const size_t first = parameter.name.find('.'), second = parameter.name.find('.', first + 1);
-    double& group = group_elements_[parameter.name.substr(0, second)];
-    group += whole;
-    largest_group_ = std::max(largest_group_, group);
-  }
-
-  double elements_in_use(bool some_layers) const {
-    return some_layers ? std::min(all_elements_, kLayersInUse * largest_group_) : all_elements_;
-  }
-
-  const JobConfig& config_;
-  DryRun run_;
-  ParallelDims dims_;
-  std::set<std::string> modules_;  // of this rank's stages; empty: all modules
-  double shard_elements_ = 0, all_elements_ = 0, largest_group_ = 0;
-  std::map<std::string, double> group_elements_;
-  std::vector<NamedBytes> buffers_;
-  int num_under_way_ = 1;
+  const JobConfig& config;
+  DryRun run;
+  ParallelDims dims;
+  std::set<std::string> modules;  // of this rank's stages; empty: all modules
+  double shard_elements = 0, all_elements = 0, largest_group = 0;
+  std::map<std::string, double> group_elements;
+  std::vector<NamedBytes> buffers;
+  int num_under_way = 1;
 };
 
-double sum_of(const std::vector<NamedBytes>& list) {
-  return std::accumulate(list.begin(), list.end(), 0.0,
-                         [](double sum, const NamedBytes& each) { return sum + each.bytes; });
+template <class List>
+double sum_of(const List& list) {
+  double sum = 0;
+  for (const auto& each : list) sum += each.bytes;
+  return sum;
+}
+
+// Leaves out what has fewer than `least` bytes.
+template <class List>
+List largest_first(List list, double least) {
+  std::erase_if(list, [least](const auto& each) { return each.bytes < least; });
+  std::ranges::stable_sort(list, std::greater(), [](const auto& each) { return each.bytes; });
+  return list;
 }
 
 std::vector<MemoryOwner> owners_of(const JobConfig& config, const Estimate& estimate) {
   const TrainingSettings& training = config.training;
   const auto activations = estimate.activations(config);
   const std::string shards =
-      str(static_cast<int64_t>(estimate.shard_elements()), " parameters of this rank, ", training.dtype);
+      str(static_cast<int64_t>(estimate.shard_elements), " parameters of this rank, ", training.dtype);
   const std::string layers = estimate.reshards() ? "two layers at a time" : "all layers";
   return {
       {"activations", sum_of(activations),
-       str(estimate.num_under_way(), " micro-batch(es) of ", estimate.run().micro_batch_rows(), " x ",
+       str(estimate.num_under_way, " micro-batch(es) of ", estimate.run.micro_batch_rows(), " x ",
            training.seq_len, " tokens: ", list_of(activations))},
       {"optimizer state", 2 * estimate.shard_bytes(), "two moments each of " + shards},
       {"parameters", estimate.shard_bytes(), shards},
       {"gradients", estimate.shard_bytes(), shards},
-      {"buffers", sum_of(estimate.buffers()), list_of(estimate.buffers())},
+      {"buffers", sum_of(estimate.buffers), list_of(estimate.buffers)},
       {"gathered parameters", estimate.gathered_bytes(), str(layers, ", ", training.mixed_precision_param)},
       {"whole gradients before their reduction", estimate.unreduced_bytes(),
        training.mixed_precision_reduce}};
@@ -208,22 +190,19 @@ class Savings {
       add("training.enable_cpu_offload = true", 4 * estimate.shard_bytes());
   }
 
-  std::vector<MemorySaving> largest_first() && {
-    std::erase_if(list_, [](const MemorySaving& saving) { return saving.bytes < kWorthShowing; });
-    std::stable_sort(list_.begin(), list_.end(),
-                     [](const MemorySaving& a, const MemorySaving& b) { return a.bytes > b.bytes; });
-    return std::move(list_);
-  }
+  const std::vector<NamedBytes>& list() const { return list_; }
 
  private:
-  static constexpr double kWorthShowing = 1 << 20;
-
   void add(const std::string& setting, double bytes) { list_.push_back({setting, bytes}); }
 
+  JobConfig changed(const std::function<void(JobConfig&)>& change) const {
+    JobConfig config = config_;
+    change(config);
+    return config;
+  }
+
   void add_activations(const std::string& setting, const std::function<void(JobConfig&)>& change) {
-    JobConfig changed = config_;
-    change(changed);
-    add(setting, activations_ - sum_of(estimate_.activations(changed)));
+    add(setting, activations_ - sum_of(estimate_.activations(changed(change))));
   }
 
   void by_activations() {
@@ -234,7 +213,7 @@ class Savings {
       add_activations("training.mixed_precision_param = \"bfloat16\"",
                       [](JobConfig& job) { job.training.mixed_precision_param = "bfloat16"; });
     const bool pipeline = config_.parallelism.pipeline_parallel_degree > 1;
-    const int64_t rows = estimate_.run().micro_batch_rows();
+    const int64_t rows = estimate_.run.micro_batch_rows();
     if (rows > 1)
       add(str(pipeline ? "parallelism.pipeline_parallel_microbatch_size = " : "training.local_batch_size = ",
               rows / 2),
@@ -244,11 +223,9 @@ class Savings {
 
   // Not every sequence length and model can be split into twice as many equal parts.
   void by_sequence() {
-    const int num_ranks = estimate_.run().meshes().world.size();
+    const int num_ranks = estimate_.run.meshes().world.size();
     const auto may_be = [&](int factor, const std::function<void(JobConfig&)>& change) {
-      JobConfig changed = config_;
-      change(changed);
-      return passes_check(changed, factor * num_ranks) || !passes_check(config_, num_ranks);
+      return passes_check(changed(change), factor * num_ranks) || !passes_check(config_, num_ranks);
     };
     const int64_t half = config_.training.seq_len / 2;
     if (may_be(1, [&](JobConfig& job) { job.training.seq_len = half; }))
@@ -261,7 +238,7 @@ class Savings {
   }
 
   void by_sharding() {
-    add(str("parallelism.data_parallel_shard_degree = ", 2 * estimate_.dims().dp_shard,
+    add(str("parallelism.data_parallel_shard_degree = ", 2 * estimate_.dims.dp_shard,
             ", on twice as many ranks"),
         4 * estimate_.shard_bytes() / 2);
     const ParallelismSettings& parallelism = config_.parallelism;
@@ -274,10 +251,9 @@ class Savings {
   }
 
   void add_parameters(const std::string& setting, const std::function<void(JobConfig&)>& change) {
-    JobConfig changed = config_;
-    change(changed);
-    const auto& world = estimate_.run().meshes().world;
-    const Estimate other(changed, world.size(), world.rank());
+    const JobConfig config = changed(change);
+    const auto& world = estimate_.run.meshes().world;
+    const Estimate other(config, world.size(), world.rank());
     add(setting, estimate_.gathered_bytes() + estimate_.unreduced_bytes() - other.gathered_bytes() -
                      other.unreduced_bytes());
   }
@@ -285,7 +261,7 @@ class Savings {
   const JobConfig& config_;
   const Estimate& estimate_;
   double activations_;
-  std::vector<MemorySaving> list_;
+  std::vector<NamedBytes> list_;
 };
 
 }  // namespace
@@ -304,33 +280,30 @@ std::string list_of(const std::vector<NamedBytes>& list) {
 }
 
 std::string table_of(const MemoryReport& report) {
+  const auto line = [](size_t width, const std::string& name, double bytes, const std::string& end) {
+    return str("  ", std::left, std::setw(static_cast<int>(width)), name, std::right, std::setw(10),
+               gib(bytes), end, "\n");
+  };
   size_t width = 0;
   for (const MemoryOwner& owner : report.owners) width = std::max(width, owner.name.size());
   std::string text;
   for (const MemoryOwner& owner : report.owners)
-    text += "  " + padded(owner.name, width) + right(gib(owner.bytes), 10) + " GiB  " + owner.details + "\n";
-  text += "  " + padded("all", width) + right(gib(report.total_bytes()), 10) + " GiB\n";
+    text += line(width, owner.name, owner.bytes, " GiB  " + owner.details);
+  text += line(width, "all", report.total_bytes(), " GiB");
   if (report.savings.empty()) return text;
   width = 0;
-  for (const MemorySaving& saving : report.savings) width = std::max(width, saving.setting.size());
+  for (const NamedBytes& saving : report.savings) width = std::max(width, saving.name.size());
   text += "Settings that would use less, each on its own:\n";
-  for (const MemorySaving& saving : report.savings)
-    text += "  " + padded(saving.setting, width) + right(gib(saving.bytes), 10) + " GiB less\n";
+  for (const NamedBytes& saving : report.savings) text += line(width, saving.name, saving.bytes, " GiB less");
   return text;
 }
 
-double MemoryReport::total_bytes() const {
-  return std::accumulate(owners.begin(), owners.end(), 0.0,
-                         [](double sum, const MemoryOwner& owner) { return sum + owner.bytes; });
-}
+double MemoryReport::total_bytes() const { return sum_of(owners); }
 
 MemoryReport memory_report(const JobConfig& config, int world_size, int rank, c10::Device device) {
   const Estimate estimate(config, world_size, rank);
-  MemoryReport report{owners_of(config, estimate), Savings(config, estimate, device).largest_first()};
-  std::erase_if(report.owners, [](const MemoryOwner& owner) { return owner.bytes == 0; });
-  std::stable_sort(report.owners.begin(), report.owners.end(),
-                   [](const MemoryOwner& a, const MemoryOwner& b) { return a.bytes > b.bytes; });
-  return report;
+  return {largest_first(owners_of(config, estimate), 1),
+          largest_first(Savings(config, estimate, device).list(), kSavingWorthShowing)};
 }
 
 namespace {
@@ -338,8 +311,8 @@ namespace {
 std::string in_use(c10::Device device) {
   auto* backend = dist::device_backend();
   if (device.is_cpu() || !backend)
-    return str("Peak resident memory: ", gib(peak_resident_gib() * kGib), " GiB of the machine's ",
-               gib(machine_memory_gib() * kGib), " GiB");
+    return str("Peak resident memory: ", gib(peak_resident_gib() * kGiB), " GiB of the machine's ",
+               gib(machine_memory_gib() * kGiB), " GiB");
   const dist::DeviceMemory memory = backend->memory(device.index());
   return str("Peak since the last logged step: ", gib(static_cast<double>(memory.peak_allocated_bytes)),
              " GiB in tensors, ", gib(static_cast<double>(memory.peak_reserved_bytes)),
@@ -355,11 +328,10 @@ bool is_out_of_memory(const std::exception& error) {
     return true;
   std::string text = error.what();
   text.resize(std::min(text.size(), text.find("first to fail")));
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char letter) { return static_cast<char>(std::tolower(letter)); });
-  constexpr std::array kWords = {"out of memory", "can't allocate memory", "std::bad_alloc"};
-  return std::any_of(kWords.begin(), kWords.end(),
-                     [&](const char* words) { return text.find(words) != std::string::npos; });
+  for (char& letter : text) letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+  for (const char* words : {"out of memory", "can't allocate memory", "std::bad_alloc"})
+    if (text.find(words) != std::string::npos) return true;
+  return false;
 }
 
 std::string explain_out_of_memory(const JobConfig& config, const dist::World& world) {

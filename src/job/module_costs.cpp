@@ -1,4 +1,4 @@
-#include "job/module_costs.h"
+// What each module of a model's sequence costs: module by module, each built on its own.
 
 #include <algorithm>
 #include <chrono>
@@ -9,15 +9,17 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/randn.h>
+#include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
 #include "dist/stream.h"
+#include "core/units.h"
+#include "job/pipeline_stages.h"
 #include "parallel/activation_checkpoint/budget.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
-#include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {
 
@@ -66,13 +68,9 @@ Work work_of(const torch::nn::Module& module) {
   return work;
 }
 
-double num_elements(const torch::nn::Module& module) {
-  double count = 0;
-  for (const at::Tensor& parameter : module.parameters()) count += static_cast<double>(parameter.numel());
-  return count;
+double num_elements(const TensorType& type) {
+  return static_cast<double>(c10::multiply_integers(type.sizes));
 }
-
-double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nbytes()); }
 
 // How much of the forward of layer `number` is recomputed by activation checkpointing.
 double recomputed_share(const ActivationCheckpointSettings& settings, int64_t number) {
@@ -111,19 +109,20 @@ class Walk {
     return costs;
   }
 
-  const JobConfig& config() const { return config_; }
   at::Device device() const { return device_; }
   at::ScalarType compute_dtype() const { return scalar_type(config_.training.mixed_precision_param); }
 
   double fixed_bytes(const torch::nn::Module& module) const {
-    const double elements = num_elements(module) / dims_.tp;
+    double elements = 0;
+    for (const at::Tensor& parameter : module.parameters())
+      elements += static_cast<double>(parameter.numel());
+    elements /= dims_.tp;
     const auto trained = static_cast<double>(c10::elementSize(scalar_type(config_.training.dtype)));
     return elements * (4 * trained / (dims_.dp_shard * dims_.row_degree()) +
                        static_cast<double>(c10::elementSize(compute_dtype())));
   }
-  double rank_share() const {
-    return 1.0 / (dims_.tp * dims_.row_degree());
-  }  // of a micro-batch's activations
+  // The share of a micro-batch's activations.
+  double rank_share() const { return 1.0 / (dims_.tp * dims_.row_degree()); }
 
  private:
   BuildOptions options(at::Device device) const {
@@ -134,12 +133,7 @@ class Walk {
   const Finding& find(torch::nn::Module& whole, const std::string& name, const TensorType& input,
                       bool is_last, const Measure& measure) {
     std::string key = titan::str(is_last ? "last" : "", at::IntArrayRef(input.sizes), input.dtype);
-    torch::nn::Module* module = &whole;
-    for (size_t begin = 0; begin <= name.size();) {
-      const size_t end = std::min(name.find('.', begin), name.size());
-      module = module->named_children()[name.substr(begin, end - begin)].get();
-      begin = end + 1;
-    }
+    const auto module = whole.named_modules(/*name_prefix=*/"", /*include_self=*/false)[name];
     key += module->name();
     for (const auto& parameter : module->named_parameters())
       key += titan::str(" ", parameter.key(), parameter.value().sizes());
@@ -168,8 +162,8 @@ class Walk {
     const double share = recomputed_share(config_.activation_checkpoint, number);
     cost.backward_s += share * cost.forward_s;
     if (share < 1) return cost;
-    cost.activation_bytes = rank_share() * static_cast<double>(c10::elementSize(input.dtype));
-    for (const int64_t size : input.sizes) cost.activation_bytes *= static_cast<double>(size);
+    cost.activation_bytes =
+        rank_share() * static_cast<double>(c10::elementSize(input.dtype)) * num_elements(input);
     return cost;
   }
 
@@ -202,9 +196,8 @@ Finding compute(const Walk& walk, const Probe& probe, const DeviceSpeed& speed) 
   // On average a query sees half of the keys, in two products.
   const double flops = tokens * (2 * work.product_elements + 2 * length * work.attention_width);
   const double weights = work.product_elements * element;
-  double result = element;
-  for (const int64_t size : found.output.sizes) result *= static_cast<double>(size);
-  const double passing = bytes_of(probe.input) + result + found.cost.activation_bytes / walk.rank_share();
+  const double passing = static_cast<double>(probe.input.nbytes()) + element * num_elements(found.output) +
+                         found.cost.activation_bytes / walk.rank_share();
   found.cost.forward_s = flops / speed.flops + (weights + passing) / speed.bytes;
   found.cost.backward_s =
       2 * flops / speed.flops + (2 * weights + 2 * passing + work.embedding_elements * element) / speed.bytes;
@@ -216,7 +209,7 @@ double seconds_of(at::Device device, const std::function<void()>& call) {
   const auto start = std::chrono::steady_clock::now();
   call();
   dist::Stream::current(device).synchronize();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return seconds_since(start);
 }
 
 Finding measure(const Walk& walk, const Probe& probe, int repeats) {

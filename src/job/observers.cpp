@@ -1,10 +1,11 @@
-#include "job/observers.h"
+// What watches and guards a run: time limits of the watchdog, the device's peak for MFU, profilers.
 
 #include <algorithm>
 #include <array>
 #include <string_view>
 
 #include "dist/device_backend.h"
+#include "job/build.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/float8/recipe.h"
@@ -120,12 +121,8 @@ DeviceRate device_rate(const JobConfig& config, const Meshes& meshes, at::Device
   return rate;
 }
 
-void start_memory_history(const JobConfig& config, at::Device device) {
-  if (config.profiling.enable_memory_snapshot) record_memory_history(device);
-}
-
 StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, const dist::World& world,
-                            const std::vector<std::unique_ptr<TrainableModel>>& models, StructuredLog* log) {
+                            std::vector<nn::AnyRef> models, StructuredLog* log) {
   const ProfilingSettings& settings = config.profiling;
   const std::filesystem::path dump_folder = config.job.dump_folder;
   if (settings.enable_memory_snapshot)
@@ -141,8 +138,8 @@ StepProfiler* add_profilers(RunObservers& observers, const JobConfig& config, co
                                 .rank = world.rank(),
                                 .world_size = world.size(),
                                 .backend = world.backend(),
+                                .models = std::move(models),
                                 .log = log};
-  for (const auto& model : models) options.models.push_back(model->root());
   auto profiler = std::make_unique<StepProfiler>(std::move(options));
   StepProfiler* const made = profiler.get();
   observers.push_back(std::move(profiler));

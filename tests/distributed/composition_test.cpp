@@ -13,7 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "distributed/outcome.h"
-#include "job/parallelism_settings.h"
+#include "job/settings.h"
 #include "titan/core/error.h"
 
 namespace titan {

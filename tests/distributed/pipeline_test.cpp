@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "distributed/pipeline_case.h"
-#include "job/parallelism_settings.h"
+#include "job/settings.h"
 #include "train/pipeline/tied_gradients.h"
 
 namespace titan {

@@ -10,8 +10,10 @@ namespace titan::cli {
 ///     return titan::cli::main(argc, argv);
 ///   }
 ///
-/// Returns 0, 2 for wrong settings or usage, else 1; a launched job's exit code is passed on. Catches
-/// everything and prints it to standard error.
+/// Returns the program's exit code: 0 after success, 2 for wrong settings or usage, 3 for a run whose numbers aren't sound
+/// (train::kUnsoundRunCode), and 1 for other errors. Commands add their own: `titan launch` and `titan train --nproc` pass on
+/// the code of the rank that failed first, `titan checkpoint verify` and `diff` return 1 for what they find, and a process that
+/// a signal stopped may return 128 + the signal. Catches every exception and prints it to standard error.
 int main(int argc, char** argv);
 
 }  // namespace titan::cli

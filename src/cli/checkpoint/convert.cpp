@@ -148,10 +148,9 @@ ConvertArguments parse_convert_arguments(const Arguments& words) {
       "--config", arguments.config,
       "a run's config with its [model]; needed to write a Hugging Face folder from a file (a step has its "
       "own config); a Hugging Face folder that is read must match it");
-  parser.app
-      .add_option("--dtype", arguments.dtype,
-                  "float32, bfloat16 or float16 (default: each tensor keeps its own)")
-      ->type_name("DTYPE")
+  parser
+      .value("--dtype", arguments.dtype, "DTYPE",
+             "float32, bfloat16 or float16 (default: each tensor keeps its own)")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}).description(""));
   parser.number("--shard-gb", arguments.shard_gb, CLI::Range(1e-6, 1e6),
                 "largest file of a folder, in 10^9 bytes (default 5)", "SIZE");

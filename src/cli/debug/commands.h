@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cli/commands.h"
-#include "cli/run/run_history.h"
+#include "cli/run_folder.h"
 #include "guard/flight_report.h"
 
 namespace titan::cli {

@@ -8,7 +8,6 @@
 
 #include "cli/debug/commands.h"
 #include "cli/parser.h"
-#include "cli/run/run_history.h"
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/json.h"
@@ -20,29 +19,13 @@ namespace {
 
 using nlohmann::ordered_json;
 
-/// Writes the array "traceEvents".
-class TraceWriter {
- public:
-  explicit TraceWriter(const std::function<void(std::string_view)>& append) : append_(append) {
-    append_("{\"displayTimeUnit\": \"ms\", \"traceEvents\": [");
-  }
-  void add(const ordered_json& object) {
-    append_(first_ ? "\n" : ",\n");
-    append_(json_text(object));
-    first_ = false;
-  }
-  void end() { append_("\n]}\n"); }
-
- private:
-  const std::function<void(std::string_view)>& append_;
-  bool first_ = true;
-};
+using AddEvent = std::function<void(const ordered_json& event)>;
 
 /// Writes one process's events.
 class ProcessTrace {
  public:
-  ProcessTrace(TraceWriter& writer, const ProcessLog& log, int64_t number)
-      : writer_(writer), log_(log), number_(number) {}
+  ProcessTrace(const AddEvent& add, const ProcessLog& log, int64_t number)
+      : add_(add), log_(log), number_(number) {}
 
   void write() {
     name_process();
@@ -55,8 +38,8 @@ class ProcessTrace {
  private:
   void name_process() {
     const std::string name = str("rank ", log_.rank, " (", log_.host, ", process ", log_.pid, ")");
-    writer_.add({{"ph", "M"}, {"name", "process_name"}, {"pid", number_}, {"args", {{"name", name}}}});
-    writer_.add(
+    add_({{"ph", "M"}, {"name", "process_name"}, {"pid", number_}, {"args", {{"name", name}}}});
+    add_(
         {{"ph", "M"}, {"name", "process_sort_index"}, {"pid", number_}, {"args", {{"sort_index", number_}}}});
   }
 
@@ -92,35 +75,35 @@ class ProcessTrace {
   }
 
   void span(const LoggedEvent& start, int64_t lasted_us, ordered_json args) {
-    writer_.add({{"ph", "X"},
-                 {"name", start.name},
-                 {"cat", "titan"},
-                 {"ts", start.time_us},
-                 {"dur", lasted_us},
-                 {"pid", number_},
-                 {"tid", start.thread},
-                 {"args", std::move(args)}});
+    add_({{"ph", "X"},
+          {"name", start.name},
+          {"cat", "titan"},
+          {"ts", start.time_us},
+          {"dur", lasted_us},
+          {"pid", number_},
+          {"tid", start.thread},
+          {"args", std::move(args)}});
   }
 
   void take_instant(const LoggedEvent& event) {
     if (event.value)
-      writer_.add({{"ph", "C"},
-                   {"name", event.name},
-                   {"ts", event.time_us},
-                   {"pid", number_},
-                   {"args", {{event.name, *event.value}}}});
+      add_({{"ph", "C"},
+            {"name", event.name},
+            {"ts", event.time_us},
+            {"pid", number_},
+            {"args", {{event.name, *event.value}}}});
     else
-      writer_.add({{"ph", "i"},
-                   {"s", "p"},
-                   {"name", event.name},
-                   {"cat", "titan"},
-                   {"ts", event.time_us},
-                   {"pid", number_},
-                   {"tid", event.thread},
-                   {"args", {{"step", event.step}}}});
+      add_({{"ph", "i"},
+            {"s", "p"},
+            {"name", event.name},
+            {"cat", "titan"},
+            {"ts", event.time_us},
+            {"pid", number_},
+            {"tid", event.thread},
+            {"args", {{"step", event.step}}}});
   }
 
-  TraceWriter& writer_;
+  const AddEvent& add_;
   const ProcessLog& log_;
   int64_t number_;
   std::map<std::pair<int64_t, std::string>, std::vector<const LoggedEvent*>> open_;
@@ -131,14 +114,19 @@ class ProcessTrace {
 
 void write_perfetto(const std::function<std::optional<ProcessLog>()>& next,
                     const std::function<void(std::string_view)>& append) {
-  TraceWriter writer(append);
+  bool first = true;
+  const AddEvent add = [&](const ordered_json& event) {
+    append(std::exchange(first, false) ? "\n" : ",\n");
+    append(json_text(event));
+  };
+  append("{\"displayTimeUnit\": \"ms\", \"traceEvents\": [");
   std::map<int, int64_t> starts;  // by rank, so far
   while (const auto log = next()) {
     // Process numbers of the trace: each restart of a rank adds a million.
     const int64_t number = log->rank + 1'000'000 * starts[log->rank]++;
-    ProcessTrace(writer, *log, number).write();
+    ProcessTrace(add, *log, number).write();
   }
-  writer.end();
+  append("\n]}\n");
 }
 
 namespace {
@@ -151,38 +139,15 @@ by kind of span. --perfetto writes all spans and instants as one trace for ui.pe
 below each other on one clock. Works while the run is running.
 )";
 
-struct EventsArguments {
-  fs::path run, perfetto;
-  std::vector<int> ranks;  // empty: all
-  std::vector<int64_t> steps;
-};
-
-EventsArguments parse_events_arguments(const Arguments& words) {
-  EventsArguments arguments;
-  Parser parser("titan debug events", "RUN [--perfetto FILE] [--ranks R,R] [--steps FIRST,LAST]",
-                kEventsNotes);
-  parser.path("RUN", arguments.run, "a run's folder");
-  parser.file("--perfetto", arguments.perfetto, "write one trace of all ranks");
-  parser.app.add_option("--ranks", arguments.ranks, "only these ranks")
-      ->delimiter(',')
-      ->type_name("R[,R...]");
-  parser.app.add_option("--steps", arguments.steps, "only events of these steps")
-      ->delimiter(',')
-      ->expected(2)
-      ->type_name("FIRST,LAST");
-  parser.parse(words);
-  return arguments;
-}
-
-std::vector<ProcessFiles> wanted_logs(const EventsArguments& arguments) {
-  const fs::path folder = structured_folder(arguments.run);
+// `ranks`: empty for all.
+std::vector<ProcessFiles> wanted_logs(const fs::path& run, const std::set<int>& ranks) {
+  const fs::path folder = structured_folder(run);
   if (folder.empty())
     throw ConfigError(
-        str("titan debug events: ", arguments.run.string(),
+        str("titan debug events: ", run.string(),
             " holds no structured logs (files train.global_rank_*.jsonl, which a run writes unless "
             "metrics.structured_logs.enable is off)"));
   std::vector<ProcessFiles> logs = list_structured_logs(folder);
-  const std::set<int> ranks(arguments.ranks.begin(), arguments.ranks.end());
   std::erase_if(logs,
                 [&](const ProcessFiles& files) { return !ranks.empty() && !ranks.contains(files.rank); });
   if (logs.empty()) throw ConfigError(str("titan debug events: no log of these ranks in ", folder.string()));
@@ -234,15 +199,19 @@ int write_trace(const std::vector<ProcessFiles>& logs, const ReadOptions& option
 }  // namespace
 
 int debug_events(const Arguments& words) {
-  const EventsArguments arguments = parse_events_arguments(words);
-  const std::vector<ProcessFiles> logs = wanted_logs(arguments);
-  ReadOptions options;
-  if (arguments.steps.size() == 2) {
-    options.first_step = arguments.steps[0];
-    options.last_step = arguments.steps[1];
-  }
-  if (arguments.perfetto.empty()) return print_times(logs, options);
-  return write_trace(logs, options, arguments.perfetto);
+  fs::path run, perfetto;
+  std::vector<int> ranks;
+  std::vector<int64_t> steps = {0, INT64_MAX};
+  Parser parser("titan debug events", "RUN [--perfetto FILE] [--ranks R,R] [--steps FIRST,LAST]",
+                kEventsNotes);
+  parser.path("RUN", run, "a run's folder");
+  parser.file("--perfetto", perfetto, "write one trace of all ranks");
+  parser.value("--ranks", ranks, "R[,R...]", "only these ranks")->delimiter(',');
+  parser.value("--steps", steps, "FIRST,LAST", "only events of these steps")->delimiter(',')->expected(2);
+  parser.parse(words);
+  const std::vector<ProcessFiles> logs = wanted_logs(run, {ranks.begin(), ranks.end()});
+  const ReadOptions options{.first_step = steps[0], .last_step = steps[1]};
+  return perfetto.empty() ? print_times(logs, options) : write_trace(logs, options, perfetto);
 }
 
 }  // namespace titan::cli

@@ -4,9 +4,10 @@
 #include <set>
 #include <thread>
 
+#include <c10/util/StringUtil.h>
+
 #include "cli/debug/commands.h"
 #include "cli/parser.h"
-#include "cli/run/run_folder.h"
 #include "cli/text.h"
 #include "core/file.h"
 #include "guard/flight_dump.h"
@@ -56,11 +57,7 @@ std::string call_tensors_text(const FlightCall& call) {
   for (const auto* all : {&call.in_sizes, &call.out_sizes}) {
     if (all == &call.out_sizes && call.in_sizes == call.out_sizes) break;
     if (all == &call.out_sizes && !all->empty()) text += " to";
-    for (const auto& sizes : *all) {
-      text += " [";
-      for (size_t i = 0; i < sizes.size(); ++i) text += str(i > 0 ? "," : "", sizes[i]);
-      text += "]";
-    }
+    for (const auto& sizes : *all) text += " [" + c10::Join(",", sizes) + "]";
   }
   return text;
 }
@@ -86,27 +83,14 @@ std::vector<int> chosen_ranks(const FlightLane& lane, const FlightReport& report
                               const FlightTableOptions& options) {
   std::vector<int> members = lane.members();
   if (!options.ranks.empty()) {
-    std::erase_if(members, [&](int rank) {
-      return std::find(options.ranks.begin(), options.ranks.end(), rank) == options.ranks.end();
-    });
+    std::erase_if(members, [&](int rank) { return std::ranges::count(options.ranks, rank) == 0; });
     return members;
   }
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
-    const auto is_culprit = [&](int rank) {
-      return std::find(report.culprits.begin(), report.culprits.end(), rank) != report.culprits.end();
-    };
-    return is_culprit(a) && !is_culprit(b);
-  });
+  std::ranges::stable_partition(members,
+                                [&](int rank) { return std::ranges::count(report.culprits, rank) > 0; });
   if (members.size() > kMostRankColumns) members.resize(kMostRankColumns);
   std::sort(members.begin(), members.end());
   return members;
-}
-
-size_t busiest_lane(const FlightReport& report) {
-  size_t busiest = 0;
-  for (size_t i = 1; i < report.lanes.size(); ++i)
-    if (report.lanes[i].calls.size() > report.lanes[busiest].calls.size()) busiest = i;
-  return busiest;
 }
 
 std::string cell_of(const std::map<int, const FlightFile*>& files, const FlightLane& lane, int64_t sequence,
@@ -147,7 +131,10 @@ std::string flight_calls_table(const std::vector<FlightFile>& files, const Fligh
                                const FlightTableOptions& options) {
   if (report.lanes.empty()) return "\nNo calls are recorded.\n";
   const bool is_about = report.lane < report.lanes.size();
-  const FlightLane& lane = report.lanes[is_about ? report.lane : busiest_lane(report)];
+  const FlightLane& lane = is_about ? report.lanes[report.lane]
+                                    : *std::ranges::max_element(report.lanes, {}, [](const FlightLane& each) {
+                                        return each.calls.size();
+                                      });
   std::map<int, const FlightFile*> by_rank;
   for (const FlightFile& file : files) by_rank[file.rank] = &file;
   const std::vector<int> ranks = chosen_ranks(lane, report, options);
@@ -253,10 +240,10 @@ int debug_flight(const Arguments& words) {
   Parser parser("titan debug flight", "FOLDER [--last N] [--ranks R,R]", kFlightNotes);
   parser.path("FOLDER", folder, "the folder of the records");
   parser.number("--last", options.num_calls, CLI::Range(1, 1'000'000), "how many calls (default 10)");
-  parser.app
-      .add_option("--ranks", options.ranks, "only columns of these ranks (default: culprits and some others)")
-      ->delimiter(',')
-      ->type_name("R[,R...]");
+  parser
+      .value("--ranks", options.ranks, "R[,R...]",
+             "only columns of these ranks (default: culprits and some others)")
+      ->delimiter(',');
   parser.parse(words);
   print_flight(record_folder(folder), options);
   return 0;

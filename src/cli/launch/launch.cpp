@@ -3,12 +3,15 @@
 #include <poll.h>
 #include <unistd.h>
 #include <algorithm>
-#include <cstdio>
+#include <charconv>
 #include <cstdlib>
+#include <filesystem>
 #include <random>
+#include <sstream>
+
+#include <c10/util/StringUtil.h>
 
 #include "checkpoint/peer/peer_folder.h"
-#include "cli/arguments.h"
 #include "cli/launch/group.h"
 #include "titan/core/error.h"
 
@@ -17,7 +20,7 @@ namespace titan::cli {
 int launch_command(const Arguments& words) { return launch_local(parse_launch_arguments(words)); }
 
 // The local launcher: starts groups of ranks, one after another, until a group is done or a restart is useless.
-// launch/group.h is about one group; launch/places.h decides which places a group may use.
+// launch/group.h is about one group.
 
 namespace {
 
@@ -31,10 +34,29 @@ int smallest_group(const LaunchOptions& options) {
   return options.restarts.min_ranks > 0 ? options.restarts.min_ranks : options.num_ranks;
 }
 
-std::string list(const std::vector<int>& numbers) {
-  std::string text;
-  for (int number : numbers) text += str(text.empty() ? "" : ", ", number);
-  return text;
+/// How many times an absence may be longer than the first.
+constexpr int kMostDoubled = 64;
+
+std::vector<std::string> device_names(const std::optional<std::string>& visible, int num_devices) {
+  std::vector<std::string> names;
+  if (!visible) {
+    for (int device = 0; device < num_devices; ++device) names.push_back(std::to_string(device));
+    return names;
+  }
+  std::istringstream list(*visible);
+  for (std::string name; std::getline(list, name, ',');) names.push_back(name);
+  return names;
+}
+
+int parse_rank(std::string_view text, int num_ranks) {
+  int rank = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), rank);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size() || rank < 0 ||
+      rank >= num_ranks) {
+    throw ConfigError(
+        str("--log-rank: '", text, "' isn't a rank from 0 to ", num_ranks - 1, ", 'all' or 'none'"));
+  }
+  return rank;
 }
 
 class Launcher {
@@ -48,24 +70,171 @@ class Launcher {
                  .rejoin_after = options.restarts.rejoin_after,
                  .fits = options.restarts.fits}) {}
 
-  int run();
+  int run() {
+    int code = 0;
+    try {
+      code = run_groups();
+    } catch (...) {
+      save_memory();
+      throw;
+    }
+    save_memory();
+    if (told_to_end_ != 0 && options_.on_end_without_ranks) options_.on_end_without_ranks(told_to_end_);
+    return code;
+  }
 
  private:
-  using End = RankGroup::End;
+  int run_groups() {
+    while (find_places()) {
+      const int num_ranks = static_cast<int>(group_.size());
+      if (num_starts_ > 0)
+        tell("start ", num_starts_ + 1, " (restart ", num_restarts_, " of ", options_.restarts.max_restarts,
+             "): ", num_ranks, " of ", options_.num_ranks, " ranks, at places ", c10::Join(", ", group_));
+      GroupOptions group = group_options();
+      ++num_starts_;
+      const GroupEnd end = run_group(num_ranks, std::move(group), signals_);
+      if (end.told_to_end != 0) told_at_ = end.told_at;
+      is_hurried_ = end.told_twice;
+      if (const auto code = after(end)) return *code;
+    }
+    return 128 + told_to_end_;
+  }
 
-  int run_groups();
-  void save_memory();
-  GroupOptions group_options();
-  Variables variables() const;
-  std::optional<int> after(const RankGroup& group, End end);
-  std::optional<int> after_failure(const RankGroup& group);
-  std::optional<int> after_no_start(const RankGroup& group);
-  std::optional<int> after_growth(const RankGroup& group);
+  // Ranks that returned 0 have removed their states from memory. Nobody else saves those of ranks that were lost
+  // or couldn't save.
+  void save_memory() {
+    SecondRequest second(told_at_);
+    const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };
+    for (const checkpoint::LeftState& state :
+         checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
+      if (state.problem.empty())
+        tell("the state after step ", state.step,
+             ", which was only in memory, is saved: ", state.disk.string());
+      else
+        tell("the state after step ", state.step, " remains in ", state.memory.string(),
+             " and isn't on disk: ", state.problem, ". To resume from it, copy that folder ",
+             state.disk.empty() ? "to the run's other steps" : str("to ", state.disk.string()),
+             " before you start the run again, which removes it from memory");
+    }
+  }
+
+  GroupOptions group_options() {
+    return {.job = options_,
+            .shown = shown_,
+            .variables = variables(),
+            .next_growth = [this] { return places_.next_growth(static_cast<int>(group_.size())); },
+            .on_rejoin = [this] { places_.bring_back(); }};
+  }
+
+  Variables variables() const {
+    Variables variables = {{"TITAN_JOB_ID", job_id_},
+                           {"TITAN_RESTART_COUNT", std::to_string(num_starts_)},
+                           {"TITAN_MAX_RESTARTS", std::to_string(options_.restarts.max_restarts)}};
+    const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+    const auto devices =
+        devices_of_places(group_, options_.num_ranks,
+                          visible ? std::optional<std::string>(visible) : std::nullopt, num_gpus_of_host());
+    if (devices) variables["CUDA_VISIBLE_DEVICES"] = *devices;
+    return variables;
+  }
+
+  std::optional<int> after(const GroupEnd& end) {
+    switch (end.kind) {
+      case GroupEnd::Kind::Done:
+        return 0;
+      case GroupEnd::Kind::Told:
+        tell("when asked to end, not all ranks ended well: ", end.ended_badly);
+        return 128 + end.told_to_end;
+      case GroupEnd::Kind::CantStart:
+        return after_no_start(end);
+      case GroupEnd::Kind::Failed:
+        return after_failure(end);
+      case GroupEnd::Kind::Outgrown:
+        return after_growth(end);
+    }
+    return std::nullopt;
+  }
+
+  /// Returns the exit code, or nullopt for another group.
+  std::optional<int> after_failure(const GroupEnd& end) {
+    write_all(STDERR_FILENO, end.report);
+    const RestartOptions& restarts = options_.restarts;
+    if (restarts.max_restarts == 0) return end.exit_code;
+    if (restarts.final_codes.count(end.exit_code)) {
+      tell("no restart: exit code ", end.exit_code, " is final");
+      return end.exit_code;
+    }
+    if (!may_restart()) {
+      tell("giving up after ", num_restarts_, " restart(s) (--max-restarts)");
+      return end.exit_code;
+    }
+    ++num_restarts_;
+    num_short_runs_ = end.run_time < kLongRun ? num_short_runs_ + 1 : 0;
+    lose_places(end);
+    return std::nullopt;
+  }
+
+  // A restart may help if the program existed before (it is being replaced), or the host is out of processes.
+  std::optional<int> after_no_start(const GroupEnd& end) {
+    tell("cannot start '", options_.command[0], "': ", end.start_error);
+    if (num_starts_ == 1 || !may_restart()) return 127;
+    ++num_restarts_;
+    num_short_runs_ = std::max(num_short_runs_, 1) + 1;
+    return std::nullopt;
+  }
+
+  // The larger group resumes from where this one stopped.
+  std::optional<int> after_growth(const GroupEnd& end) {
+    if (end.run_time >= kLongRun) num_short_runs_ = 0;
+    if (end.ended_badly.empty()) return std::nullopt;
+    tell("when asked to stop for a larger group, not all ranks ended well: ", end.ended_badly,
+         "; steps after the newest checkpoint are repeated");
+    const bool is_final = end.has_failed && options_.restarts.final_codes.count(end.exit_code);
+    return is_final ? after_failure(end) : std::nullopt;
+  }
+
   bool may_restart() const { return num_restarts_ < options_.restarts.max_restarts; }
-  void lose_places(const RankGroup& group);
-  bool find_places();
-  bool wait_until(std::optional<Clock::time_point> time);
-  void handle_between_groups();
+  void lose_places(const GroupEnd& end) {
+    const auto now = Clock::now();  // one time for all of them, so that they return together
+    for (const auto& [rank, how] : end.lost) {
+      tell("rank ", rank, " is lost (", how, ")");
+      places_.lose(group_[rank], now);
+    }
+  }
+
+  /// Returns false when asked to end before there were enough.
+  bool find_places() {
+    const auto earliest = Clock::now() + restart_delay(num_short_runs_, options_.restarts.longest_delay);
+    while (Clock::now() < earliest)
+      if (!wait_until(earliest)) return false;
+    for (bool logged = false; (group_ = places_.available(Clock::now())).empty(); logged = true) {
+      const auto next = places_.next_growth(0);
+      if (!logged)
+        tell("too few ranks are left for --min-ranks ", smallest_group(options_), "; waiting ",
+             next ? "for one to return" : "for SIGUSR2, which brings all back");
+      if (!wait_until(next)) return false;
+    }
+    return true;
+  }
+
+  /// Returns false when asked to end. Returns at SIGUSR2, too.
+  bool wait_until(std::optional<Clock::time_point> time) {
+    milliseconds left(-1);
+    if (time) left = std::max(std::chrono::ceil<milliseconds>(*time - Clock::now()), milliseconds(0));
+    pollfd ready{signals_.fd(), POLLIN, 0};
+    poll(&ready, 1, static_cast<int>(std::min<int64_t>(left.count(), 3'600'000)));
+    handle_between_groups();
+    return told_to_end_ == 0;
+  }
+
+  void handle_between_groups() {
+    while (const int signal = signals_.next()) {
+      if (signal == SIGUSR2) places_.bring_back();
+      if (!asks_for_end(signal)) continue;
+      told_to_end_ = signal;
+      if (!told_at_) told_at_ = Clock::now();
+    }
+  }
 
   const LaunchOptions& options_;
   const std::string job_id_;
@@ -81,198 +250,95 @@ class Launcher {
   bool is_hurried_ = false;                   // asked to end at once
 };
 
-Variables Launcher::variables() const {
-  Variables variables = {{"TITAN_JOB_ID", job_id_},
-                         {"TITAN_RESTART_COUNT", std::to_string(num_starts_)},
-                         {"TITAN_MAX_RESTARTS", std::to_string(options_.restarts.max_restarts)}};
-  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
-  const auto devices =
-      devices_of_places(group_, options_.num_ranks,
-                        visible ? std::optional<std::string>(visible) : std::nullopt, num_gpus_of_host());
-  if (devices) variables["CUDA_VISIBLE_DEVICES"] = *devices;
-  return variables;
-}
+}  // namespace
 
-GroupOptions Launcher::group_options() {
-  return {.command = options_.command,
-          .shown = shown_,
-          .grace = options_.grace,
-          .stop_grace = options_.stop_grace,
-          .num_places = options_.num_ranks,
-          .variables = variables(),
-          .next_growth = [this] { return places_.next_growth(static_cast<int>(group_.size())); },
-          .on_rejoin = [this] { places_.bring_back(); }};
-}
-
-void Launcher::handle_between_groups() {
-  while (const int signal = signals_.next()) {
-    if (signal == SIGUSR2) places_.bring_back();
-    if (!asks_for_end(signal)) continue;
-    told_to_end_ = signal;
-    if (!told_at_) told_at_ = Clock::now();
+ShownRanks::ShownRanks(const std::string& text, int num_ranks) : all_(text == "all") {
+  if (all_ || text == "none") return;
+  size_t start = 0;
+  while (start <= text.size()) {
+    const size_t comma = std::min(text.find(',', start), text.size());
+    ranks_.insert(parse_rank(std::string_view(text).substr(start, comma - start), num_ranks));
+    start = comma + 1;
   }
 }
 
-/// Returns false when asked to end. Returns at SIGUSR2, too.
-bool Launcher::wait_until(std::optional<Clock::time_point> time) {
-  milliseconds left(-1);
-  if (time) left = std::max(std::chrono::ceil<milliseconds>(*time - Clock::now()), milliseconds(0));
-  pollfd ready{signals_.fd(), POLLIN, 0};
-  poll(&ready, 1, static_cast<int>(std::min<int64_t>(left.count(), 3'600'000)));
-  handle_between_groups();
-  return told_to_end_ == 0;
-}
+RankPlaces::RankPlaces(Options options)
+    : options_(std::move(options)),
+      free_at_(options_.num_places, Time::min()),
+      absences_(options_.num_places, milliseconds(0)) {}
 
-/// Returns false when asked to end before there were enough.
-bool Launcher::find_places() {
-  const auto earliest = Clock::now() + restart_delay(num_short_runs_, options_.restarts.longest_delay);
-  while (Clock::now() < earliest)
-    if (!wait_until(earliest)) return false;
-  for (bool logged = false; (group_ = places_.available(Clock::now())).empty(); logged = true) {
-    const auto next = places_.next_growth(0);
-    if (!logged)
-      tell("too few ranks are left for --min-ranks ", smallest_group(options_), "; waiting ",
-           next ? "for one to return" : "for SIGUSR2, which brings all back");
-    if (!wait_until(next)) return false;
+void RankPlaces::lose(int place, Time now) {
+  if (options_.min_ranks >= options_.num_places) return;
+  if (!options_.rejoin_after) {
+    free_at_[place] = Time::max();
+    return;
   }
-  return true;
+  milliseconds& absence = absences_[place];
+  const bool comes_again = absence.count() > 0 && now < free_at_[place] + absence;
+  absence =
+      comes_again ? std::min(2 * absence, kMostDoubled * *options_.rejoin_after) : *options_.rejoin_after;
+  free_at_[place] = now + absence;
 }
 
-void Launcher::lose_places(const RankGroup& group) {
-  const auto now = Clock::now();  // one time for all of them, so that they return together
-  for (int rank : group.lost()) {
-    tell("rank ", rank, " is lost (", group.how_lost(rank), ")");
-    places_.lose(group_[rank], now);
-  }
+void RankPlaces::bring_back() {
+  std::fill(free_at_.begin(), free_at_.end(), Time::min());
+  std::fill(absences_.begin(), absences_.end(), milliseconds(0));
 }
 
-/// Returns the exit code, or nullopt for another group.
-std::optional<int> Launcher::after_failure(const RankGroup& group) {
-  write_all(STDERR_FILENO, group.report());
-  const RestartOptions& restarts = options_.restarts;
-  if (restarts.max_restarts == 0) return group.exit_code();
-  if (restarts.final_codes.count(group.exit_code())) {
-    tell("no restart: exit code ", group.exit_code(), " is final");
-    return group.exit_code();
-  }
-  if (!may_restart()) {
-    tell("giving up after ", num_restarts_, " restart(s) (--max-restarts)");
-    return group.exit_code();
-  }
-  ++num_restarts_;
-  num_short_runs_ = group.run_time() < kLongRun ? num_short_runs_ + 1 : 0;
-  lose_places(group);
-  return std::nullopt;
+int RankPlaces::largest_fit(int num_free) const {
+  for (int size = num_free; size >= options_.min_ranks; --size)
+    if (!options_.fits || options_.fits(size)) return size;
+  return 0;
 }
 
-// A restart may help if the program existed before (it is being replaced), or the host is out of processes.
-std::optional<int> Launcher::after_no_start(const RankGroup& group) {
-  tell("cannot start '", options_.command[0], "': ", group.start_error());
-  if (num_starts_ == 1 || !may_restart()) return 127;
-  ++num_restarts_;
-  num_short_runs_ = std::max(num_short_runs_, 1) + 1;
-  return std::nullopt;
+std::vector<int> RankPlaces::available(Time now) const {
+  std::vector<int> places;
+  for (int place = 0; place < options_.num_places; ++place)
+    if (free_at_[place] <= now) places.push_back(place);
+  places.resize(largest_fit(static_cast<int>(places.size())));
+  return places;
 }
 
-// The larger group resumes from where this one stopped.
-std::optional<int> Launcher::after_growth(const RankGroup& group) {
-  if (group.run_time() >= kLongRun) num_short_runs_ = 0;
-  const std::string badly = group.ended_badly();
-  if (badly.empty()) return std::nullopt;
-  tell("when asked to stop for a larger group, not all ranks ended well: ", badly,
-       "; steps after the newest checkpoint are repeated");
-  const bool is_final = group.has_failed() && options_.restarts.final_codes.count(group.exit_code());
-  return is_final ? after_failure(group) : std::nullopt;
-}
-
-std::optional<int> Launcher::after(const RankGroup& group, End end) {
-  switch (end) {
-    case End::Done:
-      return 0;
-    case End::Told:
-      tell("when asked to end, not all ranks ended well: ", group.ended_badly());
-      return 128 + group.told_to_end();
-    case End::CantStart:
-      return after_no_start(group);
-    case End::Failed:
-      return after_failure(group);
-    case End::Outgrown:
-      return after_growth(group);
+std::optional<RankPlaces::Time> RankPlaces::next_growth(int size) const {
+  std::vector<Time> times = free_at_;
+  std::sort(times.begin(), times.end());
+  for (int num_free = size + 1; num_free <= options_.num_places; ++num_free) {
+    const Time time = times[num_free - 1];
+    if (time == Time::max()) break;
+    if (largest_fit(num_free) > size) return time;
   }
   return std::nullopt;
 }
 
-// Ranks that returned 0 have removed their states from memory. Nobody else saves those of ranks that were lost
-// or couldn't save.
-void Launcher::save_memory() {
-  SecondRequest second(told_at_);
-  const auto gives_up = [&] { return is_hurried_ || second.has_come(signals_); };
-  for (const checkpoint::LeftState& state :
-       checkpoint::end_peer_folders(options_.memory_folder, job_id_, gives_up)) {
-    if (state.problem.empty())
-      tell("the state after step ", state.step,
-           ", which was only in memory, is saved: ", state.disk.string());
-    else
-      tell("the state after step ", state.step, " remains in ", state.memory.string(),
-           " and isn't on disk: ", state.problem, ". To resume from it, copy that folder ",
-           state.disk.empty() ? "to the run's other steps" : str("to ", state.disk.string()),
-           " before you start the run again, which removes it from memory");
-  }
+milliseconds restart_delay(int num_short_runs, milliseconds longest) {
+  if (num_short_runs <= 1) return milliseconds(0);
+  return std::min<milliseconds>(longest, std::chrono::seconds(1 << std::min(num_short_runs - 2, 20)));
 }
 
-int Launcher::run() {
-  int code = 0;
-  try {
-    code = run_groups();
-  } catch (...) {
-    save_memory();
-    throw;
-  }
-  save_memory();
-  if (told_to_end_ != 0 && options_.on_end_without_ranks) options_.on_end_without_ranks(told_to_end_);
-  return code;
+std::optional<std::string> devices_of_places(const std::vector<int>& places, int num_places,
+                                             const std::optional<std::string>& visible, int num_devices) {
+  const std::vector<std::string> names = device_names(visible, num_devices);
+  if (static_cast<int>(places.size()) == num_places || static_cast<int>(names.size()) < num_places) return {};
+  std::vector<std::string> own;
+  for (int place : places) own.push_back(names[place]);
+  return c10::Join(",", own);
 }
 
-int Launcher::run_groups() {
-  while (find_places()) {
-    const int num_ranks = static_cast<int>(group_.size());
-    if (num_starts_ > 0)
-      tell("start ", num_starts_ + 1, " (restart ", num_restarts_, " of ", options_.restarts.max_restarts,
-           "): ", num_ranks, " of ", options_.num_ranks, " ranks, at places ", list(group_));
-    RankGroup group(num_ranks, group_options(), signals_);
-    ++num_starts_;
-    const End end = group.run();
-    if (group.told_to_end() != 0) told_at_ = group.told_at();
-    is_hurried_ = group.told_twice();
-    if (const auto code = after(group, end)) return *code;
-  }
-  return 128 + told_to_end_;
+int num_gpus_of_host() {
+  std::error_code none;
+  std::filesystem::directory_iterator gpus("/proc/driver/nvidia/gpus", none);
+  return none ? 0 : static_cast<int>(std::distance(begin(gpus), end(gpus)));
 }
 
-void check(const LaunchOptions& options) {
+int launch_local(const LaunchOptions& options) {
   const RestartOptions& restarts = options.restarts;
-  if (options.num_ranks < 1)
-    throw ConfigError(str("the number of ranks is ", options.num_ranks, "; allowed: 1 and above"));
-  if (options.command.empty()) throw ConfigError("no program to launch");
-  if (restarts.max_restarts < 0)
-    throw ConfigError(str("--max-restarts is ", restarts.max_restarts, "; allowed: 0 and above"));
-  if (restarts.min_ranks < 0 || restarts.min_ranks > options.num_ranks)
+  if (restarts.min_ranks > options.num_ranks)
     throw ConfigError(str("--min-ranks is ", restarts.min_ranks, "; allowed: 1 to the number of ranks, ",
                           options.num_ranks));
   if (restarts.fits && !restarts.fits(options.num_ranks))
     throw ConfigError(str("the program can't run on ", options.num_ranks, " ranks"));
-}
-
-std::string new_job_id() {
   std::random_device source;
-  return str("titan-", ::getpid(), "-", source(), "-", source());
-}
-
-}  // namespace
-
-int launch_local(const LaunchOptions& options) {
-  check(options);
-  return Launcher(options, new_job_id()).run();
+  return Launcher(options, str("titan-", ::getpid(), "-", source(), "-", source())).run();
 }
 
 }  // namespace titan::cli

@@ -11,14 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "titan/guard/watchdog.h"
+#include "cli/commands.h"
 #include "titan/train/run_end.h"
 
 namespace titan::cli {
-
-/// Between SIGTERM to the ranks that are left after a failure and their SIGKILL: time to report what they saw.
-inline constexpr std::chrono::seconds kFailureGrace = dist::kExplainsWithin + std::chrono::seconds(1);
-static_assert(kFailureGrace < dist::kJobEndsWithin);
 
 /// Exit code of a rank that refuses its settings, as of titan::cli::main() and of many programs.
 inline constexpr int kRefusedSettingsCode = 2;
@@ -43,8 +39,7 @@ struct LaunchOptions {
   int num_ranks = 1;
   std::vector<std::string> command;  ///< program (looked up in PATH) and its arguments
   std::string log_rank = "0";        ///< the ranks whose output is shown: "0", "0,3", "all", "none"
-  std::chrono::milliseconds grace = kFailureGrace;
-  /// The same after a request to stop, when ranks may save; at most 30 s once a rank has ended with an error.
+  /// Between a request to stop and SIGKILL, when ranks may save; at most 30 s once a rank has ended with an error.
   std::chrono::milliseconds stop_grace{30000};
   RestartOptions restarts = {};
   /// Where ranks keep states in memory for the next start (checkpoint.peer_folder). When the job ends, a state
@@ -54,6 +49,66 @@ struct LaunchOptions {
   /// Its exceptions pass through.
   std::function<void(int signal)> on_end_without_ranks = {};
 };
+
+/// `titan launch -n N [--log-rank RANKS] [--max-restarts K ...] [--] program [arguments ...]`: everything after
+/// the program's name belongs to the program. Throws as parse_train_arguments().
+LaunchOptions parse_launch_arguments(const Arguments& words);
+
+/// Which ranks' lines are shown.
+class ShownRanks {
+ public:
+  /// "0", "0,3", "all" or "none"; throws ConfigError for others.
+  ShownRanks(const std::string& text, int num_ranks);
+  bool contains(int rank) const { return all_ || ranks_.count(rank) != 0; }
+
+ private:
+  bool all_ = false;
+  std::set<int> ranks_;
+};
+
+/// A job of N ranks has N places on its host, each with its own GPU if there are enough. A lost rank's place stays
+/// empty for a while, in case the place caused the loss.
+class RankPlaces {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  struct Options {
+    int num_places = 1;
+    int min_ranks = 1;
+    std::optional<std::chrono::milliseconds> rejoin_after = {};  ///< unset: after bring_back()
+    std::function<bool(int)> fits = {};                          ///< unset: any number
+  };
+
+  explicit RankPlaces(Options options);
+
+  /// Leaves the place empty: twice as long as last time if it hasn't been in use that long, so that a broken GPU
+  /// causes fewer and fewer restarts. Does nothing if groups must have the full size.
+  void lose(int place, Time now);
+  void bring_back();
+
+  /// The places for a group that starts now: the lowest ones, as many as are available and fit. Empty: too few.
+  std::vector<int> available(Time now) const;
+  /// When a group could have more than `size` ranks; nullopt: not before bring_back().
+  std::optional<Time> next_growth(int size) const;
+
+ private:
+  int largest_fit(int num_free) const;
+
+  Options options_;
+  std::vector<Time> free_at_;                        // by place
+  std::vector<std::chrono::milliseconds> absences_;  // the last absence of each
+};
+
+/// How long to wait before a start after `num_short_runs` starts in a row that failed early: 0 after the first,
+/// then 1, 2, 4 ... s, at most `longest`.
+std::chrono::milliseconds restart_delay(int num_short_runs, std::chrono::milliseconds longest);
+
+/// The GPUs of `places` for CUDA_VISIBLE_DEVICES, taken from `visible` (the variable's value; nullopt: devices
+/// 0 to `num_devices` - 1). nullopt: leave the variable as it is, because all places are used or there are fewer
+/// GPUs than places.
+std::optional<std::string> devices_of_places(const std::vector<int>& places, int num_places,
+                                             const std::optional<std::string>& visible, int num_devices);
+/// The number of GPUs of this host; doesn't use CUDA.
+int num_gpus_of_host();
 
 /// Runs `command` once per rank and waits for all of them.
 ///

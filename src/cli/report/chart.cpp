@@ -1,11 +1,12 @@
-#include "cli/report/page.h"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <optional>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -268,10 +269,6 @@ std::string to_html(const Chart& given) {
 
 namespace {
 
-double height_of(const StackedChart::Column& column) {
-  return std::accumulate(column.values.begin(), column.values.end(), 0.0);
-}
-
 std::string bars(const StackedChart::Column& column, const Scale& x, const Scale& y) {
   // Half a step to each side, so that neighbours touch.
   const double left = plot_x(x, column.first_step - 0.5), right = plot_x(x, column.last_step + 0.5);
@@ -304,12 +301,181 @@ std::string script_data(const StackedChart& chart, const Scale& x) {
 std::string to_html(const StackedChart& chart) {
   if (chart.columns.empty()) return "";
   double highest = 0;
-  for (const StackedChart::Column& column : chart.columns) highest = std::max(highest, height_of(column));
+  for (const StackedChart::Column& column : chart.columns)
+    highest = std::max(highest, std::accumulate(column.values.begin(), column.values.end(), 0.0));
   const Scale x(chart.columns.front().first_step - 0.5, chart.columns.back().last_step + 0.5, false, false);
   const Scale y(0, highest, false, true);
   std::string drawing = axes(x, y);
   for (const StackedChart::Column& column : chart.columns) drawing += bars(column, x, y);
   return figure(chart.title, chart.unit, chart.parts, drawing, script_data(chart, x));
+}
+
+// The sections of the page that are made of charts.
+
+namespace {
+
+constexpr size_t kMostMemoryLines = 8;  // the number of colors
+
+// The steps at which the run was resumed.
+std::vector<double> restart_steps(const RunHistory& run) {
+  std::vector<double> steps;
+  for (size_t i = 1; i < run.processes.size(); ++i)
+    if (const int64_t first = steps_of(run.processes[i]).first; first > 0)
+      steps.push_back(static_cast<double>(first));
+  return steps;
+}
+
+Curve instants_of(const ProcessLog& log, const char* name) {
+  Curve curve;
+  for (const LoggedEvent& event : log.events)
+    if (event.name == name && event.value) curve.emplace_back(static_cast<double>(event.step), *event.value);
+  return curve;
+}
+
+// A series per rank; without structured logs, of rank 0 only.
+std::vector<ChartSeries> memory_series(const PageInput& input) {
+  std::vector<ChartSeries> series;
+  for (const ProcessLog& rank : input.ranks)
+    if (Curve curve = instants_of(rank, "memory_gib"); !curve.empty() && series.size() < kMostMemoryLines)
+      series.push_back({str("rank ", rank.rank), std::move(curve)});
+  if (series.empty()) series.push_back({"rank 0", input.run.steps.curve("memory_gib")});
+  return series;
+}
+
+Chart of_figure(const RunHistory& run, const char* title, const char* unit, const char* key) {
+  return {
+      .title = title, .unit = unit, .series = {{title, run.steps.curve(key)}}, .marks = restart_steps(run)};
+}
+
+struct SpanPart {
+  const char* span;
+  const char* name;
+};
+constexpr std::array<SpanPart, 7> kSpanParts = {{{"fetching_batch", "data"},
+                                                 {"post_dataloading_process", "waiting for others' data"},
+                                                 {"fwd_bwd", "forward and backward"},
+                                                 {"optim", "optimizer"},
+                                                 {"checkpoint_save", "saving"},
+                                                 {"eval", "validation"},
+                                                 {"collect_dist_metrics", "logging"}}};
+constexpr size_t kForward = 2;
+constexpr size_t kRest = kSpanParts.size();
+constexpr size_t kMostColumns = 60;
+
+/// Seconds by part; the last part is the rest of the step.
+using StepTimes = std::array<double, kSpanParts.size() + 1>;
+
+double sum_of(const StepTimes& times) { return std::accumulate(times.begin(), times.end(), 0.0); }
+
+void add_span(const LoggedEvent& end, StepTimes& times) {
+  const auto part = std::ranges::find(kSpanParts, end.name, &SpanPart::span);
+  if (part != kSpanParts.end()) times[static_cast<size_t>(part - kSpanParts.begin())] += *end.value * 1e-3;
+}
+
+// Spans of an unfinished step (the process was killed) and of a save after the last step don't count. If a step was trained
+// twice, the later time counts. A step without a forward wasn't trained: all ranks agreed to stop.
+std::map<int64_t, StepTimes> times_of_steps(const RunHistory& run) {
+  std::map<int64_t, StepTimes> steps;
+  for (const ProcessLog& process : run.processes) {
+    std::optional<StepTimes> times;  // of the step that has begun
+    for (const LoggedEvent& event : process.events) {
+      const bool is_step = event.name == "step";
+      if (event.kind == LoggedEvent::Kind::Start && is_step) times = StepTimes{};
+      if (event.kind != LoggedEvent::Kind::End || !event.value || !times) continue;
+      add_span(event, *times);
+      if (!is_step) continue;
+      times->at(kRest) = std::max(0.0, *event.value * 1e-3 - sum_of(*times));
+      if (times->at(kForward) > 0) steps[event.step] = *times;
+      times.reset();
+    }
+  }
+  return steps;
+}
+
+StackedChart chart_of(const std::map<int64_t, StepTimes>& steps) {
+  StackedChart chart{.title = "Where a step's time goes",
+                     .unit = "s, rank 0, means over the steps of a column"};
+  for (const SpanPart& part : kSpanParts) chart.parts.push_back(part.name);
+  chart.parts.push_back("rest");
+  const size_t stride = (steps.size() + kMostColumns - 1) / kMostColumns;
+  size_t taken = 0;
+  for (const auto& [step, times] : steps) {
+    if (taken++ % stride == 0)
+      chart.columns.push_back(
+          {.first_step = static_cast<double>(step), .values = std::vector<double>(times.size())});
+    StackedChart::Column& column = chart.columns.back();
+    column.last_step = static_cast<double>(step);
+    for (size_t i = 0; i < times.size(); ++i) column.values[i] += times[i];
+  }
+  for (size_t i = 0; i < chart.columns.size(); ++i) {
+    const size_t count = std::min(stride, steps.size() - i * stride);
+    for (double& value : chart.columns[i].values) value /= static_cast<double>(count);
+  }
+  return chart;
+}
+
+std::string totals(const RunHistory& run, const std::map<int64_t, StepTimes>& steps) {
+  StepTimes sum = {};
+  for (const auto& [step, times] : steps)
+    for (size_t i = 0; i < times.size(); ++i) sum[i] += times[i];
+  double startup = 0, loading = 0, teardown = 0;
+  for (const ProcessLog& process : run.processes)
+    for (const LoggedEvent& event : process.events) {
+      if (event.kind != LoggedEvent::Kind::End || !event.value) continue;
+      if (event.name == "startup" || event.name == "model_parallelism_init" || event.name.ends_with(".build"))
+        startup += *event.value * 1e-3;
+      if (event.name == "checkpoint_load") loading += *event.value * 1e-3;
+      if (event.name == "teardown") teardown += *event.value * 1e-3;
+    }
+  HtmlTable table{.heads = {"part", "time", "share", "a step"}, .numbers = {false, true, true, true}};
+  const double all = startup + loading + teardown + sum_of(sum);
+  const auto add = [&](const char* name, double seconds, bool per_step) {
+    if (seconds < 1e-6 * all) return;
+    table.rows.push_back({name, duration(seconds), number("%.1f %%", 100 * seconds / all),
+                          per_step ? duration(seconds / static_cast<double>(steps.size())) : ""});
+  };
+  for (size_t i = 0; i < kSpanParts.size(); ++i) add(kSpanParts[i].name, sum[i], true);
+  add("rest of the steps", sum[kRest], true);
+  add("start-up", startup, false);
+  add("loading a checkpoint", loading, false);
+  add("final writes", teardown, false);
+  return to_html(table);
+}
+
+}  // namespace
+
+std::string charts_section(const PageInput& input) {
+  const RunHistory& run = input.run;
+  Chart loss = of_figure(run, "Loss", "", "loss");
+  loss.series[0].name = "training";
+  if (!run.validations.empty())
+    loss.series.push_back({.name = "validation", .points = run.validations.curve("loss"), .dots = true});
+  Chart norm = of_figure(run, "Gradient norm", "before clipping", "grad_norm");
+  norm.may_be_log = true;
+  Chart speed = of_figure(run, "Throughput", "tokens/s per device", "tps");
+  speed.from_zero = true;
+  Chart memory{.title = "Memory",
+               .unit = "GiB, peak of an interval (CPU: peak so far)",
+               .series = memory_series(input),
+               .marks = restart_steps(run),
+               .from_zero = true};
+  std::string charts = to_html(loss) + to_html(norm) + to_html(speed) + to_html(memory) +
+                       to_html(of_figure(run, "Learning rate", "", "lr"));
+  Chart mfu = of_figure(run, "MFU", "%", "mfu");
+  mfu.from_zero = true;
+  charts += to_html(mfu);
+  if (charts.empty()) return paragraph("No step has been logged yet.");
+  const std::string note =
+      run.processes.size() > 1 ? paragraph("A dashed line marks where the run was resumed.") : "";
+  return note + "<div class=\"charts\">\n" + charts + "</div>\n";
+}
+
+std::string time_section(const PageInput& input) {
+  const auto steps = times_of_steps(input.run);
+  if (steps.empty())
+    return paragraph("There is no structured log of rank 0 (metrics.structured_logs.enable).");
+  return str("<div class=\"charts\">\n", to_html(chart_of(steps)), "<div>", totals(input.run, steps),
+             "</div></div>\n");
 }
 
 }  // namespace titan::cli::report

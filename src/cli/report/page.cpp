@@ -2,13 +2,20 @@
 
 #include "cli/report/page.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <cstdio>
+#include <map>
+#include <optional>
+#include <utility>
 
+#include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/process.h"
+#include "titan/config/load.h"
+#include "job/job_config.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::report {
@@ -47,61 +54,194 @@ std::string to_html(const HtmlTable& table) {
   return html + "</tbody></table></div>\n";
 }
 
-std::string section(std::string_view id, std::string_view title, const std::string& body) {
-  return str("<section id=\"", id, "\">\n<h2>", escaped(title), "</h2>\n", body, "</section>\n");
-}
-
 std::string paragraph(std::string_view text) { return str("<p>", escaped(text), "</p>\n"); }
+
+std::string validation_section(const PageInput& input) {
+  const MetricRows& rows = input.run.validations;
+  if (rows.empty()) return paragraph("The run has no validations.");
+  HtmlTable table{.heads = {"step", "loss", "tokens/s per device"}, .numbers = {true, true, true}};
+  std::optional<size_t> best;
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (const auto loss = rows.value(i, "loss"); loss && (!best || *loss < *rows.value(*best, "loss")))
+      best = i;
+  const size_t stride = (rows.size() + 39) / 40;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (i % stride != 0 && i + 1 != rows.size() && i != best) continue;
+    const auto loss = rows.value(i, "loss");
+    table.rows.push_back({short_number(static_cast<double>(rows.step(i))),
+                          loss ? number("%.5f", *loss) : "not finite",
+                          short_number(std::round(rows.value(i, "tps").value_or(0)))});
+    table.row_classes.push_back(i == best ? "changed" : "");
+  }
+  return paragraph("The best validation is marked.") + to_html(table);
+}
 
 namespace {
 
-struct Part {
-  const char* id;
-  const char* name;
-  std::string html;
+struct RunState {
+  std::string css;
+  std::string words;
 };
 
-std::string navigation(const std::vector<Part>& parts) {
-  std::string html = "<nav>";
-  for (const Part& part : parts)
-    if (!part.html.empty()) html += str("<a href=\"#", part.id, "\">", part.name, "</a> ");
-  return html + "</nav>\n";
+RunState state_of(const PageInput& input) {
+  const RunHistory& run = input.run;
+  const int64_t last = run.steps.last_step(), total = run.total_steps();
+  const std::string place =
+      str("step ", short_number(static_cast<double>(last)), " of ", short_number(static_cast<double>(total)));
+  if (run.processes.empty()) return last == total ? RunState{"good", "completed"} : RunState{"warn", place};
+  const ProcessEnd end = end_of(run, run.processes.size() - 1, input.now_us);
+  if (end.kind == ProcessEnd::Kind::Completed)
+    return last == total ? RunState{"good", "completed"} : RunState{"good", "ended after " + place};
+  if (end.kind == ProcessEnd::Kind::Stopped) return {"warn", str(end.words, " after ", place)};
+  if (end.kind == ProcessEnd::Kind::Failed) return {"bad", "ended by " + end.words};
+  return {"warn", str(end.words, ", ", place)};
 }
 
-std::string heading(const RunHistory& run) {
-  const std::string description = run.text_setting("job.description");
-  const std::string folder = std::filesystem::absolute(run.folder).lexically_normal().string();
-  return str("<header>\n<h1>", escaped(description.empty() ? folder : description), "</h1>\n<p>",
-             escaped(run.text_setting("model.name")), " ", escaped(run.text_setting("model.flavor")),
-             " &middot; <code>", escaped(folder), "</code></p>\n</header>\n");
+std::string tile(const std::string& name, const std::string& value) {
+  return str("<div class=\"tile\"><small>", escaped(name), "</small><b>", escaped(value), "</b></div>\n");
 }
 
-}  // namespace
+std::string figure_tile(const std::string& name, const std::optional<double>& value) {
+  return value ? tile(name, short_number(*value)) : "";
+}
 
-std::string page(const PageInput& input) {
-  const std::vector<Part> parts = {{"overview", "Overview", overview_section(input)},
-                                   {"charts", "Curves", charts_section(input)},
-                                   {"time", "Time", time_section(input)},
-                                   {"ranks", "Ranks", ranks_section(input)},
-                                   {"validation", "Validation", validation_section(input)},
-                                   {"checkpoints", "Checkpoints", checkpoints_section(input)},
-                                   {"restarts", "Starts", restarts_section(input)},
-                                   {"configuration", "Configuration", configuration_section(input)},
-                                   {"environment", "Environment", environment_section(input)}};
+std::optional<double> best_of(const Curve& curve) {
+  if (curve.empty()) return std::nullopt;
+  return std::ranges::min(curve, {}, [](const auto& point) { return point.second; }).second;
+}
+
+std::string overview_section(const PageInput& input) {
+  const RunHistory& run = input.run;
+  const RunState state = state_of(input);
+  std::string tiles = figure_tile("steps", static_cast<double>(run.steps.last_step()));
+  tiles += figure_tile("last loss", run.steps.last("loss"));
+  tiles += figure_tile("best validation loss", best_of(run.validations.curve("loss")));
+  tiles += figure_tile("tokens seen", run.steps.last("n_tokens_seen"));
+  tiles += figure_tile("tokens/s per device (median)", median_after_first(run.steps.curve("tps")));
+  if (const auto step_s = median_after_first(run.steps.curve("step_s")))
+    tiles += tile("step (median)", duration(*step_s));
+  tiles += figure_tile("MFU % (median)", median_after_first(run.steps.curve("mfu")));
+  if (!run.processes.empty()) {
+    if (const auto ranks = run.processes.back().world_size(); !ranks.empty()) tiles += tile("ranks", ranks);
+    double seconds = 0;  // without the time between the processes
+    for (const ProcessLog& process : run.processes) seconds += process.seconds();
+    tiles += tile("time running", duration(seconds));
+    tiles += tile("restarts", std::to_string(run.processes.size() - 1));
+  }
+  return str("<p><span class=\"state ", state.css, "\">", escaped(state.words),
+             "</span></p>\n<div class=\"tiles\">\n", tiles, "</div>\n");
+}
+
+// The rank that rank 0 last reported as holding the others up; -1: none.
+int slowest_now(const PageInput& input) {
+  if (input.run.processes.empty()) return -1;
+  return static_cast<int>(input.run.processes.back().value("straggler").value_or(-1));
+}
+
+std::string straggler_notes(const PageInput& input) {
+  std::string notes;
+  double before = -1;
+  for (const ProcessLog& process : input.run.processes)
+    for (const LoggedEvent& event : process.events)
+      if (event.name == "straggler" && event.value && std::exchange(before, *event.value) != *event.value)
+        notes += *event.value < 0
+                     ? str("Step ", event.step, ": no rank holds the others up any longer. ")
+                     : str("Step ", event.step, ": rank ", *event.value, " holds the others up. ");
+  return notes.empty() ? "" : paragraph(notes);
+}
+
+std::string ranks_section(const PageInput& input) {
+  if (input.ranks.empty()) return "";
+  HtmlTable table{
+      .heads = {"rank", "host", "step", "own s/step", "waits s/step", "memory GiB", "memory %", "last event"},
+      .numbers = {true, false, true, true, true, true, true}};
+  const int slowest = slowest_now(input);
+  for (const ProcessLog& rank : input.ranks) {
+    table.rows.push_back({std::to_string(rank.rank), rank.host,
+                          std::to_string(rank.events.empty() ? 0 : rank.events.back().step),
+                          number_or_none("%.4f", rank.value("own_s")),
+                          number_or_none("%.4f", rank.value("wait_s")),
+                          number_or_none("%.2f", rank.value("memory_gib")),
+                          number_or_none("%.1f", rank.value("memory_percent")),
+                          rank.events.empty() ? "" : local_time(rank.last_us())});
+    table.row_classes.push_back(rank.rank == slowest ? "warn" : "");
+  }
+  std::string body = to_html(table) + straggler_notes(input);
+  if (input.num_ranks > static_cast<int>(input.ranks.size()))
+    body += paragraph(str(input.ranks.size(), " of ", input.num_ranks, " ranks are shown."));
+  return body;
+}
+
+std::string checkpoints_section(const PageInput& input) {
+  const auto steps = checkpoint::list_steps(input.run.checkpoint_folder());
+  if (steps.empty()) return paragraph("There are none.");
+  HtmlTable table{.heads = {"step", "written", "size", "state"}, .numbers = {true, false, true}};
+  for (const checkpoint::StepEntry& entry : steps) {
+    const StepHealth health = examine_step(entry);
+    table.rows.push_back({short_number(static_cast<double>(entry.step)), health.written(),
+                          size_text(health.num_bytes), health.state()});
+    table.row_classes.push_back(health.problems.empty() ? "" : "bad");
+  }
+  return to_html(table);
+}
+
+std::string restarts_section(const PageInput& input) {
+  if (input.run.processes.empty()) return "";
+  HtmlTable table{.heads = {"start", "host", "process", "ranks", "steps", "time running", "how it ended"},
+                  .numbers = {false, false, true, true}};
+  for (size_t i = 0; i < input.run.processes.size(); ++i) {
+    const ProcessLog& process = input.run.processes[i];
+    const StepRange steps = steps_of(process);
+    const ProcessEnd end = end_of(input.run, i, input.now_us);
+    table.rows.push_back({local_time(process.first_us()), process.host, std::to_string(process.pid),
+                          process.world_size(),
+                          steps.last > 0 ? str(steps.first, " to ", steps.last) : "none",
+                          duration(process.seconds()), end.words});
+    table.row_classes.push_back(end.kind == ProcessEnd::Kind::Failed   ? "bad"
+                                : end.kind == ProcessEnd::Kind::Silent ? "warn"
+                                                                       : "");
+  }
+  return to_html(table);
+}
+
+std::string configuration_section(const PageInput& input) {
+  const auto defaults = config::printed_settings(config::print_toml(train::job_schema(), train::JobConfig{}));
+  HtmlTable table{.heads = {"setting", "value"}};
+  for (const auto& [key, value] : input.run.settings) {
+    const auto usual = defaults.find(key);
+    table.rows.push_back({key, value});
+    table.row_classes.push_back(usual == defaults.end() || usual->second != value ? "changed" : "");
+  }
+  return paragraph("Settings that are not the default are marked.") + "<div class=\"wrap\">" +
+         to_html(table) + "</div>\n";
+}
+
+std::string environment_section(const PageInput& input) {
+  if (input.run.processes.empty()) return "";
+  HtmlTable table{.heads = {"", ""}};
+  for (const auto& [key, value] : input.run.processes.back().environment.items())
+    table.rows.push_back({key, value.is_string() ? value.get<std::string>() : value.dump()});
+  return "<div class=\"wrap\">" + to_html(table) + "</div>\n";
+}
+
+/// A part of the page under a heading with an anchor; without a body there is nothing to show.
+struct Section {
+  const char* id;
+  const char* name;
   std::string body;
-  for (const Part& part : parts) body += part.html;
-  const std::string title = input.run.folder.filename().empty()
-                                ? input.run.folder.parent_path().filename().string()
-                                : input.run.folder.filename().string();
-  return str("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n",
-             "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>",
-             escaped(title), " - titan report</title>\n<style>", kPageStyle,
-             "</style>\n</head>\n<body>\n<main>\n", heading(input.run), navigation(parts), body,
-             "<footer>titan report ", kVersion, ", ", local_time(input.now_us),
-             "</footer>\n</main>\n<script>", kPageScript, "</script>\n</body>\n</html>\n");
+};
+
+std::string to_html(const std::vector<Section>& sections) {
+  std::string navigation, html;
+  for (const auto& [id, name, body] : sections) {
+    if (body.empty()) continue;
+    navigation += str("<a href=\"#", id, "\">", name, "</a> ");
+    html += str("<section id=\"", id, "\">\n<h2>", name, "</h2>\n", body, "</section>\n");
+  }
+  return str("<nav>", navigation, "</nav>\n", html);
 }
 
-const char* const kPageStyle = R"css(
+constexpr const char* kPageStyle = R"css(
 :root { color-scheme: light dark;
   --bg: #f6f7f9; --card: #ffffff; --text: #1c2330; --soft: #5d6778; --line: #e1e5eb; --accent: #1f5fd6;
   --good: #147a4b; --bad: #bb2b2b; --warn: #96600a; --row: #f1f4f8;
@@ -165,7 +305,7 @@ footer { color: var(--soft); font-size: 13px; }
 @media print { body { background: #fff; } section { break-inside: avoid; } nav { display: none; } }
 )css";
 
-const char* const kPageScript = R"js(
+constexpr const char* kPageScript = R"js(
 // Shows the values at the pointer; the page is complete without it.
 for (const chart of document.querySelectorAll("figure.chart")) {
   const svg = chart.querySelector("svg"), cursor = chart.querySelector(".cursor"), tip = chart.querySelector(".tip");
@@ -200,6 +340,37 @@ for (const chart of document.querySelectorAll("figure.chart")) {
   });
 }
 )js";
+
+std::string heading(const RunHistory& run) {
+  const std::string description = run.text_setting("job.description");
+  const std::string folder = std::filesystem::absolute(run.folder).lexically_normal().string();
+  return str("<header>\n<h1>", escaped(description.empty() ? folder : description), "</h1>\n<p>",
+             escaped(run.text_setting("model.name")), " ", escaped(run.text_setting("model.flavor")),
+             " &middot; <code>", escaped(folder), "</code></p>\n</header>\n");
+}
+
+}  // namespace
+
+std::string page(const PageInput& input) {
+  const std::string sections = to_html({{"overview", "Overview", overview_section(input)},
+                                        {"charts", "Curves", charts_section(input)},
+                                        {"time", "Time", time_section(input)},
+                                        {"ranks", "Ranks", ranks_section(input)},
+                                        {"validation", "Validation", validation_section(input)},
+                                        {"checkpoints", "Checkpoints", checkpoints_section(input)},
+                                        {"restarts", "Starts", restarts_section(input)},
+                                        {"configuration", "Configuration", configuration_section(input)},
+                                        {"environment", "Environment", environment_section(input)}});
+  const std::string title = input.run.folder.filename().empty()
+                                ? input.run.folder.parent_path().filename().string()
+                                : input.run.folder.filename().string();
+  return str("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n",
+             "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>",
+             escaped(title), " - titan report</title>\n<style>", kPageStyle,
+             "</style>\n</head>\n<body>\n<main>\n", heading(input.run), sections, "<footer>titan report ",
+             kVersion, ", ", local_time(input.now_us), "</footer>\n</main>\n<script>", kPageScript,
+             "</script>\n</body>\n</html>\n");
+}
 
 }  // namespace titan::cli::report
 

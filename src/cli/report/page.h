@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "cli/run/run_history.h"
+#include "cli/run_folder.h"
 
 namespace titan::cli::report {
 
@@ -24,8 +24,6 @@ struct HtmlTable {
 };
 std::string to_html(const HtmlTable& table);
 
-/// A part of the page under a heading with an anchor.
-std::string section(std::string_view id, std::string_view title, const std::string& body);
 std::string paragraph(std::string_view text);
 
 struct PageInput {
@@ -39,19 +37,10 @@ inline constexpr size_t kMostRanks = 64;
 
 std::string page(const PageInput& input);
 
-// The sections of the page; "" when there is nothing to show.
-std::string overview_section(const PageInput& input);
+// Sections of the page, without their headings; "" when there is nothing to show.
 std::string charts_section(const PageInput& input);
 std::string time_section(const PageInput& input);
-std::string ranks_section(const PageInput& input);
 std::string validation_section(const PageInput& input);
-std::string checkpoints_section(const PageInput& input);
-std::string restarts_section(const PageInput& input);
-std::string configuration_section(const PageInput& input);
-std::string environment_section(const PageInput& input);
-
-extern const char* const kPageStyle;
-extern const char* const kPageScript;
 
 /// Maps values to places on an axis, and chooses the marked values.
 class Scale {

@@ -8,7 +8,7 @@
 //   tell    a thread puts it into the job's store, for a peer that waits for data (SignalListener)
 //   agree   all ranks hear of it before the same step's forward (agreement.h)
 //   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0 (but where
-//           torchrun's agent stopped its ranks: src/cli/launch/launch_train.h)
+//           torchrun's agent stopped its ranks: src/cli/train.h)
 //
 // A second signal ends the process at once, with 128 + its number. Within 0.2 s it counts as the first one
 // again, and one of the launcher's always does: it passes on what the ranks of its process group, or SLURM

@@ -1,4 +1,4 @@
-#include "cli/launch/launch_train.h"
+#include "cli/train.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -1,8 +1,9 @@
-#include "cli/arguments.h"
+// The words after a command's name.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "cli/train.h"
 #include "titan/core/error.h"
 #include "unit/cli/words.h"
 
@@ -129,18 +130,19 @@ TEST(LaunchArguments, PrintsHelp) {
 }
 
 TEST(CompareArguments, NeedsTwoRuns) {
-  EXPECT_EQ(parse_compare_arguments({"a", "b", "c"}), (Words{"a", "b", "c"}));
-  EXPECT_THAT(problem_of(parse_compare_arguments, {"a"}), HasSubstr("at least two runs"));
-  EXPECT_THAT(problem_of(parse_compare_arguments, {"a", "--all", "b"}), HasSubstr("unknown option '--all'"));
-  EXPECT_THAT(help_of(parse_compare_arguments, {"--help"}), HasSubstr("usage: titan compare RUN RUN ..."));
+  EXPECT_THAT(problem_of(compare_command, {"no_run", "b", "c"}), HasSubstr("no_run holds no run"));
+  EXPECT_THAT(problem_of(compare_command, {"a"}), HasSubstr("at least two runs"));
+  EXPECT_THAT(problem_of(compare_command, {"a", "--all", "b"}), HasSubstr("unknown option '--all'"));
+  EXPECT_THAT(help_of(compare_command, {"--help"}), HasSubstr("usage: titan compare RUN RUN ..."));
 }
 
 TEST(DocsArguments, TakesOnePage) {
-  EXPECT_EQ(parse_docs_arguments({"config"}), "config");
-  EXPECT_THAT(problem_of(parse_docs_arguments, {"confg"}),
-              AllOf(HasSubstr("confg"), HasSubstr("torchtitan-keys")));
-  EXPECT_THAT(problem_of(parse_docs_arguments, {}), HasSubstr("PAGE is required"));
-  EXPECT_THAT(help_of(parse_docs_arguments, {"-h"}), HasSubstr("usage: titan docs"));
+  ::testing::internal::CaptureStdout();
+  docs_command({"config"});
+  EXPECT_THAT(::testing::internal::GetCapturedStdout(), HasSubstr("# Settings"));
+  EXPECT_THAT(problem_of(docs_command, {"confg"}), AllOf(HasSubstr("confg"), HasSubstr("torchtitan-keys")));
+  EXPECT_THAT(problem_of(docs_command, {}), HasSubstr("PAGE is required"));
+  EXPECT_THAT(help_of(docs_command, {"-h"}), HasSubstr("usage: titan docs"));
 }
 
 }  // namespace

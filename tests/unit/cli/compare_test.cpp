@@ -1,4 +1,4 @@
-#include "cli/compare.h"
+#include "cli/run_folder.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "cli/launch/group.h"
+#include "cli/launch/launch.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "cli/launch/process.h"
+#include "cli/launch/signals.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -1,9 +1,8 @@
-#include "cli/launch/launch_train.h"
+#include "cli/train.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "cli/commands.h"
 #include "titan/config/load.h"
 #include "titan/core/error.h"
 

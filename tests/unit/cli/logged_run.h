@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/run/run_history.h"
+#include "cli/run_folder.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {

@@ -1,11 +1,10 @@
-#include "job/module_costs.h"
 
 #include <algorithm>
 #include <limits>
 
 #include <gtest/gtest.h>
 
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_split.h"
 #include "unit/cli/load_preset.h"

@@ -1,6 +1,6 @@
 // A run's folder: rows, settings, and how its processes ended.
 
-#include "cli/run/run_history.h"
+#include "cli/run_folder.h"
 
 #include <csignal>
 #include <utility>
@@ -169,7 +169,7 @@ TEST(RunHistory, ReadsTheLastRows) {
   const MetricRows all(path), tail(path, {.tail_bytes = 40});
   EXPECT_EQ(all.size(), 3u);
   EXPECT_EQ(all.curve("loss"), (Curve{{1, 3.5}, {3, 2.5}}));
-  EXPECT_EQ(tail.first_step(), 3);
+  EXPECT_EQ(tail.step(0), 3);
   EXPECT_EQ(tail.last("loss"), 2.5);
   EXPECT_TRUE(MetricRows(path.parent_path() / "none.jsonl").empty());
 }

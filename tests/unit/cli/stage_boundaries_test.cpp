@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 

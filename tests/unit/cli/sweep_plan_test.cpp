@@ -1,4 +1,4 @@
-#include "cli/sweep/sweep.h"
+#include "cli/sweep.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -42,10 +42,10 @@ TEST(SweepPlan, RunsEveryCombinationOfAGrid) {
                                           "lr=3e-4,n_layers=4"));
   EXPECT_EQ(plan.num_ranks, 2);
   EXPECT_EQ(plan.folder, "outputs/sweep_plan");
-  EXPECT_THAT(
-      plan.train_words(plan.runs[1]),
-      ElementsAre(::testing::TempDir() + "configs/a.toml", "--training.steps=7", "--optimizer.lr=0.001",
-                  "--model.args.n_layers=4", "--job.dump_folder=outputs/sweep_plan/lr=0.001,n_layers=4"));
+  EXPECT_EQ(plan.base, ::testing::TempDir() + "configs/a.toml");
+  EXPECT_THAT(plan.setting_words(plan.runs[1]),
+              ElementsAre("--training.steps=7", "--optimizer.lr=0.001", "--model.args.n_layers=4",
+                          "--job.dump_folder=outputs/sweep_plan/lr=0.001,n_layers=4"));
 }
 
 TEST(SweepPlan, ReadsNamedRunsAndAllKindsOfValues) {

@@ -1,4 +1,4 @@
-#include "cli/sweep/sweep.h"
+#include "cli/sweep.h"
 
 #include <csignal>
 

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "job/float8_job.h"
+#include "job/build.h"
 #include "titan/core/error.h"
 
 namespace titan::train {

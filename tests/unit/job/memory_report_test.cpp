@@ -4,7 +4,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "job/memory_report.h"
+#include "job/dry_run.h"
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/containers.h"
@@ -47,8 +47,8 @@ class MemoryReportTest : public ::testing::Test {
     return 0;
   }
   static double saved(const MemoryReport& report, const std::string& setting) {
-    for (const MemorySaving& saving : report.savings)
-      if (saving.setting == setting) return saving.bytes;
+    for (const NamedBytes& saving : report.savings)
+      if (saving.name == setting) return saving.bytes;
     return 0;
   }
 };

@@ -1,4 +1,4 @@
-#include "job/observers.h"
+#include "job/build.h"
 
 #include <gtest/gtest.h>
 

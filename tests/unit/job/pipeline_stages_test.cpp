@@ -3,7 +3,7 @@
 
 #include "job/build.h"
 #include "job/dry_run.h"
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
 #include "titan/parallel/parameters.h"
 #include "unit/job/residual_family.h"
 #include "unit/train/toy_model.h"

@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "job/pipeline/stages.h"
+#include "job/pipeline_stages.h"
 #include "titan/core/error.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/fsdp.h"

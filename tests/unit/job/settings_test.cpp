@@ -1,4 +1,4 @@
-#include "job/parallelism_settings.h"
+#include "job/settings.h"
 
 #include <set>
 
@@ -17,19 +17,18 @@ ParallelismSettings degrees(int64_t replicate, int64_t shard) {
 }
 
 TEST(ParallelDims, ShardDegreeTakesWhatIsLeft) {
-  std::vector<std::string> problems;
-  EXPECT_EQ(resolve_parallel_dims(degrees(1, -1), 8, problems).dp_shard, 8);
-  EXPECT_EQ(resolve_parallel_dims(degrees(2, -1), 8, problems).dp_shard, 4);
-  EXPECT_EQ(resolve_parallel_dims(degrees(8, -1), 8, problems).dp_shard, 1);
-  EXPECT_TRUE(problems.empty());
+  for (const auto& [replicate, shard] : {std::pair(1, 8), std::pair(2, 4), std::pair(8, 1)}) {
+    const ParallelDims dims = resolve_parallel_dims(degrees(replicate, -1), 8);
+    EXPECT_EQ(dims.dp_shard, shard);
+    EXPECT_FALSE(world_size_problem(dims, 8));
+  }
 }
 
 TEST(ParallelDims, TheProductIsTheWorld) {
   for (auto settings : {degrees(1, 3), degrees(3, -1), degrees(16, -1), degrees(2, 8)}) {
-    std::vector<std::string> problems;
-    resolve_parallel_dims(settings, 8, problems);
-    ASSERT_EQ(problems.size(), 1u);
-    EXPECT_NE(problems[0].find("the job has 8"), std::string::npos) << problems[0];
+    const auto problem = world_size_problem(resolve_parallel_dims(settings, 8), 8);
+    ASSERT_TRUE(problem);
+    EXPECT_NE(problem->find("the job has 8"), std::string::npos) << *problem;
   }
 }
 
@@ -86,23 +85,21 @@ TEST(ParallelDims, LayOutTheRanks) {
 TEST(ParallelDims, ThePipelineTakesItsShareOfTheWorld) {
   ParallelismSettings settings = degrees(1, -1);
   settings.pipeline_parallel_degree = 4;
-  std::vector<std::string> problems;
-  const ParallelDims dims = resolve_parallel_dims(settings, 8, problems);
-  EXPECT_TRUE(problems.empty());
+  const ParallelDims dims = resolve_parallel_dims(settings, 8);
+  EXPECT_FALSE(world_size_problem(dims, 8));
   EXPECT_EQ(dims.pp, 4);
   EXPECT_EQ(dims.dp_shard, 2);
 }
 
 TEST(ContextParallelSettings, BecomeOptions) {
   ParallelismSettings settings{.context = {.degree = 2}};
-  std::vector<std::string> problems;
-  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).rows.at(0).parts_per_rank, 2);
+  EXPECT_EQ(resolve_parallel_dims(settings, 2).rows.at(0).parts_per_rank, 2);
   EXPECT_EQ(settings.context.options().load_balancer, ContextLoadBalancer::HeadTail);
   EXPECT_EQ(settings.context.options().rotate_method, ContextRotateMethod::AllGather);
   EXPECT_EQ(settings.context.options().attention, ContextAttention::Ring);
   settings.context = {
       .degree = 2, .load_balancer = "None", .rotate_method = "alltoall", .attention = "allgather_kv"};
-  EXPECT_EQ(resolve_parallel_dims(settings, 2, problems).rows.at(0).parts_per_rank, 1);
+  EXPECT_EQ(resolve_parallel_dims(settings, 2).rows.at(0).parts_per_rank, 1);
   EXPECT_EQ(settings.context.options().load_balancer, ContextLoadBalancer::None);
   EXPECT_EQ(settings.context.options().rotate_method, ContextRotateMethod::AllToAll);
   EXPECT_EQ(settings.context.options().attention, ContextAttention::AllGatherKv);

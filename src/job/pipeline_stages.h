@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "job/build.h"
-#include "job/job_config.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "titan/parallel/pipeline_split.h"
@@ -42,10 +41,6 @@ StagePlan plan_stages(const JobConfig& config);
 /// Checks the settings of a pipeline; adds what is wrong to `problems`. `dims` is resolved.
 void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vector<KeyedProblem>& problems);
 
-/// The schedule of pipeline_parallel_schedule_csv, for one of the loader's batches, or nullopt if
-/// the schedule is made by its name. Throws ConfigError.
-std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings);
-
 /// The first world rank with the last stage, which computes the loss: TorchTitan's metrics rank.
 int metrics_rank(const ParallelDims& dims, const StagePlan& plan);
 
@@ -66,7 +61,7 @@ BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::De
                            int64_t num_batches);
 
 /// The largest number of forwards, of all stages of pipeline rank `pp_rank`, whose backward is still to come.
-int most_under_way(const JobConfig& config, const StagePlan& plan, int num_ranks, int pp_rank);
+int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank);
 
 /// A memory budget in bytes of a rank becomes that of one forward: its share if as many are under way as can
 /// be.
@@ -75,5 +70,33 @@ void share_memory_budget(ActivationCheckpointSettings& settings, const pipeline:
 
 /// Names of the parameters on other pipeline ranks. Collective over meshes.pp.
 std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes);
+
+// What each module of a model's sequence costs in time and memory, for balanced stages (module_costs.cpp).
+
+/// What a device does per second. The defaults are what bfloat16 matrix products reach on an H100; a split
+/// depends only on their ratio.
+struct DeviceSpeed {
+  double flops = 500e12;
+  double bytes = 2.5e12;
+};
+
+/// Computed from sizes, for a micro-batch of parallelism.pipeline_parallel_microbatch_size sequences, in the
+/// order of the model's nn::LayerSequence: each module is built on meta tensors and run once.
+/// - Time: operations / speed + bytes moved / speed. Operations are those of products with parameters (two per
+///   element and token; twice that in the backward) and of causal attention. Embeddings look up rows, and
+///   write a whole gradient matrix. The last module is the loss head, with its loss. Layers that activation
+///   checkpointing recomputes are charged for it: in full, every n-th, or half under "op".
+/// - Memory: weight, gradient and the optimizer's two moments in training.dtype, divided by the ranks that the
+///   parameters are sharded over, and a gathered copy in the compute dtype; and what the graph of a forward
+///   saves (for layers that are recomputed in full, their input).
+/// `dims` divides memory. Times are a single device's, as the times of all stages are divided equally.
+std::vector<pipeline::ModuleCost> computed_costs(const JobConfig& config, const ParallelDims& dims = {},
+                                                 const DeviceSpeed& speed = {});
+
+/// The same with times measured on `device`: each module is built there on its own, unsharded, and run
+/// `repeats` times, of which the fastest counts. Modules of equal shape are measured once. Ranks measure
+/// different times: to split by them, broadcast one rank's.
+std::vector<pipeline::ModuleCost> measured_costs(const JobConfig& config, at::Device device,
+                                                 const ParallelDims& dims = {}, int repeats = 3);
 
 }  // namespace titan::train

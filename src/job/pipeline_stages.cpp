@@ -1,16 +1,18 @@
-// From settings to the stages of a pipeline.
+#include "job/pipeline_stages.h"
 
 #include <strings.h>
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <sstream>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include "job/module_costs.h"
-#include "job/pipeline/stages.h"
+#include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/parallel/pipeline_schedule.h"
+#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::train {
 
@@ -103,12 +105,14 @@ const pipeline::ScheduleTraits& traits_of(const ParallelismSettings& settings) {
                [&]() -> const pipeline::ScheduleTraits& { return pipeline::schedule_traits(name); });
 }
 
+// Micro-batches of one of the loader's batches.
+int micro_batches_per_batch(const JobConfig& config) {
+  return static_cast<int>(config.training.local_batch_size /
+                          config.parallelism.pipeline_parallel_microbatch_size);
+}
+
 // Enough to suit every schedule and to fill every pipeline, where only the stages matter.
 int enough_micro_batches(int ranks, int stages) { return ranks * stages; }
-
-int64_t micro_batches_per_batch(const JobConfig& config) {
-  return config.training.local_batch_size / config.parallelism.pipeline_parallel_microbatch_size;
-}
 
 StageMap map_by_name(const ParallelismSettings& settings, const pipeline::ModuleSequence& modules) {
   const pipeline::ScheduleTraits& traits = traits_of(settings);
@@ -135,7 +139,7 @@ std::vector<double> live_micro_batches(const JobConfig& config, const StageMap& 
   const ParallelismSettings& settings = config.parallelism;
   if (is_in_file(settings)) return pipeline::live_micro_batches(read_file(settings));
   const pipeline::ScheduleTraits& traits = traits_of(settings);
-  const int count = traits.memory_grows ? static_cast<int>(micro_batches_per_batch(config))
+  const int count = traits.memory_grows ? micro_batches_per_batch(config)
                                         : enough_micro_batches(num_ranks(settings), map.num_stages());
   return pipeline::live_micro_batches(
       pipeline::make_schedule(traits.name, num_ranks(settings), map.num_stages(), count));
@@ -186,12 +190,9 @@ std::vector<StageSharedParameter> shared_between(const pipeline::StageModules& s
                                                  const std::vector<nn::SharedParameter>& parameters) {
   std::vector<StageSharedParameter> shared;
   for (const nn::SharedParameter& parameter : parameters) {
-    const auto uses_it = [&](const std::string& module) {
-      return std::find(parameter.modules.begin(), parameter.modules.end(), module) != parameter.modules.end();
-    };
     StageSharedParameter found{parameter.name, {}};
     for (size_t stage = 0; stage < stages.size(); ++stage)
-      if (std::any_of(stages[stage].begin(), stages[stage].end(), uses_it))
+      if (std::ranges::find_first_of(stages[stage], parameter.modules) != stages[stage].end())
         found.stages.push_back(static_cast<int>(stage));
     if (found.stages.size() > 1) shared.push_back(std::move(found));
   }
@@ -233,7 +234,7 @@ void check_live(const ParallelismSettings& settings, const Make& make) {
 void check_micro_batches(const JobConfig& config, const StagePlan& plan, int batch_degree) {
   const ParallelismSettings& settings = config.parallelism;
   const TrainingSettings& training = config.training;
-  const int64_t in_batch = micro_batches_per_batch(config);
+  const int in_batch = micro_batches_per_batch(config);
   if (is_in_file(settings)) {
     const pipeline::Schedule schedule = read_file(settings);
     if (schedule.num_micro_batches != in_batch)
@@ -244,8 +245,7 @@ void check_micro_batches(const JobConfig& config, const StagePlan& plan, int bat
     check_live(settings, [&] { return schedule; });
     return;
   }
-  const int64_t rows = training.local_batch_size * batch_degree;
-  const int64_t batches = training.global_batch_size < 0 ? 1 : (training.global_batch_size + rows - 1) / rows;
+  const int64_t batches = training.batches_per_step(batch_degree);
   const pipeline::ScheduleTraits& traits = traits_of(settings);
   const auto micro_batches = static_cast<int>(traits.memory_grows ? in_batch : in_batch * batches);
   const auto problem =
@@ -291,9 +291,131 @@ void check_pipeline(const JobConfig& config, const ParallelDims& dims, std::vect
   }
 }
 
-std::optional<pipeline::Schedule> schedule_from_file(const ParallelismSettings& settings) {
-  if (!is_in_file(settings)) return std::nullopt;
-  return pipeline::read_schedule_csv(settings.pipeline_parallel_schedule_csv);
+std::vector<int> StagePlan::stages_of(int pp_rank) const {
+  std::vector<int> stages;
+  for (int stage = 0; stage < num_stages(); ++stage)
+    if (rank_of_stage[static_cast<size_t>(stage)] == pp_rank) stages.push_back(stage);
+  return stages;
+}
+
+int metrics_rank(const ParallelDims& dims, const StagePlan& plan) {
+  return plan.rank_of_stage.back() * (dims.world_size() / dims.pp);
+}
+
+std::vector<std::unique_ptr<TrainableModel>> build_stages(const JobConfig& config, const StagePlan& plan,
+                                                          const Meshes& meshes, at::Device device) {
+  if (!device.is_meta() && meshes.world.rank() == 0) log_float8_layers(config);
+  std::vector<std::unique_ptr<TrainableModel>> stages;
+  for (const int stage : plan.stages_of(meshes.pp.rank()))
+    stages.push_back(build_model(config, meshes, device, plan.modules[static_cast<size_t>(stage)]));
+  return stages;
+}
+
+std::vector<TensorType> stage_boundaries(const JobConfig& config, const StagePlan& plan,
+                                         const dist::World& world, int64_t rows, int64_t seq_len) {
+  at::NoGradGuard no_grad;
+  at::Tensor input = at::empty({rows, seq_len}, at::TensorOptions(at::kMeta).dtype(at::kLong));
+  std::vector<TensorType> boundaries = {{input.sizes().vec(), input.scalar_type()}};
+  if (plan.num_stages() == 1) return boundaries;
+  const dist::World played =
+      dist::init({.backend = "fake", .fake_rank = world.rank(), .fake_world_size = world.size()});
+  const Meshes meshes = build_job_meshes(config, played);
+  for (size_t stage = 0; stage + 1 < plan.modules.size(); ++stage) {
+    input = build_model(config, meshes, at::kMeta, plan.modules[stage])->hidden(input);
+    boundaries.push_back({input.sizes().vec(), input.scalar_type()});
+  }
+  return boundaries;
+}
+
+namespace {
+
+using pipeline::Schedule;
+
+// A file's micro-batches are those of one batch (check_pipeline). A named schedule whose memory grows with the
+// micro-batches runs one batch at a time, too.
+Schedule schedule_of_step(const JobConfig& config, const StagePlan& plan, int num_batches) {
+  const ParallelismSettings& settings = config.parallelism;
+  if (is_in_file(settings))
+    return pipeline::repeat(pipeline::read_schedule_csv(settings.pipeline_parallel_schedule_csv),
+                            num_batches);
+  const auto make = [&](int num_micro_batches) {
+    return pipeline::make_schedule(settings.pipeline_parallel_schedule, num_ranks(settings),
+                                   plan.num_stages(), num_micro_batches);
+  };
+  const int per_batch = micro_batches_per_batch(config);
+  return pipeline::schedule_traits(settings.pipeline_parallel_schedule).memory_grows
+             ? pipeline::repeat(make(per_batch), num_batches)
+             : make(per_batch * num_batches);
+}
+
+Schedule complete(const Schedule& schedule) {
+  return pipeline::with_parameter_actions(pipeline::with_communication(schedule));
+}
+
+Schedule training_schedule(const JobConfig& config, const StagePlan& plan, int64_t num_batches) {
+  Schedule schedule = complete(schedule_of_step(config, plan, static_cast<int>(num_batches)));
+  pipeline::check_schedule(schedule);
+  return schedule;
+}
+
+int peak_live(const Schedule& schedule, int pp_rank) {
+  return std::max(1, pipeline::simulate(schedule).ranks.at(static_cast<size_t>(pp_rank)).peak_live);
+}
+
+}  // namespace
+
+int most_under_way(const JobConfig& config, const StagePlan& plan, int pp_rank) {
+  if (plan.num_stages() == 1) return 1;
+  return peak_live(training_schedule(config, plan, /*num_batches=*/1), pp_rank);
+}
+
+// A layer's policy knows of one forward, on whichever stage of the rank it is.
+void share_memory_budget(ActivationCheckpointSettings& settings, const Schedule& schedule, int pp_rank) {
+  if (auto& bytes = settings.memory_budget_bytes) *bytes /= peak_live(schedule, pp_rank);
+}
+
+BuiltModels build_pipeline(const JobConfig& config, const Meshes& meshes, at::Device device,
+                           int64_t num_batches) {
+  const StagePlan plan = plan_stages(config);
+  const Schedule schedule = training_schedule(config, plan, num_batches);
+  JobConfig of_rank = config;
+  share_memory_budget(of_rank.activation_checkpoint, schedule, meshes.pp.rank());
+  BuiltModels built;
+  built.models = build_stages(of_rank, plan, meshes, device);
+  std::vector<Stage> stages;
+  const std::vector<int> indices = plan.stages_of(meshes.pp.rank());
+  for (size_t i = 0; i < indices.size(); ++i) {
+    stages.push_back({built.models[i].get(), indices[i]});
+    for (Parameter& parameter : parameters(built.models[i]->root()))
+      built.parameters.push_back(std::move(parameter));
+  }
+  const int64_t rows = config.parallelism.pipeline_parallel_microbatch_size;
+  const auto parts_of = [&](const Schedule& of, int64_t seq_len) {
+    return ScheduleParts{of, stage_boundaries(config, plan, meshes.world.world(), rows, seq_len)};
+  };
+  const ScheduleParts training = parts_of(schedule, config.training.seq_len);
+  std::optional<ScheduleParts> evaluation;
+  if (const auto& validation = config.validation; validation.enable)
+    evaluation = parts_of(complete(pipeline::make_forward_only_schedule(
+                              plan.rank_of_stage, static_cast<int>(validation.local_batch_size / rows))),
+                          validation.seq_len);
+  TiedGradients tied(built.parameters, meshes.pp);
+  auto runner = std::make_unique<PipelineRunner>(std::move(stages), meshes.pp, device);
+  runner->set_schedules(training, evaluation, rows, std::move(tied));
+  built.runner = std::move(runner);
+  return built;
+}
+
+std::vector<std::string> names_elsewhere(const std::vector<Parameter>& parameters, const Meshes& meshes) {
+  if (meshes.pp.size() == 1) return {};
+  std::string own;
+  for (const Parameter& parameter : parameters) own += parameter.name + "\n";
+  std::vector<std::string> names;
+  for (const std::string& text : meshes.pp.group()->all_gather_text(own, {"train::parameter_names"})) {
+    std::istringstream lines(text);
+    for (std::string name; std::getline(lines, name);) names.push_back(name);
+  }
+  return names;
 }
 
 }  // namespace titan::train

@@ -1,20 +1,86 @@
 #pragma once
 
-// A run's history: its folder, what its processes did, and how they ended. Reads the structured logs of the run's
-// ranks (observe/structured_log.h).
+// A run's folder: config.toml, metrics.jsonl, validation.jsonl and the checkpoints as they stand now, and its history: what
+// its processes did, and how they ended, by the structured logs of its ranks (observe/structured_log.h). `titan top`,
+// `report`, `sweep` and `compare` read runs through this header.
 
 #include <cstdint>
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
-#include "cli/run/run_folder.h"
-
 namespace titan::cli {
+
+/// Values of a metric by step: (step, value). Rows without a number (an infinite loss is null) are left out.
+using Curve = std::vector<std::pair<double, double>>;
+
+/// How lines that aren't rows are handled. A full disk or a power failure leaves such lines.
+enum class BadLines { Skip, Refuse };
+
+struct RowOptions {
+  int64_t tail_bytes = -1;  ///< only rows that begin in the last so many bytes; -1: all
+  BadLines bad_lines = BadLines::Skip;
+};
+
+/// Rows of metrics.jsonl or validation.jsonl.
+class MetricRows {
+ public:
+  MetricRows() = default;
+  /// A missing file has no rows. A last line without its newline is ignored: the run was killed while it wrote
+  /// it. With BadLines::Refuse, throws Error that names the line.
+  explicit MetricRows(const std::filesystem::path& path, const RowOptions& options = {});
+
+  bool empty() const { return steps_.empty(); }
+  size_t size() const { return steps_.size(); }
+  int64_t step(size_t row) const { return steps_[row]; }
+  int64_t last_step() const { return empty() ? 0 : steps_.back(); }
+  std::optional<double> value(size_t row, const char* key) const;
+  std::optional<double> last(const char* key) const;
+  Curve curve(const char* key) const;
+  /// By the last row of a step.
+  bool has_step(int64_t step) const { return rows_.contains(step); }
+  double value_at_step(int64_t step, const char* key) const;  ///< NaN: none
+
+ private:
+  void add(const nlohmann::json& row);
+
+  std::vector<int64_t> steps_;
+  std::unordered_map<int64_t, size_t> rows_;            // the last row of each step
+  std::map<std::string, std::vector<double>> columns_;  // NaN: the row has no such number
+};
+
+/// The median over the steps after the first, which pays for set-up; none without values.
+std::optional<double> median_after_first(Curve curve);
+
+struct RunFolder {
+  std::filesystem::path folder;
+  std::map<std::string, std::string> settings;  ///< full name -> value as TOML
+  MetricRows steps;
+  MetricRows validations;  ///< by the training step that they followed
+
+  /// The value as TOML; "" if the run has no such setting.
+  std::string setting(const std::string& key) const;
+  /// A string's value, without quotes and escapes.
+  std::string text_setting(const std::string& key) const;
+  int64_t total_steps() const;
+  /// The folder within this one that the setting `key` names; `usual`: its default.
+  std::filesystem::path folder_of(const std::string& key, const std::string& usual) const;
+  std::filesystem::path checkpoint_folder() const { return folder_of("checkpoint.folder", "checkpoint"); }
+};
+
+/// Throws ConfigError when the folder has no config.toml.
+RunFolder read_run_folder(const std::filesystem::path& folder, const RowOptions& options = {});
+
+/// RunFolder::folder_of() of a folder that may have no config.toml.
+std::filesystem::path folder_of_setting(const std::filesystem::path& run, const std::string& key,
+                                        const std::string& usual);
 
 struct LoggedEvent {
   enum class Kind { Start, End, Error, Instant };
@@ -37,8 +103,12 @@ struct ProcessLog {
 
   int64_t first_us() const { return events.empty() ? 0 : events.front().time_us; }
   int64_t last_us() const { return events.empty() ? 0 : events.back().time_us; }
-  /// The last event of this name, or null.
-  const LoggedEvent* last(const std::string& name) const;
+  double seconds() const { return static_cast<double>(last_us() - first_us()) * 1e-6; }
+  std::string world_size() const;  ///< "" if the log doesn't have it
+  /// The last event of this name (and kind), or null.
+  const LoggedEvent* last(const std::string& name, std::optional<LoggedEvent::Kind> kind = {}) const;
+  /// Its value, if it has one.
+  std::optional<double> value(const std::string& name) const;
 };
 
 /// The log files of one process: the rotated one, then the current one.
@@ -84,7 +154,7 @@ struct RunHistory : RunFolder {
 };
 
 /// Throws ConfigError when the folder holds no run.
-RunHistory read_history(const std::filesystem::path& folder, const ReadOptions& options = {});
+RunHistory read_history(const std::filesystem::path& folder);
 
 /// How a process ended, by its log.
 struct ProcessEnd {
@@ -128,7 +198,7 @@ class RankTails {
  private:
   struct Known {
     std::filesystem::path path;
-    uintmax_t size = 0;
+    int64_t size = 0;
     ProcessLog log;
   };
   ProcessLog read_one(const ProcessFiles& files, const Known* before) const;
@@ -137,5 +207,25 @@ class RankTails {
   size_t most_ranks_;
   std::map<int, Known> known_;
 };
+
+// Several runs side by side, for titan compare.
+
+/// Throws ConfigError if the folder holds no run, and Error if a line of its metrics isn't a logged step.
+RunFolder read_compared_run(const std::filesystem::path& folder);
+
+/// The names of all settings but `job.dump_folder`, which always differs.
+std::set<std::string> keys_of(const std::vector<RunFolder>& runs);
+
+/// Which losses are compared: &RunFolder::steps or &RunFolder::validations.
+using Series = MetricRows RunFolder::*;
+std::vector<int64_t> common_steps(const std::vector<RunFolder>& runs, Series series);
+
+struct LossDifference {
+  std::optional<int64_t> first_step;  ///< the first step whose losses aren't the same double
+  double largest_difference = 0;
+  int64_t largest_step = 0;
+};
+/// `steps`: steps that both runs have.
+LossDifference compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps);
 
 }  // namespace titan::cli

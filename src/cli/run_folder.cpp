@@ -1,4 +1,4 @@
-#include "cli/run/run_history.h"
+#include "cli/run_folder.h"
 
 #include <algorithm>
 #include <array>
@@ -7,12 +7,13 @@
 #include <cstdio>
 #include <ctime>
 #include <fstream>
-#include <map>
 #include <tuple>
 
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/json.h"
+#include "titan/config/load.h"
+#include "config/document.h"
 #include "titan/core/error.h"
 #include "train/policies/interruption.h"
 
@@ -21,6 +22,111 @@ namespace titan::cli {
 namespace {
 
 namespace fs = std::filesystem;
+
+// A TOML string without quotes and escapes; other values as they are.
+std::string text_of_toml(const std::string& value) {
+  const config::Document document = config::read_toml("value = " + value, "");
+  if (!document.problems.empty() || document.leaves.size() != 1) return value;
+  const auto* text = std::get_if<std::string>(&document.leaves.front().value.value);
+  return text ? *text : value;
+}
+
+}  // namespace
+
+MetricRows::MetricRows(const fs::path& path, const RowOptions& options) {
+  if (!fs::exists(path)) return;
+  std::ifstream lines(path);
+  std::string line;
+  const auto size = static_cast<int64_t>(fs::file_size(path));
+  if (options.tail_bytes >= 0 && size > options.tail_bytes) {
+    lines.seekg(size - options.tail_bytes - 1);  // a row that begins there is whole
+    std::getline(lines, line);
+  }
+  for (int64_t number = 1; std::getline(lines, line) && !lines.eof(); ++number) {
+    const auto row = parse_json(line);
+    if (row.is_object() && row.contains("step") && row["step"].is_number_integer())
+      add(row);
+    else
+      TITAN_CHECK(options.bad_lines == BadLines::Skip, path.string(), ":", number, ": not a logged step");
+  }
+  for (auto& [key, values] : columns_) values.resize(steps_.size(), std::nan(""));
+}
+
+void MetricRows::add(const nlohmann::json& row) {
+  for (const auto& [key, value] : row.items()) {
+    if (!value.is_number()) continue;
+    auto& column = columns_[key];
+    column.resize(steps_.size(), std::nan(""));
+    column.push_back(value.get<double>());
+  }
+  const auto step = row["step"].get<int64_t>();
+  rows_[step] = steps_.size();
+  steps_.push_back(step);
+}
+
+std::optional<double> MetricRows::value(size_t row, const char* key) const {
+  const auto found = columns_.find(key);
+  if (found == columns_.end() || std::isnan(found->second[row])) return std::nullopt;
+  return found->second[row];
+}
+
+std::optional<double> MetricRows::last(const char* key) const {
+  return empty() ? std::nullopt : value(size() - 1, key);
+}
+
+Curve MetricRows::curve(const char* key) const {
+  Curve curve;
+  for (size_t row = 0; row < size(); ++row)
+    if (const auto y = value(row, key)) curve.emplace_back(static_cast<double>(steps_[row]), *y);
+  return curve;
+}
+
+double MetricRows::value_at_step(int64_t step, const char* key) const {
+  const auto row = rows_.find(step);
+  return row == rows_.end() ? std::nan("") : value(row->second, key).value_or(std::nan(""));
+}
+
+std::optional<double> median_after_first(Curve curve) {
+  if (curve.empty()) return std::nullopt;
+  if (curve.size() > 1) curve.erase(curve.begin());
+  const auto middle = curve.begin() + static_cast<std::ptrdiff_t>(curve.size() / 2);
+  std::nth_element(curve.begin(), middle, curve.end(),
+                   [](const auto& a, const auto& b) { return a.second < b.second; });
+  return middle->second;
+}
+
+std::string RunFolder::setting(const std::string& key) const {
+  const auto found = settings.find(key);
+  return found == settings.end() ? "" : found->second;
+}
+
+std::string RunFolder::text_setting(const std::string& key) const { return text_of_toml(setting(key)); }
+
+int64_t RunFolder::total_steps() const {
+  const std::string steps = setting("training.steps");
+  return steps.empty() ? 0 : std::stoll(steps);
+}
+
+fs::path RunFolder::folder_of(const std::string& key, const std::string& usual) const {
+  const std::string name = text_setting(key);
+  return folder / (name.empty() ? usual : name);
+}
+
+RunFolder read_run_folder(const fs::path& folder, const RowOptions& options) {
+  if (!fs::exists(folder / "config.toml"))
+    throw ConfigError(str(folder.string(), " holds no run: it has no config.toml"));
+  return {folder, config::printed_settings(read_file(folder / "config.toml")),
+          MetricRows(folder / "metrics.jsonl", options), MetricRows(folder / "validation.jsonl", options)};
+}
+
+fs::path folder_of_setting(const fs::path& run, const std::string& key, const std::string& usual) {
+  RunFolder found{.folder = run, .settings = {}, .steps = {}, .validations = {}};
+  if (fs::exists(run / "config.toml"))
+    found.settings = config::printed_settings(read_file(run / "config.toml"));
+  return found.folder_of(key, usual);
+}
+
+namespace {
 
 // A process whose last event is younger is reported as running, not as silent.
 constexpr int64_t kSilence_us = 120'000'000;
@@ -34,20 +140,14 @@ size_t newest_beginning(const std::vector<ProcessLog>& processes) {
   return 0;
 }
 
-std::vector<ProcessLog> read_rank_0(const fs::path& run, const ReadOptions& options) {
+std::vector<ProcessLog> read_rank_0(const fs::path& run) {
   std::vector<ProcessLog> processes;
   for (const ProcessFiles& files : list_structured_logs(structured_folder(run)))
-    if (files.rank == 0) processes.push_back(read_structured_log(files, options));
+    if (files.rank == 0) processes.push_back(read_structured_log(files));
   std::erase_if(processes, [](const ProcessLog& log) { return log.events.empty(); });
   processes.erase(processes.begin(),
                   processes.begin() + static_cast<std::ptrdiff_t>(newest_beginning(processes)));
   return processes;
-}
-
-bool has_end(const ProcessLog& process, const char* name) {
-  return std::any_of(process.events.rbegin(), process.events.rend(), [&](const LoggedEvent& event) {
-    return event.kind == LoggedEvent::Kind::End && event.name == name;
-  });
 }
 
 // Whether the event ends a phase that only a trained step has.
@@ -74,7 +174,7 @@ std::optional<RankError> first_error(const ProcessLog& process, const std::vecto
 std::vector<RankError> read_errors(const RunHistory& run) {
   std::vector<std::pair<int64_t, int64_t>> unexplained;
   for (size_t i = 0; i < run.processes.size(); ++i)
-    if (!has_end(run.processes[i], "teardown"))
+    if (!run.processes[i].last("teardown", LoggedEvent::Kind::End))
       unexplained.emplace_back(
           run.processes[i].first_us() - kStartSkew_us,
           i + 1 < run.processes.size() ? run.processes[i + 1].first_us() - kStartSkew_us : INT64_MAX);
@@ -92,8 +192,8 @@ std::vector<RankError> read_errors(const RunHistory& run) {
 
 }  // namespace
 
-RunHistory read_history(const fs::path& folder, const ReadOptions& options) {
-  RunHistory run{read_run_folder(folder), read_rank_0(folder, options), {}};
+RunHistory read_history(const fs::path& folder) {
+  RunHistory run{read_run_folder(folder), read_rank_0(folder), {}};
   run.errors = read_errors(run);
   return run;
 }
@@ -108,7 +208,7 @@ std::vector<RankError> errors_in(const std::vector<ProcessLog>& ranks) {
 
 ProcessEnd end_of(const ProcessLog& process, int64_t now, const std::vector<RankError>& errors,
                   int64_t next_start_us) {
-  const bool tore_down = has_end(process, "teardown");
+  const bool tore_down = process.last("teardown", LoggedEvent::Kind::End) != nullptr;
   // Other ranks' errors count if they kept this process from ending.
   const auto error = first_error(process, tore_down ? std::vector<RankError>() : errors, next_start_us);
   if (error) {
@@ -197,6 +297,12 @@ int64_t now_us() {
 
 namespace {
 
+int64_t size_of(const fs::path& path) {
+  std::error_code error;
+  const auto size = fs::file_size(path, error);
+  return error ? 0 : static_cast<int64_t>(size);
+}
+
 constexpr int64_t kFarTail = 8 << 20;  // more than a thousand steps; read once
 
 constexpr std::array kFigures = {"memory_gib", "memory_percent", "own_s", "wait_s", "straggler"};
@@ -226,9 +332,8 @@ std::vector<ProcessLog> RankTails::read(const std::filesystem::path& run) {
   std::map<int, Known> now;
   std::vector<ProcessLog> logs;
   for (const ProcessFiles& files : newest_files(run, most_ranks_)) {
-    std::error_code error;
     const auto& path = files.paths.back();
-    const uintmax_t size = std::filesystem::file_size(path, error);
+    const int64_t size = size_of(path);
     const auto before = known_.find(files.rank);
     const bool is_same = before != known_.end() && before->second.path == path;
     if (is_same && before->second.size == size)
@@ -322,12 +427,6 @@ void skip_to_tail(std::ifstream& file, int64_t size, int64_t tail_bytes) {
   std::getline(file, rest);
 }
 
-int64_t size_of(const fs::path& path) {
-  std::error_code error;
-  const auto size = fs::file_size(path, error);
-  return error ? 0 : static_cast<int64_t>(size);
-}
-
 void read_lines(ProcessLog& log, const fs::path& path, const ReadOptions& options) {
   std::ifstream file(path);
   std::string line;
@@ -340,10 +439,21 @@ void read_lines(ProcessLog& log, const fs::path& path, const ReadOptions& option
 
 }  // namespace
 
-const LoggedEvent* ProcessLog::last(const std::string& name) const {
-  const auto found = std::find_if(events.rbegin(), events.rend(),
-                                  [&](const LoggedEvent& event) { return event.name == name; });
+const LoggedEvent* ProcessLog::last(const std::string& name, std::optional<LoggedEvent::Kind> kind) const {
+  const auto found = std::find_if(events.rbegin(), events.rend(), [&](const LoggedEvent& event) {
+    return event.name == name && (!kind || event.kind == *kind);
+  });
   return found == events.rend() ? nullptr : &*found;
+}
+
+std::string ProcessLog::world_size() const {
+  const auto size = environment.find("world_size");
+  return size != environment.end() ? size->dump() : "";
+}
+
+std::optional<double> ProcessLog::value(const std::string& name) const {
+  const LoggedEvent* event = last(name);
+  return event ? event->value : std::nullopt;
 }
 
 fs::path structured_folder(const fs::path& folder) {
@@ -395,6 +505,46 @@ ProcessLog read_structured_log(const ProcessFiles& files, const ReadOptions& opt
   std::stable_sort(log.events.begin(), log.events.end(),
                    [](const LoggedEvent& a, const LoggedEvent& b) { return a.time_us < b.time_us; });
   return log;
+}
+
+RunFolder read_compared_run(const std::filesystem::path& folder) {
+  for (const char* name : {"config.toml", "metrics.jsonl"})
+    if (!std::filesystem::exists(folder / name))
+      throw ConfigError(str(folder.string(), " holds no run: it has no ", name));
+  return read_run_folder(folder, {.bad_lines = BadLines::Refuse});
+}
+
+std::set<std::string> keys_of(const std::vector<RunFolder>& runs) {
+  std::set<std::string> keys;
+  for (const RunFolder& run : runs)
+    for (const auto& [key, value] : run.settings) keys.insert(key);
+  keys.erase("job.dump_folder");
+  return keys;
+}
+
+std::vector<int64_t> common_steps(const std::vector<RunFolder>& runs, Series series) {
+  std::set<int64_t> steps;
+  const MetricRows& first = runs.front().*series;
+  for (size_t row = 0; row < first.size(); ++row)
+    if (std::ranges::all_of(runs,
+                            [&](const RunFolder& run) { return (run.*series).has_step(first.step(row)); }))
+      steps.insert(first.step(row));
+  return {steps.begin(), steps.end()};
+}
+
+LossDifference compare_losses(const MetricRows& a, const MetricRows& b, const std::vector<int64_t>& steps) {
+  LossDifference found;
+  for (int64_t step : steps) {
+    const double first = a.value_at_step(step, "loss"), second = b.value_at_step(step, "loss");
+    if (first == second || (std::isnan(first) && std::isnan(second))) continue;
+    if (!found.first_step) found.first_step = step;
+    const double difference = std::abs(first - second);
+    if (difference >= found.largest_difference) {
+      found.largest_difference = difference;
+      found.largest_step = step;
+    }
+  }
+  return found;
 }
 
 }  // namespace titan::cli

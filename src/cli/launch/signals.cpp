@@ -1,0 +1,148 @@
+#include "cli/launch/signals.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+#include <string>
+
+#include "titan/core/error.h"
+
+namespace titan::cli {
+
+namespace {
+
+/// The value of "NAME:" in a process's status.
+std::optional<std::string> status_field(pid_t pid, const std::string& name) {
+  std::ifstream file(str("/proc/", pid, "/status"));
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with(name + ":")) continue;
+    const size_t start = line.find_first_not_of(" \t", name.size() + 1);
+    return start == std::string::npos ? std::string() : line.substr(start);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::string process_state(pid_t pid) { return status_field(pid, "State").value_or("unknown"); }
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n = write(fd, text.data(), text.size());
+    if (n >= 0) {
+      text.remove_prefix(static_cast<size_t>(n));
+    } else if (errno == EAGAIN) {
+      pollfd ready{fd, POLLOUT, 0};
+      poll(&ready, 1, -1);
+    } else if (errno != EINTR) {
+      return;
+    }
+  }
+}
+
+bool is_ignored(int signal) {
+  struct sigaction action {};
+  return sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
+sigset_t launcher_signals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (int signal : {SIGCHLD, SIGQUIT}) sigaddset(&signals, signal);
+  for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2})
+    if (!is_ignored(signal)) sigaddset(&signals, signal);
+  return signals;
+}
+
+bool asks_for_end(int signal) { return signal != SIGCHLD && signal != SIGUSR2 && signal != SIGQUIT; }
+
+SignalReader::SignalReader() {
+  // If a process ignores SIGCHLD, its children vanish without their exit status.
+  child_action_ = signal(SIGCHLD, SIG_DFL);
+  const sigset_t wanted = launcher_signals();
+  pthread_sigmask(SIG_BLOCK, &wanted, &before_);
+  fd_ = signalfd(-1, &wanted, SFD_NONBLOCK | SFD_CLOEXEC);
+  pipe_action_ = signal(SIGPIPE, SIG_IGN);
+}
+
+SignalReader::~SignalReader() {
+  close(fd_);
+  signal(SIGPIPE, pipe_action_);
+  signal(SIGCHLD, child_action_);
+  pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+}
+
+int SignalReader::next() const {
+  signalfd_siginfo info;
+  if (read(fd_, &info, sizeof(info)) != sizeof(info)) return 0;
+  return info.ssi_signo == SIGHUP ? SIGTERM : static_cast<int>(info.ssi_signo);
+}
+
+bool SecondRequest::has_come(const SignalReader& signals) {
+  while (const int signal = signals.next()) {
+    if (!asks_for_end(signal)) continue;
+    const auto now = Clock::now();
+    if (!first_) first_ = now;
+    has_come_ = has_come_ || now - *first_ >= kSameSignal;
+  }
+  return has_come_;
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+uint64_t bit_of(int signal) { return uint64_t{1} << (signal - 1); }
+
+/// Reads a mask of 16 hexadecimal digits; no signals without a mask.
+uint64_t signals_in(const std::optional<std::string>& mask) {
+  uint64_t signals = 0;
+  if (mask) std::from_chars(mask->data(), mask->data() + mask->size(), signals, 16);
+  return signals;
+}
+
+/// Whether these are all signals that can be blocked (the C library reserves some after the first 31). fork,
+/// vfork and posix_spawn block all of them while a process starts another one, and nobody reads a signal that
+/// comes then.
+bool are_all(uint64_t blocked) {
+  const uint64_t all = bit_of(32) - 1 - bit_of(SIGKILL) - bit_of(SIGSTOP);
+  return (blocked & all) == all;
+}
+
+std::optional<pid_t> number_of(const std::string& name) {
+  pid_t pid = 0;
+  const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), pid);
+  if (error != std::errc() || end != name.data() + name.size()) return std::nullopt;
+  return pid;
+}
+
+}  // namespace
+
+bool takes(pid_t pid, int signal) {
+  if (signals_in(status_field(pid, "SigCgt")) & bit_of(signal)) return true;
+  const uint64_t blocked = signals_in(status_field(pid, "SigBlk"));
+  return (blocked & bit_of(signal)) && !are_all(blocked);
+}
+
+// Looks through all processes, not the group's tree, to include those whose parent has ended.
+int signal_takers(pid_t group, int signal) {
+  int num_sent = 0;
+  std::error_code error;
+  const auto skip = fs::directory_options::skip_permission_denied;
+  for (fs::directory_iterator at("/proc", skip, error), end; !error && at != end; at.increment(error)) {
+    const auto pid = number_of(at->path().filename().string());
+    if (pid && getpgid(*pid) == group && takes(*pid, signal) && kill(*pid, signal) == 0) ++num_sent;
+  }
+  return num_sent;
+}
+
+}  // namespace titan::cli
