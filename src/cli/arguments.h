@@ -11,7 +11,7 @@
 
 #include "cli/commands.h"
 #include "cli/launch/launch.h"
-#include "titan/parallel/pipeline_simulation.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::cli {
 

@@ -15,7 +15,6 @@
 #include "titan/core/error.h"
 #include "titan/core/file.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::cli {
 

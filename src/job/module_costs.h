@@ -7,7 +7,7 @@
 #include <c10/core/Device.h>
 
 #include "job/job_config.h"
-#include "titan/parallel/pipeline_split.h"
+#include "parallel/pipeline/split.h"
 
 namespace titan::train {
 

@@ -10,7 +10,6 @@
 #include "job/float8_job.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::train {
 

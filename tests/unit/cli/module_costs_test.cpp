@@ -6,8 +6,8 @@
 #include <gtest/gtest.h>
 
 #include "job/pipeline/stages.h"
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_split.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 
