@@ -1,6 +1,7 @@
 #include "parallel/fsdp/gradient_collector.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -25,13 +26,6 @@ at::Tensor host_empty(int64_t numel, at::ScalarType dtype, at::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
   return device.is_cuda() ? at::empty({numel}, options.pinned_memory(true))
                           : resident_empty({numel}, options);
-}
-
-void GradientCollector::configure(Config config) { config_ = std::move(config); }
-
-void GradientCollector::join(CommContext& context, const char* module) {
-  context_ = &context;
-  module_ = module;
 }
 
 int64_t GradientCollector::kept_bytes() const {
@@ -208,8 +202,7 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
   context_->reduce_stream.wait(current);
   dist::StreamGuard on_reduce_stream(context_->reduce_stream);
   if (!config_.shard_group) {
-    reduced_ = std::move(collected_);
-    collected_.reset();
+    reduced_ = std::exchange(collected_, {});
     after_scatter();
     return true;
   }
@@ -217,8 +210,7 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
       !config_.replicate_group && flat_grad_serves()
           ? flat_grad_
           : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype, context_->reduce_stream);
-  scattering_ = std::move(collected_);
-  collected_.reset();
+  scattering_ = std::exchange(collected_, {});
   work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, {"fsdp::reduce_scatter", module_});
   phase_ = Phase::Scattering;
   return true;
@@ -250,8 +242,7 @@ void GradientCollector::after_scatter() {
     release(partial_);
   }
   if (!last_micro_batch_) {
-    partial_ = std::move(reduced_);
-    reduced_.reset();
+    partial_ = std::exchange(reduced_, {});
     return;
   }
   work_ = config_.replicate_group->all_reduce(reduced_, dist::ReduceOp::Sum, {"fsdp::all_reduce", module_});

@@ -40,8 +40,6 @@ void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, co
 // The gradient side of a group: collects whole gradients as they come, reduces them, and adds the result to
 // the shards'.
 
-class CommContext;
-
 /// [Note: gradient path]
 /// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
 ///   --all-reduce over the replicate axis, last micro-batch only-->
@@ -67,15 +65,22 @@ class GradientCollector {
   /// `layout` and `shards` outlive the collector.
   GradientCollector(const ShardLayout& layout, const std::vector<at::Tensor>& shards)
       : layout_(layout), shards_(shards) {}
-  void configure(Config config);
-  void join(CommContext& context, const char* module);
+  void configure(Config config) { config_ = std::move(config); }
+  void join(CommContext& context, const char* module) {
+    context_ = &context;
+    module_ = module;
+  }
   void leave() { context_ = nullptr; }
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// Starts the reduction of what was collected; false when nothing is to wait for.
   bool start_reduce(bool last_micro_batch);
+  /// Takes the next link of the reduction; true when the shards' gradients are complete.
   bool advance_reduce();
+  /// Bytes of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
   int64_t kept_bytes() const;
+  /// Whether gradients of earlier micro-batches wait for the last one's reduction.
   bool owes_reduction() const { return owes_reduction_; }
   /// Drops collected gradients that weren't reduced, and waits for running collectives.
   void discard();

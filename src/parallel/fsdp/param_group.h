@@ -1,6 +1,7 @@
 #pragma once
 
-// The weights of a group that travel in Float8, and their scales.
+// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
+// shard_layout.h).
 
 #include <cstdint>
 #include <memory>
@@ -21,6 +22,7 @@
 
 namespace titan::fsdp {
 
+/// The weights of a group that travel in Float8, and their scales.
 struct Float8Weights {
   std::vector<size_t> slots;
   float8::WeightGather how;  ///< one recipe, so one way for all
@@ -31,14 +33,6 @@ struct Float8Weights {
   /// The place of `slot` among `slots`, or -1.
   int64_t find(size_t slot) const;
 };
-
-/// The largest of all ranks' values, element by element, over the shards' ranks and the parts'. A NaN stays
-/// (a reduction's maximum may lose it).
-at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const ops::RankParts* parts,
-                            const char* name);
-
-// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
-// shard_layout.h).
 
 /// A parameter on its way into a group: the module that owns it and its name there; tied ones have several.
 struct ManagedParam {
@@ -76,14 +70,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// backward has collected for a slot.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
   /// The queue of weight gradients that are put off; null: they are computed at once.
-  DelayedQueue* delayed() const { return context_ ? context_->delayed() : nullptr; }
-  /// Starts the reduction of what was collected; false when nothing is to wait for.
-  bool start_reduce(bool last_micro_batch);
-  /// Takes the next link of the reduction; true when the shards' gradients are complete.
-  bool advance_reduce();
-  /// Whether gradients of earlier micro-batches wait for the last one's reduction.
-  bool owes_reduction() const { return gradients_.owes_reduction(); }
-  void discard_gradients() { gradients_.discard(); }
+  DelayedGradients* delayed() const { return context_ ? context_->delayed() : nullptr; }
+  GradientCollector& gradients() { return gradients_; }
 
   // ---- what others see
   /// `context` is owned by the modules' states, which own this group too.
@@ -117,8 +105,6 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   int64_t sharded_bytes() const;
   /// A weight that was gathered in Float8, while it is there.
   ops::Operand float8_weight(size_t slot) const;
-  /// Bytes of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
-  int64_t kept_gradient_bytes() const { return gradients_.kept_bytes(); }
   const FsdpOptions& options() const { return options_; }
   at::ScalarType param_dtype() const { return param_dtype_; }
 
@@ -176,17 +162,6 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   dist::Stream forward_stream_;
   CommContext* context_ = nullptr;
   const char* name_ = "";
-};
-
-/// The weight of a layer, as it was gathered.
-class GatheredWeight final : public ops::WeightSource {
- public:
-  GatheredWeight(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
-  ops::Operand weight() const override;
-
- private:
-  std::weak_ptr<ParamGroup> group_;
-  size_t slot_;
 };
 
 }  // namespace titan::fsdp

@@ -104,7 +104,7 @@ void PipelineRunner::join_messages(StepPlan& plan, const Schedule& schedule) con
       schedule, [&](const Action& one, const Action& next) { return type_of(one) == type_of(next); });
   const auto& mine = joined[static_cast<size_t>(links_.mesh().rank())];
   for (size_t i = 0; i < mine.size(); ++i)
-    plan.actions_[i].joined_with_next = mine[i] && plan.actions_[i].link->has_batches(device_);
+    plan.actions_[i].joined_with_next = mine[i] && plan.actions_[i].link->group->has_batches(device_);
 }
 
 StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {

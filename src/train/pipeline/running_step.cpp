@@ -31,6 +31,8 @@ using Kind = pipeline::Action::Kind;
 
 namespace {
 
+constexpr const char* kTransferPhase = "pp::transfer";
+
 double steady_now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -177,8 +179,10 @@ void RunningStep::send(const Planned& due, at::Tensor tensor) {
   batch_.push_back(tensor.contiguous().view(-1));
   if (due.joined_with_next) return;
   drop_sent(due.link);
-  sends_.push_back({due.link, batch_.size() == 1 ? due.link->send(batch_[0], due.label)
-                                                 : due.link->send(batch_, due.label)});
+  const dist::Label label{kTransferPhase, due.label};
+  dist::Group& group = *due.link->group;
+  sends_.push_back({due.link, batch_.size() == 1 ? group.send(batch_[0], due.link->peer, label)
+                                                 : group.send(batch_, due.link->peer, label)});
   batch_.clear();
 }
 
@@ -202,8 +206,11 @@ at::Tensor RunningStep::receive(const Planned& due, std::shared_ptr<dist::Work>&
   batch_.push_back(buffer.view(-1));
   awaited_.push_back(&arrives);
   if (due.joined_with_next) return buffer;
-  const auto call = std::make_shared<dist::Work>(batch_.size() == 1 ? due.link->receive(batch_[0], due.label)
-                                                                    : due.link->receive(batch_, due.label));
+  const dist::Label label{kTransferPhase, due.label};
+  dist::Group& group = *due.link->group;
+  const auto call =
+      std::make_shared<dist::Work>(batch_.size() == 1 ? group.receive(batch_[0], due.link->peer, label)
+                                                      : group.receive(batch_, due.link->peer, label));
   for (std::shared_ptr<dist::Work>* cell : awaited_) *cell = call;
   batch_.clear();
   awaited_.clear();
