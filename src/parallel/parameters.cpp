@@ -69,7 +69,7 @@ class ParameterList {
                        const ParamGroup* group) {
     const int64_t slot = group ? group->find(compute) : -1;
     DTensor data = slot >= 0 ? group->shard(static_cast<size_t>(slot)) : whole(compute);
-    const tp::SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    const tp::SplitParams* split = tp::split_params(host);
     const tp::PartOfParam* part = split ? split->find(name) : nullptr;
     if (part) return split->within_whole(std::move(data), *part);
     return data;

@@ -202,7 +202,7 @@ class ParamCollector {
                               [&](const ManagedParam& param) { return param.compute.is_same(tensor); });
     if (known == params_.end()) known = params_.insert(known, {tensor, {}, prefix + name});
     known->uses.push_back({host, name});
-    const tp::SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    const tp::SplitParams* split = tp::split_params(host);
     const tp::PartOfParam* part = split ? split->find(name) : nullptr;
     if (part && part->gradient_is_summand) known->summand_axis = split->axis();
   }

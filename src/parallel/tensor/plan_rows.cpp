@@ -102,27 +102,24 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
   std::vector<PlanRow> rows;
   const auto hosts = nn::hook_hosts(root.module());
   const bool ran = std::any_of(hosts.begin(), hosts.end(), [](const nn::HookHost* host) {
-    const SplitParams* split = tp::split_params(*host);
+    const SplitParams* split = tp::split_params(host);
     return split && split->exchanged() && split->exchanged()->calls > 0;
   });
-  const auto add = [&](const std::string& name, torch::nn::Module& module) {
-    const auto* host = dynamic_cast<const nn::HookHost*>(&module);
-    if (!host) return;
-    const SplitParams* split = tp::split_params(*host);
+  for (const auto& named : root.module().named_modules()) {
+    const auto* host = dynamic_cast<const nn::HookHost*>(named.value().get());
+    if (!host) continue;
+    const SplitParams* split = tp::split_params(host);
     const auto* input = dynamic_cast<const ConversionHook*>(host->prepare_input_hook.get());
     const auto* output = dynamic_cast<const ConversionHook*>(host->prepare_output_hook.get());
-    if (!split && !input && !output) return;
+    if (!split && !input && !output) continue;
     PlanRow row;
-    row.module = name;
+    row.module = named.key();
     add_parameters(row, split, ran);
     if (split) row.gradient_bytes = gradient_bytes(*host, *split);
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");
     rows.push_back(std::move(row));
-  };
-  add("", root.module());
-  for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
-    add(named.key(), *named.value());
+  }
   return rows;
 }
 

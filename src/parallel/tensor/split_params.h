@@ -2,17 +2,16 @@
 
 // The record that parallelize() keeps of a module's own parameters.
 
+#include <algorithm>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "parallel/tensor/tp_group.h"
+#include "parallel/tensor/conversion.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/hooks.h"
-#include "titan/nn/linear.h"
 #include "titan/tensor/dtensor.h"
 
 namespace titan::tp {
@@ -31,7 +30,11 @@ class SplitParams final : public nn::ParamParts {
 
   void add(PartOfParam part) { parts_.push_back(std::move(part)); }
   /// Null for a parameter outside the plan: whole, with whole gradients.
-  const PartOfParam* find(std::string_view name) const;
+  const PartOfParam* find(std::string_view name) const {
+    const auto found =
+        std::find_if(parts_.begin(), parts_.end(), [&](const PartOfParam& p) { return p.name == name; });
+    return found == parts_.end() ? nullptr : &*found;
+  }
   const std::vector<PartOfParam>& parts() const { return parts_; }
   const DeviceMesh& axis() const { return axis_; }
   const char* style() const { return style_; }
@@ -51,7 +54,18 @@ class SplitParams final : public nn::ParamParts {
 
   /// `data` describes this rank's part of the parameter as if it were a tensor of its own: the same elements
   /// as a part of the whole, on a mesh that has this axis too. The axis cuts first, the others cut its parts.
-  DTensor within_whole(DTensor data, const PartOfParam& part) const;
+  DTensor within_whole(DTensor data, const PartOfParam& part) const {
+    data.mesh = data.mesh.joined(axis_);
+    // Layers were split before their parts were sharded.
+    data.cut_order = {data.mesh.num_axes() - 1};
+    for (int axis = 0; axis + 1 < data.mesh.num_axes(); ++axis) data.cut_order.push_back(axis);
+    data.placements.push_back(part.placement);
+    data.global_shape = part.global_shape;
+    if (!part.placement.is_shard()) return data;
+    const auto dim = static_cast<size_t>(part.placement.dim);
+    data.box.offset[dim] += chunk_of(part.global_shape[dim], axis_.size(), axis_.rank()).offset;
+    return data;
+  }
 
  private:
   DeviceMesh axis_;
@@ -63,49 +77,9 @@ class SplitParams final : public nn::ParamParts {
   const char* exchanged_collectives_ = "";
 };
 
-/// Null for a module outside the plan.
-const SplitParams* split_params(const nn::HookHost& host);
-
-}  // namespace titan::tp
-
-namespace torch::nn {
-
-// Cuts parameters down to this rank's parts, shared ones once.
-
-class Module;
-}  // namespace torch::nn
-
-namespace titan::tp {
-
-struct NamedModule {
-  std::string name;  ///< dotted, "" for the root
-  torch::nn::Module* module;
-};
-
-class ParamCutter {
- public:
-  /// Starts with the cuts that earlier calls made in these modules.
-  ParamCutter(DeviceMesh axis, std::shared_ptr<const TpGroup> group, const std::vector<NamedModule>& modules);
-
-  /// `tensor` is `param` of the module `host`, called `name`. Throws ConfigError when another module that
-  /// shares it cut it differently.
-  PartOfParam cut(nn::HookHost& host, const std::string& name, const at::Tensor& tensor,
-                  const nn::ParamSplit& param);
-
-  /// Adds a problem for each module that shares a parameter which another one's entry cut, and isn't cut
-  /// itself.
-  void check_users(const std::vector<NamedModule>& modules, std::vector<std::string>& problems) const;
-
- private:
-  struct Cut {
-    PartOfParam part;
-    std::string module;
-  };
-  void shrink(const at::Tensor& tensor, int64_t dim) const;
-
-  DeviceMesh axis_;
-  std::shared_ptr<const TpGroup> group_;
-  std::map<const c10::TensorImpl*, Cut> cut_;
-};
+/// Null for a module outside the plan, or null.
+inline const SplitParams* split_params(const nn::HookHost* host) {
+  return host ? dynamic_cast<const SplitParams*>(host->param_parts.get()) : nullptr;
+}
 
 }  // namespace titan::tp
