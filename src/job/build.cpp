@@ -19,8 +19,7 @@
 #include "titan/core/log.h"
 #include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"
-#include "train/policies/nonfinite_steps.h"
-#include "train/policies/stop_on_signal.h"
+#include "train/policies/fault_tolerance.h"
 
 namespace titan::train {
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 

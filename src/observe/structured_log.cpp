@@ -18,7 +18,7 @@
 #include "observe/structured_file.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 

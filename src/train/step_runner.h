@@ -1,6 +1,11 @@
 #pragma once
 
-// Forward and backward of one optimizer step.
+// One optimizer step: what all ranks agree on before it (how many labels count, and whether they make the
+// step at all), and its forward and backward.
+//
+// The votes ride on the exchange of token counts, which every step needs anyway; it is between ranks that
+// read different rows. Ranks that share rows (tensor, context, pipeline parallel) exchange nothing by then,
+// so where there are such axes one number goes along each of them too.
 
 #include <cstdint>
 #include <vector>
@@ -9,8 +14,21 @@
 
 #include "titan/data/loader.h"
 #include "titan/train/model_spec.h"
+#include "titan/train/parallel_dims.h"
+#include "titan/train/policy.h"
 
 namespace titan::train {
+
+struct Agreement {
+  TokenCounts tokens;
+  Vote vote = Vote::Go;  ///< the highest of all ranks
+};
+
+/// `batches`: this rank's of the step, whole rows. Collective over the world.
+Agreement agree(const std::vector<data::Batch>& batches, Vote mine, const Meshes& meshes);
+
+/// The counts alone. `batch_mesh`: the ranks that read different rows.
+TokenCounts count_valid_tokens(const std::vector<data::Batch>& batches, const DeviceMesh& batch_mesh);
 
 /// A model that this rank runs. It outlives the runner.
 struct ModelPart {

@@ -343,8 +343,8 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   }
 
  private:
-  // The tensors that one recompute saves. A module may hold a backward of its own, so all of it is there while
-  // the run lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
+  // The tensors that one recompute saves. A module may hold a backward of its own, so all of it is there
+  // while the run lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
   class Refill final : public SavedTensorHooks, public std::enable_shared_from_this<Refill> {
    public:
     explicit Refill(RecomputeFrame& frame) : frame_(frame), module_(frame.host_.fqn()) {}

@@ -7,7 +7,7 @@
 
 #include "core/units.h"
 #include "titan/core/error.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 #include "titan/train/trainer.h"
 
 namespace titan::train {

@@ -14,7 +14,7 @@
 
 #include "observe/structured_file.h"
 #include "observe/structured_log.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {
