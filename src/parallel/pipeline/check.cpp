@@ -37,10 +37,6 @@ class Positions {
   int& of(const Action& action) { return positions_[static_cast<size_t>(action.kind)](action); }
   int of(const Action& action) const { return positions_[static_cast<size_t>(action.kind)](action); }
   bool has(const Action& action) const { return of(action) != kNone; }
-  /// The position of the stage's B or I.
-  int backward(int stage, int micro_batch) const {
-    return std::max(of({Kind::Backward, stage, micro_batch}), of({Kind::BackwardInput, stage, micro_batch}));
-  }
 
  private:
   std::vector<PerMicroBatch<int>> positions_;  // per kind
@@ -72,71 +68,39 @@ void check_map(CheckCase& check) {
     if (!owns[rank]) check.findings.add(rank, -1, "owns no stage");
 }
 
-class Single {
- public:
-  Single(CheckCase& check, int rank, int position)
-      : check_(check),
-        schedule_(check.schedule),
-        action_(schedule_.ranks[rank][position]),
-        rank_(rank),
-        position_(position) {}
-
-  void check(Positions& positions) {
-    if (!in_range()) return;
-    if (schedule_.rank_of_stage[action_.stage] != rank_)
-      return add("stage ", action_.stage, " is on rank ", schedule_.rank_of_stage[action_.stage]);
-    if (check_.options.purpose == Purpose::Evaluation &&
-        (is_backward(action_.kind) || action_.kind == Kind::Reduce))
-      return add("an evaluation has forwards only");
-    if (is_communication(action_.kind) && !travels()) return;
-    if (is_parameter_action(action_.kind)) return;
-    int& known = positions.of(action_);
-    if (known != Positions::kNone) return add("is there already, as action ", known);
-    known = position_;
+// Each action by itself. Fills `positions`.
+void check_action(CheckCase& check, Positions& positions, int rank, int position) {
+  const Schedule& schedule = check.schedule;
+  const Action& action = schedule.ranks[rank][position];
+  const Kind kind = action.kind;
+  const auto add = [&](const auto&... args) { check.findings.add(rank, position, args...); };
+  if (static_cast<int>(kind) >= kNumKinds) return add("is of no known kind");
+  if (action.stage < 0 || action.stage >= schedule.num_stages)
+    return add("there is no stage ", action.stage, "; the stages are 0 to ", schedule.num_stages - 1);
+  if (!is_parameter_action(kind) &&
+      (action.micro_batch < 0 || action.micro_batch >= schedule.num_micro_batches))
+    return add("there is no micro-batch ", action.micro_batch, "; they are 0 to ",
+               schedule.num_micro_batches - 1);
+  if (schedule.rank_of_stage[action.stage] != rank)
+    return add("stage ", action.stage, " is on rank ", schedule.rank_of_stage[action.stage]);
+  if (check.options.purpose == Purpose::Evaluation && (is_backward(kind) || kind == Kind::Reduce))
+    return add("an evaluation has forwards only");
+  if (is_communication(kind)) {  // what the message carries has to be made and used on different ranks
+    const bool forward = kind == Kind::SendForward || kind == Kind::ReceiveForward;
+    const bool upward = kind == Kind::SendForward || kind == Kind::ReceiveBackward;
+    const int other = action.stage + (upward ? 1 : -1);
+    if (other < 0 || other >= schedule.num_stages)
+      return add("the ", upward ? "last" : "first", " stage has nobody to exchange ",
+                 forward ? "activations" : "gradients", " with there");
+    if (schedule.rank_of_stage[other] == rank)
+      return add("stages ", action.stage, " and ", other, " are both on rank ", rank,
+                 " and hand over without a message");
   }
-
- private:
-  template <class... Args>
-  void add(const Args&... args) {
-    check_.findings.add(rank_, position_, args...);
-  }
-  /// Adds a problem and says that the check has failed.
-  template <class... Args>
-  bool refuse(const Args&... args) {
-    add(args...);
-    return false;
-  }
-
-  bool in_range() {
-    if (static_cast<int>(action_.kind) >= kNumKinds) return refuse("is of no known kind");
-    if (action_.stage < 0 || action_.stage >= schedule_.num_stages)
-      return refuse("there is no stage ", action_.stage, "; the stages are 0 to ", schedule_.num_stages - 1);
-    if (is_parameter_action(action_.kind)) return true;
-    if (action_.micro_batch < 0 || action_.micro_batch >= schedule_.num_micro_batches)
-      return refuse("there is no micro-batch ", action_.micro_batch, "; they are 0 to ",
-                    schedule_.num_micro_batches - 1);
-    return true;
-  }
-
-  // Whether what the message carries is made and used on different ranks.
-  bool travels() {
-    const bool forward = action_.kind == Kind::SendForward || action_.kind == Kind::ReceiveForward;
-    const bool upward = action_.kind == Kind::SendForward || action_.kind == Kind::ReceiveBackward;
-    const int other = action_.stage + (upward ? 1 : -1);
-    if (other < 0 || other >= schedule_.num_stages)
-      return refuse("the ", upward ? "last" : "first", " stage has nobody to exchange ",
-                    forward ? "activations" : "gradients", " with there");
-    if (schedule_.rank_of_stage[other] == rank_)
-      return refuse("stages ", action_.stage, " and ", other, " are both on rank ", rank_,
-                    " and hand over without a message");
-    return true;
-  }
-
-  CheckCase& check_;
-  const Schedule& schedule_;
-  const Action& action_;
-  int rank_, position_;
-};
+  if (is_parameter_action(kind)) return;
+  int& known = positions.of(action);
+  if (known != Positions::kNone) return add("is there already, as action ", known);
+  known = position;
+}
 
 void check_backward(CheckCase& check, const Positions& positions, int stage, int micro_batch) {
   const int rank = check.schedule.rank_of_stage[stage];
@@ -185,13 +149,6 @@ void check_shape(CheckCase& check) {
                        " forwards are wanted");
 }
 
-// Each action by itself. Fills `positions`.
-void check_actions(CheckCase& check, Positions& positions) {
-  for (int rank = 0; rank < check.schedule.num_ranks(); ++rank)
-    for (size_t position = 0; position < check.schedule.ranks[rank].size(); ++position)
-      Single(check, rank, static_cast<int>(position)).check(positions);
-}
-
 void check_complete(CheckCase& check, const Positions& positions) {
   for (int stage = 0; stage < check.schedule.num_stages; ++stage)
     for (int micro_batch = 0; micro_batch < check.schedule.num_micro_batches; ++micro_batch) {
@@ -205,135 +162,67 @@ void check_complete(CheckCase& check, const Positions& positions) {
     }
 }
 
-/// One action and the actions that have to precede it on its rank.
-class Order {
- public:
-  Order(CheckCase& check, const Positions& positions, int rank, int position)
-      : check_(check),
-        schedule_(check.schedule),
-        positions_(positions),
-        action_(schedule_.ranks[rank][position]),
-        rank_(rank),
-        position_(position) {}
+// The actions that have to precede one on its rank.
+void check_order(CheckCase& check, const Positions& positions, int rank, int position) {
+  const Schedule& schedule = check.schedule;
+  const auto& [kind, stage, micro_batch] = schedule.ranks[rank][position];
+  const auto needs = [&](const Action& needed) {
+    if (positions.of(needed) > position)
+      check.findings.add(rank, position, "needs ", needed, ", which is action ", positions.of(needed));
+  };
+  const auto backward_of = [&, micro_batch = micro_batch](int of_stage) {
+    const Action whole{Kind::Backward, of_stage, micro_batch};
+    return positions.has(whole) ? whole : Action{Kind::BackwardInput, of_stage, micro_batch};
+  };
+  if (kind == Kind::BackwardWeight) needs({Kind::BackwardInput, stage, micro_batch});
+  if (kind == Kind::SendBackward) needs(backward_of(stage));
+  if (kind == Kind::SendForward || kind == Kind::Backward || kind == Kind::BackwardInput)
+    needs({Kind::Forward, stage, micro_batch});
+  // The neighbouring stage's part: of this rank, or by message. (A receive may be posted at any time.)
+  const Action& action = schedule.ranks[rank][position];
+  const auto source = source_stage(schedule, action);
+  if (!source) return;
+  if (schedule.rank_of_stage[*source] == rank)
+    needs(kind == Kind::Forward ? Action{Kind::Forward, *source, micro_batch} : backward_of(*source));
+  else if (check.communicates)
+    needs(*receive_for(schedule, action));
+}
 
-  void check() {
-    switch (action_.kind) {
-      case Kind::Forward:
-        return source();
-      case Kind::Backward:
-      case Kind::BackwardInput:
-        needs({Kind::Forward, action_.stage, action_.micro_batch});
-        return source();
-      case Kind::BackwardWeight:
-        return needs({Kind::BackwardInput, action_.stage, action_.micro_batch});
-      case Kind::SendForward:
-        return needs({Kind::Forward, action_.stage, action_.micro_batch});
-      case Kind::SendBackward:
-        return needs(backward_of(action_.stage));
-      default:  // a receive may be posted at any time
-        return;
+// Parameters are gathered while they are used, freed at the end, and reduced once, after the last backward.
+void check_parameters(CheckCase& check, int rank) {
+  struct Parameters {
+    bool gathered = false;
+    int num_reductions = 0, last_backward = 0;
+  };
+  std::map<int, Parameters> stages;
+  const auto add = [&](int position, const auto&... args) { check.findings.add(rank, position, args...); };
+  const std::vector<Action>& actions = check.schedule.ranks[rank];
+  for (size_t i = 0; i < actions.size(); ++i)
+    if (ends_backward(actions[i].kind)) stages[actions[i].stage].last_backward = static_cast<int>(i);
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const auto position = static_cast<int>(i);
+    const auto& [kind, stage, micro_batch] = actions[i];
+    Parameters& parameters = stages[stage];
+    if (kind == Kind::Unshard || kind == Kind::Reshard) {
+      const bool gather = kind == Kind::Unshard;
+      if (parameters.gathered == gather)
+        add(position, "stage ", stage, gather ? " is gathered already" : " isn't gathered");
+      parameters.gathered = gather;
+    } else if (kind == Kind::Reduce) {
+      if (++parameters.num_reductions > 1) add(position, "stage ", stage, " is reduced already");
+      if (position < parameters.last_backward)
+        add(position, "gradients have to be reduced after the stage's last backward, which is action ",
+            parameters.last_backward);
+    } else if (check.gathers && is_compute(kind) && !parameters.gathered) {
+      add(position, "stage ", stage, "'s parameters aren't gathered");
     }
   }
-
- private:
-  Action backward_of(int stage) const {
-    const Action whole{Kind::Backward, stage, action_.micro_batch};
-    return positions_.has(whole) ? whole : Action{Kind::BackwardInput, stage, action_.micro_batch};
-  }
-
-  void needs(const Action& needed) {
-    if (positions_.of(needed) > position_)
-      check_.findings.add(rank_, position_, "needs ", needed, ", which is action ", positions_.of(needed));
-  }
-
-  // The neighbouring stage's part: of this rank, or by message.
-  void source() {
-    const auto stage = source_stage(schedule_, action_);
-    if (!stage) return;
-    if (schedule_.rank_of_stage[*stage] == rank_)
-      needs(action_.kind == Kind::Forward ? Action{Kind::Forward, *stage, action_.micro_batch}
-                                          : backward_of(*stage));
-    else if (check_.communicates)
-      needs(*receive_for(schedule_, action_));
-  }
-
-  CheckCase& check_;
-  const Schedule& schedule_;
-  const Positions& positions_;
-  const Action& action_;
-  int rank_, position_;
-};
-
-/// The state of a stage's parameters while the checker walks its rank's actions.
-struct Parameters {
-  bool gathered = false;
-  int num_reductions = 0;
-};
-
-class ParameterOrder {
- public:
-  ParameterOrder(CheckCase& check, int rank) : check_(check), rank_(rank) {
-    const std::vector<Action>& actions = check.schedule.ranks[rank];
-    for (size_t i = 0; i < actions.size(); ++i)
-      if (ends_backward(actions[i].kind)) last_backward_[actions[i].stage] = static_cast<int>(i);
-  }
-
-  void check() {
-    const std::vector<Action>& actions = check_.schedule.ranks[rank_];
-    for (size_t i = 0; i < actions.size(); ++i) take(actions[i], static_cast<int>(i));
-    for (int stage = 0; stage < check_.schedule.num_stages; ++stage)
-      if (check_.schedule.rank_of_stage[stage] == rank_) finish(stage);
-  }
-
- private:
-  void take(const Action& action, int position) {
-    Parameters& parameters = stages_[action.stage];
-    switch (action.kind) {
-      case Kind::Unshard:
-        if (parameters.gathered) add(position, "stage ", action.stage, " is gathered already");
-        parameters.gathered = true;
-        break;
-      case Kind::Reshard:
-        if (!parameters.gathered) add(position, "stage ", action.stage, " isn't gathered");
-        parameters.gathered = false;
-        break;
-      case Kind::Reduce:
-        reduce(action.stage, position);
-        break;
-      default:
-        if (check_.gathers && is_compute(action.kind) && !parameters.gathered)
-          add(position, "stage ", action.stage, "'s parameters aren't gathered");
-    }
-  }
-
-  void reduce(int stage, int position) {
-    if (++stages_[stage].num_reductions > 1) add(position, "stage ", stage, " is reduced already");
-    if (position < last_backward_[stage])
-      add(position, "gradients have to be reduced after the stage's last backward, which is action ",
-          last_backward_[stage]);
-  }
-
-  void finish(int stage) {
-    if (stages_[stage].gathered) add(-1, "stage ", stage, " is left gathered at the end");
-    if (check_.reduces && stages_[stage].num_reductions == 0)
+  for (int stage = 0; stage < check.schedule.num_stages; ++stage) {
+    if (check.schedule.rank_of_stage[stage] != rank) continue;
+    if (stages[stage].gathered) add(-1, "stage ", stage, " is left gathered at the end");
+    if (check.reduces && stages[stage].num_reductions == 0)
       add(-1, Action{Kind::Reduce, stage, -1}, " is missing");
   }
-
-  template <class... Args>
-  void add(int position, const Args&... args) {
-    check_.findings.add(rank_, position, args...);
-  }
-
-  CheckCase& check_;
-  int rank_;
-  std::map<int, Parameters> stages_;
-  std::map<int, int> last_backward_;
-};
-
-void check_order(CheckCase& check, const Positions& positions) {
-  for (int rank = 0; rank < check.schedule.num_ranks(); ++rank)
-    for (size_t position = 0; position < check.schedule.ranks[rank].size(); ++position)
-      Order(check, positions, rank, static_cast<int>(position)).check();
 }
 
 // The receives of a channel stand in the order of its sends.
@@ -357,11 +246,6 @@ void check_channels(CheckCase& check) {
       break;  // the later ones are out of order for the same reason
     }
   }
-}
-
-void check_parameters(CheckCase& check) {
-  if (!check.gathers && !check.reduces) return;
-  for (int rank = 0; rank < check.schedule.num_ranks(); ++rank) ParameterOrder(check, rank).check();
 }
 
 void check_live_activations(CheckCase& check) {
@@ -501,12 +385,18 @@ std::vector<Problem> find_problems(const Schedule& schedule, const CheckOptions&
   check_shape(check);
   if (!check.findings.empty()) return check.findings.take();
   Positions positions(schedule);
-  check_actions(check, positions);
+  const auto for_each_action = [&](const auto& check_one) {
+    for (int rank = 0; rank < schedule.num_ranks(); ++rank)
+      for (size_t position = 0; position < schedule.ranks[rank].size(); ++position)
+        check_one(check, positions, rank, static_cast<int>(position));
+  };
+  for_each_action(check_action);
   if (check.findings.empty()) check_complete(check, positions);
   if (!check.findings.empty()) return check.findings.take();
-  check_order(check, positions);
+  for_each_action(check_order);
   check_channels(check);
-  check_parameters(check);
+  if (check.gathers || check.reduces)
+    for (int rank = 0; rank < schedule.num_ranks(); ++rank) check_parameters(check, rank);
   check_live_activations(check);
   if (check.findings.empty()) Progress(check).check();
   return check.findings.take();
