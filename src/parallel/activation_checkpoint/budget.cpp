@@ -89,15 +89,8 @@ void keep_in_last_layers(const std::vector<LayerCosts>& layers, std::vector<Leve
 }
 
 const char* name_of(Level level) {
-  switch (level) {
-    case Level::Full:
-      return "inputs (full)";
-    case Level::Op:
-      return "op";
-    case Level::None:
-      return "everything";
-  }
-  return "";
+  constexpr const char* kNames[] = {"inputs (full)", "op", "everything"};
+  return kNames[static_cast<size_t>(level)];
 }
 
 std::string range_of(size_t first, size_t end) {

@@ -204,7 +204,7 @@ class ParamCollector {
     known->uses.push_back({host, name});
     const tp::SplitParams* split = tp::split_params(host);
     const tp::PartOfParam* part = split ? split->find(name) : nullptr;
-    if (part && part->gradient_is_summand) known->summand_axis = split->axis();
+    if (part && part->gradient_is_summand) known->summand_axis = split->axis;
   }
 
   std::vector<ManagedParam> params_;

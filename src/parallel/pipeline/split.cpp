@@ -65,56 +65,39 @@ std::string meant(const std::string& name, const std::vector<std::string>& known
   return near.empty() ? "" : str("; did you mean '", near[0], "'?");
 }
 
-// Compares lists with the sequence they have to be a cut of.
-class ListChecker {
- public:
-  explicit ListChecker(std::vector<std::string> known) : known_(std::move(known)) {
-    for (size_t i = 0; i < known_.size(); ++i) position_[known_[i]] = i;
-  }
-
-  std::vector<std::string> problems_of(const StageModules& lists) {
-    if (lists.empty()) problems_.push_back("there is no stage");
-    for (size_t stage = 0; stage < lists.size(); ++stage) {
-      if (lists[stage].empty()) problems_.push_back(str("stage ", stage, " has no modules"));
-      for (const std::string& name : lists[stage]) take(name, stage);
-    }
-    std::vector<std::string> missing;
-    for (const std::string& name : known_)
-      if (!stage_.contains(name)) missing.push_back(name);
-    if (!missing.empty()) problems_.push_back("no stage has " + short_list(missing));
-    return std::move(problems_);
-  }
-
- private:
-  void take(const std::string& name, size_t stage) {
-    const auto position = position_.find(name);
-    if (position == position_.end()) {
-      problems_.push_back(str("stage ", stage, ": the model has no module '", name,
-                              "' that it calls in a row", meant(name, known_)));
-      return;
-    }
-    const auto [first, is_new] = stage_.try_emplace(name, stage);
-    if (!is_new) {
-      problems_.push_back(str("stages ", first->second, " and ", stage, " both have '", name, "'"));
-      return;
-    }
-    if (position->second < furthest_)
-      problems_.push_back(str("stage ", stage, ": '", name, "' is listed after '", known_[furthest_],
-                              "', but the model calls it before"));
-    furthest_ = std::max(furthest_, position->second);
-  }
-
-  std::vector<std::string> known_;
-  std::map<std::string, size_t> position_;  // in the sequence
-  std::map<std::string, size_t> stage_;     // of those already taken
-  size_t furthest_ = 0;
-  std::vector<std::string> problems_;
-};
-
 }  // namespace
 
 StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& lists) {
-  std::vector<std::string> problems = ListChecker(sequence.names()).problems_of(lists);
+  const std::vector<std::string> known = sequence.names();
+  std::vector<std::string> problems;
+  std::map<std::string, size_t> stage_of;  // of the modules listed so far
+  size_t furthest = 0;                     // of these, in the sequence
+  const auto take = [&](const std::string& name, size_t stage) {
+    const auto position = static_cast<size_t>(std::find(known.begin(), known.end(), name) - known.begin());
+    if (position == known.size()) {
+      problems.push_back(str("stage ", stage, ": the model has no module '", name, "' that it calls in a row",
+                             meant(name, known)));
+      return;
+    }
+    const auto [first, is_new] = stage_of.try_emplace(name, stage);
+    if (!is_new) {
+      problems.push_back(str("stages ", first->second, " and ", stage, " both have '", name, "'"));
+      return;
+    }
+    if (position < furthest)
+      problems.push_back(str("stage ", stage, ": '", name, "' is listed after '", known[furthest],
+                             "', but the model calls it before"));
+    furthest = std::max(furthest, position);
+  };
+  if (lists.empty()) problems.push_back("there is no stage");
+  for (size_t stage = 0; stage < lists.size(); ++stage) {
+    if (lists[stage].empty()) problems.push_back(str("stage ", stage, " has no modules"));
+    for (const std::string& name : lists[stage]) take(name, stage);
+  }
+  std::vector<std::string> missing;
+  for (const std::string& name : known)
+    if (!stage_of.contains(name)) missing.push_back(name);
+  if (!missing.empty()) problems.push_back("no stage has " + short_list(missing));
   if (!problems.empty()) throw ConfigError(std::move(problems));
   return lists;
 }

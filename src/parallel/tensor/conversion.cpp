@@ -113,16 +113,8 @@ constexpr Moves kMoves[] = {
 
 // "" for moves without communication.
 const char* collective_of(Move move) {
-  switch (move) {
-    case Move::Gather:
-      return "all-gather";
-    case Move::ReduceScatter:
-      return "reduce-scatter";
-    case Move::AllReduce:
-      return "all-reduce";
-    default:
-      return "";
-  }
+  constexpr const char* kNames[] = {"", "all-gather", "reduce-scatter", "all-reduce", "", ""};
+  return kNames[static_cast<size_t>(move)];
 }
 
 int64_t received_bytes(Move move, const at::Tensor& in, const at::Tensor& out, int64_t parts) {

@@ -392,17 +392,9 @@ void log_choice(const std::string& text) {
 
 // For --print-plan, where there are no real ranks to ask.
 std::string way_of_plan(OverlapTransport transport) {
-  switch (transport) {
-    case OverlapTransport::Auto:
-      return "sent and received, or through symmetric memory over NVLink";
-    case OverlapTransport::SymmetricMemory:
-      return "through symmetric memory";
-    case OverlapTransport::SendReceive:
-      return "sent and received";
-    case OverlapTransport::AtOnce:
-      return "at once";
-  }
-  return "";
+  constexpr const char* kWays[] = {"sent and received, or through symmetric memory over NVLink",
+                                   "through symmetric memory", "sent and received", "at once"};
+  return kWays[static_cast<size_t>(transport)];
 }
 
 }  // namespace

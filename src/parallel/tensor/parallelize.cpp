@@ -283,8 +283,9 @@ class Parallelizer {
     const tp::CountedExchange made = make_exchange_(interned(name_));
     linear->set_exchange(split, made.exchange);
     const bool gathers = split == nn::Split::Columns;
-    parts_of(host).set_exchanged(made.traffic,
-                                 gathers ? "all-gather / reduce-scatter" : "reduce-scatter / all-gather");
+    SplitParams& parts = parts_of(host);
+    parts.exchanged = made.traffic;
+    parts.exchanged_collectives = gathers ? "all-gather / reduce-scatter" : "reduce-scatter / all-gather";
   }
 
   // The record that split() made of a module.
@@ -292,7 +293,7 @@ class Parallelizer {
   static void note_layouts(nn::HookHost& host, const Conversion& in, const Conversion& out) {
     const bool takes_tokens = dynamic_cast<nn::EmbeddingImpl*>(&host);
     const std::string input = takes_tokens ? "" : str("in ", in.layouts(), "; ");
-    parts_of(host).set_layouts(str(input, "out ", out.layouts()));
+    parts_of(host).layouts = str(input, "out ", out.layouts());
   }
 
   static void check_numbers(const std::vector<size_t>& tensors, const std::string& name) {
@@ -326,13 +327,13 @@ class Parallelizer {
     for (const nn::ParamSplit& param :
          splittable ? splittable->param_splits(split) : default_splits(module, split, name_)) {
       const at::Tensor tensor = module.named_parameters(/*recurse=*/false)[param.name];
-      parts->add(cutter_.cut(host, name_, tensor, param));
+      parts->parts.push_back(cutter_.cut(host, name_, tensor, param));
       if (whole < 0 && param.dim >= 0)
-        whole = parts->parts().back().global_shape[static_cast<size_t>(param.dim)];
+        whole = parts->parts.back().global_shape[static_cast<size_t>(param.dim)];
     }
     if (splittable)
       splittable->set_split(split,
-                            std::make_shared<tp::CountedParts>(group_, parts->traffic(), interned(name_)));
+                            std::make_shared<tp::CountedParts>(group_, parts->traffic, interned(name_)));
     host.param_parts = std::move(parts);
     return whole;
   }
@@ -347,7 +348,7 @@ class Parallelizer {
         throw ConfigError(str("parallelize: module '", name, "' is cut by two entries of the plan"));
       auto parts = std::make_shared<SplitParams>(axis_, style_);
       for (const auto& named : own)
-        parts->add(cutter_.cut(*host, name, named.value(), {named.key(), -1, true}));
+        parts->parts.push_back(cutter_.cut(*host, name, named.value(), {named.key(), -1, true}));
       host->param_parts = std::move(parts);
     }
     if (!host && !own.is_empty())
@@ -390,16 +391,9 @@ class Parallelizer {
 }  // namespace
 
 std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout) {
-  switch (layout.kind) {
-    case ActivationLayout::Kind::Shard:
-      return out << "Shard(" << layout.dim << ")";
-    case ActivationLayout::Kind::Replicate:
-      return out << "Replicate";
-    case ActivationLayout::Kind::Invariant:
-      return out << "Invariant";
-    case ActivationLayout::Kind::Partial:
-      return out << "Partial";
-  }
+  constexpr const char* kNames[] = {"Shard", "Replicate", "Invariant", "Partial"};
+  out << kNames[static_cast<size_t>(layout.kind)];
+  if (layout.kind == ActivationLayout::Kind::Shard) out << "(" << layout.dim << ")";
   return out;
 }
 
