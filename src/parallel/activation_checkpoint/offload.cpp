@@ -102,7 +102,7 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
 
   /// Null for what stays on the device.
   std::shared_ptr<OffloadedStorage> storage_of(const at::Tensor& tensor) {
-    const OffloadSettings& settings = offloader_->settings();
+    const OffloadSettings& settings = offloader_->settings;
     if (stays_ || tensor.device() != settings.device || !tensor.has_storage() ||
         parameters_->contains(tensor))
       return nullptr;
@@ -112,7 +112,7 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
     auto& known = known_[tensor.storage().unsafeGetStorageImpl()];
     if (known) return known;
     const at::NoGradGuard no_grad;
-    known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies(), settings.page_locked);
+    known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies, settings.page_locked);
     storages_.push_back(known);
     ++offloader_->stats.copies;
     offloader_->stats.copied_bytes += known->bytes();
@@ -140,7 +140,7 @@ class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_fr
     fetching_ = true;
     int64_t num_started = 0;
     for (auto weak = storages_.rbegin(); weak != storages_.rend(); ++weak)
-      if (const auto storage = weak->lock()) num_started += storage->start_fetch(offloader_->copies());
+      if (const auto storage = weak->lock()) num_started += storage->start_fetch(offloader_->copies);
     return num_started;
   }
 
@@ -182,7 +182,7 @@ class OffloadHooks final : public SavedVariableHooks {
                 "' saves for its backward was written to after that: use an operation that isn't in place");
     frame_->begin_backward();
     if (!storage_) return stayed_;
-    return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies());
+    return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies);
   }
 
  private:
@@ -200,13 +200,13 @@ class OffloadHooks final : public SavedVariableHooks {
 }  // namespace
 
 Offloader::Offloader(const OffloadSettings& settings)
-    : settings_(settings), copies_(dist::Stream::create(settings.device)) {
-  dist::name_stream("activation offload", copies_);
+    : settings(settings), copies(dist::Stream::create(settings.device)) {
+  dist::name_stream("activation offload", copies);
 }
 
-void Offloader::finished(std::shared_ptr<OffloadFrame> frame) {
-  if (const auto previous = newest_.lock()) previous->release_device();
-  newest_ = frame;
+void Offloader::finished(const std::shared_ptr<OffloadFrame>& frame) {
+  if (const auto previous = newest.lock()) previous->release_device();
+  newest = frame;
 }
 
 std::unique_ptr<SavedVariableHooks> OffloadFrame::make() {
@@ -216,7 +216,7 @@ std::unique_ptr<SavedVariableHooks> OffloadFrame::make() {
 nn::TensorList OffloadHook::call(nn::HookHost& host, const nn::TensorList& inputs, Run run) {
   if (!at::GradMode::is_enabled()) return run(inputs);
   if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
-  const auto before = is_first_ ? std::weak_ptr<OffloadFrame>() : offloader_->newest();
+  const auto before = is_first_ ? std::weak_ptr<OffloadFrame>() : offloader_->newest;
   const auto frame = std::make_shared<OffloadFrame>(offloader_, host.fqn(), parameters_, before, stays_);
   nn::TensorList outputs;
   {

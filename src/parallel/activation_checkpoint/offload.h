@@ -30,21 +30,15 @@ struct OffloadStats {
 class OffloadFrame;
 
 /// The state that the layers of a list share.
-class Offloader {
- public:
+struct Offloader {
   explicit Offloader(const OffloadSettings& settings);
-
-  const OffloadSettings& settings() const { return settings_; }
-  const dist::Stream& copies() const { return copies_; }
   /// A layer's forward is over: the device memory of the one before it goes.
-  void finished(std::shared_ptr<OffloadFrame> frame);
-  std::weak_ptr<OffloadFrame> newest() const { return newest_; }
-  OffloadStats stats;
+  void finished(const std::shared_ptr<OffloadFrame>& frame);
 
- private:
-  OffloadSettings settings_;
-  dist::Stream copies_;
-  std::weak_ptr<OffloadFrame> newest_;
+  OffloadSettings settings;
+  dist::Stream copies;
+  std::weak_ptr<OffloadFrame> newest;
+  OffloadStats stats;
 };
 
 class OffloadHook final : public nn::CheckpointHook {

@@ -4,12 +4,14 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -180,24 +182,6 @@ class RngState {
   std::vector<Entry> entries_;
 };
 
-/// Sets the generators back to `state` (null: leaves them alone) and, at the end, to where they stood.
-class ScopedRngState {
- public:
-  ScopedRngState(const RngState* state, at::Device device) {
-    if (!state) return;
-    outer_ = std::make_unique<const RngState>(device);
-    state->restore();
-  }
-  ~ScopedRngState() {
-    if (outer_) outer_->restore();
-  }
-  ScopedRngState(const ScopedRngState&) = delete;
-  ScopedRngState& operator=(const ScopedRngState&) = delete;
-
- private:
-  std::unique_ptr<const RngState> outer_;
-};
-
 /// The inputs of a checkpointed module, for the calls that repeat it. Kept as any tensor that autograd
 /// saves: a checkpoint around this one may compute them again in its turn.
 class ModuleInputs {
@@ -288,7 +272,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
         device_(compute_device(inputs)),
         inputs_(inputs, host.fqn()) {
     if (parts.products) kept_ = std::make_unique<KeptOutputs>(parts.products, host.fqn(), num_slots_);
-    if (options_.preserve_rng_state) rng_state_ = std::make_unique<RngState>(device_);
+    if (options_.preserve_rng_state) rng_state_.emplace(device_);
   }
   nn::TensorList forward(const TensorList& inputs) {
     TensorList outputs;
@@ -373,28 +357,6 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     TensorList tensors_;
   };
 
-  // The state of the frame during a recompute, restored also after an exception.
-  class Recomputing {
-   public:
-    explicit Recomputing(RecomputeFrame& frame) : frame_(frame), refill_(std::make_shared<Refill>(frame)) {
-      frame_.recomputing_ = true;
-      frame_.num_refilled_ = 0;
-      if (frame_.kept_) frame_.kept_->start_handing_back();
-    }
-    ~Recomputing() {
-      if (frame_.kept_) frame_.kept_->stop_handing_back();
-      refill_->end();
-      frame_.recomputing_ = false;
-    }
-    Recomputing(const Recomputing&) = delete;
-    Recomputing& operator=(const Recomputing&) = delete;
-    SavedTensorHooks* hooks() const { return refill_.get(); }
-
-   private:
-    RecomputeFrame& frame_;
-    std::shared_ptr<Refill> refill_;
-  };
-
   /// A std::exception, as those are what LibTorch's engine carries out of a backward that the module holds.
   struct EarlyStop final : std::exception {
     explicit EarlyStop(const RecomputeFrame* frame) : frame(frame) {}
@@ -442,9 +404,24 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     const c10::impl::ForceDispatchKeyGuard as_in_forward(forward_keys_);
     const at::AutoGradMode recording(true);
     const TensorList inputs = inputs_.detached();
-    const ScopedRngState drawing(rng_state_.get(), device_);
-    const Recomputing refilling(*this);
-    const HooksScope saving(refilling.hooks());
+    std::optional<RngState> outer_rng;  // where the generators stood
+    if (rng_state_) {
+      outer_rng.emplace(device_);
+      rng_state_->restore();
+    }
+    const auto put_generators_back = c10::make_scope_exit([&] {
+      if (outer_rng) outer_rng->restore();
+    });
+    const auto refill = std::make_shared<Refill>(*this);
+    recomputing_ = true;
+    num_refilled_ = 0;
+    if (kept_) kept_->start_handing_back();
+    const auto end_refill = c10::make_scope_exit([&] {
+      if (kept_) kept_->stop_handing_back();
+      refill->end();
+      recomputing_ = false;
+    });
+    const HooksScope saving(refill.get());
     const ops::ScopedSavedOutputs handing_back(kept_.get());
     run_(inputs);
   }
@@ -480,7 +457,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   at::Device device_;
   ModuleInputs inputs_;
   c10::impl::LocalDispatchKeySet forward_keys_ = c10::impl::tls_local_dispatch_key_set();
-  std::unique_ptr<RngState> rng_state_;
+  std::optional<RngState> rng_state_;
   std::unique_ptr<KeptOutputs> kept_;
 
   // Guards the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of

@@ -7,6 +7,8 @@
 #include <map>
 #include <utility>
 
+#include <c10/util/StringUtil.h>
+
 #include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
 
@@ -280,16 +282,9 @@ std::vector<Action> dual_pipe_v(const Counts& counts, int rank) {
   return v.list.take();
 }
 
-std::string lower(std::string_view text) {
-  std::string result(text);
-  for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return result;
-}
-
-std::string quoted_list(const std::vector<std::string>& names) {
-  std::string list;
-  for (const std::string& name : names) list += (list.empty() ? "'" : ", '") + name + "'";
-  return list;
+bool same_name(std::string_view a, std::string_view b) {
+  return std::ranges::equal(
+      a, b, [](unsigned char one, unsigned char other) { return std::tolower(one) == std::tolower(other); });
 }
 
 bool whole_rounds(int num_ranks, int num_micro_batches) {
@@ -348,11 +343,11 @@ std::vector<std::string> schedule_names() {
 
 const ScheduleTraits& schedule_traits(std::string_view name) {
   for (const ScheduleTraits& traits : all_schedule_traits())
-    if (lower(traits.name) == lower(name)) return traits;
+    if (same_name(traits.name, name)) return traits;
   const std::vector<std::string> names = schedule_names(), near = nearest_names(name, names, 1);
   throw ConfigError(str("unknown pipeline schedule '", name, "'",
-                        near.empty() ? "" : str("; did you mean '", near.front(), "'?"),
-                        " (known: ", quoted_list(names), ")"));
+                        near.empty() ? "" : str("; did you mean '", near.front(), "'?"), " (known: '",
+                        c10::Join("', '", names), "')"));
 }
 
 int default_num_stages(const ScheduleTraits& traits, int num_ranks) {

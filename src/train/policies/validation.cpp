@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
 #include "core/units.h"
@@ -33,28 +34,14 @@ void describe(config::Table<ValidationSettings>& table) {
   table.table("dataloader", &ValidationSettings::dataloader);
 }
 
-namespace {
-
-/// Evaluation mode without gradients, until the end of the scope.
-class EvaluationMode {
- public:
-  explicit EvaluationMode(const std::vector<ModelPart>& models) : models_(models) { set_training(false); }
-  ~EvaluationMode() { set_training(true); }
-
- private:
-  void set_training(bool training) const {
-    for (const ModelPart& part : models_) part.model->root().module().train(training);
-  }
-
-  const std::vector<ModelPart>& models_;
-  c10::NoGradGuard no_grad_;
-};
-
-}  // namespace
-
 std::optional<ValidationResult> validate(StepRunner& runner, const DeviceMesh& loss_mesh,
                                          const ValidationBatches& batches, int64_t max_batches) {
-  const EvaluationMode evaluation(runner.models());
+  const auto set_training = [&](bool training) {
+    for (const ModelPart& part : runner.models()) part.model->root().module().train(training);
+  };
+  set_training(false);
+  const auto back_to_training = c10::make_scope_exit([&] { set_training(true); });
+  const c10::NoGradGuard no_grad;
   const auto start = std::chrono::steady_clock::now();
   ValidationResult result;
   double local_loss_sum = 0;
