@@ -144,8 +144,6 @@ void CommContext::expect_backward(int64_t visit) {
   ends_.push_back(visit);
 }
 
-void CommContext::reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
-
 void CommContext::start_backward() {
   in_backward_ = true;
   next_gather_ = static_cast<int64_t>(ends_.size()) - 1;

@@ -79,7 +79,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void expect_backward(int64_t visit);
   /// None of the visit's inputs requires a gradient, so the end of its backward is unknown: it is reduced
   /// after all others.
-  void reduce_at_end(int64_t visit);
+  void reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
   /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters`
   /// is false).
   void pre_backward(int64_t iteration, int64_t visit);

@@ -148,23 +148,17 @@ void FsdpState::pre_scheduled_forward(const nn::TensorRefs& inputs) {
 void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
   if (options_.output_dtype) cast(outputs, *options_.output_dtype);
   if (context_->scheduled()) return;
-  if (group_) {
-    expect_backward(outputs);
-    if (modules_entered_ == modules_.size()) {
-      modules_entered_ = 0;
-      group_->after_forward();
-    }
+  const auto before_backward = [context = std::weak_ptr(context_), iteration = context_->iteration(),
+                                visit = visit_] {
+    if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
+  };
+  if (group_ && visit_ >= 0 && call_before_backward(outputs, before_backward))
+    context_->expect_backward(visit_);
+  if (group_ && modules_entered_ == modules_.size()) {
+    modules_entered_ = 0;
+    group_->after_forward();
   }
   if (is_root_) context_->end_forward();
-}
-
-void FsdpState::expect_backward(const nn::TensorRefs& outputs) {
-  if (visit_ < 0) return;
-  const bool expected = call_before_backward(
-      outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
-        if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
-      });
-  if (expected) context_->expect_backward(visit_);
 }
 
 }  // namespace titan::fsdp

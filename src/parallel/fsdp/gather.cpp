@@ -145,9 +145,6 @@ ops::Operand ParamGroup::float8_weight(size_t slot) const {
 
 // The gathering side of ParamGroup: shards to compute parameters and back.
 
-// Every write raises the shards' version counter: by the optimizer, a checkpoint or a user.
-bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._version(); }
-
 // A holder of something computed from a parameter, a scale say, checks the parameter's version; a gather
 // writes them past LibTorch.
 void ParamGroup::bump_compute_versions() {
@@ -175,11 +172,7 @@ void ParamGroup::start_unshard() {
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   gathered_version_ = flat_shard_._version();
-  if (holds_whole_parameters()) return alias_shards();
-  start_gather();
-}
-
-void ParamGroup::alias_shards() {
+  if (!holds_whole_parameters()) return start_gather();
   bind_compute_params(flat_shard_);
   state_ = State::Gathered;
 }

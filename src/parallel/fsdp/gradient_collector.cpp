@@ -34,11 +34,6 @@ int64_t GradientCollector::kept_bytes() const {
          static_cast<int64_t>(c10::elementSize(config_.reduce_dtype));
 }
 
-size_t GradientCollector::trainable_count() const {
-  return static_cast<size_t>(std::count_if(layout_.slots().begin(), layout_.slots().end(),
-                                           [](const Slot& s) { return s.trainable; }));
-}
-
 void GradientCollector::make_flat_grad() {
   if (flat_grad_.defined()) return;
   at::NoGradGuard no_grad;
@@ -46,7 +41,7 @@ void GradientCollector::make_flat_grad() {
   const auto options = at::TensorOptions().dtype(config_.grad_dtype).device(config_.device);
   flat_grad_ = config_.to_host ? host_zeros(numel, config_.grad_dtype, config_.device)
                                : resident_zeros({numel}, options);
-  const size_t count = trainable_count();
+  const size_t count = layout_.num_trainable();
   written_.assign(count, false);
   for (size_t i = 0; i < count; ++i)
     grad_parts_.push_back(part_of(flat_grad_, layout_.slots()[i].offset, shards_[i].sizes()));
@@ -58,10 +53,6 @@ bool GradientCollector::no_grad_yet() const {
   return true;
 }
 
-bool GradientCollector::flat_grad_serves() const {
-  return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
-}
-
 bool GradientCollector::all_grads_ours() const {
   for (size_t i = 0; i < grad_parts_.size(); ++i)
     if (!shards_[i].grad().is_same(grad_parts_[i])) return false;
@@ -70,7 +61,7 @@ bool GradientCollector::all_grads_ours() const {
 
 // Tensor parallelism may leave a rank's part of a vocabulary without rows, and its group without elements.
 void GradientCollector::set_empty_grads() {
-  for (size_t i = 0; i < trainable_count(); ++i)
+  for (size_t i = 0; i < layout_.num_trainable(); ++i)
     if (!shards_[i].grad().defined()) shards_[i].mutable_grad() = at::zeros_like(shards_[i]);
 }
 
@@ -286,14 +277,12 @@ void GradientCollector::accumulate(const at::Tensor& reduced) {
         all_grads_ours(),
         "the gradient of a sharded parameter was replaced by another tensor, or that of some parameters of a "
         "group was set to none and that of others not; zero all or none");
-    flat_grad_.add_(config_.to_host ? arrived_on_host(reduced) : reduced);
+    if (config_.to_host && !arrived_.defined())
+      arrived_ = host_empty(reduced.numel(), config_.grad_dtype, config_.device);
+    // A copy to the host waits: the host adds it at once.
+    flat_grad_.add_(config_.to_host ? arrived_.copy_(reduced) : reduced);
   }
   release(reduced_);
-}
-
-at::Tensor GradientCollector::arrived_on_host(const at::Tensor& reduced) {
-  if (!arrived_.defined()) arrived_ = host_empty(reduced.numel(), config_.grad_dtype, config_.device);
-  return arrived_.copy_(reduced);  // waits: the host adds it at once
 }
 
 }  // namespace titan::fsdp

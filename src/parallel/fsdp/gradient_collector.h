@@ -92,8 +92,9 @@ class GradientCollector {
     return !config_.shard_group && !config_.replicate_group && !config_.summand_group && !config_.to_host;
   }
   /// May be written in place of a buffer, as it has the same memory and type.
-  bool flat_grad_serves() const;
-  size_t trainable_count() const;
+  bool flat_grad_serves() const {
+    return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
+  }
   void make_flat_grad();
   bool no_grad_yet() const;
   bool all_grads_ours() const;
@@ -107,7 +108,6 @@ class GradientCollector {
   void after_scatter();
   void sum_summands();
   void accumulate(const at::Tensor& reduced);
-  at::Tensor arrived_on_host(const at::Tensor& reduced);
   void release(at::Tensor& buffer);
 
   const ShardLayout& layout_;

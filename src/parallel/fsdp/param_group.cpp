@@ -324,8 +324,6 @@ bool ParamGroup::allocate_shards() {
   return true;
 }
 
-bool ParamGroup::deferred() const { return is_deferred(flat_shard_); }
-
 void ParamGroup::join(CommContext& context, const std::string& name) {
   context_ = &context;
   name_ = interned(name);
@@ -354,12 +352,6 @@ int64_t ParamGroup::find(const at::Tensor& compute) const {
   for (size_t i = 0; i < params_.size(); ++i)
     if (params_[i].compute.is_same(compute)) return static_cast<int64_t>(i);
   return -1;
-}
-
-dist::Stream ParamGroup::compute_stream() const { return dist::Stream::current(device_); }
-
-int64_t ParamGroup::sharded_bytes() const {
-  return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
 }
 
 void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {

@@ -15,6 +15,7 @@
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/fsdp/shard_layout.h"
+#include "tensor/param_storage.h"
 #include "titan/dist/collectives.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
@@ -86,7 +87,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void make_root() { is_root_ = true; }
   /// Gives the shards memory if they have none, with zeros in the padding only; true when it did.
   bool allocate_shards();
-  bool deferred() const;
+  bool deferred() const { return is_deferred(flat_shard_); }
   size_t num_params() const { return params_.size(); }
   const ManagedParam& param(size_t slot) const { return params_[slot]; }
   /// The leaf that the optimizer writes, with mesh, placements and box.
@@ -99,10 +100,12 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool holds_whole_parameters() const {
     return layout_.num_ranks() == 1 && dtype_ == param_dtype_ && !options_.cpu_offload;
   }
-  dist::Stream compute_stream() const;
+  dist::Stream compute_stream() const { return dist::Stream::current(device_); }
   /// The stream that this forward, and so its backward, computes on: gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }
-  int64_t sharded_bytes() const;
+  int64_t sharded_bytes() const {
+    return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
   /// A weight that was gathered in Float8, while it is there.
   ops::Operand float8_weight(size_t slot) const;
   const FsdpOptions& options() const { return options_; }
@@ -117,9 +120,9 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void empty_compute_params();
   void connect_gradients();
 
-  bool stale() const;
+  /// Every write raises the shards' version counter: by the optimizer, a checkpoint or a user.
+  bool stale() const { return gathered_version_ != flat_shard_._version(); }
   void bump_compute_versions();
-  void alias_shards();
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
   at::Tensor encode_part(const at::Tensor& place) const;

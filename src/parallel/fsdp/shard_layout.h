@@ -45,7 +45,7 @@ class ShardLayout {
 
   /// `shapes` in slot order, the `num_trainable` trainable ones first; all have at least one dim.
   ShardLayout(const std::vector<std::vector<int64_t>>& shapes, size_t num_trainable, int num_ranks)
-      : num_ranks_(num_ranks) {
+      : num_trainable_(num_trainable), num_ranks_(num_ranks) {
     int64_t used = 0;
     for (size_t i = 0; i < shapes.size(); ++i) {
       Slot slot;
@@ -64,6 +64,7 @@ class ShardLayout {
   }
 
   const std::vector<Slot>& slots() const { return slots_; }
+  size_t num_trainable() const { return num_trainable_; }
   int num_ranks() const { return num_ranks_; }
   int64_t shard_numel() const { return shard_numel_; }          ///< S
   int64_t trainable_numel() const { return trainable_numel_; }  ///< S_trainable
@@ -74,6 +75,7 @@ class ShardLayout {
 
  private:
   std::vector<Slot> slots_;
+  size_t num_trainable_;
   int num_ranks_;
   int64_t shard_numel_ = 0;
   int64_t trainable_numel_ = 0;
