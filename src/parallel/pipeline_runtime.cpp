@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <set>
 #include <unordered_set>
-#include <utility>
 
 #include <torch/nn/module.h>
 

@@ -8,7 +8,6 @@
 #include <limits>
 #include <optional>
 #include <sstream>
-#include <tuple>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>

@@ -10,7 +10,6 @@
 #include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/hooks.h"
 
 namespace titan {
 

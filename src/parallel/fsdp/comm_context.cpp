@@ -11,7 +11,6 @@
 #include "parallel/fsdp/param_group.h"
 #include "tensor/resident_memory.h"
 #include "titan/core/error.h"
-#include "titan/dist/stream.h"
 
 namespace titan::fsdp {
 

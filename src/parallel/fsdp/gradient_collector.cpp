@@ -9,7 +9,6 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "parallel/fsdp/comm_context.h"
 #include "tensor/param_storage.h"
 #include "tensor/resident_memory.h"
 #include "titan/core/error.h"

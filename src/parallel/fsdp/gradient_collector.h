@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +12,6 @@
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/shard_layout.h"
 #include "titan/dist/collectives.h"
-#include "titan/dist/stream.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
 

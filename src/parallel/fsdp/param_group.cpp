@@ -1,7 +1,6 @@
 #include "parallel/fsdp/param_group.h"
 
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <unordered_set>
 
@@ -9,15 +8,12 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "parallel/fsdp/gradient_collector.h"
 #include "parallel/interned.h"
 #include "parallel/pipeline_runtime.h"
-#include "tensor/param_storage.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/linear.h"
-#include "titan/parallel/fsdp.h"
 
 namespace titan::fsdp {
 

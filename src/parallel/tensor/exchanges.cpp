@@ -7,7 +7,6 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 

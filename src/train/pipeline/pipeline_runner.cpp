@@ -23,7 +23,6 @@
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/fsdp.h"
-#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::train {
 
@@ -433,13 +432,6 @@ std::string PipelineRunner::failure_of(const StepPlan& plan, size_t action, cons
   return first.empty() ? mine : str(mine, "\nThe first to fail was ", first);
 }
 
-// Drops what an exception left of an earlier step.
-void PipelineRunner::prepare_step() {
-  for (ScheduledSharding& sharding : shardings_) sharding.discard();
-  if (!shardings_.empty()) return;
-  for (const Stage& stage : stages_) discard_gradients(stage.model->root());
-}
-
 void PipelineRunner::set_schedules(const ScheduleParts& training,
                                    const std::optional<ScheduleParts>& evaluation, int64_t micro_batch_rows,
                                    TiedGradients tied) {
@@ -470,7 +462,10 @@ at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Bat
       !failed_,
       "a step of this pipeline has failed, and messages of its stages may still be on the way: the next step "
       "would take them for its own. Start the job again");
-  prepare_step();
+  // Drops what an exception left of an earlier step.
+  for (ScheduledSharding& sharding : shardings_) sharding.discard();
+  if (shardings_.empty())
+    for (const Stage& stage : stages_) discard_gradients(stage.model->root());
   size_t action = 0;
   try {
     RunningStep step(*this, plan, micro_batches,

@@ -153,7 +153,6 @@ class PipelineRunner final : public StepRunner {
 
  private:
   friend class RunningStep;
-  void prepare_step();
   int64_t local_stage(int index) const;
   void join_messages(StepPlan& plan, const pipeline::Schedule& schedule) const;
   StepPlan::Planned planned(const pipeline::Action& action, const pipeline::Schedule& schedule) const;

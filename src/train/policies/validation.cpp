@@ -14,24 +14,23 @@
 namespace titan::train {
 
 void describe(config::Table<ValidationSettings>& table) {
-  table.field("enable", &ValidationSettings::enable, "validate at step 1 and every freq steps");
-  table.field("dataset", &ValidationSettings::dataset, "data source; see docs/data.md");
-  table.field("dataset_path", &ValidationSettings::dataset_path,
-              "file, folder or glob that the source reads");
-  table.field("local_batch_size", &ValidationSettings::local_batch_size,
+  using Settings = ValidationSettings;
+  table.field("enable", &Settings::enable, "validate at step 1 and every freq steps");
+  table.field("dataset", &Settings::dataset, "data source; see docs/data.md");
+  table.field("dataset_path", &Settings::dataset_path, "file, folder or glob that the source reads");
+  table.field("local_batch_size", &Settings::local_batch_size,
               "sequences per data-parallel rank and micro-batch", config::at_least(1));
   table.field(
-      "global_batch_size", &ValidationSettings::global_batch_size,
+      "global_batch_size", &Settings::global_batch_size,
       "sequences of a batch of all ranks, whatever their number: with `steps`, what is validated then "
       "doesn't depend on it; -1: local_batch_size x data-parallel ranks",
       config::positive_or_minus_one());
-  table.field("seq_len", &ValidationSettings::seq_len, "tokens per sequence, at most training.seq_len",
+  table.field("seq_len", &Settings::seq_len, "tokens per sequence, at most training.seq_len",
               config::at_least(1));
-  table.field("freq", &ValidationSettings::freq, "steps from one validation to the next",
-              config::at_least(1));
-  table.field("steps", &ValidationSettings::steps, "batches of a validation; -1: the whole set once",
+  table.field("freq", &Settings::freq, "steps from one validation to the next", config::at_least(1));
+  table.field("steps", &Settings::steps, "batches of a validation; -1: the whole set once",
               config::positive_or_minus_one());
-  table.table("dataloader", &ValidationSettings::dataloader);
+  table.table("dataloader", &Settings::dataloader);
 }
 
 std::optional<ValidationResult> validate(StepRunner& runner, const DeviceMesh& loss_mesh,
