@@ -8,7 +8,6 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "train/checkpoints/run_checkpoints.h"
-#include "train/policies/step_numbers.h"
 #include "train/step_runner.h"
 
 namespace titan::train {

@@ -26,7 +26,7 @@
 namespace titan::train {
 
 class RunCheckpoints;  // src/train/checkpoints/run_checkpoints.h
-class StepNumbers;     // src/train/policies/step_numbers.h
+class StepNumbers;     // src/train/step_runner.h
 class StepRunner;      // src/train/step_runner.h
 
 /// What a trainer works with.

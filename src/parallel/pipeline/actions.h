@@ -71,16 +71,14 @@ class PerMicroBatch {
   PerMicroBatch(const Schedule& schedule, T value)
       : width_(schedule.num_micro_batches),
         values_(static_cast<size_t>(schedule.num_stages) * schedule.num_micro_batches, value) {}
-  T& operator()(int stage, int micro_batch) {
-    return values_[static_cast<size_t>(stage) * width_ + micro_batch];
-  }
-  const T& operator()(int stage, int micro_batch) const {
-    return values_[static_cast<size_t>(stage) * width_ + micro_batch];
-  }
-  T& operator()(const Action& action) { return (*this)(action.stage, action.micro_batch); }
-  const T& operator()(const Action& action) const { return (*this)(action.stage, action.micro_batch); }
+  T& operator()(const Action& action) { return values_[index(action)]; }
+  const T& operator()(const Action& action) const { return values_[index(action)]; }
 
  private:
+  size_t index(const Action& action) const {
+    return static_cast<size_t>(action.stage) * width_ + action.micro_batch;
+  }
+
   int width_ = 1;
   std::vector<T> values_;
 };

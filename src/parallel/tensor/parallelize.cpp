@@ -106,7 +106,7 @@ std::string described(const PartOfParam& part) {
 }
 
 // Null for a parameter that no plan has cut or kept whole.
-const PartOfParam* part_of(torch::nn::Module& module, const std::string& name) {
+const PartOfParam* known_part(torch::nn::Module& module, const std::string& name) {
   const SplitParams* split = tp::split_params(dynamic_cast<const nn::HookHost*>(&module));
   return split ? split->find(name) : nullptr;
 }
@@ -120,7 +120,7 @@ class ParamCutter {
       : axis_(std::move(axis)), group_(std::move(group)) {
     for (const NamedModule& named : modules)
       for (const auto& param : named.module->named_parameters(/*recurse=*/false))
-        if (const PartOfParam* part = part_of(*named.module, param.key()))
+        if (const PartOfParam* part = known_part(*named.module, param.key()))
           cut_.try_emplace(param.value().unsafeGetTensorImpl(), Cut{*part, named.name});
   }
 
@@ -151,7 +151,7 @@ class ParamCutter {
     for (const NamedModule& named : modules)
       for (const auto& param : named.module->named_parameters(/*recurse=*/false)) {
         const auto cut = cut_.find(param.value().unsafeGetTensorImpl());
-        if (cut == cut_.end() || part_of(*named.module, param.key())) continue;
+        if (cut == cut_.end() || known_part(*named.module, param.key())) continue;
         problems.push_back(str("parallelize: module '", named.name, "' shares its parameter '", param.key(),
                                "' with '", cut->second.module, "', which the plan cuts (",
                                described(cut->second.part), "); it needs an entry of its own"));

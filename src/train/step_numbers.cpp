@@ -1,4 +1,4 @@
-#include "train/policies/step_numbers.h"
+#include "train/step_runner.h"
 
 #include <cmath>
 #include <limits>
@@ -11,6 +11,7 @@
 
 #include "titan/dist/collectives.h"
 #include "titan/dist/stream.h"
+#include "titan/train/trainer.h"
 
 namespace titan::train {
 
