@@ -20,14 +20,13 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/models/llama3.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/parameters.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_simulation.h"
-#include "titan/parallel/pipeline_split.h"
 #include "titan/train/parallel_dims.h"
 #include "train/pipeline/pipeline_runner.h"
 

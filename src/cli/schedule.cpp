@@ -14,7 +14,6 @@
 #include "core/file.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::cli {
 

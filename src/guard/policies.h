@@ -11,7 +11,7 @@
 #include "titan/dist/world.h"
 #include "titan/parallel/parameters.h"
 #include "titan/train/policy.h"
-#include "train/policies/fault_tolerance_settings.h"
+#include "train/policies/fault_tolerance.h"
 
 namespace titan::train {
 

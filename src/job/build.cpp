@@ -16,9 +16,8 @@
 #include "titan/data/feed.h"
 #include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"
-#include "train/policies/nonfinite_steps.h"
-#include "train/policies/stop_on_signal.h"
 #include "train/policies/validation.h"
+#include "train/policies/fault_tolerance.h"
 
 namespace titan::train {
 

@@ -20,7 +20,7 @@
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
 #include "train/checkpoints/checkpoint_settings.h"
-#include "train/policies/fault_tolerance_settings.h"
+#include "train/policies/fault_tolerance.h"
 #include "train/policies/validation.h"
 
 namespace titan::data {

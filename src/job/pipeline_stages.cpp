@@ -12,7 +12,7 @@
 
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/parallel/pipeline_simulation.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::train {
 

@@ -10,9 +10,10 @@
 #include <vector>
 
 #include "job/build.h"
+#include "job/job_config.h"
+#include "parallel/pipeline/split.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_split.h"
 #include "train/pipeline/pipeline_runner.h"
 
 namespace titan::train {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "core/durable.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 

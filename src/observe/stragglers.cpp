@@ -12,6 +12,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/collectives.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 

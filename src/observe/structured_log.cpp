@@ -30,7 +30,7 @@
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 #include "titan/dist/world.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 

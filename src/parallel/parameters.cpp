@@ -69,7 +69,7 @@ class ParameterList {
                        const ParamGroup* group) {
     const int64_t slot = group ? group->find(compute) : -1;
     DTensor data = slot >= 0 ? group->shard(static_cast<size_t>(slot)) : whole(compute);
-    const tp::SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    const tp::SplitParams* split = tp::split_params(host);
     const tp::PartOfParam* part = split ? split->find(name) : nullptr;
     if (part) return split->within_whole(std::move(data), *part);
     return data;
@@ -91,13 +91,6 @@ void name_shared(std::vector<Parameter>& list, const nn::LayerSequence& sequence
     }
 }
 
-// True for each parameter without values, which has to be drawn.
-std::vector<bool> find_deferred(const std::vector<Parameter>& list) {
-  std::vector<bool> drawn;
-  for (const Parameter& parameter : list) drawn.push_back(is_deferred(parameter.data.local));
-  return drawn;
-}
-
 }  // namespace
 
 std::vector<Parameter> parameters(const nn::AnyRef& root) {
@@ -112,7 +105,8 @@ std::vector<Parameter> parameters(const nn::AnyRef& root) {
 void materialize(const nn::AnyRef& root, uint64_t seed) {
   at::NoGradGuard no_grad;
   const std::vector<Parameter> list = parameters(root);
-  const std::vector<bool> deferred = find_deferred(list);
+  std::vector<bool> deferred;
+  for (const Parameter& parameter : list) deferred.push_back(is_deferred(parameter.data.local));
   const std::vector<nn::HookHost*> hosts = nn::hook_hosts(root.module());
   for (const nn::HookHost* host : hosts)
     if (auto* group = dynamic_cast<ParamGroup*>(host->param_owner.get())) group->allocate_shards();

@@ -2,19 +2,16 @@
 
 #include <algorithm>
 #include <set>
-#include <utility>
+#include <unordered_set>
 
 #include <torch/nn/module.h>
 
-#include "parallel/fsdp/autograd_nodes.h"
 #include "parallel/fsdp/fsdp_state.h"
 #include "titan/core/error.h"
 
 namespace titan::pipeline {
 
 namespace {
-
-constexpr const char* kPhase = "pp::transfer";
 
 // Neighbouring stages on different ranks, both ways, in an order that all ranks share.
 std::set<std::pair<int, int>> directions_of(const Schedule& schedule) {
@@ -30,22 +27,6 @@ std::set<std::pair<int, int>> directions_of(const Schedule& schedule) {
 
 }  // namespace
 
-dist::Work Link::send(const at::Tensor& tensor, const char* label) const {
-  return group_->send(tensor, peer_, {kPhase, label});
-}
-
-dist::Work Link::receive(const at::Tensor& tensor, const char* label) const {
-  return group_->receive(tensor, peer_, {kPhase, label});
-}
-
-dist::Work Link::send(const std::vector<at::Tensor>& tensors, const char* label) const {
-  return group_->send(tensors, peer_, {kPhase, label});
-}
-
-dist::Work Link::receive(const std::vector<at::Tensor>& tensors, const char* label) const {
-  return group_->receive(tensors, peer_, {kPhase, label});
-}
-
 void Links::connect(const Schedule& schedule) {
   TITAN_CHECK(schedule.num_ranks() == pp_.size(), "a schedule of ", schedule.num_ranks(),
               " pipeline ranks on a mesh of ", pp_.size());
@@ -56,25 +37,48 @@ void Links::connect(const Schedule& schedule) {
     const char* purpose = from < to ? "pipeline.down" : "pipeline.up";
     auto group = pp_.world().group(ranks, str("pp.", from, "-", to), purpose);
     const int peer = 1 - group->rank();
-    links_.emplace(std::pair(from, to), Link(std::move(group), peer));
+    links_.emplace(std::pair(from, to), Link{std::move(group), peer});
   }
 }
 
 void Links::close() const {
-  for (const auto& [ends, link] : links_) link.close();
+  for (const auto& [ends, link] : links_) link.group->close();
 }
 
 }  // namespace titan::pipeline
 
 namespace titan {
 
-DelayedGradients::DelayedGradients() : queue_(std::make_unique<fsdp::DelayedQueue>()) {}
-DelayedGradients::DelayedGradients(DelayedGradients&&) noexcept = default;
-DelayedGradients& DelayedGradients::operator=(DelayedGradients&&) noexcept = default;
-DelayedGradients::~DelayedGradients() = default;
-void DelayedGradients::compute() { queue_->compute(); }
-size_t DelayedGradients::size() const { return queue_->size(); }
-int64_t DelayedGradients::bytes() const { return queue_->bytes(); }
+// Each entry is freed once computed, so that memory falls on the way.
+void DelayedGradients::compute() {
+  for (Entry& entry : entries_) {
+    const Entry due = std::exchange(entry, {});
+    due.group->take_grad(
+        due.slot, std::visit([](const auto& gradient) { return gradient.compute(); }, due.gradient), {});
+  }
+  entries_.clear();
+}
+
+int64_t DelayedGradients::bytes() const {
+  std::unordered_set<const void*> seen;
+  int64_t total = 0;
+  const auto count = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && seen.insert(tensor.storage().unsafeGetStorageImpl()).second)
+      total += static_cast<int64_t>(tensor.storage().nbytes());
+  };
+  for (const Entry& entry : entries_) {
+    if (const auto* due = std::get_if<ops::DueGradient>(&entry.gradient)) {
+      for (const at::Tensor& tensor : due->reads) count(tensor);
+      continue;
+    }
+    const auto& product = std::get<ops::WeightGrad>(entry.gradient);
+    for (const ops::Operand* operand : {&product.grad_output_NO, &product.input_NI})
+      for (const at::Tensor* tensor :
+           {&operand->values, &operand->along_rows.data, &operand->down_columns.data})
+        count(*tensor);
+  }
+  return total;
+}
 
 namespace {
 
@@ -124,7 +128,7 @@ void ScheduledSharding::discard() {
 }
 
 void ScheduledSharding::delay_weight_gradients(DelayedGradients& target) {
-  for (const auto& context : contexts_) context->set_delayed(target.queue_.get());
+  for (const auto& context : contexts_) context->set_delayed(&target);
 }
 
 void ScheduledSharding::stop_delaying() {

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -13,28 +15,16 @@
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/hooks.h"
+#include "titan/ops/linear.h"
 #include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::pipeline {
 
 /// One direction between this rank and another. Messages arrive in the order in which they are sent, so both
 /// sides make their calls in the same order.
-class Link {
- public:
-  Link() = default;
-  Link(std::shared_ptr<dist::Group> group, int peer) : group_(std::move(group)), peer_(peer) {}
-  /// Contiguous; on its way until the Work is waited for, which holds the tensor.
-  dist::Work send(const at::Tensor& tensor, const char* label) const;
-  dist::Work receive(const at::Tensor& tensor, const char* label) const;
-  /// Several messages in one call: dist::Group's of these names.
-  bool has_batches(at::Device device) const { return group_->has_batches(device); }
-  dist::Work send(const std::vector<at::Tensor>& tensors, const char* label) const;
-  dist::Work receive(const std::vector<at::Tensor>& tensors, const char* label) const;
-  void close() const { group_->close(); }
-
- private:
-  std::shared_ptr<dist::Group> group_;
-  int peer_ = -1;
+struct Link {
+  std::shared_ptr<dist::Group> group;
+  int peer = -1;
 };
 
 class Links {
@@ -65,27 +55,31 @@ namespace titan {
 
 namespace fsdp {
 class CommContext;
-class DelayedQueue;
+class ParamGroup;
 }  // namespace fsdp
 
 /// Delayed weight gradients of one backward: the W of a schedule that splits its backwards. Holds their
-/// operands, a layer's input and the gradient of its output.
+/// operands, a layer's input and the gradient of its output, with the groups that will take them.
 class DelayedGradients {
  public:
-  DelayedGradients();
-  DelayedGradients(DelayedGradients&&) noexcept;
-  DelayedGradients& operator=(DelayedGradients&&) noexcept;
-  ~DelayedGradients();
+  using Gradient = std::variant<ops::WeightGrad, ops::DueGradient>;
 
+  void add(std::shared_ptr<fsdp::ParamGroup> group, size_t slot, Gradient gradient) {
+    entries_.push_back({std::move(group), slot, std::move(gradient)});
+  }
   /// Computes them and adds them to what their groups have collected; then holds nothing.
   void compute();
-  size_t size() const;
+  size_t size() const { return entries_.size(); }
   /// Bytes of the tensors that are held, each storage once.
   int64_t bytes() const;
 
  private:
-  friend class ScheduledSharding;
-  std::unique_ptr<fsdp::DelayedQueue> queue_;
+  struct Entry {
+    std::shared_ptr<fsdp::ParamGroup> group;
+    size_t slot = 0;
+    Gradient gradient;
+  };
+  std::vector<Entry> entries_;
 };
 
 /// Permanently takes control of the groups that fully_shard made at and below a root: from now on, the calls

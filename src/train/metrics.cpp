@@ -1,6 +1,7 @@
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 
 #include "core/process.h"
+#include "core/units.h"
 #include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
@@ -9,14 +10,12 @@ namespace titan::train {
 
 namespace {
 
-constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
-
 dist::DeviceBackend* backend_of_device(at::Device device) {
   auto* backend = dist::device_backend();
   return backend && device.type() == backend->device_type() ? backend : nullptr;
 }
 
-double gib_of(int64_t bytes) { return static_cast<double>(bytes) / kGib; }
+double gib_of(int64_t bytes) { return static_cast<double>(bytes) / kGiB; }
 
 }  // namespace
 
@@ -32,7 +31,7 @@ void MetricsWindow::count_step(int64_t local_tokens) {
 }
 
 void MetricsWindow::close(StepMetrics& metrics) {
-  const double seconds = std::chrono::duration<double>(Clock::now() - start_).count() - left_out_s_;
+  const double seconds = seconds_since(start_) - left_out_s_;
   const double steps = static_cast<double>(steps_);
   metrics.tps = rate_of(local_tokens_, seconds);
   metrics.tflops = rate_.flops_per_token * metrics.tps * 1e-12;

@@ -1,7 +1,5 @@
 #include "titan/train/model_spec.h"
 
-#include "titan/checkpoint/hugging_face.h"
-#include "titan/core/error.h"
 #include "titan/nn/containers.h"
 
 namespace titan::train {

@@ -26,9 +26,6 @@ Names joined(Names names, const Names& more) {
 
 }  // namespace
 
-int Meshes::dp_rank() const { return batch.rank(); }
-int Meshes::dp_degree() const { return batch.size(); }
-
 Meshes build_meshes(const dist::World& world, const ParallelDims& dims) {
   const std::vector<RowAxis> row_axes = mesh_rows(dims);
   std::vector<MeshAxis> axes = {

@@ -2,17 +2,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 #include <utility>
 
 #include "core/units.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
-#include "train/agreement.h"
 #include "train/checkpoints/run_checkpoints.h"
-#include "train/policies/step_numbers.h"
 #include "train/step_runner.h"
-#include "train/trainer_state.h"
 
 namespace titan::train {
 
@@ -24,7 +20,7 @@ Trainer::Trainer(TrainerParts parts, TrainerOptions options)
   for (const std::string& name : trainer_policies().names())
     if (auto policy = trainer_policies().get(name)(parts_))
       parts_.policies.push_back({name, std::move(policy)});
-  if (parts_.checkpoints) saved_ = add_trainer_state(parts_, progress_, options_);
+  if (parts_.checkpoints) add_saved_state();
 }
 
 Trainer::~Trainer() = default;

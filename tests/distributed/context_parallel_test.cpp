@@ -53,10 +53,7 @@ void PrintTo(const Heads& h, std::ostream* out) {
 
 std::shared_ptr<context::DistributedAttention> make_attention(const context::SequenceLayout& layout,
                                                               const ContextParallelOptions& options) {
-  const auto group = world().everyone();
-  if (options.attention == ContextAttention::AllGatherKv)
-    return std::make_shared<context::GatheredAttention>(group, layout);
-  return std::make_shared<context::RingAttention>(group, layout, options.rotate_method);
+  return context::make_attention(world().everyone(), layout, options);
 }
 
 class ContextAttentionTest : public ::testing::TestWithParam<std::tuple<at::ScalarType, Heads>> {};

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "distributed/outcome.h"
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_split.h"
 #include "train/pipeline/pipeline_runner.h"
 
 namespace titan::testing {

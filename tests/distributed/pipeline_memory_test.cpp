@@ -9,7 +9,7 @@
 #include "distributed/pipeline_case.h"
 #include "memory_meter.h"
 #include "titan/nn/layers.h"
-#include "titan/parallel/pipeline_simulation.h"
+#include "titan/parallel/pipeline_schedule.h"
 #include "unit/parallel/checkpoint_case.h"
 
 namespace titan {

@@ -6,10 +6,10 @@
 #include <gtest/gtest.h>
 
 #include "distributed/outcome.h"
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
 #include "titan/parallel/context_parallel.h"
-#include "titan/parallel/pipeline_split.h"
 
 namespace titan {
 namespace {

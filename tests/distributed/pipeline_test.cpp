@@ -11,7 +11,7 @@
 
 #include "distributed/pipeline_case.h"
 #include "job/settings.h"
-#include "train/pipeline/tied_gradients.h"
+#include "train/pipeline/pipeline_runner.h"
 
 namespace titan {
 namespace {

@@ -1,6 +1,6 @@
 // All ranks learn of a signal to one of them after the same count of tokens, on every layout.
 
-#include "train/policies/stop_on_signal.h"
+#include "train/policies/fault_tolerance.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -14,8 +14,8 @@
 #include "distributed/world.h"
 #include "titan/core/error.h"
 #include "titan/dist/collectives.h"
-#include "train/agreement.h"
 #include "train/policies/interruption.h"
+#include "train/step_runner.h"
 
 namespace titan::train {
 namespace {

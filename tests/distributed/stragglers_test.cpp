@@ -9,7 +9,7 @@
 #include "distributed/world.h"
 #include "observe/stragglers.h"
 #include "titan/dist/collectives.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 
 namespace titan::train {
 namespace {

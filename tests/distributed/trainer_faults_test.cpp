@@ -9,8 +9,8 @@
 #include "distributed/trainer_case.h"
 #include "guard/policies.h"
 #include "titan/train/run_end.h"
+#include "train/policies/fault_tolerance.h"
 #include "train/policies/interruption.h"
-#include "train/policies/nonfinite_steps.h"
 
 namespace titan::train {
 namespace {

@@ -18,7 +18,6 @@
 
 #include "titan/config/table.h"
 #include "titan/core/registry.h"
-#include "titan/train/metrics.h"
 #include "titan/train/run_observer.h"
 
 namespace titan::train {

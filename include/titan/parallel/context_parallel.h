@@ -46,7 +46,7 @@ struct ContextParallelOptions {
 /// - a call of `root` takes whole sequences, the same on all ranks of the axis: its int64 arguments [B, S]
 ///   (tokens, labels; positions as [B, S] or [1, S]) are cut down to this rank's tokens, all others are left
 ///   as they are. Throws Error when S doesn't divide, or differs from one argument to the next;
-/// - a pipeline stage's hidden states (nn/containers.h) are of this rank's tokens, and aren't cut;
+/// - a pipeline stage's hidden states (nn::LayerSequence) are of this rank's tokens, and aren't cut;
 /// - modules below it see S / ranks tokens, and what `root` returns is of this rank's tokens: a loss is this
 ///   rank's share of the sum, gradients of parameters are this rank's summands (fully_shard's mesh includes
 ///   the axis, and sums them);

@@ -9,10 +9,7 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <memory>
 #include <optional>
-#include <variant>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 

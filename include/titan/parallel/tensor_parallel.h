@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <iosfwd>
-#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -105,7 +104,7 @@ enum class OverlapTransport {
 /// shards the parts; deferred parameters stay deferred. Parameters outside the plan stay whole on all ranks
 /// and must get whole gradients.
 ///
-/// The plan of a pipeline stage is that of the whole model (nn/containers.h): entries for modules of
+/// The plan of a pipeline stage is that of the whole model (nn::LayerSequence): entries for modules of
 /// other stages do nothing.
 ///
 /// Throws ConfigError naming all entries that match no module, meet one that can't be called through nn::Ref,

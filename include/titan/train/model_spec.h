@@ -165,11 +165,7 @@ Registry<ParallelPlanFunction>& parallel_plans();
 void apply_parallel_plan(const ModelSpec& spec, const std::string& name, TrainableModel& model,
                          const ParallelPlan& plan);
 
-}  // namespace titan::train
-
-namespace titan::train {
-
-// Templates of model_spec.h.
+// ---- templates
 
 template <class Args>
 class ModelFamilySpec final : public ModelSpec {

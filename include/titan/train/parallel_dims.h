@@ -51,8 +51,8 @@ struct Meshes {
   DeviceMesh tp;     ///< tensor parallel, one axis
   std::vector<RowMesh> row_axes;  ///< what `rows` is made of: axes of two ranks or more
 
-  int dp_rank() const;  ///< which lanes of the batch are this rank's
-  int dp_degree() const;
+  int dp_rank() const { return batch.rank(); }  ///< which lanes of the batch are this rank's
+  int dp_degree() const { return batch.size(); }
 };
 
 /// Collective over the world.

@@ -1,18 +1,58 @@
 #pragma once
 
-// The interface through which the watchdog, metrics, event log and profiler see what the trainer does. An
-// observer changes nothing about the run; a policy (policy.h) may.
+// What a trainer measures (the figures of a logged step or validation, and the window that measures speed and
+// memory from one logged step to the next), and the interface through which the watchdog, metrics, event log
+// and profiler see what the trainer does. An observer changes nothing about the run; a policy (policy.h) may.
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <vector>
+
+#include <c10/core/Device.h>
 
 namespace titan::train {
 
-struct StepMetrics;
-struct ValidationMetrics;
+/// One logged step. Times are means over the steps since the previous logged one, in seconds.
+struct StepMetrics {
+  int64_t step = 0;
+  double loss = 0;            ///< sum over all valid tokens / their number; NaN: there are no valid tokens
+  double max_loss = 0;        ///< largest mean loss of any data-parallel rank
+  double grad_norm = 0;       ///< before clipping
+  double lr = 0;              ///< used by this step
+  double tps = 0;             ///< tokens per second and device
+  double tflops = 0;          ///< of one device
+  std::optional<double> mfu;  ///< percent of the device's peak; unset where the peak is unknown
+  /// Most memory that the allocator has held since the previous logged step, in GiB (1024^3 bytes). On a CPU:
+  /// peak resident memory since the process started, as the kernel counts it.
+  double memory_gib = 0;
+  double memory_percent = 0;  ///< of the memory of the device, or of the machine on a CPU
+  /// GPU only: most memory in tensors since the previous logged step.
+  std::optional<double> active_gib = {}, active_percent = {};
+  /// GPU only, since the process started: cache flushes to find room, and allocations that failed.
+  std::optional<int64_t> alloc_retries = {}, num_ooms = {};
+  double data_loading_s = 0;
+  double step_s = 0;
+  int64_t n_tokens_seen = 0;
+  int64_t local_valid_tokens = 0;             ///< labels of this step that count, on this rank
+  int64_t global_valid_tokens = 0;            ///< the same on all ranks
+  std::optional<int64_t> skipped_steps = {};  ///< non-finite steps skipped so far; unset: skipping is off
+  /// Total time that checkpoint saves have blocked training since the previous logged step; unset: no
+  /// checkpoints.
+  std::optional<double> checkpoint_s;
+  std::optional<double> startup_s;  ///< seconds from launch to the first step; first logged step only
+};
+
+struct ValidationMetrics {
+  int64_t step = 0;
+  double loss = 0;
+  double tps = 0;
+  double memory_gib = 0;
+  double memory_percent = 0;
+};
 
 /// What a rank is doing. All but Load and Finish are part of a Step.
 enum class Phase : uint8_t {
@@ -74,6 +114,52 @@ class PhaseScope {
   Phase phase_;
   int64_t step_;
   int exceptions_;
+};
+
+/// How fast this rank computes, by its model and device.
+struct DeviceRate {
+  double flops_per_token = 0;
+  std::optional<double> peak_flops;  ///< of the device, in FLOP/s
+  int non_data_parallel_size = 1;    ///< ranks that share the work on a row: rows x tp x pp
+};
+
+/// Counts tokens and time from one logged step to the next.
+class MetricsWindow {
+ public:
+  MetricsWindow(at::Device device, const DeviceRate& rate) : device_(device), rate_(rate) {}
+
+  /// Starts the clock, as the training loop starts.
+  void start();
+  void count_step(int64_t local_tokens);
+  void count_data_loading(double seconds) { data_loading_s_ += seconds; }
+  /// Tokens in this rank's rows, since the count started.
+  int64_t local_tokens_seen() const { return local_tokens_seen_; }
+  /// Restarts the count: a checkpoint was loaded, which has its own.
+  void forget_tokens_seen() { local_tokens_seen_ = 0; }
+  /// Excludes time that no step spent (validation, waiting for a checkpoint).
+  void leave_out(double seconds) { left_out_s_ += seconds; }
+
+  /// Fills in rates, times and memory, and starts the next window.
+  void close(StepMetrics& metrics);
+  void fill_memory(double& gib, double& percent) const;
+  /// Tokens per second and device. rows x tp x pp ranks compute a rank's rows together.
+  double rate_of(int64_t local_tokens, double seconds) const;
+
+ private:
+  /// Also warns when the allocator has run short, and resets the device's peaks.
+  void take_device_memory(StepMetrics& metrics);
+
+  using Clock = std::chrono::steady_clock;
+  at::Device device_;
+  DeviceRate rate_;
+  Clock::time_point start_;
+  std::optional<double> startup_s_;  // until it has been logged
+  int64_t steps_ = 0;
+  int64_t local_tokens_ = 0;
+  int64_t local_tokens_seen_ = 0;
+  double data_loading_s_ = 0;
+  double left_out_s_ = 0;
+  int64_t num_warned_ = 0;  // allocator retries and failures that have been warned about
 };
 
 }  // namespace titan::train

@@ -17,7 +17,6 @@
 #include "titan/optim/lr_schedule.h"
 #include "titan/optim/optimizer.h"
 #include "titan/parallel/parameters.h"
-#include "titan/train/metrics.h"
 #include "titan/train/model_spec.h"
 #include "titan/train/parallel_dims.h"
 #include "titan/train/policy.h"
@@ -27,7 +26,7 @@
 namespace titan::train {
 
 class RunCheckpoints;  // src/train/checkpoints/run_checkpoints.h
-class StepNumbers;     // src/train/policies/step_numbers.h
+class StepNumbers;     // src/train/step_runner.h
 class StepRunner;      // src/train/step_runner.h
 
 /// What a trainer works with.
@@ -133,6 +132,7 @@ class Trainer {
   std::string explain(const NonFiniteStep& step);
   std::string describe_nonfinite(const StepValues& values) const;
 
+  void add_saved_state();
   void save_seed();
   void save_if_due();
   void save(bool is_last, bool to_disk);

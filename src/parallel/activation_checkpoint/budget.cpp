@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <iomanip>
 #include <limits>
+#include <optional>
 #include <sstream>
-#include <tuple>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include "dist/stream.h"
+#include "core/units.h"
+#include "parallel/activation_checkpoint/recompute.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
@@ -21,7 +24,6 @@ namespace {
 
 constexpr std::array kLevels{Level::Full, Level::Op, Level::None};
 constexpr int64_t kUnits = 16384;
-constexpr double kMiB = 1024.0 * 1024.0;
 
 bool same_sizes(const LayerCosts& a, const LayerCosts& b) {
   return a.full.bytes == b.full.bytes && a.op.bytes == b.op.bytes && a.none.bytes == b.none.bytes;
@@ -86,15 +88,8 @@ void keep_in_last_layers(const std::vector<LayerCosts>& layers, std::vector<Leve
 }
 
 const char* name_of(Level level) {
-  switch (level) {
-    case Level::Full:
-      return "inputs (full)";
-    case Level::Op:
-      return "op";
-    case Level::None:
-      return "everything";
-  }
-  return "";
+  constexpr const char* kNames[] = {"inputs (full)", "op", "everything"};
+  return kNames[static_cast<size_t>(level)];
 }
 
 std::string range_of(size_t first, size_t end) {
@@ -179,119 +174,173 @@ bool StorageBytes::has(const at::Tensor& tensor) const {
   return tensor.has_storage() && seen_.contains(tensor.storage().unsafeGetStorageImpl());
 }
 
-LayerProbe::LayerProbe(std::shared_ptr<ProductChoice> products,
-                       std::shared_ptr<const ParameterStorages> parameters, const nn::TensorList& inputs)
-    : products_(std::move(products)), parameters_(std::move(parameters)), device_(compute_device(inputs)) {
-  for (const at::Tensor& input : inputs) inputs_.add(input);
-}
+namespace {
 
-void LayerProbe::saved(const at::Tensor& tensor) {
-  ++num_saved_;
-  if (!parameters_->contains(tensor) && !inputs_.has(tensor)) saved_.add(tensor);
-}
-
-void LayerProbe::recomputing() {
-  dist::Stream::current(device_).synchronize();
-  start_ = std::chrono::steady_clock::now();
-}
-
-void LayerProbe::recomputed() { recompute_s_ = seconds_since_start(); }
-
-double LayerProbe::seconds_since_start() const {
-  dist::Stream::current(device_).synchronize();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-}
-
-ops::SavedOutputs::Action LayerProbe::next(ops::KeptKind kind, const at::Tensor& weight) {
-  if (kind == ops::KeptKind::Product && !products_->keeps(weight)) return Action::Compute;
-  recomputing();
-  return Action::Keep;
-}
-
-void LayerProbe::keep(const at::Tensor& output) {
-  kept_.push_back({static_cast<double>(output.nbytes()), seconds_since_start(), num_saved_});
-  start_ = std::chrono::steady_clock::now();
-}
-
-at::Tensor LayerProbe::hand_back() {
-  TITAN_INTERNAL_ASSERT(false, "a layer that is being measured keeps no results");
-}
-
-std::optional<LayerCosts> LayerProbe::costs() const {
-  if (!recompute_s_) return std::nullopt;
-  LayerCosts costs;
-  const auto inputs = static_cast<double>(inputs_.total());
-  costs.full = costs.op = {inputs, *recompute_s_};
-  costs.none.bytes = inputs + static_cast<double>(saved_.total());
-  for (const Kept& kept : kept_) {
-    if (kept.num_saved == num_saved_) continue;  // after the last saved tensor: not kept, and not run again
-    costs.op.bytes += kept.bytes;
-    costs.op.recompute_s -= kept.seconds;
+/// [Note: measuring a layer]
+/// One forward with FullRecompute measures all three levels: keeping everything costs the storages that the
+/// graph would have saved; the operations that SelectiveOp would keep are timed as they run; the recompute is
+/// timed as a whole, and SelectiveOp's recompute is that time minus those operations.
+class LayerProbe final : public FrameObserver, private ops::SavedOutputs {
+ public:
+  LayerProbe(std::shared_ptr<ProductChoice> products, std::shared_ptr<const ParameterStorages> parameters,
+             const nn::TensorList& inputs)
+      : products_(std::move(products)), parameters_(std::move(parameters)), device_(compute_device(inputs)) {
+    for (const at::Tensor& input : inputs) inputs_.add(input);
   }
-  return costs;
-}
 
-std::optional<Level> BudgetPlan::level_of(size_t layer) {
-  if (levels_.empty() && layer == 0) decide();
-  if (levels_.empty()) return std::nullopt;
-  return levels_[layer];
-}
+  ops::SavedOutputs* outputs() override { return this; }
+  void saved(const at::Tensor& tensor) override {
+    ++num_saved_;
+    if (!parameters_->contains(tensor) && !inputs_.has(tensor)) saved_.add(tensor);
+  }
+  void recomputing() override {
+    dist::Stream::current(device_).synchronize();
+    start_ = std::chrono::steady_clock::now();
+  }
+  void recomputed() override { recompute_s_ = seconds_since_start(); }
 
-void BudgetPlan::measure(size_t layer, std::shared_ptr<LayerProbe> probe) {
-  probes_[layer] = std::move(probe);
-}
+  /// Empty until the recompute has been timed.
+  std::optional<LayerCosts> costs() const {
+    if (!recompute_s_) return std::nullopt;
+    LayerCosts costs;
+    const auto inputs = static_cast<double>(inputs_.total());
+    costs.full = costs.op = {inputs, *recompute_s_};
+    costs.none.bytes = inputs + static_cast<double>(saved_.total());
+    for (const Kept& kept : kept_) {
+      if (kept.num_saved == num_saved_) continue;  // after the last saved tensor: not kept, and not run again
+      costs.op.bytes += kept.bytes;
+      costs.op.recompute_s -= kept.seconds;
+    }
+    return costs;
+  }
 
-// On all ranks, as they are about to agree: one rank's backward may have skipped a layer.
-bool BudgetPlan::all_measured() const {
-  const bool here =
-      std::all_of(probes_.begin(), probes_.end(), [](const auto& probe) { return probe && probe->costs(); });
-  return budget_.group ? budget_.group->max(here ? 0.0 : 1.0, {"activations::budget"}) == 0 : here;
-}
-
-void BudgetPlan::decide() {
-  if (!all_measured()) return;
-  std::vector<LayerCosts> layers;
-  for (const auto& probe : probes_) layers.push_back(*probe->costs());
-  agree(layers);
-  equalize_times(layers);
-  const double bytes = budget_bytes_of(layers, budget_.bytes, budget_.fraction);
-  levels_ = choose_levels(layers, bytes);
-  log::info_rank0(describe_choice(layers, levels_, bytes));
-  probes_.clear();
-}
-
-// Takes the largest of each number over the ranks, so that all compute the same choice.
-void BudgetPlan::agree(std::vector<LayerCosts>& layers) const {
-  if (!budget_.group || budget_.group->size() == 1) return;
-  const auto visit = [&](const auto& each) {
-    for (LayerCosts& layer : layers)
-      for (LevelCost* cost : {&layer.full, &layer.op, &layer.none})
-        for (double* number : {&cost->bytes, &cost->recompute_s}) each(*number);
+ private:
+  struct Kept {
+    double bytes, seconds;
+    size_t num_saved;
   };
-  std::vector<double> numbers;
-  visit([&](double& number) { numbers.push_back(number); });
-  at::Tensor all = at::empty({static_cast<int64_t>(numbers.size())}, at::kDouble);
-  std::copy(numbers.begin(), numbers.end(), all.mutable_data_ptr<double>());
-  budget_.group->all_reduce(all, dist::ReduceOp::Max, {"activations::budget"}).wait();
-  const double* agreed = all.const_data_ptr<double>();
-  visit([&](double& number) { number = *agreed++; });
-}
+  Action next(ops::KeptKind kind, const at::Tensor& weight) override {
+    if (kind == ops::KeptKind::Product && !products_->keeps(weight)) return Action::Compute;
+    recomputing();
+    return Action::Keep;
+  }
+  void keep(const at::Tensor& output) override {
+    kept_.push_back({static_cast<double>(output.nbytes()), seconds_since_start(), num_saved_});
+    start_ = std::chrono::steady_clock::now();
+  }
+  at::Tensor hand_back() override {
+    TITAN_INTERNAL_ASSERT(false, "a layer that is being measured keeps no results");
+  }
+  double seconds_since_start() const {
+    dist::Stream::current(device_).synchronize();
+    return seconds_since(start_);
+  }
 
-nn::TensorList BudgetHook::call(nn::HookHost& host, const nn::TensorList& inputs, Run run) {
-  if (!at::GradMode::is_enabled()) return run(inputs);
-  const std::optional<Level> level = plan_->level_of(layer_);
-  if (!level) return measure(host, inputs, std::move(run));
-  if (*level == Level::None) return run(inputs);
-  const RecomputeFrame::Parts parts{*level == Level::Op ? products_ : nullptr, nullptr};
-  return std::make_shared<RecomputeFrame>(host, inputs, std::move(run), options_, parts)->forward(inputs);
-}
+  std::shared_ptr<ProductChoice> products_;
+  std::shared_ptr<const ParameterStorages> parameters_;
+  at::Device device_;
+  StorageBytes inputs_, saved_;
+  size_t num_saved_ = 0;
+  std::vector<Kept> kept_;
+  std::chrono::steady_clock::time_point start_;
+  std::optional<double> recompute_s_;
+};
 
-nn::TensorList BudgetHook::measure(nn::HookHost& host, const nn::TensorList& inputs, Run run) {
-  if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
-  const auto probe = std::make_shared<LayerProbe>(products_, parameters_, inputs);
-  plan_->measure(layer_, probe);
-  const RecomputeFrame::Parts parts{nullptr, probe};
-  return std::make_shared<RecomputeFrame>(host, inputs, std::move(run), options_, parts)->forward(inputs);
+/// The layers' measurements, then their levels. Several forwards may be under way before the first backward:
+/// a layer's newest counts, so the choice is made when the first layer's forward finds that one's backward
+/// over.
+class BudgetPlan {
+ public:
+  BudgetPlan(MemoryBudget budget, size_t num_layers) : budget_(std::move(budget)), probes_(num_layers) {}
+
+  /// A forward of a layer begins; empty: it is to be measured. The first layer's decides, once all are
+  /// measured.
+  std::optional<Level> level_of(size_t layer) {
+    if (levels_.empty() && layer == 0) decide();
+    return levels_.empty() ? std::nullopt : std::optional(levels_[layer]);
+  }
+  void measure(size_t layer, std::shared_ptr<LayerProbe> probe) { probes_[layer] = std::move(probe); }
+
+ private:
+  // On all ranks, as they are about to agree: one rank's backward may have skipped a layer.
+  bool all_measured() const {
+    const bool here = std::all_of(probes_.begin(), probes_.end(),
+                                  [](const auto& probe) { return probe && probe->costs(); });
+    return budget_.group ? budget_.group->max(here ? 0.0 : 1.0, {"activations::budget"}) == 0 : here;
+  }
+  // Takes the largest of each number over the ranks, so that all compute the same choice.
+  void agree(std::vector<LayerCosts>& layers) const {
+    if (!budget_.group || budget_.group->size() == 1) return;
+    const auto visit = [&](const auto& each) {
+      for (LayerCosts& layer : layers)
+        for (LevelCost* cost : {&layer.full, &layer.op, &layer.none})
+          for (double* number : {&cost->bytes, &cost->recompute_s}) each(*number);
+    };
+    std::vector<double> numbers;
+    visit([&](double& number) { numbers.push_back(number); });
+    at::Tensor all = at::empty({static_cast<int64_t>(numbers.size())}, at::kDouble);
+    std::copy(numbers.begin(), numbers.end(), all.mutable_data_ptr<double>());
+    budget_.group->all_reduce(all, dist::ReduceOp::Max, {"activations::budget"}).wait();
+    const double* agreed = all.const_data_ptr<double>();
+    visit([&](double& number) { number = *agreed++; });
+  }
+  void decide() {
+    if (!all_measured()) return;
+    std::vector<LayerCosts> layers;
+    for (const auto& probe : probes_) layers.push_back(*probe->costs());
+    agree(layers);
+    equalize_times(layers);
+    const double bytes = budget_bytes_of(layers, budget_.bytes, budget_.fraction);
+    levels_ = choose_levels(layers, bytes);
+    log::info_rank0(describe_choice(layers, levels_, bytes));
+    probes_.clear();
+  }
+
+  MemoryBudget budget_;
+  std::vector<std::shared_ptr<LayerProbe>> probes_;  // of each layer's newest forward
+  std::vector<Level> levels_;                        // empty: not decided
+};
+
+class BudgetHook final : public nn::CheckpointHook {
+ public:
+  BudgetHook(std::shared_ptr<BudgetPlan> plan, size_t layer, const ActivationCheckpointOptions& options,
+             std::shared_ptr<ProductChoice> products)
+      : plan_(std::move(plan)), layer_(layer), options_(options), products_(std::move(products)) {}
+
+  nn::TensorList call(nn::HookHost& host, const nn::TensorList& inputs, Run run) override {
+    if (!at::GradMode::is_enabled()) return run(inputs);
+    const std::optional<Level> level = plan_->level_of(layer_);
+    if (level == Level::None) return run(inputs);
+    RecomputeParts parts;
+    if (level == Level::Op) parts.products = products_;
+    if (!level) parts.observer = make_probe(host, inputs);
+    return forward_to_recompute(host, inputs, std::move(run), options_, parts);
+  }
+
+ private:
+  std::shared_ptr<LayerProbe> make_probe(nn::HookHost& host, const nn::TensorList& inputs) {
+    if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
+    auto probe = std::make_shared<LayerProbe>(products_, parameters_, inputs);
+    plan_->measure(layer_, probe);
+    return probe;
+  }
+
+  std::shared_ptr<BudgetPlan> plan_;
+  size_t layer_;
+  ActivationCheckpointOptions options_;
+  std::shared_ptr<ProductChoice> products_;
+  std::shared_ptr<const ParameterStorages> parameters_;
+};
+
+}  // namespace
+
+LayerHooks budget_hooks(const MemoryBudget& budget, size_t num_layers,
+                        const ActivationCheckpointOptions& options) {
+  return [plan = std::make_shared<BudgetPlan>(budget, num_layers), budget, options](size_t number,
+                                                                                    const nn::AnyRef& layer) {
+    return std::make_shared<BudgetHook>(plan, number, options,
+                                        std::make_shared<ProductChoice>(layer, budget.op));
+  };
 }
 
 class SavedBytes::Counter final : public SavedVariableHooks {

@@ -81,10 +81,8 @@ struct ApplyToLayers {
     TITAN_CHECK(policy.bytes >= 0 || (policy.fraction >= 0 && policy.fraction <= 1),
                 "checkpoint_activations: a memory budget needs bytes >= 0 or a fraction from 0 to 1, got ",
                 policy.bytes, " and ", policy.fraction);
-    const auto plan = std::make_shared<BudgetPlan>(policy, layers.size());
-    for (size_t i = 0; i < layers.size(); ++i)
-      set_hook(layers[i], std::make_shared<BudgetHook>(
-                              plan, i, options, std::make_shared<ProductChoice>(layers[i], policy.op)));
+    const LayerHooks make_hook = budget_hooks(policy, layers.size(), options);
+    for (size_t i = 0; i < layers.size(); ++i) set_hook(layers[i], make_hook(i, layers[i]));
   }
 };
 

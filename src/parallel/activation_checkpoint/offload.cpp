@@ -1,5 +1,11 @@
 #include "parallel/activation_checkpoint/offload.h"
 
+#include <exception>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/variable.h>
@@ -16,6 +22,142 @@ at::Tensor all_bytes(const at::Tensor& tensor) {
   at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte));
   return bytes.set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
 }
+
+/// [Note: offloading]
+/// Storages move: several nodes save one tensor, or views of one, and it travels once. The copy to
+/// the host runs on a stream of its own, after the kernel that made the tensor; the device memory goes one
+/// layer later, when the computation's stream has waited for the copy, so that a slow link holds the
+/// computation back instead of filling the device. In the backward, the first tensor that a layer asks for
+/// starts the copies of the layer before it: they run while this one computes. Device memory is taken and
+/// given back on the computation's stream alone.
+class OffloadedStorage {
+ public:
+  OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, bool page_locked)
+      : device_(all_bytes(tensor)), where_(tensor.device()) {
+    host_ = at::empty(device_.sizes(), at::TensorOptions().dtype(at::kByte).pinned_memory(page_locked));
+    copies.wait(dist::Stream::current(where_));
+    const dist::StreamGuard on_copies(copies);
+    host_.copy_(device_, /*non_blocking=*/true);
+    copied_.record(copies);
+  }
+  OffloadedStorage(const OffloadedStorage&) = delete;
+  /// A copy that nobody waited for may be under way: the device memory isn't handed out again before its end.
+  ~OffloadedStorage() {
+    if (!device_.defined()) return;
+    try {
+      const dist::Stream computing = dist::Stream::current(where_);
+      computing.wait(copied_);
+      computing.wait(fetched_);
+    } catch (const std::exception&) {  // of a device that has failed: the next call there says so
+    }
+  }
+  /// The copy to the host is over for later work of the computation's stream: the device memory goes.
+  void release_device() {
+    if (!device_.defined()) return;
+    dist::Stream::current(where_).wait(copied_);
+    device_.reset();
+  }
+  /// False when the tensor is on the device, or on its way.
+  bool start_fetch(const dist::Stream& copies) {
+    if (device_.defined()) return false;
+    device_ = at::empty(host_.sizes(), at::TensorOptions().dtype(at::kByte).device(where_));
+    copies.wait(dist::Stream::current(where_));  // the memory may have been somebody else's until now
+    const dist::StreamGuard on_copies(copies);
+    device_.copy_(host_, /*non_blocking=*/true);
+    fetched_.record(copies);
+    return true;
+  }
+  /// On the device, as the view that was saved. Fetches first if nobody did.
+  at::Tensor view_like(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset, at::ScalarType dtype,
+                       const dist::Stream& copies) {
+    const at::NoGradGuard no_grad;
+    start_fetch(copies);
+    dist::Stream::current(where_).wait(fetched_);
+    at::Tensor view = at::empty({0}, device_.options().dtype(dtype));
+    return view.set_(device_.storage(), offset, sizes, strides);
+  }
+  int64_t bytes() const { return host_.numel(); }
+
+ private:
+  at::Tensor device_, host_;  // of bytes
+  at::Device where_;
+  dist::Event copied_, fetched_;
+};
+
+}  // namespace
+
+/// One forward of one layer.
+class OffloadFrame final : public SavedTensorHooks, public std::enable_shared_from_this<OffloadFrame> {
+ public:
+  /// `module`: its name. `before`: the layer whose backward comes next. `stays`: all of this one's tensors
+  /// stay on the device.
+  OffloadFrame(std::shared_ptr<Offloader> offloader, std::string module,
+               std::shared_ptr<const ParameterStorages> parameters, std::weak_ptr<OffloadFrame> before,
+               bool stays)
+      : offloader_(std::move(offloader)),
+        module_(std::move(module)),
+        parameters_(std::move(parameters)),
+        before_(std::move(before)),
+        stays_(stays) {}
+  std::unique_ptr<SavedVariableHooks> make() override;
+
+  /// Null for what stays on the device.
+  std::shared_ptr<OffloadedStorage> storage_of(const at::Tensor& tensor) {
+    const OffloadSettings& settings = offloader_->settings;
+    if (stays_ || tensor.device() != settings.device || !tensor.has_storage() ||
+        parameters_->contains(tensor))
+      return nullptr;
+    const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
+    // A small part of a large buffer would take all of it along.
+    if (bytes < settings.min_bytes || bytes > 2 * static_cast<int64_t>(tensor.nbytes())) return nullptr;
+    auto& known = known_[tensor.storage().unsafeGetStorageImpl()];
+    if (known) return known;
+    const at::NoGradGuard no_grad;
+    known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies, settings.page_locked);
+    storages_.push_back(known);
+    ++offloader_->stats.copies;
+    offloader_->stats.copied_bytes += known->bytes();
+    return known;
+  }
+  /// The forward is over.
+  void end() { known_.clear(); }
+  void release_device() {
+    if (fetching_) return;
+    for (const auto& weak : storages_)
+      if (const auto storage = weak.lock()) storage->release_device();
+  }
+  /// A node asks for its tensor: this layer's backward runs.
+  void begin_backward() {
+    if (std::exchange(in_backward_, true)) return;
+    offloader_->stats.late_fetches += start_fetches();
+    if (const auto before = before_.lock()) offloader_->stats.early_fetches += before->start_fetches();
+  }
+  Offloader& offloader() { return *offloader_; }
+  const std::string& module() const { return module_; }
+
+ private:
+  // Newest first: the backward needs it first.
+  int64_t start_fetches() {
+    fetching_ = true;
+    int64_t num_started = 0;
+    for (auto weak = storages_.rbegin(); weak != storages_.rend(); ++weak)
+      if (const auto storage = weak->lock()) num_started += storage->start_fetch(offloader_->copies);
+    return num_started;
+  }
+
+  std::shared_ptr<Offloader> offloader_;
+  std::string module_;
+  std::shared_ptr<const ParameterStorages> parameters_;
+  std::weak_ptr<OffloadFrame> before_;
+  bool stays_;
+  // While the forward runs; all are on the device until then, so that no other takes an address.
+  std::unordered_map<const c10::StorageImpl*, std::shared_ptr<OffloadedStorage>> known_;
+  std::vector<std::weak_ptr<OffloadedStorage>> storages_;  // owned by the graph
+  bool fetching_ = false;
+  bool in_backward_ = false;
+};
+
+namespace {
 
 // In a node of the graph, for a tensor that went to the host or stayed.
 class OffloadHooks final : public SavedVariableHooks {
@@ -41,7 +183,7 @@ class OffloadHooks final : public SavedVariableHooks {
                 "' saves for its backward was written to after that: use an operation that isn't in place");
     frame_->begin_backward();
     if (!storage_) return stayed_;
-    return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies());
+    return storage_->view_like(sizes_, strides_, offset_, dtype_, frame_->offloader().copies);
   }
 
  private:
@@ -58,117 +200,24 @@ class OffloadHooks final : public SavedVariableHooks {
 
 }  // namespace
 
-OffloadedStorage::OffloadedStorage(const at::Tensor& tensor, const dist::Stream& copies, bool page_locked)
-    : device_(all_bytes(tensor)), where_(tensor.device()) {
-  host_ = at::empty(device_.sizes(), at::TensorOptions().dtype(at::kByte).pinned_memory(page_locked));
-  copies.wait(dist::Stream::current(where_));
-  const dist::StreamGuard on_copies(copies);
-  host_.copy_(device_, /*non_blocking=*/true);
-  copied_.record(copies);
-}
-
-OffloadedStorage::~OffloadedStorage() {
-  if (!device_.defined()) return;
-  try {
-    const dist::Stream computing = dist::Stream::current(where_);
-    computing.wait(copied_);
-    computing.wait(fetched_);
-  } catch (const std::exception&) {  // of a device that has failed: the next call there says so
-  }
-}
-
-void OffloadedStorage::release_device() {
-  if (!device_.defined()) return;
-  dist::Stream::current(where_).wait(copied_);
-  device_.reset();
-}
-
-bool OffloadedStorage::start_fetch(const dist::Stream& copies) {
-  if (device_.defined()) return false;
-  device_ = at::empty(host_.sizes(), at::TensorOptions().dtype(at::kByte).device(where_));
-  copies.wait(dist::Stream::current(where_));  // the memory may have been somebody else's until now
-  const dist::StreamGuard on_copies(copies);
-  device_.copy_(host_, /*non_blocking=*/true);
-  fetched_.record(copies);
-  return true;
-}
-
-at::Tensor OffloadedStorage::view_like(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset,
-                                       at::ScalarType dtype, const dist::Stream& copies) {
-  const at::NoGradGuard no_grad;
-  start_fetch(copies);
-  dist::Stream::current(where_).wait(fetched_);
-  at::Tensor view = at::empty({0}, device_.options().dtype(dtype));
-  return view.set_(device_.storage(), offset, sizes, strides);
-}
-
 Offloader::Offloader(const OffloadSettings& settings)
-    : settings_(settings), copies_(dist::Stream::create(settings.device)) {
-  dist::name_stream("activation offload", copies_);
+    : settings(settings), copies(dist::Stream::create(settings.device)) {
+  dist::name_stream("activation offload", copies);
 }
 
-void Offloader::finished(std::shared_ptr<OffloadFrame> frame) {
-  if (const auto previous = newest_.lock()) previous->release_device();
-  newest_ = frame;
+void Offloader::finished(const std::shared_ptr<OffloadFrame>& frame) {
+  if (const auto previous = newest.lock()) previous->release_device();
+  newest = frame;
 }
-
-OffloadFrame::OffloadFrame(std::shared_ptr<Offloader> offloader, std::string module,
-                           std::shared_ptr<const ParameterStorages> parameters,
-                           std::weak_ptr<OffloadFrame> before, bool stays)
-    : offloader_(std::move(offloader)),
-      module_(std::move(module)),
-      parameters_(std::move(parameters)),
-      before_(std::move(before)),
-      stays_(stays) {}
 
 std::unique_ptr<SavedVariableHooks> OffloadFrame::make() {
   return std::make_unique<OffloadHooks>(shared_from_this());
 }
 
-std::shared_ptr<OffloadedStorage> OffloadFrame::storage_of(const at::Tensor& tensor) {
-  const OffloadSettings& settings = offloader_->settings();
-  if (stays_ || tensor.device() != settings.device || !tensor.has_storage() || parameters_->contains(tensor))
-    return nullptr;
-  const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  // A small part of a large buffer would take all of it along.
-  if (bytes < settings.min_bytes || bytes > 2 * static_cast<int64_t>(tensor.nbytes())) return nullptr;
-  auto& known = known_[tensor.storage().unsafeGetStorageImpl()];
-  if (known) return known;
-  const at::NoGradGuard no_grad;
-  known = std::make_shared<OffloadedStorage>(tensor, offloader_->copies(), settings.page_locked);
-  storages_.push_back(known);
-  ++offloader_->stats.copies;
-  offloader_->stats.copied_bytes += known->bytes();
-  return known;
-}
-
-void OffloadFrame::end() { known_.clear(); }
-
-void OffloadFrame::release_device() {
-  if (fetching_) return;
-  for (const auto& weak : storages_)
-    if (const auto storage = weak.lock()) storage->release_device();
-}
-
-void OffloadFrame::begin_backward() {
-  if (std::exchange(in_backward_, true)) return;
-  offloader_->stats.late_fetches += start_fetches();
-  if (const auto before = before_.lock()) offloader_->stats.early_fetches += before->start_fetches();
-}
-
-// Newest first: the backward needs it first.
-int64_t OffloadFrame::start_fetches() {
-  fetching_ = true;
-  int64_t num_started = 0;
-  for (auto weak = storages_.rbegin(); weak != storages_.rend(); ++weak)
-    if (const auto storage = weak->lock()) num_started += storage->start_fetch(offloader_->copies());
-  return num_started;
-}
-
 nn::TensorList OffloadHook::call(nn::HookHost& host, const nn::TensorList& inputs, Run run) {
   if (!at::GradMode::is_enabled()) return run(inputs);
   if (!parameters_) parameters_ = std::make_shared<const ParameterStorages>(host.as_module());
-  const auto before = is_first_ ? std::weak_ptr<OffloadFrame>() : offloader_->newest();
+  const auto before = is_first_ ? std::weak_ptr<OffloadFrame>() : offloader_->newest;
   const auto frame = std::make_shared<OffloadFrame>(offloader_, host.fqn(), parameters_, before, stays_);
   nn::TensorList outputs;
   {

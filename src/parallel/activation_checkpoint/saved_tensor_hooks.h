@@ -10,6 +10,10 @@
 
 #include "ops/saved_outputs.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace titan::activations {
 
 using torch::autograd::SavedVariableHooks;
@@ -48,14 +52,6 @@ void install_saved_tensor_hooks();
 
 /// The same memory and version counter without the history.
 at::Tensor without_graph(const at::Tensor& tensor);
-
-}  // namespace titan::activations
-
-namespace torch::nn {
-class Module;
-}
-
-namespace titan::activations {
 
 /// The storages of a module's parameters and buffers, which don't count as activations when a graph saves
 /// them. A sharded parameter keeps its storage object while its memory is freed and allocated.

@@ -10,7 +10,6 @@
 #include "parallel/interned.h"
 #include "titan/core/error.h"
 #include "titan/nn/containers.h"
-#include "titan/nn/hooks.h"
 
 namespace titan {
 
@@ -77,14 +76,6 @@ class LocalPositions final : public nn::TokenPositions {
   size_t next_ = 0;
 };
 
-std::shared_ptr<context::DistributedAttention> make_attention(const std::shared_ptr<dist::Group>& group,
-                                                              SequenceLayout layout,
-                                                              const ContextParallelOptions& options) {
-  if (options.attention == ContextAttention::AllGatherKv)
-    return std::make_shared<context::GatheredAttention>(group, layout);
-  return std::make_shared<context::RingAttention>(group, layout, options.rotate_method);
-}
-
 }  // namespace
 
 void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const ContextParallelOptions& options) {
@@ -94,7 +85,8 @@ void context_parallel(const nn::AnyRef& root, const DeviceMesh& axis, const Cont
               "' or of one below it are spread over ranks already");
   const std::shared_ptr<dist::Group> group = axis.group();
   const SequenceLayout layout(group->size(), options.load_balancer);
-  const auto attention = make_attention(group, layout, options);
+  const std::shared_ptr<context::DistributedAttention> attention =
+      context::make_attention(group, layout, options);
   const auto positions = std::make_shared<LocalPositions>(layout, group->rank());
 
   int num_users = 0;

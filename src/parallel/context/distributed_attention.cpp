@@ -1,15 +1,63 @@
 #include "parallel/context/distributed_attention.h"
 
+#include <utility>
+
 #include <ATen/core/DimVector.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "ops/autograd_node.h"
 #include "ops/saved_outputs.h"
+#include "parallel/scratch.h"
 #include "titan/core/error.h"
 
 namespace titan::context {
+
+SequenceLayout::SequenceLayout(int num_ranks, ContextLoadBalancer balancer)
+    : num_ranks_(num_ranks), balancer_(balancer) {}
+
+void SequenceLayout::check_length(int64_t length) const {
+  if (length > 0 && length % num_chunks() == 0) return;
+  const int64_t below = length / num_chunks() * num_chunks();
+  throw Error(str("context parallelism: a sequence of ", length, " tokens can't be cut into ", num_chunks(),
+                  " chunks, ", chunks_per_rank(), " for each of ", num_ranks_, " ranks; ",
+                  below > 0 ? str(below, " or ") : "", below + num_chunks(), " would do",
+                  balancer_ == ContextLoadBalancer::HeadTail && length > 0 && length % num_ranks_ == 0
+                      ? ", as would this one without a load balancer"
+                      : ""));
+}
+
+at::Tensor SequenceLayout::part(const at::Tensor& x, int64_t dim, int rank) const {
+  const int64_t length = x.size(dim) / num_chunks();
+  if (chunks_per_rank() == 1) return x.narrow(dim, chunk(rank, 0) * length, length).contiguous();
+  return at::cat(
+      {x.narrow(dim, chunk(rank, 0) * length, length), x.narrow(dim, chunk(rank, 1) * length, length)}, dim);
+}
+
+at::Tensor SequenceLayout::positions(int rank, int64_t rank_length, at::Device device) const {
+  const at::Tensor all =
+      at::arange(rank_length * num_ranks_, at::TensorOptions().dtype(at::kLong).device(device));
+  return part(all, 0, rank);
+}
+
+std::optional<Block> SequenceLayout::block(int rank, int source, int64_t rank_length) const {
+  const int64_t all = rank_length, half = rank_length / 2;
+  if (source == rank) return Block{0, all, 0, all, /*first_query=*/0};
+  if (balancer_ == ContextLoadBalancer::None) {
+    if (source > rank) return std::nullopt;
+    return Block{0, all, 0, all, /*first_query=*/all};
+  }
+  if (source < rank) return Block{0, all, 0, half, /*first_query=*/half};
+  return Block{half, half, 0, all, /*first_query=*/all};
+}
+
+Block SequenceLayout::block_of_whole(int rank, int i, int64_t rank_length) const {
+  const int64_t length = rank_length / chunks_per_rank(), position = chunk(rank, i) * length;
+  return {i * length, length, 0, position + length, /*first_query=*/position};
+}
 
 namespace {
 
@@ -24,8 +72,7 @@ struct DistributedAttentionBackward final : torch::autograd::Node {
   const char* module = "";
 
   variable_list apply(variable_list&& grads) override {
-    TITAN_CHECK(!at::GradMode::is_enabled(), name(),
-                " has no second derivative: call backward with create_graph = false");
+    ops::refuse_second_derivative(*this);
     // Unpacked before the first collective: unpacking may make a checkpoint run the module again.
     const SavedAttention saved{q.unpack(), k.unpack(), v.unpack(), out.unpack(getptr()),
                                log_sum_exp.unpack()};
@@ -83,7 +130,164 @@ at::Tensor ContextCore::attend(const at::Tensor& q, const at::Tensor& k, const a
   return out;
 }
 
+// Keys and values on their way between ranks.
+
 namespace {
+
+/// Sends a tensor to the next rank of a group while receiving one from the previous rank. One at a time.
+class RingExchange {
+ public:
+  explicit RingExchange(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
+
+  /// `send` mustn't be written to, nor `receive` used, before wait(). Both contiguous, of the same size.
+  // Even ranks send first, odd ones receive first. A backend that runs its calls one after the other (NCCL)
+  // would deadlock if all of them sent first; this order works in a ring of any size.
+  void start(const at::Tensor& send, const at::Tensor& receive, dist::Label label) {
+    const int rank = group_->rank(), size = group_->size();
+    const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+    if (rank % 2 == 0) sent_ = group_->send(send, next, label);
+    received_ = group_->receive(receive, previous, label);
+    if (rank % 2 != 0) sent_ = group_->send(send, next, label);
+  }
+  void wait() {
+    received_.wait();
+    sent_.wait();
+  }
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  dist::Work sent_, received_;
+};
+
+// The sizes of what KeyValues::pack makes of the keys of one rank, or, in order, of several.
+at::DimVector packed_sizes(const at::Tensor& k, int num_ranks = 1) {
+  return {2, k.size(0), k.size(1) * num_ranks, k.size(2), k.size(3)};
+}
+
+at::DimVector sizes_by_rank(const at::Tensor& packed, int num_ranks) {
+  at::DimVector sizes(packed.sizes());
+  sizes.insert(sizes.begin(), num_ranks);
+  return sizes;
+}
+
+/// k, v [B, S, K, E] of one rank (or, added up, their gradients).
+struct KeyValues {
+  at::Tensor k, v;
+  static KeyValues of_packed(const at::Tensor& packed) { return {packed.select(0, 0), packed.select(0, 1)}; }
+  /// Copies both into one tensor [2, B, S, K, E] from `memory`: a message.
+  at::Tensor pack(Scratch& memory) const {
+    at::Tensor packed = memory.get(packed_sizes(k), k.options());
+    packed.select(0, 0).copy_(k);
+    packed.select(0, 1).copy_(v);
+    return packed;
+  }
+};
+
+/// Rotates the keys and values of all ranks through this one. At hop i they are those of rank (r - i) mod N.
+class KeyValueRotation {
+ public:
+  virtual ~KeyValueRotation() = default;
+  virtual void start(const KeyValues& own, dist::Label label) = 0;
+  /// In order i = 1 .. N-1; waits for what is under way and starts what comes next. Valid until the next
+  /// call.
+  virtual KeyValues hop(int i) = 0;
+};
+
+class GatherRotation final : public KeyValueRotation {
+ public:
+  explicit GatherRotation(std::shared_ptr<dist::Group> group) : group_(std::move(group)) {}
+
+  void start(const KeyValues& own, dist::Label label) override {
+    const at::Tensor packed = own.pack(own_);
+    gathered_ = all_.get(sizes_by_rank(packed, group_->size()), packed.options());
+    gathering_ = group_->all_gather(gathered_, packed, label);
+  }
+  KeyValues hop(int i) override {
+    gathering_.wait();
+    return KeyValues::of_packed(gathered_.select(0, (group_->rank() - i + group_->size()) % group_->size()));
+  }
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  Scratch own_, all_;
+  at::Tensor gathered_;  // [N, 2, B, S, K, E]
+  dist::Work gathering_;
+};
+
+class NeighbourRotation final : public KeyValueRotation {
+ public:
+  explicit NeighbourRotation(std::shared_ptr<dist::Group> group)
+      : num_ranks_(group->size()), exchange_(std::move(group)) {}
+
+  void start(const KeyValues& own, dist::Label label) override {
+    label_ = label;
+    current_ = own.pack(buffers_[0]);
+    next_ = buffers_[1].get(current_.sizes(), current_.options());
+    exchange_.start(current_, next_, label_);
+  }
+  // The keys of the last block have been used and sent on: the next transfer overwrites them.
+  KeyValues hop(int i) override {
+    exchange_.wait();
+    std::swap(current_, next_);
+    if (i + 1 < num_ranks_) exchange_.start(current_, next_, label_);
+    return KeyValues::of_packed(current_);
+  }
+
+ private:
+  int num_ranks_;
+  RingExchange exchange_;
+  Scratch buffers_[2];
+  at::Tensor current_, next_;
+  dist::Label label_;
+};
+
+/// Sums the contributions of all ranks to the gradients of each rank's keys and values. The sums travel
+/// around the ring one hop after the keys: rank r's contribution at hop i belongs to rank (r - i) mod N, and
+/// so does the sum that it receives from rank r - 1, which added to it at hop i - 1. Transfers run during the
+/// computation of the next hop. Sums are in fp32 (in float64 for float64).
+class GradientRing {
+ public:
+  explicit GradientRing(std::shared_ptr<dist::Group> group) : exchange_(std::move(group)) {}
+
+  /// Zeros for the contributions of the first hop, to gradients of keys like `k`; and those of the next.
+  KeyValues start(const at::Tensor& k, at::ScalarType dtype, dist::Label label) {
+    label_ = label;
+    first_ = true;
+    const at::DimVector sizes = packed_sizes(k);
+    const auto options = k.options().dtype(dtype);
+    contributions_ = buffers_[0].get(sizes, options);
+    sending_ = buffers_[1].get(sizes, options);
+    received_ = buffers_[2].get(sizes, options);
+    return KeyValues::of_packed(contributions_.zero_());
+  }
+  KeyValues next() { return KeyValues::of_packed(contributions_.zero_()); }
+  /// Passes on the sum so far, with this hop's contributions or (`contributed` false) without.
+  void pass_on(bool contributed) {
+    if (!first_) {
+      exchange_.wait();
+      if (contributed) {
+        contributions_.add_(received_);
+      } else {
+        std::swap(contributions_, received_);
+      }
+    }
+    first_ = false;
+    std::swap(contributions_, sending_);
+    exchange_.start(sending_, received_, label_);
+  }
+  /// The gradients of this rank's own keys, after the last hop. Valid until the next start().
+  KeyValues finish() {
+    exchange_.wait();
+    return KeyValues::of_packed(received_);
+  }
+
+ private:
+  Scratch buffers_[3];
+  RingExchange exchange_;
+  dist::Label label_;
+  at::Tensor contributions_, received_, sending_;  // packed
+  bool first_ = true;
+};
 
 // Calls copy(chunk of by_rank [N, 2, B, S, ...], the same chunk of in_order [2, B, N S, ...]).
 template <class Copy>
@@ -96,76 +300,6 @@ void for_each_chunk(const SequenceLayout& layout, const at::Tensor& by_rank, con
            in_order.narrow(2, layout.chunk(rank, i) * length, length));
 }
 
-at::DimVector sizes_by_rank(const at::Tensor& packed, int num_ranks) {
-  at::DimVector sizes(packed.sizes());
-  sizes.insert(sizes.begin(), num_ranks);
-  return sizes;
-}
-
-at::DimVector sizes_in_order(const at::Tensor& k, int num_ranks) {
-  return {2, k.size(0), k.size(1) * num_ranks, k.size(2), k.size(3)};
-}
-
-}  // namespace
-
-KeyValues GatheredAttention::gather(const KeyValues& own, dist::Label label) {
-  const at::Tensor packed = own.pack(own_);
-  const at::Tensor by_rank = by_rank_.get(sizes_by_rank(packed, group_->size()), packed.options());
-  group_->all_gather(by_rank, packed, label).wait();
-  const at::Tensor in_order = in_order_.get(sizes_in_order(own.k, group_->size()), packed.options());
-  for_each_chunk(layout(), by_rank, in_order,
-                 [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
-  return KeyValues::of_packed(in_order);
-}
-
-KeyValues GatheredAttention::reduce(const at::Tensor& whole, dist::Label label) {
-  const int num_ranks = group_->size();
-  at::DimVector sizes(whole.sizes());
-  sizes[2] /= num_ranks;
-  const at::Tensor own = at::empty(sizes, whole.options());
-  const at::Tensor by_rank = by_rank_.get(sizes_by_rank(own, num_ranks), whole.options());
-  for_each_chunk(layout(), by_rank, whole,
-                 [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
-  group_->reduce_scatter(own, by_rank, label).wait();
-  return KeyValues::of_packed(own);
-}
-
-ops::AttentionSum GatheredAttention::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                             dist::Label label) {
-  const auto sum = ops::AttentionSum::of_no_keys(q);
-  const KeyValues whole = gather({k, v}, label);
-  for (int i = 0; i < layout().chunks_per_rank(); ++i) {
-    const Block block = layout().block_of_whole(group_->rank(), i, q.size(1));
-    ops::attend(sum.rows(block.first_row, block.num_rows),
-                {q.narrow(1, block.first_row, block.num_rows), whole.k.narrow(1, 0, block.num_keys),
-                 whole.v.narrow(1, 0, block.num_keys)},
-                block.first_query);
-  }
-  return sum;
-}
-
-ops::AttentionGradients GatheredAttention::backward(const SavedAttention& saved, const at::Tensor& grad,
-                                                    dist::Label label) {
-  const auto& [q, k, v, out, log_sum_exp] = saved;
-  const KeyValues whole = gather({k, v}, label);
-  const auto options = q.options().dtype(log_sum_exp.scalar_type());
-  const at::Tensor grad_q = at::zeros(q.sizes(), options);
-  const at::Tensor grads = gradients_.get(sizes_in_order(k, group_->size()), options).zero_();
-  for (int i = 0; i < layout().chunks_per_rank(); ++i) {
-    const Block block = layout().block_of_whole(group_->rank(), i, q.size(1));
-    const auto rows = [&](const at::Tensor& x) { return x.narrow(1, block.first_row, block.num_rows); };
-    const auto keys = [&](const at::Tensor& x) { return x.narrow(1, 0, block.num_keys); };
-    ops::attend_backward({rows(grad_q), keys(grads.select(0, 0)), keys(grads.select(0, 1))}, rows(grad),
-                         {rows(q), keys(whole.k), keys(whole.v)},
-                         {rows(out), log_sum_exp.narrow(2, block.first_row, block.num_rows)},
-                         block.first_query);
-  }
-  const KeyValues own = reduce(grads, label);
-  return {grad_q, own.k, own.v};
-}
-
-namespace {
-
 at::Tensor queries_of(const at::Tensor& x, const Block& block) {
   return x.narrow(1, block.first_row, block.num_rows);
 }
@@ -173,60 +307,146 @@ at::Tensor keys_of(const at::Tensor& x, const Block& block) {
   return x.narrow(1, block.first_key, block.num_keys);
 }
 
-}  // namespace
-
-RingAttention::RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout,
-                             ContextRotateMethod method)
-    : DistributedAttention(layout),
-      rank_(group->rank()),
-      num_ranks_(group->size()),
-      rotation_(make_rotation(group, method)),
-      gradient_ring_(group) {}
-
-ops::AttentionSum RingAttention::forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                         dist::Label label) {
-  const auto sum = ops::AttentionSum::of_no_keys(q);
-  KeyValues held{k, v};
-  rotation_->start(held, label);
-  for (int hop = 0; hop < num_ranks_; ++hop) {
-    if (hop > 0) held = rotation_->hop(hop);
-    const auto block = layout().block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
-    if (!block) continue;
-    ops::attend(sum.rows(block->first_row, block->num_rows),
-                {queries_of(q, *block), keys_of(held.k, *block), keys_of(held.v, *block)},
-                block->first_query);
-  }
-  return sum;
+// Adds the attention of a block to `sum`.
+void attend(const ops::AttentionSum& sum, const at::Tensor& q, const KeyValues& held, const Block& block) {
+  ops::attend(sum.rows(block.first_row, block.num_rows),
+              {queries_of(q, block), keys_of(held.k, block), keys_of(held.v, block)}, block.first_query);
 }
 
-ops::AttentionGradients RingAttention::backward(const SavedAttention& saved, const at::Tensor& grad,
-                                                dist::Label label) {
-  const auto& [q, k, v, out, log_sum_exp] = saved;
-  const at::ScalarType dtype = log_sum_exp.scalar_type();
-  const at::Tensor grad_q = at::zeros(q.sizes(), q.options().dtype(dtype));
-  KeyValues held{k, v};
-  rotation_->start(held, label);
-  KeyValues contributions = gradient_ring_.start(k, dtype, label);
-  for (int hop = 0; hop < num_ranks_; ++hop) {
-    if (hop > 0) {
-      held = rotation_->hop(hop);
-      contributions = gradient_ring_.next();
-    }
-    const auto block = layout().block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, q.size(1));
-    if (block)
-      ops::attend_backward(
-          {queries_of(grad_q, *block), keys_of(contributions.k, *block), keys_of(contributions.v, *block)},
-          queries_of(grad, *block), {queries_of(q, *block), keys_of(held.k, *block), keys_of(held.v, *block)},
-          {queries_of(out, *block), log_sum_exp.narrow(2, block->first_row, block->num_rows)},
-          block->first_query);
-    gradient_ring_.pass_on(block.has_value());
+// Adds a block's gradients to `sums`. `grad`: of the whole output; `held`: the keys that the block is of.
+void attend_backward(const ops::AttentionGradients& sums, const at::Tensor& grad, const SavedAttention& saved,
+                     const KeyValues& held, const Block& block) {
+  ops::attend_backward(
+      {queries_of(sums.q_BSHD, block), keys_of(sums.k_BTKD, block), keys_of(sums.v_BTKD, block)},
+      queries_of(grad, block), {queries_of(saved.q, block), keys_of(held.k, block), keys_of(held.v, block)},
+      {queries_of(saved.out, block), saved.log_sum_exp.narrow(2, block.first_row, block.num_rows)},
+      block.first_query);
+}
+
+/// Gathers the keys and values of the whole sequence, puts them in order, and attends with each of the rank's
+/// chunks once. The backward gathers them again; gradients are summed over the ranks by one reduce-scatter,
+/// in fp32 (float64 of float64).
+class GatheredAttention final : public DistributedAttention {
+ public:
+  GatheredAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout)
+      : DistributedAttention(layout), group_(std::move(group)) {}
+
+  ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            dist::Label label) override {
+    const auto sum = ops::AttentionSum::of_no_keys(q);
+    const KeyValues whole = gather({k, v}, label);
+    for (int i = 0; i < layout().chunks_per_rank(); ++i)
+      attend(sum, q, whole, layout().block_of_whole(group_->rank(), i, q.size(1)));
+    return sum;
   }
-  const KeyValues own = gradient_ring_.finish();
-  // The next layer reuses the ring's memory, so these are copies, already rounded.
-  const auto copy = [&](const at::Tensor& x) {
-    return x.to(k.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-  };
-  return {grad_q, copy(own.k), copy(own.v)};
+  ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
+                                   dist::Label label) override {
+    const KeyValues whole = gather({saved.k, saved.v}, label);
+    const auto options = saved.q.options().dtype(saved.log_sum_exp.scalar_type());
+    const at::Tensor grad_q = at::zeros(saved.q.sizes(), options);
+    const at::Tensor grads = gradients_.get(packed_sizes(saved.k, group_->size()), options).zero_();
+    for (int i = 0; i < layout().chunks_per_rank(); ++i)
+      attend_backward({grad_q, grads.select(0, 0), grads.select(0, 1)}, grad, saved, whole,
+                      layout().block_of_whole(group_->rank(), i, saved.q.size(1)));
+    const KeyValues own = reduce(grads, label);
+    return {grad_q, own.k, own.v};
+  }
+
+ private:
+  KeyValues gather(const KeyValues& own, dist::Label label) {
+    const at::Tensor packed = own.pack(own_);
+    const at::Tensor by_rank = by_rank_.get(sizes_by_rank(packed, group_->size()), packed.options());
+    group_->all_gather(by_rank, packed, label).wait();
+    const at::Tensor in_order = in_order_.get(packed_sizes(own.k, group_->size()), packed.options());
+    for_each_chunk(layout(), by_rank, in_order,
+                   [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
+    return KeyValues::of_packed(in_order);
+  }
+  KeyValues reduce(const at::Tensor& whole, dist::Label label) {
+    const int num_ranks = group_->size();
+    at::DimVector sizes(whole.sizes());
+    sizes[2] /= num_ranks;
+    const at::Tensor own = at::empty(sizes, whole.options());
+    const at::Tensor by_rank = by_rank_.get(sizes_by_rank(own, num_ranks), whole.options());
+    for_each_chunk(layout(), by_rank, whole,
+                   [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
+    group_->reduce_scatter(own, by_rank, label).wait();
+    return KeyValues::of_packed(own);
+  }
+
+  std::shared_ptr<dist::Group> group_;
+  Scratch own_, by_rank_, in_order_, gradients_;
+};
+
+/// [Note: ring attention]
+/// At hop i rank r has the keys and values of rank (r - i) mod N, and adds its queries' attention over them
+/// to a sum in fp32 ([Note: attention in parts]) while the keys of hop i + 1 travel. In the backward, keys
+/// travel around the ring again; each hop adds to the gradients of the rank's own queries and to those of the
+/// current keys, which follow their keys around the ring and end at the keys' own rank.
+class RingAttention final : public DistributedAttention {
+ public:
+  RingAttention(std::shared_ptr<dist::Group> group, SequenceLayout layout, ContextRotateMethod method)
+      : DistributedAttention(layout),
+        rank_(group->rank()),
+        num_ranks_(group->size()),
+        rotation_(method == ContextRotateMethod::AllGather
+                      ? std::unique_ptr<KeyValueRotation>(std::make_unique<GatherRotation>(group))
+                      : std::make_unique<NeighbourRotation>(group)),
+        gradient_ring_(group) {}
+
+  ops::AttentionSum forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            dist::Label label) override {
+    const auto sum = ops::AttentionSum::of_no_keys(q);
+    KeyValues held{k, v};
+    rotation_->start(held, label);
+    for (int hop = 0; hop < num_ranks_; ++hop) {
+      if (hop > 0) held = rotation_->hop(hop);
+      if (const auto block = block_at(hop, q.size(1))) attend(sum, q, held, *block);
+    }
+    return sum;
+  }
+  ops::AttentionGradients backward(const SavedAttention& saved, const at::Tensor& grad,
+                                   dist::Label label) override {
+    const at::ScalarType dtype = saved.log_sum_exp.scalar_type();
+    const at::Tensor grad_q = at::zeros(saved.q.sizes(), saved.q.options().dtype(dtype));
+    KeyValues held{saved.k, saved.v};
+    rotation_->start(held, label);
+    KeyValues contributions = gradient_ring_.start(saved.k, dtype, label);
+    for (int hop = 0; hop < num_ranks_; ++hop) {
+      if (hop > 0) {
+        held = rotation_->hop(hop);
+        contributions = gradient_ring_.next();
+      }
+      const auto block = block_at(hop, saved.q.size(1));
+      if (block) attend_backward({grad_q, contributions.k, contributions.v}, grad, saved, held, *block);
+      gradient_ring_.pass_on(block.has_value());
+    }
+    const KeyValues own = gradient_ring_.finish();
+    // The next layer reuses the ring's memory, so these are copies, already rounded.
+    const auto copy = [&](const at::Tensor& x) {
+      return x.to(saved.k.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    };
+    return {grad_q, copy(own.k), copy(own.v)};
+  }
+
+ private:
+  std::optional<Block> block_at(int hop, int64_t rank_length) const {
+    return layout().block(rank_, (rank_ - hop + num_ranks_) % num_ranks_, rank_length);
+  }
+
+  int rank_, num_ranks_;
+  std::unique_ptr<KeyValueRotation> rotation_;
+  GradientRing gradient_ring_;
+};
+
+}  // namespace
+
+std::unique_ptr<DistributedAttention> make_attention(std::shared_ptr<dist::Group> group,
+                                                     SequenceLayout layout,
+                                                     const ContextParallelOptions& options) {
+  if (options.attention == ContextAttention::AllGatherKv)
+    return std::make_unique<GatheredAttention>(std::move(group), layout);
+  return std::make_unique<RingAttention>(std::move(group), layout, options.rotate_method);
 }
 
 }  // namespace titan::context

@@ -144,8 +144,6 @@ void CommContext::expect_backward(int64_t visit) {
   ends_.push_back(visit);
 }
 
-void CommContext::reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
-
 void CommContext::start_backward() {
   in_backward_ = true;
   next_gather_ = static_cast<int64_t>(ends_.size()) - 1;
@@ -170,7 +168,7 @@ void CommContext::abandon_backward() {
 }
 
 void CommContext::discard_gradients() {
-  for (ParamGroup* group : groups_) group->discard_gradients();
+  for (ParamGroup* group : groups_) group->gradients().discard();
   wait_for_copies();
 }
 
@@ -221,7 +219,7 @@ void CommContext::issue_ready_reductions() {
 }
 
 void CommContext::issue_reduction(ParamGroup& group) {
-  if (!group.start_reduce(last_micro_batch_)) return;
+  if (!group.gradients().start_reduce(last_micro_batch_)) return;
   reducing_.push_back(&group);
   advance_reductions(1);
 }
@@ -232,7 +230,7 @@ void CommContext::issue_last_reductions() {
     if (visit->with_backward && visit->at_end) issue_reduction(*visit->group);
   if (!last_micro_batch_) return;
   for (ParamGroup* group : groups_)
-    if (group->owes_reduction()) issue_reduction(*group);
+    if (group->gradients().owes_reduction()) issue_reduction(*group);
 }
 
 // A reduction is a chain: reduce-scatter, then perhaps an all-reduce, then the sum into the shard's gradient.
@@ -242,7 +240,7 @@ void CommContext::advance_reductions(size_t num_young) {
   std::deque<ParamGroup*> unfinished;
   for (size_t i = 0; i < reducing_.size(); ++i) {
     const bool young = i + num_young >= reducing_.size();
-    if (young || !reducing_[i]->advance_reduce()) unfinished.push_back(reducing_[i]);
+    if (young || !reducing_[i]->gradients().advance_reduce()) unfinished.push_back(reducing_[i]);
   }
   reducing_ = std::move(unfinished);
 }
@@ -258,12 +256,17 @@ void CommContext::finish_backward() {
     visit.group->reshard();
     visit.ready = false;  // a graph that is kept may be walked again
   }
-  // The optimizer reads the gradients and writes the shards.
-  const dist::Stream current = visits_.empty() ? dist::Stream() : visits_[0].group->compute_stream();
+  hand_over();
+  in_backward_ = false;
+}
+
+// To the optimizer, which reads the gradients and writes the shards.
+void CommContext::hand_over() const {
+  if (groups_.empty()) return;
+  const dist::Stream current = groups_.front()->compute_stream();
   current.wait(reduce_stream);
   current.wait(gather_stream);
   wait_for_copies();
-  in_backward_ = false;
 }
 
 void CommContext::become_scheduled() {
@@ -291,17 +294,13 @@ void CommContext::reshard() {
 // Last groups first, as in a backward: the same order on all ranks.
 void CommContext::reduce() {
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group)
-    if ((*group)->start_reduce(/*last_micro_batch=*/true)) reducing_.push_back(*group);
+    if ((*group)->gradients().start_reduce(/*last_micro_batch=*/true)) reducing_.push_back(*group);
 }
 
 void CommContext::finish_reduce() {
   while (!reducing_.empty()) advance_reductions(0);
   reshard();
-  if (groups_.empty()) return;
-  const dist::Stream current = groups_.front()->compute_stream();
-  current.wait(reduce_stream);
-  current.wait(gather_stream);
-  wait_for_copies();
+  hand_over();
 }
 
 }  // namespace titan::fsdp

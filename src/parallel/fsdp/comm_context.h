@@ -11,6 +11,10 @@
 
 #include "dist/stream.h"
 
+namespace titan {
+class DelayedGradients;
+}
+
 namespace titan::fsdp {
 
 /// Gives out one-dimensional tensors of bytes on one device. Not thread-safe: forward and backward of a model
@@ -44,7 +48,6 @@ class BufferPool {
 // The state that groups below one root share: streams, buffers, and the order in which collectives are
 // issued.
 
-class DelayedQueue;
 class ParamGroup;
 
 /// [Note: order of collectives]
@@ -76,7 +79,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void expect_backward(int64_t visit);
   /// None of the visit's inputs requires a gradient, so the end of its backward is unknown: it is reduced
   /// after all others.
-  void reduce_at_end(int64_t visit);
+  void reduce_at_end(int64_t visit) { visits_[static_cast<size_t>(visit)].at_end = true; }
   /// The gradient of visit's output has arrived: its parameters are needed again (unless `reads_parameters`
   /// is false).
   void pre_backward(int64_t iteration, int64_t visit);
@@ -107,8 +110,8 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void finish_reduce();
   /// Drops what an unfinished step has gathered and collected.
   void abandon_step() { abandon_backward(); }
-  void set_delayed(DelayedQueue* queue) { delayed_ = queue; }
-  DelayedQueue* delayed() const { return delayed_; }
+  void set_delayed(DelayedGradients* queue) { delayed_ = queue; }
+  DelayedGradients* delayed() const { return delayed_; }
 
   // Streams: one for gathers and one for reductions, so that both overlap the computation; of a CPU they are
   // empty, and what overlaps is the process group's own threads.
@@ -142,6 +145,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   void advance_reductions(size_t num_young);
   void finish_backward();
   void wait_for_copies() const;
+  void hand_over() const;
 
   std::vector<ParamGroup*> groups_;
   std::vector<Visit> visits_;
@@ -156,7 +160,7 @@ class CommContext : public std::enable_shared_from_this<CommContext> {
   bool host_shards_ = false;
   bool last_micro_batch_ = true;
   bool scheduled_ = false;
-  DelayedQueue* delayed_ = nullptr;
+  DelayedGradients* delayed_ = nullptr;
 };
 
 }  // namespace titan::fsdp

@@ -35,8 +35,6 @@ class FsdpState : public nn::CallHook, public std::enable_shared_from_this<FsdpS
  private:
   void pre_scheduled_forward(const nn::TensorRefs& inputs);
   void tell_kept_gradients(nn::HookHost& host);
-  void expect_backward(const nn::TensorRefs& outputs);
-  void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const;
 
   std::vector<nn::HookHost*> modules_;  // in call order
   std::shared_ptr<ParamGroup> group_;

@@ -1,8 +1,12 @@
 #include <algorithm>
+#include <functional>
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
-#include "parallel/fsdp/autograd_nodes.h"
+#include "core/units.h"
 #include "parallel/fsdp/fsdp_state.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/tensor/split_params.h"
@@ -13,8 +17,58 @@
 namespace titan::fsdp {
 
 namespace {
-constexpr double kMiB = 1024.0 * 1024.0;
+
+class AfterBackward : public torch::autograd::Node {
+ public:
+  explicit AfterBackward(std::function<void()> done) : done_(std::move(done)) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    done_();
+    return std::move(grads);
+  }
+  std::string name() const override { return "FsdpAfterBackward"; }
+
+ private:
+  std::function<void()> done_;
+};
+
+// Replaces the inputs that require gradients by the outputs of one identity node: `done` is called when
+// the gradients of all of them are there, i.e. when the module's backward is over. False when no input
+// requires a gradient.
+bool call_after_backward(const nn::TensorRefs& inputs, std::function<void()> done) {
+  std::vector<at::Tensor*> with_gradient;
+  for (at::Tensor* input : inputs)
+    if (input->requires_grad()) with_gradient.push_back(input);
+  if (with_gradient.empty()) return false;
+  auto node = std::make_shared<AfterBackward>(std::move(done));
+  torch::autograd::edge_list edges;
+  for (at::Tensor* input : with_gradient) edges.push_back(torch::autograd::impl::gradient_edge(*input));
+  node->set_next_edges(std::move(edges));
+  for (at::Tensor* input : with_gradient) {
+    at::Tensor passed = input->detach();
+    torch::autograd::set_history(passed, node);
+    *input = std::move(passed);
+  }
+  return true;
 }
+
+// Calls `needed` when the gradient of one of the outputs arrives. False when none requires one.
+bool call_before_backward(const nn::TensorRefs& outputs, const std::function<void()>& needed) {
+  bool any = false;
+  for (at::Tensor* output : outputs) {
+    if (!output->requires_grad()) continue;
+    output->register_hook([needed](const at::Tensor&) { needed(); });
+    any = true;
+  }
+  return any;
+}
+
+void cast(const nn::TensorRefs& tensors, at::ScalarType dtype) {
+  for (at::Tensor* tensor : tensors)
+    if (tensor->is_floating_point() && tensor->scalar_type() != dtype) *tensor = tensor->to(dtype);
+}
+
+}  // namespace
 
 std::vector<std::shared_ptr<FsdpState>> states_below(torch::nn::Module& root) {
   std::vector<std::shared_ptr<FsdpState>> states;
@@ -51,7 +105,7 @@ void FsdpState::tell_kept_gradients(nn::HookHost& host) {
   int64_t bytes = 0;
   for (const auto& state : states_below(host.as_module()))
     if (state->group_ && !state->group_->param(0).compute.is_meta())  // a dry run keeps nothing
-      bytes += state->group_->kept_gradient_bytes();
+      bytes += state->group_->gradients().kept_bytes();
   if (bytes > 0)
     log::info_rank0(str("whole gradients stay between micro-batches: ", static_cast<double>(bytes) / kMiB,
                         " MiB on each rank"));
@@ -60,11 +114,6 @@ void FsdpState::tell_kept_gradients(nn::HookHost& host) {
 void FsdpState::set_last_micro_batch(bool last) {
   last_micro_batch_ = last;
   if (context_) context_->set_last_micro_batch(last);
-}
-
-void FsdpState::cast(const nn::TensorRefs& tensors, at::ScalarType dtype) const {
-  for (at::Tensor* tensor : tensors)
-    if (tensor->is_floating_point() && tensor->scalar_type() != dtype) *tensor = tensor->to(dtype);
 }
 
 void FsdpState::pre_forward(nn::HookHost& host, const nn::TensorRefs& inputs) {
@@ -99,23 +148,17 @@ void FsdpState::pre_scheduled_forward(const nn::TensorRefs& inputs) {
 void FsdpState::post_forward(nn::HookHost& /*host*/, const nn::TensorRefs& outputs) {
   if (options_.output_dtype) cast(outputs, *options_.output_dtype);
   if (context_->scheduled()) return;
-  if (group_) {
-    expect_backward(outputs);
-    if (modules_entered_ == modules_.size()) {
-      modules_entered_ = 0;
-      group_->after_forward();
-    }
+  const auto before_backward = [context = std::weak_ptr(context_), iteration = context_->iteration(),
+                                visit = visit_] {
+    if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
+  };
+  if (group_ && visit_ >= 0 && call_before_backward(outputs, before_backward))
+    context_->expect_backward(visit_);
+  if (group_ && modules_entered_ == modules_.size()) {
+    modules_entered_ = 0;
+    group_->after_forward();
   }
   if (is_root_) context_->end_forward();
-}
-
-void FsdpState::expect_backward(const nn::TensorRefs& outputs) {
-  if (visit_ < 0) return;
-  const bool expected = call_before_backward(
-      outputs, [context = std::weak_ptr(context_), iteration = context_->iteration(), visit = visit_] {
-        if (const auto alive = context.lock()) alive->pre_backward(iteration, visit);
-      });
-  if (expected) context_->expect_backward(visit_);
 }
 
 }  // namespace titan::fsdp
@@ -153,9 +196,9 @@ class ParamCollector {
                               [&](const ManagedParam& param) { return param.compute.is_same(tensor); });
     if (known == params_.end()) known = params_.insert(known, {tensor, {}, prefix + name});
     known->uses.push_back({host, name});
-    const tp::SplitParams* split = host ? tp::split_params(*host) : nullptr;
+    const tp::SplitParams* split = tp::split_params(host);
     const tp::PartOfParam* part = split ? split->find(name) : nullptr;
-    if (part && part->gradient_is_summand) known->summand_axis = split->axis();
+    if (part && part->gradient_is_summand) known->summand_axis = split->axis;
   }
 
   std::vector<ManagedParam> params_;
@@ -225,7 +268,7 @@ void discard_gradients(const nn::AnyRef& root) {
   const auto root_state = std::dynamic_pointer_cast<FsdpState>(root.host().fsdp_hook);
   if (root_state && root_state->context()) return root_state->context()->discard_gradients();
   for (const auto& state : fsdp::states_below(root.module()))
-    if (state->group()) state->group()->discard_gradients();
+    if (state->group()) state->group()->gradients().discard();
 }
 
 FsdpStats fsdp_stats(const nn::AnyRef& root) {
@@ -235,7 +278,7 @@ FsdpStats fsdp_stats(const nn::AnyRef& root) {
     if (state->group()) {
       ++stats.groups;
       stats.sharded_bytes += state->group()->sharded_bytes();
-      stats.kept_gradient_bytes += state->group()->kept_gradient_bytes();
+      stats.kept_gradient_bytes += state->group()->gradients().kept_bytes();
     }
     fsdp::CommContext* context = state->context().get();
     if (!context || std::find(contexts.begin(), contexts.end(), context) != contexts.end()) continue;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
@@ -20,6 +21,10 @@ int64_t Float8Weights::find(size_t slot) const {
   return found == slots.end() ? -1 : found - slots.begin();
 }
 
+namespace {
+
+// The largest of all ranks' values, element by element, over the shards' ranks and the parts'. A NaN stays
+// (a reduction's maximum may lose it).
 at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const ops::RankParts* parts,
                             const char* name) {
   at::Tensor all = at::empty({shards.size(), amaxes.numel()}, amaxes.options());
@@ -30,8 +35,6 @@ at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const
   parts->all_gather(all, largest, ops::kScalesPhase);
   return all.amax(0);
 }
-
-namespace {
 
 // The Float8 recipe of all uses of a parameter; none unless every use is a linear layer in Float8.
 std::optional<float8::WeightGather> gather_of(const ManagedParam& param) {
@@ -140,16 +143,7 @@ ops::Operand ParamGroup::float8_weight(size_t slot) const {
   return weight;
 }
 
-ops::Operand GatheredWeight::weight() const {
-  const auto group = group_.lock();
-  TITAN_CHECK(group, "a weight that was gathered in Float8 is used after its model was destroyed");
-  return group->float8_weight(slot_);
-}
-
 // The gathering side of ParamGroup: shards to compute parameters and back.
-
-// Every write raises the shards' version counter: by the optimizer, a checkpoint or a user.
-bool ParamGroup::stale() const { return gathered_version_ != flat_shard_._version(); }
 
 // A holder of something computed from a parameter, a scale say, checks the parameter's version; a gather
 // writes them past LibTorch.
@@ -178,11 +172,7 @@ void ParamGroup::start_unshard() {
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   gathered_version_ = flat_shard_._version();
-  if (holds_whole_parameters()) return alias_shards();
-  start_gather();
-}
-
-void ParamGroup::alias_shards() {
+  if (!holds_whole_parameters()) return start_gather();
   bind_compute_params(flat_shard_);
   state_ = State::Gathered;
 }
@@ -233,15 +223,13 @@ void ParamGroup::finish_unshard() {
   wait_for_gather();
   compute_stream().wait(context_->gather_stream);
   if (layout_.num_ranks() == 1) {  // the part is the whole
-    full_ = std::move(packed_);
+    full_ = std::exchange(packed_, {});
   } else {
     full_ = context_->pool.acquire(packed_.numel(), wire_.dtype(), compute_stream());
     unpack_gathered();
-    context_->pool.release(std::move(packed_), compute_stream());
+    context_->pool.release(std::exchange(packed_, {}), compute_stream());
   }
-  if (kept_part_.defined()) context_->pool.release(std::move(kept_part_), compute_stream());
-  packed_.reset();
-  kept_part_.reset();
+  if (kept_part_.defined()) context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   bind_compute_params(full_);
   state_ = State::Gathered;
   context_->count_gathered(1);
@@ -302,8 +290,7 @@ void ParamGroup::reshard() {
   cancel_unshard();
   if (state_ != State::Gathered) return;
   for (const ManagedParam& param : params_) param_storage::free(param.compute);
-  context_->pool.release(std::move(full_), compute_stream());
-  full_.reset();
+  context_->pool.release(std::exchange(full_, {}), compute_stream());
   state_ = State::Sharded;
   context_->count_gathered(-1);
 }

@@ -1,6 +1,7 @@
 #include "parallel/fsdp/gradient_collector.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -26,22 +27,10 @@ at::Tensor host_empty(int64_t numel, at::ScalarType dtype, at::Device device) {
                           : resident_empty({numel}, options);
 }
 
-void GradientCollector::configure(Config config) { config_ = std::move(config); }
-
-void GradientCollector::join(CommContext& context, const char* module) {
-  context_ = &context;
-  module_ = module;
-}
-
 int64_t GradientCollector::kept_bytes() const {
   if (config_.reduce_every_micro_batch || !(config_.shard_group || config_.to_host)) return 0;
   return layout_.trainable_numel() * layout_.num_ranks() *
          static_cast<int64_t>(c10::elementSize(config_.reduce_dtype));
-}
-
-size_t GradientCollector::trainable_count() const {
-  return static_cast<size_t>(std::count_if(layout_.slots().begin(), layout_.slots().end(),
-                                           [](const Slot& s) { return s.trainable; }));
 }
 
 void GradientCollector::make_flat_grad() {
@@ -51,7 +40,7 @@ void GradientCollector::make_flat_grad() {
   const auto options = at::TensorOptions().dtype(config_.grad_dtype).device(config_.device);
   flat_grad_ = config_.to_host ? host_zeros(numel, config_.grad_dtype, config_.device)
                                : resident_zeros({numel}, options);
-  const size_t count = trainable_count();
+  const size_t count = layout_.num_trainable();
   written_.assign(count, false);
   for (size_t i = 0; i < count; ++i)
     grad_parts_.push_back(part_of(flat_grad_, layout_.slots()[i].offset, shards_[i].sizes()));
@@ -63,10 +52,6 @@ bool GradientCollector::no_grad_yet() const {
   return true;
 }
 
-bool GradientCollector::flat_grad_serves() const {
-  return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
-}
-
 bool GradientCollector::all_grads_ours() const {
   for (size_t i = 0; i < grad_parts_.size(); ++i)
     if (!shards_[i].grad().is_same(grad_parts_[i])) return false;
@@ -75,7 +60,7 @@ bool GradientCollector::all_grads_ours() const {
 
 // Tensor parallelism may leave a rank's part of a vocabulary without rows, and its group without elements.
 void GradientCollector::set_empty_grads() {
-  for (size_t i = 0; i < trainable_count(); ++i)
+  for (size_t i = 0; i < layout_.num_trainable(); ++i)
     if (!shards_[i].grad().defined()) shards_[i].mutable_grad() = at::zeros_like(shards_[i]);
 }
 
@@ -207,8 +192,7 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
   context_->reduce_stream.wait(current);
   dist::StreamGuard on_reduce_stream(context_->reduce_stream);
   if (!config_.shard_group) {
-    reduced_ = std::move(collected_);
-    collected_.reset();
+    reduced_ = std::exchange(collected_, {});
     after_scatter();
     return true;
   }
@@ -216,8 +200,7 @@ bool GradientCollector::start_reduce(bool last_micro_batch) {
       !config_.replicate_group && flat_grad_serves()
           ? flat_grad_
           : context_->pool.acquire(layout_.trainable_numel(), config_.reduce_dtype, context_->reduce_stream);
-  scattering_ = std::move(collected_);
-  collected_.reset();
+  scattering_ = std::exchange(collected_, {});
   work_ = config_.shard_group->reduce_scatter(reduced_, scattering_, {"fsdp::reduce_scatter", module_});
   phase_ = Phase::Scattering;
   return true;
@@ -249,8 +232,7 @@ void GradientCollector::after_scatter() {
     release(partial_);
   }
   if (!last_micro_batch_) {
-    partial_ = std::move(reduced_);
-    reduced_.reset();
+    partial_ = std::exchange(reduced_, {});
     return;
   }
   work_ = config_.replicate_group->all_reduce(reduced_, dist::ReduceOp::Sum, {"fsdp::all_reduce", module_});
@@ -294,14 +276,12 @@ void GradientCollector::accumulate(const at::Tensor& reduced) {
         all_grads_ours(),
         "the gradient of a sharded parameter was replaced by another tensor, or that of some parameters of a "
         "group was set to none and that of others not; zero all or none");
-    flat_grad_.add_(config_.to_host ? arrived_on_host(reduced) : reduced);
+    if (config_.to_host && !arrived_.defined())
+      arrived_ = host_empty(reduced.numel(), config_.grad_dtype, config_.device);
+    // A copy to the host waits: the host adds it at once.
+    flat_grad_.add_(config_.to_host ? arrived_.copy_(reduced) : reduced);
   }
   release(reduced_);
-}
-
-at::Tensor GradientCollector::arrived_on_host(const at::Tensor& reduced) {
-  if (!arrived_.defined()) arrived_ = host_empty(reduced.numel(), config_.grad_dtype, config_.device);
-  return arrived_.copy_(reduced);  // waits: the host adds it at once
 }
 
 }  // namespace titan::fsdp

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -40,8 +39,6 @@ void fully_shard_beside_any_device(std::initializer_list<nn::AnyRef> modules, co
 // The gradient side of a group: collects whole gradients as they come, reduces them, and adds the result to
 // the shards'.
 
-class CommContext;
-
 /// [Note: gradient path]
 /// collected [N, S_trainable] (reduce dtype)  --reduce-scatter over the shard axis-->  [S_trainable]
 ///   --all-reduce over the replicate axis, last micro-batch only-->
@@ -67,15 +64,22 @@ class GradientCollector {
   /// `layout` and `shards` outlive the collector.
   GradientCollector(const ShardLayout& layout, const std::vector<at::Tensor>& shards)
       : layout_(layout), shards_(shards) {}
-  void configure(Config config);
-  void join(CommContext& context, const char* module);
+  void configure(Config config) { config_ = std::move(config); }
+  void join(CommContext& context, const char* module) {
+    context_ = &context;
+    module_ = module;
+  }
   void leave() { context_ = nullptr; }
 
   /// Adds grad * scale; `scale` is a scalar tensor, or undefined for 1.
   void add(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
+  /// Starts the reduction of what was collected; false when nothing is to wait for.
   bool start_reduce(bool last_micro_batch);
+  /// Takes the next link of the reduction; true when the shards' gradients are complete.
   bool advance_reduce();
+  /// Bytes of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
   int64_t kept_bytes() const;
+  /// Whether gradients of earlier micro-batches wait for the last one's reduction.
   bool owes_reduction() const { return owes_reduction_; }
   /// Drops collected gradients that weren't reduced, and waits for running collectives.
   void discard();
@@ -87,8 +91,9 @@ class GradientCollector {
     return !config_.shard_group && !config_.replicate_group && !config_.summand_group && !config_.to_host;
   }
   /// May be written in place of a buffer, as it has the same memory and type.
-  bool flat_grad_serves() const;
-  size_t trainable_count() const;
+  bool flat_grad_serves() const {
+    return config_.reduce_dtype == config_.grad_dtype && !config_.to_host && no_grad_yet();
+  }
   void make_flat_grad();
   bool no_grad_yet() const;
   bool all_grads_ours() const;
@@ -102,7 +107,6 @@ class GradientCollector {
   void after_scatter();
   void sum_summands();
   void accumulate(const at::Tensor& reduced);
-  at::Tensor arrived_on_host(const at::Tensor& reduced);
   void release(at::Tensor& buffer);
 
   const ShardLayout& layout_;

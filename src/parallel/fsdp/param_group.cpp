@@ -1,16 +1,13 @@
-// The process groups that a group of parameters communicates over, from its mesh.
-
 #include "parallel/fsdp/param_group.h"
 
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <unordered_set>
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "parallel/fsdp/autograd_nodes.h"
-#include "parallel/fsdp/gradient_collector.h"
 #include "parallel/interned.h"
 #include "tensor/memory.h"
 #include "titan/core/crash.h"
@@ -18,8 +15,11 @@
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/fsdp.h"
+#include "parallel/pipeline_runtime.h"
 
 namespace titan::fsdp {
+
+namespace {
 
 struct MeshGroups {
   int shard_size = 1;
@@ -31,12 +31,6 @@ struct MeshGroups {
   std::shared_ptr<dist::Group> small_gather;  ///< ReshardAfterForward::to_size; null without
 };
 
-/// Collective over the world in the sense of World::group. Throws Error for a mesh of more than two axes and
-/// for a size that doesn't divide the shard axis.
-MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshard);
-
-namespace {
-
 std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
   TITAN_CHECK(size > 0 && shard.size() % size == 0, "fully_shard: reshard_after_forward to ", size,
               " ranks, but the shard axis has ", shard.size(), "; allowed: its divisors");
@@ -46,8 +40,8 @@ std::shared_ptr<dist::Group> small_group(const DeviceMesh& shard, int size) {
   return shard.world().group(neighbours, shard.axes()[0].name + ".gather" + std::to_string(size), "gather");
 }
 
-}  // namespace
-
+/// Collective over the world in the sense of World::group. Throws Error for a mesh of more than two axes and
+/// for a size that doesn't divide the shard axis.
 MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshard) {
   TITAN_CHECK(mesh.num_axes() <= 2, "fully_shard: the mesh has ", mesh.num_axes(),
               " axes; allowed: (shard) or (replicate, shard)");
@@ -68,8 +62,6 @@ MeshGroups mesh_groups(const DeviceMesh& mesh, const ReshardAfterForward& reshar
   }
   return groups;
 }
-
-namespace {
 
 // LibTorch reads a freed parameter through its null pointer.
 constexpr const char* kCrashNote =
@@ -148,6 +140,71 @@ void check_uniform(const std::vector<ManagedParam>& params) {
                 "' is ", param.compute.scalar_type(), " on ", param.compute.device());
   }
 }
+
+// Takes the place of a leaf's AccumulateGrad: runs before all other ready nodes, so that a group has its
+// gradients before its module's backward is over.
+class GradientNode : public torch::autograd::Node {
+ public:
+  GradientNode(std::weak_ptr<ParamGroup> group, size_t slot)
+      : Node(/*sequence_nr=*/UINT64_MAX), group_(std::move(group)), slot_(slot) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    const auto group = group_.lock();
+    if (group && grads[0].defined()) group->take_grad(slot_, grads[0], {});
+    return {};
+  }
+  std::string name() const override { return "FsdpGradient"; }
+
+ private:
+  std::weak_ptr<ParamGroup> group_;
+  size_t slot_;
+};
+
+// Makes gradients of `compute` arrive at group->take_grad(slot). `compute` becomes a non-leaf.
+void attach_gradient_node(const at::Tensor& compute, std::weak_ptr<ParamGroup> group, size_t slot) {
+  auto node = std::make_shared<GradientNode>(std::move(group), slot);
+  const uint32_t input = node->add_input_metadata(compute);
+  at::Tensor(compute).set_requires_grad(false);
+  torch::autograd::impl::set_gradient_edge(compute, {std::move(node), input});
+}
+
+// Takes the weight gradients of products around autograd.
+class GroupSink final : public ops::GradSink {
+ public:
+  GroupSink(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
+  void accept(ops::WeightGrad grad) override { compute_when_due(std::move(grad)); }
+  void accept(ops::DueGradient grad) override { compute_when_due(std::move(grad)); }
+  void accept(const at::Tensor& grad_OI, const at::Tensor& scale) override {
+    if (const auto group = group_.lock()) group->take_grad(slot_, grad_OI, scale);
+  }
+
+ private:
+  template <class Gradient>
+  void compute_when_due(Gradient grad) {
+    const auto group = group_.lock();
+    if (!group) return;
+    if (DelayedGradients* later = group->delayed()) return later->add(group, slot_, std::move(grad));
+    group->take_grad(slot_, grad.compute(), {});
+  }
+
+  std::weak_ptr<ParamGroup> group_;
+  size_t slot_;
+};
+
+// The weight of a layer, as it was gathered.
+class GatheredWeight final : public ops::WeightSource {
+ public:
+  GatheredWeight(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
+  ops::Operand weight() const override {
+    const auto group = group_.lock();
+    TITAN_CHECK(group, "a weight that was gathered in Float8 is used after its model was destroyed");
+    return group->float8_weight(slot_);
+  }
+
+ private:
+  std::weak_ptr<ParamGroup> group_;
+  size_t slot_;
+};
 
 }  // namespace
 
@@ -265,8 +322,6 @@ bool ParamGroup::allocate_shards() {
   return true;
 }
 
-bool ParamGroup::deferred() const { return is_deferred(flat_shard_); }
-
 void ParamGroup::join(CommContext& context, const std::string& name) {
   context_ = &context;
   name_ = interned(name);
@@ -297,12 +352,6 @@ int64_t ParamGroup::find(const at::Tensor& compute) const {
   return -1;
 }
 
-dist::Stream ParamGroup::compute_stream() const { return dist::Stream::current(device_); }
-
-int64_t ParamGroup::sharded_bytes() const {
-  return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
-}
-
 void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale) {
   // The engine runs a parameter's node on the stream that was current when the parameter was made.
   const dist::Stream current = compute_stream();
@@ -310,7 +359,5 @@ void ParamGroup::take_grad(size_t slot, const at::Tensor& grad, const at::Tensor
   const dist::StreamGuard on_forward_stream(forward_stream_);
   gradients_.add(slot, grad, scale);
 }
-bool ParamGroup::start_reduce(bool last_micro_batch) { return gradients_.start_reduce(last_micro_batch); }
-bool ParamGroup::advance_reduce() { return gradients_.advance_reduce(); }
 
 }  // namespace titan::fsdp

@@ -1,6 +1,7 @@
 #pragma once
 
-// The weights of a group that travel in Float8, and their scales.
+// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
+// shard_layout.h).
 
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,7 @@
 #include "parallel/fsdp/comm_context.h"
 #include "parallel/fsdp/gradient_collector.h"
 #include "parallel/fsdp/shard_layout.h"
+#include "tensor/memory.h"
 #include "titan/dist/collectives.h"
 #include "titan/nn/hooks.h"
 #include "titan/parallel/fsdp.h"
@@ -21,6 +23,7 @@
 
 namespace titan::fsdp {
 
+/// The weights of a group that travel in Float8, and their scales.
 struct Float8Weights {
   std::vector<size_t> slots;
   float8::WeightGather how;  ///< one recipe, so one way for all
@@ -31,14 +34,6 @@ struct Float8Weights {
   /// The place of `slot` among `slots`, or -1.
   int64_t find(size_t slot) const;
 };
-
-/// The largest of all ranks' values, element by element, over the shards' ranks and the parts'. A NaN stays
-/// (a reduction's maximum may lose it).
-at::Tensor largest_of_ranks(const at::Tensor& amaxes, dist::Group& shards, const ops::RankParts* parts,
-                            const char* name);
-
-// A group: the parameters that one fully_shard call gathers and reduces together ([Note: FSDP tensors] in
-// shard_layout.h).
 
 /// A parameter on its way into a group: the module that owns it and its name there; tied ones have several.
 struct ManagedParam {
@@ -76,14 +71,8 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   /// backward has collected for a slot.
   void take_grad(size_t slot, const at::Tensor& grad, const at::Tensor& scale);
   /// The queue of weight gradients that are put off; null: they are computed at once.
-  DelayedQueue* delayed() const { return context_ ? context_->delayed() : nullptr; }
-  /// Starts the reduction of what was collected; false when nothing is to wait for.
-  bool start_reduce(bool last_micro_batch);
-  /// Takes the next link of the reduction; true when the shards' gradients are complete.
-  bool advance_reduce();
-  /// Whether gradients of earlier micro-batches wait for the last one's reduction.
-  bool owes_reduction() const { return gradients_.owes_reduction(); }
-  void discard_gradients() { gradients_.discard(); }
+  DelayedGradients* delayed() const { return context_ ? context_->delayed() : nullptr; }
+  GradientCollector& gradients() { return gradients_; }
 
   // ---- what others see
   /// `context` is owned by the modules' states, which own this group too.
@@ -98,7 +87,7 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void make_root() { is_root_ = true; }
   /// Gives the shards memory if they have none, with zeros in the padding only; true when it did.
   bool allocate_shards();
-  bool deferred() const;
+  bool deferred() const { return is_deferred(flat_shard_); }
   size_t num_params() const { return params_.size(); }
   const ManagedParam& param(size_t slot) const { return params_[slot]; }
   /// The leaf that the optimizer writes, with mesh, placements and box.
@@ -111,14 +100,14 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   bool holds_whole_parameters() const {
     return layout_.num_ranks() == 1 && dtype_ == param_dtype_ && !options_.cpu_offload;
   }
-  dist::Stream compute_stream() const;
+  dist::Stream compute_stream() const { return dist::Stream::current(device_); }
   /// The stream that this forward, and so its backward, computes on: gradients are collected there.
   void remember_stream() { forward_stream_ = compute_stream(); }
-  int64_t sharded_bytes() const;
+  int64_t sharded_bytes() const {
+    return layout_.shard_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
   /// A weight that was gathered in Float8, while it is there.
   ops::Operand float8_weight(size_t slot) const;
-  /// Bytes of whole gradients that stay between micro-batches: none where each micro-batch is reduced.
-  int64_t kept_gradient_bytes() const { return gradients_.kept_bytes(); }
   const FsdpOptions& options() const { return options_; }
   at::ScalarType param_dtype() const { return param_dtype_; }
 
@@ -131,9 +120,9 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   void empty_compute_params();
   void connect_gradients();
 
-  bool stale() const;
+  /// Every write raises the shards' version counter: by the optimizer, a checkpoint or a user.
+  bool stale() const { return gathered_version_ != flat_shard_._version(); }
   void bump_compute_versions();
-  void alias_shards();
   void start_gather();
   at::Tensor part_for_gather(const at::Tensor& place);
   at::Tensor encode_part(const at::Tensor& place) const;
@@ -176,17 +165,6 @@ class ParamGroup : public nn::ParamOwner, public std::enable_shared_from_this<Pa
   dist::Stream forward_stream_;
   CommContext* context_ = nullptr;
   const char* name_ = "";
-};
-
-/// The weight of a layer, as it was gathered.
-class GatheredWeight final : public ops::WeightSource {
- public:
-  GatheredWeight(std::weak_ptr<ParamGroup> group, size_t slot) : group_(std::move(group)), slot_(slot) {}
-  ops::Operand weight() const override;
-
- private:
-  std::weak_ptr<ParamGroup> group_;
-  size_t slot_;
 };
 
 }  // namespace titan::fsdp

@@ -11,7 +11,11 @@
 // shorter is padded in the flat shard, so that every rank's S is equal. Trainable parameters come first:
 // gradients use the prefix S_trainable.
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include <c10/core/ScalarType.h>
@@ -34,10 +38,33 @@ struct Slot {
 
 class ShardLayout {
  public:
+  /// Slots start at multiples of this many elements (32 bytes in bf16) so that vector loads and tensor cores
+  /// see aligned rows; for the sizes of real layers that adds nothing, and the gathered parts of a fused
+  /// product stay adjacent.
+  static constexpr int64_t kAlignment = 16;
+
   /// `shapes` in slot order, the `num_trainable` trainable ones first; all have at least one dim.
-  ShardLayout(const std::vector<std::vector<int64_t>>& shapes, size_t num_trainable, int num_ranks);
+  ShardLayout(const std::vector<std::vector<int64_t>>& shapes, size_t num_trainable, int num_ranks)
+      : num_trainable_(num_trainable), num_ranks_(num_ranks) {
+    int64_t used = 0;
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      Slot slot;
+      slot.shape = shapes[i];
+      slot.row_numel =
+          std::accumulate(slot.shape.begin() + 1, slot.shape.end(), int64_t{1}, std::multiplies<>());
+      slot.chunk_rows = padded_chunk_length(slot.rows(), num_ranks);
+      slot.offset = shard_numel_;
+      slot.trainable = i < num_trainable;
+      shard_numel_ += (slot.chunk_numel() + kAlignment - 1) / kAlignment * kAlignment;
+      if (slot.trainable) trainable_numel_ = shard_numel_;
+      used += slot.rows() * slot.row_numel;
+      slots_.push_back(std::move(slot));
+    }
+    has_padding_ = used != shard_numel_ * num_ranks;
+  }
 
   const std::vector<Slot>& slots() const { return slots_; }
+  size_t num_trainable() const { return num_trainable_; }
   int num_ranks() const { return num_ranks_; }
   int64_t shard_numel() const { return shard_numel_; }          ///< S
   int64_t trainable_numel() const { return trainable_numel_; }  ///< S_trainable
@@ -45,10 +72,10 @@ class ShardLayout {
   bool has_padding() const { return has_padding_; }
   /// The rows of parameter `slot` that rank `rank` owns.
   Chunk rows_of(size_t slot, int rank) const { return chunk_of(slots_[slot].rows(), num_ranks_, rank); }
-  int64_t full_offset(size_t slot) const { return slots_[slot].offset * num_ranks_; }
 
  private:
   std::vector<Slot> slots_;
+  size_t num_trainable_;
   int num_ranks_;
   int64_t shard_numel_ = 0;
   int64_t trainable_numel_ = 0;
@@ -60,7 +87,20 @@ class ShardLayout {
 class WireLayout {
  public:
   WireLayout() = default;
-  WireLayout(const ShardLayout& shards, const std::vector<at::ScalarType>& dtypes);
+  // Chunks start at multiples of 16 elements, so those of a byte each at multiples of 16 bytes.
+  WireLayout(const ShardLayout& shards, const std::vector<at::ScalarType>& dtypes) {
+    const bool uniform =
+        std::all_of(dtypes.begin(), dtypes.end(), [&](auto dtype) { return dtype == dtypes[0]; });
+    // Not every backend knows 8-bit floating-point numbers.
+    dtype_ = uniform && c10::elementSize(dtypes[0]) > 1 ? dtypes[0] : at::kByte;
+    const auto& slots = shards.slots();
+    for (size_t i = 0; i < slots.size(); ++i) {
+      const int64_t next = i + 1 < slots.size() ? slots[i + 1].offset : shards.shard_numel();
+      const int64_t width = uniform ? 1 : static_cast<int64_t>(c10::elementSize(dtypes[i]));
+      chunks_.push_back(slots[i].chunk_numel() * width);
+      offsets_.push_back(offsets_.back() + (next - slots[i].offset) * width);
+    }
+  }
 
   at::ScalarType dtype() const { return dtype_; }  ///< of the buffers: kByte where some are of a byte
   int64_t offset(size_t slot) const { return offsets_[slot]; }   ///< of its chunk in a rank's part

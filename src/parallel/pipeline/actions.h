@@ -1,9 +1,10 @@
 #pragma once
 
-// The words of TorchTitan's and PyTorch's notation for actions: stage, word, micro-batch, as in 3F7.
+// What a schedule's actions need from each other. The input of an action from another stage travels locally
+// within a rank, and by a message between ranks. Every directed pair of ranks has one first-in, first-out
+// channel for all messages.
 
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "titan/parallel/pipeline_schedule.h"
@@ -12,14 +13,13 @@ namespace titan::pipeline {
 
 constexpr int kNumKinds = static_cast<int>(Action::Kind::Reduce) + 1;
 
-/// "F", "SEND_B", "REDUCE_GRAD"; "?" for a value outside the enumeration.
-std::string_view word_of(Action::Kind kind);
-
-/// Reads one action; nothing for any other text.
-std::optional<Action> parse_action(std::string_view text);
-
-// The input that an action needs from another stage, and how it travels: locally within a rank, by a message
-// between ranks. Every directed pair of ranks has one first-in, first-out channel for all messages.
+constexpr bool is_send(Action::Kind kind) {
+  return kind == Action::Kind::SendForward || kind == Action::Kind::SendBackward;
+}
+/// B or W: the end of a stage's backward, after which nothing of its forward is kept.
+constexpr bool ends_backward(Action::Kind kind) {
+  return kind == Action::Kind::Backward || kind == Action::Kind::BackwardWeight;
+}
 
 /// Whether a rank has an action of such a kind.
 template <class Predicate>
@@ -39,9 +39,9 @@ std::optional<Action> receive_for(const Schedule& schedule, const Action& comput
 /// The send of an F, B or I's result; none if no message is needed.
 std::optional<Action> send_after(const Schedule& schedule, const Action& compute);
 
-/// The two ends of a message.
-Action receive_of(const Action& send);
-Action send_of(const Action& receive);
+/// The two ends of a message, given either.
+Action receive_of(const Action& message);
+Action send_of(const Action& message);
 
 /// The channels of a map of stages to ranks: those of neighbouring stages on different ranks.
 class Channels {
@@ -71,27 +71,54 @@ class PerMicroBatch {
   PerMicroBatch(const Schedule& schedule, T value)
       : width_(schedule.num_micro_batches),
         values_(static_cast<size_t>(schedule.num_stages) * schedule.num_micro_batches, value) {}
-  T& operator()(int stage, int micro_batch) {
-    return values_[static_cast<size_t>(stage) * width_ + micro_batch];
-  }
-  const T& operator()(int stage, int micro_batch) const {
-    return values_[static_cast<size_t>(stage) * width_ + micro_batch];
-  }
-  T& operator()(const Action& action) { return (*this)(action.stage, action.micro_batch); }
-  const T& operator()(const Action& action) const { return (*this)(action.stage, action.micro_batch); }
+  T& operator()(const Action& action) { return values_[index(action)]; }
+  const T& operator()(const Action& action) const { return values_[index(action)]; }
 
  private:
+  size_t index(const Action& action) const {
+    return static_cast<size_t>(action.stage) * width_ + action.micro_batch;
+  }
+
   int width_ = 1;
   std::vector<T> values_;
 };
 
+/// A value for each message, which its send and its receive have in common.
+template <class T>
+class PerMessage {
+ public:
+  PerMessage(const Schedule& schedule, const T& value)
+      : forward_(schedule, value), backward_(schedule, value) {}
+  T& operator()(const Action& message) {
+    const Action receive = receive_of(message);
+    return receive.kind == Action::Kind::ReceiveForward ? forward_(receive) : backward_(receive);
+  }
+
+ private:
+  PerMicroBatch<T> forward_, backward_;  // by the receiving stage
+};
 /// Ranks that may be able to continue, each once, in the order in which they were woken.
 class Runnable {
  public:
-  explicit Runnable(int num_ranks);
-  void wake(int rank);
+  explicit Runnable(int num_ranks) : queued_(num_ranks, false) {
+    for (int rank = 0; rank < num_ranks; ++rank) wake(rank);
+  }
+  void wake(int rank) {
+    if (queued_[rank]) return;
+    queued_[rank] = true;
+    queue_.push_back(rank);
+  }
   /// The next one; none when the queue is empty.
-  std::optional<int> next();
+  std::optional<int> next() {
+    if (front_ == queue_.size()) {
+      queue_.clear();
+      front_ = 0;
+      return std::nullopt;
+    }
+    const int rank = queue_[front_++];
+    queued_[rank] = false;
+    return rank;
+  }
 
  private:
   std::vector<int> queue_;

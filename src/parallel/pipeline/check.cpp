@@ -1,8 +1,11 @@
-// The checker: each action alone, and whether any is missing.
-
-#include "parallel/pipeline/check.h"
+// The checker, whose parts run in the order in which they stand here. Each assumes that those before it found
+// no problem.
 
 #include <algorithm>
+#include <map>
+
+#include "parallel/pipeline/actions.h"
+#include "titan/core/error.h"
 
 namespace titan::pipeline {
 
@@ -10,11 +13,43 @@ namespace {
 
 using Kind = Action::Kind;
 
-bool is_backward(Kind kind) { return is_compute(kind) && kind != Kind::Forward; }
+/// A limited number of problems.
+class Findings {
+ public:
+  template <class... Args>
+  void add(int rank, int position, const Args&... args) {
+    if (problems_.size() < kMost) problems_.push_back({rank, position, str(args...)});
+  }
+  bool empty() const { return problems_.empty(); }
+  std::vector<Problem> take() { return std::move(problems_); }
 
-int64_t num_micro_batches_of_all_stages(const Schedule& schedule) {
-  return int64_t{schedule.num_stages} * schedule.num_micro_batches;
-}
+ private:
+  static constexpr size_t kMost = 20;
+  std::vector<Problem> problems_;
+};
+
+/// The position of each action with a micro-batch in its rank's list.
+class Positions {
+ public:
+  static constexpr int kNone = -1;
+  explicit Positions(const Schedule& schedule)
+      : positions_(static_cast<size_t>(Kind::ReceiveBackward) + 1, PerMicroBatch<int>(schedule, kNone)) {}
+  int& of(const Action& action) { return positions_[static_cast<size_t>(action.kind)](action); }
+  int of(const Action& action) const { return positions_[static_cast<size_t>(action.kind)](action); }
+  bool has(const Action& action) const { return of(action) != kNone; }
+
+ private:
+  std::vector<PerMicroBatch<int>> positions_;  // per kind
+};
+
+struct CheckCase {
+  const Schedule& schedule;
+  const CheckOptions& options;
+  bool communicates = false, gathers = false, reduces = false;  ///< whether any such action is there
+  Findings findings = {};
+};
+
+bool is_backward(Kind kind) { return is_compute(kind) && kind != Kind::Forward; }
 
 void check_map(CheckCase& check) {
   const Schedule& schedule = check.schedule;
@@ -33,71 +68,39 @@ void check_map(CheckCase& check) {
     if (!owns[rank]) check.findings.add(rank, -1, "owns no stage");
 }
 
-class Single {
- public:
-  Single(CheckCase& check, int rank, int position)
-      : check_(check),
-        schedule_(check.schedule),
-        action_(schedule_.ranks[rank][position]),
-        rank_(rank),
-        position_(position) {}
-
-  void check(Positions& positions) {
-    if (!in_range()) return;
-    if (schedule_.rank_of_stage[action_.stage] != rank_)
-      return add("stage ", action_.stage, " is on rank ", schedule_.rank_of_stage[action_.stage]);
-    if (check_.options.purpose == Purpose::Evaluation &&
-        (is_backward(action_.kind) || action_.kind == Kind::Reduce))
-      return add("an evaluation has forwards only");
-    if (is_communication(action_.kind) && !travels()) return;
-    if (is_parameter_action(action_.kind)) return;
-    int& known = positions.of(action_);
-    if (known != Positions::kNone) return add("is there already, as action ", known);
-    known = position_;
+// Each action by itself. Fills `positions`.
+void check_action(CheckCase& check, Positions& positions, int rank, int position) {
+  const Schedule& schedule = check.schedule;
+  const Action& action = schedule.ranks[rank][position];
+  const Kind kind = action.kind;
+  const auto add = [&](const auto&... args) { check.findings.add(rank, position, args...); };
+  if (static_cast<int>(kind) >= kNumKinds) return add("is of no known kind");
+  if (action.stage < 0 || action.stage >= schedule.num_stages)
+    return add("there is no stage ", action.stage, "; the stages are 0 to ", schedule.num_stages - 1);
+  if (!is_parameter_action(kind) &&
+      (action.micro_batch < 0 || action.micro_batch >= schedule.num_micro_batches))
+    return add("there is no micro-batch ", action.micro_batch, "; they are 0 to ",
+               schedule.num_micro_batches - 1);
+  if (schedule.rank_of_stage[action.stage] != rank)
+    return add("stage ", action.stage, " is on rank ", schedule.rank_of_stage[action.stage]);
+  if (check.options.purpose == Purpose::Evaluation && (is_backward(kind) || kind == Kind::Reduce))
+    return add("an evaluation has forwards only");
+  if (is_communication(kind)) {  // what the message carries has to be made and used on different ranks
+    const bool forward = kind == Kind::SendForward || kind == Kind::ReceiveForward;
+    const bool upward = kind == Kind::SendForward || kind == Kind::ReceiveBackward;
+    const int other = action.stage + (upward ? 1 : -1);
+    if (other < 0 || other >= schedule.num_stages)
+      return add("the ", upward ? "last" : "first", " stage has nobody to exchange ",
+                 forward ? "activations" : "gradients", " with there");
+    if (schedule.rank_of_stage[other] == rank)
+      return add("stages ", action.stage, " and ", other, " are both on rank ", rank,
+                 " and hand over without a message");
   }
-
- private:
-  template <class... Args>
-  void add(const Args&... args) {
-    check_.findings.add(rank_, position_, args...);
-  }
-  /// Adds a problem and says that the check has failed.
-  template <class... Args>
-  bool refuse(const Args&... args) {
-    add(args...);
-    return false;
-  }
-
-  bool in_range() {
-    if (static_cast<int>(action_.kind) >= kNumKinds) return refuse("is of no known kind");
-    if (action_.stage < 0 || action_.stage >= schedule_.num_stages)
-      return refuse("there is no stage ", action_.stage, "; the stages are 0 to ", schedule_.num_stages - 1);
-    if (is_parameter_action(action_.kind)) return true;
-    if (action_.micro_batch < 0 || action_.micro_batch >= schedule_.num_micro_batches)
-      return refuse("there is no micro-batch ", action_.micro_batch, "; they are 0 to ",
-                    schedule_.num_micro_batches - 1);
-    return true;
-  }
-
-  // Whether what the message carries is made and used on different ranks.
-  bool travels() {
-    const bool forward = action_.kind == Kind::SendForward || action_.kind == Kind::ReceiveForward;
-    const bool upward = action_.kind == Kind::SendForward || action_.kind == Kind::ReceiveBackward;
-    const int other = action_.stage + (upward ? 1 : -1);
-    if (other < 0 || other >= schedule_.num_stages)
-      return refuse("the ", upward ? "last" : "first", " stage has nobody to exchange ",
-                    forward ? "activations" : "gradients", " with there");
-    if (schedule_.rank_of_stage[other] == rank_)
-      return refuse("stages ", action_.stage, " and ", other, " are both on rank ", rank_,
-                    " and hand over without a message");
-    return true;
-  }
-
-  CheckCase& check_;
-  const Schedule& schedule_;
-  const Action& action_;
-  int rank_, position_;
-};
+  if (is_parameter_action(kind)) return;
+  int& known = positions.of(action);
+  if (known != Positions::kNone) return add("is there already, as action ", known);
+  known = position;
+}
 
 void check_backward(CheckCase& check, const Positions& positions, int stage, int micro_batch) {
   const int rank = check.schedule.rank_of_stage[stage];
@@ -127,8 +130,7 @@ void check_message(CheckCase& check, const Positions& positions, const Action& c
                        " on rank ", check.schedule.rank_of_stage[compute.stage]);
 }
 
-}  // namespace
-
+// The numbers and the map of stages to ranks.
 void check_shape(CheckCase& check) {
   const Schedule& schedule = check.schedule;
   if (schedule.ranks.empty()) return check.findings.add(-1, -1, "there is no rank");
@@ -140,16 +142,11 @@ void check_shape(CheckCase& check) {
   int64_t num_actions = 0;
   for (const std::vector<Action>& actions : schedule.ranks)
     num_actions += static_cast<int64_t>(actions.size());
-  if (num_micro_batches_of_all_stages(schedule) > num_actions)
+  const int64_t num_forwards = int64_t{schedule.num_stages} * schedule.num_micro_batches;
+  if (num_forwards > num_actions)
     check.findings.add(-1, -1, "only ", num_actions, " actions for ", schedule.num_micro_batches,
-                       " micro-batches of ", schedule.num_stages, " stages: at least their ",
-                       num_micro_batches_of_all_stages(schedule), " forwards are wanted");
-}
-
-void check_actions(CheckCase& check, Positions& positions) {
-  for (int rank = 0; rank < check.schedule.num_ranks(); ++rank)
-    for (size_t position = 0; position < check.schedule.ranks[rank].size(); ++position)
-      Single(check, rank, static_cast<int>(position)).check(positions);
+                       " micro-batches of ", schedule.num_stages, " stages: at least their ", num_forwards,
+                       " forwards are wanted");
 }
 
 void check_complete(CheckCase& check, const Positions& positions) {
@@ -165,9 +162,201 @@ void check_complete(CheckCase& check, const Positions& positions) {
     }
 }
 
-namespace {
+// The actions that have to precede one on its rank.
+void check_order(CheckCase& check, const Positions& positions, int rank, int position) {
+  const Schedule& schedule = check.schedule;
+  const auto& [kind, stage, micro_batch] = schedule.ranks[rank][position];
+  const auto needs = [&](const Action& needed) {
+    if (positions.of(needed) > position)
+      check.findings.add(rank, position, "needs ", needed, ", which is action ", positions.of(needed));
+  };
+  const auto backward_of = [&, micro_batch = micro_batch](int of_stage) {
+    const Action whole{Kind::Backward, of_stage, micro_batch};
+    return positions.has(whole) ? whole : Action{Kind::BackwardInput, of_stage, micro_batch};
+  };
+  if (kind == Kind::BackwardWeight) needs({Kind::BackwardInput, stage, micro_batch});
+  if (kind == Kind::SendBackward) needs(backward_of(stage));
+  if (kind == Kind::SendForward || kind == Kind::Backward || kind == Kind::BackwardInput)
+    needs({Kind::Forward, stage, micro_batch});
+  // The neighbouring stage's part: of this rank, or by message. (A receive may be posted at any time.)
+  const Action& action = schedule.ranks[rank][position];
+  const auto source = source_stage(schedule, action);
+  if (!source) return;
+  if (schedule.rank_of_stage[*source] == rank)
+    needs(kind == Kind::Forward ? Action{Kind::Forward, *source, micro_batch} : backward_of(*source));
+  else if (check.communicates)
+    needs(*receive_for(schedule, action));
+}
 
-using Kind = Action::Kind;
+// Parameters are gathered while they are used, freed at the end, and reduced once, after the last backward.
+void check_parameters(CheckCase& check, int rank) {
+  struct Parameters {
+    bool gathered = false;
+    int num_reductions = 0, last_backward = 0;
+  };
+  std::map<int, Parameters> stages;
+  const auto add = [&](int position, const auto&... args) { check.findings.add(rank, position, args...); };
+  const std::vector<Action>& actions = check.schedule.ranks[rank];
+  for (size_t i = 0; i < actions.size(); ++i)
+    if (ends_backward(actions[i].kind)) stages[actions[i].stage].last_backward = static_cast<int>(i);
+  for (size_t i = 0; i < actions.size(); ++i) {
+    const auto position = static_cast<int>(i);
+    const auto& [kind, stage, micro_batch] = actions[i];
+    Parameters& parameters = stages[stage];
+    if (kind == Kind::Unshard || kind == Kind::Reshard) {
+      const bool gather = kind == Kind::Unshard;
+      if (parameters.gathered == gather)
+        add(position, "stage ", stage, gather ? " is gathered already" : " isn't gathered");
+      parameters.gathered = gather;
+    } else if (kind == Kind::Reduce) {
+      if (++parameters.num_reductions > 1) add(position, "stage ", stage, " is reduced already");
+      if (position < parameters.last_backward)
+        add(position, "gradients have to be reduced after the stage's last backward, which is action ",
+            parameters.last_backward);
+    } else if (check.gathers && is_compute(kind) && !parameters.gathered) {
+      add(position, "stage ", stage, "'s parameters aren't gathered");
+    }
+  }
+  for (int stage = 0; stage < check.schedule.num_stages; ++stage) {
+    if (check.schedule.rank_of_stage[stage] != rank) continue;
+    if (stages[stage].gathered) add(-1, "stage ", stage, " is left gathered at the end");
+    if (check.reduces && stages[stage].num_reductions == 0)
+      add(-1, Action{Kind::Reduce, stage, -1}, " is missing");
+  }
+}
+
+// The receives of a channel stand in the order of its sends.
+void check_channels(CheckCase& check) {
+  const Channels channels(check.schedule);
+  std::vector<std::vector<Action>> sends(channels.size());
+  std::vector<std::vector<int>> receives(channels.size());  // positions in the receiver's list
+  for (const std::vector<Action>& actions : check.schedule.ranks)
+    for (size_t i = 0; i < actions.size(); ++i)
+      if (is_send(actions[i].kind))
+        sends[channels.of(actions[i])].push_back(actions[i]);
+      else if (is_communication(actions[i].kind))
+        receives[channels.of(actions[i])].push_back(static_cast<int>(i));
+  for (int channel = 0; channel < channels.size(); ++channel) {
+    const int receiver = channels.receiver(channel);
+    for (size_t i = 0; i < receives[channel].size(); ++i) {
+      const int position = receives[channel][i];
+      if (send_of(check.schedule.ranks[receiver][position]) == sends[channel][i]) continue;
+      check.findings.add(receiver, position, "message ", i, " from rank ", channels.sender(channel), " is ",
+                         sends[channel][i], "; receives stand in the order of the sends");
+      break;  // the later ones are out of order for the same reason
+    }
+  }
+}
+
+void check_live_activations(CheckCase& check) {
+  if (check.options.purpose == Purpose::Evaluation) return;
+  for (int rank = 0; rank < check.schedule.num_ranks(); ++rank) {
+    int live = 0;
+    for (size_t i = 0; i < check.schedule.ranks[rank].size(); ++i) {
+      const Kind kind = check.schedule.ranks[rank][i].kind;
+      live += (kind == Kind::Forward) - ends_backward(kind);
+      if (kind != Kind::Forward || live <= check.options.max_live_activations) continue;
+      check.findings.add(rank, static_cast<int>(i), "makes ", live, " live activations; at most ",
+                         check.options.max_live_activations, " are allowed");
+      break;
+    }
+  }
+}
+
+// Checks for deadlocks: runs the ranks' actions without time, each rank as far as possible. Ranks that
+// have actions left then wait for each other.
+
+class Progress {
+ public:
+  explicit Progress(CheckCase& check)
+      : check_(check),
+        schedule_(check.schedule),
+        channels_(check.schedule),
+        num_open_(channels_.size(), 0),
+        next_(check.schedule.ranks.size(), 0),
+        sent_(check.schedule, false),
+        runnable_(check.schedule.num_ranks()) {}
+
+  void check() {
+    while (const auto rank = runnable_.next())
+      while (!at_end(*rank) && can_run(action(*rank))) run(*rank);
+    for (int rank = 0; rank < schedule_.num_ranks(); ++rank)
+      if (!at_end(rank)) return report_circle(rank);
+  }
+
+ private:
+  bool at_end(int rank) const { return next_[rank] == schedule_.ranks[rank].size(); }
+  const Action& action(int rank) const { return schedule_.ranks[rank][next_[rank]]; }
+
+  // The input of the F, B or I is there: made, and, if messages are in the schedule, sent. That it was
+  // received, and that what is made on the same rank stands ahead, is known already.
+  bool can_run(const Action& action) {
+    if (is_send(action.kind)) return num_open_[channels_.of(action)] < check_.options.channel_capacity;
+    const auto receive = receive_for(schedule_, action);
+    if (!receive) return true;
+    return sent_(*receive);
+  }
+
+  // Marks a stage's output or input gradient as there for its neighbour on another rank.
+  void hand_over(const Action& send) {
+    sent_(send) = true;
+    runnable_.wake(channels_.receiver(channels_.of(send)));
+  }
+
+  void run(int rank) {
+    const Action& done = action(rank);
+    ++next_[rank];
+    if (is_send(done.kind)) {
+      ++num_open_[channels_.of(done)];
+      hand_over(done);
+    } else if (is_communication(done.kind)) {
+      --num_open_[channels_.of(done)];
+      runnable_.wake(channels_.sender(channels_.of(done)));
+    } else if (!check_.communicates) {
+      if (const auto send = send_after(schedule_, done)) hand_over(*send);
+    }
+  }
+
+  /// The rank that a blocked rank waits for.
+  int waits_for(int rank) const {
+    if (is_send(action(rank).kind)) return channels_.receiver(channels_.of(action(rank)));
+    return channels_.sender(channels_.of(*receive_for(schedule_, action(rank))));
+  }
+
+  std::string wait_of(int rank) const {
+    const std::string place = str("rank ", rank, " at action ", next_[rank], " (", action(rank), ") ");
+    if (is_send(action(rank).kind))
+      return str(place, "waits until rank ", waits_for(rank), " posts ", receive_of(action(rank)), " (",
+                 check_.options.channel_capacity, " sent without a receive allowed)");
+    const Action receive = *receive_for(schedule_, action(rank));
+    const Action made_by = send_of(receive);
+    if (check_.communicates) return str(place, "waits for ", made_by, " of rank ", waits_for(rank));
+    const bool forward = made_by.kind == Kind::SendForward;
+    return str(place, "waits for ",
+               Action{forward ? Kind::Forward : Kind::Backward, made_by.stage, made_by.micro_batch},
+               forward ? "" : " (or its I)", " of rank ", waits_for(rank));
+  }
+
+  // Every blocked rank waits for a blocked one, so following them from any rank leads to a cycle.
+  void report_circle(int rank) {
+    for (int i = 0; i < schedule_.num_ranks(); ++i) rank = waits_for(rank);
+    std::string circle;
+    int at = rank;
+    do {
+      circle += (circle.empty() ? "" : "; ") + wait_of(at);
+      at = waits_for(at);
+    } while (at != rank);
+    check_.findings.add(rank, static_cast<int>(next_[rank]), "deadlock, ranks wait for each other: ", circle);
+  }
+
+  CheckCase& check_;
+  const Schedule& schedule_;
+  Channels channels_;
+  std::vector<int> num_open_;  // per channel: sent, less received; negative where receives are posted ahead
+  std::vector<size_t> next_;   // per rank
+  PerMessage<char> sent_;      // or made, where no messages are in the schedule
+  Runnable runnable_;
+};
 
 CheckCase make_case(const Schedule& schedule, const CheckOptions& options) {
   TITAN_CHECK(options.channel_capacity >= 0, "expected channel_capacity of 0 or more, got ",
@@ -184,13 +373,6 @@ CheckCase make_case(const Schedule& schedule, const CheckOptions& options) {
 
 }  // namespace
 
-Positions::Positions(const Schedule& schedule)
-    : positions_(static_cast<size_t>(Kind::ReceiveBackward) + 1, PerMicroBatch<int>(schedule, kNone)) {}
-
-int Positions::backward(int stage, int micro_batch) const {
-  return std::max(of({Kind::Backward, stage, micro_batch}), of({Kind::BackwardInput, stage, micro_batch}));
-}
-
 std::string to_string(const Problem& problem, const Schedule& schedule) {
   if (problem.rank < 0) return problem.message;
   if (problem.position < 0) return str("rank ", problem.rank, ": ", problem.message);
@@ -203,14 +385,20 @@ std::vector<Problem> find_problems(const Schedule& schedule, const CheckOptions&
   check_shape(check);
   if (!check.findings.empty()) return check.findings.take();
   Positions positions(schedule);
-  check_actions(check, positions);
+  const auto for_each_action = [&](const auto& check_one) {
+    for (int rank = 0; rank < schedule.num_ranks(); ++rank)
+      for (size_t position = 0; position < schedule.ranks[rank].size(); ++position)
+        check_one(check, positions, rank, static_cast<int>(position));
+  };
+  for_each_action(check_action);
   if (check.findings.empty()) check_complete(check, positions);
   if (!check.findings.empty()) return check.findings.take();
-  check_order(check, positions);
+  for_each_action(check_order);
   check_channels(check);
-  check_parameters(check);
+  if (check.gathers || check.reduces)
+    for (int rank = 0; rank < schedule.num_ranks(); ++rank) check_parameters(check, rank);
   check_live_activations(check);
-  if (check.findings.empty()) check_progress(check);
+  if (check.findings.empty()) Progress(check).check();
   return check.findings.take();
 }
 

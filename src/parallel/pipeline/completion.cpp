@@ -7,7 +7,6 @@
 
 #include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::pipeline {
 
@@ -31,8 +30,7 @@ class Completion {
         messages_(channels_.size()),
         num_sent_(channels_.size(), 0),
         num_posted_(channels_.size(), 0),
-        forward_number_(schedule, -1),
-        backward_number_(schedule, -1),
+        number_of_(schedule, -1),
         ranks_(schedule.ranks.size()),
         runnable_(schedule.num_ranks()) {
     list_messages();
@@ -62,17 +60,13 @@ class Completion {
     std::vector<Action> actions;
   };
 
-  int& number_of(const Action& receive) {
-    return (receive.kind == Kind::ReceiveForward ? forward_number_ : backward_number_)(receive);
-  }
-
   // In the order of the sends, which each rank's list gives.
   void list_messages() {
     for (const std::vector<Action>& actions : schedule_.ranks)
       for (const Action& action : actions)
         if (const auto send = send_after(schedule_, action)) {
           std::vector<Message>& messages = messages_[channels_.of(*send)];
-          number_of(receive_of(*send)) = static_cast<int>(messages.size());
+          number_of_(*send) = static_cast<int>(messages.size());
           messages.push_back({receive_of(*send), 0});
         }
   }
@@ -82,7 +76,7 @@ class Completion {
       int num_computed = 0;
       for (const Action& action : actions) {
         if (const auto receive = receive_for(schedule_, action))
-          messages_[channels_.of(*receive)][number_of(*receive)].post = std::max(0, num_computed - kLead);
+          messages_[channels_.of(*receive)][number_of_(*receive)].post = std::max(0, num_computed - kLead);
         num_computed += is_compute(action.kind);
       }
     }
@@ -111,7 +105,7 @@ class Completion {
 
   bool arrived(const Action& action) {
     if (const auto receive = receive_for(schedule_, action))
-      return static_cast<int>(num_sent_[channels_.of(*receive)]) > number_of(*receive);
+      return static_cast<int>(num_sent_[channels_.of(*receive)]) > number_of_(*receive);
     return true;
   }
 
@@ -153,9 +147,9 @@ class Completion {
 
   const Schedule& schedule_;
   Channels channels_;
-  std::vector<std::vector<Message>> messages_;           // per channel
-  std::vector<size_t> num_sent_, num_posted_;            // per channel
-  PerMicroBatch<int> forward_number_, backward_number_;  // of a receive: its message's place in the channel
+  std::vector<std::vector<Message>> messages_;  // per channel
+  std::vector<size_t> num_sent_, num_posted_;   // per channel
+  PerMessage<int> number_of_;                   // its place in the channel
   std::vector<Rank> ranks_;
   Runnable runnable_;
 };
@@ -172,7 +166,6 @@ Schedule with_communication(const Schedule& schedule) {
 
 namespace {
 
-using Kind = Action::Kind;
 using Actions = std::vector<Action>;
 
 /// The gathered stages of a rank, during a walk through its actions.
@@ -246,8 +239,7 @@ bool is_send_of(const Action& action, const Action& backward) {
 Actions with_reduction(const Actions& actions) {
   std::map<int, size_t> last;  // per stage
   for (size_t i = 0; i < actions.size(); ++i)
-    if (actions[i].kind == Kind::Backward || actions[i].kind == Kind::BackwardWeight)
-      last[actions[i].stage] = i;
+    if (ends_backward(actions[i].kind)) last[actions[i].stage] = i;
   std::map<size_t, int> reduced;  // by the action that it follows
   for (const auto& [stage, position] : last) {
     const bool send_waits =
@@ -286,21 +278,17 @@ struct BatchedMessage {
   size_t sent_at = 0, received_at = 0;  // positions in the two ranks' lists
 };
 
-bool is_send(const Action& action) {
-  return action.kind == Action::Kind::SendForward || action.kind == Action::Kind::SendBackward;
-}
-
 // Per channel, in the order of the sends, which is that of the receives.
 std::vector<std::vector<BatchedMessage>> list_messages(const Schedule& schedule, const Channels& channels) {
   std::vector<std::vector<BatchedMessage>> messages(static_cast<size_t>(channels.size()));
   std::vector<size_t> num_received(messages.size(), 0);
   for (const std::vector<Action>& actions : schedule.ranks)
     for (size_t i = 0; i < actions.size(); ++i)
-      if (is_send(actions[i]))
+      if (is_send(actions[i].kind))
         messages[static_cast<size_t>(channels.of(actions[i]))].push_back({actions[i], i, 0});
   for (const std::vector<Action>& actions : schedule.ranks)
     for (size_t i = 0; i < actions.size(); ++i)
-      if (is_communication(actions[i].kind) && !is_send(actions[i])) {
+      if (is_communication(actions[i].kind) && !is_send(actions[i].kind)) {
         const auto channel = static_cast<size_t>(channels.of(actions[i]));
         messages[channel].at(num_received[channel]++).received_at = i;
       }

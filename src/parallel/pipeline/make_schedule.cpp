@@ -1,34 +1,295 @@
-// The traits of each schedule by its name, and the counts that it takes.
+// Schedules by name: the actions of each, the counts that it takes, and its map of stages to ranks.
 
 #include <algorithm>
 #include <cctype>
+#include <deque>
 #include <limits>
+#include <map>
 #include <utility>
 
-#include "parallel/pipeline/generators.h"
+#include <c10/util/StringUtil.h>
+
+#include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::pipeline {
 
 namespace {
 
-std::string lower(std::string_view text) {
-  std::string result(text);
-  for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return result;
+using Kind = Action::Kind;
+
+struct Counts {
+  int num_ranks = 1;
+  int num_stages = 1;
+  int num_micro_batches = 1;
+
+  int stages_per_rank() const { return num_stages / num_ranks; }
+  /// Interleaved schedules go through the micro-batches in rounds of about `num_ranks`.
+  int num_rounds() const { return std::max(1, num_micro_batches / num_ranks); }
+};
+
+auto of_stage(int stage) {
+  return [stage](const Action& action) { return action.stage == stage; };
 }
 
-std::string quoted_list(const std::vector<std::string>& names) {
-  std::string list;
-  for (const std::string& name : names) list += (list.empty() ? "'" : ", '") + name + "'";
-  return list;
+// One rank's actions while a generator writes them: each stage's micro-batches are numbered as they come.
+class RankList {
+ public:
+  explicit RankList(int num_stages) : next_(num_stages) {}
+
+  void forward(int stage) { add(Action::Kind::Forward, stage, next_[stage].forward++); }
+  void backward(int stage) { add(Action::Kind::Backward, stage, next_[stage].backward++); }
+  /// I; its W is owed from then on.
+  void input(int stage) {
+    const int micro_batch = next_[stage].backward++;
+    add(Action::Kind::BackwardInput, stage, micro_batch);
+    owed_.push_back({Action::Kind::BackwardWeight, stage, micro_batch});
+  }
+  /// The W that the stage has owed longest.
+  void weight(int stage) {
+    const auto owed = std::find_if(owed_.begin(), owed_.end(), of_stage(stage));
+    TITAN_INTERNAL_ASSERT(owed != owed_.end(), "stage ", stage, " owes no W");
+    actions_.push_back(*owed);
+    owed_.erase(owed);
+  }
+  /// The W that the rank has owed longest; does nothing where none is owed.
+  void oldest_weight() {
+    if (owed_.empty()) return;
+    actions_.push_back(owed_.front());
+    owed_.pop_front();
+  }
+
+  int num_forward(int stage) const { return next_[stage].forward; }
+  bool owes_weight(int stage) const { return std::any_of(owed_.begin(), owed_.end(), of_stage(stage)); }
+  bool owes_weight() const { return !owed_.empty(); }
+  std::vector<Action> take() { return std::move(actions_); }
+
+ private:
+  struct Next {
+    int forward = 0;
+    int backward = 0;  ///< B or I
+  };
+  void add(Action::Kind kind, int stage, int micro_batch) { actions_.push_back({kind, stage, micro_batch}); }
+
+  std::vector<Next> next_;   // per stage
+  std::deque<Action> owed_;  // W, oldest first
+  std::vector<Action> actions_;
+};
+
+// One function per named schedule: the actions of one rank. The counts have passed counts_problem().
+//
+// Schedules of one stage a rank.
+
+std::vector<Action> gpipe(const Counts& counts, int rank) {
+  RankList list(counts.num_stages);
+  for (int i = 0; i < counts.num_micro_batches; ++i) list.forward(rank);
+  for (int i = 0; i < counts.num_micro_batches; ++i) list.backward(rank);
+  return list.take();
+}
+
+std::vector<Action> one_forward_one_backward(const Counts& counts, int rank) {
+  RankList list(counts.num_stages);
+  // Runs as many forwards ahead as fit before the first gradient returns.
+  const int ahead = counts.num_ranks - 1 - rank;
+  for (int i = 0; i < ahead; ++i) list.forward(rank);
+  for (int i = ahead; i < counts.num_micro_batches; ++i) {
+    list.forward(rank);
+    list.backward(rank);
+  }
+  for (int i = 0; i < ahead; ++i) list.backward(rank);
+  return list.take();
+}
+
+// Schedules of several stages a rank, in a loop: rank r owns r, r+p, r+2p, ...
+
+/// The next stage to run. Depth first: a round of micro-batches through the rank's first stage, the same
+/// through the second, and so on; then the next round. Backwards run in reverse.
+class Turns {
+ public:
+  Turns(const Counts& counts, int rank)
+      : counts_(counts), rank_(rank), per_round_(counts.num_micro_batches / counts.num_rounds()) {}
+
+  int num_steps() const { return counts_.stages_per_rank() * counts_.num_micro_batches; }
+  int forward(int step) const { return stage(step / per_round_ % counts_.stages_per_rank()); }
+  int backward(int step) const {
+    return stage(counts_.stages_per_rank() - 1 - step / per_round_ % counts_.stages_per_rank());
+  }
+  /// Forwards before the first backward: until the first micro-batch has reached the last of the rank's
+  /// stages, and `per_hop` for each later rank.
+  int warmup(int per_hop) const {
+    const int later_ranks = counts_.num_ranks - 1 - rank_;
+    return std::min((counts_.stages_per_rank() - 1) * per_round_ + per_hop * later_ranks, num_steps());
+  }
+
+ private:
+  int stage(int local) const { return local * counts_.num_ranks + rank_; }
+
+  Counts counts_;
+  int rank_ = 0;
+  int per_round_ = 1;
+};
+
+std::vector<Action> looped_breadth_first(const Counts& counts, int rank) {
+  std::vector<Action> actions;
+  for (int stage = rank; stage < counts.num_stages; stage += counts.num_ranks)
+    for (int i = 0; i < counts.num_micro_batches; ++i) actions.push_back({Kind::Forward, stage, i});
+  for (int stage = counts.num_stages - counts.num_ranks + rank; stage >= 0; stage -= counts.num_ranks)
+    for (int i = counts.num_micro_batches - 1; i >= 0; --i) actions.push_back({Kind::Backward, stage, i});
+  return actions;
+}
+
+std::vector<Action> interleaved_1f1b(const Counts& counts, int rank) {
+  const Turns turns(counts, rank);
+  const int steps = turns.num_steps(), warmup = turns.warmup(2);
+  RankList list(counts.num_stages);
+  for (int step = 0; step < warmup; ++step) list.forward(turns.forward(step));
+  for (int step = warmup; step < steps; ++step) {
+    list.forward(turns.forward(step));
+    list.backward(turns.backward(step - warmup));
+  }
+  for (int step = steps - warmup; step < steps; ++step) list.backward(turns.backward(step));
+  return list.take();
+}
+
+std::vector<Action> interleaved_zero_bubble(const Counts& counts, int rank) {
+  const Turns turns(counts, rank);
+  const int steps = turns.num_steps(), warmup = turns.warmup(1);
+  RankList list(counts.num_stages);
+  for (int step = 0; step < warmup; ++step) list.forward(turns.forward(step));
+  for (int step = 0; step < steps; ++step) {
+    if (step + warmup < steps) list.forward(turns.forward(step + warmup));
+    list.input(turns.backward(step));
+    // Later ranks hold back more W for the gaps at the end.
+    if (step >= rank) list.oldest_weight();
+  }
+  while (list.owes_weight()) list.oldest_weight();
+  return list.take();
+}
+
+// Schedules on a V: rank r owns stage r, on the way down, and 2p-1-r, on the way up. Rank 0 has the first
+// stage and the last.
+
+struct V {
+  V(const Counts& counts, int rank) : down(rank), up(counts.num_stages - 1 - rank), list(counts.num_stages) {}
+
+  void split_backward(int stage) {
+    list.input(stage);
+    list.weight(stage);
+  }
+  void backward(int stage, bool split) { split ? list.input(stage) : list.backward(stage); }
+
+  const int down, up;
+  RankList list;
+};
+
+void zero_bubble_warmup(V& v, const Counts& counts, int rank) {
+  for (int i = 0; i < 2 * (counts.num_ranks - rank) - 1; ++i) v.list.forward(v.down);
+  for (int i = 0; i < rank; ++i) {
+    v.list.forward(v.up);
+    v.list.forward(v.down);
+  }
+  for (int i = 0; i < counts.num_ranks - rank; ++i) {
+    v.list.forward(v.up);
+    v.split_backward(v.up);
+  }
+}
+
+void zero_bubble_steady(V& v, int num_micro_batches) {
+  while (v.list.num_forward(v.up) < num_micro_batches) {
+    if (v.list.num_forward(v.down) < num_micro_batches) v.list.forward(v.down);
+    v.split_backward(v.down);
+    v.list.forward(v.up);
+    v.split_backward(v.up);
+  }
+}
+
+void zero_bubble_cooldown(V& v, const Counts& counts, int rank) {
+  for (int i = 0; i < rank; ++i) {
+    v.list.input(v.down);
+    v.list.input(v.up);
+  }
+  for (int i = 0; i < counts.num_ranks - rank; ++i) {
+    v.list.input(v.down);
+    v.list.weight(v.down);
+  }
+  while (v.list.owes_weight(v.up)) v.list.weight(v.up);
+  while (v.list.owes_weight(v.down)) v.list.weight(v.down);
+}
+
+void dual_pipe_warmup(V& v, const Counts& counts, int rank) {
+  const int later_ranks = counts.num_ranks - rank - 1;
+  for (int i = 0; i < 2 * later_ranks; ++i) v.list.forward(v.down);
+  for (int i = 0; i < rank + 1; ++i) {
+    v.list.forward(v.down);
+    v.list.forward(v.up);
+  }
+  for (int i = 0; i < later_ranks; ++i) {
+    v.split_backward(v.up);
+    v.list.forward(v.up);
+  }
+}
+
+// The pairs (F down, B up) and (F up, B down) are those that DualPipe runs beside each other.
+void dual_pipe_steady(V& v, const Counts& counts, int rank) {
+  for (int i = 0; i < counts.num_micro_batches - 2 * counts.num_ranks + rank + 1; ++i) {
+    v.list.forward(v.down);
+    v.list.backward(v.up);
+    v.list.forward(v.up);
+    v.list.backward(v.down);
+  }
+  for (int i = 0; i < counts.num_ranks - rank - 1; ++i) {
+    v.list.backward(v.up);
+    v.list.forward(v.up);
+    v.list.backward(v.down);
+  }
+}
+
+// The second half of what is left is split: its W fill the gaps after it.
+void dual_pipe_cooldown(V& v, const Counts& counts, int rank) {
+  const int pairs = rank + 1, half = pairs / 2;
+  bool split = false;
+  for (int i = 0; i < pairs; ++i) {
+    if (i == half && rank % 2 == 1) split = true;
+    v.backward(v.up, split);
+    if (i == half && rank % 2 == 0) split = true;
+    v.backward(v.down, split);
+  }
+  for (int i = 0; i < counts.num_ranks - rank - 1; ++i) {
+    v.list.oldest_weight();
+    v.backward(v.down, split);
+  }
+  while (v.list.owes_weight()) v.list.oldest_weight();
+}
+
+std::vector<Action> zero_bubble_v(const Counts& counts, int rank) {
+  // Plans for as many micro-batches as fill the V, then leaves out those that don't exist.
+  const int planned = std::max(2 * counts.num_ranks - 1, counts.num_micro_batches);
+  V v(counts, rank);
+  zero_bubble_warmup(v, counts, rank);
+  zero_bubble_steady(v, planned);
+  zero_bubble_cooldown(v, counts, rank);
+  std::vector<Action> actions = v.list.take();
+  std::erase_if(actions,
+                [&](const Action& action) { return action.micro_batch >= counts.num_micro_batches; });
+  return actions;
+}
+
+std::vector<Action> dual_pipe_v(const Counts& counts, int rank) {
+  V v(counts, rank);
+  dual_pipe_warmup(v, counts, rank);
+  dual_pipe_steady(v, counts, rank);
+  dual_pipe_cooldown(v, counts, rank);
+  return v.list.take();
+}
+
+bool same_name(std::string_view a, std::string_view b) {
+  return std::ranges::equal(
+      a, b, [](unsigned char one, unsigned char other) { return std::tolower(one) == std::tolower(other); });
 }
 
 bool whole_rounds(int num_ranks, int num_micro_batches) {
-  return num_micro_batches %
-             Counts{.num_ranks = num_ranks, .num_micro_batches = num_micro_batches}.num_rounds() ==
-         0;
+  const Counts counts{.num_ranks = num_ranks, .num_micro_batches = num_micro_batches};
+  return num_micro_batches % counts.num_rounds() == 0;
 }
 
 // The nearest valid counts, below and above.
@@ -82,11 +343,11 @@ std::vector<std::string> schedule_names() {
 
 const ScheduleTraits& schedule_traits(std::string_view name) {
   for (const ScheduleTraits& traits : all_schedule_traits())
-    if (lower(traits.name) == lower(name)) return traits;
+    if (same_name(traits.name, name)) return traits;
   const std::vector<std::string> names = schedule_names(), near = nearest_names(name, names, 1);
   throw ConfigError(str("unknown pipeline schedule '", name, "'",
-                        near.empty() ? "" : str("; did you mean '", near.front(), "'?"),
-                        " (known: ", quoted_list(names), ")"));
+                        near.empty() ? "" : str("; did you mean '", near.front(), "'?"), " (known: '",
+                        c10::Join("', '", names), "')"));
 }
 
 int default_num_stages(const ScheduleTraits& traits, int num_ranks) {
@@ -123,26 +384,7 @@ std::optional<std::string> counts_problem(const ScheduleTraits& traits, int num_
   return micro_batches_problem(traits, num_ranks, num_stages, num_micro_batches);
 }
 
-// Schedules by name, their maps of stages to ranks, and repeated passes.
-
 namespace {
-
-using Generator = std::vector<Action> (*)(const Counts&, int rank);
-
-Generator generator_of(std::string_view name) {
-  constexpr std::pair<std::string_view, Generator> kGenerators[] = {
-      {"GPipe", gpipe},
-      {"1F1B", one_forward_one_backward},
-      {"Interleaved1F1B", interleaved_1f1b},
-      {"LoopedBFS", looped_breadth_first},
-      {"InterleavedZeroBubble", interleaved_zero_bubble},
-      {"ZBVZeroBubble", zero_bubble_v},
-      {"DualPipeV", dual_pipe_v}};
-  for (const auto& [known, generator] : kGenerators)
-    if (known == name) return generator;
-  TITAN_INTERNAL_ASSERT(false, "schedule ", name, " has no generator");
-  return nullptr;
-}
 
 void append_pass(std::vector<Action>& to, const std::vector<Action>& pass, int first_micro_batch, bool last) {
   for (Action action : pass) {
@@ -163,9 +405,17 @@ Schedule make_schedule(std::string_view name, int num_ranks, int num_stages, int
                     .num_micro_batches = num_micro_batches,
                     .rank_of_stage = stage_map(traits, num_ranks, num_stages),
                     .ranks = {}};
+  static const std::map<std::string_view, std::vector<Action> (*)(const Counts&, int rank)> kGenerators = {
+      {"GPipe", gpipe},
+      {"1F1B", one_forward_one_backward},
+      {"Interleaved1F1B", interleaved_1f1b},
+      {"LoopedBFS", looped_breadth_first},
+      {"InterleavedZeroBubble", interleaved_zero_bubble},
+      {"ZBVZeroBubble", zero_bubble_v},
+      {"DualPipeV", dual_pipe_v}};
   const Counts counts{num_ranks, num_stages, num_micro_batches};
   for (int rank = 0; rank < num_ranks; ++rank)
-    schedule.ranks.push_back(generator_of(traits.name)(counts, rank));
+    schedule.ranks.push_back(kGenerators.at(traits.name)(counts, rank));
   return schedule;
 }
 

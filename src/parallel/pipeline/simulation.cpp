@@ -5,8 +5,6 @@
 
 #include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_simulation.h"
 
 namespace titan::pipeline {
 
@@ -64,8 +62,7 @@ class Simulator {
         costs_(costs),
         communicates_(has_communication(schedule)),
         channels_(schedule),
-        forward_(schedule, {}),
-        backward_(schedule, {}),
+        messages_(schedule, {}),
         ranks_(schedule.ranks.size()),
         runnable_(schedule.num_ranks()) {
     result_.timeline.resize(schedule.ranks.size());
@@ -92,11 +89,6 @@ class Simulator {
     std::vector<PathEntry> causes;  // per entry of the timeline
   };
 
-  // A message by its receive.
-  MessageEnds& message(const Action& receive) {
-    return (receive.kind == Kind::ReceiveForward ? forward_ : backward_)(receive);
-  }
-
   PathEntry last_of(int rank) const {
     const int count = static_cast<int>(result_.timeline[rank].size());
     return count == 0 ? kNobody : PathEntry{rank, count - 1};
@@ -117,7 +109,7 @@ class Simulator {
     double start = state.time;
     PathEntry cause = last_of(rank);
     if (const auto receive = receive_for(schedule_, action)) {
-      const MessageEnds& ends = message(*receive);
+      const MessageEnds& ends = messages_(*receive);
       if (!ends.sent.done) return false;
       const End& later = ends.posted.time > ends.sent.time ? ends.posted : ends.sent;
       const double arrival = later.time + costs_.communication;
@@ -135,8 +127,8 @@ class Simulator {
   }
 
   void communicate(int rank, const Action& action) {
-    const bool sends = action.kind == Kind::SendForward || action.kind == Kind::SendBackward;
-    MessageEnds& ends = message(sends ? receive_of(action) : action);
+    const bool sends = is_send(action.kind);
+    MessageEnds& ends = messages_(action);
     (sends ? ends.sent : ends.posted) = {ranks_[rank].time, last_of(rank), true};
     if (sends) runnable_.wake(channels_.receiver(channels_.of(action)));
   }
@@ -180,7 +172,7 @@ class Simulator {
   const Costs& costs_;
   bool communicates_ = false;
   Channels channels_;
-  PerMicroBatch<MessageEnds> forward_, backward_;
+  PerMessage<MessageEnds> messages_;
   std::vector<Rank> ranks_;
   Runnable runnable_;
   Simulation result_;

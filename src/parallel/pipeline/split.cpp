@@ -1,8 +1,12 @@
-#include "titan/parallel/pipeline_split.h"
+#include "parallel/pipeline/split.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
+#include <set>
 
+#include "core/units.h"
+#include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
 
 namespace titan::pipeline {
@@ -61,56 +65,39 @@ std::string meant(const std::string& name, const std::vector<std::string>& known
   return near.empty() ? "" : str("; did you mean '", near[0], "'?");
 }
 
-// Compares lists with the sequence they have to be a cut of.
-class ListChecker {
- public:
-  explicit ListChecker(std::vector<std::string> known) : known_(std::move(known)) {
-    for (size_t i = 0; i < known_.size(); ++i) position_[known_[i]] = i;
-  }
-
-  std::vector<std::string> problems_of(const StageModules& lists) {
-    if (lists.empty()) problems_.push_back("there is no stage");
-    for (size_t stage = 0; stage < lists.size(); ++stage) {
-      if (lists[stage].empty()) problems_.push_back(str("stage ", stage, " has no modules"));
-      for (const std::string& name : lists[stage]) take(name, stage);
-    }
-    std::vector<std::string> missing;
-    for (const std::string& name : known_)
-      if (!stage_.contains(name)) missing.push_back(name);
-    if (!missing.empty()) problems_.push_back("no stage has " + short_list(missing));
-    return std::move(problems_);
-  }
-
- private:
-  void take(const std::string& name, size_t stage) {
-    const auto position = position_.find(name);
-    if (position == position_.end()) {
-      problems_.push_back(str("stage ", stage, ": the model has no module '", name,
-                              "' that it calls in a row", meant(name, known_)));
-      return;
-    }
-    const auto [first, is_new] = stage_.try_emplace(name, stage);
-    if (!is_new) {
-      problems_.push_back(str("stages ", first->second, " and ", stage, " both have '", name, "'"));
-      return;
-    }
-    if (position->second < furthest_)
-      problems_.push_back(str("stage ", stage, ": '", name, "' is listed after '", known_[furthest_],
-                              "', but the model calls it before"));
-    furthest_ = std::max(furthest_, position->second);
-  }
-
-  std::vector<std::string> known_;
-  std::map<std::string, size_t> position_;  // in the sequence
-  std::map<std::string, size_t> stage_;     // of those already taken
-  size_t furthest_ = 0;
-  std::vector<std::string> problems_;
-};
-
 }  // namespace
 
 StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& lists) {
-  std::vector<std::string> problems = ListChecker(sequence.names()).problems_of(lists);
+  const std::vector<std::string> known = sequence.names();
+  std::vector<std::string> problems;
+  std::map<std::string, size_t> stage_of;  // of the modules listed so far
+  size_t furthest = 0;                     // of these, in the sequence
+  const auto take = [&](const std::string& name, size_t stage) {
+    const auto position = static_cast<size_t>(std::find(known.begin(), known.end(), name) - known.begin());
+    if (position == known.size()) {
+      problems.push_back(str("stage ", stage, ": the model has no module '", name, "' that it calls in a row",
+                             meant(name, known)));
+      return;
+    }
+    const auto [first, is_new] = stage_of.try_emplace(name, stage);
+    if (!is_new) {
+      problems.push_back(str("stages ", first->second, " and ", stage, " both have '", name, "'"));
+      return;
+    }
+    if (position < furthest)
+      problems.push_back(str("stage ", stage, ": '", name, "' is listed after '", known[furthest],
+                             "', but the model calls it before"));
+    furthest = std::max(furthest, position);
+  };
+  if (lists.empty()) problems.push_back("there is no stage");
+  for (size_t stage = 0; stage < lists.size(); ++stage) {
+    if (lists[stage].empty()) problems.push_back(str("stage ", stage, " has no modules"));
+    for (const std::string& name : lists[stage]) take(name, stage);
+  }
+  std::vector<std::string> missing;
+  for (const std::string& name : known)
+    if (!stage_of.contains(name)) missing.push_back(name);
+  if (!missing.empty()) problems.push_back("no stage has " + short_list(missing));
   if (!problems.empty()) throw ConfigError(std::move(problems));
   return lists;
 }
@@ -142,6 +129,305 @@ std::string short_list(const std::vector<std::string>& modules) {
     begin = end;
   }
   return text;
+}
+
+// The split into stages that take the same time.
+
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kRounding = 1e-12;  // sums of the same costs differ by so much at most, relatively
+
+// Sums of costs over runs of modules.
+class Runs {
+ public:
+  Runs(const std::vector<ModuleCost>& costs, const BalanceOptions& options)
+      : options_(options), times_(1), fixed_(1), activations_(1) {
+    for (const ModuleCost& cost : costs) {
+      times_.push_back(times_.back() + cost.time_s());
+      fixed_.push_back(fixed_.back() + cost.fixed_bytes);
+      activations_.push_back(activations_.back() + cost.activation_bytes);
+    }
+  }
+
+  int num_modules() const { return static_cast<int>(times_.size()) - 1; }
+  double time(int begin, int end) const { return of(times_, begin, end); }
+  double bytes(int stage, int begin, int end) const {
+    const auto& live = options_.live_micro_batches;
+    const double micro_batches = live.size() == 1 ? live[0] : live[static_cast<size_t>(stage)];
+    return of(fixed_, begin, end) + micro_batches * of(activations_, begin, end);
+  }
+  bool bytes_fit(double bytes) const { return bytes <= options_.memory_bytes * (1 + kRounding); }
+
+ private:
+  static double of(const std::vector<double>& sums, int begin, int end) {
+    return sums[static_cast<size_t>(end)] - sums[static_cast<size_t>(begin)];
+  }
+
+  const BalanceOptions& options_;
+  std::vector<double> times_, fixed_, activations_;
+};
+
+using Bounds = std::vector<int>;  // stage s has the modules bounds[s] .. bounds[s + 1] - 1
+
+// The split of least cost where each stage fits its rank alone; empty where there is none. `combine` joins
+// the cost of the stages before with a stage's time.
+template <class Combine>
+Bounds best_bounds(const Runs& runs, int num_stages, double longest, const Combine& combine) {
+  const int n = runs.num_modules();
+  const auto cell = [&](int stage, int end) { return static_cast<size_t>(stage * (n + 1) + end); };
+  std::vector<double> best(cell(num_stages, n) + 1, kInfinity);
+  std::vector<int> begin_of(best.size(), -1);
+  best[cell(0, 0)] = 0;
+  for (int stage = 0; stage < num_stages; ++stage)
+    for (int end = stage + 1; end <= n - (num_stages - 1 - stage); ++end)
+      for (int begin = end - 1; begin >= stage; --begin) {
+        const double time = runs.time(begin, end);
+        if (time > longest * (1 + kRounding) || !runs.bytes_fit(runs.bytes(stage, begin, end))) break;
+        const double cost = combine(best[cell(stage, begin)], time);
+        if (cost >= best[cell(stage + 1, end)]) continue;
+        best[cell(stage + 1, end)] = cost;
+        begin_of[cell(stage + 1, end)] = begin;
+      }
+  if (best[cell(num_stages, n)] == kInfinity) return {};
+  Bounds bounds(static_cast<size_t>(num_stages) + 1, n);
+  for (int stage = num_stages; stage > 0; --stage)
+    bounds[static_cast<size_t>(stage) - 1] = begin_of[cell(stage, bounds[static_cast<size_t>(stage)])];
+  return bounds;
+}
+
+double largest_time(const Runs& runs, const Bounds& bounds) {
+  double largest = 0;
+  for (size_t stage = 0; stage + 1 < bounds.size(); ++stage)
+    largest = std::max(largest, runs.time(bounds[stage], bounds[stage + 1]));
+  return largest;
+}
+
+bool ranks_fit(const Runs& runs, const Bounds& bounds, const std::vector<int>& rank_of_stage) {
+  std::vector<double> bytes(rank_of_stage.size());
+  for (size_t stage = 0; stage < rank_of_stage.size(); ++stage)
+    bytes[static_cast<size_t>(rank_of_stage[stage])] +=
+        runs.bytes(static_cast<int>(stage), bounds[stage], bounds[stage + 1]);
+  return std::all_of(bytes.begin(), bytes.end(), [&](double each) { return runs.bytes_fit(each); });
+}
+
+// [Note: ranks one after the other]
+// A rank with several stages has runs of modules that are far apart but share its memory. Stages form chunks
+// with one stage per rank; in each chunk rank r's stage is next to rank r - 1's, to the right of it or, on
+// the way back of a V, to the left. So ranks are handled in order, each takes a run from every chunk, and
+// later ranks depend only on the fronts of the chunks: fronts that lead to no solution are tried only once.
+class RankSearch {
+ public:
+  RankSearch(const Runs& runs, const std::vector<int>& rank_of_stage)
+      : runs_(runs), num_stages_(static_cast<int>(rank_of_stage.size())) {
+    num_ranks_ = 1 + *std::max_element(rank_of_stage.begin(), rank_of_stage.end());
+    num_chunks_ = num_stages_ / num_ranks_;
+    goes_back_ = num_chunks_ > 1 && num_ranks_ > 1 && rank_of_stage[static_cast<size_t>(num_ranks_)] != 0;
+    for (int stage = 0; stage < num_stages_; ++stage) {
+      const int at = stage % num_ranks_;
+      TITAN_CHECK(
+          num_stages_ % num_ranks_ == 0 && rank_of_stage[static_cast<size_t>(stage)] ==
+                                               (to_the_left(stage / num_ranks_) ? num_ranks_ - 1 - at : at),
+          "a balanced split with a memory limit supports loops and Vs of stages only");
+    }
+  }
+
+  // A split whose stages take no longer than that; empty where there is none.
+  Bounds find(double longest) {
+    longest_ = longest * (1 + kRounding);
+    chunks_.assign(1, 0);
+    bounds_.assign(static_cast<size_t>(num_stages_) + 1, runs_.num_modules());
+    return place_chunks() ? bounds_ : Bounds{};
+  }
+
+ private:
+  using Fronts = std::vector<int>;
+
+  bool to_the_left(int chunk) const { return goes_back_ && chunk % 2 == 1; }
+  bool can_take(int begin, int end, int ranks) const {
+    return end - begin >= ranks && runs_.time(begin, end) <= ranks * longest_ * (1 + kRounding);
+  }
+
+  // Tries all places for the chunks' borders.
+  bool place_chunks() {
+    const int begin = chunks_.back(), n = runs_.num_modules();
+    const auto placed = static_cast<int>(chunks_.size());
+    if (placed == num_chunks_) {
+      if (!can_take(begin, n, num_ranks_)) return false;
+      chunks_.push_back(n);
+      const bool found = deal();
+      chunks_.pop_back();
+      return found;
+    }
+    for (int end = begin + num_ranks_; end <= n; ++end) {
+      if (!can_take(begin, end, num_ranks_)) break;
+      chunks_.push_back(end);
+      const bool found = place_chunks();
+      chunks_.pop_back();
+      if (found) return true;
+    }
+    return false;
+  }
+
+  bool deal() {
+    dead_ends_.clear();
+    Fronts fronts;
+    for (int chunk = 0; chunk < num_chunks_; ++chunk)
+      fronts.push_back(chunks_[static_cast<size_t>(chunk + (to_the_left(chunk) ? 1 : 0))]);
+    return serve(0, fronts);
+  }
+
+  // Everything from `rank` on.
+  bool serve(int rank, const Fronts& fronts) {
+    if (rank == num_ranks_) return true;
+    Fronts key = fronts;
+    key.push_back(rank);
+    if (dead_ends_.contains(key)) return false;
+    if (take(rank, 0, 0, fronts)) return true;
+    dead_ends_.insert(std::move(key));
+    return false;
+  }
+
+  // The runs of one rank, chunk by chunk.
+  bool take(int rank, int chunk, double bytes, const Fronts& fronts) {
+    if (chunk == num_chunks_) return serve(rank + 1, fronts);
+    const int later = num_ranks_ - 1 - rank, stage = chunk * num_ranks_ + (to_the_left(chunk) ? later : rank);
+    const bool left = to_the_left(chunk);
+    const int front = fronts[static_cast<size_t>(chunk)];
+    const int stop = chunks_[static_cast<size_t>(chunk + (left ? 0 : 1))];
+    const int most = std::abs(stop - front) - later;
+    for (const int count : counts(front, stop, later, most)) {
+      const int begin = left ? front - count : front, end = begin + count;
+      const double more = bytes + runs_.bytes(stage, begin, end);
+      if (!runs_.bytes_fit(more)) continue;
+      Fronts next = fronts;
+      next[static_cast<size_t>(chunk)] = left ? begin : end;
+      if (!take(rank, chunk + 1, more, next)) continue;
+      bounds_[static_cast<size_t>(stage)] = begin;
+      return true;
+    }
+    return false;
+  }
+
+  // How many modules the next rank may take of a chunk, the count nearest to an even share first.
+  std::vector<int> counts(int front, int stop, int later, int most) const {
+    std::vector<int> possible;
+    const bool left = stop < front;
+    for (int count = later == 0 ? most : 1; count <= most; ++count) {
+      const int next = left ? front - count : front + count;
+      if (runs_.time(std::min(front, next), std::max(front, next)) > longest_) break;
+      if (later == 0 || can_take(std::min(next, stop), std::max(next, stop), later))
+        possible.push_back(count);
+    }
+    const int even = (most + later) / (later + 1);
+    std::stable_sort(possible.begin(), possible.end(),
+                     [&](int a, int b) { return std::abs(a - even) < std::abs(b - even); });
+    return possible;
+  }
+
+  const Runs& runs_;
+  int num_stages_, num_ranks_ = 1, num_chunks_ = 1;
+  bool goes_back_ = false;
+  double longest_ = 0;
+  std::vector<int> chunks_;  // where each begins, and the end of the last
+  Bounds bounds_;
+  std::set<Fronts> dead_ends_;
+};
+
+// Candidates for the largest stage's time: the time of some run, and not less than `least`.
+std::vector<double> candidate_times(const Runs& runs, double least) {
+  std::vector<double> times;
+  for (int begin = 0; begin < runs.num_modules(); ++begin)
+    for (int end = begin + 1; end <= runs.num_modules(); ++end)
+      if (const double time = runs.time(begin, end); time >= least * (1 - kRounding)) times.push_back(time);
+  std::sort(times.begin(), times.end());
+  return times;
+}
+
+[[noreturn]] void throw_too_large(const BalanceOptions& options) {
+  throw ConfigError(str("no split into ", options.rank_of_stage.size(), " stages keeps every rank within ",
+                        options.memory_bytes / kGiB, " GiB"));
+}
+
+Bounds search_with_memory(const Runs& runs, const BalanceOptions& options, double least) {
+  RankSearch search(runs, options.rank_of_stage);
+  const std::vector<double> times = candidate_times(runs, least);
+  Bounds best;
+  size_t low = 0, high = times.size();  // the answer is in low .. high; high: there is none
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    Bounds found = search.find(times[middle]);
+    if (found.empty()) {
+      low = middle + 1;
+    } else {
+      best = std::move(found);
+      high = middle;
+    }
+  }
+  if (best.empty()) throw_too_large(options);
+  return best;
+}
+
+void check_input(const std::vector<ModuleCost>& costs, const BalanceOptions& options) {
+  const size_t stages = options.rank_of_stage.size();
+  const auto sound = [](double number) { return number >= 0 && number < kInfinity; };
+  for (const ModuleCost& cost : costs)
+    TITAN_CHECK(sound(cost.forward_s) && sound(cost.backward_s) && sound(cost.fixed_bytes) &&
+                    sound(cost.activation_bytes),
+                "costs of modules can't be negative or infinite");
+  TITAN_CHECK(options.live_micro_batches.size() == 1 || options.live_micro_batches.size() == stages,
+              "live micro-batches of ", options.live_micro_batches.size(), " stages, of ", stages);
+  if (stages < 1 || stages > costs.size())
+    throw ConfigError(str(costs.size(), " modules can't be cut into ", stages, " stages"));
+}
+
+Bounds balanced_bounds(const std::vector<ModuleCost>& costs, const BalanceOptions& options) {
+  check_input(costs, options);
+  const Runs runs(costs, options);
+  const auto num_stages = static_cast<int>(options.rank_of_stage.size());
+  const Bounds fastest = best_bounds(runs, num_stages, kInfinity,
+                                     [](double before, double time) { return std::max(before, time); });
+  if (fastest.empty()) throw_too_large(options);
+  const double least = largest_time(runs, fastest);
+  const Bounds even =
+      best_bounds(runs, num_stages, least, [](double before, double time) { return before + time * time; });
+  if (ranks_fit(runs, even, options.rank_of_stage)) return even;
+  return search_with_memory(runs, options, least);
+}
+
+}  // namespace
+
+std::vector<double> live_micro_batches(const Schedule& schedule) {
+  std::vector<double> peaks(static_cast<size_t>(schedule.num_stages)), live(peaks.size());
+  for (const auto& actions : schedule.ranks) {
+    for (const Action& action : actions) {
+      const auto stage = static_cast<size_t>(action.stage);
+      if (action.kind == Action::Kind::Forward) peaks[stage] = std::max(peaks[stage], ++live[stage]);
+      if (ends_backward(action.kind)) --live[stage];
+    }
+  }
+  return peaks;
+}
+
+std::vector<int> balanced_counts(const std::vector<ModuleCost>& costs, const BalanceOptions& options) {
+  const Bounds bounds = balanced_bounds(costs, options);
+  std::vector<int> counts;
+  for (size_t stage = 0; stage + 1 < bounds.size(); ++stage)
+    counts.push_back(bounds[stage + 1] - bounds[stage]);
+  return counts;
+}
+
+StageModules split_balanced(const ModuleSequence& sequence, const std::vector<ModuleCost>& costs,
+                            const BalanceOptions& options) {
+  const std::vector<std::string> names = sequence.names();
+  TITAN_CHECK(names.size() == costs.size(), "costs of ", costs.size(), " modules, of ", names.size());
+  StageModules stages;
+  auto next = names.begin();
+  for (const int count : balanced_counts(costs, options)) {
+    stages.emplace_back(next, next + count);
+    next += count;
+  }
+  return stages;
 }
 
 }  // namespace titan::pipeline

@@ -3,11 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <limits>
 #include <string_view>
 
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_simulation.h"
+#include "titan/parallel/pipeline_schedule.h"
 
 namespace titan::pipeline {
 
@@ -17,20 +16,42 @@ using Kind = Action::Kind;
 
 constexpr int kMostSlots = 400;
 constexpr int kMark = 5;  // slots between two times of the head line
-constexpr std::string_view kPlain = "\033[0m";
+constexpr int kShades = 4;
 
-// Black on blue, green, cyan and yellow.
-std::string_view colour_of(Kind kind) {
-  switch (kind) {
-    case Kind::Forward:
-      return "\033[30;44m";
-    case Kind::Backward:
-      return "\033[30;42m";
-    case Kind::BackwardInput:
-      return "\033[30;46m";
-    default:
-      return "\033[30;43m";
-  }
+struct Look {
+  Kind kind;
+  const char* name;
+  const char* colour;           // of the terminal: black on blue, green, cyan and yellow
+  const char* shades[kShades];  // of a rank's first stage, darker for each further one
+};
+constexpr Look kLooks[] = {
+    {Kind::Forward, "F forward", "\033[30;44m", {"#a0c4ee", "#639fe3", "#267ad9", "#1c589c"}},
+    {Kind::Backward, "B backward", "\033[30;42m", {"#afdec3", "#7dca9d", "#4ab577", "#358255"}},
+    {Kind::BackwardInput, "I input gradients", "\033[30;46m", {"#abe3e1", "#75d1ce", "#40bfbb", "#2e8a87"}},
+    {Kind::BackwardWeight,
+     "W weight gradients",
+     "\033[30;43m",
+     {"#f7d497", "#f1b855", "#ec9c13", "#aa710e"}}};
+
+const Look& look_of(Kind kind) {
+  return *std::find_if(std::begin(kLooks), std::end(kLooks),
+                       [kind](const Look& look) { return look.kind == kind; });
+}
+
+// The least time of an action that takes any; 0 where none does.
+double shortest_time(const Simulation& simulation) {
+  double shortest = 0;
+  for (const auto& timeline : simulation.timeline)
+    for (const Interval& interval : timeline)
+      if (const double time = interval.end - interval.start; time > 0 && (shortest == 0 || time < shortest))
+        shortest = time;
+  return shortest;
+}
+
+std::string printed(const char* format, double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, format, value);
+  return text;
 }
 
 struct Cell {
@@ -41,7 +62,9 @@ struct Cell {
 /// The timeline cut into slots of equal time.
 class Slots {
  public:
-  explicit Slots(const Simulation& simulation) : slot_(slot_time(simulation)) {
+  explicit Slots(const Simulation& simulation) {
+    if (const double shortest = shortest_time(simulation); shortest > 0)
+      slot_ = std::max(shortest, simulation.makespan / kMostSlots);
     count_ = slot_ > 0 ? static_cast<int>(std::ceil(simulation.makespan / slot_ - 1e-9)) : 0;
     for (const auto& timeline : simulation.timeline) {
       rows_.emplace_back(count_);
@@ -54,14 +77,6 @@ class Slots {
   const std::vector<std::vector<Cell>>& rows() const { return rows_; }
 
  private:
-  static double slot_time(const Simulation& simulation) {
-    double shortest = std::numeric_limits<double>::infinity();
-    for (const auto& timeline : simulation.timeline)
-      for (const Interval& interval : timeline)
-        if (interval.end > interval.start) shortest = std::min(shortest, interval.end - interval.start);
-    return std::isinf(shortest) ? 0 : std::max(shortest, simulation.makespan / kMostSlots);
-  }
-
   // The small amount absorbs the rounding of a sum that falls on the middle of a slot.
   int index(double time) const { return static_cast<int>(std::floor(time / slot_ + 0.5 + 1e-9)); }
 
@@ -87,18 +102,12 @@ std::string padded(std::string text, size_t width, char with = ' ') {
   return text;
 }
 
-std::string time_text(double time) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g", time);
-  return text;
-}
-
 std::string cell_text(const Cell& cell, size_t width, bool colours) {
   if (!cell.action) return padded(".", width) + " ";
   // No gap inside an action, one after its label.
   const std::string text = cell.first ? padded(to_string(*cell.action), width) : std::string(width, '-');
   if (!colours) return text + " ";
-  return std::string(colour_of(cell.action->kind)) + text + std::string(kPlain) + " ";
+  return look_of(cell.action->kind).colour + text + "\033[0m ";
 }
 
 std::string without_trailing_spaces(std::string line) {
@@ -126,8 +135,9 @@ std::string to_table(const Simulation& simulation, const TableStyle& style) {
     std::string times = padded("time", head);
     // Every fifth.
     for (int i = begin; i < end; i += kMark)
-      times = padded(padded(times, head + (i - begin) * (width + 1)) + time_text(i * slots.slot()) + " ",
-                     head + (std::min(i + kMark, end) - begin) * (width + 1));
+      times =
+          padded(padded(times, head + (i - begin) * (width + 1)) + printed("%.4g", i * slots.slot()) + " ",
+                 head + (std::min(i + kMark, end) - begin) * (width + 1));
     text += (begin == 0 ? "" : "\n") + without_trailing_spaces(times);
     for (size_t rank = 0; rank < slots.rows().size(); ++rank) {
       std::string line = padded("rank " + std::to_string(rank), head);
@@ -142,34 +152,12 @@ std::string to_table(const Simulation& simulation, const TableStyle& style) {
 
 namespace {
 
-using Kind = Action::Kind;
-
 constexpr double kLeft = 64, kRight = 16, kTop = 64, kRow = 30, kGap = 4, kBottom = 32;
 constexpr double kLeastWidth = 560, kMostWidth = 6000,
                  kBox = 22;      // kBox: the shortest action's width, if it fits
 constexpr double kLetter = 6.2;  // of the boxes' text
-constexpr int kShades = 4;
-
-struct Look {
-  Kind kind;
-  const char* name;
-  const char* shades[kShades];  // of a rank's first stage, darker for each further one
-};
-constexpr Look kLooks[] = {
-    {Kind::Forward, "F forward", {"#a0c4ee", "#639fe3", "#267ad9", "#1c589c"}},
-    {Kind::Backward, "B backward", {"#afdec3", "#7dca9d", "#4ab577", "#358255"}},
-    {Kind::BackwardInput, "I input gradients", {"#abe3e1", "#75d1ce", "#40bfbb", "#2e8a87"}},
-    {Kind::BackwardWeight, "W weight gradients", {"#f7d497", "#f1b855", "#ec9c13", "#aa710e"}}};
-
-const Look& look_of(Kind kind) {
-  return *std::find_if(std::begin(kLooks), std::end(kLooks),
-                       [kind](const Look& look) { return look.kind == kind; });
-}
-
 std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.2f", value);
-  std::string result = text;
+  std::string result = printed("%.2f", value);
   result.erase(result.find_last_not_of('0') + 1);
   if (result.back() == '.') result.pop_back();
   return result == "-0" ? "0" : result;
@@ -217,10 +205,7 @@ class Drawing {
  public:
   Drawing(const Schedule& schedule, const Simulation& simulation)
       : schedule_(schedule), simulation_(simulation) {
-    double shortest = simulation.makespan;
-    for (const auto& timeline : simulation.timeline)
-      for (const Interval& interval : timeline)
-        if (interval.end > interval.start) shortest = std::min(shortest, interval.end - interval.start);
+    const double shortest = shortest_time(simulation);
     const double wanted = shortest > 0 ? simulation.makespan / shortest * kBox : 0;
     width_ = std::clamp(wanted, kLeastWidth, kMostWidth);
     scale_ = simulation.makespan > 0 ? width_ / simulation.makespan : 0;
@@ -303,9 +288,7 @@ class Drawing {
     for (int i = 0; i * step <= simulation_.makespan * 1.0001; ++i) {
       const double x = kLeft + i * step * scale_;
       svg += rectangle(x, y, 1, 5, " fill=\"#888\"") + "\n";
-      char text[32];
-      std::snprintf(text, sizeof text, "%.6g", i * step);
-      svg += text_at(x, y + 18, text, " text-anchor=\"middle\" fill=\"#666\"");
+      svg += text_at(x, y + 18, printed("%.6g", i * step), " text-anchor=\"middle\" fill=\"#666\"");
     }
     return svg;
   }

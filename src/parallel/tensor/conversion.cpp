@@ -2,15 +2,94 @@
 
 #include <algorithm>
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/nn/module.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
-#include "ops/saved_outputs.h"
+#include "ops/autograd_node.h"
 #include "titan/core/error.h"
+#include "titan/tensor/placement.h"
 
 namespace titan::tp {
+
+namespace {
+
+int64_t outer_numel(const at::Tensor& tensor, int64_t dim) {
+  int64_t numel = 1;
+  for (int64_t i = 0; i < dim; ++i) numel *= tensor.size(i);
+  return numel;
+}
+
+std::vector<int64_t> with_size(const at::Tensor& tensor, int64_t dim, int64_t size) {
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  sizes[static_cast<size_t>(dim)] = size;
+  return sizes;
+}
+
+at::Tensor padded(const at::Tensor& tensor, int64_t dim, int64_t size) {
+  if (tensor.size(dim) == size) return tensor;
+  std::vector<int64_t> padding(static_cast<size_t>(2 * (tensor.dim() - dim)), 0);
+  padding.back() = size - tensor.size(dim);
+  return at::constant_pad_nd(tensor, padding);
+}
+
+}  // namespace
+
+at::Tensor TpGroup::gather(const at::Tensor& part, int64_t dim, int64_t whole, dist::Label label) const {
+  const int64_t parts = count();
+  const int64_t length = whole < 0 ? part.size(dim) : padded_chunk_length(whole, parts);
+  const at::Tensor mine = padded(part, dim, length).contiguous();
+  const int64_t outer = outer_numel(mine, dim);
+  at::Tensor out = at::empty(with_size(mine, dim, length * parts), mine.options());
+  if (mine.numel() == 0) {
+    // nothing to move
+  } else if (outer == 1) {
+    group_->all_gather(out.view(-1), mine.view(-1), label).wait();
+  } else {
+    const int64_t run = mine.numel() / outer;
+    const at::Tensor by_rank = by_rank_.get({parts, outer, run}, mine.options());
+    group_->all_gather(by_rank.view(-1), mine.view(-1), label).wait();
+    out.view({outer, parts, run}).copy_(by_rank.transpose(0, 1));
+  }
+  return whole < 0 || whole == length * parts ? out : out.narrow(dim, 0, whole).contiguous();
+}
+
+at::Tensor TpGroup::reduce_scatter(const at::Tensor& summand, int64_t dim, dist::Label label) const {
+  const int64_t parts = count(), whole = summand.size(dim), length = padded_chunk_length(whole, parts);
+  const at::Tensor all = padded(summand, dim, length * parts).contiguous();
+  at::Tensor out = at::empty(with_size(all, dim, length), all.options());
+  const int64_t outer = outer_numel(all, dim);
+  if (all.numel() == 0) {
+    // nothing to move
+  } else if (outer == 1) {
+    group_->reduce_scatter(out.view(-1), all.view(-1), label).wait();
+  } else {
+    const int64_t run = out.numel() / outer;
+    const at::Tensor by_rank = by_rank_.get({parts, outer, run}, all.options());
+    by_rank.copy_(all.view({outer, parts, run}).transpose(0, 1));
+    group_->reduce_scatter(out.view(-1), by_rank.view(-1), label).wait();
+  }
+  const int64_t mine = chunk_of(whole, parts, index()).length;
+  return mine == length ? out : out.narrow(dim, 0, mine).contiguous();
+}
+
+at::Tensor TpGroup::all_reduce(const at::Tensor& summand, dist::Label label) const {
+  at::Tensor sum = summand.clone(at::MemoryFormat::Contiguous);
+  if (sum.numel() > 0) group_->all_reduce(sum, dist::ReduceOp::Sum, label).wait();
+  return sum;
+}
+
+at::Tensor TpGroup::slice(const at::Tensor& whole, int64_t dim) const {
+  const Chunk mine = chunk_of(whole.size(dim), count(), index());
+  return whole.narrow(dim, mine.offset, mine.length).contiguous();
+}
+
+at::Tensor TpGroup::unslice(const at::Tensor& part, int64_t dim, int64_t whole) const {
+  const Chunk mine = chunk_of(whole, count(), index());
+  at::Tensor result = at::zeros(with_size(part, dim, whole), part.options());
+  result.narrow(dim, mine.offset, mine.length).copy_(part);
+  return result;
+}
 
 using Kind = ActivationLayout::Kind;
 
@@ -32,8 +111,14 @@ constexpr Moves kMoves[] = {
     {Kind::Partial, Kind::Replicate, Move::AllReduce, Move::AllReduce},
 };
 
+// "" for moves without communication.
+const char* collective_of(Move move) {
+  constexpr const char* kNames[] = {"", "all-gather", "reduce-scatter", "all-reduce", "", ""};
+  return kNames[static_cast<size_t>(move)];
+}
+
 int64_t received_bytes(Move move, const at::Tensor& in, const at::Tensor& out, int64_t parts) {
-  const auto bytes = [](const at::Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); };
+  const auto bytes = [](const at::Tensor& t) { return static_cast<int64_t>(t.nbytes()); };
   switch (move) {
     case Move::Gather:
       return bytes(out) / parts * (parts - 1);
@@ -50,19 +135,6 @@ int64_t wrapped(int64_t dim, const at::Tensor& tensor) { return dim < 0 ? dim + 
 
 }  // namespace
 
-const char* collective_of(Move move) {
-  switch (move) {
-    case Move::Gather:
-      return "all-gather";
-    case Move::ReduceScatter:
-      return "reduce-scatter";
-    case Move::AllReduce:
-      return "all-reduce";
-    default:
-      return "";
-  }
-}
-
 struct ConversionBackward final : torch::autograd::Node {
   ConversionBackward(const Conversion& conversion, int64_t dim, int64_t whole)
       : conversion(conversion), dim(dim), whole(whole) {}
@@ -70,8 +142,7 @@ struct ConversionBackward final : torch::autograd::Node {
   int64_t dim, whole;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    TITAN_CHECK(!at::GradMode::is_enabled(), name(),
-                " has no second derivative: call backward with create_graph = false");
+    ops::refuse_second_derivative(*this);
     if (!grads[0].defined()) return {at::Tensor()};
     return {
         conversion.move(conversion.backward_, grads[0], dim, whole, {"tp::backward", conversion.module_})};
@@ -101,13 +172,6 @@ std::string Conversion::collectives() const {
   const std::string forward = collective_of(forward_), backward = collective_of(backward_);
   if (forward.empty() && backward.empty()) return "";
   return str(forward.empty() ? "-" : forward, " / ", backward.empty() ? "-" : backward);
-}
-
-// A later gather of the parts can't know that they weren't equal.
-void Conversion::check_even(const at::Tensor& tensor, int64_t dim) const {
-  TITAN_CHECK(whole_ >= 0 || tensor.size(dim) % group_->count() == 0, "tensor parallel: dimension ", dim,
-              " of ", tensor.sizes(), " at module '", module_, "' can't be cut into ", group_->count(),
-              " equal parts");
 }
 
 at::Tensor Conversion::move(Move move, const at::Tensor& tensor, int64_t dim, int64_t whole,
@@ -143,7 +207,10 @@ at::Tensor Conversion::operator()(const at::Tensor& tensor) const {
   const int64_t dim = sharded.kind == Kind::Shard ? wrapped(sharded.dim, tensor) : 0;
   TITAN_CHECK(dim >= 0 && dim < std::max<int64_t>(tensor.dim(), 1), "tensor parallel: ", sharded, " of ",
               tensor.sizes(), " at module '", module_, "'");
-  if (to_.kind == Kind::Shard) check_even(tensor, dim);
+  // A later gather of the parts can't know that they weren't equal.
+  TITAN_CHECK(to_.kind != Kind::Shard || whole_ >= 0 || tensor.size(dim) % group_->count() == 0,
+              "tensor parallel: dimension ", dim, " of ", tensor.sizes(), " at module '", module_,
+              "' can't be cut into ", group_->count(), " equal parts");
   at::Tensor result;
   {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -172,25 +239,6 @@ void ConversionHook::convert(nn::HookHost& host, const nn::TensorRefs& tensors, 
   TITAN_CHECK(number == 0 || converted == tensors_.size(),
               "tensor parallel: the plan converts floating-point ", what, " number ", tensors_.back(),
               " of module '", host.fqn(), "', whose call has ", number);
-}
-
-void sum_gradient(nn::HookHost& host, const at::Tensor& param, std::shared_ptr<const TpGroup> group,
-                  const char* module) {
-  const std::weak_ptr<torch::nn::Module> owner = host.as_module().weak_from_this();
-  const auto sum = [owner, group = std::move(group), module](const at::Tensor& gradient) {
-    TITAN_CHECK(
-        !at::GradMode::is_enabled(), "the gradient of module '", module,
-        "' over tensor-parallel ranks has no second derivative: call backward with create_graph = false");
-    const auto alive = owner.lock();
-    const auto* host = dynamic_cast<const nn::HookHost*>(alive.get());
-    if (host && host->param_owner) return gradient;
-    return group->all_reduce(gradient, {"tp::gradient", module});
-  };
-  // A frozen one may thaw later.
-  const bool trainable = param.requires_grad();
-  at::Tensor(param).set_requires_grad(true);
-  param.register_hook(sum);
-  at::Tensor(param).set_requires_grad(trainable);
 }
 
 }  // namespace titan::tp

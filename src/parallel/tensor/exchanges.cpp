@@ -1,45 +1,26 @@
 #include "parallel/tensor/exchanges.h"
 
+#include <exception>
+#include <vector>
+
 #include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "dist/device_backend.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"
 
 namespace titan::tp {
 
-CollectiveExchange::CollectiveExchange(std::shared_ptr<const TpGroup> group, const char* module)
-    : group_(std::move(group)), module_(module) {
-  traffic_->way = "at once, in Float8 where the products take it";
-}
-
-at::Tensor CollectiveExchange::gather_whole(const at::Tensor& part) const {
-  traffic_->calls += 1;
-  traffic_->bytes += static_cast<int64_t>(part.nbytes()) * (count() - 1);
-  return group_->gather(part, /*dim=*/1, /*whole=*/-1, {"tp::gather", module_});
-}
-
-at::Tensor CollectiveExchange::scatter_whole(const at::Tensor& summand) const {
-  traffic_->calls += 1;
-  traffic_->bytes += static_cast<int64_t>(summand.nbytes()) / count() * (count() - 1);
-  return group_->reduce_scatter(summand, /*dim=*/1, {"tp::reduce_scatter", module_});
-}
-
-std::unique_ptr<ops::SequenceExchange::Gather> CollectiveExchange::gather(const at::Tensor& /*part*/) const {
-  TITAN_INTERNAL_ASSERT(false, "an exchange at once was asked for parts");
-  return nullptr;
-}
-
-std::unique_ptr<ops::SequenceExchange::Scatter> CollectiveExchange::scatter() const {
-  TITAN_INTERNAL_ASSERT(false, "an exchange at once was asked for parts");
-  return nullptr;
-}
-
 namespace {
 
-int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+int64_t nbytes(const at::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+// [N, ...]: a place for each rank's part.
+at::Tensor empty_parts(const at::Tensor& part, int num_ranks) {
+  std::vector<int64_t> sizes = part.sizes().vec();
+  sizes.insert(sizes.begin(), num_ranks);
+  return at::empty(sizes, part.options());
 }
 
 // The other ranks, in the order of the rounds.
@@ -55,16 +36,15 @@ std::vector<int> peers_of(const dist::Group& group) {
 class ReceivedParts final : public ops::SequenceExchange::Gather {
  public:
   ReceivedParts(dist::Group& group, const at::Tensor& own, dist::Label label, Traffic& traffic)
-      : group_(group), own_(own), peers_(peers_of(group)) {
-    std::vector<int64_t> sizes = own.sizes().vec();
-    sizes.insert(sizes.begin(), group.size());
-    parts_ = at::empty(sizes, own.options());
-    received_.resize(static_cast<size_t>(group.size()));
+      : group_(group),
+        own_(own),
+        parts_(empty_parts(own, group.size())),
+        peers_(peers_of(group)),
+        received_(static_cast<size_t>(group.size())) {
     for (const int peer : peers_) start(peer, label);
     traffic.calls += 1;
-    traffic.bytes += bytes_of(own) * (group.size() - 1);
+    traffic.bytes += nbytes(own) * (group.size() - 1);
   }
-  ~ReceivedParts() override = default;
 
   // In the order of the requests.
   int next() override {
@@ -113,11 +93,7 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
 
   void give(const at::Tensor& summand) override {
     const int rank = ranks_[given_++];
-    if (!parts_.defined()) {
-      std::vector<int64_t> sizes = summand.sizes().vec();
-      sizes.insert(sizes.begin(), group_.size());
-      parts_ = at::empty(sizes, summand.options());
-    }
+    if (!parts_.defined()) parts_ = empty_parts(summand, group_.size());
     if (rank == group_.rank()) {
       own_ = summand;
       return;
@@ -125,7 +101,7 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
     if (rank < group_.rank()) receive(rank);
     sends_.push_back(group_.send(summand.contiguous().view(-1), rank, label_));
     if (rank > group_.rank()) receive(rank);
-    traffic_.bytes += bytes_of(summand);
+    traffic_.bytes += nbytes(summand);
   }
 
   at::Tensor finish() override {
@@ -154,32 +130,251 @@ class SentSummands final : public ops::SequenceExchange::Scatter {
   size_t given_ = 0;
 };
 
+class SendReceiveExchange final : public ops::SequenceExchange {
+ public:
+  /// `module`: interned, for records of calls. `way`: Traffic::way.
+  SendReceiveExchange(std::shared_ptr<dist::Group> group, const char* module, std::string way)
+      : group_(std::move(group)), module_(module) {
+    traffic_->way = std::move(way);
+  }
+
+  int count() const override { return group_->size(); }
+  const void* carrier() const override { return group_.get(); }
+  std::unique_ptr<Gather> gather(const at::Tensor& part) const override {
+    return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module_},
+                                           *traffic_);
+  }
+  std::unique_ptr<Scatter> scatter() const override {
+    return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module_}, *traffic_);
+  }
+  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
+
+ private:
+  std::shared_ptr<dist::Group> group_;
+  const char* module_;
+  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
+};
+
+class CollectiveExchange final : public ops::SequenceExchange {
+ public:
+  /// `module`: interned, for records of calls.
+  CollectiveExchange(std::shared_ptr<const TpGroup> group, const char* module)
+      : group_(std::move(group)), module_(module) {
+    traffic_->way = "at once, in Float8 where the products take it";
+  }
+
+  int count() const override { return group_->count(); }
+  const void* carrier() const override { return group_.get(); }
+  bool at_once() const override { return true; }
+  at::Tensor gather_whole(const at::Tensor& part) const override {
+    traffic_->calls += 1;
+    traffic_->bytes += nbytes(part) * (count() - 1);
+    return group_->gather(part, /*dim=*/1, /*whole=*/-1, {"tp::gather", module_});
+  }
+  at::Tensor scatter_whole(const at::Tensor& summand) const override {
+    traffic_->calls += 1;
+    traffic_->bytes += nbytes(summand) / count() * (count() - 1);
+    return group_->reduce_scatter(summand, /*dim=*/1, {"tp::reduce_scatter", module_});
+  }
+  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
+
+ private:
+  // Never called: this exchange completes at once.
+  std::unique_ptr<Gather> gather(const at::Tensor& /*part*/) const override {
+    TITAN_INTERNAL_ASSERT(false, "an exchange at once was asked for parts");
+    return nullptr;
+  }
+  std::unique_ptr<Scatter> scatter() const override {
+    TITAN_INTERNAL_ASSERT(false, "an exchange at once was asked for parts");
+    return nullptr;
+  }
+
+  std::shared_ptr<const TpGroup> group_;
+  const char* module_;
+  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
+};
+
 }  // namespace
 
-std::unique_ptr<ops::SequenceExchange::Gather> SendReceiveExchange::gather(const at::Tensor& part) const {
-  return std::make_unique<ReceivedParts>(*group_, part, dist::Label{"tp::gather parts", module_}, *traffic_);
+// [Note: order of accesses to shared memory]
+//
+// *Piece*: a rank's memory that its peers read and write. *Queue*: where a rank's copies and barriers run,
+// one after the other (dist::SymmetricMemory). *Computation*: what the current stream does. *Exchange*: one
+// gather or one scatter; all ranks make the same ones in the same order, one at a time. In each rank's queue:
+//
+//   gather   write own part to own piece | barrier A | read every peer's part           | barrier B
+//   scatter  write each summand to the   | barrier A | (the computation sums up its own | barrier B
+//            piece of its rank           |           |  piece, having waited for A)     |
+//
+// 1. Nothing is read before it is written. A write stands before its rank's A, a read after the reader's A,
+//    and no queue passes A before all have come to it.
+// 2. Nothing is overwritten before it is read. The queue reads before its rank's B. The computation's sum was
+//    given to it before B was asked for, and the queue does nothing before what the computation had by then.
+//    The next exchange writes after the writer's B, which no queue passes before all have come to it. So one
+//    piece serves all exchanges, of whatever kind and size.
+// 3. The computation sees what arrived: it waits for a moment after the read, or after A. The queue sees
+//    what the computation made, a part or a summand, by the rule of 2; and neither the tensors it reads nor
+//    those it fills go before the computation has waited for a moment after them, so the allocator hands
+//    their memory to nobody who would run before.
+// 4. No rank waits forever. The queue waits for computation that was there before, and the computation for
+//    moments that are in the queue already: in the order in which a rank asks for things, none waits for a
+//    later one. Barriers come in the same order on all ranks. So even a device that does strictly one thing
+//    after the other (CUDA with one connection) comes to the end.
+//
+// The unit tests hold 1 to 3 by logical clocks, and 4 by ranks that do each thing when it is asked for.
+//
+// Pieces are read in gathers, written in scatters: a gather's part is there before its readers come, and a
+// summand is wanted by one rank only. Rank r meets r+1, r+2, ...: at each step all meet different ones.
+
+namespace {
+
+using Moment = dist::SymmetricMemory::Moment;
+
+// The peer of `memory`'s rank at a step; the rank itself at steps 0 and N.
+int peer_at(const dist::SymmetricMemory& memory, int step) { return (memory.rank() + step) % memory.size(); }
+
+// Holds the pieces for one exchange.
+class Turn {
+ public:
+  explicit Turn(bool& taken) : taken_(taken) {
+    TITAN_INTERNAL_ASSERT(!taken, "an exchange of sequence parts begins before the last one's end");
+    taken_ = true;
+  }
+  ~Turn() { taken_ = false; }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  bool& taken_;
+};
+
+// If an error ends an exchange early, its tensors must live until the queue is done with them.
+void wait_quietly(dist::SymmetricMemory& memory) {
+  try {
+    memory.wait(memory.now());
+  } catch (const std::exception&) {
+    // The device has failed; the error in flight reports it.
+  }
 }
 
-std::unique_ptr<ops::SequenceExchange::Scatter> SendReceiveExchange::scatter() const {
-  return std::make_unique<SentSummands>(*group_, dist::Label{"tp::scatter summands", module_}, *traffic_);
+class ReadParts final : public ops::SequenceExchange::Gather {
+ public:
+  ReadParts(PeerPieces& pieces, const at::Tensor& own, Traffic& traffic)
+      : turn_(pieces.taken), memory_(*pieces.memory), own_(own), parts_(empty_parts(own, memory_.size())) {
+    memory_.reserve(nbytes(own));
+    memory_.write(memory_.rank(), 0, own);
+    memory_.barrier();  // A
+    for (int step = 1; step < memory_.size(); ++step) {
+      const int peer = peer_at(memory_, step);
+      memory_.read(parts_[peer], peer, 0);
+      arrived_.push_back(memory_.now());
+    }
+    memory_.barrier();  // B
+    traffic.calls += 1;
+    traffic.bytes += nbytes(own) * (memory_.size() - 1);
+  }
+  ~ReadParts() override {
+    if (step_ < memory_.size()) wait_quietly(memory_);
+  }
+
+  int next() override {
+    if (step_ == memory_.size()) return -1;
+    const int step = step_++;
+    if (step > 0) memory_.wait(arrived_[static_cast<size_t>(step - 1)]);
+    return peer_at(memory_, step);
+  }
+  at::Tensor part(int rank) const override { return rank == memory_.rank() ? own_ : parts_[rank]; }
+
+ private:
+  Turn turn_;
+  dist::SymmetricMemory& memory_;
+  at::Tensor own_;
+  at::Tensor parts_;             // [N, ...]; this rank's stays empty
+  std::vector<Moment> arrived_;  // by step, from 1 on
+  int step_ = 0;
+};
+
+class WrittenSummands final : public ops::SequenceExchange::Scatter {
+ public:
+  WrittenSummands(PeerPieces& pieces, Traffic& traffic)
+      : turn_(pieces.taken), memory_(*pieces.memory), traffic_(traffic) {}
+  ~WrittenSummands() override {
+    if (!summands_.empty()) wait_quietly(memory_);
+  }
+
+  int next() override { return given_ == memory_.size() ? -1 : peer_at(memory_, given_ + 1); }
+
+  void give(const at::Tensor& summand) override {
+    const int rank = next();
+    if (given_++ == 0) make_room(summand);
+    if (rank == memory_.rank()) {
+      own_ = summand;
+      return;
+    }
+    summands_.push_back(summand.contiguous());
+    memory_.write(rank, memory_.rank() * stride_, summands_.back());
+    traffic_.bytes += nbytes(summand);
+    if (given_ + 1 < memory_.size()) return;
+    // Here, not in finish(): the queue needn't wait for what is computed meanwhile.
+    memory_.barrier();  // A
+    arrived_ = memory_.now();
+  }
+
+  at::Tensor finish() override {
+    TITAN_INTERNAL_ASSERT(given_ == memory_.size(), "a scatter that misses summands");
+    memory_.wait(arrived_);
+    RankSum sum;
+    for (int rank = 0; rank < memory_.size(); ++rank)
+      sum.add(rank == memory_.rank() ? own_ : memory_.mine(rank * stride_, own_.sizes(), own_.scalar_type()));
+    memory_.barrier();  // B
+    summands_.clear();
+    traffic_.calls += 1;
+    return sum.result();
+  }
+
+ private:
+  // A place for every rank's summand in each piece.
+  void make_room(const at::Tensor& summand) {
+    constexpr int64_t alignment = dist::SymmetricMemory::kAlignment;
+    stride_ = (nbytes(summand) + alignment - 1) / alignment * alignment;
+    memory_.reserve(stride_ * memory_.size());
+  }
+
+  Turn turn_;
+  dist::SymmetricMemory& memory_;
+  Traffic& traffic_;
+  int64_t stride_ = 0;
+  at::Tensor own_;
+  std::vector<at::Tensor> summands_;  // on their way
+  Moment arrived_ = 0;
+  int given_ = 0;
+};
+
+}  // namespace
+
+PeerMemoryExchange::PeerMemoryExchange(std::shared_ptr<PeerPieces> pieces) : pieces_(std::move(pieces)) {
+  TITAN_CHECK(count() > 1, "an exchange through symmetric memory needs two or more ranks; the group has one");
+  traffic_->way = "through symmetric memory";
+}
+
+std::unique_ptr<ops::SequenceExchange::Gather> PeerMemoryExchange::gather(const at::Tensor& part) const {
+  return std::make_unique<ReadParts>(*pieces_, part, *traffic_);
+}
+
+std::unique_ptr<ops::SequenceExchange::Scatter> PeerMemoryExchange::scatter() const {
+  return std::make_unique<WrittenSummands>(*pieces_, *traffic_);
 }
 
 namespace {
 
 constexpr dist::Label kLabel{"tp::choose_exchange"};
 
-std::string names_of(const std::vector<int>& ranks) {
-  std::string names;
-  for (const int rank : ranks) names += str(names.empty() ? "" : "-", rank);
-  return names;
-}
-
 std::unique_ptr<dist::SymmetricMemory> make_symmetric_memory(const DeviceMesh& axis,
                                                              dist::DeviceBackend& devices) {
   const dist::World& world = axis.world();
   const auto store = c10::intrusive_ptr<c10d::Store>::reclaim_copy(&world.store());
   const auto own_store =
-      c10::make_intrusive<c10d::PrefixStore>(str("peer_memory/", names_of(axis.ranks())), store);
+      c10::make_intrusive<c10d::PrefixStore>(str("peer_memory/", c10::Join("-", axis.ranks())), store);
   const auto group = axis.group();
   return devices.make_symmetric_memory(
       {group->name(), own_store, group->rank(), group->size(), world.timeout()});
@@ -196,17 +391,9 @@ void log_choice(const std::string& text) {
 
 // For --print-plan, where there are no real ranks to ask.
 std::string way_of_plan(OverlapTransport transport) {
-  switch (transport) {
-    case OverlapTransport::Auto:
-      return "sent and received, or through symmetric memory over NVLink";
-    case OverlapTransport::SymmetricMemory:
-      return "through symmetric memory";
-    case OverlapTransport::SendReceive:
-      return "sent and received";
-    case OverlapTransport::AtOnce:
-      return "at once";
-  }
-  return "";
+  constexpr const char* kWays[] = {"sent and received, or through symmetric memory over NVLink",
+                                   "through symmetric memory", "sent and received", "at once"};
+  return kWays[static_cast<size_t>(transport)];
 }
 
 }  // namespace
@@ -225,15 +412,6 @@ std::string why_not_all_share(dist::Group& group, const dist::DeviceBackend& dev
     if (!why.empty()) return why;
   return "";
 }
-
-namespace {
-
-std::string why_no_symmetric_memory(const DeviceMesh& axis, dist::DeviceBackend* devices) {
-  return devices ? why_not_all_share(*axis.group(), *devices)
-                 : str("the backend is ", axis.world().backend());
-}
-
-}  // namespace
 
 MakeExchange collective_exchange(std::shared_ptr<const TpGroup> group) {
   return [group = std::move(group)](const char* module) {
@@ -255,7 +433,8 @@ MakeExchange choose_exchange(const DeviceMesh& axis, OverlapTransport transport)
     return sends(way_of_plan(transport));
   }
   dist::DeviceBackend* devices = carrier == "nccl" ? dist::device_backend() : nullptr;
-  const std::string why = why_no_symmetric_memory(axis, devices);
+  const std::string why =
+      devices ? why_not_all_share(*group, *devices) : str("the backend is ", axis.world().backend());
   if (!why.empty() && transport == OverlapTransport::SymmetricMemory)
     throw ConfigError("parallelism.async_tensor_parallel_transport = \"symmetric_memory\": " + why);
   if (!why.empty()) {

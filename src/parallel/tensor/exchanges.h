@@ -8,7 +8,6 @@
 
 #include "dist/device_backend.h"
 #include "parallel/tensor/conversion.h"
-#include "parallel/tensor/tp_group.h"
 #include "titan/dist/collectives.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/ops/linear.h"
@@ -47,26 +46,6 @@ class RankSum {
 /// The rank that `rank` of `size` meets in a round; itself in one of them.
 inline int peer_in_round(int rank, int size, int round) { return ((round - rank) % size + size) % size; }
 
-class SendReceiveExchange final : public ops::SequenceExchange {
- public:
-  /// `module`: interned, for records of calls. `way`: Traffic::way.
-  SendReceiveExchange(std::shared_ptr<dist::Group> group, const char* module, std::string way)
-      : group_(std::move(group)), module_(module) {
-    traffic_->way = std::move(way);
-  }
-
-  int count() const override { return group_->size(); }
-  const void* carrier() const override { return group_.get(); }
-  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
-  std::unique_ptr<Scatter> scatter() const override;
-  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
-
- private:
-  std::shared_ptr<dist::Group> group_;
-  const char* module_;
-  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
-};
-
 // Parts of a sequence travel through memory that the ranks of an axis share.
 
 /// The state that all modules' exchanges share.
@@ -89,30 +68,6 @@ class PeerMemoryExchange final : public ops::SequenceExchange {
 
  private:
   std::shared_ptr<PeerPieces> pieces_;
-  std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
-};
-
-// Parts of a sequence travel in one collective for all.
-
-class CollectiveExchange final : public ops::SequenceExchange {
- public:
-  /// `module`: interned, for records of calls.
-  CollectiveExchange(std::shared_ptr<const TpGroup> group, const char* module);
-
-  int count() const override { return group_->count(); }
-  const void* carrier() const override { return group_.get(); }
-  bool at_once() const override { return true; }
-  at::Tensor gather_whole(const at::Tensor& part) const override;
-  at::Tensor scatter_whole(const at::Tensor& summand) const override;
-  std::shared_ptr<const Traffic> traffic() const { return traffic_; }
-
- private:
-  // Never called: this exchange completes at once.
-  std::unique_ptr<Gather> gather(const at::Tensor& part) const override;
-  std::unique_ptr<Scatter> scatter() const override;
-
-  std::shared_ptr<const TpGroup> group_;
-  const char* module_;
   std::shared_ptr<Traffic> traffic_ = std::make_shared<Traffic>();
 };
 

@@ -3,6 +3,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <map>
 #include <ostream>
 #include <set>
 
@@ -25,24 +26,14 @@ namespace {
 
 using tp::Conversion;
 using tp::ConversionHook;
-using tp::NamedModule;
+using tp::PartOfParam;
+using tp::SplitParams;
 
-std::vector<std::string> components(const std::string& name) {
-  std::vector<std::string> parts;
-  size_t begin = 0;
-  while (begin <= name.size() && !name.empty()) {
-    const size_t end = std::min(name.find('.', begin), name.size());
-    parts.push_back(name.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
-bool matches(const std::string& pattern, const std::string& name) {
-  const auto wanted = components(pattern), given = components(name);
-  return std::equal(
-      wanted.begin(), wanted.end(), given.begin(), given.end(),
-      [](const std::string& p, const std::string& n) { return ::fnmatch(p.c_str(), n.c_str(), 0) == 0; });
+// Component by component: FNM_PATHNAME keeps a "*" within one.
+bool matches(std::string pattern, std::string name) {
+  std::replace(pattern.begin(), pattern.end(), '.', '/');
+  std::replace(name.begin(), name.end(), '.', '/');
+  return ::fnmatch(pattern.c_str(), name.c_str(), FNM_PATHNAME) == 0;
 }
 
 const char* name_of(const ParallelStyle& style) {
@@ -52,9 +43,14 @@ const char* name_of(const ParallelStyle& style) {
   return kNames[style.index()];
 }
 
+struct NamedModule {
+  std::string name;  ///< dotted, "" for the root
+  torch::nn::Module* module;
+};
+
 std::vector<NamedModule> modules_of(const nn::AnyRef& root) {
-  std::vector<NamedModule> modules{{"", &root.module()}};
-  for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
+  std::vector<NamedModule> modules;
+  for (const auto& named : root.module().named_modules())
     modules.push_back({named.key(), named.value().get()});
   return modules;
 }
@@ -78,6 +74,110 @@ std::vector<nn::ParamSplit> default_splits(torch::nn::Module& module, nn::Split 
   }
   return splits;
 }
+
+// Sums the gradient of `param` over the axis as autograd delivers it, unless a group of fully_shard (which
+// does so itself) owns it.
+void sum_gradient(nn::HookHost& host, const at::Tensor& param, std::shared_ptr<const tp::TpGroup> group,
+                  const char* module) {
+  const std::weak_ptr<torch::nn::Module> owner = host.as_module().weak_from_this();
+  const auto sum = [owner, group = std::move(group), module](const at::Tensor& gradient) {
+    TITAN_CHECK(
+        !at::GradMode::is_enabled(), "the gradient of module '", module,
+        "' over tensor-parallel ranks has no second derivative: call backward with create_graph = false");
+    const auto alive = owner.lock();
+    const auto* host = dynamic_cast<const nn::HookHost*>(alive.get());
+    if (host && host->param_owner) return gradient;
+    return group->all_reduce(gradient, {"tp::gradient", module});
+  };
+  // A frozen one may thaw later.
+  const bool trainable = param.requires_grad();
+  at::Tensor(param).set_requires_grad(true);
+  param.register_hook(sum);
+  at::Tensor(param).set_requires_grad(trainable);
+}
+
+bool same_way(const PartOfParam& a, const PartOfParam& b) {
+  return a.placement == b.placement && a.gradient_is_summand == b.gradient_is_summand;
+}
+
+std::string described(const PartOfParam& part) {
+  return str(part.placement, part.gradient_is_summand ? " with summed gradients" : "");
+}
+
+// Null for a parameter that no plan has cut or kept whole.
+const PartOfParam* known_part(torch::nn::Module& module, const std::string& name) {
+  const SplitParams* split = tp::split_params(dynamic_cast<const nn::HookHost*>(&module));
+  return split ? split->find(name) : nullptr;
+}
+
+// Cuts parameters down to this rank's parts, shared ones once.
+class ParamCutter {
+ public:
+  /// Starts with the cuts that earlier calls made in these modules.
+  ParamCutter(DeviceMesh axis, std::shared_ptr<const tp::TpGroup> group,
+              const std::vector<NamedModule>& modules)
+      : axis_(std::move(axis)), group_(std::move(group)) {
+    for (const NamedModule& named : modules)
+      for (const auto& param : named.module->named_parameters(/*recurse=*/false))
+        if (const PartOfParam* part = known_part(*named.module, param.key()))
+          cut_.try_emplace(param.value().unsafeGetTensorImpl(), Cut{*part, named.name});
+  }
+
+  /// `tensor` is `param` of the module `host`, called `name`. Throws ConfigError when another module that
+  /// shares it cut it differently.
+  PartOfParam cut(nn::HookHost& host, const std::string& name, const at::Tensor& tensor,
+                  const nn::ParamSplit& param) {
+    PartOfParam part{param.name, param.dim < 0 ? Placement::replicate() : Placement::shard(param.dim),
+                     tensor.sizes().vec(), param.gradient_is_summand};
+    const auto [known, is_new] = cut_.try_emplace(tensor.unsafeGetTensorImpl(), Cut{part, name});
+    if (is_new) {
+      if (part.gradient_is_summand) sum_gradient(host, tensor, group_, interned(name));
+      if (part.placement.is_shard()) shrink(tensor, param.dim);
+      return part;
+    }
+    const Cut& other = known->second;
+    if (!same_way(other.part, part))
+      throw ConfigError(str("parallelize: modules '", other.module, "' and '", name, "' share parameter '",
+                            param.name, "' but are cut differently: ", described(other.part), " and ",
+                            described(part)));
+    part.global_shape = other.part.global_shape;
+    return part;
+  }
+
+  /// Adds a problem for each module that shares a parameter which another one's entry cut, and isn't cut
+  /// itself.
+  void check_users(const std::vector<NamedModule>& modules, std::vector<std::string>& problems) const {
+    for (const NamedModule& named : modules)
+      for (const auto& param : named.module->named_parameters(/*recurse=*/false)) {
+        const auto cut = cut_.find(param.value().unsafeGetTensorImpl());
+        if (cut == cut_.end() || known_part(*named.module, param.key())) continue;
+        problems.push_back(str("parallelize: module '", named.name, "' shares its parameter '", param.key(),
+                               "' with '", cut->second.module, "', which the plan cuts (",
+                               described(cut->second.part), "); it needs an entry of its own"));
+      }
+  }
+
+ private:
+  struct Cut {
+    PartOfParam part;
+    std::string module;
+  };
+  void shrink(const at::Tensor& tensor, int64_t dim) const {
+    at::NoGradGuard no_grad;
+    const Chunk mine = chunk_of(tensor.size(dim), axis_.size(), axis_.rank());
+    std::vector<int64_t> sizes = tensor.sizes().vec();
+    sizes[static_cast<size_t>(dim)] = mine.length;
+    const at::Tensor part =
+        is_deferred(tensor)
+            ? deferred_tensor(sizes, tensor.options())
+            : tensor.detach().narrow(dim, mine.offset, mine.length).clone(at::MemoryFormat::Contiguous);
+    at::Tensor(tensor).set_data(part);
+  }
+
+  DeviceMesh axis_;
+  std::shared_ptr<const tp::TpGroup> group_;
+  std::map<const c10::TensorImpl*, Cut> cut_;
+};
 
 // Applies one plan to one tree of modules.
 class Parallelizer {
@@ -134,8 +234,8 @@ class Parallelizer {
     note_layouts(host, in, out);
     if (style.overlap && !stays_apart(host))
       return overlap(host, nn::Split::Columns, style.input, style.output == ActivationLayout::shard(-1));
-    prepare_input(host, std::move(in), {0});
-    prepare_output(host, std::move(out), {0});
+    put(host.prepare_input_hook, std::move(in), {0}, "inputs");
+    put(host.prepare_output_hook, std::move(out), {0}, "outputs");
     if (auto* head = dynamic_cast<nn::LinearCrossEntropyImpl*>(&host))
       head->set_gather_logits(style.output.kind != ActivationLayout::Kind::Shard);
   }
@@ -146,8 +246,8 @@ class Parallelizer {
     note_layouts(host, in, out);
     if (style.overlap && !stays_apart(host))
       return overlap(host, nn::Split::Rows, style.output, style.input == ActivationLayout::shard(-1));
-    prepare_input(host, std::move(in), {0});
-    prepare_output(host, std::move(out), {0});
+    put(host.prepare_input_hook, std::move(in), {0}, "inputs");
+    put(host.prepare_output_hook, std::move(out), {0}, "outputs");
   }
   void apply(nn::HookHost& host, const SequenceParallel& /*style*/) {
     std::set<const torch::nn::Module*> done;
@@ -155,11 +255,11 @@ class Parallelizer {
   }
   void apply(nn::HookHost& host, const PrepareInput& style) {
     check_numbers(style.tensors, name_);
-    prepare_input(host, conversion(style.from, style.to), style.tensors);
+    put(host.prepare_input_hook, conversion(style.from, style.to), style.tensors, "inputs");
   }
   void apply(nn::HookHost& host, const PrepareOutput& style) {
     check_numbers(style.tensors, name_);
-    prepare_output(host, conversion(style.from, style.to), style.tensors);
+    put(host.prepare_output_hook, conversion(style.from, style.to), style.tensors, "outputs");
   }
 
   // This layer has no `overlap`, and overlapped products take no bias.
@@ -182,18 +282,17 @@ class Parallelizer {
     const tp::CountedExchange made = make_exchange_(interned(name_));
     linear->set_exchange(split, made.exchange);
     const bool gathers = split == nn::Split::Columns;
-    parts_of(host).set_exchanged(made.traffic,
-                                 gathers ? "all-gather / reduce-scatter" : "reduce-scatter / all-gather");
+    SplitParams& parts = parts_of(host);
+    parts.exchanged = made.traffic;
+    parts.exchanged_collectives = gathers ? "all-gather / reduce-scatter" : "reduce-scatter / all-gather";
   }
 
   // The record that split() made of a module.
-  static tp::SplitParams& parts_of(nn::HookHost& host) {
-    return dynamic_cast<tp::SplitParams&>(*host.param_parts);
-  }
+  static SplitParams& parts_of(nn::HookHost& host) { return dynamic_cast<SplitParams&>(*host.param_parts); }
   static void note_layouts(nn::HookHost& host, const Conversion& in, const Conversion& out) {
     const bool takes_tokens = dynamic_cast<nn::EmbeddingImpl*>(&host);
     const std::string input = takes_tokens ? "" : str("in ", in.layouts(), "; ");
-    parts_of(host).set_layouts(str(input, "out ", out.layouts()));
+    parts_of(host).layouts = str(input, "out ", out.layouts());
   }
 
   static void check_numbers(const std::vector<size_t>& tensors, const std::string& name) {
@@ -207,16 +306,9 @@ class Parallelizer {
     return Conversion(from, to, group_, interned(name_), whole);
   }
 
-  void prepare_input(nn::HookHost& host, Conversion conversion, std::vector<size_t> tensors) {
-    if (!conversion.does_nothing())
-      put(host.prepare_input_hook, std::move(conversion), std::move(tensors), "inputs");
-  }
-  void prepare_output(nn::HookHost& host, Conversion conversion, std::vector<size_t> tensors) {
-    if (!conversion.does_nothing())
-      put(host.prepare_output_hook, std::move(conversion), std::move(tensors), "outputs");
-  }
   void put(std::shared_ptr<nn::CallHook>& slot, Conversion conversion, std::vector<size_t> tensors,
            const char* what) const {
+    if (conversion.does_nothing()) return;
     if (slot)
       throw ConfigError(
           str("parallelize: another hook prepares the ", what, " of module '", name_, "' already"));
@@ -229,18 +321,18 @@ class Parallelizer {
       throw ConfigError(str("parallelize: module '", name_, "' is cut by two entries of the plan"));
     auto* splittable = dynamic_cast<nn::Splittable*>(&host);
     auto& module = host.as_module();
-    auto parts = std::make_shared<tp::SplitParams>(axis_, style_);
+    auto parts = std::make_shared<SplitParams>(axis_, style_);
     int64_t whole = -1;
     for (const nn::ParamSplit& param :
          splittable ? splittable->param_splits(split) : default_splits(module, split, name_)) {
       const at::Tensor tensor = module.named_parameters(/*recurse=*/false)[param.name];
-      parts->add(cutter_.cut(host, name_, tensor, param));
+      parts->parts.push_back(cutter_.cut(host, name_, tensor, param));
       if (whole < 0 && param.dim >= 0)
-        whole = parts->parts().back().global_shape[static_cast<size_t>(param.dim)];
+        whole = parts->parts.back().global_shape[static_cast<size_t>(param.dim)];
     }
     if (splittable)
       splittable->set_split(split,
-                            std::make_shared<tp::CountedParts>(group_, parts->traffic(), interned(name_)));
+                            std::make_shared<tp::CountedParts>(group_, parts->traffic, interned(name_)));
     host.param_parts = std::move(parts);
     return whole;
   }
@@ -253,9 +345,9 @@ class Parallelizer {
     if (host && !own.is_empty()) {
       if (host->param_parts)
         throw ConfigError(str("parallelize: module '", name, "' is cut by two entries of the plan"));
-      auto parts = std::make_shared<tp::SplitParams>(axis_, style_);
+      auto parts = std::make_shared<SplitParams>(axis_, style_);
       for (const auto& named : own)
-        parts->add(cutter_.cut(*host, name, named.value(), {named.key(), -1, true}));
+        parts->parts.push_back(cutter_.cut(*host, name, named.value(), {named.key(), -1, true}));
       host->param_parts = std::move(parts);
     }
     if (!host && !own.is_empty())
@@ -290,7 +382,7 @@ class Parallelizer {
   std::vector<NamedModule> modules_;
   const nn::LayerSequence* sequence_;  // null: the root doesn't name its layers
   tp::MakeExchange make_exchange_;     // from the first module that overlaps
-  tp::ParamCutter cutter_;
+  ParamCutter cutter_;
   std::string name_;        // of the module in hand
   const char* style_ = "";  // and of what is done to it
 };
@@ -298,16 +390,9 @@ class Parallelizer {
 }  // namespace
 
 std::ostream& operator<<(std::ostream& out, const ActivationLayout& layout) {
-  switch (layout.kind) {
-    case ActivationLayout::Kind::Shard:
-      return out << "Shard(" << layout.dim << ")";
-    case ActivationLayout::Kind::Replicate:
-      return out << "Replicate";
-    case ActivationLayout::Kind::Invariant:
-      return out << "Invariant";
-    case ActivationLayout::Kind::Partial:
-      return out << "Partial";
-  }
+  constexpr const char* kNames[] = {"Shard", "Replicate", "Invariant", "Partial"};
+  out << kNames[static_cast<size_t>(layout.kind)];
+  if (layout.kind == ActivationLayout::Kind::Shard) out << "(" << layout.dim << ")";
   return out;
 }
 

@@ -16,19 +16,6 @@ namespace {
 using tp::ConversionHook;
 using tp::SplitParams;
 
-std::string placements_of(const SplitParams* split) {
-  std::string text;
-  if (!split) return text;
-  for (const tp::PartOfParam& part : split->parts())
-    text += str(text.empty() ? "" : ", ", part.name, " ", part.placement);
-  return text;
-}
-
-bool sums_gradients(const SplitParams& split) {
-  return std::any_of(split.parts().begin(), split.parts().end(),
-                     [](const tp::PartOfParam& part) { return part.gradient_is_summand; });
-}
-
 // `text` grows by `more`, an entry.
 void join(std::string& text, const std::string& more, const char* separator) {
   if (!more.empty()) text += text.empty() ? more : separator + more;
@@ -53,9 +40,9 @@ void add_conversion(PlanRow& row, const ConversionHook* hook, const char* where)
 // The first of several products over one input exchanges it; the others do nothing. Before the first run, all
 // of them are shown.
 void add_exchange(PlanRow& row, const SplitParams& split, bool ran) {
-  const tp::Traffic& traffic = *split.exchanged();
+  const tp::Traffic& traffic = *split.exchanged;
   if (ran && traffic.calls == 0) return;
-  row.collectives = str(split.exchanged_collectives(), " in products");
+  row.collectives = str(split.exchanged_collectives, " in products");
   row.transport = traffic.way;
   count(row, traffic);
 }
@@ -70,19 +57,23 @@ void add_own_gathers(PlanRow& row, const tp::Traffic& traffic) {
 
 void add_parameters(PlanRow& row, const SplitParams* split, bool ran) {
   if (!split) return;
-  row.style = split->style();
-  row.weight = placements_of(split);
-  row.activation = split->layouts();
-  if (split->exchanged()) add_exchange(row, *split, ran);
-  add_own_gathers(row, *split->traffic());
-  if (sums_gradients(*split)) join(row.collectives, "- / all-reduce of gradients", "; ");
+  row.style = split->style;
+  bool sums_gradients = false;
+  for (const tp::PartOfParam& part : split->parts) {
+    join(row.weight, str(part.name, " ", part.placement), ", ");
+    sums_gradients = sums_gradients || part.gradient_is_summand;
+  }
+  row.activation = split->layouts;
+  if (split->exchanged) add_exchange(row, *split, ran);
+  add_own_gathers(row, *split->traffic);
+  if (sums_gradients) join(row.collectives, "- / all-reduce of gradients", "; ");
 }
 
 // Bytes of the all-reduce over this rank's shards of the gradients that are summands.
 int64_t gradient_bytes(const nn::HookHost& host, const SplitParams& split) {
   const auto* group = dynamic_cast<const fsdp::ParamGroup*>(host.param_owner.get());
   if (!group) return 0;
-  const int64_t ranks = split.axis().size();
+  const int64_t ranks = split.axis.size();
   const auto element =
       static_cast<int64_t>(c10::elementSize(group->options().reduce_dtype.value_or(group->param_dtype())));
   int64_t bytes = 0;
@@ -102,27 +93,24 @@ std::vector<PlanRow> plan_rows(const nn::AnyRef& root) {
   std::vector<PlanRow> rows;
   const auto hosts = nn::hook_hosts(root.module());
   const bool ran = std::any_of(hosts.begin(), hosts.end(), [](const nn::HookHost* host) {
-    const SplitParams* split = tp::split_params(*host);
-    return split && split->exchanged() && split->exchanged()->calls > 0;
+    const SplitParams* split = tp::split_params(host);
+    return split && split->exchanged && split->exchanged->calls > 0;
   });
-  const auto add = [&](const std::string& name, torch::nn::Module& module) {
-    const auto* host = dynamic_cast<const nn::HookHost*>(&module);
-    if (!host) return;
-    const SplitParams* split = tp::split_params(*host);
+  for (const auto& named : root.module().named_modules()) {
+    const auto* host = dynamic_cast<const nn::HookHost*>(named.value().get());
+    if (!host) continue;
+    const SplitParams* split = tp::split_params(host);
     const auto* input = dynamic_cast<const ConversionHook*>(host->prepare_input_hook.get());
     const auto* output = dynamic_cast<const ConversionHook*>(host->prepare_output_hook.get());
-    if (!split && !input && !output) return;
+    if (!split && !input && !output) continue;
     PlanRow row;
-    row.module = name;
+    row.module = named.key();
     add_parameters(row, split, ran);
     if (split) row.gradient_bytes = gradient_bytes(*host, *split);
     add_conversion(row, input, "in");
     add_conversion(row, output, "out");
     rows.push_back(std::move(row));
-  };
-  add("", root.module());
-  for (const auto& named : root.module().named_modules(/*name_prefix=*/"", /*include_self=*/false))
-    add(named.key(), *named.value());
+  }
   return rows;
 }
 

@@ -1,15 +1,28 @@
 #include "train/pipeline/pipeline_runner.h"
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
+#include <map>
 #include <set>
+#include <sstream>
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "dist/trace_range.h"
 #include "parallel/interned.h"
+#include "parallel/pipeline/actions.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/parallel/fsdp.h"
-#include "titan/parallel/pipeline_schedule.h"
-#include "train/pipeline/running_step.h"
 
 namespace titan::train {
 
@@ -18,22 +31,14 @@ namespace {
 using pipeline::Action;
 using pipeline::Schedule;
 using Kind = Action::Kind;
+using Planned = StepPlan::Planned;
 
 bool is_forward_side(Kind kind) {
   return kind == Kind::Forward || kind == Kind::SendForward || kind == Kind::ReceiveForward;
 }
 
-bool gathers_by_schedule(const Schedule& schedule) {
-  return std::any_of(schedule.ranks.begin(), schedule.ranks.end(), [](const std::vector<Action>& actions) {
-    return std::any_of(actions.begin(), actions.end(),
-                       [](const Action& action) { return is_parameter_action(action.kind); });
-  });
-}
-
-std::string numbers(const std::vector<int>& values) {
-  std::string text;
-  for (const int value : values) text += str(text.empty() ? "" : ", ", value);
-  return text.empty() ? "none" : text;
+std::string listed(const std::vector<int>& values) {
+  return values.empty() ? "none" : c10::Join(", ", values);
 }
 
 void check_stages(const Schedule& schedule, int rank, const std::vector<Stage>& stages) {
@@ -42,7 +47,32 @@ void check_stages(const Schedule& schedule, int rank, const std::vector<Stage>& 
     if (schedule.rank_of_stage[static_cast<size_t>(stage)] == rank) expected.push_back(stage);
   for (const Stage& stage : stages) own.push_back(stage.index);
   TITAN_CHECK(own == expected, "schedule ", schedule.name, " has pipeline rank ", rank, " run the stages ",
-              numbers(expected), ", but this rank built ", numbers(own));
+              listed(expected), ", but this rank built ", listed(own));
+}
+
+// The pipeline ranks that have each tied parameter, in an order that all ranks share.
+std::map<std::string, std::vector<int>> holders_of(const std::vector<Parameter>& parameters,
+                                                   const DeviceMesh& pp) {
+  std::string own;
+  for (const Parameter& parameter : parameters)
+    if (parameter.on_other_stages) own += parameter.name + "\n";
+  std::vector<std::string> texts = {own};
+  if (pp.size() > 1) texts = pp.group()->all_gather_text(own, {"train::tied_parameters"});
+  std::map<std::string, std::vector<int>> holders;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    std::istringstream lines(texts[rank]);
+    for (std::string name; std::getline(lines, name);) {
+      auto& ranks = holders[name];
+      if (ranks.empty() || ranks.back() != static_cast<int>(rank)) ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  return holders;
+}
+
+constexpr const char* kTransferPhase = "pp::transfer";
+
+double steady_now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
@@ -65,6 +95,263 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
   return parts;
 }
 
+// All ranks agree on the copy that counts: the first one of the first rank that has any.
+TiedGradients::TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp) {
+  for (const auto& [name, holders] : holders_of(parameters, pp)) {
+    Tied tied;
+    tied.name = interned(name);
+    for (Parameter& parameter : parameters) {
+      if (parameter.name != name) continue;
+      parameter.duplicate = !tied.copies.empty() || holders.front() != pp.rank();
+      tied.copies.push_back(parameter.data.local);
+    }
+    // A frozen one has no gradient to sum, a tensor-parallel part without rows no element of one.
+    if (tied.copies.empty() || !tied.copies.front().requires_grad() || tied.copies.front().numel() == 0)
+      continue;
+    if (holders.size() > 1) {
+      std::vector<int> ranks;
+      for (const int holder : holders) ranks.push_back(pp.ranks()[static_cast<size_t>(holder)]);
+      tied.group = pp.world().group(ranks, "pp.tied." + name, "tied");
+    }
+    tied_.push_back(std::move(tied));
+  }
+}
+
+void TiedGradients::sum() const {
+  at::NoGradGuard no_grad;
+  for (const Tied& tied : tied_) {
+    const at::Tensor& first = tied.copies.front().grad();
+    TITAN_CHECK(first.defined(), "tied parameter '", tied.name, "' has no gradient to sum");
+    for (size_t i = 1; i < tied.copies.size(); ++i) first.add_(tied.copies[i].grad());
+    if (tied.group)
+      tied.group->all_reduce(first, dist::ReduceOp::Sum, {"pp::tied_gradient", tied.name}).wait();
+    for (size_t i = 1; i < tied.copies.size(); ++i) tied.copies[i].grad().copy_(first);
+  }
+}
+
+/// Where a backward starts: keeps a tensor's graph but not its memory, so a tensor that was sent needn't stay
+/// for its backward.
+class GraphRoot {
+ public:
+  GraphRoot() = default;
+  explicit GraphRoot(const at::Tensor& output);
+  /// The output doesn't require a gradient.
+  bool empty() const { return !edge_.is_valid(); }
+  /// From `grad`, of the output's shape and dtype; the graph is gone then.
+  void backward(const at::Tensor& grad);
+
+ private:
+  torch::autograd::Edge edge_;
+};
+
+GraphRoot::GraphRoot(const at::Tensor& output) {
+  if (output.requires_grad()) edge_ = torch::autograd::impl::gradient_edge(output);
+}
+
+void GraphRoot::backward(const at::Tensor& grad) {
+  const torch::autograd::Edge root = std::exchange(edge_, {});
+  torch::autograd::Engine::get_default_engine().execute({root}, {grad}, /*keep_graph=*/false,
+                                                        /*create_graph=*/false, /*accumulate_grad=*/true);
+}
+
+/// Local to PipelineRunner::run, so that an exception drops it all; calls on the wire aren't waited for then.
+class RunningStep {
+ public:
+  RunningStep(PipelineRunner& runner, const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
+              int64_t global_valid_tokens)
+      : runner_(runner),
+        plan_(plan),
+        micro_batches_(micro_batches),
+        global_valid_tokens_(global_valid_tokens),
+        buffers_(runner.device_),
+        cells_(runner.stages_.size() * static_cast<size_t>(plan.num_micro_batches)),
+        loss_(at::zeros({}, at::TensorOptions(runner.device_).dtype(at::kDouble))) {}
+  void perform(const Planned& due) {
+    const dist::TraceRange traced([&] { return "action " + to_string(due.action); });
+    Cell* cell = due.action.micro_batch >= 0 ? &cells_[due.cell] : nullptr;
+    switch (due.action.kind) {
+      case Kind::Forward:
+        return forward(due);
+      case Kind::Backward:
+        return backward(due);
+      case Kind::BackwardInput:
+        return backward_input(due);
+      case Kind::BackwardWeight:
+        return cell->delayed.compute();
+      case Kind::SendForward:
+        return send(due, std::exchange(cell->output, {}));
+      case Kind::SendBackward:
+        return send(due, std::exchange(cell->grad_input, {}));
+      case Kind::ReceiveForward:
+        cell->input = receive(due, cell->input_arrives);
+        return;
+      case Kind::ReceiveBackward:
+        cell->grad_output = receive(due, cell->grad_arrives);
+        return;
+      case Kind::Unshard:
+        return sharding_of(due)->unshard();
+      case Kind::Reshard:
+        return sharding_of(due)->reshard();
+      case Kind::Reduce:
+        return sharding_of(due)->reduce();
+    }
+  }
+  void perform_timed(const Planned& due, std::vector<ActionTime>& times) {
+    waited_s_ = 0;
+    const double start_s = steady_now_s();
+    perform(due);
+    times.push_back({due.action, start_s, steady_now_s(), waited_s_});
+  }
+  /// Waits for what is on the wire; returns the loss.
+  at::Tensor finish() {
+    for (Sent& sent : sends_) sent.work.wait();
+    for (ScheduledSharding& sharding : runner_.shardings_) sharding.finish();
+    return loss_;
+  }
+
+ private:
+  /// One stage and micro-batch. The output of a stage's forward stays until it is sent, its input until the
+  /// backward.
+  struct Cell {
+    at::Tensor input, output, grad_output, grad_input;
+    std::shared_ptr<dist::Work> input_arrives, grad_arrives;  // with others' of the same call
+    GraphRoot root;
+    DelayedGradients delayed;
+  };
+
+  /// On the way to another rank.
+  struct Sent {
+    const pipeline::Link* way = nullptr;
+    dist::Work work;
+  };
+
+  void forward(const Planned& due) {
+    Cell& cell = cells_[due.cell];
+    TrainableModel& model = *runner_.stages_[due.stage].model;
+    const at::Tensor input = input_of(due, cell);
+    if (!at::GradMode::is_enabled()) cell.input.reset();  // no backward will ask for it
+    if (is_last(due)) {
+      const at::Tensor loss = model.loss(input, on_device(batch_of(due).labels_BS), global_valid_tokens_);
+      cell.root = GraphRoot(loss);
+      cell.grad_output = at::ones_like(loss, loss.options().requires_grad(false));
+      loss_.add_(loss.detach());
+      return;
+    }
+    at::Tensor output = model.hidden(input);
+    cell.root = GraphRoot(output);
+    at::Tensor passed = output.detach();
+    (due.neighbour_cell >= 0 ? cells_[static_cast<size_t>(due.neighbour_cell)].input : cell.output) =
+        std::move(passed);
+  }
+  void backward(const Planned& due) { walk_graph(due, cells_[due.cell]); }
+  void backward_input(const Planned& due) {
+    Cell& cell = cells_[due.cell];
+    ScheduledSharding* sharding = sharding_of(due);
+    if (sharding) sharding->delay_weight_gradients(cell.delayed);
+    walk_graph(due, cell);
+    if (sharding) sharding->stop_delaying();
+  }
+  // The graph goes with its root, so that activations don't outlive their backward.
+  void walk_graph(const Planned& due, Cell& cell) {
+    await(cell.grad_arrives);
+    const at::Tensor grad = std::exchange(cell.grad_output, {});
+    TITAN_INTERNAL_ASSERT(grad.defined(), "a stage's backward without a gradient");
+    if (ScheduledSharding* sharding = sharding_of(due)) {
+      sharding->wait();
+    } else {
+      set_last_micro_batch(runner_.stages_[due.stage].model->root(), due.last_backward);
+    }
+    if (!cell.root.empty()) cell.root.backward(grad);
+    const at::Tensor input = std::exchange(cell.input, {});
+    if (due.action.stage == 0) return;
+    at::Tensor input_grad = input.grad();
+    if (!input_grad.defined()) input_grad = at::zeros_like(input);  // the stage doesn't use it
+    (due.neighbour_cell >= 0 ? cells_[static_cast<size_t>(due.neighbour_cell)].grad_output
+                             : cell.grad_input) = std::move(input_grad);
+  }
+  void send(const Planned& due, at::Tensor tensor) {
+    const TensorType& type = plan_.boundaries[due.boundary];
+    const bool fits = tensor.defined() && tensor.sizes() == type.sizes && tensor.scalar_type() == type.dtype;
+    TITAN_CHECK(
+        fits, to_string(due.action), ": the stage gave ",
+        tensor.defined() ? titan::str(tensor.scalar_type(), " of ", tensor.sizes()) : titan::str("nothing"),
+        ", but ", type.dtype, " of ", at::IntArrayRef(type.sizes), " is expected between these stages");
+    batch_.push_back(tensor.contiguous().view(-1));
+    if (due.joined_with_next) return;
+    drop_sent(due.link);
+    const dist::Label label{kTransferPhase, due.label};
+    dist::Group& group = *due.link->group;
+    sends_.push_back({due.link, batch_.size() == 1 ? group.send(batch_[0], due.link->peer, label)
+                                                   : group.send(batch_, due.link->peer, label)});
+    batch_.clear();
+  }
+  // Drops messages that have arrived. On a device a stream knows which have; gloo knows only while someone
+  // waits, so on the host this waits for the oldest of several on one way. check_schedule() has made sure
+  // that its receive comes.
+  void drop_sent(const pipeline::Link* way) {
+    constexpr int kUnderWay = 4;
+    int under_way = 0;
+    for (auto sent = sends_.rbegin(); sent != sends_.rend(); ++sent)
+      if (sent->way == way && ++under_way >= kUnderWay && runner_.device_.is_cpu()) sent->work.wait();
+    std::erase_if(sends_, [](Sent& sent) {
+      if (sent.work.pending()) return false;
+      sent.work.wait();
+      return true;
+    });
+  }
+  at::Tensor receive(const Planned& due, std::shared_ptr<dist::Work>& arrives) {
+    at::Tensor buffer = buffers_.take(plan_.boundaries[due.boundary]);
+    batch_.push_back(buffer.view(-1));
+    awaited_.push_back(&arrives);
+    if (due.joined_with_next) return buffer;
+    const dist::Label label{kTransferPhase, due.label};
+    dist::Group& group = *due.link->group;
+    const auto call =
+        std::make_shared<dist::Work>(batch_.size() == 1 ? group.receive(batch_[0], due.link->peer, label)
+                                                        : group.receive(batch_, due.link->peer, label));
+    for (std::shared_ptr<dist::Work>* cell : awaited_) *cell = call;
+    batch_.clear();
+    awaited_.clear();
+    return buffer;
+  }
+  at::Tensor input_of(const Planned& due, Cell& cell) {
+    if (due.action.stage == 0) return on_device(batch_of(due).input_BS);
+    await(cell.input_arrives);
+    TITAN_INTERNAL_ASSERT(cell.input.defined(), "a stage's forward without its input");
+    if (at::GradMode::is_enabled()) cell.input.set_requires_grad(true);
+    return cell.input;
+  }
+  void await(const std::shared_ptr<dist::Work>& arrives) {
+    if (!arrives) return;
+    if (!runner_.times_) return arrives->wait();
+    const double start_s = steady_now_s();
+    arrives->wait();
+    waited_s_ += steady_now_s() - start_s;
+  }
+  const data::Batch& batch_of(const Planned& due) const {
+    return micro_batches_[static_cast<size_t>(due.action.micro_batch)];
+  }
+  at::Tensor on_device(const at::Tensor& host) const {
+    return host.to(runner_.device_, host.scalar_type(), /*non_blocking=*/true);
+  }
+  bool is_last(const Planned& due) const { return due.action.stage + 1 == plan_.num_stages; }
+  ScheduledSharding* sharding_of(const Planned& due) const {
+    return runner_.shardings_.empty() ? nullptr : &runner_.shardings_[due.stage];
+  }
+
+  PipelineRunner& runner_;
+  const StepPlan& plan_;
+  const std::vector<data::Batch>& micro_batches_;
+  int64_t global_valid_tokens_;
+  ReceiveBuffers buffers_;
+  std::vector<Cell> cells_;
+  std::vector<Sent> sends_;
+  std::vector<at::Tensor> batch_;                      // messages for one call, until its last has come
+  std::vector<std::shared_ptr<dist::Work>*> awaited_;  // of the cells that receive them
+  double waited_s_ = 0;
+  at::Tensor loss_;
+};
+
 PipelineRunner::PipelineRunner(std::vector<Stage> stages, const DeviceMesh& pp, at::Device device)
     : stages_(std::move(stages)), links_(pp), device_(device) {}
 
@@ -74,15 +361,15 @@ int64_t PipelineRunner::local_stage(int index) const {
   return -1;
 }
 
-StepPlan::Planned PipelineRunner::planned(const Action& action, const Schedule& schedule) const {
-  StepPlan::Planned planned{.action = action, .stage = static_cast<size_t>(local_stage(action.stage))};
+Planned PipelineRunner::planned(const Action& action, const Schedule& schedule) const {
+  Planned planned{.action = action, .stage = static_cast<size_t>(local_stage(action.stage))};
   if (is_parameter_action(action.kind)) return planned;
   const auto cell = [&](int64_t stage) { return stage * schedule.num_micro_batches + action.micro_batch; };
   planned.cell = static_cast<size_t>(cell(static_cast<int64_t>(planned.stage)));
-  const bool incoming = action.kind == Kind::ReceiveForward || action.kind == Kind::ReceiveBackward;
+  const bool incoming = is_communication(action.kind) && !pipeline::is_send(action.kind);
   // The other end of the message.
   const int other = is_forward_side(action.kind) != incoming ? action.stage + 1 : action.stage - 1;
-  if (incoming || action.kind == Kind::SendForward || action.kind == Kind::SendBackward) {
+  if (is_communication(action.kind)) {
     const int peer = schedule.rank_of_stage.at(static_cast<size_t>(other));
     planned.link = incoming ? &links_.from(peer) : &links_.to(peer);
     planned.label = interned(to_string(action));
@@ -97,14 +384,13 @@ StepPlan::Planned PipelineRunner::planned(const Action& action, const Schedule& 
 void PipelineRunner::join_messages(StepPlan& plan, const Schedule& schedule) const {
   // Both ends know these types, so both join the same messages.
   const auto type_of = [&](const Action& send) -> const TensorType& {
-    return plan
-        .boundaries_[static_cast<size_t>(send.kind == Kind::SendForward ? send.stage + 1 : send.stage)];
+    return plan.boundaries[static_cast<size_t>(send.kind == Kind::SendForward ? send.stage + 1 : send.stage)];
   };
   const auto joined = pipeline::joined_with_next(
       schedule, [&](const Action& one, const Action& next) { return type_of(one) == type_of(next); });
   const auto& mine = joined[static_cast<size_t>(links_.mesh().rank())];
   for (size_t i = 0; i < mine.size(); ++i)
-    plan.actions_[i].joined_with_next = mine[i] && plan.actions_[i].link->has_batches(device_);
+    plan.actions[i].joined_with_next = mine[i] && plan.actions[i].link->group->has_batches(device_);
 }
 
 StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> boundaries) {
@@ -119,18 +405,18 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
               "a schedule of ", schedule.num_stages, " stages needs the type of what enters each, got ",
               boundaries.size());
   links_.connect(schedule);
-  if (shardings_.empty() && gathers_by_schedule(schedule))
+  if (shardings_.empty() && pipeline::any_kind(schedule, pipeline::is_parameter_action))
     for (const Stage& stage : stages_) shardings_.emplace_back(stage.model->root());
 
   StepPlan plan;
-  plan.boundaries_ = std::move(boundaries);
-  plan.num_stages_ = schedule.num_stages;
-  plan.num_micro_batches_ = schedule.num_micro_batches;
+  plan.boundaries = std::move(boundaries);
+  plan.num_stages = schedule.num_stages;
+  plan.num_micro_batches = schedule.num_micro_batches;
   for (const Action& action : schedule.ranks[static_cast<size_t>(rank)])
-    plan.actions_.push_back(planned(action, schedule));
+    plan.actions.push_back(planned(action, schedule));
   if (has_communication(schedule)) join_messages(plan, schedule);
   std::set<size_t> done;  // stages
-  for (auto planned = plan.actions_.rbegin(); planned != plan.actions_.rend(); ++planned)
+  for (auto planned = plan.actions.rbegin(); planned != plan.actions.rend(); ++planned)
     if (planned->action.kind == Kind::Backward || planned->action.kind == Kind::BackwardInput)
       planned->last_backward = done.insert(planned->stage).second;
   return plan;
@@ -140,17 +426,10 @@ StepPlan PipelineRunner::plan(const Schedule& schedule, std::vector<TensorType> 
 // theirs.
 std::string PipelineRunner::failure_of(const StepPlan& plan, size_t action, const std::string& reason) const {
   const std::string mine =
-      str("in action ", to_string(plan.actions_[action].action), " (", action + 1, " of ",
-          plan.actions_.size(), ") of pipeline rank ", links_.mesh().rank(), ": ", reason);
+      str("in action ", to_string(plan.actions[action].action), " (", action + 1, " of ", plan.actions.size(),
+          ") of pipeline rank ", links_.mesh().rank(), ": ", reason);
   const std::string first = dist::tell_failure(links_.mesh().world(), mine, [this] { links_.close(); });
   return first.empty() ? mine : str(mine, "\nThe first to fail was ", first);
-}
-
-// Drops what an exception left of an earlier step.
-void PipelineRunner::prepare_step() {
-  for (ScheduledSharding& sharding : shardings_) sharding.discard();
-  if (!shardings_.empty()) return;
-  for (const Stage& stage : stages_) discard_gradients(stage.model->root());
 }
 
 void PipelineRunner::set_schedules(const ScheduleParts& training,
@@ -171,30 +450,32 @@ at::Tensor PipelineRunner::forward_backward(const std::vector<data::Batch>& batc
 
 at::Tensor PipelineRunner::forward(const data::Batch& batch, int64_t global_valid_tokens) {
   const StepPlan& plan = evaluation_.value();
-  return run(plan, split_rows({batch}, batch.input_BS.size(0) / plan.num_micro_batches()),
-             global_valid_tokens);
+  return run(plan, split_rows({batch}, batch.input_BS.size(0) / plan.num_micro_batches), global_valid_tokens);
 }
 
 at::Tensor PipelineRunner::run(const StepPlan& plan, const std::vector<data::Batch>& micro_batches,
                                int64_t global_valid_tokens) {
   check_valid_tokens(global_valid_tokens);
-  TITAN_CHECK(micro_batches.size() == static_cast<size_t>(plan.num_micro_batches_), "a plan for ",
-              plan.num_micro_batches_, " micro-batches got ", micro_batches.size());
+  TITAN_CHECK(micro_batches.size() == static_cast<size_t>(plan.num_micro_batches), "a plan for ",
+              plan.num_micro_batches, " micro-batches got ", micro_batches.size());
   TITAN_CHECK(
       !failed_,
       "a step of this pipeline has failed, and messages of its stages may still be on the way: the next step "
       "would take them for its own. Start the job again");
-  prepare_step();
+  // Drops what an exception left of an earlier step.
+  for (ScheduledSharding& sharding : shardings_) sharding.discard();
+  if (shardings_.empty())
+    for (const Stage& stage : stages_) discard_gradients(stage.model->root());
   size_t action = 0;
   try {
     RunningStep step(*this, plan, micro_batches,
                      global_valid_tokens);  // destroyed before its failure is reported
-    for (; action < plan.actions_.size(); ++action)
-      times_ ? step.perform_timed(plan.actions_[action], *times_) : step.perform(plan.actions_[action]);
+    for (; action < plan.actions.size(); ++action)
+      times_ ? step.perform_timed(plan.actions[action], *times_) : step.perform(plan.actions[action]);
     return step.finish();
   } catch (const std::exception& error) {
     failed_ = true;
-    throw Error(failure_of(plan, std::min(action, plan.actions_.size() - 1), reason_of(error)));
+    throw Error(failure_of(plan, std::min(action, plan.actions.size() - 1), reason_of(error)));
   }
 }
 

@@ -3,21 +3,24 @@
 // [Note: pipeline runner]
 // A schedule (parallel/pipeline_schedule.h) says what a rank does in one optimizer step: forwards and
 // backwards of its stages, messages to other ranks, and when parameters are gathered, freed and reduced. The
-// runner makes a plan of it once, with everything looked up, and runs that in every step (running_step.h).
+// runner makes a plan of it once, with everything looked up, and runs that in every step.
 //
 // A schedule with Unshard actions takes the stages' parameters out of the hands of fully_shard's hooks
 // (ScheduledSharding). One without leaves them there: each layer gathers before its use.
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "parallel/pipeline_runtime.h"
 #include "titan/dist/device_mesh.h"
+#include "titan/parallel/parameters.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "train/pipeline/tied_gradients.h"
 #include "train/step_runner.h"
 
 namespace titan::train {
@@ -36,11 +39,7 @@ std::vector<data::Batch> split_rows(const std::vector<data::Batch>& batches, int
 
 /// A schedule as one rank runs it, with everything looked up: made once by PipelineRunner::plan, run many
 /// times.
-class StepPlan {
- public:
-  int num_micro_batches() const { return num_micro_batches_; }
-
-  /// The runner's own.
+struct StepPlan {
   struct Planned {
     pipeline::Action action;
     size_t stage = 0;             // among this rank's
@@ -52,14 +51,59 @@ class StepPlan {
     bool last_backward = false;
     bool joined_with_next = false;  // a message that goes in one call with the next action's
   };
+  std::vector<Planned> actions;
+  std::vector<TensorType> boundaries;  // by the stage that they enter
+  int num_stages = 0;                  // on all ranks
+  int num_micro_batches = 0;
+};
+
+/// A parameter that several pipeline stages have (tied embeddings): one value, whose gradient is the sum of
+/// what each stage's copy got.
+class TiedGradients {
+ public:
+  TiedGradients() = default;
+  /// `parameters`: of all stages here, in their order; copies bear one name. Marks all but the
+  /// pipeline's first as duplicates. Collective over `pp`.
+  TiedGradients(std::vector<Parameter>& parameters, const DeviceMesh& pp);
+  /// Gives each copy the sum of all copies' gradients, which are reduced already.
+  void sum() const;
 
  private:
-  friend class PipelineRunner;
-  friend class RunningStep;
-  std::vector<Planned> actions_;
-  std::vector<TensorType> boundaries_;  // by the stage that they enter
-  int num_stages_ = 0;                  // on all ranks
-  int num_micro_batches_ = 0;
+  struct Tied {
+    std::vector<at::Tensor> copies;      // leaves, here
+    std::shared_ptr<dist::Group> group;  // null: all copies are here
+    const char* name = "";
+  };
+  std::vector<Tied> tied_;
+};
+
+/// Memory for messages of one step, reused from micro-batch to micro-batch: as many buffers as are in use at
+/// once.
+class ReceiveBuffers {
+ public:
+  explicit ReceiveBuffers(at::Device device) : device_(device) {}
+
+  /// A tensor without a graph, whose memory nobody else has: a tensor that this gave before, a view of it or
+  /// what a graph saved of it keeps the memory from being given again. Its content is anything.
+  at::Tensor take(const TensorType& type) {
+    for (const at::Tensor& buffer : buffers_)
+      if (buffer.sizes() == type.sizes && buffer.scalar_type() == type.dtype && is_free(buffer))
+        return buffer.variable_data();
+    buffers_.push_back(at::empty(type.sizes, at::TensorOptions(device_).dtype(type.dtype)));
+    return buffers_.back().variable_data();
+  }
+
+ private:
+  // On the host a backend's thread may have been the last to let go: what it did comes before what follows.
+  // On a GPU whoever let go has queued all that uses the memory, and a receive starts after what is queued.
+  static bool is_free(const at::Tensor& buffer) {
+    if (buffer.storage().use_count() != 1) return false;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return true;
+  }
+
+  at::Device device_;
+  std::vector<at::Tensor> buffers_;
 };
 
 /// A schedule, and what enters each of its stages for one micro-batch.
@@ -109,7 +153,6 @@ class PipelineRunner final : public StepRunner {
 
  private:
   friend class RunningStep;
-  void prepare_step();
   int64_t local_stage(int index) const;
   void join_messages(StepPlan& plan, const pipeline::Schedule& schedule) const;
   StepPlan::Planned planned(const pipeline::Action& action, const pipeline::Schedule& schedule) const;

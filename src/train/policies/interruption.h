@@ -6,7 +6,7 @@
 // [Note: stopping]
 //   note    a handler writes down the first signal; this rank continues with its step (SignalWatch)
 //   tell    a thread puts it into the job's store, for a peer that waits for data (SignalListener)
-//   agree   all ranks hear of it before the same step's forward (agreement.h)
+//   agree   all ranks hear of it before the same step's forward (step_runner.h)
 //   save    what isn't saved yet, once; then the run ends as one that is through, with exit code 0 (but where
 //           torchrun's agent stopped its ranks: src/cli/train.h)
 //

@@ -3,58 +3,44 @@
 #include <chrono>
 
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
 #include "core/units.h"
 #include "titan/core/error.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 #include "titan/train/trainer.h"
 
 namespace titan::train {
 
 void describe(config::Table<ValidationSettings>& table) {
-  table.field("enable", &ValidationSettings::enable, "validate at step 1 and every freq steps");
-  table.field("dataset", &ValidationSettings::dataset, "data source; see docs/data.md");
-  table.field("dataset_path", &ValidationSettings::dataset_path,
-              "file, folder or glob that the source reads");
-  table.field("local_batch_size", &ValidationSettings::local_batch_size,
+  using Settings = ValidationSettings;
+  table.field("enable", &Settings::enable, "validate at step 1 and every freq steps");
+  table.field("dataset", &Settings::dataset, "data source; see docs/data.md");
+  table.field("dataset_path", &Settings::dataset_path, "file, folder or glob that the source reads");
+  table.field("local_batch_size", &Settings::local_batch_size,
               "sequences per data-parallel rank and micro-batch", config::at_least(1));
   table.field(
-      "global_batch_size", &ValidationSettings::global_batch_size,
+      "global_batch_size", &Settings::global_batch_size,
       "sequences of a batch of all ranks, whatever their number: with `steps`, what is validated then "
       "doesn't depend on it; -1: local_batch_size x data-parallel ranks",
       config::positive_or_minus_one());
-  table.field("seq_len", &ValidationSettings::seq_len, "tokens per sequence, at most training.seq_len",
+  table.field("seq_len", &Settings::seq_len, "tokens per sequence, at most training.seq_len",
               config::at_least(1));
-  table.field("freq", &ValidationSettings::freq, "steps from one validation to the next",
-              config::at_least(1));
-  table.field("steps", &ValidationSettings::steps, "batches of a validation; -1: the whole set once",
+  table.field("freq", &Settings::freq, "steps from one validation to the next", config::at_least(1));
+  table.field("steps", &Settings::steps, "batches of a validation; -1: the whole set once",
               config::positive_or_minus_one());
-  table.table("dataloader", &ValidationSettings::dataloader);
+  table.table("dataloader", &Settings::dataloader);
 }
-
-namespace {
-
-/// Evaluation mode without gradients, until the end of the scope.
-class EvaluationMode {
- public:
-  explicit EvaluationMode(const std::vector<ModelPart>& models) : models_(models) { set_training(false); }
-  ~EvaluationMode() { set_training(true); }
-
- private:
-  void set_training(bool training) const {
-    for (const ModelPart& part : models_) part.model->root().module().train(training);
-  }
-
-  const std::vector<ModelPart>& models_;
-  c10::NoGradGuard no_grad_;
-};
-
-}  // namespace
 
 std::optional<ValidationResult> validate(StepRunner& runner, const DeviceMesh& loss_mesh,
                                          const ValidationBatches& batches, int64_t max_batches) {
-  const EvaluationMode evaluation(runner.models());
+  const auto set_training = [&](bool training) {
+    for (const ModelPart& part : runner.models()) part.model->root().module().train(training);
+  };
+  set_training(false);
+  const auto back_to_training = c10::make_scope_exit([&] { set_training(true); });
+  const c10::NoGradGuard no_grad;
   const auto start = std::chrono::steady_clock::now();
   ValidationResult result;
   double local_loss_sum = 0;

@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "job/pipeline_stages.h"
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
-#include "titan/parallel/pipeline_split.h"
 #include "unit/cli/load_preset.h"
 #include "unit/cli/words.h"
 

@@ -5,11 +5,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
 #include "titan/models/llama3.h"
 #include "titan/parallel/activation_checkpoint.h"
 #include "titan/parallel/parameters.h"
-#include "titan/parallel/pipeline_split.h"
 #include "unit/models/small_llama.h"
 
 namespace titan::models {

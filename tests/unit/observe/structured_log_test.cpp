@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "observe/structured_log.h"
-#include "titan/train/metrics.h"
+#include "titan/train/run_observer.h"
 #include "unit/data/temporary_folder.h"
 
 namespace titan::train {

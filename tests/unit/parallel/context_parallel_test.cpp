@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include "parallel/context/key_values.h"
-#include "parallel/context/sequence_layout.h"
+#include "parallel/context/distributed_attention.h"
+#include "parallel/scratch.h"
 #include "titan/core/error.h"
 #include "titan/dist/world.h"
 #include "titan/models/llama3.h"

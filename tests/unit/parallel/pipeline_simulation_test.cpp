@@ -9,7 +9,6 @@
 
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_simulation.h"
 #include "unit/parallel/pipeline_cases.h"
 
 namespace titan::pipeline {

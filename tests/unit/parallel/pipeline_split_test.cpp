@@ -4,9 +4,9 @@
 #include <optional>
 #include <random>
 
+#include "parallel/pipeline/split.h"
 #include "titan/core/error.h"
 #include "titan/parallel/pipeline_schedule.h"
-#include "titan/parallel/pipeline_split.h"
 
 namespace titan::pipeline {
 namespace {

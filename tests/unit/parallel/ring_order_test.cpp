@@ -26,11 +26,7 @@ class PlayedRank {
   PlayedRank(int rank, int size, const ContextParallelOptions& options)
       : world_(dist::init({.backend = "fake", .fake_rank = rank, .fake_world_size = size})) {
     const SequenceLayout layout(size, options.load_balancer);
-    if (options.attention == ContextAttention::AllGatherKv) {
-      attention_ = std::make_unique<GatheredAttention>(world_.everyone(), layout);
-    } else {
-      attention_ = std::make_unique<RingAttention>(world_.everyone(), layout, options.rotate_method);
-    }
+    attention_ = make_attention(world_.everyone(), layout, options);
   }
 
   void forward() { sum_ = attention_->forward(q_, kv_, kv_, kForward); }

@@ -12,8 +12,6 @@
 #include "titan/parallel/fsdp.h"
 #include "titan/parallel/pipeline_schedule.h"
 #include "train/pipeline/pipeline_runner.h"
-#include "train/pipeline/running_step.h"
-#include "train/pipeline/tied_gradients.h"
 
 namespace titan::train {
 namespace {

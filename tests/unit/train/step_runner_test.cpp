@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "train/agreement.h"
 #include "train/pipeline/pipeline_runner.h"
 #include "train/policies/validation.h"
 #include "unit/train/toy_model.h"

@@ -1,8 +1,7 @@
-#include "train/policies/step_numbers.h"
+#include "train/step_runner.h"
 
 #include <cmath>
 #include <limits>
-#include <optional>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -12,6 +11,7 @@
 
 #include "dist/stream.h"
 #include "titan/dist/collectives.h"
+#include "titan/train/trainer.h"
 
 namespace titan::train {
 
@@ -51,34 +51,6 @@ class ReadAtOnce final : public StepNumbers {
   StepValues values_;
 };
 
-// A copy from the device to the host that was queued.
-class QueuedValues {
- public:
-  QueuedValues(int64_t step, const at::Tensor& loss, const at::Tensor& flag, optim::LaunchedGradNorm norm)
-      : step_(step), norm_(std::move(norm)) {
-    const at::Tensor values =
-        at::cat({loss.detach().to(at::kDouble).view({1}), flag.view({1}), norm_.squares});
-    const bool on_device = !values.is_cpu();
-    host_ = at::empty(values.sizes(), values.options().device(at::kCPU).pinned_memory(on_device));
-    host_.copy_(values, /*non_blocking=*/on_device);
-    copied_ = dist::Stream::current(values.device()).record();
-  }
-  StepValues read(const dist::World& world) {
-    copied_.synchronize();
-    const double* values = host_.const_data_ptr<double>();
-    return {.step = step_,
-            .local_loss = values[0],
-            .loss_rank = rank_from(world, values[1]),
-            .grad_norm = norm_.read(values + 2)};
-  }
-
- private:
-  int64_t step_;
-  optim::LaunchedGradNorm norm_;
-  at::Tensor host_;  // [loss, flag, squares of ranks...], pinned where there is a GPU
-  dist::Event copied_;
-};
-
 class ReadLate final : public StepNumbers {
  public:
   ReadLate(TrainerParts& parts, double max_norm) : parts_(parts), max_norm_(max_norm) {}
@@ -96,10 +68,25 @@ class ReadLate final : public StepNumbers {
   void update_weights() override {
     const at::NoGradGuard no_grad;
     parts_.optimizer.step_unless(skip_);
-    queued_.emplace(clipped_.step, clipped_.loss, clipped_.flag, std::move(clipped_.norm));
+    queued_ = {};  // its memory serves again
+    const at::Tensor values = at::cat(
+        {clipped_.loss.detach().to(at::kDouble).view({1}), clipped_.flag.view({1}), clipped_.norm.squares});
+    const bool on_device = !values.is_cpu();
+    queued_.host = at::empty(values.sizes(), values.options().device(at::kCPU).pinned_memory(on_device));
+    queued_.host.copy_(values, /*non_blocking=*/on_device);
+    queued_.copied = dist::Stream::current(values.device()).record();
+    queued_.step = clipped_.step;
+    queued_.norm = std::move(clipped_.norm);
     clipped_ = {};
   }
-  StepValues read() override { return queued_->read(parts_.world); }
+  StepValues read() override {
+    queued_.copied.synchronize();
+    const double* values = queued_.host.const_data_ptr<double>();
+    return {.step = queued_.step,
+            .local_loss = values[0],
+            .loss_rank = rank_from(parts_.world, values[1]),
+            .grad_norm = queued_.norm.read(values + 2)};
+  }
   bool are_late() const override { return true; }
 
  private:
@@ -108,12 +95,19 @@ class ReadLate final : public StepNumbers {
     at::Tensor loss, flag;
     optim::LaunchedGradNorm norm;
   };
+  // A copy from the device to the host.
+  struct Queued {
+    int64_t step = 0;
+    optim::LaunchedGradNorm norm;
+    at::Tensor host;  // [loss, flag, squares of ranks...], pinned where there is a GPU
+    dist::Event copied;
+  };
 
   TrainerParts& parts_;
   double max_norm_;
   at::Tensor skip_;
   Clipped clipped_;
-  std::optional<QueuedValues> queued_;
+  Queued queued_;
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 //
 // The split is TorchTitan's: layers are dealt evenly, the embedding and the head counting for some of them
 // (distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part); or it is given as lists, or found by
-// balanced_split().
+// split_balanced().
 
 #include <cstdint>
 #include <limits>
@@ -50,7 +50,7 @@ StageModules split_by_lists(const ModuleSequence& sequence, const StageModules& 
 /// "tok_embeddings, layers.0..7": names in call order, runs of layers short.
 std::string short_list(const std::vector<std::string>& modules);
 
-// A split into stages that take the same time, from what each module costs. Plain data, no tensors.
+// A split into stages that take the same time, from what each module costs.
 //
 // A pipeline is as fast as its slowest stage, so the split minimizes the largest stage's forward and
 // backward. The stages of one rank share its memory.
