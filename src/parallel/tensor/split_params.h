@@ -53,7 +53,7 @@ struct SplitParams final : nn::ParamParts {
   std::vector<PartOfParam> parts;
   std::shared_ptr<Traffic> traffic = std::make_shared<Traffic>();  ///< of its own gathers, as a loss head's
   std::string layouts;  ///< of the activations, for plan_rows(): "in Replicate; out Shard(-1)"
-  /// Of the exchange that the module's product is part of; null: none is.
+  /// The traffic of the exchange that the module's product is part of; null: none is.
   std::shared_ptr<const Traffic> exchanged;
   const char* exchanged_collectives = "";  ///< a literal, what it comes to, forward / backward
 };
