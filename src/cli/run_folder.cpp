@@ -10,10 +10,10 @@
 #include <tuple>
 
 #include "cli/text.h"
+#include "config/document.h"
 #include "core/file.h"
 #include "core/json.h"
 #include "titan/config/load.h"
-#include "config/document.h"
 #include "titan/core/error.h"
 #include "train/policies/interruption.h"
 

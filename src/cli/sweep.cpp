@@ -25,13 +25,13 @@
 #include "cli/parser.h"
 #include "cli/run_folder.h"
 #include "cli/text.h"
-#include "titan/config/load.h"
 #include "config/document.h"
+#include "core/file.h"
 #include "core/json.h"
 #include "job/build.h"
+#include "titan/config/load.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"
-#include "core/file.h"
 #include "titan/core/log.h"
 
 namespace titan::cli::sweep {

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <set>
 
+#include "core/file.h"
 #include "core/json.h"
 #include "core/utf8.h"
-#include "core/file.h"
 #include "titan/config/load.h"
 #include "titan/config/table.h"
 #include "titan/core/error.h"

@@ -16,8 +16,8 @@
 #include "titan/data/feed.h"
 #include "titan/observe/metrics.h"
 #include "train/checkpoints/run_checkpoints.h"
-#include "train/policies/validation.h"
 #include "train/policies/fault_tolerance.h"
+#include "train/policies/validation.h"
 
 namespace titan::train {
 

@@ -12,8 +12,8 @@
 #include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
-#include "dist/stream.h"
 #include "core/units.h"
+#include "dist/stream.h"
 #include "job/pipeline_stages.h"
 #include "parallel/activation_checkpoint/budget.h"
 #include "titan/core/error.h"

@@ -133,7 +133,7 @@ std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batche
   return stopping_ ? std::nullopt : std::optional(agreed.tokens);
 }
 
-// The learning rate of step k is factor(k - 1), whatever happened before.
+// The learning rate of the schedule's step k is factor(k - 1): it depends on the number of the step alone.
 void Trainer::schedule_step() {
   parts_.optimizer.set_lr_factor(parts_.schedule.factor(progress_.schedule_steps++));
 }

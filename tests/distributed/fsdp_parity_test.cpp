@@ -7,8 +7,8 @@
 
 #include <gtest/gtest.h>
 
-#include "data/feed/feeds.h"
 #include "core/file.h"
+#include "data/feed/feeds.h"
 #include "distributed/llama_case.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/core/error.h"

@@ -32,7 +32,7 @@ namespace titan::optim {
 
 // ---- settings; keys and defaults are TorchTitan's
 
-/// [optimizer]. Rules of their own have the rest of their settings in [optimizer.args].
+/// [optimizer]. A registered rule's other settings are in [optimizer.args].
 struct OptimizerSettings {
   std::string name = "AdamW";  ///< an entry of optimizers()
   double lr = 8e-4;            ///< peak; the schedule multiplies it by a factor

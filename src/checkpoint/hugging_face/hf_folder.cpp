@@ -15,9 +15,9 @@
 
 #include "checkpoint/hugging_face/hf_json.h"
 #include "core/durable.h"
+#include "core/file.h"
 #include "core/json.h"
 #include "titan/checkpoint/storage.h"
-#include "core/file.h"
 #include "titan/core/error.h"
 
 namespace titan {

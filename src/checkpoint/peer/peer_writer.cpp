@@ -10,8 +10,8 @@
 
 #include "checkpoint/format/stored_files.h"
 #include "checkpoint/save/rank_tree.h"
-#include "core/units.h"
 #include "core/file.h"
+#include "core/units.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"

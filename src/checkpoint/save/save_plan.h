@@ -12,8 +12,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "checkpoint/format/rank_file.h"
-#include "titan/checkpoint/checkpointer.h"
 #include "dist/stream.h"
+#include "titan/checkpoint/checkpointer.h"
 
 namespace titan::checkpoint::detail {
 

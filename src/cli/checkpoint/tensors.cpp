@@ -20,9 +20,9 @@
 #include "cli/checkpoint/commands.h"
 #include "cli/parser.h"
 #include "cli/text.h"
-#include "titan/config/load.h"
 #include "core/json.h"
 #include "titan/checkpoint/step_folder.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
 
 namespace titan::cli {

@@ -10,6 +10,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "cli/report/page.h"
 #include "cli/text.h"
 #include "core/json.h"
 #include "titan/core/error.h"

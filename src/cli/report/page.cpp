@@ -14,8 +14,8 @@
 #include "cli/text.h"
 #include "core/file.h"
 #include "core/process.h"
-#include "titan/config/load.h"
 #include "job/job_config.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
 
 namespace titan::cli::report {

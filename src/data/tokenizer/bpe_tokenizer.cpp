@@ -4,13 +4,13 @@
 #include <bitset>
 #include <unordered_map>
 
+#include "core/file.h"
 #include "core/hash.h"
 #include "core/json.h"
 #include "core/utf8.h"
 #include "data/tokenizer/merges.h"
 #include "data/tokenizer/pre_tokenizer.h"
 #include "titan/core/error.h"
-#include "core/file.h"
 
 namespace titan::data {
 namespace {

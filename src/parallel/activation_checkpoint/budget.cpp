@@ -12,8 +12,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "dist/stream.h"
 #include "core/units.h"
+#include "dist/stream.h"
 #include "parallel/activation_checkpoint/recompute.h"
 #include "titan/core/error.h"
 #include "titan/core/log.h"

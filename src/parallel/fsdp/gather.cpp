@@ -1,3 +1,6 @@
+// ParamGroup turns its shards into compute parameters: start_gather issues the all-gather, finish_unshard waits
+// for it. Weights in Float8 are cast first, with scales that all ranks agree on.
+
 #include <algorithm>
 #include <cstring>
 #include <utility>

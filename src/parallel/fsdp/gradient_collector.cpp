@@ -1,3 +1,5 @@
+// Gradients of a group become gradients of its shards: start_reduce issues the reduce-scatter.
+
 #include "parallel/fsdp/gradient_collector.h"
 
 #include <algorithm>

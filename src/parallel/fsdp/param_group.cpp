@@ -9,13 +9,13 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "parallel/interned.h"
+#include "parallel/pipeline_runtime.h"
 #include "tensor/memory.h"
 #include "titan/core/crash.h"
 #include "titan/core/error.h"
 #include "titan/dist/device_mesh.h"
 #include "titan/nn/layers.h"
 #include "titan/parallel/fsdp.h"
-#include "parallel/pipeline_runtime.h"
 
 namespace titan::fsdp {
 

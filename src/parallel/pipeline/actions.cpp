@@ -8,8 +8,8 @@
 #include <string_view>
 #include <utility>
 
-#include "titan/core/error.h"
 #include "core/file.h"
+#include "titan/core/error.h"
 
 namespace titan::pipeline {
 

@@ -11,14 +11,14 @@
 #include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
-#include "titan/config/load.h"
+#include "core/file.h"
 #include "core/process.h"
 #include "core/units.h"
 #include "titan/checkpoint/safetensors.h"
 #include "titan/checkpoint/step_folder.h"
 #include "titan/checkpoint/storage.h"
+#include "titan/config/load.h"
 #include "titan/core/error.h"
-#include "core/file.h"
 #include "titan/core/log.h"
 #include "titan/train/trainer.h"
 #include "train/checkpoints/peer_saves.h"

@@ -145,8 +145,9 @@ TEST(Modules, CanKeepATensorWithItsGraph) {
   EXPECT_TRUE(got.x.equal(expected.x));
   EXPECT_TRUE(got.weight.equal(expected.weight));
   // The graph is now the recompute's, which kept only its own input.
-  EXPECT_NE(message_of([&] { module->kept.backward(); }).find("detach() tensors that a checkpointed module keeps"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of([&] { module->kept.backward(); }).find("detach() tensors that a checkpointed module keeps"),
+      std::string::npos);
   const int64_t scalar = 4, input = 3 * 4 * 4, before = meter.bytes();
   module->kept.reset();
   EXPECT_GE(meter.bytes(), before - (scalar + input));
