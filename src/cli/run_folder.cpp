@@ -23,8 +23,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A TOML string without quotes and escapes; other values as they are.
+// A TOML string without quotes and escapes; other values as they are, and "" of a key that is not set.
 std::string text_of_toml(const std::string& value) {
+  if (value.empty()) return value;
   const config::Document document = config::read_toml("value = " + value, "");
   if (!document.problems.empty() || document.leaves.size() != 1) return value;
   const auto* text = std::get_if<std::string>(&document.leaves.front().value.value);

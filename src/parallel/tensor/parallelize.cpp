@@ -29,8 +29,9 @@ using tp::ConversionHook;
 using tp::PartOfParam;
 using tp::SplitParams;
 
-// Component by component: FNM_PATHNAME keeps a "*" within one.
+// Component by component: FNM_PATHNAME keeps a "*" within one. The root, which has none, matches only "".
 bool matches(std::string pattern, std::string name) {
+  if (pattern.empty() != name.empty()) return false;
   std::replace(pattern.begin(), pattern.end(), '.', '/');
   std::replace(name.begin(), name.end(), '.', '/');
   return ::fnmatch(pattern.c_str(), name.c_str(), FNM_PATHNAME) == 0;
