@@ -315,7 +315,10 @@ class Watchdog::Impl {
     const bool is_deaf = world_.rank() == 0 && !inbox_.is_connected;
     for (size_t rank = 0; rank < inbox_.beats.size(); ++rank) {
       const auto& beat = inbox_.beats[rank];
-      if (!beat) continue;
+      if (!beat) {  // a rank that hasn't heard of rank 0 waits as long as for a silent one before it judges
+        if (rank == 0 && world_.rank() != 0) silences_[0].look(now, /*moved=*/false, longest_gap);
+        continue;
+      }
       const bool is_new = std::exchange(last_numbers_[rank], beat->number) != beat->number;
       silences_[rank].look(now, is_new || is_deaf, longest_gap);
     }
@@ -409,8 +412,8 @@ class Watchdog::Impl {
       return all;
     }
     RankView rank0 = view_of(0);
-    const bool rank0_judges =
-        rank0.beat && rank0.beat->state == RunState::Runs && rank0.silent_ms <= outbox_.beat.silence_limit_ms;
+    const bool rank0_judges = (!rank0.beat || rank0.beat->state == RunState::Runs) &&
+                              rank0.silent_ms <= outbox_.beat.silence_limit_ms;
     if (rank0_judges) return {};
     return {std::move(rank0), view_of(world_.rank())};
   }

@@ -53,12 +53,10 @@ TEST_P(NanRun, NamesTheModuleOfABackward) {
 TEST_P(NanRun, TracesANonFiniteGradientToItsRankAndModule) {
   const CommandResult result = run_spoiled("layers.1.feed_forward.w2 backward", {});
   EXPECT_EQ(result.status, 3) << result.err;
-  for (int rank_that_tells = 0; rank_that_tells < GetParam().ranks; ++rank_that_tells) {
-    const std::string tag = GetParam().ranks > 1 ? str("\\[rank ", rank_that_tells, "\\] ") : "";
-    EXPECT_THAT(result.err,
-                ContainsRegex(tag + "Run again, it shows where. step [1-4], " + rank() +
-                              "the backward of module 'layers.1.feed_forward.w2' is the first to give"));
-  }
+  // All ranks say it, but the first to end may end the others before they have printed it.
+  EXPECT_THAT(result.err,
+              ContainsRegex("Run again, it shows where. step [1-4], " + rank() +
+                            "the backward of module 'layers.1.feed_forward.w2' is the first to give"));
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("the gradient norm isn't finite, though the losses of all ranks are"),
                     HasSubstr("The optimizer step was not taken"), Not(HasSubstr("come to such numbers"))));
