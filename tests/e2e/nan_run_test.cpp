@@ -56,7 +56,7 @@ TEST_P(NanRun, TracesANonFiniteGradientToItsRankAndModule) {
   for (int rank_that_tells = 0; rank_that_tells < GetParam().ranks; ++rank_that_tells) {
     const std::string tag = GetParam().ranks > 1 ? str("\\[rank ", rank_that_tells, "\\] ") : "";
     EXPECT_THAT(result.err,
-                ContainsRegex(tag + "Run again, it shows where. step [1-4], " + rank() +
+                ContainsRegex(tag + "The replay found the source. step [1-4], " + rank() +
                               "the backward of module 'layers.1.feed_forward.w2' is the first to give"));
   }
   EXPECT_THAT(result.err,
@@ -94,7 +94,7 @@ TEST(NanRunInAPipeline, TracesALossToTheStageBefore) {
   EXPECT_EQ(result.status, 3) << result.err;
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("the loss isn't finite on rank 1"),
-                    ContainsRegex("Run again, it shows where. step [1-4], rank 0: the output of module "
+                    ContainsRegex("The replay found the source. step [1-4], rank 0: the output of module "
                                   "'layers.0.feed_forward.w2' is the first that isn't finite, though its")));
 }
 
