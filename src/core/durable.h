@@ -8,8 +8,8 @@
 //   write_gzip_atomic   the same, compressed
 //   AppendFile          a log: each append reaches the operating system, sync() reaches the disk
 //
-// Folders are written under a temporary name, synced, renamed, and their parent synced, with the calls at the
-// end. Every Error names the path and the reason. Only flight dumps are written elsewhere
+// Folders are written under a temporary name, synced and renamed, and then their parent is synced, using the
+// functions at the end of this file. Every Error names the path and the reason. Only flight dumps are written elsewhere
 // (guard/flight_dump.cpp): a signal handler may call nothing of this.
 
 #include <fcntl.h>

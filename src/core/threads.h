@@ -14,7 +14,7 @@
 
 namespace titan {
 
-/// Threads made in its scope receive no signals: those are for the thread that trains.
+/// Threads that are created in its scope block all signals but faults.
 class SignalsBlocked {
  public:
   SignalsBlocked() {

@@ -1,3 +1,6 @@
+// The report of a hang, its files, and the reason that a failing rank gives. The watchdog calls them:
+// explain_failure when a rank of the job fails, the others when the job hangs.
+
 #include "guard/hang_report.h"
 
 #include <signal.h>
@@ -75,7 +78,7 @@ std::filesystem::path stacks_path(const std::filesystem::path& folder, int rank)
   return folder / str("stacks_", rank, ".txt");
 }
 
-// The same file system may have hung the job.
+// Writes on a side thread with a time limit, because the file system may be what hangs.
 void leave_files(const HangFiles& files, SideThread& thread, std::chrono::milliseconds limit) {
   thread.post([files] {
     try {
@@ -108,8 +111,8 @@ constexpr const char* kExplanationKey = "explanation";
 constexpr const char* kReadKey = "explanations_read";
 
 constexpr auto kExplanationLimit = 6s;
-constexpr auto kJoinLimit =
-    1s;  // for joining the records once they are read, which takes half as long as reading
+// For joining the records once they are read, which takes half as long as reading.
+constexpr auto kJoinLimit = 1s;
 constexpr auto kReadLimit = 1s;
 static_assert(1s + kExplanationLimit + kReadLimit <= kExplainsWithin);
 
@@ -131,7 +134,7 @@ std::string lost_ranks(c10d::Store& store, int rank, int size) {
   return count > 4 ? str(text, " and ", count - 4, " more ranks") : text;
 }
 
-// Without a lost rank, those whose record isn't there have left it on another file system.
+// If no rank is lost, a missing record lies on a file system that this rank can't see.
 std::string find_cause(c10d::Store& store, const FailureScene& scene) {
   const auto end = Clock::now() + kExplanationLimit;
   std::string text = scene.size > 1 ? lost_ranks(store, scene.rank, scene.size) : "";
@@ -140,7 +143,7 @@ std::string find_cause(c10d::Store& store, const FailureScene& scene) {
   return str(text, text.empty() ? "" : "; ", "first to fail was rank ", scene.rank, ": ", scene.failure);
 }
 
-// Rank 0's process may keep the store, and is about to end.
+// Rank 0 waits for the readers: its process may keep the store, and is about to end.
 void let_others_read(c10d::Store& store, int size) {
   const auto end = Clock::now() + kReadLimit;
   while (Clock::now() < end && store.add(kReadKey, 0) + 1 < size) std::this_thread::sleep_for(20ms);
@@ -182,8 +185,8 @@ std::string explain_failure(const FailureScene& scene) {
 }
 
 std::string explain_alone(const FailureScene& scene, const std::string& known) {
-  return str(known, scene.first_rank_life.empty() ? "" : ": " + scene.first_rank_life, "; this is rank ",
-             scene.rank, ": ", scene.failure);
+  return str(known, scene.first_rank_last_words.empty() ? "" : ": " + scene.first_rank_last_words,
+             "; this is rank ", scene.rank, ": ", scene.failure);
 }
 
 }  // namespace titan::dist

@@ -51,7 +51,8 @@ struct FailureScene {
   std::string failure;  ///< one line
   Mail::Connect connect;
   std::filesystem::path records;  ///< folder of the flight records; empty: none are written
-  std::string first_rank_life;    ///< what rank 0, whose process may keep the store, said last; may be empty
+  /// Rank 0's, whose process may keep the store; may be empty.
+  std::string first_rank_last_words;
 };
 
 /// The same line on all ranks that fail. Blocks as long as the store does; otherwise returns within

@@ -14,7 +14,8 @@
 
 namespace titan::train {
 
-/// A label hook around another one, which may be null. Its own part is the outer one.
+/// A label hook around another one, which may be null: before() runs ahead of the inner hook, after() after
+/// it.
 class ModuleProbe : public nn::CallHook {
  public:
   explicit ModuleProbe(std::shared_ptr<nn::CallHook> inner) : inner_(std::move(inner)) {}

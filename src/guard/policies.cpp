@@ -123,17 +123,18 @@ bool RewindOnSpike::rewind(Trainer& trainer) {
 
 // [Note: which rank made the number]
 // A number that isn't finite travels through the ranks: in the forward to later stages, in the backward to
-// earlier ones, and from a layer that sums parts over tensor-parallel ranks, or over ranks that share rows, to all of these. The
-// rank that made it meets it first: in a forward rather than a backward; there in the first stage, here in
-// the last; and among ranks that call the same modules, at the lowest count of calls. Among ranks that meet
-// it in the same call, one that was given the number says more than one that got it out of a sum.
+// earlier ones. A layer that sums parts over tensor-parallel ranks, or over ranks that share rows, spreads it
+// to all of these. The rank that made it meets it first: in a forward before a backward; in a forward at the
+// first stage, in a backward at the last; and among ranks that call the same modules, after the fewest calls.
+// Among ranks that meet it in the same call, one that was given the number says more than one that got it out
+// of a sum.
 
 namespace {
 
 constexpr dist::Label kReplayLabel{"train::replay_step"};
 constexpr int64_t kStages = 1'000'000;  // more than any pipeline has
 
-// A text by which findings sort as the note says.
+// A sort key: keys compare in the order of [Note: which rank made the number].
 std::string place_in_order(const NanFinding& finding, int64_t stage) {
   std::ostringstream key;
   key << finding.in_backward << std::setfill('0') << std::setw(7)
@@ -142,7 +143,7 @@ std::string place_in_order(const NanFinding& finding, int64_t stage) {
   return key.str();
 }
 
-// A probe sees the result of such a sum, not this rank's part of it.
+// Names the ranks that share such sums: a probe sees the result of a sum, not this rank's part of it.
 std::string who_adds_up(const Meshes& meshes) {
   std::string text;
   const auto add = [&](const std::string& kind, const DeviceMesh& mesh) {
@@ -155,26 +156,26 @@ std::string who_adds_up(const Meshes& meshes) {
   return text;
 }
 
-/// The text of the ranks that come first in an order.
-struct Said {
+/// The finding with the lowest key, and the ranks that reported it.
+struct FirstFinding {
   std::string text;
-  std::vector<int> ranks;  // that come first
+  std::vector<int> ranks;
 };
 
-/// `text`: "" if a rank has nothing to say. `key`: the texts' order, of the same length on all ranks.
-Said gather_first(const dist::World& world, const std::string& key, const std::string& text) {
+/// `text`: this rank's finding; "": it has none. `key`: the findings' order, of the same length on all ranks.
+FirstFinding gather_first(const dist::World& world, const std::string& key, const std::string& text) {
   const auto all = world.everyone()->all_gather_text(text.empty() ? "" : key + text, kReplayLabel);
-  Said said;
+  FirstFinding found;
   std::string first;
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
     const std::string its_key = all[rank].substr(0, key.size());
-    if (!said.ranks.empty() && its_key > first) continue;
-    if (said.ranks.empty() || its_key < first) said = {all[rank].substr(key.size()), {}};
+    if (!found.ranks.empty() && its_key > first) continue;
+    if (found.ranks.empty() || its_key < first) found = {all[rank].substr(key.size()), {}};
     first = its_key;
-    said.ranks.push_back(static_cast<int>(rank));
+    found.ranks.push_back(static_cast<int>(rank));
   }
-  return said;
+  return found;
 }
 
 }  // namespace
@@ -187,7 +188,7 @@ std::string NanReplay::explain(Trainer& trainer, const NonFiniteStep& step) {
   try {
     return replay(trainer, step);
   } catch (const std::exception& error) {
-    return "Run again to find where it comes from, the step failed: " + reason_of(error);
+    return "The replay that looks for the source failed: " + reason_of(error);
   }
 }
 
@@ -202,25 +203,26 @@ std::string NanReplay::replay(Trainer& trainer, const NonFiniteStep& step) {
   trainer.parts().optimizer.zero_grad();
   const bool loss_is_finite = is_finite(trainer.forward_backward(step.input));
   const NanFinding mine = search.first().value_or(NanFinding{});
-  Said said = gather_first(world, place_in_order(mine, models.at(mine.model).index),
-                           mine.text.empty() ? "" : mine.text + who_adds_up(parts.meshes));
-  if (!said.ranks.empty())
-    return str(
-        "Run again, it shows where. ", said.text,
-        said.ranks.size() == 1 ? "" : str("\n  ranks ", list_str(said.ranks), " come to such numbers there"));
+  FirstFinding found = gather_first(world, place_in_order(mine, models.at(mine.model).index),
+                                    mine.text.empty() ? "" : mine.text + who_adds_up(parts.meshes));
+  if (!found.ranks.empty())
+    return str("The replay found the source. ", found.text,
+               found.ranks.size() == 1
+                   ? ""
+                   : str("\n  ranks ", list_str(found.ranks), " come to such numbers there"));
   const Parameter* nonfinite = first_nonfinite_gradient(parts.parameters);
-  said = gather_first(world, "", nonfinite ? nonfinite->name : "");
-  if (!said.ranks.empty())
+  found = gather_first(world, "", nonfinite ? nonfinite->name : "");
+  if (!found.ranks.empty())
     return str(
-        "Run again, no module on any rank gives an output or a gradient that isn't finite, but the "
+        "In the replay no module on any rank gave an output or a gradient that isn't finite, but the "
         "gradient of parameter '",
-        said.text, "' is: it comes from the parameter's own, or from its sum over ranks");
-  said = gather_first(world, "", loss_is_finite ? "" : "not finite");
-  if (!said.ranks.empty())
-    return str("Run again, it is the loss alone, on ranks ", list_str(said.ranks),
+        found.text, "' isn't finite: it arose in the parameter's own gradient or in summing it over ranks");
+  found = gather_first(world, "", loss_is_finite ? "" : "not finite");
+  if (!found.ranks.empty())
+    return str("In the replay only the loss wasn't finite, on ranks ", list_str(found.ranks),
                ": every module's output and every gradient is finite");
-  return "Run again, all of its numbers are finite, with the same batch and weights. Suspect an operation "
-         "that isn't deterministic, random numbers that differ (dropout), or a host's processor or memory";
+  return "In the replay all numbers were finite, with the same batch and weights. Suspect an operation that "
+         "isn't deterministic, random numbers that differ (dropout), or a host's processor or memory";
 }
 
 // ---- replicas

@@ -87,7 +87,7 @@ class OwnProgress {
   const ProgressCell::Reading& reading() const { return reading_; }
   /// How long there has been no sign.
   Milliseconds64 stalled(const WatchdogLimits& limits) const;
-  /// Its processors work, which has stopped to count as a sign.
+  /// The CPU is busy, but that no longer counts as progress.
   bool computes_in_vain(const WatchdogLimits& limits) const {
     return stalled(limits) > with_computing_.stalled();
   }
@@ -130,12 +130,12 @@ struct Beat {
   std::string call = {};  ///< the call of its peers that it waits for; "": none
   int pid = 0;
   std::string host = {};
-  std::string pids =
-      {};  ///< the kernel's numbering of processes that `pid` is from; equal where /proc shows both
-  bool computes = false;  ///< its processors work, which no longer counts as progress
+  /// The kernel's numbering of processes that `pid` is from; equal where /proc shows both.
+  std::string pids = {};
+  bool computes = false;  ///< the CPU is busy, but that no longer counts as progress
   bool traced = false;    ///< by a debugger
-  std::string
-      life;  ///< who it is, when this was, what it was doing, its last call: in words, for when it is lost
+  /// Its last words: one sentence about this rank, shown if it is lost.
+  std::string life;
 };
 
 std::string to_text(const Beat& beat);
@@ -148,8 +148,8 @@ struct RankView {
   std::optional<Beat> beat;  ///< its last; none: it hasn't begun
   int64_t silent_ms = 0;     ///< since that beat arrived
   std::string process;  ///< its state in /proc, if it is on this host: "stopped by a signal", "gone"; else ""
-  /// Since the observer last saw a rank that others may have to wait for. A wait counts from there: it
-  /// outlasts the excuse by as much as beats are old.
+  /// Since the observer last saw a rank that others may have to wait for. A wait is judged only from that
+  /// time, which is later than the end of the excuse by the age of a beat.
   int64_t unexcused_ms = std::numeric_limits<int64_t>::max();
 };
 

@@ -129,11 +129,12 @@ class Desk {
   std::atomic<bool> record_is_requested_{false};
 };
 
-// A connection of its own: a call of the training thread that waits for a key blocks all others on the same
-// connection. Keys of its own, too: a process may have several watchdogs, one after the other.
+// Makes a connection of its own, because a call of the training thread that waits for a key blocks all others
+// on the same connection. Uses keys of its own, because a process may have several watchdogs, one after the
+// other.
 Mail::Connect connector(const World& world) {
   const std::string prefix = str("watchdog/", world.store().add(str("watchdog/", world.rank()), 1));
-  // Not the world, which a thread that hangs here would keep from its end.
+  // Captures the store, not the World: a hung thread would keep the World alive.
   auto job = StorePtr::reclaim_copy(&world.store());
   return [job, prefix]() -> StorePtr {
     auto store = connect_again(*job);
@@ -237,9 +238,9 @@ class Watchdog::Impl {
                        .failure = on_one_line(failure),
                        .connect = connect_,
                        .records = records_ ? records_->folder() : "",
-                       .first_rank_life = ""};
+                       .first_rank_last_words = ""};
     if (const auto rank0 = desk_->inbox().beats; scene.rank != 0 && rank0[0])
-      scene.first_rank_life = rank0[0]->life;
+      scene.first_rank_last_words = rank0[0]->life;
     // The state when the first rank failed says more than the state after the failures that followed.
     if (records_ && !desk_->failure_is_recorded) {
       write_record(scene.failure, FlightExtent::Last);
@@ -372,11 +373,11 @@ class Watchdog::Impl {
     beat.call = stands_still ? open_call(world_.recorder(), beat.kind) : "";
     const std::string tracer = status_field("self", "TracerPid");
     beat.traced = !tracer.empty() && tracer != "0";
-    beat.life = life();
+    beat.life = last_words();
     return beat;
   }
 
-  std::string life() const {
+  std::string last_words() const {
     std::string text = str("rank ", world_.rank(), " (host ", outbox_.beat.host, ", pid ", outbox_.beat.pid,
                            "), last heard of at ", time_of_day());
     const Activity activity = world_.recorder().activity();

@@ -1,3 +1,5 @@
+// StepNumbers: when the host reads a step's loss and gradient norm, at once or a step later.
+
 #include "train/step_runner.h"
 
 #include <cmath>
@@ -19,7 +21,8 @@ namespace {
 
 constexpr dist::Label kFiniteLabel{"train::check_finite"};
 
-// What a rank contributes to the largest of all, so that it is from the lowest rank whose loss isn't finite.
+// This rank's value in a maximum over ranks, which then tells the lowest rank whose loss isn't finite. 0: its
+// loss is finite.
 double flag_of(const dist::World& world, bool not_finite) {
   return not_finite ? world.size() - world.rank() : 0;
 }

@@ -66,12 +66,12 @@ class OneStageRunner final : public StepRunner {
   at::Device device_;
 };
 
-/// What every runner is asked for: throws Error for a step without valid tokens.
+/// Throws Error unless global_valid_tokens > 0. Every runner calls it.
 void check_valid_tokens(int64_t global_valid_tokens);
 
-/// A step's loss and gradient norm on their way to the host. Read at once, the host waits for the device in
-/// every step. Read late, it doesn't: the device itself skips the update of a step that isn't finite, and the
-/// host reads the numbers when the next step's work is queued.
+/// Brings a step's loss and gradient norm to the host. If they are read at once, the host waits for the device
+/// in every step. If they are read late, it doesn't: the device itself skips the update of a step that isn't
+/// finite, and the host reads the numbers when the next step's work is queued.
 class StepNumbers {
  public:
   virtual ~StepNumbers() = default;
@@ -80,8 +80,8 @@ class StepNumbers {
   virtual void clip(int64_t step, const at::Tensor& loss) = 0;
   /// Steps the optimizer, unless the numbers of the step that was clipped last aren't finite.
   virtual void update_weights() = 0;
-  /// Waits for the device. At once: the numbers of the step that was clipped last; late: of the last that was
-  /// updated.
+  /// Waits for the device. Returns the numbers of the step that was clipped last; if they are late, those of
+  /// the step that was updated last.
   virtual StepValues read() = 0;
   virtual bool are_late() const = 0;
 };

@@ -100,12 +100,12 @@ std::optional<StepInput> Trainer::fetch() {
     if (!batches->empty()) parts_.loader.take_back_step();
     return std::nullopt;
   }
-  // Without the rows that only fill up batches where ranks share them unevenly.
+  // Padding rows, which fill up batches where rows don't divide evenly over ranks, aren't counted.
   parts_.window.count_step(parts_.loader.num_rows() * batches->front().labels_BS.size(1));
   return StepInput{*std::move(batches), *tokens};
 }
 
-// A rank that gives up waiting has no batches, but an agreement to stop follows.
+// A rank that gives up waiting returns no batches. All ranks then agree to stop.
 std::optional<std::vector<data::Batch>> Trainer::next_batches() {
   const PhaseScope data = phase(Phase::Data);
   const auto start = std::chrono::steady_clock::now();
@@ -133,7 +133,7 @@ std::optional<TokenCounts> Trainer::agree(const std::vector<data::Batch>& batche
   return stopping_ ? std::nullopt : std::optional(agreed.tokens);
 }
 
-// The learning rate of the schedule's step k is factor(k - 1): it depends on the number of the step alone.
+// The learning-rate factor of the schedule's step k is factor(k - 1): it depends only on the step's number.
 void Trainer::schedule_step() {
   parts_.optimizer.set_lr_factor(parts_.schedule.factor(progress_.schedule_steps++));
 }
@@ -265,15 +265,15 @@ StopCause Trainer::stop() {
   return cause;
 }
 
-// Data that ends makes an earlier step the last one, which is saved as such.
+// If the data ends before options_.steps, the step where it ends is the last one, and is saved as such.
 int64_t Trainer::last_step() const {
   const auto end = parts_.loader.num_steps();
   if (!end) return options_.steps;
   return std::min(options_.steps, progress_.step + std::max<int64_t>(0, *end - parts_.loader.state().steps));
 }
 
-// The data of this run ended before the last step that was asked for, and it left its result, the model
-// alone: that isn't written twice, nor are the steps before it trained again.
+// An earlier start of this run came to the end of the data and saved the model alone as its result, so
+// nothing is left to do.
 bool Trainer::has_ended() const {
   const int64_t last = last_step();
   if (!parts_.checkpoints || last == options_.steps || last <= progress_.step) return false;

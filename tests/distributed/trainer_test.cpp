@@ -48,7 +48,7 @@ TEST_P(NonFinite, TracesAGradientToItsRankAndModule) {
     Started job =
         start({.fault = Fault::InfiniteGradient, .first_faulty_forward = step, .options = options()});
     const std::string message = message_of_training(job.trainer);
-    EXPECT_TRUE(contains(message, str("Run again, it shows where. step ", step, ", rank ", bad_rank(),
+    EXPECT_TRUE(contains(message, str("The replay found the source. step ", step, ", rank ", bad_rank(),
                                       ": the gradient of the output of module model isn't finite")))
         << message;
     EXPECT_FALSE(contains(message, "come to such numbers")) << message;
@@ -70,7 +70,7 @@ TEST_P(NonFinite, ReportsAGradientThatIsFiniteOnReplay) {
                                     "are; first seen in the shard of rank ",
                                     bad_rank())))
       << message;
-  EXPECT_TRUE(contains(message, "Run again, all of its numbers are finite")) << message;
+  EXPECT_TRUE(contains(message, "In the replay all numbers were finite")) << message;
   ASSERT_EQ(batches.size(), GetParam() ? 4u : 3u);
   EXPECT_TRUE(at::equal(batches.back(), batches[1])) << "the replayed batch";
   EXPECT_FALSE(at::equal(batches[0], batches[1])) << "each step has its own batch";
@@ -92,7 +92,7 @@ TEST_P(NonFinite, ReplayBlamesTheLossOnly) {
   Started job = start({.fault = Fault::LossAlone, .first_faulty_forward = 2, .options = options()});
   const std::string message = message_of_training(job.trainer);
   EXPECT_TRUE(contains(message, str("step 2: the loss isn't finite on rank ", bad_rank()))) << message;
-  EXPECT_TRUE(contains(message, str("Run again, it is the loss alone, on ranks ", bad_rank(), ":")))
+  EXPECT_TRUE(contains(message, str("In the replay only the loss wasn't finite, on ranks ", bad_rank(), ":")))
       << message;
 }
 

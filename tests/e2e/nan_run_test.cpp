@@ -55,7 +55,7 @@ TEST_P(NanRun, TracesANonFiniteGradientToItsRankAndModule) {
   EXPECT_EQ(result.status, 3) << result.err;
   // All ranks say it, but the first to end may end the others before they have printed it.
   EXPECT_THAT(result.err,
-              ContainsRegex("Run again, it shows where. step [1-4], " + rank() +
+              ContainsRegex("The replay found the source. step [1-4], " + rank() +
                             "the backward of module 'layers.1.feed_forward.w2' is the first to give"));
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("the gradient norm isn't finite, though the losses of all ranks are"),
@@ -92,7 +92,7 @@ TEST(NanRunInAPipeline, TracesALossToTheStageBefore) {
   EXPECT_EQ(result.status, 3) << result.err;
   EXPECT_THAT(result.err,
               AllOf(HasSubstr("the loss isn't finite on rank 1"),
-                    ContainsRegex("Run again, it shows where. step [1-4], rank 0: the output of module "
+                    ContainsRegex("The replay found the source. step [1-4], rank 0: the output of module "
                                   "'layers.0.feed_forward.w2' is the first that isn't finite, though its")));
 }
 

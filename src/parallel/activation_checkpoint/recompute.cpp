@@ -231,7 +231,7 @@ class ModuleInputs {
   const std::string& module_;
 };
 
-// Stands in a node of a graph for a tensor that it saved: the owner has it, by number.
+// Takes a saved tensor's place in an autograd node; the owner keeps the tensor under a number.
 template <class Owner>
 class NumberedHooks final : public SavedVariableHooks {
  public:
@@ -311,7 +311,7 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
                 "differentiate through tensors that it kept from an earlier forward");
     const int backward = torch::autograd::get_current_graph_task_id();
     if (backward_ != backward)
-      for (Slot& each : slots_) each.value.reset();  // of a backward that didn't ask for them
+      for (Slot& each : slots_) each.value.reset();  // filled for an earlier backward, which didn't use them
     backward_ = backward;
     if (!slots_[slot].value.defined()) recompute();
     at::Tensor value = std::move(slots_[slot].value);
@@ -327,8 +327,9 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   }
 
  private:
-  // The tensors that one recompute saves. A module may hold a backward of its own, so all of it is there
-  // while the run lasts; and no longer, as a module may keep a tensor of it, and with that the run's graph.
+  // The tensors that one recompute saves. All are kept until the run ends, because the module's forward may
+  // itself run backward(). They are dropped then, because a tensor that the module keeps would keep the run's
+  // graph alive, and these with it.
   class Refill final : public SavedTensorHooks, public std::enable_shared_from_this<Refill> {
    public:
     explicit Refill(RecomputeFrame& frame) : frame_(frame), module_(frame.host_.fqn()) {}
@@ -341,9 +342,9 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     }
     const at::Tensor& get(size_t number) const {
       TITAN_CHECK(
-          number < tensors_.size(), "a backward through the recompute of '", module_,
-          "', which has ended and kept nothing: detach() tensors that a checkpointed module keeps from its "
-          "forward, other than its results");
+          number < tensors_.size(), "backward() reached the graph of a finished recompute of '", module_,
+          "', whose tensors are freed: detach() tensors that a checkpointed module keeps from its forward, "
+          "other than its results");
       return tensors_[number];
     }
     void drop(size_t number) {
@@ -352,12 +353,12 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
     void end() { tensors_.clear(); }
 
    private:
-    RecomputeFrame& frame_;  // until the end
+    RecomputeFrame& frame_;  // used only until end()
     std::string module_;
     TensorList tensors_;
   };
 
-  /// A std::exception, as those are what LibTorch's engine carries out of a backward that the module holds.
+  /// A std::exception: LibTorch's engine carries only those out of a backward that the module itself runs.
   struct EarlyStop final : std::exception {
     explicit EarlyStop(const RecomputeFrame* frame) : frame(frame) {}
     const char* what() const noexcept override {
@@ -460,15 +461,15 @@ class RecomputeFrame final : public SavedTensorHooks, public std::enable_shared_
   std::optional<RngState> rng_state_;
   std::unique_ptr<KeptOutputs> kept_;
 
-  // Guards the slots: nodes of two devices run on two threads. Recursive, as a module that keeps a tensor of
-  // its forward lets go of it in the recompute, and with it of nodes that own slots.
+  // Guards the slots: nodes of two devices run on two threads. Recursive: a module that kept a tensor of its
+  // forward may release it in the recompute, and that destroys nodes that own slots.
   std::recursive_mutex mutex_;
   bool recomputing_ = false, forward_ended_ = false;
   std::vector<Slot> slots_;
   size_t num_slots_ = 0;
-  int64_t num_needed_ = 0;  // slots up to the last one that is waited for
+  int64_t num_needed_ = 0;  // one more than the number of the last slot whose node is alive
   size_t num_refilled_ = 0;
-  int backward_ = -1;  // the engine's number of the one that the values are of
+  int backward_ = -1;  // the graph task of the backward that filled the slots
 };
 
 }  // namespace

@@ -25,9 +25,9 @@ inline constexpr int kPeerHasFailed = 0x7174;
 /// The same for ranks that are to be started again in a larger group.
 inline constexpr int kGroupGrows = 0x7175;
 
-/// Notes these signals as long as it lives, in place of what they do. One a process; made by the main thread
-/// before there are others, which then inherit that the signals aren't theirs: only the watch's own thread is
-/// interrupted by them, never a collective or a read.
+/// Notes these signals as long as it lives, in place of what they do. A process has one. The main thread makes
+/// it before there are other threads: these then inherit the blocked signals, which interrupt only the watch's
+/// own thread, never a collective or a read.
 class SignalWatch {
  public:
   /// `launcher_pid`: of the launcher that passes signals on, which is this process's parent; 0: there is
