@@ -175,8 +175,8 @@ void keep_validation(const TrainArguments& arguments, const train::JobConfig& co
   command.push_back(std::to_string(validation.local_batch_size * dims.batch_degree()));
 }
 
-// For numbers of ranks on which the job can run, with the settings that make fewer ranks train the same run. `job` must
-// outlive `options`.
+// Sets the restart options: which numbers of ranks the job can run on, the grace period, and the settings with which
+// fewer ranks train the same run. `job` must outlive `options`.
 void set_train_restarts(const TrainArguments& arguments, const LoadedJob& job, LaunchOptions& options) {
   options.restarts = arguments.restarts;
   RestartOptions& restarts = options.restarts;

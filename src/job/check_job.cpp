@@ -152,7 +152,7 @@ struct Check {
     require((training.mixed_precision_param == "float64") == doubles, "training.mixed_precision_param",
             "float64 training has float64 in training.dtype and training.mixed_precision_param");
     require((training.mixed_precision_reduce == "float64") == doubles, "training.mixed_precision_reduce",
-            "float64 gradients go with training.dtype = \"float64\"");
+            "must be \"float64\" exactly when training.dtype is");
     require(!training.enable_cpu_offload || training.device != "cpu", "training.enable_cpu_offload",
             "offloading to the CPU needs a GPU to offload from");
   }
@@ -162,7 +162,7 @@ struct Check {
     const std::string gather = "quantize.linear.float8.enable_fsdp_float8_all_gather";
     if (settings.enable_fsdp_float8_all_gather && float8::recipes().contains(settings.recipe()))
       require(float8::casts_weight_once(float8::recipes().get(settings.recipe())), gather,
-              str("takes a recipe that casts a weight in one way, with one scale, as \"tensorwise\"; ",
+              str("needs a recipe that casts a weight in one way, with one scale, as \"tensorwise\"; ",
                   settings.recipe(), " doesn't"));
     require(!settings.enable_fsdp_float8_all_gather || !config.training.enable_cpu_offload, gather,
             "doesn't go with training.enable_cpu_offload");
@@ -217,7 +217,7 @@ struct Check {
     require(!(names(".float8") && names(".mx")), "model.converters", "Float8 and MX don't mix in one model");
     for (const std::string& name : model.converters)
       require(name == float8::kConverter || name == float8::kMxConverter, "model.converters",
-              str("\"", name, "\" doesn't exist yet; there are \"", float8::kConverter, "\" and \"",
+              str("unknown converter \"", name, "\"; known: \"", float8::kConverter, "\" and \"",
                   float8::kMxConverter, "\""));
     check_float8();
     check_mx();
@@ -273,10 +273,10 @@ struct Check {
          {std::pair("checkpoint.initial_load_in_hf", checkpoint.initial_load_in_hf),
           std::pair("checkpoint.last_save_in_hf", checkpoint.last_save_in_hf),
           std::pair("checkpoint.create_seed_checkpoint", checkpoint.create_seed_checkpoint)})
-      require(checkpoint.enable || !asked, key, "takes checkpoint.enable = true");
+      require(checkpoint.enable || !asked, key, "needs checkpoint.enable = true");
     require(checkpoint.peer_interval == 0 || (checkpoint.enable && !checkpoint.load_only),
             "checkpoint.peer_interval",
-            "keeps states beside those on disk, which takes checkpoint.enable = true and no load_only");
+            "keeps states beside those on disk, which needs checkpoint.enable = true and no load_only");
     if (!checkpoint.enable) return;
     // A job that starts again resumes from the whole newest state.
     const bool starts_again = checkpoint.peer_interval > 0 || !config.fault_tolerance.requeue_on.empty();
@@ -290,7 +290,7 @@ struct Check {
     for (const std::string& problem : exclusion_problems(checkpoint.exclude_from_loading))
       report("checkpoint.exclude_from_loading", problem);
     require(!checkpoint.create_seed_checkpoint || world_size == 1, "checkpoint.create_seed_checkpoint",
-            str("is done by one rank, and there are ", world_size));
+            str("needs exactly one rank; this job has ", world_size));
     require(!checkpoint.create_seed_checkpoint || !checkpoint.load_only, "checkpoint.create_seed_checkpoint",
             "saves, which load_only forbids");
   }
@@ -299,7 +299,7 @@ struct Check {
     const CheckpointSettings& checkpoint = config.checkpoint;
     require(config.fault_tolerance.spike_sigma == 0 || (checkpoint.enable && !checkpoint.load_only),
             "fault_tolerance.spike_sigma",
-            "goes back to checkpoints, which takes checkpoint.enable = true and no load_only");
+            "goes back to checkpoints, which needs checkpoint.enable = true and no load_only");
   }
 
   void check_metrics() {

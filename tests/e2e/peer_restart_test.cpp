@@ -296,7 +296,7 @@ TEST_F(PeerRestart, IsRefusedIfNothingRestartsRanks) {
   };
   EXPECT_THAT(refused({"--nproc", "2"}), HasSubstr("give it --max-restarts"));
   EXPECT_THAT(refused({}), HasSubstr("nobody launched this rank"));
-  EXPECT_THAT(refused({"--checkpoint.no_enable"}), HasSubstr("takes checkpoint.enable = true"));
+  EXPECT_THAT(refused({"--checkpoint.no_enable"}), HasSubstr("needs checkpoint.enable = true"));
   EXPECT_THAT(refused({"--checkpoint.peer_folder", "here"}), HasSubstr("an absolute path"));
 }
 

@@ -325,7 +325,7 @@ TEST(Loading, LoadsASeedOfOneRankOnTwo) {
   train(plain, words + Words{"--debug.seed", "7"});
   EXPECT_NEAR(curve_of(run).at(1)[0], curve_of(plain).at(1)[0], kRounding);
   EXPECT_THAT(train_log(fresh_folder("no"), words + ranks(2, {"--checkpoint.create_seed_checkpoint"}), 2),
-              HasSubstr("is done by one rank"));
+              HasSubstr("needs exactly one rank"));
 }
 
 // Dropout draws from LibTorch's generators, which are part of the state too.

@@ -261,7 +261,7 @@ std::string describe(int status) {
 /// Whether its watchdog gave up on a peer.
 bool gave_up(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == dist::kHungExitCode; }
 
-/// Whether a signal ended it that is not sent to a whole job, and that no failure of a peer causes.
+/// True for signals that point to this rank itself (SIGKILL, SIGSEGV, ...), not to a peer or a stop of the whole job.
 bool is_own_end(int status) {
   if (!WIFSIGNALED(status)) return false;
   const int signal = WTERMSIG(status);
@@ -440,8 +440,7 @@ class RankGroup {
     end_stopped();
   }
 
-  // A rank that a signal of someone else ended is gone for its peers before its process has ended here: peers may
-  // have failed because of it by then.
+  // Peers may notice a killed rank, and fail, before waitpid() reports it here.
   bool is_cause_of_first(const Rank& rank) const {
     return !rank.killed && WIFEXITED(ranks_[first_failed_].status) && WIFSIGNALED(rank.status) &&
            WTERMSIG(rank.status) != SIGTERM;

@@ -11,7 +11,7 @@
 namespace titan::data {
 
 Permutation::Permutation(int64_t n, uint64_t seed, uint64_t stream) : n_(static_cast<uint64_t>(n)) {
-  TITAN_CHECK(n >= 1, "a permutation of ", n, " things");
+  TITAN_CHECK(n >= 1, "a permutation needs at least 1 element, got ", n);
   // At least two bits, one for each half of the network.
   int bits = std::max(2, static_cast<int>(std::bit_width(n_ - 1)));
   low_bits_ = bits / 2;

@@ -60,7 +60,7 @@ void ParamGroup::find_float8_weights() {
     if (!how || params_[i].compute.numel() == 0) continue;
     TITAN_CHECK(!options_.cpu_offload,
                 "fully_shard: weights that are gathered in Float8 can't be offloaded to the host");
-    const auto parts = how->parts ? how->parts : float8_.how.parts;  // of the group's first that is cut
+    const auto parts = how->parts ? how->parts : float8_.how.parts;  // the first tensor-parallel weight's
     float8_.how = *how;
     float8_.how.parts = parts;
     float8_.slots.push_back(i);
@@ -146,10 +146,8 @@ ops::Operand ParamGroup::float8_weight(size_t slot) const {
   return weight;
 }
 
-// The gathering side of ParamGroup: shards to compute parameters and back.
-
-// A holder of something computed from a parameter, a scale say, checks the parameter's version; a gather
-// writes them past LibTorch.
+// Caches of derived values, such as scales, check a parameter's version. A gather writes its memory without
+// LibTorch noticing, so the versions are raised here.
 void ParamGroup::bump_compute_versions() {
   if (announced_version_ == flat_shard_._version()) return;
   announced_version_ = flat_shard_._version();
@@ -171,7 +169,7 @@ void ParamGroup::start_unshard() {
               "' have no values yet: call titan::materialize(model, seed) before the first forward");
   at::NoGradGuard no_grad;
   reshard();
-  // A part that no backward fetched (an embedding's doesn't ask for its weight) is of the step before.
+  // A part kept for a backward that didn't use it (embeddings don't read their weight) is out of date.
   if (kept_part_.defined() && stale())
     context_->pool.release(std::exchange(kept_part_, {}), compute_stream());
   gathered_version_ = flat_shard_._version();

@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
 constexpr const char* kRunMark = ".peer_run";
 constexpr dist::Label kPeerLabel{"train::peer_saves"};
 
-// The content of the file. It has no device numbers: those of one network file system differ from host to
+// The content of `.peer_run`. It has no device numbers: those of one network file system differ from host to
 // host and from boot to boot.
 struct Marked {
   std::string run, inode, path;
@@ -46,7 +46,7 @@ std::optional<Marked> read_mark(const fs::path& folder) {
   return whole && !marked.run.empty() ? std::optional(marked) : std::nullopt;
 }
 
-// The place where the run saves; its number is filled in later.
+// The place where the run saves; run_mark() fills in `run`.
 Marked place_of(const fs::path& folder) {
   struct stat status = {};
   if (::stat(folder.c_str(), &status) != 0)
@@ -144,7 +144,8 @@ void PeerSaves::tell_failures() const {
   const checkpoint::SaveCounts counts = saver.counts();
   if (counts.failed == 0) return;
   log::warning_rank0(str("peer checkpoints: ", counts.complete, " states were kept, ", counts.failed,
-                         " couldn't be, and ", counts.skipped, " were skipped for others on their way"));
+                         " couldn't be, and ", counts.skipped,
+                         " were skipped while an earlier one was being copied"));
 }
 
 void PeerSaves::remove() {

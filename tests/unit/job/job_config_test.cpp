@@ -107,7 +107,7 @@ TEST_F(JobConfigTest, HuggingFaceFoldersNeedAForm) {
         << problems[0];
     const auto without_checkpoints = problems_of({"--checkpoint." + key});
     ASSERT_EQ(without_checkpoints.size(), 1u) << key;
-    EXPECT_NE(without_checkpoints[0].find("takes checkpoint.enable = true"), std::string::npos)
+    EXPECT_NE(without_checkpoints[0].find("needs checkpoint.enable = true"), std::string::npos)
         << without_checkpoints[0];
   }
 }
