@@ -103,6 +103,9 @@ const Mail::Inbox& Mail::exchange(const Outbox& outbox, bool everything) {
   try {
     inbox_.is_connected = connect();
     if (!inbox_.is_connected) return inbox_;
+    // A verdict goes out before the beat that says that its rank has ended, and is read after that beat: nobody sees
+    // a judge's end without its verdict, and judges in its place.
+    if (outbox.verdict) exchange_verdict(outbox);
     if (everything || is_new) {
       store_->set(beat_key(rank_), dist::to_text(outbox.beat));
       exchange_requests(outbox);

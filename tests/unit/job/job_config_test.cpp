@@ -133,7 +133,8 @@ TEST_F(JobConfigTest, CheckpointSettingsThatDontGoTogether) {
   };
   for (const auto& [words, told] : cases)
     EXPECT_NE(string(problem_of(words)).find(told), string::npos) << problem_of(words);
-  EXPECT_NE(string(problem_of({"--checkpoint.create_seed_checkpoint"}, 2)).find("by one rank"), string::npos);
+  EXPECT_NE(string(problem_of({"--checkpoint.create_seed_checkpoint"}, 2)).find("exactly one rank"),
+            string::npos);
   EXPECT_EQ(string(problem_of({"--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,my_object"})),
             "none");
   EXPECT_EQ(problems_of({"--checkpoint.load_step", "3"}).size(), 1u);  // nothing is loaded
