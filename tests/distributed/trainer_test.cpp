@@ -105,7 +105,7 @@ TEST_P(NonFinite, AFailingReplayDoesNotHideTheProblem) {
   const std::string message = message_of_training(job.trainer);
   expect_first_step(message);
   EXPECT_TRUE(contains(message, "the gradient norm isn't finite")) << message;
-  EXPECT_TRUE(contains(message, "the step failed: no memory")) << message;
+  EXPECT_TRUE(contains(message, "The replay that looks for the source failed: no memory")) << message;
 }
 
 INSTANTIATE_TEST_SUITE_P(Trainer, NonFinite, ::testing::Bool(),
