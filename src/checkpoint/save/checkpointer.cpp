@@ -182,7 +182,7 @@ void detail::Background::start(std::function<void()> job) {
   thread_ = std::thread([state = state_, job = std::move(job)]() mutable {
     const dist::BackgroundCalls background;
     job();
-    job = nullptr;  // releases what it held before anybody is told that it is done
+    job = nullptr;  // releases what it holds before the job counts as done
     std::lock_guard lock(state->mutex);
     state->busy = false;
     state->changed.notify_all();
